@@ -1,0 +1,278 @@
+"""SimpleFSDP: any nn.Module as sharded DTensors that are gathered on use. One file, imports only torch: copy it.
+
+    from simple_fsdp import MixedPrecisionPolicy, data_parallel
+
+    mesh = torch.distributed.init_device_mesh("cuda", (world_size,))
+    model = data_parallel(model, mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    model = torch.compile(model)                       # or stay eager; then train as on one device
+
+Reading `module.weight` all-gathers the parameter; its gradient arrives **averaged** over the ranks (torchtitan's file
+sums), sharded, in the stored dtype. A loss normalised by a count of tokens therefore divides by the mean count per rank.
+When not to use it: under tensor or pipeline parallelism (parameters that already are DTensors are refused).
+After Zhang et al., "SimpleFSDP: Simpler Fully Sharded Data Parallel with torch.compile", arXiv:2411.00284.
+"""
+
+import functools
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+MODES = ("replicate", "fully_shard", "hybrid_shard")
+_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # private, as is TorchDispatchMode's module
+_enabled = True  # what disable_data_parallel() turns off
+_thread = threading.local()  # .scopes: one memo per running forward, innermost last
+
+
+@dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """`param_dtype`: dtype of the gathered parameter and of the all-gather (None: as stored). `reduce_dtype`: dtype of
+    the gradient reduction (None: as the gradient was computed, i.e. param_dtype, which is FSDP2's rule). Gradients land
+    in the stored dtype. Only floating-point parameters are cast, and alike at every world size, 1 included."""
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+
+
+@dataclass(frozen=True)
+class _Policy:  # one object per data_parallel() call, on every module that it wrapped
+    mp: MixedPrecisionPolicy
+    reshard: bool
+    inner: DeviceMesh | None  # hybrid_shard: the shard dimension of the mesh
+
+    def __deepcopy__(self, memo):
+        return self
+
+
+def _materialize(p: DTensor, policy: _Policy) -> Tensor:
+    """The whole parameter in param_dtype; its backward reduces the gradient to the placements of `p`."""
+    cast = policy.mp.param_dtype if p.dtype.is_floating_point else None
+    reduce = (policy.mp.reduce_dtype or cast) if p.dtype.is_floating_point else None
+    if policy.inner is not None and p.placements[1].is_shard():
+        # Gather over the inner dimension only, so that backward reduce-scatters there first and all-reduces the shard
+        # across: one redistribute over both dimensions would all-reduce the whole gradient and scatter it then.
+        shard = p.redistribute(placements=p.placements, backward_dtype=reduce)
+        shard = shard.to_local(grad_placements=[Partial("avg"), p.placements[1]])
+        p = DTensor.from_local(shard, policy.inner, p.placements[1:], run_check=False, shape=p.shape, stride=p.stride())
+    full = p.redistribute(placements=[Replicate()] * p.device_mesh.ndim, forward_dtype=cast, backward_dtype=reduce)
+    return full.to_local(grad_placements=[Partial("avg")] * p.device_mesh.ndim)
+
+
+# While compiling: a checkpoint around the gather tags it for the partitioner, so that it is gathered again in backward
+# (reshard) or kept even where a surrounding activation checkpoint would gather again (no reshard).
+def _keep(ctx, op, *args, **kwargs):
+    wait = op is torch.ops._c10d_functional.wait_tensor.default
+    return CheckpointPolicy.MUST_SAVE if wait else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _keep_gathered():
+    return create_selective_checkpoint_contexts(_keep)
+
+
+_keep_gathered.cache_hash = "simple_fsdp-keep-gathered-1"  # part of the key of AOTAutograd's cache
+
+
+def _traced(p: DTensor, policy: _Policy) -> Tensor:
+    if policy.reshard:
+        return checkpoint(_materialize, p, policy, use_reentrant=False, preserve_rng_state=False)
+    return checkpoint(_materialize, p, policy, use_reentrant=False, preserve_rng_state=False, context_fn=_keep_gathered)
+
+
+# In eager: autograd keeps (parameter, geometry) in place of a gathered weight and gathers again in backward.
+def _pack(t: Tensor):
+    sharded = getattr(t.untyped_storage(), "_sharded", None) if t.layout is torch.strided else None
+    if sharded is None:
+        return t
+    return *sharded, sharded[0]()._local_tensor._version, (t.size(), t.stride(), t.storage_offset())
+
+
+def _unpack(packed) -> Tensor:
+    if isinstance(packed, Tensor):
+        return packed
+    parameter, policy, version, geometry = packed
+    if (p := parameter()) is None or p._local_tensor._version != version:
+        raise RuntimeError("a parameter was changed in place or replaced between its forward and its backward")
+    with torch.no_grad():
+        return _materialize(p, policy).as_strided(*geometry)
+
+
+class _Scope:
+    """Around each eager forward: one gather per parameter and module call, and the two hooks above, except where other
+    hooks are on top: inside activation checkpointing ours would switch it off, and there no weight is kept anyway."""
+
+    def __enter__(self):
+        _thread.scopes = [*getattr(_thread, "scopes", ()), {}]
+        self.hooks = nullcontext()
+        if torch.is_grad_enabled() and _top_hooks(True) is None:
+            self.hooks = torch.autograd.graph.saved_tensors_hooks(_pack, _unpack)
+        self.hooks.__enter__()
+
+    def __exit__(self, *exc):
+        self.hooks.__exit__(*exc)
+        _thread.scopes = _thread.scopes[:-1]
+
+
+def _eager(p: DTensor, policy: _Policy) -> Tensor:
+    scopes = getattr(_thread, "scopes", None)
+    memo = scopes[-1] if scopes else {}
+    key = id(p), torch.is_grad_enabled(), (_top_hooks(True) or (None,))[0]
+    if key not in memo:
+        full = memo[key] = _materialize(p, policy)
+        storage = full.untyped_storage()  # at world size 1 without a cast it is the parameter's own
+        if policy.reshard and storage._cdata != p._local_tensor.untyped_storage()._cdata:
+            storage._sharded = weakref.ref(p), policy  # lives as long as the storage, is seen through every view
+    return memo[key]
+
+
+def _read(module: nn.Module, name: str) -> Tensor | None:
+    p = module._parameters[name]
+    if not _enabled or not isinstance(p, DTensor):
+        return p
+    try:
+        return (_traced if torch.compiler.is_compiling() else _eager)(p, module._data_parallel)
+    except AttributeError as e:  # nn.Module.__getattr__ would swallow it and hand out the shard
+        raise RuntimeError(f"cannot gather {name} of {type(module).__name__}: {e}") from e
+
+
+@functools.cache
+def _wrapped_class(cls: type, names: tuple[str, ...]) -> type:
+    """One class per (class, parameter names), all state on the instance: equal blocks share one compiled frame."""
+
+    @functools.wraps(cls.forward)
+    def forward(self, *args, **kwargs):
+        if torch.compiler.is_compiling():
+            return cls.forward(self, *args, **kwargs)
+        with _Scope():
+            return cls.forward(self, *args, **kwargs)
+
+    def __repr__(self):
+        with disable_data_parallel():  # extra_repr reads parameters
+            return cls.__repr__(self)
+
+    def __reduce_ex__(self, protocol):  # deepcopy and pickle: make the class again from its base
+        return _new, (cls, names), self.__dict__
+
+    def reader(name):
+        return property(lambda self: _read(self, name))
+
+    own = dict(forward=forward, __repr__=__repr__, __reduce_ex__=__reduce_ex__, __module__=cls.__module__)
+    return type("FSDP" + cls.__name__, (cls,), own | {name: reader(name) for name in names})
+
+
+def _new(cls: type, names: tuple[str, ...]) -> nn.Module:
+    return object.__new__(_wrapped_class(cls, names))
+
+
+def _check(model: nn.Module, mesh: DeviceMesh, mode: str) -> None:
+    if mode not in MODES:
+        raise ValueError(f"mode={mode!r} does not exist: use one of {', '.join(MODES)}")
+    ndim = 2 if mode == "hybrid_shard" else 1
+    if mesh.ndim != ndim or (ndim == 2 and not mesh.mesh_dim_names):
+        want = 'a 2-D mesh with mesh_dim_names=("replicate", "shard")' if ndim == 2 else "a 1-D mesh"
+        raise ValueError(f"mode={mode!r} needs {want}, got a {mesh.ndim}-D mesh {mesh.mesh_dim_names or 'without names'}")
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ValueError(f"cannot shard {path or 'the model'}: a ScriptModule cannot be wrapped, wrap its source")
+        if "_data_parallel" in module.__dict__:
+            raise ValueError(f"cannot shard {path or 'the model'}: it is wrapped already, call data_parallel() once")
+        for name, p in module._parameters.items():
+            why = None
+            if isinstance(p, DTensor):
+                why = f"it already is a DTensor with placements {p.placements}"
+            elif isinstance(p, nn.parameter.UninitializedParameter):
+                why = "it has no shape yet, run one forward before wrapping"
+            elif p is not None and getattr(module, "sparse", False) is True:
+                why = "sparse gradients cannot be reduce-scattered, build the embedding with sparse=False"
+            if why:
+                raise ValueError(f"cannot shard {path + '.' * bool(path) + name}: {why}")
+
+
+def data_parallel(
+    model: nn.Module,
+    device_mesh: DeviceMesh,
+    mode: str = "fully_shard",
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (frozen)
+    *,
+    reshard_after_forward: bool = True,
+    min_bytes: int = 0,
+) -> nn.Module:
+    """Shards every parameter of `model` in place over `device_mesh` and returns it; values are those of rank 0.
+
+    mode: "replicate" (DDP), "fully_shard" (ZeRO-3, on dimension 0), "hybrid_shard" (2-D mesh: replicate, shard).
+    reshard_after_forward: free gathered weights after forward and gather them again in backward.
+    min_bytes: smaller parameters stay replicated, as do scalars and empty ones. Buffers are left alone.
+    Raises ValueError, before anything is changed, for a wrong mode or mesh or a parameter that cannot be sharded.
+    """
+    _check(model, device_mesh, mode)
+    inner = device_mesh[device_mesh.mesh_dim_names[1]] if mode == "hybrid_shard" else None
+    policy, done = _Policy(mp_policy, reshard_after_forward, inner), {}  # done keeps ties tied
+    for module in list(model.modules()):
+        names = tuple(name for name, p in module._parameters.items() if p is not None)
+        for name in names:
+            p = module._parameters[name]
+            if id(p) not in done:
+                whole = mode == "replicate" or p.ndim == 0 or p.numel() == 0 or p.nbytes < min_bytes
+                placements = [Replicate()] * (device_mesh.ndim - 1) + [Replicate() if whole else Shard(0)]
+                shard = nn.Parameter(distribute_tensor(p.detach(), device_mesh, placements), p.requires_grad)
+                shard.__dict__.update(p.__dict__)
+                done[id(p)] = p, shard
+            module._parameters[name] = done[id(p)][1]
+        if names or module is model:
+            module._data_parallel = policy
+            module.__class__ = _wrapped_class(type(module), names)
+    return model
+
+
+class _DrawWhole(TorchDispatchMode):
+    """Random initialisation in place, or *_like, draws the whole tensor and keeps the shard: values as on one device."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        t, name, kwargs = args[0] if args else None, func._schema.name, kwargs or {}
+        random = torch.Tag.nondeterministic_seeded in func.tags and (name.endswith("_") or "_like" in name)
+        if not random or not isinstance(t, DTensor) or t.is_meta:
+            return func(*args, **kwargs)
+        full = func(torch.empty(t.shape, dtype=t.dtype, device=t.device), *args[1:], **kwargs)
+        shard = distribute_tensor(full, t.device_mesh, t.placements, src_data_rank=None)  # no communication
+        return t.copy_(shard) if name.endswith("_") else shard
+
+
+@contextmanager
+def disable_data_parallel() -> Iterator[None]:
+    """Inside it a parameter reads as its own sharded DTensor and nothing communicates: for initialisation (random
+    values do not depend on the world size), checkpoint helpers, inspection. Re-entrant; for the whole process."""
+    global _enabled
+    before, _enabled = _enabled, False
+    try:
+        with _DrawWhole():
+            yield
+    finally:
+        _enabled = before
+
+
+class ParameterRow(NamedTuple):
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    placement: str  # "Shard(0)", "Replicate()", or "-" for a parameter that is not wrapped
+    local_shape: tuple[int, ...]
+    local_bytes: int
+
+
+def describe(model: nn.Module) -> list[ParameterRow]:
+    """One row per parameter (ties once), with what this rank holds; runs no collective."""
+    rows = []
+    for name, p in model.named_parameters():
+        local = p._local_tensor if isinstance(p, DTensor) else p
+        where = str(p.placements[-1]) if isinstance(p, DTensor) else "-"
+        where = repr(p.placements[-1]) if isinstance(p, DTensor) else where
+        rows.append(ParameterRow(name, tuple(p.shape), p.dtype, where, tuple(local.shape), local.nbytes))
+    return rows

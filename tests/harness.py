@@ -1,0 +1,78 @@
+"""Runs checks on real gloo ranks: processes are spawned once per file, each check runs on all of them in turn.
+
+    results = spawn(2, [check_a, check_b])        # check(mesh) -> anything that pickles
+    results["check_a"]                            # one value per rank; an error on any rank raises here, with its traceback
+"""
+
+import os
+import socket
+import traceback
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def _worker(rank, world, port, checks, queue, threads):
+    os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
+    torch.set_num_threads(threads)
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world, timeout=timedelta(seconds=120)
+    )
+    mesh = dist.init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))
+    for check in checks:
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        try:
+            queue.put((check.__name__, rank, True, check(mesh)))
+        except Exception:
+            queue.put((check.__name__, rank, False, traceback.format_exc()))
+            break  # the other ranks may wait for this one for ever: stop here
+    else:
+        torch._dynamo.reset()  # compiled code holds process groups
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+class Results(dict):
+    def __missing__(self, name):
+        raise KeyError(f"{name} did not run: {self.get('error', 'no such check')}")
+
+    def __getitem__(self, name):
+        values = super().__getitem__(name)
+        for rank, (ok, value) in sorted(values.items()):
+            if not ok:
+                raise AssertionError(f"{name} on rank {rank}:\n{value}")
+        return [value for _, (_, value) in sorted(values.items())]
+
+
+def spawn(world: int, checks: list, timeout: float = 300, threads: int = 1) -> Results:
+    """Results of every check, by its name, one value per rank. Ends its processes after `timeout` seconds."""
+    context = mp.get_context("spawn")
+    queue, port = context.Queue(), free_port()
+    ranks = [
+        context.Process(target=_worker, args=(r, world, port, checks, queue, threads), daemon=True) for r in range(world)
+    ]
+    for p in ranks:
+        p.start()
+    results, left, failed = Results(), len(checks) * world, False
+    try:
+        while left and not failed:
+            name, rank, ok, value = queue.get(timeout=timeout)
+            results.setdefault(name, {})[rank] = ok, value
+            left, failed = left - 1, not ok
+        for p in ranks:
+            p.join(0 if failed else 60)
+    finally:
+        for p in ranks:
+            if p.is_alive():
+                p.kill()
+            p.join()
+    return results
