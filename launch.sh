@@ -1,0 +1,144 @@
+#!/usr/bin/env bash
+# Install once (.venv, pinned by constraints.txt), then run. Works from a fresh clone, with or without GPUs.
+#
+#   ./launch.sh                        install, then train: torchrun main.py --depth 8 --compile fwdbwd
+#   ./launch.sh run FLAGS              the same with your flags instead (python main.py --help lists them)
+#   ./launch.sh test [PYTEST ARGS]     the tests
+#   ./launch.sh sweep AXIS|FILE [--small] [FLAGS]
+#                                      one run per cell; a second call does what is missing (trainer/sweep.py)
+#   ./launch.sh gpu [1|2|3|4] [--tiny] what needs a GPU: tests, compile modes, remat x attention, loss and memory;
+#                                      each part ends within 8 minutes and resumes; --tiny rehearses on a CPU
+#   ./launch.sh profile [FLAGS]        a run with --profile DIR; NSYS=1 puts it under nsys
+#   ./launch.sh slurm                  prints a batch script for several nodes
+#   ./launch.sh install                only install
+#
+# Environment
+#   NPROC          processes per node (default: one per GPU, 4 without; in a sweep at most 2, as the reference tables)
+#   NNODES NODE_RANK MASTER_ADDR MASTER_PORT    several nodes: the same command on each, NODE_RANK differs
+#   PYTHON         interpreter (default python3); NO_INSTALL=1 uses it as it is, with the packages that it has
+#   TORCH          cpu | cuda: which torch to install (default: cuda where nvidia-smi lists a GPU)
+#                  older driver: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cu126 ./launch.sh install
+#   OUT            folder of results (gpu: results) or traces (profile: profile)
+#   CELL_TIMEOUT   seconds for one cell of a sweep (default 1800)
+# Relative paths in FLAGS start at the repository.
+
+set -euo pipefail
+caller=$PWD
+cd "$(dirname "${BASH_SOURCE[0]}")"
+
+die() { echo "launch.sh: $1" >&2; exit "${2:-1}"; }
+
+case ${PYTHON:-} in /*) ;; */*) PYTHON=$caller/$PYTHON ;; esac
+gpus=$( (nvidia-smi -L 2>/dev/null || true) | grep -c '^GPU' || true)
+if [ "$gpus" -gt 0 ] && [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
+    gpus=$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c . || true)
+fi
+
+install() {
+    py=${PYTHON:-python3}
+    command -v "$py" >/dev/null || die "no $py here: install Python 3.11 or newer, or name one in PYTHON"
+    [ -z "${NO_INSTALL:-}" ] || return 0
+    "$py" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+        die "$py is $("$py" -V 2>&1): expected Python 3.11 or newer; name one in PYTHON"
+    "$py" -c 'import ensurepip, venv' 2>/dev/null || die "$py has no venv module: on Debian, apt-get install python3-venv"
+
+    local kind=cpu hash
+    [ "$gpus" -eq 0 ] || kind=cuda
+    kind=${TORCH:-$kind}
+    case $kind in cpu|cuda) ;; *) die "TORCH=$kind: expected cpu or cuda" 2 ;; esac
+    hash="$(cat pyproject.toml constraints.txt | cksum) $PWD"
+    py=$PWD/.venv/bin/python
+    # The CUDA build serves a machine without a GPU too (a login node), never the other way round.
+    if grep -qxF -e "$hash $kind" -e "$hash cuda" .venv/.installed 2>/dev/null; then return 0; fi
+
+    echo "installing into .venv (torch for $kind)" >&2
+    "${PYTHON:-python3}" -m venv --clear .venv
+    [ "$kind" = cuda ] || [ "$(uname)" = Darwin ] || install_cpu_torch
+    "$py" -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev,wandb]' >&2
+    echo "$hash $kind" > .venv/.installed
+}
+
+# On Linux the default torch brings gigabytes of CUDA; the CPU build carries a local version, so it can be asked for.
+install_cpu_torch() {
+    local torch index=
+    torch=$(grep '^torch==' constraints.txt)+cpu
+    "$py" -m pip install -q --dry-run --no-deps "$torch" >/dev/null 2>&1 ||
+        index=--extra-index-url=https://download.pytorch.org/whl/cpu
+    "$py" -m pip install -q --disable-pip-version-check -c constraints.txt ${index:+"$index"} "$torch" >&2
+}
+
+torchrun() {    # torchrun SCRIPT ARGS; a prefix (nsys) may stand in $wrap
+    local where="--standalone"
+    if [ "${NNODES:-1}" -gt 1 ]; then
+        : "${NODE_RANK:?several nodes: give each its NODE_RANK}" "${MASTER_ADDR:?several nodes: name the first as MASTER_ADDR}"
+        where="--nnodes=$NNODES --node-rank=$NODE_RANK --master-addr=$MASTER_ADDR --master-port=${MASTER_PORT:-29500}"
+    fi
+    export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+    # shellcheck disable=SC2086  # both are lists of words without spaces
+    exec ${wrap:-} "$py" -m torch.distributed.run $where --nproc-per-node "${NPROC:-$((gpus > 0 ? gpus : 4))}" "$@"
+}
+
+gpu() {
+    local parts="1 2 3 4" out=${OUT:-results}/gpu status=0 part axis
+    case ${1:-} in --*|'') ;; [1-4]) parts=$1; shift ;; *) die "gpu: no part '$1', expected 1, 2, 3 or 4" 2 ;; esac
+    if [ "${1:-}" = --tiny ]; then shift; set -- --small "$@"; out=$out-tiny; fi
+    export NPROC=1 CELL_TIMEOUT=${CELL_TIMEOUT:-240}
+    trap 'kill "$!"; wait "$!" || true; exit 143' INT TERM HUP
+    for part in $parts; do
+        echo "== part $part"
+        case $part in 2) axis=gpu-compile ;; 3) axis=gpu-remat ;; 4) axis=gpu-memory ;; esac
+        if [ "$part" = 1 ]; then
+            timeout -k 10 470 "$py" -m pytest -q -m gpu &
+            wait "$!" || { code=$?; [ "$code" -eq 5 ] || status=$code; }    # 5: no such test
+        else
+            "$py" -m trainer.sweep "$axis" --budget 450 --results "$out.jsonl" "$@" &
+            wait "$!" || status=$?
+        fi
+    done
+    return "$status"
+}
+
+profile() {
+    local dir=${OUT:-profile}
+    local nsys="nsys profile --trace=cuda,nvtx --capture-range=cudaProfilerApi --capture-range-end=stop"
+    nsys="$nsys --force-overwrite=true --output=$dir/nsys"
+    mkdir -p "$dir"
+    [ "${NSYS:-}" != 1 ] || command -v nsys >/dev/null || die "NSYS=1, but nsys is not on PATH"
+    if [ "${NSYS:-}" = 1 ]; then wrap=$nsys; else echo "under Nsight Systems (NSYS=1 does this): $nsys COMMAND" >&2; fi
+    torchrun main.py --profile "$dir" "$@"
+}
+
+slurm() {
+    cat <<'BATCH'
+#!/bin/bash
+#SBATCH --job-name=simple-fsdp
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --exclusive
+#SBATCH --time=01:00:00
+# Once before, on a node that reaches a package index:  TORCH=cuda ./launch.sh install
+export NNODES=$SLURM_NNODES MASTER_PORT=29500
+MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1); export MASTER_ADDR
+srun --kill-on-bad-exit=1 bash -c 'NODE_RANK=$SLURM_NODEID exec ./launch.sh run --depth 8 --compile fwdbwd'
+BATCH
+}
+
+case ${1:-run} in -h|--help|help) sed -n '2,/^$/s/^# \{0,1\}//p' launch.sh; exit ;; -*) set -- run "$@" ;; esac
+command=${1:-run}
+[ $# -eq 0 ] || shift
+case $command in
+    slurm)   slurm; exit ;;
+    install|run|test|sweep|gpu|profile) install ;;
+    *)       die "no command '$command'; ./launch.sh --help lists them" 2 ;;
+esac
+case $command in
+    install) ;;
+    run)     [ $# -gt 0 ] || set -- --depth 8 --compile fwdbwd; torchrun main.py "$@" ;;
+    test)    exec "$py" -m pytest "$@" ;;
+    sweep)   if [ -f "$caller/${1:-}" ]; then file=$caller/$1; shift; set -- "$file" "$@"; fi
+             export NPROC=${NPROC:-$((gpus == 1 ? 1 : 2))}
+             exec "$py" -m trainer.sweep "$@" ;;
+    gpu)     gpu "$@" ;;
+    profile) profile "$@" ;;
+esac

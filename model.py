@@ -1,0 +1,278 @@
+"""The reference transformer: pre-norm blocks of grouped-query attention and a GELU MLP. Knows no mesh and no trainer.
+
+    model = Transformer(ModelConfig(width=4096, depth=4))      # 973'234'176 parameters
+    logits = model(tokens)                                     # [B, T] -> [B, T, V]
+    loss = model(tokens, targets)                              # fp32 sum over the labels that are not IGNORE
+    flops_per_token(model.config, seqlen=4096)                 # training, forward and backward
+
+Token embedding (scaled by sqrt(D)) plus sinusoids, blocks, final LayerNorm, untied head; biases in norms and MLP only.
+Initialisation: every weight normal with std 1/sqrt(fan_in); what writes into the residual stream (`o`, `down`) further
+divided by sqrt(2 depth), so that its variance does not grow with depth; the head with std 1/D, so that the first loss
+is ln V + 1/(2D); the embedding with std 1/sqrt(D), so that after its scaling it has the size of the sinusoids' range.
+
+B batch, T tokens, D width, H heads, K key/value heads, d head dimension, V vocabulary.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+IGNORE = -100  # a target that is not trained on
+REMAT = ("none", "mlp", "attn", "both", "block", "pointwise")
+aten = torch.ops.aten
+MATMULS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
+ATTENTION = {
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.higher_order.flex_attention,
+}
+compiled_flex_attention = torch.compile(flex_attention)  # eager flex materialises the T x T scores; lazy: no work here
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Shapes: `head_dim` divides `width`, `grouping` (query heads per key/value head) divides the number of heads."""
+
+    depth: int = 4
+    width: int = 4096
+    head_dim: int = 128
+    grouping: int = 4
+    grow: int = 4
+    vocab: int = 32768
+    attn: str = "sdpa"
+    remat: str = "none"
+    remat_ratio: float = 1.0
+
+    @property
+    def heads(self) -> int:
+        return self.width // self.head_dim
+
+    @property
+    def kv_heads(self) -> int:
+        return self.heads // self.grouping
+
+    def remat_of(self, block: int) -> str:
+        """The policy of one block: remat_ratio of the blocks, evenly spread, have `remat`, the others "none"."""
+        n = round(self.remat_ratio * self.depth)
+        return self.remat if (block + 1) * n // self.depth > block * n // self.depth else "none"
+
+
+def _save_attention(ctx, op, *args, **kwargs):
+    return CheckpointPolicy.MUST_SAVE if op in ATTENTION else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _save_products(ctx, op, *args, **kwargs):
+    return CheckpointPolicy.MUST_SAVE if op in MATMULS else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _attention_saved():  # named functions: Dynamo cannot trace a lambda nested in the region
+    return create_selective_checkpoint_contexts(_save_attention)
+
+
+def _products_saved():
+    return create_selective_checkpoint_contexts(_save_products)
+
+
+_attention_saved.cache_hash, _products_saved.cache_hash = "attention-saved-1", "products-saved-1"  # for compile caches
+_remat = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)  # nothing in a block is random
+
+
+class Attention(nn.Module):
+    def __init__(self, c: ModelConfig):
+        super().__init__()
+        self.head_dim, self.flex, self.grouped = c.head_dim, c.attn == "flex", c.grouping > 1
+        self.q = nn.Linear(c.width, c.width, bias=False)
+        self.k = nn.Linear(c.width, c.kv_heads * c.head_dim, bias=False)
+        self.v = nn.Linear(c.width, c.kv_heads * c.head_dim, bias=False)
+        self.o = nn.Linear(c.width, c.width, bias=False)
+
+    def qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return tuple(f(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for f in (self.q, self.k, self.v))
+
+    def core(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None) -> Tensor:
+        """q [B, H, T, d], k and v [B, K, T, d] -> [B, T, D]"""
+        if self.flex:
+            y = compiled_flex_attention(q, k, v, block_mask=mask, enable_gqa=self.grouped)
+        else:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.grouped)
+        return y.transpose(1, 2).flatten(2)  # [B, H, T, d] -> [B, T, D]
+
+    def forward(self, x: Tensor, mask: BlockMask | None) -> Tensor:
+        return self.o(self.core(*self.qkv(x), mask))
+
+
+class MLP(nn.Module):
+    def __init__(self, c: ModelConfig):
+        super().__init__()
+        self.up = nn.Linear(c.width, c.grow * c.width)
+        self.down = nn.Linear(c.grow * c.width, c.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x), approximate="tanh"))
+
+
+class Block(nn.Module):
+    def __init__(self, c: ModelConfig, remat: str):
+        super().__init__()
+        self.remat = remat
+        self.norm1, self.attn = nn.LayerNorm(c.width), Attention(c)
+        self.norm2, self.mlp = nn.LayerNorm(c.width), MLP(c)
+
+    def attn_branch(self, x: Tensor, mask: BlockMask | None) -> Tensor:
+        return self.attn(self.norm1(x), mask)
+
+    def mlp_branch(self, x: Tensor) -> Tensor:
+        return self.mlp(self.norm2(x))
+
+    def whole(self, x: Tensor, mask: BlockMask | None) -> Tensor:
+        x = x + self.attn_branch(x, mask)
+        return x + self.mlp_branch(x)
+
+    def before_core(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.attn.qkv(self.norm1(x))
+
+    def after_core(self, x: Tensor, y: Tensor) -> Tensor:
+        x = x + self.attn.o(y)
+        return x + self.mlp_branch(x)
+
+    def forward(self, x: Tensor, mask: BlockMask | None = None) -> Tensor:
+        """x [B, T, D] -> [B, T, D]. The norms lie inside the checkpointed regions, so a region keeps its input alone;
+        the output of attention is kept everywhere (dear to redo, small). "pointwise" keeps every product as well."""
+        if self.remat == "none" or not torch.is_grad_enabled():
+            return self.whole(x, mask)
+        if self.remat == "block":
+            return _remat(self.whole, x, mask, context_fn=_attention_saved)
+        if self.remat == "pointwise":  # attention lies between two regions: kept also where it is a compiled kernel
+            q, k, v = _remat(self.before_core, x, context_fn=_products_saved)
+            return _remat(self.after_core, x, self.attn.core(q, k, v, mask), context_fn=_products_saved)
+        if self.remat in ("attn", "both"):
+            x = x + _remat(self.attn_branch, x, mask, context_fn=_attention_saved)
+        else:
+            x = x + self.attn_branch(x, mask)
+        return x + (_remat(self.mlp_branch, x) if self.remat in ("mlp", "both") else self.mlp_branch(x))
+
+
+def sinusoids(T: int, D: int, device: torch.device) -> Tensor:
+    """[T, D] fp32, sines then cosines, wavelengths 2 pi to 20'000 pi (Vaswani et al. 2017, 3.5)."""
+    frequency = torch.exp(torch.arange(0, D, 2, device=device) * (-math.log(10000.0) / D))  # [D/2]
+    angle = torch.arange(T, device=device)[:, None] * frequency  # [T, D/2]
+    return torch.cat((angle.sin(), angle.cos()), 1)[:, :D]
+
+
+def causal_mask(T: int, device: torch.device) -> BlockMask:
+    return create_block_mask(lambda b, h, q, k: q >= k, None, None, T, T, device=device)
+
+
+class ChunkedCrossEntropy(torch.autograd.Function):
+    """Sum over tokens of the cross-entropy of x @ w.T, `chunk` tokens at a time: no [N, V] tensor exists, and the
+    gradients are made in forward, so `w` is read (under FSDP: gathered) once per step and its gradient, accumulated in
+    fp32, is reduced once. x [N, D], w [V, D], y [N] -> fp32 scalar. No double backward."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, w: Tensor, y: Tensor, chunk: int, grad: bool) -> Tensor:
+        loss, gx, gw = torch.zeros((), dtype=torch.float32, device=x.device), [], None
+        for xc, yc in zip(x.split(chunk), y.split(chunk), strict=True):
+            z = (xc @ w.t()).float()  # [C, V]
+            ok = (yc != IGNORE).unsqueeze(1)  # [C, 1]
+            t = torch.where(ok, yc.unsqueeze(1), 0)
+            zt, m = z.gather(1, t), z.amax(-1, keepdim=True)
+            p = z.sub_(m).exp_()
+            s = p.sum(-1, keepdim=True)
+            loss += ((s.log() + m - zt) * ok).sum()
+            if not grad:
+                continue
+            if torch.compiler.is_compiling():  # this form fuses: no fp32 chunk is stored
+                hot = (torch.arange(w.shape[0], device=x.device) == t).to(p.dtype)
+                g = ((p / s - hot) * ok).to(x.dtype)
+            else:
+                g = p.div_(s).scatter_add_(1, t, -torch.ones_like(s)).mul_(ok).to(x.dtype)
+            del z, p
+            gx.append(g @ w)
+            d = g.t() @ xc
+            gw = d.float() if gw is None else gw.add_(d)
+        if grad:
+            ctx.save_for_backward(torch.cat(gx), gw.to(w.dtype))
+        return loss
+
+    @staticmethod
+    def backward(ctx, go: Tensor):
+        gx, gw = ctx.saved_tensors
+        return (gx * go).to(gx.dtype), (gw * go).to(gw.dtype), None, None, None
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """logits [B, T, V], targets [B, T] -> fp32 sum over the targets that are not IGNORE."""
+    return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten(), ignore_index=IGNORE, reduction="sum")
+
+
+class Transformer(nn.Module):
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        c = self.config = config
+        self.emb = nn.Embedding(c.vocab, c.width)
+        self.blocks = nn.ModuleList(Block(c, c.remat_of(i)) for i in range(c.depth))
+        self.norm = nn.LayerNorm(c.width)
+        self.head = nn.Linear(c.width, c.vocab, bias=False)
+        self.mask: BlockMask | None = None
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Fills every parameter in place from torch's default generator, in a fixed order."""
+        for name, p in self.named_parameters():
+            if "norm" in name or p.ndim == 1:
+                nn.init.ones_(p) if name.endswith("weight") else nn.init.zeros_(p)
+                continue
+            std = 1 / math.sqrt(p.shape[1])
+            if name.endswith(("o.weight", "down.weight")):
+                std /= math.sqrt(2 * self.config.depth)
+            nn.init.normal_(p, std=1 / self.config.width if name == "head.weight" else std)
+
+    def set_seqlen(self, seqlen: int, device: torch.device | str) -> None:
+        """Builds the block mask that attn="flex" needs; call it before the first forward and for every new seqlen."""
+        self.mask = causal_mask(seqlen, device) if self.config.attn == "flex" else None
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, chunk: int = 0) -> Tensor:
+        """tokens [B, T] -> logits [B, T, V]; with targets [B, T] the summed loss, `chunk` tokens at a time if not 0."""
+        T, D = tokens.shape[1], self.config.width
+        if self.config.attn == "flex" and (self.mask is None or self.mask.seq_lengths[0] != T):
+            raise ValueError(f"no block mask for seqlen {T}: call set_seqlen({T}, device) first")
+        x = self.emb(tokens) * math.sqrt(D)  # [B, T, D]
+        x = x + sinusoids(T, D, x.device).to(x.dtype)
+        for block in self.blocks:
+            x = block(x, self.mask)
+        x = self.norm(x)
+        if targets is not None and chunk:
+            grad = torch.is_grad_enabled()
+            return ChunkedCrossEntropy.apply(x.flatten(0, 1), self.head.weight, targets.flatten(), chunk, grad)
+        logits = self.head(x)  # [B, T, V]
+        return logits if targets is None else cross_entropy(logits, targets)
+
+
+def flops_per_token(c: ModelConfig, seqlen: int, convention: str = "causal") -> int | float:
+    """FLOPs of one token's training step (forward 1x, backward 2x), no recomputation in the first three.
+
+    convention: "linear": 6 per weight that the token is multiplied with (grouped k and v as they are, head yes,
+    embedding no). "palm": plus the attention core 12 L H d T (Chowdhery et al. 2022, appendix B). "causal": the core
+    over the mean number of unmasked keys, (T + 1) / 2. "hardware": causal plus what is multiplied again in backward:
+    the core's scores inside its backward (7/6) and the products of the remat policy, where the last product of a
+    region is never redone.
+    """
+    kv, wide = c.kv_heads * c.head_dim, c.grow * c.width
+    linear = 6 * (c.depth * c.width * (2 * c.width + 2 * kv + 2 * wide) + c.width * c.vocab)
+    keys = seqlen if convention == "palm" else (seqlen + 1) / 2
+    core = 12 * c.depth * c.heads * c.head_dim * keys
+    if convention == "linear":
+        return linear
+    if convention in ("palm", "causal"):
+        return linear + core
+    qkv, up, o = (2 * c.width * n for n in (c.width + 2 * kv, wide, c.width))
+    again = dict(none=0, pointwise=0, mlp=up, attn=qkv, both=qkv + up, block=qkv + o + up)
+    return linear + core * 7 / 6 + sum(again[c.remat_of(i)] for i in range(c.depth))
