@@ -51,10 +51,10 @@ install() {
     # The CUDA build serves a machine without a GPU too (a login node), never the other way round.
     if grep -qxF -e "$hash $kind" -e "$hash cuda" .venv/.installed 2>/dev/null; then return 0; fi
 
-    echo "installing into .venv (torch for $kind)" >&2
+    echo "installing into .venv (torch for $kind): some minutes, once" >&2
     "${PYTHON:-python3}" -m venv --clear .venv
     [ "$kind" = cuda ] || [ "$(uname)" = Darwin ] || install_cpu_torch
-    "$py" -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev,wandb]' >&2
+    "$py" -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev,wandb]' >&2
     echo "$hash $kind" > .venv/.installed
 }
 
@@ -64,7 +64,7 @@ install_cpu_torch() {
     torch=$(grep '^torch==' constraints.txt)+cpu
     "$py" -m pip install -q --dry-run --no-deps "$torch" >/dev/null 2>&1 ||
         index=--extra-index-url=https://download.pytorch.org/whl/cpu
-    "$py" -m pip install -q --disable-pip-version-check -c constraints.txt ${index:+"$index"} "$torch" >&2
+    "$py" -m pip install -qq --disable-pip-version-check ${index:+"$index"} "$torch" >&2
 }
 
 torchrun() {    # torchrun SCRIPT ARGS; a prefix (nsys) may stand in $wrap
@@ -79,7 +79,7 @@ torchrun() {    # torchrun SCRIPT ARGS; a prefix (nsys) may stand in $wrap
 }
 
 gpu() {
-    local parts="1 2 3 4" out=${OUT:-results}/gpu status=0 part axis
+    local parts="1 2 3 4" out=${OUT:-results}/gpu status=0 part axis code
     case ${1:-} in --*|'') ;; [1-4]) parts=$1; shift ;; *) die "gpu: no part '$1', expected 1, 2, 3 or 4" 2 ;; esac
     if [ "${1:-}" = --tiny ]; then shift; set -- --small "$@"; out=$out-tiny; fi
     export NPROC=1 CELL_TIMEOUT=${CELL_TIMEOUT:-240}

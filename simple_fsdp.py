@@ -7,7 +7,7 @@
     model = torch.compile(model)                       # or stay eager; then train as on one device
 
 Reading `module.weight` all-gathers the parameter; its gradient arrives **averaged** over the ranks (torchtitan's file
-sums), sharded, in the stored dtype. A loss normalised by a count of tokens therefore divides by the mean count per rank.
+sums), sharded, in the stored dtype. A loss normalised by a token count therefore divides by the mean count per rank.
 When not to use it: under tensor or pipeline parallelism (parameters that already are DTensors are refused).
 After Zhang et al., "SimpleFSDP: Simpler Fully Sharded Data Parallel with torch.compile", arXiv:2411.00284.
 """
@@ -178,7 +178,7 @@ def _check(model: nn.Module, mesh: DeviceMesh, mode: str) -> None:
     ndim = 2 if mode == "hybrid_shard" else 1
     if mesh.ndim != ndim or (ndim == 2 and not mesh.mesh_dim_names):
         want = 'a 2-D mesh with mesh_dim_names=("replicate", "shard")' if ndim == 2 else "a 1-D mesh"
-        raise ValueError(f"mode={mode!r} needs {want}, got a {mesh.ndim}-D mesh {mesh.mesh_dim_names or 'without names'}")
+        raise ValueError(f"mode={mode!r} needs {want}, got a {mesh.ndim}-D one {mesh.mesh_dim_names or 'without names'}")
     for path, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise ValueError(f"cannot shard {path or 'the model'}: a ScriptModule cannot be wrapped, wrap its source")
@@ -233,7 +233,7 @@ def data_parallel(
 
 
 class _DrawWhole(TorchDispatchMode):
-    """Random initialisation in place, or *_like, draws the whole tensor and keeps the shard: values as on one device."""
+    """Random initialisation in place, or *_like, draws the whole tensor and keeps the shard, as on one device."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         t, name, kwargs = args[0] if args else None, func._schema.name, kwargs or {}

@@ -7,8 +7,7 @@
             train_step()
     row = environment(device) | stats(timer.ms()) | peak(device)
 
-Units: MiB (2**20 bytes), ms, FLOP/s, MFU in percent. On CUDA memory is what the caching allocator counts, on a CPU what
-is resident: not comparable, and so under another name.
+Units: MiB (2**20 bytes), ms, FLOP/s, MFU in percent. CPU memory is what is resident: not comparable with CUDA's.
 """
 
 import os
@@ -18,9 +17,9 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
-from datetime import UTC, datetime
+from collections import deque
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import torch
@@ -31,8 +30,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 PEAKS = {
     r"A100-(SXM4|PCIE)-(40|80)GB|A100 80GB PCIe": 312e12,
     r"H100 80GB HBM3|H200": 989e12,  # both SXM
-    r"H100 PCIe": 756e12,
-    r"H100 NVL": 835e12,
+    r"H100 PCIe": 756e12, r"H100 NVL": 835e12,
     r"GeForce RTX 4090": 165e12,  # fp32 accumulate
 }
 CLEAR_REFS = Path("/proc/self/clear_refs")  # Linux: writing 5 sets VmHWM back to VmRSS
@@ -50,10 +48,9 @@ def _is_cuda(device: Device) -> bool:
 
 def _resident(field: str) -> float:
     """MiB of VmRSS (now) or VmHWM (peak); without /proc (macOS) both are the peak since the process started."""
-    with suppress(OSError):
+    with suppress(OSError, IndexError):
         return round(int(Path("/proc/self/status").read_text().partition(f"\n{field}:")[2].split()[0]) / 2**10, 1)
-    bytes_per_unit = 1 if sys.platform == "darwin" else 2**10
-    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * bytes_per_unit / 2**20, 1)
+    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10), 1)
 
 
 def reset_peak(device: Device) -> None:
@@ -99,14 +96,12 @@ class Stages:
 
 
 class StepTimer:
-    """Milliseconds per step without a host synchronisation: on CUDA two events on the current stream enclose a step, so
-    that the host may launch ahead and what happens between steps (logging, saving) is not counted. A CPU step is over
-    when it returns. A step that raises is not recorded."""
+    """Milliseconds per step. On CUDA two events on the current stream enclose it: the host need not wait, and what
+    happens between steps (logging, saving) does not count. A step that raises is not recorded."""
 
     def __init__(self, device: Device):
-        self.cuda = _is_cuda(device)
-        self._pending: list[tuple] = []  # (start event, end event, excluded) that the device has not passed yet
-        self._done: list[tuple[float, bool]] = []  # (ms, excluded), in order
+        self.cuda, self._done = _is_cuda(device), []  # (ms, excluded), in order
+        self._pending = deque()  # (start event, end event, excluded), which the device may not have passed yet
 
     @contextmanager
     def step(self, excluded: bool = False) -> Iterator[None]:
@@ -125,7 +120,7 @@ class StepTimer:
     def last(self) -> float | None:
         """ms of the newest step that the device has finished: the step just run, if its loss was read after it."""
         while self._pending and self._pending[0][1].query():  # a query does not wait
-            start, end, excluded = self._pending.pop(0)
+            start, end, excluded = self._pending.popleft()
             self._done.append((start.elapsed_time(end), excluded))
         return self._done[-1][0] if self._done else None
 
@@ -163,19 +158,17 @@ def _output(*command: str) -> str | None:
 
 
 def checkout(file: str | Path = __file__) -> dict[str, str | bool | None]:
-    """{commit: sha of the checkout that tracks `file`, or "unknown", dirty: whether tracked files differ, or None}.
-    `results/` makes nothing dirty: the rows of one run must not mark the next."""
+    """`commit`: sha of the checkout that tracks `file` or "unknown"; `dirty`: tracked files differ from it, or None."""
     git = ("git", "--no-optional-locks", "-C", str(Path(file).resolve().parent))
     sha = _output(*git, "rev-parse", "HEAD")
     if not sha or not _output(*git, "ls-files", "--", Path(file).name):
         return {"commit": "unknown", "dirty": None}
-    changed = _output(*git, "status", "--porcelain", "-uno", "--", ":(top)", ":(top,exclude)results")
+    changed = _output(*git, "status", "--porcelain", "-uno", "--", ":(top)", ":(top,exclude)results")  # not by rows
     return {"commit": sha, "dirty": None if changed is None else bool(changed)}
 
 
 def clocks(device: Device) -> dict[str, float | None]:
-    """SM clock now and at most (MHz) and power limit (W) from nvidia-smi, None where it does not tell. The clock of now
-    says something right after work only: an idle card clocks down."""
+    """SM clock now (telling right after work only) and at most, MHz, and power limit, W; None where nobody tells."""
     keys = {"clock_mhz": "clocks.sm", "clock_max_mhz": "clocks.max.sm", "power_limit_w": "power.limit"}
     query = [f"--query-gpu={','.join(keys.values())}", "--format=csv,noheader,nounits"]
     uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None) if _is_cuda(device) else None
@@ -187,9 +180,9 @@ def environment(device: Device | None = None) -> dict:
     """What a row says about code and machine. `device` None: the current CUDA device, or else the CPU."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    cpu = re.search(r"^model name\s*:\s*(.+)$|$", info, re.MULTILINE)[1] or os.uname().machine
+    cpu = re.search(r"^model name\s*:\s*(.+)$|\Z", info, re.MULTILINE)[1] or os.uname().machine
     name = torch.cuda.get_device_name(device) if _is_cuda(device) else f"CPU {cpu}, {torch.get_num_threads()} threads"
-    return {"date": datetime.now(UTC).isoformat(timespec="seconds"), **checkout(), "torch": torch.__version__,
+    return {"date": time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime()), **checkout(), "torch": torch.__version__,
             "cuda": torch.version.cuda, "python": sys.version.split()[0], "device": name, **clocks(device)}
 
 
@@ -206,16 +199,14 @@ class Profile:
     """`--profile DIR`: a close look at `count` steps from step `first` on; without a directory it does nothing. Writes
     rank<r>.trace.json.gz (perfetto.dev) and, on CUDA, rank<r>.memory.pickle (pytorch.org/memory_viz). There the steps
     are NVTX ranges between cudaProfilerStart and -Stop, so that `nsys profile --capture-range=cudaProfilerApi` records
-    them alone; under nsys there is no trace: CUPTI serves one of the two. `paths`: what was written, `notes`: what not.
-    """
+    them alone; under nsys there is no trace: CUPTI serves only one. `paths` says what was written, `notes` what not."""
 
     def __init__(self, directory: str | Path | None, first: int, count: int, rank: int, device: Device):
         self.stem, self.cuda, self._session = f"{directory}/rank{rank}", _is_cuda(device), None
         self.steps = range(first, first + count if directory else first)
         self.nsys = self.cuda and "NSYS_PROFILING_SESSION_ID" in os.environ
-        self.paths, self.notes = [], ["no trace: nsys holds CUPTI"] if self.nsys and directory else []
-        if directory and not self.cuda:
-            self.notes.append("no memory snapshot: it needs CUDA")
+        absent = "trace: nsys holds CUPTI" if self.nsys else "" if self.cuda else "memory snapshot: it needs CUDA"
+        self.paths, self.notes = [], [f"no {absent}"] if directory and absent else []
 
     def covers(self, k: int) -> bool:
         """Whether step k is profiled, and so must not enter any statistics."""
@@ -230,14 +221,12 @@ class Profile:
         if self._session is None:
             self._session = self._record()
             next(self._session)
-        try:
+        with ExitStack() as ending:
+            ending.callback(self.close)
             with torch.cuda.nvtx.range(f"step {k}") if self.cuda else nullcontext(), record_function(f"step {k}"):
                 yield
-        except BaseException:
-            self.close()
-            raise
-        if k == self.steps[-1]:
-            self.close()
+            if k != self.steps[-1]:
+                ending.pop_all()  # stay open for the next step
 
     def close(self) -> None:
         """Stop and write. The last covered step does it; call it where a run may end before that."""
@@ -245,28 +234,28 @@ class Profile:
         next(session, None)
 
     def _record(self) -> Iterator[None]:
-        trace = profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * self.cuda])
+        activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA] if self.cuda else [ProfilerActivity.CPU]
+        trace, files = None if self.nsys else profile(activities=activities), {}
         if self.cuda:
             torch.cuda.synchronize()
             torch.cuda.memory._record_memory_history(max_entries=200_000, stacks="python")
             torch.cuda.cudart().cudaProfilerStart()  # returns an error where nobody listens
-        if not self.nsys:
+        if trace is not None:
             trace.start()
-        yield  # the steps
+        yield  # the steps run
         if self.cuda:
-            with suppress(RuntimeError):  # a lost device
-                torch.cuda.synchronize()  # the last kernels belong to the profile
+            torch.cuda.synchronize()  # the last kernels belong to the profile
             torch.cuda.cudart().cudaProfilerStop()
-            self._write("memory.pickle", torch.cuda.memory._dump_snapshot)
-            torch.cuda.memory._record_memory_history(enabled=None)
-        if not self.nsys:
+            files[f"{self.stem}.memory.pickle"] = torch.cuda.memory._dump_snapshot
+        if trace is not None:
             trace.stop()
-            self._write("trace.json.gz", trace.export_chrome_trace)
-
-    def _write(self, name: str, write: Callable[[str], None]) -> None:
-        try:
-            os.makedirs(os.path.dirname(self.stem), exist_ok=True)
-            write(f"{self.stem}.{name}")
-            self.paths.append(f"{self.stem}.{name}")
-        except (OSError, RuntimeError) as error:  # a profile that cannot be written ends no run
-            self.notes.append(f"could not write {self.stem}.{name}: {error}")
+            files[f"{self.stem}.trace.json.gz"] = trace.export_chrome_trace
+        for path, write in files.items():
+            try:
+                os.makedirs(os.path.dirname(path), exist_ok=True)
+                write(path)
+                self.paths.append(path)
+            except (OSError, RuntimeError) as error:  # a profile that cannot be written ends no run
+                self.notes.append(f"could not write {path}: {error}")
+        if self.cuda:
+            torch.cuda.memory._record_memory_history(enabled=None)

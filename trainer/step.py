@@ -121,6 +121,8 @@ class Step:
         self.ranks = mesh.size() if mesh is not None else 1
         self.loss_fn, self.update_fn = self.loss_sum, self.update
         self.grad_norm: Tensor | None = None
+        self.phase = "fwd"  # where it is: "fwd", "bwd" or "step", for the message when memory runs out
+        self.inspect = None  # called with (parameters, gradients' local shards) before the update, if set
 
     def loss_sum(self, tokens: Tensor, targets: Tensor, share: Tensor) -> Tensor:
         return self.model(tokens, targets, self.chunk) / share
@@ -147,10 +149,15 @@ class Step:
     def __call__(self, tokens: Tensor, targets: Tensor) -> Tensor:
         share, total = self.share(targets), 0.0
         for x, y in zip(tokens.chunk(self.grad_accum), targets.chunk(self.grad_accum), strict=True):
+            self.phase = "fwd"
             loss = self.loss_fn(x, y, share)
+            self.phase = "bwd"
             loss.backward()
             total = total + loss.detach()
         grads = [_local(p.grad) for p in self.optimizer.params]
+        self.phase = "step"
+        if self.inspect is not None:
+            self.inspect(self.optimizer.params, grads)
         with torch.no_grad():
             self.grad_norm = self.update_fn(grads)
             for p in self.optimizer.params:
@@ -173,19 +180,18 @@ class OneGraph(Step):
     def __init__(self, *args, options=None, **kwargs):
         super().__init__(*args, **kwargs)
         self.graph = torch.compile(self.whole, fullgraph=True, options=options)
+        self.phase = "step"
 
     def whole(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        share, total, grads = self.share(targets), 0.0, None
-        for x, y in zip(tokens.chunk(self.grad_accum), targets.chunk(self.grad_accum), strict=True):
-            loss = self.loss_sum(x, y, share)
-            new = [_local(g) for g in torch.autograd.grad(loss, self.optimizer.params)]
-            grads = new if grads is None else torch._foreach_add(grads, new)
-            total = total + loss.detach()
+        loss = self.loss_sum(tokens, targets, self.share(targets))
+        grads = [_local(g) for g in torch.autograd.grad(loss, self.optimizer.params)]
         with torch.no_grad():
             norm = self.update(grads)
-            return self.over_ranks(total, "avg"), norm
+            return self.over_ranks(loss.detach(), "avg"), norm
 
     def __call__(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        if self.inspect is not None:
+            raise ValueError("-vv: --compile step has no gradients outside its graph; use --compile fwdbwd")
         with torch._dynamo.config.patch(trace_autograd_ops=True):
             loss, self.grad_norm = self.graph(tokens, targets)
         return loss
@@ -202,6 +208,8 @@ def make_step(mode: str, model: nn.Module, optimizer: AdamW, *, options: dict | 
 
     options: what every torch.compile of the model gets. Raises ValueError for a mode that this torch cannot do."""
     check_mode(mode)
+    if mode == "step" and kwargs.get("grad_accum", 1) > 1:
+        raise ValueError("--compile step: one graph holds one micro-batch; use --compile fwdbwd to accumulate")
     optimizer.foreach = optimizer.foreach or mode in ("fwdbwd", "step")
     if mode == "step":
         return OneGraph(model, optimizer, options=options, **kwargs)

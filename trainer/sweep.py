@@ -211,7 +211,7 @@ def sweep(cells: list[str], args: argparse.Namespace) -> bool:
             break
         print(f"[{i}/{len(todo)}] {cell}", flush=True)
         size = append(args.results, "")
-        log = Path("runs", args.results.stem, f"{zlib.crc32(cell.encode()):08x}.log")
+        log = args.results.parent / "runs" / args.results.stem / f"{zlib.crc32(cell.encode()):08x}.log"
         end = run(cell, [args.program, "--results", str(args.results), *args.output], left, log)
         row = read_rows(args.results, size).get(cell)
         if row is None and end == "timeout" and left < args.timeout:

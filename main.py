@@ -1,0 +1,247 @@
+"""Trains the transformer of model.py under simple_fsdp.data_parallel; appends a row of what it cost. See --help.
+
+    python main.py                                                      # one rank, CPU or GPU
+    torchrun --nproc-per-node 4 main.py --depth 8 --compile fwdbwd      # the main job
+
+Parse, build, run, report. Exit codes: 0 done, 2 bad flags or environment, 3 bad data, 5 non-finite training, 6 out of
+memory, 1 anything else. A run that fails after it began still appends its row, with the outcome.
+"""
+
+import math
+import os
+import sys
+import time
+
+from trainer import config as flags
+
+if __name__ == "__main__":  # before torch is imported: --help and bad flags answer at once
+    RANKS = flags.ranks()
+    CONFIG = flags.parse(sys.argv[1:], RANKS[0])
+
+import torch
+import torch.distributed as dist
+
+from model import ModelConfig, Transformer, flops_per_token
+from simple_fsdp import MixedPrecisionPolicy, data_parallel, describe, disable_data_parallel
+from trainer import measure
+from trainer.data import Batches, DataError
+from trainer.sinks import Sinks, check_writable, final_lines, grouped
+from trainer.step import AdamW, check_mode, global_norm, make_step, shutdown
+
+WARMUP = 3  # steps that no statistic covers, the compiling ones among them
+PROFILED = 3
+DTYPES = dict(fp32=torch.float32, bf16=torch.bfloat16)
+
+
+class NonFinite(Exception):
+    """The global gradient norm, the same number on every rank, is not finite."""
+
+
+def connect(c: flags.Config, rank: int, local_rank: int, world: int) -> torch.device:
+    """Joins the process group: NCCL on CUDA, gloo on a CPU; without torchrun one of its own. ValueError in one line."""
+    cuda = c.device == "cuda"
+    if cuda and not torch.cuda.is_available():
+        raise ValueError(f"--device cuda: torch {torch.__version__} sees no GPU; use --device cpu")
+    if cuda and local_rank >= torch.cuda.device_count():
+        n = torch.cuda.device_count()
+        raise ValueError(f"--nproc-per-node: local rank {local_rank} has no GPU, there are {n}; start at most {n} ranks")
+    if cuda and not dist.is_nccl_available():
+        raise ValueError(f"--device cuda: torch {torch.__version__} has no NCCL; use --device cpu")
+    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    how = {} if os.environ.get("RANK") else dict(store=dist.HashStore(), rank=0, world_size=1)
+    if cuda:
+        torch.cuda.set_device(device)
+        how["device_id"] = device
+    try:
+        dist.init_process_group("nccl" if cuda else "gloo", **how)
+    except dist.DistNetworkError as e:
+        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise ValueError(f"MASTER_ADDR:MASTER_PORT {address}: {str(e).splitlines()[0]}; choose another port") from e
+    return device
+
+
+class Run:
+    """Everything between the flags and the row."""
+
+    def __init__(self, c: flags.Config, device: torch.device, rank: int, world: int):
+        self.c, self.device, self.rank, self.world = c, device, rank, world
+        self.stages = measure.Stages(device)
+        self.timer = measure.StepTimer(device)
+        self.profile = measure.Profile(c.profile, WARMUP, PROFILED, rank, device)
+        self.first_step_s = self.first_step_mib = self.loss = None
+        self.batches = Batches(
+            c.data, global_batch=world * c.batch * c.grad_accum, seqlen=c.seqlen, vocab=c.vocab, seed=c.seed,
+            rank=rank, world=world,
+        )  # fmt: skip
+        names = "depth width head_dim grouping grow vocab attn remat remat_ratio".split()
+        self.model_config = ModelConfig(**{name: getattr(c, name) for name in names})
+        self.flops = {
+            kind: flops_per_token(self.model_config, c.seqlen, kind) * c.batch * c.grad_accum * c.seqlen
+            for kind in ("causal", "palm", "hardware")
+        }
+
+    def build(self) -> None:
+        c = self.c
+        with torch.device("meta"):
+            self.model = Transformer(self.model_config)
+        self.stages.add("model")
+        mesh = None
+        if c.wrapper == "simple":
+            hybrid = c.mode == "hybrid_shard"
+            shape = (c.replicas, self.world // c.replicas) if hybrid else (self.world,)
+            mesh = dist.init_device_mesh(c.device, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+            data_parallel(
+                self.model, mesh, c.mode, MixedPrecisionPolicy(DTYPES[c.param_dtype], DTYPES[c.reduce_dtype]),
+                reshard_after_forward=c.reshard, min_bytes=int(c.min_shard_mib * 2**20),
+            )  # fmt: skip
+        self.stages.add("wrap")
+        self.model.to_empty(device=self.device)
+        self.stages.add("to_empty")
+        torch.manual_seed(c.seed)
+        with disable_data_parallel():
+            self.model.init_weights()
+        self.stages.add("init")
+        optimizer = AdamW(self.model.parameters(), c.lr, moment_dtype=DTYPES[c.adam_dtype])
+        self.stages.add("optimizer")
+        self.model.set_seqlen(c.seqlen, self.device)
+        self.stages.add("mask")
+        self.step = make_step(
+            c.compile, self.model, optimizer, options=flags.compile_options(c), mesh=mesh, grad_accum=c.grad_accum,
+            clip=c.clip, chunk=c.chunk if c.loss == "chunked" else 0,
+        )  # fmt: skip
+
+    def lr(self, k: int) -> float:
+        """Linear warm-up, then cosine to a tenth."""
+        if k < self.c.warmup:
+            return self.c.lr * (k + 1) / self.c.warmup
+        progress = (k - self.c.warmup) / max(1, self.c.steps - self.c.warmup)
+        return self.c.lr * (0.55 + 0.45 * math.cos(math.pi * progress))
+
+    def train(self, sinks: Sinks) -> None:
+        c, start = self.c, time.perf_counter()
+        for k in range(c.steps):
+            logged = sinks.due(k + 1)
+            lr, norms = self.lr(k), {}
+            self.step.optimizer.lr.fill_(lr)
+            self.step.inspect = (lambda p, g, to=norms: self.norms(p, g, to)) if c.verbose > 1 and logged else None
+            with self.timer.step(excluded=k < WARMUP or self.profile.covers(k)), self.profile.step(k):
+                tokens, targets = (t.to(self.device, non_blocking=True) for t in next(self.batches))
+                loss = self.step(tokens, targets)
+            if k == 0:
+                self.loss = loss.item()  # waits for the step
+                self.first_step_s, self.first_step_mib = time.perf_counter() - start, self.stages.add("first step")
+            if k == min(WARMUP, c.steps) - 1:
+                measure.reset_peak(self.device)
+            if logged:
+                self.loss, norm = loss.item(), self.step.grad_norm.item()
+                ms = self.timer.last()
+                tok_s = self.world * self.batches_tokens() / ms * 1e3
+                sinks.step(dict(step=k + 1, loss=self.loss, lr=lr, grad_norm=norm, ms=ms, tok_s=tok_s, **norms))
+                if not math.isfinite(norm):
+                    raise NonFinite(f"gradient norm {norm} at step {k + 1}, before the update: lower --lr {c.lr}?")
+
+    def batches_tokens(self) -> int:
+        """Tokens of one step on one rank."""
+        return self.c.batch * self.c.grad_accum * self.c.seqlen
+
+    def norms(self, params: list, grads: list, to: dict) -> None:
+        names = {id(p): name for name, p in self.model.named_parameters()}
+        for p, g in zip(params, grads, strict=True):
+            local = p.detach().to_local() if hasattr(p, "to_local") else p.detach()
+            to["norm/" + names[id(p)]] = global_norm([p], [local]).item()
+            to["grad/" + names[id(p)]] = global_norm([p], [g]).item()
+
+    def row(self, outcome: str) -> dict:
+        c = self.c
+        stats = measure.stats(self.timer.ms()) if outcome == "ok" else measure.stats([])
+        seconds = stats["step_ms"] / 1e3 if stats["step_ms"] else None
+        tok_s = self.world * self.batches_tokens() / seconds if seconds else None
+        compiled = c.compile != "none" and self.first_step_s is not None and seconds is not None
+        row = measure.environment(self.device) | dict(world=self.world, loss_kind=c.loss)
+        same = "wrapper mode compile attn remat remat_ratio depth width seqlen batch grad_accum param_dtype reduce_dtype"
+        row |= {k: getattr(c, k) for k in same.split()}
+        row |= dict(flags=flags.changed(c), outcome=outcome, cell=os.environ.get("SWEEP_CELL"))
+        row |= measure.peak(self.device) | dict(first_step_peak_mib=self.first_step_mib) | stats
+        row |= dict(compile_s=round(self.first_step_s - seconds, 2) if compiled else None)
+        row |= dict(tok_s=tok_s, tok_s_rank=tok_s / self.world if tok_s else None)
+        row |= measure.utilisation(self.flops, seconds, measure.device_peak(row["device"])) | dict(loss=self.loss)
+        return row
+
+    def header(self) -> list[str]:
+        """The anchors of sanity that the run prints before its first step."""
+        c, env = self.c, measure.environment(self.device)
+        rows = describe(self.model)
+        total = sum(math.prod(r.shape) for r in rows)
+        whole = [r for r in rows if r.placement.startswith("Replicate")]
+        per_token = {k: v / self.batches_tokens() for k, v in self.flops.items()}
+        lines = [
+            f"commit {env['commit'][:12]}{' (dirty)' * bool(env['dirty'])}, torch {env['torch']}, {env['device']}, "
+            f"{self.world} rank{'s' * (self.world > 1)}",
+            "  ".join(f"{k}={v}" for k, v in {**vars(c.training), **vars(c.system)}.items()),
+            f"data {self.batches.description}",
+            f"{grouped(total)} parameters, {sum(r.local_bytes for r in rows) / 2**20:.1f} MiB on this rank; "
+            f"{len(whole)} of {len(rows)} replicated" + f": under {c.min_shard_mib} MiB" * (c.min_shard_mib > 0),
+            f"{per_token['causal'] / 1e6:.3f} MFLOP per token (causal; PaLM {per_token['palm'] / 1e6:.3f}), "
+            f"{self.flops['causal'] / 1e12:.4g} TFLOP per step and rank",
+            f"ln V = {math.log(c.vocab):.4f}",
+        ]
+        if c.verbose:
+            lines += [f"  {r.name:<28}{r.shape!s:<16}{r.placement:<14}{r.local_shape!s:<16}{r.dtype}" for r in rows]
+        return lines
+
+
+def main(c: flags.Config, rank: int, local_rank: int, world: int) -> int:
+    device_type = ("cuda" if torch.cuda.is_available() else "cpu") if c.device == "auto" else c.device
+    try:
+        c = flags.resolve(c, device_type, world)
+        check_mode(c.compile)
+        check_writable(c.results)
+        device = connect(c, rank, local_rank, world)
+        run = Run(c, device, rank, world)
+    except ValueError as e:
+        flags.fail(str(e), rank)
+    except DataError as e:
+        flags.fail(str(e), rank, code=3)
+    say = print if rank == 0 else lambda *_, **__: None
+    sinks, outcome, code = None, "ok", 0
+    try:
+        run.build()
+        say("\n".join(run.header()), flush=True)
+        settings = c.flat() | dict(world=world)
+        sinks = Sinks(c.results, c.wandb, c.group, None, settings, c.tags, rank, c.steps, c.log_every)
+        run.train(sinks)
+    except (Exception, KeyboardInterrupt) as e:
+        if c.debug:
+            raise
+        outcome, code = failure(e, getattr(run, "step", None))
+        print(f"error: rank {rank}: {outcome}", file=sys.stderr, flush=True)
+    finally:
+        run.profile.close()
+    row = run.row(outcome)
+    if sinks is not None:
+        sinks.row(row)
+        sinks.close()
+    if code:
+        return code
+    if c.verbose:
+        say("\n".join(run.stages.lines()))
+    for line in [*run.profile.notes, *run.profile.paths, *final_lines(row)]:
+        say(line)
+    shutdown()
+    return 0
+
+
+def failure(error: BaseException, step) -> tuple[str, int]:
+    """(outcome of the row, exit code) of what ended the run."""
+    if measure.out_of_memory(error):
+        return f"OOM {getattr(step, 'phase', 'init')}", 6
+    if isinstance(error, NonFinite):
+        return f"failed: {error}", 5
+    if isinstance(error, DataError):
+        return f"failed: {error}", 3
+    text = " ".join(str(error).split())
+    return f"failed: {type(error).__name__}: {text[:500]}", 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(CONFIG, *RANKS))

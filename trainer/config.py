@@ -1,0 +1,262 @@
+"""The flags of main.py: names, help, defaults by device, validation. Imports no torch, so --help is instant.
+
+    config = parse(sys.argv[1:])               # exit 2 with one message for a bad command line
+    config = resolve(config, "cpu", world=4)   # fills what depends on the device; ValueError for what does not fit
+
+A flag left out is None until `resolve`. Groups are by consequence: what may change the loss, what must not, output.
+"""
+
+import math
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Annotated, Literal, NoReturn
+
+import tyro
+from tyro.conf import OmitArgPrefixes, UseCounterAction, arg
+
+# The reference setting on a GPU, a small one on a CPU.
+DEFAULTS = {
+    "cuda": dict(depth=4, width=4096, head_dim=128, vocab=32768, seqlen=4096, batch=8, steps=50, lr=3e-4,
+                 param_dtype="bf16"),
+    "cpu": dict(depth=4, width=128, head_dim=32, vocab=256, seqlen=128, batch=8, steps=100, lr=3e-3,
+                param_dtype="fp32"),
+}  # fmt: skip
+
+
+def _by_device(name: str, metavar: str):
+    gpu, cpu = DEFAULTS["cuda"][name], DEFAULTS["cpu"][name]
+    both = f"(default: {gpu})" if gpu == cpu else f"(default: {gpu}, on a CPU {cpu})"
+    return arg(metavar=metavar, help_behavior_hint=both)
+
+
+@dataclass(frozen=True)
+class Training:
+    """May change the loss."""
+
+    depth: Annotated[int | None, _by_device("depth", "INT")] = None
+    """Number of blocks."""
+    width: Annotated[int | None, _by_device("width", "INT")] = None
+    """Width of the residual stream; a multiple of --head-dim."""
+    head_dim: Annotated[int | None, _by_device("head_dim", "INT")] = None
+    """Dimension of an attention head; even."""
+    grouping: int = 4
+    """Query heads per key/value head (1: multi-head); divides width / head-dim."""
+    grow: int = 4
+    """Width of the MLP, in units of --width."""
+    vocab: Annotated[int | None, _by_device("vocab", "INT")] = None
+    """Size of the vocabulary; at least 256 for byte data."""
+    seqlen: Annotated[int | None, _by_device("seqlen", "INT")] = None
+    """Tokens per sequence."""
+    batch: Annotated[int | None, _by_device("batch", "INT")] = None
+    """Sequences per rank and micro-batch. The global batch is ranks x batch x grad-accum."""
+    grad_accum: int = 1
+    """Micro-batches per step, accumulated in fp32."""
+    data: str = "stdlib"
+    """stdlib (bytes of Python's own sources), text:PATH (bytes of a file or a folder's files), bin:GLOB (token shards:
+    raw uint16 or llm.c), random (fresh tokens each step), overfit (one batch for ever)."""
+    steps: Annotated[int | None, _by_device("steps", "INT")] = None
+    """Optimizer steps."""
+    lr: Annotated[float | None, _by_device("lr", "FLOAT")] = None
+    """Peak learning rate; cosine decay to a tenth of it at the last step."""
+    warmup: int = 10
+    """Steps of linear warm-up of the learning rate."""
+    clip: float = 1.0
+    """Largest global gradient norm; 0: no clipping."""
+    seed: int = 0
+    """Of the initial weights and of the order of the data."""
+    param_dtype: Annotated[Literal["fp32", "bf16"] | None, _by_device("param_dtype", "{fp32,bf16}")] = None
+    """Of gathered parameters, the all-gather and the computation. Masters are fp32."""
+    reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Of the gradient reduction."""
+    adam_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Of Adam's two moments."""
+
+
+@dataclass(frozen=True)
+class System:
+    """Must not change the loss."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: CUDA where this torch sees a GPU, else the CPU."""
+    wrapper: Literal["simple", "none"] = "simple"
+    """simple: simple_fsdp.data_parallel. none: the bare model, on one rank only."""
+    mode: Literal["replicate", "fully_shard", "hybrid_shard"] = "fully_shard"
+    """replicate: DDP. fully_shard: ZeRO-3. hybrid_shard: sharded inside, replicated across."""
+    replicas: int = 2
+    """hybrid_shard: number of replicas; divides the number of ranks."""
+    reshard: bool = True
+    """Free gathered weights after forward and gather them again in backward. --compile step keeps most of them."""
+    min_shard_mib: float = 0.0
+    """Parameters smaller than this (MiB, as stored) stay replicated."""
+    compile: Literal["none", "blocks", "model", "fwdbwd", "step"] = "fwdbwd"
+    """none: eager. blocks: one compiled block, reused; no prefetch across blocks. model: the model, loss eager. fwdbwd:
+    forward and loss, their backward, and the optimizer as three graphs (recommended). step: the whole training step as
+    one graph; needs torch 2.13 and --grad-accum 1."""
+    compile_options: tuple[str, ...] = ()
+    """Inductor options for the model's graphs, each NAME=VALUE, such as max_autotune=True."""
+    attn: Literal["sdpa", "flex"] = "sdpa"
+    """Attention backend: torch's scaled_dot_product_attention, or compiled FlexAttention (training needs CUDA)."""
+    remat: Literal["none", "mlp", "attn", "both", "block", "pointwise"] = "none"
+    """Recomputed in backward: the MLP, the attention branch, both apart, whole blocks (each keeps the attention
+    output), or everything but products and attention."""
+    remat_ratio: float = 1.0
+    """Fraction of the blocks that --remat applies to, evenly spread (0.5 of 8: 4)."""
+    loss: Literal["full", "chunked"] = "full"
+    """chunked: head and cross-entropy in chunks of tokens; the logits never exist as a whole."""
+    chunk: int = 2048
+    """Tokens per chunk of --loss chunked."""
+
+
+@dataclass(frozen=True)
+class Output:
+    """Where results go."""
+
+    results: str = "runs/results.jsonl"
+    """JSONL file: one row is appended per run; its steps go to a file of their own beside it."""
+    log_every: int = 10
+    """Steps between logged lines."""
+    wandb: Literal["off", "offline", "online"] = "off"
+    """Weights & Biases; never fatal, the JSONL is the record."""
+    group: str | None = None
+    """W&B group of the run."""
+    tags: tuple[str, ...] = ()
+    """W&B tags of the run."""
+    profile: str | None = None
+    """Folder for traces (and on CUDA a memory snapshot) of three steps after warm-up, which enter no statistic."""
+    verbose: Annotated[UseCounterAction[int], arg(aliases=["-v"])] = 0
+    """-v: memory after each stage of start-up, every parameter's placement. -vv: also norms of every parameter and
+    gradient at each logged step (slow)."""
+    debug: bool = False
+    """Tracebacks instead of one-line errors."""
+
+
+@dataclass(frozen=True)
+class Config:
+    training: OmitArgPrefixes[Training]
+    system: OmitArgPrefixes[System]
+    output: OmitArgPrefixes[Output]
+
+    def __getattr__(self, name: str):
+        for group in ("training", "system", "output"):
+            if name in (f.name for f in fields(type(self.__dict__[group]))):
+                return getattr(self.__dict__[group], name)
+        raise AttributeError(name)
+
+    def flat(self) -> dict:
+        return {k: v for group in asdict(self).values() for k, v in group.items()}
+
+    def __post_init__(self):
+        for names, fits, allowed in _RANGES:
+            for name in names.split():
+                value = getattr(self, name)
+                if value is not None and not fits(value):
+                    raise ValueError(f"{flag(name)} {value}: must be {allowed}")
+        for option in self.compile_options:
+            if "=" not in option:
+                raise ValueError(f"--compile-options {option}: must be NAME=VALUE")
+
+
+_RANGES = [
+    ("depth width head_dim grouping grow vocab seqlen batch grad_accum steps replicas chunk log_every",
+     lambda v: v >= 1, "at least 1"),
+    ("lr", lambda v: 0 < v < math.inf, "a positive number"),
+    ("warmup seed", lambda v: v >= 0, "0 or more"),
+    ("clip min_shard_mib", lambda v: 0 <= v < math.inf, "0 or a positive number"),
+    ("remat_ratio", lambda v: 0 <= v <= 1, "between 0 and 1"),
+]  # fmt: skip
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _check_fit(c: Config, device: str, world: int) -> str | None:
+    """What is wrong with resolved values together, or None."""
+    heads = c.width // c.head_dim
+    if c.width % c.head_dim:
+        return f"--width {c.width}: must be a multiple of --head-dim {c.head_dim}"
+    if c.head_dim % 2:
+        return f"--head-dim {c.head_dim}: must be even"
+    if heads % c.grouping:
+        return f"--grouping {c.grouping}: must divide the {heads} heads (--width {c.width} / --head-dim {c.head_dim})"
+    if c.data.split(":")[0] in ("stdlib", "text", "overfit") and c.vocab < 256:
+        return f"--vocab {c.vocab}: must be at least 256 for the bytes of --data {c.data}"
+    if c.mode == "hybrid_shard" and world % c.replicas:
+        return f"--replicas {c.replicas}: must divide the {world} rank{'s' * (world > 1)} of --mode hybrid_shard"
+    if c.wrapper == "none" and world > 1:
+        return f"--wrapper none: works on one rank, this is {world}; use --wrapper simple"
+    if c.wrapper == "none" and c.param_dtype != "fp32":
+        return f"--wrapper none: computes in the stored fp32; add --param-dtype fp32 (now {c.param_dtype})"
+    if c.attn == "flex" and device == "cpu":
+        return "--attn flex: FlexAttention needs CUDA to train; use --attn sdpa on a CPU"
+    if c.compile == "step" and c.grad_accum > 1:
+        return f"--compile step: one graph holds one micro-batch, --grad-accum is {c.grad_accum}; use --compile fwdbwd"
+    return None
+
+
+def resolve(c: Config, device: str, world: int) -> Config:
+    """Fills the defaults of `device` ("cpu" or "cuda"). Raises ValueError, one line, where values do not fit."""
+    unset = {f.name: DEFAULTS[device][f.name] for f in fields(Training) if getattr(c.training, f.name) is None}
+    c = replace(c, training=replace(c.training, **unset), system=replace(c.system, device=device))
+    if problem := _check_fit(c, device, world):
+        raise ValueError(problem)
+    return c
+
+
+def changed(c: Config) -> dict:
+    """The resolved flags that differ from the defaults of their device."""
+    defaults = {f.name: f.default for g in (Training, System, Output) for f in fields(g)} | DEFAULTS[c.device]
+    skip = {"device", "results", "verbose", "debug", "log_every"}
+    return {k: v for k, v in c.flat().items() if k not in skip and v != defaults[k]}
+
+
+def compile_options(c: Config) -> dict | None:
+    """--compile-options as a dict, values read as Python literals where they are one."""
+    import ast
+
+    options = {}
+    for option in c.compile_options:
+        name, value = option.split("=", 1)
+        try:
+            options[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            options[name] = value
+    return options or None
+
+
+def ranks() -> tuple[int, int, int]:
+    """(rank, local rank, world) as torchrun tells; (0, 0, 1) without it. Exit 2 if only some of it is there."""
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    there = [name for name in names[:3] if os.environ.get(name)]
+    if not there:
+        return 0, 0, 1
+    missing = [name for name in names if not os.environ.get(name)]
+    if missing:
+        fail(f"{', '.join(there)} set but not {', '.join(missing)}: start with torchrun, or unset them for one rank", 0)
+    return tuple(int(os.environ[name]) for name in names[:3])
+
+
+def fail(message: str, rank: int, code: int = 2) -> NoReturn:
+    """Ends the process with one line on rank 0. The other ranks wait for it: torchrun ends all once one has gone."""
+    if rank == 0:
+        print(f"error: {message}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(5)
+    sys.exit(code)
+
+
+def parse(argv: Sequence[str], rank: int = 0) -> Config:
+    """Exit code 2 and one message, on rank 0, for an unknown flag or a bad value."""
+    try:
+        return tyro.cli(Config, args=list(argv), prog="main.py", description=_DESCRIPTION, console_outputs=rank == 0)
+    except SystemExit:
+        if rank:
+            time.sleep(5)  # torchrun would end rank 0 before it has spoken
+        raise
+
+
+_DESCRIPTION = """Trains the transformer of model.py under simple_fsdp and appends a row of results.
+One rank: python main.py. Several: torchrun --nproc-per-node 4 main.py --depth 8 --compile fwdbwd"""

@@ -1,0 +1,179 @@
+"""Where the numbers of a run go: JSONL files (the record), the terminal, and W&B if asked. Never touches a tensor.
+
+    sinks = Sinks("results/rows.jsonl", wandb="offline", rank=rank, total_steps=n, every=10)
+    if sinks.due(k):                        # k counts finished steps: 1 to n
+        sinks.step({"step": k, "loss": 3.21, "lr": 3e-4, "grad_norm": 1.2, "ms": 360.1, "tok_s": 91022})
+    sinks.row(row)
+    sinks.close()
+
+Rank 0 writes; on other ranks the same calls do nothing. A sink that fails in mid-run (disk full, folder gone, no
+network) costs one warning and never the run. Rows go to rows.jsonl, the steps of a run to rows.steps/<run>.jsonl.
+"""
+
+import json
+import math
+import os
+import re
+import secrets
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TextIO
+
+SECRET = re.compile(r"api_?key|private_?key|secret|passw|credential|(access|api|auth|hf)_?token|^token$", re.IGNORECASE)
+LINE = {"loss": ("loss {}", ".4f"), "lr": ("lr {}", ".3g"), "grad_norm": ("|g| {}", ".3f"), "ms": ("{} ms", ",.1f")}
+LINE["tok_s"] = ("{} tok/s", ",.0f")
+
+
+def _people(value: float | str | None, form: str = ",.0f") -> str:
+    """A number as people read it, 14'550; a string as it is; n/a for None."""
+    return value if isinstance(value, str) else "n/a" if value is None else format(value, form).replace(",", "'")
+
+
+def _plain(value: Any) -> Any:
+    """`value` as strict JSON can hold it: nan and infinities become "nan", "inf", "-inf", unknown types their str, and
+    entries of a dict that are named like a secret go."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(float(value))
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items() if not SECRET.search(str(key))}
+    if isinstance(value, list | tuple | set):
+        return [_plain(item) for item in value]
+    return value if value is None or isinstance(value, str | int) else str(value)
+
+
+def append_jsonl(path: str | Path, obj: dict, *, fsync: bool = False) -> None:
+    """Append a line of strict JSON in one O_APPEND write, so that processes can share a file; creates the folder.
+    A line that somebody left unfinished (disk full, kill) is ended first. Raises OSError."""
+    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+    line = (json.dumps(_plain(obj), allow_nan=False) + "\n").encode()
+    file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        if (size := os.fstat(file).st_size) and os.pread(file, 1, size - 1) != b"\n":
+            line = b"\n" + line
+        if os.write(file, line) != len(line):
+            raise OSError(f"disk full? a line was cut off in {path}")
+        if fsync:
+            os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def check_writable(path: str | Path, flag: str = "--results") -> None:
+    """Raise ValueError naming `flag` if nothing can be appended to `path`. Creates the file."""
+    try:
+        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+        os.close(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644))
+    except OSError as error:
+        raise ValueError(f"{flag} {path}: {error.strerror}; name a file in a folder that can be written") from None
+
+
+def final_lines(row: dict) -> list[str]:
+    """A row for people. `tok_s` counts all ranks; the peak in use is named if the row has `peak_flops` (FLOP/s)."""
+    kinds = {"peak_alloc": "allocated", "peak_reserved": "reserved", "peak_rss": "resident", "first_step_peak": "step 1"}
+    memory = [f"{_people(row[f'{k}_mib'])} MiB {kind}" for k, kind in kinds.items() if row.get(f"{k}_mib") is not None]
+    memory += [f"({row['peak_rss_note']})"] * ("peak_rss_note" in row)
+    ms, low, high = (_people(row.get(key), ",.1f") for key in ("step_ms", "step_ms_min", "step_ms_max"))
+    ranks = re.match(r"\d+", str(row.get("world")))  # 8 or "8(sim h100-nvlink)"
+    each = row["tok_s"] / int(ranks[0]) if ranks and row.get("tok_s") else None
+    causal, palm, hfu, seconds = (_people(row.get(key), ",.1f") for key in ("mfu", "mfu_palm", "hfu", "compile_s"))
+    peak = f" of {row['peak_flops'] / 1e12:.0f} TFLOP/s" if row.get("peak_flops") else ""
+    return [
+        f"outcome  {row.get('outcome', 'n/a')}, loss {_people(row.get('loss'), '.4f')}",
+        f"memory   {', '.join(memory) or 'n/a'}",
+        f"step     {ms} ms median [{low}-{high}] n {row.get('n', 0)}, compile {seconds} s",
+        f"speed    {_people(row.get('tok_s'))} tok/s, {_people(each)} tok/s/rank",
+        f"MFU, %   {causal} causal, {palm} PaLM, {hfu} HFU{peak}",
+    ]
+
+
+class Sinks:
+    """`wandb`: off, offline or online. `stream` (stdout) gets a line per logged step or, if it is a terminal, a bar."""
+
+    def __init__(self, results: str | Path | None, wandb: str = "off", group: str | None = None,
+                 name: str | None = None, config: dict | None = None, tags: Sequence[str] = (), rank: int = 0,
+                 total_steps: int = 0, every: int = 1, stream: TextIO | None = None):  # fmt: skip
+        self.rank, self.total, self.every = rank, total_steps, max(1, every)
+        self.run = f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{secrets.token_hex(3)}"
+        self.results = Path(results) if results else None
+        self.steps = self.results.with_suffix(".steps") / f"{self.run}.jsonl" if results else None
+        self.stream, self._warned, self._bar, self._wandb = stream or sys.stdout, set(), None, None
+        if rank == 0 and wandb != "off":
+            names = {"group": group, "name": name, "tags": list(tags)}
+            self._try("wandb", lambda: self._start_wandb(wandb, _plain(config or {}), names))
+        if rank == 0 and self.stream.isatty():
+            self._try("progress bar", self._start_bar)
+
+    def due(self, k: int) -> bool:
+        """Whether step k (1 to n) is logged: the first, every `every`-th, the last. The same on every rank."""
+        return k in (1, self.total) or k % self.every == 0
+
+    def step(self, stats: dict) -> None:
+        """A logged step: `step` (1 to n), any of loss, lr, grad_norm, ms, tok_s, and more for files and W&B only."""
+        if self.rank == 0 and self.steps:
+            self._try("steps file", lambda: append_jsonl(self.steps, stats))
+        if self._wandb:
+            self._try("wandb", lambda: self._wandb.log({k: v for k, v in stats.items() if k != "step"}, stats["step"]))
+        if self.rank == 0:
+            self._try("terminal", lambda: self._show(stats))
+
+    def row(self, row: dict) -> None:
+        """The row of the run, to which `run`, the name of its steps file, is added."""
+        row = {**row, "run": self.run}
+        if self.rank == 0 and self.results:
+            if not self._try("results file", lambda: append_jsonl(self.results, row, fsync=True)):
+                self._warn(f"the row that is not in {self.results}: {json.dumps(_plain(row))}")
+        if self._wandb:
+            self._try("wandb", lambda: self._wandb.summary.update(_plain(row)))
+
+    def close(self) -> None:
+        """End the progress bar and the W&B run; a second call does nothing."""
+        (bar, run), self._bar, self._wandb = (self._bar, self._wandb), None, None
+        self._try("progress bar", bar.stop if bar else bool)
+        self._try("wandb", run.finish if run else bool)
+
+    def _try(self, sink: str, action: Callable[[], Any]) -> bool:
+        try:
+            action()
+        except Exception as error:  # whatever it is, the run is worth more
+            self._wandb = None if sink == "wandb" else self._wandb
+            if sink not in self._warned:
+                self._warn(f"{sink}: {type(error).__name__}: {' '.join(str(error).split())[:300]}; the run goes on")
+            self._warned.add(sink)
+            return False
+        return True
+
+    def _warn(self, text: str) -> None:
+        with suppress(OSError, ValueError):
+            print(f"warning: {text}", file=sys.stderr, flush=True)
+
+    def _show(self, stats: dict) -> None:
+        have = [(key, *how) for key, how in LINE.items() if stats.get(key) is not None]
+        line = "  ".join(text.format(_people(stats[key], form)) for key, text, form in have)
+        if self._bar:
+            self._bar.update(self._bar.task_ids[0], completed=stats["step"], line=line, refresh=True)
+        else:
+            print(f"step {stats['step']:>{len(str(self.total))}}/{self.total}  {line}", file=self.stream, flush=True)
+
+    def _start_bar(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn
+
+        columns = TextColumn("step {task.completed:.0f}/{task.total:.0f}"), BarColumn(20), TextColumn("{task.fields[line]}")
+        self._bar = Progress(*columns, console=Console(file=self.stream), auto_refresh=False)  # starts no thread
+        self._bar.add_task("", total=self.total, line="")
+        self._bar.start()
+
+    def _start_wandb(self, mode: str, config: dict, names: dict) -> None:
+        import wandb
+
+        limits = {"init_timeout": 20, "login_timeout": 20, "finish_timeout": 30}  # s; W&B's own are minutes or endless
+        wandb.setup(wandb.Settings(**{k: v for k, v in limits.items() if k in wandb.Settings.model_fields}))
+        folder = os.environ.get("WANDB_DIR") or (str(self.results.parent) if self.results else None)
+        names["project"] = os.environ.get("WANDB_PROJECT") or "simple-fsdp-trainer"
+        run = wandb.init(mode=mode, dir=folder, config=config, settings=wandb.Settings(console="off"), **names)
+        if run.disabled:
+            raise RuntimeError("no login")
+        self._wandb = run
