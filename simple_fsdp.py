@@ -15,17 +15,16 @@ After Zhang et al., "SimpleFSDP: Simpler Fully Sharded Data Parallel with torch.
 import functools
 import threading
 import weakref
-from collections.abc import Iterator
+from collections import namedtuple
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 MODES = ("replicate", "fully_shard", "hybrid_shard")
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # private, as is TorchDispatchMode's module
@@ -49,8 +48,7 @@ class _Policy:  # one object per data_parallel() call, on every module that it w
     reshard: bool
     inner: DeviceMesh | None  # hybrid_shard: the shard dimension of the mesh
 
-    def __deepcopy__(self, memo):
-        return self
+    __deepcopy__ = lambda self, memo: self  # noqa: E731
 
 
 def _materialize(p: DTensor, policy: _Policy) -> Tensor:
@@ -69,22 +67,16 @@ def _materialize(p: DTensor, policy: _Policy) -> Tensor:
 
 # While compiling: a checkpoint around the gather tags it for the partitioner, so that it is gathered again in backward
 # (reshard) or kept even where a surrounding activation checkpoint would gather again (no reshard).
-def _keep(ctx, op, *args, **kwargs):
-    wait = op is torch.ops._c10d_functional.wait_tensor.default
-    return CheckpointPolicy.MUST_SAVE if wait else CheckpointPolicy.PREFER_RECOMPUTE
-
-
 def _keep_gathered():
-    return create_selective_checkpoint_contexts(_keep)
+    return create_selective_checkpoint_contexts([torch.ops._c10d_functional.wait_tensor.default])
 
 
 _keep_gathered.cache_hash = "simple_fsdp-keep-gathered-1"  # part of the key of AOTAutograd's cache
 
 
 def _traced(p: DTensor, policy: _Policy) -> Tensor:
-    if policy.reshard:
-        return checkpoint(_materialize, p, policy, use_reentrant=False, preserve_rng_state=False)
-    return checkpoint(_materialize, p, policy, use_reentrant=False, preserve_rng_state=False, context_fn=_keep_gathered)
+    how = {} if policy.reshard else dict(context_fn=_keep_gathered)
+    return checkpoint(_materialize, p, policy, use_reentrant=False, preserve_rng_state=False, **how)
 
 
 # In eager: autograd keeps (parameter, geometry) in place of a gathered weight and gathers again in backward.
@@ -111,9 +103,8 @@ class _Scope:
 
     def __enter__(self):
         _thread.scopes = [*getattr(_thread, "scopes", ()), {}]
-        self.hooks = nullcontext()
-        if torch.is_grad_enabled() and _top_hooks(True) is None:
-            self.hooks = torch.autograd.graph.saved_tensors_hooks(_pack, _unpack)
+        ours = torch.is_grad_enabled() and _top_hooks(True) is None
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(_pack, _unpack) if ours else nullcontext()
         self.hooks.__enter__()
 
     def __exit__(self, *exc):
@@ -122,8 +113,7 @@ class _Scope:
 
 
 def _eager(p: DTensor, policy: _Policy) -> Tensor:
-    scopes = getattr(_thread, "scopes", None)
-    memo = scopes[-1] if scopes else {}
+    memo = (getattr(_thread, "scopes", None) or [{}])[-1]
     key = id(p), torch.is_grad_enabled(), (_top_hooks(True) or (None,))[0]
     if key not in memo:
         full = memo[key] = _materialize(p, policy)
@@ -135,9 +125,9 @@ def _eager(p: DTensor, policy: _Policy) -> Tensor:
 
 def _read(module: nn.Module, name: str) -> Tensor | None:
     p = module._parameters[name]
-    if not _enabled or not isinstance(p, DTensor):
-        return p
     try:
+        if not _enabled or not isinstance(p, DTensor):
+            return p
         return (_traced if torch.compiler.is_compiling() else _eager)(p, module._data_parallel)
     except AttributeError as e:  # nn.Module.__getattr__ would swallow it and hand out the shard
         raise RuntimeError(f"cannot gather {name} of {type(module).__name__}: {e}") from e
@@ -161,11 +151,9 @@ def _wrapped_class(cls: type, names: tuple[str, ...]) -> type:
     def __reduce_ex__(self, protocol):  # deepcopy and pickle: make the class again from its base
         return _new, (cls, names), self.__dict__
 
-    def reader(name):
-        return property(lambda self: _read(self, name))
-
     own = dict(forward=forward, __repr__=__repr__, __reduce_ex__=__reduce_ex__, __module__=cls.__module__)
-    return type("FSDP" + cls.__name__, (cls,), own | {name: reader(name) for name in names})
+    own |= {name: property(lambda self, name=name: _read(self, name)) for name in names}
+    return type("FSDP" + cls.__name__, (cls,), own)
 
 
 def _new(cls: type, names: tuple[str, ...]) -> nn.Module:
@@ -175,36 +163,29 @@ def _new(cls: type, names: tuple[str, ...]) -> nn.Module:
 def _check(model: nn.Module, mesh: DeviceMesh, mode: str) -> None:
     if mode not in MODES:
         raise ValueError(f"mode={mode!r} does not exist: use one of {', '.join(MODES)}")
-    ndim = 2 if mode == "hybrid_shard" else 1
+    ndim, want = (2, '2-D mesh with mesh_dim_names=("replicate", "shard")') if mode == "hybrid_shard" else (1, "1-D mesh")
     if mesh.ndim != ndim or (ndim == 2 and not mesh.mesh_dim_names):
-        want = 'a 2-D mesh with mesh_dim_names=("replicate", "shard")' if ndim == 2 else "a 1-D mesh"
-        raise ValueError(f"mode={mode!r} needs {want}, got a {mesh.ndim}-D one {mesh.mesh_dim_names or 'without names'}")
+        raise ValueError(f"mode={mode!r} needs a {want}, got {mesh.ndim}-D, names {mesh.mesh_dim_names}")
     for path, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise ValueError(f"cannot shard {path or 'the model'}: a ScriptModule cannot be wrapped, wrap its source")
         if "_data_parallel" in module.__dict__:
             raise ValueError(f"cannot shard {path or 'the model'}: it is wrapped already, call data_parallel() once")
         for name, p in module._parameters.items():
-            why = None
+            name = f"{path}.{name}" if path else name
             if isinstance(p, DTensor):
-                why = f"it already is a DTensor with placements {p.placements}"
-            elif isinstance(p, nn.parameter.UninitializedParameter):
-                why = "it has no shape yet, run one forward before wrapping"
-            elif p is not None and getattr(module, "sparse", False) is True:
-                why = "sparse gradients cannot be reduce-scattered, build the embedding with sparse=False"
-            if why:
-                raise ValueError(f"cannot shard {path + '.' * bool(path) + name}: {why}")
+                raise ValueError(f"cannot shard {name}: it already is a DTensor with placements {p.placements}")
+            if isinstance(p, nn.parameter.UninitializedParameter):
+                raise ValueError(f"cannot shard {name}: it has no shape yet, run one forward before wrapping")
+            if p is not None and getattr(module, "sparse", False) is True:
+                raise ValueError(f"cannot shard {name}: its gradient is sparse, build the embedding with sparse=False")
 
 
 def data_parallel(
-    model: nn.Module,
-    device_mesh: DeviceMesh,
-    mode: str = "fully_shard",
-    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (frozen)
-    *,
-    reshard_after_forward: bool = True,
-    min_bytes: int = 0,
-) -> nn.Module:
+    model: nn.Module, device_mesh: DeviceMesh, mode: str = "fully_shard",
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(), *,  # noqa: B008 (frozen)
+    reshard_after_forward: bool = True, min_bytes: int = 0,
+) -> nn.Module:  # fmt: skip
     """Shards every parameter of `model` in place over `device_mesh` and returns it; values are those of rank 0.
 
     mode: "replicate" (DDP), "fully_shard" (ZeRO-3, on dimension 0), "hybrid_shard" (2-D mesh: replicate, shard).
@@ -223,7 +204,7 @@ def data_parallel(
                 whole = mode == "replicate" or p.ndim == 0 or p.numel() == 0 or p.nbytes < min_bytes
                 placements = [Replicate()] * (device_mesh.ndim - 1) + [Replicate() if whole else Shard(0)]
                 shard = nn.Parameter(distribute_tensor(p.detach(), device_mesh, placements), p.requires_grad)
-                shard.__dict__.update(p.__dict__)
+                shard.__dict__.update(p.__dict__)  # what others noted on it
                 done[id(p)] = p, shard
             module._parameters[name] = done[id(p)][1]
         if names or module is model:
@@ -241,12 +222,12 @@ class _DrawWhole(TorchDispatchMode):
         if not random or not isinstance(t, DTensor) or t.is_meta:
             return func(*args, **kwargs)
         full = func(torch.empty(t.shape, dtype=t.dtype, device=t.device), *args[1:], **kwargs)
-        shard = distribute_tensor(full, t.device_mesh, t.placements, src_data_rank=None)  # no communication
+        shard = distribute_tensor(full, t.device_mesh, t.placements, src_data_rank=None)  # communicates nothing
         return t.copy_(shard) if name.endswith("_") else shard
 
 
 @contextmanager
-def disable_data_parallel() -> Iterator[None]:
+def disable_data_parallel():
     """Inside it a parameter reads as its own sharded DTensor and nothing communicates: for initialisation (random
     values do not depend on the world size), checkpoint helpers, inspection. Re-entrant; for the whole process."""
     global _enabled
@@ -258,21 +239,13 @@ def disable_data_parallel() -> Iterator[None]:
         _enabled = before
 
 
-class ParameterRow(NamedTuple):
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    placement: str  # "Shard(0)", "Replicate()", or "-" for a parameter that is not wrapped
-    local_shape: tuple[int, ...]
-    local_bytes: int
+ParameterRow = namedtuple("ParameterRow", "name shape dtype placement local_shape local_bytes")
 
 
 def describe(model: nn.Module) -> list[ParameterRow]:
-    """One row per parameter (ties once), with what this rank holds; runs no collective."""
+    """One row per parameter (ties once), with what this rank holds (placement "-": not wrapped). No collective runs."""
     rows = []
     for name, p in model.named_parameters():
-        local = p._local_tensor if isinstance(p, DTensor) else p
-        where = str(p.placements[-1]) if isinstance(p, DTensor) else "-"
-        where = repr(p.placements[-1]) if isinstance(p, DTensor) else where
+        local, where = (p._local_tensor, repr(p.placements[-1])) if isinstance(p, DTensor) else (p, "-")
         rows.append(ParameterRow(name, tuple(p.shape), p.dtype, where, tuple(local.shape), local.nbytes))
     return rows

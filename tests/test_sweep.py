@@ -26,7 +26,7 @@ def row(outcome, end="\\n"):
 open("starts", "a").write(how + "\\n")
 if how == "ok" and rank == "0": row("ok")
 if how == "oom": row("OOM bwd"); sys.exit(6)
-if how == "badshape": row("badshape"); sys.exit(2)
+if how == "badshape": sys.exit("error: --grouping 4: must divide the 6 heads")
 if how == "caught": row("failed: ValueError: no"); sys.exit(1)
 if how == "raise": raise ValueError("width 7")
 if how == "silent": sys.exit(0)
@@ -139,7 +139,7 @@ def test_several_processes_are_one_cell_under_torchrun(call):
 
 @pytest.mark.parametrize(("lines", "said"), [
     (["--depth 8", "depth 4"], "cells.txt:2: expected nproc=N (N >= 1) or a flag, got 'depth'"),
-    (["# none", "", "--depth 8 9"], "cells.txt:3: expected nproc=N (N >= 1) or a flag, got '9'"),
+    (["# none", "", "nproc=2 8"], "cells.txt:3: expected nproc=N (N >= 1) or a flag, got '8'"),
     (["nproc=0 --depth 8"], "cells.txt:1: expected nproc=N (N >= 1) or a flag, got 'nproc=0'"),
     (["--depth '8"], "cells.txt:1: No closing quotation"),
     (["--results x"], "cells.txt:1: --results is one for the whole sweep: give it on the command line"),
@@ -171,7 +171,7 @@ def test_every_axis_has_cells(small):
 
 def test_flags_of_the_command_line_win_and_order_does_not_matter(tmp_path):
     file = tmp_path / "cells"
-    file.write_text("--depth 2 --reshard --width=64\nnproc=2 --width 64 --depth 2\n")
+    file.write_text("--depth 2 --reshard --width=64 --o a=1 b=2\nnproc=2 --width 64 --o a=1 b=2 --depth 2\n")
     assert sweep.read_cells(str(file), False, 2, ["--depth", "4", "--no_reshard"]) == [
-        "nproc=2 --depth 4 --no-reshard --width 64"
+        "nproc=2 --depth 4 --no-reshard --o a=1 b=2 --width 64"
     ]

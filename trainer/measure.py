@@ -100,8 +100,7 @@ class StepTimer:
     happens between steps (logging, saving) does not count. A step that raises is not recorded."""
 
     def __init__(self, device: Device):
-        self.cuda, self._done = _is_cuda(device), []  # (ms, excluded), in order
-        self._pending = deque()  # (start event, end event, excluded), which the device may not have passed yet
+        self.cuda, self._done, self._pending = _is_cuda(device), [], deque()  # (ms, excluded), (start, end, excluded)
 
     @contextmanager
     def step(self, excluded: bool = False) -> Iterator[None]:

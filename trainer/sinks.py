@@ -72,9 +72,9 @@ def check_writable(path: str | Path, flag: str = "--results") -> None:
 
 def final_lines(row: dict) -> list[str]:
     """A row for people. `tok_s` counts all ranks; the peak in use is named if the row has `peak_flops` (FLOP/s)."""
-    kinds = {"peak_alloc": "allocated", "peak_reserved": "reserved", "peak_rss": "resident", "first_step_peak": "step 1"}
+    kinds = dict(peak_alloc="allocated", peak_reserved="reserved", peak_rss="resident", first_step_peak="in step 1")
     memory = [f"{_people(row[f'{k}_mib'])} MiB {kind}" for k, kind in kinds.items() if row.get(f"{k}_mib") is not None]
-    memory += [f"({row['peak_rss_note']})"] * ("peak_rss_note" in row)
+    memory += [row["peak_rss_note"]] if row.get("peak_rss_note") else []
     ms, low, high = (_people(row.get(key), ",.1f") for key in ("step_ms", "step_ms_min", "step_ms_max"))
     ranks = re.match(r"\d+", str(row.get("world")))  # 8 or "8(sim h100-nvlink)"
     each = row["tok_s"] / int(ranks[0]) if ranks and row.get("tok_s") else None
@@ -161,7 +161,7 @@ class Sinks:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn
 
-        columns = TextColumn("step {task.completed:.0f}/{task.total:.0f}"), BarColumn(20), TextColumn("{task.fields[line]}")
+        columns = TextColumn("step {task.completed}/{task.total}"), BarColumn(20), TextColumn("{task.fields[line]}")
         self._bar = Progress(*columns, console=Console(file=self.stream), auto_refresh=False)  # starts no thread
         self._bar.add_task("", total=self.total, line="")
         self._bar.start()

@@ -22,16 +22,22 @@ import time
 import zlib
 from pathlib import Path
 
+from trainer.sinks import append_jsonl
+
 ROOT = Path(__file__).resolve().parents[1]
 TINY = "--device cpu --width 128 --depth 2 --head-dim 16 --vocab 512 --seqlen 64 --batch 2 --steps 6".split()
-OUTPUT = {"--wandb", "--group", "--profile", "-v"}  # given to every run, no part of what a cell is
+# No part of what a cell is: given on the command line they go to every run.
+OUTPUT = {"--wandb", "--group", "--tags", "--profile", "--log-every", "--verbose", "-v", "-vv", "--debug"}
 COLUMNS = {"peak_alloc_mib": ("peak MiB", 0), "peak_rss_mib": ("peak RSS MiB", 0), "step_ms": ("step ms", 1),
            "mfu": ("MFU %", 1), "loss": ("loss", 4)}
 GRACE_S = 10
 
 
-def join(flags):
-    return shlex.join(word for flag in sorted(flags) for word in flag if word is not None)
+Flags = dict[str, tuple[str, ...]]  # {"--depth": ("8",), "--no-reshard": ()}
+
+
+def join(flags: Flags) -> str:
+    return shlex.join(word for flag in sorted(flags) for word in (flag, *flags[flag]))
 
 
 def axes(small: bool) -> dict[str, list[str]]:
@@ -50,7 +56,7 @@ def axes(small: bool) -> dict[str, list[str]]:
     shapes = pick(("8 --seqlen 4096", "32 --seqlen 128", "4", "32"), ("2", "8 --seqlen 32"))
     mfu = ("--mode fully_shard", "--mode replicate", "--grouping 1", f"--depth {pick(8, 4)}", pick("--seqlen 512", ""))
     modes = ("replicate", "fully_shard", "fully_shard --no-reshard", "hybrid_shard --replicas 2")
-    card = "--device cuda --compile {} --remat {} --attn {} --loss {}"
+    card = "--device cuda --steps 30 --compile {} --remat {} --attn {} --loss {}"
     return {
         "variants": grid("--remat {} --compile {} --attn {}", remats, ("fwdbwd", "model"), attns),
         "seqlen": grid(scaling + " --seqlen {}", pick([2**i for i in range(9, 16)], (32, 64, 128))),
@@ -67,23 +73,23 @@ def axes(small: bool) -> dict[str, list[str]]:
     }
 
 
-def parse(words: list[str]) -> tuple[int, dict[str, str | None]]:
-    """nproc=2 --depth 8 --no-reshard -> (2, {"--depth": "8", "--no-reshard": None}); of two equal flags the last."""
+def parse(words: list[str]) -> tuple[int, Flags]:
+    """nproc=2 --depth 8 --no-reshard -> (2, {"--depth": ("8",), "--no-reshard": ()}); of two equal flags the last."""
     nproc, flags, last = 1, {}, None
     for word in words:
         if re.fullmatch(r"nproc=[1-9]\d*", word):
-            nproc = int(word[6:])
+            nproc, last = int(word[6:]), None
         elif re.match(r"--?[A-Za-z]", word):
-            name, equals, value = word.partition("=")
+            name, *value = word.split("=", 1)
             last = name.replace("_", "-")
             if last == "--results":
                 raise ValueError("--results is one for the whole sweep: give it on the command line")
             flags.pop(last.replace("--no-", "--") if last.startswith("--no-") else last.replace("--", "--no-"), None)
-            flags[last] = value if equals else None
-        elif last is None or flags[last] is not None:
+            flags[last] = tuple(value)
+        elif last is None:
             raise ValueError(f"expected nproc=N (N >= 1) or a flag, got '{word}'")
         else:
-            flags[last] = word
+            flags[last] += (word,)
     return nproc, flags
 
 
@@ -101,9 +107,9 @@ def read_cells(target: str, small: bool, nproc: int, extra: list[str]) -> list[s
         except ValueError as error:
             raise ValueError(f"{target}:{number}: {error}") from None
         if small:  # FlexAttention does not train on a CPU
-            flags |= {"--device": "cpu"} | ({"--attn": "sdpa"} if flags.get("--attn") == "flex" else {})
+            flags |= {"--device": ("cpu",)} | ({"--attn": ("sdpa",)} if flags.get("--attn") == ("flex",) else {})
         if own:
-            cells[f"nproc={n} {join(flags.items())}".strip()] = None
+            cells[f"nproc={n} {join(flags)}".strip()] = None
     if not cells:
         raise ValueError(f"{target}: no cell in it")
     return list(cells)
@@ -121,15 +127,6 @@ def read_rows(path: Path, start: int = 0) -> dict[str, dict]:
 
 def unfinished(cells: list[str], rows: dict[str, dict]) -> list[str]:
     return [cell for cell in cells if not re.match(r"ok$|OOM|badshape", rows.get(cell, {}).get("outcome", ""))]
-
-
-def append(path: Path, text: str) -> int:
-    """Append to a file, on a new line even after a killed run left one open. Returns the file's size."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab+") as file:
-        file.seek(max(file.seek(0, os.SEEK_END) - 1, 0))
-        file.write((b"" if file.read() in (b"", b"\n") else b"\n") + text.encode())
-    return path.stat().st_size
 
 
 def stop(child: subprocess.Popen, token: str):
@@ -151,7 +148,7 @@ def run(cell: str, program: list[str], timeout: float, log: Path) -> str | None:
     """Run one cell. Returns None when it ended by itself with status 0, else in a few words how it ended."""
     (nproc, flags), token = parse(shlex.split(cell)), f"{os.getpid()}.{time.time_ns()}"
     env = os.environ | {"SWEEP_CELL": cell, "SWEEP_TOKEN": token, "PYTHONUNBUFFERED": "1"}
-    command = [sys.executable, *program, *shlex.split(join(flags.items()))]
+    command = [sys.executable, *program, *shlex.split(join(flags))]
     if nproc > 1:
         env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
         command[1:1] = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
@@ -166,21 +163,24 @@ def run(cell: str, program: list[str], timeout: float, log: Path) -> str | None:
     finally:
         stop(child, token)
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip(" =-")]
-    errors = [line for line in lines if re.match(r"(\[.*?\]:? *)?[\w.]*(Error|Exception)\b(?<!ChildFailedError)", line)]
-    reason = (errors or lines or ["no output"])[-1][:200]
+    says = re.compile(r"(\[.*?\]:? *)?(error:|[\w.]*(Error|Exception)\b(?<!ChildFailedError))")  # that one is torchrun's
+    errors = [line for line in lines if says.match(line)]
+    reason = (errors or lines or ["no output"])[-1].replace(f"{ROOT}/", "")[:200]
     return f"exit {code}{f' ({signal.Signals(-code).name})' if code < 0 else ''}: {reason}" if code else None
 
 
-def failed_row(cell: str, outcome: str) -> dict:
+def failed_row(cell: str, end: str) -> dict:
     """The row of a run that wrote none: what is known from outside. Flags stand under the keys that main.py uses."""
     (nproc, flags), given = parse(shlex.split(cell)), {}
-    for flag, value in flags.items():
+    for flag, values in flags.items():
         key = flag.replace("--no-", "").strip("-").replace("-", "_").replace("loss", "loss_kind")
-        given[key] = (not flag.startswith("--no-")) if value is None else int(value) if value.isdigit() else value
+        values = [int(value) if value.isdigit() else value for value in values] or [not flag.startswith("--no-")]
+        given[key] = values[0] if len(values) == 1 else values
     git = subprocess.run(["git", "-C", ROOT, "rev-parse", "HEAD"], capture_output=True, text=True)
     about = {"date": time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime()), "commit": git.stdout.strip() or "unknown"}
-    about |= {"torch": importlib.metadata.version("torch"), "world": nproc, **given, "flags": given}
-    return about | {"outcome": outcome, "cell": cell}
+    about |= {"torch": importlib.metadata.version("torch"), "world": nproc, **given, "flags": given, "error": end}
+    bad_shape = re.search(r"error: --(width|head-dim|grouping) ", end)
+    return about | {"outcome": "badshape" if bad_shape else f"failed: {end}", "cell": cell}
 
 
 def table(cells: list[str], rows: dict[str, dict]) -> str:
@@ -192,9 +192,10 @@ def table(cells: list[str], rows: dict[str, dict]) -> str:
     lines = [["n", "flags", "outcome", *columns], ["---"] * 3 + ["---:"] * len(columns)]
     for (nproc, flags), row in zip(parsed, found, strict=True):
         values = [(row.get(key), digits) for key, digits in columns.values()]
-        numbers = ["" if value is None else f"{value:,.{digits}f}".replace(",", "'") for value, digits in values]
-        lines.append([str(nproc), join(flags.items() - shared), row["outcome"].replace("|", "/"), *numbers])
-    above = f"all: {join(shared)}\n\n" if shared else ""
+        numbers = [f"{v:,.{d}f}".replace(",", "'") if isinstance(v, int | float) else str(v or "") for v, d in values]
+        own = join(dict(flags.items() - shared))
+        lines.append([str(nproc), own, row["outcome"].replace("|", "/"), *numbers])
+    above = f"all: {join(dict(shared))}\n\n" if shared else ""
     return above + "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -210,7 +211,7 @@ def sweep(cells: list[str], args: argparse.Namespace) -> bool:
         if left <= 0:
             break
         print(f"[{i}/{len(todo)}] {cell}", flush=True)
-        size = append(args.results, "")
+        size = args.results.stat().st_size if args.results.exists() else 0
         log = args.results.parent / "runs" / args.results.stem / f"{zlib.crc32(cell.encode()):08x}.log"
         end = run(cell, [args.program, "--results", str(args.results), *args.output], left, log)
         row = read_rows(args.results, size).get(cell)
@@ -218,8 +219,8 @@ def sweep(cells: list[str], args: argparse.Namespace) -> bool:
             print(f"    cut short by --budget {args.budget:g}: not counted")
             break
         if row is None:
-            row = failed_row(cell, f"failed: {end or 'exit 0 without a row'}")
-            append(args.results, json.dumps(row) + "\n")
+            row = failed_row(cell, end or "exit 0 without a row")
+            append_jsonl(args.results, row)
         elif end:
             print(f"    after its row: {end}")
         print(f"    {row['outcome']} ({time.monotonic() - started:.0f} s, log {log})", flush=True)
@@ -244,8 +245,8 @@ def main():
     args, extra = parser.parse_known_args([target, *rest] if target in ("-h", "--help") else rest)
     try:
         nproc, flags = parse([f"nproc={args.nproc}", *extra])
-        args.output = shlex.split(join((flag, flags.pop(flag)) for flag in OUTPUT & flags.keys()))
-        cells = read_cells(target, args.small, nproc, shlex.split(join(flags.items())))
+        args.output = shlex.split(join({flag: flags.pop(flag) for flag in OUTPUT & flags.keys()}))
+        cells = read_cells(target, args.small, nproc, shlex.split(join(flags)))
     except ValueError as error:
         parser.exit(2, f"sweep: {error}\n")
     if args.list:
