@@ -1,7 +1,6 @@
 """SimpleFSDP: any nn.Module as sharded DTensors that are gathered on use. One file, imports only torch: copy it.
 
     from simple_fsdp import MixedPrecisionPolicy, data_parallel
-
     mesh = torch.distributed.init_device_mesh("cuda", (world_size,))
     model = data_parallel(model, mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
     model = torch.compile(model)                       # or stay eager; then train as on one device
@@ -163,7 +162,7 @@ def _new(cls: type, names: tuple[str, ...]) -> nn.Module:
 def _check(model: nn.Module, mesh: DeviceMesh, mode: str) -> None:
     if mode not in MODES:
         raise ValueError(f"mode={mode!r} does not exist: use one of {', '.join(MODES)}")
-    ndim, want = (2, '2-D mesh with mesh_dim_names=("replicate", "shard")') if mode == "hybrid_shard" else (1, "1-D mesh")
+    ndim, want = (2, "2-D mesh with mesh_dim_names") if mode == "hybrid_shard" else (1, "1-D mesh")
     if mesh.ndim != ndim or (ndim == 2 and not mesh.mesh_dim_names):
         raise ValueError(f"mode={mode!r} needs a {want}, got {mesh.ndim}-D, names {mesh.mesh_dim_names}")
     for path, module in model.named_modules():

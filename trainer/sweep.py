@@ -163,7 +163,7 @@ def run(cell: str, program: list[str], timeout: float, log: Path) -> str | None:
     finally:
         stop(child, token)
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip(" =-")]
-    says = re.compile(r"(\[.*?\]:? *)?(error:|[\w.]*(Error|Exception)\b(?<!ChildFailedError))")  # that one is torchrun's
+    says = re.compile(r"(\[.*?\]:? *)?(error:|[\w.]*(Error|Exception)\b(?<!ChildFailedError))")  # torchrun says that
     errors = [line for line in lines if says.match(line)]
     reason = (errors or lines or ["no output"])[-1].replace(f"{ROOT}/", "")[:200]
     return f"exit {code}{f' ({signal.Signals(-code).name})' if code < 0 else ''}: {reason}" if code else None
