@@ -25,7 +25,7 @@ from model import ModelConfig, Transformer, flops_per_token
 from simple_fsdp import MixedPrecisionPolicy, data_parallel, describe, disable_data_parallel
 from trainer import measure
 from trainer.data import Batches, DataError
-from trainer.sinks import Sinks, check_writable, final_lines, grouped
+from trainer.sinks import Sinks, check_writable, final_lines
 from trainer.step import AdamW, check_mode, global_norm, make_step, shutdown
 
 WARMUP = 3  # steps that no statistic covers, the compiling ones among them
@@ -68,6 +68,7 @@ class Run:
         self.stages = measure.Stages(device)
         self.timer = measure.StepTimer(device)
         self.profile = measure.Profile(c.profile, WARMUP, PROFILED, rank, device)
+        self.environment = measure.environment(device)  # now: the checkout may change while it runs
         self.first_step_s = self.first_step_mib = self.loss = None
         self.batches = Batches(
             c.data, global_batch=world * c.batch * c.grad_accum, seqlen=c.seqlen, vocab=c.vocab, seed=c.seed,
@@ -157,21 +158,21 @@ class Run:
         seconds = stats["step_ms"] / 1e3 if stats["step_ms"] else None
         tok_s = self.world * self.batches_tokens() / seconds if seconds else None
         compiled = c.compile != "none" and self.first_step_s is not None and seconds is not None
-        row = measure.environment(self.device) | dict(world=self.world, loss_kind=c.loss)
+        row = self.environment | measure.clocks(self.device) | dict(world=self.world, loss_kind=c.loss)
         same = "wrapper mode compile attn remat remat_ratio depth width seqlen batch grad_accum param_dtype reduce_dtype"
         row |= {k: getattr(c, k) for k in same.split()}
         row |= dict(flags=flags.changed(c), outcome=outcome, cell=os.environ.get("SWEEP_CELL"))
         row |= measure.peak(self.device) | dict(first_step_peak_mib=self.first_step_mib) | stats
         row |= dict(compile_s=round(self.first_step_s - seconds, 2) if compiled else None)
         row |= dict(tok_s=tok_s, tok_s_rank=tok_s / self.world if tok_s else None)
-        row |= measure.utilisation(self.flops, seconds, measure.device_peak(row["device"])) | dict(loss=self.loss)
-        return row
+        peak = measure.device_peak(row["device"])
+        return row | measure.utilisation(self.flops, seconds, peak) | dict(peak_flops=peak, loss=self.loss)
 
     def header(self) -> list[str]:
         """The anchors of sanity that the run prints before its first step."""
-        c, env = self.c, measure.environment(self.device)
+        c, env = self.c, self.environment
         rows = describe(self.model)
-        total = sum(math.prod(r.shape) for r in rows)
+        grouped = f"{sum(math.prod(r.shape) for r in rows):,}".replace(",", "'")
         whole = [r for r in rows if r.placement.startswith("Replicate")]
         per_token = {k: v / self.batches_tokens() for k, v in self.flops.items()}
         lines = [
@@ -179,7 +180,7 @@ class Run:
             f"{self.world} rank{'s' * (self.world > 1)}",
             "  ".join(f"{k}={v}" for k, v in {**vars(c.training), **vars(c.system)}.items()),
             f"data {self.batches.description}",
-            f"{grouped(total)} parameters, {sum(r.local_bytes for r in rows) / 2**20:.1f} MiB on this rank; "
+            f"{grouped} parameters, {sum(r.local_bytes for r in rows) / 2**20:.1f} MiB on this rank; "
             f"{len(whole)} of {len(rows)} replicated" + f": under {c.min_shard_mib} MiB" * (c.min_shard_mib > 0),
             f"{per_token['causal'] / 1e6:.3f} MFLOP per token (causal; PaLM {per_token['palm'] / 1e6:.3f}), "
             f"{self.flops['causal'] / 1e12:.4g} TFLOP per step and rank",
@@ -203,12 +204,11 @@ def main(c: flags.Config, rank: int, local_rank: int, world: int) -> int:
     except DataError as e:
         flags.fail(str(e), rank, code=3)
     say = print if rank == 0 else lambda *_, **__: None
-    sinks, outcome, code = None, "ok", 0
+    outcome, code, settings = "ok", 0, c.flat() | dict(world=world)
+    sinks = Sinks(c.results, c.wandb, c.group, None, settings, c.tags, rank, c.steps, c.log_every)
     try:
         run.build()
         say("\n".join(run.header()), flush=True)
-        settings = c.flat() | dict(world=world)
-        sinks = Sinks(c.results, c.wandb, c.group, None, settings, c.tags, rank, c.steps, c.log_every)
         run.train(sinks)
     except (Exception, KeyboardInterrupt) as e:
         if c.debug:
@@ -218,9 +218,8 @@ def main(c: flags.Config, rank: int, local_rank: int, world: int) -> int:
     finally:
         run.profile.close()
     row = run.row(outcome)
-    if sinks is not None:
-        sinks.row(row)
-        sinks.close()
+    sinks.row(row)
+    sinks.close()
     if code:
         return code
     if c.verbose:

@@ -171,7 +171,7 @@ def clocks(device: Device) -> dict[str, float | None]:
     keys = {"clock_mhz": "clocks.sm", "clock_max_mhz": "clocks.max.sm", "power_limit_w": "power.limit"}
     query = [f"--query-gpu={','.join(keys.values())}", "--format=csv,noheader,nounits"]
     uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None) if _is_cuda(device) else None
-    text = uuid and _output("nvidia-smi", f"--id=GPU-{uuid}", *query) or ",,"
+    text = (uuid and _output("nvidia-smi", f"--id=GPU-{uuid}", *query) or "") + ",,"
     return {k: float(v) if re.fullmatch(r" *[\d.]+", v) else None for k, v in zip(keys, text.split(","), strict=False)}
 
 

@@ -3,13 +3,13 @@
     sinks = Sinks("results/rows.jsonl", wandb="offline", rank=rank, total_steps=n, every=10)
     if sinks.due(k):                        # k counts finished steps: 1 to n
         sinks.step({"step": k, "loss": 3.21, "lr": 3e-4, "grad_norm": 1.2, "ms": 360.1, "tok_s": 91022})
-    sinks.row(row)
-    sinks.close()
+    sinks.row(row)                          # and in the end, whatever happened, sinks.close()
 
 Rank 0 writes; on other ranks the same calls do nothing. A sink that fails in mid-run (disk full, folder gone, no
 network) costs one warning and never the run. Rows go to rows.jsonl, the steps of a run to rows.steps/<run>.jsonl.
 """
 
+import fcntl
 import json
 import math
 import os
@@ -51,6 +51,8 @@ def append_jsonl(path: str | Path, obj: dict, *, fsync: bool = False) -> None:
     line = (json.dumps(_plain(obj), allow_nan=False) + "\n").encode()
     file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
     try:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(file, fcntl.LOCK_EX)  # a line that another process is still writing is not unfinished
         if (size := os.fstat(file).st_size) and os.pread(file, 1, size - 1) != b"\n":
             line = b"\n" + line
         if os.write(file, line) != len(line):
@@ -101,8 +103,7 @@ class Sinks:
         self.steps = self.results.with_suffix(".steps") / f"{self.run}.jsonl" if results else None
         self.stream, self._warned, self._bar, self._wandb = stream or sys.stdout, set(), None, None
         if rank == 0 and wandb != "off":
-            names = {"group": group, "name": name, "tags": list(tags)}
-            self._try("wandb", lambda: self._start_wandb(wandb, _plain(config or {}), names))
+            self._try("wandb", lambda: self._start_wandb(wandb, config or {}, group=group, name=name, tags=list(tags)))
         if rank == 0 and self.stream.isatty():
             self._try("progress bar", self._start_bar)
 
@@ -122,9 +123,9 @@ class Sinks:
     def row(self, row: dict) -> None:
         """The row of the run, to which `run`, the name of its steps file, is added."""
         row = {**row, "run": self.run}
-        if self.rank == 0 and self.results:
-            if not self._try("results file", lambda: append_jsonl(self.results, row, fsync=True)):
-                self._warn(f"the row that is not in {self.results}: {json.dumps(_plain(row))}")
+        write = self.rank == 0 and self.results
+        if write and not self._try("results file", lambda: append_jsonl(self.results, row, fsync=True)):
+            self._warn(f"the row that is not in {self.results}: {json.dumps(_plain(row))}")
         if self._wandb:
             self._try("wandb", lambda: self._wandb.summary.update(_plain(row)))
 
@@ -166,14 +167,14 @@ class Sinks:
         self._bar.add_task("", total=self.total, line="")
         self._bar.start()
 
-    def _start_wandb(self, mode: str, config: dict, names: dict) -> None:
+    def _start_wandb(self, mode: str, config: dict, **names) -> None:
         import wandb
 
         limits = {"init_timeout": 20, "login_timeout": 20, "finish_timeout": 30}  # s; W&B's own are minutes or endless
         wandb.setup(wandb.Settings(**{k: v for k, v in limits.items() if k in wandb.Settings.model_fields}))
         folder = os.environ.get("WANDB_DIR") or (str(self.results.parent) if self.results else None)
         names["project"] = os.environ.get("WANDB_PROJECT") or "simple-fsdp-trainer"
-        run = wandb.init(mode=mode, dir=folder, config=config, settings=wandb.Settings(console="off"), **names)
+        run = wandb.init(mode=mode, dir=folder, config=_plain(config), settings=wandb.Settings(console="off"), **names)
         if run.disabled:
             raise RuntimeError("no login")
         self._wandb = run

@@ -107,7 +107,7 @@ def global_norm(params: list[Tensor], grads: list[Tensor]) -> Tensor:
         groups.setdefault(_shard_group(p), []).append(g)
     for where, shards in groups.items():
         square = torch.stack(torch._foreach_norm([g.float() for g in shards])).square().sum()
-        square = square if where is None else funcol.all_reduce(square, "sum", where)
+        square = square if where is None else funcol.wait_tensor(funcol.all_reduce(square, "sum", where))
         total = square if total is None else total + square
     return total.sqrt()
 
@@ -131,7 +131,7 @@ class Step:
         """All-reduce over every rank of the mesh (both dimensions of a 2-D one)."""
         for dim in range(self.mesh.ndim if self.mesh is not None else 0):
             if self.mesh.size(dim) > 1:
-                t = funcol.all_reduce(t, op, (self.mesh, dim))
+                t = funcol.wait_tensor(funcol.all_reduce(t, op, (self.mesh, dim)))  # on CUDA the stream waits
         return t
 
     def share(self, targets: Tensor) -> Tensor:

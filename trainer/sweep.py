@@ -30,9 +30,7 @@ TINY = "--device cpu --width 128 --depth 2 --head-dim 16 --vocab 512 --seqlen 64
 OUTPUT = {"--wandb", "--group", "--tags", "--profile", "--log-every", "--verbose", "-v", "-vv", "--debug"}
 COLUMNS = {"peak_alloc_mib": ("peak MiB", 0), "peak_rss_mib": ("peak RSS MiB", 0), "step_ms": ("step ms", 1),
            "mfu": ("MFU %", 1), "loss": ("loss", 4)}
-GRACE_S = 10
-
-
+GRACE_S = 10  # from SIGTERM to SIGKILL
 Flags = dict[str, tuple[str, ...]]  # {"--depth": ("8",), "--no-reshard": ()}
 
 
@@ -176,8 +174,10 @@ def failed_row(cell: str, end: str) -> dict:
         key = flag.replace("--no-", "").strip("-").replace("-", "_").replace("loss", "loss_kind")
         values = [int(value) if value.isdigit() else value for value in values] or [not flag.startswith("--no-")]
         given[key] = values[0] if len(values) == 1 else values
-    git = subprocess.run(["git", "-C", ROOT, "rev-parse", "HEAD"], capture_output=True, text=True)
-    about = {"date": time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime()), "commit": git.stdout.strip() or "unknown"}
+    about = {"date": time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime()), "commit": "unknown"}
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        git = ["git", "-C", ROOT, "rev-parse", "HEAD"]
+        about["commit"] = subprocess.check_output(git, stderr=subprocess.DEVNULL, text=True).strip()
     about |= {"torch": importlib.metadata.version("torch"), "world": nproc, **given, "flags": given, "error": end}
     bad_shape = re.search(r"error: --(width|head-dim|grouping) ", end)
     return about | {"outcome": "badshape" if bad_shape else f"failed: {end}", "cell": cell}

@@ -1,0 +1,342 @@
+"""trainer/sinks.py: the files say what happened, whatever breaks, and nothing that breaks ends a run.
+
+    pytest tests/test_sinks.py        # about 5 s, no network
+"""
+
+import errno
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from trainer import sinks
+from trainer.sinks import Sinks, append_jsonl, check_writable, final_lines
+
+REPO = Path(__file__).resolve().parents[1]
+STEP = {"loss": 3.21, "lr": 3e-4, "grad_norm": 1.25, "ms": 360.12, "tok_s": 91022.4}
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def rows(path):
+    """The lines of a file as strict JSON, which knows no NaN."""
+
+    def refuse(word):
+        raise AssertionError(f"{word} is no JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in Path(path).read_text().splitlines()]
+
+
+def python(code, tmp_path, **env):
+    """Run `code` in a process of its own whose home, and whatever W&B knows of the user, is empty."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")}
+    clean |= {"PYTHONPATH": str(REPO), "HOME": str(tmp_path), "PYTHONWARNINGS": "ignore"} | env
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, env=clean, timeout=60, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def warnings_of(capsys):
+    return [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
+
+
+def test_lines_of_two_processes_never_mix(tmp_path):
+    code = "import sys\nfrom trainer.sinks import append_jsonl\nfor k in range(300):\n"
+    code += " append_jsonl('rows.jsonl', {'who': sys.argv[1], 'k': k, 'long': sys.argv[1] * 5000})"
+    env = {**os.environ, "PYTHONPATH": str(REPO)}
+    both = [subprocess.Popen([sys.executable, "-c", code, who], cwd=tmp_path, env=env) for who in "ab"]
+    assert [process.wait(60) for process in both] == [0, 0]
+    read = rows(tmp_path / "rows.jsonl")
+    assert len(read) == 600 and all(row["long"] == row["who"] * 5000 for row in read)
+    assert [row["k"] for row in read if row["who"] == "a"] == list(range(300))
+
+
+def test_a_row_stays_strict_json_and_tells_what_was_not_finite(tmp_path):
+    path = tmp_path / "new" / "rows.jsonl"
+    append_jsonl(path, {"loss": float("nan"), "norms": [float("inf"), -float("inf"), 1.5], "none": None, "on": True,
+                        "path": Path("a"), 3: {"x": (1, 2)}}, fsync=True)  # fmt: skip
+    assert rows(path) == [{"loss": "nan", "norms": ["inf", "-inf", 1.5], "none": None, "on": True, "path": "a",
+                           "3": {"x": [1, 2]}}]  # fmt: skip
+
+
+def test_a_line_that_was_left_unfinished_spoils_no_other(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"k": 1}\n{"k": 2, "lo')
+    append_jsonl(path, {"k": 3})
+    append_jsonl(path, {"k": 4})
+    assert path.read_text() == '{"k": 1}\n{"k": 2, "lo\n{"k": 3}\n{"k": 4}\n'
+
+
+def test_steps_and_row_go_to_files_that_name_each_other(tmp_path):
+    run = Sinks(tmp_path / "rows.jsonl", total_steps=2, stream=io.StringIO())
+    for k in (1, 2):
+        run.step({"step": k, **STEP, "norm/blocks.0.mlp": 0.5})
+    run.row({"outcome": "ok", "loss": 3.21})
+    run.close()
+    (row,) = rows(tmp_path / "rows.jsonl")
+    assert row == {"outcome": "ok", "loss": 3.21, "run": run.run}
+    steps = rows(tmp_path / "rows.steps" / f"{row['run']}.jsonl")
+    assert steps == [{"step": k, **STEP, "norm/blocks.0.mlp": 0.5} for k in (1, 2)]
+
+
+def test_a_step_is_in_the_file_before_the_next_one_begins(tmp_path):
+    run = Sinks(tmp_path / "rows.jsonl", total_steps=2, stream=io.StringIO())
+    run.step({"step": 1, **STEP})
+    assert len(rows(run.steps)) == 1  # no close, no flush: a kill loses nothing
+
+
+def test_ranks_other_than_the_first_write_nothing(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    run = Sinks(tmp_path / "rows.jsonl", "online", rank=1, total_steps=1, stream=Terminal())
+    run.step({"step": 1, **STEP})
+    run.row({"outcome": "ok"})
+    run.close()
+    assert not list(tmp_path.iterdir()) and capsys.readouterr() == ("", "") and run.stream.getvalue() == ""
+
+
+def test_without_results_only_the_terminal_is_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = Sinks(None, total_steps=1, stream=io.StringIO())
+    run.step({"step": 1, **STEP})
+    run.row({"outcome": "ok"})
+    run.close()
+    assert not list(tmp_path.iterdir()) and "loss 3.2100" in run.stream.getvalue()
+
+
+def test_first_last_and_every_nth_step_are_due_on_every_rank():
+    for rank in (0, 1):
+        run = Sinks(None, rank=rank, total_steps=25, every=10, stream=io.StringIO())
+        assert [k for k in range(1, 26) if run.due(k)] == [1, 10, 20, 25]
+
+
+def test_a_results_path_that_cannot_be_written_is_refused_by_flag_and_name(tmp_path):
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file" / "rows.jsonl", tmp_path):
+        with pytest.raises(ValueError, match="^--results .*" + path.name):
+            check_writable(path)
+    with pytest.raises(ValueError, match="^--save "):
+        check_writable(tmp_path, "--save")
+    check_writable(tmp_path / "new" / "rows.jsonl")
+    append_jsonl(tmp_path / "new" / "rows.jsonl", {"k": 1})
+    check_writable(tmp_path / "new" / "rows.jsonl")
+    assert rows(tmp_path / "new" / "rows.jsonl") == [{"k": 1}]  # the check changes nothing
+
+
+def full_disk(monkeypatch, written=0):
+    """Every os.write to a file fails (written = 0) or is cut off."""
+    real = os.write
+
+    def write(file, data):
+        if written:
+            return real(file, data[:written])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(sinks.os, "write", write)
+
+
+@pytest.mark.parametrize("written", [0, 5])
+def test_a_full_disk_costs_one_warning_per_file_and_the_row_is_shown(tmp_path, capsys, monkeypatch, written):
+    run = Sinks(tmp_path / "rows.jsonl", total_steps=5, stream=io.StringIO())
+    run.step({"step": 1, **STEP})
+    with monkeypatch.context() as patch:
+        full_disk(patch, written)
+        for k in (2, 3, 4):
+            run.step({"step": k, **STEP})
+    assert len(warnings_of(capsys)) == 1
+    run.step({"step": 5, **STEP})  # there is room again
+    with monkeypatch.context() as patch:
+        full_disk(patch)
+        run.row({"outcome": "ok", "loss": float("nan")})
+    run.close()
+    warned = warnings_of(capsys)
+    assert len(warned) == 2 and '{"outcome": "ok", "loss": "nan", "run": "' in warned[1], warned
+    assert run.stream.getvalue().count("\n") == 5
+    whole = [line for line in run.steps.read_text().splitlines() if line.endswith("}")]
+    assert [json.loads(line)["step"] for line in whole] == [1, 5]
+
+
+def test_a_folder_that_turns_into_a_file_in_mid_run_costs_one_warning(tmp_path, capsys):
+    run = Sinks(tmp_path / "rows.jsonl", total_steps=4, stream=io.StringIO())
+    run.step({"step": 1, **STEP})
+    shutil.rmtree(run.steps.parent)
+    run.steps.parent.write_text("in the way")
+    for k in (2, 3, 4):
+        run.step({"step": k, **STEP})
+    run.row({"outcome": "ok"})
+    assert len(warnings_of(capsys)) == 1 and len(rows(tmp_path / "rows.jsonl")) == 1
+
+
+def test_a_folder_that_is_removed_in_mid_run_is_made_again(tmp_path, capsys):
+    run = Sinks(tmp_path / "deep" / "rows.jsonl", total_steps=2, stream=io.StringIO())
+    run.step({"step": 1, **STEP})
+    shutil.rmtree(tmp_path / "deep")
+    run.step({"step": 2, **STEP})
+    assert [row["step"] for row in rows(run.steps)] == [2] and not warnings_of(capsys)
+
+
+def test_a_reader_that_leaves_the_pipe_does_not_end_the_run(tmp_path, capsys):
+    class Closed(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError
+
+    run = Sinks(tmp_path / "rows.jsonl", total_steps=2, stream=Closed())
+    for k in (1, 2):
+        run.step({"step": k, **STEP})
+    run.close()
+    assert len(warnings_of(capsys)) == 1 and len(rows(run.steps)) == 2
+
+
+def test_off_a_terminal_a_step_is_a_line():
+    run = Sinks(None, total_steps=200, stream=io.StringIO())
+    run.step({"step": 7, **STEP})
+    run.step({"step": 200, "loss": float("nan"), "lr": 0.0, "ms": None})
+    run.close()
+    assert run.stream.getvalue().splitlines() == [
+        "step   7/200  loss 3.2100  lr 0.0003  |g| 1.250  360.1 ms  91'022 tok/s",
+        "step 200/200  loss nan  lr 0",
+    ]
+
+
+def test_on_a_terminal_the_steps_are_a_bar(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "120")
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+    run = Sinks(None, total_steps=2, stream=Terminal())
+    for k in (1, 2):
+        run.step({"step": k, **STEP})
+    run.close()
+    run.close()
+    shown = run.stream.getvalue()
+    assert "step 1/2" in shown and "step 2/2" in shown and "\x1b[" in shown and "91'022 tok/s" in shown
+    assert shown.endswith("\x1b[?25h"), "the cursor must come back"
+
+
+def test_a_terminal_without_rich_gets_lines(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    run = Sinks(None, total_steps=1, stream=Terminal())
+    run.step({"step": 1, **STEP})
+    run.close()
+    assert run.stream.getvalue().startswith("step 1/1  loss 3.2100") and len(warnings_of(capsys)) == 1
+
+
+def test_neither_torch_nor_wandb_nor_rich_is_imported_unasked(tmp_path):
+    code = "import sys\nfrom trainer.sinks import Sinks\ns = Sinks('rows.jsonl', total_steps=1)\ns.step({'step': 1})\n"
+    code += "s.close()\nprint({'torch', 'wandb', 'rich'} & set(sys.modules))"
+    assert python(code, tmp_path).stdout.splitlines()[-1] == "set()"
+
+
+OFFLINE = """
+from trainer.sinks import Sinks
+run = Sinks("out/rows.jsonl", "offline", "group", "name", {"width": 64, "dtype": float, "hf_token": "sesame-1",
+            "nested": {"api_key": "sesame-2", "tokens": 8}}, ["tag"], 0, 2, 1)
+for k in (1, 2):
+    run.step({"step": k, "loss": float("nan"), "ms": None})
+run.row({"outcome": "ok", "loss": float("inf"), "password": "sesame-3"})
+run.close()
+"""
+
+
+def test_wandb_offline_leaves_a_run_beside_the_rows_without_secrets(tmp_path):
+    pytest.importorskip("wandb")
+    # the flag overrides WANDB_MODE; a key in the environment is nobody's business
+    done = python(OFFLINE, tmp_path, WANDB_MODE="online", WANDB_API_KEY="sesame-4" + "x" * 32, WANDB_SILENT="true")
+    assert "warning: " not in done.stderr, done.stderr
+    (folder,) = (tmp_path / "out" / "wandb").glob("offline-run-*")
+    (log,) = folder.glob("*.wandb")
+    assert b"width" in log.read_bytes() and len(rows(tmp_path / "out" / "rows.jsonl")) == 1
+    for path in (path for path in tmp_path.rglob("*") if path.is_file()):
+        assert b"sesame" not in path.read_bytes(), path
+    assert "sesame" not in done.stdout + done.stderr
+
+
+def test_wandb_online_without_a_login_or_a_server_is_a_warning(tmp_path):
+    pytest.importorskip("wandb")
+    code = OFFLINE.replace('"offline"', '"online"')
+    done = python(code, tmp_path, WANDB_BASE_URL="http://127.0.0.1:9", WANDB_SILENT="true")
+    warned = [line for line in done.stderr.splitlines() if line.startswith("warning: ")]
+    assert len(warned) == 1 and warned[0].startswith("warning: wandb: "), done.stderr
+    assert len(rows(tmp_path / "out" / "rows.jsonl")) == 1
+
+
+class FakeWandb:
+    """W&B that does what was asked of it until `breaks` is called."""
+
+    def __init__(self, breaks):
+        self.breaks, self.logged = breaks, []
+        self.Settings = type("Settings", (), {"model_fields": {"init_timeout": 0}, "__init__": FakeWandb.settings})
+        self.summary, self.disabled = SimpleNamespace(update=lambda row: self.do("summary")), False
+
+    def settings(self, **given):
+        assert given.keys() <= {"init_timeout", "console"}, given  # an older W&B refuses names that it does not know
+        assert given.get("init_timeout", 20) <= 20
+
+    def do(self, name):
+        if name == self.breaks:
+            raise RuntimeError(f"{name} is broken\nin two lines")
+
+    def setup(self, settings):
+        self.do("setup")
+
+    def init(self, mode, **kwargs):
+        assert mode == "online"
+        self.do("init")
+        return self
+
+    def log(self, stats, step):
+        self.do("log")
+        self.logged.append((step, stats))
+
+    def finish(self):
+        self.do("finish")
+
+
+@pytest.mark.parametrize("breaks", ["import", "setup", "init", "disabled", "log", "summary", "finish", None])
+def test_wandb_that_breaks_anywhere_warns_once_and_the_run_goes_on(tmp_path, capsys, monkeypatch, breaks):
+    fake = FakeWandb(breaks)
+    fake.disabled = breaks == "disabled"  # what a login that timed out leaves
+    monkeypatch.setitem(sys.modules, "wandb", None if breaks == "import" else fake)
+    run = Sinks(tmp_path / "rows.jsonl", "online", total_steps=3, stream=io.StringIO())
+    for k in (1, 2, 3):
+        run.step({"step": k, **STEP})
+    run.row({"outcome": "ok"})
+    run.close()
+    run.close()
+    warned = warnings_of(capsys)
+    assert len(warned) == (breaks is not None) and all(line.startswith("warning: wandb: ") for line in warned)
+    assert len(rows(run.steps)) == 3 and len(rows(tmp_path / "rows.jsonl")) == 1
+    assert run.stream.getvalue().count("\n") == 3
+    if breaks in (None, "summary", "finish"):
+        assert fake.logged == [(k, STEP) for k in (1, 2, 3)]
+
+
+def test_the_final_lines_group_numbers_and_own_up_to_what_is_unknown():
+    row = {"outcome": "ok", "loss": 3.21, "world": "8(sim h100-nvlink)", "tok_s": 728177.6, "n": 20, "compile_s": 35.12,
+           "peak_alloc_mib": 14550.2, "peak_reserved_mib": 15012.0, "first_step_peak_mib": 14600.0, "step_ms": 1119.04,
+           "step_ms_min": 1118.0, "step_ms_max": 1123.5, "mfu": 50.03, "mfu_palm": 53.74, "hfu": None,
+           "peak_flops": 989e12}  # fmt: skip
+    assert final_lines(row) == [
+        "outcome  ok, loss 3.2100",
+        "memory   14'550 MiB allocated, 15'012 MiB reserved, 14'600 MiB in step 1",
+        "step     1'119.0 ms median [1'118.0-1'123.5] n 20, compile 35.1 s",
+        "speed    728'178 tok/s, 91'022 tok/s/rank",
+        "MFU, %   50.0 causal, 53.7 PaLM, n/a HFU of 989 TFLOP/s",
+    ]
+    row = {"outcome": "OOM fwd", "peak_rss_mib": 421.6, "peak_rss_note": "since the start", "loss": "nan"}
+    assert final_lines(row) == [
+        "outcome  OOM fwd, loss nan",
+        "memory   422 MiB resident, since the start",
+        "step     n/a ms median [n/a-n/a] n 0, compile n/a s",
+        "speed    n/a tok/s, n/a tok/s/rank",
+        "MFU, %   n/a causal, n/a PaLM, n/a HFU",
+    ]
