@@ -96,7 +96,8 @@ class System:
     forward and loss, their backward, and the optimizer as three graphs (recommended). step: the whole training step as
     one graph; needs torch 2.13 and --grad-accum 1."""
     compile_options: tuple[str, ...] = ()
-    """Inductor options for the model's graphs, each NAME=VALUE, such as max_autotune=True."""
+    """Inductor options for the model's graphs, each NAME=VALUE, such as max_autotune=True; on top of those of overlap.py
+    (collectives bucketed per block and started early), or, with the word plain, instead of them."""
     attn: Literal["sdpa", "flex"] = "sdpa"
     """Attention backend: torch's scaled_dot_product_attention, or compiled FlexAttention (training needs CUDA)."""
     remat: Literal["none", "mlp", "attn", "both", "block", "pointwise"] = "none"
@@ -155,8 +156,8 @@ class Config:
                 if value is not None and not fits(value):
                     raise ValueError(f"{flag(name)} {value}: must be {allowed}")
         for option in self.compile_options:
-            if "=" not in option:
-                raise ValueError(f"--compile-options {option}: must be NAME=VALUE")
+            if "=" not in option and option != "plain":
+                raise ValueError(f"--compile-options {option}: must be NAME=VALUE or plain")
 
 
 _RANGES = [
@@ -219,7 +220,8 @@ def compile_options(c: Config) -> dict | None:
 
     options = {}
     for option in c.compile_options:
-        name, value = option.split("=", 1)
+        name, _, value = option.partition("=")
+        value = value or "True"
         try:
             options[name] = ast.literal_eval(value)
         except (ValueError, SyntaxError):

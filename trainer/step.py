@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from model import IGNORE, cross_entropy
+from overlap import compile_options
 
 COMPILE_MODES = ("none", "blocks", "model", "fwdbwd", "step")
 
@@ -206,18 +207,24 @@ def check_mode(mode: str) -> None:
 def make_step(mode: str, model: nn.Module, optimizer: AdamW, *, options: dict | None = None, **kwargs) -> Step:
     """The step of a compile mode. kwargs: mesh, grad_accum, clip, chunk (tokens per chunk of the loss, 0: all at once).
 
-    options: what every torch.compile of the model gets. Raises ValueError for a mode that this torch cannot do."""
+    options: Inductor options on top of overlap.compile_options (`step` gets these alone: its one graph is not bucketed);
+    {"plain": True} leaves those out. Raises ValueError for a mode that this torch cannot do."""
     check_mode(mode)
     if mode == "step" and kwargs.get("grad_accum", 1) > 1:
         raise ValueError("--compile step: one graph holds one micro-batch; use --compile fwdbwd to accumulate")
     optimizer.foreach = optimizer.foreach or mode in ("fwdbwd", "step")
+    options = dict(options or {})
+    plain = options.pop("plain", False)
     if mode == "step":
         return OneGraph(model, optimizer, options=options, **kwargs)
     step = (ModelStep if mode == "model" else Step)(model, optimizer, **kwargs)
     if mode == "blocks":
+        options = options if plain else compile_options(model.blocks[0]) | options
         for block in model.blocks:
             block.compile(fullgraph=True, options=options)
-    elif mode == "model":
+        return step
+    options = options if plain else compile_options(model) | options
+    if mode == "model":
         step.model = torch.compile(model, fullgraph=True, options=options)
     elif mode == "fwdbwd":
         step.loss_fn = torch.compile(step.loss_sum, fullgraph=True, options=options)
