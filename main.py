@@ -44,7 +44,7 @@ def connect(c: flags.Config, rank: int, local_rank: int, world: int) -> torch.de
         raise ValueError(f"--device cuda: torch {torch.__version__} sees no GPU; use --device cpu")
     if cuda and local_rank >= torch.cuda.device_count():
         n = torch.cuda.device_count()
-        raise ValueError(f"--nproc-per-node: local rank {local_rank} has no GPU, there are {n}; start at most {n} ranks")
+        raise ValueError(f"--nproc-per-node: local rank {local_rank} has no GPU, there are {n}; start {n} at most")
     if cuda and not dist.is_nccl_available():
         raise ValueError(f"--device cuda: torch {torch.__version__} has no NCCL; use --device cpu")
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
@@ -159,8 +159,8 @@ class Run:
         tok_s = self.world * self.batches_tokens() / seconds if seconds else None
         compiled = c.compile != "none" and self.first_step_s is not None and seconds is not None
         row = self.environment | measure.clocks(self.device) | dict(world=self.world, loss_kind=c.loss)
-        same = "wrapper mode compile attn remat remat_ratio depth width seqlen batch grad_accum param_dtype reduce_dtype"
-        row |= {k: getattr(c, k) for k in same.split()}
+        row |= {k: getattr(c, k) for k in "wrapper mode compile attn remat remat_ratio depth width seqlen".split()}
+        row |= {k: getattr(c, k) for k in "batch grad_accum param_dtype reduce_dtype".split()}
         row |= dict(flags=flags.changed(c), outcome=outcome, cell=os.environ.get("SWEEP_CELL"))
         row |= measure.peak(self.device) | dict(first_step_peak_mib=self.first_step_mib) | stats
         row |= dict(compile_s=round(self.first_step_s - seconds, 2) if compiled else None)

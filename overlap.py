@@ -76,10 +76,10 @@ class Overlap(CustomGraphPass):
         found = [n for op in (GATHER, SCATTER) for n in g.find_nodes(op="call_function", target=op)]
         if found and self.blocks and not any(self.block_of(n) for n in found):
             seen = sorted({module_of(n) or "(no module)" for n in found})
-            raise ValueError(f"blocks: none of {', '.join(self.blocks)} has a collective; they are in {', '.join(seen)}")
+            raise ValueError(f"blocks: no collective is in {', '.join(self.blocks)}; they are in {', '.join(seen)}")
 
     def buckets(self, starts: list[fx.Node]) -> list[list[fx.Node]]:
-        """Groups of collectives to merge: a block's, or neighbours of no block up to the cap; alike in type and group."""
+        """Collectives to merge: a block's, or neighbours of no block up to the cap; alike in type and group."""
         buckets, run, size = {}, 0, 0
         for n in starts:
             block = self.block_of(n)
@@ -106,7 +106,7 @@ class Overlap(CustomGraphPass):
                 before = call(g, WAIT, start)
                 ranks = bucket[0].args[1]
                 parts = split(g, call(g, aten.reshape.default, before, [ranks, -1]), inputs, 1)
-                outputs = [call(g, aten.reshape.default, p, list(n.meta["val"].shape)) for n, p in zip(bucket, parts, strict=True)]
+                outputs = [reshaped(g, part, n) for part, n in zip(parts, bucket, strict=True)]
             replace(bucket, outputs)
 
     def reductions(self, g: fx.Graph, op) -> None:
@@ -123,7 +123,7 @@ class Overlap(CustomGraphPass):
                     start.append(last)  # the previous bucket is waited for here; what uses it is sorted behind
                 last = call(g, WAIT, start)
                 parts = split(g, last, bucket, 0)
-                outputs = [call(g, aten.reshape.default, p, list(n.meta["val"].shape)) for n, p in zip(bucket, parts, strict=True)]
+                outputs = [reshaped(g, part, n) for part, n in zip(parts, bucket, strict=True)]
             replace(bucket, outputs)
 
 
@@ -171,6 +171,10 @@ def call(g: fx.Graph, target, *args, like: fx.Node | None = None) -> fx.Node:
     if like is not None:
         node.meta |= {key: like.meta[key] for key in STACKS if key in like.meta}
     return node
+
+
+def reshaped(g: fx.Graph, n: fx.Node, like: fx.Node) -> fx.Node:
+    return call(g, aten.reshape.default, n, list(like.meta["val"].shape))
 
 
 def split(g: fx.Graph, whole: fx.Node, like: list[fx.Node], dim: int) -> list[fx.Node]:

@@ -1,7 +1,7 @@
 """Runs checks on real gloo ranks: processes are spawned once per file, each check runs on all of them in turn.
 
     results = spawn(2, [check_a, check_b])        # check(mesh) -> anything that pickles
-    results["check_a"]                            # one value per rank; an error on any rank raises here, with its traceback
+    results["check_a"]                            # one value per rank; an error on any rank raises here
 """
 
 import os
@@ -57,9 +57,8 @@ def spawn(world: int, checks: list, timeout: float = 300, threads: int = 1) -> R
     """Results of every check, by its name, one value per rank. Ends its processes after `timeout` seconds."""
     context = mp.get_context("spawn")
     queue, port = context.Queue(), free_port()
-    ranks = [
-        context.Process(target=_worker, args=(r, world, port, checks, queue, threads), daemon=True) for r in range(world)
-    ]
+    args = [(rank, world, port, checks, queue, threads) for rank in range(world)]
+    ranks = [context.Process(target=_worker, args=a, daemon=True) for a in args]
     for p in ranks:
         p.start()
     results, left, failed = Results(), len(checks) * world, False

@@ -21,7 +21,7 @@ from tyro.conf import OmitArgPrefixes, UseCounterAction, arg
 DEFAULTS = {
     "cuda": dict(depth=4, width=4096, head_dim=128, vocab=32768, seqlen=4096, batch=8, steps=50, lr=3e-4,
                  param_dtype="bf16"),
-    "cpu": dict(depth=4, width=128, head_dim=32, vocab=256, seqlen=128, batch=8, steps=100, lr=3e-3,
+    "cpu": dict(depth=4, width=128, head_dim=32, vocab=256, seqlen=128, batch=4, steps=100, lr=3e-3,
                 param_dtype="fp32"),
 }  # fmt: skip
 
@@ -93,11 +93,11 @@ class System:
     """Parameters smaller than this (MiB, as stored) stay replicated."""
     compile: Literal["none", "blocks", "model", "fwdbwd", "step"] = "fwdbwd"
     """none: eager. blocks: one compiled block, reused; no prefetch across blocks. model: the model, loss eager. fwdbwd:
-    forward and loss, their backward, and the optimizer as three graphs (recommended). step: the whole training step as
-    one graph; needs torch 2.13 and --grad-accum 1."""
+    forward and loss, their backward, and (on a GPU) the optimizer as a graph each: recommended. step: the whole
+    training step as one graph, its collectives not bucketed; needs torch 2.13 and --grad-accum 1."""
     compile_options: tuple[str, ...] = ()
-    """Inductor options for the model's graphs, each NAME=VALUE, such as max_autotune=True; on top of those of overlap.py
-    (collectives bucketed per block and started early), or, with the word plain, instead of them."""
+    """Inductor options for the model's graphs, each NAME=VALUE, such as max_autotune=True, on top of those of
+    overlap.py (collectives bucketed per block and started early); with the word plain, instead of them."""
     attn: Literal["sdpa", "flex"] = "sdpa"
     """Attention backend: torch's scaled_dot_product_attention, or compiled FlexAttention (training needs CUDA)."""
     remat: Literal["none", "mlp", "attn", "both", "block", "pointwise"] = "none"

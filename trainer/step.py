@@ -6,7 +6,8 @@
     step.grad_norm                            # of this step, before clipping; reading either is the only host sync
 
 `none` eager; `blocks` each block compiled, one frame for all; `model` the model compiled, the loss eager; `fwdbwd`
-forward and loss as one full graph, their backward as another, clipping and AdamW as a third; `step` all of it as one.
+forward and loss as one full graph, their backward as another, clipping and AdamW as a third (on a CPU torch's fused
+kernel instead); `step` all of it as one.
 
 Every micro-batch's loss is a sum over its labels divided by (labels of the global batch / ranks), and gradients are
 averaged over ranks: the step equals one pass over the whole batch however it is cut, also when labels are IGNOREd.
@@ -207,12 +208,13 @@ def check_mode(mode: str) -> None:
 def make_step(mode: str, model: nn.Module, optimizer: AdamW, *, options: dict | None = None, **kwargs) -> Step:
     """The step of a compile mode. kwargs: mesh, grad_accum, clip, chunk (tokens per chunk of the loss, 0: all at once).
 
-    options: Inductor options on top of overlap.compile_options (`step` gets these alone: its one graph is not bucketed);
-    {"plain": True} leaves those out. Raises ValueError for a mode that this torch cannot do."""
+    options: Inductor options on top of overlap.compile_options (`step` gets these alone: its graph is not
+    bucketed); {"plain": True} leaves those out. Raises ValueError for a mode that this torch cannot do."""
     check_mode(mode)
     if mode == "step" and kwargs.get("grad_accum", 1) > 1:
         raise ValueError("--compile step: one graph holds one micro-batch; use --compile fwdbwd to accumulate")
-    optimizer.foreach = optimizer.foreach or mode in ("fwdbwd", "step")
+    cuda = optimizer.lr.is_cuda  # on a CPU the fused kernel is as fast and need not be compiled, which takes a minute
+    optimizer.foreach = optimizer.foreach or mode == "step" or (mode == "fwdbwd" and cuda)
     options = dict(options or {})
     plain = options.pop("plain", False)
     if mode == "step":
@@ -228,7 +230,7 @@ def make_step(mode: str, model: nn.Module, optimizer: AdamW, *, options: dict | 
         step.model = torch.compile(model, fullgraph=True, options=options)
     elif mode == "fwdbwd":
         step.loss_fn = torch.compile(step.loss_sum, fullgraph=True, options=options)
-        step.update_fn = torch.compile(step.update, fullgraph=True)
+        step.update_fn = torch.compile(step.update, fullgraph=True) if cuda else step.update
     return step
 
 

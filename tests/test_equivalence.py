@@ -1,0 +1,173 @@
+"""System flags do not change the loss: one table, 20 steps of AdamW on real text in fp32, from the same seed.
+
+Reference: one process, eager, unwrapped. Every other cell has the same global batch of 8 sequences and differs from it
+in one or two of: number of ranks, --mode, --compile, --attn, --remat, --loss, --reshard, --grad-accum. `pytest -s`
+prints the table. Tolerance: 2e-6 nats on the loss of any step (losses are about 5, an ulp is 5e-7), 1e-5 on the norm.
+"""
+
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import spawn
+from torch.nn.attention.flex_attention import flex_attention
+
+import model as model_file
+from model import ModelConfig, Transformer
+from simple_fsdp import data_parallel, disable_data_parallel
+from trainer.data import Batches
+from trainer.step import AdamW, make_step
+
+STEPS, GLOBAL_BATCH, SEQLEN, TOLERANCE, NORM_TOLERANCE = 20, 8, 32, 2e-6, 1e-5
+SHAPE = dict(depth=2, width=64, head_dim=16, grouping=2, vocab=256)
+COMPILED = ("blocks", "model", "fwdbwd", "step")
+EAGER = dict(compile="none")
+CELLS = {
+    1: [EAGER, *(dict(compile=mode) for mode in COMPILED), dict(EAGER, loss="chunked"), dict(EAGER, attn="flex"),
+        *(dict(EAGER, remat=r) for r in ("mlp", "attn", "both", "block", "pointwise")),
+        dict(EAGER, attn="flex", remat="both"), dict(EAGER, accum=4)],
+    2: [EAGER, dict(EAGER, mode="replicate"), dict(EAGER, reshard=False), dict(EAGER, remat="both", loss="chunked"),
+        dict(EAGER, attn="flex", remat="block"), dict(compile="blocks", remat="both"),
+        dict(compile="fwdbwd", accum=2), dict(compile="fwdbwd", mode="replicate"),
+        dict(compile="fwdbwd", remat="pointwise", loss="chunked"), dict(compile="fwdbwd", remat="block", reshard=False),
+        dict(compile="step", remat="both")],
+    4: [EAGER, dict(EAGER, mode="hybrid_shard"), dict(EAGER, mode="replicate"),
+        dict(compile="fwdbwd", mode="hybrid_shard")],
+}  # fmt: skip
+
+
+def name(world: int, cell: dict) -> str:
+    return f"{world} ranks " + " ".join(f"{k}={v}" for k, v in cell.items())
+
+
+def losses(step, rank: int, world: int) -> list[tuple[float, float]]:
+    batches = Batches("stdlib", global_batch=GLOBAL_BATCH, seqlen=SEQLEN, vocab=256, seed=0, rank=rank, world=world)
+    return [(step(*next(batches)).item(), step.grad_norm.item()) for _ in range(STEPS)]
+
+
+def run(mesh, *, compile="none", attn="sdpa", remat="none", mode="fully_shard", loss="full", reshard=True, accum=1):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    world = mesh.size()
+    if mode == "hybrid_shard":
+        mesh = dist.init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+    with torch.device("meta"):
+        model = Transformer(ModelConfig(**SHAPE, attn=attn, remat=remat))
+    data_parallel(model, mesh, mode, reshard_after_forward=reshard).to_empty(device="cpu")
+    with disable_data_parallel():
+        model.init_weights()
+    model.set_seqlen(SEQLEN, "cpu")
+    kwargs = dict(mesh=mesh, grad_accum=accum, clip=1.0, chunk=10 if loss == "chunked" else 0)
+    step = make_step(compile, model, AdamW(model.parameters(), 3e-3), **kwargs)
+    return losses(step, dist.get_rank(), world)
+
+
+def flex_on_a_cpu():
+    """Torch refuses to train FlexAttention on a CPU; without that one check, and without Inductor, it can."""
+    torch.nn.attention.flex_attention._validate_device = lambda *_: None
+    model_file.compiled_flex_attention = torch.compile(flex_attention, backend="aot_eager")
+
+
+def cells(mesh, world):
+    flex_on_a_cpu()
+    return {name(world, cell): run(mesh, **cell) for cell in CELLS[world]}
+
+
+def cells_1(mesh):
+    return cells(mesh, 1)
+
+
+def cells_2(mesh):
+    return cells(mesh, 2)
+
+
+def cells_4(mesh):
+    return cells(mesh, 4)
+
+
+@functools.cache
+def reference() -> list[tuple[float, float]]:
+    """One process, no wrapper, no compiler, torch's own clipping and AdamW."""
+    torch.manual_seed(0)
+    model = Transformer(ModelConfig(**SHAPE))
+    model.init_weights()
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    rest = [p for p in model.parameters() if p.ndim < 2]
+    groups = [dict(params=matrices, weight_decay=0.1), dict(params=rest, weight_decay=0.0)]
+    optimizer = torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95), eps=1e-8)
+    batches, out = Batches("stdlib", global_batch=GLOBAL_BATCH, seqlen=SEQLEN, vocab=256, seed=0), []
+    for _ in range(STEPS):
+        loss = model(*next(batches)) / (GLOBAL_BATCH * SEQLEN)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        out.append((loss.item(), norm.item()))
+    return out
+
+
+def test_system_flags_change_neither_loss_nor_gradient_norm():
+    table = {}
+    for world, check in ((1, cells_1), (2, cells_2), (4, cells_4)):
+        for per_rank in zip(*(r.items() for r in spawn(world, [check], timeout=600)[check.__name__]), strict=True):
+            (cell, values), *others = per_rank
+            assert all(v == values for _, v in others), f"{cell}: ranks disagree"
+            table[cell] = [max(abs(a[i] - b[i]) for a, b in zip(values, reference(), strict=True)) for i in (0, 1)]
+    first, last = reference()[0][0], reference()[-1][0]
+    print(f"\nreference: loss {first:.6f} -> {last:.6f} in {STEPS} steps; largest difference of any step")
+    print("\n".join(f"{cell:<70} loss {loss:.1e}  norm {norm:.1e}" for cell, (loss, norm) in table.items()))
+    assert last < first - 0.5, "nothing was learnt: the table proves nothing"
+    bad = {cell: d for cell, d in table.items() if not (d[0] <= TOLERANCE and d[1] <= NORM_TOLERANCE)}
+    assert not bad
+
+
+@pytest.mark.parametrize("mode", ["none", "fwdbwd"])
+def test_a_step_with_ignored_labels_equals_one_pass_over_the_whole_batch(mode, monkeypatch):
+    """Unequal numbers of labels per micro-batch, one micro-batch without any: sum of losses over all labels."""
+    torch.manual_seed(0)
+    whole, cut = (Transformer(ModelConfig(**SHAPE)) for _ in range(2))
+    whole.init_weights()
+    cut.load_state_dict(whole.state_dict())
+    tokens, targets = torch.randint(256, (6, 16)), torch.randint(256, (6, 16))
+    targets[torch.rand(6, 16) < 0.4] = -100
+    targets[2:4] = -100
+    monkeypatch.setattr(torch, "compile", lambda f, **_: functools.partial(f))  # the arithmetic, not the compiler
+    with torch.no_grad():
+        mean = torch.nn.functional.cross_entropy(whole(tokens).flatten(0, 1), targets.flatten(), ignore_index=-100)
+    results = []
+    for model, accum in ((whole, 1), (cut, 3)):
+        step = make_step(mode, model, AdamW(model.parameters(), 1e-3), grad_accum=accum, clip=1.0)
+        step.inspect = lambda params, grads: results.append([g.clone() for g in grads])
+        loss = step(tokens, targets)
+        results[-1] += [loss, step.grad_norm]
+    torch.testing.assert_close(results[0], results[1], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(results[0][-2], mean, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("mode", ["blocks", "model"])
+def test_compiled_frames_do_not_grow_with_depth(mode, monkeypatch):
+    """4, 12 and 48 blocks: the same number of frames, no graph break (fullgraph), no recompile."""
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, options=None, **kw: real(f, backend="aot_eager", **kw))
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    frames = []
+    try:
+        mesh = dist.init_device_mesh("cpu", (1,))
+        for depth in (4, 12, 48):
+            torch._dynamo.reset()
+            torch._dynamo.utils.counters.clear()
+            with torch._dynamo.config.patch(error_on_recompile=True):
+                model = Transformer(ModelConfig(depth=depth, width=16, head_dim=8, grouping=1, vocab=256))
+                data_parallel(model, mesh)
+                step = make_step(mode, model, AdamW(model.parameters(), 1e-3), mesh=mesh)
+                for _ in range(3):
+                    step(torch.randint(256, (2, 8)), torch.randint(256, (2, 8)))
+            counters = torch._dynamo.utils.counters
+            assert not counters["graph_break"]
+            frames.append((counters["frames"]["total"], counters["stats"]["unique_graphs"]))
+    finally:
+        torch._dynamo.reset()
+        dist.destroy_process_group()
+    assert frames[0][1] == 1 and len(set(frames)) == 1, frames
