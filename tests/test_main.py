@@ -1,13 +1,12 @@
 """main.py and trainer/config.py: every bad input ends in one line and its exit code, every good run in its row.
 
-    pytest tests/test_main.py        # about 80 s on 2 cores, no GPU
+    pytest tests/test_main.py        # about 60 s on 2 cores, no GPU
 
 Faults are caused in this process where they can be; processes start for what only they can show: exit codes, start-up
 time, and what two ranks print. Runs are eager and tiny.
 """
 
 import ast
-import contextlib
 import dataclasses
 import gzip
 import json
@@ -89,17 +88,17 @@ def train(capfd, tmp_path):
         if dist.is_initialized():
             dist.destroy_process_group()
         out, err = capfd.readouterr()
-        row, steps = read(results) if results.exists() and results.stat().st_size else (None, [])
+        row, steps = read(results) if results.is_file() and results.stat().st_size else (None, [])
         return SimpleNamespace(code=code, out=out, err=err, row=row, steps=steps)
 
     return train
 
 
-def python(*argv, env=(), timeout=60):
-    """main.py in a process of its own. `err` is without the list of imports, which is `imports`."""
+def python(*argv, env=(), trace=True, timeout=60):
+    """main.py in a process of its own. `imports`, if asked for, are the modules that it imported; `err` is the rest."""
     environment = {k: v for k, v in os.environ.items() if k not in TORCHRUN}
     environment |= {"OMP_NUM_THREADS": "1", "COLUMNS": "100"} | dict(env)
-    command = [sys.executable, "-X", "importtime", str(ROOT / "main.py"), *map(str, argv)]
+    command = [sys.executable, *["-X", "importtime"] * trace, str(ROOT / "main.py"), *map(str, argv)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
     lines = done.stderr.splitlines(keepends=True)
     imports = {line.split("|")[-1].strip() for line in lines if line.startswith("import time:")}
@@ -143,13 +142,14 @@ def help_entries():
 
 
 def test_help_takes_less_than_half_a_second_and_imports_no_torch():
-    seconds = []
-    for _ in range(3):
+    done, seconds = python("--help"), []
+    assert done.code == 0 and done.err == "" and "usage: main.py" in done.out
+    assert "tyro" in done.imports
+    assert not {name for name in done.imports if name.split(".")[0] in ("torch", "numpy", "wandb")}
+    while len(seconds) < 3 or (min(seconds) >= 0.5 and len(seconds) < 6):  # others may be using the machine
         start = time.perf_counter()
-        done = python("--help")
+        python("--help", trace=False)
         seconds.append(time.perf_counter() - start)
-        assert done.code == 0 and done.err == "" and "usage: main.py" in done.out
-        assert not {name for name in done.imports if name.split(".")[0] in ("torch", "numpy", "wandb")}
     assert min(seconds) < 0.5, seconds
 
 
@@ -295,7 +295,7 @@ def test_a_bad_command_line_exits_2_with_one_box_and_imports_no_torch(argv, expe
 
 
 def test_a_value_that_only_the_device_refuses_exits_2(tmp_path):
-    done = python("--width", 100, "--device", "cpu", "--results", tmp_path / "rows.jsonl")
+    done = python("--width", 100, "--device", "cpu", "--results", tmp_path / "rows.jsonl", trace=False)
     assert done.code == 2 and one_line(done.err) == "error: --width 100: must be a multiple of --head-dim 32"
     assert not (tmp_path / "rows.jsonl").exists()
 
@@ -348,7 +348,7 @@ def test_a_port_in_use_is_one_line_and_exit_2(tmp_path):
         taken.listen()
         port = str(taken.getsockname()[1])
         env = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-        done = python(*TINY, "--results", tmp_path / "rows.jsonl", env=env, timeout=60)
+        done = python(*TINY, "--results", tmp_path / "rows.jsonl", env=env, trace=False)
     assert done.code == 2 and done.out == ""
     line = one_line(done.err)
     assert f"127.0.0.1:{port}" in line and "in use" in line and "another port" in line
@@ -524,20 +524,25 @@ def test_compile_options_are_read_as_python_literals():
 @pytest.mark.parametrize("plain", [[], ["plain"]])
 @pytest.mark.parametrize("mode", ["blocks", "model", "fwdbwd", "step"])
 def test_compile_options_reach_every_graph_of_the_model(mode, plain, train, monkeypatch):
-    calls, compile = [], torch.compile
+    ran, compile = [], torch.compile
 
-    def record(fn=None, **how):
-        calls.append((getattr(fn, "__name__", type(fn).__name__), how.pop("options", None)))
-        return compile(fn, **{**how, "backend": "eager"})
+    def record(fn=None, options=None, **how):
+        compiled, name = compile(fn, **{**how, "backend": "eager"}), getattr(fn, "__name__", type(fn).__name__)
+
+        def run(*args, **kwargs):
+            ran.append((name, options))
+            return compiled(*args, **kwargs)
+
+        return run
 
     monkeypatch.setattr(torch, "compile", record)
     ours = ["max_autotune=False", "triton.cudagraphs=False"]
     done = train("--compile", mode, "--compile-options", *plain, *ours, "--steps", 2)
     assert done.code == 0, done.err
     options = {"max_autotune": False, "triton.cudagraphs": False}
-    graphs = [how for name, how in calls if name != "update"]  # the optimizer's graph has none of them
-    assert graphs and all(how.items() >= options.items() for how in graphs), calls
-    assert all((how == options) == (bool(plain) or mode == "step") for how in graphs), calls
+    graphs = [how for name, how in ran if name != "update"]  # the optimizer's graph has none of them
+    assert graphs and all(how.items() >= options.items() for how in graphs), ran
+    assert all((how == options) == (bool(plain) or mode == "step") for how in graphs), ran
     assert done.row["compile"] == mode and done.row["flags"]["compile_options"] == [*plain, *ours]
 
 
@@ -643,6 +648,11 @@ def test_a_gradient_that_is_not_finite_exits_5_with_a_row(train):
     assert "nan" in line and "step 6" in line and "--lr 1e+20" in line
 
 
+def test_a_gradient_that_is_not_finite_is_told_by_rank_0_alone(train):
+    done = train("--lr", "1e20", rank=1)  # the norm is the same on every rank
+    assert (done.code, done.out, done.err, done.row) == (5, "", "", None)
+
+
 def test_a_results_file_that_is_lost_in_mid_run_costs_a_warning_and_not_the_run(train, tmp_path, monkeypatch):
     made = main.make_step
 
@@ -653,9 +663,10 @@ def test_a_results_file_that_is_lost_in_mid_run_costs_a_warning_and_not_the_run(
         return made(*args, **kwargs)
 
     monkeypatch.setattr(main, "make_step", make_step)
-    with contextlib.suppress(IsADirectoryError):  # the row cannot be read back
-        done = train()
-        pytest.fail(done.err)
+    done = train()
+    assert done.code == 0 and "outcome  ok" in done.out
+    assert all(line.startswith("warning: ") for line in done.err.splitlines())
+    assert "results file: IsADirectoryError" in done.err and '"outcome": "ok"' in done.err, "the row is lost"
 
 
 # ----------------------------------------------------------------------------------------------------------- two ranks
@@ -719,16 +730,13 @@ def test_wandb_offline_writes_one_run_beside_the_results(two_ranks):
 
 @pytest.mark.parametrize(
     ("argv", "code", "pattern"),
-    [("--depth 0", 2, "--depth 0: must be at least 1"), ("--data bin:/absent.bin", 3, "error: .*/absent.bin"),
-     ("--lr 1e20", 5, "error: .*nan")],
-)  # fmt: skip
+    [("--depth 0", 2, "--depth 0: must be at least 1"), ("--data bin:/absent.bin", 3, "error: .*/absent.bin")],
+)
 def test_two_ranks_print_an_error_that_both_have_once(argv, code, pattern, tmp_path):
     done = torchrun(*TINY, "--results", tmp_path / "rows.jsonl", *argv.split())
     assert done.code == code
     assert len(re.findall(pattern, done.err)) == 1, f"not once: {done.err}"
-    assert "Traceback" not in done.err
-    if code == 5:
-        assert read(tmp_path / "rows.jsonl")[0]["outcome"].startswith("failed: ")
+    assert "Traceback" not in done.err and done.out == ""
 
 
 # -------------------------------------------------------------------------------------------------------------- source

@@ -1,6 +1,6 @@
 """model.py: its size and FLOPs to the last digit, equal results under every remat, backend and loss, and what it keeps.
 
-    pytest tests/test_model.py        # about 25 s on one core, no GPU
+    pytest tests/test_model.py        # about 15 s on one core, no GPU
 
 FlexAttention trains on CUDA only; here the private check that says so is lifted and torch's dense stand-in runs.
 """

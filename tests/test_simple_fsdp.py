@@ -280,7 +280,6 @@ class Made(TorchDispatchMode):
         return out
 
     def bytes(self):
-        gc.collect()
         return sum(n for ref, n in self.made.values() if not ref.expired())
 
     def gathered(self):
@@ -1103,25 +1102,31 @@ def test_property_6_world_size_1_without_casts_trains_bitwise_like_the_unwrapped
 QUIET = dict(
     repr=repr, print=lambda m: print(m, file=io.StringIO()), format=lambda m: f"{m} {m.parts['lists'].chain}",
     state_dict=lambda m: m.state_dict(), load_state_dict=lambda m: m.load_state_dict(m.state_dict()),
-    named_parameters=lambda m: list(m.named_parameters()), modules=lambda m: [list(m.modules()), list(m.named_children())],
+    named_parameters=lambda m: list(m.named_parameters()), modules=lambda m: [*m.modules(), *m.named_children()],
     describe=describe, deepcopy=copy.deepcopy, pickle=pickle.dumps, buffers=lambda m: list(m.named_buffers()),
     adamw=lambda m: torch.optim.AdamW(p for p in m.parameters() if p.requires_grad),
     fused=lambda m: torch.optim.AdamW((p for p in m.parameters() if p.requires_grad), fused=True),
     sgd=lambda m: torch.optim.SGD(p for p in m.parameters() if p.requires_grad), switches=lambda m: m.eval().train(),
-    step=lambda m: adamw(m).step(), zero_grad=lambda m: m.zero_grad(), freeze=lambda m: m.parts["mlp"].requires_grad_(False),
-    to=lambda m: m.to(torch.float64).to(torch.float32), compile=lambda m: torch.compile(m), apply=lambda m: m.apply(lambda child: None),
+    compile=lambda m: torch.compile(m), apply=lambda m: m.apply(lambda child: None), step=lambda m: adamw(m).step(),
+    zero_grad=lambda m: m.zero_grad(), to=lambda m: m.to(torch.float64).to(torch.float32),
+    freeze=lambda m: m.parts["mlp"].requires_grad_(False),
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("what", QUIET)
-def test_property_7_no_collective_outside_forward_and_backward(fake, what):
-    model = data_parallel(All(), fake(4), mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))
-    for when in ("new", "used"):
+@pytest.mark.parametrize("when", ["new", "used"])
+def test_property_7_no_collective_outside_forward_and_backward(fake, when):
+    model, loud = data_parallel(All(), fake(4)), {}
+    if when == "used":
+        model(*batch(3)).sum().backward()
+    for what, do in QUIET.items():
         with Comms() as comms:
-            QUIET[what](model)
-        assert comms.log == [], when
-        if when == "new":
-            model(*batch(3)).sum().backward()
+            try:
+                do(model)
+            except Exception as e:
+                loud[what] = f"{type(e).__name__}: {e}"
+        if comms.log:
+            loud[what] = comms.log
+    assert loud == {}
 
 
 def test_property_7_clipping_communicates_norms_only(fake):
@@ -1212,11 +1217,10 @@ def held(model, *inputs):
         return made.bytes()
 
 
-@pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), BF16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize(
+    "part, policy", [*((part, MixedPrecisionPolicy()) for part in PARTS), ("mlp", BF16), ("tied", BF16), ("lstm", BF16)]
+)
 def test_property_8_no_gathered_weight_lives_from_forward_to_backward_in_eager(fake, part, policy):
-    if part == "conv" and policy is BF16:
-        pytest.skip("batch norm on a CPU wants parameters and running statistics (left alone) of one dtype")
     plain, (x, t), dtype = PARTS[part](), batch(3), policy.param_dtype or torch.float32
     model = data_parallel(copy.deepcopy(plain), fake(3), mp_policy=policy)
     for p in plain.parameters():
@@ -1406,18 +1410,12 @@ def test_disable_data_parallel_is_reentrant_and_ends_with_an_error_too(fake):
     assert not isinstance(model.weight, DTensor)
 
 
-@pytest.mark.parametrize("mode", simple_fsdp.MODES)
-def test_nothing_we_do_makes_torch_warn(fake, mode):
-    mesh = fake(4, replicas=2 if mode == "hybrid_shard" else None)
+def test_nothing_we_do_makes_torch_warn(fake):
+    mesh = fake(4)
     with silence() as said:
-        model = meta_first(mesh, mode)
-        model = data_parallel(All(), mesh, mode)
-        opt = adamw(model)
-        for _ in range(2):
-            model(*batch(3)).sum().backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            opt.step()
-            opt.zero_grad()
+        model = meta_first(mesh)
+        model(*batch(3)).sum().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         copy.deepcopy(model.parts["mlp"]).load_state_dict(model.parts["mlp"].state_dict())
         assert repr(model) and describe(model)
     assert not said
