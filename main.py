@@ -21,16 +21,16 @@ if __name__ == "__main__":  # before torch is imported: --help and bad flags ans
 import torch
 import torch.distributed as dist
 
-from model import ModelConfig, Transformer, flops_per_token
-from simple_fsdp import MixedPrecisionPolicy, data_parallel, describe, disable_data_parallel
+from model import flops_per_token
+from simple_fsdp import describe
 from trainer import measure
+from trainer.baselines import build, model_config
 from trainer.data import Batches, DataError
 from trainer.sinks import Sinks, check_writable, final_lines
-from trainer.step import AdamW, check_mode, global_norm, make_step, shutdown
+from trainer.step import check_mode, global_norm, shutdown
 
 WARMUP = 3  # steps that no statistic covers, the compiling ones among them
 PROFILED = 3
-DTYPES = dict(fp32=torch.float32, bf16=torch.bfloat16)
 
 
 class NonFinite(Exception):
@@ -74,42 +74,14 @@ class Run:
             c.data, global_batch=world * c.batch * c.grad_accum, seqlen=c.seqlen, vocab=c.vocab, seed=c.seed,
             rank=rank, world=world,
         )  # fmt: skip
-        names = "depth width head_dim grouping grow vocab attn remat remat_ratio".split()
-        self.model_config = ModelConfig(**{name: getattr(c, name) for name in names})
         self.flops = {
-            kind: flops_per_token(self.model_config, c.seqlen, kind) * c.batch * c.grad_accum * c.seqlen
+            kind: flops_per_token(model_config(c), c.seqlen, kind) * c.batch * c.grad_accum * c.seqlen
             for kind in ("causal", "palm", "hardware")
         }
 
     def build(self) -> None:
-        c = self.c
-        with torch.device("meta"):
-            self.model = Transformer(self.model_config)
-        self.stages.add("model")
-        mesh = None
-        if c.wrapper == "simple":
-            hybrid = c.mode == "hybrid_shard"
-            shape = (c.replicas, self.world // c.replicas) if hybrid else (self.world,)
-            mesh = dist.init_device_mesh(c.device, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
-            data_parallel(
-                self.model, mesh, c.mode, MixedPrecisionPolicy(DTYPES[c.param_dtype], DTYPES[c.reduce_dtype]),
-                reshard_after_forward=c.reshard, min_bytes=int(c.min_shard_mib * 2**20),
-            )  # fmt: skip
-        self.stages.add("wrap")
-        self.model.to_empty(device=self.device)
-        self.stages.add("to_empty")
-        torch.manual_seed(c.seed)
-        with disable_data_parallel():
-            self.model.init_weights()
-        self.stages.add("init")
-        optimizer = AdamW(self.model.parameters(), c.lr, moment_dtype=DTYPES[c.adam_dtype])
-        self.stages.add("optimizer")
-        self.model.set_seqlen(c.seqlen, self.device)
-        self.stages.add("mask")
-        self.step = make_step(
-            c.compile, self.model, optimizer, options=flags.compile_options(c), mesh=mesh, grad_accum=c.grad_accum,
-            clip=c.clip, chunk=c.chunk if c.loss == "chunked" else 0,
-        )  # fmt: skip
+        self.step = build(self.c, self.device, self.world, self.stages.add)
+        self.model = self.step.bare_model
 
     def lr(self, k: int) -> float:
         """Linear warm-up, then cosine to a tenth."""

@@ -14,6 +14,8 @@ averaged over ranks: the step equals one pass over the whole batch however it is
 Gradients accumulate in the stored dtype of the parameters (fp32).
 """
 
+import logging
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -211,6 +213,8 @@ def make_step(mode: str, model: nn.Module, optimizer: AdamW, *, options: dict | 
     options: Inductor options on top of overlap.compile_options (`step` gets these alone: its graph is not
     bucketed); {"plain": True} leaves those out. Raises ValueError for a mode that this torch cannot do."""
     check_mode(mode)
+    # Torch logs, on every rank, that a region with a context_fn must have no in-place op: ours have none.
+    logging.getLogger("torch._higher_order_ops.wrap").addFilter(lambda r: "context_fn is passed" not in str(r.msg))
     if mode == "step" and kwargs.get("grad_accum", 1) > 1:
         raise ValueError("--compile step: one graph holds one micro-batch; use --compile fwdbwd to accumulate")
     cuda = optimizer.lr.is_cuda  # on a CPU the fused kernel is as fast and need not be compiled, which takes a minute

@@ -1,0 +1,101 @@
+"""What only a GPU can show: `./launch.sh gpu 1`. One process, NCCL, fp32 unless said; skipped without CUDA."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from model import REMAT, ModelConfig, Transformer
+from simple_fsdp import MixedPrecisionPolicy, data_parallel, disable_data_parallel
+from trainer.measure import device_peak
+from trainer.step import COMPILE_MODES, AdamW, check_mode, make_step
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+SHAPE = dict(depth=2, width=256, head_dim=64, grouping=2, vocab=512)
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    device = torch.device("cuda", 0)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=device)
+    yield dist.init_device_mesh("cuda", (1,))
+    torch._dynamo.reset()
+    dist.destroy_process_group()
+
+
+def losses(mesh, compile="none", dtype=None, chunk=0, steps=8, **config):
+    torch._dynamo.reset()
+    with torch.device("meta"):
+        model = Transformer(ModelConfig(**SHAPE, **config))
+    data_parallel(model, mesh, mp_policy=MixedPrecisionPolicy(dtype, torch.float32)).to_empty(device="cuda")
+    torch.manual_seed(0)
+    with disable_data_parallel():
+        model.init_weights()
+    model.set_seqlen(256, "cuda")
+    step = make_step(compile, model, AdamW(model.parameters(), 1e-3), mesh=mesh, clip=1.0, chunk=chunk)
+    batch = torch.randint(512, (4, 257), device="cuda")  # the same for ever: the loss must fall
+    return torch.stack([step(batch[:, :-1], batch[:, 1:]) for _ in range(steps)]).tolist()
+
+
+@pytest.fixture(scope="module")
+def eager(mesh):
+    return losses(mesh)
+
+
+def close(a, b, tolerance):
+    assert max(abs(x - y) for x, y in zip(a, b, strict=True)) < tolerance, (a, b)
+    assert a[-1] < a[0] - 0.5
+
+
+@pytest.mark.parametrize("mode", COMPILE_MODES[1:])
+def test_compile_modes_agree_with_eager_in_fp32(mesh, eager, mode):
+    try:
+        check_mode(mode)
+    except ValueError as e:
+        pytest.skip(str(e))
+    close(losses(mesh, mode), eager, 1e-4)
+
+
+@pytest.mark.parametrize("compile", ["none", "blocks", "fwdbwd"])
+def test_flex_attention_agrees_with_sdpa(mesh, eager, compile):
+    close(losses(mesh, compile, attn="flex"), eager, 1e-3)
+
+
+@pytest.mark.parametrize("compile", ["none", "fwdbwd"])
+@pytest.mark.parametrize("attn", ["sdpa", "flex"])
+@pytest.mark.parametrize("remat", REMAT[1:])
+def test_remat_agrees_with_none(mesh, eager, remat, attn, compile):
+    close(losses(mesh, compile, attn=attn, remat=remat), eager, 1e-3)
+
+
+@pytest.mark.parametrize("compile", ["none", "fwdbwd"])
+def test_chunked_loss_agrees_with_full(mesh, eager, compile):
+    close(losses(mesh, compile, chunk=100), eager, 1e-4)
+
+
+@pytest.mark.parametrize("compile", ["none", "fwdbwd"])
+def test_bf16_parameters_train(mesh, eager, compile):
+    close(losses(mesh, compile, dtype=torch.bfloat16), eager, 0.05)
+
+
+def test_a_step_never_waits_for_the_device(mesh):
+    with torch.device("meta"):
+        model = Transformer(ModelConfig(**SHAPE))
+    data_parallel(model, mesh).to_empty(device="cuda")
+    with disable_data_parallel():
+        model.init_weights()
+    step = make_step("none", model, AdamW(model.parameters(), 1e-3), mesh=mesh, clip=1.0)
+    batch = torch.randint(512, (2, 65), device="cuda")
+    step(batch[:, :-1], batch[:, 1:])
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step(batch[:, :-1], batch[:, 1:])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_peak_of_this_device_is_known_or_it_is_said(mesh):
+    name = torch.cuda.get_device_name()
+    assert device_peak(name) or not any(card in name for card in ("A100-SXM", "H100 80GB HBM3", "H200"))
