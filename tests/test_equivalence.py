@@ -27,7 +27,8 @@ CELLS = {
     1: [EAGER, *(dict(compile=mode) for mode in COMPILED), dict(EAGER, loss="chunked"), dict(EAGER, attn="flex"),
         *(dict(EAGER, remat=r) for r in ("mlp", "attn", "both", "block", "pointwise")),
         dict(EAGER, attn="flex", remat="both"), dict(EAGER, accum=4)],
-    2: [EAGER, dict(EAGER, mode="replicate"), dict(EAGER, reshard=False), dict(EAGER, remat="both", loss="chunked"),
+    2: [EAGER, dict(EAGER, mode="replicate"), dict(EAGER, reshard=False), dict(EAGER, min_bytes=2048),
+        dict(EAGER, remat="both", ratio=0.5, loss="chunked"),
         dict(EAGER, attn="flex", remat="block"), dict(compile="blocks", remat="both"),
         dict(compile="fwdbwd", accum=2), dict(compile="fwdbwd", mode="replicate"),
         dict(compile="fwdbwd", remat="pointwise", loss="chunked"), dict(compile="fwdbwd", remat="block", reshard=False),
@@ -46,15 +47,16 @@ def losses(step, rank: int, world: int) -> list[tuple[float, float]]:
     return [(step(*next(batches)).item(), step.grad_norm.item()) for _ in range(STEPS)]
 
 
-def run(mesh, *, compile="none", attn="sdpa", remat="none", mode="fully_shard", loss="full", reshard=True, accum=1):
+def run(mesh, *, compile="none", attn="sdpa", remat="none", mode="fully_shard", loss="full", reshard=True, accum=1,
+        ratio=1.0, min_bytes=0):  # fmt: skip
     torch._dynamo.reset()
     torch.manual_seed(0)
     world = mesh.size()
     if mode == "hybrid_shard":
         mesh = dist.init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
     with torch.device("meta"):
-        model = Transformer(ModelConfig(**SHAPE, attn=attn, remat=remat))
-    data_parallel(model, mesh, mode, reshard_after_forward=reshard).to_empty(device="cpu")
+        model = Transformer(ModelConfig(**SHAPE, attn=attn, remat=remat, remat_ratio=ratio))
+    data_parallel(model, mesh, mode, reshard_after_forward=reshard, min_bytes=min_bytes).to_empty(device="cpu")
     with disable_data_parallel():
         model.init_weights()
     model.set_seqlen(SEQLEN, "cpu")
@@ -89,8 +91,8 @@ def cells_4(mesh):
 @functools.cache
 def reference() -> list[tuple[float, float]]:
     """One process, no wrapper, no compiler, torch's own clipping and AdamW."""
-    torch.manual_seed(0)
     model = Transformer(ModelConfig(**SHAPE))
+    torch.manual_seed(0)
     model.init_weights()
     matrices = [p for p in model.parameters() if p.ndim > 1]
     rest = [p for p in model.parameters() if p.ndim < 2]

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from harness import free_port
 
 import main
+from model import Transformer
 from trainer import config as flags
 from trainer import step as steps_of
 from trainer.config import Output, System, Training
@@ -547,10 +548,7 @@ def test_compile_options_reach_every_graph_of_the_model(mode, plain, train, monk
 
 
 def test_debug_shows_the_traceback(train, monkeypatch):
-    def broken(*_):
-        raise RuntimeError("planted")
-
-    monkeypatch.setattr(main.Transformer, "forward", broken)
+    planted(monkeypatch, "fwd", RuntimeError("planted"))
     with pytest.raises(RuntimeError, match="planted"):
         train("--debug")
 
@@ -560,7 +558,7 @@ def test_debug_shows_the_traceback(train, monkeypatch):
 
 def planted(monkeypatch, where, error, call=1):
     """Raise `error` in the `call`-th forward, backward or update, or while weights are initialised."""
-    made, count = main.make_step, []
+    built, count = main.Run.build, []
 
     class Raise(torch.autograd.Function):
         @staticmethod
@@ -575,8 +573,9 @@ def planted(monkeypatch, where, error, call=1):
         count.append(0)
         return len(count) == call
 
-    def make_step(*args, **kwargs):
-        step = made(*args, **kwargs)
+    def build(run):
+        built(run)
+        step = run.step
         loss_fn, update_fn = step.loss_fn, step.update_fn
 
         def loss(*batch):
@@ -592,14 +591,13 @@ def planted(monkeypatch, where, error, call=1):
             return update_fn(grads)
 
         step.loss_fn, step.update_fn = loss, update
-        return step
 
     def init(_):
         raise error
 
-    monkeypatch.setattr(main, "make_step", make_step)
+    monkeypatch.setattr(main.Run, "build", build)
     if where == "init":
-        monkeypatch.setattr(main.Transformer, "init_weights", init)
+        monkeypatch.setattr(Transformer, "init_weights", init)
 
 
 OOM = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 1.00 GiB free.")
@@ -653,16 +651,15 @@ def test_a_gradient_that_is_not_finite_is_told_by_rank_0_alone(train):
     assert (done.code, done.out, done.err, done.row) == (5, "", "", None)
 
 
-def test_a_results_file_that_is_lost_in_mid_run_costs_a_warning_and_not_the_run(train, tmp_path, monkeypatch):
-    made = main.make_step
+def test_a_results_file_that_is_lost_in_mid_run_costs_a_warning_and_not_the_run(train, monkeypatch):
+    built = main.Run.build
 
-    def make_step(*args, **kwargs):  # after the check at the start: the file becomes a folder
-        results = next(tmp_path.glob("*.jsonl"))
-        results.unlink()
-        (results / "x").mkdir(parents=True)
-        return made(*args, **kwargs)
+    def build(run):  # after the check at the start: the file becomes a folder
+        Path(run.c.results).unlink()
+        Path(run.c.results).mkdir()
+        built(run)
 
-    monkeypatch.setattr(main, "make_step", make_step)
+    monkeypatch.setattr(main.Run, "build", build)
     done = train()
     assert done.code == 0 and "outcome  ok" in done.out
     assert all(line.startswith("warning: ") for line in done.err.splitlines())

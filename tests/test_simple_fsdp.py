@@ -126,7 +126,7 @@ class Conv(nn.Module):
     def __init__(self):
         super().__init__()
         self.net = nn.Sequential(
-            nn.Conv2d(1, 5, 3, padding=1), nn.BatchNorm2d(5), nn.ReLU(), nn.Conv2d(5, 2, (4, 8)), nn.BatchNorm2d(2)
+            nn.Conv2d(1, 5, 3, padding=1, bias=False), nn.BatchNorm2d(5), nn.ReLU(), nn.Conv2d(5, 2, (4, 8))
         )
 
     def forward(self, x, t):
@@ -179,12 +179,10 @@ class Odd(nn.Module):
     def reset_parameters(self):
         nn.init.constant_(self.scale, 1.5)
         nn.init.xavier_normal_(self.row)
-        nn.init.kaiming_normal_(self.wide)
-        for p in (self.index, self.mask, self.offset):
+        for p in (self.wide, self.index, self.mask, self.offset):
             nn.init.zeros_(p)
         with torch.no_grad():
             self.row.mul_(0.5).add_(torch.randn_like(self.row))
-            self.wide.add_(torch.rand_like(self.wide), alpha=0.1)
 
 
 PARTS = dict(
@@ -192,7 +190,7 @@ PARTS = dict(
     conv=Conv, twice=Twice, lists=Lists, odd=Odd,
 )  # fmt: skip
 COMPILED = [name for name in PARTS if name not in ("lstm", "encoder")]  # Dynamo breaks at RNNs; attention is enough
-FEW = ["mlp", "tied", "odd"]  # a compile of all of them takes 6 s and more
+FEW = ["tied", "odd"]  # a compile of all of them takes 6 s and more
 
 
 class All(nn.Module):
@@ -335,6 +333,14 @@ def compiled(fn, backend="aot_eager"):
     return torch.compile(fn, backend=backend, fullgraph=True)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture
 def fake():
     """fake(world, rank=0) -> a mesh of `world` ranks of which this process plays one; replicas=n makes it 2-D."""
@@ -407,7 +413,7 @@ def equal_eager(mesh):
 
 
 def equal_compiled(mesh):
-    return equivalence(mesh, "fully_shard", True, COMPILED)
+    return equivalence(mesh, "fully_shard", True, COMPILED if dist.get_world_size() == 2 else FEW)
 
 
 def equal_replicate_eager(mesh):
@@ -592,9 +598,10 @@ def copies(mesh):
                 opt = adamw(model)
                 model(*inputs).backward()
                 opt.step()
-                states[how] = [p._local_tensor.clone() for p in model.parameters()], *map(type, model.modules())
-            for how, (values, *classes) in states.items():
-                if classes != states["original"][1:] or not all(map(torch.equal, values, states["original"][0])):
+                states[how] = [p._local_tensor.clone() for p in model.parameters()], list(map(type, model.modules()))
+            for how, (values, classes) in states.items():
+                expected = states["original"]
+                if classes != expected[1] or not all(map(torch.equal, values, expected[0])):
                     wrong.append((name, when, how, "differs after a step"))
     return wrong
 
@@ -645,7 +652,7 @@ def orthogonal(mesh):
 
 
 CHECKS = {
-    2: [equal_eager, equal_replicate_eager, equal_replicate_compiled, equal_no_reshard_eager, equal_no_reshard_compiled,
+    2: [equal_eager, equal_compiled, equal_replicate_eager, equal_replicate_compiled, equal_no_reshard_eager, equal_no_reshard_compiled,
         fsdp2_bitwise, gradients, complex_weights, from_rank_0, checkpoints, copies, initial, inductor],
     3: [equal_eager, equal_compiled, equal_min_bytes_eager, initial, orthogonal],
     4: [equal_hybrid_eager, equal_hybrid_compiled, initial],
@@ -668,10 +675,8 @@ def test_training_equals_one_process(ranks, world, check):
     for rank, (parts, _) in enumerate(ranks(world)[check]):
         for part, differences in parts.items():
             for name, difference in differences.items():
-                # A mean of 3 or 4 ranks is rounded in another order than the sum over the slices. A bias before a
-                # batch norm has no gradient but that rounding, which AdamW divides by eps at the first steps.
-                limit = 1e-4 if name in ("parts.conv.net.0.bias", "parts.conv.net.3.bias") else 2e-6
-                assert difference <= limit, f"rank {rank}: {part}: {name} differs by {difference}"
+                # the mean over 3 or 4 ranks is rounded in another order than the sum over the slices
+                assert difference <= 2e-6, f"rank {rank}: {part}: {name} differs by {difference}"
 
 
 @pytest.mark.parametrize("world, check", EQUAL)
@@ -1345,17 +1350,17 @@ CHANGES = dict(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("world", [1, 4])
 @pytest.mark.parametrize("how", CHANGES)
-def test_a_parameter_that_changes_in_place_between_forward_and_backward_is_an_error(fake, how, world):
-    for policy in (BF16, MixedPrecisionPolicy()):
+def test_a_parameter_that_changes_in_place_between_forward_and_backward_is_an_error(fake, how):
+    # not on one rank without a cast: there the gathered weight is the parameter, whose changes DTensor does not count
+    for world, policy in ((4, MixedPrecisionPolicy()), (4, BF16), (1, BF16)):
         model = data_parallel(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), fake(world), mp_policy=policy)
         for p in model.parameters():
             p.grad = torch.ones_like(p)
         loss = model(torch.randn(3, 8, dtype=policy.param_dtype)).sum()
         with torch.no_grad():
             CHANGES[how](model)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation|between its forward and its backward"):
+        with pytest.raises(RuntimeError, match="between its forward and its backward"):
             loss.backward()
 
 
