@@ -25,7 +25,7 @@ from model import flops_per_token
 from simple_fsdp import describe
 from trainer import measure
 from trainer.baselines import build, model_config
-from trainer.data import Batches, DataError
+from trainer.data import Batches, DataError, check_source
 from trainer.sinks import Sinks, check_writable, final_lines
 from trainer.step import check_mode, global_norm, shutdown
 
@@ -42,9 +42,9 @@ def connect(c: flags.Config, rank: int, local_rank: int, world: int) -> torch.de
     cuda = c.device == "cuda"
     if cuda and not torch.cuda.is_available():
         raise ValueError(f"--device cuda: torch {torch.__version__} sees no GPU; use --device cpu")
-    if cuda and local_rank >= torch.cuda.device_count():
-        n = torch.cuda.device_count()
-        raise ValueError(f"--nproc-per-node: local rank {local_rank} has no GPU, there are {n}; start {n} at most")
+    ranks, n = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1)), torch.cuda.device_count() if cuda else 0
+    if cuda and ranks > n:  # on every rank alike: also on those that have a GPU
+        raise ValueError(f"--nproc-per-node {ranks}: there are {n} GPUs; start {n} at most")
     if cuda and not dist.is_nccl_available():
         raise ValueError(f"--device cuda: torch {torch.__version__} has no NCCL; use --device cpu")
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
@@ -111,7 +111,7 @@ class Run:
                 tok_s = self.world * self.batches_tokens() / ms * 1e3
                 sinks.step(dict(step=k + 1, loss=self.loss, lr=lr, grad_norm=norm, ms=ms, tok_s=tok_s, **norms))
                 if not math.isfinite(norm):
-                    raise NonFinite(f"gradient norm {norm} at step {k + 1}, before the update: lower --lr {c.lr}?")
+                    raise NonFinite(f"gradient norm {norm} at step {k + 1}: lower --lr {c.lr}?")
 
     def batches_tokens(self) -> int:
         """Tokens of one step on one rank."""
@@ -167,7 +167,8 @@ def main(c: flags.Config, rank: int, local_rank: int, world: int) -> int:
     device_type = ("cuda" if torch.cuda.is_available() else "cpu") if c.device == "auto" else c.device
     try:
         c = flags.resolve(c, device_type, world)
-        check_mode(c.compile)
+        check_mode(c.compile, flags.compile_options(c))
+        check_source(c.data)
         check_writable(c.results)
         device = connect(c, rank, local_rank, world)
         run = Run(c, device, rank, world)
@@ -185,8 +186,9 @@ def main(c: flags.Config, rank: int, local_rank: int, world: int) -> int:
     except (Exception, KeyboardInterrupt) as e:
         if c.debug:
             raise
-        outcome, code = failure(e, getattr(run, "step", None))
-        print(f"error: rank {rank}: {outcome}", file=sys.stderr, flush=True)
+        outcome, code, more = failure(e, getattr(run, "step", None))
+        if rank == 0 or code != 5:  # the norm is the same on all ranks
+            print(f"error: rank {rank}: {outcome}{more}", file=sys.stderr, flush=True)
     finally:
         run.profile.close()
     row = run.row(outcome)
@@ -202,16 +204,15 @@ def main(c: flags.Config, rank: int, local_rank: int, world: int) -> int:
     return 0
 
 
-def failure(error: BaseException, step) -> tuple[str, int]:
-    """(outcome of the row, exit code) of what ended the run."""
+def failure(error: BaseException, step) -> tuple[str, int, str]:
+    """(outcome of the row, exit code, what the message adds) of what ended the run."""
+    text = " ".join(str(error).split())[:500]
     if measure.out_of_memory(error):
-        return f"OOM {getattr(step, 'phase', 'init')}", 6
-    if isinstance(error, NonFinite):
-        return f"failed: {error}", 5
-    if isinstance(error, DataError):
-        return f"failed: {error}", 3
-    text = " ".join(str(error).split())
-    return f"failed: {type(error).__name__}: {text[:500]}", 1
+        advice = "lower --batch, recompute (--remat block), --loss chunked, or start more ranks"
+        return f"OOM {getattr(step, 'phase', 'init')}", 6, f": {text}; {advice}"
+    if isinstance(error, NonFinite | DataError):
+        return f"failed: {error}", 5 if isinstance(error, NonFinite) else 3, ""
+    return f"failed: {type(error).__name__}: {text}", 1, ""
 
 
 if __name__ == "__main__":

@@ -33,8 +33,11 @@ ATTENTION = {
     aten._scaled_dot_product_cudnn_attention.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.higher_order.flex_attention,
+    torch.ops.higher_order.inductor_compiled_code,  # what compiled FlexAttention is in an eager region
 }
-compiled_flex_attention = torch.compile(flex_attention)  # eager flex materialises the T x T scores; lazy: no work here
+# Eager flex materialises the T x T scores, so it is always compiled (lazily: no work here), and wrapped so that a
+# selective checkpoint around it sees an op that it can keep.
+compiled_flex_attention = torch.compile(flex_attention, options={"wrap_inductor_compiled_regions": True})
 
 
 @dataclass(frozen=True)

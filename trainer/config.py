@@ -6,11 +6,13 @@
 A flag left out is None until `resolve`. Groups are by consequence: what may change the loss, what must not, output.
 """
 
+import io
 import math
 import os
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext, redirect_stderr
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Annotated, Literal, NoReturn
 
@@ -21,7 +23,7 @@ from tyro.conf import OmitArgPrefixes, UseCounterAction, arg
 DEFAULTS = {
     "cuda": dict(depth=4, width=4096, head_dim=128, vocab=32768, seqlen=4096, batch=8, steps=50, lr=3e-4,
                  param_dtype="bf16"),
-    "cpu": dict(depth=4, width=128, head_dim=32, vocab=256, seqlen=128, batch=4, steps=100, lr=3e-3,
+    "cpu": dict(depth=4, width=128, head_dim=32, vocab=256, seqlen=128, batch=8, steps=60, lr=3e-3,
                 param_dtype="fp32"),
 }  # fmt: skip
 
@@ -127,7 +129,7 @@ class Output:
     """W&B tags of the run."""
     profile: str | None = None
     """Folder for traces (and on CUDA a memory snapshot) of three steps after warm-up, which enter no statistic."""
-    verbose: Annotated[UseCounterAction[int], arg(aliases=["-v"])] = 0
+    verbose: Annotated[UseCounterAction[int], arg(aliases=["-v"], help_behavior_hint="(default: 0, repeatable)")] = 0
     """-v: memory after each stage of start-up, every parameter's placement. -vv: also norms of every parameter and
     gradient at each logged step (slow)."""
     debug: bool = False
@@ -164,7 +166,8 @@ _RANGES = [
     ("depth width head_dim grouping grow vocab seqlen batch grad_accum steps replicas chunk log_every",
      lambda v: v >= 1, "at least 1"),
     ("lr", lambda v: 0 < v < math.inf, "a positive number"),
-    ("warmup seed", lambda v: v >= 0, "0 or more"),
+    ("warmup", lambda v: v >= 0, "0 or more"),
+    ("seed", lambda v: 0 <= v < 2**64, "0 or more and below 2**64"),
     ("clip min_shard_mib", lambda v: 0 <= v < math.inf, "0 or a positive number"),
     ("remat_ratio", lambda v: 0 <= v <= 1, "between 0 and 1"),
 ]  # fmt: skip
@@ -195,6 +198,8 @@ def _check_fit(c: Config, device: str, world: int) -> str | None:
         return "--attn flex: FlexAttention needs CUDA to train; use --attn sdpa on a CPU"
     if c.compile == "step" and c.grad_accum > 1:
         return f"--compile step: one graph holds one micro-batch, --grad-accum is {c.grad_accum}; use --compile fwdbwd"
+    if c.compile == "step" and c.verbose > 1:
+        return "-vv: --compile step has no gradients outside its graph; use --compile fwdbwd"
     return None
 
 
@@ -238,22 +243,27 @@ def ranks() -> tuple[int, int, int]:
     missing = [name for name in names if not os.environ.get(name)]
     if missing:
         fail(f"{', '.join(there)} set but not {', '.join(missing)}: start with torchrun, or unset them for one rank", 0)
-    return tuple(int(os.environ[name]) for name in names[:3])
+    told = [os.environ[name] for name in names[:3]]
+    if not all(text.isdecimal() for text in told) or not int(told[0]) < int(told[2]):
+        fail(f"RANK {told[0]}, LOCAL_RANK {told[1]}, WORLD_SIZE {told[2]}: must be numbers, RANK < WORLD_SIZE", 0)
+    return tuple(map(int, told))
 
 
 def fail(message: str, rank: int, code: int = 2) -> NoReturn:
-    """Ends the process with one line on rank 0. The other ranks wait for it: torchrun ends all once one has gone."""
-    if rank == 0:
-        print(f"error: {message}", file=sys.stderr, flush=True)
-    else:
+    """Ends the process with one line. Other ranks than 0 wait before they speak: torchrun ends them once rank 0 has
+    gone, so that only a fault that rank 0 does not have is told by them."""
+    if rank:
         time.sleep(5)
+    print(f"error: {message}", file=sys.stderr, flush=True)
     sys.exit(code)
 
 
 def parse(argv: Sequence[str], rank: int = 0) -> Config:
     """Exit code 2 and one message, on rank 0, for an unknown flag or a bad value."""
     try:
-        return tyro.cli(Config, args=list(argv), prog="main.py", description=_DESCRIPTION, console_outputs=rank == 0)
+        with nullcontext() if rank == 0 else redirect_stderr(io.StringIO()):  # console_outputs does not silence all
+            about = dict(prog="main.py", description=_DESCRIPTION, console_outputs=rank == 0)
+            return tyro.cli(Config, args=list(argv), **about)
     except SystemExit:
         if rank:
             time.sleep(5)  # torchrun would end rank 0 before it has spoken

@@ -158,7 +158,8 @@ class Step:
             self.phase = "bwd"
             loss.backward()
             total = total + loss.detach()
-        grads = [_local(p.grad) for p in self.optimizer.params]
+        with torch.no_grad():  # with gradients on, to_local() is an autograd function
+            grads = [_local(p.grad) for p in self.optimizer.params]
         self.phase = "step"
         if self.inspect is not None:
             self.inspect(self.optimizer.params, grads)
@@ -201,8 +202,12 @@ class OneGraph(Step):
         return loss
 
 
-def check_mode(mode: str) -> None:
-    """Raises ValueError in one line where the installed torch cannot do `mode`."""
+def check_mode(mode: str, options: dict | None = None) -> None:
+    """Raises ValueError in one line where the installed torch cannot do `mode`, or has no such Inductor options."""
+    try:
+        torch.compile(lambda: None, options={k: v for k, v in (options or {}).items() if k != "plain"})
+    except RuntimeError as e:
+        raise ValueError(f"--compile-options: {str(e).partition(', known options')[0]}") from e
     if mode == "step" and not hasattr(torch._dynamo.config, "trace_autograd_ops"):
         raise ValueError(f"--compile step needs torch >= 2.13 (this is {torch.__version__}): use --compile fwdbwd")
 
