@@ -1247,12 +1247,10 @@ def held(model, *inputs):
         return made.bytes()
 
 
-@pytest.mark.parametrize(
-    "part, policy", [*((part, MixedPrecisionPolicy()) for part in PARTS), ("mlp", BF16), ("tied", BF16), ("lstm", BF16)]
-)
-def test_property_8_no_gathered_weight_lives_from_forward_to_backward_in_eager(fake, part, policy):
-    plain, (x, t), dtype = PARTS[part](), batch(3), policy.param_dtype or torch.float32
-    model = data_parallel(copy.deepcopy(plain), fake(3), mp_policy=policy)
+@pytest.mark.parametrize("part, low", [*((p, False) for p in PARTS), ("mlp", True), ("tied", True), ("lstm", True)])
+def test_property_8_no_gathered_weight_lives_from_forward_to_backward_in_eager(fake, part, low):
+    plain, (x, t), dtype = PARTS[part](), batch(3), torch.bfloat16 if low else torch.float32
+    model = data_parallel(copy.deepcopy(plain), fake(3), mp_policy=MixedPrecisionPolicy(dtype))
     for p in plain.parameters():
         p.data = p.data.to(dtype) if p.is_floating_point() else p.data
     assert held(model, x.to(dtype), t) == held(plain, x.to(dtype), t)
