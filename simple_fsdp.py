@@ -7,7 +7,8 @@
 
 Reading `module.weight` all-gathers the parameter; its gradient arrives **averaged** over the ranks (torchtitan's file
 sums), sharded, in the stored dtype. A loss normalised by a token count therefore divides by the mean count per rank.
-When not to use it: under tensor or pipeline parallelism (parameters that already are DTensors are refused).
+When not to use it: under tensor or pipeline parallelism (parameters that already are DTensors are refused). Torch 2.11
+to 2.14, Python 3.11 or newer.
 After Zhang et al., "SimpleFSDP: Simpler Fully Sharded Data Parallel with torch.compile", arXiv:2411.00284.
 """
 
@@ -41,12 +42,7 @@ class MixedPrecisionPolicy:
     reduce_dtype: torch.dtype | None = None
 
 
-@dataclass(frozen=True)
-class _Policy:  # one object per data_parallel() call, on every module that it wrapped
-    mp: MixedPrecisionPolicy
-    reshard: bool
-    inner: DeviceMesh | None  # hybrid_shard: the shard dimension of the mesh
-
+class _Policy(namedtuple("_Policy", "mp reshard inner")):  # one per data_parallel() call; inner: hybrid's shard mesh
     __deepcopy__ = lambda self, memo: self  # noqa: E731
 
 
@@ -54,7 +50,7 @@ def _materialize(p: DTensor, policy: _Policy) -> Tensor:
     """The whole parameter in param_dtype; its backward reduces the gradient to the placements of `p`."""
     cast = policy.mp.param_dtype if p.dtype.is_floating_point else None
     reduce = (policy.mp.reduce_dtype or cast) if p.dtype.is_floating_point else None
-    if policy.inner is not None and p.placements[1].is_shard():
+    if policy.inner is not None:
         # Gather over the inner dimension only, so that backward reduce-scatters there first and all-reduces the shard
         # across: one redistribute over both dimensions would all-reduce the whole gradient and scatter it then.
         shard = p.redistribute(placements=p.placements, backward_dtype=reduce)
@@ -65,61 +61,40 @@ def _materialize(p: DTensor, policy: _Policy) -> Tensor:
 
 
 # While compiling: a checkpoint around the gather tags it for the partitioner, so that it is gathered again in backward
-# (reshard) or kept even where a surrounding activation checkpoint would gather again (no reshard).
-def _keep_gathered():
-    return create_selective_checkpoint_contexts([torch.ops._c10d_functional.wait_tensor.default])
-
-
-_keep_gathered.cache_hash = "simple_fsdp-keep-gathered-1"  # part of the key of AOTAutograd's cache
-
-
-def _traced(p: DTensor, policy: _Policy) -> Tensor:
-    how = {} if policy.reshard else dict(context_fn=_keep_gathered)
-    return checkpoint(_materialize, p, policy, use_reentrant=False, preserve_rng_state=False, **how)
+# (reshard) or kept even where a surrounding activation checkpoint would gather again (no reshard: this policy).
+_keep = functools.partial(create_selective_checkpoint_contexts, [torch.ops._c10d_functional.wait_tensor.default])
+_keep.cache_hash = "simple_fsdp-keep-gathered-1"  # part of the key of AOTAutograd's cache
 
 
 # In eager: autograd keeps (parameter, geometry) in place of a gathered weight and gathers again in backward.
 def _pack(t: Tensor):
-    sharded = getattr(t.untyped_storage(), "_sharded", None) if t.layout is torch.strided else None
-    if sharded is None:
+    mark = getattr(t.untyped_storage(), "_sharded", None) if t.layout is torch.strided else None
+    if mark is None or (p := mark[0]()) is None or t.dtype != mark[2] or t.is_conj():
         return t
-    return *sharded, sharded[0]()._local_tensor._version, (t.size(), t.stride(), t.storage_offset())
+    return mark, (p._version, p._local_tensor._version), (t.size(), t.stride(), t.storage_offset())
 
 
 def _unpack(packed) -> Tensor:
     if isinstance(packed, Tensor):
         return packed
-    parameter, policy, version, geometry = packed
-    if (p := parameter()) is None or p._local_tensor._version != version:
+    (parameter, policy, _), versions, geometry = packed
+    if (p := parameter()) is None or (p._version, p._local_tensor._version) != versions:
         raise RuntimeError("a parameter was changed in place or replaced between its forward and its backward")
     with torch.no_grad():
         return _materialize(p, policy).as_strided(*geometry)
 
 
-class _Scope:
+@contextmanager
+def _scope():
     """Around each eager forward: one gather per parameter and module call, and the two hooks above, except where other
     hooks are on top: inside activation checkpointing ours would switch it off, and there no weight is kept anyway."""
-
-    def __enter__(self):
-        _thread.scopes = [*getattr(_thread, "scopes", ()), {}]
-        ours = torch.is_grad_enabled() and _top_hooks(True) is None
-        self.hooks = torch.autograd.graph.saved_tensors_hooks(_pack, _unpack) if ours else nullcontext()
-        self.hooks.__enter__()
-
-    def __exit__(self, *exc):
-        self.hooks.__exit__(*exc)
-        _thread.scopes = _thread.scopes[:-1]
-
-
-def _eager(p: DTensor, policy: _Policy) -> Tensor:
-    memo = (getattr(_thread, "scopes", None) or [{}])[-1]
-    key = id(p), torch.is_grad_enabled(), (_top_hooks(True) or (None,))[0]
-    if key not in memo:
-        full = memo[key] = _materialize(p, policy)
-        storage = full.untyped_storage()  # at world size 1 without a cast it is the parameter's own
-        if policy.reshard and storage._cdata != p._local_tensor.untyped_storage()._cdata:
-            storage._sharded = weakref.ref(p), policy  # lives as long as the storage, is seen through every view
-    return memo[key]
+    ours, before = torch.is_grad_enabled() and _top_hooks(True) is None, getattr(_thread, "memo", None)
+    with torch.autograd.graph.saved_tensors_hooks(_pack, _unpack) if ours else nullcontext():
+        _thread.memo = {}
+        try:
+            yield
+        finally:
+            _thread.memo = before
 
 
 def _read(module: nn.Module, name: str) -> Tensor | None:
@@ -127,7 +102,18 @@ def _read(module: nn.Module, name: str) -> Tensor | None:
     try:
         if not _enabled or not isinstance(p, DTensor):
             return p
-        return (_traced if torch.compiler.is_compiling() else _eager)(p, module._data_parallel)
+        policy = module._data_parallel
+        if torch.compiler.is_compiling():
+            how = {} if policy.reshard else dict(context_fn=_keep)
+            return checkpoint(_materialize, p, policy, use_reentrant=False, preserve_rng_state=False, **how)
+        memo = {} if getattr(_thread, "memo", None) is None else _thread.memo
+        key = id(p), torch.is_grad_enabled(), (_top_hooks(True) or (None,))[0]
+        if key not in memo:
+            full = memo[key] = _materialize(p, policy)
+            storage = full.untyped_storage()  # at world size 1 without a cast it is the parameter's own
+            if policy.reshard and storage._cdata != p._local_tensor.untyped_storage()._cdata:
+                storage._sharded = weakref.ref(p), policy, full.dtype  # lives as long as the storage, for every view
+        return memo[key]
     except AttributeError as e:  # nn.Module.__getattr__ would swallow it and hand out the shard
         raise RuntimeError(f"cannot gather {name} of {type(module).__name__}: {e}") from e
 
@@ -140,18 +126,20 @@ def _wrapped_class(cls: type, names: tuple[str, ...]) -> type:
     def forward(self, *args, **kwargs):
         if torch.compiler.is_compiling():
             return cls.forward(self, *args, **kwargs)
-        with _Scope():
+        with _scope():
             return cls.forward(self, *args, **kwargs)
 
-    def __repr__(self):
-        with disable_data_parallel():  # extra_repr reads parameters
-            return cls.__repr__(self)
-
     def __reduce_ex__(self, protocol):  # deepcopy and pickle: make the class again from its base
-        return _new, (cls, names), self.__dict__
+        with disable_data_parallel():
+            return _new, (cls, names), self.__getstate__()
 
-    own = dict(forward=forward, __repr__=__repr__, __reduce_ex__=__reduce_ex__, __module__=cls.__module__)
-    own |= {name: property(lambda self, name=name: _read(self, name)) for name in names}
+    own = {name: property(lambda self, name=name: _read(self, name)) for name in names}
+    own |= dict(forward=forward, __reduce_ex__=__reduce_ex__, __module__=cls.__module__)
+    # extra_repr reads parameters; so does an RNN in to(), to_empty() and deepcopy, and it keeps a list between calls
+    own |= {name: disable_data_parallel()(getattr(cls, name)) for name in ("__repr__", "_apply", "__setstate__")}
+    if issubclass(cls, nn.RNNBase):
+        flat = property(lambda self: [getattr(self, n, None) for n in self._flat_weights_names], lambda self, _: None)
+        own["_flat_weights"] = flat
     return type("FSDP" + cls.__name__, (cls,), own)
 
 
@@ -206,23 +194,34 @@ def data_parallel(
                 shard.__dict__.update(p.__dict__)  # what others noted on it
                 done[id(p)] = p, shard
             module._parameters[name] = done[id(p)][1]
-        if names or module is model:
+        if module is model or next(module.parameters(), None) is not None:
+            module.__dict__.pop("_flat_weights", None)  # an RNN's list of what is no longer its parameters
             module._data_parallel = policy
             module.__class__ = _wrapped_class(type(module), names)
     return model
 
 
 class _DrawWhole(TorchDispatchMode):
-    """Random initialisation in place, or *_like, draws the whole tensor and keeps the shard, as on one device."""
+    """Initialisation draws the whole tensor and keeps the shard, as on one device; what would go wrong is refused."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        t, name, kwargs = args[0] if args else None, func._schema.name, kwargs or {}
-        random = torch.Tag.nondeterministic_seeded in func.tags and (name.endswith("_") or "_like" in name)
-        if not random or not isinstance(t, DTensor) or t.is_meta:
+        name, kwargs, t = func._schema.name, kwargs or {}, args[0] if args else None
+        t, made = (kwargs["out"], True) if "out" in (kwargs or {}) and not isinstance(t, DTensor) else (t, False)
+        if not isinstance(t, DTensor) or t.is_meta:
             return func(*args, **kwargs)
-        full = func(torch.empty(t.shape, dtype=t.dtype, device=t.device), *args[1:], **kwargs)
+        whole, seeded = functools.partial(torch.empty, t.shape), torch.Tag.nondeterministic_seeded in func.tags
+        if made:  # out of numbers alone: torch.eye(out=)
+            full = func(*args, **kwargs | dict(out=whole(dtype=t.dtype, device=t.device)))
+        elif seeded and (name.endswith("_") or "_like" in name):
+            full = func(whole(dtype=t.dtype, device=t.device), *args[1:], **kwargs)
+        else:
+            y, own = func(*args, **kwargs), t._local_tensor.untyped_storage()._cdata
+            views = (y if isinstance(y, list | tuple) else [y]) if func.is_view else ()
+            if seeded or any(v._local_tensor.untyped_storage()._cdata != own for v in views):
+                raise RuntimeError(f"{name} of a shard is not the parameter's: fill it in place and as a whole")
+            return y
         shard = distribute_tensor(full, t.device_mesh, t.placements, src_data_rank=None)  # communicates nothing
-        return t.copy_(shard) if name.endswith("_") else shard
+        return shard if "_like" in name else t.copy_(shard)
 
 
 @contextmanager
