@@ -83,7 +83,8 @@ def compare(cells: list[str], c: flags.Config, device: torch.device) -> list[dic
     timers = [measure.StepTimer(device) for _ in steps]
     for k in range(c.steps):
         batch = [t.to(device) for t in next(batches)]
-        for step, timer in zip(steps, timers, strict=True):
+        turn = k % len(steps)  # each goes first as often as the others
+        for step, timer in [*zip(steps, timers, strict=True)][turn:] + [*zip(steps, timers, strict=True)][:turn]:
             with timer.step(excluded=k < WARMUP):
                 loss = step(*batch)
         if k == 0 or k == c.steps - 1:

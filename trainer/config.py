@@ -23,7 +23,7 @@ from tyro.conf import OmitArgPrefixes, UseCounterAction, arg
 DEFAULTS = {
     "cuda": dict(depth=4, width=4096, head_dim=128, vocab=32768, seqlen=4096, batch=8, steps=50, lr=3e-4,
                  param_dtype="bf16"),
-    "cpu": dict(depth=4, width=128, head_dim=32, vocab=256, seqlen=128, batch=8, steps=60, lr=3e-3,
+    "cpu": dict(depth=4, width=128, head_dim=32, vocab=256, seqlen=192, batch=8, steps=40, lr=3e-3,
                 param_dtype="fp32"),
 }  # fmt: skip
 

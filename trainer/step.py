@@ -15,6 +15,7 @@ Gradients accumulate in the stored dtype of the parameters (fp32).
 """
 
 import logging
+import types
 
 import torch
 import torch.distributed as dist
@@ -45,7 +46,7 @@ class AdamW:
         params = [p for p in params if p.requires_grad]
         self.params = sorted(params, key=lambda p: p.ndim < 2)  # those that decay first
         self.decaying = sum(p.ndim >= 2 for p in params)
-        shards = [_local(p.detach()) for p in self.params]
+        shards = self.shards = [_local(p.detach()) for p in self.params]
         self.m = [torch.zeros_like(p, dtype=moment_dtype) for p in shards]
         self.v = [torch.zeros_like(p, dtype=moment_dtype) for p in shards]
         device = shards[0].device
@@ -57,10 +58,10 @@ class AdamW:
     @torch.no_grad()
     def step(self, grads: list[Tensor]) -> None:
         """grads: local shards, in the order of `self.params`."""
-        shards = [_local(p) for p in self.params]
-        if self.foreach:
-            self._foreach(shards, grads)
+        if self.foreach:  # compiled: the shards must be read inside the graph, which also reads the parameters
+            self._foreach([_local(p) for p in self.params], grads)
             return
+        shards = self.shards
         groups = (slice(0, self.decaying), self.weight_decay), (slice(self.decaying, None), 0.0)
         steps = [self.t.clone() for _ in shards]
         for part, decay in groups:
@@ -104,11 +105,12 @@ def _shard_group(p: Tensor):
     return None
 
 
-def global_norm(params: list[Tensor], grads: list[Tensor]) -> Tensor:
-    """2-norm of the whole gradient from its local shards, fp32 scalar: one scalar all-reduce, none if unsharded."""
+def global_norm(params: list[Tensor], grads: list[Tensor], where: list | None = None) -> Tensor:
+    """2-norm of the whole gradient from its local shards, fp32 scalar: one scalar all-reduce, none if unsharded.
+    where: `_shard_group` of each parameter, if known."""
     total, groups = None, {}
-    for p, g in zip(params, grads, strict=True):
-        groups.setdefault(_shard_group(p), []).append(g)
+    for group, g in zip(where or [_shard_group(p) for p in params], grads, strict=True):
+        groups.setdefault(group, []).append(g)
     for where, shards in groups.items():
         square = torch.stack(torch._foreach_norm([g.float() for g in shards])).square().sum()
         square = square if where is None else funcol.wait_tensor(funcol.all_reduce(square, "sum", where))
@@ -124,6 +126,7 @@ class Step:
         self.mesh = mesh
         self.ranks = mesh.size() if mesh is not None else 1
         self.loss_fn, self.update_fn = self.loss_sum, self.update
+        self.where = [_shard_group(p) for p in optimizer.params]
         self.grad_norm: Tensor | None = None
         self.phase = "fwd"  # where it is: "fwd", "bwd" or "step", for the message when memory runs out
         self.inspect = None  # called with (parameters, gradients' local shards) before the update, if set
@@ -144,29 +147,32 @@ class Step:
         return labels.clamp(min=1) / self.ranks
 
     def update(self, grads: list[Tensor]) -> Tensor:
-        norm = global_norm(self.optimizer.params, grads)
+        norm = global_norm(self.optimizer.params, grads, self.where)
         if self.clip:
             grads = torch._foreach_mul(grads, (self.clip / (norm + 1e-6)).clamp(max=1.0))
         self.optimizer.step(grads)
         return norm
 
     def __call__(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        share, total = self.share(targets), 0.0
+        share, total, params = self.share(targets), 0.0, self.optimizer.params
         for x, y in zip(tokens.chunk(self.grad_accum), targets.chunk(self.grad_accum), strict=True):
             self.phase = "fwd"
             loss = self.loss_fn(x, y, share)
             self.phase = "bwd"
-            loss.backward()
+            if self.grad_accum == 1:  # .grad would cost a dispatch through DTensor per parameter
+                grads = torch.autograd.grad(loss, params)
+            else:
+                loss.backward()
             total = total + loss.detach()
-        with torch.no_grad():  # with gradients on, to_local() is an autograd function
-            grads = [_local(p.grad) for p in self.optimizer.params]
         self.phase = "step"
-        if self.inspect is not None:
-            self.inspect(self.optimizer.params, grads)
-        with torch.no_grad():
+        with torch.no_grad():  # with gradients on, to_local() is an autograd function
+            if self.grad_accum > 1:
+                grads = [p.grad for p in params]
+                self.model.zero_grad()
+            grads = [_local(g) for g in grads]
+            if self.inspect is not None:
+                self.inspect(params, grads)
             self.grad_norm = self.update_fn(grads)
-            for p in self.optimizer.params:
-                p.grad = None
             return self.over_ranks(total, "avg")
 
 
@@ -238,7 +244,10 @@ def make_step(mode: str, model: nn.Module, optimizer: AdamW, *, options: dict | 
     if mode == "model":
         step.model = torch.compile(model, fullgraph=True, options=options)
     elif mode == "fwdbwd":
-        step.loss_fn = torch.compile(step.loss_sum, fullgraph=True, options=options)
+        # Code of its own: Dynamo keeps what it compiled by code object, and would try another model's guards first.
+        plain_loss = type(step).loss_sum
+        own = types.FunctionType(plain_loss.__code__.replace(), plain_loss.__globals__, plain_loss.__name__)
+        step.loss_fn = torch.compile(types.MethodType(own, step), fullgraph=True, options=options)
         step.update_fn = torch.compile(step.update, fullgraph=True) if cuda else step.update
     return step
 
