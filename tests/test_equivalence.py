@@ -17,7 +17,7 @@ import model as model_file
 from model import ModelConfig, Transformer
 from simple_fsdp import data_parallel, disable_data_parallel
 from trainer.data import Batches
-from trainer.step import AdamW, make_step
+from trainer.step import AdamW, check_mode, make_step
 
 STEPS, GLOBAL_BATCH, SEQLEN, TOLERANCE, NORM_TOLERANCE = 20, 8, 32, 2e-6, 1e-5
 SHAPE = dict(depth=2, width=64, head_dim=16, grouping=2, vocab=256)
@@ -122,6 +122,13 @@ def test_system_flags_change_neither_loss_nor_gradient_norm():
     assert last < first - 0.5, "nothing was learnt: the table proves nothing"
     bad = {cell: d for cell, d in table.items() if not (d[0] <= TOLERANCE and d[1] <= NORM_TOLERANCE)}
     assert not bad
+
+
+def test_one_graph_is_refused_in_one_line_on_a_torch_that_cannot(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.11.0+cu130")
+    check_mode("fwdbwd")
+    with pytest.raises(ValueError, match=r"^--compile step needs torch >= 2.13 .this is 2.11.0.*use --compile fwdbwd$"):
+        check_mode("step")
 
 
 @pytest.mark.parametrize("mode", ["none", "fwdbwd"])

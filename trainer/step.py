@@ -214,7 +214,8 @@ def check_mode(mode: str, options: dict | None = None) -> None:
         torch.compile(lambda: None, options={k: v for k, v in (options or {}).items() if k != "plain"})
     except RuntimeError as e:
         raise ValueError(f"--compile-options: {str(e).partition(', known options')[0]}") from e
-    if mode == "step" and not hasattr(torch._dynamo.config, "trace_autograd_ops"):
+    # 2.11 has torch._dynamo.config.trace_autograd_ops too, but fails an assertion with it.
+    if mode == "step" and tuple(int(n) for n in torch.__version__.split(".")[:2]) < (2, 13):
         raise ValueError(f"--compile step needs torch >= 2.13 (this is {torch.__version__}): use --compile fwdbwd")
 
 
