@@ -1,714 +1,56 @@
 """simple_fsdp.py: eight properties that hold for any nn.Module under data_parallel(); each test is named after its own.
 
-    pytest tests/test_simple_fsdp.py            # about 90 s on 2 cores; no GPU
+    pytest tests/test_simple_fsdp.py            # about 20 s on 2 cores; no GPU
     pytest tests/test_simple_fsdp.py -k property_8
+    pytest tests/test_simple_fsdp*.py           # and the values on real ranks, the errors, the file itself
 
-Travels with simple_fsdp.py and harness.py. Values are compared on 2, 3 and 4 real gloo ranks, spawned once each and
-only if a selected test needs them; counts come from torch's fake process group, in this process.
+These files travel with simple_fsdp.py, models_for_wrapper.py and harness.py. Here counts come from torch's fake process
+group, in this process; what needs the values of real ranks is in test_simple_fsdp_ranks.py, under the same names.
 """
 
-import ast
 import contextlib
 import copy
 import functools
 import gc
-import hashlib
 import io
-import logging
 import pickle
-import shutil
-import sys
-import tempfile
 import warnings
 import weakref
-from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-import torch.nn.functional as F
-from harness import spawn
+from models_for_wrapper import (
+    BF16,
+    PARTS,
+    All,
+    Block,
+    Blocks,
+    Comms,
+    Frozen,
+    Graphs,
+    Made,
+    Tied,
+    Twice,
+    adamw,
+    batch,
+    compiled,
+    count,
+    fake_ranks,
+    init_one,
+    meta_first,
+    weights_kept,
+    with_one_thread,
+)
 from torch import nn
-from torch._dynamo.backends.debugging import aot_eager, boxed_nop
 from torch.distributed.checkpoint import state_dict as dcp_state
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import simple_fsdp
 from simple_fsdp import MixedPrecisionPolicy, data_parallel, describe, disable_data_parallel
 
-BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-
-# ------------------------------------------------------------------------------------------------------------ models
-# Each part maps a batch (x [B, 4, 8] float, t [B, 4] int below 11) to the mean loss of its samples.
-
-
-class Block(nn.Module):
-    def __init__(self, width=8, hidden=17, remat=False):
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, hidden), nn.Linear(hidden, width)
-        self.remat = remat
-
-    def mlp(self, x):
-        return self.down(F.gelu(self.up(self.norm(x))))
-
-    def forward(self, x):
-        return x + (checkpoint(self.mlp, x, use_reentrant=False) if self.remat else self.mlp(x))
-
-
-class Blocks(nn.Module):
-    def __init__(self, depth=3, **kwargs):
-        super().__init__()
-        self.blocks = nn.ModuleList([Block(**kwargs) for _ in range(depth)])
-
-    def forward(self, x, t=None):
-        for block in self.blocks:
-            x = block(x)
-        return x.float().square().mean()
-
-
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.emb, self.block, self.head = nn.Embedding(11, 8), Block(), nn.Linear(8, 11)
-        self.head.weight = self.emb.weight
-
-    def forward(self, x, t):
-        logits = self.head(self.block(self.emb(t)))
-        return F.cross_entropy(logits[:, :-1].flatten(0, 1), t[:, 1:].flatten())
-
-
-class Frozen(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.base, self.last = nn.Linear(8, 8), nn.Linear(8, 7).requires_grad_(False), nn.Linear(7, 3)
-
-    def forward(self, x, t):
-        return self.last(torch.tanh(self.base(self.first(x)))).square().mean()
-
-
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.mha = nn.MultiheadAttention(8, 2, batch_first=True)
-
-    def forward(self, x, t):
-        return (self.mha(x, x, x, need_weights=False)[0] - 1).square().mean()
-
-
-class Encoder(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.TransformerEncoderLayer(8, 2, 13, dropout=0.0, batch_first=True)
-
-    def forward(self, x, t):
-        return (self.layer(x) * x).mean()
-
-
-class Recurrent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lstm = nn.LSTM(8, 5, num_layers=2, batch_first=True)
-
-    def forward(self, x, t):
-        return (self.lstm(x)[0] - 1).square().mean()
-
-
-class Conv(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Sequential(
-            nn.Conv2d(1, 5, 3, padding=1, bias=False), nn.BatchNorm2d(5), nn.ReLU(), nn.Conv2d(5, 2, (4, 8))
-        )
-
-    def forward(self, x, t):
-        return (self.net(x.unsqueeze(1)).flatten(1) * x[:, 0, :2]).mean()
-
-
-class Twice(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lin = nn.Linear(8, 8)
-        self.again = self.lin
-
-    def forward(self, x, t):
-        return (self.lin(torch.tanh(self.again(x))) - x).square().mean()
-
-
-class Lists(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.chain = nn.ParameterList([torch.randn(8, 3), torch.randn(3, 7)])
-        self.named = nn.ParameterDict({"bias": torch.randn(7), "scale": torch.randn(7)})
-
-    def forward(self, x, t):
-        for w in self.chain:
-            x = torch.tanh(x @ w)
-        return (x * self.named["scale"] + self.named["bias"]).square().mean()
-
-    def reset_parameters(self):
-        nn.init.normal_(self.chain[0], std=0.3)
-        nn.init.trunc_normal_(self.chain[1], std=0.02)
-        nn.init.uniform_(self.named["bias"])
-        nn.init.ones_(self.named["scale"])
-
-
-class Odd(nn.Module):
-    """Scalar, empty, integer, boolean and transposed (not contiguous) parameters; one row for four ranks; a buffer."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale, self.empty = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.zeros(0, 4))
-        self.row, self.wide = nn.Parameter(torch.randn(1, 8)), nn.Parameter(torch.randn(8, 6).t())
-        self.index = nn.Parameter(torch.arange(6).flip(0), requires_grad=False)
-        self.mask = nn.Parameter(torch.arange(6) % 3 > 0, requires_grad=False)
-        self.register_buffer("offset", torch.full((6,), 0.5))
-
-    def forward(self, x, t):
-        y = ((x * self.row) @ self.wide.t())[..., self.index].masked_fill(~self.mask, 1.0)
-        return self.scale * (y + self.offset).square().mean() + self.empty.sum()
-
-    def reset_parameters(self):
-        nn.init.constant_(self.scale, 1.5)
-        nn.init.xavier_normal_(self.row)
-        for p in (self.wide, self.index, self.mask, self.offset):
-            nn.init.zeros_(p)
-        with torch.no_grad():
-            self.row.mul_(0.5).add_(torch.randn_like(self.row))
-
-
-PARTS = dict(
-    mlp=functools.partial(Blocks, 2), tied=Tied, frozen=Frozen, attention=Attention, encoder=Encoder, lstm=Recurrent,
-    conv=Conv, twice=Twice, lists=Lists, odd=Odd,
-)  # fmt: skip
-COMPILED = [name for name in PARTS if name not in ("lstm", "encoder")]  # Dynamo breaks at RNNs; attention is enough
-FEW = ["tied", "odd"]  # a compile of all of them takes 6 s and more
-
-
-class All(nn.Module):
-    """Every part side by side: one wrap and one compile for all of them."""
-
-    def __init__(self, names=tuple(PARTS)):
-        super().__init__()
-        self.parts = nn.ModuleDict({name: PARTS[name]() for name in names})
-
-    def forward(self, x, t):
-        return torch.stack([part(x, t) for part in self.parts.values()])  # [parts]
-
-
-def batch(samples=12, seed=7):
-    g = torch.Generator().manual_seed(seed)
-    return torch.randn(samples, 4, 8, generator=g), torch.randint(11, (samples, 4), generator=g)
-
-
-def slices(world, rank=None):
-    parts = list(zip(*(t.chunk(world) for t in batch()), strict=True))
-    return parts if rank is None else parts[rank]
-
-
-def whole(t):
-    """The whole value of a tensor (a collective, if it is sharded)."""
-    return (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone()
-
-
-def adamw(model):
-    # eps: some gradients are zero but for rounding (a key's bias in attention), which Adam would blow up to +-lr.
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, eps=1e-4)
-
-
-# ----------------------------------------------------------------------------------------- what a test can look at
-
-
-def group_size(group):
-    return (dist.distributed_c10d._resolve_process_group(group) if isinstance(group, str) else group).size()
-
-
-class Comms(TorchDispatchMode):
-    """Logs collectives: (name, elements put in, dtype, ranks). Enter it outside disable_data_parallel()."""
-
-    def __init__(self):
-        super().__init__()
-        self.log = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(issubclass(t, DTensor) for t in types):
-            return NotImplemented  # let DTensor turn it into local operations first
-        name = func.name().split("::")[-1].split(".")[0]
-        if func.namespace == "_c10d_functional" and name not in ("wait_tensor", "_wrap_tensor_autograd"):
-            self.log.append((name, args[0].numel(), args[0].dtype, group_size(args[-1])))
-        elif func.namespace == "c10d":
-            self.log.append((name, None, None, None))
-        return func(*args, **(kwargs or {}))
-
-    def count(self, name):
-        return sum(entry[0] == name for entry in self.log)
-
-
-class Made(TorchDispatchMode):
-    """Storages made inside it; bytes() counts those still alive, gathered() those that came out of an all-gather."""
-
-    def __init__(self):
-        super().__init__()
-        self.old, self.made, self.from_gather = {}, {}, set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(issubclass(t, DTensor) for t in types):
-            return NotImplemented
-        for t in tree_leaves((args, kwargs)):
-            if type(t) in (torch.Tensor, nn.Parameter):
-                ref = StorageWeakRef(t.untyped_storage())
-                if ref.cdata not in self.made:
-                    self.old[ref.cdata] = ref
-        out = func(*args, **(kwargs or {}))
-        for t in tree_leaves(out):
-            if type(t) in (torch.Tensor, nn.Parameter):
-                ref = StorageWeakRef(t.untyped_storage())
-                if ref.cdata not in self.old:
-                    self.made[ref.cdata] = ref, t.untyped_storage().nbytes()
-                    if "all_gather" in func.name():
-                        self.from_gather.add(ref.cdata)
-        return out
-
-    def bytes(self):
-        return sum(n for ref, n in self.made.values() if not ref.expired())
-
-    def gathered(self):
-        return sum(not self.made[cdata][0].expired() for cdata in self.from_gather)
-
-
-@contextlib.contextmanager
-def silence():
-    """Collects what torch warns about or logs as a warning inside it."""
-    said, original = [], logging.Logger.handle
-
-    def handle(logger, record):
-        if record.levelno >= logging.WARNING:
-            said.append(f"{record.name}: {record.getMessage()}")
-        else:
-            original(logger, record)
-
-    with warnings.catch_warnings(record=True) as caught, mock.patch.object(logging.Logger, "handle", handle):
-        warnings.simplefilter("always")
-        yield said
-    said += [f"{w.category.__name__}: {w.message} ({w.filename}:{w.lineno})" for w in caught]
-
-
-class Graphs:
-    """A backend of torch.compile: as "aot_eager", and keeps the graphs."""
-
-    def __init__(self):
-        self.forward, self.backward = [], []
-
-    def __call__(self, gm, example_inputs):
-        def keep(graphs):
-            return lambda gm, example_inputs: graphs.append(gm.graph) or boxed_nop(gm, example_inputs)
-
-        return aot_eager(gm, example_inputs, fw_compiler=keep(self.forward), bw_compiler=keep(self.backward))
-
-
-def count(graph, collective):
-    return sum(node.target is getattr(torch.ops._c10d_functional, collective).default for node in graph.nodes)
-
-
-def weights_kept(graph):
-    """Outputs of a forward graph that are computed from gathered weights alone."""
-    ops, derived = torch.ops._c10d_functional, set()
-    for node in graph.nodes:
-        gathered = node.target is ops.wait_tensor.default and node.args[0].target is ops.all_gather_into_tensor.default
-        inputs = node.all_input_nodes
-        if gathered or (node.op == "call_function" and inputs and derived.issuperset(inputs)):
-            derived.add(node)
-    return [node.name for node in graph.output_node().all_input_nodes if node in derived]
-
-
-def compiled(fn, backend="aot_eager"):
-    return torch.compile(fn, backend=backend, fullgraph=True)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture
-def fake():
-    """fake(world, rank=0) -> a mesh of `world` ranks of which this process plays one; replicas=n makes it 2-D."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    logging.getLogger("torch.__trace").propagate = False  # pytest would print thousands of empty lines with a failure
-
-    def end():
-        torch._dynamo.reset()  # compiled code holds process groups
-        if dist.is_initialized():
-            if dist.get_rank():
-                _clear_sharding_prop_cache()  # it keeps local shapes, which are other ones on rank 0
-            dist.destroy_process_group()
-
-    def start(world, rank=0, replicas=None):
-        end()
-        if rank:
-            _clear_sharding_prop_cache()
-        dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
-        if replicas:
-            return init_device_mesh("cpu", (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
-        return init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))
-
-    yield start
-    end()
-
-
-# --------------------------------------------------------------------------------- checks that run on real gloo ranks
-
-
-def two_d(mesh):
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-
-
-def equivalence(mesh, mode, compile, names=tuple(PARTS), steps=3, **kwargs):
-    """Trains All on this rank's slice, and in one process on every slice: {part: largest difference of ...}."""
-    world, rank = dist.get_world_size(), dist.get_rank()
-    torch.manual_seed(3)
-    reference = All(names)
-    model = data_parallel(copy.deepcopy(reference), mesh, mode, **kwargs)
-    forward = compiled(model) if compile else model
-    # batch norm sees one slice at a time: each slice has its own running statistics, as each rank has
-    buffers = [{k: v.clone() for k, v in reference.named_buffers()} for _ in range(world)]
-    opt, opt_reference, losses = adamw(model), adamw(reference), []
-    with silence() as said:
-        for _ in range(steps):
-            loss = forward(*slices(world, rank))
-            loss.sum().backward()
-            opt.step()
-            opt.zero_grad()
-            dist.all_reduce(loss := loss.detach() / world)
-            parts = [torch.func.functional_call(reference, b, s) for b, s in zip(buffers, slices(world), strict=True)]
-            expected = torch.stack(parts).mean(0)
-            expected.sum().backward()
-            opt_reference.step()
-            opt_reference.zero_grad()
-            losses.append((loss - expected).abs())
-    out = {name: dict(loss=d) for name, d in zip(names, torch.stack(losses).amax(0).tolist(), strict=True)}
-    ours = dict(model.named_parameters()) | dict(model.named_buffers())
-    for name, p in {**dict(reference.named_parameters()), **buffers[rank]}.items():
-        q, p = whole(ours[name]), p.detach()
-        assert (q.dtype, q.shape) == (p.dtype, p.shape), name
-        difference = (q.double() - p.double()).abs().max().item() if p.numel() else 0.0
-        out[name.split(".")[1]][name] = difference
-    return out, said
-
-
-def equal_eager(mesh):
-    return equivalence(mesh, "fully_shard", False)
-
-
-def equal_compiled(mesh):
-    return equivalence(mesh, "fully_shard", True, COMPILED if dist.get_world_size() == 2 else FEW)
-
-
-def equal_replicate_eager(mesh):
-    return equivalence(mesh, "replicate", False)
-
-
-def equal_replicate_compiled(mesh):
-    return equivalence(mesh, "replicate", True, FEW)
-
-
-def equal_no_reshard_eager(mesh):
-    return equivalence(mesh, "fully_shard", False, reshard_after_forward=False)
-
-
-def equal_no_reshard_compiled(mesh):
-    return equivalence(mesh, "fully_shard", True, FEW, reshard_after_forward=False)
-
-
-def equal_min_bytes_eager(mesh):
-    return equivalence(mesh, "fully_shard", False, min_bytes=200)
-
-
-def equal_hybrid_eager(mesh):
-    return equivalence(two_d(mesh), "hybrid_shard", False)
-
-
-def equal_hybrid_compiled(mesh):
-    return equivalence(two_d(mesh), "hybrid_shard", True, FEW)
-
-
-def fsdp2_bitwise(mesh):
-    """20 AdamW steps beside torch's fully_shard: what differs, by step and name (nothing should)."""
-    torch.manual_seed(5)
-    ours = nn.Sequential(Encoder().layer, *Blocks().blocks)
-    theirs = copy.deepcopy(ours)
-    data_parallel(ours, mesh)
-    for layer in theirs:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(theirs, mesh=mesh)
-    opts, differ = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (ours, theirs)], []
-    for step in range(20):
-        x, t = (part.chunk(2)[mesh.get_rank()] for part in batch(seed=step))
-        losses = []
-        for model, opt in zip((ours, theirs), opts, strict=True):
-            losses.append(F.cross_entropy(model(x).flatten(0, 1), t.flatten() % 8))
-            losses[-1].backward()
-            opt.step()
-            opt.zero_grad()
-        if not torch.equal(*losses):
-            differ.append((step, "loss", (losses[0] - losses[1]).item()))
-        for (name, p), q in zip(ours.named_parameters(), theirs.parameters(), strict=True):
-            p, q = p._local_tensor, q.to_local()
-            if p.shape != q.shape or not torch.equal(p, q):
-                differ.append((step, name, (p - q).abs().max().item()))
-    return differ
-
-
-def inductor(mesh):
-    """Largest relative difference between eager and torch.compile as users call it, in loss and gradients."""
-    torch.manual_seed(5)
-    models = [data_parallel(Block(), mesh)]
-    models.append(copy.deepcopy(models[0]))
-    with torch._inductor.config.patch(fx_graph_cache=False), torch._functorch.config.patch(enable_autograd_cache=False):
-        calls = models[0], compiled(models[1], "inductor")
-        losses = [call(slices(2, mesh.get_rank())[0]).square().mean() for call in calls]
-        for loss in losses:
-            loss.backward()
-    grads = zip(*([p.grad.to_local() for p in model.parameters()] for model in models), strict=True)
-    return max(((a - b).abs().max() / a.abs().max()).item() for a, b in [losses, *grads])
-
-
-def gradients(mesh):
-    """Rank-dependent inputs, every policy: is each gradient, bit for bit, the mean of the ranks' own gradients?"""
-    torch.manual_seed(5)
-    inputs, plain, wrong, low = torch.randn(2, 6, 8), nn.Linear(8, 5), [], torch.bfloat16
-    for mode in ("fully_shard", "replicate"):
-        for param, reduce in ((None, None), (low, None), (low, torch.float32), (None, low)):
-            model = data_parallel(copy.deepcopy(plain), mesh, mode, MixedPrecisionPolicy(param, reduce))
-            compute = param or torch.float32
-            y = model(inputs[mesh.get_rank()].to(compute))
-            y.sum().backward()
-            per_rank = []
-            for rank, x in enumerate(inputs.to(compute)):
-                one = copy.deepcopy(plain).to(compute)
-                expected = one(x)
-                expected.sum().backward()
-                per_rank.append([p.grad.to(reduce or compute) for p in one.parameters()])
-                if rank == mesh.get_rank() and not torch.equal(y, expected):
-                    wrong.append((mode, param, reduce, "forward"))
-            for (name, p), a, b in zip(model.named_parameters(), *per_rank, strict=True):
-                mean = ((a + b) / 2).float()  # exact but for one rounding, to the dtype of the reduction
-                placement = Replicate() if mode == "replicate" else Shard(0)
-                if (p.grad.dtype, p.grad.placements) != (torch.float32, (placement,)):
-                    wrong.append((mode, param, reduce, name, p.grad.dtype, p.grad.placements))
-                if not torch.equal(whole(p.grad), mean):
-                    wrong.append((mode, param, reduce, name, (whole(p.grad) - mean).abs().max().item()))
-                if torch.allclose(mean, (a + b).float()):
-                    wrong.append((mode, name, "the test cannot tell a mean from a sum"))
-    return [str(w) for w in wrong]
-
-
-class Phase(nn.Module):
-    """A complex weight, used as it is, conjugated, and seen as real numbers."""
-
-    def __init__(self, use):
-        super().__init__()
-        self.use, self.w = use, nn.Parameter(torch.randn(5, 8, dtype=torch.complex64))
-
-    def forward(self, z):
-        if self.use == "real":
-            return (torch.view_as_real(self.w) * torch.view_as_real(z) ** 2).sum()
-        return ((self.w.conj() if self.use == "conj" else self.w) * z).abs().square().sum()
-
-
-def complex_weights(mesh):
-    """Largest difference to one process in the gradients of a complex weight and of its input."""
-    out = {}
-    for use in ("plain", "conj", "real"):
-        torch.manual_seed(5)
-        plain, z = Phase(use), torch.randn(5, 8, dtype=torch.complex64)
-        model, inputs = data_parallel(copy.deepcopy(plain), mesh), [z.clone().requires_grad_() for _ in range(2)]
-        try:
-            for m, x in zip((plain, model), inputs, strict=True):
-                m(x).backward()
-            pairs = [(plain.w.grad, whole(model._parameters["w"].grad)), [x.grad for x in inputs]]
-            out[use] = max((a - b).abs().max().item() for a, b in pairs)
-        except RuntimeError as e:
-            out[use] = str(e)
-    return out
-
-
-def from_rank_0(mesh):
-    torch.manual_seed(mesh.get_rank())  # every rank builds another model
-    model = data_parallel(Tied(), mesh)
-    values = {name: whole(p) for name, p in model.named_parameters()}
-    torch.manual_seed(0)
-    return [name for name, p in Tied().named_parameters() if not torch.equal(p, values[name])]
-
-
-def checkpoints(mesh):
-    """Saves with torch.distributed.checkpoint, loads into a model of another seed: names whose values differ."""
-    folder = [tempfile.mkdtemp() if mesh.get_rank() == 0 else None]
-    dist.broadcast_object_list(folder)
-    models = []
-    for seed in (1, 2):
-        torch.manual_seed(seed)
-        models.append(data_parallel(All(["tied", "frozen", "encoder", "odd"]), mesh))
-        opt = adamw(models[-1])
-        models[-1](*slices(2, mesh.get_rank())).sum().backward()
-        opt.step()
-        with disable_data_parallel():
-            models[-1].optimizer = dcp_state.get_optimizer_state_dict(models[-1], opt)
-    saved, loaded = ({"model": m.state_dict(), "optimizer": m.optimizer} for m in models)
-    dcp.save(saved, checkpoint_id=folder[0])
-    dcp.load(loaded, checkpoint_id=folder[0])
-    dist.barrier()
-    if mesh.get_rank() == 0:
-        shutil.rmtree(folder[0])
-    differ = [name for name, p in saved["model"].items() if not torch.equal(whole(p), whole(loaded["model"][name]))]
-    moments = zip(tree_leaves(saved["optimizer"]), tree_leaves(loaded["optimizer"]), strict=True)
-    differ += ["optimizer" for a, b in moments if isinstance(a, torch.Tensor) and not torch.equal(whole(a), whole(b))]
-    live = zip(*(m.parameters() for m in models), strict=True)  # loading wrote into the model itself
-    return differ + ["live" for p, q in live if not torch.equal(p._local_tensor, q._local_tensor)]
-
-
-def copies(mesh):
-    """A deepcopy and an unpickled model train exactly as the original and share nothing with it: what is wrong."""
-    wrong, inputs = [], slices(2, mesh.get_rank())
-    for name, make in PARTS.items():
-        for when in ("new", "used"):
-            torch.manual_seed(5)
-            policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
-            models = {"original": data_parallel(make(), mesh, mp_policy=policy)}
-            if when == "used":
-                models["original"](*inputs).backward()
-                models["original"].zero_grad()
-            for how, make_copy in dict(deepcopy=copy.deepcopy, pickle=lambda m: pickle.loads(pickle.dumps(m))).items():
-                try:
-                    models[how] = make_copy(models["original"])
-                except Exception as e:
-                    wrong.append((name, when, how, str(e)[:100]))
-            states = {}
-            for how, model in reversed(models.items()):  # the original last: training a copy must not have changed it
-                opt = adamw(model)
-                model(*inputs).backward()
-                opt.step()
-                states[how] = [p._local_tensor.clone() for p in model.parameters()], list(map(type, model.modules()))
-            for how, (values, classes) in states.items():
-                expected = states["original"]
-                if classes != expected[1] or not all(map(torch.equal, values, expected[0])):
-                    wrong.append((name, when, how, "differs after a step"))
-    return wrong
-
-
-def initialise(model):
-    for module in model.modules():
-        for name in ("reset_parameters", "_reset_parameters"):
-            if hasattr(module, name):
-                getattr(module, name)()
-
-
-def digest(state):
-    data = b"".join(name.encode() + whole(p).contiguous().view(-1).numpy().tobytes() for name, p in state)
-    return hashlib.sha256(data).hexdigest()
-
-
-def meta_first(mesh, mode="fully_shard"):
-    """All, initialised after wrapping on the meta device; without a mesh: initialised as usual (to_empty unties)."""
-    with torch.device("cpu" if mesh is None else "meta"):
-        model = All()
-    if mesh is not None:
-        data_parallel(model, mesh, mode).to_empty(device="cpu")
-    torch.manual_seed(11)
-    with disable_data_parallel():
-        initialise(model)
-    return model
-
-
-def initial(mesh):
-    model = meta_first(mesh)
-    out = [digest([*model.named_parameters(), *model.named_buffers()])]
-    if dist.get_world_size() == 4:
-        model = meta_first(two_d(mesh), "hybrid_shard")
-        out.append(digest([*model.named_parameters(), *model.named_buffers()]))
-    return out
-
-
-def orthogonal(mesh):
-    """Whether it is "equal" to one process, "refused" or "wrong": its QR communicates, so only real ranks can tell."""
-    out = {}
-    for shape in ((10, 7), (6, 6), (5, 14)):
-        try:
-            shard = init_one(nn.init.orthogonal_, shape, mesh)
-            out[shape] = "equal" if torch.equal(whole(shard), init_one(nn.init.orthogonal_, shape)) else "wrong"
-        except (RuntimeError, NotImplementedError):
-            out[shape] = "refused"
-    return out
-
-
-CHECKS = {
-    2: [equal_eager, equal_compiled, equal_replicate_eager, equal_replicate_compiled, equal_no_reshard_eager,
-        equal_no_reshard_compiled, fsdp2_bitwise, gradients, complex_weights, from_rank_0, checkpoints, copies, initial,
-        inductor],
-    3: [equal_eager, equal_compiled, equal_min_bytes_eager, initial, orthogonal],
-    4: [equal_hybrid_eager, equal_hybrid_compiled, initial],
-}  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    """ranks(world) -> results of CHECKS[world], which run at the first call."""
-    done = {}
-
-    def results(world):
-        if world not in done:
-            try:
-                done[world] = spawn(world, CHECKS[world], timeout=240)
-            except Exception as e:  # once is enough
-                done[world] = e
-        if isinstance(done[world], Exception):
-            raise done[world]
-        return done[world]
-
-    return results
-
-
-# ------------------------------------------------------------------------------------- equivalence with one process
-
-EQUAL = [(world, check.__name__) for world, checks in CHECKS.items() for check in checks if "equal_" in check.__name__]
-
-
-@pytest.mark.parametrize("world, check", EQUAL)
-def test_training_equals_one_process(ranks, world, check):
-    for rank, (parts, _) in enumerate(ranks(world)[check]):
-        for part, differences in parts.items():
-            for name, difference in differences.items():
-                # the mean over 3 or 4 ranks is rounded in another order than the sum over the slices
-                assert difference <= 2e-6, f"rank {rank}: {part}: {name} differs by {difference}"
-
-
-@pytest.mark.parametrize("world, check", EQUAL)
-def test_training_makes_torch_warn_of_nothing(ranks, world, check):
-    for _, said in ranks(world)[check]:
-        if check == "equal_no_reshard_compiled":
-            said = [line for line in said if "context_fn is passed to torch.utils.checkpoint" not in line]
-        assert not said
-
-
-def test_training_is_bitwise_that_of_fully_shard_over_20_steps(ranks):
-    assert ranks(2)["fsdp2_bitwise"] == [[], []]
-
-
-def test_training_under_inductor_equals_eager(ranks):
-    assert max(ranks(2)["inductor"]) < 2e-6  # fused kernels round in another order
-
+one_thread = pytest.fixture(scope="module", autouse=True)(with_one_thread)
+fake = pytest.fixture(fake_ranks)
 
 # --------------------------------------------------------------------------------- 1: state_dict and checkpoints
 
@@ -726,10 +68,6 @@ def test_property_1_state_dict_keeps_its_names_and_holds_dtensors(fake, mode):
     assert model.load_state_dict(state).missing_keys == []
 
 
-def test_property_1_distributed_checkpoint_saves_and_loads_it(ranks):
-    assert ranks(2)["checkpoints"] == [[], []]
-
-
 def test_property_1_checkpoint_helpers_inside_disable_data_parallel_run_no_collective(fake):
     model = data_parallel(All(), fake(4))
     opt = adamw(model)
@@ -744,20 +82,6 @@ def test_property_1_checkpoint_helpers_inside_disable_data_parallel_run_no_colle
 
 
 # ------------------------------------------------------------------------------------ 2: what is read, what comes back
-
-
-def test_property_2_gradients_are_the_mean_over_the_ranks_in_the_stored_dtype(ranks):
-    assert ranks(2)["gradients"] == [[], []]
-
-
-def test_property_2_values_are_those_of_rank_0(ranks):
-    assert ranks(2)["from_rank_0"] == [[], []]
-
-
-@pytest.mark.parametrize("use", ["plain", "conj", "real"])
-def test_property_2_complex_weights_have_the_gradients_of_one_process(ranks, use):
-    for result in ranks(2)["complex_weights"]:
-        assert result[use] == 0.0
 
 
 @pytest.mark.parametrize("compile", [False, True])
@@ -902,10 +226,6 @@ def test_property_3_two_policies_in_one_process_do_not_mix_in_one_compiled_funct
             assert [count(forward, COLLECTIVES[0]), *(count(backward, name) for name in COLLECTIVES[1:])] == collectives
 
 
-def test_property_3_deepcopy_and_pickle_train_like_the_original(ranks):
-    assert ranks(2)["copies"] == [[], []]
-
-
 @pytest.mark.parametrize("mode", simple_fsdp.MODES)
 def test_property_3_copies_keep_mesh_ties_and_policy(fake, mode):
     mesh = fake(4, replicas=2 if mode == "hybrid_shard" else None)
@@ -997,14 +317,6 @@ def test_property_4_what_cannot_work_is_one_value_error_and_changes_nothing(fake
 # ----------------------------------------------------------------------------------------------------- 5: meta first
 
 
-def test_property_5_initial_values_do_not_depend_on_the_world_size(ranks):
-    one = meta_first(None)
-    expected = digest([*one.named_parameters(), *one.named_buffers()])
-    for world in (2, 3, 4):
-        for rank in ranks(world)["initial"]:
-            assert set(rank) == {expected}, f"world size {world}"
-
-
 INITS = dict(
     kaiming_uniform=nn.init.kaiming_uniform_, kaiming_normal=nn.init.kaiming_normal_, normal=nn.init.normal_,
     uniform=nn.init.uniform_, trunc_normal=functools.partial(nn.init.trunc_normal_, std=0.02, b=0.03),
@@ -1014,29 +326,18 @@ INITS = dict(
     randn_like=lambda w: w.data.copy_(torch.randn_like(w) * 0.1), rand_like=lambda w: w.data.copy_(torch.rand_like(w)),
     randint_like=lambda w: w.data.copy_(torch.randint_like(w, 9)), twice=lambda w: nn.init.normal_(nn.init.uniform_(w)),
 )  # fmt: skip
-# What writes through views of dimension 0, or is no DTensor operation: right or refused, never silently wrong.
+# What writes through views, or is no DTensor operation: (init, None if it is right, else the error that refuses it).
+OURS, TORCH_MIXED, TORCH_NONE = "fill it in place and as a whole", "mixed torch.Tensor and DTensor", "sharding strategy"
 HARD = dict(
-    eye=nn.init.eye_, sparse=lambda w: nn.init.sparse_(nn.init.zeros_(w), 0.5),
-    row=lambda w: nn.init.ones_(w).data[3].fill_(0),
-    dirac=lambda w: nn.init.dirac_(nn.init.ones_(w).unsqueeze(-1)),
-    rows=lambda w: nn.init.ones_(w).data[1:3].fill_(0), slice=lambda w: nn.init.ones_(w).data[:, 2:].normal_(),
-    chunks=lambda w: [chunk.fill_(i) for i, chunk in enumerate(w.data.chunk(2))],
-    bernoulli_of=lambda w: w.data.copy_(torch.bernoulli(w.data.fill_(0.5))),
-    normal_of=lambda w: w.data.copy_(torch.normal(w.data.fill_(0.5), 1.0)),
+    eye=(nn.init.eye_, None), slice=(lambda w: nn.init.ones_(w).data[:, 2:].normal_(), None),
+    row=(lambda w: nn.init.ones_(w).data[3].fill_(0), OURS),
+    dirac=(lambda w: nn.init.dirac_(nn.init.ones_(w).unsqueeze(-1)), OURS),
+    rows=(lambda w: nn.init.ones_(w).data[1:3].fill_(0), OURS),
+    chunks=(lambda w: [chunk.fill_(i) for i, chunk in enumerate(w.data.chunk(2))], OURS),
+    bernoulli_of=(lambda w: w.data.copy_(torch.bernoulli(w.data.fill_(0.5))), OURS),
+    normal_of=(lambda w: w.data.copy_(torch.normal(w.data.fill_(0.5), 1.0)), TORCH_NONE),
+    sparse=(lambda w: nn.init.sparse_(nn.init.zeros_(w), 0.5), TORCH_MIXED),
 )  # fmt: skip
-
-
-def init_one(init, shape, mesh=None):
-    """A parameter of `shape`, wrapped on the meta device and then initialised with `init`."""
-    model = nn.Module()
-    model.w = nn.Parameter(torch.empty(shape, device="meta"))
-    if mesh is not None:
-        data_parallel(model, mesh)
-    model.to_empty(device="cpu")
-    torch.manual_seed(3)
-    with disable_data_parallel():
-        init(model.w)
-    return model._parameters["w"].detach()
 
 
 @pytest.mark.parametrize("init", INITS)
@@ -1049,36 +350,25 @@ def test_property_5_every_init_draws_the_whole_tensor(fake, init):
         assert comms.log == []
 
 
-def test_property_5_orthogonal_is_right_or_refused(ranks):
-    for rank in ranks(3)["orthogonal"]:
-        assert "wrong" not in rank.values() and rank[10, 7] == rank[6, 6] == "equal"
-
-
 @pytest.mark.parametrize("init", HARD)
 def test_property_5_an_init_that_cannot_be_sharded_is_refused_and_not_silently_wrong(fake, init):
-    # one rank is the yardstick: a slice of a plain tensor is drawn in another order than a contiguous one
-    results = []
-    for world in (1, 3):
-        shards = []
-        for rank in range(world):
-            with contextlib.suppress(RuntimeError, NotImplementedError):
-                shards.append(init_one(HARD[init], (10, 7), fake(world, rank))._local_tensor)
-        assert len(shards) in (0, world)
-        results.append(torch.cat(shards) if shards else None)
-    assert results[1] is None or torch.equal(*results)
+    fill, refusal = HARD[init]
+    if refusal is None:
+        # one rank is the yardstick: a slice of a plain tensor is drawn in another order than a contiguous one
+        expected = init_one(fill, (10, 7), fake(1))._local_tensor
+        shards = [init_one(fill, (10, 7), fake(3, rank))._local_tensor for rank in range(3)]
+        assert torch.equal(torch.cat(shards), expected)
+    else:
+        for rank in range(3):
+            with pytest.raises(RuntimeError, match=refusal):
+                init_one(fill, (10, 7), fake(3, rank))
 
 
-def test_property_5_reset_parameters_of_an_embedding_zeroes_its_padding_row_or_says_that_it_cannot(fake):
+def test_property_5_reset_parameters_of_an_embedding_says_that_it_cannot_zero_its_padding_row(fake):
     with torch.device("meta"):
         model = data_parallel(nn.Embedding(8, 3, padding_idx=5), fake(4, rank=2)).to_empty(device="cpu")
-    with Comms() as comms, disable_data_parallel():
-        try:
-            model.reset_parameters()
-        except RuntimeError as e:
-            assert "as a whole" in str(e)  # an error of ours, not an accident
-            return
-    assert comms.log == []
-    assert model._parameters["weight"]._local_tensor[1].eq(0).all()
+    with disable_data_parallel(), pytest.raises(RuntimeError, match="as a whole"):  # an error of ours, not an accident
+        model.reset_parameters()
 
 
 @pytest.mark.parametrize("mode", simple_fsdp.MODES)
@@ -1352,154 +642,3 @@ def test_property_8_compiled_replicate_and_one_rank_keep_nothing_either(fake):
         casts += [node for node in forward.nodes if node.target is torch.ops.aten._to_copy.default]
         from_parameter = {node for node in casts if node.all_input_nodes[0].op == "placeholder"}
         assert len(from_parameter) == 18 and not from_parameter & set(forward.output_node().all_input_nodes)
-
-
-# -------------------------------------------------------------------------------------------------- errors and scopes
-
-
-def assert_clean(model):
-    """No scope is left open: a parameter that is read twice outside any forward is gathered twice; no hook is left."""
-    with Comms() as comms:
-        assert model.weight is not model.weight
-    assert comms.count("all_gather_into_tensor") == 2
-    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-
-
-CHANGES = dict(
-    mul=lambda m: m[1]._parameters["weight"].mul_(2), local=lambda m: m[1]._parameters["weight"].to_local().mul_(2),
-    load_state_dict=lambda m: m.load_state_dict(m.state_dict()),
-    # DTensor's foreach and fused steps, alas, count no version
-    optimizer=lambda m: torch.optim.SGD(m.parameters(), foreach=False, weight_decay=0.1).step(),
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("how", CHANGES)
-def test_a_parameter_that_changes_in_place_between_forward_and_backward_is_an_error(fake, how):
-    # not on one rank without a cast: there the gathered weight is the parameter, whose changes DTensor does not count
-    for world, policy in ((4, MixedPrecisionPolicy()), (4, BF16), (1, BF16)):
-        model = data_parallel(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), fake(world), mp_policy=policy)
-        for p in model.parameters():
-            p.grad = torch.ones_like(p)
-        loss = model(torch.randn(3, 8, dtype=policy.param_dtype)).sum()
-        with torch.no_grad():
-            CHANGES[how](model)
-        with pytest.raises(RuntimeError, match="between its forward and its backward"):
-            loss.backward()
-
-
-def test_an_attribute_error_while_gathering_is_a_runtime_error_and_never_hands_out_the_shard(fake):
-    model = data_parallel(nn.Linear(8, 8), fake(4))
-    del model._data_parallel
-    with pytest.raises(RuntimeError, match="weight.*Linear"):
-        _ = model.weight
-    with pytest.raises(RuntimeError, match="Linear"):
-        model(torch.randn(3, 8))
-
-
-def test_an_error_in_forward_leaves_no_scope_and_no_hook_behind(fake):
-    model = data_parallel(nn.Sequential(nn.Linear(8, 8), Block(), nn.Linear(8, 8)), fake(4))
-    for _ in range(2):
-        with pytest.raises(RuntimeError):
-            model(torch.randn(3, 7))
-        model[2].register_forward_pre_hook(lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            model(torch.randn(3, 8))
-        model[2]._forward_pre_hooks.clear()
-        assert_clean(model[0])
-    model(torch.randn(3, 8)).sum().backward()
-
-
-def test_where_saved_tensor_hooks_are_forbidden_forward_leaves_no_scope_behind(fake):
-    model = data_parallel(nn.Linear(8, 8), fake(4))
-    with torch.autograd.graph.disable_saved_tensors_hooks("not here"), contextlib.suppress(RuntimeError):
-        model(torch.randn(3, 8))
-    assert_clean(model)
-
-
-def test_other_saved_tensor_hooks_stay_in_charge(fake):
-    model, seen = data_parallel(Blocks(), fake(4)), []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t):
-        model(*batch(3)).backward()
-    assert len(seen) > 9 and all(p.grad is not None for p in model.parameters())
-
-
-def test_disable_data_parallel_is_reentrant_and_ends_with_an_error_too(fake):
-    model = data_parallel(nn.Linear(8, 8), fake(4))
-    with disable_data_parallel():
-        assert isinstance(model.weight, DTensor) and model.weight is model._parameters["weight"]
-        with disable_data_parallel():
-            assert isinstance(model.weight, DTensor)
-        assert isinstance(model.weight, DTensor)
-        with contextlib.suppress(ZeroDivisionError), disable_data_parallel():
-            raise ZeroDivisionError
-        assert isinstance(model.weight, DTensor)
-        repr(model)
-        assert isinstance(model.weight, DTensor)
-    assert not isinstance(model.weight, DTensor)
-
-
-def test_nothing_we_do_makes_torch_warn(fake):
-    mesh = fake(4)
-    with silence() as said:
-        model = meta_first(mesh)
-        model(*batch(3)).sum().backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        copy.deepcopy(model.parts["mlp"]).load_state_dict(model.parts["mlp"].state_dict())
-        assert repr(model) and describe(model)
-    assert not said
-
-
-# ------------------------------------------------------------------------------------------------------ the file itself
-
-SOURCE = Path(simple_fsdp.__file__).read_text()
-# Every private name of torch that the file uses, and where it lives.
-PRIVATE = {
-    "torch._C": lambda: torch._C,
-    "torch._C._autograd": lambda: torch._C._autograd,
-    "_autograd._top_saved_tensors_default_hooks": lambda: torch._C._autograd._top_saved_tensors_default_hooks(True),
-    "torch.utils._python_dispatch": lambda: torch.utils._python_dispatch.TorchDispatchMode,
-    "torch.ops._c10d_functional": lambda: torch.ops._c10d_functional.wait_tensor.default,
-    "Module._parameters": lambda: nn.Linear(1, 1)._parameters["weight"],
-    "Tensor._version": lambda: torch.empty(0)._version,
-    "UntypedStorage._cdata": lambda: torch.empty(0).untyped_storage()._cdata,
-    "OpOverload._schema": lambda: torch.ops.aten.normal_.default._schema.name,
-    "DTensor._local_tensor": lambda: DTensor._local_tensor,
-    "RNNBase._flat_weights_names": lambda: nn.LSTM(1, 1)._flat_weights_names,
-}  # fmt: skip
-OWN = {"_sharded", "_data_parallel"}  # what it hangs on a storage and on a module
-
-
-@pytest.mark.parametrize("name", PRIVATE)
-def test_the_private_names_of_torch_still_exist(name):
-    PRIVATE[name]()
-
-
-def test_the_list_of_private_names_is_complete():
-    tree = ast.parse(SOURCE)
-    used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    used |= {part for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for part in node.module.split(".")}
-    own = OWN | {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    private = {name for name in used if name.startswith("_") and not name.endswith("__")} - own
-    assert private == {name.split(".")[-1] for name in PRIVATE if "." in name}
-
-
-def test_the_file_imports_only_torch_and_the_standard_library():
-    modules = set()
-    for node in ast.walk(ast.parse(SOURCE)):
-        if isinstance(node, ast.Import):
-            modules |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0
-            modules.add(node.module)
-    assert {name.split(".")[0] for name in modules} - set(sys.stdlib_module_names) == {"torch"}
-
-
-def test_the_file_has_at_most_250_lines():
-    assert len(SOURCE.splitlines()) <= 250
-
-
-def test_the_file_does_nothing_at_import():
-    allowed = ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef | ast.Assign
-    docstring, *statements = ast.parse(SOURCE).body
-    assert isinstance(docstring.value, ast.Constant)
-    assert [ast.unparse(s) for s in statements if not isinstance(s, allowed)] == []

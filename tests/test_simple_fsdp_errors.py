@@ -1,0 +1,169 @@
+"""simple_fsdp.py where something goes wrong (errors, scopes, warnings); and the file itself: imports, length."""
+
+import ast
+import copy
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from models_for_wrapper import BF16, Block, Blocks, Comms, batch, fake_ranks, meta_first, silence, with_one_thread
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import simple_fsdp
+from simple_fsdp import MixedPrecisionPolicy, data_parallel, describe, disable_data_parallel
+
+one_thread = pytest.fixture(scope="module", autouse=True)(with_one_thread)
+fake = pytest.fixture(fake_ranks)
+
+# -------------------------------------------------------------------------------------------------- errors and scopes
+
+
+def assert_clean(model):
+    """No scope is left open: a parameter that is read twice outside any forward is gathered twice; no hook is left."""
+    with Comms() as comms:
+        assert model.weight is not model.weight
+    assert comms.count("all_gather_into_tensor") == 2
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+
+
+CHANGES = dict(
+    mul=lambda m: m[1]._parameters["weight"].mul_(2), local=lambda m: m[1]._parameters["weight"].to_local().mul_(2),
+    load_state_dict=lambda m: m.load_state_dict(m.state_dict()),
+    # DTensor's foreach and fused steps, alas, count no version
+    optimizer=lambda m: torch.optim.SGD(m.parameters(), foreach=False, weight_decay=0.1).step(),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("how", CHANGES)
+def test_a_parameter_that_changes_in_place_between_forward_and_backward_is_an_error(fake, how):
+    # not on one rank without a cast: there the gathered weight is the parameter, whose changes DTensor does not count
+    for world, policy in ((4, MixedPrecisionPolicy()), (4, BF16), (1, BF16)):
+        model = data_parallel(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), fake(world), mp_policy=policy)
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        loss = model(torch.randn(3, 8, dtype=policy.param_dtype)).sum()
+        with torch.no_grad():
+            CHANGES[how](model)
+        with pytest.raises(RuntimeError, match="between its forward and its backward"):
+            loss.backward()
+
+
+def test_an_attribute_error_while_gathering_is_a_runtime_error_and_never_hands_out_the_shard(fake):
+    model = data_parallel(nn.Linear(8, 8), fake(4))
+    del model._data_parallel
+    with pytest.raises(RuntimeError, match="weight.*Linear"):
+        _ = model.weight
+    with pytest.raises(RuntimeError, match="Linear"):
+        model(torch.randn(3, 8))
+
+
+def test_an_error_in_forward_leaves_no_scope_and_no_hook_behind(fake):
+    model = data_parallel(nn.Sequential(nn.Linear(8, 8), Block(), nn.Linear(8, 8)), fake(4))
+    for _ in range(2):
+        with pytest.raises(RuntimeError):
+            model(torch.randn(3, 7))
+        model[2].register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(torch.randn(3, 8))
+        model[2]._forward_pre_hooks.clear()
+        assert_clean(model[0])
+    model(torch.randn(3, 8)).sum().backward()
+
+
+def test_where_saved_tensor_hooks_are_forbidden_forward_leaves_no_scope_behind(fake):
+    model = data_parallel(nn.Linear(8, 8), fake(4))
+    with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
+        with pytest.raises(RuntimeError, match="not here"):
+            model(torch.randn(3, 8))
+    assert_clean(model)
+
+
+def test_other_saved_tensor_hooks_stay_in_charge(fake):
+    model, seen = data_parallel(Blocks(), fake(4)), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t):
+        model(*batch(3)).backward()
+    assert len(seen) > 9 and all(p.grad is not None for p in model.parameters())
+
+
+def test_disable_data_parallel_is_reentrant_and_ends_with_an_error_too(fake):
+    model = data_parallel(nn.Linear(8, 8), fake(4))
+    with disable_data_parallel():
+        assert isinstance(model.weight, DTensor) and model.weight is model._parameters["weight"]
+        with disable_data_parallel():
+            assert isinstance(model.weight, DTensor)
+        assert isinstance(model.weight, DTensor)
+        with pytest.raises(ZeroDivisionError), disable_data_parallel():
+            raise ZeroDivisionError
+        assert isinstance(model.weight, DTensor)
+        repr(model)
+        assert isinstance(model.weight, DTensor)
+    assert not isinstance(model.weight, DTensor)
+
+
+def test_nothing_we_do_makes_torch_warn(fake):
+    mesh = fake(4)
+    with silence() as said:
+        model = meta_first(mesh)
+        model(*batch(3)).sum().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        copy.deepcopy(model.parts["mlp"]).load_state_dict(model.parts["mlp"].state_dict())
+        assert repr(model) and describe(model)
+    assert not said
+
+
+# ------------------------------------------------------------------------------------------------------ the file itself
+
+SOURCE = Path(simple_fsdp.__file__).read_text()
+# Every private name of torch that the file uses, and where it lives.
+PRIVATE = {
+    "torch._C": lambda: torch._C,
+    "torch._C._autograd": lambda: torch._C._autograd,
+    "_autograd._top_saved_tensors_default_hooks": lambda: torch._C._autograd._top_saved_tensors_default_hooks(True),
+    "torch.utils._python_dispatch": lambda: torch.utils._python_dispatch.TorchDispatchMode,
+    "torch.ops._c10d_functional": lambda: torch.ops._c10d_functional.wait_tensor.default,
+    "Module._parameters": lambda: nn.Linear(1, 1)._parameters["weight"],
+    "Tensor._version": lambda: torch.empty(0)._version,
+    "UntypedStorage._cdata": lambda: torch.empty(0).untyped_storage()._cdata,
+    "OpOverload._schema": lambda: torch.ops.aten.normal_.default._schema.name,
+    "DTensor._local_tensor": lambda: DTensor._local_tensor,
+    "RNNBase._flat_weights_names": lambda: nn.LSTM(1, 1)._flat_weights_names,
+}  # fmt: skip
+OWN = {"_sharded", "_data_parallel"}  # what it hangs on a storage and on a module
+
+
+@pytest.mark.parametrize("name", PRIVATE)
+def test_the_private_names_of_torch_still_exist(name):
+    PRIVATE[name]()
+
+
+def test_the_list_of_private_names_is_complete():
+    tree = ast.parse(SOURCE)
+    used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    used |= {part for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for part in node.module.split(".")}
+    own = OWN | {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    private = {name for name in used if name.startswith("_") and not name.endswith("__")} - own
+    assert private == {name.split(".")[-1] for name in PRIVATE if "." in name}
+
+
+def test_the_file_imports_only_torch_and_the_standard_library():
+    modules = set()
+    for node in ast.walk(ast.parse(SOURCE)):
+        if isinstance(node, ast.Import):
+            modules |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0
+            modules.add(node.module)
+    assert {name.split(".")[0] for name in modules} - set(sys.stdlib_module_names) == {"torch"}
+
+
+def test_the_file_has_at_most_250_lines():
+    assert len(SOURCE.splitlines()) <= 250
+
+
+def test_the_file_does_nothing_at_import():
+    allowed = ast.Import | ast.ImportFrom | ast.FunctionDef | ast.ClassDef | ast.Assign
+    docstring, *statements = ast.parse(SOURCE).body
+    assert isinstance(docstring.value, ast.Constant)
+    assert [ast.unparse(s) for s in statements if not isinstance(s, allowed)] == []
