@@ -1,8 +1,9 @@
 """System flags do not change the loss: one table, 20 steps of AdamW on real text in fp32, from the same seed.
 
 Reference: one process, eager, unwrapped. Every other cell has the same global batch of 8 sequences and differs from it
-in one or two of: number of ranks, --mode, --compile, --attn, --remat, --loss, --reshard, --grad-accum. `pytest -s`
-prints the table. Tolerance: 2e-6 nats on the loss of any step (losses are about 5, an ulp is 5e-7), 1e-5 on the norm.
+in one or two of: number of ranks, --mode, --compile, --attn, --remat, --loss, --reshard, --grad-accum, --accum-sync.
+Compiled cells have all of overlap.py's options; a graph break or recompile in 20 steps is an error. `pytest -s` prints
+the table. Tolerance: 2e-6 nats on the loss of any step (losses are about 5, an ulp is 5e-7), 1e-5 on the norm.
 """
 
 import functools
@@ -26,14 +27,17 @@ EAGER = dict(compile="none")
 CELLS = {
     1: [EAGER, *(dict(compile=mode) for mode in COMPILED), dict(EAGER, loss="chunked"), dict(EAGER, attn="flex"),
         *(dict(EAGER, remat=r) for r in ("mlp", "attn", "both", "block", "pointwise")),
-        dict(EAGER, attn="flex", remat="both"), dict(EAGER, accum=4)],
+        dict(EAGER, attn="flex", remat="both"), dict(EAGER, accum=4), dict(EAGER, accum=4, sync="last")],
     2: [EAGER, dict(EAGER, mode="replicate"), dict(EAGER, reshard=False), dict(EAGER, min_bytes=2048),
         dict(EAGER, remat="both", ratio=0.5, loss="chunked"),
         dict(EAGER, attn="flex", remat="block"), dict(compile="blocks", remat="both"),
-        dict(compile="fwdbwd", accum=2), dict(compile="fwdbwd", mode="replicate"),
+        dict(EAGER, accum=2, sync="last"), dict(EAGER, accum=2, sync="last", mode="replicate"),
+        dict(compile="fwdbwd", accum=2), dict(compile="fwdbwd", accum=2, sync="last", remat="mlp"),
+        dict(compile="model"), dict(compile="fwdbwd", mode="replicate"),
         dict(compile="fwdbwd", remat="pointwise", loss="chunked"), dict(compile="fwdbwd", remat="block", reshard=False),
         dict(compile="step", remat="both")],
     4: [EAGER, dict(EAGER, mode="hybrid_shard"), dict(EAGER, mode="replicate"),
+        dict(EAGER, mode="hybrid_shard", accum=2, sync="last"),
         dict(compile="fwdbwd", mode="hybrid_shard")],
 }  # fmt: skip
 
@@ -48,7 +52,7 @@ def losses(step, rank: int, world: int) -> list[tuple[float, float]]:
 
 
 def run(mesh, *, compile="none", attn="sdpa", remat="none", mode="fully_shard", loss="full", reshard=True, accum=1,
-        ratio=1.0, min_bytes=0):  # fmt: skip
+        sync="every", ratio=1.0, min_bytes=0):  # fmt: skip
     torch._dynamo.reset()
     torch.manual_seed(0)
     world = mesh.size()
@@ -60,9 +64,13 @@ def run(mesh, *, compile="none", attn="sdpa", remat="none", mode="fully_shard", 
     with disable_data_parallel():
         model.init_weights()
     model.set_seqlen(SEQLEN, "cpu")
-    kwargs = dict(mesh=mesh, grad_accum=accum, clip=1.0, chunk=10 if loss == "chunked" else 0)
+    kwargs = dict(mesh=mesh, grad_accum=accum, accum_sync=sync, clip=1.0, chunk=10 if loss == "chunked" else 0)
     step = make_step(compile, model, AdamW(model.parameters(), 3e-3), **kwargs)
-    return losses(step, dist.get_rank(), world)
+    torch._dynamo.utils.counters.clear()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        values = losses(step, dist.get_rank(), world)
+    assert not torch._dynamo.utils.counters["graph_break"]
+    return values
 
 
 def flex_on_a_cpu():
@@ -158,7 +166,7 @@ def test_a_step_with_ignored_labels_equals_one_pass_over_the_whole_batch(mode, m
 def test_compiled_frames_do_not_grow_with_depth(mode, monkeypatch):
     """4, 12 and 48 blocks: the same number of frames, no graph break (fullgraph), no recompile."""
     real = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda f, options=None, **kw: real(f, backend="aot_eager", **kw))
+    monkeypatch.setattr(torch, "compile", lambda f, options=None, **kw: real(f, backend="eager", **kw))
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     frames = []

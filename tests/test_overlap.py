@@ -3,27 +3,23 @@
 A fake process group of any size; the graphs of forward and backward are taken after Inductor's post-grad passes.
 """
 
+import pickle
 import re
-from collections import namedtuple
 
 import pytest
 import torch
-import torch._functorch.config as functorch_config
-import torch._inductor.compile_fx as compile_fx
-import torch._inductor.config as inductor_config
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import overlap
 from model import ModelConfig, Transformer
-from overlap import GATHER, REDUCE, SCATTER, compile_options, wait_of
+from overlap import compile_options
 from simple_fsdp import MixedPrecisionPolicy, data_parallel
-from trainer.step import AdamW, Step
+from trainer.graph import capture, collectives, gathered_alive, of_step, saved
+from trainer.step import AdamW, check_mode, make_step
 
-C10D = torch.ops._c10d_functional
-KINDS = {GATHER: "gather", SCATTER: "scatter", REDUCE: "reduce", C10D.all_reduce_.default: "reduce"}
-PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
-Collective = namedtuple("Collective", "kind gap sent full")  # gap: products between start and wait; bytes
 B, T, D, V = 1, 8, 128, 512
+KINDS = "reduce-scatter", "all-reduce"
 
 
 @pytest.fixture
@@ -39,46 +35,6 @@ def mesh_of():
     dist.destroy_process_group()
 
 
-def capture(function, args, options, backward=True) -> dict[str, torch.fx.GraphModule]:
-    """The post-grad graphs {"forward", "backward"} of `function` under torch.compile(options=options)."""
-    graphs = {}
-
-    def inner(gm, inputs, *, is_backward=False, is_inference=False, **_):
-        compile_fx.view_to_reshape(gm)
-        with compile_fx.V.set_fake_mode(compile_fx.fake_tensor_prop(gm, inputs)):
-            compile_fx._recursive_post_grad_passes(gm, is_inference=is_inference)
-        graphs["backward" if is_backward else "forward"] = gm
-
-        def run(args):
-            return gm(*list(args))
-
-        run._boxed_call = True
-        return run
-
-    off = functorch_config.patch(force_non_lazy_backward_lowering=True, enable_autograd_cache=False)
-    with off, inductor_config.patch(force_disable_caches=True, **options):
-        torch._dynamo.reset()
-        backend = lambda g, i: compile_fx.compile_fx(g, i, inner_compile=inner)  # noqa: E731
-        loss = torch.compile(function, fullgraph=True, backend=backend)(*args)
-        if backward:
-            loss.backward()
-    return graphs
-
-
-def collectives(gm) -> list[Collective]:
-    nodes, out = list(gm.graph.nodes), []
-    place = {n: i for i, n in enumerate(nodes)}
-    for n in nodes:
-        if n.op == "call_function" and n.target in KINDS:
-            kind, value = KINDS[n.target], n.meta["val"]
-            ranks = dist.get_world_size(dist.distributed_c10d._resolve_process_group(n.args[-1]))
-            full = (n.args[0].meta["val"] if kind == "scatter" else value).nbytes
-            sent = full * (ranks - 1) // ranks * (2 if kind == "reduce" else 1)
-            gap = sum(m.target in PRODUCTS for m in nodes[place[n] : place[wait_of(n)]])
-            out.append(Collective(kind, gap, sent, full))
-    return out
-
-
 def count(gm, kind) -> tuple[int, int]:
     """(collectives of a kind, those exposed: with no product between start and wait)"""
     gaps = [c.gap for c in collectives(gm) if c.kind == kind]
@@ -86,50 +42,99 @@ def count(gm, kind) -> tuple[int, int]:
 
 
 def gathered_bytes_saved(graphs) -> int:
-    """Bytes of forward outputs that hold a gathered weight: reached from a gather's wait through views and copies."""
-    held, seen = 0, set()
-    gm = graphs["forward"]
-    for n in gm.graph.find_nodes(op="call_function", target=C10D.wait_tensor.default):
-        todo = [n]
-        while todo:
-            m = todo.pop()
-            seen.add(m)
-            name = str(m.target)
-            views = ("view", "reshape", "split", "getitem", "permute", "transpose", "slice", "alias", "wait", ".t.")
-            todo += [u for u in m.users if u not in seen and any(v in str(u.target) for v in views)] if name else []
-    for output in gm.graph.output_node().args[0]:
-        held += output.meta["val"].nbytes if output in seen else 0
-    return held
+    return saved(graphs["forward"])["gathered"]
 
 
-def build(mesh, depth=4, mode="fully_shard", reshard=True, remat="none", **kwargs):
+def build(mesh, depth=4, mode="fully_shard", reshard=True, min_bytes=0, **config):
+    config = dict(width=D, head_dim=32, grouping=2, vocab=V) | config
     with torch.device("meta"):
-        model = Transformer(ModelConfig(depth=depth, width=D, head_dim=32, grouping=2, vocab=V, remat=remat))
+        model = Transformer(ModelConfig(depth=depth, **config))
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
-    data_parallel(model, mesh, mode, policy, reshard_after_forward=reshard, **kwargs).to_empty(device="cpu")
-    return model
+    data_parallel(model, mesh, mode, policy, reshard_after_forward=reshard, min_bytes=min_bytes)
+    return model.to_empty(device="cpu")
 
 
-def step_graphs(mesh, chunk=0, **kwargs):
+def step_graphs(mesh, compile="fwdbwd", accum_sync="every", seqlen=T, **kwargs):
+    """The graphs of what a step of this mode compiles; one dict of them if it is only one thing."""
     model = build(mesh, **kwargs)
-    step = Step(model, AdamW(model.parameters(), 1e-3), mesh=mesh, chunk=chunk)
-    tokens = torch.zeros(B, T, dtype=torch.long)
-    return capture(step.loss_sum, (tokens, tokens, torch.tensor(8.0)), compile_options(model))
+    model.set_seqlen(seqlen, "cpu")
+    dtypes = dict(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    kwargs = dict(mesh=mesh, clip=1.0, accum_sync=accum_sync, **dtypes)
+    step = make_step(compile, model, AdamW(model.parameters(), 1e-3), **kwargs)
+    graphs = of_step(step, model, torch.zeros(B, seqlen, dtype=torch.long), torch.bfloat16)
+    return graphs if len(graphs) > 1 else next(iter(graphs.values()))
+
+
+def sent(graphs) -> int:
+    """Bytes that a rank sends, without the scalars of loss and gradient norm."""
+    return sum(c.sent for gm in graphs.values() for c in collectives(gm) if c.full > 64)
+
+
+def check_or_skip():
+    try:
+        check_mode("step")
+    except ValueError as e:
+        pytest.skip(str(e))
+
+
+@pytest.fixture
+def needs_step():
+    check_or_skip()
+
+
+def size(depth) -> int:
+    """Parameters of the test model."""
+    with torch.device("meta"):
+        model = Transformer(ModelConfig(depth=depth, width=D, head_dim=32, grouping=2, vocab=V))
+    return sum(p.numel() for p in model.parameters())
 
 
 @pytest.mark.parametrize(("world", "depth"), [(8, 2), (8, 5), (64, 4), (512, 4)])
 def test_one_bucket_per_block_issued_a_block_early(mesh_of, world, depth):
-    graphs = step_graphs(mesh_of(world), depth=depth)
-    assert count(graphs["forward"], "gather") == (depth + 2, 2)  # the embedding and block 0 have nothing to hide behind
-    assert count(graphs["backward"], "gather") == (depth + 1, 0)  # the embedding is not needed
-    assert count(graphs["backward"], "scatter") == (depth + 2, 2)  # nor is there anything after block 0's
+    even = dict(width=512, grouping=1) if world == 512 else {}  # every dimension divisible: tracing padding is slow
+    graphs = step_graphs(mesh_of(world), depth=depth, **even)
+    assert count(graphs["forward"], "all-gather") == (depth + 2, 2)  # exposed: the embedding, block 0
+    assert count(graphs["backward"], "all-gather") == (depth + 1, 0)  # the embedding is not needed
+    assert count(graphs["backward"], "reduce-scatter") == (depth + 2, 2)  # nor is there anything after block 0's
     assert gathered_bytes_saved(graphs) == 0
+
+
+@pytest.mark.usefixtures("needs_step")
+@pytest.mark.parametrize("remat", ["none", "both", "block"])
+@pytest.mark.parametrize("world", [8, 64])
+def test_one_graph_of_the_whole_step_gathers_again_and_overlaps(mesh_of, world, remat):
+    gm = step_graphs(mesh_of(world), "step", depth=3, remat=remat)["forward"]
+    gaps = [c.gap for c in collectives(gm) if c.kind == "all-gather"]
+    # forward 3 + 2, then each block again (norm and head are kept: their backward comes at once); block may need the
+    # embedding's too, behind the last block
+    assert len(gaps) in (8, 9 if remat == "block" else 8) and gaps.count(0) == 2
+    assert count(gm, "reduce-scatter") == (5, 2)
+    block = 2 * (size(2) - size(1))
+    # a bucket, what was cut from it, and the next bucket; under "block" also norm and head
+    assert gathered_alive(gm) <= 3 * block + (remat == "block") * 2 * (V * D + 2 * D)
+
+
+@pytest.mark.usefixtures("needs_step")
+def test_one_graph_without_reshard_gathers_once(mesh_of):
+    gm = step_graphs(mesh_of(8), "step", depth=3, reshard=False, remat="both")["forward"]
+    assert count(gm, "all-gather") == (5, 2)
+    assert count(gm, "reduce-scatter") == (5, 2)
+
+
+@pytest.mark.usefixtures("needs_step")
+@pytest.mark.parametrize(("mode", "replicas"), [("replicate", 1), ("hybrid_shard", 2)])
+def test_one_graph_reduces_in_buckets_of_blocks(mesh_of, mode, replicas):
+    gm = step_graphs(mesh_of(8, replicas), "step", depth=3, mode=mode)["forward"]
+    assert count(gm, "reduce-scatter")[0] == (5 if mode == "hybrid_shard" else 0)
+    reduced = [c.bucket for c in collectives(gm) if c.kind == "all-reduce" and c.full > 64]
+    held = [{"".join(re.findall(r"blocks\.(\d)", member)) for member in bucket} for bucket in reduced]
+    assert held == [{""}, {"2"}, {"1"}, {"0"}, {""}]  # head and norm, a block each, embedding
 
 
 def test_without_reshard_backward_gathers_nothing(mesh_of):
     graphs = step_graphs(mesh_of(8), reshard=False)
-    assert count(graphs["forward"], "gather") == (6, 2)
-    assert count(graphs["backward"], "gather") == (0, 0)
+    assert count(graphs["forward"], "all-gather") == (6, 2)
+    assert count(graphs["backward"], "all-gather") == (0, 0)
     assert gathered_bytes_saved(graphs) > 0
 
 
@@ -137,24 +142,26 @@ def test_without_reshard_backward_gathers_nothing(mesh_of):
 @pytest.mark.parametrize("remat", ["mlp", "attn", "both", "block", "pointwise"])
 def test_remat_changes_neither_buckets_nor_resharding(mesh_of, remat, reshard):
     graphs = step_graphs(mesh_of(8), remat=remat, reshard=reshard, depth=3)
-    assert count(graphs["forward"], "gather") == (5, 2)
-    gathers, exposed = count(graphs["backward"], "gather")
+    assert count(graphs["forward"], "all-gather") == (5, 2)
+    gathers, exposed = count(graphs["backward"], "all-gather")
     # block 0's input may be recomputed from the embedding, which is then gathered again
     assert gathers in ((4, 5) if reshard else (0,)) and exposed <= (gathers == 5)
-    assert count(graphs["backward"], "scatter") == (5, 2)
+    assert count(graphs["backward"], "reduce-scatter") == (5, 2)
     assert (gathered_bytes_saved(graphs) == 0) == reshard
+    full = 6 * size(3) - (0 if gathers == 5 else 2 * V * D) if reshard else 4 * size(3)
+    assert sent(graphs) == pytest.approx(full * 7 / 8, rel=0.05)
 
 
 def test_replicate_reduces_once_per_block(mesh_of):
     graphs = step_graphs(mesh_of(8), mode="replicate")
-    assert count(graphs["forward"], "gather") == (0, 0)
-    assert count(graphs["backward"], "reduce") == (6, 2)
+    assert count(graphs["forward"], "all-gather") == (0, 0)
+    assert count(graphs["backward"], "all-reduce") == (6, 2)
 
 
 def test_hybrid_reduces_across_only_the_shard(mesh_of):
     graphs = step_graphs(mesh_of(8, replicas=2), mode="hybrid_shard")
-    assert count(graphs["forward"], "gather") == (6, 2)
-    scattered, reduced = ([c for c in collectives(graphs["backward"]) if c.kind == k] for k in ("scatter", "reduce"))
+    assert count(graphs["forward"], "all-gather") == (6, 2)
+    scattered, reduced = ([c for c in collectives(graphs["backward"]) if c.kind == k] for k in KINDS)
     assert len(scattered) == len(reduced) == 6
     assert sum(c.full for c in reduced) == sum(c.full for c in scattered) // 4  # gradient bytes / shard degree
 
@@ -162,34 +169,87 @@ def test_hybrid_reduces_across_only_the_shard(mesh_of):
 @pytest.mark.parametrize("mode", ["fully_shard", "replicate", "hybrid_shard"])
 @pytest.mark.parametrize("world", [2, 8, 64])
 def test_bytes_sent_per_step_follow_the_formula(mesh_of, mode, world):
-    """6 P_blocks (N-1)/N + 4 P_emb+head (N-1)/N, in bf16: norm and head are gathered twice too."""
+    """--accum-sync every, per micro-batch: 6 P_blocks (N-1)/N + 4 P_embedding (N-1)/N in bf16 (norm and head are
+    gathered twice too). last, per step of any number of them: 4 P (N-1)/N, and the micro-batches send nothing."""
     replicas = 2 if mode == "hybrid_shard" else 1
-    graphs = step_graphs(mesh_of(world, replicas), mode=mode, depth=3)
-    with torch.device("meta"):
-        model = Transformer(ModelConfig(depth=3, width=D, head_dim=32, grouping=2, vocab=V))
-    size = sum(p.numel() for p in model.parameters())
-    once = V * D  # the embedding's second gather is not needed
-    n = world // replicas
-    inner, across = (n - 1) / n, (replicas - 1) / replicas
-    want = dict(
-        fully_shard=(6 * size - 2 * once) * inner,
-        replicate=4 * size * inner,
-        hybrid_shard=(6 * size - 2 * once) * inner + 4 * size / n * across,
-    )[mode]
-    got = sum(c.sent for gm in graphs.values() for c in collectives(gm))
-    assert got == pytest.approx(want, rel=0.05)
+    mesh, n, p = mesh_of(world, replicas), world // replicas, size(2)
+    inner, across = (n - 1) / n, 4 * p / n * (replicas - 1) / replicas
+    graphs = step_graphs(mesh, mode=mode, depth=2)
+    every = dict(fully_shard=(6 * p - 2 * V * D) * inner, replicate=4 * p * inner)
+    every["hybrid_shard"] = every["fully_shard"] + across
+    assert sent(graphs) == pytest.approx(every[mode], rel=0.05)
+
+    graphs = step_graphs(mesh, mode=mode, depth=2, accum_sync="last")
+    last = dict(fully_shard=4 * p * inner, replicate=4 * p * inner, hybrid_shard=4 * p * inner + across)
+    assert sent(graphs["gather"]) + sent(graphs["reduce"]) == pytest.approx(last[mode], rel=0.05)
+    assert len(collectives(graphs["gather"]["forward"])) == (mode != "replicate")
+    assert len(collectives(graphs["reduce"]["forward"])) == 1 + (mode == "hybrid_shard")
+    assert not collectives(graphs["loss"]["forward"]) and not collectives(graphs["loss"]["backward"])
+
+
+@pytest.mark.usefixtures("needs_step")
+@pytest.mark.parametrize("world", [2, 64])
+def test_bytes_of_one_graph_are_those_of_the_published_formula(mesh_of, world):
+    """6 P_blocks (N-1)/N + 4 P_embedding+head (N-1)/N: norm and head stay for their backward."""
+    gm = step_graphs(mesh_of(world), "step", depth=3)
+    assert sent(gm) == pytest.approx((6 * size(3) - 4 * V * D) * (world - 1) / world, rel=0.05)
+
+
+FLEX = [dict(remat=r) for r in ("none", "mlp", "attn", "both", "block", "pointwise")]
+FLEX += [dict(compile=m, remat="both") for m in ("blocks", "model", "step")]
+FLEX += [dict(mode="replicate"), dict(mode="hybrid_shard", remat="block"), dict(accum_sync="last", remat="pointwise")]
+
+
+@pytest.mark.parametrize("cell", FLEX, ids=lambda cell: " ".join(cell.values()))
+def test_flex_attention_makes_no_matrix_of_scores(mesh_of, cell):
+    """Under every compile mode, remat and mode; nothing as large as T x T, the mask where the model is."""
+    if cell.get("compile") == "step":
+        check_or_skip()
+    long, replicas = 640, 2 if cell.get("mode") == "hybrid_shard" else 1  # 640: no other size is as large as its square
+    narrow = dict(width=32, head_dim=16, grouping=1, vocab=64, attn="flex")
+    graphs = step_graphs(mesh_of(4, replicas), depth=1, seqlen=long, **narrow, **cell)
+    graphs = graphs.get("loss", graphs)
+    flex = torch.ops.higher_order
+    nodes = [n for gm in graphs.values() for n in gm.graph.nodes]
+    assert sum(n.target is flex.flex_attention for n in nodes) == 1  # its output is kept, whatever is recomputed
+    assert sum(n.target is flex.flex_attention_backward for n in nodes) == 1
+    tensors = [t for n in nodes for t in torch.utils._pytree.tree_leaves(n.meta.get("val")) if torch.is_tensor(t)]
+    assert max(t.numel() for t in tensors) < long * long
+    assert {t.device.type for t in tensors} == {"cpu"}
 
 
 def test_uneven_shards_are_bucketed_too(mesh_of):
     graphs = step_graphs(mesh_of(6), depth=2)
-    assert count(graphs["forward"], "gather") == (4, 2)
-    assert count(graphs["backward"], "scatter") == (4, 2)
+    assert count(graphs["forward"], "all-gather") == (4, 2)
+    assert count(graphs["backward"], "reduce-scatter") == (4, 2)
 
 
 def test_small_replicated_parameters_are_reduced_in_buckets(mesh_of):
     graphs = step_graphs(mesh_of(8), min_bytes=4 * D + 1)  # norms and the bias of `down`
-    assert count(graphs["forward"], "gather") == (6, 2)
-    assert count(graphs["backward"], "reduce")[0] <= 6
+    assert count(graphs["forward"], "all-gather") == (6, 2)
+    assert count(graphs["backward"], "all-reduce")[0] <= 6
+
+
+def test_a_norm_rides_along_with_a_head_larger_than_the_cap(mesh_of):
+    """As at the reference setting: 256 MiB of head, cap 128 MiB."""
+    model = build(mesh_of(8), depth=2)
+    function = lambda x: model(x).float().sum()  # noqa: E731
+    options = compile_options(model, cap_mib=2 * V * D / 2**20 / 2)
+    graphs = capture(function, (torch.zeros(B, T, dtype=torch.long),), options)
+    assert count(graphs["forward"], "all-gather") == (4, 2)
+    assert count(graphs["backward"], "all-gather") == (3, 0)
+
+
+def test_without_private_names_there_are_buckets_by_size_and_one_warning(mesh_of, monkeypatch):
+    monkeypatch.setattr(overlap, "stable_topological_sort", None)
+    model = build(mesh_of(8), depth=2)
+    with pytest.warns(UserWarning, match="^torch 2.*: no custom graph pass; .* bucketed by size alone$") as seen:
+        options = compile_options(model, cap_mib=1.0)
+    assert len(seen) == 1
+    pickle.dumps(options)  # or no compile cache would hold what it makes
+    torch.compile(lambda: None, options=options)  # raises for an option that does not exist
+    graphs = capture(lambda x: model(x).float().sum(), (torch.zeros(B, T, dtype=torch.long),), options)
+    assert count(graphs["forward"], "all-gather")[0] < 6 and count(graphs["backward"], "reduce-scatter")[0] < 6
 
 
 def test_a_plan_that_matches_nothing_is_an_error(mesh_of):
@@ -206,8 +266,8 @@ def test_one_block_alone_is_one_bucket(mesh_of):
     model = build(mesh_of(8), depth=1)
     x = torch.zeros(B, T, D, dtype=torch.bfloat16, requires_grad=True)
     graphs = capture(lambda x: model.blocks[0](x).float().sum(), (x,), compile_options(model.blocks[0]))
-    assert count(graphs["forward"], "gather")[0] == 1
-    assert count(graphs["backward"], "gather")[0] == count(graphs["backward"], "scatter")[0] == 1
+    assert count(graphs["forward"], "all-gather")[0] == 1
+    assert count(graphs["backward"], "all-gather")[0] == count(graphs["backward"], "reduce-scatter")[0] == 1
 
 
 def test_the_cap_limits_a_bucket_of_no_block(mesh_of):
@@ -217,7 +277,7 @@ def test_the_cap_limits_a_bucket_of_no_block(mesh_of):
     graphs = capture(lambda x: model.blocks[0](x).float().sum(), (x,), options)
     sizes = [c.full for c in collectives(graphs["forward"])]
     biggest = 4 * D * D * 2  # `up`: one parameter may be larger than the cap
-    assert len(sizes) > 1 and all(s <= max(biggest, 0.02 * 2**20) for s in sizes)
+    assert len(sizes) > 1 and all(s <= max(biggest, 0.02 * 2**20) * 17 / 16 for s in sizes)
 
 
 def test_plan_and_source_are_in_the_cache_key():

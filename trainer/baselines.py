@@ -35,26 +35,32 @@ def model_config(c: flags.Config) -> ModelConfig:
     return ModelConfig(**{name: getattr(c, name) for name in names})
 
 
-def build(c: flags.Config, device: torch.device, world: int, stage=lambda name: None) -> Step:
+def wrap(model: torch.nn.Module, c: flags.Config, device: torch.device, world: int) -> dist.DeviceMesh | None:
+    """Puts `model` under the wrapper of resolved flags; returns the mesh of `world` ranks (wrapper "none": None)."""
+    if c.wrapper == "none":
+        return None
+    shape = (c.replicas, world // c.replicas) if c.mode == "hybrid_shard" else (world,)
+    mesh = dist.init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    policy = MixedPrecisionPolicy(DTYPES[c.param_dtype], DTYPES[c.reduce_dtype])
+    small = int(c.min_shard_mib * 2**20)
+    data_parallel(model, mesh, c.mode, policy, reshard_after_forward=c.reshard, min_bytes=small)
+    return mesh
+
+
+def build(c: flags.Config, device: torch.device, world: int, stage=lambda name: None, init: bool = True) -> Step:
     """The step of resolved flags, its model (`.model` of a mode that does not compile it) initialised from --seed.
     `stage` is called with the name of each stage that is done. Needs a process group unless c.wrapper is "none"."""
     with torch.device("meta"):
         model = Transformer(model_config(c))
     stage("model")
-    mesh = None
-    if c.wrapper == "simple":
-        hybrid = c.mode == "hybrid_shard"
-        shape = (c.replicas, world // c.replicas) if hybrid else (world,)
-        mesh = dist.init_device_mesh(c.device, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
-        policy = MixedPrecisionPolicy(DTYPES[c.param_dtype], DTYPES[c.reduce_dtype])
-        small = int(c.min_shard_mib * 2**20)
-        data_parallel(model, mesh, c.mode, policy, reshard_after_forward=c.reshard, min_bytes=small)
+    mesh = wrap(model, c, device, world)
     stage("wrap")
     model.to_empty(device=device)
     stage("to_empty")
-    torch.manual_seed(c.seed)
-    with disable_data_parallel():
-        model.init_weights()
+    if init:
+        torch.manual_seed(c.seed)
+        with disable_data_parallel():
+            model.init_weights()
     stage("init")
     optimizer = AdamW(model.parameters(), c.lr, moment_dtype=DTYPES[c.adam_dtype])
     stage("optimizer")
@@ -63,8 +69,9 @@ def build(c: flags.Config, device: torch.device, world: int, stage=lambda name: 
     chunk = c.chunk if c.loss == "chunked" else 0
     options = flags.compile_options(c)
     step = make_step(
-        c.compile, model, optimizer, options=options, mesh=mesh, grad_accum=c.grad_accum, clip=c.clip, chunk=chunk
-    )
+        c.compile, model, optimizer, options=options, mesh=mesh, grad_accum=c.grad_accum, clip=c.clip, chunk=chunk,
+        accum_sync=c.accum_sync, param_dtype=DTYPES[c.param_dtype], reduce_dtype=DTYPES[c.reduce_dtype],
+    )  # fmt: skip
     step.bare_model = model
     return step
 

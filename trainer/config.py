@@ -90,13 +90,16 @@ class System:
     replicas: int = 2
     """hybrid_shard: number of replicas; divides the number of ranks."""
     reshard: bool = True
-    """Free gathered weights after forward and gather them again in backward. --compile step keeps most of them."""
+    """Free gathered weights after forward and gather them again in backward."""
+    accum_sync: Literal["every", "last"] = "every"
+    """every: gradients are reduced after each micro-batch of --grad-accum: least memory. last: weights are gathered
+    once a step, gradients kept whole in fp32 and reduced once: least communication."""
     min_shard_mib: float = 0.0
     """Parameters smaller than this (MiB, as stored) stay replicated."""
     compile: Literal["none", "blocks", "model", "fwdbwd", "step"] = "fwdbwd"
     """none: eager. blocks: one compiled block, reused; no prefetch across blocks. model: the model, loss eager. fwdbwd:
     forward and loss, their backward, and (on a GPU) the optimizer as a graph each: recommended. step: the whole
-    training step as one graph, its collectives not bucketed; needs torch 2.13 and --grad-accum 1."""
+    training step as one graph; needs torch 2.13 and --grad-accum 1."""
     compile_options: tuple[str, ...] = ()
     """Inductor options for the model's graphs, each NAME=VALUE, such as max_autotune=True, on top of those of
     overlap.py (collectives bucketed per block and started early); with the word plain, instead of them."""
@@ -198,6 +201,8 @@ def _check_fit(c: Config, device: str, world: int) -> str | None:
         return "--attn flex: FlexAttention needs CUDA to train; use --attn sdpa on a CPU"
     if c.compile == "step" and c.grad_accum > 1:
         return f"--compile step: one graph holds one micro-batch, --grad-accum is {c.grad_accum}; use --compile fwdbwd"
+    if c.compile == "step" and c.accum_sync == "last":
+        return "--accum-sync last: --compile step reduces inside its one graph; use --compile fwdbwd"
     if c.compile == "step" and c.verbose > 1:
         return "-vv: --compile step has no gradients outside its graph; use --compile fwdbwd"
     return None

@@ -11,17 +11,19 @@ kernel instead); `step` all of it as one.
 
 Every micro-batch's loss is a sum over its labels divided by (labels of the global batch / ranks), and gradients are
 averaged over ranks: the step equals one pass over the whole batch however it is cut, also when labels are IGNOREd.
-Gradients accumulate in the stored dtype of the parameters (fp32).
+Micro-batches' gradients accumulate in fp32: by default as shards, reduced after every micro-batch; with
+accum_sync="last" as a whole, beside whole weights that are gathered once per step, and reduced once.
 """
 
 import logging
 import types
+from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import _functional_collectives as funcol
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.optim.adamw import adamw
 
 from model import IGNORE, cross_entropy
@@ -118,12 +120,66 @@ def global_norm(params: list[Tensor], grads: list[Tensor], where: list | None = 
     return total.sqrt()
 
 
-class Step:
-    """The step of every mode but "step". `backward` is separate so that compiled and eager differ in `loss` alone."""
+class WholeWeights:
+    """accum_sync="last": the model's parameters gathered once, for micro-batches that then communicate nothing.
 
-    def __init__(self, model: nn.Module, optimizer: AdamW, *, mesh=None, grad_accum=1, clip=0.0, chunk=0):
+    Holds on every rank, for the length of a step, the whole model in `param_dtype` and its whole gradient. Between
+    `gather` and `reduce` go 2 P (N-1)/N elements each, whatever the number of micro-batches."""
+
+    def __init__(self, model: nn.Module, optimizer: AdamW, param_dtype=None, reduce_dtype=None):
+        self.slots = [(m, n, p) for m in model.modules() for n, p in m._parameters.items() if p is not None]
+        self.shards = list({id(p): p for _, _, p in self.slots}.values())
+        self.trained, self.leaves = optimizer.params, None
+        self.param_dtype, self.reduce_dtype = param_dtype, reduce_dtype
+        self.gather_fn, self.reduce_fn = self.gather, self.reduce
+
+    def gather(self) -> list[Tensor]:
+        cast = dict(forward_dtype=self.param_dtype)
+        return [p.redistribute(placements=[Replicate()] * p.device_mesh.ndim, **cast).to_local() for p in self.shards]
+
+    def reduce(self, grads: list[Tensor]) -> list[Tensor]:
+        """Whole gradients of this rank -> local shards of their average over ranks, in the stored dtype."""
+        shards = []
+        for p, g in zip(self.trained, grads, strict=True):
+            mesh = p.device_mesh
+            d = DTensor.from_local(g.to(self.reduce_dtype), mesh, [Partial("avg")] * mesh.ndim, run_check=False)
+            for dim in reversed(range(mesh.ndim)):  # hybrid_shard: scattered inside, then the shard reduced across
+                d = d.redistribute(placements=[*d.placements[:dim], *p.placements[dim:]])
+            shards.append(d.to_local().to(p.dtype))
+        return shards
+
+    @contextmanager
+    def __call__(self):
+        """Inside it the model's parameters are whole and plain; yields those that the optimizer updates, in order."""
+        with torch.no_grad():
+            whole = self.gather_fn()
+        if self.leaves is None:
+            self.leaves = {id(p): nn.Parameter(w, p.requires_grad) for p, w in zip(self.shards, whole, strict=True)}
+        for p, w in zip(self.shards, whole, strict=True):  # the same objects in every step: compiled code knows them
+            self.leaves[id(p)].data = w
+        del whole, w
+        for module, name, p in self.slots:
+            module._parameters[name] = self.leaves[id(p)]
+        try:
+            yield [self.leaves[id(p)] for p in self.trained]
+        finally:
+            for module, name, p in self.slots:
+                module._parameters[name] = p
+            for leaf in self.leaves.values():
+                leaf.data = leaf.data.new_empty(0)
+
+
+class Step:
+    """The step of every mode but "step". `backward` is separate so that compiled and eager differ in `loss` alone.
+
+    compiled: what make_step handed to torch.compile, {name: (function, options)}."""
+
+    def __init__(self, model: nn.Module, optimizer: AdamW, *, mesh=None, grad_accum=1, clip=0.0, chunk=0,
+                 accum_sync="every", param_dtype=None, reduce_dtype=None):  # fmt: skip
         self.model, self.optimizer, self.grad_accum, self.clip, self.chunk = model, optimizer, grad_accum, clip, chunk
-        self.mesh = mesh
+        self.mesh, self.whole_weights, self.compiled = mesh, None, {}
+        if accum_sync == "last" and mesh is not None:
+            self.whole_weights = WholeWeights(model, optimizer, param_dtype, reduce_dtype or param_dtype)
         self.ranks = mesh.size() if mesh is not None else 1
         self.loss_fn, self.update_fn = self.loss_sum, self.update
         self.where = [_shard_group(p) for p in optimizer.params]
@@ -154,24 +210,28 @@ class Step:
         return norm
 
     def __call__(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        share, total, params = self.share(targets), 0.0, self.optimizer.params
-        for x, y in zip(tokens.chunk(self.grad_accum), targets.chunk(self.grad_accum), strict=True):
-            self.phase = "fwd"
-            loss = self.loss_fn(x, y, share)
-            self.phase = "bwd"
-            if self.grad_accum == 1:  # .grad would cost a dispatch through DTensor per parameter
-                grads = torch.autograd.grad(loss, params)
-            else:
-                loss.backward()
-            total = total + loss.detach()
+        share, total, grads = self.share(targets), 0.0, None
+        with self.whole_weights() if self.whole_weights else nullcontext(self.optimizer.params) as params:
+            for x, y in zip(tokens.chunk(self.grad_accum), targets.chunk(self.grad_accum), strict=True):
+                self.phase = "fwd"
+                loss = self.loss_fn(x, y, share)
+                self.phase = "bwd"
+                new = torch.autograd.grad(loss, params)  # .grad would cost a dispatch through DTensor per parameter
+                total = total + loss.detach()
+                with torch.no_grad():  # with gradients on, to_local() is an autograd function
+                    new = [_local(g) for g in new]
+                    if self.grad_accum > 1:
+                        new = [g.float() for g in new]
+                    if grads is not None:
+                        torch._foreach_add_(grads, new)
+                    grads = grads or new
+                    del new
         self.phase = "step"
-        with torch.no_grad():  # with gradients on, to_local() is an autograd function
-            if self.grad_accum > 1:
-                grads = [p.grad for p in params]
-                self.model.zero_grad()
-            grads = [_local(g) for g in grads]
+        with torch.no_grad():
+            if self.whole_weights:
+                grads = self.whole_weights.reduce_fn(grads)
             if self.inspect is not None:
-                self.inspect(params, grads)
+                self.inspect(self.optimizer.params, grads)
             self.grad_norm = self.update_fn(grads)
             return self.over_ranks(total, "avg")
 
@@ -191,6 +251,7 @@ class OneGraph(Step):
     def __init__(self, *args, options=None, **kwargs):
         super().__init__(*args, **kwargs)
         self.graph = torch.compile(self.whole, fullgraph=True, options=options)
+        self.compiled["step"] = self.whole, options
         self.phase = "step"
 
     def whole(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -220,31 +281,41 @@ def check_mode(mode: str, options: dict | None = None) -> None:
 
 
 def make_step(mode: str, model: nn.Module, optimizer: AdamW, *, options: dict | None = None, **kwargs) -> Step:
-    """The step of a compile mode. kwargs: mesh, grad_accum, clip, chunk (tokens per chunk of the loss, 0: all at once).
+    """The step of a compile mode. kwargs: mesh, grad_accum, clip, chunk (tokens per chunk of the loss, 0: all at once),
+    accum_sync ("every" micro-batch or the "last"; the latter needs the wrapper's param_dtype and reduce_dtype).
 
-    options: Inductor options on top of overlap.compile_options (`step` gets these alone: its graph is not
-    bucketed); {"plain": True} leaves those out. Raises ValueError for a mode that this torch cannot do."""
+    options: Inductor options on top of overlap.compile_options; {"plain": True} leaves those out. Raises ValueError
+    for a mode that this torch cannot do."""
     check_mode(mode)
     # Torch logs, on every rank, that a region with a context_fn must have no in-place op: ours have none.
     logging.getLogger("torch._higher_order_ops.wrap").addFilter(lambda r: "context_fn is passed" not in str(r.msg))
-    if mode == "step" and kwargs.get("grad_accum", 1) > 1:
+    if mode == "step" and (kwargs.get("grad_accum", 1) > 1 or kwargs.get("accum_sync", "every") != "every"):
         raise ValueError("--compile step: one graph holds one micro-batch; use --compile fwdbwd to accumulate")
     cuda = optimizer.lr.is_cuda  # on a CPU the fused kernel is as fast and need not be compiled, which takes a minute
     optimizer.foreach = optimizer.foreach or mode == "step" or (mode == "fwdbwd" and cuda)
     options = dict(options or {})
-    plain = options.pop("plain", False)
+    overlap = (lambda *_, **__: {}) if options.pop("plain", False) else compile_options
     if mode == "step":
-        return OneGraph(model, optimizer, options=options, **kwargs)
+        return OneGraph(model, optimizer, options=overlap(model, whole_step=True) | options, **kwargs)
     step = (ModelStep if mode == "model" else Step)(model, optimizer, **kwargs)
+    if mode == "none":
+        return step
+    if whole := step.whole_weights:  # nothing in its graphs belongs to a module: buckets by size
+        own = overlap(model, blocks=()) | options
+        step.compiled = dict(gather=(whole.gather, own), reduce=(whole.reduce, own))
+        whole.gather_fn = torch.compile(whole.gather, fullgraph=True, options=own)
+        whole.reduce_fn = torch.compile(whole.reduce, fullgraph=True, options=own)
+        overlap = lambda *_, **__: {}  # noqa: E731
+    options = overlap(model.blocks[0] if mode == "blocks" else model) | options
     if mode == "blocks":
-        options = options if plain else compile_options(model.blocks[0]) | options
+        step.compiled["block"] = model.blocks[0], options
         for block in model.blocks:
             block.compile(fullgraph=True, options=options)
-        return step
-    options = options if plain else compile_options(model) | options
-    if mode == "model":
+    elif mode == "model":
+        step.compiled["model"] = model, options
         step.model = torch.compile(model, fullgraph=True, options=options)
     elif mode == "fwdbwd":
+        step.compiled["loss"] = step.loss_sum, options
         # Code of its own: Dynamo keeps what it compiled by code object, and would try another model's guards first.
         plain_loss = type(step).loss_sum
         own = types.FunctionType(plain_loss.__code__.replace(), plain_loss.__globals__, plain_loss.__name__)

@@ -1,0 +1,297 @@
+"""What the compiler makes of a model's collectives: any setting, any number of ranks, in one process, without GPUs.
+
+    python -m trainer.graph --depth 8 --world 64 --device cuda     # this trainer: the flags of main.py
+    python -m trainer.graph --model my_file:build --world 64 --mode replicate                      # your own
+
+MODULE:FUNCTION names a function of no arguments that returns (model, inputs): an unwrapped nn.Module and a tuple or
+dict of its arguments. `--device cuda` takes the defaults of a GPU (no GPU is used). Nothing is computed and no code is
+generated: the graphs are those that Inductor schedules, after all its graph passes, so "alive" and "between" mean the
+order of the graph; the generated code may still fuse and move what is not a collective.
+
+For each graph: its collectives (kind, products between start and wait, MiB of the whole tensor, MiB that a rank sends,
+what is in the bucket), those that are exposed (no product in between), the most gathered bytes alive at once, and what
+forward keeps for backward by kind. Sent bytes are a ring's: S (N-1)/N for a gather or scatter of S bytes, twice that
+for an all-reduce.
+"""
+
+import argparse
+import sys
+
+from trainer import config as flags
+
+if __name__ == "__main__":  # before torch is imported, as in main.py
+    _parser = argparse.ArgumentParser(
+        "python -m trainer.graph", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False, epilog="All other flags are main.py's: python main.py --help lists them.",
+    )  # fmt: skip
+    _parser.add_argument("--model", metavar="MODULE:FUNCTION", help="your model (default: the trainer's)")
+    _parser.add_argument("--world", type=int, default=8, metavar="INT", help="number of ranks (default: 8)")
+    OWN, _others = _parser.parse_known_args()
+    if OWN.world < 1:
+        _parser.error(f"--world {OWN.world}: must be at least 1")
+    CONFIG = flags.parse(_others)
+
+import importlib
+import os
+import re
+import signal
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from unittest import mock
+
+import torch
+import torch._dynamo.config as dynamo_config
+import torch._functorch.config as functorch_config
+import torch._inductor.compile_fx as compile_fx
+import torch._inductor.config as inductor_config
+import torch.distributed as dist
+from torch import fx, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import overlap
+from overlap import GATHER, REDUCE, SCATTER, WAIT, is_layout, is_product, module_of, wait_of
+from trainer.baselines import DTYPES, build, wrap
+from trainer.step import Step
+
+KINDS = {GATHER: "all-gather", SCATTER: "reduce-scatter", REDUCE: "all-reduce"}
+MICRO_BATCH = ("loss", "model", "block")  # what runs once per micro-batch; block: and once per block
+MIB = 2**20
+
+
+class _Captured(Exception):
+    """Ends the call of a compiled function once its graphs are there."""
+
+
+def capture(function: Callable, args: tuple, options: dict | None = None) -> dict[str, fx.GraphModule]:
+    """The graphs {"forward": .., "backward": ..} of `function` under torch.compile(options=options), after Inductor's
+    post-grad passes; "forward" alone where nothing needs a gradient or `function` takes it itself. Runs nothing."""
+    graphs = {}
+
+    def inner(gm, inputs, *, is_backward=False, is_inference=False, **_):
+        compile_fx.view_to_reshape(gm)
+        fake_mode = compile_fx.fake_tensor_prop(gm, inputs)
+        with compile_fx.V.set_fake_mode(fake_mode):
+            compile_fx._recursive_post_grad_passes(gm, is_inference=is_inference)
+        graphs["backward" if is_backward else "forward"] = gm
+
+        def run(args):
+            raise _Captured
+
+        run._boxed_call = True
+        return run
+
+    with ExitStack() as stack:
+        for patch in (
+            functorch_config.patch(force_non_lazy_backward_lowering=True, enable_autograd_cache=False),
+            inductor_config.patch(force_disable_caches=True, **(options or {})),
+            dynamo_config.patch({k: True for k in ("trace_autograd_ops",) if hasattr(dynamo_config, k)}),
+            # Makes in-place ops whose results are None in the graph: as it is, values can be followed to the end.
+            mock.patch("torch._inductor.fx_passes.post_grad.reinplace_inplaceable_ops", lambda *_, **__: None),
+            # FlexAttention on a CPU only refuses to train; its graph is the one that a GPU gets.
+            mock.patch("torch.nn.attention.flex_attention._validate_device", lambda *_: None),
+        ):
+            stack.enter_context(patch)
+        torch._dynamo.reset()
+        backend = lambda gm, inputs: compile_fx.compile_fx(gm, inputs, inner_compile=inner)  # noqa: E731
+        with suppress(_Captured):
+            torch.compile(function, fullgraph=True, backend=backend)(*args)
+        torch._dynamo.reset()
+    return graphs
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of a graph. Bytes: `full` of the whole tensor, `sent` by one rank (ring)."""
+
+    kind: str
+    gap: int  # products between its start and its wait; 0: exposed
+    sent: int
+    full: int
+    ranks: int
+    bucket: tuple[str, ...]  # what it carries: "module [shape]"
+
+
+def collectives(gm: fx.GraphModule, modules: frozenset[str] = frozenset()) -> list[Collective]:
+    """Those of a captured graph, in order of their starts. `modules`: names that stand for the compiler's paths."""
+    nodes, found = list(gm.graph.nodes), []
+    place = {n: i for i, n in enumerate(nodes)}
+    for n in nodes:
+        if n.target in KINDS:
+            kind, value = KINDS[n.target], n.meta["val"]
+            ranks = dist.get_world_size(dist.distributed_c10d._resolve_process_group(n.args[-1]))
+            full = (n.args[0].meta["val"] if n.target is SCATTER else value).nbytes
+            sent = full * (ranks - 1) // ranks * (2 if n.target is REDUCE else 1)
+            gap = sum(is_product(m) for m in nodes[place[n] : place[wait_of(n)]])
+            own = [(module_of(n), tuple(overlap.contents(n).meta["val"].shape))]
+            bucket = tuple(f"{_named(path, modules)} {[*shape]}".strip() for path, shape in n.meta.get("bucket", own))
+            found.append(Collective(kind, gap, sent, full, ranks, bucket))
+    return found
+
+
+def _named(path: str, modules: frozenset[str]) -> str:
+    """L['self'].model._modules['blocks'].0.mlp -> the longest end of it that is a module's name."""
+    words = [w for w in re.split(r"\W+", path) if w and w != "_modules"]
+    ends = (".".join(words[i:]) for i in range(len(words)))
+    return next((end for end in ends if end in modules), re.sub(r"^[LG]\['\w+'\]\.?", "", path))
+
+
+def _storage(n: fx.Node) -> list[tuple[int, int]]:
+    """(identity, bytes) of the memory of each tensor that a node makes."""
+    n = n.args[0] if n.target is WAIT else n
+    tensors = [t for t in torch.utils._pytree.tree_leaves(n.meta.get("val")) if isinstance(t, torch.Tensor)]
+    return [(t.untyped_storage()._cdata, t.untyped_storage().nbytes()) for t in tensors]
+
+
+def gathered(gm: fx.GraphModule) -> set[fx.Node]:
+    """The nodes that hold gathered parameters: from all-gathers through views, copies and casts."""
+    held = set()
+    for n in gm.graph.nodes:
+        inputs = n.all_input_nodes
+        if n.target is GATHER or (inputs and all(i in held for i in inputs) and (n.target is WAIT or is_layout(n))):
+            held.add(n)
+    return held
+
+
+def gathered_alive(gm: fx.GraphModule) -> int:
+    """Most bytes of gathered parameters (buckets and what is cut from them) alive at once, in the graph's order."""
+    nodes, life = list(gm.graph.nodes), {}
+    held = gathered(gm)
+    for i, n in enumerate(nodes):
+        for m in {n, *n.all_input_nodes} & held:
+            for key, size in _storage(m):
+                life[key] = life.get(key, (i,))[0], i, size
+    changes = Counter()
+    for first, last, size in life.values():
+        changes[first] += size
+        changes[last + 1] -= size
+    most = now = 0
+    for i in sorted(changes):
+        now += changes[i]
+        most = max(most, now)
+    return most
+
+
+def saved(gm: fx.GraphModule) -> dict[str, int]:
+    """Bytes that a forward graph keeps for backward, by kind; "inputs": what exists anyway (shards, tokens)."""
+    held, origin = gathered(gm), {}
+    for n in gm.graph.nodes:
+        for key, size in _storage(n):
+            origin.setdefault(key, (n, size))
+    kinds = dict.fromkeys(("gathered", "products", "attention", "other", "inputs"), 0)
+    output = gm.graph.output_node()
+    returned = output.meta.get("user_visible_output_idxs", ())
+    for key in {key for i, n in enumerate(output.args[0]) if isinstance(n, fx.Node) and i not in returned
+                for key, _ in _storage(n)}:  # fmt: skip
+        n, size = origin[key]
+        attention = "attention" in str(n.target)
+        kind = "inputs" if n.op == "placeholder" else "gathered" if n in held else "attention" if attention else None
+        kinds[kind or ("products" if is_product(n) else "other")] += size
+    return kinds
+
+
+Graphs = dict[str, dict[str, fx.GraphModule]]  # what is compiled -> "forward", "backward" -> graph
+
+
+def of_step(step: Step, model: nn.Module, tokens: torch.Tensor, dtype: torch.dtype) -> Graphs:
+    """The graphs of all that a step of trainer/step.py compiles. tokens [B, T]; dtype: of gathered parameters."""
+    hidden = torch.empty(*tokens.shape, model.config.width, dtype=dtype, requires_grad=True)  # never computed with
+    arguments = dict(
+        loss=(tokens, tokens, torch.tensor(1.0)), model=(tokens,), block=(hidden, model.mask), step=(tokens, tokens),
+        gather=(),
+    )  # fmt: skip
+    around, whole = ExitStack, step.whole_weights
+    if whole:
+        gradients = torch.float32 if step.grad_accum > 1 else dtype
+        arguments["reduce"] = ([torch.empty(p.shape, dtype=gradients) for p in step.optimizer.params],)
+        whole.gather_fn, around = lambda: [torch.empty(p.shape, dtype=dtype) for p in whole.shards], whole
+    graphs = {}
+    for name, (function, options) in step.compiled.items():
+        micro_batch = name in MICRO_BATCH
+        with torch.set_grad_enabled(micro_batch or name == "step"), around() if micro_batch else ExitStack():
+            function = getattr(function, "forward", function)  # a block's call is compiled
+            graphs[name] = capture(function, arguments[name], options)
+    return graphs
+
+
+def of_trainer(c: flags.Config, world: int) -> tuple[nn.Module, Graphs]:
+    """The model of resolved flags and the graphs of its step."""
+    with mock.patch("torch.zeros_like", torch.empty_like):  # AdamW's moments: not computed with, so not touched
+        step = build(c, torch.device("cpu"), world, init=False)
+    tokens = torch.zeros(c.batch, c.seqlen, dtype=torch.long)
+    return step.bare_model, of_step(step, step.bare_model, tokens, DTYPES[c.param_dtype])
+
+
+def of_module(target: str, c: flags.Config, world: int) -> tuple[nn.Module, Graphs]:
+    """The same of a model and inputs that MODULE:FUNCTION returns. Raises ValueError, one line, for a wrong name."""
+    sys.path.insert(0, os.getcwd())
+    name, _, function = target.partition(":")
+    try:
+        model, inputs = getattr(importlib.import_module(name), function)()
+    except (ImportError, AttributeError, TypeError) as e:
+        raise ValueError(f"--model {target}: {e}; give MODULE:FUNCTION, a function that returns (model, inputs)") from e
+    wrap(model, c, torch.device("cpu"), world)
+    if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
+        model.to_empty(device="cpu")
+    given = flags.compile_options(c) or {}
+    plain = given.pop("plain", False)
+    options = given if plain else overlap.compile_options(model) | given
+    args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
+    return model, {"model": capture(lambda *args: model(*args, **kwargs), args, options)}
+
+
+def report(model: nn.Module, graphs: Graphs, micro_batches: int = 1) -> list[str]:
+    """The lines to print; `micro_batches`: how often a step runs the graphs of loss, model and block."""
+    modules, lines, sent, total = frozenset(n for n, _ in model.named_modules() if n), [], 0, Counter()
+    for compiled, pair in graphs.items():
+        times = micro_batches if compiled in MICRO_BATCH else 1
+        for name, gm in pair.items():
+            found = [c for c in collectives(gm, modules) if c.full > 64]  # not the scalars of loss and norm
+            counts = Counter(c.kind for c in found)
+            exposed = Counter(c.kind for c in found if not c.gap)
+            words = [f"{n} {kind}{'s' * (n > 1)} ({exposed[kind]} exposed)" for kind, n in counts.items()]
+            products = sum(is_product(n) for n in gm.graph.nodes)
+            name = f"{compiled}, {name}" if "backward" in pair else compiled
+            lines += ["", f"{name}: {', '.join(words) or 'no collectives'}; {products} products"]
+            if found:
+                lines.append(f"  {'':<14} {'between':>7} {'MiB':>9} {'sent':>9}  bucket")
+            for c in found:
+                first, more = c.bucket[0], len(c.bucket) - 1
+                bucket = first + (f" .. {c.bucket[-1]} ({more + 1})" if more else "")
+                lines.append(f"  {c.kind:<14} {c.gap:>7} {c.full / MIB:>9.3f} {c.sent / MIB:>9.3f}  {bucket}")
+            if counts["all-gather"]:
+                all_of_it = sum(c.full for c in found if c.kind == "all-gather")
+                lines.append(f"  gathered: {gathered_alive(gm) / MIB:.3f} MiB alive at most, of {all_of_it / MIB:.3f}")
+            if "backward" in pair and gm is pair["forward"]:
+                kept = ", ".join(f"{kind} {size / MIB:.3f}" for kind, size in saved(gm).items())
+                lines.append(f"  kept for backward, MiB: {kept}")
+            sent += times * sum(c.sent for c in found)
+            for c in found:
+                total[c.kind] += times
+    summary = ", ".join(f"{n} {kind}{'s' * (n > 1)}" for kind, n in total.items()) or "no collectives"
+    per = "per block" if "block" in graphs else "per step"
+    return [*lines, "", f"{per} and rank: {summary}, {sent / MIB:.3f} MiB sent"]
+
+
+def main(target: str | None, world: int, c: flags.Config) -> int:
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # | head
+    device = c.device if c.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
+    try:
+        c = flags.resolve(c, device, world)
+        if c.compile == "none" and target is None:
+            raise ValueError("--compile none: there is no graph; use another mode")
+        model, graphs = of_module(target, c, world) if target else of_trainer(c, world)
+    except ValueError as e:
+        flags.fail(str(e), 0)
+    about = target or f"depth={c.depth} width={c.width} vocab={c.vocab} seqlen={c.seqlen} batch={c.batch}"
+    print(f"{about}, {world} ranks, {c.mode}, reshard={c.reshard}, compile={c.compile}, remat={c.remat}, "
+          f"{c.param_dtype} gathered, {c.reduce_dtype} reduced, torch {torch.__version__}")  # fmt: skip
+    print("\n".join(report(model, graphs, c.grad_accum)))
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(OWN.model, OWN.world, CONFIG))
