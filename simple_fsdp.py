@@ -8,8 +8,7 @@
 Reading `module.weight` all-gathers the parameter; its gradient arrives **averaged** over the ranks (torchtitan's file
 sums), sharded, in the stored dtype. A loss normalised by a token count therefore divides by the mean count per rank.
 When not to use it: under tensor or pipeline parallelism (parameters that already are DTensors are refused). Torch 2.11
-to 2.14, Python 3.11 or newer.
-After Zhang et al., "SimpleFSDP: Simpler Fully Sharded Data Parallel with torch.compile", arXiv:2411.00284.
+to 2.14, Python 3.11 or newer. After Zhang et al., "SimpleFSDP", arXiv:2411.00284.
 """
 
 import functools
@@ -62,8 +61,9 @@ def _materialize(p: DTensor, policy: _Policy) -> Tensor:
 
 # While compiling: a checkpoint around the gather tags it for the partitioner, so that it is gathered again in backward
 # (reshard) or kept even where a surrounding activation checkpoint would gather again (no reshard: this policy).
-_keep = functools.partial(create_selective_checkpoint_contexts, [torch.ops._c10d_functional.wait_tensor.default])
-_keep.cache_hash = "simple_fsdp-keep-gathered-1"  # part of the key of AOTAutograd's cache
+def _keep():  # a lambda or partial would have no key in AOTAutograd's cache
+    return create_selective_checkpoint_contexts([torch.ops._c10d_functional.wait_tensor.default])
+_keep.cache_hash = "simple_fsdp-keep-gathered-1"
 
 
 # In eager: autograd keeps (parameter, geometry) in place of a gathered weight and gathers again in backward.
@@ -182,6 +182,8 @@ def data_parallel(
     """
     _check(model, device_mesh, mode)
     inner = device_mesh[device_mesh.mesh_dim_names[1]] if mode == "hybrid_shard" else None
+    known = {*torch.compiler.config.cache_key_tag.split(), *(g.group_name for g in device_mesh.get_all_groups())}
+    torch.compiler.config.cache_key_tag = " ".join(sorted(known))  # AOTAutograd's cache key lacks groups
     policy, done = _Policy(mp_policy, reshard_after_forward, inner), {}  # done keeps ties tied
     for module in list(model.modules()):
         names = tuple(name for name, p in module._parameters.items() if p is not None)
@@ -242,8 +244,7 @@ ParameterRow = namedtuple("ParameterRow", "name shape dtype placement local_shap
 
 def describe(model: nn.Module) -> list[ParameterRow]:
     """One row per parameter (ties once), with what this rank holds (placement "-": not wrapped). No collective runs."""
-    rows = []
-    for name, p in model.named_parameters():
-        local, where = (p._local_tensor, repr(p.placements[-1])) if isinstance(p, DTensor) else (p, "-")
-        rows.append(ParameterRow(name, tuple(p.shape), p.dtype, where, tuple(local.shape), local.nbytes))
-    return rows
+    return [
+        ParameterRow(n, tuple(p.shape), p.dtype, "-" if t is p else repr(p.placements[-1]), tuple(t.shape), t.nbytes)
+        for n, p in model.named_parameters() for t in [getattr(p, "_local_tensor", p)]
+    ]  # fmt: skip

@@ -185,9 +185,10 @@ BAD = [  # what is wrong by itself: argv, the flag and the value that the messag
     ("--warmup -1", -1), ("--seed -1", -1), (f"--seed {2**64}", 2**64),
     ("--compile-options max_autotune", "max_autotune"),
     *((f"--{name} {value}", value) for name, value in dict(
-        device="tpu", wrapper="fsdp2", mode="zero3", compile="all", attn="eager", remat="all", loss="half", accum_sync="no",
+        device="tpu", wrapper="fsdp2", mode="zero3", compile="all", attn="eager", remat="all", loss="half",
         wandb="maybe").items()),
-    ("--param-dtype fp16", "fp16"), ("--reduce-dtype fp16", "fp16"), ("--adam-dtype int8", "int8"),
+    ("--accum-sync first", "first"), ("--param-dtype fp16", "fp16"),
+    ("--reduce-dtype fp16", "fp16"), ("--adam-dtype int8", "int8"),
     ("--depth x", "x"), ("--depth 1.5", "1.5"), ("--lr fast", "fast"), ("--chunk ''", "''"),
 ]  # fmt: skip
 

@@ -1,0 +1,91 @@
+"""One cache directory, several settings and meshes: no compiled code is taken for another's. Fake group, real code."""
+
+import os
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_cache
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from overlap import compile_options
+from simple_fsdp import data_parallel
+
+
+class Collectives(TorchDispatchMode):
+    """(name, group) of every collective that runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    @classmethod
+    def is_infra_mode(cls):  # or compiled code would not run inside it
+        return True
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "_c10d_functional" and "wait" not in func.name():
+            self.seen.append((func.name(), args[-1]))
+        return func(*args, **(kwargs or {}))
+
+
+def mesh_of_two(groups_before=0):
+    """One dimension of a 2 x 2 mesh; the name of its group counts the groups made before."""
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    for _ in range(groups_before):
+        dist.new_group([0, 3])
+    return dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("x", "y"))["y"]
+
+
+def step(mesh, *, reshard=True, ours=True) -> tuple[list, list, bool]:
+    """(collectives of forward, of backward, came from the cache) of a step compiled in this process' cache."""
+    torch._dynamo.reset()
+    counters.clear()
+    torch.manual_seed(0)
+    model = data_parallel(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), mesh, reshard_after_forward=reshard)
+    options = compile_options(model) if ours else None
+    f = torch.compile(lambda x: model(x).square().sum(), fullgraph=True, options=options)
+    f(torch.ones(2, 8)).backward()
+    with Collectives() as forward:
+        loss = f(torch.ones(2, 8))
+    with Collectives() as backward:
+        loss.backward()
+    return forward.seen, backward.seen, bool(counters["aot_autograd"]["autograd_cache_hit"])
+
+
+def test_reshard_toggled_on_a_warm_cache_changes_the_graph():
+    mesh = mesh_of_two()
+    try:
+        with fresh_cache():
+            runs = [step(mesh, reshard=reshard) for reshard in (True, False, True, False)]
+    finally:
+        torch._dynamo.reset()
+        dist.destroy_process_group()
+    gathers = [sum("gather" in name for name, _ in backward) for _, backward, _ in runs]
+    assert gathers == [1, 0, 1, 0]  # of the second weight: the input needs no gradient, so the first is not read again
+    assert [hit for *_, hit in runs] == [False, False, True, True]
+
+
+def in_a_process_of_its_own(cache, groups_before):
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+    mesh = mesh_of_two(groups_before)
+    return mesh.get_group().group_name, [step(mesh, ours=ours) for ours in (True, False)]
+
+
+def test_two_meshes_in_one_cache_directory_do_not_mix(tmp_path):
+    """The same ranks under another group's name, as after any change to what a program sets up before its mesh.
+    AOTAutograd's key lacks the names: without what data_parallel adds to it, the first's group is used by the second,
+    with compile_options and without."""
+    runs = []
+    for groups_before in (0, 2, 0):
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as one:
+            runs.append(one.submit(in_a_process_of_its_own, str(tmp_path), groups_before).result(timeout=200))
+    assert runs[0][0] == runs[2][0] != runs[1][0]
+    for name, steps in runs:
+        for forward, backward, _ in steps:
+            assert {group for _, group in forward + backward} == {name}
+    assert [[hit for *_, hit in steps] for _, steps in runs] == [[False, False], [False, False], [True, True]]
