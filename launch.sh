@@ -54,7 +54,7 @@ install() {
     echo "installing into .venv (torch for $kind): some minutes, once" >&2
     "${PYTHON:-python3}" -m venv --clear .venv
     [ "$kind" = cuda ] || [ "$(uname)" = Darwin ] || install_cpu_torch
-    "$py" -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev,wandb]' >&2
+    "$py" -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev,wandb,hf]' >&2
     echo "$hash $kind" > .venv/.installed
 }
 
@@ -135,7 +135,8 @@ esac
 case $command in
     install) ;;
     run)     [ $# -gt 0 ] || set -- --depth 8 --compile fwdbwd; torchrun main.py "$@" ;;
-    test)    exec "$py" -m pytest "$@" ;;
+    test)    [ $# -gt 0 ] || set -- -n 2 --dist loadfile  # all: two at a time, one thread each
+             OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} exec "$py" -m pytest "$@" ;;
     sweep)   if [ -f "$caller/${1:-}" ]; then file=$caller/$1; shift; set -- "$file" "$@"; fi
              export NPROC=${NPROC:-$((gpus == 1 ? 1 : 2))}
              exec "$py" -m trainer.sweep "$@" ;;

@@ -54,13 +54,14 @@ def build(mesh, depth=4, mode="fully_shard", reshard=True, min_bytes=0, **config
     return model.to_empty(device="cpu")
 
 
-def step_graphs(mesh, compile="fwdbwd", accum_sync="every", seqlen=T, **kwargs):
-    """The graphs of what a step of this mode compiles; one dict of them if it is only one thing."""
+def step_graphs(mesh, compile="fwdbwd", accum_sync="every", seqlen=T, only=(), **kwargs):
+    """The graphs of what a step of this mode compiles (`only` of these); one dict of them if it is only one thing."""
     model = build(mesh, **kwargs)
     model.set_seqlen(seqlen, "cpu")
     dtypes = dict(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     kwargs = dict(mesh=mesh, clip=1.0, accum_sync=accum_sync, **dtypes)
     step = make_step(compile, model, AdamW(model.parameters(), 1e-3), **kwargs)
+    step.compiled = {name: what for name, what in step.compiled.items() if not only or name in only}
     graphs = of_step(step, model, torch.zeros(B, seqlen, dtype=torch.long), torch.bfloat16)
     return graphs if len(graphs) > 1 else next(iter(graphs.values()))
 
@@ -179,13 +180,19 @@ def test_bytes_sent_per_step_follow_the_formula(mesh_of, mode, world):
     every["hybrid_shard"] = every["fully_shard"] + across
     assert sent(graphs) == pytest.approx(every[mode], rel=0.05)
 
-    graphs = step_graphs(mesh, mode=mode, depth=2, accum_sync="last")
+    graphs = step_graphs(mesh, mode=mode, depth=2, accum_sync="last", only=("gather", "reduce"))
     last = dict(fully_shard=4 * p * inner, replicate=4 * p * inner, hybrid_shard=4 * p * inner + across)
     assert sent(graphs["gather"]) + sent(graphs["reduce"]) == pytest.approx(last[mode], rel=0.05)
     scattered = mode != "replicate" and n > 1
     assert len(collectives(graphs["gather"]["forward"])) == scattered
     assert len(collectives(graphs["reduce"]["forward"])) == scattered + (mode != "fully_shard")
-    assert not collectives(graphs["loss"]["forward"]) and not collectives(graphs["loss"]["backward"])
+
+
+@pytest.mark.parametrize("mode", ["fully_shard", "hybrid_shard"])
+def test_micro_batches_between_gather_and_reduce_send_nothing(mesh_of, mode):
+    replicas = 2 if mode == "hybrid_shard" else 1
+    graphs = step_graphs(mesh_of(8, replicas), mode=mode, depth=2, accum_sync="last", only=("loss",), remat="both")
+    assert not collectives(graphs["forward"]) and not collectives(graphs["backward"])
 
 
 @pytest.mark.usefixtures("needs_step")

@@ -116,11 +116,11 @@ def equal_min_bytes_eager(mesh):
 
 
 def equal_hybrid_eager(mesh):
-    return equivalence(two_d(mesh), "hybrid_shard", False)
+    return equivalence(two_d(mesh), "hybrid_shard", False, steps=10)
 
 
 def equal_hybrid_compiled(mesh):
-    return equivalence(two_d(mesh), "hybrid_shard", True, FEW)
+    return equivalence(two_d(mesh), "hybrid_shard", True, FEW, steps=10)
 
 
 def fsdp2_bitwise(mesh):
@@ -351,7 +351,7 @@ def test_training_equals_one_process(ranks, world, check):
         for part, differences in parts.items():
             for name, difference in differences.items():
                 # the mean over 3 or 4 ranks is rounded in another order than the sum over the slices
-                assert difference <= 2e-6, f"rank {rank}: {part}: {name} differs by {difference}"
+                assert difference <= (1e-6 if "hybrid" in check else 2e-6), f"rank {rank}: {part}: {name} differs by {difference}"
 
 
 @pytest.mark.parametrize("world, check", EQUAL)

@@ -1,0 +1,108 @@
+"""python -m trainer.graph: what it prints is what the graphs hold; bad input is one line and exit code 2."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from trainer import config as flags
+from trainer import graph
+
+ROOT = Path(__file__).parents[1]
+SMALL = "--device cpu --depth 2 --width 64 --head-dim 16 --vocab 512 --seqlen 16 --batch 2"
+
+
+@pytest.fixture(autouse=True)
+def leaves_no_group():
+    yield
+    torch._dynamo.reset()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def printed(capsys, line="", world=8, target=None):
+    assert graph.main(target, world, flags.parse(f"{SMALL} {line}".split())) == 0
+    return capsys.readouterr().out
+
+
+def test_a_step_in_words(capsys):
+    out = printed(capsys)
+    for line in (
+        r"loss, forward: 4 all-gathers \(2 exposed\); 13 products",
+        r"loss, backward: 3 all-gathers \(0 exposed\), 4 reduce-scatters \(2 exposed\); 26 products",
+        r"  all-gather +6 +0.\d+ +0.\d+  blocks.1.norm1 \[64\] .. blocks.1.mlp.down \[64\] \(12\)",
+        r"  kept for backward, MiB: gathered 0.000, products (?!0.000).*",
+        r"per step and rank: 7 all-gathers, 4 reduce-scatters, \d+\.\d+ MiB sent",
+    ):
+        assert re.search(f"^{line}$", out, re.M), (line, out)
+    assert len(re.findall(r"^  gathered: \d+\.\d+ MiB alive at most, of ", out, re.M)) == 2
+
+
+def test_plain_options_show_what_is_bought(capsys):
+    out = printed(capsys, "--compile-options plain")
+    assert re.search(r"^loss, forward: 28 all-gathers \(\d+ exposed\)", out, re.M), out  # one per parameter
+
+
+def test_accumulating_counts_every_micro_batch(capsys):
+    sent = [float(re.search(r"([\d.]+) MiB sent", printed(capsys, line))[1])
+            for line in ("", "--grad-accum 4", "--grad-accum 4 --accum-sync last")]  # fmt: skip
+    assert sent[1] == pytest.approx(4 * sent[0], rel=0.01) and sent[2] < sent[0]
+
+
+def test_blocks_show_one_block(capsys):
+    out = printed(capsys, "--compile blocks --mode replicate")
+    assert "block, forward: no collectives" in out and "per block and rank: 1 all-reduce, " in out
+
+
+def test_your_own_model_by_module_and_function(capsys, tmp_path, monkeypatch):
+    (tmp_path / "own.py").write_text(
+        "import torch\nfrom torch import nn\n"
+        "def build():\n"
+        "    with torch.device('meta'):\n"
+        "        model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))\n"
+        "    return model, dict(input=torch.randn(2, 16))\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    out = printed(capsys, world=4, target="own:build")
+    assert out.startswith("own:build, 4 ranks") and "model, forward: 3 all-gathers (1 exposed); 3 products" in out
+    assert re.search(r"^  reduce-scatter .*  0 \[16.*\] .. 0 \[16.*\] \(2\)$", out, re.M), out
+
+
+@pytest.mark.parametrize(("target", "line", "message"), [
+    (None, "--compile none", "--compile none: there is no graph"),
+    (None, "--mode hybrid_shard --replicas 3", "--replicas 3: must divide the 8 ranks"),
+    ("no_such_module:f", "", "--model no_such_module:f: No module named 'no_such_module'"),
+    ("model:nothing", "", "--model model:nothing: module 'model' has no attribute 'nothing'"),
+    ("model:sinusoids", "", "--model model:sinusoids: .*give MODULE:FUNCTION"),
+])  # fmt: skip
+def test_bad_input_is_one_line_and_exit_code_2(capsys, target, line, message):
+    with pytest.raises(SystemExit) as exit:
+        printed(capsys, line, target=target)
+    out, err = capsys.readouterr()
+    assert exit.value.code == 2 and out == "" and err.count("\n") == 1 and re.search(rf"^error: {message}", err)
+
+
+def test_the_command_line(tmp_path):
+    def run(*argv):
+        argv = [sys.executable, "-m", "trainer.graph", *argv]
+        return subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+    done = run("--world", "4", *SMALL.split(), "--compile", "blocks")
+    assert done.returncode == 0 and "depth=2 width=64" in done.stdout and "4 ranks" in done.stdout, done.stderr
+    assert run("--help").returncode == 0
+    bad = run("--world", "0")
+    assert bad.returncode == 2 and "--world 0: must be at least 1" in bad.stderr
+
+
+def test_saved_bytes_are_by_kind_and_counted_once():
+    """A linear under a gelu: the product is kept, once; the input and the weight exist anyway."""
+    layer = nn.Linear(8, 16)
+    graphs = graph.capture(lambda x: nn.functional.gelu(layer(x)).sum(), (torch.randn(4, 8),))
+    kinds = graph.saved(graphs["forward"])
+    assert kinds["products"] == 4 * 16 * 4 and kinds["gathered"] == kinds["attention"] == kinds["other"] == 0
+    assert kinds["inputs"] == 4 * 8 * 4
