@@ -22,19 +22,18 @@ from trainer.step import AdamW, check_mode, make_step
 
 STEPS, GLOBAL_BATCH, SEQLEN, TOLERANCE, NORM_TOLERANCE = 20, 8, 32, 2e-6, 1e-5
 SHAPE = dict(depth=2, width=64, head_dim=16, grouping=2, vocab=256)
-COMPILED = ("blocks", "model", "fwdbwd", "step")
 EAGER = dict(compile="none")
 CELLS = {
-    1: [EAGER, *(dict(compile=mode) for mode in COMPILED), dict(EAGER, loss="chunked"), dict(EAGER, attn="flex"),
+    1: [EAGER, dict(compile="fwdbwd"), dict(EAGER, loss="chunked"), dict(EAGER, attn="flex"),
         *(dict(EAGER, remat=r) for r in ("mlp", "attn", "both", "block", "pointwise")),
         dict(EAGER, attn="flex", remat="both"), dict(EAGER, accum=4), dict(EAGER, accum=4, sync="last")],
     2: [EAGER, dict(EAGER, mode="replicate"), dict(EAGER, reshard=False), dict(EAGER, min_bytes=2048),
         dict(EAGER, remat="both", ratio=0.5, loss="chunked"),
         dict(EAGER, attn="flex", remat="block"), dict(compile="blocks", remat="both"),
         dict(EAGER, accum=2, sync="last"), dict(EAGER, accum=2, sync="last", mode="replicate"),
-        dict(compile="fwdbwd", accum=2), dict(compile="fwdbwd", accum=2, sync="last", remat="mlp"),
-        dict(compile="model"), dict(compile="fwdbwd", mode="replicate"),
-        dict(compile="fwdbwd", remat="pointwise", loss="chunked"), dict(compile="fwdbwd", remat="block", reshard=False),
+        dict(compile="model"), dict(compile="fwdbwd", accum=2, mode="replicate"),
+        dict(compile="fwdbwd", accum=2, remat="pointwise", loss="chunked"),
+        dict(compile="fwdbwd", accum=2, sync="last", remat="mlp"), dict(compile="fwdbwd", remat="block", reshard=False),
         dict(compile="step", remat="both")],
     4: [EAGER, dict(EAGER, mode="hybrid_shard"), dict(EAGER, mode="replicate"),
         dict(EAGER, mode="hybrid_shard", accum=2, sync="last"),
