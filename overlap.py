@@ -47,8 +47,9 @@ def compile_options(
     """Inductor options for any torch.compile of `model` or of a function around it.
 
     blocks: names of the modules that get a bucket each (default: the members of the outermost ModuleLists and
-    Sequentials that hold parameters; none for a model without, such as a single block: all its parameters make one).
-    cap_mib: most MiB of one bucket of parameters that lie in no block (a larger parameter takes small ones along).
+    Sequentials that hold parameters; none for a model without, such as a single block).
+    cap_mib: most MiB, as gathered or reduced, of one bucket of parameters that lie in no block (a larger parameter is
+    one of its own and takes small ones along).
     whole_step: what is compiled is a whole training step, which returns its loss first and updates the parameters.
     Raises ValueError if a name is no module of `model`; while compiling, if no collective lies in any block."""
     modules = dict(model.named_modules())
@@ -160,7 +161,7 @@ class Overlap(CustomGraphPass):
         """Collectives to merge: a block's, or neighbours of no block up to the cap; alike in type and group."""
         buckets, run, size, largest = {}, 0, 0, 0
         for n in starts:
-            block, own = self.block_of(n), n.meta["val"].nbytes
+            block, own = self.block_of(n), contents(n).meta["val"].nbytes
             size, largest = (0, 0) if block else (size + own, max(largest, own))
             if block:
                 run += 1
@@ -301,7 +302,7 @@ def call(g: fx.Graph, target, *args, like: Sequence[fx.Node] = ()) -> fx.Node:
 
 
 def contents(start: fx.Node) -> fx.Node:
-    """What names a collective's tensor best: a reduction's is its input, a gather's what is waited for."""
+    """The whole tensor of a collective: a reduction's is its input, a gather's what is waited for."""
     return wait_of(start) if start.target is GATHER else start.args[0]
 
 
