@@ -2,22 +2,27 @@
 
 Reference: one process, eager, unwrapped. Every other cell has the same global batch of 8 sequences and differs from it
 in one or two of: number of ranks, --mode, --compile, --attn, --remat, --loss, --reshard, --grad-accum, --accum-sync.
-Compiled cells have all of overlap.py's options; a graph break or recompile in 20 steps is an error. `pytest -s` prints
-the table. Tolerance: 2e-6 nats on the loss of any step (losses are about 5, an ulp is 5e-7), 1e-5 on the norm.
+Compiled cells have all of overlap.py's options; a graph break or recompile in 20 steps is an error. Those of
+backend="inductor" are compiled as the trainer does; the others run the graphs that Inductor's passes, ours included,
+leave, without its slow code generation. `pytest -s` prints the table.
+Tolerance: 2e-6 nats on the loss of any step (losses are about 5, an ulp is 5e-7), 1e-5 on the norm.
 """
 
 import functools
 
 import pytest
 import torch
+import torch._inductor.config as inductor_config
 import torch.distributed as dist
 from harness import spawn
+from torch._inductor.compile_fx import compile_fx
 from torch.nn.attention.flex_attention import flex_attention
 
 import model as model_file
 from model import ModelConfig, Transformer
 from simple_fsdp import data_parallel, disable_data_parallel
 from trainer.data import Batches
+from trainer.graph import inductor_passes
 from trainer.step import AdamW, check_mode, make_step
 
 STEPS, GLOBAL_BATCH, SEQLEN, TOLERANCE, NORM_TOLERANCE = 20, 8, 32, 2e-6, 1e-5
@@ -31,13 +36,14 @@ CELLS = {
         dict(EAGER, remat="both", ratio=0.5, loss="chunked"),
         dict(EAGER, attn="flex", remat="block"), dict(compile="blocks", remat="both"),
         dict(EAGER, accum=2, sync="last"), dict(EAGER, accum=2, sync="last", mode="replicate"),
-        dict(compile="model"), dict(compile="fwdbwd", accum=2, mode="replicate"),
+        dict(compile="model"), dict(compile="fwdbwd", backend="inductor"),
+        dict(compile="fwdbwd", accum=2, mode="replicate"),
         dict(compile="fwdbwd", accum=2, remat="pointwise", loss="chunked"),
         dict(compile="fwdbwd", accum=2, sync="last", remat="mlp"), dict(compile="fwdbwd", remat="block", reshard=False),
-        dict(compile="step", remat="both")],
+        dict(compile="step", remat="both", backend="inductor")],
     4: [EAGER, dict(EAGER, mode="hybrid_shard"), dict(EAGER, mode="replicate"),
         dict(EAGER, mode="hybrid_shard", accum=2, sync="last"),
-        dict(compile="fwdbwd", mode="hybrid_shard")],
+        *(dict(compile=mode, mode="hybrid_shard") for mode in ("fwdbwd", "step"))],
 }  # fmt: skip
 
 
@@ -51,8 +57,9 @@ def losses(step, rank: int, world: int) -> list[tuple[float, float]]:
 
 
 def run(mesh, *, compile="none", attn="sdpa", remat="none", mode="fully_shard", loss="full", reshard=True, accum=1,
-        sync="every", ratio=1.0, min_bytes=0):  # fmt: skip
+        sync="every", ratio=1.0, min_bytes=0, backend="graphs"):  # fmt: skip
     torch._dynamo.reset()
+    torch.compile = COMPILE if backend == "inductor" else without_code
     torch.manual_seed(0)
     world = mesh.size()
     if mode == "hybrid_shard":
@@ -70,6 +77,38 @@ def run(mesh, *, compile="none", attn="sdpa", remat="none", mode="fully_shard", 
         values = losses(step, dist.get_rank(), world)
     assert not torch._dynamo.utils.counters["graph_break"]
     return values
+
+
+COMPILE = torch.compile
+
+
+class WithoutCode:
+    """A backend that runs graphs op by op after all of Inductor's passes under `options`."""
+
+    def __init__(self, options):
+        self.options = options
+
+    def __eq__(self, other):  # one for all blocks: Dynamo guards on it
+        return isinstance(other, WithoutCode) and self.options is other.options
+
+    __hash__ = None
+
+    def __call__(self, gm, inputs):
+        return compile_fx(gm, inputs, inner_compile=self.inner)
+
+    def inner(self, gm, inputs, *, is_inference=False, **_):
+        with inductor_config.patch(self.options or {}):
+            inductor_passes(gm, inputs, is_inference)
+
+        def run(args):
+            return gm(*list(args))
+
+        run._boxed_call = True
+        return run
+
+
+def without_code(function, *, options=None, backend=None, **how):
+    return COMPILE(function, backend=backend or WithoutCode(options), **how)
 
 
 def flex_on_a_cpu():

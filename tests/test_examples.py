@@ -51,7 +51,7 @@ def test_the_script_trains_and_its_losses_are_those_of_the_unwrapped_model(tiny_
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", f"--master-port={free_port()}"]
     done = subprocess.run([*torchrun, SCRIPT], env=env, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
-    lines = re.findall(r"rank (\d)  step (\d)  loss (\S+)", done.stdout)
+    lines = re.findall(r"rank (\d)  step (\d)  loss (\d+\.\d{6})", done.stdout)
     got = {(int(rank), int(step)): float(loss) for rank, step, loss in lines}
     assert len(got) == 10
 

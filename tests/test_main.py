@@ -185,7 +185,7 @@ BAD = [  # what is wrong by itself: argv, the flag and the value that the messag
     ("--warmup -1", -1), ("--seed -1", -1), (f"--seed {2**64}", 2**64),
     ("--compile-options max_autotune", "max_autotune"),
     *((f"--{name} {value}", value) for name, value in dict(
-        device="tpu", wrapper="fsdp2", mode="zero3", compile="all", attn="eager", remat="all", loss="half",
+        device="tpu", wrapper="zero", mode="zero3", compile="all", attn="eager", remat="all", loss="half",
         wandb="maybe").items()),
     ("--accum-sync first", "first"), ("--param-dtype fp16", "fp16"),
     ("--reduce-dtype fp16", "fp16"), ("--adam-dtype int8", "int8"),
@@ -240,6 +240,12 @@ MISFITS = [  # what is wrong together: argv, world, what the message names
     ("--wrapper none --param-dtype bf16", 1, ["--wrapper none", "--param-dtype"]),
     ("--attn flex", 1, ["--attn flex", "CUDA"]),
     ("--compile step --grad-accum 2", 1, ["--compile step", "--grad-accum", "2"]),
+    ("--compile step --accum-sync last", 1, ["--accum-sync last", "--compile step"]),
+    ("--wrapper fsdp2 --compile fwdbwd", 1, ["--wrapper fsdp2", "--compile fwdbwd", "blocks"]),
+    ("--wrapper fsdp2 --compile blocks --mode replicate", 1, ["--wrapper fsdp2", "--mode replicate"]),
+    ("--wrapper ddp --compile none --mode hybrid_shard --replicas 1", 1, ["--wrapper ddp", "--mode hybrid_shard"]),
+    ("--wrapper ddp --compile none --reduce-dtype bf16", 1, ["--wrapper ddp", "--reduce-dtype bf16", "CUDA"]),
+    ("--wrapper ddp --compile none --min-shard-mib 1", 1, ["--wrapper ddp", "--min-shard-mib"]),
     ("--compile step -vv", 1, ["-vv", "--compile step"]),
     ("--data bytes", 1, ["--data bytes", "stdlib", "text:PATH", "bin:GLOB", "random", "overfit"]),
     ("--data text:", 1, ["--data text:", "text:PATH"]),
@@ -272,6 +278,7 @@ def test_what_fits_is_accepted():
     assert fits("--mode hybrid_shard", world=4).replicas == 2
     assert fits("--attn flex", "cuda").attn == "flex"
     assert fits("--wrapper none").param_dtype == "fp32"
+    assert fits("--wrapper ddp --compile none", world=2).mode == "replicate"
     assert fits("--lr 1", "cuda").lr == 1 and fits("", "cuda").param_dtype == "bf16"
 
 

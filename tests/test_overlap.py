@@ -138,8 +138,9 @@ def test_without_reshard_backward_gathers_nothing(mesh_of):
     assert gathered_bytes_saved(graphs) > 0
 
 
-@pytest.mark.parametrize("reshard", [True, False])
-@pytest.mark.parametrize("remat", ["mlp", "attn", "both", "block", "pointwise"])
+@pytest.mark.parametrize(("remat", "reshard"), [
+    *((remat, True) for remat in ("mlp", "attn", "both", "block", "pointwise")), ("both", False), ("block", False),
+])  # fmt: skip
 def test_remat_changes_neither_buckets_nor_resharding(mesh_of, remat, reshard):
     graphs = step_graphs(mesh_of(8), remat=remat, reshard=reshard, depth=2)
     assert count(graphs["forward"], "all-gather") == (4, 2)
@@ -172,14 +173,14 @@ def test_bytes_sent_per_step_follow_the_formula(mesh_of, mode, world):
     """--accum-sync every, per micro-batch: 6 P_blocks (N-1)/N + 4 P_embedding (N-1)/N in bf16 (norm and head are
     gathered twice too). last, per step of any number of them: 4 P (N-1)/N, and the micro-batches send nothing."""
     replicas = 2 if mode == "hybrid_shard" else 1
-    mesh, n, p = mesh_of(world, replicas), world // replicas, size(2)
+    mesh, n, p = mesh_of(world, replicas), world // replicas, size(1)
     inner, across = (n - 1) / n, 4 * p / n * (replicas - 1) / replicas
-    graphs = step_graphs(mesh, mode=mode, depth=2)
+    graphs = step_graphs(mesh, mode=mode, depth=1)
     every = dict(fully_shard=(6 * p - 2 * V * D) * inner, replicate=4 * p * inner)
     every["hybrid_shard"] = every["fully_shard"] + across
     assert sent(graphs) == pytest.approx(every[mode], rel=0.05)
 
-    graphs = step_graphs(mesh, mode=mode, depth=2, accum_sync="last", only=("gather", "reduce"))
+    graphs = step_graphs(mesh, mode=mode, depth=1, accum_sync="last", only=("gather", "reduce"))
     last = dict(fully_shard=4 * p * inner, replicate=4 * p * inner, hybrid_shard=4 * p * inner + across)
     assert sent(graphs["gather"]) + sent(graphs["reduce"]) == pytest.approx(last[mode], rel=0.05)
     scattered = mode != "replicate" and n > 1

@@ -1,30 +1,42 @@
-"""The trainer's model, optimizer and step under each --wrapper and --compile; alone, compares them in one process.
+"""The trainer's model, optimizer and step under each --wrapper and --compile; alone, compares them side by side.
 
     python -m trainer.baselines simple:fwdbwd none:fwdbwd simple:none [-- FLAGS of main.py]
+    torchrun --nproc-per-node 8 -m trainer.baselines simple:fwdbwd simple:blocks fsdp2:blocks ddp:blocks
 
 Cells are WRAPPER:COMPILE. They take turns, step by step, on the same batches, so that what disturbs the machine
-disturbs all of them alike; printed and appended to --results: median, minimum and maximum ms, and the median of the
-step-by-step ratios to the first cell. One rank (several processes on one CPU would measure the scheduler).
+disturbs all of them alike; printed and appended to --results by rank 0: median, minimum and maximum ms, and the median
+of the step-by-step ratios to the first cell. Every cell's model is in memory at once: no memory is compared. Several
+ranks on one CPU measure the scheduler.
+
+fsdp2 and ddp are torch's own, as their users run them: fully_shard per block and root with its own mixed precision;
+DDP under autocast; compiled per block, below the hooks that communicate.
 """
 
 import statistics
 import sys
+from contextlib import nullcontext
+from dataclasses import replace
 
 from trainer import config as flags
 
 if __name__ == "__main__":  # before torch is imported, as in main.py
     _cut = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
-    CELLS, CONFIG = sys.argv[1:_cut], flags.parse(sys.argv[_cut + 1 :])
+    RANKS = flags.ranks()
+    CELLS, CONFIG = sys.argv[1:_cut], flags.parse(sys.argv[_cut + 1 :], RANKS[0])
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy as FSDP2Policy
+from torch.nn.parallel import DistributedDataParallel
 
 from model import ModelConfig, Transformer
 from simple_fsdp import MixedPrecisionPolicy, data_parallel, disable_data_parallel
 from trainer import measure
 from trainer.data import Batches
 from trainer.sinks import append_jsonl
-from trainer.step import AdamW, Step, make_step, shutdown
+from trainer.step import COMPILE_MODES, AdamW, Step, local, make_step, shutdown
 
 DTYPES = dict(fp32=torch.float32, bf16=torch.bfloat16)
 WARMUP = 3
@@ -36,15 +48,65 @@ def model_config(c: flags.Config) -> ModelConfig:
 
 
 def wrap(model: torch.nn.Module, c: flags.Config, device: torch.device, world: int) -> dist.DeviceMesh | None:
-    """Puts `model` under the wrapper of resolved flags; returns the mesh of `world` ranks (wrapper "none": None)."""
+    """Shards `model` as resolved flags say; returns the mesh of `world` ranks (wrapper "none": None)."""
     if c.wrapper == "none":
         return None
     shape = (c.replicas, world // c.replicas) if c.mode == "hybrid_shard" else (world,)
     mesh = dist.init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
-    policy = MixedPrecisionPolicy(DTYPES[c.param_dtype], DTYPES[c.reduce_dtype])
-    small = int(c.min_shard_mib * 2**20)
-    data_parallel(model, mesh, c.mode, policy, reshard_after_forward=c.reshard, min_bytes=small)
+    dtypes = DTYPES[c.param_dtype], DTYPES[c.reduce_dtype]
+    if c.wrapper == "simple":
+        small = int(c.min_shard_mib * 2**20)
+        data_parallel(
+            model, mesh, c.mode, MixedPrecisionPolicy(*dtypes), reshard_after_forward=c.reshard, min_bytes=small
+        )
+    elif c.wrapper == "fsdp2":
+        how = dict(mesh=mesh, mp_policy=FSDP2Policy(*dtypes), reshard_after_forward=c.reshard)
+        for block in model.blocks:
+            fully_shard(block, **how)
+        fully_shard(model, mesh=mesh, mp_policy=FSDP2Policy(*dtypes))  # the root stays gathered, as is its default
     return mesh
+
+
+class HookedStep(Step):
+    """The step under FSDP2 and DDP, which communicate in hooks of backward and leave gradients in `.grad`."""
+
+    def __init__(self, *args, accum_sync="every", autocast=None, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.accum_sync, self.autocast = accum_sync, autocast
+
+    def __call__(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        share, total, ddp = self.share(targets), 0.0, isinstance(self.model, DistributedDataParallel)
+        for i, (x, y) in enumerate(zip(tokens.chunk(self.grad_accum), targets.chunk(self.grad_accum), strict=True)):
+            sync = self.accum_sync == "every" or i == self.grad_accum - 1
+            if not ddp:
+                self.model.set_requires_gradient_sync(sync)
+            with self.model.no_sync() if ddp and not sync else nullcontext():
+                self.phase = "fwd"
+                with torch.autocast(x.device.type, self.autocast, enabled=self.autocast is not None):
+                    loss = self.loss_fn(x, y, share)
+                self.phase = "bwd"
+                loss.backward()
+            total = total + loss.detach()
+        with torch.no_grad():
+            grads = [local(p.grad) for p in self.optimizer.params]
+            for p in self.optimizer.params:
+                p.grad = None
+            return self.finish(total, grads)
+
+
+def hooked_step(model: torch.nn.Module, c: flags.Config, optimizer: AdamW, options: dict | None, **kwargs) -> Step:
+    """The step of wrappers "fsdp2" and "ddp"; `options` and kwargs as make_step's."""
+    kwargs = {k: v for k, v in kwargs.items() if k not in ("param_dtype", "reduce_dtype")}
+    options = {k: v for k, v in (options or {}).items() if k != "plain"}
+    if c.compile == "blocks":
+        for block in model.blocks:  # not the module's call, which runs FSDP2's hooks
+            block.forward = torch.compile(block.forward, fullgraph=True, options=options)
+    if c.wrapper == "fsdp2":
+        return HookedStep(model, optimizer, **kwargs)
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    if c.reduce_dtype == "bf16":
+        ddp.register_comm_hook(None, bf16_compress_hook)
+    return HookedStep(ddp, optimizer, autocast=None if c.param_dtype == "fp32" else DTYPES[c.param_dtype], **kwargs)
 
 
 def build(c: flags.Config, device: torch.device, world: int, stage=lambda name: None, init: bool = True) -> Step:
@@ -62,31 +124,40 @@ def build(c: flags.Config, device: torch.device, world: int, stage=lambda name: 
         with disable_data_parallel():
             model.init_weights()
     stage("init")
+    if isinstance(model, FSDPModule):
+        model.unshard()  # its first run pads uneven shards, into other memory than the optimizer would know
+        model.reshard()
     optimizer = AdamW(model.parameters(), c.lr, moment_dtype=DTYPES[c.adam_dtype])
     stage("optimizer")
     model.set_seqlen(c.seqlen, device)
     stage("mask")
     chunk = c.chunk if c.loss == "chunked" else 0
     options = flags.compile_options(c)
-    step = make_step(
-        c.compile, model, optimizer, options=options, mesh=mesh, grad_accum=c.grad_accum, clip=c.clip, chunk=chunk,
-        accum_sync=c.accum_sync, param_dtype=DTYPES[c.param_dtype], reduce_dtype=DTYPES[c.reduce_dtype],
+    kwargs = dict(
+        mesh=mesh, grad_accum=c.grad_accum, clip=c.clip, chunk=chunk, accum_sync=c.accum_sync,
+        param_dtype=DTYPES[c.param_dtype], reduce_dtype=DTYPES[c.reduce_dtype],
     )  # fmt: skip
+    if c.wrapper in ("fsdp2", "ddp"):
+        step = hooked_step(model, c, optimizer, options, **kwargs)
+    else:
+        step = make_step(c.compile, model, optimizer, options=options, **kwargs)
     step.bare_model = model
     return step
 
 
-def compare(cells: list[str], c: flags.Config, device: torch.device) -> list[dict]:
+def compare(cells: list[str], c: flags.Config, device: torch.device, rank: int = 0, world: int = 1) -> list[dict]:
     """Rows of every cell, in order; the first is what `ratio` refers to."""
-    from dataclasses import replace
-
     configs = []
     for cell in cells:
         wrapper, _, mode = cell.partition(":")
-        configs.append(flags.resolve(replace(c, system=replace(c.system, wrapper=wrapper, compile=mode)), c.device, 1))
+        own = replace(c, system=replace(c.system, wrapper=wrapper, compile=mode))
+        configs.append(flags.resolve(own, device.type, world))
     c = configs[0]
-    steps = [build(each, device, 1) for each in configs]
-    batches = Batches(c.data, global_batch=c.batch * c.grad_accum, seqlen=c.seqlen, vocab=c.vocab, seed=c.seed)
+    steps = [build(each, device, world) for each in configs]
+    batches = Batches(
+        c.data, global_batch=world * c.batch * c.grad_accum, seqlen=c.seqlen, vocab=c.vocab, seed=c.seed, rank=rank,
+        world=world,
+    )  # fmt: skip
     timers = [measure.StepTimer(device) for _ in steps]
     for k in range(c.steps):
         batch = [t.to(device) for t in next(batches)]
@@ -94,30 +165,35 @@ def compare(cells: list[str], c: flags.Config, device: torch.device) -> list[dic
         for step, timer in [*zip(steps, timers, strict=True)][turn:] + [*zip(steps, timers, strict=True)][:turn]:
             with timer.step(excluded=k < WARMUP):
                 loss = step(*batch)
-        if k == 0 or k == c.steps - 1:
+        if rank == 0 and k in (0, c.steps - 1):
             print(f"step {k + 1}: loss of the last cell {loss.item():.4f}", flush=True)
     times = [timer.ms() for timer in timers]
     rows = []
     for cell, each, ms in zip(cells, configs, times, strict=True):
         ratio = statistics.median(a / b for a, b in zip(ms, times[0], strict=True))
-        row = measure.environment(device) | dict(study="baselines", cell=cell, world=1, flags=flags.changed(each))
+        row = measure.environment(device) | dict(study="baselines", cell=cell, world=world, flags=flags.changed(each))
         rows.append(row | measure.stats(ms) | dict(ratio=round(ratio, 4), against=cells[0], interleaved=cells))
     return rows
 
 
-def main(cells: list[str], c: flags.Config) -> int:
+def main(cells: list[str], c: flags.Config, rank: int, local_rank: int, world: int) -> int:
     auto = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(auto if c.device == "auto" else c.device)
-    known = [(w, m) for w in ("simple", "none") for m in ("none", "blocks", "model", "fwdbwd", "step")]
-    bad = [cell for cell in cells if tuple(cell.split(":")) not in known]
+    modes = dict(simple=COMPILE_MODES, none=COMPILE_MODES, fsdp2=("none", "blocks"), ddp=("none", "blocks"))
+    bad = [cell for cell in cells if cell.partition(":")[2] not in modes.get(cell.partition(":")[0], ())]
     if bad or not cells:
-        flags.fail(f"cells {' '.join(bad) or '(none)'}: give WRAPPER:COMPILE, such as simple:fwdbwd none:fwdbwd", 0)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+        flags.fail(f"cells {' '.join(bad) or '(none)'}: give WRAPPER:COMPILE, such as simple:fwdbwd fsdp2:blocks", rank)
+    where = dict(init_method="env://") if world > 1 else dict(store=dist.HashStore(), rank=0, world_size=1)
+    if device.type == "cuda":
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+        where |= dict(device_id=device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", **where)
     try:
-        rows = compare(cells, flags.resolve(c, device.type, 1), device)
+        rows = compare(cells, c, device, rank, world)
     except ValueError as e:
-        flags.fail(str(e), 0)
-    for row in rows:
+        flags.fail(str(e), rank)
+    for row in rows if rank == 0 else ():
         append_jsonl(c.results, row)
         print(f"{row['cell']:<16} {row['step_ms']:>8.1f} ms [{row['step_ms_min']:.1f}-{row['step_ms_max']:.1f}] "
               f"n {row['n']}  {row['ratio']:.3f} of {cells[0]}")  # fmt: skip
@@ -126,4 +202,4 @@ def main(cells: list[str], c: flags.Config) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(CELLS, CONFIG))
+    sys.exit(main(CELLS, CONFIG, *RANKS))

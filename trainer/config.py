@@ -83,8 +83,9 @@ class System:
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA where this torch sees a GPU, else the CPU."""
-    wrapper: Literal["simple", "none"] = "simple"
-    """simple: simple_fsdp.data_parallel. none: the bare model, on one rank only."""
+    wrapper: Literal["simple", "fsdp2", "ddp", "none"] = "simple"
+    """simple: simple_fsdp.data_parallel. To compare with: fsdp2 (torch's fully_shard, per block), ddp (torch's, bf16 by
+    autocast), none (the bare model, on one rank only)."""
     mode: Literal["replicate", "fully_shard", "hybrid_shard"] = "fully_shard"
     """replicate: DDP. fully_shard: ZeRO-3. hybrid_shard: sharded inside, replicated across."""
     replicas: int = 2
@@ -197,6 +198,15 @@ def _check_fit(c: Config, device: str, world: int) -> str | None:
         return f"--wrapper none: works on one rank, this is {world}; use --wrapper simple"
     if c.wrapper == "none" and c.param_dtype != "fp32":
         return f"--wrapper none: computes in the stored fp32; add --param-dtype fp32 (now {c.param_dtype})"
+    if c.wrapper in ("fsdp2", "ddp"):
+        if c.compile not in ("none", "blocks"):
+            return f"--wrapper {c.wrapper}: is compiled per block, not by --compile {c.compile}; use blocks or none"
+        if c.mode not in dict(fsdp2=("fully_shard", "hybrid_shard"), ddp=("replicate",))[c.wrapper]:
+            return f"--wrapper {c.wrapper}: does not do --mode {c.mode}; leave --mode out, or use --wrapper simple"
+        if c.min_shard_mib:
+            return f"--wrapper {c.wrapper}: has no --min-shard-mib (now {c.min_shard_mib}); leave it out"
+    if c.wrapper == "ddp" and c.reduce_dtype == "bf16" and device == "cpu":
+        return "--wrapper ddp: --reduce-dtype bf16 needs CUDA (a hook of DDP's); use --reduce-dtype fp32"
     if c.attn == "flex" and device == "cpu":
         return "--attn flex: FlexAttention needs CUDA to train; use --attn sdpa on a CPU"
     if c.compile == "step" and c.grad_accum > 1:
@@ -211,7 +221,8 @@ def _check_fit(c: Config, device: str, world: int) -> str | None:
 def resolve(c: Config, device: str, world: int) -> Config:
     """Fills the defaults of `device` ("cpu" or "cuda"). Raises ValueError, one line, where values do not fit."""
     unset = {f.name: DEFAULTS[device][f.name] for f in fields(Training) if getattr(c.training, f.name) is None}
-    c = replace(c, training=replace(c.training, **unset), system=replace(c.system, device=device))
+    mode = "replicate" if c.wrapper == "ddp" and c.mode == "fully_shard" else c.mode  # what DDP is
+    c = replace(c, training=replace(c.training, **unset), system=replace(c.system, device=device, mode=mode))
     if problem := _check_fit(c, device, world):
         raise ValueError(problem)
     return c

@@ -64,16 +64,23 @@ class _Captured(Exception):
     """Ends the call of a compiled function once its graphs are there."""
 
 
+def inductor_passes(gm: fx.GraphModule, inputs, is_inference: bool) -> None:
+    """What Inductor does to a graph before it lowers it, in place; without making ops in-place, whose results are None
+    in the graph: as it is, it still runs and every value can be followed."""
+    compile_fx.view_to_reshape(gm)
+    fake_mode = compile_fx.fake_tensor_prop(gm, inputs)
+    reinplace = "torch._inductor.fx_passes.post_grad.reinplace_inplaceable_ops"
+    with compile_fx.V.set_fake_mode(fake_mode), mock.patch(reinplace, lambda *_, **__: None):
+        compile_fx._recursive_post_grad_passes(gm, is_inference=is_inference)
+
+
 def capture(function: Callable, args: tuple, options: dict | None = None) -> dict[str, fx.GraphModule]:
     """The graphs {"forward": .., "backward": ..} of `function` under torch.compile(options=options), after Inductor's
     post-grad passes; "forward" alone where nothing needs a gradient or `function` takes it itself. Runs nothing."""
     graphs = {}
 
     def inner(gm, inputs, *, is_backward=False, is_inference=False, **_):
-        compile_fx.view_to_reshape(gm)
-        fake_mode = compile_fx.fake_tensor_prop(gm, inputs)
-        with compile_fx.V.set_fake_mode(fake_mode):
-            compile_fx._recursive_post_grad_passes(gm, is_inference=is_inference)
+        inductor_passes(gm, inputs, is_inference)
         graphs["backward" if is_backward else "forward"] = gm
 
         def run(args):
@@ -87,8 +94,6 @@ def capture(function: Callable, args: tuple, options: dict | None = None) -> dic
             functorch_config.patch(force_non_lazy_backward_lowering=True, enable_autograd_cache=False),
             inductor_config.patch(force_disable_caches=True, **(options or {})),
             dynamo_config.patch({k: True for k in ("trace_autograd_ops",) if hasattr(dynamo_config, k)}),
-            # Makes in-place ops whose results are None in the graph: as it is, values can be followed to the end.
-            mock.patch("torch._inductor.fx_passes.post_grad.reinplace_inplaceable_ops", lambda *_, **__: None),
             # FlexAttention on a CPU only refuses to train; its graph is the one that a GPU gets.
             mock.patch("torch.nn.attention.flex_attention._validate_device", lambda *_: None),
         ):

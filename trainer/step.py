@@ -32,7 +32,7 @@ from overlap import compile_options
 COMPILE_MODES = ("none", "blocks", "model", "fwdbwd", "step")
 
 
-def _local(t: Tensor) -> Tensor:
+def local(t: Tensor) -> Tensor:
     return t.to_local() if isinstance(t, DTensor) else t
 
 
@@ -48,7 +48,7 @@ class AdamW:
         params = [p for p in params if p.requires_grad]
         self.params = sorted(params, key=lambda p: p.ndim < 2)  # those that decay first
         self.decaying = sum(p.ndim >= 2 for p in params)
-        shards = self.shards = [_local(p.detach()) for p in self.params]
+        shards = self.shards = [local(p.detach()) for p in self.params]
         self.m = [torch.zeros_like(p, dtype=moment_dtype) for p in shards]
         self.v = [torch.zeros_like(p, dtype=moment_dtype) for p in shards]
         device = shards[0].device
@@ -61,7 +61,7 @@ class AdamW:
     def step(self, grads: list[Tensor]) -> None:
         """grads: local shards, in the order of `self.params`."""
         if self.foreach:  # compiled: the shards must be read inside the graph, which also reads the parameters
-            self._foreach([_local(p) for p in self.params], grads)
+            self._foreach([local(p) for p in self.params], grads)
             return
         shards = self.shards
         groups = (slice(0, self.decaying), self.weight_decay), (slice(self.decaying, None), 0.0)
@@ -219,21 +219,25 @@ class Step:
                 new = torch.autograd.grad(loss, params)  # .grad would cost a dispatch through DTensor per parameter
                 total = total + loss.detach()
                 with torch.no_grad():  # with gradients on, to_local() is an autograd function
-                    new = [_local(g) for g in new]
+                    new = [local(g) for g in new]
                     if self.grad_accum > 1:
                         new = [g.float() for g in new]
                     if grads is not None:
                         torch._foreach_add_(grads, new)
                     grads = grads or new
                     del new
-        self.phase = "step"
         with torch.no_grad():
             if self.whole_weights:
                 grads = self.whole_weights.reduce_fn(grads)
-            if self.inspect is not None:
-                self.inspect(self.optimizer.params, grads)
-            self.grad_norm = self.update_fn(grads)
-            return self.over_ranks(total, "avg")
+            return self.finish(total, grads)
+
+    def finish(self, total: Tensor, grads: list[Tensor]) -> Tensor:
+        """Updates with the gradients' local shards; returns the loss of the whole batch, averaged over ranks."""
+        self.phase = "step"
+        if self.inspect is not None:
+            self.inspect(self.optimizer.params, grads)
+        self.grad_norm = self.update_fn(grads)
+        return self.over_ranks(total, "avg")
 
 
 class ModelStep(Step):
@@ -256,7 +260,7 @@ class OneGraph(Step):
 
     def whole(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         loss = self.loss_sum(tokens, targets, self.share(targets))
-        grads = [_local(g) for g in torch.autograd.grad(loss, self.optimizer.params)]
+        grads = [local(g) for g in torch.autograd.grad(loss, self.optimizer.params)]
         with torch.no_grad():
             norm = self.update(grads)
             return self.over_ranks(loss.detach(), "avg"), norm
