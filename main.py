@@ -19,12 +19,11 @@ if __name__ == "__main__":  # before torch is imported: --help and bad flags ans
     CONFIG = flags.parse(sys.argv[1:], RANKS[0])
 
 import torch
-import torch.distributed as dist
 
 from model import flops_per_token
 from simple_fsdp import describe
 from trainer import measure
-from trainer.baselines import build, model_config
+from trainer.baselines import build, connect, model_config
 from trainer.data import Batches, DataError, check_source
 from trainer.sinks import Sinks, check_writable, final_lines
 from trainer.step import check_mode, global_norm, shutdown
@@ -35,29 +34,6 @@ PROFILED = 3
 
 class NonFinite(Exception):
     """The global gradient norm, the same number on every rank, is not finite."""
-
-
-def connect(c: flags.Config, rank: int, local_rank: int, world: int) -> torch.device:
-    """Joins the process group: NCCL on CUDA, gloo on a CPU; without torchrun one of its own. ValueError in one line."""
-    cuda = c.device == "cuda"
-    if cuda and not torch.cuda.is_available():
-        raise ValueError(f"--device cuda: torch {torch.__version__} sees no GPU; use --device cpu")
-    ranks, n = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1)), torch.cuda.device_count() if cuda else 0
-    if cuda and ranks > n:  # on every rank alike: also on those that have a GPU
-        raise ValueError(f"--nproc-per-node {ranks}: there are {n} GPUs; start {n} at most")
-    if cuda and not dist.is_nccl_available():
-        raise ValueError(f"--device cuda: torch {torch.__version__} has no NCCL; use --device cpu")
-    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
-    how = {} if os.environ.get("RANK") else dict(store=dist.HashStore(), rank=0, world_size=1)
-    if cuda:
-        torch.cuda.set_device(device)
-        how["device_id"] = device
-    try:
-        dist.init_process_group("nccl" if cuda else "gloo", **how)
-    except dist.DistNetworkError as e:
-        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        raise ValueError(f"MASTER_ADDR:MASTER_PORT {address}: {str(e).splitlines()[0]}; choose another port") from e
-    return device
 
 
 class Run:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -78,10 +79,13 @@ def test_one_command_compares_them_in_one_process_group(tmp_path):
     assert all(cell in done.stdout for cell in cells)
 
 
-def test_a_cell_that_a_wrapper_cannot_do_is_one_line():
-    argv = [sys.executable, "-m", "trainer.baselines", "simple:none", "fsdp2:step"]
-    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "cells fsdp2:step" in done.stderr
+@pytest.mark.parametrize(("argv", "message"), [
+    ("simple:none fsdp2:step", "cells fsdp2:step"), ("simple:none -- --device cuda", "--device cuda: .*sees no GPU"),
+])  # fmt: skip
+def test_what_cannot_be_compared_is_one_line(argv, message):
+    argv, env = [sys.executable, "-m", "trainer.baselines", *argv.split()], os.environ | dict(CUDA_VISIBLE_DEVICES="")
+    done = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and re.search(message, done.stderr), done.stderr
 
 
 def test_fsdp2_at_one_rank_and_its_name_in_the_configuration():

@@ -34,16 +34,16 @@ CELLS = {
         dict(EAGER, attn="flex", remat="both"), dict(EAGER, accum=4), dict(EAGER, accum=4, sync="last")],
     2: [EAGER, dict(EAGER, mode="replicate"), dict(EAGER, reshard=False), dict(EAGER, min_bytes=2048),
         dict(EAGER, remat="both", ratio=0.5, loss="chunked"),
-        dict(EAGER, attn="flex", remat="block"), dict(compile="blocks", remat="both"),
+        dict(EAGER, attn="flex", remat="block"), dict(compile="blocks", remat="both", backend="inductor"),
         dict(EAGER, accum=2, sync="last"), dict(EAGER, accum=2, sync="last", mode="replicate"),
-        dict(compile="model"), dict(compile="fwdbwd", backend="inductor"),
+        dict(compile="model", backend="inductor"), dict(compile="fwdbwd", backend="inductor"),
         dict(compile="fwdbwd", accum=2, mode="replicate"),
         dict(compile="fwdbwd", accum=2, remat="pointwise", loss="chunked"),
         dict(compile="fwdbwd", accum=2, sync="last", remat="mlp"), dict(compile="fwdbwd", remat="block", reshard=False),
         dict(compile="step", remat="both", backend="inductor")],
     4: [EAGER, dict(EAGER, mode="hybrid_shard"), dict(EAGER, mode="replicate"),
         dict(EAGER, mode="hybrid_shard", accum=2, sync="last"),
-        *(dict(compile=mode, mode="hybrid_shard") for mode in ("fwdbwd", "step"))],
+        dict(compile="fwdbwd", mode="hybrid_shard", backend="inductor"), dict(compile="step", mode="hybrid_shard")],
 }  # fmt: skip
 
 

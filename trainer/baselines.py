@@ -12,6 +12,7 @@ fsdp2 and ddp are torch's own, as their users run them: fully_shard per block an
 DDP under autocast; compiled per block, below the hooks that communicate.
 """
 
+import os
 import statistics
 import sys
 from contextlib import nullcontext
@@ -40,6 +41,29 @@ from trainer.step import COMPILE_MODES, AdamW, Step, local, make_step, shutdown
 
 DTYPES = dict(fp32=torch.float32, bf16=torch.bfloat16)
 WARMUP = 3
+
+
+def connect(c: flags.Config, rank: int, local_rank: int, world: int) -> torch.device:
+    """Joins the process group: NCCL on CUDA, gloo on a CPU; without torchrun one of its own. ValueError in one line."""
+    cuda = c.device == "cuda"
+    if cuda and not torch.cuda.is_available():
+        raise ValueError(f"--device cuda: torch {torch.__version__} sees no GPU; use --device cpu")
+    ranks, n = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1)), torch.cuda.device_count() if cuda else 0
+    if cuda and ranks > n:  # on every rank alike: also on those that have a GPU
+        raise ValueError(f"--nproc-per-node {ranks}: there are {n} GPUs; start {n} at most")
+    if cuda and not dist.is_nccl_available():
+        raise ValueError(f"--device cuda: torch {torch.__version__} has no NCCL; use --device cpu")
+    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    how = {} if os.environ.get("RANK") else dict(store=dist.HashStore(), rank=0, world_size=1)
+    if cuda:
+        torch.cuda.set_device(device)
+        how["device_id"] = device
+    try:
+        dist.init_process_group("nccl" if cuda else "gloo", **how)
+    except dist.DistNetworkError as e:
+        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        raise ValueError(f"MASTER_ADDR:MASTER_PORT {address}: {str(e).splitlines()[0]}; choose another port") from e
+    return device
 
 
 def model_config(c: flags.Config) -> ModelConfig:
@@ -177,20 +201,14 @@ def compare(cells: list[str], c: flags.Config, device: torch.device, rank: int =
 
 
 def main(cells: list[str], c: flags.Config, rank: int, local_rank: int, world: int) -> int:
-    auto = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(auto if c.device == "auto" else c.device)
+    device_type = ("cuda" if torch.cuda.is_available() else "cpu") if c.device == "auto" else c.device
+    c = replace(c, system=replace(c.system, device=device_type))
     modes = dict(simple=COMPILE_MODES, none=COMPILE_MODES, fsdp2=("none", "blocks"), ddp=("none", "blocks"))
     bad = [cell for cell in cells if cell.partition(":")[2] not in modes.get(cell.partition(":")[0], ())]
     if bad or not cells:
         flags.fail(f"cells {' '.join(bad) or '(none)'}: give WRAPPER:COMPILE, such as simple:fwdbwd fsdp2:blocks", rank)
-    where = dict(init_method="env://") if world > 1 else dict(store=dist.HashStore(), rank=0, world_size=1)
-    if device.type == "cuda":
-        device = torch.device("cuda", local_rank)
-        torch.cuda.set_device(device)
-        where |= dict(device_id=device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", **where)
     try:
-        rows = compare(cells, c, device, rank, world)
+        rows = compare(cells, c, connect(c, rank, local_rank, world), rank, world)
     except ValueError as e:
         flags.fail(str(e), rank)
     for row in rows if rank == 0 else ():
