@@ -6,9 +6,8 @@
     model = torch.compile(model)                       # or stay eager; then train as on one device
 
 Reading `module.weight` all-gathers the parameter; its gradient arrives **averaged** over the ranks (torchtitan's file
-sums), sharded, in the stored dtype. A loss normalised by a token count therefore divides by the mean count per rank.
-When not to use it: under tensor or pipeline parallelism (parameters that already are DTensors are refused). Torch 2.11
-to 2.14, Python 3.11 or newer. After Zhang et al., "SimpleFSDP", arXiv:2411.00284.
+sums), sharded, in the stored dtype: a loss normalised by a token count divides by the mean count per rank. Not for use
+under tensor or pipeline parallelism. Torch 2.11 to 2.14, Python 3.11. After Zhang et al., arXiv:2411.00284.
 """
 
 import functools
@@ -20,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed import DeviceMesh, get_backend
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -47,16 +46,19 @@ class _Policy(namedtuple("_Policy", "mp reshard inner")):  # one per data_parall
 
 def _materialize(p: DTensor, policy: _Policy) -> Tensor:
     """The whole parameter in param_dtype; its backward reduces the gradient to the placements of `p`."""
-    cast = policy.mp.param_dtype if p.dtype.is_floating_point else None
-    reduce = (policy.mp.reduce_dtype or cast) if p.dtype.is_floating_point else None
-    if policy.inner is not None:
-        # Gather over the inner dimension only, so that backward reduce-scatters there first and all-reduces the shard
-        # across: one redistribute over both dimensions would all-reduce the whole gradient and scatter it then.
-        shard = p.redistribute(placements=p.placements, backward_dtype=reduce)
+    cast, reduce = (policy.mp.param_dtype, policy.mp.reduce_dtype) if p.dtype.is_floating_point else (None, None)
+    if policy.inner is not None:  # inside first: both at once would all-reduce the whole gradient and then scatter it
+        shard = p.redistribute(placements=p.placements, backward_dtype=reduce or cast)
         shard = shard.to_local(grad_placements=[Partial("avg"), p.placements[1]])
         p = DTensor.from_local(shard, policy.inner, p.placements[1:], run_check=False, shape=p.shape, stride=p.stride())
-    full = p.redistribute(placements=[Replicate()] * p.device_mesh.ndim, forward_dtype=cast, backward_dtype=reduce)
-    return full.to_local(grad_placements=[Partial("avg")] * p.device_mesh.ndim)
+    mesh, rows = p.device_mesh, p.shape[0] if p.placements[-1].is_shard() else 0
+    if uneven := rows % mesh.size() and mesh.size() > 64:  # DTensor pads the gradient in N pieces: minutes to compile
+        p = p.to_local()
+        p = nn.functional.pad(p, [0] * (2 * p.ndim - 1) + [-(-rows // mesh.size()) - len(p)])
+        p = DTensor.from_local(p, mesh, [Shard(0)], run_check=False)
+    full = p.redistribute(placements=[Replicate()] * mesh.ndim, forward_dtype=cast, backward_dtype=reduce or cast)
+    full = full.to_local(grad_placements=[Partial("avg")] * mesh.ndim)
+    return full[:rows] if uneven else full  # a mesh in the graph costs the warm compile cache: not for few ranks
 
 
 # While compiling: a checkpoint around the gather tags it for the partitioner, so that it is gathered again in backward
@@ -124,9 +126,7 @@ def _wrapped_class(cls: type, names: tuple[str, ...]) -> type:
 
     @functools.wraps(cls.forward)
     def forward(self, *args, **kwargs):
-        if torch.compiler.is_compiling():
-            return cls.forward(self, *args, **kwargs)
-        with _scope():
+        with nullcontext() if torch.compiler.is_compiling() else _scope():
             return cls.forward(self, *args, **kwargs)
 
     def __reduce_ex__(self, protocol):  # deepcopy and pickle: make the class again from its base
@@ -182,13 +182,13 @@ def data_parallel(
     """
     _check(model, device_mesh, mode)
     inner = device_mesh[device_mesh.mesh_dim_names[1]] if mode == "hybrid_shard" else None
-    known = {*torch.compiler.config.cache_key_tag.split(), *(g.group_name for g in device_mesh.get_all_groups())}
-    torch.compiler.config.cache_key_tag = " ".join(sorted(known))  # AOTAutograd's cache key lacks groups
+    tag = {f"{get_backend(g)}:{g.group_name}:{g.rank()}/{g.size()}" for g in device_mesh.get_all_groups()}
+    # AOTAutograd's cache key lacks them: a group of another name, another rank's uneven shard would be taken for ours
+    torch.compiler.config.cache_key_tag = " ".join(sorted(tag.union(torch.compiler.config.cache_key_tag.split())))
     policy, done = _Policy(mp_policy, reshard_after_forward, inner), {}  # done keeps ties tied
     for module in list(model.modules()):
-        names = tuple(name for name, p in module._parameters.items() if p is not None)
-        for name in names:
-            p = module._parameters[name]
+        own = {name: p for name, p in module._parameters.items() if p is not None}
+        for name, p in own.items():
             if id(p) not in done:
                 whole = mode == "replicate" or p.ndim == 0 or p.numel() == 0 or p.nbytes < min_bytes
                 placements = [Replicate()] * (device_mesh.ndim - 1) + [Replicate() if whole else Shard(0)]
@@ -199,7 +199,7 @@ def data_parallel(
         if module is model or next(module.parameters(), None) is not None:
             module.__dict__.pop("_flat_weights", None)  # an RNN's list of what is no longer its parameters
             module._data_parallel = policy
-            module.__class__ = _wrapped_class(type(module), names)
+            module.__class__ = _wrapped_class(type(module), tuple(own))
     return model
 
 

@@ -33,20 +33,20 @@ class Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def mesh_of_two(groups_before=0):
+def mesh_of_two(groups_before=0, rank=0):
     """One dimension of a 2 x 2 mesh; the name of its group counts the groups made before."""
-    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    dist.init_process_group("fake", rank=rank, world_size=4, store=FakeStore())
     for _ in range(groups_before):
         dist.new_group([0, 3])
     return dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("x", "y"))["y"]
 
 
-def step(mesh, *, reshard=True, options=compile_options) -> tuple[list, list, bool]:
+def step(mesh, *, reshard=True, rows=8, options=compile_options) -> tuple[list, list, bool]:
     """(collectives of forward, of backward, came from the cache) of a step compiled in this process' cache."""
     torch._dynamo.reset()
     counters.clear()
     torch.manual_seed(0)
-    model = data_parallel(nn.Linear(8, 8, bias=False), mesh, reshard_after_forward=reshard)
+    model = data_parallel(nn.Linear(8, rows, bias=False), mesh, reshard_after_forward=reshard)
     x = torch.ones(2, 8, requires_grad=True)
     f = torch.compile(lambda x: model(x).square().sum(), fullgraph=True, options=options(model))
     f(x).backward()
@@ -70,20 +70,22 @@ def test_reshard_toggled_on_a_warm_cache_changes_the_graph():
     assert [hit for *_, hit in runs] == [False, False, True, True]
 
 
-def in_a_process_of_its_own(cache, groups_before):
+def in_a_process_of_its_own(cache, groups_before, rank):
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
-    mesh = mesh_of_two(groups_before)
-    return mesh.get_group().group_name, step(mesh, options=lambda model: None)
+    mesh = mesh_of_two(groups_before, rank)
+    return mesh.get_group().group_name, step(mesh, rows=5, options=lambda model: None)
 
 
-def test_two_meshes_in_one_cache_directory_do_not_mix(tmp_path):
-    """The same ranks under another group's name, as after any change to what a program sets up before its mesh.
-    AOTAutograd's key lacks the names: without what data_parallel adds to it, the second uses the first's group."""
+def test_two_meshes_and_two_ranks_in_one_cache_directory_do_not_mix(tmp_path):
+    """The same ranks under another group's name, as after any change to what a program sets up before its mesh; and
+    another rank, whose shard has 2 rows instead of 3. AOTAutograd's key lacks both: without what data_parallel adds to
+    it, the second run uses the first one's group and the third fails on the first one's shapes."""
     runs = []
-    for groups_before in (0, 2, 0):
+    for groups_before, rank in ((0, 0), (2, 0), (0, 1), (0, 0)):
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as one:
-            runs.append(one.submit(in_a_process_of_its_own, str(tmp_path), groups_before).result(timeout=200))
-    assert runs[0][0] == runs[2][0] != runs[1][0]
+            run = one.submit(in_a_process_of_its_own, str(tmp_path), groups_before, rank)
+            runs.append(run.result(timeout=200))
+    assert runs[0][0] == runs[2][0] == runs[3][0] != runs[1][0]
     for name, (forward, backward, _) in runs:
         assert {group for _, group in forward + backward} == {name}
-    assert [hit for _, (*_, hit) in runs] == [False, False, True]
+    assert [hit for _, (*_, hit) in runs] == [False, False, False, True]
