@@ -22,7 +22,7 @@ import torch
 
 from model import flops_per_token
 from simple_fsdp import describe
-from trainer import measure
+from trainer import measure, simulated_world
 from trainer.baselines import build, connect, model_config
 from trainer.data import Batches, DataError, check_source
 from trainer.sinks import Sinks, check_writable, final_lines
@@ -55,6 +55,8 @@ class Run:
             for kind in ("causal", "palm", "hardware")
         }
 
+        self.collectives = simulated_world.log() if c.world else None
+
     def build(self) -> None:
         self.step = build(self.c, self.device, self.world, self.stages.add)
         self.model = self.step.bare_model
@@ -72,6 +74,8 @@ class Run:
             logged = sinks.due(k + 1)
             lr, norms = self.lr(k), {}
             self.step.optimizer.lr.fill_(lr)
+            if self.collectives:
+                self.collectives.clear()  # the row tells those of the last step
             self.step.inspect = (lambda p, g, to=norms: self.norms(p, g, to)) if c.verbose > 1 and logged else None
             with self.timer.step(excluded=k < WARMUP or self.profile.covers(k)), self.profile.step(k):
                 tokens, targets = (t.to(self.device, non_blocking=True) for t in next(self.batches))
@@ -106,13 +110,16 @@ class Run:
         seconds = stats["step_ms"] / 1e3 if stats["step_ms"] else None
         tok_s = self.world * self.batches_tokens() / seconds if seconds else None
         compiled = c.compile != "none" and self.first_step_s is not None and seconds is not None
-        row = self.environment | measure.clocks(self.device) | dict(world=self.world, loss_kind=c.loss)
+        row = self.environment | measure.clocks(self.device) | dict(loss_kind=c.loss)
+        row["world"] = flags.world_label(c, self.world)
         row |= {k: getattr(c, k) for k in "wrapper mode compile attn remat remat_ratio depth width seqlen".split()}
         row |= {k: getattr(c, k) for k in "batch grad_accum param_dtype reduce_dtype".split()}
         row |= dict(flags=flags.changed(c), outcome=outcome, cell=os.environ.get("SWEEP_CELL"))
         row |= measure.peak(self.device) | dict(first_step_peak_mib=self.first_step_mib) | stats
         row |= dict(compile_s=round(self.first_step_s - seconds, 2) if compiled else None)
         row |= dict(tok_s=tok_s, tok_s_rank=tok_s / self.world if tok_s else None)
+        if self.collectives is not None:
+            row["collectives"] = simulated_world.summary(self.collectives)
         peak = measure.device_peak(row["device"])
         return row | measure.utilisation(self.flops, seconds, peak) | dict(peak_flops=peak, loss=self.loss)
 
@@ -125,7 +132,7 @@ class Run:
         per_token = {k: v / self.batches_tokens() for k, v in self.flops.items()}
         lines = [
             f"commit {env['commit'][:12]}{' (dirty)' * bool(env['dirty'])}, torch {env['torch']}, {env['device']}, "
-            f"{self.world} rank{'s' * (self.world > 1)}",
+            f"{flags.world_label(c, self.world)} rank{'s' * (self.world > 1)}",
             "  ".join(f"{k}={v}" for k, v in {**vars(c.training), **vars(c.system)}.items()),
             f"data {self.batches.description}",
             f"{grouped} parameters, {sum(r.local_bytes for r in rows) / 2**20:.1f} MiB on this rank; "
@@ -143,6 +150,7 @@ def main(c: flags.Config, rank: int, local_rank: int, world: int) -> int:
     device_type = ("cuda" if torch.cuda.is_available() else "cpu") if c.device == "auto" else c.device
     try:
         c = flags.resolve(c, device_type, world)
+        world = c.world or world
         check_mode(c.compile, flags.compile_options(c))
         check_source(c.data)
         check_writable(c.results)
@@ -153,7 +161,7 @@ def main(c: flags.Config, rank: int, local_rank: int, world: int) -> int:
     except DataError as e:
         flags.fail(str(e), rank, code=3)
     say = print if rank == 0 else lambda *_, **__: None
-    outcome, code, settings = "ok", 0, c.flat() | dict(world=world)
+    outcome, code, settings = "ok", 0, c.flat() | dict(world=flags.world_label(c, world))
     sinks = Sinks(c.results, c.wandb, c.group, None, settings, c.tags, rank, c.steps, c.log_every)
     try:
         run.build()

@@ -237,6 +237,9 @@ MISFITS = [  # what is wrong together: argv, world, what the message names
     ("--mode hybrid_shard", 1, ["--replicas 2", "1 rank "]),
     ("--mode hybrid_shard --replicas 8", 4, ["--replicas 8", "4 ranks"]),
     ("--wrapper none", 2, ["--wrapper none", "one rank", "2"]),
+    ("--world 8", 2, ["--world 8", "one process", "2", "without torchrun"]),
+    ("--world 8 --wrapper none", 1, ["--wrapper none", "one rank", "8"]),
+    ("--world 8 --mode hybrid_shard --replicas 3", 1, ["--replicas 3", "8 ranks"]),
     ("--wrapper none --param-dtype bf16", 1, ["--wrapper none", "--param-dtype"]),
     ("--attn flex", 1, ["--attn flex", "CUDA"]),
     ("--compile step --grad-accum 2", 1, ["--compile step", "--grad-accum", "2"]),
@@ -293,6 +296,8 @@ def test_what_fits_is_accepted():
         ("stray", "stray"),
         ("--depth 0", "--depth 0: must be at least 1"),
         ("--lr -1", "--lr -1.0: must be a positive number"),
+        ("--world 0", "--world 0: must be at least 1"),
+        ("--world 8 --link token-ring", "--link token-ring: must be a100-nvlink,"),
         ("--mode zero", "--mode"),
     ],
 )
@@ -753,3 +758,16 @@ def test_checks_survive_python_O_and_main_stays_within_250_lines():
         asserts = [node.lineno for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Assert)]
         assert not asserts, (module.__name__, asserts)
     assert len(Path(main.__file__).read_text().splitlines()) <= 250
+
+
+@pytest.mark.parametrize("how", ["", "--wrapper fsdp2", "--wrapper ddp", "--mode hybrid_shard --replicas 2"])
+def test_a_simulated_world_trains_and_its_row_says_so(how, train):
+    done = train("--world", 8, "--link", "20:370", "--steps", 5, "--compile", "none", *how.split())
+    assert done.code == 0 and done.row["outcome"] == "ok", done.err
+    assert done.row["world"] == "8(sim 20:370)" and "8(sim 20:370) ranks" in done.out
+    moved = done.row["collectives"]
+    assert ("all_gather" in moved) == ("reduce_scatter" in moved) == ("ddp" not in how)
+    assert all(each["n"] > 0 and each["mib"] >= 0 and each["ms"] >= 0.02 * each["n"] for each in moved.values())
+    assert done.row["tok_s"] == pytest.approx(8 * done.row["tok_s_rank"])
+    assert abs(done.row["loss"] - math.log(256)) < 0.5  # equal shards: a model that can learn little
+    assert "collectives" not in train("--compile", "none").row  # and afterwards a real group

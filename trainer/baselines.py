@@ -34,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from model import ModelConfig, Transformer
 from simple_fsdp import MixedPrecisionPolicy, data_parallel, disable_data_parallel
-from trainer import measure
+from trainer import measure, simulated_world
 from trainer.data import Batches
 from trainer.sinks import append_jsonl
 from trainer.step import COMPILE_MODES, AdamW, Step, local, make_step, shutdown
@@ -44,20 +44,24 @@ WARMUP = 3
 
 
 def connect(c: flags.Config, rank: int, local_rank: int, world: int) -> torch.device:
-    """Joins the process group: NCCL on CUDA, gloo on a CPU; without torchrun one of its own. ValueError in one line."""
+    """Joins the process group: NCCL on CUDA, gloo on a CPU; without torchrun one of its own; with --world a simulated
+    one. ValueError in one line."""
     cuda = c.device == "cuda"
     if cuda and not torch.cuda.is_available():
         raise ValueError(f"--device cuda: torch {torch.__version__} sees no GPU; use --device cpu")
     ranks, n = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1)), torch.cuda.device_count() if cuda else 0
     if cuda and ranks > n:  # on every rank alike: also on those that have a GPU
         raise ValueError(f"--nproc-per-node {ranks}: there are {n} GPUs; start {n} at most")
-    if cuda and not dist.is_nccl_available():
+    if cuda and not c.world and not dist.is_nccl_available():
         raise ValueError(f"--device cuda: torch {torch.__version__} has no NCCL; use --device cpu")
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     how = {} if os.environ.get("RANK") else dict(store=dist.HashStore(), rank=0, world_size=1)
     if cuda:
         torch.cuda.set_device(device)
         how["device_id"] = device
+    if c.world:
+        simulated_world.start(c.world, simulated_world.link(c.link), device)
+        return device
     try:
         dist.init_process_group("nccl" if cuda else "gloo", **how)
     except dist.DistNetworkError as e:
@@ -195,7 +199,8 @@ def compare(cells: list[str], c: flags.Config, device: torch.device, rank: int =
     rows = []
     for cell, each, ms in zip(cells, configs, times, strict=True):
         ratio = statistics.median(a / b for a, b in zip(ms, times[0], strict=True))
-        row = measure.environment(device) | dict(study="baselines", cell=cell, world=world, flags=flags.changed(each))
+        row = measure.environment(device) | dict(study="baselines", cell=cell, flags=flags.changed(each))
+        row["world"] = flags.world_label(c, world)
         rows.append(row | measure.stats(ms) | dict(ratio=round(ratio, 4), against=cells[0], interleaved=cells))
     return rows
 
@@ -208,7 +213,7 @@ def main(cells: list[str], c: flags.Config, rank: int, local_rank: int, world: i
     if bad or not cells:
         flags.fail(f"cells {' '.join(bad) or '(none)'}: give WRAPPER:COMPILE, such as simple:fwdbwd fsdp2:blocks", rank)
     try:
-        rows = compare(cells, c, connect(c, rank, local_rank, world), rank, world)
+        rows = compare(cells, c, connect(c, rank, local_rank, world), rank, c.world or world)
     except ValueError as e:
         flags.fail(str(e), rank)
     for row in rows if rank == 0 else ():

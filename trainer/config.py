@@ -19,6 +19,8 @@ from typing import Annotated, Literal, NoReturn
 import tyro
 from tyro.conf import OmitArgPrefixes, UseCounterAction, arg
 
+from trainer.links import link
+
 # The reference setting on a GPU, a small one on a CPU.
 DEFAULTS = {
     "cuda": dict(depth=4, width=4096, head_dim=128, vocab=32768, seqlen=4096, batch=8, steps=50, lr=3e-4,
@@ -83,6 +85,11 @@ class System:
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA where this torch sees a GPU, else the CPU."""
+    world: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: those of torchrun)")] = None
+    """Simulate this many ranks in one process: it is rank 0, data moves, links take modelled time."""
+    link: str = "h100-nvlink"
+    """Link of the simulated ranks: a100-nvlink, h100-nvlink, ndr-ib, 4090-pcie, none (takes no time), or
+    alpha_us:GB_per_s such as 20:370."""
     wrapper: Literal["simple", "fsdp2", "ddp", "none"] = "simple"
     """simple: simple_fsdp.data_parallel. To compare with: fsdp2 (torch's fully_shard, per block), ddp (torch's, bf16 by
     autocast), none (the bare model, on one rank only)."""
@@ -161,13 +168,14 @@ class Config:
                 value = getattr(self, name)
                 if value is not None and not fits(value):
                     raise ValueError(f"{flag(name)} {value}: must be {allowed}")
+        link(self.link)
         for option in self.compile_options:
             if "=" not in option and option != "plain":
                 raise ValueError(f"--compile-options {option}: must be NAME=VALUE or plain")
 
 
 _RANGES = [
-    ("depth width head_dim grouping grow vocab seqlen batch grad_accum steps replicas chunk log_every",
+    ("depth width head_dim grouping grow vocab seqlen batch grad_accum steps world replicas chunk log_every",
      lambda v: v >= 1, "at least 1"),
     ("lr", lambda v: 0 < v < math.inf, "a positive number"),
     ("warmup", lambda v: v >= 0, "0 or more"),
@@ -184,6 +192,9 @@ def flag(name: str) -> str:
 def _check_fit(c: Config, device: str, world: int) -> str | None:
     """What is wrong with resolved values together, or None."""
     heads = c.width // c.head_dim
+    if c.world and world not in (1, c.world):
+        return f"--world {c.world}: simulates ranks in one process, here are {world}; start it without torchrun"
+    world = c.world or world
     if c.width % c.head_dim:
         return f"--width {c.width}: must be a multiple of --head-dim {c.head_dim}"
     if c.head_dim % 2:
@@ -226,6 +237,11 @@ def resolve(c: Config, device: str, world: int) -> Config:
     if problem := _check_fit(c, device, world):
         raise ValueError(problem)
     return c
+
+
+def world_label(c: Config, world: int) -> int | str:
+    """The number of ranks; of simulated ones "8(sim h100-nvlink)"."""
+    return f"{c.world}(sim {c.link})" if c.world else world
 
 
 def changed(c: Config) -> dict:

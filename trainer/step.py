@@ -28,6 +28,7 @@ from torch.optim.adamw import adamw
 
 from model import IGNORE, cross_entropy
 from overlap import compile_options
+from trainer import simulated_world
 
 COMPILE_MODES = ("none", "blocks", "model", "fwdbwd", "step")
 
@@ -333,4 +334,6 @@ def shutdown() -> None:
     torch._dynamo.reset()
     if dist.is_initialized():
         dist.barrier()
+        simulated_world.stop()
+    if dist.is_initialized():
         dist.destroy_process_group()
