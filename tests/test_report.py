@@ -1,0 +1,382 @@
+"""trainer/report.py: rows stand beside the right published figures, ratios only where they mean something, simulated
+ranks are always visible, and the marked tables of README.md and NOTES.md are what their rows give."""
+
+import importlib.util
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from trainer import report, rows, sweep
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCUMENTS = ("README.md", "NOTES.md")
+REFERENCE = dict(depth=4, width=4096, seqlen=4096, batch=8, grad_accum=1, param_dtype="bf16", mode="fully_shard",
+                 compile="fwdbwd", attn="sdpa", remat="none", wrapper="simple", commit="0123456789", n=27)  # fmt: skip
+GPU = dict(device="NVIDIA H200", torch="2.13.0+cu126")
+CPU = dict(device="CPU AMD EPYC, 2 threads", torch="2.13.0+cpu")
+needs_matplotlib = pytest.mark.skipif(not importlib.util.find_spec("matplotlib"), reason="matplotlib is not installed")
+
+
+def line(axis, small=False, n=2, **flags):
+    """The first cell of an axis that has these flags, on n ranks where its line names none."""
+    wanted = {(f"--{name.replace('_', '-')}", (str(value),)) for name, value in flags.items()}
+    for cell in sweep.read_cells(axis, small, n, ["--steps", "30"]):
+        ranks, has = sweep.parse(shlex.split(cell))
+        if wanted <= set(has.items()) and int(has.get("--world", [ranks])[0]) == n:
+            return cell
+    raise AssertionError(f"no such line: {axis} {flags} on {n} ranks")
+
+
+def row(cell, on=GPU, outcome="ok", mib=10_000, ms=500, **more):
+    """A row as main.py writes it."""
+    n, flags = sweep.parse(shlex.split(cell))
+    given = {name.strip("-").replace("-", "_"): int(v[0]) if v[0].isdigit() else v[0] for name, v in flags.items() if v}
+    found = REFERENCE | on | {k: v for k, v in given.items() if k in REFERENCE} | dict(cell=cell, flags=given)
+    found |= dict(world=f"{given['world']}(sim {given['link']})" if "world" in given else n, outcome=outcome)
+    found["peak_alloc_mib" if on is GPU else "peak_rss_mib"] = mib
+    if outcome == "ok":
+        found |= dict(step_ms=ms, step_ms_min=ms - 1, step_ms_max=ms + 1, loss=10.4)
+    return found | more
+
+
+def table(axis, made, small=False):
+    """(text above, rows as dicts of column -> cell; a title that comes again has the one before it in front)."""
+    above, text = report.section(axis, made, small)
+    head, _, *body = ([cell.strip() for cell in each.split("|")[1:-1]] for each in text.split("\n"))
+    head = [f"{head[i - 1]} {title}" if head.count(title) > 1 else title for i, title in enumerate(head)]
+    return above, [dict(zip(head, each, strict=True)) for each in body]
+
+
+def save(path, made):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(each) + "\n" for each in made))
+    return path
+
+
+BESIDE = [
+    ("seqlen", 2, dict(seqlen=8192), ("23'257", "2'722"), ("0.430", "0.184")),
+    ("depth", 2, dict(depth=8), ("22'681", "2'104"), ("0.441", "0.238")),
+    ("width", 2, dict(width=6144), ("23'782", "2'130"), ("0.420", "0.235")),
+    ("gpus", 4, dict(batch=16), ("20'472", "2'196"), ("0.488", "0.228")),
+    ("gpus", 8, dict(batch=8), ("10'373", "1'114"), ("0.964", "0.449")),
+    ("variants", 2, dict(remat="attn", attn="flex", compile="fwdbwd"), ("23'765", "1'039"), ("0.421", "0.481")),
+    ("small-params", 4, dict(depth=32, seqlen=128, min_shard_mib=1), ("22'884", "548-557"), ("0.437", "0.905")),
+    ("small-params", 8, dict(depth=4, min_shard_mib=0), ("10'373", "4'604-4'612"), ("0.964", "0.109")),
+]
+
+
+@pytest.mark.parametrize(("axis", "n", "flags", "published", "ratios"), BESIDE)
+def test_a_row_stands_beside_the_published_one_of_its_key(axis, n, flags, published, ratios):
+    above, found = table(axis, [row(line(axis, n=n, **flags))])
+    [beside] = [each for each in found if each["allocated MiB"]]
+    assert (beside["published allocated MiB"], beside["published ms"]) == published
+    assert (beside["published allocated MiB ours/published"], beside["published ms ours/published"]) == ratios
+    assert len([each for each in found if each["published allocated MiB"]]) == len(rows.published(axis))
+    assert f"reference/{rows.PUBLISHED[axis][0]}" in above
+    order = [int(each.get(axis, each.get("batch", 0))) for each in found]
+    assert order == sorted(order)
+
+
+@pytest.mark.parametrize("small", [False, True])
+def test_every_line_of_every_axis_finds_its_row(small):
+    for axis in sweep.axes(small):
+        cells = sweep.read_cells(axis, small, 2, ["--steps", "7", "--seed", "3"])
+        made = [row(cell, CPU if small else GPU, mib=1000 + i) for i, cell in enumerate(cells)]
+        found = [ours for _, ours, _ in rows.entries(axis, made, small) if ours]
+        assert sorted(ours["cell"] for ours in found) == sorted(cells), axis
+        other = [row(f"{cell} --clip 2", CPU if small else GPU) for cell in cells]
+        with pytest.raises(ValueError, match=f"^{axis}: no row"):
+            rows.entries(axis, other, small)
+
+
+def test_a_line_that_names_its_ranks_takes_no_other():
+    cell = line("gpus", n=4, batch=8)
+    with pytest.raises(ValueError, match="no row"):
+        rows.entries("gpus", [row(cell, world=5)], False)
+
+
+@pytest.mark.parametrize(("counted", "correct", "key"), [
+    (26.0, 50.1, ("flex", "fully_shard", 4, 4, 4096, "both", 4)),
+    (30.5, 58.8, ("sdpa", "fully_shard", 4, 4, 4096, "both", 4)),
+    (35.3, 68.1, ("sdpa", "fully_shard", 4, 4, 4096, "none", 4)),
+])
+def test_published_mfu_is_recomputed_with_our_flops(counted, correct, key):
+    found = rows.published("mfu")[key]
+    assert round(found["mfu"], 1) == correct
+    assert found["text"]["mfu"] == f"{counted}, {correct}"
+
+
+def test_the_flops_of_the_recomputed_mfu_are_the_models():
+    text = (ROOT / "model.py").read_text()  # not imported: torch takes seconds
+    exec(re.search(r"^def flops_per_token.*?(?=^\S|\Z)", text, re.MULTILINE | re.DOTALL)[0], ours := {"ModelConfig": 0})
+    for depth, seqlen, grouping in ((4, 4096, 4), (8, 4096, 4), (4, 512, 4), (4, 4096, 1)):
+        c = SimpleNamespace(depth=depth, width=4096, grow=4, vocab=32768, head_dim=128, heads=32)
+        c.kv_heads = c.heads // grouping
+        theirs = 6 * (depth * (4 * 4096**2 + 2 * 4 * 4096) + 4096 * 32768) + 12 * depth * 4096 * (seqlen + 1) / 2
+        expected = ours["flops_per_token"](c, seqlen) / theirs
+        assert rows.flops_ratio(depth, seqlen, grouping) == pytest.approx(expected, rel=1e-12)
+
+
+def test_mfu_stands_beside_the_recomputed_one():
+    _, found = table("mfu", [row(line("mfu", n=4, attn="flex", remat="both"), mfu=51.2, mfu_palm=55.0, hfu=60.0)])
+    [beside] = [each for each in found if each["MFU %"]]
+    assert beside["published MFU %: as counted, recomputed"] == "26.0, 50.1"
+    assert (beside["ours/published"], beside["MFU % PaLM"], beside["HFU %"]) == ("1.021", "55.0", "60.0")
+
+
+def test_uncompiled_flex_is_nobodys_neighbour():
+    above, found = table("variants", [row(line("variants", remat="none", attn="sdpa", compile="fwdbwd"))])
+    assert "FlexAttention that is not compiled" in above
+    assert [each["published allocated MiB"] for each in found if each["allocated MiB"]] == [""]
+    assert [each["allocated MiB"] for each in found if each["attn"] == "flex, not compiled"] == [""] * 9
+
+
+def test_a_doubtful_published_figure_enters_no_ratio():
+    _, found = table("variants", [row(line("variants", remat="both", attn="flex", compile="model"))])
+    [beside] = [each for each in found if each["allocated MiB"]]
+    assert "likely 1135 mistyped" in beside["published ms"]
+    assert beside["ours/published"] == "0.603"  # of MiB: there is no other such column
+
+
+V = {"vocab": 512}
+
+
+@pytest.mark.parametrize(("made", "small"), [
+    ([row(line("depth", True, depth=4), CPU), row(line("depth", True, depth=2), CPU, mib=2000, ms=100)], True),
+    ([row(line("depth", depth=4, n=1)), row(line("depth", depth=2, n=1), mib=2000, ms=100)], False),
+    ([row(line("depth", depth=4), CPU, vocab=32768), row(line("depth", depth=2), CPU, mib=2000, ms=100)], False),
+    ([row(line("depth", True, depth=4), **V), row(line("depth", True, depth=2), **V, mib=2000, ms=100)], True),
+])
+def test_no_ratio_on_a_cpu_at_small_sizes_or_on_other_ranks(made, small):
+    above, found = table("depth", made, small)
+    assert "No ratios" in above and not any("ours/published" in title for title in found[0])
+    memory = "resident MiB" if made[0]["device"].startswith("CPU") else "allocated MiB"
+    by_depth = {each["depth"]: each for each in found}
+    assert (by_depth["2"][f"{memory} x"], by_depth["4"][f"{memory} x"]) == ("1.00", "5.00")
+    assert (by_depth["2"]["published allocated MiB x"], by_depth["8"]["published allocated MiB x"]) == ("1.00", "2.16")
+    assert by_depth["8"][memory] == ""
+
+
+def test_resident_and_allocated_memory_never_share_a_column():
+    _, found = table("depth", [row(line("depth", depth=4)), row(line("depth", depth=2), CPU, mib=300)])
+    assert [(each["allocated MiB"], each["resident MiB"]) for each in found[:2]] == [("", "300"), ("10'000", "")]
+    assert [each["published allocated MiB ours/published"] for each in found[:2]] == ["", "0.687"]
+
+
+SIMULATED = line("seqlen", n=1, seqlen=4096) + " --world 2 --link 20:370"
+
+
+def test_simulated_ranks_are_told_in_the_table_and_above_it():
+    real = row(line("seqlen", n=2, seqlen=4096), ms=700)
+    above, found = table("seqlen", [row(SIMULATED, ms=600), real])
+    assert "n = 2, 2(sim 20:370) ranks" in above and "N(sim LINK): one process in place of N" in above
+    ours = [(each["n"], each[report.MS][:3]) for each in found if each["seqlen"] == "4096"]
+    assert sorted(ours) == [("2", "700"), ("2(sim 20:370)", "600")]
+    [eight] = [each for each in table("gpus", [row(line("gpus", n=8), world="8(sim ndr-ib)")])[1] if each["loss"]]
+    assert (eight["n"], eight["published allocated MiB"]) == ("8(sim ndr-ib)", "10'373")
+    died = {**sweep.failed_row(SIMULATED, "timeout"), "torch": "2.13.0+cu126"}
+    assert rows.label(died) == "2(sim 20:370)"
+    assert [each["n"] for each in table("seqlen", [died])[1] if each["outcome"]] == ["2(sim 20:370)"]
+
+
+def test_outcomes_stand_on_both_sides():
+    made = [row(line("seqlen", seqlen=T), outcome=end) for T, end in ((32768, "OOM bwd"), (512, "failed: a|b"))]
+    by_key = {each["seqlen"]: each for each in table("seqlen", made)[1]}
+    assert (by_key["32768"]["outcome"], by_key["32768"]["published allocated MiB"]) == ("OOM bwd", "OOM bwd")
+    assert (by_key["512"]["outcome"], by_key["512"]["published ms"]) == ("failed: a/b", "142")
+    assert "10'000" not in str(by_key)  # the memory of a run that did not end is no figure
+    [bad] = [each for each in table("width", [row(line("width", width=768), outcome="badshape")])[1] if each["outcome"]]
+    assert (bad["width"], bad["outcome"], bad["published allocated MiB"]) == ("768", "badshape", "badshape")
+
+
+def test_the_last_row_that_is_ok_counts_for_each_device():
+    cell, old = line("depth", depth=4), {"date": "2026-11-01"}
+    made = [row(cell, mib=1), row(cell, mib=2), row(cell, outcome="OOM fwd"), row(cell, torch="2.14.0+cu126", mib=4),
+            row(cell, mib=5, **old), sweep.failed_row(cell, "timeout") | {"torch": GPU["torch"]}]  # fmt: skip
+    for each in made[:4]:
+        each["date"] = "2026-11-02"
+    found = [each for each in table("depth", made)[1] if each["n"]]
+    assert [(each["torch"], each["allocated MiB"]) for each in found] == [("2.13.0+cu126", "2"), ("2.14.0+cu126", "4")]
+
+
+def test_lines_cut_short_are_passed_over(tmp_path):
+    path = save(tmp_path / "rows.jsonl", [row(line("depth", depth=4))])
+    path.write_text('{"cell": "--de\n[1]\n' + path.read_text() + '{"cell"')
+    assert [each["file"] for each in rows.read([path])] == ["rows.jsonl"]
+
+
+def compared(cells, **more):
+    about = CPU | dict(study="baselines", interleaved=cells, world=1, commit="0123456", n=60)
+    return [about | dict(cell=c, step_ms=50 + i, step_ms_min=49, step_ms_max=70, ratio=1 + i / 4) | more
+            for i, c in enumerate(cells)]  # fmt: skip
+
+
+def test_wrappers_are_the_last_comparison_of_each_machine():
+    cells = ["simple:blocks", "fsdp2:blocks", "ddp:blocks", "none:blocks"]
+    made = compared(["simple:model", "none:model"]) + compared(cells) + compared(cells[:3], world="8(sim ndr-ib)")
+    found = table("wrappers", made)[1]
+    assert [(each["wrapper"], each["n"]) for each in found] == [
+        ("simple", "1"), ("fsdp2", "1"), ("ddp", "1"), ("none", "1"),
+        *((name, "8(sim ndr-ib)") for name in ("simple", "fsdp2", "ddp")),
+    ]  # fmt: skip
+    assert [each["median ratio to the first"] for each in found[:4]] == ["1.000", "1.250", "1.500", "1.750"]
+    assert "n" not in table("baselines", compared(cells))[1][0]
+
+
+@pytest.fixture
+def copy(tmp_path, monkeypatch):
+    """The documents and their rows in a folder of their own, which is the current one."""
+    for name in DOCUMENTS:
+        shutil.copy(ROOT / name, tmp_path)
+    shutil.copytree(ROOT / "results", tmp_path / "results", ignore=lambda *_: ["runs"])
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_tables_of_readme_and_notes_are_what_their_rows_give():
+    count, differing = report.check([ROOT / name for name in DOCUMENTS])
+    assert (differing, count >= 3) == ([], True)
+
+
+def test_a_changed_digit_is_found_and_written_back(copy, capsys):
+    readme, text = copy / "README.md", (copy / "README.md").read_text()
+    assert text.count("| 91.4 [75.3-219.9] |") == 1
+    readme.write_text(text.replace("| 91.4 [75.3-219.9] |", "| 91.5 [75.3-219.9] |"))
+    number = readme.read_text().split("\n").index("| blocks | 2.5289 | 91.5 [75.3-219.9] | 6.3 | 486 |") + 1
+    said = f"README.md:{number}: compile: column 'step ms, median [min-max]' has '91.5 [75.3-219.9]'"
+    said += " where the rows give '91.4 [75.3-219.9]'"
+    assert (report.main(["--check"]), capsys.readouterr().out.splitlines()[:-1]) == (1, [said])
+    assert (report.main(["--write"]), capsys.readouterr().out.splitlines()[0]) == (0, said)
+    assert (readme.read_text(), report.main(["--check"])) == (text, 0)
+
+
+def test_a_new_mark_is_filled_and_a_line_too_few_or_too_many_found(copy):
+    save(copy / "results/new.jsonl", [row(line("depth", depth=4))])
+    (copy / "NOTES.md").write_text("a\n<!-- report: depth results/new.jsonl -->\n\nb\n")
+    assert report.main(["--write"]) == 0
+    text = (copy / "NOTES.md").read_text().split("\n")
+    assert text[2].startswith("| depth | n | allocated MiB |") and text[-3:] == ["", "b", ""]
+    (copy / "NOTES.md").write_text("\n".join(text[:-4] + text[-3:]))
+    assert report.check([Path("NOTES.md")])[1] == [f"NOTES.md:{len(text) - 3}: depth: 9 lines where the rows give 10"]
+    (copy / "NOTES.md").write_text("\n".join(text[:-3] + ["| 1 |", *text[-3:]]))
+    count, [said] = report.check([copy / "NOTES.md"])
+    assert (count, said.split(": ", 1)[1]) == (1, "depth: 11 lines where the rows give 10")
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (["colour"], "report: unknown axis 'colour': expected all or one of "),
+    (["depth"], "report: no file results/sweep-depth.jsonl: "),
+    ([], "report: no row of any axis in results/sweep-*.jsonl (at small sizes: --small)"),
+    (["--results", "none.jsonl"], "report: no file none.jsonl: "),
+    (["seqlen", "--results", "results/cpu_modes.jsonl"], "report: seqlen: no row of it (at small sizes: --small)"),
+    (["baselines", "--results", "results/cpu_modes.jsonl"], "report: baselines: no row of it among 5 rows"),
+    (["compile", "--results", "results/cpu_modes.jsonl", "results/main_job.jsonl"], "report: compile: the rows are of"),
+    (["depth", "--check"], "report: --check and --write stand alone"),
+    (["--results", "results/cpu_modes.jsonl"], "report: no row of any axis in results/cpu_modes.jsonl"),
+])
+def test_bad_input_is_one_line_and_exit_2(copy, monkeypatch, capsys, words, said):
+    with pytest.raises(SystemExit) as stopped:
+        report.main(words)
+    told = capsys.readouterr().err
+    assert (stopped.value.code, told.count("\n")) == (2, 1) and told.startswith(said)
+
+
+@pytest.mark.parametrize(("mark", "said"), [
+    ("colour results/cpu_modes.jsonl", "unknown axis 'colour'"), ("compile gone.jsonl", "no file gone.jsonl"),
+])
+def test_a_bad_mark_is_named_with_its_line(copy, capsys, mark, said):
+    (copy / "README.md").write_text(f"\n<!-- report: {mark} -->\n")
+    with pytest.raises(SystemExit) as stopped:
+        report.main(["--check"])
+    told = capsys.readouterr().err
+    assert stopped.value.code == 2 and told.startswith(f"report: README.md:2: {said}")
+    (copy / "README.md").write_text("")
+    (copy / "NOTES.md").unlink()
+    with pytest.raises(SystemExit):
+        report.main(["--check"])
+    assert capsys.readouterr().err == "report: no marked table in README.md and NOTES.md here\n"
+
+
+def test_without_an_axis_all_that_have_rows_are_printed(copy, capsys):
+    save(copy / "results/sweep-depth.jsonl", [row(line("depth", depth=4))])
+    save(copy / "results/sweep-all.jsonl", [row(line("width", width=2048))])
+    assert report.main([]) == 0
+    assert [each for each in capsys.readouterr().out.split() if each.startswith("**")] == ["**depth**:", "**width**:"]
+
+
+def test_the_command_imports_neither_torch_nor_matplotlib():
+    command = [sys.executable, "-X", "importtime", "-m", "trainer.report", "--check"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    imported = {each.split("|")[-1].strip() for each in done.stderr.splitlines()}
+    assert (done.returncode, done.stdout[-len("0 differ\n") :]) == (0, "0 differ\n")
+    assert "trainer.rows" in imported and not imported & {"torch", "matplotlib"}
+
+
+def test_plots_without_matplotlib_are_one_line_and_exit_2(copy, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.delitem(sys.modules, "trainer.plots", raising=False)
+    with pytest.raises(SystemExit) as stopped:
+        report.main(["compile", "--results", "results/cpu_modes.jsonl", "--plots", "plots"])
+    told = capsys.readouterr()
+    assert (stopped.value.code, told.out, told.err.count("\n")) == (2, "", 1) and "matplotlib" in told.err
+
+
+@needs_matplotlib
+def test_plots_show_published_figures_simulated_ranks_and_outcomes(copy, capsys):
+    made = [row(line("seqlen", seqlen=T), mib=T, ms=T / 4) for T in (512, 4096)]
+    made += [row(line("seqlen", seqlen=8192), outcome="OOM fwd"), row(SIMULATED)]
+    path = save(copy / "rows.jsonl", made)
+    assert report.main(["seqlen", "--results", str(path), "--plots", "plots"]) == 0
+    assert "plots/seqlen-gpu.svg" in capsys.readouterr().out
+    drawn = (copy / "plots/seqlen-gpu.svg").read_text()
+    assert drawn.count("OOM fwd") == drawn.count("OOM bwd") == 2  # ours and the published, in either panel
+    for text in ("peak allocated MiB", "median ms per step", "n=2(sim 20:370)", "published A100SXM n=2", "NVIDIA H200"):
+        assert text in drawn
+
+
+@needs_matplotlib
+def test_the_two_ways_to_scale_are_curves_of_their_own():
+    from trainer import plots
+
+    made = [row(line("gpus", n=n, batch=b), mib=n * b) for n, b in ((1, 8), (4, 8), (4, 16), (8, 8))]
+    made = [each | {"world": int(str(each["world"])[0])} for each in made]
+    found = plots.curves("gpus", rows.entries("gpus", made, False), True)
+    ours, alike = "NVIDIA H200, torch 2.13.0+cu126, batch ", "published A100SXM, batch "
+    assert {x: mib for x, (mib, *_) in found[ours + "8 a rank"].items()} == {1: 8, 4: 32, 8: 64}
+    assert {x: mib for x, (mib, *_) in found[ours + "64 in all"].items()} == {4: 64, 8: 64}
+    assert [sorted(found[alike + each]) for each in ("8 a rank", "64 in all")] == [[1, 2, 3, 4, 6, 8], [1, 2, 4, 8]]
+    assert found[alike + "64 in all"][1] == (None, None, "OOM bwd") and len(found) == 4
+
+
+@needs_matplotlib
+def test_a_cpus_memory_is_drawn_apart_from_the_published(copy):
+    from trainer import plots
+
+    made = [row(line("depth", True, depth=d), CPU, mib=100 * d, ms=d) for d in (1, 4)]
+    made += [row(line("depth", True, depth=2))]
+    path, other = plots.axis("depth", rows.entries("depth", made, True), copy)
+    drawn = path.read_text()
+    assert ("H200" in drawn, "H200" in other.read_text(), other.name) == (False, True, "depth-gpu.svg")
+    assert path.name == "depth-cpu.svg" and "each relative to its first point" in drawn
+    assert "peak resident MiB (published: allocated), relative" in drawn
+
+
+@needs_matplotlib
+def test_the_front_is_of_one_setting_and_names_its_points(copy):
+    from trainer import plots
+
+    assert plots.front([(3, 1), (1, 3), (2, 2), (2, 3), (3, 2)]) == [(1, 3), (2, 2), (3, 1)]
+    points = (("none", "fwdbwd", 3, 1), ("mlp", "fwdbwd", 2, 2), ("both", "model", 3, 2))
+    made = [row(line("variants", remat=r, compile=c, attn="flex"), mib=mib, ms=ms) for r, c, mib, ms in points]
+    made += [row(line("depth", depth=8)), row(SIMULATED), row(line("variants", remat="block"), outcome="OOM bwd")]
+    [path] = plots.fronts(made, copy)
+    drawn = path.read_text()
+    assert all(text in drawn for text in ("compile=model remat=both", "compile=fwdbwd remat=mlp", "n=2: depth 4"))
+    assert "block" not in drawn and "sim" not in drawn

@@ -1,0 +1,134 @@
+"""Plots of result rows (SVG): an axis beside the published line, and memory against speed. Needs matplotlib.
+
+    axis("seqlen", entries("seqlen", rows, small=False), Path("plots"))     # plots/seqlen-gpu.svg, plots/seqlen-cpu.svg
+    fronts(rows, Path("plots"))                                             # plots/front-1.svg, ...
+"""
+
+import textwrap
+from pathlib import Path
+
+import matplotlib
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
+
+from trainer.rows import NEUTRAL, PUBLISHED, SHAPE, Row, figure, label, newest, on_gpu, people, series, shape
+
+matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "report", "font.size": 9}
+MIB = {True: ("peak_alloc_mib", "peak allocated MiB"), False: ("peak_rss_mib", "peak resident MiB")}
+
+
+def save(plot: Figure, path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    plot.savefig(path, metadata={"Date": None})
+    return path
+
+
+def curves(name: str, found: list, gpu: bool) -> dict[str, dict]:
+    """Name of a curve -> {x: (MiB, ms, outcome)}; published ones start with "published". Of the axis gpus there are two
+    each: the same batch on every rank, and the same in all."""
+    names, made = PUBLISHED.get(name, ("", ()))[1], {}
+    keys, ours, theirs = list(dict.fromkeys(key for key, *_ in found)), [], []
+    for key, o, p in found:
+        if o and on_gpu(o) == gpu:
+            point = figure(o, MIB[gpu][0]), figure(o, "step_ms"), o.get("outcome", "")
+            ours.append((key, series(o, name), point))
+        if p:
+            point = p.get("mib"), p["ms"], "" if p.get("mib") else p["text"]["mib"]
+            theirs.append((key, f"published {p['device']}" + f" n={p['ranks']}" * ("ranks" not in names), point))
+    for side in (ours, theirs):
+        for key, curve, point in side:
+            x, parts = key[0] if len(names) == 1 else keys.index(key), [""]
+            if name == "gpus":
+                x, least, most = key[2], min(each[0][0] for each in side), max(each[0][1] for each in side)
+                parts = [f", batch {least} a rank"] * (key[0] == least) + [f", batch {most} in all"] * (key[1] == most)
+            for part in parts:
+                made.setdefault(curve + part, {})[x] = point
+    return made
+
+
+def draw(ax, made: dict[str, dict], i: int, line: bool, scale: bool) -> None:
+    """One panel (i: 0 MiB, 1 ms). What has no figure is an x near the top, with its outcome, lower for each curve."""
+    for number, (name, curve) in enumerate(made.items()):
+        points = [(x, point[i]) for x, point in sorted(curve.items()) if point[i]]
+        first, color = points[0][1] if points and scale else 1, f"C{number}"
+        style = ("--" if name.startswith("published") else "-") * line + "o"
+        ax.plot([x for x, _ in points], [y / first for _, y in points], style, color=color, label=name, markersize=4)
+        for x, (*_, outcome) in curve.items():
+            if outcome not in ("", "ok"):
+                top = 0.97 - 0.16 * (number % 6)
+                ax.plot([x], [top], "x", color=color, transform=ax.get_xaxis_transform(), markersize=4)
+                ax.annotate(outcome[:16], (x, top - 0.02), xycoords=ax.get_xaxis_transform(), color=color, rotation=90,
+                            ha="center", va="top", fontsize=6)  # fmt: skip
+
+
+def axis(name: str, found: list, folder: Path) -> list[Path]:
+    """Peak MiB and step ms along an axis, one file for GPUs and one for CPUs. Beside published figures a CPU's stand
+    relative to their first, as those do: resident and allocated memory, or their times, compare as shapes only."""
+    names, paths = PUBLISHED.get(name, ("", ()))[1], []
+    line = len(names) == 1 or name == "gpus"  # else the axis is a list of names
+    for gpu in sorted({on_gpu(ours) for _, ours, _ in found if ours}):
+        made = curves(name, found, gpu)
+        scale = not gpu and any(each.startswith("published") for each in made)
+        plot = Figure(figsize=(11, 5.5), layout="constrained")
+        plot.suptitle(f"{name}{', each relative to its first point' * scale}")
+        for i, (ax, unit) in enumerate(zip(plot.subplots(1, 2), (MIB[gpu][1], "median ms per step"), strict=True)):
+            draw(ax, made, i, line, scale)
+            ax.set_ylabel(unit + " (published: allocated)" * (scale and i == 0) + ", relative" * scale)
+            ticks = sorted({x for curve in made.values() for x in curve})
+            if line:
+                ax.set(xscale="log", yscale="log", xlabel="ranks" if name == "gpus" else f"--{name}")
+                ax.set_xticks(ticks, [str(x) for x in ticks], rotation=90 if len(ticks) > 9 else 0)
+                ax.set_xticks([], minor=True)
+                ax.yaxis.set(major_locator=LogLocator(subs=(1, 1.5, 2, 3, 5, 7)), minor_formatter=NullFormatter())
+            else:
+                texts = list(dict.fromkeys(" ".join(map(str, key)) for key, *_ in found))
+                ax.set_xticks(ticks, [texts[x] for x in ticks], rotation=90)
+                ax.set_ylim(bottom=0)
+            ax.yaxis.set_major_formatter(lambda y, _: people(y, 0 if y == int(y) else 1))
+            ax.grid(alpha=0.3)
+        plot.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=8)
+        paths.append(save(plot, folder / f"{name}-{'gpu' if gpu else 'cpu'}.svg"))
+    return paths
+
+
+def options(row: Row) -> dict[str, str]:
+    """The changed flags that are not the shape of the model, nor without influence on memory and time."""
+    found = {key: str(value) for key, value in (row.get("flags") or {}).items()}
+    return {key: value for key, value in found.items() if key not in SHAPE and f"--{key}" not in NEUTRAL}
+
+
+def front(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Of (ms, MiB) those that no other undercuts in both, fastest first."""
+    best = []
+    for point in sorted(set(points)):
+        if not best or point[1] < best[-1][1]:
+            best.append(point)
+    return best
+
+
+def fronts(rows: list[Row], folder: Path) -> list[Path]:
+    """A scatter of ms against MiB for every setting (shape, device, torch, ranks) that at least three rows share."""
+    settings, paths = {}, []
+    for row in newest(rows, lambda row: (shape(row), *sorted(options(row).items()))):
+        if figure(row, "step_ms") and figure(row, MIB[on_gpu(row)][0]):
+            settings.setdefault((shape(row), row.get("device"), row.get("torch"), label(row)), []).append(row)
+    for (at, device, torch, n), those in settings.items():
+        if len(those) < 3:
+            continue
+        key, unit = MIB[on_gpu(those[0])]
+        plot = Figure(figsize=(9, 6), layout="constrained")
+        ax = plot.subplots()
+        points = [(row["step_ms"], row[key]) for row in those]
+        shared = set.intersection(*(set(options(row).items()) for row in those))
+        ax.plot(*zip(*points, strict=True), "o")
+        ax.plot(*zip(*front(points), strict=True), "-", drawstyle="steps-post", label="nothing is better in both")
+        for row, point in zip(those, points, strict=True):
+            text = " ".join(map("=".join, sorted(set(options(row).items()) - shared))) or "defaults"
+            ax.annotate(text, point, xytext=(4, 4), textcoords="offset points", fontsize=7)
+        ax.set(xlabel="median ms per step", ylabel=unit)
+        ax.set_title(textwrap.fill(f"{device}, torch {torch}, n={n}: {at}", 90), fontsize=9)
+        ax.margins(0.15)
+        ax.grid(alpha=0.3)
+        ax.legend()
+        paths.append(save(plot, folder / f"front-{len(paths) + 1}.svg"))
+    return paths

@@ -1,0 +1,278 @@
+"""Result rows as Markdown tables beside the published figures of reference/, and as plots. Imports no torch.
+
+    python -m trainer.report seqlen depth      rows of results/sweep-AXIS.jsonl and results/sweep-all.jsonl
+    python -m trainer.report --small           every axis that has rows, at the sizes for a CPU
+    python -m trainer.report --plots plots     SVG files as well (trainer/plots.py)
+    python -m trainer.report --check           the marked tables of README.md and NOTES.md; --write puts them right
+
+`<!-- report: LAYOUT FILE... [--small] -->` marks the table below it. LAYOUT: an axis; compile, the --compile modes;
+baselines or wrappers, the rows of trainer/baselines.py. Ranks that are simulated stand as 8(sim LINK) everywhere.
+Exit codes: 0, 1 a marked table differs, 2 bad input.
+"""
+
+import argparse
+import importlib
+import itertools
+import re
+import sys
+from pathlib import Path
+
+from trainer import sweep
+from trainer.rows import (
+    PUBLISHED,
+    REMARKS,
+    comparable,
+    comparison,
+    core,
+    entries,
+    figure,
+    label,
+    newest,
+    people,
+    read,
+    series,
+    setting,
+    shape,
+)
+
+MS = "step ms, median [min-max]"
+# Title, key and digits of our figure; key and title of the published one. Resident and allocated never share a column.
+METRICS = (
+    ("resident MiB", "peak_rss_mib", 0, None, None),
+    ("allocated MiB", "peak_alloc_mib", 0, "mib", "published allocated MiB"),
+    (MS, "step_ms", 1, "ms", "published ms"),
+    ("MFU %", "mfu", 1, "mfu", "published MFU %: as counted, recomputed"),
+    ("MFU % PaLM", "mfu_palm", 1, None, None),
+    ("HFU %", "hfu", 1, None, None),
+    ("loss", "loss", 4, None, None),
+)
+MARK = re.compile(r"<!-- report: (.+) -->")
+Columns = list[tuple[str, list[str]]]
+Entries = list[tuple[tuple, dict | None, dict | None]]
+
+
+def shown(row: dict | None, key: str, digits: int) -> str:
+    low, high = (people(figure(row, f"{key}_{end}"), digits) for end in ("min", "max"))
+    return people(figure(row, key), digits) + f" [{low}-{high}]" * bool(low)
+
+
+def markdown(columns: Columns) -> str:
+    """A table. Columns with a number in them stand to the right, but for the first."""
+    right = [i > 0 and any(text[:1].isdigit() for text in texts) for i, (_, texts) in enumerate(columns)]
+    head = [f"| {' | '.join(title for title, _ in columns)} |", f"|{''.join('---:|' if r else '---|' for r in right)}"]
+    lines = zip(*(texts for _, texts in columns), strict=True)
+    return "\n".join(head + [f"| {' | '.join(text.replace('|', '/') for text in line)} |" for line in lines])
+
+
+def where(rows: list[dict | None], always: bool = False) -> Columns:
+    """Columns that tell rows apart: the ranks (unless all ran on one), device and torch where they differ."""
+    found = [("n", [label(row) if row else "" for row in rows])]
+    found += [(name, [(row or {}).get(name) or "" for row in rows]) for name in ("device", "torch")]
+    needed = [always or set(found[0][1]) != {"1"}, *(len(set(texts) - {""}) > 1 for _, texts in found[1:])]
+    return list(itertools.compress(found, needed))
+
+
+def relative(figures: list[float | None], names: list[str | None]) -> tuple[str, list[str]]:
+    """The column of figures over the first of the same name."""
+    base = {}
+    for name, value in zip(names, figures, strict=True):
+        base.setdefault(name if value else None, value)
+    return "x", [people(value / base[name], 2) if value else "" for name, value in zip(names, figures, strict=True)]
+
+
+def axis_columns(axis: str, found: Entries) -> Columns:
+    """Ours, published and their ratios; where nothing is comparable, both relative to their first instead."""
+    names, ours, theirs = PUBLISHED.get(axis, ("", ("flags",)))[1], [o for _, o, _ in found], [p for *_, p in found]
+    fair = [comparable(o, p) for _, o, p in found]
+    columns, apart = [(name, [str(key[i]) for key, *_ in found]) for i, name in enumerate(names)], where(ours, True)
+    if "ranks" in names:
+        at = names.index("ranks")
+        columns[at : at + 1] = [("n", [label(o) if o else str(p["ranks"]) for _, o, p in found])]
+        apart = apart[1:]
+    columns += apart
+    if len({p["device"] for p in theirs if p}) > 1:
+        columns.append(("published on", [p["device"] if p else "" for p in theirs]))
+    if any(o and o.get("outcome") != "ok" for o in ours):
+        columns.append(("outcome", [people((o or {}).get("outcome"))[:80] for o in ours]))
+    for title, key, digits, their_key, their_title in METRICS:
+        own, other = [figure(o, key) for o in ours], [p.get(their_key) if p else None for p in theirs]
+        alone = any(theirs) and not any(fair) and ("mib" in key or key == "step_ms")
+        if any(own):
+            columns.append((title, [shown(o, key, digits) for o in ours]))
+            columns += [relative(own, [o and series(o, axis) for o in ours])] * alone
+        if any(other):
+            columns.append((their_title, [p["text"][their_key] if p else "" for p in theirs]))
+            columns += [relative(other, [p and p["device"] for p in theirs])] * alone
+            ratios = [f"{a / b:.3f}" if f and a and b else "" for a, b, f in zip(own, other, fair, strict=True)]
+            columns += [("ours/published", ratios)] * any(ratios)
+    return columns
+
+
+def compile_modes(rows: list[dict]) -> tuple[list[dict], Columns]:
+    """The rows and columns of a table of the --compile modes. ValueError if they differ in anything else."""
+    order = ("none", "blocks", "model", "fwdbwd", "step")
+    rows = newest([row for row in rows if row.get("compile") in order], lambda row: row["compile"])
+    rows.sort(key=lambda row: order.index(row["compile"]))
+    if len({(shape(row), *(setting(row, name) for name in ("steps", "mode", "remat"))) for row in rows}) > 1:
+        raise ValueError("compile: the rows are of several settings; give a file of one")
+    columns = [("`--compile`", [row["compile"] for row in rows]), *where(rows)]
+    loss = f"loss, step {setting(rows[0], 'steps') if rows else ''}"
+    columns += [(loss, [shown(row, "loss", 4) or row["outcome"] for row in rows])]
+    columns += [(MS, [shown(row, "step_ms", 1) for row in rows])]
+    columns += [("compile s", [shown(row, "compile_s", 1) or "n/a" for row in rows])]
+    memory = [(f"peak {title}", [shown(row, key, 0) for row in rows]) for title, key, *_ in METRICS[:2]]
+    return rows, columns + [column for column in memory if any(column[1])]
+
+
+def baselines(rows: list[dict], split: bool = False) -> tuple[list[dict], Columns]:
+    """The rows and columns of a comparison; `split`: wrapper and compile mode in columns of their own."""
+    rows = comparison(rows)
+    columns = [("wrapper:compile", [row["cell"] for row in rows])]
+    if split:
+        columns = [(name, [row["cell"].split(":")[i] for row in rows]) for i, name in enumerate(("wrapper", "compile"))]
+    columns += where(rows)
+    columns += [(MS, [shown(row, "step_ms", 1) for row in rows])]
+    return rows, columns + [("median ratio to the first", [shown(row, "ratio", 3) for row in rows])]
+
+
+LAYOUTS = {"compile": compile_modes, "baselines": baselines, "wrappers": lambda rows: baselines(rows, split=True)}
+
+
+def about(name: str, ours: list[dict], found: Entries) -> str:
+    """What has to be known about a table, above it."""
+
+    def each(key):
+        return ", ".join(sorted({str(row[key]) for row in ours if row.get(key)})) or "unknown"
+
+    n, commits = ", ".join(sorted({label(row) for row in ours})), {str(row.get("commit"))[:7] for row in ours}
+    dirty = " (uncommitted changes)" * any(row.get("dirty") for row in ours)
+    lines = [f"**{name}**: commit {', '.join(sorted(commits))}{dirty}, torch {each('torch')}, {each('device')}, "
+             f"n = {n} ranks, {each('n')} timed steps, {each('file')}."]  # fmt: skip
+    if any(core(row) for row in ours):
+        shared = set.intersection(*(set((core(row) or {}).items()) for row in ours))
+        lines += [f"All of ours: `{sweep.join(dict(shared)) or 'defaults'}`."]
+    if "(sim" in n:
+        lines += ["N(sim LINK): one process in place of N, its collectives timed by a model of the link."]
+    theirs = [p for *_, p in found if p]
+    if theirs:
+        machines = [f"{n}x{device}" for device, n in sorted({(p["device"], p["ranks"]) for p in theirs})]
+        how = "Ratios only at the published setting, on as many ranks of a GPU, whichever it is."
+        if not any(comparable(o, p) for _, o, p in found):
+            how = "No ratios to it: setting, ranks or device differ. x: relative to the first of each device and n."
+        lines += [f"Published by others on {', '.join(machines)}: reference/{PUBLISHED[name][0]}, not ours. {how}"]
+    return "\n".join([*lines, *filter(None, [REMARKS.get(name)])])
+
+
+def check_names(names: list[str], small: bool) -> None:
+    """Raises ValueError for a name that is neither an axis nor a layout."""
+    known = {**sweep.axes(small), **LAYOUTS}
+    for name in [name for name in names if name not in known]:
+        raise ValueError(f"unknown axis '{name}': expected all or one of {', '.join(known)}")
+
+
+def section(name: str, rows: list[dict], small: bool) -> tuple[str, str]:
+    """What has to be known about a table, and the table. Raises ValueError where it has no row."""
+    axes = sweep.axes(small)
+    if name not in axes or name in LAYOUTS and comparison(rows):
+        ours, columns = LAYOUTS[name](rows)
+        if not ours:
+            raise ValueError(f"{name}: no row of it among {len(rows)} rows")
+        return about(name, ours, []), markdown(columns)
+    found = entries(name, rows, small)
+    return about(name, [o for _, o, _ in found if o], found), markdown(axis_columns(name, found))
+
+
+def difference(old: list[str], new: list[str]) -> tuple[int, str] | None:
+    """Index of the first line that differs, and how its first differing cell does."""
+    for i, (a, b) in enumerate(itertools.zip_longest(old, new)):
+        if a is None or b is None:
+            return i, f"{len(old)} lines where the rows give {len(new)}"
+        for title, x, y in itertools.zip_longest(new[0].split("|"), a.split("|"), b.split("|")):
+            if x != y:
+                title, x, y = (str(text or "").strip() for text in (title, x, y))
+                return i, f"column '{title}' has '{x}' where the rows give '{y}'"
+    return None
+
+
+def check(documents: list[Path], write: bool = False) -> tuple[int, list[str]]:
+    """Compare marked tables with what their rows give: how many there are, a line for each that differs. `write` puts
+    them right. Files are relative to the document. Raises ValueError for a bad mark."""
+    count, differing = 0, []
+    for document in documents:
+        lines, out, i = document.read_text().split("\n"), [], 0
+        while i < len(lines):
+            out.append(lines[i])
+            mark, i = MARK.fullmatch(lines[i]), i + 1
+            if not mark:
+                continue
+            name, *files = [word for word in mark[1].split() if word != "--small"]
+            try:
+                check_names([name], "--small" in mark[1].split())
+                rows = read([document.parent / file for file in files])
+                new = section(name, rows, "--small" in mark[1].split())[1].split("\n")
+            except ValueError as error:
+                raise ValueError(f"{document}:{i}: {error}") from None
+            old = list(itertools.takewhile(lambda line: line.startswith("|"), lines[i:]))
+            if found := difference(old, new):
+                differing.append(f"{document}:{i + 1 + found[0]}: {name}: {found[1]}")
+            out, i, count = out + new, i + len(old), count + 1
+        if write and out != lines:
+            document.write_text("\n".join(out))
+    return count, differing
+
+
+def checked(write: bool) -> int:
+    """What --check and --write print; returns the exit code."""
+    documents = [path for path in (Path("README.md"), Path("NOTES.md")) if path.is_file()]
+    count, differing = check(documents, write)
+    if not count:
+        raise ValueError("no marked table in README.md and NOTES.md here")
+    print(*differing, f"{count} marked tables, {len(differing)} {'rewritten' if write else 'differ'}", sep="\n")
+    return 1 if differing and not write else 0
+
+
+def report(args: argparse.Namespace) -> None:
+    """Print tables, write plots. Raises ValueError where an axis that was named, or every axis, has no row."""
+    plots = importlib.import_module("trainer.plots") if args.plots else None
+    named, printed = [name for name in args.axis if name != "all"], []
+    check_names(named, args.small)
+    for name in named or sweep.axes(args.small):
+        defaults = [Path(f"results/sweep-{stem}{'-small' * args.small}.jsonl") for stem in ("all", name)]
+        rows = read(args.results or [path for path in defaults if path.is_file()] or defaults[1:] * bool(named))
+        try:
+            print(*section(name, rows, args.small), sep="\n\n", end="\n\n")
+        except ValueError:
+            if named:
+                raise
+            continue
+        printed += [row for row in rows if row not in printed]
+        if plots and name in sweep.axes(args.small):
+            print(*plots.axis(name, entries(name, rows, args.small), args.plots), sep="\n", end="\n\n")
+    if not printed:
+        where = " ".join(map(str, args.results)) or f"results/sweep-*{'-small' * args.small}.jsonl"
+        raise ValueError(f"no row of any axis in {where}{'' if args.small else ' (at small sizes: --small)'}")
+    if plots:
+        print(*plots.fronts(printed, args.plots), sep="\n")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="report", allow_abbrev=False, description=__doc__.split("\n")[0])
+    parser.add_argument("axis", nargs="*", metavar="AXIS", help="all, an axis, compile, baselines, wrappers")
+    parser.add_argument("--results", nargs="+", type=Path, default=[], metavar="FILE", help="JSONL files of rows")
+    parser.add_argument("--small", action="store_true", help="the axes at their sizes for a CPU")
+    parser.add_argument("--plots", type=Path, metavar="DIR", help="write plots (SVG) there; needs matplotlib")
+    parser.add_argument("--check", action="store_true", help="compare the marked tables of README.md and NOTES.md")
+    parser.add_argument("--write", action="store_true", help="put the marked tables right")
+    args = parser.parse_args(argv)
+    try:
+        if (args.check or args.write) and (args.axis or args.results or args.small or args.plots):
+            raise ValueError("--check and --write stand alone: the marks in the documents name layouts and rows")
+        return checked(args.write) if args.check or args.write else report(args) or 0
+    except ValueError as error:
+        parser.exit(2, f"report: {error}\n")
+    except ImportError as error:  # matplotlib
+        parser.exit(2, f"report: --plots: {error}: pip install matplotlib, or the extra plot\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,197 @@
+"""Result rows: read them, find those of an axis, and the published row that stands beside each. Imports no torch.
+
+    rows = read([Path("results/sweep-seqlen.jsonl")])
+    for key, ours, theirs in entries("seqlen", rows, small=False):      # (4096,), our row, published row
+
+The published figures (reference/) are facts to compare with: `comparable` says whether a ratio to one means anything.
+"""
+
+import csv
+import json
+import re
+import shlex
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import fields
+from pathlib import Path
+
+from trainer import config, sweep
+
+REFERENCE = Path(__file__).resolve().parents[1] / "reference"
+DEFAULTS = {f.name: f.default for group in (config.Training, config.System) for f in fields(group)}
+NEUTRAL = sweep.OUTPUT | {f"--{name}" for name in "steps data lr warmup seed device world link".split()}
+SHAPE = "depth width head_dim grouping grow vocab seqlen batch grad_accum param_dtype".split()
+ANY = 10**9  # ranks of a line that names none
+# Axis -> file, and what a row shares with the published row beside it.
+PUBLISHED = {
+    "variants": ("variants.csv", ("remat", "attn", "compile")),
+    "seqlen": ("scaling_seqlen.csv", ("seqlen",)),
+    "depth": ("scaling_depth.csv", ("depth",)),
+    "width": ("scaling_width.csv", ("width",)),
+    "gpus": ("scaling_gpus.csv", ("batch", "global batch", "ranks")),
+    "small-params": ("small_params.csv", ("depth", "seqlen", "ranks", "small")),
+    "mfu": ("mfu.csv", ("attn", "mode", "grouping", "depth", "seqlen", "remat", "ranks")),
+}
+NAMES = {"gpus": "ranks", "local_batch": "batch", "global_batch": "global batch", "checkpoint": "remat",
+         "gqa": "grouping", "compile_flex": "attn", "small_params": "small", "peak_mib": "mib",
+         "step_ms": "ms"}  # fmt: skip
+VALUES = {("compile_flex", "no"): "flex, not compiled", ("compile_flex", "yes"): "flex", ("remat", "yes"): "both",
+          ("compile_flex", "max-autotune"): "flex, max-autotune", ("remat", "no"): "none"}  # fmt: skip
+REMARKS = {
+    "variants": "FlexAttention that is not compiled stores the T x T scores and is not built here; sdpa, which never "
+    "stores them, stands beside nothing.",
+    "small-params": "small: parameters under 1 MiB. Where published ms are a range, the ratio takes its middle.",
+    "mfu": "The published count lacks a factor of width in the MLP and does not group K and V: 1.93 times too low at "
+    "depth 4 and 4096 tokens. Recomputed: the same step time with our FLOPs.",
+}
+Row = dict
+
+
+def read(paths: list[Path]) -> list[Row]:
+    """Every row of JSONL files, in order, with its `file`; lines cut short are passed over. ValueError: no file."""
+    rows = []
+    for path in paths:
+        if not path.is_file():
+            raise ValueError(f"no file {path}: ./launch.sh sweep AXIS writes one, --results names others")
+        for line in path.read_bytes().splitlines():
+            with suppress(ValueError):
+                row = json.loads(line)
+                rows += [row | {"file": path.name}] if isinstance(row, dict) else []
+    return rows
+
+
+def kept(flags: sweep.Flags) -> sweep.Flags:
+    return {flag: value for flag, value in flags.items() if flag not in NEUTRAL}
+
+
+def core(row: Row) -> sweep.Flags | None:
+    """The flags that make a row's cell what it is; None where its cell is not a line of flags."""
+    with suppress(ValueError):
+        return kept(sweep.parse(shlex.split(row.get("cell") or "none"))[1])
+    return None
+
+
+def on_gpu(row: Row) -> bool:
+    told = "CPU" if "--device cpu" in str(row.get("cell")) or "+cpu" in str(row.get("torch")) else "GPU"
+    return "peak_alloc_mib" in row or not ("peak_rss_mib" in row or str(row.get("device", told)).startswith("CPU"))
+
+
+def setting(row: Row, name: str):
+    """What --name was, also where the row does not tell because it was left at its default."""
+    defaults = DEFAULTS | config.DEFAULTS["cuda" if on_gpu(row) else "cpu"]
+    return row.get(name, (row.get("flags") or {}).get(name, defaults.get(name)))
+
+
+def shape(row: Row) -> str:
+    return ", ".join(f"{name} {setting(row, name)}" for name in SHAPE)
+
+
+def ranks(row: Row) -> int:
+    return int(re.match(r"\d+", label(row))[0])
+
+
+def label(row: Row) -> str:
+    """4, or 8(sim h100-nvlink)."""
+    return str(row.get("world", 1))
+
+
+def newest(rows: list[Row], key: Callable[[Row], object] = lambda row: None) -> list[Row]:
+    """Of each key, device, torch and label of ranks the last row that is ok, or else the last. A run that died knows no
+    device: its row counts where there is no other."""
+    last = {}
+    for row in sorted(rows, key=lambda row: str(row.get("date"))):
+        which = (key(row), row.get("torch"), label(row), row.get("device"))
+        if row.get("outcome") == "ok" or last.get(which, {}).get("outcome") != "ok":
+            last[which] = row
+    known = {which[:3] for which in last if which[3]}
+    return [row for which, row in last.items() if which[3] or which[:3] not in known]
+
+
+def comparison(rows: list[Row]) -> list[Row]:
+    """The rows of trainer/baselines.py: the last call of each device, torch and number of ranks."""
+    calls = {}
+    for row in [row for row in rows if row.get("study") == "baselines"]:
+        call = calls.setdefault((label(row), row["device"], row["torch"]), {})
+        if any(other["interleaved"] != row["interleaved"] for other in call.values()):
+            call.clear()
+        call[row["cell"]] = row
+    return [row for call in calls.values() for row in call.values()]
+
+
+def shared_key(row: Row, names: tuple[str, ...]) -> tuple:
+    """What the row and the published row beside it have in common."""
+    found = {name: setting(row, name) for name in "remat attn compile seqlen depth width batch grouping mode".split()}
+    found |= {"ranks": ranks(row), "small": "replicate" if setting(row, "min_shard_mib") else "shard"}
+    found["global batch"] = found["ranks"] * found["batch"] * setting(row, "grad_accum")
+    return tuple(found[name] for name in names)
+
+
+def flops_ratio(depth: int, seqlen: int, grouping: int, width=4096, vocab=32768, grow=4) -> float:
+    """FLOPs of a token, causal convention, over those of the published count: no width in the MLP, no grouping."""
+    common = 6 * width * vocab + 6 * depth * width * (seqlen + 1)  # the head; the attention core
+    ours = common + 6 * depth * width**2 * (2 + 2 / grouping + 2 * grow)
+    return ours / (common + 6 * depth * (4 * width**2 + 2 * grow * width))
+
+
+def published(axis: str) -> dict[tuple, Row]:
+    """Key -> published row: `device`, `ranks`, the figures `mib`, `ms`, `mfu` (or None) and `text`, how they read."""
+    file, names = PUBLISHED.get(axis, (None, ()))
+    found = {}
+    for line in csv.DictReader((REFERENCE / file).read_text().splitlines()) if file else ():
+        p = {NAMES.get(name, name): VALUES.get((name, value), value or None) for name, value in line.items()}
+        p = {name: int(value) if (value or "").isdigit() else value for name, value in p.items()}
+        n, _, device = str(p.get("ranks", 2)).partition("x")
+        p |= {"ranks": int(n), "device": device or "A100SXM"}
+        both, note = [p.get("step_ms_low"), p.get("step_ms_high")], p.get("notes")
+        counted = p.get("mfu_percent_as_counted")
+        p["ms"] = sum(both) / 2 if both[0] else p.get("ms")
+        p["mfu"] = float(counted) * flops_ratio(p["depth"], p["seqlen"], p["grouping"]) if counted else None
+        spread = "-".join(map(people, dict.fromkeys(both))) if both[0] else people(p["ms"])
+        p["text"] = {"mib": people(p.get("mib") or note), "ms": spread, "mfu": f"{counted}, {people(p['mfu'], 1)}"}
+        if note and p["ms"]:  # a doubtful figure enters no ratio
+            p["ms"], p["text"]["ms"] = None, f"{spread} ({note})"
+        found[tuple(p[name] for name in names)] = p
+    return found
+
+
+def entries(axis: str, rows: list[Row], small: bool) -> list[tuple[tuple, Row | None, Row | None]]:
+    """(key, our row, published row) of an axis; None for a row that is missing. ValueError where none is ours."""
+    names, theirs, lines, found = PUBLISHED.get(axis, (None, ()))[1], published(axis), {}, []
+    for line in sweep.read_cells(axis, small, ANY, []):
+        n, flags = sweep.parse(shlex.split(line))
+        n, flags = int(flags.get("--world", [n])[0]), kept(flags)
+        lines[n, frozenset(flags.items())] = n, flags
+    shared = set.intersection(*(set(flags.items()) for _, flags in lines.values()))
+    told = [(core(row), row) for row in rows]
+    for n, flags in lines.values():
+        for row in newest([row for own, row in told if own == flags and n in (ANY, ranks(row))]):
+            own = sweep.join(dict(set(flags.items()) - shared))
+            found.append((shared_key(row, names) or (own,), row))
+    if not found:
+        raise ValueError(f"{axis}: no row of it{'' if small else ' (at small sizes: --small)'} among {len(rows)} rows")
+    keys = list(dict.fromkeys([key for key, _ in found] + list(theirs)))
+    keys = sorted(keys) if names and axis != "variants" else keys
+    return [(k, row, theirs.get(k)) for k in keys for row in [row for key, row in found if key == k] or [None]]
+
+
+def comparable(ours: Row | None, theirs: Row | None) -> bool:
+    """At the published setting (that of the axis' line at full size), on as many ranks, on a GPU."""
+    full = ours and all(setting(ours, key) == config.DEFAULTS["cuda"][key] for key in ("vocab", "param_dtype"))
+    return bool(full and theirs and on_gpu(ours) and ranks(ours) == theirs["ranks"])
+
+
+def figure(row: Row | None, key: str) -> float | None:
+    """The number of a row that is ok, or None."""
+    value = row.get(key) if row and row.get("outcome", "ok") == "ok" else None
+    return value if isinstance(value, int | float) else None
+
+
+def people(value: float | str | None, digits: int = 0) -> str:
+    """14'550; a string as it is; nothing for None."""
+    return value or "" if isinstance(value, str | None) else f"{value:,.{digits}f}".replace(",", "'")
+
+
+def series(row: Row, axis: str) -> str:
+    """What one curve was measured on: device, torch and, where they are not the axis, the ranks."""
+    n = label(row).lstrip("0123456789") if axis == "gpus" else f"n={label(row)}"
+    return f"{str(row.get('device') or 'no device').split(',')[0]}, torch {row.get('torch')} {n}".strip()
