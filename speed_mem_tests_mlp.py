@@ -1,0 +1,288 @@
+"""The first ablation: an MLP at any size, each switch a flag. What does a switch cost in memory and time?
+
+    python speed_mem_tests_mlp.py --compile fwdbwd --param-dtype bf16    # one row; several ranks: torchrun or --world N
+    python speed_mem_tests_mlp.py --table mlp_4096 [--small]             # all rows of a published table, beside it
+
+The loop that everybody writes: cross-entropy of random next tokens, torch's fused AdamW over fp32 masters, plain
+torch.compile (`--compile-options overlap` adds overlap.py's). Each rank and step has the same batch. One peak is of
+the first step, one of the second, one of all after the third, where timing starts.
+
+The model is what the published 4 x 4096 figures fit: 3072 MiB of parameters; eager peaks, counted, of 40'961 MiB
+(published 40'977), 30'721 under autocast (30'737), 36'609 on 4 ranks (36'625): two Adam moments, GELU, a norm before
+the head and none in the blocks. 3 x 1024 does not fit: 352 MiB of parameters (348), an eager peak of 5'056 (5'985).
+`--table mlp_1024 --small`, torch 2.13.0+cpu, AMD EPYC, 1 thread, n 6: a step of 8.7 ms [7.4-9.3] sharded in eager, of
+3.1 ms [3.0-3.5] with --compile fwdbwd. GPU: not measured.
+"""
+# ruff: noqa: E402 (torch is imported when the flags have been read)
+
+import csv
+import functools
+import math
+import os
+import signal
+import sys
+import time
+import zlib
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import tyro
+
+from trainer import config as flags
+from trainer import sweep
+
+WARMUP = 3  # steps in no median, the compiling ones among them
+SIZES = "width seqlen blocks batch vocab grow steps".split()
+SWITCHES = "autocast data_parallel reshard compile compile_options param_dtype reduce_dtype init".split()
+SMALL = "--width 64 --seqlen 64 --blocks 2 --batch 2 --vocab 512 --steps 9"
+LARGE, ALONE = "--width 4096 --seqlen 4096 --blocks 4", "--no-data-parallel"
+BF16, MODEL, FWDBWD = "--param-dtype bf16 --reduce-dtype bf16 ", "--compile model ", "--compile fwdbwd "
+OPTIONS = BF16 + MODEL + "--compile-options "
+GRAPHS = OPTIONS + "triton.cudagraphs=True epilogue_fusion=True shape_padding=True"
+TABLES = {  # sizes, then the switches of each published row, in its order; a guess: max_autotune in the ninth of 4096
+    "mlp_1024": ("--width 1024 --seqlen 1024 --blocks 3", [
+        ALONE, f"{ALONE} --autocast", "--no-reshard", f"--no-reshard {MODEL}", MODEL, "--compile step", FWDBWD,
+        FWDBWD + "--reduce-dtype bf16", FWDBWD + "--param-dtype bf16", FWDBWD + BF16]),
+    "mlp_4096": (LARGE, [
+        ALONE, f"{ALONE} --autocast", f"{ALONE} {FWDBWD}", f"{ALONE} --autocast {FWDBWD}", "--no-reshard",
+        f"--no-reshard {FWDBWD}", FWDBWD, FWDBWD + BF16, GRAPHS + " max_autotune=True", MODEL + BF16]),
+    "mlp_compile_options": (LARGE, [
+        MODEL + BF16, OPTIONS + "epilogue_fusion=True", OPTIONS + "shape_padding=True", OPTIONS + "max_autotune=True",
+        OPTIONS + "triton.cudagraphs=True", GRAPHS]),
+    "meta_init": (LARGE, [f"{FWDBWD}{BF16}--init device", f"{FWDBWD}{BF16}--init meta"]),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Config:
+    width: int = 1024  # Width of the residual stream.
+    seqlen: int = 1024  # Tokens per sequence.
+    blocks: int = 3  # Number of blocks.
+    batch: int = 8  # Sequences per rank.
+    vocab: int = 32768  # Size of the vocabulary.
+    grow: int = 4  # Width inside a block, in units of --width.
+    steps: int = 23  # Optimizer steps; the first 3 are warm-up.
+    small: bool = False  # Sizes for a CPU, where no flag gives one.
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA where this torch sees a GPU, else the CPU.
+    autocast: bool = False  # Forward and loss under torch.autocast to bf16.
+    data_parallel: bool = True  # Shard with simple_fsdp.data_parallel.
+    reshard: bool = True  # Free gathered weights after forward and gather them again in backward.
+    # model: the loss is eager. fwdbwd: forward and loss as a full graph, their backward as another. step: forward,
+    # loss, backward and optimizer as one function, whose graph breaks at backward.
+    compile: Literal["none", "model", "step", "fwdbwd"] = "none"
+    compile_options: tuple[str, ...] = ()  # Of Inductor, each NAME=VALUE; the word overlap adds those of overlap.py.
+    param_dtype: Literal["fp32", "bf16"] = "fp32"  # Of gathered parameters and the computation.
+    reduce_dtype: Literal["fp32", "bf16"] = "fp32"  # Of the gradient reduction.
+    init: Literal["device", "meta"] = "device"  # meta: build on the meta device, shard, allocate, initialise.
+    world: int = 0  # Simulate this many ranks in one process (0: none).
+    link: str = "h100-nvlink"  # Link of the simulated ranks, as in main.py.
+    results: str = "runs/mlp.jsonl"  # JSONL file, one row appended per run.
+    # Run the rows of a published table, each in a process of its own, and print both side by side. Rows that are
+    # finished in --results are not run again. Not together with the switches, which each row has of its own.
+    table: Literal["mlp_1024", "mlp_4096", "mlp_compile_options", "meta_init"] | None = None
+    fresh: bool = False  # With --table: run finished rows too.
+    nproc: int = 0  # With --table: ranks of the sharded rows (0: one per GPU).
+    timeout: float = 1800.0  # With --table: seconds for one row.
+
+
+def parse(argv: list[str], rank: int = 0, world: int = 1) -> Config:
+    """Exit code 2 and a message for an unknown flag, a bad value, or values that do not fit."""
+    read = functools.partial(tyro.cli, Config, prog="speed_mem_tests_mlp.py", console_outputs=rank == 0)
+    c = read(args=argv, description=__doc__.partition("\n")[0])
+    sizes = f"{TABLES[c.table][0] if c.table else ''} {SMALL if c.small else ''}"
+    c = read(args=sizes.split() + argv)  # of two equal flags the last counts
+    low = [f"--{name} {getattr(c, name)}" for name in SIZES if getattr(c, name) < 1]
+    set_too = [flags.flag(name) for name in SWITCHES if getattr(c, name) != getattr(Config, name)]
+    alone = [f"--{name}" for name in ("table", "world") if getattr(c, name)] + [ALONE] * (not c.data_parallel)
+    for wrong, message in (
+        (low, f"{' '.join(low)}: must be at least 1"),
+        (c.steps <= WARMUP, f"--steps {c.steps}: must be above {WARMUP}, which are warm-up"),
+        (min(c.world, c.nproc, c.timeout) < 0, "--world, --nproc, --timeout: must not be negative"),
+        (c.table and set_too, f"{' '.join(set_too)}: each row of --table has its own; leave it out"),
+        (alone and world > 1, f"{' '.join(alone)}: is for one process, here are {world}; start it without torchrun"),
+        (c.world and not c.data_parallel, f"--world {c.world}: simulates sharding; leave out {ALONE}"),
+        (not c.data_parallel and "bf16" in (c.param_dtype, c.reduce_dtype),
+         f"--param-dtype, --reduce-dtype: belong to data_parallel; with {ALONE} use --autocast"),
+        (c.compile_options and c.compile == "none", "--compile-options: add --compile model, step or fwdbwd"),
+    ):  # fmt: skip
+        if wrong:
+            flags.fail(message, rank)
+    return c
+
+
+if __name__ == "__main__":  # before torch is imported: --help and bad flags answer at once
+    RANKS = flags.ranks()
+    CONFIG = parse(sys.argv[1:], RANKS[0], RANKS[2])
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import overlap
+from simple_fsdp import MixedPrecisionPolicy, data_parallel, disable_data_parallel
+from trainer import measure
+from trainer.baselines import DTYPES, connect
+from trainer.sinks import append_jsonl, check_writable, final_lines
+from trainer.step import check_mode, shutdown
+
+
+class MLP(nn.Module):
+    def __init__(self, c: Config):
+        super().__init__()
+        linear, wide = functools.partial(nn.Linear, bias=False), c.grow * c.width
+        blocks = (nn.Sequential(linear(c.width, wide), nn.GELU(), linear(wide, c.width)) for _ in range(c.blocks))
+        self.embed, self.blocks = nn.Embedding(c.vocab, c.width), nn.ModuleList(blocks)
+        self.head = linear(c.width, c.vocab)
+
+    def forward(self, tokens: Tensor) -> Tensor:  # [B, T] -> [B, T, V]
+        x = self.embed(tokens)  # [B, T, D]
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(F.layer_norm(x, x.shape[-1:]))
+
+
+def build(c: Config, device: torch.device, world: int, stage=lambda name: None) -> MLP:
+    """The initialised model, the same for either --init and any number of ranks."""
+    torch.manual_seed(0)
+    with torch.device("meta" if c.init == "meta" else device):
+        model = MLP(c)
+    stage("model")
+    if c.data_parallel:
+        mesh = torch.distributed.init_device_mesh(device.type, (world,))
+        policy = MixedPrecisionPolicy(DTYPES[c.param_dtype], DTYPES[c.reduce_dtype])
+        data_parallel(model, mesh, mp_policy=policy, reshard_after_forward=c.reshard)
+        stage("data_parallel")
+    if c.init == "meta":
+        model.to_empty(device=device)
+        stage("to_empty")
+        with disable_data_parallel():
+            model.apply(lambda module: getattr(module, "reset_parameters", bool)())
+        stage("init_weights")
+    return model
+
+
+class Step:
+    """`run(tokens, targets)` -> loss, in every compile mode. `phase`: where it is, for when memory runs out."""
+
+    def __init__(self, c: Config, model: nn.Module, device: torch.device):
+        self.optimizer, self.phase = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True), "fwd"
+        self.autocast = dict(device_type=device.type, dtype=torch.bfloat16, enabled=c.autocast)
+        options = flags.compile_options(c) or {}
+        options = (overlap.compile_options(model) if options.pop("overlap", None) else {}) | options
+
+        def compiled(mode: str, f):
+            return torch.compile(f, fullgraph=mode != "step", options=options) if mode == c.compile else f
+
+        self.model, self.loss_fn = compiled("model", model), compiled("fwdbwd", self.loss)
+        self.run = compiled("step", self.step)
+
+    def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(self.model(tokens).flatten(0, 1), targets.flatten())  # [B T, V], [B T]
+
+    def step(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        self.phase = "fwd"
+        with torch.autocast(**self.autocast):
+            loss = self.loss_fn(tokens, targets)
+        self.phase = "bwd"
+        loss.backward()
+        self.phase = "step"
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+
+def main(c: Config, rank: int, local_rank: int, world: int) -> int:
+    """One row. Exit codes: 0 done, 2 bad flags or environment, 5 non-finite, 6 out of memory, 1 anything else."""
+    device_type = ("cuda" if torch.cuda.is_available() else "cpu") if c.device == "auto" else c.device
+    options = flags.compile_options(c) or {}
+    try:
+        if device_type == "cpu" and (only := [name for name in options if name.startswith("triton.")]):
+            raise ValueError(f"--compile-options {' '.join(only)}: needs CUDA; leave it out on a CPU")
+        check_mode("none", {name: value for name, value in options.items() if name != "overlap"})
+        check_writable(c.results)
+        device = connect(replace(c, device=device_type), rank, local_rank, world)
+    except ValueError as e:
+        flags.fail(str(e), rank)
+    own = {name: getattr(c, name) for name in (*SIZES, *SWITCHES)}
+    row = measure.environment(device) | dict(study="mlp", world=flags.world_label(c, world)) | own
+    row |= dict(flags={name: value for name, value in own.items() if value != getattr(Config, name)})
+    row |= dict(cell=os.environ.get("SWEEP_CELL"), outcome="ok", loss=None)
+    stages, timer, step, code, warm_s = measure.Stages(device), measure.StepTimer(device), None, 0, None
+    try:
+        step = Step(c, build(c, device, c.world or world, stages.add), device)
+        stages.add("optimizer")
+        data = torch.randint(c.vocab, (c.batch, c.seqlen + 1), generator=torch.Generator().manual_seed(1)).to(device)
+        tokens, targets = data[:, :-1].contiguous(), data[:, 1:].contiguous()  # [B, T]
+        start = time.perf_counter()
+        for k in range(c.steps):
+            with timer.step(excluded=k < WARMUP):
+                loss = step.run(tokens, targets)
+            if k < WARMUP:
+                loss.item()  # waits for the step
+                stages.add(f"step {k + 1}")
+                warm_s = time.perf_counter() - start
+        row["loss"] = loss.item()
+        if not math.isfinite(row["loss"]):
+            raise FloatingPointError(f"loss {row['loss']}")
+    except Exception as e:
+        text, oom = " ".join(f"{type(e).__name__}: {e}".split())[:500], measure.out_of_memory(e)
+        row["outcome"] = f"OOM {step.phase if step else 'init'}" if oom else f"failed: {text}"
+        code = 6 if oom else 5 if isinstance(e, FloatingPointError) else 1
+        print(f"error: rank {rank}: {row['outcome']}{f': {text}; lower --batch' * oom}", file=sys.stderr, flush=True)
+    peaks = {name: top for name, _, top in stages.rows}
+    started = {f"after_{name}_mib": top for name, top in peaks.items() if not name.startswith("step")}
+    row |= started | dict(init_mib=peaks.get("model"), pre_step0_mib=max(started.values(), default=None))
+    row |= dict(first_step_peak_mib=peaks.get("step 1"), second_step_peak_mib=peaks.get("step 2"))
+    row |= measure.peak(device) | measure.clocks(device) | measure.stats([] if code else timer.ms())
+    row["compile_s"] = round(warm_s - WARMUP * row["step_ms"] / 1e3, 2) if c.compile != "none" and not code else None
+    if rank == 0:
+        append_jsonl(c.results, row, fsync=True)
+        print("\n".join([*stages.lines(), *final_lines(row)[:3]]))
+    if code == 0:
+        shutdown()
+    return code
+
+
+def table(c: Config) -> int:
+    """Runs the unfinished rows of --table and prints it. 0: every row ended, if only with OOM."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # sweep.run ends its processes on the way out
+    check_writable(c.results)
+    results, cells = Path(c.results), []
+    for switches in TABLES[c.table][1]:
+        handed = [*SIZES, "device"] + ["world", "link"] * (c.world > 0 and ALONE not in switches)
+        words = switches.split() + [word for name in handed for word in (f"--{name}", str(getattr(c, name)))]
+        n = 1 if ALONE in switches or c.world else c.nproc or torch.cuda.device_count() or 1
+        cells.append(f"nproc={n} {sweep.join(sweep.parse(words)[1])}")
+    for cell in cells if c.fresh else sweep.unfinished(cells, sweep.read_rows(results)):
+        print(cell, file=sys.stderr, flush=True)
+        size, log = results.stat().st_size, results.with_suffix(".logs") / f"{zlib.crc32(cell.encode()):08x}.log"
+        end = sweep.run(cell, [__file__, "--results", str(results)], c.timeout, log)
+        if cell not in sweep.read_rows(results, size):
+            append_jsonl(results, sweep.failed_row(cell, end or "exit 0 without a row"))
+    rows = sweep.read_rows(results)
+    print(beside_published(c.table, [rows[cell] for cell in cells]))
+    return 1 if sweep.unfinished(cells, rows) else 0
+
+
+def beside_published(name: str, rows: list[dict]) -> str:
+    """Markdown: a line per row of the published table `name`, our figures and its."""
+    with (Path(__file__).parent / "reference" / f"{name}.csv").open() as file:
+        published = [*csv.DictReader(file)]
+    (label, *columns), cpu = published[0], any("peak_rss_mib" in row for row in rows)
+    peaks = ["first_step_peak_mib", "second_step_peak_mib", "peak_rss_mib" if cpu else "peak_alloc_mib"]
+    ours = {key: peaks if key == "peak_mib" else [key] * (key != "notes") for key in columns}
+    lines = [[label, "outcome", "world", *(title for key in columns for title in (*ours[key], "published"))]]
+    lines.append(["---"] * 3 + ["---:"] * (len(lines[0]) - 3))
+    for row, theirs in zip(rows, published, strict=True):
+        figures = [value for key in columns for value in (*map(row.get, ours[key]), theirs[key])]
+        lines.append([theirs[label], row["outcome"], row["world"], *figures])
+    text = [[f"{v:,.1f}".replace(",", "'") if isinstance(v, float) else str(v or "") for v in line] for line in lines]
+    told = [f"{row['device']}, torch {row['torch']}, commit {row['commit'][:12]}" for row in rows if "init_mib" in row]
+    kind = "resident on a CPU, to compare with nothing published" if cpu else "allocated"
+    body = "\n".join(f"| {' | '.join(each.replace('|', '/') for each in line)} |" for line in text)
+    return f"{name}, MiB {kind}; ours: {'; '.join(dict.fromkeys(told))}\n\n{body}"
+
+
+if __name__ == "__main__":
+    sys.exit(table(CONFIG) if CONFIG.table else main(CONFIG, *RANKS))
