@@ -4,10 +4,10 @@
 #   ./launch.sh                        install, then train: torchrun main.py --depth 8 --compile fwdbwd
 #   ./launch.sh run FLAGS              the same with your flags instead (python main.py --help lists them)
 #   ./launch.sh test [PYTEST ARGS]     the tests
-#   ./launch.sh sweep AXIS|FILE [--small] [FLAGS]
+#   ./launch.sh sweep AXIS|all|FILE [--small] [FLAGS]
 #                                      one run per cell; a second call does what is missing (trainer/sweep.py)
-#   ./launch.sh gpu [1|2|3|4] [--tiny] what needs a GPU: tests, compile modes, remat x attention, loss and memory;
-#                                      each part ends within 8 minutes and resumes; --tiny rehearses on a CPU
+#   ./launch.sh gpu [1..10] [--tiny]   what needs a GPU: tests, compile modes, remat x attention, loss and memory, then
+#                                      six sweeps; each part ends within 8 minutes and resumes; --tiny: on a CPU
 #   ./launch.sh profile [FLAGS]        a run with --profile DIR; NSYS=1 puts it under nsys
 #   ./launch.sh slurm                  prints a batch script for several nodes
 #   ./launch.sh install                only install
@@ -54,7 +54,7 @@ install() {
     echo "installing into .venv (torch for $kind): some minutes, once" >&2
     "${PYTHON:-python3}" -m venv --clear .venv
     [ "$kind" = cuda ] || [ "$(uname)" = Darwin ] || install_cpu_torch
-    "$py" -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev,wandb,hf]' >&2
+    "$py" -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev,wandb,hf,plot]' >&2
     echo "$hash $kind" > .venv/.installed
 }
 
@@ -79,19 +79,20 @@ torchrun() {    # torchrun SCRIPT ARGS; a prefix (nsys) may stand in $wrap
 }
 
 gpu() {
-    local parts="1 2 3 4" out=${OUT:-results}/gpu status=0 part axis code
-    case ${1:-} in --*|'') ;; [1-4]) parts=$1; shift ;; *) die "gpu: no part '$1', expected 1, 2, 3 or 4" 2 ;; esac
-    if [ "${1:-}" = --tiny ]; then shift; set -- --small "$@"; out=$out-tiny; fi
+    local parts="1 2 3 4 5 6 7 8 9 10" out=${OUT:-results}/gpu status=0 part code
+    local axes=("" "" gpu-compile gpu-remat gpu-memory gpus wrappers variants seqlen depth width)
+    case ${1:-} in --*|'') ;; [1-9]|10) parts=$1; shift ;; *) die "gpu: no part '$1', expected 1 to 10" 2 ;; esac
+    if [ "${1:-}" = --tiny ]; then shift; set -- --small "$@"; out=$out-tiny
+    else set -- --device cuda --steps 30 "$@"; fi
     export NPROC=1 CELL_TIMEOUT=${CELL_TIMEOUT:-240}
     trap 'kill "$!"; wait "$!" || true; exit 143' INT TERM HUP
     for part in $parts; do
         echo "== part $part"
-        case $part in 2) axis=gpu-compile ;; 3) axis=gpu-remat ;; 4) axis=gpu-memory ;; esac
         if [ "$part" = 1 ]; then
             timeout -k 10 470 "$py" -m pytest -q -m gpu &
             wait "$!" || { code=$?; [ "$code" -eq 5 ] || status=$code; }    # 5: no such test
         else
-            "$py" -m trainer.sweep "$axis" --budget 450 --results "$out.jsonl" "$@" &
+            "$py" -m trainer.sweep "${axes[part]}" --budget 450 --results "$out.jsonl" "$@" &
             wait "$!" || status=$?
         fi
     done

@@ -8,6 +8,7 @@ import io
 import json
 import os
 import shutil
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -236,6 +237,37 @@ def test_neither_torch_nor_wandb_nor_rich_is_imported_unasked(tmp_path):
     assert python(code, tmp_path).stdout.splitlines()[-1] == "set()"
 
 
+def logged(folder):
+    """(run, its logged steps as dicts) of every offline W&B run in `folder`, read from its log: a header of 7 bytes,
+    then records in blocks of 32 KiB, as LevelDB writes them."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    found = []
+    for path in sorted(folder.glob("offline-run-*/*.wandb")):
+        data, at, part, run, steps = path.read_bytes(), 7, b"", None, []
+        while at + 7 <= len(data):
+            if (left := 2**15 - at % 2**15) < 7:  # no header fits: the block ends in zeros
+                at += left
+                continue
+            _, size, kind = struct.unpack_from("<IHB", data, at)
+            part, at = part + data[at + 7 : at + 7 + size], at + 7 + size
+            if kind in (1, 4):  # whole, or the last part
+                record, part = Record.FromString(part), b""
+                run = record.run if record.WhichOneof("record_type") == "run" else run
+                if record.WhichOneof("record_type") == "history":
+                    items = record.history.item
+                    steps.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items})
+        found.append((run, steps))
+    return found
+
+
+def tables(folder):
+    """(name, {"columns": [...], "data": [[...], ...]}) of every table in the history of the runs in `folder`."""
+    names = [(key[: -len("/path")], step[key]) for _, steps in logged(folder) for step in steps for key in step
+             if key.endswith("/path")]  # fmt: skip
+    return [(name, json.loads(next(folder.glob(f"*/files/{path}")).read_text())) for name, path in names]
+
+
 OFFLINE = """
 from trainer.sinks import Sinks
 run = Sinks("out/rows.jsonl", "offline", "group", "name", {"width": 64, "dtype": float, "hf_token": "sesame-1",
@@ -255,9 +287,37 @@ def test_wandb_offline_leaves_a_run_beside_the_rows_without_secrets(tmp_path):
     (folder,) = (tmp_path / "out" / "wandb").glob("offline-run-*")
     (log,) = folder.glob("*.wandb")
     assert b"width" in log.read_bytes() and len(rows(tmp_path / "out" / "rows.jsonl")) == 1
+    ((run, steps),) = logged(tmp_path / "out" / "wandb")
+    assert (run.display_name, run.run_group, [*run.tags]) == ("name", "group", ["tag"])
+    assert [(step["_step"], step["ms"]) for step in steps] == [(1, None), (2, None)]
     for path in (path for path in tmp_path.rglob("*") if path.is_file()):
         assert b"sesame" not in path.read_bytes(), path
     assert "sesame" not in done.stdout + done.stderr
+
+
+TABLES = """
+from pathlib import Path
+from trainer.sinks import log_tables
+rows = [{"cell": "--depth 2", "ms": 1.5, "loss": float("nan"), "flags": {"depth": 2, "hf_token": "sesame-1"}},
+        {"cell": "--depth 4", "outcome": "OOM bwd", "ms": "slow", "api_key": "sesame-2"}]
+log_tables({"depth": rows, "width": rows[:1], "nothing": []}, Path("out/rows.jsonl"), "offline", "group", ["tag"])
+"""
+
+
+def test_wandb_tables_hold_every_row_and_no_secret(tmp_path):
+    pytest.importorskip("wandb")
+    done = python(TABLES, tmp_path, WANDB_SILENT="true", SWEEP_NAME="a cell's")
+    assert "warning: " not in done.stderr, done.stderr
+    ((run, _),) = logged(tmp_path / "out" / "wandb")
+    assert (run.display_name, run.run_group, run.job_type, [*run.tags]) == ("group", "group", "table", ["tag"])
+    row = ["--depth 2", 1.5, "nan", '{"depth": 2}']
+    assert tables(tmp_path / "out" / "wandb") == [
+        ("depth", {"columns": ["cell", "ms", "loss", "flags", "outcome"],
+                   "data": [row + [None], ["--depth 4", "slow", None, None, "OOM bwd"]]}),
+        ("width", {"columns": ["cell", "ms", "loss", "flags"], "data": [row]}),
+    ]  # fmt: skip
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and b"sesame" in path.read_bytes()]
+    assert not (tmp_path / "out" / "rows.jsonl").exists()  # the rows are there already
 
 
 def test_wandb_online_without_a_login_or_a_server_is_a_warning(tmp_path):
@@ -291,11 +351,17 @@ class FakeWandb:
     def init(self, mode, **kwargs):
         assert mode == "online"
         self.do("init")
+        self.named = kwargs
         return self
 
-    def log(self, stats, step):
+    def log(self, stats, step=None):
         self.do("log")
         self.logged.append((step, stats))
+
+    def Table(self, columns, data, allow_mixed_types):
+        assert allow_mixed_types
+        self.do("Table")
+        return columns, data
 
     def finish(self):
         self.do("finish")
@@ -318,6 +384,28 @@ def test_wandb_that_breaks_anywhere_warns_once_and_the_run_goes_on(tmp_path, cap
     assert run.stream.getvalue().count("\n") == 3
     if breaks in (None, "summary", "finish"):
         assert fake.logged == [(k, STEP) for k in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("breaks", ["import", "init", "disabled", "Table", "log", "finish", None])
+def test_wandb_tables_that_break_anywhere_warn_once(tmp_path, capsys, monkeypatch, breaks):
+    fake = FakeWandb(breaks)
+    fake.disabled = breaks == "disabled"
+    monkeypatch.setitem(sys.modules, "wandb", None if breaks == "import" else fake)
+    sinks.log_tables({"a": [{"k": 1}], "b": [{"k": 2}]}, tmp_path / "rows.jsonl", "online", "group")
+    assert len(warnings_of(capsys)) == (breaks is not None)
+    if breaks in (None, "finish"):
+        assert fake.logged == [(None, {"a": (["k"], [[1]])}), (None, {"b": (["k"], [[2]])})]
+
+
+@pytest.mark.parametrize(("given", "told", "name"), [
+    (None, "seqlen n=2", "seqlen n=2"), ("mine", "seqlen n=2", "mine"), (None, "", None), (None, "n" * 200, "n" * 128),
+])
+def test_a_run_without_a_name_is_called_what_the_sweep_calls_it(monkeypatch, given, told, name):
+    fake = FakeWandb(None)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.setenv("SWEEP_NAME", told)
+    Sinks(None, "online", name=given, stream=io.StringIO()).close()
+    assert fake.named["name"] == name and fake.named["job_type"] is None
 
 
 def test_the_final_lines_group_numbers_and_own_up_to_what_is_unknown():

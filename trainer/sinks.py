@@ -63,6 +63,16 @@ def append_jsonl(path: str | Path, obj: dict, *, fsync: bool = False) -> None:
         os.close(file)
 
 
+def read_rows(path: Path, start: int = 0) -> dict[str, dict]:
+    """Cell name -> its last row after byte `start`. Lines cut short by a killed run are passed over."""
+    rows = {}
+    for line in path.read_bytes()[start:].splitlines() if path.exists() else ():
+        with suppress(ValueError, KeyError, TypeError):
+            row = json.loads(line)
+            rows[row["cell"]] = row
+    return rows
+
+
 def check_writable(path: str | Path, flag: str = "--results") -> None:
     """Raise ValueError naming `flag` if nothing can be appended to `path`. Creates the file."""
     try:
@@ -92,19 +102,22 @@ def final_lines(row: dict) -> list[str]:
 
 
 class Sinks:
-    """`wandb`: off, offline or online. `stream` (stdout) gets a line per logged step or, if it is a terminal, a bar."""
+    """`wandb`: off, offline or online; a run without a `name` is called $SWEEP_NAME, or what W&B calls it. `stream`
+    (stdout) gets a line per logged step or, if it is a terminal, a bar."""
 
     def __init__(self, results: str | Path | None, wandb: str = "off", group: str | None = None,
                  name: str | None = None, config: dict | None = None, tags: Sequence[str] = (), rank: int = 0,
-                 total_steps: int = 0, every: int = 1, stream: TextIO | None = None):  # fmt: skip
+                 total_steps: int = 0, every: int = 1, stream: TextIO | None = None, job_type: str | None = None):
         self.rank, self.total, self.every = rank, total_steps, max(1, every)
         self.run = f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{secrets.token_hex(3)}"
         self.results = Path(results) if results else None
         self.steps = self.results.with_suffix(".steps") / f"{self.run}.jsonl" if results else None
         self.stream, self._warned, self._bar, self._wandb = stream or sys.stdout, set(), None, None
         if rank == 0 and wandb != "off":
-            self._try("wandb", lambda: self._start_wandb(wandb, config or {}, group=group, name=name, tags=list(tags)))
-        if rank == 0 and self.stream.isatty():
+            name = (name or os.environ.get("SWEEP_NAME") or "")[:128] or None  # W&B takes no longer one
+            names = dict(group=group, name=name, tags=list(tags), job_type=job_type)
+            self._try("wandb", lambda: self._start_wandb(wandb, config or {}, **names))
+        if rank == 0 and total_steps and self.stream.isatty():
             self._try("progress bar", self._start_bar)
 
     def due(self, k: int) -> bool:
@@ -128,6 +141,11 @@ class Sinks:
             self._warn(f"the row that is not in {self.results}: {json.dumps(_plain(row))}")
         if self._wandb:
             self._try("wandb", lambda: self._wandb.summary.update(_plain(row)))
+
+    def table(self, name: str, rows: list[dict]) -> None:
+        """Rows as a table, for W&B only: a column for each key of any row, what is nested as JSON."""
+        if self._wandb:
+            self._try("wandb", lambda: self._log_table(name, [_plain(row) for row in rows]))
 
     def close(self) -> None:
         """End the progress bar and the W&B run; a second call does nothing."""
@@ -178,3 +196,20 @@ class Sinks:
         if run.disabled:
             raise RuntimeError("no login")
         self._wandb = run
+
+    def _log_table(self, name: str, rows: list[dict]) -> None:
+        import wandb
+
+        columns = list(dict.fromkeys(key for row in rows for key in row))
+        lines = [[row.get(key) for key in columns] for row in rows]
+        lines = [[json.dumps(each) if isinstance(each, dict | list) else each for each in line] for line in lines]
+        self._wandb.log({name: wandb.Table(columns=columns, data=lines, allow_mixed_types=True)})
+
+
+def log_tables(tables: dict[str, list[dict]], results: Path, wandb: str, group: str, tags: Sequence[str] = ()) -> None:
+    """A W&B run of its own, of job type "table", with a table per study in `tables`. Costs a warning at most."""
+    sinks = Sinks(results, wandb, group, group, tags=tags, job_type="table")
+    for study, rows in tables.items():
+        if rows:
+            sinks.table(study, rows)
+    sinks.close()
