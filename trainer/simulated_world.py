@@ -215,7 +215,10 @@ def _on_cuda(pg: ProcessGroup, device: torch.device, seconds: float, async_op: b
     if not async_op:  # as NCCL since torch 2.8: on the current stream, and wait() does nothing
         clock.occupy(device, seconds, copy)
         return FakeWork()
-    stream = _world.streams.setdefault((pg.group_name, device), torch.cuda.Stream(device))
+    key = pg.group_name, device
+    if key not in _world.streams:
+        _world.streams[key] = torch.cuda.Stream(device)
+    stream = _world.streams[key]
     stream.wait_stream(current)
     with torch.cuda.stream(stream):
         clock.occupy(device, seconds, copy)

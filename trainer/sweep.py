@@ -65,8 +65,8 @@ def axes(small: bool) -> dict[str, list[str]]:
     def pick(full, tiny):
         return tiny if small else full
 
-    def on(ranks, link="h100-nvlink"):
-        return f"nproc={ranks}" if ranks <= pick(max(1, gpus()), 2) else f"--world {ranks} --link {link}"
+    def on(ranks):
+        return f"nproc={ranks}" if ranks <= pick(max(1, gpus()), 2) else f"--world {ranks} --link h100-nvlink"
 
     base = pick("--batch 8 --depth 4 --param-dtype bf16 --seqlen 4096 --width 4096", "--param-dtype fp32")
     base += " --attn sdpa --grouping 4 --min-shard-mib 0 --mode fully_shard --remat none --wrapper simple"
@@ -317,9 +317,7 @@ def main():
         return print("\n".join(read_cells(target, args.small, nproc, shlex.split(join(flags)))))
     name = f"sweep-{Path(target).stem}{'-small' * args.small}"
     args.results = args.results or Path(f"results/{name}.jsonl")
-    if output.get("--wandb", ("off",)) == ("off",):
-        output.pop("--wandb", None)
-    else:
+    if "--wandb" in output:
         output.setdefault("--group", (name,))
     args.output = shlex.split(join(output))
     if args.small:  # at such sizes threads wait for each other more than they compute
