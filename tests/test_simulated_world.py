@@ -210,6 +210,23 @@ def test_uneven_shards_of_many_ranks(rank, rows, backend, dtype):
     torch.testing.assert_close(local(grad), expected, rtol=0, atol=1e-7)
 
 
+def test_1024_ranks_on_a_mesh_of_two_dimensions():
+    torch.manual_seed(0)
+    whole, x = torch.randn(1, 16).repeat(256, 1).requires_grad_(), torch.randn(4, 16)
+    (x @ whole.T).square().mean().backward()
+    sim.start(1024, sim.link("none"), rank=700)
+    with torch.device("meta"):
+        net = nn.Linear(16, 256, bias=False)
+    mesh = dist.init_device_mesh("cpu", (4, 256), mesh_dim_names=("replicate", "shard"))
+    data_parallel(net, mesh, "hybrid_shard").to_empty(device="cpu")
+    with torch.no_grad():
+        local(net._parameters["weight"]).copy_(whole[:1])
+    net(x).square().mean().backward()
+    torch.testing.assert_close(local(net._parameters["weight"].grad), whole.grad[:1], rtol=0, atol=1e-7)
+    sizes = {(each.op, each.ranks) for each in sim.log()}
+    assert sizes == {("all_gather", 256), ("reduce_scatter", 256), ("all_reduce", 4)}
+
+
 def test_only_shards_of_equal_size_tile():
     with pytest.raises(ValueError, match=r"shape \(6, 2\): dimension 0 must divide by 4"):
         sim.tile_(torch.ones(6, 2), 4)

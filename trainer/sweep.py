@@ -229,7 +229,8 @@ def failed_row(cell: str, end: str) -> dict:
         git = ["git", "-C", ROOT, "rev-parse", "HEAD"]
         about["commit"] = subprocess.check_output(git, stderr=subprocess.DEVNULL, text=True).strip()
     given["world"] = world(nproc, flags)
-    about |= {"torch": importlib.metadata.version("torch"), **given, "flags": given, "error": end}
+    known = {key: value for key, value in given.items() if key != "device"}  # the row's is a device's name
+    about |= {"torch": importlib.metadata.version("torch"), **known, "flags": given, "error": end}
     oom = "OOM ?" if "while the kernel freed memory" in end else re.search(r"error: rank \d+: (OOM \w+)|$", end)[1]
     bad_shape = re.search(r"error: --(width|head-dim|grouping) ", end)
     return about | {"outcome": "badshape" if bad_shape else oom or f"failed: {end}", "cell": cell}
