@@ -10,8 +10,8 @@ the first step, one of the second, one of all after the third, where timing star
 The model is what the published 4 x 4096 figures fit: 3072 MiB of parameters; eager peaks, counted, of 40'961 MiB
 (published 40'977), 30'721 under autocast (30'737), 36'609 on 4 ranks (36'625): two Adam moments, GELU, a norm before
 the head and none in the blocks. 3 x 1024 does not fit: 352 MiB of parameters (348), an eager peak of 5'056 (5'985).
-`--table mlp_1024 --small`, torch 2.13.0+cpu, AMD EPYC, 1 thread, n 6: a step of 8.7 ms [7.4-9.3] sharded in eager, of
-3.1 ms [3.0-3.5] with --compile fwdbwd. GPU: not measured.
+`--table mlp_1024 --small`, torch 2.13.0+cpu, AMD EPYC, 1 thread, n 6: a step of 8.2 ms [6.5-10.6] sharded in eager, of
+5.6 ms [5.4-6.1] with --compile fwdbwd (results/mlp_small.jsonl). GPU: not measured.
 """
 # ruff: noqa: E402 (torch is imported when the flags have been read)
 

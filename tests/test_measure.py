@@ -236,6 +236,7 @@ def chained(error, cause):
         (OSError(12, "Cannot allocate memory"), True),
         (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate"), True),
         (RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes."), True),
+        (RuntimeError("InternalTorchDynamoError: MemoryError: std::bad_alloc"), True),  # as Dynamo passes it on
         (RuntimeError("CUDA error: out of memory"), True),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
         (chained(RuntimeError("backend failed"), torch.OutOfMemoryError("x")), True),

@@ -189,6 +189,7 @@ def out_of_memory(error: BaseException) -> bool:
     """Whether an exception, or one that it was raised from, says that memory ran out: torch's allocators, cuBLAS and
     cuDNN without room for a workspace, the operating system. Too little shared memory for a kernel is not that."""
     says = r"out of memory|(can't|cannot) allocate memory|DefaultCPUAllocator: not enough memory|_STATUS_ALLOC_FAILED"
+    says += "|MemoryError: |std::bad_alloc"
     told = isinstance(error, (RuntimeError, OSError)) and re.search(says, str(error), re.IGNORECASE)
     known = isinstance(error, (torch.OutOfMemoryError, MemoryError))
     return known or bool(told) or (error.__cause__ is not None and out_of_memory(error.__cause__))
