@@ -136,7 +136,8 @@ esac
 case $command in
     install) ;;
     run)     [ $# -gt 0 ] || set -- --depth 8 --compile fwdbwd; torchrun main.py "$@" ;;
-    test)    [ $# -gt 0 ] || set -- -n 2 --dist loadfile  # all: two at a time, one thread each
+    test)    # all: two files at a time, one thread each, in the order of their names: the longest are not the last
+             [ $# -gt 0 ] || set -- -n 2 --dist loadfile --no-loadscope-reorder
              OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} exec "$py" -m pytest "$@" ;;
     sweep)   if [ -f "$caller/${1:-}" ]; then file=$caller/$1; shift; set -- "$file" "$@"; fi
              export NPROC=${NPROC:-$((gpus == 1 ? 1 : 2))}

@@ -36,14 +36,14 @@ CELLS = {
         dict(EAGER, remat="both", ratio=0.5, loss="chunked"),
         dict(EAGER, attn="flex", remat="block"), dict(compile="blocks", remat="both", backend="inductor"),
         dict(EAGER, accum=2, sync="last"), dict(EAGER, accum=2, sync="last", mode="replicate"),
-        dict(compile="model", backend="inductor"), dict(compile="fwdbwd", backend="inductor"),
+        dict(compile="model"), dict(compile="fwdbwd", backend="inductor"),
         dict(compile="fwdbwd", accum=2, mode="replicate"),
         dict(compile="fwdbwd", accum=2, remat="pointwise", loss="chunked"),
         dict(compile="fwdbwd", accum=2, sync="last", remat="mlp"), dict(compile="fwdbwd", remat="block", reshard=False),
-        dict(compile="step", remat="both", backend="inductor")],
+        dict(compile="step", remat="both")],
     4: [EAGER, dict(EAGER, mode="hybrid_shard"), dict(EAGER, mode="replicate"),
         dict(EAGER, mode="hybrid_shard", accum=2, sync="last"),
-        dict(compile="fwdbwd", mode="hybrid_shard", backend="inductor"), dict(compile="step", mode="hybrid_shard")],
+        dict(compile="fwdbwd", mode="hybrid_shard"), dict(compile="step", mode="hybrid_shard")],
 }  # fmt: skip
 
 

@@ -177,7 +177,7 @@ def test_defaults_by_device_are_those_of_the_help(help_entries):
 
 BAD = [  # what is wrong by itself: argv, the flag and the value that the message names
     *((f"--{name} {value}", value) for value in (0, -3) for name in
-      "depth width head-dim grouping grow vocab seqlen batch grad-accum steps replicas chunk log-every".split()),
+      "depth width head-dim grouping grow vocab seqlen batch grad-accum steps world replicas chunk log-every".split()),
     *((f"--lr {value}", value) for value in ("-0.1", "0", "nan", "inf")),
     *((f"--clip {value}", value) for value in ("-1", "nan", "inf")),
     *((f"--min-shard-mib {value}", value) for value in ("-1", "nan", "inf")),
@@ -187,7 +187,7 @@ BAD = [  # what is wrong by itself: argv, the flag and the value that the messag
     *((f"--{name} {value}", value) for name, value in dict(
         device="tpu", wrapper="zero", mode="zero3", compile="all", attn="eager", remat="all", loss="half",
         wandb="maybe").items()),
-    ("--accum-sync first", "first"), ("--param-dtype fp16", "fp16"),
+    ("--accum-sync first", "first"), ("--link token-ring", "token-ring"), ("--param-dtype fp16", "fp16"),
     ("--reduce-dtype fp16", "fp16"), ("--adam-dtype int8", "int8"),
     ("--depth x", "x"), ("--depth 1.5", "1.5"), ("--lr fast", "fast"), ("--chunk ''", "''"),
 ]  # fmt: skip
