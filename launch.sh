@@ -3,7 +3,7 @@
 #
 #   ./launch.sh                        install, then train: torchrun main.py --depth 8 --compile fwdbwd
 #   ./launch.sh run FLAGS              the same with your flags instead (python main.py --help lists them)
-#   ./launch.sh test [PYTEST ARGS]     the tests
+#   ./launch.sh test [PYTEST ARGS]     the tests; -m slow: those that this leaves out
 #   ./launch.sh sweep AXIS|all|FILE [--small] [FLAGS]
 #                                      one run per cell; a second call does what is missing (trainer/sweep.py)
 #   ./launch.sh gpu [1..10] [--tiny]   what needs a GPU: tests, compile modes, remat x attention, loss and memory, then
@@ -137,7 +137,7 @@ case $command in
     install) ;;
     run)     [ $# -gt 0 ] || set -- --depth 8 --compile fwdbwd; torchrun main.py "$@" ;;
     test)    # all: two files at a time, one thread each, in the order of their names: the longest are not the last
-             [ $# -gt 0 ] || set -- -n 2 --dist loadfile --no-loadscope-reorder
+             [ $# -gt 0 ] || set -- -n 2 --dist loadfile --no-loadscope-reorder -m 'not slow'
              OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} exec "$py" -m pytest "$@" ;;
     sweep)   if [ -f "$caller/${1:-}" ]; then file=$caller/$1; shift; set -- "$file" "$@"; fi
              export NPROC=${NPROC:-$((gpus == 1 ? 1 : 2))}

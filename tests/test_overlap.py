@@ -139,8 +139,9 @@ def test_without_reshard_backward_gathers_nothing(mesh_of):
 
 
 @pytest.mark.parametrize(("remat", "reshard", "world"), [
-    ("mlp", True, 2), ("attn", True, 64), ("both", True, 8), ("both", True, 64), ("block", True, 2), ("block", True, 8),
-    ("pointwise", True, 64), ("both", False, 2), ("block", False, 64),
+    ("mlp", True, 2), ("both", True, 8), ("block", True, 8), ("pointwise", True, 64), ("both", False, 2),
+    *(pytest.param(*each, marks=pytest.mark.slow) for each in (
+        ("attn", True, 64), ("both", True, 64), ("block", True, 2), ("block", False, 64))),
 ])  # fmt: skip
 def test_remat_changes_neither_buckets_nor_resharding(mesh_of, remat, reshard, world):
     graphs = step_graphs(mesh_of(world), remat=remat, reshard=reshard, depth=2)
@@ -204,9 +205,13 @@ def test_bytes_of_one_graph_are_those_of_the_published_formula(mesh_of):
     assert sent(gm) == pytest.approx((6 * size(2) - 4 * V * D) * 63 / 64, rel=0.05)
 
 
-FLEX = [dict(remat=r) for r in ("none", "mlp", "attn", "both", "block", "pointwise")]
-FLEX += [dict(compile=m, remat="both") for m in ("blocks", "model", "step")]
+FLEX = [dict(remat=r) for r in ("none", "block")] + [dict(compile="step", remat="both")]
+MORE = [dict(remat=r) for r in ("mlp", "attn", "both", "pointwise")]
+MORE += [dict(compile=m, remat="both") for m in ("blocks", "model")]
 FLEX += [dict(mode="replicate"), dict(mode="hybrid_shard", remat="block"), dict(accum_sync="last", remat="pointwise")]
+
+
+FLEX += [pytest.param(cell, marks=pytest.mark.slow) for cell in MORE]
 
 
 @pytest.mark.parametrize("cell", FLEX, ids=lambda cell: " ".join(cell.values()))

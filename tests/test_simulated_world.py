@@ -145,6 +145,7 @@ def test_compiled_gradients_at_world_8_are_those_of_one_process(mode, monkeypatc
     check_gradients(mode, "fwdbwd", limit=5e-6)
 
 
+@pytest.mark.slow
 def test_gradients_of_generated_code_at_world_8_are_those_of_one_process():
     check_gradients("fully_shard", "blocks", limit=5e-6)
 

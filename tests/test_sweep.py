@@ -299,10 +299,10 @@ def test_sigterm_ends_the_cell_and_writes_no_row(call, tmp_path):
     sweeping = call(seeds("hang", "ok"), start=subprocess.Popen)
     wait_for(lambda: (tmp_path / "pids").exists() and (tmp_path / "pids").read_text())
     sweeping.send_signal(signal.SIGTERM)
-    sweeping.communicate(timeout=10)
+    sweeping.communicate(timeout=30)
     assert (sweeping.returncode, rows(tmp_path / "rows.jsonl")) == (128 + signal.SIGTERM, [])
-    if Path("/proc/self").exists():
-        assert not [pid for pid in (tmp_path / "pids").read_text().split() if alive(pid)]
+    if Path("/proc/self").exists():  # a killed process may take its time to go
+        wait_for(lambda: not [pid for pid in (tmp_path / "pids").read_text().split() if alive(pid)])
 
 
 def test_several_processes_are_one_cell_under_torchrun(call):
