@@ -200,7 +200,7 @@ def test_a_step_with_ignored_labels_equals_one_pass_over_the_whole_batch(mode, m
     torch.testing.assert_close(results[0][-2], mean, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("mode", ["blocks", "model"])
+@pytest.mark.parametrize("mode", ["blocks", pytest.param("model", marks=pytest.mark.slow)])
 def test_compiled_frames_do_not_grow_with_depth(mode, monkeypatch):
     """4, 12 and 48 blocks: the same number of frames, no graph break (fullgraph), no recompile."""
     real = torch.compile

@@ -46,6 +46,7 @@ def test_a_llama_is_gathered_and_reduced_once_per_layer(tiny_llama):
     assert saved(graphs["forward"])["gathered"] == 0
 
 
+@pytest.mark.slow
 def test_the_script_trains_and_its_losses_are_those_of_the_unwrapped_model(tiny_llama):
     env = os.environ | dict(OMP_NUM_THREADS="1", PYTHONPATH=str(SCRIPT.parents[1]), CUDA_VISIBLE_DEVICES="")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", f"--master-port={free_port()}"]

@@ -48,6 +48,7 @@ def test_plain_options_show_what_is_bought(capsys):
     assert re.search(r"^loss, forward: 28 all-gathers \(\d+ exposed\)", out, re.M), out  # one per parameter
 
 
+@pytest.mark.slow
 def test_accumulating_counts_every_micro_batch(capsys):
     sent = [float(re.search(r"([\d.]+) MiB sent", printed(capsys, line))[1])
             for line in ("", "--grad-accum 4", "--grad-accum 4 --accum-sync last")]  # fmt: skip

@@ -101,7 +101,7 @@ def test_one_bucket_per_block_issued_a_block_early(mesh_of, world, depth):
 
 
 @pytest.mark.usefixtures("needs_step")
-@pytest.mark.parametrize(("world", "remat"), [(8, "none"), (64, "both")])
+@pytest.mark.parametrize(("world", "remat"), [pytest.param(8, "none", marks=pytest.mark.slow), (64, "both")])
 def test_one_graph_of_the_whole_step_gathers_again_and_overlaps(mesh_of, world, remat):
     gm = step_graphs(mesh_of(world), "step", depth=3, remat=remat)["forward"]
     gaps = [c.gap for c in collectives(gm) if c.kind == "all-gather"]
@@ -114,6 +114,7 @@ def test_one_graph_of_the_whole_step_gathers_again_and_overlaps(mesh_of, world, 
     assert gathered_alive(gm) <= 3 * block + (remat == "block") * 2 * (V * D + 2 * D)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("needs_step")
 def test_one_graph_without_reshard_gathers_once(mesh_of):
     gm = step_graphs(mesh_of(8), "step", depth=3, reshard=False, remat="both")["forward"]
@@ -122,7 +123,8 @@ def test_one_graph_without_reshard_gathers_once(mesh_of):
 
 
 @pytest.mark.usefixtures("needs_step")
-@pytest.mark.parametrize(("mode", "replicas"), [("replicate", 1), ("hybrid_shard", 2)])
+@pytest.mark.parametrize(("mode", "replicas"), [
+    ("replicate", 1), pytest.param("hybrid_shard", 2, marks=pytest.mark.slow)])  # fmt: skip
 def test_one_graph_reduces_in_buckets_of_blocks(mesh_of, mode, replicas):
     gm = step_graphs(mesh_of(8, replicas), "step", depth=3, mode=mode)["forward"]
     assert count(gm, "reduce-scatter")[0] == (5 if mode == "hybrid_shard" else 0)
