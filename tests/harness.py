@@ -7,7 +7,9 @@
 import os
 import socket
 import traceback
+from contextlib import suppress
 from datetime import timedelta
+from queue import Empty
 
 import torch
 import torch.distributed as dist
@@ -25,7 +27,7 @@ def _worker(rank, world, port, checks, queue, threads):
         os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
     torch.set_num_threads(threads)
     dist.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world, timeout=timedelta(seconds=120)
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world, timeout=timedelta(seconds=300)
     )
     mesh = dist.init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))
     for check in checks:
@@ -48,9 +50,8 @@ class Results(dict):
 
     def __getitem__(self, name):
         values = super().__getitem__(name)
-        for rank, (ok, value) in sorted(values.items()):
-            if not ok:
-                raise AssertionError(f"{name} on rank {rank}:\n{value}")
+        if wrong := [f"{name} on rank {rank}:\n{value}" for rank, (ok, value) in sorted(values.items()) if not ok]:
+            raise AssertionError("\n".join(wrong))
         return [value for _, (_, value) in sorted(values.items())]
 
 
@@ -68,6 +69,10 @@ def spawn(world: int, checks: list, timeout: float = 300, threads: int = 1) -> R
             name, rank, ok, value = queue.get(timeout=timeout)
             results.setdefault(name, {})[rank] = ok, value
             left, failed = left - 1, not ok
+        with suppress(Empty):  # what the other ranks say to that: one of them knows the cause
+            while failed:
+                name, rank, *result = queue.get(timeout=10)
+                results.setdefault(name, {})[rank] = result
         for p in ranks:
             p.join(0 if failed else 60)
     finally:
