@@ -7,7 +7,7 @@
 
 Reading `module.weight` all-gathers the parameter; its gradient arrives **averaged** over the ranks (torchtitan's file
 sums), sharded, in the stored dtype: a loss normalised by a token count divides by the mean count per rank. Not for use
-under tensor or pipeline parallelism. Torch 2.11 to 2.14, Python 3.11. After Zhang et al., arXiv:2411.00284.
+under tensor or pipeline parallelism. Torch 2.11 to 2.14, Python 3.11 or newer. After arXiv:2411.00284 (Zhang et al.).
 """
 
 import functools

@@ -256,7 +256,8 @@ def table(c: Config) -> int:
         cells.append(f"nproc={n} {sweep.join(sweep.parse(words)[1])}")
     for cell in cells if c.fresh else sweep.unfinished(cells, sweep.read_rows(results)):
         print(cell, file=sys.stderr, flush=True)
-        size, log = results.stat().st_size, results.with_suffix(".logs") / f"{zlib.crc32(cell.encode()):08x}.log"
+        size = results.stat().st_size
+        log = results.parent / "runs" / results.stem / f"{zlib.crc32(cell.encode()):08x}.log"  # as a sweep's
         end = sweep.run(cell, [__file__, "--results", str(results)], c.timeout, log)
         if cell not in sweep.read_rows(results, size):
             append_jsonl(results, sweep.failed_row(cell, end or "exit 0 without a row"))

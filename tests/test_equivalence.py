@@ -47,6 +47,12 @@ CELLS = {
 }  # fmt: skip
 
 
+GENERATED = {  # the modes above that run as graphs, with the code that Inductor generates
+    2: [dict(compile="model", backend="inductor"), dict(compile="step", remat="both", backend="inductor")],
+    4: [dict(compile="fwdbwd", mode="hybrid_shard", backend="inductor")],
+}
+
+
 def name(world: int, cell: dict) -> str:
     return f"{world} ranks " + " ".join(f"{k}={v}" for k, v in cell.items())
 
@@ -134,6 +140,10 @@ def cells_4(mesh):
     return cells(mesh, 4)
 
 
+def generated(mesh):
+    return {name(mesh.size(), cell): run(mesh, **cell) for cell in GENERATED[mesh.size()]}
+
+
 @functools.cache
 def reference() -> list[tuple[float, float]]:
     """One process, no wrapper, no compiler, torch's own clipping and AdamW."""
@@ -155,9 +165,10 @@ def reference() -> list[tuple[float, float]]:
     return out
 
 
-def test_system_flags_change_neither_loss_nor_gradient_norm():
+def compare(checks) -> None:
+    """checks: (world, check) that gives the values of cells on every rank."""
     table = {}
-    for world, check in ((1, cells_1), (2, cells_2), (4, cells_4)):
+    for world, check in checks:
         for per_rank in zip(*(r.items() for r in spawn(world, [check], timeout=600)[check.__name__]), strict=True):
             (cell, values), *others = per_rank
             assert all(v == values for _, v in others), f"{cell}: ranks disagree"
@@ -168,6 +179,15 @@ def test_system_flags_change_neither_loss_nor_gradient_norm():
     assert last < first - 0.5, "nothing was learnt: the table proves nothing"
     bad = {cell: d for cell, d in table.items() if not (d[0] <= TOLERANCE and d[1] <= NORM_TOLERANCE)}
     assert not bad
+
+
+def test_system_flags_change_neither_loss_nor_gradient_norm():
+    compare([(1, cells_1), (2, cells_2), (4, cells_4)])
+
+
+@pytest.mark.slow
+def test_generated_code_of_the_other_modes_changes_neither():
+    compare([(2, generated), (4, generated)])
 
 
 def test_one_graph_is_refused_in_one_line_on_a_torch_that_cannot(monkeypatch):
