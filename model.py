@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import register_flop_formula
 
 IGNORE = -100  # a target that is not trained on
 REMAT = ("none", "mlp", "attn", "both", "block", "pointwise")
@@ -53,6 +54,10 @@ class ModelConfig:
     attn: str = "sdpa"
     remat: str = "none"
     remat_ratio: float = 1.0
+    remat_norm: bool = True
+    remat_core: bool = False
+    mlp: str = "plain"
+    mlp_chunk: int = 0
 
     @property
     def heads(self) -> int:
@@ -122,10 +127,83 @@ class MLP(nn.Module):
         return self.down(F.gelu(self.up(x), approximate="tanh"))
 
 
+# The norm and the MLP as one op with a backward of its own, which keeps its input alone and at most two [C, F] tensors
+# at a time (C tokens; F hidden), whatever compiles it: recomputation written as an autograd.Function is undone by the
+# compiler, which merges it with the forward, and of plain code it reorders the backward into three such tensors.
+# x [.., D], norm g, b [D], up [F, D] [F], down [D, F] [D]; chunk: tokens at a time, 0 all.
+@torch.library.custom_op("simple_fsdp::lean_mlp", mutates_args=())
+def lean_mlp(
+    x: Tensor, g: Tensor, b: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, eps: float, chunk: int
+) -> Tensor:
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    rows = x.flatten(0, -2)  # [N, D]
+    for xc, yc in zip(*(t.split(chunk or len(rows)) for t in (rows, out.view_as(rows))), strict=True):
+        h = F.linear(F.layer_norm(xc, g.shape, g, b, eps), w1, b1)  # [C, F]
+        torch.addmm(b2, aten.gelu_(h, approximate="tanh"), w2.t(), out=yc)
+    return out
+
+
+@torch.library.custom_op("simple_fsdp::lean_mlp_backward", mutates_args=())
+def lean_mlp_backward(
+    go: Tensor, x: Tensor, g: Tensor, b: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, eps: float, chunk: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    rows, gx = x.flatten(0, -2), torch.empty_like(x, memory_format=torch.contiguous_format)
+    sums: list[Tensor] = []  # the gradients of g, b, w1, b1, w2, b2; of several chunks in fp32
+    chunks = (t.split(chunk or len(rows)) for t in (rows, go.flatten(0, -2), gx.view_as(rows)))
+    for xc, oc, gc in zip(*chunks, strict=True):
+        y, mean, rstd = aten.native_layer_norm(xc, g.shape, g, b, eps)
+        h = F.linear(y, w1, b1)  # [C, F]
+        a = F.gelu(h, approximate="tanh")
+        new = [oc.t() @ a, oc.sum(0)]
+        torch.mm(oc, w2, out=a)  # the gradient of the GELU's output takes its place
+        aten.gelu_backward.grad_input(a, h, approximate="tanh", grad_input=a)
+        del h
+        new = [a.t() @ y, a.sum(0), *new]
+        gy = a @ w1
+        del a, y
+        part, *norm = aten.native_layer_norm_backward(gy, xc, g.shape, mean, rstd, g, b, [True] * 3)
+        gc.copy_(part)
+        new = [*norm, *new]
+        if chunk and len(rows) > chunk:
+            new = [t.to(torch.promote_types(t.dtype, torch.float32)) for t in new]
+        sums = [s.add_(t) for s, t in zip(sums, new, strict=True)] if sums else new
+    return gx, *(s.to(x.dtype) for s in sums)
+
+
+@lean_mlp.register_fake
+def _(x, g, b, w1, b1, w2, b2, eps, chunk):
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@lean_mlp_backward.register_fake
+def _(go, x, g, b, w1, b1, w2, eps, chunk):
+    own = (x, g, b, w1, b1, w2)
+    return *(torch.empty_like(t, memory_format=torch.contiguous_format) for t in own), w2.new_empty(w2.shape[0])
+
+
+def _keep_input(ctx, inputs, output):
+    *tensors, _, ctx.eps, ctx.chunk = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _lean_gradients(ctx, go: Tensor):
+    return *lean_mlp_backward(go.contiguous(), *ctx.saved_tensors, ctx.eps, ctx.chunk), None, None
+
+
+lean_mlp.register_autograd(_lean_gradients, setup_context=_keep_input)
+register_flop_formula(torch.ops.simple_fsdp.lean_mlp)(
+    lambda x, g, b, w1, *args, **kwargs: 2 * 2 * math.prod(x[:-1]) * math.prod(w1)
+)
+register_flop_formula(torch.ops.simple_fsdp.lean_mlp_backward)(
+    lambda go, x, g, b, w1, *args, **kwargs: 5 * 2 * math.prod(x[:-1]) * math.prod(w1)
+)
+
+
 class Block(nn.Module):
     def __init__(self, c: ModelConfig, remat: str):
         super().__init__()
-        self.remat = remat
+        self.remat, self.remat_norm, self.remat_core = remat, c.remat_norm, c.remat_core
+        self.lean, self.mlp_chunk = c.mlp == "lean", c.mlp_chunk
         self.norm1, self.attn = nn.LayerNorm(c.width), Attention(c)
         self.norm2, self.mlp = nn.LayerNorm(c.width), MLP(c)
 
@@ -133,7 +211,11 @@ class Block(nn.Module):
         return self.attn(self.norm1(x), mask)
 
     def mlp_branch(self, x: Tensor) -> Tensor:
-        return self.mlp(self.norm2(x))
+        norm, up, down = self.norm2, self.mlp.up, self.mlp.down
+        if not self.lean:
+            return self.mlp(norm(x))
+        weights = norm.weight, norm.bias, up.weight, up.bias, down.weight, down.bias
+        return lean_mlp(x, *weights, norm.eps, self.mlp_chunk)
 
     def whole(self, x: Tensor, mask: BlockMask | None) -> Tensor:
         x = x + self.attn_branch(x, mask)
@@ -147,20 +229,26 @@ class Block(nn.Module):
         return x + self.mlp_branch(x)
 
     def forward(self, x: Tensor, mask: BlockMask | None = None) -> Tensor:
-        """x [B, T, D] -> [B, T, D]. The norms lie inside the checkpointed regions, so a region keeps its input alone;
-        the output of attention is kept everywhere (dear to redo, small). "pointwise" keeps every product as well."""
+        """x [B, T, D] -> [B, T, D]. The norms lie inside the checkpointed regions, so a region keeps its input alone
+        (remat_norm=False: the norm's output too); the output of attention is kept (dear to redo, small) unless
+        remat_core. "pointwise" keeps every product as well."""
         if self.remat == "none" or not torch.is_grad_enabled():
             return self.whole(x, mask)
+        keep = {} if self.remat_core else dict(context_fn=_attention_saved)
         if self.remat == "block":
-            return _remat(self.whole, x, mask, context_fn=_attention_saved)
+            return _remat(self.whole, x, mask, **keep)
         if self.remat == "pointwise":  # attention lies between two regions: kept also where it is a compiled kernel
             q, k, v = _remat(self.before_core, x, context_fn=_products_saved)
             return _remat(self.after_core, x, self.attn.core(q, k, v, mask), context_fn=_products_saved)
-        if self.remat in ("attn", "both"):
-            x = x + _remat(self.attn_branch, x, mask, context_fn=_attention_saved)
-        else:
+        if self.remat == "mlp":
             x = x + self.attn_branch(x, mask)
-        return x + (_remat(self.mlp_branch, x) if self.remat in ("mlp", "both") else self.mlp_branch(x))
+        elif self.remat_norm:
+            x = x + _remat(self.attn_branch, x, mask, **keep)
+        else:
+            x = x + _remat(self.attn, self.norm1(x), mask, **keep)
+        if self.remat == "attn" or self.lean:  # the lean MLP recomputes itself
+            return x + self.mlp_branch(x)
+        return x + (_remat(self.mlp_branch, x) if self.remat_norm else _remat(self.mlp, self.norm2(x)))
 
 
 def sinusoids(T: int, D: int, device: torch.device) -> Tensor:
@@ -265,8 +353,8 @@ def flops_per_token(c: ModelConfig, seqlen: int, convention: str = "causal") -> 
     convention: "linear": 6 per weight that the token is multiplied with (grouped k and v as they are, head yes,
     embedding no). "palm": plus the attention core 12 L H d T (Chowdhery et al. 2022, appendix B). "causal": the core
     over the mean number of unmasked keys, (T + 1) / 2. "hardware": causal plus what is multiplied again in backward:
-    the core's scores inside its backward (7/6) and the products of the remat policy, where the last product of a
-    region is never redone.
+    the core's scores inside its backward (7/6) and what the remat policy and the lean MLP multiply again, where the
+    last product of a region is never redone.
     """
     kv, wide = c.kv_heads * c.head_dim, c.grow * c.width
     linear = 6 * (c.depth * c.width * (2 * c.width + 2 * kv + 2 * wide) + c.width * c.vocab)
@@ -277,5 +365,8 @@ def flops_per_token(c: ModelConfig, seqlen: int, convention: str = "causal") -> 
     if convention in ("palm", "causal"):
         return linear + core
     qkv, up, o = (2 * c.width * n for n in (c.width + 2 * kv, wide, c.width))
-    again = dict(none=0, pointwise=0, mlp=up, attn=qkv, both=qkv + up, block=qkv + o + up)
-    return linear + core * 7 / 6 + sum(again[c.remat_of(i)] for i in range(c.depth))
+    once = core / (3 * c.depth) if c.remat_core else 0  # a forward of the core
+    attention = dict(attn=qkv + once, both=qkv + once, block=qkv + o + once)
+    again = sum(attention.get(c.remat_of(i), 0) for i in range(c.depth))
+    again += up * sum(c.mlp == "lean" or c.remat_of(i) in ("mlp", "both", "block") for i in range(c.depth))
+    return linear + core * 7 / 6 + again

@@ -16,7 +16,7 @@ import os
 import statistics
 import sys
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from trainer import config as flags
 
@@ -71,8 +71,7 @@ def connect(c: flags.Config, rank: int, local_rank: int, world: int) -> torch.de
 
 
 def model_config(c: flags.Config) -> ModelConfig:
-    names = "depth width head_dim grouping grow vocab attn remat remat_ratio".split()
-    return ModelConfig(**{name: getattr(c, name) for name in names})
+    return ModelConfig(**{f.name: getattr(c, f.name) for f in fields(ModelConfig)})
 
 
 def wrap(model: torch.nn.Module, c: flags.Config, device: torch.device, world: int) -> dist.DeviceMesh | None:
@@ -168,6 +167,7 @@ def build(c: flags.Config, device: torch.device, world: int, stage=lambda name: 
     if c.wrapper in ("fsdp2", "ddp"):
         step = hooked_step(model, c, optimizer, options, **kwargs)
     else:
+        kwargs |= dict(in_backward=c.optim == "in-backward")
         step = make_step(c.compile, model, optimizer, options=options, **kwargs)
     step.bare_model = model
     return step

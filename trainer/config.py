@@ -118,6 +118,19 @@ class System:
     output), or everything but products and attention."""
     remat_ratio: float = 1.0
     """Fraction of the blocks that --remat applies to, evenly spread (0.5 of 8: 4)."""
+    remat_norm: bool = True
+    """The norm before a recomputed branch is recomputed with it; --no-remat-norm keeps its output, as the published
+    run did."""
+    remat_core: bool = False
+    """Recompute attention too, instead of keeping its output: less memory, more time."""
+    mlp: Literal["plain", "lean"] = "plain"
+    """lean: norm and MLP as one op that keeps its input alone, recomputes the rest, and whose backward holds two
+    tensors of the MLP's hidden width at a time where others hold three."""
+    mlp_chunk: int = 0
+    """Tokens at a time of --mlp lean; 0: all. Several chunks sum their gradients in fp32."""
+    optim: Literal["after", "in-backward"] = "after"
+    """in-backward: each parameter is updated and its gradient freed as soon as backward has made it; needs --clip 0,
+    --grad-accum 1 and --compile none or blocks (a whole graph's gradients come together)."""
     loss: Literal["full", "chunked"] = "full"
     """chunked: head and cross-entropy in chunks of tokens; the logits never exist as a whole."""
     chunk: int = 2048
@@ -178,7 +191,7 @@ _RANGES = [
     ("depth width head_dim grouping grow vocab seqlen batch grad_accum steps world replicas chunk log_every",
      lambda v: v >= 1, "at least 1"),
     ("lr", lambda v: 0 < v < math.inf, "a positive number"),
-    ("warmup", lambda v: v >= 0, "0 or more"),
+    ("warmup mlp_chunk", lambda v: v >= 0, "0 or more"),
     ("seed", lambda v: 0 <= v < 2**64, "0 or more and below 2**64"),
     ("clip min_shard_mib", lambda v: 0 <= v < math.inf, "0 or a positive number"),
     ("remat_ratio", lambda v: 0 <= v <= 1, "between 0 and 1"),
@@ -218,6 +231,31 @@ def _check_fit(c: Config, device: str, world: int) -> str | None:
             return f"--wrapper {c.wrapper}: has no --min-shard-mib (now {c.min_shard_mib}); leave it out"
     if c.wrapper == "ddp" and c.reduce_dtype == "bf16" and device == "cpu":
         return "--wrapper ddp: --reduce-dtype bf16 needs CUDA (a hook of DDP's); use --reduce-dtype fp32"
+    if c.mlp == "lean" and c.remat == "pointwise":
+        return "--mlp lean: recomputes the products that --remat pointwise keeps; use one of the two"
+    if c.mlp == "lean" and c.remat == "block" and c.compile == "none":
+        return "--mlp lean: eager --remat block would do the whole MLP again; use --remat both, or --compile blocks"
+    if c.mlp == "lean" and c.wrapper == "ddp" and c.param_dtype == "bf16":
+        return "--mlp lean: is not cast by the autocast of --wrapper ddp; use --param-dtype fp32 or --wrapper fsdp2"
+    if c.mlp_chunk and c.mlp != "lean":
+        return f"--mlp-chunk {c.mlp_chunk}: is for --mlp lean, this is --mlp {c.mlp}"
+    if c.remat_core and c.remat not in ("attn", "both", "block"):
+        return f"--remat-core: changes nothing of --remat {c.remat}; use it with attn, both or block"
+    if not c.remat_norm and c.remat not in ("attn", "mlp", "both"):
+        return f"--no-remat-norm: changes nothing of --remat {c.remat}; use it with attn, mlp or both"
+    if c.remat_core and device == "cpu" and c.compile != "none" and c.wrapper != "none":
+        return f"--remat-core: on a CPU torch cannot compile it over shards (--compile {c.compile}); use --compile none"
+    if c.optim == "in-backward":
+        if c.clip:
+            return f"--optim in-backward: --clip {c.clip} needs every gradient before the first update; add --clip 0"
+        if c.grad_accum > 1:
+            return f"--optim in-backward: would update in each of --grad-accum {c.grad_accum} micro-batches; use 1"
+        if c.compile not in ("none", "blocks"):
+            return f"--optim in-backward: --compile {c.compile} makes all gradients at once; use --compile blocks"
+        if c.wrapper not in ("simple", "none"):
+            return f"--optim in-backward: is not for --wrapper {c.wrapper}; use --wrapper simple"
+        if c.verbose > 1:
+            return "-vv: --optim in-backward keeps no gradients to take norms of; use --optim after"
     if c.attn == "flex" and device == "cpu":
         return "--attn flex: FlexAttention needs CUDA to train; use --attn sdpa on a CPU"
     if c.compile == "step" and c.grad_accum > 1:

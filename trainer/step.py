@@ -15,6 +15,7 @@ Micro-batches' gradients accumulate in fp32: by default as shards, reduced after
 accum_sync="last" as a whole, beside whole weights that are gathered once per step, and reduced once.
 """
 
+import functools
 import logging
 import types
 from contextlib import contextmanager, nullcontext
@@ -61,41 +62,51 @@ class AdamW:
     @torch.no_grad()
     def step(self, grads: list[Tensor]) -> None:
         """grads: local shards, in the order of `self.params`."""
-        if self.foreach:  # compiled: the shards must be read inside the graph, which also reads the parameters
-            self._foreach([local(p) for p in self.params], grads)
-            return
-        shards = self.shards
-        groups = (slice(0, self.decaying), self.weight_decay), (slice(self.decaying, None), 0.0)
-        steps = [self.t.clone() for _ in shards]
-        for part, decay in groups:
-            if shards[part]:
-                adamw(
-                    shards[part], grads[part], self.m[part], self.v[part], [], steps[part], fused=True, amsgrad=False,
-                    beta1=self.betas[0], beta2=self.betas[1], lr=self.lr, weight_decay=decay, eps=self.eps,
-                    maximize=False,
-                )  # fmt: skip
         self.t += 1
+        if self.foreach and torch.compiler.is_compiling():
+            self._foreach(slice(None), grads, self.decaying)
+        elif self.foreach:  # one by one: its temporaries are as large as what it updates
+            for i, grad in enumerate(grads):
+                self.step_one(i, grad)
+        else:
+            for part, decays in ((slice(0, self.decaying), True), (slice(self.decaying, None), False)):
+                self._fused(part, grads[part], decays)
 
-    def _foreach(self, p: list[Tensor], g: list[Tensor]) -> None:
+    @torch.no_grad()
+    def step_one(self, i: int, grad: Tensor) -> None:
+        """Updates the i-th of `self.params` alone; before the first of a step the caller adds 1 to `self.t`."""
+        decays = i < self.decaying
+        (self._foreach if self.foreach else self._fused)(slice(i, i + 1), [grad], decays)
+
+    def _fused(self, part: slice, grads: list[Tensor], decays: bool) -> None:
+        if grads:
+            adamw(
+                self.shards[part], grads, self.m[part], self.v[part], [], [self.t - 1 for _ in grads], fused=True,
+                amsgrad=False, beta1=self.betas[0], beta2=self.betas[1], lr=self.lr,
+                weight_decay=self.weight_decay if decays else 0.0, eps=self.eps, maximize=False,
+            )  # fmt: skip
+
+    def _foreach(self, part: slice, g: list[Tensor], decaying: int) -> None:
+        """The first `decaying` of the part decay. Shards are read here: a graph must also read the parameters."""
+        p, m, v = [local(p) for p in self.params[part]], self.m[part], self.v[part]
         b1, b2 = self.betas
-        self.t += 1
-        m, v = self.m, self.v
+        stored = m, v
         if m[0].dtype != p[0].dtype:
             m, v = [x.to(p[0].dtype) for x in m], [x.to(p[0].dtype) for x in v]
         torch._foreach_lerp_(m, g, 1 - b1)
         torch._foreach_mul_(v, b2)
         torch._foreach_addcmul_(v, g, g, 1 - b2)
-        if m is not self.m:
-            torch._foreach_copy_(self.m, m)
-            torch._foreach_copy_(self.v, v)
+        if m is not stored[0]:
+            torch._foreach_copy_(stored[0], m)
+            torch._foreach_copy_(stored[1], v)
         size = self.lr / (1 - b1**self.t)
         d = torch._foreach_sqrt(v)
         torch._foreach_div_(d, (1 - b2**self.t).sqrt())
         torch._foreach_add_(d, self.eps)
         update = torch._foreach_div(m, d)
         torch._foreach_mul_(update, size)
-        if self.decaying:
-            torch._foreach_mul_(p[: self.decaying], 1 - self.lr * self.weight_decay)
+        if decaying:
+            torch._foreach_mul_(p[:decaying], 1 - self.lr * self.weight_decay)
         torch._foreach_sub_(p, update)
 
 
@@ -241,6 +252,36 @@ class Step:
         return self.over_ranks(total, "avg")
 
 
+class InBackwardStep(Step):
+    """Updates each parameter as soon as backward has made its gradient, which is then freed: of all gradients only a
+    few are alive at once. One micro-batch, no clipping. Eager or with compiled blocks; of a larger graph backward hands
+    out all gradients together, and nothing is won."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        if self.clip or self.grad_accum > 1 or self.whole_weights:
+            raise ValueError("in_backward: takes no clipping and no accumulation, which need every gradient first")
+        self.norms: list[Tensor] = [torch.zeros(())] * len(self.optimizer.params)
+        for i, p in enumerate(self.optimizer.params):
+            p.register_post_accumulate_grad_hook(functools.partial(self.apply, i))
+
+    def apply(self, i: int, p: Tensor) -> None:
+        grad, p.grad = local(p.grad), None
+        self.norms[i] = torch.linalg.vector_norm(grad, dtype=torch.float32)
+        self.optimizer.step_one(i, grad)
+
+    def __call__(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        share, self.phase = self.share(targets), "fwd"
+        loss = self.loss_fn(tokens, targets, share)
+        self.phase = "bwd"
+        self.optimizer.t += 1
+        loss.backward()
+        self.phase = "step"
+        with torch.no_grad():
+            self.grad_norm = global_norm(self.optimizer.params, self.norms, self.where)  # the norm of norms
+            return self.over_ranks(loss.detach(), "avg")
+
+
 class ModelStep(Step):
     """`model`: the compiled model makes logits, the loss is eager (with chunked loss the compiled model makes it)."""
 
@@ -285,13 +326,18 @@ def check_mode(mode: str, options: dict | None = None) -> None:
         raise ValueError(f"--compile step needs torch >= 2.13 (this is {torch.__version__}): use --compile fwdbwd")
 
 
-def make_step(mode: str, model: nn.Module, optimizer: AdamW, *, options: dict | None = None, **kwargs) -> Step:
+def make_step(
+    mode: str, model: nn.Module, optimizer: AdamW, *, options: dict | None = None, in_backward: bool = False, **kwargs
+) -> Step:
     """The step of a compile mode. kwargs: mesh, grad_accum, clip, chunk (tokens per chunk of the loss, 0: all at once),
     accum_sync ("every" micro-batch or the "last"; the latter needs the wrapper's param_dtype and reduce_dtype).
 
-    options: Inductor options on top of overlap.compile_options; {"plain": True} leaves those out. Raises ValueError
-    for a mode that this torch cannot do."""
+    options: Inductor options on top of overlap.compile_options; {"plain": True} leaves those out. in_backward: the
+    optimizer's step is part of backward (modes "none" and "blocks"). Raises ValueError for a mode that this torch
+    cannot do, or cannot do in backward."""
     check_mode(mode)
+    if in_backward and mode not in ("none", "blocks"):
+        raise ValueError(f"in_backward: --compile {mode} makes all gradients at once; use blocks or none")
     # Torch logs, on every rank, that a region with a context_fn must have no in-place op: ours have none.
     logging.getLogger("torch._higher_order_ops.wrap").addFilter(lambda r: "context_fn is passed" not in str(r.msg))
     if mode == "step" and (kwargs.get("grad_accum", 1) > 1 or kwargs.get("accum_sync", "every") != "every"):
@@ -302,7 +348,8 @@ def make_step(mode: str, model: nn.Module, optimizer: AdamW, *, options: dict | 
     overlap = (lambda *_, **__: {}) if options.pop("plain", False) else compile_options
     if mode == "step":
         return OneGraph(model, optimizer, options=overlap(model, whole_step=True) | options, **kwargs)
-    step = (ModelStep if mode == "model" else Step)(model, optimizer, **kwargs)
+    kind = InBackwardStep if in_backward else ModelStep if mode == "model" else Step
+    step = kind(model, optimizer, **kwargs)
     if mode == "none":
         return step
     if whole := step.whole_weights:  # nothing in its graphs belongs to a module: buckets by size
