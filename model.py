@@ -81,6 +81,12 @@ def _save_products(ctx, op, *args, **kwargs):
     return CheckpointPolicy.MUST_SAVE if op in MATMULS else CheckpointPolicy.PREFER_RECOMPUTE
 
 
+def _save_products_but_down(ctx, op, *args, **kwargs):
+    """After attention come o, up and down; nothing in backward needs what down makes, the only one that narrows."""
+    narrows = op in MATMULS and args[-2].shape[-1] > args[-1].shape[-1]
+    return CheckpointPolicy.PREFER_RECOMPUTE if narrows else _save_products(ctx, op)
+
+
 def _attention_saved():  # named functions: Dynamo cannot trace a lambda nested in the region
     return create_selective_checkpoint_contexts(_save_attention)
 
@@ -89,7 +95,12 @@ def _products_saved():
     return create_selective_checkpoint_contexts(_save_products)
 
 
+def _products_but_down_saved():
+    return create_selective_checkpoint_contexts(_save_products_but_down)
+
+
 _attention_saved.cache_hash, _products_saved.cache_hash = "attention-saved-1", "products-saved-1"  # for compile caches
+_products_but_down_saved.cache_hash = "products-but-down-saved-1"
 _remat = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)  # nothing in a block is random
 
 
@@ -239,7 +250,7 @@ class Block(nn.Module):
             return _remat(self.whole, x, mask, **keep)
         if self.remat == "pointwise":  # attention lies between two regions: kept also where it is a compiled kernel
             q, k, v = _remat(self.before_core, x, context_fn=_products_saved)
-            return _remat(self.after_core, x, self.attn.core(q, k, v, mask), context_fn=_products_saved)
+            return _remat(self.after_core, x, self.attn.core(q, k, v, mask), context_fn=_products_but_down_saved)
         if self.remat == "mlp":
             x = x + self.attn_branch(x, mask)
         elif self.remat_norm:

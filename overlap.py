@@ -5,10 +5,11 @@
     step = torch.compile(forward_and_loss, fullgraph=True, options=compile_options(model))
 
 Left alone, Inductor runs one collective per parameter and waits for it at once. With these options: one all-gather and
-one reduce-scatter (and one all-reduce of what is replicated) per block; the next block's all-gather starts before this
-block's is waited for, in forward and backward; a reduction is waited for one block later. Parameters of no block
-(embedding, head) join their neighbours up to `cap_mib`. Works in the graphs of forward and of backward, and with
-`whole_step=True` in one graph of forward, loss, backward and optimizer, where it also gathers again in backward.
+one reduce-scatter (and one all-reduce of what is replicated) per block; the next block's all-gather starts as soon as
+this block's has arrived, in forward and backward, so that the weights of two blocks exist at most; a reduction is
+waited for one block later. Parameters of no block (embedding, head) join their neighbours up to `cap_mib`. Works in the
+graphs of forward and of backward, and with `whole_step=True` in one graph of forward, loss, backward and optimizer,
+where it also gathers again in backward.
 Needs Inductor (torch 2.11 to 2.14); all private names of torch that it uses are imported or read in this file's head.
 Where they are missing: size buckets by Inductor's own flags, said in one warning.
 """
@@ -35,7 +36,24 @@ except ImportError:  # another torch
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 GATHER, SCATTER = c10d.all_gather_into_tensor.default, c10d.reduce_scatter_tensor.default
 REDUCE, WAIT = c10d.all_reduce.default, c10d.wait_tensor.default
-LAYOUT = {operator.getitem, aten.reshape.default, aten.clone.default, aten._to_copy.default, aten.cat.default,
+
+
+@torch.library.custom_op("simple_fsdp::cut", mutates_args=())
+def cut(whole: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
+    """[N, sum(sizes)] -> copies [N, size], all at once, so that the gathered bucket's memory is free again. As views,
+    Inductor would copy each at its use, and hold the bucket until the last of them."""
+    parts = [whole.new_empty(len(whole), size) for size in sizes]
+    torch.split_with_sizes_copy(whole, sizes, 1, out=parts)
+    return parts
+
+
+@cut.register_fake
+def _(whole, sizes):
+    return [whole.new_empty(len(whole), size) for size in sizes]
+
+
+CUT = torch.ops.simple_fsdp.cut.default
+LAYOUT = {CUT, operator.getitem, aten.reshape.default, aten.clone.default, aten._to_copy.default, aten.cat.default,
           aten._unsafe_view.default, torch.ops.prims.convert_element_type.default}  # fmt: skip
 AGAIN = CheckpointPolicy.PREFER_RECOMPUTE, CheckpointPolicy.MUST_RECOMPUTE
 STACKS = ("nn_module_stack", "fwd_nn_module_stack")  # where a node's module is noted: forward and backward graphs
@@ -176,17 +194,17 @@ class Overlap(CustomGraphPass):
         place = {n: i for i, n in enumerate(g.nodes)}
         for bucket in self.buckets(found):
             first = min((wait_of(n) for n in bucket), key=place.get)
-            with g.inserting_before(before):  # start before the previous bucket is waited for
+            with g.inserting_before(before):  # as soon as the previous bucket is cut up, and its memory free again
                 copies = {}
                 inputs = [copied(g, n.args[0], copies) for n in bucket]
                 flat = call(g, aten.cat.default, [call(g, aten.reshape.default, x, [-1]) for x in inputs])
                 start = call(g, GATHER, flat, *bucket[0].args[1:], like=bucket)
             with g.inserting_before(first):
-                before = call(g, WAIT, start)
-                ranks = bucket[0].args[1]
-                parts = split(g, call(g, aten.reshape.default, before, [ranks, -1]), inputs, 1)
+                rows = call(g, aten.reshape.default, call(g, WAIT, start), [bucket[0].args[1], -1])
+                parts = split(g, rows, inputs, CUT) if len(bucket) > 1 else [rows]
                 outputs = [reshaped(g, part, n) for part, n in zip(parts, bucket, strict=True)]
             replace(bucket, outputs)
+            before = outputs[-1].next
 
     def reductions(self, g: fx.Graph, op) -> None:
         """Reduce-scatters, or the all-reduces of gradients (averages of more than a scalar)."""
@@ -201,7 +219,7 @@ class Overlap(CustomGraphPass):
                 if last is not None:
                     start.append(last)  # the previous bucket is waited for here; what uses it is sorted behind
                 last = call(g, WAIT, start)
-                parts = split(g, last, bucket, 0)
+                parts = split(g, last, bucket, aten.split_with_sizes.default, 0)
                 outputs = [reshaped(g, part, n) for part, n in zip(parts, bucket, strict=True)]
             replace(bucket, outputs)
 
@@ -310,10 +328,9 @@ def reshaped(g: fx.Graph, n: fx.Node, like: fx.Node) -> fx.Node:
     return call(g, aten.reshape.default, n, list(like.meta["val"].shape))
 
 
-def split(g: fx.Graph, whole: fx.Node, like: list[fx.Node], dim: int) -> list[fx.Node]:
-    """`whole` cut along `dim` into pieces of the numbers of elements of `like`."""
-    sizes = [n.meta["val"].numel() for n in like]
-    parts = call(g, aten.split_with_sizes.default, whole, sizes, dim)
+def split(g: fx.Graph, whole: fx.Node, like: list[fx.Node], op, *dim: int) -> list[fx.Node]:
+    """`whole` cut by `op` into pieces of the numbers of elements of `like`."""
+    parts = call(g, op, whole, [n.meta["val"].numel() for n in like], *dim)
     nodes = []
     for i, value in enumerate(parts.meta["val"]):
         nodes.append(g.call_function(operator.getitem, (parts, i)))
