@@ -36,10 +36,10 @@ from model import ModelConfig, Transformer
 from simple_fsdp import MixedPrecisionPolicy, data_parallel, disable_data_parallel
 from trainer import measure, simulated_world
 from trainer.data import Batches
+from trainer.kernels import DTYPES, choose
 from trainer.sinks import append_jsonl
 from trainer.step import COMPILE_MODES, AdamW, Step, local, make_step, shutdown
 
-DTYPES = dict(fp32=torch.float32, bf16=torch.bfloat16)
 WARMUP = 3
 
 
@@ -70,9 +70,11 @@ def connect(c: flags.Config, rank: int, local_rank: int, world: int) -> torch.de
     return device
 
 
-def model_config(c: flags.Config) -> ModelConfig:
-    names = "depth width head_dim grouping grow vocab attn remat remat_ratio".split()
-    return ModelConfig(**{name: getattr(c, name) for name in names})
+def model_config(c: flags.Config, device: torch.device) -> ModelConfig:
+    """ValueError in one line where the attention that is asked for cannot run on `device`."""
+    names, kernels = "depth width head_dim grouping grow vocab attn remat remat_ratio".split(), choose(c, device)
+    own = {name: getattr(c, name) for name in names}
+    return ModelConfig(**own, sdpa=kernels.sdpa, flex_options=kernels.flex_options)
 
 
 def wrap(model: torch.nn.Module, c: flags.Config, device: torch.device, world: int) -> dist.DeviceMesh | None:
@@ -141,7 +143,7 @@ def build(c: flags.Config, device: torch.device, world: int, stage=lambda name: 
     """The step of resolved flags, its model (`.model` of a mode that does not compile it) initialised from --seed.
     `stage` is called with the name of each stage that is done. Needs a process group unless c.wrapper is "none"."""
     with torch.device("meta"):
-        model = Transformer(model_config(c))
+        model = Transformer(model_config(c, device))
     stage("model")
     mesh = wrap(model, c, device, world)
     stage("wrap")
