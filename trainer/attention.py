@@ -100,7 +100,7 @@ def bench(backend: str, shape: Shape, device: torch.device, repeat: int, options
     for (name, ms), times_forward in zip(times.items(), (1, 2.5), strict=True):
         stats = measure.stats(ms)
         row |= {key.replace("step", name): value for key, value in stats.items()}
-        row[f"{name}_tflops"] = round(times_forward * flops / stats["step_ms"] / 1e9, 3)
+        row[f"{name}_tflops"] = round(times_forward * flops / stats["step_ms"] / 1e9, 6)
     return row | measure.clocks(device) | measure.peak(device) | dict(outcome="ok")
 
 
