@@ -54,7 +54,8 @@ class Run:
         self.attention, model = choose(c, device).text, model_config(c, device)
         self.flops = {
             kind: flops_per_token(model, c.seqlen, kind) * c.batch * c.grad_accum * c.seqlen
-            for kind in ("causal", "palm", "hardware")[: 2 if model.sdpa == "math" else 3]  # which --remat runs twice
+            for kind in ("causal", "palm", "hardware")
+            if kind != "hardware" or model.sdpa != "math"  # flops_per_token takes attention for a fused kernel
         }
         self.collectives = simulated_world.log() if c.world else None
 

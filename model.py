@@ -104,7 +104,7 @@ def sdpa_kernel(kernel: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return aten._scaled_dot_product_attention_math(q, k, v, is_causal=True, enable_gqa=grouping > 1)[0]
     if kernel == "cudnn":
         return aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, is_causal=True)[0]
-    if kernel == "efficient":  # grouped in the newest torch only
+    if kernel == "efficient":  # not every torch groups in it
         k, v = (t.repeat_interleave(grouping, 1) if grouping > 1 else t for t in (k, v))
         return aten._scaled_dot_product_efficient_attention(q, k, v, None, True, is_causal=True)[0]
     if kernel == "flash":
