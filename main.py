@@ -25,6 +25,7 @@ from simple_fsdp import describe
 from trainer import measure, simulated_world
 from trainer.baselines import build, connect, model_config
 from trainer.data import Batches, DataError, check_source
+from trainer.kernels import choose
 from trainer.sinks import Sinks, check_writable, final_lines
 from trainer.step import check_mode, global_norm, shutdown
 
@@ -50,11 +51,12 @@ class Run:
             c.data, global_batch=world * c.batch * c.grad_accum, seqlen=c.seqlen, vocab=c.vocab, seed=c.seed,
             rank=rank, world=world,
         )  # fmt: skip
+        self.attention, model = choose(c, device).text, model_config(c, device)
         self.flops = {
-            kind: flops_per_token(model_config(c), c.seqlen, kind) * c.batch * c.grad_accum * c.seqlen
+            kind: flops_per_token(model, c.seqlen, kind) * c.batch * c.grad_accum * c.seqlen
             for kind in ("causal", "palm", "hardware")
+            if kind != "hardware" or model.sdpa != "math"  # flops_per_token takes attention for a fused kernel
         }
-
         self.collectives = simulated_world.log() if c.world else None
 
     def build(self) -> None:
@@ -110,7 +112,7 @@ class Run:
         seconds = stats["step_ms"] / 1e3 if stats["step_ms"] else None
         tok_s = self.world * self.batches_tokens() / seconds if seconds else None
         compiled = c.compile != "none" and self.first_step_s is not None and seconds is not None
-        row = self.environment | measure.clocks(self.device) | dict(loss_kind=c.loss)
+        row = self.environment | measure.clocks(self.device) | dict(loss_kind=c.loss, attention=self.attention)
         row["world"] = flags.world_label(c, self.world)
         row |= {k: getattr(c, k) for k in "wrapper mode compile attn remat remat_ratio depth width seqlen".split()}
         row |= {k: getattr(c, k) for k in "batch grad_accum param_dtype reduce_dtype".split()}
@@ -134,6 +136,7 @@ class Run:
             f"commit {env['commit'][:12]}{' (dirty)' * bool(env['dirty'])}, torch {env['torch']}, {env['device']}, "
             f"{flags.world_label(c, self.world)} rank{'s' * (self.world > 1)}",
             "  ".join(f"{k}={v}" for k, v in {**vars(c.training), **vars(c.system)}.items()),
+            f"attention: {self.attention}",
             f"data {self.batches.description}",
             f"{grouped} parameters, {sum(r.local_bytes for r in rows) / 2**20:.1f} MiB on this rank; "
             f"{len(whole)} of {len(rows)} replicated" + f": under {c.min_shard_mib} MiB" * (c.min_shard_mib > 0),

@@ -52,6 +52,8 @@ class ModelConfig:
     grow: int = 4
     vocab: int = 32768
     attn: str = "sdpa"
+    sdpa: str = "default"  # the kernel of attn="sdpa": see `sdpa_kernel`
+    flex_options: tuple[tuple[str, int], ...] = ()  # of attn="flex": kernel_options, as pairs
     remat: str = "none"
     remat_ratio: float = 1.0
     remat_norm: bool = True
@@ -104,10 +106,35 @@ _products_but_down_saved.cache_hash = "products-but-down-saved-1"
 _remat = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)  # nothing in a block is random
 
 
+def sdpa_kernel(kernel: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal attention by one kernel, which runs or raises: "cudnn", "flash", "efficient", "math"; "default": torch
+    chooses. q [B, H, T, d], k and v [B, K, T, d] -> [B, H, T, d].
+
+    The kernels' own ATen ops and not torch.nn.attention.sdpa_kernel: that one switches a state of the process, and a
+    graph with it in it bypasses AOTAutograd's cache. What F.scaled_dot_product_attention does before them is the
+    choice, and padding for flash on CUDA: the head dimension must be a multiple of 8 there."""
+    grouping = q.shape[1] // k.shape[1]
+    if kernel == "default":
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouping > 1)
+    if kernel == "math":
+        return aten._scaled_dot_product_attention_math(q, k, v, is_causal=True, enable_gqa=grouping > 1)[0]
+    if kernel == "cudnn":
+        return aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, is_causal=True)[0]
+    if kernel == "efficient":  # not every torch groups in it
+        k, v = (t.repeat_interleave(grouping, 1) if grouping > 1 else t for t in (k, v))
+        return aten._scaled_dot_product_efficient_attention(q, k, v, None, True, is_causal=True)[0]
+    if kernel == "flash":
+        cpu = q.device.type == "cpu"
+        op = aten._scaled_dot_product_flash_attention_for_cpu if cpu else aten._scaled_dot_product_flash_attention
+        return op(q, k, v, is_causal=True)[0]
+    raise ValueError(f"no kernel {kernel!r}: expected default, cudnn, flash, efficient or math")
+
+
 class Attention(nn.Module):
     def __init__(self, c: ModelConfig):
         super().__init__()
         self.head_dim, self.flex, self.grouped = c.head_dim, c.attn == "flex", c.grouping > 1
+        self.sdpa, self.flex_options = c.sdpa, dict(c.flex_options) or None
         self.q = nn.Linear(c.width, c.width, bias=False)
         self.k = nn.Linear(c.width, c.kv_heads * c.head_dim, bias=False)
         self.v = nn.Linear(c.width, c.kv_heads * c.head_dim, bias=False)
@@ -119,9 +146,10 @@ class Attention(nn.Module):
     def core(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None) -> Tensor:
         """q [B, H, T, d], k and v [B, K, T, d] -> [B, T, D]"""
         if self.flex:
-            y = compiled_flex_attention(q, k, v, block_mask=mask, enable_gqa=self.grouped)
+            how = dict(enable_gqa=self.grouped, kernel_options=self.flex_options)
+            y = compiled_flex_attention(q, k, v, block_mask=mask, **how)
         else:
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.grouped)
+            y = sdpa_kernel(self.sdpa, q, k, v)
         return y.transpose(1, 2).flatten(2)  # [B, H, T, d] -> [B, T, D]
 
     def forward(self, x: Tensor, mask: BlockMask | None) -> Tensor:

@@ -4,8 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from model import REMAT, ModelConfig, Transformer
+from model import REMAT, ModelConfig, Transformer, sdpa_kernel
 from simple_fsdp import MixedPrecisionPolicy, data_parallel, disable_data_parallel
+from trainer import attention, kernels
 from trainer.measure import device_peak
 from trainer.step import COMPILE_MODES, AdamW, check_mode, make_step
 
@@ -61,6 +62,69 @@ def test_compile_modes_agree_with_eager_in_fp32(mesh, eager, mode):
 @pytest.mark.parametrize("compile", ["none", "blocks", "fwdbwd"])
 def test_flex_attention_agrees_with_sdpa(mesh, eager, compile):
     close(losses(mesh, compile, attn="flex"), eager, 1e-3)
+
+
+SDPA = kernels.Shape(2, 8, 2, 256, 64, "bf16")
+
+
+def needs(kernel, shape=SDPA):
+    if reason := kernels.refusal(kernel, shape, torch.device("cuda", 0)):
+        pytest.skip(f"{kernel}: {reason}")
+
+
+def attended(kernel, shape=SDPA, compile=False):
+    """Output and gradients of seeded inputs, and the names of the GPU kernels that made them."""
+    torch._dynamo.reset()
+    *qkv, gradient = attention.inputs(shape, torch.device("cuda", 0))
+    f = torch.compile(sdpa_kernel, fullgraph=True) if compile else sdpa_kernel
+    torch.autograd.grad(f(kernel, *qkv), qkv, gradient)  # compiles
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        y = f(kernel, *qkv)
+        found = [y.detach(), *torch.autograd.grad(y, qkv, gradient)]
+        torch.cuda.synchronize()
+    return found, " ".join(event.key for event in profile.key_averages()).lower()
+
+
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize(("kernel", "dtype"), [("cudnn", "bf16"), ("flash", "bf16"), ("efficient", "bf16"),
+                                               ("efficient", "fp32")])  # fmt: skip
+def test_every_kernel_of_sdpa_is_the_one_that_runs_and_agrees_with_math(mesh, kernel, dtype, compile):
+    needs(kernel, SDPA._replace(dtype=dtype))
+    found, names = attended(kernel, SDPA._replace(dtype=dtype), compile)
+    exact, others = attended("math", SDPA._replace(dtype=dtype), compile)
+    for a, b in zip(found, exact, strict=True):
+        assert (a - b).float().norm() < 0.02 * b.float().norm()
+    own = dict(cudnn="cudnn", flash="flash", efficient="fmha")[kernel]
+    assert own in names and not any(word in others for word in ("cudnn_gen", "flash", "fmha")), (names, others)
+
+
+@pytest.mark.parametrize("compile", ["none", "blocks", "fwdbwd"])
+@pytest.mark.parametrize("kernel", ["cudnn", "flash", "efficient", "math"])
+def test_every_kernel_of_sdpa_trains_also_where_regions_are_recomputed(mesh, eager, kernel, compile):
+    needs(kernel)
+    close(losses(mesh, compile, dtype=torch.bfloat16, sdpa=kernel, remat="both"), eager, 0.05)
+
+
+def test_auto_is_cudnn_on_hopper_flash_before_it_and_efficient_in_fp32(mesh):
+    device, hopper = torch.device("cuda", 0), torch.cuda.get_device_capability() >= (9, 0)
+    if torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip("flash and bf16 need compute capability 8.0")
+    kernel, text = kernels.sdpa("auto", SDPA, device)
+    assert kernel == ("cudnn" if hopper else "flash"), text
+    assert kernel in attended(kernel)[1]
+    assert kernels.sdpa("auto", SDPA._replace(dtype="fp32"), device)[0] == "efficient"
+    with pytest.raises(ValueError, match="^--sdpa flash: cannot run on fp32 .*dtype"):
+        kernels.sdpa("flash", SDPA._replace(dtype="fp32"), device)
+
+
+@pytest.mark.parametrize("compile", ["none", "fwdbwd"])
+def test_flex_with_searched_options_agrees(mesh, eager, compile):
+    """In bf16: options that are searched for it may need more shared memory in fp32. `time` compares with flash."""
+    options = attention.FORWARD[-1] | attention.BACKWARD[-4]  # blocks of 64 and 32
+    time = attention.candidate_timer(SDPA, torch.device("cuda", 0), 3)
+    assert time(options, "forward") > 0 and time(options, "backward") > 0
+    how = dict(attn="flex", flex_options=tuple(options.items()), dtype=torch.bfloat16)
+    close(losses(mesh, compile, **how), eager, 0.05)
 
 
 @pytest.mark.parametrize("compile", ["none", "fwdbwd"])

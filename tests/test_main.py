@@ -185,7 +185,7 @@ BAD = [  # what is wrong by itself: argv, the flag and the value that the messag
     ("--warmup -1", -1), ("--seed -1", -1), (f"--seed {2**64}", 2**64),
     ("--compile-options max_autotune", "max_autotune"),
     *((f"--{name} {value}", value) for name, value in dict(
-        device="tpu", wrapper="zero", mode="zero3", compile="all", attn="eager", remat="all", loss="half",
+        device="tpu", wrapper="zero", mode="zero3", compile="all", attn="eager", sdpa="fast", remat="all", loss="half",
         wandb="maybe").items()),
     ("--accum-sync first", "first"), ("--link token-ring", "token-ring"), ("--param-dtype fp16", "fp16"),
     ("--reduce-dtype fp16", "fp16"), ("--adam-dtype int8", "int8"),
@@ -207,6 +207,7 @@ def test_a_bad_value_is_one_message_that_names_flag_and_value(argv, value, capsy
 
 def test_every_flag_that_is_not_free_text_has_a_bad_value_above():
     free = {"data", "results", "group", "tags", "profile", "verbose", "debug", "reshard"}  # forms of --data: below
+    free |= {"flex_options"}
     assert {argv.split()[0] for argv, _ in BAD} == {flags.flag(name) for name in FIELDS.keys() - free}
     assert {name for name, kind in get_type_hints(Output).items() if kind in (str, bool)} <= free
 
@@ -242,6 +243,8 @@ MISFITS = [  # what is wrong together: argv, world, what the message names
     ("--world 8 --mode hybrid_shard --replicas 3", 1, ["--replicas 3", "8 ranks"]),
     ("--wrapper none --param-dtype bf16", 1, ["--wrapper none", "--param-dtype"]),
     ("--attn flex", 1, ["--attn flex", "CUDA"]),
+    ("--sdpa cudnn", 1, ["--sdpa cudnn", "CUDA"]), ("--sdpa efficient", 1, ["--sdpa efficient", "CUDA"]),
+    ("--flex-options here.json", 1, ["--flex-options here.json", "--attn flex"]),
     ("--compile step --grad-accum 2", 1, ["--compile step", "--grad-accum", "2"]),
     ("--compile step --accum-sync last", 1, ["--accum-sync last", "--compile step"]),
     ("--wrapper fsdp2 --compile fwdbwd", 1, ["--wrapper fsdp2", "--compile fwdbwd", "blocks"]),
@@ -280,6 +283,9 @@ def test_what_fits_is_accepted():
     assert fits("--vocab 100 --data bin:x").vocab == 100
     assert fits("--mode hybrid_shard", world=4).replicas == 2
     assert fits("--attn flex", "cuda").attn == "flex"
+    assert fits("--sdpa efficient", "cuda").sdpa == "efficient"
+    with pytest.raises(ValueError, match="--sdpa math: .* --attn flex"):
+        fits("--attn flex --sdpa math", "cuda")
     assert fits("--wrapper none").param_dtype == "fp32"
     assert fits("--wrapper ddp --compile none", world=2).mode == "replicate"
     assert fits("--lr 1", "cuda").lr == 1 and fits("", "cuda").param_dtype == "bf16"
@@ -473,6 +479,7 @@ SYSTEM = {  # flags that must not change the loss: values, relative tolerance ov
     "min shard": ("--min-shard-mib 0.001", 0), "mlp": ("--remat mlp", 0), "attn": ("--remat attn", 0),
     "both": ("--remat both", 0), "block": ("--remat block", 0), "pointwise": ("--remat pointwise", 0),
     "half": ("--depth 2 --remat block --remat-ratio 0.5", 0), "chunked": ("--loss chunked --chunk 7", 1e-6),
+    "flash": ("--sdpa flash", 0), "math": ("--sdpa math --remat block", 1e-5),
 }  # fmt: skip
 
 
@@ -694,6 +701,7 @@ def two_ranks(tmp_path_factory):
 def test_two_ranks_print_the_header_the_steps_and_the_result_once(two_ranks):
     lines = two_ranks.out.splitlines()
     expected = [r"commit [0-9a-f]{12}(?: \(dirty\))?, torch \S+, CPU .*, 2 ranks", r".*\bdepth=1\b.*\bcompile=none\b.*",
+                r"attention: sdpa flash \(auto\)",
                 r"data stdlib, .* tokens, .*", r"28'000 parameters, .* MiB on this rank; 0 of 16 replicated.*",
                 r"[\d.]+ MFLOP per token \(causal; PaLM [\d.]+\), \S+ TFLOP per step and rank", r"ln V = 5\.5452",
                 *(rf"step {k}/6  loss \d\.\d{{4}}  lr \S+  \|g\| \S+  .* ms  .* tok/s" for k in range(1, 7)),

@@ -261,7 +261,7 @@ def counted_products(model, *args):
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "-".join(map(str, s)))
 def test_linear_flops_equal_torchs_counter_to_the_last_flop(shape, flex_on_cpu, monkeypatch):
-    def hidden(q, k, v, block_mask, enable_gqa):
+    def hidden(q, k, v, block_mask, enable_gqa, kernel_options):
         return Uncounted.apply(q, k, v, block_mask, enable_gqa)
 
     monkeypatch.setattr(under_test, "compiled_flex_attention", hidden)
@@ -389,7 +389,7 @@ def test_flex_runs_once_per_block_and_keeps_no_matrix_of_scores(remat, flex_on_c
 def test_a_compiled_attention_kernel_runs_once_per_block_also_under_remat(monkeypatch):
     """An Inductor kernel within an eager checkpoint is one opaque call, and the FLOPs say that it is not made again."""
 
-    def stand_in(q, k, v, block_mask, enable_gqa):  # nothing but products: compiles without a C++ compiler
+    def stand_in(q, k, v, block_mask, enable_gqa, kernel_options):  # nothing but products: needs no C++ compiler
         return (q @ k.mT) @ v
 
     monkeypatch.setattr(flex, "flex_attention", stand_in)

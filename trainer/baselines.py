@@ -36,10 +36,10 @@ from model import ModelConfig, Transformer
 from simple_fsdp import MixedPrecisionPolicy, data_parallel, disable_data_parallel
 from trainer import measure, simulated_world
 from trainer.data import Batches
+from trainer.kernels import DTYPES, choose
 from trainer.sinks import append_jsonl
 from trainer.step import COMPILE_MODES, AdamW, Step, local, make_step, shutdown
 
-DTYPES = dict(fp32=torch.float32, bf16=torch.bfloat16)
 WARMUP = 3
 
 
@@ -70,8 +70,11 @@ def connect(c: flags.Config, rank: int, local_rank: int, world: int) -> torch.de
     return device
 
 
-def model_config(c: flags.Config) -> ModelConfig:
-    return ModelConfig(**{f.name: getattr(c, f.name) for f in fields(ModelConfig)})
+def model_config(c: flags.Config, device: torch.device) -> ModelConfig:
+    """ValueError in one line where the attention that is asked for cannot run on `device`."""
+    kernels = choose(c, device)
+    same = {f.name: getattr(c, f.name) for f in fields(ModelConfig) if f.name not in kernels._fields}
+    return ModelConfig(**same, sdpa=kernels.sdpa, flex_options=kernels.flex_options)
 
 
 def wrap(model: torch.nn.Module, c: flags.Config, device: torch.device, world: int) -> dist.DeviceMesh | None:
@@ -140,7 +143,7 @@ def build(c: flags.Config, device: torch.device, world: int, stage=lambda name: 
     """The step of resolved flags, its model (`.model` of a mode that does not compile it) initialised from --seed.
     `stage` is called with the name of each stage that is done. Needs a process group unless c.wrapper is "none"."""
     with torch.device("meta"):
-        model = Transformer(model_config(c))
+        model = Transformer(model_config(c, device))
     stage("model")
     mesh = wrap(model, c, device, world)
     stage("wrap")

@@ -113,6 +113,12 @@ class System:
     overlap.py (collectives bucketed per block and started early); with the word plain, instead of them."""
     attn: Literal["sdpa", "flex"] = "sdpa"
     """Attention backend: torch's scaled_dot_product_attention, or compiled FlexAttention (training needs CUDA)."""
+    sdpa: Literal["auto", "cudnn", "flash", "efficient", "math"] = "auto"
+    """Kernel of --attn sdpa: that one or an error. auto: cuDNN on Hopper and newer GPUs, else FlashAttention; where
+    they cannot run (fp32), efficient, then math; on a CPU what torch takes. efficient repeats K and V for each query
+    head; math stores the T x T scores, and --remat recomputes them."""
+    flex_options: str | None = None
+    """File of searched kernel options for --attn flex: python -m trainer.attention --search writes it."""
     remat: Literal["none", "mlp", "attn", "both", "block", "pointwise"] = "none"
     """Recomputed in backward: the MLP, the attention branch, both apart, whole blocks (each keeps the attention
     output), or everything but products and attention."""
@@ -258,6 +264,12 @@ def _check_fit(c: Config, device: str, world: int) -> str | None:
             return "-vv: --optim in-backward keeps no gradients to take norms of; use --optim after"
     if c.attn == "flex" and device == "cpu":
         return "--attn flex: FlexAttention needs CUDA to train; use --attn sdpa on a CPU"
+    if c.attn == "flex" and c.sdpa != "auto":
+        return f"--sdpa {c.sdpa}: is a kernel of --attn sdpa; leave it out with --attn flex"
+    if c.attn == "sdpa" and c.flex_options is not None:
+        return f"--flex-options {c.flex_options}: needs --attn flex"
+    if c.sdpa in ("cudnn", "efficient") and device == "cpu":
+        return f"--sdpa {c.sdpa}: needs CUDA; use auto, flash or math on a CPU"
     if c.compile == "step" and c.grad_accum > 1:
         return f"--compile step: one graph holds one micro-batch, --grad-accum is {c.grad_accum}; use --compile fwdbwd"
     if c.compile == "step" and c.accum_sync == "last":

@@ -6,7 +6,8 @@
     python -m trainer.report --check           the marked tables of README.md and NOTES.md; --write puts them right
 
 `<!-- report: LAYOUT FILE... [--small] -->` marks the table below it. LAYOUT: an axis; compile, the --compile modes;
-baselines or wrappers, the rows of trainer/baselines.py. Ranks that are simulated stand as 8(sim LINK) everywhere.
+baselines or wrappers, the rows of trainer/baselines.py; attention, those of trainer/attention.py (without any, the axis
+of that name). Ranks that are simulated stand as 8(sim LINK) everywhere.
 Exit codes: 0, 1 a marked table differs, 2 bad input.
 """
 
@@ -135,7 +136,33 @@ def baselines(rows: list[dict], split: bool = False) -> tuple[list[dict], Column
     return rows, columns + [("median ratio to the first", [shown(row, "ratio", 3) for row in rows])]
 
 
-LAYOUTS = {"compile": compile_modes, "baselines": baselines, "wrappers": lambda rows: baselines(rows, split=True)}
+def attention(rows: list[dict]) -> tuple[list[dict], Columns]:
+    """The rows and columns of trainer/attention.py; x: time over that of the fastest SDPA kernel beside it."""
+    sizes = "seqlen batch heads kv_heads head_dim dtype".split()
+    rows = [row for row in rows if row.get("study") == "attention"]
+    rows = newest(rows, lambda row: (*(row[name] for name in sizes), row["backend"]))
+    told = [*(name for name in sizes[2:] if len({row[name] for row in rows}) > 1), *sizes[:2], "backend"]
+    columns = where(rows) + [(name, [str(row[name]) for row in rows]) for name in told]
+    if any(row["outcome"] != "ok" for row in rows):
+        columns.append(("outcome", [row["outcome"][:80] for row in rows]))
+    beside = [tuple(row.get(name) for name in ("device", "torch", *sizes)) for row in rows]
+    for name in ("forward", "backward"):
+        key, best = f"{name}_ms", {}
+        for shape_, row in zip(beside, rows, strict=True):
+            if row["backend"] != "flex" and figure(row, key):
+                best[shape_] = min(figure(row, key), best.get(shape_, row[key]))
+        columns += [(f"{name} ms, median [min-max]", [shown(row, key, 3) for row in rows])]
+        speeds = [figure(row, f"{name}_tflops") for row in rows]
+        columns += [(f"{name} TFLOP/s", [f"{speed:.3g}" if speed else "" for speed in speeds])]
+        ratios = [figure(row, key) / best[at] if figure(row, key) and at in best else None
+                  for at, row in zip(beside, rows, strict=True)]  # fmt: skip
+        columns += [("x", [people(ratio, 2) for ratio in ratios])]
+    memory = [(f"peak {title}", [shown(row, key, 0) for row in rows]) for title, key, *_ in METRICS[:2]]
+    return rows, columns + [column for column in memory if any(column[1])]
+
+
+LAYOUTS = {"compile": compile_modes, "baselines": baselines, "wrappers": lambda rows: baselines(rows, split=True),
+           "attention": attention}  # fmt: skip
 
 
 def about(name: str, ours: list[dict], found: Entries) -> str:
@@ -172,12 +199,11 @@ def check_names(names: list[str], small: bool) -> None:
 
 def section(name: str, rows: list[dict], small: bool) -> tuple[str, str]:
     """What has to be known about a table, and the table. Raises ValueError where it has no row."""
-    axes = sweep.axes(small)
-    if name not in axes or name in LAYOUTS and comparison(rows):
-        ours, columns = LAYOUTS[name](rows)
-        if not ours:
-            raise ValueError(f"{name}: no row of it among {len(rows)} rows")
+    ours, columns = LAYOUTS[name](rows) if name in LAYOUTS else ([], [])
+    if ours:
         return about(name, ours, []), markdown(columns)
+    if name not in sweep.axes(small):
+        raise ValueError(f"{name}: no row of it among {len(rows)} rows")
     found = entries(name, rows, small)
     return about(name, [o for _, o, _ in found if o], found), markdown(axis_columns(name, found))
 
@@ -257,7 +283,7 @@ def report(args: argparse.Namespace) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="report", allow_abbrev=False, description=__doc__.split("\n")[0])
-    parser.add_argument("axis", nargs="*", metavar="AXIS", help="all, an axis, compile, baselines, wrappers")
+    parser.add_argument("axis", nargs="*", metavar="AXIS", help="all, an axis, compile, baselines, wrappers, attention")
     parser.add_argument("--results", nargs="+", type=Path, default=[], metavar="FILE", help="JSONL files of rows")
     parser.add_argument("--small", action="store_true", help="the axes at their sizes for a CPU")
     parser.add_argument("--plots", type=Path, metavar="DIR", help="write plots (SVG) there; needs matplotlib")

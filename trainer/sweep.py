@@ -81,6 +81,8 @@ def axes(small: bool) -> dict[str, list[str]]:
            f"both --seqlen {pick(512, 32)}", "none")  # fmt: skip
     modes = ("replicate", "fully_shard", "fully_shard --no-reshard", "hybrid_shard --replicas 2")
     wrappers = ("simple --compile fwdbwd", "simple --compile blocks", "fsdp2 --compile blocks", "ddp --compile blocks")
+    kernels = pick(("flex", "sdpa --sdpa flash", "sdpa --sdpa cudnn"), ("sdpa", "sdpa --sdpa math"))
+    lengths = pick(("4096 --batch 8", "8192 --batch 4", "16384 --batch 2"), ("64", "128"))
     card = "--device cuda --steps 30 --compile {} --remat {} --attn {} --loss {}"
     published = {
         "variants": grid("--remat {} --compile {} --attn {}", pick(remats, ("none", "both", "block")),
@@ -95,6 +97,7 @@ def axes(small: bool) -> dict[str, list[str]]:
         "modes": grid(on(4) + " --compile {} --mode {}", ("none", "fwdbwd"), modes),
         "wrappers": grid("{} --wrapper {}", (on(1), on(8)), wrappers)  # the bare model computes in fp32
         + grid(on(1) + " --wrapper {} --compile fwdbwd --param-dtype fp32", ("simple", "none")),
+        "attention": grid(f"{compiled} --attn {{}} --seqlen {{}}", kernels, lengths),
     }  # fmt: skip
     return {axis: [f"{base} {line}" for line in lines] for axis, lines in published.items()} | {
         "gpu-compile": grid(card, ("fwdbwd", "model", "blocks", "none", "step"), ["none"], ["sdpa"], ["full"]),

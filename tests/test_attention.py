@@ -1,0 +1,380 @@
+"""Attention kernels: the one that is named runs, in eager and compiled, or a line says why not; options are searched.
+
+    pytest tests/test_attention.py        # under a minute, no GPU: kernels of a GPU run in tests/test_gpu.py
+"""
+
+import json
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_cache
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import main
+import model as model_file
+from model import REMAT, ModelConfig, Transformer, sdpa_kernel
+from trainer import attention, config, kernels, report
+from trainer.kernels import Shape
+
+SHAPE = Shape(2, 4, 2, 16, 8, "fp32")
+SMALL = dict(depth=2, width=32, head_dim=8, grouping=2, vocab=64)
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+FLASH, BACKWARD = "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward"
+
+
+@pytest.fixture(autouse=True)
+def clean():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    torch._dynamo.reset()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+class Ops(TorchDispatchMode):
+    """How often each ATen op runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = Counter()
+
+    @classmethod
+    def is_infra_mode(cls):  # or compiled code would not run inside it
+        return True
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def step(compile=False, **changes):
+    """(flash ops in forward, in backward, loss, gradients) of a small model; a compiled one is compiled before."""
+    torch.manual_seed(0)
+    model = Transformer(ModelConfig(**SMALL, **changes))
+    model.init_weights()
+    f = torch.compile(model, fullgraph=True, backend="aot_eager") if compile else model  # the graphs; Inductor: below
+    tokens = torch.arange(32).reshape(2, 16)
+    if compile:
+        f(tokens, tokens).backward()
+        model.zero_grad()
+    with Ops() as ops:
+        loss = f(tokens, tokens)
+        forward = ops.seen[FLASH]
+        loss.backward()
+    return forward, ops.seen[FLASH] - forward, ops.seen[BACKWARD], loss.detach(), [p.grad for p in model.parameters()]
+
+
+def assert_close(a, b):
+    for x, y in zip([a[-2], *a[-1]], [b[-2], *b[-1]], strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+
+
+# ------------------------------------------------------------------------------------------------- the kernel that runs
+
+
+@pytest.mark.parametrize("remat", REMAT)
+def test_in_eager_the_named_kernel_runs_in_every_region_and_all_agree(remat):
+    default, flash, math = (step(remat=remat, sdpa=kernel) for kernel in ("default", "flash", "math"))
+    assert default[:3] == flash[:3] == (2, 0, 2)  # once per block, also where a region is recomputed
+    assert math[:3] == (0, 0, 0)
+    assert torch.equal(flash[-2], default[-2])
+    assert_close(math, default)
+
+
+def test_compiled_the_named_kernel_runs_in_regions_and_another_model_keeps_its_own():
+    math, default, flash = (step(compile=True, remat="both", sdpa=kernel) for kernel in ("math", "default", "flash"))
+    assert math[:3] == (0, 0, 0)
+    assert default[:3] == flash[:3] == (2, 0, 2)
+    assert_close(math, flash)
+    assert_close(default, flash)
+
+
+def test_one_compile_cache_keeps_the_kernels_apart_and_finds_each_again():
+    """With torch's own context manager in place of the ops the last line fails: AOTAutograd does not cache it."""
+    q, hits, ran = torch.randn(1, 2, 16, 8, requires_grad=True), [], []
+    with fresh_cache():
+        for kernel in ("default", "flash", "math") * 2:
+            torch._dynamo.reset()
+            counters.clear()
+            f = torch.compile(lambda q, kernel=kernel: sdpa_kernel(kernel, q, q, q).sum(), fullgraph=True)
+            with torch.no_grad():
+                q.copy_(torch.randn(q.shape))
+            f(q).backward()
+            hits.append(bool(counters["aot_autograd"]["autograd_cache_hit"]))
+            with Ops() as ops:
+                f(q)
+            ran.append(ops.seen[FLASH])
+    assert ran == [1, 1, 0] * 2
+    assert hits[3:] == [True] * 3 and not hits[2]
+
+
+@pytest.mark.parametrize(("kernel", "op"), [("cudnn", "_scaled_dot_product_cudnn_attention"),
+                                            ("flash", "_scaled_dot_product_flash_attention"),
+                                            ("efficient", "_scaled_dot_product_efficient_attention")])  # fmt: skip
+def test_the_ops_of_a_gpu_take_these_arguments(kernel, op):
+    """On the meta device: this torch's schemas and the shapes that its kernels promise."""
+    q = torch.empty(2, 16, 4, 8, device="meta", dtype=torch.bfloat16).transpose(1, 2).requires_grad_()
+    k = torch.empty(2, 16, 2, 8, device="meta", dtype=torch.bfloat16).transpose(1, 2).requires_grad_()
+    with Ops() as ops:
+        y = sdpa_kernel(kernel, q, k, k)
+        gradients = torch.autograd.grad(y, (q, k), torch.empty_like(y))
+    assert y.shape == q.shape and [g.shape for g in gradients] == [q.shape, k.shape]
+    assert ops.seen[op] == ops.seen[f"{op}_backward"] == 1
+    assert getattr(torch.ops.aten, op).default in model_file.ATTENTION  # what recomputation keeps
+
+
+def test_an_unknown_kernel_is_refused():
+    with pytest.raises(ValueError, match="'fast'.*cudnn"):
+        sdpa_kernel("fast", *(torch.zeros(1, 1, 2, 8),) * 3)
+
+
+# ------------------------------------------------------------------------------------------------------ what is chosen
+
+
+def test_auto_on_a_cpu_adds_nothing_and_says_what_torch_takes(monkeypatch):
+    assert kernels.sdpa("auto", SHAPE, CPU) == ("default", "sdpa flash (auto)")
+    assert kernels.sdpa("math", SHAPE, CPU) == ("math", "sdpa math")
+    monkeypatch.setattr(kernels, "CHOICE", None)
+    assert all("not verified" in kernels.sdpa(asked, SHAPE, CPU)[1] for asked in ("auto", "flash"))
+
+
+@pytest.mark.parametrize(("capability", "refused", "chosen"), [
+    ((9, 0), "", "cudnn"), ((10, 3), "", "cudnn"), ((8, 0), "", "flash"), ((9, 0), "cudnn", "flash"),
+    ((9, 0), "cudnn flash", "efficient"), ((8, 9), "flash efficient", "math"),
+])  # fmt: skip
+def test_auto_on_a_gpu_takes_the_first_that_runs_and_says_why_not_the_others(monkeypatch, capability, refused, chosen):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(kernels, "refusal", lambda kernel, *_: f"no {kernel}" if kernel in refused.split() else None)
+    kernel, text = kernels.sdpa("auto", SHAPE, CUDA)
+    assert kernel == chosen and text.startswith(f"sdpa {chosen} (auto")
+    assert all(f"not {name}: no {name}" in text for name in refused.split())
+
+
+def test_fp32_falls_to_efficient_also_where_torch_cannot_be_asked(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(kernels, "CHOICE", None)
+    assert kernels.sdpa("auto", SHAPE._replace(seqlen=128), CUDA)[0] == "efficient"
+    assert kernels.sdpa("auto", SHAPE._replace(seqlen=128, dtype="bf16"), CUDA)[0] == "cudnn"
+
+
+@pytest.mark.parametrize(("version", "seqlen", "kernel"), [(91002, 100, "flash"), (91002, 256, "cudnn"),
+                                                           (91501, 100, "cudnn")])  # fmt: skip
+def test_an_old_cudnn_gets_no_length_that_it_gets_wrong(monkeypatch, version, seqlen, kernel):
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(kernels, "CHOICE", None)
+    shape = SHAPE._replace(seqlen=seqlen, dtype="bf16")
+    assert kernels.sdpa("auto", shape, CUDA)[0] == kernel
+    if kernel == "flash":
+        with pytest.raises(ValueError, match="^--sdpa cudnn: .*91002.*100"):
+            kernels.sdpa("cudnn", shape, CUDA)
+
+
+def test_the_reason_is_torchs_own(monkeypatch):
+    monkeypatch.setitem(kernels.DTYPES, "fp8", torch.float8_e4m3fn)
+    with pytest.raises(ValueError) as error:
+        kernels.sdpa("flash", SHAPE._replace(dtype="fp8"), CPU)
+    assert "\n" not in str(error.value)
+    assert str(error.value).startswith("--sdpa flash: cannot run on fp8 q [2, 4, 16, 8], 2 kv heads: Expected query, ")
+
+
+def test_asking_changes_nothing_in_the_process():
+    before = torch.nn.attention._cur_sdpa_kernel_backends(with_priority=True)
+    for kernel in kernels.BACKENDS:
+        kernels.refusal(kernel, SHAPE, CPU)
+    assert torch.nn.attention._cur_sdpa_kernel_backends(with_priority=True) == before
+
+
+def flex_config(path):
+    c = config.resolve(config.parse([]), "cpu", 1)
+    return replace(c, system=replace(c.system, attn="flex", flex_options=path and str(path)))
+
+
+def test_stored_options_are_those_of_device_and_shape(tmp_path):
+    path, c = tmp_path / "options.json", flex_config(tmp_path / "options.json")
+    key = kernels.options_key(kernels.shape_of(c), CPU)
+    attention.store(path, "another device", {"options": {"fwd_BLOCK_M": 16}})
+    assert kernels.choose(c, CPU)[:2] == ("default", ()) and f"has none for {key}" in kernels.choose(c, CPU).text
+    attention.store(path, key, {"options": {"fwd_BLOCK_M": 64, "bwd_num_warps": 8}})
+    about = kernels.choose(c, CPU)
+    assert about.flex_options == (("bwd_num_warps", 8), ("fwd_BLOCK_M", 64)) and "bwd_num_warps=8" in about.text
+    hash(ModelConfig(attn="flex", flex_options=about.flex_options))
+    assert kernels.choose(flex_config(None), CPU).text == "flex, default kernel options"
+
+
+@pytest.mark.parametrize("text", [None, "", "{", "[1]", '{"a": 1}', '{"a": {}}', '{"a": {"options": {"x": "64"}}}'])
+def test_a_broken_or_missing_file_of_options_is_one_line(tmp_path, text):
+    path = tmp_path / "options.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ValueError) as error:
+        kernels.choose(flex_config(path), CPU)
+    assert str(error.value).startswith(f"--flex-options {path}: ") and "\n" not in str(error.value)
+
+
+def test_options_are_in_the_graph_of_the_model(monkeypatch):
+    monkeypatch.setattr(torch.nn.attention.flex_attention, "_validate_device", lambda *_: None)  # trains on a CPU
+    graphs = []
+    for options in ((), (("fwd_BLOCK_M", 64), ("bwd_num_warps", 8))):
+        torch._dynamo.reset()
+        model = Transformer(ModelConfig(**SMALL, attn="flex", flex_options=options))
+        model.set_seqlen(16, "cpu")
+        backend = lambda gm, inputs: graphs.append(gm) or gm.forward  # noqa: E731
+        torch.compile(model.blocks[0], backend=backend, fullgraph=True)(torch.randn(1, 16, 32), model.mask)
+    given = [[n for n in gm.graph.nodes if "flex_attention" in str(n.target)][0].args[6] for gm in graphs]
+    assert "fwd_BLOCK_M" not in given[0]
+    assert (given[1]["fwd_BLOCK_M"], given[1]["bwd_num_warps"]) == (64, 8)
+
+
+def test_a_kernel_that_cannot_run_ends_main_before_training(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(kernels, "refusal", lambda *_: "it is Saturday")
+    c = config.parse(["--device", "cpu", "--sdpa", "flash", "--results", str(tmp_path / "rows.jsonl")])
+    with pytest.raises(SystemExit) as exit:
+        main.main(c, 0, 0, 1)
+    out, err = capsys.readouterr()
+    assert exit.value.code == 2 and out == "" and (tmp_path / "rows.jsonl").read_text() == ""
+    assert err.startswith("error: --sdpa flash: cannot run on fp32 q [8, 4, 192, 32], 1 kv heads: it is Saturday")
+    assert err.count("\n") == 1
+
+
+# ------------------------------------------------------------------------------------------------------- the benchmark
+
+
+def test_every_backend_has_a_row_and_the_table_holds_them(tmp_path, capsys):
+    path = tmp_path / "rows.jsonl"
+    words = "--small --device cpu --seqlen 64 --backends flex cudnn math flash".split()
+    assert attention.main([*words, "--results", str(path)]) == 0
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    outcomes = {row["backend"]: row["outcome"] for row in rows}
+    missing = dict(flex="n/a: FlexAttention needs CUDA to train", cudnn="n/a: it needs CUDA")
+    assert outcomes == missing | dict(math="ok", flash="ok")
+    for row in rows[2:]:
+        assert row["study"] == "attention" and row["n"] == 20 and row["peak_rss_mib"] > 0 and row["commit"]
+        for name in ("forward", "backward"):
+            assert 0 < row[f"{name}_ms_min"] <= row[f"{name}_ms"] <= row[f"{name}_ms_max"]
+    table = capsys.readouterr().out.partition("\n\n")[2].strip()
+    assert table == report.section("attention", report.read([path]), False)[1]
+    flash = table.splitlines()[-1].split("|")
+    assert [cell.strip() for cell in flash[2:5]] == ["16", "flash", "ok"] and " 1.00 " in flash
+
+
+def test_a_backend_that_fails_is_a_row_and_the_next_one_runs(monkeypatch):
+    def fail(*_):
+        raise RuntimeError("misaligned\naddress")
+
+    monkeypatch.setattr(attention, "function", fail)
+    assert attention.bench("flash", SHAPE, CPU, 1, {})["outcome"] == "failed: RuntimeError: misaligned address"
+    monkeypatch.setattr(attention, "function", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("x")))
+    assert attention.bench("flash", SHAPE, CPU, 1, {})["outcome"] == "OOM"
+
+
+def test_flops_are_those_of_the_pairs_that_causal_attention_sees(monkeypatch):
+    monkeypatch.setattr(attention, "milliseconds", lambda *_: {"forward": [2.0], "backward": [10.0]})
+    B, H, T, d = 2, 4, 96, 8
+    row = attention.bench("math", Shape(B, H, 2, T, d, "fp32"), CPU, 1, {})
+    pairs = torch.ones(T, T).tril().sum().item()  # each 2 d FLOPs for its score and 2 d for its value
+    assert row["forward_tflops"] == pytest.approx(B * H * pairs * 4 * d / 2e-3 / 1e12, abs=1e-6)
+    assert row["backward_tflops"] == pytest.approx(2.5 * B * H * pairs * 4 * d / 10e-3 / 1e12, abs=1e-6)
+
+
+def test_ratios_are_to_the_fastest_sdpa_of_the_same_shape_and_device():
+    def row(backend, forward, seqlen=4096, device="H100"):
+        sizes = dict(Shape(8, 32, 8, seqlen, 128, "bf16")._asdict(), device=device, torch="2.13")
+        done = dict(forward_ms=forward, forward_ms_min=forward, forward_ms_max=forward, backward_ms=2 * forward)
+        return sizes | dict(study="attention", backend=backend, outcome="ok", date="now") | done
+
+    rows = [row("flex", 3.0), row("flash", 4.0), row("cudnn", 2.0), row("flex", 9.0, 8192)]
+    _, columns = report.attention([*rows, row("flash", 1.0, device="B200")])
+    ratios = next(texts for title, texts in columns if title == "x")
+    assert ratios == ["1.50", "2.00", "1.00", "", "1.00"]
+
+
+@pytest.mark.parametrize(("argv", "said"), [
+    ("--seqlen 1000", "--seqlen 1000: must divide the 32768 tokens"), ("--head-dim 0", "--head-dim 0"),
+    ("--kv-heads 5", "--kv-heads 5: must divide the 32"), ("--device cpu --search", "--search needs CUDA"),
+    ("--small --device cpu --options nowhere.json", "--options nowhere.json: no such file"),
+])  # fmt: skip
+def test_bad_flags_exit_2_with_a_line(argv, said, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as exit:
+        attention.main(argv.split())
+    assert exit.value.code == 2 and said in capsys.readouterr().err.splitlines()[-1]
+
+
+# ----------------------------------------------------------------------------------------------------------- the search
+
+BEST = attention.FORWARD[7] | attention.BACKWARD[3]
+
+
+def timer(calls, broken=lambda options: False, die_at=None):
+    """A kernel that is the faster the more of its options are those of BEST; the defaults take 50 ms."""
+
+    def time(options, direction):
+        calls.append((direction, options))
+        if len(calls) == die_at:
+            raise KeyboardInterrupt
+        if broken(options):
+            raise RuntimeError("out of shared memory")
+        own = {k: v for k, v in options.items() if k.startswith("fwd_" if direction == "forward" else "bwd_")}
+        return 50.0 - sum(BEST[k] == v for k, v in own.items())
+
+    return time
+
+
+def quiet(*_):
+    pass
+
+
+def test_the_best_options_win_and_the_file_keeps_what_others_stored(tmp_path):
+    path, calls = tmp_path / "new" / "options.json", []
+    attention.store(path, "another", {"options": {}})
+    entry = attention.search(timer(calls), path, "here", {"commit": "c"}, quiet)
+    assert entry["options"] == BEST and (entry["forward_ms"], entry["backward_ms"]) == (46.0, 44.0)
+    assert (entry["default_forward_ms"], entry["default_backward_ms"]) == (50.0, 50.0)
+    assert kernels.read_options(path) == {"another": {"options": {}}, "here": entry}
+    assert list(path.parent.iterdir()) == [path]
+    directions = Counter(direction for direction, _ in calls)
+    assert directions == {"forward": 1 + len(attention.FORWARD), "backward": 1 + len(attention.BACKWARD)}
+    assert all(calls[-1][1][k] == v for k, v in attention.FORWARD[7].items())  # backward beside the best forward
+
+
+def test_options_that_do_not_run_are_skipped_and_told(tmp_path):
+    path, said = tmp_path / "options.json", []
+    entry = attention.search(timer([], lambda o: o.get("fwd_num_stages") == 4), path, "here", {}, said.append)
+    broken = [line for line in said if "skipped" in line]
+    assert len(broken) == len(attention.FORWARD) // 3 and "out of shared memory" in broken[0]
+    assert entry["options"]["fwd_num_stages"] != 4 and "backward_ms" in entry
+    with pytest.raises(ValueError, match="run forward"):
+        attention.search(timer([], lambda o: True), path, "here", {}, quiet)
+    assert kernels.read_options(path)["here"] == entry
+
+
+def test_a_search_that_dies_leaves_its_best_and_the_next_starts_from_it(tmp_path):
+    path, calls = tmp_path / "options.json", []
+    with pytest.raises(KeyboardInterrupt):
+        attention.search(timer(calls, die_at=len(attention.FORWARD) + 6), path, "here", {}, quiet)
+    half = kernels.read_options(path)["here"]["options"]
+    assert {k: v for k, v in half.items() if k.startswith("fwd_")} == attention.FORWARD[7]
+    with pytest.raises(KeyboardInterrupt):  # the second dies at once: the stored options were measured first
+        attention.search(timer(calls := [], die_at=3), path, "here", {}, quiet)
+    assert {k: v for k, v in calls[0][1].items() if k.startswith("fwd_")} == attention.FORWARD[7]
+    assert kernels.read_options(path)["here"]["options"] == half
+
+
+def test_candidates_keep_what_the_kernels_assert():
+    for o in attention.FORWARD:
+        assert 128 % o["fwd_BLOCK_M"] == 128 % o["fwd_BLOCK_N"] == 0
+    for o in attention.BACKWARD:
+        assert o["bwd_BLOCK_N1"] % o["bwd_BLOCK_M1"] == o["bwd_BLOCK_M2"] % o["bwd_BLOCK_N2"] == 0
+        assert all(128 % v == 0 for k, v in o.items() if "BLOCK" in k)
+
+
+def test_the_options_are_names_that_this_torch_documents():
+    known = torch.nn.attention.flex_attention.FlexKernelOptions.__annotations__
+    assert {k.split("_", 1)[1] for k in attention.FORWARD[0] | attention.BACKWARD[0]} <= known.keys()

@@ -1,0 +1,151 @@
+"""Which attention kernel a run uses: --sdpa resolved and asked of torch, the searched options of FlexAttention.
+
+    about = choose(config, device)        # ValueError, one line, for what cannot run or a broken --flex-options
+    about.sdpa, about.flex_options        # for ModelConfig
+    about.text                            # "sdpa cudnn (auto)", for people
+"""
+
+import json
+import warnings
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from trainer import config as flags
+
+DTYPES = dict(fp32=torch.float32, bf16=torch.bfloat16)
+BACKENDS = dict(cudnn=SDPBackend.CUDNN_ATTENTION, flash=SDPBackend.FLASH_ATTENTION,
+                efficient=SDPBackend.EFFICIENT_ATTENTION, math=SDPBackend.MATH)  # fmt: skip
+CHOICE = getattr(torch, "_fused_sdp_choice", None)  # private: what scaled_dot_product_attention would dispatch to
+CUDNN_ANY_LENGTH = 91501  # below it: reads out of bounds and nan (pytorch#169849) unless 128 divides the length
+
+
+class Shape(NamedTuple):
+    """Of causal attention: q [batch, heads, seqlen, head_dim], k and v with kv_heads; dtype "fp32" or "bf16"."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    seqlen: int
+    head_dim: int
+    dtype: str
+
+    def __str__(self) -> str:
+        sizes = f"{self.batch}, {self.heads}, {self.seqlen}, {self.head_dim}"
+        return f"{self.dtype} q [{sizes}], {self.kv_heads} kv heads"
+
+    def empty(self, device: torch.device, kv_heads: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """(q, k) of a row of memory each, expanded: torch looks at shapes, dtype and whether gradients are wanted."""
+        row = torch.empty(self.head_dim, dtype=DTYPES[self.dtype], device=device, requires_grad=True)
+        heads = self.heads, kv_heads or self.kv_heads
+        return tuple(row.expand(self.batch, n, self.seqlen, self.head_dim) for n in heads)
+
+
+class Choice(NamedTuple):
+    sdpa: str  # ModelConfig.sdpa
+    flex_options: tuple[tuple[str, int], ...]  # ModelConfig.flex_options
+    text: str
+
+
+def shape_of(c: flags.Config) -> Shape:
+    heads = c.width // c.head_dim
+    return Shape(c.batch, heads, heads // c.grouping, c.seqlen, c.head_dim, c.param_dtype)
+
+
+def refusal(kernel: str, shape: Shape, device: torch.device) -> str | None:
+    """Why model.sdpa_kernel must not run `kernel` on tensors of this shape, or None. Without torch's own word, where
+    CHOICE is missing, only what is known here is checked."""
+    if device.type == "cpu" and kernel in ("cudnn", "efficient"):
+        return "it needs CUDA"
+    if device.type == "cuda" and kernel == "flash" and shape.head_dim % 8:
+        return f"head dimension {shape.head_dim}: must be a multiple of 8"
+    version = torch.backends.cudnn.version() or 0
+    if kernel == "cudnn" and shape.seqlen % 128 and version < CUDNN_ANY_LENGTH:
+        return f"cuDNN {version} is wrong where 128 does not divide the length, {shape.seqlen}"
+    if CHOICE is None:
+        half = device.type == "cuda" and kernel in ("cudnn", "flash")
+        return "it takes no fp32" if half and shape.dtype == "fp32" else None
+    q, k = shape.empty(device, shape.heads if kernel == "efficient" else None)  # model.py repeats k and v for it
+    with sdpa_kernel(BACKENDS[kernel]), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        try:
+            found = CHOICE(q, k, k, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        except RuntimeError as e:
+            found, error = None, str(e).splitlines()[0]
+    if found == int(BACKENDS[kernel]):
+        return None
+    skip = ("not used because", "runtime disabled")  # the other kernels, which were switched off to ask for one
+    reasons = [str(w.message).split(" (Triggered")[0] for w in told]
+    reasons = [r for r in reasons if not any(words in r for words in skip)]
+    return " ".join((reasons or [error if found is None else f"torch would take {found}"])[0].split())
+
+
+def sdpa(asked: str, shape: Shape, device: torch.device) -> tuple[str, str]:
+    """(ModelConfig.sdpa, what to print) of --sdpa on this device. ValueError in one line for what cannot run."""
+    unsure = "" if CHOICE else ", not verified: this torch has no _fused_sdp_choice"
+    if asked != "auto":
+        if reason := refusal(asked, shape, device):
+            raise ValueError(f"--sdpa {asked}: cannot run on {shape}: {reason}; use --sdpa auto")
+        return asked, f"sdpa {asked}{unsure}"
+    if device.type == "cpu":
+        names = {int(backend): name for name, backend in BACKENDS.items()}
+        q, k = shape.empty(device)
+        found = CHOICE(q, k, k, is_causal=True, enable_gqa=shape.heads != shape.kv_heads) if CHOICE else None
+        return "default", f"sdpa {names.get(found, 'as torch dispatches')} (auto{unsure})"
+    hopper, refused = torch.cuda.get_device_capability(device) >= (9, 0), []
+    for kernel in ("cudnn",) * hopper + ("flash", "efficient", "math"):
+        reason = refusal(kernel, shape, device)
+        if reason is None:
+            return kernel, f"sdpa {kernel} (auto{''.join(f'; not {r}' for r in refused)}{unsure})"
+        refused.append(f"{kernel}: {reason}")
+    raise ValueError(f"--sdpa auto: no kernel runs on {shape}: {'; '.join(refused)}")
+
+
+def options_key(shape: Shape, device: torch.device) -> str:
+    """What searched options hold for."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    grouping = shape.heads // shape.kv_heads
+    return (f"{name}, torch {torch.__version__}, head_dim {shape.head_dim}, seqlen {shape.seqlen}, {shape.dtype}, "
+            f"grouping {grouping}")  # fmt: skip
+
+
+def read_options(path: str | Path, missing_ok: bool = False) -> dict[str, dict]:
+    """Key -> {"options": {name: int}, "forward_ms": .., "backward_ms": ..} as trainer/attention.py --search stores it.
+    ValueError, one line, for a file that is missing or broken."""
+    try:
+        found = json.loads(Path(path).read_text())
+    except FileNotFoundError:
+        if missing_ok:
+            return {}
+        raise ValueError(f"{path}: no such file; python -m trainer.attention --search writes one") from None
+    except (OSError, ValueError) as e:
+        raise ValueError(f"{path}: {e}") from e
+    entries = found.values() if isinstance(found, dict) else [None]
+    for entry in entries:
+        options = entry.get("options") if isinstance(entry, dict) else None
+        if not isinstance(options, dict) or not all(isinstance(v, int) for v in options.values()):
+            raise ValueError(f"{path}: expected KEY: {{\"options\": {{NAME: INTEGER}}}}, got {str(entry)[:80]}")
+    return found
+
+
+def choose(c: flags.Config, device: torch.device) -> Choice:
+    """The kernels of resolved flags on `device`. ValueError in one line."""
+    if c.attn == "sdpa":
+        if device.type != c.device and c.sdpa != "auto":  # trainer/graph.py looks at graphs of a device that is absent
+            return Choice(c.sdpa, (), f"sdpa {c.sdpa}")
+        kernel, text = sdpa(c.sdpa, shape_of(c), device)
+        return Choice(kernel, (), text)
+    if c.flex_options is None:
+        return Choice("default", (), "flex, default kernel options")
+    try:
+        stored = read_options(c.flex_options)
+    except ValueError as e:
+        raise ValueError(f"--flex-options {e}") from e
+    key = options_key(shape_of(c), device)
+    if key not in stored:
+        return Choice("default", (), f"flex, default kernel options: {c.flex_options} has none for {key}")
+    options = stored[key]["options"]
+    listed = " ".join(f"{k}={v}" for k, v in options.items()) or "the defaults were the fastest"
+    return Choice("default", tuple(options.items()), f"flex, kernel options of {c.flex_options}: {listed}")
