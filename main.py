@@ -100,7 +100,7 @@ class Run:
         if self.rank:
             return self.step(tokens, targets)
         loss, timeline, notes = memory_events.watch(self.c, self.step, tokens, targets)
-        self.explanation = memory.lines(timeline, notes)
+        self.explanation = memory.lines(timeline, notes, self.explained + 1)
         return loss
 
     def batches_tokens(self) -> int:

@@ -5,7 +5,7 @@
 
 A block is what it fits first:
 
-    gradients   handed to the update (or to the reduction of --accum-sync last), made or read by a reduction
+    gradients   handed to the update (or to the reduction of --accum-sync last), made or read by a reduction of backward
     weights     made or read by an all-gather; or of a parameter's shape and the second factor w of a product x @ w with
                 x not transposed, or the table of a lookup (so are copies cut from a bucket, and casts)
     logits      as large as [B,T,V] (of a chunk [C,V]) and, where an op shows it, of that shape
@@ -130,11 +130,15 @@ class Timeline:
 
     def _piece(self, b: Block) -> str:
         n = self.phase(b.born)
-        kept = 0 <= n < len(self.starts) - 1 and self.marks[n][1] == "fwd" and b.died >= self.starts[n + 1]
-        for piece in (GRADIENTS, WEIGHTS):
-            if piece in b.claims:
-                return piece
-        return LOGITS if self.sizes.logits(b) else SAVED if kept else WORKSPACE
+        phase = self.marks[n][1] if n >= 0 else ""
+        if GRADIENTS in b.claims and phase in ("bwd", ""):  # other reductions: of labels, of the norm
+            return GRADIENTS
+        if WEIGHTS in b.claims:
+            return WEIGHTS
+        if self.sizes.logits(b):
+            return LOGITS
+        kept = phase == "fwd" and n + 1 < len(self.starts) and b.died >= self.starts[n + 1]
+        return SAVED if kept else WORKSPACE
 
     def alive(self, index: int) -> list[Block]:
         """The step's own blocks right after an event."""
@@ -184,10 +188,10 @@ def mib(nbytes: int) -> str:
     return f"{nbytes / 2**20:,.1f}".replace(",", "'")
 
 
-def lines(timeline: Timeline, notes: Iterable[str] = (), most: int = 10) -> list[str]:
+def lines(timeline: Timeline, notes: Iterable[str] = (), step: int = 1, most: int = 10) -> list[str]:
     """The peaks with their pieces; the largest buffers of the highest, those of all blocks of the model together."""
     peaks, rows = timeline.peaks(), Counter()
-    text = ["peaks of memory in one step, MiB (pieces under 0.05 are left out)"]
+    text = [f"peaks of memory in step {step}, MiB (pieces under 0.05 are left out)"]
     for n, p in enumerate(peaks, 1):
         text.append(f"{n}. {mib(p.nbytes):>10}  {p.moment}")
         text += [f"   {mib(size):>10}  {piece}" for piece, size in p.pieces.items() if size >= 0.05 * 2**20]

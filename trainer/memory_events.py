@@ -34,8 +34,12 @@ FACTOR = {"aten::mm": 1, "aten::addmm": 2, "aten::embedding": 0}  # the input th
 def _where(names: list[str], following: str, module: str) -> str:
     """The ranges around an event, outermost first, and the op that starts after it, in a few words."""
     node = next((n.removeprefix(NODE) for n in names if n.startswith(NODE)), "")
-    inside = ("compiled backward" if node else "compiled code") if any(n.startswith(GRAPH) for n in names) else node
-    op = next((n for n in names if not n.startswith(AROUND) and n != node), f"before {following}" if following else "")
+    own = [n for n in names if not n.startswith(AROUND) and n != node]
+    function = next((n for n in own if "::" not in n), "")  # an autograd.Function of Python
+    inside = node or function
+    if any(n.startswith(GRAPH) for n in names):
+        inside = "compiled backward" if node else "compiled code"
+    op = next((n for n in own if "::" in n), f"before {following}" if following else "")
     place = f"{op} in {inside}" if op and inside else op or f"end of {inside or 'the step'}"
     return f"{place}, {module}" if module else place
 
@@ -203,8 +207,8 @@ def watch(c: Config, step: Step, tokens: Tensor, targets: Tensor) -> tuple[Tenso
         base[OTHER] -= kept
         notes.append(f"torch.cuda.max_memory_allocated {mib(torch.cuda.max_memory_allocated(tokens.device))}")
     else:
-        notes.append("CPU kernels allocate copies of their own (oneDNN packs operands): workspace, which CUDA has not; "
-                     "frees of what was there before the step are not reported")  # fmt: skip
+        notes.append("a CPU's kernels allocate copies of their own (oneDNN packs operands), which CUDA has not: workspace")
+        notes.append("a CPU's allocator does not report frees of what was there before the step")
     if not phases:
         notes.append("one graph, no phases: what is saved for backward cannot be told from temporaries, nor gradients "
                      "that no collective reads; both are workspace")  # fmt: skip
