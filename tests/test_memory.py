@@ -35,7 +35,7 @@ from trainer.memory import (
 )
 from trainer.memory_events import watch
 
-SMALL = "--device cpu --depth 1 --width 64 --head-dim 16 --grouping 2 --vocab 512 --seqlen 32 --batch 6 --data random"
+SMALL = "--depth 1 --width 64 --head-dim 16 --grouping 2 --vocab 512 --seqlen 32 --batch 6 --data random"
 BT, V, D = 6 * 32, 512, 64  # V is not 4 D and BT none of both: sizes tell logits and weights apart
 MIB = 2**20
 
@@ -137,13 +137,13 @@ def test_names_by_size_are_exact_on_a_cpu_and_rounded_up_on_cuda():
 
 
 @contextmanager
-def ready(extra="", steps=1):
+def ready(extra="", steps=1, device="cpu"):
     """(config, step, batch) of the small model, after `steps` steps."""
-    c = flags.resolve(flags.parse([*SMALL.split(), *extra.split()]), "cpu", 1)
+    c = flags.resolve(flags.parse([*SMALL.split(), "--device", device, *extra.split()]), device, 1)
     try:
         device = connect(c, 0, 0, 1)
         step = build(c, device, c.world or 1)
-        batch = [torch.randint(0, c.vocab, (c.batch * c.grad_accum, c.seqlen)) for _ in range(2)]
+        batch = [torch.randint(0, c.vocab, (c.batch * c.grad_accum, c.seqlen), device=device) for _ in range(2)]
         for _ in range(steps):
             step(*batch)
         yield c, step, batch
@@ -254,6 +254,16 @@ def test_compiled_code_is_seen_and_not_compiled_again(monkeypatch, depth):
     assert t.levels()[-1] - sum(t.base.values()) <= 16
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("mode", ["none", "fwdbwd"])
+def test_on_cuda_the_highest_peak_is_that_of_the_allocator(mode):
+    with ready(f"--compile {mode} --param-dtype bf16 --batch 64", steps=2, device="cuda") as (c, step, batch):
+        _, t, _ = watch(c, step, *batch)
+        assert t.peaks()[0].nbytes == torch.cuda.max_memory_allocated()
+    assert at(t, "bwd")[SAVED] > 15 * 2 * 64 * 32 * D and at(t, "bwd")[LOGITS] > 0
+
+
 # ------------------------------------------------------------------------------------------------------------ main.py
 
 
@@ -261,7 +271,7 @@ def run(capfd, tmp_path, *argv):
     """Exit code, output, errors and row of main.py on one rank in this process."""
     rows = tmp_path / "results.jsonl"
     try:
-        code = main.main(flags.parse([*SMALL.split(), "--compile", "none", "--results", str(rows), *argv]), 0, 0, 1)
+        code = main.main(flags.parse([*SMALL.split(), "--device", "cpu", "--compile", "none", "--results", str(rows), *argv]), 0, 0, 1)
     except SystemExit as e:
         code = e.code
     if dist.is_initialized():

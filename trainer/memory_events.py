@@ -44,8 +44,10 @@ def _where(names: list[str], following: str, module: str) -> str:
     return f"{place}, {module}" if module else place
 
 
-def _product(e) -> str:
-    """The op with the shapes of its matrices: in compiled code, which knows no modules, they tell where one is."""
+def _label(e) -> str:
+    """The name of an op; of a product with the shapes of its matrices, which tell where it is in compiled code."""
+    if e.name not in ("aten::mm", "aten::addmm"):
+        return e.name
     shapes = [[*t.sizes] for t in e.typed[1].inputs if isinstance(t, _TensorMetadata) and len(t.sizes) > 1]
     return f"{e.name} " + " ".join(str(shape).replace(" ", "") for shape in shapes[:2])
 
@@ -77,7 +79,7 @@ def read(roots: list, device: str, shapes: set[tuple[int, ...]]) -> tuple[list[E
         for e in reversed(siblings):
             after.append(following)
             if e.tag == _EventType.TorchOp and not e.name.startswith(AROUND):
-                following = _product(e) if e.name in ("aten::mm", "aten::addmm") else e.name
+                following = _label(e)
         for e, following in zip(siblings, reversed(after), strict=True):
             if e.tag == _EventType.Allocation:
                 a = e.typed[1]
@@ -95,7 +97,7 @@ def read(roots: list, device: str, shapes: set[tuple[int, ...]]) -> tuple[list[E
                 elif module and not any(n.startswith(NODE) for n in names):
                     modules[number] = module
                 events.extend(_reads(e, shapes))
-                walk(e.children, [*names, e.name], own, piece or _moved(e.name))
+                walk(e.children, [*names, _label(e)], own, piece or _moved(e.name))
 
     walk(sorted(roots, key=lambda e: e.start_time_ns), [], "", "")
     return events, sorted(marks)
@@ -207,8 +209,9 @@ def watch(c: Config, step: Step, tokens: Tensor, targets: Tensor) -> tuple[Tenso
         base[OTHER] -= kept
         notes.append(f"torch.cuda.max_memory_allocated {mib(torch.cuda.max_memory_allocated(tokens.device))}")
     else:
-        notes.append("a CPU's kernels allocate copies of their own (oneDNN packs operands), which CUDA has not: workspace")
-        notes.append("a CPU's allocator does not report frees of what was there before the step")
+        notes.append("a CPU's kernels allocate copies of their own (oneDNN packs operands): workspace, not so on CUDA")
+        notes.append("a CPU's allocator does not report frees of what was there before the step; resident memory of this "
+                     "run holds the profiler's events as well")  # fmt: skip
     if not phases:
         notes.append("one graph, no phases: what is saved for backward cannot be told from temporaries, nor gradients "
                      "that no collective reads; both are workspace")  # fmt: skip
