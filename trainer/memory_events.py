@@ -210,8 +210,8 @@ def watch(c: Config, step: Step, tokens: Tensor, targets: Tensor) -> tuple[Tenso
         notes.append(f"torch.cuda.max_memory_allocated {mib(torch.cuda.max_memory_allocated(tokens.device))}")
     else:
         notes.append("a CPU's kernels allocate copies of their own (oneDNN packs operands): workspace, not so on CUDA")
-        notes.append("a CPU's allocator does not report frees of what was there before the step; resident memory of this "
-                     "run holds the profiler's events as well")  # fmt: skip
+        notes.append("a CPU's allocator does not report frees of what was there before the step")
+        notes.append("the resident memory of this run holds the profiler's events as well")
     if not phases:
         notes.append("one graph, no phases: what is saved for backward cannot be told from temporaries, nor gradients "
                      "that no collective reads; both are workspace")  # fmt: skip
