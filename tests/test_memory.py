@@ -119,7 +119,7 @@ def test_what_an_op_says_comes_before_lifetime_and_size():
         t = timeline((1, 32), (1, 0, *said), *[(2, 1), (2, -1)] * 4, marks=marks, sizes=sizes)
         assert t.blocks[0].piece == piece, name
     for marks in ([], [(0, "fwd"), (0, "bwd")]):
-        assert timeline((1, 32, "", WEIGHTS), (1, 0, "", GRADIENTS), marks=marks).blocks[0].piece == GRADIENTS
+        assert timeline((1, 32), (1, 0, "", WEIGHTS), (1, 0, "", GRADIENTS), marks=marks).blocks[0].piece == GRADIENTS
     t = timeline((1, 32), sizes=sizes)
     assert sizes.name(t.blocks[0]) == "[B,T,V] fp32 or [V,D] fp32"
 
@@ -213,6 +213,12 @@ def test_casts_on_one_rank_count_as_weights():
     _, t, _, count = watched("--compile none --param-dtype bf16")
     matrices = count - sum(64 * n for n in (2, 2, 4 + 1, 2))  # norms and biases are read by no product
     assert sum(b.nbytes for b in t.blocks if b.piece == WEIGHTS and b.born < t.starts[1]) == 2 * matrices
+
+
+def test_activations_of_a_parameters_shape_are_no_weights():
+    """B T = V: the head's input, [V, D], is the second factor of the product that makes the head's gradient."""
+    _, t, _, _ = watched(f"--compile none --batch {V // 32}")
+    assert any(b.shape == (V, D) for b in t.blocks) and not any(b.piece == WEIGHTS for b in t.blocks)
 
 
 def test_whole_gradients_of_the_last_reduction_are_gradients():

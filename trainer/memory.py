@@ -5,9 +5,10 @@
 
 A block is what it fits first:
 
-    gradients   handed to the update (or to the reduction of --accum-sync last), made or read by a reduction of backward
-    weights     made or read by an all-gather; or of a parameter's shape and the second factor w of a product x @ w with
-                x not transposed, or the table of a lookup (so are copies cut from a bucket, and casts)
+    gradients   handed to the update (or to the reduction of --accum-sync last); input or output of a reduction in
+                backward
+    weights     input or output of an all-gather; or of a parameter's shape and the second factor w of a product x @ w
+                with x not transposed, or the table of a lookup (so are copies cut from a bucket, and casts)
     logits      as large as [B,T,V] (of a chunk [C,V]) and, where an op shows it, of that shape
     saved       allocated in forward, alive when its backward begins
     workspace   the rest: temporaries, scratch of kernels, whole gradients that only generated kernels read
@@ -108,7 +109,7 @@ class Timeline:
             if e.nbytes > 0:
                 if old := live.get(e.ptr):
                     old.died, old.freed, self.unseen = i, "unseen", self.unseen + 1
-                live[e.ptr] = Block(e.nbytes, i, self.place(i), claims={e.piece} - {""})
+                live[e.ptr] = Block(e.nbytes, i, self.place(i))
                 self.blocks.append(live[e.ptr])
             elif e.nbytes < 0 and e.ptr in live:
                 b = live.pop(e.ptr)

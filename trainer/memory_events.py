@@ -74,7 +74,7 @@ def read(roots: list, device: str, shapes: set[tuple[int, ...]]) -> tuple[list[E
     """(events of blocks on `device`, marks) of the profiler's event tree."""
     events, marks, modules = [], [], {}  # modules: sequence number of an autograd node -> its module
 
-    def walk(siblings: list, names: list[str], module: str, piece: str) -> None:
+    def walk(siblings: list, names: list[str], module: str) -> None:
         following, after = "", []
         for e in reversed(siblings):
             after.append(following)
@@ -84,8 +84,7 @@ def read(roots: list, device: str, shapes: set[tuple[int, ...]]) -> tuple[list[E
             if e.tag == _EventType.Allocation:
                 a = e.typed[1]
                 if a.device.type == device:
-                    where = _where(names, following, module)
-                    events.append(Event(e.start_time_ns, a.ptr, a.alloc_size, where, piece))
+                    events.append(Event(e.start_time_ns, a.ptr, a.alloc_size, _where(names, following, module)))
             elif e.tag == _EventType.TorchOp:
                 number, own = e.typed[1].sequence_number, module
                 if e.name.startswith(MARK):
@@ -97,9 +96,9 @@ def read(roots: list, device: str, shapes: set[tuple[int, ...]]) -> tuple[list[E
                 elif module and not any(n.startswith(NODE) for n in names):
                     modules[number] = module
                 events.extend(_reads(e, shapes))
-                walk(e.children, [*names, _label(e)], own, piece or _moved(e.name))
+                walk(e.children, [*names, _label(e)], own)
 
-    walk(sorted(roots, key=lambda e: e.start_time_ns), [], "", "")
+    walk(sorted(roots, key=lambda e: e.start_time_ns), [], "")
     return events, sorted(marks)
 
 
