@@ -22,7 +22,7 @@ import torch
 
 from model import flops_per_token
 from simple_fsdp import describe
-from trainer import measure, simulated_world
+from trainer import measure, memory, memory_events, simulated_world
 from trainer.baselines import build, connect, model_config
 from trainer.data import Batches, DataError, check_source
 from trainer.kernels import choose
@@ -45,6 +45,7 @@ class Run:
         self.stages = measure.Stages(device)
         self.timer = measure.StepTimer(device)
         self.profile = measure.Profile(c.profile, WARMUP, PROFILED, rank, device)
+        self.explained, self.explanation = min(WARMUP, c.steps - 1) if c.explain_memory else None, []
         self.environment = measure.environment(device)  # now: the checkout may change while it runs
         self.first_step_s = self.first_step_mib = self.loss = None
         self.batches = Batches(
@@ -79,9 +80,10 @@ class Run:
             if self.collectives:
                 self.collectives.clear()  # the row tells those of the last step
             self.step.inspect = (lambda p, g, to=norms: self.norms(p, g, to)) if c.verbose > 1 and logged else None
-            with self.timer.step(excluded=k < WARMUP or self.profile.covers(k)), self.profile.step(k):
+            excluded = k < WARMUP or self.profile.covers(k) or k == self.explained
+            with self.timer.step(excluded), self.profile.step(k):
                 tokens, targets = (t.to(self.device, non_blocking=True) for t in next(self.batches))
-                loss = self.step(tokens, targets)
+                loss = (self.explain if k == self.explained else self.step)(tokens, targets)
             if k == 0:
                 self.loss = loss.item()  # waits for the step
                 self.first_step_s, self.first_step_mib = time.perf_counter() - start, self.stages.add("first step")
@@ -94,6 +96,14 @@ class Run:
                 sinks.step(dict(step=k + 1, loss=self.loss, lr=lr, grad_norm=norm, ms=ms, tok_s=tok_s, **norms))
                 if not math.isfinite(norm):
                     raise NonFinite(f"gradient norm {norm} at step {k + 1}: lower --lr {c.lr}?")
+
+    def explain(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """The step, with what its memory consists of in `explanation` on rank 0."""
+        if self.rank:
+            return self.step(tokens, targets)
+        loss, timeline, notes = memory_events.watch(self.c, self.step, tokens, targets)
+        self.explanation = memory.lines(timeline, notes, self.explained + 1)
+        return loss
 
     def batches_tokens(self) -> int:
         """Tokens of one step on one rank."""
@@ -185,7 +195,7 @@ def main(c: flags.Config, rank: int, local_rank: int, world: int) -> int:
         return code
     if c.verbose:
         say("\n".join(run.stages.lines()))
-    for line in [*run.profile.notes, *run.profile.paths, *final_lines(row)]:
+    for line in [*run.explanation, *run.profile.notes, *run.profile.paths, *final_lines(row)]:
         say(line)
     shutdown()
     return 0

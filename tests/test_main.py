@@ -186,7 +186,8 @@ BAD = [  # what is wrong by itself: argv, the flag and the value that the messag
     ("--compile-options max_autotune", "max_autotune"),
     *((f"--{name} {value}", value) for name, value in dict(
         device="tpu", wrapper="zero", mode="zero3", compile="all", attn="eager", sdpa="fast", remat="all", loss="half",
-        wandb="maybe").items()),
+        wandb="maybe", mlp="thin", optim="never").items()),
+    ("--mlp-chunk -1", -1),
     ("--accum-sync first", "first"), ("--link token-ring", "token-ring"), ("--param-dtype fp16", "fp16"),
     ("--reduce-dtype fp16", "fp16"), ("--adam-dtype int8", "int8"),
     ("--depth x", "x"), ("--depth 1.5", "1.5"), ("--lr fast", "fast"), ("--chunk ''", "''"),
@@ -206,8 +207,9 @@ def test_a_bad_value_is_one_message_that_names_flag_and_value(argv, value, capsy
 
 
 def test_every_flag_that_is_not_free_text_has_a_bad_value_above():
-    free = {"data", "results", "group", "tags", "profile", "verbose", "debug", "reshard"}  # forms of --data: below
-    free |= {"flex_options"}
+    # forms of --data: below
+    free = {"data", "results", "group", "tags", "profile", "verbose", "debug", "flex_options"}
+    free |= {"reshard", "explain_memory", "remat_norm", "remat_core"}
     assert {argv.split()[0] for argv, _ in BAD} == {flags.flag(name) for name in FIELDS.keys() - free}
     assert {name for name, kind in get_type_hints(Output).items() if kind in (str, bool)} <= free
 
@@ -253,6 +255,18 @@ MISFITS = [  # what is wrong together: argv, world, what the message names
     ("--wrapper ddp --compile none --reduce-dtype bf16", 1, ["--wrapper ddp", "--reduce-dtype bf16", "CUDA"]),
     ("--wrapper ddp --compile none --min-shard-mib 1", 1, ["--wrapper ddp", "--min-shard-mib"]),
     ("--compile step -vv", 1, ["-vv", "--compile step"]),
+    ("--mlp lean --remat pointwise", 1, ["--mlp lean", "--remat pointwise"]),
+    ("--mlp lean --remat block --compile none", 1, ["--mlp lean", "--remat block", "--remat both"]),
+    ("--mlp lean --wrapper ddp --compile none --param-dtype bf16", 1, ["--mlp lean", "--wrapper ddp", "fp32"]),
+    ("--mlp-chunk 64", 1, ["--mlp-chunk 64", "--mlp lean"]),
+    ("--remat-core --remat mlp --compile none", 1, ["--remat-core", "--remat mlp"]),
+    ("--remat-core --remat both", 1, ["--remat-core", "--compile fwdbwd", "--compile none"]),
+    ("--no-remat-norm --remat block", 1, ["--no-remat-norm", "--remat block"]),
+    ("--optim in-backward --compile none", 1, ["--optim in-backward", "--clip 1.0", "--clip 0"]),
+    ("--optim in-backward --clip 0", 1, ["--optim in-backward", "--compile fwdbwd", "--compile blocks"]),
+    ("--optim in-backward --clip 0 --compile none --grad-accum 2", 1, ["--optim in-backward", "--grad-accum 2"]),
+    ("--optim in-backward --clip 0 --compile none --wrapper fsdp2", 1, ["--optim in-backward", "--wrapper fsdp2"]),
+    ("--optim in-backward --clip 0 --compile none -vv", 1, ["-vv", "--optim in-backward"]),
     ("--data bytes", 1, ["--data bytes", "stdlib", "text:PATH", "bin:GLOB", "random", "overfit"]),
     ("--data text:", 1, ["--data text:", "text:PATH"]),
     ("--data stdlib:x", 1, ["--data stdlib:x"]),
@@ -287,6 +301,9 @@ def test_what_fits_is_accepted():
     with pytest.raises(ValueError, match="--sdpa math: .* --attn flex"):
         fits("--attn flex --sdpa math", "cuda")
     assert fits("--wrapper none").param_dtype == "fp32"
+    assert fits("--remat both --remat-core --no-remat-norm", "cuda").remat_core  # the published policy
+    assert fits("--remat both --remat-core --wrapper none").remat_core
+    assert fits("--mlp lean --mlp-chunk 64 --remat block --optim in-backward --clip 0 --compile blocks").mlp == "lean"
     assert fits("--wrapper ddp --compile none", world=2).mode == "replicate"
     assert fits("--lr 1", "cuda").lr == 1 and fits("", "cuda").param_dtype == "bf16"
 

@@ -159,6 +159,8 @@ class Output:
     """W&B tags of the run."""
     profile: str | None = None
     """Folder for traces (and on CUDA a memory snapshot) of three steps after warm-up, which enter no statistic."""
+    explain_memory: bool = False
+    """Print what the peaks of memory consist of, from one step after warm-up, which enters no statistic."""
     verbose: Annotated[UseCounterAction[int], arg(aliases=["-v"], help_behavior_hint="(default: 0, repeatable)")] = 0
     """-v: memory after each stage of start-up, every parameter's placement. -vv: also norms of every parameter and
     gradient at each logged step (slow)."""
@@ -274,6 +276,8 @@ def _check_fit(c: Config, device: str, world: int) -> str | None:
         return f"--compile step: one graph holds one micro-batch, --grad-accum is {c.grad_accum}; use --compile fwdbwd"
     if c.compile == "step" and c.accum_sync == "last":
         return "--accum-sync last: --compile step reduces inside its one graph; use --compile fwdbwd"
+    if c.explain_memory and c.profile is not None:
+        return "--explain-memory: not together with --profile, each of which needs torch's profiler; use one per run"
     if c.compile == "step" and c.verbose > 1:
         return "-vv: --compile step has no gradients outside its graph; use --compile fwdbwd"
     return None
