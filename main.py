@@ -53,10 +53,11 @@ class Run:
             rank=rank, world=world,
         )  # fmt: skip
         self.attention, model = choose(c, device).text, model_config(c, device)
+        # flops_per_token does not know what the math kernel multiplies, nor that eager does a lean MLP in a block again
+        unknown = model.sdpa == "math" or (c.mlp, c.remat, c.compile) == ("lean", "block", "none")
         self.flops = {
             kind: flops_per_token(model, c.seqlen, kind) * c.batch * c.grad_accum * c.seqlen
-            for kind in ("causal", "palm", "hardware")
-            if kind != "hardware" or model.sdpa != "math"  # flops_per_token takes attention for a fused kernel
+            for kind in ("causal", "palm", "hardware")[: 2 if unknown else 3]
         }
         self.collectives = simulated_world.log() if c.world else None
 

@@ -256,7 +256,6 @@ MISFITS = [  # what is wrong together: argv, world, what the message names
     ("--wrapper ddp --compile none --min-shard-mib 1", 1, ["--wrapper ddp", "--min-shard-mib"]),
     ("--compile step -vv", 1, ["-vv", "--compile step"]),
     ("--mlp lean --remat pointwise", 1, ["--mlp lean", "--remat pointwise"]),
-    ("--mlp lean --remat block --compile none", 1, ["--mlp lean", "--remat block", "--remat both"]),
     ("--mlp lean --wrapper ddp --compile none --param-dtype bf16", 1, ["--mlp lean", "--wrapper ddp", "fp32"]),
     ("--mlp-chunk 64", 1, ["--mlp-chunk 64", "--mlp lean"]),
     ("--remat-core --remat mlp --compile none", 1, ["--remat-core", "--remat mlp"]),

@@ -241,8 +241,6 @@ def _check_fit(c: Config, device: str, world: int) -> str | None:
         return "--wrapper ddp: --reduce-dtype bf16 needs CUDA (a hook of DDP's); use --reduce-dtype fp32"
     if c.mlp == "lean" and c.remat == "pointwise":
         return "--mlp lean: recomputes the products that --remat pointwise keeps; use one of the two"
-    if c.mlp == "lean" and c.remat == "block" and c.compile == "none":
-        return "--mlp lean: eager --remat block would do the whole MLP again; use --remat both, or --compile blocks"
     if c.mlp == "lean" and c.wrapper == "ddp" and c.param_dtype == "bf16":
         return "--mlp lean: is not cast by the autocast of --wrapper ddp; use --param-dtype fp32 or --wrapper fsdp2"
     if c.mlp_chunk and c.mlp != "lean":

@@ -84,6 +84,14 @@ def axes(small: bool) -> dict[str, list[str]]:
     kernels = pick(("flex", "sdpa --sdpa flash", "sdpa --sdpa cudnn"), ("sdpa", "sdpa --sdpa math"))
     lengths = pick(("4096 --batch 8", "8192 --batch 4", "16384 --batch 2"), ("64", "128"))
     card = "--device cuda --steps 30 --compile {} --remat {} --attn {} --loss {}"
+    steps = f"--device cuda --batch 8 --depth 4 --param-dtype bf16 --seqlen 4096 --width 4096 --steps {{}} {scaling}"
+    rungs = ("--remat-core --no-remat-norm", "--remat-core --no-remat-norm --loss chunked", "--remat-core",
+             "--remat-core --loss chunked", "--remat-core --loss chunked --mlp lean",
+             "--remat-core --loss chunked --mlp lean --mlp-chunk 8192", "--remat block --loss chunked --mlp lean",
+             "--remat-core --remat block --loss chunked --mlp lean",
+             "--remat-core --remat block --loss chunked --mlp lean --adam-dtype bf16",
+             "--remat-core --remat block --loss chunked --mlp lean --adam-dtype bf16 --optim in-backward --clip 0 "
+             "--compile blocks")  # fmt: skip
     published = {
         "variants": grid("--remat {} --compile {} --attn {}", pick(remats, ("none", "both", "block")),
                          ("fwdbwd", "model"), attns),
@@ -102,6 +110,14 @@ def axes(small: bool) -> dict[str, list[str]]:
     return {axis: [f"{base} {line}" for line in lines] for axis, lines in published.items()} | {
         "gpu-compile": grid(card, ("fwdbwd", "model", "blocks", "none", "step"), ["none"], ["sdpa"], ["full"]),
         "gpu-remat": grid(card, ["fwdbwd"], remats, attns, ["full"]),
+        "gpu-ladder": grid(f"{{}} {steps.format(13)} {{}}", map(on, (1, 2, 8)), rungs),
+        "gpu-mfu": grid(steps.format(53).replace(scaling, "{}"), [
+            *(f"--attn {attn} --wrapper simple --compile fwdbwd {remat}" for attn in attns for remat in (
+                "--remat both", "--remat block --loss chunked --mlp lean", "--remat pointwise --loss chunked", "")),
+            "--attn sdpa --wrapper fsdp2 --compile blocks --remat both",
+            "--attn sdpa --wrapper none --compile fwdbwd --remat both --param-dtype fp32"]),
+        "gpu-compile-depth": grid("--device cuda --steps 6 --compile {} --depth {}",
+                                  ("blocks", "model", "fwdbwd", "step"), (4, 8, 16, 32)),
         "gpu-memory": grid(card, ["fwdbwd"], ("none", "both", "block", "pointwise"), ["sdpa"], ("full", "chunked")),
     }
 
