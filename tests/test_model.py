@@ -1,121 +1,29 @@
-"""model.py: its size and FLOPs to the last digit, equal results under every remat, backend and loss, and what it keeps.
+"""model.py: its size and FLOPs to the last digit, equal results of every backend and loss.
 
-    pytest tests/test_model.py        # about 15 s on one core, no GPU
+    pytest tests/test_model.py        # about 10 s on one core, no GPU
 
 FlexAttention trains on CUDA only; here the private check that says so is lifted and torch's dense stand-in runs.
 """
 
 import ast
-import importlib.util
 import math
 import sys
-from collections import Counter
 from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.multiprocessing.reductions import StorageWeakRef
+from small_model import SMALL, B, Ops, T, assert_close, batch, build, counted_products, train
 from torch.nn.attention import flex_attention as flex
-from torch.profiler import profile
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 import model as under_test
-from model import IGNORE, REMAT, ChunkedCrossEntropy, ModelConfig, Transformer, cross_entropy, flops_per_token
+from model import IGNORE, ChunkedCrossEntropy, ModelConfig, Transformer, cross_entropy, flops_per_token
 
-# B batch, T tokens, D width, H heads, K key/value heads, d head dimension, V vocabulary, N = B T
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 REFERENCE = ModelConfig()
-SMALL = dict(depth=3, width=32, head_dim=8, grouping=2, grow=3, vocab=80)
-B, T = 2, 12
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)  # small shapes, and sums in one order
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture
-def flex_on_cpu(monkeypatch):
-    monkeypatch.setattr(flex, "_validate_device", lambda *_: None)
-    monkeypatch.setattr(under_test, "compiled_flex_attention", flex.flex_attention)
-
-
-def build(seed=0, dtype=torch.float32, seqlen=T, **changes):
-    torch.manual_seed(seed)
-    model = Transformer(ModelConfig(**{**SMALL, **changes}))
-    model.init_weights()
-    model.set_seqlen(seqlen, "cpu")
-    return model.to(dtype)
-
-
-def batch(vocab=SMALL["vocab"], rows=B, seqlen=T, ignored=False):
-    generator = torch.Generator().manual_seed(1)
-    tokens, targets = torch.randint(vocab, (2, rows, seqlen), generator=generator)
-    if ignored:
-        targets = targets.masked_fill(torch.rand(rows, seqlen, generator=generator) < 0.4, IGNORE)
-    return tokens, targets  # [B, T] each
-
-
-def train(model, *args):
-    """The loss and every gradient by name."""
-    model.zero_grad()
-    loss = model(*args)
-    loss.backward()
-    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
-
-
-def assert_close(a, b, tolerance, what=""):
-    """`tolerance` on the loss, relative, and on every gradient, in units of its largest entry."""
-    (loss, grads), (other, others) = a, b
-    assert abs(loss - other) <= tolerance * abs(other), (what, loss, other)
-    assert grads.keys() == others.keys()
-    for name, grad in grads.items():
-        error = (grad - others[name]).abs().max() / others[name].abs().max()
-        assert error <= tolerance, f"{what} {name}: differs by {error:.2e} of its largest entry"
-
-
-def assert_bitwise(a, b, what=""):
-    assert torch.equal(a[0], b[0]), (what, a[0], b[0])
-    for name, grad in a[1].items():
-        assert torch.equal(grad, b[1][name]), (what, name, (grad - b[1][name]).abs().max())
-
-
-class Ops(TorchDispatchMode):
-    """Counts ops and remembers the storages that they made: the largest, and which are alive."""
-
-    supports_higher_order_operators = True
-
-    @classmethod
-    def ignore_compile_internals(cls):
-        return True  # else torch.compile, also within eager FlexAttention, gives way to it
-
-    def __init__(self):
-        super().__init__()
-        self.count, self.largest, self.made = Counter(), 0, {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        self.count[func.name().removeprefix("aten::").split(".")[0]] += 1
-        for t in tree_leaves(out):
-            if isinstance(t, torch.Tensor):
-                self.largest, storage = max(self.largest, t.numel()), t.untyped_storage()
-                self.made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        return out
-
-    def held(self, model):
-        """Bytes of the storages that something still holds, views of parameters aside."""
-        own = {p.untyped_storage()._cdata for p in model.parameters()}
-        return [nbytes for key, (storage, nbytes) in self.made.items() if key not in own and not storage.expired()]
-
-    @property
-    def products(self):
-        return self.count["mm"] + self.count["addmm"] + self.count["bmm"]
 
 
 # ------------------------------------------------------------------------------------------------- size and structure
@@ -250,15 +158,6 @@ class Uncounted(torch.autograd.Function):
             return *torch.autograd.grad(ctx.out, ctx.inputs, g), None, None
 
 
-def counted_products(model, *args):
-    """FLOPs of every product of a training step but those of attention, as torch's counter sees them."""
-    with FlopCounterMode(display=False) as counter:
-        model(*args).backward()
-    ops = {str(op).removeprefix("aten."): n for op, n in counter.get_flop_counts()["Global"].items()}
-    assert all(op in ("mm", "addmm") or "scaled_dot_product" in op for op in ops), ops
-    return sum(n for op, n in ops.items() if op in ("mm", "addmm"))
-
-
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "-".join(map(str, s)))
 def test_linear_flops_equal_torchs_counter_to_the_last_flop(shape, flex_on_cpu, monkeypatch):
     def hidden(q, k, v, block_mask, enable_gqa, kernel_options):
@@ -289,124 +188,6 @@ def test_the_attention_core_counts_the_keys_that_a_query_sees():
         forward = 2 * 2 * c.depth * c.heads * c.head_dim * seen  # scores and values
         assert (causal - linear) * seqlen == 3 * forward
         assert palm - linear == 12 * c.depth * c.width * seqlen
-
-
-@pytest.mark.parametrize(("remat", "ratio"), [("none", 1.0), *product(REMAT[1:], (1.0, 0.5, 0.25, 0.0))])
-def test_hardware_flops_count_what_a_remat_policy_multiplies_again(remat, ratio):
-    model = build(depth=4, remat=remat, remat_ratio=ratio)
-    c = model.config
-    linear, causal, hardware = (flops_per_token(c, T, kind) for kind in ("linear", "causal", "hardware"))
-    assert counted_products(model, *batch()) == B * T * (hardware - (causal - linear) * 7 / 6)
-    if remat in ("none", "pointwise") or not ratio:
-        assert hardware == causal + (causal - linear) / 6
-    else:
-        assert hardware > causal + (causal - linear) / 6
-
-
-# --------------------------------------------------------------------------------------------------------------- remat
-
-
-def test_a_ratio_of_one_half_gives_four_of_eight_blocks():
-    c = ModelConfig(depth=8, remat="block", remat_ratio=0.5)
-    assert Counter(c.remat_of(i) for i in range(8)) == {"block": 4, "none": 4}
-    with torch.device("meta"):
-        blocks = Transformer(c).blocks
-    assert [block.remat for block in blocks] == [c.remat_of(i) for i in range(8)]
-
-
-@pytest.mark.parametrize("depth", [1, 2, 3, 5, 8, 13])
-def test_a_ratio_is_rounded_to_whole_blocks_and_spread_evenly(depth):
-    for ratio in (0.0, 0.1, 0.25, 1 / 3, 0.5, 0.6, 0.75, 0.99, 1.0):
-        c = ModelConfig(depth=depth, remat="mlp", remat_ratio=ratio)
-        on = [c.remat_of(i) == "mlp" for i in range(depth)]
-        assert abs(sum(on) - ratio * depth) <= 0.5, (ratio, on)
-        for size in range(1, depth + 1):
-            sums = {sum(on[i : i + size]) for i in range(depth - size + 1)}
-            assert max(sums) - min(sums) <= 1, f"ratio {ratio}: {on} is uneven in stretches of {size}"
-
-
-@pytest.mark.parametrize(("remat", "ratio"), [*product(REMAT[1:], (1.0, 0.5))])
-@pytest.mark.parametrize("grouping", [1, 4])
-def test_every_remat_gives_the_loss_and_gradients_of_none_bit_for_bit(remat, ratio, grouping):
-    data = batch(ignored=True)
-    plain = build(grouping=grouping)
-    other = build(grouping=grouping, remat=remat, remat_ratio=ratio)
-    assert_bitwise(train(other, *data), train(plain, *data), remat)
-    with torch.no_grad():
-        assert torch.equal(other(*data), plain(*data))
-
-
-@pytest.mark.parametrize(
-    ("remat", "most"), dict(none=15.2, mlp=6.2, attn=12.2, both=3.2, block=2.2, pointwise=10.2).items()
-)
-def test_a_block_holds_from_forward_to_backward_no_more_than_its_remat_says(remat, most):
-    """In units of [B, T, D]: 1 for the input of a region, 1.1 for attention; pointwise: q, k, v and o 3, the MLP 5."""
-    held = {}
-    for depth in (1, 3):
-        model = build(depth=depth, width=64, head_dim=16, grouping=2, grow=4, seqlen=32, remat=remat)
-        with Ops() as ops:
-            loss = model(*batch(seqlen=32))
-        held[depth] = sum(ops.held(model))
-        del loss
-    per_block = (held[3] - held[1]) / 2 / (B * 32 * 64 * 4)
-    assert per_block <= most, per_block
-
-
-@pytest.mark.parametrize("depth", [1, 3])
-def test_pointwise_does_no_product_twice(depth):
-    model, data = build(depth=depth, remat="pointwise"), batch()
-    with Ops() as forward:
-        loss = model(*data)
-    with Ops() as backward:
-        loss.backward()
-    assert (forward.products, backward.products) == (6 * depth + 1, 12 * depth + 2)
-    assert not any("scaled_dot_product" in op and "backward" not in op for op in backward.count)
-
-
-@pytest.mark.parametrize("remat", ["attn", "both", "block", "pointwise"])
-def test_attention_runs_once_per_block_also_under_remat(remat):
-    model, data = build(remat=remat), batch()
-    with Ops() as ops:
-        model(*data).backward()
-    runs = sum(n for op, n in ops.count.items() if "scaled_dot_product" in op and "backward" not in op)
-    assert runs == SMALL["depth"], ops.count
-
-
-@pytest.mark.parametrize("remat", REMAT)
-def test_flex_runs_once_per_block_and_keeps_no_matrix_of_scores(remat, flex_on_cpu):
-    seqlen = 128  # the scores of one head, [T, T], are larger than any activation of one row, [T, grow D]
-    model = build(attn="flex", remat=remat, seqlen=seqlen, grow=2)
-    tokens, targets = batch(rows=1, seqlen=seqlen)
-    with Ops() as ops:
-        loss = model(tokens, targets)
-        kept = max(ops.held(model))
-        loss.backward()
-    assert ops.count["flex_attention"] == SMALL["depth"], ops.count
-    assert kept < seqlen * seqlen * 4, f"{kept} bytes are held from forward to backward"
-    assert ops.largest < seqlen * seqlen
-
-
-def test_a_compiled_attention_kernel_runs_once_per_block_also_under_remat(monkeypatch):
-    """An Inductor kernel within an eager checkpoint is one opaque call, and the FLOPs say that it is not made again."""
-
-    def stand_in(q, k, v, block_mask, enable_gqa, kernel_options):  # nothing but products: needs no C++ compiler
-        return (q @ k.mT) @ v
-
-    monkeypatch.setattr(flex, "flex_attention", stand_in)
-    spec = importlib.util.spec_from_file_location("model_with_a_stand_in", under_test.__file__)
-    again = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, again)
-    spec.loader.exec_module(again)  # compiles the stand-in as it would FlexAttention
-    runs = {}
-    for remat in REMAT:
-        model = again.Transformer(ModelConfig(**{**SMALL, "grouping": 1, "attn": "flex", "remat": remat}))
-        model.init_weights()
-        model.set_seqlen(T, "cpu")
-        model(*batch()).backward()
-        with profile() as events:
-            model(*batch()).backward()
-        runs[remat] = sum(event.name == "aten::bmm" for event in events.events())
-    assert runs == dict.fromkeys(REMAT, 6 * SMALL["depth"]), runs
 
 
 # ------------------------------------------------------------------------------------------------- attention backends
