@@ -24,6 +24,7 @@ from pathlib import Path
 
 import torch
 from torch import fx, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.flop_counter import flop_registry
 
@@ -62,7 +63,8 @@ STACKS = ("nn_module_stack", "fwd_nn_module_stack")  # where a node's module is 
 def compile_options(
     model: nn.Module, blocks: Sequence[str] | None = None, cap_mib: float = 128.0, whole_step: bool = False
 ) -> dict:
-    """Inductor options for any torch.compile of `model` or of a function around it.
+    """Inductor options for any torch.compile of `model`, wrapped, or of a function around it; none on a single rank,
+    where Inductor's own order of a graph needs less memory.
 
     blocks: names of the modules that get a bucket each (default: the members of the outermost ModuleLists and
     Sequentials that hold parameters; none for a model without, such as a single block).
@@ -80,6 +82,8 @@ def compile_options(
                 blocks += [c for c in children if next(modules[c].parameters(), None) is not None]
     if missing := [b for b in blocks if b not in modules]:
         raise ValueError(f"blocks: {', '.join(missing)}: no such module, there are {', '.join(list(modules)[1:])}")
+    if not any(p.device_mesh.size() > 1 for p in model.parameters() if isinstance(p, DTensor)):
+        return {}
     if stable_topological_sort is None:
         return _flags_only(cap_mib)
     return dict(post_grad_custom_post_pass=Overlap(tuple(blocks), cap_mib, whole_step), reorder_for_peak_memory=False)

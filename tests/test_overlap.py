@@ -302,8 +302,15 @@ def test_the_cap_limits_a_bucket_of_no_block(mesh_of):
     assert len(sizes) > 1 and all(s <= max(biggest, 0.02 * 2**20) * 17 / 16 for s in sizes)
 
 
-def test_plan_and_source_are_in_the_cache_key():
-    model = Transformer(ModelConfig(depth=2, width=16, head_dim=8, grouping=1, vocab=32))
+def test_plan_and_source_are_in_the_cache_key(mesh_of):
+    model = build(mesh_of(8), depth=2)
     keys = {compile_options(model, **kw)["post_grad_custom_post_pass"].uuid()
             for kw in ({}, dict(cap_mib=1.0), dict(blocks=["blocks.0"]))}  # fmt: skip
     assert len(keys) == 3
+
+
+def test_on_one_rank_inductor_orders_the_graph(mesh_of):
+    model = build(mesh_of(1), depth=2)
+    assert compile_options(model, whole_step=True) == {}
+    with pytest.raises(ValueError, match="layers.0: no such module"):
+        compile_options(model, blocks=["layers.0"])
