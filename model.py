@@ -84,7 +84,7 @@ def _save_products(ctx, op, *args, **kwargs):
 
 
 def _save_products_but_down(ctx, op, *args, **kwargs):
-    """After attention come o, up and down; nothing in backward needs what down makes, the only one that narrows."""
+    """In eager. After attention come o, up and down; backward needs nothing that down makes, which alone narrows."""
     narrows = op in MATMULS and args[-2].shape[-1] > args[-1].shape[-1]
     return CheckpointPolicy.PREFER_RECOMPUTE if narrows else _save_products(ctx, op)
 
@@ -102,7 +102,6 @@ def _products_but_down_saved():
 
 
 _attention_saved.cache_hash, _products_saved.cache_hash = "attention-saved-1", "products-saved-1"  # for compile caches
-_products_but_down_saved.cache_hash = "products-but-down-saved-1"
 _remat = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)  # nothing in a block is random
 
 
@@ -279,7 +278,9 @@ class Block(nn.Module):
             return _remat(self.whole, x, mask, **keep)
         if self.remat == "pointwise":  # attention lies between two regions: kept also where it is a compiled kernel
             q, k, v = _remat(self.before_core, x, context_fn=_products_saved)
-            return _remat(self.after_core, x, self.attn.core(q, k, v, mask), context_fn=_products_but_down_saved)
+            # The compiler drops what is kept for nothing; told to recompute it, it may do so, in place of saving a sum.
+            keep = _products_saved if torch.compiler.is_compiling() else _products_but_down_saved
+            return _remat(self.after_core, x, self.attn.core(q, k, v, mask), context_fn=keep)
         if self.remat == "mlp":
             x = x + self.attn_branch(x, mask)
         elif self.remat_norm:
