@@ -24,6 +24,7 @@ from model import flops_per_token
 from simple_fsdp import describe
 from trainer import measure, memory, memory_events, simulated_world
 from trainer.baselines import build, connect, model_config
+from trainer.cuda_graph import Replayed
 from trainer.data import Batches, DataError, check_source
 from trainer.kernels import choose
 from trainer.sinks import Sinks, check_writable, final_lines
@@ -62,7 +63,8 @@ class Run:
         self.collectives = simulated_world.log() if c.world else None
 
     def build(self) -> None:
-        self.step = build(self.c, self.device, self.world, self.stages.add)
+        step = build(self.c, self.device, self.world, self.stages.add)
+        self.step = Replayed(step) if self.c.cuda_graph else step
         self.model = self.step.bare_model
 
     def lr(self, k: int) -> float:
@@ -129,6 +131,8 @@ class Run:
         row |= {k: getattr(c, k) for k in "batch grad_accum param_dtype reduce_dtype".split()}
         row |= dict(flags=flags.changed(c), outcome=outcome, cell=os.environ.get("SWEEP_CELL"))
         row |= measure.peak(self.device) | dict(first_step_peak_mib=self.first_step_mib) | stats
+        if captured := getattr(getattr(self, "step", None), "peak_mib", None):  # since then nothing was allocated
+            row["peak_alloc_mib"] = max(captured, row["peak_alloc_mib"])
         row |= dict(compile_s=round(self.first_step_s - seconds, 2) if compiled else None)
         row |= dict(tok_s=tok_s, tok_s_rank=tok_s / self.world if tok_s else None)
         if self.collectives is not None:
@@ -198,6 +202,8 @@ def main(c: flags.Config, rank: int, local_rank: int, world: int) -> int:
         say("\n".join(run.stages.lines()))
     for line in [*run.explanation, *run.profile.notes, *run.profile.paths, *final_lines(row)]:
         say(line)
+    if c.cuda_graph:
+        run.step.close()
     shutdown()
     return 0
 

@@ -179,6 +179,7 @@ def lean_mlp(
     for xc, yc in zip(*(t.split(chunk or len(rows)) for t in (rows, out.view_as(rows))), strict=True):
         h = F.linear(F.layer_norm(xc, g.shape, g, b, eps), w1, b1)  # [C, F]
         torch.addmm(b2, aten.gelu_(h, approximate="tanh"), w2.t(), out=yc)
+        del h  # before the next one
     return out
 
 

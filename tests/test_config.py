@@ -108,7 +108,7 @@ def test_a_bad_value_is_one_message_that_names_flag_and_value(argv, value, capsy
 def test_every_flag_that_is_not_free_text_has_a_bad_value_above():
     # forms of --data: below
     free = {"data", "results", "group", "tags", "profile", "verbose", "debug", "flex_options"}
-    free |= {"reshard", "explain_memory", "remat_norm", "remat_core"}
+    free |= {"reshard", "explain_memory", "remat_norm", "remat_core", "cuda_graph"}
     assert {argv.split()[0] for argv, _ in BAD} == {flags.flag(name) for name in FIELDS.keys() - free}
     assert {name for name, kind in get_type_hints(Output).items() if kind in (str, bool)} <= free
 
@@ -154,14 +154,15 @@ MISFITS = [  # what is wrong together: argv, world, what the message names
     ("--wrapper ddp --compile none --reduce-dtype bf16", 1, ["--wrapper ddp", "--reduce-dtype bf16", "CUDA"]),
     ("--wrapper ddp --compile none --min-shard-mib 1", 1, ["--wrapper ddp", "--min-shard-mib"]),
     ("--compile step -vv", 1, ["-vv", "--compile step"]),
+    ("--cuda-graph", 1, ["--cuda-graph", "CUDA"]),
     ("--mlp lean --remat pointwise", 1, ["--mlp lean", "--remat pointwise"]),
     ("--mlp lean --wrapper ddp --compile none --param-dtype bf16", 1, ["--mlp lean", "--wrapper ddp", "fp32"]),
     ("--mlp-chunk 64", 1, ["--mlp-chunk 64", "--mlp lean"]),
     ("--remat-core --remat mlp --compile none", 1, ["--remat-core", "--remat mlp"]),
-    ("--remat-core --remat both", 1, ["--remat-core", "--compile fwdbwd", "--compile none"]),
+    ("--remat-core --remat both --compile fwdbwd", 1, ["--remat-core", "--compile fwdbwd", "--compile none"]),
     ("--no-remat-norm --remat block", 1, ["--no-remat-norm", "--remat block"]),
     ("--optim in-backward --compile none", 1, ["--optim in-backward", "--clip 1.0", "--clip 0"]),
-    ("--optim in-backward --clip 0", 1, ["--optim in-backward", "--compile fwdbwd", "--compile blocks"]),
+    ("--optim in-backward --clip 0 --compile fwdbwd", 1, ["--optim in-backward", "--compile fwdbwd", "use --compile"]),
     ("--optim in-backward --clip 0 --compile none --grad-accum 2", 1, ["--optim in-backward", "--grad-accum 2"]),
     ("--optim in-backward --clip 0 --compile none --wrapper fsdp2", 1, ["--optim in-backward", "--wrapper fsdp2"]),
     ("--optim in-backward --clip 0 --compile none -vv", 1, ["-vv", "--optim in-backward"]),
@@ -198,6 +199,11 @@ def test_what_fits_is_accepted():
     assert fits("--sdpa efficient", "cuda").sdpa == "efficient"
     with pytest.raises(ValueError, match="--sdpa math: .* --attn flex"):
         fits("--attn flex --sdpa math", "cuda")
+    for argv in ("--wrapper fsdp2 --compile blocks", "--world 2", "-vv", "--explain-memory",
+                 "--optim in-backward --clip 0 --compile none"):  # fmt: skip
+        with pytest.raises(ValueError, match=f"--cuda-graph: .*{argv.split()[0]}"):
+            fits(f"--cuda-graph {argv}", "cuda")
+    assert fits("--cuda-graph", "cuda").cuda_graph
     assert fits("--wrapper none").param_dtype == "fp32"
     assert fits("--remat both --remat-core --no-remat-norm", "cuda").remat_core  # the published policy
     assert fits("--remat both --remat-core --wrapper none").remat_core

@@ -1,7 +1,7 @@
 """System flags do not change the loss: one table, 20 steps of AdamW on real text in fp32, from the same seed.
 
 Reference: one process, eager, unwrapped. Every other cell has the same global batch of 8 sequences and differs from it
-in one or two of: number of ranks, --mode, --compile, --attn, --remat, --loss, --reshard, --grad-accum, --accum-sync.
+in a few of: number of ranks, --mode, --compile, --attn, --remat, --mlp, --loss, --reshard, --grad-accum, --accum-sync.
 Compiled cells have all of overlap.py's options; a graph break or recompile in 20 steps is an error. Those of
 backend="inductor" are compiled as the trainer does; the others run the graphs that Inductor's passes, ours included,
 leave, without its slow code generation. `pytest -s` prints the table.
@@ -31,6 +31,8 @@ EAGER = dict(compile="none")
 CELLS = {
     1: [EAGER, dict(compile="fwdbwd"), dict(EAGER, loss="chunked"), dict(EAGER, attn="flex"),
         *(dict(EAGER, remat=r) for r in ("mlp", "attn", "both", "block", "pointwise")),
+        dict(EAGER, remat="both", remat_norm=False, remat_core=True),
+        dict(EAGER, remat="block", mlp="lean", mlp_chunk=99),
         dict(EAGER, attn="flex", remat="both"), dict(EAGER, accum=4), dict(EAGER, accum=4, sync="last")],
     2: [EAGER, dict(EAGER, mode="replicate"), dict(EAGER, reshard=False), dict(EAGER, min_bytes=2048),
         dict(EAGER, remat="both", ratio=0.5, loss="chunked"),
@@ -39,7 +41,8 @@ CELLS = {
         dict(compile="model"), dict(compile="fwdbwd", backend="inductor"),
         dict(compile="fwdbwd", accum=2, mode="replicate"),
         dict(compile="fwdbwd", accum=2, remat="pointwise", loss="chunked"),
-        dict(compile="fwdbwd", accum=2, sync="last", remat="mlp"), dict(compile="fwdbwd", remat="block", reshard=False),
+        dict(compile="fwdbwd", accum=2, sync="last", remat="mlp"),
+        dict(compile="fwdbwd", remat="block", reshard=False, mlp="lean"),
         dict(compile="step", remat="both")],
     4: [EAGER, dict(EAGER, mode="hybrid_shard"), dict(EAGER, mode="replicate"),
         dict(EAGER, mode="hybrid_shard", accum=2, sync="last"),
@@ -63,7 +66,7 @@ def losses(step, rank: int, world: int) -> list[tuple[float, float]]:
 
 
 def run(mesh, *, compile="none", attn="sdpa", remat="none", mode="fully_shard", loss="full", reshard=True, accum=1,
-        sync="every", ratio=1.0, min_bytes=0, backend="graphs"):  # fmt: skip
+        sync="every", ratio=1.0, min_bytes=0, backend="graphs", **config):  # fmt: skip
     torch._dynamo.reset()
     torch.compile = COMPILE if backend == "inductor" else without_code
     torch.manual_seed(0)
@@ -71,7 +74,7 @@ def run(mesh, *, compile="none", attn="sdpa", remat="none", mode="fully_shard", 
     if mode == "hybrid_shard":
         mesh = dist.init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
     with torch.device("meta"):
-        model = Transformer(ModelConfig(**SHAPE, attn=attn, remat=remat, remat_ratio=ratio))
+        model = Transformer(ModelConfig(**SHAPE, attn=attn, remat=remat, remat_ratio=ratio, **config))
     data_parallel(model, mesh, mode, reshard_after_forward=reshard, min_bytes=min_bytes).to_empty(device="cpu")
     with disable_data_parallel():
         model.init_weights()

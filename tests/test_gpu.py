@@ -7,6 +7,7 @@ import torch.distributed as dist
 from model import REMAT, ModelConfig, Transformer, sdpa_kernel
 from simple_fsdp import MixedPrecisionPolicy, data_parallel, disable_data_parallel
 from trainer import attention, kernels
+from trainer.cuda_graph import Replayed
 from trainer.measure import device_peak
 from trainer.step import COMPILE_MODES, AdamW, check_mode, make_step
 
@@ -26,7 +27,7 @@ def mesh():
     dist.destroy_process_group()
 
 
-def losses(mesh, compile="none", dtype=None, chunk=0, steps=8, **config):
+def losses(mesh, compile="none", dtype=None, chunk=0, steps=8, graph=False, in_backward=False, **config):
     torch._dynamo.reset()
     with torch.device("meta"):
         model = Transformer(ModelConfig(**SHAPE, **config))
@@ -35,9 +36,15 @@ def losses(mesh, compile="none", dtype=None, chunk=0, steps=8, **config):
     with disable_data_parallel():
         model.init_weights()
     model.set_seqlen(256, "cuda")
-    step = make_step(compile, model, AdamW(model.parameters(), 1e-3), mesh=mesh, clip=1.0, chunk=chunk)
+    how = dict(in_backward=True) if in_backward else dict(clip=1.0)
+    step = make_step(compile, model, AdamW(model.parameters(), 1e-3), mesh=mesh, chunk=chunk, **how)
     batch = torch.randint(512, (4, 257), device="cuda")  # the same for ever: the loss must fall
-    return torch.stack([step(batch[:, :-1], batch[:, 1:]) for _ in range(steps)]).tolist()
+    step = Replayed(step) if graph else step
+    values = torch.stack([step(batch[:, :-1], batch[:, 1:]).clone() for _ in range(steps)]).tolist()
+    if graph:
+        assert step.graph is not None and step.peak_mib > 0
+        step.close()
+    return values
 
 
 @pytest.fixture(scope="module")
@@ -142,6 +149,30 @@ def test_chunked_loss_agrees_with_full(mesh, eager, compile):
 @pytest.mark.parametrize("compile", ["none", "fwdbwd"])
 def test_bf16_parameters_train(mesh, eager, compile):
     close(losses(mesh, compile, dtype=torch.bfloat16), eager, 0.05)
+
+
+@pytest.mark.parametrize("compile", ["none", "blocks", "fwdbwd", "step"])
+def test_a_replayed_step_trains_as_the_step_itself(mesh, compile):
+    try:
+        check_mode(compile)
+    except ValueError as e:
+        pytest.skip(str(e))
+    close(losses(mesh, compile, graph=True), losses(mesh, compile), 1e-5)
+
+
+@pytest.mark.parametrize("compile", ["none", "fwdbwd"])
+@pytest.mark.parametrize("config", [
+    dict(mlp="lean", remat="both"), dict(mlp="lean", mlp_chunk=300), dict(remat="block", remat_core=True),
+    dict(remat="both", remat_core=True, remat_norm=False), dict(remat="block", remat_core=True, attn="flex"),
+], ids=lambda c: " ".join(map(str, c.values())))  # fmt: skip
+def test_rungs_of_memory_agree_with_none(mesh, eager, config, compile):
+    close(losses(mesh, compile, **config), eager, 1e-3)
+
+
+@pytest.mark.parametrize("compile", ["none", "blocks"])
+def test_updates_in_backward_agree_with_updates_after_it(mesh, compile):
+    inside = losses(mesh, compile, in_backward=True)
+    assert inside[-1] < inside[0] - 0.5
 
 
 def test_a_step_never_waits_for_the_device(mesh):

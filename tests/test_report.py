@@ -230,6 +230,30 @@ def test_wrappers_are_the_last_comparison_of_each_machine():
     assert "n" not in table("baselines", compared(cells))[1][0]
 
 
+def test_the_rungs_of_a_ladder_stand_in_the_order_in_which_they_ran():
+    rungs = "--remat none", "--remat both", "--remat both --loss chunked"
+    made = [row(f"nproc=1 --device cpu --depth 8 {flags}", CPU, mib=900 - 300 * i, date=f"2026-01-0{i + 1}", ms=100)
+            for i, flags in enumerate(rungs)]  # fmt: skip
+    made.append(row(made[1]["cell"], CPU, outcome="OOM bwd", date="2026-01-04"))  # an older one was ok
+    above, found = table("ladder", made[::-1])
+    assert "All of ours: `--depth 8`." in above
+    assert [each["flags"] for each in found] == [f"`{flags}`" for flags in (
+        "--remat none", "--remat both", "--loss chunked --remat both")]  # fmt: skip
+    peaks = [(each["peak resident MiB"], each["x"]) for each in found]
+    assert peaks == [("900", "1.00"), ("600", "0.67"), ("300", "0.33")]
+
+
+def test_seconds_to_compile_stand_by_mode_and_depth():
+    made = [row(f"nproc=1 --device cpu --compile {mode} --depth {depth}", CPU, depth=depth, compile_s=seconds)
+            for mode, depth, seconds in (("blocks", 4, 20.0), ("blocks", 32, 25.0), ("step", 4, 60.0), ("none", 4, 0))]
+    made.append(row("nproc=1 --device cpu --compile step --depth 32", CPU, outcome="failed: time", depth=32))
+    _, found = table("compile-depth", made)
+    assert found == [
+        {"`--compile`": "blocks", "depth 4, s": "20.0", "depth 32, s": "25.0", "depth 32 / depth 4": "1.25"},
+        {"`--compile`": "step", "depth 4, s": "60.0", "depth 32, s": "", "depth 32 / depth 4": ""},
+    ]
+
+
 @pytest.fixture
 def copy(tmp_path, monkeypatch):
     """The documents and their rows in a folder of their own, which is the current one."""

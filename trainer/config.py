@@ -111,6 +111,8 @@ class System:
     compile_options: tuple[str, ...] = ()
     """Inductor options for the model's graphs, each NAME=VALUE, such as max_autotune=True, on top of those of
     overlap.py (collectives bucketed per block and started early); with the word plain, instead of them."""
+    cuda_graph: bool = False
+    """Replay the whole step as one CUDA graph, without Python in between; captured at the third step."""
     attn: Literal["sdpa", "flex"] = "sdpa"
     """Attention backend: torch's scaled_dot_product_attention, or compiled FlexAttention (training needs CUDA)."""
     sdpa: Literal["auto", "cudnn", "flash", "efficient", "math"] = "auto"
@@ -262,6 +264,16 @@ def _check_fit(c: Config, device: str, world: int) -> str | None:
             return f"--optim in-backward: is not for --wrapper {c.wrapper}; use --wrapper simple"
         if c.verbose > 1:
             return "-vv: --optim in-backward keeps no gradients to take norms of; use --optim after"
+    if c.cuda_graph:
+        if device == "cpu":
+            return "--cuda-graph: needs CUDA; leave it out on a CPU"
+        if c.wrapper not in ("simple", "none"):
+            return f"--cuda-graph: does not capture the hooks of --wrapper {c.wrapper}; use --wrapper simple"
+        if c.world:
+            return f"--cuda-graph: the links of --world {c.world} are timed by the host; leave one of them out"
+        if c.optim == "in-backward" or c.verbose > 1 or c.explain_memory:
+            other = "--explain-memory" if c.explain_memory else "-vv" if c.verbose > 1 else "--optim in-backward"
+            return f"--cuda-graph: a replayed step has no moment for {other}; leave one of them out"
     if c.attn == "flex" and device == "cpu":
         return "--attn flex: FlexAttention needs CUDA to train; use --attn sdpa on a CPU"
     if c.attn == "flex" and c.sdpa != "auto":

@@ -6,8 +6,9 @@
     python -m trainer.report --check           the marked tables of README.md and NOTES.md; --write puts them right
 
 `<!-- report: LAYOUT FILE... [--small] -->` marks the table below it. LAYOUT: an axis; compile, the --compile modes;
-baselines or wrappers, the rows of trainer/baselines.py; attention, those of trainer/attention.py (without any, the axis
-of that name). Ranks that are simulated stand as 8(sim LINK) everywhere.
+ladder, runs that differ in what they keep; compile-depth, seconds to compile by depth; baselines or wrappers, the rows
+of trainer/baselines.py; attention, those of trainer/attention.py (without any, the axis of that name). Ranks that are
+simulated stand as 8(sim LINK) everywhere.
 Exit codes: 0, 1 a marked table differs, 2 bad input.
 """
 
@@ -161,8 +162,42 @@ def attention(rows: list[dict]) -> tuple[list[dict], Columns]:
     return rows, columns + [column for column in memory if any(column[1])]
 
 
-LAYOUTS = {"compile": compile_modes, "baselines": baselines, "wrappers": lambda rows: baselines(rows, split=True),
-           "attention": attention}  # fmt: skip
+def ladder(rows: list[dict]) -> tuple[list[dict], Columns]:
+    """The rows and columns of runs that differ in how they save memory, in the order in which they ran first."""
+    key = lambda row: sweep.join(core(row))  # noqa: E731
+    rows = newest([row for row in rows if core(row)], key)
+    rows.sort(key=lambda row: (label(row), str(row.get("device")), row.get("date")))
+    common = set.intersection(*(set(core(row).items()) for row in rows)) if rows else set()
+    columns = [("flags", [f"`{sweep.join(dict(set(core(row).items()) - common)) or 'the others'}`" for row in rows])]
+    columns += where(rows)
+    if any(row["outcome"] != "ok" for row in rows):
+        columns.append(("outcome", [row["outcome"][:80] for row in rows]))
+    for title, key, *_ in METRICS[:2]:
+        values, names = [figure(row, key) for row in rows], [series(row, "ladder") for row in rows]
+        if any(values):
+            columns += [(f"peak {title}", [people(value) for value in values]), relative(values, names)]
+    return rows, columns + [(MS, [shown(row, "step_ms", 1) for row in rows])]
+
+
+def compile_depth(rows: list[dict]) -> tuple[list[dict], Columns]:
+    """The rows of several depths of each --compile mode, and columns: seconds to compile, and over the least depth."""
+    rows = newest([row for row in rows if row.get("compile", "none") != "none"], lambda r: (r["compile"], r["depth"]))
+    kinds = sorted({(label(r), str(r.get("device")), r["torch"]) for r in rows if r.get("device")})
+    depths = sorted({row["depth"] for row in rows})
+    lines = [(mode, kind) for kind in kinds for mode in dict.fromkeys(row["compile"] for row in rows)]
+    found = {(r["compile"], (label(r), str(r.get("device")), r["torch"]), r["depth"]): figure(r, "compile_s")
+             for r in rows}  # fmt: skip
+    own = [[found.get((mode, kind, depth)) for depth in depths] for mode, kind in lines]
+    columns = [("`--compile`", [mode for mode, _ in lines])]
+    columns += [(("n", "device", "torch")[i], [kind[i] for _, kind in lines]) for i in range(3) if len(kinds) > 1]
+    columns += [(f"depth {d}, s", [people(each[i], 1) for each in own]) for i, d in enumerate(depths)]
+    ratios = [each[-1] / each[0] if each and each[0] and each[-1] else None for each in own]
+    title = f"depth {depths[-1]} / depth {depths[0]}" if depths else ""
+    return rows, [*columns, (title, [people(ratio, 2) for ratio in ratios])]
+
+
+LAYOUTS = {"compile": compile_modes, "ladder": ladder, "compile-depth": compile_depth, "baselines": baselines,
+           "wrappers": lambda rows: baselines(rows, split=True), "attention": attention}  # fmt: skip
 
 
 def about(name: str, ours: list[dict], found: Entries) -> str:
@@ -283,7 +318,7 @@ def report(args: argparse.Namespace) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="report", allow_abbrev=False, description=__doc__.split("\n")[0])
-    parser.add_argument("axis", nargs="*", metavar="AXIS", help="all, an axis, compile, baselines, wrappers, attention")
+    parser.add_argument("axis", nargs="*", metavar="AXIS", help=f"all, an axis, {', '.join(LAYOUTS)}")
     parser.add_argument("--results", nargs="+", type=Path, default=[], metavar="FILE", help="JSONL files of rows")
     parser.add_argument("--small", action="store_true", help="the axes at their sizes for a CPU")
     parser.add_argument("--plots", type=Path, metavar="DIR", help="write plots (SVG) there; needs matplotlib")

@@ -91,7 +91,7 @@ def axes(small: bool) -> dict[str, list[str]]:
              "--remat-core --remat block --loss chunked --mlp lean",
              "--remat-core --remat block --loss chunked --mlp lean --adam-dtype bf16",
              "--remat-core --remat block --loss chunked --mlp lean --adam-dtype bf16 --optim in-backward --clip 0 "
-             "--compile blocks")  # fmt: skip
+             f"--compile {pick('blocks', 'none')}")  # fmt: skip
     published = {
         "variants": grid("--remat {} --compile {} --attn {}", pick(remats, ("none", "both", "block")),
                          ("fwdbwd", "model"), attns),
@@ -111,7 +111,7 @@ def axes(small: bool) -> dict[str, list[str]]:
         "gpu-compile": grid(card, ("fwdbwd", "model", "blocks", "none", "step"), ["none"], ["sdpa"], ["full"]),
         "gpu-remat": grid(card, ["fwdbwd"], remats, attns, ["full"]),
         "gpu-ladder": grid(f"{{}} {steps.format(13)} {{}}", map(on, (1, 2, 8)), rungs),
-        "gpu-mfu": grid(steps.format(53).replace(scaling, "{}"), [
+        "gpu-mfu": grid(f"{on(1)} {steps.format(53).replace(scaling, '{}')}", [
             *(f"--attn {attn} --wrapper simple --compile fwdbwd {remat}" for attn in attns for remat in (
                 "--remat both", "--remat block --loss chunked --mlp lean", "--remat pointwise --loss chunked", "")),
             "--attn sdpa --wrapper fsdp2 --compile blocks --remat both",

@@ -1,0 +1,246 @@
+"""Rungs of the memory ladder: each is the plain computation within a stated tolerance, and holds what it says.
+
+    pytest tests/test_rungs.py        # about 60 s on one core, no GPU
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import spawn
+from small_model import SMALL, B, Ops, T, assert_bitwise, assert_close, batch, build, train
+
+from model import ModelConfig, Transformer, lean_mlp, lean_mlp_backward
+from overlap import cut
+from simple_fsdp import MixedPrecisionPolicy, data_parallel, disable_data_parallel
+from trainer.graph import inductor_passes
+from trainer.step import AdamW, make_step
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+D, F = 16, 64  # width, hidden width
+
+
+def operands(tokens=24, dtype=torch.float64):
+    torch.manual_seed(0)
+    shapes = (2, tokens // 2, D), (D,), (D,), (F, D), (F,), (D, F), (D,)
+    return [torch.randn(*shape, dtype=dtype, requires_grad=True) for shape in shapes]
+
+
+# ------------------------------------------------------------------------------------------------------------ lean MLP
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("remat", ["none", "attn", "both", "block"])
+def test_the_lean_mlp_is_the_plain_one_bit_for_bit(remat, dtype):
+    data = batch(ignored=True)
+    lean = train(build(mlp="lean", remat=remat, dtype=dtype), *data)
+    assert_bitwise(lean, train(build(dtype=dtype), *data), remat)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 0.02)])
+@pytest.mark.parametrize("chunk", [5, 8, 24, 100])
+def test_chunks_of_the_lean_mlp_sum_to_it(chunk, dtype, tolerance):
+    data = batch(ignored=True)
+    chunks = train(build(mlp="lean", mlp_chunk=chunk, dtype=dtype), *data)
+    assert_close(chunks, train(build(dtype=dtype), *data), 0 if chunk >= B * T else tolerance)
+
+
+def test_gradients_of_bf16_chunks_are_summed_in_fp32():
+    """Of 96 chunks, sums in bf16 would be off by several percent."""
+    x, *weights = operands(96, torch.bfloat16)
+    exact = torch.autograd.grad(lean_mlp(*(t.double() for t in (x, *weights)), 1e-5, 0).sum(), weights)
+    for chunk in (0, 1):
+        found = torch.autograd.grad(lean_mlp(x, *weights, 1e-5, chunk).sum(), weights)
+        errors = [((f - e).norm() / e.norm()).item() for f, e in zip(found, exact, strict=True)]
+        assert max(errors) < 0.02, (chunk, errors)
+
+
+@pytest.mark.parametrize("chunk", [0, 5])
+def test_the_op_is_what_torch_asks_of_one(chunk):
+    torch.library.opcheck(lean_mlp, (*operands(), 1e-5, chunk))
+    assert torch.autograd.gradcheck(lambda *tensors: lean_mlp(*tensors, 1e-5, chunk), operands())
+
+
+def most_wide(function, tokens: int) -> int:
+    """Largest number of [tokens, F] tensors that `function` has alive at once."""
+    most = 0
+
+    class Wide(Ops):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal most
+            out = super().__torch_dispatch__(func, types, args, kwargs)
+            alive = [n for s, n in self.made.values() if not s.expired()]
+            most = max(most, alive.count(tokens * F * 8))
+            return out
+
+    with Wide(), torch.no_grad():
+        function()
+    return most
+
+
+@pytest.mark.parametrize(("chunk", "tokens"), [(0, 24), (4, 4)])
+def test_its_backward_has_two_wide_tensors_at_a_time(chunk, tokens):
+    x, *weights, b2 = (t.detach() for t in operands())
+    body = lean_mlp_backward._init_fn  # a dispatch mode does not see inside a custom op
+    assert most_wide(lambda: body(torch.ones_like(x), x, *weights, 1e-5, chunk), tokens) == 2
+    assert most_wide(lambda: lean_mlp._init_fn(x, *weights, b2, 1e-5, chunk), tokens) == 1
+
+    def plain():
+        with torch.enable_grad():
+            y = torch.nn.functional.linear(x.requires_grad_(), *weights[2:4])
+            torch.nn.functional.linear(torch.nn.functional.gelu(y), weights[4].requires_grad_(), b2).sum().backward()
+
+    assert chunk or most_wide(plain, tokens) >= 3
+
+
+def test_under_inductors_passes_the_lean_mlp_stays_one_op_and_right(monkeypatch):
+    """Compiled over shards, with both branches recomputed: forward and backward once each, gradients as in eager."""
+    found = {}
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = dist.init_device_mesh("cpu", (1,))
+        for how in ("none", "fwdbwd"):
+            model = build(mlp="lean", remat="both")
+            data_parallel(model, mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+            monkeypatch.setattr(torch, "compile", graphs_of(found) if how == "fwdbwd" else torch.compile)
+            step = make_step(how, model, AdamW(model.parameters(), 1e-3), mesh=mesh)
+            step.inspect = lambda params, grads, how=how: found.update({how: [g.clone() for g in grads]})
+            tokens, targets = batch()
+            found[how, "loss"] = step(tokens, targets)
+    finally:
+        torch._dynamo.reset()
+        dist.destroy_process_group()
+    torch.testing.assert_close(found["fwdbwd"], found["none"], rtol=0.1, atol=2e-3)  # bf16
+    torch.testing.assert_close(found["fwdbwd", "loss"], found["none", "loss"], rtol=1e-3, atol=0)
+    ops = {kind: [n for n in found[kind] if "lean_mlp" in n] for kind in (False, True)}
+    assert ops == {False: ["simple_fsdp.lean_mlp.default"] * 3, True: ["simple_fsdp.lean_mlp_backward.default"] * 3}
+
+
+def graphs_of(found: dict):
+    """torch.compile that runs graphs after Inductor's passes, without its code, and notes their ops in `found`."""
+    from torch._inductor.compile_fx import compile_fx
+
+    real = torch.compile
+
+    def inner(gm, inputs, *, is_backward=False, is_inference=False, **_):
+        inductor_passes(gm, inputs, is_inference)
+        found[is_backward] = [str(n.target) for n in gm.graph.nodes if n.op == "call_function"]
+        run = lambda args: gm(*list(args))  # noqa: E731
+        run._boxed_call = True
+        return run
+
+    return lambda f, options=None, **how: real(f, backend=lambda *a: compile_fx(*a, inner_compile=inner), **how)
+
+
+# ------------------------------------------------------------------------------------------------ optimizer in backward
+
+
+def stepped(mesh, in_backward, mode="none", moments=None, steps=3):
+    """Losses, norms and final parameters; and the most bytes of gradients alive at once, over those of all."""
+    torch.manual_seed(0)
+    model = Transformer(ModelConfig(**SMALL))
+    data_parallel(model, mesh)
+    with disable_data_parallel():
+        model.init_weights()
+    optimizer = AdamW(model.parameters(), 1e-2, moment_dtype=moments)
+    step = make_step(mode, model, optimizer, mesh=mesh, in_backward=in_backward)
+    alive, update = [], optimizer.step_one
+
+    def watched(i, grad):
+        alive.append(sum(p.grad.to_local().nbytes for p in optimizer.params if p.grad is not None) + grad.nbytes)
+        update(i, grad)
+
+    if in_backward:
+        optimizer.step_one = watched
+    values = [(step(*batch(rows=2, seqlen=8)).item(), step.grad_norm.item()) for _ in range(steps)]
+    with torch.no_grad():
+        whole = [p.full_tensor() for p in model.parameters()]
+    return values, whole, max(alive, default=0) / sum(p.nbytes for p in optimizer.shards)
+
+
+def in_backward_on_ranks(mesh):
+    found = []
+    for moments in (None, torch.bfloat16):
+        after, during = stepped(mesh, False, moments=moments), stepped(mesh, True, moments=moments)
+        same = all(torch.equal(a, b) for a, b in zip(after[1], during[1], strict=True))
+        found.append((after[0] == during[0], same, during[2]))
+    return found
+
+
+def test_updating_in_backward_changes_no_bit_and_holds_one_gradient_at_a_time():
+    for values, parameters, alive in [each for rank in spawn(2, [in_backward_on_ranks])["in_backward_on_ranks"]
+                                      for each in rank]:  # fmt: skip
+        assert values and parameters
+        assert alive < 0.25, f"{alive:.0%} of the gradients were alive at once"
+
+
+@pytest.mark.parametrize("mode", ["none", "blocks"])
+def test_gradients_go_as_they_come_also_with_compiled_blocks(mode, monkeypatch):
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, options=None, **how: real(f, backend="aot_eager", **how))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh, after, during = dist.init_device_mesh("cpu", (1,)), {}, {}
+        for in_backward, held in ((False, after), (True, during)):
+            torch.manual_seed(0)
+            model = data_parallel(Transformer(ModelConfig(**SMALL)), mesh)
+            step = make_step(mode, model, AdamW(model.parameters(), 1e-2), mesh=mesh, in_backward=in_backward)
+            data = batch(rows=1, seqlen=4)  # activations are few
+            step(*data)  # compiles
+            held["loss"] = step(*data).item()
+            held["bytes"] = peak_of(lambda step=step, data=data: step(*data))
+    finally:
+        torch._dynamo.reset()
+        dist.destroy_process_group()
+    parameters = sum(p.nbytes for p in model.parameters())
+    assert during["loss"] == after["loss"]
+    assert during["bytes"] < after["bytes"] - parameters / 2, (after, during, parameters)
+
+
+def peak_of(function) -> int:
+    """Most bytes of new storages alive at once while `function` runs."""
+    most = 0
+
+    class Peak(Ops):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal most
+            out = super().__torch_dispatch__(func, types, args, kwargs)
+            most = max(most, sum(n for s, n in self.made.values() if not s.expired()))
+            return out
+
+    with Peak():
+        function()
+    return most
+
+
+@pytest.mark.parametrize("wrong", [dict(clip=1.0), dict(grad_accum=2)])
+def test_in_backward_refuses_what_needs_every_gradient(wrong):
+    model = build()
+    with pytest.raises(ValueError, match="in_backward: takes no clipping and no accumulation"):
+        make_step("none", model, AdamW(model.parameters(), 1e-3), in_backward=True, **wrong)
+    with pytest.raises(ValueError, match="in_backward: --compile fwdbwd makes all gradients at once"):
+        make_step("fwdbwd", model, AdamW(model.parameters(), 1e-3), in_backward=True)
+
+
+def test_moments_in_bf16_train_as_in_fp32():
+    def losses(dtype):
+        model = build()
+        step = make_step("none", model, AdamW(model.parameters(), 3e-3, moment_dtype=dtype))
+        values = [step(*batch()).item() for _ in range(30)]
+        assert all(t.dtype == (dtype or torch.float32) for t in (*step.optimizer.m, *step.optimizer.v))
+        return values
+
+    full, half = losses(None), losses(torch.bfloat16)
+    assert full[-1] < full[0] - 1 and max(abs(a - b) for a, b in zip(full, half, strict=True)) < 0.02
+
+
+# ------------------------------------------------------------------------------------------- what cuts gathered buckets
+
+
+def test_cut_copies_the_columns_of_a_bucket():
+    bucket = torch.arange(24.0).view(3, 8)
+    parts = cut(bucket, [1, 5, 2])
+    assert [p.tolist() for p in parts] == [c.tolist() for c in bucket.split([1, 5, 2], 1)]
+    assert all(p.is_contiguous() and p.untyped_storage()._cdata != bucket.untyped_storage()._cdata for p in parts)
+    torch.library.opcheck(cut, (bucket, [1, 5, 2]), test_utils=("test_schema", "test_faketensor"))
+
+
