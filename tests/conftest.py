@@ -1,10 +1,17 @@
 """Fixtures of several files."""
 
+import os
+from types import SimpleNamespace
+
 import pytest
 import torch
+import torch.distributed as dist
+from running import TINY, TORCHRUN, read
 from torch.nn.attention import flex_attention as flex
 
+import main
 import model
+from trainer import config as flags
 
 
 @pytest.fixture(scope="module")
@@ -17,7 +24,43 @@ def one_thread():
 
 
 @pytest.fixture
+def isolated(monkeypatch, tmp_path):
+    """No environment of torchrun, W&B or a terminal; no process group, compiled code or file left behind."""
+    for name in [*TORCHRUN, *(name for name in os.environ if name.startswith("WANDB_"))]:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("COLUMNS", "100")  # tyro sets wider ones in two columns
+    monkeypatch.chdir(tmp_path)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    torch._dynamo.reset()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.fixture
 def flex_on_cpu(monkeypatch):
     """FlexAttention that trains on a CPU: torch's dense stand-in, without the private check that refuses it."""
     monkeypatch.setattr(flex, "_validate_device", lambda *_: None)
     monkeypatch.setattr(model, "compiled_flex_attention", flex.flex_attention)
+
+
+@pytest.fixture
+def train(capfd, tmp_path):
+    """Run main.main on one rank in this process: its exit code, both outputs, its row and steps if it has them."""
+
+    def train(*argv, rank=0, world=1):
+        results = tmp_path / f"{len(list(tmp_path.iterdir()))}.jsonl"
+        capfd.readouterr()
+        try:
+            code = main.main(flags.parse([*TINY, "--results", str(results), *map(str, argv)]), rank, rank, world)
+        except SystemExit as exit:
+            code = exit.code
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        out, err = capfd.readouterr()
+        row, steps = read(results) if results.is_file() and results.stat().st_size else (None, [])
+        return SimpleNamespace(code=code, out=out, err=err, row=row, steps=steps)
+
+    return train

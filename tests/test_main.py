@@ -1,433 +1,34 @@
-"""main.py and trainer/config.py: every bad input ends in one line and its exit code, every good run in its row.
+"""main.py: bad data ends in one line and its exit code; every started run, on one rank or two, in its row.
 
-    pytest tests/test_main.py        # about 60 s on 2 cores, no GPU
+    pytest tests/test_main.py        # about 90 s on 2 cores, no GPU; bad flags: tests/test_config.py
 
-Faults are caused in this process where they can be; processes start for what only they can show: exit codes, start-up
-time, and what two ranks print. Runs are eager and tiny.
+Faults are caused in this process where they can be; processes start for what two ranks print. Runs are eager and tiny.
 """
 
 import ast
-import dataclasses
 import gzip
 import json
 import math
-import os
 import re
-import socket
 import struct
-import subprocess
-import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import get_type_hints
 
 import pytest
 import torch
-import torch.distributed as dist
-from harness import free_port
+from running import TINY, one_line, read, torchrun
 
 import main
 from model import Transformer
 from trainer import config as flags
 from trainer import step as steps_of
-from trainer.config import Output, System, Training
 
-ROOT = Path(main.__file__).parent
-TINY = "--compile none --depth 1 --width 32 --head-dim 16 --grouping 2 --seqlen 16 --steps 6 --batch 2".split()
-TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SWEEP_CELL")
-FIELDS = {f.name: f for group in (Training, System, Output) for f in dataclasses.fields(group)}
+pytestmark = pytest.mark.usefixtures("isolated")
+
 # DESIGN, "A row"; what depends on the device is that of a CPU
 KEYS = """date commit dirty torch device world wrapper mode compile attn remat remat_ratio loss_kind depth width seqlen
 batch grad_accum param_dtype reduce_dtype flags outcome peak_rss_mib first_step_peak_mib step_ms step_ms_min step_ms_max
 n compile_s tok_s mfu mfu_palm hfu loss""".split()
-
-
-@pytest.fixture(autouse=True)
-def clean(monkeypatch, tmp_path):
-    """No environment of torchrun, W&B or a terminal; no process group, compiled code or file left behind."""
-    for name in [*TORCHRUN, *(name for name in os.environ if name.startswith("WANDB_"))]:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("COLUMNS", "100")  # tyro sets wider ones in two columns
-    monkeypatch.chdir(tmp_path)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-    torch._dynamo.reset()
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def rows_of(path):
-    """The lines of a file as strict JSON, which knows no NaN."""
-
-    def refuse(word):
-        raise AssertionError(f"{word} is no JSON")
-
-    return [json.loads(line, parse_constant=refuse) for line in Path(path).read_text().splitlines()]
-
-
-def read(results):
-    """The only row of a results file, and the steps of its run."""
-    (row,) = rows_of(results)
-    steps = Path(results).with_suffix(".steps") / f"{row['run']}.jsonl"
-    return row, rows_of(steps) if steps.exists() else []
-
-
-@pytest.fixture
-def train(capfd, tmp_path):
-    """Run main.main on one rank in this process: its exit code, both outputs, its row and steps if it has them."""
-
-    def train(*argv, rank=0, world=1):
-        results = tmp_path / f"{len(list(tmp_path.iterdir()))}.jsonl"
-        capfd.readouterr()
-        try:
-            code = main.main(flags.parse([*TINY, "--results", str(results), *map(str, argv)]), rank, rank, world)
-        except SystemExit as exit:
-            code = exit.code
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        out, err = capfd.readouterr()
-        row, steps = read(results) if results.is_file() and results.stat().st_size else (None, [])
-        return SimpleNamespace(code=code, out=out, err=err, row=row, steps=steps)
-
-    return train
-
-
-def python(*argv, env=(), trace=True, timeout=60):
-    """main.py in a process of its own. `imports`, if asked for, are the modules that it imported; `err` is the rest."""
-    environment = {k: v for k, v in os.environ.items() if k not in TORCHRUN}
-    environment |= {"OMP_NUM_THREADS": "1", "COLUMNS": "100"} | dict(env)
-    command = [sys.executable, *["-X", "importtime"] * trace, str(ROOT / "main.py"), *map(str, argv)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
-    lines = done.stderr.splitlines(keepends=True)
-    imports = {line.split("|")[-1].strip() for line in lines if line.startswith("import time:")}
-    err = "".join(line for line in lines if not line.startswith("import time:"))
-    return SimpleNamespace(code=done.returncode, out=done.stdout, err=err, imports=imports)
-
-
-def torchrun(*argv, ranks=2, cwd=None):
-    """main.py on gloo ranks. `code` is that of the first rank that failed, as torchrun reports it; `err` is ours."""
-    environment = {k: v for k, v in os.environ.items() if k not in TORCHRUN}
-    environment |= {"OMP_NUM_THREADS": "1", "COLUMNS": "100"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-    command += ["--master-port", str(free_port()), str(ROOT / "main.py"), *map(str, argv)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, cwd=cwd)
-    report = done.stderr.partition("Root Cause")[2]
-    code = int(re.search(r"exitcode\s*: (-?\d+)", report)[1]) if report else done.returncode
-    ours = re.split(r"^[WE]\d{4} .*torch/distributed/elastic", done.stderr, maxsplit=1, flags=re.MULTILINE)[0]
-    return SimpleNamespace(code=code, out=done.stdout, err=ours)
-
-
-def one_line(err):
-    """The error, which is all that was printed."""
-    lines = err.splitlines()
-    assert len(lines) == 1 and lines[0].startswith("error: "), err
-    return lines[0]
-
-
-# ---------------------------------------------------------------------------------------------------------------- help
-
-
-@pytest.fixture(scope="module")
-def help_entries():
-    """What the help says about each flag, on one line."""
-    entries, name = {}, None
-    for line in python("--help").out.splitlines():
-        if start := re.match(r"│ (?:-\w, )?(--[a-z-]+)", line):
-            name = start[1]
-        if name and line.startswith("│"):
-            entries[name] = " ".join(f"{entries.get(name, '')} {line.strip('│')}".split())
-    return entries
-
-
-def test_help_takes_less_than_half_a_second_and_imports_no_torch():
-    done, seconds = python("--help"), []
-    assert done.code == 0 and done.err == "" and "usage: main.py" in done.out
-    assert "tyro" in done.imports
-    assert not {name for name in done.imports if name.split(".")[0] in ("torch", "numpy", "wandb")}
-    while len(seconds) < 3 or (min(seconds) >= 0.5 and len(seconds) < 6):  # others may be using the machine
-        start = time.perf_counter()
-        python("--help", trace=False)
-        seconds.append(time.perf_counter() - start)
-    assert min(seconds) < 0.5, seconds
-
-
-@pytest.mark.parametrize("name", FIELDS)
-def test_every_flag_has_a_text_and_a_default_in_the_help(name, help_entries):
-    source, entry = Path(flags.__file__).read_text(), help_entries[flags.flag(name)]
-    text = re.search(rf'^    {name}: .*\n    """([^"]+)"""', source, re.MULTILINE)[1]  # the docstring of the field
-    assert len(text) > 10 and " ".join(text.split()) in entry, entry
-    assert "(default" in entry, f"no default: {entry}"
-
-
-def test_defaults_by_device_are_those_of_the_help(help_entries):
-    for name, gpu in flags.DEFAULTS["cuda"].items():
-        cpu = flags.DEFAULTS["cpu"][name]
-        expected = f"(default: {gpu})" if gpu == cpu else f"(default: {gpu}, on a CPU {cpu})"
-        assert expected in help_entries[flags.flag(name)]
-    for device in ("cpu", "cuda"):
-        c = flags.resolve(flags.parse([]), device, 1)
-        assert {k: getattr(c, k) for k in flags.DEFAULTS[device]} == flags.DEFAULTS[device]
-        assert c.device == device and flags.changed(c) == {}
-
-
-# ---------------------------------------------------------------------------------------------------- bad command lines
-
-BAD = [  # what is wrong by itself: argv, the flag and the value that the message names
-    *((f"--{name} {value}", value) for value in (0, -3) for name in
-      "depth width head-dim grouping grow vocab seqlen batch grad-accum steps world replicas chunk log-every".split()),
-    *((f"--lr {value}", value) for value in ("-0.1", "0", "nan", "inf")),
-    *((f"--clip {value}", value) for value in ("-1", "nan", "inf")),
-    *((f"--min-shard-mib {value}", value) for value in ("-1", "nan", "inf")),
-    *((f"--remat-ratio {value}", value) for value in ("-0.1", "1.5", "nan", "inf")),
-    ("--warmup -1", -1), ("--seed -1", -1), (f"--seed {2**64}", 2**64),
-    ("--compile-options max_autotune", "max_autotune"),
-    *((f"--{name} {value}", value) for name, value in dict(
-        device="tpu", wrapper="zero", mode="zero3", compile="all", attn="eager", sdpa="fast", remat="all", loss="half",
-        wandb="maybe", mlp="thin", optim="never").items()),
-    ("--mlp-chunk -1", -1),
-    ("--accum-sync first", "first"), ("--link token-ring", "token-ring"), ("--param-dtype fp16", "fp16"),
-    ("--reduce-dtype fp16", "fp16"), ("--adam-dtype int8", "int8"),
-    ("--depth x", "x"), ("--depth 1.5", "1.5"), ("--lr fast", "fast"), ("--chunk ''", "''"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("argv", "value"), BAD, ids=[argv for argv, _ in BAD])
-def test_a_bad_value_is_one_message_that_names_flag_and_value(argv, value, capsys):
-    with pytest.raises(SystemExit) as exit:
-        flags.parse(argv.split())
-    out, err = capsys.readouterr()
-    assert exit.value.code == 2 and out == ""
-    flag = argv.split()[0]
-    assert err.count("For full helptext") == 1 and re.search(rf"{flag}\b", err), err
-    number = re.escape(str(value)) + (r"(\.0)?" if re.fullmatch(r"-?\d+", str(value)) else "")
-    assert re.search(rf"(?<![\w.]){number}(?![\w.])", err), f"does not name {value}: {err}"
-
-
-def test_every_flag_that_is_not_free_text_has_a_bad_value_above():
-    # forms of --data: below
-    free = {"data", "results", "group", "tags", "profile", "verbose", "debug", "flex_options"}
-    free |= {"reshard", "explain_memory", "remat_norm", "remat_core", "cuda_graph"}
-    assert {argv.split()[0] for argv, _ in BAD} == {flags.flag(name) for name in FIELDS.keys() - free}
-    assert {name for name, kind in get_type_hints(Output).items() if kind in (str, bool)} <= free
-
-
-@pytest.mark.parametrize("argv", ["--depth 0", "--depth x", "--no-such-thing", "--mode zero3", "--depth"])
-def test_a_bad_command_line_is_not_repeated_by_other_ranks(argv, capsys, monkeypatch):
-    monkeypatch.setattr(flags.time, "sleep", lambda _: None)
-    with pytest.raises(SystemExit) as exit:
-        flags.parse(argv.split(), rank=1)
-    assert exit.value.code == 2 and capsys.readouterr() == ("", "")
-
-
-def test_the_limits_themselves_are_allowed():
-    flags.parse("--remat-ratio 0 --clip 0 --warmup 0 --seed 0 --min-shard-mib 0 --depth 1 --grouping 1".split())
-    flags.parse("--remat-ratio 1 --compile-options a=b c=1=2 --tags --no-reshard --no-debug".split())
-
-
-MISFITS = [  # what is wrong together: argv, world, what the message names
-    ("--width 100 --head-dim 32", 1, ["--width 100", "--head-dim 32"]),
-    ("--width 16 --head-dim 32", 1, ["--width 16", "--head-dim 32"]),
-    ("--width 96 --head-dim 3", 1, ["--head-dim 3", "even"]),
-    ("--grouping 3", 1, ["--grouping 3", "4 heads"]),
-    ("--grouping 8", 1, ["--grouping 8", "4 heads"]),
-    ("--vocab 255", 1, ["--vocab 255", "256", "stdlib"]),
-    ("--vocab 100 --data overfit", 1, ["--vocab 100", "256", "overfit"]),
-    ("--vocab 100 --data text:here", 1, ["--vocab 100", "256", "text:here"]),
-    ("--mode hybrid_shard", 3, ["--replicas 2", "3 ranks"]),
-    ("--mode hybrid_shard", 1, ["--replicas 2", "1 rank "]),
-    ("--mode hybrid_shard --replicas 8", 4, ["--replicas 8", "4 ranks"]),
-    ("--wrapper none", 2, ["--wrapper none", "one rank", "2"]),
-    ("--world 8", 2, ["--world 8", "one process", "2", "without torchrun"]),
-    ("--world 8 --wrapper none", 1, ["--wrapper none", "one rank", "8"]),
-    ("--world 8 --mode hybrid_shard --replicas 3", 1, ["--replicas 3", "8 ranks"]),
-    ("--wrapper none --param-dtype bf16", 1, ["--wrapper none", "--param-dtype"]),
-    ("--attn flex", 1, ["--attn flex", "CUDA"]),
-    ("--sdpa cudnn", 1, ["--sdpa cudnn", "CUDA"]), ("--sdpa efficient", 1, ["--sdpa efficient", "CUDA"]),
-    ("--flex-options here.json", 1, ["--flex-options here.json", "--attn flex"]),
-    ("--compile step --grad-accum 2", 1, ["--compile step", "--grad-accum", "2"]),
-    ("--compile step --accum-sync last", 1, ["--accum-sync last", "--compile step"]),
-    ("--wrapper fsdp2 --compile fwdbwd", 1, ["--wrapper fsdp2", "--compile fwdbwd", "blocks"]),
-    ("--wrapper fsdp2 --compile blocks --mode replicate", 1, ["--wrapper fsdp2", "--mode replicate"]),
-    ("--wrapper ddp --compile none --mode hybrid_shard --replicas 1", 1, ["--wrapper ddp", "--mode hybrid_shard"]),
-    ("--wrapper ddp --compile none --reduce-dtype bf16", 1, ["--wrapper ddp", "--reduce-dtype bf16", "CUDA"]),
-    ("--wrapper ddp --compile none --min-shard-mib 1", 1, ["--wrapper ddp", "--min-shard-mib"]),
-    ("--compile step -vv", 1, ["-vv", "--compile step"]),
-    ("--cuda-graph", 1, ["--cuda-graph", "CUDA"]),
-    ("--mlp lean --remat pointwise", 1, ["--mlp lean", "--remat pointwise"]),
-    ("--mlp lean --wrapper ddp --compile none --param-dtype bf16", 1, ["--mlp lean", "--wrapper ddp", "fp32"]),
-    ("--mlp-chunk 64", 1, ["--mlp-chunk 64", "--mlp lean"]),
-    ("--remat-core --remat mlp --compile none", 1, ["--remat-core", "--remat mlp"]),
-    ("--remat-core --remat both --compile fwdbwd", 1, ["--remat-core", "--compile fwdbwd", "--compile none"]),
-    ("--no-remat-norm --remat block", 1, ["--no-remat-norm", "--remat block"]),
-    ("--optim in-backward --compile none", 1, ["--optim in-backward", "--clip 1.0", "--clip 0"]),
-    ("--optim in-backward --clip 0 --compile fwdbwd", 1, ["--optim in-backward", "--compile fwdbwd", "use --compile"]),
-    ("--optim in-backward --clip 0 --compile none --grad-accum 2", 1, ["--optim in-backward", "--grad-accum 2"]),
-    ("--optim in-backward --clip 0 --compile none --wrapper fsdp2", 1, ["--optim in-backward", "--wrapper fsdp2"]),
-    ("--optim in-backward --clip 0 --compile none -vv", 1, ["-vv", "--optim in-backward"]),
-    ("--data bytes", 1, ["--data bytes", "stdlib", "text:PATH", "bin:GLOB", "random", "overfit"]),
-    ("--data text:", 1, ["--data text:", "text:PATH"]),
-    ("--data stdlib:x", 1, ["--data stdlib:x"]),
-    ("--compile blocks --compile-options max_autotone=1", 1, ["--compile-options", "max_autotone"]),
-    ("--results {tmp}", 1, ["--results {tmp}", "directory"]),
-    ("--results {tmp}/file/rows.jsonl", 1, ["--results {tmp}/file/rows.jsonl"]),
-    ("--device cuda", 1, ["--device cuda", "no GPU", "--device cpu"]),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("argv", "world", "names"), MISFITS, ids=[f"{argv} on {n}" for argv, n, _ in MISFITS])
-def test_values_that_do_not_fit_end_before_any_process_group_exists(argv, world, names, train, tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: pytest.fail("a process group was asked for"))
-    (tmp_path / "file").touch()
-    defaults = "--head-dim 32 --width 128 --grouping 4".split()
-    done = train(*defaults, *argv.format(tmp=tmp_path).split(), world=world)
-    assert done.code == 2 and done.out == ""
-    line = one_line(done.err)
-    assert all(name.format(tmp=tmp_path) in line for name in names), line
-
-
-def test_what_fits_is_accepted():
-    def fits(argv, device="cpu", world=1):
-        return flags.resolve(flags.parse(argv.split()), device, world)
-
-    assert fits("--vocab 100 --data random").vocab == 100
-    assert fits("--vocab 100 --data bin:x").vocab == 100
-    assert fits("--mode hybrid_shard", world=4).replicas == 2
-    assert fits("--attn flex", "cuda").attn == "flex"
-    assert fits("--sdpa efficient", "cuda").sdpa == "efficient"
-    with pytest.raises(ValueError, match="--sdpa math: .* --attn flex"):
-        fits("--attn flex --sdpa math", "cuda")
-    for argv in ("--wrapper fsdp2 --compile blocks", "--world 2", "-vv", "--explain-memory",
-                 "--optim in-backward --clip 0 --compile none"):  # fmt: skip
-        with pytest.raises(ValueError, match=f"--cuda-graph: .*{argv.split()[0]}"):
-            fits(f"--cuda-graph {argv}", "cuda")
-    assert fits("--cuda-graph", "cuda").cuda_graph
-    assert fits("--wrapper none").param_dtype == "fp32"
-    assert fits("--remat both --remat-core --no-remat-norm", "cuda").remat_core  # the published policy
-    assert fits("--remat both --remat-core --wrapper none").remat_core
-    assert fits("--mlp lean --mlp-chunk 64 --remat block --optim in-backward --clip 0 --compile blocks").mlp == "lean"
-    assert fits("--wrapper ddp --compile none", world=2).mode == "replicate"
-    assert fits("--lr 1", "cuda").lr == 1 and fits("", "cuda").param_dtype == "bf16"
-
-
-@pytest.mark.parametrize(
-    ("argv", "expected"),
-    [
-        ("--dpeth 3", r"--dpeth[\s\S]*Perhaps you meant:[\s\S]*--depth"),
-        ("--remat_ration 1", "--remat-ratio"),
-        ("--no-such-thing", "--no-such-thing"),
-        ("--reshard False", "False"),
-        ("--depth", "--depth"),
-        ("stray", "stray"),
-        ("--depth 0", "--depth 0: must be at least 1"),
-        ("--lr -1", "--lr -1.0: must be a positive number"),
-        ("--world 0", "--world 0: must be at least 1"),
-        ("--world 8 --link token-ring", "--link token-ring: must be a100-nvlink,"),
-        ("--mode zero", "--mode"),
-    ],
-)
-def test_a_bad_command_line_exits_2_with_one_box_and_imports_no_torch(argv, expected):
-    done = python(*argv.split())
-    assert done.code == 2 and done.out == ""
-    assert done.err.count("For full helptext") == 1 and re.search(expected, done.err), done.err
-    assert "torch" not in done.imports
-
-
-def test_a_value_that_only_the_device_refuses_exits_2(tmp_path):
-    done = python("--width", 100, "--device", "cpu", "--results", tmp_path / "rows.jsonl", trace=False)
-    assert done.code == 2 and one_line(done.err) == "error: --width 100: must be a multiple of --head-dim 32"
-    assert not (tmp_path / "rows.jsonl").exists()
-
-
-# --------------------------------------------------------------------------------------------------------- environment
-
-
-@pytest.mark.parametrize("there", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "RANK WORLD_SIZE LOCAL_RANK",
-                                   "RANK WORLD_SIZE MASTER_ADDR MASTER_PORT"])  # fmt: skip
-def test_part_of_torchruns_environment_is_an_error_that_lists_the_rest(there, monkeypatch, capsys):
-    for name in there.split():
-        monkeypatch.setenv(name, "1")
-    with pytest.raises(SystemExit) as exit:
-        flags.ranks()
-    assert exit.value.code == 2
-    given, missing = one_line(capsys.readouterr().err).split("set but not")
-    for name in TORCHRUN:
-        if name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-            assert (re.search(rf"\b{name}\b", missing) is None) == (name in there.split()), name
-
-
-def test_a_rank_without_a_world_size_exits_2_before_torch_is_imported():
-    done = python(*TINY, env={"RANK": "0"})
-    assert done.code == 2 and "torch" not in done.imports
-    assert "WORLD_SIZE" in one_line(done.err)
-
-
-@pytest.mark.parametrize(("name", "value"), [("RANK", "one"), ("WORLD_SIZE", "2x"), ("WORLD_SIZE", "0"), ("RANK", "2")])
-def test_an_environment_that_makes_no_sense_is_one_line(name, value, monkeypatch, capsys):
-    good = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="29511")
-    for key, text in (good | {name: value}).items():
-        monkeypatch.setenv(key, text)
-    with pytest.raises(SystemExit) as exit:
-        flags.ranks()
-    assert exit.value.code == 2 and name in one_line(capsys.readouterr().err)
-
-
-def test_without_torchrun_there_is_one_rank_and_with_it_what_it_says(monkeypatch):
-    assert flags.ranks() == (0, 0, 1)
-    for i, name in enumerate(("RANK", "LOCAL_RANK", "WORLD_SIZE")):
-        monkeypatch.setenv(name, str(5 + i))
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", "29511")
-    assert flags.ranks() == (5, 6, 7)
-
-
-def test_a_port_in_use_is_one_line_and_exit_2(tmp_path):
-    with socket.socket() as taken:
-        taken.bind(("", 0))
-        taken.listen()
-        port = str(taken.getsockname()[1])
-        env = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-        done = python(*TINY, "--results", tmp_path / "rows.jsonl", env=env, trace=False)
-    assert done.code == 2 and done.out == ""
-    line = one_line(done.err)
-    assert f"127.0.0.1:{port}" in line and "in use" in line and "another port" in line
-
-
-def gpus(monkeypatch, count, nccl=True):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda *_: None)
-    monkeypatch.setattr(dist, "is_nccl_available", lambda: nccl)
-    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: pytest.fail("waits for ranks that never come"))
-    monkeypatch.setattr(flags.time, "sleep", lambda _: None)
-
-
-def test_more_ranks_than_gpus_are_told_by_rank_0_which_has_one(train, monkeypatch):
-    gpus(monkeypatch, 1)
-    sizes = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
-    for name, value in (sizes | dict(MASTER_ADDR="127.0.0.1", MASTER_PORT="29511")).items():
-        monkeypatch.setenv(name, value)
-    done = train("--device", "cuda", world=2)
-    assert done.code == 2
-    line = one_line(done.err)
-    assert "--nproc-per-node" in line and "1" in line
-
-
-def test_a_torch_without_nccl_is_one_line(train, monkeypatch):
-    gpus(monkeypatch, 8, nccl=False)
-    done = train("--device", "cuda")
-    assert done.code == 2 and "NCCL" in (line := one_line(done.err)) and "--device cpu" in line
-
-
-def test_a_fault_that_only_another_rank_has_is_told_by_that_rank(train, monkeypatch):
-    monkeypatch.setattr(flags.time, "sleep", lambda _: None)
-    monkeypatch.setattr(main, "connect", lambda *_: torch.device("cpu"))
-    done = train("--data", "bin:/absent/here.bin", rank=1, world=2)
-    assert done.code == 3 and "/absent/here.bin" in one_line(done.err)
-
 
 # ----------------------------------------------------------------------------------------------------------- bad data
 
@@ -593,6 +194,19 @@ def test_debug_shows_the_traceback(train, monkeypatch):
     planted(monkeypatch, "fwd", RuntimeError("planted"))
     with pytest.raises(RuntimeError, match="planted"):
         train("--debug")
+
+
+@pytest.mark.parametrize("how", ["", "--wrapper fsdp2", "--wrapper ddp", "--mode hybrid_shard --replicas 2"])
+def test_a_simulated_world_trains_and_its_row_says_so(how, train):
+    done = train("--world", 8, "--link", "20:370", "--steps", 5, "--compile", "none", *how.split())
+    assert done.code == 0 and done.row["outcome"] == "ok", done.err
+    assert done.row["world"] == "8(sim 20:370)" and "8(sim 20:370) ranks" in done.out
+    moved = done.row["collectives"]
+    assert ("all_gather" in moved) == ("reduce_scatter" in moved) == ("ddp" not in how)
+    assert all(each["n"] > 0 and each["mib"] >= 0 and each["ms"] >= 0.02 * each["n"] for each in moved.values())
+    assert done.row["tok_s"] == pytest.approx(8 * done.row["tok_s_rank"])
+    assert abs(done.row["loss"] - math.log(256)) < 0.5  # equal shards: a model that can learn little
+    assert "collectives" not in train("--compile", "none").row  # and afterwards a real group
 
 
 # --------------------------------------------------------------------------------------------- what ends a started run
@@ -788,16 +402,3 @@ def test_checks_survive_python_O_and_main_stays_within_250_lines():
         asserts = [node.lineno for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Assert)]
         assert not asserts, (module.__name__, asserts)
     assert len(Path(main.__file__).read_text().splitlines()) <= 250
-
-
-@pytest.mark.parametrize("how", ["", "--wrapper fsdp2", "--wrapper ddp", "--mode hybrid_shard --replicas 2"])
-def test_a_simulated_world_trains_and_its_row_says_so(how, train):
-    done = train("--world", 8, "--link", "20:370", "--steps", 5, "--compile", "none", *how.split())
-    assert done.code == 0 and done.row["outcome"] == "ok", done.err
-    assert done.row["world"] == "8(sim 20:370)" and "8(sim 20:370) ranks" in done.out
-    moved = done.row["collectives"]
-    assert ("all_gather" in moved) == ("reduce_scatter" in moved) == ("ddp" not in how)
-    assert all(each["n"] > 0 and each["mib"] >= 0 and each["ms"] >= 0.02 * each["n"] for each in moved.values())
-    assert done.row["tok_s"] == pytest.approx(8 * done.row["tok_s_rank"])
-    assert abs(done.row["loss"] - math.log(256)) < 0.5  # equal shards: a model that can learn little
-    assert "collectives" not in train("--compile", "none").row  # and afterwards a real group

@@ -1,25 +1,22 @@
 """simple_fsdp.py: eight properties that hold for any nn.Module under data_parallel(); each test is named after its own.
 
-    pytest tests/test_simple_fsdp.py            # about 20 s on 2 cores; no GPU
-    pytest tests/test_simple_fsdp.py -k property_8
-    pytest tests/test_simple_fsdp*.py           # and the values on real ranks, the errors, the file itself
+    pytest tests/test_simple_fsdp.py            # 1 to 6: about 25 s on 2 cores; no GPU
+    pytest tests/test_simple_fsdp*.py           # and 7, 8, the values on real ranks, the errors, the file itself
+    pytest tests/test_simple_fsdp*.py -k property_8
 
 These files travel with simple_fsdp.py, models_for_wrapper.py and harness.py. Here counts come from torch's fake process
 group, in this process; what needs the values of real ranks is in test_simple_fsdp_ranks.py, under the same names.
 """
 
-import contextlib
 import copy
 import functools
 import gc
-import io
 import pickle
 import warnings
 import weakref
 
 import pytest
 import torch
-import torch.distributed as dist
 from models_for_wrapper import (
     BF16,
     PARTS,
@@ -29,9 +26,7 @@ from models_for_wrapper import (
     Comms,
     Frozen,
     Graphs,
-    Made,
     Tied,
-    Twice,
     adamw,
     batch,
     compiled,
@@ -39,7 +34,6 @@ from models_for_wrapper import (
     fake_ranks,
     init_one,
     meta_first,
-    weights_kept,
     with_one_thread,
 )
 from torch import nn
@@ -47,7 +41,7 @@ from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import simple_fsdp
-from simple_fsdp import MixedPrecisionPolicy, data_parallel, describe, disable_data_parallel
+from simple_fsdp import MixedPrecisionPolicy, data_parallel, disable_data_parallel
 
 one_thread = pytest.fixture(scope="module", autouse=True)(with_one_thread)
 fake = pytest.fixture(fake_ranks)
@@ -415,230 +409,3 @@ def test_property_6_world_size_1_without_casts_trains_bitwise_like_the_unwrapped
             opt.zero_grad()
     for p, q in zip(plain.parameters(), model.parameters(), strict=True):
         assert torch.equal(p, q._local_tensor)
-
-
-# ----------------------------------------------------------------------------------------- 7: no hidden collectives
-
-QUIET = dict(
-    repr=repr, print=lambda m: print(m, file=io.StringIO()), format=lambda m: f"{m} {m.parts['lists'].chain}",
-    state_dict=lambda m: m.state_dict(), load_state_dict=lambda m: m.load_state_dict(m.state_dict()),
-    named_parameters=lambda m: list(m.named_parameters()), modules=lambda m: [*m.modules(), *m.named_children()],
-    describe=describe, deepcopy=copy.deepcopy, pickle=pickle.dumps, buffers=lambda m: list(m.named_buffers()),
-    adamw=lambda m: torch.optim.AdamW(p for p in m.parameters() if p.requires_grad),
-    fused=lambda m: torch.optim.AdamW((p for p in m.parameters() if p.requires_grad), fused=True),
-    sgd=lambda m: torch.optim.SGD(p for p in m.parameters() if p.requires_grad), switches=lambda m: m.eval().train(),
-    compile=lambda m: torch.compile(m), apply=lambda m: m.apply(lambda child: None), step=lambda m: adamw(m).step(),
-    zero_grad=lambda m: m.zero_grad(), to=lambda m: m.to(torch.float64).to(torch.float32),
-    freeze=lambda m: m.parts["mlp"].requires_grad_(False),
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("when", ["new", "used"])
-def test_property_7_no_collective_outside_forward_and_backward(fake, when):
-    model, loud = data_parallel(All(), fake(4)), {}
-    if when == "used":
-        model(*batch(3)).sum().backward()
-    for what, do in QUIET.items():
-        with Comms() as comms:
-            try:
-                do(model)
-            except Exception as e:
-                loud[what] = f"{type(e).__name__}: {e}"
-        if comms.log:
-            loud[what] = comms.log
-    assert loud == {}
-
-
-def test_property_7_clipping_communicates_norms_only(fake):
-    model = data_parallel(All(), fake(4))
-    model(*batch(3)).sum().backward()
-    with Comms() as comms:
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    count = len(list(model.parameters()))
-    assert {name for name, *_ in comms.log} <= {"all_reduce"} and all(n <= count for _, n, *_ in comms.log)
-
-
-def test_property_7_reading_a_parameter_is_seen_by_these_tests(fake):
-    model = data_parallel(nn.Linear(4, 4), fake(4))
-    with Comms() as comms:
-        assert model.weight.shape == (4, 4)
-        dist.barrier()
-    assert [name for name, *_ in comms.log] == ["all_gather_into_tensor", "barrier"]
-
-
-def test_property_7_describe_has_one_row_per_parameter_with_what_this_rank_holds(fake):
-    class Some(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(3, 7), nn.Linear(3, 7, bias=False)
-            self.b.weight = self.a.weight
-            self.low = nn.Parameter(torch.zeros(2, 5, dtype=torch.bfloat16))
-            self.scale = nn.Parameter(torch.tensor(1.0))
-
-    rows = describe(data_parallel(Some(), fake(3, rank=2)))
-    assert rows == [
-        ("low", (2, 5), torch.bfloat16, "Shard(dim=0)", (0, 5), 0),
-        ("scale", (), torch.float32, "Replicate()", (), 4),
-        ("a.weight", (7, 3), torch.float32, "Shard(dim=0)", (1, 3), 12),
-        ("a.bias", (7,), torch.float32, "Shard(dim=0)", (1,), 4),
-    ]
-    assert rows[0]._fields == ("name", "shape", "dtype", "placement", "local_shape", "local_bytes")
-    hybrid = describe(data_parallel(nn.Linear(3, 7, bias=False), fake(4, replicas=2), "hybrid_shard"))
-    assert hybrid == [("weight", (7, 3), torch.float32, "Shard(dim=0)", (4, 3), 48)]
-    assert describe(nn.Linear(2, 2, bias=False)) == [("weight", (2, 2), torch.float32, "-", (2, 2), 16)]
-
-
-# ------------------------------------------------------------------------------- 8: frames, gathers, gathered weights
-
-
-@pytest.mark.parametrize("depth", [4, 12, 24])
-def test_property_8_compiled_frames_do_not_grow_with_depth(fake, depth):
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    model = data_parallel(Blocks(depth), fake(4), mp_policy=BF16)
-    for block in model.blocks:
-        block.compile(backend=counter, fullgraph=True)
-    torch._dynamo.utils.counters.clear()
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for _ in range(2):
-            # the first block's input requires no gradient, as no embedding comes before it: another frame, rightly
-            model(torch.randn(2, 4, 8, dtype=torch.bfloat16, requires_grad=True)).backward()
-    assert counter.frame_count == 1
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-    assert not torch._dynamo.utils.counters["graph_break"]
-
-
-GATHERS = dict(
-    linear=(lambda: nn.Linear(8, 8), lambda m, x: m(x), 2),
-    lstm=(lambda: nn.LSTM(8, 8, 2), lambda m, x: m(x)[0], 8),
-    attention=(lambda: nn.MultiheadAttention(8, 2), lambda m, x: m(x, x, x)[0], 4),
-    encoder=(lambda: nn.TransformerEncoderLayer(8, 2, 16), lambda m, x: m(x), 12),
-    list=(lambda: nn.ParameterList([torch.randn(8, 8)] * 2), lambda m, x: x @ m[0] @ m[1], 2),
-    twice=(Twice, lambda m, x: m(x, None), 4),  # two calls of one module with two parameters
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("mode", ["train", "eval", "no_grad", "inference"])
-@pytest.mark.parametrize("case", GATHERS)
-def test_property_8_eager_gathers_once_per_parameter_and_module_call(fake, case, mode):
-    make, call, gathers = GATHERS[case]
-    model, x = data_parallel(make(), fake(4)).train(mode == "train"), torch.randn(4, 3, 8)
-    context = {"no_grad": torch.no_grad, "inference": torch.inference_mode}.get(mode, contextlib.nullcontext)
-    for _ in range(2):
-        with Comms() as comms, context():
-            call(model, x)
-        assert comms.count("all_gather_into_tensor") == gathers
-
-
-def held(model, *inputs):
-    """Bytes that live because the graph of `model(*inputs)` does."""
-    with Made() as made:
-        loss = model(*inputs)
-        assert loss.requires_grad
-        return made.bytes()
-
-
-@pytest.mark.parametrize("part, low", [*((p, False) for p in PARTS), ("mlp", True), ("tied", True), ("lstm", True)])
-def test_property_8_no_gathered_weight_lives_from_forward_to_backward_in_eager(fake, part, low):
-    plain, (x, t), dtype = PARTS[part](), batch(3), torch.bfloat16 if low else torch.float32
-    model = data_parallel(copy.deepcopy(plain), fake(3), mp_policy=MixedPrecisionPolicy(dtype))
-    for p in plain.parameters():
-        p.data = p.data.to(dtype) if p.is_floating_point() else p.data
-    assert held(model, x.to(dtype), t) == held(plain, x.to(dtype), t)
-
-
-@pytest.mark.parametrize("mode", ["fully_shard", "hybrid_shard"])
-@pytest.mark.parametrize("remat", [False, True])
-def test_property_8_eager_holds_as_much_as_one_process_with_checkpoints_and_hybrid(fake, remat, mode):
-    plain, inputs = Blocks(3, remat=remat), batch(3)
-    mesh = fake(6, replicas=2) if mode == "hybrid_shard" else fake(3)
-    model = data_parallel(copy.deepcopy(plain), mesh, mode)
-    expected = held(plain, *inputs)
-    assert held(model, *inputs) == expected
-    again = data_parallel(copy.deepcopy(plain), mesh, mode, reshard_after_forward=False)
-    weights = 4 * sum(m.weight.numel() for m in plain.modules() if isinstance(m, nn.Linear | nn.LayerNorm))
-    assert held(again, *inputs) - expected >= (0 if remat else weights)
-
-
-class Fused(nn.Module):
-    """Has no parameter of its own and reads those of its children."""
-
-    def __init__(self):
-        super().__init__()
-        self.q, self.k = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
-
-    def forward(self, x):
-        return x + x @ (self.q.weight * self.k.weight)
-
-
-@pytest.mark.parametrize("context", [contextlib.nullcontext, torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("make", [functools.partial(Block, hidden=16), Fused])
-def test_property_8_eager_frees_the_weights_of_a_module_when_its_forward_ends(fake, make, context):
-    model, alive = data_parallel(nn.Sequential(*[make() for _ in range(4)]), fake(4)), []
-    with Made() as made, context():
-        for module in model:
-            module.register_forward_pre_hook(lambda *_: alive.append(made.gathered()))
-        model(torch.randn(3, 8))
-    assert alive == [0] * 4
-
-
-def step(model, *inputs):
-    """Collectives of one eager forward and of its backward."""
-    with Comms() as forward:
-        loss = model(*inputs)
-    with Comms() as backward:
-        loss.backward()
-    return forward, backward
-
-
-@pytest.mark.parametrize("remat", [False, True])
-def test_property_8_eager_gathers_again_in_backward_only_what_backward_needs_and_only_if_asked(fake, remat):
-    inputs, reshard = batch(3), data_parallel(Blocks(remat=remat), fake(4))
-    forward, backward = step(reshard, *inputs)
-    assert forward.count("all_gather_into_tensor") == 18
-    # both of norm, up and down of three blocks; a checkpointed block reads all its six parameters again
-    assert backward.count("all_gather_into_tensor") == (18 if remat else 12)
-    assert backward.count("reduce_scatter_tensor") == 18
-    keep = data_parallel(Blocks(remat=remat), fake(4), reshard_after_forward=False)
-    forward, backward = step(keep, *inputs)
-    assert forward.count("all_gather_into_tensor") == 18
-    assert backward.count("all_gather_into_tensor") == (18 if remat else 0)  # eager checkpoints keep nothing
-
-
-@pytest.mark.parametrize("whole, remat, mesh", [
-    (True, False, "uneven"), (True, True, "hybrid"), (True, True, "even"), (False, False, "hybrid"),
-    (False, True, "uneven"),
-])  # fmt: skip
-def test_property_8_compiled_backward_gathers_again_and_forward_keeps_no_weight(fake, whole, remat, mesh):
-    mesh = dict(even=lambda: fake(2), uneven=lambda: fake(3), hybrid=lambda: fake(6, replicas=2))[mesh]()
-    mode = "hybrid_shard" if mesh.ndim == 2 else "fully_shard"
-    x = torch.randn(3, 4, 8, dtype=torch.bfloat16, requires_grad=True)
-    depth = 2 if whole else 1  # in a graph
-    for reshard in (True, False):
-        torch._dynamo.reset()
-        model = data_parallel(Blocks(2, remat=remat, hidden=18), mesh, mode, BF16, reshard_after_forward=reshard)
-        backend = Graphs()
-        for module in [model] if whole else model.blocks:
-            module.compile(backend=backend, fullgraph=True)
-        model(x).backward()
-        (forward,), (backward,) = backend.forward, backend.backward
-        assert count(forward, "all_gather_into_tensor") == 6 * depth
-        assert count(backward, "reduce_scatter_tensor") == 6 * depth
-        gathers = count(backward, "all_gather_into_tensor")
-        if reshard:
-            assert weights_kept(forward) == []
-            # norm (its kernel asks for the bias too), up and down; and up's bias where gelu's input is made again
-            assert gathers == (5 if remat else 4) * depth
-        else:
-            assert len(weights_kept(forward)) >= 3 * depth and gathers == 0
-
-
-def test_property_8_compiled_replicate_and_one_rank_keep_nothing_either(fake):
-    for mesh, mode in ((fake(4), "replicate"), (fake(1), "fully_shard")):
-        torch._dynamo.reset()
-        model, backend = data_parallel(Blocks(), mesh, mode, BF16), Graphs()
-        compiled(model, backend)(torch.randn(3, 4, 8, dtype=torch.bfloat16)).backward()
-        (forward,) = backend.forward
-        casts = [node for node in forward.nodes if node.target is torch.ops.prims.convert_element_type.default]
-        casts += [node for node in forward.nodes if node.target is torch.ops.aten._to_copy.default]
-        from_parameter = {node for node in casts if node.all_input_nodes[0].op == "placeholder"}
-        assert len(from_parameter) == 18 and not from_parameter & set(forward.output_node().all_input_nodes)

@@ -28,19 +28,7 @@ init_mib pre_step0_mib first_step_peak_mib second_step_peak_mib peak_rss_mib ste
 loss after_model_mib after_data_parallel_mib""".split()  # but for the MLP's own those of main.py
 MIB = 2**20
 
-
-@pytest.fixture(autouse=True)
-def clean(monkeypatch, tmp_path):
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SWEEP_CELL"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.chdir(tmp_path)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-    torch._dynamo.reset()
-    if dist.is_initialized():
-        dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("isolated")
 
 
 @pytest.fixture
