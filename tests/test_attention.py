@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,15 +25,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 FLASH, BACKWARD = "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward"
 
 
-@pytest.fixture(autouse=True)
-def clean():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-    torch._dynamo.reset()
-    if dist.is_initialized():
-        dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("isolated")
 
 
 class Ops(TorchDispatchMode):

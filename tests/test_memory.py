@@ -40,16 +40,7 @@ BT, V, D = 6 * 32, 512, 64  # V is not 4 D and BT none of both: sizes tell logit
 MIB = 2**20
 
 
-@pytest.fixture(autouse=True)
-def clean(monkeypatch, tmp_path):
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.chdir(tmp_path)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("isolated")
 
 
 # ---------------------------------------------------------------------------------------------------- given events
@@ -245,7 +236,7 @@ def test_a_watched_step_leaves_nothing_behind():
 @pytest.mark.parametrize("depth", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_compiled_code_is_seen_and_not_compiled_again(monkeypatch, depth):
     """Depth 0, embedding and head alone, compiles in half the time."""
-    monkeypatch.setattr(baselines, "model_config", lambda c: replace(model_config(c), depth=depth))
+    monkeypatch.setattr(baselines, "model_config", lambda *args: replace(model_config(*args), depth=depth))
     with ready("--compile fwdbwd --world 2 --link none --param-dtype bf16") as (c, step, batch):
         count = sum(p.numel() for p in step.bare_model.parameters())
         with torch._dynamo.config.patch(error_on_recompile=True):

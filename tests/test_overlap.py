@@ -95,7 +95,8 @@ def two_blocks(world) -> int:
     return 2 * (2 * (size(2) - size(1)) + 2 * 7 * world + 2 * D)
 
 
-@pytest.mark.parametrize(("world", "depth"), [(8, 2), (8, 5), (64, 3), (512, 2)])
+@pytest.mark.parametrize(("world", "depth"), [
+    (8, 2), pytest.param(8, 5, marks=pytest.mark.slow), (64, 3), (512, 2)])  # fmt: skip
 def test_one_bucket_per_block_issued_a_block_early(mesh_of, world, depth):
     even = dict(width=512, grouping=1) if world == 512 else {}  # every dimension divisible: tracing padding is slow
     graphs = step_graphs(mesh_of(world), depth=depth, **even)
@@ -178,8 +179,10 @@ def test_hybrid_reduces_across_only_the_shard(mesh_of):
 
 
 @pytest.mark.parametrize(("world", "mode"), [
-    (2, "fully_shard"), (8, "fully_shard"), (64, "fully_shard"), (2, "replicate"), (64, "replicate"),
-    (2, "hybrid_shard"), (8, "hybrid_shard")])  # fmt: skip
+    (2, "fully_shard"), (64, "fully_shard"), (64, "replicate"), (8, "hybrid_shard"),
+    *(pytest.param(*each, marks=pytest.mark.slow) for each in (
+        (8, "fully_shard"), (2, "replicate"), (2, "hybrid_shard"))),
+])  # fmt: skip
 def test_bytes_sent_per_step_follow_the_formula(mesh_of, world, mode):
     """--accum-sync every, per micro-batch: 6 P_blocks (N-1)/N + 4 P_embedding (N-1)/N in bf16 (norm and head are
     gathered twice too). last, per step of any number of them: 4 P (N-1)/N, and the micro-batches send nothing."""
@@ -216,7 +219,8 @@ def test_bytes_of_one_graph_are_those_of_the_published_formula(mesh_of):
 FLEX = [dict(remat=r) for r in ("none", "block")] + [dict(compile="step", remat="both")]
 MORE = [dict(remat=r) for r in ("mlp", "attn", "both", "pointwise")]
 MORE += [dict(compile=m, remat="both") for m in ("blocks", "model")]
-FLEX += [dict(mode="replicate"), dict(mode="hybrid_shard", remat="block"), dict(accum_sync="last", remat="pointwise")]
+FLEX += [dict(mode="hybrid_shard", remat="block"), dict(accum_sync="last", remat="pointwise")]
+MORE += [dict(mode="replicate")]
 
 
 FLEX += [pytest.param(cell, marks=pytest.mark.slow) for cell in MORE]
