@@ -45,13 +45,12 @@ def test_chunks_of_the_lean_mlp_sum_to_it(chunk, dtype, tolerance):
 
 
 def test_gradients_of_bf16_chunks_are_summed_in_fp32():
-    """Of 96 chunks, sums in bf16 would be off by several percent."""
-    x, *weights = operands(96, torch.bfloat16)
+    """Of 1024 chunks, sums in bf16 are off by a quarter (as is torch's own layer_norm on a CPU, at once)."""
+    x, *weights = operands(1024, torch.bfloat16)
     exact = torch.autograd.grad(lean_mlp(*(t.double() for t in (x, *weights)), 1e-5, 0).sum(), weights)
-    for chunk in (0, 1):
-        found = torch.autograd.grad(lean_mlp(x, *weights, 1e-5, chunk).sum(), weights)
-        errors = [((f - e).norm() / e.norm()).item() for f, e in zip(found, exact, strict=True)]
-        assert max(errors) < 0.02, (chunk, errors)
+    found = torch.autograd.grad(lean_mlp(x, *weights, 1e-5, 1).sum(), weights)
+    errors = [((f - e).norm() / e.norm()).item() for f, e in zip(found, exact, strict=True)]
+    assert max(errors) < 0.01, errors
 
 
 @pytest.mark.parametrize("chunk", [0, 5])
