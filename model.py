@@ -25,6 +25,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from torch.utils.flop_counter import register_flop_formula
 
 IGNORE = -100  # a target that is not trained on
+_LIBRARY = "simple_fsdp_" + __name__.replace(".", "_")  # of the ops below: two files must not register the same ones
 REMAT = ("none", "mlp", "attn", "both", "block", "pointwise")
 aten = torch.ops.aten
 MATMULS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
@@ -169,7 +170,7 @@ class MLP(nn.Module):
 # at a time (C tokens; F hidden), whatever compiles it: recomputation written as an autograd.Function is undone by the
 # compiler, which merges it with the forward, and of plain code it reorders the backward into three such tensors.
 # x [.., D], norm g, b [D], up [F, D] [F], down [D, F] [D]; chunk: tokens at a time, 0 all.
-@torch.library.custom_op("simple_fsdp::lean_mlp", mutates_args=())
+@torch.library.custom_op(f"{_LIBRARY}::lean_mlp", mutates_args=())
 def lean_mlp(
     x: Tensor, g: Tensor, b: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, eps: float, chunk: int
 ) -> Tensor:
@@ -182,7 +183,7 @@ def lean_mlp(
     return out
 
 
-@torch.library.custom_op("simple_fsdp::lean_mlp_backward", mutates_args=())
+@torch.library.custom_op(f"{_LIBRARY}::lean_mlp_backward", mutates_args=())
 def lean_mlp_backward(
     go: Tensor, x: Tensor, g: Tensor, b: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, eps: float, chunk: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -230,10 +231,10 @@ def _lean_gradients(ctx, go: Tensor):
 
 
 lean_mlp.register_autograd(_lean_gradients, setup_context=_keep_input)
-register_flop_formula(torch.ops.simple_fsdp.lean_mlp)(
+register_flop_formula(getattr(torch.ops, _LIBRARY).lean_mlp)(
     lambda x, g, b, w1, *args, **kwargs: 2 * 2 * math.prod(x[:-1]) * math.prod(w1)
 )
-register_flop_formula(torch.ops.simple_fsdp.lean_mlp_backward)(
+register_flop_formula(getattr(torch.ops, _LIBRARY).lean_mlp_backward)(
     lambda go, x, g, b, w1, *args, **kwargs: 5 * 2 * math.prod(x[:-1]) * math.prod(w1)
 )
 

@@ -37,9 +37,10 @@ except ImportError:  # another torch
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 GATHER, SCATTER = c10d.all_gather_into_tensor.default, c10d.reduce_scatter_tensor.default
 REDUCE, WAIT = c10d.all_reduce.default, c10d.wait_tensor.default
+_LIBRARY = "simple_fsdp_" + __name__.replace(".", "_")  # a copy of this file beside it registers an op of its own
 
 
-@torch.library.custom_op("simple_fsdp::cut", mutates_args=())
+@torch.library.custom_op(f"{_LIBRARY}::cut", mutates_args=())
 def cut(whole: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
     """[N, sum(sizes)] -> copies [N, size], all at once, so that the gathered bucket's memory is free again. As views,
     Inductor would copy each at its use, and hold the bucket until the last of them."""
@@ -53,7 +54,7 @@ def _(whole, sizes):
     return [whole.new_empty(len(whole), size) for size in sizes]
 
 
-CUT = torch.ops.simple_fsdp.cut.default
+CUT = getattr(torch.ops, _LIBRARY).cut.default
 LAYOUT = {CUT, operator.getitem, aten.reshape.default, aten.clone.default, aten._to_copy.default, aten.cat.default,
           aten._unsafe_view.default, torch.ops.prims.convert_element_type.default}  # fmt: skip
 AGAIN = CheckpointPolicy.PREFER_RECOMPUTE, CheckpointPolicy.MUST_RECOMPUTE

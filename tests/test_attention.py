@@ -86,6 +86,7 @@ def test_compiled_the_named_kernel_runs_in_regions_and_another_model_keeps_its_o
     assert_close(default, flash)
 
 
+@pytest.mark.slow
 def test_one_compile_cache_keeps_the_kernels_apart_and_finds_each_again():
     """With torch's own context manager in place of the ops the last line fails: AOTAutograd does not cache it."""
     q, hits, ran = torch.randn(1, 2, 16, 8, requires_grad=True), [], []

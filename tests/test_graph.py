@@ -43,6 +43,7 @@ def test_a_step_in_words(capsys):
     assert len(re.findall(r"^  gathered: \d+\.\d+ MiB alive at most, of ", out, re.M)) == 2
 
 
+@pytest.mark.slow
 def test_plain_options_show_what_is_bought(capsys):
     out = printed(capsys, "--compile-options plain")
     assert re.search(r"^loss, forward: 28 all-gathers \(\d+ exposed\)", out, re.M), out  # one per parameter

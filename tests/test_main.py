@@ -181,7 +181,7 @@ def test_compile_options_reach_every_graph_of_the_model(mode, plain, train, monk
 
     monkeypatch.setattr(torch, "compile", record)
     ours = ["max_autotune=False", "triton.cudagraphs=False"]
-    done = train("--compile", mode, "--compile-options", *plain, *ours, "--steps", 2)
+    done = train("--compile", mode, "--compile-options", *plain, *ours, "--steps", 2, "--world", 2, "--link", "none")
     assert done.code == 0, done.err
     options = {"max_autotune": False, "triton.cudagraphs": False}
     graphs = [how for name, how in ran if name != "update"]  # the optimizer's graph has none of them

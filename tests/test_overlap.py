@@ -130,7 +130,7 @@ def test_one_graph_without_reshard_gathers_once(mesh_of):
 
 @pytest.mark.usefixtures("needs_step")
 @pytest.mark.parametrize(("mode", "replicas"), [
-    ("replicate", 1), pytest.param("hybrid_shard", 2, marks=pytest.mark.slow)])  # fmt: skip
+    pytest.param("replicate", 1, marks=pytest.mark.slow), pytest.param("hybrid_shard", 2, marks=pytest.mark.slow)])
 def test_one_graph_reduces_in_buckets_of_blocks(mesh_of, mode, replicas):
     gm = step_graphs(mesh_of(8, replicas), "step", depth=3, mode=mode)["forward"]
     assert count(gm, "reduce-scatter")[0] == (5 if mode == "hybrid_shard" else 0)
@@ -147,9 +147,10 @@ def test_without_reshard_backward_gathers_nothing(mesh_of):
 
 
 @pytest.mark.parametrize(("remat", "reshard", "world"), [
-    ("mlp", True, 2), ("both", True, 8), ("block", True, 8), ("pointwise", True, 64), ("both", False, 2),
+    ("both", True, 8), ("block", True, 8), ("pointwise", True, 64),
     *(pytest.param(*each, marks=pytest.mark.slow) for each in (
-        ("attn", True, 64), ("both", True, 64), ("block", True, 2), ("block", False, 64))),
+        ("mlp", True, 2), ("both", False, 2), ("attn", True, 64), ("both", True, 64), ("block", True, 2),
+        ("block", False, 64))),
 ])  # fmt: skip
 def test_remat_changes_neither_buckets_nor_resharding(mesh_of, remat, reshard, world):
     graphs = step_graphs(mesh_of(world), remat=remat, reshard=reshard, depth=2)
@@ -179,9 +180,9 @@ def test_hybrid_reduces_across_only_the_shard(mesh_of):
 
 
 @pytest.mark.parametrize(("world", "mode"), [
-    (2, "fully_shard"), (64, "fully_shard"), (64, "replicate"), (8, "hybrid_shard"),
+    (64, "fully_shard"), (64, "replicate"), (8, "hybrid_shard"),
     *(pytest.param(*each, marks=pytest.mark.slow) for each in (
-        (8, "fully_shard"), (2, "replicate"), (2, "hybrid_shard"))),
+        (2, "fully_shard"), (8, "fully_shard"), (2, "replicate"), (2, "hybrid_shard"))),
 ])  # fmt: skip
 def test_bytes_sent_per_step_follow_the_formula(mesh_of, world, mode):
     """--accum-sync every, per micro-batch: 6 P_blocks (N-1)/N + 4 P_embedding (N-1)/N in bf16 (norm and head are
@@ -216,13 +217,10 @@ def test_bytes_of_one_graph_are_those_of_the_published_formula(mesh_of):
     assert sent(gm) == pytest.approx((6 * size(2) - 4 * V * D) * 63 / 64, rel=0.05)
 
 
-FLEX = [dict(remat=r) for r in ("none", "block")] + [dict(compile="step", remat="both")]
-MORE = [dict(remat=r) for r in ("mlp", "attn", "both", "pointwise")]
+FLEX = [dict(remat="block"), dict(compile="step", remat="both"), dict(accum_sync="last", remat="pointwise")]
+MORE = [dict(remat=r) for r in ("none", "mlp", "attn", "both", "pointwise")]
 MORE += [dict(compile=m, remat="both") for m in ("blocks", "model")]
-FLEX += [dict(mode="hybrid_shard", remat="block"), dict(accum_sync="last", remat="pointwise")]
-MORE += [dict(mode="replicate")]
-
-
+MORE += [dict(mode="replicate"), dict(mode="hybrid_shard", remat="block")]
 FLEX += [pytest.param(cell, marks=pytest.mark.slow) for cell in MORE]
 
 
@@ -250,6 +248,7 @@ def test_uneven_shards_are_bucketed_too(mesh_of):
     assert count(graphs["backward"], "reduce-scatter") == (4, 2)
 
 
+@pytest.mark.slow
 def test_small_replicated_parameters_are_reduced_in_buckets(mesh_of):
     graphs = step_graphs(mesh_of(8), min_bytes=4 * D + 1)  # norms and the bias of `down`
     assert count(graphs["forward"], "all-gather") == (6, 2)

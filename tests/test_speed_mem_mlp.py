@@ -123,7 +123,7 @@ def test_no_system_switch_changes_the_loss(generates_no_code):
 def test_inductor_gets_the_options(monkeypatch):
     given = []
     monkeypatch.setattr(torch, "compile", lambda f, **how: given.append(how) or f)
-    for argv in ("", "--compile-options shape_padding=False", "--compile-options overlap max_autotune=True"):
+    for argv in ("", "--compile-options shape_padding=False", "--world 2 --compile-options overlap max_autotune=True"):
         row_of(f"--compile model {argv}")
     plain, own, overlapping = (how["options"] for how in given if "fullgraph" in how)
     assert plain == {} and own == {"shape_padding": False}
