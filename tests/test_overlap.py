@@ -96,7 +96,7 @@ def two_blocks(world) -> int:
 
 
 @pytest.mark.parametrize(("world", "depth"), [
-    (8, 2), pytest.param(8, 5, marks=pytest.mark.slow), (64, 3), (512, 2)])  # fmt: skip
+    (8, 2), (64, 3), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((8, 5), (512, 2)))])  # fmt: skip
 def test_one_bucket_per_block_issued_a_block_early(mesh_of, world, depth):
     even = dict(width=512, grouping=1) if world == 512 else {}  # every dimension divisible: tracing padding is slow
     graphs = step_graphs(mesh_of(world), depth=depth, **even)
@@ -147,10 +147,10 @@ def test_without_reshard_backward_gathers_nothing(mesh_of):
 
 
 @pytest.mark.parametrize(("remat", "reshard", "world"), [
-    ("both", True, 8), ("block", True, 8), ("pointwise", True, 64),
+    ("both", True, 8), ("block", True, 8),
     *(pytest.param(*each, marks=pytest.mark.slow) for each in (
-        ("mlp", True, 2), ("both", False, 2), ("attn", True, 64), ("both", True, 64), ("block", True, 2),
-        ("block", False, 64))),
+        ("pointwise", True, 64), ("mlp", True, 2), ("both", False, 2), ("attn", True, 64), ("both", True, 64),
+        ("block", True, 2), ("block", False, 64))),
 ])  # fmt: skip
 def test_remat_changes_neither_buckets_nor_resharding(mesh_of, remat, reshard, world):
     graphs = step_graphs(mesh_of(world), remat=remat, reshard=reshard, depth=2)

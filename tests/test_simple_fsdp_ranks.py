@@ -345,7 +345,8 @@ def ranks():
 EQUAL = [(world, check.__name__) for world, checks in CHECKS.items() for check in checks if "equal_" in check.__name__]
 
 
-@pytest.mark.parametrize("world, check", EQUAL)
+@pytest.mark.parametrize("world, check", [
+    pytest.param(*each, marks=pytest.mark.slow) if each[0] == 3 else each for each in EQUAL])  # fmt: skip
 def test_training_equals_one_process(ranks, world, check):
     for rank, (parts, _) in enumerate(ranks(world)[check]):
         for part, differences in parts.items():
@@ -355,7 +356,8 @@ def test_training_equals_one_process(ranks, world, check):
                 assert difference <= limit, f"rank {rank}: {part}: {name} differs by {difference}"
 
 
-@pytest.mark.parametrize("world, check", EQUAL)
+@pytest.mark.parametrize("world, check", [
+    pytest.param(*each, marks=pytest.mark.slow) if each[0] == 3 else each for each in EQUAL])  # fmt: skip
 def test_training_makes_torch_warn_of_nothing(ranks, world, check):
     for _, said in ranks(world)[check]:
         if check == "equal_no_reshard_compiled":
