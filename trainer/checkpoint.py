@@ -1,0 +1,380 @@
+"""Checkpoints on torch.distributed.checkpoint (DCP): committed as a whole, verified before use, resumed exactly.
+
+    found = choose(config, batches)            # newest usable step, or None: start fresh
+    load(found, step)                          # in place, into any number of ranks and any mode
+    save(config, k, step, batches)             # after k steps: DIR/step-00000012
+
+A step's directory holds DCP's files (tensors only: parameters, Adam's moments and step count), train_state.json (what
+the run was) and manifest.json (size and CRC-32 of every other file). All of it is written and synced in a temporary
+directory, the manifest last, and becomes a checkpoint by one rename; a directory of that name is never written to.
+Checksums find accidents, not forgery; but no file here can run code: `.metadata` is unpickled through an allow-list,
+tensors by torch's weights_only loader. There is no random state to save: no step draws numbers.
+
+`choose`, `load` and `save` are collectives: what fails on one rank raises on all.
+"""
+
+import json
+import os
+import pickle
+import re
+import secrets
+import shutil
+import stat
+import tempfile
+import zlib
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+
+from trainer.config import Config, flag
+from trainer.data import Batches, DataError
+
+FORMAT = 1  # of train_state.json; a newer one is refused
+STEP = re.compile(r"step-[0-9]{8}")
+TEMPORARY = re.compile(r"tmp-step-[0-9]{8}-[0-9a-f]{8}")
+FILE = re.compile(r"\.metadata|train_state\.json|__[0-9]+_[0-9]+\.distcp")
+# What a resumed run must keep, as `_check` calls it; other flags may change, and the line that says so names them.
+FIXED = "--depth --width --head-dim --grouping --grow --vocab --seqlen --seed --adam-dtype global-batch".split()
+ALLOWED = {("torch", name) for name in ("Size", "float32", "bfloat16")} | {  # all that `.metadata` may name
+    ("torch.serialization", "_get_layout"), ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    *(("torch.distributed.checkpoint.metadata", name) for name in ("Metadata", "MetadataIndex", "TensorStorageMetadata",
+      "ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING")),
+}  # fmt: skip
+ABOUT = {"format", "step", "samples", "global_batch", "training", "torch", "world", "data", "tensors"}  # train_state.json
+
+
+class CheckpointError(Exception):
+    """A checkpoint that cannot be used or written, in one line."""
+
+
+class Damaged(CheckpointError):
+    """A step that is not, byte for byte, what was saved: an older one may do."""
+
+
+class Found(NamedTuple):
+    path: str
+    about: dict  # train_state.json
+    metadata: Metadata
+
+
+def _line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+def _all(work: Callable[[], Any]) -> list:
+    """What `work` returns, of every rank; if it fails on any rank, the first failure as CheckpointError on all."""
+    error = value = None
+    try:
+        value = work()
+    except (Exception, CheckpointException) as e:  # DCP's is a BaseException, around {rank: (exception, stack)}
+        error = next(iter(e.failures.values()))[0] if isinstance(e, CheckpointException) else e
+        error = error if isinstance(error, CheckpointError) else CheckpointError(_line(error))
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (error, value))
+    for error, _ in everyone:
+        if error is not None:
+            raise error
+    return [value for _, value in everyone]
+
+
+def _on_rank_0(work: Callable[[], Any]) -> Any:
+    return _all(lambda: work() if dist.get_rank() == 0 else None)[0]
+
+
+def _say(text: str) -> None:
+    if dist.get_rank() == 0:
+        print(f"checkpoint: {text}", flush=True)
+
+
+def check_directory(path: str) -> None:
+    """Creates the directory of --save; ValueError if nothing can be written there."""
+    try:
+        os.makedirs(path, exist_ok=True)
+        tempfile.TemporaryFile(dir=path).close()
+    except OSError as error:
+        raise ValueError(f"--save {path}: {error.strerror}; name a directory that can be written") from None
+
+
+def _steps(folder: str) -> list[str]:
+    """Names of the committed steps, newest first."""
+    return sorted(filter(STEP.fullmatch, os.listdir(folder)), reverse=True)
+
+
+def _sync(path: str) -> None:
+    file = os.open(path, os.O_RDONLY)
+    os.fsync(file)
+    os.close(file)
+
+
+def _write_json(path: str, content: dict) -> None:
+    with open(path, "w") as file:
+        json.dump(content, file)
+    _sync(path)
+
+
+def _digest(path: str) -> list[int]:
+    """[bytes, CRC-32]. Damaged if `path` is not a file, which a symbolic link is not either."""
+    size = crc = 0
+    try:
+        if not stat.S_ISREG(os.lstat(path).st_mode):
+            raise Damaged(f"{path}: is not a plain file")
+        with open(path, "rb") as file:
+            while block := file.read(16 << 20):
+                size, crc = size + len(block), zlib.crc32(block, crc)
+    except OSError as error:
+        raise Damaged(f"{path}: {error.strerror}") from error
+    return [size, crc]
+
+
+def _digest_of(files: dict) -> int:
+    return zlib.crc32(json.dumps(files, sort_keys=True).encode())
+
+
+def verify(path: str, rank: int = 0, world: int = 1) -> dict[str, list[int]]:
+    """The manifest's {file: [bytes, CRC-32]}, checked against this rank's share of the files. Raises Damaged."""
+    if os.path.islink(path):
+        raise Damaged(f"{path}: is a symbolic link")
+    where = os.path.join(path, "manifest.json")
+    _digest(where)  # a plain file
+    try:
+        manifest = json.loads(Path(where).read_bytes())
+        files, told = manifest["files"], manifest["crc32"]
+        names = sorted(files)
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        raise Damaged(f"{where}: is not a manifest ({type(error).__name__})") from error
+    if told != _digest_of(files):
+        raise Damaged(f"{where}: checksum differs")
+    for name in names:
+        if not FILE.fullmatch(name):
+            raise Damaged(f"{where}: names {name!r}, which is no file of a checkpoint")
+    if not {".metadata", "train_state.json"} <= files.keys():
+        raise Damaged(f"{where}: lacks .metadata or train_state.json")
+    for name in names[rank::world]:
+        (size, crc), saved = _digest(os.path.join(path, name)), files[name]
+        if [size, crc] != saved:
+            how = "checksum differs" if size == saved[0] else f"{size} bytes instead of {saved[0]}"
+            raise Damaged(f"{os.path.join(path, name)}: {how}")
+    return files
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str):
+        if (module, name) not in ALLOWED:
+            raise pickle.UnpicklingError(f"names {module}.{name}, which no checkpoint needs; it was not run")
+        return super().find_class(module, name)
+
+
+def _open(path: str, into: list[Found]) -> None:
+    """Appends the step to `into`, none of its tensors read. Raises Damaged, or CheckpointError for a newer format."""
+    files, where = verify(path, dist.get_rank(), dist.get_world_size()), os.path.join(path, "train_state.json")
+    try:
+        about = json.loads(Path(where).read_bytes())
+        if about["format"] > FORMAT:
+            raise CheckpointError(f"{where}: has format {about['format']}, this program reads {FORMAT}; use a newer one")
+        if missing := ABOUT - about.keys():
+            raise ValueError(f"lacks {', '.join(sorted(missing))}")
+        where = os.path.join(path, ".metadata")
+        with open(where, "rb") as file:
+            metadata = _Unpickler(file).load()
+        if not all(isinstance(each, TensorStorageMetadata) for each in metadata.state_dict_metadata.values()):
+            raise ValueError("holds more than tensors")
+        table = {name: [list(t.size), str(t.properties.dtype)] for name, t in metadata.state_dict_metadata.items()}
+        if table != about["tensors"]:
+            raise ValueError("differs from the tensors in train_state.json")
+        if foreign := {info.relative_path for info in metadata.storage_data.values()} - files.keys():
+            raise ValueError(f"reads {sorted(foreign)[0]!r}, which is not in the manifest")
+    except CheckpointError:
+        raise
+    except Exception as error:  # whatever a strange pickle leads to
+        raise Damaged(f"{where}: {_line(error)}") from error
+    into.append(Found(path, about, metadata))
+
+
+def choose(c: Config, batches: Batches) -> Found | None:
+    """The step that --resume and --save mean, verified and fit for these flags; None: start fresh. Tidies --save.
+
+    Raises CheckpointError, also where --save holds steps later than the start, and DataError for other data."""
+    folder, found = dict(auto=c.save, never=None).get(c.resume, c.resume), None
+    if c.save is not None and (left := _on_rank_0(partial(_remove_temporary, c.save))):
+        _say(f"removed {', '.join(left)}, which a run that was stopped left unfinished")
+    if folder is not None:
+        found, damaged = _newest(folder)
+        for problem in damaged.values():
+            _say(f"{problem}; going back to {found.path}")
+        if found is not None:
+            _check(found, c, batches)
+            if c.resume == "auto" and damaged:  # their names are needed again, and --keep must not count them
+                _on_rank_0(partial(_set_aside, c.save, list(damaged)))
+            _say(f"{found.path}: resuming after step {found.about['step']}, sample {found.about['samples']}")
+        elif c.resume == "auto":
+            _say(f"none in {folder}: starting fresh")
+        else:
+            raise CheckpointError(f"--resume {folder}: holds no checkpoint (step-<8 digits>)")
+    first = found.about["step"] if found else 0
+    newest = _on_rank_0(partial(_steps, c.save))[:1] if c.save is not None else []
+    if newest and int(newest[0].removeprefix("step-")) > first:
+        raise CheckpointError(f"--save {c.save}: holds {newest[0]}, this run starts after step {first}; "
+                              f"continue that one (--resume auto), move it away, or save elsewhere")  # fmt: skip
+    return found
+
+
+def _remove_temporary(folder: str) -> list[str]:
+    left = sorted(filter(TEMPORARY.fullmatch, os.listdir(folder)))
+    for name in left:
+        shutil.rmtree(os.path.join(folder, name))
+    return left
+
+
+def _set_aside(folder: str, paths: list[str]) -> None:
+    for path in paths:
+        os.rename(path, os.path.join(folder, f"damaged-{os.path.basename(path)}-{secrets.token_hex(4)}"))
+
+
+def _candidates(folder: str) -> list[str]:
+    if not os.path.isdir(folder):
+        raise CheckpointError(f"--resume {folder}: no such directory")
+    if STEP.fullmatch(Path(folder).name):
+        return [os.path.normpath(folder)]
+    return [os.path.join(folder, name) for name in _steps(folder)]
+
+
+def _newest(folder: str) -> tuple[Found | None, dict[str, Damaged]]:
+    """The newest step that is as it was saved (None of no steps), and what is wrong with the newer ones, by path.
+    Damaged if there are steps and none is good: training would silently begin again."""
+    damaged, opened = {}, []
+    for path in _on_rank_0(partial(_candidates, folder)):
+        try:
+            _all(partial(_open, path, opened))
+            return opened[-1], damaged
+        except Damaged as problem:
+            damaged[path] = problem
+    if damaged:
+        raise next(iter(damaged.values()))
+    return None, damaged
+
+
+def _check(found: Found, c: Config, batches: Batches) -> None:
+    """Whether the run of these flags can go on from there; says what changed."""
+    about = found.about
+    both = {flag(k): (about["training"].get(k), v) for k, v in asdict(c.training).items()}
+    both |= {"global-batch": (about["global_batch"], batches.global_batch)}
+    both |= {"torch": (about["torch"], torch.__version__), "ranks": (about["world"], dist.get_world_size())}
+    changed = {name: f"{name} {old} (now {new})" for name, (old, new) in both.items() if old != new}
+    if fixed := [text for name, text in changed.items() if name in FIXED]:
+        raise CheckpointError(f"{found.path}: was saved with {', '.join(fixed)}, which a resumed run must keep "
+                              "(global-batch: ranks x --batch x --grad-accum)")  # fmt: skip
+    if about["data"]["fingerprint"] != batches.fingerprint:
+        raise DataError(f"--data {c.data}: expected the data of {found.path} ({about['data']['description']}), found "
+                        f"{batches.description}; give the same files")  # fmt: skip
+    if changed:
+        _say(f"was saved with {', '.join(changed.values())}; what is asked now holds")
+
+
+class _Reader(dcp.FileSystemReader):
+    """Reads by metadata that has been checked; torch's own would unpickle the file again, without a check."""
+
+    def __init__(self, found: Found):
+        super().__init__(found.path)
+        self.metadata = found.metadata
+
+    def read_metadata(self, *args, **kwargs) -> Metadata:
+        return self.metadata
+
+
+def load(found: Found, step) -> None:
+    """Fills parameters, moments and step count of a `trainer.step.Step` in place."""
+    state = tensors(step)
+    saved, now = found.about["tensors"], _table(state)
+    differ = sorted(name for name in saved.keys() | now.keys() if saved.get(name) != now.get(name))
+    if differ:
+        told = ", ".join(f"{name} {saved.get(name)} (now {now.get(name)})" for name in differ[:5])
+        raise CheckpointError(f"{found.path}: {len(differ)} tensors differ from what was saved: {told}")
+    _all(lambda: dcp.load(state, storage_reader=_Reader(found)) and None)
+
+
+def tensors(step) -> dict[str, Tensor]:
+    """What is saved, by name: the model's state dict, "m.<parameter>", "v.<parameter>" and "t". Nothing is copied:
+    moments of a sharded parameter are DTensors of its placements, so that DCP reshards them alike."""
+    optimizer = step.optimizer
+    names = {id(p): name for name, p in step.bare_model.named_parameters()}
+    state = dict(step.bare_model.state_dict()) | dict(t=optimizer.t)
+    for p, *moments in zip(optimizer.params, optimizer.m, optimizer.v, strict=True):
+        for kind, moment in zip("mv", moments, strict=True):
+            if isinstance(p, DTensor):
+                how = dict(run_check=False, shape=p.shape, stride=p.stride())
+                moment = DTensor.from_local(moment, p.device_mesh, p.placements, **how)
+            state[f"{kind}.{names[id(p)]}"] = moment
+    return state
+
+
+def _table(state: dict[str, Tensor]) -> dict[str, list]:
+    return {name: [list(t.shape), str(t.dtype)] for name, t in state.items()}
+
+
+class _Writer(dcp.FileSystemWriter):
+    def storage_meta(self) -> None:
+        """Torch's would put the directory's whole path into `.metadata`."""
+
+
+def save(c: Config, k: int, step, batches: Batches) -> None:
+    """Writes and commits step k under --save, then removes all but the newest --keep. Raises CheckpointError."""
+    state, name = tensors(step), f"step-{k:08d}"
+    about = dict(format=FORMAT, step=k, samples=batches.sample, global_batch=batches.global_batch)
+    about |= dict(training=asdict(c.training), torch=torch.__version__, world=dist.get_world_size())
+    about |= dict(data=dict(description=batches.description, fingerprint=batches.fingerprint), tensors=_table(state))
+    temporary = _on_rank_0(partial(_begin, c.save, name, sum(t.numel() * t.element_size() for t in state.values())))
+    try:
+        files = {}
+        for written in _all(partial(_write, temporary, state)):
+            files |= written
+        _on_rank_0(partial(_commit, c, name, temporary, files, about))
+    except CheckpointError:
+        if dist.get_rank() == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _begin(folder: str, name: str, needs: int) -> str:
+    """A new temporary directory for `needs` bytes."""
+    final, has = os.path.join(folder, name), shutil.disk_usage(folder).free
+    if os.path.lexists(final):
+        raise CheckpointError(f"{final}: is there already and is not written over; save elsewhere")
+    if needs > has:
+        raise CheckpointError(f"{final}: disk full: needs {needs / 2**20:.1f} MiB, has {has / 2**20:.1f} MiB")
+    temporary = os.path.join(folder, f"tmp-{name}-{secrets.token_hex(4)}")
+    os.mkdir(temporary)
+    return temporary
+
+
+def _write(temporary: str, state: dict[str, Tensor]) -> dict[str, list[int]]:
+    """{file: [bytes, CRC-32]} of the files of this rank, written and synced."""
+    dcp.save(state, storage_writer=_Writer(temporary, sync_files=True))
+    own = f"__{dist.get_rank()}_"
+    return {name: _digest(os.path.join(temporary, name)) for name in os.listdir(temporary) if name.startswith(own)}
+
+
+def _commit(c: Config, name: str, temporary: str, files: dict[str, list[int]], about: dict) -> None:
+    _write_json(os.path.join(temporary, "train_state.json"), about)
+    for own in (".metadata", "train_state.json"):
+        files[own] = _digest(os.path.join(temporary, own))
+    for file, (size, _) in files.items():
+        if os.stat(os.path.join(temporary, file)).st_size != size:
+            raise CheckpointError(f"{temporary}/{file}: another rank sees it otherwise; ranks must share --save")
+    _write_json(os.path.join(temporary, "manifest.json"), dict(crc32=_digest_of(files), files=files))
+    _sync(temporary)
+    os.rename(temporary, os.path.join(c.save, name))
+    _sync(c.save)
+    for old in _steps(c.save)[c.keep :]:  # under another name first: half of a step must not look like one
+        gone = os.path.join(c.save, f"tmp-{old}-{secrets.token_hex(4)}")
+        os.rename(os.path.join(c.save, old), gone)
+        shutil.rmtree(gone)
