@@ -50,7 +50,6 @@ ALLOWED = {("torch", name) for name in ("Size", "float32", "bfloat16")} | {  # a
     *(("torch.distributed.checkpoint.metadata", name) for name in ("Metadata", "MetadataIndex", "TensorStorageMetadata",
       "ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING")),
 }  # fmt: skip
-ABOUT = {"format", "step", "samples", "global_batch", "training", "torch", "world", "data", "tensors"}  # train_state.json
 
 
 class CheckpointError(Exception):
@@ -154,9 +153,8 @@ def verify(path: str, rank: int = 0, world: int = 1) -> dict[str, list[int]]:
         raise Damaged(f"{where}: is not a manifest ({type(error).__name__})") from error
     if told != _digest_of(files):
         raise Damaged(f"{where}: checksum differs")
-    for name in names:
-        if not FILE.fullmatch(name):
-            raise Damaged(f"{where}: names {name!r}, which is no file of a checkpoint")
+    if strange := [name for name in names if not FILE.fullmatch(name)]:
+        raise Damaged(f"{where}: names {strange[0]!r}, which is no file of a checkpoint")
     if not {".metadata", "train_state.json"} <= files.keys():
         raise Damaged(f"{where}: lacks .metadata or train_state.json")
     for name in names[rank::world]:
@@ -174,15 +172,13 @@ class _Unpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def _open(path: str, into: list[Found]) -> None:
-    """Appends the step to `into`, none of its tensors read. Raises Damaged, or CheckpointError for a newer format."""
-    files, where = verify(path, dist.get_rank(), dist.get_world_size()), os.path.join(path, "train_state.json")
+def _open(path: str, files: dict) -> Found:
+    """A verified step, its tensors not yet read. Raises Damaged, or CheckpointError for a newer format."""
+    where = os.path.join(path, "train_state.json")
     try:
         about = json.loads(Path(where).read_bytes())
         if about["format"] > FORMAT:
-            raise CheckpointError(f"{where}: has format {about['format']}, this program reads {FORMAT}; use a newer one")
-        if missing := ABOUT - about.keys():
-            raise ValueError(f"lacks {', '.join(sorted(missing))}")
+            raise CheckpointError(f"{where}: format {about['format']} is newer than {FORMAT}; use a newer program")
         where = os.path.join(path, ".metadata")
         with open(where, "rb") as file:
             metadata = _Unpickler(file).load()
@@ -197,70 +193,67 @@ def _open(path: str, into: list[Found]) -> None:
         raise
     except Exception as error:  # whatever a strange pickle leads to
         raise Damaged(f"{where}: {_line(error)}") from error
-    into.append(Found(path, about, metadata))
+    return Found(path, about, metadata)
 
 
 def choose(c: Config, batches: Batches) -> Found | None:
     """The step that --resume and --save mean, verified and fit for these flags; None: start fresh. Tidies --save.
 
     Raises CheckpointError, also where --save holds steps later than the start, and DataError for other data."""
-    folder, found = dict(auto=c.save, never=None).get(c.resume, c.resume), None
-    if c.save is not None and (left := _on_rank_0(partial(_remove_temporary, c.save))):
+    folder = dict(auto=c.save, never=None).get(c.resume, c.resume)
+    left, present, paths = _on_rank_0(partial(_look, c.save, folder))
+    if left:
         _say(f"removed {', '.join(left)}, which a run that was stopped left unfinished")
-    if folder is not None:
-        found, damaged = _newest(folder)
-        for problem in damaged.values():
-            _say(f"{problem}; going back to {found.path}")
-        if found is not None:
-            _check(found, c, batches)
-            if c.resume == "auto" and damaged:  # their names are needed again, and --keep must not count them
-                _on_rank_0(partial(_set_aside, c.save, list(damaged)))
-            _say(f"{found.path}: resuming after step {found.about['step']}, sample {found.about['samples']}")
-        elif c.resume == "auto":
-            _say(f"none in {folder}: starting fresh")
-        else:
-            raise CheckpointError(f"--resume {folder}: holds no checkpoint (step-<8 digits>)")
-    first = found.about["step"] if found else 0
-    newest = _on_rank_0(partial(_steps, c.save))[:1] if c.save is not None else []
-    if newest and int(newest[0].removeprefix("step-")) > first:
-        raise CheckpointError(f"--save {c.save}: holds {newest[0]}, this run starts after step {first}; "
-                              f"continue that one (--resume auto), move it away, or save elsewhere")  # fmt: skip
+    found = _newest(paths)
+    if found is not None:
+        _check(found, c, batches)
+        _say(f"{found.path}: resuming after step {found.about['step']}, sample {found.about['samples']}")
+    elif c.resume not in ("auto", "never"):
+        raise CheckpointError(f"--resume {folder}: holds no checkpoint (step-<8 digits>)")
+    elif c.save is not None:
+        _say(f"none in {c.save}: starting fresh")
+    first = f"step-{found.about['step'] if found else 0:08d}"
+    later = [name for name in present if name > first]
+    if later and c.resume != "auto":
+        raise CheckpointError(f"--save {c.save}: holds {later[0]}, which this run would come to; continue that one "
+                              "(--resume auto), move it away, or save elsewhere")  # fmt: skip
+    for name in later:  # damaged ones: the run will write these steps again, and --keep must not count them
+        aside = os.path.join(c.save, f"damaged-{name}-{secrets.token_hex(4)}")
+        _on_rank_0(partial(os.rename, os.path.join(c.save, name), aside))
     return found
 
 
-def _remove_temporary(folder: str) -> list[str]:
-    left = sorted(filter(TEMPORARY.fullmatch, os.listdir(folder)))
+def _look(save: str | None, folder: str | None) -> tuple[list[str], list[str], list[str]]:
+    """Unfinished steps in `save`, now removed; the committed ones; the paths of those that `folder` offers."""
+    left = sorted(filter(TEMPORARY.fullmatch, os.listdir(save))) if save is not None else []
     for name in left:
-        shutil.rmtree(os.path.join(folder, name))
-    return left
-
-
-def _set_aside(folder: str, paths: list[str]) -> None:
-    for path in paths:
-        os.rename(path, os.path.join(folder, f"damaged-{os.path.basename(path)}-{secrets.token_hex(4)}"))
-
-
-def _candidates(folder: str) -> list[str]:
+        shutil.rmtree(os.path.join(save, name))
+    present = _steps(save) if save is not None else []
+    if folder is None:
+        return left, present, []
     if not os.path.isdir(folder):
         raise CheckpointError(f"--resume {folder}: no such directory")
-    if STEP.fullmatch(Path(folder).name):
-        return [os.path.normpath(folder)]
-    return [os.path.join(folder, name) for name in _steps(folder)]
+    folder = os.path.normpath(folder)
+    itself = STEP.fullmatch(os.path.basename(folder))
+    return left, present, [folder] if itself else [os.path.join(folder, name) for name in _steps(folder)]
 
 
-def _newest(folder: str) -> tuple[Found | None, dict[str, Damaged]]:
-    """The newest step that is as it was saved (None of no steps), and what is wrong with the newer ones, by path.
-    Damaged if there are steps and none is good: training would silently begin again."""
-    damaged, opened = {}, []
-    for path in _on_rank_0(partial(_candidates, folder)):
+def _newest(paths: list[str]) -> Found | None:
+    """The first that is as it was saved; None of no paths. If there are some and none is good, raises what is wrong
+    with the first: to begin again is not for this program to decide."""
+    damaged, opened = [], []
+    for path in paths:
         try:
-            _all(partial(_open, path, opened))
-            return opened[-1], damaged
+            files = _all(partial(verify, path, dist.get_rank(), dist.get_world_size()))[0]
+            _all(lambda path=path, files=files: opened.append(_open(path, files)))
+            for problem in damaged:
+                _say(f"{problem}; going back to {path}")
+            return opened[0]
         except Damaged as problem:
-            damaged[path] = problem
+            damaged.append(problem)
     if damaged:
-        raise next(iter(damaged.values()))
-    return None, damaged
+        raise damaged[0]
+    return None
 
 
 def _check(found: Found, c: Config, batches: Batches) -> None:
@@ -280,17 +273,6 @@ def _check(found: Found, c: Config, batches: Batches) -> None:
         _say(f"was saved with {', '.join(changed.values())}; what is asked now holds")
 
 
-class _Reader(dcp.FileSystemReader):
-    """Reads by metadata that has been checked; torch's own would unpickle the file again, without a check."""
-
-    def __init__(self, found: Found):
-        super().__init__(found.path)
-        self.metadata = found.metadata
-
-    def read_metadata(self, *args, **kwargs) -> Metadata:
-        return self.metadata
-
-
 def load(found: Found, step) -> None:
     """Fills parameters, moments and step count of a `trainer.step.Step` in place."""
     state = tensors(step)
@@ -299,7 +281,9 @@ def load(found: Found, step) -> None:
     if differ:
         told = ", ".join(f"{name} {saved.get(name)} (now {now.get(name)})" for name in differ[:5])
         raise CheckpointError(f"{found.path}: {len(differ)} tensors differ from what was saved: {told}")
-    _all(lambda: dcp.load(state, storage_reader=_Reader(found)) and None)
+    reader = dcp.FileSystemReader(found.path)
+    reader.read_metadata = lambda *_, **__: found.metadata  # its own would unpickle the file again, without a check
+    _all(partial(dcp.load, state, storage_reader=reader))
 
 
 def tensors(step) -> dict[str, Tensor]:
@@ -318,12 +302,7 @@ def tensors(step) -> dict[str, Tensor]:
 
 
 def _table(state: dict[str, Tensor]) -> dict[str, list]:
-    return {name: [list(t.shape), str(t.dtype)] for name, t in state.items()}
-
-
-class _Writer(dcp.FileSystemWriter):
-    def storage_meta(self) -> None:
-        """Torch's would put the directory's whole path into `.metadata`."""
+    return {name: [[*t.shape], str(t.dtype)] for name, t in state.items()}
 
 
 def save(c: Config, k: int, step, batches: Batches) -> None:
@@ -358,7 +337,9 @@ def _begin(folder: str, name: str, needs: int) -> str:
 
 def _write(temporary: str, state: dict[str, Tensor]) -> dict[str, list[int]]:
     """{file: [bytes, CRC-32]} of the files of this rank, written and synced."""
-    dcp.save(state, storage_writer=_Writer(temporary, sync_files=True))
+    writer = dcp.FileSystemWriter(temporary, sync_files=True)
+    writer.storage_meta = lambda: None  # its own would put the directory's whole path into `.metadata`
+    dcp.save(state, storage_writer=writer)
     own = f"__{dist.get_rank()}_"
     return {name: _digest(os.path.join(temporary, name)) for name in os.listdir(temporary) if name.startswith(own)}
 
