@@ -25,10 +25,10 @@ from model import flops_per_token
 from simple_fsdp import describe
 from trainer import checkpoint, measure, memory, memory_events, simulated_world
 from trainer.baselines import build, connect, model_config
-from trainer.checkpoint import CheckpointError
 from trainer.cuda_graph import Replayed
 from trainer.data import Batches, DataError, check_source
 from trainer.kernels import choose
+from trainer.manifest import CheckpointError, check_directory
 from trainer.sinks import Sinks, check_writable, final_lines
 from trainer.step import check_mode, global_norm, shutdown
 
@@ -185,7 +185,7 @@ def main(c: flags.Config, rank: int, local_rank: int, world: int) -> int:
         check_source(c.data)
         check_writable(c.results)
         if c.save is not None:
-            checkpoint.check_directory(c.save)
+            check_directory(c.save)
         device = connect(c, rank, local_rank, world)
         run = Run(c, device, rank, world)
     except ValueError as e:

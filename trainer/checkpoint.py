@@ -19,9 +19,6 @@ import pickle
 import re
 import secrets
 import shutil
-import stat
-import tempfile
-import zlib
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
@@ -38,11 +35,11 @@ from torch.distributed.tensor import DTensor
 
 from trainer.config import Config, flag
 from trainer.data import Batches, DataError
+from trainer.manifest import CheckpointError, Damaged, digest, sync, verify, write_json, write_manifest
 
 FORMAT = 1  # of train_state.json; a newer one is refused
 STEP = re.compile(r"step-[0-9]{8}")
 TEMPORARY = re.compile(r"tmp-step-[0-9]{8}-[0-9a-f]{8}")
-FILE = re.compile(r"\.metadata|train_state\.json|__[0-9]+_[0-9]+\.distcp")
 # What a resumed run must keep, as `_check` calls it; other flags may change, and the line that says so names them.
 FIXED = "--depth --width --head-dim --grouping --grow --vocab --seqlen --seed --adam-dtype global-batch".split()
 ALLOWED = {("torch", name) for name in ("Size", "float32", "bfloat16")} | {  # all that `.metadata` may name
@@ -50,14 +47,6 @@ ALLOWED = {("torch", name) for name in ("Size", "float32", "bfloat16")} | {  # a
     *(("torch.distributed.checkpoint.metadata", name) for name in ("Metadata", "MetadataIndex", "TensorStorageMetadata",
       "ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING")),
 }  # fmt: skip
-
-
-class CheckpointError(Exception):
-    """A checkpoint that cannot be used or written, in one line."""
-
-
-class Damaged(CheckpointError):
-    """A step that is not, byte for byte, what was saved: an older one may do."""
 
 
 class Found(NamedTuple):
@@ -95,74 +84,9 @@ def _say(text: str) -> None:
         print(f"checkpoint: {text}", flush=True)
 
 
-def check_directory(path: str) -> None:
-    """Creates the directory of --save; ValueError if nothing can be written there."""
-    try:
-        os.makedirs(path, exist_ok=True)
-        tempfile.TemporaryFile(dir=path).close()
-    except OSError as error:
-        raise ValueError(f"--save {path}: {error.strerror}; name a directory that can be written") from None
-
-
 def _steps(folder: str) -> list[str]:
     """Names of the committed steps, newest first."""
     return sorted(filter(STEP.fullmatch, os.listdir(folder)), reverse=True)
-
-
-def _sync(path: str) -> None:
-    file = os.open(path, os.O_RDONLY)
-    os.fsync(file)
-    os.close(file)
-
-
-def _write_json(path: str, content: dict) -> None:
-    with open(path, "w") as file:
-        json.dump(content, file)
-    _sync(path)
-
-
-def _digest(path: str) -> list[int]:
-    """[bytes, CRC-32]. Damaged if `path` is not a file, which a symbolic link is not either."""
-    size = crc = 0
-    try:
-        if not stat.S_ISREG(os.lstat(path).st_mode):
-            raise Damaged(f"{path}: is not a plain file")
-        with open(path, "rb") as file:
-            while block := file.read(16 << 20):
-                size, crc = size + len(block), zlib.crc32(block, crc)
-    except OSError as error:
-        raise Damaged(f"{path}: {error.strerror}") from error
-    return [size, crc]
-
-
-def _digest_of(files: dict) -> int:
-    return zlib.crc32(json.dumps(files, sort_keys=True).encode())
-
-
-def verify(path: str, rank: int = 0, world: int = 1) -> dict[str, list[int]]:
-    """The manifest's {file: [bytes, CRC-32]}, checked against this rank's share of the files. Raises Damaged."""
-    if os.path.islink(path):
-        raise Damaged(f"{path}: is a symbolic link")
-    where = os.path.join(path, "manifest.json")
-    _digest(where)  # a plain file
-    try:
-        manifest = json.loads(Path(where).read_bytes())
-        files, told = manifest["files"], manifest["crc32"]
-        names = sorted(files)
-    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-        raise Damaged(f"{where}: is not a manifest ({type(error).__name__})") from error
-    if told != _digest_of(files):
-        raise Damaged(f"{where}: checksum differs")
-    if strange := [name for name in names if not FILE.fullmatch(name)]:
-        raise Damaged(f"{where}: names {strange[0]!r}, which is no file of a checkpoint")
-    if not {".metadata", "train_state.json"} <= files.keys():
-        raise Damaged(f"{where}: lacks .metadata or train_state.json")
-    for name in names[rank::world]:
-        (size, crc), saved = _digest(os.path.join(path, name)), files[name]
-        if [size, crc] != saved:
-            how = "checksum differs" if size == saved[0] else f"{size} bytes instead of {saved[0]}"
-            raise Damaged(f"{os.path.join(path, name)}: {how}")
-    return files
 
 
 class _Unpickler(pickle.Unpickler):
@@ -179,6 +103,8 @@ def _open(path: str, files: dict) -> Found:
         about = json.loads(Path(where).read_bytes())
         if about["format"] > FORMAT:
             raise CheckpointError(f"{where}: format {about['format']} is newer than {FORMAT}; use a newer program")
+        if os.path.basename(path) != f"step-{about['step']:08d}":
+            raise ValueError(f"is of step {about['step']}")
         where = os.path.join(path, ".metadata")
         with open(where, "rb") as file:
             metadata = _Unpickler(file).load()
@@ -341,20 +267,19 @@ def _write(temporary: str, state: dict[str, Tensor]) -> dict[str, list[int]]:
     writer.storage_meta = lambda: None  # its own would put the directory's whole path into `.metadata`
     dcp.save(state, storage_writer=writer)
     own = f"__{dist.get_rank()}_"
-    return {name: _digest(os.path.join(temporary, name)) for name in os.listdir(temporary) if name.startswith(own)}
+    return {name: digest(os.path.join(temporary, name)) for name in os.listdir(temporary) if name.startswith(own)}
 
 
 def _commit(c: Config, name: str, temporary: str, files: dict[str, list[int]], about: dict) -> None:
-    _write_json(os.path.join(temporary, "train_state.json"), about)
+    write_json(os.path.join(temporary, "train_state.json"), about)
     for own in (".metadata", "train_state.json"):
-        files[own] = _digest(os.path.join(temporary, own))
+        files[own] = digest(os.path.join(temporary, own))
     for file, (size, _) in files.items():
         if os.stat(os.path.join(temporary, file)).st_size != size:
             raise CheckpointError(f"{temporary}/{file}: another rank sees it otherwise; ranks must share --save")
-    _write_json(os.path.join(temporary, "manifest.json"), dict(crc32=_digest_of(files), files=files))
-    _sync(temporary)
+    write_manifest(temporary, files)
     os.rename(temporary, os.path.join(c.save, name))
-    _sync(c.save)
+    sync(c.save)
     for old in _steps(c.save)[c.keep :]:  # under another name first: half of a step must not look like one
         gone = os.path.join(c.save, f"tmp-{old}-{secrets.token_hex(4)}")
         os.rename(os.path.join(c.save, old), gone)
