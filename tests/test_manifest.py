@@ -149,3 +149,25 @@ def test_a_newer_format_exits_4_and_an_older_step_is_no_way_out(train, folder):
     sign(folder / "step-00000006")
     done = train("--save", folder, "--steps", 7)
     assert done.code == 4 and f"{path}: format 2 is newer" in one_line(done.err)
+
+
+def test_another_torch_is_told(train, folder):
+    path = folder / "step-00000006/train_state.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"torch": "2.9.0"}))
+    sign(folder / "step-00000006")
+    done = train("--resume", folder / "step-00000006", "--steps", 7)
+    assert done.code == 0 and "torch 2.9.0 (now " in done.out
+
+
+def test_the_allow_list_is_what_our_checkpoints_name_and_no_more(train, folder, tmp_path, monkeypatch):
+    assert train("--save", tmp_path / "bf16", "--adam-dtype", "bf16").code == 0
+    named, find = set(), checkpoint._Unpickler.find_class
+
+    def record(self, *name):
+        named.add(name)
+        return find(self, *name)
+
+    monkeypatch.setattr(checkpoint._Unpickler, "find_class", record)
+    for each in (folder, tmp_path / "bf16"):
+        assert train("--resume", each, "--steps", 6, "--adam-dtype", "bf16" if each != folder else "fp32").code == 0
+    assert named == checkpoint.ALLOWED
