@@ -3,8 +3,9 @@
     python main.py                                                      # one rank, CPU or GPU
     torchrun --nproc-per-node 4 main.py --depth 8 --compile fwdbwd      # the main job
 
-Parse, build, run, report. Exit codes: 0 done, 2 bad flags or environment, 3 bad data, 5 non-finite training, 6 out of
-memory, 1 anything else. A run that fails after it began still appends its row, with the outcome.
+Parse, build, run, report. Exit codes: 0 done, 2 bad flags or environment, 3 bad data, 4 a checkpoint that cannot be
+used or written, 5 non-finite training, 6 out of memory, 1 anything else. A run that fails after it began still appends
+its row, with the outcome.
 """
 
 import math
@@ -22,11 +23,12 @@ import torch
 
 from model import flops_per_token
 from simple_fsdp import describe
-from trainer import measure, memory, memory_events, simulated_world
+from trainer import checkpoint, measure, memory, memory_events, simulated_world
 from trainer.baselines import build, connect, model_config
 from trainer.cuda_graph import Replayed
 from trainer.data import Batches, DataError, check_source
 from trainer.kernels import choose
+from trainer.manifest import CheckpointError, check_directory
 from trainer.sinks import Sinks, check_writable, final_lines
 from trainer.step import check_mode, global_norm, shutdown
 
@@ -45,14 +47,17 @@ class Run:
         self.c, self.device, self.rank, self.world = c, device, rank, world
         self.stages = measure.Stages(device)
         self.timer = measure.StepTimer(device)
-        self.profile = measure.Profile(c.profile, WARMUP, PROFILED, rank, device)
-        self.explained, self.explanation = min(WARMUP, c.steps - 1) if c.explain_memory else None, []
         self.environment = measure.environment(device)  # now: the checkout may change while it runs
         self.first_step_s = self.first_step_mib = self.loss = None
         self.batches = Batches(
             c.data, global_batch=world * c.batch * c.grad_accum, seqlen=c.seqlen, vocab=c.vocab, seed=c.seed,
             rank=rank, world=world,
         )  # fmt: skip
+        self.found = None if c.world else checkpoint.choose(c, self.batches)
+        self.first = self.found.about["step"] if self.found else 0  # steps that an earlier run did
+        self.warm = self.first + WARMUP
+        self.profile = measure.Profile(c.profile, self.warm, PROFILED, rank, device)
+        self.explained, self.explanation = min(self.warm, c.steps - 1) if c.explain_memory else None, []
         self.attention, model = choose(c, device).text, model_config(c, device)
         # flops_per_token does not know what the math kernel multiplies, nor that eager does a lean MLP in a block again
         unknown = model.sdpa == "math" or (c.mlp, c.remat, c.compile) == ("lean", "block", "none")
@@ -66,6 +71,9 @@ class Run:
         step = build(self.c, self.device, self.world, self.stages.add)
         self.step = Replayed(step) if self.c.cuda_graph else step
         self.model = self.step.bare_model
+        if self.found:
+            checkpoint.load(self.found, self.step)
+            self.batches.sample = self.found.about["samples"]
 
     def lr(self, k: int) -> float:
         """Linear warm-up, then cosine to a tenth."""
@@ -76,29 +84,32 @@ class Run:
 
     def train(self, sinks: Sinks) -> None:
         c, start = self.c, time.perf_counter()
-        for k in range(c.steps):
+        for k in range(self.first, c.steps):
             logged = sinks.due(k + 1)
+            saved = c.save is not None and (k + 1 == c.steps or (c.save_every and (k + 1) % c.save_every == 0))
             lr, norms = self.lr(k), {}
             self.step.optimizer.lr.fill_(lr)
             if self.collectives:
                 self.collectives.clear()  # the row tells those of the last step
             self.step.inspect = (lambda p, g, to=norms: self.norms(p, g, to)) if c.verbose > 1 and logged else None
-            excluded = k < WARMUP or self.profile.covers(k) or k == self.explained
+            excluded = k < self.warm or self.profile.covers(k) or k == self.explained
             with self.timer.step(excluded), self.profile.step(k):
                 tokens, targets = (t.to(self.device, non_blocking=True) for t in next(self.batches))
                 loss = (self.explain if k == self.explained else self.step)(tokens, targets)
-            if k == 0:
+            if k == self.first:
                 self.loss = loss.item()  # waits for the step
                 self.first_step_s, self.first_step_mib = time.perf_counter() - start, self.stages.add("first step")
-            if k == min(WARMUP, c.steps) - 1:
+            if k == min(self.warm, c.steps) - 1:
                 measure.reset_peak(self.device)
             if logged:
                 self.loss, norm = loss.item(), self.step.grad_norm.item()
                 ms = self.timer.last()
                 tok_s = self.world * self.batches_tokens() / ms * 1e3
                 sinks.step(dict(step=k + 1, loss=self.loss, lr=lr, grad_norm=norm, ms=ms, tok_s=tok_s, **norms))
-                if not math.isfinite(norm):
-                    raise NonFinite(f"gradient norm {norm} at step {k + 1}: lower --lr {c.lr}?")
+            if (logged or saved) and not math.isfinite(norm := self.step.grad_norm.item()):
+                raise NonFinite(f"gradient norm {norm} at step {k + 1}: lower --lr {c.lr}?")
+            if saved:
+                checkpoint.save(c, k + 1, self.step, self.batches)
 
     def explain(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """The step, with what its memory consists of in `explanation` on rank 0."""
@@ -130,6 +141,7 @@ class Run:
         row |= {k: getattr(c, k) for k in "wrapper mode compile attn remat remat_ratio depth width seqlen".split()}
         row |= {k: getattr(c, k) for k in "batch grad_accum param_dtype reduce_dtype".split()}
         row |= dict(flags=flags.changed(c), outcome=outcome, cell=os.environ.get("SWEEP_CELL"))
+        row |= dict(resumed_after=self.first or None)
         row |= measure.peak(self.device) | dict(first_step_peak_mib=self.first_step_mib) | stats
         if captured := getattr(getattr(self, "step", None), "peak_mib", None):  # since then nothing was allocated
             row["peak_alloc_mib"] = max(captured, row["peak_alloc_mib"])
@@ -172,13 +184,19 @@ def main(c: flags.Config, rank: int, local_rank: int, world: int) -> int:
         check_mode(c.compile, flags.compile_options(c))
         check_source(c.data)
         check_writable(c.results)
+        if c.save is not None:
+            check_directory(c.save)
         device = connect(c, rank, local_rank, world)
         run = Run(c, device, rank, world)
     except ValueError as e:
         flags.fail(str(e), rank)
-    except DataError as e:
-        flags.fail(str(e), rank, code=3)
+    except (DataError, CheckpointError) as e:
+        flags.fail(str(e), rank, code=3 if isinstance(e, DataError) else 4)
     say = print if rank == 0 else lambda *_, **__: None
+    if run.first >= c.steps:
+        say(f"already done: {run.found.path} has the {c.steps} steps of --steps, or more")
+        shutdown()
+        return 0
     outcome, code, settings = "ok", 0, c.flat() | dict(world=flags.world_label(c, world))
     sinks = Sinks(c.results, c.wandb, c.group, None, settings, c.tags, rank, c.steps, c.log_every)
     try:
@@ -189,7 +207,7 @@ def main(c: flags.Config, rank: int, local_rank: int, world: int) -> int:
         if c.debug:
             raise
         outcome, code, more = failure(e, getattr(run, "step", None))
-        if rank == 0 or code != 5:  # the norm is the same on all ranks
+        if rank == 0 or code not in (4, 5):  # these are the same on all ranks
             print(f"error: rank {rank}: {outcome}{more}", file=sys.stderr, flush=True)
     finally:
         run.profile.close()
@@ -214,8 +232,9 @@ def failure(error: BaseException, step) -> tuple[str, int, str]:
     if measure.out_of_memory(error):
         advice = "lower --batch, recompute (--remat block), --loss chunked, or start more ranks"
         return f"OOM {getattr(step, 'phase', 'init')}", 6, f": {text}; {advice}"
-    if isinstance(error, NonFinite | DataError):
-        return f"failed: {error}", 5 if isinstance(error, NonFinite) else 3, ""
+    for kind, code in ((DataError, 3), (CheckpointError, 4), (NonFinite, 5)):
+        if isinstance(error, kind):
+            return f"failed: {error}", code, ""
     return f"failed: {type(error).__name__}: {text}", 1, ""
 
 

@@ -1,6 +1,8 @@
 """Fixtures of several files."""
 
 import os
+import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -64,3 +66,18 @@ def train(capfd, tmp_path):
         return SimpleNamespace(code=code, out=out, err=err, row=row, steps=steps)
 
     return train
+
+
+@pytest.fixture(scope="module")
+def saved_run(one_thread, tmp_path_factory) -> Path:
+    """Steps 2, 4 and 6 of a run, not to be changed."""
+    folder = tmp_path_factory.mktemp("saved")
+    argv = [*TINY, "--results", f"{folder}/rows.jsonl", "--save", f"{folder}/run", "--save-every", "2"]
+    assert main.main(flags.parse(argv), 0, 0, 1) == 0
+    return folder / "run"
+
+
+@pytest.fixture
+def folder(saved_run, tmp_path) -> Path:
+    """The same, to be changed."""
+    return shutil.copytree(saved_run, tmp_path / "run")

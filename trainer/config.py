@@ -153,6 +153,15 @@ class Output:
     """JSONL file: one row is appended per run; its steps go to a file of their own beside it."""
     log_every: int = 10
     """Steps between logged lines."""
+    save: str | None = None
+    """Directory for checkpoints, one of its own for each run; the last step is always saved."""
+    save_every: int = 0
+    """Steps between checkpoints; 0: only after the last step."""
+    keep: int = 3
+    """Checkpoints that stay, the newest ones."""
+    resume: Annotated[str, arg(metavar="{auto,never}|PATH")] = "auto"
+    """auto: from the newest good checkpoint in --save, if there is one. never: start fresh. PATH: from that step's
+    directory, or the newest in a directory of steps. --steps is the total; data, seed and global batch stay."""
     wandb: Literal["off", "offline", "online"] = "off"
     """Weights & Biases; never fatal, the JSONL is the record."""
     group: str | None = None
@@ -198,10 +207,10 @@ class Config:
 
 
 _RANGES = [
-    ("depth width head_dim grouping grow vocab seqlen batch grad_accum steps world replicas chunk log_every",
+    ("depth width head_dim grouping grow vocab seqlen batch grad_accum steps world replicas chunk log_every keep",
      lambda v: v >= 1, "at least 1"),
     ("lr", lambda v: 0 < v < math.inf, "a positive number"),
-    ("warmup mlp_chunk", lambda v: v >= 0, "0 or more"),
+    ("warmup mlp_chunk save_every", lambda v: v >= 0, "0 or more"),
     ("seed", lambda v: 0 <= v < 2**64, "0 or more and below 2**64"),
     ("clip min_shard_mib", lambda v: 0 <= v < math.inf, "0 or a positive number"),
     ("remat_ratio", lambda v: 0 <= v <= 1, "between 0 and 1"),
@@ -215,6 +224,10 @@ def flag(name: str) -> str:
 def _check_fit(c: Config, device: str, world: int) -> str | None:
     """What is wrong with resolved values together, or None."""
     heads = c.width // c.head_dim
+    if c.save is None and (c.save_every or c.keep != 3):
+        return f"{f'--save-every {c.save_every}' if c.save_every else f'--keep {c.keep}'}: needs --save DIR"
+    if c.world and (c.save is not None or c.resume not in ("auto", "never")):
+        return f"--world {c.world}: simulated ranks hold no model worth saving; leave out --save and --resume"
     if c.world and world not in (1, c.world):
         return f"--world {c.world}: simulates ranks in one process, here are {world}; start it without torchrun"
     world = c.world or world
@@ -311,7 +324,7 @@ def world_label(c: Config, world: int) -> int | str:
 def changed(c: Config) -> dict:
     """The resolved flags that differ from the defaults of their device."""
     defaults = {f.name: f.default for g in (Training, System, Output) for f in fields(g)} | DEFAULTS[c.device]
-    skip = {"device", "results", "verbose", "debug", "log_every"}
+    skip = {"device", "results", "verbose", "debug", "log_every", "save", "resume"}
     return {k: v for k, v in c.flat().items() if k not in skip and v != defaults[k]}
 
 

@@ -1,0 +1,369 @@
+"""trainer/checkpoint.py: what is resumed is bitwise what went on, in any layout; a step is there whole or not at all.
+
+    pytest tests/test_checkpoint.py        # no GPU; about a minute on one core; damage: tests/test_manifest.py
+
+Runs are those of main.py, eager and tiny, in this process; one spawn of two ranks for what only they can show.
+"""
+
+import json
+import os
+import shutil
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import spawn
+from running import TINY, one_line
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.tensor import DTensor
+
+from trainer import checkpoint
+from trainer import config as flags
+from trainer.baselines import build, connect
+from trainer.data import Batches
+from trainer.manifest import CheckpointError, check_directory, verify
+
+pytestmark = pytest.mark.usefixtures("isolated")
+
+
+def contents(step: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a saved step, read by torch's own reader."""
+    whole = step.parent / f"{step.name}.pt"
+    dcp_to_torch_save(step, whole)
+    return torch.load(whole)
+
+
+def assert_bitwise(a: dict, b: dict) -> None:
+    assert a.keys() == b.keys() and len(a) > 3
+    for name, t in a.items():
+        assert t.dtype == b[name].dtype and torch.equal(t, b[name]), name
+
+
+def steps_in(folder: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in folder.glob("step-????????"))
+
+
+# -------------------------------------------------------------------------------------------------------------- resume
+
+SETTINGS = {
+    "eager": "", "no wrapper": "--wrapper none", "fsdp2": "--wrapper fsdp2", "ddp": "--wrapper ddp",
+    "bf16": "--adam-dtype bf16 --param-dtype bf16 --grad-accum 2", "in backward": "--optim in-backward --clip 0",
+}  # fmt: skip
+COMPILED = {mode: f"--compile {mode}" for mode in ("blocks", "model", "fwdbwd", "step")}
+ALL = [*SETTINGS, *(pytest.param(mode, marks=pytest.mark.slow) for mode in COMPILED)]
+
+
+@pytest.mark.parametrize("setting", ALL)
+def test_a_run_that_was_stopped_and_resumed_is_bitwise_the_run_that_was_not(setting, train, tmp_path):
+    argv = (SETTINGS | COMPILED)[setting].split() + "--warmup 2 --steps 10 --log-every 1".split()
+    straight, cut = tmp_path / "straight", tmp_path / "cut"
+    whole = train(*argv, "--save", straight)
+    assert train(*argv, "--save", cut, "--save-every", 5).code == 0 and steps_in(cut) == [5, 10]
+    shutil.rmtree(cut / "step-00000010")
+    resumed = train(*argv, "--save", cut, "--save-every", 5)
+    assert whole.code == resumed.code == 0, resumed.err
+    assert "resuming after step 5" in resumed.out and resumed.row["resumed_after"] == 5
+    assert [s["step"] for s in resumed.steps] == [6, 7, 8, 9, 10]
+    for a, b in zip(whole.steps[5:], resumed.steps, strict=True):
+        assert all(a[key] == b[key] for key in ("loss", "lr", "grad_norm")), (a, b)
+    assert_bitwise(contents(straight / "step-00000010"), contents(cut / "step-00000010"))
+    told, expected = (json.loads((f / "step-00000010/train_state.json").read_text()) for f in (cut, straight))
+    assert told == expected and told["step"] == 10 and told["samples"] == 10 * told["global_batch"]
+
+
+def test_with_no_checkpoint_a_run_is_the_one_without_the_flags(train, tmp_path):
+    plain, saving = train("--log-every", 1), train("--log-every", 1, "--save", tmp_path / "new", "--save-every", 1)
+    assert "checkpoint" not in plain.out and f"none in {tmp_path / 'new'}: starting fresh" in saving.out
+    for a, b in zip(plain.steps, saving.steps, strict=True):
+        assert all(a[key] == b[key] for key in ("loss", "lr", "grad_norm"))
+
+
+def test_a_run_that_is_done_says_so(train, folder):
+    for steps in (6, 5):
+        done = train("--save", folder, "--steps", steps)
+        assert done.code == 0 and "already done" in done.out and done.row is None
+    assert steps_in(folder) == [2, 4, 6]
+
+
+def test_more_steps_go_on_from_the_end_and_a_changed_flag_is_told(train, folder):
+    done = train("--save", folder, "--steps", 8, "--lr", 0.001, "--log-every", 1)
+    assert done.code == 0 and [s["step"] for s in done.steps] == [7, 8]
+    assert "--lr 0.003 (now 0.001)" in done.out and "--steps 6 (now 8)" in done.out
+    assert done.steps[0]["lr"] == pytest.approx(0.001 * 7 / 10)
+
+
+@pytest.mark.parametrize("what", ["step-00000004", "", "step-00000004/"])
+def test_resume_takes_a_step_or_a_directory_of_steps(what, train, folder, tmp_path):
+    done = train("--resume", f"{folder}/{what}", "--steps", 7, "--save", tmp_path / "other")
+    assert done.code == 0 and done.row["resumed_after"] == (4 if what else 6) and steps_in(tmp_path / "other") == [7]
+
+
+@pytest.mark.parametrize("where", ["absent", "empty", "step-00000009", ""])
+def test_a_named_checkpoint_that_is_not_there_exits_4(where, train, tmp_path):
+    (tmp_path / "empty").mkdir()
+    done = train("--resume", where and tmp_path / where)
+    assert done.code == 4 and done.row is None and f"--resume {where and tmp_path / where}" in one_line(done.err)
+
+
+MISFITS = {  # flags of the resumed run, what the line says
+    "--depth 2": "--depth 1 (now 2)", "--width 64": "--width 32 (now 64)", "--vocab 300": "--vocab 256 (now 300)",
+    "--grow 2": "--grow 4 (now 2)", "--adam-dtype bf16": "--adam-dtype fp32 (now bf16)", "--seed 1": "--seed 0 (now 1)",
+    "--seqlen 8": "--seqlen 16 (now 8)", "--batch 4": "global-batch 2 (now 4)", "--grad-accum 2": "global-batch",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("argv", MISFITS)
+def test_a_flag_that_must_stay_exits_4_saved_and_asked(argv, train, folder, monkeypatch):
+    monkeypatch.setattr("main.build", lambda *_: pytest.fail("a model was built"))
+    done = train("--save", folder, "--steps", 8, *argv.split())
+    assert done.code == 4 and MISFITS[argv] in one_line(done.err) and "step-00000006" in done.err
+
+
+def test_the_same_global_batch_may_be_cut_otherwise(train, folder):
+    done = train("--save", folder, "--steps", 7, "--batch", 1, "--grad-accum", 2)
+    assert done.code == 0 and "--batch 2 (now 1), --grad-accum 1 (now 2)" in done.out
+
+
+def test_other_data_exits_3(train, tmp_path):
+    text = tmp_path / "text"
+    text.write_bytes(b"some words " * 50)
+    argv = "--data", f"text:{text}", "--save", tmp_path / "run"
+    assert train(*argv).code == 0
+    text.write_bytes(b"some words " * 51)
+    done = train(*argv, "--steps", 7)
+    assert done.code == 3 and f"--data text:{text}" in one_line(done.err) and "561 tokens" in done.err
+
+
+@pytest.mark.parametrize("change", ["missing", "more"])
+def test_tensors_that_the_model_does_not_have_or_lacks_are_named(change, train, folder, monkeypatch):
+    real = checkpoint.tensors
+
+    def other(step):
+        state = real(step)
+        if change == "missing":
+            return {name: t for name, t in state.items() if name != "m.norm.weight"}
+        return state | {"norm.scale": torch.ones(3)}
+
+    monkeypatch.setattr(checkpoint, "tensors", other)
+    done = train("--save", folder, "--steps", 7)
+    assert done.code == 4 and done.row["outcome"].startswith("failed: ")
+    assert ("m.norm.weight" if change == "missing" else "norm.scale None (now [[3]") in one_line(done.err)
+
+
+def test_auto_goes_back_to_the_older_step_says_so_and_sets_the_damaged_one_aside(train, folder):
+    expected = contents(folder / "step-00000006")
+    os.truncate(folder / "step-00000006/__0_0.distcp", 1000)
+    done = train("--save", folder, "--save-every", 2, "--keep", 3)
+    assert done.code == 0 and done.row["resumed_after"] == 4
+    assert "step-00000006/__0_0.distcp: " in done.out and f"going back to {folder / 'step-00000004'}" in done.out
+    assert steps_in(folder) == [2, 4, 6] and len([*folder.glob("damaged-step-00000006-*")]) == 1
+    assert_bitwise(contents(folder / "step-00000006"), expected)
+
+
+def test_with_only_damaged_steps_auto_does_not_begin_again(train, folder):
+    for step in folder.glob("step-*"):
+        os.truncate(step / ".metadata", 1000)
+    done = train("--save", folder, "--steps", 8)
+    assert done.code == 4 and "step-00000006/.metadata" in one_line(done.err) and steps_in(folder) == [2, 4, 6]
+
+
+# ---------------------------------------------------------------------------------------------------------------- save
+
+
+class Killed(BaseException):
+    """Ends a run as a signal would: nothing cleans up."""
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_step_is_there_with_its_rename_and_not_before(when, train, folder, monkeypatch):
+    rename = os.rename
+
+    def killed(a, b):
+        if when == "after" or not str(b).endswith("step-00000008"):
+            rename(a, b)
+        if str(b).endswith("step-00000008"):
+            raise Killed
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(os, "rename", killed)
+        train("--save", folder, "--steps", 8, "--keep", 9)
+    dist.destroy_process_group()
+    (left,) = [*folder.glob("tmp-*")] or [None]
+    assert (left is None) == (when == "after") and (not left or (left / "manifest.json").exists())
+    done = train("--save", folder, "--steps", 9, "--keep", 9)
+    assert done.code == 0 and done.row["resumed_after"] == (8 if when == "after" else 6)
+    assert (left is None) == ("removed tmp-step-00000008-" not in done.out)
+    assert steps_in(folder) == [2, 4, 6, *[8] * (when == "after"), 9] and not [*folder.glob("tmp-*")]
+    for step in folder.glob("step-????????"):
+        verify(str(step))
+
+
+def test_the_newest_stay(train, tmp_path):
+    assert train("--save", tmp_path / "run", "--save-every", 1, "--keep", 2).code == 0
+    assert steps_in(tmp_path / "run") == [5, 6] and len([*(tmp_path / "run").iterdir()]) == 2
+    assert train("--save", tmp_path / "last").code == 0 and steps_in(tmp_path / "last") == [6]
+
+
+def test_a_directory_of_another_run_is_refused_at_the_start(train, folder, tmp_path):
+    for argv in (["--resume", "never"], ["--resume", folder / "step-00000002"]):
+        done = train("--save", folder, *argv)
+        assert done.code == 4 and "holds step-00000006" in one_line(done.err) and done.row is None
+    assert train("--save", tmp_path / "new", "--resume", "never").code == 0
+
+
+def test_a_step_that_is_there_is_not_written_over(train, tmp_path, monkeypatch):
+    planted = tmp_path / "run/step-00000006"
+    before = checkpoint.choose
+
+    def choose(*args):
+        found = before(*args)
+        planted.mkdir()
+        return found
+
+    monkeypatch.setattr(checkpoint, "choose", choose)
+    done = train("--save", tmp_path / "run")
+    assert done.code == 4 and f"{planted}: is there already" in one_line(done.err) and not [*planted.iterdir()]
+
+
+@pytest.mark.parametrize("fault", ["no room", "no room in mid-write"])
+def test_a_save_that_fails_exits_4_with_a_row_and_leaves_the_older_steps(fault, train, folder, monkeypatch):
+    full = OSError(28, "No space left on device")
+    with monkeypatch.context() as patch:
+        if fault == "no room":
+            patch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, 2**20 // 10))
+        else:
+            patch.setattr(filesystem, "_write_item", mock.Mock(side_effect=full))
+        done = train("--save", folder, "--steps", 8)
+    line = one_line(done.err)
+    assert done.code == 4 and done.row["outcome"].startswith("failed: ")
+    assert ("disk full: needs 0.3 MiB, has 0.1 MiB" if fault == "no room" else "No space left") in line
+    assert steps_in(folder) == [2, 4, 6] and len([*folder.iterdir()]) == 3
+    assert train("--save", folder, "--steps", 7).row["resumed_after"] == 6
+
+
+def test_a_model_that_is_not_finite_is_not_saved(train, tmp_path):
+    done = train("--lr", "1e20", "--save", tmp_path / "run", "--save-every", 1, "--log-every", 100, "--steps", 20)
+    assert done.code == 5 and steps_in(tmp_path / "run")
+    for step in (tmp_path / "run").glob("step-????????"):
+        assert all(t.isfinite().all() for t in contents(step).values()), step
+
+
+def test_no_path_of_this_machine_is_in_a_checkpoint(saved_run):
+    for path in (saved_run / "step-00000006").iterdir():
+        assert str(saved_run.parent).encode() not in path.read_bytes(), path.name
+
+
+# ----------------------------------------------------------------------------------------------------------- two ranks
+
+LAYOUTS = {
+    "fully_shard": "--adam-dtype bf16", "hybrid_shard": "--mode hybrid_shard --adam-dtype bf16",
+    "replicate": "--mode replicate --adam-dtype bf16", "fsdp2": "--wrapper fsdp2 --adam-dtype bf16",
+    "ddp": "--wrapper ddp --adam-dtype bf16",
+}  # fmt: skip
+UNEVEN = ["--vocab", "257", "--steps", "2"]  # the embedding: 129 and 128 rows
+
+
+def made(world, *argv, seed=0):
+    """Config, step and batches, on `world` ranks of a group that is there."""
+    c = flags.resolve(flags.parse([*TINY, *UNEVEN, *map(str, argv)]), "cpu", world)
+    rank = dist.get_rank()
+    batches = Batches("random", global_batch=4, seqlen=c.seqlen, vocab=c.vocab, seed=0, rank=rank, world=world)
+    torch.manual_seed(seed)
+    return c, build(c, torch.device("cpu"), world), batches
+
+
+def whole(step) -> dict[str, tuple]:
+    """Dtype, shape and bytes of every tensor that is saved."""
+    state = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in checkpoint.tensors(step).items()}
+    return {n: (str(t.dtype), t.shape, t.reshape(-1).view(torch.uint8).numpy().tobytes()) for n, t in state.items()}
+
+
+def save_in_every_layout(mesh):
+    states = {}
+    for layout, argv in LAYOUTS.items():
+        c, step, batches = made(2, "--batch", 2, *argv.split(), "--save", f"{os.environ['CHECKPOINTS']}/{layout}")
+        check_directory(c.save)
+        for _ in range(2):
+            step(*next(batches))
+        states[layout] = whole(step)
+        checkpoint.save(c, 2, step, batches)
+    return states
+
+
+def load_into_every_other_layout(mesh):
+    """Saved as fully_shard and as ddp, loaded as everything."""
+    states = {}
+    for origin in ("fully_shard", "ddp"):
+        for layout, argv in LAYOUTS.items():
+            resume = "--resume", f"{os.environ['CHECKPOINTS']}/{origin}", "--steps", 3
+            c, step, batches = made(2, "--batch", 2, *argv.split(), *resume)
+            checkpoint.load(checkpoint.choose(c, batches), step)
+            states[origin, layout] = whole(step)
+    return states
+
+
+def fail_on_rank_1(mesh):
+    """What both ranks raise where only rank 1 cannot write, and where only it sees a damaged shard."""
+    folder, told = f"{os.environ['CHECKPOINTS']}/fails", []
+    c, step, batches = made(2, "--batch", 2, "--save", folder)
+    check_directory(folder)
+    full = mock.Mock(side_effect=OSError(28, "No space left on device"))
+    with mock.patch.object(filesystem, "_write_item", full) if dist.get_rank() else mock.MagicMock():
+        try:
+            checkpoint.save(c, 1, step, batches)
+        except CheckpointError as e:
+            told.append(str(e))
+    dist.barrier()
+    told.append(os.listdir(folder))
+    checkpoint.save(c, 1, step, batches)
+    if dist.get_rank() == 0:
+        os.truncate(f"{folder}/step-00000001/__1_0.distcp", 1000)
+    dist.barrier()
+    try:
+        checkpoint.choose(c, batches)
+    except CheckpointError as e:
+        told.append(str(e))
+    return told
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("two")
+    with mock.patch.dict(os.environ, CHECKPOINTS=str(folder)):
+        results = spawn(2, [save_in_every_layout, load_into_every_other_layout, fail_on_rank_1])
+    return folder, results
+
+
+def test_two_ranks_write_a_shard_each_and_what_one_cannot_do_fails_on_both(two_ranks):
+    folder, results = two_ranks
+    assert (folder / "fully_shard/step-00000002/__0_0.distcp").stat().st_size > 1000
+    assert (folder / "fully_shard/step-00000002/__1_0.distcp").stat().st_size > 1000
+    told = results["fail_on_rank_1"]
+    assert told[0] == told[1] and "No space left on device" in told[0][0] and told[0][1] == []
+    assert "__1_0.distcp: 1000 bytes instead of" in told[0][2]
+
+
+def test_any_layout_loads_what_another_saved_bit_by_bit(two_ranks):
+    _, results = two_ranks
+    for saved, loaded in zip(results["save_in_every_layout"], results["load_into_every_other_layout"], strict=True):
+        assert len(loaded) == 2 * len(LAYOUTS)
+        for (origin, layout), state in loaded.items():
+            assert state == saved[origin], f"{origin} into {layout}"
+            assert state["m.emb.weight"][:2] == ("torch.bfloat16", (257, 32))
+
+
+@pytest.mark.parametrize("wrapper", ["simple", "none"])
+def test_one_rank_loads_what_two_saved_bit_by_bit(wrapper, two_ranks):
+    folder, results = two_ranks
+    for layout in LAYOUTS:
+        argv = "--batch", 4, "--wrapper", wrapper, "--adam-dtype", "bf16", "--resume", folder / layout, "--steps", 3
+        if not dist.is_initialized():
+            connect(flags.resolve(flags.parse([]), "cpu", 1), 0, 0, 1)
+        c, step, batches = made(1, *argv)
+        found = checkpoint.choose(c, batches)
+        checkpoint.load(found, step)
+        assert whole(step) == results["save_in_every_layout"][0][layout], layout
+        assert found.about["samples"] == 8 and step.optimizer.t == 2 and any(v.any() for v in step.optimizer.v)

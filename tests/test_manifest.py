@@ -1,0 +1,173 @@
+"""Damaged, forged and foreign checkpoints: each is refused by the name of its file, and nothing in them runs.
+
+    pytest tests/test_manifest.py        # no GPU; seconds
+"""
+
+import json
+import os
+import pickle
+import random
+import re
+import shutil
+import zlib
+from pathlib import Path
+
+import pytest
+from running import one_line
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+
+from trainer import checkpoint
+from trainer.manifest import Damaged, verify
+
+pytestmark = pytest.mark.usefixtures("isolated")
+
+
+def sign(step: Path) -> None:
+    """A manifest that fits whatever the other files are now."""
+    files = {}
+    for path in step.iterdir():
+        if path.name != "manifest.json":
+            files[path.name] = [len(path.read_bytes()), zlib.crc32(path.read_bytes())]
+    write_manifest(step, files)
+
+
+def write_manifest(step: Path, files: dict) -> None:
+    digest = zlib.crc32(json.dumps(files, sort_keys=True).encode())
+    (step / "manifest.json").write_text(json.dumps({"crc32": digest, "files": files}))
+
+
+def test_100_flipped_bits_anywhere_are_100_refusals(folder):
+    step, rng = folder / "step-00000006", random.Random(0)
+    paths = sorted(step.iterdir())
+    assert [p.name for p in paths] == [".metadata", "__0_0.distcp", "manifest.json", "train_state.json"]
+    verify(str(step))
+    for i in range(100):
+        path = paths[i % len(paths)]
+        content = bytearray(path.read_bytes())
+        at, bit = rng.randrange(len(content)), rng.randrange(8)
+        path.write_bytes(bytes(content[:at]) + bytes([content[at] ^ 1 << bit]) + bytes(content[at + 1 :]))
+        with pytest.raises(Damaged, match=path.name):
+            verify(str(step))
+        path.write_bytes(content)
+    verify(str(step))
+
+
+def truncated(name):
+    return lambda step: os.truncate(step / name, (step / name).stat().st_size // 2)
+
+
+def edited(step):
+    files = json.loads((step / "manifest.json").read_text())["files"]
+    shutil.copy(step / "__0_0.distcp", step.parent / "outside")
+    write_manifest(step, files | {"../outside": files["__0_0.distcp"]})
+
+
+def linked(step):
+    (step / "__0_0.distcp").rename(step.parent / "outside")
+    (step / "__0_0.distcp").symlink_to("../outside")
+
+
+def linked_step(step):
+    step.rename(step.parent / "elsewhere")
+    step.symlink_to("elsewhere")
+
+
+NAMES = "__0_0.distcp", ".metadata", "manifest.json", "train_state.json"
+DAMAGE = {  # what happens to step 6, what the line names
+    **{f"truncated {name}": (truncated(name), f"/{name}: ") for name in NAMES},
+    **{f"missing {name}": (lambda step, name=name: (step / name).unlink(), f"/{name}: No such file") for name in NAMES},
+    "emptied shard": (lambda step: (step / "__0_0.distcp").write_bytes(b""), "/__0_0.distcp: 0 bytes instead of "),
+    "emptied manifest": (lambda step: (step / "manifest.json").write_bytes(b""), "/manifest.json: is not a manifest"),
+    "another JSON": (lambda step: (step / "manifest.json").write_text("[1, {}]"), "/manifest.json: is not a manifest"),
+    "short manifest": (lambda step: write_manifest(step, {}), "/manifest.json: lacks .metadata"),
+    "another step's shard": (lambda step: shutil.copy(step.parent / "step-00000004/__0_0.distcp", step),
+                             "/__0_0.distcp: checksum differs"),
+    "path out of the directory": (edited, "/manifest.json: names '../outside'"),
+    "linked shard": (linked, "/__0_0.distcp: is not a plain file"),
+    "linked step": (linked_step, ": is a symbolic link"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_a_damaged_step_is_refused_by_the_name_of_its_file(how, folder):
+    damage, named = DAMAGE[how]
+    step = folder / "step-00000006"
+    damage(step)
+    with pytest.raises(Damaged, match=re.escape(f"{step}{named}")):
+        verify(str(step))
+
+
+def test_a_step_under_another_name_is_refused(train, folder):
+    (folder / "step-00000006").rename(folder / "step-00000008")
+    done = train("--resume", folder / "step-00000008", "--steps", 9)
+    assert done.code == 4 and "step-00000008/train_state.json: ValueError: is of step 6" in one_line(done.err)
+
+
+class Planted:
+    def __reduce__(self):
+        return os.system, (f"touch {os.path.abspath('ran')}",)
+
+
+def test_a_planted_pickle_is_refused_by_name_and_does_not_run(train, folder):
+    (folder / "step-00000006/.metadata").write_bytes(pickle.dumps(Planted()))
+    sign(folder / "step-00000006")
+    done = train("--resume", folder / "step-00000006", "--steps", 7)
+    assert done.code == 4 and ".metadata: " in one_line(done.err) and "posix.system" in done.err
+    assert not Path("ran").exists()
+    pickle.loads((folder / "step-00000006/.metadata").read_bytes())  # what was planted does work
+    assert Path("ran").exists()
+
+
+def forged(step, change):
+    metadata = pickle.loads((step / ".metadata").read_bytes())
+    change(metadata)
+    (step / ".metadata").write_bytes(pickle.dumps(metadata))
+    sign(step)
+
+
+def elsewhere(metadata):
+    next(iter(metadata.storage_data.values())).relative_path = "../outside"
+
+
+def pickled_entry(metadata):
+    metadata.state_dict_metadata["t"] = BytesStorageMetadata()
+
+
+@pytest.mark.parametrize(("change", "named"), [
+    (elsewhere, "'../outside', which is not in the manifest"), (pickled_entry, "BytesStorageMetadata"),
+    (lambda metadata: metadata.state_dict_metadata.pop("t"), "differs from the tensors in train_state.json"),
+])  # fmt: skip
+def test_metadata_that_leads_elsewhere_is_refused(change, named, train, folder):
+    forged(folder / "step-00000006", change)
+    done = train("--resume", folder / "step-00000006", "--steps", 7)
+    assert done.code == 4 and ".metadata: " in one_line(done.err) and named in done.err
+
+
+def test_a_newer_format_exits_4_and_an_older_step_is_no_way_out(train, folder):
+    path = folder / "step-00000006/train_state.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": checkpoint.FORMAT + 1}))
+    sign(folder / "step-00000006")
+    done = train("--save", folder, "--steps", 7)
+    assert done.code == 4 and f"{path}: format 2 is newer" in one_line(done.err)
+
+
+def test_another_torch_is_told(train, folder):
+    path = folder / "step-00000006/train_state.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"torch": "2.9.0"}))
+    sign(folder / "step-00000006")
+    done = train("--resume", folder / "step-00000006", "--steps", 7)
+    assert done.code == 0 and "torch 2.9.0 (now " in done.out
+
+
+def test_the_allow_list_is_what_our_checkpoints_name_and_no_more(train, folder, tmp_path, monkeypatch):
+    assert train("--save", tmp_path / "bf16", "--adam-dtype", "bf16").code == 0
+    named, find = set(), checkpoint._Unpickler.find_class
+
+    def record(self, *name):
+        named.add(name)
+        return find(self, *name)
+
+    monkeypatch.setattr(checkpoint._Unpickler, "find_class", record)
+    for each in (folder, tmp_path / "bf16"):
+        assert train("--resume", each, "--steps", 6, "--adam-dtype", "bf16" if each != folder else "fp32").code == 0
+    assert named == checkpoint.ALLOWED

@@ -1,0 +1,94 @@
+"""The files of a checkpoint: synced, listed with size and CRC-32 in manifest.json, verified against it. Knows no torch.
+
+    write_manifest(path, {name: digest(os.path.join(path, name)) for name in names})
+    verify(path)                        # Damaged: "path/__0_0.distcp: checksum differs"
+"""
+
+import json
+import os
+import re
+import stat
+import tempfile
+import zlib
+from pathlib import Path
+
+FILE = re.compile(r"\.metadata|train_state\.json|__[0-9]+_[0-9]+\.distcp")  # all that a manifest may name
+
+
+class CheckpointError(Exception):
+    """A checkpoint that cannot be used or written, in one line."""
+
+
+class Damaged(CheckpointError):
+    """A step that is not, byte for byte, what was saved: an older one may do."""
+
+
+def check_directory(path: str) -> None:
+    """Creates the directory of --save; ValueError if nothing can be written there."""
+    try:
+        os.makedirs(path, exist_ok=True)
+        tempfile.TemporaryFile(dir=path).close()
+    except OSError as error:
+        raise ValueError(f"--save {path}: {error.strerror}; name a directory that can be written") from None
+
+
+def sync(path: str) -> None:
+    file = os.open(path, os.O_RDONLY)
+    os.fsync(file)
+    os.close(file)
+
+
+def write_json(path: str, content: dict) -> None:
+    with open(path, "w") as file:
+        json.dump(content, file)
+    sync(path)
+
+
+def digest(path: str) -> list[int]:
+    """[bytes, CRC-32]. Damaged if `path` is not a file, which a symbolic link is not either."""
+    size = crc = 0
+    try:
+        if not stat.S_ISREG(os.lstat(path).st_mode):
+            raise Damaged(f"{path}: is not a plain file")
+        with open(path, "rb") as file:
+            while block := file.read(16 << 20):
+                size, crc = size + len(block), zlib.crc32(block, crc)
+    except OSError as error:
+        raise Damaged(f"{path}: {error.strerror}") from error
+    return [size, crc]
+
+
+def _crc_of(files: dict) -> int:
+    return zlib.crc32(json.dumps(files, sort_keys=True).encode())
+
+
+def write_manifest(path: str, files: dict[str, list[int]]) -> None:
+    """The last file of a step: {file: [bytes, CRC-32]} of all others, with a checksum of itself; then syncs `path`."""
+    write_json(os.path.join(path, "manifest.json"), dict(crc32=_crc_of(files), files=files))
+    sync(path)
+
+
+def verify(path: str, rank: int = 0, world: int = 1) -> dict[str, list[int]]:
+    """The manifest's {file: [bytes, CRC-32]}, after checking every `world`-th file from the `rank`-th on. Damaged."""
+    if os.path.islink(path):
+        raise Damaged(f"{path}: is a symbolic link")
+    where = os.path.join(path, "manifest.json")
+    digest(where)  # a plain file
+    try:
+        manifest = json.loads(Path(where).read_bytes())
+        files, told = manifest["files"], manifest["crc32"]
+        names = sorted(files.keys())
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise Damaged(f"{where}: is not a manifest ({type(error).__name__})") from error
+    if told != _crc_of(files):
+        raise Damaged(f"{where}: checksum differs")
+    if strange := [name for name in names if not FILE.fullmatch(name)]:
+        raise Damaged(f"{where}: names {strange[0]!r}, which is no file of a checkpoint")
+    if not {".metadata", "train_state.json"} <= files.keys():
+        raise Damaged(f"{where}: lacks .metadata or train_state.json")
+    for name in names[rank::world]:
+        (size, crc), saved = digest(os.path.join(path, name)), files[name]
+        if [size, crc] != saved:
+            how = "checksum differs" if size == saved[0] else f"{size} bytes instead of {saved[0]}"
+            raise Damaged(f"{os.path.join(path, name)}: {how}")
+    return files
