@@ -65,6 +65,7 @@ def test_every_wrapper_has_the_losses_and_norms_of_ours(two_ranks, check, limit)
             assert apart <= (limit, 5 * limit)[i], f"{cell}: {name} differs by {apart}"
 
 
+@pytest.mark.slow
 def test_one_command_compares_them_in_one_process_group(tmp_path):
     cells, rows = ["simple:none", "fsdp2:none", "ddp:none"], tmp_path / "rows.jsonl"
     env = os.environ | dict(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))

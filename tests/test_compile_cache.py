@@ -4,6 +4,7 @@ import os
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -57,6 +58,7 @@ def step(mesh, *, reshard=True, rows=8, options=compile_options) -> tuple[list, 
     return forward.seen, backward.seen, bool(counters["aot_autograd"]["autograd_cache_hit"])
 
 
+@pytest.mark.slow
 def test_reshard_toggled_on_a_warm_cache_changes_the_graph():
     mesh = mesh_of_two()
     try:

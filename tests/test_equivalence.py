@@ -38,7 +38,7 @@ CELLS = {
         dict(EAGER, remat="both", ratio=0.5, loss="chunked"), dict(EAGER, attn="flex", remat="block"),
         dict(EAGER, accum=2, sync="last"), dict(compile="fwdbwd", backend="inductor"),
         dict(compile="fwdbwd", remat="block", reshard=False, mlp="lean"), dict(compile="step", remat="both")],
-    4: [EAGER, dict(EAGER, mode="hybrid_shard"), dict(compile="fwdbwd", mode="hybrid_shard")],
+    4: [EAGER, dict(EAGER, mode="hybrid_shard")],
 }  # fmt: skip
 MORE = {  # other combinations, and the modes above that run as graphs with the code that Inductor generates
     1: [dict(EAGER, attn="flex", remat="both")],
@@ -49,7 +49,8 @@ MORE = {  # other combinations, and the modes above that run as graphs with the 
         dict(compile="fwdbwd", accum=2, remat="pointwise", loss="chunked"),
         dict(compile="model", backend="inductor"), dict(compile="step", remat="both", backend="inductor")],
     4: [dict(EAGER, mode="hybrid_shard", accum=2, sync="last"), dict(EAGER, mode="replicate"),
-        dict(compile="step", mode="hybrid_shard"), dict(compile="fwdbwd", mode="hybrid_shard", backend="inductor")],
+        dict(compile="fwdbwd", mode="hybrid_shard"), dict(compile="step", mode="hybrid_shard"),
+        dict(compile="fwdbwd", mode="hybrid_shard", backend="inductor")],
 }  # fmt: skip
 
 

@@ -30,6 +30,7 @@ def test_the_script_is_short():
     assert len(SCRIPT.read_text().splitlines()) <= 40
 
 
+@pytest.mark.slow
 def test_a_llama_is_gathered_and_reduced_once_per_layer(tiny_llama):
     dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
     try:

@@ -89,6 +89,7 @@ def test_bad_input_is_one_line_and_exit_code_2(capsys, target, line, message):
     assert exit.value.code == 2 and out == "" and err.count("\n") == 1 and re.search(rf"^error: {message}", err)
 
 
+@pytest.mark.slow
 def test_the_command_line(tmp_path):
     def run(*argv):
         argv = [sys.executable, "-m", "trainer.graph", *argv]

@@ -96,7 +96,7 @@ def two_blocks(world) -> int:
 
 
 @pytest.mark.parametrize(("world", "depth"), [
-    (8, 2), (64, 3), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((8, 5), (512, 2)))])  # fmt: skip
+    (8, 2), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((64, 3), (8, 5), (512, 2)))])  # fmt: skip
 def test_one_bucket_per_block_issued_a_block_early(mesh_of, world, depth):
     even = dict(width=512, grouping=1) if world == 512 else {}  # every dimension divisible: tracing padding is slow
     graphs = step_graphs(mesh_of(world), depth=depth, **even)
@@ -139,6 +139,7 @@ def test_one_graph_reduces_in_buckets_of_blocks(mesh_of, mode, replicas):
     assert held == [{""}, {"2"}, {"1"}, {"0"}, {""}]  # head and norm, a block each, embedding
 
 
+@pytest.mark.slow
 def test_without_reshard_backward_gathers_nothing(mesh_of):
     graphs = step_graphs(mesh_of(8), reshard=False)
     assert count(graphs["forward"], "all-gather") == (6, 2)
@@ -171,6 +172,7 @@ def test_replicate_reduces_once_per_block(mesh_of):
     assert count(graphs["backward"], "all-reduce") == (6, 2)
 
 
+@pytest.mark.slow
 def test_hybrid_reduces_across_only_the_shard(mesh_of):
     graphs = step_graphs(mesh_of(8, replicas=2), mode="hybrid_shard")
     assert count(graphs["forward"], "all-gather") == (6, 2)
@@ -211,6 +213,7 @@ def test_micro_batches_between_gather_and_reduce_send_nothing(mesh_of, mode):
 
 
 @pytest.mark.usefixtures("needs_step")
+@pytest.mark.slow
 def test_bytes_of_one_graph_are_those_of_the_published_formula(mesh_of):
     """6 P_blocks (N-1)/N + 4 P_embedding+head (N-1)/N: norm and head stay for their backward."""
     gm = step_graphs(mesh_of(64), "step", depth=2)

@@ -165,6 +165,7 @@ def in_backward_on_ranks(mesh):
     return found
 
 
+@pytest.mark.slow
 def test_updating_in_backward_changes_no_bit_and_holds_one_gradient_at_a_time():
     for values, parameters, alive in [each for rank in spawn(2, [in_backward_on_ranks])["in_backward_on_ranks"]
                                       for each in rank]:  # fmt: skip

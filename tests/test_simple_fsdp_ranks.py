@@ -346,7 +346,7 @@ EQUAL = [(world, check.__name__) for world, checks in CHECKS.items() for check i
 
 
 @pytest.mark.parametrize("world, check", [
-    pytest.param(*each, marks=pytest.mark.slow) if each[0] == 3 else each for each in EQUAL])  # fmt: skip
+    pytest.param(*each, marks=pytest.mark.slow) if each[0] > 2 else each for each in EQUAL])  # fmt: skip
 def test_training_equals_one_process(ranks, world, check):
     for rank, (parts, _) in enumerate(ranks(world)[check]):
         for part, differences in parts.items():
@@ -357,7 +357,7 @@ def test_training_equals_one_process(ranks, world, check):
 
 
 @pytest.mark.parametrize("world, check", [
-    pytest.param(*each, marks=pytest.mark.slow) if each[0] == 3 else each for each in EQUAL])  # fmt: skip
+    pytest.param(*each, marks=pytest.mark.slow) if each[0] > 2 else each for each in EQUAL])  # fmt: skip
 def test_training_makes_torch_warn_of_nothing(ranks, world, check):
     for _, said in ranks(world)[check]:
         if check == "equal_no_reshard_compiled":
@@ -398,6 +398,7 @@ def test_property_3_deepcopy_and_pickle_train_like_the_original(ranks):
     assert ranks(2)["copies"] == [[], []]
 
 
+@pytest.mark.slow
 def test_property_5_initial_values_do_not_depend_on_the_world_size(ranks):
     one = meta_first(None)
     expected = digest([*one.named_parameters(), *one.named_buffers()])
@@ -406,6 +407,7 @@ def test_property_5_initial_values_do_not_depend_on_the_world_size(ranks):
             assert set(rank) == {expected}, f"world size {world}"
 
 
+@pytest.mark.slow
 def test_property_5_orthogonal_is_right_or_refused(ranks):
     for rank in ranks(3)["orthogonal"]:
         assert rank[10, 7] == rank[6, 6] == "equal"

@@ -218,6 +218,7 @@ def cells_of(line: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|\n").split("|")]
 
 
+@pytest.mark.slow
 def test_a_table_runs_its_rows_on_two_ranks_and_records_the_bad_one(monkeypatch, capsys):
     bad = "--no-data-parallel --param-dtype bf16"
     monkeypatch.setitem(mlp.TABLES, "meta_init", ("", ["--init meta", bad]))

@@ -208,6 +208,7 @@ def test_every_table_is_filled_once_whatever_kills_the_sweep(tmp_path):
     assert re.search(r"^\| 8\(sim h100-nvlink\) \| [^|]*--wrapper ddp \| ok \| 1.5 \|$", done.stdout, re.M)
 
 
+@pytest.mark.slow
 def test_real_cells_end_as_ok_bad_shape_and_out_of_memory_and_are_not_tried_again(tmp_path):
     """Three cells of the width axis on one rank, with 0.5 GiB of address space beyond what torch takes."""
     how = dict(cwd=tmp_path, env=environment(OMP_NUM_THREADS="1"), text=True, stdout=subprocess.PIPE)
