@@ -17,6 +17,7 @@ import statistics
 import sys
 from contextlib import nullcontext
 from dataclasses import fields, replace
+from datetime import timedelta
 
 from trainer import config as flags
 
@@ -56,6 +57,8 @@ def connect(c: flags.Config, rank: int, local_rank: int, world: int) -> torch.de
         raise ValueError(f"--device cuda: torch {torch.__version__} has no NCCL; use --device cpu")
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     how = {} if os.environ.get("RANK") else dict(store=dist.HashStore(), rank=0, world_size=1)
+    if c.timeout and c.first_timeout:  # the watchdog, which knows more, is earlier
+        how["timeout"] = timedelta(seconds=max(c.timeout, c.first_timeout) + 120)
     if cuda:
         torch.cuda.set_device(device)
         how["device_id"] = device
@@ -107,6 +110,8 @@ class HookedStep(Step):
     def __call__(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         share, total, ddp = self.share(targets), 0.0, isinstance(self.model, DistributedDataParallel)
         for i, (x, y) in enumerate(zip(tokens.chunk(self.grad_accum), targets.chunk(self.grad_accum), strict=True)):
+            if i:
+                self.between()
             sync = self.accum_sync == "every" or i == self.grad_accum - 1
             if not ddp:
                 self.model.set_requires_gradient_sync(sync)

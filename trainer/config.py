@@ -162,6 +162,11 @@ class Output:
     resume: Annotated[str, arg(metavar="{auto,never}|PATH")] = "auto"
     """auto: from the newest good checkpoint in --save, if there is one. never: start fresh. PATH: from that step's
     directory, or the newest in a directory of steps. --steps is the total; data, seed and global batch stay."""
+    timeout: float = 600.0
+    """Seconds after which a step that makes no progress ends the run with exit code 7, the stacks of all ranks beside
+    --results; 0: never."""
+    first_timeout: float = 3600.0
+    """The same up to the end of the first step, which compiles."""
     wandb: Literal["off", "offline", "online"] = "off"
     """Weights & Biases; never fatal, the JSONL is the record."""
     group: str | None = None
@@ -212,7 +217,7 @@ _RANGES = [
     ("lr", lambda v: 0 < v < math.inf, "a positive number"),
     ("warmup mlp_chunk save_every", lambda v: v >= 0, "0 or more"),
     ("seed", lambda v: 0 <= v < 2**64, "0 or more and below 2**64"),
-    ("clip min_shard_mib", lambda v: 0 <= v < math.inf, "0 or a positive number"),
+    ("clip min_shard_mib timeout first_timeout", lambda v: 0 <= v < math.inf, "0 or a positive number"),
     ("remat_ratio", lambda v: 0 <= v <= 1, "between 0 and 1"),
 ]  # fmt: skip
 
@@ -324,7 +329,7 @@ def world_label(c: Config, world: int) -> int | str:
 def changed(c: Config) -> dict:
     """The resolved flags that differ from the defaults of their device."""
     defaults = {f.name: f.default for g in (Training, System, Output) for f in fields(g)} | DEFAULTS[c.device]
-    skip = {"device", "results", "verbose", "debug", "log_every", "save", "resume"}
+    skip = {"device", "results", "verbose", "debug", "log_every", "save", "resume", "timeout", "first_timeout"}
     return {k: v for k, v in c.flat().items() if k not in skip and v != defaults[k]}
 
 

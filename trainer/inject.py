@@ -1,0 +1,140 @@
+"""Plants faults in a run, to see what it does about them: FAULT=rank:step:where:kind, several separated by commas.
+
+    FAULT=1:5:forward:kill torchrun --nproc-per-node 2 main.py --save runs/a --save-every 2
+    FAULT='*:3:data:term,0:7:write:enospc' python main.py --save runs/b --save-every 1
+
+rank: a number, or * for all. step: from 1 on, as in the log. where: data (before the batch is read), forward, backward,
+update, save (nothing is written yet), write (this rank's files are there, not committed), commit (before the rename).
+kind: kill, stop (SIGKILL, SIGSTOP), term, int (SIGTERM, SIGINT), exit, segv, hang (sleeps for ever), raise, enospc,
+oom, nan, inf (forward alone: this rank's loss). Each happens once, and not again after a restart by torchrun.
+
+Without the variable nothing here is ever called.
+"""
+
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, contextmanager
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+
+WHERE = "data", "forward", "backward", "update", "save", "write", "commit"
+SIGNALS = dict(kill=signal.SIGKILL, stop=signal.SIGSTOP, term=signal.SIGTERM, int=signal.SIGINT)
+ERRORS = {
+    "raise": lambda: RuntimeError("an injected fault"),
+    "enospc": lambda: OSError(28, "No space left on device"),
+    "oom": lambda: torch.OutOfMemoryError("Tried to allocate 1.00 GiB (an injected fault)"),
+}
+KINDS = (*SIGNALS, *ERRORS, "exit", "segv", "hang", "nan", "inf")
+
+
+class Fault(NamedTuple):
+    rank: str
+    step: int
+    where: str
+    kind: str
+
+
+def faults(text: str | None) -> list[Fault]:
+    """What FAULT says. ValueError in one line."""
+    found = []
+    for part in filter(None, (text or "").split(",")):
+        rank, step, where, kind, *more = (part.split(":") + [""] * 4)[: max(4, part.count(":") + 1)]
+        problem = (
+            "more than four parts" if more
+            else f"rank {rank!r} is neither a number nor *" if not (rank == "*" or rank.isdecimal())
+            else f"step {step!r} is not a number from 1 on" if not (step.isdecimal() and int(step))
+            else f"where {where!r} is none of {', '.join(WHERE)}" if where not in WHERE
+            else f"kind {kind!r} is none of {', '.join(KINDS)}" if kind not in KINDS
+            else f"{kind} is of the forward, not of {where!r}" if kind in ("nan", "inf") and where != "forward"
+            else None
+        )  # fmt: skip
+        if problem:
+            raise ValueError(f"FAULT {part}: {problem}; expected rank:step:where:kind")
+        found.append(Fault(rank, int(step), where, kind))
+    return found
+
+
+def _happen(kind: str) -> None:
+    if kind in SIGNALS:
+        os.kill(os.getpid(), SIGNALS[kind])
+    elif kind in ERRORS:
+        raise ERRORS[kind]()
+    elif kind == "exit":
+        os._exit(9)
+    elif kind == "segv":
+        ctypes.string_at(0)
+    while kind == "hang":
+        time.sleep(3600)
+
+
+@contextmanager
+def planted(text: str | None, run, rank: int):
+    """Inside it, the faults of `text` wait in a `main.Run` that is built. ValueError where one cannot be."""
+    mine = [f for f in faults(text) if f.rank in ("*", str(rank))]
+    if not mine or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        yield
+        return
+    if run.c.compile == "step" and any(f.where in ("backward", "update") or f.kind in ("nan", "inf") for f in mine):
+        raise ValueError("FAULT: --compile step has no forward, backward or update apart; use another --compile")
+    done, at = set(), [run.first]  # at: the step that is being done, counted by its batch
+
+    def fire(where: str) -> str | None:
+        for fault in mine:
+            if fault.where == where and fault.step == at[0] and fault not in done:
+                done.add(fault)
+                _happen(fault.kind)
+                return fault.kind
+        return None
+
+    def before(where: str, work: Callable) -> Callable:
+        def faulty(*args, **kwargs):
+            fire(where)
+            return work(*args, **kwargs)
+
+        return faulty
+
+    def forward(work: Callable) -> Callable:
+        def faulty(*args):
+            factor = dict(nan=float("nan"), inf=float("inf")).get(fire("forward"), 1.0)
+            loss = work(*args) * factor
+            loss.register_hook(lambda grad: fire("backward") and None)
+            return loss
+
+        return faulty
+
+    batches, step = type(run.batches), run.step
+    draw = batches.__next__
+
+    def draw_next(self):
+        at[0] += 1
+        fire("data")
+        return draw(self)
+
+    with ExitStack() as stack:
+        def patch(owner, name: str, value) -> None:
+            stack.enter_context(mock.patch.object(owner, name, value))
+
+        patch(batches, "__next__", draw_next)
+        if run.c.compile == "step":
+            patch(step, "graph", before("forward", step.graph))
+        else:
+            patch(step, "loss_fn", forward(step.loss_fn))
+            patch(step, "update_fn", before("update", step.update_fn))
+        from trainer import checkpoint
+
+        patch(checkpoint, "_begin", before("save", checkpoint._begin))
+        patch(checkpoint, "_commit", before("commit", checkpoint._commit))
+        write = checkpoint._write
+
+        def written(*args):
+            files = write(*args)
+            fire("write")
+            return files
+
+        patch(checkpoint, "_write", written)
+        yield
