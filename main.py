@@ -173,7 +173,7 @@ def main(c: flags.Config, rank: int, local_rank: int, world: int) -> int:
         world = c.world or world
         check_mode(c.compile, flags.compile_options(c))
         check_source(c.data)
-        inject.faults(os.environ.get("FAULT"))
+        inject.faults(os.environ.get("FAULT"), c)
         check_writable(c.results)
         if c.save is not None:
             check_directory(c.save)
@@ -188,7 +188,9 @@ def main(c: flags.Config, rank: int, local_rank: int, world: int) -> int:
     return code
 
 
-def perform(c: flags.Config, device: torch.device, rank: int, world: int, signals: Signals, watchdog: Watchdog) -> int:
+def perform(
+    c: flags.Config, device: torch.device, rank: int, world: int, signals: Signals, watchdog: Watchdog
+) -> int:
     """Builds, trains, reports; the exit code."""
     say, run, outcome, code = print if rank == 0 else lambda *_, **__: None, None, "ok", 0
     try:
@@ -209,7 +211,9 @@ def perform(c: flags.Config, device: torch.device, rank: int, world: int, signal
         watchdog.leave()
         outcome, code, line, common = outcome_of(e, run, watchdog.folder)
         if run is None and code != 1:  # nothing has begun: as bad flags
-            flags.fail(line, rank, code)
+            if rank == 0 or not (common or signals.come(5)):  # torchrun's, once rank 0 has told the same and gone
+                print(f"error: {line}", file=sys.stderr, flush=True)
+            return code
         if run is None or (c.debug and not isinstance(e, Stopped)):
             raise
         if rank == 0 or not common:

@@ -72,6 +72,13 @@ class Signals:
         for kind, handler in self.before.items():
             signal.signal(kind, handler)
 
+    def come(self, seconds: float) -> bool:
+        """Whether one comes within this time."""
+        end = time.monotonic() + seconds
+        while not self.got and time.monotonic() < end:
+            time.sleep(0.05)
+        return bool(self.got)
+
     def _note(self, signum: int, _frame) -> None:
         if self.over:
             return

@@ -42,7 +42,7 @@ def _where(thread: int) -> str:
     frame = sys._current_frames().get(thread)
     while frame is not None:
         path = Path(frame.f_code.co_filename)
-        if path.is_relative_to(ROOT) and "site-packages" not in path.parts:
+        if path.is_relative_to(ROOT) and path.name != "watchdog.py" and "site-packages" not in path.parts:
             return f"{path.relative_to(ROOT)}:{frame.f_lineno}"
         frame = frame.f_back
     return "?"
@@ -145,7 +145,9 @@ class Watchdog:
         else:
             who = "all ranks hang at the same place" if self.world > 1 else "the main thread hangs"
         shown = [*behind[:2], *(rank for rank in answers if rank not in behind)][:3]
-        told = [f"rank {rank}: step {a['step']}, {a['place']}, {a['at']}, {a['begun']} collectives begun"
-                + f", the last {a['newest']}" * bool(a["newest"]) for rank in shown for a in [answers[rank]]]  # fmt: skip
+        told = []
+        for rank, a in ((rank, answers[rank]) for rank in shown):
+            begun = f"{a['begun']} collectives begun" + f", the last {a['newest']}" * bool(a["newest"])
+            told.append(f"rank {rank}: step {a['step']}, {a['place']}, {a['at']}, {begun}")
         advice = "; a slow step? raise --timeout" * ("no progress" in why)
         return f"{why}: {who}; {'; '.join(told)}; stacks in {self.folder}{advice}"
