@@ -208,8 +208,8 @@ def perform(
     except (Exception, KeyboardInterrupt) as e:
         if world > 1 and lost_connection(e):
             watchdog.roll_call("lost the connection to another rank")  # does not return
-        watchdog.leave()
         outcome, code, line, common = outcome_of(e, run, watchdog.folder)
+        watchdog.leave(line)
         if run is None and code != 1:  # nothing has begun: as bad flags
             if rank == 0 or not (common or signals.come(5)):  # torchrun's, once rank 0 has told the same and gone
                 print(f"error: {line}", file=sys.stderr, flush=True)

@@ -86,7 +86,8 @@ BAD = [  # what is wrong by itself: argv, the flag and the value that the messag
     ("--keep 0", 0), ("--keep -3", -3), ("--save-every -1", -1),
     *((f"--lr {value}", value) for value in ("-0.1", "0", "nan", "inf")),
     *((f"--clip {value}", value) for value in ("-1", "nan", "inf")),
-    *((f"--min-shard-mib {value}", value) for value in ("-1", "nan", "inf")),
+    *((f"--{name} {value}", value) for name in ("min-shard-mib", "timeout", "first-timeout")
+      for value in ("-1", "nan", "inf")),
     *((f"--remat-ratio {value}", value) for value in ("-0.1", "1.5", "nan", "inf")),
     ("--warmup -1", -1), ("--seed -1", -1), (f"--seed {2**64}", 2**64),
     ("--compile-options max_autotune", "max_autotune"),
@@ -330,10 +331,3 @@ def test_a_torch_without_nccl_is_one_line(train, monkeypatch):
     gpus(monkeypatch, 8, nccl=False)
     done = train("--device", "cuda")
     assert done.code == 2 and "NCCL" in (line := one_line(done.err)) and "--device cpu" in line
-
-
-def test_a_fault_that_only_another_rank_has_is_told_by_that_rank(train, monkeypatch):
-    monkeypatch.setattr(flags.time, "sleep", lambda _: None)
-    monkeypatch.setattr(main, "connect", lambda *_: torch.device("cpu"))
-    done = train("--data", "bin:/absent/here.bin", rank=1, world=2)
-    assert done.code == 3 and "/absent/here.bin" in one_line(done.err)

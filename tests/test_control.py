@@ -190,7 +190,7 @@ def test_a_rank_that_does_not_answer_is_named_and_one_that_has_said_why_is_not(d
         mine.roll_call("lost the connection to another rank")
     assert "error: lost the connection to another rank: no answer from ranks 0, 2; rank 1: " in capfd.readouterr().err
     other = dog(0, 0, 2)
-    other.leave()
+    other.leave("had enough")
     with pytest.raises(Ended):
         other.roll_call("lost the connection to another rank")
-    assert capfd.readouterr().err == "" and other.ends == [7] and len(other.told) == 1
+    assert capfd.readouterr().err == "" and other.ends == [7] and other.told == ["rank 0: had enough"]

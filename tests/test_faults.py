@@ -161,7 +161,8 @@ def test_a_rank_that_dies_ends_the_others_and_is_named(kind, code, tmp_path):
 
 def test_a_rank_that_raises_says_why_and_the_other_nothing(tmp_path):
     done = two(tmp_path, FAULT="1:5:update:raise")
-    assert done.codes == [7, 1] and done.steps == [2, 4] and done.row["outcome"].startswith("failed: ")
+    assert done.codes == [7, 1] and done.steps == [2, 4]
+    assert done.row["outcome"].startswith("failed: rank 1: failed: RuntimeError: an injected fault")
     assert len(done.errors) == 1 and "rank 1: failed: RuntimeError: an injected fault" in done.errors[0]
 
 
@@ -195,6 +196,11 @@ def test_out_of_memory_on_one_rank_is_told_by_that_rank(tmp_path):
 def test_ranks_with_other_flags_do_not_begin(flag, told, tmp_path):
     done = two(tmp_path, RANK_1=f"{flag} {2 if flag == '--depth' else 0.5}")
     assert done.codes == [7, 7] and len(done.errors) == 1 and told in done.errors[0] and done.row is None
+
+
+def test_bad_data_on_one_rank_is_told_by_that_rank(tmp_path):
+    done = two(tmp_path, RANK_1="--data bin:/absent/here.bin")
+    assert done.codes == [7, 3] and len(done.errors) == 1 and "error: /absent/here.bin: " in done.errors[0]
 
 
 def test_ranks_that_draw_other_weights_do_not_begin(tmp_path):
