@@ -58,9 +58,9 @@ from forked import Job
 from harness import free_port
 from running import TINY, TORCHRUN
 
-from trainer.checkpoint import STEP, TEMPORARY
 from trainer.manifest import CheckpointError, verify
 
+STEP, UNFINISHED = re.compile(r"step-\d{8}"), re.compile("tmp.*")
 STUCK = 300  # seconds without a line of output after which a job counts as hung; one that compiles is silent for long
 
 
@@ -131,7 +131,7 @@ class Saved:
 
     def note(self) -> None:
         """What a kill left, for `check_starts`."""
-        self.newest, self.left = max(self.steps(), default=0), self.names(TEMPORARY)
+        self.newest, self.left = max(self.steps(), default=0), self.names(UNFINISHED)
 
     def check_starts(self, told: str, exact: bool) -> None:
         """Whether each start in what a log told went on from the newest step that `note` saw, or (not `exact`) a later
@@ -150,7 +150,7 @@ def compare(killed: Path, alone: Path) -> str:
     """Holds what a job that was killed left in its folder against that of an undisturbed one; says what is equal."""
     for folder in (killed, alone):
         Saved(folder / "run").verify()
-        left = Saved(folder / "run").names(re.compile("tmp.*"))
+        left = Saved(folder / "run").names(UNFINISHED)
         check(not left, f"{folder}: {left} left at the end")
     last = max(Saved(alone / "run").steps())
     one, two = (folder / f"run/step-{last:08d}" for folder in (killed, alone))
