@@ -29,6 +29,7 @@ from trainer.cuda_graph import Replayed
 from trainer.data import Batches, DataError, check_source
 from trainer.kernels import choose
 from trainer.manifest import CheckpointError, check_directory
+from trainer.saver import Saver
 from trainer.sinks import Sinks, check_writable, final_lines
 from trainer.step import check_mode, global_norm, shutdown
 
@@ -53,7 +54,8 @@ class Run:
             c.data, global_batch=world * c.batch * c.grad_accum, seqlen=c.seqlen, vocab=c.vocab, seed=c.seed,
             rank=rank, world=world,
         )  # fmt: skip
-        self.found = None if c.world else checkpoint.choose(c, self.batches)
+        self.group = None if c.world else checkpoint.cpu_group()
+        self.found = None if c.world else checkpoint.choose(c, self.batches, self.group)
         self.first = self.found.about["step"] if self.found else 0  # steps that an earlier run did
         self.warm = self.first + WARMUP
         self.profile = measure.Profile(c.profile, self.warm, PROFILED, rank, device)
@@ -72,8 +74,9 @@ class Run:
         self.step = Replayed(step) if self.c.cuda_graph else step
         self.model = self.step.bare_model
         if self.found:
-            checkpoint.load(self.found, self.step)
+            checkpoint.load(self.found, self.step, self.group)
             self.batches.sample = self.found.about["samples"]
+        self.saver = Saver(self.c, self.step, self.batches, self.group)
 
     def lr(self, k: int) -> float:
         """Linear warm-up, then cosine to a tenth."""
@@ -109,7 +112,7 @@ class Run:
             if (logged or saved) and not math.isfinite(norm := self.step.grad_norm.item()):
                 raise NonFinite(f"gradient norm {norm} at step {k + 1}: lower --lr {c.lr}?")
             if saved:
-                checkpoint.save(c, k + 1, self.step, self.batches)
+                self.saver.save(k + 1)
 
     def explain(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """The step, with what its memory consists of in `explanation` on rank 0."""
@@ -202,7 +205,8 @@ def main(c: flags.Config, rank: int, local_rank: int, world: int) -> int:
     try:
         run.build()
         say("\n".join(run.header()), flush=True)
-        run.train(sinks)
+        with run.saver:
+            run.train(sinks)
     except (Exception, KeyboardInterrupt) as e:
         if c.debug:
             raise

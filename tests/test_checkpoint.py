@@ -25,6 +25,7 @@ from trainer import config as flags
 from trainer.baselines import build, connect
 from trainer.data import Batches
 from trainer.manifest import CheckpointError, check_directory, verify
+from trainer.saver import Saver
 
 pytestmark = pytest.mark.usefixtures("isolated")
 
@@ -289,7 +290,7 @@ def save_in_every_layout(mesh):
         for _ in range(2):
             step(*next(batches))
         states[layout] = whole(step)
-        checkpoint.save(c, 2, step, batches)
+        Saver(c, step, batches).save(2)
     return states
 
 
@@ -313,12 +314,12 @@ def fail_on_rank_1(mesh):
     full = mock.Mock(side_effect=OSError(28, "No space left on device"))
     with mock.patch.object(filesystem, "_write_item", full) if dist.get_rank() else mock.MagicMock():
         try:
-            checkpoint.save(c, 1, step, batches)
+            Saver(c, step, batches).save(1)
         except CheckpointError as e:
             told.append(str(e))
     dist.barrier()
     told.append(os.listdir(folder))
-    checkpoint.save(c, 1, step, batches)
+    Saver(c, step, batches).save(1)
     if dist.get_rank() == 0:
         os.truncate(f"{folder}/step-00000001/__1_0.distcp", 1000)
     dist.barrier()
