@@ -172,7 +172,7 @@ def _choose(c: Config, batches: Batches, group: dist.ProcessGroup | None) -> Fou
     left, present, paths = on_rank_0(partial(_look, c.save, folder), group)
     if left:
         say(f"removed {', '.join(left)}, which a run that was stopped left unfinished")
-    found = _newest(paths, group)
+    found = newest(paths, group)
     if found is not None:
         _check(found, c, batches)
         say(f"{found.path}: resuming after step {found.about['step']}, sample {found.about['samples']}")
@@ -206,7 +206,7 @@ def _look(save: str | None, folder: str | None) -> tuple[list[str], list[str], l
     return left, present, [folder] if itself else [os.path.join(folder, name) for name in steps_in(folder)]
 
 
-def _newest(paths: list[str], group: dist.ProcessGroup | None) -> Found | None:
+def newest(paths: list[str], group: dist.ProcessGroup | None = None) -> Found | None:
     """The first that is as it was saved; None of no paths. If there are some and none is good, raises what is wrong
     with the first: to begin again is not for this program to decide."""
     damaged, opened = [], []

@@ -54,9 +54,8 @@ _held: dict[str, _Held] = {}  # absolute path of the folder
 
 def take(folder: str) -> str | None:
     """Nothing happens if this process has the lock already."""
-    folder = os.path.abspath(folder)
-    path, said = os.path.join(folder, "lock"), None
-    if folder in _held:
+    path, said, key = os.path.join(folder, "lock"), None, os.path.abspath(folder)
+    if key in _held:
         return None
     own = dict(host=socket.gethostname(), pid=os.getpid(), start=_start(os.getpid()), machine=_machine())
     text = json.dumps(own | dict(nonce=secrets.token_hex(8)))
@@ -68,7 +67,7 @@ def take(folder: str) -> str | None:
             _create(path, text)
     except OSError as error:
         raise Refused(f"--save {folder}: lock: {error.strerror}; name a directory that can be written") from None
-    _held[folder] = _Held(path, text)
+    _held[key] = _Held(os.path.abspath(path), text)
     return said
 
 

@@ -146,12 +146,17 @@ def _begin(folder: str, name: str, needs: int) -> str:
     return temporary
 
 
-def _write(temporary: str, state: dict[str, Tensor], group: dist.ProcessGroup | None) -> dict[str, list[int]]:
-    """{file: [bytes, CRC-32]} of the files of this rank, written and synced."""
+def write_tensors(temporary: str, state: dict[str, Tensor], group: dist.ProcessGroup | None) -> None:
+    """The files of this rank, synced; those of rank 0 with `.metadata`."""
     # Without copying ahead there is no stream to wait for: a thread must not disturb the capture of a CUDA graph.
     writer = dcp.FileSystemWriter(temporary, sync_files=True, per_thread_copy_ahead=0)
     writer.storage_meta = lambda: None  # its own would put the directory's whole path into `.metadata`
     dcp.save(state, storage_writer=writer, process_group=group)
+
+
+def _write(temporary: str, state: dict[str, Tensor], group: dist.ProcessGroup | None) -> dict[str, list[int]]:
+    """Writes; {file: [bytes, CRC-32]} of this rank's files, read back."""
+    write_tensors(temporary, state, group)
     own = f"__{dist.get_rank()}_"
     return {name: digest(os.path.join(temporary, name)) for name in os.listdir(temporary) if name.startswith(own)}
 
