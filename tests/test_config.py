@@ -83,7 +83,7 @@ def test_defaults_by_device_are_those_of_the_help(help_entries):
 BAD = [  # what is wrong by itself: argv, the flag and the value that the message names
     *((f"--{name} {value}", value) for value in (0, -3) for name in
       "depth width head-dim grouping grow vocab seqlen batch grad-accum steps world replicas chunk log-every".split()),
-    ("--keep 0", 0), ("--keep -3", -3), ("--save-every -1", -1),
+    ("--keep 0", 0), ("--save-errors skip", "skip"), ("--keep -3", -3), ("--save-every -1", -1),
     *((f"--lr {value}", value) for value in ("-0.1", "0", "nan", "inf")),
     *((f"--clip {value}", value) for value in ("-1", "nan", "inf")),
     *((f"--{name} {value}", value) for name in ("min-shard-mib", "timeout", "first-timeout")
@@ -116,7 +116,7 @@ def test_a_bad_value_is_one_message_that_names_flag_and_value(argv, value, capsy
 def test_every_flag_that_is_not_free_text_has_a_bad_value_above():
     # forms of --data: below
     free = {"data", "results", "group", "tags", "profile", "verbose", "debug", "flex_options", "save", "resume"}
-    free |= {"reshard", "explain_memory", "remat_norm", "remat_core", "cuda_graph"}
+    free |= {"save_async", "cast", "reshard", "explain_memory", "remat_norm", "remat_core", "cuda_graph"}
     assert {argv.split()[0] for argv, _ in BAD} == {flags.flag(name) for name in FIELDS.keys() - free}
     assert {name for name, kind in get_type_hints(Output).items() if kind in (str, bool)} <= free
 
@@ -182,6 +182,7 @@ MISFITS = [  # what is wrong together: argv, world, what the message names
     ("--results {tmp}/file/rows.jsonl", 1, ["--results {tmp}/file/rows.jsonl"]),
     ("--device cuda", 1, ["--device cuda", "no GPU", "--device cpu"]),
     ("--save-every 2", 1, ["--save-every 2", "--save DIR"]), ("--keep 2", 1, ["--keep 2", "--save DIR"]),
+    ("--save-async", 1, ["--save-async: needs --save DIR"]), ("--save-errors warn", 1, ["--save-errors warn: needs"]),
     ("--world 2 --save {tmp}", 1, ["--world 2", "--save"]), ("--world 2 --resume x", 1, ["--world 2", "--resume"]),
     ("--save {tmp}/file", 1, ["--save {tmp}/file", "File exists"]),
     ("--save {tmp}/file/deep", 1, ["--save {tmp}/file/deep", "directory"]),

@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from trainer import control, watchdog
 from trainer.control import Control, Desync, Signals, Stopped, agree
 from trainer.watchdog import Watchdog
 
-GROUP = object()  # stands for a group whose collectives are planted
+GROUP = SimpleNamespace(size=lambda: 2)  # stands for a group whose collectives are planted
 
 
 def test_a_signal_is_noted_and_the_handlers_come_back():

@@ -13,6 +13,7 @@ Without the variable nothing here is ever called.
 
 import ctypes
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from unittest import mock
 
 import torch
 
-from trainer import checkpoint
+from trainer import saver
 from trainer.data import Batches
 
 WHERE = "data", "forward", "backward", "update", "save", "write", "commit"
@@ -88,9 +89,9 @@ def planted(text: str | None, run, rank: int):
         return
     done, at = set(), [run.first]  # at: the step that is being done, counted by its batch
 
-    def fire(where: str) -> str | None:
+    def fire(where: str, step: int) -> str | None:
         for fault in mine:
-            if fault.where == where and fault.step == at[0] and fault not in done:
+            if fault.where == where and fault.step == step and fault not in done:
                 done.add(fault)
                 _happen(fault.kind)
                 return fault.kind
@@ -98,31 +99,38 @@ def planted(text: str | None, run, rank: int):
 
     def before(where: str, work: Callable) -> Callable:
         def faulty(*args, **kwargs):
-            fire(where)
+            fire(where, at[0])
             return work(*args, **kwargs)
 
         return faulty
 
     def forward(work: Callable) -> Callable:
         def faulty(*args):
-            factor = dict(nan=float("nan"), inf=float("inf")).get(fire("forward"), 1.0)
+            factor = dict(nan=float("nan"), inf=float("inf")).get(fire("forward", at[0]), 1.0)
             loss = work(*args) * factor
-            loss.register_hook(lambda grad: fire("backward") and None)
+            loss.register_hook(lambda grad: fire("backward", at[0]) and None)
             return loss
 
         return faulty
 
-    step, draw, write = run.step, Batches.__next__, checkpoint._write
+    def saving(where: str, work: Callable) -> Callable:
+        def faulty(*args):
+            saved = int(re.findall(r"step-(\d{8})", " ".join(arg for arg in args if isinstance(arg, str)))[-1])
+            if where != "write":
+                fire(where, saved)
+            result = work(*args)
+            if where == "write":
+                fire(where, saved)
+            return result
+
+        return faulty
+
+    step, draw = run.step, Batches.__next__
 
     def draw_next(self):
         at[0] += 1
-        fire("data")
+        fire("data", at[0])
         return draw(self)
-
-    def written(*args):
-        files = write(*args)
-        fire("write")
-        return files
 
     with ExitStack() as stack:
         def patch(owner, name: str, value) -> None:
@@ -134,7 +142,6 @@ def planted(text: str | None, run, rank: int):
         else:
             patch(step, "loss_fn", forward(step.loss_fn))
             patch(step, "update_fn", before("update", step.update_fn))
-        patch(checkpoint, "_begin", before("save", checkpoint._begin))
-        patch(checkpoint, "_commit", before("commit", checkpoint._commit))
-        patch(checkpoint, "_write", written)
+        for where, name in dict(save="_begin", write="_write", commit="_commit").items():
+            patch(saver, name, saving(where, getattr(saver, name)))
         yield
