@@ -32,6 +32,7 @@ from trainer.manifest import CheckpointError, check_directory
 from trainer.saver import Saver
 from trainer.sinks import Sinks, check_writable, final_lines
 from trainer.step import check_mode, global_norm, shutdown
+from trainer.weights import initialise
 
 WARMUP = 3  # steps that no statistic covers, the compiling ones among them
 PROFILED = 3
@@ -73,6 +74,8 @@ class Run:
         step = build(self.c, self.device, self.world, self.stages.add)
         self.step = Replayed(step) if self.c.cuda_graph else step
         self.model = self.step.bare_model
+        if self.c.init is not None:
+            initialise(self.c, self.model, self.found, self.group)
         if self.found:
             checkpoint.load(self.found, self.step, self.group)
             self.batches.sample = self.found.about["samples"]

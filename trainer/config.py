@@ -71,6 +71,9 @@ class Training:
     """Largest global gradient norm; 0: no clipping."""
     seed: int = 0
     """Of the initial weights and of the order of the data."""
+    init: str | None = None
+    """Weights for step 0: a .safetensors, its .index.json or a .pt, such as python -m trainer.export writes. Moments
+    are fresh. A checkpoint found in --save goes before."""
     param_dtype: Annotated[Literal["fp32", "bf16"] | None, _by_device("param_dtype", "{fp32,bf16}")] = None
     """Of gathered parameters, the all-gather and the computation. Masters are fp32."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
@@ -167,7 +170,7 @@ class Output:
     """auto: from the newest good checkpoint in --save, if there is one. never: start fresh. PATH: from that step's
     directory, or the newest in a directory of steps. --steps is the total; data, seed and global batch stay."""
     cast: bool = False
-    """Resume also from a checkpoint of another --adam-dtype, whose moments are then converted."""
+    """Resume also from a checkpoint of another --adam-dtype, whose moments are then converted; --init likewise."""
     wandb: Literal["off", "offline", "online"] = "off"
     """Weights & Biases; never fatal, the JSONL is the record."""
     group: str | None = None
@@ -218,6 +221,7 @@ _RANGES = [
     ("lr", lambda v: 0 < v < math.inf, "a positive number"),
     ("warmup mlp_chunk save_every", lambda v: v >= 0, "0 or more"),
     ("seed", lambda v: 0 <= v < 2**64, "0 or more and below 2**64"),
+    ("init", lambda v: v.endswith((".safetensors", ".safetensors.index.json", ".pt")), "a .safetensors or a .pt"),
     ("clip min_shard_mib", lambda v: 0 <= v < math.inf, "0 or a positive number"),
     ("remat_ratio", lambda v: 0 <= v <= 1, "between 0 and 1"),
 ]  # fmt: skip
@@ -234,6 +238,9 @@ def _check_fit(c: Config, device: str, world: int) -> str | None:
         value = getattr(c, name)
         if value != getattr(Output, name):
             return f"{flag(name)}{'' if value is True else f' {value}'}: needs --save DIR"
+    if c.init is not None and (c.world or c.resume not in ("auto", "never")):
+        other = f"--world {c.world} simulates" if c.world else f"--resume {c.resume} has weights of its own"
+        return f"--init {c.init}: {other}; leave one of them out"
     if c.world and (c.save is not None or c.resume not in ("auto", "never")):
         return f"--world {c.world}: simulated ranks hold no model worth saving; leave out --save and --resume"
     if c.world and world not in (1, c.world):
@@ -316,7 +323,7 @@ def _check_fit(c: Config, device: str, world: int) -> str | None:
 
 def resolve(c: Config, device: str, world: int) -> Config:
     """Fills the defaults of `device` ("cpu" or "cuda"). Raises ValueError, one line, where values do not fit."""
-    unset = {f.name: DEFAULTS[device][f.name] for f in fields(Training) if getattr(c.training, f.name) is None}
+    unset = {name: default for name, default in DEFAULTS[device].items() if getattr(c.training, name) is None}
     mode = "replicate" if c.wrapper == "ddp" and c.mode == "fully_shard" else c.mode  # what DDP is
     c = replace(c, training=replace(c.training, **unset), system=replace(c.system, device=device, mode=mode))
     if problem := _check_fit(c, device, world):
