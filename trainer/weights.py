@@ -15,6 +15,7 @@ import pickle
 import re
 import secrets
 import shutil
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -114,7 +115,8 @@ def _indexed(path: str) -> dict[str, Region]:
 
 
 def _pt(path: str) -> dict[str, Region]:
-    state, regions = torch.load(path, map_location="meta", weights_only=True), {}
+    with warnings.catch_warnings(action="ignore"):  # of a strange pickle's protocol
+        state, regions = torch.load(path, map_location="meta", weights_only=True), {}
     if not isinstance(state, dict) or not all(isinstance(t, Tensor) for t in state.values()):
         raise ValueError("holds more than tensors by name; save model.state_dict() alone")
     for name, t in state.items():
