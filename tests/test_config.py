@@ -184,7 +184,7 @@ MISFITS = [  # what is wrong together: argv, world, what the message names
     ("--save-every 2", 1, ["--save-every 2", "--save DIR"]), ("--keep 2", 1, ["--keep 2", "--save DIR"]),
     ("--save-async", 1, ["--save-async: needs --save DIR"]), ("--save-errors warn", 1, ["--save-errors warn: needs"]),
     ("--world 2 --save {tmp}", 1, ["--world 2", "--save"]), ("--world 2 --resume x", 1, ["--world 2", "--resume"]),
-    ("--world 2 --init a.pt", 1, ["--init a.pt", "--world 2"]),
+    ("--world 2 --init a.pt", 1, ["--world 2", "--init"]),
     ("--resume x --init a.pt", 1, ["--init a.pt", "--resume x"]),
     ("--save {tmp}/file", 1, ["--save {tmp}/file", "File exists"]),
     ("--save {tmp}/file/deep", 1, ["--save {tmp}/file/deep", "directory"]),

@@ -238,11 +238,10 @@ def _check_fit(c: Config, device: str, world: int) -> str | None:
         value = getattr(c, name)
         if value != getattr(Output, name):
             return f"{flag(name)}{'' if value is True else f' {value}'}: needs --save DIR"
-    if c.init is not None and (c.world or c.resume not in ("auto", "never")):
-        other = f"--world {c.world} simulates" if c.world else f"--resume {c.resume} has weights of its own"
-        return f"--init {c.init}: {other}; leave one of them out"
-    if c.world and (c.save is not None or c.resume not in ("auto", "never")):
-        return f"--world {c.world}: simulated ranks hold no model worth saving; leave out --save and --resume"
+    if c.world and (c.save is not None or c.init is not None or c.resume not in ("auto", "never")):
+        return f"--world {c.world}: simulated ranks hold no model worth saving; leave out --save, --resume and --init"
+    if c.init is not None and c.resume not in ("auto", "never"):
+        return f"--init {c.init}: --resume {c.resume} has weights of its own; leave one of them out"
     if c.world and world not in (1, c.world):
         return f"--world {c.world}: simulates ranks in one process, here are {world}; start it without torchrun"
     world = c.world or world
