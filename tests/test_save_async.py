@@ -105,6 +105,8 @@ def test_training_goes_on_and_what_is_saved_is_what_was_there(run, gate):
     assert not run.saver.failed() and steps_in(run.folder) == []
     assert not any(torch.equal(t, before[name]) for name, t in run.state().items())
     gate.opened.set()
+    run.saver.pending[1].result()
+    assert not run.saver.failed()
     run.saver.wait()
     assert steps_in(run.folder) == [1] and not [*run.folder.glob("tmp-*")]
     assert_bitwise(contents(run.folder / "step-00000001"), before)
