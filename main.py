@@ -31,7 +31,7 @@ from trainer.kernels import choose
 from trainer.manifest import check_directory
 from trainer.outcome import NonFinite, lost_connection, outcome_of
 from trainer.record import header, row
-from trainer.sinks import Sinks, check_writable, final_lines
+from trainer.sinks import Sinks, check_writable, final_lines, tell
 from trainer.step import check_mode, global_norm, shutdown
 from trainer.watchdog import Watchdog
 
@@ -190,7 +190,7 @@ def main(c: flags.Config, rank: int, local_rank: int, world: int) -> int:
 
 def perform(c: flags.Config, device: torch.device, rank: int, world: int, signals: Signals, watchdog: Watchdog) -> int:
     """Builds, trains, reports; the exit code."""
-    say, run, outcome, code = print if rank == 0 else lambda *_, **__: None, None, "ok", 0
+    say, run, outcome, code = tell if rank == 0 else lambda _: None, None, "ok", 0
     try:
         run = Run(c, device, rank, world)
         if run.first >= c.steps:
@@ -200,7 +200,7 @@ def perform(c: flags.Config, device: torch.device, rank: int, world: int, signal
         sinks = Sinks(c.results, c.wandb, c.group, None, settings, c.tags, rank, c.steps, c.log_every)
         watchdog.on_end = lambda text: sinks.row(row(run, f"failed: {text}"))
         run.build()
-        say("\n".join(header(run)), flush=True)
+        say("\n".join(header(run)))
         with inject.planted(os.environ.get("FAULT"), run, rank):
             run.train(sinks, signals, watchdog)
     except (Exception, KeyboardInterrupt) as e:

@@ -36,6 +36,7 @@ from torch.distributed.tensor import DTensor
 from trainer.config import Config, flag
 from trainer.data import Batches, DataError
 from trainer.manifest import CheckpointError, Damaged, digest, sync, verify, write_json, write_manifest
+from trainer.sinks import tell
 
 FORMAT = 1  # of train_state.json; a newer one is refused
 STEP = re.compile(r"step-[0-9]{8}")
@@ -81,7 +82,7 @@ def _on_rank_0(work: Callable[[], Any]) -> Any:
 
 def _say(text: str) -> None:
     if dist.get_rank() == 0:
-        print(f"checkpoint: {text}", flush=True)
+        tell(f"checkpoint: {text}")
 
 
 def _steps(folder: str) -> list[str]:
