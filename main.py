@@ -17,7 +17,7 @@ from trainer import config as flags
 
 if __name__ == "__main__":  # before torch is imported: --help and bad flags answer at once
     RANKS = flags.ranks()
-    CONFIG = flags.parse(sys.argv[1:], RANKS[0])
+    CONFIG = flags.parse(sys.argv[1:], RANKS[0], RANKS[2])
 
 import torch
 
