@@ -31,8 +31,8 @@ LINE["tok_s"] = ("{} tok/s", ",.0f")
 
 
 def tell(text: str, stream: TextIO | None = None) -> None:
-    """Print to `stream` (stdout), at once. One that takes no more (a reader that left, a full disk) costs a warning, and
-    what would still go there is lost; what its encoding lacks is written as an escape."""
+    """Print to `stream` (stdout), at once. One that takes no more (its reader left, its disk is full) costs a warning,
+    and what would still go there is lost; what its encoding lacks is written as an escape."""
     stream = stream or sys.stdout
     try:
         encoding = getattr(stream, "encoding", None) or "utf-8"
@@ -202,8 +202,9 @@ class Sinks:
     def _start_wandb(self, mode: str, config: dict, **names) -> None:
         import wandb
 
-        limits = {"init_timeout": 20, "login_timeout": 20, "finish_timeout": 30}  # s; W&B's own are minutes or endless
-        wandb.setup(wandb.Settings(**{k: v for k, v in limits.items() if k in wandb.Settings.model_fields}))
+        # W&B's own limits are minutes or endless; its metadata are host, user, paths: what matters is in the row
+        own = {"init_timeout": 20, "login_timeout": 20, "finish_timeout": 30, "x_disable_meta": True}
+        wandb.setup(wandb.Settings(**{k: v for k, v in own.items() if k in wandb.Settings.model_fields}))
         folder = os.environ.get("WANDB_DIR") or (str(self.results.parent) if self.results else None)
         names["project"] = os.environ.get("WANDB_PROJECT") or "simple-fsdp-trainer"
         run = wandb.init(mode=mode, dir=folder, config=_plain(config), settings=wandb.Settings(console="off"), **names)
