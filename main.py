@@ -18,7 +18,7 @@ from trainer import config as flags
 
 if __name__ == "__main__":  # before torch is imported: --help and bad flags answer at once
     RANKS = flags.ranks()
-    CONFIG = flags.parse(sys.argv[1:], RANKS[0])
+    CONFIG = flags.parse(sys.argv[1:], RANKS[0], RANKS[2])
 
 import torch
 
@@ -33,7 +33,7 @@ from trainer.manifest import check_directory
 from trainer.outcome import NonFinite, lost_connection, outcome_of
 from trainer.record import header, row
 from trainer.saver import Saver
-from trainer.sinks import Sinks, check_writable, final_lines
+from trainer.sinks import Sinks, check_writable, final_lines, tell
 from trainer.step import check_mode, global_norm, shutdown
 from trainer.watchdog import Watchdog
 from trainer.weights import initialise
@@ -200,7 +200,7 @@ def perform(
     c: flags.Config, device: torch.device, rank: int, world: int, signals: Signals, watchdog: Watchdog
 ) -> int:
     """Builds, trains, reports; the exit code."""
-    say, run, outcome, code = print if rank == 0 else lambda *_, **__: None, None, "ok", 0
+    say, run, outcome, code = tell if rank == 0 else lambda _: None, None, "ok", 0
     try:
         run = Run(c, device, rank, world)
         if run.first >= c.steps:
@@ -210,7 +210,7 @@ def perform(
         sinks = Sinks(c.results, c.wandb, c.group, None, settings, c.tags, rank, c.steps, c.log_every)
         watchdog.on_end = lambda text: sinks.row(row(run, f"failed: {text}"))
         run.build()
-        say("\n".join(header(run)), flush=True)
+        say("\n".join(header(run)))
         with run.saver, inject.planted(os.environ.get("FAULT"), run, rank):
             run.train(sinks, signals, watchdog)
     except (Exception, KeyboardInterrupt) as e:

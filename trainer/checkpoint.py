@@ -40,6 +40,7 @@ from trainer.data import Batches, DataError
 from trainer.kernels import DTYPES
 from trainer.lock import drop, take
 from trainer.manifest import CheckpointError, Damaged, Refused, verify
+from trainer.sinks import tell
 
 FORMAT = 1  # of train_state.json; a newer one is refused
 STEP = re.compile(r"step-[0-9]{8}")
@@ -86,7 +87,7 @@ def on_rank_0(work: Callable[[], Any], group: dist.ProcessGroup | None = None) -
 
 def say(text: str) -> None:
     if dist.get_rank() == 0:
-        print(f"checkpoint: {text}", flush=True)
+        tell(f"checkpoint: {text}")
 
 
 def steps_in(folder: str) -> list[str]:

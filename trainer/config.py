@@ -1,6 +1,6 @@
 """The flags of main.py: names, help, defaults by device, validation. Imports no torch, so --help is instant.
 
-    config = parse(sys.argv[1:])               # exit 2 with one message for a bad command line
+    config = parse(sys.argv[1:], world=4)      # exit 2 with one message for a bad command line
     config = resolve(config, "cpu", world=4)   # fills what depends on the device; ValueError for what does not fit
 
 A flag left out is None until `resolve`. Groups are by consequence: what may change the loss, what must not, output.
@@ -8,18 +8,18 @@ A flag left out is None until `resolve`. Groups are by consequence: what may cha
 
 import io
 import math
-import os
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stderr
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Annotated, Literal, NoReturn
+from typing import Annotated, Literal
 
 import tyro
 from tyro.conf import OmitArgPrefixes, UseCounterAction, arg
 
 from trainer.links import link
+from trainer.start import fail as fail
+from trainer.start import ranks as ranks
 
 # The reference setting on a GPU, a small one on a CPU.
 DEFAULTS = {
@@ -214,6 +214,9 @@ class Config:
                 value = getattr(self, name)
                 if value is not None and not fits(value):
                     raise ValueError(f"{flag(name)} {value}: must be {allowed}")
+        for name, value in self.flat().items():
+            if isinstance(value, int | float) and value >= 2**31 and name not in ("lr", "clip", "seed"):
+                raise ValueError(f"{flag(name)} {value}: must be below 2**31")
         link(self.link)
         for option in self.compile_options:
             if "=" not in option and option != "plain":
@@ -223,7 +226,7 @@ class Config:
 _RANGES = [
     ("depth width head_dim grouping grow vocab seqlen batch grad_accum steps world replicas chunk log_every keep",
      lambda v: v >= 1, "at least 1"),
-    ("lr", lambda v: 0 < v < math.inf, "a positive number"),
+    ("lr", lambda v: 0 < v < 1e38, "a positive number below 1e38"),
     ("warmup mlp_chunk save_every", lambda v: v >= 0, "0 or more"),
     ("seed", lambda v: 0 <= v < 2**64, "0 or more and below 2**64"),
     ("clip min_shard_mib timeout first_timeout", lambda v: 0 <= v < math.inf, "0 or a positive number"),
@@ -325,11 +328,15 @@ def _check_fit(c: Config, device: str, world: int) -> str | None:
     return None
 
 
-def resolve(c: Config, device: str, world: int) -> Config:
-    """Fills the defaults of `device` ("cpu" or "cuda"). Raises ValueError, one line, where values do not fit."""
+def _filled(c: Config, device: str) -> Config:
     unset = {name: default for name, default in DEFAULTS[device].items() if getattr(c.training, name) is None}
     mode = "replicate" if c.wrapper == "ddp" and c.mode == "fully_shard" else c.mode  # what DDP is
-    c = replace(c, training=replace(c.training, **unset), system=replace(c.system, device=device, mode=mode))
+    return replace(c, training=replace(c.training, **unset), system=replace(c.system, device=device, mode=mode))
+
+
+def resolve(c: Config, device: str, world: int) -> Config:
+    """Fills the defaults of `device` ("cpu" or "cuda"). Raises ValueError, one line, where values do not fit."""
+    c = _filled(c, device)
     if problem := _check_fit(c, device, world):
         raise ValueError(problem)
     return c
@@ -362,40 +369,21 @@ def compile_options(c: Config) -> dict | None:
     return options or None
 
 
-def ranks() -> tuple[int, int, int]:
-    """(rank, local rank, world) as torchrun tells; (0, 0, 1) without it. Exit 2 if only some of it is there."""
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    there = [name for name in names[:3] if os.environ.get(name)]
-    if not there:
-        return 0, 0, 1
-    missing = [name for name in names if not os.environ.get(name)]
-    if missing:
-        fail(f"{', '.join(there)} set but not {', '.join(missing)}: start with torchrun, or unset them for one rank", 0)
-    told = [os.environ[name] for name in names[:3]]
-    if not all(text.isdecimal() for text in told) or not int(told[0]) < int(told[2]):
-        fail(f"RANK {told[0]}, LOCAL_RANK {told[1]}, WORLD_SIZE {told[2]}: must be numbers, RANK < WORLD_SIZE", 0)
-    return tuple(map(int, told))
-
-
-def fail(message: str, rank: int, code: int = 2) -> NoReturn:
-    """Ends the process with one line. Other ranks than 0 wait before they speak: torchrun ends them once rank 0 has
-    gone, so that only a fault that rank 0 does not have is told by them."""
-    if rank:
-        time.sleep(5)
-    print(f"error: {message}", file=sys.stderr, flush=True)
-    sys.exit(code)
-
-
-def parse(argv: Sequence[str], rank: int = 0) -> Config:
-    """Exit code 2 and one message, on rank 0, for an unknown flag or a bad value."""
+def parse(argv: Sequence[str], rank: int = 0, world: int | None = None) -> Config:
+    """Exit code 2 and one message, on rank 0, for an unknown flag or a bad value, and, if `world` is told, for values
+    that do not fit together whatever the device."""
     try:
         with nullcontext() if rank == 0 else redirect_stderr(io.StringIO()):  # console_outputs does not silence all
             about = dict(prog="main.py", description=_DESCRIPTION, console_outputs=rank == 0)
-            return tyro.cli(Config, args=list(argv), **about)
+            c = tyro.cli(Config, args=list(argv), **about)
     except SystemExit:
         if rank:
             time.sleep(5)  # torchrun would end rank 0 before it has spoken
         raise
+    problems = {_check_fit(_filled(c, d), d, world) for d in (DEFAULTS if c.device == "auto" else [c.device]) if world}
+    if len(problems) == 1 and (problem := problems.pop()):  # else torch must be asked for the device
+        fail(problem, rank)
+    return c
 
 
 _DESCRIPTION = """Trains the transformer of model.py under simple_fsdp and appends a row of results.
