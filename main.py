@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+import zlib
 from contextlib import suppress
 
 from trainer import config as flags
@@ -31,6 +32,7 @@ from trainer.kernels import choose
 from trainer.manifest import check_directory
 from trainer.outcome import NonFinite, lost_connection, outcome_of
 from trainer.record import header, row
+from trainer.saver import Saver
 from trainer.sinks import Sinks, check_writable, final_lines, tell
 from trainer.step import check_mode, global_norm, shutdown
 from trainer.watchdog import Watchdog
@@ -55,7 +57,7 @@ class Run:
         )  # fmt: skip
         same = {flags.flag(k): v for k, v in c.flat().items()} | dict(torch=torch.__version__)
         agree(same | dict(data=(self.batches.description, self.batches.fingerprint)), self.group)
-        self.found = None if c.world else checkpoint.choose(c, self.batches)
+        self.found = None if c.world else checkpoint.choose(c, self.batches, self.group)
         self.first = self.done = self.saved = self.found.about["step"] if self.found else 0  # an earlier run's steps
         self.warm = self.first + WARMUP
         self.profile = measure.Profile(c.profile, self.warm, PROFILED, rank, device)
@@ -74,11 +76,13 @@ class Run:
         self.step = Replayed(step) if self.c.cuda_graph else step
         self.model = self.step.bare_model
         same = {n: ([*p.shape], str(p.dtype)) for n, p in self.model.named_parameters()}
-        agree(same | {"initial weights (random state)": torch.get_rng_state().sum().item()}, self.group)
+        drawn = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else torch.get_rng_state()
+        agree(same | {"initial weights (random state)": zlib.crc32(drawn.numpy())}, self.group)
         if self.found:
-            checkpoint.load(self.found, self.step)
+            checkpoint.load(self.found, self.step, self.group)
             self.batches.sample = self.found.about["samples"]
         self.sample = self.batches.sample  # where the next step begins
+        self.saver = Saver(self.c, self.step, self.batches, self.group)
 
     def lr(self, k: int) -> float:
         """Linear warm-up, then cosine to a tenth."""
@@ -95,7 +99,8 @@ class Run:
         try:
             for k in range(self.first, self.c.steps):
                 watchdog.beat(k + 1, "data")
-                control.boundary(k)
+                if control.boundary(k, failed=self.saver.failed()):
+                    self.saver.wait()  # it failed on all
                 loss = self.one_step(k, sinks, watchdog)
                 if k == self.first:
                     self.loss = loss.item()  # waits for the step
@@ -143,7 +148,7 @@ class Run:
             return
         watchdog.beat(self.done, "save")
         self.check(self.step.grad_norm.item())
-        checkpoint.save(self.c, self.done, self.step, self.batches)
+        self.saver.save(self.done)
         self.saved = self.done
 
     def explain(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -173,7 +178,7 @@ def main(c: flags.Config, rank: int, local_rank: int, world: int) -> int:
         world = c.world or world
         check_mode(c.compile, flags.compile_options(c))
         check_source(c.data)
-        inject.faults(os.environ.get("FAULT"))
+        inject.faults(os.environ.get("FAULT"), c)
         check_writable(c.results)
         if c.save is not None:
             check_directory(c.save)
@@ -188,7 +193,9 @@ def main(c: flags.Config, rank: int, local_rank: int, world: int) -> int:
     return code
 
 
-def perform(c: flags.Config, device: torch.device, rank: int, world: int, signals: Signals, watchdog: Watchdog) -> int:
+def perform(
+    c: flags.Config, device: torch.device, rank: int, world: int, signals: Signals, watchdog: Watchdog
+) -> int:
     """Builds, trains, reports; the exit code."""
     say, run, outcome, code = tell if rank == 0 else lambda _: None, None, "ok", 0
     try:
@@ -201,19 +208,21 @@ def perform(c: flags.Config, device: torch.device, rank: int, world: int, signal
         watchdog.on_end = lambda text: sinks.row(row(run, f"failed: {text}"))
         run.build()
         say("\n".join(header(run)))
-        with inject.planted(os.environ.get("FAULT"), run, rank):
+        with run.saver, inject.planted(os.environ.get("FAULT"), run, rank):
             run.train(sinks, signals, watchdog)
     except (Exception, KeyboardInterrupt) as e:
         if world > 1 and lost_connection(e):
             watchdog.roll_call("lost the connection to another rank")  # does not return
-        watchdog.leave()
         outcome, code, line, common = outcome_of(e, run, watchdog.folder)
+        watchdog.leave(line)
         if run is None and code != 1:  # nothing has begun: as bad flags
-            flags.fail(line, rank, code)
+            if rank == 0 or not (common or signals.come(5)):  # torchrun's, once rank 0 has told the same and gone
+                tell(f"error: {line}", sys.stderr)
+            return code
         if run is None or (c.debug and not isinstance(e, Stopped)):
             raise
         if rank == 0 or not common:
-            print(f"error: rank {rank}: {line}", file=sys.stderr, flush=True)
+            tell(f"error: rank {rank}: {line}", sys.stderr)
     finally:
         signals.over = True
         if run is not None:

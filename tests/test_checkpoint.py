@@ -8,6 +8,8 @@ Runs are those of main.py, eager and tiny, in this process; one spawn of two ran
 import json
 import os
 import shutil
+import threading
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -15,35 +17,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import spawn
-from running import TINY, one_line
+from running import one_line
+from saved import assert_bitwise, contents, made, raw, steps_in, whole
 from torch.distributed.checkpoint import filesystem
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.tensor import DTensor
 
-from trainer import checkpoint
+from trainer import checkpoint, lock, saver
 from trainer import config as flags
-from trainer.baselines import build, connect
-from trainer.data import Batches
-from trainer.manifest import CheckpointError, check_directory, verify
+from trainer.baselines import connect
+from trainer.manifest import CheckpointError, Refused, check_directory, verify
+from trainer.saver import Saver
+from trainer.step import local
 
 pytestmark = pytest.mark.usefixtures("isolated")
-
-
-def contents(step: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a saved step, read by torch's own reader."""
-    whole = step.parent / f"{step.name}.pt"
-    dcp_to_torch_save(step, whole)
-    return torch.load(whole)
-
-
-def assert_bitwise(a: dict, b: dict) -> None:
-    assert a.keys() == b.keys() and len(a) > 3
-    for name, t in a.items():
-        assert t.dtype == b[name].dtype and torch.equal(t, b[name]), name
-
-
-def steps_in(folder: Path) -> list[int]:
-    return sorted(int(path.name.removeprefix("step-")) for path in folder.glob("step-????????"))
 
 
 # -------------------------------------------------------------------------------------------------------------- resume
@@ -125,6 +110,23 @@ def test_a_flag_that_must_stay_exits_4_saved_and_asked(argv, train, folder, monk
 def test_the_same_global_batch_may_be_cut_otherwise(train, folder):
     done = train("--save", folder, "--steps", 7, "--batch", 1, "--grad-accum", 2)
     assert done.code == 0 and "--batch 2 (now 1), --grad-accum 1 (now 2)" in done.out
+
+
+@pytest.mark.parametrize(("old", "new"), [("fp32", "bf16"), ("bf16", "fp32")])
+def test_cast_converts_the_moments_alone_and_says_so(old, new, train, tmp_path):
+    assert train("--save", tmp_path / "old", "--adam-dtype", old).code == 0
+    argv = "--resume", tmp_path / "old", "--steps", 7, "--save", tmp_path / "new", "--adam-dtype", new
+    refused = train(*argv)
+    assert refused.code == 4 and f"--adam-dtype {old} (now {new})" in one_line(refused.err) and "--cast" in refused.err
+    with mock.patch("main.Saver", side_effect=lambda c, step, *_: seen.append(tensors(step)) or mock.MagicMock()):
+        seen, tensors = [], lambda step: {n: local(t).clone() for n, t in checkpoint.tensors(step).items()}
+        done = train(*argv, "--cast")
+    assert done.code == 0 and f"--cast: Adam's moments are converted from {old} to {new}" in done.out
+    to = dict(fp32=torch.float32, bf16=torch.bfloat16)[new]
+    saved = contents(tmp_path / "old/step-00000006")
+    assert_bitwise(seen[0], {n: t.to(to) if n[:2] in ("m.", "v.") else t for n, t in saved.items()})
+    same = train("--resume", tmp_path / "old", "--steps", 7, "--adam-dtype", old, "--cast")
+    assert same.code == 0 and "converted" not in same.out
 
 
 def test_other_data_exits_3(train, tmp_path):
@@ -263,24 +265,6 @@ LAYOUTS = {
     "replicate": "--mode replicate --adam-dtype bf16", "fsdp2": "--wrapper fsdp2 --adam-dtype bf16",
     "ddp": "--wrapper ddp --adam-dtype bf16",
 }  # fmt: skip
-UNEVEN = ["--vocab", "257", "--steps", "2"]  # the embedding: 129 and 128 rows
-
-
-def made(world, *argv, seed=0):
-    """Config, step and batches, on `world` ranks of a group that is there."""
-    c = flags.resolve(flags.parse([*TINY, *UNEVEN, *map(str, argv)]), "cpu", world)
-    rank = dist.get_rank()
-    batches = Batches("random", global_batch=4, seqlen=c.seqlen, vocab=c.vocab, seed=0, rank=rank, world=world)
-    torch.manual_seed(seed)
-    return c, build(c, torch.device("cpu"), world), batches
-
-
-def whole(step) -> dict[str, tuple]:
-    """Dtype, shape and bytes of every tensor that is saved."""
-    state = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in checkpoint.tensors(step).items()}
-    return {n: (str(t.dtype), t.shape, t.reshape(-1).view(torch.uint8).numpy().tobytes()) for n, t in state.items()}
-
-
 def save_in_every_layout(mesh):
     states = {}
     for layout, argv in LAYOUTS.items():
@@ -289,7 +273,7 @@ def save_in_every_layout(mesh):
         for _ in range(2):
             step(*next(batches))
         states[layout] = whole(step)
-        checkpoint.save(c, 2, step, batches)
+        Saver(c, step, batches).save(2)
     return states
 
 
@@ -313,12 +297,12 @@ def fail_on_rank_1(mesh):
     full = mock.Mock(side_effect=OSError(28, "No space left on device"))
     with mock.patch.object(filesystem, "_write_item", full) if dist.get_rank() else mock.MagicMock():
         try:
-            checkpoint.save(c, 1, step, batches)
+            Saver(c, step, batches).save(1)
         except CheckpointError as e:
             told.append(str(e))
     dist.barrier()
     told.append(os.listdir(folder))
-    checkpoint.save(c, 1, step, batches)
+    Saver(c, step, batches).save(1)
     if dist.get_rank() == 0:
         os.truncate(f"{folder}/step-00000001/__1_0.distcp", 1000)
     dist.barrier()
@@ -329,11 +313,61 @@ def fail_on_rank_1(mesh):
     return told
 
 
+def save_beside_training(mesh):
+    """What a background save wrote while rank 1's writer was late and both went on; what both raise where it fails."""
+    rank, write, folder = dist.get_rank(), saver._write, f"{os.environ['CHECKPOINTS']}/async"
+    opened = threading.Event()
+    c, step, batches = made(2, "--batch", 2, "--steps", 9, "--save", folder, "--save-async")
+    check_directory(folder)
+    checkpoint.choose(c, batches)
+    step(*next(batches))
+    state, seen = whole(step), []
+    with Saver(c, step, batches) as s:
+        with mock.patch.object(saver, "_write", lambda *a: (rank == 0 or opened.wait(60)) and write(*a)):
+            s.save(1)
+            for i in range(20):
+                everyone = [None, None]
+                dist.all_gather_object(everyone, (rank, i))
+                seen.append(everyone == [(0, i), (1, i)])
+            step(*next(batches))
+            flying = not s.pending[1].done()
+            dist.barrier()
+            opened.set()
+            s.wait()
+        full = mock.Mock(side_effect=OSError(28, "No space left on device"))
+        with mock.patch.object(filesystem, "_write_item", full) if rank else mock.MagicMock():
+            s.save(2)
+            while not s.failed():
+                time.sleep(0.01)
+            with pytest.raises(CheckpointError) as error:
+                s.wait()
+        s.save(2)
+    return state, all(seen) and flying, str(error.value), os.listdir(folder)
+
+
+def claim_directories(mesh):
+    """What both raise where each has a directory of its own; who holds the lock of one that they share."""
+    told, folder = [], os.environ["CHECKPOINTS"]
+    for where in (f"{folder}/node{dist.get_rank()}", f"{folder}/shared"):
+        c, _, batches = made(2, "--batch", 2, "--steps", 9, "--save", where)
+        check_directory(where)
+        try:
+            checkpoint.choose(c, batches)
+        except Refused as e:
+            told.append(str(e))
+        told.append(os.listdir(where))
+    told.append((os.getpid(), json.loads(Path(f"{where}/lock").read_text())["pid"]))
+    dist.barrier()
+    lock.drop(where)
+    return told
+
+
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two")
     with mock.patch.dict(os.environ, CHECKPOINTS=str(folder)):
-        results = spawn(2, [save_in_every_layout, load_into_every_other_layout, fail_on_rank_1])
+        checks = [save_in_every_layout, load_into_every_other_layout, fail_on_rank_1, save_beside_training]
+        results = spawn(2, [*checks, claim_directories])
     return folder, results
 
 
@@ -344,6 +378,24 @@ def test_two_ranks_write_a_shard_each_and_what_one_cannot_do_fails_on_both(two_r
     told = results["fail_on_rank_1"]
     assert told[0] == told[1] and "No space left on device" in told[0][0] and told[0][1] == []
     assert "__1_0.distcp: 1000 bytes instead of" in told[0][2]
+
+
+def test_two_ranks_save_in_the_background_while_both_go_on_and_both_learn_what_one_cannot_do(two_ranks):
+    folder, results = two_ranks
+    for _, undisturbed, error, left in results["save_beside_training"]:
+        assert undisturbed and "No space left on device" in error and "step-00000001" in left
+    state = results["save_beside_training"][0][0]
+    saved = {n: raw(t) for n, t in contents(folder / "async/step-00000001").items()}
+    assert saved == {name: content for name, (_, _, content) in state.items()}
+    assert steps_in(folder / "async") == [1, 2] and not [*(folder / "async").glob("lock")]
+
+
+def test_ranks_that_see_different_directories_are_refused_and_rank_0_holds_the_lock(two_ranks):
+    folder, results = two_ranks
+    told = results["claim_directories"]
+    for rank, (error, left, shared, (_, holder)) in enumerate(told):
+        assert error.startswith(f"--save {folder}/node{rank}: ") and "not seen by rank 1;" in error
+        assert left == [] and "lock" in shared and holder == told[0][-1][0]
 
 
 def test_any_layout_loads_what_another_saved_bit_by_bit(two_ranks):

@@ -83,10 +83,11 @@ def test_defaults_by_device_are_those_of_the_help(help_entries):
 BAD = [  # what is wrong by itself: argv, the flag and the value that the message names
     *((f"--{name} {value}", value) for value in (0, -3) for name in
       "depth width head-dim grouping grow vocab seqlen batch grad-accum steps world replicas chunk log-every".split()),
-    ("--keep 0", 0), ("--keep -3", -3), ("--save-every -1", -1),
+    ("--keep 0", 0), ("--save-errors skip", "skip"), ("--keep -3", -3), ("--save-every -1", -1),
     *((f"--lr {value}", value) for value in ("-0.1", "0", "nan", "inf")),
     *((f"--clip {value}", value) for value in ("-1", "nan", "inf")),
-    *((f"--min-shard-mib {value}", value) for value in ("-1", "nan", "inf")),
+    *((f"--{name} {value}", value) for name in ("min-shard-mib", "timeout", "first-timeout")
+      for value in ("-1", "nan", "inf")),
     *((f"--remat-ratio {value}", value) for value in ("-0.1", "1.5", "nan", "inf")),
     ("--warmup -1", -1), ("--seed -1", -1), (f"--seed {2**64}", 2**64),
     ("--compile-options max_autotune", "max_autotune"),
@@ -115,7 +116,7 @@ def test_a_bad_value_is_one_message_that_names_flag_and_value(argv, value, capsy
 def test_every_flag_that_is_not_free_text_has_a_bad_value_above():
     # forms of --data: below
     free = {"data", "results", "group", "tags", "profile", "verbose", "debug", "flex_options", "save", "resume"}
-    free |= {"reshard", "explain_memory", "remat_norm", "remat_core", "cuda_graph"}
+    free |= {"save_async", "cast", "reshard", "explain_memory", "remat_norm", "remat_core", "cuda_graph"}
     assert {argv.split()[0] for argv, _ in BAD} == {flags.flag(name) for name in FIELDS.keys() - free}
     assert {name for name, kind in get_type_hints(Output).items() if kind in (str, bool)} <= free
 
@@ -181,6 +182,7 @@ MISFITS = [  # what is wrong together: argv, world, what the message names
     ("--results {tmp}/file/rows.jsonl", 1, ["--results {tmp}/file/rows.jsonl"]),
     ("--device cuda", 1, ["--device cuda", "no GPU", "--device cpu"]),
     ("--save-every 2", 1, ["--save-every 2", "--save DIR"]), ("--keep 2", 1, ["--keep 2", "--save DIR"]),
+    ("--save-async", 1, ["--save-async: needs --save DIR"]), ("--save-errors warn", 1, ["--save-errors warn: needs"]),
     ("--world 2 --save {tmp}", 1, ["--world 2", "--save"]), ("--world 2 --resume x", 1, ["--world 2", "--resume"]),
     ("--save {tmp}/file", 1, ["--save {tmp}/file", "File exists"]),
     ("--save {tmp}/file/deep", 1, ["--save {tmp}/file/deep", "directory"]),
@@ -330,10 +332,3 @@ def test_a_torch_without_nccl_is_one_line(train, monkeypatch):
     gpus(monkeypatch, 8, nccl=False)
     done = train("--device", "cuda")
     assert done.code == 2 and "NCCL" in (line := one_line(done.err)) and "--device cpu" in line
-
-
-def test_a_fault_that_only_another_rank_has_is_told_by_that_rank(train, monkeypatch):
-    monkeypatch.setattr(flags.time, "sleep", lambda _: None)
-    monkeypatch.setattr(main, "connect", lambda *_: torch.device("cpu"))
-    done = train("--data", "bin:/absent/here.bin", rank=1, world=2)
-    assert done.code == 3 and "/absent/here.bin" in one_line(done.err)

@@ -2,7 +2,8 @@
 
     found = choose(config, batches)            # newest usable step, or None: start fresh
     load(found, step)                          # in place, into any number of ranks and any mode
-    save(config, k, step, batches)             # after k steps: DIR/step-00000012
+    with Saver(config, step, batches) as saver:    # trainer/saver.py
+        saver.save(k)                          # after k steps: DIR/step-00000012
 
 A step's directory holds DCP's files (tensors only: parameters, Adam's moments and step count), train_state.json (what
 the run was) and manifest.json (size and CRC-32 of every other file). All of it is written and synced in a temporary
@@ -10,7 +11,8 @@ directory, the manifest last, and becomes a checkpoint by one rename; a director
 Checksums find accidents, not forgery; but no file here can run code: `.metadata` is unpickled through an allow-list,
 tensors by torch's weights_only loader. There is no random state to save: no step draws numbers.
 
-`choose`, `load` and `save` are collectives: what fails on one rank raises on all.
+`choose` and `load` are collectives, over `group` (control.control_group; None: the default one): what fails on one rank
+raises on all.
 """
 
 import json
@@ -35,12 +37,14 @@ from torch.distributed.tensor import DTensor
 
 from trainer.config import Config, flag
 from trainer.data import Batches, DataError
-from trainer.manifest import CheckpointError, Damaged, digest, sync, verify, write_json, write_manifest
+from trainer.kernels import DTYPES
+from trainer.lock import drop, take
+from trainer.manifest import CheckpointError, Damaged, Refused, verify
 from trainer.sinks import tell
 
 FORMAT = 1  # of train_state.json; a newer one is refused
 STEP = re.compile(r"step-[0-9]{8}")
-TEMPORARY = re.compile(r"tmp-step-[0-9]{8}-[0-9a-f]{8}")
+TEMPORARY = re.compile(r"tmp-(step-[0-9]{8}|token)-[0-9a-f]{8}")
 # What a resumed run must keep, as `_check` calls it; other flags may change, and the line that says so names them.
 FIXED = "--depth --width --head-dim --grouping --grow --vocab --seqlen --seed --adam-dtype global-batch".split()
 ALLOWED = {("torch", name) for name in ("Size", "float32", "bfloat16")} | {  # all that `.metadata` may name
@@ -60,32 +64,33 @@ def _line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
-def _all(work: Callable[[], Any]) -> list:
-    """What `work` returns, of every rank; if it fails on any rank, the first failure as CheckpointError on all."""
+def on_all(work: Callable[[], Any], group: dist.ProcessGroup | None = None) -> list:
+    """What `work` returns, of every rank; if it fails on any rank, the first failure on all: Refused as it is, others
+    as CheckpointError."""
     error = value = None
     try:
         value = work()
     except (Exception, CheckpointException) as e:  # DCP's is a BaseException, around {rank: (exception, stack)}
         error = next(iter(e.failures.values()))[0] if isinstance(e, CheckpointException) else e
-        error = error if isinstance(error, CheckpointError) else CheckpointError(_line(error))
+        error = error if isinstance(error, CheckpointError | Refused) else CheckpointError(_line(error))
     everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (error, value))
+    dist.all_gather_object(everyone, (error, value), group)
     for error, _ in everyone:
         if error is not None:
             raise error
     return [value for _, value in everyone]
 
 
-def _on_rank_0(work: Callable[[], Any]) -> Any:
-    return _all(lambda: work() if dist.get_rank() == 0 else None)[0]
+def on_rank_0(work: Callable[[], Any], group: dist.ProcessGroup | None = None) -> Any:
+    return on_all(lambda: work() if dist.get_rank() == 0 else None, group)[0]
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
     if dist.get_rank() == 0:
         tell(f"checkpoint: {text}")
 
 
-def _steps(folder: str) -> list[str]:
+def steps_in(folder: str) -> list[str]:
     """Names of the committed steps, newest first."""
     return sorted(filter(STEP.fullmatch, os.listdir(folder)), reverse=True)
 
@@ -123,22 +128,54 @@ def _open(path: str, files: dict) -> Found:
     return Found(path, about, metadata)
 
 
-def choose(c: Config, batches: Batches) -> Found | None:
-    """The step that --resume and --save mean, verified and fit for these flags; None: start fresh. Tidies --save.
+def choose(c: Config, batches: Batches, group: dist.ProcessGroup | None = None) -> Found | None:
+    """The step that --resume and --save mean, verified and fit for these flags; None: start fresh. Locks --save, until
+    `drop` or the end of the process, and tidies it.
 
-    Raises CheckpointError, also where --save holds steps later than the start, and DataError for other data."""
+    Raises CheckpointError, also where --save holds steps later than the start, DataError for other data, and Refused
+    where another run writes to --save or ranks see different directories."""
+    if c.save is None:
+        return _choose(c, batches, group)
+    try:
+        _claim(c.save, group)
+        found = _choose(c, batches, group)
+        done = found is not None and found.about["step"] >= c.steps
+    except BaseException:
+        drop(c.save)
+        raise
+    if done:  # nothing will be written
+        drop(c.save)
+    return found
+
+
+def _claim(folder: str, group: dist.ProcessGroup | None) -> None:
+    if said := on_rank_0(partial(take, folder), group):
+        say(said)
+    token = on_rank_0(lambda: f"tmp-token-{secrets.token_hex(4)}", group)
+    on_rank_0(lambda: os.mkdir(os.path.join(folder, token)), group)
+    try:
+        sees = on_all(lambda: os.path.isdir(os.path.join(folder, token)), group)
+    finally:
+        if dist.get_rank() == 0:
+            os.rmdir(os.path.join(folder, token))
+    if blind := [str(rank) for rank, does in enumerate(sees) if not does]:
+        raise Refused(f"--save {folder}: what rank 0 wrote there is not seen by rank {', '.join(blind)}; name a "
+                      "directory that all nodes share")  # fmt: skip
+
+
+def _choose(c: Config, batches: Batches, group: dist.ProcessGroup | None) -> Found | None:
     folder = dict(auto=c.save, never=None).get(c.resume, c.resume)
-    left, present, paths = _on_rank_0(partial(_look, c.save, folder))
+    left, present, paths = on_rank_0(partial(_look, c.save, folder), group)
     if left:
-        _say(f"removed {', '.join(left)}, which a run that was stopped left unfinished")
-    found = _newest(paths)
+        say(f"removed {', '.join(left)}, which a run that was stopped left unfinished")
+    found = newest(paths, group)
     if found is not None:
         _check(found, c, batches)
-        _say(f"{found.path}: resuming after step {found.about['step']}, sample {found.about['samples']}")
+        say(f"{found.path}: resuming after step {found.about['step']}, sample {found.about['samples']}")
     elif c.resume not in ("auto", "never"):
         raise CheckpointError(f"--resume {folder}: holds no checkpoint (step-<8 digits>)")
     elif c.save is not None:
-        _say(f"none in {c.save}: starting fresh")
+        say(f"none in {c.save}: starting fresh")
     first = f"step-{found.about['step'] if found else 0:08d}"
     later = [name for name in present if name > first]
     if later and c.resume != "auto":
@@ -146,7 +183,7 @@ def choose(c: Config, batches: Batches) -> Found | None:
                               "(--resume auto), move it away, or save elsewhere")  # fmt: skip
     for name in later:  # damaged ones: the run will write these steps again, and --keep must not count them
         aside = os.path.join(c.save, f"damaged-{name}-{secrets.token_hex(4)}")
-        _on_rank_0(partial(os.rename, os.path.join(c.save, name), aside))
+        on_rank_0(partial(os.rename, os.path.join(c.save, name), aside), group)
     return found
 
 
@@ -155,26 +192,26 @@ def _look(save: str | None, folder: str | None) -> tuple[list[str], list[str], l
     left = sorted(filter(TEMPORARY.fullmatch, os.listdir(save))) if save is not None else []
     for name in left:
         shutil.rmtree(os.path.join(save, name))
-    present = _steps(save) if save is not None else []
+    present = steps_in(save) if save is not None else []
     if folder is None:
         return left, present, []
     if not os.path.isdir(folder):
         raise CheckpointError(f"--resume {folder}: no such directory")
     folder = os.path.normpath(folder)
     itself = STEP.fullmatch(os.path.basename(folder))
-    return left, present, [folder] if itself else [os.path.join(folder, name) for name in _steps(folder)]
+    return left, present, [folder] if itself else [os.path.join(folder, name) for name in steps_in(folder)]
 
 
-def _newest(paths: list[str]) -> Found | None:
+def newest(paths: list[str], group: dist.ProcessGroup | None = None) -> Found | None:
     """The first that is as it was saved; None of no paths. If there are some and none is good, raises what is wrong
     with the first: to begin again is not for this program to decide."""
     damaged, opened = [], []
     for path in paths:
         try:
-            files = _all(partial(verify, path, dist.get_rank(), dist.get_world_size()))[0]
-            _all(lambda path=path, files=files: opened.append(_open(path, files)))
+            files = on_all(partial(verify, path, dist.get_rank(), dist.get_world_size()), group)[0]
+            on_all(lambda path=path, files=files: opened.append(_open(path, files)), group)
             for problem in damaged:
-                _say(f"{problem}; going back to {path}")
+                say(f"{problem}; going back to {path}")
             return opened[0]
         except Damaged as problem:
             damaged.append(problem)
@@ -190,27 +227,33 @@ def _check(found: Found, c: Config, batches: Batches) -> None:
     both |= {"global-batch": (about["global_batch"], batches.global_batch)}
     both |= {"torch": (about["torch"], torch.__version__), "ranks": (about["world"], dist.get_world_size())}
     changed = {name: f"{name} {old} (now {new})" for name, (old, new) in both.items() if old != new}
-    if fixed := [text for name, text in changed.items() if name in FIXED]:
+    cast = c.cast and "--adam-dtype" in changed
+    if fixed := [text for name, text in changed.items() if name in FIXED and not (cast and name == "--adam-dtype")]:
         raise CheckpointError(f"{found.path}: was saved with {', '.join(fixed)}, which a resumed run must keep "
-                              "(global-batch: ranks x --batch x --grad-accum)")  # fmt: skip
+                              "(global-batch: ranks x --batch x --grad-accum; --cast converts to another --adam-dtype)")
     if about["data"]["fingerprint"] != batches.fingerprint:
         raise DataError(f"--data {c.data}: expected the data of {found.path} ({about['data']['description']}), found "
                         f"{batches.description}; give the same files")  # fmt: skip
     if changed:
-        _say(f"was saved with {', '.join(changed.values())}; what is asked now holds")
+        say(f"was saved with {', '.join(changed.values())}; what is asked now holds")
+    if cast:
+        say(f"--cast: Adam's moments are converted from {about['training']['adam_dtype']} to {c.adam_dtype}")
+        for name, entry in about["tensors"].items():
+            if name[:2] in ("m.", "v."):
+                entry[1] = str(DTYPES[c.adam_dtype])  # what `load` expects; DCP converts what it copies
 
 
-def load(found: Found, step) -> None:
+def load(found: Found, step, group: dist.ProcessGroup | None = None) -> None:
     """Fills parameters, moments and step count of a `trainer.step.Step` in place."""
     state = tensors(step)
-    saved, now = found.about["tensors"], _table(state)
+    saved, now = found.about["tensors"], table_of(state)
     differ = sorted(name for name in saved.keys() | now.keys() if saved.get(name) != now.get(name))
     if differ:
         told = ", ".join(f"{name} {saved.get(name)} (now {now.get(name)})" for name in differ[:5])
         raise CheckpointError(f"{found.path}: {len(differ)} tensors differ from what was saved: {told}")
     reader = dcp.FileSystemReader(found.path)
     reader.read_metadata = lambda *_, **__: found.metadata  # its own would unpickle the file again, without a check
-    _all(partial(dcp.load, state, storage_reader=reader))
+    on_all(partial(dcp.load, state, storage_reader=reader, process_group=group), group)
 
 
 def tensors(step) -> dict[str, Tensor]:
@@ -228,60 +271,5 @@ def tensors(step) -> dict[str, Tensor]:
     return state
 
 
-def _table(state: dict[str, Tensor]) -> dict[str, list]:
+def table_of(state: dict[str, Tensor]) -> dict[str, list]:
     return {name: [[*t.shape], str(t.dtype)] for name, t in state.items()}
-
-
-def save(c: Config, k: int, step, batches: Batches) -> None:
-    """Writes and commits step k under --save, then removes all but the newest --keep. Raises CheckpointError."""
-    state, name = tensors(step), f"step-{k:08d}"
-    about = dict(format=FORMAT, step=k, samples=batches.sample, global_batch=batches.global_batch)
-    about |= dict(training=asdict(c.training), torch=torch.__version__, world=dist.get_world_size())
-    about |= dict(data=dict(description=batches.description, fingerprint=batches.fingerprint), tensors=_table(state))
-    temporary = _on_rank_0(partial(_begin, c.save, name, sum(t.numel() * t.element_size() for t in state.values())))
-    try:
-        files = {}
-        for written in _all(partial(_write, temporary, state)):
-            files |= written
-        _on_rank_0(partial(_commit, c, name, temporary, files, about))
-    except CheckpointError:
-        if dist.get_rank() == 0:
-            shutil.rmtree(temporary, ignore_errors=True)
-        raise
-
-
-def _begin(folder: str, name: str, needs: int) -> str:
-    """A new temporary directory for `needs` bytes."""
-    final, has = os.path.join(folder, name), shutil.disk_usage(folder).free
-    if os.path.lexists(final):
-        raise CheckpointError(f"{final}: is there already and is not written over; save elsewhere")
-    if needs > has:
-        raise CheckpointError(f"{final}: disk full: needs {needs / 2**20:.1f} MiB, has {has / 2**20:.1f} MiB")
-    temporary = os.path.join(folder, f"tmp-{name}-{secrets.token_hex(4)}")
-    os.mkdir(temporary)
-    return temporary
-
-
-def _write(temporary: str, state: dict[str, Tensor]) -> dict[str, list[int]]:
-    """{file: [bytes, CRC-32]} of the files of this rank, written and synced."""
-    writer = dcp.FileSystemWriter(temporary, sync_files=True)
-    writer.storage_meta = lambda: None  # its own would put the directory's whole path into `.metadata`
-    dcp.save(state, storage_writer=writer)
-    own = f"__{dist.get_rank()}_"
-    return {name: digest(os.path.join(temporary, name)) for name in os.listdir(temporary) if name.startswith(own)}
-
-
-def _commit(c: Config, name: str, temporary: str, files: dict[str, list[int]], about: dict) -> None:
-    write_json(os.path.join(temporary, "train_state.json"), about)
-    for own in (".metadata", "train_state.json"):
-        files[own] = digest(os.path.join(temporary, own))
-    for file, (size, _) in files.items():
-        if os.stat(os.path.join(temporary, file)).st_size != size:
-            raise CheckpointError(f"{temporary}/{file}: another rank sees it otherwise; ranks must share --save")
-    write_manifest(temporary, files)
-    os.rename(temporary, os.path.join(c.save, name))
-    sync(c.save)
-    for old in _steps(c.save)[c.keep :]:  # under another name first: half of a step must not look like one
-        gone = os.path.join(c.save, f"tmp-{old}-{secrets.token_hex(4)}")
-        os.rename(os.path.join(c.save, old), gone)
-        shutil.rmtree(gone)

@@ -157,6 +157,10 @@ class Output:
     """Directory for checkpoints, one of its own for each run; the last step is always saved."""
     save_every: int = 0
     """Steps between checkpoints; 0: only after the last step."""
+    save_async: bool = False
+    """Only copy the state to host memory, in one buffer of its size; a thread writes it while training goes on."""
+    save_errors: Literal["stop", "warn"] = "stop"
+    """stop: a save that fails ends the run. warn: it costs a line, and the next save is tried; the last one must do."""
     keep: int = 3
     """Checkpoints that stay, the newest ones."""
     resume: Annotated[str, arg(metavar="{auto,never}|PATH")] = "auto"
@@ -167,6 +171,8 @@ class Output:
     --results; 0: never."""
     first_timeout: float = 3600.0
     """The same up to the end of the first step, which compiles."""
+    cast: bool = False
+    """Resume also from a checkpoint of another --adam-dtype, whose moments are then converted."""
     wandb: Literal["off", "offline", "online"] = "off"
     """Weights & Biases; never fatal, the JSONL is the record."""
     group: str | None = None
@@ -232,8 +238,10 @@ def flag(name: str) -> str:
 def _check_fit(c: Config, device: str, world: int) -> str | None:
     """What is wrong with resolved values together, or None."""
     heads = c.width // c.head_dim
-    if c.save is None and (c.save_every or c.keep != 3):
-        return f"{f'--save-every {c.save_every}' if c.save_every else f'--keep {c.keep}'}: needs --save DIR"
+    for name in ("save_every", "keep", "save_async", "save_errors") if c.save is None else ():
+        value = getattr(c, name)
+        if value != getattr(Output, name):
+            return f"{flag(name)}{'' if value is True else f' {value}'}: needs --save DIR"
     if c.world and (c.save is not None or c.resume not in ("auto", "never")):
         return f"--world {c.world}: simulated ranks hold no model worth saving; leave out --save and --resume"
     if c.world and world not in (1, c.world):

@@ -33,13 +33,13 @@ class Stopped(Exception):
         self.signum = signum
 
 
-def control_group() -> dist.ProcessGroup | None:
-    """A gloo group beside the default one, whose collectives no device waits for; None on a single rank. Collective."""
-    return dist.new_group(backend="gloo") if dist.is_initialized() and dist.get_world_size() > 1 else None
+def control_group() -> dist.ProcessGroup:
+    """A gloo group beside the default one, for what the host has to say: no device waits for it. Collective."""
+    return dist.new_group(backend="gloo")
 
 
 def agree(facts: dict[str, Any], group: dist.ProcessGroup | None) -> None:
-    """Raises Desync on all ranks where one has other facts than rank 0. Collective; a group of None is one rank."""
+    """Raises Desync on all ranks where one has other facts than rank 0. Collective; a group of None: one rank."""
     if group is None:
         return
     everyone: list[dict] = [{}] * dist.get_world_size(group)
@@ -72,6 +72,13 @@ class Signals:
         for kind, handler in self.before.items():
             signal.signal(kind, handler)
 
+    def come(self, seconds: float) -> bool:
+        """Whether one comes within this time."""
+        end = time.monotonic() + seconds
+        while not self.got and time.monotonic() < end:
+            time.sleep(0.05)
+        return bool(self.got)
+
     def _note(self, signum: int, _frame) -> None:
         if self.over:
             return
@@ -85,10 +92,12 @@ class Signals:
 
 
 class Control:
-    """`boundary` is called by all ranks equally often, and `finish` once after the last."""
+    """`boundary` is called by all ranks equally often, and `finish` once after the last. A group of None: one rank."""
 
     def __init__(self, signals: Signals, group: dist.ProcessGroup | None):
         self.signals, self.group, self.work, self.numbers = signals, group, None, None
+        if group is not None and group.size() == 1:
+            self.group = None
 
     def boundary(self, k: int, norm: float = -1.0, failed: bool = False) -> bool:
         """k: steps done, norm: of the newest gradient that the host has read, or -1. Returns whether on any rank an

@@ -13,6 +13,7 @@ Without the variable nothing here is ever called.
 
 import ctypes
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -21,6 +22,9 @@ from typing import NamedTuple
 from unittest import mock
 
 import torch
+
+from trainer import saver
+from trainer.data import Batches
 
 WHERE = "data", "forward", "backward", "update", "save", "write", "commit"
 SIGNALS = dict(kill=signal.SIGKILL, stop=signal.SIGSTOP, term=signal.SIGTERM, int=signal.SIGINT)
@@ -39,11 +43,12 @@ class Fault(NamedTuple):
     kind: str
 
 
-def faults(text: str | None) -> list[Fault]:
-    """What FAULT says. ValueError in one line."""
+def faults(text: str | None, c) -> list[Fault]:
+    """What FAULT says; ValueError in one line where it says nothing, or names a place that a run of `c` has not."""
     found = []
     for part in filter(None, (text or "").split(",")):
         rank, step, where, kind, *more = (part.split(":") + [""] * 4)[: max(4, part.count(":") + 1)]
+        inside = where in ("backward", "update") or kind in ("nan", "inf")
         problem = (
             "more than four parts" if more
             else f"rank {rank!r} is neither a number nor *" if not (rank == "*" or rank.isdecimal())
@@ -51,10 +56,13 @@ def faults(text: str | None) -> list[Fault]:
             else f"where {where!r} is none of {', '.join(WHERE)}" if where not in WHERE
             else f"kind {kind!r} is none of {', '.join(KINDS)}" if kind not in KINDS
             else f"{kind} is of the forward, not of {where!r}" if kind in ("nan", "inf") and where != "forward"
+            else "--compile step has no such place outside its graph" if inside and c.compile == "step"
+            else "--optim in-backward has no update apart" if where == "update" and c.optim == "in-backward"
+            else "--cuda-graph has no such place" if c.cuda_graph and (inside or where == "forward")
             else None
         )  # fmt: skip
         if problem:
-            raise ValueError(f"FAULT {part}: {problem}; expected rank:step:where:kind")
+            raise ValueError(f"FAULT {part}: {problem}; expected rank:step:where:kind (see trainer/inject.py)")
         found.append(Fault(rank, int(step), where, kind))
     return found
 
@@ -74,18 +82,16 @@ def _happen(kind: str) -> None:
 
 @contextmanager
 def planted(text: str | None, run, rank: int):
-    """Inside it, the faults of `text` wait in a `main.Run` that is built. ValueError where one cannot be."""
-    mine = [f for f in faults(text) if f.rank in ("*", str(rank))]
+    """Inside it, the faults of `text` wait in a `main.Run` that is built."""
+    mine = [f for f in faults(text, run.c) if f.rank in ("*", str(rank))]
     if not mine or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         yield
         return
-    if run.c.compile == "step" and any(f.where in ("backward", "update") or f.kind in ("nan", "inf") for f in mine):
-        raise ValueError("FAULT: --compile step has no forward, backward or update apart; use another --compile")
     done, at = set(), [run.first]  # at: the step that is being done, counted by its batch
 
-    def fire(where: str) -> str | None:
+    def fire(where: str, step: int) -> str | None:
         for fault in mine:
-            if fault.where == where and fault.step == at[0] and fault not in done:
+            if fault.where == where and fault.step == step and fault not in done:
                 done.add(fault)
                 _happen(fault.kind)
                 return fault.kind
@@ -93,48 +99,49 @@ def planted(text: str | None, run, rank: int):
 
     def before(where: str, work: Callable) -> Callable:
         def faulty(*args, **kwargs):
-            fire(where)
+            fire(where, at[0])
             return work(*args, **kwargs)
 
         return faulty
 
     def forward(work: Callable) -> Callable:
         def faulty(*args):
-            factor = dict(nan=float("nan"), inf=float("inf")).get(fire("forward"), 1.0)
+            factor = dict(nan=float("nan"), inf=float("inf")).get(fire("forward", at[0]), 1.0)
             loss = work(*args) * factor
-            loss.register_hook(lambda grad: fire("backward") and None)
+            loss.register_hook(lambda grad: fire("backward", at[0]) and None)
             return loss
 
         return faulty
 
-    batches, step = type(run.batches), run.step
-    draw = batches.__next__
+    def saving(where: str, work: Callable) -> Callable:
+        def faulty(*args):
+            saved = int(re.findall(r"step-(\d{8})", " ".join(arg for arg in args if isinstance(arg, str)))[-1])
+            if where != "write":
+                fire(where, saved)
+            result = work(*args)
+            if where == "write":
+                fire(where, saved)
+            return result
+
+        return faulty
+
+    step, draw = run.step, Batches.__next__
 
     def draw_next(self):
         at[0] += 1
-        fire("data")
+        fire("data", at[0])
         return draw(self)
 
     with ExitStack() as stack:
         def patch(owner, name: str, value) -> None:
             stack.enter_context(mock.patch.object(owner, name, value))
 
-        patch(batches, "__next__", draw_next)
+        patch(Batches, "__next__", draw_next)
         if run.c.compile == "step":
             patch(step, "graph", before("forward", step.graph))
         else:
             patch(step, "loss_fn", forward(step.loss_fn))
             patch(step, "update_fn", before("update", step.update_fn))
-        from trainer import checkpoint
-
-        patch(checkpoint, "_begin", before("save", checkpoint._begin))
-        patch(checkpoint, "_commit", before("commit", checkpoint._commit))
-        write = checkpoint._write
-
-        def written(*args):
-            files = write(*args)
-            fire("write")
-            return files
-
-        patch(checkpoint, "_write", written)
+        for where, name in dict(save="_begin", write="_write", commit="_commit").items():
+            patch(saver, name, saving(where, getattr(saver, name)))
         yield

@@ -23,6 +23,10 @@ class Damaged(CheckpointError):
     """A step that is not, byte for byte, what was saved: an older one may do."""
 
 
+class Refused(ValueError):
+    """A directory for --save that this run cannot use, or another one uses."""
+
+
 def check_directory(path: str) -> None:
     """Creates the directory of --save; ValueError if nothing can be written there."""
     try:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from trainer import measure
 from trainer.control import Desync, Stopped
@@ -50,6 +51,7 @@ def outcome_of(error: BaseException, run=None, folder: Path = Path(".")) -> Outc
     for kind, code, common in KINDS if run is not None else (*KINDS, (ValueError, 2, False)):
         if isinstance(error, kind):
             return Outcome(f"failed: {text}", code, text if run is None else f"failed: {text}", common)
+    get_error_handler().record_exception(error)  # torchrun's summary shows the traceback
     text = f"failed: {type(error).__name__}: {text}"
     return Outcome(text, 1, f"{text} (--debug shows where)", False)
 

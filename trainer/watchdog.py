@@ -26,6 +26,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from trainer.sinks import tell
+
 POLL_S, ANSWER_S = 1.0, 5.0  # between looks at the clock and at the store; for the answers of the others
 ROOT = Path(__file__).parent.parent
 
@@ -42,7 +44,7 @@ def _where(thread: int) -> str:
     frame = sys._current_frames().get(thread)
     while frame is not None:
         path = Path(frame.f_code.co_filename)
-        if path.is_relative_to(ROOT) and "site-packages" not in path.parts:
+        if path.is_relative_to(ROOT) and path.name != "watchdog.py" and "site-packages" not in path.parts:
             return f"{path.relative_to(ROOT)}:{frame.f_lineno}"
         frame = frame.f_back
     return "?"
@@ -50,7 +52,7 @@ def _where(thread: int) -> str:
 
 class Watchdog:
     """limit: seconds without progress, 0 for no limit; to be changed at will.
-    on_end(text): called once, on the rank that speaks, before the process ends."""
+    on_end(text): called once, before the process ends."""
 
     def __init__(self, limit: float, rank: int = 0, world: int = 1, folder: str | Path = "."):
         self.limit, self.rank, self.world, self.folder = limit, rank, world, Path(folder)
@@ -79,18 +81,18 @@ class Watchdog:
         while not self.ended.wait(POLL_S):
             if self.limit and time.monotonic() - self.at > self.limit:
                 self.roll_call(f"no progress for {self.limit:g} s")
-            elif self._said("roll"):
+            elif self._said("roll") is not None:
                 self.roll_call(None)
 
-    def _said(self, key: str) -> bool:
+    def _said(self, key: str) -> str | None:
         with suppress(Exception):  # a store that is gone: the main thread will learn of it
-            return self.store.check([key])
-        return False
+            return self.store.get(key).decode() if self.store.check([key]) else None
+        return None
 
-    def leave(self) -> None:
-        """This rank has told why it ends: what that does to the others need not be told."""
+    def leave(self, why: str) -> None:
+        """This rank has told why it ends: the others will be silent."""
         with suppress(Exception):
-            self.store.set("left", "")
+            self.store.set("left", f"rank {self.rank}: {why}")
 
     def roll_call(self, why: str | None) -> None:
         """Collects where every rank is, and ends the process with exit code 7. why: what happened, or None on a rank
@@ -102,15 +104,17 @@ class Watchdog:
             if why is not None:
                 with suppress(Exception):
                     self.store.set("roll", why)
-            answers = self._answers(why)
-            if self.rank == min(answers):
+            text = self._said("left")
+            if text is None:
+                answers = self._answers(why)
                 text = self._verdict(answers, next((a["why"] for a in answers.values() if a["why"]), "called"))
-                if not self._said("left"):
-                    print(f"error: {text}", file=sys.stderr, flush=True)
-                spoken = threading.Thread(target=self.on_end, args=(text,), daemon=True)  # it may hang in its turn
-                spoken.start()
-                spoken.join(ANSWER_S)
-            sys.stdout.flush()
+                if self.rank == min(answers):
+                    tell(f"error: {text}", sys.stderr)
+            spoken = threading.Thread(target=self.on_end, args=(text,), daemon=True)  # it may hang in its turn
+            spoken.start()
+            spoken.join(ANSWER_S)
+            with suppress(OSError, ValueError):
+                sys.stdout.flush()
             self.end(7)
 
     def _answers(self, why: str | None) -> dict[int, dict]:
@@ -145,7 +149,9 @@ class Watchdog:
         else:
             who = "all ranks hang at the same place" if self.world > 1 else "the main thread hangs"
         shown = [*behind[:2], *(rank for rank in answers if rank not in behind)][:3]
-        told = [f"rank {rank}: step {a['step']}, {a['place']}, {a['at']}, {a['begun']} collectives begun"
-                + f", the last {a['newest']}" * bool(a["newest"]) for rank in shown for a in [answers[rank]]]  # fmt: skip
+        told = []
+        for rank, a in ((rank, answers[rank]) for rank in shown):
+            begun = f"{a['begun']} collectives begun" + f", the last {a['newest']}" * bool(a["newest"])
+            told.append(f"rank {rank}: step {a['step']}, {a['place']}, {a['at']}, {begun}")
         advice = "; a slow step? raise --timeout" * ("no progress" in why)
         return f"{why}: {who}; {'; '.join(told)}; stacks in {self.folder}{advice}"

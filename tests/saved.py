@@ -1,0 +1,52 @@
+"""What is in a saved step, and a model to save: for the tests of checkpoints."""
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from running import TINY
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.tensor import DTensor
+
+from trainer import checkpoint
+from trainer import config as flags
+from trainer.baselines import build
+from trainer.data import Batches
+
+UNEVEN = ["--vocab", "257", "--steps", "2"]  # the embedding: 129 and 128 rows
+
+
+def contents(step: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a saved step, read by torch's own reader."""
+    whole = step.parent / f"{step.name}.pt"
+    dcp_to_torch_save(step, whole)
+    return torch.load(whole)
+
+
+def assert_bitwise(a: dict, b: dict) -> None:
+    assert a.keys() == b.keys() and len(a) > 3
+    for name, t in a.items():
+        assert t.dtype == b[name].dtype and torch.equal(t, b[name]), name
+
+
+def steps_in(folder: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in folder.glob("step-????????"))
+
+
+def made(world, *argv, seed=0):
+    """Config, step and batches, on `world` ranks of a group that is there."""
+    c = flags.resolve(flags.parse([*TINY, *UNEVEN, *map(str, argv)]), "cpu", world)
+    rank = dist.get_rank()
+    batches = Batches("random", global_batch=4, seqlen=c.seqlen, vocab=c.vocab, seed=0, rank=rank, world=world)
+    torch.manual_seed(seed)
+    return c, build(c, torch.device("cpu"), world), batches
+
+
+def raw(t: torch.Tensor) -> bytes:
+    return t.reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def whole(step) -> dict[str, tuple]:
+    """Dtype, shape and bytes of every tensor that is saved."""
+    state = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in checkpoint.tensors(step).items()}
+    return {n: (str(t.dtype), t.shape, raw(t)) for n, t in state.items()}

@@ -1,0 +1,63 @@
+"""kill -9 at the moments of a save: what is committed is whole, the rest is removed, and the run goes on from there.
+
+    pytest tests/test_killed.py        # no GPU; seconds; -m "": every moment, and one rank of two
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import killed
+import pytest
+from harness import free_port
+from running import ROOT, TORCHRUN
+from saved import assert_bitwise, contents, steps_in
+
+from trainer.manifest import verify
+
+pytestmark = pytest.mark.usefixtures("isolated")
+EVERYDAY = {"an item in the background": [], "rename": [], "removal": [2, 4]}  # steps that are there
+ALL = EVERYDAY | {
+    "first item": [], "an item": [], "train state": [], "manifest": [], "after rename": [2], "second save": [2],
+    "half a removal": [4],
+}  # fmt: skip
+SCRIPT = str(Path(killed.__file__))
+
+
+def started(*command, timeout=120) -> list[str]:
+    environment = {k: v for k, v in os.environ.items() if k not in TORCHRUN}
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, timeout=timeout)
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize("moments", [EVERYDAY, pytest.param(ALL, marks=pytest.mark.slow)], ids=["everyday", "all"])
+def test_killed_at_any_moment_of_a_save_leaves_whole_steps_alone_and_the_run_goes_on(moments, train, tmp_path):
+    told = started(SCRIPT, str(tmp_path), *moments)
+    assert train("--save", tmp_path / "straight").code == 0
+    for moment, steps in moments.items():
+        folder = tmp_path / moment
+        assert f"{moment}: -9" in told
+        left = [*folder.glob("tmp-*")]
+        assert steps_in(folder) == steps and len(left) == (moment not in ("after rename", "removal"))
+        for path in folder.glob("step-*"):
+            verify(str(path))
+        done = train("--save", folder, "--save-every", 2, *killed.MOMENTS[moment][-1].split())
+        assert done.code == 0 and ("starting fresh" in done.out) == (not steps), done.err
+        assert ("removed tmp-step-" in done.out) == bool(left) and "took over the lock of pid" in done.out
+        assert steps_in(folder)[-1] == 6 and not [*folder.glob("tmp-*")] and not (folder / "lock").exists()
+        assert_bitwise(contents(folder / "step-00000006"), contents(tmp_path / "straight/step-00000006"))
+
+
+@pytest.mark.slow
+def test_one_rank_of_two_killed_in_the_first_save_leaves_no_step_and_the_same_line_begins_afresh(tmp_path):
+    command = "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())
+    started(*command, SCRIPT, str(tmp_path), "an item")
+    folder = tmp_path / "an item"
+    assert steps_in(folder) == [] and len([*folder.glob("tmp-step-00000002-*")]) == 1
+    flags = [*killed.TINY, "--save", str(folder), "--save-every", "2", "--results", str(tmp_path / "rows.jsonl")]
+    out = "\n".join(started(*command, str(ROOT / "main.py"), *flags))
+    assert "removed tmp-step-00000002-" in out and "starting fresh" in out and steps_in(folder) == [2, 4, 6]
+    for path in folder.glob("step-*"):
+        verify(str(path))

@@ -1,0 +1,194 @@
+"""trainer/lock.py: one run writes to a directory at a time, and what a dead one left behind stops nobody for long.
+
+    pytest tests/test_lock.py        # no GPU; seconds
+"""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+from running import ROOT, one_line
+from saved import steps_in
+
+from trainer import lock, saver
+from trainer.manifest import CheckpointError, Refused
+
+pytestmark = pytest.mark.usefixtures("isolated")
+
+
+@pytest.fixture(autouse=True)
+def nothing_held(isolated):
+    yield
+    lock._drop_all()
+
+
+def foreign(folder: Path, seconds_ago: float = 0, **owner) -> Path:
+    """A lock of another run: by default of another machine."""
+    folder.mkdir(exist_ok=True)
+    path = folder / "lock"
+    path.write_text(json.dumps(dict(host="node7", pid=4711, start="1", machine="node7 boot", nonce="x") | owner))
+    os.utime(path, (path.stat().st_mtime - seconds_ago,) * 2)
+    return path
+
+
+def here(pid: int, **other) -> dict:
+    """What a process of this machine writes into its lock."""
+    return dict(pid=pid, start=lock._start(pid), machine=lock._machine(), host="this") | other
+
+
+def gone() -> int:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def test_a_second_run_exits_2_with_host_and_pid_and_leaves_everything(train, folder, monkeypatch):
+    monkeypatch.setattr("main.build", lambda *_: pytest.fail("a model was built"))
+    path, pid = foreign(folder, **here(os.getppid())), os.getppid()
+    (folder / "tmp-step-00000008-12345678").mkdir()
+    before = path.read_text(), sorted(folder.iterdir())
+    done = train("--save", folder, "--steps", 8)
+    assert done.code == 2 and done.row is None and f"--save {folder}: pid {pid} on host this" in one_line(done.err)
+    assert (path.read_text(), sorted(folder.iterdir())) == before
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc to tell a reused pid")
+@pytest.mark.parametrize("how", ["gone", "reused", "zombie"])
+def test_the_lock_of_a_process_of_this_machine_that_is_gone_is_taken_over(how, train, folder):
+    zombie = subprocess.Popen([sys.executable, "-c", ""], stdout=subprocess.PIPE)
+    zombie.stdout.read()  # it has ended, and nobody has asked how
+    os.waitid(os.P_PID, zombie.pid, os.WEXITED | os.WNOWAIT)
+    pid = dict(gone=gone, reused=os.getppid, zombie=lambda: zombie.pid)[how]()
+    foreign(folder, **here(pid, start="1"))
+    done = train("--save", folder, "--steps", 7)
+    zombie.wait()
+    assert done.code == 0 and f"took over the lock of pid {pid} on host this, which is gone" in done.out
+    assert done.row["resumed_after"] == 6 and steps_in(folder) == [4, 6, 7] and not [*folder.glob("lock*")]
+
+
+@pytest.mark.parametrize("text", [None, "", "[1]", '{"pid": -1}', "\0"])
+def test_another_machines_lock_is_taken_over_after_180_s_without_a_sign(text, train, folder, monkeypatch):
+    monkeypatch.setattr(time, "time", lambda: 1e12)  # the file system's clock counts, not this
+    who = "pid 4711 on host node7" if text is None else "somebody"
+    path = foreign(folder)
+    if text is not None:
+        path.write_text(text)
+    stat = path.stat().st_mtime
+    os.utime(path, (stat - 150,) * 2)
+    with pytest.raises(Refused, match=rf"{who} is writing there; its last sign was 15\d s ago, after 180 s"):
+        lock.take(folder)
+    os.utime(path, (stat - 181,) * 2)
+    assert f"took over the lock of {who}, silent for 18" in lock.take(folder)
+    assert json.loads(path.read_text())["pid"] == os.getpid()
+
+
+def test_of_two_runs_that_take_over_at_once_one_is_refused(tmp_path, monkeypatch):
+    foreign(tmp_path, seconds_ago=200)
+    rename = os.rename
+
+    def overtaken(a, b):
+        monkeypatch.setattr(os, "rename", rename)
+        foreign(tmp_path, pid=4712)
+        rename(a, b)
+
+    monkeypatch.setattr(os, "rename", overtaken)
+    with pytest.raises(Refused, match="pid 4712 on host node7 has just begun"):
+        lock.take(tmp_path)
+    assert json.loads((tmp_path / "lock").read_text())["pid"] == 4712 and len([*tmp_path.iterdir()]) == 1
+
+
+ENDS = {  # flags, exit code
+    "done": ("--steps 7", 0), "nothing to do": ("--steps 6", 0), "not fit": ("--depth 2", 4),
+    "other data": ("--data random --steps 7", 3), "not finite": ("--lr 1e20 --steps 30", 5),
+    "failed save": ("--steps 7", 4),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_run_that_ends_by_itself_leaves_no_lock(end, train, folder, monkeypatch):
+    argv, code = ENDS[end]
+    if end == "failed save":
+        monkeypatch.setattr(saver, "_write", lambda *_: open("/nowhere/file"))
+    done = train("--save", folder, *argv.split())
+    assert done.code == code and not [*folder.glob("lock*")] and not lock._held
+
+
+def test_an_exit_in_between_leaves_no_lock_and_signs_keep_no_process_alive(tmp_path):
+    code = "import os, sys; from trainer import lock; d = sys.argv[1]; lock.take(d); print(os.listdir(d)); sys.exit(3)"
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=20, cwd=ROOT)
+    assert done.returncode == 3 and done.stdout == "['lock']\n" and not [*tmp_path.iterdir()]
+
+
+def test_signs_are_given_in_between_and_with_each_save(train, tmp_path, monkeypatch):
+    old = 1e9
+    monkeypatch.setattr(lock, "SIGN", 0.01)
+    lock.take(tmp_path / ".")
+    path, until = tmp_path / "lock", time.monotonic() + 20
+    os.utime(path, (old, old))
+    while path.stat().st_mtime == old:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    lock.drop(tmp_path)
+    monkeypatch.undo()
+    lock.take(tmp_path)
+    os.utime(path, (old, old))
+    lock.renew(f"{tmp_path}/")
+    assert path.stat().st_mtime > old
+
+
+def test_a_run_whose_directory_was_taken_over_saves_no_more_and_leaves_the_others_lock(train, folder, monkeypatch):
+    renew = lock.renew
+    monkeypatch.setattr(saver, "renew", lambda where: foreign(folder) and renew(where))
+    done = train("--save", folder, "--steps", 7)
+    assert done.code == 4 and "pid 4711 on host node7 has taken this directory over" in one_line(done.err)
+    assert steps_in(folder) == [2, 4, 6] and "node7" in (folder / "lock").read_text()
+
+
+def test_a_lock_that_somebody_removed_is_written_again(tmp_path):
+    lock.take(tmp_path)
+    before = (tmp_path / "lock").read_text()
+    (tmp_path / "lock").unlink()
+    lock.renew(tmp_path)
+    assert (tmp_path / "lock").read_text() == before
+    with pytest.raises(CheckpointError):
+        foreign(tmp_path)
+        lock.renew(tmp_path)
+
+
+# ------------------------------------------------------------------------------- directories that cannot be written to
+
+
+def assert_refused(done, folder):
+    assert done.code == 2 and done.row is None and f"--save {folder}: " in one_line(done.err)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write to any directory")
+def test_a_directory_without_permission_exits_2(train, tmp_path):
+    (tmp_path / "closed").mkdir(mode=0o500)
+    for where in ("closed", "closed/deep"):
+        done = train("--save", tmp_path / where)
+        assert_refused(done, tmp_path / where)
+        assert "Permission denied" in done.err
+
+
+@pytest.mark.parametrize("call", ["mkdir", "TemporaryFile", "open"])
+def test_a_read_only_file_system_exits_2_before_a_model_is_built(call, train, tmp_path, monkeypatch):
+    monkeypatch.setattr("main.build", lambda *_: pytest.fail("a model was built"))
+    where, before = tmp_path / "run", getattr(tempfile if call == "TemporaryFile" else os, call)
+
+    def read_only(path=None, *args, **kwargs):
+        if str(where) in (f"{path}", f"{kwargs.get('dir')}", os.path.dirname(f"{path}")):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        return before(*([path] if path is not None else []), *args, **kwargs)
+
+    monkeypatch.setattr(tempfile if call == "TemporaryFile" else os, call, read_only)
+    done = train("--save", where)
+    assert_refused(done, where)
+    assert "Read-only file system" in done.err

@@ -1,0 +1,165 @@
+"""The lock of a directory that one run at a time may write to: a file `lock` in it, which says who. Knows no torch.
+
+    said = take(folder)     # Refused if another run has it; what to say if it was taken over, else None
+    renew(folder)           # a sign of life, given every 30 s too; CheckpointError if another run has taken it over
+    drop(folder)            # at the latest when the process exits
+
+A lock is stale if its process was one of this machine and is gone (kill -9 leaves such a lock), or if it is another
+machine's and gave no sign for 180 s. Ages are by the file system's clock, which may be another machine's. Relies on
+exclusive creation and rename, not on flock, which network file systems treat as they like.
+"""
+
+import atexit
+import json
+import os
+import re
+import secrets
+import socket
+import tempfile
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+from trainer.manifest import CheckpointError, Refused
+
+SIGN, STALE = 30, 180  # s between signs of life; s without one after which another machine's lock is taken over
+
+
+class _Held:
+    """A lock of this process: `text` is the content of its file, unlike any other."""
+
+    def __init__(self, path: str, text: str):
+        self.path, self.text, self.over = path, text, threading.Event()
+        threading.Thread(target=self._signs, daemon=True).start()  # daemon: it keeps no process alive
+
+    def _signs(self) -> None:
+        while not self.over.wait(SIGN):
+            with suppress(OSError, CheckpointError):  # the next save tells
+                self.sign()
+
+    def sign(self) -> None:
+        try:
+            found = _read(self.path)
+        except FileNotFoundError:  # by hand
+            _create(self.path, self.text)
+            return
+        if found != self.text:
+            raise CheckpointError(f"{self.path}: {_who(found)} has taken this directory over, after {STALE} s without "
+                                  "a sign of this run")  # fmt: skip
+        os.utime(self.path)
+
+
+_held: dict[str, _Held] = {}  # absolute path of the folder
+
+
+def take(folder: str) -> str | None:
+    """Nothing happens if this process has the lock already."""
+    path, said, key = os.path.join(folder, "lock"), None, os.path.abspath(folder)
+    if key in _held:
+        return None
+    own = dict(host=socket.gethostname(), pid=os.getpid(), start=_start(os.getpid()), machine=_machine())
+    text = json.dumps(own | dict(nonce=secrets.token_hex(8)))
+    try:
+        try:
+            _create(path, text)
+        except FileExistsError:
+            said = _evict(folder, path)
+            _create(path, text)
+    except OSError as error:
+        raise Refused(f"--save {folder}: lock: {error.strerror}; name a directory that can be written") from None
+    _held[key] = _Held(os.path.abspath(path), text)
+    return said
+
+
+def renew(folder: str) -> None:
+    """Nothing happens if this process does not have the lock."""
+    if held := _held.get(os.path.abspath(folder)):
+        held.sign()
+
+
+def drop(folder: str) -> None:
+    """Removes the lock if this process has it."""
+    if held := _held.pop(os.path.abspath(folder), None):
+        held.over.set()
+        with suppress(OSError):
+            if _read(held.path) == held.text:
+                os.unlink(held.path)
+
+
+@atexit.register
+def _drop_all() -> None:
+    for folder in [*_held]:
+        drop(folder)
+
+
+def _create(path: str, text: str) -> None:
+    file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+    try:
+        os.write(file, text.encode())
+    finally:
+        os.close(file)
+
+
+def _read(path: str) -> str:
+    return Path(path).read_bytes().decode(errors="replace")
+
+
+def _owner(text: str) -> dict:
+    """What a lock says; {} of one that is not written yet or not ours to read."""
+    with suppress(ValueError, LookupError, TypeError):
+        found = json.loads(text)
+        return found if 0 < found["pid"] < 2**31 else {}
+    return {}
+
+
+def _who(text: str) -> str:
+    owner = _owner(text)
+    return f"pid {owner['pid']} on host {owner.get('host')}" if owner else "somebody"
+
+
+def _evict(folder: str, path: str) -> str | None:
+    """Removes a stale lock and says whose it was. Refused if it is not stale."""
+    try:
+        text, mark = _read(path), os.stat(path).st_mtime
+    except FileNotFoundError:  # its run has just ended
+        return None
+    with tempfile.TemporaryFile(dir=folder) as now:
+        silent = os.fstat(now.fileno()).st_mtime - mark
+    here = _owner(text).get("machine") == _machine()
+    if here and _alive(_owner(text)) or not here and silent < STALE:
+        more = "" if here else f"; its last sign was {silent:.0f} s ago, after {STALE} s its lock would be taken over"
+        raise Refused(f"--save {folder}: {_who(text)} is writing there{more}; wait, stop it, or save elsewhere")
+    aside = f"{path}-{secrets.token_hex(4)}"
+    os.rename(path, aside)
+    if _read(aside) != text:  # another run that starts now was faster: what was moved is its lock
+        os.rename(aside, path)
+        raise Refused(f"--save {folder}: {_who(_read(path))} has just begun to write there; save elsewhere")
+    os.unlink(aside)
+    return f"took over the lock of {_who(text)}, " + ("which is gone" if here else f"silent for {silent:.0f} s")
+
+
+def _machine() -> str:
+    """What pids are numbers of: a host since its boot and, where containers have pids of their own, one of them."""
+    told = [socket.gethostname()]
+    with suppress(OSError):
+        told += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")]
+    return " ".join(told)
+
+
+def _start(pid: int) -> str | None:
+    """When a process of this machine began, which tells it from an earlier one of the same pid (clock ticks since
+    boot); None if it is gone, also as a zombie, or where there is no /proc."""
+    with suppress(OSError):
+        fields = re.sub(r".*\) ", "", Path(f"/proc/{pid}/stat").read_text(), flags=re.DOTALL).split()  # from the 3rd on
+        return None if fields[0] in "ZX" else fields[19]
+    return None
+
+
+def _alive(owner: dict) -> bool:
+    try:
+        os.kill(owner["pid"], 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # somebody else's
+        pass
+    return _start(owner["pid"]) == owner.get("start")

@@ -1,0 +1,179 @@
+"""Saves the steps of a run, in the foreground or, with --save-async, in a thread, and keeps the newest of them.
+
+    with Saver(config, step, batches) as saver:     # at the end: waits, raises what a save met, gives the lock back
+        saver.save(k)                               # after k steps: DIR/step-00000012, as checkpoint.py says
+        saver.failed()                              # the save in flight has ended with an error, which `wait` raises
+
+A save in flight holds one copy of this rank's shards (parameters and moments) in host memory, allocated by the first
+and filled again by each later one, which first waits for the one before. Its collectives have a group of their own, and
+it leaves the device alone. On CUDA torch's writer holds such a copy, too, while a synchronous save lasts.
+
+All but `failed` are collectives: what fails on one rank raises on all, in the thread as well.
+"""
+
+import os
+import secrets
+import shutil
+import sys
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from trainer.checkpoint import FORMAT, on_all, on_rank_0, steps_in, table_of, tensors
+from trainer.config import Config
+from trainer.control import control_group
+from trainer.data import Batches
+from trainer.lock import drop, renew
+from trainer.manifest import CheckpointError, digest, sync, write_json, write_manifest
+from trainer.sinks import tell
+from trainer.step import local
+
+
+class Saver:
+    """`group`: what foreground saves talk over, see control.control_group."""
+
+    def __init__(self, c: Config, step, batches: Batches, group: dist.ProcessGroup | None = None):
+        self.c, self.step, self.batches, self.group = c, step, batches, group
+        self.thread: ThreadPoolExecutor | None = None
+        self.pending: tuple[int, Future] | None = None  # the step in flight
+        self.staged: dict[str, Tensor] = {}
+        if c.save is not None and c.save_async:
+            self.group = control_group()
+            self.thread = ThreadPoolExecutor(1, "save")
+            # Not from_local, which would move a DTensor's host memory back to the device of its mesh.
+            self.staged = {name: torch.empty_like(t, device="cpu", pin_memory=t.is_cuda)
+                           for name, t in tensors(step).items()}  # fmt: skip
+
+    def save(self, k: int) -> None:
+        """Saves what is now, after k steps: returns when it is committed, with --save-async when it is copied.
+        Raises CheckpointError, with --save-errors warn only if k is the last step."""
+        self.wait()
+        state, name = tensors(self.step), f"step-{k:08d}"
+        about = dict(format=FORMAT, step=k, samples=self.batches.sample, global_batch=self.batches.global_batch)
+        about |= dict(training=asdict(self.c.training), torch=torch.__version__, world=dist.get_world_size())
+        about |= dict(data=dict(description=self.batches.description, fingerprint=self.batches.fingerprint))
+        about |= dict(tensors=table_of(state))
+        write = partial(_save, self.c, name, about, self.group)
+        if self.thread is None:
+            self._settle(k, partial(write, state))
+        else:
+            self._stage(state)
+            self.pending = k, self.thread.submit(write, self.staged)
+
+    @torch.no_grad()
+    def _stage(self, state: dict[str, Tensor]) -> None:
+        for name, t in state.items():
+            local(self.staged[name]).copy_(local(t), non_blocking=True)
+        if any(t.is_cuda for t in state.values()):
+            torch.cuda.current_stream().synchronize()
+
+    def _settle(self, k: int, result: Callable[[], Any]) -> None:
+        try:
+            result()
+        except CheckpointError as error:
+            if self.c.save_errors == "stop" or k >= self.c.steps:
+                raise
+            if dist.get_rank() == 0:
+                tell(f"warning: step {k} was not saved: {error}", sys.stderr)
+
+    def failed(self) -> bool:
+        """Whether the save in flight has ended with an error, as far as this rank knows; does not wait."""
+        return self.pending is not None and self.pending[1].done() and self.pending[1].exception() is not None
+
+    def wait(self) -> None:
+        """Ends the save in flight; raises as `save` does."""
+        if self.pending is not None:
+            k, future = self.pending
+            wait([future])
+            self.pending = None  # not before: Ctrl-C may end the waiting
+            self._settle(k, future.result)
+
+    def close(self) -> None:
+        """`wait`; then thread, group, buffer and lock are given back. A second call does nothing."""
+        try:
+            self.wait()
+        finally:
+            if self.thread is not None:
+                self.thread.shutdown()
+                dist.destroy_process_group(self.group)
+                self.thread, self.staged = None, {}
+            if self.c.save is not None:
+                drop(self.c.save)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error: BaseException | None, trace) -> None:
+        try:
+            self.close()
+        except CheckpointError as lost:
+            if error is None:
+                raise
+            if dist.get_rank() == 0:  # it is not what ends the run
+                tell(f"warning: {lost}", sys.stderr)
+
+
+def _save(c: Config, name: str, about: dict, group: dist.ProcessGroup | None, state: dict[str, Tensor]) -> None:
+    """Writes and commits a step under --save, then removes all but the newest --keep. Raises CheckpointError."""
+    needs = sum(t.numel() * t.element_size() for t in state.values())
+    temporary = on_rank_0(partial(_begin, c.save, name, needs), group)
+    try:
+        files = {}
+        for written in on_all(partial(_write, temporary, state, group), group):
+            files |= written
+        on_rank_0(partial(_commit, c, name, temporary, files, about), group)
+    except CheckpointError:
+        if dist.get_rank() == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _begin(folder: str, name: str, needs: int) -> str:
+    """A new temporary directory for `needs` bytes."""
+    renew(folder)
+    final, has = os.path.join(folder, name), shutil.disk_usage(folder).free
+    if os.path.lexists(final):
+        raise CheckpointError(f"{final}: is there already and is not written over; save elsewhere")
+    if needs > has:
+        raise CheckpointError(f"{final}: disk full: needs {needs / 2**20:.1f} MiB, has {has / 2**20:.1f} MiB")
+    temporary = os.path.join(folder, f"tmp-{name}-{secrets.token_hex(4)}")
+    os.mkdir(temporary)
+    return temporary
+
+
+def write_tensors(temporary: str, state: dict[str, Tensor], group: dist.ProcessGroup | None) -> None:
+    """The files of this rank, synced; those of rank 0 with `.metadata`."""
+    # Without copying ahead there is no stream to wait for: a thread must not disturb the capture of a CUDA graph.
+    writer = dcp.FileSystemWriter(temporary, sync_files=True, per_thread_copy_ahead=0)
+    writer.storage_meta = lambda: None  # its own would put the directory's whole path into `.metadata`
+    dcp.save(state, storage_writer=writer, process_group=group)
+
+
+def _write(temporary: str, state: dict[str, Tensor], group: dist.ProcessGroup | None) -> dict[str, list[int]]:
+    """Writes; {file: [bytes, CRC-32]} of this rank's files, read back."""
+    write_tensors(temporary, state, group)
+    own = f"__{dist.get_rank()}_"
+    return {name: digest(os.path.join(temporary, name)) for name in os.listdir(temporary) if name.startswith(own)}
+
+
+def _commit(c: Config, name: str, temporary: str, files: dict[str, list[int]], about: dict) -> None:
+    write_json(os.path.join(temporary, "train_state.json"), about)
+    for own in (".metadata", "train_state.json"):
+        files[own] = digest(os.path.join(temporary, own))
+    for file, (size, _) in files.items():
+        if os.stat(os.path.join(temporary, file)).st_size != size:
+            raise CheckpointError(f"{temporary}/{file}: another rank sees it otherwise; ranks must share --save")
+    write_manifest(temporary, files)
+    os.rename(temporary, os.path.join(c.save, name))
+    sync(c.save)
+    for old in steps_in(c.save)[c.keep :]:  # under another name first: half of a step must not look like one
+        gone = os.path.join(c.save, f"tmp-{old}-{secrets.token_hex(4)}")
+        os.rename(os.path.join(c.save, old), gone)
+        shutil.rmtree(gone)
