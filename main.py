@@ -36,6 +36,7 @@ from trainer.saver import Saver
 from trainer.sinks import Sinks, check_writable, final_lines, tell
 from trainer.step import check_mode, global_norm, shutdown
 from trainer.watchdog import Watchdog
+from trainer.weights import initialise
 
 WARMUP = 3  # steps that no statistic covers, the compiling ones among them
 PROFILED = 3
@@ -78,6 +79,8 @@ class Run:
         same = {n: ([*p.shape], str(p.dtype)) for n, p in self.model.named_parameters()}
         drawn = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else torch.get_rng_state()
         agree(same | {"initial weights (random state)": zlib.crc32(drawn.numpy())}, self.group)
+        if self.c.init is not None:
+            initialise(self.c, self.model, self.found, self.group)
         if self.found:
             checkpoint.load(self.found, self.step, self.group)
             self.batches.sample = self.found.about["samples"]

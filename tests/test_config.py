@@ -84,6 +84,7 @@ BAD = [  # what is wrong by itself: argv, the flag and the value that the messag
     *((f"--{name} {value}", value) for value in (0, -3) for name in
       "depth width head-dim grouping grow vocab seqlen batch grad-accum steps world replicas chunk log-every".split()),
     ("--keep 0", 0), ("--save-errors skip", "skip"), ("--keep -3", -3), ("--save-every -1", -1),
+    ("--init runs/a", "runs/a"),
     *((f"--lr {value}", value) for value in ("-0.1", "0", "nan", "inf")),
     *((f"--clip {value}", value) for value in ("-1", "nan", "inf")),
     *((f"--{name} {value}", value) for name in ("min-shard-mib", "timeout", "first-timeout")
@@ -184,6 +185,8 @@ MISFITS = [  # what is wrong together: argv, world, what the message names
     ("--save-every 2", 1, ["--save-every 2", "--save DIR"]), ("--keep 2", 1, ["--keep 2", "--save DIR"]),
     ("--save-async", 1, ["--save-async: needs --save DIR"]), ("--save-errors warn", 1, ["--save-errors warn: needs"]),
     ("--world 2 --save {tmp}", 1, ["--world 2", "--save"]), ("--world 2 --resume x", 1, ["--world 2", "--resume"]),
+    ("--world 2 --init a.pt", 1, ["--world 2", "--init"]),
+    ("--resume x --init a.pt", 1, ["--init a.pt", "--resume x"]),
     ("--save {tmp}/file", 1, ["--save {tmp}/file", "File exists"]),
     ("--save {tmp}/file/deep", 1, ["--save {tmp}/file/deep", "directory"]),
 ]  # fmt: skip

@@ -105,6 +105,8 @@ def test_training_goes_on_and_what_is_saved_is_what_was_there(run, gate):
     assert not run.saver.failed() and steps_in(run.folder) == []
     assert not any(torch.equal(t, before[name]) for name, t in run.state().items())
     gate.opened.set()
+    run.saver.pending[1].result()
+    assert not run.saver.failed()
     run.saver.wait()
     assert steps_in(run.folder) == [1] and not [*run.folder.glob("tmp-*")]
     assert_bitwise(contents(run.folder / "step-00000001"), before)
@@ -247,3 +249,22 @@ def test_a_run_that_ends_by_another_error_still_tells_what_its_last_save_met(tra
     monkeypatch.setattr(Saver, "failed", lambda _: False)  # nobody learns of it before the run ends
     done = train("--save", tmp_path / "run", *[each for each in argv if each not in ("--save-errors", "warn")])
     assert done.code == 5 and "warning: " in done.err and "No space left" in done.err
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("wrapper", ["simple", "fsdp2"])
+def test_on_a_gpu_the_buffer_is_pinned_and_what_is_saved_is_bitwise(wrapper, train, tmp_path, monkeypatch):
+    told, stage = [], Saver._stage
+
+    def recorded(self, state):
+        stage(self, state)
+        pinned = [local(t).is_cpu and local(t).is_pinned() for t in self.staged.values()]
+        told.append((pinned, {name: local(t).cpu() for name, t in state.items()}))
+
+    monkeypatch.setattr(Saver, "_stage", recorded)
+    argv = "--device", "cuda", "--save-every", 2, "--save-async", "--wrapper", wrapper
+    assert train(*argv, "--save", tmp_path / "run").code == 0
+    for k, (pinned, state) in zip((2, 4, 6), told, strict=True):
+        assert all(pinned)
+        assert_bitwise(contents(tmp_path / "run" / f"step-0000000{k}"), state)

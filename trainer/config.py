@@ -71,6 +71,9 @@ class Training:
     """Largest global gradient norm; 0: no clipping."""
     seed: int = 0
     """Of the initial weights and of the order of the data."""
+    init: str | None = None
+    """Weights for step 0: a .safetensors, its .index.json or a .pt, such as python -m trainer.export writes. Moments
+    are fresh. A checkpoint found in --save goes before."""
     param_dtype: Annotated[Literal["fp32", "bf16"] | None, _by_device("param_dtype", "{fp32,bf16}")] = None
     """Of gathered parameters, the all-gather and the computation. Masters are fp32."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
@@ -172,7 +175,7 @@ class Output:
     first_timeout: float = 3600.0
     """The same up to the end of the first step, which compiles."""
     cast: bool = False
-    """Resume also from a checkpoint of another --adam-dtype, whose moments are then converted."""
+    """Resume also from a checkpoint of another --adam-dtype, whose moments are then converted; --init likewise."""
     wandb: Literal["off", "offline", "online"] = "off"
     """Weights & Biases; never fatal, the JSONL is the record."""
     group: str | None = None
@@ -227,6 +230,7 @@ _RANGES = [
     ("warmup mlp_chunk save_every", lambda v: v >= 0, "0 or more"),
     ("seed", lambda v: 0 <= v < 2**64, "0 or more and below 2**64"),
     ("clip min_shard_mib timeout first_timeout", lambda v: 0 <= v < math.inf, "0 or a positive number"),
+    ("init", lambda v: v.endswith((".safetensors", ".safetensors.index.json", ".pt")), "a .safetensors or a .pt"),
     ("remat_ratio", lambda v: 0 <= v <= 1, "between 0 and 1"),
 ]  # fmt: skip
 
@@ -242,8 +246,10 @@ def _check_fit(c: Config, device: str, world: int) -> str | None:
         value = getattr(c, name)
         if value != getattr(Output, name):
             return f"{flag(name)}{'' if value is True else f' {value}'}: needs --save DIR"
-    if c.world and (c.save is not None or c.resume not in ("auto", "never")):
-        return f"--world {c.world}: simulated ranks hold no model worth saving; leave out --save and --resume"
+    if c.world and (c.save is not None or c.init is not None or c.resume not in ("auto", "never")):
+        return f"--world {c.world}: simulated ranks hold no model worth saving; leave out --save, --resume and --init"
+    if c.init is not None and c.resume not in ("auto", "never"):
+        return f"--init {c.init}: --resume {c.resume} has weights of its own; leave one of them out"
     if c.world and world not in (1, c.world):
         return f"--world {c.world}: simulates ranks in one process, here are {world}; start it without torchrun"
     world = c.world or world
@@ -323,7 +329,7 @@ def _check_fit(c: Config, device: str, world: int) -> str | None:
 
 
 def _filled(c: Config, device: str) -> Config:
-    unset = {f.name: DEFAULTS[device][f.name] for f in fields(Training) if getattr(c.training, f.name) is None}
+    unset = {name: default for name, default in DEFAULTS[device].items() if getattr(c.training, name) is None}
     mode = "replicate" if c.wrapper == "ddp" and c.mode == "fully_shard" else c.mode  # what DDP is
     return replace(c, training=replace(c.training, **unset), system=replace(c.system, device=device, mode=mode))
 
