@@ -220,12 +220,12 @@ def perform(
         watchdog.leave(line)
         if run is None and code != 1:  # nothing has begun: as bad flags
             if rank == 0 or not (common or signals.come(5)):  # torchrun's, once rank 0 has told the same and gone
-                print(f"error: {line}", file=sys.stderr, flush=True)
+                tell(f"error: {line}", sys.stderr)
             return code
         if run is None or (c.debug and not isinstance(e, Stopped)):
             raise
         if rank == 0 or not common:
-            print(f"error: rank {rank}: {line}", file=sys.stderr, flush=True)
+            tell(f"error: rank {rank}: {line}", sys.stderr)
     finally:
         signals.over = True
         if run is not None:

@@ -32,6 +32,7 @@ from trainer.control import control_group
 from trainer.data import Batches
 from trainer.lock import drop, renew
 from trainer.manifest import CheckpointError, digest, sync, write_json, write_manifest
+from trainer.sinks import tell
 from trainer.step import local
 
 
@@ -80,7 +81,7 @@ class Saver:
             if self.c.save_errors == "stop" or k >= self.c.steps:
                 raise
             if dist.get_rank() == 0:
-                print(f"warning: step {k} was not saved: {error}", file=sys.stderr, flush=True)
+                tell(f"warning: step {k} was not saved: {error}", sys.stderr)
 
     def failed(self) -> bool:
         """Whether the save in flight has ended with an error, as far as this rank knows; does not wait."""
@@ -116,7 +117,7 @@ class Saver:
             if error is None:
                 raise
             if dist.get_rank() == 0:  # it is not what ends the run
-                print(f"warning: {lost}", file=sys.stderr, flush=True)
+                tell(f"warning: {lost}", sys.stderr)
 
 
 def _save(c: Config, name: str, about: dict, group: dist.ProcessGroup | None, state: dict[str, Tensor]) -> None:

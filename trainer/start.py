@@ -9,6 +9,8 @@ import sys
 import time
 from typing import NoReturn
 
+from trainer.sinks import tell
+
 NUMBERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_WORLD_SIZE")
 
 
@@ -34,5 +36,5 @@ def fail(message: str, rank: int, code: int = 2) -> NoReturn:
     gone, so that only a fault that rank 0 does not have is told by them."""
     if rank:
         time.sleep(5)
-    print(f"error: {message}", file=sys.stderr, flush=True)
+    tell(f"error: {message}", sys.stderr)
     sys.exit(code)

@@ -26,6 +26,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from trainer.sinks import tell
+
 POLL_S, ANSWER_S = 1.0, 5.0  # between looks at the clock and at the store; for the answers of the others
 ROOT = Path(__file__).parent.parent
 
@@ -107,11 +109,12 @@ class Watchdog:
                 answers = self._answers(why)
                 text = self._verdict(answers, next((a["why"] for a in answers.values() if a["why"]), "called"))
                 if self.rank == min(answers):
-                    print(f"error: {text}", file=sys.stderr, flush=True)
+                    tell(f"error: {text}", sys.stderr)
             spoken = threading.Thread(target=self.on_end, args=(text,), daemon=True)  # it may hang in its turn
             spoken.start()
             spoken.join(ANSWER_S)
-            sys.stdout.flush()
+            with suppress(OSError, ValueError):
+                sys.stdout.flush()
             self.end(7)
 
     def _answers(self, why: str | None) -> dict[int, dict]:
