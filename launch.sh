@@ -6,8 +6,8 @@
 #   ./launch.sh test [PYTEST ARGS]     the tests; -m slow: those that this leaves out
 #   ./launch.sh sweep AXIS|all|FILE [--small] [FLAGS]
 #                                      one run per cell; a second call does what is missing (trainer/sweep.py)
-#   ./launch.sh gpu [1..15] [--tiny]   what needs a GPU: tests, attention kernels, the ladder of memory, MFU, then eleven
-#                                      sweeps; each part ends within 8 minutes and resumes; --tiny: on a CPU
+#   ./launch.sh gpu [1..16] [--tiny]   what needs a GPU: tests, attention kernels, the ladder of memory, MFU, eleven
+#                                      sweeps, saving; each part ends within 8 minutes and resumes; --tiny: on a CPU
 #   ./launch.sh profile [FLAGS]        a run with --profile DIR; NSYS=1 puts it under nsys
 #   ./launch.sh slurm                  prints a batch script for several nodes
 #   ./launch.sh install                only install
@@ -79,25 +79,23 @@ torchrun() {    # torchrun SCRIPT ARGS; a prefix (nsys) may stand in $wrap
 }
 
 gpu() {
-    local parts="1 2 3 4 5 6 7 8 9 10 11 12 13 14 15" out=${OUT:-results}/gpu status=0 part code tiny= axes
+    local parts="1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16" out=${OUT:-results}/gpu status=0 part code tiny= axes
     axes=(- - - gpu-{ladder,mfu,compile,remat,memory} gpus wrappers variants attention seqlen depth width gpu-compile-depth)
-    case ${1:-} in --*|'') ;; [1-9]|1[0-5]) parts=$1; shift ;; *) die "gpu: no part '$1', expected 1 to 15" 2 ;; esac
+    case ${1:-} in --*|'') ;; [1-9]|1[0-6]) parts=$1; shift ;; *) die "gpu: no part '$1', expected 1 to 16" 2 ;; esac
     if [ "${1:-}" = --tiny ]; then shift; set -- --small "$@"; out=$out-tiny tiny=--small; else set -- --device cuda "$@"; fi
     export NPROC=1 CELL_TIMEOUT=${CELL_TIMEOUT:-240}
     trap 'kill "$!"; wait "$!" || true; exit 143' INT TERM HUP
     for part in $parts; do
         echo "== part $part"
-        if [ "$part" = 1 ]; then
-            timeout -k 10 470 "$py" -m pytest -q -m gpu &
-            wait "$!" || { code=$?; [ "$code" -eq 5 ] || status=$code; }    # 5: no such test
-        elif [ "$part" = 2 ]; then    # the search takes what time it gets
-            { timeout 200 "$py" -m trainer.attention ${tiny:+"$tiny"} --results "$out.jsonl"; [ -n "$tiny" ] ||
-                timeout 250 "$py" -m trainer.attention --search --options "${out%/*}/flex_options.json"; } &
-            wait "$!" || status=$?
-        else
-            "$py" -m trainer.sweep "${axes[part]}" --budget 450 --results "$out.jsonl" "$@" &
-            wait "$!" || status=$?
-        fi
+        case $part in
+            1)  timeout -k 10 470 "$py" -m pytest -q -m gpu & ;;
+            2)  { timeout 200 "$py" -m trainer.attention ${tiny:+"$tiny"} --results "$out.jsonl"; [ -n "$tiny" ] ||
+                    timeout 250 "$py" -m trainer.attention --search --options "${out%/*}/flex_options.json"; } & ;;
+            16) [ -z "$tiny" ] || shift
+                timeout 470 "$py" -m trainer.save_cost --check -- --results "$out.jsonl" "$@" & ;;
+            *)  "$py" -m trainer.sweep "${axes[part]}" --budget 450 --results "$out.jsonl" "$@" & ;;
+        esac
+        wait "$!" || { code=$?; [ "$code" -eq 5 ] || status=$code; }    # pytest's 5: no such test
     done
     return "$status"
 }

@@ -1,0 +1,43 @@
+"""Checkpoints and faults on a GPU, through main.py: `./launch.sh gpu 1`. One process, NCCL; skipped without CUDA."""
+
+import pytest
+import torch
+from test_checkpoint import assert_bitwise, contents, steps_in
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.usefixtures("isolated"),
+]
+GPU = "--device cuda --depth 2 --width 256 --head-dim 64 --seqlen 256 --vocab 256 --warmup 2 --steps 10".split()
+
+
+@pytest.mark.parametrize("compile", ["none", "blocks", "fwdbwd"])
+@pytest.mark.parametrize("how", ["--no-save-async", "--save-async"])
+def test_ten_steps_are_five_and_five_bit_for_bit(compile, how, train, tmp_path, monkeypatch):
+    argv = [*GPU, "--compile", compile, "--log-every", 1, how, "--save"]
+    monkeypatch.setenv("FAULT", "0:5:update:term")
+    stopped = train(*argv, tmp_path / "run")
+    monkeypatch.delenv("FAULT")
+    assert stopped.code == 143 and steps_in(tmp_path / "run") == [5]
+    resumed, whole = train(*argv, tmp_path / "run"), train(*argv, tmp_path / "whole")
+    assert [s["loss"] for s in whole.steps] == [s["loss"] for s in stopped.steps + resumed.steps]
+    assert_bitwise(contents(tmp_path / "run/step-00000010"), contents(tmp_path / "whole/step-00000010"))
+
+
+def test_a_setting_that_does_not_fit_says_where_how_much_and_what_to_do(train, tmp_path):
+    free = torch.cuda.mem_get_info()[0]
+    rows = free // (256 * 2048 * 4) + 1  # that many sequences' logits fill what is free
+    done = train(*GPU, "--compile", "none", "--vocab", 2048, "--batch", rows)
+    (line,) = [line for line in done.err.splitlines() if line.startswith("error: ")]
+    assert done.code == 6 and done.row["outcome"].startswith("OOM ") and " GiB more, peak " in line
+    assert "--batch" in line and "memory_viz" in line and [*tmp_path.glob("*.hang/memory-0.pickle")]
+
+
+def test_a_step_that_is_not_finite_changes_nothing(train, tmp_path, monkeypatch):
+    for mode in ("none", "fwdbwd"):
+        monkeypatch.setenv("FAULT", "0:4:forward:nan")
+        done = train(*GPU, "--compile", mode, "--nonfinite", "skip", "--log-every", 1, "--save", tmp_path / mode)
+        assert done.code == 0 and done.row["skipped"] == 1 and done.steps[3]["loss"] == "nan"
+        assert all(t.isfinite().all() for t in contents(tmp_path / mode / "step-00000010").values())
+        assert contents(tmp_path / mode / "step-00000010")["t"] == 9
