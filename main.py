@@ -3,42 +3,43 @@
     python main.py                                                      # one rank, CPU or GPU
     torchrun --nproc-per-node 4 main.py --depth 8 --compile fwdbwd      # the main job
 
-Parse, build, run, report. Exit codes: 0 done, 2 bad flags or environment, 3 bad data, 4 a checkpoint that cannot be
-used or written, 5 non-finite training, 6 out of memory, 1 anything else. A run that fails after it began still appends
-its row, with the outcome.
+Parse, build, run, report. Exit codes: trainer/outcome.py. A run that fails after it began still appends its row.
 """
 
 import math
 import os
+import signal
 import sys
 import time
+import zlib
+from contextlib import suppress
 
 from trainer import config as flags
 
 if __name__ == "__main__":  # before torch is imported: --help and bad flags answer at once
     RANKS = flags.ranks()
-    CONFIG = flags.parse(sys.argv[1:], RANKS[0])
+    CONFIG = flags.parse(sys.argv[1:], RANKS[0], RANKS[2])
 
 import torch
 
 from model import flops_per_token
-from simple_fsdp import describe
-from trainer import checkpoint, measure, memory, memory_events, simulated_world
+from trainer import checkpoint, inject, measure, memory, memory_events, simulated_world
 from trainer.baselines import build, connect, model_config
+from trainer.control import Control, Signals, Stopped, agree, control_group
 from trainer.cuda_graph import Replayed
-from trainer.data import Batches, DataError, check_source
+from trainer.data import Batches, check_source
 from trainer.kernels import choose
-from trainer.manifest import CheckpointError, check_directory
+from trainer.manifest import check_directory
+from trainer.outcome import NonFinite, lost_connection, outcome_of
+from trainer.record import header, row
 from trainer.saver import Saver
-from trainer.sinks import Sinks, check_writable, final_lines
+from trainer.sinks import Sinks, check_writable, final_lines, tell
 from trainer.step import check_mode, global_norm, shutdown
+from trainer.watchdog import Watchdog
+from trainer.weights import initialise
 
 WARMUP = 3  # steps that no statistic covers, the compiling ones among them
 PROFILED = 3
-
-
-class NonFinite(Exception):
-    """The global gradient norm, the same number on every rank, is not finite."""
 
 
 class Run:
@@ -46,6 +47,7 @@ class Run:
 
     def __init__(self, c: flags.Config, device: torch.device, rank: int, world: int):
         self.c, self.device, self.rank, self.world = c, device, rank, world
+        self.group = None if c.world else control_group()
         self.stages = measure.Stages(device)
         self.timer = measure.StepTimer(device)
         self.environment = measure.environment(device)  # now: the checkout may change while it runs
@@ -54,9 +56,10 @@ class Run:
             c.data, global_batch=world * c.batch * c.grad_accum, seqlen=c.seqlen, vocab=c.vocab, seed=c.seed,
             rank=rank, world=world,
         )  # fmt: skip
-        self.group = None if c.world else checkpoint.cpu_group()
+        same = {flags.flag(k): v for k, v in c.flat().items()} | dict(torch=torch.__version__)
+        agree(same | dict(data=(self.batches.description, self.batches.fingerprint)), self.group)
         self.found = None if c.world else checkpoint.choose(c, self.batches, self.group)
-        self.first = self.found.about["step"] if self.found else 0  # steps that an earlier run did
+        self.first = self.done = self.saved = self.found.about["step"] if self.found else 0  # an earlier run's steps
         self.warm = self.first + WARMUP
         self.profile = measure.Profile(c.profile, self.warm, PROFILED, rank, device)
         self.explained, self.explanation = min(self.warm, c.steps - 1) if c.explain_memory else None, []
@@ -73,9 +76,15 @@ class Run:
         step = build(self.c, self.device, self.world, self.stages.add)
         self.step = Replayed(step) if self.c.cuda_graph else step
         self.model = self.step.bare_model
+        same = {n: ([*p.shape], str(p.dtype)) for n, p in self.model.named_parameters()}
+        drawn = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else torch.get_rng_state()
+        agree(same | {"initial weights (random state)": zlib.crc32(drawn.numpy())}, self.group)
+        if self.c.init is not None:
+            initialise(self.c, self.model, self.found, self.group)
         if self.found:
             checkpoint.load(self.found, self.step, self.group)
             self.batches.sample = self.found.about["samples"]
+        self.sample = self.batches.sample  # where the next step begins
         self.saver = Saver(self.c, self.step, self.batches, self.group)
 
     def lr(self, k: int) -> float:
@@ -85,34 +94,65 @@ class Run:
         progress = (k - self.c.warmup) / max(1, self.c.steps - self.c.warmup)
         return self.c.lr * (0.55 + 0.45 * math.cos(math.pi * progress))
 
-    def train(self, sinks: Sinks) -> None:
-        c, start = self.c, time.perf_counter()
-        for k in range(self.first, c.steps):
-            logged = sinks.due(k + 1)
-            saved = c.save is not None and (k + 1 == c.steps or (c.save_every and (k + 1) % c.save_every == 0))
-            lr, norms = self.lr(k), {}
-            self.step.optimizer.lr.fill_(lr)
-            if self.collectives:
-                self.collectives.clear()  # the row tells those of the last step
-            self.step.inspect = (lambda p, g, to=norms: self.norms(p, g, to)) if c.verbose > 1 and logged else None
-            excluded = k < self.warm or self.profile.covers(k) or k == self.explained
-            with self.timer.step(excluded), self.profile.step(k):
-                tokens, targets = (t.to(self.device, non_blocking=True) for t in next(self.batches))
-                loss = (self.explain if k == self.explained else self.step)(tokens, targets)
-            if k == self.first:
-                self.loss = loss.item()  # waits for the step
-                self.first_step_s, self.first_step_mib = time.perf_counter() - start, self.stages.add("first step")
-            if k == min(self.warm, c.steps) - 1:
-                measure.reset_peak(self.device)
-            if logged:
-                self.loss, norm = loss.item(), self.step.grad_norm.item()
-                ms = self.timer.last()
-                tok_s = self.world * self.batches_tokens() / ms * 1e3
-                sinks.step(dict(step=k + 1, loss=self.loss, lr=lr, grad_norm=norm, ms=ms, tok_s=tok_s, **norms))
-            if (logged or saved) and not math.isfinite(norm := self.step.grad_norm.item()):
-                raise NonFinite(f"gradient norm {norm} at step {k + 1}: lower --lr {c.lr}?")
-            if saved:
-                self.saver.save(k + 1)
+    def train(self, sinks: Sinks, signals: Signals, watchdog: Watchdog) -> None:
+        """Raises Stopped, after saving, when a signal has come to any rank."""
+        control = Control(signals, self.group)
+        self.step.between = lambda: control.boundary(self.done)
+        start = time.perf_counter()
+        try:
+            for k in range(self.first, self.c.steps):
+                watchdog.beat(k + 1, "data")
+                if control.boundary(k, failed=self.saver.failed()):
+                    self.saver.wait()  # it failed on all
+                loss = self.one_step(k, sinks, watchdog)
+                if k == self.first:
+                    self.loss = loss.item()  # waits for the step
+                    self.first_step_s, self.first_step_mib = time.perf_counter() - start, self.stages.add("first step")
+                    watchdog.limit = self.c.timeout
+                if k == min(self.warm, self.c.steps) - 1:
+                    measure.reset_peak(self.device)
+                self.done, self.sample = k + 1, self.batches.sample
+                if self.c.save is not None and self.c.save_every and (k + 1) % self.c.save_every == 0:
+                    self.save(watchdog)
+            with suppress(Stopped):  # too late to matter
+                control.finish()
+        except Stopped:
+            self.batches.sample = self.sample  # of a step that was begun nothing is kept
+            self.save(watchdog)
+            raise
+        self.save(watchdog)
+
+    def one_step(self, k: int, sinks: Sinks, watchdog: Watchdog) -> torch.Tensor:
+        c, logged, lr, norms = self.c, sinks.due(k + 1), self.lr(k), {}
+        self.step.optimizer.lr.fill_(lr)
+        if self.collectives:
+            self.collectives.clear()  # the row tells those of the last step
+        self.step.inspect = (lambda p, g, to=norms: self.norms(p, g, to)) if c.verbose > 1 and logged else None
+        excluded = k < self.warm or self.profile.covers(k) or k == self.explained
+        with self.timer.step(excluded), self.profile.step(k):
+            tokens, targets = (t.to(self.device, non_blocking=True) for t in next(self.batches))
+            watchdog.beat(k + 1, "step")
+            loss = (self.explain if k == self.explained else self.step)(tokens, targets)
+        if logged:
+            self.loss, norm = loss.item(), self.step.grad_norm.item()
+            ms = self.timer.last()
+            tok_s = self.world * self.batches_tokens() / ms * 1e3
+            sinks.step(dict(step=k + 1, loss=self.loss, lr=lr, grad_norm=norm, ms=ms, tok_s=tok_s, **norms))
+            self.check(norm)
+        return loss
+
+    def check(self, norm: float) -> None:
+        if not math.isfinite(norm):
+            raise NonFinite(f"gradient norm {norm} at step {self.done + 1}: lower --lr {self.c.lr}?")
+
+    def save(self, watchdog: Watchdog) -> None:
+        """After `self.done` steps, unless it is done already or there is nowhere to."""
+        if self.c.save is None or self.done == self.saved:
+            return
+        watchdog.beat(self.done, "save")
+        self.check(self.step.grad_norm.item())
+        self.saver.save(self.done)
+        self.saved = self.done
 
     def explain(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """The step, with what its memory consists of in `explanation` on rank 0."""
@@ -133,51 +173,6 @@ class Run:
             to["norm/" + names[id(p)]] = global_norm([p], [local]).item()
             to["grad/" + names[id(p)]] = global_norm([p], [g]).item()
 
-    def row(self, outcome: str) -> dict:
-        c = self.c
-        stats = measure.stats(self.timer.ms()) if outcome == "ok" else measure.stats([])
-        seconds = stats["step_ms"] / 1e3 if stats["step_ms"] else None
-        tok_s = self.world * self.batches_tokens() / seconds if seconds else None
-        compiled = c.compile != "none" and self.first_step_s is not None and seconds is not None
-        row = self.environment | measure.clocks(self.device) | dict(loss_kind=c.loss, attention=self.attention)
-        row["world"] = flags.world_label(c, self.world)
-        row |= {k: getattr(c, k) for k in "wrapper mode compile attn remat remat_ratio depth width seqlen".split()}
-        row |= {k: getattr(c, k) for k in "batch grad_accum param_dtype reduce_dtype".split()}
-        row |= dict(flags=flags.changed(c), outcome=outcome, cell=os.environ.get("SWEEP_CELL"))
-        row |= dict(resumed_after=self.first or None)
-        row |= measure.peak(self.device) | dict(first_step_peak_mib=self.first_step_mib) | stats
-        if captured := getattr(getattr(self, "step", None), "peak_mib", None):  # since then nothing was allocated
-            row["peak_alloc_mib"] = max(captured, row["peak_alloc_mib"])
-        row |= dict(compile_s=round(self.first_step_s - seconds, 2) if compiled else None)
-        row |= dict(tok_s=tok_s, tok_s_rank=tok_s / self.world if tok_s else None)
-        if self.collectives is not None:
-            row["collectives"] = simulated_world.summary(self.collectives)
-        peak = measure.device_peak(row["device"])
-        return row | measure.utilisation(self.flops, seconds, peak) | dict(peak_flops=peak, loss=self.loss)
-
-    def header(self) -> list[str]:
-        """The anchors of sanity that the run prints before its first step."""
-        c, env = self.c, self.environment
-        rows = describe(self.model)
-        grouped = f"{sum(math.prod(r.shape) for r in rows):,}".replace(",", "'")
-        whole = [r for r in rows if r.placement.startswith("Replicate")]
-        per_token = {k: v / self.batches_tokens() for k, v in self.flops.items()}
-        lines = [
-            f"commit {env['commit'][:12]}{' (dirty)' * bool(env['dirty'])}, torch {env['torch']}, {env['device']}, "
-            f"{flags.world_label(c, self.world)} rank{'s' * (self.world > 1)}",
-            "  ".join(f"{k}={v}" for k, v in {**vars(c.training), **vars(c.system)}.items()),
-            f"attention: {self.attention}",
-            f"data {self.batches.description}",
-            f"{grouped} parameters, {sum(r.local_bytes for r in rows) / 2**20:.1f} MiB on this rank; "
-            f"{len(whole)} of {len(rows)} replicated" + f": under {c.min_shard_mib} MiB" * (c.min_shard_mib > 0),
-            f"{per_token['causal'] / 1e6:.3f} MFLOP per token (causal; PaLM {per_token['palm'] / 1e6:.3f}), "
-            f"{self.flops['causal'] / 1e12:.4g} TFLOP per step and rank",
-            f"ln V = {math.log(c.vocab):.4f}",
-        ]
-        if c.verbose:
-            lines += [f"  {r.name:<28}{r.shape!s:<16}{r.placement:<14}{r.local_shape!s:<16}{r.dtype}" for r in rows]
-        return lines
-
 
 def main(c: flags.Config, rank: int, local_rank: int, world: int) -> int:
     device_type = ("cuda" if torch.cuda.is_available() else "cpu") if c.device == "auto" else c.device
@@ -186,61 +181,70 @@ def main(c: flags.Config, rank: int, local_rank: int, world: int) -> int:
         world = c.world or world
         check_mode(c.compile, flags.compile_options(c))
         check_source(c.data)
+        inject.faults(os.environ.get("FAULT"), c)
         check_writable(c.results)
         if c.save is not None:
             check_directory(c.save)
         device = connect(c, rank, local_rank, world)
-        run = Run(c, device, rank, world)
     except ValueError as e:
         flags.fail(str(e), rank)
-    except (DataError, CheckpointError) as e:
-        flags.fail(str(e), rank, code=3 if isinstance(e, DataError) else 4)
-    say = print if rank == 0 else lambda *_, **__: None
-    if run.first >= c.steps:
-        say(f"already done: {run.found.path} has the {c.steps} steps of --steps, or more")
-        shutdown()
-        return 0
-    outcome, code, settings = "ok", 0, c.flat() | dict(world=flags.world_label(c, world))
-    sinks = Sinks(c.results, c.wandb, c.group, None, settings, c.tags, rank, c.steps, c.log_every)
+    hang = f"{os.path.splitext(c.results)[0]}.hang"
+    with Signals(rank == 0) as signals, Watchdog(c.first_timeout, rank, 1 if c.world else world, hang) as watchdog:
+        code = perform(c, device, rank, world, signals, watchdog)
+        if code in (0, *signals.CODES):  # all ranks are here
+            shutdown()
+    return code
+
+
+def perform(
+    c: flags.Config, device: torch.device, rank: int, world: int, signals: Signals, watchdog: Watchdog
+) -> int:
+    """Builds, trains, reports; the exit code."""
+    say, run, outcome, code = tell if rank == 0 else lambda _: None, None, "ok", 0
     try:
+        run = Run(c, device, rank, world)
+        if run.first >= c.steps:
+            say(f"already done: {run.found.path} has the {c.steps} steps of --steps, or more")
+            return 0
+        settings = c.flat() | dict(world=flags.world_label(c, world))
+        sinks = Sinks(c.results, c.wandb, c.group, None, settings, c.tags, rank, c.steps, c.log_every)
+        watchdog.on_end = lambda text: sinks.row(row(run, f"failed: {text}"))
         run.build()
-        say("\n".join(run.header()), flush=True)
-        with run.saver:
-            run.train(sinks)
+        say("\n".join(header(run)))
+        with run.saver, inject.planted(os.environ.get("FAULT"), run, rank):
+            run.train(sinks, signals, watchdog)
     except (Exception, KeyboardInterrupt) as e:
-        if c.debug:
+        if world > 1 and lost_connection(e):
+            watchdog.roll_call("lost the connection to another rank")  # does not return
+        outcome, code, line, common = outcome_of(e, run, watchdog.folder)
+        watchdog.leave(line)
+        if run is None and code != 1:  # nothing has begun: as bad flags
+            if rank == 0 or not (common or signals.come(5)):  # torchrun's, once rank 0 has told the same and gone
+                tell(f"error: {line}", sys.stderr)
+            return code
+        if run is None or (c.debug and not isinstance(e, Stopped)):
             raise
-        outcome, code, more = failure(e, getattr(run, "step", None))
-        if rank == 0 or code not in (4, 5):  # these are the same on all ranks
-            print(f"error: rank {rank}: {outcome}{more}", file=sys.stderr, flush=True)
+        if rank == 0 or not common:
+            tell(f"error: rank {rank}: {line}", sys.stderr)
     finally:
-        run.profile.close()
-    row = run.row(outcome)
-    sinks.row(row)
+        signals.over = True
+        if run is not None:
+            run.profile.close()
+    told = row(run, outcome)
+    sinks.row(told)
     sinks.close()
     if code:
         return code
     if c.verbose:
         say("\n".join(run.stages.lines()))
-    for line in [*run.explanation, *run.profile.notes, *run.profile.paths, *final_lines(row)]:
+    for line in [*run.explanation, *run.profile.notes, *run.profile.paths, *final_lines(told)]:
         say(line)
     if c.cuda_graph:
         run.step.close()
-    shutdown()
     return 0
 
 
-def failure(error: BaseException, step) -> tuple[str, int, str]:
-    """(outcome of the row, exit code, what the message adds) of what ended the run."""
-    text = " ".join(str(error).split())[:500]
-    if measure.out_of_memory(error):
-        advice = "lower --batch, recompute (--remat block), --loss chunked, or start more ranks"
-        return f"OOM {getattr(step, 'phase', 'init')}", 6, f": {text}; {advice}"
-    for kind, code in ((DataError, 3), (CheckpointError, 4), (NonFinite, 5)):
-        if isinstance(error, kind):
-            return f"failed: {error}", code, ""
-    return f"failed: {type(error).__name__}: {text}", 1, ""
-
-
 if __name__ == "__main__":
-    sys.exit(main(CONFIG, *RANKS))
+    status = main(CONFIG, *RANKS)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, when another rank has left first
+    sys.exit(status)

@@ -14,6 +14,7 @@ from torch.nn.attention import flex_attention as flex
 import main
 import model
 from trainer import config as flags
+from trainer import export
 
 
 @pytest.fixture(scope="module")
@@ -81,3 +82,13 @@ def saved_run(one_thread, tmp_path_factory) -> Path:
 def folder(saved_run, tmp_path) -> Path:
     """The same, to be changed."""
     return shutil.copytree(saved_run, tmp_path / "run")
+
+
+@pytest.fixture(scope="module")
+def exported(saved_run, tmp_path_factory) -> dict[str, Path]:
+    """The weights of step 6 in each form, not to be changed."""
+    folder = tmp_path_factory.mktemp("exported")
+    forms = {"one": "out.safetensors", "several": "cut.safetensors", "pt": "out.pt"}
+    for form, name in forms.items():
+        assert export.main([str(saved_run), str(folder / name), *["--shard-gb", "30e-6"] * (form == "several")]) == 0
+    return {form: folder / name for form, name in forms.items()}

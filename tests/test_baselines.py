@@ -12,10 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import free_port, spawn
+from torch.distributed.tensor import DTensor
 
+from model import IGNORE
 from trainer import config as flags
 from trainer.baselines import build
 from trainer.data import Batches
+from trainer.step import COMPILE_MODES
 
 ROOT = Path(__file__).parents[1]
 SMALL = "--device cpu --depth 2 --width 64 --head-dim 16 --vocab 257 --seqlen 32 --batch 4 --compile none".split()
@@ -48,9 +51,93 @@ def half_precision(mesh):
     return {cell: train(f"{cell} --param-dtype bf16") for cell in cells}
 
 
+LABELS = {
+    "one batch": "--batch 6", "three": "--batch 2 --grad-accum 3", "last": "--batch 2 --grad-accum 3 --accum-sync last",
+    "replicate": "--batch 2 --grad-accum 3 --mode replicate", "chunked": "--batch 6 --loss chunked --chunk 5",
+    "fsdp2": "--batch 2 --grad-accum 3 --wrapper fsdp2", "ddp": "--batch 2 --grad-accum 3 --wrapper ddp",
+    "in backward": "--batch 6 --optim in-backward --clip 0",
+}  # fmt: skip
+
+
+def masked() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """[12, 8] tokens and targets of three steps: unequal labels and a micro-batch of two without any; the second half,
+    that of rank 1, without any; none at all."""
+    generator, batches = torch.Generator().manual_seed(5), []
+    for k in range(3):
+        tokens, targets = torch.randint(257, (2, 12, 8), generator=generator)
+        if k == 0:
+            targets[torch.rand(12, 8, generator=generator) < torch.linspace(0.1, 0.9, 12)[:, None]] = IGNORE
+            targets[2:4] = IGNORE
+        targets[[12, 6, 0][k] :] = IGNORE
+        batches.append((tokens, targets))
+    return batches
+
+
+def whole(t: torch.Tensor, like: torch.Tensor | None = None) -> torch.Tensor:
+    """The whole of a parameter, or of a local gradient of the parameter `like`."""
+    if isinstance(like, DTensor):
+        t = DTensor.from_local(t, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())
+    return t.full_tensor() if isinstance(t, DTensor) else t.clone()
+
+
+def trained(argv: str, rank: int = 0, world: int = 1) -> list[dict[str, torch.Tensor]]:
+    """Loss, norm and whole gradients of each of the three steps, and the parameters after them."""
+    sizes = [*SMALL, "--depth", "1", "--width", "32", "--grouping", "2", "--seqlen", "8"]
+    c, told = flags.resolve(flags.parse([*sizes, *argv.split()]), "cpu", world), []
+    step = build(c, torch.device("cpu"), world)
+    names = {id(p): name for name, p in step.bare_model.named_parameters()}
+
+    def note(params, grads):
+        told[-1] |= {names[id(p)]: whole(g, p) for p, g in zip(params, grads, strict=True)}
+
+    step.inspect = note if c.compile != "step" else None
+    for tokens, targets in masked():
+        rows = slice(12 // world * rank, 12 // world * (rank + 1))
+        told.append({})
+        told[-1] |= dict(loss=step(tokens[rows], targets[rows]), norm=step.grad_norm)
+    return [*told, {name: whole(t) for name, t in step.bare_model.state_dict().items()}]
+
+
+def labels(mesh):
+    told = {name: trained(argv, dist.get_rank(), 2) for name, argv in LABELS.items()}
+    return {name: [{k: t.numpy() for k, t in each.items()} for each in steps] for name, steps in told.items()}
+
+
 @pytest.fixture(scope="module")
 def two_ranks():
-    return spawn(2, [whole_batch, micro_batches, half_precision])
+    return spawn(2, [whole_batch, micro_batches, half_precision, labels])
+
+
+@pytest.fixture(scope="module")
+def one_shot():
+    """The same steps in one pass over the whole batch, on one rank without a wrapper, by --clip."""
+    return {clip: trained(f"--batch 12 --wrapper none --clip {clip}") for clip in (0, 1)}
+
+
+@pytest.mark.parametrize("setting", LABELS)
+def test_unequal_labels_on_ranks_and_micro_batches_train_as_one_batch(setting, two_ranks, one_shot):
+    """Also where a micro-batch or a whole rank has none; where nobody has any, loss and norm are 0, and nothing NaN."""
+    expected = one_shot["--clip 0" not in LABELS[setting]]
+    for rank in two_ranks["labels"]:
+        for k, (ours, theirs) in enumerate(zip(rank[setting], expected, strict=True)):
+            assert len(ours) == (2 if setting == "in backward" and k < 3 else len(theirs))  # it keeps no gradients
+            for name, value in ours.items():
+                value = torch.as_tensor(value)
+                assert value.isfinite().all(), (k, name)
+                torch.testing.assert_close(value, theirs[name], rtol=1e-4, atol=2e-6, msg=f"step {k + 1}: {name}")
+        assert rank[setting][2]["loss"] == rank[setting][2]["norm"] == 0
+    assert len(expected[0]) > 15 and expected[1]["norm"] > 0.1 and expected[0]["loss"] > 5
+
+
+@pytest.mark.parametrize("mode", COMPILE_MODES)
+def test_a_batch_without_labels_is_no_nan_in_any_mode(mode, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda f, **_: f)  # the arithmetic, not the compiler
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda *_, **__: None)
+    monkeypatch.setattr("trainer.step.check_mode", lambda *_: None)
+    *steps, parameters = trained(f"--wrapper none --batch 12 --compile {mode}")
+    values = [(step["loss"].item(), step["norm"].item()) for step in steps]
+    assert values[2] == (0, 0) and min(values[0] + values[1]) > 0
+    assert all(p.isfinite().all() for p in parameters.values())
 
 
 @pytest.mark.parametrize(("check", "limit"), [("whole_batch", 2e-6), ("micro_batches", 2e-6), ("half_precision", 0.03)])

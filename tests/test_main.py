@@ -22,6 +22,7 @@ import main
 from model import Transformer
 from trainer import config as flags
 from trainer import step as steps_of
+from trainer.data import DataError
 
 pytestmark = pytest.mark.usefixtures("isolated")
 
@@ -288,7 +289,7 @@ def test_any_other_error_is_one_line_exit_1_and_a_row(train, monkeypatch):
 
 def test_data_that_turns_out_bad_in_mid_run_exits_3_with_a_row(train, monkeypatch):
     def bad(self):
-        raise main.DataError("file.bin, token 5: expected an id below --vocab 256, found 300")
+        raise DataError("file.bin, token 5: expected an id below --vocab 256, found 300")
 
     monkeypatch.setattr(main.Batches, "__next__", bad)
     done = train()

@@ -323,7 +323,7 @@ def test_on_cuda_the_steps_are_ranges_inside_one_capture(monkeypatch, tmp_path, 
     monkeypatch.setattr(measure, "profile", lambda activities: calls.append("trace made") or trace)
     monkeypatch.setattr(torch.cuda, "synchronize", note("wait"))
     monkeypatch.setattr(torch.cuda.nvtx, "range", nvtx)
-    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", note("snapshot"))
+    monkeypatch.setattr(measure, "dump_snapshot", note("snapshot"))
     history = {"all": "history on", None: "history off"}
     monkeypatch.setattr(
         torch.cuda.memory, "_record_memory_history", lambda enabled="all", **kw: calls.append(history[enabled])

@@ -17,6 +17,7 @@ import statistics
 import sys
 from contextlib import nullcontext
 from dataclasses import fields, replace
+from datetime import timedelta
 
 from trainer import config as flags
 
@@ -35,7 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 from model import ModelConfig, Transformer
 from simple_fsdp import MixedPrecisionPolicy, data_parallel, disable_data_parallel
 from trainer import measure, simulated_world
-from trainer.data import Batches
+from trainer.data import Batches, DataError
 from trainer.kernels import DTYPES, choose
 from trainer.sinks import append_jsonl
 from trainer.step import COMPILE_MODES, AdamW, Step, local, make_step, shutdown
@@ -49,13 +50,16 @@ def connect(c: flags.Config, rank: int, local_rank: int, world: int) -> torch.de
     cuda = c.device == "cuda"
     if cuda and not torch.cuda.is_available():
         raise ValueError(f"--device cuda: torch {torch.__version__} sees no GPU; use --device cpu")
-    ranks, n = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1)), torch.cuda.device_count() if cuda else 0
+    torchrun, n = bool(os.environ.get("RANK")), torch.cuda.device_count() if cuda else 0
+    ranks = int(torchrun and os.environ.get("LOCAL_WORLD_SIZE") or local_rank + 1)
     if cuda and ranks > n:  # on every rank alike: also on those that have a GPU
         raise ValueError(f"--nproc-per-node {ranks}: there are {n} GPUs; start {n} at most")
     if cuda and not c.world and not dist.is_nccl_available():
         raise ValueError(f"--device cuda: torch {torch.__version__} has no NCCL; use --device cpu")
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
-    how = {} if os.environ.get("RANK") else dict(store=dist.HashStore(), rank=0, world_size=1)
+    how = {} if torchrun else dict(store=dist.HashStore(), rank=0, world_size=1)
+    if c.timeout and c.first_timeout:  # the watchdog, which knows more, is earlier
+        how["timeout"] = timedelta(seconds=max(c.timeout, c.first_timeout) + 120)
     if cuda:
         torch.cuda.set_device(device)
         how["device_id"] = device
@@ -64,9 +68,10 @@ def connect(c: flags.Config, rank: int, local_rank: int, world: int) -> torch.de
         return device
     try:
         dist.init_process_group("nccl" if cuda else "gloo", **how)
-    except dist.DistNetworkError as e:
-        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-        raise ValueError(f"MASTER_ADDR:MASTER_PORT {address}: {str(e).splitlines()[0]}; choose another port") from e
+    except (dist.DistNetworkError, dist.DistStoreError) as e:
+        address, told = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}", str(e).splitlines()[0]
+        fix = "choose another port" if "in use" in told else "is it the first rank's address, and do all ranks run?"
+        raise ValueError(f"MASTER_ADDR:MASTER_PORT {address}: {told}; {fix}") from e
     return device
 
 
@@ -107,6 +112,8 @@ class HookedStep(Step):
     def __call__(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         share, total, ddp = self.share(targets), 0.0, isinstance(self.model, DistributedDataParallel)
         for i, (x, y) in enumerate(zip(tokens.chunk(self.grad_accum), targets.chunk(self.grad_accum), strict=True)):
+            if i:
+                self.between()
             sync = self.accum_sync == "every" or i == self.grad_accum - 1
             if not ddp:
                 self.model.set_requires_gradient_sync(sync)
@@ -217,8 +224,8 @@ def main(cells: list[str], c: flags.Config, rank: int, local_rank: int, world: i
         flags.fail(f"cells {' '.join(bad) or '(none)'}: give WRAPPER:COMPILE, such as simple:fwdbwd fsdp2:blocks", rank)
     try:
         rows = compare(cells, c, connect(c, rank, local_rank, world), rank, c.world or world)
-    except ValueError as e:
-        flags.fail(str(e), rank)
+    except (ValueError, DataError) as e:
+        flags.fail(str(e), rank, 3 if isinstance(e, DataError) else 2)
     for row in rows if rank == 0 else ():
         append_jsonl(c.results, row)
         print(f"{row['cell']:<16} {row['step_ms']:>8.1f} ms [{row['step_ms_min']:.1f}-{row['step_ms_max']:.1f}] "

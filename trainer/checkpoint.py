@@ -11,7 +11,8 @@ directory, the manifest last, and becomes a checkpoint by one rename; a director
 Checksums find accidents, not forgery; but no file here can run code: `.metadata` is unpickled through an allow-list,
 tensors by torch's weights_only loader. There is no random state to save: no step draws numbers.
 
-`choose` and `load` are collectives, over `group` (see `cpu_group`): what fails on one rank raises on all.
+`choose` and `load` are collectives, over `group` (control.control_group; None: the default one): what fails on one rank
+raises on all.
 """
 
 import json
@@ -39,6 +40,7 @@ from trainer.data import Batches, DataError
 from trainer.kernels import DTYPES
 from trainer.lock import drop, take
 from trainer.manifest import CheckpointError, Damaged, Refused, verify
+from trainer.sinks import tell
 
 FORMAT = 1  # of train_state.json; a newer one is refused
 STEP = re.compile(r"step-[0-9]{8}")
@@ -60,12 +62,6 @@ class Found(NamedTuple):
 
 def _line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-
-
-def cpu_group() -> dist.ProcessGroup | None:
-    """For objects of all ranks: None, the default group, unless that is NCCL's, where they would travel by the GPU and
-    wait for its work; then a new one of gloo. A collective."""
-    return dist.new_group(backend="gloo") if dist.get_backend() == "nccl" else None
 
 
 def on_all(work: Callable[[], Any], group: dist.ProcessGroup | None = None) -> list:
@@ -91,7 +87,7 @@ def on_rank_0(work: Callable[[], Any], group: dist.ProcessGroup | None = None) -
 
 def say(text: str) -> None:
     if dist.get_rank() == 0:
-        print(f"checkpoint: {text}", flush=True)
+        tell(f"checkpoint: {text}")
 
 
 def steps_in(folder: str) -> list[str]:
@@ -197,13 +193,24 @@ def _look(save: str | None, folder: str | None) -> tuple[list[str], list[str], l
     for name in left:
         shutil.rmtree(os.path.join(save, name))
     present = steps_in(save) if save is not None else []
-    if folder is None:
-        return left, present, []
+    return left, present, [] if folder is None else _offered(folder, "--resume ")
+
+
+def _offered(folder: str, flag: str = "") -> list[str]:
+    """Paths of the steps in `folder`, newest first; its own, if it is one."""
     if not os.path.isdir(folder):
-        raise CheckpointError(f"--resume {folder}: no such directory")
+        raise CheckpointError(f"{flag}{folder}: no such directory")
     folder = os.path.normpath(folder)
     itself = STEP.fullmatch(os.path.basename(folder))
-    return left, present, [folder] if itself else [os.path.join(folder, name) for name in steps_in(folder)]
+    return [folder] if itself else [os.path.join(folder, name) for name in steps_in(folder)]
+
+
+def find(folder: str) -> Found:
+    """The newest good step in a directory of steps, or that step itself, verified. Raises CheckpointError."""
+    found = newest(on_rank_0(partial(_offered, folder)), None)
+    if found is None:
+        raise CheckpointError(f"{folder}: holds no checkpoint (step-<8 digits>)")
+    return found
 
 
 def newest(paths: list[str], group: dist.ProcessGroup | None = None) -> Found | None:
@@ -227,7 +234,7 @@ def newest(paths: list[str], group: dist.ProcessGroup | None = None) -> Found | 
 def _check(found: Found, c: Config, batches: Batches) -> None:
     """Whether the run of these flags can go on from there; says what changed."""
     about = found.about
-    both = {flag(k): (about["training"].get(k), v) for k, v in asdict(c.training).items()}
+    both = {flag(k): (about["training"].get(k), v) for k, v in asdict(c.training).items() if k != "init"}
     both |= {"global-batch": (about["global_batch"], batches.global_batch)}
     both |= {"torch": (about["torch"], torch.__version__), "ranks": (about["world"], dist.get_world_size())}
     changed = {name: f"{name} {old} (now {new})" for name, (old, new) in both.items() if old != new}
@@ -255,9 +262,13 @@ def load(found: Found, step, group: dist.ProcessGroup | None = None) -> None:
     if differ:
         told = ", ".join(f"{name} {saved.get(name)} (now {now.get(name)})" for name in differ[:5])
         raise CheckpointError(f"{found.path}: {len(differ)} tensors differ from what was saved: {told}")
-    reader = dcp.FileSystemReader(found.path)
-    reader.read_metadata = lambda *_, **__: found.metadata  # its own would unpickle the file again, without a check
-    on_all(partial(dcp.load, state, storage_reader=reader, process_group=group), group)
+    on_all(partial(dcp.load, state, storage_reader=reader(found), process_group=group), group)
+
+
+def reader(found: Found) -> dcp.FileSystemReader:
+    made = dcp.FileSystemReader(found.path)
+    made.read_metadata = lambda *_, **__: found.metadata  # its own would unpickle the file again, without a check
+    return made
 
 
 def tensors(step) -> dict[str, Tensor]:
@@ -273,6 +284,21 @@ def tensors(step) -> dict[str, Tensor]:
                 moment = DTensor.from_local(moment, p.device_mesh, p.placements, **how)
             state[f"{kind}.{names[id(p)]}"] = moment
     return state
+
+
+def parameters(found: Found) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of what `tensors` took from the model."""
+    saved = found.metadata.state_dict_metadata
+    own = [name for name in saved if name != "t" and not (name[:2] in ("m.", "v.") and name[2:] in saved)]
+    return {name: (tuple(saved[name].size), saved[name].properties.dtype) for name in own}
+
+
+def read(found: Found, name: str) -> Tensor:
+    """A saved tensor, whole, on the CPU. Its largest saved shard is in memory beside it meanwhile."""
+    t = found.metadata.state_dict_metadata[name]
+    state = {name: torch.empty(t.size, dtype=t.properties.dtype)}
+    on_all(partial(dcp.load, state, storage_reader=reader(found)))
+    return state[name]
 
 
 def table_of(state: dict[str, Tensor]) -> dict[str, list]:

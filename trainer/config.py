@@ -1,6 +1,6 @@
 """The flags of main.py: names, help, defaults by device, validation. Imports no torch, so --help is instant.
 
-    config = parse(sys.argv[1:])               # exit 2 with one message for a bad command line
+    config = parse(sys.argv[1:], world=4)      # exit 2 with one message for a bad command line
     config = resolve(config, "cpu", world=4)   # fills what depends on the device; ValueError for what does not fit
 
 A flag left out is None until `resolve`. Groups are by consequence: what may change the loss, what must not, output.
@@ -8,18 +8,18 @@ A flag left out is None until `resolve`. Groups are by consequence: what may cha
 
 import io
 import math
-import os
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stderr
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Annotated, Literal, NoReturn
+from typing import Annotated, Literal
 
 import tyro
 from tyro.conf import OmitArgPrefixes, UseCounterAction, arg
 
 from trainer.links import link
+from trainer.start import fail as fail
+from trainer.start import ranks as ranks
 
 # The reference setting on a GPU, a small one on a CPU.
 DEFAULTS = {
@@ -71,6 +71,9 @@ class Training:
     """Largest global gradient norm; 0: no clipping."""
     seed: int = 0
     """Of the initial weights and of the order of the data."""
+    init: str | None = None
+    """Weights for step 0: a .safetensors, its .index.json or a .pt, such as python -m trainer.export writes. Moments
+    are fresh. A checkpoint found in --save goes before."""
     param_dtype: Annotated[Literal["fp32", "bf16"] | None, _by_device("param_dtype", "{fp32,bf16}")] = None
     """Of gathered parameters, the all-gather and the computation. Masters are fp32."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
@@ -166,8 +169,13 @@ class Output:
     resume: Annotated[str, arg(metavar="{auto,never}|PATH")] = "auto"
     """auto: from the newest good checkpoint in --save, if there is one. never: start fresh. PATH: from that step's
     directory, or the newest in a directory of steps. --steps is the total; data, seed and global batch stay."""
+    timeout: float = 600.0
+    """Seconds after which a step that makes no progress ends the run with exit code 7, the stacks of all ranks beside
+    --results; 0: never."""
+    first_timeout: float = 3600.0
+    """The same up to the end of the first step, which compiles."""
     cast: bool = False
-    """Resume also from a checkpoint of another --adam-dtype, whose moments are then converted."""
+    """Resume also from a checkpoint of another --adam-dtype, whose moments are then converted; --init likewise."""
     wandb: Literal["off", "offline", "online"] = "off"
     """Weights & Biases; never fatal, the JSONL is the record."""
     group: str | None = None
@@ -206,6 +214,9 @@ class Config:
                 value = getattr(self, name)
                 if value is not None and not fits(value):
                     raise ValueError(f"{flag(name)} {value}: must be {allowed}")
+        for name, value in self.flat().items():
+            if isinstance(value, int | float) and value >= 2**31 and name not in ("lr", "clip", "seed"):
+                raise ValueError(f"{flag(name)} {value}: must be below 2**31")
         link(self.link)
         for option in self.compile_options:
             if "=" not in option and option != "plain":
@@ -215,10 +226,11 @@ class Config:
 _RANGES = [
     ("depth width head_dim grouping grow vocab seqlen batch grad_accum steps world replicas chunk log_every keep",
      lambda v: v >= 1, "at least 1"),
-    ("lr", lambda v: 0 < v < math.inf, "a positive number"),
+    ("lr", lambda v: 0 < v < 1e38, "a positive number below 1e38"),
     ("warmup mlp_chunk save_every", lambda v: v >= 0, "0 or more"),
     ("seed", lambda v: 0 <= v < 2**64, "0 or more and below 2**64"),
-    ("clip min_shard_mib", lambda v: 0 <= v < math.inf, "0 or a positive number"),
+    ("clip min_shard_mib timeout first_timeout", lambda v: 0 <= v < math.inf, "0 or a positive number"),
+    ("init", lambda v: v.endswith((".safetensors", ".safetensors.index.json", ".pt")), "a .safetensors or a .pt"),
     ("remat_ratio", lambda v: 0 <= v <= 1, "between 0 and 1"),
 ]  # fmt: skip
 
@@ -234,8 +246,10 @@ def _check_fit(c: Config, device: str, world: int) -> str | None:
         value = getattr(c, name)
         if value != getattr(Output, name):
             return f"{flag(name)}{'' if value is True else f' {value}'}: needs --save DIR"
-    if c.world and (c.save is not None or c.resume not in ("auto", "never")):
-        return f"--world {c.world}: simulated ranks hold no model worth saving; leave out --save and --resume"
+    if c.world and (c.save is not None or c.init is not None or c.resume not in ("auto", "never")):
+        return f"--world {c.world}: simulated ranks hold no model worth saving; leave out --save, --resume and --init"
+    if c.init is not None and c.resume not in ("auto", "never"):
+        return f"--init {c.init}: --resume {c.resume} has weights of its own; leave one of them out"
     if c.world and world not in (1, c.world):
         return f"--world {c.world}: simulates ranks in one process, here are {world}; start it without torchrun"
     world = c.world or world
@@ -314,11 +328,15 @@ def _check_fit(c: Config, device: str, world: int) -> str | None:
     return None
 
 
+def _filled(c: Config, device: str) -> Config:
+    unset = {name: default for name, default in DEFAULTS[device].items() if getattr(c.training, name) is None}
+    mode = "replicate" if c.wrapper == "ddp" and c.mode == "fully_shard" else c.mode  # what DDP is
+    return replace(c, training=replace(c.training, **unset), system=replace(c.system, device=device, mode=mode))
+
+
 def resolve(c: Config, device: str, world: int) -> Config:
     """Fills the defaults of `device` ("cpu" or "cuda"). Raises ValueError, one line, where values do not fit."""
-    unset = {f.name: DEFAULTS[device][f.name] for f in fields(Training) if getattr(c.training, f.name) is None}
-    mode = "replicate" if c.wrapper == "ddp" and c.mode == "fully_shard" else c.mode  # what DDP is
-    c = replace(c, training=replace(c.training, **unset), system=replace(c.system, device=device, mode=mode))
+    c = _filled(c, device)
     if problem := _check_fit(c, device, world):
         raise ValueError(problem)
     return c
@@ -332,7 +350,7 @@ def world_label(c: Config, world: int) -> int | str:
 def changed(c: Config) -> dict:
     """The resolved flags that differ from the defaults of their device."""
     defaults = {f.name: f.default for g in (Training, System, Output) for f in fields(g)} | DEFAULTS[c.device]
-    skip = {"device", "results", "verbose", "debug", "log_every", "save", "resume"}
+    skip = {"device", "results", "verbose", "debug", "log_every", "save", "resume", "timeout", "first_timeout"}
     return {k: v for k, v in c.flat().items() if k not in skip and v != defaults[k]}
 
 
@@ -351,40 +369,21 @@ def compile_options(c: Config) -> dict | None:
     return options or None
 
 
-def ranks() -> tuple[int, int, int]:
-    """(rank, local rank, world) as torchrun tells; (0, 0, 1) without it. Exit 2 if only some of it is there."""
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    there = [name for name in names[:3] if os.environ.get(name)]
-    if not there:
-        return 0, 0, 1
-    missing = [name for name in names if not os.environ.get(name)]
-    if missing:
-        fail(f"{', '.join(there)} set but not {', '.join(missing)}: start with torchrun, or unset them for one rank", 0)
-    told = [os.environ[name] for name in names[:3]]
-    if not all(text.isdecimal() for text in told) or not int(told[0]) < int(told[2]):
-        fail(f"RANK {told[0]}, LOCAL_RANK {told[1]}, WORLD_SIZE {told[2]}: must be numbers, RANK < WORLD_SIZE", 0)
-    return tuple(map(int, told))
-
-
-def fail(message: str, rank: int, code: int = 2) -> NoReturn:
-    """Ends the process with one line. Other ranks than 0 wait before they speak: torchrun ends them once rank 0 has
-    gone, so that only a fault that rank 0 does not have is told by them."""
-    if rank:
-        time.sleep(5)
-    print(f"error: {message}", file=sys.stderr, flush=True)
-    sys.exit(code)
-
-
-def parse(argv: Sequence[str], rank: int = 0) -> Config:
-    """Exit code 2 and one message, on rank 0, for an unknown flag or a bad value."""
+def parse(argv: Sequence[str], rank: int = 0, world: int | None = None) -> Config:
+    """Exit code 2 and one message, on rank 0, for an unknown flag or a bad value, and, if `world` is told, for values
+    that do not fit together whatever the device."""
     try:
         with nullcontext() if rank == 0 else redirect_stderr(io.StringIO()):  # console_outputs does not silence all
             about = dict(prog="main.py", description=_DESCRIPTION, console_outputs=rank == 0)
-            return tyro.cli(Config, args=list(argv), **about)
+            c = tyro.cli(Config, args=list(argv), **about)
     except SystemExit:
         if rank:
             time.sleep(5)  # torchrun would end rank 0 before it has spoken
         raise
+    problems = {_check_fit(_filled(c, d), d, world) for d in (DEFAULTS if c.device == "auto" else [c.device]) if world}
+    if len(problems) == 1 and (problem := problems.pop()):  # else torch must be asked for the device
+        fail(problem, rank)
+    return c
 
 
 _DESCRIPTION = """Trains the transformer of model.py under simple_fsdp and appends a row of results.

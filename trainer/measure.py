@@ -11,6 +11,7 @@ Units: MiB (2**20 bytes), ms, FLOP/s, MFU in percent. CPU memory is what is resi
 """
 
 import os
+import pickle
 import re
 import resource
 import statistics
@@ -195,6 +196,18 @@ def out_of_memory(error: BaseException) -> bool:
     return known or bool(told) or (error.__cause__ is not None and out_of_memory(error.__cause__))
 
 
+def dump_snapshot(path: str) -> None:
+    """What CUDA's allocator holds and did, for pytorch.org/memory_viz; the files in its stacks are named from ~ on."""
+    snapshot, home = torch.cuda.memory._snapshot(), os.path.expanduser("~/")
+    entries = [entry for trace in snapshot["device_traces"] for entry in trace]
+    entries += [entry for segment in snapshot["segments"] for entry in (segment, *segment["blocks"])]
+    for frame in {id(frame): frame for entry in entries for frame in entry.get("frames", ())}.values():
+        if frame["filename"].startswith(home):
+            frame["filename"] = f"~/{frame['filename'].removeprefix(home)}"
+    with open(path, "wb") as file:
+        pickle.dump(snapshot, file)
+
+
 class Profile:
     """`--profile DIR`: a close look at `count` steps from step `first` on; without a directory it does nothing. Writes
     rank<r>.trace.json.gz (perfetto.dev) and, on CUDA, rank<r>.memory.pickle (pytorch.org/memory_viz). There the steps
@@ -246,7 +259,7 @@ class Profile:
         if self.cuda:
             torch.cuda.synchronize()  # the last kernels belong to the profile
             torch.cuda.cudart().cudaProfilerStop()
-            files[f"{self.stem}.memory.pickle"] = torch.cuda.memory._dump_snapshot
+            files[f"{self.stem}.memory.pickle"] = dump_snapshot
         if trace is not None:
             trace.stop()
             files[f"{self.stem}.trace.json.gz"] = trace.export_chrome_trace

@@ -37,6 +37,7 @@ import torch.distributed as dist
 
 from trainer import checkpoint, measure
 from trainer.baselines import build, connect
+from trainer.control import control_group
 from trainer.data import Batches
 from trainer.manifest import check_directory, digest, verify
 from trainer.saver import Saver, write_tensors
@@ -156,7 +157,7 @@ def main(args: argparse.Namespace, c: flags.Config, rank: int, local_rank: int, 
     except ValueError as e:
         flags.fail(str(e), rank)
     folder = checkpoint.on_rank_0(lambda: tempfile.mkdtemp(prefix="save-cost-", dir=c.save or "."))
-    make = partial(Trained, c, device, world, checkpoint.cpu_group())
+    make = partial(Trained, c, device, world, control_group())
     row = measure.environment(device) | dict(study="save", world=world, flags=flags.changed(c))
     try:
         run = make(folder)

@@ -28,14 +28,16 @@ from torch import Tensor
 
 from trainer.checkpoint import FORMAT, on_all, on_rank_0, steps_in, table_of, tensors
 from trainer.config import Config
+from trainer.control import control_group
 from trainer.data import Batches
 from trainer.lock import drop, renew
 from trainer.manifest import CheckpointError, digest, sync, write_json, write_manifest
+from trainer.sinks import tell
 from trainer.step import local
 
 
 class Saver:
-    """`group`: what foreground saves talk over, see checkpoint.cpu_group."""
+    """`group`: what foreground saves talk over, see control.control_group."""
 
     def __init__(self, c: Config, step, batches: Batches, group: dist.ProcessGroup | None = None):
         self.c, self.step, self.batches, self.group = c, step, batches, group
@@ -43,7 +45,7 @@ class Saver:
         self.pending: tuple[int, Future] | None = None  # the step in flight
         self.staged: dict[str, Tensor] = {}
         if c.save is not None and c.save_async:
-            self.group = dist.new_group(backend="gloo")
+            self.group = control_group()
             self.thread = ThreadPoolExecutor(1, "save")
             # Not from_local, which would move a DTensor's host memory back to the device of its mesh.
             self.staged = {name: torch.empty_like(t, device="cpu", pin_memory=t.is_cuda)
@@ -79,7 +81,7 @@ class Saver:
             if self.c.save_errors == "stop" or k >= self.c.steps:
                 raise
             if dist.get_rank() == 0:
-                print(f"warning: step {k} was not saved: {error}", file=sys.stderr, flush=True)
+                tell(f"warning: step {k} was not saved: {error}", sys.stderr)
 
     def failed(self) -> bool:
         """Whether the save in flight has ended with an error, as far as this rank knows; does not wait."""
@@ -115,7 +117,7 @@ class Saver:
             if error is None:
                 raise
             if dist.get_rank() == 0:  # it is not what ends the run
-                print(f"warning: {lost}", file=sys.stderr, flush=True)
+                tell(f"warning: {lost}", sys.stderr)
 
 
 def _save(c: Config, name: str, about: dict, group: dist.ProcessGroup | None, state: dict[str, Tensor]) -> None:

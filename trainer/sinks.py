@@ -5,8 +5,11 @@
         sinks.step({"step": k, "loss": 3.21, "lr": 3e-4, "grad_norm": 1.2, "ms": 360.1, "tok_s": 91022})
     sinks.row(row)                          # and in the end, whatever happened, sinks.close()
 
+    tell("outcome  ok")                     # print, for lines that are not worth a run
+
 Rank 0 writes; on other ranks the same calls do nothing. A sink that fails in mid-run (disk full, folder gone, no
-network) costs one warning and never the run. Rows go to rows.jsonl, the steps of a run to rows.steps/<run>.jsonl.
+network, nobody who reads) costs one warning and never the run. Rows go to rows.jsonl, the steps of a run to
+rows.steps/<run>.jsonl.
 """
 
 import fcntl
@@ -25,6 +28,20 @@ from typing import Any, TextIO
 SECRET = re.compile(r"api_?key|private_?key|secret|passw|credential|(access|api|auth|hf)_?token|^token$", re.IGNORECASE)
 LINE = {"loss": ("loss {}", ".4f"), "lr": ("lr {}", ".3g"), "grad_norm": ("|g| {}", ".3f"), "ms": ("{} ms", ",.1f")}
 LINE["tok_s"] = ("{} tok/s", ",.0f")
+
+
+def tell(text: str, stream: TextIO | None = None) -> None:
+    """Print to `stream` (stdout), at once. One that takes no more (its reader left, its disk is full) costs a warning,
+    and what would still go there is lost; what its encoding lacks is written as an escape."""
+    stream = stream or sys.stdout
+    try:
+        encoding = getattr(stream, "encoding", None) or "utf-8"
+        print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
+    except (OSError, ValueError) as error:
+        with suppress(OSError, ValueError):  # what is buffered would fail again when Python exits, with code 120
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        if stream is not sys.stderr:
+            tell(f"warning: terminal: {type(error).__name__}: {error}; the run goes on", sys.stderr)
 
 
 def _people(value: float | str | None, form: str = ",.0f") -> str:
@@ -131,14 +148,14 @@ class Sinks:
         if self._wandb:
             self._try("wandb", lambda: self._wandb.log({k: v for k, v in stats.items() if k != "step"}, stats["step"]))
         if self.rank == 0:
-            self._try("terminal", lambda: self._show(stats))
+            self._try("progress bar", lambda: self._show(stats))
 
     def row(self, row: dict) -> None:
         """The row of the run, to which `run`, the name of its steps file, is added."""
         row = {**row, "run": self.run}
         write = self.rank == 0 and self.results
         if write and not self._try("results file", lambda: append_jsonl(self.results, row, fsync=True)):
-            self._warn(f"the row that is not in {self.results}: {json.dumps(_plain(row))}")
+            tell(f"warning: the row that is not in {self.results}: {json.dumps(_plain(row))}", sys.stderr)
         if self._wandb:
             self._try("wandb", lambda: self._wandb.summary.update(_plain(row)))
 
@@ -159,14 +176,11 @@ class Sinks:
         except Exception as error:  # whatever it is, the run is worth more
             self._wandb = None if sink == "wandb" else self._wandb
             if sink not in self._warned:
-                self._warn(f"{sink}: {type(error).__name__}: {' '.join(str(error).split())[:300]}; the run goes on")
+                told = f"{sink}: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+                tell(f"warning: {told}; the run goes on", sys.stderr)
             self._warned.add(sink)
             return False
         return True
-
-    def _warn(self, text: str) -> None:
-        with suppress(OSError, ValueError):
-            print(f"warning: {text}", file=sys.stderr, flush=True)
 
     def _show(self, stats: dict) -> None:
         have = [(key, *how) for key, how in LINE.items() if stats.get(key) is not None]
@@ -174,7 +188,7 @@ class Sinks:
         if self._bar:
             self._bar.update(self._bar.task_ids[0], completed=stats["step"], line=line, refresh=True)
         else:
-            print(f"step {stats['step']:>{len(str(self.total))}}/{self.total}  {line}", file=self.stream, flush=True)
+            tell(f"step {stats['step']:>{len(str(self.total))}}/{self.total}  {line}", self.stream)
 
     def _start_bar(self) -> None:
         from rich.console import Console
@@ -188,8 +202,9 @@ class Sinks:
     def _start_wandb(self, mode: str, config: dict, **names) -> None:
         import wandb
 
-        limits = {"init_timeout": 20, "login_timeout": 20, "finish_timeout": 30}  # s; W&B's own are minutes or endless
-        wandb.setup(wandb.Settings(**{k: v for k, v in limits.items() if k in wandb.Settings.model_fields}))
+        # W&B's own limits are minutes or endless; its metadata are host, user, paths: what matters is in the row
+        own = {"init_timeout": 20, "login_timeout": 20, "finish_timeout": 30, "x_disable_meta": True}
+        wandb.setup(wandb.Settings(**{k: v for k, v in own.items() if k in wandb.Settings.model_fields}))
         folder = os.environ.get("WANDB_DIR") or (str(self.results.parent) if self.results else None)
         names["project"] = os.environ.get("WANDB_PROJECT") or "simple-fsdp-trainer"
         run = wandb.init(mode=mode, dir=folder, config=_plain(config), settings=wandb.Settings(console="off"), **names)

@@ -197,6 +197,7 @@ class Step:
         self.where = [_shard_group(p) for p in optimizer.params]
         self.grad_norm: Tensor | None = None
         self.phase = "fwd"  # where it is: "fwd", "bwd" or "step", for the message when memory runs out
+        self.between = lambda: None  # called between micro-batches; may raise, to end the step with nothing changed
         self.inspect = None  # called with (parameters, gradients' local shards) before the update, if set
 
     def loss_sum(self, tokens: Tensor, targets: Tensor, share: Tensor) -> Tensor:
@@ -224,7 +225,9 @@ class Step:
     def __call__(self, tokens: Tensor, targets: Tensor) -> Tensor:
         share, total, grads = self.share(targets), 0.0, None
         with self.whole_weights() if self.whole_weights else nullcontext(self.optimizer.params) as params:
-            for x, y in zip(tokens.chunk(self.grad_accum), targets.chunk(self.grad_accum), strict=True):
+            for i, (x, y) in enumerate(zip(tokens.chunk(self.grad_accum), targets.chunk(self.grad_accum), strict=True)):
+                if i:
+                    self.between()
                 self.phase = "fwd"
                 loss = self.loss_fn(x, y, share)
                 self.phase = "bwd"

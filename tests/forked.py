@@ -1,0 +1,89 @@
+"""Jobs of main.py on several gloo ranks, each forked from one process that has imported torch: a start costs tenths
+of a second where torchrun takes ten. The ranks are processes as any other: they can be killed.
+
+    job = Job(2, ["--steps", "4"], "log")          # begins at once; argv of main.py, both outputs to one file
+    job.wait()                                     # [0, 0]; -9 for a rank that was killed
+"""
+
+import hashlib
+import json
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Iterable
+from multiprocessing import forkserver
+from pathlib import Path
+from unittest import mock
+
+from harness import free_port
+
+ROOT = Path(__file__).parent.parent
+
+
+def _rank(rank: int, world: int, port: int, argv: list[str], log: str, record: str | None, env: dict) -> None:
+    file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    names = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world)
+    os.environ |= {k: str(v) for k, v in names.items()} | dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ |= env
+
+    import main  # is there already, from the process that this one is forked from
+    from trainer import watchdog
+
+    watchdog.ANSWER_S = 1.0  # nobody here is slow to answer
+    if rank:
+        argv += env.get("RANK_1", "").split()
+    if rank and "UNSEED" in env:
+        main.torch.manual_seed = lambda seed, manual=main.torch.manual_seed: manual(seed + rank)
+    if record:
+        _record(main.Batches, f"{record}/{rank}.jsonl")
+    sys.exit(main.main(main.flags.parse(argv, rank), rank, rank, world))
+
+
+def _record(batches: type, path: str) -> None:
+    """Makes `batches` write a line for each sample that it gives: its number, a hash of its tokens and targets."""
+    ask = batches.__next__
+
+    def give(self):
+        first = self.sample + self.rank * self.rows
+        tokens, targets = ask(self)
+        with open(path, "a") as file:
+            for i, row in enumerate(zip(tokens, targets, strict=True)):
+                content = b"".join(t.numpy().tobytes() for t in row)
+                file.write(json.dumps([first + i, hashlib.blake2b(content, digest_size=16).hexdigest()]) + "\n")
+        return tokens, targets
+
+    batches.__next__ = give
+
+
+class Job:
+    """`record`: a folder for what each rank trains on, a file <rank>.jsonl of [sample, hash]. env: of the ranks;
+    RANK_1: more argv for all ranks but the first; UNSEED: these draw other weights."""
+
+    def __init__(self, world: int, argv: Iterable, log: str | Path, record: str | Path | None = None, **env: str):
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["main", "typeguard"])  # the second: tyro would import it in every rank
+        with mock.patch.dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1"):
+            forkserver.ensure_running()
+        args = world, free_port(), [*map(str, argv)], str(log), record and str(record), env
+        self.ranks = [context.Process(target=_rank, args=(rank, *args), daemon=True) for rank in range(world)]
+        for process in self.ranks:
+            process.start()
+
+    def ended(self) -> bool:
+        return not any(process.is_alive() for process in self.ranks)
+
+    def wait(self, timeout: float = 120) -> list[int]:
+        """Exit codes of the ranks. TimeoutError, with no rank left running."""
+        end = time.monotonic() + timeout
+        for process in self.ranks:
+            process.join(max(0, end - time.monotonic()))
+        late = [process for process in self.ranks if process.is_alive()]
+        for process in late:
+            process.kill()
+            process.join()
+        if late:
+            raise TimeoutError(f"{len(late)} ranks were still running after {timeout} s")
+        return [process.exitcode for process in self.ranks]

@@ -1,0 +1,323 @@
+"""Kills a training job at random times, lets it go on, and compares the end with the same job left alone. On a CPU.
+
+    python tests/soak.py run --steps 400 --kills 8 --seconds 100 [-- FLAGS of main.py]
+    python tests/soak.py saves --saves 200 [-- FLAGS of main.py]
+
+run: main.py under torchrun --max-restarts. Killed, at random: one rank, or all of them (torchrun starts them again); or
+torchrun with all its ranks, or torchrun by SIGTERM (the same command is started again). Most times a while after it
+trains again, sometimes while it starts.
+
+saves: every step is saved, and all ranks are killed somewhere in the few saves that follow the start, until --saves
+steps are committed. Ranks are forked (tests/forked.py): a start costs about a second.
+
+Both hold after every kill that the next start goes on from the newest committed step and that nothing unfinished is
+taken for a step or stays; whenever no rank runs, that each committed step verifies; in the end that the last step, its
+train_state.json and every logged loss are those of the undisturbed job, bit for bit. One line on stdout, exit code 0;
+or what was wrong, exit code 1.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from contextlib import closing, suppress
+from itertools import pairwise
+from pathlib import Path
+
+if __name__ == "__main__":  # before torch is imported: --help answers at once
+    sys.path.insert(1, str(Path(__file__).parent.parent))
+    cut = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    how = dict(formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(usage="soak.py {run,saves} [OPTIONS] [-- FLAGS]", description=__doc__, **how)
+    commands = parser.add_subparsers(dest="command", required=True, help="soak.py run --help: its options")
+    run, saves = commands.add_parser("run"), commands.add_parser("saves")
+    run.add_argument("--steps", type=int, default=400)
+    run.add_argument("--kills", type=int, default=8)
+    run.add_argument("--seconds", type=float, default=100, help="of training, over which the kills are spread")
+    saves.add_argument("--saves", type=int, default=200, dest="count", metavar="SAVES")
+    for command in (run, saves):
+        command.add_argument("--ranks", type=int, default=2)
+        command.add_argument("--seed", type=int, default=0, help="of what is killed and when")
+        command.add_argument("--folder", type=Path, help="new; kept (default: a temporary one, kept on failure)")
+    ARGS, FLAGS = vars(parser.parse_args(sys.argv[1:cut])), sys.argv[cut + 1 :]
+
+import torch
+import torch.distributed.checkpoint as dcp
+from forked import Job
+from harness import free_port
+from running import TINY, TORCHRUN
+
+from trainer.manifest import CheckpointError, verify
+
+STEP, UNFINISHED = re.compile(r"step-\d{8}"), re.compile("tmp.*")
+STUCK = 300  # seconds without a line of output after which a job counts as hung; one that compiles is silent for long
+
+
+class Wrong(Exception):
+    """A promise that did not hold."""
+
+
+def check(holds: bool, problem: str) -> None:
+    if not holds:
+        raise Wrong(problem)
+
+
+def wait(log: Path, until: Callable[[str], bool]) -> None:
+    """Until what `log` says is enough. Wrong if it says nothing new for STUCK seconds."""
+    told, since = "", time.monotonic()
+    while not until(told):
+        time.sleep(0.01)
+        now = log.read_text() if log.exists() else ""
+        if len(now) != len(told):
+            told, since = now, time.monotonic()
+        check(time.monotonic() - since < STUCK, f"no output for {STUCK} s; see {log}")
+
+
+# ---------------------------------------------------------------------------------------------------- what is compared
+
+
+def hashes(step: Path) -> dict[str, str]:
+    """Of dtype, shape and bytes of every tensor of a saved step, read by torch's own reader."""
+    saved = dcp.FileSystemReader(step).read_metadata().state_dict_metadata
+    state = {name: torch.empty(t.size, dtype=t.properties.dtype) for name, t in saved.items()}
+    with warnings.catch_warnings(action="ignore"):  # that there is no process group
+        dcp.load(state, storage_reader=dcp.FileSystemReader(step), no_dist=True)
+    return {name: hashlib.blake2b(f"{t.dtype} {t.shape}".encode() + t.reshape(-1).view(torch.uint8).numpy().tobytes(),
+                                  digest_size=16).hexdigest() for name, t in state.items()}  # fmt: skip
+
+
+def losses(folder: Path) -> list[tuple[int, float]]:
+    """(step, loss) of all that the runs of `folder`/rows.jsonl logged, steps that were done again among them."""
+    found = []
+    for file in folder.glob("rows.steps/*.jsonl"):
+        for line in file.read_text().splitlines():
+            with suppress(ValueError):  # the line that a kill cut short
+                row = json.loads(line)
+                found.append((row["step"], row["loss"]))
+    return found
+
+
+class Saved:
+    """A directory of checkpoints, and what was seen there so far."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.newest, self.left, self.verified, self.seen = folder, 0, [], set(), Counter()
+
+    def names(self, kind: re.Pattern) -> list[str]:
+        return sorted(filter(kind.fullmatch, os.listdir(self.folder) if self.folder.exists() else []))
+
+    def steps(self) -> list[int]:
+        return [int(name.removeprefix("step-")) for name in self.names(STEP)]
+
+    def verify(self) -> None:
+        """Every committed step. Only while no rank runs: --keep removes steps."""
+        for step in self.steps():
+            try:
+                verify(str(self.folder / f"step-{step:08d}"))
+            except CheckpointError as error:
+                raise Wrong(f"a committed step is damaged: {error}") from error
+            self.verified.add(step)
+
+    def note(self) -> None:
+        """What a kill left, for `check_starts`."""
+        self.newest, self.left = max(self.steps(), default=0), self.names(UNFINISHED)
+
+    def check_starts(self, told: str, exact: bool) -> None:
+        """Whether each start in what a log told went on from the newest step that `note` saw, or (not `exact`) a later
+        one, which a rank that outlived another by a moment may have committed; and removed what was unfinished."""
+        check("going back to" not in told, f"a committed step was refused: {told}")
+        for start in re.finditer(r"^checkpoint: (?:none in .*fresh|(\S+): resuming after step (\d+),)", told, re.M):
+            after = int(start[2] or 0)
+            check(after == self.newest or (after > self.newest and not exact), f"{start[0]} Committed: {self.newest}")
+            check(not after or start[1] == str(self.folder / f"step-{after:08d}"), start[0])
+            there = set(self.left) & set(os.listdir(self.folder))
+            check(not there, f"{there} there after a start")
+            self.seen.update(starts=1, resumed=int(after > 0))
+
+
+def compare(killed: Path, alone: Path) -> str:
+    """Holds what a job that was killed left in its folder against that of an undisturbed one; says what is equal."""
+    for folder in (killed, alone):
+        Saved(folder / "run").verify()
+        left = Saved(folder / "run").names(UNFINISHED)
+        check(not left, f"{folder}: {left} left at the end")
+    last = max(Saved(alone / "run").steps())
+    one, two = (folder / f"run/step-{last:08d}" for folder in (killed, alone))
+    check(one.exists(), f"{one}: is not there")
+    a, b = hashes(one), hashes(two)
+    differ = [name for name in a.keys() | b.keys() if a.get(name) != b.get(name)]
+    check(not differ, f"step {last}: {len(differ)} of {len(a)} tensors differ: {differ[:5]}")
+    states = [json.loads((step / "train_state.json").read_text()) for step in (one, two)]
+    check(states[0] == states[1], f"train_state.json: {states[0]}, undisturbed {states[1]}")
+    expected, logged = dict(losses(alone)), losses(killed)
+    check({step for step, _ in logged} == expected.keys(), "not every step was logged")
+    for step, loss in logged:
+        check(loss == expected[step], f"step {step}: loss {loss}, undisturbed {expected[step]}")
+    return (f"at step {last}, sample {states[0]['samples']}: {len(a)} tensors and {len(logged)} logged losses "
+            f"({len(logged) - len(expected)} of steps done again) as undisturbed, bit for bit")  # fmt: skip
+
+
+# --------------------------------------------------------------------------------------------------------------- saves
+
+
+def saves(folder: Path, ranks: int, count: int, seed: int, argv: list[str]) -> str:
+    """Wrong, or the line that says what was seen."""
+    rng, saved, killed = random.Random(seed), Saved(folder / "killed/run"), True
+    flags = [*TINY, "--data", "stdlib", "--log-every", 1, "--keep", count, "--steps", count, *argv]
+    while killed:
+        log = folder / f"{saved.seen['lives']}.log"
+        output = ["--results", folder / "killed/rows.jsonl", "--save", saved.folder, "--save-every", 1]
+        codes = life(Job(ranks, [*flags, *output], log), saved, log, rng)
+        killed = -9 in codes
+        check(killed or not any(codes), f"exit codes {codes} with nobody killed; see {log}")
+        saved.check_starts(log.read_text() if log.exists() else "", exact=True)
+        saved.verify()
+        saved.note()
+        saved.seen.update(lives=1, kills=int(killed), unfinished=int(len(saved.left) > 0))
+    log, output = folder / "alone.log", ["--results", folder / "alone/rows.jsonl", "--save", folder / "alone/run"]
+    codes = Job(ranks, [*flags, *output], log).wait(600)
+    check(not any(codes), f"the undisturbed job: exit codes {codes}; see {log}")
+    seen, equal = saved.seen, compare(folder / "killed", folder / "alone")
+    return (f"{saved.newest} saves committed, {len(saved.verified)} of them verified; {seen['kills']} kills of all "
+            f"{ranks} ranks, {seen['unfinished']} left an unfinished save; {seen['starts']} starts seen, "
+            f"{seen['resumed']} resumed, each from the newest; {equal}")  # fmt: skip
+
+
+def life(job: Job, saved: Saved, log: Path, rng: random.Random) -> list[int]:
+    """Kills the ranks of a job in the step after a random one of its first saves, one time in ten while it starts; now
+    and then one of them a little before the others. Exit codes: -9 among them unless the job came to its end first."""
+    goal, starting = saved.newest + rng.randrange(5), rng.random() < 0.1
+    if not starting:
+        wait(log, lambda told: job.ended() or "ln V" in told and max(saved.steps(), default=0) >= goal)
+    times = [(saved.folder / name).stat().st_mtime for name in saved.names(STEP)[-9:]]
+    time.sleep(rng.random() * min((b - a for a, b in pairwise(times)), default=0.5))  # a step and its save
+    gap = rng.random() * rng.choice([0, 0, 0.3])
+    for process in rng.sample(job.ranks, len(job.ranks)):
+        process.kill()
+        time.sleep(gap)
+    return job.wait()
+
+
+# ----------------------------------------------------------------------------------------------------------------- run
+
+
+class Torchrun:
+    """A job under torchrun that can be hit; `starts` counts its own starts, `log` gets all output."""
+
+    def __init__(self, folder: Path, ranks: int, restarts: int, argv: list):
+        self.log, self.process = folder.with_suffix(".log"), None
+        self.command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+        self.command += ["--max-restarts", str(restarts), "--master-port"]
+        output = ["--results", folder / "rows.jsonl", "--save", folder / "run"]
+        self.argv = [str(Path(__file__).parent.parent / "main.py"), *map(str, [*argv, *output])]
+
+    def start(self) -> None:
+        environment = {k: v for k, v in os.environ.items() if k not in TORCHRUN} | dict(OMP_NUM_THREADS="1")
+        with open(self.log, "a") as log:
+            command = [*self.command, str(free_port()), *self.argv]
+            self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+
+    def ended(self) -> bool:
+        return self.process.poll() is not None
+
+    def ranks(self) -> list[int]:
+        """Process ids of the ranks that run: children of torchrun that run main.py."""
+        found = []
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            with suppress(OSError):  # it ended meanwhile
+                parent = int(stat.read_text().rpartition(")")[2].split()[1])
+                if parent == self.process.pid and b"main.py" in (stat.parent / "cmdline").read_bytes():
+                    found.append(int(stat.parent.name))
+        return found
+
+    def hit(self, what: str, rng: random.Random) -> None:
+        """SIGKILL to one rank, all of them, or torchrun and all; or SIGTERM to torchrun. With torchrun all have ended
+        at the return."""
+        ranks = self.ranks()
+        if what == "SIGTERM":
+            self.process.terminate()
+        elif what == "torchrun":
+            self.process.kill()
+        for pid in rng.sample(ranks, dict(one=min(1, len(ranks)), SIGTERM=0).get(what, len(ranks))):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if what in ("SIGTERM", "torchrun"):
+            wait(self.log, lambda _: self.ended() and not any(map(runs, ranks)))
+
+    def close(self) -> None:
+        if self.process and not self.ended():
+            self.hit("torchrun", random.Random())
+
+
+def runs(pid: int) -> bool:
+    """Whether a rank is still there: its id may be another's by now."""
+    with suppress(OSError):
+        return b"main.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
+
+
+def run(folder: Path, ranks: int, steps: int, kills: int, seconds: float, seed: int, argv: list[str]) -> str:
+    """Wrong, or the line that says what was seen."""
+    rng, saved, hits, began = random.Random(seed), Saved(folder / "killed/run"), Counter(), time.monotonic()
+    flags = [*TINY, "--data", "stdlib", "--log-every", 1, "--steps", steps, "--save-every", 5, *argv]
+    with closing(Torchrun(folder / "killed", ranks, kills, flags)) as job:
+        job.start()
+        mark = 0  # where in the log the last hit was
+        for _ in range(kills):
+            if rng.random() < 0.8:
+                wait(job.log, lambda told, mark=mark: job.ended() or re.search(r"^step +\d", told[mark:], re.M))
+            time.sleep(rng.random() * 2 * seconds / kills)
+            if job.ended():
+                break
+            saved.check_starts(job.log.read_text()[mark:], exact=False)
+            saved.note()
+            mark, what = job.log.stat().st_size, rng.choices(HITS, [4, 1, 1, 2])[0]
+            job.hit(what, rng)
+            hits[what] += 1
+            if job.ended():
+                saved.verify()
+                job.start()
+        wait(job.log, lambda _: job.ended())
+        check(not job.process.returncode, f"torchrun: exit code {job.process.returncode}; see {job.log}")
+        saved.check_starts(job.log.read_text()[mark:], exact=False)
+    took = time.monotonic() - began
+    with closing(Torchrun(folder / "alone", ranks, 0, flags)) as alone:
+        alone.start()
+        wait(alone.log, lambda _: alone.ended())
+        check(not alone.process.returncode, f"undisturbed: exit code {alone.process.returncode}; see {alone.log}")
+    told = ", ".join(f"{n} {what}" for what, n in hits.items())
+    seen, equal = saved.seen, compare(folder / "killed", folder / "alone")
+    return (f"{sum(hits.values())} hits ({told}) in {took:.0f} s; {seen['starts']} starts seen, {seen['resumed']} "
+            f"resumed, each from the newest; {equal}")  # fmt: skip
+
+
+HITS = ["one", "all", "torchrun", "SIGTERM"]
+
+
+def main(command: str, folder: Path | None, flags: list[str], **own) -> int:
+    kept, folder = folder is not None, folder or Path(tempfile.mkdtemp(prefix="soak-"))
+    (folder / "killed").mkdir(parents=True)
+    try:
+        told = dict(run=run, saves=saves)[command](folder.resolve(), argv=flags, **own)
+    except (Wrong, TimeoutError) as problem:
+        print(f"soak {command}: FAILED: {problem}; all is in {folder}")
+        return 1
+    print(f"soak {command}: {told}")
+    if not kept:
+        shutil.rmtree(folder)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(flags=FLAGS, **ARGS))

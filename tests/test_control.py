@@ -1,0 +1,197 @@
+"""trainer/control.py and trainer/watchdog.py by themselves, on one rank. tests/test_faults.py has several."""
+
+import json
+import os
+import signal
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from trainer import control, watchdog
+from trainer.control import Control, Desync, Signals, Stopped, agree
+from trainer.watchdog import Watchdog
+
+GROUP = SimpleNamespace(size=lambda: 2)  # stands for a group whose collectives are planted
+
+
+def test_a_signal_is_noted_and_the_handlers_come_back():
+    before = [signal.getsignal(kind) for kind in Signals.KINDS]
+    with Signals(speak=False) as signals:
+        for kind in (signal.SIGTERM, signal.SIGINT):  # at once: a launcher's copy of the first
+            os.kill(os.getpid(), kind)
+        assert signals.got == signal.SIGTERM
+    assert [signal.getsignal(kind) for kind in Signals.KINDS] == before
+
+
+@pytest.mark.parametrize("over", [False, True])
+def test_a_second_signal_ends_the_process_at_once_unless_it_is_ending(over, monkeypatch):
+    monkeypatch.setattr(control, "AGAIN_S", 0.0)
+    child = os.fork()
+    if not child:
+        with Signals(speak=False) as signals:
+            os.kill(os.getpid(), signal.SIGTERM)
+            signals.over = over
+            time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGTERM)
+            os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGTERM) != over
+
+
+def test_ctrl_c_is_answered_by_the_rank_that_speaks(capfd):
+    for speak in (True, False):
+        with Signals(speak):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert capfd.readouterr().err == "Ctrl-C: stopping after this step; again: at once\n"
+
+
+@pytest.fixture
+def other(monkeypatch):
+    """What another rank would give: its boundary's arguments, and whether it got a signal."""
+    asked = []
+
+    class Work:
+        def wait(self):
+            pass
+
+    def all_reduce(numbers, op, group, async_op):
+        assert op == dist.ReduceOp.MAX and group is GROUP and async_op
+        k, norm, failed, signum = asked.pop(0)
+        numbers.copy_(torch.maximum(numbers, torch.tensor([k, -k, norm, -norm, failed, signum], dtype=numbers.dtype)))
+        return Work()
+
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    return asked
+
+
+def test_what_one_rank_notes_all_learn_at_the_next_boundary(other):
+    signals = Signals()
+    ranks = Control(signals, GROUP)
+    other += [(0, 1.5, False, 0), (1, 1.5, True, 0), (2, 1.5, False, signal.SIGTERM)]
+    assert not ranks.boundary(0, 1.5) and not ranks.boundary(1, 1.5)
+    assert ranks.boundary(2, 1.5), "that a save failed elsewhere"
+    with pytest.raises(Stopped, match="SIGTERM") as stopped:
+        ranks.finish()
+    assert stopped.value.signum == signal.SIGTERM and not ranks.finish()
+
+
+@pytest.mark.parametrize("mine, theirs, told", [
+    ((3, 1.0), (4, 1.0), "different steps: 3 to 4"), ((3, 1.0), (3, 1.01), "norms differ between ranks, 1.0 to 1.01"),
+    ((3, 1.0), (3, -1.0), "norms differ"), ((3, 1.0), (3, 1.0), None), ((3, 1.0), (3, 1.0 + 1e-6), None),
+    ((3, -1.0), (3, -1.0), None), ((3, 0.0), (3, 0.0), None), ((3, float("nan")), (3, -1.0), None),
+])  # fmt: skip
+def test_ranks_that_drift_apart_are_noticed(mine, theirs, told, other):
+    ranks = Control(Signals(), GROUP)
+    other.append((*theirs, False, 0))
+    ranks.boundary(*mine)
+    if told is None:
+        assert ranks.finish() is False
+    else:
+        with pytest.raises(Desync, match=told):
+            ranks.finish()
+
+
+def test_one_rank_stops_at_once():
+    signals = Signals()
+    alone = Control(signals, None)
+    assert alone.boundary(1) is False and alone.boundary(2, failed=True) is True
+    signals.got = signal.SIGINT
+    with pytest.raises(Stopped, match="SIGINT"):
+        alone.boundary(3)
+
+
+def test_facts_that_differ_are_named_with_the_rank(monkeypatch):
+    everyone = [{"--depth": 4, "data": "a"}] * 3
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 3)
+    monkeypatch.setattr(dist, "all_gather_object", lambda out, own, group: out.__setitem__(slice(None), everyone))
+    agree(everyone[0], GROUP)
+    agree({"--depth": 5}, None)
+    everyone[1:] = [{"--depth": 4, "data": "a"}, {"--depth": 5, "data": "b"}]
+    with pytest.raises(Desync, match="--depth: rank 0 has 4, rank 2 5; data: rank 0 has a, rank 2 b; start all"):
+        agree(everyone[0], GROUP)
+    everyone[1:] = [{"--depth": 5}] * 2
+    with pytest.raises(Desync, match=r"--depth: rank 0 has 4, rank 1 5 \(2 ranks differ\); data: rank 0 has a, rank 1"):
+        agree(everyone[0], GROUP)
+
+
+# ------------------------------------------------------------------------------------------------------------- watchdog
+
+
+class Ended(BaseException):
+    """What `os._exit` would do to the thread that calls it."""
+
+
+@pytest.fixture
+def dog(monkeypatch, tmp_path):
+    """dog(limit, rank, world): a watchdog that looks every 10 ms, and puts (exit code, what it told) into `ends`."""
+    dogs, store = [], dist.HashStore()
+    monkeypatch.setattr(watchdog, "POLL_S", 0.01)
+    monkeypatch.setattr(watchdog, "ANSWER_S", 0.3)
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)
+
+    def make(limit, rank=0, world=1):
+        made = Watchdog(limit, rank, 1, tmp_path / "hang")
+        made.world, made.ends, made.told = world, [], []
+        made.store = store if world > 1 else None
+
+        def end(code):
+            made.ends.append(code)
+            raise Ended
+
+        made.end, made.on_end = end, made.told.append
+        dogs.append(made)
+        return made
+
+    yield make
+    for each in dogs:
+        each.__exit__()
+
+
+def test_no_progress_ends_the_process_with_the_place_and_the_stacks_in_a_file(dog, tmp_path, capfd):
+    mine = dog(0.2)
+    mine.beat(7, "data")
+    mine.thread.join(10)
+    assert mine.ends == [7] and len(mine.told) == 1
+    line = capfd.readouterr().err
+    assert line == f"error: {mine.told[0]}\n"
+    assert "no progress for 0.2 s: the main thread hangs; rank 0: step 7, data" in line
+    assert "tests/test_control.py:" in line and "raise --timeout" in line
+    stacks = (tmp_path / "hang/rank-0.txt").read_text()
+    assert json.loads(stacks.splitlines()[0])["step"] == 7 and "in test_no_progress_ends" in stacks
+    assert (tmp_path / "hang/flight-0").exists()
+
+
+def test_progress_or_no_limit_ends_nothing(dog):
+    never, often = dog(0), dog(0.5)
+    for k in range(80):
+        often.beat(k, "step")
+        time.sleep(0.01)
+    assert not never.ends + often.ends and never.thread.is_alive() and often.thread.is_alive()
+
+
+def test_the_rank_behind_is_named_by_the_first_that_answers(dog, capfd):
+    ahead, behind = dog(0.1, 0, 2), dog(0, 1, 2)
+    ahead.beat(5, "step")
+    behind.beat(4, "data")
+    for each in (ahead, behind):
+        each.thread.join(10)
+    assert ahead.ends == behind.ends == [7], "the second has no limit: it was called"
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "no progress for 0.1 s: the others wait for rank 1; rank 1: step 4, data" in line
+    assert "rank 0: step 5" in line
+
+
+def test_a_rank_that_does_not_answer_is_named_and_one_that_has_said_why_is_not(dog, capfd):
+    mine = dog(0, 1, 3)
+    with pytest.raises(Ended):
+        mine.roll_call("lost the connection to another rank")
+    assert "error: lost the connection to another rank: no answer from ranks 0, 2; rank 1: " in capfd.readouterr().err
+    other = dog(0, 0, 2)
+    other.leave("had enough")
+    with pytest.raises(Ended):
+        other.roll_call("lost the connection to another rank")
+    assert capfd.readouterr().err == "" and other.ends == [7] and other.told == ["rank 0: had enough"]

@@ -1,0 +1,379 @@
+"""trainer/export.py: other programs read the bits that were saved; from two ranks and back to two in any layout.
+
+    pytest tests/test_export.py        # no GPU; half a minute on one core; -m slow: peak memory of processes
+
+What is written here is read by the safetensors library and by torch.load. How files are read: tests/test_weights.py.
+"""
+
+import json
+import os
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import spawn
+from running import ROOT, TINY, assert_bitwise, one_line, saved
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from trainer import checkpoint, export, weights
+from trainer import config as flags
+from trainer.baselines import build, connect
+from trainer.data import Batches
+from trainer.manifest import CheckpointError
+from trainer.saver import Saver
+from trainer.step import local
+
+pytestmark = pytest.mark.usefixtures("isolated")
+
+
+@pytest.fixture
+def run(capfd):
+    """python -m trainer.export in this process: its exit code and both outputs."""
+
+    def run(*argv):
+        capfd.readouterr()
+        try:
+            code = export.main([*map(str, argv)])
+        except SystemExit as exit:
+            code = exit.code
+        assert not dist.is_initialized()
+        out, err = capfd.readouterr()
+        return SimpleNamespace(code=code, out=out, err=err)
+
+    return run
+
+
+def model_of(*argv: str) -> nn.Module:
+    """With other weights, on one rank."""
+    c = flags.resolve(flags.parse([*TINY, "--seed", "1", *argv]), "cpu", 1)
+    if not dist.is_initialized():
+        connect(c, 0, 0, 1)
+    return build(c, torch.device("cpu"), 1).bare_model
+
+
+def through_index(index: Path) -> dict[str, torch.Tensor]:
+    """As Hugging Face's libraries read several files."""
+    state, told = {}, json.loads(index.read_text())
+    for file in set(told["weight_map"].values()):
+        state |= load_file(index.parent / file)
+    assert told["metadata"]["total_size"] == sum(t.nbytes for t in state.values())
+    assert told["weight_map"].keys() == state.keys()
+    return state
+
+
+# -------------------------------------------------------------------------------------------------------------- export
+
+
+def test_the_safetensors_library_reads_what_was_saved(run, saved_run, tmp_path):
+    out = tmp_path / "out.safetensors"
+    done = run(saved_run, out)
+    assert done.code == 0 and done.err == "" and "16 tensors of " in done.out and "step-00000006" in done.out
+    assert_bitwise(load_file(out), saved(saved_run / "step-00000006"))
+    assert [path.name for path in tmp_path.iterdir()] == ["out.safetensors"]
+    with safe_open(out, "pt") as file:
+        about = file.metadata()
+    training = json.loads(about.pop("training"))
+    assert about == dict(format="pt", step="6", samples="12", torch=torch.__version__)
+    assert training["depth"] == 1 and training["seed"] == 0 and not {"data", "init"} & training.keys()
+    assert str(saved_run.parent).encode() not in out.read_bytes()
+
+
+def test_torch_reads_a_plain_state_dict_with_nothing_but_weights_and_mapped(run, saved_run, tmp_path):
+    assert run(saved_run / "step-00000004", tmp_path / "out.pt").code == 0
+    expected = saved(saved_run / "step-00000004")
+    for mmap in (True, False):
+        state = torch.load(tmp_path / "out.pt", weights_only=True, mmap=mmap)
+        assert type(state) is dict and all(t.device.type == "cpu" for t in state.values())
+        assert_bitwise(state, expected)
+
+
+def test_above_a_size_there_are_several_files_and_an_index(run, saved_run, tmp_path):
+    done = run(saved_run, tmp_path / "out.safetensors", "--shard-gb", "20e-6")  # two tensors are larger
+    names = [f"out-{i:05d}-of-00005.safetensors" for i in range(1, 6)]
+    assert done.code == 0 and "5 files and out.safetensors.index.json" in done.out
+    assert sorted(path.name for path in tmp_path.iterdir()) == [*names, "out.safetensors.index.json"]
+    for name in names:
+        sizes = [t.nbytes for t in load_file(tmp_path / name).values()]
+        assert sum(sizes) <= 20_000 or len(sizes) == 1
+    expected = saved(saved_run / "step-00000006")
+    assert_bitwise(through_index(tmp_path / "out.safetensors.index.json"), expected)
+    for path in ("out.safetensors", "out.safetensors.index.json"):
+        model = model_of()
+        weights.load_weights(str(tmp_path / path), model)
+        assert_bitwise({name: local(t) for name, t in model.state_dict().items()}, expected)
+
+
+def test_bf16_is_rounded_and_says_so(run, saved_run, tmp_path):
+    assert run(saved_run, tmp_path / "out.safetensors", "--dtype", "bf16").code == 0
+    expected = saved(saved_run / "step-00000006")
+    assert_bitwise(load_file(tmp_path / "out.safetensors"), {name: t.bfloat16() for name, t in expected.items()})
+
+
+def test_a_damaged_step_is_passed_over_said_and_never_exported(run, folder, tmp_path):
+    os.truncate(folder / "step-00000006/__0_0.distcp", 1000)
+    done = run(folder, tmp_path / "out.safetensors")
+    assert done.code == 0 and "step-00000006/__0_0.distcp: " in done.out and "going back to" in done.out
+    assert_bitwise(load_file(tmp_path / "out.safetensors"), saved(folder / "step-00000004"))
+    done = run(folder / "step-00000006", tmp_path / "bad.safetensors")
+    assert done.code == 4 and "__0_0.distcp: 1000 bytes" in one_line(done.err)
+    assert not (tmp_path / "bad.safetensors").exists()
+
+
+@pytest.mark.parametrize("where", ["absent", "", "step-00000009"])
+def test_where_there_is_no_checkpoint_the_exit_code_is_4(where, run, tmp_path):
+    done = run(tmp_path / where, tmp_path / "out.pt")
+    assert done.code == 4 and str(tmp_path / where) in one_line(done.err)
+
+
+OUTPUTS = {"out.bin": "must end in", "absent/out.pt": "absent is no directory", "file/out.pt": "file is no directory",
+           "folder.pt": "is a directory", "there.pt": "is there already"}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_an_output_that_cannot_be_exits_2_before_anything_is_read(name, run, tmp_path, monkeypatch):
+    (tmp_path / "file").touch(), (tmp_path / "folder.pt").mkdir(), (tmp_path / "there.pt").write_text("mine")
+    monkeypatch.setattr(checkpoint, "find", lambda _: pytest.fail("a checkpoint was looked for"))
+    done = run(tmp_path, tmp_path / name)
+    assert done.code == 2 and OUTPUTS[name] in one_line(done.err) and str(tmp_path / name) in done.err
+    assert (tmp_path / "there.pt").read_text() == "mine"
+
+
+def test_overwrite_leaves_the_files_of_one_export(run, saved_run, tmp_path):
+    out, several = tmp_path / "out.safetensors", ("--shard-gb", "20e-6")
+    (tmp_path / "out-00001-of-00005.safetensors").touch()  # an earlier one's
+    assert run(saved_run, out).code == 2
+    (tmp_path / "outer.safetensors").touch(), (tmp_path / "out-1.safetensors").touch()  # others'
+    for argv, files in (((), 1), (several, 6), (("--shard-gb", "40e-6"), 4), ((), 1)):
+        assert run(saved_run, out, *argv, "--overwrite").code == 0
+        assert len([*tmp_path.iterdir()]) == files + 2, argv
+        assert weights.table(str(out)).keys() == weights.table(str(out)).keys() and run(saved_run, out).code == 2
+    assert_bitwise(load_file(out), saved(saved_run / "step-00000006"))
+
+
+FULL = "disk full: needs 0.1 MiB, has 0.0 MiB", "File too large|torch.save failed, as on a full disk"
+
+
+@pytest.mark.parametrize("name", ["out.safetensors", "out.pt"])
+@pytest.mark.parametrize("text", FULL)
+def test_a_full_disk_exits_4_and_leaves_the_old_file(text, name, run, saved_run, tmp_path, monkeypatch):
+    (tmp_path / name).write_text("old")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        if text == FULL[0]:
+            monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, 1000))
+        else:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+        done = run(saved_run, tmp_path / name, "--overwrite")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert done.code == 4 and re.search(text, one_line(done.err)) and str(tmp_path / name) in done.err
+    assert [path.name for path in tmp_path.iterdir()] == [name] and (tmp_path / name).read_text() == "old"
+
+
+def test_an_interrupted_export_leaves_nothing_and_nothing_has_the_final_name_before_its_end(
+    run, saved_run, tmp_path, monkeypatch
+):
+    seen, read = [], checkpoint.read
+
+    def slow(found, name):
+        seen.append([path.name.partition(".tmp-")[1] for path in tmp_path.iterdir()])
+        if name == "norm.weight":
+            raise KeyboardInterrupt
+        return read(found, name)
+
+    monkeypatch.setattr(checkpoint, "read", slow)
+    done = run(saved_run, tmp_path / "out.safetensors")
+    assert done.code == 130 and "out.safetensors was not written" in one_line(done.err)
+    assert len(seen) > 10 and all(each == [".tmp-"] for each in seen) and not [*tmp_path.iterdir()]
+
+
+def test_help_is_instant_and_a_bad_size_is_refused(run):
+    argv = [sys.executable, "-X", "importtime", "-m", "trainer.export", "--help"]
+    done = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert done.returncode == 0 and "--shard-gb" in done.stdout
+    imports = {line.split("|")[-1].strip() for line in done.stderr.splitlines()}
+    assert "argparse" in imports and not {"torch", "numpy"} & imports
+    for size in ("0", "-1", "nan", "x"):
+        assert run("a", "b.safetensors", "--shard-gb", size).code == 2
+
+
+# ----------------------------------------------------------------------------------------------------------- two ranks
+
+LAYOUTS = ["", "--mode hybrid_shard", "--mode replicate", "--wrapper fsdp2", "--wrapper ddp", "--min-shard-mib 0.01"]
+FORMS = {"one": "out.safetensors", "several": "cut.safetensors", "pt": "out.pt"}
+
+
+def made(world, *argv):
+    """Config, step and batches; 257 rows of the embedding: 129 and 128."""
+    c = flags.resolve(flags.parse([*TINY, "--vocab", "257", "--steps", "2", *map(str, argv)]), "cpu", world)
+    rank = dist.get_rank()
+    batches = Batches("random", global_batch=4, seqlen=c.seqlen, vocab=c.vocab, seed=0, rank=rank, world=world)
+    return c, build(c, torch.device("cpu"), world), batches
+
+
+def whole(model) -> dict[str, bytes]:
+    state = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in model.state_dict().items()}
+    return {n: t.reshape(-1).view(torch.uint8).numpy().tobytes() for n, t in state.items()}
+
+
+def save_and_export(mesh):
+    """Both ranks read all of it, and write files of their own."""
+    folder = os.environ["EXPORTS"]
+    c, step, batches = made(2, "--batch", 2, "--save", f"{folder}/run")
+    os.makedirs(c.save, exist_ok=True)
+    for _ in range(2):
+        step(*next(batches))
+    Saver(c, step, batches).save(2)
+    found = checkpoint.find(c.save)
+    os.mkdir(f"{folder}/{dist.get_rank()}")
+    for form, name in FORMS.items():
+        how = dict(shard_bytes=30_000) if form == "several" else {}
+        path = f"{folder}/{dist.get_rank()}/{name}"
+        weights.write(path, checkpoint.parameters(found), lambda name: checkpoint.read(found, name), {}, **how)
+    return whole(step.bare_model)
+
+
+def init_every_layout(mesh):
+    """What each layout then holds, and of each the bytes that this rank read and those that it holds."""
+    states, read, real = {}, [], weights._read
+
+    def counting(*args):
+        part = real(*args)
+        read.append(part.nbytes)
+        return part
+
+    with mock.patch.object(weights, "_read", counting):
+        for layout in LAYOUTS:
+            _, step, _ = made(2, "--batch", 2, *layout.split(), "--seed", 1)
+            held = sum(local(t).nbytes for t in step.bare_model.state_dict().values())
+            for form, name in FORMS.items():
+                with torch.no_grad():
+                    for p in step.bare_model.parameters():
+                        local(p).zero_()
+                read.clear()
+                c = SimpleNamespace(init=f"{os.environ['EXPORTS']}/0/{name}", cast=False)
+                weights.initialise(c, step.bare_model, None)
+                states[layout, form] = whole(step.bare_model), sum(read), held
+    return states
+
+
+def refuse_on_both(mesh):
+    """What both ranks raise where only rank 1 reads what is not finite."""
+    _, step, _ = made(2, "--batch", 2)
+    state = load_file(f"{os.environ['EXPORTS']}/0/out.safetensors")
+    state["emb.weight"][200, 3] = float("nan")
+    path = f"{os.environ['EXPORTS']}/{dist.get_rank()}-nan.safetensors"
+    save_file(state, path)
+    try:
+        weights.initialise(SimpleNamespace(init=path, cast=False), step.bare_model, None)
+    except CheckpointError as e:
+        return str(e)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("two")
+    with mock.patch.dict(os.environ, EXPORTS=str(folder)):
+        return folder, spawn(2, [save_and_export, init_every_layout, refuse_on_both])
+
+
+def test_every_layout_of_two_ranks_has_the_same_bits_and_each_rank_reads_its_own_rows(two_ranks):
+    folder, results = two_ranks
+    for expected, states in zip(results["save_and_export"], results["init_every_layout"], strict=True):
+        assert len(states) == len(LAYOUTS) * len(FORMS) and len(expected) == 16
+        for (layout, form), (state, read, held) in states.items():
+            assert state == expected and read == held, (layout, form, read, held)
+        sizes = {layout: held for (layout, _), (_, _, held) in states.items()}
+        assert sizes[""] == sizes["--wrapper fsdp2"] < 0.51 * sizes["--mode replicate"]
+        assert sizes[""] < sizes["--min-shard-mib 0.01"] < sizes["--mode replicate"]
+    assert results["refuse_on_both"] == [f"{folder}/1-nan.safetensors: emb.weight is not finite"] * 2
+
+
+def test_one_rank_exports_and_starts_from_what_two_saved(two_ranks, run, tmp_path):
+    folder, results = two_ranks
+    assert run(folder / "run", tmp_path / "out.safetensors").code == 0
+    assert_bitwise(load_file(tmp_path / "out.safetensors"), load_file(folder / "1/out.safetensors"))
+    for argv in ("", "--mode replicate", "--mode hybrid_shard --replicas 1", "--wrapper none", "--wrapper fsdp2"):
+        for form in FORMS.values():
+            model = model_of("--vocab", "257", *argv.split())
+            weights.load_weights(f"{folder}/0/{form}", model)
+            assert whole(model) == results["save_and_export"][0], (argv, form)
+
+
+# -------------------------------------------------------------------------------------------------------------- memory
+
+
+@pytest.mark.parametrize("name", ["out.safetensors", "out.pt"])
+def test_one_tensor_at_a_time_is_in_memory(name, run, saved_run, tmp_path, monkeypatch):
+    alive, most = weakref.WeakSet(), []
+
+    def tracked(real):
+        def read(*args):
+            assert not [*alive], "the tensor before is still there"
+            t = real(*args)
+            alive.add(t)
+            most.append(t.nbytes)
+            return t
+
+        return read
+
+    monkeypatch.setattr(checkpoint, "read", tracked(checkpoint.read))
+    monkeypatch.setattr(weights, "_read", tracked(weights._read))
+    assert run(saved_run, tmp_path / name).code == 0 and len(most) == 16
+    weights.load_weights(str(tmp_path / name), model_of())
+    assert len(most) == 32 and sum(most) == 2 * 112_000 and max(most) < 40_000
+
+
+MEASURED = """
+import sys, torch
+from trainer import config, export, measure, weights
+from trainer.baselines import build
+device = torch.device("cpu")
+small, big, what = sys.argv[1:4]
+if what == "load":
+    c = config.resolve(config.parse(sys.argv[4:]), "cpu", 1)
+    model = build(c, device, 1).bare_model
+    work = lambda path: weights.load_weights(path, model)
+else:
+    work = lambda path: export.main([path, f"{path}-{what}.{what}"])
+    work(small)
+before = measure.reset_peak(device) or measure.peak(device)["peak_rss_mib"]
+work(big)
+print(measure.peak(device)["peak_rss_mib"] - before)
+"""
+
+
+@pytest.mark.slow
+def test_peak_memory_of_a_process_is_far_below_the_model(saved_run, tmp_path):
+    """96 MiB in tensors of 1 MiB: export holds 32 MiB to verify; loading holds one tensor beside the model."""
+    big = "--compile none --depth 36 --width 256 --head-dim 32 --seqlen 16 --wrapper none".split()
+    c = flags.resolve(flags.parse([*big, "--save", str(tmp_path / "big")]), "cpu", 1)
+    connect(c, 0, 0, 1)
+    os.mkdir(tmp_path / "big")
+    step = build(c, torch.device("cpu"), 1)
+    batches = Batches("random", global_batch=4, seqlen=16, vocab=256, seed=0, rank=0, world=1)
+    Saver(c, step, batches).save(1)
+    size = sum(p.nbytes for p in step.bare_model.parameters()) / 2**20
+    grown = {}
+    for what, path in (("safetensors", "big"), ("pt", "big"), ("load", "big-safetensors.safetensors"),
+                       ("load", "big-pt.pt")):  # fmt: skip
+        shutil.copytree(saved_run, tmp_path / "small", dirs_exist_ok=True)
+        argv = [sys.executable, "-c", MEASURED, str(tmp_path / "small"), str(tmp_path / path), what, *big]
+        done = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT, timeout=120)
+        assert done.returncode == 0, done.stderr
+        grown[what, path] = float(done.stdout.split()[-1])
+    print(f"\n{size:.1f} MiB: {grown}")
+    assert size > 90 and max(mib for (what, _), mib in grown.items() if what != "load") < 45
+    assert max(mib for (what, _), mib in grown.items() if what == "load") < 10

@@ -1,0 +1,214 @@
+"""Faults planted in real runs (trainer/inject.py): each ends as promised, in one line, and loses nothing.
+
+    pytest tests/test_faults.py        # no GPU; a minute on one core; kill -9 at random moments: tests/test_soak.py
+"""
+
+import json
+import os
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from forked import Job
+from running import TINY, one_line, read
+from test_checkpoint import assert_bitwise, contents, steps_in
+
+from trainer import inject
+from trainer.manifest import verify
+
+pytestmark = pytest.mark.usefixtures("isolated")
+
+
+# ------------------------------------------------------------------------------------------------------------ one rank
+
+
+@pytest.mark.parametrize("fault, code", [("*:3:data:term", 143), ("0:3:backward:int", 130), ("0:3:update:term", 143)])
+def test_a_signal_ends_the_run_after_its_step_saved_and_what_resumes_is_bitwise_the_run(
+    fault, code, train, tmp_path, monkeypatch
+):
+    argv = "--log-every", 1, "--save"
+    monkeypatch.setenv("FAULT", fault)
+    stopped = train(*argv, tmp_path / "run")
+    assert stopped.code == code and steps_in(tmp_path / "run") == [3]
+    name = signal.Signals(code - 128).name
+    assert stopped.row["outcome"] == f"stopped: {name}" and f"stopped by {name} after step 3" in stopped.err
+    assert len(stopped.err.splitlines()) == (2 if name == "SIGINT" else 1), stopped.err
+    monkeypatch.delenv("FAULT")
+    resumed, whole = train(*argv, tmp_path / "run"), train(*argv, tmp_path / "whole")
+    assert resumed.row["resumed_after"] == 3
+    assert [s["loss"] for s in whole.steps] == [s["loss"] for s in stopped.steps + resumed.steps]
+    assert_bitwise(contents(tmp_path / "run/step-00000006"), contents(tmp_path / "whole/step-00000006"))
+
+
+@pytest.mark.parametrize("sync", ["every", "last"])
+def test_a_signal_between_micro_batches_drops_the_step_that_was_begun(sync, train, tmp_path, monkeypatch):
+    argv = "--grad-accum", 3, "--accum-sync", sync, "--log-every", 1, "--save"
+    monkeypatch.setenv("FAULT", "0:3:forward:term")
+    stopped = train(*argv, tmp_path / "run")
+    assert stopped.code == 143 and steps_in(tmp_path / "run") == [2] and len(stopped.steps) == 2
+    assert json.loads((tmp_path / "run/step-00000002/train_state.json").read_text())["samples"] == 2 * 6
+    monkeypatch.delenv("FAULT")
+    resumed, whole = train(*argv, tmp_path / "run"), train(*argv, tmp_path / "whole")
+    assert [s["loss"] for s in whole.steps] == [s["loss"] for s in stopped.steps + resumed.steps]
+    assert_bitwise(contents(tmp_path / "run/step-00000006"), contents(tmp_path / "whole/step-00000006"))
+
+
+def test_a_signal_without_save_or_before_a_step_or_at_the_end(train, tmp_path, monkeypatch):
+    monkeypatch.setenv("FAULT", "0:2:data:term")
+    unsaved = train()
+    assert unsaved.code == 143 and "after step 2; nothing is saved without --save" in one_line(unsaved.err)
+    monkeypatch.setenv("FAULT", "0:6:update:term")
+    assert train("--save", tmp_path / "end").code == 0 and steps_in(tmp_path / "end") == [6], "it had come to its end"
+    monkeypatch.delenv("FAULT")
+    monkeypatch.setattr("main.header", lambda run: os.kill(os.getpid(), signal.SIGTERM) or [])
+    early = train("--save", tmp_path / "early")
+    assert early.code == 143 and "after step 0" in early.err and steps_in(tmp_path / "early") == []
+
+
+def test_a_signal_in_a_save_waits_for_its_end(train, tmp_path, monkeypatch):
+    monkeypatch.setenv("FAULT", "0:2:write:term")
+    done = train("--save", tmp_path / "run", "--save-every", 2)
+    assert done.code == 143 and steps_in(tmp_path / "run") == [2] and "after step 2" in one_line(done.err)
+    verify(str(tmp_path / "run/step-00000002"))
+
+
+@pytest.mark.parametrize("where, stage", [("forward", "fwd"), ("backward", "bwd"), ("update", "step")])
+def test_out_of_memory_says_where_how_much_and_what_to_do(where, stage, train, monkeypatch):
+    for step in (1, 3):
+        monkeypatch.setenv("FAULT", f"0:{step}:{where}:oom")
+        done = train()
+        line = one_line(done.err)
+        assert done.code == 6 and done.row["outcome"] == f"OOM {stage}" and f"OOM {stage}" in line
+        assert "wanted 1.00 GiB more, peak " in line and ("first step, which compiles" in line) == (step == 1)
+        for knob in ("--batch", "--remat", "more ranks"):
+            assert knob in line
+
+
+def test_memory_that_runs_out_while_building_is_told_as_such(train, monkeypatch):
+    monkeypatch.setattr("main.build", lambda *_: inject._happen("oom"))
+    done = train()
+    assert done.code == 6 and done.row["outcome"] == "OOM init" and "OOM init (init): wanted 1.00 GiB" in done.err
+
+
+def test_each_part_of_a_save_may_fail_and_the_older_steps_stay(train, tmp_path, monkeypatch):
+    for i, where in enumerate(("save", "write", "commit")):
+        monkeypatch.setenv("FAULT", f"0:4:{where}:enospc")
+        done = train("--save", tmp_path / str(i), "--save-every", 2)
+        assert done.code == 4 and "No space left on device" in one_line(done.err), where
+        assert steps_in(tmp_path / str(i)) == [2] and len([*(tmp_path / str(i)).iterdir()]) == 1, where
+
+
+@pytest.mark.parametrize("fault, told", {
+    "x:1:data:kill": "rank 'x'", "0:0:data:kill": "step '0'", "0:one:data:kill": "step 'one'", "0:1:dat:kill": "where",
+    "0:1:data:kil": "kind 'kil'", "0:1:data": "kind ''", "0:1:data:kill:9": "more than four", "1:1:data:nan": "forward",
+    "0:1:data:raise,junk": "rank 'junk'",
+}.items())  # fmt: skip
+def test_a_fault_that_says_nothing_is_refused(fault, told, train, monkeypatch):
+    monkeypatch.setenv("FAULT", fault)
+    done = train()
+    assert done.code == 2 and told in one_line(done.err) and "expected rank:step:where:kind" in done.err
+
+
+@pytest.mark.parametrize("argv", ["--compile step", "--optim in-backward --clip 0"])
+def test_a_fault_where_the_run_has_no_such_place_is_refused(argv, train, monkeypatch):
+    monkeypatch.setenv("FAULT", "0:1:update:raise")
+    done = train(*argv.split())
+    assert done.code == 2 and "FAULT 0:1:update:raise: " in one_line(done.err)
+
+
+def test_without_the_variable_nothing_is_wrapped_and_with_it_only_inside(train, monkeypatch):
+    monkeypatch.setattr(inject, "_happen", lambda kind: pytest.fail("a fault"))
+    before = inject.Batches.__next__
+    plain = train("--log-every", 1)
+    monkeypatch.setenv("FAULT", "0:99:forward:kill,1:1:data:kill")
+    planted = train("--log-every", 1)
+    assert inject.Batches.__next__ is before
+    assert [s["loss"] for s in plain.steps] == [s["loss"] for s in planted.steps]
+
+
+# ----------------------------------------------------------------------------------------------------------- two ranks
+
+
+def two(tmp_path: Path, *argv, ranks=2, **env) -> SimpleNamespace:
+    """A job of main.py: exit codes, what both said, the row."""
+    log, results = tmp_path / "log", tmp_path / "rows.jsonl"
+    log.unlink(missing_ok=True)
+    flags = [*TINY, "--save", tmp_path / "run", "--save-every", "2", *argv]
+    codes = Job(ranks, [*flags, "--results", results], log, **env).wait(90)
+    text = log.read_text()
+    errors = [line for line in text.splitlines() if line.startswith("error: ")]
+    row = read(results)[0] if results.exists() and results.stat().st_size else None
+    return SimpleNamespace(codes=codes, out=text, errors=errors, row=row, steps=steps_in(tmp_path / "run"))
+
+
+def test_a_signal_to_one_rank_stops_all_of_them_at_one_boundary(tmp_path):
+    done = two(tmp_path, FAULT="1:3:data:term")
+    assert done.codes == [143, 143] and len(done.errors) == 1 and "stopped by SIGTERM" in done.errors[0]
+    assert done.steps == [2, 4], "noted in step 3, seen by all after step 4"
+    assert "Traceback" not in done.out
+
+
+@pytest.mark.parametrize("kind, code", [("kill", -9), ("segv", -11), ("exit", 9)])
+def test_a_rank_that_dies_ends_the_others_and_is_named(kind, code, tmp_path):
+    done = two(tmp_path, FAULT=f"1:5:forward:{kind}")
+    assert done.codes == [7, code] and done.steps == [2, 4]
+    assert len(done.errors) == 1 and "lost the connection to another rank: no answer from rank 1" in done.errors[0]
+    assert done.row["outcome"].startswith("failed: lost the connection")
+    assert (tmp_path / "rows.hang/rank-0.txt").exists()
+
+
+def test_a_rank_that_raises_says_why_and_the_other_nothing(tmp_path):
+    done = two(tmp_path, FAULT="1:5:update:raise")
+    assert done.codes == [7, 1] and done.steps == [2, 4]
+    assert done.row["outcome"].startswith("failed: rank 1: failed: RuntimeError: an injected fault")
+    assert len(done.errors) == 1 and "rank 1: failed: RuntimeError: an injected fault" in done.errors[0]
+
+
+@pytest.mark.parametrize("kind", ["hang", "stop"])
+def test_a_rank_that_hangs_is_named_with_its_step_and_the_stacks_of_all_that_answer(kind, tmp_path):
+    log = tmp_path / "log"
+    flags = [*TINY, "--timeout", "2", "--results", tmp_path / "rows.jsonl"]
+    job = Job(2, flags, log, FAULT=f"1:5:data:{kind}")
+    job.ranks[0].join(60)
+    if kind == "stop":
+        os.kill(job.ranks[1].pid, signal.SIGKILL)  # as the launcher does
+    assert job.wait(30) == [7, 7 if kind == "hang" else -9]
+    (line,) = [line for line in log.read_text().splitlines() if line.startswith("error: ")]
+    assert "no progress for 2 s" in line and "rank 0: step 5, step, " in line and " collectives begun" in line
+    there = sorted(path.name for path in (tmp_path / "rows.hang").iterdir())
+    if kind == "hang":
+        assert "the others wait for rank 1; rank 1: step 5, data, trainer/inject.py:" in line
+        assert there == ["flight-0", "flight-1", "rank-0.txt", "rank-1.txt"]
+        assert "inject.py" in (tmp_path / "rows.hang/rank-1.txt").read_text()
+    else:
+        assert "no answer from rank 1" in line and there == ["flight-0", "rank-0.txt"]
+    assert read(tmp_path / "rows.jsonl")[0]["outcome"].startswith("failed: no progress for 2 s")
+
+
+def test_out_of_memory_on_one_rank_is_told_by_that_rank(tmp_path):
+    done = two(tmp_path, FAULT="1:3:backward:oom")
+    assert done.codes == [7, 6] and len(done.errors) == 1 and "error: rank 1: OOM bwd" in done.errors[0]
+
+
+@pytest.mark.parametrize("flag, told", [("--depth", "--depth: rank 0 has 1, rank 1 2"), ("--lr", "--lr: rank 0 has ")])
+def test_ranks_with_other_flags_do_not_begin(flag, told, tmp_path):
+    done = two(tmp_path, RANK_1=f"{flag} {2 if flag == '--depth' else 0.5}")
+    assert done.codes == [7, 7] and len(done.errors) == 1 and told in done.errors[0] and done.row is None
+
+
+def test_bad_data_on_one_rank_is_told_by_that_rank(tmp_path):
+    done = two(tmp_path, RANK_1="--data bin:/absent/here.bin")
+    assert done.codes == [7, 3] and len(done.errors) == 1 and "error: /absent/here.bin: " in done.errors[0]
+
+
+def test_ranks_that_draw_other_weights_do_not_begin(tmp_path):
+    done = two(tmp_path, UNSEED="1")
+    assert done.codes == [7, 7] and "initial weights (random state)" in done.errors[0] and done.steps == []
+
+
+def test_after_a_restart_by_torchrun_a_fault_is_over(tmp_path):
+    done = two(tmp_path, FAULT="*:3:forward:kill", TORCHELASTIC_RESTART_COUNT="1")
+    assert done.codes == [0, 0] and done.steps == [2, 4, 6]
+    assert torch.isfinite(torch.tensor(done.row["loss"]))

@@ -1,0 +1,285 @@
+"""What comes from outside: the environment, flags, data files, a terminal that is gone, secrets.
+
+    pytest tests/test_inputs.py        # about 30 s on one core, no GPU; more in test_config.py, test_data.py
+"""
+
+import ast
+import gzip
+import os
+import pickle
+import struct
+import sys
+from pathlib import Path
+from typing import get_type_hints
+
+import pytest
+import torch
+import torch.distributed as dist
+from running import ROOT, TINY, one_line, python, read
+
+from trainer import config as flags
+from trainer import data, measure, sinks
+from trainer.config import Output, System, Training
+from trainer.data import Batches
+
+pytestmark = pytest.mark.usefixtures("isolated")
+
+
+def refused(argv, capsys, **how) -> str:
+    """What the parser says to a command line that ends in exit code 2."""
+    with pytest.raises(SystemExit) as exit:
+        flags.parse(argv, **how)
+    out, err = capsys.readouterr()
+    assert exit.value.code == 2 and out == ""
+    return err
+
+
+# --------------------------------------------------------------------------------------------------------- environment
+
+GOOD = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="29511")
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("MASTER_PORT", "http"), ("MASTER_PORT", "0"), ("MASTER_PORT", "65536"), ("MASTER_PORT", "-1"),
+    ("LOCAL_WORLD_SIZE", "two"), ("LOCAL_RANK", "-1"), ("WORLD_SIZE", "1.5"),
+])  # fmt: skip
+def test_a_number_of_torchruns_that_is_none_is_named(name, value, monkeypatch, capsys):
+    for key, text in (GOOD | {name: value}).items():
+        monkeypatch.setenv(key, text)
+    with pytest.raises(SystemExit) as exit:
+        flags.ranks()
+    assert exit.value.code == 2 and f"{name} {value}" in one_line(capsys.readouterr().err)
+
+
+def test_without_torchrun_what_it_left_behind_does_not_count(train, monkeypatch):
+    for name, value in dict(LOCAL_WORLD_SIZE="x", MASTER_ADDR="nowhere", MASTER_PORT="http", RANK="").items():
+        monkeypatch.setenv(name, value)
+    assert flags.ranks() == (0, 0, 1)
+    assert train("--steps", 1).row["world"] == 1
+
+
+@pytest.mark.parametrize(("error", "fix"), [
+    (dist.DistStoreError("Timed out after 601 seconds waiting for clients. 1/2 clients joined."), "do all ranks run"),
+    (dist.DistNetworkError("The client socket has timed out\n  frame #0"), "is it the first rank's address"),
+    (dist.DistNetworkError("... port: 29511 ... EADDRINUSE: address already in use"), "choose another port"),
+])  # fmt: skip
+def test_ranks_that_do_not_meet_are_told_the_address(error, fix, train, monkeypatch):
+    for name, value in GOOD.items():
+        monkeypatch.setenv(name, value)
+
+    def fails(*_, **__):
+        raise error
+
+    monkeypatch.setattr(dist, "init_process_group", fails)
+    done = train(world=2)
+    line = one_line(done.err)
+    assert done.code == 2 and "127.0.0.1:29511" in line and str(error).splitlines()[0] in line and fix in line
+
+
+def test_a_gpu_without_nccl_is_not_left_for_the_cpu_unasked(train, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
+    done = train()  # --device auto
+    assert done.code == 2 and "NCCL; use --device cpu" in one_line(done.err)
+    assert train("--device", "cpu", "--steps", 1).code == 0
+
+
+ENVIRONMENT = dict(PYTHONHASHSEED="7", LC_ALL="C", TZ="Asia/Kathmandu", PYTHONIOENCODING="ascii")
+
+
+# torch's files are seldom compiled for -O, and compiling them takes longer than all else here
+@pytest.mark.parametrize("optimise", ["0", pytest.param("1", marks=pytest.mark.slow)])
+def test_nothing_in_the_environment_changes_a_bit_of_the_training(optimise, train, tmp_path):
+    """Hash seed, locale, time zone, encoding, another working directory; python -O."""
+    text, env = tmp_path / "d\u00e4ta.txt", ENVIRONMENT | dict(PYTHONOPTIMIZE=optimise)  # more than ascii holds
+    text.write_bytes(Path(data.__file__).read_bytes())
+    argv = [*TINY, "--log-every", 1, "--data", f"text:{text}"]
+    other = python(*argv, "--results", tmp_path / "other.jsonl", env=env, trace=False)  # in tmp_path
+    assert (other.code, other.err) == (0, "") and "d\\xe4ta.txt" in other.out
+    here, there = train(*argv).steps, read(tmp_path / "other.jsonl")[1]
+    assert len(here) == len(there) == 6
+    for a, b in zip(here, there, strict=True):
+        assert all(a[key] == b[key] for key in ("loss", "lr", "grad_norm")), (a, b)
+
+
+def test_the_number_of_threads_changes_no_more_than_the_order_of_sums(train):
+    one = train("--log-every", 1).steps
+    torch.set_num_threads(3)
+    for a, b in zip(one, train("--log-every", 1).steps, strict=True):
+        assert b["loss"] == pytest.approx(a["loss"], rel=1e-6) and b["lr"] == a["lr"]
+
+
+def test_no_check_is_an_assert_that_python_O_removes():
+    files = [*ROOT.glob("*.py"), *ROOT.glob("trainer/*.py"), *ROOT.glob("examples/*.py")]
+    assert len(files) > 25
+    for file in files:
+        tree = [*ast.walk(ast.parse(file.read_text()))]
+        assert not [node.lineno for node in tree if isinstance(node, ast.Assert)], file.name
+        assert not [node.lineno for node in tree if getattr(node, "id", None) == "__debug__"], file.name
+
+
+# --------------------------------------------------------------------------------------------------------------- flags
+
+
+def test_a_number_too_large_for_any_machine_is_refused_by_its_flag(capsys):
+    kinds = {k: v for group in (Training, System, Output) for k, v in get_type_hints(group).items()}
+    bounded = {name for name, kind in kinds.items() if kind in (int, int | None)} - {"seed", "verbose"}
+    assert {"depth", "steps", "chunk", "mlp_chunk", "keep"} < bounded
+    for name in [*sorted(bounded), "min_shard_mib", "timeout"]:
+        err = refused([flags.flag(name), str(2**31)], capsys)
+        assert f"{flags.flag(name)} {2**31}" in err.replace(".0", "") and "must be below 2**31" in err, name
+    assert "--lr 1e+38: must be a positive number below 1e38" in refused(["--lr", "1e38"], capsys)
+    c = flags.parse(["--steps", str(2**31 - 1), "--lr", "9e37", "--clip", "1e300", "--seed", str(2**64 - 1)])
+    assert c.steps == 2**31 - 1
+
+
+@pytest.mark.parametrize(("argv", "world", "says"), [
+    ("--width 100 --device cpu", 1, "--width 100: must be a multiple of --head-dim 32"),
+    ("--width 100 --head-dim 24", 1, "--width 100: must be a multiple of --head-dim 24"),
+    ("--mode hybrid_shard", 3, "--replicas 2: must divide the 3 ranks of --mode hybrid_shard"),
+    ("--wrapper none --param-dtype fp32", 2, "--wrapper none: works on one rank, this is 2; use --wrapper simple"),
+])  # fmt: skip
+def test_values_that_fit_on_no_device_end_before_torch_is_asked_for_one(argv, world, says, capsys):
+    assert one_line(refused(argv.split(), capsys, world=world)) == f"error: {says}"
+
+
+@pytest.mark.parametrize("argv", ["--head-dim 96", "--attn flex", "--width 100", ""])
+def test_values_whose_fit_hangs_on_the_device_wait_for_it(argv):
+    assert flags.parse(argv.split(), world=1).device == "auto"  # 4096 or 128 wide, flex on CUDA, heads of 128 or 32
+
+
+def test_values_that_do_not_fit_are_told_without_torch():
+    done = python("--depth", 2, "--width", 100, "--head-dim", 24)
+    assert done.code == 2 and one_line(done.err) and "tyro" in done.imports and "torch" not in done.imports
+
+
+# ---------------------------------------------------------------------------------------------------------------- data
+
+
+def planted(path: Path, ids) -> Path:
+    path.write_bytes(struct.pack(f"<{len(ids)}H", *ids))
+    return path
+
+
+def test_a_bad_id_that_only_training_meets_exits_3_with_file_and_byte_and_a_row(train, tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "SCAN_BYTES", 10)  # as in a file of more than 64 MiB
+    path = planted(tmp_path / "a.bin", [7] * 400)
+    at = Batches(f"bin:{path}", global_batch=2, seqlen=16, vocab=256, seed=0).position(2 * 3 + 1)  # of step 4
+    planted(path, [7] * (at + 5) + [256] + [7] * (400 - at - 6))
+    done = train("--data", f"bin:{path}", "--log-every", 1)
+    line = one_line(done.err)
+    assert done.code == 3 and f"{path}, token {at + 5} (byte {2 * (at + 5)})" in line
+    assert [s["step"] for s in done.steps] == [1, 2, 3] and done.row["outcome"].startswith(f"failed: {path}")
+
+
+CHANGES = {  # what happens to the two files between save and resume
+    "the first byte": lambda a, b: planted(a, [9, *range(1, 150)]),
+    "the header of the second": lambda a, b: planted(b, [*range(511), 9]),
+    "a token less": lambda a, b: os.truncate(b, 1022),
+    "another file": lambda a, b: planted(b.with_name("c.bin"), [1]),
+    "a file less": lambda a, b: b.unlink(),
+    "their order": lambda a, b: a.rename(b.with_name("z.bin")),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_data_that_changed_since_the_save_exits_3(change, train, tmp_path):
+    files = planted(tmp_path / "a.bin", range(150)), planted(tmp_path / "b.bin", range(512))
+    argv = "--data", f"bin:{tmp_path}/?.bin", "--save", tmp_path / "run", "--vocab", 600
+    assert train(*argv, "--steps", 1).code == 0
+    CHANGES[change](*files)
+    done = train(*argv, "--steps", 2)
+    assert done.code == 3 and done.row is None
+    line = one_line(done.err)
+    assert f"--data bin:{tmp_path}/?.bin" in line and "step-00000001" in line and "give the same files" in line
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_no_rank_runs_out_before_another_whatever_the_shards(world, tmp_path):
+    """Files of which one is shorter than a sample, over four epochs that no number of steps fills."""
+    for name, ids in (("a", range(3)), ("b", range(3, 203)), ("c", range(203, 253))):
+        planted(tmp_path / f"{name}.bin", ids)
+    how = dict(global_batch=4, seqlen=8, vocab=257, seed=0)
+    whole, *ranks = (Batches(f"bin:{tmp_path}/?.bin", **how, **more)
+                     for more in ({}, *(dict(rank=rank, world=world) for rank in range(world))))  # fmt: skip
+    assert whole.epoch_samples == 30
+    for step in range(31):
+        batch = torch.cat([next(rank)[0] for rank in ranks])
+        assert torch.equal(batch, next(whole)[0]) and batch.shape == (4, 8)
+        assert {each.sample for each in (whole, *ranks)} == {4 * step + 4}
+
+
+# ------------------------------------------------------------------------------------------------------- what is output
+
+
+def test_a_reader_that_leaves_costs_one_warning_and_not_the_run(train, monkeypatch):
+    gone, pipe = os.pipe()
+    os.close(gone)
+    with open(pipe, "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        done = train("--log-every", 1, "--save", "run", "-v")
+        stdout.flush()  # what Python does at exit
+    assert done.code == 0 and done.row["outcome"] == "ok" and len(done.steps) == 6
+    assert done.err == "warning: terminal: BrokenPipeError: [Errno 32] Broken pipe; the run goes on\n"
+
+
+def test_a_full_disk_under_the_terminal_costs_one_warning_and_not_the_run(train, monkeypatch):
+    with open("/dev/full", "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        done = train()
+        stdout.flush()
+    assert done.code == 0 and done.row["outcome"] == "ok"
+    assert len(done.err.splitlines()) == 1 and "No space left on device; the run goes on" in done.err
+
+
+@pytest.mark.parametrize(("argv", "code"), [("--lr 1e20", 5), ("--data text:absent", 3), ("--head-dim 3", 2)])
+def test_an_error_that_nobody_reads_keeps_its_exit_code(argv, code, train, monkeypatch):
+    gone, pipe = os.pipe()
+    os.close(gone)
+    with open(pipe, "w") as stderr:
+        monkeypatch.setattr(sys, "stderr", stderr)
+        assert train(*argv.split()).code == code
+        stderr.flush()
+
+
+def test_what_an_encoding_lacks_is_escaped(tmp_path):
+    with open(tmp_path / "out", "w", encoding="ascii") as stream:
+        sinks.tell("|g| \u00e4 \udcff", stream)
+    assert (tmp_path / "out").read_text() == "|g| \\xe4 \\udcff\n"
+
+
+def test_no_secret_and_no_path_of_this_machine_is_in_what_a_run_leaves(train, tmp_path, monkeypatch):
+    home = tmp_path / "home-of-ann"
+    home.mkdir()
+    monkeypatch.chdir(home)
+    keys = dict.fromkeys("WANDB_API_KEY HF_TOKEN HUGGING_FACE_HUB_TOKEN AWS_SECRET_ACCESS_KEY".split(), "sesame" * 8)
+    for name, value in (keys | dict(HOME=str(home))).items():
+        monkeypatch.setenv(name, value)
+    # data and profile are in the row as they are typed; a save does not need to be
+    (home / "data.txt").write_text("some words " * 50)
+    argv = "--save", home / "run", "--save-every", 3, "--profile", "traces", "--data", "text:data.txt"
+    done, failed = train(*argv, "-vv"), train("--lr", "1e20")
+    assert done.code == 0 and failed.code == 5
+    left = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    left |= {path: gzip.decompress(content) for path, content in left.items() if path.suffix == ".gz"}
+    assert {".gz", ".distcp", ".jsonl", ".json", ".metadata"} <= {path.suffix or path.name for path in left}
+    for where, content in left.items():
+        for word in ("sesame", home.name, str(ROOT)):  # a pickled path is in pieces
+            assert word.encode() not in content, (where, word)
+    assert "sesame" not in done.out + done.err + failed.out + failed.err
+
+
+def test_stacks_in_a_memory_snapshot_name_files_from_home_on(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/ann")
+    shared = dict(filename="/home/ann/fsdp/main.py", line=1, name="f")
+    frames = [shared, dict(filename="/usr/lib/torch.py", line=2, name="g"), dict(shared, filename="/home/anna/x.py")]
+    snapshot = dict(segments=[dict(address=1, frames=[shared], blocks=[dict(size=2, frames=frames), dict(size=3)])],
+                    device_traces=[[], [dict(action="alloc", frames=frames), dict(action="oom")]])  # fmt: skip
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: snapshot)
+    measure.dump_snapshot(str(tmp_path / "a.pickle"))
+    told = pickle.loads((tmp_path / "a.pickle").read_bytes())
+    names = ["~/fsdp/main.py", "/usr/lib/torch.py", "/home/anna/x.py"]
+    for entry in (told["segments"][0]["blocks"][0], told["device_traces"][1][0]):
+        assert [frame["filename"] for frame in entry["frames"]] == names
+    assert told["segments"][0]["frames"][0]["filename"] == names[0] and told["device_traces"][1][1]["action"] == "oom"

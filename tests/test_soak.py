@@ -1,0 +1,107 @@
+"""Jobs of real ranks that are killed, or go on in another layout, train what the undisturbed job trains.
+
+    pytest tests/test_soak.py        # no GPU; half a minute on one core; -m slow: four ranks, torchrun, compiled
+    python tests/soak.py --help      # the same for as long as one likes
+
+Ranks are forked from a process that has imported torch (tests/forked.py).
+"""
+
+import functools
+import hashlib
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import soak
+from forked import Job
+from running import TINY
+
+slow = pytest.mark.slow
+
+
+def digest(values) -> str:
+    return hashlib.blake2b(repr(values).encode(), digest_size=8).hexdigest()
+
+
+def test_saves_under_kill_9_of_all_ranks_are_whole_or_absent_and_the_newest_is_resumed(tmp_path):
+    told = soak.saves(tmp_path, ranks=2, count=10, seed=4227, argv=[])
+    committed, verified, kills = map(int, re.findall(r"\d+", told)[:3])
+    assert committed == verified == 10 and kills >= 3, told
+
+
+@slow
+def test_a_job_that_torchrun_restarts_ends_as_the_one_that_nobody_killed(tmp_path):
+    told = soak.run(tmp_path, ranks=2, steps=80, kills=2, seconds=10, seed=1, argv=[])
+    assert int(re.match(r"(\d+) hits", told)[1]) >= 1, told
+
+
+# --------------------------------------------------------------------------------------------------- going on, by parts
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """trained(steps, every, *parts): a job per part, "RANKS FLAGS", each but the first going on where the one before
+    had done `every` steps more. What they trained on and logged, each in its part, and the step saved at the end."""
+    root, flags = tmp_path_factory.mktemp("jobs"), "--data stdlib --log-every 1 --warmup 2 --keep 9".split()
+
+    @functools.cache
+    def job(steps: int, every: int, *parts: str) -> Path:
+        folder = root / digest((steps, every, parts))
+        (folder / "samples").mkdir(parents=True)
+        ranks, *argv = parts[-1].split()
+        argv = [*TINY, *flags, "--steps", steps, "--save-every", every, "--save", folder / "run", *argv]
+        if len(parts) > 1:
+            argv += ["--resume", job(steps, every, *parts[:-1]) / f"run/step-{every * (len(parts) - 1):08d}"]
+        done = Job(int(ranks), [*argv, "--results", folder / "rows.jsonl"], folder / "log", folder / "samples")
+        assert not any(done.wait(300)), (folder / "log").read_text()
+        return folder
+
+    def trained(steps: int, every: int, *parts: str) -> SimpleNamespace:
+        losses, samples = {}, {}
+        for i in range(len(parts)):
+            folder = job(steps, every, *parts[: i + 1])
+            last = folder / f"run/step-{steps:08d}"
+            state = json.loads((last / "train_state.json").read_text())
+            part = range(every * i, every * (i + 1) if i + 1 < len(parts) else steps)  # in steps, from 0
+            losses |= {step: loss for step, loss in soak.losses(folder) if step - 1 in part}
+            lines = [json.loads(line) for file in folder.glob("samples/*") for line in file.read_text().splitlines()]
+            assert len(lines) == len(dict(lines)), "a sample was given twice"
+            samples |= {sample: tokens for sample, tokens in lines if sample // state["global_batch"] in part}
+        return SimpleNamespace(losses=losses, samples=samples, last=last, state=state)
+
+    return trained
+
+
+@pytest.mark.parametrize("compile", ["none", pytest.param("fwdbwd", marks=slow)])
+def test_ten_steps_are_five_and_five_by_hash_of_parameters_moments_and_losses(compile, trained):
+    two = f"2 --compile {compile}"
+    straight, resumed = trained(10, 0, two), trained(10, 5, two, two)
+    tensors, again = soak.hashes(straight.last), soak.hashes(resumed.last)
+    moments = {name for name in tensors if re.match(r"[mv]\.|t$", name)}
+    found = [{"parameters": digest(sorted((k, v) for k, v in hashes.items() if k not in moments)),
+              "moments": digest(sorted((k, v) for k, v in hashes.items() if k in moments)),
+              "losses": digest(sorted(run.losses.items()))}
+             for hashes, run in ((tensors, straight), (again, resumed))]  # fmt: skip
+    print(f"\n--compile {compile}: {found[0]}, 5 + 5: {found[1]}")
+    assert found[0] == found[1] and tensors == again and len(moments) == 33 and len(straight.losses) == 10
+    assert straight.state == resumed.state and straight.samples == resumed.samples and len(straight.samples) == 40
+
+
+PARTS = {  # global batch 4 or 12
+    "2-1": (10, 5, "2", "1 --batch 4"),
+    "4-2-1": (12, 4, "4 --batch 3", "2 --batch 6", "1 --batch 12"),
+    "4-2-3-1": (12, 3, "4 --batch 3", "2 --batch 3 --grad-accum 2", "3 --batch 4", "1 --batch 4 --grad-accum 3"),
+    "modes": (12, 4, "4 --batch 3", "2 --batch 6 --mode replicate", "4 --batch 3 --mode hybrid_shard"),
+}
+
+
+@pytest.mark.parametrize("name", ["2-1", *(pytest.param(name, marks=slow) for name in PARTS if name != "2-1")])
+def test_on_other_ranks_the_losses_and_samples_are_those_of_the_undisturbed_run(name, trained):
+    steps, every, *parts = PARTS[name]
+    alone, changed = trained(steps, 0, parts[0]), trained(steps, every, *parts)
+    differ = {step: abs(loss - alone.losses[step]) for step, loss in changed.losses.items()}
+    print(f"\n{name}: losses within {max(differ.values()):.1e} of the undisturbed run, {len(alone.samples)} samples")
+    assert differ.keys() == set(range(1, steps + 1)) and max(differ.values()) <= 1e-5, differ
+    assert changed.samples == alone.samples and len(alone.samples) == alone.state["samples"] == changed.state["samples"]

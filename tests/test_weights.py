@@ -1,0 +1,186 @@
+"""trainer/weights.py and --init: what files of weights hold is what the model then holds, or one line says why not.
+
+    pytest tests/test_weights.py        # no GPU; seconds
+
+Files are those of trainer/export.py, of the safetensors library and of torch.save, and planted ones that none of them
+would write. Two ranks: tests/test_export.py.
+"""
+
+import json
+import os
+import pickle
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from running import assert_bitwise, one_line, saved
+from safetensors.torch import save_file
+from torch import nn
+
+from simple_fsdp import data_parallel
+from trainer import config as flags
+from trainer import export, weights
+from trainer.baselines import connect
+from trainer.manifest import CheckpointError
+
+pytestmark = pytest.mark.usefixtures("isolated")
+
+
+def test_init_starts_at_step_0_with_the_same_bits_and_fresh_moments(train, exported, saved_run, tmp_path):
+    straight = saved(saved_run / "step-00000006")
+    for form, path in exported.items():  # a learning rate that changes no bit
+        done = train("--init", path, "--steps", 1, "--lr", 1e-30, "--save", tmp_path / form, "--seed", 7)
+        assert done.code == 0 and f"--init {path}: 16 tensors of float32; fresh moments" in done.out, done.err
+        assert_bitwise(saved(tmp_path / form / "step-00000001"), straight)
+        about = json.loads((tmp_path / form / "step-00000001/train_state.json").read_text())
+        assert about["step"] == 1 and about["samples"] == 2
+        state = saved(tmp_path / form / "step-00000001", whole=True)
+        m, v = state["m.head.weight"], state["v.head.weight"]  # 0.1 g and 0.05 g^2 after one step from zero
+        assert state["t"] == 1 and m.any() and torch.allclose(v, 5 * m**2)
+    assert done.row["resumed_after"] is None and done.row["flags"]["init"] == str(exported["pt"])
+
+
+def test_a_checkpoint_in_save_goes_before_init_and_says_so(train, exported, folder):
+    done = train("--init", "absent.safetensors", "--save", folder, "--steps", 7)
+    assert done.code == 0 and done.row["resumed_after"] == 6, done.err
+    assert f"--init absent.safetensors: not read, since {folder}/step-00000006 goes on" in done.out
+
+
+def test_weights_of_another_dtype_need_cast(train, saved_run, tmp_path):
+    out = tmp_path / "out.safetensors"
+    assert export.main([str(saved_run), str(out), "--dtype", "bf16"]) == 0
+    done = train("--init", out, "--steps", 1)
+    assert done.code == 4 and "16 tensors of another dtype: emb.weight bfloat16" in one_line(done.err)
+    assert "--cast" in done.err and done.row["outcome"].startswith("failed: ")
+    done = train("--init", out, "--steps", 1, "--cast", "--lr", 1e-30, "--save", tmp_path / "run")
+    assert done.code == 0 and "16 tensors of bfloat16" in done.out
+    assert_bitwise(
+        saved(tmp_path / "run/step-00000001"),
+        {name: t.bfloat16().float() for name, t in saved(saved_run / "step-00000006").items()},
+    )
+
+
+class Evil:
+    def __reduce__(self):
+        return Path.touch, (Path("ran"),)
+
+
+def planted(path: Path, header: dict | bytes, data: bytes = b"") -> None:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+A, B = "a.safetensors", "b.safetensors"
+
+
+def index(path: Path, **weight_map: str) -> None:
+    Path(f"{path}.index.json").write_text(json.dumps(dict(metadata={}, weight_map=weight_map)))
+    save_file({"weight": torch.ones(2, 3)}, path.parent / A)
+    save_file({"bias": torch.ones(2)}, path.parent / B)
+
+
+def edited(**change):
+    """A safetensors file of a linear layer by the library, with other tensors or, for None, without them."""
+    state = dict(weight=torch.ones(2, 3), bias=torch.ones(2)) | change
+    return lambda path: save_file({name: t for name, t in state.items() if t is not None}, path)
+
+
+def cut(path):
+    edited()(path)
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def entry(**change):
+    whole = dict(dtype="F32", shape=[2, 3], data_offsets=[0, 24]) | change
+    bias = dict(dtype="F32", shape=[2], data_offsets=[24, 32])
+    return lambda path: planted(path, dict(weight=whole, bias=bias), b"\0" * 32)
+
+
+def torch_file(content, **how):
+    return lambda path: torch.save(content, path, **how)
+
+
+WEIGHT, NAN, INF = torch.ones(2, 3), torch.tensor([1.0, float("nan")]), torch.tensor([1.0, -float("inf")])
+BAD = {  # what is planted, what the line says besides the path
+    "absent.safetensors": (lambda path: None, "absent.safetensors: No such file"),
+    "cut.safetensors": (cut, "the file is cut short"),
+    "empty.safetensors": (lambda path: path.touch(), "a header of 0 bytes in a file of 0"),
+    "long.safetensors": (lambda path: path.write_bytes(b"\xff" * 16), "a header of 18446744073709551615 bytes"),
+    "larger.safetensors": (lambda path: path.write_bytes((99).to_bytes(8, "little") + b"{}"), "a header of 99 bytes"),
+    "garbage.safetensors": (lambda path: planted(path, b"no json"), "Expecting value"),
+    "list.safetensors": (lambda path: planted(path, b"[1, 2]"), "is no file of weights"),
+    "nested.safetensors": (lambda path: planted(path, b"[" * 10**5), "is no file of weights"),
+    "strange.safetensors": (entry(dtype="F4"), "weight is of dtype F4"),
+    "beyond.safetensors": (entry(data_offsets=[24, 48]), "weight ends at byte"),
+    "before.safetensors": (entry(data_offsets=[-24, 0]), "cannot be bytes -24 to 0"),
+    "size.safetensors": (entry(shape=[2, 4]), "weight [2, 4] F32 cannot be bytes 0 to 24"),
+    "negative.safetensors": (entry(shape=[-2, -3]), "cannot be bytes"),
+    "nan.safetensors": (edited(bias=NAN), "bias is not finite"), "inf.safetensors": (edited(bias=INF), "bias is not"),
+    "shape.safetensors": (edited(bias=torch.ones(3)), "1 tensors of another shape: bias [3] (the model: [2])"),
+    "dtype.safetensors": (edited(bias=torch.ones(2).double()), "bias float64 (the model: float32; --cast converts)"),
+    "more.safetensors": (edited(scale=torch.ones(2)), "1 tensors unexpected: scale"),
+    "less.safetensors": (edited(bias=None), "1 tensors missing: bias"),
+    "gone.safetensors": (lambda path: index(path, weight=A, bias="c.safetensors"), "c.safetensors: No such file"),
+    "out.safetensors": (lambda path: index(path, weight=A, bias=f"../{B}"), f"names '../{B}', which is no"),
+    "linked.safetensors": (lambda path: index(path, weight=A, bias="b.pt"), "names 'b.pt', which is no .safetensors"),
+    "swap.safetensors": (lambda path: index(path, weight=B, bias=A), f"has bias in {A}, but it is in {B}"),
+    "part.safetensors": (lambda path: index(path, weight=A, bias=A), f"has bias in {A}, but it is in None"),
+    "short.safetensors": (lambda path: (index(path, weight=A, bias=B), os.truncate(path.parent / B, 60)), f"/{B}: "),
+    "evil.pt": (torch_file(dict(weight=Evil())), "holds more than tensors, and nothing of it was run"),
+    "pickle.pt": (lambda path: path.write_bytes(pickle.dumps(Evil())), "pickle.pt: holds more than tensors"),
+    "module.pt": (torch_file(nn.Linear(3, 2)), "holds more than tensors"),
+    "number.pt": (torch_file(dict(weight=3)), "holds more than tensors by name"),
+    "row.pt": (torch_file([WEIGHT]), "holds more than tensors by name"),
+    "old.pt": (torch_file(dict(weight=WEIGHT), _use_new_zipfile_serialization=False), "older than torch 1.6"),
+    "transposed.pt": (torch_file(dict(weight=torch.ones(3, 2).t())), "weight is not contiguous"),
+    "sparse.pt": (torch_file(dict(weight=WEIGHT.to_sparse())), "is no file of weights"),
+    "nan.pt": (torch_file(dict(weight=WEIGHT, bias=NAN)), "bias is not finite"),
+    "cut.pt": (lambda path: path.write_bytes(b"PK\3\4" + b"\0" * 60), "cut.pt: is no file of weights"),
+    "empty.pt": (lambda path: path.touch(), "empty.pt: is no file of weights"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_file_is_refused_in_one_line_and_nothing_in_it_runs(name, tmp_path):
+    (tmp_path / "folder").mkdir()
+    path, (plant, text) = tmp_path / "folder" / name, BAD[name]
+    plant(path)
+    with pytest.raises(CheckpointError) as error, warnings.catch_warnings(action="error"):
+        weights.load_weights(str(path), nn.Linear(3, 2))
+    line = str(error.value)
+    assert text in line and "\n" not in line and str(tmp_path / "folder") in line and len(line) < 400
+    assert not Path("ran").exists()
+
+
+@pytest.mark.parametrize("name", ["evil.pt", "nan.safetensors", "absent.safetensors", "more.safetensors"])
+def test_init_with_a_bad_file_exits_4_with_one_line_and_a_row(name, train, tmp_path):
+    BAD[name][0](tmp_path / name)
+    done = train("--init", tmp_path / name)
+    assert done.code == 4 and str(tmp_path / name) in one_line(done.err) and done.row["outcome"].startswith("failed: ")
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.emb, self.head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
+        self.head.weight = self.emb.weight
+        self.register_buffer("scale", torch.tensor(2.0))
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_tied_parameter_needs_one_of_its_names_and_no_two_values(sharded, tmp_path):
+    model, path, values = Tied(), tmp_path / "tied.safetensors", torch.arange(15.0).reshape(5, 3)
+    if sharded:
+        connect(flags.resolve(flags.parse([]), "cpu", 1), 0, 0, 1)
+        model = data_parallel(model, dist.init_device_mesh("cpu", (1,)))
+    for names in (["emb.weight"], ["head.weight"], ["emb.weight", "head.weight"]):
+        with torch.no_grad():
+            model.emb.weight.zero_()
+        save_file({name: values.clone() for name in names} | dict(scale=torch.tensor(3.0)), path)
+        assert weights.load_weights(str(path), model) == {"float32": len(names) + 1}
+        assert torch.equal(model.head.weight, values) and model.scale == 3 and len([*model.parameters()]) == 1
+    save_file({"emb.weight": values, "head.weight": values + 1, "scale": torch.tensor(3.0)}, path)
+    with pytest.raises(CheckpointError, match="head.weight and emb.weight differ, but are one parameter"):
+        weights.load_weights(str(path), model)

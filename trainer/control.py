@@ -1,0 +1,128 @@
+"""What ranks decide together: whether they run the same thing, and, at every boundary between steps and micro-batches,
+whether to stop. Host side only: six numbers over gloo, begun at one boundary and read at the next; no step waits.
+
+    agree({"--depth": 4, ...}, group)      # Desync, naming what differs and on which rank
+    with Signals() as signals:             # SIGTERM and Ctrl-C are noted; a second one ends the process at once
+        control = Control(signals, group)
+        control.boundary(k)                # Stopped on all ranks at the same boundary, if any rank got a signal
+"""
+
+import math
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+AGAIN_S = 0.5  # a signal this soon after the first is the same one: launchers and terminals both deliver it
+NORM_TOLERANCE = 1e-3  # relative; the norm of a step is one number, computed on every rank
+
+
+class Desync(Exception):
+    """The ranks do not run the same thing."""
+
+
+class Stopped(Exception):
+    """A signal asked for the end; `signum` is the same on all ranks."""
+
+    def __init__(self, signum: int):
+        super().__init__(signal.Signals(signum).name)
+        self.signum = signum
+
+
+def control_group() -> dist.ProcessGroup:
+    """A gloo group beside the default one, for what the host has to say: no device waits for it. Collective."""
+    return dist.new_group(backend="gloo")
+
+
+def agree(facts: dict[str, Any], group: dist.ProcessGroup | None) -> None:
+    """Raises Desync on all ranks where one has other facts than rank 0. Collective; a group of None: one rank."""
+    if group is None:
+        return
+    everyone: list[dict] = [{}] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, facts, group=group)
+    first, lines = everyone[0], []
+    for name in sorted({name for each in everyone for name in each}):
+        if others := [rank for rank, each in enumerate(everyone) if each.get(name) != first.get(name)]:
+            lines.append(f"{name}: rank 0 has {first.get(name)}, rank {others[0]} {everyone[others[0]].get(name)}"
+                         + f" ({len(others)} ranks differ)" * (len(others) > 1))  # fmt: skip
+    if lines:
+        more = f"; and {len(lines) - 3} more" * (len(lines) > 3)
+        raise Desync(f"ranks differ in {'; '.join(lines[:3])}{more}; start all ranks with the same command and files")
+
+
+class Signals:
+    """Notes SIGTERM and SIGINT in `got` instead of dying of them. Only in the main thread of a process."""
+
+    KINDS = signal.SIGTERM, signal.SIGINT
+    CODES = tuple(128 + kind for kind in KINDS)
+
+    def __init__(self, speak: bool = True):
+        self.got, self.at, self.speak, self.before = 0, 0.0, speak, {}
+        self.over = False  # nothing is left to stop
+
+    def __enter__(self):
+        self.before = {kind: signal.signal(kind, self._note) for kind in self.KINDS}
+        return self
+
+    def __exit__(self, *_):
+        for kind, handler in self.before.items():
+            signal.signal(kind, handler)
+
+    def come(self, seconds: float) -> bool:
+        """Whether one comes within this time."""
+        end = time.monotonic() + seconds
+        while not self.got and time.monotonic() < end:
+            time.sleep(0.05)
+        return bool(self.got)
+
+    def _note(self, signum: int, _frame) -> None:
+        if self.over:
+            return
+        if not self.got:
+            self.got, self.at = signum, time.monotonic()
+            if self.speak and signum == signal.SIGINT:  # somebody sits there
+                os.write(sys.__stderr__.fileno(), b"Ctrl-C: stopping after this step; again: at once\n")
+        elif time.monotonic() - self.at > AGAIN_S:
+            signal.signal(signum, signal.SIG_DFL)
+            os.kill(os.getpid(), signum)
+
+
+class Control:
+    """`boundary` is called by all ranks equally often, and `finish` once after the last. A group of None: one rank."""
+
+    def __init__(self, signals: Signals, group: dist.ProcessGroup | None):
+        self.signals, self.group, self.work, self.numbers = signals, group, None, None
+        if group is not None and group.size() == 1:
+            self.group = None
+
+    def boundary(self, k: int, norm: float = -1.0, failed: bool = False) -> bool:
+        """k: steps done, norm: of the newest gradient that the host has read, or -1. Returns whether on any rank an
+        asynchronous save `failed`; raises Stopped or Desync. What a rank gives here is seen by all at the next one."""
+        norm = norm if math.isfinite(norm) else -1.0  # a maximum does not order NaN
+        if self.group is None:
+            if self.signals.got:
+                raise Stopped(self.signals.got)
+            return failed
+        failed_before = self.finish()
+        self.numbers = torch.tensor([k, -k, norm, -norm, failed, self.signals.got], dtype=torch.float64, device="cpu")
+        self.work = dist.all_reduce(self.numbers, dist.ReduceOp.MAX, group=self.group, async_op=True)
+        return failed_before
+
+    def finish(self) -> bool:
+        """Reads what the last boundary began; returns and raises as `boundary`."""
+        if self.work is None:
+            return False
+        work, self.work = self.work, None
+        work.wait()
+        k, fewest, norm, least, failed, signum = self.numbers.tolist()
+        if k != -fewest:
+            raise Desync(f"ranks are at different steps: {-fewest:.0f} to {k:.0f} are done")
+        if norm + least > NORM_TOLERANCE * abs(norm):
+            raise Desync(f"gradient norms differ between ranks, {-least} to {norm}, when {k:.0f} steps were done")
+        if signum:
+            raise Stopped(int(signum))
+        return bool(failed)

@@ -1,0 +1,77 @@
+"""Weights of a checkpoint, without moments, as one file that other programs read; main.py --init reads it back.
+
+    python -m trainer.export runs/a out.safetensors                # the newest good step; or runs/a/step-00000500
+    python -m trainer.export runs/a out.pt                         # torch.load("out.pt", weights_only=True, mmap=True)
+    python main.py --init out.safetensors                          # step 0 with these weights, fresh moments
+
+Any number of ranks and any mode may have saved it. Above --shard-gb, out.safetensors is out-00001-of-00003.safetensors
+and so on with out.safetensors.index.json, as Hugging Face has it; --init takes out.safetensors for it all the same.
+Holds one tensor and its largest saved shard at a time, never the model. Exit codes: 0 done, 2 bad command line or
+output, 4 a checkpoint that cannot be used or an output that cannot be written, 130 interrupted: nothing is there under
+the final name, but if the process was killed a directory OUT.tmp-<8 hex digits> is left.
+"""
+
+import argparse
+import json
+import sys
+from functools import partial
+
+from trainer import config
+from trainer.manifest import CheckpointError
+
+
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="export", allow_abbrev=False, description=__doc__.split("\n")[0])
+    parser.add_argument("checkpoint", metavar="DIR", help="a step's directory, or one of steps: its newest good one")
+    parser.add_argument("out", metavar="OUT", help="a name that ends in .safetensors or .pt")
+    parser.add_argument("--shard-gb", type=float, default=5.0, metavar="GB", help="largest size of a .safetensors, in "
+                        "10^9 bytes; more become several and an index (default: 5)")  # fmt: skip
+    parser.add_argument("--dtype", choices=["saved", "bf16"], default="saved", help="bf16: rounded; main.py --init "
+                        "then needs --cast (default: saved)")  # fmt: skip
+    parser.add_argument("--overwrite", action="store_true", help="replace OUT")
+    args = parser.parse_args(argv)
+    if not args.shard_gb > 0:
+        parser.error(f"--shard-gb {args.shard_gb}: must be a positive number")
+    return args
+
+
+def export(args: argparse.Namespace) -> str:
+    """Writes the file; what to print. ValueError for a bad output, CheckpointError."""
+    import torch  # here, so that --help is instant
+    import torch.distributed as dist
+
+    from trainer import checkpoint, weights
+
+    weights.check_output(args.out, args.overwrite)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # what verifies is collective
+    try:
+        found = checkpoint.find(args.checkpoint)
+        tensors = checkpoint.parameters(found)
+        if args.dtype == "bf16":
+            tensors = {name: (shape, torch.bfloat16) for name, (shape, _) in tensors.items()}
+        local = "data", "init"  # may be paths of this machine
+        training = {k: v for k, v in found.about["training"].items() if k not in local}
+        about = dict(format="pt", step=str(found.about["step"]), samples=str(found.about["samples"]),
+                     torch=found.about["torch"], training=json.dumps(training))  # fmt: skip
+        limit = float("inf") if args.out.endswith(".pt") else args.shard_gb * 1e9
+        made = weights.write(args.out, tensors, partial(checkpoint.read, found), about, limit)
+    finally:
+        dist.destroy_process_group()
+    mib = sum(weights.nbytes(*kind) for kind in tensors.values()) / 2**20
+    files = f", {len(made) - 1} files and {made[-1]}" if len(made) > 1 else ""
+    return f"{args.out}: {len(tensors)} tensors of {found.path}, {mib:.1f} MiB{files}"
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = arguments(argv)
+    try:
+        print(export(args))
+    except (ValueError, CheckpointError) as error:
+        config.fail(str(error), 0, 4 if isinstance(error, CheckpointError) else 2)
+    except KeyboardInterrupt:
+        config.fail(f"interrupted; {args.out} was not written", 0, 130)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

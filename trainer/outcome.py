@@ -1,0 +1,80 @@
+"""What ended a run, as people and scripts learn of it: the row's outcome, the exit code, one line.
+
+0 done, 1 anything not foreseen, 2 bad flags or environment, 3 bad data, 4 a checkpoint that cannot be used or written,
+5 non-finite training, 6 out of memory, 7 a rank hangs, is gone or runs something else, 143 stopped by SIGTERM (130: by
+Ctrl-C) after saving.
+"""
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+from trainer import measure
+from trainer.control import Desync, Stopped
+from trainer.data import DataError
+from trainer.manifest import CheckpointError
+
+LOST = re.compile(r"gloo|NCCL|[Cc]onnection (closed|reset)|Broken pipe")  # torch has no type for a peer that is gone
+PHASES = dict(fwd="forward", bwd="backward", step="the update", init="init")
+
+
+class NonFinite(Exception):
+    """The global gradient norm, the same number on every rank, is not finite."""
+
+
+class Outcome(NamedTuple):
+    text: str  # of the row
+    code: int
+    line: str  # for people
+    common: bool  # all ranks end alike: one of them speaks
+
+
+KINDS = (  # type, exit code, whether all ranks raise it together
+    (DataError, 3, False), (CheckpointError, 4, True), (NonFinite, 5, True), (Desync, 7, True),
+)  # fmt: skip
+
+
+def outcome_of(error: BaseException, run=None, folder: Path = Path(".")) -> Outcome:
+    """run: the `main.Run` that it ended, or None before there is one, where a ValueError means bad flags; folder: where
+    the allocator's state goes if memory ran out."""
+    if measure.out_of_memory(error):
+        return _out_of_memory(error, run, folder)
+    if isinstance(error, Stopped):
+        saved = f"saved in {run.c.save}" if run.c.save else "nothing is saved without --save"
+        line = f"stopped by {error} after step {run.done}; {saved}"
+        return Outcome(f"stopped: {error}", 128 + error.signum, line, True)
+    text = " ".join(str(error).split())[:500]
+    for kind, code, common in KINDS if run is not None else (*KINDS, (ValueError, 2, False)):
+        if isinstance(error, kind):
+            return Outcome(f"failed: {text}", code, text if run is None else f"failed: {text}", common)
+    get_error_handler().record_exception(error)  # torchrun's summary shows the traceback
+    text = f"failed: {type(error).__name__}: {text}"
+    return Outcome(text, 1, f"{text} (--debug shows where)", False)
+
+
+def lost_connection(error: BaseException) -> bool:
+    """Whether a collective failed because another rank is gone."""
+    return isinstance(error, dist.DistError) or isinstance(error, RuntimeError) and bool(LOST.search(str(error)))
+
+
+def _out_of_memory(error: BaseException, run, folder: Path) -> Outcome:
+    phase, text = getattr(getattr(run, "step", None), "phase", "init"), " ".join(str(error).split())[:400]
+    wanted = re.search(r"[Tt]ried to allocate ([0-9.]+ [KMG]iB|[0-9]+ bytes)", text)
+    device = run.device if run is not None else torch.device("cpu")
+    peak = measure.peak(device)
+    has = peak.get("peak_alloc_mib") or peak.get("peak_rss_mib")
+    where = PHASES[phase] + " of the first step, which compiles" * (phase != "init" and run.done == run.first)
+    line = f"OOM {phase} ({where}): wanted {wanted[1] if wanted else 'an unknown amount'} more, peak {has} MiB; "
+    line += "lower --batch (raise --grad-accum), recompute (--remat block, --loss chunked), or start more ranks"
+    if device.type == "cuda":
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            torch.cuda.memory._dump_snapshot(str(folder / f"memory-{run.rank}.pickle"))
+            line += f"; allocations for pytorch.org/memory_viz in {folder}"
+        except Exception as e:  # memory or disk: the message matters more
+            line += f"; no snapshot ({type(e).__name__})"
+    return Outcome(f"OOM {phase}", 6, f"{line}; torch says: {text}", False)

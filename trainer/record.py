@@ -1,0 +1,55 @@
+"""What a run of main.py says of itself: the lines before its first step, and the row that it leaves."""
+
+import math
+import os
+
+from simple_fsdp import describe
+from trainer import config as flags
+from trainer import measure, simulated_world
+
+
+def row(run, outcome: str) -> dict:
+    c = run.c
+    stats = measure.stats(run.timer.ms()) if outcome == "ok" else measure.stats([])
+    seconds = stats["step_ms"] / 1e3 if stats["step_ms"] else None
+    tok_s = run.world * run.batches_tokens() / seconds if seconds else None
+    compiled = c.compile != "none" and run.first_step_s is not None and seconds is not None
+    row = run.environment | measure.clocks(run.device) | dict(loss_kind=c.loss, attention=run.attention)
+    row["world"] = flags.world_label(c, run.world)
+    row |= {k: getattr(c, k) for k in "wrapper mode compile attn remat remat_ratio depth width seqlen".split()}
+    row |= {k: getattr(c, k) for k in "batch grad_accum param_dtype reduce_dtype".split()}
+    row |= dict(flags=flags.changed(c), outcome=outcome, cell=os.environ.get("SWEEP_CELL"))
+    row |= dict(resumed_after=run.first or None)
+    row |= measure.peak(run.device) | dict(first_step_peak_mib=run.first_step_mib) | stats
+    if captured := getattr(getattr(run, "step", None), "peak_mib", None):  # since then nothing was allocated
+        row["peak_alloc_mib"] = max(captured, row["peak_alloc_mib"])
+    row |= dict(compile_s=round(run.first_step_s - seconds, 2) if compiled else None)
+    row |= dict(tok_s=tok_s, tok_s_rank=tok_s / run.world if tok_s else None)
+    if run.collectives is not None:
+        row["collectives"] = simulated_world.summary(run.collectives)
+    peak = measure.device_peak(row["device"])
+    return row | measure.utilisation(run.flops, seconds, peak) | dict(peak_flops=peak, loss=run.loss)
+
+
+def header(run) -> list[str]:
+    """The anchors of sanity that the run prints before its first step."""
+    c, env = run.c, run.environment
+    rows = describe(run.model)
+    grouped = f"{sum(math.prod(r.shape) for r in rows):,}".replace(",", "'")
+    whole = [r for r in rows if r.placement.startswith("Replicate")]
+    per_token = {k: v / run.batches_tokens() for k, v in run.flops.items()}
+    lines = [
+        f"commit {env['commit'][:12]}{' (dirty)' * bool(env['dirty'])}, torch {env['torch']}, {env['device']}, "
+        f"{flags.world_label(c, run.world)} rank{'s' * (run.world > 1)}",
+        "  ".join(f"{k}={v}" for k, v in {**vars(c.training), **vars(c.system)}.items()),
+        f"attention: {run.attention}",
+        f"data {run.batches.description}",
+        f"{grouped} parameters, {sum(r.local_bytes for r in rows) / 2**20:.1f} MiB on this rank; "
+        f"{len(whole)} of {len(rows)} replicated" + f": under {c.min_shard_mib} MiB" * (c.min_shard_mib > 0),
+        f"{per_token['causal'] / 1e6:.3f} MFLOP per token (causal; PaLM {per_token['palm'] / 1e6:.3f}), "
+        f"{run.flops['causal'] / 1e12:.4g} TFLOP per step and rank",
+        f"ln V = {math.log(c.vocab):.4f}",
+    ]
+    if c.verbose:
+        lines += [f"  {r.name:<28}{r.shape!s:<16}{r.placement:<14}{r.local_shape!s:<16}{r.dtype}" for r in rows]
+    return lines

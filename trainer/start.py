@@ -1,0 +1,40 @@
+"""How a process starts and how it is turned away: what torchrun tells it, one line and an exit code. Imports no torch.
+
+    rank, local_rank, world = ranks()      # (0, 0, 1) without torchrun
+    fail("--depth 0: must be at least 1", rank)
+"""
+
+import os
+import sys
+import time
+from typing import NoReturn
+
+from trainer.sinks import tell
+
+NUMBERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_WORLD_SIZE")
+
+
+def ranks() -> tuple[int, int, int]:
+    """(rank, local rank, world) as torchrun tells; (0, 0, 1) without it. Exit 2 if only some of it is there."""
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    there = [name for name in names[:3] if os.environ.get(name)]
+    if not there:
+        return 0, 0, 1
+    missing = [name for name in names if not os.environ.get(name)]
+    if missing:
+        fail(f"{', '.join(there)} set but not {', '.join(missing)}: start with torchrun, or unset them for one rank", 0)
+    told = {name: os.environ[name] for name in NUMBERS if os.environ.get(name)}
+    n = {name: int(text) if text.isdecimal() else -1 for name, text in told.items()}
+    if min(n.values()) < 0 or n["RANK"] >= n["WORLD_SIZE"] or not 0 < n["MASTER_PORT"] < 2**16:
+        wrong = ", ".join(f"{name} {text}" for name, text in told.items())
+        fail(f"{wrong}: must be numbers, RANK < WORLD_SIZE, MASTER_PORT from 1 to 65535", 0)
+    return n["RANK"], n["LOCAL_RANK"], n["WORLD_SIZE"]
+
+
+def fail(message: str, rank: int, code: int = 2) -> NoReturn:
+    """Ends the process with one line. Other ranks than 0 wait before they speak: torchrun ends them once rank 0 has
+    gone, so that only a fault that rank 0 does not have is told by them."""
+    if rank:
+        time.sleep(5)
+    tell(f"error: {message}", sys.stderr)
+    sys.exit(code)

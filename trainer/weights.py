@@ -1,0 +1,303 @@
+"""Files of weights alone: safetensors (one file, or several and an index) and torch's .pt, one tensor at a time.
+
+    write("out.safetensors", tensors, read, about)      # python -m trainer.export: of a checkpoint
+    load_weights("out.safetensors", model)              # main.py --init: in place, any layout of the model
+
+Either format is a table (name, shape, dtype, file, offset) and plain bytes, so that neither direction holds a model:
+`write` holds one tensor, `load_weights` this rank's rows of one parameter. No file here can run code: a .pt is opened
+by torch's weights_only loader, for its table only. Bytes are those of a little-endian machine.
+"""
+
+import json
+import math
+import os
+import pickle
+import re
+import secrets
+import shutil
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
+
+from trainer.checkpoint import Found, on_all, say
+from trainer.config import Config
+from trainer.manifest import CheckpointError, sync, write_json
+
+DTYPES = {  # by safetensors' names
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+LONGEST_HEADER = 100_000_000  # bytes, as the safetensors library has it
+INDEX = ".index.json"
+Kind = tuple[tuple[int, ...], torch.dtype]  # shape, dtype
+
+
+class Region(NamedTuple):
+    """A contiguous tensor in a file."""
+
+    file: str
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def nbytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    return math.prod(shape) * dtype.itemsize
+
+
+def _bytes_of(t: Tensor):
+    return t.reshape(-1).view(torch.uint8).numpy()
+
+
+# ------------------------------------------------------------------------------------------------------------- reading
+
+
+def table(path: str) -> dict[str, Region]:
+    """Where each tensor of a .safetensors, a .safetensors.index.json or a .pt is; a .safetensors that is not there may
+    be several with an index beside. Reads no tensor. Raises CheckpointError."""
+    if not os.path.exists(path) and os.path.exists(path + INDEX):
+        path += INDEX
+    try:
+        return (_indexed if path.endswith(INDEX) else _pt if path.endswith(".pt") else _safetensors)(path)
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise CheckpointError(f"{error.filename or path}: {error.strerror}") from error
+    except pickle.UnpicklingError as error:  # torch's text tells how to run it all the same
+        raise CheckpointError(f"{path}: holds more than tensors, and nothing of it was run") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path}: {' '.join(str(error).split())[:300]}") from error
+    except Exception as error:  # whatever strange bytes lead to
+        text = " ".join(str(error).split())[:200]
+        raise CheckpointError(f"{path}: is no file of weights ({type(error).__name__}: {text})") from error
+
+
+def _safetensors(path: str) -> dict[str, Region]:
+    with open(path, "rb") as file:
+        size, length = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
+        if not 2 <= length <= min(size - 8, LONGEST_HEADER):
+            raise ValueError(f"a header of {length} bytes in a file of {size}: damaged, or no safetensors file")
+        header, start = json.loads(file.read(length)), 8 + length
+    regions = {}
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        if entry["dtype"] not in DTYPES:
+            raise ValueError(f"{name} is of dtype {entry['dtype']}; expected one of {', '.join(DTYPES)}")
+        (begin, end), shape = entry["data_offsets"], tuple(entry["shape"])
+        regions[name] = region = Region(path, start + begin, shape, DTYPES[entry["dtype"]])
+        if not (all(n >= 0 for n in shape) and 0 <= begin and end - begin == nbytes(*region[2:])):
+            raise ValueError(f"{name} {list(shape)} {entry['dtype']} cannot be bytes {begin} to {end}")
+        if start + end > size:
+            raise ValueError(f"{name} ends at byte {start + end} of {size}: the file is cut short")
+    return regions
+
+
+def _indexed(path: str) -> dict[str, Region]:
+    told, regions = json.loads(Path(path).read_bytes())["weight_map"], {}
+    for file in sorted(set(told.values())):
+        if os.path.basename(file) != file or not file.endswith(".safetensors"):
+            raise ValueError(f"names {file!r}, which is no .safetensors beside it")
+        regions |= table(os.path.join(os.path.dirname(path), file))
+    there = {name: os.path.basename(region.file) for name, region in regions.items()}
+    if wrong := sorted(name for name in told.keys() | there.keys() if told.get(name) != there.get(name)):
+        raise ValueError(f"has {wrong[0]} in {told.get(wrong[0])}, but it is in {there.get(wrong[0])}")
+    return regions
+
+
+def _pt(path: str) -> dict[str, Region]:
+    with warnings.catch_warnings(action="ignore"):  # of a strange pickle's protocol
+        state, regions = torch.load(path, map_location="meta", weights_only=True), {}
+    if not isinstance(state, dict) or not all(isinstance(t, Tensor) for t in state.values()):
+        raise ValueError("holds more than tensors by name; save model.state_dict() alone")
+    for name, t in state.items():
+        offset = t.untyped_storage()._checkpoint_offset
+        if offset is None or not t.is_contiguous():
+            what = f"{name} is not contiguous" if offset is not None else "is in a format older than torch 1.6"
+            raise ValueError(f"{what}; save it again")
+        regions[name] = Region(path, offset + t.storage_offset() * t.itemsize, tuple(t.shape), t.dtype)
+    return regions
+
+
+def _read(region: Region, first: int, shape: tuple[int, ...]) -> Tensor:
+    """[*shape] on the CPU, which are the rows of the tensor from the `first` on. Reads nothing else of the file."""
+    part, rows = torch.empty(shape, dtype=region.dtype), region.shape[0] if region.shape else 1
+    with open(region.file, "rb") as file:
+        file.seek(region.offset + first * (nbytes(region.shape, region.dtype) // max(1, rows)))
+        if file.readinto(_bytes_of(part)) != part.nbytes:
+            raise CheckpointError(f"{region.file}: is cut short")
+    return part
+
+
+def initialise(c: Config, model: nn.Module, found: Found | None, group: dist.ProcessGroup | None = None) -> None:
+    """The weights of --init, unless the run goes on from `found`. A collective. Raises CheckpointError."""
+    if found is not None:
+        say(f"--init {c.init}: not read, since {found.path} goes on")
+        return
+    number = on_all(partial(load_weights, c.init, model, c.cast), group)[0]
+    say(f"--init {c.init}: {', '.join(f'{n} tensors of {dtype}' for dtype, n in number.items())}; fresh moments")
+
+
+def load_weights(path: str, model: nn.Module, cast: bool = False) -> Counter:
+    """Fills parameters and persistent buffers of `model` in place, each rank reading its own rows; returns how many
+    tensors of each dtype it read.
+
+    The file and the model must have the same names, shapes and dtypes (`cast`: shapes), but of several names of one
+    parameter one is enough. No collective. Raises CheckpointError, also for numbers that are not finite."""
+    there, owners = table(path), {}
+    for name, t in model.state_dict(keep_vars=True).items():
+        owners.setdefault(id(t), (t.detach(), []))[1].append(name)
+    _check(path, there, [*owners.values()], cast)
+    for t, names in owners.values():
+        _fill(t, {name: there[name] for name in names if name in there})
+    return Counter(_name(region.dtype) for region in there.values())
+
+
+def _check(path: str, there: dict[str, Region], owners: list[tuple[Tensor, list[str]]], cast: bool) -> None:
+    here = {name: t for t, names in owners for name in names}
+    both = [(name, there[name], t) for name, t in here.items() if name in there]
+    told = {
+        "missing": [names[0] for _, names in owners if not there.keys() & set(names)],
+        "unexpected": sorted(there.keys() - here.keys()),
+        "of another shape": [f"{n} {[*r.shape]} (the model: {[*t.shape]})" for n, r, t in both if r.shape != t.shape],
+        "of another dtype": [f"{n} {_name(r.dtype)} (the model: {_name(t.dtype)}; --cast converts)" for n, r, t in both
+                             if r.dtype != t.dtype and not cast],
+    }  # fmt: skip
+    if problems := [f"{len(n)} tensors {how}: {', '.join(map(str, n[:5]))}" for how, n in told.items() if n]:
+        raise CheckpointError(f"{path}: does not fit the model: {'; '.join(problems)}")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _fill(t: Tensor, regions: dict[str, Region]) -> None:
+    local, first, before = t, 0, None
+    if isinstance(t, DTensor):
+        (chunk,), local = t.__create_chunk_list__(), t.to_local()
+        if chunk.sizes[1:] != t.shape[1:]:
+            raise ValueError(f"{next(iter(regions))}: is sharded as {t.placements}; expected rows")
+        first = chunk.offsets[0] if t.ndim else 0
+    for name, region in regions.items():
+        part = _read(region, first, local.shape)
+        if part.numel() and part.is_floating_point() and not all(math.isfinite(end) for end in part.aminmax()):
+            raise CheckpointError(f"{region.file}: {name} is not finite")
+        if before is not None and not torch.equal(part, before):
+            other = next(iter(regions))
+            raise CheckpointError(f"{region.file}: {name} and {other} differ, but are one parameter of the model")
+        before = part
+    local.copy_(before)
+
+
+# ------------------------------------------------------------------------------------------------------------- writing
+
+
+def check_output(path: str, overwrite: bool) -> None:
+    """ValueError, one line, where `write` would not begin."""
+    folder = os.path.dirname(path) or "."
+    if not path.endswith((".safetensors", ".pt")):
+        raise ValueError(f"{path}: must end in .safetensors or .pt")
+    if not os.path.isdir(folder) or not os.access(folder, os.W_OK | os.X_OK):
+        raise ValueError(f"{path}: {folder} is no directory that can be written")
+    if os.path.isdir(path):
+        raise ValueError(f"{path}: is a directory; name a file")
+    if (there := _outputs(path)) and not overwrite:
+        raise ValueError(f"{os.path.join(folder, there[0])}: is there already; add --overwrite, or name another")
+
+
+def _outputs(path: str) -> list[str]:
+    """Files that earlier exports to `path` left, an index first."""
+    stem, dot, kind = os.path.basename(path).rpartition(".")
+    several = "(-[0-9]{5}-of-[0-9]{5})?" if kind == "safetensors" else ""
+    pattern = re.compile(f"{re.escape(stem)}{several}{re.escape(dot + kind)}({re.escape(INDEX)})?")
+    there = filter(pattern.fullmatch, os.listdir(os.path.dirname(path) or "."))
+    return sorted(there, key=lambda name: (not name.endswith(INDEX), name))
+
+
+def write(path: str, tensors: dict[str, Kind], read: Callable[[str], Tensor], about: dict[str, str],
+          shard_bytes: float = math.inf) -> list[str]:  # fmt: skip
+    """Writes what `read` returns for each name to `path`, replacing what is there, and returns the names of the files.
+
+    Above `shard_bytes`, a .safetensors becomes several, `name-00001-of-00003.safetensors`, and an index. All is
+    written and synced in a directory beside and then renamed, the index last. `about`: safetensors' metadata.
+    Raises CheckpointError."""
+    files, folder = _plan(path, tensors, shard_bytes), os.path.dirname(path) or "."
+    temporary, total = f"{path}.tmp-{secrets.token_hex(4)}", sum(nbytes(*kind) for kind in tensors.values())
+    try:
+        if total > (has := shutil.disk_usage(folder).free):
+            raise CheckpointError(f"{path}: disk full: needs {total / 2**20:.1f} MiB, has {has / 2**20:.1f} MiB")
+        os.mkdir(temporary)
+        for file, names in files.items():
+            _write_file(os.path.join(temporary, file), {name: tensors[name] for name in names}, read, about)
+        made = list(files)
+        if len(made) > 1:
+            made.append(os.path.basename(path) + INDEX)
+            weight_map = {name: file for file, names in files.items() for name in names}
+            index = dict(metadata=dict(total_size=total), weight_map=weight_map)
+            write_json(os.path.join(temporary, made[-1]), index)
+        for old in _outputs(path):
+            if old not in made or old.endswith(INDEX):  # an index must never name files of two exports
+                os.remove(os.path.join(folder, old))
+        for file in made:
+            os.replace(os.path.join(temporary, file), os.path.join(folder, file))
+        sync(folder)
+    except (OSError, RuntimeError) as error:  # those of torch.save are RuntimeErrors and do not tell
+        text = getattr(error, "strerror", None) or f"torch.save failed, as on a full disk ({str(error)[:200]})"
+        raise CheckpointError(f"{path}: {text}; it was not written") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return made
+
+
+def _plan(path: str, tensors: dict[str, Kind], shard_bytes: float) -> dict[str, list[str]]:
+    """{file: names}, in order, each file filled until the next tensor would exceed `shard_bytes`."""
+    groups, size = [[]], 0
+    for name, kind in tensors.items():
+        size += nbytes(*kind)
+        if groups[-1] and size > shard_bytes:
+            groups.append([])
+            size = nbytes(*kind)
+        groups[-1].append(name)
+    base = os.path.basename(path)
+    if len(groups) == 1:
+        return {base: groups[0]}
+    stem = base.removesuffix(".safetensors")
+    return {f"{stem}-{i:05d}-of-{len(groups):05d}.safetensors": names for i, names in enumerate(groups, 1)}
+
+
+def _write_file(path: str, tensors: dict[str, Kind], read: Callable[[str], Tensor], about: dict[str, str]) -> None:
+    """First the file without the tensors' bytes, then those, where its own table has them."""
+    if path.endswith(".pt"):
+        with FakeTensorMode():
+            state = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in tensors.items()}
+        with torch.serialization.skip_data(materialize_fake_tensors=True):
+            torch.save(state, path)
+    else:
+        _begin_safetensors(path, tensors, about)
+    regions = table(path)
+    with open(path, "r+b") as file:
+        for name, region in regions.items():
+            file.seek(region.offset)
+            file.write(_bytes_of(read(name).to(region.dtype)))
+    sync(path)
+
+
+def _begin_safetensors(path: str, tensors: dict[str, Kind], about: dict[str, str]) -> None:
+    names, header, end = {dtype: name for name, dtype in DTYPES.items()}, {"__metadata__": about}, 0
+    for name, (shape, dtype) in tensors.items():
+        begin, end = end, end + nbytes(shape, dtype)
+        header[name] = dict(dtype=names[dtype], shape=shape, data_offsets=[begin, end])
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
