@@ -36,8 +36,10 @@ pytestmark = pytest.mark.usefixtures("isolated")
 SETTINGS = {
     "eager": "", "no wrapper": "--wrapper none", "fsdp2": "--wrapper fsdp2", "ddp": "--wrapper ddp",
     "bf16": "--adam-dtype bf16 --param-dtype bf16 --grad-accum 2", "in backward": "--optim in-backward --clip 0",
+    "fsdp2 in the background": "--wrapper fsdp2 --save-async",
 }  # fmt: skip
 COMPILED = {mode: f"--compile {mode}" for mode in ("blocks", "model", "fwdbwd", "step")}
+COMPILED["fwdbwd in the background"] = "--compile fwdbwd --save-async"
 ALL = [*SETTINGS, *(pytest.param(mode, marks=pytest.mark.slow) for mode in COMPILED)]
 
 
