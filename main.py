@@ -119,6 +119,7 @@ class Run:
         except Stopped:
             self.batches.sample = self.sample  # of a step that was begun nothing is kept
             self.save(watchdog)
+            self.saver.wait()
             raise
         self.save(watchdog)
 
