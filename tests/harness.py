@@ -15,6 +15,12 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+# New processes are copies of one that has imported these and run nothing: importing costs more than most checks.
+processes = mp.get_context("forkserver")
+processes.set_forkserver_preload(
+    ["torch._inductor.compile_fx", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict"]
+)
+
 
 def free_port() -> int:
     with socket.socket() as s:
@@ -57,10 +63,9 @@ class Results(dict):
 
 def spawn(world: int, checks: list, timeout: float = 300, threads: int = 1) -> Results:
     """Results of every check, by its name, one value per rank. Ends its processes after `timeout` seconds."""
-    context = mp.get_context("spawn")
-    queue, port = context.Queue(), free_port()
+    queue, port = processes.Queue(), free_port()
     args = [(rank, world, port, checks, queue, threads) for rank in range(world)]
-    ranks = [context.Process(target=_worker, args=a, daemon=True) for a in args]
+    ranks = [processes.Process(target=_worker, args=a, daemon=True) for a in args]
     for p in ranks:
         p.start()
     results, left, failed = Results(), len(checks) * world, False

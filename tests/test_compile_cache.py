@@ -1,15 +1,13 @@
 """One cache directory, several settings and meshes: no compiled code is taken for another's. Fake group, real code."""
 
-import os
+import uuid
 from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 
-import pytest
 import torch
 import torch.distributed as dist
+from harness import processes
 from torch import nn
 from torch._dynamo.utils import counters
-from torch._inductor.utils import fresh_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -48,22 +46,26 @@ def step(mesh, *, reshard=True, rows=8, options=compile_options) -> tuple[list, 
     counters.clear()
     torch.manual_seed(0)
     model = data_parallel(nn.Linear(8, rows, bias=False), mesh, reshard_after_forward=reshard)
-    x = torch.ones(2, 8, requires_grad=True)
-    f = torch.compile(lambda x: model(x).square().sum(), fullgraph=True, options=options(model))
-    f(x).backward()
+    x, g = torch.ones(2, 8, requires_grad=True), torch.ones(2, rows)
+    f = torch.compile(lambda x: model(x), fullgraph=True, options=options(model))
+    f(x).backward(g)
     with Collectives() as forward:
-        loss = f(x)
+        y = f(x)
     with Collectives() as backward:
-        loss.backward()
+        y.backward(g)
     return forward.seen, backward.seen, bool(counters["aot_autograd"]["autograd_cache_hit"])
 
 
-@pytest.mark.slow
-def test_reshard_toggled_on_a_warm_cache_changes_the_graph():
+def nobody_elses() -> str:
+    """What makes the entries of one test its own: a fresh cache directory would be without the compiler's headers."""
+    return str(uuid.uuid4())
+
+
+def test_reshard_toggled_on_a_warm_cache_changes_the_graph(monkeypatch):
+    monkeypatch.setattr(torch.compiler.config, "cache_key_tag", nobody_elses())
     mesh = mesh_of_two()
     try:
-        with fresh_cache():
-            runs = [step(mesh, reshard=reshard) for reshard in (True, False, True, False)]
+        runs = [step(mesh, reshard=reshard) for reshard in (True, False, True, False)]
     finally:
         torch._dynamo.reset()
         dist.destroy_process_group()
@@ -72,20 +74,20 @@ def test_reshard_toggled_on_a_warm_cache_changes_the_graph():
     assert [hit for *_, hit in runs] == [False, False, True, True]
 
 
-def in_a_process_of_its_own(cache, groups_before, rank):
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+def in_a_process_of_its_own(tag, groups_before, rank):
+    torch.compiler.config.cache_key_tag = tag
     mesh = mesh_of_two(groups_before, rank)
     return mesh.get_group().group_name, step(mesh, rows=5, options=lambda model: None)
 
 
-def test_two_meshes_and_two_ranks_in_one_cache_directory_do_not_mix(tmp_path):
+def test_two_meshes_and_two_ranks_in_one_cache_directory_do_not_mix():
     """The same ranks under another group's name, as after any change to what a program sets up before its mesh; and
     another rank, whose shard has 2 rows instead of 3. AOTAutograd's key lacks both: without what data_parallel adds to
     it, the second run uses the first one's group and the third fails on the first one's shapes."""
-    runs = []
+    runs, tag = [], nobody_elses()
     for groups_before, rank in ((0, 0), (2, 0), (0, 1), (0, 0)):
-        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as one:
-            run = one.submit(in_a_process_of_its_own, str(tmp_path), groups_before, rank)
+        with ProcessPoolExecutor(1, mp_context=processes) as one:
+            run = one.submit(in_a_process_of_its_own, tag, groups_before, rank)
             runs.append(run.result(timeout=200))
     assert runs[0][0] == runs[2][0] == runs[3][0] != runs[1][0]
     for name, (forward, backward, _) in runs:
