@@ -29,15 +29,12 @@ from trainer.cuda_graph import Replayed
 from trainer.data import Batches, DataError, check_source
 from trainer.kernels import choose
 from trainer.manifest import CheckpointError, check_directory
+from trainer.nonfinite import NonFinite, Watch
 from trainer.sinks import Sinks, check_writable, final_lines
 from trainer.step import check_mode, global_norm, shutdown
 
 WARMUP = 3  # steps that no statistic covers, the compiling ones among them
 PROFILED = 3
-
-
-class NonFinite(Exception):
-    """The global gradient norm, the same number on every rank, is not finite."""
 
 
 class Run:
@@ -48,11 +45,12 @@ class Run:
         self.stages = measure.Stages(device)
         self.timer = measure.StepTimer(device)
         self.environment = measure.environment(device)  # now: the checkout may change while it runs
-        self.first_step_s = self.first_step_mib = self.loss = None
+        self.first_step_s = self.first_step_mib = None
         self.batches = Batches(
             c.data, global_batch=world * c.batch * c.grad_accum, seqlen=c.seqlen, vocab=c.vocab, seed=c.seed,
             rank=rank, world=world,
         )  # fmt: skip
+        self.watch = Watch(c, self.batches, rank)
         self.found = None if c.world else checkpoint.choose(c, self.batches)
         self.first = self.found.about["step"] if self.found else 0  # steps that an earlier run did
         self.warm = self.first + WARMUP
@@ -97,17 +95,15 @@ class Run:
                 tokens, targets = (t.to(self.device, non_blocking=True) for t in next(self.batches))
                 loss = (self.explain if k == self.explained else self.step)(tokens, targets)
             if k == self.first:
-                self.loss = loss.item()  # waits for the step
+                loss.item()  # waits for the step
                 self.first_step_s, self.first_step_mib = time.perf_counter() - start, self.stages.add("first step")
             if k == min(self.warm, c.steps) - 1:
                 measure.reset_peak(self.device)
             if logged:
-                self.loss, norm = loss.item(), self.step.grad_norm.item()
-                ms = self.timer.last()
+                norm, ms = self.step.grad_norm.item(), self.timer.last()
                 tok_s = self.world * self.batches_tokens() / ms * 1e3
-                sinks.step(dict(step=k + 1, loss=self.loss, lr=lr, grad_norm=norm, ms=ms, tok_s=tok_s, **norms))
-            if (logged or saved) and not math.isfinite(norm := self.step.grad_norm.item()):
-                raise NonFinite(f"gradient norm {norm} at step {k + 1}: lower --lr {c.lr}?")
+                sinks.step(dict(step=k + 1, loss=loss.item(), lr=lr, grad_norm=norm, ms=ms, tok_s=tok_s, **norms))
+            self.watch.put(k + 1, self.step, loss, wait=logged or saved)
             if saved:
                 checkpoint.save(c, k + 1, self.step, self.batches)
 
@@ -141,7 +137,7 @@ class Run:
         row |= {k: getattr(c, k) for k in "wrapper mode compile attn remat remat_ratio depth width seqlen".split()}
         row |= {k: getattr(c, k) for k in "batch grad_accum param_dtype reduce_dtype".split()}
         row |= dict(flags=flags.changed(c), outcome=outcome, cell=os.environ.get("SWEEP_CELL"))
-        row |= dict(resumed_after=self.first or None)
+        row |= dict(resumed_after=self.first or None, skipped=self.watch.skipped)
         row |= measure.peak(self.device) | dict(first_step_peak_mib=self.first_step_mib) | stats
         if captured := getattr(getattr(self, "step", None), "peak_mib", None):  # since then nothing was allocated
             row["peak_alloc_mib"] = max(captured, row["peak_alloc_mib"])
@@ -150,7 +146,7 @@ class Run:
         if self.collectives is not None:
             row["collectives"] = simulated_world.summary(self.collectives)
         peak = measure.device_peak(row["device"])
-        return row | measure.utilisation(self.flops, seconds, peak) | dict(peak_flops=peak, loss=self.loss)
+        return row | measure.utilisation(self.flops, seconds, peak) | dict(peak_flops=peak, loss=self.watch.loss)
 
     def header(self) -> list[str]:
         """The anchors of sanity that the run prints before its first step."""
