@@ -290,7 +290,32 @@ def test_a_norm_above_the_limit_is_refused_like_one_that_is_not_finite(train, mo
     assert train("--norm-limit", 50).row["skipped"] == 0
 
 
-def test_updates_in_backward_can_stop_and_are_not_saved(train, tmp_path, monkeypatch):
+@pytest.fixture
+def late(monkeypatch):
+    """Steps are read as on CUDA."""
+
+    def watch(*args):
+        made = Watch(*args)
+        made.late = True
+        return made
+
+    event = SimpleNamespace(record=lambda: None, synchronize=lambda: None)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(main, "Watch", watch)
+
+
+@pytest.mark.parametrize("bad", [3, 6])
+def test_read_late_a_bad_step_ends_the_run_before_the_end_of_the_next(bad, late, train, monkeypatch):
+    planted(monkeypatch, {bad})
+    done = train("--log-every", 100)
+    assert done.code == 5 and f"step {bad}: not finite" in one_line(done.err)
+    assert train("--log-every", 100).row["outcome"] == "ok"
+
+
+@pytest.mark.parametrize("reading", [None, "late"])
+def test_updates_in_backward_can_stop_and_are_not_saved(reading, request, train, tmp_path, monkeypatch):
+    if reading:
+        request.getfixturevalue(reading)
     planted(monkeypatch, {3})
     done = train("--optim", "in-backward", "--clip", 0, "--save", tmp_path, "--save-every", 1, "--log-every", 100)
     assert done.code == 5 and "step 3: not finite" in (line := one_line(done.err)) and "--nonfinite" not in line
