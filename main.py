@@ -30,7 +30,8 @@ from trainer.cuda_graph import Replayed
 from trainer.data import Batches, check_source
 from trainer.kernels import choose
 from trainer.manifest import check_directory
-from trainer.outcome import NonFinite, lost_connection, outcome_of
+from trainer.nonfinite import Watch
+from trainer.outcome import lost_connection, outcome_of
 from trainer.record import header, row
 from trainer.saver import Saver
 from trainer.sinks import Sinks, check_writable, final_lines, tell
@@ -51,11 +52,12 @@ class Run:
         self.stages = measure.Stages(device)
         self.timer = measure.StepTimer(device)
         self.environment = measure.environment(device)  # now: the checkout may change while it runs
-        self.first_step_s = self.first_step_mib = self.loss = None
+        self.first_step_s = self.first_step_mib = None
         self.batches = Batches(
             c.data, global_batch=world * c.batch * c.grad_accum, seqlen=c.seqlen, vocab=c.vocab, seed=c.seed,
             rank=rank, world=world,
         )  # fmt: skip
+        self.watch = Watch(c, self.batches, rank)
         same = {flags.flag(k): v for k, v in c.flat().items()} | dict(torch=torch.__version__)
         agree(same | dict(data=(self.batches.description, self.batches.fingerprint)), self.group)
         self.found = None if c.world else checkpoint.choose(c, self.batches, self.group)
@@ -102,11 +104,11 @@ class Run:
         try:
             for k in range(self.first, self.c.steps):
                 watchdog.beat(k + 1, "data")
-                if control.boundary(k, failed=self.saver.failed()):
+                if control.boundary(k, self.watch.norm, self.saver.failed()):
                     self.saver.wait()  # it failed on all
-                loss = self.one_step(k, sinks, watchdog)
+                self.one_step(k, sinks, watchdog)
                 if k == self.first:
-                    self.loss = loss.item()  # waits for the step
+                    self.watch.flush()  # waits for the step
                     self.first_step_s, self.first_step_mib = time.perf_counter() - start, self.stages.add("first step")
                     watchdog.limit = self.c.timeout
                 if k == min(self.warm, self.c.steps) - 1:
@@ -123,7 +125,7 @@ class Run:
             raise
         self.save(watchdog)
 
-    def one_step(self, k: int, sinks: Sinks, watchdog: Watchdog) -> torch.Tensor:
+    def one_step(self, k: int, sinks: Sinks, watchdog: Watchdog) -> None:
         c, logged, lr, norms = self.c, sinks.due(k + 1), self.lr(k), {}
         self.step.optimizer.lr.fill_(lr)
         if self.collectives:
@@ -135,23 +137,17 @@ class Run:
             watchdog.beat(k + 1, "step")
             loss = (self.explain if k == self.explained else self.step)(tokens, targets)
         if logged:
-            self.loss, norm = loss.item(), self.step.grad_norm.item()
-            ms = self.timer.last()
+            norm, ms = self.step.grad_norm.item(), self.timer.last()
             tok_s = self.world * self.batches_tokens() / ms * 1e3
-            sinks.step(dict(step=k + 1, loss=self.loss, lr=lr, grad_norm=norm, ms=ms, tok_s=tok_s, **norms))
-            self.check(norm)
-        return loss
-
-    def check(self, norm: float) -> None:
-        if not math.isfinite(norm):
-            raise NonFinite(f"gradient norm {norm} at step {self.done + 1}: lower --lr {self.c.lr}?")
+            sinks.step(dict(step=k + 1, loss=loss.item(), lr=lr, grad_norm=norm, ms=ms, tok_s=tok_s, **norms))
+        self.watch.put(k + 1, self.step, loss, wait=logged)
 
     def save(self, watchdog: Watchdog) -> None:
         """After `self.done` steps, unless it is done already or there is nowhere to."""
         if self.c.save is None or self.done == self.saved:
             return
         watchdog.beat(self.done, "save")
-        self.check(self.step.grad_norm.item())
+        self.watch.flush()
         self.saver.save(self.done)
         self.saved = self.done
 

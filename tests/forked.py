@@ -32,7 +32,7 @@ def _rank(rank: int, world: int, port: int, argv: list[str], log: str, record: s
     import main  # is there already, from the process that this one is forked from
     from trainer import watchdog
 
-    watchdog.ANSWER_S = 1.0  # nobody here is slow to answer
+    watchdog.ANSWER_S = float(env.get("ANSWER_S", 1))
     if rank:
         argv += env.get("RANK_1", "").split()
     if rank and "UNSEED" in env:
@@ -60,7 +60,7 @@ def _record(batches: type, path: str) -> None:
 
 class Job:
     """`record`: a folder for what each rank trains on, a file <rank>.jsonl of [sample, hash]. env: of the ranks;
-    RANK_1: more argv for all ranks but the first; UNSEED: these draw other weights."""
+    ANSWER_S: seconds that a roll call waits; RANK_1: more argv for all ranks but the first; UNSEED: these draw other weights."""
 
     def __init__(self, world: int, argv: Iterable, log: str | Path, record: str | Path | None = None, **env: str):
         context = multiprocessing.get_context("forkserver")

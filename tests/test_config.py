@@ -95,7 +95,8 @@ BAD = [  # what is wrong by itself: argv, the flag and the value that the messag
     *((f"--{name} {value}", value) for name, value in dict(
         device="tpu", wrapper="zero", mode="zero3", compile="all", attn="eager", sdpa="fast", remat="all", loss="half",
         wandb="maybe", mlp="thin", optim="never").items()),
-    ("--mlp-chunk -1", -1),
+    ("--mlp-chunk -1", -1), ("--nonfinite ignore", "ignore"), ("--max-skips 0", 0), ("--max-skips -1", -1),
+    *((f"--{name} {value}", value) for name in ("norm-limit", "spike") for value in ("-1", "nan", "inf")),
     ("--accum-sync first", "first"), ("--link token-ring", "token-ring"), ("--param-dtype fp16", "fp16"),
     ("--reduce-dtype fp16", "fp16"), ("--adam-dtype int8", "int8"),
     ("--depth x", "x"), ("--depth 1.5", "1.5"), ("--lr fast", "fast"), ("--chunk ''", "''"),

@@ -170,7 +170,7 @@ def test_a_rank_that_raises_says_why_and_the_other_nothing(tmp_path):
 def test_a_rank_that_hangs_is_named_with_its_step_and_the_stacks_of_all_that_answer(kind, tmp_path):
     log = tmp_path / "log"
     flags = [*TINY, "--timeout", "2", "--results", tmp_path / "rows.jsonl"]
-    job = Job(2, flags, log, FAULT=f"1:5:data:{kind}")
+    job = Job(2, flags, log, FAULT=f"1:5:data:{kind}", ANSWER_S="10" if kind == "hang" else "1")
     job.ranks[0].join(60)
     if kind == "stop":
         os.kill(job.ranks[1].pid, signal.SIGKILL)  # as the launcher does

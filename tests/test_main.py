@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("isolated")
 # DESIGN, "A row"; what depends on the device is that of a CPU
 KEYS = """date commit dirty torch device world wrapper mode compile attn remat remat_ratio loss_kind depth width seqlen
 batch grad_accum param_dtype reduce_dtype flags outcome peak_rss_mib first_step_peak_mib step_ms step_ms_min step_ms_max
-n compile_s tok_s mfu mfu_palm hfu loss""".split()
+n compile_s tok_s mfu mfu_palm hfu loss skipped""".split()
 
 # ----------------------------------------------------------------------------------------------------------- bad data
 
@@ -242,10 +242,10 @@ def planted(monkeypatch, where, error, call=1):
                 raise error
             return loss_fn(*batch)
 
-        def update(grads):
+        def update(*args):
             if where == "step" and due():
                 raise error
-            return update_fn(grads)
+            return update_fn(*args)
 
         step.loss_fn, step.update_fn = loss, update
 
@@ -294,18 +294,6 @@ def test_data_that_turns_out_bad_in_mid_run_exits_3_with_a_row(train, monkeypatc
     monkeypatch.setattr(main.Batches, "__next__", bad)
     done = train()
     assert done.code == 3 and "file.bin, token 5" in one_line(done.err) and "file.bin, token 5" in done.row["outcome"]
-
-
-def test_a_gradient_that_is_not_finite_exits_5_with_a_row(train):
-    done = train("--lr", "1e20")
-    assert done.code == 5 and done.row["outcome"].startswith("failed: ") and done.row["loss"] == "nan"
-    line = one_line(done.err)
-    assert "nan" in line and "step 6" in line and "--lr 1e+20" in line
-
-
-def test_a_gradient_that_is_not_finite_is_told_by_rank_0_alone(train):
-    done = train("--lr", "1e20", rank=1)  # the norm is the same on every rank
-    assert (done.code, done.out, done.err, done.row) == (5, "", "", None)
 
 
 def test_a_results_file_that_is_lost_in_mid_run_costs_a_warning_and_not_the_run(train, monkeypatch):

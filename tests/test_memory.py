@@ -183,7 +183,7 @@ def test_an_eager_step_to_the_byte():
     assert update[GRADIENTS] == 4 * count and update[LOGITS] == update[WEIGHTS] == 0
     assert 0 < update[SAVED] <= 16, "the loss and the labels' share"
     left = t.levels()[-1] - sum(t.base.values())
-    assert 0 < left <= 16, "the loss and the norm outlive the step"
+    assert 0 < left <= 16, "the loss, the norm and whether it was bad outlive the step"
     wide = [b for b in t.blocks if t.sizes.name(b) == "[B,T,4D] fp32" and b.piece == SAVED]
     assert [b.where for b in wide] == ["fwd, aten::linear, blocks.0.mlp.up", "fwd, aten::gelu, blocks.0.mlp"]
     assert wide[1].freed == "bwd, end of AddmmBackward0, blocks.0.mlp.down"
@@ -229,7 +229,7 @@ def test_a_watched_step_leaves_nothing_behind():
         before = dict(step.__dict__)
         watch(c, step, *batch)
         assert before.keys() == step.__dict__.keys()
-        assert {k for k in before if step.__dict__[k] is not before[k]} <= {"grad_norm", "phase"}
+        assert {k for k in before if step.__dict__[k] is not before[k]} <= {"grad_norm", "bad", "phase"}
         assert not any(m._forward_hooks or m._forward_pre_hooks for m in step.model.modules())
 
 

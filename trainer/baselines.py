@@ -172,7 +172,7 @@ def build(c: flags.Config, device: torch.device, world: int, stage=lambda name: 
     options = flags.compile_options(c)
     kwargs = dict(
         mesh=mesh, grad_accum=c.grad_accum, clip=c.clip, chunk=chunk, accum_sync=c.accum_sync,
-        param_dtype=DTYPES[c.param_dtype], reduce_dtype=DTYPES[c.reduce_dtype],
+        param_dtype=DTYPES[c.param_dtype], reduce_dtype=DTYPES[c.reduce_dtype], norm_limit=c.norm_limit,
     )  # fmt: skip
     if c.wrapper in ("fsdp2", "ddp"):
         step = hooked_step(model, c, optimizer, options, **kwargs)

@@ -69,6 +69,15 @@ class Training:
     """Steps of linear warm-up of the learning rate."""
     clip: float = 1.0
     """Largest global gradient norm; 0: no clipping."""
+    nonfinite: Literal["stop", "skip"] = "stop"
+    """A step whose loss or gradient norm is not finite changes nothing, on any rank. stop: the run then ends with exit
+    code 5; the last checkpoint is good. skip: it goes on with the next batch. --optim in-backward can only stop."""
+    max_skips: int = 3
+    """Steps in a row that --nonfinite skip leaves out; one more ends the run."""
+    norm_limit: float = 0.0
+    """A step with a larger gradient norm, before clipping, counts as not finite; 0: none does."""
+    spike: float = 10.0
+    """Name each step whose gradient norm is more than this many times the mean of the last 100; 0: none."""
     seed: int = 0
     """Of the initial weights and of the order of the data."""
     init: str | None = None
@@ -224,12 +233,13 @@ class Config:
 
 
 _RANGES = [
-    ("depth width head_dim grouping grow vocab seqlen batch grad_accum steps world replicas chunk log_every keep",
-     lambda v: v >= 1, "at least 1"),
+    ("depth width head_dim grouping grow vocab seqlen batch grad_accum steps world replicas chunk log_every keep "
+     "max_skips", lambda v: v >= 1, "at least 1"),
     ("lr", lambda v: 0 < v < 1e38, "a positive number below 1e38"),
     ("warmup mlp_chunk save_every", lambda v: v >= 0, "0 or more"),
     ("seed", lambda v: 0 <= v < 2**64, "0 or more and below 2**64"),
-    ("clip min_shard_mib timeout first_timeout", lambda v: 0 <= v < math.inf, "0 or a positive number"),
+    ("clip min_shard_mib norm_limit spike timeout first_timeout",
+     lambda v: 0 <= v < math.inf, "0 or a positive number"),
     ("init", lambda v: v.endswith((".safetensors", ".safetensors.index.json", ".pt")), "a .safetensors or a .pt"),
     ("remat_ratio", lambda v: 0 <= v <= 1, "between 0 and 1"),
 ]  # fmt: skip
@@ -288,7 +298,12 @@ def _check_fit(c: Config, device: str, world: int) -> str | None:
         return f"--no-remat-norm: changes nothing of --remat {c.remat}; use it with attn, mlp or both"
     if c.remat_core and device == "cpu" and c.compile != "none" and c.wrapper != "none":
         return f"--remat-core: on a CPU torch cannot compile it over shards (--compile {c.compile}); use --compile none"
+    if c.nonfinite == "stop" and c.max_skips != 3:
+        return f"--max-skips {c.max_skips}: needs --nonfinite skip"
     if c.optim == "in-backward":
+        if c.nonfinite == "skip" or c.norm_limit:
+            needs = f"--norm-limit {c.norm_limit}" if c.norm_limit else "--nonfinite skip"
+            return f"{needs}: --optim in-backward has updated before the gradient norm is known; use --optim after"
         if c.clip:
             return f"--optim in-backward: --clip {c.clip} needs every gradient before the first update; add --clip 0"
         if c.grad_accum > 1:

@@ -43,7 +43,7 @@ class Replayed:
     def _capture(self, tokens: Tensor, targets: Tensor) -> None:
         """Records the step without running it."""
         self.inputs = tokens.clone(), targets.clone()
-        self.step.grad_norm = None
+        self.step.grad_norm = self.step.bad = None
         gc.collect()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()

@@ -17,13 +17,10 @@ from trainer import measure
 from trainer.control import Desync, Stopped
 from trainer.data import DataError
 from trainer.manifest import CheckpointError
+from trainer.nonfinite import NonFinite
 
 LOST = re.compile(r"gloo|NCCL|[Cc]onnection (closed|reset)|Broken pipe")  # torch has no type for a peer that is gone
 PHASES = dict(fwd="forward", bwd="backward", step="the update", init="init")
-
-
-class NonFinite(Exception):
-    """The global gradient norm, the same number on every rank, is not finite."""
 
 
 class Outcome(NamedTuple):

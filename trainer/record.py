@@ -19,7 +19,7 @@ def row(run, outcome: str) -> dict:
     row |= {k: getattr(c, k) for k in "wrapper mode compile attn remat remat_ratio depth width seqlen".split()}
     row |= {k: getattr(c, k) for k in "batch grad_accum param_dtype reduce_dtype".split()}
     row |= dict(flags=flags.changed(c), outcome=outcome, cell=os.environ.get("SWEEP_CELL"))
-    row |= dict(resumed_after=run.first or None)
+    row |= dict(resumed_after=run.first or None, skipped=run.watch.skipped)
     row |= measure.peak(run.device) | dict(first_step_peak_mib=run.first_step_mib) | stats
     if captured := getattr(getattr(run, "step", None), "peak_mib", None):  # since then nothing was allocated
         row["peak_alloc_mib"] = max(captured, row["peak_alloc_mib"])
@@ -28,7 +28,7 @@ def row(run, outcome: str) -> dict:
     if run.collectives is not None:
         row["collectives"] = simulated_world.summary(run.collectives)
     peak = measure.device_peak(row["device"])
-    return row | measure.utilisation(run.flops, seconds, peak) | dict(peak_flops=peak, loss=run.loss)
+    return row | measure.utilisation(run.flops, seconds, peak) | dict(peak_flops=peak, loss=run.watch.loss)
 
 
 def header(run) -> list[str]:

@@ -109,8 +109,9 @@ def final_lines(row: dict) -> list[str]:
     each = row["tok_s"] / int(ranks[0]) if ranks and row.get("tok_s") else None
     causal, palm, hfu, seconds = (_people(row.get(key), ",.1f") for key in ("mfu", "mfu_palm", "hfu", "compile_s"))
     peak = f" of {row['peak_flops'] / 1e12:.0f} TFLOP/s" if row.get("peak_flops") else ""
+    skipped = f", {row['skipped']} update{'s' * (row['skipped'] > 1)} left out" if row.get("skipped") else ""
     return [
-        f"outcome  {row.get('outcome', 'n/a')}, loss {_people(row.get('loss'), '.4f')}",
+        f"outcome  {row.get('outcome', 'n/a')}, loss {_people(row.get('loss'), '.4f')}{skipped}",
         f"memory   {', '.join(memory) or 'n/a'}",
         f"step     {ms} ms median [{low}-{high}] n {row.get('n', 0)}, compile {seconds} s",
         f"speed    {_people(row.get('tok_s'))} tok/s, {_people(each)} tok/s/rank",

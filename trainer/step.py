@@ -3,7 +3,8 @@
     optimizer = AdamW(model.parameters(), lr=3e-4)
     step = make_step("fwdbwd", model, optimizer, grad_accum=2, clip=1.0, chunk=2048)
     loss = step(tokens, targets)              # [B, T] each, B = grad_accum micro-batches; fp32 scalar on the device
-    step.grad_norm                            # of this step, before clipping; reading either is the only host sync
+    step.grad_norm                            # of this step, before clipping
+    step.bad                                  # 1.0: loss or norm was not finite (norm above norm_limit), no update
 
 `none` eager; `blocks` each block compiled, one frame for all; `model` the model compiled, the loss eager; `fwdbwd`
 forward and loss as one full graph, their backward as another, clipping and AdamW as a third (on a CPU torch's fused
@@ -11,6 +12,8 @@ kernel instead); `step` all of it as one.
 
 Every micro-batch's loss is a sum over its labels divided by (labels of the global batch / ranks), and gradients are
 averaged over ranks: the step equals one pass over the whole batch however it is cut, also when labels are IGNOREd.
+Loss and norm are those of all ranks: all refuse the same updates, before they touch anything. All of it stays on the
+device; reading the loss, the norm or `bad` is the only host sync.
 Micro-batches' gradients accumulate in fp32: by default as shards, reduced after every micro-batch; with
 accum_sync="last" as a whole, beside whole weights that are gathered once per step, and reduced once.
 """
@@ -25,89 +28,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import _functional_collectives as funcol
 from torch.distributed.tensor import DTensor, Partial, Replicate
-from torch.optim.adamw import adamw
 
 from model import IGNORE, cross_entropy
 from overlap import compile_options
 from trainer import simulated_world
+from trainer.adamw import AdamW, local
 
 COMPILE_MODES = ("none", "blocks", "model", "fwdbwd", "step")
-
-
-def local(t: Tensor) -> Tensor:
-    return t.to_local() if isinstance(t, DTensor) else t
-
-
-class AdamW:
-    """AdamW (Loshchilov and Hutter 2019) over the local shards: no collective, lr and step live on the device.
-
-    Matrices decay, vectors (norms, biases) do not. `moment_dtype` below fp32 halves the moments; the arithmetic stays
-    in the dtype of the parameters. `foreach` is the form that compiles into one fused graph; otherwise torch's fused
-    kernel runs (the two agree to an ulp; fp32 moments only).
-    """
-
-    def __init__(self, params, lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, moment_dtype=None, foreach=False):
-        params = [p for p in params if p.requires_grad]
-        self.params = sorted(params, key=lambda p: p.ndim < 2)  # those that decay first
-        self.decaying = sum(p.ndim >= 2 for p in params)
-        shards = self.shards = [local(p.detach()) for p in self.params]
-        self.m = [torch.zeros_like(p, dtype=moment_dtype) for p in shards]
-        self.v = [torch.zeros_like(p, dtype=moment_dtype) for p in shards]
-        device = shards[0].device
-        self.t = torch.zeros((), device=device)
-        self.lr = torch.tensor(float(lr), device=device)
-        self.betas, self.eps, self.weight_decay = betas, eps, weight_decay
-        self.foreach = foreach or moment_dtype not in (None, torch.float32)
-
-    @torch.no_grad()
-    def step(self, grads: list[Tensor]) -> None:
-        """grads: local shards, in the order of `self.params`."""
-        self.t += 1
-        if self.foreach and torch.compiler.is_compiling():
-            self._foreach(slice(None), grads, self.decaying)
-        elif self.foreach:  # one by one: its temporaries are as large as what it updates
-            for i, grad in enumerate(grads):
-                self.step_one(i, grad)
-        else:
-            for part, decays in ((slice(0, self.decaying), True), (slice(self.decaying, None), False)):
-                self._fused(part, grads[part], decays)
-
-    @torch.no_grad()
-    def step_one(self, i: int, grad: Tensor) -> None:
-        """Updates the i-th of `self.params` alone; before the first of a step the caller adds 1 to `self.t`."""
-        decays = i < self.decaying
-        (self._foreach if self.foreach else self._fused)(slice(i, i + 1), [grad], decays)
-
-    def _fused(self, part: slice, grads: list[Tensor], decays: bool) -> None:
-        if grads:
-            adamw(
-                self.shards[part], grads, self.m[part], self.v[part], [], [self.t - 1 for _ in grads], fused=True,
-                amsgrad=False, beta1=self.betas[0], beta2=self.betas[1], lr=self.lr,
-                weight_decay=self.weight_decay if decays else 0.0, eps=self.eps, maximize=False,
-            )  # fmt: skip
-
-    def _foreach(self, part: slice, g: list[Tensor], decaying: int) -> None:
-        """The first `decaying` of the part decay. Shards are read here: a graph must also read the parameters."""
-        p, m, v = [local(p) for p in self.params[part]], self.m[part], self.v[part]
-        b1, b2 = self.betas
-        stored = m, v
-        if m[0].dtype != p[0].dtype:
-            m, v = [x.to(p[0].dtype) for x in m], [x.to(p[0].dtype) for x in v]
-        torch._foreach_lerp_(m, g, 1 - b1)
-        torch._foreach_mul_(v, b2)
-        torch._foreach_addcmul_(v, g, g, 1 - b2)
-        if m is not stored[0]:
-            torch._foreach_copy_(stored[0], m)
-            torch._foreach_copy_(stored[1], v)
-        size = self.lr / (1 - b1**self.t)
-        d = torch._foreach_sqrt(v)
-        torch._foreach_div_(d, (1 - b2**self.t).sqrt())
-        torch._foreach_add_(d, self.eps)
-        update = torch._foreach_div(m, d)
-        torch._foreach_mul_(update, size)
-        if decaying:
-            torch._foreach_mul_(p[:decaying], 1 - self.lr * self.weight_decay)
-        torch._foreach_sub_(p, update)
 
 
 def _shard_group(p: Tensor):
@@ -187,8 +114,9 @@ class Step:
     compiled: what make_step handed to torch.compile, {name: (function, options)}."""
 
     def __init__(self, model: nn.Module, optimizer: AdamW, *, mesh=None, grad_accum=1, clip=0.0, chunk=0,
-                 accum_sync="every", param_dtype=None, reduce_dtype=None):  # fmt: skip
+                 accum_sync="every", param_dtype=None, reduce_dtype=None, norm_limit=0.0):  # fmt: skip
         self.model, self.optimizer, self.grad_accum, self.clip, self.chunk = model, optimizer, grad_accum, clip, chunk
+        self.norm_limit = norm_limit
         self.mesh, self.whole_weights, self.compiled = mesh, None, {}
         if accum_sync == "last" and mesh is not None:
             self.whole_weights = WholeWeights(model, optimizer, param_dtype, reduce_dtype or param_dtype)
@@ -196,6 +124,7 @@ class Step:
         self.loss_fn, self.update_fn = self.loss_sum, self.update
         self.where = [_shard_group(p) for p in optimizer.params]
         self.grad_norm: Tensor | None = None
+        self.bad: Tensor | None = None
         self.phase = "fwd"  # where it is: "fwd", "bwd" or "step", for the message when memory runs out
         self.between = lambda: None  # called between micro-batches; may raise, to end the step with nothing changed
         self.inspect = None  # called with (parameters, gradients' local shards) before the update, if set
@@ -215,12 +144,20 @@ class Step:
         labels = self.over_ranks((targets != IGNORE).sum(), "sum")
         return labels.clamp(min=1) / self.ranks
 
-    def update(self, grads: list[Tensor]) -> Tensor:
+    def judge(self, loss: Tensor, norm: Tensor) -> Tensor:
+        """1.0 if a step of this loss and gradient norm, both of all ranks, is to be refused: also one without labels,
+        which would decay the weights and go on along the moments."""
+        good = (loss + norm).isfinite() & (norm > 0)  # 0: no rank had a label
+        return 1.0 - (good & (norm <= self.norm_limit) if self.norm_limit else good).float()
+
+    def update(self, grads: list[Tensor], loss: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradient norm, and whether the update was refused; `loss` is that of all ranks."""
         norm = global_norm(self.optimizer.params, grads, self.where)
+        bad = self.judge(loss, norm)
         if self.clip:
             grads = torch._foreach_mul(grads, (self.clip / (norm + 1e-6)).clamp(max=1.0))
-        self.optimizer.step(grads)
-        return norm
+        self.optimizer.step(grads, bad)
+        return norm, bad
 
     def __call__(self, tokens: Tensor, targets: Tensor) -> Tensor:
         share, total, grads = self.share(targets), 0.0, None
@@ -251,14 +188,15 @@ class Step:
         self.phase = "step"
         if self.inspect is not None:
             self.inspect(self.optimizer.params, grads)
-        self.grad_norm = self.update_fn(grads)
-        return self.over_ranks(total, "avg")
+        loss = self.over_ranks(total, "avg")
+        self.grad_norm, self.bad = self.update_fn(grads, loss)
+        return loss
 
 
 class InBackwardStep(Step):
     """Updates each parameter as soon as backward has made its gradient, which is then freed: of all gradients only a
     few are alive at once. One micro-batch, no clipping. Eager or with compiled blocks; of a larger graph backward hands
-    out all gradients together, and nothing is won."""
+    out all gradients together, and nothing is won. The norm is known too late to refuse a step: `bad` only tells."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -282,7 +220,9 @@ class InBackwardStep(Step):
         self.phase = "step"
         with torch.no_grad():
             self.grad_norm = global_norm(self.optimizer.params, self.norms, self.where)  # the norm of norms
-            return self.over_ranks(loss.detach(), "avg")
+            loss = self.over_ranks(loss.detach(), "avg")
+            self.bad = self.judge(loss, self.grad_norm)
+            return loss
 
 
 class ModelStep(Step):
@@ -303,18 +243,18 @@ class OneGraph(Step):
         self.compiled["step"] = self.whole, options
         self.phase = "step"
 
-    def whole(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    def whole(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         loss = self.loss_sum(tokens, targets, self.share(targets))
         grads = [local(g) for g in torch.autograd.grad(loss, self.optimizer.params)]
         with torch.no_grad():
-            norm = self.update(grads)
-            return self.over_ranks(loss.detach(), "avg"), norm
+            loss = self.over_ranks(loss.detach(), "avg")
+            return loss, *self.update(grads, loss)
 
     def __call__(self, tokens: Tensor, targets: Tensor) -> Tensor:
         if self.inspect is not None:
             raise ValueError("-vv: --compile step has no gradients outside its graph; use --compile fwdbwd")
         with torch._dynamo.config.patch(trace_autograd_ops=True):
-            loss, self.grad_norm = self.graph(tokens, targets)
+            loss, self.grad_norm, self.bad = self.graph(tokens, targets)
         return loss
 
 
@@ -333,7 +273,8 @@ def make_step(
     mode: str, model: nn.Module, optimizer: AdamW, *, options: dict | None = None, in_backward: bool = False, **kwargs
 ) -> Step:
     """The step of a compile mode. kwargs: mesh, grad_accum, clip, chunk (tokens per chunk of the loss, 0: all at once),
-    accum_sync ("every" micro-batch or the "last"; the latter needs the wrapper's param_dtype and reduce_dtype).
+    accum_sync ("every" micro-batch or the "last"; the latter needs the wrapper's param_dtype and reduce_dtype),
+    norm_limit (a step whose gradient norm is above is refused; 0: none).
 
     options: Inductor options on top of overlap.compile_options; {"plain": True} leaves those out. in_backward: the
     optimizer's step is part of backward (modes "none" and "blocks"). Raises ValueError for a mode that this torch

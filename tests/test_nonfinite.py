@@ -1,0 +1,414 @@
+"""A loss or gradient that is not finite: no rank updates anything, in every mode; the run stops or goes on as asked.
+
+    pytest tests/test_nonfinite.py        # no GPU; about a minute on one core
+"""
+
+import itertools
+import math
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import spawn
+from running import TINY, one_line
+from test_checkpoint import assert_bitwise, contents, steps_in
+
+import main
+from model import IGNORE
+from trainer import config as flags
+from trainer.adamw import AdamW
+from trainer.baselines import build, connect
+from trainer.cuda_graph import Replayed
+from trainer.data import Batches
+from trainer.nonfinite import SETTLED, WINDOW, NonFinite, Watch
+from trainer.step import ModelStep, Step
+
+pytestmark = pytest.mark.usefixtures("isolated")
+NAN, INF = math.nan, math.inf
+
+# ------------------------------------------------------------------------------------------------------------ the step
+
+PLAIN, MODEL = Step.loss_sum, ModelStep.loss_sum
+
+
+def poisoned(self, tokens, targets, share):  # compiled with the rest: `poison` is an input of the graph
+    return PLAIN(self, tokens, targets, share) * self.poison[0] + self.poison[1]
+
+
+def poisoned_model(self, tokens, targets, share):
+    return MODEL(self, tokens, targets, share) * self.poison[0] + self.poison[1]
+
+
+@pytest.fixture
+def poison(monkeypatch):
+    """Every step's loss times poison[0], which also spoils gradients, plus poison[1], which does not."""
+    monkeypatch.setattr(Step, "loss_sum", poisoned)
+    monkeypatch.setattr(ModelStep, "loss_sum", poisoned_model)
+
+
+def made(argv: str, world=1, device="cpu"):
+    """A step of flags, and its batches."""
+    c = flags.resolve(flags.parse([*TINY, "--device", device, *argv.split()]), device, world)
+    if not dist.is_initialized():
+        connect(c, 0, 0, 1)
+    step = build(c, torch.device(device), world)
+    step.poison = torch.tensor([1.0, 0.0], device=device)
+    step = Replayed(step) if c.cuda_graph else step
+    rank = dist.get_rank()
+    count = world * c.batch * c.grad_accum
+    batches = Batches("random", global_batch=count, seqlen=c.seqlen, vocab=c.vocab, seed=0, rank=rank, world=world)
+    return step, ([t.to(device) for t in batch] for batch in batches)
+
+
+def tensors(step) -> list[torch.Tensor]:
+    return [*step.optimizer.shards, *step.optimizer.m, *step.optimizer.v, step.optimizer.t]
+
+
+def state(step) -> list[bytes]:
+    """Parameters, moments and step count, to the bit: -0.0 is not 0.0."""
+    return [t.reshape(-1).view(torch.uint8).cpu().numpy().tobytes() for t in tensors(step)]
+
+
+def plant_zeros(step) -> None:
+    """Negative ones, as a bf16 checkpoint may have them."""
+    for t in (*step.optimizer.shards, *step.optimizer.m):
+        t.reshape(-1)[0] = -0.0
+
+
+def refused(argv: str, bad: float, world=1, on=0, device="cpu") -> tuple:
+    """Bad, good, bad, good: what each step told, whether it left all as it was, and whether all is in the end as after
+    the good steps alone."""
+    step, batches = made(argv, world, device)
+    start = [t.clone() for t in tensors(step)]
+    first, second = next(batches), next(batches)
+    told, same = [], []
+    for poison, batch in (((bad, 0.0), second), ((1.0, 0.0), first), ((1.0, bad), second), ((1.0, 0.0), second)):
+        plant_zeros(step)
+        before = state(step)
+        step.poison.copy_(torch.tensor(poison if dist.get_rank() == on else (1.0, 0.0)))
+        loss = step(*batch)
+        told.append((loss.item(), step.grad_norm.item(), step.bad.item()))
+        same.append(state(step) == before)
+    after = state(step)
+    for t, value in zip(tensors(step), start, strict=True):
+        t.copy_(value)
+    for batch in (first, second):
+        plant_zeros(step)
+        step(*batch)
+    return told, same, after == state(step)
+
+
+def assert_refused(result: tuple) -> None:
+    told, same, as_without = result
+    assert [bad for *_, bad in told] == [1, 0, 1, 0]
+    assert [math.isfinite(loss) for loss, _, _ in told] == [False, True, False, True]
+    assert [math.isfinite(norm) for _, norm, _ in told] == [False, True, True, True]
+    assert same == [True, False, True, False], "what a refused step left is not what was there"
+    assert as_without, "the steps after it are not those of a run without it"
+
+
+SETTINGS = {
+    "eager": "--compile none", "no clip": "--compile none --clip 0",
+    "no wrapper": "--compile none --wrapper none --param-dtype fp32",
+    "bf16 moments": "--compile none --adam-dtype bf16", "bf16": "--compile none --param-dtype bf16 --adam-dtype bf16",
+    "fsdp2": "--compile none --wrapper fsdp2", "ddp": "--compile none --wrapper ddp",
+    "accumulated": "--compile none --grad-accum 2",
+    "accumulated last": "--compile none --grad-accum 2 --accum-sync last",
+}  # fmt: skip
+COMPILED = {
+    "blocks": "--compile blocks", "model": "--compile model", "fwdbwd": "--compile fwdbwd", "step": "--compile step",
+    "step, bf16 moments": "--compile step --adam-dtype bf16",
+    "fwdbwd, accumulated last": "--compile fwdbwd --grad-accum 2 --accum-sync last",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_step_that_is_not_finite_changes_no_bit_and_the_next_trains_on(setting, poison):
+    assert_refused(refused(SETTINGS[setting], INF if setting == "eager" else NAN))
+
+
+def test_so_does_a_step_of_one_graph_which_is_compiled_once(poison, monkeypatch):
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, options=None, **how: real(f, backend="aot_eager", **how))
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        assert_refused(refused(COMPILED["step"], NAN))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", COMPILED)
+def test_so_does_every_compiled_step(setting, poison):
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        assert_refused(refused(COMPILED[setting], NAN))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("argv", [*SETTINGS.values(), *COMPILED.values(), "--compile fwdbwd --cuda-graph"])
+def test_so_does_a_gpu(argv, poison):
+    told, same, _ = refused(argv, NAN, device="cuda")  # its sums are not always in one order
+    assert_refused((told, same, True))
+
+
+@pytest.mark.parametrize("moments", [pytest.param(None, marks=pytest.mark.slow), torch.bfloat16])
+def test_inductors_update_keeps_every_bit_of_a_refused_step(moments):
+    """The optimizer's graph alone; on a GPU that of --compile fwdbwd."""
+    torch.manual_seed(0)
+    weights = [torch.nn.Parameter(torch.randn(8, 40)), torch.nn.Parameter(torch.randn(33))]
+    optimizer = AdamW(weights, 0.1, moment_dtype=moments, foreach=True)
+    step = Step(None, optimizer, clip=1.0)
+    step.optimizer.shards[0][0, :8] = torch.tensor([0.0, -0.0] * 4)
+    compiled = torch.compile(step.update, fullgraph=True)
+    good, bad = [torch.randn_like(w) for w in weights], [torch.full_like(w, NAN) for w in weights]
+    for grads, loss, expected in ((bad, 1.0, 1), (good, 1.0, 0), (bad, 1.0, 1), (good, INF, 1), (good, 1.0, 0)):
+        before = state(step)
+        _, told = compiled(grads, torch.tensor(loss))
+        assert told == expected and (state(step) == before) == bool(expected)
+        assert all(t.isfinite().all() for t in (*optimizer.shards, *optimizer.m, *optimizer.v))
+        for t in (*optimizer.shards, *optimizer.m):
+            t.reshape(-1)[:8] = torch.tensor([0.0, -0.0] * 4)
+    assert optimizer.t == 2
+
+
+@pytest.mark.parametrize(("loss", "norm", "limit", "bad"), [
+    (1.0, 2.0, 0.0, 0), (NAN, 2.0, 0.0, 1), (1.0, NAN, 0.0, 1), (INF, 2.0, 0.0, 1), (1.0, INF, 0.0, 1),
+    (-INF, INF, 0.0, 1), (1.0, 2.0, 2.0, 0), (1.0, 2.1, 2.0, 1), (1.0, NAN, 2.0, 1), (NAN, 1.0, 2.0, 1),
+    (0.0, 0.0, 0.0, 1),
+])  # fmt: skip
+def test_loss_and_norm_decide_together_and_the_limit_of_the_norm_with_them(loss, norm, limit, bad):
+    step = Step(None, AdamW([torch.nn.Parameter(torch.ones(2))], 0.1), norm_limit=limit)
+    told = step.judge(torch.tensor(loss), torch.tensor(norm))
+    assert told.dtype == torch.float32 and told.item() == bad
+
+
+def test_a_batch_without_labels_is_left_out_with_a_line_and_the_run_goes_on(poison, capsys):
+    step, batches = made("--compile none")
+    before = state(step)
+    tokens, targets = next(batches)
+    loss = step(tokens, torch.full_like(targets, IGNORE))
+    assert (loss, step.grad_norm, step.bad) == (0, 0, 1) and state(step) == before
+    watch = watching("--nonfinite stop")
+    watch.put(4, step, loss)
+    assert "step 4: gradient norm 0, as of a batch without labels, samples 0-7: update left" in capsys.readouterr().out
+    assert watch.skipped == 1 and watch.in_a_row == 0
+
+
+def test_an_update_in_backward_is_not_refused_but_told(poison):
+    step, batches = made("--compile none --optim in-backward --clip 0")
+    for poison, bad in ((1.0, 0), (NAN, 1)):
+        step.poison[0] = poison
+        step(*next(batches))
+        assert step.bad == bad and all(p.isfinite().all() for p in step.optimizer.shards) == (not bad)
+
+
+def test_the_decision_costs_no_collective(train):
+    done = train("--world", 2, "--link", "none")
+    assert done.row["collectives"]["all_reduce"]["n"] == 3  # labels, loss, norm
+
+
+# ----------------------------------------------------------------------------------------------------------- two ranks
+
+RANKS = [f"--compile none {argv}" for argv in (
+    "--adam-dtype bf16", "--wrapper fsdp2", "--wrapper ddp", "--mode replicate --grad-accum 2 --accum-sync last",
+    "--mode hybrid_shard --min-shard-mib 0.001")]  # fmt: skip
+
+
+def nan_on_rank_1(mesh):
+    Step.loss_sum = poisoned
+    return {argv: refused(argv, NAN, world=2, on=1) for argv in RANKS}
+
+
+def test_what_one_rank_has_all_refuse():
+    one, other = spawn(2, [nan_on_rank_1])["nan_on_rank_1"]
+    assert repr([told for told, _, _ in one.values()]) == repr([told for told, _, _ in other.values()])
+    for argv in RANKS:
+        for rank in (one, other):
+            assert_refused(rank[argv])
+
+
+# ------------------------------------------------------------------------------------------------------------- the run
+
+
+def planted(monkeypatch, steps, factor=NAN):
+    """Multiplies the loss of these steps (from 1)."""
+    built, count = main.Run.build, itertools.count(1)
+
+    def plant(run):
+        built(run)
+        loss_fn = run.step.loss_fn
+        run.step.loss_fn = lambda *batch: loss_fn(*batch) * (factor if next(count) in steps else 1.0)
+
+    monkeypatch.setattr(main.Run, "build", plant)
+
+
+def test_stop_exits_5_naming_step_batch_and_fix_and_keeps_the_last_good_checkpoint(train, tmp_path, monkeypatch):
+    saving = "--log-every", 1, "--save", tmp_path / "run", "--save-every", 1, "--keep", 9
+    with monkeypatch.context() as patch:
+        planted(patch, {4})
+        done = train(*saving)
+    assert done.code == 5 and done.row["outcome"].startswith("failed: ") and done.row["skipped"] == 0
+    assert done.row["loss"] == "nan" and [s["loss"] for s in done.steps][-1] == "nan" and len(done.steps) == 4
+    assert one_line(done.err) == (
+        "error: rank 0: failed: step 4: not finite (loss nan, gradient norm nan), samples 6-7: lower --lr 0.003, or "
+        "leave such steps out with --nonfinite skip"
+    )
+    assert steps_in(tmp_path / "run") == [1, 2, 3]
+    resumed = train(*saving)
+    assert resumed.code == 0 and resumed.row["resumed_after"] == 3 and resumed.steps[0]["step"] == 4
+    assert resumed.steps[0]["loss"] < 6
+
+
+def test_skip_leaves_the_update_out_says_so_counts_it_and_goes_on(train, tmp_path, monkeypatch):
+    planted(monkeypatch, {3, 5})
+    done = train("--log-every", 1, "--nonfinite", "skip", "--max-skips", 1, "--save", tmp_path, "--save-every", 1,
+                 "--keep", 9)  # fmt: skip
+    assert (done.code, done.err, done.row["skipped"], done.row["outcome"]) == (0, "", 2, "ok")
+    told = [line for line in done.out.splitlines() if "left out" in line]
+    for k, line in zip((3, 5), told, strict=False):
+        assert line == (f"step {k}: not finite (loss nan, gradient norm nan), samples {2 * k - 2}-{2 * k - 1}: update "
+                        "left out on all ranks (1 in a row)")  # fmt: skip
+    assert len(told) == 3 and re.fullmatch(r"outcome  ok, loss \d\.\d{4}, 2 updates left out", told[2])
+    assert [s["step"] for s in done.steps if s["loss"] == "nan"] == [3, 5]
+    steps = {k: contents(tmp_path / f"step-{k:08d}") for k in (2, 3, 4)}
+    assert_bitwise(steps[2], steps[3])
+    assert steps[3]["t"] == 2 and steps[4]["t"] == 3
+
+
+def test_more_in_a_row_than_max_skips_exit_5(train, monkeypatch):
+    planted(monkeypatch, {1, 3, 4, 5, 6})
+    done = train("--nonfinite", "skip", "--max-skips", 2)
+    assert done.code == 5 and done.row["skipped"] == 4 and done.out.count("left out on all ranks") == 3
+    assert "step 5: not finite" in (line := one_line(done.err)) and "3 updates in a row left out" in line
+    assert "more than --max-skips 2; lower --lr 0.003" in line
+
+
+@pytest.mark.parametrize(("argv", "step"), [("", 2), ("--nonfinite skip", 5)])
+def test_a_learning_rate_that_is_far_too_high_ends_the_run(argv, step, train):
+    done = train("--lr", "1e20", *argv.split())
+    assert done.code == 5 and f"step {step}: not finite" in one_line(done.err) and "lower --lr 1e+20" in done.err
+
+
+def test_only_rank_0_tells(train):
+    done = train("--lr", "1e20", "--nonfinite", "skip", rank=1)
+    assert (done.code, done.out, done.err, done.row) == (5, "", "", None)
+
+
+def test_a_norm_above_the_limit_is_refused_like_one_that_is_not_finite(train, monkeypatch):
+    planted(monkeypatch, {3}, 1000.0)
+    stop = train("--norm-limit", 50)
+    assert stop.code == 5 and "step 3: gradient norm above --norm-limit 50.0 (loss 5" in one_line(stop.err)
+    planted(monkeypatch, {3}, 1000.0)
+    skip = train("--norm-limit", 50, "--nonfinite", "skip", "--log-every", 1)
+    assert skip.code == 0 and skip.row["skipped"] == 1 and skip.steps[2]["loss"] > 5000
+    assert train("--norm-limit", 50).row["skipped"] == 0
+
+
+@pytest.fixture
+def late(monkeypatch):
+    """Steps are read as on CUDA."""
+
+    def watch(*args):
+        made = Watch(*args)
+        made.late = True
+        return made
+
+    event = SimpleNamespace(record=lambda: None, synchronize=lambda: None)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(main, "Watch", watch)
+
+
+@pytest.mark.parametrize("bad", [3, 6])
+def test_read_late_a_bad_step_ends_the_run_before_the_end_of_the_next(bad, late, train, monkeypatch):
+    planted(monkeypatch, {bad})
+    done = train("--log-every", 100)
+    assert done.code == 5 and f"step {bad}: not finite" in one_line(done.err)
+    assert train("--log-every", 100).row["outcome"] == "ok"
+
+
+@pytest.mark.parametrize("reading", [None, "late"])
+def test_updates_in_backward_can_stop_and_are_not_saved(reading, request, train, tmp_path, monkeypatch):
+    if reading:
+        request.getfixturevalue(reading)
+    planted(monkeypatch, {3})
+    done = train("--optim", "in-backward", "--clip", 0, "--save", tmp_path, "--save-every", 1, "--log-every", 100)
+    assert done.code == 5 and "step 3: not finite" in (line := one_line(done.err)) and "--nonfinite" not in line
+    assert steps_in(tmp_path) == [1, 2] and contents(tmp_path / "step-00000002")["emb.weight"].isfinite().all()
+
+
+@pytest.mark.parametrize(("argv", "told"), [("", ["12"]), ("--spike 0", []), ("--spike 1e4", [])])
+def test_a_spike_of_the_norm_is_told_and_trained_on(argv, told, train, monkeypatch):
+    planted(monkeypatch, {12}, 1000.0)
+    done = train("--steps", 14, *argv.split())
+    assert done.code == 0 and done.row["skipped"] == 0
+    lines = re.findall(r"^step (\d+): gradient norm \S+ is .* the mean of the last 11 steps \(\S+\), samples 22-23$",
+                       done.out, re.MULTILINE)  # fmt: skip
+    assert lines == told and done.out.count("gradient norm") == len(told)
+
+
+# ------------------------------------------------------------------------------------------------------------ the host
+
+
+def numbers(norm=1.0, bad=0.0, loss=2.0):
+    return SimpleNamespace(grad_norm=torch.tensor(norm), bad=torch.tensor(bad)), torch.tensor(loss)
+
+
+def watching(argv="", late=False):
+    c = flags.resolve(flags.parse(argv.split()), "cpu", 1)
+    watch = Watch(c, SimpleNamespace(sample=8, global_batch=8, overfit=False))
+    watch.late = late
+    return watch
+
+
+def test_on_cuda_a_step_is_read_once_the_next_is_launched_or_when_asked(monkeypatch):
+    calls = []
+    event = lambda: SimpleNamespace(record=lambda: calls.append("record"), synchronize=lambda: calls.append("wait"))  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "Event", event)
+    watch = watching(late=True)
+    watch.put(1, *numbers(loss=1.0))
+    assert calls == ["record"] and watch.loss is None
+    watch.put(2, *numbers(loss=2.0))
+    assert calls == ["record", "wait", "record"] and watch.loss == 1.0
+    watch.put(3, *numbers(loss=3.0), wait=True)
+    watch.flush()
+    assert calls[3:] == ["wait", "record", "wait"] and watch.loss == 3.0
+    watch.put(4, *numbers(bad=1.0, loss=NAN))
+    with pytest.raises(NonFinite, match="step 4: not finite"):
+        watch.put(5, *numbers())
+
+
+def test_a_spike_is_one_against_the_last_hundred_good_steps(capsys):
+    watch = watching("--nonfinite skip --norm-limit 500")
+    for k in range(SETTLED - 1):
+        watch.put(k, *numbers(100.0 if k == 5 else 1.0))
+    for k in range(WINDOW + 10):
+        watch.put(k, *numbers(1.0))
+    watch.put(1, *numbers(10.0))
+    watch.put(2, *numbers(1000.0, bad=1.0))
+    assert "gradient norm 10 is" not in (out := capsys.readouterr().out) and "gradient norm 1000)" in out
+    watch.put(3, *numbers(12.0))  # the mean of 99 steps of 1 and one of 10 is 1.09
+    assert capsys.readouterr().out == (
+        "step 3: gradient norm 12 is 11 times the mean of the last 100 steps (1.09), samples 0-7\n"
+    )
+
+
+def test_the_batch_of_overfit_is_always_the_first():
+    watch = watching()
+    watch.batches = SimpleNamespace(sample=80, global_batch=8, overfit=True)
+    with pytest.raises(NonFinite, match="samples 0-7:"):
+        watch.put(10, *numbers(bad=1.0))
+
+
+@pytest.mark.parametrize(("argv", "names"), [
+    ("--max-skips 5", ["--max-skips 5", "--nonfinite skip"]),
+    ("--optim in-backward --nonfinite skip", ["--optim in-backward", "--nonfinite skip", "--optim after"]),
+    ("--optim in-backward --norm-limit 4", ["--optim in-backward", "--norm-limit 4.0", "--optim after"]),
+])  # fmt: skip
+def test_flags_that_do_not_fit_are_one_line(argv, names, train):
+    done = train("--compile", "none", "--clip", 0, *argv.split())
+    assert (done.code, done.out) == (2, "") and all(name in one_line(done.err) for name in names), done.err
+
+
+def test_what_fits_is_accepted():
+    for argv in ("--nonfinite skip --max-skips 5 --norm-limit 2 --spike 0", "--norm-limit 0 --max-skips 3 --spike 3"):
+        flags.resolve(flags.parse(argv.split()), "cpu", 1)

@@ -1,0 +1,96 @@
+"""AdamW over local shards, in torch's fused kernel or in operations that compile into one; it can leave a step out.
+
+    optimizer = AdamW(model.parameters(), lr=3e-4)
+    optimizer.step(grads, bad)                # bad: fp32 scalar on the device, 0.0: update, 1.0: change nothing
+"""
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
+
+
+def local(t: Tensor) -> Tensor:
+    return t.to_local() if isinstance(t, DTensor) else t
+
+
+class AdamW:
+    """AdamW (Loshchilov and Hutter 2019) over the local shards: no collective, lr and step live on the device.
+
+    Matrices decay, vectors (norms, biases) do not. `moment_dtype` below fp32 halves the moments; the arithmetic stays
+    in the dtype of the parameters. `foreach` is the form that compiles into one fused graph; otherwise torch's fused
+    kernel runs (the two agree to an ulp; fp32 moments only). A step that is `bad` leaves parameters, moments and step
+    count as they are to the bit, whatever is in the gradients.
+    """
+
+    def __init__(self, params, lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, moment_dtype=None, foreach=False):
+        params = [p for p in params if p.requires_grad]
+        self.params = sorted(params, key=lambda p: p.ndim < 2)  # those that decay first
+        self.decaying = sum(p.ndim >= 2 for p in params)
+        shards = self.shards = [local(p.detach()) for p in self.params]
+        self.m = [torch.zeros_like(p, dtype=moment_dtype) for p in shards]
+        self.v = [torch.zeros_like(p, dtype=moment_dtype) for p in shards]
+        device = shards[0].device
+        self.t = torch.zeros((), device=device)
+        self.lr = torch.tensor(float(lr), device=device)
+        self.betas, self.eps, self.weight_decay = betas, eps, weight_decay
+        self.foreach = foreach or moment_dtype not in (None, torch.float32)
+
+    @torch.no_grad()
+    def step(self, grads: list[Tensor], bad: Tensor) -> None:
+        """grads: local shards, in the order of `self.params`."""
+        self.t += 1 - bad
+        if self.foreach and torch.compiler.is_compiling():
+            self._foreach(slice(None), grads, self.decaying, bad)
+        elif self.foreach:  # one by one: its temporaries are as large as what it updates
+            for i, grad in enumerate(grads):
+                self.step_one(i, grad, bad)
+        else:
+            for part, decays in ((slice(0, self.decaying), True), (slice(self.decaying, None), False)):
+                self._fused(part, grads[part], decays, bad)
+
+    @torch.no_grad()
+    def step_one(self, i: int, grad: Tensor, bad: Tensor | None = None) -> None:
+        """Updates the i-th of `self.params` alone; before the first of a step the caller adds 1 to `self.t`."""
+        decays = i < self.decaying
+        (self._foreach if self.foreach else self._fused)(slice(i, i + 1), [grad], decays, bad)
+
+    def _fused(self, part: slice, grads: list[Tensor], decays: bool, bad: Tensor | None) -> None:
+        if grads:
+            adamw(
+                self.shards[part], grads, self.m[part], self.v[part], [], [self.t - 1 for _ in grads], fused=True,
+                amsgrad=False, beta1=self.betas[0], beta2=self.betas[1], lr=self.lr,
+                weight_decay=self.weight_decay if decays else 0.0, eps=self.eps, maximize=False, found_inf=bad,
+            )  # fmt: skip
+
+    def _foreach(self, part: slice, g: list[Tensor], decaying: int, bad: Tensor | None) -> None:
+        """The first `decaying` of the part decay. Shards are read here: a graph must also read the parameters.
+
+        If it is bad, every sum below adds a zero, of the sign that keeps -0.0 too, and every factor is one: nothing is
+        copied to be put back, and the compiler sees the same lists, which it makes one kernel of."""
+        p, m, v = [local(p) for p in self.params[part]], self.m[part], self.v[part]
+        bad = torch.zeros_like(self.t) if bad is None else bad
+        refused, t = bad.bool(), self.t + bad  # t is never 0
+        b1, b2 = self.betas
+        stored = m, v
+        if m[0].dtype != p[0].dtype:
+            m, v = [x.to(p[0].dtype) for x in m], [x.to(p[0].dtype) for x in v]
+        g = [x.masked_fill(refused, 0.0) for x in g]
+        change = torch._foreach_sub(g, m)
+        torch._foreach_mul_(change, torch.where(refused, -0.0, 1 - b1))
+        torch._foreach_add_(m, change)
+        torch._foreach_mul_(v, torch.where(refused, 1.0, b2))
+        torch._foreach_addcmul_(v, g, g, 1 - b2)
+        del g, change
+        if m is not stored[0]:
+            torch._foreach_copy_(stored[0], m)
+            torch._foreach_copy_(stored[1], v)
+        d = torch._foreach_sqrt(v)
+        torch._foreach_div_(d, (1 - b2**t).sqrt())
+        torch._foreach_add_(d, self.eps)
+        update = [x.masked_fill(refused, 0.0) for x in m]
+        torch._foreach_div_(update, d)
+        torch._foreach_mul_(update, self.lr / (1 - b1**t))
+        if decaying:
+            torch._foreach_mul_(p[:decaying], 1 - self.lr * self.weight_decay * (1 - bad))
+        torch._foreach_sub_(p, update)

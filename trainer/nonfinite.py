@@ -1,0 +1,90 @@
+"""What becomes of steps whose loss or gradient norm is not finite, or is a spike: --nonfinite, --max-skips, --spike.
+
+    watch = Watch(config, batches, rank)
+    watch.put(k, step, loss)        # after the launch of step k (from 1); NonFinite if the run must end
+    watch.flush()                   # before a save: the newest step is known, too
+    watch.loss, watch.norm          # of the newest step that was read (None, -1: none was)
+    watch.skipped                   # updates left out
+
+`trainer.step` refuses the update, on the device and before it touches anything; here the host learns of it. Its numbers
+are those of all ranks, so that all ranks stop, or count, alike. On CUDA they are copied while the device goes on, and
+read once the next step is launched: the host never waits for the step that it has just launched.
+"""
+
+import math
+from collections import deque
+
+import torch
+from torch import Tensor
+
+from trainer.config import Config
+from trainer.data import Batches
+from trainer.sinks import tell
+
+WINDOW, SETTLED = 100, 10  # a spike is one against the mean norm of so many steps before it; of so many at least
+
+
+class NonFinite(Exception):
+    """Training must end: a step was not finite, or too many in a row were not."""
+
+
+class Watch:
+    def __init__(self, c: Config, batches: Batches, rank: int = 0):
+        self.c, self.batches, self.rank, self.late = c, batches, rank, c.device == "cuda"
+        self.loss: float | None = None
+        self.norm = -1.0
+        self.skipped = self.in_a_row = 0
+        self.norms, self.pending = deque(maxlen=WINDOW), None
+
+    def put(self, k: int, step, loss: Tensor, wait: bool = False) -> None:
+        """Takes the numbers of step k of a `trainer.step.Step`, and reads those before it; all of them if `wait`."""
+        self.flush()
+        numbers, event = torch.stack((loss, step.grad_norm, step.bad)), None
+        if self.late:
+            numbers, event = numbers.to("cpu", non_blocking=True), torch.cuda.Event()
+            event.record()
+        first = 0 if self.batches.overfit else self.batches.sample - self.batches.global_batch
+        self.pending = k, numbers, event, f"samples {first}-{first + self.batches.global_batch - 1}"
+        if wait or not self.late:
+            self.flush()
+
+    def flush(self) -> None:
+        """Reads what is not yet read. Raises NonFinite."""
+        if self.pending is None:
+            return
+        (k, numbers, event, samples), self.pending = self.pending, None
+        if event is not None:
+            event.synchronize()
+        self.loss, norm, bad = numbers.tolist()
+        self.norm = norm
+        if bad:
+            self._refused(k, norm, samples)
+            return
+        mean = sum(self.norms) / max(1, len(self.norms))
+        if len(self.norms) >= SETTLED and 0 < self.c.spike * mean < norm:
+            self._say(f"step {k}: gradient norm {norm:.4g} is {norm / mean:.0f} times the mean of the last "
+                      f"{len(self.norms)} steps ({mean:.4g}), {samples}")  # fmt: skip
+        self.norms.append(norm)
+        self.in_a_row = 0
+
+    def _refused(self, k: int, norm: float, samples: str) -> None:
+        c, finite = self.c, math.isfinite(self.loss + norm)
+        if finite and norm == 0:
+            self.skipped += c.optim != "in-backward"
+            self._say(f"step {k}: gradient norm 0, as of a batch without labels, {samples}"
+                      + ": update left out on all ranks" * (c.optim != "in-backward"))  # fmt: skip
+            return
+        what = f"gradient norm above --norm-limit {c.norm_limit}" if finite else "not finite"
+        told = f"step {k}: {what} (loss {self.loss:.4g}, gradient norm {norm:.4g}), {samples}"
+        if c.nonfinite == "stop":
+            other = ", or leave such steps out with --nonfinite skip" * (c.optim != "in-backward")
+            raise NonFinite(f"{told}: lower --lr {c.lr}{other}")
+        self.skipped, self.in_a_row = self.skipped + 1, self.in_a_row + 1
+        if self.in_a_row > c.max_skips:
+            raise NonFinite(f"{told}: {self.in_a_row} updates in a row left out, more than --max-skips {c.max_skips}; "
+                            f"lower --lr {c.lr}")  # fmt: skip
+        self._say(f"{told}: update left out on all ranks ({self.in_a_row} in a row)")
+
+    def _say(self, text: str) -> None:
+        if self.rank == 0:
+            tell(text)
