@@ -60,7 +60,8 @@ def _record(batches: type, path: str) -> None:
 
 class Job:
     """`record`: a folder for what each rank trains on, a file <rank>.jsonl of [sample, hash]. env: of the ranks;
-    ANSWER_S: seconds that a roll call waits; RANK_1: more argv for all ranks but the first; UNSEED: these draw other weights."""
+    ANSWER_S: seconds that a roll call waits; RANK_1: more argv for all ranks but the first; UNSEED: these draw other
+    weights."""
 
     def __init__(self, world: int, argv: Iterable, log: str | Path, record: str | Path | None = None, **env: str):
         context = multiprocessing.get_context("forkserver")
