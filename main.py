@@ -120,6 +120,7 @@ class Run:
                 control.finish()
         except Stopped:
             self.batches.sample = self.sample  # of a step that was begun nothing is kept
+            self.saver.ending = True
             self.save(watchdog)
             self.saver.wait()
             raise

@@ -74,6 +74,14 @@ def test_a_signal_in_a_save_waits_for_its_end(train, tmp_path, monkeypatch):
     verify(str(tmp_path / "run/step-00000002"))
 
 
+@pytest.mark.parametrize("argv", ["--no-save-async", "--save-async", "--save-async --save-errors warn"])
+def test_a_signal_whose_save_fails_is_no_stop_after_saving(argv, train, tmp_path, monkeypatch):
+    monkeypatch.setenv("FAULT", "0:3:data:term,0:3:write:enospc")
+    done = train("--save", tmp_path / "run", *argv.split())
+    assert done.code == 4 and steps_in(tmp_path / "run") == []
+    assert "No space left on device" in one_line(done.err)
+
+
 @pytest.mark.parametrize("where, stage", [("forward", "fwd"), ("backward", "bwd"), ("update", "step")])
 def test_out_of_memory_says_where_how_much_and_what_to_do(where, stage, train, monkeypatch):
     for step in (1, 3):

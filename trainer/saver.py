@@ -43,6 +43,7 @@ class Saver:
         self.c, self.step, self.batches, self.group = c, step, batches, group
         self.thread: ThreadPoolExecutor | None = None
         self.pending: tuple[int, Future] | None = None  # the step in flight
+        self.ending = False  # the next save is the last
         self.staged: dict[str, Tensor] = {}
         if c.save is not None and c.save_async:
             self.group = control_group()
@@ -53,7 +54,7 @@ class Saver:
 
     def save(self, k: int) -> None:
         """Saves what is now, after k steps: returns when it is committed, with --save-async when it is copied.
-        Raises CheckpointError, with --save-errors warn only if k is the last step."""
+        Raises CheckpointError, with --save-errors warn only if k is the last step or the run is `ending`."""
         self.wait()
         state, name = tensors(self.step), f"step-{k:08d}"
         about = dict(format=FORMAT, step=k, samples=self.batches.sample, global_batch=self.batches.global_batch)
@@ -78,7 +79,7 @@ class Saver:
         try:
             result()
         except CheckpointError as error:
-            if self.c.save_errors == "stop" or k >= self.c.steps:
+            if self.c.save_errors == "stop" or k >= self.c.steps or self.ending:
                 raise
             if dist.get_rank() == 0:
                 tell(f"warning: step {k} was not saved: {error}", sys.stderr)
