@@ -5,6 +5,8 @@ import os
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from trainer import control, watchdog
-from trainer.control import Control, Desync, Signals, Stopped, agree
+from trainer.control import Control, Desync, Signals, Stopped, agree, fresh
 from trainer.watchdog import Watchdog
 
 GROUP = SimpleNamespace(size=lambda: 2)  # stands for a group whose collectives are planted
@@ -47,6 +49,25 @@ def test_ctrl_c_is_answered_by_the_rank_that_speaks(capfd):
         with Signals(speak):
             os.kill(os.getpid(), signal.SIGINT)
     assert capfd.readouterr().err == "Ctrl-C: stopping after this step; again: at once\n"
+
+
+def test_ranks_that_are_restarted_see_nothing_of_those_before():
+    store = dist.HashStore()  # torchrun's, which stays
+    store.set_timeout(timedelta(seconds=5))
+    for start in range(3):
+        with ThreadPoolExecutor(3) as ranks:
+            mine = [*ranks.map(lambda rank: fresh(store, rank, 3), range(3))]
+        assert not any(each.check(["address"]) for each in mine), f"start {start} sees an older one"
+        mine[start].set("address", "")
+        assert all(each.check(["address"]) for each in mine), f"start {start}: not the same"
+        dist.PrefixStore("start", store).set("word of 1", "of one that was killed before it had an answer")
+
+
+def test_a_rank_that_does_not_come_is_named():
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=0.1))
+    with pytest.raises(dist.DistStoreError, match="no word of ranks 1, 2"):
+        fresh(store, 0, 3)
 
 
 @pytest.fixture

@@ -36,6 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 from model import ModelConfig, Transformer
 from simple_fsdp import MixedPrecisionPolicy, data_parallel, disable_data_parallel
 from trainer import measure, simulated_world
+from trainer.control import fresh
 from trainer.data import Batches, DataError
 from trainer.kernels import DTYPES, choose
 from trainer.sinks import append_jsonl
@@ -57,9 +58,10 @@ def connect(c: flags.Config, rank: int, local_rank: int, world: int) -> torch.de
     if cuda and not c.world and not dist.is_nccl_available():
         raise ValueError(f"--device cuda: torch {torch.__version__} has no NCCL; use --device cpu")
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
-    how = {} if torchrun else dict(store=dist.HashStore(), rank=0, world_size=1)
+    limit = {}
     if c.timeout and c.first_timeout:  # the watchdog, which knows more, is earlier
-        how["timeout"] = timedelta(seconds=max(c.timeout, c.first_timeout) + 120)
+        limit = dict(timeout=timedelta(seconds=max(c.timeout, c.first_timeout) + 120))
+    how = limit | ({} if torchrun else dict(store=dist.HashStore(), rank=0, world_size=1))
     if cuda:
         torch.cuda.set_device(device)
         how["device_id"] = device
@@ -67,6 +69,9 @@ def connect(c: flags.Config, rank: int, local_rank: int, world: int) -> torch.de
         simulated_world.start(c.world, simulated_world.link(c.link), device)
         return device
     try:
+        if torchrun and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0):
+            store, *_ = next(dist.rendezvous("env://", **limit))
+            how |= dict(store=fresh(store, rank, world), rank=rank, world_size=world)
         dist.init_process_group("nccl" if cuda else "gloo", **how)
     except (dist.DistNetworkError, dist.DistStoreError) as e:
         address, told = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}", str(e).splitlines()[0]
