@@ -7,18 +7,13 @@ of a second where torchrun takes ten. The ranks are processes as any other: they
 
 import hashlib
 import json
-import multiprocessing
 import os
 import sys
 import time
 from collections.abc import Iterable
-from multiprocessing import forkserver
 from pathlib import Path
-from unittest import mock
 
-from harness import free_port
-
-ROOT = Path(__file__).parent.parent
+from harness import free_port, processes, start_server
 
 
 def _rank(rank: int, world: int, port: int, argv: list[str], log: str, record: str | None, env: dict) -> None:
@@ -26,8 +21,8 @@ def _rank(rank: int, world: int, port: int, argv: list[str], log: str, record: s
     os.dup2(file, 1)
     os.dup2(file, 2)
     names = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world)
-    os.environ |= {k: str(v) for k, v in names.items()} | dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    os.environ |= env
+    os.environ.clear()
+    os.environ |= env | {k: str(v) for k, v in names.items()} | dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
 
     import main  # is there already, from the process that this one is forked from
     from trainer import watchdog
@@ -64,12 +59,8 @@ class Job:
     weights."""
 
     def __init__(self, world: int, argv: Iterable, log: str | Path, record: str | Path | None = None, **env: str):
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["main", "typeguard"])  # the second: tyro would import it in every rank
-        with mock.patch.dict(os.environ, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1"):
-            forkserver.ensure_running()
-        args = world, free_port(), [*map(str, argv)], str(log), record and str(record), env
-        self.ranks = [context.Process(target=_rank, args=(rank, *args), daemon=True) for rank in range(world)]
+        args = world, free_port(), [*map(str, argv)], str(log), record and str(record), start_server() | env
+        self.ranks = [processes.Process(target=_rank, args=(rank, *args), daemon=True) for rank in range(world)]
         for process in self.ranks:
             process.start()
 

@@ -9,17 +9,19 @@ import socket
 import traceback
 from contextlib import suppress
 from datetime import timedelta
+from multiprocessing import forkserver
+from pathlib import Path
 from queue import Empty
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
 # New processes are copies of one that has imported these and run nothing: importing costs more than most checks.
+# (The last: tyro would import it in every process.)
 processes = mp.get_context("forkserver")
-processes.set_forkserver_preload(
-    ["torch._inductor.compile_fx", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict"]
-)
+processes.set_forkserver_preload(["torch._inductor.compile_fx", "torch.distributed.fsdp", "main", "typeguard"])
 
 
 def free_port() -> int:
@@ -28,7 +30,16 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def _worker(rank, world, port, checks, queue, threads):
+def start_server() -> dict[str, str]:
+    """Starts what new processes are copies of, if it does not run; the environment that they must be given."""
+    with mock.patch.dict(os.environ, PYTHONPATH=str(Path(__file__).parent.parent), OMP_NUM_THREADS="1"):
+        forkserver.ensure_running()
+    return dict(os.environ)
+
+
+def _worker(rank, world, port, checks, queue, threads, env):
+    os.environ.clear()
+    os.environ.update(env)
     if not torch.__version__.startswith("2.11"):  # there AOTAutograd's log prints a mesh and fails on a fake tensor
         os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
     torch.set_num_threads(threads)
@@ -64,7 +75,7 @@ class Results(dict):
 def spawn(world: int, checks: list, timeout: float = 300, threads: int = 1) -> Results:
     """Results of every check, by its name, one value per rank. Ends its processes after `timeout` seconds."""
     queue, port = processes.Queue(), free_port()
-    args = [(rank, world, port, checks, queue, threads) for rank in range(world)]
+    args = [(rank, world, port, checks, queue, threads, start_server()) for rank in range(world)]
     ranks = [processes.Process(target=_worker, args=a, daemon=True) for a in args]
     for p in ranks:
         p.start()

@@ -5,7 +5,7 @@ from concurrent.futures import ProcessPoolExecutor
 
 import torch
 import torch.distributed as dist
-from harness import processes
+from harness import processes, start_server
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -61,12 +61,13 @@ def nobody_elses() -> str:
     return str(uuid.uuid4())
 
 
-def test_reshard_toggled_on_a_warm_cache_changes_the_graph(monkeypatch):
-    monkeypatch.setattr(torch.compiler.config, "cache_key_tag", nobody_elses())
+def test_reshard_toggled_on_a_warm_cache_changes_the_graph():
+    before, torch.compiler.config.cache_key_tag = torch.compiler.config.cache_key_tag, nobody_elses()
     mesh = mesh_of_two()
     try:
         runs = [step(mesh, reshard=reshard) for reshard in (True, False, True, False)]
     finally:
+        torch.compiler.config.cache_key_tag = before  # monkeypatch would hide the entry for good
         torch._dynamo.reset()
         dist.destroy_process_group()
     gathers = [sum("gather" in name for name, _ in backward) for _, backward, _ in runs]
@@ -85,6 +86,7 @@ def test_two_meshes_and_two_ranks_in_one_cache_directory_do_not_mix():
     another rank, whose shard has 2 rows instead of 3. AOTAutograd's key lacks both: without what data_parallel adds to
     it, the second run uses the first one's group and the third fails on the first one's shapes."""
     runs, tag = [], nobody_elses()
+    start_server()
     for groups_before, rank in ((0, 0), (2, 0), (0, 1), (0, 0)):
         with ProcessPoolExecutor(1, mp_context=processes) as one:
             run = one.submit(in_a_process_of_its_own, tag, groups_before, rank)
