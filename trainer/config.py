@@ -179,8 +179,8 @@ class Output:
     """auto: from the newest good checkpoint in --save, if there is one. never: start fresh. PATH: from that step's
     directory, or the newest in a directory of steps. --steps is the total; data, seed and global batch stay."""
     timeout: float = 600.0
-    """Seconds after which a step that makes no progress ends the run with exit code 7, the stacks of all ranks beside
-    --results; 0: never."""
+    """Seconds after which a step or a save that does not end ends the run with exit code 7, the stacks of all ranks
+    beside --results; 0: never."""
     first_timeout: float = 3600.0
     """The same up to the end of the first step, which compiles."""
     cast: bool = False
