@@ -358,8 +358,6 @@ def fake_ranks():
     """fake(world, rank=0) -> a mesh of `world` ranks of which this process plays one; replicas=n makes it 2-D."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    logging.getLogger("torch.__trace").propagate = False  # pytest would print thousands of empty lines with a failure
-
     def end():
         torch._dynamo.reset()  # compiled code holds process groups
         if dist.is_initialized():
