@@ -183,7 +183,8 @@ def main(c: flags.Config, rank: int, local_rank: int, world: int) -> int:
         check_writable(c.results)
         if c.save is not None:
             check_directory(c.save)
-        device = connect(c, rank, local_rank, world)
+        limit = c.timeout and c.first_timeout and max(c.timeout, c.first_timeout) + 120  # after the watchdog's
+        device = connect(c, rank, local_rank, world, limit)
     except ValueError as e:
         flags.fail(str(e), rank)
     hang = f"{os.path.splitext(c.results)[0]}.hang"

@@ -45,9 +45,9 @@ from trainer.step import COMPILE_MODES, AdamW, Step, local, make_step, shutdown
 WARMUP = 3
 
 
-def connect(c: flags.Config, rank: int, local_rank: int, world: int) -> torch.device:
+def connect(c: flags.Config, rank: int, local_rank: int, world: int, timeout: float = 0) -> torch.device:
     """Joins the process group: NCCL on CUDA, gloo on a CPU; without torchrun one of its own; with --world a simulated
-    one. ValueError in one line."""
+    one. timeout: of its collectives, in seconds; 0: torch's. ValueError in one line."""
     cuda = c.device == "cuda"
     if cuda and not torch.cuda.is_available():
         raise ValueError(f"--device cuda: torch {torch.__version__} sees no GPU; use --device cpu")
@@ -58,9 +58,7 @@ def connect(c: flags.Config, rank: int, local_rank: int, world: int) -> torch.de
     if cuda and not c.world and not dist.is_nccl_available():
         raise ValueError(f"--device cuda: torch {torch.__version__} has no NCCL; use --device cpu")
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
-    limit = {}
-    if c.timeout and c.first_timeout:  # the watchdog, which knows more, is earlier
-        limit = dict(timeout=timedelta(seconds=max(c.timeout, c.first_timeout) + 120))
+    limit = dict(timeout=timedelta(seconds=timeout)) if timeout else {}
     how = limit | ({} if torchrun else dict(store=dist.HashStore(), rank=0, world_size=1))
     if cuda:
         torch.cuda.set_device(device)
