@@ -103,10 +103,7 @@ class Run:
         start = time.perf_counter()
         try:
             for k in range(self.first, self.c.steps):
-                watchdog.beat(k + 1, "data")
-                if control.boundary(k, self.watch.norm, self.saver.failed()):
-                    self.saver.wait()  # it failed on all
-                self.one_step(k, sinks, watchdog)
+                self.one_step(k, sinks, control, watchdog)
                 if k == self.first:
                     self.watch.flush()  # waits for the step
                     self.first_step_s, self.first_step_mib = time.perf_counter() - start, self.stages.add("first step")
@@ -126,14 +123,17 @@ class Run:
             raise
         self.save(watchdog)
 
-    def one_step(self, k: int, sinks: Sinks, watchdog: Watchdog) -> None:
+    def one_step(self, k: int, sinks: Sinks, control: Control, watchdog: Watchdog) -> None:
         c, logged, lr, norms = self.c, sinks.due(k + 1), self.lr(k), {}
         self.step.optimizer.lr.fill_(lr)
         if self.collectives:
             self.collectives.clear()  # the row tells those of the last step
         self.step.inspect = (lambda p, g, to=norms: self.norms(p, g, to)) if c.verbose > 1 and logged else None
         excluded = k < self.warm or self.profile.covers(k) or k == self.explained
+        watchdog.beat(k + 1, "data")
         with self.timer.step(excluded), self.profile.step(k):
+            if control.boundary(k, self.watch.norm, self.saver.failed()):
+                self.saver.wait()  # it failed on all
             tokens, targets = (t.to(self.device, non_blocking=True) for t in next(self.batches))
             watchdog.beat(k + 1, "step")
             loss = (self.explain if k == self.explained else self.step)(tokens, targets)
