@@ -98,7 +98,7 @@ def test_under_inductors_passes_the_lean_mlp_stays_one_op_and_right(monkeypatch)
     try:
         mesh = dist.init_device_mesh("cpu", (1,))
         for how in ("none", "fwdbwd"):
-            model = build(mlp="lean", remat="both")
+            model = build(depth=1, mlp="lean", remat="both")
             data_parallel(model, mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
             monkeypatch.setattr(torch, "compile", graphs_of(found) if how == "fwdbwd" else torch.compile)
             step = make_step(how, model, AdamW(model.parameters(), 1e-3), mesh=mesh)
@@ -111,7 +111,7 @@ def test_under_inductors_passes_the_lean_mlp_stays_one_op_and_right(monkeypatch)
     torch.testing.assert_close(found["fwdbwd"], found["none"], rtol=0.1, atol=2e-3)  # bf16
     torch.testing.assert_close(found["fwdbwd", "loss"], found["none", "loss"], rtol=1e-3, atol=0)
     ops = {kind: [n.split(".", 1)[1] for n in found[kind] if "lean_mlp" in n] for kind in (False, True)}
-    assert ops == {False: ["lean_mlp.default"] * 3, True: ["lean_mlp_backward.default"] * 3}
+    assert ops == {False: ["lean_mlp.default"], True: ["lean_mlp_backward.default"]}
 
 
 def graphs_of(found: dict):

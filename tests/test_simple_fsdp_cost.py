@@ -227,8 +227,8 @@ def test_property_8_eager_gathers_again_in_backward_only_what_backward_needs_and
 
 
 @pytest.mark.parametrize("whole, remat, mesh", [
-    (True, False, "uneven"), (True, True, "hybrid"), (True, True, "even"), (False, False, "hybrid"),
-    (False, True, "uneven"),
+    (True, False, "uneven"), (True, True, "hybrid"), (False, False, "hybrid"), (False, True, "uneven"),
+    pytest.param(True, True, "even", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_property_8_compiled_backward_gathers_again_and_forward_keeps_no_weight(fake, whole, remat, mesh):
     mesh = dict(even=lambda: fake(2), uneven=lambda: fake(3), hybrid=lambda: fake(6, replicas=2))[mesh]()
@@ -257,10 +257,10 @@ def test_property_8_compiled_backward_gathers_again_and_forward_keeps_no_weight(
 def test_property_8_compiled_replicate_and_one_rank_keep_nothing_either(fake):
     for mesh, mode in ((fake(4), "replicate"), (fake(1), "fully_shard")):
         torch._dynamo.reset()
-        model, backend = data_parallel(Blocks(), mesh, mode, BF16), Graphs()
+        model, backend = data_parallel(Blocks(1), mesh, mode, BF16), Graphs()
         compiled(model, backend)(torch.randn(3, 4, 8, dtype=torch.bfloat16)).backward()
         (forward,) = backend.forward
         casts = [node for node in forward.nodes if node.target is torch.ops.prims.convert_element_type.default]
         casts += [node for node in forward.nodes if node.target is torch.ops.aten._to_copy.default]
         from_parameter = {node for node in casts if node.all_input_nodes[0].op == "placeholder"}
-        assert len(from_parameter) == 18 and not from_parameter & set(forward.output_node().all_input_nodes)
+        assert len(from_parameter) == 6 and not from_parameter & set(forward.output_node().all_input_nodes)
