@@ -138,7 +138,7 @@ case $command in
     install) ;;
     run)     [ $# -gt 0 ] || set -- --depth 8 --compile fwdbwd; torchrun main.py "$@" ;;
     test)    # all: two files at a time, one thread each, in the order of their names: the longest are not the last
-             [ $# -gt 0 ] || set -- -n 2 --dist loadfile --no-loadscope-reorder -m 'not slow'
+             [ $# -gt 0 ] || set -- -n 2 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder -m 'not slow'
              OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} exec "$py" -m pytest "$@" ;;
     sweep)   if [ -f "$caller/${1:-}" ]; then file=$caller/$1; shift; set -- "$file" "$@"; fi
              export NPROC=${NPROC:-$((gpus == 1 ? 1 : 2))}

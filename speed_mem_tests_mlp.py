@@ -246,7 +246,6 @@ def main(c: Config, rank: int, local_rank: int, world: int) -> int:
 
 def table(c: Config) -> int:
     """Runs the unfinished rows of --table and prints it. 0: every row ended, if only with OOM."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # sweep.run ends its processes on the way out
     check_writable(c.results)
     results, cells = Path(c.results), []
     for switches in TABLES[c.table][1]:
@@ -286,4 +285,6 @@ def beside_published(name: str, rows: list[dict]) -> str:
 
 
 if __name__ == "__main__":
+    if CONFIG.table:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # sweep.run ends its processes on the way out
     sys.exit(table(CONFIG) if CONFIG.table else main(CONFIG, *RANKS))

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +16,18 @@ import main
 import model
 from trainer import config as flags
 from trainer import export
+
+
+@pytest.fixture(autouse=True)
+def no_signal_handler_is_left():
+    """One that a test leaves would meet the tests after it, in an order that differs from run to run."""
+    before = {kind: signal.getsignal(kind) for kind in signal.Signals}
+    yield
+    left = {kind.name: now for kind, was in before.items() if (now := signal.getsignal(kind)) != was}
+    for kind, was in before.items():
+        if was is not None and was != signal.getsignal(kind):
+            signal.signal(kind, was)
+    assert not left, f"the test left signal handlers: {left}"
 
 
 @pytest.fixture(scope="module")

@@ -280,7 +280,6 @@ def report(model: nn.Module, graphs: Graphs, micro_batches: int = 1) -> list[str
 
 
 def main(target: str | None, world: int, c: flags.Config) -> int:
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # | head
     device = c.device if c.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
     try:
@@ -299,4 +298,5 @@ def main(target: str | None, world: int, c: flags.Config) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # | head
     sys.exit(main(OWN.model, OWN.world, CONFIG))
