@@ -40,7 +40,7 @@ from trainer.control import fresh
 from trainer.data import Batches, DataError
 from trainer.kernels import DTYPES, choose
 from trainer.sinks import append_jsonl
-from trainer.step import COMPILE_MODES, AdamW, Step, local, make_step, shutdown
+from trainer.step import COMPILE_MODES, AdamW, Step, local, make_step, set_deterministic, shutdown
 
 WARMUP = 3
 
@@ -48,6 +48,7 @@ WARMUP = 3
 def connect(c: flags.Config, rank: int, local_rank: int, world: int, timeout: float = 0) -> torch.device:
     """Joins the process group: NCCL on CUDA, gloo on a CPU; without torchrun one of its own; with --world a simulated
     one. timeout: of its collectives, in seconds; 0: torch's. ValueError in one line."""
+    set_deterministic(c.deterministic)
     cuda = c.device == "cuda"
     if cuda and not torch.cuda.is_available():
         raise ValueError(f"--device cuda: torch {torch.__version__} sees no GPU; use --device cpu")

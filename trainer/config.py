@@ -125,6 +125,9 @@ class System:
     overlap.py (collectives bucketed per block and started early); with the word plain, instead of them."""
     cuda_graph: bool = False
     """Replay the whole step as one CUDA graph, without Python in between; captured at the third step."""
+    deterministic: bool = False
+    """The same bits whenever the same command runs or resumes. Without it compiled code on several CPU threads or a
+    GPU adds up the embedding's gradient, and a GPU's attention its own, in an order that differs."""
     attn: Literal["sdpa", "flex"] = "sdpa"
     """Attention backend: torch's scaled_dot_product_attention, or compiled FlexAttention (training needs CUDA)."""
     sdpa: Literal["auto", "cudnn", "flash", "efficient", "math"] = "auto"

@@ -1,0 +1,53 @@
+"""--deterministic: the same bits every time, where compiled code on several threads has others each time.
+
+    pytest tests/test_deterministic.py -m "slow or not slow"  # no GPU; minutes; on a GPU: tests/test_gpu_faults.py
+"""
+
+import pytest
+import torch
+from saved import assert_bitwise, contents, steps_in
+from torch._inductor import config as inductor
+from torch._inductor.utils import run_and_get_code
+
+from trainer.step import set_deterministic
+
+pytestmark = pytest.mark.usefixtures("isolated")
+
+
+@pytest.fixture(autouse=True)
+def off():
+    yield
+    set_deterministic(False)
+
+
+def test_each_run_has_its_own(train, monkeypatch):
+    seen = []
+    state = lambda: (torch.are_deterministic_algorithms_enabled(), inductor.deterministic)  # noqa: E731
+    monkeypatch.setattr("main.header", lambda run: seen.append(state()) or [])
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    rows = [train("--compile", "none", *more).row for more in (["--deterministic"], [])]
+    assert seen == [(True, True), (False, False)] and rows[0]["loss"] == rows[1]["loss"]
+    assert [row["flags"].get("deterministic") for row in rows] == [True, None]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compile", ["fwdbwd", "blocks", "step"])
+def test_compiled_on_four_threads_ten_steps_are_five_and_five(compile, train, tmp_path, monkeypatch):
+    torch.set_num_threads(4)
+    argv = "--compile", compile, "--batch", 8, "--steps", 10, "--log-every", 1, "--save"
+
+    def run(folder, *more):
+        with inductor.patch(force_disable_caches=True):
+            return run_and_get_code(train, *argv, tmp_path / folder, *more)
+
+    _, code = run("without")
+    assert any("atomic_add" in each for each in code) == (compile != "blocks")  # the embedding's gradient
+    whole, code = run("whole", "--deterministic")
+    assert code and not any("atomic_add" in each for each in code)
+    monkeypatch.setenv("FAULT", "0:5:update:term")
+    stopped, _ = run("run", "--deterministic")
+    monkeypatch.delenv("FAULT")
+    assert stopped.code == 143 and steps_in(tmp_path / "run") == [5]
+    resumed, _ = run("run", "--deterministic")
+    assert [s["loss"] for s in whole.steps] == [s["loss"] for s in stopped.steps + resumed.steps]
+    assert_bitwise(contents(tmp_path / "run/step-00000010"), contents(tmp_path / "whole/step-00000010"))
