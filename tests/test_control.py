@@ -234,8 +234,8 @@ def test_a_store_that_never_answers_keeps_no_rank_from_ending(dog, capfd):
     mine, for_ever = dog(0.2, 1, 2), threading.Event()
     mine.store = SimpleNamespace(**dict.fromkeys(("check", "get", "set", "compare_set"), lambda *_: for_ever.wait(60)))
     mine.thread.join(20)
-    assert mine.ends == [7] and "no progress for 0.2 s: no answer from rank 0" in capfd.readouterr().err
     for_ever.set()
+    assert mine.ends == [7] and "no progress for 0.2 s: no answer from rank 0" in capfd.readouterr().err
 
 
 def test_a_rank_that_waits_for_one_that_has_left_ends_with_its_reason(dog, capfd):
