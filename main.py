@@ -31,7 +31,7 @@ from trainer.data import Batches, check_source
 from trainer.kernels import choose
 from trainer.manifest import check_directory
 from trainer.nonfinite import Watch
-from trainer.outcome import lost_connection, outcome_of
+from trainer.outcome import ended_by
 from trainer.record import header, row
 from trainer.saver import Saver
 from trainer.sinks import Sinks, check_writable, final_lines, tell
@@ -99,7 +99,8 @@ class Run:
     def train(self, sinks: Sinks, signals: Signals, watchdog: Watchdog) -> None:
         """Raises Stopped, after saving, when a signal has come to any rank."""
         control = Control(signals, self.group)
-        self.step.between = lambda: control.boundary(self.done)
+        self.step.between = lambda: control.boundary(self.done, failed=self.saver.failed())
+        self.saver.beat = lambda: watchdog.beat(self.done, "save")
         start = time.perf_counter()
         try:
             for k in range(self.first, self.c.steps):
@@ -107,7 +108,7 @@ class Run:
                 if k == self.first:
                     self.watch.flush()  # waits for the step
                     self.first_step_s, self.first_step_mib = time.perf_counter() - start, self.stages.add("first step")
-                    watchdog.limit = self.c.timeout
+                    watchdog.limit, watchdog.begun = self.c.timeout, True
                 if k == min(self.warm, self.c.steps) - 1:
                     measure.reset_peak(self.device)
                 self.done, self.sample = k + 1, self.batches.sample
@@ -183,12 +184,12 @@ def main(c: flags.Config, rank: int, local_rank: int, world: int) -> int:
         check_writable(c.results)
         if c.save is not None:
             check_directory(c.save)
-        limit = c.timeout and c.first_timeout and max(c.timeout, c.first_timeout) + 120  # after the watchdog's
+        limit = max(c.timeout, c.first_timeout) + 120 if c.timeout and c.first_timeout else 3e7  # after the watchdog's
         device = connect(c, rank, local_rank, world, limit)
     except ValueError as e:
         flags.fail(str(e), rank)
-    hang = f"{os.path.splitext(c.results)[0]}.hang"
-    with Signals(rank == 0) as signals, Watchdog(c.first_timeout, rank, 1 if c.world else world, hang) as watchdog:
+    hang, ranks = f"{os.path.splitext(c.results)[0]}.hang", 1 if c.world else world
+    with Signals(rank == 0) as signals, Watchdog(c.first_timeout, rank, ranks, hang, signals) as watchdog:
         code = perform(c, device, rank, world, signals, watchdog)
         if code in (0, *signals.CODES):  # all ranks are here
             shutdown()
@@ -207,30 +208,22 @@ def perform(
             return 0
         settings = c.flat() | dict(world=flags.world_label(c, world))
         sinks = Sinks(c.results, c.wandb, c.group, None, settings, c.tags, rank, c.steps, c.log_every)
-        watchdog.on_end = lambda text: sinks.row(row(run, f"failed: {text}"))
+        watchdog.on_end = lambda outcome: sinks.row(row(run, outcome))
         run.build()
         say("\n".join(header(run)))
         with run.saver, inject.planted(os.environ.get("FAULT"), run, rank):
             run.train(sinks, signals, watchdog)
     except (Exception, KeyboardInterrupt) as e:
-        if world > 1 and lost_connection(e):
-            watchdog.roll_call("lost the connection to another rank")  # does not return
-        outcome, code, line, common = outcome_of(e, run, watchdog.folder)
-        watchdog.leave(line)
-        if run is None and code != 1:  # nothing has begun: as bad flags
-            if rank == 0 or not (common or signals.come(5)):  # torchrun's, once rank 0 has told the same and gone
-                tell(f"error: {line}", sys.stderr)
+        outcome, code = ended_by(e, run, watchdog, c.debug)
+        if run is None:  # nothing has begun: as bad flags
             return code
-        if run is None or (c.debug and not isinstance(e, Stopped)):
-            raise
-        if rank == 0 or not common:
-            tell(f"error: rank {rank}: {line}", sys.stderr)
     finally:
         signals.over = True
         if run is not None:
             run.profile.close()
     told = row(run, outcome)
     sinks.row(told)
+    watchdog.on_end = lambda outcome: None
     sinks.close()
     if code:
         return code

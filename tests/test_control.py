@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -49,6 +50,15 @@ def test_ctrl_c_is_answered_by_the_rank_that_speaks(capfd):
         with Signals(speak):
             os.kill(os.getpid(), signal.SIGINT)
     assert capfd.readouterr().err == "Ctrl-C: stopping after this step; again: at once\n"
+
+
+@pytest.mark.parametrize("stderr", [None, open(os.devnull)])
+def test_a_signal_is_noted_where_nobody_can_be_told(stderr, monkeypatch):
+    """`2>&-`, and `2>&1 | tee`, which Ctrl-C ends too: an error in a handler would end the run, unsaved."""
+    monkeypatch.setattr(sys, "__stderr__", stderr)
+    with Signals() as signals:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert signals.got == signal.SIGINT
 
 
 def test_ranks_that_are_restarted_see_nothing_of_those_before():
@@ -152,6 +162,7 @@ def dog(monkeypatch, tmp_path):
     dogs, store = [], dist.HashStore()
     monkeypatch.setattr(watchdog, "POLL_S", 0.01)
     monkeypatch.setattr(watchdog, "ANSWER_S", 0.3)
+    monkeypatch.setattr(watchdog, "PATIENCE_S", 0.6)
     monkeypatch.setattr(threading, "excepthook", lambda args: None)
 
     def make(limit, rank=0, world=1):
@@ -178,7 +189,7 @@ def test_no_progress_ends_the_process_with_the_place_and_the_stacks_in_a_file(do
     mine.thread.join(10)
     assert mine.ends == [7] and len(mine.told) == 1
     line = capfd.readouterr().err
-    assert line == f"error: {mine.told[0]}\n"
+    assert f"failed: {line.removeprefix('error: ')}" == f"{mine.told[0]}\n"
     assert "no progress for 0.2 s: the main thread hangs; rank 0: step 7, data" in line
     assert "tests/test_control.py:" in line and "raise --timeout" in line
     stacks = (tmp_path / "hang/rank-0.txt").read_text()
@@ -212,7 +223,93 @@ def test_a_rank_that_does_not_answer_is_named_and_one_that_has_said_why_is_not(d
         mine.roll_call("lost the connection to another rank")
     assert "error: lost the connection to another rank: no answer from ranks 0, 2; rank 1: " in capfd.readouterr().err
     other = dog(0, 0, 2)
-    other.leave("had enough")
+    assert other.leave("had enough", 5) and not mine.leave("had it, too", 5), "who leaves first speaks"
     with pytest.raises(Ended):
         other.roll_call("lost the connection to another rank")
-    assert capfd.readouterr().err == "" and other.ends == [7] and other.told == ["rank 0: had enough"]
+    assert capfd.readouterr().err == "" and other.ends == [7] and other.told == ["failed: rank 0: had enough"]
+
+
+def test_a_store_that_never_answers_keeps_no_rank_from_ending(dog, capfd):
+    """That of a machine that is gone: no connection is closed, and a call waits for ever."""
+    mine, for_ever = dog(0.2, 1, 2), threading.Event()
+    mine.store = SimpleNamespace(**dict.fromkeys(("check", "get", "set", "compare_set"), lambda *_: for_ever.wait(60)))
+    mine.thread.join(20)
+    for_ever.set()
+    assert mine.ends == [7] and "no progress for 0.2 s: no answer from rank 0" in capfd.readouterr().err
+
+
+def test_a_rank_that_waits_for_one_that_has_left_ends_with_its_reason(dog, capfd):
+    left, waits, works = dog(0, 0, 3), dog(0, 1, 3), dog(0, 2, 3)
+    works.at += 1000
+    left.leave("failed: ValueError: a", 1)
+    signalled = dog(0, 3, 4)  # by the launcher, for that reason
+    signalled.signals._note(signal.SIGTERM, None)
+    for each in (waits, signalled):
+        each.thread.join(20)
+        assert each.ends == [7] and each.told == ["failed: rank 0: failed: ValueError: a"]
+    assert not works.ends and works.thread.is_alive(), "it will come to see it"
+    assert not left.ends and left.thread.is_alive(), "it is on its way"
+    assert capfd.readouterr().err == ""
+
+
+def test_a_signal_before_the_first_step_is_done_ends_all_ranks_with_its_code(dog, capfd):
+    signalled, other, late = dog(0, 0, 3), dog(0, 1, 3), dog(0, 2, 3)
+    late.begun = True  # the others have it behind them, too, but do not know it yet
+    signalled.signals._note(signal.SIGTERM, None)
+    for each in (signalled, other, late):
+        each.thread.join(20)
+        assert each.ends == [143] and each.told == ["stopped: SIGTERM"]
+    line = "error: stopped by SIGTERM before a step was done: there is nothing to save\n"
+    assert capfd.readouterr().err == line
+    alone, leaves = dog(0), dog(0)
+    leaves.signals._note(signal.SIGTERM, None)
+    leaves.leave("failed: out of data", 3)
+    alone.signals._note(signal.SIGINT, None)
+    with pytest.raises(Ended):
+        alone.stop(signal.SIGINT)  # what Ctrl-C did to the compiler came first
+    time.sleep(1)
+    assert not leaves.ends, "it is ending, and writes its row"
+    assert alone.ends == [130] and capfd.readouterr().err.endswith(line.replace("TERM", "INT"))
+
+
+def test_a_signal_and_no_progress_asks_who_is_there_and_names_who_is_not(dog, capfd):
+    """A launcher sends it when a rank was killed, which a device that waits for it does not notice."""
+    single, first, second = dog(0), dog(0, 0, 2), dog(0, 1, 2)
+    first.store.set("here 1", "")  # it answers at once
+    for each in (single, first):
+        each.begun = True
+        each.signals._note(signal.SIGTERM, None)
+    end = time.monotonic() + 20
+    while not first.store.check(["here 0"]) and time.monotonic() < end:
+        time.sleep(0.01)
+    time.sleep(1)
+    assert first.store.check(["probe"]) and not single.ends + first.ends + second.ends, "a long step or save"
+    alone = dog(0, 0, 3)
+    alone.begun = True
+    alone.signals._note(signal.SIGTERM, None)
+    alone.thread.join(20)
+    assert alone.ends == [7] and "SIGTERM came, and nothing moves since: " in capfd.readouterr().err
+
+
+def test_time_in_which_the_process_was_stopped_does_not_count(dog, monkeypatch):
+    """As by Ctrl-Z and fg."""
+    clock = SimpleNamespace(ahead=0.0, jump=0.0)
+    fake = SimpleNamespace(monotonic=lambda: time.monotonic() + clock.ahead, sleep=time.sleep)
+    monkeypatch.setattr(watchdog, "time", fake)
+    mine, looked = dog(100), threading.Semaphore(0)
+    wait = mine.ended.wait
+
+    def stopped(seconds):
+        clock.ahead, clock.jump = clock.ahead + clock.jump, 0.0
+        looked.release()
+        return wait(seconds)
+
+    mine.ended.wait = stopped
+    for jump in (1000.0, 99.0, 0.0, 0.0):
+        clock.jump = jump
+        assert looked.acquire(timeout=10) and looked.acquire(timeout=10)
+    assert not mine.ends and clock.ahead == 1099
+    clock.jump = 0.0
+    mine.at -= 101
+    mine.thread.join(10)
+    assert mine.ends == [7]

@@ -11,12 +11,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from forked import Job
 from running import TINY, one_line, read
 from test_checkpoint import assert_bitwise, contents, steps_in
 
-from trainer import inject
+import main
+from trainer import inject, outcome, saver
+from trainer.control import Control
 from trainer.manifest import verify
+from trainer.watchdog import Watchdog
 
 pytestmark = pytest.mark.usefixtures("isolated")
 
@@ -64,7 +68,23 @@ def test_a_signal_without_save_or_before_a_step_or_at_the_end(train, tmp_path, m
     monkeypatch.delenv("FAULT")
     monkeypatch.setattr("main.header", lambda run: os.kill(os.getpid(), signal.SIGTERM) or [])
     early = train("--save", tmp_path / "early")
-    assert early.code == 143 and "after step 0" in early.err and steps_in(tmp_path / "early") == []
+    assert early.code == 143 and steps_in(tmp_path / "early") == []
+    assert "stopped by SIGTERM after step 0; there is nothing to save" in one_line(early.err)
+
+
+def test_what_ctrl_c_does_to_the_compiler_is_no_error_of_the_run(train, tmp_path, monkeypatch):
+    """It reaches every process of the terminal."""
+
+    def ended(code):
+        raise SystemExit(code)
+
+    monkeypatch.setattr(os, "_exit", ended)
+    monkeypatch.setenv("FAULT", "0:1:forward:int,0:1:backward:raise")
+    done = train("--save", tmp_path / "run")
+    assert done.code == 130 and done.row["outcome"] == "stopped: SIGINT" and [*(tmp_path / "run").iterdir()] == []
+    assert done.err.splitlines()[1:] == ["error: stopped by SIGINT before a step was done: there is nothing to save"]
+    monkeypatch.setenv("FAULT", "0:2:forward:int,0:2:backward:raise")
+    assert train().code == 1, "there was something to save"
 
 
 def test_a_signal_in_a_save_waits_for_its_end(train, tmp_path, monkeypatch):
@@ -82,6 +102,51 @@ def test_a_signal_whose_save_fails_is_no_stop_after_saving(argv, train, tmp_path
     assert "No space left on device" in one_line(done.err)
 
 
+def test_a_background_save_that_fails_is_seen_with_accumulation_too(train, tmp_path, monkeypatch):
+    """Several ranks learn of it a boundary later, which is one between micro-batches."""
+
+    def several(signals, group):
+        made = Control(signals, group)
+        made.group = group
+        return made
+
+    monkeypatch.setattr("main.Control", several)
+    monkeypatch.setattr("main.Saver.failed", lambda saver: saver.pending is not None)
+    monkeypatch.setenv("FAULT", "0:2:write:enospc")
+    argv = "--save", tmp_path / "run", "--save-async", "--save-every", 2, "--steps", 4, "--log-every", 1
+    done = train(*argv, "--grad-accum", 2)
+    assert done.code == 4 and len(done.steps) == 3, "of the 4 after which the next save comes"
+
+
+def test_each_save_has_its_own_time(train, tmp_path, monkeypatch):
+    """The last one may wait for the one before."""
+    order, beat, wait = [], Watchdog.beat, saver.wait
+    monkeypatch.setattr(Watchdog, "beat", lambda *args: order.append(args[-1]) or beat(*args))
+    monkeypatch.setattr(saver, "wait", lambda futures: order.append("wait") or wait(futures))
+    assert train("--save", tmp_path / "run", "--save-async", "--save-every", 5).code == 0
+    assert order[-5:] == ["save", "wait", "save", "wait", "save"]
+
+
+def test_a_run_that_hangs_when_its_row_is_written_gets_no_second_one(train, monkeypatch):
+    seen = []
+    monkeypatch.setattr("main.shutdown", lambda: None)
+    monkeypatch.setattr(Watchdog, "__exit__", lambda dog, *_: seen.append(dog.on_end("failed: no progress")))
+    assert train("--steps", 1).row["outcome"] == "ok" and len(seen) == 1
+
+
+@pytest.mark.parametrize("argv, seconds", [("", 3720), ("--timeout 5000", 5120), ("--timeout 0", 3e7)])
+def test_no_group_gives_up_before_the_watchdog(argv, seconds, train, monkeypatch):
+    limits, make = [], main.control_group
+
+    def note():
+        for group in (make(), dist.new_group()):
+            limits.append(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
+        return group
+
+    monkeypatch.setattr("main.control_group", note)
+    assert train("--steps", 1, *argv.split()).code == 0 and limits == [seconds, seconds]
+
+
 @pytest.mark.parametrize("where, stage", [("forward", "fwd"), ("backward", "bwd"), ("update", "step")])
 def test_out_of_memory_says_where_how_much_and_what_to_do(where, stage, train, monkeypatch):
     for step in (1, 3):
@@ -92,6 +157,21 @@ def test_out_of_memory_says_where_how_much_and_what_to_do(where, stage, train, m
         assert "wanted 1.00 GiB more, peak " in line and ("first step, which compiles" in line) == (step == 1)
         for knob in ("--batch", "--remat", "more ranks"):
             assert knob in line
+
+
+def test_a_connection_for_which_there_is_no_memory_is_not_lost():
+    told = "NCCL error in: x.cpp:1, unhandled cuda error ... Last error: Cuda failure 2 'out of memory'"
+    assert not outcome.lost_connection(dist.DistBackendError(told))
+    assert outcome.lost_connection(dist.DistBackendError("NCCL error in: x.cpp:1, remote process exited"))
+
+
+def test_the_snapshot_of_a_gpu_out_of_memory_has_no_path_of_this_machine(tmp_path, monkeypatch):
+    monkeypatch.setattr("trainer.measure.peak", lambda device: dict(peak_alloc_mib=1))
+    monkeypatch.setattr("trainer.measure.dump_snapshot", lambda path: Path(path).touch())
+    run = SimpleNamespace(device=torch.device("cuda"), rank=3, step=SimpleNamespace(phase="bwd"), done=1, first=0)
+    told = outcome.outcome_of(torch.OutOfMemoryError("Tried to allocate 2.00 GiB"), run, tmp_path / "hang")
+    assert told.code == 6 and f"memory_viz in {tmp_path}/hang" in told.line
+    assert (tmp_path / "hang/memory-3.pickle").exists(), "by measure.dump_snapshot, which leaves them out"
 
 
 def test_memory_that_runs_out_while_building_is_told_as_such(train, monkeypatch):

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("isolated")
 @pytest.fixture(autouse=True)
 def nothing_held(isolated):
     yield
-    lock._drop_all()
+    lock.drop_all()
 
 
 def foreign(folder: Path, seconds_ago: float = 0, **owner) -> Path:

@@ -200,8 +200,9 @@ def test_compile_options_reach_every_graph_of_the_model(mode, plain, train, monk
 
 def test_debug_shows_the_traceback(train, monkeypatch):
     planted(monkeypatch, "fwd", RuntimeError("planted"))
-    with pytest.raises(RuntimeError, match="planted"):
-        train("--debug")
+    done = train("--debug")
+    assert "Traceback" in done.err and "error: rank 0: failed: RuntimeError: planted" in done.err.splitlines()[-1]
+    assert done.code == 1 and done.row["outcome"] == "failed: RuntimeError: planted"
 
 
 @pytest.mark.parametrize("how", ["", "--wrapper fsdp2", "--wrapper ddp", "--mode hybrid_shard --replicas 2"])

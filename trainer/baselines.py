@@ -60,6 +60,9 @@ def connect(c: flags.Config, rank: int, local_rank: int, world: int, timeout: fl
         raise ValueError(f"--device cuda: torch {torch.__version__} has no NCCL; use --device cpu")
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     limit = dict(timeout=timedelta(seconds=timeout)) if timeout else {}
+    if timeout:  # also of the groups that are made later: parts of the mesh, the host's own
+        c10d = dist.distributed_c10d
+        c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = limit["timeout"]
     how = limit | ({} if torchrun else dict(store=dist.HashStore(), rank=0, world_size=1))
     if cuda:
         torch.cuda.set_device(device)

@@ -13,6 +13,7 @@ import secrets
 import signal
 import sys
 import time
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -96,20 +97,14 @@ class Signals:
         for kind, handler in self.before.items():
             signal.signal(kind, handler)
 
-    def come(self, seconds: float) -> bool:
-        """Whether one comes within this time."""
-        end = time.monotonic() + seconds
-        while not self.got and time.monotonic() < end:
-            time.sleep(0.05)
-        return bool(self.got)
-
     def _note(self, signum: int, _frame) -> None:
         if self.over:
             return
         if not self.got:
             self.got, self.at = signum, time.monotonic()
             if self.speak and signum == signal.SIGINT:  # somebody sits there
-                os.write(sys.__stderr__.fileno(), b"Ctrl-C: stopping after this step; again: at once\n")
+                with suppress(Exception):  # or has closed it, as `| tee`, which Ctrl-C ends too
+                    os.write(sys.__stderr__.fileno(), b"Ctrl-C: stopping after this step; again: at once\n")
         elif time.monotonic() - self.at > AGAIN_S:
             signal.signal(signum, signal.SIG_DFL)
             os.kill(os.getpid(), signum)

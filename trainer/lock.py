@@ -87,7 +87,7 @@ def drop(folder: str) -> None:
 
 
 @atexit.register
-def _drop_all() -> None:
+def drop_all() -> None:
     for folder in [*_held]:
         drop(folder)
 

@@ -6,6 +6,8 @@ Ctrl-C) after saving.
 """
 
 import re
+import sys
+import traceback
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +20,8 @@ from trainer.control import Desync, Stopped
 from trainer.data import DataError
 from trainer.manifest import CheckpointError
 from trainer.nonfinite import NonFinite
+from trainer.sinks import tell
+from trainer.watchdog import Watchdog
 
 LOST = re.compile(r"gloo|NCCL|[Cc]onnection (closed|reset)|Broken pipe")  # torch has no type for a peer that is gone
 PHASES = dict(fwd="forward", bwd="backward", step="the update", init="init")
@@ -35,6 +39,27 @@ KINDS = (  # type, exit code, whether all ranks raise it together
 )  # fmt: skip
 
 
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())[:500]
+
+
+def ended_by(error: BaseException, run, watchdog: Watchdog, debug: bool) -> tuple[str, int]:
+    """Tells people and the other ranks; the row's outcome and the exit code. It does not return if another rank is gone
+    or a signal had come before the first step was done. run: the `main.Run`, or None before there is one."""
+    stopped, signum = isinstance(error, Stopped), watchdog.signals.got
+    if debug and not stopped:
+        traceback.print_exception(error)
+    if signum and run is not None and not (watchdog.begun or stopped):
+        watchdog.stop(signum)  # Ctrl-C has ended the compiler, too
+    if watchdog.world > 1 and lost_connection(error):
+        watchdog.roll_call("lost the connection to another rank", f"; torch says: {_line(error)}")
+    outcome, code, line, common = outcome_of(error, run, watchdog.folder)
+    first = watchdog.leave(line, code)
+    if watchdog.rank == 0 if common else first:
+        tell(f"error: {line}" if run is None else f"error: rank {watchdog.rank}: {line}", sys.stderr)
+    return outcome, code
+
+
 def outcome_of(error: BaseException, run=None, folder: Path = Path(".")) -> Outcome:
     """run: the `main.Run` that it ended, or None before there is one, where a ValueError means bad flags; folder: where
     the allocator's state goes if memory ran out."""
@@ -42,9 +67,10 @@ def outcome_of(error: BaseException, run=None, folder: Path = Path(".")) -> Outc
         return _out_of_memory(error, run, folder)
     if isinstance(error, Stopped):
         saved = f"saved in {run.c.save}" if run.c.save else "nothing is saved without --save"
+        saved = saved if run.done > run.first else "there is nothing to save"
         line = f"stopped by {error} after step {run.done}; {saved}"
         return Outcome(f"stopped: {error}", 128 + error.signum, line, True)
-    text = " ".join(str(error).split())[:500]
+    text = _line(error)
     for kind, code, common in KINDS if run is not None else (*KINDS, (ValueError, 2, False)):
         if isinstance(error, kind):
             return Outcome(f"failed: {text}", code, text if run is None else f"failed: {text}", common)
@@ -55,7 +81,8 @@ def outcome_of(error: BaseException, run=None, folder: Path = Path(".")) -> Outc
 
 def lost_connection(error: BaseException) -> bool:
     """Whether a collective failed because another rank is gone."""
-    return isinstance(error, dist.DistError) or isinstance(error, RuntimeError) and bool(LOST.search(str(error)))
+    known = isinstance(error, dist.DistError) or isinstance(error, RuntimeError) and LOST.search(str(error))
+    return bool(known) and not measure.out_of_memory(error)  # NCCL allocates too
 
 
 def _out_of_memory(error: BaseException, run, folder: Path) -> Outcome:
@@ -70,7 +97,7 @@ def _out_of_memory(error: BaseException, run, folder: Path) -> Outcome:
     if device.type == "cuda":
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            torch.cuda.memory._dump_snapshot(str(folder / f"memory-{run.rank}.pickle"))
+            measure.dump_snapshot(str(folder / f"memory-{run.rank}.pickle"))
             line += f"; allocations for pytorch.org/memory_viz in {folder}"
         except Exception as e:  # memory or disk: the message matters more
             line += f"; no snapshot ({type(e).__name__})"

@@ -44,6 +44,7 @@ class Saver:
         self.thread: ThreadPoolExecutor | None = None
         self.pending: tuple[int, Future] | None = None  # the step in flight
         self.ending = False  # the next save is the last
+        self.beat = lambda: None  # called when a save has ended
         self.staged: dict[str, Tensor] = {}
         if c.save is not None and c.save_async:
             self.group = control_group()
@@ -83,6 +84,8 @@ class Saver:
                 raise
             if dist.get_rank() == 0:
                 tell(f"warning: step {k} was not saved: {error}", sys.stderr)
+        finally:
+            self.beat()
 
     def failed(self) -> bool:
         """Whether the save in flight has ended with an error, as far as this rank knows; does not wait."""

@@ -1,7 +1,7 @@
 """Ends a run that hangs, with exit code 7 and one line: which rank, in which step and collective. Files hold the rest.
 
     watchdog = Watchdog(3600, rank, world, "runs/hang")  # seconds without progress that are too many
-    watchdog.limit = 600                                 # after the first step, which compiles
+    watchdog.limit, watchdog.begun = 600, True           # after the first step, which compiles
     watchdog.beat(5, "data")                             # progress: assignments, no call to the system
     watchdog.roll_call("lost the connection")            # by hand: who answers, and where is everybody?
     with watchdog: ...                                   # or its thread goes on
@@ -10,25 +10,34 @@ A thread on each rank. The first whose main thread makes no progress for too lon
 the process group: every rank that still runs writes the stacks of its threads (rank-0.txt) and torch's flight recorder
 (flight-0; torchfrtrace -p flight- FOLDER reads it) and says where it is; a rank that does not answer is stopped or
 gone. Then all end themselves: a main thread in a collective cannot be woken.
+
+It ends a rank that waits, on a device perhaps that never answers, for one that has said why it ends (`leave`); for one
+that is gone, when a launcher has sent SIGTERM for that reason; and on a signal before the first step is done, when
+there is nothing to save and a compilation may last longer than the launcher waits.
 """
 
 import faulthandler
 import json
 import os
 import pickle
+import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from trainer.control import Signals
+from trainer.lock import drop_all
 from trainer.sinks import tell
 
 POLL_S, ANSWER_S = 1.0, 5.0  # between looks at the clock and at the store; for the answers of the others
+PATIENCE_S = 10.0  # without progress, after another rank has left or a signal came; launchers wait for 30
 ROOT = Path(__file__).parent.parent
 
 
@@ -44,23 +53,26 @@ def _where(thread: int) -> str:
     frame = sys._current_frames().get(thread)
     while frame is not None:
         path = Path(frame.f_code.co_filename)
-        if path.is_relative_to(ROOT) and path.name != "watchdog.py" and "site-packages" not in path.parts:
+        own = path.is_relative_to(ROOT) and "site-packages" not in path.parts
+        if own and path.name not in ("watchdog.py", "outcome.py"):
             return f"{path.relative_to(ROOT)}:{frame.f_lineno}"
         frame = frame.f_back
     return "?"
 
 
 class Watchdog:
-    """limit: seconds without progress, 0 for no limit; to be changed at will.
-    on_end(text): called once, before the process ends."""
+    """limit: seconds without progress, 0 for no limit; to be changed at will. begun: a step is done, a signal waits for
+    a boundary. on_end(outcome): called once, before the process ends."""
 
-    def __init__(self, limit: float, rank: int = 0, world: int = 1, folder: str | Path = "."):
+    def __init__(self, limit: float, rank: int = 0, world: int = 1, folder: str | Path = ".",
+                 signals: Signals | None = None):  # fmt: skip
         self.limit, self.rank, self.world, self.folder = limit, rank, world, Path(folder)
+        self.signals, self.begun, self.leaving = signals or Signals(), False, False
         self.step, self.place, self.at = 0, "start", time.monotonic()
         self.main, self.ended, self.lock = threading.get_ident(), threading.Event(), threading.Lock()
-        self.on_end: Callable[[str], None] = lambda text: None
+        self.on_end: Callable[[str], None] = lambda outcome: None
         self.end = os._exit
-        self.store = None
+        self.store, self.asking, self.silent = None, None, False
         if world > 1:  # a connection of its own: the main thread may be waiting in the group's
             self.store = dist.PrefixStore("watchdog", dist.distributed_c10d._get_default_store().clone())
         self.thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -78,44 +90,115 @@ class Watchdog:
         self.thread.join()
 
     def _watch(self) -> None:
+        left = probed = 0.0  # when another rank was seen to have left; when it was asked who is there
+        before = time.monotonic()
         while not self.ended.wait(POLL_S):
-            if self.limit and time.monotonic() - self.at > self.limit:
+            now = time.monotonic()
+            if now - before > 10 * POLL_S:  # this process was stopped, as by Ctrl-Z, and its main thread with it
+                self.at = min(self.at + now - before, now)
+            still, got = now - self.at, self.signals.got
+            roll, gone, probe = self._heard("roll", "left", "probe")
+            left = left or now * (gone is not None)
+            if probe is not None:
+                self._ask(lambda: self.store.set(f"here {self.rank}", ""))
+            if self.limit and still > self.limit:
                 self.roll_call(f"no progress for {self.limit:g} s")
-            elif self._said("roll") is not None:
+            elif roll is not None or left and not self.leaving and min(still, now - left) > PATIENCE_S:
                 self.roll_call(None)
+            elif self.leaving or not got:
+                pass
+            elif not self.begun and now - self.signals.at > ANSWER_S:
+                self.stop(got)
+            elif self.store is not None and not probed and min(still, now - self.signals.at) > PATIENCE_S:
+                probed = now
+                self._ask(lambda: self.store.set("probe", ""))
+            elif probed and still > now - probed > ANSWER_S and not self._all_here():
+                self.roll_call(f"{signal.Signals(got).name} came, and nothing moves since")
+            before = time.monotonic()
 
-    def _said(self, key: str) -> str | None:
-        with suppress(Exception):  # a store that is gone: the main thread will learn of it
-            return self.store.get(key).decode() if self.store.check([key]) else None
-        return None
+    def _ask(self, work: Callable[[], Any]) -> Any:
+        """What `work` with the store returns; None if it fails, or if no answer comes: its machine may be gone."""
+        answer, before = [], self.asking  # the main thread asks, too
+        if before is not None:
+            before.join(0 if self.silent else ANSWER_S)
+        if self.store is None or before is not None and before.is_alive():
+            return None
 
-    def leave(self, why: str) -> None:
-        """This rank has told why it ends: the others will be silent."""
-        with suppress(Exception):
-            self.store.set("left", f"rank {self.rank}: {why}")
+        def ask() -> None:
+            with suppress(Exception):  # the main thread will learn of it
+                answer.append(work())
 
-    def roll_call(self, why: str | None) -> None:
+        asking = threading.Thread(target=ask, daemon=True)
+        asking.start()
+        self.asking = asking
+        asking.join(ANSWER_S)
+        self.silent = asking.is_alive()
+        return answer[0] if answer else None
+
+    def _heard(self, *keys: str) -> list[str | None]:
+        """What is in the store; None for what is not."""
+        read = lambda: [self.store.get(key).decode() if self.store.check([key]) else None for key in keys]  # noqa: E731
+        return self._ask(read) or [None] * len(keys)
+
+    def _all_here(self) -> bool:
+        """Whether every rank has answered the probe."""
+        return bool(self._ask(lambda: self.store.check([f"here {rank}" for rank in range(self.world)])))
+
+    def leave(self, why: str, code: int) -> bool:
+        """This rank ends, and with it the others, in silence, with this code if it is a signal's. Returns whether it
+        is the first."""
+        self.leaving, own = True, json.dumps([code, f"rank {self.rank}: {why}"])
+        first = self._ask(lambda: self.store.compare_set("left", "", own).decode())
+        return first in (own, None)
+
+    def stop(self, signum: int) -> None:
+        """Ends the process at once with the exit code of a signal: there is nothing to save."""
+        with self.lock:
+            if self.ended.is_set():
+                return
+            self.ended.set()
+            name = signal.Signals(signum).name
+            if self.leave(name, 128 + signum):
+                line = f"error: stopped by {name} before a step was done: there is nothing to save"
+                self._end(line, f"stopped: {name}", 128 + signum)
+            else:
+                self._follow()
+
+    def roll_call(self, why: str | None, more: str = "") -> None:
         """Collects where every rank is, and ends the process with exit code 7. why: what happened, or None on a rank
-        that was only called."""
+        that was only called; more: what is known of it."""
         with self.lock:  # the main thread and this one may both find out
             if self.ended.is_set():
                 return
             self.ended.set()
             if why is not None:
-                with suppress(Exception):
-                    self.store.set("roll", why)
-            text = self._said("left")
-            if text is None:
-                answers = self._answers(why)
-                text = self._verdict(answers, next((a["why"] for a in answers.values() if a["why"]), "called"))
-                if self.rank == min(answers):
-                    tell(f"error: {text}", sys.stderr)
-            spoken = threading.Thread(target=self.on_end, args=(text,), daemon=True)  # it may hang in its turn
-            spoken.start()
-            spoken.join(ANSWER_S)
+                self._ask(lambda: self.store.set("roll", why))
+            if self._heard("left") != [None]:
+                return self._follow()
+            answers = self._answers(why)
+            text = self._verdict(answers, next((a["why"] for a in answers.values() if a["why"]), "called")) + more
+            self._end(f"error: {text}" if self.rank == min(answers) else None, f"failed: {text}", 7)
+
+    def _follow(self) -> None:
+        """Ends for the reason of the rank that was the first to leave, which has told it."""
+        code, text = json.loads(self._heard("left")[0] or '[7, "another rank has left"]')
+        stopped = code in Signals.CODES
+        outcome = f"stopped: {signal.Signals(code - 128).name}" if stopped else f"failed: {text}"
+        self._end(None, outcome, code if stopped else 7)
+
+    def _end(self, line: str | None, outcome: str, code: int) -> None:
+        def last() -> None:
+            if line is not None:
+                tell(line, sys.stderr)
+            drop_all()  # it is in no atexit's
+            self.on_end(outcome)
             with suppress(OSError, ValueError):
                 sys.stdout.flush()
-            self.end(7)
+
+        spoken = threading.Thread(target=last, daemon=True)  # it may hang in its turn
+        spoken.start()
+        spoken.join(2 * ANSWER_S)  # a row asks nvidia-smi, which may hang too, for 5 s
+        self.end(code)
 
     def _answers(self, why: str | None) -> dict[int, dict]:
         """What each rank that answers says, this one among them."""
@@ -130,13 +213,12 @@ class Watchdog:
                 faulthandler.dump_traceback(file, all_threads=True)
             (self.folder / f"flight-{self.rank}").write_bytes(trace)
         answers, until = {self.rank: own}, time.monotonic() + ANSWER_S
-        with suppress(Exception):
-            self.store.set(str(self.rank), json.dumps(own))
-            while len(answers) < self.world and time.monotonic() < until:
-                for rank in set(range(self.world)) - answers.keys():
-                    if self.store.check([str(rank)]):
-                        answers[rank] = json.loads(self.store.get(str(rank)))
-                time.sleep(0.1)
+        self._ask(lambda: self.store.set(str(self.rank), json.dumps(own)))
+        while len(answers) < self.world and time.monotonic() < until:
+            silent = [rank for rank in range(self.world) if rank not in answers]
+            told = zip(silent, self._heard(*map(str, silent)), strict=True)
+            answers |= {rank: json.loads(text) for rank, text in told if text is not None}
+            time.sleep(0.1)
         return answers
 
     def _verdict(self, answers: dict[int, dict], why: str) -> str:
