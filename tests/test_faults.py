@@ -6,6 +6,7 @@
 import json
 import os
 import signal
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -300,3 +301,50 @@ def test_after_a_restart_by_torchrun_a_fault_is_over(tmp_path):
     done = two(tmp_path, FAULT="*:3:forward:kill", TORCHELASTIC_RESTART_COUNT="1")
     assert done.codes == [0, 0] and done.steps == [2, 4, 6]
     assert torch.isfinite(torch.tensor(done.row["loss"]))
+
+
+# ---------------------------------------------------------------------------------------------------- the compile cache
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory) -> bytes:
+    folder = tmp_path_factory.mktemp("library")
+    command = ["g++", "-shared", "-x", "c++", "-o", folder / "lib.so", "-"]
+    subprocess.run(command, input="int f() { return 1; }", text=True, check=True)
+    return (folder / "lib.so").read_bytes()
+
+
+def test_what_a_killed_compiler_left_in_the_cache_is_removed_and_nothing_else(tmp_path, monkeypatch, library):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    (tmp_path / "ab").mkdir()
+    files = dict(cut=library[:-1], half=library[:2048], empty=b"", zeros=bytes(len(library)), whole=library, now=b"")
+    for name, content in files.items():
+        (tmp_path / f"ab/{name}.so").write_bytes(content)
+        if name != "now":  # what another process writes just now
+            os.utime(tmp_path / f"ab/{name}.so", (1, 1))
+    (tmp_path / "ab/other.py").touch()
+    end = outcome.outcome_of(RuntimeError("no compiler"), SimpleNamespace())
+    assert end.code == 1 and "unfinished" not in end.line and len(list(tmp_path.glob("ab/*"))) == 7
+    told = "had left 4 unfinished libraries there; they are removed: start again"
+    end = outcome.outcome_of(RuntimeError(f"ImportError: {tmp_path}/ab/cut.so: file too short"), SimpleNamespace())
+    assert end.code == 1 and told in end.line and told in end.text
+    assert {path.name for path in tmp_path.glob("ab/*")} == {"whole.so", "now.so", "other.py"}
+    end = outcome.outcome_of(RuntimeError("CppCompileError: C++ compile error"), SimpleNamespace())
+    assert end.code == 1 and "unfinished" not in end.line
+
+
+@pytest.mark.slow
+def test_a_run_after_a_compiler_was_killed_says_so_and_the_next_one_trains(tmp_path):
+    def run() -> tuple[list[int], str]:
+        log = tmp_path / f"{len(list(tmp_path.glob('*.log')))}.log"
+        argv = *TINY, "--compile", "fwdbwd", "--results", tmp_path / "rows.jsonl"
+        return Job(1, argv, log, TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "cache")).wait(300), log.read_text()
+
+    assert run()[0] == [0]
+    libraries = sorted((tmp_path / "cache").glob("*/*.so"))
+    for i, path in enumerate(libraries):
+        path.write_bytes(path.read_bytes()[: i % 2 * 4096])  # empty, or cut short
+    code, said = run()
+    assert code == [1] and "unfinished libraries there; they are removed: start again" in said, said
+    code, said = run()
+    assert code == [0], said

@@ -5,14 +5,19 @@
 Ctrl-C) after saving.
 """
 
+import os
 import re
+import struct
 import sys
+import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from trainer import measure
@@ -75,7 +80,7 @@ def outcome_of(error: BaseException, run=None, folder: Path = Path(".")) -> Outc
         if isinstance(error, kind):
             return Outcome(f"failed: {text}", code, text if run is None else f"failed: {text}", common)
     get_error_handler().record_exception(error)  # torchrun's summary shows the traceback
-    text = f"failed: {type(error).__name__}: {text}"
+    text = f"failed: {type(error).__name__}: {text}{_unfinished_libraries(str(error))}"
     return Outcome(text, 1, f"{text} (--debug shows where)", False)
 
 
@@ -83,6 +88,31 @@ def lost_connection(error: BaseException) -> bool:
     """Whether a collective failed because another rank is gone."""
     known = isinstance(error, dist.DistError) or isinstance(error, RuntimeError) and LOST.search(str(error))
     return bool(known) and not measure.out_of_memory(error)  # NCCL allocates too
+
+
+def _unfinished(path: Path) -> bool:
+    """Whether a file lacks the header of an ELF library, which a linker writes last, or sections that it tells of."""
+    header = path.open("rb").read(64)
+    if len(header) < 64 or header[:4] != b"\x7fELF":
+        return True
+    (sections,), (size, n) = struct.unpack_from("<Q", header, 40), struct.unpack_from("<HH", header, 58)
+    return path.stat().st_size < sections + size * n
+
+
+def _unfinished_libraries(text: str) -> str:
+    """A C++ compiler that is killed leaves a part of its library in Inductor's cache, with which each later run fails.
+    If `text` may be such a failure, removes what earlier runs left there, and says so."""
+    gone = 0
+    if sys.platform == "linux" and re.search(r"CppCompileError|\.so: ", text):
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # from boot to this process
+        started = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
+        for path in Path(cache_dir()).glob("*/*.so"):
+            with suppress(OSError):
+                if path.stat().st_mtime < started and _unfinished(path):
+                    path.unlink()
+                    gone += 1
+    told = f"; a compilation that was killed had left {gone} unfinished libraries there; they are removed: start again"
+    return told if gone else ""
 
 
 def _out_of_memory(error: BaseException, run, folder: Path) -> Outcome:
