@@ -30,16 +30,39 @@ class Refused(ValueError):
 def check_directory(path: str) -> None:
     """Creates the directory of --save; ValueError if nothing can be written there."""
     try:
-        os.makedirs(path, exist_ok=True)
+        _make(os.path.abspath(path))
         tempfile.TemporaryFile(dir=path).close()
     except OSError as error:
         raise ValueError(f"--save {path}: {error.strerror}; name a directory that can be written") from None
 
 
+def _make(path: str) -> None:
+    """A directory that a power cut leaves there, and those on the way to it."""
+    if not os.path.exists(path):
+        _make(os.path.dirname(path))
+        os.makedirs(path, exist_ok=True)  # another rank may be doing the same
+        sync(os.path.dirname(path))
+
+
 def sync(path: str) -> None:
     file = os.open(path, os.O_RDONLY)
-    os.fsync(file)
-    os.close(file)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def discard(path: str, aside: str | None = None) -> bool:
+    """Removes a directory, under the name `aside` if there is one; a warning and False where it cannot: what is left of
+    a step is no reason to end a run."""
+    try:
+        if aside is not None:
+            os.rename(path, aside)
+        shutil.rmtree(aside or path)
+    except OSError as error:
+        tell(f"warning: {path}: is not wholly removed ({error.strerror}: {error.filename})", sys.stderr)
+        return False
+    return True
 
 
 def write_json(path: str, content: dict) -> None:

@@ -155,6 +155,8 @@ def write_tensors(temporary: str, state: dict[str, Tensor], group: dist.ProcessG
     writer = dcp.FileSystemWriter(temporary, sync_files=True, per_thread_copy_ahead=0)
     writer.storage_meta = lambda: None  # its own would put the directory's whole path into `.metadata`
     dcp.save(state, storage_writer=writer, process_group=group)
+    if dist.get_rank() == 0:
+        sync(os.path.join(temporary, ".metadata"))  # torch's own comes before the last of it has left Python's buffer
 
 
 def _write(temporary: str, state: dict[str, Tensor], group: dist.ProcessGroup | None) -> dict[str, list[int]]:
