@@ -24,7 +24,7 @@ from torch.distributed.checkpoint import filesystem
 from trainer import checkpoint, lock, saver
 from trainer import config as flags
 from trainer.baselines import connect
-from trainer.manifest import CheckpointError, Refused, check_directory, verify
+from trainer.manifest import CheckpointError, Damaged, Refused, check_directory, verify
 from trainer.saver import Saver
 from trainer.step import local
 
@@ -315,6 +315,30 @@ def fail_on_rank_1(mesh):
     return told
 
 
+def read_what_differs_on_rank_1(mesh):
+    """The step that both load where rank 1 alone refuses the newest one when it is verified; what both raise where each
+    has a copy of its own, of which rank 1's is damaged where rank 0 looks, and where it is of another run."""
+    rank, told, folder = dist.get_rank(), [], Path(os.environ["CHECKPOINTS"])
+    for lr, name in ((0.1, "a"), (0.2, "b")):
+        c, step, batches = made(2, "--batch", 2, "--save", folder / name, "--steps", 9, "--lr", lr)
+        check_directory(c.save)
+        for k in (1, 2):
+            step(*next(batches))
+            Saver(c, step, batches).save(k)
+    once = dict(wraps=checkpoint._open, side_effect=[Damaged("another file"), mock.DEFAULT])
+    with mock.patch.object(checkpoint, "_open", **once) if rank else mock.MagicMock():
+        told.append(checkpoint.choose(made(2, "--batch", 2, "--resume", folder / "a")[0], batches).about["step"])
+    for name in "ab":
+        own = shutil.copytree(folder / (name if rank else "a"), folder / f"{name}-node{rank}")
+        if rank and name == "a":
+            os.truncate(own / "step-00000002/__1_0.distcp", 1000)
+        try:
+            told.append(checkpoint.newest([str(own / "step-00000002")]).path)
+        except CheckpointError as e:
+            told.append(str(e))
+    return told
+
+
 def save_beside_training(mesh):
     """What a background save wrote while rank 1's writer was late and both went on; what both raise where it fails."""
     rank, write, folder = dist.get_rank(), saver._write, f"{os.environ['CHECKPOINTS']}/async"
@@ -369,7 +393,7 @@ def two_ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two")
     with mock.patch.dict(os.environ, CHECKPOINTS=str(folder)):
         checks = [save_in_every_layout, load_into_every_other_layout, fail_on_rank_1, save_beside_training]
-        results = spawn(2, [*checks, claim_directories])
+        results = spawn(2, [*checks, claim_directories, read_what_differs_on_rank_1])
     return folder, results
 
 
@@ -380,6 +404,12 @@ def test_two_ranks_write_a_shard_each_and_what_one_cannot_do_fails_on_both(two_r
     told = results["fail_on_rank_1"]
     assert told[0] == told[1] and "No space left on device" in told[0][0] and told[0][1] == []
     assert "__1_0.distcp: 1000 bytes instead of" in told[0][2]
+
+
+def test_what_rank_1_alone_does_not_see_as_it_was_saved_is_loaded_by_neither(two_ranks):
+    for step, copy, other in two_ranks[1]["read_what_differs_on_rank_1"]:
+        assert step == 1 and "a-node1/step-00000002/__1_0.distcp: 1000 bytes instead of" in copy
+        assert "step-00000002: is another step on rank 1 than on rank 0" in other
 
 
 def test_two_ranks_save_in_the_background_while_both_go_on_and_both_learn_what_one_cannot_do(two_ranks):

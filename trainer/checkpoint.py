@@ -216,19 +216,40 @@ def find(folder: str) -> Found:
 def newest(paths: list[str], group: dist.ProcessGroup | None = None) -> Found | None:
     """The first that is as it was saved; None of no paths. If there are some and none is good, raises what is wrong
     with the first: to begin again is not for this program to decide."""
-    damaged, opened = [], []
+    damaged = []
     for path in paths:
         try:
-            files = on_all(partial(verify, path, dist.get_rank(), dist.get_world_size()), group)[0]
-            on_all(lambda path=path, files=files: opened.append(_open(path, files)), group)
-            for problem in damaged:
-                say(f"{problem}; going back to {path}")
-            return opened[0]
+            found = _verified(path, group)
         except Damaged as problem:
             damaged.append(problem)
+            continue
+        for problem in damaged:
+            say(f"{problem}; going back to {path}")
+        return found
     if damaged:
         raise damaged[0]
     return None
+
+
+def _verified(path: str, group: dist.ProcessGroup | None) -> Found:
+    """Reads each file of a step on one rank; on every rank if each node has a copy of its own. Raises Damaged, or
+    CheckpointError where these are not copies of one step."""
+
+    def share() -> tuple[dict, tuple[int, int]]:
+        files, manifest = verify(path, dist.get_rank(), dist.get_world_size()), os.stat(f"{path}/manifest.json")
+        return files, (manifest.st_ino, manifest.st_ctime_ns)  # of one file: the same on all nodes that share it
+
+    (files, first), *others = on_all(share, group)
+    for rank, (theirs, _) in enumerate(others, 1):
+        if theirs != files:
+            raise CheckpointError(f"{path}: is another step on rank {rank} than on rank 0; name a directory that all "
+                                  "nodes share, or copy the same step to each")  # fmt: skip
+    if any(each != first for _, each in others):
+        say(f"{path}: is not one directory for all ranks; each verifies all that it sees")
+        on_all(partial(verify, path), group)
+    opened = []
+    on_all(lambda: opened.append(_open(path, files)), group)
+    return opened[0]
 
 
 def _check(found: Found, c: Config, batches: Batches) -> None:
