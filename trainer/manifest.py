@@ -4,15 +4,21 @@
     verify(path)                        # Damaged: "path/__0_0.distcp: checksum differs"
 """
 
+import errno
 import json
 import os
 import re
+import shutil
 import stat
+import sys
 import tempfile
 import zlib
 from pathlib import Path
 
+from trainer.sinks import tell
+
 FILE = re.compile(r"\.metadata|train_state\.json|__[0-9]+_[0-9]+\.distcp")  # all that a manifest may name
+DAMAGE = errno.ENOENT, errno.ENOTDIR, errno.EIO  # other errors of reading say nothing about what is in the file
 
 
 class CheckpointError(Exception):
@@ -72,7 +78,8 @@ def write_json(path: str, content: dict) -> None:
 
 
 def digest(path: str) -> list[int]:
-    """[bytes, CRC-32]. Damaged if `path` is not a file, which a symbolic link is not either."""
+    """[bytes, CRC-32]. Damaged if `path` is not a file, which a symbolic link is not either; CheckpointError if it
+    cannot be read for another reason, which may pass."""
     size = crc = 0
     try:
         if not stat.S_ISREG(os.lstat(path).st_mode):
@@ -81,7 +88,7 @@ def digest(path: str) -> list[int]:
             while block := file.read(16 << 20):
                 size, crc = size + len(block), zlib.crc32(block, crc)
     except OSError as error:
-        raise Damaged(f"{path}: {error.strerror}") from error
+        raise (Damaged if error.errno in DAMAGE else CheckpointError)(f"{path}: {error.strerror}") from error
     return [size, crc]
 
 
