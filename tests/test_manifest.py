@@ -214,7 +214,7 @@ def test_steps_of_another_run_are_not_counted_by_keep_but_refused(train, folder,
     assert train("--save", tmp_path / "one").code == 0
     argv = "--save", folder, "--keep", 1, "--steps", 7, "--resume"
     done = train(*argv, tmp_path / "one")
-    assert done.code == 4 and "holds step-00000002, of another run than --resume" in one_line(done.err)
+    assert done.code == 4 and "holds step-00000002 already, --resume" in one_line(done.err)
     assert steps_in(folder) == [2]
     (tmp_path / "same").symlink_to(folder)
     assert train(*argv, tmp_path / "same/step-00000002").code == 0 and steps_in(folder) == [7]

@@ -195,8 +195,8 @@ def _look(save: str | None, folder: str | None) -> tuple[list[str], list[str], l
     present = steps_in(save) if save is not None else []
     paths = [] if folder is None else _offered(folder, "--resume ")
     if present and paths and not os.path.samefile(os.path.dirname(paths[0]) or ".", save):  # --keep would remove these
-        raise CheckpointError(f"--save {save}: holds {present[0]}, of another run than --resume {folder}; continue it "
-                              "(--resume auto), move it away, or save elsewhere")  # fmt: skip
+        raise CheckpointError(f"--save {save}: holds {present[0]} already, --resume {folder} is elsewhere; continue "
+                              "what is there (--resume auto), move it away, or save elsewhere")  # fmt: skip
     return left, present, paths
 
 
