@@ -1,4 +1,5 @@
 """kill -9 at the moments of a save: what is committed is whole, the rest is removed, and the run goes on from there.
+A power cut: what is committed was synced before.
 
     pytest tests/test_killed.py        # no GPU; seconds; -m "": every moment, and one rank of two
 """
@@ -10,10 +11,13 @@ from pathlib import Path
 
 import killed
 import pytest
+import torch
+import torch.distributed as dist
 from harness import free_port
 from running import ROOT, TORCHRUN
 from saved import assert_bitwise, contents, steps_in
 
+from trainer import saver
 from trainer.manifest import verify
 
 pytestmark = pytest.mark.usefixtures("isolated")
@@ -48,6 +52,43 @@ def test_killed_at_any_moment_of_a_save_leaves_whole_steps_alone_and_the_run_goe
         assert ("removed tmp-step-" in done.out) == bool(left) and "took over the lock of pid" in done.out
         assert steps_in(folder)[-1] == 6 and not [*folder.glob("tmp-*")] and not (folder / "lock").exists()
         assert_bitwise(contents(folder / "step-00000006"), contents(tmp_path / "straight/step-00000006"))
+
+
+@pytest.fixture
+def synced(monkeypatch):
+    """{inode: bytes of it that were synced}."""
+    sizes, fsync = {}, os.fsync
+
+    def noted(file):
+        fsync(file)
+        sizes[os.fstat(file).st_ino] = os.fstat(file).st_size
+
+    monkeypatch.setattr(os, "fsync", noted)
+    return sizes
+
+
+def test_all_of_a_step_and_the_way_to_it_are_synced_before_it_has_its_name(train, tmp_path, synced, monkeypatch):
+    rename, seen = os.rename, []
+
+    def checked(a, b):
+        if Path(b).name == "step-00000006":
+            assert not [p.name for p in Path(a).iterdir() if synced.get(p.stat().st_ino) != p.stat().st_size]
+            assert Path(a).stat().st_ino in synced
+            seen.append(len([*Path(a).iterdir()]))
+        rename(a, b)
+
+    monkeypatch.setattr(os, "rename", checked)
+    assert train("--save", tmp_path / "not/there").code == 0 and seen == [4]
+    for path in (tmp_path, tmp_path / "not", tmp_path / "not/there"):
+        assert path.stat().st_ino in synced, path
+
+
+def test_metadata_that_fits_into_a_buffer_of_python_is_synced_too(tmp_path, synced):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    saver.write_tensors(str(tmp_path), {"w": torch.zeros(3)}, None)
+    dist.destroy_process_group()
+    for path in tmp_path.iterdir():
+        assert synced[path.stat().st_ino] == path.stat().st_size > 0, path.name
 
 
 @pytest.mark.slow

@@ -37,6 +37,27 @@ def foreign(folder: Path, seconds_ago: float = 0, **owner) -> Path:
     return path
 
 
+class Clock:
+    """In place of the lock's `time`: nobody waits. `then`: {seconds: what happens}."""
+
+    def __init__(self):
+        self.now, self.then = 0, {}
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        for at in [at for at in self.then if at <= self.now]:
+            self.then.pop(at)()
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    monkeypatch.setattr(lock, "time", Clock())
+    return lock.time
+
+
 def here(pid: int, **other) -> dict:
     """What a process of this machine writes into its lock."""
     return dict(pid=pid, start=lock._start(pid), machine=lock._machine(), host="this") | other
@@ -74,19 +95,55 @@ def test_the_lock_of_a_process_of_this_machine_that_is_gone_is_taken_over(how, t
 
 
 @pytest.mark.parametrize("text", [None, "", "[1]", '{"pid": -1}', "\0"])
-def test_another_machines_lock_is_taken_over_after_180_s_without_a_sign(text, train, folder, monkeypatch):
-    monkeypatch.setattr(time, "time", lambda: 1e12)  # the file system's clock counts, not this
+@pytest.mark.parametrize("ago, waits", [(150, 30), (181, 0), (-1e6, 180)])  # by the file system's clock, not this one
+def test_another_machines_lock_is_taken_over_after_180_s_without_a_sign(ago, waits, text, clock, tmp_path, capsys):
     who = "pid 4711 on host node7" if text is None else "somebody"
-    path = foreign(folder)
+    path = foreign(tmp_path)
     if text is not None:
         path.write_text(text)
-    stat = path.stat().st_mtime
-    os.utime(path, (stat - 150,) * 2)
-    with pytest.raises(Refused, match=rf"{who} is writing there; its last sign was 15\d s ago, after 180 s"):
-        lock.take(folder)
-    os.utime(path, (stat - 181,) * 2)
-    assert f"took over the lock of {who}, silent for 18" in lock.take(folder)
+    os.utime(path, (path.stat().st_mtime - ago,) * 2)
+    assert lock.take(tmp_path) == f"took over the lock of {who}, silent for 180 s"
+    told = capsys.readouterr().out
+    assert waits - 5 <= clock.now <= waits + lock.POLL and (f"{who} may be writing there" in told) == (waits > 0)
     assert json.loads(path.read_text())["pid"] == os.getpid()
+
+
+def test_a_run_that_its_launcher_starts_again_on_another_host_waits_for_its_own_lock_and_goes_on(train, folder, clock):
+    foreign(folder, seconds_ago=100)
+    done = train("--save", folder, "--steps", 7)
+    assert done.code == 0 and done.row["resumed_after"] == 6 and 75 < clock.now <= 80 + lock.POLL
+    assert "pid 4711 on host node7 may be writing there, its last sign was 10" in done.out and "waiting " in done.out
+
+
+AFTERWARDS = {  # what happens to another machine's lock while it is waited for, who is writing there
+    "a sign": (lambda path: os.utime(path), "pid 4711 on host node7"),
+    "taken over": (lambda path: foreign(path.parent, pid=4712), "pid 4712 on host node7"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", AFTERWARDS)
+def test_a_sign_of_another_machine_refuses_the_run_that_waits_and_leaves_everything(how, train, folder, clock):
+    change, who = AFTERWARDS[how]
+    path = foreign(folder, seconds_ago=10)
+    (folder / "tmp-step-00000008-12345678").mkdir()
+    clock.then[20] = lambda: change(path)
+    before = sorted(folder.iterdir())
+    done = train("--save", folder, "--steps", 8)
+    assert done.code == 2 and f"--save {folder}: {who} is writing there; " in one_line(done.err) and clock.now == 20
+    assert sorted(folder.iterdir()) == before and "node7" in path.read_text() and done.row is None
+
+
+def test_a_lock_that_another_machine_gives_back_is_taken_at_once(tmp_path, clock):
+    path = foreign(tmp_path)
+    clock.then[20] = path.unlink
+    assert lock.take(tmp_path) is None and clock.now == 20 and json.loads(path.read_text())["pid"] == os.getpid()
+
+
+@pytest.mark.parametrize(("start", "alive"), [(None, True), ("5", True), ("6", False)])
+def test_a_process_of_another_user_that_proc_hides_is_not_taken_for_dead(start, alive, monkeypatch):
+    monkeypatch.setattr(os, "kill", lambda *_: (_ for _ in ()).throw(PermissionError))
+    monkeypatch.setattr(lock, "_start", lambda _: start)
+    assert lock._alive(dict(pid=4711, start="5")) == alive
 
 
 def test_of_two_runs_that_take_over_at_once_one_is_refused(tmp_path, monkeypatch):
@@ -144,12 +201,16 @@ def test_signs_are_given_in_between_and_with_each_save(train, tmp_path, monkeypa
     assert path.stat().st_mtime > old
 
 
-def test_a_run_whose_directory_was_taken_over_saves_no_more_and_leaves_the_others_lock(train, folder, monkeypatch):
-    renew = lock.renew
-    monkeypatch.setattr(saver, "renew", lambda where: foreign(folder) and renew(where))
+@pytest.mark.parametrize("before", ["_begin", "_write"])
+def test_a_run_whose_directory_was_taken_over_saves_no_more_and_leaves_the_others_lock(
+    before, train, folder, monkeypatch
+):
+    real = getattr(saver, before)
+    monkeypatch.setattr(saver, before, lambda *args: foreign(folder) and real(*args))
     done = train("--save", folder, "--steps", 7)
     assert done.code == 4 and "pid 4711 on host node7 has taken this directory over" in one_line(done.err)
     assert steps_in(folder) == [2, 4, 6] and "node7" in (folder / "lock").read_text()
+    assert not [*folder.glob("tmp-*")]
 
 
 def test_a_lock_that_somebody_removed_is_written_again(tmp_path):

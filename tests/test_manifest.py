@@ -3,6 +3,7 @@
     pytest tests/test_manifest.py        # no GPU; seconds
 """
 
+import errno
 import json
 import os
 import pickle
@@ -11,13 +12,15 @@ import re
 import shutil
 import zlib
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from running import one_line
+from saved import steps_in
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from trainer import checkpoint
-from trainer.manifest import Damaged, verify
+from trainer.manifest import Damaged, discard, verify
 
 pytestmark = pytest.mark.usefixtures("isolated")
 
@@ -103,6 +106,22 @@ def test_a_step_under_another_name_is_refused(train, folder):
     assert done.code == 4 and "step-00000008/train_state.json: ValueError: is of step 6" in one_line(done.err)
 
 
+@pytest.mark.parametrize(("number", "code"), [(errno.EIO, 0), (errno.ESTALE, 4), (errno.EMFILE, 4)])
+@pytest.mark.parametrize("name", ["__0_0.distcp", "train_state.json"])
+def test_a_step_that_cannot_be_read_just_now_is_not_taken_for_damaged(number, code, name, train, folder, monkeypatch):
+    read, path = open, str(folder / "step-00000006" / name)
+
+    def unreadable(file, *args, **kwargs):
+        if str(file) == path:
+            raise OSError(number, os.strerror(number), path)
+        return read(file, *args, **kwargs)
+
+    monkeypatch.setattr("builtins.open", unreadable)
+    done = train("--save", folder, "--steps", 5)
+    assert done.code == code and f"{path}: {os.strerror(number)}" in (done.err if code else done.out)
+    assert steps_in(folder) == ([2, 4, 6] if code else [2, 4, 5])
+
+
 class Planted:
     def __reduce__(self):
         return os.system, (f"touch {os.path.abspath('ran')}",)
@@ -171,3 +190,45 @@ def test_the_allow_list_is_what_our_checkpoints_name_and_no_more(train, folder, 
     for each in (folder, tmp_path / "bf16"):
         assert train("--resume", each, "--steps", 6, "--adam-dtype", "bf16" if each != folder else "fp32").code == 0
     assert named == checkpoint.ALLOWED
+
+
+# ----------------------------------------------------------------------------------------------------------- what stays
+
+
+def test_the_newest_stay(train, tmp_path):
+    assert train("--save", tmp_path / "run", "--save-every", 1, "--keep", 2).code == 0
+    assert steps_in(tmp_path / "run") == [5, 6] and len([*(tmp_path / "run").iterdir()]) == 2
+    assert train("--save", tmp_path / "last").code == 0 and steps_in(tmp_path / "last") == [6]
+
+
+def test_a_directory_of_another_run_is_refused_at_the_start(train, folder, tmp_path):
+    for argv in (["--resume", "never"], ["--resume", folder / "step-00000002"]):
+        done = train("--save", folder, *argv)
+        assert done.code == 4 and "holds step-00000006" in one_line(done.err) and done.row is None
+    assert train("--save", tmp_path / "new", "--resume", "never").code == 0
+
+
+def test_steps_of_another_run_are_not_counted_by_keep_but_refused(train, folder, tmp_path):
+    for step in (4, 6):
+        shutil.rmtree(folder / f"step-0000000{step}")
+    assert train("--save", tmp_path / "one").code == 0
+    argv = "--save", folder, "--keep", 1, "--steps", 7, "--resume"
+    done = train(*argv, tmp_path / "one")
+    assert done.code == 4 and "holds step-00000002 already, --resume" in one_line(done.err)
+    assert steps_in(folder) == [2]
+    (tmp_path / "same").symlink_to(folder)
+    assert train(*argv, tmp_path / "same/step-00000002").code == 0 and steps_in(folder) == [7]
+
+
+def test_what_cannot_be_removed_costs_a_warning_and_neither_the_run_nor_the_next(train, folder, monkeypatch):
+    argv = "--save", folder, "--keep", 2, "--steps"
+    with monkeypatch.context() as patch:  # as on NFS, where another process has a file of it open
+        patch.setattr(shutil, "rmtree", mock.Mock(side_effect=OSError(errno.ENOTEMPTY, "Directory not empty", ".nfs1")))
+        for steps in (7, 8):
+            done = train(*argv, steps)
+            assert done.code == 0 and "is not wholly removed (Directory not empty: .nfs1)" in done.err, done.err
+        assert steps_in(folder) == [7, 8] and len([*folder.glob("tmp-*")]) == 3
+        patch.setattr(os, "rename", mock.Mock(side_effect=PermissionError(errno.EPERM, "Operation not permitted")))
+        assert not discard(str(folder / "step-00000007"), "tmp") and steps_in(folder) == [7, 8]
+    done = train(*argv, 9)
+    assert done.code == 0 and done.err == "" and steps_in(folder) == [8, 9] and not [*folder.glob("tmp-*")]

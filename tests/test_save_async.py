@@ -233,7 +233,8 @@ def test_a_save_that_fails_stops_the_run_or_costs_a_line_and_the_last_one_must_d
     assert steps_in(tmp_path / "run") == left and len([*(tmp_path / "run").iterdir()]) == len(left)
     if errors == "warn" and fails < 6:
         assert done.code == 0 and done.row["outcome"] == "ok" and len(done.steps) == 6
-        assert done.err.splitlines() == [f"warning: step {fails} was not saved: OSError: {FULL}"]
+        step = tmp_path / f"run/step-0000000{fails}"
+        assert done.err.splitlines() == [f"warning: step {fails} was not saved: {step}: OSError: {FULL}"]
     else:
         assert done.code == 4 and "No space left on device" in one_line(done.err)
         assert done.row["outcome"].startswith("failed: ")

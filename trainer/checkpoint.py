@@ -20,7 +20,6 @@ import os
 import pickle
 import re
 import secrets
-import shutil
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
@@ -39,12 +38,13 @@ from trainer.config import Config, flag
 from trainer.data import Batches, DataError
 from trainer.kernels import DTYPES
 from trainer.lock import drop, take
-from trainer.manifest import CheckpointError, Damaged, Refused, verify
+from trainer.manifest import CheckpointError, Damaged, Refused, discard, verify
 from trainer.sinks import tell
 
 FORMAT = 1  # of train_state.json; a newer one is refused
 STEP = re.compile(r"step-[0-9]{8}")
 TEMPORARY = re.compile(r"tmp-(step-[0-9]{8}|token)-[0-9a-f]{8}")
+ASIDE = re.compile(r"damaged-step-[0-9]{8}-[0-9a-f]{8}")
 # What a resumed run must keep, as `_check` calls it; other flags may change, and the line that says so names them.
 FIXED = "--depth --width --head-dim --grouping --grow --vocab --seqlen --seed --adam-dtype global-batch".split()
 ALLOWED = {("torch", name) for name in ("Size", "float32", "bfloat16")} | {  # all that `.metadata` may name
@@ -64,15 +64,15 @@ def _line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
-def on_all(work: Callable[[], Any], group: dist.ProcessGroup | None = None) -> list:
-    """What `work` returns, of every rank; if it fails on any rank, the first failure on all: Refused as it is, others
-    as CheckpointError."""
+def on_all(work: Callable[[], Any], group: dist.ProcessGroup | None = None, what: str = "") -> list:
+    """What `work` returns, of every rank; if it fails on any rank, the first failure on all: Refused, CheckpointError
+    as they are, others as CheckpointError that begins with `what`."""
     error = value = None
     try:
         value = work()
     except (Exception, CheckpointException) as e:  # DCP's is a BaseException, around {rank: (exception, stack)}
         error = next(iter(e.failures.values()))[0] if isinstance(e, CheckpointException) else e
-        error = error if isinstance(error, CheckpointError | Refused) else CheckpointError(_line(error))
+        error = error if isinstance(error, CheckpointError | Refused) else CheckpointError(what + _line(error))
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (error, value), group)
     for error, _ in everyone:
@@ -81,8 +81,8 @@ def on_all(work: Callable[[], Any], group: dist.ProcessGroup | None = None) -> l
     return [value for _, value in everyone]
 
 
-def on_rank_0(work: Callable[[], Any], group: dist.ProcessGroup | None = None) -> Any:
-    return on_all(lambda: work() if dist.get_rank() == 0 else None, group)[0]
+def on_rank_0(work: Callable[[], Any], group: dist.ProcessGroup | None = None, what: str = "") -> Any:
+    return on_all(lambda: work() if dist.get_rank() == 0 else None, group, what)[0]
 
 
 def say(text: str) -> None:
@@ -123,6 +123,8 @@ def _open(path: str, files: dict) -> Found:
             raise ValueError(f"reads {sorted(foreign)[0]!r}, which is not in the manifest")
     except CheckpointError:
         raise
+    except OSError as error:
+        raise CheckpointError(f"{where}: {error.strerror}") from error
     except Exception as error:  # whatever a strange pickle leads to
         raise Damaged(f"{where}: {_line(error)}") from error
     return Found(path, about, metadata)
@@ -181,28 +183,41 @@ def _choose(c: Config, batches: Batches, group: dist.ProcessGroup | None) -> Fou
     if later and c.resume != "auto":
         raise CheckpointError(f"--save {c.save}: holds {later[0]}, which this run would come to; continue that one "
                               "(--resume auto), move it away, or save elsewhere")  # fmt: skip
-    for name in later:  # damaged ones: the run will write these steps again, and --keep must not count them
-        aside = os.path.join(c.save, f"damaged-{name}-{secrets.token_hex(4)}")
-        on_rank_0(partial(os.rename, os.path.join(c.save, name), aside), group)
+    if later:  # damaged ones: the run will write these steps again, and --keep must not count them
+        say(on_rank_0(partial(_set_aside, c.save, later), group))
     return found
 
 
 def _look(save: str | None, folder: str | None) -> tuple[list[str], list[str], list[str]]:
     """Unfinished steps in `save`, now removed; the committed ones; the paths of those that `folder` offers."""
     left = sorted(filter(TEMPORARY.fullmatch, os.listdir(save))) if save is not None else []
-    for name in left:
-        shutil.rmtree(os.path.join(save, name))
+    left = [name for name in left if discard(os.path.join(save, name))]
     present = steps_in(save) if save is not None else []
-    return left, present, [] if folder is None else _offered(folder, "--resume ")
+    paths = [] if folder is None else _offered(folder, "--resume ")
+    if present and paths and not os.path.samefile(os.path.dirname(paths[0]) or ".", save):  # --keep would remove these
+        raise CheckpointError(f"--save {save}: holds {present[0]} already, --resume {folder} is elsewhere; continue "
+                              "what is there (--resume auto), move it away, or save elsewhere")  # fmt: skip
+    return left, present, paths
+
+
+def _set_aside(folder: str, names: list[str]) -> str:
+    """Renames damaged steps and says so. Those that an earlier start set aside go, or they would fill the disk."""
+    for old in filter(ASIDE.fullmatch, os.listdir(folder)):
+        discard(os.path.join(folder, old))
+    aside = [f"damaged-{name}-{secrets.token_hex(4)}" for name in names]
+    for name, new in zip(names, aside, strict=True):
+        os.rename(os.path.join(folder, name), os.path.join(folder, new))
+    return f"set aside in {folder}, until the next damage: {', '.join(aside)}"
 
 
 def _offered(folder: str, flag: str = "") -> list[str]:
-    """Paths of the steps in `folder`, newest first; its own, if it is one."""
+    """Paths of the steps in `folder`, newest first; its own, if it is one, by whatever name."""
     if not os.path.isdir(folder):
         raise CheckpointError(f"{flag}{folder}: no such directory")
-    folder = os.path.normpath(folder)
-    itself = STEP.fullmatch(os.path.basename(folder))
-    return [folder] if itself else [os.path.join(folder, name) for name in steps_in(folder)]
+    for itself in (os.path.normpath(folder), os.path.realpath(folder)):  # "latest", "."
+        if STEP.fullmatch(os.path.basename(itself)):
+            return [itself]
+    return [os.path.join(os.path.normpath(folder), name) for name in steps_in(folder)]
 
 
 def find(folder: str) -> Found:
@@ -216,19 +231,40 @@ def find(folder: str) -> Found:
 def newest(paths: list[str], group: dist.ProcessGroup | None = None) -> Found | None:
     """The first that is as it was saved; None of no paths. If there are some and none is good, raises what is wrong
     with the first: to begin again is not for this program to decide."""
-    damaged, opened = [], []
+    damaged = []
     for path in paths:
         try:
-            files = on_all(partial(verify, path, dist.get_rank(), dist.get_world_size()), group)[0]
-            on_all(lambda path=path, files=files: opened.append(_open(path, files)), group)
-            for problem in damaged:
-                say(f"{problem}; going back to {path}")
-            return opened[0]
+            found = _verified(path, group)
         except Damaged as problem:
             damaged.append(problem)
+            continue
+        for problem in damaged:
+            say(f"{problem}; going back to {path}")
+        return found
     if damaged:
         raise damaged[0]
     return None
+
+
+def _verified(path: str, group: dist.ProcessGroup | None) -> Found:
+    """Reads each file of a step on one rank; on every rank if each node has a copy of its own. Raises Damaged, or
+    CheckpointError where these are not copies of one step."""
+
+    def share() -> tuple[dict, tuple[int, int]]:
+        files, manifest = verify(path, dist.get_rank(), dist.get_world_size()), os.stat(f"{path}/manifest.json")
+        return files, (manifest.st_ino, manifest.st_ctime_ns)  # of one file: the same on all nodes that share it
+
+    (files, first), *others = on_all(share, group)
+    for rank, (theirs, _) in enumerate(others, 1):
+        if theirs != files:
+            raise CheckpointError(f"{path}: is another step on rank {rank} than on rank 0; name a directory that all "
+                                  "nodes share, or copy the same step to each")  # fmt: skip
+    if any(each != first for _, each in others):
+        say(f"{path}: is not one directory for all ranks; each verifies all that it sees")
+        on_all(partial(verify, path), group)
+    opened = []
+    on_all(lambda: opened.append(_open(path, files)), group)
+    return opened[0]
 
 
 def _check(found: Found, c: Config, batches: Batches) -> None:
@@ -262,7 +298,7 @@ def load(found: Found, step, group: dist.ProcessGroup | None = None) -> None:
     if differ:
         told = ", ".join(f"{name} {saved.get(name)} (now {now.get(name)})" for name in differ[:5])
         raise CheckpointError(f"{found.path}: {len(differ)} tensors differ from what was saved: {told}")
-    on_all(partial(dcp.load, state, storage_reader=reader(found), process_group=group), group)
+    on_all(partial(dcp.load, state, storage_reader=reader(found), process_group=group), group, f"{found.path}: ")
 
 
 def reader(found: Found) -> dcp.FileSystemReader:
@@ -297,7 +333,7 @@ def read(found: Found, name: str) -> Tensor:
     """A saved tensor, whole, on the CPU. Its largest saved shard is in memory beside it meanwhile."""
     t = found.metadata.state_dict_metadata[name]
     state = {name: torch.empty(t.size, dtype=t.properties.dtype)}
-    on_all(partial(dcp.load, state, storage_reader=reader(found)))
+    on_all(partial(dcp.load, state, storage_reader=reader(found)), what=f"{found.path}: ")
     return state[name]
 
 

@@ -5,8 +5,10 @@
     drop(folder)            # at the latest when the process exits
 
 A lock is stale if its process was one of this machine and is gone (kill -9 leaves such a lock), or if it is another
-machine's and gave no sign for 180 s. Ages are by the file system's clock, which may be another machine's. Relies on
-exclusive creation and rename, not on flock, which network file systems treat as they like.
+machine's and gave no sign for 180 s. The latter is waited for: a job that its launcher starts again on another host
+takes over what it held itself, a run that lives refuses it by its next sign. No identity of a job is trusted: a host
+that is cut off from its launcher may still write. Ages are by the file system's clock, which may be another machine's.
+Relies on exclusive creation and rename, not on flock, which network file systems treat as they like.
 """
 
 import atexit
@@ -17,12 +19,15 @@ import secrets
 import socket
 import tempfile
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 
 from trainer.manifest import CheckpointError, Refused
+from trainer.sinks import tell
 
 SIGN, STALE = 30, 180  # s between signs of life; s without one after which another machine's lock is taken over
+POLL = 2  # s between looks for a sign
 
 
 class _Held:
@@ -53,7 +58,7 @@ _held: dict[str, _Held] = {}  # absolute path of the folder
 
 
 def take(folder: str) -> str | None:
-    """Nothing happens if this process has the lock already."""
+    """Nothing happens if this process has the lock already. May wait, see above."""
     path, said, key = os.path.join(folder, "lock"), None, os.path.abspath(folder)
     if key in _held:
         return None
@@ -65,6 +70,8 @@ def take(folder: str) -> str | None:
         except FileExistsError:
             said = _evict(folder, path)
             _create(path, text)
+    except FileExistsError:
+        raise Refused(f"--save {folder}: another run has just begun to write there; save elsewhere") from None
     except OSError as error:
         raise Refused(f"--save {folder}: lock: {error.strerror}; name a directory that can be written") from None
     _held[key] = _Held(os.path.abspath(path), text)
@@ -120,22 +127,35 @@ def _who(text: str) -> str:
 def _evict(folder: str, path: str) -> str | None:
     """Removes a stale lock and says whose it was. Refused if it is not stale."""
     try:
-        text, mark = _read(path), os.stat(path).st_mtime
+        text = _read(path)
+        here = _owner(text).get("machine") == _machine()
+        if _alive(_owner(text)) if here else _signs_again(folder, path, text):
+            raise Refused(f"--save {folder}: {_who(_read(path))} is writing there; wait, stop it, or save elsewhere")
     except FileNotFoundError:  # its run has just ended
         return None
-    with tempfile.TemporaryFile(dir=folder) as now:
-        silent = os.fstat(now.fileno()).st_mtime - mark
-    here = _owner(text).get("machine") == _machine()
-    if here and _alive(_owner(text)) or not here and silent < STALE:
-        more = "" if here else f"; its last sign was {silent:.0f} s ago, after {STALE} s its lock would be taken over"
-        raise Refused(f"--save {folder}: {_who(text)} is writing there{more}; wait, stop it, or save elsewhere")
     aside = f"{path}-{secrets.token_hex(4)}"
     os.rename(path, aside)
     if _read(aside) != text:  # another run that starts now was faster: what was moved is its lock
         os.rename(aside, path)
         raise Refused(f"--save {folder}: {_who(_read(path))} has just begun to write there; save elsewhere")
     os.unlink(aside)
-    return f"took over the lock of {_who(text)}, " + ("which is gone" if here else f"silent for {silent:.0f} s")
+    return f"took over the lock of {_who(text)}, " + ("which is gone" if here else f"silent for {STALE} s")
+
+
+def _signs_again(folder: str, path: str, text: str) -> bool:
+    """Whether another machine's lock gives a sign before it is STALE; waits for that. FileNotFoundError if it goes."""
+    with tempfile.TemporaryFile(dir=folder) as now:
+        mark = os.stat(path).st_mtime
+        left = STALE - max(0, os.fstat(now.fileno()).st_mtime - mark)
+    if left > 0:
+        tell(f"checkpoint: {folder}: {_who(text)} may be writing there, its last sign was {STALE - left:.0f} s ago; "
+             f"waiting {left:.0f} s for another")  # fmt: skip
+    until = time.monotonic() + left
+    while time.monotonic() < until:
+        time.sleep(POLL)
+        if _read(path) != text or os.stat(path).st_mtime != mark:  # opening it makes NFS ask for its times again
+            return True
+    return False
 
 
 def _machine() -> str:
@@ -160,6 +180,6 @@ def _alive(owner: dict) -> bool:
         os.kill(owner["pid"], 0)
     except ProcessLookupError:
         return False
-    except OSError:  # somebody else's
-        pass
+    except OSError:  # somebody else's, which /proc may hide
+        return _start(owner["pid"]) in (None, owner.get("start"))
     return _start(owner["pid"]) == owner.get("start")

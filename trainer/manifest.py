@@ -4,15 +4,21 @@
     verify(path)                        # Damaged: "path/__0_0.distcp: checksum differs"
 """
 
+import errno
 import json
 import os
 import re
+import shutil
 import stat
+import sys
 import tempfile
 import zlib
 from pathlib import Path
 
+from trainer.sinks import tell
+
 FILE = re.compile(r"\.metadata|train_state\.json|__[0-9]+_[0-9]+\.distcp")  # all that a manifest may name
+DAMAGE = errno.ENOENT, errno.ENOTDIR, errno.EIO  # other errors of reading say nothing about what is in the file
 
 
 class CheckpointError(Exception):
@@ -30,16 +36,39 @@ class Refused(ValueError):
 def check_directory(path: str) -> None:
     """Creates the directory of --save; ValueError if nothing can be written there."""
     try:
-        os.makedirs(path, exist_ok=True)
+        _make(os.path.abspath(path))
         tempfile.TemporaryFile(dir=path).close()
     except OSError as error:
         raise ValueError(f"--save {path}: {error.strerror}; name a directory that can be written") from None
 
 
+def _make(path: str) -> None:
+    """A directory that a power cut leaves there, and those on the way to it."""
+    if not os.path.exists(path):
+        _make(os.path.dirname(path))
+        os.makedirs(path, exist_ok=True)  # another rank may be doing the same
+        sync(os.path.dirname(path))
+
+
 def sync(path: str) -> None:
     file = os.open(path, os.O_RDONLY)
-    os.fsync(file)
-    os.close(file)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def discard(path: str, aside: str | None = None) -> bool:
+    """Removes a directory, under the name `aside` if there is one; a warning and False where it cannot: what is left of
+    a step is no reason to end a run."""
+    try:
+        if aside is not None:
+            os.rename(path, aside)
+        shutil.rmtree(aside or path)
+    except OSError as error:
+        tell(f"warning: {path}: is not wholly removed ({error.strerror}: {error.filename})", sys.stderr)
+        return False
+    return True
 
 
 def write_json(path: str, content: dict) -> None:
@@ -49,7 +78,8 @@ def write_json(path: str, content: dict) -> None:
 
 
 def digest(path: str) -> list[int]:
-    """[bytes, CRC-32]. Damaged if `path` is not a file, which a symbolic link is not either."""
+    """[bytes, CRC-32]. Damaged if `path` is not a file, which a symbolic link is not either; CheckpointError if it
+    cannot be read for another reason, which may pass."""
     size = crc = 0
     try:
         if not stat.S_ISREG(os.lstat(path).st_mode):
@@ -58,7 +88,7 @@ def digest(path: str) -> list[int]:
             while block := file.read(16 << 20):
                 size, crc = size + len(block), zlib.crc32(block, crc)
     except OSError as error:
-        raise Damaged(f"{path}: {error.strerror}") from error
+        raise (Damaged if error.errno in DAMAGE else CheckpointError)(f"{path}: {error.strerror}") from error
     return [size, crc]
 
 

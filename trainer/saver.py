@@ -31,7 +31,7 @@ from trainer.config import Config
 from trainer.control import control_group
 from trainer.data import Batches
 from trainer.lock import drop, renew
-from trainer.manifest import CheckpointError, digest, sync, write_json, write_manifest
+from trainer.manifest import CheckpointError, digest, discard, sync, write_json, write_manifest
 from trainer.sinks import tell
 from trainer.step import local
 
@@ -126,13 +126,13 @@ class Saver:
 
 def _save(c: Config, name: str, about: dict, group: dist.ProcessGroup | None, state: dict[str, Tensor]) -> None:
     """Writes and commits a step under --save, then removes all but the newest --keep. Raises CheckpointError."""
-    needs = sum(t.numel() * t.element_size() for t in state.values())
-    temporary = on_rank_0(partial(_begin, c.save, name, needs), group)
+    needs, where = sum(t.numel() * t.element_size() for t in state.values()), f"{os.path.join(c.save, name)}: "
+    temporary = on_rank_0(partial(_begin, c.save, name, needs), group, where)
     try:
         files = {}
-        for written in on_all(partial(_write, temporary, state, group), group):
+        for written in on_all(partial(_write, temporary, state, group), group, where):
             files |= written
-        on_rank_0(partial(_commit, c, name, temporary, files, about), group)
+        on_rank_0(partial(_commit, c, name, temporary, files, about), group, where)
     except CheckpointError:
         if dist.get_rank() == 0:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -158,6 +158,8 @@ def write_tensors(temporary: str, state: dict[str, Tensor], group: dist.ProcessG
     writer = dcp.FileSystemWriter(temporary, sync_files=True, per_thread_copy_ahead=0)
     writer.storage_meta = lambda: None  # its own would put the directory's whole path into `.metadata`
     dcp.save(state, storage_writer=writer, process_group=group)
+    if dist.get_rank() == 0:
+        sync(os.path.join(temporary, ".metadata"))  # torch's own comes before the last of it has left Python's buffer
 
 
 def _write(temporary: str, state: dict[str, Tensor], group: dist.ProcessGroup | None) -> dict[str, list[int]]:
@@ -175,9 +177,9 @@ def _commit(c: Config, name: str, temporary: str, files: dict[str, list[int]], a
         if os.stat(os.path.join(temporary, file)).st_size != size:
             raise CheckpointError(f"{temporary}/{file}: another rank sees it otherwise; ranks must share --save")
     write_manifest(temporary, files)
+    renew(c.save)  # it may have been silent for long enough since the last time
     os.rename(temporary, os.path.join(c.save, name))
     sync(c.save)
     for old in steps_in(c.save)[c.keep :]:  # under another name first: half of a step must not look like one
-        gone = os.path.join(c.save, f"tmp-{old}-{secrets.token_hex(4)}")
-        os.rename(os.path.join(c.save, old), gone)
-        shutil.rmtree(gone)
+        old = os.path.join(c.save, old)
+        discard(old, os.path.join(c.save, f"tmp-{os.path.basename(old)}-{secrets.token_hex(4)}"))
