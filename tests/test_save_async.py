@@ -6,6 +6,7 @@
 import errno
 import inspect
 import os
+import signal
 import threading
 import time
 from types import SimpleNamespace
@@ -258,6 +259,27 @@ def test_save_cost_measures_both_kinds_checks_the_bits_and_leaves_nothing(tmp_pa
     assert row["resumed_bitwise"] is row["went_on_bitwise"] is True and row["async_n"] == row["written_n"] == 2
     assert all(row[f"{kind}_mb_s"] > 0 for kind in ("write", "crc", "verify", "load"))
     assert [*(tmp_path / "here").iterdir()] == []
+
+
+def test_save_cost_that_is_stopped_while_it_saves_leaves_nothing(tmp_path, monkeypatch):
+    argv = [*TINY, "--save", str(tmp_path / "here"), "--results", str(tmp_path / "rows.jsonl")]
+    begun, write, real = threading.Event(), saver._write, save_cost.Trained.train
+
+    def slow(*args):
+        begun.set()
+        time.sleep(0.3)
+        return write(*args)
+
+    def train(self, n):
+        begun.clear() if n > 1 else os.kill(os.getpid(), begun.wait(30) * signal.SIGTERM)  # n = 1: beside a save
+        return real(self, n)
+
+    monkeypatch.setattr(saver, "_write", slow)
+    monkeypatch.setattr(save_cost.Trained, "train", train)
+    with pytest.raises(SystemExit, match="143"):
+        save_cost.main(SimpleNamespace(rounds=2, between=2, check=False), flags.parse(argv), 0, 0, 1)
+    assert begun.is_set() and [*(tmp_path / "here").iterdir()] == []
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("save")]  # could still write
 
 
 @pytest.mark.gpu
