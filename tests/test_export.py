@@ -345,7 +345,7 @@ def test_every_layout_of_two_ranks_has_the_same_bits_and_each_rank_reads_its_own
         sizes = {layout: held for (layout, _), (_, _, held) in states.items()}
         assert sizes[""] == sizes["--wrapper fsdp2"] < 0.51 * sizes["--mode replicate"]
         assert sizes[""] < sizes["--min-shard-mib 0.01"] < sizes["--mode replicate"]
-    assert results["refuse_on_both"] == [f"{folder}/1-nan.safetensors: emb.weight is not finite"] * 2
+    assert results["refuse_on_both"] == [f"{folder}/1-nan.safetensors: emb.weight is not finite in float32"] * 2
 
 
 def test_ranks_that_see_different_files_are_told_which_rank_sees_what(two_ranks):

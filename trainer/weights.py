@@ -172,8 +172,8 @@ def load_weights(path: str, model: nn.Module, cast: bool = False) -> Counter:
     """Fills parameters and persistent buffers of `model` in place, each rank reading its own rows; returns how many
     tensors of each dtype it read.
 
-    The file and the model must have the same names, shapes and dtypes (`cast`: shapes), but of several names of one
-    parameter one is enough. No collective. Raises CheckpointError, also for numbers that are not finite."""
+    The file and the model must have the same names, shapes and dtypes (`cast`: any floating ones), but of several names
+    of one parameter one is enough. No collective. Raises CheckpointError, also for numbers that are not finite."""
     there, owners = table(path), {}
     for name, t in model.state_dict(keep_vars=True).items():
         owners.setdefault(id(t), (t.detach(), []))[1].append(name)
@@ -190,11 +190,17 @@ def _check(path: str, there: dict[str, Region], owners: list[tuple[Tensor, list[
         "missing": [names[0] for _, names in owners if not there.keys() & set(names)],
         "unexpected": sorted(there.keys() - here.keys()),
         "of another shape": [f"{n} {[*r.shape]} (the model: {[*t.shape]})" for n, r, t in both if r.shape != t.shape],
-        "of another dtype": [f"{n} {_name(r.dtype)} (the model: {_name(t.dtype)}; --cast converts)" for n, r, t in both
-                             if r.dtype != t.dtype and not cast],
+        "of another dtype": [f"{n} {_name(r.dtype)} (the model: {_name(t.dtype)}{'; --cast converts' * _floats(r, t)})"
+                             for n, r, t in both
+                             if r.dtype != t.dtype and not (cast and _floats(r, t))],
     }  # fmt: skip
     if problems := [f"{len(n)} tensors {how}: {', '.join(map(str, n[:5]))}" for how, n in told.items() if n]:
         raise CheckpointError(f"{path}: does not fit the model: {'; '.join(problems)}")
+
+
+def _floats(*both: Region | Tensor) -> bool:
+    """Whether --cast converts them: numbers of other dtypes, quantised ones say, mean something else."""
+    return all(t.dtype.is_floating_point for t in both)
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -210,8 +216,8 @@ def _fill(t: Tensor, regions: dict[str, Region]) -> None:
         first = chunk.offsets[0] if t.ndim else 0
     for name, region in regions.items():
         part = _read(region, first, local.shape)
-        if part.numel() and part.is_floating_point() and not all(math.isfinite(end) for end in part.aminmax()):
-            raise CheckpointError(f"{region.file}: {name} is not finite")
+        if part.numel() and part.is_floating_point() and not all(end.to(t.dtype).isfinite() for end in part.aminmax()):
+            raise CheckpointError(f"{region.file}: {name} is not finite in {_name(t.dtype)}")
         if before is not None and not torch.equal(part, before):
             other = next(iter(regions))
             raise CheckpointError(f"{region.file}: {name} and {other} differ, but are one parameter of the model")
