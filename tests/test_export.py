@@ -134,6 +134,13 @@ def test_a_damaged_step_is_passed_over_said_and_never_exported(run, folder, tmp_
     assert not (tmp_path / "bad.safetensors").exists()
 
 
+def test_a_step_that_its_run_removes_meanwhile_is_told(run, folder, tmp_path, monkeypatch):
+    read = checkpoint.read
+    monkeypatch.setattr(checkpoint, "read", lambda *args: (shutil.rmtree(folder, ignore_errors=True), read(*args))[1])
+    done = run(folder, tmp_path / "out.safetensors")
+    assert done.code == 4 and "step-00000006: is gone, as by --keep" in one_line(done.err)
+
+
 @pytest.mark.parametrize("where", ["absent", "", "step-00000009"])
 def test_where_there_is_no_checkpoint_the_exit_code_is_4(where, run, tmp_path):
     done = run(tmp_path / where, tmp_path / "out.pt")

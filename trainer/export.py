@@ -2,7 +2,7 @@
 
     python -m trainer.export runs/a out.safetensors                # the newest good step; or runs/a/step-00000500
     python -m trainer.export runs/a out.pt                         # torch.load("out.pt", weights_only=True, mmap=True)
-    python main.py --init out.safetensors                          # step 0 with these weights, fresh moments
+    python main.py --init out.safetensors                          # step 0 with these weights; --depth etc. as saved
 
 Any number of ranks and any mode may have saved it. Above --shard-gb, out.safetensors is out-00001-of-00003.safetensors
 and so on with out.safetensors.index.json, as Hugging Face has it; --init takes out.safetensors for it all the same.
@@ -14,6 +14,7 @@ digits>, which the next export to OUT removes.
 
 import argparse
 import json
+import os
 import signal
 import sys
 from typing import NoReturn
@@ -48,7 +49,12 @@ def export(args: argparse.Namespace) -> str:
     def read(name: str) -> torch.Tensor:
         if signals.got:
             stopped(args.out, signals.got)
-        return checkpoint.read(found, name)
+        try:
+            return checkpoint.read(found, name)
+        except CheckpointError:
+            if os.path.exists(found.path):
+                raise
+            raise CheckpointError(f"{found.path}: is gone, as by --keep of a run that goes on; export again") from None
 
     weights.check_output(args.out, args.overwrite)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # what verifies is collective
