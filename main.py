@@ -210,7 +210,7 @@ def perform(
         watchdog.on_end = lambda text: sinks.row(row(run, f"failed: {text}"))
         run.build()
         say("\n".join(header(run)))
-        with run.saver, inject.planted(os.environ.get("FAULT"), run, rank):
+        with inject.planted(os.environ.get("FAULT"), run, rank), run.saver:
             run.train(sinks, signals, watchdog)
     except (Exception, KeyboardInterrupt) as e:
         if world > 1 and lost_connection(e):
