@@ -7,6 +7,8 @@ import errno
 import inspect
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -14,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from running import TINY, one_line, rows_of
+from running import ROOT, TINY, one_line, rows_of
 from saved import assert_bitwise, contents, made, steps_in
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.device_mesh import DeviceMesh
@@ -249,6 +251,18 @@ def test_a_run_that_ends_by_another_error_still_tells_what_its_last_save_met(tra
     monkeypatch.setattr(Saver, "failed", lambda _: False)  # nobody learns of it before the run ends
     done = train("--save", tmp_path / "run", *[each for each in argv if each not in ("--save-errors", "warn")])
     assert done.code == 5 and "warning: " in done.err and "No space left" in done.err
+
+
+def test_a_fault_planted_in_the_last_save_in_the_background_happens(train, tmp_path, monkeypatch):
+    monkeypatch.setenv("FAULT", "0:6:commit:enospc")
+    done = train("--save", tmp_path / "run", "--save-async")
+    assert done.code == 4 and "No space left on device" in one_line(done.err) and steps_in(tmp_path / "run") == []
+
+
+def test_save_cost_without_rounds_is_refused():
+    argv = [sys.executable, "-m", "trainer.save_cost", "--rounds", "0"]
+    done = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert done.returncode == 2 and one_line(done.stderr) == "error: --rounds 0: must be at least 1"
 
 
 def test_save_cost_measures_both_kinds_checks_the_bits_and_leaves_nothing(tmp_path):

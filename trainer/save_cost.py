@@ -33,6 +33,8 @@ if __name__ == "__main__":  # before torch is imported, as in main.py
     _parser.add_argument("--check", action="store_true", help="bitwise resumption")
     _cut = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     RANKS, ARGS = flags.ranks(), _parser.parse_args(sys.argv[1:_cut])
+    if ARGS.rounds < 1:
+        flags.fail(f"--rounds {ARGS.rounds}: must be at least 1", RANKS[0])
     CONFIG = flags.parse(sys.argv[_cut + 1 :], RANKS[0])
 
 import torch
