@@ -211,7 +211,7 @@ def perform(
         watchdog.on_end = lambda outcome: sinks.row(row(run, outcome))
         run.build()
         say("\n".join(header(run)))
-        with run.saver, inject.planted(os.environ.get("FAULT"), run, rank):
+        with inject.planted(os.environ.get("FAULT"), run, rank), run.saver:
             run.train(sinks, signals, watchdog)
     except (Exception, KeyboardInterrupt) as e:
         outcome, code = ended_by(e, run, watchdog, c.debug)

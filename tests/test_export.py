@@ -10,9 +10,11 @@ import os
 import re
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import weakref
+from contextlib import chdir
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -30,6 +32,7 @@ from torch.distributed.tensor import DTensor
 from trainer import checkpoint, export, weights
 from trainer import config as flags
 from trainer.baselines import build, connect
+from trainer.control import Desync
 from trainer.data import Batches
 from trainer.manifest import CheckpointError
 from trainer.saver import Saver
@@ -131,6 +134,13 @@ def test_a_damaged_step_is_passed_over_said_and_never_exported(run, folder, tmp_
     assert not (tmp_path / "bad.safetensors").exists()
 
 
+def test_a_step_that_its_run_removes_meanwhile_is_told(run, folder, tmp_path, monkeypatch):
+    read = checkpoint.read
+    monkeypatch.setattr(checkpoint, "read", lambda *args: (shutil.rmtree(folder, ignore_errors=True), read(*args))[1])
+    done = run(folder, tmp_path / "out.safetensors")
+    assert done.code == 4 and "step-00000006: is gone, as by --keep" in one_line(done.err)
+
+
 @pytest.mark.parametrize("where", ["absent", "", "step-00000009"])
 def test_where_there_is_no_checkpoint_the_exit_code_is_4(where, run, tmp_path):
     done = run(tmp_path / where, tmp_path / "out.pt")
@@ -182,21 +192,47 @@ def test_a_full_disk_exits_4_and_leaves_the_old_file(text, name, run, saved_run,
     assert [path.name for path in tmp_path.iterdir()] == [name] and (tmp_path / name).read_text() == "old"
 
 
-def test_an_interrupted_export_leaves_nothing_and_nothing_has_the_final_name_before_its_end(
-    run, saved_run, tmp_path, monkeypatch
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_export_leaves_nothing_and_nothing_has_the_final_name_before_its_end(
+    kind, run, saved_run, tmp_path, monkeypatch
 ):
     seen, read = [], checkpoint.read
 
     def slow(found, name):
-        seen.append([path.name.partition(".tmp-")[1] for path in tmp_path.iterdir()])
-        if name == "norm.weight":
-            raise KeyboardInterrupt
+        seen.append([(path.name.partition(".tmp-")[1], (path / "lock").exists()) for path in tmp_path.iterdir()])
+        if name == "blocks.0.mlp.up.weight":
+            os.kill(os.getpid(), kind)
         return read(found, name)
 
     monkeypatch.setattr(checkpoint, "read", slow)
     done = run(saved_run, tmp_path / "out.safetensors")
-    assert done.code == 130 and "out.safetensors was not written" in one_line(done.err)
-    assert len(seen) > 10 and all(each == [".tmp-"] for each in seen) and not [*tmp_path.iterdir()]
+    assert done.code == 128 + kind, done.err
+    assert f"stopped by {kind.name}; {tmp_path}/out.safetensors was not written" in one_line(done.err)
+    assert 5 < len(seen) < 16 and all(each == [(".tmp-", True)] for each in seen) and not [*tmp_path.iterdir()]
+
+
+def test_a_signal_among_the_renames_comes_too_late(run, saved_run, tmp_path, monkeypatch):
+    replace = os.replace
+    monkeypatch.setattr(os, "replace", lambda *args: (os.kill(os.getpid(), signal.SIGTERM), replace(*args)))
+    assert run(saved_run, tmp_path / "out.safetensors", "--shard-gb", "20e-6").code == 0
+    assert_bitwise(through_index(tmp_path / "out.safetensors.index.json"), saved(saved_run / "step-00000006"))
+
+
+def test_what_a_killed_export_left_is_removed_by_the_next_and_nothing_else_is(run, saved_run, tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "read", lambda *_: os._exit(9))  # as kill -9
+    if (child := os.fork()) == 0:
+        export.main([str(saved_run), str(tmp_path / "out.pt")])
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    monkeypatch.undo()
+    (left,) = tmp_path.iterdir()
+    assert re.fullmatch(r"out\.pt\.tmp-[0-9a-f]{8}", left.name)
+    keep = {"my-out.pt.tmp-00000000", "out.pt.tmp-mine", "out.pt.tmp-12345678"}
+    for name in keep:
+        (tmp_path / name).mkdir()
+    (tmp_path / "out.pt.tmp-12345678/lock").write_text('{"pid": 1, "machine": "another"}')  # a sign of life
+    done = run(saved_run, tmp_path / "out.pt")
+    assert done.code == 0 and f"removed {left.name}, which an export" in done.out
+    assert {path.name for path in tmp_path.iterdir()} == keep | {"out.pt"}
 
 
 def test_help_is_instant_and_a_bad_size_is_refused(run):
@@ -282,11 +318,29 @@ def refuse_on_both(mesh):
         return str(e)
 
 
+def see_different_files(mesh):
+    """What both ranks raise where rank 1 has a file that differs in one tensor under the same name; and none."""
+    _, step, _ = made(2, "--batch", 2)
+    rank, told = dist.get_rank(), []
+    with chdir(f"{os.environ['EXPORTS']}/{rank}"):
+        state = load_file("out.safetensors")
+        save_file(state | {"norm.bias": state["norm.bias"] + rank}, "other.safetensors")
+        if rank == 0:
+            save_file(state, "absent.safetensors")
+        for name in ("other.safetensors", "absent.safetensors"):
+            try:
+                c = SimpleNamespace(init=name, cast=False)
+                weights.initialise(c, step.bare_model, None, dist.group.WORLD)
+            except Desync as e:
+                told.append(str(e))
+    return told
+
+
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two")
     with mock.patch.dict(os.environ, EXPORTS=str(folder)):
-        return folder, spawn(2, [save_and_export, init_every_layout, refuse_on_both])
+        return folder, spawn(2, [save_and_export, init_every_layout, refuse_on_both, see_different_files])
 
 
 def test_every_layout_of_two_ranks_has_the_same_bits_and_each_rank_reads_its_own_rows(two_ranks):
@@ -298,7 +352,16 @@ def test_every_layout_of_two_ranks_has_the_same_bits_and_each_rank_reads_its_own
         sizes = {layout: held for (layout, _), (_, _, held) in states.items()}
         assert sizes[""] == sizes["--wrapper fsdp2"] < 0.51 * sizes["--mode replicate"]
         assert sizes[""] < sizes["--min-shard-mib 0.01"] < sizes["--mode replicate"]
-    assert results["refuse_on_both"] == [f"{folder}/1-nan.safetensors: emb.weight is not finite"] * 2
+    assert results["refuse_on_both"] == [f"{folder}/1-nan.safetensors: emb.weight is not finite in float32"] * 2
+
+
+def test_ranks_that_see_different_files_are_told_which_rank_sees_what(two_ranks):
+    told, same = two_ranks[1]["see_different_files"]
+    other, absent = told
+    assert same == told
+    assert re.search(r"in --init other.safetensors: rank 0 has (16 tensors of \d+ bytes), CRC-32 (\w{8}), rank 1 \1, "
+                     r"CRC-32 (?!\2)\w{8};", other), other  # fmt: skip
+    assert "CRC-32" in absent and "rank 1 nothing (absent.safetensors: No such file or directory);" in absent
 
 
 def test_one_rank_exports_and_starts_from_what_two_saved(two_ranks, run, tmp_path):

@@ -6,6 +6,9 @@
 import errno
 import inspect
 import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -13,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from running import TINY, one_line, rows_of
+from running import ROOT, TINY, one_line, rows_of
 from saved import assert_bitwise, contents, made, steps_in
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.device_mesh import DeviceMesh
@@ -251,6 +254,18 @@ def test_a_run_that_ends_by_another_error_still_tells_what_its_last_save_met(tra
     assert done.code == 5 and "warning: " in done.err and "No space left" in done.err
 
 
+def test_a_fault_planted_in_the_last_save_in_the_background_happens(train, tmp_path, monkeypatch):
+    monkeypatch.setenv("FAULT", "0:6:commit:enospc")
+    done = train("--save", tmp_path / "run", "--save-async")
+    assert done.code == 4 and "No space left on device" in one_line(done.err) and steps_in(tmp_path / "run") == []
+
+
+def test_save_cost_without_rounds_is_refused():
+    argv = [sys.executable, "-m", "trainer.save_cost", "--rounds", "0"]
+    done = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert done.returncode == 2 and one_line(done.stderr) == "error: --rounds 0: must be at least 1"
+
+
 def test_save_cost_measures_both_kinds_checks_the_bits_and_leaves_nothing(tmp_path):
     argv = [*TINY, "--save", str(tmp_path / "here"), "--results", str(tmp_path / "rows.jsonl")]
     args = SimpleNamespace(rounds=2, between=1, check=True)
@@ -259,6 +274,27 @@ def test_save_cost_measures_both_kinds_checks_the_bits_and_leaves_nothing(tmp_pa
     assert row["resumed_bitwise"] is row["went_on_bitwise"] is True and row["async_n"] == row["written_n"] == 2
     assert all(row[f"{kind}_mb_s"] > 0 for kind in ("write", "crc", "verify", "load"))
     assert [*(tmp_path / "here").iterdir()] == []
+
+
+def test_save_cost_that_is_stopped_while_it_saves_leaves_nothing(tmp_path, monkeypatch):
+    argv = [*TINY, "--save", str(tmp_path / "here"), "--results", str(tmp_path / "rows.jsonl")]
+    begun, write, real = threading.Event(), saver._write, save_cost.Trained.train
+
+    def slow(*args):
+        begun.set()
+        time.sleep(0.3)
+        return write(*args)
+
+    def train(self, n):
+        begun.clear() if n > 1 else os.kill(os.getpid(), begun.wait(30) * signal.SIGTERM)  # n = 1: beside a save
+        return real(self, n)
+
+    monkeypatch.setattr(saver, "_write", slow)
+    monkeypatch.setattr(save_cost.Trained, "train", train)
+    with pytest.raises(SystemExit, match="143"):
+        save_cost.main(SimpleNamespace(rounds=2, between=2, check=False), flags.parse(argv), 0, 0, 1)
+    assert begun.is_set() and [*(tmp_path / "here").iterdir()] == []
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("save")]  # could still write
 
 
 @pytest.mark.gpu

@@ -62,6 +62,24 @@ def test_weights_of_another_dtype_need_cast(train, saved_run, tmp_path):
     )
 
 
+CAST = {  # what is not converted but refused
+    "int8": (torch.ones(2, 3, dtype=torch.int8), "1 tensors of another dtype: weight int8 (the model: float32)"),
+    "complex": (torch.ones(2, 3).to(torch.complex64), "weight complex64 (the model: float32)"),
+    "large": (torch.full((2, 3), -1e300, dtype=torch.float64), "weight is not finite in float32"),
+    "nan": (torch.full((2, 3), float("nan"), dtype=torch.bfloat16), "weight is not finite in float32"),
+}
+
+
+@pytest.mark.parametrize("kind", CAST)
+def test_cast_converts_floating_numbers_alone_and_none_to_infinity(kind, tmp_path):
+    t, text = CAST[kind]
+    torch.save(dict(weight=t, bias=torch.ones(2).double()), tmp_path / "cast.pt")
+    model = nn.Linear(3, 2)
+    with pytest.raises(CheckpointError) as error:
+        weights.load_weights(str(tmp_path / "cast.pt"), model, cast=True)
+    assert str(error.value).endswith(text) and model.weight.isfinite().all()
+
+
 class Evil:
     def __reduce__(self):
         return Path.touch, (Path("ran"),)

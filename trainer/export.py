@@ -2,19 +2,22 @@
 
     python -m trainer.export runs/a out.safetensors                # the newest good step; or runs/a/step-00000500
     python -m trainer.export runs/a out.pt                         # torch.load("out.pt", weights_only=True, mmap=True)
-    python main.py --init out.safetensors                          # step 0 with these weights, fresh moments
+    python main.py --init out.safetensors                          # step 0 with these weights; --depth etc. as saved
 
 Any number of ranks and any mode may have saved it. Above --shard-gb, out.safetensors is out-00001-of-00003.safetensors
 and so on with out.safetensors.index.json, as Hugging Face has it; --init takes out.safetensors for it all the same.
 Holds one tensor and its largest saved shard at a time, never the model. Exit codes: 0 done, 2 bad command line or
-output, 4 a checkpoint that cannot be used or an output that cannot be written, 130 interrupted: nothing is there under
-the final name, but if the process was killed a directory OUT.tmp-<8 hex digits> is left.
+output, 4 a checkpoint that cannot be used or an output that cannot be written, 130 (143) stopped by Ctrl-C (SIGTERM)
+before the next tensor: OUT is as it was, nothing is left. A second signal and kill -9 leave a directory OUT.tmp-<8 hex
+digits>, which the next export to OUT removes.
 """
 
 import argparse
 import json
+import os
+import signal
 import sys
-from functools import partial
+from typing import NoReturn
 
 from trainer import config
 from trainer.manifest import CheckpointError
@@ -41,6 +44,17 @@ def export(args: argparse.Namespace) -> str:
     import torch.distributed as dist
 
     from trainer import checkpoint, weights
+    from trainer.control import Signals
+
+    def read(name: str) -> torch.Tensor:
+        if signals.got:
+            stopped(args.out, signals.got)
+        try:
+            return checkpoint.read(found, name)
+        except CheckpointError:
+            if os.path.exists(found.path):
+                raise
+            raise CheckpointError(f"{found.path}: is gone, as by --keep of a run that goes on; export again") from None
 
     weights.check_output(args.out, args.overwrite)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # what verifies is collective
@@ -54,12 +68,17 @@ def export(args: argparse.Namespace) -> str:
         about = dict(format="pt", step=str(found.about["step"]), samples=str(found.about["samples"]),
                      torch=found.about["torch"], training=json.dumps(training))  # fmt: skip
         limit = float("inf") if args.out.endswith(".pt") else args.shard_gb * 1e9
-        made = weights.write(args.out, tensors, partial(checkpoint.read, found), about, limit)
+        with Signals(speak=False) as signals:  # noted, so that the files get their names all or none
+            made = weights.write(args.out, tensors, read, about, limit)
     finally:
         dist.destroy_process_group()
     mib = sum(weights.nbytes(*kind) for kind in tensors.values()) / 2**20
     files = f", {len(made) - 1} files and {made[-1]}" if len(made) > 1 else ""
     return f"{args.out}: {len(tensors)} tensors of {found.path}, {mib:.1f} MiB{files}"
+
+
+def stopped(out: str, signum: int) -> NoReturn:
+    config.fail(f"stopped by {signal.Signals(signum).name}; {out} was not written", 0, 128 + signum)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -69,7 +88,7 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, CheckpointError) as error:
         config.fail(str(error), 0, 4 if isinstance(error, CheckpointError) else 2)
     except KeyboardInterrupt:
-        config.fail(f"interrupted; {args.out} was not written", 0, 130)
+        stopped(args.out, signal.SIGINT)
     return 0
 
 

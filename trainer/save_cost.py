@@ -5,7 +5,8 @@
 
 A round: steps; a save in the foreground; steps; a save in the background and the steps beside it, of which the first
 round has none, so that its peaks of resident memory compare. The device is waited for around all that is timed. MB/s
-are those of one rank, reading from the page cache. Files go to a new directory in --save (or here), then away.
+are those of one rank, reading from the page cache. Files go to a new directory in --save (or here), then away, at
+SIGTERM and Ctrl-C too.
 --check: a model of another seed that loads a step must hold its bits (exit 4 if not); whether the losses and bits of 5
 more steps are equal is told: a GPU's attention may not be deterministic. Rank 0 appends a row to --results.
 """
@@ -15,9 +16,11 @@ import gc
 import hashlib
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 
@@ -30,6 +33,8 @@ if __name__ == "__main__":  # before torch is imported, as in main.py
     _parser.add_argument("--check", action="store_true", help="bitwise resumption")
     _cut = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     RANKS, ARGS = flags.ranks(), _parser.parse_args(sys.argv[1:_cut])
+    if ARGS.rounds < 1:
+        flags.fail(f"--rounds {ARGS.rounds}: must be at least 1", RANKS[0])
     CONFIG = flags.parse(sys.argv[_cut + 1 :], RANKS[0])
 
 import torch
@@ -94,22 +99,22 @@ def costs(run: Trained, rounds: int, between: int) -> dict:
         measure.reset_peak("cpu")
 
     measure.reset_peak("cpu")
-    for r in range(rounds):
-        times["step"] += run.train(between)
-        peak("step")
-        times["sync"].append(run.ms(sync.save, run.k))
-        peak("sync")
-        times["step"] += run.train(between)
-        background, start = background or run.saver("async"), time.perf_counter()
-        times["async"].append(run.ms(background.save, run.k))
-        future = background.pending[1]
-        future.add_done_callback(lambda _, start=start: times["written"].append(1e3 * (time.perf_counter() - start)))
-        for _ in range(between if r else 0):
-            ms = run.train(1)
-            times["beside"] += ms if not future.done() else []
-        background.wait()
-        peak("beside" if r else "async")
-    background.close()
+    with ExitStack() as stack:
+        for r in range(rounds):
+            times["step"] += run.train(between)
+            peak("step")
+            times["sync"].append(run.ms(sync.save, run.k))
+            peak("sync")
+            times["step"] += run.train(between)
+            background, start = background or stack.enter_context(run.saver("async")), time.perf_counter()
+            times["async"].append(run.ms(background.save, run.k))
+            future = background.pending[1]
+            future.add_done_callback(lambda _, at=start: times["written"].append(1e3 * (time.perf_counter() - at)))
+            for _ in range(between if r else 0):
+                ms = run.train(1)
+                times["beside"] += ms if not future.done() else []
+            background.wait()
+            peak("beside" if r else "async")
     row = dict(first_async_ms=round(times["async"][0], 3)) | peaks
     for kind, ms in times.items():
         row |= {key.replace("step", kind): value for key, value in measure.stats(ms).items() if key != "n"}
@@ -156,6 +161,7 @@ def main(args: argparse.Namespace, c: flags.Config, rank: int, local_rank: int, 
         device = connect(c, rank, local_rank, world)
     except ValueError as e:
         flags.fail(str(e), rank)
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by way of what removes the folder
     folder = checkpoint.on_rank_0(lambda: tempfile.mkdtemp(prefix="save-cost-", dir=c.save or "."))
     make = partial(Trained, c, device, world, control_group())
     row = measure.environment(device) | dict(study="save", world=world, flags=flags.changed(c))
@@ -170,6 +176,7 @@ def main(args: argparse.Namespace, c: flags.Config, rank: int, local_rank: int, 
     finally:
         if rank == 0:
             shutil.rmtree(folder)
+        signal.signal(signal.SIGTERM, before)
     if rank == 0:
         append_jsonl(c.results, row)
         print("\n".join(f"{key:<20} {value}" for key, value in row.items()))

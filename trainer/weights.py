@@ -16,8 +16,10 @@ import re
 import secrets
 import shutil
 import warnings
+import zlib
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -30,7 +32,9 @@ from torch.distributed.tensor import DTensor
 
 from trainer.checkpoint import Found, on_all, say
 from trainer.config import Config
-from trainer.manifest import CheckpointError, sync, write_json
+from trainer.control import agree
+from trainer.lock import drop, take
+from trainer.manifest import CheckpointError, Refused, sync, write_json
 
 DTYPES = {  # by safetensors' names
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -38,6 +42,7 @@ DTYPES = {  # by safetensors' names
 }  # fmt: skip
 LONGEST_HEADER = 100_000_000  # bytes, as the safetensors library has it
 INDEX = ".index.json"
+GLIMPSE = 4096  # bytes of each tensor by which ranks compare their files: training changes nearly all of them
 Kind = tuple[tuple[int, ...], torch.dtype]  # shape, dtype
 
 
@@ -139,20 +144,36 @@ def _read(region: Region, first: int, shape: tuple[int, ...]) -> Tensor:
 
 
 def initialise(c: Config, model: nn.Module, found: Found | None, group: dist.ProcessGroup | None = None) -> None:
-    """The weights of --init, unless the run goes on from `found`. A collective. Raises CheckpointError."""
+    """The weights of --init, unless the run goes on from `found`. A collective. Raises CheckpointError, or Desync where
+    ranks see different files."""
     if found is not None:
         say(f"--init {c.init}: not read, since {found.path} goes on")
         return
+    agree({f"--init {c.init}": _glimpse(c.init)}, group)
     number = on_all(partial(load_weights, c.init, model, c.cast), group)[0]
     say(f"--init {c.init}: {', '.join(f'{n} tensors of {dtype}' for dtype, n in number.items())}; fresh moments")
+
+
+def _glimpse(path: str) -> str:
+    """What this rank sees there, by the table and the first bytes of each tensor; or why it sees nothing."""
+    try:
+        there, crc = table(path), 0
+        for name, region in there.items():
+            with open(region.file, "rb") as file:
+                file.seek(region.offset)
+                first = file.read(min(GLIMPSE, nbytes(region.shape, region.dtype)))
+            crc = zlib.crc32(f"{name} {region[1:]}".encode() + first, crc)
+    except (CheckpointError, OSError) as error:
+        return f"nothing ({error})"
+    return f"{len(there)} tensors of {sum(nbytes(*r[2:]) for r in there.values())} bytes, CRC-32 {crc:08x}"
 
 
 def load_weights(path: str, model: nn.Module, cast: bool = False) -> Counter:
     """Fills parameters and persistent buffers of `model` in place, each rank reading its own rows; returns how many
     tensors of each dtype it read.
 
-    The file and the model must have the same names, shapes and dtypes (`cast`: shapes), but of several names of one
-    parameter one is enough. No collective. Raises CheckpointError, also for numbers that are not finite."""
+    The file and the model must have the same names, shapes and dtypes (`cast`: any floating ones), but of several names
+    of one parameter one is enough. No collective. Raises CheckpointError, also for numbers that are not finite."""
     there, owners = table(path), {}
     for name, t in model.state_dict(keep_vars=True).items():
         owners.setdefault(id(t), (t.detach(), []))[1].append(name)
@@ -169,11 +190,17 @@ def _check(path: str, there: dict[str, Region], owners: list[tuple[Tensor, list[
         "missing": [names[0] for _, names in owners if not there.keys() & set(names)],
         "unexpected": sorted(there.keys() - here.keys()),
         "of another shape": [f"{n} {[*r.shape]} (the model: {[*t.shape]})" for n, r, t in both if r.shape != t.shape],
-        "of another dtype": [f"{n} {_name(r.dtype)} (the model: {_name(t.dtype)}; --cast converts)" for n, r, t in both
-                             if r.dtype != t.dtype and not cast],
+        "of another dtype": [f"{n} {_name(r.dtype)} (the model: {_name(t.dtype)}{'; --cast converts' * _floats(r, t)})"
+                             for n, r, t in both
+                             if r.dtype != t.dtype and not (cast and _floats(r, t))],
     }  # fmt: skip
     if problems := [f"{len(n)} tensors {how}: {', '.join(map(str, n[:5]))}" for how, n in told.items() if n]:
         raise CheckpointError(f"{path}: does not fit the model: {'; '.join(problems)}")
+
+
+def _floats(*both: Region | Tensor) -> bool:
+    """Whether --cast converts them: numbers of other dtypes, quantised ones say, mean something else."""
+    return all(t.dtype.is_floating_point for t in both)
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -189,8 +216,8 @@ def _fill(t: Tensor, regions: dict[str, Region]) -> None:
         first = chunk.offsets[0] if t.ndim else 0
     for name, region in regions.items():
         part = _read(region, first, local.shape)
-        if part.numel() and part.is_floating_point() and not all(math.isfinite(end) for end in part.aminmax()):
-            raise CheckpointError(f"{region.file}: {name} is not finite")
+        if part.numel() and part.is_floating_point() and not all(end.to(t.dtype).isfinite() for end in part.aminmax()):
+            raise CheckpointError(f"{region.file}: {name} is not finite in {_name(t.dtype)}")
         if before is not None and not torch.equal(part, before):
             other = next(iter(regions))
             raise CheckpointError(f"{region.file}: {name} and {other} differ, but are one parameter of the model")
@@ -228,14 +255,16 @@ def write(path: str, tensors: dict[str, Kind], read: Callable[[str], Tensor], ab
     """Writes what `read` returns for each name to `path`, replacing what is there, and returns the names of the files.
 
     Above `shard_bytes`, a .safetensors becomes several, `name-00001-of-00003.safetensors`, and an index. All is
-    written and synced in a directory beside and then renamed, the index last. `about`: safetensors' metadata.
-    Raises CheckpointError."""
+    written and synced in a directory beside and then renamed, the index last; such directories of processes that were
+    killed are removed. `about`: safetensors' metadata. Raises CheckpointError."""
     files, folder = _plan(path, tensors, shard_bytes), os.path.dirname(path) or "."
     temporary, total = f"{path}.tmp-{secrets.token_hex(4)}", sum(nbytes(*kind) for kind in tensors.values())
     try:
+        _tidy(path)
         if total > (has := shutil.disk_usage(folder).free):
             raise CheckpointError(f"{path}: disk full: needs {total / 2**20:.1f} MiB, has {has / 2**20:.1f} MiB")
         os.mkdir(temporary)
+        take(temporary)
         for file, names in files.items():
             _write_file(os.path.join(temporary, file), {name: tensors[name] for name in names}, read, about)
         made = list(files)
@@ -254,8 +283,20 @@ def write(path: str, tensors: dict[str, Kind], read: Callable[[str], Tensor], ab
         text = getattr(error, "strerror", None) or f"torch.save failed, as on a full disk ({str(error)[:200]})"
         raise CheckpointError(f"{path}: {text}; it was not written") from error
     finally:
+        drop(temporary)
         shutil.rmtree(temporary, ignore_errors=True)
     return made
+
+
+def _tidy(path: str) -> None:
+    """Removes what exports to `path` left that were killed. One that is being written is locked and stays."""
+    folder, left = os.path.dirname(path) or ".", re.compile(re.escape(os.path.basename(path)) + r"\.tmp-[0-9a-f]{8}")
+    for name in filter(left.fullmatch, os.listdir(folder)):
+        with suppress(Refused):
+            take(os.path.join(folder, name))
+            shutil.rmtree(os.path.join(folder, name))
+            drop(os.path.join(folder, name))
+            say(f"removed {name}, which an export that was killed left unfinished")
 
 
 def _plan(path: str, tensors: dict[str, Kind], shard_bytes: float) -> dict[str, list[str]]:
