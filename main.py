@@ -17,6 +17,7 @@ from contextlib import suppress
 from trainer import config as flags
 
 if __name__ == "__main__":  # before torch is imported: --help and bad flags answer at once
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C has no traceback; Signals takes over
     RANKS = flags.ranks()
     CONFIG = flags.parse(sys.argv[1:], RANKS[0], RANKS[2])
 
@@ -87,7 +88,8 @@ class Run:
             checkpoint.load(self.found, self.step, self.group)
             self.batches.sample = self.found.about["samples"]
         self.sample = self.batches.sample  # where the next step begins
-        self.saver = Saver(self.c, self.step, self.batches, self.group)
+        origin = self.found.about.get("origin") if self.found else None
+        self.saver = Saver(self.c, self.step, self.batches, self.group, origin)
 
     def lr(self, k: int) -> float:
         """Linear warm-up, then cosine to a tenth."""
@@ -180,7 +182,7 @@ def main(c: flags.Config, rank: int, local_rank: int, world: int) -> int:
         world = c.world or world
         check_mode(c.compile, flags.compile_options(c))
         check_source(c.data)
-        inject.faults(os.environ.get("FAULT"), c)
+        inject.faults(os.environ.get("FAULT"), c, world)
         check_writable(c.results)
         if c.save is not None:
             check_directory(c.save)

@@ -300,7 +300,7 @@ def test_the_fingerprint_follows_the_data_and_not_its_place(tmp_path):
     longer = batches(f"bin:{raw(tmp_path / 'a.bin', range(1001))}").fingerprint
     other = batches(f"bin:{raw(tmp_path / 'a.bin', range(1, 1001))}").fingerprint
     with_header = batches(f"bin:{llmc(tmp_path / 'a.bin', range(1000))}").fingerprint
-    assert len({first, longer, other, with_header, batches("stdlib").fingerprint}) == 5
+    assert len({first, longer, other, with_header, *(batches(s).fingerprint for s in ("stdlib", "overfit"))}) == 6
 
 
 # Bad flags

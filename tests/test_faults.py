@@ -191,8 +191,8 @@ def test_each_part_of_a_save_may_fail_and_the_older_steps_stay(train, tmp_path, 
 
 @pytest.mark.parametrize("fault, told", {
     "x:1:data:kill": "rank 'x'", "0:0:data:kill": "step '0'", "0:one:data:kill": "step 'one'", "0:1:dat:kill": "where",
-    "0:1:data:kil": "kind 'kil'", "0:1:data": "kind ''", "0:1:data:kill:9": "more than four", "1:1:data:nan": "forward",
-    "0:1:data:raise,junk": "rank 'junk'",
+    "0:1:data:kil": "kind 'kil'", "0:1:data": "kind ''", "0:1:data:kill:9": "more than four", "0:1:data:nan": "forward",
+    "0:1:data:raise,junk": "rank 'junk'", "1:1:data:kill": "no rank 1 among 1", "*:7:data:kill": "no step 7 of",
 }.items())  # fmt: skip
 def test_a_fault_that_says_nothing_is_refused(fault, told, train, monkeypatch):
     monkeypatch.setenv("FAULT", fault)
@@ -208,12 +208,12 @@ def test_a_fault_where_the_run_has_no_such_place_is_refused(argv, train, monkeyp
 
 
 def test_without_the_variable_nothing_is_wrapped_and_with_it_only_inside(train, monkeypatch):
-    monkeypatch.setattr(inject, "_happen", lambda kind: pytest.fail("a fault"))
-    before = inject.Batches.__next__
+    happened, before = [], inject.Batches.__next__
+    monkeypatch.setattr(inject, "_happen", happened.append)
     plain = train("--log-every", 1)
-    monkeypatch.setenv("FAULT", "0:99:forward:kill,1:1:data:kill")
+    monkeypatch.setenv("FAULT", "0:3:forward:kill,*:4:data:stop")
     planted = train("--log-every", 1)
-    assert inject.Batches.__next__ is before
+    assert happened == ["kill", "stop"] and inject.Batches.__next__ is before
     assert [s["loss"] for s in plain.steps] == [s["loss"] for s in planted.steps]
 
 

@@ -60,7 +60,7 @@ def clock(monkeypatch):
 
 def here(pid: int, **other) -> dict:
     """What a process of this machine writes into its lock."""
-    return dict(pid=pid, start=lock._start(pid), machine=lock._machine(), host="this") | other
+    return dict(pid=pid, start=lock.start_ticks(pid), machine=lock._machine(), host="this") | other
 
 
 def gone() -> int:
@@ -142,7 +142,7 @@ def test_a_lock_that_another_machine_gives_back_is_taken_at_once(tmp_path, clock
 @pytest.mark.parametrize(("start", "alive"), [(None, True), ("5", True), ("6", False)])
 def test_a_process_of_another_user_that_proc_hides_is_not_taken_for_dead(start, alive, monkeypatch):
     monkeypatch.setattr(os, "kill", lambda *_: (_ for _ in ()).throw(PermissionError))
-    monkeypatch.setattr(lock, "_start", lambda _: start)
+    monkeypatch.setattr(lock, "start_ticks", lambda _: start)
     assert lock._alive(dict(pid=4711, start="5")) == alive
 
 

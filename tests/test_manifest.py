@@ -205,6 +205,7 @@ def test_a_directory_of_another_run_is_refused_at_the_start(train, folder, tmp_p
     for argv in (["--resume", "never"], ["--resume", folder / "step-00000002"]):
         done = train("--save", folder, *argv)
         assert done.code == 4 and "holds step-00000006" in one_line(done.err) and done.row is None
+        assert "starting fresh" not in done.out
     assert train("--save", tmp_path / "new", "--resume", "never").code == 0
 
 
@@ -218,6 +219,24 @@ def test_steps_of_another_run_are_not_counted_by_keep_but_refused(train, folder,
     assert steps_in(folder) == [2]
     (tmp_path / "same").symlink_to(folder)
     assert train(*argv, tmp_path / "same/step-00000002").code == 0 and steps_in(folder) == [7]
+
+
+@pytest.mark.parametrize("path", ["", "/step-00000004"])
+def test_a_run_that_began_elsewhere_is_resumed_by_the_same_command(path, train, folder, tmp_path, monkeypatch):
+    """As its launcher does: the directory that it began from still holds what it held."""
+    shutil.rmtree(folder / "step-00000006")
+    argv = "--resume", f"{folder}{path}", "--steps", 9, "--save-every", 2, "--log-every", 1, "--save"
+    whole = train(*argv, tmp_path / "whole")
+    monkeypatch.setenv("FAULT", "0:7:data:raise")
+    assert train(*argv, tmp_path / "new").code == 1 and steps_in(tmp_path / "new") == [6]
+    monkeypatch.delenv("FAULT")
+    again = train(*argv, tmp_path / "new")
+    assert again.code == 0 and f"new: began at --resume {folder}{path}; going on from there" in again.out
+    assert again.row["resumed_after"] == 6 and steps_in(tmp_path / "new") == [6, 8, 9] and steps_in(folder) == [2, 4]
+    assert [s["loss"] for s in again.steps] == [s["loss"] for s in whole.steps[2:]]
+    assert train(*argv, tmp_path / "new").code == 0  # done
+    other = train(*argv[:1], folder / "step-00000002", *argv[2:], tmp_path / "new")
+    assert other.code == 4 and "holds step-00000009 already, --resume" in one_line(other.err)
 
 
 def test_what_cannot_be_removed_costs_a_warning_and_neither_the_run_nor_the_next(train, folder, monkeypatch):

@@ -15,12 +15,14 @@ tensors by torch's weights_only loader. There is no random state to save: no ste
 raises on all.
 """
 
+import hashlib
 import json
 import os
 import pickle
 import re
 import secrets
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -47,6 +49,8 @@ TEMPORARY = re.compile(r"tmp-(step-[0-9]{8}|token)-[0-9a-f]{8}")
 ASIDE = re.compile(r"damaged-step-[0-9]{8}-[0-9a-f]{8}")
 # What a resumed run must keep, as `_check` calls it; other flags may change, and the line that says so names them.
 FIXED = "--depth --width --head-dim --grouping --grow --vocab --seqlen --seed --adam-dtype global-batch".split()
+HINTS = {"global-batch": "global-batch: ranks x --batch x --grad-accum",
+         "--adam-dtype": "--cast converts to another --adam-dtype"}  # fmt: skip
 ALLOWED = {("torch", name) for name in ("Size", "float32", "bfloat16")} | {  # all that `.metadata` may name
     ("torch.serialization", "_get_layout"), ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     *(("torch.distributed.checkpoint.metadata", name) for name in ("Metadata", "MetadataIndex", "TensorStorageMetadata",
@@ -167,20 +171,24 @@ def _claim(folder: str, group: dist.ProcessGroup | None) -> None:
 
 def _choose(c: Config, batches: Batches, group: dist.ProcessGroup | None) -> Found | None:
     folder = dict(auto=c.save, never=None).get(c.resume, c.resume)
-    left, present, paths = on_rank_0(partial(_look, c.save, folder), group)
+    left, present, paths, again = on_rank_0(partial(_look, c.save, folder), group)
     if left:
         say(f"removed {', '.join(left)}, which a run that was stopped left unfinished")
+    if again:
+        say(f"{c.save}: began at --resume {c.resume}; going on from there")
     found = newest(paths, group)
     if found is not None:
         _check(found, c, batches)
         say(f"{found.path}: resuming after step {found.about['step']}, sample {found.about['samples']}")
+        if c.save is not None and not again and not on_rank_0(partial(_within, found.path, c.save), group):
+            found.about["origin"] = on_rank_0(partial(_mark, found.path), group)
     elif c.resume not in ("auto", "never"):
         raise CheckpointError(f"--resume {folder}: holds no checkpoint (step-<8 digits>)")
-    elif c.save is not None:
+    elif c.save is not None and not present:
         say(f"none in {c.save}: starting fresh")
     first = f"step-{found.about['step'] if found else 0:08d}"
     later = [name for name in present if name > first]
-    if later and c.resume != "auto":
+    if later and not (c.resume == "auto" or again):
         raise CheckpointError(f"--save {c.save}: holds {later[0]}, which this run would come to; continue that one "
                               "(--resume auto), move it away, or save elsewhere")  # fmt: skip
     if later:  # damaged ones: the run will write these steps again, and --keep must not count them
@@ -188,16 +196,36 @@ def _choose(c: Config, batches: Batches, group: dist.ProcessGroup | None) -> Fou
     return found
 
 
-def _look(save: str | None, folder: str | None) -> tuple[list[str], list[str], list[str]]:
-    """Unfinished steps in `save`, now removed; the committed ones; the paths of those that `folder` offers."""
+def _within(path: str, folder: str) -> bool:
+    return os.path.samefile(os.path.dirname(path) or ".", folder)
+
+
+def _mark(path: str) -> str:
+    """Of a step, wherever it lies: of its files' checksums."""
+    return hashlib.blake2b(Path(path, "manifest.json").read_bytes(), digest_size=16).hexdigest()
+
+
+def _origin(path: str) -> str | None:
+    """`_mark` of the step elsewhere at which the run of this step began; None if there is none, or it is not told."""
+    with suppress(OSError, ValueError):
+        return json.loads(Path(path, "train_state.json").read_bytes()).get("origin")
+    return None
+
+
+def _look(save: str | None, folder: str | None) -> tuple[list[str], list[str], list[str], bool]:
+    """Unfinished steps in `save`, now removed; the committed ones; the paths of those to resume from: of `folder`, but
+    of `save` if its run began there and the same command is started again; whether it is that."""
     left = sorted(filter(TEMPORARY.fullmatch, os.listdir(save))) if save is not None else []
     left = [name for name in left if discard(os.path.join(save, name))]
     present = steps_in(save) if save is not None else []
     paths = [] if folder is None else _offered(folder, "--resume ")
-    if present and paths and not os.path.samefile(os.path.dirname(paths[0]) or ".", save):  # --keep would remove these
+    if present and paths and not _within(paths[0], save):  # --keep would remove these
+        own, offered = [os.path.join(save, name) for name in present], {_mark(path) for path in paths}
+        if any(_origin(path) in offered for path in own):
+            return left, present, own, True
         raise CheckpointError(f"--save {save}: holds {present[0]} already, --resume {folder} is elsewhere; continue "
                               "what is there (--resume auto), move it away, or save elsewhere")  # fmt: skip
-    return left, present, paths
+    return left, present, paths, False
 
 
 def _set_aside(folder: str, names: list[str]) -> str:
@@ -275,9 +303,10 @@ def _check(found: Found, c: Config, batches: Batches) -> None:
     both |= {"torch": (about["torch"], torch.__version__), "ranks": (about["world"], dist.get_world_size())}
     changed = {name: f"{name} {old} (now {new})" for name, (old, new) in both.items() if old != new}
     cast = c.cast and "--adam-dtype" in changed
-    if fixed := [text for name, text in changed.items() if name in FIXED and not (cast and name == "--adam-dtype")]:
-        raise CheckpointError(f"{found.path}: was saved with {', '.join(fixed)}, which a resumed run must keep "
-                              "(global-batch: ranks x --batch x --grad-accum; --cast converts to another --adam-dtype)")
+    if fixed := [name for name in changed if name in FIXED and not (cast and name == "--adam-dtype")]:
+        told, hints = ", ".join(changed[name] for name in fixed), "; ".join(HINTS[n] for n in fixed if n in HINTS)
+        raise CheckpointError(f"{found.path}: was saved with {told}, which a resumed run must keep"
+                              + f" ({hints})" * (hints != ""))  # fmt: skip
     if about["data"]["fingerprint"] != batches.fingerprint:
         raise DataError(f"--data {c.data}: expected the data of {found.path} ({about['data']['description']}), found "
                         f"{batches.description}; give the same files")  # fmt: skip

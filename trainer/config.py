@@ -73,7 +73,7 @@ class Training:
     """A step whose loss or gradient norm is not finite changes nothing, on any rank. stop: the run then ends with exit
     code 5; the last checkpoint is good. skip: it goes on with the next batch. --optim in-backward can only stop."""
     max_skips: int = 3
-    """Steps in a row that --nonfinite skip leaves out; one more ends the run."""
+    """Steps in a row that --nonfinite skip leaves out; one more ends the run. A resumed run counts anew."""
     norm_limit: float = 0.0
     """A step with a larger gradient norm, before clipping, counts as not finite; 0: none does."""
     spike: float = 10.0

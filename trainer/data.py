@@ -216,6 +216,7 @@ class Batches:
         self.description = f"{words}, {_n(self.epoch_samples)} samples of {_n(seqlen)} an epoch"
         if self.overfit:
             self.description += f", the first {_n(global_batch)} for ever"
+            self.fingerprint += f", the first {global_batch}"
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         return self

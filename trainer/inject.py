@@ -43,8 +43,9 @@ class Fault(NamedTuple):
     kind: str
 
 
-def faults(text: str | None, c) -> list[Fault]:
-    """What FAULT says; ValueError in one line where it says nothing, or names a place that a run of `c` has not."""
+def faults(text: str | None, c, world: int | None = None) -> list[Fault]:
+    """What FAULT says; ValueError in one line where it says nothing, or names a place that a run of `c` on `world`
+    ranks has not."""
     found = []
     for part in filter(None, (text or "").split(",")):
         rank, step, where, kind, *more = (part.split(":") + [""] * 4)[: max(4, part.count(":") + 1)]
@@ -52,7 +53,9 @@ def faults(text: str | None, c) -> list[Fault]:
         problem = (
             "more than four parts" if more
             else f"rank {rank!r} is neither a number nor *" if not (rank == "*" or rank.isdecimal())
+            else f"there is no rank {rank} among {world}" if rank != "*" and world and int(rank) >= world
             else f"step {step!r} is not a number from 1 on" if not (step.isdecimal() and int(step))
+            else f"there is no step {step} of --steps {c.steps}" if int(step) > c.steps
             else f"where {where!r} is none of {', '.join(WHERE)}" if where not in WHERE
             else f"kind {kind!r} is none of {', '.join(KINDS)}" if kind not in KINDS
             else f"{kind} is of the forward, not of {where!r}" if kind in ("nan", "inf") and where != "forward"

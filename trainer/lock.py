@@ -62,7 +62,7 @@ def take(folder: str) -> str | None:
     path, said, key = os.path.join(folder, "lock"), None, os.path.abspath(folder)
     if key in _held:
         return None
-    own = dict(host=socket.gethostname(), pid=os.getpid(), start=_start(os.getpid()), machine=_machine())
+    own = dict(host=socket.gethostname(), pid=os.getpid(), start=start_ticks(os.getpid()), machine=_machine())
     text = json.dumps(own | dict(nonce=secrets.token_hex(8)))
     try:
         try:
@@ -166,7 +166,7 @@ def _machine() -> str:
     return " ".join(told)
 
 
-def _start(pid: int) -> str | None:
+def start_ticks(pid: int) -> str | None:
     """When a process of this machine began, which tells it from an earlier one of the same pid (clock ticks since
     boot); None if it is gone, also as a zombie, or where there is no /proc."""
     with suppress(OSError):
@@ -181,5 +181,5 @@ def _alive(owner: dict) -> bool:
     except ProcessLookupError:
         return False
     except OSError:  # somebody else's, which /proc may hide
-        return _start(owner["pid"]) in (None, owner.get("start"))
-    return _start(owner["pid"]) == owner.get("start")
+        return start_ticks(owner["pid"]) in (None, owner.get("start"))
+    return start_ticks(owner["pid"]) == owner.get("start")

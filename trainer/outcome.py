@@ -23,6 +23,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from trainer import measure
 from trainer.control import Desync, Stopped
 from trainer.data import DataError
+from trainer.lock import start_ticks
 from trainer.manifest import CheckpointError
 from trainer.nonfinite import NonFinite
 from trainer.sinks import tell
@@ -104,8 +105,8 @@ def _unfinished_libraries(text: str) -> str:
     If `text` may be such a failure, removes what earlier runs left there, and says so."""
     gone = 0
     if sys.platform == "linux" and re.search(r"CppCompileError|\.so: ", text):
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # from boot to this process
-        started = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
+        booted = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+        started = booted + int(start_ticks(os.getpid())) / os.sysconf("SC_CLK_TCK")
         for path in Path(cache_dir()).glob("*/*.so"):
             with suppress(OSError):
                 if path.stat().st_mtime < started and _unfinished(path):

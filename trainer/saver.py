@@ -37,9 +37,11 @@ from trainer.step import local
 
 
 class Saver:
-    """`group`: what foreground saves talk over, see control.control_group."""
+    """`group`: what foreground saves talk over, see control.control_group. origin: of `checkpoint.choose`."""
 
-    def __init__(self, c: Config, step, batches: Batches, group: dist.ProcessGroup | None = None):
+    def __init__(self, c: Config, step, batches: Batches, group: dist.ProcessGroup | None = None,
+                 origin: str | None = None):  # fmt: skip
+        self.origin = origin
         self.c, self.step, self.batches, self.group = c, step, batches, group
         self.thread: ThreadPoolExecutor | None = None
         self.pending: tuple[int, Future] | None = None  # the step in flight
@@ -61,7 +63,7 @@ class Saver:
         about = dict(format=FORMAT, step=k, samples=self.batches.sample, global_batch=self.batches.global_batch)
         about |= dict(training=asdict(self.c.training), torch=torch.__version__, world=dist.get_world_size())
         about |= dict(data=dict(description=self.batches.description, fingerprint=self.batches.fingerprint))
-        about |= dict(tensors=table_of(state))
+        about |= dict(tensors=table_of(state)) | (dict(origin=self.origin) if self.origin else {})
         write = partial(_save, self.c, name, about, self.group)
         if self.thread is None:
             self._settle(k, partial(write, state))
