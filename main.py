@@ -36,7 +36,7 @@ from trainer.outcome import ended_by
 from trainer.record import header, row
 from trainer.saver import Saver
 from trainer.sinks import Sinks, check_writable, final_lines, tell
-from trainer.step import check_mode, global_norm, shutdown
+from trainer.step import check_mode, global_norm, set_deterministic, shutdown
 from trainer.watchdog import Watchdog
 from trainer.weights import initialise
 
@@ -187,6 +187,7 @@ def main(c: flags.Config, rank: int, local_rank: int, world: int) -> int:
         if c.save is not None:
             check_directory(c.save)
         limit = max(c.timeout, c.first_timeout) + 120 if c.timeout and c.first_timeout else 3e7  # after the watchdog's
+        set_deterministic(c.deterministic)
         device = connect(c, rank, local_rank, world, limit)
     except ValueError as e:
         flags.fail(str(e), rank)

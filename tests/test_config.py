@@ -188,7 +188,7 @@ MISFITS = [  # what is wrong together: argv, world, what the message names
     ("--world 2 --save {tmp}", 1, ["--world 2", "--save"]), ("--world 2 --resume x", 1, ["--world 2", "--resume"]),
     ("--world 2 --init a.pt", 1, ["--world 2", "--init"]),
     ("--resume x --init a.pt", 1, ["--init a.pt", "--resume x"]),
-    ("--save {tmp}/file", 1, ["--save {tmp}/file", "File exists"]),
+    ("--save {tmp}/file", 1, ["--save {tmp}/file", "Not a directory"]),
     ("--save {tmp}/file/deep", 1, ["--save {tmp}/file/deep", "directory"]),
 ]  # fmt: skip
 

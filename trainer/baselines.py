@@ -48,7 +48,6 @@ WARMUP = 3
 def connect(c: flags.Config, rank: int, local_rank: int, world: int, timeout: float = 0) -> torch.device:
     """Joins the process group: NCCL on CUDA, gloo on a CPU; without torchrun one of its own; with --world a simulated
     one. timeout: of its collectives, in seconds; 0: torch's. ValueError in one line."""
-    set_deterministic(c.deterministic)
     cuda = c.device == "cuda"
     if cuda and not torch.cuda.is_available():
         raise ValueError(f"--device cuda: torch {torch.__version__} sees no GPU; use --device cpu")
@@ -229,6 +228,7 @@ def main(cells: list[str], c: flags.Config, rank: int, local_rank: int, world: i
     bad = [cell for cell in cells if cell.partition(":")[2] not in modes.get(cell.partition(":")[0], ())]
     if bad or not cells:
         flags.fail(f"cells {' '.join(bad) or '(none)'}: give WRAPPER:COMPILE, such as simple:fwdbwd fsdp2:blocks", rank)
+    set_deterministic(c.deterministic)
     try:
         rows = compare(cells, c, connect(c, rank, local_rank, world), rank, c.world or world)
     except (ValueError, DataError) as e:

@@ -57,8 +57,9 @@ class _Held:
 _held: dict[str, _Held] = {}  # absolute path of the folder
 
 
-def take(folder: str) -> str | None:
-    """Nothing happens if this process has the lock already. May wait, see above."""
+def take(folder: str, patient: bool = True) -> str | None:
+    """Nothing happens if this process has the lock already. May wait, see above; if not `patient`, another machine's
+    lock is refused at once unless it is stale."""
     path, said, key = os.path.join(folder, "lock"), None, os.path.abspath(folder)
     if key in _held:
         return None
@@ -68,7 +69,7 @@ def take(folder: str) -> str | None:
         try:
             _create(path, text)
         except FileExistsError:
-            said = _evict(folder, path)
+            said = _evict(folder, path, patient)
             _create(path, text)
     except FileExistsError:
         raise Refused(f"--save {folder}: another run has just begun to write there; save elsewhere") from None
@@ -124,12 +125,12 @@ def _who(text: str) -> str:
     return f"pid {owner['pid']} on host {owner.get('host')}" if owner else "somebody"
 
 
-def _evict(folder: str, path: str) -> str | None:
+def _evict(folder: str, path: str, patient: bool) -> str | None:
     """Removes a stale lock and says whose it was. Refused if it is not stale."""
     try:
         text = _read(path)
         here = _owner(text).get("machine") == _machine()
-        if _alive(_owner(text)) if here else _signs_again(folder, path, text):
+        if _alive(_owner(text)) if here else _signs_again(folder, path, text, patient):
             raise Refused(f"--save {folder}: {_who(_read(path))} is writing there; wait, stop it, or save elsewhere")
     except FileNotFoundError:  # its run has just ended
         return None
@@ -142,11 +143,14 @@ def _evict(folder: str, path: str) -> str | None:
     return f"took over the lock of {_who(text)}, " + ("which is gone" if here else f"silent for {STALE} s")
 
 
-def _signs_again(folder: str, path: str, text: str) -> bool:
-    """Whether another machine's lock gives a sign before it is STALE; waits for that. FileNotFoundError if it goes."""
+def _signs_again(folder: str, path: str, text: str, patient: bool) -> bool:
+    """Whether another machine's lock gives a sign before it is STALE; waits for that if `patient`, else takes one for
+    given. FileNotFoundError if it goes."""
     with tempfile.TemporaryFile(dir=folder) as now:
         mark = os.stat(path).st_mtime
         left = STALE - max(0, os.fstat(now.fileno()).st_mtime - mark)
+    if left > 0 and not patient:
+        return True
     if left > 0:
         tell(f"checkpoint: {folder}: {_who(text)} may be writing there, its last sign was {STALE - left:.0f} s ago; "
              f"waiting {left:.0f} s for another")  # fmt: skip

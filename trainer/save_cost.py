@@ -1,14 +1,14 @@
 """What saving costs at the flags of main.py: steps without it, in the foreground, with --save-async, in one run.
 
-    python -m trainer.save_cost [--rounds 5] [--between 8] [--check] [-- FLAGS of main.py]
+    python -m trainer.save_cost [--rounds 5] [--between 8] [--check] [--small] [-- FLAGS of main.py]
     torchrun --nproc-per-node 8 -m trainer.save_cost --check -- --save /shared/disk
 
 A round: steps; a save in the foreground; steps; a save in the background and the steps beside it, of which the first
 round has none, so that its peaks of resident memory compare. The device is waited for around all that is timed. MB/s
 are those of one rank, reading from the page cache. Files go to a new directory in --save (or here), then away, at
-SIGTERM and Ctrl-C too.
---check: a model of another seed that loads a step must hold its bits (exit 4 if not); whether the losses and bits of 5
-more steps are equal is told: a GPU's attention may not be deterministic. Rank 0 appends a row to --results.
+SIGTERM and Ctrl-C too. Rank 0 appends a row to --results.
+--check: then, with --deterministic, a model of another seed that loads a step must hold its bits, and have the losses
+and bits of the saved one after 5 more steps: a row of its own, exit 4 if not.
 """
 
 import argparse
@@ -25,17 +25,19 @@ from dataclasses import replace
 from functools import partial
 
 from trainer import config as flags
+from trainer.sweep import TINY
 
 if __name__ == "__main__":  # before torch is imported, as in main.py
     _parser = argparse.ArgumentParser(prog="save_cost", allow_abbrev=False, description=__doc__.split("\n")[0])
     _parser.add_argument("--rounds", type=int, default=5)
     _parser.add_argument("--between", type=int, default=8, help="steps beside each save")
     _parser.add_argument("--check", action="store_true", help="bitwise resumption")
+    _parser.add_argument("--small", action="store_true", help="toy sizes on a CPU, to try it out")
     _cut = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     RANKS, ARGS = flags.ranks(), _parser.parse_args(sys.argv[1:_cut])
     if ARGS.rounds < 1:
         flags.fail(f"--rounds {ARGS.rounds}: must be at least 1", RANKS[0])
-    CONFIG = flags.parse(sys.argv[_cut + 1 :], RANKS[0])
+    CONFIG = flags.parse([*TINY * ARGS.small, *sys.argv[_cut + 1 :]], RANKS[0])
 
 import torch
 import torch.distributed as dist
@@ -47,7 +49,7 @@ from trainer.data import Batches
 from trainer.manifest import check_directory, digest, verify
 from trainer.saver import Saver, write_tensors
 from trainer.sinks import append_jsonl
-from trainer.step import local, shutdown
+from trainer.step import local, set_deterministic, shutdown
 
 
 class Trained:
@@ -158,6 +160,7 @@ def main(args: argparse.Namespace, c: flags.Config, rank: int, local_rank: int, 
     try:
         c = flags.resolve(c, device_type, world)
         check_directory(c.save or ".")
+        set_deterministic(c.deterministic)
         device = connect(c, rank, local_rank, world)
     except ValueError as e:
         flags.fail(str(e), rank)
@@ -165,23 +168,32 @@ def main(args: argparse.Namespace, c: flags.Config, rank: int, local_rank: int, 
     folder = checkpoint.on_rank_0(lambda: tempfile.mkdtemp(prefix="save-cost-", dir=c.save or "."))
     make = partial(Trained, c, device, world, control_group())
     row = measure.environment(device) | dict(study="save", world=world, flags=flags.changed(c))
+    check = row | dict(study="resume", flags=row["flags"] | dict(deterministic=True))
     try:
         run = make(folder)
         row |= costs(run, args.rounds, args.between) | rates(run)
         row |= measure.peak(device) if device.type == "cuda" else {}
-        del run
-        torch._dynamo.reset()  # compiled code holds the model
-        gc.collect()
-        row |= resumed(partial(make, f"{folder}/resumed")) if args.check else {}
+        tell(c, row)
+        if args.check:
+            del run
+            torch._dynamo.reset()  # compiled code holds the model
+            gc.collect()
+            set_deterministic(True)
+            check |= resumed(partial(make, f"{folder}/resumed"))
+            tell(c, check)
     finally:
+        set_deterministic(c.deterministic)
         if rank == 0:
             shutil.rmtree(folder)
         signal.signal(signal.SIGTERM, before)
-    if rank == 0:
-        append_jsonl(c.results, row)
-        print("\n".join(f"{key:<20} {value}" for key, value in row.items()))
     shutdown()
-    return 0 if row.get("resumed_bitwise", True) else 4
+    return 0 if check.get("resumed_bitwise", True) and check.get("went_on_bitwise", True) else 4
+
+
+def tell(c: flags.Config, row: dict) -> None:
+    if dist.get_rank() == 0:
+        append_jsonl(c.results, row)
+        print("\n".join(f"{key:<20} {value}" for key, value in row.items()), flush=True)
 
 
 if __name__ == "__main__":

@@ -293,7 +293,7 @@ def _tidy(path: str) -> None:
     folder, left = os.path.dirname(path) or ".", re.compile(re.escape(os.path.basename(path)) + r"\.tmp-[0-9a-f]{8}")
     for name in filter(left.fullmatch, os.listdir(folder)):
         with suppress(Refused):
-            take(os.path.join(folder, name))
+            take(os.path.join(folder, name), patient=False)
             shutil.rmtree(os.path.join(folder, name))
             drop(os.path.join(folder, name))
             say(f"removed {name}, which an export that was killed left unfinished")
