@@ -45,6 +45,7 @@ from simple_fsdp import MixedPrecisionPolicy, data_parallel, disable_data_parall
 
 one_thread = pytest.fixture(scope="module", autouse=True)(with_one_thread)
 fake = pytest.fixture(fake_ranks)
+FILLED = pytest.mark.skipif(torch.__version__ < (2, 12), reason="torch 2.11's fake group gathers uninitialised memory")
 
 # --------------------------------------------------------------------------------- 1: state_dict and checkpoints
 
@@ -62,6 +63,7 @@ def test_property_1_state_dict_keeps_its_names_and_holds_dtensors(fake, mode):
     assert model.load_state_dict(state).missing_keys == []
 
 
+@FILLED
 def test_property_1_checkpoint_helpers_inside_disable_data_parallel_run_no_collective(fake):
     model = data_parallel(All(), fake(4))
     opt = adamw(model)
@@ -380,6 +382,7 @@ def test_property_5_meta_first_keeps_ties_and_runs_no_collective(fake, mode):
 # ----------------------------------------------------------------------------------------------------- 6: one rank
 
 
+@FILLED
 @pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("mode", simple_fsdp.MODES)
 def test_property_6_world_size_1_casts_as_world_size_n(fake, mode, compile):
@@ -396,6 +399,7 @@ def test_property_6_world_size_1_casts_as_world_size_n(fake, mode, compile):
         assert p.dtype == p.grad.dtype == torch.float32 and torch.equal(p.grad.to_local(), q.grad.float())
 
 
+@FILLED
 def test_property_6_world_size_1_without_casts_trains_bitwise_like_the_unwrapped_module(fake):
     plain = All([name for name in PARTS if name != "odd"])  # its transposed weight becomes contiguous: other kernels
     model = data_parallel(copy.deepcopy(plain), fake(1))
