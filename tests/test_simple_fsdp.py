@@ -19,6 +19,7 @@ import pytest
 import torch
 from models_for_wrapper import (
     BF16,
+    FILLED,
     PARTS,
     All,
     Block,
@@ -45,7 +46,6 @@ from simple_fsdp import MixedPrecisionPolicy, data_parallel, disable_data_parall
 
 one_thread = pytest.fixture(scope="module", autouse=True)(with_one_thread)
 fake = pytest.fixture(fake_ranks)
-FILLED = pytest.mark.skipif(torch.__version__ < (2, 12), reason="torch 2.11's fake group gathers uninitialised memory")
 
 # --------------------------------------------------------------------------------- 1: state_dict and checkpoints
 
@@ -146,6 +146,7 @@ def test_property_2_min_bytes_leaves_smaller_parameters_and_scalars_and_empty_on
 # ------------------------------------------------------------------------------------------------- 3: any nn.Module
 
 
+@FILLED
 def test_property_3_ties_stay_ties_frozen_stays_frozen_buffers_and_classes_are_kept(fake):
     model = All()
     frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
