@@ -14,9 +14,12 @@ from pathlib import Path
 from queue import Empty
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+ONE_GRAPH = pytest.mark.skipif(torch.__version__ < (2, 13), reason="--compile step needs torch 2.13")
 
 # New processes are copies of one that has imported these and run nothing: importing costs more than most checks.
 # (The last: tyro would import it in every process.)

@@ -6,6 +6,7 @@ import logging
 import warnings
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -22,6 +23,8 @@ from torch.utils.checkpoint import checkpoint
 from simple_fsdp import MixedPrecisionPolicy, data_parallel, disable_data_parallel
 
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+FILLED = pytest.mark.skipif(torch.__version__ < (2, 12), reason="torch 2.11's fake group gathers uninitialised memory")
+INFERENCE = pytest.mark.skipif(torch.__version__ < (2, 12), reason="torch 2.11 has no aten.detach_ of a DTensor")
 
 # ------------------------------------------------------------------------------------------------------------ models
 # Each part maps a batch (x [B, 4, 8] float, t [B, 4] int below 11) to the mean loss of its samples.

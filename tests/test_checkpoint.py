@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from harness import spawn
+from harness import ONE_GRAPH, spawn
 from running import one_line
 from saved import assert_bitwise, contents, made, raw, steps_in, whole
 from torch.distributed.checkpoint import filesystem
@@ -40,7 +40,7 @@ SETTINGS = {
 }  # fmt: skip
 COMPILED = {mode: f"--compile {mode}" for mode in ("blocks", "model", "fwdbwd", "step")}
 COMPILED["fwdbwd in the background"] = "--compile fwdbwd --save-async"
-ALL = [*SETTINGS, *(pytest.param(mode, marks=pytest.mark.slow) for mode in COMPILED)]
+ALL = [*SETTINGS, *(pytest.param(k, marks=[pytest.mark.slow, *[ONE_GRAPH] * (k == "step")]) for k in COMPILED)]
 
 
 @pytest.mark.parametrize("setting", ALL)

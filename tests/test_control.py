@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -195,6 +196,20 @@ def test_no_progress_ends_the_process_with_the_place_and_the_stacks_in_a_file(do
     stacks = (tmp_path / "hang/rank-0.txt").read_text()
     assert json.loads(stacks.splitlines()[0])["step"] == 7 and "in test_no_progress_ends" in stacks
     assert (tmp_path / "hang/flight-0").exists()
+
+
+@pytest.mark.parametrize("backend, newest, begun", [("gloo", "gloo:all_reduce", 3), ("nccl", "nccl:all_gather", 10)])
+def test_nccl_has_a_flight_recorder_of_its_own(backend, newest, begun, monkeypatch):
+    def dump(name, begun):
+        entries = [dict(pg_id=0, profiling_name="first"), dict(pg_id=0, profiling_name=name)]
+        return pickle.dumps(dict(entries=entries, pg_status={"0": dict(last_enqueued_collective=begun)}))
+
+    dumps = dict(gloo=dump("gloo:all_reduce", 3), nccl=dump("nccl:all_gather", 7))
+    monkeypatch.setattr(torch._C._distributed_c10d, "_dump_fr_trace", lambda: dumps["gloo"])
+    monkeypatch.setattr(torch._C._distributed_c10d, "_dump_nccl_trace", lambda: dumps["nccl"], raising=False)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend", lambda: backend)
+    assert watchdog._collectives() == (dumps[backend], begun, newest)
 
 
 def test_progress_or_no_limit_ends_nothing(dog):

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from forked import Job
+from harness import ONE_GRAPH
 from running import TINY, one_line, read
 from test_checkpoint import assert_bitwise, contents, steps_in
 
@@ -200,7 +201,7 @@ def test_a_fault_that_says_nothing_is_refused(fault, told, train, monkeypatch):
     assert done.code == 2 and told in one_line(done.err) and "expected rank:step:where:kind" in done.err
 
 
-@pytest.mark.parametrize("argv", ["--compile step", "--optim in-backward --clip 0"])
+@pytest.mark.parametrize("argv", [pytest.param("--compile step", marks=ONE_GRAPH), "--optim in-backward --clip 0"])
 def test_a_fault_where_the_run_has_no_such_place_is_refused(argv, train, monkeypatch):
     monkeypatch.setenv("FAULT", "0:1:update:raise")
     done = train(*argv.split())

@@ -10,6 +10,7 @@ from trainer import attention, kernels
 from trainer.cuda_graph import Replayed
 from trainer.measure import device_peak
 from trainer.step import COMPILE_MODES, AdamW, check_mode, make_step
+from trainer.watchdog import _collectives
 
 pytestmark = [
     pytest.mark.gpu,
@@ -189,6 +190,12 @@ def test_a_step_never_waits_for_the_device(mesh):
         step(batch[:, :-1], batch[:, 1:])
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_flight_recorder_has_the_collectives_of_nccl(mesh):
+    dist.all_reduce(torch.ones(1, device="cuda"))
+    _, begun, newest = _collectives()
+    assert begun > 0 and newest == "nccl:all_reduce"
 
 
 def test_the_peak_of_this_device_is_known_or_it_is_said(mesh):

@@ -27,8 +27,8 @@ def test_ten_steps_are_five_and_five_bit_for_bit(compile, how, train, tmp_path, 
 
 def test_a_setting_that_does_not_fit_says_where_how_much_and_what_to_do(train, tmp_path):
     free = torch.cuda.mem_get_info()[0]
-    rows = free // (256 * 2048 * 4) + 1  # that many sequences' logits fill what is free
-    done = train(*GPU, "--compile", "none", "--vocab", 2048, "--batch", rows)
+    rows = free // (256 * 65536 * 4) + 1  # so many logits fill what is free; attention takes 65'535 rows at most
+    done = train(*GPU, "--compile", "none", "--vocab", 65536, "--batch", rows)
     (line,) = [line for line in done.err.splitlines() if line.startswith("error: ")]
     assert done.code == 6 and done.row["outcome"].startswith("OOM ") and " GiB more, peak " in line
     assert "--batch" in line and "memory_viz" in line and [*tmp_path.glob("*.hang/memory-0.pickle")]

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from harness import ONE_GRAPH
 from running import TINY, one_line, read, torchrun
 
 import main
@@ -174,7 +175,9 @@ def test_compile_options_are_read_as_python_literals():
     assert flags.compile_options(flags.parse("--compile-options plain a=b".split())) == {"plain": True, "a": "b"}
 
 
-@pytest.mark.parametrize(("mode", "plain"), [("blocks", []), ("model", ["plain"]), ("fwdbwd", ["plain"]), ("step", [])])
+@pytest.mark.parametrize(("mode", "plain"), [
+    ("blocks", []), ("model", ["plain"]), ("fwdbwd", ["plain"]), pytest.param("step", [], marks=ONE_GRAPH),
+])  # fmt: skip
 def test_compile_options_reach_every_graph_of_the_model(mode, plain, train, monkeypatch):
     ran, compile = [], torch.compile
 

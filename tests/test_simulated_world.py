@@ -10,6 +10,7 @@ import torch.distributed as dist
 from harness import spawn
 from test_equivalence import without_code
 from torch import nn
+from torch.utils import cpp_extension
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import simple_fsdp
@@ -343,3 +344,10 @@ def test_the_log_tells_every_collective_and_its_modelled_time():
     assert reduce[:5] == ("all_reduce", mesh.get_group("replicate").group_name, 2, 1024, True)
     assert reduce.seconds == pytest.approx(20e-6 + 1024 / 370e9)
     assert sim.summary(sim.log())["all_gather"] == dict(n=1, mib=1.0, ms=round(1e3 * seconds, 3))
+
+
+def test_the_clock_of_a_gpu_needs_no_cuda_toolkit(monkeypatch):
+    """Torch's compiler of kernels asks for the headers of one, which pip's packages are not."""
+    monkeypatch.setattr(cpp_extension, "CUDA_HOME", None)
+    monkeypatch.setattr(torch.cuda, "_compile_kernel", lambda _, name: [*cpp_extension.include_paths("cuda"), name])
+    assert sim._Clock().wait[-1] == "wait_deadline" and cpp_extension.CUDA_HOME is None

@@ -72,8 +72,8 @@ class AdamW:
         bad = torch.zeros_like(self.t) if bad is None else bad
         refused, t = bad.bool(), self.t + bad  # t is never 0
         b1, b2 = self.betas
-        stored = m, v
-        if m[0].dtype != p[0].dtype:
+        stored, narrow = (m, v), m[0].dtype != p[0].dtype
+        if narrow:
             m, v = [x.to(p[0].dtype) for x in m], [x.to(p[0].dtype) for x in v]
         g = [x.masked_fill(refused, 0.0) for x in g]
         change = torch._foreach_sub(g, m)
@@ -82,7 +82,7 @@ class AdamW:
         torch._foreach_mul_(v, torch.where(refused, 1.0, b2))
         torch._foreach_addcmul_(v, g, g, 1 - b2)
         del g, change
-        if m is not stored[0]:
+        if narrow:  # not "m is not stored[0]", which torch 2.11 does not trace
             torch._foreach_copy_(stored[0], m)
             torch._foreach_copy_(stored[1], v)
         d = torch._foreach_sqrt(v)

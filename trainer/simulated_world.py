@@ -28,6 +28,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -169,7 +170,12 @@ class _Clock:
     }"""
 
     def __init__(self):  # compiled before any CUDA graph is captured
-        self.set, self.wait = (torch.cuda._compile_kernel(self.SOURCE, n) for n in ("set_deadline", "wait_deadline"))
+        from torch.utils import cpp_extension  # imports setuptools
+
+        # Torch's compiler wants the headers of a toolkit, which pip's packages are not and these kernels do not need.
+        with mock.patch.object(cpp_extension, "CUDA_HOME", cpp_extension.CUDA_HOME or "/usr"):
+            made = [torch.cuda._compile_kernel(self.SOURCE, name) for name in ("set_deadline", "wait_deadline")]
+        self.set, self.wait = made
         self.deadlines = {}
 
     def occupy(self, device: torch.device, seconds: float, copy: Callable) -> None:

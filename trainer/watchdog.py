@@ -41,11 +41,16 @@ PATIENCE_S = 10.0  # without progress, after another rank has left or a signal c
 ROOT = Path(__file__).parent.parent
 
 
-def _collectives(trace: bytes) -> tuple[int, str]:
-    """Of this process's flight recorder: number of collectives begun in all groups, the newest of the default one."""
-    trace = pickle.loads(trace)
-    newest = [entry["profiling_name"] for entry in trace["entries"] if entry["pg_id"] == 0][-1:]
-    return sum(each["last_enqueued_collective"] for each in trace["pg_status"].values()), "".join(newest)
+def _collectives() -> tuple[bytes, int, str]:
+    """Of this process: the flight recorder of the default group's backend; number of collectives begun in all groups;
+    the newest of the default one. All private functions of torch's."""
+    dumps = [torch._C._distributed_c10d._dump_fr_trace()]  # of groups that are not NCCL's, which has its own
+    if dist.is_initialized() and dist.get_backend() == "nccl":
+        dumps.insert(0, torch._C._distributed_c10d._dump_nccl_trace())
+    traces = [pickle.loads(dump) for dump in dumps]
+    newest = [entry["profiling_name"] for entry in traces[0]["entries"] if entry["pg_id"] == 0][-1:]
+    begun = sum(each["last_enqueued_collective"] for trace in traces for each in trace["pg_status"].values())
+    return dumps[0], begun, "".join(newest)
 
 
 def _where(thread: int) -> str:
@@ -203,9 +208,8 @@ class Watchdog:
     def _answers(self, why: str | None) -> dict[int, dict]:
         """What each rank that answers says, this one among them."""
         own, trace = dict(step=self.step, place=self.place, why=why, at=_where(self.main), begun=0, newest=""), b""
-        with suppress(Exception):  # a private function of torch's
-            trace = torch._C._distributed_c10d._dump_fr_trace()
-            own["begun"], own["newest"] = _collectives(trace)
+        with suppress(Exception):
+            trace, own["begun"], own["newest"] = _collectives()
         with suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
             with open(self.folder / f"rank-{self.rank}.txt", "w") as file:
