@@ -5,6 +5,7 @@
 
 import pytest
 import torch
+from harness import ONE_GRAPH
 from saved import assert_bitwise, contents, steps_in
 from torch._inductor import config as inductor
 from torch._inductor.utils import run_and_get_code
@@ -31,7 +32,7 @@ def test_each_run_has_its_own(train, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("compile", ["fwdbwd", "blocks", "step"])
+@pytest.mark.parametrize("compile", ["fwdbwd", "blocks", pytest.param("step", marks=ONE_GRAPH)])
 def test_compiled_on_four_threads_ten_steps_are_five_and_five(compile, train, tmp_path, monkeypatch):
     torch.set_num_threads(4)
     argv = "--compile", compile, "--batch", 8, "--steps", 10, "--log-every", 1, "--save"
