@@ -21,7 +21,7 @@ MOMENTS = {  # what is about to be called, for which time with a last argument t
     "first item": (filesystem, "_write_item", 1, "", ""), "an item": (filesystem, "_write_item", 17, "", ""),
     "an item in the background": (filesystem, "_write_item", 17, "", "--save-async"),
     "train state": (saver, "write_json", 1, "", ""), "manifest": (saver, "write_manifest", 1, "", ""),
-    "rename": (os, "rename", 1, r"/step-\d{8}", ""), "after rename": (saver, "sync", 1, "", ""),
+    "rename": (os, "rename", 1, r"/step-\d{8}", ""), "after rename": (saver, "sync", 1, "/after rename", ""),
     "second save": (saver, "write_manifest", 2, "", ""),
     "removal": (os, "rename", 1, r"/tmp-step-\d{8}-\w{8}", "--keep 1"),
     "half a removal": (shutil, "rmtree", 1, "", "--keep 1"),

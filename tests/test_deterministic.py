@@ -45,7 +45,7 @@ def test_compiled_on_four_threads_ten_steps_are_five_and_five(compile, train, tm
     assert any("atomic_add" in each for each in code) == (compile != "blocks")  # the embedding's gradient
     whole, code = run("whole", "--deterministic")
     assert code and not any("atomic_add" in each for each in code)
-    monkeypatch.setenv("FAULT", "0:5:update:term")
+    monkeypatch.setenv("FAULT", "0:5:data:term")
     stopped, _ = run("run", "--deterministic")
     monkeypatch.delenv("FAULT")
     assert stopped.code == 143 and steps_in(tmp_path / "run") == [5]
