@@ -7,6 +7,7 @@ import itertools
 import math
 import re
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -206,6 +207,9 @@ def test_an_update_in_backward_is_not_refused_but_told(poison):
 def test_the_decision_costs_no_collective(train):
     done = train("--world", 2, "--link", "none")
     assert done.row["collectives"]["all_reduce"]["n"] == 3  # labels, loss, norm
+    gradients = done.row["collectives"]["reduce_scatter"]["n"]
+    done = train("--world", 2, "--link", "none", "--mode", "replicate")
+    assert done.row["collectives"]["all_reduce"]["n"] == gradients + 3
 
 
 # ----------------------------------------------------------------------------------------------------------- two ranks
@@ -220,8 +224,33 @@ def nan_on_rank_1(mesh):
     return {argv: refused(argv, NAN, world=2, on=1) for argv in RANKS}
 
 
-def test_what_one_rank_has_all_refuse():
-    one, other = spawn(2, [nan_on_rank_1])["nan_on_rank_1"]
+APART = {"--clip 0.1": (0.5, 0.6), "--norm-limit 1": (0.9, 1.1), "": (1.0, NAN), "--clip 0": (NAN, 1.0)}
+
+
+def norms_apart(mesh):
+    """What replicas have after a step whose gradient norm each computed otherwise."""
+    found = []
+    for argv, norms in APART.items():
+        step, batches = made(f"--compile none --mode replicate {argv}", 2)
+        with mock.patch("trainer.step.global_norm", lambda *_, norms=norms: torch.tensor(norms[dist.get_rank()])):
+            step(*next(batches))
+        found.append((step.grad_norm.item(), step.bad.item(), state(step)))
+    return found
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks():
+    return spawn(2, [nan_on_rank_1, norms_apart])
+
+
+def test_replicas_decide_alike_whatever_norm_each_has_computed(on_two_ranks):
+    one, other = on_two_ranks["norms_apart"]
+    assert [(f"{norm:.1f}", bad) for norm, bad, _ in one] == [("0.6", 0), ("1.1", 1), ("nan", 1), ("nan", 1)]
+    assert repr(one) == repr(other)
+
+
+def test_what_one_rank_has_all_refuse(on_two_ranks):
+    one, other = on_two_ranks["nan_on_rank_1"]
     assert repr([told for told, _, _ in one.values()]) == repr([told for told, _, _ in other.values()])
     for argv in RANKS:
         for rank in (one, other):

@@ -20,6 +20,7 @@ accum_sync="last" as a whole, beside whole weights that are gathered once per st
 
 import functools
 import logging
+import math
 import os
 import types
 from contextlib import contextmanager, nullcontext
@@ -125,6 +126,8 @@ class Step:
         self.ranks = mesh.size() if mesh is not None else 1
         self.loss_fn, self.update_fn = self.loss_sum, self.update
         self.where = [_shard_group(p) for p in optimizer.params]
+        sizes = enumerate(mesh.shape if mesh is not None else ())
+        self.replicated = [dim for dim, n in sizes if n > 1 and any(w is None or w[1] != dim for w in self.where)]
         self.grad_norm: Tensor | None = None
         self.bad: Tensor | None = None
         self.phase = "fwd"  # where it is: "fwd", "bwd" or "step", for the message when memory runs out
@@ -134,9 +137,9 @@ class Step:
     def loss_sum(self, tokens: Tensor, targets: Tensor, share: Tensor) -> Tensor:
         return self.model(tokens, targets, self.chunk) / share
 
-    def over_ranks(self, t: Tensor, op: str) -> Tensor:
-        """All-reduce over every rank of the mesh (both dimensions of a 2-D one)."""
-        for dim in range(self.mesh.ndim if self.mesh is not None else 0):
+    def over_ranks(self, t: Tensor, op: str, dims: list[int] | None = None) -> Tensor:
+        """All-reduce over every rank of the mesh (both dimensions of a 2-D one), or along some of its dimensions."""
+        for dim in range(self.mesh.ndim if self.mesh is not None else 0) if dims is None else dims:
             if self.mesh.size(dim) > 1:
                 t = funcol.wait_tensor(funcol.all_reduce(t, op, (self.mesh, dim)))  # on CUDA the stream waits
         return t
@@ -146,6 +149,15 @@ class Step:
         labels = self.over_ranks((targets != IGNORE).sum(), "sum")
         return labels.clamp(min=1) / self.ranks
 
+    def norm_of(self, grads: list[Tensor]) -> Tensor:
+        """`global_norm`, the same bits on all ranks: replicas, each of which computes it, may be of other devices or
+        kernels, and would clip and decide apart. The largest, and not finite if one is not."""
+        norm = global_norm(self.optimizer.params, grads, self.where)
+        if not self.replicated:
+            return norm
+        norm, broken = self.over_ranks(torch.stack((norm, (~norm.isfinite()).float())), "max", self.replicated)
+        return torch.where(broken > 0, math.nan, norm)  # a maximum may pass over NaN
+
     def judge(self, loss: Tensor, norm: Tensor) -> Tensor:
         """1.0 if a step of this loss and gradient norm, both of all ranks, is to be refused: also one without labels,
         which would decay the weights and go on along the moments."""
@@ -154,7 +166,7 @@ class Step:
 
     def update(self, grads: list[Tensor], loss: Tensor) -> tuple[Tensor, Tensor]:
         """The gradient norm, and whether the update was refused; `loss` is that of all ranks."""
-        norm = global_norm(self.optimizer.params, grads, self.where)
+        norm = self.norm_of(grads)
         bad = self.judge(loss, norm)
         if self.clip:
             grads = torch._foreach_mul(grads, (self.clip / (norm + 1e-6)).clamp(max=1.0))
@@ -221,7 +233,7 @@ class InBackwardStep(Step):
         loss.backward()
         self.phase = "step"
         with torch.no_grad():
-            self.grad_norm = global_norm(self.optimizer.params, self.norms, self.where)  # the norm of norms
+            self.grad_norm = self.norm_of(self.norms)  # the norm of norms
             loss = self.over_ranks(loss.detach(), "avg")
             self.bad = self.judge(loss, self.grad_norm)
             return loss
