@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/hf_llama.py [NAME]     # default: a tiny random Llama
 
-Needs transformers, and simple_fsdp.py and overlap.py: copied beside this file, or this project installed."""
+Needs transformers, and simple_fsdp.py, overlap.py and gloo.py: copied beside this file, or this project installed."""
 
 import os
 import sys
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from gloo import one_worker_thread
 from overlap import compile_options
 from simple_fsdp import MixedPrecisionPolicy, data_parallel
 
@@ -23,8 +24,8 @@ def tiny_llama() -> torch.nn.Module:
 if __name__ == "__main__":
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    torch.manual_seed(0), one_worker_thread()  # gloo's, on CPUs
     mesh = dist.init_device_mesh(device.type, (int(os.environ["WORLD_SIZE"]),))
-    torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32) if sys.argv[1:] else tiny_llama()
     policy = MixedPrecisionPolicy(torch.bfloat16 if cuda else None, torch.float32)  # the masters stay fp32
     model = data_parallel(model.to(device), mesh, mp_policy=policy)
@@ -33,8 +34,7 @@ if __name__ == "__main__":
     torch.manual_seed(1 + dist.get_rank())
     for step in range(5):
         tokens = torch.randint(256, (4, 64), device=device)  # your batches, another on each rank
-        loss = loss_of(tokens)
-        loss.backward()
+        (loss := loss_of(tokens)).backward()
         optimizer.step(), optimizer.zero_grad()
         print(f"rank {dist.get_rank()}  step {step + 1}  loss {loss.item():.6f}", flush=True)
     torch._dynamo.reset(), dist.barrier(), dist.destroy_process_group()  # compiled code holds the group

@@ -14,8 +14,11 @@ from torch.nn.attention import flex_attention as flex
 
 import main
 import model
+from gloo import one_worker_thread
 from trainer import config as flags
 from trainer import export
+
+one_worker_thread()
 
 
 @pytest.fixture(autouse=True)

@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from gloo import one_worker_thread
+
 ONE_GRAPH = pytest.mark.skipif(torch.__version__ < (2, 13), reason="--compile step needs torch 2.13")
 
 # New processes are copies of one that has imported these and run nothing: importing costs more than most checks.
@@ -46,6 +48,7 @@ def _worker(rank, world, port, checks, queue, threads, env):
     if not torch.__version__.startswith("2.11"):  # there AOTAutograd's log prints a mesh and fails on a fake tensor
         os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
     torch.set_num_threads(threads)
+    one_worker_thread()
     dist.init_process_group(
         "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world, timeout=timedelta(seconds=300)
     )

@@ -33,6 +33,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp import MixedPrecisionPolicy as FSDP2Policy
 from torch.nn.parallel import DistributedDataParallel
 
+from gloo import one_worker_thread
 from model import ModelConfig, Transformer
 from simple_fsdp import MixedPrecisionPolicy, data_parallel, disable_data_parallel
 from trainer import measure, simulated_world
@@ -59,6 +60,7 @@ def connect(c: flags.Config, rank: int, local_rank: int, world: int, timeout: fl
         raise ValueError(f"--device cuda: torch {torch.__version__} has no NCCL; use --device cpu")
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     limit = dict(timeout=timedelta(seconds=timeout)) if timeout else {}
+    one_worker_thread()
     if timeout:  # also of the groups that are made later: parts of the mesh, the host's own
         c10d = dist.distributed_c10d
         c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = limit["timeout"]

@@ -43,6 +43,7 @@ def export(args: argparse.Namespace) -> str:
     import torch  # here, so that --help is instant
     import torch.distributed as dist
 
+    from gloo import one_worker_thread
     from trainer import checkpoint, weights
     from trainer.control import Signals
 
@@ -57,6 +58,7 @@ def export(args: argparse.Namespace) -> str:
             raise CheckpointError(f"{found.path}: is gone, as by --keep of a run that goes on; export again") from None
 
     weights.check_output(args.out, args.overwrite)
+    one_worker_thread()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # what verifies is collective
     try:
         found = checkpoint.find(args.checkpoint)
