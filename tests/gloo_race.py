@@ -2,7 +2,7 @@
 
     python tests/gloo_race.py [--collectives 40000]     # two worker threads a group, as torch has it; then one
 
-Prints the exit codes of the ranks: -6 or -11 is a heap found broken, and the other rank loses its peer. No GPU.
+Prints the exit codes of the ranks: -6 or -11 is a heap found broken, and the other rank loses its peer; -9 hung. No GPU.
 """
 
 import argparse
@@ -33,7 +33,7 @@ def _rank(rank: int, port: int, collectives: int, one: bool) -> None:
     dist.destroy_process_group()
 
 
-def race(port: int, collectives: int, one: bool, timeout: float = 300) -> list[int]:
+def race(port: int, collectives: int, one: bool, timeout: float = 60) -> list[int]:
     """Exit codes of two ranks. What is left of them after one has died, or after `timeout` seconds, is killed."""
     ranks = [mp.get_context("spawn").Process(target=_rank, args=(r, port, collectives, one)) for r in range(2)]
     for rank in ranks:
