@@ -6,7 +6,10 @@ torch gives each gloo group two worker threads. When a collective is done, both 
 the group, with no lock (`pgStatus_->lastCompletedWorkName` in ProcessGroupGloo::runLoop; torch 2.11, 2.13 and 2.14),
 and those of functional collectives ("ALLGATHER_COALESCED") are too long for the string's own buffer: memory is freed
 twice, and the process dies of that now or later, or computes with what it reads there. With one thread the collectives
-of a group run one after the other, as NCCL's do. `python tests/gloo_race.py` shows both.
+of a group run one after the other, as NCCL's do.
+
+`python tests/gloo_race.py`, 40'000 collectives on two ranks, torch 2.13.0+cpu: a rank dies or hangs in 9 of 10 runs
+with two threads, in 0 of 10 with one.
 """
 
 import os

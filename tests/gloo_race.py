@@ -2,7 +2,7 @@
 
     python tests/gloo_race.py [--collectives 40000]     # two worker threads a group, as torch has it; then one
 
-Prints the exit codes of the ranks: -6 or -11 is a heap found broken, and the other rank loses its peer; -9 hung. No GPU.
+Prints the exit codes of the ranks: -6 or -11 is a heap found broken, and the other rank loses it; -9 hung. No GPU.
 """
 
 import argparse
