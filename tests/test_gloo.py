@@ -1,6 +1,7 @@
 """Gloo groups have one worker thread each, whoever makes them: two write one string without a lock (gloo.py)."""
 
 import os
+import pickle
 import runpy
 import sys
 from concurrent.futures import ProcessPoolExecutor
@@ -35,7 +36,10 @@ def groups(timeout: float) -> set[tuple]:
     from trainer.step import shutdown
 
     connect(flags.resolve(flags.parse(["--device", "cpu"]), "cpu", 1), 0, 0, 1, timeout)
-    control_group(), dist.new_group()  # as those of a mesh are made
+    control_group()
+    told = pickle.loads(torch._C._distributed_c10d._dump_fr_trace())["pg_status"]
+    assert len(told) == 1, "a thread must not be the first to use a control group"
+    dist.new_group()  # as those of a mesh are made
     made = [group._get_backend(torch.device("cpu")).options for group in dist.distributed_c10d._world.pg_map]
     assert len(made) == 3
     told = {(o._threads, o._timeout.total_seconds(), len(o._devices)) for o in made}

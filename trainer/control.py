@@ -60,7 +60,11 @@ def fresh(store: dist.Store, rank: int, world: int) -> dist.Store:
 
 def control_group() -> dist.ProcessGroup:
     """A gloo group beside the default one, for what the host has to say: no device waits for it. Collective."""
-    return dist.new_group(backend="gloo")
+    group = dist.new_group(backend="gloo")
+    # The first collective is done here, not in a thread beside those of others: with it torch's flight recorder adds
+    # the group to a map, in 2.11 without a lock.
+    dist.all_reduce(torch.zeros(1, device="cpu"), group=group)
+    return group
 
 
 def agree(facts: dict[str, Any], group: dist.ProcessGroup | None) -> None:
