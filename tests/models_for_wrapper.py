@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.backends.debugging import aot_eager, boxed_nop
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, _collective_utils
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,8 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from simple_fsdp import MixedPrecisionPolicy, data_parallel, disable_data_parallel
 
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-FILLED = pytest.mark.skipif(torch.__version__ < (2, 12), reason="torch 2.11's fake group gathers uninitialised memory")
-INFERENCE = pytest.mark.skipif(torch.__version__ < (2, 12), reason="torch 2.11 has no aten.detach_ of a DTensor")
+INFERENCE = pytest.mark.skipif(torch.__version__ < (2, 12), reason="torch 2.11 cannot detach_ a DTensor in inference mode")
 
 # ------------------------------------------------------------------------------------------------------------ models
 # Each part maps a batch (x [B, 4, 8] float, t [B, 4] int below 11) to the mean loss of its samples.
@@ -377,5 +376,15 @@ def fake_ranks():
             return init_device_mesh("cpu", (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
         return init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))
 
-    yield start
+    scatter = _collective_utils.scatter
+
+    def filled(output, scatter_list, group, **how):
+        """What torch 2.11's fake group leaves uninitialised: the shards of `distribute_tensor`."""
+        done = scatter(output, scatter_list, group=group, **how)
+        output.copy_(scatter_list[dist.get_rank(group)]) if scatter_list else output.zero_()
+        return done
+
+    old = torch.__version__ < (2, 12)
+    with mock.patch.object(_collective_utils, "scatter", filled) if old else contextlib.nullcontext():
+        yield start
     end()

@@ -19,7 +19,6 @@ import pytest
 import torch
 from models_for_wrapper import (
     BF16,
-    FILLED,
     PARTS,
     All,
     Block,
@@ -63,7 +62,6 @@ def test_property_1_state_dict_keeps_its_names_and_holds_dtensors(fake, mode):
     assert model.load_state_dict(state).missing_keys == []
 
 
-@FILLED
 def test_property_1_checkpoint_helpers_inside_disable_data_parallel_run_no_collective(fake):
     model = data_parallel(All(), fake(4))
     opt = adamw(model)
@@ -146,7 +144,6 @@ def test_property_2_min_bytes_leaves_smaller_parameters_and_scalars_and_empty_on
 # ------------------------------------------------------------------------------------------------- 3: any nn.Module
 
 
-@FILLED
 def test_property_3_ties_stay_ties_frozen_stays_frozen_buffers_and_classes_are_kept(fake):
     model = All()
     frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
@@ -383,7 +380,6 @@ def test_property_5_meta_first_keeps_ties_and_runs_no_collective(fake, mode):
 # ----------------------------------------------------------------------------------------------------- 6: one rank
 
 
-@FILLED
 @pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("mode", simple_fsdp.MODES)
 def test_property_6_world_size_1_casts_as_world_size_n(fake, mode, compile):
@@ -400,7 +396,6 @@ def test_property_6_world_size_1_casts_as_world_size_n(fake, mode, compile):
         assert p.dtype == p.grad.dtype == torch.float32 and torch.equal(p.grad.to_local(), q.grad.float())
 
 
-@FILLED
 def test_property_6_world_size_1_without_casts_trains_bitwise_like_the_unwrapped_module(fake):
     plain = All([name for name in PARTS if name != "odd"])  # its transposed weight becomes contiguous: other kernels
     model = data_parallel(copy.deepcopy(plain), fake(1))
