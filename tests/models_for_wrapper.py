@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from simple_fsdp import MixedPrecisionPolicy, data_parallel, disable_data_parallel
 
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-INFERENCE = pytest.mark.skipif(torch.__version__ < (2, 12), reason="torch 2.11 cannot detach_ a DTensor in inference mode")
+INFERENCE = pytest.mark.skipif(torch.__version__ < (2, 12), reason="torch 2.11 has no detach_ of a DTensor")
 
 # ------------------------------------------------------------------------------------------------------------ models
 # Each part maps a batch (x [B, 4, 8] float, t [B, 4] int below 11) to the mean loss of its samples.
