@@ -24,19 +24,22 @@ if __name__ == "__main__":  # before torch is imported: --help and bad flags ans
 import torch
 
 from model import flops_per_token
-from trainer import checkpoint, inject, measure, memory, memory_events, simulated_world
-from trainer.baselines import build, connect, model_config
-from trainer.control import Control, Signals, Stopped, agree, control_group
+from trainer import checkpoint, inject, measure, memory, memory_events
+from trainer.baselines import build, model_config
 from trainer.cuda_graph import Replayed
 from trainer.data import Batches, check_source
+from trainer.distributed import simulated_world
+from trainer.distributed.control import Control, Signals, Stopped, agree, control_group
+from trainer.distributed.launch import connect, set_deterministic, shutdown
+from trainer.distributed.terminal import tell
 from trainer.kernels import choose
 from trainer.manifest import check_directory
 from trainer.nonfinite import Watch
 from trainer.outcome import ended_by
 from trainer.record import header, row
 from trainer.saver import Saver
-from trainer.sinks import Sinks, check_writable, final_lines, tell
-from trainer.step import check_mode, global_norm, set_deterministic, shutdown
+from trainer.sinks import Sinks, check_writable, final_lines
+from trainer.step import check_mode, global_norm
 from trainer.watchdog import Watchdog
 from trainer.weights import initialise
 

@@ -122,9 +122,10 @@ from torch import Tensor, nn
 import overlap
 from simple_fsdp import MixedPrecisionPolicy, data_parallel, disable_data_parallel
 from trainer import measure
-from trainer.baselines import DTYPES, connect
+from trainer.baselines import DTYPES
+from trainer.distributed.launch import connect, shutdown
 from trainer.sinks import append_jsonl, check_writable, final_lines
-from trainer.step import check_mode, shutdown
+from trainer.step import check_mode
 
 
 class MLP(nn.Module):

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint import filesystem
 
 from trainer import checkpoint, lock, saver
 from trainer import config as flags
-from trainer.baselines import connect
+from trainer.distributed.launch import connect
 from trainer.manifest import CheckpointError, Damaged, Refused, check_directory, verify
 from trainer.saver import Saver
 from trainer.step import local

@@ -10,7 +10,7 @@ from saved import assert_bitwise, contents, steps_in
 from torch._inductor import config as inductor
 from torch._inductor.utils import run_and_get_code
 
-from trainer.step import set_deterministic
+from trainer.distributed.launch import set_deterministic
 
 pytestmark = pytest.mark.usefixtures("isolated")
 

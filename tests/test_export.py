@@ -31,9 +31,10 @@ from torch.distributed.tensor import DTensor
 
 from trainer import checkpoint, export, weights
 from trainer import config as flags
-from trainer.baselines import build, connect
-from trainer.control import Desync
+from trainer.baselines import build
 from trainer.data import Batches
+from trainer.distributed.control import Desync
+from trainer.distributed.launch import connect
 from trainer.manifest import CheckpointError
 from trainer.saver import Saver
 from trainer.step import local

@@ -20,7 +20,7 @@ from test_checkpoint import assert_bitwise, contents, steps_in
 
 import main
 from trainer import inject, outcome, saver
-from trainer.control import Control
+from trainer.distributed.control import Control
 from trainer.manifest import verify
 from trainer.watchdog import Watchdog
 

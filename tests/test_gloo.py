@@ -31,9 +31,8 @@ def _there(env, work, *args):
 def groups(timeout: float) -> set[tuple]:
     """Of all groups: worker threads, timeout in seconds, devices."""
     from trainer import config as flags
-    from trainer.baselines import connect
-    from trainer.control import control_group
-    from trainer.step import shutdown
+    from trainer.distributed.control import control_group
+    from trainer.distributed.launch import connect, shutdown
 
     connect(flags.resolve(flags.parse(["--device", "cpu"]), "cpu", 1), 0, 0, 1, timeout)
     control_group()

@@ -11,9 +11,9 @@ from test_simulated_world import SMALL, check_gradients
 from torch.profiler import ProfilerActivity, profile
 
 from trainer import config as flags
-from trainer import simulated_world as sim
 from trainer.baselines import build
-from trainer.step import shutdown
+from trainer.distributed import simulated_world as sim
+from trainer.distributed.launch import shutdown
 
 ROOT = Path(__file__).parents[1]
 pytestmark = [

@@ -18,9 +18,10 @@ import torch.distributed as dist
 from running import ROOT, TINY, one_line, python, read
 
 from trainer import config as flags
-from trainer import data, measure, sinks
+from trainer import data, measure
 from trainer.config import Output, System, Training
 from trainer.data import Batches
+from trainer.distributed import terminal
 
 pytestmark = pytest.mark.usefixtures("isolated")
 
@@ -245,7 +246,7 @@ def test_an_error_that_nobody_reads_keeps_its_exit_code(argv, code, train, monke
 
 def test_what_an_encoding_lacks_is_escaped(tmp_path):
     with open(tmp_path / "out", "w", encoding="ascii") as stream:
-        sinks.tell("|g| \u00e4 \udcff", stream)
+        terminal.tell("|g| \u00e4 \udcff", stream)
     assert (tmp_path / "out").read_text() == "|g| \\xe4 \\udcff\n"
 
 

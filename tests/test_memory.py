@@ -14,9 +14,11 @@ import torch
 import torch.distributed as dist
 
 import main
-from trainer import baselines, simulated_world
+from trainer import baselines
 from trainer import config as flags
-from trainer.baselines import build, connect, model_config
+from trainer.baselines import build, model_config
+from trainer.distributed import simulated_world
+from trainer.distributed.launch import connect
 from trainer.memory import (
     DIP,
     GRADIENTS,

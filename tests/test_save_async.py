@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from trainer import checkpoint, save_cost, saver
 from trainer import config as flags
-from trainer.baselines import connect
+from trainer.distributed.launch import connect
 from trainer.manifest import CheckpointError, verify
 from trainer.saver import Saver
 from trainer.step import local

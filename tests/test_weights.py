@@ -22,7 +22,7 @@ from torch import nn
 from simple_fsdp import data_parallel
 from trainer import config as flags
 from trainer import export, weights
-from trainer.baselines import connect
+from trainer.distributed.launch import connect
 from trainer.manifest import CheckpointError
 
 pytestmark = pytest.mark.usefixtures("isolated")

@@ -12,12 +12,10 @@ fsdp2 and ddp are torch's own, as their users run them: fully_shard per block an
 DDP under autocast; compiled per block, below the hooks that communicate.
 """
 
-import os
 import statistics
 import sys
 from contextlib import nullcontext
 from dataclasses import fields, replace
-from datetime import timedelta
 
 from trainer import config as flags
 
@@ -33,54 +31,16 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp import MixedPrecisionPolicy as FSDP2Policy
 from torch.nn.parallel import DistributedDataParallel
 
-from gloo import one_worker_thread
 from model import ModelConfig, Transformer
 from simple_fsdp import MixedPrecisionPolicy, data_parallel, disable_data_parallel
-from trainer import measure, simulated_world
-from trainer.control import fresh
+from trainer import measure
 from trainer.data import Batches, DataError
+from trainer.distributed.launch import set_deterministic, shutdown
 from trainer.kernels import DTYPES, choose
 from trainer.sinks import append_jsonl
-from trainer.step import COMPILE_MODES, AdamW, Step, local, make_step, set_deterministic, shutdown
+from trainer.step import COMPILE_MODES, AdamW, Step, local, make_step
 
 WARMUP = 3
-
-
-def connect(c: flags.Config, rank: int, local_rank: int, world: int, timeout: float = 0) -> torch.device:
-    """Joins the process group: NCCL on CUDA, gloo on a CPU; without torchrun one of its own; with --world a simulated
-    one. timeout: of its collectives, in seconds; 0: torch's. ValueError in one line."""
-    cuda = c.device == "cuda"
-    if cuda and not torch.cuda.is_available():
-        raise ValueError(f"--device cuda: torch {torch.__version__} sees no GPU; use --device cpu")
-    torchrun, n = bool(os.environ.get("RANK")), torch.cuda.device_count() if cuda else 0
-    ranks = int(torchrun and os.environ.get("LOCAL_WORLD_SIZE") or local_rank + 1)
-    if cuda and ranks > n:  # on every rank alike: also on those that have a GPU
-        raise ValueError(f"--nproc-per-node {ranks}: there are {n} GPUs; start {n} at most")
-    if cuda and not c.world and not dist.is_nccl_available():
-        raise ValueError(f"--device cuda: torch {torch.__version__} has no NCCL; use --device cpu")
-    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
-    limit = dict(timeout=timedelta(seconds=timeout)) if timeout else {}
-    one_worker_thread()
-    if timeout:  # also of the groups that are made later: parts of the mesh, the host's own
-        c10d = dist.distributed_c10d
-        c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = limit["timeout"]
-    how = limit | ({} if torchrun else dict(store=dist.HashStore(), rank=0, world_size=1))
-    if cuda:
-        torch.cuda.set_device(device)
-        how["device_id"] = device
-    if c.world:
-        simulated_world.start(c.world, simulated_world.link(c.link), device)
-        return device
-    try:
-        if torchrun and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0):
-            store, *_ = next(dist.rendezvous("env://", **limit))
-            how |= dict(store=fresh(store, rank, world), rank=rank, world_size=world)
-        dist.init_process_group("nccl" if cuda else "gloo", **how)
-    except (dist.DistNetworkError, dist.DistStoreError) as e:
-        address, told = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}", str(e).splitlines()[0]
-        fix = "choose another port" if "in use" in told else "is it the first rank's address, and do all ranks run?"
-        raise ValueError(f"MASTER_ADDR:MASTER_PORT {address}: {told}; {fix}") from e
-    return device
 
 
 def model_config(c: flags.Config, device: torch.device) -> ModelConfig:

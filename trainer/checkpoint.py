@@ -38,10 +38,10 @@ from torch.distributed.tensor import DTensor
 
 from trainer.config import Config, flag
 from trainer.data import Batches, DataError
+from trainer.distributed.terminal import tell
 from trainer.kernels import DTYPES
 from trainer.lock import drop, take
 from trainer.manifest import CheckpointError, Damaged, Refused, discard, verify
-from trainer.sinks import tell
 
 FORMAT = 1  # of train_state.json; a newer one is refused
 STEP = re.compile(r"step-[0-9]{8}")

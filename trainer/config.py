@@ -17,9 +17,8 @@ from typing import Annotated, Literal
 import tyro
 from tyro.conf import OmitArgPrefixes, UseCounterAction, arg
 
+from trainer.distributed.terminal import fail
 from trainer.links import link
-from trainer.start import fail as fail
-from trainer.start import ranks as ranks
 
 # The reference setting on a GPU, a small one on a CPU.
 DEFAULTS = {

@@ -45,7 +45,7 @@ def export(args: argparse.Namespace) -> str:
 
     from gloo import one_worker_thread
     from trainer import checkpoint, weights
-    from trainer.control import Signals
+    from trainer.distributed.control import Signals
 
     def read(name: str) -> torch.Tensor:
         if signals.got:

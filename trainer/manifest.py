@@ -15,7 +15,7 @@ import tempfile
 import zlib
 from pathlib import Path
 
-from trainer.sinks import tell
+from trainer.distributed.terminal import tell
 
 FILE = re.compile(r"\.metadata|train_state\.json|__[0-9]+_[0-9]+\.distcp")  # all that a manifest may name
 DAMAGE = errno.ENOENT, errno.ENOTDIR, errno.EIO  # other errors of reading say nothing about what is in the file

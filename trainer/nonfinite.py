@@ -19,7 +19,7 @@ from torch import Tensor
 
 from trainer.config import Config
 from trainer.data import Batches
-from trainer.sinks import tell
+from trainer.distributed.terminal import tell
 
 WINDOW, SETTLED = 100, 10  # a spike is one against the mean norm of so many steps before it; of so many at least
 

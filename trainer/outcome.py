@@ -21,12 +21,12 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from trainer import measure
-from trainer.control import Desync, Stopped
 from trainer.data import DataError
+from trainer.distributed.control import Desync, Stopped
+from trainer.distributed.terminal import tell
 from trainer.lock import start_ticks
 from trainer.manifest import CheckpointError
 from trainer.nonfinite import NonFinite
-from trainer.sinks import tell
 from trainer.watchdog import Watchdog
 
 LOST = re.compile(r"gloo|NCCL|[Cc]onnection (closed|reset)|Broken pipe")  # torch has no type for a peer that is gone

@@ -5,7 +5,8 @@ import os
 
 from simple_fsdp import describe
 from trainer import config as flags
-from trainer import measure, simulated_world
+from trainer import measure
+from trainer.distributed import simulated_world
 
 
 def row(run, outcome: str) -> dict:

@@ -43,13 +43,14 @@ import torch
 import torch.distributed as dist
 
 from trainer import checkpoint, measure
-from trainer.baselines import build, connect
-from trainer.control import control_group
+from trainer.baselines import build
 from trainer.data import Batches
+from trainer.distributed.control import control_group
+from trainer.distributed.launch import connect, set_deterministic, shutdown
 from trainer.manifest import check_directory, digest, verify
 from trainer.saver import Saver, write_tensors
 from trainer.sinks import append_jsonl
-from trainer.step import local, set_deterministic, shutdown
+from trainer.step import local
 
 
 class Trained:

@@ -28,11 +28,11 @@ from torch import Tensor
 
 from trainer.checkpoint import FORMAT, on_all, on_rank_0, steps_in, table_of, tensors
 from trainer.config import Config
-from trainer.control import control_group
 from trainer.data import Batches
+from trainer.distributed.control import control_group
+from trainer.distributed.terminal import tell
 from trainer.lock import drop, renew
 from trainer.manifest import CheckpointError, digest, discard, sync, write_json, write_manifest
-from trainer.sinks import tell
 from trainer.step import local
 
 

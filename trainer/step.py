@@ -21,20 +21,16 @@ accum_sync="last" as a whole, beside whole weights that are gathered once per st
 import functools
 import logging
 import math
-import os
 import types
 from contextlib import contextmanager, nullcontext
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch._inductor import config as inductor
 from torch.distributed import _functional_collectives as funcol
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from model import IGNORE, cross_entropy
 from overlap import compile_options
-from trainer import simulated_world
 from trainer.adamw import AdamW, local
 
 COMPILE_MODES = ("none", "blocks", "model", "fwdbwd", "step")
@@ -332,23 +328,3 @@ def make_step(
         step.loss_fn = torch.compile(types.MethodType(own, step), fullgraph=True, options=options)
         step.update_fn = torch.compile(step.update, fullgraph=True) if cuda else step.update
     return step
-
-
-def set_deterministic(on: bool) -> None:
-    """Whether all that runs and is compiled from now on gives the same bits every time; torch raises RuntimeError for
-    an operator that cannot."""
-    torch.use_deterministic_algorithms(on)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads it
-    inductor.deterministic = on  # measures nothing to choose a kernel whose sums have another order
-    if on:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-
-
-def shutdown() -> None:
-    """Frees compiled code before the process group, which it holds; otherwise the exit can hang or abort."""
-    torch._dynamo.reset()
-    if dist.is_initialized():
-        dist.barrier()
-        simulated_world.stop()
-    if dist.is_initialized():
-        dist.destroy_process_group()

@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 
 from trainer.checkpoint import Found, on_all, say
 from trainer.config import Config
-from trainer.control import agree
+from trainer.distributed.control import agree
 from trainer.lock import drop, take
 from trainer.manifest import CheckpointError, Refused, sync, write_json
 

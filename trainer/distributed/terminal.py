@@ -7,9 +7,8 @@
 import os
 import sys
 import time
-from typing import NoReturn
-
-from trainer.sinks import tell
+from contextlib import suppress
+from typing import NoReturn, TextIO
 
 NUMBERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_WORLD_SIZE")
 
@@ -38,3 +37,22 @@ def fail(message: str, rank: int, code: int = 2) -> NoReturn:
         time.sleep(5)
     tell(f"error: {message}", sys.stderr)
     sys.exit(code)
+
+
+def tell(text: str, stream: TextIO | None = None) -> None:
+    """Print to `stream` (stdout), at once. One that takes no more (its reader left, its disk is full) costs a warning,
+    and what would still go there is lost; what its encoding lacks is written as an escape."""
+    stream = stream or sys.stdout
+    try:
+        encoding = getattr(stream, "encoding", None) or "utf-8"
+        print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
+    except (OSError, ValueError) as error:
+        with suppress(OSError, ValueError):  # what is buffered would fail again when Python exits, with code 120
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        if stream is not sys.stderr:
+            tell(f"warning: terminal: {type(error).__name__}: {error}; the run goes on", sys.stderr)
+
+
+def people(value: float | str | None, form: str = ",.0f") -> str:
+    """A number as people read it, 14'550; a string as it is; n/a for None."""
+    return value if isinstance(value, str) else "n/a" if value is None else format(value, form).replace(",", "'")

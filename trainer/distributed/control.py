@@ -9,7 +9,6 @@ whether to stop. Host side only: six numbers over gloo, begun at one boundary an
 
 import math
 import os
-import secrets
 import signal
 import sys
 import time
@@ -33,29 +32,6 @@ class Stopped(Exception):
     def __init__(self, signum: int):
         super().__init__(signal.Signals(signum).name)
         self.signum = signum
-
-
-def fresh(store: dist.Store, rank: int, world: int) -> dist.Store:
-    """`store`, torchrun's, without what ranks that it has restarted left in it, whose addresses torch would take for
-    new ones: under a new prefix. Rank 0 names it in answer to a word of each rank, those of the dead among them, until
-    all have confirmed. Collective; DistStoreError if a rank does not come within the store's timeout."""
-    talk, prefix = dist.PrefixStore("start", store), secrets.token_hex(8)
-    if rank:
-        word = secrets.token_hex(8)
-        talk.set(f"word of {rank}", word)
-        prefix = talk.get(word).decode()  # waits for it
-        talk.set(f"{prefix} {rank}", "")
-        return dist.PrefixStore(prefix, store)
-    missing, until = set(range(1, world)), time.monotonic() + store.timeout.total_seconds()
-    while missing:
-        if time.monotonic() > until:
-            raise dist.DistStoreError(f"no word of ranks {', '.join(map(str, sorted(missing)[:8]))}")
-        for other in missing:
-            if talk.check([f"word of {other}"]):
-                talk.set(talk.get(f"word of {other}").decode(), prefix)
-        time.sleep(0.01)
-        missing = {other for other in missing if not talk.check([f"{prefix} {other}"])}
-    return dist.PrefixStore(prefix, store)
 
 
 def control_group() -> dist.ProcessGroup:
