@@ -25,6 +25,7 @@ import torch
 
 from model import flops_per_token
 from trainer import checkpoint, inject, measure, memory, memory_events
+from trainer.attention import choose_kernel
 from trainer.baselines import build, model_config
 from trainer.cuda_graph import Replayed
 from trainer.data import Batches, check_source
@@ -32,7 +33,6 @@ from trainer.distributed import simulated_world
 from trainer.distributed.control import Control, Signals, Stopped, agree, control_group
 from trainer.distributed.launch import connect, set_deterministic, shutdown
 from trainer.distributed.terminal import tell
-from trainer.kernels import choose
 from trainer.manifest import check_directory
 from trainer.nonfinite import Watch
 from trainer.outcome import ended_by
@@ -64,12 +64,12 @@ class Run:
         self.watch = Watch(c, self.batches, rank)
         same = {flags.flag(k): v for k, v in c.flat().items()} | dict(torch=torch.__version__)
         agree(same | dict(data=(self.batches.description, self.batches.fingerprint)), self.group)
-        self.found = None if c.world else checkpoint.choose(c, self.batches, self.group)
+        self.found = None if c.world else checkpoint.choose_kernel(c, self.batches, self.group)
         self.first = self.done = self.saved = self.found.about["step"] if self.found else 0  # an earlier run's steps
         self.warm = self.first + WARMUP
         self.profile = measure.Profile(c.profile, self.warm, PROFILED, rank, device)
         self.explained, self.explanation = min(self.warm, c.steps - 1) if c.explain_memory else None, []
-        self.attention, model = choose(c, device).text, model_config(c, device)
+        self.attention, model = choose_kernel(c, device).text, model_config(c, device)
         # flops_per_token does not know what the math kernel multiplies, nor that eager does a lean MLP in a block again
         unknown = model.sdpa == "math" or (c.mlp, c.remat, c.compile) == ("lean", "block", "none")
         self.flops = {

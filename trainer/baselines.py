@@ -34,9 +34,9 @@ from torch.nn.parallel import DistributedDataParallel
 from model import ModelConfig, Transformer
 from simple_fsdp import MixedPrecisionPolicy, data_parallel, disable_data_parallel
 from trainer import measure
+from trainer.attention import DTYPES, choose_kernel
 from trainer.data import Batches, DataError
 from trainer.distributed.launch import set_deterministic, shutdown
-from trainer.kernels import DTYPES, choose
 from trainer.sinks import append_jsonl
 from trainer.step import COMPILE_MODES, AdamW, Step, local, make_step
 
@@ -45,7 +45,7 @@ WARMUP = 3
 
 def model_config(c: flags.Config, device: torch.device) -> ModelConfig:
     """ValueError in one line where the attention that is asked for cannot run on `device`."""
-    kernels = choose(c, device)
+    kernels = choose_kernel(c, device)
     same = {f.name: getattr(c, f.name) for f in fields(ModelConfig) if f.name not in kernels._fields}
     return ModelConfig(**same, sdpa=kernels.sdpa, flex_options=kernels.flex_options)
 

@@ -36,10 +36,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
+from trainer.attention import DTYPES
 from trainer.config import Config, flag
 from trainer.data import Batches, DataError
 from trainer.distributed.terminal import tell
-from trainer.kernels import DTYPES
 from trainer.lock import drop, take
 from trainer.manifest import CheckpointError, Damaged, Refused, discard, verify
 

@@ -17,8 +17,8 @@ from typing import Annotated, Literal
 import tyro
 from tyro.conf import OmitArgPrefixes, UseCounterAction, arg
 
+from trainer.costs import link
 from trainer.distributed.terminal import fail
-from trainer.links import link
 
 # The reference setting on a GPU, a small one on a CPU.
 DEFAULTS = {
@@ -134,7 +134,7 @@ class System:
     they cannot run (fp32), efficient, then math; on a CPU what torch takes. efficient repeats K and V for each query
     head; math stores the T x T scores, and --remat recomputes them."""
     flex_options: str | None = None
-    """File of searched kernel options for --attn flex: python -m trainer.attention --search writes it."""
+    """File of searched kernel options for --attn flex: python -m benchmarks.attention --search writes it."""
     remat: Literal["none", "mlp", "attn", "both", "block", "pointwise"] = "none"
     """Recomputed in backward: the MLP, the attention branch, both apart, whole blocks (each keeps the attention
     output), or everything but products and attention."""

@@ -7,7 +7,7 @@
 
 `<!-- report: LAYOUT FILE... [--small] -->` marks the table below it. LAYOUT: an axis; compile, the --compile modes;
 ladder, runs that differ in what they keep; compile-depth, seconds to compile by depth; baselines or wrappers, the rows
-of trainer/baselines.py; attention, those of trainer/attention.py (without any, the axis of that name). Ranks that are
+of trainer/baselines.py; attention, those of benchmarks/attention.py (without any, the axis of that name). Ranks that are
 simulated stand as 8(sim LINK) everywhere.
 Exit codes: 0, 1 a marked table differs, 2 bad input.
 """
@@ -138,7 +138,7 @@ def baselines(rows: list[dict], split: bool = False) -> tuple[list[dict], Column
 
 
 def attention(rows: list[dict]) -> tuple[list[dict], Columns]:
-    """The rows and columns of trainer/attention.py; x: time over that of the fastest SDPA kernel beside it."""
+    """The rows and columns of benchmarks/attention.py; x: time over that of the fastest SDPA kernel beside it."""
     sizes = "seqlen batch heads kv_heads head_dim dtype".split()
     rows = [row for row in rows if row.get("study") == "attention"]
     rows = newest(rows, lambda row: (*(row[name] for name in sizes), row["backend"]))

@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from model import IGNORE, cross_entropy
 from overlap import compile_options
-from trainer.adamw import AdamW, local
+from trainer.optimizer import AdamW, local
 
 COMPILE_MODES = ("none", "blocks", "model", "fwdbwd", "step")
 

@@ -35,7 +35,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FakeProcessGroup, FakeWork, ProcessGroup, _create_work_from_future
 
-from trainer.links import Link, link
+from trainer.costs import Link, link
 
 __all__ = ["Collective", "Link", "link", "log", "start", "stop", "summary", "tile_"]
 NAME = "sim"  # not "fake": Inductor knows that one
