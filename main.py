@@ -24,7 +24,7 @@ if __name__ == "__main__":  # before torch is imported: --help and bad flags ans
 import torch
 
 from model import flops_per_token
-from trainer import checkpoint, inject, measure, memory, memory_events
+from trainer import checkpoint, inject
 from trainer.attention import choose_kernel
 from trainer.baselines import build, model_config
 from trainer.cuda_graph import Replayed
@@ -36,6 +36,7 @@ from trainer.distributed.terminal import tell
 from trainer.manifest import check_directory
 from trainer.nonfinite import Watch
 from trainer.outcome import ended_by
+from trainer.profiling import events, memory, timing
 from trainer.record import header, row
 from trainer.saver import Saver
 from trainer.sinks import Sinks, check_writable, final_lines
@@ -53,9 +54,9 @@ class Run:
     def __init__(self, c: flags.Config, device: torch.device, rank: int, world: int):
         self.c, self.device, self.rank, self.world = c, device, rank, world
         self.group = None if c.world else control_group()
-        self.stages = measure.Stages(device)
-        self.timer = measure.StepTimer(device)
-        self.environment = measure.environment(device)  # now: the checkout may change while it runs
+        self.stages = memory.Stages(device)
+        self.timer = timing.StepTimer(device)
+        self.environment = timing.environment(device)  # now: the checkout may change while it runs
         self.first_step_s = self.first_step_mib = None
         self.batches = Batches(
             c.data, global_batch=world * c.batch * c.grad_accum, seqlen=c.seqlen, vocab=c.vocab, seed=c.seed,
@@ -67,7 +68,7 @@ class Run:
         self.found = None if c.world else checkpoint.choose_kernel(c, self.batches, self.group)
         self.first = self.done = self.saved = self.found.about["step"] if self.found else 0  # an earlier run's steps
         self.warm = self.first + WARMUP
-        self.profile = measure.Profile(c.profile, self.warm, PROFILED, rank, device)
+        self.profile = timing.Profile(c.profile, self.warm, PROFILED, rank, device)
         self.explained, self.explanation = min(self.warm, c.steps - 1) if c.explain_memory else None, []
         self.attention, model = choose_kernel(c, device).text, model_config(c, device)
         # flops_per_token does not know what the math kernel multiplies, nor that eager does a lean MLP in a block again
@@ -115,7 +116,7 @@ class Run:
                     self.first_step_s, self.first_step_mib = time.perf_counter() - start, self.stages.add("first step")
                     watchdog.limit, watchdog.begun = self.c.timeout, True
                 if k == min(self.warm, self.c.steps) - 1:
-                    measure.reset_peak(self.device)
+                    memory.reset_peak(self.device)
                 self.done, self.sample = k + 1, self.batches.sample
                 if self.c.save is not None and self.c.save_every and (k + 1) % self.c.save_every == 0:
                     self.save(watchdog)
@@ -162,8 +163,8 @@ class Run:
         """The step, with what its memory consists of in `explanation` on rank 0."""
         if self.rank:
             return self.step(tokens, targets)
-        loss, timeline, notes = memory_events.watch(self.c, self.step, tokens, targets)
-        self.explanation = memory.lines(timeline, notes, self.explained + 1)
+        loss, timeline, notes = events.watch(self.c, self.step, tokens, targets)
+        self.explanation = timeline.lines(timeline, notes, self.explained + 1)
         return loss
 
     def batches_tokens(self) -> int:

@@ -121,9 +121,9 @@ from torch import Tensor, nn
 
 import overlap
 from simple_fsdp import MixedPrecisionPolicy, data_parallel, disable_data_parallel
-from trainer import measure
 from trainer.baselines import DTYPES
 from trainer.distributed.launch import connect, shutdown
+from trainer.profiling import memory, timing
 from trainer.sinks import append_jsonl, check_writable, final_lines
 from trainer.step import check_mode
 
@@ -206,10 +206,10 @@ def main(c: Config, rank: int, local_rank: int, world: int) -> int:
     except ValueError as e:
         flags.fail(str(e), rank)
     own = {name: getattr(c, name) for name in (*SIZES, *SWITCHES)}
-    row = measure.environment(device) | dict(study="mlp", world=flags.world_label(c, world)) | own
+    row = timing.environment(device) | dict(study="mlp", world=flags.world_label(c, world)) | own
     row |= dict(flags={name: value for name, value in own.items() if value != getattr(Config, name)})
     row |= dict(cell=os.environ.get("SWEEP_CELL"), outcome="ok", loss=None)
-    stages, timer, step, code, warm_s = measure.Stages(device), measure.StepTimer(device), None, 0, None
+    stages, timer, step, code, warm_s = memory.Stages(device), timing.StepTimer(device), None, 0, None
     try:
         step = Step(c, build(c, device, c.world or world, stages.add), device)
         stages.add("optimizer")
@@ -227,7 +227,7 @@ def main(c: Config, rank: int, local_rank: int, world: int) -> int:
         if not math.isfinite(row["loss"]):
             raise FloatingPointError(f"loss {row['loss']}")
     except Exception as e:
-        text, oom = " ".join(f"{type(e).__name__}: {e}".split())[:500], measure.out_of_memory(e)
+        text, oom = " ".join(f"{type(e).__name__}: {e}".split())[:500], memory.out_of_memory(e)
         row["outcome"] = f"OOM {step.phase if step else 'init'}" if oom else f"failed: {text}"
         code = 6 if oom else 5 if isinstance(e, FloatingPointError) else 1
         print(f"error: rank {rank}: {row['outcome']}{f': {text}; lower --batch' * oom}", file=sys.stderr, flush=True)
@@ -235,7 +235,7 @@ def main(c: Config, rank: int, local_rank: int, world: int) -> int:
     started = {f"after_{name}_mib": top for name, top in peaks.items() if not name.startswith("step")}
     row |= started | dict(init_mib=peaks.get("model"), pre_step0_mib=max(started.values(), default=None))
     row |= dict(first_step_peak_mib=peaks.get("step 1"), second_step_peak_mib=peaks.get("step 2"))
-    row |= measure.peak(device) | measure.clocks(device) | measure.stats([] if code else timer.ms())
+    row |= memory.peak(device) | timing.clocks(device) | timing.stats([] if code else timer.ms())
     row["compile_s"] = round(warm_s - WARMUP * row["step_ms"] / 1e3, 2) if c.compile != "none" and not code else None
     if rank == 0:
         append_jsonl(c.results, row, fsync=True)

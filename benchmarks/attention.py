@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from model import causal_mask, compiled_flex_attention, sdpa_kernel
-from trainer import config, measure, report
+from trainer import config, report
 from trainer.attention import BACKENDS, DTYPES, Shape, options_key, read_options, refusal
+from trainer.profiling import memory, timing
 from trainer.sinks import append_jsonl
 
 WARMUP = 3
@@ -68,7 +69,7 @@ def milliseconds(run: Callable[..., Tensor], tensors: tuple, repeat: int, backwa
     """{"forward": ms of each repetition, "backward": the same, empty if not wanted}. Every backward follows a forward
     of its own: compiled code frees what it saved."""
     *qkv, gradient = tensors
-    timers = [measure.StepTimer(gradient.device) for _ in range(2)]
+    timers = [timing.StepTimer(gradient.device) for _ in range(2)]
     for i in range(WARMUP + repeat):
         with timers[0].step(excluded=i < WARMUP):
             y = run(*qkv)
@@ -86,22 +87,22 @@ def cannot(backend: str, shape: Shape, device: torch.device) -> str | None:
 
 def bench(backend: str, shape: Shape, device: torch.device, repeat: int, options: Options) -> dict:
     """The row of one backend; its `outcome` is ok, "n/a: why" or "failed: why"."""
-    row = measure.environment(device) | dict(study="attention", backend=backend, options=options) | shape._asdict()
+    row = timing.environment(device) | dict(study="attention", backend=backend, options=options) | shape._asdict()
     if reason := cannot(backend, shape, device):
         return row | dict(outcome=f"n/a: {reason}")
     try:
         tensors = inputs(shape, device)
-        measure.reset_peak(device)
+        memory.reset_peak(device)
         times = milliseconds(function(backend, shape, device, options), tensors, repeat)
     except Exception as e:  # a backend that fails is a result; the others still run
         text = " ".join(str(e).split())[:300]
-        return row | dict(outcome="OOM" if measure.out_of_memory(e) else f"failed: {type(e).__name__}: {text}")
+        return row | dict(outcome="OOM" if memory.out_of_memory(e) else f"failed: {type(e).__name__}: {text}")
     flops = 4 * shape.batch * shape.heads * shape.head_dim * shape.seqlen * (shape.seqlen + 1) / 2
     for (name, ms), times_forward in zip(times.items(), (1, 2.5), strict=True):
-        stats = measure.stats(ms)
+        stats = timing.stats(ms)
         row |= {key.replace("step", name): value for key, value in stats.items()}
         row[f"{name}_tflops"] = round(times_forward * flops / stats["step_ms"] / 1e9, 6)
-    return row | measure.clocks(device) | measure.peak(device) | dict(outcome="ok")
+    return row | timing.clocks(device) | memory.peak(device) | dict(outcome="ok")
 
 
 def store(path: Path, key: str, entry: dict) -> None:
@@ -164,7 +165,7 @@ def candidate_timer(shape: Shape, device: torch.device, repeat: int) -> Callable
             error = ((a - b).float().norm() / b.float().norm()).item()
             if not error < 0.02:
                 raise ValueError(f"wrong result: relative error {error:.3g}")
-        return measure.stats(milliseconds(run, tensors, repeat, direction == "backward")[direction])["step_ms"]
+        return timing.stats(milliseconds(run, tensors, repeat, direction == "backward")[direction])["step_ms"]
 
     return time
 
@@ -215,7 +216,7 @@ def main(argv: list[str] | None = None) -> int:
             shape = Shape(args.tokens // T, args.heads, args.kv_heads, T, args.head_dim, args.dtype)
             key = options_key(shape, device)
             if args.search:
-                about = {k: measure.environment(device)[k] for k in ("date", "commit")} | dict(batch=shape.batch)
+                about = {k: timing.environment(device)[k] for k in ("date", "commit")} | dict(batch=shape.batch)
                 path = args.options or Path("results/flex_options.json")
                 print(key, search(candidate_timer(shape, device, args.repeat), path, key, about), sep="\n", flush=True)
                 continue

@@ -22,7 +22,7 @@ import model as model_file
 from model import ModelConfig, Transformer
 from simple_fsdp import data_parallel, disable_data_parallel
 from trainer.data import Batches
-from trainer.graph import inductor_passes
+from trainer.profiling.collectives import inductor_passes
 from trainer.step import AdamW, check_mode, make_step
 
 STEPS, GLOBAL_BATCH, SEQLEN, TOLERANCE, NORM_TOLERANCE = 10, 8, 32, 2e-6, 1e-5

@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from overlap import compile_options
 from simple_fsdp import data_parallel
-from trainer.graph import capture, collectives, saved
+from trainer.profiling.collectives import capture, collectives, saved
 
 pytest.importorskip("transformers", reason="needs transformers: pip install -e '.[hf]'")
 SCRIPT = Path(__file__).parents[1] / "examples" / "hf_llama.py"

@@ -8,8 +8,8 @@ from benchmarks import attention
 from model import REMAT, ModelConfig, Transformer, sdpa_kernel
 from simple_fsdp import MixedPrecisionPolicy, data_parallel, disable_data_parallel
 from trainer import attention
+from trainer.costs import device_peak
 from trainer.cuda_graph import Replayed
-from trainer.measure import device_peak
 from trainer.step import COMPILE_MODES, AdamW, check_mode, make_step
 from trainer.watchdog import _collectives
 

@@ -1,4 +1,4 @@
-"""python -m trainer.graph: what it prints is what the graphs hold; bad input is one line and exit code 2."""
+"""python -m trainer.profiling.collectives: what it prints is what the graphs hold; bad input is one line and exit code 2."""
 
 import re
 import subprocess
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from trainer import config as flags
-from trainer import graph
+from trainer.profiling import collectives as graph
 
 ROOT = Path(__file__).parents[1]
 SMALL = "--device cpu --depth 2 --width 64 --head-dim 16 --vocab 512 --seqlen 16 --batch 2"
@@ -92,7 +92,7 @@ def test_bad_input_is_one_line_and_exit_code_2(capsys, target, line, message):
 @pytest.mark.slow
 def test_the_command_line(tmp_path):
     def run(*argv):
-        argv = [sys.executable, "-m", "trainer.graph", *argv]
+        argv = [sys.executable, "-m", "trainer.profiling.collectives", *argv]
         return subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
     done = run("--world", "4", *SMALL.split(), "--compile", "blocks")

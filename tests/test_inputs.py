@@ -18,10 +18,11 @@ import torch.distributed as dist
 from running import ROOT, TINY, one_line, python, read
 
 from trainer import config as flags
-from trainer import data, measure
+from trainer import data
 from trainer.config import Output, System, Training
 from trainer.data import Batches
 from trainer.distributed import terminal
+from trainer.profiling import memory
 
 pytestmark = pytest.mark.usefixtures("isolated")
 
@@ -278,7 +279,7 @@ def test_stacks_in_a_memory_snapshot_name_files_from_home_on(tmp_path, monkeypat
     snapshot = dict(segments=[dict(address=1, frames=[shared], blocks=[dict(size=2, frames=frames), dict(size=3)])],
                     device_traces=[[], [dict(action="alloc", frames=frames), dict(action="oom")]])  # fmt: skip
     monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: snapshot)
-    measure.dump_snapshot(str(tmp_path / "a.pickle"))
+    memory.dump_snapshot(str(tmp_path / "a.pickle"))
     told = pickle.loads((tmp_path / "a.pickle").read_bytes())
     names = ["~/fsdp/main.py", "/usr/lib/torch.py", "/home/anna/x.py"]
     for entry in (told["segments"][0]["blocks"][0], told["device_traces"][1][0]):

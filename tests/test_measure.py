@@ -1,4 +1,4 @@
-"""trainer/measure.py: what it reports is what happened, on a CPU for real and on CUDA against a recorded stand-in.
+"""trainer/timing.py: what it reports is what happened, on a CPU for real and on CUDA against a recorded stand-in.
 
     pytest tests/test_measure.py        # about 10 s, no GPU; with one the tests marked gpu run too
 """
@@ -16,10 +16,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from trainer import measure
-from trainer.measure import Profile, Stages, StepTimer, device_peak, mfu, out_of_memory, stats, utilisation
+from trainer.costs import device_peak
+from trainer.profiling import memory, timing
+from trainer.profiling.memory import Stages, out_of_memory
+from trainer.profiling.timing import Profile, StepTimer, mfu, stats, utilisation
 
-needs_reset = pytest.mark.skipif("peak_rss_note" in measure.peak("cpu"), reason="no resettable high-water mark here")
+needs_reset = pytest.mark.skipif("peak_rss_note" in memory.peak("cpu"), reason="no resettable high-water mark here")
 MIB = 2**20
 
 
@@ -51,28 +53,28 @@ def touched(mib: int) -> mmap.mmap:
 
 @needs_reset
 def test_cpu_peak_rises_by_an_allocation_and_falls_back_after_a_reset():
-    measure.reset_peak("cpu")
-    before = measure.peak("cpu")["peak_rss_mib"]
+    memory.reset_peak("cpu")
+    before = memory.peak("cpu")["peak_rss_mib"]
     block = touched(200)
-    assert measure.memory_now("cpu") >= before + 190
+    assert memory.memory_now("cpu") >= before + 190
     del block
-    held = measure.peak("cpu")["peak_rss_mib"]
+    held = memory.peak("cpu")["peak_rss_mib"]
     assert 190 <= held - before <= 230, (before, held)
-    measure.reset_peak("cpu")
-    after = measure.peak("cpu")["peak_rss_mib"]
+    memory.reset_peak("cpu")
+    after = memory.peak("cpu")["peak_rss_mib"]
     assert after <= held - 190, (held, after)
 
 
 def test_a_peak_that_cannot_be_reset_says_so(monkeypatch, tmp_path):
-    monkeypatch.setattr(measure, "CLEAR_REFS", tmp_path / "absent" / "clear_refs")
-    measure.reset_peak("cpu")
-    assert "since the process started" in measure.peak("cpu")["peak_rss_note"]
+    monkeypatch.setattr(timing, "CLEAR_REFS", tmp_path / "absent" / "clear_refs")
+    memory.reset_peak("cpu")
+    assert "since the process started" in memory.peak("cpu")["peak_rss_note"]
 
 
 def test_without_proc_the_peak_is_that_of_getrusage(monkeypatch, tmp_path):
-    linux = measure.peak("cpu")["peak_rss_mib"]
-    monkeypatch.setattr(measure, "Path", lambda name: tmp_path / "absent")
-    assert measure.memory_now("cpu") >= 0.9 * linux
+    linux = memory.peak("cpu")["peak_rss_mib"]
+    monkeypatch.setattr(timing, "Path", lambda name: tmp_path / "absent")
+    assert memory.memory_now("cpu") >= 0.9 * linux
 
 
 @needs_reset
@@ -173,7 +175,7 @@ def git(folder, *command):
 
 
 def test_the_commit_is_that_of_the_checkout_which_tracks_the_file(tmp_path, monkeypatch):
-    for name in [n for n in measure.os.environ if n.startswith("GIT_")]:
+    for name in [n for n in timing.os.environ if n.startswith("GIT_")]:
         monkeypatch.delenv(name)
     unknown = {"commit": "unknown", "dirty": None}
     (tmp_path / "trainer").mkdir()
@@ -181,26 +183,26 @@ def test_the_commit_is_that_of_the_checkout_which_tracks_the_file(tmp_path, monk
     code, row = tmp_path / "trainer" / "code.py", tmp_path / "results" / "rows.jsonl"
     code.write_text("1\n")
     row.write_text("{}\n")
-    assert measure.checkout(code) == unknown  # no checkout
+    assert timing.checkout(code) == unknown  # no checkout
     git(tmp_path, "init", "-q")
-    assert measure.checkout(code) == unknown  # no commit
+    assert timing.checkout(code) == unknown  # no commit
     git(tmp_path, "add", "results")
     git(tmp_path, "commit", "-qm", "rows")
-    assert measure.checkout(code) == unknown  # somebody else's checkout: it does not hold this file
+    assert timing.checkout(code) == unknown  # somebody else's checkout: it does not hold this file
     git(tmp_path, "add", "trainer")
     git(tmp_path, "commit", "-qm", "code")
     sha = git(tmp_path, "rev-parse", "HEAD")
-    assert measure.checkout(code) == {"commit": sha, "dirty": False}
+    assert timing.checkout(code) == {"commit": sha, "dirty": False}
     row.write_text("{}\n{}\n")
     (tmp_path / "notes.txt").write_text("scratch")
-    assert measure.checkout(code) == {"commit": sha, "dirty": False}  # rows and untracked files are no change of code
+    assert timing.checkout(code) == {"commit": sha, "dirty": False}  # rows and untracked files are no change of code
     code.write_text("2\n")
     monkeypatch.setenv("GIT_DIR", str(tmp_path / "elsewhere"))  # as inside a git hook
-    assert measure.checkout(code) == {"commit": sha, "dirty": True}
+    assert timing.checkout(code) == {"commit": sha, "dirty": True}
 
 
 def test_the_environment_names_code_and_machine():
-    row = measure.environment("cpu")
+    row = timing.environment("cpu")
     assert re.fullmatch(r"[0-9a-f]{40}|unknown", row["commit"]) and row["dirty"] in (True, False, None)
     assert (row["commit"] == "unknown") == (row["dirty"] is None)
     assert datetime.fromisoformat(row["date"]).utcoffset().total_seconds() == 0 and len(row["date"]) == 25
@@ -217,19 +219,19 @@ def test_the_environment_names_code_and_machine():
 def test_clocks_are_read_by_uuid_and_none_where_nobody_tells(monkeypatch, told, expected):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1234-ab"))
     commands = []
-    monkeypatch.setattr(measure, "_output", lambda *command: commands.append(command) or told)
+    monkeypatch.setattr(timing, "_output", lambda *command: commands.append(command) or told)
     expected = dict(zip(("clock_mhz", "clock_max_mhz", "power_limit_w"), expected, strict=True))
-    assert measure.clocks("cuda:0") == expected
+    assert timing.clocks("cuda:0") == expected
     assert "--id=GPU-1234-ab" in commands[0]
 
 
 def test_a_command_that_is_missing_fails_or_hangs_tells_nothing(monkeypatch):
-    assert measure._output("no-such-command-anywhere") is None
-    assert measure._output("false") is None
-    assert measure._output("echo", "1") == "1"
+    assert timing._output("no-such-command-anywhere") is None
+    assert timing._output("false") is None
+    assert timing._output("echo", "1") == "1"
     hang = subprocess.TimeoutExpired("nvidia-smi", 5)
     monkeypatch.setattr(subprocess, "run", lambda *a, timeout, **k: (_ for _ in ()).throw(hang))
-    assert measure._output("nvidia-smi") is None
+    assert timing._output("nvidia-smi") is None
 
 
 def chained(error, cause):
@@ -329,10 +331,10 @@ def test_on_cuda_the_steps_are_ranges_inside_one_capture(monkeypatch, tmp_path, 
         calls.append(f"pop {name}")
 
     trace = SimpleNamespace(start=note("trace on"), stop=note("trace off"), export_chrome_trace=note("trace written"))
-    monkeypatch.setattr(measure, "profile", lambda activities: calls.append("trace made") or trace)
+    monkeypatch.setattr(timing, "profile", lambda activities: calls.append("trace made") or trace)
     monkeypatch.setattr(torch.cuda, "synchronize", note("wait"))
     monkeypatch.setattr(torch.cuda.nvtx, "range", nvtx)
-    monkeypatch.setattr(measure, "dump_snapshot", note("snapshot"))
+    monkeypatch.setattr(timing, "dump_snapshot", note("snapshot"))
     history = {"all": "history on", None: "history off"}
     monkeypatch.setattr(
         torch.cuda.memory, "_record_memory_history", lambda enabled="all", **kw: calls.append(history[enabled])
@@ -363,15 +365,15 @@ def test_on_cuda_the_steps_are_ranges_inside_one_capture(monkeypatch, tmp_path, 
 def test_on_a_gpu_memory_time_and_profile_are_real(tmp_path):
     stages, timer, profile = Stages("cuda"), StepTimer("cuda"), Profile(tmp_path, 1, 1, 0, "cuda")
     block = torch.ones(64 * MIB // 4, device="cuda")
-    assert stages.add("block") >= 64 and measure.memory_now("cuda") >= 64
+    assert stages.add("block") >= 64 and memory.memory_now("cuda") >= 64
     for k in range(4):
         with timer.step(excluded=profile.covers(k)), profile.step(k):
             torch.cuda._sleep(20_000_000)  # cycles: about 10 ms
             block.mul_(2)
     assert len(timer.ms()) == 3 and all(1 < ms < 1000 for ms in timer.ms()), timer.ms()
-    top = measure.peak("cuda")
+    top = memory.peak("cuda")
     assert top["peak_reserved_mib"] >= top["peak_alloc_mib"] >= 64
     written = sorted(path.name for path in tmp_path.iterdir())
     assert written == ["rank0.memory.pickle", "rank0.trace.json.gz"], profile.notes
     assert "step 1" in read_trace(tmp_path / "rank0.trace.json.gz")
-    assert measure.environment()["device"] == torch.cuda.get_device_name()
+    assert timing.environment()["device"] == torch.cuda.get_device_name()

@@ -15,7 +15,7 @@ import overlap
 from model import ModelConfig, Transformer
 from overlap import compile_options
 from simple_fsdp import MixedPrecisionPolicy, data_parallel
-from trainer.graph import capture, collectives, gathered_alive, of_step, saved
+from trainer.profiling.collectives import capture, collectives, gathered_alive, of_step, saved
 from trainer.step import AdamW, check_mode, make_step
 
 B, T, D, V = 1, 8, 128, 512

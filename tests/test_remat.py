@@ -18,7 +18,7 @@ from torch.profiler import profile
 
 import model as under_test
 from model import REMAT, ModelConfig, Transformer, flops_per_token
-from trainer.graph import capture, is_product, saved
+from trainer.profiling.collectives import capture, is_product, saved
 
 
 @pytest.mark.parametrize(("remat", "ratio"), [("none", 1.0), *product(REMAT[1:], (1.0, 0.5, 0.25, 0.0))])

@@ -12,7 +12,7 @@ from small_model import SMALL, B, Ops, T, assert_bitwise, assert_close, batch, b
 from model import ModelConfig, Transformer, lean_mlp, lean_mlp_backward
 from overlap import cut
 from simple_fsdp import MixedPrecisionPolicy, data_parallel, disable_data_parallel
-from trainer.graph import inductor_passes
+from trainer.profiling.collectives import inductor_passes
 from trainer.step import AdamW, make_step
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -33,10 +33,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from model import ModelConfig, Transformer
 from simple_fsdp import MixedPrecisionPolicy, data_parallel, disable_data_parallel
-from trainer import measure
 from trainer.attention import DTYPES, choose_kernel
 from trainer.data import Batches, DataError
 from trainer.distributed.launch import set_deterministic, shutdown
+from trainer.profiling import timing
 from trainer.sinks import append_jsonl
 from trainer.step import COMPILE_MODES, AdamW, Step, local, make_step
 
@@ -164,7 +164,7 @@ def compare(cells: list[str], c: flags.Config, device: torch.device, rank: int =
         c.data, global_batch=world * c.batch * c.grad_accum, seqlen=c.seqlen, vocab=c.vocab, seed=c.seed, rank=rank,
         world=world,
     )  # fmt: skip
-    timers = [measure.StepTimer(device) for _ in steps]
+    timers = [timing.StepTimer(device) for _ in steps]
     for k in range(c.steps):
         batch = [t.to(device) for t in next(batches)]
         turn = k % len(steps)  # each goes first as often as the others
@@ -177,9 +177,9 @@ def compare(cells: list[str], c: flags.Config, device: torch.device, rank: int =
     rows = []
     for cell, each, ms in zip(cells, configs, times, strict=True):
         ratio = statistics.median(a / b for a, b in zip(ms, times[0], strict=True))
-        row = measure.environment(device) | dict(study="baselines", cell=cell, flags=flags.changed(each))
+        row = timing.environment(device) | dict(study="baselines", cell=cell, flags=flags.changed(each))
         row["world"] = flags.world_label(c, world)
-        rows.append(row | measure.stats(ms) | dict(ratio=round(ratio, 4), against=cells[0], interleaved=cells))
+        rows.append(row | timing.stats(ms) | dict(ratio=round(ratio, 4), against=cells[0], interleaved=cells))
     return rows
 
 

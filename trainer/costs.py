@@ -52,3 +52,18 @@ def link(text: str) -> Link:
         if bandwidth > 0:
             return Link(text, latency * 1e-6, bandwidth * 1e9)
     raise ValueError(f"--link {text}: must be {', '.join(NAMED_GB_PER_S)}, none, or alpha_us:GB_per_s such as 20:370")
+
+
+# Dense bf16 FLOP/s by the whole device name: a MIG slice, an RTX 4090 D, an H200 NVL or a GH200 has another peak than
+# the name that it contains. A device that is not listed has no MFU.
+PEAKS = {
+    r"A100-(SXM4|PCIE)-(40|80)GB|A100 80GB PCIe": 312e12,
+    r"H100 80GB HBM3|H200": 989e12,  # both SXM
+    r"H100 PCIe": 756e12, r"H100 NVL": 835e12,
+    r"GeForce RTX 4090": 165e12,  # fp32 accumulate
+}
+
+
+def device_peak(name: str) -> float | None:
+    """Dense bf16 FLOP/s of a device named as `torch.cuda.get_device_name` names it; None where it is not known."""
+    return next((flops for names, flops in PEAKS.items() if re.fullmatch(f"(NVIDIA )?({names})", name)), None)

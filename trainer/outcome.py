@@ -20,13 +20,13 @@ import torch.distributed as dist
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from trainer import measure
 from trainer.data import DataError
 from trainer.distributed.control import Desync, Stopped
 from trainer.distributed.terminal import tell
 from trainer.lock import start_ticks
 from trainer.manifest import CheckpointError
 from trainer.nonfinite import NonFinite
+from trainer.profiling import memory
 from trainer.watchdog import Watchdog
 
 LOST = re.compile(r"gloo|NCCL|[Cc]onnection (closed|reset)|Broken pipe")  # torch has no type for a peer that is gone
@@ -69,7 +69,7 @@ def ended_by(error: BaseException, run, watchdog: Watchdog, debug: bool) -> tupl
 def outcome_of(error: BaseException, run=None, folder: Path = Path(".")) -> Outcome:
     """run: the `main.Run` that it ended, or None before there is one, where a ValueError means bad flags; folder: where
     the allocator's state goes if memory ran out."""
-    if measure.out_of_memory(error):
+    if memory.out_of_memory(error):
         return _out_of_memory(error, run, folder)
     if isinstance(error, Stopped):
         saved = f"saved in {run.c.save}" if run.c.save else "nothing is saved without --save"
@@ -88,7 +88,7 @@ def outcome_of(error: BaseException, run=None, folder: Path = Path(".")) -> Outc
 def lost_connection(error: BaseException) -> bool:
     """Whether a collective failed because another rank is gone."""
     known = isinstance(error, dist.DistError) or isinstance(error, RuntimeError) and LOST.search(str(error))
-    return bool(known) and not measure.out_of_memory(error)  # NCCL allocates too
+    return bool(known) and not memory.out_of_memory(error)  # NCCL allocates too
 
 
 def _unfinished(path: Path) -> bool:
@@ -120,7 +120,7 @@ def _out_of_memory(error: BaseException, run, folder: Path) -> Outcome:
     phase, text = getattr(getattr(run, "step", None), "phase", "init"), " ".join(str(error).split())[:400]
     wanted = re.search(r"[Tt]ried to allocate ([0-9.]+ [KMG]iB|[0-9]+ bytes)", text)
     device = run.device if run is not None else torch.device("cpu")
-    peak = measure.peak(device)
+    peak = memory.peak(device)
     has = peak.get("peak_alloc_mib") or peak.get("peak_rss_mib")
     where = PHASES[phase] + " of the first step, which compiles" * (phase != "init" and run.done == run.first)
     line = f"OOM {phase} ({where}): wanted {wanted[1] if wanted else 'an unknown amount'} more, peak {has} MiB; "
@@ -128,7 +128,7 @@ def _out_of_memory(error: BaseException, run, folder: Path) -> Outcome:
     if device.type == "cuda":
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            measure.dump_snapshot(str(folder / f"memory-{run.rank}.pickle"))
+            memory.dump_snapshot(str(folder / f"memory-{run.rank}.pickle"))
             line += f"; allocations for pytorch.org/memory_viz in {folder}"
         except Exception as e:  # memory or disk: the message matters more
             line += f"; no snapshot ({type(e).__name__})"

@@ -5,31 +5,32 @@ import os
 
 from simple_fsdp import describe
 from trainer import config as flags
-from trainer import measure
+from trainer import costs
 from trainer.distributed import simulated_world
+from trainer.profiling import memory, timing
 
 
 def row(run, outcome: str) -> dict:
     c = run.c
-    stats = measure.stats(run.timer.ms()) if outcome == "ok" else measure.stats([])
+    stats = timing.stats(run.timer.ms()) if outcome == "ok" else timing.stats([])
     seconds = stats["step_ms"] / 1e3 if stats["step_ms"] else None
     tok_s = run.world * run.batches_tokens() / seconds if seconds else None
     compiled = c.compile != "none" and run.first_step_s is not None and seconds is not None
-    row = run.environment | measure.clocks(run.device) | dict(loss_kind=c.loss, attention=run.attention)
+    row = run.environment | timing.clocks(run.device) | dict(loss_kind=c.loss, attention=run.attention)
     row["world"] = flags.world_label(c, run.world)
     row |= {k: getattr(c, k) for k in "wrapper mode compile attn remat remat_ratio depth width seqlen".split()}
     row |= {k: getattr(c, k) for k in "batch grad_accum param_dtype reduce_dtype".split()}
     row |= dict(flags=flags.changed(c), outcome=outcome, cell=os.environ.get("SWEEP_CELL"))
     row |= dict(resumed_after=run.first or None, skipped=run.watch.skipped)
-    row |= measure.peak(run.device) | dict(first_step_peak_mib=run.first_step_mib) | stats
+    row |= memory.peak(run.device) | dict(first_step_peak_mib=run.first_step_mib) | stats
     if captured := getattr(getattr(run, "step", None), "peak_mib", None):  # since then nothing was allocated
         row["peak_alloc_mib"] = max(captured, row["peak_alloc_mib"])
     row |= dict(compile_s=round(run.first_step_s - seconds, 2) if compiled else None)
     row |= dict(tok_s=tok_s, tok_s_rank=tok_s / run.world if tok_s else None)
     if run.collectives is not None:
         row["collectives"] = simulated_world.summary(run.collectives)
-    peak = measure.device_peak(row["device"])
-    return row | measure.utilisation(run.flops, seconds, peak) | dict(peak_flops=peak, loss=run.watch.loss)
+    peak = costs.device_peak(row["device"])
+    return row | timing.utilisation(run.flops, seconds, peak) | dict(peak_flops=peak, loss=run.watch.loss)
 
 
 def header(run) -> list[str]:

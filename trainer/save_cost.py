@@ -42,12 +42,13 @@ if __name__ == "__main__":  # before torch is imported, as in main.py
 import torch
 import torch.distributed as dist
 
-from trainer import checkpoint, measure
+from trainer import checkpoint
 from trainer.baselines import build
 from trainer.data import Batches
 from trainer.distributed.control import control_group
 from trainer.distributed.launch import connect, set_deterministic, shutdown
 from trainer.manifest import check_directory, digest, verify
+from trainer.profiling import memory, timing
 from trainer.saver import Saver, write_tensors
 from trainer.sinks import append_jsonl
 from trainer.step import local
@@ -98,10 +99,10 @@ def costs(run: Trained, rounds: int, between: int) -> dict:
     times = {kind: [] for kind in ("step", "sync", "async", "beside", "written")}
 
     def peak(kind: str) -> None:  # since the last call
-        peaks.setdefault(f"peak_{kind}_rss_mib", measure.peak("cpu")["peak_rss_mib"])
-        measure.reset_peak("cpu")
+        peaks.setdefault(f"peak_{kind}_rss_mib", memory.peak("cpu")["peak_rss_mib"])
+        memory.reset_peak("cpu")
 
-    measure.reset_peak("cpu")
+    memory.reset_peak("cpu")
     with ExitStack() as stack:
         for r in range(rounds):
             times["step"] += run.train(between)
@@ -120,7 +121,7 @@ def costs(run: Trained, rounds: int, between: int) -> dict:
             peak("beside" if r else "async")
     row = dict(first_async_ms=round(times["async"][0], 3)) | peaks
     for kind, ms in times.items():
-        row |= {key.replace("step", kind): value for key, value in measure.stats(ms).items() if key != "n"}
+        row |= {key.replace("step", kind): value for key, value in timing.stats(ms).items() if key != "n"}
         row[f"{kind}_n"] = len(ms)
     return row | dict(async_over_sync=round(row["async_ms"] / row["sync_ms"], 4))
 
@@ -168,12 +169,12 @@ def main(args: argparse.Namespace, c: flags.Config, rank: int, local_rank: int, 
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by way of what removes the folder
     folder = checkpoint.on_rank_0(lambda: tempfile.mkdtemp(prefix="save-cost-", dir=c.save or "."))
     make = partial(Trained, c, device, world, control_group())
-    row = measure.environment(device) | dict(study="save", world=world, flags=flags.changed(c))
+    row = timing.environment(device) | dict(study="save", world=world, flags=flags.changed(c))
     check = row | dict(study="resume", flags=row["flags"] | dict(deterministic=True))
     try:
         run = make(folder)
         row |= costs(run, args.rounds, args.between) | rates(run)
-        row |= measure.peak(device) if device.type == "cuda" else {}
+        row |= memory.peak(device) if device.type == "cuda" else {}
         tell(c, row)
         if args.check:
             del run

@@ -1,4 +1,4 @@
-"""`--explain-memory`: runs one training step and collects what trainer/memory.py explains.
+"""`--explain-memory`: runs one training step and collects what trainer/profiling/timeline.py explains.
 
     loss, timeline, notes = watch(config, step, tokens, targets)
     print(*memory.lines(timeline, notes), sep="\\n")
@@ -21,7 +21,7 @@ from torch._C._profiler import _EventType, _TensorMetadata
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from trainer.config import Config
-from trainer.memory import GRADIENTS, MOMENTS, OTHER, PARAMETERS, WEIGHTS, Event, Sizes, Timeline, mib
+from trainer.profiling.timeline import GRADIENTS, MOMENTS, OTHER, PARAMETERS, WEIGHTS, Event, Sizes, Timeline, mib
 from trainer.step import OneGraph, Step, local
 
 MARK, MODULE = "memory: ", "module: "

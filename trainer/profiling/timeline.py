@@ -1,6 +1,6 @@
 """What the peaks of memory in one step consist of: the allocator's events -> blocks -> peaks -> words. Runs nothing.
 
-    timeline = Timeline(events, marks, base, sizes)      # trainer/memory_events.py collects them from a step
+    timeline = Timeline(events, marks, base, sizes)      # trainer/profiling/events.py collects them from a step
     print(*lines(timeline), sep="\\n")
 
 A block is what it fits first:

@@ -1,4 +1,4 @@
-"""trainer/memory.py and memory_events.py: peaks of given events; what a step of the trainer allocates, to the byte.
+"""trainer/profiling/timeline.py and memory_events.py: peaks of given events; what a step of the trainer allocates, to the byte.
 
     pytest tests/test_memory.py        # about 35 s on 1 core; the last test of the step needs CUDA
 """
@@ -19,7 +19,8 @@ from trainer import config as flags
 from trainer.baselines import build, model_config
 from trainer.distributed import simulated_world
 from trainer.distributed.launch import connect
-from trainer.memory import (
+from trainer.profiling.events import watch
+from trainer.profiling.timeline import (
     DIP,
     GRADIENTS,
     LOGITS,
@@ -35,7 +36,6 @@ from trainer.memory import (
     Timeline,
     lines,
 )
-from trainer.memory_events import watch
 
 SMALL = "--depth 1 --width 64 --head-dim 16 --grouping 2 --vocab 512 --seqlen 32 --batch 6 --data random"
 BT, V, D = 6 * 32, 512, 64  # V is not 4 D and BT none of both: sizes tell logits and weights apart
@@ -294,7 +294,7 @@ def test_main_explains_one_step_that_no_statistic_covers(capfd, tmp_path, steps,
 
 
 def test_without_the_flag_nothing_is_watched(capfd, tmp_path):
-    with mock.patch("trainer.memory_events.watch", side_effect=AssertionError):
+    with mock.patch("trainer.profiling.events.watch", side_effect=AssertionError):
         code, out, _, _ = run(capfd, tmp_path, "--steps", "2")
     assert code == 0 and "peaks of memory" not in out
 

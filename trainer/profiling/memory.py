@@ -1,0 +1,96 @@
+"""Memory in use and at its peak, by stages of start-up; whether an error says that it ran out.
+
+    stages = Stages(device)
+    stages.add("model")                 # ends a stage; MiB at its peak
+    reset_peak(device); peak(device)    # {"peak_alloc_mib": .., "peak_reserved_mib": ..}; on a CPU {"peak_rss_mib": ..}
+
+Units: MiB (2**20 bytes). CPU memory is what is resident: not comparable with CUDA's.
+"""
+
+import os
+import pickle
+import re
+import resource
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+CLEAR_REFS = Path("/proc/self/clear_refs")  # Linux: writing 5 sets VmHWM back to VmRSS
+Device = torch.device | str
+
+
+def is_cuda(device: Device) -> bool:
+    return torch.device(device).type == "cuda"
+
+
+def _resident(field: str) -> float:
+    """MiB of VmRSS (now) or VmHWM (peak); without /proc (macOS) both are the peak since the process started."""
+    with suppress(OSError, IndexError):
+        return round(int(Path("/proc/self/status").read_text().partition(f"\n{field}:")[2].split()[0]) / 2**10, 1)
+    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10), 1)
+
+
+def reset_peak(device: Device) -> None:
+    """Let `peak` count from here. Frees nothing: what CUDA's allocator has cached stays in the reserved peak."""
+    if is_cuda(device):
+        torch.cuda.init()
+        torch.cuda.reset_peak_memory_stats(device)
+    with suppress(OSError):  # `peak` says so
+        CLEAR_REFS.write_text("5")
+
+
+def peak(device: Device) -> dict[str, float | str]:
+    """MiB at the peak since `reset_peak`: peak_alloc_mib and peak_reserved_mib on CUDA, peak_rss_mib on a CPU. A
+    `peak_rss_note` says where the mark could not be reset and counts from the start of the process."""
+    if is_cuda(device):
+        top = {"alloc": torch.cuda.max_memory_allocated(device), "reserved": torch.cuda.max_memory_reserved(device)}
+        return {f"peak_{kind}_mib": round(size / 2**20, 1) for kind, size in top.items()}
+    note = {} if os.access(CLEAR_REFS, os.W_OK) else {"peak_rss_note": "since the process started: no reset here"}
+    return {"peak_rss_mib": _resident("VmHWM"), **note}
+
+
+def memory_now(device: Device) -> float:
+    """MiB in use now: allocated on CUDA, resident on a CPU."""
+    return round(torch.cuda.memory_allocated(device) / 2**20, 1) if is_cuda(device) else _resident("VmRSS")
+
+
+class Stages:
+    """Memory after each stage of starting up: `rows` of (name, MiB now, MiB at the stage's own peak)."""
+
+    def __init__(self, device: Device):
+        self.device, self.rows = device, []
+        reset_peak(device)
+
+    def add(self, name: str) -> float:
+        """End a stage, return its peak in MiB (that of the first step is the row's `first_step_peak_mib`), reset."""
+        self.rows.append((name, memory_now(self.device), next(iter(peak(self.device).values()))))
+        reset_peak(self.device)
+        return self.rows[-1][2]
+
+    def lines(self) -> list[str]:
+        head = f"{'after':<12}{'allocated' if is_cuda(self.device) else 'resident':>12}{'peak':>12}  MiB"
+        return [head, *(f"{name:<12}{now:>12,.0f}{top:>12,.0f}".replace(",", "'") for name, now, top in self.rows)]
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an exception, or one that it was raised from, says that memory ran out: torch's allocators, cuBLAS and
+    cuDNN without room for a workspace, the operating system. Too little shared memory for a kernel is not that."""
+    says = r"out of memory|(can't|cannot) allocate memory|DefaultCPUAllocator: not enough memory|_STATUS_ALLOC_FAILED"
+    says += "|MemoryError: |std::bad_alloc"
+    told = isinstance(error, (RuntimeError, OSError)) and re.search(says, str(error), re.IGNORECASE)
+    known = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+    return known or bool(told) or (error.__cause__ is not None and out_of_memory(error.__cause__))
+
+
+def dump_snapshot(path: str) -> None:
+    """What CUDA's allocator holds and did, for pytorch.org/memory_viz; the files in its stacks are named from ~ on."""
+    snapshot, home = torch.cuda.memory._snapshot(), os.path.expanduser("~/")
+    entries = [entry for trace in snapshot["device_traces"] for entry in trace]
+    entries += [entry for segment in snapshot["segments"] for entry in (segment, *segment["blocks"])]
+    for frame in {id(frame): frame for entry in entries for frame in entry.get("frames", ())}.values():
+        if frame["filename"].startswith(home):
+            frame["filename"] = f"~/{frame['filename'].removeprefix(home)}"
+    with open(path, "wb") as file:
+        pickle.dump(snapshot, file)
