@@ -24,25 +24,26 @@ if __name__ == "__main__":  # before torch is imported: --help and bad flags ans
 import torch
 
 from model import flops_per_token
-from trainer import checkpoint, inject
+from trainer import inject
 from trainer.attention import choose_kernel
 from trainer.baselines import build, model_config
+from trainer.checkpoint.load import load as checkpoint
+from trainer.checkpoint.manifest import check_directory
+from trainer.checkpoint.save import Saver
+from trainer.checkpoint.weights import initialise
 from trainer.cuda_graph import Replayed
 from trainer.data import Batches, check_source
 from trainer.distributed import simulated_world
 from trainer.distributed.control import Control, Signals, Stopped, agree, control_group
 from trainer.distributed.launch import connect, set_deterministic, shutdown
 from trainer.distributed.terminal import tell
-from trainer.manifest import check_directory
 from trainer.nonfinite import Watch
 from trainer.outcome import ended_by
 from trainer.profiling import events, memory, timing
 from trainer.record import header, row
-from trainer.saver import Saver
 from trainer.sinks import Sinks, check_writable, final_lines
 from trainer.step import check_mode, global_norm
 from trainer.watchdog import Watchdog
-from trainer.weights import initialise
 
 WARMUP = 3  # steps that no statistic covers, the compiling ones among them
 PROFILED = 3

@@ -16,7 +16,7 @@ import main
 import model
 from gloo import one_worker_thread
 from trainer import config as flags
-from trainer import export
+from trainer.checkpoint.load import export
 
 one_worker_thread()
 

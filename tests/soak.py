@@ -58,7 +58,7 @@ from forked import Job
 from harness import free_port
 from running import TINY, TORCHRUN
 
-from trainer.manifest import CheckpointError, verify
+from trainer.checkpoint.manifest import CheckpointError, verify
 
 STEP, UNFINISHED = re.compile(r"step-\d{8}"), re.compile("tmp.*")
 STUCK = 300  # seconds without a line of output after which a job counts as hung; one that compiles is silent for long

@@ -1,4 +1,4 @@
-"""trainer/checkpoint.py: what is resumed is bitwise what went on, in any layout; a step is there whole or not at all.
+"""trainer/checkpoint/load.py: what is resumed is bitwise what went on, in any layout; a step is there whole or not at all.
 
     pytest tests/test_checkpoint.py        # no GPU; about a minute on one core; damage: tests/test_manifest.py
 
@@ -21,11 +21,13 @@ from running import one_line
 from saved import assert_bitwise, contents, made, raw, steps_in, whole
 from torch.distributed.checkpoint import filesystem
 
-from trainer import checkpoint, lock, saver
 from trainer import config as flags
+from trainer.checkpoint.load import load as checkpoint
+from trainer.checkpoint.load import lock
+from trainer.checkpoint.load import save as saver
+from trainer.checkpoint.manifest import CheckpointError, Damaged, Refused, check_directory, verify
+from trainer.checkpoint.save import Saver
 from trainer.distributed.launch import connect
-from trainer.manifest import CheckpointError, Damaged, Refused, check_directory, verify
-from trainer.saver import Saver
 from trainer.step import local
 
 pytestmark = pytest.mark.usefixtures("isolated")
@@ -215,7 +217,7 @@ def test_a_step_is_there_with_its_rename_and_not_before(when, train, folder, mon
 
 def test_a_step_that_is_there_is_not_written_over(train, tmp_path, monkeypatch):
     planted = tmp_path / "run/step-00000006"
-    before = checkpoint.choose
+    before = checkpoint.find_start
 
     def choose(*args):
         found = before(*args)
@@ -282,7 +284,7 @@ def load_into_every_other_layout(mesh):
         for layout, argv in LAYOUTS.items():
             resume = "--resume", f"{os.environ['CHECKPOINTS']}/{origin}", "--steps", 3
             c, step, batches = made(2, "--batch", 2, *argv.split(), *resume)
-            checkpoint.load(checkpoint.choose(c, batches), step)
+            checkpoint.load(checkpoint.find_start(c, batches), step)
             states[origin, layout] = whole(step)
     return states
 
@@ -305,7 +307,7 @@ def fail_on_rank_1(mesh):
         os.truncate(f"{folder}/step-00000001/__1_0.distcp", 1000)
     dist.barrier()
     try:
-        checkpoint.choose(c, batches)
+        checkpoint.find_start(c, batches)
     except CheckpointError as e:
         told.append(str(e))
     return told
@@ -323,7 +325,7 @@ def read_what_differs_on_rank_1(mesh):
             Saver(c, step, batches).save(k)
     once = dict(wraps=checkpoint._open, side_effect=[Damaged("another file"), mock.DEFAULT])
     with mock.patch.object(checkpoint, "_open", **once) if rank else mock.MagicMock():
-        told.append(checkpoint.choose(made(2, "--batch", 2, "--resume", folder / "a")[0], batches).about["step"])
+        told.append(checkpoint.find_start(made(2, "--batch", 2, "--resume", folder / "a")[0], batches).about["step"])
     for name in "ab":
         own = shutil.copytree(folder / (name if rank else "a"), folder / f"{name}-node{rank}")
         if rank and name == "a":
@@ -341,7 +343,7 @@ def save_beside_training(mesh):
     opened = threading.Event()
     c, step, batches = made(2, "--batch", 2, "--steps", 9, "--save", folder, "--save-async")
     check_directory(folder)
-    checkpoint.choose(c, batches)
+    checkpoint.find_start(c, batches)
     step(*next(batches))
     state, seen = whole(step), []
     with Saver(c, step, batches) as s:
@@ -374,7 +376,7 @@ def claim_directories(mesh):
         c, _, batches = made(2, "--batch", 2, "--steps", 9, "--save", where)
         check_directory(where)
         try:
-            checkpoint.choose(c, batches)
+            checkpoint.find_start(c, batches)
         except Refused as e:
             told.append(str(e))
         told.append(os.listdir(where))
@@ -443,7 +445,7 @@ def test_one_rank_loads_what_two_saved_bit_by_bit(wrapper, two_ranks):
         if not dist.is_initialized():
             connect(flags.resolve(flags.parse([]), "cpu", 1), 0, 0, 1)
         c, step, batches = made(1, *argv)
-        found = checkpoint.choose(c, batches)
+        found = checkpoint.find_start(c, batches)
         checkpoint.load(found, step)
         assert whole(step) == results["save_in_every_layout"][0][layout], layout
         assert found.about["samples"] == 8 and step.optimizer.t == 2 and any(v.any() for v in step.optimizer.v)

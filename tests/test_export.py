@@ -1,4 +1,4 @@
-"""trainer/export.py: other programs read the bits that were saved; from two ranks and back to two in any layout.
+"""trainer/checkpoint/export.py: other programs read the bits that were saved; from two ranks and back to two in any layout.
 
     pytest tests/test_export.py        # no GPU; half a minute on one core; -m slow: peak memory of processes
 
@@ -29,14 +29,15 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from trainer import checkpoint, export, weights
 from trainer import config as flags
 from trainer.baselines import build
+from trainer.checkpoint.load import export, weights
+from trainer.checkpoint.load import load as checkpoint
+from trainer.checkpoint.manifest import CheckpointError
+from trainer.checkpoint.save import Saver
 from trainer.data import Batches
 from trainer.distributed.control import Desync
 from trainer.distributed.launch import connect
-from trainer.manifest import CheckpointError
-from trainer.saver import Saver
 from trainer.step import local
 
 pytestmark = pytest.mark.usefixtures("isolated")
@@ -44,7 +45,7 @@ pytestmark = pytest.mark.usefixtures("isolated")
 
 @pytest.fixture
 def run(capfd):
-    """python -m trainer.export in this process: its exit code and both outputs."""
+    """python -m trainer.checkpoint.export in this process: its exit code and both outputs."""
 
     def run(*argv):
         capfd.readouterr()
@@ -237,7 +238,7 @@ def test_what_a_killed_export_left_is_removed_by_the_next_and_nothing_else_is(ru
 
 
 def test_help_is_instant_and_a_bad_size_is_refused(run):
-    argv = [sys.executable, "-X", "importtime", "-m", "trainer.export", "--help"]
+    argv = [sys.executable, "-X", "importtime", "-m", "trainer.checkpoint.export", "--help"]
     done = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert done.returncode == 0 and "--shard-gb" in done.stdout
     imports = {line.split("|")[-1].strip() for line in done.stderr.splitlines()}

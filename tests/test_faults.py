@@ -19,9 +19,10 @@ from running import TINY, one_line, read
 from test_checkpoint import assert_bitwise, contents, steps_in
 
 import main
-from trainer import inject, outcome, saver
+from trainer import inject, outcome
+from trainer.checkpoint.load import save as saver
+from trainer.checkpoint.manifest import verify
 from trainer.distributed.control import Control
-from trainer.manifest import verify
 from trainer.watchdog import Watchdog
 
 pytestmark = pytest.mark.usefixtures("isolated")

@@ -71,7 +71,7 @@ def test_every_group_of_a_run_has_one_worker_its_timeout_and_its_device(env):
 
 @pytest.mark.parametrize("command", [
     "main.py --device cpu", "trainer.baselines simple:none -- --device cpu", "trainer.save_cost --small",
-    "speed_mem_tests_mlp.py --width 64 --seqlen 64 --device cpu", "trainer.export HERE HERE/out.safetensors",
+    "speed_mem_tests_mlp.py --width 64 --seqlen 64 --device cpu", "trainer.checkpoint.export HERE HERE/out.safetensors",
     "examples/hf_llama.py",
 ])  # fmt: skip
 def test_every_command_asks_for_it_before_its_first_group(command, tmp_path):

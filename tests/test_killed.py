@@ -17,8 +17,8 @@ from harness import free_port
 from running import ROOT, TORCHRUN
 from saved import assert_bitwise, contents, steps_in
 
-from trainer import saver
-from trainer.manifest import verify
+from trainer.checkpoint.load import save as saver
+from trainer.checkpoint.manifest import verify
 
 pytestmark = pytest.mark.usefixtures("isolated")
 EVERYDAY = {"an item in the background": [], "manifest": [], "rename": [], "removal": [2, 4]}  # steps that are there

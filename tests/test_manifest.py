@@ -19,8 +19,8 @@ from running import one_line
 from saved import steps_in
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
-from trainer import checkpoint
-from trainer.manifest import Damaged, discard, verify
+from trainer.checkpoint.load import load as checkpoint
+from trainer.checkpoint.manifest import Damaged, discard, verify
 
 pytestmark = pytest.mark.usefixtures("isolated")
 

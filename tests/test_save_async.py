@@ -22,11 +22,13 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from trainer import checkpoint, save_cost, saver
 from trainer import config as flags
+from trainer import save_cost
+from trainer.checkpoint.load import load as checkpoint
+from trainer.checkpoint.load import save as saver
+from trainer.checkpoint.manifest import CheckpointError, verify
+from trainer.checkpoint.save import Saver
 from trainer.distributed.launch import connect
-from trainer.manifest import CheckpointError, verify
-from trainer.saver import Saver
 from trainer.step import local
 
 pytestmark = pytest.mark.usefixtures("isolated")

@@ -1,8 +1,8 @@
-"""trainer/weights.py and --init: what files of weights hold is what the model then holds, or one line says why not.
+"""trainer/checkpoint/weights.py and --init: what files of weights hold is what the model then holds, or one line says why not.
 
     pytest tests/test_weights.py        # no GPU; seconds
 
-Files are those of trainer/export.py, of the safetensors library and of torch.save, and planted ones that none of them
+Files are those of trainer/checkpoint/export.py, of the safetensors library and of torch.save, and planted ones that none of them
 would write. Two ranks: tests/test_export.py.
 """
 
@@ -21,9 +21,9 @@ from torch import nn
 
 from simple_fsdp import data_parallel
 from trainer import config as flags
-from trainer import export, weights
+from trainer.checkpoint.load import export, weights
+from trainer.checkpoint.manifest import CheckpointError
 from trainer.distributed.launch import connect
-from trainer.manifest import CheckpointError
 
 pytestmark = pytest.mark.usefixtures("isolated")
 

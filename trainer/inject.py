@@ -23,7 +23,7 @@ from unittest import mock
 
 import torch
 
-from trainer import saver
+from trainer.checkpoint.load import save as saver
 from trainer.data import Batches
 
 WHERE = "data", "forward", "backward", "update", "save", "write", "commit"

@@ -20,11 +20,11 @@ import torch.distributed as dist
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+from trainer.checkpoint.lock import start_ticks
+from trainer.checkpoint.manifest import CheckpointError
 from trainer.data import DataError
 from trainer.distributed.control import Desync, Stopped
 from trainer.distributed.terminal import tell
-from trainer.lock import start_ticks
-from trainer.manifest import CheckpointError
 from trainer.nonfinite import NonFinite
 from trainer.profiling import memory
 from trainer.watchdog import Watchdog

@@ -42,14 +42,14 @@ if __name__ == "__main__":  # before torch is imported, as in main.py
 import torch
 import torch.distributed as dist
 
-from trainer import checkpoint
 from trainer.baselines import build
+from trainer.checkpoint.load import load as checkpoint
+from trainer.checkpoint.manifest import check_directory, digest, verify
+from trainer.checkpoint.save import Saver, write_tensors
 from trainer.data import Batches
 from trainer.distributed.control import control_group
 from trainer.distributed.launch import connect, set_deterministic, shutdown
-from trainer.manifest import check_directory, digest, verify
 from trainer.profiling import memory, timing
-from trainer.saver import Saver, write_tensors
 from trainer.sinks import append_jsonl
 from trainer.step import local
 

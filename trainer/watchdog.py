@@ -32,9 +32,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from trainer.checkpoint.lock import drop_all
 from trainer.distributed.control import Signals
 from trainer.distributed.terminal import tell
-from trainer.lock import drop_all
 
 POLL_S, ANSWER_S = 1.0, 5.0  # between looks at the clock and at the store; for the answers of the others
 PATIENCE_S = 10.0  # without progress, after another rank has left or a signal came; launchers wait for 30

@@ -1,6 +1,6 @@
 """Files of weights alone: safetensors (one file, or several and an index) and torch's .pt, one tensor at a time.
 
-    write("out.safetensors", tensors, read, about)      # python -m trainer.export: of a checkpoint
+    write("out.safetensors", tensors, read, about)      # python -m trainer.checkpoint.export: of a checkpoint
     load_weights("out.safetensors", model)              # main.py --init: in place, any layout of the model
 
 Either format is a table (name, shape, dtype, file, offset) and plain bytes, so that neither direction holds a model:
@@ -30,11 +30,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 
-from trainer.checkpoint import Found, on_all, say
+from trainer.checkpoint.load import Found, on_all, say
+from trainer.checkpoint.lock import drop, take
+from trainer.checkpoint.manifest import CheckpointError, Refused, sync, write_json
 from trainer.config import Config
 from trainer.distributed.control import agree
-from trainer.lock import drop, take
-from trainer.manifest import CheckpointError, Refused, sync, write_json
 
 DTYPES = {  # by safetensors' names
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,

@@ -23,8 +23,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from trainer.checkpoint.manifest import CheckpointError, Refused
 from trainer.distributed.terminal import tell
-from trainer.manifest import CheckpointError, Refused
 
 SIGN, STALE = 30, 180  # s between signs of life; s without one after which another machine's lock is taken over
 POLL = 2  # s between looks for a sign

@@ -1,8 +1,8 @@
 """Checkpoints on torch.distributed.checkpoint (DCP): committed as a whole, verified before use, resumed exactly.
 
-    found = choose(config, batches)            # newest usable step, or None: start fresh
+    found = find_start(config, batches)            # newest usable step, or None: start fresh
     load(found, step)                          # in place, into any number of ranks and any mode
-    with Saver(config, step, batches) as saver:    # trainer/saver.py
+    with Saver(config, step, batches) as saver:    # trainer/checkpoint/save.py
         saver.save(k)                          # after k steps: DIR/step-00000012
 
 A step's directory holds DCP's files (tensors only: parameters, Adam's moments and step count), train_state.json (what
@@ -11,7 +11,7 @@ directory, the manifest last, and becomes a checkpoint by one rename; a director
 Checksums find accidents, not forgery; but no file here can run code: `.metadata` is unpickled through an allow-list,
 tensors by torch's weights_only loader. There is no random state to save: no step draws numbers.
 
-`choose` and `load` are collectives, over `group` (control.control_group; None: the default one): what fails on one rank
+`find_start` and `load` are collectives, over `group` (control.control_group; None: the default one): what fails on one rank
 raises on all.
 """
 
@@ -37,11 +37,11 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.tensor import DTensor
 
 from trainer.attention import DTYPES
+from trainer.checkpoint.lock import drop, take
+from trainer.checkpoint.manifest import CheckpointError, Damaged, Refused, discard, verify
 from trainer.config import Config, flag
 from trainer.data import Batches, DataError
 from trainer.distributed.terminal import tell
-from trainer.lock import drop, take
-from trainer.manifest import CheckpointError, Damaged, Refused, discard, verify
 
 FORMAT = 1  # of train_state.json; a newer one is refused
 STEP = re.compile(r"step-[0-9]{8}")
@@ -134,17 +134,17 @@ def _open(path: str, files: dict) -> Found:
     return Found(path, about, metadata)
 
 
-def choose(c: Config, batches: Batches, group: dist.ProcessGroup | None = None) -> Found | None:
+def find_start(c: Config, batches: Batches, group: dist.ProcessGroup | None = None) -> Found | None:
     """The step that --resume and --save mean, verified and fit for these flags; None: start fresh. Locks --save, until
     `drop` or the end of the process, and tidies it.
 
     Raises CheckpointError, also where --save holds steps later than the start, DataError for other data, and Refused
     where another run writes to --save or ranks see different directories."""
     if c.save is None:
-        return _choose(c, batches, group)
+        return _find_start(c, batches, group)
     try:
         _claim(c.save, group)
-        found = _choose(c, batches, group)
+        found = _find_start(c, batches, group)
         done = found is not None and found.about["step"] >= c.steps
     except BaseException:
         drop(c.save)
@@ -169,7 +169,7 @@ def _claim(folder: str, group: dist.ProcessGroup | None) -> None:
                       "directory that all nodes share")  # fmt: skip
 
 
-def _choose(c: Config, batches: Batches, group: dist.ProcessGroup | None) -> Found | None:
+def _find_start(c: Config, batches: Batches, group: dist.ProcessGroup | None) -> Found | None:
     folder = dict(auto=c.save, never=None).get(c.resume, c.resume)
     left, present, paths, again = on_rank_0(partial(_look, c.save, folder), group)
     if left:
