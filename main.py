@@ -3,7 +3,7 @@
     python main.py                                                      # one rank, CPU or GPU
     torchrun --nproc-per-node 4 main.py --depth 8 --compile fwdbwd      # the main job
 
-Parse, build, run, report. Exit codes: trainer/outcome.py. A run that fails after it began still appends its row.
+Parse, build, run, report. Exit codes: trainer/fault_tolerance/errors.py. A run that fails after it began still appends its row.
 """
 
 import math
@@ -24,7 +24,6 @@ if __name__ == "__main__":  # before torch is imported: --help and bad flags ans
 import torch
 
 from model import flops_per_token
-from trainer import inject
 from trainer.attention import choose_kernel
 from trainer.baselines import build, model_config
 from trainer.checkpoint.load import load as checkpoint
@@ -37,13 +36,14 @@ from trainer.distributed import simulated_world
 from trainer.distributed.control import Control, Signals, Stopped, agree, control_group
 from trainer.distributed.launch import connect, set_deterministic, shutdown
 from trainer.distributed.terminal import tell
-from trainer.nonfinite import Watch
-from trainer.outcome import ended_by
+from trainer.fault_tolerance import inject
+from trainer.fault_tolerance.errors import ended_by
+from trainer.fault_tolerance.nonfinite import FiniteCheck
+from trainer.fault_tolerance.watchdog import Watchdog
 from trainer.profiling import events, memory, timing
 from trainer.record import header, row
 from trainer.sinks import Sinks, check_writable, final_lines
 from trainer.step import check_mode, global_norm
-from trainer.watchdog import Watchdog
 
 WARMUP = 3  # steps that no statistic covers, the compiling ones among them
 PROFILED = 3
@@ -63,7 +63,7 @@ class Run:
             c.data, global_batch=world * c.batch * c.grad_accum, seqlen=c.seqlen, vocab=c.vocab, seed=c.seed,
             rank=rank, world=world,
         )  # fmt: skip
-        self.watch = Watch(c, self.batches, rank)
+        self.watch = FiniteCheck(c, self.batches, rank)
         same = {flags.flag(k): v for k, v in c.flat().items()} | dict(torch=torch.__version__)
         agree(same | dict(data=(self.batches.description, self.batches.fingerprint)), self.group)
         self.found = None if c.world else checkpoint.choose_kernel(c, self.batches, self.group)

@@ -25,7 +25,7 @@ def _rank(rank: int, world: int, port: int, argv: list[str], log: str, record: s
     os.environ |= env | {k: str(v) for k, v in names.items()} | dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
 
     import main  # is there already, from the process that this one is forked from
-    from trainer import watchdog
+    from trainer.fault_tolerance import watchdog
 
     watchdog.ANSWER_S = float(env.get("ANSWER_S", 1))
     if rank:

@@ -1,4 +1,4 @@
-"""trainer/distributed/control.py and trainer/watchdog.py by themselves, on one rank. tests/test_faults.py has several."""
+"""trainer/distributed/control.py and trainer/fault_tolerance/watchdog.py by themselves, on one rank. tests/test_faults.py has several."""
 
 import json
 import os
@@ -15,11 +15,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from trainer import watchdog
 from trainer.distributed import control
 from trainer.distributed.control import Control, Desync, Signals, Stopped, agree
 from trainer.distributed.launch import fresh
-from trainer.watchdog import Watchdog
+from trainer.fault_tolerance import watchdog
+from trainer.fault_tolerance.watchdog import Watchdog
 
 GROUP = SimpleNamespace(size=lambda: 2)  # stands for a group whose collectives are planted
 

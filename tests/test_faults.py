@@ -1,4 +1,4 @@
-"""Faults planted in real runs (trainer/inject.py): each ends as promised, in one line, and loses nothing.
+"""Faults planted in real runs (trainer/fault_tolerance/inject.py): each ends as promised, in one line, and loses nothing.
 
     pytest tests/test_faults.py        # no GPU; a minute on one core; kill -9 at random moments: tests/test_soak.py
 """
@@ -19,11 +19,11 @@ from running import TINY, one_line, read
 from test_checkpoint import assert_bitwise, contents, steps_in
 
 import main
-from trainer import inject, outcome
 from trainer.checkpoint.load import save as saver
 from trainer.checkpoint.manifest import verify
 from trainer.distributed.control import Control
-from trainer.watchdog import Watchdog
+from trainer.fault_tolerance import errors, inject
+from trainer.fault_tolerance.watchdog import Watchdog
 
 pytestmark = pytest.mark.usefixtures("isolated")
 
@@ -164,15 +164,15 @@ def test_out_of_memory_says_where_how_much_and_what_to_do(where, stage, train, m
 
 def test_a_connection_for_which_there_is_no_memory_is_not_lost():
     told = "NCCL error in: x.cpp:1, unhandled cuda error ... Last error: Cuda failure 2 'out of memory'"
-    assert not outcome.lost_connection(dist.DistBackendError(told))
-    assert outcome.lost_connection(dist.DistBackendError("NCCL error in: x.cpp:1, remote process exited"))
+    assert not errors.lost_connection(dist.DistBackendError(told))
+    assert errors.lost_connection(dist.DistBackendError("NCCL error in: x.cpp:1, remote process exited"))
 
 
 def test_the_snapshot_of_a_gpu_out_of_memory_has_no_path_of_this_machine(tmp_path, monkeypatch):
     monkeypatch.setattr("trainer.profiling.memory.peak", lambda device: dict(peak_alloc_mib=1))
     monkeypatch.setattr("trainer.profiling.memory.dump_snapshot", lambda path: Path(path).touch())
     run = SimpleNamespace(device=torch.device("cuda"), rank=3, step=SimpleNamespace(phase="bwd"), done=1, first=0)
-    told = outcome.outcome_of(torch.OutOfMemoryError("Tried to allocate 2.00 GiB"), run, tmp_path / "hang")
+    told = errors.outcome_of(torch.OutOfMemoryError("Tried to allocate 2.00 GiB"), run, tmp_path / "hang")
     assert told.code == 6 and f"memory_viz in {tmp_path}/hang" in told.line
     assert (tmp_path / "hang/memory-3.pickle").exists(), "by measure.dump_snapshot, which leaves them out"
 
@@ -270,7 +270,7 @@ def test_a_rank_that_hangs_is_named_with_its_step_and_the_stacks_of_all_that_ans
     assert "no progress for 2 s" in line and "rank 0: step 5, step, " in line and " collectives begun" in line
     there = sorted(path.name for path in (tmp_path / "rows.hang").iterdir())
     if kind == "hang":
-        assert "the others wait for rank 1; rank 1: step 5, data, trainer/inject.py:" in line
+        assert "the others wait for rank 1; rank 1: step 5, data, trainer/fault_tolerance/inject.py:" in line
         assert there == ["flight-0", "flight-1", "rank-0.txt", "rank-1.txt"]
         assert "inject.py" in (tmp_path / "rows.hang/rank-1.txt").read_text()
     else:
@@ -325,13 +325,13 @@ def test_what_a_killed_compiler_left_in_the_cache_is_removed_and_nothing_else(tm
         if name != "now":  # what another process writes just now
             os.utime(tmp_path / f"ab/{name}.so", (1, 1))
     (tmp_path / "ab/other.py").touch()
-    end = outcome.outcome_of(RuntimeError("no compiler"), SimpleNamespace())
+    end = errors.outcome_of(RuntimeError("no compiler"), SimpleNamespace())
     assert end.code == 1 and "unfinished" not in end.line and len(list(tmp_path.glob("ab/*"))) == 7
     told = "had left 4 unfinished libraries there; they are removed: start again"
-    end = outcome.outcome_of(RuntimeError(f"ImportError: {tmp_path}/ab/cut.so: file too short"), SimpleNamespace())
+    end = errors.outcome_of(RuntimeError(f"ImportError: {tmp_path}/ab/cut.so: file too short"), SimpleNamespace())
     assert end.code == 1 and told in end.line and told in end.text
     assert {path.name for path in tmp_path.glob("ab/*")} == {"whole.so", "now.so", "other.py"}
-    end = outcome.outcome_of(RuntimeError("CppCompileError: C++ compile error"), SimpleNamespace())
+    end = errors.outcome_of(RuntimeError("CppCompileError: C++ compile error"), SimpleNamespace())
     assert end.code == 1 and "unfinished" not in end.line
 
 

@@ -10,8 +10,8 @@ from simple_fsdp import MixedPrecisionPolicy, data_parallel, disable_data_parall
 from trainer import attention
 from trainer.costs import device_peak
 from trainer.cuda_graph import Replayed
+from trainer.fault_tolerance.watchdog import _collectives
 from trainer.step import COMPILE_MODES, AdamW, check_mode, make_step
-from trainer.watchdog import _collectives
 
 pytestmark = [
     pytest.mark.gpu,

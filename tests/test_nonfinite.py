@@ -23,7 +23,7 @@ from trainer.baselines import build
 from trainer.cuda_graph import Replayed
 from trainer.data import Batches
 from trainer.distributed.launch import connect
-from trainer.nonfinite import SETTLED, WINDOW, NonFinite, Watch
+from trainer.fault_tolerance.nonfinite import SETTLED, WINDOW, FiniteCheck, NonFinite
 from trainer.optimizer import AdamW
 from trainer.step import ModelStep, Step
 
@@ -340,13 +340,13 @@ def late(monkeypatch):
     """Steps are read as on CUDA."""
 
     def watch(*args):
-        made = Watch(*args)
+        made = FiniteCheck(*args)
         made.late = True
         return made
 
     event = SimpleNamespace(record=lambda: None, synchronize=lambda: None)
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
-    monkeypatch.setattr(main, "Watch", watch)
+    monkeypatch.setattr(main, "FiniteCheck", watch)
 
 
 @pytest.mark.parametrize("bad", [3, 6])
@@ -386,7 +386,7 @@ def numbers(norm=1.0, bad=0.0, loss=2.0):
 
 def watching(argv="", late=False):
     c = flags.resolve(flags.parse(argv.split()), "cpu", 1)
-    watch = Watch(c, SimpleNamespace(sample=8, global_batch=8, overfit=False))
+    watch = FiniteCheck(c, SimpleNamespace(sample=8, global_batch=8, overfit=False))
     watch.late = late
     return watch
 

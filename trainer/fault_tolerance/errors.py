@@ -25,9 +25,9 @@ from trainer.checkpoint.manifest import CheckpointError
 from trainer.data import DataError
 from trainer.distributed.control import Desync, Stopped
 from trainer.distributed.terminal import tell
-from trainer.nonfinite import NonFinite
+from trainer.fault_tolerance.nonfinite import NonFinite
+from trainer.fault_tolerance.watchdog import Watchdog
 from trainer.profiling import memory
-from trainer.watchdog import Watchdog
 
 LOST = re.compile(r"gloo|NCCL|[Cc]onnection (closed|reset)|Broken pipe")  # torch has no type for a peer that is gone
 PHASES = dict(fwd="forward", bwd="backward", step="the update", init="init")

@@ -65,7 +65,7 @@ def faults(text: str | None, c, world: int | None = None) -> list[Fault]:
             else None
         )  # fmt: skip
         if problem:
-            raise ValueError(f"FAULT {part}: {problem}; expected rank:step:where:kind (see trainer/inject.py)")
+            raise ValueError(f"FAULT {part}: {problem}; expected rank:step:where:kind (see trainer/fault_tolerance/inject.py)")
         found.append(Fault(rank, int(step), where, kind))
     return found
 

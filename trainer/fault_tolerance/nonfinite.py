@@ -1,6 +1,6 @@
 """What becomes of steps whose loss or gradient norm is not finite, or is a spike: --nonfinite, --max-skips, --spike.
 
-    watch = Watch(config, batches, rank)
+    watch = FiniteCheck(config, batches, rank)
     watch.put(k, step, loss)        # after the launch of step k (from 1); NonFinite if the run must end
     watch.flush()                   # before a save: the newest step is known, too
     watch.loss, watch.norm          # of the newest step that was read (None, -1: none was)
@@ -28,7 +28,7 @@ class NonFinite(Exception):
     """Training must end: a step was not finite, or too many in a row were not."""
 
 
-class Watch:
+class FiniteCheck:
     def __init__(self, c: Config, batches: Batches, rank: int = 0):
         self.c, self.batches, self.rank, self.late = c, batches, rank, c.device == "cuda"
         self.loss: float | None = None
