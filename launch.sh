@@ -5,7 +5,7 @@
 #   ./launch.sh run FLAGS              the same with your flags instead (python main.py --help lists them)
 #   ./launch.sh test [PYTEST ARGS]     the tests; -m slow: those that this leaves out
 #   ./launch.sh sweep AXIS|all|FILE [--small] [FLAGS]
-#                                      one run per cell; a second call does what is missing (trainer/sweep.py)
+#                                      one run per cell; a second call does what is missing (trainer/experiments/sweep.py)
 #   ./launch.sh gpu [1..16] [--tiny]   what needs a GPU: tests, attention kernels, the ladder of memory, MFU, eleven
 #                                      sweeps, saving; each part ends within 8 minutes and resumes; --tiny: on a CPU
 #   ./launch.sh profile [FLAGS]        a run with --profile DIR; NSYS=1 puts it under nsys
@@ -93,7 +93,7 @@ gpu() {
                     timeout 250 "$py" -m benchmarks.attention --search --options "${out%/*}/flex_options.json"; } & ;;
             16) [ -z "$tiny" ] || shift
                 timeout 470 "$py" -m trainer.save_cost --check ${tiny:+"$tiny"} -- --results "$out.jsonl" "$@" & ;;
-            *)  "$py" -m trainer.sweep "${axes[part]}" --budget 450 --results "$out.jsonl" "$@" & ;;
+            *)  "$py" -m trainer.experiments.sweep "${axes[part]}" --budget 450 --results "$out.jsonl" "$@" & ;;
         esac
         wait "$!" || { code=$?; [ "$code" -eq 5 ] || status=$code; }    # pytest's 5: no such test
     done
@@ -142,7 +142,7 @@ case $command in
              OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} exec "$py" -m pytest "$@" ;;
     sweep)   if [ -f "$caller/${1:-}" ]; then file=$caller/$1; shift; set -- "$file" "$@"; fi
              export NPROC=${NPROC:-$((gpus == 1 ? 1 : 2))}
-             exec "$py" -m trainer.sweep "$@" ;;
+             exec "$py" -m trainer.experiments.sweep "$@" ;;
     gpu)     gpu "$@" ;;
     profile) profile "$@" ;;
 esac

@@ -36,13 +36,13 @@ from trainer.distributed import simulated_world
 from trainer.distributed.control import Control, Signals, Stopped, agree, control_group
 from trainer.distributed.launch import connect, set_deterministic, shutdown
 from trainer.distributed.terminal import tell
+from trainer.experiments.logging import Sinks, check_writable, final_lines
+from trainer.experiments.summary import header, row
 from trainer.fault_tolerance import inject
 from trainer.fault_tolerance.errors import ended_by
 from trainer.fault_tolerance.nonfinite import FiniteCheck
 from trainer.fault_tolerance.watchdog import Watchdog
 from trainer.profiling import events, memory, timing
-from trainer.record import header, row
-from trainer.sinks import Sinks, check_writable, final_lines
 from trainer.step import check_mode, global_norm
 
 WARMUP = 3  # steps that no statistic covers, the compiling ones among them

@@ -30,7 +30,7 @@ from typing import Literal
 import tyro
 
 from trainer import config as flags
-from trainer import sweep
+from trainer.experiments import sweep
 
 WARMUP = 3  # steps in no median, the compiling ones among them
 SIZES = "width seqlen blocks batch vocab grow steps".split()
@@ -123,8 +123,8 @@ import overlap
 from simple_fsdp import MixedPrecisionPolicy, data_parallel, disable_data_parallel
 from trainer.baselines import DTYPES
 from trainer.distributed.launch import connect, shutdown
+from trainer.experiments.logging import append_jsonl, check_writable, final_lines
 from trainer.profiling import memory, timing
-from trainer.sinks import append_jsonl, check_writable, final_lines
 from trainer.step import check_mode
 
 

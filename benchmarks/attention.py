@@ -4,7 +4,7 @@
     python -m benchmarks.attention --small --backends flash math                 # a CPU
     python -m benchmarks.attention --search --options results/flex_options.json  # then: main.py --flex-options FILE
 
-Rows have study="attention"; python -m trainer.report attention --results FILE prints them as a table. Backends are
+Rows have study="attention"; python -m trainer.experiments.report attention --results FILE prints them as a table. Backends are
 those of --sdpa, eager, and flex, compiled. Random inputs laid out as the model's, [B, T, H, d] transposed; warm-up and
 compilation are in no figure. FLOPs: 4 d per head and pair of a query with a key that it sees; backward 2.5 times that.
 Exit codes: 0 every backend has a row (perhaps with the reason why it has no figures), 2 bad flags.
@@ -22,10 +22,11 @@ import torch
 from torch import Tensor
 
 from model import causal_mask, compiled_flex_attention, sdpa_kernel
-from trainer import config, report
+from trainer import config
 from trainer.attention import BACKENDS, DTYPES, Shape, options_key, read_options, refusal
+from trainer.experiments import report
+from trainer.experiments.logging import append_jsonl
 from trainer.profiling import memory, timing
-from trainer.sinks import append_jsonl
 
 WARMUP = 3
 Options = dict[str, int]

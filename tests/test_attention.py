@@ -18,8 +18,9 @@ import main
 import model as model_file
 from benchmarks import attention
 from model import REMAT, ModelConfig, Transformer, sdpa_kernel
-from trainer import attention, config, report
+from trainer import attention, config
 from trainer.attention import Shape
+from trainer.experiments import report
 
 SHAPE = Shape(2, 4, 2, 16, 8, "fp32")
 SMALL = dict(depth=2, width=32, head_dim=8, grouping=2, vocab=64)

@@ -1,4 +1,4 @@
-"""trainer/report.py: rows stand beside the right published figures, ratios only where they mean something, simulated
+"""trainer/experiments/report.py: rows stand beside the right published figures, ratios only where they mean something, simulated
 ranks are always visible, and the marked tables of README.md and NOTES.md are what their rows give."""
 
 import importlib.util
@@ -13,7 +13,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from trainer import report, rows, sweep
+from trainer.experiments import published as rows
+from trainer.experiments import report, sweep
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = ("README.md", "NOTES.md")
@@ -336,16 +337,16 @@ def test_without_an_axis_all_that_have_rows_are_printed(copy, capsys):
 
 
 def test_the_command_imports_neither_torch_nor_matplotlib():
-    command = [sys.executable, "-X", "importtime", "-m", "trainer.report", "--check"]
+    command = [sys.executable, "-X", "importtime", "-m", "trainer.experiments.report", "--check"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     imported = {each.split("|")[-1].strip() for each in done.stderr.splitlines()}
     assert (done.returncode, done.stdout[-len("0 differ\n") :]) == (0, "0 differ\n")
-    assert "trainer.rows" in imported and not imported & {"torch", "matplotlib"}
+    assert "trainer.experiments.published" in imported and not imported & {"torch", "matplotlib"}
 
 
 def test_plots_without_matplotlib_are_one_line_and_exit_2(copy, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.delitem(sys.modules, "trainer.plots", raising=False)
+    monkeypatch.delitem(sys.modules, "trainer.experiments.plots", raising=False)
     with pytest.raises(SystemExit) as stopped:
         report.main(["compile", "--results", "results/cpu_modes.jsonl", "--plots", "plots"])
     told = capsys.readouterr()
@@ -367,7 +368,7 @@ def test_plots_show_published_figures_simulated_ranks_and_outcomes(copy, capsys)
 
 @needs_matplotlib
 def test_the_two_ways_to_scale_are_curves_of_their_own():
-    from trainer import plots
+    from trainer.experiments import plots
 
     made = [row(line("gpus", n=n, batch=b), mib=n * b) for n, b in ((1, 8), (4, 8), (4, 16), (8, 8))]
     made = [each | {"world": int(str(each["world"])[0])} for each in made]
@@ -381,7 +382,7 @@ def test_the_two_ways_to_scale_are_curves_of_their_own():
 
 @needs_matplotlib
 def test_a_cpus_memory_is_drawn_apart_from_the_published(copy):
-    from trainer import plots
+    from trainer.experiments import plots
 
     made = [row(line("depth", True, depth=d), CPU, mib=100 * d, ms=d) for d in (1, 4)]
     made += [row(line("depth", True, depth=2))]
@@ -394,7 +395,7 @@ def test_a_cpus_memory_is_drawn_apart_from_the_published(copy):
 
 @needs_matplotlib
 def test_the_front_is_of_one_setting_and_names_its_points(copy):
-    from trainer import plots
+    from trainer.experiments import plots
 
     assert plots.front([(3, 1), (1, 3), (2, 2), (2, 3), (3, 2)]) == [(1, 3), (2, 2), (3, 1)]
     points = (("none", "fwdbwd", 3, 1), ("mlp", "fwdbwd", 2, 2), ("both", "model", 3, 2))

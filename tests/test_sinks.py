@@ -1,4 +1,4 @@
-"""trainer/sinks.py: the files say what happened, whatever breaks, and nothing that breaks ends a run.
+"""trainer/experiments/logging.py: the files say what happened, whatever breaks, and nothing that breaks ends a run.
 
     pytest tests/test_sinks.py        # about 5 s, no network
 """
@@ -16,8 +16,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from trainer import sinks
-from trainer.sinks import Sinks, append_jsonl, check_writable, final_lines
+from trainer.experiments import logging as sinks
+from trainer.experiments.logging import Sinks, append_jsonl, check_writable, final_lines
 
 REPO = Path(__file__).resolve().parents[1]
 STEP = {"loss": 3.21, "lr": 3e-4, "grad_norm": 1.25, "ms": 360.12, "tok_s": 91022.4}
@@ -52,7 +52,7 @@ def warnings_of(capsys):
 
 
 def test_lines_of_two_processes_never_mix(tmp_path):
-    code = "import sys\nfrom trainer.sinks import append_jsonl\nfor k in range(300):\n"
+    code = "import sys\nfrom trainer.experiments.logging import append_jsonl\nfor k in range(300):\n"
     code += " append_jsonl('rows.jsonl', {'who': sys.argv[1], 'k': k, 'long': sys.argv[1] * 5000})"
     env = {**os.environ, "PYTHONPATH": str(REPO)}
     both = [subprocess.Popen([sys.executable, "-c", code, who], cwd=tmp_path, env=env) for who in "ab"]
@@ -233,7 +233,7 @@ def test_a_terminal_without_rich_gets_lines(monkeypatch, capsys):
 
 
 def test_neither_torch_nor_wandb_nor_rich_is_imported_unasked(tmp_path):
-    code = "import sys\nfrom trainer.sinks import Sinks\ns = Sinks('rows.jsonl', total_steps=1)\ns.step({'step': 1})\n"
+    code = "import sys\nfrom trainer.experiments.logging import Sinks\ns = Sinks('rows.jsonl', total_steps=1)\ns.step({'step': 1})\n"
     code += "s.close()\nprint({'torch', 'wandb', 'rich'} & set(sys.modules))"
     assert python(code, tmp_path).stdout.splitlines()[-1] == "set()"
 
@@ -270,7 +270,7 @@ def tables(folder):
 
 
 OFFLINE = """
-from trainer.sinks import Sinks
+from trainer.experiments.logging import Sinks
 run = Sinks("out/rows.jsonl", "offline", "group", "name", {"width": 64, "dtype": float, "hf_token": "sesame-1",
             "nested": {"api_key": "sesame-2", "tokens": 8}}, ["tag"], 0, 2, 1)
 for k in (1, 2):
@@ -300,7 +300,7 @@ def test_wandb_offline_leaves_a_run_beside_the_rows_without_secrets(tmp_path):
 
 TABLES = """
 from pathlib import Path
-from trainer.sinks import log_tables
+from trainer.experiments.logging import log_tables
 rows = [{"cell": "--depth 2", "ms": 1.5, "loss": float("nan"), "flags": {"depth": 2, "hf_token": "sesame-1"}},
         {"cell": "--depth 4", "outcome": "OOM bwd", "ms": "slow", "api_key": "sesame-2"}]
 log_tables({"depth": rows, "width": rows[:1], "nothing": []}, Path("out/rows.jsonl"), "offline", "group", ["tag"])

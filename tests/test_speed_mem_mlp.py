@@ -19,7 +19,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import speed_mem_tests_mlp as mlp
-from trainer import sweep
+from trainer.experiments import sweep
 
 PROGRAM = Path(mlp.__file__)
 TINY = "--device cpu --width 16 --seqlen 8 --blocks 2 --batch 2 --vocab 32 --grow 2 --steps 5".split()

@@ -1,4 +1,4 @@
-"""trainer/sweep.py: every cell leaves a row, whatever its end; a second call runs only what has no result yet."""
+"""trainer/experiments/sweep.py: every cell leaves a row, whatever its end; a second call runs only what has no result yet."""
 
 import csv
 import functools
@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 from test_sinks import logged, tables
 
-from trainer import config, sweep
+from trainer import config
+from trainer.experiments import sweep
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -43,7 +44,7 @@ if how == "starved":
     with open("vmstat", "w") as file: file.write("oom_kill 8\\n")
     os.kill(os.getpid(), signal.SIGKILL) if flags.get("--depth") != "1" else sys.exit("error: no")
 if how == "logged":
-    from trainer.sinks import Sinks
+    from trainer.experiments.logging import Sinks
     sinks = Sinks(flags["--results"], flags["--wandb"], flags["--group"], total_steps=1)
     sinks.step({"step": 1, "loss": 2.5})
     sinks.row({"cell": os.environ["SWEEP_CELL"], "outcome": "ok", "loss": 2.5, "hf_token": "sesame"})
@@ -95,7 +96,7 @@ def call(tmp_path):
     def call(lines, *options, start=subprocess.run, **env):
         (tmp_path / "cells.txt").write_text("\n".join(lines))
         given = ["cells.txt", "--program", "program.py", "--results", "rows.jsonl", *options]
-        done = start([sys.executable, "-m", "trainer.sweep", *given], cwd=tmp_path, env=environment(tmp_path, **env),
+        done = start([sys.executable, "-m", "trainer.experiments.sweep", *given], cwd=tmp_path, env=environment(tmp_path, **env),
                      stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         if start is not subprocess.run:
             return done
@@ -180,7 +181,7 @@ def test_every_table_is_filled_once_whatever_kills_the_sweep(tmp_path):
     for name, text in (("__init__.py", ""), ("distributed/__init__.py", ""), ("distributed/run.py", TORCHRUN)):
         (tmp_path / "torch" / name).write_text(text)
     (tmp_path / "instant.py").write_text(INSTANT)
-    command = [sys.executable, "-m", "trainer.sweep", "all", "--small", "--nproc", "2", "--program", "instant.py"]
+    command = [sys.executable, "-m", "trainer.experiments.sweep", "all", "--small", "--nproc", "2", "--program", "instant.py"]
     how = dict(cwd=tmp_path, env=environment(tmp_path), text=True)
     tables = sweep.studies("all", True, 2, [])
     cells = list(dict.fromkeys(cell for own in tables.values() for cell in own))
@@ -221,7 +222,7 @@ def test_real_cells_end_as_ok_bad_shape_and_out_of_memory_and_are_not_tried_agai
     limit = int(subprocess.run([sys.executable, "-c", code], check=True, **how).stdout) * 1024 + 500 * 2**20
     lines = [line for line in sweep.axes(small=True)["width"] if not line.endswith(" 256")]
     (tmp_path / "cells").write_text("\n".join(lines))
-    command = [sys.executable, "-m", "trainer.sweep", "cells", "--small", "--steps", "4", "--results", "rows.jsonl"]
+    command = [sys.executable, "-m", "trainer.experiments.sweep", "cells", "--small", "--steps", "4", "--results", "rows.jsonl"]
     for finished in (0, 3):
         done = subprocess.run(command, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)), **how)
         assert done.returncode == 0 and f"3 cells, {finished} finished before" in done.stdout, done.stdout

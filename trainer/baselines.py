@@ -36,8 +36,8 @@ from simple_fsdp import MixedPrecisionPolicy, data_parallel, disable_data_parall
 from trainer.attention import DTYPES, choose_kernel
 from trainer.data import Batches, DataError
 from trainer.distributed.launch import set_deterministic, shutdown
+from trainer.experiments.logging import append_jsonl
 from trainer.profiling import timing
-from trainer.sinks import append_jsonl
 from trainer.step import COMPILE_MODES, AdamW, Step, local, make_step
 
 WARMUP = 3

@@ -25,7 +25,7 @@ from dataclasses import replace
 from functools import partial
 
 from trainer import config as flags
-from trainer.sweep import TINY
+from trainer.experiments.sweep import TINY
 
 if __name__ == "__main__":  # before torch is imported, as in main.py
     _parser = argparse.ArgumentParser(prog="save_cost", allow_abbrev=False, description=__doc__.split("\n")[0])
@@ -49,8 +49,8 @@ from trainer.checkpoint.save import Saver, write_tensors
 from trainer.data import Batches
 from trainer.distributed.control import control_group
 from trainer.distributed.launch import connect, set_deterministic, shutdown
+from trainer.experiments.logging import append_jsonl
 from trainer.profiling import memory, timing
-from trainer.sinks import append_jsonl
 from trainer.step import local
 
 

@@ -11,7 +11,19 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from trainer.rows import NEUTRAL, PUBLISHED, SHAPE, Row, figure, label, newest, on_gpu, people, series, shape
+from trainer.experiments.published import (
+    NEUTRAL,
+    PUBLISHED,
+    SHAPE,
+    Row,
+    figure,
+    label,
+    newest,
+    on_gpu,
+    people,
+    series,
+    shape,
+)
 
 matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "report", "font.size": 9}
 MIB = {True: ("peak_alloc_mib", "peak allocated MiB"), False: ("peak_rss_mib", "peak resident MiB")}

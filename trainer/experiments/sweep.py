@@ -27,7 +27,7 @@ import time
 import zlib
 from pathlib import Path
 
-from trainer.sinks import append_jsonl, log_tables, read_rows
+from trainer.experiments.logging import append_jsonl, log_tables, read_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = "--device cpu --width 128 --depth 2 --head-dim 16 --vocab 512 --seqlen 64 --batch 2 --steps 6".split()

@@ -15,7 +15,8 @@ from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 
-from trainer import config, sweep
+from trainer import config
+from trainer.experiments import sweep
 
 REFERENCE = Path(__file__).resolve().parents[1] / "reference"
 DEFAULTS = {f.name: f.default for group in (config.Training, config.System) for f in fields(group)}

@@ -1,9 +1,9 @@
 """Result rows as Markdown tables beside the published figures of reference/, and as plots. Imports no torch.
 
-    python -m trainer.report seqlen depth      rows of results/sweep-AXIS.jsonl and results/sweep-all.jsonl
-    python -m trainer.report --small           every axis that has rows, at the sizes for a CPU
-    python -m trainer.report --plots plots     SVG files as well (trainer/plots.py)
-    python -m trainer.report --check           the marked tables of README.md and NOTES.md; --write puts them right
+    python -m trainer.experiments.report seqlen depth      rows of results/sweep-AXIS.jsonl and results/sweep-all.jsonl
+    python -m trainer.experiments.report --small           every axis that has rows, at the sizes for a CPU
+    python -m trainer.experiments.report --plots plots     SVG files as well (trainer/experiments/plots.py)
+    python -m trainer.experiments.report --check           the marked tables of README.md and NOTES.md; --write puts them right
 
 `<!-- report: LAYOUT FILE... [--small] -->` marks the table below it. LAYOUT: an axis; compile, the --compile modes;
 ladder, runs that differ in what they keep; compile-depth, seconds to compile by depth; baselines or wrappers, the rows
@@ -19,8 +19,8 @@ import re
 import sys
 from pathlib import Path
 
-from trainer import sweep
-from trainer.rows import (
+from trainer.experiments import sweep
+from trainer.experiments.published import (
     PUBLISHED,
     REMARKS,
     comparable,
@@ -294,7 +294,7 @@ def checked(write: bool) -> int:
 
 def report(args: argparse.Namespace) -> None:
     """Print tables, write plots. Raises ValueError where an axis that was named, or every axis, has no row."""
-    plots = importlib.import_module("trainer.plots") if args.plots else None
+    plots = importlib.import_module("trainer.experiments.plots") if args.plots else None
     named, printed = [name for name in args.axis if name != "all"], []
     check_names(named, args.small)
     for name in named or sweep.axes(args.small):
