@@ -92,7 +92,7 @@ gpu() {
             2)  { timeout 200 "$py" -m benchmarks.attention ${tiny:+"$tiny"} --results "$out.jsonl"; [ -n "$tiny" ] ||
                     timeout 250 "$py" -m benchmarks.attention --search --options "${out%/*}/flex_options.json"; } & ;;
             16) [ -z "$tiny" ] || shift
-                timeout 470 "$py" -m trainer.save_cost --check ${tiny:+"$tiny"} -- --results "$out.jsonl" "$@" & ;;
+                timeout 470 "$py" -m benchmarks.saving --check ${tiny:+"$tiny"} -- --results "$out.jsonl" "$@" & ;;
             *)  "$py" -m trainer.experiments.sweep "${axes[part]}" --budget 450 --results "$out.jsonl" "$@" & ;;
         esac
         wait "$!" || { code=$?; [ "$code" -eq 5 ] || status=$code; }    # pytest's 5: no such test

@@ -25,7 +25,6 @@ import torch
 
 from model import flops_per_token
 from trainer.attention import choose_kernel
-from trainer.baselines import build, model_config
 from trainer.checkpoint.load import load as checkpoint
 from trainer.checkpoint.manifest import check_directory
 from trainer.checkpoint.save import Saver
@@ -42,6 +41,7 @@ from trainer.fault_tolerance import inject
 from trainer.fault_tolerance.errors import ended_by
 from trainer.fault_tolerance.nonfinite import FiniteCheck
 from trainer.fault_tolerance.watchdog import Watchdog
+from trainer.parallelize import build, model_config
 from trainer.profiling import events, memory, timing
 from trainer.step import check_mode, global_norm
 

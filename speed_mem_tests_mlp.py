@@ -121,7 +121,7 @@ from torch import Tensor, nn
 
 import overlap
 from simple_fsdp import MixedPrecisionPolicy, data_parallel, disable_data_parallel
-from trainer.baselines import DTYPES
+from trainer.attention import DTYPES
 from trainer.distributed.launch import connect, shutdown
 from trainer.experiments.logging import append_jsonl, check_writable, final_lines
 from trainer.profiling import memory, timing

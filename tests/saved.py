@@ -9,9 +9,9 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.tensor import DTensor
 
 from trainer import config as flags
-from trainer.baselines import build
 from trainer.checkpoint.load import load as checkpoint
 from trainer.data import Batches
+from trainer.parallelize import build
 
 UNEVEN = ["--vocab", "257", "--steps", "2"]  # the embedding: 129 and 128 rows
 

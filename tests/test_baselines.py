@@ -14,11 +14,11 @@ import torch.distributed as dist
 from harness import free_port, spawn
 from torch.distributed.tensor import DTensor
 
+from benchmarks import wrappers
 from model import IGNORE
-from trainer import baselines
 from trainer import config as flags
-from trainer.baselines import build
 from trainer.data import Batches
+from trainer.parallelize import build
 from trainer.step import COMPILE_MODES
 
 ROOT = Path(__file__).parents[1]
@@ -170,7 +170,7 @@ def test_one_command_compares_them_in_one_process_group(tmp_path):
     env = os.environ | dict(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", f"--master-port={free_port()}"]
     small = [*SMALL, "--steps", "6", "--results", str(rows)]
-    argv = [*torchrun, "-m", "trainer.baselines", *cells, "--", *small]
+    argv = [*torchrun, "-m", "benchmarks.wrappers", *cells, "--", *small]
     done = subprocess.run(argv, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     written = [json.loads(line) for line in rows.read_text().splitlines()]
@@ -185,7 +185,7 @@ def test_one_command_compares_them_in_one_process_group(tmp_path):
 def test_what_cannot_be_compared_is_one_line(cells, argv, message, capfd, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit) as ended:
-        baselines.main(cells.split(), flags.parse(argv.split()), 0, 0, 1)
+        wrappers.main(cells.split(), flags.parse(argv.split()), 0, 0, 1)
     err = capfd.readouterr().err
     assert ended.value.code == 2 and err.count("\n") == 1 and re.search(message, err), err
 

@@ -30,7 +30,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from trainer import config as flags
-from trainer.baselines import build
 from trainer.checkpoint.load import export, weights
 from trainer.checkpoint.load import load as checkpoint
 from trainer.checkpoint.manifest import CheckpointError
@@ -38,6 +37,7 @@ from trainer.checkpoint.save import Saver
 from trainer.data import Batches
 from trainer.distributed.control import Desync
 from trainer.distributed.launch import connect
+from trainer.parallelize import build
 from trainer.step import local
 
 pytestmark = pytest.mark.usefixtures("isolated")
@@ -404,7 +404,7 @@ def test_one_tensor_at_a_time_is_in_memory(name, run, saved_run, tmp_path, monke
 MEASURED = """
 import sys, torch
 from trainer import config, export, measure, weights
-from trainer.baselines import build
+from trainer.parallelize import build
 device = torch.device("cpu")
 small, big, what = sys.argv[1:4]
 if what == "load":

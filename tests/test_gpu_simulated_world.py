@@ -11,9 +11,9 @@ from test_simulated_world import SMALL, check_gradients
 from torch.profiler import ProfilerActivity, profile
 
 from trainer import config as flags
-from trainer.baselines import build
 from trainer.distributed import simulated_world as sim
 from trainer.distributed.launch import shutdown
+from trainer.parallelize import build
 
 ROOT = Path(__file__).parents[1]
 pytestmark = [

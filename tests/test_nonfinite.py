@@ -19,12 +19,12 @@ from test_checkpoint import assert_bitwise, contents, steps_in
 import main
 from model import IGNORE
 from trainer import config as flags
-from trainer.baselines import build
 from trainer.cuda_graph import Replayed
 from trainer.data import Batches
 from trainer.distributed.launch import connect
 from trainer.fault_tolerance.nonfinite import SETTLED, WINDOW, FiniteCheck, NonFinite
 from trainer.optimizer import AdamW
+from trainer.parallelize import build
 from trainer.step import ModelStep, Step
 
 pytestmark = pytest.mark.usefixtures("isolated")

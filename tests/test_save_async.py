@@ -22,8 +22,8 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from benchmarks import saving
 from trainer import config as flags
-from trainer import save_cost
 from trainer.checkpoint.load import load as checkpoint
 from trainer.checkpoint.load import save as saver
 from trainer.checkpoint.manifest import CheckpointError, verify
@@ -263,7 +263,7 @@ def test_a_fault_planted_in_the_last_save_in_the_background_happens(train, tmp_p
 
 
 def test_save_cost_without_rounds_is_refused():
-    argv = [sys.executable, "-m", "trainer.save_cost", "--rounds", "0"]
+    argv = [sys.executable, "-m", "benchmarks.saving", "--rounds", "0"]
     done = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert done.returncode == 2 and one_line(done.stderr) == "error: --rounds 0: must be at least 1"
 
@@ -271,7 +271,7 @@ def test_save_cost_without_rounds_is_refused():
 def test_save_cost_measures_both_kinds_checks_the_bits_and_leaves_nothing(tmp_path):
     argv = [*TINY, "--save", str(tmp_path / "here"), "--results", str(tmp_path / "rows.jsonl")]
     args = SimpleNamespace(rounds=2, between=1, check=True)
-    assert save_cost.main(args, flags.parse(argv), 0, 0, 1) == 0
+    assert saving.main(args, flags.parse(argv), 0, 0, 1) == 0
     row, check = rows_of(tmp_path / "rows.jsonl")
     assert check["resumed_bitwise"] is check["went_on_bitwise"] is True and check["flags"]["deterministic"]
     assert row["async_n"] == row["written_n"] == 2 and not torch.are_deterministic_algorithms_enabled()
@@ -281,7 +281,7 @@ def test_save_cost_measures_both_kinds_checks_the_bits_and_leaves_nothing(tmp_pa
 
 def test_save_cost_that_is_stopped_while_it_saves_leaves_nothing(tmp_path, monkeypatch):
     argv = [*TINY, "--save", str(tmp_path / "here"), "--results", str(tmp_path / "rows.jsonl")]
-    begun, write, real = threading.Event(), saver._write, save_cost.Trained.train
+    begun, write, real = threading.Event(), saver._write, saving.Trained.train
 
     def slow(*args):
         begun.set()
@@ -293,9 +293,9 @@ def test_save_cost_that_is_stopped_while_it_saves_leaves_nothing(tmp_path, monke
         return real(self, n)
 
     monkeypatch.setattr(saver, "_write", slow)
-    monkeypatch.setattr(save_cost.Trained, "train", train)
+    monkeypatch.setattr(saving.Trained, "train", train)
     with pytest.raises(SystemExit, match="143"):
-        save_cost.main(SimpleNamespace(rounds=2, between=2, check=False), flags.parse(argv), 0, 0, 1)
+        saving.main(SimpleNamespace(rounds=2, between=2, check=False), flags.parse(argv), 0, 0, 1)
     assert begun.is_set() and [*(tmp_path / "here").iterdir()] == []
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("save")]  # could still write
 

@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import simple_fsdp
 from simple_fsdp import data_parallel
 from trainer import config as flags
-from trainer.baselines import build
 from trainer.distributed import simulated_world as sim
+from trainer.parallelize import build
 from trainer.step import local
 
 SMALL = "--depth 1 --width 64 --head-dim 16 --grouping 2 --vocab 256 --seqlen 16 --batch 2 --clip 0 --param-dtype fp32"

@@ -109,7 +109,7 @@ def newest(rows: list[Row], key: Callable[[Row], object] = lambda row: None) -> 
 
 
 def comparison(rows: list[Row]) -> list[Row]:
-    """The rows of trainer/baselines.py: the last call of each device, torch and number of ranks."""
+    """The rows of benchmarks/wrappers.py: the last call of each device, torch and number of ranks."""
     calls = {}
     for row in [row for row in rows if row.get("study") == "baselines"]:
         call = calls.setdefault((label(row), row["device"], row["torch"]), {})

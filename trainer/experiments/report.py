@@ -7,7 +7,7 @@
 
 `<!-- report: LAYOUT FILE... [--small] -->` marks the table below it. LAYOUT: an axis; compile, the --compile modes;
 ladder, runs that differ in what they keep; compile-depth, seconds to compile by depth; baselines or wrappers, the rows
-of trainer/baselines.py; attention, those of benchmarks/attention.py (without any, the axis of that name). Ranks that are
+of benchmarks/wrappers.py; attention, those of benchmarks/attention.py (without any, the axis of that name). Ranks that are
 simulated stand as 8(sim LINK) everywhere.
 Exit codes: 0, 1 a marked table differs, 2 bad input.
 """

@@ -52,7 +52,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import overlap
 from overlap import GATHER, REDUCE, SCATTER, WAIT, is_layout, is_product, module_of, wait_of
-from trainer.baselines import DTYPES, build, wrap
+from trainer.attention import DTYPES
+from trainer.parallelize import build, wrap
 from trainer.step import Step
 
 KINDS = {GATHER: "all-gather", SCATTER: "reduce-scatter", REDUCE: "all-reduce"}

@@ -1,7 +1,7 @@
 """What saving costs at the flags of main.py: steps without it, in the foreground, with --save-async, in one run.
 
-    python -m trainer.save_cost [--rounds 5] [--between 8] [--check] [--small] [-- FLAGS of main.py]
-    torchrun --nproc-per-node 8 -m trainer.save_cost --check -- --save /shared/disk
+    python -m benchmarks.saving [--rounds 5] [--between 8] [--check] [--small] [-- FLAGS of main.py]
+    torchrun --nproc-per-node 8 -m benchmarks.saving --check -- --save /shared/disk
 
 A round: steps; a save in the foreground; steps; a save in the background and the steps beside it, of which the first
 round has none, so that its peaks of resident memory compare. The device is waited for around all that is timed. MB/s
@@ -42,7 +42,6 @@ if __name__ == "__main__":  # before torch is imported, as in main.py
 import torch
 import torch.distributed as dist
 
-from trainer.baselines import build
 from trainer.checkpoint.load import load as checkpoint
 from trainer.checkpoint.manifest import check_directory, digest, verify
 from trainer.checkpoint.save import Saver, write_tensors
@@ -50,6 +49,7 @@ from trainer.data import Batches
 from trainer.distributed.control import control_group
 from trainer.distributed.launch import connect, set_deterministic, shutdown
 from trainer.experiments.logging import append_jsonl
+from trainer.parallelize import build
 from trainer.profiling import memory, timing
 from trainer.step import local
 

@@ -1,28 +1,13 @@
-"""The trainer's model, optimizer and step under each --wrapper and --compile; alone, compares them side by side.
+"""The model of resolved flags, wrapped, initialised and with its optimizer and step: --wrapper and --compile.
 
-    python -m trainer.baselines simple:fwdbwd none:fwdbwd simple:none [-- FLAGS of main.py]
-    torchrun --nproc-per-node 8 -m trainer.baselines simple:fwdbwd simple:blocks fsdp2:blocks ddp:blocks
-
-Cells are WRAPPER:COMPILE. They take turns, step by step, on the same batches, so that what disturbs the machine
-disturbs all of them alike; printed and appended to --results by rank 0: median, minimum and maximum ms, and the median
-of the step-by-step ratios to the first cell. Every cell's model is in memory at once: no memory is compared. Several
-ranks on one CPU measure the scheduler.
+    step = build(config, device, world)       # needs a process group unless --wrapper none
 
 fsdp2 and ddp are torch's own, as their users run them: fully_shard per block and root with its own mixed precision;
 DDP under autocast; compiled per block, below the hooks that communicate.
 """
 
-import statistics
-import sys
 from contextlib import nullcontext
-from dataclasses import fields, replace
-
-from trainer import config as flags
-
-if __name__ == "__main__":  # before torch is imported, as in main.py
-    _cut = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
-    RANKS = flags.ranks()
-    CELLS, CONFIG = sys.argv[1:_cut], flags.parse(sys.argv[_cut + 1 :], RANKS[0])
+from dataclasses import fields
 
 import torch
 import torch.distributed as dist
@@ -33,14 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from model import ModelConfig, Transformer
 from simple_fsdp import MixedPrecisionPolicy, data_parallel, disable_data_parallel
+from trainer import config as flags
 from trainer.attention import DTYPES, choose_kernel
-from trainer.data import Batches, DataError
-from trainer.distributed.launch import set_deterministic, shutdown
-from trainer.experiments.logging import append_jsonl
-from trainer.profiling import timing
-from trainer.step import COMPILE_MODES, AdamW, Step, local, make_step
-
-WARMUP = 3
+from trainer.optimizer import AdamW, local
+from trainer.step import Step, make_step
 
 
 def model_config(c: flags.Config, device: torch.device) -> ModelConfig:
@@ -149,59 +130,3 @@ def build(c: flags.Config, device: torch.device, world: int, stage=lambda name: 
         step = make_step(c.compile, model, optimizer, options=options, **kwargs)
     step.bare_model = model
     return step
-
-
-def compare(cells: list[str], c: flags.Config, device: torch.device, rank: int = 0, world: int = 1) -> list[dict]:
-    """Rows of every cell, in order; the first is what `ratio` refers to."""
-    configs = []
-    for cell in cells:
-        wrapper, _, mode = cell.partition(":")
-        own = replace(c, system=replace(c.system, wrapper=wrapper, compile=mode))
-        configs.append(flags.resolve(own, device.type, world))
-    c = configs[0]
-    steps = [build(each, device, world) for each in configs]
-    batches = Batches(
-        c.data, global_batch=world * c.batch * c.grad_accum, seqlen=c.seqlen, vocab=c.vocab, seed=c.seed, rank=rank,
-        world=world,
-    )  # fmt: skip
-    timers = [timing.StepTimer(device) for _ in steps]
-    for k in range(c.steps):
-        batch = [t.to(device) for t in next(batches)]
-        turn = k % len(steps)  # each goes first as often as the others
-        for step, timer in [*zip(steps, timers, strict=True)][turn:] + [*zip(steps, timers, strict=True)][:turn]:
-            with timer.step(excluded=k < WARMUP):
-                loss = step(*batch)
-        if rank == 0 and k in (0, c.steps - 1):
-            print(f"step {k + 1}: loss of the last cell {loss.item():.4f}", flush=True)
-    times = [timer.ms() for timer in timers]
-    rows = []
-    for cell, each, ms in zip(cells, configs, times, strict=True):
-        ratio = statistics.median(a / b for a, b in zip(ms, times[0], strict=True))
-        row = timing.environment(device) | dict(study="baselines", cell=cell, flags=flags.changed(each))
-        row["world"] = flags.world_label(c, world)
-        rows.append(row | timing.stats(ms) | dict(ratio=round(ratio, 4), against=cells[0], interleaved=cells))
-    return rows
-
-
-def main(cells: list[str], c: flags.Config, rank: int, local_rank: int, world: int) -> int:
-    device_type = ("cuda" if torch.cuda.is_available() else "cpu") if c.device == "auto" else c.device
-    c = replace(c, system=replace(c.system, device=device_type))
-    modes = dict(simple=COMPILE_MODES, none=COMPILE_MODES, fsdp2=("none", "blocks"), ddp=("none", "blocks"))
-    bad = [cell for cell in cells if cell.partition(":")[2] not in modes.get(cell.partition(":")[0], ())]
-    if bad or not cells:
-        flags.fail(f"cells {' '.join(bad) or '(none)'}: give WRAPPER:COMPILE, such as simple:fwdbwd fsdp2:blocks", rank)
-    set_deterministic(c.deterministic)
-    try:
-        rows = compare(cells, c, connect(c, rank, local_rank, world), rank, c.world or world)
-    except (ValueError, DataError) as e:
-        flags.fail(str(e), rank, 3 if isinstance(e, DataError) else 2)
-    for row in rows if rank == 0 else ():
-        append_jsonl(c.results, row)
-        print(f"{row['cell']:<16} {row['step_ms']:>8.1f} ms [{row['step_ms_min']:.1f}-{row['step_ms_max']:.1f}] "
-              f"n {row['n']}  {row['ratio']:.3f} of {cells[0]}")  # fmt: skip
-    shutdown()
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(CELLS, CONFIG, *RANKS))
