@@ -3,7 +3,8 @@
     python main.py                                                      # one rank, CPU or GPU
     torchrun --nproc-per-node 4 main.py --depth 8 --compile fwdbwd      # the main job
 
-Parse, build, run, report. Exit codes: trainer/fault_tolerance/errors.py. A run that fails after it began still appends its row.
+Parse, build, run, report. Exit codes: trainer/fault_tolerance/errors.py. A run that fails after it began still appends
+its row.
 """
 
 import math
@@ -25,7 +26,7 @@ import torch
 
 from model import flops_per_token
 from trainer.attention import choose_kernel
-from trainer.checkpoint.load import load as checkpoint
+from trainer.checkpoint import load as checkpoint
 from trainer.checkpoint.manifest import check_directory
 from trainer.checkpoint.save import Saver
 from trainer.checkpoint.weights import initialise

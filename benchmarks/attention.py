@@ -4,9 +4,10 @@
     python -m benchmarks.attention --small --backends flash math                 # a CPU
     python -m benchmarks.attention --search --options results/flex_options.json  # then: main.py --flex-options FILE
 
-Rows have study="attention"; python -m trainer.experiments.report attention --results FILE prints them as a table. Backends are
-those of --sdpa, eager, and flex, compiled. Random inputs laid out as the model's, [B, T, H, d] transposed; warm-up and
-compilation are in no figure. FLOPs: 4 d per head and pair of a query with a key that it sees; backward 2.5 times that.
+Rows have study="attention"; python -m trainer.experiments.report attention --results FILE prints them as a table.
+Backends are those of --sdpa, eager, and flex, compiled. Random inputs laid out as the model's, [B, T, H, d] transposed;
+warm-up and compilation are in no figure. FLOPs: 4 d per head and pair of a query with a key that it sees; backward 2.5
+times that.
 Exit codes: 0 every backend has a row (perhaps with the reason why it has no figures), 2 bad flags.
 """
 

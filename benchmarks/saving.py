@@ -42,7 +42,7 @@ if __name__ == "__main__":  # before torch is imported, as in main.py
 import torch
 import torch.distributed as dist
 
-from trainer.checkpoint.load import load as checkpoint
+from trainer.checkpoint import load as checkpoint
 from trainer.checkpoint.manifest import check_directory, digest, verify
 from trainer.checkpoint.save import Saver, write_tensors
 from trainer.data import Batches

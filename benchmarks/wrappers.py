@@ -26,8 +26,9 @@ if __name__ == "__main__":  # before torch is imported, as in main.py
 import torch
 
 from trainer.data import Batches, DataError
-from trainer.distributed.launch import set_deterministic, shutdown
+from trainer.distributed.launch import connect, set_deterministic, shutdown
 from trainer.experiments.logging import append_jsonl
+from trainer.parallelize import build
 from trainer.profiling import timing
 from trainer.step import COMPILE_MODES
 

@@ -16,7 +16,7 @@ import main
 import model
 from gloo import one_worker_thread
 from trainer import config as flags
-from trainer.checkpoint.load import export
+from trainer.checkpoint import export
 
 one_worker_thread()
 

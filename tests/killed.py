@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import filesystem
 
 import main
 from trainer import config as flags
-from trainer.checkpoint.load import save as saver
+from trainer.checkpoint import save as saver
 
 MOMENTS = {  # what is about to be called, for which time with a last argument that ends like this; flags
     "first item": (filesystem, "_write_item", 1, "", ""), "an item": (filesystem, "_write_item", 17, "", ""),

@@ -9,7 +9,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.tensor import DTensor
 
 from trainer import config as flags
-from trainer.checkpoint.load import load as checkpoint
+from trainer.checkpoint import load as checkpoint
 from trainer.data import Batches
 from trainer.parallelize import build
 

@@ -18,7 +18,8 @@ import main
 import model as model_file
 from benchmarks import attention
 from model import REMAT, ModelConfig, Transformer, sdpa_kernel
-from trainer import attention, config
+from trainer import attention as kernels
+from trainer import config
 from trainer.attention import Shape
 from trainer.experiments import report
 
@@ -133,10 +134,10 @@ def test_an_unknown_kernel_is_refused():
 
 
 def test_auto_on_a_cpu_adds_nothing_and_says_what_torch_takes(monkeypatch):
-    assert attention.sdpa("auto", SHAPE, CPU) == ("default", "sdpa flash (auto)")
-    assert attention.sdpa("math", SHAPE, CPU) == ("math", "sdpa math")
-    monkeypatch.setattr(attention, "CHOICE", None)
-    assert all("not verified" in attention.sdpa(asked, SHAPE, CPU)[1] for asked in ("auto", "flash"))
+    assert kernels.sdpa("auto", SHAPE, CPU) == ("default", "sdpa flash (auto)")
+    assert kernels.sdpa("math", SHAPE, CPU) == ("math", "sdpa math")
+    monkeypatch.setattr(kernels, "CHOICE", None)
+    assert all("not verified" in kernels.sdpa(asked, SHAPE, CPU)[1] for asked in ("auto", "flash"))
 
 
 @pytest.mark.parametrize(("capability", "refused", "chosen"), [
@@ -145,17 +146,17 @@ def test_auto_on_a_cpu_adds_nothing_and_says_what_torch_takes(monkeypatch):
 ])  # fmt: skip
 def test_auto_on_a_gpu_takes_the_first_that_runs_and_says_why_not_the_others(monkeypatch, capability, refused, chosen):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(attention, "refusal", lambda kernel, *_: f"no {kernel}" if kernel in refused.split() else None)
-    kernel, text = attention.sdpa("auto", SHAPE, CUDA)
+    monkeypatch.setattr(kernels, "refusal", lambda kernel, *_: f"no {kernel}" if kernel in refused.split() else None)
+    kernel, text = kernels.sdpa("auto", SHAPE, CUDA)
     assert kernel == chosen and text.startswith(f"sdpa {chosen} (auto")
     assert all(f"not {name}: no {name}" in text for name in refused.split())
 
 
 def test_fp32_falls_to_efficient_also_where_torch_cannot_be_asked(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(attention, "CHOICE", None)
-    assert attention.sdpa("auto", SHAPE._replace(seqlen=128), CUDA)[0] == "efficient"
-    assert attention.sdpa("auto", SHAPE._replace(seqlen=128, dtype="bf16"), CUDA)[0] == "cudnn"
+    monkeypatch.setattr(kernels, "CHOICE", None)
+    assert kernels.sdpa("auto", SHAPE._replace(seqlen=128), CUDA)[0] == "efficient"
+    assert kernels.sdpa("auto", SHAPE._replace(seqlen=128, dtype="bf16"), CUDA)[0] == "cudnn"
 
 
 @pytest.mark.parametrize(("version", "seqlen", "kernel"), [(91002, 100, "flash"), (91002, 256, "cudnn"),
@@ -163,26 +164,26 @@ def test_fp32_falls_to_efficient_also_where_torch_cannot_be_asked(monkeypatch):
 def test_an_old_cudnn_gets_no_length_that_it_gets_wrong(monkeypatch, version, seqlen, kernel):
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(attention, "CHOICE", None)
+    monkeypatch.setattr(kernels, "CHOICE", None)
     shape = SHAPE._replace(seqlen=seqlen, dtype="bf16")
-    assert attention.sdpa("auto", shape, CUDA)[0] == kernel
+    assert kernels.sdpa("auto", shape, CUDA)[0] == kernel
     if kernel == "flash":
         with pytest.raises(ValueError, match="^--sdpa cudnn: .*91002.*100"):
-            attention.sdpa("cudnn", shape, CUDA)
+            kernels.sdpa("cudnn", shape, CUDA)
 
 
 def test_the_reason_is_torchs_own(monkeypatch):
-    monkeypatch.setitem(attention.DTYPES, "fp8", torch.float8_e4m3fn)
+    monkeypatch.setitem(kernels.DTYPES, "fp8", torch.float8_e4m3fn)
     with pytest.raises(ValueError) as error:
-        attention.sdpa("flash", SHAPE._replace(dtype="fp8"), CPU)
+        kernels.sdpa("flash", SHAPE._replace(dtype="fp8"), CPU)
     assert "\n" not in str(error.value)
     assert str(error.value).startswith("--sdpa flash: cannot run on fp8 q [2, 4, 16, 8], 2 kv heads: Expected query, ")
 
 
 def test_asking_changes_nothing_in_the_process():
     before = torch.nn.attention._cur_sdpa_kernel_backends(with_priority=True)
-    for kernel in attention.BACKENDS:
-        attention.refusal(kernel, SHAPE, CPU)
+    for kernel in kernels.BACKENDS:
+        kernels.refusal(kernel, SHAPE, CPU)
     assert torch.nn.attention._cur_sdpa_kernel_backends(with_priority=True) == before
 
 
@@ -193,14 +194,15 @@ def flex_config(path):
 
 def test_stored_options_are_those_of_device_and_shape(tmp_path):
     path, c = tmp_path / "options.json", flex_config(tmp_path / "options.json")
-    key = attention.options_key(attention.shape_of(c), CPU)
+    key = kernels.options_key(kernels.shape_of(c), CPU)
     attention.store(path, "another device", {"options": {"fwd_BLOCK_M": 16}})
-    assert attention.choose_kernel(c, CPU)[:2] == ("default", ()) and f"has none for {key}" in attention.choose_kernel(c, CPU).text
+    about = kernels.choose_kernel(c, CPU)
+    assert about[:2] == ("default", ()) and f"has none for {key}" in about.text
     attention.store(path, key, {"options": {"fwd_BLOCK_M": 64, "bwd_num_warps": 8}})
-    about = attention.choose_kernel(c, CPU)
+    about = kernels.choose_kernel(c, CPU)
     assert about.flex_options == (("bwd_num_warps", 8), ("fwd_BLOCK_M", 64)) and "bwd_num_warps=8" in about.text
     hash(ModelConfig(attn="flex", flex_options=about.flex_options))
-    assert attention.choose_kernel(flex_config(None), CPU).text == "flex, default kernel options"
+    assert kernels.choose_kernel(flex_config(None), CPU).text == "flex, default kernel options"
 
 
 @pytest.mark.parametrize("text", [None, "", "{", "[1]", '{"a": 1}', '{"a": {}}', '{"a": {"options": {"x": "64"}}}'])
@@ -209,7 +211,7 @@ def test_a_broken_or_missing_file_of_options_is_one_line(tmp_path, text):
     if text is not None:
         path.write_text(text)
     with pytest.raises(ValueError) as error:
-        attention.choose_kernel(flex_config(path), CPU)
+        kernels.choose_kernel(flex_config(path), CPU)
     assert str(error.value).startswith(f"--flex-options {path}: ") and "\n" not in str(error.value)
 
 
@@ -228,7 +230,7 @@ def test_options_are_in_the_graph_of_the_model(monkeypatch):
 
 
 def test_a_kernel_that_cannot_run_ends_main_before_training(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(attention, "refusal", lambda *_: "it is Saturday")
+    monkeypatch.setattr(kernels, "refusal", lambda *_: "it is Saturday")
     c = config.parse(["--device", "cpu", "--sdpa", "flash", "--results", str(tmp_path / "rows.jsonl")])
     code = main.main(c, 0, 0, 1)
     dist.destroy_process_group()
@@ -333,7 +335,7 @@ def test_the_best_options_win_and_the_file_keeps_what_others_stored(tmp_path):
     entry = attention.search(timer(calls), path, "here", {"commit": "c"}, quiet)
     assert entry["options"] == BEST and (entry["forward_ms"], entry["backward_ms"]) == (46.0, 44.0)
     assert (entry["default_forward_ms"], entry["default_backward_ms"]) == (50.0, 50.0)
-    assert attention.read_options(path) == {"another": {"options": {}}, "here": entry}
+    assert kernels.read_options(path) == {"another": {"options": {}}, "here": entry}
     assert list(path.parent.iterdir()) == [path]
     directions = Counter(direction for direction, _ in calls)
     assert directions == {"forward": 1 + len(attention.FORWARD), "backward": 1 + len(attention.BACKWARD)}
@@ -348,19 +350,19 @@ def test_options_that_do_not_run_are_skipped_and_told(tmp_path):
     assert entry["options"]["fwd_num_stages"] != 4 and "backward_ms" in entry
     with pytest.raises(ValueError, match="run forward"):
         attention.search(timer([], lambda o: True), path, "here", {}, quiet)
-    assert attention.read_options(path)["here"] == entry
+    assert kernels.read_options(path)["here"] == entry
 
 
 def test_a_search_that_dies_leaves_its_best_and_the_next_starts_from_it(tmp_path):
     path, calls = tmp_path / "options.json", []
     with pytest.raises(KeyboardInterrupt):
         attention.search(timer(calls, die_at=len(attention.FORWARD) + 6), path, "here", {}, quiet)
-    half = attention.read_options(path)["here"]["options"]
+    half = kernels.read_options(path)["here"]["options"]
     assert {k: v for k, v in half.items() if k.startswith("fwd_")} == attention.FORWARD[7]
     with pytest.raises(KeyboardInterrupt):  # the second dies at once: the stored options were measured first
         attention.search(timer(calls := [], die_at=3), path, "here", {}, quiet)
     assert {k: v for k, v in calls[0][1].items() if k.startswith("fwd_")} == attention.FORWARD[7]
-    assert attention.read_options(path)["here"]["options"] == half
+    assert kernels.read_options(path)["here"]["options"] == half
 
 
 def test_candidates_keep_what_the_kernels_assert():

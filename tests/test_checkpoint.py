@@ -1,4 +1,4 @@
-"""trainer/checkpoint/load.py: what is resumed is bitwise what went on, in any layout; a step is there whole or not at all.
+"""trainer/checkpoint/load.py: what is resumed is bitwise what went on, in any layout; a step is whole or not there.
 
     pytest tests/test_checkpoint.py        # no GPU; about a minute on one core; damage: tests/test_manifest.py
 
@@ -22,9 +22,9 @@ from saved import assert_bitwise, contents, made, raw, steps_in, whole
 from torch.distributed.checkpoint import filesystem
 
 from trainer import config as flags
-from trainer.checkpoint.load import load as checkpoint
-from trainer.checkpoint.load import lock
-from trainer.checkpoint.load import save as saver
+from trainer.checkpoint import load as checkpoint
+from trainer.checkpoint import lock
+from trainer.checkpoint import save as saver
 from trainer.checkpoint.manifest import CheckpointError, Damaged, Refused, check_directory, verify
 from trainer.checkpoint.save import Saver
 from trainer.distributed.launch import connect

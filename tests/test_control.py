@@ -1,4 +1,4 @@
-"""trainer/distributed/control.py and trainer/fault_tolerance/watchdog.py by themselves, on one rank. tests/test_faults.py has several."""
+"""trainer/distributed/control.py and trainer/fault_tolerance/watchdog.py on one rank; several: test_faults.py"""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""trainer/checkpoint/export.py: other programs read the bits that were saved; from two ranks and back to two in any layout.
+"""trainer/checkpoint/export.py: others read the bits that were saved; two ranks and back to two in any layout.
 
     pytest tests/test_export.py        # no GPU; half a minute on one core; -m slow: peak memory of processes
 
@@ -30,8 +30,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from trainer import config as flags
-from trainer.checkpoint.load import export, weights
-from trainer.checkpoint.load import load as checkpoint
+from trainer.checkpoint import export, weights
+from trainer.checkpoint import load as checkpoint
 from trainer.checkpoint.manifest import CheckpointError
 from trainer.checkpoint.save import Saver
 from trainer.data import Batches

@@ -1,4 +1,4 @@
-"""Faults planted in real runs (trainer/fault_tolerance/inject.py): each ends as promised, in one line, and loses nothing.
+"""Faults planted in real runs (trainer/fault_tolerance/inject.py): each ends as promised, in a line, and loses nothing.
 
     pytest tests/test_faults.py        # no GPU; a minute on one core; kill -9 at random moments: tests/test_soak.py
 """
@@ -19,7 +19,7 @@ from running import TINY, one_line, read
 from test_checkpoint import assert_bitwise, contents, steps_in
 
 import main
-from trainer.checkpoint.load import save as saver
+from trainer.checkpoint import save as saver
 from trainer.checkpoint.manifest import verify
 from trainer.distributed.control import Control
 from trainer.fault_tolerance import errors, inject

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from benchmarks import attention
 from model import REMAT, ModelConfig, Transformer, sdpa_kernel
 from simple_fsdp import MixedPrecisionPolicy, data_parallel, disable_data_parallel
-from trainer import attention
+from trainer import attention as kernels
 from trainer.costs import device_peak
 from trainer.cuda_graph import Replayed
 from trainer.fault_tolerance.watchdog import _collectives
@@ -73,11 +73,11 @@ def test_flex_attention_agrees_with_sdpa(mesh, eager, compile):
     close(losses(mesh, compile, attn="flex"), eager, 1e-3)
 
 
-SDPA = attention.Shape(2, 8, 2, 256, 64, "bf16")
+SDPA = kernels.Shape(2, 8, 2, 256, 64, "bf16")
 
 
 def needs(kernel, shape=SDPA):
-    if reason := attention.refusal(kernel, shape, torch.device("cuda", 0)):
+    if reason := kernels.refusal(kernel, shape, torch.device("cuda", 0)):
         pytest.skip(f"{kernel}: {reason}")
 
 
@@ -118,12 +118,12 @@ def test_auto_is_cudnn_on_hopper_flash_before_it_and_efficient_in_fp32(mesh):
     device, hopper = torch.device("cuda", 0), torch.cuda.get_device_capability() >= (9, 0)
     if torch.cuda.get_device_capability() < (8, 0):
         pytest.skip("flash and bf16 need compute capability 8.0")
-    kernel, text = attention.sdpa("auto", SDPA, device)
+    kernel, text = kernels.sdpa("auto", SDPA, device)
     assert kernel == ("cudnn" if hopper else "flash"), text
     assert kernel in attended(kernel)[1]
-    assert attention.sdpa("auto", SDPA._replace(dtype="fp32"), device)[0] == "efficient"
+    assert kernels.sdpa("auto", SDPA._replace(dtype="fp32"), device)[0] == "efficient"
     with pytest.raises(ValueError, match="^--sdpa flash: cannot run on fp32 .*dtype"):
-        attention.sdpa("flash", SDPA._replace(dtype="fp32"), device)
+        kernels.sdpa("flash", SDPA._replace(dtype="fp32"), device)
 
 
 @pytest.mark.parametrize("compile", ["none", "fwdbwd"])

@@ -1,4 +1,4 @@
-"""python -m trainer.profiling.collectives: what it prints is what the graphs hold; bad input is one line and exit code 2."""
+"""python -m trainer.profiling.collectives: prints what the graphs hold; bad input: one line, exit code 2."""
 
 import re
 import subprocess

@@ -17,7 +17,7 @@ from harness import free_port
 from running import ROOT, TORCHRUN
 from saved import assert_bitwise, contents, steps_in
 
-from trainer.checkpoint.load import save as saver
+from trainer.checkpoint import save as saver
 from trainer.checkpoint.manifest import verify
 
 pytestmark = pytest.mark.usefixtures("isolated")

@@ -1,4 +1,4 @@
-"""trainer/checkpoint/lock.py: one run writes to a directory at a time, and what a dead one left behind stops nobody for long.
+"""trainer/checkpoint/lock.py: one run writes to a directory at a time; what a dead one left stops nobody for long.
 
     pytest tests/test_lock.py        # no GPU; seconds
 """
@@ -16,8 +16,8 @@ import pytest
 from running import ROOT, one_line
 from saved import steps_in
 
-from trainer.checkpoint.load import lock
-from trainer.checkpoint.load import save as saver
+from trainer.checkpoint import lock
+from trainer.checkpoint import save as saver
 from trainer.checkpoint.manifest import CheckpointError, Refused
 
 pytestmark = pytest.mark.usefixtures("isolated")

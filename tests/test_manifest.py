@@ -19,7 +19,7 @@ from running import one_line
 from saved import steps_in
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
-from trainer.checkpoint.load import load as checkpoint
+from trainer.checkpoint import load as checkpoint
 from trainer.checkpoint.manifest import Damaged, discard, verify
 
 pytestmark = pytest.mark.usefixtures("isolated")

@@ -1,5 +1,5 @@
-"""trainer/experiments/report.py: rows stand beside the right published figures, ratios only where they mean something, simulated
-ranks are always visible, and the marked tables of README.md and NOTES.md are what their rows give."""
+"""trainer/experiments/report.py: rows stand beside the right published figures, ratios only where they mean something,
+simulated ranks are always visible, and the marked tables of README.md and NOTES.md are what their rows give."""
 
 import importlib.util
 import json

@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from benchmarks import saving
 from trainer import config as flags
-from trainer.checkpoint.load import load as checkpoint
-from trainer.checkpoint.load import save as saver
+from trainer.checkpoint import load as checkpoint
+from trainer.checkpoint import save as saver
 from trainer.checkpoint.manifest import CheckpointError, verify
 from trainer.checkpoint.save import Saver
 from trainer.distributed.launch import connect

@@ -233,7 +233,8 @@ def test_a_terminal_without_rich_gets_lines(monkeypatch, capsys):
 
 
 def test_neither_torch_nor_wandb_nor_rich_is_imported_unasked(tmp_path):
-    code = "import sys\nfrom trainer.experiments.logging import Sinks\ns = Sinks('rows.jsonl', total_steps=1)\ns.step({'step': 1})\n"
+    code = "import sys\nfrom trainer.experiments.logging import Sinks\n"
+    code += "s = Sinks('rows.jsonl', total_steps=1)\ns.step({'step': 1})\n"
     code += "s.close()\nprint({'torch', 'wandb', 'rich'} & set(sys.modules))"
     assert python(code, tmp_path).stdout.splitlines()[-1] == "set()"
 

@@ -1,4 +1,4 @@
-"""trainer/experiments/sweep.py: every cell leaves a row, whatever its end; a second call runs only what has no result yet."""
+"""trainer/experiments/sweep.py: every cell leaves a row, whatever its end; a second call runs what has none."""
 
 import csv
 import functools
@@ -21,6 +21,7 @@ from trainer import config
 from trainer.experiments import sweep
 
 ROOT = Path(__file__).resolve().parents[1]
+SWEEP = [sys.executable, "-m", "trainer.experiments.sweep"]
 
 # Stands in for main.py: --seed says how it ends; it counts its starts in `starts`.
 PROGRAM = """
@@ -96,7 +97,7 @@ def call(tmp_path):
     def call(lines, *options, start=subprocess.run, **env):
         (tmp_path / "cells.txt").write_text("\n".join(lines))
         given = ["cells.txt", "--program", "program.py", "--results", "rows.jsonl", *options]
-        done = start([sys.executable, "-m", "trainer.experiments.sweep", *given], cwd=tmp_path, env=environment(tmp_path, **env),
+        done = start([*SWEEP, *given], cwd=tmp_path, env=environment(tmp_path, **env),
                      stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         if start is not subprocess.run:
             return done
@@ -181,7 +182,7 @@ def test_every_table_is_filled_once_whatever_kills_the_sweep(tmp_path):
     for name, text in (("__init__.py", ""), ("distributed/__init__.py", ""), ("distributed/run.py", TORCHRUN)):
         (tmp_path / "torch" / name).write_text(text)
     (tmp_path / "instant.py").write_text(INSTANT)
-    command = [sys.executable, "-m", "trainer.experiments.sweep", "all", "--small", "--nproc", "2", "--program", "instant.py"]
+    command = [*SWEEP, "all", "--small", "--nproc", "2", "--program", "instant.py"]
     how = dict(cwd=tmp_path, env=environment(tmp_path), text=True)
     tables = sweep.studies("all", True, 2, [])
     cells = list(dict.fromkeys(cell for own in tables.values() for cell in own))
@@ -222,7 +223,7 @@ def test_real_cells_end_as_ok_bad_shape_and_out_of_memory_and_are_not_tried_agai
     limit = int(subprocess.run([sys.executable, "-c", code], check=True, **how).stdout) * 1024 + 500 * 2**20
     lines = [line for line in sweep.axes(small=True)["width"] if not line.endswith(" 256")]
     (tmp_path / "cells").write_text("\n".join(lines))
-    command = [sys.executable, "-m", "trainer.experiments.sweep", "cells", "--small", "--steps", "4", "--results", "rows.jsonl"]
+    command = [*SWEEP, "cells", "--small", "--steps", "4", "--results", "rows.jsonl"]
     for finished in (0, 3):
         done = subprocess.run(command, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)), **how)
         assert done.returncode == 0 and f"3 cells, {finished} finished before" in done.stdout, done.stdout

@@ -1,4 +1,4 @@
-"""trainer/profiling/timeline.py and memory_events.py: peaks of given events; what a step of the trainer allocates, to the byte.
+"""trainer/profiling/timeline.py and events.py: peaks of given events; what a step allocates, to the byte.
 
     pytest tests/test_memory.py        # about 35 s on 1 core; the last test of the step needs CUDA
 """

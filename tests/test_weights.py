@@ -1,9 +1,9 @@
-"""trainer/checkpoint/weights.py and --init: what files of weights hold is what the model then holds, or one line says why not.
+"""trainer/checkpoint/weights.py and --init: what a file of weights holds the model then holds, or a line says why not.
 
     pytest tests/test_weights.py        # no GPU; seconds
 
-Files are those of trainer/checkpoint/export.py, of the safetensors library and of torch.save, and planted ones that none of them
-would write. Two ranks: tests/test_export.py.
+Files are those of trainer/checkpoint/export.py, of the safetensors library and of torch.save, and planted ones that
+none of them would write. Two ranks: tests/test_export.py.
 """
 
 import json
@@ -21,7 +21,7 @@ from torch import nn
 
 from simple_fsdp import data_parallel
 from trainer import config as flags
-from trainer.checkpoint.load import export, weights
+from trainer.checkpoint import export, weights
 from trainer.checkpoint.manifest import CheckpointError
 from trainer.distributed.launch import connect
 

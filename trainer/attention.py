@@ -112,8 +112,8 @@ def options_key(shape: Shape, device: torch.device) -> str:
 
 
 def read_options(path: str | Path, missing_ok: bool = False) -> dict[str, dict]:
-    """Key -> {"options": {name: int}, "forward_ms": .., "backward_ms": ..} as benchmarks/attention.py --search stores it.
-    ValueError, one line, for a file that is missing or broken."""
+    """Key -> {"options": {name: int}, "forward_ms": .., "backward_ms": ..} as benchmarks/attention.py --search stores
+    it.     ValueError, one line, for a file that is missing or broken."""
     try:
         found = json.loads(Path(path).read_text())
     except FileNotFoundError:
@@ -133,7 +133,7 @@ def read_options(path: str | Path, missing_ok: bool = False) -> dict[str, dict]:
 def choose_kernel(c: flags.Config, device: torch.device) -> Choice:
     """The kernels of resolved flags on `device`. ValueError in one line."""
     if c.attn == "sdpa":
-        if device.type != c.device and c.sdpa != "auto":  # trainer/profiling/collectives.py looks at graphs of a device that is absent
+        if device.type != c.device and c.sdpa != "auto":  # compiled graphs can be of a device that is absent
             return Choice(c.sdpa, (), f"sdpa {c.sdpa}")
         kernel, text = sdpa(c.sdpa, shape_of(c), device)
         return Choice(kernel, (), text)

@@ -80,8 +80,8 @@ class Training:
     seed: int = 0
     """Of the initial weights and of the order of the data."""
     init: str | None = None
-    """Weights for step 0: a .safetensors, its .index.json or a .pt, such as python -m trainer.checkpoint.export writes. Moments
-    are fresh. A checkpoint found in --save goes before."""
+    """Weights for step 0: a .safetensors, its .index.json or a .pt, such as python -m trainer.checkpoint.export writes.
+    Moments are fresh. A checkpoint found in --save goes before."""
     param_dtype: Annotated[Literal["fp32", "bf16"] | None, _by_device("param_dtype", "{fp32,bf16}")] = None
     """Of gathered parameters, the all-gather and the computation. Masters are fp32."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"

@@ -1,7 +1,7 @@
 """Weights of a checkpoint, without moments, as one file that other programs read; main.py --init reads it back.
 
-    python -m trainer.checkpoint.export runs/a out.safetensors                # the newest good step; or runs/a/step-00000500
-    python -m trainer.checkpoint.export runs/a out.pt                         # torch.load("out.pt", weights_only=True, mmap=True)
+    python -m trainer.checkpoint.export runs/a out.safetensors   # the newest good step; or runs/a/step-00000500
+    python -m trainer.checkpoint.export runs/a out.pt            # torch.load("out.pt", weights_only=True)
     python main.py --init out.safetensors                          # step 0 with these weights; --depth etc. as saved
 
 Any number of ranks and any mode may have saved it. Above --shard-gb, out.safetensors is out-00001-of-00003.safetensors
@@ -44,8 +44,8 @@ def export(args: argparse.Namespace) -> str:
     import torch.distributed as dist
 
     from gloo import one_worker_thread
-    from trainer.checkpoint.load import load as checkpoint
-    from trainer.checkpoint.load import weights
+    from trainer.checkpoint import load as checkpoint
+    from trainer.checkpoint import weights
     from trainer.distributed.control import Signals
 
     def read(name: str) -> torch.Tensor:

@@ -11,8 +11,8 @@ directory, the manifest last, and becomes a checkpoint by one rename; a director
 Checksums find accidents, not forgery; but no file here can run code: `.metadata` is unpickled through an allow-list,
 tensors by torch's weights_only loader. There is no random state to save: no step draws numbers.
 
-`find_start` and `load` are collectives, over `group` (control.control_group; None: the default one): what fails on one rank
-raises on all.
+`find_start` and `load` are collectives, over `group` (control.control_group; None: the default one): what fails on one
+rank raises on all.
 """
 
 import hashlib

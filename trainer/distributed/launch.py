@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch._inductor import config as inductor
 
 from gloo import one_worker_thread
-from trainer.config import Config
 from trainer.distributed import simulated_world
 
 
@@ -29,7 +28,7 @@ def set_deterministic(on: bool) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
-def connect(c: Config, rank: int, local_rank: int, world: int, timeout: float = 0) -> torch.device:
+def connect(c, rank: int, local_rank: int, world: int, timeout: float = 0) -> torch.device:
     """Joins the process group: NCCL on CUDA, gloo on a CPU; without torchrun one of its own; with --world a simulated
     one. timeout: of its collectives, in seconds; 0: torch's. ValueError in one line."""
     cuda = c.device == "cuda"

@@ -3,12 +3,12 @@
     python -m trainer.experiments.report seqlen depth      rows of results/sweep-AXIS.jsonl and results/sweep-all.jsonl
     python -m trainer.experiments.report --small           every axis that has rows, at the sizes for a CPU
     python -m trainer.experiments.report --plots plots     SVG files as well (trainer/experiments/plots.py)
-    python -m trainer.experiments.report --check           the marked tables of README.md and NOTES.md; --write puts them right
+    python -m trainer.experiments.report --check     the marked tables of README and NOTES; --write puts them right
 
 `<!-- report: LAYOUT FILE... [--small] -->` marks the table below it. LAYOUT: an axis; compile, the --compile modes;
 ladder, runs that differ in what they keep; compile-depth, seconds to compile by depth; baselines or wrappers, the rows
-of benchmarks/wrappers.py; attention, those of benchmarks/attention.py (without any, the axis of that name). Ranks that are
-simulated stand as 8(sim LINK) everywhere.
+of benchmarks/wrappers.py; attention, those of benchmarks/attention.py (without any, the axis of that name). Ranks that
+are simulated stand as 8(sim LINK) everywhere.
 Exit codes: 0, 1 a marked table differs, 2 bad input.
 """
 

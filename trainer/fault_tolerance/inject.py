@@ -23,7 +23,7 @@ from unittest import mock
 
 import torch
 
-from trainer.checkpoint.load import save as saver
+from trainer.checkpoint import save as saver
 from trainer.data import Batches
 
 WHERE = "data", "forward", "backward", "update", "save", "write", "commit"
@@ -65,7 +65,7 @@ def faults(text: str | None, c, world: int | None = None) -> list[Fault]:
             else None
         )  # fmt: skip
         if problem:
-            raise ValueError(f"FAULT {part}: {problem}; expected rank:step:where:kind (see trainer/fault_tolerance/inject.py)")
+            raise ValueError(f"FAULT {part}: {problem}; expected rank:step:where:kind (see {__name__})")
         found.append(Fault(rank, int(step), where, kind))
     return found
 

@@ -1,7 +1,7 @@
 """What the compiler makes of a model's collectives: any setting, any number of ranks, in one process, without GPUs.
 
     python -m trainer.profiling.collectives --depth 8 --world 64 --device cuda     # this trainer: the flags of main.py
-    python -m trainer.profiling.collectives --model my_file:build --world 64 --mode replicate                      # your own
+    python -m trainer.profiling.collectives --model my_file:build --world 64 --mode replicate   # your own
 
 MODULE:FUNCTION names a function of no arguments that returns (model, inputs): an unwrapped nn.Module and a tuple or
 dict of its arguments. `--device cuda` takes the defaults of a GPU (no GPU is used). Nothing is computed and no code is
@@ -21,7 +21,8 @@ from trainer import config as flags
 
 if __name__ == "__main__":  # before torch is imported, as in main.py
     _parser = argparse.ArgumentParser(
-        "python -m trainer.profiling.collectives", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+        "python -m trainer.profiling.collectives", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False, epilog="All other flags are main.py's: python main.py --help lists them.",
     )  # fmt: skip
     _parser.add_argument("--model", metavar="MODULE:FUNCTION", help="your model (default: the trainer's)")
