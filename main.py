@@ -16,10 +16,11 @@ import zlib
 from contextlib import suppress
 
 from trainer import config as flags
+from trainer.distributed.terminal import fail, ranks
 
 if __name__ == "__main__":  # before torch is imported: --help and bad flags answer at once
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C has no traceback; Signals takes over
-    RANKS = flags.ranks()
+    RANKS = ranks()
     CONFIG = flags.parse(sys.argv[1:], RANKS[0], RANKS[2])
 
 import torch
@@ -67,7 +68,7 @@ class Run:
         self.watch = FiniteCheck(c, self.batches, rank)
         same = {flags.flag(k): v for k, v in c.flat().items()} | dict(torch=torch.__version__)
         agree(same | dict(data=(self.batches.description, self.batches.fingerprint)), self.group)
-        self.found = None if c.world else checkpoint.choose_kernel(c, self.batches, self.group)
+        self.found = None if c.world else checkpoint.find_start(c, self.batches, self.group)
         self.first = self.done = self.saved = self.found.about["step"] if self.found else 0  # an earlier run's steps
         self.warm = self.first + WARMUP
         self.profile = timing.Profile(c.profile, self.warm, PROFILED, rank, device)
@@ -196,7 +197,7 @@ def main(c: flags.Config, rank: int, local_rank: int, world: int) -> int:
         set_deterministic(c.deterministic)
         device = connect(c, rank, local_rank, world, limit)
     except ValueError as e:
-        flags.fail(str(e), rank)
+        fail(str(e), rank)
     hang, ranks = f"{os.path.splitext(c.results)[0]}.hang", 1 if c.world else world
     with Signals(rank == 0) as signals, Watchdog(c.first_timeout, rank, ranks, hang, signals) as watchdog:
         code = perform(c, device, rank, world, signals, watchdog)

@@ -30,6 +30,7 @@ from typing import Literal
 import tyro
 
 from trainer import config as flags
+from trainer.distributed.terminal import fail, ranks
 from trainer.experiments import sweep
 
 WARMUP = 3  # steps in no median, the compiling ones among them
@@ -107,12 +108,12 @@ def parse(argv: list[str], rank: int = 0, world: int = 1) -> Config:
         (c.compile_options and c.compile == "none", "--compile-options: add --compile model, step or fwdbwd"),
     ):  # fmt: skip
         if wrong:
-            flags.fail(message, rank)
+            fail(message, rank)
     return c
 
 
 if __name__ == "__main__":  # before torch is imported: --help and bad flags answer at once
-    RANKS = flags.ranks()
+    RANKS = ranks()
     CONFIG = parse(sys.argv[1:], RANKS[0], RANKS[2])
 
 import torch
@@ -204,7 +205,7 @@ def main(c: Config, rank: int, local_rank: int, world: int) -> int:
         check_writable(c.results)
         device = connect(replace(c, device=device_type), rank, local_rank, world)
     except ValueError as e:
-        flags.fail(str(e), rank)
+        fail(str(e), rank)
     own = {name: getattr(c, name) for name in (*SIZES, *SWITCHES)}
     row = timing.environment(device) | dict(study="mlp", world=flags.world_label(c, world)) | own
     row |= dict(flags={name: value for name, value in own.items() if value != getattr(Config, name)})

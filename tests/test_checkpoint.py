@@ -224,7 +224,7 @@ def test_a_step_that_is_there_is_not_written_over(train, tmp_path, monkeypatch):
         planted.mkdir()
         return found
 
-    monkeypatch.setattr(checkpoint, "choose", choose)
+    monkeypatch.setattr(checkpoint, "find_start", choose)
     done = train("--save", tmp_path / "run")
     assert done.code == 4 and f"{planted}: is there already" in one_line(done.err) and not [*planted.iterdir()]
 

@@ -23,6 +23,7 @@ from running import TINY, TORCHRUN, one_line, python
 import main
 from trainer import config as flags
 from trainer.config import Output, System, Training
+from trainer.distributed.terminal import ranks
 
 pytestmark = pytest.mark.usefixtures("isolated")
 
@@ -267,7 +268,7 @@ def test_part_of_torchruns_environment_is_an_error_that_lists_the_rest(there, mo
     for name in there.split():
         monkeypatch.setenv(name, "1")
     with pytest.raises(SystemExit) as exit:
-        flags.ranks()
+        ranks()
     assert exit.value.code == 2
     given, missing = one_line(capsys.readouterr().err).split("set but not")
     for name in TORCHRUN:
@@ -287,17 +288,17 @@ def test_an_environment_that_makes_no_sense_is_one_line(name, value, monkeypatch
     for key, text in (good | {name: value}).items():
         monkeypatch.setenv(key, text)
     with pytest.raises(SystemExit) as exit:
-        flags.ranks()
+        ranks()
     assert exit.value.code == 2 and name in one_line(capsys.readouterr().err)
 
 
 def test_without_torchrun_there_is_one_rank_and_with_it_what_it_says(monkeypatch):
-    assert flags.ranks() == (0, 0, 1)
+    assert ranks() == (0, 0, 1)
     for i, name in enumerate(("RANK", "LOCAL_RANK", "WORLD_SIZE")):
         monkeypatch.setenv(name, str(5 + i))
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "29511")
-    assert flags.ranks() == (5, 6, 7)
+    assert ranks() == (5, 6, 7)
 
 
 def test_a_port_in_use_is_one_line_and_exit_2(tmp_path):

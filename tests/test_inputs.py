@@ -22,6 +22,7 @@ from trainer import data
 from trainer.config import Output, System, Training
 from trainer.data import Batches
 from trainer.distributed import terminal
+from trainer.distributed.terminal import ranks
 from trainer.profiling import memory
 
 pytestmark = pytest.mark.usefixtures("isolated")
@@ -49,14 +50,14 @@ def test_a_number_of_torchruns_that_is_none_is_named(name, value, monkeypatch, c
     for key, text in (GOOD | {name: value}).items():
         monkeypatch.setenv(key, text)
     with pytest.raises(SystemExit) as exit:
-        flags.ranks()
+        ranks()
     assert exit.value.code == 2 and f"{name} {value}" in one_line(capsys.readouterr().err)
 
 
 def test_without_torchrun_what_it_left_behind_does_not_count(train, monkeypatch):
     for name, value in dict(LOCAL_WORLD_SIZE="x", MASTER_ADDR="nowhere", MASTER_PORT="http", RANK="").items():
         monkeypatch.setenv(name, value)
-    assert flags.ranks() == (0, 0, 1)
+    assert ranks() == (0, 0, 1)
     assert train("--steps", 1).row["world"] == 1
 
 

@@ -19,8 +19,8 @@ import signal
 import sys
 from typing import NoReturn
 
-from trainer import config
 from trainer.checkpoint.manifest import CheckpointError
+from trainer.distributed.terminal import fail
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -81,7 +81,7 @@ def export(args: argparse.Namespace) -> str:
 
 
 def stopped(out: str, signum: int) -> NoReturn:
-    config.fail(f"stopped by {signal.Signals(signum).name}; {out} was not written", 0, 128 + signum)
+    fail(f"stopped by {signal.Signals(signum).name}; {out} was not written", 0, 128 + signum)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -89,7 +89,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         print(export(args))
     except (ValueError, CheckpointError) as error:
-        config.fail(str(error), 0, 4 if isinstance(error, CheckpointError) else 2)
+        fail(str(error), 0, 4 if isinstance(error, CheckpointError) else 2)
     except KeyboardInterrupt:
         stopped(args.out, signal.SIGINT)
     return 0

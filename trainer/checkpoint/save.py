@@ -37,7 +37,7 @@ from trainer.step import local
 
 
 class Saver:
-    """`group`: what foreground saves talk over, see control.control_group. origin: of `checkpoint.choose`."""
+    """`group`: what foreground saves talk over, see control.control_group. origin: of `load.find_start`."""
 
     def __init__(self, c: Config, step, batches: Batches, group: dist.ProcessGroup | None = None,
                  origin: str | None = None):  # fmt: skip

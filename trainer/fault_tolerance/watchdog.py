@@ -38,7 +38,7 @@ from trainer.distributed.terminal import tell
 
 POLL_S, ANSWER_S = 1.0, 5.0  # between looks at the clock and at the store; for the answers of the others
 PATIENCE_S = 10.0  # without progress, after another rank has left or a signal came; launchers wait for 30
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def _collectives() -> tuple[bytes, int, str]:

@@ -18,6 +18,7 @@ import argparse
 import sys
 
 from trainer import config as flags
+from trainer.distributed.terminal import fail
 
 if __name__ == "__main__":  # before torch is imported, as in main.py
     _parser = argparse.ArgumentParser(
@@ -290,7 +291,7 @@ def main(target: str | None, world: int, c: flags.Config) -> int:
             raise ValueError("--compile none: there is no graph; use another mode")
         model, graphs = of_module(target, c, world) if target else of_trainer(c, world)
     except ValueError as e:
-        flags.fail(str(e), 0)
+        fail(str(e), 0)
     about = target or f"depth={c.depth} width={c.width} vocab={c.vocab} seqlen={c.seqlen} batch={c.batch}"
     print(f"{about}, {world} ranks, {c.mode}, reshard={c.reshard}, compile={c.compile}, remat={c.remat}, "
           f"{c.param_dtype} gathered, {c.reduce_dtype} reduced, torch {torch.__version__}")  # fmt: skip
