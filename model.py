@@ -3,7 +3,7 @@
     model = Transformer(ModelConfig(width=4096, depth=4))      # 973'234'176 parameters
     logits = model(tokens)                                     # [B, T] -> [B, T, V]
     loss = model(tokens, targets)                              # fp32 sum over the labels that are not IGNORE
-    flops_per_token(model.config, seqlen=4096)                 # training, forward and backward
+    model.prepare(seqlen, device)                              # before the first batch, for attn="flex"
 
 Token embedding (scaled by sqrt(D)) plus sinusoids, blocks, final LayerNorm, untied head; biases in norms and MLP only.
 Initialisation: every weight normal with std 1/sqrt(fan_in); what writes into the residual stream (`o`, `down`) further
@@ -14,7 +14,7 @@ B batch, T tokens, D width, H heads, K key/value heads, d head dimension, V voca
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -61,6 +61,11 @@ class ModelConfig:
     remat_core: bool = False
     mlp: str = "plain"
     mlp_chunk: int = 0
+
+    @property
+    def identity(self) -> dict[str, int]:
+        """What a checkpoint and the model that loads it must have in common, by the names of the fields."""
+        return {name: getattr(self, name) for name in ("depth", "width", "head_dim", "grouping", "grow", "vocab")}
 
     @property
     def heads(self) -> int:
@@ -145,11 +150,11 @@ class Attention(nn.Module):
 
     def core(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None) -> Tensor:
         """q [B, H, T, d], k and v [B, K, T, d] -> [B, T, D]"""
-        if self.flex:
+        if self.flex and not q.is_meta:  # on meta, where only shapes and FLOPs are asked for, it has no kernel
             how = dict(enable_gqa=self.grouped, kernel_options=self.flex_options)
             y = compiled_flex_attention(q, k, v, block_mask=mask, **how)
         else:
-            y = sdpa_kernel(self.sdpa, q, k, v)
+            y = sdpa_kernel("math" if q.is_meta else self.sdpa, q, k, v)
         return y.transpose(1, 2).flatten(2)  # [B, H, T, d] -> [B, T, D]
 
     def forward(self, x: Tensor, mask: BlockMask | None) -> Tensor:
@@ -293,6 +298,24 @@ class Block(nn.Module):
         return x + (_remat(self.mlp_branch, x) if self.remat_norm else _remat(self.mlp, self.norm2(x)))
 
 
+def check_lean(c: ModelConfig) -> None:
+    """Raises ValueError unless `lean_mlp` computes what the norm and the MLP of a block compute one after the other: it
+    does not follow a change of the class MLP, such as a gate or another activation. Tried on a block of width 8."""
+    tiny = replace(c, width=8, head_dim=2, grouping=1, grow=2)
+    with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
+        block, x = Block(tiny, "none"), torch.randn(4, 8)
+        for p in block.parameters():
+            p.normal_()
+        plain = block.mlp(block.norm2(x))
+        try:
+            same = torch.allclose(block.mlp_branch(x), plain, atol=1e-4)
+        except (AttributeError, RuntimeError):  # it has no up or down, or of another shape
+            same = False
+    if not same:
+        raise ValueError('--mlp lean: computes LayerNorm, up, GELU and down, which is not what this MLP computes; use '
+                         "--mlp plain")  # fmt: skip
+
+
 def sinusoids(T: int, D: int, device: torch.device) -> Tensor:
     """[T, D] fp32, sines then cosines, wavelengths 2 pi to 20'000 pi (Vaswani et al. 2017, 3.5)."""
     frequency = torch.exp(torch.arange(0, D, 2, device=device) * (-math.log(10000.0) / D))  # [D/2]
@@ -350,6 +373,8 @@ class Transformer(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         c = self.config = config
+        if c.mlp == "lean":
+            check_lean(c)
         self.emb = nn.Embedding(c.vocab, c.width)
         self.blocks = nn.ModuleList(Block(c, c.remat_of(i)) for i in range(c.depth))
         self.norm = nn.LayerNorm(c.width)
@@ -368,15 +393,16 @@ class Transformer(nn.Module):
                 std /= math.sqrt(2 * self.config.depth)
             nn.init.normal_(p, std=1 / self.config.width if name == "head.weight" else std)
 
-    def set_seqlen(self, seqlen: int, device: torch.device | str) -> None:
+    def prepare(self, seqlen: int, device: torch.device | str) -> None:
         """Builds the block mask that attn="flex" needs; call it before the first forward and for every new seqlen."""
         self.mask = causal_mask(seqlen, device) if self.config.attn == "flex" else None
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, chunk: int = 0) -> Tensor:
         """tokens [B, T] -> logits [B, T, V]; with targets [B, T] the summed loss, `chunk` tokens at a time if not 0."""
         T, D = tokens.shape[1], self.config.width
-        if self.config.attn == "flex" and (self.mask is None or self.mask.seq_lengths[0] != T):
-            raise ValueError(f"no block mask for seqlen {T}: call set_seqlen({T}, device) first")
+        flex = self.config.attn == "flex" and not tokens.is_meta
+        if flex and (self.mask is None or self.mask.seq_lengths[0] != T):
+            raise ValueError(f"no block mask for seqlen {T}: call prepare({T}, device) first")
         x = self.emb(tokens) * math.sqrt(D)  # [B, T, D]
         x = x + sinusoids(T, D, x.device).to(x.dtype)
         for block in self.blocks:
@@ -387,28 +413,3 @@ class Transformer(nn.Module):
             return ChunkedCrossEntropy.apply(x.flatten(0, 1), self.head.weight, targets.flatten(), chunk, grad)
         logits = self.head(x)  # [B, T, V]
         return logits if targets is None else cross_entropy(logits, targets)
-
-
-def flops_per_token(c: ModelConfig, seqlen: int, convention: str = "causal") -> int | float:
-    """FLOPs of one token's training step (forward 1x, backward 2x), no recomputation in the first three.
-
-    convention: "linear": 6 per weight that the token is multiplied with (grouped k and v as they are, head yes,
-    embedding no). "palm": plus the attention core 12 L H d T (Chowdhery et al. 2022, appendix B). "causal": the core
-    over the mean number of unmasked keys, (T + 1) / 2. "hardware": causal plus what is multiplied again in backward:
-    the core's scores inside its backward (7/6) and what the remat policy and the lean MLP multiply again, where the
-    last product of a region is never redone.
-    """
-    kv, wide = c.kv_heads * c.head_dim, c.grow * c.width
-    linear = 6 * (c.depth * c.width * (2 * c.width + 2 * kv + 2 * wide) + c.width * c.vocab)
-    keys = seqlen if convention == "palm" else (seqlen + 1) / 2
-    core = 12 * c.depth * c.heads * c.head_dim * keys
-    if convention == "linear":
-        return linear
-    if convention in ("palm", "causal"):
-        return linear + core
-    qkv, up, o = (2 * c.width * n for n in (c.width + 2 * kv, wide, c.width))
-    once = core / (3 * c.depth) if c.remat_core else 0  # a forward of the core
-    attention = dict(attn=qkv + once, both=qkv + once, block=qkv + o + once)
-    again = sum(attention.get(c.remat_of(i), 0) for i in range(c.depth))
-    again += up * sum(c.mlp == "lean" or c.remat_of(i) in ("mlp", "both", "block") for i in range(c.depth))
-    return linear + core * 7 / 6 + again

@@ -61,6 +61,18 @@ AGAIN = CheckpointPolicy.PREFER_RECOMPUTE, CheckpointPolicy.MUST_RECOMPUTE
 STACKS = ("nn_module_stack", "fwd_nn_module_stack")  # where a node's module is noted: forward and backward graphs
 
 
+def blocks_of(model: nn.Module) -> list[str]:
+    """Names of the repeated blocks of a model: the members, with parameters, of its outermost ModuleLists and
+    Sequentials."""
+    modules, blocks = dict(model.named_modules()), []
+    for name, module in modules.items():
+        inside = any(name.startswith(b + ".") for b in blocks)
+        if isinstance(module, nn.ModuleList | nn.Sequential) and not inside:
+            children = [f"{name}.{child}" if name else child for child, _ in module.named_children()]
+            blocks += [c for c in children if next(modules[c].parameters(), None) is not None]
+    return blocks
+
+
 def compile_options(
     model: nn.Module, blocks: Sequence[str] | None = None, cap_mib: float = 128.0, whole_step: bool = False
 ) -> dict:
@@ -74,13 +86,7 @@ def compile_options(
     whole_step: what is compiled is a whole training step, which returns its loss first and updates the parameters.
     Raises ValueError if a name is no module of `model`; while compiling, if no collective lies in any block."""
     modules = dict(model.named_modules())
-    if blocks is None:
-        blocks = []
-        for name, module in modules.items():
-            inside = any(name.startswith(b + ".") for b in blocks)
-            if isinstance(module, nn.ModuleList | nn.Sequential) and not inside:
-                children = [f"{name}.{child}" if name else child for child, _ in module.named_children()]
-                blocks += [c for c in children if next(modules[c].parameters(), None) is not None]
+    blocks = blocks_of(model) if blocks is None else blocks
     if missing := [b for b in blocks if b not in modules]:
         raise ValueError(f"blocks: {', '.join(missing)}: no such module, there are {', '.join(list(modules)[1:])}")
     if not any(p.device_mesh.size() > 1 for p in model.parameters() if isinstance(p, DTensor)):
@@ -230,7 +236,7 @@ class Overlap(CustomGraphPass):
 
 
 def module_of(node: fx.Node) -> str:
-    """The innermost module that a node, or else what alone feeds it, comes from: L['self'].model.blocks.0.mlp.up"""
+    """The innermost module that a node, or else what alone feeds it, comes from: L['self'].blocks.0.mlp.up"""
     stack = next((node.meta[key] for key in STACKS if node.meta.get(key)), None)
     if stack:
         return list(stack.values())[-1][0]

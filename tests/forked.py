@@ -25,6 +25,7 @@ def _rank(rank: int, world: int, port: int, argv: list[str], log: str, record: s
     os.environ |= env | {k: str(v) for k, v in names.items()} | dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
 
     import main  # is there already, from the process that this one is forked from
+    from trainer.data import Batches
     from trainer.fault_tolerance import watchdog
 
     watchdog.ANSWER_S = float(env.get("ANSWER_S", 1))
@@ -33,7 +34,7 @@ def _rank(rank: int, world: int, port: int, argv: list[str], log: str, record: s
     if rank and "UNSEED" in env:
         main.torch.manual_seed = lambda seed, manual=main.torch.manual_seed: manual(seed + rank)
     if record:
-        _record(main.Batches, f"{record}/{rank}.jsonl")
+        _record(Batches, f"{record}/{rank}.jsonl")
     sys.exit(main.main(main.flags.parse(argv, rank), rank, rank, world))
 
 

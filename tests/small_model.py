@@ -19,7 +19,7 @@ def build(seed=0, dtype=torch.float32, seqlen=T, **changes):
     torch.manual_seed(seed)
     model = Transformer(ModelConfig(**{**SMALL, **changes}))
     model.init_weights()
-    model.set_seqlen(seqlen, "cpu")
+    model.prepare(seqlen, "cpu")
     return model.to(dtype)
 
 

@@ -221,9 +221,10 @@ def test_options_are_in_the_graph_of_the_model(monkeypatch):
     for options in ((), (("fwd_BLOCK_M", 64), ("bwd_num_warps", 8))):
         torch._dynamo.reset()
         model = Transformer(ModelConfig(**SMALL, attn="flex", flex_options=options))
-        model.set_seqlen(16, "cpu")
+        model.prepare(16, "cpu")
         backend = lambda gm, inputs: graphs.append(gm) or gm.forward  # noqa: E731
-        torch.compile(model.blocks[0], backend=backend, fullgraph=True)(torch.randn(1, 16, 32), model.mask)
+        block = model.get_submodule("blocks.0")
+        torch.compile(block, backend=backend, fullgraph=True)(torch.randn(1, 16, 32), model.mask)
     given = [[n for n in gm.graph.nodes if "flex_attention" in str(n.target)][0].args[6] for gm in graphs]
     assert "fwd_BLOCK_M" not in given[0]
     assert (given[1]["fwd_BLOCK_M"], given[1]["bwd_num_warps"]) == (64, 8)

@@ -95,7 +95,7 @@ def trained(argv: str, rank: int = 0, world: int = 1) -> list[dict[str, torch.Te
     sizes = [*SMALL, "--depth", "1", "--width", "32", "--grouping", "2", "--seqlen", "8"]
     c, told = flags.resolve(flags.parse([*sizes, *argv.split()]), "cpu", world), []
     step = build(c, torch.device("cpu"), world)
-    names = {id(p): name for name, p in step.bare_model.named_parameters()}
+    names = {id(p): name for name, p in step.model.named_parameters()}
 
     def note(params, grads):
         told[-1] |= {names[id(p)]: whole(g, p) for p, g in zip(params, grads, strict=True)}
@@ -105,7 +105,7 @@ def trained(argv: str, rank: int = 0, world: int = 1) -> list[dict[str, torch.Te
         rows = slice(12 // world * rank, 12 // world * (rank + 1))
         told.append({})
         told[-1] |= dict(loss=step(tokens[rows], targets[rows]), norm=step.grad_norm)
-    return [*told, {name: whole(t) for name, t in step.bare_model.state_dict().items()}]
+    return [*told, {name: whole(t) for name, t in step.model.state_dict().items()}]
 
 
 def labels(mesh):

@@ -110,7 +110,7 @@ MISFITS = {  # flags of the resumed run, what the line says
 
 @pytest.mark.parametrize("argv", MISFITS)
 def test_a_flag_that_must_stay_exits_4_saved_and_asked(argv, train, folder, monkeypatch):
-    monkeypatch.setattr("main.build", lambda *_: pytest.fail("a model was built"))
+    monkeypatch.setattr("trainer.run.build", lambda *_: pytest.fail("a model was built"))
     done = train("--save", folder, "--steps", 8, *argv.split())
     assert done.code == 4 and MISFITS[argv] in one_line(done.err) and "step-00000006" in done.err
 
@@ -126,8 +126,9 @@ def test_cast_converts_the_moments_alone_and_says_so(old, new, train, tmp_path):
     argv = "--resume", tmp_path / "old", "--steps", 7, "--save", tmp_path / "new", "--adam-dtype", new
     refused = train(*argv)
     assert refused.code == 4 and f"--adam-dtype {old} (now {new})" in one_line(refused.err) and "--cast" in refused.err
-    with mock.patch("main.Saver", side_effect=lambda c, step, *_: seen.append(tensors(step)) or mock.MagicMock()):
-        seen, tensors = [], lambda step: {n: local(t).clone() for n, t in checkpoint.tensors(step).items()}
+    seen, tensors = [], lambda step: {n: local(t).clone() for n, t in checkpoint.tensors(step).items()}
+    note = lambda c, step, *_, **__: seen.append(tensors(step)) or mock.MagicMock()  # noqa: E731
+    with mock.patch("trainer.run.Saver", side_effect=note):
         done = train(*argv, "--cast")
     assert done.code == 0 and f"--cast: Adam's moments are converted from {old} to {new}" in done.out
     to = dict(fp32=torch.float32, bf16=torch.bfloat16)[new]

@@ -81,7 +81,7 @@ def run(mesh, *, compile="none", attn="sdpa", remat="none", mode="fully_shard", 
     data_parallel(model, mesh, mode, reshard_after_forward=reshard, min_bytes=min_bytes).to_empty(device="cpu")
     with disable_data_parallel():
         model.init_weights()
-    model.set_seqlen(SEQLEN, "cpu")
+    model.prepare(SEQLEN, "cpu")
     kwargs = dict(mesh=mesh, grad_accum=accum, accum_sync=sync, clip=1.0, chunk=10 if loss == "chunked" else 0)
     step = make_step(compile, model, AdamW(model.parameters(), 3e-3), **kwargs)
     torch._dynamo.utils.counters.clear()

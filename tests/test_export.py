@@ -65,7 +65,7 @@ def model_of(*argv: str) -> nn.Module:
     c = flags.resolve(flags.parse([*TINY, "--seed", "1", *argv]), "cpu", 1)
     if not dist.is_initialized():
         connect(c, 0, 0, 1)
-    return build(c, torch.device("cpu"), 1).bare_model
+    return build(c, torch.device("cpu"), 1).model
 
 
 def through_index(index: Path) -> dict[str, torch.Tensor]:
@@ -280,7 +280,7 @@ def save_and_export(mesh):
         how = dict(shard_bytes=30_000) if form == "several" else {}
         path = f"{folder}/{dist.get_rank()}/{name}"
         weights.write(path, checkpoint.parameters(found), lambda name: checkpoint.read(found, name), {}, **how)
-    return whole(step.bare_model)
+    return whole(step.model)
 
 
 def init_every_layout(mesh):
@@ -295,15 +295,15 @@ def init_every_layout(mesh):
     with mock.patch.object(weights, "_read", counting):
         for layout in LAYOUTS:
             _, step, _ = made(2, "--batch", 2, *layout.split(), "--seed", 1)
-            held = sum(local(t).nbytes for t in step.bare_model.state_dict().values())
+            held = sum(local(t).nbytes for t in step.model.state_dict().values())
             for form, name in FORMS.items():
                 with torch.no_grad():
-                    for p in step.bare_model.parameters():
+                    for p in step.model.parameters():
                         local(p).zero_()
                 read.clear()
                 c = SimpleNamespace(init=f"{os.environ['EXPORTS']}/0/{name}", cast=False)
-                weights.initialise(c, step.bare_model, None)
-                states[layout, form] = whole(step.bare_model), sum(read), held
+                weights.initialise(c, step.model, None)
+                states[layout, form] = whole(step.model), sum(read), held
     return states
 
 
@@ -315,7 +315,7 @@ def refuse_on_both(mesh):
     path = f"{os.environ['EXPORTS']}/{dist.get_rank()}-nan.safetensors"
     save_file(state, path)
     try:
-        weights.initialise(SimpleNamespace(init=path, cast=False), step.bare_model, None)
+        weights.initialise(SimpleNamespace(init=path, cast=False), step.model, None)
     except CheckpointError as e:
         return str(e)
 
@@ -332,7 +332,7 @@ def see_different_files(mesh):
         for name in ("other.safetensors", "absent.safetensors"):
             try:
                 c = SimpleNamespace(init=name, cast=False)
-                weights.initialise(c, step.bare_model, None, dist.group.WORLD)
+                weights.initialise(c, step.model, None, dist.group.WORLD)
             except Desync as e:
                 told.append(str(e))
     return told
@@ -409,7 +409,7 @@ device = torch.device("cpu")
 small, big, what = sys.argv[1:4]
 if what == "load":
     c = config.resolve(config.parse(sys.argv[4:]), "cpu", 1)
-    model = build(c, device, 1).bare_model
+    model = build(c, device, 1).model
     work = lambda path: weights.load_weights(path, model)
 else:
     work = lambda path: export.main([path, f"{path}-{what}.{what}"])
@@ -430,7 +430,7 @@ def test_peak_memory_of_a_process_is_far_below_the_model(saved_run, tmp_path):
     step = build(c, torch.device("cpu"), 1)
     batches = Batches("random", global_batch=4, seqlen=16, vocab=256, seed=0, rank=0, world=1)
     Saver(c, step, batches).save(1)
-    size = sum(p.nbytes for p in step.bare_model.parameters()) / 2**20
+    size = sum(p.nbytes for p in step.model.parameters()) / 2**20
     grown = {}
     for what, path in (("safetensors", "big"), ("pt", "big"), ("load", "big-safetensors.safetensors"),
                        ("load", "big-pt.pt")):  # fmt: skip

@@ -18,10 +18,9 @@ from harness import ONE_GRAPH
 from running import TINY, one_line, read
 from test_checkpoint import assert_bitwise, contents, steps_in
 
-import main
 from trainer.checkpoint import save as saver
 from trainer.checkpoint.manifest import verify
-from trainer.distributed.control import Control
+from trainer.distributed.control import Control, control_group
 from trainer.fault_tolerance import errors, inject
 from trainer.fault_tolerance.watchdog import Watchdog
 
@@ -113,8 +112,8 @@ def test_a_background_save_that_fails_is_seen_with_accumulation_too(train, tmp_p
         made.group = group
         return made
 
-    monkeypatch.setattr("main.Control", several)
-    monkeypatch.setattr("main.Saver.failed", lambda saver: saver.pending is not None)
+    monkeypatch.setattr("trainer.run.Control", several)
+    monkeypatch.setattr("trainer.run.Saver.failed", lambda saver: saver.pending is not None)
     monkeypatch.setenv("FAULT", "0:2:write:enospc")
     argv = "--save", tmp_path / "run", "--save-async", "--save-every", 2, "--steps", 4, "--log-every", 1
     done = train(*argv, "--grad-accum", 2)
@@ -139,14 +138,14 @@ def test_a_run_that_hangs_when_its_row_is_written_gets_no_second_one(train, monk
 
 @pytest.mark.parametrize("argv, seconds", [("", 3720), ("--timeout 5000", 5120), ("--timeout 0", 3e7)])
 def test_no_group_gives_up_before_the_watchdog(argv, seconds, train, monkeypatch):
-    limits, make = [], main.control_group
+    limits, make = [], control_group
 
     def note():
         for group in (make(), dist.new_group()):
             limits.append(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
         return group
 
-    monkeypatch.setattr("main.control_group", note)
+    monkeypatch.setattr("trainer.run.control_group", note)
     assert train("--steps", 1, *argv.split()).code == 0 and limits == [seconds, seconds]
 
 
@@ -178,7 +177,7 @@ def test_the_snapshot_of_a_gpu_out_of_memory_has_no_path_of_this_machine(tmp_pat
 
 
 def test_memory_that_runs_out_while_building_is_told_as_such(train, monkeypatch):
-    monkeypatch.setattr("main.build", lambda *_: inject._happen("oom"))
+    monkeypatch.setattr("trainer.run.build", lambda *_: inject._happen("oom"))
     done = train()
     assert done.code == 6 and done.row["outcome"] == "OOM init" and "OOM init (init): wanted 1.00 GiB" in done.err
 

@@ -9,9 +9,8 @@ from model import REMAT, ModelConfig, Transformer, sdpa_kernel
 from simple_fsdp import MixedPrecisionPolicy, data_parallel, disable_data_parallel
 from trainer import attention as kernels
 from trainer.costs import device_peak
-from trainer.cuda_graph import Replayed
 from trainer.fault_tolerance.watchdog import _collectives
-from trainer.step import COMPILE_MODES, AdamW, check_mode, make_step
+from trainer.step import COMPILE_MODES, AdamW, Replayed, check_mode, make_step
 
 pytestmark = [
     pytest.mark.gpu,
@@ -37,7 +36,7 @@ def losses(mesh, compile="none", dtype=None, chunk=0, steps=8, graph=False, in_b
     torch.manual_seed(0)
     with disable_data_parallel():
         model.init_weights()
-    model.set_seqlen(256, "cuda")
+    model.prepare(256, "cuda")
     how = dict(in_backward=True) if in_backward else dict(clip=1.0)
     step = make_step(compile, model, AdamW(model.parameters(), 1e-3), mesh=mesh, chunk=chunk, **how)
     batch = torch.randint(512, (4, 257), device="cuda")  # the same for ever: the loss must fall

@@ -71,7 +71,7 @@ def gone() -> int:
 
 
 def test_a_second_run_exits_2_with_host_and_pid_and_leaves_everything(train, folder, monkeypatch):
-    monkeypatch.setattr("main.build", lambda *_: pytest.fail("a model was built"))
+    monkeypatch.setattr("trainer.run.build", lambda *_: pytest.fail("a model was built"))
     path, pid = foreign(folder, **here(os.getppid())), os.getppid()
     (folder / "tmp-step-00000008-12345678").mkdir()
     before = path.read_text(), sorted(folder.iterdir())
@@ -179,7 +179,8 @@ def test_a_run_that_ends_by_itself_leaves_no_lock(end, train, folder, monkeypatc
 
 
 def test_an_exit_in_between_leaves_no_lock_and_signs_keep_no_process_alive(tmp_path):
-    code = "import os, sys; from trainer.checkpoint import lock; d = sys.argv[1]; lock.take(d); print(os.listdir(d)); sys.exit(3)"
+    code = "import os, sys; from trainer.checkpoint import lock; d = sys.argv[1]; lock.take(d); "
+    code += "print(os.listdir(d)); sys.exit(3)"
     command = [sys.executable, "-c", code, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=20, cwd=ROOT)
     assert done.returncode == 3 and done.stdout == "['lock']\n" and not [*tmp_path.iterdir()]
@@ -244,7 +245,7 @@ def test_a_directory_without_permission_exits_2(train, tmp_path):
 
 @pytest.mark.parametrize("call", ["mkdir", "TemporaryFile", "open"])
 def test_a_read_only_file_system_exits_2_before_a_model_is_built(call, train, tmp_path, monkeypatch):
-    monkeypatch.setattr("main.build", lambda *_: pytest.fail("a model was built"))
+    monkeypatch.setattr("trainer.run.build", lambda *_: pytest.fail("a model was built"))
     where, before = tmp_path / "run", getattr(tempfile if call == "TemporaryFile" else os, call)
 
     def read_only(path=None, *args, **kwargs):

@@ -23,7 +23,7 @@ import main
 from model import Transformer
 from trainer import config as flags
 from trainer import step as steps_of
-from trainer.data import DataError
+from trainer.data import Batches, DataError
 
 pytestmark = pytest.mark.usefixtures("isolated")
 
@@ -302,7 +302,7 @@ def test_data_that_turns_out_bad_in_mid_run_exits_3_with_a_row(train, monkeypatc
     def bad(self):
         raise DataError("file.bin, token 5: expected an id below --vocab 256, found 300")
 
-    monkeypatch.setattr(main.Batches, "__next__", bad)
+    monkeypatch.setattr(Batches, "__next__", bad)
     done = train()
     assert done.code == 3 and "file.bin, token 5" in one_line(done.err) and "file.bin, token 5" in done.row["outcome"]
 

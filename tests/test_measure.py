@@ -18,8 +18,9 @@ import torch
 
 from trainer.costs import device_peak
 from trainer.profiling import memory, timing
+from trainer.profiling.flops import mfu, utilisation
 from trainer.profiling.memory import Stages, out_of_memory
-from trainer.profiling.timing import Profile, StepTimer, mfu, stats, utilisation
+from trainer.profiling.timing import Profile, StepTimer, stats
 
 needs_reset = pytest.mark.skipif("peak_rss_note" in memory.peak("cpu"), reason="no resettable high-water mark here")
 MIB = 2**20

@@ -19,7 +19,8 @@ from torch.nn.attention import flex_attention as flex
 from torch.utils._python_dispatch import _disable_current_modes
 
 import model as under_test
-from model import IGNORE, ChunkedCrossEntropy, ModelConfig, Transformer, cross_entropy, flops_per_token
+from model import IGNORE, ChunkedCrossEntropy, ModelConfig, Transformer, cross_entropy
+from trainer.costs import flops_per_token
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -83,7 +84,7 @@ def test_the_loss_is_the_fp32_sum_over_the_labels_that_count():
 
 def test_flex_without_the_block_mask_of_its_length_says_what_to_call():
     model, (tokens, targets) = build(attn="flex", seqlen=16), batch()
-    expected = r"no block mask for seqlen 12: call set_seqlen\(12, device\) first"
+    expected = r"no block mask for seqlen 12: call prepare\(12, device\) first"
     with pytest.raises(ValueError, match=expected):
         model(tokens, targets)
     model.mask = None

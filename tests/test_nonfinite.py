@@ -19,13 +19,12 @@ from test_checkpoint import assert_bitwise, contents, steps_in
 import main
 from model import IGNORE
 from trainer import config as flags
-from trainer.cuda_graph import Replayed
 from trainer.data import Batches
 from trainer.distributed.launch import connect
 from trainer.fault_tolerance.nonfinite import SETTLED, WINDOW, FiniteCheck, NonFinite
 from trainer.optimizer import AdamW
 from trainer.parallelize import build
-from trainer.step import ModelStep, Step
+from trainer.step import ModelStep, Replayed, Step
 
 pytestmark = pytest.mark.usefixtures("isolated")
 NAN, INF = math.nan, math.inf
@@ -346,7 +345,7 @@ def late(monkeypatch):
 
     event = SimpleNamespace(record=lambda: None, synchronize=lambda: None)
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
-    monkeypatch.setattr(main, "FiniteCheck", watch)
+    monkeypatch.setattr("trainer.run.FiniteCheck", watch)
 
 
 @pytest.mark.parametrize("bad", [3, 6])

@@ -15,7 +15,7 @@ import overlap
 from model import ModelConfig, Transformer
 from overlap import compile_options
 from simple_fsdp import MixedPrecisionPolicy, data_parallel
-from trainer.profiling.collectives import capture, collectives, gathered_alive, of_step, saved
+from trainer.profiling.collectives import block_inputs, capture, collectives, gathered_alive, of_step, saved
 from trainer.step import AdamW, check_mode, make_step
 
 B, T, D, V = 1, 8, 128, 512
@@ -61,13 +61,16 @@ def build(mesh, depth=4, mode="fully_shard", reshard=True, min_bytes=0, **config
 
 def step_graphs(mesh, compile="fwdbwd", accum_sync="every", seqlen=T, only=(), **kwargs):
     """The graphs of what a step of this mode compiles (`only` of these); one dict of them if it is only one thing."""
-    model = build(mesh, **kwargs)
-    model.set_seqlen(seqlen, "cpu")
+    model, tokens = build(mesh, **kwargs), torch.zeros(B, seqlen, dtype=torch.long)
+    model.prepare(seqlen, "cpu")
     dtypes = dict(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     kwargs = dict(mesh=mesh, clip=1.0, accum_sync=accum_sync, **dtypes)
     step = make_step(compile, model, AdamW(model.parameters(), 1e-3), **kwargs)
     step.compiled = {name: what for name, what in step.compiled.items() if not only or name in only}
-    graphs = of_step(step, model, torch.zeros(B, seqlen, dtype=torch.long), torch.bfloat16)
+    with torch.device("meta"):
+        blank = Transformer(model.config)
+    blank.prepare(seqlen, "cpu")
+    graphs = of_step(step, block_inputs(blank, tokens, torch.bfloat16), tokens, torch.bfloat16)
     return graphs if len(graphs) > 1 else next(iter(graphs.values()))
 
 
@@ -279,18 +282,18 @@ def test_a_plan_that_matches_nothing_is_an_error(mesh_of):
 
 
 def test_one_block_alone_is_one_bucket(mesh_of):
-    model = build(mesh_of(8), depth=1)
+    block = build(mesh_of(8), depth=1).blocks[0]
     x = torch.zeros(B, T, D, dtype=torch.bfloat16, requires_grad=True)
-    graphs = capture(lambda x: model.blocks[0](x).float().sum(), (x,), compile_options(model.blocks[0]))
+    graphs = capture(lambda x: block(x).float().sum(), (x,), compile_options(block))
     assert count(graphs["forward"], "all-gather")[0] == 1
     assert count(graphs["backward"], "all-gather")[0] == count(graphs["backward"], "reduce-scatter")[0] == 1
 
 
 def test_the_cap_limits_a_bucket_of_no_block(mesh_of):
-    model = build(mesh_of(8), depth=1)
+    block = build(mesh_of(8), depth=1).blocks[0]
     x = torch.zeros(B, T, D, dtype=torch.bfloat16, requires_grad=True)
-    options = compile_options(model.blocks[0], cap_mib=0.02)
-    graphs = capture(lambda x: model.blocks[0](x).float().sum(), (x,), options)
+    options = compile_options(block, cap_mib=0.02)
+    graphs = capture(lambda x: block(x).float().sum(), (x,), options)
     sizes = [c.full for c in collectives(graphs["forward"])]
     biggest = 4 * D * D * 2  # `up`: one parameter may be larger than the cap
     assert len(sizes) > 1 and all(s <= max(biggest, 0.02 * 2**20) * 17 / 16 for s in sizes)

@@ -17,7 +17,8 @@ from torch.nn.attention import flex_attention as flex
 from torch.profiler import profile
 
 import model as under_test
-from model import REMAT, ModelConfig, Transformer, flops_per_token
+from model import REMAT, ModelConfig, Transformer
+from trainer.costs import flops_per_token
 from trainer.profiling.collectives import capture, is_product, saved
 
 
@@ -126,7 +127,7 @@ def test_a_compiled_attention_kernel_runs_once_per_block_also_under_remat(monkey
     for remat in REMAT:
         model = again.Transformer(ModelConfig(**{**SMALL, "grouping": 1, "attn": "flex", "remat": remat}))
         model.init_weights()
-        model.set_seqlen(T, "cpu")
+        model.prepare(T, "cpu")
         model(*batch()).backward()
         with profile() as events:
             model(*batch()).backward()

@@ -163,9 +163,9 @@ def test_property_3_ties_stay_ties_frozen_stays_frozen_buffers_and_classes_are_k
 
 def test_property_3_equal_modules_share_one_class(fake):
     model = data_parallel(Blocks(), fake(4))
-    assert type(model.blocks[0]) is type(model.blocks[1])
-    assert type(model.blocks[0].up) is type(model.blocks[2].down)
-    assert type(data_parallel(nn.Linear(2, 2), fake(4), mp_policy=BF16)) is type(model.blocks[0].up)
+    assert type(model.get_submodule("blocks.0")) is type(model.get_submodule("blocks.1"))
+    assert type(model.get_submodule("blocks.0.up")) is type(model.get_submodule("blocks.2.down"))
+    assert type(data_parallel(nn.Linear(2, 2), fake(4), mp_policy=BF16)) is type(model.get_submodule("blocks.0.up"))
 
 
 def test_property_3_every_parameter_has_its_own_reader(fake):
@@ -249,7 +249,7 @@ def test_property_3_nothing_keeps_the_unsharded_parameters(fake, part):
 
 def with_dtensor(mesh):
     model = Blocks()
-    up = model.blocks[2].up
+    up = model.get_submodule("blocks.2.up")
     up.weight = nn.Parameter(distribute_tensor(up.weight.detach(), mesh, [Shard(0)]))
     return model
 
@@ -262,7 +262,7 @@ def scripted():
 
 def wrapped_inside(mesh):
     model = Blocks()
-    data_parallel(model.blocks[2].up, mesh)
+    data_parallel(model.get_submodule("blocks.2.up"), mesh)
     return model
 
 

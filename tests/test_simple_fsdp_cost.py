@@ -118,7 +118,7 @@ def test_property_7_describe_has_one_row_per_parameter_with_what_this_rank_holds
 def test_property_8_compiled_frames_do_not_grow_with_depth(fake, depth):
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     model = data_parallel(Blocks(depth), fake(4), mp_policy=BF16)
-    for block in model.blocks:
+    for block in model.get_submodule("blocks"):
         block.compile(backend=counter, fullgraph=True)
     torch._dynamo.utils.counters.clear()
     with torch._dynamo.config.patch(error_on_recompile=True):
@@ -242,7 +242,7 @@ def test_property_8_compiled_backward_gathers_again_and_forward_keeps_no_weight(
         torch._dynamo.reset()
         model = data_parallel(Blocks(2, remat=remat, hidden=18), mesh, mode, BF16, reshard_after_forward=reshard)
         backend = Graphs()
-        for module in [model] if whole else model.blocks:
+        for module in [model] if whole else model.get_submodule("blocks"):
             module.compile(backend=backend, fullgraph=True)
         model(x).backward()
         (forward,), (backward,) = backend.forward, backend.backward

@@ -109,7 +109,7 @@ def check_gradients(mode: str, compile: str, steps: int = 3, limit: float = 0.0,
     c, shards = configured(f"--device {device} --mode {mode} --compile {compile}", 8), MODES[mode]
     step, seen = build(c, torch.device(device), 8), []
     step.inspect = lambda params, grads: seen.append([g.clone() for g in grads])
-    wholes = {n: whole_of(local(p.detach()), shards) for n, p in step.bare_model.named_parameters()}
+    wholes = {n: whole_of(local(p.detach()), shards) for n, p in step.model.named_parameters()}
     step.optimizer.lr.fill_(1e-2)
     draw = [torch.Generator().manual_seed(k) for k in range(steps)]
     batches = [torch.randint(256, (2, 2, 16), generator=g).to(device) for g in draw]
@@ -120,7 +120,7 @@ def check_gradients(mode: str, compile: str, steps: int = 3, limit: float = 0.0,
 
     one = build(configured(f"--device {device} --wrapper none --compile none"), torch.device(device), 1)
     one.inspect = lambda params, grads: expected.append([g.clone() for g in grads])
-    one.bare_model.load_state_dict(wholes)
+    one.model.load_state_dict(wholes)
     one.optimizer.lr.fill_(1e-2)
     for k, (tokens, targets) in enumerate(batches):
         expected = []

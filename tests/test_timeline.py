@@ -148,7 +148,7 @@ def ready(extra="", steps=1, device="cpu"):
 
 def watched(extra="", steps=1):
     with ready(extra, steps) as (c, step, batch):
-        count = sum(p.numel() for p in step.bare_model.parameters())
+        count = sum(p.numel() for p in step.model.parameters())
         return *watch(c, step, *batch), count
 
 
@@ -240,7 +240,7 @@ def test_compiled_code_is_seen_and_not_compiled_again(monkeypatch, depth):
     """Depth 0, embedding and head alone, compiles in half the time."""
     monkeypatch.setattr(wrappers, "model_config", lambda *args: replace(model_config(*args), depth=depth))
     with ready("--compile fwdbwd --world 2 --link none --param-dtype bf16") as (c, step, batch):
-        count = sum(p.numel() for p in step.bare_model.parameters())
+        count = sum(p.numel() for p in step.model.parameters())
         with torch._dynamo.config.patch(error_on_recompile=True):
             _, t, _ = watch(c, step, *batch)
     assert [name for _, name in t.marks] == ["fwd", "bwd", "step"]

@@ -1,37 +1,82 @@
-"""The model of resolved flags, wrapped, initialised and with its optimizer and step: --wrapper and --compile.
+"""From resolved flags to a training step: the model, its wrapper (--wrapper, --mode), its optimizer, its compile mode.
 
     step = build(config, device, world)       # needs a process group unless --wrapper none
+    step = build(config, device, world, model=HuggingFaceModel(AutoModelForCausalLM.from_config(...)))
 
 fsdp2 and ddp are torch's own, as their users run them: fully_shard per block and root with its own mixed precision;
 DDP under autocast; compiled per block, below the hooks that communicate.
 """
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import fields
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp import MixedPrecisionPolicy as FSDP2Policy
 from torch.nn.parallel import DistributedDataParallel
 
-from model import ModelConfig, Transformer
+from model import ChunkedCrossEntropy, ModelConfig, Transformer, cross_entropy
+from overlap import blocks_of
 from simple_fsdp import MixedPrecisionPolicy, data_parallel, disable_data_parallel
 from trainer import config as flags
 from trainer.attention import DTYPES, choose_kernel
 from trainer.optimizer import AdamW, local
-from trainer.step import Step, make_step
+from trainer.step import LanguageModel, Step, make_step
 
 
 def model_config(c: flags.Config, device: torch.device) -> ModelConfig:
-    """ValueError in one line where the attention that is asked for cannot run on `device`."""
+    """The reference transformer's configuration. ValueError in one line where the attention that is asked for cannot
+    run on `device`."""
     kernels = choose_kernel(c, device)
     same = {f.name: getattr(c, f.name) for f in fields(ModelConfig) if f.name not in kernels._fields}
     return ModelConfig(**same, sdpa=kernels.sdpa, flex_options=kernels.flex_options)
 
 
-def wrap(model: torch.nn.Module, c: flags.Config, device: torch.device, world: int) -> dist.DeviceMesh | None:
+def reference_model(c: flags.Config, device: torch.device) -> Transformer:
+    """The transformer of resolved flags for `device`, on the meta device: no memory, no values. ValueError as above,
+    and where --mlp lean does not fit the model's MLP."""
+    with torch.device("meta"):
+        return Transformer(model_config(c, device))
+
+
+class HuggingFaceModel(nn.Module):
+    """Any causal language model of transformers as a step.LanguageModel. Masks and position ids are inputs of the
+    batch, by the names that its own forward has. Chunked, the loss needs a head that is a product alone."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        return self.model.config.to_diff_dict()
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, chunk: int = 0, **inputs: Tensor) -> Tensor:
+        """tokens [B, T] -> logits [B, T, V]; with targets [B, T] their summed loss. ValueError for a head that is more
+        than a product."""
+        if targets is None or not chunk:
+            logits = self.model(input_ids=tokens, use_cache=False, **inputs).logits
+            return logits if targets is None else cross_entropy(logits, targets)
+        head = self.model.get_output_embeddings()
+        if head.bias is not None or getattr(self.model.config, "final_logit_softcapping", None):
+            raise ValueError("--loss chunked: the head of this model has a bias or caps its logits; use --loss full")
+        x = self.model.base_model(input_ids=tokens, use_cache=False, **inputs).last_hidden_state  # [B, T, D]
+        grad = torch.is_grad_enabled()
+        return ChunkedCrossEntropy.apply(x.flatten(0, 1), head.weight, targets.flatten(), chunk, grad)
+
+    def init_weights(self) -> None:
+        self.model.init_weights()
+
+    def prepare(self, seqlen: int, device: torch.device) -> None:
+        """Nothing: what its attention needs, it makes itself."""
+
+
+def wrap(model: nn.Module, c: flags.Config, device: torch.device, world: int) -> dist.DeviceMesh | None:
     """Shards `model` as resolved flags say; returns the mesh of `world` ranks (wrapper "none": None)."""
     if c.wrapper == "none":
         return None
@@ -45,8 +90,8 @@ def wrap(model: torch.nn.Module, c: flags.Config, device: torch.device, world: i
         )
     elif c.wrapper == "fsdp2":
         how = dict(mesh=mesh, mp_policy=FSDP2Policy(*dtypes), reshard_after_forward=c.reshard)
-        for block in model.blocks:
-            fully_shard(block, **how)
+        for block in blocks_of(model):
+            fully_shard(model.get_submodule(block), **how)
         fully_shard(model, mesh=mesh, mp_policy=FSDP2Policy(*dtypes))  # the root stays gathered, as is its default
     return mesh
 
@@ -54,23 +99,21 @@ def wrap(model: torch.nn.Module, c: flags.Config, device: torch.device, world: i
 class HookedStep(Step):
     """The step under FSDP2 and DDP, which communicate in hooks of backward and leave gradients in `.grad`."""
 
-    def __init__(self, *args, accum_sync="every", autocast=None, **kwargs):
+    def __init__(self, *args, accum_sync: str = "every", autocast: torch.dtype | None = None, **kwargs):
         super().__init__(*args, **kwargs)
         self.accum_sync, self.autocast = accum_sync, autocast
 
-    def __call__(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        share, total, ddp = self.share(targets), 0.0, isinstance(self.model, DistributedDataParallel)
-        for i, (x, y) in enumerate(zip(tokens.chunk(self.grad_accum), targets.chunk(self.grad_accum), strict=True)):
-            if i:
-                self.between()
+    def __call__(self, tokens: Tensor, targets: Tensor, **inputs: Tensor) -> Tensor:
+        share, total, ddp = self.share(targets), 0.0, isinstance(self.call, DistributedDataParallel)
+        for i, (x, y, more) in enumerate(self.micro_batches(tokens, targets, inputs)):
             sync = self.accum_sync == "every" or i == self.grad_accum - 1
             if not ddp:
                 self.model.set_requires_gradient_sync(sync)
-            with self.model.no_sync() if ddp and not sync else nullcontext():
-                self.phase = "fwd"
+            with self.call.no_sync() if ddp and not sync else nullcontext():
+                self.enter("fwd")
                 with torch.autocast(x.device.type, self.autocast, enabled=self.autocast is not None):
-                    loss = self.loss_fn(x, y, share)
-                self.phase = "bwd"
+                    loss = self.loss_fn(x, y, share, **more)
+                self.enter("bwd")
                 loss.backward()
             total = total + loss.detach()
         with torch.no_grad():
@@ -80,26 +123,32 @@ class HookedStep(Step):
             return self.finish(total, grads)
 
 
-def hooked_step(model: torch.nn.Module, c: flags.Config, optimizer: AdamW, options: dict | None, **kwargs) -> Step:
+def hooked_step(model: nn.Module, c: flags.Config, optimizer: AdamW, options: dict | None, **kwargs) -> Step:
     """The step of wrappers "fsdp2" and "ddp"; `options` and kwargs as make_step's."""
     kwargs = {k: v for k, v in kwargs.items() if k not in ("param_dtype", "reduce_dtype")}
     options = {k: v for k, v in (options or {}).items() if k != "plain"}
+    autocast = DTYPES[c.param_dtype] if c.wrapper == "ddp" and c.param_dtype != "fp32" else None
+    step = HookedStep(model, optimizer, autocast=autocast, **kwargs)
     if c.compile == "blocks":
-        for block in model.blocks:  # not the module's call, which runs FSDP2's hooks
+        for block in step.blocks:  # not the module's call, which runs FSDP2's hooks
             block.forward = torch.compile(block.forward, fullgraph=True, options=options)
-    if c.wrapper == "fsdp2":
-        return HookedStep(model, optimizer, **kwargs)
-    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    if c.reduce_dtype == "bf16":
-        ddp.register_comm_hook(None, bf16_compress_hook)
-    return HookedStep(ddp, optimizer, autocast=None if c.param_dtype == "fp32" else DTYPES[c.param_dtype], **kwargs)
+    if c.wrapper == "ddp":
+        step.call = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        if c.reduce_dtype == "bf16":
+            step.call.register_comm_hook(None, bf16_compress_hook)
+    return step
 
 
-def build(c: flags.Config, device: torch.device, world: int, stage=lambda name: None, init: bool = True) -> Step:
-    """The step of resolved flags, its model (`.model` of a mode that does not compile it) initialised from --seed.
-    `stage` is called with the name of each stage that is done. Needs a process group unless c.wrapper is "none"."""
-    with torch.device("meta"):
-        model = Transformer(model_config(c, device))
+def build(
+    c: flags.Config, device: torch.device, world: int, stage: Callable[[str], Any] = lambda name: None, *,
+    init: bool = True, model: LanguageModel | None = None, between: Callable[[], Any] | None = None,
+    inspect: Callable[[list, list], Any] | None = None,
+) -> Step:  # fmt: skip
+    """The step of resolved flags, its model initialised from --seed. Needs a process group unless --wrapper none.
+
+    stage: called with the name of each stage that is done. model: on the meta device or any other, unwrapped (default:
+    the reference transformer). init=False leaves parameters as they are allocated. between, inspect: see Step."""
+    model = reference_model(c, device) if model is None else model
     stage("model")
     mesh = wrap(model, c, device, world)
     stage("wrap")
@@ -115,18 +164,14 @@ def build(c: flags.Config, device: torch.device, world: int, stage=lambda name: 
         model.reshard()
     optimizer = AdamW(model.parameters(), c.lr, moment_dtype=DTYPES[c.adam_dtype])
     stage("optimizer")
-    model.set_seqlen(c.seqlen, device)
+    model.prepare(c.seqlen, device)
     stage("mask")
-    chunk = c.chunk if c.loss == "chunked" else 0
     options = flags.compile_options(c)
     kwargs = dict(
-        mesh=mesh, grad_accum=c.grad_accum, clip=c.clip, chunk=chunk, accum_sync=c.accum_sync,
-        param_dtype=DTYPES[c.param_dtype], reduce_dtype=DTYPES[c.reduce_dtype], norm_limit=c.norm_limit,
+        mesh=mesh, grad_accum=c.grad_accum, clip=c.clip, chunk=c.chunk if c.loss == "chunked" else 0,
+        accum_sync=c.accum_sync, param_dtype=DTYPES[c.param_dtype], reduce_dtype=DTYPES[c.reduce_dtype],
+        norm_limit=c.norm_limit, between=between, inspect=inspect,
     )  # fmt: skip
     if c.wrapper in ("fsdp2", "ddp"):
-        step = hooked_step(model, c, optimizer, options, **kwargs)
-    else:
-        kwargs |= dict(in_backward=c.optim == "in-backward")
-        step = make_step(c.compile, model, optimizer, options=options, **kwargs)
-    step.bare_model = model
-    return step
+        return hooked_step(model, c, optimizer, options, **kwargs)
+    return make_step(c.compile, model, optimizer, options=options, in_backward=c.optim == "in-backward", **kwargs)

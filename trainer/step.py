@@ -6,9 +6,9 @@
     step.grad_norm                            # of this step, before clipping
     step.bad                                  # 1.0: loss or norm was not finite (norm above norm_limit), no update
 
-`none` eager; `blocks` each block compiled, one frame for all; `model` the model compiled, the loss eager; `fwdbwd`
-forward and loss as one full graph, their backward as another, clipping and AdamW as a third (on a CPU torch's fused
-kernel instead); `step` all of it as one.
+`model` is any LanguageModel, see there. Modes: `none` eager; `blocks` each repeated block compiled, one compiled
+function for all of them; `model` the model compiled, the loss eager; `fwdbwd` forward and loss as one full graph, their
+backward as another, clipping and AdamW as a third (on a CPU torch's fused kernel instead); `step` all of it as one.
 
 Every micro-batch's loss is a sum over its labels divided by (labels of the global batch / ranks), and gradients are
 averaged over ranks: the step equals one pass over the whole batch however it is cut, also when labels are IGNOREd.
@@ -19,10 +19,13 @@ accum_sync="last" as a whole, beside whole weights that are gathered once per st
 """
 
 import functools
+import gc
 import logging
 import math
 import types
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -30,10 +33,30 @@ from torch.distributed import _functional_collectives as funcol
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from model import IGNORE, cross_entropy
-from overlap import compile_options
+from overlap import blocks_of, compile_options
 from trainer.optimizer import AdamW, local
 
 COMPILE_MODES = ("none", "blocks", "model", "fwdbwd", "step")
+CUDA_GRAPH_WARMUP = 2  # steps that run as they are: they compile, and start cuBLAS, cuDNN and NCCL
+
+
+class LanguageModel(Protocol):
+    """What the trainer needs of a model, an nn.Module: model.Transformer, and parallelize.HuggingFaceModel around any
+    causal language model of transformers. Its repeated blocks are found as overlap.blocks_of finds them, its FLOPs by
+    counting on the meta device (profiling/flops.py)."""
+
+    identity: dict[str, Any]  # what a checkpoint and the model that loads it must have in common, by name
+
+    def __call__(self, tokens: Tensor, targets: Tensor | None = None, chunk: int = 0, **inputs: Tensor) -> Tensor:
+        """tokens [B, T] -> logits [B, T, V]; with targets [B, T] the sum, in fp32, of the losses of those that are not
+        IGNORE, made `chunk` tokens at a time if it is not 0. inputs: what else belongs to the batch, such as
+        position_ids [B, T]; the first dimension of each is B."""
+
+    def init_weights(self) -> None:
+        """Fills parameters and buffers in place, from torch's default generator."""
+
+    def prepare(self, seqlen: int, device: torch.device) -> None:
+        """Whatever has to exist before the first batch of this length."""
 
 
 def _shard_group(p: Tensor):
@@ -110,12 +133,19 @@ class WholeWeights:
 class Step:
     """The step of every mode but "step". `backward` is separate so that compiled and eager differ in `loss` alone.
 
+    model: the module whose parameters train; `call` runs it (compiled, or inside DDP). blocks: its repeated blocks.
+    between: called between micro-batches; may raise, to end the step with nothing changed. inspect: called with
+    (parameters, the local shards of their gradients) before each update. The others as make_step's.
     compiled: what make_step handed to torch.compile, {name: (function, options)}."""
 
-    def __init__(self, model: nn.Module, optimizer: AdamW, *, mesh=None, grad_accum=1, clip=0.0, chunk=0,
-                 accum_sync="every", param_dtype=None, reduce_dtype=None, norm_limit=0.0):  # fmt: skip
-        self.model, self.optimizer, self.grad_accum, self.clip, self.chunk = model, optimizer, grad_accum, clip, chunk
-        self.norm_limit = norm_limit
+    def __init__(self, model: nn.Module, optimizer: AdamW, *, blocks: list[nn.Module] | None = None, mesh=None,
+                 grad_accum: int = 1, clip: float = 0.0, chunk: int = 0, accum_sync: str = "every", param_dtype=None,
+                 reduce_dtype=None, norm_limit: float = 0.0, between: Callable[[], Any] | None = None,
+                 inspect: Callable[[list, list], Any] | None = None):  # fmt: skip
+        self.model, self.call, self.optimizer = model, model, optimizer
+        self.blocks = [model.get_submodule(name) for name in blocks_of(model)] if blocks is None else blocks
+        self.grad_accum, self.clip, self.chunk, self.norm_limit = grad_accum, clip, chunk, norm_limit
+        self.between, self.inspect = between or (lambda: None), inspect
         self.mesh, self.whole_weights, self.compiled = mesh, None, {}
         if accum_sync == "last" and mesh is not None:
             self.whole_weights = WholeWeights(model, optimizer, param_dtype, reduce_dtype or param_dtype)
@@ -126,12 +156,35 @@ class Step:
         self.replicated = [dim for dim, n in sizes if n > 1 and any(w is None or w[1] != dim for w in self.where)]
         self.grad_norm: Tensor | None = None
         self.bad: Tensor | None = None
-        self.phase = "fwd"  # where it is: "fwd", "bwd" or "step", for the message when memory runs out
-        self.between = lambda: None  # called between micro-batches; may raise, to end the step with nothing changed
-        self.inspect = None  # called with (parameters, gradients' local shards) before the update, if set
+        self.phase = "fwd"  # "fwd", "bwd", "reduce" or "step": for the message when memory runs out
+        self.watcher: Callable[[str, list[Tensor]], None] | None = None
 
-    def loss_sum(self, tokens: Tensor, targets: Tensor, share: Tensor) -> Tensor:
-        return self.model(tokens, targets, self.chunk) / share
+    @contextmanager
+    def watched(self, watcher: Callable[[str, list[Tensor]], None]) -> Iterator[None]:
+        """Inside it `watcher` is called with the name of each phase that begins, and the gradients that it begins with:
+        those of this rank that "reduce" and "step" are given."""
+        self.watcher = watcher
+        try:
+            yield
+        finally:
+            self.watcher = None
+
+    def enter(self, phase: str, grads: list[Tensor] | None = None) -> None:
+        self.phase = phase
+        if self.watcher is not None:
+            self.watcher(phase, grads or [])
+
+    def loss_sum(self, tokens: Tensor, targets: Tensor, share: Tensor, **inputs: Tensor) -> Tensor:
+        return self.call(tokens, targets, self.chunk, **inputs) / share
+
+    def micro_batches(self, tokens: Tensor, targets: Tensor, inputs: dict[str, Tensor]) -> Iterator[tuple]:
+        """(tokens, targets, inputs) of each micro-batch, calling `between` between two of them."""
+        parts = {name: t.chunk(self.grad_accum) for name, t in inputs.items()}
+        pairs = zip(tokens.chunk(self.grad_accum), targets.chunk(self.grad_accum), strict=True)
+        for i, (x, y) in enumerate(pairs):
+            if i:
+                self.between()
+            yield x, y, {name: part[i] for name, part in parts.items()}
 
     def over_ranks(self, t: Tensor, op: str, dims: list[int] | None = None) -> Tensor:
         """All-reduce over every rank of the mesh (both dimensions of a 2-D one), or along some of its dimensions."""
@@ -169,15 +222,14 @@ class Step:
         self.optimizer.step(grads, bad)
         return norm, bad
 
-    def __call__(self, tokens: Tensor, targets: Tensor) -> Tensor:
+    def __call__(self, tokens: Tensor, targets: Tensor, **inputs: Tensor) -> Tensor:
+        """tokens, targets [B, T] -> the loss of the whole batch. inputs: see LanguageModel."""
         share, total, grads = self.share(targets), 0.0, None
         with self.whole_weights() if self.whole_weights else nullcontext(self.optimizer.params) as params:
-            for i, (x, y) in enumerate(zip(tokens.chunk(self.grad_accum), targets.chunk(self.grad_accum), strict=True)):
-                if i:
-                    self.between()
-                self.phase = "fwd"
-                loss = self.loss_fn(x, y, share)
-                self.phase = "bwd"
+            for x, y, more in self.micro_batches(tokens, targets, inputs):
+                self.enter("fwd")
+                loss = self.loss_fn(x, y, share, **more)
+                self.enter("bwd")
                 new = torch.autograd.grad(loss, params)  # .grad would cost a dispatch through DTensor per parameter
                 total = total + loss.detach()
                 with torch.no_grad():  # with gradients on, to_local() is an autograd function
@@ -190,12 +242,13 @@ class Step:
                     del new
         with torch.no_grad():
             if self.whole_weights:
+                self.enter("reduce", grads)
                 grads = self.whole_weights.reduce_fn(grads)
             return self.finish(total, grads)
 
     def finish(self, total: Tensor, grads: list[Tensor]) -> Tensor:
         """Updates with the gradients' local shards; returns the loss of the whole batch, averaged over ranks."""
-        self.phase = "step"
+        self.enter("step", grads)
         if self.inspect is not None:
             self.inspect(self.optimizer.params, grads)
         loss = self.over_ranks(total, "avg")
@@ -221,13 +274,14 @@ class InBackwardStep(Step):
         self.norms[i] = torch.linalg.vector_norm(grad, dtype=torch.float32)
         self.optimizer.step_one(i, grad)
 
-    def __call__(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        share, self.phase = self.share(targets), "fwd"
-        loss = self.loss_fn(tokens, targets, share)
-        self.phase = "bwd"
+    def __call__(self, tokens: Tensor, targets: Tensor, **inputs: Tensor) -> Tensor:
+        share = self.share(targets)
+        self.enter("fwd")
+        loss = self.loss_fn(tokens, targets, share, **inputs)
+        self.enter("bwd")
         self.optimizer.t += 1
         loss.backward()
-        self.phase = "step"
+        self.enter("step")
         with torch.no_grad():
             self.grad_norm = self.norm_of(self.norms)  # the norm of norms
             loss = self.over_ranks(loss.detach(), "avg")
@@ -238,10 +292,10 @@ class InBackwardStep(Step):
 class ModelStep(Step):
     """`model`: the compiled model makes logits, the loss is eager (with chunked loss the compiled model makes it)."""
 
-    def loss_sum(self, tokens: Tensor, targets: Tensor, share: Tensor) -> Tensor:
+    def loss_sum(self, tokens: Tensor, targets: Tensor, share: Tensor, **inputs: Tensor) -> Tensor:
         if self.chunk:
-            return self.model(tokens, targets, self.chunk) / share
-        return cross_entropy(self.model(tokens), targets) / share
+            return self.call(tokens, targets, self.chunk, **inputs) / share
+        return cross_entropy(self.call(tokens, **inputs), targets) / share
 
 
 class OneGraph(Step):
@@ -253,19 +307,62 @@ class OneGraph(Step):
         self.compiled["step"] = self.whole, options
         self.phase = "step"
 
-    def whole(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        loss = self.loss_sum(tokens, targets, self.share(targets))
+    def whole(self, tokens: Tensor, targets: Tensor, **inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        loss = self.loss_sum(tokens, targets, self.share(targets), **inputs)
         grads = [local(g) for g in torch.autograd.grad(loss, self.optimizer.params)]
         with torch.no_grad():
             loss = self.over_ranks(loss.detach(), "avg")
             return loss, *self.update(grads, loss)
 
-    def __call__(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        if self.inspect is not None:
-            raise ValueError("-vv: --compile step has no gradients outside its graph; use --compile fwdbwd")
+    def __call__(self, tokens: Tensor, targets: Tensor, **inputs: Tensor) -> Tensor:
         with torch._dynamo.config.patch(trace_autograd_ops=True):
-            loss, self.grad_norm, self.bad = self.graph(tokens, targets)
+            loss, self.grad_norm, self.bad = self.graph(tokens, targets, **inputs)
         return loss
+
+
+class Replayed:
+    """`--cuda-graph`: a whole step as one CUDA graph, replayed without Python. The first calls run the step as it is;
+    then it is captured, then replayed. Shapes may not change; learning rate and step count live on the device.
+
+    step: whose `grad_norm` and `bad` each replay fills again. peak_mib: of the capture, since a replay allocates
+    nothing. What the first steps left in the allocator's cache is given back before the capture, whose memory is a pool
+    of its own: together they would be twice the step's peak."""
+
+    def __init__(self, step: Step):
+        self.step, self.calls, self.graph, self.peak_mib = step, 0, None, None
+
+    def __call__(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """tokens, targets [B, T] -> fp32 scalar, which the next call overwrites."""
+        self.calls += 1
+        if self.calls <= CUDA_GRAPH_WARMUP:
+            return self.step(tokens, targets)
+        if self.graph is None:
+            self._capture(tokens, targets)
+        for own, new in zip(self.inputs, (tokens, targets), strict=True):
+            if own.shape != new.shape:
+                raise ValueError(f"--cuda-graph: captured for a batch {[*own.shape]}, got {[*new.shape]}")
+            own.copy_(new)
+        self.graph.replay()
+        return self.loss
+
+    def _capture(self, tokens: Tensor, targets: Tensor) -> None:
+        """Records the step without running it."""
+        self.inputs = tokens.clone(), targets.clone()
+        self.step.grad_norm = self.step.bad = None
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.loss = self.step(*self.inputs)
+        self.graph, self.peak_mib = graph, round(torch.cuda.max_memory_allocated() / 2**20, 1)
+
+    def close(self) -> None:
+        """Before the process group ends: NCCL waits for graphs that hold its collectives."""
+        if self.graph is not None:
+            torch.cuda.synchronize()
+            self.graph.reset()
 
 
 def check_mode(mode: str, options: dict | None = None) -> None:
@@ -284,12 +381,14 @@ def make_step(
 ) -> Step:
     """The step of a compile mode. kwargs: mesh, grad_accum, clip, chunk (tokens per chunk of the loss, 0: all at once),
     accum_sync ("every" micro-batch or the "last"; the latter needs the wrapper's param_dtype and reduce_dtype),
-    norm_limit (a step whose gradient norm is above is refused; 0: none).
+    norm_limit (a step whose gradient norm is above is refused; 0: none), and Step's blocks, between and inspect.
 
     options: Inductor options on top of overlap.compile_options; {"plain": True} leaves those out. in_backward: the
     optimizer's step is part of backward (modes "none" and "blocks"). Raises ValueError for a mode that this torch
     cannot do, or cannot do in backward."""
     check_mode(mode)
+    if kwargs.get("inspect") is not None and (mode == "step" or in_backward):
+        raise ValueError("inspect: this step has no gradients outside its graph or its backward")
     if in_backward and mode not in ("none", "blocks"):
         raise ValueError(f"in_backward: --compile {mode} makes all gradients at once; use blocks or none")
     # Torch logs, on every rank, that a region with a context_fn must have no in-place op: ours have none.
@@ -312,14 +411,14 @@ def make_step(
         whole.gather_fn = torch.compile(whole.gather, fullgraph=True, options=own)
         whole.reduce_fn = torch.compile(whole.reduce, fullgraph=True, options=own)
         overlap = lambda *_, **__: {}  # noqa: E731
-    options = overlap(model.blocks[0] if mode == "blocks" else model) | options
+    options = overlap(step.blocks[0] if mode == "blocks" else model) | options
     if mode == "blocks":
-        step.compiled["block"] = model.blocks[0], options
-        for block in model.blocks:
+        step.compiled["block"] = step.blocks[0], options
+        for block in step.blocks:
             block.compile(fullgraph=True, options=options)
     elif mode == "model":
         step.compiled["model"] = model, options
-        step.model = torch.compile(model, fullgraph=True, options=options)
+        step.call = torch.compile(model, fullgraph=True, options=options)
     elif mode == "fwdbwd":
         step.compiled["loss"] = step.loss_sum, options
         # Code of its own: Dynamo keeps what it compiled by code object, and would try another model's guards first.

@@ -340,8 +340,8 @@ def tensors(step) -> dict[str, Tensor]:
     """What is saved, by name: the model's state dict, "m.<parameter>", "v.<parameter>" and "t". Nothing is copied:
     moments of a sharded parameter are DTensors of its placements, so that DCP reshards them alike."""
     optimizer = step.optimizer
-    names = {id(p): name for name, p in step.bare_model.named_parameters()}
-    state = dict(step.bare_model.state_dict()) | dict(t=optimizer.t)
+    names = {id(p): name for name, p in step.model.named_parameters()}
+    state = dict(step.model.state_dict()) | dict(t=optimizer.t)
     for p, *moments in zip(optimizer.params, optimizer.m, optimizer.v, strict=True):
         for kind, moment in zip("mv", moments, strict=True):
             if isinstance(p, DTensor):

@@ -14,8 +14,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 
 from trainer import config
+from trainer.costs import flops_per_token
 from trainer.experiments import sweep
 
 REFERENCE = Path(__file__).resolve().parents[2] / "reference"
@@ -129,9 +131,11 @@ def shared_key(row: Row, names: tuple[str, ...]) -> tuple:
 
 def flops_ratio(depth: int, seqlen: int, grouping: int, width=4096, vocab=32768, grow=4) -> float:
     """FLOPs of a token, causal convention, over those of the published count: no width in the MLP, no grouping."""
-    common = 6 * width * vocab + 6 * depth * width * (seqlen + 1)  # the head; the attention core
-    ours = common + 6 * depth * width**2 * (2 + 2 / grouping + 2 * grow)
-    return ours / (common + 6 * depth * (4 * width**2 + 2 * grow * width))
+    c = SimpleNamespace(depth=depth, width=width, heads=width // 128, head_dim=128, grow=grow, vocab=vocab)
+    c.kv_heads = c.heads // grouping
+    core = flops_per_token(c, seqlen) - flops_per_token(c, seqlen, "linear")
+    counted = 6 * (depth * (4 * width**2 + 2 * grow * width) + width * vocab) + core
+    return flops_per_token(c, seqlen) / counted
 
 
 def published(axis: str) -> dict[tuple, Row]:

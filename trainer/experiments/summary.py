@@ -2,44 +2,75 @@
 
 import math
 import os
+from collections import deque
+from typing import Any, Protocol
+
+import torch
 
 from simple_fsdp import describe
 from trainer import config as flags
 from trainer import costs
+from trainer.config import Config
+from trainer.data import Batches
 from trainer.distributed import simulated_world
-from trainer.profiling import memory, timing
+from trainer.fault_tolerance.nonfinite import FiniteCheck
+from trainer.profiling import flops, memory, timing
+from trainer.step import Replayed, Step
 
 
-def row(run, outcome: str) -> dict:
+class RunView(Protocol):
+    """What a row and a header need to know of a run (trainer.run.Run)."""
+
+    c: Config
+    device: torch.device
+    world: int  # ranks, simulated ones too
+    environment: dict[str, Any]  # of timing.environment
+    attention: str  # the kernel, for people
+    flops: dict[str, float]  # of one step on one rank: "causal", "palm", "hardware" if known
+    step_tokens: int  # of one step on one rank
+    batches: Batches
+    step: Step | None  # None until it is built
+    replayed: Replayed | None  # with --cuda-graph
+    timer: timing.StepTimer
+    finite: FiniteCheck
+    collectives: deque | None  # of the last step on simulated ranks
+    first: int  # steps of earlier runs, from which this one resumed
+    first_step_s: float | None
+    first_step_mib: float | None
+
+
+def row(run: RunView, outcome: str) -> dict:
+    """The row of a run that ended with `outcome`, at whatever point. Times in ms, memory in MiB, MFU in percent; None
+    where it is not known."""
     c = run.c
     stats = timing.stats(run.timer.ms()) if outcome == "ok" else timing.stats([])
     seconds = stats["step_ms"] / 1e3 if stats["step_ms"] else None
-    tok_s = run.world * run.batches_tokens() / seconds if seconds else None
+    tok_s = run.world * run.step_tokens / seconds if seconds else None
     compiled = c.compile != "none" and run.first_step_s is not None and seconds is not None
     row = run.environment | timing.clocks(run.device) | dict(loss_kind=c.loss, attention=run.attention)
     row["world"] = flags.world_label(c, run.world)
     row |= {k: getattr(c, k) for k in "wrapper mode compile attn remat remat_ratio depth width seqlen".split()}
     row |= {k: getattr(c, k) for k in "batch grad_accum param_dtype reduce_dtype".split()}
     row |= dict(flags=flags.changed(c), outcome=outcome, cell=os.environ.get("SWEEP_CELL"))
-    row |= dict(resumed_after=run.first or None, skipped=run.watch.skipped)
+    row |= dict(resumed_after=run.first or None, skipped=run.finite.skipped)
     row |= memory.peak(run.device) | dict(first_step_peak_mib=run.first_step_mib) | stats
-    if captured := getattr(getattr(run, "step", None), "peak_mib", None):  # since then nothing was allocated
-        row["peak_alloc_mib"] = max(captured, row["peak_alloc_mib"])
+    if run.replayed is not None and run.replayed.peak_mib:  # since it was captured nothing was allocated
+        row["peak_alloc_mib"] = max(run.replayed.peak_mib, row["peak_alloc_mib"])
     row |= dict(compile_s=round(run.first_step_s - seconds, 2) if compiled else None)
     row |= dict(tok_s=tok_s, tok_s_rank=tok_s / run.world if tok_s else None)
     if run.collectives is not None:
         row["collectives"] = simulated_world.summary(run.collectives)
     peak = costs.device_peak(row["device"])
-    return row | timing.utilisation(run.flops, seconds, peak) | dict(peak_flops=peak, loss=run.watch.loss)
+    return row | flops.utilisation(run.flops, seconds, peak) | dict(peak_flops=peak, loss=run.finite.loss)
 
 
-def header(run) -> list[str]:
+def header(run: RunView) -> list[str]:
     """The anchors of sanity that the run prints before its first step."""
     c, env = run.c, run.environment
-    rows = describe(run.model)
+    rows = describe(run.step.model)
     grouped = f"{sum(math.prod(r.shape) for r in rows):,}".replace(",", "'")
     whole = [r for r in rows if r.placement.startswith("Replicate")]
-    per_token = {k: v / run.batches_tokens() for k, v in run.flops.items()}
+    per_token = {k: v / run.step_tokens for k, v in run.flops.items()}
     lines = [
         f"commit {env['commit'][:12]}{' (dirty)' * bool(env['dirty'])}, torch {env['torch']}, {env['device']}, "
         f"{flags.world_label(c, run.world)} rank{'s' * (run.world > 1)}",

@@ -24,7 +24,9 @@ from unittest import mock
 import torch
 
 from trainer.checkpoint import save as saver
+from trainer.config import Config
 from trainer.data import Batches
+from trainer.step import Step
 
 WHERE = "data", "forward", "backward", "update", "save", "write", "commit"
 SIGNALS = dict(kill=signal.SIGKILL, stop=signal.SIGSTOP, term=signal.SIGTERM, int=signal.SIGINT)
@@ -43,7 +45,7 @@ class Fault(NamedTuple):
     kind: str
 
 
-def faults(text: str | None, c, world: int | None = None) -> list[Fault]:
+def faults(text: str | None, c: Config, world: int | None = None) -> list[Fault]:
     """What FAULT says; ValueError in one line where it says nothing, or names a place that a run of `c` on `world`
     ranks has not."""
     found = []
@@ -84,13 +86,14 @@ def _happen(kind: str) -> None:
 
 
 @contextmanager
-def planted(text: str | None, run, rank: int):
-    """Inside it, the faults of `text` wait in a `main.Run` that is built."""
-    mine = [f for f in faults(text, run.c) if f.rank in ("*", str(rank))]
+def planted(text: str | None, c: Config, step: Step, first: int, rank: int):
+    """Inside it, the faults of `text` wait in a run of resolved flags and this step, which begins after `first`
+    steps."""
+    mine = [f for f in faults(text, c) if f.rank in ("*", str(rank))]
     if not mine or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         yield
         return
-    done, at = set(), [run.first]  # at: the step that is being done, counted by its batch
+    done, at = set(), [first]  # at: the step that is being done, counted by its batch
 
     def fire(where: str, step: int) -> str | None:
         for fault in mine:
@@ -128,7 +131,7 @@ def planted(text: str | None, run, rank: int):
 
         return faulty
 
-    step, draw = run.step, Batches.__next__
+    draw = Batches.__next__
 
     def draw_next(self):
         at[0] += 1
@@ -140,7 +143,7 @@ def planted(text: str | None, run, rank: int):
             stack.enter_context(mock.patch.object(owner, name, value))
 
         patch(Batches, "__next__", draw_next)
-        if run.c.compile == "step":
+        if c.compile == "step":
             patch(step, "graph", before("forward", step.graph))
         else:
             patch(step, "loss_fn", forward(step.loss_fn))

@@ -41,6 +41,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from unittest import mock
 
 import torch
@@ -55,8 +56,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import overlap
 from overlap import GATHER, REDUCE, SCATTER, WAIT, is_layout, is_product, module_of, wait_of
 from trainer.attention import DTYPES
-from trainer.parallelize import build, wrap
-from trainer.step import Step
+from trainer.costs import sent_bytes
+from trainer.parallelize import build, reference_model, wrap
+from trainer.step import LanguageModel, Step
 
 KINDS = {GATHER: "all-gather", SCATTER: "reduce-scatter", REDUCE: "all-reduce"}
 MICRO_BATCH = ("loss", "model", "block")  # what runs once per micro-batch; block: and once per block
@@ -130,7 +132,7 @@ def collectives(gm: fx.GraphModule, modules: frozenset[str] = frozenset()) -> li
             kind, value = KINDS[n.target], n.meta["val"]
             ranks = dist.get_world_size(dist.distributed_c10d._resolve_process_group(n.args[-1]))
             full = (n.args[0].meta["val"] if n.target is SCATTER else value).nbytes
-            sent = full * (ranks - 1) // ranks * (2 if n.target is REDUCE else 1)
+            sent = int(sent_bytes(kind.replace("-", "_"), full, ranks))
             gap = sum(is_product(m) for m in nodes[place[n] : place[wait_of(n)]])
             own = [(module_of(n), tuple(overlap.contents(n).meta["val"].shape))]
             bucket = tuple(f"{_named(path, modules)} {[*shape]}".strip() for path, shape in n.meta.get("bucket", own))
@@ -202,13 +204,39 @@ def saved(gm: fx.GraphModule) -> dict[str, int]:
 Graphs = dict[str, dict[str, fx.GraphModule]]  # what is compiled -> "forward", "backward" -> graph
 
 
-def of_step(step: Step, model: nn.Module, tokens: torch.Tensor, dtype: torch.dtype) -> Graphs:
-    """The graphs of all that a step of trainer/step.py compiles. tokens [B, T]; dtype: of gathered parameters."""
-    hidden = torch.empty(*tokens.shape, model.config.width, dtype=dtype, requires_grad=True)  # never computed with
+class _BlockCalled(Exception):
+    """Ends a forward at its first block."""
+
+
+def block_inputs(model: LanguageModel, tokens: torch.Tensor, dtype: torch.dtype) -> tuple[tuple, dict]:
+    """(args, kwargs) that the first block of `model`, on the meta device, is called with for tokens [B, T]. Activations
+    become tensors of `dtype` on the CPU that want a gradient, of memory that nobody touches."""
+    found = []
+
+    def note(module, args, kwargs):
+        found.append((args, kwargs))
+        raise _BlockCalled
+
+    def real(value):
+        if not (isinstance(value, torch.Tensor) and value.is_meta):
+            return value
+        if value.is_floating_point():
+            return torch.empty(value.shape, dtype=dtype, requires_grad=True)
+        return torch.zeros(value.shape, dtype=value.dtype)
+
+    handle = model.get_submodule(overlap.blocks_of(model)[0]).register_forward_pre_hook(note, with_kwargs=True)
+    with suppress(_BlockCalled):
+        model(tokens.to("meta"))
+    handle.remove()
+    return torch.utils._pytree.tree_map(real, found[0])
+
+
+def of_step(step: Step, block: tuple[tuple, dict], tokens: torch.Tensor, dtype: torch.dtype) -> Graphs:
+    """The graphs of all that a step of trainer/step.py compiles. block: of `block_inputs`; tokens [B, T]; dtype: of
+    gathered parameters."""
     arguments = dict(
-        loss=(tokens, tokens, torch.tensor(1.0)), model=(tokens,), block=(hidden, model.mask), step=(tokens, tokens),
-        gather=(),
-    )  # fmt: skip
+        loss=(tokens, tokens, torch.tensor(1.0)), model=(tokens,), block=block[0], step=(tokens, tokens), gather=()
+    )
     around, whole = ExitStack, step.whole_weights
     if whole:
         gradients = torch.float32 if step.grad_accum > 1 else dtype
@@ -219,16 +247,21 @@ def of_step(step: Step, model: nn.Module, tokens: torch.Tensor, dtype: torch.dty
         micro_batch = name in MICRO_BATCH
         with torch.set_grad_enabled(micro_batch or name == "step"), around() if micro_batch else ExitStack():
             function = getattr(function, "forward", function)  # a block's call is compiled
+            function = partial(function, **block[1]) if name == "block" and block[1] else function
             graphs[name] = capture(function, arguments[name], options)
     return graphs
 
 
 def of_trainer(c: flags.Config, world: int) -> tuple[nn.Module, Graphs]:
     """The model of resolved flags and the graphs of its step."""
-    with mock.patch("torch.zeros_like", torch.empty_like):  # AdamW's moments: not computed with, so not touched
-        step = build(c, torch.device("cpu"), world, init=False)
+    device = torch.device("cpu")
     tokens = torch.zeros(c.batch, c.seqlen, dtype=torch.long)
-    return step.bare_model, of_step(step, step.bare_model, tokens, DTYPES[c.param_dtype])
+    dtype, blank = DTYPES[c.param_dtype], reference_model(c, device)
+    blank.prepare(c.seqlen, device)
+    inputs = block_inputs(blank, tokens, dtype)
+    with mock.patch("torch.zeros_like", torch.empty_like):  # AdamW's moments: not computed with, so not touched
+        step = build(c, device, world, init=False)
+    return step.model, of_step(step, inputs, tokens, dtype)
 
 
 def of_module(target: str, c: flags.Config, world: int) -> tuple[nn.Module, Graphs]:

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -110,24 +109,16 @@ def _mark(name: str) -> None:
 @contextmanager
 def _observed(step: Step, modules: bool) -> Iterator[list[dict[int, int]]]:
     """Marks the phases of a step, and an eager one's modules. Yields the {address: bytes} of the gradients at each mark
-    "gradients", as they come. All from outside: compiled code has guards on what it reads of the step and its model."""
-    seen, ranges, loss_fn, finish, whole = [], [], step.loss_fn, step.finish, step.whole_weights
+    "gradients", as they come. From outside the model: compiled code has guards on what it reads of it."""
+    seen, ranges = [], []
 
-    def look(grads: list[Tensor]) -> list[Tensor]:
-        _mark(GRADIENTS)
-        storages = [g.untyped_storage() for g in grads]
-        seen.append({s.data_ptr(): s.nbytes() for s in storages})
-        return grads
-
-    def forward(*args) -> Tensor:
-        _mark("fwd")
-        loss = loss_fn(*args)
-        _mark("bwd")
-        return loss
-
-    def update(total: Tensor, grads: list[Tensor]) -> Tensor:
-        _mark("step")
-        return finish(total, look(grads))
+    def note(phase: str, grads: list[Tensor]) -> None:
+        if phase != "reduce":  # which belongs to backward
+            _mark(phase)
+        if grads:
+            _mark(GRADIENTS)
+            storages = [g.untyped_storage() for g in grads]
+            seen.append({s.data_ptr(): s.nbytes() for s in storages})
 
     def enter(name: str, *_) -> None:  # a forward hook gets the module and its inputs as well
         ranges.append(record_function(MODULE + name))
@@ -136,12 +127,8 @@ def _observed(step: Step, modules: bool) -> Iterator[list[dict[int, int]]]:
     with ExitStack() as stack:
         if not isinstance(step, OneGraph):
             _mark("fwd")
-            stack.enter_context(mock.patch.object(step, "loss_fn", forward))
-            stack.enter_context(mock.patch.object(step, "finish", update))
-        if whole:
-            reduce = whole.reduce_fn
-            stack.enter_context(mock.patch.object(whole, "reduce_fn", lambda grads: reduce(look(grads))))
-        for name, m in step.bare_model.named_modules() if modules else ():
+        stack.enter_context(step.watched(note))
+        for name, m in step.model.named_modules() if modules else ():
             before = m.register_forward_pre_hook(partial(enter, name or "the model"))
             after = m.register_forward_hook(lambda *_: ranges.pop().__exit__(None, None, None), always_call=True)
             stack.callback(before.remove)
@@ -171,8 +158,8 @@ def _before(step: Step, tokens: Tensor, targets: Tensor) -> tuple[dict[str, int]
     """({piece: bytes}, addresses) of what is alive before a step. On a CPU "other" is what is known to be: the batch,
     buffers, the optimizer's scalars; CUDA's allocator knows all."""
     o, total, known = step.optimizer, Counter(), set()
-    groups = {PARAMETERS: step.bare_model.parameters(), MOMENTS: [*o.m, *o.v],
-              OTHER: [*step.bare_model.buffers(), o.t, o.lr, tokens, targets]}  # fmt: skip
+    groups = {PARAMETERS: step.model.parameters(), MOMENTS: [*o.m, *o.v],
+              OTHER: [*step.model.buffers(), o.t, o.lr, tokens, targets]}  # fmt: skip
     for piece, tensors in groups.items():
         for t in tensors:
             storage = local(t.detach()).untyped_storage()
@@ -192,7 +179,7 @@ def watch(c: Config, step: Step, tokens: Tensor, targets: Tensor) -> tuple[Tenso
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True) as profiler:
         with _observed(step, modules=c.compile == "none") as seen:
             loss = step(tokens, targets)
-    shapes = {tuple(sorted(p.shape)) for p in step.bare_model.parameters() if p.ndim == 2}
+    shapes = {tuple(sorted(p.shape)) for p in step.model.parameters() if p.ndim == 2}
     events, marks = read(profiler.profiler.kineto_results.experimental_event_tree(), c.device, shapes)
     looks = [time for time, name in marks if name == GRADIENTS]
     for time, grads in zip(looks, seen, strict=True):

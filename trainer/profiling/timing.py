@@ -69,18 +69,6 @@ def stats(ms: list[float]) -> dict[str, float | int | None]:
     return {key: round(f(ms), 3) if ms else None for key, f in reduce.items()} | {"n": len(ms)}
 
 
-def mfu(flops_per_step: float | None, seconds: float | None, peak: float | None) -> float | None:
-    """Percent of `peak` (FLOP/s of one device) that `flops_per_step` (of one device) in `seconds` amount to."""
-    return round(100 * flops_per_step / seconds / peak, 2) if flops_per_step and seconds and peak else None
-
-
-def utilisation(flops: dict[str, float | None], seconds: float | None, peak: float | None) -> dict[str, float | None]:
-    """`mfu` of the three conventions, None where unknown. `flops` of one step on one device: `causal` attention core,
-    `palm` with the whole core (arXiv 2204.02311, appendix B), `hardware` with everything recomputed."""
-    kinds = (("mfu", "causal"), ("mfu_palm", "palm"), ("hfu", "hardware"))
-    return {key: mfu(flops.get(kind), seconds, peak) for key, kind in kinds}
-
-
 def _output(*command: str) -> str | None:
     """What a command prints; None where it is missing, fails or takes over 5 seconds."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}  # git hooks set GIT_DIR for their children

@@ -1,0 +1,186 @@
+"""Everything between the flags and the row: a run that is built, trained, saved, and tells what it cost.
+
+    run = Run(config, device, rank, world, signals, watchdog)    # agrees with the other ranks, finds what to resume
+    run.build()                                                  # the model and its step
+    run.train(sinks)                                             # raises what ends it early: Stopped, NonFinite, ..
+
+What a run says of itself is made by experiments/summary.py, how it ends by fault_tolerance/errors.py.
+"""
+
+import math
+import time
+import zlib
+from contextlib import suppress
+
+import torch
+
+from trainer import config as flags
+from trainer import costs
+from trainer.attention import choose_kernel
+from trainer.checkpoint import load as checkpoint
+from trainer.checkpoint.save import Saver
+from trainer.checkpoint.weights import initialise
+from trainer.data import Batches
+from trainer.distributed import simulated_world
+from trainer.distributed.control import Control, Signals, Stopped, agree, control_group
+from trainer.experiments.logging import Sinks
+from trainer.fault_tolerance.nonfinite import FiniteCheck
+from trainer.fault_tolerance.watchdog import Watchdog
+from trainer.parallelize import build, reference_model
+from trainer.profiling import events, flops, memory, timeline, timing
+from trainer.step import Replayed, global_norm
+
+WARMUP = 3  # steps that no statistic covers, the compiling ones among them
+PROFILED = 3
+
+
+class Run:
+    """One run of resolved flags on one rank. Raises ValueError, DataError, CheckpointError or Desync, each in one line,
+    where it cannot begin."""
+
+    def __init__(self, c: flags.Config, device: torch.device, rank: int, world: int, signals: Signals,
+                 watchdog: Watchdog):  # fmt: skip
+        self.c, self.device, self.rank, self.world, self.watchdog = c, device, rank, world, watchdog
+        self.group = None if c.world else control_group()
+        self.control = Control(signals, self.group)
+        self.stages = memory.Stages(device)
+        self.timer = timing.StepTimer(device)
+        self.environment = timing.environment(device)  # now: the checkout may change while it runs
+        self.first_step_s: float | None = None
+        self.first_step_mib: float | None = None
+        self.step_tokens = c.batch * c.grad_accum * c.seqlen  # of one step on one rank
+        self.batches = Batches(
+            c.data, global_batch=world * c.batch * c.grad_accum, seqlen=c.seqlen, vocab=c.vocab, seed=c.seed,
+            rank=rank, world=world,
+        )  # fmt: skip
+        self.finite = FiniteCheck(c, self.batches, rank)
+        same = {flags.flag(k): v for k, v in c.flat().items()} | dict(torch=torch.__version__)
+        agree(same | dict(data=(self.batches.description, self.batches.fingerprint)), self.group)
+        self.found = None if c.world else checkpoint.find_start(c, self.batches, self.group)
+        self.first = self.done = self.saved = self.found.about["step"] if self.found else 0  # an earlier run's steps
+        self.warm = self.first + WARMUP
+        self.profile = timing.Profile(c.profile, self.warm, PROFILED, rank, device)
+        self.explained, self.explanation = min(self.warm, c.steps - 1) if c.explain_memory else None, []
+        self.attention = choose_kernel(c, device).text
+        self.blank = reference_model(c, device)
+        self.flops = self.count_flops()
+        self.collectives = simulated_world.log() if c.world else None
+        self.step = self.replayed = None  # until `build`
+
+    def count_flops(self) -> dict[str, float]:
+        """FLOPs of one step on one rank by convention: "palm", "causal", and "hardware" where it is known: by formula,
+        for the reference model. The formula knows neither what the math kernel multiplies, nor that eager does a lean
+        MLP in a recomputed block once more."""
+        c, model = self.c, self.blank.config
+        counted = flops.count(self.blank, c.seqlen)
+        found = dict(causal=counted.causal, palm=counted.palm)
+        odd = model.sdpa == "math" or (c.mlp, c.remat, c.compile) == ("lean", "block", "none")
+        if not odd and counted.causal == costs.flops_per_token(model, c.seqlen):
+            found["hardware"] = costs.flops_per_token(model, c.seqlen, "hardware")
+        return {kind: each * self.step_tokens for kind, each in found.items()}
+
+    def build(self) -> None:
+        """The model, whose values are drawn, loaded or resumed, its step and what saves it."""
+        c = self.c
+        inspect = self.norms if c.verbose > 1 else None
+        self.step = build(c, self.device, self.world, self.stages.add, model=self.blank, between=self.between,
+                          inspect=inspect)  # fmt: skip
+        self.replayed = Replayed(self.step) if c.cuda_graph else None
+        model = self.step.model
+        same = {n: ([*p.shape], str(p.dtype)) for n, p in model.named_parameters()}
+        drawn = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else torch.get_rng_state()
+        agree(same | {"initial weights (random state)": zlib.crc32(drawn.numpy())}, self.group)
+        if c.init is not None:
+            initialise(c, model, self.found, self.group)
+        if self.found:
+            checkpoint.load(self.found, self.step, self.group)
+            self.batches.sample = self.found.about["samples"]
+        self.sample = self.batches.sample  # where the next step begins
+        origin = self.found.about.get("origin") if self.found else None
+        self.saver = Saver(c, self.step, self.batches, self.group, origin)
+        self.saver.beat = lambda: self.watchdog.beat(self.done, "save")
+
+    def lr(self, k: int) -> float:
+        """Linear warm-up, then cosine to a tenth."""
+        if k < self.c.warmup:
+            return self.c.lr * (k + 1) / self.c.warmup
+        progress = (k - self.c.warmup) / max(1, self.c.steps - self.c.warmup)
+        return self.c.lr * (0.55 + 0.45 * math.cos(math.pi * progress))
+
+    def between(self) -> None:
+        """Between two micro-batches: raises Stopped on all ranks if a signal has come to any."""
+        self.control.boundary(self.done, failed=self.saver.failed())
+
+    def train(self, sinks: Sinks) -> None:
+        """Raises Stopped, after saving, when a signal has come to any rank."""
+        start = time.perf_counter()
+        try:
+            for k in range(self.first, self.c.steps):
+                self.one_step(k, sinks)
+                if k == self.first:
+                    self.finite.flush()  # waits for the step
+                    self.first_step_s, self.first_step_mib = time.perf_counter() - start, self.stages.add("first step")
+                    self.watchdog.limit, self.watchdog.begun = self.c.timeout, True
+                if k == min(self.warm, self.c.steps) - 1:
+                    memory.reset_peak(self.device)
+                self.done, self.sample = k + 1, self.batches.sample
+                if self.c.save is not None and self.c.save_every and (k + 1) % self.c.save_every == 0:
+                    self.save()
+            with suppress(Stopped):  # too late to matter
+                self.control.finish()
+        except Stopped:
+            self.batches.sample = self.sample  # of a step that was begun nothing is kept
+            self.saver.ending = True
+            self.save()
+            self.saver.wait()
+            raise
+        self.save()
+
+    def one_step(self, k: int, sinks: Sinks) -> None:
+        """Step k, from 0 on, and its line if it is logged."""
+        self.logged, self.logged_norms, lr = sinks.due(k + 1), {}, self.lr(k)
+        self.step.optimizer.lr.fill_(lr)
+        if self.collectives:
+            self.collectives.clear()  # the row tells those of the last step
+        excluded = k < self.warm or self.profile.covers(k) or k == self.explained
+        self.watchdog.beat(k + 1, "data")
+        with self.timer.step(excluded), self.profile.step(k):
+            if self.control.boundary(k, self.finite.norm, self.saver.failed()):
+                self.saver.wait()  # it failed on all
+            tokens, targets = (t.to(self.device, non_blocking=True) for t in next(self.batches))
+            self.watchdog.beat(k + 1, "step")
+            run = self.explain if k == self.explained else self.replayed or self.step
+            loss = run(tokens, targets)
+        if self.logged:
+            norm, ms = self.step.grad_norm.item(), self.timer.last()
+            tok_s = self.world * self.step_tokens / ms * 1e3
+            told = dict(step=k + 1, loss=loss.item(), lr=lr, grad_norm=norm, ms=ms, tok_s=tok_s)
+            sinks.step(told | self.logged_norms)
+        self.finite.put(k + 1, self.step, loss, wait=self.logged)
+
+    def save(self) -> None:
+        """After `done` steps, unless that is done already or there is nowhere to."""
+        if self.c.save is None or self.done == self.saved:
+            return
+        self.watchdog.beat(self.done, "save")
+        self.finite.flush()
+        self.saver.save(self.done)
+        self.saved = self.done
+
+    def explain(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """The step, with what its memory consists of in `explanation` on rank 0."""
+        if self.rank:
+            return self.step(tokens, targets)
+        loss, found, notes = events.watch(self.c, self.step, tokens, targets)
+        self.explanation = timeline.lines(found, notes, self.explained + 1)
+        return loss
+
+    def norms(self, params: list, grads: list) -> None:
+        """-vv: the norms of every parameter and its gradient, for the line of a logged step."""
+        if not self.logged:
+            return
+        names = {id(p): name for name, p in self.step.model.named_parameters()}
+        for p, g in zip(params, grads, strict=True):
+            local = p.detach().to_local() if hasattr(p, "to_local") else p.detach()
+            self.logged_norms["norm/" + names[id(p)]] = global_norm([p], [local]).item()
+            self.logged_norms["grad/" + names[id(p)]] = global_norm([p], [g]).item()
