@@ -309,7 +309,7 @@ def check_lean(c: ModelConfig) -> None:
         plain = block.mlp(block.norm2(x))
         try:
             same = torch.allclose(block.mlp_branch(x), plain, atol=1e-4)
-        except (AttributeError, RuntimeError):  # it has no up or down, or of another shape
+        except (AttributeError, TypeError, RuntimeError):  # no up or down, no bias, another shape
             same = False
     if not same:
         raise ValueError('--mlp lean: computes LayerNorm, up, GELU and down, which is not what this MLP computes; use '

@@ -59,6 +59,9 @@ class HuggingFaceModel(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor | None = None, chunk: int = 0, **inputs: Tensor) -> Tensor:
         """tokens [B, T] -> logits [B, T, V]; with targets [B, T] their summed loss. ValueError for a head that is more
         than a product."""
+        if tokens.is_meta:  # transformers looks for packed documents in the values of position ids, unless told the mask
+            B, T = tokens.shape
+            inputs = dict(attention_mask=torch.ones(B, 1, T, T, dtype=torch.bool, device="meta")) | inputs
         if targets is None or not chunk:
             logits = self.model(input_ids=tokens, use_cache=False, **inputs).logits
             return logits if targets is None else cross_entropy(logits, targets)
@@ -70,7 +73,9 @@ class HuggingFaceModel(nn.Module):
         return ChunkedCrossEntropy.apply(x.flatten(0, 1), head.weight, targets.flatten(), chunk, grad)
 
     def init_weights(self) -> None:
-        self.model.init_weights()
+        for each in (*self.model.modules(), *self.model.parameters(), *self.model.buffers()):
+            each._is_hf_initialized = False  # of memory that is no longer there; else nothing is filled
+        self.model.initialize_weights()
 
     def prepare(self, seqlen: int, device: torch.device) -> None:
         """Nothing: what its attention needs, it makes itself."""
@@ -139,6 +144,19 @@ def hooked_step(model: nn.Module, c: flags.Config, optimizer: AdamW, options: di
     return step
 
 
+def to_empty(model: nn.Module, device: torch.device) -> None:
+    """Gives `model` memory on `device`, of no particular content. Parameters that were one stay one: torch's own
+    `to_empty` makes a new one for each of their names."""
+    first, ties = {}, []
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            if p is not None and first.setdefault(id(p), (module, name)) != (module, name):
+                ties.append((module, name, *first[id(p)]))
+    model.to_empty(device=device)
+    for module, name, owner, own in ties:
+        module._parameters[name] = owner._parameters[own]
+
+
 def build(
     c: flags.Config, device: torch.device, world: int, stage: Callable[[str], Any] = lambda name: None, *,
     init: bool = True, model: LanguageModel | None = None, between: Callable[[], Any] | None = None,
@@ -152,7 +170,7 @@ def build(
     stage("model")
     mesh = wrap(model, c, device, world)
     stage("wrap")
-    model.to_empty(device=device)
+    to_empty(model, device)
     stage("to_empty")
     if init:
         torch.manual_seed(c.seed)

@@ -1,0 +1,141 @@
+"""The contract of a model (trainer.step.LanguageModel): other models train in every mode, with their own FLOPs.
+
+    pytest tests/test_contract.py        # half a minute, no GPU
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from running import TINY
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import model as model_file
+from model import ModelConfig, Transformer
+from trainer import config as flags
+from trainer import costs
+from trainer.distributed.launch import connect
+from trainer.parallelize import HuggingFaceModel, build
+from trainer.profiling import flops
+from trainer.step import COMPILE_MODES
+
+pytestmark = pytest.mark.usefixtures("isolated")
+CPU = torch.device("cpu")
+
+
+class GatedMLP(nn.Module):
+    """SwiGLU: down(silu(gate x) * up x)."""
+
+    def __init__(self, c: ModelConfig):
+        super().__init__()
+        self.gate, self.up = (nn.Linear(c.width, c.grow * c.width, bias=False) for _ in range(2))
+        self.down = nn.Linear(c.grow * c.width, c.width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+@pytest.fixture
+def gated(monkeypatch):
+    """What a user does who writes a gate into model.py."""
+    monkeypatch.setattr(model_file, "MLP", GatedMLP)
+
+
+def counted_by_hand(c: ModelConfig, seqlen: int) -> float:
+    """FLOPs of a token of the gated model: a third product of the width of the MLP in each block."""
+    return costs.flops_per_token(c, seqlen) + 6 * c.depth * c.grow * c.width**2
+
+
+@pytest.mark.parametrize("compile", COMPILE_MODES)
+def test_a_gated_mlp_trains_in_every_mode_as_in_eager_and_with_its_own_flops(compile, gated, train):
+    steps = train("--compile", compile, "--log-every", 1, "--steps", 4)
+    assert steps.code == 0, steps.err
+    eager = train("--compile", "none", "--log-every", 1, "--steps", 4)
+    for a, b in zip(steps.steps, eager.steps, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], abs=2e-5)
+    resolved = flags.resolve(flags.parse(list(TINY)), "cpu", 1)
+    c = ModelConfig(**{name: getattr(resolved, name) for name in ("depth", "width", "head_dim", "grouping", "vocab")})
+    told = counted_by_hand(c, steps.row["seqlen"]) / 1e6
+    assert f"{told:.3f} MFLOP per token (causal" in steps.out
+    assert steps.row["hfu"] is None
+
+
+def test_the_lean_mlp_refuses_what_it_does_not_compute(gated, train):
+    done = train("--mlp", "lean")
+    assert done.code == 2 and "--mlp plain" in done.err
+    assert "--mlp lean: computes LayerNorm, up, GELU and down" in done.err
+
+
+def test_the_lean_mlp_refuses_another_activation_without_other_parameters(train, monkeypatch):
+    monkeypatch.setattr(model_file.MLP, "forward", lambda self, x: self.down(F.silu(self.up(x))))
+    assert train("--mlp", "lean").code == 2
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize("config", [dict(), dict(grouping=1, depth=3), dict(attn="flex"),
+                                    dict(mlp="lean", remat="both"), dict(width=96, head_dim=16, vocab=77, grow=3)])  # fmt: skip
+@pytest.mark.parametrize("seqlen", [1, 48, 4096])
+def test_flops_counted_on_meta_are_those_of_the_formula(config, seqlen):
+    with torch.device("meta"):
+        model = Transformer(ModelConfig(**config))
+    found = flops.count(model, seqlen)
+    assert found == tuple(costs.flops_per_token(model.config, seqlen, kind) for kind in ("linear", "palm", "causal"))
+
+
+def llama(**more):
+    transformers = pytest.importorskip("transformers", reason="needs the extra hf")
+    sizes = dict(hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, vocab_size=256)
+    config = transformers.LlamaConfig(**sizes, num_hidden_layers=2, **more)
+    return HuggingFaceModel(transformers.AutoModelForCausalLM.from_config(config))
+
+
+def whole(t: torch.Tensor) -> torch.Tensor:
+    return t.full_tensor() if isinstance(t, DTensor) else t.clone()
+
+
+@pytest.mark.parametrize("compile", COMPILE_MODES)
+@pytest.mark.parametrize("loss", ["full", "chunked"])
+def test_a_hugging_face_model_trains_as_by_hand(compile, loss):
+    c = flags.resolve(flags.parse([*TINY, "--seqlen", "16", "--compile", compile, "--loss", loss, "--chunk", "8",
+                                   "--clip", "0"]), "cpu", 1)  # fmt: skip
+    if not dist.is_initialized():
+        connect(c, 0, 0, 1)
+    torch.manual_seed(3)
+    tokens, targets = (torch.randint(256, (2, 16)) for _ in range(2))
+    positions = torch.arange(16).expand(2, 16) + 5
+    step = build(c, CPU, 1, model=llama(tie_word_embeddings=False))
+    torch.manual_seed(c.seed)
+    plain = llama(tie_word_embeddings=False)
+    plain.load_state_dict({name: whole(t) for name, t in step.model.state_dict().items()})
+    logits = plain.model(input_ids=tokens, position_ids=positions).logits
+    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    norm = torch.cat([g.flatten() for g in torch.autograd.grad(expected, [*plain.parameters()])]).norm()
+    assert step(tokens, targets, position_ids=positions).item() == pytest.approx(expected.item(), abs=2e-5)
+    assert step.grad_norm.item() == pytest.approx(norm.item(), rel=1e-4)
+
+
+def test_a_hugging_face_models_flops_and_identity():
+    with torch.device("meta"):
+        model = llama()
+    layer = 32 * (32 + 16 + 16 + 32 + 3 * 48)  # q, k, v, o, and the gated MLP
+    found = flops.count(model, 64)
+    assert found.linear == pytest.approx(6 * (2 * layer + 32 * 256), rel=0.01)  # and the angles of its positions
+    assert found.palm - found.linear == 12 * 2 * 32 * 64
+    assert model.identity["hidden_size"] == 32
+
+
+def test_tied_weights_stay_tied_and_train():
+    c = flags.resolve(flags.parse([*TINY, "--seqlen", "16", "--compile", "none"]), "cpu", 1)
+    if not dist.is_initialized():
+        connect(c, 0, 0, 1)
+    for init in (True, False):
+        model = build(c, CPU, 1, model=llama(tie_word_embeddings=True), init=init).model.model
+        assert model.lm_head._parameters["weight"] is model.model.embed_tokens._parameters["weight"]
+
+
+def test_a_head_that_is_more_than_a_product_refuses_the_chunked_loss():
+    model = llama()
+    model.model.config.final_logit_softcapping = 30.0
+    with pytest.raises(ValueError, match="--loss chunked: the head of this model"):
+        model(torch.zeros(1, 4, dtype=torch.long), torch.zeros(1, 4, dtype=torch.long), 2)
