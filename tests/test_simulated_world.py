@@ -1,8 +1,10 @@
 """A simulated world computes what one process does, as real ranks would, and takes the time that its link says."""
 
+import ast
 import copy
 import re
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -351,3 +353,11 @@ def test_the_clock_of_a_gpu_needs_no_cuda_toolkit(monkeypatch):
     monkeypatch.setattr(cpp_extension, "CUDA_HOME", None)
     monkeypatch.setattr(torch.cuda, "_compile_kernel", lambda _, name: [*cpp_extension.include_paths("cuda"), name])
     assert sim._Clock().wait[-1] == "wait_deadline" and cpp_extension.CUDA_HOME is None
+
+
+def test_the_docstring_names_every_private_name_of_torch():
+    tree = ast.parse(Path(sim.__file__).read_text())
+    found = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    imported = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and "torch._" in node.module]
+    found = {name for name in found if re.match("_[^_]", name)} | {alias.name for node in imported for alias in node.names}
+    assert len(found) > 8 and {name for name in found if name not in sim.__doc__} == set()
