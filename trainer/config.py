@@ -216,6 +216,8 @@ class Output:
 
 @dataclass(frozen=True)
 class Config:
+    """All flags. Frozen, and checked one by one where it is made; `resolve` checks them together."""
+
     training: OmitArgPrefixes[Training]
     system: OmitArgPrefixes[System]
     output: OmitArgPrefixes[Output]
@@ -371,12 +373,13 @@ def _kernel_misfits(c: Config) -> list[tuple]:
 
 def _filled(c: Config, device: str) -> Config:
     unset = {name: default for name, default in DEFAULTS[device].items() if getattr(c.training, name) is None}
-    mode = "replicate" if c.wrapper == "ddp" and c.mode == "fully_shard" else c.mode  # what DDP is
+    mode = "replicate" if c.wrapper == "ddp" and c.mode == "fully_shard" else c.mode  # DDP replicates
     return replace(c, training=replace(c.training, **unset), system=replace(c.system, device=device, mode=mode))
 
 
 def resolve(c: Config, device: str, world: int) -> Config:
-    """Fills the defaults of `device` ("cpu" or "cuda"). Raises ValueError, one line, where values do not fit."""
+    """Fills in the defaults of `device` ("cpu" or "cuda"). Raises ValueError, one line that names the flag, its value
+    and the fix, for values that do not fit together on `world` ranks."""
     c = _filled(c, device)
     if problem := _misfit(c, world):
         raise ValueError(problem)
@@ -384,7 +387,7 @@ def resolve(c: Config, device: str, world: int) -> Config:
 
 
 def world_label(c: Config, world: int) -> int | str:
-    """The number of ranks; of simulated ones "8(sim h100-nvlink)"."""
+    """The number of ranks as a row has it: 8, or for simulated ones "8(sim h100-nvlink)"."""
     return f"{c.world}(sim {c.link})" if c.world else world
 
 
@@ -407,18 +410,18 @@ def compile_options(c: Config) -> dict | None:
 
 
 def parse(argv: Sequence[str], rank: int = 0, world: int | None = None) -> Config:
-    """Exit code 2 and one message, on rank 0, for an unknown flag or a bad value, and, if `world` is told, for values
-    that do not fit together whatever the device."""
+    """The flags of a command line. Ends the process with exit code 2 and one message, which rank 0 prints, for an
+    unknown flag or a bad value, and, if `world` is given, for values that do not fit together on any device."""
     try:
-        with nullcontext() if rank == 0 else redirect_stderr(io.StringIO()):  # console_outputs does not silence all
+        with nullcontext() if rank == 0 else redirect_stderr(io.StringIO()):  # console_outputs leaves some
             about = dict(prog="main.py", description=_DESCRIPTION, console_outputs=rank == 0)
             c = tyro.cli(Config, args=list(argv), **about)
     except SystemExit:
         if rank:
-            time.sleep(5)  # torchrun would end rank 0 before it has spoken
+            time.sleep(5)  # or torchrun would end rank 0 before it has printed the message
         raise
     problems = {_misfit(_filled(c, d), world) for d in (DEFAULTS if c.device == "auto" else [c.device]) if world}
-    if len(problems) == 1 and (problem := problems.pop()):  # else torch must be asked for the device
+    if len(problems) == 1 and (problem := problems.pop()):  # if they differ by device, torch must first say which it is
         fail(problem, rank)
     return c
 
