@@ -1,4 +1,4 @@
-"""How a process of a run begins and ends: what it may compute with, the process group that it joins and leaves.
+"""How a process of a run begins and ends: deterministic algorithms, joining a process group, leaving it again.
 
     set_deterministic(False)                                           # before anything is compiled
     device = connect(config, rank, local_rank, world, timeout=600)     # then torch.distributed works as usual
