@@ -1,4 +1,4 @@
-"""trainer/profiling/timing.py and memory.py report what happened, on a CPU for real, on CUDA against a recorded stand-in.
+"""trainer/profiling/timing.py and memory.py: they report what happened, on a CPU for real, on CUDA from a stand-in.
 
     pytest tests/test_measure.py        # about 10 s, no GPU; with one the tests marked gpu run too
 """
