@@ -43,7 +43,7 @@ from trainer.fault_tolerance.errors import ended_by
 from trainer.fault_tolerance.nonfinite import FiniteCheck
 from trainer.fault_tolerance.watchdog import Watchdog
 from trainer.parallelize import build, model_config
-from trainer.profiling import events, memory, timeline, timing
+from trainer.profiling import events, memory, timing
 from trainer.step import check_mode, global_norm
 
 WARMUP = 3  # steps that no statistic covers, the compiling ones among them
@@ -67,7 +67,7 @@ class Run:
         self.watch = FiniteCheck(c, self.batches, rank)
         same = {flags.flag(k): v for k, v in c.flat().items()} | dict(torch=torch.__version__)
         agree(same | dict(data=(self.batches.description, self.batches.fingerprint)), self.group)
-        self.found = None if c.world else checkpoint.find_start(c, self.batches, self.group)
+        self.found = None if c.world else checkpoint.choose_kernel(c, self.batches, self.group)
         self.first = self.done = self.saved = self.found.about["step"] if self.found else 0  # an earlier run's steps
         self.warm = self.first + WARMUP
         self.profile = timing.Profile(c.profile, self.warm, PROFILED, rank, device)
@@ -165,8 +165,8 @@ class Run:
         """The step, with what its memory consists of in `explanation` on rank 0."""
         if self.rank:
             return self.step(tokens, targets)
-        loss, peaks, notes = events.watch(self.c, self.step, tokens, targets)
-        self.explanation = timeline.lines(peaks, notes, self.explained + 1)
+        loss, timeline, notes = events.watch(self.c, self.step, tokens, targets)
+        self.explanation = timeline.lines(timeline, notes, self.explained + 1)
         return loss
 
     def batches_tokens(self) -> int:

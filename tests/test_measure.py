@@ -66,7 +66,7 @@ def test_cpu_peak_rises_by_an_allocation_and_falls_back_after_a_reset():
 
 
 def test_a_peak_that_cannot_be_reset_says_so(monkeypatch, tmp_path):
-    monkeypatch.setattr(timing, "CLEAR_REFS", tmp_path / "absent" / "clear_refs")
+    monkeypatch.setattr(memory, "CLEAR_REFS", tmp_path / "absent" / "clear_refs")
     memory.reset_peak("cpu")
     assert "since the process started" in memory.peak("cpu")["peak_rss_note"]
 

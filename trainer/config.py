@@ -21,8 +21,7 @@ import tyro
 from tyro.conf import OmitArgPrefixes, UseCounterAction, arg
 
 from trainer.costs import link
-from trainer.distributed.terminal import fail as fail  # programs that read flags also call flags.fail and flags.ranks
-from trainer.distributed.terminal import ranks as ranks
+from trainer.distributed.terminal import fail
 
 # The reference setting on a GPU, a small one on a CPU.
 DEFAULTS = {
