@@ -73,7 +73,7 @@ def test_a_peak_that_cannot_be_reset_says_so(monkeypatch, tmp_path):
 
 def test_without_proc_the_peak_is_that_of_getrusage(monkeypatch, tmp_path):
     linux = memory.peak("cpu")["peak_rss_mib"]
-    monkeypatch.setattr(timing, "Path", lambda name: tmp_path / "absent")
+    monkeypatch.setattr(memory, "Path", lambda name: tmp_path / "absent")
     assert memory.memory_now("cpu") >= 0.9 * linux
 
 

@@ -339,14 +339,14 @@ def test_a_norm_above_the_limit_is_refused_like_one_that_is_not_finite(train, mo
 def late(monkeypatch):
     """Steps are read as on CUDA."""
 
-    def checked(*args):
+    def watch(*args):
         made = FiniteCheck(*args)
         made.late = True
         return made
 
     event = SimpleNamespace(record=lambda: None, synchronize=lambda: None)
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
-    monkeypatch.setattr(main, "FiniteCheck", checked)
+    monkeypatch.setattr(main, "FiniteCheck", watch)
 
 
 @pytest.mark.parametrize("bad", [3, 6])

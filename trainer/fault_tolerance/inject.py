@@ -20,7 +20,7 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 from unittest import mock
 
 import torch
@@ -45,14 +45,6 @@ class Fault(NamedTuple):
     step: int
     where: str
     kind: str
-
-
-class Run(Protocol):
-    """What faults are planted in: a run that is built and has not begun."""
-
-    c: Config
-    first: int  # steps that are done already, by the run that this one resumes
-    step: Step
 
 
 def _problem(rank: str, step: str, where: str, kind: str, c: Config, world: int | None) -> str | None:
@@ -153,16 +145,16 @@ class _Faults:
 
 
 @contextmanager
-def planted(text: str | None, run: Run, rank: int):
-    """Inside it, the faults that `text`, the value of FAULT, names for this rank wait in `run`, which has been built.
-    Raises ValueError as `faults` does."""
-    mine = [fault for fault in faults(text, run.c) if fault.rank in ("*", str(rank))]
+def planted(text: str | None, c: Config, step: Step, first: int, rank: int):
+    """Inside it, the faults that `text`, the value of FAULT, names for this rank wait in a run of resolved flags and
+    this step, which begins after `first` steps. Raises ValueError as `faults` does."""
+    mine = [fault for fault in faults(text, c) if fault.rank in ("*", str(rank))]
     if not mine or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         yield
         return
-    waiting, step = _Faults(mine, run.first), run.step
+    waiting = _Faults(mine, first)
     patches = [(Batches, "__next__", waiting.draw(Batches.__next__))]
-    if run.c.compile == "step":
+    if c.compile == "step":
         patches += [(step, "graph", waiting.before("forward", step.graph))]
     else:
         patches += [(step, "loss_fn", waiting.forward(step.loss_fn))]

@@ -1,4 +1,4 @@
-"""How long steps take, what that is in MFU, the machine they ran on, and profiles of a few of them.
+"""How long steps take, the machine they ran on, and profiles of a few of them.
 
     timer = StepTimer(device)
     profile = Profile(directory, first=3, count=2, rank=rank, device=device)
@@ -7,7 +7,7 @@
             train_step()
     row = environment(device) | stats(timer.ms())
 
-Units: ms, FLOP/s, MFU in percent. Nothing here prints, and nothing but `Profile` writes files. Memory is measured in
+Times are in ms. Nothing here prints, and nothing but `Profile` writes files. Memory is measured in
 trainer/profiling/memory.py.
 """
 
@@ -72,8 +72,7 @@ def stats(ms: list[float]) -> dict[str, float | int | None]:
 
 
 def mfu(flops_per_step: float | None, seconds: float | None, peak: float | None) -> float | None:
-    """Model FLOPs utilisation: percent of `peak` (FLOP/s of one device) that `flops_per_step` (on one device) in
-    `seconds` amount to. None if one of them is None or 0."""
+    """Percent of `peak` (FLOP/s of one device) that `flops_per_step` (of one device) in `seconds` amount to."""
     return round(100 * flops_per_step / seconds / peak, 2) if flops_per_step and seconds and peak else None
 
 
