@@ -1,4 +1,4 @@
-"""trainer/timing.py: what it reports is what happened, on a CPU for real and on CUDA against a recorded stand-in.
+"""trainer/profiling/timing.py and memory.py: they report what happened, on a CPU for real, on CUDA from a stand-in.
 
     pytest tests/test_measure.py        # about 10 s, no GPU; with one the tests marked gpu run too
 """
@@ -67,14 +67,14 @@ def test_cpu_peak_rises_by_an_allocation_and_falls_back_after_a_reset():
 
 
 def test_a_peak_that_cannot_be_reset_says_so(monkeypatch, tmp_path):
-    monkeypatch.setattr(timing, "CLEAR_REFS", tmp_path / "absent" / "clear_refs")
+    monkeypatch.setattr(memory, "CLEAR_REFS", tmp_path / "absent" / "clear_refs")
     memory.reset_peak("cpu")
     assert "since the process started" in memory.peak("cpu")["peak_rss_note"]
 
 
 def test_without_proc_the_peak_is_that_of_getrusage(monkeypatch, tmp_path):
     linux = memory.peak("cpu")["peak_rss_mib"]
-    monkeypatch.setattr(timing, "Path", lambda name: tmp_path / "absent")
+    monkeypatch.setattr(memory, "Path", lambda name: tmp_path / "absent")
     assert memory.memory_now("cpu") >= 0.9 * linux
 
 

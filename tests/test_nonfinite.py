@@ -190,10 +190,10 @@ def test_a_batch_without_labels_is_left_out_with_a_line_and_the_run_goes_on(pois
     tokens, targets = next(batches)
     loss = step(tokens, torch.full_like(targets, IGNORE))
     assert (loss, step.grad_norm, step.bad) == (0, 0, 1) and state(step) == before
-    watch = watching("--nonfinite stop")
-    watch.put(4, step, loss)
+    check = checking("--nonfinite stop")
+    check.put(4, step, loss)
     assert "step 4: gradient norm 0, as of a batch without labels, samples 0-7: update left" in capsys.readouterr().out
-    assert watch.skipped == 1 and watch.in_a_row == 0
+    assert check.skipped == 1 and check.in_a_row == 0
 
 
 def test_an_update_in_backward_is_not_refused_but_told(poison):
@@ -383,50 +383,50 @@ def numbers(norm=1.0, bad=0.0, loss=2.0):
     return SimpleNamespace(grad_norm=torch.tensor(norm), bad=torch.tensor(bad)), torch.tensor(loss)
 
 
-def watching(argv="", late=False):
+def checking(argv="", late=False):
     c = flags.resolve(flags.parse(argv.split()), "cpu", 1)
-    watch = FiniteCheck(c, SimpleNamespace(sample=8, global_batch=8, overfit=False))
-    watch.late = late
-    return watch
+    check = FiniteCheck(c, SimpleNamespace(sample=8, global_batch=8, overfit=False))
+    check.late = late
+    return check
 
 
 def test_on_cuda_a_step_is_read_once_the_next_is_launched_or_when_asked(monkeypatch):
     calls = []
     event = lambda: SimpleNamespace(record=lambda: calls.append("record"), synchronize=lambda: calls.append("wait"))  # noqa: E731
     monkeypatch.setattr(torch.cuda, "Event", event)
-    watch = watching(late=True)
-    watch.put(1, *numbers(loss=1.0))
-    assert calls == ["record"] and watch.loss is None
-    watch.put(2, *numbers(loss=2.0))
-    assert calls == ["record", "wait", "record"] and watch.loss == 1.0
-    watch.put(3, *numbers(loss=3.0), wait=True)
-    watch.flush()
-    assert calls[3:] == ["wait", "record", "wait"] and watch.loss == 3.0
-    watch.put(4, *numbers(bad=1.0, loss=NAN))
+    check = checking(late=True)
+    check.put(1, *numbers(loss=1.0))
+    assert calls == ["record"] and check.loss is None
+    check.put(2, *numbers(loss=2.0))
+    assert calls == ["record", "wait", "record"] and check.loss == 1.0
+    check.put(3, *numbers(loss=3.0), wait=True)
+    check.flush()
+    assert calls[3:] == ["wait", "record", "wait"] and check.loss == 3.0
+    check.put(4, *numbers(bad=1.0, loss=NAN))
     with pytest.raises(NonFinite, match="step 4: not finite"):
-        watch.put(5, *numbers())
+        check.put(5, *numbers())
 
 
 def test_a_spike_is_one_against_the_last_hundred_good_steps(capsys):
-    watch = watching("--nonfinite skip --norm-limit 500")
+    check = checking("--nonfinite skip --norm-limit 500")
     for k in range(SETTLED - 1):
-        watch.put(k, *numbers(100.0 if k == 5 else 1.0))
+        check.put(k, *numbers(100.0 if k == 5 else 1.0))
     for k in range(WINDOW + 10):
-        watch.put(k, *numbers(1.0))
-    watch.put(1, *numbers(10.0))
-    watch.put(2, *numbers(1000.0, bad=1.0))
+        check.put(k, *numbers(1.0))
+    check.put(1, *numbers(10.0))
+    check.put(2, *numbers(1000.0, bad=1.0))
     assert "gradient norm 10 is" not in (out := capsys.readouterr().out) and "gradient norm 1000)" in out
-    watch.put(3, *numbers(12.0))  # the mean of 99 steps of 1 and one of 10 is 1.09
+    check.put(3, *numbers(12.0))  # the mean of 99 steps of 1 and one of 10 is 1.09
     assert capsys.readouterr().out == (
         "step 3: gradient norm 12 is 11 times the mean of the last 100 steps (1.09), samples 0-7\n"
     )
 
 
 def test_the_batch_of_overfit_is_always_the_first():
-    watch = watching()
-    watch.batches = SimpleNamespace(sample=80, global_batch=8, overfit=True)
+    check = checking()
+    check.batches = SimpleNamespace(sample=80, global_batch=8, overfit=True)
     with pytest.raises(NonFinite, match="samples 0-7:"):
-        watch.put(10, *numbers(bad=1.0))
+        check.put(10, *numbers(bad=1.0))
 
 
 @pytest.mark.parametrize(("argv", "names"), [

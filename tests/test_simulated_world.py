@@ -1,8 +1,10 @@
 """A simulated world computes what one process does, as real ranks would, and takes the time that its link says."""
 
+import ast
 import copy
 import re
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -351,3 +353,12 @@ def test_the_clock_of_a_gpu_needs_no_cuda_toolkit(monkeypatch):
     monkeypatch.setattr(cpp_extension, "CUDA_HOME", None)
     monkeypatch.setattr(torch.cuda, "_compile_kernel", lambda _, name: [*cpp_extension.include_paths("cuda"), name])
     assert sim._Clock().wait[-1] == "wait_deadline" and cpp_extension.CUDA_HOME is None
+
+
+def test_the_docstring_names_every_private_name_of_torch():
+    nodes = [*ast.walk(ast.parse(Path(sim.__file__).read_text()))]
+    names = {node.attr for node in nodes if isinstance(node, ast.Attribute) and re.match("_[^_]", node.attr)}
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and "._" in node.module:
+            names |= {alias.name for alias in node.names}
+    assert len(names) > 8 and [name for name in names if name not in sim.__doc__] == []

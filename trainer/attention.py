@@ -1,8 +1,13 @@
-"""Which attention kernel a run uses: --sdpa resolved and asked of torch, the searched options of FlexAttention.
+"""Which attention kernel a run uses: --sdpa is resolved and put to torch, --flex-options are read.
 
     about = choose_kernel(config, device)        # ValueError, one line, for what cannot run or a broken --flex-options
-    about.sdpa, about.flex_options        # for ModelConfig
-    about.text                            # "sdpa cudnn (auto)", for people
+    about.sdpa, about.flex_options               # for ModelConfig
+    about.text                                   # "sdpa cudnn (auto)", for the lines before the first step
+
+A kernel that is named must run or be an error, and `auto` names the one that it takes: torch by itself would silently
+fall back to a slower one. Whether a kernel can run is asked of torch, for the shapes and dtype of the run; no attention
+is computed. Options of FlexAttention are searched by python -m benchmarks.attention --search and hold for one device,
+torch and shape (`options_key`).
 """
 
 import json
@@ -19,44 +24,48 @@ DTYPES = dict(fp32=torch.float32, bf16=torch.bfloat16)
 BACKENDS = dict(cudnn=SDPBackend.CUDNN_ATTENTION, flash=SDPBackend.FLASH_ATTENTION,
                 efficient=SDPBackend.EFFICIENT_ATTENTION, math=SDPBackend.MATH)  # fmt: skip
 CHOICE = getattr(torch, "_fused_sdp_choice", None)  # private: what scaled_dot_product_attention would dispatch to
-CUDNN_ANY_LENGTH = 91501  # below it: reads out of bounds and nan (pytorch#169849) unless 128 divides the length
+CUDNN_ANY_LENGTH = 91501  # older versions read out of bounds where 128 does not divide the length (pytorch#169849)
 
 
 class Shape(NamedTuple):
-    """Of causal attention: q [batch, heads, seqlen, head_dim], k and v with kv_heads; dtype "fp32" or "bf16"."""
+    """Shapes of causal attention: q [batch, heads, seqlen, head_dim], k and v [batch, kv_heads, seqlen, head_dim]."""
 
     batch: int
     heads: int
     kv_heads: int
     seqlen: int
     head_dim: int
-    dtype: str
+    dtype: str  # "fp32" or "bf16"
 
     def __str__(self) -> str:
         sizes = f"{self.batch}, {self.heads}, {self.seqlen}, {self.head_dim}"
         return f"{self.dtype} q [{sizes}], {self.kv_heads} kv heads"
 
     def empty(self, device: torch.device, kv_heads: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """(q, k) of a row of memory each, expanded: torch looks at shapes, dtype and whether gradients are wanted."""
+        """(q, k) for asking torch, which looks at shapes, dtype and whether gradients are wanted. Both are one row of
+        memory, expanded. kv_heads: of k, if not the shape's own."""
         row = torch.empty(self.head_dim, dtype=DTYPES[self.dtype], device=device, requires_grad=True)
         heads = self.heads, kv_heads or self.kv_heads
         return tuple(row.expand(self.batch, n, self.seqlen, self.head_dim) for n in heads)
 
 
 class Choice(NamedTuple):
+    """The kernels of a run."""
+
     sdpa: str  # ModelConfig.sdpa
     flex_options: tuple[tuple[str, int], ...]  # ModelConfig.flex_options
-    text: str
+    text: str  # for people
 
 
 def shape_of(c: flags.Config) -> Shape:
+    """The shapes of one micro-batch on one rank, of resolved flags."""
     heads = c.width // c.head_dim
     return Shape(c.batch, heads, heads // c.grouping, c.seqlen, c.head_dim, c.param_dtype)
 
 
 def refusal(kernel: str, shape: Shape, device: torch.device) -> str | None:
-    """Why model.sdpa_kernel must not run `kernel` on tensors of this shape, or None. Without torch's own word, where
-    CHOICE is missing, only what is known here is checked."""
+    """Why model.sdpa_kernel must not run `kernel` (a key of BACKENDS) on tensors of this shape, or None. In a torch
+    that lacks CHOICE only what is known here is checked."""
     if device.type == "cpu" and kernel in ("cudnn", "efficient"):
         return "it needs CUDA"
     if device.type == "cuda" and kernel == "flash" and shape.head_dim % 8:
@@ -67,7 +76,7 @@ def refusal(kernel: str, shape: Shape, device: torch.device) -> str | None:
     if CHOICE is None:
         half = device.type == "cuda" and kernel in ("cudnn", "flash")
         return "it takes no fp32" if half and shape.dtype == "fp32" else None
-    q, k = shape.empty(device, shape.heads if kernel == "efficient" else None)  # model.py repeats k and v for it
+    q, k = shape.empty(device, shape.heads if kernel == "efficient" else None)  # model.py repeats k and v for this one
     with sdpa_kernel(BACKENDS[kernel]), warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         try:
@@ -76,14 +85,15 @@ def refusal(kernel: str, shape: Shape, device: torch.device) -> str | None:
             found, error = None, str(e).splitlines()[0]
     if found == int(BACKENDS[kernel]):
         return None
-    skip = ("not used because", "runtime disabled")  # the other kernels, which were switched off to ask for one
+    skip = ("not used because", "runtime disabled")  # said of the other kernels, switched off to ask for this one
     reasons = [str(w.message).split(" (Triggered")[0] for w in told]
     reasons = [r for r in reasons if not any(words in r for words in skip)]
     return " ".join((reasons or [error if found is None else f"torch would take {found}"])[0].split())
 
 
 def sdpa(asked: str, shape: Shape, device: torch.device) -> tuple[str, str]:
-    """(ModelConfig.sdpa, what to print) of --sdpa on this device. ValueError in one line for what cannot run."""
+    """(ModelConfig.sdpa, what to print) for the value of --sdpa on this device. Raises ValueError, one line with the
+    reason and the fix, for a kernel that cannot run; "auto" takes the first that can."""
     unsure = "" if CHOICE else ", not verified: this torch has no _fused_sdp_choice"
     if asked != "auto":
         if reason := refusal(asked, shape, device):
@@ -104,7 +114,7 @@ def sdpa(asked: str, shape: Shape, device: torch.device) -> tuple[str, str]:
 
 
 def options_key(shape: Shape, device: torch.device) -> str:
-    """What searched options hold for."""
+    """What searched options hold for: device, torch, shape and dtype, as one line."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     grouping = shape.heads // shape.kv_heads
     return (f"{name}, torch {torch.__version__}, head_dim {shape.head_dim}, seqlen {shape.seqlen}, {shape.dtype}, "
@@ -112,8 +122,9 @@ def options_key(shape: Shape, device: torch.device) -> str:
 
 
 def read_options(path: str | Path, missing_ok: bool = False) -> dict[str, dict]:
-    """Key -> {"options": {name: int}, "forward_ms": .., "backward_ms": ..} as benchmarks/attention.py --search stores
-    it.     ValueError, one line, for a file that is missing or broken."""
+    """`options_key` -> {"options": {name: int}, "forward_ms": .., "backward_ms": ..}, as python -m benchmarks.attention
+    --search stores it. missing_ok: a missing file is an empty one. Raises ValueError, one line, for a file that is
+    missing or broken."""
     try:
         found = json.loads(Path(path).read_text())
     except FileNotFoundError:
@@ -131,9 +142,10 @@ def read_options(path: str | Path, missing_ok: bool = False) -> dict[str, dict]:
 
 
 def choose_kernel(c: flags.Config, device: torch.device) -> Choice:
-    """The kernels of resolved flags on `device`. ValueError in one line."""
+    """The kernels for resolved flags on `device`. Raises ValueError, one line, for a kernel that cannot run there or a
+    broken file of --flex-options."""
     if c.attn == "sdpa":
-        if device.type != c.device and c.sdpa != "auto":  # compiled graphs can be of a device that is absent
+        if device.type != c.device and c.sdpa != "auto":  # graphs can be compiled for a device that is absent
             return Choice(c.sdpa, (), f"sdpa {c.sdpa}")
         kernel, text = sdpa(c.sdpa, shape_of(c), device)
         return Choice(kernel, (), text)

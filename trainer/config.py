@@ -1,16 +1,19 @@
-"""The flags of main.py: names, help, defaults by device, validation. Imports no torch, so --help is instant.
+"""The flags of main.py: names, help texts, defaults by device, and which values do not fit together.
 
-    config = parse(sys.argv[1:], world=4)      # exit 2 with one message for a bad command line
-    config = resolve(config, "cpu", world=4)   # fills what depends on the device; ValueError for what does not fit
+    config = parse(sys.argv[1:], world=4)      # exit code 2 and one message for a bad command line
+    config = resolve(config, "cpu", world=4)   # fills in the defaults of the device; ValueError for what does not fit
+    config.depth                               # short for config.training.depth
 
-A flag left out is None until `resolve`. Groups are by consequence: what may change the loss, what must not, output.
+A new flag is a field whose docstring is its help text, a row of _RANGES if its values are limited, and rows of the
+`_..._misfits` tables for the flags that it does not fit. This file imports no torch, so that --help answers at once.
 """
 
+import ast
 import io
 import math
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext, redirect_stderr
+from contextlib import nullcontext, redirect_stderr, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Annotated, Literal
 
@@ -40,186 +43,190 @@ class Training:
     """May change the loss."""
 
     depth: Annotated[int | None, _by_device("depth", "INT")] = None
-    """Number of blocks."""
+    """Number of transformer blocks."""
     width: Annotated[int | None, _by_device("width", "INT")] = None
-    """Width of the residual stream; a multiple of --head-dim."""
+    """Width of the residual stream. Must be a multiple of --head-dim."""
     head_dim: Annotated[int | None, _by_device("head_dim", "INT")] = None
-    """Dimension of an attention head; even."""
+    """Dimension of one attention head. Must be even."""
     grouping: int = 4
-    """Query heads per key/value head (1: multi-head); divides width / head-dim."""
+    """Query heads per key/value head; 1: multi-head attention. Must divide the number of heads, width / head-dim."""
     grow: int = 4
-    """Width of the MLP, in units of --width."""
+    """Hidden width of the MLP, as a multiple of --width."""
     vocab: Annotated[int | None, _by_device("vocab", "INT")] = None
-    """Size of the vocabulary; at least 256 for byte data."""
+    """Size of the vocabulary. Data that is read as bytes (stdlib, text, overfit) needs at least 256."""
     seqlen: Annotated[int | None, _by_device("seqlen", "INT")] = None
     """Tokens per sequence."""
     batch: Annotated[int | None, _by_device("batch", "INT")] = None
     """Sequences per rank and micro-batch. The global batch is ranks x batch x grad-accum."""
     grad_accum: int = 1
-    """Micro-batches per step, accumulated in fp32."""
+    """Micro-batches per optimizer step. Their gradients are accumulated in fp32."""
     data: str = "stdlib"
-    """stdlib (bytes of Python's own sources), text:PATH (bytes of a file or a folder's files), bin:GLOB (token shards:
-    raw uint16 or llm.c), random (fresh tokens each step), overfit (one batch for ever)."""
+    """Where tokens come from. stdlib: bytes of Python's own sources. text:PATH: bytes of a file, or of all files in a
+    folder. bin:GLOB: files of token ids, raw uint16 or as llm.c writes them. random: new random tokens in each step.
+    overfit: the same batch in each step."""
     steps: Annotated[int | None, _by_device("steps", "INT")] = None
     """Optimizer steps."""
     lr: Annotated[float | None, _by_device("lr", "FLOAT")] = None
-    """Peak learning rate; cosine decay to a tenth of it at the last step."""
+    """Peak learning rate. It decays along a cosine to a tenth of this at the last step."""
     warmup: int = 10
-    """Steps of linear warm-up of the learning rate."""
+    """Steps in which the learning rate rises linearly to --lr."""
     clip: float = 1.0
-    """Largest global gradient norm; 0: no clipping."""
+    """Gradients whose global norm is larger are scaled down to this norm. 0: no clipping."""
     nonfinite: Literal["stop", "skip"] = "stop"
-    """A step whose loss or gradient norm is not finite changes nothing, on any rank. stop: the run then ends with exit
-    code 5; the last checkpoint is good. skip: it goes on with the next batch. --optim in-backward can only stop."""
+    """What to do about a step whose loss or gradient norm is not finite; no rank updates anything in it. stop: end the
+    run with exit code 5; the last checkpoint is good. skip: go on with the next batch; not for --optim in-backward,
+    which updates before the norm is known."""
     max_skips: int = 3
-    """Steps in a row that --nonfinite skip leaves out; one more ends the run. A resumed run counts anew."""
+    """Steps in a row that --nonfinite skip leaves out; one more ends the run. A resumed run counts from 0."""
     norm_limit: float = 0.0
-    """A step with a larger gradient norm, before clipping, counts as not finite; 0: none does."""
+    """A step whose gradient norm, before clipping, is above this is treated as not finite. 0: no limit."""
     spike: float = 10.0
-    """Name each step whose gradient norm is more than this many times the mean of the last 100; 0: none."""
+    """Print a line for a step whose gradient norm is above this many times the mean of the last 100. 0: never."""
     seed: int = 0
-    """Of the initial weights and of the order of the data."""
+    """Seed of the initial weights and of the order of the data."""
     init: str | None = None
-    """Weights for step 0: a .safetensors, its .index.json or a .pt, such as python -m trainer.checkpoint.export writes.
-    Moments are fresh. A checkpoint found in --save goes before."""
+    """File of weights to begin with: .safetensors, its .index.json or .pt, as python -m trainer.checkpoint.export
+    writes it. Adam's moments begin at zero. If --save holds a checkpoint already, the run resumes from that instead."""
     param_dtype: Annotated[Literal["fp32", "bf16"] | None, _by_device("param_dtype", "{fp32,bf16}")] = None
-    """Of gathered parameters, the all-gather and the computation. Masters are fp32."""
+    """Dtype of gathered parameters, and so of the all-gather and the computation. They are stored in fp32."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Of the gradient reduction."""
+    """Dtype in which gradients are reduced over ranks."""
     adam_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Of Adam's two moments."""
+    """Dtype of Adam's two moments."""
 
 
 @dataclass(frozen=True)
 class System:
-    """Must not change the loss."""
+    """Must not change the loss by more than rounding. Two flags can: the ranks that --world simulates all hold equal
+    shards, and --device picks those defaults above that differ on a CPU."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: CUDA where this torch sees a GPU, else the CPU."""
+    """auto: CUDA if this torch sees a GPU, otherwise the CPU."""
     world: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: those of torchrun)")] = None
-    """Simulate this many ranks in one process: it is rank 0, data moves, links take modelled time."""
+    """Simulate this many ranks in one process, to measure speed and memory. The process is rank 0; data is really
+    copied, links take modelled time, and every rank is taken to hold the same shards as rank 0."""
     link: str = "h100-nvlink"
-    """Link of the simulated ranks: a100-nvlink, h100-nvlink, ndr-ib, 4090-pcie, none (takes no time), or
-    alpha_us:GB_per_s such as 20:370."""
+    """Link between the ranks of --world: a100-nvlink, h100-nvlink, ndr-ib, 4090-pcie, none (takes no time), or latency
+    in us and GB/s, such as 20:370."""
     wrapper: Literal["simple", "fsdp2", "ddp", "none"] = "simple"
-    """simple: simple_fsdp.data_parallel. To compare with: fsdp2 (torch's fully_shard, per block), ddp (torch's, bf16 by
-    autocast), none (the bare model, on one rank only)."""
+    """simple: simple_fsdp.data_parallel. Others to compare it with: fsdp2 (torch's fully_shard on each block), ddp
+    (torch's DistributedDataParallel, bf16 by autocast), none (the bare model, on one rank only)."""
     mode: Literal["replicate", "fully_shard", "hybrid_shard"] = "fully_shard"
-    """replicate: DDP. fully_shard: ZeRO-3. hybrid_shard: sharded inside, replicated across."""
+    """replicate: each rank holds the whole model (DDP). fully_shard: each rank holds a part of it (ZeRO-3).
+    hybrid_shard: ranks form --replicas groups; the model is sharded within a group and replicated across groups."""
     replicas: int = 2
-    """hybrid_shard: number of replicas; divides the number of ranks."""
+    """Number of replicas of --mode hybrid_shard. Must divide the number of ranks."""
     reshard: bool = True
-    """Free gathered weights after forward and gather them again in backward."""
+    """Gather weights again in backward instead of keeping them from forward: less memory, more communication."""
     accum_sync: Literal["every", "last"] = "every"
-    """every: gradients are reduced after each micro-batch of --grad-accum: least memory. last: weights are gathered
-    once a step, gradients kept whole in fp32 and reduced once: least communication."""
+    """every: reduce gradients after each micro-batch of --grad-accum; least memory. last: gather weights once per step,
+    keep whole gradients in fp32 and reduce them once; least communication."""
     min_shard_mib: float = 0.0
-    """Parameters smaller than this (MiB, as stored) stay replicated."""
+    """Parameters smaller than this (MiB, in the dtype in which they are stored) are replicated instead of sharded."""
     compile: Literal["none", "blocks", "model", "fwdbwd", "step"] = "fwdbwd"
-    """none: eager. blocks: one compiled block, reused; no prefetch across blocks. model: the model, loss eager. fwdbwd:
-    forward and loss, their backward, and (on a GPU) the optimizer as a graph each: recommended. step: the whole
-    training step as one graph; needs torch 2.13 and --grad-accum 1."""
+    """none: eager. blocks: one compiled block that all blocks share; nothing is prefetched across blocks. model: the
+    model as one graph, the loss eager. fwdbwd: one graph for forward and loss, one for backward and, on a GPU, one for
+    the optimizer; recommended. step: the whole training step as one graph; needs torch 2.13 and --grad-accum 1."""
     compile_options: tuple[str, ...] = ()
-    """Inductor options for the model's graphs, each NAME=VALUE, such as max_autotune=True, on top of those of
-    overlap.py (collectives bucketed per block and started early); with the word plain, instead of them."""
+    """Inductor options for the model's graphs, each NAME=VALUE, such as max_autotune=True. They are added to those of
+    overlap.py, which bucket collectives per block and start them early; the word plain leaves those out."""
     cuda_graph: bool = False
-    """Replay the whole step as one CUDA graph, without Python in between; captured at the third step."""
+    """Replay the whole step as one CUDA graph, without any Python in between. It is captured at the third step."""
     deterministic: bool = False
-    """The same bits whenever the same command runs or resumes. Without it compiled code on several CPU threads or a
-    GPU adds up the embedding's gradient, and a GPU's attention its own, in an order that differs."""
+    """Get the same bits each time the same command runs or resumes. Without it the order of some sums varies: of the
+    embedding's gradient in compiled code on several CPU threads or a GPU, and of attention's gradient on a GPU."""
     attn: Literal["sdpa", "flex"] = "sdpa"
-    """Attention backend: torch's scaled_dot_product_attention, or compiled FlexAttention (training needs CUDA)."""
+    """Attention backend: torch's scaled_dot_product_attention, or compiled FlexAttention, which needs CUDA to train."""
     sdpa: Literal["auto", "cudnn", "flash", "efficient", "math"] = "auto"
-    """Kernel of --attn sdpa: that one or an error. auto: cuDNN on Hopper and newer GPUs, else FlashAttention; where
-    they cannot run (fp32), efficient, then math; on a CPU what torch takes. efficient repeats K and V for each query
-    head; math stores the T x T scores, and --remat recomputes them."""
+    """Kernel of --attn sdpa; one that cannot run is an error. auto: cuDNN on Hopper and newer GPUs, otherwise
+    FlashAttention; where neither can run (in fp32) efficient, then math; on a CPU what torch picks. efficient repeats K
+    and V for each query head. math stores the scores, seqlen x seqlen, and with --remat computes them again."""
     flex_options: str | None = None
-    """File of searched kernel options for --attn flex: python -m benchmarks.attention --search writes it."""
+    """File of tuned kernel options for --attn flex, written by python -m benchmarks.attention --search."""
     remat: Literal["none", "mlp", "attn", "both", "block", "pointwise"] = "none"
-    """Recomputed in backward: the MLP, the attention branch, both apart, whole blocks (each keeps the attention
-    output), or everything but products and attention."""
+    """What backward computes again instead of keeping it. mlp: the MLP. attn: the attention branch. both: the two of
+    them. block: whole blocks. pointwise: all but matrix products. The output of attention is kept in each case."""
     remat_ratio: float = 1.0
-    """Fraction of the blocks that --remat applies to, evenly spread (0.5 of 8: 4)."""
+    """Fraction of the blocks that --remat applies to, evenly spread: 0.5 is every other block."""
     remat_norm: bool = True
-    """The norm before a recomputed branch is recomputed with it; --no-remat-norm keeps its output, as the published
-    run did."""
+    """Recompute the norm before a recomputed branch, too. --no-remat-norm keeps its output, as the published run."""
     remat_core: bool = False
-    """Recompute attention too, instead of keeping its output: less memory, more time."""
+    """Recompute attention, too, instead of keeping its output: less memory, more time."""
     mlp: Literal["plain", "lean"] = "plain"
-    """lean: norm and MLP as one op that keeps its input alone, recomputes the rest, and whose backward holds two
-    tensors of the MLP's hidden width at a time where others hold three."""
+    """plain: norm, two products and an activation. lean: all of it as one operation that keeps only its input and
+    recomputes the rest; its backward holds two tensors of the MLP's hidden width at a time, others hold three."""
     mlp_chunk: int = 0
-    """Tokens at a time of --mlp lean; 0: all. Several chunks sum their gradients in fp32."""
+    """Tokens that --mlp lean computes at a time; 0: all. The gradients of several chunks are summed in fp32."""
     optim: Literal["after", "in-backward"] = "after"
-    """in-backward: each parameter is updated and its gradient freed as soon as backward has made it; needs --clip 0,
-    --grad-accum 1 and --compile none or blocks (a whole graph's gradients come together)."""
+    """after: update parameters after backward. in-backward: update each, and free its gradient, as soon as backward has
+    made it; needs --clip 0, --grad-accum 1 and --compile none or blocks (other graphs return all gradients at once)."""
     loss: Literal["full", "chunked"] = "full"
-    """chunked: head and cross-entropy in chunks of tokens; the logits never exist as a whole."""
+    """full: the logits of all tokens at once. chunked: the output layer and the cross-entropy in chunks of tokens, so
+    that the logits never exist as a whole."""
     chunk: int = 2048
     """Tokens per chunk of --loss chunked."""
 
 
 @dataclass(frozen=True)
 class Output:
-    """Where results go."""
+    """Where results go, what is saved and printed, and when a run gives up."""
 
     results: str = "runs/results.jsonl"
-    """JSONL file: one row is appended per run; its steps go to a file of their own beside it."""
+    """JSONL file to which each run appends one row. The logged steps of a run go to a file of its own beside it."""
     log_every: int = 10
     """Steps between logged lines."""
     save: str | None = None
-    """Directory for checkpoints, one of its own for each run; the last step is always saved."""
+    """Directory for checkpoints; each run needs its own. The last step is always saved."""
     save_every: int = 0
     """Steps between checkpoints; 0: only after the last step."""
     save_async: bool = False
-    """Only copy the state to host memory, in one buffer of its size; a thread writes it while training goes on."""
+    """Stop training only to copy the state to host memory (a buffer of its size); a thread then writes it."""
     save_errors: Literal["stop", "warn"] = "stop"
-    """stop: a save that fails ends the run. warn: it costs a line, and the next save is tried; the last one must do."""
+    """What to do if saving fails. stop: end the run. warn: print a line and go on; only the last step must be saved."""
     keep: int = 3
-    """Checkpoints that stay, the newest ones."""
+    """Number of checkpoints to keep. Older ones are removed."""
     resume: Annotated[str, arg(metavar="{auto,never}|PATH")] = "auto"
-    """auto: from the newest good checkpoint in --save, if there is one. never: start fresh. PATH: from that step's
-    directory, or the newest in a directory of steps. --steps is the total; data, seed and global batch stay."""
+    """auto: resume from the newest good checkpoint in --save, if there is one. never: start afresh. PATH: resume from
+    the directory of a step, or from the newest step in a directory. --steps is the total of both runs; the data, --seed
+    and the global batch must stay as they were."""
     timeout: float = 600.0
-    """Seconds after which a step or a save that does not end ends the run with exit code 7, the stacks of all ranks
-    beside --results; 0: never."""
+    """Seconds that a step or a save may take before the run ends with exit code 7 and the stacks of all ranks are
+    written beside --results. 0: no limit."""
     first_timeout: float = 3600.0
-    """The same up to the end of the first step, which compiles."""
+    """The same limit until the first step, which compiles, is done."""
     cast: bool = False
-    """Resume also from a checkpoint of another --adam-dtype, whose moments are then converted; --init likewise."""
+    """Also resume from another --adam-dtype, or --init from weights of another dtype, and convert them."""
     wandb: Literal["off", "offline", "online"] = "off"
-    """Weights & Biases; never fatal, the JSONL is the record."""
+    """Log to Weights & Biases as well. It never ends a run; the JSONL files are the record."""
     group: str | None = None
     """W&B group of the run."""
     tags: tuple[str, ...] = ()
     """W&B tags of the run."""
     profile: str | None = None
-    """Folder for traces (and on CUDA a memory snapshot) of three steps after warm-up, which enter no statistic."""
+    """Folder for traces (on CUDA also a memory snapshot) of three steps after warm-up, which enter no statistic."""
     explain_memory: bool = False
-    """Print what the peaks of memory consist of, from one step after warm-up, which enters no statistic."""
+    """Print what the peaks of memory consist of in one step after warm-up, which enters no statistic."""
     verbose: Annotated[UseCounterAction[int], arg(aliases=["-v"], help_behavior_hint="(default: 0, repeatable)")] = 0
-    """-v: memory after each stage of start-up, every parameter's placement. -vv: also norms of every parameter and
-    gradient at each logged step (slow)."""
+    """-v: also print memory after each stage of start-up and the placement of every parameter. -vv: also the norm of
+    every parameter and gradient at each logged step, which is slow."""
     debug: bool = False
-    """Tracebacks instead of one-line errors."""
+    """Print tracebacks instead of one-line errors."""
 
 
 @dataclass(frozen=True)
 class Config:
+    """All flags. Frozen, and checked one by one where it is made; `resolve` checks them together."""
+
     training: OmitArgPrefixes[Training]
     system: OmitArgPrefixes[System]
     output: OmitArgPrefixes[Output]
 
-    def __getattr__(self, name: str):
-        for group in ("training", "system", "output"):
-            if name in (f.name for f in fields(type(self.__dict__[group]))):
-                return getattr(self.__dict__[group], name)
-        raise AttributeError(name)
-
     def flat(self) -> dict:
+        """Every flag and its value."""
         return {k: v for group in asdict(self).values() for k, v in group.items()}
 
     def __post_init__(self):
+        vars(self).update(self.flat())  # config.depth is config.training.depth; no field has the name of another
         for names, fits, allowed in _RANGES:
             for name in names.split():
                 value = getattr(self, name)
@@ -251,116 +258,135 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _check_fit(c: Config, device: str, world: int) -> str | None:
-    """What is wrong with resolved values together, or None."""
-    heads = c.width // c.head_dim
-    for name in ("save_every", "keep", "save_async", "save_errors") if c.save is None else ():
-        value = getattr(c, name)
-        if value != getattr(Output, name):
-            return f"{flag(name)}{'' if value is True else f' {value}'}: needs --save DIR"
-    if c.world and (c.save is not None or c.init is not None or c.resume not in ("auto", "never")):
-        return f"--world {c.world}: simulated ranks hold no model worth saving; leave out --save, --resume and --init"
-    if c.init is not None and c.resume not in ("auto", "never"):
-        return f"--init {c.init}: --resume {c.resume} has weights of its own; leave one of them out"
-    if c.world and world not in (1, c.world):
-        return f"--world {c.world}: simulates ranks in one process, here are {world}; start it without torchrun"
-    world = c.world or world
-    if c.width % c.head_dim:
-        return f"--width {c.width}: must be a multiple of --head-dim {c.head_dim}"
-    if c.head_dim % 2:
-        return f"--head-dim {c.head_dim}: must be even"
-    if heads % c.grouping:
-        return f"--grouping {c.grouping}: must divide the {heads} heads (--width {c.width} / --head-dim {c.head_dim})"
-    if c.data.split(":")[0] in ("stdlib", "text", "overfit") and c.vocab < 256:
-        return f"--vocab {c.vocab}: must be at least 256 for the bytes of --data {c.data}"
-    if c.mode == "hybrid_shard" and world % c.replicas:
-        return f"--replicas {c.replicas}: must divide the {world} rank{'s' * (world > 1)} of --mode hybrid_shard"
-    if c.wrapper == "none" and world > 1:
-        return f"--wrapper none: works on one rank, this is {world}; use --wrapper simple"
-    if c.wrapper == "none" and c.param_dtype != "fp32":
-        return f"--wrapper none: computes in the stored fp32; add --param-dtype fp32 (now {c.param_dtype})"
-    if c.wrapper in ("fsdp2", "ddp"):
-        if c.compile not in ("none", "blocks"):
-            return f"--wrapper {c.wrapper}: is compiled per block, not by --compile {c.compile}; use blocks or none"
-        if c.mode not in dict(fsdp2=("fully_shard", "hybrid_shard"), ddp=("replicate",))[c.wrapper]:
-            return f"--wrapper {c.wrapper}: does not do --mode {c.mode}; leave --mode out, or use --wrapper simple"
-        if c.min_shard_mib:
-            return f"--wrapper {c.wrapper}: has no --min-shard-mib (now {c.min_shard_mib}); leave it out"
-    if c.wrapper == "ddp" and c.reduce_dtype == "bf16" and device == "cpu":
-        return "--wrapper ddp: --reduce-dtype bf16 needs CUDA (a hook of DDP's); use --reduce-dtype fp32"
-    if c.mlp == "lean" and c.remat == "pointwise":
-        return "--mlp lean: recomputes the products that --remat pointwise keeps; use one of the two"
-    if c.mlp == "lean" and c.wrapper == "ddp" and c.param_dtype == "bf16":
-        return "--mlp lean: is not cast by the autocast of --wrapper ddp; use --param-dtype fp32 or --wrapper fsdp2"
-    if c.mlp_chunk and c.mlp != "lean":
-        return f"--mlp-chunk {c.mlp_chunk}: is for --mlp lean, this is --mlp {c.mlp}"
-    if c.remat_core and c.remat not in ("attn", "both", "block"):
-        return f"--remat-core: changes nothing of --remat {c.remat}; use it with attn, both or block"
-    if not c.remat_norm and c.remat not in ("attn", "mlp", "both"):
-        return f"--no-remat-norm: changes nothing of --remat {c.remat}; use it with attn, mlp or both"
-    if c.remat_core and device == "cpu" and c.compile != "none" and c.wrapper != "none":
-        return f"--remat-core: on a CPU torch cannot compile it over shards (--compile {c.compile}); use --compile none"
-    if c.nonfinite == "stop" and c.max_skips != 3:
-        return f"--max-skips {c.max_skips}: needs --nonfinite skip"
-    if c.optim == "in-backward":
-        if c.nonfinite == "skip" or c.norm_limit:
-            needs = f"--norm-limit {c.norm_limit}" if c.norm_limit else "--nonfinite skip"
-            return f"{needs}: --optim in-backward has updated before the gradient norm is known; use --optim after"
-        if c.clip:
-            return f"--optim in-backward: --clip {c.clip} needs every gradient before the first update; add --clip 0"
-        if c.grad_accum > 1:
-            return f"--optim in-backward: would update in each of --grad-accum {c.grad_accum} micro-batches; use 1"
-        if c.compile not in ("none", "blocks"):
-            return f"--optim in-backward: --compile {c.compile} makes all gradients at once; use --compile blocks"
-        if c.wrapper not in ("simple", "none"):
-            return f"--optim in-backward: is not for --wrapper {c.wrapper}; use --wrapper simple"
-        if c.verbose > 1:
-            return "-vv: --optim in-backward keeps no gradients to take norms of; use --optim after"
-    if c.cuda_graph:
-        if device == "cpu":
-            return "--cuda-graph: needs CUDA; leave it out on a CPU"
-        if c.wrapper not in ("simple", "none"):
-            return f"--cuda-graph: does not capture the hooks of --wrapper {c.wrapper}; use --wrapper simple"
-        if c.world:
-            return f"--cuda-graph: the links of --world {c.world} are timed by the host; leave one of them out"
-        if c.optim == "in-backward" or c.verbose > 1 or c.explain_memory:
-            other = "--explain-memory" if c.explain_memory else "-vv" if c.verbose > 1 else "--optim in-backward"
-            return f"--cuda-graph: a replayed step has no moment for {other}; leave one of them out"
-    if c.attn == "flex" and device == "cpu":
-        return "--attn flex: FlexAttention needs CUDA to train; use --attn sdpa on a CPU"
-    if c.attn == "flex" and c.sdpa != "auto":
-        return f"--sdpa {c.sdpa}: is a kernel of --attn sdpa; leave it out with --attn flex"
-    if c.attn == "sdpa" and c.flex_options is not None:
-        return f"--flex-options {c.flex_options}: needs --attn flex"
-    if c.sdpa in ("cudnn", "efficient") and device == "cpu":
-        return f"--sdpa {c.sdpa}: needs CUDA; use auto, flash or math on a CPU"
-    if c.compile == "step" and c.grad_accum > 1:
-        return f"--compile step: one graph holds one micro-batch, --grad-accum is {c.grad_accum}; use --compile fwdbwd"
-    if c.compile == "step" and c.accum_sync == "last":
-        return "--accum-sync last: --compile step reduces inside its one graph; use --compile fwdbwd"
-    if c.explain_memory and c.profile is not None:
-        return "--explain-memory: not together with --profile, each of which needs torch's profiler; use one per run"
-    if c.compile == "step" and c.verbose > 1:
-        return "-vv: --compile step has no gradients outside its graph; use --compile fwdbwd"
-    return None
+def _as_given(c: Config, name: str) -> str:
+    """A flag as a command line has it: --width 100, --remat-core, --no-remat-norm, -vv."""
+    value = getattr(c, name)
+    if name == "verbose":
+        return "-" + "v" * value
+    if isinstance(value, bool):
+        return flag(name if value else f"no_{name}")
+    return f"{flag(name)} {value}"
+
+
+def _misfit(c: Config, started: int) -> str | None:
+    """What is wrong with resolved values together, or None. started: the number of processes that torchrun started.
+
+    Each row is (flag, whether it does not fit, what is wrong and the fix); the first one that does not fit is told."""
+    rows = [*_run_misfits(c, started, c.world or started), *_step_misfits(c), *_kernel_misfits(c)]
+    return next((f"{_as_given(c, name)}: {problem}" for name, wrong, problem in rows if wrong), None)
+
+
+def _run_misfits(c: Config, started: int, ranks: int) -> list[tuple]:
+    heads, hooked, named = c.width // c.head_dim, c.wrapper in ("fsdp2", "ddp"), c.resume not in ("auto", "never")
+    modes = dict(fsdp2=("fully_shard", "hybrid_shard"), ddp=("replicate",)).get(c.wrapper, (c.mode,))
+    return [
+        # Saving and resuming
+        *[(name, c.save is None and getattr(c, name) != getattr(Output, name), "needs --save DIR")
+          for name in ("save_every", "keep", "save_async", "save_errors")],
+        ("world", c.world and (c.save is not None or c.init is not None or named),
+         "simulated ranks hold no model worth saving; leave out --save, --resume and --init"),
+        ("init", c.init is not None and named, f"--resume {c.resume} has weights of its own; leave one of them out"),
+        # Sizes and ranks
+        ("world", c.world and started not in (1, c.world),
+         f"simulates ranks in one process, here are {started}; start it without torchrun"),
+        ("width", c.width % c.head_dim, f"must be a multiple of --head-dim {c.head_dim}"),
+        ("head_dim", c.head_dim % 2, "must be even"),
+        ("grouping", heads % c.grouping,
+         f"must divide the {heads} heads (--width {c.width} / --head-dim {c.head_dim})"),
+        ("vocab", c.data.split(":")[0] in ("stdlib", "text", "overfit") and c.vocab < 256,
+         f"must be at least 256 for the bytes of --data {c.data}"),
+        ("replicas", c.mode == "hybrid_shard" and ranks % c.replicas,
+         f"must divide the {ranks} rank{'s' * (ranks > 1)} of --mode hybrid_shard"),
+        # Wrappers
+        ("wrapper", c.wrapper == "none" and ranks > 1, f"works on one rank, this is {ranks}; use --wrapper simple"),
+        ("wrapper", c.wrapper == "none" and c.param_dtype != "fp32",
+         f"computes in the stored fp32; add --param-dtype fp32 (now {c.param_dtype})"),
+        ("wrapper", hooked and c.compile not in ("none", "blocks"),
+         f"is compiled per block, not by --compile {c.compile}; use blocks or none"),
+        ("wrapper", c.mode not in modes, f"does not do --mode {c.mode}; leave --mode out, or use --wrapper simple"),
+        ("wrapper", hooked and c.min_shard_mib, f"has no --min-shard-mib (now {c.min_shard_mib}); leave it out"),
+        ("wrapper", c.wrapper == "ddp" and c.reduce_dtype == "bf16" and c.device == "cpu",
+         "--reduce-dtype bf16 needs CUDA (a hook of DDP's); use --reduce-dtype fp32"),
+    ]  # fmt: skip
+
+
+def _step_misfits(c: Config) -> list[tuple]:
+    lean, early, hooked = c.mlp == "lean", c.optim == "in-backward", c.wrapper in ("fsdp2", "ddp")
+    too_late = "--optim in-backward has updated before the gradient norm is known; use --optim after"
+    return [
+        # The MLP and recomputation
+        ("mlp", lean and c.remat == "pointwise",
+         "recomputes the products that --remat pointwise keeps; use one of the two"),
+        ("mlp", lean and c.wrapper == "ddp" and c.param_dtype == "bf16",
+         "is not cast by the autocast of --wrapper ddp; use --param-dtype fp32 or --wrapper fsdp2"),
+        ("mlp_chunk", c.mlp_chunk and not lean, f"is for --mlp lean, this is --mlp {c.mlp}"),
+        ("remat_core", c.remat_core and c.remat not in ("attn", "both", "block"),
+         f"changes nothing of --remat {c.remat}; use it with attn, both or block"),
+        ("remat_norm", not c.remat_norm and c.remat not in ("attn", "mlp", "both"),
+         f"changes nothing of --remat {c.remat}; use it with attn, mlp or both"),
+        ("remat_core", c.remat_core and c.device == "cpu" and c.compile != "none" and c.wrapper != "none",
+         f"on a CPU torch cannot compile it over shards (--compile {c.compile}); use --compile none"),
+        # Refused steps, and the optimizer inside backward
+        ("max_skips", c.nonfinite == "stop" and c.max_skips != Training.max_skips, "needs --nonfinite skip"),
+        ("norm_limit", early and c.norm_limit, too_late),
+        ("nonfinite", early and c.nonfinite == "skip", too_late),
+        ("optim", early and c.clip, f"--clip {c.clip} needs every gradient before the first update; add --clip 0"),
+        ("optim", early and c.grad_accum > 1,
+         f"would update in each of --grad-accum {c.grad_accum} micro-batches; use 1"),
+        ("optim", early and c.compile not in ("none", "blocks"),
+         f"--compile {c.compile} makes all gradients at once; use --compile blocks"),
+        ("optim", early and hooked, f"is not for --wrapper {c.wrapper}; use --wrapper simple"),
+        ("verbose", early and c.verbose > 1,
+         "--optim in-backward keeps no gradients to take norms of; use --optim after"),
+    ]  # fmt: skip
+
+
+def _kernel_misfits(c: Config) -> list[tuple]:
+    replayed, flex, cpu, one = c.cuda_graph, c.attn == "flex", c.device == "cpu", c.compile == "step"
+    no_moment = "a replayed step has no moment for {}; leave one of them out"
+    return [
+        # The step as a CUDA graph
+        ("cuda_graph", replayed and cpu, "needs CUDA; leave it out on a CPU"),
+        ("cuda_graph", replayed and c.wrapper in ("fsdp2", "ddp"),
+         f"does not capture the hooks of --wrapper {c.wrapper}; use --wrapper simple"),
+        ("cuda_graph", replayed and c.world,
+         f"the links of --world {c.world} are timed by the host; leave one of them out"),
+        ("cuda_graph", replayed and c.explain_memory, no_moment.format("--explain-memory")),
+        ("cuda_graph", replayed and c.verbose > 1, no_moment.format("-vv")),
+        ("cuda_graph", replayed and c.optim == "in-backward", no_moment.format("--optim in-backward")),
+        # Attention
+        ("attn", flex and cpu, "FlexAttention needs CUDA to train; use --attn sdpa on a CPU"),
+        ("sdpa", flex and c.sdpa != "auto", "is a kernel of --attn sdpa; leave it out with --attn flex"),
+        ("flex_options", not flex and c.flex_options is not None, "needs --attn flex"),
+        ("sdpa", cpu and c.sdpa in ("cudnn", "efficient"), "needs CUDA; use auto, flash or math on a CPU"),
+        # The step as one compiled graph, and the profiler
+        ("compile", one and c.grad_accum > 1,
+         f"one graph holds one micro-batch, --grad-accum is {c.grad_accum}; use --compile fwdbwd"),
+        ("accum_sync", one and c.accum_sync == "last",
+         "--compile step reduces inside its one graph; use --compile fwdbwd"),
+        ("explain_memory", c.explain_memory and c.profile is not None,
+         "not together with --profile, each of which needs torch's profiler; use one per run"),
+        ("verbose", one and c.verbose > 1, "--compile step has no gradients outside its graph; use --compile fwdbwd"),
+    ]  # fmt: skip
 
 
 def _filled(c: Config, device: str) -> Config:
     unset = {name: default for name, default in DEFAULTS[device].items() if getattr(c.training, name) is None}
-    mode = "replicate" if c.wrapper == "ddp" and c.mode == "fully_shard" else c.mode  # what DDP is
+    mode = "replicate" if c.wrapper == "ddp" and c.mode == "fully_shard" else c.mode  # DDP replicates
     return replace(c, training=replace(c.training, **unset), system=replace(c.system, device=device, mode=mode))
 
 
 def resolve(c: Config, device: str, world: int) -> Config:
-    """Fills the defaults of `device` ("cpu" or "cuda"). Raises ValueError, one line, where values do not fit."""
+    """Fills in the defaults of `device` ("cpu" or "cuda"). Raises ValueError, one line that names the flag, its value
+    and the fix, for values that do not fit together on `world` ranks."""
     c = _filled(c, device)
-    if problem := _check_fit(c, device, world):
+    if problem := _misfit(c, world):
         raise ValueError(problem)
     return c
 
 
 def world_label(c: Config, world: int) -> int | str:
-    """The number of ranks; of simulated ones "8(sim h100-nvlink)"."""
+    """The number of ranks as a row has it: 8, or for simulated ones "8(sim h100-nvlink)"."""
     return f"{c.world}(sim {c.link})" if c.world else world
 
 
@@ -372,33 +398,29 @@ def changed(c: Config) -> dict:
 
 
 def compile_options(c: Config) -> dict | None:
-    """--compile-options as a dict, values read as Python literals where they are one."""
-    import ast
-
+    """--compile-options as a dict. Values are read as Python literals, as strings where they are none."""
     options = {}
     for option in c.compile_options:
         name, _, value = option.partition("=")
-        value = value or "True"
-        try:
-            options[name] = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
-            options[name] = value
+        with suppress(ValueError, SyntaxError):
+            value = ast.literal_eval(value or "True")
+        options[name] = value
     return options or None
 
 
 def parse(argv: Sequence[str], rank: int = 0, world: int | None = None) -> Config:
-    """Exit code 2 and one message, on rank 0, for an unknown flag or a bad value, and, if `world` is told, for values
-    that do not fit together whatever the device."""
+    """The flags of a command line. Ends the process with exit code 2 and one message, which rank 0 prints, for an
+    unknown flag or a bad value, and, if `world` is given, for values that do not fit together on any device."""
     try:
-        with nullcontext() if rank == 0 else redirect_stderr(io.StringIO()):  # console_outputs does not silence all
+        with nullcontext() if rank == 0 else redirect_stderr(io.StringIO()):  # console_outputs leaves some
             about = dict(prog="main.py", description=_DESCRIPTION, console_outputs=rank == 0)
             c = tyro.cli(Config, args=list(argv), **about)
     except SystemExit:
         if rank:
-            time.sleep(5)  # torchrun would end rank 0 before it has spoken
+            time.sleep(5)  # or torchrun would end rank 0 before it has printed the message
         raise
-    problems = {_check_fit(_filled(c, d), d, world) for d in (DEFAULTS if c.device == "auto" else [c.device]) if world}
-    if len(problems) == 1 and (problem := problems.pop()):  # else torch must be asked for the device
+    problems = {_misfit(_filled(c, d), world) for d in (DEFAULTS if c.device == "auto" else [c.device]) if world}
+    if len(problems) == 1 and (problem := problems.pop()):  # if they differ by device, torch must first say which it is
         fail(problem, rank)
     return c
 

@@ -5,7 +5,7 @@
     batches.sample = 6400                  # resume: the counter is the whole state
 
 Sources: `stdlib` (the bytes of Python's own library), `text:PATH` (the bytes of a file or folder), `bin:GLOB` (token
-shards of nanoGPT or llm.c), `random` (fresh tokens, for timing), `overfit` (the first batch of stdlib for ever).
+shards of nanoGPT or llm.c), `random` (new tokens each step, for timing), `overfit` (the first batch of stdlib, always).
 
 One counter of samples runs through the job. Sample i depends on (source, seqlen, seed, i) and on nothing else, and a
 rank takes its slice of every global batch: 1, 2 and 4 ranks see the same tokens, and no rank runs out before another.
@@ -31,18 +31,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-# B rows of this rank, T tokens of a row (--seqlen)
+# Shapes: B rows of this rank in a batch, T tokens of a row (--seqlen)
 FORMS = "stdlib, text:PATH, bin:GLOB, random, overfit"
 LLMC_HEADER = 1024  # bytes: 256 int32, of which three are used: magic, version, number of tokens
 LLMC_FORMATS = {20240520: (1, torch.uint16), 20240801: (7, torch.uint32)}  # magic -> version, dtype (GPT-2, Llama 3)
-LLMC_MAGICS = range(20240101, 20241232)  # llm.c marks files with a date; as raw uint16 this would be an id above 54'000
-SCAN_BYTES = 64 << 20  # streams below this are searched for ids outside the vocabulary when they are opened
-SCAN_TOKENS = 1 << 20  # the window of that search
+LLMC_MAGICS = range(20240101, 20241232)  # llm.c's magic is a date; raw uint16 tokens would need an id above 54'000
+SCAN_BYTES = 64 << 20  # smaller streams are searched for ids outside the vocabulary when they are opened
+SCAN_TOKENS = 1 << 20  # tokens looked at together in that search
+# Folders that `stdlib` leaves out, because not every installation of Python has the same files in them.
 NOT_TEXT = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 
 
 class DataError(Exception):
-    """A data file that cannot be used: the file, the place in it, what was expected, what was found, the fix."""
+    """A data file cannot be used. Names the file, the place in it, what was expected and found, and the fix."""
 
 
 def _bad(where: str, expected: str, found: str, fix: str) -> DataError:
@@ -61,6 +62,8 @@ def check_source(source: str) -> None:
 
 @dataclass(frozen=True)
 class Shard:
+    """The tokens of one file, or of all files of a text source."""
+
     path: str
     tokens: Tensor  # [n] uint8, uint16 or uint32, in memory or mapped; never written
     skipped: int  # bytes of the file before the first token
@@ -80,7 +83,8 @@ class Stream:
             self._check(shard, at, shard.tokens[at : at + SCAN_TOKENS].to(torch.int64))
 
     def read(self, start: int, out: Tensor) -> None:
-        """Fill `out` [T+1], int64, with the ids from `start` on. DataError for an id outside the vocabulary."""
+        """Fills `out` [T+1], int64, with the ids from position `start` on. Raises DataError for an id outside the
+        vocabulary."""
         done, index = 0, bisect_right(self.ends, start)
         while done < len(out):
             shard = self.shards[index]
@@ -99,7 +103,8 @@ class Stream:
 
 
 def _files(root: str, suffix: str = "", skip: Collection[str] = ()) -> list[Path]:
-    """`root` if it is no folder; else the files below it by relative posix path, none hidden or in `skip` folders."""
+    """`root` if it is no folder; else the files below it that end in `suffix`, sorted by relative posix path, without
+    hidden ones and those in folders named in `skip`. Raises OSError for a folder that cannot be read."""
     def stop(error: OSError):
         raise error
 
@@ -121,7 +126,8 @@ def _open_text(root: str, files: list[Path]) -> Shard:
 
 
 def _open_tokens(path: str) -> Shard:
-    """Map one token file, as nanoGPT (raw uint16) or llm.c (header, then uint16 or uint32) writes it."""
+    """Maps one token file, as nanoGPT (raw uint16) or llm.c (header, then uint16 or uint32) writes it. Raises OSError,
+    and DataError for a file of another form or length."""
     with open(path, "rb") as file:
         size, again = os.fstat(file.fileno()).st_size, "copy or write the file again"
         if not size:
@@ -149,7 +155,8 @@ def _open_tokens(path: str) -> Shard:
 
 
 def open_source(source: str, vocab: int) -> tuple[Stream, str]:
-    """The tokens behind any source but `random`, and what they are in words."""
+    """The tokens behind any source but `random`, and a description of them. Raises ValueError for bytes with a
+    vocabulary below 256, and DataError for files that are missing, unreadable or broken."""
     kind, _, where = ("stdlib" if source == "overfit" else source).partition(":")
     if kind != "bin" and vocab < 256:
         raise ValueError(f"--vocab {vocab}: --data {source} is bytes and needs at least 256; raise it or --data random")
@@ -171,7 +178,7 @@ def open_source(source: str, vocab: int) -> tuple[Stream, str]:
 
 
 def _generator(*key: str | int) -> torch.Generator:
-    """A CPU generator for `key`. Hashed, as torch's CPU generator keeps only the low 32 bits of its seed."""
+    """A CPU generator for `key`, which is hashed because torch's CPU generator keeps only 32 bits of its seed."""
     digest = hashlib.blake2b(repr(key).encode(), digest_size=4).digest()
     return torch.Generator(device="cpu").manual_seed(int.from_bytes(digest, "little"))
 
@@ -180,9 +187,9 @@ class Batches:
     """Infinite iterator over (tokens [B, T], targets [B, T]), int64 on the CPU; B = global_batch / world rows.
 
     A sample is T+1 tokens. The samples of an epoch lie on a grid with step T, so that the last target of one is the
-    first token of the next; every epoch has its own seeded order and its own seeded offset of the grid, for which
-    fewer than 2T tokens an epoch are left out. Raises ValueError for bad flags and DataError for bad files, for a
-    large file also while iterating, then only on the rank that drew the sample.
+    first token of the next. Each epoch has its own seeded order and its own seeded offset of the grid, so that fewer
+    than 2T of its tokens are left out. Raises ValueError for bad flags and DataError for bad files; for a large file
+    also while iterating, and then only on the rank that drew the bad sample.
     """
 
     sample: int  # samples consumed so far by all ranks together; set it to resume
@@ -209,7 +216,7 @@ class Batches:
         if targets < seqlen:
             expected = f"at least {_n(seqlen + 1)} tokens (--seqlen and one for the last target)"
             raise _bad(f"{source}, token {_n(targets + 1)}", expected, "the end", "add data or lower --seqlen")
-        self.epoch_samples = max(1, (targets - seqlen + 1) // seqlen)  # as many at every offset
+        self.epoch_samples = max(1, (targets - seqlen + 1) // seqlen)  # the same number at every offset
         self._offsets = min(seqlen, targets - self.epoch_samples * seqlen + 1)
         self._epoch: tuple[int, int, Tensor] | None = None  # number, offset of the grid, order of the chunks
         self.fingerprint = self.stream.fingerprint
@@ -234,7 +241,7 @@ class Batches:
         return out[:, :-1].contiguous(), out[:, 1:].contiguous()  # [B, T], [B, T]
 
     def position(self, sample: int) -> int:
-        """Where in the stream the tokens of a sample begin."""
+        """Index in the stream of the first token of a sample; not for `random`."""
         epoch, index = divmod(sample, self.epoch_samples)
         if self._epoch is None or self._epoch[0] != epoch:
             generator = _generator("epoch", self.seed, epoch)

@@ -1,7 +1,12 @@
-"""AdamW over local shards, in torch's fused kernel or in operations that compile into one; it can leave a step out.
+"""AdamW over the local shards of a model: no collective, no host synchronisation, and it can leave an update out.
 
-    optimizer = AdamW(model.parameters(), lr=3e-4)
-    optimizer.step(grads, bad)                # bad: fp32 scalar on the device, 0.0: update, 1.0: change nothing
+    optimizer = AdamW(model.parameters(), lr=3e-4)         # parameters may be DTensors or plain
+    optimizer.lr.fill_(1e-4)                               # lr and step count are scalars on the device
+    optimizer.step(grads, bad)                             # bad: fp32 scalar; 0.0: update, 1.0: change nothing
+    optimizer.m, optimizer.v, optimizer.t                  # its state: moments by parameter, number of updates
+
+grads are local shards in the order of `optimizer.params`, in which those that decay come first. It runs torch's fused
+kernel, or (foreach) operations over lists of tensors that torch.compile makes one kernel of; both agree to an ulp.
 """
 
 import torch
@@ -11,16 +16,17 @@ from torch.optim.adamw import adamw
 
 
 def local(t: Tensor) -> Tensor:
+    """The part of a DTensor that this rank holds; a plain tensor itself."""
     return t.to_local() if isinstance(t, DTensor) else t
 
 
 class AdamW:
-    """AdamW (Loshchilov and Hutter 2019) over the local shards: no collective, lr and step live on the device.
+    """AdamW (Loshchilov and Hutter 2019). Matrices decay, vectors (norms, biases) do not.
 
-    Matrices decay, vectors (norms, biases) do not. `moment_dtype` below fp32 halves the moments; the arithmetic stays
-    in the dtype of the parameters. `foreach` is the form that compiles into one fused graph; otherwise torch's fused
-    kernel runs (the two agree to an ulp; fp32 moments only). A step that is `bad` leaves parameters, moments and step
-    count as they are to the bit, whatever is in the gradients.
+    moment_dtype: of both moments, None: that of the parameters; bf16 halves them, while the arithmetic stays in the
+    dtype of the parameters. foreach: use the form that torch.compile fuses; moments below fp32 always do, as torch's
+    fused kernel does not take them. A step that is `bad` leaves parameters, moments and step count as they are, to the
+    bit, whatever is in the gradients.
     """
 
     def __init__(self, params, lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, moment_dtype=None, foreach=False):
@@ -38,11 +44,11 @@ class AdamW:
 
     @torch.no_grad()
     def step(self, grads: list[Tensor], bad: Tensor) -> None:
-        """grads: local shards, in the order of `self.params`."""
+        """Updates all parameters. grads: local shards, in the order of `self.params`; bad: fp32 scalar, 0.0 or 1.0."""
         self.t += 1 - bad
         if self.foreach and torch.compiler.is_compiling():
             self._foreach(slice(None), grads, self.decaying, bad)
-        elif self.foreach:  # one by one: its temporaries are as large as what it updates
+        elif self.foreach:  # eager: one by one, because its temporaries are as large as what it updates
             for i, grad in enumerate(grads):
                 self.step_one(i, grad, bad)
         else:
@@ -51,7 +57,7 @@ class AdamW:
 
     @torch.no_grad()
     def step_one(self, i: int, grad: Tensor, bad: Tensor | None = None) -> None:
-        """Updates the i-th of `self.params` alone; before the first of a step the caller adds 1 to `self.t`."""
+        """Updates the i-th of `self.params` alone. The caller adds 1 to `self.t` before the first one of a step."""
         decays = i < self.decaying
         (self._foreach if self.foreach else self._fused)(slice(i, i + 1), [grad], decays, bad)
 
@@ -64,13 +70,14 @@ class AdamW:
             )  # fmt: skip
 
     def _foreach(self, part: slice, g: list[Tensor], decaying: int, bad: Tensor | None) -> None:
-        """The first `decaying` of the part decay. Shards are read here: a graph must also read the parameters.
+        """Updates the parameters of `part`, the first `decaying` of which decay. The shards are taken from the
+        parameters, not from `self.shards`, so that a compiled graph has the parameters as inputs.
 
-        If it is bad, every sum below adds a zero, of the sign that keeps -0.0 too, and every factor is one: nothing is
-        copied to be put back, and the compiler sees the same lists, which it makes one kernel of."""
+        In a bad step every sum below adds a zero (of the sign that leaves -0.0 as it is) and every factor is one.
+        Nothing need be copied and put back, and the compiler still makes one kernel of the lists."""
         p, m, v = [local(p) for p in self.params[part]], self.m[part], self.v[part]
         bad = torch.zeros_like(self.t) if bad is None else bad
-        refused, t = bad.bool(), self.t + bad  # t is never 0
+        refused, t = bad.bool(), self.t + bad  # if the first step is bad t is 1, not 0, by which it would divide
         b1, b2 = self.betas
         stored, narrow = (m, v), m[0].dtype != p[0].dtype
         if narrow:

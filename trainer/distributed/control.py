@@ -1,10 +1,15 @@
-"""What ranks decide together: whether they run the same thing, and, at every boundary between steps and micro-batches,
-whether to stop. Host side only: six numbers over gloo, begun at one boundary and read at the next; no step waits.
+"""What ranks decide together: that they run the same thing, and when to stop.
 
-    agree({"--depth": 4, ...}, group)      # Desync, naming what differs and on which rank
+    group = control_group()                # of all ranks, over gloo; None: there is one rank
+    agree({"--depth": 4, ...}, group)      # raises Desync, naming what differs and on which rank
     with Signals() as signals:             # SIGTERM and Ctrl-C are noted; a second one ends the process at once
         control = Control(signals, group)
-        control.boundary(k)                # Stopped on all ranks at the same boundary, if any rank got a signal
+        control.boundary(k)                # between steps: raises Stopped on all ranks if any rank got a signal
+        control.finish()                   # after the last boundary
+
+A boundary lies between two steps, or two micro-batches of a step. There the ranks all-reduce six numbers on the host
+(steps done, gradient norm, signals, failed saves), which they read at the next boundary: no step waits for them, all
+ranks stop at the same boundary, and ranks that have come apart are noticed.
 """
 
 import math
@@ -18,8 +23,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-AGAIN_S = 0.5  # a signal this soon after the first is the same one: launchers and terminals both deliver it
-NORM_TOLERANCE = 1e-3  # relative; the norm of a step is one number, computed on every rank
+AGAIN_S = 0.5  # s; a signal this soon after the first is taken for the same, sent by both the launcher and the terminal
+NORM_TOLERANCE = 1e-3  # relative, between the gradient norms that the ranks have computed for one step
 
 
 class Desync(Exception):
@@ -35,16 +40,17 @@ class Stopped(Exception):
 
 
 def control_group() -> dist.ProcessGroup:
-    """A gloo group beside the default one, for what the host has to say: no device waits for it. Collective."""
+    """A gloo group of all ranks beside the default one, for the host: no device waits for it. Collective."""
     group = dist.new_group(backend="gloo")
-    # The first collective is done here, not in a thread beside those of others: with it torch's flight recorder adds
-    # the group to a map, in 2.11 without a lock.
+    # At a group's first collective torch's flight recorder adds the group to a map, in torch 2.11 without a lock. So
+    # this one is done here and not, perhaps, in a thread while another group runs.
     dist.all_reduce(torch.zeros(1, device="cpu"), group=group)
     return group
 
 
 def agree(facts: dict[str, Any], group: dist.ProcessGroup | None) -> None:
-    """Raises Desync on all ranks where one has other facts than rank 0. Collective; a group of None: one rank."""
+    """Raises Desync, naming up to three differences, on all ranks if one has other facts than rank 0. facts: objects
+    that can be pickled and compared, by name. Collective; with a group of None it does nothing."""
     if group is None:
         return
     everyone: list[dict] = [{}] * dist.get_world_size(group)
@@ -60,14 +66,15 @@ def agree(facts: dict[str, Any], group: dist.ProcessGroup | None) -> None:
 
 
 class Signals:
-    """Notes SIGTERM and SIGINT in `got` instead of dying of them. Only in the main thread of a process."""
+    """Notes SIGTERM and SIGINT in `got` instead of dying of them; a second one, later than AGAIN_S, ends the process.
+    Only in the main thread of a process. speak: answer Ctrl-C with a line on stderr."""
 
     KINDS = signal.SIGTERM, signal.SIGINT
     CODES = tuple(128 + kind for kind in KINDS)
 
     def __init__(self, speak: bool = True):
         self.got, self.at, self.speak, self.before = 0, 0.0, speak, {}
-        self.over = False  # nothing is left to stop
+        self.over = False  # set to True when nothing is left to stop: signals are then ignored
 
     def __enter__(self):
         self.before = {kind: signal.signal(kind, self._note) for kind in self.KINDS}
@@ -82,8 +89,8 @@ class Signals:
             return
         if not self.got:
             self.got, self.at = signum, time.monotonic()
-            if self.speak and signum == signal.SIGINT:  # somebody sits there
-                with suppress(Exception):  # or has closed it, as `| tee`, which Ctrl-C ends too
+            if self.speak and signum == signal.SIGINT:  # somebody sits at the terminal
+                with suppress(Exception):  # stderr may be a pipe to `tee`, which the same Ctrl-C has ended
                     os.write(sys.__stderr__.fileno(), b"Ctrl-C: stopping after this step; again: at once\n")
         elif time.monotonic() - self.at > AGAIN_S:
             signal.signal(signum, signal.SIG_DFL)
@@ -91,7 +98,8 @@ class Signals:
 
 
 class Control:
-    """`boundary` is called by all ranks equally often, and `finish` once after the last. A group of None: one rank."""
+    """Every rank calls `boundary` equally often, and `finish` once after the last. A group of None: there is one
+    rank."""
 
     def __init__(self, signals: Signals, group: dist.ProcessGroup | None):
         self.signals, self.group, self.work, self.numbers = signals, group, None, None
@@ -99,9 +107,12 @@ class Control:
             self.group = None
 
     def boundary(self, k: int, norm: float = -1.0, failed: bool = False) -> bool:
-        """k: steps done, norm: of the newest gradient that the host has read, or -1. Returns whether on any rank an
-        asynchronous save `failed`; raises Stopped or Desync. What a rank gives here is seen by all at the next one."""
-        norm = norm if math.isfinite(norm) else -1.0  # a maximum does not order NaN
+        """Begins the exchange of this boundary and reads that of the one before.
+
+        k: steps done. norm: of the newest gradient that the host has read, or -1. failed: an asynchronous save of this
+        rank has failed. Returns whether one has failed on any rank. Raises Stopped if any rank got a signal, and Desync
+        for ranks at other steps or with other norms. With one rank its own values count, at once."""
+        norm = norm if math.isfinite(norm) else -1.0  # the maximum of NaN and a number is not defined
         if self.group is None:
             if self.signals.got:
                 raise Stopped(self.signals.got)
@@ -112,7 +123,7 @@ class Control:
         return failed_before
 
     def finish(self) -> bool:
-        """Reads what the last boundary began; returns and raises as `boundary`."""
+        """Reads the exchange that the last boundary began; returns and raises as `boundary` does."""
         if self.work is None:
             return False
         work, self.work = self.work, None

@@ -1,14 +1,21 @@
-"""How a process of a run begins and ends: determinism, the process group of real or simulated ranks, shutdown.
+"""How a process of a run begins and ends: deterministic algorithms, joining a process group, leaving it again.
 
-    set_deterministic(False)
-    device = connect(config, rank, local_rank, world)      # ValueError, one line, where ranks cannot meet
-    shutdown()                                             # compiled code first, which holds the process group
+    set_deterministic(False)                                           # before anything is compiled
+    device = connect(config, rank, local_rank, world, timeout=600)     # then torch.distributed works as usual
+    shutdown()                                                         # on all ranks, after a run that succeeded
+
+The group is that of the ranks that torchrun has started (NCCL on CUDA, gloo on a CPU); without torchrun it has one
+rank; with --world it is a simulated one (trainer/distributed/simulated_world.py). `connect` waits until all ranks have
+met and raises ValueError, one line with the fix, where they cannot. In a job that torchrun has restarted they meet
+apart from what the ranks before them left behind (`fresh`). This package lies below trainer/config.py and imports
+nothing of it: of the flags `connect` sees the three of `Flags`.
 """
 
 import os
 import secrets
 import time
 from datetime import timedelta
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,32 +25,43 @@ from gloo import one_worker_thread
 from trainer.distributed import simulated_world
 
 
+class Flags(Protocol):
+    """The flags that `connect` reads; a resolved trainer.config.Config has them."""
+
+    device: str  # "cuda" or "cpu"
+    world: int | None  # number of simulated ranks; None: real ones
+    link: str  # between simulated ranks: a name or "alpha_us:GB_per_s", see trainer/costs.py
+
+
 def set_deterministic(on: bool) -> None:
-    """Whether all that runs and is compiled from now on gives the same bits every time; torch raises RuntimeError for
-    an operator that cannot."""
+    """Whether all that runs and is compiled from now on must give the same bits every time. If so, torch raises
+    RuntimeError for an operator that cannot."""
     torch.use_deterministic_algorithms(on)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # nothing here reads it
-    inductor.deterministic = on  # measures nothing to choose a kernel whose sums have another order
+    torch.utils.deterministic.fill_uninitialized_memory = False  # no code here reads uninitialized memory
+    inductor.deterministic = on  # it would else time kernels, and the one it picks may add in another order
     if on:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
-def connect(c, rank: int, local_rank: int, world: int, timeout: float = 0) -> torch.device:
-    """Joins the process group: NCCL on CUDA, gloo on a CPU; without torchrun one of its own; with --world a simulated
-    one. timeout: of its collectives, in seconds; 0: torch's. ValueError in one line."""
+def connect(c: Flags, rank: int, local_rank: int, world: int, timeout: float = 0) -> torch.device:
+    """Joins the process group, which must not exist yet, and returns the device of this rank.
+
+    rank, local_rank, world: as trainer.distributed.terminal.ranks() returns them. timeout: seconds that a collective
+    may take, in this group and in those made later; 0: torch's own limit. Raises ValueError, one line with the fix,
+    for a device that is not there, more ranks than GPUs, or ranks that do not meet."""
     cuda = c.device == "cuda"
     if cuda and not torch.cuda.is_available():
         raise ValueError(f"--device cuda: torch {torch.__version__} sees no GPU; use --device cpu")
     torchrun, n = bool(os.environ.get("RANK")), torch.cuda.device_count() if cuda else 0
     ranks = int(torchrun and os.environ.get("LOCAL_WORLD_SIZE") or local_rank + 1)
-    if cuda and ranks > n:  # on every rank alike: also on those that have a GPU
+    if cuda and ranks > n:  # every rank raises it, also one that would have a GPU
         raise ValueError(f"--nproc-per-node {ranks}: there are {n} GPUs; start {n} at most")
     if cuda and not c.world and not dist.is_nccl_available():
         raise ValueError(f"--device cuda: torch {torch.__version__} has no NCCL; use --device cpu")
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     limit = dict(timeout=timedelta(seconds=timeout)) if timeout else {}
     one_worker_thread()
-    if timeout:  # also of the groups that are made later: parts of the mesh, the host's own
+    if timeout:  # the default of groups that are made later: the dimensions of a mesh, the host's control group
         c10d = dist.distributed_c10d
         c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = limit["timeout"]
     how = limit | ({} if torchrun else dict(store=dist.HashStore(), rank=0, world_size=1))
@@ -66,9 +84,12 @@ def connect(c, rank: int, local_rank: int, world: int, timeout: float = 0) -> to
 
 
 def fresh(store: dist.Store, rank: int, world: int) -> dist.Store:
-    """`store`, torchrun's, without what ranks that it has restarted left in it, whose addresses torch would take for
-    new ones: under a new prefix. Rank 0 names it in answer to a word of each rank, those of the dead among them, until
-    all have confirmed. Collective; DistStoreError if a rank does not come within the store's timeout."""
+    """torchrun's `store` under a new prefix, for a job that torchrun has restarted.
+
+    The store still holds the addresses of the ranks before, which torch would take for those of the new ones. Rank 0
+    chooses the prefix. Each rank sends it a random word and waits for the answer to this word, so that the words of
+    dead ranks do no harm; rank 0 answers until all ranks have confirmed. Collective. Raises DistStoreError if a rank
+    does not come within the store's timeout."""
     talk, prefix = dist.PrefixStore("start", store), secrets.token_hex(8)
     if rank:
         word = secrets.token_hex(8)
@@ -89,7 +110,8 @@ def fresh(store: dist.Store, rank: int, world: int) -> dist.Store:
 
 
 def shutdown() -> None:
-    """Frees compiled code before the process group, which it holds; otherwise the exit can hang or abort."""
+    """Ends the process group, real or simulated; collective. Compiled code is freed first, because it holds the group
+    and the exit could hang or abort."""
     torch._dynamo.reset()
     if dist.is_initialized():
         dist.barrier()

@@ -15,10 +15,14 @@ event, as with NCCL; on a CPU a thread per group keeps time. Not simulated: othe
 shards of other ranks, stragglers, topology, contention for SMs and memory bandwidth except by our own copy, NCCL's
 buffers (which max_memory_allocated does not count either). Clipping sees the norm of N equal shards.
 
-How: the backend is torch's C++ FakeProcessGroup (names, meshes, splits, coalescing); what it does is replaced below it,
-in the `c10d::` operators that every route ends in: functional collectives, DTensor, FSDP2 and DDP's reducer. Private
-torch names: FakeProcessGroup, _create_work_from_future, cuda._compile_kernel. For a whole process: never beside a real
-group. PREMUL_SUM (FSDP2's set_gradient_divide_factor), all-to-all and point-to-point raise NotImplementedError.
+How: the backend is torch's C++ FakeProcessGroup, which keeps names, meshes, splits and coalescing. What it computes is
+replaced below it, in the `c10d::` operators that every route ends in: functional collectives, DTensor, FSDP2 and DDP's
+reducer. These replacements hold for the whole process, so a simulated world never exists beside a real group.
+PREMUL_SUM (FSDP2's set_gradient_divide_factor), all-to-all and point-to-point raise NotImplementedError.
+
+Private names of torch: the signatures of the `c10d::` operators (`_KERNELS`); from torch._C._distributed_c10d
+FakeProcessGroup and its _create_internal, FakeWork, ProcessGroup and _create_work_from_future; dist.Backend._plugins,
+torch.cuda._compile_kernel, torch._C._AutoDispatchBelowAutograd, torch.library.Library._destroy.
 """
 
 import queue
@@ -37,19 +41,19 @@ from torch._C._distributed_c10d import FakeProcessGroup, FakeWork, ProcessGroup,
 
 from trainer.costs import Link, link
 
-__all__ = ["Collective", "Link", "link", "log", "start", "stop", "summary", "tile_"]
-NAME = "sim"  # not "fake": Inductor knows that one
+__all__ = ["CollectiveCall", "Link", "link", "log", "start", "stop", "summary", "tile_"]
+NAME = "sim"  # of the backend; not "fake", which Inductor treats in its own way
 
 
-class Collective(NamedTuple):
-    """One call. `nbytes`: of the whole, unsharded tensors. `seconds`: modelled; the copy may have taken longer."""
+class CollectiveCall(NamedTuple):
+    """One call of a collective, as `log` lists it."""
 
-    op: str
+    op: str  # "all_gather", "reduce_scatter", "all_reduce", "broadcast", "scatter", "gather" or "barrier"
     group: str
     ranks: int
-    nbytes: int
+    nbytes: int  # of the whole, unsharded tensors
     async_op: bool
-    seconds: float
+    seconds: float  # as modelled; the copy may have taken longer
 
 
 class _World:
@@ -59,7 +63,7 @@ class _World:
         self.streams, self.workers, self.clock = {}, {}, None
         self.library = torch.library.Library("c10d", "IMPL")
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that kernels are overridden
+            warnings.simplefilter("ignore")  # torch warns that kernels are overridden, which is wanted
             for device in ("CPU", "CUDA"):
                 for name, kernel in _KERNELS.items():
                     self.library.impl(name, kernel, device, allow_override=True)
@@ -69,12 +73,18 @@ _world: _World | None = None
 
 
 def start(world: int, link: Link, device: torch.device | str = "cpu", rank: int = 0, coded: bool = False) -> None:
-    """Makes the default process group: this process as `rank` of `world`. Raises RuntimeError beside another group."""
+    """Makes the default process group, in which this process is `rank` of `world` ranks.
+
+    link: between any two ranks. device: where collectives will run. coded: the shards of rank j are taken to be
+    (1 + j/16) times a common one, instead of equal. Raises RuntimeError if there already is a process group."""
     global _world
     if dist.is_initialized():
         raise RuntimeError("a simulated world needs a process of its own: there already is a process group")
     if "SIM" not in dist.Backend._plugins:
-        create = lambda options, _: FakeProcessGroup._create_internal(options.group_rank, options.group_size)  # noqa: E731
+
+        def create(options, _):
+            return FakeProcessGroup._create_internal(options.group_rank, options.group_size)
+
         dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu", "cuda"])
     _world = _World(link, coded)
     dist.init_process_group(NAME, rank=rank, world_size=world, store=dist.HashStore())
@@ -83,7 +93,7 @@ def start(world: int, link: Link, device: torch.device | str = "cpu", rank: int 
 
 
 def stop() -> None:
-    """Ends the process group and gives back the operators' own kernels. Does nothing without a simulated world."""
+    """Ends the process group and restores the operators' own kernels. Does nothing without a simulated world."""
     global _world
     if _world is None:
         return
@@ -95,13 +105,14 @@ def stop() -> None:
     _world = None
 
 
-def log() -> deque[Collective]:
-    """Every collective so far, in order of calls (what a CUDA graph replays calls nothing). `log().clear()`."""
+def log() -> deque[CollectiveCall]:
+    """Every collective so far, in order of calls; `log().clear()` empties it. The replay of a CUDA graph calls no
+    operator, so its collectives are listed once, from the capture."""
     return _world.log
 
 
 def summary(collectives) -> dict[str, dict]:
-    """{op: {"n", "mib", "ms"}} of collectives; MiB of whole tensors, ms as modelled. Barriers are left out."""
+    """{op: {"n": calls, "mib": MiB of whole tensors, "ms": modelled time}} of CollectiveCalls; no barriers."""
     table = {}
     for each in collectives:
         if each.op != "barrier":
@@ -113,9 +124,10 @@ def summary(collectives) -> dict[str, dict]:
 
 @torch.no_grad()
 def tile_(p: Tensor, ranks: int, coded: bool = False) -> None:
-    """Makes a whole parameter one that `ranks` equal shards on dimension 0 hold: its first chunk, repeated (coded:
-    times 1 + j/16 on rank j). After an elementwise optimizer's step on one process the same gives what rank 0's
-    step gives the simulated world. Raises ValueError where dimension 0 does not divide."""
+    """Overwrites a whole parameter [R, ...] so that its `ranks` shards on dimension 0 are equal: its first chunk,
+    repeated (coded: times 1 + j/16 for rank j). For a comparison of a simulated world with one process: done after
+    each step of an elementwise optimizer there, it gives what rank 0's step gives here. Raises ValueError where R does
+    not divide by `ranks`."""
     if p.shape[0] % ranks:
         raise ValueError(f"shape {tuple(p.shape)}: dimension 0 must divide by {ranks} for its shards to be equal")
     chunks = p.view(ranks, -1)
@@ -138,7 +150,7 @@ def _gather(out: Tensor, own: Tensor, ranks: int, rank: int) -> None:
 
 
 def _reduce(t: Tensor, op, ranks: int) -> None:
-    """In place, of `ranks` equal tensors."""
+    """Reduces `ranks` tensors that are all equal to `t`, into `t`."""
     kinds = dist.ReduceOp.RedOpType
     if op == kinds.SUM:
         t.mul_(ranks)
@@ -157,8 +169,9 @@ def _scatter(out: Tensor, whole: Tensor, op, ranks: int, rank: int) -> None:
 
 
 class _Clock:
-    """On CUDA: one thread of one SM waits for a deadline set before the copy, by the nanosecond clock of the GPU, so
-    that the stream is occupied for the longer of the two whatever the SM clock does."""
+    """Keeps a CUDA stream busy for the time of a link: a kernel sets a deadline before the copy, and after it another
+    one, a single thread, waits for that deadline. Both read the GPU's nanosecond clock, which does not depend on the
+    clock of the SMs. The stream is so occupied for the link's time or the copy's, whichever is longer."""
 
     SOURCE = """
     __device__ __forceinline__ unsigned long long now() {
@@ -192,7 +205,7 @@ class _Clock:
 
 
 class _Worker(threading.Thread):
-    """On a CPU: a group's link, on which one collective runs at a time."""
+    """The link of one group on a CPU: a thread that runs one collective at a time."""
 
     def __init__(self):
         super().__init__(daemon=True)
@@ -218,7 +231,7 @@ def _sleeping(seconds: float, copy: Callable) -> None:
 
 def _on_cuda(pg: ProcessGroup, device: torch.device, seconds: float, async_op: bool, copy: Callable, value: list):
     current, clock = torch.cuda.current_stream(device), _world.clock
-    if not async_op:  # as NCCL since torch 2.8: on the current stream, and wait() does nothing
+    if not async_op:  # like NCCL since torch 2.8: it runs on the current stream, and wait() does nothing
         clock.occupy(device, seconds, copy)
         return FakeWork()
     key = pg.group_name, device
@@ -234,16 +247,17 @@ def _on_cuda(pg: ProcessGroup, device: torch.device, seconds: float, async_op: b
 
 
 def _run(op: str, pg: ProcessGroup, outs: list[Tensor], ins: list[Tensor], async_op: bool, body: Callable, nbytes: int):
-    """Runs `body`, which fills `outs` from `ins`, for as long as the link takes; returns the Work."""
+    """Logs a collective and runs `body`, which fills `outs` from `ins`, for as long as the link takes. Returns the
+    boxed Work. nbytes: of the whole, unsharded tensors."""
     seconds = _world.link.seconds(op, nbytes, pg.size())
-    _world.log.append(Collective(op, pg.group_name, pg.size(), nbytes, bool(async_op), seconds))
+    _world.log.append(CollectiveCall(op, pg.group_name, pg.size(), nbytes, bool(async_op), seconds))
 
     def copy():
         below = torch._C._AutoDispatchBelowAutograd()
         with torch.no_grad(), below, torch.profiler.record_function(f"{NAME}::{op}[{pg.size()}]"):
             body()
 
-    value = [*outs, *ins]  # alive until the Work is gone, as NCCL's stash
+    value = [*outs, *ins]  # kept alive as long as the Work, as NCCL does
     device = value[0].device
     if device.type == "cuda":
         return _on_cuda(pg, device, seconds, async_op, copy, value).boxed()
@@ -342,8 +356,7 @@ def _broadcast(tensors, group, root, root_tensor, async_op=True, *_):
 
 
 def _scatter_from(outs, ins, group, root, async_op=True, *_):
-    """scatter: rank `root` is a rank like all others, so that what it sends to this one is a chunk that it got itself;
-    only the root knows it."""
+    """Only the root knows what it scatters, so this rank must be the root; it receives its own chunk."""
     pg, n, r = _group(group)
     if r != root:
         raise NotImplementedError("a simulated rank does not know what another scatters: pass src_data_rank=None")

@@ -1,7 +1,10 @@
-"""How a process starts and how it is turned away: what torchrun tells it, one line and an exit code. Imports no torch.
+"""What torchrun tells a process, and what the process tells people: lines, and errors with an exit code.
 
     rank, local_rank, world = ranks()      # (0, 0, 1) without torchrun
-    fail("--depth 0: must be at least 1", rank)
+    fail("--depth 0: must be at least 1", rank)      # one line on stderr, exit code 2
+    tell("step 1", sys.stdout)             # a line that never ends the run, even if nobody can read it
+
+Imports no torch, so that bad flags are answered at once.
 """
 
 import os
@@ -14,7 +17,8 @@ NUMBERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_WORLD_SIZE"
 
 
 def ranks() -> tuple[int, int, int]:
-    """(rank, local rank, world) as torchrun tells; (0, 0, 1) without it. Exit 2 if only some of it is there."""
+    """(rank, local rank, world) from the environment of torchrun; (0, 0, 1) without it. Ends the process with exit code
+    2 and one line if only a part of that environment is set, or if it makes no sense."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     there = [name for name in names[:3] if os.environ.get(name)]
     if not there:
@@ -31,8 +35,8 @@ def ranks() -> tuple[int, int, int]:
 
 
 def fail(message: str, rank: int, code: int = 2) -> NoReturn:
-    """Ends the process with one line. Other ranks than 0 wait before they speak: torchrun ends them once rank 0 has
-    gone, so that only a fault that rank 0 does not have is told by them."""
+    """Ends the process with one line on stderr and an exit code. Ranks other than 0 wait for 5 s first: if rank 0 fails
+    as well, torchrun ends them meanwhile, and the message is printed only once."""
     if rank:
         time.sleep(5)
     tell(f"error: {message}", sys.stderr)
@@ -40,14 +44,15 @@ def fail(message: str, rank: int, code: int = 2) -> NoReturn:
 
 
 def tell(text: str, stream: TextIO | None = None) -> None:
-    """Print to `stream` (stdout), at once. One that takes no more (its reader left, its disk is full) costs a warning,
-    and what would still go there is lost; what its encoding lacks is written as an escape."""
+    """Prints a line to `stream` (None: stdout) and flushes it. If the stream takes no more, because its reader has left
+    or its disk is full, this costs one warning, and everything after that is lost. Characters that its encoding lacks
+    are written as escapes."""
     stream = stream or sys.stdout
     try:
         encoding = getattr(stream, "encoding", None) or "utf-8"
         print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
     except (OSError, ValueError) as error:
-        with suppress(OSError, ValueError):  # what is buffered would fail again when Python exits, with code 120
+        with suppress(OSError, ValueError):  # else Python would fail at exit, with code 120, on what is buffered
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         if stream is not sys.stderr:
             tell(f"warning: terminal: {type(error).__name__}: {error}; the run goes on", sys.stderr)

@@ -1,14 +1,16 @@
-"""Plants faults in a run, to see what it does about them: FAULT=rank:step:where:kind, several separated by commas.
+"""Plants faults in a run, to see what it does about them: FAULT=rank:step:where:kind, or several with commas between.
 
     FAULT=1:5:forward:kill torchrun --nproc-per-node 2 main.py --save runs/a --save-every 2
     FAULT='*:3:data:term,0:7:write:enospc' python main.py --save runs/b --save-every 1
 
-rank: a number, or * for all. step: from 1 on, as in the log. where: data (before the batch is read), forward, backward,
-update, save (nothing is written yet), write (this rank's files are there, not committed), commit (before the rename).
-kind: kill, stop (SIGKILL, SIGSTOP), term, int (SIGTERM, SIGINT), exit, segv, hang (sleeps for ever), raise, enospc,
-oom, nan, inf (forward alone: this rank's loss). Each happens once, and not again after a restart by torchrun.
+rank: a number, or * for all ranks. step: from 1 on, as in the log.
+where: data (before the batch is read), forward, backward, update, save (before anything is written), write (this rank's
+files are written, not committed), commit (before the directory gets its final name).
+kind: kill (SIGKILL), stop (SIGSTOP), term (SIGTERM), int (SIGINT), exit (code 9), segv, hang (sleeps for ever), raise
+(RuntimeError), enospc (disk full), oom (out of memory); only in forward, nan and inf (this rank's loss).
 
-Without the variable nothing here is ever called.
+Each fault happens once, and not again after a restart by torchrun. Without FAULT a run is left as it is: faults are
+planted by patching the objects of one run, while `planted` lasts, and no other code asks for them.
 """
 
 import ctypes
@@ -39,33 +41,38 @@ KINDS = (*SIGNALS, *ERRORS, "exit", "segv", "hang", "nan", "inf")
 
 
 class Fault(NamedTuple):
-    rank: str
+    rank: str  # decimal, or "*"
     step: int
     where: str
     kind: str
 
 
+def _problem(rank: str, step: str, where: str, kind: str, c: Config, world: int | None) -> str | None:
+    """What is wrong with the four parts of a fault for a run of `c` on `world` ranks, or None."""
+    number = int(step) if step.isdecimal() else 0
+    inside = where in ("backward", "update") or kind in ("nan", "inf")
+    rows = [  # whether it is wrong, what to say
+        (rank != "*" and not rank.isdecimal(), f"rank {rank!r} is neither a number nor *"),
+        (rank.isdecimal() and world and int(rank) >= world, f"there is no rank {rank} among {world}"),
+        (number < 1, f"step {step!r} is not a number from 1 on"),
+        (number > c.steps, f"there is no step {step} of --steps {c.steps}"),
+        (where not in WHERE, f"where {where!r} is none of {', '.join(WHERE)}"),
+        (kind not in KINDS, f"kind {kind!r} is none of {', '.join(KINDS)}"),
+        (kind in ("nan", "inf") and where != "forward", f"{kind} is of the forward, not of {where!r}"),
+        (inside and c.compile == "step", "--compile step has no such place outside its graph"),
+        (where == "update" and c.optim == "in-backward", "--optim in-backward has no update apart"),
+        (c.cuda_graph and (inside or where == "forward"), "--cuda-graph has no such place"),
+    ]
+    return next((problem for wrong, problem in rows if wrong), None)
+
+
 def faults(text: str | None, c: Config, world: int | None = None) -> list[Fault]:
-    """What FAULT says; ValueError in one line where it says nothing, or names a place that a run of `c` on `world`
-    ranks has not."""
+    """The faults that FAULT names; none for None or "". Raises ValueError, one line, for text of another form, or a
+    rank, step or place that a run of resolved flags `c` on `world` ranks does not have."""
     found = []
     for part in filter(None, (text or "").split(",")):
-        rank, step, where, kind, *more = (part.split(":") + [""] * 4)[: max(4, part.count(":") + 1)]
-        inside = where in ("backward", "update") or kind in ("nan", "inf")
-        problem = (
-            "more than four parts" if more
-            else f"rank {rank!r} is neither a number nor *" if not (rank == "*" or rank.isdecimal())
-            else f"there is no rank {rank} among {world}" if rank != "*" and world and int(rank) >= world
-            else f"step {step!r} is not a number from 1 on" if not (step.isdecimal() and int(step))
-            else f"there is no step {step} of --steps {c.steps}" if int(step) > c.steps
-            else f"where {where!r} is none of {', '.join(WHERE)}" if where not in WHERE
-            else f"kind {kind!r} is none of {', '.join(KINDS)}" if kind not in KINDS
-            else f"{kind} is of the forward, not of {where!r}" if kind in ("nan", "inf") and where != "forward"
-            else "--compile step has no such place outside its graph" if inside and c.compile == "step"
-            else "--optim in-backward has no update apart" if where == "update" and c.optim == "in-backward"
-            else "--cuda-graph has no such place" if c.cuda_graph and (inside or where == "forward")
-            else None
-        )  # fmt: skip
+        rank, step, where, kind = (*part.split(":", 3), "", "", "")[:4]
+        problem = "more than four parts" if ":" in kind else _problem(rank, step, where, kind, c, world)
         if problem:
             raise ValueError(f"FAULT {part}: {problem}; expected rank:step:where:kind (see {__name__})")
         found.append(Fault(rank, int(step), where, kind))
@@ -85,69 +92,76 @@ def _happen(kind: str) -> None:
         time.sleep(3600)
 
 
-@contextmanager
-def planted(text: str | None, c: Config, step: Step, first: int, rank: int):
-    """Inside it, the faults of `text` wait in a run of resolved flags and this step, which begins after `first`
-    steps."""
-    mine = [f for f in faults(text, c) if f.rank in ("*", str(rank))]
-    if not mine or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
-        yield
-        return
-    done, at = set(), [first]  # at: the step that is being done, counted by its batch
+class _Faults:
+    """The faults of one rank, and functions that let them happen around the work that they stand in for."""
 
-    def fire(where: str, step: int) -> str | None:
-        for fault in mine:
-            if fault.where == where and fault.step == step and fault not in done:
-                done.add(fault)
+    def __init__(self, mine: list[Fault], first: int):
+        self.mine, self.done, self.step = mine, set(), first  # the step that is being done, counted by its batch
+
+    def fire(self, where: str, step: int) -> str | None:
+        """Lets the fault of this place and step happen, if there is one, and returns its kind if the process lives."""
+        for fault in self.mine:
+            if fault.where == where and fault.step == step and fault not in self.done:
+                self.done.add(fault)
                 _happen(fault.kind)
                 return fault.kind
         return None
 
-    def before(where: str, work: Callable) -> Callable:
+    def draw(self, work: Callable) -> Callable:
+        def faulty(batches):
+            self.step += 1
+            self.fire("data", self.step)
+            return work(batches)
+
+        return faulty
+
+    def before(self, where: str, work: Callable) -> Callable:
         def faulty(*args, **kwargs):
-            fire(where, at[0])
+            self.fire(where, self.step)
             return work(*args, **kwargs)
 
         return faulty
 
-    def forward(work: Callable) -> Callable:
-        def faulty(*args):
-            factor = dict(nan=float("nan"), inf=float("inf")).get(fire("forward", at[0]), 1.0)
-            loss = work(*args) * factor
-            loss.register_hook(lambda grad: fire("backward", at[0]) and None)
+    def forward(self, work: Callable) -> Callable:
+        def faulty(*args, **kwargs):
+            factor = dict(nan=float("nan"), inf=float("inf")).get(self.fire("forward", self.step), 1.0)
+            loss = work(*args, **kwargs) * factor
+            loss.register_hook(lambda grad: self.fire("backward", self.step) and None)
             return loss
 
         return faulty
 
-    def saving(where: str, work: Callable) -> Callable:
+    def saving(self, where: str, work: Callable) -> Callable:
         def faulty(*args):
             saved = int(re.findall(r"step-(\d{8})", " ".join(arg for arg in args if isinstance(arg, str)))[-1])
             if where != "write":
-                fire(where, saved)
+                self.fire(where, saved)
             result = work(*args)
             if where == "write":
-                fire(where, saved)
+                self.fire(where, saved)
             return result
 
         return faulty
 
-    draw = Batches.__next__
 
-    def draw_next(self):
-        at[0] += 1
-        fire("data", at[0])
-        return draw(self)
-
+@contextmanager
+def planted(text: str | None, c: Config, step: Step, first: int, rank: int):
+    """Inside it, the faults that `text`, the value of FAULT, names for this rank wait in a run of resolved flags and
+    this step, which begins after `first` steps. Raises ValueError as `faults` does."""
+    mine = [fault for fault in faults(text, c) if fault.rank in ("*", str(rank))]
+    if not mine or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        yield
+        return
+    waiting = _Faults(mine, first)
+    patches = [(Batches, "__next__", waiting.draw(Batches.__next__))]
+    if c.compile == "step":
+        patches += [(step, "graph", waiting.before("forward", step.graph))]
+    else:
+        patches += [(step, "loss_fn", waiting.forward(step.loss_fn))]
+        patches += [(step, "update_fn", waiting.before("update", step.update_fn))]
+    for where, name in dict(save="_begin", write="_write", commit="_commit").items():
+        patches += [(saver, name, waiting.saving(where, getattr(saver, name)))]
     with ExitStack() as stack:
-        def patch(owner, name: str, value) -> None:
-            stack.enter_context(mock.patch.object(owner, name, value))
-
-        patch(Batches, "__next__", draw_next)
-        if c.compile == "step":
-            patch(step, "graph", before("forward", step.graph))
-        else:
-            patch(step, "loss_fn", forward(step.loss_fn))
-            patch(step, "update_fn", before("update", step.update_fn))
-        for where, name in dict(save="_begin", write="_write", commit="_commit").items():
-            patch(saver, name, saving(where, getattr(saver, name)))
+        for owner, name, faulty in patches:
+            stack.enter_context(mock.patch.object(owner, name, faulty))
         yield

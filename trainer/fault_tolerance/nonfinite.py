@@ -1,14 +1,15 @@
-"""What becomes of steps whose loss or gradient norm is not finite, or is a spike: --nonfinite, --max-skips, --spike.
+"""The host's part in steps that are not finite, and in spikes of the gradient norm: --nonfinite, --max-skips, --spike.
 
-    watch = FiniteCheck(config, batches, rank)
-    watch.put(k, step, loss)        # after the launch of step k (from 1); NonFinite if the run must end
-    watch.flush()                   # before a save: the newest step is known, too
-    watch.loss, watch.norm          # of the newest step that was read (None, -1: none was)
-    watch.skipped                   # updates left out
+    check = FiniteCheck(config, batches, rank)
+    check.put(k, step, loss)        # after the launch of step k (from 1); raises NonFinite if the run must end
+    check.flush()                   # before a save, so that the newest step is known as well
+    check.loss, check.norm          # of the newest step that was read (None and -1 before the first)
+    check.skipped                   # number of updates left out
 
-`trainer.step` refuses the update, on the device and before it touches anything; here the host learns of it. Its numbers
-are those of all ranks, so that all ranks stop, or count, alike. On CUDA they are copied while the device goes on, and
-read once the next step is launched: the host never waits for the step that it has just launched.
+The device refuses the update itself, before anything is changed (trainer/step.py); here the host reads that it did,
+tells it, counts it, and ends the run if it must. The numbers are those of all ranks, so that all ranks stop, or count,
+alike. On CUDA they are copied to the host while the device goes on, and are read when the next step has been launched:
+the host never waits for the step that it has just launched.
 """
 
 import math
@@ -20,15 +21,19 @@ from torch import Tensor
 from trainer.config import Config
 from trainer.data import Batches
 from trainer.distributed.terminal import tell
+from trainer.step import Step
 
-WINDOW, SETTLED = 100, 10  # a spike is one against the mean norm of so many steps before it; of so many at least
+WINDOW = 100  # a spike is one against the mean gradient norm of so many steps before it
+SETTLED = 10  # no spike is told before the mean is one of so many
 
 
 class NonFinite(Exception):
-    """Training must end: a step was not finite, or too many in a row were not."""
+    """Training must end, because a step was not finite, or too many in a row were not."""
 
 
 class FiniteCheck:
+    """Reads the loss, the gradient norm and the verdict of each step, in order; on CUDA one step late."""
+
     def __init__(self, c: Config, batches: Batches, rank: int = 0):
         self.c, self.batches, self.rank, self.late = c, batches, rank, c.device == "cuda"
         self.loss: float | None = None
@@ -36,8 +41,9 @@ class FiniteCheck:
         self.skipped = self.in_a_row = 0
         self.norms, self.pending = deque(maxlen=WINDOW), None
 
-    def put(self, k: int, step, loss: Tensor, wait: bool = False) -> None:
-        """Takes the numbers of step k of a `trainer.step.Step`, and reads those before it; all of them if `wait`."""
+    def put(self, k: int, step: Step, loss: Tensor, wait: bool = False) -> None:
+        """Takes the numbers of step k, which `step` has just launched, and reads those of the step before it; with
+        `wait`, or on a CPU, also those of step k. loss: fp32 scalar. Raises NonFinite."""
         self.flush()
         numbers, event = torch.stack((loss, step.grad_norm, step.bad)), None
         if self.late:
@@ -49,7 +55,7 @@ class FiniteCheck:
             self.flush()
 
     def flush(self) -> None:
-        """Reads what is not yet read. Raises NonFinite."""
+        """Reads the numbers that were put and are not read yet. Raises NonFinite if the run must end."""
         if self.pending is None:
             return
         (k, numbers, event, samples), self.pending = self.pending, None
@@ -68,6 +74,7 @@ class FiniteCheck:
         self.in_a_row = 0
 
     def _refused(self, k: int, norm: float, samples: str) -> None:
+        """Tells and counts a step whose update the device has left out; raises NonFinite where the flags say so."""
         c, finite = self.c, math.isfinite(self.loss + norm)
         if finite and norm == 0:
             self.skipped += c.optim != "in-backward"

@@ -1,10 +1,12 @@
 """`--explain-memory`: runs one training step and collects what trainer/profiling/timeline.py explains.
 
     loss, timeline, notes = watch(config, step, tokens, targets)
-    print(*memory.lines(timeline, notes), sep="\\n")
+    print(*lines(timeline, notes), sep="\\n")      # of trainer/profiling/timeline.py
 
-torch.profiler reports every allocation and free with the ops around it, also inside compiled code, alike on CPU and
-CUDA. Nothing here runs in other steps. Private names of torch: those of the profiler's event tree.
+torch.profiler reports every allocation and free with the ops around it, in compiled code as well, and on a CPU as on
+CUDA. Ranges around forward, backward, update and (eager) modules say where in the step each is. Other steps run without
+any of this. Private names of torch: those of the profiler's event tree (kineto_results.experimental_event_tree, and
+_EventType and _TensorMetadata of torch._C._profiler).
 """
 
 import re
@@ -31,7 +33,8 @@ FACTOR = {"aten::mm": 1, "aten::addmm": 2, "aten::embedding": 0}  # the input th
 
 
 def _where(names: list[str], following: str, module: str) -> str:
-    """The ranges around an event, outermost first, and the op that starts after it, in a few words."""
+    """Where an event is, in a few words. names: the ranges around it, outermost first; following: the op that starts
+    after it; module: the one that it runs for, or ""."""
     node = next((n.removeprefix(NODE) for n in names if n.startswith(NODE)), "")
     own = [n for n in names if not n.startswith(AROUND) and n != node]
     function = next((n for n in own if "::" not in n), "")  # an autograd.Function of Python
@@ -44,7 +47,7 @@ def _where(names: list[str], following: str, module: str) -> str:
 
 
 def _label(e) -> str:
-    """The name of an op; of a product with the shapes of its matrices, which tell where it is in compiled code."""
+    """The name of an op; of a matrix product with its shapes, which in compiled code tell which product it is."""
     if e.name not in ("aten::mm", "aten::addmm"):
         return e.name
     shapes = [[*t.sizes] for t in e.typed[1].inputs if isinstance(t, _TensorMetadata) and len(t.sizes) > 1]
@@ -59,7 +62,7 @@ def _moved(op: str) -> str:
 
 
 def _reads(e, shapes: set[tuple[int, ...]]) -> Iterator[Event]:
-    """What the inputs of an op say of the blocks behind them; shapes: the parameters', each sorted."""
+    """What the inputs of an op tell of the blocks that they lie in. shapes: of the parameters, each sorted."""
     inputs, at = e.typed[1].inputs, FACTOR.get(e.name)
     for i, given in enumerate(inputs):
         for t in given if isinstance(given, list) else [given]:
@@ -70,7 +73,8 @@ def _reads(e, shapes: set[tuple[int, ...]]) -> Iterator[Event]:
 
 
 def read(roots: list, device: str, shapes: set[tuple[int, ...]]) -> tuple[list[Event], list[tuple[int, str]]]:
-    """(events of blocks on `device`, marks) of the profiler's event tree."""
+    """(events, marks) for a Timeline, from the profiler's event tree. device: "cpu" or "cuda", whose blocks count;
+    shapes: of the parameters that are matrices, each sorted."""
     events, marks, modules = [], [], {}  # modules: sequence number of an autograd node -> its module
 
     def walk(siblings: list, names: list[str], module: str) -> None:
@@ -137,7 +141,8 @@ def _observed(step: Step, modules: bool) -> Iterator[list[dict[int, int]]]:
 
 
 def sizes_of(c: Config, world: int) -> Sizes:
-    """Names of resolved flags: logits, activations of a micro-batch, parameters and their shards on `world` ranks."""
+    """The names of tensors for resolved flags: logits, activations of a micro-batch, parameters and their shards on
+    `world` ranks. B sequences, T tokens, D width, V vocabulary, C tokens of a chunk of the loss."""
     tokens, D, V, kv = c.batch * c.seqlen, c.width, c.vocab, c.width // c.grouping
     rows = {"[B,T,V]": tokens}
     if c.loss == "chunked":
@@ -155,8 +160,8 @@ def sizes_of(c: Config, world: int) -> Sizes:
 
 
 def _before(step: Step, tokens: Tensor, targets: Tensor) -> tuple[dict[str, int], set[int]]:
-    """({piece: bytes}, addresses) of what is alive before a step. On a CPU "other" is what is known to be: the batch,
-    buffers, the optimizer's scalars; CUDA's allocator knows all."""
+    """({piece: bytes}, addresses) of what is alive before a step. CUDA's allocator knows all of it. On a CPU the piece
+    "other" holds only what is known to be there: the batch, buffers and the optimizer's scalars."""
     o, total, known = step.optimizer, Counter(), set()
     groups = {PARAMETERS: step.model.parameters(), MOMENTS: [*o.m, *o.v],
               OTHER: [*step.model.buffers(), o.t, o.lr, tokens, targets]}  # fmt: skip
@@ -172,7 +177,8 @@ def _before(step: Step, tokens: Tensor, targets: Tensor) -> tuple[dict[str, int]
 
 
 def watch(c: Config, step: Step, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Timeline, list[str]]:
-    """Runs step(tokens, targets) of resolved flags: (its loss, the timeline, notes on what to know about it)."""
+    """Runs step(tokens, targets), [B, T] each, under the profiler. Returns its loss, its Timeline, and notes on what
+    the timeline does not know. c: the resolved flags that `step` was built of."""
     base, known = _before(step, tokens, targets)
     if tokens.is_cuda:
         torch.cuda.reset_peak_memory_stats(tokens.device)

@@ -1,10 +1,12 @@
-"""Memory in use and at its peak, by stages of start-up; whether an error says that it ran out.
+"""How much memory a run uses, at its peak and by stages of start-up; whether an error says that it ran out.
 
     stages = Stages(device)
-    stages.add("model")                 # ends a stage; MiB at its peak
+    stages.add("model")                 # ends a stage and returns MiB at its peak
     reset_peak(device); peak(device)    # {"peak_alloc_mib": .., "peak_reserved_mib": ..}; on a CPU {"peak_rss_mib": ..}
 
-Units: MiB (2**20 bytes). CPU memory is what is resident: not comparable with CUDA's.
+Units: MiB (2**20 bytes). On CUDA it is what torch's allocator has handed out or reserved; on a CPU it is the resident
+memory of the whole process, Python and libraries among it, which does not compare with CUDA's figures. What a peak
+consists of is told by trainer/profiling/timeline.py.
 """
 
 import os
@@ -26,24 +28,26 @@ def is_cuda(device: Device) -> bool:
 
 
 def _resident(field: str) -> float:
-    """MiB of VmRSS (now) or VmHWM (peak); without /proc (macOS) both are the peak since the process started."""
+    """Resident MiB: field VmRSS (now) or VmHWM (peak). Without /proc (macOS) both give the peak since the start of the
+    process."""
     with suppress(OSError, IndexError):
         return round(int(Path("/proc/self/status").read_text().partition(f"\n{field}:")[2].split()[0]) / 2**10, 1)
     return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10), 1)
 
 
 def reset_peak(device: Device) -> None:
-    """Let `peak` count from here. Frees nothing: what CUDA's allocator has cached stays in the reserved peak."""
+    """Lets `peak` count from here. It frees nothing: memory that CUDA's allocator has cached stays in the reserved
+    peak."""
     if is_cuda(device):
         torch.cuda.init()
         torch.cuda.reset_peak_memory_stats(device)
-    with suppress(OSError):  # `peak` says so
+    with suppress(OSError):  # where it cannot be reset, `peak` says so
         CLEAR_REFS.write_text("5")
 
 
 def peak(device: Device) -> dict[str, float | str]:
-    """MiB at the peak since `reset_peak`: peak_alloc_mib and peak_reserved_mib on CUDA, peak_rss_mib on a CPU. A
-    `peak_rss_note` says where the mark could not be reset and counts from the start of the process."""
+    """MiB at the peak since `reset_peak`: peak_alloc_mib and peak_reserved_mib on CUDA, peak_rss_mib on a CPU. Where
+    that mark cannot be reset, `peak_rss_note` says that it counts from the start of the process."""
     if is_cuda(device):
         top = {"alloc": torch.cuda.max_memory_allocated(device), "reserved": torch.cuda.max_memory_reserved(device)}
         return {f"peak_{kind}_mib": round(size / 2**20, 1) for kind, size in top.items()}
@@ -57,14 +61,14 @@ def memory_now(device: Device) -> float:
 
 
 class Stages:
-    """Memory after each stage of starting up: `rows` of (name, MiB now, MiB at the stage's own peak)."""
+    """Memory by stages of starting up; `rows` of (name, MiB at the end of the stage, MiB at its own peak)."""
 
     def __init__(self, device: Device):
         self.device, self.rows = device, []
         reset_peak(device)
 
     def add(self, name: str) -> float:
-        """End a stage, return its peak in MiB (that of the first step is the row's `first_step_peak_mib`), reset."""
+        """Ends a stage, begins the next one, and returns the peak of the one that ended, in MiB."""
         self.rows.append((name, memory_now(self.device), next(iter(peak(self.device).values()))))
         reset_peak(self.device)
         return self.rows[-1][2]
@@ -75,8 +79,8 @@ class Stages:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether an exception, or one that it was raised from, says that memory ran out: torch's allocators, cuBLAS and
-    cuDNN without room for a workspace, the operating system. Too little shared memory for a kernel is not that."""
+    """Whether an exception, or one that it was raised from, says that memory ran out: of torch's allocators, of cuBLAS
+    and cuDNN for a workspace, or of the operating system. Too little shared memory for a kernel is another fault."""
     says = r"out of memory|(can't|cannot) allocate memory|DefaultCPUAllocator: not enough memory|_STATUS_ALLOC_FAILED"
     says += "|MemoryError: |std::bad_alloc"
     told = isinstance(error, (RuntimeError, OSError)) and re.search(says, str(error), re.IGNORECASE)
@@ -85,7 +89,8 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def dump_snapshot(path: str) -> None:
-    """What CUDA's allocator holds and did, for pytorch.org/memory_viz; the files in its stacks are named from ~ on."""
+    """Writes what CUDA's allocator holds and did, for pytorch.org/memory_viz. Files of the home directory are named
+    from ~ on in its stacks, so that the snapshot does not tell whose it is."""
     snapshot, home = torch.cuda.memory._snapshot(), os.path.expanduser("~/")
     entries = [entry for trace in snapshot["device_traces"] for entry in trace]
     entries += [entry for segment in snapshot["segments"] for entry in (segment, *segment["blocks"])]

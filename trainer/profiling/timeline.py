@@ -1,19 +1,21 @@
-"""What the peaks of memory in one step consist of: the allocator's events -> blocks -> peaks -> words. Runs nothing.
+"""What the peaks of memory in one step consist of: from the allocator's events to blocks, peaks and words.
 
     timeline = Timeline(events, marks, base, sizes)      # trainer/profiling/events.py collects them from a step
     print(*lines(timeline), sep="\\n")
 
-A block is what it fits first:
+Nothing here runs a model or needs torch. Each block of memory that the step allocates is counted as the first of these
+pieces that it fits:
 
     gradients   handed to the update (or to the reduction of --accum-sync last); input or output of a reduction in
                 backward
     weights     input or output of an all-gather; or of a parameter's shape and the second factor w of a product x @ w
-                with x not transposed, or the table of a lookup (so are copies cut from a bucket, and casts)
-    logits      as large as [B,T,V] (of a chunk [C,V]) and, where an op shows it, of that shape
-    saved       allocated in forward, alive when its backward begins
+                with x not transposed, or the table of a lookup (which finds copies cut from a bucket, and casts)
+    logits      as large as [B,T,V] (of a chunk [C,V]) and, where an op shows its shape, of that shape
+    saved       allocated in forward and still alive when its backward begins
     workspace   the rest: temporaries, scratch of kernels, whole gradients that only generated kernels read
 
-Under them lies what was alive before the step. A peak is a local maximum; between two of them memory falls by DIP.
+What was alive before the step is counted by itself. A peak is a local maximum of the sum, and between two peaks memory
+falls by at least DIP. B sequences, T tokens, V vocabulary, C tokens of a chunk of the loss.
 """
 
 import math
@@ -23,7 +25,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-DIP = 0.02  # of what the step adds at its peak
+DIP = 0.02  # as a fraction of what the step adds at its highest peak
 PIECES = ("parameters", "Adam's moments", "other from before the step", "saved for backward",
           "weights, gathered or cast", "logits", "gradients", "workspace")  # fmt: skip
 PARAMETERS, MOMENTS, OTHER, SAVED, WEIGHTS, LOGITS, GRADIENTS, WORKSPACE = PIECES
@@ -32,27 +34,27 @@ BYTES = dict(bf16=2, fp32=4)
 
 @dataclass(frozen=True)
 class Event:
-    """nbytes > 0: allocated; < 0: freed; 0: an op reads the block, and may say its shape or the piece that it is."""
+    """What happens to the block at an address: it is allocated or freed, or an op reads it, which may tell more."""
 
-    time: int
+    time: int  # ns
     ptr: int
-    nbytes: int
-    where: str = ""
-    piece: str = ""
+    nbytes: int  # > 0: allocated; < 0: freed; 0: read
+    where: str = ""  # the op and the module, in words
+    piece: str = ""  # one of PIECES, if the op tells
     shape: tuple[int, ...] = ()
     dtype: str = ""
 
 
 @dataclass
 class Block:
-    """`nbytes` from event `born` until event `died` (indices; infinity: it outlives the step)."""
+    """Memory between the event that allocates it and the one that frees it."""
 
     nbytes: int
-    born: int
-    where: str
-    died: float = math.inf
-    freed: str = "after the step"
-    claims: set[str] = field(default_factory=set)  # pieces that ops say it is
+    born: int  # index of an event
+    where: str  # the op that allocates it
+    died: float = math.inf  # index of an event; infinity: it outlives the step
+    freed: str = "after the step"  # the op that frees it
+    claims: set[str] = field(default_factory=set)  # the pieces that ops say it is
     shape: tuple[int, ...] = ()
     dtype: str = ""
     piece: str = WORKSPACE
@@ -60,6 +62,8 @@ class Block:
 
 @dataclass(frozen=True)
 class Peak:
+    """A local maximum of memory, and what is alive at it."""
+
     nbytes: int
     index: int  # of the event that reaches it
     moment: str
@@ -68,18 +72,19 @@ class Peak:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The names of tensors by (elements, dtype), in order. rounded: the allocator rounds up, as CUDA's does."""
+    """What a model's tensors are called, by their sizes."""
 
-    names: tuple[tuple[str, int, str], ...] = ()  # (name, elements, dtype)
+    names: tuple[tuple[str, int, str], ...] = ()  # (name, elements, dtype), the likeliest first
     vocab: int = 0
-    rounded: bool = False
+    rounded: bool = False  # the allocator rounds sizes up, as CUDA's does
 
     def fit(self, nbytes: int, elements: int, dtype: str) -> bool:
-        most = 0 if not self.rounded else 511 if nbytes <= 2**20 else 2**20 + 511  # what is left of a large block
+        """Whether a block of `nbytes` can be what the allocator gives to so many elements."""
+        most = 0 if not self.rounded else 511 if nbytes <= 2**20 else 2**20 + 511  # a large block's rest stays with it
         return dtype in BYTES and 0 <= nbytes - elements * BYTES[dtype] <= most
 
     def of(self, b: Block) -> list[str]:
-        """Every name that fits the bytes and, where an op showed it, the dtype."""
+        """Every name that fits the bytes of a block and, where an op has shown it, its dtype."""
         return [f"{n} {d}" for n, e, d in self.names if b.dtype in ("", d) and self.fit(b.nbytes, e, d)]
 
     def name(self, b: Block) -> str:
@@ -90,15 +95,18 @@ class Sizes:
 
 
 class Timeline:
-    """base: {piece: bytes} of before the step. marks: (time, phase) in order; none: the phases are not known."""
+    """The blocks, levels and peaks of one step.
+
+    events: in any order. marks: (ns, phase), in order, for the begin of each phase ("fwd", "bwd", "step"); none if the
+    phases are not known. base: {piece: bytes} of what was alive before the step. sizes: names for blocks."""
 
     def __init__(self, events: list[Event], marks: list[tuple[int, str]], base: dict[str, int], sizes: Sizes):
         self.events = sorted(events, key=lambda e: e.time)  # stable: equal times stay in order
         self.base, self.sizes, self.marks = base, sizes, marks
         self.starts = [bisect_left(self.events, t, key=lambda e: e.time) for t, _ in marks]  # first event of a phase
         self.blocks: list[Block] = []
-        self.unknown: list[tuple[int, int]] = []  # (index, bytes) of frees of what was allocated before
-        self.unseen = 0  # blocks whose free was not reported
+        self.unknown: list[tuple[int, int]] = []  # (index, bytes) of frees of blocks from before the step
+        self.unseen = 0  # number of blocks whose free was not reported
         self._follow()
         for b in self.blocks:
             b.piece = self._piece(b)
@@ -122,7 +130,7 @@ class Timeline:
                     b.shape, b.dtype = e.shape, e.dtype
 
     def phase(self, index: int) -> int:
-        """Number of the phase of an event; -1: not known."""
+        """The phase of an event, as an index of `marks`; -1: not known."""
         return bisect_right(self.starts, index) - 1
 
     def place(self, index: int) -> str:
@@ -142,10 +150,11 @@ class Timeline:
         return SAVED if kept else WORKSPACE
 
     def alive(self, index: int) -> list[Block]:
-        """The step's own blocks right after an event."""
+        """The blocks of the step that are alive right after an event."""
         return [b for b in self.blocks if b.born <= index < b.died]
 
     def pieces(self, index: int) -> dict[str, int]:
+        """Bytes of every piece right after an event."""
         total = Counter(self.base)
         total[OTHER] -= sum(n for i, n in self.unknown if i <= index)
         for b in self.alive(index):
@@ -153,7 +162,7 @@ class Timeline:
         return {p: total[p] for p in PIECES}
 
     def levels(self) -> list[int]:
-        """Bytes after each event."""
+        """Bytes in use after each event, those from before the step among them."""
         change = Counter({i: -n for i, n in self.unknown})
         for b in self.blocks:
             change[b.born] += b.nbytes
@@ -165,7 +174,8 @@ class Timeline:
         return levels
 
     def peaks(self, most: int = 3) -> list[Peak]:
-        """The highest first. A maximum counts once memory has fallen by DIP, the next one once it has risen again."""
+        """At most `most` peaks, the highest first. A maximum is a peak if memory falls by DIP after it; after that the
+        next one is looked for once memory has risen by DIP again."""
         levels = self.levels()
         if not levels:
             return []
@@ -190,7 +200,8 @@ def mib(nbytes: int) -> str:
 
 
 def lines(timeline: Timeline, notes: Iterable[str] = (), step: int = 1, most: int = 10) -> list[str]:
-    """The peaks with their pieces; the largest buffers of the highest, those of all blocks of the model together."""
+    """What to print: the peaks with their pieces, then the `most` largest buffers at the highest peak. The same buffer
+    in every block of the model is one line. notes: lines to add at the end; step: its number, for the heading."""
     peaks, rows = timeline.peaks(), Counter()
     text = [f"peaks of memory in step {step}, MiB (pieces under 0.05 are left out)"]
     for n, p in enumerate(peaks, 1):

@@ -1,13 +1,14 @@
-"""What a run costs: memory, time, MFU, and the machine that it ran on. Prints nothing; writes nothing but profiles.
+"""How long steps take, the machine they ran on, and profiles of a few of them.
 
-    stages, timer = Stages(device), StepTimer(device)
+    timer = StepTimer(device)
     profile = Profile(directory, first=3, count=2, rank=rank, device=device)
     for k in range(steps):
         with timer.step(excluded=k < warmup or profile.covers(k)), profile.step(k):
             train_step()
-    row = environment(device) | stats(timer.ms()) | peak(device)
+    row = environment(device) | stats(timer.ms())
 
-Units: MiB (2**20 bytes), ms, FLOP/s, MFU in percent. CPU memory is what is resident: not comparable with CUDA's.
+Times are in ms. Nothing here prints, and nothing but `Profile` writes files. Memory is measured in
+trainer/profiling/memory.py.
 """
 
 import os
@@ -28,15 +29,15 @@ from trainer.profiling.memory import Device, dump_snapshot, is_cuda
 
 
 class StepTimer:
-    """Milliseconds per step. On CUDA two events on the current stream enclose it: the host need not wait, and what
-    happens between steps (logging, saving) does not count. A step that raises is not recorded."""
+    """Milliseconds per step, without what happens between steps (logging, saving). On CUDA two events on the current
+    stream enclose a step, so that the host need not wait. A step that raises is not recorded."""
 
     def __init__(self, device: Device):
         self.cuda, self._done, self._pending = is_cuda(device), [], deque()  # (ms, excluded), (start, end, excluded)
 
     @contextmanager
     def step(self, excluded: bool = False) -> Iterator[None]:
-        """Time one step. `excluded`: a warm-up or profiled step, which `last` sees and `ms` does not."""
+        """Times one step. excluded: it is a step of warm-up or profiled; `last` tells its time, `ms` leaves it out."""
         if self.cuda:
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
@@ -49,14 +50,15 @@ class StepTimer:
             self._done.append((1e3 * (time.perf_counter() - start), excluded))
 
     def last(self) -> float | None:
-        """ms of the newest step that the device has finished: the step just run, if its loss was read after it."""
-        while self._pending and self._pending[0][1].query():  # a query does not wait
+        """ms of the newest step that the device has finished, without waiting for it; None before the first. It is the
+        step just run if the host has read its loss since."""
+        while self._pending and self._pending[0][1].query():  # query() does not wait
             start, end, excluded = self._pending.popleft()
             self._done.append((start.elapsed_time(end), excluded))
         return self._done[-1][0] if self._done else None
 
     def ms(self) -> list[float]:
-        """ms of every step that counts, in order. Waits for the device: for after the last step."""
+        """ms of every step that was not excluded, in order. Waits for the device, so call it after the last step."""
         if self._pending:
             self._pending[-1][1].synchronize()
         self.last()
@@ -64,30 +66,33 @@ class StepTimer:
 
 
 def stats(ms: list[float]) -> dict[str, float | int | None]:
-    """Median, minimum and maximum (ms; None of no steps) and the number of steps."""
+    """step_ms (median), step_ms_min and step_ms_max, None if there is no step, and n, the number of steps."""
     reduce = {"step_ms": statistics.median, "step_ms_min": min, "step_ms_max": max}
     return {key: round(f(ms), 3) if ms else None for key, f in reduce.items()} | {"n": len(ms)}
 
 
 def _output(*command: str) -> str | None:
-    """What a command prints; None where it is missing, fails or takes over 5 seconds."""
-    env = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}  # git hooks set GIT_DIR for their children
+    """What a command prints; None if it is missing, fails or takes over 5 seconds."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}  # a git hook sets GIT_DIR to its own
     with suppress(OSError, subprocess.SubprocessError):
         return subprocess.run(command, capture_output=True, check=True, timeout=5, env=env).stdout.decode().strip()
 
 
 def checkout(file: str | Path = __file__) -> dict[str, str | bool | None]:
-    """`commit`: sha of the checkout that tracks `file` or "unknown"; `dirty`: tracked files differ from it, or None."""
+    """commit: sha of the git checkout that tracks `file`, or "unknown"; dirty: whether tracked files outside results/
+    differ from it, or None if that is not known."""
     git = ("git", "--no-optional-locks", "-C", str(Path(file).resolve().parent))
     sha = _output(*git, "rev-parse", "HEAD")
     if not sha or not _output(*git, "ls-files", "--", Path(file).name):
         return {"commit": "unknown", "dirty": None}
-    changed = _output(*git, "status", "--porcelain", "-uno", "--", ":(top)", ":(top,exclude)results")  # not by rows
+    outside_results = (":(top)", ":(top,exclude)results")  # to which every run may append rows
+    changed = _output(*git, "status", "--porcelain", "-uno", "--", *outside_results)
     return {"commit": sha, "dirty": None if changed is None else bool(changed)}
 
 
 def clocks(device: Device) -> dict[str, float | None]:
-    """SM clock now (telling right after work only) and at most, MHz, and power limit, W; None where nobody tells."""
+    """clock_mhz, the SM clock now (it says something only right after work), clock_max_mhz, its limit, and
+    power_limit_w, in watts; None where nvidia-smi does not tell, as on a CPU."""
     keys = {"clock_mhz": "clocks.sm", "clock_max_mhz": "clocks.max.sm", "power_limit_w": "power.limit"}
     query = [f"--query-gpu={','.join(keys.values())}", "--format=csv,noheader,nounits"]
     uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None) if is_cuda(device) else None
@@ -96,7 +101,8 @@ def clocks(device: Device) -> dict[str, float | None]:
 
 
 def environment(device: Device | None = None) -> dict:
-    """What a row says about code and machine. `device` None: the current CUDA device, or else the CPU."""
+    """What a row of results says about code and machine: date (UTC), commit, dirty, torch, cuda, python, device, and
+    the clocks. device None: the current CUDA device, or else the CPU."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     cpu = re.search(r"^model name\s*:\s*(.+)$|\Z", info, re.MULTILINE)[1] or os.uname().machine

@@ -1,0 +1,192 @@
+"""The order of the house: sizes of files and functions, the direction of imports, docstrings, no work at import.
+
+    pytest tests/test_house.py         # a second; reads the sources and imports none of them
+
+DESIGN: reading order is the order of the floors, and a module imports only from floors below its own. What two
+packages share therefore lies below both. Tests, examples and scripts are no part of the house.
+"""
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FLOORS = [  # from the bottom; an entry is a module or a package
+    ["simple_fsdp", "overlap", "gloo", "model", "trainer.costs"],
+    ["trainer.distributed"],
+    ["trainer.config"],
+    ["trainer.data", "trainer.attention", "trainer.optimizer"],
+    ["trainer.step"],
+    ["trainer.parallelize"],
+    ["trainer.profiling"],
+    ["trainer.checkpoint"],
+    ["trainer.fault_tolerance"],
+    ["trainer.experiments"],
+    ["trainer.run"],
+    ["benchmarks"],
+    ["main", "speed_mem_tests_mlp"],
+]
+COPIED = FLOORS[0][:3]  # users copy these files: they stand alone
+PROGRAMS = FLOORS[-1]
+MOST_LINES = {"simple_fsdp": 300}  # of a file; of others 450
+REGISTRATIONS = {  # calls at import that are allowed, with the reason
+    "lean_mlp.register_autograd": "torch must know the gradients of an op of our own before the first model is built",
+    "register_flop_formula(getattr(torch.ops, _LIBRARY).lean_mlp)": "torch's FLOP counter must know an op of our own",
+    "register_flop_formula(getattr(torch.ops, _LIBRARY).lean_mlp_backward)": "the same of its backward",
+}
+
+
+def _name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+PATHS = sorted([*ROOT.glob("*.py"), *ROOT.glob("trainer/**/*.py"), *ROOT.glob("benchmarks/**/*.py")])
+SOURCES = {_name(path): path.read_text() for path in PATHS}
+TREES = {name: ast.parse(source) for name, source in SOURCES.items()}
+PACKAGES = [_name(path) for path in PATHS if path.name == "__init__.py"]
+MODULES = sorted(name for name in SOURCES if name not in PACKAGES or SOURCES[name])  # an empty __init__ is none
+
+
+def imported(name: str) -> set[str]:
+    """All modules that a module imports, also inside functions: of `from a import b` a.b if that is one of ours."""
+    found = set()
+    for node in ast.walk(TREES[name]):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name}, line {node.lineno}: imports are absolute here"
+            both = [(node.module, f"{node.module}.{alias.name}") for alias in node.names]
+            found |= {inner if inner in SOURCES else module for module, inner in both}
+    return found
+
+
+def ours(name: str) -> set[str]:
+    return {module for module in imported(name) if module.split(".")[0] in {each.split(".")[0] for each in SOURCES}}
+
+
+def place(name: str) -> tuple[int, str] | None:
+    """(number of the floor, entry of FLOORS) of a module."""
+    for number, entries in enumerate(FLOORS):
+        for entry in entries:
+            if name == entry or name.startswith(entry + "."):
+                return number, entry
+    return None
+
+
+def functions(name: str, top: bool = False) -> list[tuple[str, ast.AST]]:
+    """(qualified name, node) of the functions of a module; top: only those that are in no function or private class."""
+    found = []
+
+    def walk(node: ast.AST, prefix: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            inner = prefix
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+                found.append((prefix + child.name, child))
+                inner += f"{child.name}."
+                if top:
+                    continue
+            elif isinstance(child, ast.ClassDef):
+                inner += f"{child.name}."
+                if top and child.name.startswith("_"):
+                    continue
+            walk(child, inner)
+
+    walk(TREES[name], "")
+    return found
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_file_can_be_held_in_the_head(name):
+    most, lines = MOST_LINES.get(name, 450), len(SOURCES[name].splitlines())
+    assert lines <= most, f"{name} has {lines} lines, at most {most}: split it by what it is for"
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_has_at_most_eight_modules(package):
+    inside = [name for name in SOURCES if name.rpartition(".")[0] == package and name not in PACKAGES]
+    assert len(inside) <= 8, f"{package} has {len(inside)} modules: {', '.join(inside)}"
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_imports_go_downwards(name):
+    assert place(name), f"{name} is on no floor: put it into FLOORS, or its code where it belongs"
+    floor, entry = place(name)
+
+    def below_or_beside(module: str) -> bool:
+        number, other = place(module) or (len(FLOORS), "")
+        return number < floor or (other == entry and entry in PACKAGES)
+
+    wrong = [module for module in ours(name) if not below_or_beside(module)]
+    assert not wrong, f"{name}, on floor {floor} ({entry}), imports {', '.join(sorted(wrong))}"
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_cycle_of_imports_in_a_package(package):
+    inside = [name for name in MODULES if name.startswith(package + ".")]
+    left = {name: ours(name) & set(inside) for name in inside}
+    while leaves := [name for name, needs in left.items() if not needs & left.keys()]:
+        for name in leaves:
+            del left[name]
+    assert not left, f"import each other, directly or by others: {', '.join(left)}"
+
+
+@pytest.mark.parametrize("name", COPIED)
+def test_a_file_to_be_copied_imports_torch_and_the_standard_library_alone(name):
+    others = {module for module in imported(name) if module.split(".")[0] not in {"torch", *sys.stdlib_module_names}}
+    assert not others, f"{name} imports {', '.join(sorted(others))}"
+
+
+def test_the_model_knows_neither_the_wrapper_nor_the_trainer():
+    assert not {module for module in imported("model") if module.split(".")[0] in ("simple_fsdp", "trainer")}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_nothing_imports_a_program(name):
+    assert not imported(name) & set(PROGRAMS)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_public_function_of_more_than_eight_lines_has_a_docstring(name):
+    bare = []
+    for title, node in functions(name, top=True):
+        lines = node.end_lineno - node.body[0].lineno + 1
+        if not node.name.startswith("_") and lines > 8 and ast.get_docstring(node) is None:
+            bare.append(f"{title} ({lines} lines, line {node.lineno})")
+    assert not bare, f"{name}: no docstring in {', '.join(bare)}"
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_function_has_at_most_60_lines_and_main_80(name):
+    long = []
+    for title, node in functions(name):
+        lines = node.end_lineno - node.lineno + 1
+        if lines > (80 if title == "main" else 60):
+            long.append(f"{title} ({lines} lines)")
+    assert not long, f"{name}: {', '.join(long)}"
+
+
+def _works(node: ast.stmt) -> bool:
+    """Whether a statement of a module does more than import, assign, define or register."""
+    if isinstance(node, ast.Import | ast.ImportFrom | ast.Assign | ast.AnnAssign | ast.AugAssign):
+        return False
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return False
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):  # a docstring
+        return False
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+        return ast.unparse(node.value.func) not in REGISTRATIONS
+    if isinstance(node, ast.If):
+        return ast.unparse(node.test) not in ("__name__ == '__main__'", "TYPE_CHECKING")
+    if isinstance(node, ast.Try):  # an import that another torch does not have
+        parts = [*node.body, *(each for handler in node.handlers for each in handler.body), *node.orelse]
+        return not isinstance(node.body[0], ast.ImportFrom | ast.Import) or any(map(_works, parts))
+    return True
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_module_does_no_work_at_import(name):
+    found = [f"line {node.lineno}: {ast.unparse(node).splitlines()[0]}" for node in TREES[name].body if _works(node)]
+    assert not found, f"{name}, {'; '.join(found)}"
