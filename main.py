@@ -36,6 +36,8 @@ from trainer.step import check_mode
 
 
 def main(c: flags.Config, rank: int, local_rank: int, world: int) -> int:
+    """One run of the flags on this rank; returns its exit code. What cannot work ends here, before any process group
+    exists, with one line and SystemExit(2)."""
     device_type = ("cuda" if torch.cuda.is_available() else "cpu") if c.device == "auto" else c.device
     try:
         c = flags.resolve(c, device_type, world)

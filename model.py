@@ -192,6 +192,7 @@ def lean_mlp(
 def lean_mlp_backward(
     go: Tensor, x: Tensor, g: Tensor, b: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, eps: float, chunk: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """From the gradient `go` [.., D] of the output: those of x, g, b, w1, b1, w2, b2, in the dtype of x."""
     rows, gx = x.flatten(0, -2), torch.empty_like(x, memory_format=torch.contiguous_format)
     sums: list[Tensor] = []  # the gradients of g, b, w1, b1, w2, b2; of several chunks in fp32
     chunks = (t.split(chunk or len(rows)) for t in (rows, go.flatten(0, -2), gx.view_as(rows)))
@@ -284,7 +285,8 @@ class Block(nn.Module):
             return _remat(self.whole, x, mask, **keep)
         if self.remat == "pointwise":  # attention lies between two regions: kept also where it is a compiled kernel
             q, k, v = _remat(self.before_core, x, context_fn=_products_saved)
-            # The compiler drops what is kept for nothing; told to recompute it, it may do so, in place of saving a sum.
+            # The last product's output is not needed in backward. Eager keeps what the policy says, so it must not be
+            # named there. The compiler drops it by itself; told to recompute it, it might do so to save another sum.
             keep = _products_saved if torch.compiler.is_compiling() else _products_but_down_saved
             return _remat(self.after_core, x, self.attn.core(q, k, v, mask), context_fn=keep)
         if self.remat == "mlp":
@@ -334,6 +336,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, w: Tensor, y: Tensor, chunk: int, grad: bool) -> Tensor:
+        """grad: whether to make the gradients too; autograd does not tell a forward."""
         loss, gx, gw = torch.zeros((), dtype=torch.float32, device=x.device), [], None
         for xc, yc in zip(x.split(chunk), y.split(chunk), strict=True):
             z = (xc @ w.t()).float()  # [C, V]

@@ -73,8 +73,10 @@ def test_the_lean_mlp_refuses_another_activation_without_other_parameters(train,
     monkeypatch.undo()
 
 
-@pytest.mark.parametrize("config", [dict(), dict(grouping=1, depth=3), dict(attn="flex"),
-                                    dict(mlp="lean", remat="both"), dict(width=96, head_dim=16, vocab=77, grow=3)])  # fmt: skip
+@pytest.mark.parametrize("config", [
+    dict(), dict(grouping=1, depth=3), dict(attn="flex"), dict(mlp="lean", remat="both"),
+    dict(width=96, head_dim=16, vocab=77, grow=3),
+])  # fmt: skip
 @pytest.mark.parametrize("seqlen", [1, 48, 4096])
 def test_flops_counted_on_meta_are_those_of_the_formula(config, seqlen):
     with torch.device("meta"):

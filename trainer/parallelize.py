@@ -59,7 +59,7 @@ class HuggingFaceModel(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor | None = None, chunk: int = 0, **inputs: Tensor) -> Tensor:
         """tokens [B, T] -> logits [B, T, V]; with targets [B, T] their summed loss. ValueError for a head that is more
         than a product."""
-        if tokens.is_meta:  # transformers looks for packed documents in the values of position ids, unless told the mask
+        if tokens.is_meta:  # unless it is told the mask, transformers looks for documents in the values of positions
             B, T = tokens.shape
             inputs = dict(attention_mask=torch.ones(B, 1, T, T, dtype=torch.bool, device="meta")) | inputs
         if targets is None or not chunk:

@@ -316,6 +316,7 @@ def report(model: nn.Module, graphs: Graphs, micro_batches: int = 1) -> list[str
 
 
 def main(target: str | None, world: int, c: flags.Config) -> int:
+    """Prints the report for the trainer's model, or for `target`; returns the exit code. Bad flags: SystemExit(2)."""
     device = c.device if c.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
     try:
