@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 ROWS = re.findall(r"^\| `([\w./]+)` \| ([\d']+) \| (.+) \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
 FAULTS = re.findall(r"^\| (\d+) \| .+ \| (.+) \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
 PROMISED = {*range(1, 35), *range(36, 40), *range(41, 44), *range(47, 51)}
-BUDGETS = {"simple_fsdp.py": 250, "main.py": 250, "launch.sh": 150}
+BUDGETS = {"simple_fsdp.py": 300, "main.py": 250, "launch.sh": 150}
 
 
 def lines(path: str) -> int:
