@@ -1,15 +1,15 @@
-"""Gloo process groups that leave the heap whole. Imports only torch, and may be copied.
+"""Keeps torch's gloo process groups from corrupting memory. Imports only torch and the standard library: copy it.
 
     one_worker_thread()       # on every rank, before its first init_process_group or init_device_mesh
 
-torch gives each gloo group two worker threads. When a collective is done, both write its name into one std::string of
-the group, with no lock (`pgStatus_->lastCompletedWorkName` in ProcessGroupGloo::runLoop; torch 2.11, 2.13 and 2.14),
-and those of functional collectives ("ALLGATHER_COALESCED") are too long for the string's own buffer: memory is freed
-twice, and the process dies of that now or later, or computes with what it reads there. With one thread the collectives
-of a group run one after the other, as NCCL's do.
+torch gives each gloo group two worker threads. When a collective is done, its thread writes the collective's name into
+one std::string of the group, without a lock (`pgStatus_->lastCompletedWorkName` in ProcessGroupGloo::runLoop; torch
+2.11, 2.13 and 2.14). The names of functional collectives ("ALLGATHER_COALESCED") are too long for the string's own
+buffer, so that two threads at once free the same memory twice: the process dies of it now or later, or goes on with
+wrong values. With one thread, the collectives of a group run one after the other, as those of NCCL do.
 
-`python tests/gloo_race.py`, 40'000 collectives on two ranks, torch 2.13.0+cpu: a rank dies or hangs in 9 of 10 runs
-with two threads, in 0 of 10 with one.
+Measured with `python tests/gloo_race.py`, 40'000 collectives on two ranks, torch 2.13.0+cpu: a rank dies or hangs in 9
+of 10 runs with two threads, in 0 of 10 with one.
 """
 
 import os
@@ -19,27 +19,36 @@ import torch.distributed as dist
 
 
 def one_worker_thread() -> None:
-    """All gloo groups that this process makes from now on have one worker thread. A second call does nothing."""
+    """Gives one worker thread to each gloo group that this process makes from now on. A second call does nothing, nor
+    does any call on a torch without gloo."""
     if not dist.is_gloo_available():
         return
     gloo = dist.ProcessGroupGloo
-    made = gloo.__init__
-    if getattr(made, "__module__", None) == __name__:
-        return
+    original = gloo.__init__
+    if getattr(original, "__module__", None) == __name__:
+        return  # it is ours already
 
-    def make(self, store, rank: int, size: int, options=None, timeout: timedelta | None = None, **others) -> None:
-        if isinstance(options, timedelta):
+    def init(self, store, rank: int, size: int, options=None, timeout: timedelta | None = None, **others) -> None:
+        if isinstance(options, timedelta):  # torch also takes the timeout in fourth place
             options, timeout = None, options
-        if options is None:  # as torch does
-            options = gloo._Options()
-            names = os.environ.get("GLOO_SOCKET_IFNAME", "")
-            devices = [gloo.create_device(interface=name) for name in names.split(",")] if len(names) > 1 else []
-            options._devices = devices or [gloo.create_default_device()]
-            if timeout is not None:
-                options._timeout = timeout
-            for name, value in others.items():  # torch 2.14: enable_reconfigure
-                setattr(options, name, value)
+        if options is None:
+            options = _default_options(gloo, timeout, others)
         options._threads = 1
-        made(self, store, rank, size, options)
+        original(self, store, rank, size, options)
 
-    gloo.__init__ = make
+    gloo.__init__ = init
+
+
+def _default_options(gloo: type, timeout: timedelta | None, others: dict):
+    """What torch itself uses where it is given no options. Only options can tell a group its number of threads."""
+    options = gloo._Options()
+    interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if len(interfaces) > 1:
+        options._devices = [gloo.create_device(interface=name) for name in interfaces.split(",")]
+    else:
+        options._devices = [gloo.create_default_device()]
+    if timeout is not None:
+        options._timeout = timeout
+    for name, value in others.items():  # torch 2.14: enable_reconfigure
+        setattr(options, name, value)
+    return options

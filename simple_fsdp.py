@@ -5,9 +5,9 @@
     model = data_parallel(model, mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
     model = torch.compile(model)                       # or stay eager; then train as on one device
 
-Reading `module.weight` all-gathers the parameter; its gradient arrives **averaged** over the ranks (torchtitan's file
-sums), sharded, in the stored dtype: a loss normalised by a token count divides by the mean count per rank. Not for use
-under tensor or pipeline parallelism. Torch 2.11 to 2.14, Python 3.11 or newer. After arXiv:2411.00284 (Zhang et al.).
+Reading `module.weight` all-gathers the parameter. Its gradient arrives sharded, in the stored dtype, and **averaged**
+over the ranks (torchtitan's file sums): a loss normalised by a token count divides by the mean count per rank. Not for
+use under tensor or pipeline parallelism. Torch 2.11 to 2.14, Python 3.11 or later. Paper: arXiv:2411.00284.
 """
 
 import functools
@@ -24,10 +24,15 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+# All that this file uses of torch's private names: the module of TorchDispatchMode above, the two functions below, and
+# the attributes Module._parameters, Module._apply, Tensor._version, UntypedStorage._cdata, OpOverload._schema,
+# DTensor._local_tensor, RNNBase._flat_weights and RNNBase._flat_weights_names. A test of each says which is missing.
+_top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_wait_tensor = torch.ops._c10d_functional.wait_tensor.default
+
 MODES = ("replicate", "fully_shard", "hybrid_shard")
-_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # private, as is TorchDispatchMode's module
-_enabled = True  # what disable_data_parallel() turns off
-_thread = threading.local()  # .scopes: one memo per running forward, innermost last
+_enabled = True  # False inside disable_data_parallel()
+_thread = threading.local()  # .memo: what the innermost running eager forward has gathered; None outside of any
 
 
 @dataclass(frozen=True)
@@ -40,107 +45,147 @@ class MixedPrecisionPolicy:
     reduce_dtype: torch.dtype | None = None
 
 
-class _Policy(namedtuple("_Policy", "mp reshard inner")):  # one per data_parallel() call; inner: hybrid's shard mesh
-    __deepcopy__ = lambda self, memo: self  # noqa: E731
+@dataclass(frozen=True)
+class _Policy:
+    """How the parameters of one data_parallel() call are gathered. replica: with hybrid_shard, the mesh to do it on."""
+
+    mp: MixedPrecisionPolicy
+    reshard_after_forward: bool
+    replica: DeviceMesh | None
+
+    def __deepcopy__(self, memo):  # the copy of a module communicates over the same mesh
+        return self
 
 
-def _materialize(p: DTensor, policy: _Policy) -> Tensor:
-    """The whole parameter in param_dtype; its backward reduces the gradient to the placements of `p`."""
-    cast, reduce = (policy.mp.param_dtype, policy.mp.reduce_dtype) if p.dtype.is_floating_point else (None, None)
-    if policy.inner is not None:  # inside first: both at once would all-reduce the whole gradient and then scatter it
-        shard = p.redistribute(placements=p.placements, backward_dtype=reduce or cast)
-        shard = shard.to_local(grad_placements=[Partial("avg"), p.placements[1]])
-        p = DTensor.from_local(shard, policy.inner, p.placements[1:], run_check=False, shape=p.shape, stride=p.stride())
-    mesh, rows = p.device_mesh, p.shape[0] if p.placements[-1].is_shard() else 0
-    if uneven := rows % mesh.size() and mesh.size() > 64:  # DTensor pads the gradient in N pieces: minutes to compile
-        p = p.to_local()
-        p = nn.functional.pad(p, [0] * (2 * p.ndim - 1) + [-(-rows // mesh.size()) - len(p)])
-        p = DTensor.from_local(p, mesh, [Shard(0)], run_check=False)
-    full = p.redistribute(placements=[Replicate()] * mesh.ndim, forward_dtype=cast, backward_dtype=reduce or cast)
-    full = full.to_local(grad_placements=[Partial("avg")] * mesh.ndim)
-    return full[:rows] if uneven else full  # a mesh in the graph costs the warm compile cache: not for few ranks
+def _gather(p: DTensor, policy: _Policy) -> Tensor:
+    """The whole parameter as a plain tensor in param_dtype. Its backward reduces the gradient to a shard."""
+    param_dtype = policy.mp.param_dtype if p.dtype.is_floating_point else None
+    reduce_dtype = policy.mp.reduce_dtype if p.dtype.is_floating_point else None
+    reduce_dtype = reduce_dtype or param_dtype
+    if policy.replica is not None:
+        # Gather within the replica alone: DTensor would all-reduce whole gradients over the 2-D mesh and then scatter
+        # them. The first line moves nothing in forward; its backward all-reduces the shard that is scattered before.
+        p = p.redistribute(placements=p.placements, backward_dtype=reduce_dtype)
+        shard = p.to_local(grad_placements=[Partial("avg"), p.placements[1]])
+        p = DTensor.from_local(shard, policy.replica, p.placements[1:], shape=p.shape, stride=p.stride())
+    shape, ranks = p.shape, p.device_mesh.size()
+    uneven = p.placements[0].is_shard() and shape[0] % ranks != 0
+    if uneven and ranks > 64:
+        # Every shard gets ceil(rows / ranks) rows: DTensor's own padding, rank by rank, takes minutes to compile. Ours
+        # puts a DeviceMesh into the graph, which torch's compile cache cannot hold: worth it only for many ranks.
+        shard = p.to_local()
+        padding = [0] * (2 * p.ndim - 1) + [-(-shape[0] // ranks) - len(shard)]  # all at the end of dimension 0
+        p = DTensor.from_local(nn.functional.pad(shard, padding), p.device_mesh, [Shard(0)])
+    whole = p.redistribute(placements=[Replicate()], forward_dtype=param_dtype, backward_dtype=reduce_dtype)
+    whole = whole.to_local(grad_placements=[Partial("avg")])
+    return whole[: shape[0]] if uneven and ranks > 64 else whole
 
 
-# While compiling: a checkpoint around the gather tags it for the partitioner, so that it is gathered again in backward
-# (reshard) or kept even where a surrounding activation checkpoint would gather again (no reshard: this policy).
-def _keep():  # a lambda or partial would have no key in AOTAutograd's cache
-    return create_selective_checkpoint_contexts([torch.ops._c10d_functional.wait_tensor.default])
-_keep.cache_hash = "simple_fsdp-keep-gathered-1"
+# In compiled code each gather is an activation checkpoint of its own, so that backward gathers again. With this context
+# the gathered weight is kept instead, even where a checkpoint around the module would gather it again.
+def _keep_gathered():
+    return create_selective_checkpoint_contexts([_wait_tensor])
+_keep_gathered.cache_hash = "simple_fsdp-keep-gathered-1"  # without one, AOTAutograd would not cache the graph
+
+# In eager mode a layer saves its gathered weight for backward; hooks have autograd keep a _GatherAgain instead. The
+# _Origin hangs on the storage of the gathered weight, where every view of it finds it and with which it is freed.
+_Origin = namedtuple("_Origin", "parameter policy dtype")  # a weak reference; the dtype as gathered
+_GatherAgain = namedtuple("_GatherAgain", "origin versions size stride offset")  # the last three are the view's
 
 
-# In eager: autograd keeps (parameter, geometry) in place of a gathered weight and gathers again in backward.
-def _pack(t: Tensor):
-    mark = getattr(t.untyped_storage(), "_sharded", None) if t.layout is torch.strided else None
-    if mark is None or (p := mark[0]()) is None or t.dtype != mark[2] or t.is_conj():
-        return t
-    return mark, (p._version, p._local_tensor._version), (t.size(), t.stride(), t.storage_offset())
+def _pack(saved: Tensor) -> Tensor | _GatherAgain:
+    if saved.layout is not torch.strided:  # it has no storage
+        return saved
+    origin = getattr(saved.untyped_storage(), "_sharded", None)
+    p = origin and origin.parameter()
+    if p is None or saved.dtype != origin.dtype or saved.is_conj():  # as_strided could not make the latter two again
+        return saved
+    versions = p._version, p._local_tensor._version  # one counts changes of the DTensor, one those of its local shard
+    return _GatherAgain(origin, versions, saved.size(), saved.stride(), saved.storage_offset())
 
 
-def _unpack(packed) -> Tensor:
-    if isinstance(packed, Tensor):
-        return packed
-    (parameter, policy, _), versions, geometry = packed
-    if (p := parameter()) is None or (p._version, p._local_tensor._version) != versions:
+def _unpack(kept: Tensor | _GatherAgain) -> Tensor:
+    if isinstance(kept, Tensor):
+        return kept
+    p = kept.origin.parameter()
+    if p is None or (p._version, p._local_tensor._version) != kept.versions:
         raise RuntimeError("a parameter was changed in place or replaced between its forward and its backward")
     with torch.no_grad():
-        return _materialize(p, policy).as_strided(*geometry)
+        return _gather(p, kept.origin.policy).as_strided(kept.size, kept.stride, kept.offset)
 
 
 @contextmanager
-def _scope():
-    """Around each eager forward: one gather per parameter and module call, and the two hooks above, except where other
-    hooks are on top: inside activation checkpointing ours would switch it off, and there no weight is kept anyway."""
-    ours, before = torch.is_grad_enabled() and _top_hooks(True) is None, getattr(_thread, "memo", None)
-    with torch.autograd.graph.saved_tensors_hooks(_pack, _unpack) if ours else nullcontext():
+def _eager_forward():
+    """Around the forward of a wrapped module: gathers each parameter once and sets the two hooks above. Not where there
+    are hooks already: on top of an activation checkpoint's, ours would switch it off, and it keeps no weight anyway."""
+    set_hooks = torch.is_grad_enabled() and _top_saved_tensors_hooks(True) is None
+    memo_of_caller = getattr(_thread, "memo", None)
+    with torch.autograd.graph.saved_tensors_hooks(_pack, _unpack) if set_hooks else nullcontext():
         _thread.memo = {}
         try:
             yield
         finally:
-            _thread.memo = before
+            _thread.memo = memo_of_caller
 
 
-def _read(module: nn.Module, name: str) -> Tensor | None:
-    p = module._parameters[name]
-    try:
-        if not _enabled or not isinstance(p, DTensor):
-            return p
-        policy = module._data_parallel
-        if torch.compiler.is_compiling():
-            how = {} if policy.reshard else dict(context_fn=_keep)
-            return checkpoint(_materialize, p, policy, use_reentrant=False, preserve_rng_state=False, **how)
-        memo = {} if getattr(_thread, "memo", None) is None else _thread.memo
-        key = id(p), torch.is_grad_enabled(), (_top_hooks(True) or (None,))[0]
-        if key not in memo:
-            full = memo[key] = _materialize(p, policy)
-            storage = full.untyped_storage()  # at world size 1 without a cast it is the parameter's own
-            if policy.reshard and storage._cdata != p._local_tensor.untyped_storage()._cdata:
-                storage._sharded = weakref.ref(p), policy, full.dtype  # lives as long as the storage, for every view
-        return memo[key]
-    except AttributeError as e:  # nn.Module.__getattr__ would swallow it and hand out the shard
-        raise RuntimeError(f"cannot gather {name} of {type(module).__name__}: {e}") from e
+def _gather_once(p: DTensor, policy: _Policy) -> Tensor:
+    memo = getattr(_thread, "memo", None)
+    if memo is None:  # outside of any forward nothing would free what is remembered
+        memo = {}
+    # A weight gathered under no_grad has no backward; an activation checkpoint, which sets hooks, must gather its own.
+    key = id(p), torch.is_grad_enabled(), _top_saved_tensors_hooks(True)
+    if key not in memo:
+        whole = memo[key] = _gather(p, policy)
+        storage = whole.untyped_storage()
+        is_parameter = storage._cdata == p._local_tensor.untyped_storage()._cdata  # one rank, no cast
+        if policy.reshard_after_forward and not is_parameter:
+            storage._sharded = _Origin(weakref.ref(p), policy, whole.dtype)
+    return memo[key]
+
+
+def _reader(name: str) -> property:
+    """What `module.name` is: the gathered parameter, or inside disable_data_parallel() the parameter itself."""
+
+    def read(module: nn.Module) -> Tensor | None:
+        p = module._parameters[name]
+        try:
+            if not _enabled or not isinstance(p, DTensor):
+                return p
+            policy = module._data_parallel
+            if not torch.compiler.is_compiling():
+                return _gather_once(p, policy)
+            keep = {} if policy.reshard_after_forward else dict(context_fn=_keep_gathered)
+            return checkpoint(_gather, p, policy, use_reentrant=False, preserve_rng_state=False, **keep)
+        except AttributeError as e:  # nn.Module.__getattr__ would swallow it and hand out the shard
+            raise RuntimeError(f"cannot gather {name} of {type(module).__name__}: {e}") from e
+
+    return property(read)
 
 
 @functools.cache
 def _wrapped_class(cls: type, names: tuple[str, ...]) -> type:
-    """One class per (class, parameter names), all state on the instance: equal blocks share one compiled frame."""
+    """The subclass of `cls` that gathers the parameters `names` when they are read. One for each (class, names), with
+    all else on the instance, so that equal blocks share one compiled frame."""
 
     @functools.wraps(cls.forward)
     def forward(self, *args, **kwargs):
-        with nullcontext() if torch.compiler.is_compiling() else _scope():
+        with nullcontext() if torch.compiler.is_compiling() else _eager_forward():
             return cls.forward(self, *args, **kwargs)
 
-    def __reduce_ex__(self, protocol):  # deepcopy and pickle: make the class again from its base
+    def __reduce_ex__(self, protocol):  # deepcopy and pickle cannot find this class: they make it again from its base
         with disable_data_parallel():
             return _new, (cls, names), self.__getstate__()
 
-    own = {name: property(lambda self, name=name: _read(self, name)) for name in names}
-    own |= dict(forward=forward, __reduce_ex__=__reduce_ex__, __module__=cls.__module__)
-    # extra_repr reads parameters; so does an RNN in to(), to_empty() and deepcopy, and it keeps a list between calls
-    own |= {name: disable_data_parallel()(getattr(cls, name)) for name in ("__repr__", "_apply", "__setstate__")}
+    def flat_weights(self):  # of torch's RNNs: the list that they keep and assign is ignored, it is read anew
+        return [getattr(self, name, None) for name in self._flat_weights_names]
+
+    attributes = {name: _reader(name) for name in names}
+    attributes |= dict(forward=forward, __reduce_ex__=__reduce_ex__, __module__=cls.__module__)
+    for name in ("__repr__", "_apply", "__setstate__"):  # they look at parameters, the latter two at those of RNNs
+        attributes[name] = disable_data_parallel()(getattr(cls, name))
     if issubclass(cls, nn.RNNBase):
-        flat = property(lambda self: [getattr(self, n, None) for n in self._flat_weights_names], lambda self, _: None)
-        own["_flat_weights"] = flat
-    return type("FSDP" + cls.__name__, (cls,), own)
+        attributes["_flat_weights"] = property(flat_weights, lambda self, value: None)
+    return type("FSDP" + cls.__name__, (cls,), attributes)
 
 
 def _new(cls: type, names: tuple[str, ...]) -> nn.Module:
@@ -150,9 +195,9 @@ def _new(cls: type, names: tuple[str, ...]) -> nn.Module:
 def _check(model: nn.Module, mesh: DeviceMesh, mode: str) -> None:
     if mode not in MODES:
         raise ValueError(f"mode={mode!r} does not exist: use one of {', '.join(MODES)}")
-    ndim, want = (2, "2-D mesh with mesh_dim_names") if mode == "hybrid_shard" else (1, "1-D mesh")
+    ndim, kind = (2, "2-D mesh with mesh_dim_names") if mode == "hybrid_shard" else (1, "1-D mesh")
     if mesh.ndim != ndim or (ndim == 2 and not mesh.mesh_dim_names):
-        raise ValueError(f"mode={mode!r} needs a {want}, got {mesh.ndim}-D, names {mesh.mesh_dim_names}")
+        raise ValueError(f"mode={mode!r} needs a {kind}, got {mesh.ndim}-D, names {mesh.mesh_dim_names}")
     for path, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise ValueError(f"cannot shard {path or 'the model'}: a ScriptModule cannot be wrapped, wrap its source")
@@ -178,52 +223,55 @@ def data_parallel(
     mode: "replicate" (DDP), "fully_shard" (ZeRO-3, on dimension 0), "hybrid_shard" (2-D mesh: replicate, shard).
     reshard_after_forward: free gathered weights after forward and gather them again in backward.
     min_bytes: smaller parameters stay replicated, as do scalars and empty ones. Buffers are left alone.
-    Raises ValueError, before anything is changed, for a wrong mode or mesh or a parameter that cannot be sharded.
-    """
+    Raises ValueError, before anything is changed, for a wrong mode or mesh or a parameter that cannot be sharded."""
     _check(model, device_mesh, mode)
-    inner = device_mesh[device_mesh.mesh_dim_names[1]] if mode == "hybrid_shard" else None
-    tag = {f"{get_backend(g)}:{g.group_name}:{g.rank()}/{g.size()}" for g in device_mesh.get_all_groups()}
-    # AOTAutograd's cache key lacks them: a group of another name, another rank's uneven shard would be taken for ours
-    torch.compiler.config.cache_key_tag = " ".join(sorted(tag.union(torch.compiler.config.cache_key_tag.split())))
-    policy, done = _Policy(mp_policy, reshard_after_forward, inner), {}  # done keeps ties tied
+    # AOTAutograd's cache key lacks group names and ranks: code of another group or rank would be taken for this one's.
+    tags = {f"{get_backend(g)}:{g.group_name}:{g.rank()}/{g.size()}" for g in device_mesh.get_all_groups()}
+    torch.compiler.config.cache_key_tag = " ".join(sorted(tags.union(torch.compiler.config.cache_key_tag.split())))
+    shard_mesh = device_mesh[device_mesh.mesh_dim_names[1]] if mode == "hybrid_shard" else None
+    policy = _Policy(mp_policy, reshard_after_forward, shard_mesh)
+    shards = {}  # by parameter: one that several modules share stays shared
     for module in list(model.modules()):
         own = {name: p for name, p in module._parameters.items() if p is not None}
         for name, p in own.items():
-            if id(p) not in done:
-                whole = mode == "replicate" or p.ndim == 0 or p.numel() == 0 or p.nbytes < min_bytes
-                placements = [Replicate()] * (device_mesh.ndim - 1) + [Replicate() if whole else Shard(0)]
-                shard = nn.Parameter(distribute_tensor(p.detach(), device_mesh, placements), p.requires_grad)
-                shard.__dict__.update(p.__dict__)  # what others noted on it
-                done[id(p)] = p, shard
-            module._parameters[name] = done[id(p)][1]
+            if p not in shards:
+                replicated = mode == "replicate" or p.ndim == 0 or p.numel() == 0 or p.nbytes < min_bytes
+                placements = [Replicate()] * (device_mesh.ndim - 1) + [Replicate() if replicated else Shard(0)]
+                shards[p] = nn.Parameter(distribute_tensor(p.detach(), device_mesh, placements), p.requires_grad)
+                shards[p].__dict__.update(p.__dict__)  # attributes that others have set on it
+            module._parameters[name] = shards[p]
         if module is model or next(module.parameters(), None) is not None:
-            module.__dict__.pop("_flat_weights", None)  # an RNN's list of what is no longer its parameters
+            module.__dict__.pop("_flat_weights", None)  # an RNN's list, which holds the unsharded parameters
             module._data_parallel = policy
             module.__class__ = _wrapped_class(type(module), tuple(own))
     return model
 
 
 class _DrawWhole(TorchDispatchMode):
-    """Initialisation draws the whole tensor and keeps the shard, as on one device; what would go wrong is refused."""
+    """Random values are drawn whole and then sharded, as on one device. What would give other values is an error."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name, kwargs, t = func._schema.name, kwargs or {}, args[0] if args else None
-        t, made = (kwargs["out"], True) if "out" in (kwargs or {}) and not isinstance(t, DTensor) else (t, False)
-        if not isinstance(t, DTensor) or t.is_meta:
+        name, kwargs = func._schema.name, kwargs or {}
+        first = args[0] if args else None
+        target = first if isinstance(first, DTensor) else kwargs.get("out")
+        if not isinstance(target, DTensor) or target.is_meta:
             return func(*args, **kwargs)
-        whole, seeded = functools.partial(torch.empty, t.shape), torch.Tag.nondeterministic_seeded in func.tags
-        if made:  # out of numbers alone: torch.eye(out=)
-            full = func(*args, **kwargs | dict(out=whole(dtype=t.dtype, device=t.device)))
-        elif seeded and (name.endswith("_") or "_like" in name):
-            full = func(whole(dtype=t.dtype, device=t.device), *args[1:], **kwargs)
+        random = torch.Tag.nondeterministic_seeded in func.tags
+        empty = functools.partial(torch.empty, target.shape, dtype=target.dtype, device=target.device)
+        if target is not first:  # made of numbers alone, as by torch.eye(n, out=parameter)
+            whole = func(*args, **kwargs | dict(out=empty()))
+        elif random and (name.endswith("_") or "_like" in name):
+            whole = func(empty(), *args[1:], **kwargs)
         else:
-            y, own = func(*args, **kwargs), t._local_tensor.untyped_storage()._cdata
-            views = (y if isinstance(y, list | tuple) else [y]) if func.is_view else ()
-            if seeded or any(v._local_tensor.untyped_storage()._cdata != own for v in views):
+            result = func(*args, **kwargs)
+            views = result if isinstance(result, list | tuple) else [result]
+            own = target._local_tensor.untyped_storage()._cdata
+            # A view of a shard may be a copy, redistributed: what is written there would not reach the parameter.
+            if random or (func.is_view and any(v._local_tensor.untyped_storage()._cdata != own for v in views)):
                 raise RuntimeError(f"{name} of a shard is not the parameter's: fill it in place and as a whole")
-            return y
-        shard = distribute_tensor(full, t.device_mesh, t.placements, src_data_rank=None)  # communicates nothing
-        return shard if "_like" in name else t.copy_(shard)
+            return result
+        shard = distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)  # sends nothing
+        return shard if "_like" in name else target.copy_(shard)
 
 
 @contextmanager
@@ -244,7 +292,9 @@ ParameterRow = namedtuple("ParameterRow", "name shape dtype placement local_shap
 
 def describe(model: nn.Module) -> list[ParameterRow]:
     """One row per parameter (ties once), with what this rank holds (placement "-": not wrapped). No collective runs."""
-    return [
-        ParameterRow(n, tuple(p.shape), p.dtype, "-" if t is p else repr(p.placements[-1]), tuple(t.shape), t.nbytes)
-        for n, p in model.named_parameters() for t in [getattr(p, "_local_tensor", p)]
-    ]  # fmt: skip
+    rows = []
+    for name, p in model.named_parameters():
+        local = getattr(p, "_local_tensor", p)
+        placement = "-" if local is p else repr(p.placements[-1])
+        rows.append(ParameterRow(name, tuple(p.shape), p.dtype, placement, tuple(local.shape), local.nbytes))
+    return rows

@@ -1,8 +1,10 @@
 """What the test_simple_fsdp*.py files share: models to wrap, logs of what a test can look at, a fake process group."""
 
+import ast
 import contextlib
 import functools
 import logging
+import re
 import warnings
 from unittest import mock
 
@@ -309,6 +311,24 @@ def weights_kept(graph):
 
 def compiled(fn, backend="aot_eager"):
     return torch.compile(fn, backend=backend, fullgraph=True)
+
+
+def private_names(source):
+    """Names with a leading underscore that a source file uses and does not make itself: attributes, parts of imported
+    modules, and strings, as for getattr()."""
+    used, made = set(), set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute):
+            used.add(node.attr)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            used.add(node.value)
+        elif isinstance(node, ast.ImportFrom):
+            used.update([*node.module.split("."), *(alias.name for alias in node.names)])
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            made.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            made.add(node.id)
+    return {name for name in used - made if re.fullmatch(r"_[A-Za-z]\w*", name)}
 
 
 # --------------------------------------------------------------------------- wrapped on meta, then initialised

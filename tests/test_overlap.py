@@ -5,10 +5,13 @@ A fake process group of any size; the graphs of forward and backward are taken a
 
 import pickle
 import re
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from models_for_wrapper import private_names
+from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import overlap
@@ -77,6 +80,15 @@ def step_graphs(mesh, compile="fwdbwd", accum_sync="every", seqlen=T, only=(), *
 def sent(graphs) -> int:
     """Bytes that a rank sends, without the scalars of loss and gradient norm."""
     return sum(c.sent for gm in graphs.values() for c in collectives(gm) if c.full > 64)
+
+
+# Every private name of torch that overlap.py uses.
+PRIVATE = {
+    "torch._inductor": lambda: torch._inductor.list_options(),
+    "torch.ops._c10d_functional": lambda: torch.ops._c10d_functional.wait_tensor.default,
+    "aten._to_copy": lambda: torch.ops.aten._to_copy.default,
+    "aten._unsafe_view": lambda: torch.ops.aten._unsafe_view.default,
+}
 
 
 def check_or_skip():
@@ -304,6 +316,59 @@ def test_plan_and_source_are_in_the_cache_key(mesh_of):
     keys = {compile_options(model, **kw)["post_grad_custom_post_pass"].uuid()
             for kw in ({}, dict(cap_mib=1.0), dict(blocks=["blocks.0"]))}  # fmt: skip
     assert len(keys) == 3
+
+
+class Nest(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+        self.stages = nn.ModuleList([nn.Sequential(nn.Linear(2, 2), Nest.block()), nn.Sequential(Nest.block())])
+        self.acts = nn.ModuleList([nn.ReLU(), nn.ReLU()])
+        self.named, self.shared, self.tower = nn.ModuleDict({"a": nn.Linear(2, 2)}), nn.LayerNorm(2), nn.Module()
+        self.tower.layers = nn.ModuleList([self.shared])
+
+    @staticmethod
+    def block():
+        block = nn.Module()
+        block.experts, block.norm = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]), nn.LayerNorm(2)
+        return block
+
+
+BLOCKS = dict(
+    transformer=(lambda: Transformer(ModelConfig(depth=3, width=D, head_dim=32)), ["blocks.0", "blocks.1", "blocks.2"]),
+    root=(lambda: nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)), ["0", "2"]),
+    nested=(Nest, ["stem.0", "stem.2", "stages.0.0", "stages.0.1", "stages.1.0", "tower.layers.0"]),
+    twice_nested=(lambda: nn.Sequential(nn.Sequential(nn.Sequential(nn.Linear(2, 2)))), ["0.0"]),
+    none=(lambda: nn.Linear(2, 2), []),
+    without_parameters=(lambda: nn.Sequential(nn.ReLU(), nn.Sequential(nn.ReLU())), []),
+)
+
+
+@pytest.mark.parametrize("case", BLOCKS)
+def test_blocks_are_the_members_of_the_outermost_lists_that_hold_parameters(mesh_of, case):
+    make, names = BLOCKS[case]
+    model = make()
+    assert overlap.blocks_of(model) == names
+    assert all(isinstance(model.get_submodule(name), nn.Module) for name in names)
+    data_parallel(model, mesh_of(8))
+    assert overlap.blocks_of(model) == names
+    options = compile_options(model)
+    assert not options or options["post_grad_custom_post_pass"].blocks == tuple(names)
+
+
+@pytest.mark.parametrize("name", PRIVATE)
+def test_the_private_names_of_torch_still_exist(name):
+    PRIVATE[name]()
+
+
+def test_the_graph_pass_is_there_on_a_torch_that_the_file_promises():
+    assert overlap.stable_topological_sort is not None and overlap.CustomGraphPass is not object
+
+
+def test_private_names_are_used_in_the_head_of_the_file_alone():
+    head, body = Path(overlap.__file__).read_text().split("\ndef blocks_of", 1)
+    assert private_names(head) == {name.split(".")[-1] for name in PRIVATE}
+    assert private_names("def blocks_of" + body) == set()
 
 
 def test_on_one_rank_inductor_orders_the_graph(mesh_of):

@@ -1,13 +1,26 @@
-"""simple_fsdp.py where something goes wrong (errors, scopes, warnings); and the file itself: imports, length."""
+"""simple_fsdp.py where something goes wrong (errors, scopes, warnings); and the file itself: private names, imports
+(also of the files that are copied along with it), length."""
 
 import ast
 import copy
+import re
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from models_for_wrapper import BF16, Block, Blocks, Comms, batch, fake_ranks, meta_first, silence, with_one_thread
+from models_for_wrapper import (
+    BF16,
+    Block,
+    Blocks,
+    Comms,
+    batch,
+    fake_ranks,
+    meta_first,
+    private_names,
+    silence,
+    with_one_thread,
+)
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -124,13 +137,16 @@ PRIVATE = {
     "torch.utils._python_dispatch": lambda: torch.utils._python_dispatch.TorchDispatchMode,
     "torch.ops._c10d_functional": lambda: torch.ops._c10d_functional.wait_tensor.default,
     "Module._parameters": lambda: nn.Linear(1, 1)._parameters["weight"],
+    "Module._apply": lambda: nn.Linear(1, 1)._apply(torch.clone),
     "Tensor._version": lambda: torch.empty(0)._version,
     "UntypedStorage._cdata": lambda: torch.empty(0).untyped_storage()._cdata,
     "OpOverload._schema": lambda: torch.ops.aten.normal_.default._schema.name,
     "DTensor._local_tensor": lambda: DTensor._local_tensor,
+    "RNNBase._flat_weights": lambda: nn.LSTM(1, 1)._flat_weights[0],
     "RNNBase._flat_weights_names": lambda: nn.LSTM(1, 1)._flat_weights_names,
 }  # fmt: skip
-OWN = {"_sharded", "_data_parallel"}  # what it hangs on a storage and on a module
+# What it hangs on a storage and on a module; a part of the names of operations such as rand_like.
+OWN = {"_sharded", "_data_parallel", "_like"}
 
 
 @pytest.mark.parametrize("name", PRIVATE)
@@ -138,18 +154,17 @@ def test_the_private_names_of_torch_still_exist(name):
     PRIVATE[name]()
 
 
-def test_the_list_of_private_names_is_complete():
-    tree = ast.parse(SOURCE)
-    used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    used |= {part for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for part in node.module.split(".")}
-    own = OWN | {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    private = {name for name in used if name.startswith("_") and not name.endswith("__")} - own
-    assert private == {name.split(".")[-1] for name in PRIVATE if "." in name}
+def test_the_list_of_private_names_is_complete_and_stands_at_the_head_of_the_file():
+    private = {name.split(".")[-1] for name in PRIVATE}
+    assert private_names(SOURCE) - OWN == private
+    head = SOURCE[: SOURCE.index("MODES =")]
+    assert [name for name in private if not re.search(rf"\b{name}\b", head)] == []
 
 
-def test_the_file_imports_only_torch_and_the_standard_library():
+@pytest.mark.parametrize("file", ["simple_fsdp.py", "overlap.py", "gloo.py"])
+def test_the_files_to_copy_import_only_torch_and_the_standard_library(file):
     modules = set()
-    for node in ast.walk(ast.parse(SOURCE)):
+    for node in ast.walk(ast.parse(Path(simple_fsdp.__file__).with_name(file).read_text())):
         if isinstance(node, ast.Import):
             modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -158,8 +173,8 @@ def test_the_file_imports_only_torch_and_the_standard_library():
     assert {name.split(".")[0] for name in modules} - set(sys.stdlib_module_names) == {"torch"}
 
 
-def test_the_file_has_at_most_250_lines():
-    assert len(SOURCE.splitlines()) <= 250
+def test_the_file_has_at_most_300_lines():
+    assert len(SOURCE.splitlines()) <= 300
 
 
 def test_the_file_does_nothing_at_import():
