@@ -403,8 +403,10 @@ def test_one_tensor_at_a_time_is_in_memory(name, run, saved_run, tmp_path, monke
 
 MEASURED = """
 import sys, torch
-from trainer import config, export, measure, weights
+from trainer import config
+from trainer.checkpoint import export, weights
 from trainer.parallelize import build
+from trainer.profiling import memory
 device = torch.device("cpu")
 small, big, what = sys.argv[1:4]
 if what == "load":
@@ -414,9 +416,9 @@ if what == "load":
 else:
     work = lambda path: export.main([path, f"{path}-{what}.{what}"])
     work(small)
-before = measure.reset_peak(device) or measure.peak(device)["peak_rss_mib"]
+before = memory.reset_peak(device) or memory.peak(device)["peak_rss_mib"]
 work(big)
-print(measure.peak(device)["peak_rss_mib"] - before)
+print(memory.peak(device)["peak_rss_mib"] - before)
 """
 
 

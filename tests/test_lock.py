@@ -179,7 +179,8 @@ def test_a_run_that_ends_by_itself_leaves_no_lock(end, train, folder, monkeypatc
 
 
 def test_an_exit_in_between_leaves_no_lock_and_signs_keep_no_process_alive(tmp_path):
-    code = "import os, sys; from trainer import lock; d = sys.argv[1]; lock.take(d); print(os.listdir(d)); sys.exit(3)"
+    code = "import os, sys; from trainer.checkpoint import lock; d = sys.argv[1]; lock.take(d); "
+    code += "print(os.listdir(d)); sys.exit(3)"
     command = [sys.executable, "-c", code, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=20, cwd=ROOT)
     assert done.returncode == 3 and done.stdout == "['lock']\n" and not [*tmp_path.iterdir()]
