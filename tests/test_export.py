@@ -292,7 +292,8 @@ def init_every_layout(mesh):
         read.append(part.nbytes)
         return part
 
-    with mock.patch.object(weights, "_read", counting):
+    # Comparing the files between ranks reads the first bytes of each tensor in the same way: that is not counted.
+    with mock.patch.object(weights, "_read", counting), mock.patch.object(weights, "_glimpse", str):
         for layout in LAYOUTS:
             _, step, _ = made(2, "--batch", 2, *layout.split(), "--seed", 1)
             held = sum(local(t).nbytes for t in step.bare_model.state_dict().values())
