@@ -1,9 +1,11 @@
 """trainer/distributed/control.py and trainer/fault_tolerance/watchdog.py on one rank; several: test_faults.py"""
 
+import faulthandler
 import json
 import os
 import pickle
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -14,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from running import ROOT
 
 from trainer.distributed import control
 from trainer.distributed.control import Control, Desync, Signals, Stopped, agree
@@ -167,6 +170,7 @@ def dog(monkeypatch, tmp_path):
     monkeypatch.setattr(watchdog, "ANSWER_S", 1.0)  # a loaded machine may hold a thread up for tenths of a second
     monkeypatch.setattr(watchdog, "PATIENCE_S", 2.0)
     monkeypatch.setattr(threading, "excepthook", lambda args: None)
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda *_, **__: None)  # it would end the tests
 
     def make(limit, rank=0, world=1):
         made = Watchdog(limit, rank, 1, tmp_path / "hang")
@@ -331,3 +335,35 @@ def test_time_in_which_the_process_was_stopped_does_not_count(dog, monkeypatch):
     mine.at -= 101
     mine.thread.join(10)
     assert mine.ends == [7]
+
+
+HELD = """
+import ctypes, faulthandler, sys, time
+from trainer.fault_tolerance import watchdog
+
+def hold(library):
+    library.sleep(60)
+
+watchdog.GRACE_S = 1.0
+with watchdog.Watchdog(1.0, folder=sys.argv[2]) as dog:
+    for step in range(3 * (sys.argv[1] == "progress")):
+        dog.beat(step, "step")
+        time.sleep(0.9)
+    if sys.argv[1] != "progress":
+        hold(dict(held=ctypes.PyDLL, free=ctypes.CDLL)[sys.argv[1]](None))
+time.sleep(2.5)
+print("went on")
+"""
+
+
+@pytest.mark.parametrize("kind, code", [("held", 1), ("free", 7), ("progress", 0)])
+def test_a_call_that_hangs_with_the_interpreters_lock_ends_with_the_stacks_all_the_same(kind, code, tmp_path):
+    """PyDLL keeps the lock in a call, CDLL gives it back, so that the watchdog can call the roll."""
+    before = time.monotonic()
+    argv = [sys.executable, "-c", HELD, kind, str(tmp_path / "hang")]
+    done = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert done.returncode == code, done.stderr
+    assert ("Timeout (" in done.stderr and "in hold" in done.stderr) == (kind == "held")
+    assert ("main thread hangs" in done.stderr and "in hold" in (tmp_path / "hang/rank-0.txt").read_text()
+            if kind == "free" else not (tmp_path / "hang").exists())  # fmt: skip
+    assert ("went on" in done.stdout) == (kind == "progress") and time.monotonic() - before < 55

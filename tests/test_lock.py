@@ -6,6 +6,7 @@
 import errno
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -107,6 +108,12 @@ def test_another_machines_lock_is_taken_over_after_180_s_without_a_sign(ago, wai
     told = capsys.readouterr().out
     assert waits - 5 <= clock.now <= waits + lock.POLL and (f"{who} may be writing there" in told) == (waits > 0)
     assert json.loads(path.read_text())["pid"] == os.getpid()
+
+
+def test_a_process_of_another_machine_of_the_same_name_is_not_looked_for_among_those_here(tmp_path, clock):
+    """Hosts are often called alike: localhost, the pods of a set. There it may well be alive."""
+    foreign(tmp_path, host=socket.gethostname(), pid=gone(), machine=f"{lock._machine()} of another boot")
+    assert "silent for 180 s" in lock.take(tmp_path) and clock.now >= 175
 
 
 def test_a_run_that_its_launcher_starts_again_on_another_host_waits_for_its_own_lock_and_goes_on(train, folder, clock):

@@ -120,21 +120,22 @@ def torch_file(content, **how):
     return lambda path: torch.save(content, path, **how)
 
 
+LIBRARY = "is damaged, cut short or no safetensors file (Error while deserializing header: "
 WEIGHT, NAN, INF = torch.ones(2, 3), torch.tensor([1.0, float("nan")]), torch.tensor([1.0, -float("inf")])
 BAD = {  # what is planted, what the line says besides the path
     "absent.safetensors": (lambda path: None, "absent.safetensors: No such file"),
-    "cut.safetensors": (cut, "the file is cut short"),
-    "empty.safetensors": (lambda path: path.touch(), "a header of 0 bytes in a file of 0"),
-    "long.safetensors": (lambda path: path.write_bytes(b"\xff" * 16), "a header of 18446744073709551615 bytes"),
-    "larger.safetensors": (lambda path: path.write_bytes((99).to_bytes(8, "little") + b"{}"), "a header of 99 bytes"),
-    "garbage.safetensors": (lambda path: planted(path, b"no json"), "Expecting value"),
-    "list.safetensors": (lambda path: planted(path, b"[1, 2]"), "is no file of weights"),
-    "nested.safetensors": (lambda path: planted(path, b"[" * 10**5), "is no file of weights"),
-    "strange.safetensors": (entry(dtype="F4"), "weight is of dtype F4"),
-    "beyond.safetensors": (entry(data_offsets=[24, 48]), "weight ends at byte"),
-    "before.safetensors": (entry(data_offsets=[-24, 0]), "cannot be bytes -24 to 0"),
-    "size.safetensors": (entry(shape=[2, 4]), "weight [2, 4] F32 cannot be bytes 0 to 24"),
-    "negative.safetensors": (entry(shape=[-2, -3]), "cannot be bytes"),
+    "cut.safetensors": (cut, f"{LIBRARY}incomplete metadata, file not fully covered"),
+    "empty.safetensors": (lambda path: path.touch(), f"{LIBRARY}header too small"),
+    "long.safetensors": (lambda path: path.write_bytes(b"\xff" * 16), f"{LIBRARY}header too large"),
+    "larger.safetensors": (lambda path: path.write_bytes((99).to_bytes(8, "little") + b"{}"), f"{LIBRARY}invalid hea"),
+    "garbage.safetensors": (lambda path: planted(path, b"no json"), f"{LIBRARY}invalid JSON"),
+    "list.safetensors": (lambda path: planted(path, b"[1, 2]"), f"{LIBRARY}invalid JSON"),
+    "nested.safetensors": (lambda path: planted(path, b"[" * 10**5), f"{LIBRARY}invalid JSON"),
+    "strange.safetensors": (entry(dtype="F8_E4M3", shape=[24]), "weight is of dtype F8_E4M3"),
+    "beyond.safetensors": (entry(data_offsets=[24, 48]), f"{LIBRARY}invalid offset"),
+    "before.safetensors": (entry(data_offsets=[-24, 0]), f"{LIBRARY}invalid JSON"),
+    "size.safetensors": (entry(shape=[2, 4]), f"{LIBRARY}invalid shape"),
+    "negative.safetensors": (entry(shape=[-2, -3]), f"{LIBRARY}invalid JSON"),
     "nan.safetensors": (edited(bias=NAN), "bias is not finite"), "inf.safetensors": (edited(bias=INF), "bias is not"),
     "shape.safetensors": (edited(bias=torch.ones(3)), "1 tensors of another shape: bias [3] (the model: [2])"),
     "dtype.safetensors": (edited(bias=torch.ones(2).double()), "bias float64 (the model: float32; --cast converts)"),

@@ -2,14 +2,15 @@
 
     python -m trainer.checkpoint.export runs/a out.safetensors   # the newest good step; or runs/a/step-00000500
     python -m trainer.checkpoint.export runs/a out.pt            # torch.load("out.pt", weights_only=True)
-    python main.py --init out.safetensors                          # step 0 with these weights; --depth etc. as saved
+    python main.py --init out.safetensors                        # step 0 with these weights; --depth etc. as saved
 
-Any number of ranks and any mode may have saved it. Above --shard-gb, out.safetensors is out-00001-of-00003.safetensors
-and so on with out.safetensors.index.json, as Hugging Face has it; --init takes out.safetensors for it all the same.
-Holds one tensor and its largest saved shard at a time, never the model. Exit codes: 0 done, 2 bad command line or
-output, 4 a checkpoint that cannot be used or an output that cannot be written, 130 (143) stopped by Ctrl-C (SIGTERM)
-before the next tensor: OUT is as it was, nothing is left. A second signal and kill -9 leave a directory OUT.tmp-<8 hex
-digits>, which the next export to OUT removes.
+Any number of ranks and any mode may have saved it. Above --shard-gb, out.safetensors becomes files
+out-00001-of-00003.safetensors and so on with out.safetensors.index.json, as Hugging Face names them; --init still takes
+out.safetensors. Memory holds one tensor and its largest saved shard at a time, never the model.
+
+Exit codes: 0 done, 2 bad command line or output, 4 a checkpoint that cannot be used or an output that cannot be
+written, 130 (143) stopped by Ctrl-C (SIGTERM) before the next tensor: OUT is as it was. A second signal and kill -9
+leave a directory OUT.tmp-<8 hex digits>, which the next export to OUT removes.
 """
 
 import argparse
@@ -39,8 +40,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def export(args: argparse.Namespace) -> str:
-    """Writes the file; what to print. ValueError for a bad output, CheckpointError."""
-    import torch  # here, so that --help is instant
+    """Writes the file or files; returns the line to print. Raises ValueError for a bad output, and CheckpointError."""
+    import torch  # not at the top, so that --help is instant
     import torch.distributed as dist
 
     from gloo import one_worker_thread
@@ -60,18 +61,18 @@ def export(args: argparse.Namespace) -> str:
 
     weights.check_output(args.out, args.overwrite)
     one_worker_thread()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # what verifies is collective
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # verifying is a collective
     try:
         found = checkpoint.find(args.checkpoint)
         tensors = checkpoint.parameters(found)
         if args.dtype == "bf16":
             tensors = {name: (shape, torch.bfloat16) for name, (shape, _) in tensors.items()}
-        local = "data", "init"  # may be paths of this machine
+        local = "data", "init"  # they may hold paths of this machine
         training = {k: v for k, v in found.about["training"].items() if k not in local}
         about = dict(format="pt", step=str(found.about["step"]), samples=str(found.about["samples"]),
                      torch=found.about["torch"], training=json.dumps(training))  # fmt: skip
         limit = float("inf") if args.out.endswith(".pt") else args.shard_gb * 1e9
-        with Signals(speak=False) as signals:  # noted, so that the files get their names all or none
+        with Signals(speak=False) as signals:  # signals wait, so that all files get their names or none does
             made = weights.write(args.out, tensors, read, about, limit)
     finally:
         dist.destroy_process_group()

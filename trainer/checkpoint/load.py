@@ -1,17 +1,18 @@
 """Checkpoints on torch.distributed.checkpoint (DCP): committed as a whole, verified before use, resumed exactly.
 
     found = find_start(config, batches)            # newest usable step, or None: start fresh
-    load(found, step)                          # in place, into any number of ranks and any mode
+    load(found, step)                              # in place, into any number of ranks and any mode
     with Saver(config, step, batches) as saver:    # trainer/checkpoint/save.py
         saver.save(k)                          # after k steps: DIR/step-00000012
 
-A step's directory holds DCP's files (tensors only: parameters, Adam's moments and step count), train_state.json (what
-the run was) and manifest.json (size and CRC-32 of every other file). All of it is written and synced in a temporary
-directory, the manifest last, and becomes a checkpoint by one rename; a directory of that name is never written to.
-Checksums find accidents, not forgery; but no file here can run code: `.metadata` is unpickled through an allow-list,
-tensors by torch's weights_only loader. There is no random state to save: no step draws numbers.
+A step's directory holds DCP's files (tensors only: parameters, Adam's moments and step count), train_state.json (the
+TrainState of trainer/checkpoint/state.py and the run's settings) and manifest.json (size and CRC-32 of every other
+file). All of it is written and synced in a temporary directory, the manifest last, and becomes a checkpoint by one
+rename; a committed directory is never written to. Checksums find accidents, not forgery, but no file can run code:
+`.metadata` is unpickled through an allow-list, tensors by torch's weights_only loader. Random state is not saved,
+because no step draws random numbers.
 
-`find_start` and `load` are collectives, over `group` (control.control_group; None: the default one): what fails on one
+`find_start` and `load` are collectives over `group` (control.control_group; None: the default one): what fails on one
 rank raises on all.
 """
 
@@ -34,11 +35,11 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.tensor import DTensor
 
 from trainer.attention import DTYPES
 from trainer.checkpoint.lock import drop, take
 from trainer.checkpoint.manifest import CheckpointError, Damaged, Refused, discard, verify
+from trainer.checkpoint.state import TrainState, table_of, tensors
 from trainer.config import Config, flag
 from trainer.data import Batches, DataError
 from trainer.distributed.terminal import tell
@@ -47,7 +48,7 @@ FORMAT = 1  # of train_state.json; a newer one is refused
 STEP = re.compile(r"step-[0-9]{8}")
 TEMPORARY = re.compile(r"tmp-(step-[0-9]{8}|token)-[0-9a-f]{8}")
 ASIDE = re.compile(r"damaged-step-[0-9]{8}-[0-9a-f]{8}")
-# What a resumed run must keep, as `_check` calls it; other flags may change, and the line that says so names them.
+# What a resumed run must keep, by the names that `_check` uses. Other flags may change; a line then names them.
 FIXED = "--depth --width --head-dim --grouping --grow --vocab --seqlen --seed --adam-dtype global-batch".split()
 HINTS = {"global-batch": "global-batch: ranks x --batch x --grad-accum",
          "--adam-dtype": "--cast converts to another --adam-dtype"}  # fmt: skip
@@ -59,9 +60,15 @@ ALLOWED = {("torch", name) for name in ("Size", "float32", "bfloat16")} | {  # a
 
 
 class Found(NamedTuple):
+    """A verified checkpoint, its tensors not yet read."""
+
     path: str
     about: dict  # train_state.json
-    metadata: Metadata
+    metadata: Metadata  # DCP's
+
+    @property
+    def state(self) -> TrainState:
+        return TrainState.from_dict(self.about)
 
 
 def _line(error: BaseException) -> str:
@@ -69,8 +76,8 @@ def _line(error: BaseException) -> str:
 
 
 def on_all(work: Callable[[], Any], group: dist.ProcessGroup | None = None, what: str = "") -> list:
-    """What `work` returns, of every rank; if it fails on any rank, the first failure on all: Refused, CheckpointError
-    as they are, others as CheckpointError that begins with `what`."""
+    """A list of what `work` returns on each rank. If it fails on any rank, all ranks raise the first failure: Refused
+    and CheckpointError as they are, others as a CheckpointError that begins with `what`."""
     error = value = None
     try:
         value = work()
@@ -86,6 +93,7 @@ def on_all(work: Callable[[], Any], group: dist.ProcessGroup | None = None, what
 
 
 def on_rank_0(work: Callable[[], Any], group: dist.ProcessGroup | None = None, what: str = "") -> Any:
+    """What `work` returns on rank 0, where alone it runs, on all ranks. Raises as `on_all` does."""
     return on_all(lambda: work() if dist.get_rank() == 0 else None, group, what)[0]
 
 
@@ -107,14 +115,16 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _open(path: str, files: dict) -> Found:
-    """A verified step, its tensors not yet read. Raises Damaged, or CheckpointError for a newer format."""
+    """A step whose files are verified. files: those of its manifest. Raises Damaged, or CheckpointError for a newer
+    format."""
     where = os.path.join(path, "train_state.json")
     try:
         about = json.loads(Path(where).read_bytes())
         if about["format"] > FORMAT:
             raise CheckpointError(f"{where}: format {about['format']} is newer than {FORMAT}; use a newer program")
-        if os.path.basename(path) != f"step-{about['step']:08d}":
-            raise ValueError(f"is of step {about['step']}")
+        state = TrainState.from_dict(about)
+        if os.path.basename(path) != f"step-{state.step:08d}":
+            raise ValueError(f"is of step {state.step}")
         where = os.path.join(path, ".metadata")
         with open(where, "rb") as file:
             metadata = _Unpickler(file).load()
@@ -135,17 +145,18 @@ def _open(path: str, files: dict) -> Found:
 
 
 def find_start(c: Config, batches: Batches, group: dist.ProcessGroup | None = None) -> Found | None:
-    """The step that --resume and --save mean, verified and fit for these flags; None: start fresh. Locks --save, until
-    `drop` or the end of the process, and tidies it.
+    """The step that --resume and --save mean, verified and fit for these flags; None: start fresh. Locks --save until
+    `drop` or the end of the process, and removes from it what killed runs left.
 
-    Raises CheckpointError, also where --save holds steps later than the start, DataError for other data, and Refused
-    where another run writes to --save or ranks see different directories."""
+    Raises CheckpointError, also where --save holds later steps than the one to start from, DataError where --data is
+    not what the checkpoint was trained on, and Refused where another run writes to --save or ranks see different
+    directories."""
     if c.save is None:
         return _find_start(c, batches, group)
     try:
         _claim(c.save, group)
         found = _find_start(c, batches, group)
-        done = found is not None and found.about["step"] >= c.steps
+        done = found is not None and found.state.step >= c.steps
     except BaseException:
         drop(c.save)
         raise
@@ -155,6 +166,7 @@ def find_start(c: Config, batches: Batches, group: dist.ProcessGroup | None = No
 
 
 def _claim(folder: str, group: dist.ProcessGroup | None) -> None:
+    """Locks --save, and checks by a directory that rank 0 makes that all ranks see the same one. Raises Refused."""
     if said := on_rank_0(partial(take, folder), group):
         say(said)
     token = on_rank_0(lambda: f"tmp-token-{secrets.token_hex(4)}", group)
@@ -179,14 +191,14 @@ def _find_start(c: Config, batches: Batches, group: dist.ProcessGroup | None) ->
     found = newest(paths, group)
     if found is not None:
         _check(found, c, batches)
-        say(f"{found.path}: resuming after step {found.about['step']}, sample {found.about['samples']}")
+        say(f"{found.path}: resuming after step {found.state.step}, sample {found.state.samples}")
         if c.save is not None and not again and not on_rank_0(partial(_within, found.path, c.save), group):
             found.about["origin"] = on_rank_0(partial(_mark, found.path), group)
     elif c.resume not in ("auto", "never"):
         raise CheckpointError(f"--resume {folder}: holds no checkpoint (step-<8 digits>)")
     elif c.save is not None and not present:
         say(f"none in {c.save}: starting fresh")
-    first = f"step-{found.about['step'] if found else 0:08d}"
+    first = f"step-{found.state.step if found else 0:08d}"
     later = [name for name in present if name > first]
     if later and not (c.resume == "auto" or again):
         raise CheckpointError(f"--save {c.save}: holds {later[0]}, which this run would come to; continue that one "
@@ -201,20 +213,25 @@ def _within(path: str, folder: str) -> bool:
 
 
 def _mark(path: str) -> str:
-    """Of a step, wherever it lies: of its files' checksums."""
+    """A fingerprint of a step, from the checksums of its files: the same wherever the step is copied to."""
     return hashlib.blake2b(Path(path, "manifest.json").read_bytes(), digest_size=16).hexdigest()
 
 
 def _origin(path: str) -> str | None:
-    """`_mark` of the step elsewhere at which the run of this step began; None if there is none, or it is not told."""
+    """`_mark` of the step elsewhere at which the run that saved this step began; None if it began at none."""
     with suppress(OSError, ValueError):
         return json.loads(Path(path, "train_state.json").read_bytes()).get("origin")
     return None
 
 
 def _look(save: str | None, folder: str | None) -> tuple[list[str], list[str], list[str], bool]:
-    """Unfinished steps in `save`, now removed; the committed ones; the paths of those to resume from: of `folder`, but
-    of `save` if its run began there and the same command is started again; whether it is that."""
+    """save: the directory of --save, or None; folder: the one to resume from, or None. Returns
+
+    - the names of unfinished steps in `save`, which this removes,
+    - the names of the committed ones,
+    - the paths of the steps to resume from: those of `folder`, but those of `save` where its run began at a step of
+      `folder`, because then the same command was started again,
+    - whether that is the case."""
     left = sorted(filter(TEMPORARY.fullmatch, os.listdir(save))) if save is not None else []
     left = [name for name in left if discard(os.path.join(save, name))]
     present = steps_in(save) if save is not None else []
@@ -229,7 +246,8 @@ def _look(save: str | None, folder: str | None) -> tuple[list[str], list[str], l
 
 
 def _set_aside(folder: str, names: list[str]) -> str:
-    """Renames damaged steps and says so. Those that an earlier start set aside go, or they would fill the disk."""
+    """Renames damaged steps; returns a line that says so. Removes those that an earlier start set aside, which would
+    fill the disk in time."""
     for old in filter(ASIDE.fullmatch, os.listdir(folder)):
         discard(os.path.join(folder, old))
     aside = [f"damaged-{name}-{secrets.token_hex(4)}" for name in names]
@@ -239,7 +257,7 @@ def _set_aside(folder: str, names: list[str]) -> str:
 
 
 def _offered(folder: str, flag: str = "") -> list[str]:
-    """Paths of the steps in `folder`, newest first; its own, if it is one, by whatever name."""
+    """Paths of the steps in `folder`, newest first, or of `folder` itself if that is a step or a link to one."""
     if not os.path.isdir(folder):
         raise CheckpointError(f"{flag}{folder}: no such directory")
     for itself in (os.path.normpath(folder), os.path.realpath(folder)):  # "latest", "."
@@ -257,8 +275,9 @@ def find(folder: str) -> Found:
 
 
 def newest(paths: list[str], group: dist.ProcessGroup | None = None) -> Found | None:
-    """The first that is as it was saved; None of no paths. If there are some and none is good, raises what is wrong
-    with the first: to begin again is not for this program to decide."""
+    """The first of these steps whose files are as they were saved; None if there are no paths.
+
+    Raises Damaged, for the first, if there are paths and all are damaged: the user decides whether to start again."""
     damaged = []
     for path in paths:
         try:
@@ -275,8 +294,8 @@ def newest(paths: list[str], group: dist.ProcessGroup | None = None) -> Found | 
 
 
 def _verified(path: str, group: dist.ProcessGroup | None) -> Found:
-    """Reads each file of a step on one rank; on every rank if each node has a copy of its own. Raises Damaged, or
-    CheckpointError where these are not copies of one step."""
+    """Opens a step after checking each of its files on one rank, or on every rank if the nodes have copies of their
+    own. Raises Damaged, or CheckpointError where these are not copies of one step."""
 
     def share() -> tuple[dict, tuple[int, int]]:
         files, manifest = verify(path, dist.get_rank(), dist.get_world_size()), os.stat(f"{path}/manifest.json")
@@ -296,7 +315,8 @@ def _verified(path: str, group: dist.ProcessGroup | None) -> Found:
 
 
 def _check(found: Found, c: Config, batches: Batches) -> None:
-    """Whether the run of these flags can go on from there; says what changed."""
+    """Raises CheckpointError or DataError where a run of these flags cannot go on from `found`; prints which of the
+    flags that may change have changed."""
     about = found.about
     both = {flag(k): (about["training"].get(k), v) for k, v in asdict(c.training).items() if k != "init"}
     both |= {"global-batch": (about["global_batch"], batches.global_batch)}
@@ -320,7 +340,8 @@ def _check(found: Found, c: Config, batches: Batches) -> None:
 
 
 def load(found: Found, step, group: dist.ProcessGroup | None = None) -> None:
-    """Fills parameters, moments and step count of a `trainer.step.Step` in place."""
+    """Fills parameters, moments and step count of a `trainer.step.Step` in place. A collective. Raises CheckpointError,
+    also where names, shapes or dtypes differ from what was saved."""
     state = tensors(step)
     saved, now = found.about["tensors"], table_of(state)
     differ = sorted(name for name in saved.keys() | now.keys() if saved.get(name) != now.get(name))
@@ -331,28 +352,14 @@ def load(found: Found, step, group: dist.ProcessGroup | None = None) -> None:
 
 
 def reader(found: Found) -> dcp.FileSystemReader:
+    """DCP's reader of a verified step."""
     made = dcp.FileSystemReader(found.path)
     made.read_metadata = lambda *_, **__: found.metadata  # its own would unpickle the file again, without a check
     return made
 
 
-def tensors(step) -> dict[str, Tensor]:
-    """What is saved, by name: the model's state dict, "m.<parameter>", "v.<parameter>" and "t". Nothing is copied:
-    moments of a sharded parameter are DTensors of its placements, so that DCP reshards them alike."""
-    optimizer = step.optimizer
-    names = {id(p): name for name, p in step.model.named_parameters()}
-    state = dict(step.model.state_dict()) | dict(t=optimizer.t)
-    for p, *moments in zip(optimizer.params, optimizer.m, optimizer.v, strict=True):
-        for kind, moment in zip("mv", moments, strict=True):
-            if isinstance(p, DTensor):
-                how = dict(run_check=False, shape=p.shape, stride=p.stride())
-                moment = DTensor.from_local(moment, p.device_mesh, p.placements, **how)
-            state[f"{kind}.{names[id(p)]}"] = moment
-    return state
-
-
 def parameters(found: Found) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and dtype of what `tensors` took from the model."""
+    """{name: (shape, dtype)} of what the checkpoint holds of the model, without the optimizer's tensors."""
     saved = found.metadata.state_dict_metadata
     own = [name for name in saved if name != "t" and not (name[:2] in ("m.", "v.") and name[2:] in saved)]
     return {name: (tuple(saved[name].size), saved[name].properties.dtype) for name in own}
@@ -364,7 +371,3 @@ def read(found: Found, name: str) -> Tensor:
     state = {name: torch.empty(t.size, dtype=t.properties.dtype)}
     on_all(partial(dcp.load, state, storage_reader=reader(found)), what=f"{found.path}: ")
     return state[name]
-
-
-def table_of(state: dict[str, Tensor]) -> dict[str, list]:
-    return {name: [[*t.shape], str(t.dtype)] for name, t in state.items()}

@@ -1,14 +1,17 @@
-"""The lock of a directory that one run at a time may write to: a file `lock` in it, which says who. Knows no torch.
+"""The lock of a directory that one run at a time may write to: a file `lock` in it, which names its owner. No torch.
 
-    said = take(folder)     # Refused if another run has it; what to say if it was taken over, else None
-    renew(folder)           # a sign of life, given every 30 s too; CheckpointError if another run has taken it over
+    said = take(folder)     # Refused if another run has it; a line to print if it was taken over, else None
+    renew(folder)           # a sign of life, also given every 30 s; CheckpointError if another run has taken it over
     drop(folder)            # at the latest when the process exits
 
-A lock is stale if its process was one of this machine and is gone (kill -9 leaves such a lock), or if it is another
-machine's and gave no sign for 180 s. The latter is waited for: a job that its launcher starts again on another host
-takes over what it held itself, a run that lives refuses it by its next sign. No identity of a job is trusted: a host
-that is cut off from its launcher may still write. Ages are by the file system's clock, which may be another machine's.
-Relies on exclusive creation and rename, not on flock, which network file systems treat as they like.
+A lock is stale if its process ran on this machine and is gone (kill -9 leaves such a lock), or if another machine holds
+it and gave no sign of life for 180 s. The latter is waited for: a job that its launcher starts again on another host
+takes over its own old lock, and a run that is alive gives its next sign, which refuses the newcomer. Job ids are not
+trusted: a host that is cut off from its launcher may still write. Ages are by the file system's clock, which may be
+another machine's. Needs exclusive creation and rename, but not flock, which network file systems may ignore.
+
+filelock's SoftFileLease (4.2) is not used. It takes over at once what lives on another machine of the same host name,
+after 2 s a lock that it cannot read, never the lock of a zombie or an empty one, and always waits the whole 180 s.
 """
 
 import atexit
@@ -26,12 +29,12 @@ from pathlib import Path
 from trainer.checkpoint.manifest import CheckpointError, Refused
 from trainer.distributed.terminal import tell
 
-SIGN, STALE = 30, 180  # s between signs of life; s without one after which another machine's lock is taken over
-POLL = 2  # s between looks for a sign
+SIGN, STALE = 30, 180  # seconds between signs of life; without one until another machine's lock is taken over
+POLL = 2  # seconds between looks for a sign
 
 
 class _Held:
-    """A lock of this process: `text` is the content of its file, unlike any other."""
+    """A lock of this process. text: the content of its file, which no other lock has."""
 
     def __init__(self, path: str, text: str):
         self.path, self.text, self.over = path, text, threading.Event()
@@ -39,13 +42,13 @@ class _Held:
 
     def _signs(self) -> None:
         while not self.over.wait(SIGN):
-            with suppress(OSError, CheckpointError):  # the next save tells
+            with suppress(OSError, CheckpointError):  # the next save raises it
                 self.sign()
 
     def sign(self) -> None:
         try:
             found = _read(self.path)
-        except FileNotFoundError:  # by hand
+        except FileNotFoundError:  # somebody has removed it by hand
             _create(self.path, self.text)
             return
         if found != self.text:
@@ -58,8 +61,11 @@ _held: dict[str, _Held] = {}  # absolute path of the folder
 
 
 def take(folder: str, patient: bool = True) -> str | None:
-    """Nothing happens if this process has the lock already. May wait, see above; if not `patient`, another machine's
-    lock is refused at once unless it is stale."""
+    """Takes the lock of `folder`; does nothing if this process has it already. Returns a line to print if it was taken
+    over from another run.
+
+    Waits up to 180 s for a sign of another machine's lock; without `patient`, that lock refuses at once unless it is
+    stale. Raises Refused, in one line that names host and pid."""
     path, said, key = os.path.join(folder, "lock"), None, os.path.abspath(folder)
     if key in _held:
         return None
@@ -80,7 +86,7 @@ def take(folder: str, patient: bool = True) -> str | None:
 
 
 def renew(folder: str) -> None:
-    """Nothing happens if this process does not have the lock."""
+    """A sign of life; nothing happens if this process does not have the lock. CheckpointError if another run has."""
     if held := _held.get(os.path.abspath(folder)):
         held.sign()
 
@@ -113,7 +119,7 @@ def _read(path: str) -> str:
 
 
 def _owner(text: str) -> dict:
-    """What a lock says; {} of one that is not written yet or not ours to read."""
+    """The content of a lock; {} of one that is not written yet or is not this program's."""
     with suppress(ValueError, LookupError, TypeError):
         found = json.loads(text)
         return found if 0 < found["pid"] < 2**31 else {}
@@ -126,7 +132,7 @@ def _who(text: str) -> str:
 
 
 def _evict(folder: str, path: str, patient: bool) -> str | None:
-    """Removes a stale lock and says whose it was. Refused if it is not stale."""
+    """Removes a stale lock; returns a line that says whose it was. Raises Refused if it is not stale."""
     try:
         text = _read(path)
         here = _owner(text).get("machine") == _machine()
@@ -144,8 +150,8 @@ def _evict(folder: str, path: str, patient: bool) -> str | None:
 
 
 def _signs_again(folder: str, path: str, text: str, patient: bool) -> bool:
-    """Whether another machine's lock gives a sign before it is STALE; waits for that if `patient`, else takes one for
-    given. FileNotFoundError if it goes."""
+    """Whether another machine's lock gives a sign before it is stale. Waits for that if `patient`, else assumes a sign
+    unless the lock is stale already. Raises FileNotFoundError if the lock is given back."""
     with tempfile.TemporaryFile(dir=folder) as now:
         mark = os.stat(path).st_mtime
         left = STALE - max(0, os.fstat(now.fileno()).st_mtime - mark)
@@ -163,7 +169,7 @@ def _signs_again(folder: str, path: str, text: str, patient: bool) -> bool:
 
 
 def _machine() -> str:
-    """What pids are numbers of: a host since its boot and, where containers have pids of their own, one of them."""
+    """Where a pid has a meaning: a host since its boot and, where containers have pids of their own, a container."""
     told = [socket.gethostname()]
     with suppress(OSError):
         told += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")]
@@ -171,8 +177,8 @@ def _machine() -> str:
 
 
 def start_ticks(pid: int) -> str | None:
-    """When a process of this machine began, which tells it from an earlier one of the same pid (clock ticks since
-    boot); None if it is gone, also as a zombie, or where there is no /proc."""
+    """When a process of this machine began, in clock ticks since boot, which tells it from an earlier one of the same
+    pid; None if it is gone or a zombie, or where there is no /proc."""
     with suppress(OSError):
         fields = re.sub(r".*\) ", "", Path(f"/proc/{pid}/stat").read_text(), flags=re.DOTALL).split()  # from the 3rd on
         return None if fields[0] in "ZX" else fields[19]
@@ -184,6 +190,6 @@ def _alive(owner: dict) -> bool:
         os.kill(owner["pid"], 0)
     except ProcessLookupError:
         return False
-    except OSError:  # somebody else's, which /proc may hide
+    except OSError:  # another user's process, which /proc may hide
         return start_ticks(owner["pid"]) in (None, owner.get("start"))
     return start_ticks(owner["pid"]) == owner.get("start")

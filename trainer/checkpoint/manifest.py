@@ -1,4 +1,4 @@
-"""The files of a checkpoint: synced, listed with size and CRC-32 in manifest.json, verified against it. Knows no torch.
+"""The files of a checkpoint: synced, listed with size and CRC-32 in manifest.json, verified against it. No torch.
 
     write_manifest(path, {name: digest(os.path.join(path, name)) for name in names})
     verify(path)                        # Damaged: "path/__0_0.distcp: checksum differs"
@@ -18,7 +18,7 @@ from pathlib import Path
 from trainer.distributed.terminal import tell
 
 FILE = re.compile(r"\.metadata|train_state\.json|__[0-9]+_[0-9]+\.distcp")  # all that a manifest may name
-DAMAGE = errno.ENOENT, errno.ENOTDIR, errno.EIO  # other errors of reading say nothing about what is in the file
+DAMAGE = errno.ENOENT, errno.ENOTDIR, errno.EIO  # other errors of reading may pass, and the file may be whole
 
 
 class CheckpointError(Exception):
@@ -26,11 +26,11 @@ class CheckpointError(Exception):
 
 
 class Damaged(CheckpointError):
-    """A step that is not, byte for byte, what was saved: an older one may do."""
+    """A step that is not, byte for byte, what was saved. An older step may be good."""
 
 
 class Refused(ValueError):
-    """A directory for --save that this run cannot use, or another one uses."""
+    """A directory for --save that this run cannot use, or that another run uses."""
 
 
 def check_directory(path: str) -> None:
@@ -43,7 +43,7 @@ def check_directory(path: str) -> None:
 
 
 def _make(path: str) -> None:
-    """A directory that a power cut leaves there, and those on the way to it."""
+    """Creates a directory and its parents, synced, so that they survive a power cut."""
     if not os.path.exists(path):
         _make(os.path.dirname(path))
         os.makedirs(path, exist_ok=True)  # another rank may be doing the same
@@ -51,6 +51,7 @@ def _make(path: str) -> None:
 
 
 def sync(path: str) -> None:
+    """fsync of a file or a directory."""
     file = os.open(path, os.O_RDONLY)
     try:
         os.fsync(file)
@@ -59,8 +60,8 @@ def sync(path: str) -> None:
 
 
 def discard(path: str, aside: str | None = None) -> bool:
-    """Removes a directory, under the name `aside` if there is one; a warning and False where it cannot: what is left of
-    a step is no reason to end a run."""
+    """Removes a directory, after renaming it to `aside` if that is given. Returns whether it is gone; a failure is only
+    a warning, because what is left of an old step is no reason to end a run."""
     try:
         if aside is not None:
             os.rename(path, aside)
@@ -78,8 +79,8 @@ def write_json(path: str, content: dict) -> None:
 
 
 def digest(path: str) -> list[int]:
-    """[bytes, CRC-32]. Damaged if `path` is not a file, which a symbolic link is not either; CheckpointError if it
-    cannot be read for another reason, which may pass."""
+    """[bytes, CRC-32] of a file. Raises Damaged if `path` is missing, unreadable on its disk or no plain file (as a
+    symbolic link), and CheckpointError if it cannot be read for a reason that may pass."""
     size = crc = 0
     try:
         if not stat.S_ISREG(os.lstat(path).st_mode):
@@ -97,17 +98,18 @@ def _crc_of(files: dict) -> int:
 
 
 def write_manifest(path: str, files: dict[str, list[int]]) -> None:
-    """The last file of a step: {file: [bytes, CRC-32]} of all others, with a checksum of itself; then syncs `path`."""
+    """Writes the last file of a step: {file: [bytes, CRC-32]} of all others and a checksum of that; syncs `path`."""
     write_json(os.path.join(path, "manifest.json"), dict(crc32=_crc_of(files), files=files))
     sync(path)
 
 
 def verify(path: str, rank: int = 0, world: int = 1) -> dict[str, list[int]]:
-    """The manifest's {file: [bytes, CRC-32]}, after checking every `world`-th file from the `rank`-th on. Damaged."""
+    """The manifest's {file: [bytes, CRC-32]}, after checking every `world`-th file from the `rank`-th on. Raises
+    Damaged, or CheckpointError, in one line that names the file."""
     if os.path.islink(path):
         raise Damaged(f"{path}: is a symbolic link")
     where = os.path.join(path, "manifest.json")
-    digest(where)  # a plain file
+    digest(where)  # raises if it is not a plain file
     try:
         manifest = json.loads(Path(where).read_bytes())
         files, told = manifest["files"], manifest["crc32"]

@@ -1,14 +1,14 @@
 """Saves the steps of a run, in the foreground or, with --save-async, in a thread, and keeps the newest of them.
 
     with Saver(config, step, batches) as saver:     # at the end: waits, raises what a save met, gives the lock back
-        saver.save(k)                               # after k steps: DIR/step-00000012, as checkpoint.py says
-        saver.failed()                              # the save in flight has ended with an error, which `wait` raises
+        saver.save(k)                               # after k steps: DIR/step-00000012, see trainer/checkpoint/load.py
+        saver.failed()                              # whether the save in flight has ended with an error
 
-A save in flight holds one copy of this rank's shards (parameters and moments) in host memory, allocated by the first
-and filled again by each later one, which first waits for the one before. Its collectives have a group of their own, and
-it leaves the device alone. On CUDA torch's writer holds such a copy, too, while a synchronous save lasts.
+A save in the thread takes one copy of this rank's shards (parameters and moments) in host memory, which is allocated
+once and filled again by each save, after the one before has ended. Its collectives have a process group of their own,
+and it does not use the device. On CUDA, torch's writer holds such a copy while a foreground save lasts, too.
 
-All but `failed` are collectives: what fails on one rank raises on all, in the thread as well.
+All methods but `failed` are collectives: what fails on one rank raises on all, in the thread as well.
 """
 
 import os
@@ -26,9 +26,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from trainer.checkpoint.load import FORMAT, on_all, on_rank_0, steps_in, table_of, tensors
+from trainer.checkpoint.load import FORMAT, on_all, on_rank_0, steps_in
 from trainer.checkpoint.lock import drop, renew
 from trainer.checkpoint.manifest import CheckpointError, digest, discard, sync, write_json, write_manifest
+from trainer.checkpoint.state import TrainState, table_of, tensors
 from trainer.config import Config
 from trainer.data import Batches
 from trainer.distributed.control import control_group
@@ -37,11 +38,13 @@ from trainer.step import local
 
 
 class Saver:
-    """`group`: what foreground saves talk over, see control.control_group. origin: of `load.find_start`."""
+    """group: for the collectives of foreground saves, see control.control_group. origin: of the `TrainState` of
+    `find_start`."""
 
     def __init__(self, c: Config, step, batches: Batches, group: dist.ProcessGroup | None = None,
                  origin: str | None = None):  # fmt: skip
         self.origin = origin
+        self.best: float | None = None  # of `TrainState`, to be set after an evaluation
         self.c, self.step, self.batches, self.group = c, step, batches, group
         self.thread: ThreadPoolExecutor | None = None
         self.pending: tuple[int, Future] | None = None  # the step in flight
@@ -56,14 +59,16 @@ class Saver:
                            for name, t in tensors(step).items()}  # fmt: skip
 
     def save(self, k: int) -> None:
-        """Saves what is now, after k steps: returns when it is committed, with --save-async when it is copied.
-        Raises CheckpointError, with --save-errors warn only if k is the last step or the run is `ending`."""
+        """Saves the state after k steps; returns when it is committed, with --save-async when it is copied.
+
+        Raises CheckpointError; with --save-errors warn only if k is the last step or the run is `ending`."""
         self.wait()
         state, name = tensors(self.step), f"step-{k:08d}"
-        about = dict(format=FORMAT, step=k, samples=self.batches.sample, global_batch=self.batches.global_batch)
+        now = TrainState(k, self.batches.sample, self.origin, self.best)
+        about = dict(format=FORMAT, global_batch=self.batches.global_batch) | now.as_dict()
         about |= dict(training=asdict(self.c.training), torch=torch.__version__, world=dist.get_world_size())
         about |= dict(data=dict(description=self.batches.description, fingerprint=self.batches.fingerprint))
-        about |= dict(tensors=table_of(state)) | (dict(origin=self.origin) if self.origin else {})
+        about |= dict(tensors=table_of(state))
         write = partial(_save, self.c, name, about, self.group)
         if self.thread is None:
             self._settle(k, partial(write, state))
@@ -98,11 +103,12 @@ class Saver:
         if self.pending is not None:
             k, future = self.pending
             wait([future])
-            self.pending = None  # not before: Ctrl-C may end the waiting
+            self.pending = None  # not before the wait, which Ctrl-C may interrupt
             self._settle(k, future.result)
 
     def close(self) -> None:
-        """`wait`; then thread, group, buffer and lock are given back. A second call does nothing."""
+        """Waits for the save in flight and raises what it met; ends the thread, frees the buffer, gives the lock back.
+        A second call does nothing."""
         try:
             self.wait()
         finally:
@@ -122,7 +128,7 @@ class Saver:
         except CheckpointError as lost:
             if error is None:
                 raise
-            if dist.get_rank() == 0:  # it is not what ends the run
+            if dist.get_rank() == 0:  # `error` is what ends the run
                 tell(f"warning: {lost}", sys.stderr)
 
 
@@ -142,7 +148,8 @@ def _save(c: Config, name: str, about: dict, group: dist.ProcessGroup | None, st
 
 
 def _begin(folder: str, name: str, needs: int) -> str:
-    """A new temporary directory for `needs` bytes."""
+    """A new temporary directory in `folder` for the step `name` of `needs` bytes. Raises CheckpointError where there
+    is no space or the step exists."""
     renew(folder)
     final, has = os.path.join(folder, name), shutil.disk_usage(folder).free
     if os.path.lexists(final):
@@ -155,23 +162,24 @@ def _begin(folder: str, name: str, needs: int) -> str:
 
 
 def write_tensors(temporary: str, state: dict[str, Tensor], group: dist.ProcessGroup | None) -> None:
-    """The files of this rank, synced; those of rank 0 with `.metadata`."""
+    """Writes and syncs the files of this rank, on rank 0 `.metadata` as well. A collective."""
     # Without copying ahead there is no stream to wait for: a thread must not disturb the capture of a CUDA graph.
     writer = dcp.FileSystemWriter(temporary, sync_files=True, per_thread_copy_ahead=0)
     writer.storage_meta = lambda: None  # its own would put the directory's whole path into `.metadata`
     dcp.save(state, storage_writer=writer, process_group=group)
     if dist.get_rank() == 0:
-        sync(os.path.join(temporary, ".metadata"))  # torch's own comes before the last of it has left Python's buffer
+        sync(os.path.join(temporary, ".metadata"))  # torch syncs it before Python's buffer is flushed
 
 
 def _write(temporary: str, state: dict[str, Tensor], group: dist.ProcessGroup | None) -> dict[str, list[int]]:
-    """Writes; {file: [bytes, CRC-32]} of this rank's files, read back."""
+    """Writes this rank's files and reads them back; returns their {file: [bytes, CRC-32]}."""
     write_tensors(temporary, state, group)
     own = f"__{dist.get_rank()}_"
     return {name: digest(os.path.join(temporary, name)) for name in os.listdir(temporary) if name.startswith(own)}
 
 
 def _commit(c: Config, name: str, temporary: str, files: dict[str, list[int]], about: dict) -> None:
+    """Completes a step, gives it its name, and removes all but the newest --keep. files: what all ranks wrote."""
     write_json(os.path.join(temporary, "train_state.json"), about)
     for own in (".metadata", "train_state.json"):
         files[own] = digest(os.path.join(temporary, own))
@@ -179,9 +187,9 @@ def _commit(c: Config, name: str, temporary: str, files: dict[str, list[int]], a
         if os.stat(os.path.join(temporary, file)).st_size != size:
             raise CheckpointError(f"{temporary}/{file}: another rank sees it otherwise; ranks must share --save")
     write_manifest(temporary, files)
-    renew(c.save)  # it may have been silent for long enough since the last time
+    renew(c.save)  # a process that was stopped meanwhile may have lost the lock
     os.rename(temporary, os.path.join(c.save, name))
     sync(c.save)
-    for old in steps_in(c.save)[c.keep :]:  # under another name first: half of a step must not look like one
+    for old in steps_in(c.save)[c.keep :]:  # renamed first: a removal that is killed leaves no half of a step
         old = os.path.join(c.save, old)
         discard(old, os.path.join(c.save, f"tmp-{os.path.basename(old)}-{secrets.token_hex(4)}"))

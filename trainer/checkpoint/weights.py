@@ -1,11 +1,12 @@
-"""Files of weights alone: safetensors (one file, or several and an index) and torch's .pt, one tensor at a time.
+"""Files of weights alone: safetensors (one file, or several with an index) and torch's .pt, one tensor at a time.
 
-    write("out.safetensors", tensors, read, about)      # python -m trainer.checkpoint.export: of a checkpoint
-    load_weights("out.safetensors", model)              # main.py --init: in place, any layout of the model
+    write("out.safetensors", tensors, read, about)      # python -m trainer.checkpoint.export writes a checkpoint so
+    load_weights("out.safetensors", model)              # main.py --init: in place, into any layout of the model
 
-Either format is a table (name, shape, dtype, file, offset) and plain bytes, so that neither direction holds a model:
-`write` holds one tensor, `load_weights` this rank's rows of one parameter. No file here can run code: a .pt is opened
-by torch's weights_only loader, for its table only. Bytes are those of a little-endian machine.
+Neither direction holds a whole model: `write` holds one tensor, `load_weights` this rank's rows of one parameter. The
+safetensors library reads its own format, but can only write tensors that are all in memory, so that `write` lays out
+the file itself. Of a .pt, torch's weights_only loader reads names, shapes and offsets, and the bytes are then read from
+there. No file can run code. Bytes are those of a little-endian machine.
 """
 
 import json
@@ -26,6 +27,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
@@ -40,19 +42,18 @@ DTYPES = {  # by safetensors' names
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
-LONGEST_HEADER = 100_000_000  # bytes, as the safetensors library has it
 INDEX = ".index.json"
-GLIMPSE = 4096  # bytes of each tensor by which ranks compare their files: training changes nearly all of them
+GLIMPSE = 4096  # bytes of each tensor by which ranks compare their files: training changes nearly every tensor
 Kind = tuple[tuple[int, ...], torch.dtype]  # shape, dtype
 
 
 class Region(NamedTuple):
-    """A contiguous tensor in a file."""
+    """A contiguous tensor in a file. offset: of its first byte in a .pt; None in a .safetensors, which has names."""
 
     file: str
-    offset: int
     shape: tuple[int, ...]
     dtype: torch.dtype
+    offset: int | None = None
 
 
 def nbytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
@@ -67,8 +68,8 @@ def _bytes_of(t: Tensor):
 
 
 def table(path: str) -> dict[str, Region]:
-    """Where each tensor of a .safetensors, a .safetensors.index.json or a .pt is; a .safetensors that is not there may
-    be several with an index beside. Reads no tensor. Raises CheckpointError."""
+    """Where each tensor of a .safetensors, a .safetensors.index.json or a .pt is. For a .safetensors that does not
+    exist, an index beside it is taken. Reads no tensor. Raises CheckpointError in one line that names the file."""
     if not os.path.exists(path) and os.path.exists(path + INDEX):
         path += INDEX
     try:
@@ -77,7 +78,9 @@ def table(path: str) -> dict[str, Region]:
         raise
     except OSError as error:
         raise CheckpointError(f"{error.filename or path}: {error.strerror}") from error
-    except pickle.UnpicklingError as error:  # torch's text tells how to run it all the same
+    except SafetensorError as error:
+        raise CheckpointError(f"{path}: is damaged, cut short or no safetensors file ({error})") from error
+    except pickle.UnpicklingError as error:  # torch's own text would tell the user how to run the code in it
         raise CheckpointError(f"{path}: holds more than tensors, and nothing of it was run") from error
     except ValueError as error:
         raise CheckpointError(f"{path}: {' '.join(str(error).split())[:300]}") from error
@@ -87,23 +90,14 @@ def table(path: str) -> dict[str, Region]:
 
 
 def _safetensors(path: str) -> dict[str, Region]:
-    with open(path, "rb") as file:
-        size, length = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
-        if not 2 <= length <= min(size - 8, LONGEST_HEADER):
-            raise ValueError(f"a header of {length} bytes in a file of {size}: damaged, or no safetensors file")
-        header, start = json.loads(file.read(length)), 8 + length
+    open(path, "rb").close()  # where this fails, the error has a reason and a name; the library's has neither
     regions = {}
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        if entry["dtype"] not in DTYPES:
-            raise ValueError(f"{name} is of dtype {entry['dtype']}; expected one of {', '.join(DTYPES)}")
-        (begin, end), shape = entry["data_offsets"], tuple(entry["shape"])
-        regions[name] = region = Region(path, start + begin, shape, DTYPES[entry["dtype"]])
-        if not (all(n >= 0 for n in shape) and 0 <= begin and end - begin == nbytes(*region[2:])):
-            raise ValueError(f"{name} {list(shape)} {entry['dtype']} cannot be bytes {begin} to {end}")
-        if start + end > size:
-            raise ValueError(f"{name} ends at byte {start + end} of {size}: the file is cut short")
+    with safe_open(path, "pt") as file:
+        for name in file.keys():  # noqa: SIM118  # a handle of the library is no dict
+            tensor = file.get_slice(name)
+            if tensor.get_dtype() not in DTYPES:
+                raise ValueError(f"{name} is of dtype {tensor.get_dtype()}; expected one of {', '.join(DTYPES)}")
+            regions[name] = Region(path, tuple(tensor.get_shape()), DTYPES[tensor.get_dtype()])
     return regions
 
 
@@ -129,23 +123,29 @@ def _pt(path: str) -> dict[str, Region]:
         if offset is None or not t.is_contiguous():
             what = f"{name} is not contiguous" if offset is not None else "is in a format older than torch 1.6"
             raise ValueError(f"{what}; save it again")
-        regions[name] = Region(path, offset + t.storage_offset() * t.itemsize, tuple(t.shape), t.dtype)
+        regions[name] = Region(path, tuple(t.shape), t.dtype, offset + t.storage_offset() * t.itemsize)
     return regions
 
 
-def _read(region: Region, first: int, shape: tuple[int, ...]) -> Tensor:
-    """[*shape] on the CPU, which are the rows of the tensor from the `first` on. Reads nothing else of the file."""
-    part, rows = torch.empty(shape, dtype=region.dtype), region.shape[0] if region.shape else 1
+def _read(name: str, region: Region, first: int, shape: tuple[int, ...]) -> Tensor:
+    """[*shape] on the CPU: the rows of the tensor from the row `first` on. Reads nothing else of the file."""
+    if region.offset is None:
+        with safe_open(region.file, "pt") as file:  # opened for each tensor, so that its pages are given back
+            tensor = file.get_slice(name)
+            return tensor[first : first + shape[0]] if shape else tensor[...]
+    part = torch.empty(shape, dtype=region.dtype)
     with open(region.file, "rb") as file:
-        file.seek(region.offset + first * (nbytes(region.shape, region.dtype) // max(1, rows)))
+        file.seek(region.offset + first * nbytes(region.shape[1:], region.dtype))
         if file.readinto(_bytes_of(part)) != part.nbytes:
             raise CheckpointError(f"{region.file}: is cut short")
     return part
 
 
 def initialise(c: Config, model: nn.Module, found: Found | None, group: dist.ProcessGroup | None = None) -> None:
-    """The weights of --init, unless the run goes on from `found`. A collective. Raises CheckpointError, or Desync where
-    ranks see different files."""
+    """Loads the weights of --init into `model` in place, unless the run goes on from the checkpoint `found`.
+
+    A collective over `group`. Raises CheckpointError, on all ranks, for a file that is bad or does not fit the model,
+    and Desync where ranks see different files."""
     if found is not None:
         say(f"--init {c.init}: not read, since {found.path} goes on")
         return
@@ -155,25 +155,26 @@ def initialise(c: Config, model: nn.Module, found: Found | None, group: dist.Pro
 
 
 def _glimpse(path: str) -> str:
-    """What this rank sees there, by the table and the first bytes of each tensor; or why it sees nothing."""
+    """What this rank sees at `path`, from the table and the first bytes of each tensor; or why it sees nothing."""
     try:
         there, crc = table(path), 0
         for name, region in there.items():
-            with open(region.file, "rb") as file:
-                file.seek(region.offset)
-                first = file.read(min(GLIMPSE, nbytes(region.shape, region.dtype)))
-            crc = zlib.crc32(f"{name} {region[1:]}".encode() + first, crc)
+            most = math.ceil(GLIMPSE / max(1, nbytes(region.shape[1:], region.dtype)))  # rows
+            rows = tuple(min(n, most) for n in region.shape[:1])  # empty, as the shape is, of a single number
+            first = _bytes_of(_read(name, region, 0, rows + region.shape[1:]))[:GLIMPSE].tobytes()
+            crc = zlib.crc32(f"{name} {region.shape} {region.dtype}".encode() + first, crc)
     except (CheckpointError, OSError) as error:
         return f"nothing ({error})"
-    return f"{len(there)} tensors of {sum(nbytes(*r[2:]) for r in there.values())} bytes, CRC-32 {crc:08x}"
+    return f"{len(there)} tensors of {sum(nbytes(r.shape, r.dtype) for r in there.values())} bytes, CRC-32 {crc:08x}"
 
 
 def load_weights(path: str, model: nn.Module, cast: bool = False) -> Counter:
-    """Fills parameters and persistent buffers of `model` in place, each rank reading its own rows; returns how many
-    tensors of each dtype it read.
+    """Fills the parameters and persistent buffers of `model` in place, each rank reading its own rows; returns how many
+    tensors of each dtype the file holds.
 
-    The file and the model must have the same names, shapes and dtypes (`cast`: any floating ones), but of several names
-    of one parameter one is enough. No collective. Raises CheckpointError, also for numbers that are not finite."""
+    The file and the model must have the same names, shapes and dtypes (with `cast`, any floating dtypes). A parameter
+    with several names needs one of them in the file. No collective. Raises CheckpointError, also for numbers that are
+    not finite in the model's dtype."""
     there, owners = table(path), {}
     for name, t in model.state_dict(keep_vars=True).items():
         owners.setdefault(id(t), (t.detach(), []))[1].append(name)
@@ -199,7 +200,7 @@ def _check(path: str, there: dict[str, Region], owners: list[tuple[Tensor, list[
 
 
 def _floats(*both: Region | Tensor) -> bool:
-    """Whether --cast converts them: numbers of other dtypes, quantised ones say, mean something else."""
+    """Whether --cast converts them: integers, as of a quantised model, stand for other values than their own."""
     return all(t.dtype.is_floating_point for t in both)
 
 
@@ -215,7 +216,7 @@ def _fill(t: Tensor, regions: dict[str, Region]) -> None:
             raise ValueError(f"{next(iter(regions))}: is sharded as {t.placements}; expected rows")
         first = chunk.offsets[0] if t.ndim else 0
     for name, region in regions.items():
-        part = _read(region, first, local.shape)
+        part = _read(name, region, first, local.shape)
         if part.numel() and part.is_floating_point() and not all(end.to(t.dtype).isfinite() for end in part.aminmax()):
             raise CheckpointError(f"{region.file}: {name} is not finite in {_name(t.dtype)}")
         if before is not None and not torch.equal(part, before):
@@ -229,7 +230,7 @@ def _fill(t: Tensor, regions: dict[str, Region]) -> None:
 
 
 def check_output(path: str, overwrite: bool) -> None:
-    """ValueError, one line, where `write` would not begin."""
+    """Raises ValueError, in one line, where `write` could not begin or would replace files without `overwrite`."""
     folder = os.path.dirname(path) or "."
     if not path.endswith((".safetensors", ".pt")):
         raise ValueError(f"{path}: must end in .safetensors or .pt")
@@ -242,7 +243,7 @@ def check_output(path: str, overwrite: bool) -> None:
 
 
 def _outputs(path: str) -> list[str]:
-    """Files that earlier exports to `path` left, an index first."""
+    """Names of the files that earlier exports to `path` made, an index first."""
     stem, dot, kind = os.path.basename(path).rpartition(".")
     several = "(-[0-9]{5}-of-[0-9]{5})?" if kind == "safetensors" else ""
     pattern = re.compile(f"{re.escape(stem)}{several}{re.escape(dot + kind)}({re.escape(INDEX)})?")
@@ -254,9 +255,9 @@ def write(path: str, tensors: dict[str, Kind], read: Callable[[str], Tensor], ab
           shard_bytes: float = math.inf) -> list[str]:  # fmt: skip
     """Writes what `read` returns for each name to `path`, replacing what is there, and returns the names of the files.
 
-    Above `shard_bytes`, a .safetensors becomes several, `name-00001-of-00003.safetensors`, and an index. All is
-    written and synced in a directory beside and then renamed, the index last; such directories of processes that were
-    killed are removed. `about`: safetensors' metadata. Raises CheckpointError."""
+    Above `shard_bytes`, a .safetensors becomes several, `name-00001-of-00003.safetensors`, and an index. Everything is
+    written and synced in a temporary directory beside and then renamed, the index last; such directories that killed
+    processes left are removed. about: the metadata of a .safetensors. Raises CheckpointError."""
     files, folder = _plan(path, tensors, shard_bytes), os.path.dirname(path) or "."
     temporary, total = f"{path}.tmp-{secrets.token_hex(4)}", sum(nbytes(*kind) for kind in tensors.values())
     try:
@@ -279,7 +280,7 @@ def write(path: str, tensors: dict[str, Kind], read: Callable[[str], Tensor], ab
         for file in made:
             os.replace(os.path.join(temporary, file), os.path.join(folder, file))
         sync(folder)
-    except (OSError, RuntimeError) as error:  # those of torch.save are RuntimeErrors and do not tell
+    except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError on a full disk, without the reason
         text = getattr(error, "strerror", None) or f"torch.save failed, as on a full disk ({str(error)[:200]})"
         raise CheckpointError(f"{path}: {text}; it was not written") from error
     finally:
@@ -289,7 +290,7 @@ def write(path: str, tensors: dict[str, Kind], read: Callable[[str], Tensor], ab
 
 
 def _tidy(path: str) -> None:
-    """Removes what exports to `path` left that were killed. One that is being written is locked and stays."""
+    """Removes the directories of exports to `path` that were killed. One that is being written is locked and stays."""
     folder, left = os.path.dirname(path) or ".", re.compile(re.escape(os.path.basename(path)) + r"\.tmp-[0-9a-f]{8}")
     for name in filter(left.fullmatch, os.listdir(folder)):
         with suppress(Refused):
@@ -300,7 +301,7 @@ def _tidy(path: str) -> None:
 
 
 def _plan(path: str, tensors: dict[str, Kind], shard_bytes: float) -> dict[str, list[str]]:
-    """{file: names}, in order, each file filled until the next tensor would exceed `shard_bytes`."""
+    """{file: names of its tensors}, in order, each file filled until the next tensor would exceed `shard_bytes`."""
     groups, size = [[]], 0
     for name, kind in tensors.items():
         size += nbytes(*kind)
@@ -316,29 +317,29 @@ def _plan(path: str, tensors: dict[str, Kind], shard_bytes: float) -> dict[str, 
 
 
 def _write_file(path: str, tensors: dict[str, Kind], read: Callable[[str], Tensor], about: dict[str, str]) -> None:
-    """First the file without the tensors' bytes, then those, where its own table has them."""
+    """First the file without the tensors' bytes, then those, one tensor at a time, each at its offset."""
     if path.endswith(".pt"):
         with FakeTensorMode():
             state = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in tensors.items()}
         with torch.serialization.skip_data(materialize_fake_tensors=True):
             torch.save(state, path)
+        offsets = {name: region.offset for name, region in table(path).items()}
     else:
-        _begin_safetensors(path, tensors, about)
-    regions = table(path)
+        offsets = _begin_safetensors(path, tensors, about)
     with open(path, "r+b") as file:
-        for name, region in regions.items():
-            file.seek(region.offset)
-            file.write(_bytes_of(read(name).to(region.dtype)))
+        for name, (_, dtype) in tensors.items():
+            file.seek(offsets[name])
+            file.write(_bytes_of(read(name).to(dtype)))
     sync(path)
 
 
-def _begin_safetensors(path: str, tensors: dict[str, Kind], about: dict[str, str]) -> None:
+def _begin_safetensors(path: str, tensors: dict[str, Kind], about: dict[str, str]) -> dict[str, int]:
+    """Writes the header of a .safetensors and returns where in the file each tensor begins."""
     names, header, end = {dtype: name for name, dtype in DTYPES.items()}, {"__metadata__": about}, 0
     for name, (shape, dtype) in tensors.items():
         begin, end = end, end + nbytes(shape, dtype)
         header[name] = dict(dtype=names[dtype], shape=shape, data_offsets=[begin, end])
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    with open(path, "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + end)
+    Path(path).write_bytes(len(text).to_bytes(8, "little") + text)
+    return {name: 8 + len(text) + header[name]["data_offsets"][0] for name in tensors}

@@ -1,17 +1,13 @@
-"""What ended a run, as people and scripts learn of it: the row's outcome, the exit code, one line.
+"""Why a run ended, for people and scripts: the row's outcome, the exit code and one line of text.
 
 0 done, 1 anything not foreseen, 2 bad flags or environment, 3 bad data, 4 a checkpoint that cannot be used or written,
 5 non-finite training, 6 out of memory, 7 a rank hangs, is gone or runs something else, 143 stopped by SIGTERM (130: by
 Ctrl-C) after saving.
 """
 
-import os
 import re
-import struct
 import sys
-import time
 import traceback
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,7 +16,6 @@ import torch.distributed as dist
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from trainer.checkpoint.lock import start_ticks
 from trainer.checkpoint.manifest import CheckpointError
 from trainer.data import DataError
 from trainer.distributed.control import Desync, Stopped
@@ -30,14 +25,15 @@ from trainer.fault_tolerance.watchdog import Watchdog
 from trainer.profiling import memory
 
 LOST = re.compile(r"gloo|NCCL|[Cc]onnection (closed|reset)|Broken pipe")  # torch has no type for a peer that is gone
+COMPILER = re.compile(r"CppCompileError|\.so: ")  # the C++ compiler failed, or what it made could not be loaded
 PHASES = dict(fwd="forward", bwd="backward", step="the update", init="init")
 
 
 class Outcome(NamedTuple):
-    text: str  # of the row
-    code: int
+    text: str  # for the row
+    code: int  # of the process
     line: str  # for people
-    common: bool  # all ranks end alike: one of them speaks
+    common: bool  # all ranks end alike, and one of them speaks
 
 
 KINDS = (  # type, exit code, whether all ranks raise it together
@@ -50,13 +46,15 @@ def _line(error: BaseException) -> str:
 
 
 def ended_by(error: BaseException, run, watchdog: Watchdog, debug: bool) -> tuple[str, int]:
-    """Tells people and the other ranks; the row's outcome and the exit code. It does not return if another rank is gone
-    or a signal had come before the first step was done. run: the `main.Run`, or None before there is one."""
+    """Tells people and the other ranks why this rank ends; returns the row's outcome and the exit code.
+
+    It does not return, but ends the process, if another rank is gone or if a signal had come before the first step was
+    done. run: the `main.Run`, or None before there is one; debug: prints the traceback, too."""
     stopped, signum = isinstance(error, Stopped), watchdog.signals.got
     if debug and not stopped:
         traceback.print_exception(error)
     if signum and run is not None and not (watchdog.begun or stopped):
-        watchdog.stop(signum)  # Ctrl-C has ended the compiler, too
+        watchdog.stop(signum)  # Ctrl-C ends the compiler as well, which then looks like an error of its own
     if watchdog.world > 1 and lost_connection(error):
         watchdog.roll_call("lost the connection to another rank", f"; torch says: {_line(error)}")
     outcome, code, line, common = outcome_of(error, run, watchdog.folder)
@@ -67,8 +65,10 @@ def ended_by(error: BaseException, run, watchdog: Watchdog, debug: bool) -> tupl
 
 
 def outcome_of(error: BaseException, run=None, folder: Path = Path(".")) -> Outcome:
-    """run: the `main.Run` that it ended, or None before there is one, where a ValueError means bad flags; folder: where
-    the allocator's state goes if memory ran out."""
+    """What an error means for the row, the exit code and people.
+
+    run: the `main.Run` that it ended, or None before there is one, where a ValueError means bad flags; folder: where
+    the allocator's state is written if memory ran out on a GPU."""
     if memory.out_of_memory(error):
         return _out_of_memory(error, run, folder)
     if isinstance(error, Stopped):
@@ -81,39 +81,17 @@ def outcome_of(error: BaseException, run=None, folder: Path = Path(".")) -> Outc
         if isinstance(error, kind):
             return Outcome(f"failed: {text}", code, text if run is None else f"failed: {text}", common)
     get_error_handler().record_exception(error)  # torchrun's summary shows the traceback
-    text = f"failed: {type(error).__name__}: {text}{_unfinished_libraries(str(error))}"
-    return Outcome(text, 1, f"{text} (--debug shows where)", False)
+    text = f"failed: {type(error).__name__}: {text}"
+    line = f"{text} (--debug shows where)"
+    if COMPILER.search(str(error)):  # a compiler that is killed leaves half a library, with which each later run fails
+        line += f"; if a compilation was killed before, delete {cache_dir()} and start again"
+    return Outcome(text, 1, line, False)
 
 
 def lost_connection(error: BaseException) -> bool:
     """Whether a collective failed because another rank is gone."""
     known = isinstance(error, dist.DistError) or isinstance(error, RuntimeError) and LOST.search(str(error))
     return bool(known) and not memory.out_of_memory(error)  # NCCL allocates too
-
-
-def _unfinished(path: Path) -> bool:
-    """Whether a file lacks the header of an ELF library, which a linker writes last, or sections that it tells of."""
-    header = path.open("rb").read(64)
-    if len(header) < 64 or header[:4] != b"\x7fELF":
-        return True
-    (sections,), (size, n) = struct.unpack_from("<Q", header, 40), struct.unpack_from("<HH", header, 58)
-    return path.stat().st_size < sections + size * n
-
-
-def _unfinished_libraries(text: str) -> str:
-    """A C++ compiler that is killed leaves a part of its library in Inductor's cache, with which each later run fails.
-    If `text` may be such a failure, removes what earlier runs left there, and says so."""
-    gone = 0
-    if sys.platform == "linux" and re.search(r"CppCompileError|\.so: ", text):
-        booted = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
-        started = booted + int(start_ticks(os.getpid())) / os.sysconf("SC_CLK_TCK")
-        for path in Path(cache_dir()).glob("*/*.so"):
-            with suppress(OSError):
-                if path.stat().st_mtime < started and _unfinished(path):
-                    path.unlink()
-                    gone += 1
-    told = f"; a compilation that was killed had left {gone} unfinished libraries there; they are removed: start again"
-    return told if gone else ""
 
 
 def _out_of_memory(error: BaseException, run, folder: Path) -> Outcome:

@@ -1,19 +1,25 @@
-"""Ends a run that hangs, with exit code 7 and one line: which rank, in which step and collective. Files hold the rest.
+"""Ends a run that hangs, with exit code 7 and one line: which rank, in which step and collective. Files hold stacks.
 
     watchdog = Watchdog(3600, rank, world, "runs/hang")  # seconds without progress that are too many
     watchdog.limit, watchdog.begun = 600, True           # after the first step, which compiles
     watchdog.beat(5, "data")                             # progress: assignments, no call to the system
     watchdog.roll_call("lost the connection")            # by hand: who answers, and where is everybody?
-    with watchdog: ...                                   # or its thread goes on
+    with watchdog: ...                                   # its thread ends with the block
 
 A thread on each rank. The first whose main thread makes no progress for too long calls the roll through the store of
 the process group: every rank that still runs writes the stacks of its threads (rank-0.txt) and torch's flight recorder
 (flight-0; torchfrtrace -p flight- FOLDER reads it) and says where it is; a rank that does not answer is stopped or
 gone. Then all end themselves: a main thread in a collective cannot be woken.
 
-It ends a rank that waits, on a device perhaps that never answers, for one that has said why it ends (`leave`); for one
-that is gone, when a launcher has sent SIGTERM for that reason; and on a signal before the first step is done, when
-there is nothing to save and a compilation may last longer than the launcher waits.
+Three more cases end a rank. Another rank has said why it ends (`leave`), and this one still waits for it. A launcher
+has sent SIGTERM because another rank is gone, and this one still waits for that. A signal comes before the first step
+is done: there is nothing to save, and a compilation may last longer than the launcher waits.
+
+A C function that hangs while it holds the interpreter's lock stops this thread, too. For that case the thread keeps
+faulthandler's timer armed, which needs no lock: GRACE_S after the limit it writes the stacks of all threads to stderr
+and ends the process by _exit(1), with faulthandler's exit code and without a row. They go to stderr and not to a file,
+because nobody is left to say where the file is. That timer counts the time in which a process is stopped (Ctrl-Z): one
+that goes on after more than limit + GRACE_S is ended.
 """
 
 import faulthandler
@@ -38,12 +44,13 @@ from trainer.distributed.terminal import tell
 
 POLL_S, ANSWER_S = 1.0, 5.0  # between looks at the clock and at the store; for the answers of the others
 PATIENCE_S = 10.0  # without progress, after another rank has left or a signal came; launchers wait for 30
+GRACE_S = 25.0  # more than one turn of the watchdog's loop takes while the store does not answer (two questions: 21 s)
 ROOT = Path(__file__).parents[2]
 
 
 def _collectives() -> tuple[bytes, int, str]:
-    """Of this process: the flight recorder of the default group's backend; number of collectives begun in all groups;
-    the newest of the default one. All private functions of torch's."""
+    """Of this process: the content of the flight recorder of the default group's backend; the number of collectives
+    begun in all groups; the name of the default group's newest one. By private functions of torch's."""
     dumps = [torch._C._distributed_c10d._dump_fr_trace()]  # of groups that are not NCCL's, which has its own
     if dist.is_initialized() and dist.get_backend() == "nccl":
         dumps.insert(0, torch._C._distributed_c10d._dump_nccl_trace())
@@ -59,15 +66,16 @@ def _where(thread: int) -> str:
     while frame is not None:
         path = Path(frame.f_code.co_filename)
         own = path.is_relative_to(ROOT) and "site-packages" not in path.parts
-        if own and path.name not in ("watchdog.py", "outcome.py"):
+        if own and path.name not in ("watchdog.py", "errors.py"):
             return f"{path.relative_to(ROOT)}:{frame.f_lineno}"
         frame = frame.f_back
     return "?"
 
 
 class Watchdog:
-    """limit: seconds without progress, 0 for no limit; to be changed at will. begun: a step is done, a signal waits for
-    a boundary. on_end(outcome): called once, before the process ends."""
+    """limit: seconds without progress that end the run, 0 for no limit; may be changed at any time. begun: whether a
+    step is done, so that a signal waits for the next boundary. on_end(outcome): called once, before the process ends.
+    folder: where the stacks and the flight recorder go."""
 
     def __init__(self, limit: float, rank: int = 0, world: int = 1, folder: str | Path = ".",
                  signals: Signals | None = None):  # fmt: skip
@@ -80,11 +88,12 @@ class Watchdog:
         self.store, self.asking, self.silent = None, None, False
         if world > 1:  # a connection of its own: the main thread may be waiting in the group's
             self.store = dist.PrefixStore("watchdog", dist.distributed_c10d._get_default_store().clone())
+        self._arm(limit)  # the thread may never come to its first turn
         self.thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self.thread.start()
 
     def beat(self, step: int, place: str) -> None:
-        """step: the one that is being done, from 1 on."""
+        """Notes progress. step: the one that is being done, from 1 on; place: what of it, as "data"."""
         self.step, self.place, self.at = step, place, time.monotonic()
 
     def __enter__(self):
@@ -93,6 +102,13 @@ class Watchdog:
     def __exit__(self, *_) -> None:
         self.ended.set()
         self.thread.join()
+        faulthandler.cancel_dump_traceback_later()
+
+    def _arm(self, seconds: float) -> None:
+        """Ends the process by faulthandler's timer after `seconds` and GRACE_S, unless this is called again."""
+        faulthandler.cancel_dump_traceback_later()
+        if self.limit and sys.__stderr__ is not None:
+            faulthandler.dump_traceback_later(max(0, seconds) + GRACE_S, exit=True, file=sys.__stderr__)
 
     def _watch(self) -> None:
         left = probed = 0.0  # when another rank was seen to have left; when it was asked who is there
@@ -102,6 +118,7 @@ class Watchdog:
             if now - before > 10 * POLL_S:  # this process was stopped, as by Ctrl-Z, and its main thread with it
                 self.at = min(self.at + now - before, now)
             still, got = now - self.at, self.signals.got
+            self._arm(self.limit - still)
             roll, gone, probe = self._heard("roll", "left", "probe")
             left = left or now * (gone is not None)
             if probe is not None:
@@ -122,8 +139,9 @@ class Watchdog:
             before = time.monotonic()
 
     def _ask(self, work: Callable[[], Any]) -> Any:
-        """What `work` with the store returns; None if it fails, or if no answer comes: its machine may be gone."""
-        answer, before = [], self.asking  # the main thread asks, too
+        """What `work`, which asks the store, returns; None if it fails or if no answer comes in ANSWER_S, as when the
+        store's machine is gone."""
+        answer, before = [], self.asking  # the main thread asks as well
         if before is not None:
             before.join(0 if self.silent else ANSWER_S)
         if self.store is None or before is not None and before.is_alive():
@@ -141,7 +159,7 @@ class Watchdog:
         return answer[0] if answer else None
 
     def _heard(self, *keys: str) -> list[str | None]:
-        """What is in the store; None for what is not."""
+        """The values of these keys in the store; None for a key that it does not have."""
         read = lambda: [self.store.get(key).decode() if self.store.check([key]) else None for key in keys]  # noqa: E731
         return self._ask(read) or [None] * len(keys)
 
@@ -150,8 +168,8 @@ class Watchdog:
         return bool(self._ask(lambda: self.store.check([f"here {rank}" for rank in range(self.world)])))
 
     def leave(self, why: str, code: int) -> bool:
-        """This rank ends, and with it the others, in silence, with this code if it is a signal's. Returns whether it
-        is the first."""
+        """Tells the others that this rank ends. They end in silence, with this exit code if it is a signal's, else
+        with 7. Returns whether this rank is the first to leave, which then is the one to speak."""
         self.leaving, own = True, json.dumps([code, f"rank {self.rank}: {why}"])
         first = self._ask(lambda: self.store.compare_set("left", "", own).decode())
         return first in (own, None)
@@ -170,12 +188,14 @@ class Watchdog:
                 self._follow()
 
     def roll_call(self, why: str | None, more: str = "") -> None:
-        """Collects where every rank is, and ends the process with exit code 7. why: what happened, or None on a rank
-        that was only called; more: what is known of it."""
+        """Collects where every rank is, and ends the process with exit code 7.
+
+        why: what happened, or None on a rank that was only called; more: text to put after the line that says it."""
         with self.lock:  # the main thread and this one may both find out
             if self.ended.is_set():
                 return
             self.ended.set()
+            self._arm(2 * GRACE_S)  # the roll call must not hang either
             if why is not None:
                 self._ask(lambda: self.store.set("roll", why))
             if self._heard("left") != [None]:
@@ -195,18 +215,19 @@ class Watchdog:
         def last() -> None:
             if line is not None:
                 tell(line, sys.stderr)
-            drop_all()  # it is in no atexit's
+            drop_all()  # os._exit calls no exit handler, which would give the locks of directories back
             self.on_end(outcome)
             with suppress(OSError, ValueError):
                 sys.stdout.flush()
 
-        spoken = threading.Thread(target=last, daemon=True)  # it may hang in its turn
+        spoken = threading.Thread(target=last, daemon=True)  # a thread, because it may hang as well
         spoken.start()
         spoken.join(2 * ANSWER_S)  # a row asks nvidia-smi, which may hang too, for 5 s
         self.end(code)
 
     def _answers(self, why: str | None) -> dict[int, dict]:
-        """What each rank that answers says, this one among them."""
+        """{rank: what it says of itself}, of all ranks that answer in ANSWER_S and of this one. Writes the stacks and
+        the flight recorder of this rank."""
         own, trace = dict(step=self.step, place=self.place, why=why, at=_where(self.main), begun=0, newest=""), b""
         with suppress(Exception):
             trace, own["begun"], own["newest"] = _collectives()
@@ -226,6 +247,7 @@ class Watchdog:
         return answers
 
     def _verdict(self, answers: dict[int, dict], why: str) -> str:
+        """The line for people: which ranks are behind or silent, and where they and one of the others are."""
         silent = sorted(set(range(self.world)) - answers.keys())
         progress = {rank: (a["step"], a["begun"]) for rank, a in sorted(answers.items())}
         behind = [rank for rank, far in progress.items() if far == min(progress.values())]
