@@ -159,7 +159,7 @@ def test_inductors_update_keeps_every_bit_of_a_refused_step(moments):
     torch.manual_seed(0)
     weights = [torch.nn.Parameter(torch.randn(8, 40)), torch.nn.Parameter(torch.randn(33))]
     optimizer = AdamW(weights, 0.1, moment_dtype=moments, foreach=True)
-    step = Step(None, optimizer, clip=1.0)
+    step = Step(torch.nn.Identity(), optimizer, clip=1.0)
     step.optimizer.shards[0][0, :8] = torch.tensor([0.0, -0.0] * 4)
     compiled = torch.compile(step.update, fullgraph=True)
     good, bad = [torch.randn_like(w) for w in weights], [torch.full_like(w, NAN) for w in weights]
@@ -179,7 +179,7 @@ def test_inductors_update_keeps_every_bit_of_a_refused_step(moments):
     (0.0, 0.0, 0.0, 1),
 ])  # fmt: skip
 def test_loss_and_norm_decide_together_and_the_limit_of_the_norm_with_them(loss, norm, limit, bad):
-    step = Step(None, AdamW([torch.nn.Parameter(torch.ones(2))], 0.1), norm_limit=limit)
+    step = Step(torch.nn.Identity(), AdamW([torch.nn.Parameter(torch.ones(2))], 0.1), norm_limit=limit)
     told = step.judge(torch.tensor(loss), torch.tensor(norm))
     assert told.dtype == torch.float32 and told.item() == bad
 
