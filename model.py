@@ -64,7 +64,7 @@ class ModelConfig:
 
     @property
     def identity(self) -> dict[str, int]:
-        """What a checkpoint and the model that loads it must have in common, by the names of the fields."""
+        """The fields that a checkpoint and the model that loads it must have in common."""
         return {name: getattr(self, name) for name in ("depth", "width", "head_dim", "grouping", "grow", "vocab")}
 
     @property
@@ -383,6 +383,11 @@ class Transformer(nn.Module):
         self.norm = nn.LayerNorm(c.width)
         self.head = nn.Linear(c.width, c.vocab, bias=False)
         self.mask: BlockMask | None = None
+
+    @property
+    def identity(self) -> dict[str, int]:
+        """What a checkpoint and the model that loads it must have in common."""
+        return self.config.identity
 
     @torch.no_grad()
     def init_weights(self) -> None:

@@ -19,6 +19,7 @@ from trainer import costs
 from trainer.attention import choose_kernel
 from trainer.checkpoint import load as checkpoint
 from trainer.checkpoint.save import Saver
+from trainer.checkpoint.state import TrainState
 from trainer.checkpoint.weights import initialise
 from trainer.data import Batches
 from trainer.distributed import simulated_world
@@ -56,13 +57,16 @@ class Run:
         self.finite = FiniteCheck(c, self.batches, rank)
         same = {flags.flag(k): v for k, v in c.flat().items()} | dict(torch=torch.__version__)
         agree(same | dict(data=(self.batches.description, self.batches.fingerprint)), self.group)
-        self.found = None if c.world else checkpoint.find_start(c, self.batches, self.group)
-        self.first = self.done = self.saved = self.found.about["step"] if self.found else 0  # an earlier run's steps
+        self.blank = reference_model(c, device)
+        self.found = None
+        if not c.world:
+            self.found = checkpoint.find_start(c, self.batches, self.group, self.blank.identity)
+        self.state = self.found.state if self.found else TrainState()
+        self.first = self.saved = self.state.step  # steps of earlier runs
         self.warm = self.first + WARMUP
         self.profile = timing.Profile(c.profile, self.warm, PROFILED, rank, device)
         self.explained, self.explanation = min(self.warm, c.steps - 1) if c.explain_memory else None, []
         self.attention = choose_kernel(c, device).text
-        self.blank = reference_model(c, device)
         self.flops = self.count_flops()
         self.collectives = simulated_world.log() if c.world else None
         self.step = self.replayed = None  # until `build`
@@ -94,11 +98,9 @@ class Run:
             initialise(c, model, self.found, self.group)
         if self.found:
             checkpoint.load(self.found, self.step, self.group)
-            self.batches.sample = self.found.about["samples"]
-        self.sample = self.batches.sample  # where the next step begins
-        origin = self.found.about.get("origin") if self.found else None
-        self.saver = Saver(c, self.step, self.batches, self.group, origin)
-        self.saver.beat = lambda: self.watchdog.beat(self.done, "save")
+        self.batches.sample = self.state.samples
+        beat = lambda: self.watchdog.beat(self.state.step, "save")  # noqa: E731
+        self.saver = Saver(c, self.step, self.batches, self.group, self.state, beat)
 
     def lr(self, k: int) -> float:
         """Linear warm-up, then cosine to a tenth."""
@@ -109,7 +111,7 @@ class Run:
 
     def between(self) -> None:
         """Between two micro-batches: raises Stopped on all ranks if a signal has come to any."""
-        self.control.boundary(self.done, failed=self.saver.failed())
+        self.control.boundary(self.state.step, failed=self.saver.failed())
 
     def train(self, sinks: Sinks) -> None:
         """Raises Stopped, after saving, when a signal has come to any rank."""
@@ -123,13 +125,13 @@ class Run:
                     self.watchdog.limit, self.watchdog.begun = self.c.timeout, True
                 if k == min(self.warm, self.c.steps) - 1:
                     memory.reset_peak(self.device)
-                self.done, self.sample = k + 1, self.batches.sample
+                self.state.step, self.state.samples = k + 1, self.batches.sample
                 if self.c.save is not None and self.c.save_every and (k + 1) % self.c.save_every == 0:
                     self.save()
             with suppress(Stopped):  # too late to matter
                 self.control.finish()
         except Stopped:
-            self.batches.sample = self.sample  # of a step that was begun nothing is kept
+            self.batches.sample = self.state.samples  # of a step that was begun nothing is kept
             self.saver.ending = True
             self.save()
             self.saver.wait()
@@ -159,13 +161,13 @@ class Run:
         self.finite.put(k + 1, self.step, loss, wait=self.logged)
 
     def save(self) -> None:
-        """After `done` steps, unless that is done already or there is nowhere to."""
-        if self.c.save is None or self.done == self.saved:
+        """What is now, unless that is saved already or there is nowhere to."""
+        if self.c.save is None or self.state.step == self.saved:
             return
-        self.watchdog.beat(self.done, "save")
+        self.watchdog.beat(self.state.step, "save")
         self.finite.flush()
-        self.saver.save(self.done)
-        self.saved = self.done
+        self.saver.save(self.state.step)
+        self.saved = self.state.step
 
     def explain(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """The step, with what its memory consists of in `explanation` on rank 0."""

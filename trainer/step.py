@@ -156,7 +156,7 @@ class Step:
         self.replicated = [dim for dim, n in sizes if n > 1 and any(w is None or w[1] != dim for w in self.where)]
         self.grad_norm: Tensor | None = None
         self.bad: Tensor | None = None
-        self.phase = "fwd"  # "fwd", "bwd", "reduce" or "step": for the message when memory runs out
+        self.phase = "fwd"  # "fwd", "bwd" or "step": for the message when memory runs out
         self.watcher: Callable[[str, list[Tensor]], None] | None = None
 
     @contextmanager
@@ -170,7 +170,7 @@ class Step:
             self.watcher = None
 
     def enter(self, phase: str, grads: list[Tensor] | None = None) -> None:
-        self.phase = phase
+        self.phase = "bwd" if phase == "reduce" else phase
         if self.watcher is not None:
             self.watcher(phase, grads or [])
 

@@ -49,7 +49,7 @@ STEP = re.compile(r"step-[0-9]{8}")
 TEMPORARY = re.compile(r"tmp-(step-[0-9]{8}|token)-[0-9a-f]{8}")
 ASIDE = re.compile(r"damaged-step-[0-9]{8}-[0-9a-f]{8}")
 # What a resumed run must keep, by the names that `_check` uses. Other flags may change; a line then names them.
-FIXED = "--depth --width --head-dim --grouping --grow --vocab --seqlen --seed --adam-dtype global-batch".split()
+FIXED = "--seqlen", "--seed", "--adam-dtype", "global-batch"  # and the model's identity
 HINTS = {"global-batch": "global-batch: ranks x --batch x --grad-accum",
          "--adam-dtype": "--cast converts to another --adam-dtype"}  # fmt: skip
 ALLOWED = {("torch", name) for name in ("Size", "float32", "bfloat16")} | {  # all that `.metadata` may name
@@ -144,18 +144,21 @@ def _open(path: str, files: dict) -> Found:
     return Found(path, about, metadata)
 
 
-def find_start(c: Config, batches: Batches, group: dist.ProcessGroup | None = None) -> Found | None:
+def find_start(
+    c: Config, batches: Batches, group: dist.ProcessGroup | None = None, identity: dict[str, Any] | None = None
+) -> Found | None:
     """The step that --resume and --save mean, verified and fit for these flags; None: start fresh. Locks --save until
-    `drop` or the end of the process, and removes from it what killed runs left.
+    `drop` or the end of the process, and removes from it what killed runs left. identity: of the LanguageModel that
+    will be loaded.
 
     Raises CheckpointError, also where --save holds later steps than the one to start from, DataError where --data is
     not what the checkpoint was trained on, and Refused where another run writes to --save or ranks see different
     directories."""
     if c.save is None:
-        return _find_start(c, batches, group)
+        return _find_start(c, batches, group, identity or {})
     try:
         _claim(c.save, group)
-        found = _find_start(c, batches, group)
+        found = _find_start(c, batches, group, identity or {})
         done = found is not None and found.state.step >= c.steps
     except BaseException:
         drop(c.save)
@@ -181,7 +184,7 @@ def _claim(folder: str, group: dist.ProcessGroup | None) -> None:
                       "directory that all nodes share")  # fmt: skip
 
 
-def _find_start(c: Config, batches: Batches, group: dist.ProcessGroup | None) -> Found | None:
+def _find_start(c: Config, batches: Batches, group: dist.ProcessGroup | None, identity: dict) -> Found | None:
     folder = dict(auto=c.save, never=None).get(c.resume, c.resume)
     left, present, paths, again = on_rank_0(partial(_look, c.save, folder), group)
     if left:
@@ -190,7 +193,7 @@ def _find_start(c: Config, batches: Batches, group: dist.ProcessGroup | None) ->
         say(f"{c.save}: began at --resume {c.resume}; going on from there")
     found = newest(paths, group)
     if found is not None:
-        _check(found, c, batches)
+        _check(found, c, batches, identity)
         say(f"{found.path}: resuming after step {found.state.step}, sample {found.state.samples}")
         if c.save is not None and not again and not on_rank_0(partial(_within, found.path, c.save), group):
             found.about["origin"] = on_rank_0(partial(_mark, found.path), group)
@@ -314,16 +317,18 @@ def _verified(path: str, group: dist.ProcessGroup | None) -> Found:
     return opened[0]
 
 
-def _check(found: Found, c: Config, batches: Batches) -> None:
+def _check(found: Found, c: Config, batches: Batches, identity: dict[str, Any]) -> None:
     """Raises CheckpointError or DataError where a run of these flags cannot go on from `found`; prints which of the
     flags that may change have changed."""
-    about = found.about
-    both = {flag(k): (about["training"].get(k), v) for k, v in asdict(c.training).items() if k != "init"}
+    about, flags = found.about, asdict(c.training)
+    saved = about.get("model", about["training"])  # older checkpoints have the flags alone
+    same = {flag(k) if k in flags else k: (saved.get(k), v) for k, v in identity.items()}
+    both = {flag(k): (about["training"].get(k), v) for k, v in flags.items() if k != "init"} | same
     both |= {"global-batch": (about["global_batch"], batches.global_batch)}
     both |= {"torch": (about["torch"], torch.__version__), "ranks": (about["world"], dist.get_world_size())}
     changed = {name: f"{name} {old} (now {new})" for name, (old, new) in both.items() if old != new}
     cast = c.cast and "--adam-dtype" in changed
-    if fixed := [name for name in changed if name in FIXED and not (cast and name == "--adam-dtype")]:
+    if fixed := [name for name in changed if name in (*same, *FIXED) and not (cast and name == "--adam-dtype")]:
         told, hints = ", ".join(changed[name] for name in fixed), "; ".join(HINTS[n] for n in fixed if n in HINTS)
         raise CheckpointError(f"{found.path}: was saved with {told}, which a resumed run must keep"
                               + f" ({hints})" * (hints != ""))  # fmt: skip

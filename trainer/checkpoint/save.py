@@ -17,7 +17,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -34,22 +34,21 @@ from trainer.config import Config
 from trainer.data import Batches
 from trainer.distributed.control import control_group
 from trainer.distributed.terminal import tell
-from trainer.step import local
+from trainer.optimizer import local
+from trainer.step import Step
 
 
 class Saver:
-    """group: for the collectives of foreground saves, see control.control_group. origin: of the `TrainState` of
-    `find_start`."""
+    """group: for the collectives of foreground saves, see control.control_group. state: the run's, whose origin and
+    best are saved with the step and the samples of the moment. beat: called when a save has ended."""
 
-    def __init__(self, c: Config, step, batches: Batches, group: dist.ProcessGroup | None = None,
-                 origin: str | None = None):  # fmt: skip
-        self.origin = origin
-        self.best: float | None = None  # of `TrainState`, to be set after an evaluation
+    def __init__(self, c: Config, step: Step, batches: Batches, group: dist.ProcessGroup | None = None,
+                 state: TrainState | None = None, beat: Callable[[], Any] = lambda: None):  # fmt: skip
         self.c, self.step, self.batches, self.group = c, step, batches, group
+        self.state, self.beat = state or TrainState(), beat
         self.thread: ThreadPoolExecutor | None = None
         self.pending: tuple[int, Future] | None = None  # the step in flight
         self.ending = False  # the next save is the last
-        self.beat = lambda: None  # called when a save has ended
         self.staged: dict[str, Tensor] = {}
         if c.save is not None and c.save_async:
             self.group = control_group()
@@ -64,9 +63,10 @@ class Saver:
         Raises CheckpointError; with --save-errors warn only if k is the last step or the run is `ending`."""
         self.wait()
         state, name = tensors(self.step), f"step-{k:08d}"
-        now = TrainState(k, self.batches.sample, self.origin, self.best)
+        now = replace(self.state, step=k, samples=self.batches.sample)
         about = dict(format=FORMAT, global_batch=self.batches.global_batch) | now.as_dict()
-        about |= dict(training=asdict(self.c.training), torch=torch.__version__, world=dist.get_world_size())
+        about |= dict(training=asdict(self.c.training), model=self.step.model.identity)
+        about |= dict(torch=torch.__version__, world=dist.get_world_size())
         about |= dict(data=dict(description=self.batches.description, fingerprint=self.batches.fingerprint))
         about |= dict(tensors=table_of(state))
         write = partial(_save, self.c, name, about, self.group)

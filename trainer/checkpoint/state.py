@@ -5,13 +5,15 @@ from dataclasses import asdict, dataclass, fields
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from trainer.step import Step
+
 
 @dataclass
 class TrainState:
     """How far a run is."""
 
-    step: int  # optimizer steps done
-    samples: int  # consumed by all ranks together
+    step: int = 0  # optimizer steps done
+    samples: int = 0  # consumed by all ranks together
     origin: str | None = None  # fingerprint of the checkpoint elsewhere at which the run began
     best: float | None = None  # the lowest evaluation loss so far
 
@@ -26,7 +28,7 @@ class TrainState:
         return cls(**optional | dict(step=about["step"], samples=about["samples"]))
 
 
-def tensors(step) -> dict[str, Tensor]:
+def tensors(step: Step) -> dict[str, Tensor]:
     """What is saved of a `trainer.step.Step`, by name: the model's state dict, Adam's moments as "m.<parameter>" and
     "v.<parameter>", and "t", the number of updates.
 

@@ -18,8 +18,8 @@ is done: there is nothing to save, and a compilation may last longer than the la
 A C function that hangs while it holds the interpreter's lock stops this thread, too. For that case the thread keeps
 faulthandler's timer armed, which needs no lock: GRACE_S after the limit it writes the stacks of all threads to stderr
 and ends the process by _exit(1), with faulthandler's exit code and without a row. They go to stderr and not to a file,
-because nobody is left to say where the file is. That timer counts the time in which a process is stopped (Ctrl-Z): one
-that goes on after more than limit + GRACE_S is ended.
+because nobody is left to say where the file is. At a terminal it ends nothing: the timer also counts the time in which
+the process was stopped by Ctrl-Z, and whoever sits there can end it.
 """
 
 import faulthandler
@@ -72,6 +72,10 @@ def _where(thread: int) -> str:
     return "?"
 
 
+def _at_terminal() -> bool:
+    return sys.__stdin__ is not None and not sys.__stdin__.closed and sys.__stdin__.isatty()
+
+
 class Watchdog:
     """limit: seconds without progress that end the run, 0 for no limit; may be changed at any time. begun: whether a
     step is done, so that a signal waits for the next boundary. on_end(outcome): called once, before the process ends.
@@ -108,7 +112,7 @@ class Watchdog:
         """Ends the process by faulthandler's timer after `seconds` and GRACE_S, unless this is called again."""
         faulthandler.cancel_dump_traceback_later()
         if self.limit and sys.__stderr__ is not None:
-            faulthandler.dump_traceback_later(max(0, seconds) + GRACE_S, exit=True, file=sys.__stderr__)
+            faulthandler.dump_traceback_later(max(0, seconds) + GRACE_S, exit=not _at_terminal(), file=sys.__stderr__)
 
     def _watch(self) -> None:
         left = probed = 0.0  # when another rank was seen to have left; when it was asked who is there
