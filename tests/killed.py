@@ -16,6 +16,7 @@ from torch.distributed.checkpoint import filesystem
 import main
 from trainer import config as flags
 from trainer.checkpoint import save as saver
+from trainer.distributed.terminal import ranks
 
 MOMENTS = {  # what is about to be called, for which time with a last argument that ends like this; flags
     "first item": (filesystem, "_write_item", 1, "", ""), "an item": (filesystem, "_write_item", 17, "", ""),
@@ -45,8 +46,7 @@ def run(folder: str, moment: str, kill: bool) -> None:
     if kill:
         plant(*what)
     argv = [*TINY, "--save", f"{folder}/{moment}", "--save-every", "2", "--results", f"{folder}/{moment}.jsonl"]
-    ranks = flags.ranks()
-    sys.exit(main.main(flags.parse([*argv, *more.split()]), *ranks))
+    sys.exit(main.main(flags.parse([*argv, *more.split()]), *ranks()))
 
 
 if __name__ == "__main__":
