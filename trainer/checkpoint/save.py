@@ -38,8 +38,7 @@ from trainer.step import local
 
 
 class Saver:
-    """group: for the collectives of foreground saves, see control.control_group. origin: of the `TrainState` of
-    `find_start`."""
+    """`group`: what foreground saves talk over, see control.control_group. origin: of `load.find_start`."""
 
     def __init__(self, c: Config, step, batches: Batches, group: dist.ProcessGroup | None = None,
                  origin: str | None = None):  # fmt: skip
