@@ -27,7 +27,6 @@ from trainer.checkpoint import lock
 from trainer.checkpoint import save as saver
 from trainer.checkpoint.manifest import CheckpointError, Damaged, Refused, check_directory, verify
 from trainer.checkpoint.save import Saver
-from trainer.checkpoint.state import TrainState
 from trainer.distributed.launch import connect
 from trainer.step import local
 
@@ -420,15 +419,6 @@ def test_two_ranks_save_in_the_background_while_both_go_on_and_both_learn_what_o
     saved = {n: raw(t) for n, t in contents(folder / "async/step-00000001").items()}
     assert saved == {name: content for name, (_, _, content) in state.items()}
     assert steps_in(folder / "async") == [1, 2] and not [*(folder / "async").glob("lock")]
-
-
-def test_how_far_a_run_is_survives_train_state_json_also_one_without_the_newer_entries(folder):
-    for state in (TrainState(3, 24), TrainState(3, 24, origin="a", best=0.5), TrainState(3, 24, best=0.0)):
-        assert TrainState.from_dict(json.loads(json.dumps(state.as_dict() | dict(world=2)))) == state
-    saved = json.loads((folder / "step-00000006/train_state.json").read_text())
-    assert not {"origin", "best"} & saved.keys() and TrainState.from_dict(saved) == TrainState(6, 12)
-    with pytest.raises(KeyError):
-        TrainState.from_dict(dict(step=3))
 
 
 def test_ranks_that_see_different_directories_are_refused_and_rank_0_holds_the_lock(two_ranks):

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from trainer.checkpoint import load as checkpoint
 from trainer.checkpoint.manifest import Damaged, discard, verify
+from trainer.checkpoint.state import TrainState
 
 pytestmark = pytest.mark.usefixtures("isolated")
 
@@ -251,3 +252,12 @@ def test_what_cannot_be_removed_costs_a_warning_and_neither_the_run_nor_the_next
         assert not discard(str(folder / "step-00000007"), "tmp") and steps_in(folder) == [7, 8]
     done = train(*argv, 9)
     assert done.code == 0 and done.err == "" and steps_in(folder) == [8, 9] and not [*folder.glob("tmp-*")]
+
+
+def test_how_far_a_run_is_survives_train_state_json_also_one_without_the_newer_entries(folder):
+    for state in (TrainState(3, 24), TrainState(3, 24, origin="a", best=0.5), TrainState(3, 24, best=0.0)):
+        assert TrainState.from_dict(json.loads(json.dumps(state.as_dict() | dict(world=2)))) == state
+    saved = json.loads((folder / "step-00000006/train_state.json").read_text())
+    assert not {"origin", "best"} & saved.keys() and TrainState.from_dict(saved) == TrainState(6, 12)
+    with pytest.raises(KeyError):
+        TrainState.from_dict(dict(step=3))

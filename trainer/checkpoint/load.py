@@ -228,13 +228,11 @@ def _origin(path: str) -> str | None:
 
 
 def _look(save: str | None, folder: str | None) -> tuple[list[str], list[str], list[str], bool]:
-    """save: the directory of --save, or None; folder: the one to resume from, or None. Returns
+    """Removes unfinished steps from `save`; returns their names, the names of the committed ones, the paths of the
+    steps to resume from, and whether the run in `save` began at a step of `folder`.
 
-    - the names of unfinished steps in `save`, which this removes,
-    - the names of the committed ones,
-    - the paths of the steps to resume from: those of `folder`, but those of `save` where its run began at a step of
-      `folder`, because then the same command was started again,
-    - whether that is the case."""
+    The steps to resume from are those of `folder`; but in the last case, where the same command was started again,
+    those of `save`. Either directory may be None."""
     left = sorted(filter(TEMPORARY.fullmatch, os.listdir(save))) if save is not None else []
     left = [name for name in left if discard(os.path.join(save, name))]
     present = steps_in(save) if save is not None else []

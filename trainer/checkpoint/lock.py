@@ -9,9 +9,6 @@ it and gave no sign of life for 180 s. The latter is waited for: a job that its 
 takes over its own old lock, and a run that is alive gives its next sign, which refuses the newcomer. Job ids are not
 trusted: a host that is cut off from its launcher may still write. Ages are by the file system's clock, which may be
 another machine's. Needs exclusive creation and rename, but not flock, which network file systems may ignore.
-
-filelock's SoftFileLease (4.2) is not used. It takes over at once what lives on another machine of the same host name,
-after 2 s a lock that it cannot read, never the lock of a zombie or an empty one, and always waits the whole 180 s.
 """
 
 import atexit

@@ -1,6 +1,6 @@
 """What of a run is saved and restored: how far it is, in train_state.json, and its tensors, in DCP's files."""
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -24,8 +24,7 @@ class TrainState:
     @classmethod
     def from_dict(cls, about: dict) -> "TrainState":
         """From a whole train_state.json, of this program or of an older one. KeyError without step or samples."""
-        optional = {field.name: about.get(field.name) for field in fields(cls)}
-        return cls(**optional | dict(step=about["step"], samples=about["samples"]))
+        return cls(about["step"], about["samples"], about.get("origin"), about.get("best"))
 
 
 def tensors(step: Step) -> dict[str, Tensor]:

@@ -43,8 +43,8 @@ from trainer.distributed.control import Signals
 from trainer.distributed.terminal import tell
 
 POLL_S, ANSWER_S = 1.0, 5.0  # between looks at the clock and at the store; for the answers of the others
-PATIENCE_S = 10.0  # without progress, after another rank has left or a signal came; launchers wait for 30
 GRACE_S = 25.0  # more than one turn of the watchdog's loop takes while the store does not answer (two questions: 21 s)
+PATIENCE_S = 10.0  # without progress, after another rank has left or a signal came; launchers wait for 30
 ROOT = Path(__file__).parents[2]
 
 
