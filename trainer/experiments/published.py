@@ -18,7 +18,7 @@ from pathlib import Path
 from trainer import config
 from trainer.experiments import sweep
 
-REFERENCE = Path(__file__).resolve().parents[1] / "reference"
+REFERENCE = Path(__file__).resolve().parents[2] / "reference"
 DEFAULTS = {f.name: f.default for group in (config.Training, config.System) for f in fields(group)}
 NEUTRAL = sweep.OUTPUT | {f"--{name}" for name in "steps data lr warmup seed device world link".split()}
 SHAPE = "depth width head_dim grouping grow vocab seqlen batch grad_accum param_dtype".split()

@@ -29,7 +29,7 @@ from pathlib import Path
 
 from trainer.experiments.logging import append_jsonl, log_tables, read_rows
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 TINY = "--device cpu --width 128 --depth 2 --head-dim 16 --vocab 512 --seqlen 64 --batch 2 --steps 6".split()
 # No part of what a cell is: given on the command line they go to every run.
 OUTPUT = {"--wandb", "--group", "--tags", "--profile", "--log-every", "--verbose", "-v", "-vv", "--debug"}
