@@ -25,6 +25,7 @@ from torch import Tensor
 from model import causal_mask, compiled_flex_attention, sdpa_kernel
 from trainer import config
 from trainer.attention import BACKENDS, DTYPES, Shape, options_key, read_options, refusal
+from trainer.distributed.terminal import fail, markdown
 from trainer.experiments import report
 from trainer.experiments.logging import append_jsonl
 from trainer.profiling import memory, timing
@@ -212,7 +213,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         stored = read_options(args.options, missing_ok=args.search) if args.options else {}
     except ValueError as e:
-        config.fail(f"--options {e}", 0)
+        fail(f"--options {e}", 0)
     try:
         for T in args.seqlen:
             shape = Shape(args.tokens // T, args.heads, args.kv_heads, T, args.head_dim, args.dtype)
@@ -228,9 +229,9 @@ def main(argv: list[str] | None = None) -> int:
                 append_jsonl(args.results, rows[-1])
                 print(f"seqlen {T} {backend}: {rows[-1]['outcome']}", flush=True)
     except ValueError as e:
-        config.fail(f"--search: {e}", 0)
+        fail(f"--search: {e}", 0)
     if rows:
-        print("", report.markdown(report.attention(rows)[1]), sep="\n")
+        print("", markdown(report.attention(rows)[1]), sep="\n")
     return 0
 
 

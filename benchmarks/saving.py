@@ -25,6 +25,7 @@ from dataclasses import replace
 from functools import partial
 
 from trainer import config as flags
+from trainer.distributed.terminal import fail, ranks
 from trainer.experiments.sweep import TINY
 
 if __name__ == "__main__":  # before torch is imported, as in main.py
@@ -34,9 +35,9 @@ if __name__ == "__main__":  # before torch is imported, as in main.py
     _parser.add_argument("--check", action="store_true", help="bitwise resumption")
     _parser.add_argument("--small", action="store_true", help="toy sizes on a CPU, to try it out")
     _cut = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
-    RANKS, ARGS = flags.ranks(), _parser.parse_args(sys.argv[1:_cut])
+    RANKS, ARGS = ranks(), _parser.parse_args(sys.argv[1:_cut])
     if ARGS.rounds < 1:
-        flags.fail(f"--rounds {ARGS.rounds}: must be at least 1", RANKS[0])
+        fail(f"--rounds {ARGS.rounds}: must be at least 1", RANKS[0])
     CONFIG = flags.parse([*TINY * ARGS.small, *sys.argv[_cut + 1 :]], RANKS[0])
 
 import torch
@@ -165,11 +166,11 @@ def main(args: argparse.Namespace, c: flags.Config, rank: int, local_rank: int, 
         set_deterministic(c.deterministic)
         device = connect(c, rank, local_rank, world)
     except ValueError as e:
-        flags.fail(str(e), rank)
+        fail(str(e), rank)
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by way of what removes the folder
     folder = checkpoint.on_rank_0(lambda: tempfile.mkdtemp(prefix="save-cost-", dir=c.save or "."))
     make = partial(Trained, c, device, world, control_group())
-    row = timing.environment(device) | dict(study="save", world=world, flags=flags.changed(c))
+    row = timing.environment(device) | dict(study="save", world=world, flags=flags.setting(c))
     check = row | dict(study="resume", flags=row["flags"] | dict(deterministic=True))
     try:
         run = make(folder)

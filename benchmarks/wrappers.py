@@ -17,10 +17,11 @@ import sys
 from dataclasses import replace
 
 from trainer import config as flags
+from trainer.distributed.terminal import fail, ranks
 
 if __name__ == "__main__":  # before torch is imported, as in main.py
     _cut = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
-    RANKS = flags.ranks()
+    RANKS = ranks()
     CELLS, CONFIG = sys.argv[1:_cut], flags.parse(sys.argv[_cut + 1 :], RANKS[0])
 
 import torch
@@ -61,7 +62,7 @@ def compare(cells: list[str], c: flags.Config, device: torch.device, rank: int =
     rows = []
     for cell, each, ms in zip(cells, configs, times, strict=True):
         ratio = statistics.median(a / b for a, b in zip(ms, times[0], strict=True))
-        row = timing.environment(device) | dict(study="baselines", cell=cell, flags=flags.changed(each))
+        row = timing.environment(device) | dict(study="baselines", cell=cell, flags=flags.setting(each))
         row["world"] = flags.world_label(c, world)
         rows.append(row | timing.stats(ms) | dict(ratio=round(ratio, 4), against=cells[0], interleaved=cells))
     return rows
@@ -73,12 +74,12 @@ def main(cells: list[str], c: flags.Config, rank: int, local_rank: int, world: i
     modes = dict(simple=COMPILE_MODES, none=COMPILE_MODES, fsdp2=("none", "blocks"), ddp=("none", "blocks"))
     bad = [cell for cell in cells if cell.partition(":")[2] not in modes.get(cell.partition(":")[0], ())]
     if bad or not cells:
-        flags.fail(f"cells {' '.join(bad) or '(none)'}: give WRAPPER:COMPILE, such as simple:fwdbwd fsdp2:blocks", rank)
+        fail(f"cells {' '.join(bad) or '(none)'}: give WRAPPER:COMPILE, such as simple:fwdbwd fsdp2:blocks", rank)
     set_deterministic(c.deterministic)
     try:
         rows = compare(cells, c, connect(c, rank, local_rank, world), rank, c.world or world)
     except (ValueError, DataError) as e:
-        flags.fail(str(e), rank, 3 if isinstance(e, DataError) else 2)
+        fail(str(e), rank, 3 if isinstance(e, DataError) else 2)
     for row in rows if rank == 0 else ():
         append_jsonl(c.results, row)
         print(f"{row['cell']:<16} {row['step_ms']:>8.1f} ms [{row['step_ms_min']:.1f}-{row['step_ms_max']:.1f}] "

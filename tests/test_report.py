@@ -87,7 +87,7 @@ def test_a_row_stands_beside_the_published_one_of_its_key(axis, n, flags, publis
 
 @pytest.mark.parametrize("small", [False, True])
 def test_every_line_of_every_axis_finds_its_row(small):
-    for axis in sweep.axes(small):
+    for axis in sweep.axes():
         cells = sweep.read_cells(axis, small, 2, ["--steps", "7", "--seed", "3"])
         made = [row(cell, CPU if small else GPU, mib=1000 + i) for i, cell in enumerate(cells)]
         found = [ours for _, ours, _ in rows.entries(axis, made, small) if ours]

@@ -8,6 +8,7 @@ A flag left out is None until `resolve`. Groups are by consequence: what may cha
 
 import io
 import math
+import re
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stderr
@@ -345,7 +346,8 @@ def _check_fit(c: Config, device: str, world: int) -> str | None:
     return None
 
 
-def _filled(c: Config, device: str) -> Config:
+def filled(c: Config, device: str) -> Config:
+    """`c` with the defaults of `device` where no flag gives a value; whether the values fit is not checked."""
     unset = {name: default for name, default in DEFAULTS[device].items() if getattr(c.training, name) is None}
     mode = "replicate" if c.wrapper == "ddp" and c.mode == "fully_shard" else c.mode  # what DDP is
     return replace(c, training=replace(c.training, **unset), system=replace(c.system, device=device, mode=mode))
@@ -353,7 +355,7 @@ def _filled(c: Config, device: str) -> Config:
 
 def resolve(c: Config, device: str, world: int) -> Config:
     """Fills the defaults of `device` ("cpu" or "cuda"). Raises ValueError, one line, where values do not fit."""
-    c = _filled(c, device)
+    c = filled(c, device)
     if problem := _check_fit(c, device, world):
         raise ValueError(problem)
     return c
@@ -364,11 +366,16 @@ def world_label(c: Config, world: int) -> int | str:
     return f"{c.world}(sim {c.link})" if c.world else world
 
 
-def changed(c: Config) -> dict:
-    """The resolved flags that differ from the defaults of their device."""
-    defaults = {f.name: f.default for g in (Training, System, Output) for f in fields(g)} | DEFAULTS[c.device]
-    skip = {"device", "results", "verbose", "debug", "log_every", "save", "resume", "timeout", "first_timeout"}
-    return {k: v for k, v in c.flat().items() if k not in skip and v != defaults[k]}
+def setting(c: Config) -> dict:
+    """The whole setting of a run, for its row and for W&B: every resolved flag, apart from those that only say where
+    results go and how long to wait. Of a path that is not below the working directory only the last part is kept, so
+    that no folder of this machine gets into a row."""
+    skip = {"results", "verbose", "debug", "log_every", "save", "resume", "timeout", "first_timeout"}
+    found = {name: value for name, value in c.flat().items() if name not in skip}
+    for name in ("data", "init", "flex_options", "profile"):
+        if found[name] is not None:
+            found[name] = re.sub(r"^(text:|bin:)?(?:/|~|\.\.).*?([^/]*)/*$", r"\1\2", found[name])
+    return found
 
 
 def compile_options(c: Config) -> dict | None:
@@ -397,7 +404,7 @@ def parse(argv: Sequence[str], rank: int = 0, world: int | None = None) -> Confi
         if rank:
             time.sleep(5)  # torchrun would end rank 0 before it has spoken
         raise
-    problems = {_check_fit(_filled(c, d), d, world) for d in (DEFAULTS if c.device == "auto" else [c.device]) if world}
+    problems = {_check_fit(filled(c, d), d, world) for d in (DEFAULTS if c.device == "auto" else [c.device]) if world}
     if len(problems) == 1 and (problem := problems.pop()):  # else torch must be asked for the device
         fail(problem, rank)
     return c

@@ -7,6 +7,7 @@ from simple_fsdp import describe
 from trainer import config as flags
 from trainer import costs
 from trainer.distributed import simulated_world
+from trainer.distributed.terminal import grouped
 from trainer.profiling import memory, timing
 
 
@@ -20,7 +21,7 @@ def row(run, outcome: str) -> dict:
     row["world"] = flags.world_label(c, run.world)
     row |= {k: getattr(c, k) for k in "wrapper mode compile attn remat remat_ratio depth width seqlen".split()}
     row |= {k: getattr(c, k) for k in "batch grad_accum param_dtype reduce_dtype".split()}
-    row |= dict(flags=flags.changed(c), outcome=outcome, cell=os.environ.get("SWEEP_CELL"))
+    row |= dict(flags=flags.setting(c), outcome=outcome, cell=os.environ.get("SWEEP_CELL"))
     row |= dict(resumed_after=run.first or None, skipped=run.watch.skipped)
     row |= memory.peak(run.device) | dict(first_step_peak_mib=run.first_step_mib) | stats
     if captured := getattr(getattr(run, "step", None), "peak_mib", None):  # since then nothing was allocated
@@ -37,7 +38,7 @@ def header(run) -> list[str]:
     """The anchors of sanity that the run prints before its first step."""
     c, env = run.c, run.environment
     rows = describe(run.model)
-    grouped = f"{sum(math.prod(r.shape) for r in rows):,}".replace(",", "'")
+    parameters = grouped(sum(math.prod(r.shape) for r in rows))
     whole = [r for r in rows if r.placement.startswith("Replicate")]
     per_token = {k: v / run.batches_tokens() for k, v in run.flops.items()}
     lines = [
@@ -46,7 +47,7 @@ def header(run) -> list[str]:
         "  ".join(f"{k}={v}" for k, v in {**vars(c.training), **vars(c.system)}.items()),
         f"attention: {run.attention}",
         f"data {run.batches.description}",
-        f"{grouped} parameters, {sum(r.local_bytes for r in rows) / 2**20:.1f} MiB on this rank; "
+        f"{parameters} parameters, {sum(r.local_bytes for r in rows) / 2**20:.1f} MiB on this rank; "
         f"{len(whole)} of {len(rows)} replicated" + f": under {c.min_shard_mib} MiB" * (c.min_shard_mib > 0),
         f"{per_token['causal'] / 1e6:.3f} MFLOP per token (causal; PaLM {per_token['palm'] / 1e6:.3f}), "
         f"{run.flops['causal'] / 1e12:.4g} TFLOP per step and rank",
