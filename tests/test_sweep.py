@@ -142,6 +142,19 @@ def test_the_row_of_a_dead_cell_says_what_it_was(call):
     assert {"date", "commit", "torch", "flags"} <= row.keys()
 
 
+def test_the_row_of_a_dead_cell_holds_its_whole_setting(monkeypatch):
+    """That of main.py, also where the shape is bad; what main.py does not accept is kept as it was given."""
+    monkeypatch.setattr(sweep, "gpus", lambda: 0)
+    flags = sweep.failed_row("nproc=1 --depth 3 --loss chunked --lr 1e-3 --no-reshard", "timeout")["flags"]
+    assert flags == config.setting(resolved("nproc=1 --depth 3 --loss chunked --lr 1e-3 --no-reshard", "cpu")[0])
+    row = sweep.failed_row("nproc=1 --width 96 --min-shard-mib 0.5", "exit 1: error: --grouping 4: must divide")
+    assert (row["outcome"], row["min_shard_mib"]) == ("badshape", 0.5)
+    assert (row["flags"]["width"], row["flags"]["vocab"]) == (96, 256)
+    other = sweep.failed_row("nproc=1 --no-such-flag --depth 3", "timeout")
+    assert other["flags"] == {"such_flag": False, "depth": 3} and other["depth"] == 3
+    assert sweep.failed_row("nproc=1 --depth 3", "timeout", {"depth": 3, "own": 1})["flags"] == {"depth": 3, "own": 1}
+
+
 def test_a_cell_over_its_time_is_ended_with_all_its_processes(call, tmp_path):
     code, _, [row], _ = call(seeds("hang"), "--timeout", "1")
     assert (code, row["outcome"]) == (1, "failed: timeout")
@@ -326,6 +339,35 @@ def test_several_processes_are_one_cell_under_torchrun(call):
 ])
 def test_a_bad_file_is_one_line_and_exit_2(call, lines, said):
     assert call(lines)[:2] == (2, f"sweep: {said}\n")
+
+
+GRID = """\
+# {not,a,cell}
+--depth {1,2} --width {64,128 --no-reshard}
+[full] --lr 1 ranks=4
+--seed {3}
+[small] ranks=2
+
+--clip {2,0}  # a comment
+"""
+
+
+def test_braces_and_sections_make_the_cells_of_a_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(sweep, "gpus", lambda: 1)
+    (tmp_path / "cells").write_text(GRID)
+    grid = [f"nproc=1 --depth {d} {w}" for d in (1, 2) for w in ("--width 64", "--no-reshard --width 128")]
+    full = sweep.read_cells(str(tmp_path / "cells"), False, 1, [])
+    assert full == [*grid, "nproc=1 --link h100-nvlink --lr 1 --seed 3 --world 4"]
+    small = [sweep.parse(cell.split()) for cell in sweep.read_cells(str(tmp_path / "cells"), True, 1, [])]
+    assert [n for n, _ in small] == [1, 1, 1, 1, 2, 2]
+    assert [flags.get("--clip") for _, flags in small[4:]] == [("2",), ("0",)]
+
+
+def test_the_small_cells_are_those_that_have_been_run():
+    """A cell that were called otherwise would be run again."""
+    rows = sweep.read_rows(ROOT / "results" / "sweep-all-small.jsonl")
+    for axis, cells in sweep.studies("all", True, 2, []).items():
+        assert axis == "attention" or sweep.unfinished(cells, rows) == [], axis  # of which some have not been run
 
 
 def test_an_unknown_axis_lists_the_known(monkeypatch, capsys):

@@ -188,14 +188,18 @@ class Sinks:
     def _start_wandb(self, mode: str, config: dict, **names) -> None:
         import wandb
 
-        # W&B's own limits are minutes or endless; its metadata are host, user, paths: what matters is in the row
-        own = {"init_timeout": 20, "login_timeout": 20, "finish_timeout": 30, "x_disable_meta": True}
-        wandb.setup(wandb.Settings(**{k: v for k, v in own.items() if k in wandb.Settings.model_fields}))
-        folder = os.environ.get("WANDB_DIR") or (str(self.results.parent) if self.results else None)
+        own = {"init_timeout": 20, "login_timeout": 20, "finish_timeout": 30}  # seconds; its own are minutes or endless
+        # What W&B would add is the host, the user, the git remote, the command and paths; what matters is in the row.
+        own |= {"host": "", "disable_git": True, "disable_code": True, "x_disable_meta": True, "console": "off"}
+        settings = wandb.Settings(**{name: v for name, v in own.items() if name in wandb.Settings.model_fields})
+        wandb.setup(settings)
+        folder = os.environ.get("WANDB_DIR") or (self.results.parent if self.results else ".")
         names["project"] = os.environ.get("WANDB_PROJECT") or "simple-fsdp-trainer"
-        run = wandb.init(mode=mode, dir=folder, config=_plain(config), settings=wandb.Settings(console="off"), **names)
+        folder = os.path.relpath(folder)  # W&B logs the path of its logs
+        run = wandb.init(mode=mode, dir=folder, config=_plain(config), settings=settings, **names)
         if run.disabled:
             raise RuntimeError("no login")
+        Path(run.dir).parent.joinpath("logs", "debug-core.log").unlink(missing_ok=True)  # a link into the user's home
         self._wandb = run
 
     def _log_table(self, name: str, rows: list[dict]) -> None:
