@@ -71,7 +71,7 @@ def perform(
         if run.first >= c.steps:
             say(f"already done: {run.found.path} has the {c.steps} steps of --steps, or more")
             return 0
-        settings = c.flat() | dict(world=flags.world_label(c, world))
+        settings = flags.setting(c) | dict(world=flags.world_label(c, world))
         sinks = Sinks(c.results, c.wandb, c.group, None, settings, c.tags, rank, c.steps, c.log_every)
         watchdog.on_end = lambda outcome: sinks.row(row(run, outcome))
         run.build()

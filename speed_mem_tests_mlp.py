@@ -15,10 +15,13 @@ the head and none in the blocks. 3 x 1024 does not fit: 352 MiB of parameters (3
 """
 # ruff: noqa: E402 (torch is imported when the flags have been read)
 
+import contextlib
 import csv
 import functools
+import io
 import math
 import os
+import shlex
 import signal
 import sys
 import time
@@ -30,7 +33,7 @@ from typing import Literal
 import tyro
 
 from trainer import config as flags
-from trainer.distributed.terminal import fail, ranks
+from trainer.distributed.terminal import fail, grouped, markdown, ranks
 from trainer.experiments import sweep
 
 WARMUP = 3  # steps in no median, the compiling ones among them
@@ -110,6 +113,18 @@ def parse(argv: list[str], rank: int = 0, world: int = 1) -> Config:
         if wrong:
             fail(message, rank)
     return c
+
+
+def setting(c: Config) -> dict:
+    """What a row holds under `flags`: every size and switch."""
+    return {name: getattr(c, name) for name in (*SIZES, *SWITCHES)}
+
+
+def setting_of(cell: str) -> dict:
+    """The same of a cell, nproc=N and flags; empty where they are not accepted."""
+    with contextlib.suppress(SystemExit), contextlib.redirect_stderr(io.StringIO()):
+        return setting(parse(shlex.split(cell)[1:]))
+    return {}
 
 
 if __name__ == "__main__":  # before torch is imported: --help and bad flags answer at once
@@ -194,8 +209,8 @@ class Step:
         return loss.detach()
 
 
-def main(c: Config, rank: int, local_rank: int, world: int) -> int:
-    """One row. Exit codes: 0 done, 2 bad flags or environment, 5 non-finite, 6 out of memory, 1 anything else."""
+def connected(c: Config, rank: int, local_rank: int, world: int) -> torch.device:
+    """The device, in its process group. Exit code 2 for what does not fit this machine or this torch."""
     device_type = ("cuda" if torch.cuda.is_available() else "cpu") if c.device == "auto" else c.device
     options = flags.compile_options(c) or {}
     try:
@@ -203,41 +218,57 @@ def main(c: Config, rank: int, local_rank: int, world: int) -> int:
             raise ValueError(f"--compile-options {' '.join(only)}: needs CUDA; leave it out on a CPU")
         check_mode("none", {name: value for name, value in options.items() if name != "overlap"})
         check_writable(c.results)
-        device = connect(replace(c, device=device_type), rank, local_rank, world)
+        return connect(replace(c, device=device_type), rank, local_rank, world)
     except ValueError as e:
         fail(str(e), rank)
-    own = {name: getattr(c, name) for name in (*SIZES, *SWITCHES)}
-    row = timing.environment(device) | dict(study="mlp", world=flags.world_label(c, world)) | own
-    row |= dict(flags={name: value for name, value in own.items() if value != getattr(Config, name)})
-    row |= dict(cell=os.environ.get("SWEEP_CELL"), outcome="ok", loss=None)
-    stages, timer, step, code, warm_s = memory.Stages(device), timing.StepTimer(device), None, 0, None
+
+
+def train(c: Config, step: Step, device: torch.device, timer: timing.StepTimer, stages: memory.Stages) -> dict:
+    """Every step, all on the same batch: the last loss, and seconds of the warm-up, which compiles.
+    FloatingPointError where the loss is not finite."""
+    data = torch.randint(c.vocab, (c.batch, c.seqlen + 1), generator=torch.Generator().manual_seed(1)).to(device)
+    tokens, targets = data[:, :-1].contiguous(), data[:, 1:].contiguous()  # [B, T]
+    start = time.perf_counter()
+    for k in range(c.steps):
+        with timer.step(excluded=k < WARMUP):
+            loss = step.run(tokens, targets)
+        if k < WARMUP:
+            loss.item()  # waits for the step
+            stages.add(f"step {k + 1}")
+            warm_s = time.perf_counter() - start
+    if not math.isfinite(loss.item()):
+        raise FloatingPointError(f"loss {loss.item()}")
+    return dict(loss=loss.item(), warm_s=warm_s)
+
+
+def milestones(stages: memory.Stages) -> dict:
+    """MiB at the peak of each stage, under the names of the published tables."""
+    peaks = {name: top for name, _, top in stages.rows}
+    started = {f"after_{name}_mib": top for name, top in peaks.items() if not name.startswith("step")}
+    row = started | dict(init_mib=peaks.get("model"), pre_step0_mib=max(started.values(), default=None))
+    return row | dict(first_step_peak_mib=peaks.get("step 1"), second_step_peak_mib=peaks.get("step 2"))
+
+
+def main(c: Config, rank: int, local_rank: int, world: int) -> int:
+    """One row. Exit codes: 0 done, 2 bad flags or environment, 5 non-finite, 6 out of memory, 1 anything else."""
+    device = connected(c, rank, local_rank, world)
+    row = timing.environment(device) | dict(study="mlp", world=flags.world_label(c, world)) | setting(c)
+    row |= dict(flags=setting(c), cell=os.environ.get("SWEEP_CELL"), outcome="ok", loss=None)
+    stages, timer, step, code, trained = memory.Stages(device), timing.StepTimer(device), None, 0, {}
     try:
         step = Step(c, build(c, device, c.world or world, stages.add), device)
         stages.add("optimizer")
-        data = torch.randint(c.vocab, (c.batch, c.seqlen + 1), generator=torch.Generator().manual_seed(1)).to(device)
-        tokens, targets = data[:, :-1].contiguous(), data[:, 1:].contiguous()  # [B, T]
-        start = time.perf_counter()
-        for k in range(c.steps):
-            with timer.step(excluded=k < WARMUP):
-                loss = step.run(tokens, targets)
-            if k < WARMUP:
-                loss.item()  # waits for the step
-                stages.add(f"step {k + 1}")
-                warm_s = time.perf_counter() - start
-        row["loss"] = loss.item()
-        if not math.isfinite(row["loss"]):
-            raise FloatingPointError(f"loss {row['loss']}")
+        trained = train(c, step, device, timer, stages)
+        row["loss"] = trained["loss"]
     except Exception as e:
         text, oom = " ".join(f"{type(e).__name__}: {e}".split())[:500], memory.out_of_memory(e)
         row["outcome"] = f"OOM {step.phase if step else 'init'}" if oom else f"failed: {text}"
         code = 6 if oom else 5 if isinstance(e, FloatingPointError) else 1
         print(f"error: rank {rank}: {row['outcome']}{f': {text}; lower --batch' * oom}", file=sys.stderr, flush=True)
-    peaks = {name: top for name, _, top in stages.rows}
-    started = {f"after_{name}_mib": top for name, top in peaks.items() if not name.startswith("step")}
-    row |= started | dict(init_mib=peaks.get("model"), pre_step0_mib=max(started.values(), default=None))
-    row |= dict(first_step_peak_mib=peaks.get("step 1"), second_step_peak_mib=peaks.get("step 2"))
-    row |= memory.peak(device) | timing.clocks(device) | timing.stats([] if code else timer.ms())
-    row["compile_s"] = round(warm_s - WARMUP * row["step_ms"] / 1e3, 2) if c.compile != "none" and not code else None
+    row |= milestones(stages)
+    row |= memory.peak(device) | timing.clocks(device) | timing.stats([] if code else timer.ms()) | dict(compile_s=None)
+    if c.compile != "none" and not code:
+        row["compile_s"] = round(trained["warm_s"] - WARMUP * row["step_ms"] / 1e3, 2)
     if rank == 0:
         append_jsonl(c.results, row, fsync=True)
         print("\n".join([*stages.lines(), *final_lines(row)[:3]]))
@@ -261,7 +292,7 @@ def table(c: Config) -> int:
         log = results.parent / "runs" / results.stem / f"{zlib.crc32(cell.encode()):08x}.log"  # as a sweep's
         end = sweep.run(cell, [__file__, "--results", str(results)], c.timeout, log)
         if cell not in sweep.read_rows(results, size):
-            append_jsonl(results, sweep.failed_row(cell, end or "exit 0 without a row"))
+            append_jsonl(results, sweep.failed_row(cell, end or "exit 0 without a row", setting_of(cell)))
     rows = sweep.read_rows(results)
     print(beside_published(c.table, [rows[cell] for cell in cells]))
     return 1 if sweep.unfinished(cells, rows) else 0
@@ -271,19 +302,17 @@ def beside_published(name: str, rows: list[dict]) -> str:
     """Markdown: a line per row of the published table `name`, our figures and its."""
     with (Path(__file__).parent / "reference" / f"{name}.csv").open() as file:
         published = [*csv.DictReader(file)]
-    (label, *columns), cpu = published[0], any("peak_rss_mib" in row for row in rows)
+    (label, *keys), cpu = published[0], any("peak_rss_mib" in row for row in rows)
+    columns = [(label, [theirs[label] for theirs in published])]
+    columns += [(key, [str(row[key]) for row in rows]) for key in ("outcome", "world")]
     peaks = ["first_step_peak_mib", "second_step_peak_mib", "peak_rss_mib" if cpu else "peak_alloc_mib"]
-    ours = {key: peaks if key == "peak_mib" else [key] * (key != "notes") for key in columns}
-    lines = [[label, "outcome", "world", *(title for key in columns for title in (*ours[key], "published"))]]
-    lines.append(["---"] * 3 + ["---:"] * (len(lines[0]) - 3))
-    for row, theirs in zip(rows, published, strict=True):
-        figures = [value for key in columns for value in (*map(row.get, ours[key]), theirs[key])]
-        lines.append([theirs[label], row["outcome"], row["world"], *figures])
-    text = [[f"{v:,.1f}".replace(",", "'") if isinstance(v, float) else str(v or "") for v in line] for line in lines]
+    for key in keys:
+        for own in peaks if key == "peak_mib" else [key] * (key != "notes"):
+            columns.append((own, [grouped(row.get(own), 1, missing="") for row in rows]))
+        columns.append(("published", [theirs[key] for theirs in published]))
     told = [f"{row['device']}, torch {row['torch']}, commit {row['commit'][:12]}" for row in rows if "init_mib" in row]
     kind = "resident on a CPU, to compare with nothing published" if cpu else "allocated"
-    body = "\n".join(f"| {' | '.join(each.replace('|', '/') for each in line)} |" for line in text)
-    return f"{name}, MiB {kind}; ours: {'; '.join(dict.fromkeys(told))}\n\n{body}"
+    return f"{name}, MiB {kind}; ours: {'; '.join(dict.fromkeys(told))}\n\n{markdown(columns)}"
 
 
 if __name__ == "__main__":

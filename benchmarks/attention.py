@@ -25,7 +25,7 @@ from torch import Tensor
 from model import causal_mask, compiled_flex_attention, sdpa_kernel
 from trainer import config
 from trainer.attention import BACKENDS, DTYPES, Shape, options_key, read_options, refusal
-from trainer.distributed.terminal import fail
+from trainer.distributed.terminal import fail, markdown
 from trainer.experiments import report
 from trainer.experiments.logging import append_jsonl
 from trainer.profiling import memory, timing
@@ -231,7 +231,7 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as e:
         fail(f"--search: {e}", 0)
     if rows:
-        print("", report.markdown(report.attention(rows)[1]), sep="\n")
+        print("", markdown(report.attention(rows)[1]), sep="\n")
     return 0
 
 

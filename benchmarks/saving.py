@@ -170,7 +170,7 @@ def main(args: argparse.Namespace, c: flags.Config, rank: int, local_rank: int, 
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by way of what removes the folder
     folder = checkpoint.on_rank_0(lambda: tempfile.mkdtemp(prefix="save-cost-", dir=c.save or "."))
     make = partial(Trained, c, device, world, control_group())
-    row = timing.environment(device) | dict(study="save", world=world, flags=flags.changed(c))
+    row = timing.environment(device) | dict(study="save", world=world, flags=flags.setting(c))
     check = row | dict(study="resume", flags=row["flags"] | dict(deterministic=True))
     try:
         run = make(folder)

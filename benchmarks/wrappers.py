@@ -62,7 +62,7 @@ def compare(cells: list[str], c: flags.Config, device: torch.device, rank: int =
     rows = []
     for cell, each, ms in zip(cells, configs, times, strict=True):
         ratio = statistics.median(a / b for a, b in zip(ms, times[0], strict=True))
-        row = timing.environment(device) | dict(study="baselines", cell=cell, flags=flags.changed(each))
+        row = timing.environment(device) | dict(study="baselines", cell=cell, flags=flags.setting(each))
         row["world"] = flags.world_label(c, world)
         rows.append(row | timing.stats(ms) | dict(ratio=round(ratio, 4), against=cells[0], interleaved=cells))
     return rows

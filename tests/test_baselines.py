@@ -192,5 +192,5 @@ def test_what_cannot_be_compared_is_one_line(cells, argv, message, capfd, monkey
 
 def test_fsdp2_at_one_rank_and_its_name_in_the_configuration():
     c = flags.resolve(flags.parse([*SMALL, "--wrapper", "fsdp2"]), "cpu", 1)
-    assert c.wrapper == "fsdp2" and flags.changed(c)["wrapper"] == "fsdp2"
+    assert c.wrapper == "fsdp2" and flags.setting(c)["wrapper"] == "fsdp2"
     assert flags.resolve(replace(c, system=replace(c.system, wrapper="ddp")), "cpu", 1).mode == "replicate"

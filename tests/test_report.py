@@ -1,6 +1,7 @@
 """trainer/experiments/report.py: rows stand beside the right published figures, ratios only where they mean something,
 simulated ranks are always visible, and the marked tables of README.md and NOTES.md are what their rows give."""
 
+import dataclasses
 import importlib.util
 import json
 import shlex
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from trainer import config
 from trainer.costs import flops_per_token
 from trainer.experiments import published as rows
 from trainer.experiments import report, sweep
@@ -87,7 +89,7 @@ def test_a_row_stands_beside_the_published_one_of_its_key(axis, n, flags, publis
 
 @pytest.mark.parametrize("small", [False, True])
 def test_every_line_of_every_axis_finds_its_row(small):
-    for axis in sweep.axes(small):
+    for axis in sweep.axes():
         cells = sweep.read_cells(axis, small, 2, ["--steps", "7", "--seed", "3"])
         made = [row(cell, CPU if small else GPU, mib=1000 + i) for i, cell in enumerate(cells)]
         found = [ours for _, ours, _ in rows.entries(axis, made, small) if ours]
@@ -403,3 +405,44 @@ def test_the_front_is_of_one_setting_and_names_its_points(copy):
     drawn = path.read_text()
     assert all(text in drawn for text in ("compile=model remat=both", "compile=fwdbwd remat=mlp", "n=2: depth 4"))
     assert "block" not in drawn and "sim" not in drawn
+
+
+OLD = CPU | {"compile": "blocks", "depth": 8, "flags": {"depth": 8, "compile": "blocks", "steps": 6}}
+NEW = config.setting(config.filled(config.parse(["--depth", "8", "--loss", "chunked"]), "cpu"))
+
+
+def test_a_default_that_changes_changes_no_setting_of_an_old_or_a_new_row(monkeypatch):
+    """An old row holds what differed from the defaults of its time, a new one everything."""
+    names = [*rows.DEFAULTS_D817189, *rows.DEFAULTS_D817189_CPU]
+    new = OLD | {"flags": NEW, "loss": 2.5, "loss_kind": "chunked"}
+    before = [[rows.setting(row, name) for name in names] for row in (OLD, new)]
+    told = {name: rows.setting(OLD, name) for name in ("depth", "steps", "remat", "lr", "loss")}
+    assert told == dict(depth=8, steps=6, remat="none", lr=3e-3, loss="full")
+    assert (rows.setting(new, "loss"), rows.setting(new, "depth"), rows.setting(new, "vocab")) == ("chunked", 8, 256)
+    for device in ("cpu", "cuda"):
+        for name in config.DEFAULTS[device]:
+            monkeypatch.setitem(config.DEFAULTS[device], name, "changed")
+    for group in (config.Training, config.System):
+        for field in dataclasses.fields(group):
+            monkeypatch.setattr(group, field.name, "changed")
+            monkeypatch.setattr(field, "default", "changed")
+    assert [[rows.setting(row, name) for name in names] for row in (OLD, new)] == before
+
+
+def test_every_row_here_holds_its_whole_setting():
+    for path in sorted((ROOT / "results").glob("*.jsonl")):
+        for row in rows.read([path]):
+            if row.get("study") == "mlp":
+                assert row["flags"] == {name: row[name] for name in row["flags"]} and len(row["flags"]) == 15
+            else:
+                assert {*rows.DEFAULTS_D817189_CPU, "compile", "remat", "mode", "device", "seed"} <= row["flags"].keys()
+
+
+@pytest.mark.parametrize(("argv", "kept"), [
+    ("--data text:/home/ann/words.txt", dict(data="text:words.txt")), ("--data bin:/a/b/*.bin", dict(data="bin:*.bin")),
+    ("--data text:../ann/corpus/", dict(data="text:corpus")), ("--data bin:a/*.bin", dict(data="bin:a/*.bin")),
+    ("--init ~/ann/w.pt --profile /tmp/ann", dict(init="w.pt", profile="ann")), ("", dict(data="stdlib", init=None)),
+])
+def test_a_setting_names_no_folder_outside_of_the_working_directory(argv, kept):
+    found = config.setting(config.filled(config.parse(argv.split()), "cpu"))
+    assert {name: found[name] for name in kept} == kept and not {"results", "save", "resume"} & found.keys()

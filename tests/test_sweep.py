@@ -142,6 +142,19 @@ def test_the_row_of_a_dead_cell_says_what_it_was(call):
     assert {"date", "commit", "torch", "flags"} <= row.keys()
 
 
+def test_the_row_of_a_dead_cell_holds_its_whole_setting(monkeypatch):
+    """That of main.py, also where the shape is bad; what main.py does not accept is kept as it was given."""
+    monkeypatch.setattr(sweep, "gpus", lambda: 0)
+    flags = sweep.failed_row("nproc=1 --depth 3 --loss chunked --lr 1e-3 --no-reshard", "timeout")["flags"]
+    assert flags == config.setting(resolved("nproc=1 --depth 3 --loss chunked --lr 1e-3 --no-reshard", "cpu")[0])
+    row = sweep.failed_row("nproc=1 --width 96 --min-shard-mib 0.5", "exit 1: error: --grouping 4: must divide")
+    assert (row["outcome"], row["min_shard_mib"]) == ("badshape", 0.5)
+    assert (row["flags"]["width"], row["flags"]["vocab"]) == (96, 256)
+    other = sweep.failed_row("nproc=1 --no-such-flag --depth 3", "timeout")
+    assert other["flags"] == {"such_flag": False, "depth": 3} and other["depth"] == 3
+    assert sweep.failed_row("nproc=1 --depth 3", "timeout", {"depth": 3, "own": 1})["flags"] == {"depth": 3, "own": 1}
+
+
 def test_a_cell_over_its_time_is_ended_with_all_its_processes(call, tmp_path):
     code, _, [row], _ = call(seeds("hang"), "--timeout", "1")
     assert (code, row["outcome"]) == (1, "failed: timeout")
@@ -207,7 +220,7 @@ def test_every_table_is_filled_once_whatever_kills_the_sweep(tmp_path):
         shown = done.stdout.split("\n## ")[1:]
         assert [section.split()[0] for section in shown] == list(tables) and "not run" not in done.stdout
         for section, own in zip(shown, tables.values(), strict=True):
-            assert section.count("\n| ") - 2 == len(own), section  # head and rule
+            assert section.count("\n| ") - 1 == len(own), section  # the head
     assert shown[list(tables).index("width")].count("| badshape |") == 1
     assert len(re.findall(r"^\| 8\(sim 4090-pcie\) \| [^|]*--min-shard-mib", done.stdout, re.M)) == 2
     assert re.search(r"^\| 8\(sim h100-nvlink\) \| [^|]*--wrapper ddp \| ok \| 1.5 \|$", done.stdout, re.M)
@@ -221,7 +234,7 @@ def test_real_cells_end_as_ok_bad_shape_and_out_of_memory_and_are_not_tried_agai
     if not Path("/proc/self/status").exists():
         pytest.skip("needs Linux")
     limit = int(subprocess.run([sys.executable, "-c", code], check=True, **how).stdout) * 1024 + 500 * 2**20
-    lines = [line for line in sweep.axes(small=True)["width"] if not line.endswith(" 256")]
+    lines = [line for line in sweep.read_cells("width", True, 1, []) if "--width 256 " not in line]
     (tmp_path / "cells").write_text("\n".join(lines))
     command = [*SWEEP, "cells", "--small", "--steps", "4", "--results", "rows.jsonl"]
     for finished in (0, 3):
@@ -328,6 +341,35 @@ def test_a_bad_file_is_one_line_and_exit_2(call, lines, said):
     assert call(lines)[:2] == (2, f"sweep: {said}\n")
 
 
+GRID = """\
+# {not,a,cell}
+--depth {1,2} --width {64,128 --no-reshard}
+[full] --lr 1 ranks=4
+--seed {3}
+[small] ranks=2
+
+--clip {2,0}  # a comment
+"""
+
+
+def test_braces_and_sections_make_the_cells_of_a_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(sweep, "gpus", lambda: 1)
+    (tmp_path / "cells").write_text(GRID)
+    grid = [f"nproc=1 --depth {d} {w}" for d in (1, 2) for w in ("--width 64", "--no-reshard --width 128")]
+    full = sweep.read_cells(str(tmp_path / "cells"), False, 1, [])
+    assert full == [*grid, "nproc=1 --link h100-nvlink --lr 1 --seed 3 --world 4"]
+    small = [sweep.parse(cell.split()) for cell in sweep.read_cells(str(tmp_path / "cells"), True, 1, [])]
+    assert [n for n, _ in small] == [1, 1, 1, 1, 2, 2]
+    assert [flags.get("--clip") for _, flags in small[4:]] == [("2",), ("0",)]
+
+
+def test_the_small_cells_are_those_that_have_been_run():
+    """A cell that were called otherwise would be run again."""
+    rows = sweep.read_rows(ROOT / "results" / "sweep-all-small.jsonl")
+    for axis, cells in sweep.studies("all", True, 2, []).items():
+        assert axis == "attention" or sweep.unfinished(cells, rows) == [], axis  # of which some have not been run
+
+
 def test_an_unknown_axis_lists_the_known(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["sweep", "colour"])
     with pytest.raises(SystemExit) as stopped:
@@ -335,7 +377,7 @@ def test_an_unknown_axis_lists_the_known(monkeypatch, capsys):
     said = capsys.readouterr().err
     assert stopped.value.code == 2
     assert said.startswith("sweep: unknown axis 'colour': expected a file, all, or one of ") and said.count("\n") == 1
-    assert all(axis in said for axis in ("all", *sweep.axes(small=False)))
+    assert all(axis in said for axis in ("all", *sweep.axes()))
 
 
 @functools.cache
@@ -359,7 +401,7 @@ def test_main_accepts_every_cell_of_every_axis_but_the_bad_shapes_and_no_two_are
     small, refused, seen = gpus == "small", set(), {}
     monkeypatch.setattr(sweep, "gpus", lambda: 0 if small else gpus)
     everything = sweep.read_cells("all", small, 2, [])
-    for axis in sweep.axes(small):
+    for axis in sweep.axes():
         cells = sweep.read_cells(axis, small, 2, [])
         assert len(cells) >= 3 and (axis.startswith("gpu-") or set(cells) <= set(everything)), axis
         for cell in cells:

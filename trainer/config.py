@@ -11,10 +11,11 @@ A new flag is a field whose docstring is its help text, a row of _RANGES if its 
 import ast
 import io
 import math
+import re
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stderr, suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Literal
 
 import tyro
@@ -370,7 +371,8 @@ def _kernel_misfits(c: Config) -> list[tuple]:
     ]  # fmt: skip
 
 
-def _filled(c: Config, device: str) -> Config:
+def filled(c: Config, device: str) -> Config:
+    """`c` with the defaults of `device` where no flag gives a value; whether the values fit is not checked."""
     unset = {name: default for name, default in DEFAULTS[device].items() if getattr(c.training, name) is None}
     mode = "replicate" if c.wrapper == "ddp" and c.mode == "fully_shard" else c.mode  # DDP replicates
     return replace(c, training=replace(c.training, **unset), system=replace(c.system, device=device, mode=mode))
@@ -379,7 +381,7 @@ def _filled(c: Config, device: str) -> Config:
 def resolve(c: Config, device: str, world: int) -> Config:
     """Fills in the defaults of `device` ("cpu" or "cuda"). Raises ValueError, one line that names the flag, its value
     and the fix, for values that do not fit together on `world` ranks."""
-    c = _filled(c, device)
+    c = filled(c, device)
     if problem := _misfit(c, world):
         raise ValueError(problem)
     return c
@@ -390,11 +392,16 @@ def world_label(c: Config, world: int) -> int | str:
     return f"{c.world}(sim {c.link})" if c.world else world
 
 
-def changed(c: Config) -> dict:
-    """The resolved flags that differ from the defaults of their device."""
-    defaults = {f.name: f.default for g in (Training, System, Output) for f in fields(g)} | DEFAULTS[c.device]
-    skip = {"device", "results", "verbose", "debug", "log_every", "save", "resume", "timeout", "first_timeout"}
-    return {k: v for k, v in c.flat().items() if k not in skip and v != defaults[k]}
+def setting(c: Config) -> dict:
+    """The whole setting of a run, for its row and for W&B: every resolved flag, apart from those that only say where
+    results go and how long to wait. Of a path that is not below the working directory only the last part is kept, so
+    that no folder of this machine gets into a row."""
+    skip = {"results", "verbose", "debug", "log_every", "save", "resume", "timeout", "first_timeout"}
+    found = {name: value for name, value in c.flat().items() if name not in skip}
+    for name in ("data", "init", "flex_options", "profile"):
+        if found[name] is not None:
+            found[name] = re.sub(r"^(text:|bin:)?(?:/|~|\.\.).*?([^/]*)/*$", r"\1\2", found[name])
+    return found
 
 
 def compile_options(c: Config) -> dict | None:
@@ -419,7 +426,7 @@ def parse(argv: Sequence[str], rank: int = 0, world: int | None = None) -> Confi
         if rank:
             time.sleep(5)  # or torchrun would end rank 0 before it has printed the message
         raise
-    problems = {_misfit(_filled(c, d), world) for d in (DEFAULTS if c.device == "auto" else [c.device]) if world}
+    problems = {_misfit(filled(c, d), world) for d in (DEFAULTS if c.device == "auto" else [c.device]) if world}
     if len(problems) == 1 and (problem := problems.pop()):  # if they differ by device, torch must first say which it is
         fail(problem, rank)
     return c

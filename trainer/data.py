@@ -31,6 +31,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from trainer.distributed.terminal import grouped as _n
+
 # Shapes: B rows of this rank in a batch, T tokens of a row (--seqlen)
 FORMS = "stdlib, text:PATH, bin:GLOB, random, overfit"
 LLMC_HEADER = 1024  # bytes: 256 int32, of which three are used: magic, version, number of tokens
@@ -48,10 +50,6 @@ class DataError(Exception):
 
 def _bad(where: str, expected: str, found: str, fix: str) -> DataError:
     return DataError(f"{where}: expected {expected}, found {found}; {fix}")
-
-
-def _n(number: int) -> str:
-    return f"{number:,}".replace(",", "'")
 
 
 def check_source(source: str) -> None:

@@ -58,6 +58,16 @@ def tell(text: str, stream: TextIO | None = None) -> None:
             tell(f"warning: terminal: {type(error).__name__}: {error}; the run goes on", sys.stderr)
 
 
-def people(value: float | str | None, form: str = ",.0f") -> str:
-    """A number as people read it, 14'550; a string as it is; n/a for None."""
-    return value if isinstance(value, str) else "n/a" if value is None else format(value, form).replace(",", "'")
+def grouped(value: float | str | None, digits: int = 0, missing: str = "n/a") -> str:
+    """A number as people read it, with `digits` behind the point: 14'550; a string as it is; `missing` for None."""
+    if value is None:
+        return missing
+    return value if isinstance(value, str) else f"{value:,.{digits}f}".replace(",", "'")
+
+
+def markdown(columns: list[tuple[str, list[str]]]) -> str:
+    """A Markdown table of (title, cells) columns. One with a number in it stands to the right, but for the first."""
+    right = [i > 0 and any(text[:1].isdigit() for text in texts) for i, (_, texts) in enumerate(columns)]
+    head = [f"| {' | '.join(title for title, _ in columns)} |", f"|{''.join('---:|' if r else '---|' for r in right)}"]
+    lines = zip(*(texts for _, texts in columns), strict=True)
+    return "\n".join(head + [f"| {' | '.join(text.replace('|', '/') for text in line)} |" for line in lines])

@@ -25,11 +25,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from trainer.distributed.terminal import people, tell
+from trainer.distributed.terminal import grouped, tell
 
 SECRET = re.compile(r"api_?key|private_?key|secret|passw|credential|(access|api|auth|hf)_?token|^token$", re.IGNORECASE)
-LINE = {"loss": ("loss {}", ".4f"), "lr": ("lr {}", ".3g"), "grad_norm": ("|g| {}", ".3f"), "ms": ("{} ms", ",.1f")}
-LINE["tok_s"] = ("{} tok/s", ",.0f")
+LINE = {"loss": ("loss {}", 4), "lr": ("lr {}", 0), "grad_norm": ("|g| {}", 3), "ms": ("{} ms", 1),
+        "tok_s": ("{} tok/s", 0)}  # fmt: skip
 
 
 def _plain(value: Any) -> Any:
@@ -85,19 +85,19 @@ def check_writable(path: str | Path, flag: str = "--results") -> None:
 def final_lines(row: dict) -> list[str]:
     """A row for people. `tok_s` counts all ranks; the peak in use is named if the row has `peak_flops` (FLOP/s)."""
     kinds = dict(peak_alloc="allocated", peak_reserved="reserved", peak_rss="resident", first_step_peak="in step 1")
-    memory = [f"{people(row[f'{k}_mib'])} MiB {kind}" for k, kind in kinds.items() if row.get(f"{k}_mib") is not None]
+    memory = [f"{grouped(row[f'{k}_mib'])} MiB {kind}" for k, kind in kinds.items() if row.get(f"{k}_mib") is not None]
     memory += [row["peak_rss_note"]] if row.get("peak_rss_note") else []
-    ms, low, high = (people(row.get(key), ",.1f") for key in ("step_ms", "step_ms_min", "step_ms_max"))
+    ms, low, high = (grouped(row.get(key), 1) for key in ("step_ms", "step_ms_min", "step_ms_max"))
     ranks = re.match(r"\d+", str(row.get("world")))  # 8 or "8(sim h100-nvlink)"
     each = row["tok_s"] / int(ranks[0]) if ranks and row.get("tok_s") else None
-    causal, palm, hfu, seconds = (people(row.get(key), ",.1f") for key in ("mfu", "mfu_palm", "hfu", "compile_s"))
+    causal, palm, hfu, seconds = (grouped(row.get(key), 1) for key in ("mfu", "mfu_palm", "hfu", "compile_s"))
     peak = f" of {row['peak_flops'] / 1e12:.0f} TFLOP/s" if row.get("peak_flops") else ""
     skipped = f", {row['skipped']} update{'s' * (row['skipped'] > 1)} left out" if row.get("skipped") else ""
     return [
-        f"outcome  {row.get('outcome', 'n/a')}, loss {people(row.get('loss'), '.4f')}{skipped}",
+        f"outcome  {row.get('outcome', 'n/a')}, loss {grouped(row.get('loss'), 4)}{skipped}",
         f"memory   {', '.join(memory) or 'n/a'}",
         f"step     {ms} ms median [{low}-{high}] n {row.get('n', 0)}, compile {seconds} s",
-        f"speed    {people(row.get('tok_s'))} tok/s, {people(each)} tok/s/rank",
+        f"speed    {grouped(row.get('tok_s'))} tok/s, {grouped(each)} tok/s/rank",
         f"MFU, %   {causal} causal, {palm} PaLM, {hfu} HFU{peak}",
     ]
 
@@ -167,8 +167,10 @@ class Sinks:
         return True
 
     def _show(self, stats: dict) -> None:
+        if stats.get("lr") is not None:
+            stats = stats | {"lr": f"{stats['lr']:.3g}"}  # too small for a fixed number of digits
         have = [(key, *how) for key, how in LINE.items() if stats.get(key) is not None]
-        line = "  ".join(text.format(people(stats[key], form)) for key, text, form in have)
+        line = "  ".join(text.format(grouped(stats[key], digits)) for key, text, digits in have)
         if self._bar:
             self._bar.update(self._bar.task_ids[0], completed=stats["step"], line=line, refresh=True)
         else:
@@ -186,14 +188,18 @@ class Sinks:
     def _start_wandb(self, mode: str, config: dict, **names) -> None:
         import wandb
 
-        # W&B's own limits are minutes or endless; its metadata are host, user, paths: what matters is in the row
-        own = {"init_timeout": 20, "login_timeout": 20, "finish_timeout": 30, "x_disable_meta": True}
-        wandb.setup(wandb.Settings(**{k: v for k, v in own.items() if k in wandb.Settings.model_fields}))
-        folder = os.environ.get("WANDB_DIR") or (str(self.results.parent) if self.results else None)
+        own = {"init_timeout": 20, "login_timeout": 20, "finish_timeout": 30}  # seconds; its own are minutes or endless
+        # What W&B would add is the host, the user, the git remote, the command and paths; what matters is in the row.
+        own |= {"host": "", "disable_git": True, "disable_code": True, "x_disable_meta": True, "console": "off"}
+        settings = wandb.Settings(**{name: v for name, v in own.items() if name in wandb.Settings.model_fields})
+        wandb.setup(settings)
+        folder = os.environ.get("WANDB_DIR") or (self.results.parent if self.results else ".")
         names["project"] = os.environ.get("WANDB_PROJECT") or "simple-fsdp-trainer"
-        run = wandb.init(mode=mode, dir=folder, config=_plain(config), settings=wandb.Settings(console="off"), **names)
+        folder = os.path.relpath(folder)  # W&B logs the path of its logs
+        run = wandb.init(mode=mode, dir=folder, config=_plain(config), settings=settings, **names)
         if run.disabled:
             raise RuntimeError("no login")
+        Path(run.dir).parent.joinpath("logs", "debug-core.log").unlink(missing_ok=True)  # a link into the user's home
         self._wandb = run
 
     def _log_table(self, name: str, rows: list[dict]) -> None:

@@ -5,13 +5,17 @@
 """
 
 import textwrap
+from dataclasses import fields
 from pathlib import Path
 
 import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 
+from trainer import config
+from trainer.distributed.terminal import grouped
 from trainer.experiments.published import (
+    DEFAULTS_D817189,
     NEUTRAL,
     PUBLISHED,
     SHAPE,
@@ -20,8 +24,8 @@ from trainer.experiments.published import (
     label,
     newest,
     on_gpu,
-    people,
     series,
+    setting,
     shape,
 )
 
@@ -96,7 +100,7 @@ def axis(name: str, found: list, folder: Path) -> list[Path]:
                 texts = list(dict.fromkeys(" ".join(map(str, key)) for key, *_ in found))
                 ax.set_xticks(ticks, [texts[x] for x in ticks], rotation=90)
                 ax.set_ylim(bottom=0)
-            ax.yaxis.set_major_formatter(lambda y, _: people(y, 0 if y == int(y) else 1))
+            ax.yaxis.set_major_formatter(lambda y, _: grouped(y, 0 if y == int(y) else 1))
             ax.grid(alpha=0.3)
         plot.legend(*ax.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=8)
         paths.append(save(plot, folder / f"{name}-{'gpu' if gpu else 'cpu'}.svg"))
@@ -104,9 +108,9 @@ def axis(name: str, found: list, folder: Path) -> list[Path]:
 
 
 def options(row: Row) -> dict[str, str]:
-    """The changed flags that are not the shape of the model, nor without influence on memory and time."""
-    found = {key: str(value) for key, value in (row.get("flags") or {}).items()}
-    return {key: value for key, value in found.items() if key not in SHAPE and f"--{key}" not in NEUTRAL}
+    """The flags that are not the shape of the model, nor without influence on memory and time, and their values."""
+    names = {*DEFAULTS_D817189, *(row.get("flags") or {})} - {*SHAPE, *(each.name for each in fields(config.Output))}
+    return {name: str(setting(row, name)) for name in names if config.flag(name) not in NEUTRAL}
 
 
 def front(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -135,7 +139,7 @@ def fronts(rows: list[Row], folder: Path) -> list[Path]:
         ax.plot(*zip(*points, strict=True), "o")
         ax.plot(*zip(*front(points), strict=True), "-", drawstyle="steps-post", label="nothing is better in both")
         for row, point in zip(those, points, strict=True):
-            text = " ".join(map("=".join, sorted(set(options(row).items()) - shared))) or "defaults"
+            text = " ".join(map("=".join, sorted(set(options(row).items()) - shared)))
             ax.annotate(text, point, xytext=(4, 4), textcoords="offset points", fontsize=7)
         ax.set(xlabel="median ms per step", ylabel=unit)
         ax.set_title(textwrap.fill(f"{device}, torch {torch}, n={n}: {at}", 90), fontsize=9)

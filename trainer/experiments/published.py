@@ -12,16 +12,28 @@ import re
 import shlex
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 
-from trainer import config
 from trainer.costs import flops_per_token
+from trainer.distributed.terminal import grouped
 from trainer.experiments import sweep
 
 REFERENCE = Path(__file__).resolve().parents[2] / "reference"
-DEFAULTS = {f.name: f.default for group in (config.Training, config.System) for f in fields(group)}
+# The defaults of every flag as they were at commit d817189: up to then a row held only the flags that differed from
+# them. They are written out, and are not those of config.py, because a default may change and a row may not.
+DEFAULTS_D817189 = dict(
+    grouping=4, grow=4, grad_accum=1, data="stdlib", warmup=10, clip=1.0, nonfinite="stop", max_skips=3, norm_limit=0.0,
+    spike=10.0, seed=0, init=None, reduce_dtype="fp32", adam_dtype="fp32", device="auto", world=None,
+    link="h100-nvlink", wrapper="simple", mode="fully_shard", replicas=2, reshard=True, accum_sync="every",
+    min_shard_mib=0.0, compile="fwdbwd", compile_options=[], cuda_graph=False, deterministic=False, attn="sdpa",
+    sdpa="auto", flex_options=None, remat="none", remat_ratio=1.0, remat_norm=True, remat_core=False, mlp="plain",
+    mlp_chunk=0, optim="after", loss="full", chunk=2048,
+)  # fmt: skip
+DEFAULTS_D817189_GPU = dict(depth=4, width=4096, head_dim=128, vocab=32768, seqlen=4096, batch=8, steps=50, lr=3e-4,
+                            param_dtype="bf16")  # fmt: skip
+DEFAULTS_D817189_CPU = dict(depth=4, width=128, head_dim=32, vocab=256, seqlen=192, batch=8, steps=40, lr=3e-3,
+                            param_dtype="fp32")  # fmt: skip
 NEUTRAL = sweep.OUTPUT | {f"--{name}" for name in "steps data lr warmup seed device world link".split()}
 SHAPE = "depth width head_dim grouping grow vocab seqlen batch grad_accum param_dtype".split()
 ANY = 10**9  # ranks of a line that names none
@@ -80,9 +92,10 @@ def on_gpu(row: Row) -> bool:
 
 
 def setting(row: Row, name: str):
-    """What --name was, also where the row does not tell because it was left at its default."""
-    defaults = DEFAULTS | config.DEFAULTS["cuda" if on_gpu(row) else "cpu"]
-    return row.get(name, (row.get("flags") or {}).get(name, defaults.get(name)))
+    """What --name was. Rows hold their whole setting under `flags`; what an older one does not say was a default."""
+    defaults = DEFAULTS_D817189 | (DEFAULTS_D817189_GPU if on_gpu(row) else DEFAULTS_D817189_CPU)
+    beside = row.get("loss_kind" if name == "loss" else name, defaults.get(name))
+    return (row.get("flags") or {}).get(name, beside)
 
 
 def shape(row: Row) -> str:
@@ -151,8 +164,9 @@ def published(axis: str) -> dict[tuple, Row]:
         counted = p.get("mfu_percent_as_counted")
         p["ms"] = sum(both) / 2 if both[0] else p.get("ms")
         p["mfu"] = float(counted) * flops_ratio(p["depth"], p["seqlen"], p["grouping"]) if counted else None
-        spread = "-".join(map(people, dict.fromkeys(both))) if both[0] else people(p["ms"])
-        p["text"] = {"mib": people(p.get("mib") or note), "ms": spread, "mfu": f"{counted}, {people(p['mfu'], 1)}"}
+        spread = "-".join(map(grouped, dict.fromkeys(both))) if both[0] else grouped(p["ms"], missing="")
+        mib, mfu = grouped(p.get("mib") or note, missing=""), grouped(p["mfu"], 1)
+        p["text"] = {"mib": mib, "ms": spread, "mfu": f"{counted}, {mfu}"}
         if note and p["ms"]:  # a doubtful figure enters no ratio
             p["ms"], p["text"]["ms"] = None, f"{spread} ({note})"
         found[tuple(p[name] for name in names)] = p
@@ -181,7 +195,7 @@ def entries(axis: str, rows: list[Row], small: bool) -> list[tuple[tuple, Row | 
 
 def comparable(ours: Row | None, theirs: Row | None) -> bool:
     """At the published setting (that of the axis' line at full size), on as many ranks, on a GPU."""
-    full = ours and all(setting(ours, key) == config.DEFAULTS["cuda"][key] for key in ("vocab", "param_dtype"))
+    full = ours and (setting(ours, "vocab"), setting(ours, "param_dtype")) == (32768, "bf16")
     return bool(full and theirs and on_gpu(ours) and ranks(ours) == theirs["ranks"])
 
 
@@ -189,11 +203,6 @@ def figure(row: Row | None, key: str) -> float | None:
     """The number of a row that is ok, or None."""
     value = row.get(key) if row and row.get("outcome", "ok") == "ok" else None
     return value if isinstance(value, int | float) else None
-
-
-def people(value: float | str | None, digits: int = 0) -> str:
-    """14'550; a string as it is; nothing for None."""
-    return value or "" if isinstance(value, str | None) else f"{value:,.{digits}f}".replace(",", "'")
 
 
 def series(row: Row, axis: str) -> str:

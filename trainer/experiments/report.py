@@ -19,6 +19,7 @@ import re
 import sys
 from pathlib import Path
 
+from trainer.distributed.terminal import grouped, markdown
 from trainer.experiments import sweep
 from trainer.experiments.published import (
     PUBLISHED,
@@ -30,7 +31,6 @@ from trainer.experiments.published import (
     figure,
     label,
     newest,
-    people,
     read,
     series,
     setting,
@@ -54,16 +54,9 @@ Entries = list[tuple[tuple, dict | None, dict | None]]
 
 
 def shown(row: dict | None, key: str, digits: int) -> str:
-    low, high = (people(figure(row, f"{key}_{end}"), digits) for end in ("min", "max"))
-    return people(figure(row, key), digits) + f" [{low}-{high}]" * bool(low)
-
-
-def markdown(columns: Columns) -> str:
-    """A table. Columns with a number in them stand to the right, but for the first."""
-    right = [i > 0 and any(text[:1].isdigit() for text in texts) for i, (_, texts) in enumerate(columns)]
-    head = [f"| {' | '.join(title for title, _ in columns)} |", f"|{''.join('---:|' if r else '---|' for r in right)}"]
-    lines = zip(*(texts for _, texts in columns), strict=True)
-    return "\n".join(head + [f"| {' | '.join(text.replace('|', '/') for text in line)} |" for line in lines])
+    """A figure of a row with its range, 91.4 [75.3-219.9]; nothing where it has none."""
+    text, low, high = (grouped(figure(row, key + end), digits, missing="") for end in ("", "_min", "_max"))
+    return text + f" [{low}-{high}]" * bool(low)
 
 
 def where(rows: list[dict | None], always: bool = False) -> Columns:
@@ -79,7 +72,7 @@ def relative(figures: list[float | None], names: list[str | None]) -> tuple[str,
     base = {}
     for name, value in zip(names, figures, strict=True):
         base.setdefault(name if value else None, value)
-    return "x", [people(value / base[name], 2) if value else "" for name, value in zip(names, figures, strict=True)]
+    return "x", [grouped(value / base[name], 2) if value else "" for name, value in zip(names, figures, strict=True)]
 
 
 def axis_columns(axis: str, found: Entries) -> Columns:
@@ -95,7 +88,7 @@ def axis_columns(axis: str, found: Entries) -> Columns:
     if len({p["device"] for p in theirs if p}) > 1:
         columns.append(("published on", [p["device"] if p else "" for p in theirs]))
     if any(o and o.get("outcome") != "ok" for o in ours):
-        columns.append(("outcome", [people((o or {}).get("outcome"))[:80] for o in ours]))
+        columns.append(("outcome", [grouped((o or {}).get("outcome"), missing="")[:80] for o in ours]))
     for title, key, digits, their_key, their_title in METRICS:
         own, other = [figure(o, key) for o in ours], [p.get(their_key) if p else None for p in theirs]
         alone = any(theirs) and not any(fair) and ("mib" in key or key == "step_ms")
@@ -157,7 +150,7 @@ def attention(rows: list[dict]) -> tuple[list[dict], Columns]:
         columns += [(f"{name} TFLOP/s", [f"{speed:.3g}" if speed else "" for speed in speeds])]
         ratios = [figure(row, key) / best[at] if figure(row, key) and at in best else None
                   for at, row in zip(beside, rows, strict=True)]  # fmt: skip
-        columns += [("x", [people(ratio, 2) for ratio in ratios])]
+        columns += [("x", [grouped(ratio, 2, missing="") for ratio in ratios])]
     memory = [(f"peak {title}", [shown(row, key, 0) for row in rows]) for title, key, *_ in METRICS[:2]]
     return rows, columns + [column for column in memory if any(column[1])]
 
@@ -175,7 +168,7 @@ def ladder(rows: list[dict]) -> tuple[list[dict], Columns]:
     for title, key, *_ in METRICS[:2]:
         values, names = [figure(row, key) for row in rows], [series(row, "ladder") for row in rows]
         if any(values):
-            columns += [(f"peak {title}", [people(value) for value in values]), relative(values, names)]
+            columns += [(f"peak {title}", [grouped(value, missing="") for value in values]), relative(values, names)]
     return rows, columns + [(MS, [shown(row, "step_ms", 1) for row in rows])]
 
 
@@ -190,10 +183,10 @@ def compile_depth(rows: list[dict]) -> tuple[list[dict], Columns]:
     own = [[found.get((mode, kind, depth)) for depth in depths] for mode, kind in lines]
     columns = [("`--compile`", [mode for mode, _ in lines])]
     columns += [(("n", "device", "torch")[i], [kind[i] for _, kind in lines]) for i in range(3) if len(kinds) > 1]
-    columns += [(f"depth {d}, s", [people(each[i], 1) for each in own]) for i, d in enumerate(depths)]
+    columns += [(f"depth {d}, s", [grouped(each[i], 1, missing="") for each in own]) for i, d in enumerate(depths)]
     ratios = [each[-1] / each[0] if each and each[0] and each[-1] else None for each in own]
     title = f"depth {depths[-1]} / depth {depths[0]}" if depths else ""
-    return rows, [*columns, (title, [people(ratio, 2) for ratio in ratios])]
+    return rows, [*columns, (title, [grouped(ratio, 2, missing="") for ratio in ratios])]
 
 
 LAYOUTS = {"compile": compile_modes, "ladder": ladder, "compile-depth": compile_depth, "baselines": baselines,
@@ -225,9 +218,9 @@ def about(name: str, ours: list[dict], found: Entries) -> str:
     return "\n".join([*lines, *filter(None, [REMARKS.get(name)])])
 
 
-def check_names(names: list[str], small: bool) -> None:
+def check_names(names: list[str]) -> None:
     """Raises ValueError for a name that is neither an axis nor a layout."""
-    known = {**sweep.axes(small), **LAYOUTS}
+    known = {**sweep.axes(), **LAYOUTS}
     for name in [name for name in names if name not in known]:
         raise ValueError(f"unknown axis '{name}': expected all or one of {', '.join(known)}")
 
@@ -237,7 +230,7 @@ def section(name: str, rows: list[dict], small: bool) -> tuple[str, str]:
     ours, columns = LAYOUTS[name](rows) if name in LAYOUTS else ([], [])
     if ours:
         return about(name, ours, []), markdown(columns)
-    if name not in sweep.axes(small):
+    if name not in sweep.axes():
         raise ValueError(f"{name}: no row of it among {len(rows)} rows")
     found = entries(name, rows, small)
     return about(name, [o for _, o, _ in found if o], found), markdown(axis_columns(name, found))
@@ -268,7 +261,7 @@ def check(documents: list[Path], write: bool = False) -> tuple[int, list[str]]:
                 continue
             name, *files = [word for word in mark[1].split() if word != "--small"]
             try:
-                check_names([name], "--small" in mark[1].split())
+                check_names([name])
                 rows = read([document.parent / file for file in files])
                 new = section(name, rows, "--small" in mark[1].split())[1].split("\n")
             except ValueError as error:
@@ -296,8 +289,8 @@ def report(args: argparse.Namespace) -> None:
     """Print tables, write plots. Raises ValueError where an axis that was named, or every axis, has no row."""
     plots = importlib.import_module("trainer.experiments.plots") if args.plots else None
     named, printed = [name for name in args.axis if name != "all"], []
-    check_names(named, args.small)
-    for name in named or sweep.axes(args.small):
+    check_names(named)
+    for name in named or sweep.axes():
         defaults = [Path(f"results/sweep-{stem}{'-small' * args.small}.jsonl") for stem in ("all", name)]
         rows = read(args.results or [path for path in defaults if path.is_file()] or defaults[1:] * bool(named))
         try:
@@ -307,7 +300,7 @@ def report(args: argparse.Namespace) -> None:
                 raise
             continue
         printed += [row for row in rows if row not in printed]
-        if plots and name in sweep.axes(args.small):
+        if plots and name in sweep.axes():
             print(*plots.axis(name, entries(name, rows, args.small), args.plots), sep="\n", end="\n\n")
     if not printed:
         where = " ".join(map(str, args.results)) or f"results/sweep-*{'-small' * args.small}.jsonl"

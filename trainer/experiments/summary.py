@@ -13,6 +13,7 @@ from trainer import costs
 from trainer.config import Config
 from trainer.data import Batches
 from trainer.distributed import simulated_world
+from trainer.distributed.terminal import grouped
 from trainer.fault_tolerance.nonfinite import FiniteCheck
 from trainer.profiling import flops, memory, timing
 from trainer.step import Replayed, Step
@@ -51,7 +52,7 @@ def row(run: RunView, outcome: str) -> dict:
     row["world"] = flags.world_label(c, run.world)
     row |= {k: getattr(c, k) for k in "wrapper mode compile attn remat remat_ratio depth width seqlen".split()}
     row |= {k: getattr(c, k) for k in "batch grad_accum param_dtype reduce_dtype".split()}
-    row |= dict(flags=flags.changed(c), outcome=outcome, cell=os.environ.get("SWEEP_CELL"))
+    row |= dict(flags=flags.setting(c), outcome=outcome, cell=os.environ.get("SWEEP_CELL"))
     row |= dict(resumed_after=run.first or None, skipped=run.finite.skipped)
     row |= memory.peak(run.device) | dict(first_step_peak_mib=run.first_step_mib) | stats
     if run.replayed is not None and run.replayed.peak_mib:  # since it was captured nothing was allocated
@@ -68,7 +69,7 @@ def header(run: RunView) -> list[str]:
     """The anchors of sanity that the run prints before its first step."""
     c, env = run.c, run.environment
     rows = describe(run.step.model)
-    grouped = f"{sum(math.prod(r.shape) for r in rows):,}".replace(",", "'")
+    parameters = grouped(sum(math.prod(r.shape) for r in rows))
     whole = [r for r in rows if r.placement.startswith("Replicate")]
     per_token = {k: v / run.step_tokens for k, v in run.flops.items()}
     lines = [
@@ -77,7 +78,7 @@ def header(run: RunView) -> list[str]:
         "  ".join(f"{k}={v}" for k, v in {**vars(c.training), **vars(c.system)}.items()),
         f"attention: {run.attention}",
         f"data {run.batches.description}",
-        f"{grouped} parameters, {sum(r.local_bytes for r in rows) / 2**20:.1f} MiB on this rank; "
+        f"{parameters} parameters, {sum(r.local_bytes for r in rows) / 2**20:.1f} MiB on this rank; "
         f"{len(whole)} of {len(rows)} replicated" + f": under {c.min_shard_mib} MiB" * (c.min_shard_mib > 0),
         f"{per_token['causal'] / 1e6:.3f} MFLOP per token (causal; PaLM {per_token['palm'] / 1e6:.3f}), "
         f"{run.flops['causal'] / 1e12:.4g} TFLOP per step and rank",

@@ -1,14 +1,18 @@
-"""Ablations: each cell (a line of flags) is a run of main.py of its own; a row stands for each, whatever its end.
+"""Ablations: each cell (a line of flags) is a run of main.py of its own, and leaves one row, however it ends.
 
     ./launch.sh sweep variants --small       a named axis, at sizes for a CPU
     ./launch.sh sweep all --wandb offline    every published table, each cell once, in one file of results
-    ./launch.sh sweep cells.txt --steps 30   a file: one cell per line, '#' comments, nproc=N before the flags
+    ./launch.sh sweep cells.txt --steps 30   any file of cells
+
+The axes are the files of cells/axes; a file of your own is read in the same way. A line is a cell: nproc=N (processes)
+and flags of main.py. ranks=N are N processes where the machine has as many GPUs, else simulated (then `world` in the
+row is 8(sim h100-nvlink)). `--depth {2,4}` makes two cells of a line, several braces every combination. Lines below
+[full] or [small] are for that size, those above for both; flags beside it belong to each line below. '#': a comment.
 
 main.py writes the row and copies $SWEEP_CELL into it. Where it ended without one (killed, crashed, too slow), this
 program writes `failed: ...` in its place. A second call runs what has no row yet, then tries again what failed; a bad
-shape and out of memory are results. Ranks that an axis names and the machine lacks are simulated: `world` in the row is
-8(sim h100-nvlink). --world for a sweep is for cells that name no ranks, as --nproc is. With --wandb the cells are runs
-of one group, and one more run in it holds a table of rows per study.
+shape and out of memory are results. --world for a sweep is for cells that name no ranks, as --nproc is. With --wandb
+the cells are runs of one group, and one more run in it holds a table of rows per study.
 """
 
 import argparse
@@ -16,6 +20,7 @@ import contextlib
 import ctypes
 import functools
 import importlib.metadata
+import io
 import itertools
 import os
 import re
@@ -25,8 +30,11 @@ import subprocess
 import sys
 import time
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
+from trainer import config
+from trainer.distributed.terminal import grouped, markdown
 from trainer.experiments.logging import append_jsonl, log_tables, read_rows
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -55,71 +63,27 @@ def gpus() -> int:
     return seen if not seen or visible is None else len([each for each in visible.split(",") if each])
 
 
-def axes(small: bool) -> dict[str, list[str]]:
-    """The named sweeps as lines of a file. The full sizes, and the flags in `scaling`, are the published tables'. Every
-    line says all that any of them varies: a cell that two tables share has one name."""
+def axes() -> dict[str, Path]:
+    """The named sweeps and their files."""
+    return {path.stem: path for path in sorted((ROOT / "cells" / "axes").glob("*.txt"))}
 
-    def grid(line, *values):
-        return [line.format(*each) for each in itertools.product(*values)]
 
-    def pick(full, tiny):
-        return tiny if small else full
+def expand(line: str) -> list[str]:
+    """`--depth {2,4} --lr 1` -> `--depth 2 --lr 1`, `--depth 4 --lr 1`; with several braces every combination."""
+    parts = re.split(r"\{(.*?)\}", line)  # every second one is a list of alternatives
+    choices = [part.split(",") if i % 2 else [part] for i, part in enumerate(parts)]
+    return ["".join(chosen) for chosen in itertools.product(*choices)]
 
-    def on(ranks):
-        return f"nproc={ranks}" if ranks <= pick(max(1, gpus()), 2) else f"--world {ranks} --link h100-nvlink"
 
-    base = pick("--batch 8 --depth 4 --param-dtype bf16 --seqlen 4096 --width 4096", "--param-dtype fp32")
-    base += " --attn sdpa --grouping 4 --min-shard-mib 0 --mode fully_shard --remat none --wrapper simple"
-    compiled = f"--compile {pick('fwdbwd', 'none')}"  # to compile takes a CPU longer than all else
-    scaling = f"{compiled} --remat both --attn flex"
-    remats, attns = ("none", "mlp", "attn", "both", "block", "pointwise"), ("sdpa", "flex")
-    widths = pick((768, 1024, 2048, 4096, 6144, 8192, 12288, 16384), (96, 128, 256, 2048))  # 768, 96: a bad shape
-    local, total = pick((8, 64), (2, 16))
-    shapes = [f"{on(pick(4, 2))} {each}" for each in pick(("--depth 8", "--depth 32 --seqlen 128"), ("--depth 2",))]
-    shapes += [f"--world 8 --link 4090-pcie {each}" for each in pick(("", "--depth 32 --seqlen 128"), ("--depth 4",))]
-    mfu = ("both --mode fully_shard", "both --mode replicate", "both --grouping 1", f"both --depth {pick(8, 4)}",
-           f"both --seqlen {pick(512, 32)}", "none")  # fmt: skip
-    modes = ("replicate", "fully_shard", "fully_shard --no-reshard", "hybrid_shard --replicas 2")
-    wrappers = ("simple --compile fwdbwd", "simple --compile blocks", "fsdp2 --compile blocks", "ddp --compile blocks")
-    kernels = pick(("flex", "sdpa --sdpa flash", "sdpa --sdpa cudnn"), ("sdpa", "sdpa --sdpa math"))
-    lengths = pick(("4096 --batch 8", "8192 --batch 4", "16384 --batch 2"), ("64", "128"))
-    card = "--device cuda --steps 30 --compile {} --remat {} --attn {} --loss {}"
-    steps = f"--device cuda --batch 8 --depth 4 --param-dtype bf16 --seqlen 4096 --width 4096 --steps {{}} {scaling}"
-    rungs = ("--remat-core --no-remat-norm", "--remat-core --no-remat-norm --loss chunked", "--remat-core",
-             "--remat-core --loss chunked", "--remat-core --loss chunked --mlp lean",
-             "--remat-core --loss chunked --mlp lean --mlp-chunk 8192", "--remat block --loss chunked --mlp lean",
-             "--remat-core --remat block --loss chunked --mlp lean",
-             "--remat-core --remat block --loss chunked --mlp lean --adam-dtype bf16",
-             "--remat-core --remat block --loss chunked --mlp lean --adam-dtype bf16 --optim in-backward --clip 0 "
-             f"--compile {pick('blocks', 'none')}")  # fmt: skip
-    published = {
-        "variants": grid("--remat {} --compile {} --attn {}", pick(remats, ("none", "both", "block")),
-                         ("fwdbwd", "model"), attns),
-        "seqlen": grid(scaling + " --seqlen {}", pick([2**i for i in range(9, 16)], (32, 64, 128))),
-        "depth": grid(scaling + " --depth {}", pick((2, 4, 6, 8, 12, 16, 24, 32), (1, 2, 4))),
-        "width": grid(scaling + " --width {}", widths),
-        "gpus": [f"{on(n)} {scaling} --batch {local}" for n in pick((1, 2, 3, 4, 6, 8), (1, 2, 4, 8))]
-        + [f"{on(n)} {scaling} --batch {total // n}" for n in (1, 2, 4, 8)],  # the same batch per rank, then in all
-        "small-params": grid("{} " + scaling + " --min-shard-mib {}", shapes, (pick(1, 0.01), 0)),
-        "mfu": grid(f"{on(pick(4, 2))} {compiled} --attn {{}} --remat {{}}", attns, mfu),
-        "modes": grid(on(4) + " --compile {} --mode {}", ("none", "fwdbwd"), modes),
-        "wrappers": grid("{} --wrapper {}", (on(1), on(8)), wrappers)  # the bare model computes in fp32
-        + grid(on(1) + " --wrapper {} --compile fwdbwd --param-dtype fp32", ("simple", "none")),
-        "attention": grid(f"{compiled} --attn {{}} --seqlen {{}}", kernels, lengths),
-    }  # fmt: skip
-    return {axis: [f"{base} {line}" for line in lines] for axis, lines in published.items()} | {
-        "gpu-compile": grid(card, ("fwdbwd", "model", "blocks", "none", "step"), ["none"], ["sdpa"], ["full"]),
-        "gpu-remat": grid(card, ["fwdbwd"], remats, attns, ["full"]),
-        "gpu-ladder": grid(f"{{}} {steps.format(13)} {{}}", map(on, (1, 2, 8)), rungs),
-        "gpu-mfu": grid(f"{on(1)} {steps.format(53).replace(scaling, '{}')}", [
-            *(f"--attn {attn} --wrapper simple --compile fwdbwd {remat}" for attn in attns for remat in (
-                "--remat both", "--remat block --loss chunked --mlp lean", "--remat pointwise --loss chunked", "")),
-            "--attn sdpa --wrapper fsdp2 --compile blocks --remat both",
-            "--attn sdpa --wrapper none --compile fwdbwd --remat both --param-dtype fp32"]),
-        "gpu-compile-depth": grid("--device cuda --steps 6 --compile {} --depth {}",
-                                  ("blocks", "model", "fwdbwd", "step"), (4, 8, 16, 32)),
-        "gpu-memory": grid(card, ["fwdbwd"], ("none", "both", "block", "pointwise"), ["sdpa"], ("full", "chunked")),
-    }
+def lines_of(file: Path, small: bool) -> Iterator[tuple[int, str]]:
+    """(number, text) of the lines that name cells. Lines below [full] or [small] are for sweeps of that size alone, and
+    the flags beside it belong to each of them."""
+    shared, wanted = "", True
+    for number, line in enumerate(file.read_text().splitlines(), 1):
+        if section := re.match(r"\[(full|small)\]", line):
+            shared, wanted = line[section.end() :], (section[1] == "small") == small
+        elif wanted and line.strip() and not line.lstrip().startswith("#"):
+            yield number, f"{shared} {line}"
 
 
 def parse(words: list[str]) -> tuple[int, Flags]:
@@ -147,27 +111,41 @@ def world(nproc: int, flags: Flags) -> int | str:
     return f"{flags['--world'][-1]}(sim {flags.get('--link', ['h100-nvlink'])[-1]})" if "--world" in flags else nproc
 
 
+def on_ranks(line: str, small: bool) -> str:
+    """`line` with ranks=N as nproc=N, or, above what the machine has (with --small: above 2), as simulated ranks."""
+
+    def start(found: re.Match) -> str:
+        real = int(found[1]) <= (2 if small else max(1, gpus()))
+        return f"nproc={found[1]}" if real else f"--world {found[1]} --link h100-nvlink"
+
+    return re.sub(r"(?<!\S)ranks=(\d+)", start, line)
+
+
+def cell_of(line: str, small: bool, nproc: int, extra: Flags) -> str:
+    """The name of a line's cell, `nproc=N --flag value ...` with the flags in alphabetical order: the same cell has the
+    same name everywhere. ValueError for what is no line of flags."""
+    own = shlex.split(on_ranks(line, small), comments=True)
+    ranks = "--world" in parse(own)[1] or any(word.startswith("nproc=") for word in own)
+    more = {flag: value for flag, value in extra.items() if flag != "--world" or not ranks}
+    n, flags = parse([f"nproc={nproc}"] + TINY * small + own + shlex.split(join(more)))
+    if small:  # FlexAttention does not train on a CPU
+        flags |= {"--device": ("cpu",)} | ({"--attn": ("sdpa",)} if flags.get("--attn") == ("flex",) else {})
+    return f"nproc={n} {join(flags)}".strip()
+
+
 def studies(target: str, small: bool, nproc: int, extra: list[str]) -> dict[str, list[str]]:
-    """Study -> cells of a named axis, of a file, or (`all`) of each axis but those of ./launch.sh gpu, each as
-    `nproc=N --flag value ...`, in alphabetical order: the same cell has the same name everywhere. ValueError names the
-    file and the line."""
-    named, found = axes(small), {}
+    """Study -> names of the cells of an axis, of a file, or (`all`) of each axis but those of ./launch.sh gpu. `extra`:
+    flags for every cell. ValueError names the file and the line."""
+    named, found = axes(), {}
     if target not in {"all", *named} and not Path(target).is_file():
         raise ValueError(f"unknown axis '{target}': expected a file, all, or one of {', '.join(named)}")
     for study in [axis for axis in named if not axis.startswith("gpu-")] if target == "all" else [target]:
         cells = {}
-        for number, line in enumerate(named.get(study) or Path(study).read_text().splitlines(), 1):
+        for number, line in lines_of(named.get(study, Path(study)), small):
             try:
-                own = shlex.split(line, comments=True)
-                ranks = "--world" in parse(own)[1] or any(word.startswith("nproc=") for word in own)
-                more = {flag: value for flag, value in parse(extra)[1].items() if flag != "--world" or not ranks}
-                n, flags = parse([f"nproc={nproc}"] + TINY * small + own + shlex.split(join(more)))
+                cells |= dict.fromkeys(cell_of(each, small, nproc, parse(extra)[1]) for each in expand(line))
             except ValueError as error:
                 raise ValueError(f"{study}:{number}: {error}") from None
-            if small:  # FlexAttention does not train on a CPU
-                flags |= {"--device": ("cpu",)} | ({"--attn": ("sdpa",)} if flags.get("--attn") == ("flex",) else {})
-            if own:
-                cells[f"nproc={n} {join(flags)}".strip()] = None
         found[Path(study).stem] = list(cells)
         if not cells:
             raise ValueError(f"{study}: no cell in it")
@@ -236,20 +214,38 @@ def run(cell: str, program: list[str], timeout: float, log: Path, name: str = ""
     return f"exit {code}{f' ({signal.Signals(-code).name})' if code < 0 else ''}: {reason}" if code else None
 
 
-def failed_row(cell: str, end: str) -> dict:
-    """The row of a run that wrote none: what is known from outside. Flags stand under the keys that main.py uses."""
-    (nproc, flags), given = parse(shlex.split(cell)), {}
-    for flag, values in flags.items():
-        key = flag.replace("--no-", "").strip("-").replace("-", "_").replace("loss", "loss_kind")
-        values = [int(value) if value.isdigit() else value for value in values] or [not flag.startswith("--no-")]
-        given[key] = values[0] if len(values) == 1 else values
-    about = {"date": time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime()), "commit": "unknown"}
+def main_setting(cell: str) -> dict:
+    """What main.py makes of a cell's flags, as its own row would say it; empty where it does not accept them. A device
+    that the cell does not name is CUDA on a machine with GPUs."""
+    with contextlib.suppress(SystemExit), contextlib.redirect_stderr(io.StringIO()):
+        c = config.parse(shlex.split(join(parse(shlex.split(cell))[1])))
+        machine = "cuda" if gpus() else "cpu"
+        return config.setting(config.filled(c, machine if c.device == "auto" else c.device))
+    return {}
+
+
+def commit() -> str:
     with contextlib.suppress(OSError, subprocess.CalledProcessError):
         git = ["git", "-C", ROOT, "rev-parse", "HEAD"]
-        about["commit"] = subprocess.check_output(git, stderr=subprocess.DEVNULL, text=True).strip()
-    given["world"] = world(nproc, flags)
-    known = {key: value for key, value in given.items() if key != "device"}  # the row's is a device's name
-    about |= {"torch": importlib.metadata.version("torch"), **known, "flags": given, "error": end}
+        return subprocess.check_output(git, stderr=subprocess.DEVNULL, text=True).strip()
+    return "unknown"
+
+
+def failed_row(cell: str, end: str, setting: dict | None = None) -> dict:
+    """The row of a run that wrote none: what is known from outside. `end`: how it ended, as `run` says it. `setting`,
+    for a program that is not main.py: every flag as it was resolved; stands under `flags`, as in other rows."""
+    setting = main_setting(cell) if setting is None else setting
+    (nproc, flags), given = parse(shlex.split(cell)), {}
+    for flag, values in flags.items():
+        name = flag.strip("-").removeprefix("no-").replace("-", "_")
+        values = [int(value) if value.isdigit() else value for value in values] or [not flag.startswith("--no-")]
+        given[name] = setting.get(name, values[0] if len(values) == 1 else values)
+    # As in main.py's rows, where `device` is a machine's, `world` says whether it is simulated, and `loss` is a figure.
+    known = {name: value for name, value in given.items() if name != "device"} | {"world": world(nproc, flags)}
+    if "loss" in known:
+        known["loss_kind"] = known.pop("loss")
+    about = {"date": time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime()), "commit": commit()}
+    about |= {"torch": importlib.metadata.version("torch"), **known, "flags": setting or given, "error": end}
     oom = "OOM ?" if "while the kernel freed memory" in end else re.search(r"error: rank \d+: (OOM \w+)|$", end)[1]
     bad_shape = re.search(r"error: --(width|head-dim|grouping) ", end)
     return about | {"outcome": "badshape" if bad_shape else oom or f"failed: {end}", "cell": cell}
@@ -267,15 +263,14 @@ def labels(cells: list[str]) -> tuple[str, dict[str, tuple[str, str]]]:
 def table(cells: list[str], rows: dict[str, dict]) -> str:
     """Markdown, a line per cell; flags that all share stand once above it, columns without a value are left out."""
     found = [rows.get(cell, {"outcome": "not run"}) for cell in cells]
-    columns = {title: (key, d) for key, (title, d) in COLUMNS.items() if any(row.get(key) is not None for row in found)}
-    lines = [["n", "flags", "outcome", *columns], ["---"] * 3 + ["---:"] * len(columns)]
     shared, names = labels(cells)
-    for cell, row in zip(cells, found, strict=True):
-        values = [(row.get(key), digits) for key, digits in columns.values()]
-        numbers = [f"{v:,.{d}f}".replace(",", "'") if isinstance(v, int | float) else str(v or "") for v, d in values]
-        n, own = names[cell]
-        lines.append([str(row.get("world", n)), own, row["outcome"].replace("|", "/"), *numbers])
-    return f"all: {shared}\n\n" * bool(shared) + "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    ranks = [str(row.get("world", names[cell][0])) for cell, row in zip(cells, found, strict=True)]
+    columns = [("n", ranks), ("flags", [names[cell][1] for cell in cells])]
+    columns.append(("outcome", [row["outcome"] for row in found]))
+    for key, (title, digits) in COLUMNS.items():
+        if any(row.get(key) is not None for row in found):
+            columns.append((title, [grouped(row.get(key), digits, missing="") for row in found]))
+    return f"all: {shared}\n\n" * bool(shared) + markdown(columns)
 
 
 def sweep(tables: dict[str, list[str]], args: argparse.Namespace) -> bool:

@@ -19,6 +19,8 @@ from pathlib import Path
 
 import torch
 
+from trainer.distributed.terminal import grouped
+
 CLEAR_REFS = Path("/proc/self/clear_refs")  # Linux: writing 5 sets VmHWM back to VmRSS
 Device = torch.device | str
 
@@ -75,7 +77,7 @@ class Stages:
 
     def lines(self) -> list[str]:
         head = f"{'after':<12}{'allocated' if is_cuda(self.device) else 'resident':>12}{'peak':>12}  MiB"
-        return [head, *(f"{name:<12}{now:>12,.0f}{top:>12,.0f}".replace(",", "'") for name, now, top in self.rows)]
+        return [head, *(f"{name:<12}{grouped(now):>12}{grouped(top):>12}" for name, now, top in self.rows)]
 
 
 def out_of_memory(error: BaseException) -> bool:

@@ -25,6 +25,8 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from trainer.distributed.terminal import grouped
+
 DIP = 0.02  # as a fraction of what the step adds at its highest peak
 PIECES = ("parameters", "Adam's moments", "other from before the step", "saved for backward",
           "weights, gathered or cast", "logits", "gradients", "workspace")  # fmt: skip
@@ -196,7 +198,7 @@ class Timeline:
 
 
 def mib(nbytes: int) -> str:
-    return f"{nbytes / 2**20:,.1f}".replace(",", "'")
+    return grouped(nbytes / 2**20, 1)
 
 
 def lines(timeline: Timeline, notes: Iterable[str] = (), step: int = 1, most: int = 10) -> list[str]:

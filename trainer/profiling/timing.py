@@ -11,15 +11,18 @@ Times are in ms. Nothing here prints, and nothing but `Profile` writes files. Me
 trainer/profiling/memory.py.
 """
 
+import gzip
 import os
 import re
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -111,6 +114,16 @@ def environment(device: Device | None = None) -> dict:
             "cuda": torch.version.cuda, "python": sys.version.split()[0], "device": name, **clocks(device)}
 
 
+def _write_trace(trace: profile, path: str) -> None:
+    """The Chrome trace, gzipped, without two names that torch puts into it: that of the host, and that of a temporary
+    file, which may lie in the user's home."""
+    with tempfile.TemporaryDirectory() as folder:
+        whole = os.path.join(folder, "trace.json")
+        trace.export_chrome_trace(whole)
+        with open(whole, "rb") as lines, gzip.open(path, "wb") as out:
+            out.writelines(re.sub(rb'"(host_name|traceName)": "[^"]*"', rb'"\1": ""', line) for line in lines)
+
+
 class Profile:
     """`--profile DIR`: a close look at `count` steps from step `first` on; without a directory it does nothing. Writes
     rank<r>.trace.json.gz (perfetto.dev) and, on CUDA, rank<r>.memory.pickle (pytorch.org/memory_viz). There the steps
@@ -165,7 +178,7 @@ class Profile:
             files[f"{self.stem}.memory.pickle"] = dump_snapshot
         if trace is not None:
             trace.stop()
-            files[f"{self.stem}.trace.json.gz"] = trace.export_chrome_trace
+            files[f"{self.stem}.trace.json.gz"] = partial(_write_trace, trace)
         for path, write in files.items():
             try:
                 os.makedirs(os.path.dirname(path), exist_ok=True)

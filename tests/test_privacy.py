@@ -1,0 +1,75 @@
+"""Who ran it, where, and from which remote is in nothing that a run leaves: neither in its rows, nor in an offline W&B
+run, nor in a trace. The names are planted, and short: host, user and home, a git remote, absolute paths below the home.
+
+    pytest tests/test_privacy.py        # about 15 s; one process, no network
+"""
+
+import gzip
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+from running import ROOT, TINY
+from test_sinks import records
+
+# In no random name of a run or a trace, which have lower case letters, or upper case ones up to F.
+HOST, USER, REMOTE = "Zq", "Qxj", "Wk9-remote"
+RUN = """
+import socket, sys
+if sys.argv[1]:
+    socket.sethostname(sys.argv[1])
+import main
+from trainer import config
+sys.exit(main.main(config.parse(sys.argv[2:]), 0, 0, 1))
+"""
+
+
+@pytest.fixture(scope="module")
+def left(tmp_path_factory):
+    """(host name, what the run left: name -> bytes). The host's is its real one where the system lets nobody set it."""
+    home = tmp_path_factory.mktemp("homes") / USER
+    where = home / "checkout"
+    where.mkdir(parents=True)
+    git = ["git", "-C", str(where), "-c", "user.name=a", "-c", "user.email=a@b"]
+    remote = f"https://example.invalid/{REMOTE}.git"
+    for words in (["init", "-q"], ["remote", "add", "origin", remote], ["commit", "-q", "--allow-empty", "-m", "a"]):
+        subprocess.run([*git, *words], check=True)
+    (home / "data.txt").write_text("some words " * 200)
+    apart = ["unshare", "--map-root-user", "--uts"]
+    planted = bool(shutil.which("unshare")) and subprocess.run([*apart, "true"], capture_output=True).returncode == 0
+    env = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    env |= dict(HOME=str(home), USER=USER, LOGNAME=USER, PYTHONPATH=str(ROOT), TMPDIR=str(home), WANDB_SILENT="true")
+    argv = [*TINY, "--results", f"{where}/out/rows.jsonl", "--profile", f"{where}/traces", "--wandb", "offline"]
+    argv += ["--data", f"text:{home}/data.txt", "--log-every", "1"]
+    command = [*apart * planted, sys.executable, "-c", RUN, HOST * planted, *argv]
+    done = subprocess.run(command, cwd=where, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "warning: " not in done.stderr, done.stderr
+    found = {}
+    for path in where.rglob("*"):
+        name = str(path.relative_to(where))
+        if path.is_symlink():
+            found[name] = os.fsencode(os.readlink(path))
+        elif path.is_file() and not name.startswith(".git/"):
+            found[name] = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        if path.suffix == ".wandb":
+            found[f"{name}, decoded"] = "\n".join(map(str, records(path))).encode()
+    return HOST if planted else os.uname().nodename, found
+
+
+def test_a_run_leaves_rows_steps_a_wandb_run_and_a_trace(left):
+    ends = {name.rpartition(".")[2] for name in left[1]}
+    assert {"jsonl", "wandb", "gz", "wandb, decoded"} <= ends
+    (trace,) = (content for name, content in left[1].items() if name.endswith(".gz"))
+    assert b"ProfilerStep" in trace or b"aten::" in trace
+    (record,) = (content for name, content in left[1].items() if name.endswith("decoded"))
+    assert b'"text:data.txt\\"' in record  # of a path what it names, not where that is
+
+
+@pytest.mark.parametrize("who", ["host", "user", "remote"])
+def test_nothing_in_it_names_host_user_or_remote(left, who):
+    word = dict(host=left[0], user=USER, remote=REMOTE)[who].encode()
+    told = re.compile(rb"(?<![A-Za-z0-9])%b(?![A-Za-z0-9])" % re.escape(word))
+    assert not [name for name, content in left[1].items() if told.search(name.encode() + b"\n" + content)]
