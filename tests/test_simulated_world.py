@@ -319,18 +319,18 @@ def test_independent_work_hides_a_collective_and_dependent_work_does_not():
         return 1e3 * (time.perf_counter() - start)
 
     times = {how: min(measure(how) for _ in range(5)) for how in (True, False)}
-    assert 25 <= times[True] < 32 and 42 <= times[False], times
+    assert 25 <= times[True] < 40 and 42 <= times[False], times
     assert {round(1e3 * each.seconds) for each in sim.log()} == {17}
     assert out.eq(1).all()
 
 
 def test_two_collectives_of_one_group_follow_each_other():
-    sim.start(8, sim.link("10000:1"))
+    sim.start(8, sim.link("100000:1"))  # 100 ms each: more than a busy machine takes to issue three
     start = time.perf_counter()
     works = [dist.all_reduce(torch.ones(1), async_op=True) for _ in range(3)]
     issued = time.perf_counter() - start
     [work.wait() for work in works]
-    assert time.perf_counter() - start >= 0.03 > issued
+    assert time.perf_counter() - start >= 0.3 > issued
 
 
 # ---------------------------------------------------------------- the log

@@ -1,6 +1,6 @@
 """trainer/profiling/timeline.py and events.py: peaks of given events; what a step allocates, to the byte.
 
-    pytest tests/test_memory.py        # about 35 s on 1 core; the last test of the step needs CUDA
+    pytest tests/test_timeline.py        # the last test of the step needs CUDA
 """
 
 import json
@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 import main
-from benchmarks import wrappers
 from trainer import config as flags
+from trainer import parallelize
 from trainer.distributed import simulated_world
 from trainer.distributed.launch import connect
 from trainer.parallelize import build, model_config
@@ -238,7 +238,7 @@ def test_a_watched_step_leaves_nothing_behind():
 @pytest.mark.parametrize("depth", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_compiled_code_is_seen_and_not_compiled_again(monkeypatch, depth):
     """Depth 0, embedding and head alone, compiles in half the time."""
-    monkeypatch.setattr(wrappers, "model_config", lambda *args: replace(model_config(*args), depth=depth))
+    monkeypatch.setattr(parallelize, "model_config", lambda *args: replace(model_config(*args), depth=depth))
     with ready("--compile fwdbwd --world 2 --link none --param-dtype bf16") as (c, step, batch):
         count = sum(p.numel() for p in step.bare_model.parameters())
         with torch._dynamo.config.patch(error_on_recompile=True):
