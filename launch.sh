@@ -3,7 +3,7 @@
 #
 #   ./launch.sh                        install, then train: torchrun main.py --depth 8 --compile fwdbwd
 #   ./launch.sh run FLAGS              the same with your flags instead (python main.py --help lists them)
-#   ./launch.sh test [PYTEST ARGS]     the tests; -m slow: those that this leaves out
+#   ./launch.sh test [slow|all|ARGS]   the quick tests; slow: those that it leaves out; all: both; ARGS: pytest's own
 #   ./launch.sh sweep AXIS|all|FILE [--small] [FLAGS]
 #                                      one run per cell; a second call does what is missing (trainer/experiments/sweep.py)
 #   ./launch.sh gpu [1..16] [--tiny]   what needs a GPU: tests, attention kernels, the ladder of memory, MFU, eleven
@@ -127,7 +127,7 @@ BATCH
 }
 
 case ${1:-run} in -h|--help|help) sed -n '2,/^$/s/^# \{0,1\}//p' launch.sh; exit ;; -*) set -- run "$@" ;; esac
-command=${1:-run}
+command=${1:-run} suite=
 [ $# -eq 0 ] || shift
 case $command in
     slurm)   slurm; exit ;;
@@ -137,8 +137,10 @@ esac
 case $command in
     install) ;;
     run)     [ $# -gt 0 ] || set -- --depth 8 --compile fwdbwd; torchrun main.py "$@" ;;
-    test)    # all: two files at a time, one thread each, in the order of their names: the longest are not the last
-             [ $# -gt 0 ] || set -- -n 2 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder -m 'not slow'
+    test)    # a suite: two files at a time, one thread each, the longest files first (tests/conftest.py)
+             case ${1:-quick} in quick) suite='not slow' ;; slow) suite='slow and not gpu' ;; all) suite='not gpu' ;; esac
+             [ -z "$suite" ] ||
+                 set -- -n 2 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder -m "$suite" "${@:2}"
              OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} exec "$py" -m pytest "$@" ;;
     sweep)   if [ -f "$caller/${1:-}" ]; then file=$caller/$1; shift; set -- "$file" "$@"; fi
              export NPROC=${NPROC:-$((gpus == 1 ? 1 : 2))}

@@ -2,6 +2,7 @@
 of a second where torchrun takes ten. The ranks are processes as any other: they can be killed.
 
     job = Job(2, ["--steps", "4"], "log")          # begins at once; argv of main.py, both outputs to one file
+    job = Job(2, ["--steps", "4"], "out", err="err", cwd="folder")               # or to two, in another folder
     job.wait()                                     # [0, 0]; -9 for a rank that was killed
 """
 
@@ -16,10 +17,13 @@ from pathlib import Path
 from harness import free_port, processes, start_server
 
 
-def _rank(rank: int, world: int, port: int, argv: list[str], log: str, record: str | None, env: dict) -> None:
-    file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
+def _rank(
+    rank: int, world: int, port: int, argv: list[str], outputs: tuple, cwd: str | None, record: str | None, env: dict
+) -> None:
+    for stream, path in zip((1, 2), outputs, strict=True):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644), stream)
+    if cwd:
+        os.chdir(cwd)
     names = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world)
     os.environ.clear()
     os.environ |= env | {k: str(v) for k, v in names.items()} | dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
@@ -55,12 +59,17 @@ def _record(batches: type, path: str) -> None:
 
 
 class Job:
-    """`record`: a folder for what each rank trains on, a file <rank>.jsonl of [sample, hash]. env: of the ranks;
+    """`record`: a folder for what each rank trains on, a file <rank>.jsonl of [sample, hash]. err: a file for standard
+    error, if it is to be apart from `log`. cwd: where the ranks run. env: of the ranks;
     ANSWER_S: seconds that a roll call waits; RANK_1: more argv for all ranks but the first; UNSEED: these draw other
     weights."""
 
-    def __init__(self, world: int, argv: Iterable, log: str | Path, record: str | Path | None = None, **env: str):
-        args = world, free_port(), [*map(str, argv)], str(log), record and str(record), start_server() | env
+    def __init__(
+        self, world: int, argv: Iterable, log: str | Path, record: str | Path | None = None, *,
+        err: str | Path | None = None, cwd: str | Path | None = None, **env: str,
+    ):  # fmt: skip
+        outputs, folder, samples = (str(log), str(err or log)), cwd and str(cwd), record and str(record)
+        args = world, free_port(), [*map(str, argv)], outputs, folder, samples, start_server() | env
         self.ranks = [processes.Process(target=_rank, args=(rank, *args), daemon=True) for rank in range(world)]
         for process in self.ranks:
             process.start()

@@ -1,8 +1,9 @@
 """main.py: bad data ends in one line and its exit code; every started run, on one rank or two, in its row.
 
-    pytest tests/test_main.py        # about 90 s on 2 cores, no GPU; bad flags: tests/test_config.py
+    pytest tests/test_main.py        # no GPU; bad flags: tests/test_config.py
 
-Faults are caused in this process where they can be; processes start for what two ranks print. Runs are eager and tiny.
+Faults are caused in this process where they can be; two ranks are forked for what they print, torchrun starts for an
+error that both have. Runs are eager and tiny.
 """
 
 import ast
@@ -16,6 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from forked import Job
 from harness import ONE_GRAPH
 from running import TINY, one_line, read, torchrun
 
@@ -328,10 +330,10 @@ def test_a_results_file_that_is_lost_in_mid_run_costs_a_warning_and_not_the_run(
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two")
-    argv = [*TINY, "--log-every", 1, "--wandb", "offline", "--tags", "a", "b", "--group", "g"]
-    done = torchrun(*argv, "--results", folder / "deep" / "rows.jsonl", cwd=folder)
-    assert done.code == 0, done.err
-    return SimpleNamespace(out=done.out, err=done.err, folder=folder, results=folder / "deep" / "rows.jsonl")
+    out, err, results = folder / "out", folder / "err", folder / "deep" / "rows.jsonl"
+    argv = [*TINY, "--log-every", 1, "--wandb", "offline", "--tags", "a", "b", "--group", "g", "--results", results]
+    assert Job(2, argv, out, err=err, cwd=folder, COLUMNS="100").wait() == [0, 0], err.read_text()
+    return SimpleNamespace(out=out.read_text(), err=err.read_text(), folder=folder, results=results)
 
 
 def test_two_ranks_print_the_header_the_steps_and_the_result_once(two_ranks):

@@ -154,8 +154,8 @@ KEPT = {
     "norm inside, lean": (dict(remat="both", remat_core=True, mlp="lean"), 2, 0, 0, 12),
     "one input, lean": (dict(remat="block", remat_core=True, mlp="lean"), 1, 0, 0, 13),
 }
-KEPT_COMPILED = ["one input", "pointwise", "norm inside, lean"]
-MORE = "none", "published", "norm inside", "both", "block"
+KEPT_COMPILED = ["one input", "pointwise"]
+MORE = "none", "published", "norm inside", "both", "block", "norm inside, lean"
 KEPT_COMPILED += [pytest.param(policy, marks=pytest.mark.slow) for policy in MORE]
 SHAPE = dict(width=64, head_dim=16, grouping=4, grow=4, vocab=96, seqlen=32, dtype=torch.bfloat16)
 
@@ -199,11 +199,9 @@ def test_bytes_that_a_block_keeps_and_products_of_its_backward_compiled(policy):
 
 def test_the_chunked_loss_compiles_to_no_tensor_of_the_size_of_the_logits():
     tokens, targets = batch(640, rows=4, seqlen=32)
-    largest = {}
-    for chunk in (0, 16):
-        model = build(**SHAPE | dict(vocab=640), depth=1)
-        graphs = capture(lambda *data, model=model, chunk=chunk: model(*data, chunk), (tokens, targets))
-        nodes = [n for gm in graphs.values() for n in gm.graph.nodes]
-        values = [t for n in nodes for t in torch.utils._pytree.tree_leaves(n.meta.get("val"))]
-        largest[chunk] = max(t.numel() for t in values if isinstance(t, torch.Tensor))
-    assert largest == {0: tokens.numel() * 640, 16: 640 * 64}  # with chunks, the head
+    model = build(**SHAPE | dict(vocab=640), depth=1)
+    graphs = capture(lambda *data: model(*data, 16), (tokens, targets))
+    nodes = [n for gm in graphs.values() for n in gm.graph.nodes]
+    values = [t for n in nodes for t in torch.utils._pytree.tree_leaves(n.meta.get("val"))]
+    largest = max(t.numel() for t in values if isinstance(t, torch.Tensor))
+    assert largest == 640 * 64 < tokens.numel() * 640  # the head

@@ -53,7 +53,7 @@ def test_gradients_of_bf16_chunks_are_summed_in_fp32():
     assert max(errors) < 0.01, errors
 
 
-@pytest.mark.parametrize("chunk", [0, 5])
+@pytest.mark.parametrize("chunk", [pytest.param(0, marks=pytest.mark.slow), 5])
 def test_the_op_is_what_torch_asks_of_one(chunk):
     torch.library.opcheck(lean_mlp, (*operands(), 1e-5, chunk))
     assert torch.autograd.gradcheck(lambda *tensors: lean_mlp(*tensors, 1e-5, chunk), operands())

@@ -24,7 +24,7 @@ from trainer.step import local
 
 SMALL = "--depth 1 --width 64 --head-dim 16 --grouping 2 --vocab 256 --seqlen 16 --batch 2 --clip 0 --param-dtype fp32"
 MODES = {"fully_shard": 8, "replicate": 1, "hybrid_shard --replicas 2": 4}  # shards of 8 ranks
-CPU = torch.device("cpu")
+CPU, EPS = torch.device("cpu"), 1e-4
 
 
 @pytest.fixture(autouse=True)
@@ -106,13 +106,15 @@ def whole_of(shard: torch.Tensor, shards: int) -> torch.Tensor:
 
 def check_gradients(mode: str, compile: str, steps: int = 3, limit: float = 0.0, device: str = "cpu") -> None:
     """Gradients, losses and updated parameters of rank 0 of 8 are those of one process whose parameters are equal
-    chunks, made equal again after each step."""
+    chunks, made equal again after each step. The eps of AdamW is far above the rounding of a gradient: else an entry
+    whose gradient is nearly 0 would move by any part of the learning rate."""
     sim.start(8, sim.link("none"), device, coded=True)
     c, shards = configured(f"--device {device} --mode {mode} --compile {compile}", 8), MODES[mode]
     step, seen = build(c, torch.device(device), 8), []
     step.inspect = lambda params, grads: seen.append([g.clone() for g in grads])
     wholes = {n: whole_of(local(p.detach()), shards) for n, p in step.model.named_parameters()}
     step.optimizer.lr.fill_(1e-2)
+    step.optimizer.eps = EPS
     draw = [torch.Generator().manual_seed(k) for k in range(steps)]
     batches = [torch.randint(256, (2, 2, 16), generator=g).to(device) for g in draw]
     losses = [step(*each).item() for each in batches]
@@ -124,6 +126,7 @@ def check_gradients(mode: str, compile: str, steps: int = 3, limit: float = 0.0,
     one.inspect = lambda params, grads: expected.append([g.clone() for g in grads])
     one.model.load_state_dict(wholes)
     one.optimizer.lr.fill_(1e-2)
+    one.optimizer.eps = EPS
     for k, (tokens, targets) in enumerate(batches):
         expected = []
         loss = one(tokens, targets).item()
@@ -142,7 +145,8 @@ def test_gradients_at_world_8_are_those_of_one_process(mode):
     check_gradients(mode, "none")
 
 
-@pytest.mark.parametrize("mode", MODES)
+# The compiled graphs of the two plain modes run on real ranks in test_equivalence.py and test_simple_fsdp_ranks.py.
+@pytest.mark.parametrize("mode", [m if "hybrid" in m else pytest.param(m, marks=pytest.mark.slow) for m in MODES])
 def test_compiled_gradients_at_world_8_are_those_of_one_process(mode, monkeypatch):
     monkeypatch.setattr(torch, "compile", without_code)  # the graphs after all of Inductor's passes
     check_gradients(mode, "fwdbwd", limit=5e-6)
@@ -317,18 +321,18 @@ def test_independent_work_hides_a_collective_and_dependent_work_does_not():
         return 1e3 * (time.perf_counter() - start)
 
     times = {how: min(measure(how) for _ in range(5)) for how in (True, False)}
-    assert 25 <= times[True] < 32 and 42 <= times[False], times
+    assert 25 <= times[True] < 40 and 42 <= times[False], times
     assert {round(1e3 * each.seconds) for each in sim.log()} == {17}
     assert out.eq(1).all()
 
 
 def test_two_collectives_of_one_group_follow_each_other():
-    sim.start(8, sim.link("10000:1"))
+    sim.start(8, sim.link("100000:1"))  # 100 ms each: more than a busy machine takes to issue three
     start = time.perf_counter()
     works = [dist.all_reduce(torch.ones(1), async_op=True) for _ in range(3)]
     issued = time.perf_counter() - start
     [work.wait() for work in works]
-    assert time.perf_counter() - start >= 0.03 > issued
+    assert time.perf_counter() - start >= 0.3 > issued
 
 
 # ---------------------------------------------------------------- the log

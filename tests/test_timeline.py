@@ -1,6 +1,6 @@
 """trainer/profiling/timeline.py and events.py: peaks of given events; what a step allocates, to the byte.
 
-    pytest tests/test_timeline.py        # about 35 s on 1 core; the last test of the step needs CUDA
+    pytest tests/test_timeline.py        # the last test of the step needs CUDA
 """
 
 import json
