@@ -257,9 +257,9 @@ class Block(nn.Module):
         return self.attn(self.norm1(x), mask)
 
     def mlp_branch(self, x: Tensor) -> Tensor:
-        norm, up, down = self.norm2, self.mlp.up, self.mlp.down
         if not self.lean:
-            return self.mlp(norm(x))
+            return self.mlp(self.norm2(x))
+        norm, up, down = self.norm2, self.mlp.up, self.mlp.down
         weights = norm.weight, norm.bias, up.weight, up.bias, down.weight, down.bias
         return lean_mlp(x, *weights, norm.eps, self.mlp_chunk)
 
