@@ -3,9 +3,9 @@
     python speed_mem_tests_mlp.py --compile fwdbwd --param-dtype bf16    # one row; several ranks: torchrun or --world N
     python speed_mem_tests_mlp.py --table mlp_4096 [--small]             # all rows of a published table, beside it
 
-The loop that everybody writes: cross-entropy of random next tokens, torch's fused AdamW over fp32 masters, plain
-torch.compile (`--compile-options overlap` adds overlap.py's). Each rank and step has the same batch. One peak is of
-the first step, one of the second, one of all after the third, where timing starts.
+A plain training loop: cross-entropy of random next tokens, torch's fused AdamW over fp32 masters, torch.compile
+without options (`--compile-options overlap` adds those of overlap.py). Each rank and step has the same batch. Peaks
+of memory are told for the first step, the second, and all after the third, where timing starts.
 
 The model is what the published 4 x 4096 figures fit: 3072 MiB of parameters; eager peaks, counted, of 40'961 MiB
 (published 40'977), 30'721 under autocast (30'737), 36'609 on 4 ranks (36'625): two Adam moments, GELU, a norm before
@@ -197,7 +197,8 @@ class Step:
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(self.model(tokens).flatten(0, 1), targets.flatten())  # [B T, V], [B T]
 
-    def step(self, tokens: Tensor, targets: Tensor) -> Tensor:
+    def step(self, tokens: Tensor, targets: Tensor) -> Tensor:  # [B, T] each -> scalar
+        """Forward, loss, backward, update; the loss."""
         self.phase = "fwd"
         with torch.autocast(**self.autocast):
             loss = self.loss_fn(tokens, targets)

@@ -83,6 +83,7 @@ def milliseconds(run: Callable[..., Tensor], tensors: tuple, repeat: int, backwa
 
 
 def cannot(backend: str, shape: Shape, device: torch.device) -> str | None:
+    """Why a backend does not run this shape on this device, or None."""
     if backend == "flex":
         return "FlexAttention needs CUDA to train" if device.type == "cpu" else None
     return refusal(backend, shape, device)
@@ -161,6 +162,7 @@ def candidate_timer(shape: Shape, device: torch.device, repeat: int) -> Callable
     right = [y.detach(), *torch.autograd.grad(y, qkv, gradient)]
 
     def time(options: Options, direction: str) -> float:
+        """Median ms of "forward" or "backward"; ValueError for wrong results."""
         run = function("flex", shape, device, options)
         y = run(*qkv)
         found = [y.detach(), *(torch.autograd.grad(y, qkv, gradient) if direction == "backward" else ())]
@@ -174,6 +176,7 @@ def candidate_timer(shape: Shape, device: torch.device, repeat: int) -> Callable
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
+    """The command line, checked; exit code 2 and one line for what does not fit."""
     parser = argparse.ArgumentParser(prog="attention", allow_abbrev=False, description=__doc__.split("\n")[0])
     parser.add_argument("--seqlen", nargs="+", type=int, default=[4096, 8192, 16384])
     parser.add_argument("--backends", nargs="+", choices=["flex", *BACKENDS], default=["flex", "flash", "cudnn"])
@@ -208,6 +211,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Times every backend at every length, or searches options; returns the exit code."""
     args = arguments(argv)
     device, rows = torch.device(args.device), []
     try:

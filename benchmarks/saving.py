@@ -3,12 +3,12 @@
     python -m benchmarks.saving [--rounds 5] [--between 8] [--check] [--small] [-- FLAGS of main.py]
     torchrun --nproc-per-node 8 -m benchmarks.saving --check -- --save /shared/disk
 
-A round: steps; a save in the foreground; steps; a save in the background and the steps beside it, of which the first
-round has none, so that its peaks of resident memory compare. The device is waited for around all that is timed. MB/s
-are those of one rank, reading from the page cache. Files go to a new directory in --save (or here), then away, at
-SIGTERM and Ctrl-C too. Rank 0 appends a row to --results.
---check: then, with --deterministic, a model of another seed that loads a step must hold its bits, and have the losses
-and bits of the saved one after 5 more steps: a row of its own, exit 4 if not.
+A round: steps; a save in the foreground; steps; a save in the background and the steps beside it. The first round has
+no steps beside its background save, so that the peaks of resident memory of both kinds compare. All that is timed
+waits for the device. MB/s are those of one rank, reading from the page cache. Files go to a new directory in --save
+(or here), which is removed at the end, also at SIGTERM and Ctrl-C. Rank 0 appends a row to --results.
+--check: after that, with --deterministic, a model of another seed that loads a step must hold the same bits as the
+saved one, and 5 steps later the same losses and bits. This is a row of its own; exit code 4 where it does not hold.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from trainer.distributed.terminal import fail, ranks
 from trainer.experiments.sweep import TINY
 
 if __name__ == "__main__":  # before torch is imported, as in main.py
-    _parser = argparse.ArgumentParser(prog="save_cost", allow_abbrev=False, description=__doc__.split("\n")[0])
+    _parser = argparse.ArgumentParser(prog="saving", allow_abbrev=False, description=__doc__.split("\n")[0])
     _parser.add_argument("--rounds", type=int, default=5)
     _parser.add_argument("--between", type=int, default=8, help="steps beside each save")
     _parser.add_argument("--check", action="store_true", help="bitwise resumption")
@@ -159,6 +159,7 @@ def resumed(make) -> dict:
 
 
 def main(args: argparse.Namespace, c: flags.Config, rank: int, local_rank: int, world: int) -> int:
+    """Measures, then checks if asked to. Exit codes: 0, 2 flags that do not fit, 4 resumed bits differ."""
     device_type = ("cuda" if torch.cuda.is_available() else "cpu") if c.device == "auto" else c.device
     try:
         c = flags.resolve(c, device_type, world)

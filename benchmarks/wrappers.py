@@ -1,4 +1,4 @@
-"""The trainer's model, optimizer and step under each --wrapper and --compile; alone, compares them side by side.
+"""Compares wrappers and compile modes side by side, in one process group: the same model, optimizer and batches.
 
     python -m benchmarks.wrappers simple:fwdbwd none:fwdbwd simple:none [-- FLAGS of main.py]
     torchrun --nproc-per-node 8 -m benchmarks.wrappers simple:fwdbwd simple:blocks fsdp2:blocks ddp:blocks
@@ -69,6 +69,7 @@ def compare(cells: list[str], c: flags.Config, device: torch.device, rank: int =
 
 
 def main(cells: list[str], c: flags.Config, rank: int, local_rank: int, world: int) -> int:
+    """Compares, prints and appends rows. Exit codes: 0, 2 cells or flags that do not fit, 3 bad data."""
     device_type = ("cuda" if torch.cuda.is_available() else "cpu") if c.device == "auto" else c.device
     c = replace(c, system=replace(c.system, device=device_type))
     modes = dict(simple=COMPILE_MODES, none=COMPILE_MODES, fsdp2=("none", "blocks"), ddp=("none", "blocks"))

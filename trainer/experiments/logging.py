@@ -5,11 +5,11 @@
         sinks.step({"step": k, "loss": 3.21, "lr": 3e-4, "grad_norm": 1.2, "ms": 360.1, "tok_s": 91022})
     sinks.row(row)                          # and in the end, whatever happened, sinks.close()
 
-    tell("outcome  ok")                     # print, for lines that are not worth a run
+    tell("outcome  ok")                     # a print that cannot end the run
 
-Rank 0 writes; on other ranks the same calls do nothing. A sink that fails in mid-run (disk full, folder gone, no
-network, nobody who reads) costs one warning and never the run. Rows go to rows.jsonl, the steps of a run to
-rows.steps/<run>.jsonl.
+Rank 0 writes; on other ranks the same calls do nothing. A sink that fails in mid-run (the disk is full, the folder or
+the network gone, the reader of a pipe has left) costs one warning and never the run. Rows go to rows.jsonl, the steps
+of a run to rows.steps/<run>.jsonl.
 """
 
 import fcntl
@@ -33,8 +33,8 @@ LINE = {"loss": ("loss {}", 4), "lr": ("lr {}", 0), "grad_norm": ("|g| {}", 3), 
 
 
 def _plain(value: Any) -> Any:
-    """`value` as strict JSON can hold it: nan and infinities become "nan", "inf", "-inf", unknown types their str, and
-    entries of a dict that are named like a secret go."""
+    """`value` as strict JSON can hold it: nan and infinities become "nan", "inf", "-inf", and unknown types their str.
+    Entries of a dict that are named like a secret are left out."""
     if isinstance(value, float):
         return value if math.isfinite(value) else str(float(value))
     if isinstance(value, dict):
@@ -103,8 +103,8 @@ def final_lines(row: dict) -> list[str]:
 
 
 class Sinks:
-    """`wandb`: off, offline or online; a run without a `name` is called $SWEEP_NAME, or what W&B calls it. `stream`
-    (stdout) gets a line per logged step or, if it is a terminal, a bar."""
+    """`wandb`: off, offline or online; a run without a `name` is called $SWEEP_NAME, else W&B makes one up. `stream`
+    (stdout) gets a line per logged step or, if it is a terminal, a progress bar."""
 
     def __init__(self, results: str | Path | None, wandb: str = "off", group: str | None = None,
                  name: str | None = None, config: dict | None = None, tags: Sequence[str] = (), rank: int = 0,

@@ -76,6 +76,7 @@ def read(paths: list[Path]) -> list[Row]:
 
 
 def kept(flags: sweep.Flags) -> sweep.Flags:
+    """Those that have an influence on memory and time."""
     return {flag: value for flag, value in flags.items() if flag not in NEUTRAL}
 
 
@@ -87,6 +88,7 @@ def core(row: Row) -> sweep.Flags | None:
 
 
 def on_gpu(row: Row) -> bool:
+    """Whether a run was on a GPU: by its memory, by its device, or, where it died before it knew, by its flags."""
     told = "CPU" if "--device cpu" in str(row.get("cell")) or "+cpu" in str(row.get("torch")) else "GPU"
     return "peak_alloc_mib" in row or not ("peak_rss_mib" in row or str(row.get("device", told)).startswith("CPU"))
 

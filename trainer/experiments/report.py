@@ -3,7 +3,7 @@
     python -m trainer.experiments.report seqlen depth      rows of results/sweep-AXIS.jsonl and results/sweep-all.jsonl
     python -m trainer.experiments.report --small           every axis that has rows, at the sizes for a CPU
     python -m trainer.experiments.report --plots plots     SVG files as well (trainer/experiments/plots.py)
-    python -m trainer.experiments.report --check     the marked tables of README and NOTES; --write puts them right
+    python -m trainer.experiments.report --check           the marked tables of README and NOTES; --write corrects them
 
 `<!-- report: LAYOUT FILE... [--small] -->` marks the table below it. LAYOUT: an axis; compile, the --compile modes;
 ladder, runs that differ in what they keep; compile-depth, seconds to compile by depth; baselines or wrappers, the rows
@@ -157,8 +157,7 @@ def attention(rows: list[dict]) -> tuple[list[dict], Columns]:
 
 def ladder(rows: list[dict]) -> tuple[list[dict], Columns]:
     """The rows and columns of runs that differ in how they save memory, in the order in which they ran first."""
-    key = lambda row: sweep.join(core(row))  # noqa: E731
-    rows = newest([row for row in rows if core(row)], key)
+    rows = newest([row for row in rows if core(row)], lambda row: sweep.join(core(row)))
     rows.sort(key=lambda row: (label(row), str(row.get("device")), row.get("date")))
     common = set.intersection(*(set(core(row).items()) for row in rows)) if rows else set()
     columns = [("flags", [f"`{sweep.join(dict(set(core(row).items()) - common)) or 'the others'}`" for row in rows])]
@@ -194,7 +193,7 @@ LAYOUTS = {"compile": compile_modes, "ladder": ladder, "compile-depth": compile_
 
 
 def about(name: str, ours: list[dict], found: Entries) -> str:
-    """What has to be known about a table, above it."""
+    """The text above a table: commit, versions, devices, shared flags, and what it may be compared with."""
 
     def each(key):
         return ", ".join(sorted({str(row[key]) for row in ours if row.get(key)})) or "unknown"
@@ -226,7 +225,7 @@ def check_names(names: list[str]) -> None:
 
 
 def section(name: str, rows: list[dict], small: bool) -> tuple[str, str]:
-    """What has to be known about a table, and the table. Raises ValueError where it has no row."""
+    """The text above a table, and the table. Raises ValueError where it has no row."""
     ours, columns = LAYOUTS[name](rows) if name in LAYOUTS else ([], [])
     if ours:
         return about(name, ours, []), markdown(columns)
@@ -310,6 +309,7 @@ def report(args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """The command line; returns the exit code, or ends the process with 2 for bad input."""
     parser = argparse.ArgumentParser(prog="report", allow_abbrev=False, description=__doc__.split("\n")[0])
     parser.add_argument("axis", nargs="*", metavar="AXIS", help=f"all, an axis, {', '.join(LAYOUTS)}")
     parser.add_argument("--results", nargs="+", type=Path, default=[], metavar="FILE", help="JSONL files of rows")

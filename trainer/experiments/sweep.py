@@ -39,7 +39,7 @@ from trainer.experiments.logging import append_jsonl, log_tables, read_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = "--device cpu --width 128 --depth 2 --head-dim 16 --vocab 512 --seqlen 64 --batch 2 --steps 6".split()
-# No part of what a cell is: given on the command line they go to every run.
+# These flags are no part of a cell's name. Given on the command line they go to every run.
 OUTPUT = {"--wandb", "--group", "--tags", "--profile", "--log-every", "--verbose", "-v", "-vv", "--debug"}
 COLUMNS = {"peak_alloc_mib": ("peak MiB", 0), "peak_rss_mib": ("peak RSS MiB", 0), "step_ms": ("step ms", 1),
            "mfu": ("MFU %", 1), "loss": ("loss", 4)}
@@ -49,6 +49,7 @@ Flags = dict[str, tuple[str, ...]]  # {"--depth": ("8",), "--no-reshard": ()}
 
 
 def join(flags: Flags) -> str:
+    """{"--depth": ("8",), "--no-reshard": ()} -> --depth 8 --no-reshard, in alphabetical order, quoted for a shell."""
     return shlex.join(word for flag in sorted(flags) for word in (flag, *flags[flag]))
 
 
@@ -158,10 +159,11 @@ def read_cells(target: str, small: bool, nproc: int, extra: list[str]) -> list[s
 
 
 def unfinished(cells: list[str], rows: dict[str, dict]) -> list[str]:
+    """Cells without a row, or whose row says that the run failed. A bad shape and out of memory are results."""
     return [cell for cell in cells if not re.match(r"ok$|OOM|badshape", rows.get(cell, {}).get("outcome", ""))]
 
 
-def stop(child: subprocess.Popen, token: str):
+def stop(child: subprocess.Popen, token: str) -> None:
     """End a cell's processes. torchrun's workers lead sessions of their own: they are found by their environment."""
     if child.poll() is None:
         os.killpg(child.pid, signal.SIGTERM)
@@ -311,7 +313,8 @@ def sweep(tables: dict[str, list[str]], args: argparse.Namespace) -> bool:
     return not missing
 
 
-def main():
+def main() -> None:
+    """The command line. Exit codes: 0 every cell is finished, 1 some are not, 2 bad input, 128 + signal."""
     parser = argparse.ArgumentParser(allow_abbrev=False, usage="launch.sh sweep AXIS|all|FILE [options] [main.py's]")
     parser.add_argument("--small", action="store_true", help="sizes for a CPU")
     parser.add_argument("--results", type=Path, help="default: results/sweep-AXIS.jsonl")
