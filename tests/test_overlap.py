@@ -199,26 +199,37 @@ def test_hybrid_reduces_across_only_the_shard(mesh_of):
     assert sum(c.full for c in reduced) == sum(c.full for c in scattered) // 4  # gradient bytes / shard degree
 
 
-@pytest.mark.parametrize(("world", "mode"), [
-    (64, "fully_shard"), (8, "hybrid_shard"), slow(64, "replicate"), slow(2, "fully_shard"), slow(8, "fully_shard"),
-    slow(2, "replicate"), slow(2, "hybrid_shard"),
-])  # fmt: skip
+def of_world(world, mode):
+    """Number of replicas, and what a rank sends of a tensor of size 1 within a shard group and across replicas."""
+    replicas = 2 if mode == "hybrid_shard" else 1
+    n = world // replicas
+    return replicas, (n - 1) / n, (replicas - 1) / replicas / n
+
+
+OTHERS = [slow(64, "replicate"), slow(2, "fully_shard"), slow(8, "fully_shard"), slow(2, "replicate"),
+          slow(2, "hybrid_shard")]  # fmt: skip
+
+
+# fully_shard quickly in the test of --remat above, replicate in the one of its buckets.
+@pytest.mark.parametrize(("world", "mode"), [(8, "hybrid_shard"), slow(64, "fully_shard"), *OTHERS])
 def test_bytes_sent_per_step_follow_the_formula(mesh_of, world, mode):
     """--accum-sync every, per micro-batch: 6 P_blocks (N-1)/N + 4 P_embedding (N-1)/N in bf16 (norm and head are
-    gathered twice too). last, per step of any number of them: 4 P (N-1)/N, and the micro-batches send nothing."""
-    replicas = 2 if mode == "hybrid_shard" else 1
-    mesh, n, p = mesh_of(world, replicas), world // replicas, size(1)
-    inner, across = (n - 1) / n, 4 * p / n * (replicas - 1) / replicas
-    graphs = step_graphs(mesh, mode=mode, depth=1)
-    every = dict(fully_shard=(6 * p - 2 * V * D) * inner, replicate=4 * p * inner)
-    every["hybrid_shard"] = every["fully_shard"] + across
-    assert sent(graphs) == pytest.approx(every[mode], rel=0.05)
+    gathered twice too)."""
+    (replicas, inner, across), p = of_world(world, mode), size(1)
+    graphs = step_graphs(mesh_of(world, replicas), mode=mode, depth=1)
+    expected = 4 * p * inner if mode == "replicate" else (6 * p - 2 * V * D) * inner + 4 * p * across
+    assert sent(graphs) == pytest.approx(expected, rel=0.05)
 
+
+@pytest.mark.parametrize(("world", "mode"), [(64, "fully_shard"), (8, "hybrid_shard"), *OTHERS])
+def test_bytes_of_the_last_micro_batch_follow_the_formula(mesh_of, world, mode):
+    """--accum-sync last, per step of any number of micro-batches: 4 P (N-1)/N, and the micro-batches send nothing."""
+    (replicas, inner, across), p = of_world(world, mode), size(1)
     only = () if mode == "fully_shard" else ("gather", "reduce")  # a micro-batch has the same graph in all of them
-    graphs = step_graphs(mesh, mode=mode, depth=1, accum_sync="last", remat="both", only=only)
-    last = dict(fully_shard=4 * p * inner, replicate=4 * p * inner, hybrid_shard=4 * p * inner + across)
-    assert sent(graphs["gather"]) + sent(graphs["reduce"]) == pytest.approx(last[mode], rel=0.05)
-    scattered = mode != "replicate" and n > 1
+    graphs = step_graphs(mesh_of(world, replicas), mode=mode, depth=1, accum_sync="last", remat="both", only=only)
+    expected = 4 * p * inner + 4 * p * across
+    assert sent(graphs["gather"]) + sent(graphs["reduce"]) == pytest.approx(expected, rel=0.05)
+    scattered = mode != "replicate" and world > replicas
     assert len(collectives(graphs["gather"]["forward"])) == scattered
     assert len(collectives(graphs["reduce"]["forward"])) == scattered + (mode != "fully_shard")
     if not only:
