@@ -9,9 +9,6 @@ for what only they can show: exit codes, start-up time, what is imported.
 import dataclasses
 import re
 import socket
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import get_type_hints
 
@@ -20,7 +17,6 @@ import torch
 import torch.distributed as dist
 from running import TINY, TORCHRUN, one_line, python
 
-import main
 from trainer import config as flags
 from trainer.config import Output, System, Training
 from trainer.distributed.terminal import ranks
@@ -44,20 +40,11 @@ def help_entries():
     return entries
 
 
-def test_help_imports_no_torch_and_takes_less_than_half_as_long_as_that_would():
+def test_help_imports_no_torch():
     done = python("--help")
     assert done.code == 0 and done.err == "" and "usage: main.py" in done.out
     assert "tyro" in done.imports
     assert not {name for name in done.imports if name.split(".")[0] in ("torch", "numpy", "wandb")}
-
-    def seconds(*command):
-        start = time.perf_counter()
-        subprocess.run([sys.executable, *command], check=True, capture_output=True)
-        return time.perf_counter() - start
-
-    both = [(seconds(main.__file__, "--help"), seconds("-c", "import torch")) for _ in range(3)]  # in turns
-    helps, torches = zip(*both, strict=True)
-    assert min(helps) < min(torches) / 2, both
 
 
 @pytest.mark.parametrize("name", FIELDS)
