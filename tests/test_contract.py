@@ -47,7 +47,12 @@ def counted_by_hand(c: ModelConfig, seqlen: int) -> float:
     return costs.flops_per_token(c, seqlen) + 6 * c.depth * c.grow * c.width**2
 
 
-@pytest.mark.parametrize("compile", COMPILE_MODES)
+def modes(*quick: str) -> list:
+    """Every compile mode; the others than `quick` are slow tests."""
+    return [mode if mode in quick else pytest.param(mode, marks=pytest.mark.slow) for mode in COMPILE_MODES]
+
+
+@pytest.mark.parametrize("compile", modes("none", "fwdbwd"))
 def test_a_gated_mlp_trains_in_every_mode_as_in_eager_and_with_its_own_flops(compile, gated, train):
     steps = train("--compile", compile, "--log-every", 1, "--steps", 4)
     assert steps.code == 0, steps.err
@@ -96,7 +101,7 @@ def whole(t: torch.Tensor) -> torch.Tensor:
     return t.full_tensor() if isinstance(t, DTensor) else t.clone()
 
 
-@pytest.mark.parametrize("compile", COMPILE_MODES)
+@pytest.mark.parametrize("compile", modes("none", "blocks"))
 @pytest.mark.parametrize("loss", ["full", "chunked"])
 def test_a_hugging_face_model_trains_as_by_hand(compile, loss):
     c = flags.resolve(flags.parse([*TINY, "--seqlen", "16", "--compile", compile, "--loss", loss, "--chunk", "8",

@@ -360,8 +360,8 @@ def test_two_ranks_append_one_row_with_every_key_and_the_steps(two_ranks):
                     grad_accum=1, param_dtype="fp32", reduce_dtype="fp32", n=3, compile_s=None, mfu=None,
                     mfu_palm=None, hfu=None)  # fmt: skip
     assert {key: row[key] for key in settings} == settings
-    given = dict(depth=1, width=32, head_dim=16, grouping=2, seqlen=16, steps=6, batch=2, compile="none", wandb="offline",
-                 group="g", tags=["a", "b"])  # fmt: skip
+    given = dict(depth=1, width=32, head_dim=16, grouping=2, seqlen=16, steps=6, batch=2, compile="none",
+                 wandb="offline", group="g", tags=["a", "b"])  # fmt: skip
     assert {name: row["flags"][name] for name in given} == given
     assert {f.name for group in (flags.Training, flags.System) for f in fields(group)} <= row["flags"].keys()
     assert re.fullmatch("[0-9a-f]{40}", row["commit"]) and isinstance(row["dirty"], bool)
