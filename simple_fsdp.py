@@ -132,7 +132,7 @@ def _gather_once(p: DTensor, policy: _Policy) -> Tensor:
     memo = getattr(_thread, "memo", None)
     if memo is None:  # outside of any forward nothing would free what is remembered
         memo = {}
-    # A weight gathered under no_grad has no backward; an activation checkpoint, which sets hooks, must gather its own.
+    # A weight gathered under no_grad has no backward. An activation checkpoint, which sets hooks, gathers its own.
     key = id(p), torch.is_grad_enabled(), _top_saved_tensors_hooks(True)
     if key not in memo:
         whole = memo[key] = _gather(p, policy)

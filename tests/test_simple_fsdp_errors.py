@@ -100,6 +100,21 @@ def test_other_saved_tensor_hooks_stay_in_charge(fake):
     assert len(seen) > 9 and all(p.grad is not None for p in model.parameters())
 
 
+def test_a_weight_that_forward_reads_under_no_grad_first_gets_its_whole_gradient(fake):
+    class Scaled(nn.Linear):
+        def forward(self, x):
+            with torch.no_grad():
+                scale = self.weight.square().sum()
+            return super().forward(x) / scale
+
+    plain, x = Scaled(8, 4), torch.randn(3, 8)
+    model = data_parallel(copy.deepcopy(plain), fake(1))
+    for module in (plain, model):
+        module(x).sum().backward()
+    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad.to_local())
+
+
 def test_disable_data_parallel_is_reentrant_and_ends_with_an_error_too(fake):
     model = data_parallel(nn.Linear(8, 8), fake(4))
     with disable_data_parallel():
