@@ -9,8 +9,8 @@ files are written, not committed), commit (before the directory gets its final n
 kind: kill (SIGKILL), stop (SIGSTOP), term (SIGTERM), int (SIGINT), exit (code 9), segv, hang (sleeps for ever), raise
 (RuntimeError), enospc (disk full), oom (out of memory); only in forward, nan and inf (this rank's loss).
 
-Each fault happens once, and not again after a restart by torchrun. Without FAULT a run is left as it is: faults are
-planted by patching the objects of one run, while `planted` lasts, and no other code asks for them.
+Each fault happens once, and not again after a restart by torchrun. Faults are planted by patching the objects of one
+run, while `planted` lasts, and no other code asks for them.
 """
 
 import ctypes
@@ -96,27 +96,20 @@ class _Faults:
     """The faults of one rank, and functions that let them happen around the work that they stand in for."""
 
     def __init__(self, mine: list[Fault], first: int):
-        self.mine, self.done, self.step = mine, set(), first  # the step that is being done, counted by its batch
+        self.mine, self.step = mine, first  # the step that is being done, counted by its batch
 
     def fire(self, where: str, step: int) -> str | None:
         """Lets the fault of this place and step happen, if there is one, and returns its kind if the process lives."""
         for fault in self.mine:
-            if fault.where == where and fault.step == step and fault not in self.done:
-                self.done.add(fault)
+            if fault.where == where and fault.step == step:
+                self.mine.remove(fault)
                 _happen(fault.kind)
                 return fault.kind
         return None
 
-    def draw(self, work: Callable) -> Callable:
-        def faulty(batches):
-            self.step += 1
-            self.fire("data", self.step)
-            return work(batches)
-
-        return faulty
-
     def before(self, where: str, work: Callable) -> Callable:
         def faulty(*args, **kwargs):
+            self.step += where == "data"
             self.fire(where, self.step)
             return work(*args, **kwargs)
 
@@ -153,7 +146,7 @@ def planted(text: str | None, c: Config, step: Step, first: int, rank: int):
         yield
         return
     waiting = _Faults(mine, first)
-    patches = [(Batches, "__next__", waiting.draw(Batches.__next__))]
+    patches = [(Batches, "__next__", waiting.before("data", Batches.__next__))]
     if c.compile == "step":
         patches += [(step, "graph", waiting.before("forward", step.graph))]
     else:
