@@ -7,9 +7,8 @@
         control.boundary(k)                # between steps: raises Stopped on all ranks if any rank got a signal
         control.finish()                   # after the last boundary
 
-A boundary lies between two steps, or two micro-batches of a step. There the ranks all-reduce six numbers on the host
-(steps done, gradient norm, signals, failed saves), which they read at the next boundary: no step waits for them, all
-ranks stop at the same boundary, and ranks that have come apart are noticed.
+At a boundary, between steps or micro-batches, the ranks all-reduce six numbers on the host, which they read at the next
+one: no step waits for them, all ranks stop at the same boundary, and ranks that have come apart are noticed.
 """
 
 import math

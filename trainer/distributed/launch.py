@@ -5,10 +5,7 @@
     shutdown()                                                         # on all ranks, after a run that succeeded
 
 The group is that of the ranks that torchrun has started (NCCL on CUDA, gloo on a CPU); without torchrun it has one
-rank; with --world it is a simulated one (trainer/distributed/simulated_world.py). `connect` waits until all ranks have
-met and raises ValueError, one line with the fix, where they cannot. In a job that torchrun has restarted they meet
-apart from what the ranks before them left behind (`fresh`). This package lies below trainer/config.py and imports
-nothing of it: of the flags `connect` sees the three of `Flags`.
+rank; with --world it is a simulated one (trainer/distributed/simulated_world.py).
 """
 
 import os
