@@ -6,9 +6,9 @@
     stop()
 
 All ranks are taken to hold equal tensors: a gather tiles the local shard, a sum multiplies by N, an average changes
-nothing. With parameters whose shards are equal (`tile_`) losses and gradients are those of one process. A collective
-occupies its group's stream for max(copy, latency + bytes/bandwidth) and the consumer waits for an event, as with NCCL;
-on a CPU a thread per group keeps time. Not simulated: other data on other ranks, the smaller last shards of other
+nothing. With parameters whose shards are equal, losses and gradients are those of one process. A collective occupies
+its group's stream for max(copy, latency + bytes/bandwidth) and the consumer waits for an event, as with NCCL; on a CPU
+a thread per group keeps time. Not simulated: other data on other ranks, the smaller last shards of other
 ranks, stragglers, topology, contention except by our own copy. Clipping sees the norm of N equal shards.
 
 The backend is torch's C++ FakeProcessGroup. What it computes is replaced, for the whole process, in the `c10d::`
@@ -35,7 +35,7 @@ from torch._C._distributed_c10d import FakeProcessGroup, FakeWork, ProcessGroup,
 
 from trainer.costs import Link, link
 
-__all__ = ["CollectiveCall", "Link", "link", "log", "start", "stop", "summary", "tile_"]
+__all__ = ["CollectiveCall", "Link", "link", "log", "start", "stop", "summary"]
 NAME = "sim"  # of the backend; not "fake", which Inductor treats in its own way
 
 
@@ -51,9 +51,8 @@ class CollectiveCall(NamedTuple):
 
 
 class _World:
-    def __init__(self, link: Link, coded: bool):
-        self.link, self.coded = link, coded
-        self.log = deque(maxlen=1_000_000)
+    def __init__(self, link: Link):
+        self.link, self.log = link, deque(maxlen=1_000_000)
         self.streams, self.workers, self.clock = {}, {}, None
         self.library = torch.library.Library("c10d", "IMPL")
         with warnings.catch_warnings():
@@ -66,11 +65,11 @@ class _World:
 _world: _World | None = None
 
 
-def start(world: int, link: Link, device: torch.device | str = "cpu", rank: int = 0, coded: bool = False) -> None:
+def start(world: int, link: Link, device: torch.device | str = "cpu", rank: int = 0) -> None:
     """Makes the default process group, in which this process is `rank` of `world` ranks.
 
-    link: between any two ranks. device: where collectives will run. coded: the shards of rank j are taken to be
-    (1 + j/16) times a common one, instead of equal. Raises RuntimeError if there already is a process group."""
+    link: between any two ranks. device: where collectives will run. Raises RuntimeError if there already is a process
+    group."""
     global _world
     if dist.is_initialized():
         raise RuntimeError("a simulated world needs a process of its own: there already is a process group")
@@ -80,7 +79,7 @@ def start(world: int, link: Link, device: torch.device | str = "cpu", rank: int 
             return FakeProcessGroup._create_internal(options.group_rank, options.group_size)
 
         dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu", "cuda"])
-    _world = _World(link, coded)
+    _world = _World(link)
     dist.init_process_group(NAME, rank=rank, world_size=world, store=dist.HashStore())
     if torch.device(device).type == "cuda":
         _world.clock = _Clock()
@@ -116,30 +115,9 @@ def summary(collectives) -> dict[str, dict]:
     return {op: {k: round(v, 3) for k, v in row.items()} for op, row in table.items()}
 
 
-@torch.no_grad()
-def tile_(p: Tensor, ranks: int, coded: bool = False) -> None:
-    """Overwrites a whole parameter [R, ...] so that its `ranks` shards on dimension 0 are equal: its first chunk,
-    repeated (coded: times 1 + j/16 for rank j). Done after each step of an elementwise optimizer in one process, it
-    gives what rank 0's step gives in a simulated world. Raises ValueError where R does not divide by `ranks`."""
-    if p.shape[0] % ranks:
-        raise ValueError(f"shape {tuple(p.shape)}: dimension 0 must divide by {ranks} for its shards to be equal")
-    chunks = p.view(ranks, -1)
-    chunks.copy_(chunks[:1].clone() * (_codes(chunks) if coded else 1.0))
-
-
-# ---------------------------------------------------------------- what the ranks hold
-
-
-def _codes(chunks: Tensor) -> Tensor:
-    return (1 + torch.arange(len(chunks), device=chunks.device, dtype=chunks.dtype) / 16).view(-1, 1)
-
-
 def _gather(out: Tensor, own: Tensor, ranks: int, rank: int) -> None:
-    chunks, own = out.view(ranks, -1), own.reshape(1, -1)
-    if _world.coded and out.is_floating_point():
-        codes = _codes(chunks)
-        own = own / codes[rank] * codes
-    chunks.copy_(own.expand_as(chunks))  # expanded, it may be a chunk of `out`, as FSDP2 has it
+    """Fills `out` with what `ranks` ranks hold of which this one, `rank`, holds `own`."""
+    out.view(ranks, -1).copy_(own.reshape(1, -1).expand(ranks, -1))  # `own` may be a chunk of `out`, as in FSDP2
 
 
 def _reduce(t: Tensor, op, ranks: int) -> None:
@@ -151,9 +129,6 @@ def _reduce(t: Tensor, op, ranks: int) -> None:
         t.pow_(ranks)
     elif op not in (kinds.AVG, kinds.MIN, kinds.MAX, kinds.BAND, kinds.BOR):
         raise NotImplementedError(f"a simulated world has no reduction by {kinds(op).name}")
-
-
-# ---------------------------------------------------------------- when they have it
 
 
 class _Clock:
@@ -254,9 +229,6 @@ def _run(op: str, group, outs: list, ins: list, async_op: bool, body: Callable[[
     if value[0].is_cuda:
         return _on_cuda(pg, value[0].device, seconds, async_op, copy, value).boxed()
     return _on_cpu(pg, seconds, async_op, copy, value).boxed()
-
-
-# ---------------------------------------------------------------- the c10d operators
 
 
 def _flat(tensors: list) -> list[Tensor]:
