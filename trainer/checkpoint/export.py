@@ -53,10 +53,9 @@ def export(args: argparse.Namespace) -> str:
             stopped(args.out, signals.got)
         try:
             return checkpoint.read(found, name)
-        except CheckpointError:
-            if os.path.exists(found.path):
-                raise
-            raise CheckpointError(f"{found.path}: is gone, as by --keep of a run that goes on; export again") from None
+        except CheckpointError as error:
+            gone = f"{found.path}: is gone, as by --keep of a run that goes on; export again"
+            raise error if os.path.exists(found.path) else CheckpointError(gone) from None
 
     weights.check_output(args.out, args.overwrite)
     one_worker_thread()
@@ -66,10 +65,9 @@ def export(args: argparse.Namespace) -> str:
         tensors = checkpoint.parameters(found)
         if args.dtype == "bf16":
             tensors = {name: (shape, torch.bfloat16) for name, (shape, _) in tensors.items()}
-        local = "data", "init"  # they may hold paths of this machine
-        training = {k: v for k, v in found.about["training"].items() if k not in local}
-        about = dict(format="pt", step=str(found.about["step"]), samples=str(found.about["samples"]),
-                     torch=found.about["torch"], training=json.dumps(training))  # fmt: skip
+        training = {k: v for k, v in found.about["training"].items() if k not in ("data", "init")}  # paths, perhaps
+        about = {name: str(found.about[name]) for name in ("step", "samples", "torch")}
+        about |= dict(format="pt", training=json.dumps(training))
         limit = float("inf") if args.out.endswith(".pt") else args.shard_gb * 1e9
         with Signals(speak=False) as signals:  # signals wait, so that all files get their names or none does
             made = weights.write(args.out, tensors, read, about, limit)
@@ -85,6 +83,7 @@ def stopped(out: str, signum: int) -> NoReturn:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Exports as the command line says; returns 0, or ends the process with a line and another exit code."""
     args = arguments(argv)
     try:
         print(export(args))

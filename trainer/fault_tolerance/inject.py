@@ -107,11 +107,20 @@ class _Faults:
                 return fault.kind
         return None
 
-    def before(self, where: str, work: Callable) -> Callable:
+    def around(self, where: str, work: Callable) -> Callable:
+        """`work` after the fault of this place, or before it if that is "write"."""
+
         def faulty(*args, **kwargs):
             self.step += where == "data"
-            self.fire(where, self.step)
-            return work(*args, **kwargs)
+            # A save in the background may be of an earlier step: its path says of which.
+            saved = re.findall(r"step-(\d{8})", " ".join(arg for arg in args if isinstance(arg, str)))
+            step = int(saved[-1]) if saved else self.step
+            if where != "write":
+                self.fire(where, step)
+            result = work(*args, **kwargs)
+            if where == "write":
+                self.fire(where, step)
+            return result
 
         return faulty
 
@@ -121,18 +130,6 @@ class _Faults:
             loss = work(*args, **kwargs) * factor
             loss.register_hook(lambda grad: self.fire("backward", self.step) and None)
             return loss
-
-        return faulty
-
-    def saving(self, where: str, work: Callable) -> Callable:
-        def faulty(*args):
-            saved = int(re.findall(r"step-(\d{8})", " ".join(arg for arg in args if isinstance(arg, str)))[-1])
-            if where != "write":
-                self.fire(where, saved)
-            result = work(*args)
-            if where == "write":
-                self.fire(where, saved)
-            return result
 
         return faulty
 
@@ -146,15 +143,12 @@ def planted(text: str | None, c: Config, step: Step, first: int, rank: int):
         yield
         return
     waiting = _Faults(mine, first)
-    patches = [(Batches, "__next__", waiting.before("data", Batches.__next__))]
-    if c.compile == "step":
-        patches += [(step, "graph", waiting.before("forward", step.graph))]
-    else:
-        patches += [(step, "loss_fn", waiting.forward(step.loss_fn))]
-        patches += [(step, "update_fn", waiting.before("update", step.update_fn))]
-    for where, name in dict(save="_begin", write="_write", commit="_commit").items():
-        patches += [(saver, name, waiting.saving(where, getattr(saver, name)))]
+    places = [("data", Batches, "__next__"), ("save", saver, "_begin"), ("write", saver, "_write")]
+    places += [("commit", saver, "_commit")]
+    places += [("forward", step, "graph") if c.compile == "step" else ("update", step, "update_fn")]
     with ExitStack() as stack:
-        for owner, name, faulty in patches:
-            stack.enter_context(mock.patch.object(owner, name, faulty))
+        for where, owner, name in places:
+            stack.enter_context(mock.patch.object(owner, name, waiting.around(where, getattr(owner, name))))
+        if c.compile != "step":
+            stack.enter_context(mock.patch.object(step, "loss_fn", waiting.forward(step.loss_fn)))
         yield
