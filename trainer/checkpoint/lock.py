@@ -39,17 +39,14 @@ def take(folder: str, patient: bool = True) -> str | None:
 
     Waits up to 180 s for a sign of another machine's lock; without `patient`, that lock refuses at once unless it is
     stale. Raises Refused, in one line that names host and pid."""
-    path, said, over = os.path.join(folder, "lock"), None, threading.Event()
+    path, over = os.path.join(folder, "lock"), threading.Event()
     if os.path.abspath(folder) in _held:
         return None
     own = dict(host=socket.gethostname(), pid=os.getpid(), start=start_ticks(os.getpid()), machine=_machine())
     text = json.dumps(own | dict(nonce=secrets.token_hex(8)))
     try:
-        try:
-            _create(path, text)
-        except FileExistsError:
-            said = _evict(folder, path, patient)
-            _create(path, text)
+        said = _evict(folder, path, patient) if os.path.lexists(path) else None
+        _create(path, text)
     except FileExistsError:
         raise Refused(f"--save {folder}: another run has just begun to write there; save elsewhere") from None
     except OSError as error:

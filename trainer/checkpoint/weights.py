@@ -136,10 +136,8 @@ def _read(region: Region, first: int, shape: tuple[int, ...]) -> Tensor:
 
 
 def initialise(c: Config, model: nn.Module, found: Found | None, group: dist.ProcessGroup | None = None) -> None:
-    """Loads the weights of --init into `model` in place, unless the run goes on from the checkpoint `found`.
-
-    A collective over `group`. Raises CheckpointError, on all ranks, for a file that is bad or does not fit the model,
-    and Desync where ranks see different files."""
+    """Loads the weights of --init into `model` in place, unless the run goes on from the checkpoint `found`. Raises, on
+    all ranks, CheckpointError for a file that is bad or does not fit, and Desync where ranks see different files."""
     if found is not None:
         say(f"--init {c.init}: not read, since {found.path} goes on")
         return
@@ -245,9 +243,8 @@ def write(path: str, tensors: dict[str, Kind], read: Callable[[str], Tensor], ab
           shard_bytes: float = math.inf) -> list[str]:  # fmt: skip
     """Writes what `read` returns for each name to `path`, replacing what is there, and returns the names of the files.
 
-    Above `shard_bytes`, a .safetensors becomes several, `name-00001-of-00003.safetensors`, and an index. Everything is
-    written and synced in a temporary directory beside and then renamed, the index last; such directories that killed
-    processes left are removed. about: the metadata of a .safetensors. Raises CheckpointError."""
+    Above `shard_bytes`, a .safetensors becomes several and an index. Everything is written and synced in a temporary
+    directory beside and then renamed, the index last. about: the metadata of a .safetensors. Raises CheckpointError."""
     files, folder = _plan(path, tensors, shard_bytes), os.path.dirname(path) or "."
     temporary, total = f"{path}.tmp-{secrets.token_hex(4)}", sum(nbytes(*kind) for kind in tensors.values())
     try:
@@ -261,9 +258,8 @@ def write(path: str, tensors: dict[str, Kind], read: Callable[[str], Tensor], ab
         made = list(files)
         if len(made) > 1:
             made.append(os.path.basename(path) + INDEX)
-            weight_map = {name: file for file, names in files.items() for name in names}
-            index = dict(metadata=dict(total_size=total), weight_map=weight_map)
-            write_json(os.path.join(temporary, made[-1]), index)
+            index = dict(weight_map={name: file for file, names in files.items() for name in names})
+            write_json(os.path.join(temporary, made[-1]), index | dict(metadata=dict(total_size=total)))
         for old in _outputs(path):
             if old not in made or old.endswith(INDEX):  # an index must never name files of two exports
                 os.remove(os.path.join(folder, old))

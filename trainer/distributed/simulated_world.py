@@ -109,10 +109,9 @@ def summary(collectives) -> dict[str, dict]:
     table = {}
     for each in collectives:
         if each.op != "barrier":
-            row = table.setdefault(each.op, dict(n=0, mib=0.0, ms=0.0))
-            for key, value in dict(n=1, mib=each.nbytes / 2**20, ms=1e3 * each.seconds).items():
-                row[key] += value
-    return {op: {k: round(v, 3) for k, v in row.items()} for op, row in table.items()}
+            n, mib, ms = table.get(each.op, (0, 0.0, 0.0))
+            table[each.op] = n + 1, mib + each.nbytes / 2**20, ms + 1e3 * each.seconds
+    return {op: dict(n=n, mib=round(mib, 3), ms=round(ms, 3)) for op, (n, mib, ms) in table.items()}
 
 
 def _gather(out: Tensor, own: Tensor, ranks: int, rank: int) -> None:
