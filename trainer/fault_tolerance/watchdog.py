@@ -23,6 +23,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -230,14 +231,11 @@ class Watchdog:
                 print(json.dumps(own), file=file, flush=True)
                 faulthandler.dump_traceback(file, all_threads=True)
             (self.folder / f"flight-{self.rank}").write_bytes(trace)
-        answers, until = {self.rank: own}, time.monotonic() + ANSWER_S
+        ranks = [str(rank) for rank in range(self.world)]
         self._ask(lambda: self.store.set(str(self.rank), json.dumps(own)))
-        while len(answers) < self.world and time.monotonic() < until:
-            silent = [rank for rank in range(self.world) if rank not in answers]
-            told = zip(silent, self._heard(*map(str, silent)), strict=True)
-            answers |= {rank: json.loads(text) for rank, text in told if text is not None}
-            time.sleep(0.1)
-        return answers
+        self._ask(lambda: self.store.wait(ranks, timedelta(seconds=ANSWER_S)))
+        answers = {int(rank): json.loads(text) for rank, text in zip(ranks, self._heard(*ranks), strict=True) if text}
+        return {self.rank: own} | answers
 
     def _verdict(self, answers: dict[int, dict], why: str) -> str:
         """The line for people: which ranks are behind or silent, and where they and one of the others are."""
