@@ -166,12 +166,6 @@ class _Clock:
         self.wait(one, one, (self.deadlines[key],))
 
 
-def _sleeping(seconds: float, copy: Callable) -> None:
-    end = time.perf_counter() + seconds
-    copy()
-    time.sleep(max(0.0, end - time.perf_counter()))
-
-
 def _on_cuda(pg: ProcessGroup, device: torch.device, seconds: float, async_op: bool, copy: Callable, value: list):
     current, clock = torch.cuda.current_stream(device), _world.clock
     if not async_op:  # like NCCL since torch 2.8: it runs on the current stream, and wait() does nothing
@@ -190,25 +184,25 @@ def _on_cuda(pg: ProcessGroup, device: torch.device, seconds: float, async_op: b
 
 
 def _on_cpu(pg: ProcessGroup, seconds: float, async_op: bool, copy: Callable, value: list):
+    """The data moves at once, so that errors are raised here; who waits for it waits until the link has brought it."""
+    end = time.perf_counter() + seconds
+    copy()
+    left = max(0.0, end - time.perf_counter())
     if not async_op:
-        _sleeping(seconds, copy)
+        time.sleep(left)
         return FakeWork()
     future = torch.futures.Future()
 
-    def late() -> None:
-        try:
-            _sleeping(seconds, copy)
-            future.set_result(value)
-        except Exception as e:
-            future.set_exception(e)
+    def arrive() -> None:
+        time.sleep(left)
+        future.set_result(value)
 
     if seconds:
-        if pg.group_name not in _world.workers:  # the link of this group: it runs one collective at a time
+        if pg.group_name not in _world.workers:  # the link of this group: it brings one collective at a time
             _world.workers[pg.group_name] = ThreadPoolExecutor(1)
-        _world.workers[pg.group_name].submit(late)
+        _world.workers[pg.group_name].submit(arrive)
     else:
-        copy()
-        future.set_result(value)
+        arrive()
     return _create_work_from_future(future)
 
 

@@ -60,11 +60,10 @@ class FiniteCheck:
         (k, numbers, event, samples), self.pending = self.pending, None
         if event is not None:
             event.synchronize()
-        self.loss, norm, bad = numbers.tolist()
-        self.norm = norm
+        self.loss, self.norm, bad = numbers.tolist()
+        norm = self.norm
         if bad:
-            self._refused(k, norm, samples)
-            return
+            return self._refused(k, norm, samples)
         mean = sum(self.norms) / max(1, len(self.norms))
         if len(self.norms) >= SETTLED and 0 < self.c.spike * mean < norm:
             self._say(f"step {k}: gradient norm {norm:.4g} is {norm / mean:.0f} times the mean of the last "

@@ -64,10 +64,6 @@ def _where(thread: int) -> str:
     return "?"
 
 
-def _at_terminal() -> bool:
-    return sys.__stdin__ is not None and not sys.__stdin__.closed and sys.__stdin__.isatty()
-
-
 class Watchdog:
     """limit: seconds without progress that end the run, 0 for no limit; may be changed at any time. begun: whether a
     step is done, so that a signal waits for the next boundary. on_end(outcome): called once, before the process ends.
@@ -107,7 +103,8 @@ class Watchdog:
         stderr and exits with 1, without a row. At a terminal it ends nothing: it also counts time stopped by Ctrl-Z."""
         faulthandler.cancel_dump_traceback_later()
         if self.limit and sys.__stderr__ is not None:
-            faulthandler.dump_traceback_later(max(0, seconds) + GRACE_S, exit=not _at_terminal(), file=sys.__stderr__)
+            terminal = sys.__stdin__ is not None and not sys.__stdin__.closed and sys.__stdin__.isatty()
+            faulthandler.dump_traceback_later(max(0, seconds) + GRACE_S, exit=not terminal, file=sys.__stderr__)
 
     def _watch(self) -> None:
         left = probed = 0.0  # when another rank was seen to have left; when it was asked who is there
