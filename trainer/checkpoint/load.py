@@ -221,14 +221,12 @@ def _began_at(path: str, marks: set[str]) -> bool:
 
 def _look(save: str | None, folder: str | None) -> tuple[list[str], list[str], list[str], bool]:
     """Removes unfinished steps from `save`; returns their names, the names of the committed ones, the paths of the
-    steps to resume from, and whether the run in `save` began at a step of `folder`.
-
-    The steps to resume from are those of `folder`; but in the last case, where the same command was started again,
-    those of `save`. Either directory may be None."""
+    steps to resume from, and whether the run in `save` began at a step of `folder`: then the same command was started
+    again, and the steps to resume from are those of `save`, else of `folder`. Either directory may be None."""
     left = sorted(filter(TEMPORARY.fullmatch, os.listdir(save))) if save is not None else []
     left = [name for name in left if discard(os.path.join(save, name))]
     present = steps_in(save) if save is not None else []
-    paths = [] if folder is None else _offered(folder, "--resume ")
+    paths = _offered(folder, "--resume ") if folder is not None else []
     if present and paths and not _within(paths[0], save):  # --keep would remove these
         own, marks = [os.path.join(save, name) for name in present], {_mark(path) for path in paths}
         if any(_began_at(path, marks) for path in own):

@@ -59,14 +59,13 @@ class Saver:
 
         Raises CheckpointError; with --save-errors warn only if k is the last step or the run is `ending`."""
         self.wait()
-        state, name = tensors(self.step), f"step-{k:08d}"
-        now = replace(self.state, step=k, samples=self.batches.sample)
-        about = dict(format=FORMAT, global_batch=self.batches.global_batch) | now.as_dict()
-        about |= dict(training=asdict(self.c.training), model=self.step.model.identity)
-        about |= dict(torch=torch.__version__, world=dist.get_world_size())
-        about |= dict(data=dict(description=self.batches.description, fingerprint=self.batches.fingerprint))
-        about |= dict(tensors=table_of(state))
-        write = partial(_save, self.c, name, about, self.group)
+        state, batches = tensors(self.step), self.batches
+        about = replace(self.state, step=k, samples=batches.sample).as_dict() | dict(
+            format=FORMAT, global_batch=batches.global_batch, training=asdict(self.c.training),
+            model=self.step.model.identity, torch=torch.__version__, world=dist.get_world_size(),
+            data=dict(description=batches.description, fingerprint=batches.fingerprint), tensors=table_of(state),
+        )  # fmt: skip
+        write = partial(_save, self.c, f"step-{k:08d}", about, self.group)
         if self.thread is None:
             self._settle(k, partial(write, state))
         else:
