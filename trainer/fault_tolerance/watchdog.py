@@ -232,7 +232,7 @@ class Watchdog:
         self._ask(lambda: self.store.set(str(self.rank), json.dumps(own)))
         self._ask(lambda: self.store.wait(ranks, timedelta(seconds=ANSWER_S)))
         answers = {int(rank): json.loads(text) for rank, text in zip(ranks, self._heard(*ranks), strict=True) if text}
-        return {self.rank: own} | answers
+        return answers | {self.rank: own}
 
     def _verdict(self, answers: dict[int, dict], why: str) -> str:
         """The line for people: which ranks are behind or silent, and where they and one of the others are."""
