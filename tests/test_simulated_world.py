@@ -5,6 +5,7 @@ import copy
 import re
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -104,23 +105,42 @@ def whole_of(shard: torch.Tensor, shards: int) -> torch.Tensor:
     return torch.cat([shard * (1 + j / 16) for j in range(shards)])
 
 
-def check_gradients(mode: str, compile: str, steps: int = 3, limit: float = 0.0, device: str = "cpu") -> None:
+def codes(ranks: int, like: torch.Tensor) -> torch.Tensor:
+    return (1 + torch.arange(ranks, device=like.device, dtype=like.dtype) / 16).view(-1, 1)
+
+
+@torch.no_grad()
+def tile_(p: torch.Tensor, ranks: int, coded: bool = False) -> None:
+    """Overwrites a whole parameter by its first of `ranks` chunks, repeated (coded: times 1 + j/16 for rank j)."""
+    chunks = p.view(ranks, -1)
+    chunks.copy_(chunks[:1].clone() * (codes(ranks, p) if coded else 1.0))
+
+
+def coded_gather(out: torch.Tensor, own: torch.Tensor, ranks: int, rank: int) -> None:
+    """The shards of rank j are taken to be (1 + j/16) times a common one, instead of equal: a wrong order shows."""
+    factors = codes(ranks, own) / codes(ranks, own)[rank] if out.is_floating_point() else 1
+    out.view(ranks, -1).copy_(own.reshape(1, -1).expand(ranks, -1) * factors)
+
+
+def check_gradients(mode: str, compile: str, steps: int = 3, limit: float = 0.0, device: str = "cpu",
+                    gather=coded_gather) -> None:  # fmt: skip
     """Gradients, losses and updated parameters of rank 0 of 8 are those of one process whose parameters are equal
     chunks, made equal again after each step. The eps of AdamW is far above the rounding of a gradient: else an entry
     whose gradient is nearly 0 would move by any part of the learning rate."""
-    sim.start(8, sim.link("none"), device, coded=True)
-    c, shards = configured(f"--device {device} --mode {mode} --compile {compile}", 8), MODES[mode]
-    step, seen = build(c, torch.device(device), 8), []
-    step.inspect = lambda params, grads: seen.append([g.clone() for g in grads])
-    wholes = {n: whole_of(local(p.detach()), shards) for n, p in step.model.named_parameters()}
-    step.optimizer.lr.fill_(1e-2)
-    step.optimizer.eps = EPS
-    draw = [torch.Generator().manual_seed(k) for k in range(steps)]
-    batches = [torch.randint(256, (2, 2, 16), generator=g).to(device) for g in draw]
-    losses = [step(*each).item() for each in batches]
-    after = [local(p.detach()).clone() for p in step.optimizer.params]
-    torch._dynamo.reset()
-    sim.stop()
+    with mock.patch.object(sim, "_gather", gather):
+        sim.start(8, sim.link("none"), device)
+        c, shards = configured(f"--device {device} --mode {mode} --compile {compile}", 8), MODES[mode]
+        step, seen = build(c, torch.device(device), 8), []
+        step.inspect = lambda params, grads: seen.append([g.clone() for g in grads])
+        wholes = {n: whole_of(local(p.detach()), shards) for n, p in step.model.named_parameters()}
+        step.optimizer.lr.fill_(1e-2)
+        step.optimizer.eps = EPS
+        draw = [torch.Generator().manual_seed(k) for k in range(steps)]
+        batches = [torch.randint(256, (2, 2, 16), generator=g).to(device) for g in draw]
+        losses = [step(*each).item() for each in batches]
+        after = [local(p.detach()).clone() for p in step.optimizer.params]
+        torch._dynamo.reset()
+        sim.stop()
 
     one = build(configured(f"--device {device} --wrapper none --compile none"), torch.device(device), 1)
     one.inspect = lambda params, grads: expected.append([g.clone() for g in grads])
@@ -134,7 +154,7 @@ def check_gradients(mode: str, compile: str, steps: int = 3, limit: float = 0.0,
         for g, whole in zip(seen[k], expected[0], strict=True):
             torch.testing.assert_close(g, whole[: len(g)], rtol=0, atol=limit, msg=lambda m, k=k: f"step {k}: {m}")
         for p in one.optimizer.params:
-            sim.tile_(p.data, shards, coded=True)
+            tile_(p.data, shards, coded=True)
     for p, whole in zip(after, one.optimizer.params, strict=True):
         limits = dict(rtol=0, atol=100 * limit)  # Adam enlarges it
         torch.testing.assert_close(p, whole[: len(p)].detach(), **limits)
@@ -157,12 +177,13 @@ def test_gradients_of_generated_code_at_world_8_are_those_of_one_process():
     check_gradients("fully_shard", "blocks", limit=5e-6)
 
 
-def test_a_wrong_order_in_the_gather_is_caught(monkeypatch):
-    right = sim._gather
-    monkeypatch.setattr(sim, "_gather", lambda out, own, n, r: (right(out, own, n, r), out.copy_(
-        out.view(n, -1).roll(1, 0).view(out.shape)))[0])  # fmt: skip
+def test_a_wrong_order_in_the_gather_is_caught():
+    def wrong(out, own, ranks, rank):
+        coded_gather(out, own, ranks, rank)
+        out.copy_(out.view(ranks, -1).roll(1, 0).view(out.shape))
+
     with pytest.raises(AssertionError, match="step 0"):
-        check_gradients("fully_shard", "none", limit=1e-6)
+        check_gradients("fully_shard", "none", limit=1e-6, gather=wrong)
 
 
 def test_a_missing_division_by_the_world_size_is_caught(monkeypatch):
@@ -177,7 +198,7 @@ def test_another_rank_holds_its_own_rows(rank):
     torch.manual_seed(0)
     net, x = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 8)), torch.randn(4, 16)
     for p in net.parameters():
-        sim.tile_(p.data, 8)
+        tile_(p.data, 8)
     one = copy.deepcopy(net)
     one(x).square().mean().backward()
     sim.start(8, sim.link("none"), rank=rank)
@@ -233,11 +254,6 @@ def test_1024_ranks_on_a_mesh_of_two_dimensions():
     torch.testing.assert_close(local(net._parameters["weight"].grad), whole.grad[:1], rtol=0, atol=1e-7)
     sizes = {(each.op, each.ranks) for each in sim.log()}
     assert sizes == {("all_gather", 256), ("reduce_scatter", 256), ("all_reduce", 4)}
-
-
-def test_only_shards_of_equal_size_tile():
-    with pytest.raises(ValueError, match=r"shape \(6, 2\): dimension 0 must divide by 4"):
-        sim.tile_(torch.ones(6, 2), 4)
 
 
 # ---------------------------------------------------------------- beside real ranks

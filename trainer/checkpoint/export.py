@@ -4,13 +4,12 @@
     python -m trainer.checkpoint.export runs/a out.pt            # torch.load("out.pt", weights_only=True)
     python main.py --init out.safetensors                        # step 0 with these weights; --depth etc. as saved
 
-Any number of ranks and any mode may have saved it. Above --shard-gb, out.safetensors becomes files
-out-00001-of-00003.safetensors and so on with out.safetensors.index.json, as Hugging Face names them; --init still takes
-out.safetensors. Memory holds one tensor and its largest saved shard at a time, never the model.
+Any number of ranks and any mode may have saved it. Above --shard-gb, out.safetensors becomes several files and an
+index, as Hugging Face names them; --init still takes out.safetensors. Memory holds one tensor at a time.
 
 Exit codes: 0 done, 2 bad command line or output, 4 a checkpoint that cannot be used or an output that cannot be
-written, 130 (143) stopped by Ctrl-C (SIGTERM) before the next tensor: OUT is as it was. A second signal and kill -9
-leave a directory OUT.tmp-<8 hex digits>, which the next export to OUT removes.
+written, 130 (143) stopped by Ctrl-C (SIGTERM) before the next tensor: OUT is as it was. What kill -9 leaves, the next
+export to OUT removes.
 """
 
 import argparse
@@ -54,10 +53,9 @@ def export(args: argparse.Namespace) -> str:
             stopped(args.out, signals.got)
         try:
             return checkpoint.read(found, name)
-        except CheckpointError:
-            if os.path.exists(found.path):
-                raise
-            raise CheckpointError(f"{found.path}: is gone, as by --keep of a run that goes on; export again") from None
+        except CheckpointError as error:
+            gone = f"{found.path}: is gone, as by --keep of a run that goes on; export again"
+            raise error if os.path.exists(found.path) else CheckpointError(gone) from None
 
     weights.check_output(args.out, args.overwrite)
     one_worker_thread()
@@ -67,10 +65,9 @@ def export(args: argparse.Namespace) -> str:
         tensors = checkpoint.parameters(found)
         if args.dtype == "bf16":
             tensors = {name: (shape, torch.bfloat16) for name, (shape, _) in tensors.items()}
-        local = "data", "init"  # they may hold paths of this machine
-        training = {k: v for k, v in found.about["training"].items() if k not in local}
-        about = dict(format="pt", step=str(found.about["step"]), samples=str(found.about["samples"]),
-                     torch=found.about["torch"], training=json.dumps(training))  # fmt: skip
+        training = {k: v for k, v in found.about["training"].items() if k not in ("data", "init")}  # paths, perhaps
+        about = {name: str(found.about[name]) for name in ("step", "samples", "torch")}
+        about |= dict(format="pt", training=json.dumps(training))
         limit = float("inf") if args.out.endswith(".pt") else args.shard_gb * 1e9
         with Signals(speak=False) as signals:  # signals wait, so that all files get their names or none does
             made = weights.write(args.out, tensors, read, about, limit)
@@ -86,6 +83,7 @@ def stopped(out: str, signum: int) -> NoReturn:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Exports as the command line says; returns 0, or ends the process with a line and another exit code."""
     args = arguments(argv)
     try:
         print(export(args))

@@ -2,18 +2,13 @@
 
     found = find_start(config, batches)            # newest usable step, or None: start fresh
     load(found, step)                              # in place, into any number of ranks and any mode
-    with Saver(config, step, batches) as saver:    # trainer/checkpoint/save.py
-        saver.save(k)                          # after k steps: DIR/step-00000012
 
-A step's directory holds DCP's files (tensors only: parameters, Adam's moments and step count), train_state.json (the
-TrainState of trainer/checkpoint/state.py and the run's settings) and manifest.json (size and CRC-32 of every other
-file). All of it is written and synced in a temporary directory, the manifest last, and becomes a checkpoint by one
-rename; a committed directory is never written to. Checksums find accidents, not forgery, but no file can run code:
-`.metadata` is unpickled through an allow-list, tensors by torch's weights_only loader. Random state is not saved,
-because no step draws random numbers.
+A step's directory holds DCP's files (tensors only), train_state.json (how far the run is, and its settings) and
+manifest.json (size and CRC-32 of every other file). It is written and synced under a temporary name and becomes a
+checkpoint by one rename (trainer/checkpoint/save.py). Checksums find accidents, not forgery, but no file can run code:
+`.metadata` is unpickled through an allow-list. Random state is not saved, because no step draws random numbers.
 
-`find_start` and `load` are collectives over `group` (control.control_group; None: the default one): what fails on one
-rank raises on all.
+`find_start` and `load` are collectives over `group` (control.control_group; None: the default one).
 """
 
 import hashlib
@@ -22,6 +17,7 @@ import os
 import pickle
 import re
 import secrets
+import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
@@ -46,7 +42,7 @@ from trainer.distributed.terminal import tell
 
 FORMAT = 1  # of train_state.json; a newer one is refused
 STEP = re.compile(r"step-[0-9]{8}")
-TEMPORARY = re.compile(r"tmp-(step-[0-9]{8}|token)-[0-9a-f]{8}")
+TEMPORARY = re.compile(r"tmp-(step-[0-9]{8}|token)-[0-9a-z_]{8}")
 ASIDE = re.compile(r"damaged-step-[0-9]{8}-[0-9a-f]{8}")
 # What a resumed run must keep, by the names that `_check` uses. Other flags may change; a line then names them.
 FIXED = "--seqlen", "--seed", "--adam-dtype", "global-batch"  # and the model's identity
@@ -148,23 +144,20 @@ def find_start(
     c: Config, batches: Batches, group: dist.ProcessGroup | None = None, identity: dict[str, Any] | None = None
 ) -> Found | None:
     """The step that --resume and --save mean, verified and fit for these flags; None: start fresh. Locks --save until
-    `drop` or the end of the process, and removes from it what killed runs left. identity: of the LanguageModel that
-    will be loaded.
+    `drop`, and removes from it what killed runs left. identity: of the LanguageModel that will be loaded.
 
     Raises CheckpointError, also where --save holds later steps than the one to start from, DataError where --data is
     not what the checkpoint was trained on, and Refused where another run writes to --save or ranks see different
     directories."""
-    if c.save is None:
-        return _find_start(c, batches, group, identity or {})
+    found, writes = None, False
     try:
-        _claim(c.save, group)
+        if c.save is not None:
+            _claim(c.save, group)
         found = _find_start(c, batches, group, identity or {})
-        done = found is not None and found.state.step >= c.steps
-    except BaseException:
-        drop(c.save)
-        raise
-    if done:  # nothing will be written
-        drop(c.save)
+        writes = found is None or found.state.step < c.steps
+    finally:
+        if c.save is not None and not writes:
+            drop(c.save)
     return found
 
 
@@ -172,13 +165,12 @@ def _claim(folder: str, group: dist.ProcessGroup | None) -> None:
     """Locks --save, and checks by a directory that rank 0 makes that all ranks see the same one. Raises Refused."""
     if said := on_rank_0(partial(take, folder), group):
         say(said)
-    token = on_rank_0(lambda: f"tmp-token-{secrets.token_hex(4)}", group)
-    on_rank_0(lambda: os.mkdir(os.path.join(folder, token)), group)
+    token = on_rank_0(partial(tempfile.mkdtemp, prefix="tmp-token-", dir=folder), group)
     try:
-        sees = on_all(lambda: os.path.isdir(os.path.join(folder, token)), group)
+        sees = on_all(lambda: os.path.isdir(os.path.join(folder, os.path.basename(token))), group)
     finally:
         if dist.get_rank() == 0:
-            os.rmdir(os.path.join(folder, token))
+            os.rmdir(token)
     if blind := [str(rank) for rank, does in enumerate(sees) if not does]:
         raise Refused(f"--save {folder}: what rank 0 wrote there is not seen by rank {', '.join(blind)}; name a "
                       "directory that all nodes share")  # fmt: skip
@@ -220,26 +212,24 @@ def _mark(path: str) -> str:
     return hashlib.blake2b(Path(path, "manifest.json").read_bytes(), digest_size=16).hexdigest()
 
 
-def _origin(path: str) -> str | None:
-    """`_mark` of the step elsewhere at which the run that saved this step began; None if it began at none."""
+def _began_at(path: str, marks: set[str]) -> bool:
+    """Whether the run that saved this step began at one of the steps with these fingerprints."""
     with suppress(OSError, ValueError):
-        return json.loads(Path(path, "train_state.json").read_bytes()).get("origin")
-    return None
+        return json.loads(Path(path, "train_state.json").read_bytes()).get("origin") in marks
+    return False
 
 
 def _look(save: str | None, folder: str | None) -> tuple[list[str], list[str], list[str], bool]:
     """Removes unfinished steps from `save`; returns their names, the names of the committed ones, the paths of the
-    steps to resume from, and whether the run in `save` began at a step of `folder`.
-
-    The steps to resume from are those of `folder`; but in the last case, where the same command was started again,
-    those of `save`. Either directory may be None."""
+    steps to resume from, and whether the run in `save` began at a step of `folder`: then the same command was started
+    again, and the steps to resume from are those of `save`, else of `folder`. Either directory may be None."""
     left = sorted(filter(TEMPORARY.fullmatch, os.listdir(save))) if save is not None else []
     left = [name for name in left if discard(os.path.join(save, name))]
     present = steps_in(save) if save is not None else []
-    paths = [] if folder is None else _offered(folder, "--resume ")
+    paths = _offered(folder, "--resume ") if folder is not None else []
     if present and paths and not _within(paths[0], save):  # --keep would remove these
-        own, offered = [os.path.join(save, name) for name in present], {_mark(path) for path in paths}
-        if any(_origin(path) in offered for path in own):
+        own, marks = [os.path.join(save, name) for name in present], {_mark(path) for path in paths}
+        if any(_began_at(path, marks) for path in own):
             return left, present, own, True
         raise CheckpointError(f"--save {save}: holds {present[0]} already, --resume {folder} is elsewhere; continue "
                               "what is there (--resume auto), move it away, or save elsewhere")  # fmt: skip
@@ -285,13 +275,12 @@ def newest(paths: list[str], group: dist.ProcessGroup | None = None) -> Found | 
             found = _verified(path, group)
         except Damaged as problem:
             damaged.append(problem)
-            continue
-        for problem in damaged:
-            say(f"{problem}; going back to {path}")
-        return found
+        else:
+            for problem in damaged:
+                say(f"{problem}; going back to {path}")
+            return found
     if damaged:
         raise damaged[0]
-    return None
 
 
 def _verified(path: str, group: dist.ProcessGroup | None) -> Found:

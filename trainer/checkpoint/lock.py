@@ -4,11 +4,10 @@
     renew(folder)           # a sign of life, also given every 30 s; CheckpointError if another run has taken it over
     drop(folder)            # at the latest when the process exits
 
-A lock is stale if its process ran on this machine and is gone (kill -9 leaves such a lock), or if another machine holds
-it and gave no sign of life for 180 s. The latter is waited for: a job that its launcher starts again on another host
-takes over its own old lock, and a run that is alive gives its next sign, which refuses the newcomer. Job ids are not
-trusted: a host that is cut off from its launcher may still write. Ages are by the file system's clock, which may be
-another machine's. Needs exclusive creation and rename, but not flock, which network file systems may ignore.
+A lock is stale if its process ran on this machine and is gone (kill -9), or if another machine holds it and gave no
+sign of life for 180 s. The latter is waited for: a job that its launcher starts again on another host takes over its
+own old lock, and a run that is alive gives its next sign, which refuses the newcomer. Ages are by the file system's
+clock. Needs exclusive creation and rename, but not flock, which network file systems may ignore.
 """
 
 import atexit
@@ -30,31 +29,8 @@ SIGN, STALE = 30, 180  # seconds between signs of life; without one until anothe
 POLL = 2  # seconds between looks for a sign
 
 
-class _Held:
-    """A lock of this process. text: the content of its file, which no other lock has."""
-
-    def __init__(self, path: str, text: str):
-        self.path, self.text, self.over = path, text, threading.Event()
-        threading.Thread(target=self._signs, daemon=True).start()  # daemon: it keeps no process alive
-
-    def _signs(self) -> None:
-        while not self.over.wait(SIGN):
-            with suppress(OSError, CheckpointError):  # the next save raises it
-                self.sign()
-
-    def sign(self) -> None:
-        try:
-            found = _read(self.path)
-        except FileNotFoundError:  # somebody has removed it by hand
-            _create(self.path, self.text)
-            return
-        if found != self.text:
-            raise CheckpointError(f"{self.path}: {_who(found)} has taken this directory over, after {STALE} s without "
-                                  "a sign of this run")  # fmt: skip
-        os.utime(self.path)
-
-
-_held: dict[str, _Held] = {}  # absolute path of the folder
+# By the absolute path of the folder: the content of the lock's file, which no other lock has, and the end of its signs.
+_held: dict[str, tuple[str, threading.Event]] = {}
 
 
 def take(folder: str, patient: bool = True) -> str | None:
@@ -63,38 +39,55 @@ def take(folder: str, patient: bool = True) -> str | None:
 
     Waits up to 180 s for a sign of another machine's lock; without `patient`, that lock refuses at once unless it is
     stale. Raises Refused, in one line that names host and pid."""
-    path, said, key = os.path.join(folder, "lock"), None, os.path.abspath(folder)
-    if key in _held:
+    path, over = os.path.join(folder, "lock"), threading.Event()
+    if os.path.abspath(folder) in _held:
         return None
     own = dict(host=socket.gethostname(), pid=os.getpid(), start=start_ticks(os.getpid()), machine=_machine())
     text = json.dumps(own | dict(nonce=secrets.token_hex(8)))
     try:
-        try:
-            _create(path, text)
-        except FileExistsError:
-            said = _evict(folder, path, patient)
-            _create(path, text)
+        said = _evict(folder, path, patient) if os.path.lexists(path) else None
+        _create(path, text)
     except FileExistsError:
         raise Refused(f"--save {folder}: another run has just begun to write there; save elsewhere") from None
     except OSError as error:
         raise Refused(f"--save {folder}: lock: {error.strerror}; name a directory that can be written") from None
-    _held[key] = _Held(os.path.abspath(path), text)
+    _held[os.path.abspath(folder)] = text, over
+    threading.Thread(target=_signs, args=(os.path.abspath(folder), over), daemon=True).start()
     return said
+
+
+def _signs(folder: str, over: threading.Event) -> None:
+    while not over.wait(SIGN):
+        with suppress(OSError, CheckpointError):  # the next save raises it
+            renew(folder)
 
 
 def renew(folder: str) -> None:
     """A sign of life; nothing happens if this process does not have the lock. CheckpointError if another run has."""
-    if held := _held.get(os.path.abspath(folder)):
-        held.sign()
+    folder = os.path.abspath(folder)
+    path, (text, _) = os.path.join(folder, "lock"), _held.get(folder, (None, None))
+    if text is None:
+        return
+    try:
+        found = _read(path)
+    except FileNotFoundError:  # somebody has removed it by hand
+        _create(path, text)
+        return
+    if found != text:
+        raise CheckpointError(f"{path}: {_who(found)} has taken this directory over, after {STALE} s without a sign "
+                              "of this run")  # fmt: skip
+    os.utime(path)
 
 
 def drop(folder: str) -> None:
     """Removes the lock if this process has it."""
-    if held := _held.pop(os.path.abspath(folder), None):
-        held.over.set()
+    folder = os.path.abspath(folder)
+    if folder in _held:
+        text, over = _held.pop(folder)
+        over.set()
         with suppress(OSError):
-            if _read(held.path) == held.text:
-                os.unlink(held.path)
+            if _read(os.path.join(folder, "lock")) == text:
+                os.unlink(os.path.join(folder, "lock"))
 
 
 @atexit.register
@@ -104,11 +97,8 @@ def drop_all() -> None:
 
 
 def _create(path: str, text: str) -> None:
-    file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
-    try:
-        os.write(file, text.encode())
-    finally:
-        os.close(file)
+    with open(path, "x") as file:
+        file.write(text)
 
 
 def _read(path: str) -> str:

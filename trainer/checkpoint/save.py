@@ -4,11 +4,8 @@
         saver.save(k)                               # after k steps: DIR/step-00000012, see trainer/checkpoint/load.py
         saver.failed()                              # whether the save in flight has ended with an error
 
-A save in the thread takes one copy of this rank's shards (parameters and moments) in host memory, which is allocated
-once and filled again by each save, after the one before has ended. Its collectives have a process group of their own,
-and it does not use the device. On CUDA, torch's writer holds such a copy while a foreground save lasts, too.
-
-All methods but `failed` are collectives: what fails on one rank raises on all, in the thread as well.
+A save in the thread takes one copy of this rank's shards in host memory, which each save fills again. Its collectives
+have a process group of their own. All methods but `failed` are collectives: what fails on one rank raises on all.
 """
 
 import os
@@ -62,14 +59,13 @@ class Saver:
 
         Raises CheckpointError; with --save-errors warn only if k is the last step or the run is `ending`."""
         self.wait()
-        state, name = tensors(self.step), f"step-{k:08d}"
-        now = replace(self.state, step=k, samples=self.batches.sample)
-        about = dict(format=FORMAT, global_batch=self.batches.global_batch) | now.as_dict()
-        about |= dict(training=asdict(self.c.training), model=self.step.model.identity)
-        about |= dict(torch=torch.__version__, world=dist.get_world_size())
-        about |= dict(data=dict(description=self.batches.description, fingerprint=self.batches.fingerprint))
-        about |= dict(tensors=table_of(state))
-        write = partial(_save, self.c, name, about, self.group)
+        state, batches = tensors(self.step), self.batches
+        about = replace(self.state, step=k, samples=batches.sample).as_dict() | dict(
+            format=FORMAT, global_batch=batches.global_batch, training=asdict(self.c.training),
+            model=self.step.model.identity, torch=torch.__version__, world=dist.get_world_size(),
+            data=dict(description=batches.description, fingerprint=batches.fingerprint), tensors=table_of(state),
+        )  # fmt: skip
+        write = partial(_save, self.c, f"step-{k:08d}", about, self.group)
         if self.thread is None:
             self._settle(k, partial(write, state))
         else:
@@ -162,7 +158,7 @@ def _begin(folder: str, name: str, needs: int) -> str:
 
 
 def write_tensors(temporary: str, state: dict[str, Tensor], group: dist.ProcessGroup | None) -> None:
-    """Writes and syncs the files of this rank, on rank 0 `.metadata` as well. A collective."""
+    """Writes and syncs the files of this rank, on rank 0 `.metadata` as well. A collective over `group`."""
     # Without copying ahead there is no stream to wait for: a thread must not disturb the capture of a CUDA graph.
     writer = dcp.FileSystemWriter(temporary, sync_files=True, per_thread_copy_ahead=0)
     writer.storage_meta = lambda: None  # its own would put the directory's whole path into `.metadata`

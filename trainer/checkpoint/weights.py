@@ -4,9 +4,8 @@
     load_weights("out.safetensors", model)              # main.py --init: in place, into any layout of the model
 
 Neither direction holds a whole model: `write` holds one tensor, `load_weights` this rank's rows of one parameter. The
-safetensors library reads its own format, but can only write tensors that are all in memory, so that `write` lays out
-the file itself. Of a .pt, torch's weights_only loader reads names, shapes and offsets, and the bytes are then read from
-there. No file can run code. Bytes are those of a little-endian machine.
+safetensors library checks a file's header, and torch's weights_only loader that of a .pt; both give the offsets at
+which bytes are then read and written here. No file can run code. Bytes are those of a little-endian machine.
 """
 
 import json
@@ -48,12 +47,12 @@ Kind = tuple[tuple[int, ...], torch.dtype]  # shape, dtype
 
 
 class Region(NamedTuple):
-    """A contiguous tensor in a file. offset: of its first byte in a .pt; None in a .safetensors, which has names."""
+    """A contiguous tensor in a file. offset: of its first byte."""
 
     file: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    offset: int | None = None
+    offset: int
 
 
 def nbytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
@@ -62,9 +61,6 @@ def nbytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
 
 def _bytes_of(t: Tensor):
     return t.reshape(-1).view(torch.uint8).numpy()
-
-
-# ------------------------------------------------------------------------------------------------------------- reading
 
 
 def table(path: str) -> dict[str, Region]:
@@ -90,14 +86,16 @@ def table(path: str) -> dict[str, Region]:
 
 
 def _safetensors(path: str) -> dict[str, Region]:
-    open(path, "rb").close()  # where this fails, the error has a reason and a name; the library's has neither
     regions = {}
-    with safe_open(path, "pt") as file:
-        for name in file.keys():  # noqa: SIM118  # a handle of the library is no dict
-            tensor = file.get_slice(name)
-            if tensor.get_dtype() not in DTYPES:
-                raise ValueError(f"{name} is of dtype {tensor.get_dtype()}; expected one of {', '.join(DTYPES)}")
-            regions[name] = Region(path, tuple(tensor.get_shape()), DTYPES[tensor.get_dtype()])
+    with open(path, "rb") as file, safe_open(path, "pt"):  # which raises SafetensorError unless the header fits
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+    header.pop("__metadata__", None)
+    for name, entry in header.items():
+        if entry["dtype"] not in DTYPES:
+            raise ValueError(f"{name} is of dtype {entry['dtype']}; expected one of {', '.join(DTYPES)}")
+        begin = 8 + size + entry["data_offsets"][0]
+        regions[name] = Region(path, tuple(entry["shape"]), DTYPES[entry["dtype"]], begin)
     return regions
 
 
@@ -127,12 +125,8 @@ def _pt(path: str) -> dict[str, Region]:
     return regions
 
 
-def _read(name: str, region: Region, first: int, shape: tuple[int, ...]) -> Tensor:
+def _read(region: Region, first: int, shape: tuple[int, ...]) -> Tensor:
     """[*shape] on the CPU: the rows of the tensor from the row `first` on. Reads nothing else of the file."""
-    if region.offset is None:
-        with safe_open(region.file, "pt") as file:  # opened for each tensor, so that its pages are given back
-            tensor = file.get_slice(name)
-            return tensor[first : first + shape[0]] if shape else tensor[...]
     part = torch.empty(shape, dtype=region.dtype)
     with open(region.file, "rb") as file:
         file.seek(region.offset + first * nbytes(region.shape[1:], region.dtype))
@@ -142,10 +136,8 @@ def _read(name: str, region: Region, first: int, shape: tuple[int, ...]) -> Tens
 
 
 def initialise(c: Config, model: nn.Module, found: Found | None, group: dist.ProcessGroup | None = None) -> None:
-    """Loads the weights of --init into `model` in place, unless the run goes on from the checkpoint `found`.
-
-    A collective over `group`. Raises CheckpointError, on all ranks, for a file that is bad or does not fit the model,
-    and Desync where ranks see different files."""
+    """Loads the weights of --init into `model` in place, unless the run goes on from the checkpoint `found`. Raises, on
+    all ranks, CheckpointError for a file that is bad or does not fit, and Desync where ranks see different files."""
     if found is not None:
         say(f"--init {c.init}: not read, since {found.path} goes on")
         return
@@ -159,9 +151,9 @@ def _glimpse(path: str) -> str:
     try:
         there, crc = table(path), 0
         for name, region in there.items():
-            most = math.ceil(GLIMPSE / max(1, nbytes(region.shape[1:], region.dtype)))  # rows
-            rows = tuple(min(n, most) for n in region.shape[:1])  # empty, as the shape is, of a single number
-            first = _bytes_of(_read(name, region, 0, rows + region.shape[1:]))[:GLIMPSE].tobytes()
+            with open(region.file, "rb") as file:
+                file.seek(region.offset)
+                first = file.read(min(GLIMPSE, nbytes(region.shape, region.dtype)))
             crc = zlib.crc32(f"{name} {region.shape} {region.dtype}".encode() + first, crc)
     except (CheckpointError, OSError) as error:
         return f"nothing ({error})"
@@ -169,13 +161,12 @@ def _glimpse(path: str) -> str:
 
 
 def load_weights(path: str, model: nn.Module, cast: bool = False) -> Counter:
-    """Fills the parameters and persistent buffers of `model` in place, each rank reading its own rows; returns how many
-    tensors of each dtype the file holds.
+    """Fills parameters and persistent buffers of `model` in place, each rank reading its own rows; returns how many
+    tensors of each dtype the file holds. No collective.
 
     The file and the model must have the same names, shapes and dtypes (with `cast`, any floating dtypes). A parameter
-    with several names needs one of them in the file. No collective. Raises CheckpointError, also for numbers that are
-    not finite in the model's dtype."""
-    there, owners = table(path), {}
+    with several names needs one of them. Raises CheckpointError, also for what is not finite in the model's dtype."""
+    there, owners = table(path), {}  # {id of a tensor: (the tensor, all its names)}
     for name, t in model.state_dict(keep_vars=True).items():
         owners.setdefault(id(t), (t.detach(), []))[1].append(name)
     _check(path, there, [*owners.values()], cast)
@@ -216,7 +207,7 @@ def _fill(t: Tensor, regions: dict[str, Region]) -> None:
             raise ValueError(f"{next(iter(regions))}: is sharded as {t.placements}; expected rows")
         first = chunk.offsets[0] if t.ndim else 0
     for name, region in regions.items():
-        part = _read(name, region, first, local.shape)
+        part = _read(region, first, local.shape)
         if part.numel() and part.is_floating_point() and not all(end.to(t.dtype).isfinite() for end in part.aminmax()):
             raise CheckpointError(f"{region.file}: {name} is not finite in {_name(t.dtype)}")
         if before is not None and not torch.equal(part, before):
@@ -224,9 +215,6 @@ def _fill(t: Tensor, regions: dict[str, Region]) -> None:
             raise CheckpointError(f"{region.file}: {name} and {other} differ, but are one parameter of the model")
         before = part
     local.copy_(before)
-
-
-# ------------------------------------------------------------------------------------------------------------- writing
 
 
 def check_output(path: str, overwrite: bool) -> None:
@@ -255,9 +243,8 @@ def write(path: str, tensors: dict[str, Kind], read: Callable[[str], Tensor], ab
           shard_bytes: float = math.inf) -> list[str]:  # fmt: skip
     """Writes what `read` returns for each name to `path`, replacing what is there, and returns the names of the files.
 
-    Above `shard_bytes`, a .safetensors becomes several, `name-00001-of-00003.safetensors`, and an index. Everything is
-    written and synced in a temporary directory beside and then renamed, the index last; such directories that killed
-    processes left are removed. about: the metadata of a .safetensors. Raises CheckpointError."""
+    Above `shard_bytes`, a .safetensors becomes several and an index. Everything is written and synced in a temporary
+    directory beside and then renamed, the index last. about: the metadata of a .safetensors. Raises CheckpointError."""
     files, folder = _plan(path, tensors, shard_bytes), os.path.dirname(path) or "."
     temporary, total = f"{path}.tmp-{secrets.token_hex(4)}", sum(nbytes(*kind) for kind in tensors.values())
     try:
@@ -271,9 +258,8 @@ def write(path: str, tensors: dict[str, Kind], read: Callable[[str], Tensor], ab
         made = list(files)
         if len(made) > 1:
             made.append(os.path.basename(path) + INDEX)
-            weight_map = {name: file for file, names in files.items() for name in names}
-            index = dict(metadata=dict(total_size=total), weight_map=weight_map)
-            write_json(os.path.join(temporary, made[-1]), index)
+            index = dict(weight_map={name: file for file, names in files.items() for name in names})
+            write_json(os.path.join(temporary, made[-1]), index | dict(metadata=dict(total_size=total)))
         for old in _outputs(path):
             if old not in made or old.endswith(INDEX):  # an index must never name files of two exports
                 os.remove(os.path.join(folder, old))
@@ -323,18 +309,17 @@ def _write_file(path: str, tensors: dict[str, Kind], read: Callable[[str], Tenso
             state = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in tensors.items()}
         with torch.serialization.skip_data(materialize_fake_tensors=True):
             torch.save(state, path)
-        offsets = {name: region.offset for name, region in table(path).items()}
     else:
-        offsets = _begin_safetensors(path, tensors, about)
+        _begin_safetensors(path, tensors, about)
+    regions = table(path)
     with open(path, "r+b") as file:
         for name, (_, dtype) in tensors.items():
-            file.seek(offsets[name])
+            file.seek(regions[name].offset)
             file.write(_bytes_of(read(name).to(dtype)))
     sync(path)
 
 
-def _begin_safetensors(path: str, tensors: dict[str, Kind], about: dict[str, str]) -> dict[str, int]:
-    """Writes the header of a .safetensors and returns where in the file each tensor begins."""
+def _begin_safetensors(path: str, tensors: dict[str, Kind], about: dict[str, str]) -> None:
     names, header, end = {dtype: name for name, dtype in DTYPES.items()}, {"__metadata__": about}, 0
     for name, (shape, dtype) in tensors.items():
         begin, end = end, end + nbytes(shape, dtype)
@@ -342,4 +327,4 @@ def _begin_safetensors(path: str, tensors: dict[str, Kind], about: dict[str, str
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     Path(path).write_bytes(len(text).to_bytes(8, "little") + text)
-    return {name: 8 + len(text) + header[name]["data_offsets"][0] for name in tensors}
+    os.truncate(path, 8 + len(text) + end)

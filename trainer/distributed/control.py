@@ -7,9 +7,8 @@
         control.boundary(k)                # between steps: raises Stopped on all ranks if any rank got a signal
         control.finish()                   # after the last boundary
 
-A boundary lies between two steps, or two micro-batches of a step. There the ranks all-reduce six numbers on the host
-(steps done, gradient norm, signals, failed saves), which they read at the next boundary: no step waits for them, all
-ranks stop at the same boundary, and ranks that have come apart are noticed.
+At a boundary, between steps or micro-batches, the ranks all-reduce six numbers on the host, which they read at the next
+one: no step waits for them, all ranks stop at the same boundary, and ranks that have come apart are noticed.
 """
 
 import math
@@ -107,11 +106,9 @@ class Control:
             self.group = None
 
     def boundary(self, k: int, norm: float = -1.0, failed: bool = False) -> bool:
-        """Begins the exchange of this boundary and reads that of the one before.
-
-        k: steps done. norm: of the newest gradient that the host has read, or -1. failed: an asynchronous save of this
-        rank has failed. Returns whether one has failed on any rank. Raises Stopped if any rank got a signal, and Desync
-        for ranks at other steps or with other norms. With one rank its own values count, at once."""
+        """Begins the exchange of this boundary and reads that of the one before. k: steps done. norm: of the newest
+        gradient that the host has read, or -1. failed: an asynchronous save of this rank has failed. Returns whether
+        one has on any rank. Raises Stopped if any rank got a signal, and Desync for ranks at other steps or norms."""
         norm = norm if math.isfinite(norm) else -1.0  # the maximum of NaN and a number is not defined
         if self.group is None:
             if self.signals.got:

@@ -5,10 +5,7 @@
     shutdown()                                                         # on all ranks, after a run that succeeded
 
 The group is that of the ranks that torchrun has started (NCCL on CUDA, gloo on a CPU); without torchrun it has one
-rank; with --world it is a simulated one (trainer/distributed/simulated_world.py). `connect` waits until all ranks have
-met and raises ValueError, one line with the fix, where they cannot. In a job that torchrun has restarted they meet
-apart from what the ranks before them left behind (`fresh`). This package lies below trainer/config.py and imports
-nothing of it: of the flags `connect` sees the three of `Flags`.
+rank; with --world it is a simulated one (trainer/distributed/simulated_world.py).
 """
 
 import os
@@ -44,11 +41,9 @@ def set_deterministic(on: bool) -> None:
 
 
 def connect(c: Flags, rank: int, local_rank: int, world: int, timeout: float = 0) -> torch.device:
-    """Joins the process group, which must not exist yet, and returns the device of this rank.
-
-    rank, local_rank, world: as trainer.distributed.terminal.ranks() returns them. timeout: seconds that a collective
-    may take, in this group and in those made later; 0: torch's own limit. Raises ValueError, one line with the fix,
-    for a device that is not there, more ranks than GPUs, or ranks that do not meet."""
+    """Joins the process group, which must not exist yet, and returns the device of this rank. timeout: seconds that a
+    collective may take, in this group and in those made later; 0: torch's own limit. Raises ValueError, one line with
+    the fix, for a device that is not there, more ranks than GPUs, or ranks that do not meet."""
     cuda = c.device == "cuda"
     if cuda and not torch.cuda.is_available():
         raise ValueError(f"--device cuda: torch {torch.__version__} sees no GPU; use --device cpu")
@@ -84,11 +79,10 @@ def connect(c: Flags, rank: int, local_rank: int, world: int, timeout: float = 0
 
 
 def fresh(store: dist.Store, rank: int, world: int) -> dist.Store:
-    """torchrun's `store` under a new prefix, for a job that torchrun has restarted.
+    """torchrun's `store` under a new prefix: after a restart it still holds the addresses of the ranks before.
 
-    The store still holds the addresses of the ranks before, which torch would take for those of the new ones. Rank 0
-    chooses the prefix. Each rank sends it a random word and waits for the answer to this word, so that the words of
-    dead ranks do no harm; rank 0 answers until all ranks have confirmed. Collective. Raises DistStoreError if a rank
+    Rank 0 chooses the prefix. Each rank sends it a random word and waits for the answer to this word, so that the words
+    of dead ranks do no harm; rank 0 answers until all ranks have confirmed. Collective. Raises DistStoreError if a rank
     does not come within the store's timeout."""
     talk, prefix = dist.PrefixStore("start", store), secrets.token_hex(8)
     if rank:

@@ -13,8 +13,6 @@ import time
 from contextlib import suppress
 from typing import NoReturn, TextIO
 
-NUMBERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_WORLD_SIZE")
-
 
 def ranks() -> tuple[int, int, int]:
     """(rank, local rank, world) from the environment of torchrun; (0, 0, 1) without it. Ends the process with exit code
@@ -26,7 +24,8 @@ def ranks() -> tuple[int, int, int]:
     missing = [name for name in names if not os.environ.get(name)]
     if missing:
         fail(f"{', '.join(there)} set but not {', '.join(missing)}: start with torchrun, or unset them for one rank", 0)
-    told = {name: os.environ[name] for name in NUMBERS if os.environ.get(name)}
+    numbers = "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_WORLD_SIZE"
+    told = {name: os.environ[name] for name in numbers if os.environ.get(name)}
     n = {name: int(text) if text.isdecimal() else -1 for name, text in told.items()}
     if min(n.values()) < 0 or n["RANK"] >= n["WORLD_SIZE"] or not 0 < n["MASTER_PORT"] < 2**16:
         wrong = ", ".join(f"{name} {text}" for name, text in told.items())

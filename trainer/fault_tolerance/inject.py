@@ -9,8 +9,8 @@ files are written, not committed), commit (before the directory gets its final n
 kind: kill (SIGKILL), stop (SIGSTOP), term (SIGTERM), int (SIGINT), exit (code 9), segv, hang (sleeps for ever), raise
 (RuntimeError), enospc (disk full), oom (out of memory); only in forward, nan and inf (this rank's loss).
 
-Each fault happens once, and not again after a restart by torchrun. Without FAULT a run is left as it is: faults are
-planted by patching the objects of one run, while `planted` lasts, and no other code asks for them.
+Each fault happens once, and not again after a restart by torchrun. Faults are planted by patching the objects of one
+run, while `planted` lasts, and no other code asks for them.
 """
 
 import ctypes
@@ -96,29 +96,31 @@ class _Faults:
     """The faults of one rank, and functions that let them happen around the work that they stand in for."""
 
     def __init__(self, mine: list[Fault], first: int):
-        self.mine, self.done, self.step = mine, set(), first  # the step that is being done, counted by its batch
+        self.mine, self.step = mine, first  # the step that is being done, counted by its batch
 
     def fire(self, where: str, step: int) -> str | None:
         """Lets the fault of this place and step happen, if there is one, and returns its kind if the process lives."""
         for fault in self.mine:
-            if fault.where == where and fault.step == step and fault not in self.done:
-                self.done.add(fault)
+            if fault.where == where and fault.step == step:
+                self.mine.remove(fault)
                 _happen(fault.kind)
                 return fault.kind
         return None
 
-    def draw(self, work: Callable) -> Callable:
-        def faulty(batches):
-            self.step += 1
-            self.fire("data", self.step)
-            return work(batches)
+    def around(self, where: str, work: Callable) -> Callable:
+        """`work` after the fault of this place, or before it if that is "write"."""
 
-        return faulty
-
-    def before(self, where: str, work: Callable) -> Callable:
         def faulty(*args, **kwargs):
-            self.fire(where, self.step)
-            return work(*args, **kwargs)
+            self.step += where == "data"
+            # A save in the background may be of an earlier step: its path says of which.
+            saved = re.findall(r"step-(\d{8})", " ".join(arg for arg in args if isinstance(arg, str)))
+            step = int(saved[-1]) if saved else self.step
+            if where != "write":
+                self.fire(where, step)
+            result = work(*args, **kwargs)
+            if where == "write":
+                self.fire(where, step)
+            return result
 
         return faulty
 
@@ -128,18 +130,6 @@ class _Faults:
             loss = work(*args, **kwargs) * factor
             loss.register_hook(lambda grad: self.fire("backward", self.step) and None)
             return loss
-
-        return faulty
-
-    def saving(self, where: str, work: Callable) -> Callable:
-        def faulty(*args):
-            saved = int(re.findall(r"step-(\d{8})", " ".join(arg for arg in args if isinstance(arg, str)))[-1])
-            if where != "write":
-                self.fire(where, saved)
-            result = work(*args)
-            if where == "write":
-                self.fire(where, saved)
-            return result
 
         return faulty
 
@@ -153,15 +143,12 @@ def planted(text: str | None, c: Config, step: Step, first: int, rank: int):
         yield
         return
     waiting = _Faults(mine, first)
-    patches = [(Batches, "__next__", waiting.draw(Batches.__next__))]
-    if c.compile == "step":
-        patches += [(step, "graph", waiting.before("forward", step.graph))]
-    else:
-        patches += [(step, "loss_fn", waiting.forward(step.loss_fn))]
-        patches += [(step, "update_fn", waiting.before("update", step.update_fn))]
-    for where, name in dict(save="_begin", write="_write", commit="_commit").items():
-        patches += [(saver, name, waiting.saving(where, getattr(saver, name)))]
+    places = [("data", Batches, "__next__"), ("save", saver, "_begin"), ("write", saver, "_write")]
+    places += [("commit", saver, "_commit")]
+    places += [("forward", step, "graph") if c.compile == "step" else ("update", step, "update_fn")]
     with ExitStack() as stack:
-        for owner, name, faulty in patches:
-            stack.enter_context(mock.patch.object(owner, name, faulty))
+        for where, owner, name in places:
+            stack.enter_context(mock.patch.object(owner, name, waiting.around(where, getattr(owner, name))))
+        if c.compile != "step":
+            stack.enter_context(mock.patch.object(step, "loss_fn", waiting.forward(step.loss_fn)))
         yield

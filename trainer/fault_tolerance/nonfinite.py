@@ -6,10 +6,9 @@
     check.loss, check.norm          # of the newest step that was read (None and -1 before the first)
     check.skipped                   # number of updates left out
 
-The device refuses the update itself, before anything is changed (trainer/step.py); here the host reads that it did,
-tells it, counts it, and ends the run if it must. The numbers are those of all ranks, so that all ranks stop, or count,
-alike. On CUDA they are copied to the host while the device goes on, and are read when the next step has been launched:
-the host never waits for the step that it has just launched.
+The device refuses the update itself, before anything is changed (trainer/step.py); here the host tells it, counts it,
+and ends the run if it must. The numbers are those of all ranks, so that all decide alike. On CUDA they are read when
+the next step has been launched: the host never waits for the step that it has just launched.
 """
 
 import math
@@ -61,11 +60,10 @@ class FiniteCheck:
         (k, numbers, event, samples), self.pending = self.pending, None
         if event is not None:
             event.synchronize()
-        self.loss, norm, bad = numbers.tolist()
-        self.norm = norm
+        self.loss, self.norm, bad = numbers.tolist()
+        norm = self.norm
         if bad:
-            self._refused(k, norm, samples)
-            return
+            return self._refused(k, norm, samples)
         mean = sum(self.norms) / max(1, len(self.norms))
         if len(self.norms) >= SETTLED and 0 < self.c.spike * mean < norm:
             self._say(f"step {k}: gradient norm {norm:.4g} is {norm / mean:.0f} times the mean of the last "

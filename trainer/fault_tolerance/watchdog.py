@@ -3,35 +3,27 @@
     watchdog = Watchdog(3600, rank, world, "runs/hang")  # seconds without progress that are too many
     watchdog.limit, watchdog.begun = 600, True           # after the first step, which compiles
     watchdog.beat(5, "data")                             # progress: assignments, no call to the system
-    watchdog.roll_call("lost the connection")            # by hand: who answers, and where is everybody?
     with watchdog: ...                                   # its thread ends with the block
 
 A thread on each rank. The first whose main thread makes no progress for too long calls the roll through the store of
-the process group: every rank that still runs writes the stacks of its threads (rank-0.txt) and torch's flight recorder
-(flight-0; torchfrtrace -p flight- FOLDER reads it) and says where it is; a rank that does not answer is stopped or
-gone. Then all end themselves: a main thread in a collective cannot be woken.
-
-Three more cases end a rank. Another rank has said why it ends (`leave`), and this one still waits for it. A launcher
-has sent SIGTERM because another rank is gone, and this one still waits for that. A signal comes before the first step
-is done: there is nothing to save, and a compilation may last longer than the launcher waits.
-
-A C function that hangs while it holds the interpreter's lock stops this thread, too. For that case the thread keeps
-faulthandler's timer armed, which needs no lock: GRACE_S after the limit it writes the stacks of all threads to stderr
-and ends the process by _exit(1), with faulthandler's exit code and without a row. They go to stderr and not to a file,
-because nobody is left to say where the file is. At a terminal it ends nothing: the timer also counts the time in which
-the process was stopped by Ctrl-Z, and whoever sits there can end it.
+the process group: every rank that still runs says where it is and writes the stacks of its threads (rank-0.txt) and
+torch's flight recorder (flight-0; torchfrtrace -p flight- FOLDER reads it). A rank that does not answer is stopped or
+gone. Then all end themselves: a main thread in a collective cannot be woken. A rank also ends if another has said why
+it ends (`leave`) or a launcher has sent SIGTERM, and it still waits; and at a signal before the first step is done.
 """
 
 import faulthandler
 import json
 import os
 import pickle
+import queue
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -72,10 +64,6 @@ def _where(thread: int) -> str:
     return "?"
 
 
-def _at_terminal() -> bool:
-    return sys.__stdin__ is not None and not sys.__stdin__.closed and sys.__stdin__.isatty()
-
-
 class Watchdog:
     """limit: seconds without progress that end the run, 0 for no limit; may be changed at any time. begun: whether a
     step is done, so that a signal waits for the next boundary. on_end(outcome): called once, before the process ends.
@@ -89,7 +77,7 @@ class Watchdog:
         self.main, self.ended, self.lock = threading.get_ident(), threading.Event(), threading.Lock()
         self.on_end: Callable[[str], None] = lambda outcome: None
         self.end = os._exit
-        self.store, self.asking, self.silent = None, None, False
+        self.store, self.asking = None, threading.Lock()  # the main thread asks the store as well
         if world > 1:  # a connection of its own: the main thread may be waiting in the group's
             self.store = dist.PrefixStore("watchdog", dist.distributed_c10d._get_default_store().clone())
         self._arm(limit)  # the thread may never come to its first turn
@@ -109,10 +97,14 @@ class Watchdog:
         faulthandler.cancel_dump_traceback_later()
 
     def _arm(self, seconds: float) -> None:
-        """Ends the process by faulthandler's timer after `seconds` and GRACE_S, unless this is called again."""
+        """Ends the process by faulthandler's timer after `seconds` and GRACE_S, unless this is called again.
+
+        The timer needs no lock of the interpreter, which a C function that hangs may hold. It writes the stacks to
+        stderr and exits with 1, without a row. At a terminal it ends nothing: it also counts time stopped by Ctrl-Z."""
         faulthandler.cancel_dump_traceback_later()
         if self.limit and sys.__stderr__ is not None:
-            faulthandler.dump_traceback_later(max(0, seconds) + GRACE_S, exit=not _at_terminal(), file=sys.__stderr__)
+            terminal = sys.__stdin__ is not None and not sys.__stdin__.closed and sys.__stdin__.isatty()
+            faulthandler.dump_traceback_later(max(0, seconds) + GRACE_S, exit=not terminal, file=sys.__stderr__)
 
     def _watch(self) -> None:
         left = probed = 0.0  # when another rank was seen to have left; when it was asked who is there
@@ -138,38 +130,33 @@ class Watchdog:
             elif self.store is not None and not probed and min(still, now - self.signals.at) > PATIENCE_S:
                 probed = now
                 self._ask(lambda: self.store.set("probe", ""))
-            elif probed and still > now - probed > ANSWER_S and not self._all_here():
-                self.roll_call(f"{signal.Signals(got).name} came, and nothing moves since")
+            elif probed and still > now - probed > ANSWER_S:
+                if not self._ask(lambda: self.store.check([f"here {rank}" for rank in range(self.world)])):
+                    self.roll_call(f"{signal.Signals(got).name} came, and nothing moves since")
             before = time.monotonic()
 
     def _ask(self, work: Callable[[], Any]) -> Any:
         """What `work`, which asks the store, returns; None if it fails or if no answer comes in ANSWER_S, as when the
         store's machine is gone."""
-        answer, before = [], self.asking  # the main thread asks as well
-        if before is not None:
-            before.join(0 if self.silent else ANSWER_S)
-        if self.store is None or before is not None and before.is_alive():
+        answer = queue.SimpleQueue()
+        if self.store is None or not self.asking.acquire(timeout=ANSWER_S):
             return None
 
         def ask() -> None:
-            with suppress(Exception):  # the main thread will learn of it
-                answer.append(work())
+            try:
+                answer.put(work())
+            except Exception:  # the main thread will learn of it
+                answer.put(None)
+            self.asking.release()
 
-        asking = threading.Thread(target=ask, daemon=True)
-        asking.start()
-        self.asking = asking
-        asking.join(ANSWER_S)
-        self.silent = asking.is_alive()
-        return answer[0] if answer else None
+        threading.Thread(target=ask, daemon=True).start()
+        with suppress(queue.Empty):
+            return answer.get(timeout=ANSWER_S)
 
     def _heard(self, *keys: str) -> list[str | None]:
         """The values of these keys in the store; None for a key that it does not have."""
         read = lambda: [self.store.get(key).decode() if self.store.check([key]) else None for key in keys]  # noqa: E731
         return self._ask(read) or [None] * len(keys)
-
-    def _all_here(self) -> bool:
-        """Whether every rank has answered the probe."""
-        return bool(self._ask(lambda: self.store.check([f"here {rank}" for rank in range(self.world)])))
 
     def leave(self, why: str, code: int) -> bool:
         """Tells the others that this rank ends. They end in silence, with this exit code if it is a signal's, else
@@ -241,14 +228,11 @@ class Watchdog:
                 print(json.dumps(own), file=file, flush=True)
                 faulthandler.dump_traceback(file, all_threads=True)
             (self.folder / f"flight-{self.rank}").write_bytes(trace)
-        answers, until = {self.rank: own}, time.monotonic() + ANSWER_S
+        ranks = [str(rank) for rank in range(self.world)]
         self._ask(lambda: self.store.set(str(self.rank), json.dumps(own)))
-        while len(answers) < self.world and time.monotonic() < until:
-            silent = [rank for rank in range(self.world) if rank not in answers]
-            told = zip(silent, self._heard(*map(str, silent)), strict=True)
-            answers |= {rank: json.loads(text) for rank, text in told if text is not None}
-            time.sleep(0.1)
-        return answers
+        self._ask(lambda: self.store.wait(ranks, timedelta(seconds=ANSWER_S)))
+        answers = {int(rank): json.loads(text) for rank, text in zip(ranks, self._heard(*ranks), strict=True) if text}
+        return answers | {self.rank: own}
 
     def _verdict(self, answers: dict[int, dict], why: str) -> str:
         """The line for people: which ranks are behind or silent, and where they and one of the others are."""
