@@ -7,8 +7,7 @@
             train_step()
     row = environment(device) | stats(timer.ms())
 
-Times are in ms. Nothing here prints, and nothing but `Profile` writes files. Memory is measured in
-trainer/profiling/memory.py.
+Times are in ms. Nothing here prints, and nothing but `Profile` writes files.
 """
 
 import gzip
@@ -53,8 +52,7 @@ class StepTimer:
             self._done.append((1e3 * (time.perf_counter() - start), excluded))
 
     def last(self) -> float | None:
-        """ms of the newest step that the device has finished, without waiting for it; None before the first. It is the
-        step just run if the host has read its loss since."""
+        """ms of the newest step that the device has finished, without waiting for it; None before the first."""
         while self._pending and self._pending[0][1].query():  # query() does not wait
             start, end, excluded = self._pending.popleft()
             self._done.append((start.elapsed_time(end), excluded))
@@ -131,7 +129,7 @@ class Profile:
     them alone; under nsys there is no trace: CUPTI serves only one. `paths` says what was written, `notes` what not."""
 
     def __init__(self, directory: str | Path | None, first: int, count: int, rank: int, device: Device):
-        self.stem, self.cuda, self._session = f"{directory}/rank{rank}", is_cuda(device), None
+        self.stem, self.cuda, self._recording = f"{directory}/rank{rank}", is_cuda(device), ExitStack()
         self.steps = range(first, first + count if directory else first)
         self.nsys = self.cuda and "NSYS_PROFILING_SESSION_ID" in os.environ
         absent = "trace: nsys holds CUPTI" if self.nsys else "" if self.cuda else "memory snapshot: it needs CUDA"
@@ -147,9 +145,8 @@ class Profile:
         if not self.covers(k):
             yield
             return
-        if self._session is None:
-            self._session = self._record()
-            next(self._session)
+        if k == self.steps[0]:
+            self._recording.enter_context(self._record())
         with ExitStack() as ending:
             ending.callback(self.close)
             with torch.cuda.nvtx.range(f"step {k}") if self.cuda else nullcontext(), record_function(f"step {k}"):
@@ -159,9 +156,9 @@ class Profile:
 
     def close(self) -> None:
         """Stop and write. The last covered step does it; call it where a run may end before that."""
-        session, self._session = self._session or iter(()), None
-        next(session, None)
+        self._recording.close()
 
+    @contextmanager
     def _record(self) -> Iterator[None]:
         activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA] if self.cuda else [ProfilerActivity.CPU]
         trace, files = None if self.nsys else profile(activities=activities), {}
