@@ -4,9 +4,7 @@
     print(*lines(timeline, notes), sep="\\n")      # of trainer/profiling/timeline.py
 
 torch.profiler reports every allocation and free with the ops around it, in compiled code as well, and on a CPU as on
-CUDA. Ranges around forward, backward, update and (eager) modules say where in the step each is. Other steps run without
-any of this. Private names of torch: those of the profiler's event tree (kineto_results.experimental_event_tree, and
-_EventType and _TensorMetadata of torch._C._profiler).
+CUDA. Ranges around forward, backward, update and (eager) modules say where in the step each is.
 """
 
 import re
