@@ -268,7 +268,7 @@ def _as_given(c: Config, name: str) -> str:
 def _misfit(c: Config, started: int) -> str | None:
     """What is wrong with resolved values together, or None. started: the number of processes that torchrun started.
     Each row is (flag, whether it does not fit, what is wrong and the fix); the first that does not fit is told."""
-    rows = [*_run_misfits(c, started, c.world or started), *_step_misfits(c), *_kernel_misfits(c)]
+    rows = [*_run_misfits(c, started, c.world or started), *_step_misfits(c)]
     return next((f"{_as_given(c, name)}: {problem}" for name, wrong, problem in rows if wrong), None)
 
 
@@ -307,7 +307,9 @@ def _run_misfits(c: Config, started: int, ranks: int) -> list[tuple]:
 
 def _step_misfits(c: Config) -> list[tuple]:
     lean, early, hooked = c.mlp == "lean", c.optim == "in-backward", c.wrapper in ("fsdp2", "ddp")
+    replayed, flex, cpu, one = c.cuda_graph, c.attn == "flex", c.device == "cpu", c.compile == "step"
     too_late = "--optim in-backward has updated before the gradient norm is known; use --optim after"
+    no_moment = "a replayed step has no moment for {}; leave one of them out"
     return [
         # The MLP and recomputation
         ("mlp", lean and c.remat == "pointwise", "recomputes what --remat pointwise keeps; use one of the two"),
@@ -318,7 +320,7 @@ def _step_misfits(c: Config) -> list[tuple]:
          f"changes nothing of --remat {c.remat}; use it with attn, both or block"),
         ("remat_norm", not c.remat_norm and c.remat not in ("attn", "mlp", "both"),
          f"changes nothing of --remat {c.remat}; use it with attn, mlp or both"),
-        ("remat_core", c.remat_core and c.device == "cpu" and c.compile != "none" and c.wrapper != "none",
+        ("remat_core", c.remat_core and cpu and c.compile != "none" and c.wrapper != "none",
          f"on a CPU torch cannot compile it over shards (--compile {c.compile}); use --compile none"),
         # Refused steps, and the optimizer inside backward
         ("max_skips", c.nonfinite == "stop" and c.max_skips != Training.max_skips, "needs --nonfinite skip"),
@@ -330,21 +332,13 @@ def _step_misfits(c: Config) -> list[tuple]:
          f"--compile {c.compile} makes all gradients at once; use --compile blocks"),
         ("optim", early and hooked, f"is not for --wrapper {c.wrapper}; use --wrapper simple"),
         ("verbose", early and c.verbose > 1, "--optim in-backward keeps no gradients for norms; use --optim after"),
-    ]  # fmt: skip
-
-
-def _kernel_misfits(c: Config) -> list[tuple]:
-    replayed, flex, cpu, one = c.cuda_graph, c.attn == "flex", c.device == "cpu", c.compile == "step"
-    no_moment = "a replayed step has no moment for {}; leave one of them out"
-    return [
         # The step as a CUDA graph
         ("cuda_graph", replayed and cpu, "needs CUDA; leave it out on a CPU"),
-        ("cuda_graph", replayed and c.wrapper in ("fsdp2", "ddp"),
-         f"does not capture the hooks of --wrapper {c.wrapper}; use --wrapper simple"),
+        ("cuda_graph", replayed and hooked, f"cannot capture the hooks of --wrapper {c.wrapper}; use --wrapper simple"),
         ("cuda_graph", replayed and c.world, f"the host times the links of --world {c.world}; leave one of them out"),
         ("cuda_graph", replayed and c.explain_memory, no_moment.format("--explain-memory")),
         ("cuda_graph", replayed and c.verbose > 1, no_moment.format("-vv")),
-        ("cuda_graph", replayed and c.optim == "in-backward", no_moment.format("--optim in-backward")),
+        ("cuda_graph", replayed and early, no_moment.format("--optim in-backward")),
         # Attention
         ("attn", flex and cpu, "FlexAttention needs CUDA to train; use --attn sdpa on a CPU"),
         ("sdpa", flex and c.sdpa != "auto", "is a kernel of --attn sdpa; leave it out with --attn flex"),

@@ -38,8 +38,7 @@ class Link:
 
 
 def sent_bytes(op: str, nbytes: float, ranks: int) -> float:
-    """Bytes that one rank of a ring sends: S (N-1)/N to gather or to scatter a tensor of S bytes, twice that to
-    all-reduce it, all of it to broadcast it."""
+    """Bytes that one rank of a ring sends: S (N-1)/N to gather or scatter S bytes, twice that to all-reduce them."""
     share = (ranks - 1) / ranks
     return nbytes * {"all_gather": share, "reduce_scatter": share, "all_reduce": 2 * share, "barrier": 0.0}.get(op, 1.0)
 
@@ -80,12 +79,10 @@ def causal_keys(seqlen: int) -> float:
 def flops_per_token(c, seqlen: int, convention: str = "causal") -> int | float:
     """FLOPs of one token's training step (forward once, backward twice) of the reference transformer.
 
-    convention: "linear": 6 per weight that the token is multiplied with (grouped K and V as they are, the head, not
-    the embedding). "palm": plus the attention core over all keys (Chowdhery et al. 2022, appendix B). "causal": plus
-    the core over the mean number of unmasked keys. "hardware": causal, plus what is multiplied again in backward: the
-    scores inside the core's backward (7/6 of the core) and what the recomputation policy and the lean MLP repeat; the
-    last product of a recomputed region is never repeated, since backward does not need it.
-    """
+    convention: "linear": 6 per weight that the token is multiplied with (not the embedding). "palm": plus the attention
+    core over all keys (Chowdhery et al. 2022, appendix B). "causal": plus the core over the mean number of unmasked
+    keys. "hardware": causal, plus what is multiplied again in backward: the scores inside the core's backward (7/6 of
+    the core) and what recomputation and the lean MLP repeat, but the last product of a region, which nothing needs."""
     kv, wide = c.kv_heads * c.head_dim, c.grow * c.width
     linear = 6 * (c.depth * c.width * (2 * c.width + 2 * kv + 2 * wide) + c.width * c.vocab)
     keys = seqlen if convention == "palm" else causal_keys(seqlen)

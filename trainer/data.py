@@ -182,11 +182,6 @@ class Batches:
     left out. Raises ValueError for bad flags and DataError for bad files; for a large file also while iterating, and
     then only on the rank that drew the bad sample."""
 
-    sample: int  # samples consumed so far by all ranks together; set it to resume
-    description: str
-    fingerprint: str  # changes when the data does; to be saved beside `sample`
-    epoch_samples: int | None  # None: no epochs
-
     def __init__(self, source: str, *, global_batch: int, seqlen: int, vocab: int, seed: int,
                  rank: int = 0, world: int = 1, start: int = 0):
         check_source(source)
@@ -195,9 +190,10 @@ class Batches:
             raise ValueError(f"--batch: {global_batch} samples a step do not divide among {world} ranks "
                              f"({global_batch} = {world} ranks x {rows} + {rest}); use a multiple of {world}")
         self.global_batch, self.seqlen, self.vocab, self.seed = global_batch, seqlen, vocab, seed
-        self.rows, self.rank, self.sample = rows, rank, start
-        self.overfit = source == "overfit"
-        self.stream, self.epoch_samples, self.fingerprint = None, None, source
+        self.rows, self.rank, self.overfit = rows, rank, source == "overfit"
+        self.sample = start  # samples consumed so far by all ranks together; set it to resume
+        self.fingerprint = source  # changes when the data does; to be saved beside `sample`
+        self.stream, self.epoch_samples = None, None  # None: no epochs
         if source == "random":
             self.description = f"random: fresh tokens below {_n(vocab)}, no epochs"
             return

@@ -192,8 +192,8 @@ Graphs = dict[str, dict[str, fx.GraphModule]]  # what is compiled -> "forward", 
 
 
 def block_inputs(model: LanguageModel, tokens: torch.Tensor, dtype: torch.dtype) -> tuple[tuple, dict]:
-    """(args, kwargs) that the first block of `model`, on the meta device, is called with for tokens [B, T]. Activations
-    become tensors of `dtype` on the CPU that want a gradient, of memory that nobody touches."""
+    """(args, kwargs) that the first block of `model`, on the meta device, is called with for tokens [B, T]; activations
+    as tensors of `dtype` on the CPU that want a gradient, of memory that nobody touches."""
     found = []
 
     def note(module, args, kwargs):
@@ -207,10 +207,9 @@ def block_inputs(model: LanguageModel, tokens: torch.Tensor, dtype: torch.dtype)
             return torch.empty(value.shape, dtype=dtype, requires_grad=True)
         return torch.zeros(value.shape, dtype=value.dtype)
 
-    handle = model.get_submodule(overlap.blocks_of(model)[0]).register_forward_pre_hook(note, with_kwargs=True)
-    with suppress(_Found):
+    block = model.get_submodule(overlap.blocks_of(model)[0])
+    with block.register_forward_pre_hook(note, with_kwargs=True), suppress(_Found):
         model(tokens.to("meta"))
-    handle.remove()
     return torch.utils._pytree.tree_map(real, found[0])
 
 

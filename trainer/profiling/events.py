@@ -131,10 +131,9 @@ def _observed(step: Step, modules: bool) -> Iterator[list[dict[int, int]]]:
             _mark("fwd")
         stack.enter_context(step.watched(note))
         for name, m in step.model.named_modules() if modules else ():
-            before = m.register_forward_pre_hook(partial(enter, name or "the model"))
-            after = m.register_forward_hook(lambda *_: ranges.pop().__exit__(None, None, None), always_call=True)
-            stack.callback(before.remove)
-            stack.callback(after.remove)
+            stack.enter_context(m.register_forward_pre_hook(partial(enter, name or "the model")))
+            leave = m.register_forward_hook(lambda *_: ranges.pop().__exit__(None, None, None), always_call=True)
+            stack.enter_context(leave)
         yield seen
 
 
@@ -158,8 +157,8 @@ def sizes_of(c: Config, world: int) -> Sizes:
 
 
 def _before(step: Step, tokens: Tensor, targets: Tensor) -> tuple[dict[str, int], set[int]]:
-    """({piece: bytes}, addresses) of what is alive before a step. CUDA's allocator knows all of it. On a CPU the piece
-    "other" holds only what is known to be there: the batch, buffers and the optimizer's scalars."""
+    """({piece: bytes}, addresses) of what is alive before a step. On a CPU, whose allocator does not tell, the piece
+    "other" holds only the batch, buffers and the optimizer's scalars."""
     o, total, known = step.optimizer, Counter(), set()
     groups = {PARAMETERS: step.model.parameters(), MOMENTS: [*o.m, *o.v],
               OTHER: [*step.model.buffers(), o.t, o.lr, tokens, targets]}  # fmt: skip
@@ -185,8 +184,7 @@ def watch(c: Config, step: Step, tokens: Tensor, targets: Tensor) -> tuple[Tenso
             loss = step(tokens, targets)
     shapes = {tuple(sorted(p.shape)) for p in step.model.parameters() if p.ndim == 2}
     events, marks = read(profiler.profiler.kineto_results.experimental_event_tree(), c.device, shapes)
-    looks = [time for time, name in marks if name == GRADIENTS]
-    for time, grads in zip(looks, seen, strict=True):
+    for time, grads in zip([time for time, name in marks if name == GRADIENTS], seen, strict=True):
         events += [Event(time, ptr, 0, piece=GRADIENTS) for ptr in grads]
     made = {e.ptr for e in events if e.nbytes > 0} | known
     kept = sum({ptr: n for grads in seen for ptr, n in grads.items() if ptr not in made}.values())
@@ -194,14 +192,12 @@ def watch(c: Config, step: Step, tokens: Tensor, targets: Tensor) -> tuple[Tenso
     phases = [m for m in marks if m[1] != GRADIENTS]
     phases = [m for i, m in enumerate(phases) if not i or m[1] != phases[i - 1][1]]
     world = dist.get_world_size() if dist.is_initialized() else 1
-    notes = []
+    notes = ["a CPU's kernels allocate copies of their own (oneDNN packs operands): workspace, not so on CUDA",
+             "a CPU's allocator does not report frees of what was there before the step",
+             "the resident memory of this run holds the profiler's events as well"]  # fmt: skip
     if tokens.is_cuda:
         base[OTHER] -= kept
-        notes.append(f"torch.cuda.max_memory_allocated {mib(torch.cuda.max_memory_allocated(tokens.device))}")
-    else:
-        notes.append("a CPU's kernels allocate copies of their own (oneDNN packs operands): workspace, not so on CUDA")
-        notes.append("a CPU's allocator does not report frees of what was there before the step")
-        notes.append("the resident memory of this run holds the profiler's events as well")
+        notes = [f"torch.cuda.max_memory_allocated {mib(torch.cuda.max_memory_allocated(tokens.device))}"]
     if not phases:
         notes.append("one graph, no phases: what is saved for backward cannot be told from temporaries, nor gradients "
                      "that no collective reads; both are workspace")  # fmt: skip
