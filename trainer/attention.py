@@ -133,8 +133,7 @@ def read_options(path: str | Path, missing_ok: bool = False) -> dict[str, dict]:
 
 
 def choose_kernel(c: flags.Config, device: torch.device) -> Choice:
-    """The kernels for resolved flags on `device`. Raises ValueError, one line, for a kernel that cannot run there or a
-    broken file of --flex-options."""
+    """The kernels for resolved flags on `device`; ValueError for one that cannot run there or broken --flex-options."""
     if c.attn == "sdpa":
         if device.type != c.device and c.sdpa != "auto":  # graphs can be compiled for a device that is absent
             return Choice(c.sdpa, (), f"sdpa {c.sdpa}")

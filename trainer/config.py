@@ -105,8 +105,7 @@ class System:
     """Simulate this many ranks in one process, to measure speed and memory. The process is rank 0; data is really
     copied, links take modelled time, and every rank is taken to hold the same shards as rank 0."""
     link: str = "h100-nvlink"
-    """Link between the ranks of --world: a100-nvlink, h100-nvlink, ndr-ib, 4090-pcie, none (takes no time), or latency
-    in us and GB/s, such as 20:370."""
+    """Link of --world: a100-nvlink, h100-nvlink, ndr-ib, 4090-pcie, none (no time), or us and GB/s, such as 20:370."""
     wrapper: Literal["simple", "fsdp2", "ddp", "none"] = "simple"
     """simple: simple_fsdp.data_parallel. Others to compare it with: fsdp2 (torch's fully_shard on each block), ddp
     (torch's DistributedDataParallel, bf16 by autocast), none (the bare model, on one rank only)."""
@@ -187,8 +186,7 @@ class Output:
     """auto: resume from the newest good checkpoint in --save, if any. never: start afresh. PATH: resume from a step's
     directory, or the newest step in a directory. --steps counts both runs; data, --seed and global batch must stay."""
     timeout: float = 600.0
-    """Seconds that a step or a save may take before the run ends with exit code 7 and the stacks of all ranks are
-    written beside --results. 0: no limit."""
+    """Seconds until a step or a save ends the run, with exit code 7 and all stacks beside --results. 0: no limit."""
     first_timeout: float = 3600.0
     """The same limit until the first step, which compiles, is done."""
     cast: bool = False
@@ -204,8 +202,7 @@ class Output:
     explain_memory: bool = False
     """Print what the peaks of memory consist of in one step after warm-up, which enters no statistic."""
     verbose: Annotated[UseCounterAction[int], arg(aliases=["-v"], help_behavior_hint="(default: 0, repeatable)")] = 0
-    """-v: also print memory after each stage of start-up and the placement of every parameter. -vv: also the norm of
-    every parameter and gradient at each logged step, which is slow."""
+    """-v: print memory by stages and the placement of parameters, too. -vv: also all norms at logged steps (slow)."""
     debug: bool = False
     """Print tracebacks instead of one-line errors."""
 
@@ -361,8 +358,7 @@ def filled(c: Config, device: str) -> Config:
 
 
 def resolve(c: Config, device: str, world: int) -> Config:
-    """Fills in the defaults of `device` ("cpu" or "cuda"). Raises ValueError, one line that names the flag, its value
-    and the fix, for values that do not fit together on `world` ranks."""
+    """`filled`, and checked: ValueError names flag, value and fix for what does not fit together on `world` ranks."""
     c = filled(c, device)
     if problem := _misfit(c, world):
         raise ValueError(problem)

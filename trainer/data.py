@@ -113,8 +113,7 @@ def _files(root: str, suffix: str = "", skip: Collection[str] = ()) -> list[Path
 
 
 def _open_tokens(path: str) -> Shard:
-    """Maps one token file, as nanoGPT (raw uint16) or llm.c (header, then uint16 or uint32) writes it. Raises OSError,
-    and DataError for a file of another form or length."""
+    """Maps a token file of nanoGPT (raw uint16) or llm.c (header, uint16 or uint32). Raises OSError and DataError."""
     with open(path, "rb") as file:
         size, again = os.fstat(file.fileno()).st_size, "copy or write the file again"
         if not size:
@@ -142,8 +141,8 @@ def _open_tokens(path: str) -> Shard:
 
 
 def open_source(source: str, vocab: int) -> tuple[Stream, str]:
-    """The tokens behind any source but `random`, and a description of them. Raises ValueError for bytes with a
-    vocabulary below 256, and DataError for files that are missing, unreadable or broken."""
+    """The tokens behind any source but `random`, and a description. Raises ValueError for bytes with a vocabulary below
+    256, and DataError for files that are missing, unreadable or broken."""
     kind, _, where = ("stdlib" if source == "overfit" else source).partition(":")
     if kind != "bin" and vocab < 256:
         raise ValueError(f"--vocab {vocab}: --data {source} is bytes and needs at least 256; raise it or --data random")

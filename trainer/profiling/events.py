@@ -31,8 +31,7 @@ FACTOR = {"aten::mm": 1, "aten::addmm": 2, "aten::embedding": 0}  # the input th
 
 
 def _where(names: list[str], following: str, module: str) -> str:
-    """Where an event is, in a few words. names: the ranges around it, outermost first; following: the op that starts
-    after it; module: the one that it runs for, or ""."""
+    """Where an event is, in words: the ranges around it, outermost first; the op that starts after it; its module."""
     node = next((n.removeprefix(NODE) for n in names if n.startswith(NODE)), "")
     own = [n for n in names if not n.startswith(AROUND) and n != node]
     function = next((n for n in own if "::" not in n), "")  # an autograd.Function of Python
@@ -71,8 +70,7 @@ def _reads(e, shapes: set[tuple[int, ...]]) -> Iterator[Event]:
 
 
 def read(roots: list, device: str, shapes: set[tuple[int, ...]]) -> tuple[list[Event], list[tuple[int, str]]]:
-    """(events, marks) for a Timeline, from the profiler's event tree. device: "cpu" or "cuda", whose blocks count;
-    shapes: of the parameters that are matrices, each sorted."""
+    """(events, marks) for a Timeline. roots: the profiler's trees; device: whose blocks count; shapes: as `_reads`."""
     events, marks, modules = [], [], {}  # modules: sequence number of an autograd node -> its module
 
     def walk(siblings: list, names: list[str], module: str) -> None:
@@ -157,8 +155,7 @@ def sizes_of(c: Config, world: int) -> Sizes:
 
 
 def _before(step: Step, tokens: Tensor, targets: Tensor) -> tuple[dict[str, int], set[int]]:
-    """({piece: bytes}, addresses) of what is alive before a step. On a CPU, whose allocator does not tell, the piece
-    "other" holds only the batch, buffers and the optimizer's scalars."""
+    """({piece: bytes}, addresses) of what is alive before a step; of OTHER on a CPU only what is known to be there."""
     o, total, known = step.optimizer, Counter(), set()
     groups = {PARAMETERS: step.model.parameters(), MOMENTS: [*o.m, *o.v],
               OTHER: [*step.model.buffers(), o.t, o.lr, tokens, targets]}  # fmt: skip

@@ -170,8 +170,7 @@ class Timeline:
         return list(accumulate(change[i] for i in range(len(self.events))))
 
     def peaks(self, most: int = 3) -> list[Peak]:
-        """At most `most` peaks, the highest first. A maximum is a peak if memory falls by DIP after it; after that the
-        next one is looked for once memory has risen by DIP again."""
+        """At most `most` peaks, the highest first: maxima between which memory falls by DIP and rises by it again."""
         levels = self.levels()
         if not levels:
             return []

@@ -80,8 +80,7 @@ def _output(*command: str) -> str | None:
 
 
 def checkout(file: str | Path = __file__) -> dict[str, str | bool | None]:
-    """commit: sha of the git checkout that tracks `file`, or "unknown"; dirty: whether tracked files outside results/
-    differ from it, or None if that is not known."""
+    """commit: that of the checkout which tracks `file`, or "unknown"; dirty: whether files outside results/ differ."""
     git = ("git", "--no-optional-locks", "-C", str(Path(file).resolve().parent))
     sha = _output(*git, "rev-parse", "HEAD")
     if not sha or not _output(*git, "ls-files", "--", Path(file).name):
@@ -92,8 +91,8 @@ def checkout(file: str | Path = __file__) -> dict[str, str | bool | None]:
 
 
 def clocks(device: Device) -> dict[str, float | None]:
-    """clock_mhz, the SM clock now (it says something only right after work), clock_max_mhz, its limit, and
-    power_limit_w, in watts; None where nvidia-smi does not tell, as on a CPU."""
+    """The SM clock now (which tells something only right after work), its limit, and the power limit in watts; None
+    where nvidia-smi does not tell, as on a CPU."""
     keys = {"clock_mhz": "clocks.sm", "clock_max_mhz": "clocks.max.sm", "power_limit_w": "power.limit"}
     query = [f"--query-gpu={','.join(keys.values())}", "--format=csv,noheader,nounits"]
     uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None) if is_cuda(device) else None
@@ -102,8 +101,7 @@ def clocks(device: Device) -> dict[str, float | None]:
 
 
 def environment(device: Device | None = None) -> dict:
-    """What a row of results says about code and machine: date (UTC), commit, dirty, torch, cuda, python, device, and
-    the clocks. device None: the current CUDA device, or else the CPU."""
+    """What a row of results says about code and machine. device None: the current CUDA device, or else the CPU."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     cpu = re.search(r"^model name\s*:\s*(.+)$|\Z", info, re.MULTILINE)[1] or os.uname().machine
@@ -113,8 +111,7 @@ def environment(device: Device | None = None) -> dict:
 
 
 def _write_trace(trace: profile, path: str) -> None:
-    """The Chrome trace, gzipped, without two names that torch puts into it: that of the host, and that of a temporary
-    file, which may lie in the user's home."""
+    """The Chrome trace, gzipped, without the names of the host and of a temporary file, which may lie in a home."""
     with tempfile.TemporaryDirectory() as folder:
         whole = os.path.join(folder, "trace.json")
         trace.export_chrome_trace(whole)
