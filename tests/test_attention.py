@@ -133,11 +133,9 @@ def test_an_unknown_kernel_is_refused():
 # ------------------------------------------------------------------------------------------------------ what is chosen
 
 
-def test_auto_on_a_cpu_adds_nothing_and_says_what_torch_takes(monkeypatch):
+def test_auto_on_a_cpu_adds_nothing_and_says_what_torch_takes():
     assert kernels.sdpa("auto", SHAPE, CPU) == ("default", "sdpa flash (auto)")
     assert kernels.sdpa("math", SHAPE, CPU) == ("math", "sdpa math")
-    monkeypatch.setattr(kernels, "CHOICE", None)
-    assert all("not verified" in kernels.sdpa(asked, SHAPE, CPU)[1] for asked in ("auto", "flash"))
 
 
 @pytest.mark.parametrize(("capability", "refused", "chosen"), [
@@ -152,10 +150,22 @@ def test_auto_on_a_gpu_takes_the_first_that_runs_and_says_why_not_the_others(mon
     assert all(f"not {name}: no {name}" in text for name in refused.split())
 
 
-def test_fp32_falls_to_efficient_also_where_torch_cannot_be_asked(monkeypatch):
+def torch_takes(monkeypatch, refused=()):
+    """A torch on a Hopper that takes any kernel it is restricted to, apart from those in `refused`."""
+
+    def choice(*_, **__):
+        asked = torch.nn.attention._cur_sdpa_kernel_backends()[0]
+        return 0 if asked in [kernels.BACKENDS[name] for name in refused] else int(asked)
+
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(kernels, "CHOICE", None)
+    monkeypatch.setattr(kernels, "CHOICE", choice)
+    monkeypatch.setattr(Shape, "empty", lambda *_: (torch.empty(1, 2, 1, 1),) * 2)
+
+
+def test_auto_falls_to_efficient_where_torch_refuses_the_half_precision_kernels(monkeypatch):
+    torch_takes(monkeypatch, refused=("cudnn", "flash"))
     assert kernels.sdpa("auto", SHAPE._replace(seqlen=128), CUDA)[0] == "efficient"
+    torch_takes(monkeypatch)
     assert kernels.sdpa("auto", SHAPE._replace(seqlen=128, dtype="bf16"), CUDA)[0] == "cudnn"
 
 
@@ -163,8 +173,7 @@ def test_fp32_falls_to_efficient_also_where_torch_cannot_be_asked(monkeypatch):
                                                            (91501, 100, "cudnn")])  # fmt: skip
 def test_an_old_cudnn_gets_no_length_that_it_gets_wrong(monkeypatch, version, seqlen, kernel):
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(kernels, "CHOICE", None)
+    torch_takes(monkeypatch)
     shape = SHAPE._replace(seqlen=seqlen, dtype="bf16")
     assert kernels.sdpa("auto", shape, CUDA)[0] == kernel
     if kernel == "flash":

@@ -6,8 +6,7 @@
 
 A kernel that is named must run or be an error, and `auto` names the one that it takes: torch by itself would silently
 fall back to a slower one. Whether a kernel can run is asked of torch, for the shapes and dtype of the run; no attention
-is computed. Options of FlexAttention are searched by python -m benchmarks.attention --search and hold for one device,
-torch and shape (`options_key`).
+is computed.
 """
 
 import json
@@ -23,7 +22,7 @@ from trainer import config as flags
 DTYPES = dict(fp32=torch.float32, bf16=torch.bfloat16)
 BACKENDS = dict(cudnn=SDPBackend.CUDNN_ATTENTION, flash=SDPBackend.FLASH_ATTENTION,
                 efficient=SDPBackend.EFFICIENT_ATTENTION, math=SDPBackend.MATH)  # fmt: skip
-CHOICE = getattr(torch, "_fused_sdp_choice", None)  # private: what scaled_dot_product_attention would dispatch to
+CHOICE = torch._fused_sdp_choice  # private: what scaled_dot_product_attention would dispatch to
 CUDNN_ANY_LENGTH = 91501  # older versions read out of bounds where 128 does not divide the length (pytorch#169849)
 
 
@@ -42,8 +41,7 @@ class Shape(NamedTuple):
         return f"{self.dtype} q [{sizes}], {self.kv_heads} kv heads"
 
     def empty(self, device: torch.device, kv_heads: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """(q, k) for asking torch, which looks at shapes, dtype and whether gradients are wanted. Both are one row of
-        memory, expanded. kv_heads: of k, if not the shape's own."""
+        """(q, k) for asking torch what it would run: one row of memory, expanded. kv_heads: of k, if not the own."""
         row = torch.empty(self.head_dim, dtype=DTYPES[self.dtype], device=device, requires_grad=True)
         heads = self.heads, kv_heads or self.kv_heads
         return tuple(row.expand(self.batch, n, self.seqlen, self.head_dim) for n in heads)
@@ -64,8 +62,7 @@ def shape_of(c: flags.Config) -> Shape:
 
 
 def refusal(kernel: str, shape: Shape, device: torch.device) -> str | None:
-    """Why model.sdpa_kernel must not run `kernel` (a key of BACKENDS) on tensors of this shape, or None. In a torch
-    that lacks CHOICE only what is known here is checked."""
+    """Why model.sdpa_kernel must not run `kernel` (a key of BACKENDS) on tensors of this shape, or None."""
     if device.type == "cpu" and kernel in ("cudnn", "efficient"):
         return "it needs CUDA"
     if device.type == "cuda" and kernel == "flash" and shape.head_dim % 8:
@@ -73,9 +70,6 @@ def refusal(kernel: str, shape: Shape, device: torch.device) -> str | None:
     version = torch.backends.cudnn.version() or 0
     if kernel == "cudnn" and shape.seqlen % 128 and version < CUDNN_ANY_LENGTH:
         return f"cuDNN {version} is wrong where 128 does not divide the length, {shape.seqlen}"
-    if CHOICE is None:
-        half = device.type == "cuda" and kernel in ("cudnn", "flash")
-        return "it takes no fp32" if half and shape.dtype == "fp32" else None
     q, k = shape.empty(device, shape.heads if kernel == "efficient" else None)  # model.py repeats k and v for this one
     with sdpa_kernel(BACKENDS[kernel]), warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -94,21 +88,19 @@ def refusal(kernel: str, shape: Shape, device: torch.device) -> str | None:
 def sdpa(asked: str, shape: Shape, device: torch.device) -> tuple[str, str]:
     """(ModelConfig.sdpa, what to print) for the value of --sdpa on this device. Raises ValueError, one line with the
     reason and the fix, for a kernel that cannot run; "auto" takes the first that can."""
-    unsure = "" if CHOICE else ", not verified: this torch has no _fused_sdp_choice"
     if asked != "auto":
         if reason := refusal(asked, shape, device):
             raise ValueError(f"--sdpa {asked}: cannot run on {shape}: {reason}; use --sdpa auto")
-        return asked, f"sdpa {asked}{unsure}"
+        return asked, f"sdpa {asked}"
     if device.type == "cpu":
-        names = {int(backend): name for name, backend in BACKENDS.items()}
         q, k = shape.empty(device)
-        found = CHOICE(q, k, k, is_causal=True, enable_gqa=shape.heads != shape.kv_heads) if CHOICE else None
-        return "default", f"sdpa {names.get(found, 'as torch dispatches')} (auto{unsure})"
+        found = CHOICE(q, k, k, is_causal=True, enable_gqa=shape.heads != shape.kv_heads)
+        return "default", f"sdpa {next(name for name, backend in BACKENDS.items() if int(backend) == found)} (auto)"
     hopper, refused = torch.cuda.get_device_capability(device) >= (9, 0), []
     for kernel in ("cudnn",) * hopper + ("flash", "efficient", "math"):
         reason = refusal(kernel, shape, device)
         if reason is None:
-            return kernel, f"sdpa {kernel} (auto{''.join(f'; not {r}' for r in refused)}{unsure})"
+            return kernel, f"sdpa {kernel} (auto{''.join(f'; not {r}' for r in refused)})"
         refused.append(f"{kernel}: {reason}")
     raise ValueError(f"--sdpa auto: no kernel runs on {shape}: {'; '.join(refused)}")
 
@@ -122,9 +114,8 @@ def options_key(shape: Shape, device: torch.device) -> str:
 
 
 def read_options(path: str | Path, missing_ok: bool = False) -> dict[str, dict]:
-    """`options_key` -> {"options": {name: int}, "forward_ms": .., "backward_ms": ..}, as python -m benchmarks.attention
-    --search stores it. missing_ok: a missing file is an empty one. Raises ValueError, one line, for a file that is
-    missing or broken."""
+    """`options_key` -> {"options": {name: int}, "forward_ms": .., "backward_ms": ..}, by benchmarks/attention.py.
+    missing_ok: a missing file is an empty one. Raises ValueError, one line, for a file that is missing or broken."""
     try:
         found = json.loads(Path(path).read_text())
     except FileNotFoundError:
@@ -142,8 +133,7 @@ def read_options(path: str | Path, missing_ok: bool = False) -> dict[str, dict]:
 
 
 def choose_kernel(c: flags.Config, device: torch.device) -> Choice:
-    """The kernels for resolved flags on `device`. Raises ValueError, one line, for a kernel that cannot run there or a
-    broken file of --flex-options."""
+    """The kernels for resolved flags on `device`; ValueError for one that cannot run there or broken --flex-options."""
     if c.attn == "sdpa":
         if device.type != c.device and c.sdpa != "auto":  # graphs can be compiled for a device that is absent
             return Choice(c.sdpa, (), f"sdpa {c.sdpa}")

@@ -4,8 +4,8 @@
     config = resolve(config, "cpu", world=4)   # fills in the defaults of the device; ValueError for what does not fit
     config.depth                               # short for config.training.depth
 
-A new flag is a field whose docstring is its help text, a row of _RANGES if its values are limited, and rows of the
-`_..._misfits` tables for the flags that it does not fit. This file imports no torch, so that --help answers at once.
+A field's docstring is its help text, _RANGES limits its values, the `_..._misfits` tables tell what does not fit.
+This file imports no torch, so that --help answers at once.
 """
 
 import ast
@@ -62,9 +62,8 @@ class Training:
     grad_accum: int = 1
     """Micro-batches per optimizer step. Their gradients are accumulated in fp32."""
     data: str = "stdlib"
-    """Where tokens come from. stdlib: bytes of Python's own sources. text:PATH: bytes of a file, or of all files in a
-    folder. bin:GLOB: files of token ids, raw uint16 or as llm.c writes them. random: new random tokens in each step.
-    overfit: the same batch in each step."""
+    """stdlib: bytes of Python's own sources. text:PATH: of a file or all in a folder. bin:GLOB: files of token ids, raw
+    uint16 or as llm.c writes them. random: new random tokens in each step. overfit: the same batch in each step."""
     steps: Annotated[int | None, _by_device("steps", "INT")] = None
     """Optimizer steps."""
     lr: Annotated[float | None, _by_device("lr", "FLOAT")] = None
@@ -74,9 +73,8 @@ class Training:
     clip: float = 1.0
     """Gradients whose global norm is larger are scaled down to this norm. 0: no clipping."""
     nonfinite: Literal["stop", "skip"] = "stop"
-    """What to do about a step whose loss or gradient norm is not finite; no rank updates anything in it. stop: end the
-    run with exit code 5; the last checkpoint is good. skip: go on with the next batch; not for --optim in-backward,
-    which updates before the norm is known."""
+    """A step whose loss or gradient norm is not finite updates nothing. stop: end with exit code 5; the last checkpoint
+    is good. skip: go on with the next batch; not for --optim in-backward, which updates before the norm is known."""
     max_skips: int = 3
     """Steps in a row that --nonfinite skip leaves out; one more ends the run. A resumed run counts from 0."""
     norm_limit: float = 0.0
@@ -107,8 +105,7 @@ class System:
     """Simulate this many ranks in one process, to measure speed and memory. The process is rank 0; data is really
     copied, links take modelled time, and every rank is taken to hold the same shards as rank 0."""
     link: str = "h100-nvlink"
-    """Link between the ranks of --world: a100-nvlink, h100-nvlink, ndr-ib, 4090-pcie, none (takes no time), or latency
-    in us and GB/s, such as 20:370."""
+    """Link of --world: a100-nvlink, h100-nvlink, ndr-ib, 4090-pcie, none (no time), or us and GB/s, such as 20:370."""
     wrapper: Literal["simple", "fsdp2", "ddp", "none"] = "simple"
     """simple: simple_fsdp.data_parallel. Others to compare it with: fsdp2 (torch's fully_shard on each block), ddp
     (torch's DistributedDataParallel, bf16 by autocast), none (the bare model, on one rank only)."""
@@ -162,8 +159,7 @@ class System:
     """after: update parameters after backward. in-backward: update each, and free its gradient, as soon as backward has
     made it; needs --clip 0, --grad-accum 1 and --compile none or blocks (other graphs return all gradients at once)."""
     loss: Literal["full", "chunked"] = "full"
-    """full: the logits of all tokens at once. chunked: the output layer and the cross-entropy in chunks of tokens, so
-    that the logits never exist as a whole."""
+    """full: all logits at once. chunked: output layer and cross-entropy by chunks of tokens; never all the logits."""
     chunk: int = 2048
     """Tokens per chunk of --loss chunked."""
 
@@ -187,12 +183,10 @@ class Output:
     keep: int = 3
     """Number of checkpoints to keep. Older ones are removed."""
     resume: Annotated[str, arg(metavar="{auto,never}|PATH")] = "auto"
-    """auto: resume from the newest good checkpoint in --save, if there is one. never: start afresh. PATH: resume from
-    the directory of a step, or from the newest step in a directory. --steps is the total of both runs; the data, --seed
-    and the global batch must stay as they were."""
+    """auto: resume from the newest good checkpoint in --save, if any. never: start afresh. PATH: resume from a step's
+    directory, or the newest step in a directory. --steps counts both runs; data, --seed and global batch must stay."""
     timeout: float = 600.0
-    """Seconds that a step or a save may take before the run ends with exit code 7 and the stacks of all ranks are
-    written beside --results. 0: no limit."""
+    """Seconds until a step or a save ends the run, with exit code 7 and all stacks beside --results. 0: no limit."""
     first_timeout: float = 3600.0
     """The same limit until the first step, which compiles, is done."""
     cast: bool = False
@@ -208,8 +202,7 @@ class Output:
     explain_memory: bool = False
     """Print what the peaks of memory consist of in one step after warm-up, which enters no statistic."""
     verbose: Annotated[UseCounterAction[int], arg(aliases=["-v"], help_behavior_hint="(default: 0, repeatable)")] = 0
-    """-v: also print memory after each stage of start-up and the placement of every parameter. -vv: also the norm of
-    every parameter and gradient at each logged step, which is slow."""
+    """-v: print memory by stages and the placement of parameters, too. -vv: also all norms at logged steps (slow)."""
     debug: bool = False
     """Print tracebacks instead of one-line errors."""
 
@@ -271,9 +264,8 @@ def _as_given(c: Config, name: str) -> str:
 
 def _misfit(c: Config, started: int) -> str | None:
     """What is wrong with resolved values together, or None. started: the number of processes that torchrun started.
-
-    Each row is (flag, whether it does not fit, what is wrong and the fix); the first one that does not fit is told."""
-    rows = [*_run_misfits(c, started, c.world or started), *_step_misfits(c), *_kernel_misfits(c)]
+    Each row is (flag, whether it does not fit, what is wrong and the fix); the first that does not fit is told."""
+    rows = [*_run_misfits(c, started, c.world or started), *_step_misfits(c)]
     return next((f"{_as_given(c, name)}: {problem}" for name, wrong, problem in rows if wrong), None)
 
 
@@ -292,8 +284,7 @@ def _run_misfits(c: Config, started: int, ranks: int) -> list[tuple]:
          f"simulates ranks in one process, here are {started}; start it without torchrun"),
         ("width", c.width % c.head_dim, f"must be a multiple of --head-dim {c.head_dim}"),
         ("head_dim", c.head_dim % 2, "must be even"),
-        ("grouping", heads % c.grouping,
-         f"must divide the {heads} heads (--width {c.width} / --head-dim {c.head_dim})"),
+        ("grouping", heads % c.grouping, f"must divide the {heads} heads (width {c.width} / head-dim {c.head_dim})"),
         ("vocab", c.data.split(":")[0] in ("stdlib", "text", "overfit") and c.vocab < 256,
          f"must be at least 256 for the bytes of --data {c.data}"),
         ("replicas", c.mode == "hybrid_shard" and ranks % c.replicas,
@@ -313,11 +304,12 @@ def _run_misfits(c: Config, started: int, ranks: int) -> list[tuple]:
 
 def _step_misfits(c: Config) -> list[tuple]:
     lean, early, hooked = c.mlp == "lean", c.optim == "in-backward", c.wrapper in ("fsdp2", "ddp")
+    replayed, flex, cpu, one = c.cuda_graph, c.attn == "flex", c.device == "cpu", c.compile == "step"
     too_late = "--optim in-backward has updated before the gradient norm is known; use --optim after"
+    no_moment = "a replayed step has no moment for {}; leave one of them out"
     return [
         # The MLP and recomputation
-        ("mlp", lean and c.remat == "pointwise",
-         "recomputes the products that --remat pointwise keeps; use one of the two"),
+        ("mlp", lean and c.remat == "pointwise", "recomputes what --remat pointwise keeps; use one of the two"),
         ("mlp", lean and c.wrapper == "ddp" and c.param_dtype == "bf16",
          "is not cast by the autocast of --wrapper ddp; use --param-dtype fp32 or --wrapper fsdp2"),
         ("mlp_chunk", c.mlp_chunk and not lean, f"is for --mlp lean, this is --mlp {c.mlp}"),
@@ -325,46 +317,33 @@ def _step_misfits(c: Config) -> list[tuple]:
          f"changes nothing of --remat {c.remat}; use it with attn, both or block"),
         ("remat_norm", not c.remat_norm and c.remat not in ("attn", "mlp", "both"),
          f"changes nothing of --remat {c.remat}; use it with attn, mlp or both"),
-        ("remat_core", c.remat_core and c.device == "cpu" and c.compile != "none" and c.wrapper != "none",
+        ("remat_core", c.remat_core and cpu and c.compile != "none" and c.wrapper != "none",
          f"on a CPU torch cannot compile it over shards (--compile {c.compile}); use --compile none"),
         # Refused steps, and the optimizer inside backward
         ("max_skips", c.nonfinite == "stop" and c.max_skips != Training.max_skips, "needs --nonfinite skip"),
         ("norm_limit", early and c.norm_limit, too_late),
         ("nonfinite", early and c.nonfinite == "skip", too_late),
         ("optim", early and c.clip, f"--clip {c.clip} needs every gradient before the first update; add --clip 0"),
-        ("optim", early and c.grad_accum > 1,
-         f"would update in each of --grad-accum {c.grad_accum} micro-batches; use 1"),
+        ("optim", early and c.grad_accum > 1, f"updates in each of --grad-accum {c.grad_accum} micro-batches; use 1"),
         ("optim", early and c.compile not in ("none", "blocks"),
          f"--compile {c.compile} makes all gradients at once; use --compile blocks"),
         ("optim", early and hooked, f"is not for --wrapper {c.wrapper}; use --wrapper simple"),
-        ("verbose", early and c.verbose > 1,
-         "--optim in-backward keeps no gradients to take norms of; use --optim after"),
-    ]  # fmt: skip
-
-
-def _kernel_misfits(c: Config) -> list[tuple]:
-    replayed, flex, cpu, one = c.cuda_graph, c.attn == "flex", c.device == "cpu", c.compile == "step"
-    no_moment = "a replayed step has no moment for {}; leave one of them out"
-    return [
+        ("verbose", early and c.verbose > 1, "--optim in-backward keeps no gradients for norms; use --optim after"),
         # The step as a CUDA graph
         ("cuda_graph", replayed and cpu, "needs CUDA; leave it out on a CPU"),
-        ("cuda_graph", replayed and c.wrapper in ("fsdp2", "ddp"),
-         f"does not capture the hooks of --wrapper {c.wrapper}; use --wrapper simple"),
-        ("cuda_graph", replayed and c.world,
-         f"the links of --world {c.world} are timed by the host; leave one of them out"),
+        ("cuda_graph", replayed and hooked, f"cannot capture the hooks of --wrapper {c.wrapper}; use --wrapper simple"),
+        ("cuda_graph", replayed and c.world, f"the host times the links of --world {c.world}; leave one of them out"),
         ("cuda_graph", replayed and c.explain_memory, no_moment.format("--explain-memory")),
         ("cuda_graph", replayed and c.verbose > 1, no_moment.format("-vv")),
-        ("cuda_graph", replayed and c.optim == "in-backward", no_moment.format("--optim in-backward")),
+        ("cuda_graph", replayed and early, no_moment.format("--optim in-backward")),
         # Attention
         ("attn", flex and cpu, "FlexAttention needs CUDA to train; use --attn sdpa on a CPU"),
         ("sdpa", flex and c.sdpa != "auto", "is a kernel of --attn sdpa; leave it out with --attn flex"),
         ("flex_options", not flex and c.flex_options is not None, "needs --attn flex"),
         ("sdpa", cpu and c.sdpa in ("cudnn", "efficient"), "needs CUDA; use auto, flash or math on a CPU"),
         # The step as one compiled graph, and the profiler
-        ("compile", one and c.grad_accum > 1,
-         f"one graph holds one micro-batch, --grad-accum is {c.grad_accum}; use --compile fwdbwd"),
-        ("accum_sync", one and c.accum_sync == "last",
-         "--compile step reduces inside its one graph; use --compile fwdbwd"),
+        ("compile", one and c.grad_accum > 1, f"one graph cannot do --grad-accum {c.grad_accum}; use --compile fwdbwd"),
+        ("accum_sync", one and c.accum_sync == "last", "--compile step reduces in its graph; use --compile fwdbwd"),
         ("explain_memory", c.explain_memory and c.profile is not None,
          "not together with --profile, each of which needs torch's profiler; use one per run"),
         ("verbose", one and c.verbose > 1, "--compile step has no gradients outside its graph; use --compile fwdbwd"),
@@ -379,8 +358,7 @@ def filled(c: Config, device: str) -> Config:
 
 
 def resolve(c: Config, device: str, world: int) -> Config:
-    """Fills in the defaults of `device` ("cpu" or "cuda"). Raises ValueError, one line that names the flag, its value
-    and the fix, for values that do not fit together on `world` ranks."""
+    """`filled`, and checked: ValueError names flag, value and fix for what does not fit together on `world` ranks."""
     c = filled(c, device)
     if problem := _misfit(c, world):
         raise ValueError(problem)
@@ -393,9 +371,8 @@ def world_label(c: Config, world: int) -> int | str:
 
 
 def setting(c: Config) -> dict:
-    """The whole setting of a run, for its row and for W&B: every resolved flag, apart from those that only say where
-    results go and how long to wait. Of a path that is not below the working directory only the last part is kept, so
-    that no folder of this machine gets into a row."""
+    """The whole setting of a run, for its row and for W&B: every resolved flag but those that only say where results go
+    and how long to wait. Of a path outside the working directory only the last part is kept: it may name a user."""
     skip = {"results", "verbose", "debug", "log_every", "save", "resume", "timeout", "first_timeout"}
     found = {name: value for name, value in c.flat().items() if name not in skip}
     for name in ("data", "init", "flex_options", "profile"):

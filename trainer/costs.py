@@ -1,9 +1,8 @@
-"""What things cost, by formula: time on a link, FLOPs, bytes kept for backward, peaks of devices. Imports no torch.
+"""What things cost, by formula: time on a link, FLOPs, peaks of devices. Imports no torch.
 
     link("h100-nvlink").seconds("all_gather", nbytes=2**28, ranks=8)      # 6.55e-4
     link("20:370")                                                        # 20 us and 370 GB/s, the same
     flops_per_token(config, seqlen=4096)                                  # of the reference transformer, training
-    kept_per_block(config)                                                # in tensors [B, T, D]
     device_peak("NVIDIA H200")                                            # 989e12 FLOP/s, dense bf16
 
 Bandwidths are what collectives reached on such links, bytes a rank sends per second; the latency of 20 us per
@@ -25,11 +24,11 @@ NAMED_GB_PER_S = {
 
 @dataclass(frozen=True)
 class Link:
-    """`name` as it was asked for; seconds per collective and bytes per second and rank."""
+    """A link between ranks."""
 
-    name: str
-    latency_s: float
-    bytes_per_s: float
+    name: str  # as it was asked for
+    latency_s: float  # per collective
+    bytes_per_s: float  # per rank
 
     def seconds(self, op: str, nbytes: float, ranks: int) -> float:
         """Modelled time of a collective over `ranks`; `nbytes` of the whole, unsharded tensor."""
@@ -39,8 +38,7 @@ class Link:
 
 
 def sent_bytes(op: str, nbytes: float, ranks: int) -> float:
-    """Bytes that one rank of a ring sends: S (N-1)/N to gather or to scatter a tensor of S bytes, twice that to
-    all-reduce it, all of it to broadcast it."""
+    """Bytes that one rank of a ring sends: S (N-1)/N to gather or scatter S bytes, twice that to all-reduce them."""
     share = (ranks - 1) / ranks
     return nbytes * {"all_gather": share, "reduce_scatter": share, "all_reduce": 2 * share, "barrier": 0.0}.get(op, 1.0)
 
@@ -73,11 +71,6 @@ def device_peak(name: str) -> float | None:
     return next((flops for names, flops in PEAKS.items() if re.fullmatch(f"(NVIDIA )?({names})", name)), None)
 
 
-def attention_flops(heads: int, head_dim: int, keys: float) -> float:
-    """Of one query token in one layer, forward: its scores with `keys` keys and the sum of their values."""
-    return 4 * heads * head_dim * keys
-
-
 def causal_keys(seqlen: int) -> float:
     """Mean number of keys that a query sees under a causal mask."""
     return (seqlen + 1) / 2
@@ -86,15 +79,14 @@ def causal_keys(seqlen: int) -> float:
 def flops_per_token(c, seqlen: int, convention: str = "causal") -> int | float:
     """FLOPs of one token's training step (forward once, backward twice) of the reference transformer.
 
-    convention: "linear": 6 per weight that the token is multiplied with (grouped K and V as they are, the head, not
-    the embedding). "palm": plus the attention core over all keys (Chowdhery et al. 2022, appendix B). "causal": plus
-    the core over the mean number of unmasked keys. "hardware": causal, plus what is multiplied again in backward: the
-    scores inside the core's backward (7/6 of the core) and what the recomputation policy and the lean MLP repeat; the
-    last product of a recomputed region is never repeated, since backward does not need it.
-    """
+    convention: "linear": 6 per weight that the token is multiplied with (not the embedding). "palm": plus the attention
+    core over all keys (Chowdhery et al. 2022, appendix B). "causal": plus the core over the mean number of unmasked
+    keys. "hardware": causal, plus what is multiplied again in backward: the scores inside the core's backward (7/6 of
+    the core) and what recomputation and the lean MLP repeat, but the last product of a region, which nothing needs."""
     kv, wide = c.kv_heads * c.head_dim, c.grow * c.width
     linear = 6 * (c.depth * c.width * (2 * c.width + 2 * kv + 2 * wide) + c.width * c.vocab)
-    core = 3 * c.depth * attention_flops(c.heads, c.head_dim, seqlen if convention == "palm" else causal_keys(seqlen))
+    keys = seqlen if convention == "palm" else causal_keys(seqlen)
+    core = 3 * c.depth * 4 * c.heads * c.head_dim * keys  # forward: a score with every key and the sum of their values
     if convention == "linear":
         return linear
     if convention in ("palm", "causal"):
@@ -105,25 +97,3 @@ def flops_per_token(c, seqlen: int, convention: str = "causal") -> int | float:
     again = sum(attention.get(c.remat_of(i), 0) for i in range(c.depth))
     again += up * sum(c.mlp == "lean" or c.remat_of(i) in ("mlp", "both", "block") for i in range(c.depth))
     return linear + core * 7 / 6 + again
-
-
-def kept_per_block(c, remat: str | None = None) -> float:
-    """What a block of the reference transformer keeps from forward to backward, in tensors [B, T, D] of the parameters'
-    dtype, without the statistics of attention and norms (under 0.1). remat: the block's policy (default: c.remat).
-
-    The attention branch keeps its input, the norm's output, q, k, v and attention's output; the MLP branch its input,
-    the norm's output and the hidden tensor before and after GELU; recomputed, each keeps less."""
-    remat, kv = remat or c.remat, 2 / c.grouping
-    if remat == "block":
-        return 1 if c.remat_core else 2
-    if remat == "pointwise":  # the block's input and every product but the last: q, k, v, attention, o, up
-        return 4 + kv + c.grow
-    attention = 4 + kv
-    if remat in ("attn", "both"):
-        attention = 1 + (not c.remat_core) + (not c.remat_norm)
-    mlp = 2 + 2 * c.grow
-    if c.mlp == "lean":
-        mlp = 1
-    elif remat in ("mlp", "both"):
-        mlp = 1 + (not c.remat_norm)
-    return attention + mlp

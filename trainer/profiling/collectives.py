@@ -5,13 +5,12 @@
 
 MODULE:FUNCTION names a function of no arguments that returns (model, inputs): an unwrapped nn.Module and a tuple or
 dict of its arguments. `--device cuda` takes the defaults of a GPU (no GPU is used). Nothing is computed and no code is
-generated: the graphs are those that Inductor schedules, after all its graph passes, so "alive" and "between" mean the
-order of the graph; the generated code may still fuse and move what is not a collective.
+generated: the graphs are those that Inductor schedules, whose order "alive" and "between" mean; the generated code may
+still fuse and move what is not a collective.
 
-For each graph: its collectives (kind, products between start and wait, MiB of the whole tensor, MiB that a rank sends,
-what is in the bucket), those that are exposed (no product in between), the most gathered bytes alive at once, and what
-forward keeps for backward by kind. Sent bytes are a ring's: S (N-1)/N for a gather or scatter of S bytes, twice that
-for an all-reduce.
+For each graph: its collectives (kind, products between start and wait, MiB of the whole tensor, MiB that a rank of a
+ring sends, what is in the bucket), those that are exposed (no product in between), the most gathered bytes alive at
+once, and what forward keeps for backward by kind.
 """
 
 import argparse
@@ -39,7 +38,7 @@ import re
 import signal
 from collections import Counter
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from unittest import mock
@@ -65,13 +64,12 @@ MICRO_BATCH = ("loss", "model", "block")  # what runs once per micro-batch; bloc
 MIB = 2**20
 
 
-class _Captured(Exception):
-    """Ends the call of a compiled function once its graphs are there."""
+class _Found(Exception):
+    """Ends a call once what it was made for is known: the graphs of a compiled function, the inputs of a block."""
 
 
 def inductor_passes(gm: fx.GraphModule, inputs, is_inference: bool) -> None:
-    """What Inductor does to a graph before it lowers it, in place; without making ops in-place, whose results are None
-    in the graph: as it is, it still runs and every value can be followed."""
+    """What Inductor does to a graph before it lowers it, in place, apart from making ops in-place: so it still runs."""
     compile_fx.view_to_reshape(gm)
     fake_mode = compile_fx.fake_tensor_prop(gm, inputs)
     reinplace = "torch._inductor.fx_passes.post_grad.reinplace_inplaceable_ops"
@@ -89,25 +87,22 @@ def capture(function: Callable, args: tuple, options: dict | None = None) -> dic
         graphs["backward" if is_backward else "forward"] = gm
 
         def run(args):
-            raise _Captured
+            raise _Found
 
         run._boxed_call = True
         return run
 
-    with ExitStack() as stack:
-        for patch in (
-            functorch_config.patch(force_non_lazy_backward_lowering=True, enable_autograd_cache=False),
-            inductor_config.patch(force_disable_caches=True, **(options or {})),
-            dynamo_config.patch({k: True for k in ("trace_autograd_ops",) if hasattr(dynamo_config, k)}),
-            # FlexAttention on a CPU only refuses to train; its graph is the one that a GPU gets.
-            mock.patch("torch.nn.attention.flex_attention._validate_device", lambda *_: None),
-        ):
-            stack.enter_context(patch)
-        torch._dynamo.reset()
-        backend = lambda gm, inputs: compile_fx.compile_fx(gm, inputs, inner_compile=inner)  # noqa: E731
-        with suppress(_Captured):
-            torch.compile(function, fullgraph=True, backend=backend)(*args)
-        torch._dynamo.reset()
+    torch._dynamo.reset()
+    with (
+        functorch_config.patch(force_non_lazy_backward_lowering=True, enable_autograd_cache=False),
+        inductor_config.patch(force_disable_caches=True, **(options or {})),
+        dynamo_config.patch({k: True for k in ("trace_autograd_ops",) if hasattr(dynamo_config, k)}),
+        # FlexAttention on a CPU only refuses to train; its graph is the one that a GPU gets.
+        mock.patch("torch.nn.attention.flex_attention._validate_device", lambda *_: None),
+        suppress(_Found),
+    ):
+        torch.compile(function, fullgraph=True, backend=partial(compile_fx.compile_fx, inner_compile=inner))(*args)
+    torch._dynamo.reset()
     return graphs
 
 
@@ -166,21 +161,13 @@ def gathered(gm: fx.GraphModule) -> set[fx.Node]:
 
 def gathered_alive(gm: fx.GraphModule) -> int:
     """Most bytes of gathered parameters (buckets and what is cut from them) alive at once, in the graph's order."""
-    nodes, life = list(gm.graph.nodes), {}
-    held = gathered(gm)
-    for i, n in enumerate(nodes):
+    held, life = gathered(gm), {}  # life: storage -> numbers of the first and the last node that it is alive at, bytes
+    for i, n in enumerate(gm.graph.nodes):
         for m in {n, *n.all_input_nodes} & held:
             for key, size in _storage(m):
                 life[key] = life.get(key, (i,))[0], i, size
-    changes = Counter()
-    for first, last, size in life.values():
-        changes[first] += size
-        changes[last + 1] -= size
-    most = now = 0
-    for i in sorted(changes):
-        now += changes[i]
-        most = max(most, now)
-    return most
+    alive = [sum(size for first, last, size in life.values() if first <= i <= last) for i, _, _ in life.values()]
+    return max(alive, default=0)
 
 
 def saved(gm: fx.GraphModule) -> dict[str, int]:
@@ -204,18 +191,14 @@ def saved(gm: fx.GraphModule) -> dict[str, int]:
 Graphs = dict[str, dict[str, fx.GraphModule]]  # what is compiled -> "forward", "backward" -> graph
 
 
-class _BlockCalled(Exception):
-    """Ends a forward at its first block."""
-
-
 def block_inputs(model: LanguageModel, tokens: torch.Tensor, dtype: torch.dtype) -> tuple[tuple, dict]:
-    """(args, kwargs) that the first block of `model`, on the meta device, is called with for tokens [B, T]. Activations
-    become tensors of `dtype` on the CPU that want a gradient, of memory that nobody touches."""
+    """(args, kwargs) that the first block of `model`, on the meta device, is called with for tokens [B, T]; activations
+    as tensors of `dtype` on the CPU that want a gradient, of memory that nobody touches."""
     found = []
 
     def note(module, args, kwargs):
         found.append((args, kwargs))
-        raise _BlockCalled
+        raise _Found
 
     def real(value):
         if not (isinstance(value, torch.Tensor) and value.is_meta):
@@ -224,28 +207,25 @@ def block_inputs(model: LanguageModel, tokens: torch.Tensor, dtype: torch.dtype)
             return torch.empty(value.shape, dtype=dtype, requires_grad=True)
         return torch.zeros(value.shape, dtype=value.dtype)
 
-    handle = model.get_submodule(overlap.blocks_of(model)[0]).register_forward_pre_hook(note, with_kwargs=True)
-    with suppress(_BlockCalled):
+    block = model.get_submodule(overlap.blocks_of(model)[0])
+    with block.register_forward_pre_hook(note, with_kwargs=True), suppress(_Found):
         model(tokens.to("meta"))
-    handle.remove()
     return torch.utils._pytree.tree_map(real, found[0])
 
 
 def of_step(step: Step, block: tuple[tuple, dict], tokens: torch.Tensor, dtype: torch.dtype) -> Graphs:
-    """The graphs of all that a step of trainer/step.py compiles. block: of `block_inputs`; tokens [B, T]; dtype: of
-    gathered parameters."""
+    """The graphs of all that a step compiles. block: of `block_inputs`; tokens [B, T]; dtype: that is gathered."""
     arguments = dict(
         loss=(tokens, tokens, torch.tensor(1.0)), model=(tokens,), block=block[0], step=(tokens, tokens), gather=()
     )
-    around, whole = ExitStack, step.whole_weights
-    if whole:
+    if whole := step.whole_weights:
         gradients = torch.float32 if step.grad_accum > 1 else dtype
         arguments["reduce"] = ([torch.empty(p.shape, dtype=gradients) for p in step.optimizer.params],)
-        whole.gather_fn, around = lambda: [torch.empty(p.shape, dtype=dtype) for p in whole.shards], whole
+        whole.gather_fn = lambda: [torch.empty(p.shape, dtype=dtype) for p in whole.shards]
     graphs = {}
     for name, (function, options) in step.compiled.items():
         micro_batch = name in MICRO_BATCH
-        with torch.set_grad_enabled(micro_batch or name == "step"), around() if micro_batch else ExitStack():
+        with torch.set_grad_enabled(micro_batch or name == "step"), whole() if whole and micro_batch else nullcontext():
             function = getattr(function, "forward", function)  # a block's call is compiled
             function = partial(function, **block[1]) if name == "block" and block[1] else function
             graphs[name] = capture(function, arguments[name], options)
@@ -254,8 +234,7 @@ def of_step(step: Step, block: tuple[tuple, dict], tokens: torch.Tensor, dtype: 
 
 def of_trainer(c: flags.Config, world: int) -> tuple[nn.Module, Graphs]:
     """The model of resolved flags and the graphs of its step."""
-    device = torch.device("cpu")
-    tokens = torch.zeros(c.batch, c.seqlen, dtype=torch.long)
+    device, tokens = torch.device("cpu"), torch.zeros(c.batch, c.seqlen, dtype=torch.long)
     dtype, blank = DTYPES[c.param_dtype], reference_model(c, device)
     blank.prepare(c.seqlen, device)
     inputs = block_inputs(blank, tokens, dtype)
@@ -275,9 +254,8 @@ def of_module(target: str, c: flags.Config, world: int) -> tuple[nn.Module, Grap
     wrap(model, c, torch.device("cpu"), world)
     if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
         model.to_empty(device="cpu")
-    given = flags.compile_options(c) or {}
-    plain = given.pop("plain", False)
-    options = given if plain else overlap.compile_options(model) | given
+    options = flags.compile_options(c) or {}
+    options = options if options.pop("plain", False) else overlap.compile_options(model) | options
     args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
     return model, {"model": capture(lambda *args: model(*args, **kwargs), args, options)}
 
@@ -298,8 +276,7 @@ def report(model: nn.Module, graphs: Graphs, micro_batches: int = 1) -> list[str
             if found:
                 lines.append(f"  {'':<14} {'between':>7} {'MiB':>9} {'sent':>9}  bucket")
             for c in found:
-                first, more = c.bucket[0], len(c.bucket) - 1
-                bucket = first + (f" .. {c.bucket[-1]} ({more + 1})" if more else "")
+                bucket = c.bucket[0] + (f" .. {c.bucket[-1]} ({len(c.bucket)})" if len(c.bucket) > 1 else "")
                 lines.append(f"  {c.kind:<14} {c.gap:>7} {c.full / MIB:>9.3f} {c.sent / MIB:>9.3f}  {bucket}")
             if counts["all-gather"]:
                 all_of_it = sum(c.full for c in found if c.kind == "all-gather")
@@ -308,8 +285,7 @@ def report(model: nn.Module, graphs: Graphs, micro_batches: int = 1) -> list[str
                 kept = ", ".join(f"{kind} {size / MIB:.3f}" for kind, size in saved(gm).items())
                 lines.append(f"  kept for backward, MiB: {kept}")
             sent += times * sum(c.sent for c in found)
-            for c in found:
-                total[c.kind] += times
+            total.update({kind: times * n for kind, n in counts.items()})
     summary = ", ".join(f"{n} {kind}{'s' * (n > 1)}" for kind, n in total.items()) or "no collectives"
     per = "per block" if "block" in graphs else "per step"
     return [*lines, "", f"{per} and rank: {summary}, {sent / MIB:.3f} MiB sent"]

@@ -4,9 +4,7 @@
     print(*lines(timeline, notes), sep="\\n")      # of trainer/profiling/timeline.py
 
 torch.profiler reports every allocation and free with the ops around it, in compiled code as well, and on a CPU as on
-CUDA. Ranges around forward, backward, update and (eager) modules say where in the step each is. Other steps run without
-any of this. Private names of torch: those of the profiler's event tree (kineto_results.experimental_event_tree, and
-_EventType and _TensorMetadata of torch._C._profiler).
+CUDA. Ranges around forward, backward, update and (eager) modules say where in the step each is.
 """
 
 import re
@@ -33,8 +31,7 @@ FACTOR = {"aten::mm": 1, "aten::addmm": 2, "aten::embedding": 0}  # the input th
 
 
 def _where(names: list[str], following: str, module: str) -> str:
-    """Where an event is, in a few words. names: the ranges around it, outermost first; following: the op that starts
-    after it; module: the one that it runs for, or ""."""
+    """Where an event is, in words: the ranges around it, outermost first; the op that starts after it; its module."""
     node = next((n.removeprefix(NODE) for n in names if n.startswith(NODE)), "")
     own = [n for n in names if not n.startswith(AROUND) and n != node]
     function = next((n for n in own if "::" not in n), "")  # an autograd.Function of Python
@@ -73,8 +70,7 @@ def _reads(e, shapes: set[tuple[int, ...]]) -> Iterator[Event]:
 
 
 def read(roots: list, device: str, shapes: set[tuple[int, ...]]) -> tuple[list[Event], list[tuple[int, str]]]:
-    """(events, marks) for a Timeline, from the profiler's event tree. device: "cpu" or "cuda", whose blocks count;
-    shapes: of the parameters that are matrices, each sorted."""
+    """(events, marks) for a Timeline. roots: the profiler's trees; device: whose blocks count; shapes: as `_reads`."""
     events, marks, modules = [], [], {}  # modules: sequence number of an autograd node -> its module
 
     def walk(siblings: list, names: list[str], module: str) -> None:
@@ -133,10 +129,9 @@ def _observed(step: Step, modules: bool) -> Iterator[list[dict[int, int]]]:
             _mark("fwd")
         stack.enter_context(step.watched(note))
         for name, m in step.model.named_modules() if modules else ():
-            before = m.register_forward_pre_hook(partial(enter, name or "the model"))
-            after = m.register_forward_hook(lambda *_: ranges.pop().__exit__(None, None, None), always_call=True)
-            stack.callback(before.remove)
-            stack.callback(after.remove)
+            stack.enter_context(m.register_forward_pre_hook(partial(enter, name or "the model")))
+            leave = m.register_forward_hook(lambda *_: ranges.pop().__exit__(None, None, None), always_call=True)
+            stack.enter_context(leave)
         yield seen
 
 
@@ -160,8 +155,7 @@ def sizes_of(c: Config, world: int) -> Sizes:
 
 
 def _before(step: Step, tokens: Tensor, targets: Tensor) -> tuple[dict[str, int], set[int]]:
-    """({piece: bytes}, addresses) of what is alive before a step. CUDA's allocator knows all of it. On a CPU the piece
-    "other" holds only what is known to be there: the batch, buffers and the optimizer's scalars."""
+    """({piece: bytes}, addresses) of what is alive before a step; of OTHER on a CPU only what is known to be there."""
     o, total, known = step.optimizer, Counter(), set()
     groups = {PARAMETERS: step.model.parameters(), MOMENTS: [*o.m, *o.v],
               OTHER: [*step.model.buffers(), o.t, o.lr, tokens, targets]}  # fmt: skip
@@ -187,8 +181,7 @@ def watch(c: Config, step: Step, tokens: Tensor, targets: Tensor) -> tuple[Tenso
             loss = step(tokens, targets)
     shapes = {tuple(sorted(p.shape)) for p in step.model.parameters() if p.ndim == 2}
     events, marks = read(profiler.profiler.kineto_results.experimental_event_tree(), c.device, shapes)
-    looks = [time for time, name in marks if name == GRADIENTS]
-    for time, grads in zip(looks, seen, strict=True):
+    for time, grads in zip([time for time, name in marks if name == GRADIENTS], seen, strict=True):
         events += [Event(time, ptr, 0, piece=GRADIENTS) for ptr in grads]
     made = {e.ptr for e in events if e.nbytes > 0} | known
     kept = sum({ptr: n for grads in seen for ptr, n in grads.items() if ptr not in made}.values())
@@ -196,14 +189,12 @@ def watch(c: Config, step: Step, tokens: Tensor, targets: Tensor) -> tuple[Tenso
     phases = [m for m in marks if m[1] != GRADIENTS]
     phases = [m for i, m in enumerate(phases) if not i or m[1] != phases[i - 1][1]]
     world = dist.get_world_size() if dist.is_initialized() else 1
-    notes = []
+    notes = ["a CPU's kernels allocate copies of their own (oneDNN packs operands): workspace, not so on CUDA",
+             "a CPU's allocator does not report frees of what was there before the step",
+             "the resident memory of this run holds the profiler's events as well"]  # fmt: skip
     if tokens.is_cuda:
         base[OTHER] -= kept
-        notes.append(f"torch.cuda.max_memory_allocated {mib(torch.cuda.max_memory_allocated(tokens.device))}")
-    else:
-        notes.append("a CPU's kernels allocate copies of their own (oneDNN packs operands): workspace, not so on CUDA")
-        notes.append("a CPU's allocator does not report frees of what was there before the step")
-        notes.append("the resident memory of this run holds the profiler's events as well")
+        notes = [f"torch.cuda.max_memory_allocated {mib(torch.cuda.max_memory_allocated(tokens.device))}"]
     if not phases:
         notes.append("one graph, no phases: what is saved for backward cannot be told from temporaries, nor gradients "
                      "that no collective reads; both are workspace")  # fmt: skip

@@ -4,7 +4,6 @@
         model = Transformer(config)
     flops = count(model, seqlen=4096)          # of a token's training step: nothing is computed
     flops.causal                               # model FLOPs, the ruler of the rows' `mfu`
-    mfu(flops.causal * tokens, seconds, peak)  # percent
 
 torch's counter adds up the products of a forward on the meta device. A forward of T tokens costs a T + b T^2: the
 products with weights, and attention of all tokens to all; two lengths give a and b exactly, whatever the attention is
@@ -46,13 +45,9 @@ def count(model: nn.Module, seqlen: int) -> Flops:
     return Flops(linear, linear + 3 * pair * seqlen, linear + 3 * pair * causal_keys(seqlen))
 
 
-def mfu(flops_per_step: float | None, seconds: float | None, peak: float | None) -> float | None:
-    """Percent of `peak` (FLOP/s of one device) that `flops_per_step` (of one device) in `seconds` amount to."""
-    return round(100 * flops_per_step / seconds / peak, 2) if flops_per_step and seconds and peak else None
-
-
 def utilisation(flops: dict[str, float | None], seconds: float | None, peak: float | None) -> dict[str, float | None]:
-    """`mfu` of the three conventions, None where unknown. `flops` of one step on one device: `causal`, `palm`, and
-    `hardware` with everything that is multiplied again."""
-    kinds = (("mfu", "causal"), ("mfu_palm", "palm"), ("hfu", "hardware"))
-    return {key: mfu(flops.get(kind), seconds, peak) for key, kind in kinds}
+    """Percent of `peak` (FLOP/s of one device) that a step of `seconds` reaches, None if unknown. `flops` of one step
+    on one device: `causal`, `palm`, and `hardware` with everything that is multiplied again."""
+    known = {kind: n for kind, n in flops.items() if n and seconds and peak}
+    kinds = dict(mfu="causal", mfu_palm="palm", hfu="hardware")
+    return {key: round(100 * known[kind] / seconds / peak, 2) if kind in known else None for key, kind in kinds.items()}

@@ -4,9 +4,8 @@
     stages.add("model")                 # ends a stage and returns MiB at its peak
     reset_peak(device); peak(device)    # {"peak_alloc_mib": .., "peak_reserved_mib": ..}; on a CPU {"peak_rss_mib": ..}
 
-Units: MiB (2**20 bytes). On CUDA it is what torch's allocator has handed out or reserved; on a CPU it is the resident
-memory of the whole process, Python and libraries among it, which does not compare with CUDA's figures. What a peak
-consists of is told by trainer/profiling/timeline.py.
+On CUDA this is what torch's allocator has handed out or reserved; on a CPU the resident memory of the whole process,
+Python and libraries among it, which does not compare with CUDA's figures.
 """
 
 import os
@@ -30,16 +29,14 @@ def is_cuda(device: Device) -> bool:
 
 
 def _resident(field: str) -> float:
-    """Resident MiB: field VmRSS (now) or VmHWM (peak). Without /proc (macOS) both give the peak since the start of the
-    process."""
+    """Resident MiB: VmRSS (now) or VmHWM (peak). Without /proc (macOS) both are the peak since the process started."""
     with suppress(OSError, IndexError):
         return round(int(Path("/proc/self/status").read_text().partition(f"\n{field}:")[2].split()[0]) / 2**10, 1)
     return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10), 1)
 
 
 def reset_peak(device: Device) -> None:
-    """Lets `peak` count from here. It frees nothing: memory that CUDA's allocator has cached stays in the reserved
-    peak."""
+    """Lets `peak` count from here. It frees nothing: what CUDA's allocator has cached stays in the reserved peak."""
     if is_cuda(device):
         torch.cuda.init()
         torch.cuda.reset_peak_memory_stats(device)

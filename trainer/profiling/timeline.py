@@ -3,8 +3,7 @@
     timeline = Timeline(events, marks, base, sizes)      # trainer/profiling/events.py collects them from a step
     print(*lines(timeline), sep="\\n")
 
-Nothing here runs a model or needs torch. Each block of memory that the step allocates is counted as the first of these
-pieces that it fits:
+Each block of memory that the step allocates is counted as the first of these pieces that it fits:
 
     gradients   handed to the update (or to the reduction of --accum-sync last); input or output of a reduction in
                 backward
@@ -14,8 +13,7 @@ pieces that it fits:
     saved       allocated in forward and still alive when its backward begins
     workspace   the rest: temporaries, scratch of kernels, whole gradients that only generated kernels read
 
-What was alive before the step is counted by itself. A peak is a local maximum of the sum, and between two peaks memory
-falls by at least DIP. B sequences, T tokens, V vocabulary, C tokens of a chunk of the loss.
+What was alive before the step is counted by itself. B sequences, T tokens, V vocabulary, C tokens of a chunk.
 """
 
 import math
@@ -24,6 +22,7 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from trainer.distributed.terminal import grouped
 
@@ -97,10 +96,8 @@ class Sizes:
 
 
 class Timeline:
-    """The blocks, levels and peaks of one step.
-
-    events: in any order. marks: (ns, phase), in order, for the begin of each phase ("fwd", "bwd", "step"); none if the
-    phases are not known. base: {piece: bytes} of what was alive before the step. sizes: names for blocks."""
+    """The blocks, levels and peaks of one step. events: in any order. marks: (ns, phase), in order, for the begin of
+    each phase ("fwd", "bwd", "step"), or none. base: {piece: bytes} alive before it. sizes: names of blocks."""
 
     def __init__(self, events: list[Event], marks: list[tuple[int, str]], base: dict[str, int], sizes: Sizes):
         self.events = sorted(events, key=lambda e: e.time)  # stable: equal times stay in order
@@ -169,15 +166,11 @@ class Timeline:
         for b in self.blocks:
             change[b.born] += b.nbytes
             change[b.died] -= b.nbytes
-        level, levels = sum(self.base.values()), []
-        for i in range(len(self.events)):
-            level += change[i]
-            levels.append(level)
-        return levels
+        change[0] += sum(self.base.values())
+        return list(accumulate(change[i] for i in range(len(self.events))))
 
     def peaks(self, most: int = 3) -> list[Peak]:
-        """At most `most` peaks, the highest first. A maximum is a peak if memory falls by DIP after it; after that the
-        next one is looked for once memory has risen by DIP again."""
+        """At most `most` peaks, the highest first: maxima between which memory falls by DIP and rises by it again."""
         levels = self.levels()
         if not levels:
             return []
@@ -202,8 +195,8 @@ def mib(nbytes: int) -> str:
 
 
 def lines(timeline: Timeline, notes: Iterable[str] = (), step: int = 1, most: int = 10) -> list[str]:
-    """What to print: the peaks with their pieces, then the `most` largest buffers at the highest peak. The same buffer
-    in every block of the model is one line. notes: lines to add at the end; step: its number, for the heading."""
+    """What to print: the peaks with their pieces, then the `most` largest buffers at the highest peak, where the same
+    buffer in every block of the model is one line. notes: lines to add; step: its number, for the heading."""
     peaks, rows = timeline.peaks(), Counter()
     text = [f"peaks of memory in step {step}, MiB (pieces under 0.05 are left out)"]
     for n, p in enumerate(peaks, 1):

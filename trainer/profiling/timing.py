@@ -7,8 +7,7 @@
             train_step()
     row = environment(device) | stats(timer.ms())
 
-Times are in ms. Nothing here prints, and nothing but `Profile` writes files. Memory is measured in
-trainer/profiling/memory.py.
+Times are in ms. Nothing here prints, and nothing but `Profile` writes files.
 """
 
 import gzip
@@ -53,8 +52,7 @@ class StepTimer:
             self._done.append((1e3 * (time.perf_counter() - start), excluded))
 
     def last(self) -> float | None:
-        """ms of the newest step that the device has finished, without waiting for it; None before the first. It is the
-        step just run if the host has read its loss since."""
+        """ms of the newest step that the device has finished, without waiting for it; None before the first."""
         while self._pending and self._pending[0][1].query():  # query() does not wait
             start, end, excluded = self._pending.popleft()
             self._done.append((start.elapsed_time(end), excluded))
@@ -82,8 +80,7 @@ def _output(*command: str) -> str | None:
 
 
 def checkout(file: str | Path = __file__) -> dict[str, str | bool | None]:
-    """commit: sha of the git checkout that tracks `file`, or "unknown"; dirty: whether tracked files outside results/
-    differ from it, or None if that is not known."""
+    """commit: that of the checkout which tracks `file`, or "unknown"; dirty: whether files outside results/ differ."""
     git = ("git", "--no-optional-locks", "-C", str(Path(file).resolve().parent))
     sha = _output(*git, "rev-parse", "HEAD")
     if not sha or not _output(*git, "ls-files", "--", Path(file).name):
@@ -94,8 +91,8 @@ def checkout(file: str | Path = __file__) -> dict[str, str | bool | None]:
 
 
 def clocks(device: Device) -> dict[str, float | None]:
-    """clock_mhz, the SM clock now (it says something only right after work), clock_max_mhz, its limit, and
-    power_limit_w, in watts; None where nvidia-smi does not tell, as on a CPU."""
+    """The SM clock now (which tells something only right after work), its limit, and the power limit in watts; None
+    where nvidia-smi does not tell, as on a CPU."""
     keys = {"clock_mhz": "clocks.sm", "clock_max_mhz": "clocks.max.sm", "power_limit_w": "power.limit"}
     query = [f"--query-gpu={','.join(keys.values())}", "--format=csv,noheader,nounits"]
     uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None) if is_cuda(device) else None
@@ -104,8 +101,7 @@ def clocks(device: Device) -> dict[str, float | None]:
 
 
 def environment(device: Device | None = None) -> dict:
-    """What a row of results says about code and machine: date (UTC), commit, dirty, torch, cuda, python, device, and
-    the clocks. device None: the current CUDA device, or else the CPU."""
+    """What a row of results says about code and machine. device None: the current CUDA device, or else the CPU."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     cpu = re.search(r"^model name\s*:\s*(.+)$|\Z", info, re.MULTILINE)[1] or os.uname().machine
@@ -115,8 +111,7 @@ def environment(device: Device | None = None) -> dict:
 
 
 def _write_trace(trace: profile, path: str) -> None:
-    """The Chrome trace, gzipped, without two names that torch puts into it: that of the host, and that of a temporary
-    file, which may lie in the user's home."""
+    """The Chrome trace, gzipped, without the names of the host and of a temporary file, which may lie in a home."""
     with tempfile.TemporaryDirectory() as folder:
         whole = os.path.join(folder, "trace.json")
         trace.export_chrome_trace(whole)
@@ -131,7 +126,7 @@ class Profile:
     them alone; under nsys there is no trace: CUPTI serves only one. `paths` says what was written, `notes` what not."""
 
     def __init__(self, directory: str | Path | None, first: int, count: int, rank: int, device: Device):
-        self.stem, self.cuda, self._session = f"{directory}/rank{rank}", is_cuda(device), None
+        self.stem, self.cuda, self._recording = f"{directory}/rank{rank}", is_cuda(device), ExitStack()
         self.steps = range(first, first + count if directory else first)
         self.nsys = self.cuda and "NSYS_PROFILING_SESSION_ID" in os.environ
         absent = "trace: nsys holds CUPTI" if self.nsys else "" if self.cuda else "memory snapshot: it needs CUDA"
@@ -147,9 +142,8 @@ class Profile:
         if not self.covers(k):
             yield
             return
-        if self._session is None:
-            self._session = self._record()
-            next(self._session)
+        if k == self.steps[0]:
+            self._recording.enter_context(self._record())
         with ExitStack() as ending:
             ending.callback(self.close)
             with torch.cuda.nvtx.range(f"step {k}") if self.cuda else nullcontext(), record_function(f"step {k}"):
@@ -159,9 +153,9 @@ class Profile:
 
     def close(self) -> None:
         """Stop and write. The last covered step does it; call it where a run may end before that."""
-        session, self._session = self._session or iter(()), None
-        next(session, None)
+        self._recording.close()
 
+    @contextmanager
     def _record(self) -> Iterator[None]:
         activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA] if self.cuda else [ProfilerActivity.CPU]
         trace, files = None if self.nsys else profile(activities=activities), {}
