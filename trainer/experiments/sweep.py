@@ -275,10 +275,12 @@ def table(cells: list[str], rows: dict[str, dict]) -> str:
     return f"all: {shared}\n\n" * bool(shared) + markdown(columns)
 
 
-def sweep(tables: dict[str, list[str]], args: argparse.Namespace) -> bool:
-    """Run every cell that has no finished row, those never tried first. True: all are finished."""
+def sweep(tables: dict[str, list[str]], args: argparse.Namespace, setting_of=main_setting) -> bool:
+    """Run every cell that has no finished row (--fresh: every cell), those never tried first. True: all are finished.
+    `setting_of`: cell -> every flag as the program resolves it, for the row of a run that wrote none."""
     cells, rows = list(dict.fromkeys(itertools.chain(*tables.values()))), read_rows(args.results)
-    todo, names = sorted(unfinished(cells, rows), key=lambda cell: cell in rows), {}
+    todo = cells if args.fresh else sorted(unfinished(cells, rows), key=lambda cell: cell in rows)
+    names = {}
     for study, own in tables.items():
         names = {cell: f"{study} n={n} {flags}" for cell, (n, flags) in labels(own)[1].items()} | names
     print(f"{len(cells)} cells, {len(cells) - len(todo)} finished before; rows in {args.results}", flush=True)
@@ -297,7 +299,7 @@ def sweep(tables: dict[str, list[str]], args: argparse.Namespace) -> bool:
             print(f"    cut short by --budget {args.budget:g}: not counted")
             break
         if row is None:
-            row = failed_row(cell, end or "exit 0 without a row")
+            row = failed_row(cell, end or "exit 0 without a row", setting_of(cell))
             append_jsonl(args.results, row)
         elif end:
             print(f"    after its row: {end}")
@@ -322,6 +324,7 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=os.environ.get("CELL_TIMEOUT", 1800), help="seconds, a cell")
     parser.add_argument("--budget", type=float, default="inf", help="seconds, the call; the next one goes on")
     parser.add_argument("--program", default=str(ROOT / "main.py"))
+    parser.add_argument("--fresh", action="store_true", help="run finished cells too")
     parser.add_argument("--list", action="store_true", help="print the cells, run nothing")
     target, *rest = sys.argv[1:] or ["-h"]
     args, extra = parser.parse_known_args([target, *rest] if target in ("-h", "--help") else rest)
