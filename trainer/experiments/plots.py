@@ -15,7 +15,6 @@ from matplotlib.ticker import LogLocator, NullFormatter
 from trainer import config
 from trainer.distributed.terminal import grouped
 from trainer.experiments.published import (
-    DEFAULTS_D817189,
     NEUTRAL,
     PUBLISHED,
     SHAPE,
@@ -109,7 +108,7 @@ def axis(name: str, found: list, folder: Path) -> list[Path]:
 
 def options(row: Row) -> dict[str, str]:
     """The flags that are not the shape of the model, nor without influence on memory and time, and their values."""
-    names = {*DEFAULTS_D817189, *(row.get("flags") or {})} - {*SHAPE, *(each.name for each in fields(config.Output))}
+    names = {*(row.get("flags") or {})} - {*SHAPE, *(each.name for each in fields(config.Output))}
     return {name: str(setting(row, name)) for name in names if config.flag(name) not in NEUTRAL}
 
 

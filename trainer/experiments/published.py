@@ -20,20 +20,6 @@ from trainer.distributed.terminal import grouped
 from trainer.experiments import sweep
 
 REFERENCE = Path(__file__).resolve().parents[2] / "reference"
-# The defaults of every flag as they were at commit d817189: up to then a row held only the flags that differed from
-# them. They are written out, and are not those of config.py, because a default may change and a row may not.
-DEFAULTS_D817189 = dict(
-    grouping=4, grow=4, grad_accum=1, data="stdlib", warmup=10, clip=1.0, nonfinite="stop", max_skips=3, norm_limit=0.0,
-    spike=10.0, seed=0, init=None, reduce_dtype="fp32", adam_dtype="fp32", device="auto", world=None,
-    link="h100-nvlink", wrapper="simple", mode="fully_shard", replicas=2, reshard=True, accum_sync="every",
-    min_shard_mib=0.0, compile="fwdbwd", compile_options=[], cuda_graph=False, deterministic=False, attn="sdpa",
-    sdpa="auto", flex_options=None, remat="none", remat_ratio=1.0, remat_norm=True, remat_core=False, mlp="plain",
-    mlp_chunk=0, optim="after", loss="full", chunk=2048,
-)  # fmt: skip
-DEFAULTS_D817189_GPU = dict(depth=4, width=4096, head_dim=128, vocab=32768, seqlen=4096, batch=8, steps=50, lr=3e-4,
-                            param_dtype="bf16")  # fmt: skip
-DEFAULTS_D817189_CPU = dict(depth=4, width=128, head_dim=32, vocab=256, seqlen=192, batch=8, steps=40, lr=3e-3,
-                            param_dtype="fp32")  # fmt: skip
 NEUTRAL = sweep.OUTPUT | {f"--{name}" for name in "steps data lr warmup seed device world link".split()}
 SHAPE = "depth width head_dim grouping grow vocab seqlen batch grad_accum param_dtype".split()
 ANY = 10**9  # ranks of a line that names none
@@ -94,10 +80,11 @@ def on_gpu(row: Row) -> bool:
 
 
 def setting(row: Row, name: str):
-    """What --name was. Rows hold their whole setting under `flags`; what an older one does not say was a default."""
-    defaults = DEFAULTS_D817189 | (DEFAULTS_D817189_GPU if on_gpu(row) else DEFAULTS_D817189_CPU)
-    beside = row.get("loss_kind" if name == "loss" else name, defaults.get(name))
-    return (row.get("flags") or {}).get(name, beside)
+    """What --name was. ValueError for a row that does not hold its whole setting, as a default of today may be another
+    than that of the run."""
+    if name not in (row.get("flags") or {}):
+        raise ValueError(f"the row of '{row.get('cell')}' does not say what {name} was: run its cell again")
+    return row["flags"][name]
 
 
 def shape(row: Row) -> str:

@@ -5,14 +5,11 @@
     ./launch.sh sweep cells.txt --steps 30   any file of cells
 
 The axes are the files of cells/axes; a file of your own is read in the same way. A line is a cell: nproc=N (processes)
-and flags of main.py. ranks=N are N processes where the machine has as many GPUs, else simulated (then `world` in the
-row is 8(sim h100-nvlink)). `--depth {2,4}` makes two cells of a line, several braces every combination. Lines below
-[full] or [small] are for that size, those above for both; flags beside it belong to each line below. '#': a comment.
-
-main.py writes the row and copies $SWEEP_CELL into it. Where it ended without one (killed, crashed, too slow), this
-program writes `failed: ...` in its place. A second call runs what has no row yet, then tries again what failed; a bad
-shape and out of memory are results. --world for a sweep is for cells that name no ranks, as --nproc is. With --wandb
-the cells are runs of one group, and one more run in it holds a table of rows per study.
+and flags of main.py. ranks=N are N processes where the machine has as many GPUs, else simulated. `--depth {2,4}` makes
+two cells of a line. Lines below [full] or [small] are for that size; flags beside it belong to each of them.
+main.py writes the row; where it ended without one (killed, too slow), this program writes `failed: ...`. A second call
+runs what has no row yet, then tries again what failed; a bad shape and out of memory are results. --world and --nproc
+are for cells that name no ranks. With --wandb the cells are runs of one group, beside a run with a table per study.
 """
 
 import argparse
@@ -77,8 +74,7 @@ def expand(line: str) -> list[str]:
 
 
 def lines_of(file: Path, small: bool) -> Iterator[tuple[int, str]]:
-    """(number, text) of the lines that name cells. Lines below [full] or [small] are for sweeps of that size alone, and
-    the flags beside it belong to each of them."""
+    """(number, text) of the lines that name cells of this size, with the flags that stand beside [full] or [small]."""
     shared, wanted = "", True
     for number, line in enumerate(file.read_text().splitlines(), 1):
         if section := re.match(r"\[(full|small)\]", line):
@@ -114,12 +110,11 @@ def world(nproc: int, flags: Flags) -> int | str:
 
 def on_ranks(line: str, small: bool) -> str:
     """`line` with ranks=N as nproc=N, or, above what the machine has (with --small: above 2), as simulated ranks."""
-
-    def start(found: re.Match) -> str:
-        real = int(found[1]) <= (2 if small else max(1, gpus()))
-        return f"nproc={found[1]}" if real else f"--world {found[1]} --link h100-nvlink"
-
-    return re.sub(r"(?<!\S)ranks=(\d+)", start, line)
+    found, most = re.search(r"(?<!\S)ranks=(\d+)", line), 2 if small else max(1, gpus())
+    if not found:
+        return line
+    start = "nproc=" if int(found[1]) <= most else "--link h100-nvlink --world "
+    return line.replace(found[0], start + found[1])
 
 
 def cell_of(line: str, small: bool, nproc: int, extra: Flags) -> str:
@@ -233,24 +228,27 @@ def commit() -> str:
     return "unknown"
 
 
+def given(flags: Flags) -> dict:
+    """{"--depth": ("8",), "--no-reshard": ()} -> {"depth": 8, "reshard": False}."""
+    found = {}
+    for flag, texts in flags.items():
+        values = [int(text) if text.isdigit() else text for text in texts] or [not flag.startswith("--no-")]
+        found[flag.strip("-").removeprefix("no-").replace("-", "_")] = values[0] if len(values) == 1 else values
+    return found
+
+
 def failed_row(cell: str, end: str, setting: dict | None = None) -> dict:
     """The row of a run that wrote none: what is known from outside. `end`: how it ended, as `run` says it. `setting`,
-    for a program that is not main.py: every flag as it was resolved; stands under `flags`, as in other rows."""
-    setting = main_setting(cell) if setting is None else setting
-    (nproc, flags), given = parse(shlex.split(cell)), {}
-    for flag, values in flags.items():
-        name = flag.strip("-").removeprefix("no-").replace("-", "_")
-        values = [int(value) if value.isdigit() else value for value in values] or [not flag.startswith("--no-")]
-        given[name] = setting.get(name, values[0] if len(values) == 1 else values)
+    for a program that is not main.py: every flag as it was resolved."""
+    nproc, flags = parse(shlex.split(cell))
+    setting = setting or main_setting(cell) or given(flags)
     # As in main.py's rows, where `device` is a machine's, `world` says whether it is simulated, and `loss` is a figure.
-    known = {name: value for name, value in given.items() if name != "device"} | {"world": world(nproc, flags)}
-    if "loss" in known:
-        known["loss_kind"] = known.pop("loss")
+    known = {{"loss": "loss_kind"}.get(name, name): value for name, value in setting.items() if name != "device"}
+    known |= {"world": world(nproc, flags), "flags": setting, "error": end, "cell": cell}
     about = {"date": time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime()), "commit": commit()}
-    about |= {"torch": importlib.metadata.version("torch"), **known, "flags": setting or given, "error": end}
     oom = "OOM ?" if "while the kernel freed memory" in end else re.search(r"error: rank \d+: (OOM \w+)|$", end)[1]
-    bad_shape = re.search(r"error: --(width|head-dim|grouping) ", end)
-    return about | {"outcome": "badshape" if bad_shape else oom or f"failed: {end}", "cell": cell}
+    outcome = "badshape" if re.search(r"error: --(width|head-dim|grouping) ", end) else oom or f"failed: {end}"
+    return about | {"torch": importlib.metadata.version("torch"), **known, "outcome": outcome}
 
 
 def labels(cells: list[str]) -> tuple[str, dict[str, tuple[str, str]]]:
@@ -275,9 +273,9 @@ def table(cells: list[str], rows: dict[str, dict]) -> str:
     return f"all: {shared}\n\n" * bool(shared) + markdown(columns)
 
 
-def sweep(tables: dict[str, list[str]], args: argparse.Namespace, setting_of=main_setting) -> bool:
+def sweep(tables: dict[str, list[str]], args: argparse.Namespace, settings: dict[str, dict] | None = None) -> bool:
     """Run every cell that has no finished row (--fresh: every cell), those never tried first. True: all are finished.
-    `setting_of`: cell -> every flag as the program resolves it, for the row of a run that wrote none."""
+    `settings`: cell -> its resolved flags, if the program is not main.py."""
     cells, rows = list(dict.fromkeys(itertools.chain(*tables.values()))), read_rows(args.results)
     todo = cells if args.fresh else sorted(unfinished(cells, rows), key=lambda cell: cell in rows)
     names = {}
@@ -299,7 +297,7 @@ def sweep(tables: dict[str, list[str]], args: argparse.Namespace, setting_of=mai
             print(f"    cut short by --budget {args.budget:g}: not counted")
             break
         if row is None:
-            row = failed_row(cell, end or "exit 0 without a row", setting_of(cell))
+            row = failed_row(cell, end or "exit 0 without a row", (settings or {}).get(cell))
             append_jsonl(args.results, row)
         elif end:
             print(f"    after its row: {end}")
