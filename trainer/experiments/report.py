@@ -5,10 +5,7 @@
     python -m trainer.experiments.report --plots plots     SVG files as well (trainer/experiments/plots.py)
     python -m trainer.experiments.report --check           the marked tables of README and NOTES; --write corrects them
 
-`<!-- report: LAYOUT FILE... [--small] -->` marks the table below it. LAYOUT: an axis; compile, the --compile modes;
-ladder, runs that differ in what they keep; compile-depth, seconds to compile by depth; baselines or wrappers, the rows
-of benchmarks/wrappers.py; attention, those of benchmarks/attention.py (without any, the axis of that name). Ranks that
-are simulated stand as 8(sim LINK) everywhere.
+`<!-- report: LAYOUT FILE... [--small] -->` marks the table below it. LAYOUT: an axis, or one of LAYOUTS below.
 Exit codes: 0, 1 a marked table differs, 2 bad input.
 """
 
@@ -59,6 +56,23 @@ def shown(row: dict | None, key: str, digits: int) -> str:
     return text + f" [{low}-{high}]" * bool(low)
 
 
+def column(rows: list[dict | None], title: str, key: str, digits: int) -> Columns:
+    """The column of a figure; none where no row has it."""
+    texts = [shown(row, key, digits) for row in rows]
+    return [(title, texts)] if any(texts) else []
+
+
+def memory(rows: list[dict]) -> Columns:
+    """The columns of peak memory that the rows have."""
+    return [found for title, key, digits, *_ in METRICS[:2] for found in column(rows, f"peak {title}", key, digits)]
+
+
+def outcomes(rows: list[dict | None]) -> Columns:
+    """The column of outcomes; none where every row is ok."""
+    texts = [str(row.get("outcome"))[:80] if row else "" for row in rows]
+    return [("outcome", texts)] if {*texts} - {"", "ok"} else []
+
+
 def where(rows: list[dict | None], always: bool = False) -> Columns:
     """Columns that tell rows apart: the ranks (unless all ran on one), device and torch where they differ."""
     found = [("n", [label(row) if row else "" for row in rows])]
@@ -79,16 +93,13 @@ def axis_columns(axis: str, found: Entries) -> Columns:
     """Ours, published and their ratios; where nothing is comparable, both relative to their first instead."""
     names, ours, theirs = PUBLISHED.get(axis, ("", ("flags",)))[1], [o for _, o, _ in found], [p for *_, p in found]
     fair = [comparable(o, p) for _, o, p in found]
-    columns, apart = [(name, [str(key[i]) for key, *_ in found]) for i, name in enumerate(names)], where(ours, True)
+    columns = [(name, [str(key[i]) for key, *_ in found]) for i, name in enumerate(names)]
     if "ranks" in names:
-        at = names.index("ranks")
-        columns[at : at + 1] = [("n", [label(o) if o else str(p["ranks"]) for _, o, p in found])]
-        apart = apart[1:]
-    columns += apart
+        columns[names.index("ranks")] = ("n", [label(o) if o else str(p["ranks"]) for _, o, p in found])
+    columns += where(ours, always=True)["ranks" in names :]
     if len({p["device"] for p in theirs if p}) > 1:
         columns.append(("published on", [p["device"] if p else "" for p in theirs]))
-    if any(o and o.get("outcome") != "ok" for o in ours):
-        columns.append(("outcome", [grouped((o or {}).get("outcome"), missing="")[:80] for o in ours]))
+    columns += outcomes(ours)
     for title, key, digits, their_key, their_title in METRICS:
         own, other = [figure(o, key) for o in ours], [p.get(their_key) if p else None for p in theirs]
         alone = any(theirs) and not any(fair) and ("mib" in key or key == "step_ms")
@@ -112,11 +123,9 @@ def compile_modes(rows: list[dict]) -> tuple[list[dict], Columns]:
         raise ValueError("compile: the rows are of several settings; give a file of one")
     columns = [("`--compile`", [row["compile"] for row in rows]), *where(rows)]
     loss = f"loss, step {setting(rows[0], 'steps') if rows else ''}"
-    columns += [(loss, [shown(row, "loss", 4) or row["outcome"] for row in rows])]
-    columns += [(MS, [shown(row, "step_ms", 1) for row in rows])]
+    columns += [(loss, [shown(row, "loss", 4) or row["outcome"] for row in rows]), *column(rows, MS, "step_ms", 1)]
     columns += [("compile s", [shown(row, "compile_s", 1) or "n/a" for row in rows])]
-    memory = [(f"peak {title}", [shown(row, key, 0) for row in rows]) for title, key, *_ in METRICS[:2]]
-    return rows, columns + [column for column in memory if any(column[1])]
+    return rows, columns + memory(rows)
 
 
 def baselines(rows: list[dict], split: bool = False) -> tuple[list[dict], Columns]:
@@ -125,9 +134,8 @@ def baselines(rows: list[dict], split: bool = False) -> tuple[list[dict], Column
     columns = [("wrapper:compile", [row["cell"] for row in rows])]
     if split:
         columns = [(name, [row["cell"].split(":")[i] for row in rows]) for i, name in enumerate(("wrapper", "compile"))]
-    columns += where(rows)
-    columns += [(MS, [shown(row, "step_ms", 1) for row in rows])]
-    return rows, columns + [("median ratio to the first", [shown(row, "ratio", 3) for row in rows])]
+    columns += where(rows) + column(rows, MS, "step_ms", 1)
+    return rows, columns + column(rows, "median ratio to the first", "ratio", 3)
 
 
 def attention(rows: list[dict]) -> tuple[list[dict], Columns]:
@@ -137,22 +145,19 @@ def attention(rows: list[dict]) -> tuple[list[dict], Columns]:
     rows = newest(rows, lambda row: (*(row[name] for name in sizes), row["backend"]))
     told = [*(name for name in sizes[2:] if len({row[name] for row in rows}) > 1), *sizes[:2], "backend"]
     columns = where(rows) + [(name, [str(row[name]) for row in rows]) for name in told]
-    if any(row["outcome"] != "ok" for row in rows):
-        columns.append(("outcome", [row["outcome"][:80] for row in rows]))
+    columns += outcomes(rows)
     beside = [tuple(row.get(name) for name in ("device", "torch", *sizes)) for row in rows]
     for name in ("forward", "backward"):
         key, best = f"{name}_ms", {}
-        for shape_, row in zip(beside, rows, strict=True):
+        for which, row in zip(beside, rows, strict=True):
             if row["backend"] != "flex" and figure(row, key):
-                best[shape_] = min(figure(row, key), best.get(shape_, row[key]))
+                best[which] = min(figure(row, key), best.get(which, row[key]))
         columns += [(f"{name} ms, median [min-max]", [shown(row, key, 3) for row in rows])]
         speeds = [figure(row, f"{name}_tflops") for row in rows]
         columns += [(f"{name} TFLOP/s", [f"{speed:.3g}" if speed else "" for speed in speeds])]
-        ratios = [figure(row, key) / best[at] if figure(row, key) and at in best else None
-                  for at, row in zip(beside, rows, strict=True)]  # fmt: skip
-        columns += [("x", [grouped(ratio, 2, missing="") for ratio in ratios])]
-    memory = [(f"peak {title}", [shown(row, key, 0) for row in rows]) for title, key, *_ in METRICS[:2]]
-    return rows, columns + [column for column in memory if any(column[1])]
+        both = [(figure(row, key), best.get(which)) for which, row in zip(beside, rows, strict=True)]
+        columns += [("x", [grouped(ms / least, 2) if ms and least else "" for ms, least in both])]
+    return rows, columns + memory(rows)
 
 
 def ladder(rows: list[dict]) -> tuple[list[dict], Columns]:
@@ -161,33 +166,31 @@ def ladder(rows: list[dict]) -> tuple[list[dict], Columns]:
     rows.sort(key=lambda row: (label(row), str(row.get("device")), row.get("date")))
     common = set.intersection(*(set(core(row).items()) for row in rows)) if rows else set()
     columns = [("flags", [f"`{sweep.join(dict(set(core(row).items()) - common)) or 'the others'}`" for row in rows])]
-    columns += where(rows)
-    if any(row["outcome"] != "ok" for row in rows):
-        columns.append(("outcome", [row["outcome"][:80] for row in rows]))
+    columns += where(rows) + outcomes(rows)
     for title, key, *_ in METRICS[:2]:
         values, names = [figure(row, key) for row in rows], [series(row, "ladder") for row in rows]
         if any(values):
             columns += [(f"peak {title}", [grouped(value, missing="") for value in values]), relative(values, names)]
-    return rows, columns + [(MS, [shown(row, "step_ms", 1) for row in rows])]
+    return rows, columns + column(rows, MS, "step_ms", 1)
 
 
 def compile_depth(rows: list[dict]) -> tuple[list[dict], Columns]:
     """The rows of several depths of each --compile mode, and columns: seconds to compile, and over the least depth."""
-    rows = newest([row for row in rows if row.get("compile", "none") != "none"], lambda r: (r["compile"], r["depth"]))
-    kinds = sorted({(label(r), str(r.get("device")), r["torch"]) for r in rows if r.get("device")})
-    depths = sorted({row["depth"] for row in rows})
-    lines = [(mode, kind) for kind in kinds for mode in dict.fromkeys(row["compile"] for row in rows)]
-    found = {(r["compile"], (label(r), str(r.get("device")), r["torch"]), r["depth"]): figure(r, "compile_s")
-             for r in rows}  # fmt: skip
-    own = [[found.get((mode, kind, depth)) for depth in depths] for mode, kind in lines]
-    columns = [("`--compile`", [mode for mode, _ in lines])]
-    columns += [(("n", "device", "torch")[i], [kind[i] for _, kind in lines]) for i in range(3) if len(kinds) > 1]
-    columns += [(f"depth {d}, s", [grouped(each[i], 1, missing="") for each in own]) for i, d in enumerate(depths)]
-    ratios = [each[-1] / each[0] if each and each[0] and each[-1] else None for each in own]
+    rows = [row for row in rows if row.get("compile", "none") != "none" and row.get("device")]
+    rows, lines = newest(rows, lambda row: (row["compile"], row["depth"])), {}
+    for row in sorted(rows, key=lambda row: (label(row), row["device"], row["torch"])):
+        lines.setdefault((row["compile"], label(row), row["device"], row["torch"]), {})[row["depth"]] = row
+    firsts, depths = [[*line.values()][0] for line in lines.values()], sorted({row["depth"] for row in rows})
+    columns = [("`--compile`", [row["compile"] for row in firsts]), *where(firsts)]
+    for depth in depths:
+        columns.append((f"depth {depth}, s", [shown(line.get(depth), "compile_s", 1) for line in lines.values()]))
+    ends = [[figure(line.get(depth), "compile_s") for depth in (depths[0], depths[-1])] for line in lines.values()]
     title = f"depth {depths[-1]} / depth {depths[0]}" if depths else ""
-    return rows, [*columns, (title, [grouped(ratio, 2, missing="") for ratio in ratios])]
+    return rows, [*columns, (title, [grouped(most / least, 2) if least and most else "" for least, most in ends])]
 
 
+# compile: the --compile modes; ladder: runs that differ in what they keep; compile-depth: seconds to compile by depth;
+# baselines, wrappers: the rows of benchmarks/wrappers.py; attention: those of benchmarks/attention.py, else the axis.
 LAYOUTS = {"compile": compile_modes, "ladder": ladder, "compile-depth": compile_depth, "baselines": baselines,
            "wrappers": lambda rows: baselines(rows, split=True), "attention": attention}  # fmt: skip
 
