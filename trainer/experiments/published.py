@@ -1,8 +1,5 @@
 """Result rows: read them, find those of an axis, and the published row that stands beside each. Imports no torch.
 
-    rows = read([Path("results/sweep-seqlen.jsonl")])
-    for key, ours, theirs in entries("seqlen", rows, small=False):      # (4096,), our row, published row
-
 The published figures (reference/) are facts to compare with: `comparable` says whether a ratio to one means anything.
 """
 

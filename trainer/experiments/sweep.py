@@ -53,11 +53,8 @@ def join(flags: Flags) -> str:
 @functools.cache
 def gpus() -> int:
     """GPUs that a run may use, counted as launch.sh does; 0 without any."""
-    try:
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout
-    except OSError:
-        return 0
-    seen, visible = len(re.findall("^GPU", listed, re.M)), os.environ.get("CUDA_VISIBLE_DEVICES")
+    seen = len(re.findall("^GPU", subprocess.getoutput("nvidia-smi -L"), re.M))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return seen if not seen or visible is None else len([each for each in visible.split(",") if each])
 
 
@@ -221,13 +218,6 @@ def main_setting(cell: str) -> dict:
     return {}
 
 
-def commit() -> str:
-    with contextlib.suppress(OSError, subprocess.CalledProcessError):
-        git = ["git", "-C", ROOT, "rev-parse", "HEAD"]
-        return subprocess.check_output(git, stderr=subprocess.DEVNULL, text=True).strip()
-    return "unknown"
-
-
 def given(flags: Flags) -> dict:
     """{"--depth": ("8",), "--no-reshard": ()} -> {"depth": 8, "reshard": False}."""
     found = {}
@@ -245,10 +235,12 @@ def failed_row(cell: str, end: str, setting: dict | None = None) -> dict:
     # As in main.py's rows, where `device` is a machine's, `world` says whether it is simulated, and `loss` is a figure.
     known = {{"loss": "loss_kind"}.get(name, name): value for name, value in setting.items() if name != "device"}
     known |= {"world": world(nproc, flags), "flags": setting, "error": end, "cell": cell}
-    about = {"date": time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime()), "commit": commit()}
+    unknown, commit = subprocess.getstatusoutput(f"git -C {shlex.quote(str(ROOT))} rev-parse HEAD")
+    about = {"date": time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime())}
+    about |= {"commit": "unknown" if unknown else commit, "torch": importlib.metadata.version("torch")}
     oom = "OOM ?" if "while the kernel freed memory" in end else re.search(r"error: rank \d+: (OOM \w+)|$", end)[1]
     outcome = "badshape" if re.search(r"error: --(width|head-dim|grouping) ", end) else oom or f"failed: {end}"
-    return about | {"torch": importlib.metadata.version("torch"), **known, "outcome": outcome}
+    return about | known | {"outcome": outcome}
 
 
 def labels(cells: list[str]) -> tuple[str, dict[str, tuple[str, str]]]:
@@ -305,9 +297,9 @@ def sweep(tables: dict[str, list[str]], args: argparse.Namespace, settings: dict
     rows = read_rows(args.results)
     for study, own in tables.items():
         print(f"\n## {study}\n" * (len(tables) > 1) + f"\n{table(own, rows)}", flush=True)
-    if "--wandb" in (given := parse(args.output)[1]):
+    if "--wandb" in (output := parse(args.output)[1]):
         found = {study: [rows[cell] for cell in own if cell in rows] for study, own in tables.items()}
-        log_tables(found, args.results, given["--wandb"][-1], given["--group"][-1], given.get("--tags", ()))
+        log_tables(found, args.results, output["--wandb"][-1], output["--group"][-1], output.get("--tags", ()))
     if missing := unfinished(cells, rows):
         print(f"\n{len(missing)} of {len(cells)} cells without a result: the same command tries them again")
     return not missing
