@@ -25,8 +25,8 @@ from typing import Any, TextIO
 from trainer.distributed.terminal import grouped, tell
 
 SECRET = re.compile(r"api_?key|private_?key|secret|passw|credential|(access|api|auth|hf)_?token|^token$", re.IGNORECASE)
-LINE = {"loss": ("loss {}", 4), "lr": ("lr {}", 0), "grad_norm": ("|g| {}", 3), "ms": ("{} ms", 1),
-        "tok_s": ("{} tok/s", 0)}  # fmt: skip
+LINE = {"loss": "loss {:.4f}", "lr": "lr {:.3g}", "grad_norm": "|g| {:.3f}", "ms": "{:,.1f} ms",
+        "tok_s": "{:,.0f} tok/s"}  # fmt: skip
 
 
 def _plain(value: Any) -> Any:
@@ -174,10 +174,8 @@ class Sinks:
         return True
 
     def _show(self, stats: dict) -> None:
-        if stats.get("lr") is not None:
-            stats = stats | {"lr": f"{stats['lr']:.3g}"}  # too small for a fixed number of digits
-        have = [(key, *how) for key, how in LINE.items() if stats.get(key) is not None]
-        line = "  ".join(text.format(grouped(stats[key], digits)) for key, text, digits in have)
+        have = [text.format(stats[key]) for key, text in LINE.items() if stats.get(key) is not None]
+        line = "  ".join(have).replace(",", "'")
         if self._bar:
             self._bar.update(self._bar.task_ids[0], completed=stats["step"], line=line, refresh=True)
         else:

@@ -111,13 +111,11 @@ def newest(rows: list[Row], key: Callable[[Row], object] = lambda row: None) -> 
 
 def comparison(rows: list[Row]) -> list[Row]:
     """The rows of benchmarks/wrappers.py: the last call of each device, torch and number of ranks."""
-    calls = {}
+    compared, found = {}, {}
     for row in [row for row in rows if row.get("study") == "baselines"]:
-        call = calls.setdefault((label(row), row["device"], row["torch"]), {})
-        if any(other["interleaved"] != row["interleaved"] for other in call.values()):
-            call.clear()
-        call[row["cell"]] = row
-    return [row for call in calls.values() for row in call.values()]
+        machine = label(row), row["device"], row["torch"]
+        compared[machine], found[machine, row["cell"]] = row["interleaved"], row
+    return [row for (machine, _), row in found.items() if row["interleaved"] == compared[machine]]
 
 
 def shared_key(row: Row, names: tuple[str, ...]) -> tuple:
