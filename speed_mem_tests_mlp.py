@@ -198,8 +198,8 @@ def connected(c: Config, rank: int, local_rank: int, world: int) -> torch.device
         fail(str(e), rank)
 
 
-def train(c: Config, step: Step, device: torch.device, timer: timing.StepTimer, stages: memory.Stages) -> dict:
-    """Every step, all on the same batch: the last loss, and seconds of the warm-up, which compiles.
+def train(c: Config, step: Step, device: torch.device, timer: timing.StepTimer, stages: memory.Stages):
+    """Every step, all on the same batch: (the last loss, seconds of the warm-up, which compiles).
     FloatingPointError where the loss is not finite."""
     data = torch.randint(c.vocab, (c.batch, c.seqlen + 1), generator=torch.Generator().manual_seed(1)).to(device)
     tokens, targets = data[:, :-1].contiguous(), data[:, 1:].contiguous()  # [B, T]
@@ -213,7 +213,7 @@ def train(c: Config, step: Step, device: torch.device, timer: timing.StepTimer, 
             warm_s = time.perf_counter() - start
     if not math.isfinite(loss.item()):
         raise FloatingPointError(f"loss {loss.item()}")
-    return dict(loss=loss.item(), warm_s=warm_s)
+    return loss.item(), warm_s
 
 
 def milestones(stages: memory.Stages) -> dict:
@@ -228,22 +228,22 @@ def main(c: Config, rank: int, local_rank: int, world: int) -> int:
     """One row. Exit codes: 0 done, 2 bad flags or environment, 5 non-finite, 6 out of memory, 1 anything else."""
     device = connected(c, rank, local_rank, world)
     row = timing.environment(device) | dict(study="mlp", world=flags.world_label(c, world)) | setting(c)
-    row |= dict(flags=setting(c), cell=os.environ.get("SWEEP_CELL"), outcome="ok", loss=None)
-    stages, timer, step, code, trained = memory.Stages(device), timing.StepTimer(device), None, 0, {}
+    row |= dict(flags=setting(c), cell=os.environ.get("SWEEP_CELL"), outcome="ok", loss=None, compile_s=None)
+    row |= timing.stats([])
+    stages, timer, step, code = memory.Stages(device), timing.StepTimer(device), None, 0
     try:
         step = Step(c, build(c, device, c.world or world, stages.add), device)
         stages.add("optimizer")
-        trained = train(c, step, device, timer, stages)
-        row["loss"] = trained["loss"]
+        row["loss"], warm_s = train(c, step, device, timer, stages)
+        row |= timing.stats(timer.ms())
+        if c.compile != "none":
+            row["compile_s"] = round(warm_s - WARMUP * row["step_ms"] / 1e3, 2)
     except Exception as e:
         text, oom = " ".join(f"{type(e).__name__}: {e}".split())[:500], memory.out_of_memory(e)
         row["outcome"] = f"OOM {step.phase if step else 'init'}" if oom else f"failed: {text}"
         code = 6 if oom else 5 if isinstance(e, FloatingPointError) else 1
         print(f"error: rank {rank}: {row['outcome']}{f': {text}; lower --batch' * oom}", file=sys.stderr, flush=True)
-    row |= milestones(stages)
-    row |= memory.peak(device) | timing.clocks(device) | timing.stats([] if code else timer.ms()) | dict(compile_s=None)
-    if c.compile != "none" and not code:
-        row["compile_s"] = round(trained["warm_s"] - WARMUP * row["step_ms"] / 1e3, 2)
+    row |= milestones(stages) | memory.peak(device) | timing.clocks(device)
     if rank == 0:
         append_jsonl(c.results, row, fsync=True)
         print("\n".join([*stages.lines(), *final_lines(row)[:3]]))

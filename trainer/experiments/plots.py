@@ -94,10 +94,11 @@ def axis(name: str, found: list, folder: Path) -> list[Path]:
     return paths
 
 
-def options(row: published.Row) -> dict[str, str]:
+def options(row: dict) -> dict[str, str]:
     """The flags that are not the shape of the model, nor without influence on memory and time, and their values."""
-    names = {*(row.get("flags") or {})} - {*published.SHAPE, *(each.name for each in fields(config.Output))}
-    return {name: str(published.setting(row, name)) for name in names if config.flag(name) not in published.NEUTRAL}
+    apart = {*published.SHAPE, *(each.name for each in fields(config.Output))}
+    flags = {name: str(value) for name, value in (row.get("flags") or {}).items() if name not in apart}
+    return {name: value for name, value in flags.items() if config.flag(name) not in published.NEUTRAL}
 
 
 def front(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -109,7 +110,7 @@ def front(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
     return best
 
 
-def fronts(rows: list[published.Row], folder: Path) -> list[Path]:
+def fronts(rows: list[dict], folder: Path) -> list[Path]:
     """A scatter of ms against MiB for every setting (shape, device, torch, ranks) that at least three rows share."""
     settings, paths = {}, []
     for row in published.newest(rows, lambda row: (published.shape(row), *sorted(options(row).items()))):

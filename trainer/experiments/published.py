@@ -42,10 +42,9 @@ REMARKS = {
     "mfu": "The published count lacks a factor of width in the MLP and does not group K and V: 1.93 times too low at "
     "depth 4 and 4096 tokens. Recomputed: the same step time with our FLOPs.",
 }
-Row = dict
 
 
-def read(paths: list[Path]) -> list[Row]:
+def read(paths: list[Path]) -> list[dict]:
     """Every row of JSONL files, in order, with its `file`; lines cut short are passed over. ValueError: no file."""
     rows = []
     for path in paths:
@@ -63,20 +62,20 @@ def kept(flags: sweep.Flags) -> sweep.Flags:
     return {flag: value for flag, value in flags.items() if flag not in NEUTRAL}
 
 
-def core(row: Row) -> sweep.Flags | None:
+def core(row: dict) -> sweep.Flags | None:
     """The flags that make a row's cell what it is; None where its cell is not a line of flags."""
     with suppress(ValueError):
         return kept(sweep.parse(shlex.split(row.get("cell") or "none"))[1])
     return None
 
 
-def on_gpu(row: Row) -> bool:
+def on_gpu(row: dict) -> bool:
     """Whether a run was on a GPU: by its memory, by its device, or, where it died before it knew, by its flags."""
     told = "CPU" if "--device cpu" in str(row.get("cell")) or "+cpu" in str(row.get("torch")) else "GPU"
     return "peak_alloc_mib" in row or not ("peak_rss_mib" in row or str(row.get("device", told)).startswith("CPU"))
 
 
-def setting(row: Row, name: str):
+def setting(row: dict, name: str):
     """What --name was. ValueError for a row that does not hold its whole setting, as a default of today may be another
     than that of the run."""
     if name not in (row.get("flags") or {}):
@@ -84,20 +83,20 @@ def setting(row: Row, name: str):
     return row["flags"][name]
 
 
-def shape(row: Row) -> str:
+def shape(row: dict) -> str:
     return ", ".join(f"{name} {setting(row, name)}" for name in SHAPE)
 
 
-def ranks(row: Row) -> int:
+def ranks(row: dict) -> int:
     return int(re.match(r"\d+", label(row))[0])
 
 
-def label(row: Row) -> str:
+def label(row: dict) -> str:
     """4, or 8(sim h100-nvlink)."""
     return str(row.get("world", 1))
 
 
-def newest(rows: list[Row], key: Callable[[Row], object] = lambda row: None) -> list[Row]:
+def newest(rows: list[dict], key: Callable[[dict], object] = lambda row: None) -> list[dict]:
     """Of each key, device, torch and label of ranks the last row that is ok, or else the last. A run that died knows no
     device: its row counts where there is no other."""
     last = {}
@@ -109,7 +108,7 @@ def newest(rows: list[Row], key: Callable[[Row], object] = lambda row: None) -> 
     return [row for which, row in last.items() if which[3] or which[:3] not in known]
 
 
-def comparison(rows: list[Row]) -> list[Row]:
+def comparison(rows: list[dict]) -> list[dict]:
     """The rows of benchmarks/wrappers.py: the last call of each device, torch and number of ranks."""
     compared, found = {}, {}
     for row in [row for row in rows if row.get("study") == "baselines"]:
@@ -118,7 +117,7 @@ def comparison(rows: list[Row]) -> list[Row]:
     return [row for (machine, _), row in found.items() if row["interleaved"] == compared[machine]]
 
 
-def shared_key(row: Row, names: tuple[str, ...]) -> tuple:
+def shared_key(row: dict, names: tuple[str, ...]) -> tuple:
     """What the row and the published row beside it have in common."""
     found = {name: setting(row, name) for name in "remat attn compile seqlen depth width batch grouping mode".split()}
     found |= {"ranks": ranks(row), "small": "replicate" if setting(row, "min_shard_mib") else "shard"}
@@ -135,7 +134,7 @@ def flops_ratio(depth: int, seqlen: int, grouping: int, width=4096, vocab=32768,
     return flops_per_token(c, seqlen) / counted
 
 
-def published(axis: str) -> dict[tuple, Row]:
+def published(axis: str) -> dict[tuple, dict]:
     """Key -> published row: `device`, `ranks`, the figures `mib`, `ms`, `mfu` (or None) and `text`, how they read."""
     file, names = PUBLISHED.get(axis, (None, ()))
     found = {}
@@ -157,7 +156,7 @@ def published(axis: str) -> dict[tuple, Row]:
     return found
 
 
-def entries(axis: str, rows: list[Row], small: bool) -> list[tuple[tuple, Row | None, Row | None]]:
+def entries(axis: str, rows: list[dict], small: bool) -> list[tuple[tuple, dict | None, dict | None]]:
     """(key, our row, published row) of an axis; None for a row that is missing. ValueError where none is ours."""
     names, theirs, lines, found = PUBLISHED.get(axis, (None, ()))[1], published(axis), {}, []
     for line in sweep.read_cells(axis, small, ANY, []):
@@ -177,19 +176,19 @@ def entries(axis: str, rows: list[Row], small: bool) -> list[tuple[tuple, Row | 
     return [(k, row, theirs.get(k)) for k in keys for row in [row for key, row in found if key == k] or [None]]
 
 
-def comparable(ours: Row | None, theirs: Row | None) -> bool:
+def comparable(ours: dict | None, theirs: dict | None) -> bool:
     """At the published setting (that of the axis' line at full size), on as many ranks, on a GPU."""
     full = ours and (setting(ours, "vocab"), setting(ours, "param_dtype")) == (32768, "bf16")
     return bool(full and theirs and on_gpu(ours) and ranks(ours) == theirs["ranks"])
 
 
-def figure(row: Row | None, key: str) -> float | None:
+def figure(row: dict | None, key: str) -> float | None:
     """The number of a row that is ok, or None."""
     value = row.get(key) if row and row.get("outcome", "ok") == "ok" else None
     return value if isinstance(value, int | float) else None
 
 
-def series(row: Row, axis: str) -> str:
+def series(row: dict, axis: str) -> str:
     """What one curve was measured on: device, torch and, where they are not the axis, the ranks."""
     n = label(row).lstrip("0123456789") if axis == "gpus" else f"n={label(row)}"
     return f"{str(row.get('device') or 'no device').split(',')[0]}, torch {row.get('torch')} {n}".strip()
