@@ -3,29 +3,23 @@
     python speed_mem_tests_mlp.py --compile fwdbwd --param-dtype bf16    # one row; several ranks: torchrun or --world N
     python speed_mem_tests_mlp.py --table mlp_4096 [--small]             # all rows of a published table, beside it
 
-A plain training loop: cross-entropy of random next tokens, torch's fused AdamW over fp32 masters, torch.compile
-without options (`--compile-options overlap` adds those of overlap.py). Each rank and step has the same batch. Peaks
-of memory are told for the first step, the second, and all after the third, where timing starts.
-
-The model is what the published 4 x 4096 figures fit: 3072 MiB of parameters; eager peaks, counted, of 40'961 MiB
-(published 40'977), 30'721 under autocast (30'737), 36'609 on 4 ranks (36'625): two Adam moments, GELU, a norm before
-the head and none in the blocks. 3 x 1024 does not fit: 352 MiB of parameters (348), an eager peak of 5'056 (5'985).
+A plain loop with torch's fused AdamW on one batch, and torch.compile without options of ours. The model is what the
+published 4 x 4096 figures fit: 3072 MiB of parameters; eager peaks, counted, of 40'961 MiB (published 40'977), 30'721
+under autocast (30'737), 36'609 on 4 ranks (36'625). 3 x 1024 does not fit: an eager peak of 5'056 MiB (5'985).
 `--table mlp_1024 --small`, torch 2.13.0+cpu, AMD EPYC, 1 thread, n 6: a step of 8.2 ms [6.5-10.6] sharded in eager, of
 5.6 ms [5.4-6.1] with --compile fwdbwd (results/mlp_small.jsonl). GPU: not measured.
 """
 # ruff: noqa: E402 (torch is imported when the flags have been read)
 
-import contextlib
+import argparse
 import csv
 import functools
-import io
 import math
 import os
 import shlex
 import signal
 import sys
 import time
-import zlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -39,23 +33,10 @@ from trainer.experiments import sweep
 WARMUP = 3  # steps in no median, the compiling ones among them
 SIZES = "width seqlen blocks batch vocab grow steps".split()
 SWITCHES = "autocast data_parallel reshard compile compile_options param_dtype reduce_dtype init".split()
-SMALL = "--width 64 --seqlen 64 --blocks 2 --batch 2 --vocab 512 --steps 9"
-LARGE, ALONE = "--width 4096 --seqlen 4096 --blocks 4", "--no-data-parallel"
-BF16, MODEL, FWDBWD = "--param-dtype bf16 --reduce-dtype bf16 ", "--compile model ", "--compile fwdbwd "
-OPTIONS = BF16 + MODEL + "--compile-options "
-GRAPHS = OPTIONS + "triton.cudagraphs=True epilogue_fusion=True shape_padding=True"
-TABLES = {  # sizes, then the switches of each published row, in its order; a guess: max_autotune in the ninth of 4096
-    "mlp_1024": ("--width 1024 --seqlen 1024 --blocks 3", [
-        ALONE, f"{ALONE} --autocast", "--no-reshard", f"--no-reshard {MODEL}", MODEL, "--compile step", FWDBWD,
-        FWDBWD + "--reduce-dtype bf16", FWDBWD + "--param-dtype bf16", FWDBWD + BF16]),
-    "mlp_4096": (LARGE, [
-        ALONE, f"{ALONE} --autocast", f"{ALONE} {FWDBWD}", f"{ALONE} --autocast {FWDBWD}", "--no-reshard",
-        f"--no-reshard {FWDBWD}", FWDBWD, FWDBWD + BF16, GRAPHS + " max_autotune=True", MODEL + BF16]),
-    "mlp_compile_options": (LARGE, [
-        MODEL + BF16, OPTIONS + "epilogue_fusion=True", OPTIONS + "shape_padding=True", OPTIONS + "max_autotune=True",
-        OPTIONS + "triton.cudagraphs=True", GRAPHS]),
-    "meta_init": (LARGE, [f"{FWDBWD}{BF16}--init device", f"{FWDBWD}{BF16}--init meta"]),
-}  # fmt: skip
+SMALL = "--width 64 --seqlen 64 --blocks 2 --batch 2 --vocab 512 --steps 9".split()
+LARGE = "--width 4096 --seqlen 4096 --blocks 4".split()  # the sizes of every table but mlp_1024, whose are the defaults
+ALONE = "--no-data-parallel"
+CELLS = Path(__file__).parent / "cells" / "mlp"  # a file per published table: the switches of its rows, in its order
 
 
 @dataclass(frozen=True)
@@ -94,8 +75,8 @@ def parse(argv: list[str], rank: int = 0, world: int = 1) -> Config:
     """Exit code 2 and a message for an unknown flag, a bad value, or values that do not fit."""
     read = functools.partial(tyro.cli, Config, prog="speed_mem_tests_mlp.py", console_outputs=rank == 0)
     c = read(args=argv, description=__doc__.partition("\n")[0])
-    sizes = f"{TABLES[c.table][0] if c.table else ''} {SMALL if c.small else ''}"
-    c = read(args=sizes.split() + argv)  # of two equal flags the last counts
+    large = c.table not in (None, "mlp_1024")
+    c = read(args=[*LARGE * large, *SMALL * c.small, *argv])  # of two equal flags the last counts
     low = [f"--{name} {getattr(c, name)}" for name in SIZES if getattr(c, name) < 1]
     set_too = [flags.flag(name) for name in SWITCHES if getattr(c, name) != getattr(Config, name)]
     alone = [f"--{name}" for name in ("table", "world") if getattr(c, name)] + [ALONE] * (not c.data_parallel)
@@ -118,13 +99,6 @@ def parse(argv: list[str], rank: int = 0, world: int = 1) -> Config:
 def setting(c: Config) -> dict:
     """What a row holds under `flags`: every size and switch."""
     return {name: getattr(c, name) for name in (*SIZES, *SWITCHES)}
-
-
-def setting_of(cell: str) -> dict:
-    """The same of a cell, nproc=N and flags; empty where they are not accepted."""
-    with contextlib.suppress(SystemExit), contextlib.redirect_stderr(io.StringIO()):
-        return setting(parse(shlex.split(cell)[1:]))
-    return {}
 
 
 if __name__ == "__main__":  # before torch is imported: --help and bad flags answer at once
@@ -224,8 +198,8 @@ def connected(c: Config, rank: int, local_rank: int, world: int) -> torch.device
         fail(str(e), rank)
 
 
-def train(c: Config, step: Step, device: torch.device, timer: timing.StepTimer, stages: memory.Stages) -> dict:
-    """Every step, all on the same batch: the last loss, and seconds of the warm-up, which compiles.
+def train(c: Config, step: Step, device: torch.device, timer: timing.StepTimer, stages: memory.Stages):
+    """Every step, all on the same batch: (the last loss, seconds of the warm-up, which compiles).
     FloatingPointError where the loss is not finite."""
     data = torch.randint(c.vocab, (c.batch, c.seqlen + 1), generator=torch.Generator().manual_seed(1)).to(device)
     tokens, targets = data[:, :-1].contiguous(), data[:, 1:].contiguous()  # [B, T]
@@ -239,7 +213,7 @@ def train(c: Config, step: Step, device: torch.device, timer: timing.StepTimer, 
             warm_s = time.perf_counter() - start
     if not math.isfinite(loss.item()):
         raise FloatingPointError(f"loss {loss.item()}")
-    return dict(loss=loss.item(), warm_s=warm_s)
+    return loss.item(), warm_s
 
 
 def milestones(stages: memory.Stages) -> dict:
@@ -254,22 +228,22 @@ def main(c: Config, rank: int, local_rank: int, world: int) -> int:
     """One row. Exit codes: 0 done, 2 bad flags or environment, 5 non-finite, 6 out of memory, 1 anything else."""
     device = connected(c, rank, local_rank, world)
     row = timing.environment(device) | dict(study="mlp", world=flags.world_label(c, world)) | setting(c)
-    row |= dict(flags=setting(c), cell=os.environ.get("SWEEP_CELL"), outcome="ok", loss=None)
-    stages, timer, step, code, trained = memory.Stages(device), timing.StepTimer(device), None, 0, {}
+    row |= dict(flags=setting(c), cell=os.environ.get("SWEEP_CELL"), outcome="ok", loss=None, compile_s=None)
+    row |= timing.stats([])
+    stages, timer, step, code = memory.Stages(device), timing.StepTimer(device), None, 0
     try:
         step = Step(c, build(c, device, c.world or world, stages.add), device)
         stages.add("optimizer")
-        trained = train(c, step, device, timer, stages)
-        row["loss"] = trained["loss"]
+        row["loss"], warm_s = train(c, step, device, timer, stages)
+        row |= timing.stats(timer.ms())
+        if c.compile != "none":
+            row["compile_s"] = round(warm_s - WARMUP * row["step_ms"] / 1e3, 2)
     except Exception as e:
         text, oom = " ".join(f"{type(e).__name__}: {e}".split())[:500], memory.out_of_memory(e)
         row["outcome"] = f"OOM {step.phase if step else 'init'}" if oom else f"failed: {text}"
         code = 6 if oom else 5 if isinstance(e, FloatingPointError) else 1
         print(f"error: rank {rank}: {row['outcome']}{f': {text}; lower --batch' * oom}", file=sys.stderr, flush=True)
-    row |= milestones(stages)
-    row |= memory.peak(device) | timing.clocks(device) | timing.stats([] if code else timer.ms()) | dict(compile_s=None)
-    if c.compile != "none" and not code:
-        row["compile_s"] = round(trained["warm_s"] - WARMUP * row["step_ms"] / 1e3, 2)
+    row |= milestones(stages) | memory.peak(device) | timing.clocks(device)
     if rank == 0:
         append_jsonl(c.results, row, fsync=True)
         print("\n".join([*stages.lines(), *final_lines(row)[:3]]))
@@ -279,24 +253,18 @@ def main(c: Config, rank: int, local_rank: int, world: int) -> int:
 
 
 def table(c: Config) -> int:
-    """Runs the unfinished rows of --table and prints it. 0: every row ended, if only with OOM."""
+    """Sweeps the rows of --table and prints them beside the published ones. 0: every row ended, if only with OOM."""
     check_writable(c.results)
-    results, cells = Path(c.results), []
-    for switches in TABLES[c.table][1]:
-        handed = [*SIZES, "device"] + ["world", "link"] * (c.world > 0 and ALONE not in switches)
-        words = switches.split() + [word for name in handed for word in (f"--{name}", str(getattr(c, name)))]
-        n = 1 if ALONE in switches or c.world else c.nproc or torch.cuda.device_count() or 1
-        cells.append(f"nproc={n} {sweep.join(sweep.parse(words)[1])}")
-    for cell in cells if c.fresh else sweep.unfinished(cells, sweep.read_rows(results)):
-        print(cell, file=sys.stderr, flush=True)
-        size = results.stat().st_size
-        log = results.parent / "runs" / results.stem / f"{zlib.crc32(cell.encode()):08x}.log"  # as a sweep's
-        end = sweep.run(cell, [__file__, "--results", str(results)], c.timeout, log)
-        if cell not in sweep.read_rows(results, size):
-            append_jsonl(results, sweep.failed_row(cell, end or "exit 0 without a row", setting_of(cell)))
+    handed = [*SIZES, "device"] + ["world", "link"] * (c.world > 0)
+    words = [word for name in handed for word in (flags.flag(name), str(getattr(c, name)))]
+    n, results = c.nproc or torch.cuda.device_count() or 1, Path(c.results)
+    [cells] = sweep.studies(str(CELLS / f"{c.table}.txt"), False, n, words).values()
+    settings = {cell: setting(parse(shlex.split(cell)[1:])) for cell in cells}
+    how = dict(program=__file__, results=results, output=[], timeout=c.timeout, budget=math.inf, fresh=c.fresh)
+    finished = sweep.sweep({c.table: cells}, argparse.Namespace(**how), settings)
     rows = sweep.read_rows(results)
-    print(beside_published(c.table, [rows[cell] for cell in cells]))
-    return 1 if sweep.unfinished(cells, rows) else 0
+    print(f"\n{beside_published(c.table, [rows[cell] for cell in cells])}")
+    return 0 if finished else 1
 
 
 def beside_published(name: str, rows: list[dict]) -> str:

@@ -5,18 +5,18 @@
     python -m benchmarks.attention --search --options results/flex_options.json  # then: main.py --flex-options FILE
 
 Rows have study="attention"; python -m trainer.experiments.report attention --results FILE prints them as a table.
-Backends are those of --sdpa, eager, and flex, compiled. Random inputs laid out as the model's, [B, T, H, d] transposed;
-warm-up and compilation are in no figure. FLOPs: 4 d per head and pair of a query with a key that it sees; backward 2.5
-times that.
+Random inputs laid out as the model's, [B, T, H, d] transposed; warm-up and compilation are in no figure. FLOPs: 4 d per
+head and pair of a query with a key that it sees; backward 2.5 times that.
 Exit codes: 0 every backend has a row (perhaps with the reason why it has no figures), 2 bad flags.
 """
 
 import argparse
 import itertools
 import json
+import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -31,6 +31,7 @@ from trainer.experiments.logging import append_jsonl
 from trainer.profiling import memory, timing
 
 WARMUP = 3
+SMALL = "--seqlen 64 256 --head-dim 32 --heads 8 --kv-heads 2 --tokens 1024 --dtype fp32".split()
 Options = dict[str, int]
 SQUARES = ((128, 64), (128, 128), (64, 128), (64, 64), (128, 32), (64, 32))
 # What --search tries, in this order. Every block divides the 128 of the block mask: the backward does not check it. M1
@@ -82,17 +83,11 @@ def milliseconds(run: Callable[..., Tensor], tensors: tuple, repeat: int, backwa
     return dict(zip(("forward", "backward"), (timer.ms() for timer in timers), strict=True))
 
 
-def cannot(backend: str, shape: Shape, device: torch.device) -> str | None:
-    """Why a backend does not run this shape on this device, or None."""
-    if backend == "flex":
-        return "FlexAttention needs CUDA to train" if device.type == "cpu" else None
-    return refusal(backend, shape, device)
-
-
 def bench(backend: str, shape: Shape, device: torch.device, repeat: int, options: Options) -> dict:
     """The row of one backend; its `outcome` is ok, "n/a: why" or "failed: why"."""
     row = timing.environment(device) | dict(study="attention", backend=backend, options=options) | shape._asdict()
-    if reason := cannot(backend, shape, device):
+    flex = "FlexAttention needs CUDA to train" if device.type == "cpu" else None
+    if reason := flex if backend == "flex" else refusal(backend, shape, device):
         return row | dict(outcome=f"n/a: {reason}")
     try:
         tensors = inputs(shape, device)
@@ -118,38 +113,32 @@ def store(path: Path, key: str, entry: dict) -> None:
     os.replace(draft, path)
 
 
-def candidates(stored: Options) -> Iterator[tuple[str, list[Options]]]:
-    """(direction, options to try): first those that are stored, so that a search cut short cannot lose them, then
-    torch's own, then the rest."""
-    for name, prefix, more in (("forward", "fwd_", FORWARD), ("backward", "bwd_", BACKWARD)):
-        first = {k: v for k, v in stored.items() if k.startswith(prefix)}
-        yield name, [first, *(each for each in ({}, *more) if each != first)]
-
-
 def search(time: Callable[[Options, str], float], path: Path, key: str, about: dict, say=print) -> dict:
     """The best options and their ms, stored under `key` after each improvement. `time`: (options, "forward" or
-    "backward") -> ms; an exception skips the candidate. Backward is searched with the best forward.
+    "backward") -> ms; an exception skips the candidate. Backward is searched with the best forward. Tried first are
+    the stored options, so that a search cut short cannot lose them, then torch's own.
     ValueError where no candidate of a direction runs."""
     entry = read_options(path, missing_ok=True).get(key, {}) | about
-    rest = dict(entry.get("options", {}))
-    for direction, tried in candidates(dict(rest)):
-        best = None
-        for options in tried:
-            kept = {k: v for k, v in rest.items() if k.startswith("bwd_" if direction == "forward" else "fwd_")}
+    chosen = dict(entry.get("options", {}))
+    for direction, prefix, more in (("forward", "fwd_", FORWARD), ("backward", "bwd_", BACKWARD)):
+        other = {name: value for name, value in chosen.items() if not name.startswith(prefix)}
+        stored = {name: value for name, value in chosen.items() if name.startswith(prefix)}
+        best = math.inf
+        for options in [stored, *(each for each in ({}, *more) if each != stored)]:
             try:
-                ms = time(kept | options, direction)
+                ms = time(other | options, direction)
             except Exception as e:
                 say(f"{direction} {options}: skipped, {type(e).__name__}: {' '.join(str(e).split())[:100]}")
                 continue
             if not options:
                 entry[f"default_{direction}_ms"] = ms
-            if best is None or ms < best:
-                best, rest = ms, kept | options
-                entry |= {"options": rest, f"{direction}_ms": ms}
+            if ms < best:
+                best, chosen = ms, other | options
+                entry |= {"options": chosen, f"{direction}_ms": ms}
                 store(path, key, entry)
                 say(f"{direction} {options}: {ms:.3f} ms")
-        if best is None:
-            raise ValueError(f"no options of {len(tried)} run {direction}")
+        if best == math.inf:
+            raise ValueError(f"no options run {direction}")
         store(path, key, entry)  # with the time of the defaults
     return entry
 
@@ -192,11 +181,8 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--search", action="store_true", help="search FlexAttention's kernel options instead")
     parser.add_argument("--options", type=Path, metavar="FILE", help="searched options: flex runs with them; --search "
                         "stores them there (default: results/flex_options.json)")  # fmt: skip
-    args = parser.parse_args(argv)
-    if args.small:
-        small = dict(seqlen=[64, 256], head_dim=32, heads=8, kv_heads=2, tokens=1024, dtype="fp32")
-        parser.set_defaults(**small)  # what is given wins
-        args = parser.parse_args(argv)
+    argv = sys.argv[1:] if argv is None else argv
+    args = parser.parse_args([*SMALL * ("--small" in argv), *argv])  # what is given wins
     if wrong := [name for name in ("head_dim", "heads", "kv_heads", "tokens", "repeat") if getattr(args, name) < 1]:
         parser.error(f"{config.flag(wrong[0])} {getattr(args, wrong[0])}: must be at least 1")
     if args.heads % args.kv_heads:

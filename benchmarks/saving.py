@@ -3,10 +3,9 @@
     python -m benchmarks.saving [--rounds 5] [--between 8] [--check] [--small] [-- FLAGS of main.py]
     torchrun --nproc-per-node 8 -m benchmarks.saving --check -- --save /shared/disk
 
-A round: steps; a save in the foreground; steps; a save in the background and the steps beside it. The first round has
-no steps beside its background save, so that the peaks of resident memory of both kinds compare. All that is timed
-waits for the device. MB/s are those of one rank, reading from the page cache. Files go to a new directory in --save
-(or here), which is removed at the end, also at SIGTERM and Ctrl-C. Rank 0 appends a row to --results.
+A round: steps; a save in the foreground; steps; a save in the background and the steps beside it (none in the first, so
+that the peaks of resident memory of both kinds compare). All that is timed waits for the device; MB/s are of one rank,
+read from the page cache. Files go to a new directory in --save (or here), which is removed at the end.
 --check: after that, with --deterministic, a model of another seed that loads a step must hold the same bits as the
 saved one, and 5 steps later the same losses and bits. This is a row of its own; exit code 4 where it does not hold.
 """

@@ -3,13 +3,10 @@
     python -m benchmarks.wrappers simple:fwdbwd none:fwdbwd simple:none [-- FLAGS of main.py]
     torchrun --nproc-per-node 8 -m benchmarks.wrappers simple:fwdbwd simple:blocks fsdp2:blocks ddp:blocks
 
-Cells are WRAPPER:COMPILE. They take turns, step by step, on the same batches, so that what disturbs the machine
-disturbs all of them alike; printed and appended to --results by rank 0: median, minimum and maximum ms, and the median
-of the step-by-step ratios to the first cell. Every cell's model is in memory at once: no memory is compared. Several
-ranks on one CPU measure the scheduler.
-
-fsdp2 and ddp are torch's own, as their users run them: fully_shard per block and root with its own mixed precision;
-DDP under autocast; compiled per block, below the hooks that communicate.
+Cells are WRAPPER:COMPILE; fsdp2 and ddp are torch's own, compiled per block. They take turns, step by step, on the same
+batches, so that what disturbs the machine disturbs all of them alike; printed and appended to --results by rank 0:
+median, minimum and maximum ms, and the median of the step-by-step ratios to the first cell. Every cell's model is in
+memory at once: no memory is compared. Several ranks on one CPU measure the scheduler.
 """
 
 import statistics
@@ -44,27 +41,23 @@ def compare(cells: list[str], c: flags.Config, device: torch.device, rank: int =
         own = replace(c, system=replace(c.system, wrapper=wrapper, compile=mode))
         configs.append(flags.resolve(own, device.type, world))
     c = configs[0]
-    steps = [build(each, device, world) for each in configs]
-    batches = Batches(
-        c.data, global_batch=world * c.batch * c.grad_accum, seqlen=c.seqlen, vocab=c.vocab, seed=c.seed, rank=rank,
-        world=world,
-    )  # fmt: skip
-    timers = [timing.StepTimer(device) for _ in steps]
+    steps = [(build(each, device, world), timing.StepTimer(device)) for each in configs]
+    sizes = dict(global_batch=world * c.batch * c.grad_accum, seqlen=c.seqlen, vocab=c.vocab)
+    batches = Batches(c.data, **sizes, seed=c.seed, rank=rank, world=world)
     for k in range(c.steps):
         batch = [t.to(device) for t in next(batches)]
         turn = k % len(steps)  # each goes first as often as the others
-        for step, timer in [*zip(steps, timers, strict=True)][turn:] + [*zip(steps, timers, strict=True)][:turn]:
+        for step, timer in steps[turn:] + steps[:turn]:
             with timer.step(excluded=k < WARMUP):
                 loss = step(*batch)
         if rank == 0 and k in (0, c.steps - 1):
             print(f"step {k + 1}: loss of the last cell {loss.item():.4f}", flush=True)
-    times = [timer.ms() for timer in timers]
-    rows = []
+    times, rows = [timer.ms() for _, timer in steps], []
     for cell, each, ms in zip(cells, configs, times, strict=True):
         ratio = statistics.median(a / b for a, b in zip(ms, times[0], strict=True))
         row = timing.environment(device) | dict(study="baselines", cell=cell, flags=flags.setting(each))
-        row["world"] = flags.world_label(c, world)
-        rows.append(row | timing.stats(ms) | dict(ratio=round(ratio, 4), against=cells[0], interleaved=cells))
+        row |= timing.stats(ms) | dict(world=flags.world_label(c, world), ratio=round(ratio, 4))
+        rows.append(row | dict(against=cells[0], interleaved=cells))
     return rows
 
 

@@ -22,6 +22,8 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = ("README.md", "NOTES.md")
 REFERENCE = dict(depth=4, width=4096, seqlen=4096, batch=8, grad_accum=1, param_dtype="bf16", mode="fully_shard",
                  compile="fwdbwd", attn="sdpa", remat="none", wrapper="simple", commit="0123456789", n=27)  # fmt: skip
+DEFAULT = config.setting(config.filled(config.parse([]), "cuda"))
+REFERENCE_FLAGS = {name: value for name, value in REFERENCE.items() if name in DEFAULT}
 GPU = dict(device="NVIDIA H200", torch="2.13.0+cu126")
 CPU = dict(device="CPU AMD EPYC, 2 threads", torch="2.13.0+cpu")
 needs_matplotlib = pytest.mark.skipif(not importlib.util.find_spec("matplotlib"), reason="matplotlib is not installed")
@@ -40,8 +42,9 @@ def line(axis, small=False, n=2, **flags):
 def row(cell, on=GPU, outcome="ok", mib=10_000, ms=500, **more):
     """A row as main.py writes it."""
     n, flags = sweep.parse(shlex.split(cell))
-    given = {name.strip("-").replace("-", "_"): int(v[0]) if v[0].isdigit() else v[0] for name, v in flags.items() if v}
-    found = REFERENCE | on | {k: v for k, v in given.items() if k in REFERENCE} | dict(cell=cell, flags=given)
+    given = sweep.given(flags) | {key: value for key, value in more.items() if key in DEFAULT}
+    found = REFERENCE | on | {k: v for k, v in given.items() if k in REFERENCE} | dict(cell=cell)
+    found["flags"] = DEFAULT | REFERENCE_FLAGS | given
     found |= dict(world=f"{given['world']}(sim {given['link']})" if "world" in given else n, outcome=outcome)
     found["peak_alloc_mib" if on is GPU else "peak_rss_mib"] = mib
     if outcome == "ok":
@@ -407,17 +410,12 @@ def test_the_front_is_of_one_setting_and_names_its_points(copy):
     assert "block" not in drawn and "sim" not in drawn
 
 
-OLD = CPU | {"compile": "blocks", "depth": 8, "flags": {"depth": 8, "compile": "blocks", "steps": 6}}
 NEW = config.setting(config.filled(config.parse(["--depth", "8", "--loss", "chunked"]), "cpu"))
 
 
-def test_a_default_that_changes_changes_no_setting_of_an_old_or_a_new_row(monkeypatch):
-    """An old row holds what differed from the defaults of its time, a new one everything."""
-    names = [*rows.DEFAULTS_D817189, *rows.DEFAULTS_D817189_CPU]
-    new = OLD | {"flags": NEW, "loss": 2.5, "loss_kind": "chunked"}
-    before = [[rows.setting(row, name) for name in names] for row in (OLD, new)]
-    told = {name: rows.setting(OLD, name) for name in ("depth", "steps", "remat", "lr", "loss")}
-    assert told == dict(depth=8, steps=6, remat="none", lr=3e-3, loss="full")
+def test_a_default_that_changes_changes_no_setting_of_a_row(monkeypatch):
+    new = CPU | {"flags": NEW, "loss": 2.5, "loss_kind": "chunked"}
+    before = [rows.setting(new, name) for name in NEW]
     assert (rows.setting(new, "loss"), rows.setting(new, "depth"), rows.setting(new, "vocab")) == ("chunked", 8, 256)
     for device in ("cpu", "cuda"):
         for name in config.DEFAULTS[device]:
@@ -426,7 +424,9 @@ def test_a_default_that_changes_changes_no_setting_of_an_old_or_a_new_row(monkey
         for field in dataclasses.fields(group):
             monkeypatch.setattr(group, field.name, "changed")
             monkeypatch.setattr(field, "default", "changed")
-    assert [[rows.setting(row, name) for name in names] for row in (OLD, new)] == before
+    assert [rows.setting(new, name) for name in NEW] == before
+    with pytest.raises(ValueError, match="^the row of '--depth 8' does not say what remat was"):
+        rows.setting({"cell": "--depth 8", "flags": {"depth": 8}}, "remat")
 
 
 def test_every_row_here_holds_its_whole_setting():
@@ -435,7 +435,7 @@ def test_every_row_here_holds_its_whole_setting():
             if row.get("study") == "mlp":
                 assert row["flags"] == {name: row[name] for name in row["flags"]} and len(row["flags"]) == 15
             else:
-                assert {*rows.DEFAULTS_D817189_CPU, "compile", "remat", "mode", "device", "seed"} <= row["flags"].keys()
+                assert {*rows.SHAPE, *"steps lr compile remat mode device seed".split()} <= row["flags"].keys()
 
 
 @pytest.mark.parametrize(("argv", "kept"), [

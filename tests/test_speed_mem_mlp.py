@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
@@ -46,6 +47,12 @@ def row_of(argv: str, code: int = 0, world: int = 1) -> dict:
         dist.destroy_process_group()
     (line,) = Path("rows.jsonl").read_text().splitlines()
     return json.loads(line)
+
+
+def switches_of(table: str) -> list[str]:
+    """The flags of each row of a published table, as words."""
+    [cells] = sweep.studies(str(mlp.CELLS / f"{table}.txt"), False, 4, []).values()
+    return [cell.split(" ", 1)[1] for cell in cells]
 
 
 def published(name: str) -> list[dict]:
@@ -86,14 +93,16 @@ def counted_peak(switches: str, ranks: int, monkeypatch) -> float:
 @pytest.mark.parametrize(("row", "ranks", "cuda"), [(0, 1, 0), (1, 1, -2048), (4, 4, 0)])
 def test_eager_peaks_are_the_published_ones(monkeypatch, row, ranks, cuda):
     """cuda: there, under autocast, the gradient of the bf16 logits is never fp32. Above the count stand 16 MiB each."""
-    counted = counted_peak(mlp.TABLES["mlp_4096"][1][row], ranks, monkeypatch) + cuda
+    counted = counted_peak(switches_of("mlp_4096")[row], ranks, monkeypatch) + cuda
     assert 15 < int(published("mlp_4096")[row]["peak_mib"]) - counted < 18
 
 
 def test_every_published_row_has_its_switches():
-    for name, (sizes, switches) in mlp.TABLES.items():
-        for row, each in zip(published(name), switches, strict=True):
-            label, c = str(next(iter(row.values()))), mlp.parse([*sizes.split(), *each.split()])
+    names = {path.stem for path in mlp.CELLS.iterdir()}
+    assert names == set(get_args(get_args(get_type_hints(mlp.Config)["table"])[0]))
+    for name in names:
+        for row, each in zip(published(name), switches_of(name), strict=True):
+            label, c = str(next(iter(row.values()))), mlp.parse(each.split())
             assert c.autocast == ("autocast" in label)
             if name == "mlp_4096":
                 assert c.data_parallel == (label.startswith(("data_parallel", "same")))
@@ -220,18 +229,20 @@ def cells_of(line: str) -> list[str]:
 
 @pytest.mark.slow
 def test_a_table_runs_its_rows_on_two_ranks_and_records_the_bad_one(monkeypatch, capsys):
-    bad = "--no-data-parallel --param-dtype bf16"
-    monkeypatch.setitem(mlp.TABLES, "meta_init", ("", ["--init meta", bad]))
+    bad = "nproc=1 --no-data-parallel --compile model --compile-options triton.cudagraphs=True"
+    Path("meta_init.txt").write_text(f"--init meta\n{bad}\n")
+    monkeypatch.setattr(mlp, "CELLS", Path("."))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert mlp.table(mlp.parse([*TINY, "--table", "meta_init", "--nproc", "2", "--results", "rows.jsonl"])) == 1
-    title, _, head, _, first, second = capsys.readouterr().out.splitlines()
+    title, _, head, _, first, second = capsys.readouterr().out.splitlines()[-6:]
     assert "resident on a CPU" in title
     assert cells_of(head)[:5] == ["init", "outcome", "world", "after_model_mib", "published"]
     assert cells_of(first)[:3] == ["cuda", "ok", "2"] and cells_of(first)[-2:][1] == "559"
-    assert cells_of(second)[1].startswith("failed: exit 2: error: --param-dtype, --reduce-dtype: belong to")
+    assert cells_of(second)[1].startswith("failed: exit 2: error: --compile-options triton.cudagraphs: needs CUDA")
     assert cells_of(second)[3:5] == ["", "0"] and cells_of(second)[-1] == "496"
     rows = sweep.read_rows(Path("rows.jsonl"))
-    ok = next(row for row in rows.values() if row["outcome"] == "ok")
+    ok, failed = sorted(rows.values(), key=lambda row: row["outcome"] != "ok")
+    assert failed["flags"].keys() == ok["flags"].keys() and failed["flags"]["compile"] == "model"
     assert abs(ok["loss"] - row_of("")["loss"]) < 1e-6  # on two ranks and on one
 
 
@@ -239,20 +250,20 @@ def test_a_second_call_runs_only_what_has_no_result(monkeypatch, capsys):
     ends = {"--no-reshard": "ok", "--autocast": "OOM bwd"}
     started = []
 
-    def run(cell, program, timeout, log):
+    def run(cell, program, timeout, log, name):
         started.append(cell)
         outcome = next((end for flag, end in ends.items() if flag in cell.split()), None)
         if outcome:
             row = {"cell": cell, "outcome": outcome, "world": 4, "step_ms": 1234.5, "init_mib": 3072.0}
             row |= {"peak_alloc_mib": 40977.25, "device": "a GPU", "torch": "2.13", "commit": "c" * 40}
-            Path(program[-1]).open("a").write(json.dumps(row) + "\n")
+            Path(program[program.index("--results") + 1]).open("a").write(json.dumps(row) + "\n")
         return None if outcome == "ok" else "exit 9: killed"
 
     monkeypatch.setattr(sweep, "run", run)
     argv = "--table mlp_4096 --nproc 4 --steps 30 --results rows.jsonl".split()
     assert mlp.table(mlp.parse(argv)) == 1 and len(started) == 10
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 14 and lines[0].startswith("mlp_4096, MiB allocated; ours: a GPU, torch 2.13, commit ccccc")
+    lines = capsys.readouterr().out.splitlines()[-14:]
+    assert lines[0].startswith("mlp_4096, MiB allocated; ours: a GPU, torch 2.13, commit ccccc")
     named = {cells_of(line)[0]: cells_of(line) for line in lines[4:]}
     assert named["autocast(bf16)"][1:3] == ["OOM bwd", "4"]
     assert named["data_parallel"][3:] == ["3'072.0", "3072", "", "3200", "", "", "40'977.2", "36625", "1'234.5", "7169"]

@@ -1,11 +1,8 @@
 """Where the numbers of a run go: JSONL files (the record), the terminal, and W&B if asked. Never touches a tensor.
 
     sinks = Sinks("results/rows.jsonl", wandb="offline", rank=rank, total_steps=n, every=10)
-    if sinks.due(k):                        # k counts finished steps: 1 to n
-        sinks.step({"step": k, "loss": 3.21, "lr": 3e-4, "grad_norm": 1.2, "ms": 360.1, "tok_s": 91022})
-    sinks.row(row)                          # and in the end, whatever happened, sinks.close()
-
-    tell("outcome  ok")                     # a print that cannot end the run
+    sinks.step({"step": k, "loss": 3.21, "lr": 3e-4})     # where sinks.due(k)
+    sinks.row(row)                                        # and in the end, whatever happened, sinks.close()
 
 Rank 0 writes; on other ranks the same calls do nothing. A sink that fails in mid-run (the disk is full, the folder or
 the network gone, the reader of a pipe has left) costs one warning and never the run. Rows go to rows.jsonl, the steps
@@ -28,8 +25,8 @@ from typing import Any, TextIO
 from trainer.distributed.terminal import grouped, tell
 
 SECRET = re.compile(r"api_?key|private_?key|secret|passw|credential|(access|api|auth|hf)_?token|^token$", re.IGNORECASE)
-LINE = {"loss": ("loss {}", 4), "lr": ("lr {}", 0), "grad_norm": ("|g| {}", 3), "ms": ("{} ms", 1),
-        "tok_s": ("{} tok/s", 0)}  # fmt: skip
+LINE = {"loss": "loss {:.4f}", "lr": "lr {:.3g}", "grad_norm": "|g| {:.3f}", "ms": "{:,.1f} ms",
+        "tok_s": "{:,.0f} tok/s"}  # fmt: skip
 
 
 def _plain(value: Any) -> Any:
@@ -144,9 +141,19 @@ class Sinks:
             self._try("wandb", lambda: self._wandb.summary.update(_plain(row)))
 
     def table(self, name: str, rows: list[dict]) -> None:
-        """Rows as a table, for W&B only: a column for each key of any row, what is nested as JSON."""
-        if self._wandb:
-            self._try("wandb", lambda: self._log_table(name, [_plain(row) for row in rows]))
+        """Rows as a table, for W&B only."""
+
+        def log():
+            import wandb
+
+            plain = [_plain(row) for row in rows]
+            columns = list(dict.fromkeys(key for row in plain for key in row))
+            lines = [[row.get(key) for key in columns] for row in plain]
+            lines = [[json.dumps(each) if isinstance(each, dict | list) else each for each in line] for line in lines]
+            self._wandb.log({name: wandb.Table(columns=columns, data=lines, allow_mixed_types=True)})
+
+        if self._wandb and rows:
+            self._try("wandb", log)
 
     def close(self) -> None:
         """End the progress bar and the W&B run; a second call does nothing."""
@@ -167,10 +174,8 @@ class Sinks:
         return True
 
     def _show(self, stats: dict) -> None:
-        if stats.get("lr") is not None:
-            stats = stats | {"lr": f"{stats['lr']:.3g}"}  # too small for a fixed number of digits
-        have = [(key, *how) for key, how in LINE.items() if stats.get(key) is not None]
-        line = "  ".join(text.format(grouped(stats[key], digits)) for key, text, digits in have)
+        have = [text.format(stats[key]) for key, text in LINE.items() if stats.get(key) is not None]
+        line = "  ".join(have).replace(",", "'")
         if self._bar:
             self._bar.update(self._bar.task_ids[0], completed=stats["step"], line=line, refresh=True)
         else:
@@ -202,19 +207,11 @@ class Sinks:
         Path(run.dir).parent.joinpath("logs", "debug-core.log").unlink(missing_ok=True)  # a link into the user's home
         self._wandb = run
 
-    def _log_table(self, name: str, rows: list[dict]) -> None:
-        import wandb
-
-        columns = list(dict.fromkeys(key for row in rows for key in row))
-        lines = [[row.get(key) for key in columns] for row in rows]
-        lines = [[json.dumps(each) if isinstance(each, dict | list) else each for each in line] for line in lines]
-        self._wandb.log({name: wandb.Table(columns=columns, data=lines, allow_mixed_types=True)})
-
 
 def log_tables(tables: dict[str, list[dict]], results: Path, wandb: str, group: str, tags: Sequence[str] = ()) -> None:
-    """A W&B run of its own, of job type "table", with a table per study in `tables`. Costs a warning at most."""
+    """A W&B run of its own, of job type "table", with a table per study: a column for each key of any of its rows, what
+    is nested as JSON. Costs a warning at most."""
     sinks = Sinks(results, wandb, group, group, tags=tags, job_type="table")
     for study, rows in tables.items():
-        if rows:
-            sinks.table(study, rows)
+        sinks.table(study, rows)
     sinks.close()

@@ -14,20 +14,7 @@ from matplotlib.ticker import LogLocator, NullFormatter
 
 from trainer import config
 from trainer.distributed.terminal import grouped
-from trainer.experiments.published import (
-    DEFAULTS_D817189,
-    NEUTRAL,
-    PUBLISHED,
-    SHAPE,
-    Row,
-    figure,
-    label,
-    newest,
-    on_gpu,
-    series,
-    setting,
-    shape,
-)
+from trainer.experiments import published
 
 matplotlib.rcParams |= {"svg.fonttype": "none", "svg.hashsalt": "report", "font.size": 9}
 MIB = {True: ("peak_alloc_mib", "peak allocated MiB"), False: ("peak_rss_mib", "peak resident MiB")}
@@ -42,12 +29,12 @@ def save(plot: Figure, path: Path) -> Path:
 def curves(name: str, found: list, gpu: bool) -> dict[str, dict]:
     """Name of a curve -> {x: (MiB, ms, outcome)}; published ones start with "published". Of the axis gpus there are two
     each: the same batch on every rank, and the same in all."""
-    names, made = PUBLISHED.get(name, ("", ()))[1], {}
+    names, made = published.PUBLISHED.get(name, ("", ()))[1], {}
     keys, ours, theirs = list(dict.fromkeys(key for key, *_ in found)), [], []
     for key, o, p in found:
-        if o and on_gpu(o) == gpu:
-            point = figure(o, MIB[gpu][0]), figure(o, "step_ms"), o.get("outcome", "")
-            ours.append((key, series(o, name), point))
+        if o and published.on_gpu(o) == gpu:
+            point = published.figure(o, MIB[gpu][0]), published.figure(o, "step_ms"), o.get("outcome", "")
+            ours.append((key, published.series(o, name), point))
         if p:
             point = p.get("mib"), p["ms"], "" if p.get("mib") else p["text"]["mib"]
             theirs.append((key, f"published {p['device']}" + f" n={p['ranks']}" * ("ranks" not in names), point))
@@ -80,9 +67,9 @@ def draw(ax, made: dict[str, dict], i: int, line: bool, scale: bool) -> None:
 def axis(name: str, found: list, folder: Path) -> list[Path]:
     """Peak MiB and step ms along an axis, one file for GPUs and one for CPUs. Beside published figures a CPU's stand
     relative to their first, as those do: resident and allocated memory, or their times, compare as shapes only."""
-    names, paths = PUBLISHED.get(name, ("", ()))[1], []
+    names, paths = published.PUBLISHED.get(name, ("", ()))[1], []
     line = len(names) == 1 or name == "gpus"  # else the axis is a list of names
-    for gpu in sorted({on_gpu(ours) for _, ours, _ in found if ours}):
+    for gpu in sorted({published.on_gpu(ours) for _, ours, _ in found if ours}):
         made = curves(name, found, gpu)
         scale = not gpu and any(each.startswith("published") for each in made)
         plot = Figure(figsize=(11, 5.5), layout="constrained")
@@ -107,10 +94,11 @@ def axis(name: str, found: list, folder: Path) -> list[Path]:
     return paths
 
 
-def options(row: Row) -> dict[str, str]:
+def options(row: dict) -> dict[str, str]:
     """The flags that are not the shape of the model, nor without influence on memory and time, and their values."""
-    names = {*DEFAULTS_D817189, *(row.get("flags") or {})} - {*SHAPE, *(each.name for each in fields(config.Output))}
-    return {name: str(setting(row, name)) for name in names if config.flag(name) not in NEUTRAL}
+    apart = {*published.SHAPE, *(each.name for each in fields(config.Output))}
+    flags = {name: str(value) for name, value in (row.get("flags") or {}).items() if name not in apart}
+    return {name: value for name, value in flags.items() if config.flag(name) not in published.NEUTRAL}
 
 
 def front(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -122,16 +110,17 @@ def front(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
     return best
 
 
-def fronts(rows: list[Row], folder: Path) -> list[Path]:
+def fronts(rows: list[dict], folder: Path) -> list[Path]:
     """A scatter of ms against MiB for every setting (shape, device, torch, ranks) that at least three rows share."""
     settings, paths = {}, []
-    for row in newest(rows, lambda row: (shape(row), *sorted(options(row).items()))):
-        if figure(row, "step_ms") and figure(row, MIB[on_gpu(row)][0]):
-            settings.setdefault((shape(row), row.get("device"), row.get("torch"), label(row)), []).append(row)
+    for row in published.newest(rows, lambda row: (published.shape(row), *sorted(options(row).items()))):
+        if published.figure(row, "step_ms") and published.figure(row, MIB[published.on_gpu(row)][0]):
+            key = published.shape(row), row.get("device"), row.get("torch"), published.label(row)
+            settings.setdefault(key, []).append(row)
     for (at, device, torch, n), those in settings.items():
         if len(those) < 3:
             continue
-        key, unit = MIB[on_gpu(those[0])]
+        key, unit = MIB[published.on_gpu(those[0])]
         plot = Figure(figsize=(9, 6), layout="constrained")
         ax = plot.subplots()
         points = [(row["step_ms"], row[key]) for row in those]

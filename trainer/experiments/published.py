@@ -1,8 +1,5 @@
 """Result rows: read them, find those of an axis, and the published row that stands beside each. Imports no torch.
 
-    rows = read([Path("results/sweep-seqlen.jsonl")])
-    for key, ours, theirs in entries("seqlen", rows, small=False):      # (4096,), our row, published row
-
 The published figures (reference/) are facts to compare with: `comparable` says whether a ratio to one means anything.
 """
 
@@ -20,20 +17,6 @@ from trainer.distributed.terminal import grouped
 from trainer.experiments import sweep
 
 REFERENCE = Path(__file__).resolve().parents[2] / "reference"
-# The defaults of every flag as they were at commit d817189: up to then a row held only the flags that differed from
-# them. They are written out, and are not those of config.py, because a default may change and a row may not.
-DEFAULTS_D817189 = dict(
-    grouping=4, grow=4, grad_accum=1, data="stdlib", warmup=10, clip=1.0, nonfinite="stop", max_skips=3, norm_limit=0.0,
-    spike=10.0, seed=0, init=None, reduce_dtype="fp32", adam_dtype="fp32", device="auto", world=None,
-    link="h100-nvlink", wrapper="simple", mode="fully_shard", replicas=2, reshard=True, accum_sync="every",
-    min_shard_mib=0.0, compile="fwdbwd", compile_options=[], cuda_graph=False, deterministic=False, attn="sdpa",
-    sdpa="auto", flex_options=None, remat="none", remat_ratio=1.0, remat_norm=True, remat_core=False, mlp="plain",
-    mlp_chunk=0, optim="after", loss="full", chunk=2048,
-)  # fmt: skip
-DEFAULTS_D817189_GPU = dict(depth=4, width=4096, head_dim=128, vocab=32768, seqlen=4096, batch=8, steps=50, lr=3e-4,
-                            param_dtype="bf16")  # fmt: skip
-DEFAULTS_D817189_CPU = dict(depth=4, width=128, head_dim=32, vocab=256, seqlen=192, batch=8, steps=40, lr=3e-3,
-                            param_dtype="fp32")  # fmt: skip
 NEUTRAL = sweep.OUTPUT | {f"--{name}" for name in "steps data lr warmup seed device world link".split()}
 SHAPE = "depth width head_dim grouping grow vocab seqlen batch grad_accum param_dtype".split()
 ANY = 10**9  # ranks of a line that names none
@@ -59,10 +42,9 @@ REMARKS = {
     "mfu": "The published count lacks a factor of width in the MLP and does not group K and V: 1.93 times too low at "
     "depth 4 and 4096 tokens. Recomputed: the same step time with our FLOPs.",
 }
-Row = dict
 
 
-def read(paths: list[Path]) -> list[Row]:
+def read(paths: list[Path]) -> list[dict]:
     """Every row of JSONL files, in order, with its `file`; lines cut short are passed over. ValueError: no file."""
     rows = []
     for path in paths:
@@ -80,40 +62,41 @@ def kept(flags: sweep.Flags) -> sweep.Flags:
     return {flag: value for flag, value in flags.items() if flag not in NEUTRAL}
 
 
-def core(row: Row) -> sweep.Flags | None:
+def core(row: dict) -> sweep.Flags | None:
     """The flags that make a row's cell what it is; None where its cell is not a line of flags."""
     with suppress(ValueError):
         return kept(sweep.parse(shlex.split(row.get("cell") or "none"))[1])
     return None
 
 
-def on_gpu(row: Row) -> bool:
+def on_gpu(row: dict) -> bool:
     """Whether a run was on a GPU: by its memory, by its device, or, where it died before it knew, by its flags."""
     told = "CPU" if "--device cpu" in str(row.get("cell")) or "+cpu" in str(row.get("torch")) else "GPU"
     return "peak_alloc_mib" in row or not ("peak_rss_mib" in row or str(row.get("device", told)).startswith("CPU"))
 
 
-def setting(row: Row, name: str):
-    """What --name was. Rows hold their whole setting under `flags`; what an older one does not say was a default."""
-    defaults = DEFAULTS_D817189 | (DEFAULTS_D817189_GPU if on_gpu(row) else DEFAULTS_D817189_CPU)
-    beside = row.get("loss_kind" if name == "loss" else name, defaults.get(name))
-    return (row.get("flags") or {}).get(name, beside)
+def setting(row: dict, name: str):
+    """What --name was. ValueError for a row that does not hold its whole setting, as a default of today may be another
+    than that of the run."""
+    if name not in (row.get("flags") or {}):
+        raise ValueError(f"the row of '{row.get('cell')}' does not say what {name} was: run its cell again")
+    return row["flags"][name]
 
 
-def shape(row: Row) -> str:
+def shape(row: dict) -> str:
     return ", ".join(f"{name} {setting(row, name)}" for name in SHAPE)
 
 
-def ranks(row: Row) -> int:
+def ranks(row: dict) -> int:
     return int(re.match(r"\d+", label(row))[0])
 
 
-def label(row: Row) -> str:
+def label(row: dict) -> str:
     """4, or 8(sim h100-nvlink)."""
     return str(row.get("world", 1))
 
 
-def newest(rows: list[Row], key: Callable[[Row], object] = lambda row: None) -> list[Row]:
+def newest(rows: list[dict], key: Callable[[dict], object] = lambda row: None) -> list[dict]:
     """Of each key, device, torch and label of ranks the last row that is ok, or else the last. A run that died knows no
     device: its row counts where there is no other."""
     last = {}
@@ -125,18 +108,16 @@ def newest(rows: list[Row], key: Callable[[Row], object] = lambda row: None) -> 
     return [row for which, row in last.items() if which[3] or which[:3] not in known]
 
 
-def comparison(rows: list[Row]) -> list[Row]:
+def comparison(rows: list[dict]) -> list[dict]:
     """The rows of benchmarks/wrappers.py: the last call of each device, torch and number of ranks."""
-    calls = {}
+    compared, found = {}, {}
     for row in [row for row in rows if row.get("study") == "baselines"]:
-        call = calls.setdefault((label(row), row["device"], row["torch"]), {})
-        if any(other["interleaved"] != row["interleaved"] for other in call.values()):
-            call.clear()
-        call[row["cell"]] = row
-    return [row for call in calls.values() for row in call.values()]
+        machine = label(row), row["device"], row["torch"]
+        compared[machine], found[machine, row["cell"]] = row["interleaved"], row
+    return [row for (machine, _), row in found.items() if row["interleaved"] == compared[machine]]
 
 
-def shared_key(row: Row, names: tuple[str, ...]) -> tuple:
+def shared_key(row: dict, names: tuple[str, ...]) -> tuple:
     """What the row and the published row beside it have in common."""
     found = {name: setting(row, name) for name in "remat attn compile seqlen depth width batch grouping mode".split()}
     found |= {"ranks": ranks(row), "small": "replicate" if setting(row, "min_shard_mib") else "shard"}
@@ -153,7 +134,7 @@ def flops_ratio(depth: int, seqlen: int, grouping: int, width=4096, vocab=32768,
     return flops_per_token(c, seqlen) / counted
 
 
-def published(axis: str) -> dict[tuple, Row]:
+def published(axis: str) -> dict[tuple, dict]:
     """Key -> published row: `device`, `ranks`, the figures `mib`, `ms`, `mfu` (or None) and `text`, how they read."""
     file, names = PUBLISHED.get(axis, (None, ()))
     found = {}
@@ -175,7 +156,7 @@ def published(axis: str) -> dict[tuple, Row]:
     return found
 
 
-def entries(axis: str, rows: list[Row], small: bool) -> list[tuple[tuple, Row | None, Row | None]]:
+def entries(axis: str, rows: list[dict], small: bool) -> list[tuple[tuple, dict | None, dict | None]]:
     """(key, our row, published row) of an axis; None for a row that is missing. ValueError where none is ours."""
     names, theirs, lines, found = PUBLISHED.get(axis, (None, ()))[1], published(axis), {}, []
     for line in sweep.read_cells(axis, small, ANY, []):
@@ -195,19 +176,19 @@ def entries(axis: str, rows: list[Row], small: bool) -> list[tuple[tuple, Row | 
     return [(k, row, theirs.get(k)) for k in keys for row in [row for key, row in found if key == k] or [None]]
 
 
-def comparable(ours: Row | None, theirs: Row | None) -> bool:
+def comparable(ours: dict | None, theirs: dict | None) -> bool:
     """At the published setting (that of the axis' line at full size), on as many ranks, on a GPU."""
     full = ours and (setting(ours, "vocab"), setting(ours, "param_dtype")) == (32768, "bf16")
     return bool(full and theirs and on_gpu(ours) and ranks(ours) == theirs["ranks"])
 
 
-def figure(row: Row | None, key: str) -> float | None:
+def figure(row: dict | None, key: str) -> float | None:
     """The number of a row that is ok, or None."""
     value = row.get(key) if row and row.get("outcome", "ok") == "ok" else None
     return value if isinstance(value, int | float) else None
 
 
-def series(row: Row, axis: str) -> str:
+def series(row: dict, axis: str) -> str:
     """What one curve was measured on: device, torch and, where they are not the axis, the ranks."""
     n = label(row).lstrip("0123456789") if axis == "gpus" else f"n={label(row)}"
     return f"{str(row.get('device') or 'no device').split(',')[0]}, torch {row.get('torch')} {n}".strip()

@@ -5,10 +5,7 @@
     python -m trainer.experiments.report --plots plots     SVG files as well (trainer/experiments/plots.py)
     python -m trainer.experiments.report --check           the marked tables of README and NOTES; --write corrects them
 
-`<!-- report: LAYOUT FILE... [--small] -->` marks the table below it. LAYOUT: an axis; compile, the --compile modes;
-ladder, runs that differ in what they keep; compile-depth, seconds to compile by depth; baselines or wrappers, the rows
-of benchmarks/wrappers.py; attention, those of benchmarks/attention.py (without any, the axis of that name). Ranks that
-are simulated stand as 8(sim LINK) everywhere.
+`<!-- report: LAYOUT FILE... [--small] -->` marks the table below it. LAYOUT: an axis, or one of LAYOUTS below.
 Exit codes: 0, 1 a marked table differs, 2 bad input.
 """
 
@@ -20,22 +17,7 @@ import sys
 from pathlib import Path
 
 from trainer.distributed.terminal import grouped, markdown
-from trainer.experiments import sweep
-from trainer.experiments.published import (
-    PUBLISHED,
-    REMARKS,
-    comparable,
-    comparison,
-    core,
-    entries,
-    figure,
-    label,
-    newest,
-    read,
-    series,
-    setting,
-    shape,
-)
+from trainer.experiments import published, sweep
 
 MS = "step ms, median [min-max]"
 # Title, key and digits of our figure; key and title of the published one. Resident and allocated never share a column.
@@ -55,13 +37,30 @@ Entries = list[tuple[tuple, dict | None, dict | None]]
 
 def shown(row: dict | None, key: str, digits: int) -> str:
     """A figure of a row with its range, 91.4 [75.3-219.9]; nothing where it has none."""
-    text, low, high = (grouped(figure(row, key + end), digits, missing="") for end in ("", "_min", "_max"))
+    text, low, high = (grouped(published.figure(row, key + end), digits, missing="") for end in ("", "_min", "_max"))
     return text + f" [{low}-{high}]" * bool(low)
+
+
+def column(rows: list[dict | None], title: str, key: str, digits: int) -> Columns:
+    """The column of a figure; none where no row has it."""
+    texts = [shown(row, key, digits) for row in rows]
+    return [(title, texts)] if any(texts) else []
+
+
+def memory(rows: list[dict]) -> Columns:
+    """The columns of peak memory that the rows have."""
+    return [found for title, key, digits, *_ in METRICS[:2] for found in column(rows, f"peak {title}", key, digits)]
+
+
+def outcomes(rows: list[dict | None]) -> Columns:
+    """The column of outcomes; none where every row is ok."""
+    texts = [str(row.get("outcome"))[:80] if row else "" for row in rows]
+    return [("outcome", texts)] if {*texts} - {"", "ok"} else []
 
 
 def where(rows: list[dict | None], always: bool = False) -> Columns:
     """Columns that tell rows apart: the ranks (unless all ran on one), device and torch where they differ."""
-    found = [("n", [label(row) if row else "" for row in rows])]
+    found = [("n", [published.label(row) if row else "" for row in rows])]
     found += [(name, [(row or {}).get(name) or "" for row in rows]) for name in ("device", "torch")]
     needed = [always or set(found[0][1]) != {"1"}, *(len(set(texts) - {""}) > 1 for _, texts in found[1:])]
     return list(itertools.compress(found, needed))
@@ -77,24 +76,22 @@ def relative(figures: list[float | None], names: list[str | None]) -> tuple[str,
 
 def axis_columns(axis: str, found: Entries) -> Columns:
     """Ours, published and their ratios; where nothing is comparable, both relative to their first instead."""
-    names, ours, theirs = PUBLISHED.get(axis, ("", ("flags",)))[1], [o for _, o, _ in found], [p for *_, p in found]
-    fair = [comparable(o, p) for _, o, p in found]
-    columns, apart = [(name, [str(key[i]) for key, *_ in found]) for i, name in enumerate(names)], where(ours, True)
+    names = published.PUBLISHED.get(axis, ("", ("flags",)))[1]
+    ours, theirs = [o for _, o, _ in found], [p for *_, p in found]
+    fair = [published.comparable(o, p) for _, o, p in found]
+    columns = [(name, [str(key[i]) for key, *_ in found]) for i, name in enumerate(names)]
     if "ranks" in names:
-        at = names.index("ranks")
-        columns[at : at + 1] = [("n", [label(o) if o else str(p["ranks"]) for _, o, p in found])]
-        apart = apart[1:]
-    columns += apart
+        columns[names.index("ranks")] = ("n", [published.label(o) if o else str(p["ranks"]) for _, o, p in found])
+    columns += where(ours, always=True)["ranks" in names :]
     if len({p["device"] for p in theirs if p}) > 1:
         columns.append(("published on", [p["device"] if p else "" for p in theirs]))
-    if any(o and o.get("outcome") != "ok" for o in ours):
-        columns.append(("outcome", [grouped((o or {}).get("outcome"), missing="")[:80] for o in ours]))
+    columns += outcomes(ours)
     for title, key, digits, their_key, their_title in METRICS:
-        own, other = [figure(o, key) for o in ours], [p.get(their_key) if p else None for p in theirs]
+        own, other = [published.figure(o, key) for o in ours], [p.get(their_key) if p else None for p in theirs]
         alone = any(theirs) and not any(fair) and ("mib" in key or key == "step_ms")
         if any(own):
             columns.append((title, [shown(o, key, digits) for o in ours]))
-            columns += [relative(own, [o and series(o, axis) for o in ours])] * alone
+            columns += [relative(own, [o and published.series(o, axis) for o in ours])] * alone
         if any(other):
             columns.append((their_title, [p["text"][their_key] if p else "" for p in theirs]))
             columns += [relative(other, [p and p["device"] for p in theirs])] * alone
@@ -106,88 +103,82 @@ def axis_columns(axis: str, found: Entries) -> Columns:
 def compile_modes(rows: list[dict]) -> tuple[list[dict], Columns]:
     """The rows and columns of a table of the --compile modes. ValueError if they differ in anything else."""
     order = ("none", "blocks", "model", "fwdbwd", "step")
-    rows = newest([row for row in rows if row.get("compile") in order], lambda row: row["compile"])
+    rows = published.newest([row for row in rows if row.get("compile") in order], lambda row: row["compile"])
     rows.sort(key=lambda row: order.index(row["compile"]))
-    if len({(shape(row), *(setting(row, name) for name in ("steps", "mode", "remat"))) for row in rows}) > 1:
+    told = *published.SHAPE, "steps", "mode", "remat"
+    if len({tuple(published.setting(row, name) for name in told) for row in rows}) > 1:
         raise ValueError("compile: the rows are of several settings; give a file of one")
     columns = [("`--compile`", [row["compile"] for row in rows]), *where(rows)]
-    loss = f"loss, step {setting(rows[0], 'steps') if rows else ''}"
-    columns += [(loss, [shown(row, "loss", 4) or row["outcome"] for row in rows])]
-    columns += [(MS, [shown(row, "step_ms", 1) for row in rows])]
+    loss = f"loss, step {published.setting(rows[0], 'steps') if rows else ''}"
+    columns += [(loss, [shown(row, "loss", 4) or row["outcome"] for row in rows]), *column(rows, MS, "step_ms", 1)]
     columns += [("compile s", [shown(row, "compile_s", 1) or "n/a" for row in rows])]
-    memory = [(f"peak {title}", [shown(row, key, 0) for row in rows]) for title, key, *_ in METRICS[:2]]
-    return rows, columns + [column for column in memory if any(column[1])]
+    return rows, columns + memory(rows)
 
 
 def baselines(rows: list[dict], split: bool = False) -> tuple[list[dict], Columns]:
     """The rows and columns of a comparison; `split`: wrapper and compile mode in columns of their own."""
-    rows = comparison(rows)
+    rows = published.comparison(rows)
     columns = [("wrapper:compile", [row["cell"] for row in rows])]
     if split:
         columns = [(name, [row["cell"].split(":")[i] for row in rows]) for i, name in enumerate(("wrapper", "compile"))]
-    columns += where(rows)
-    columns += [(MS, [shown(row, "step_ms", 1) for row in rows])]
-    return rows, columns + [("median ratio to the first", [shown(row, "ratio", 3) for row in rows])]
+    columns += where(rows) + column(rows, MS, "step_ms", 1)
+    return rows, columns + column(rows, "median ratio to the first", "ratio", 3)
 
 
 def attention(rows: list[dict]) -> tuple[list[dict], Columns]:
     """The rows and columns of benchmarks/attention.py; x: time over that of the fastest SDPA kernel beside it."""
     sizes = "seqlen batch heads kv_heads head_dim dtype".split()
     rows = [row for row in rows if row.get("study") == "attention"]
-    rows = newest(rows, lambda row: (*(row[name] for name in sizes), row["backend"]))
+    rows = published.newest(rows, lambda row: (*(row[name] for name in sizes), row["backend"]))
     told = [*(name for name in sizes[2:] if len({row[name] for row in rows}) > 1), *sizes[:2], "backend"]
     columns = where(rows) + [(name, [str(row[name]) for row in rows]) for name in told]
-    if any(row["outcome"] != "ok" for row in rows):
-        columns.append(("outcome", [row["outcome"][:80] for row in rows]))
+    columns += outcomes(rows)
     beside = [tuple(row.get(name) for name in ("device", "torch", *sizes)) for row in rows]
     for name in ("forward", "backward"):
         key, best = f"{name}_ms", {}
-        for shape_, row in zip(beside, rows, strict=True):
-            if row["backend"] != "flex" and figure(row, key):
-                best[shape_] = min(figure(row, key), best.get(shape_, row[key]))
+        for which, row in zip(beside, rows, strict=True):
+            if row["backend"] != "flex" and published.figure(row, key):
+                best[which] = min(published.figure(row, key), best.get(which, row[key]))
         columns += [(f"{name} ms, median [min-max]", [shown(row, key, 3) for row in rows])]
-        speeds = [figure(row, f"{name}_tflops") for row in rows]
+        speeds = [published.figure(row, f"{name}_tflops") for row in rows]
         columns += [(f"{name} TFLOP/s", [f"{speed:.3g}" if speed else "" for speed in speeds])]
-        ratios = [figure(row, key) / best[at] if figure(row, key) and at in best else None
-                  for at, row in zip(beside, rows, strict=True)]  # fmt: skip
-        columns += [("x", [grouped(ratio, 2, missing="") for ratio in ratios])]
-    memory = [(f"peak {title}", [shown(row, key, 0) for row in rows]) for title, key, *_ in METRICS[:2]]
-    return rows, columns + [column for column in memory if any(column[1])]
+        both = [(published.figure(row, key), best.get(which)) for which, row in zip(beside, rows, strict=True)]
+        columns += [("x", [grouped(ms / least, 2) if ms and least else "" for ms, least in both])]
+    return rows, columns + memory(rows)
 
 
 def ladder(rows: list[dict]) -> tuple[list[dict], Columns]:
     """The rows and columns of runs that differ in how they save memory, in the order in which they ran first."""
-    rows = newest([row for row in rows if core(row)], lambda row: sweep.join(core(row)))
-    rows.sort(key=lambda row: (label(row), str(row.get("device")), row.get("date")))
-    common = set.intersection(*(set(core(row).items()) for row in rows)) if rows else set()
-    columns = [("flags", [f"`{sweep.join(dict(set(core(row).items()) - common)) or 'the others'}`" for row in rows])]
-    columns += where(rows)
-    if any(row["outcome"] != "ok" for row in rows):
-        columns.append(("outcome", [row["outcome"][:80] for row in rows]))
+    rows = published.newest([row for row in rows if published.core(row)], lambda row: sweep.join(published.core(row)))
+    rows.sort(key=lambda row: (published.label(row), str(row.get("device")), row.get("date")))
+    cores = [published.core(row) for row in rows]
+    common = set.intersection(*(set(each.items()) for each in cores)) if rows else set()
+    columns = [("flags", [f"`{sweep.join(dict(set(each.items()) - common)) or 'the others'}`" for each in cores])]
+    columns += where(rows) + outcomes(rows)
     for title, key, *_ in METRICS[:2]:
-        values, names = [figure(row, key) for row in rows], [series(row, "ladder") for row in rows]
+        values, names = [published.figure(row, key) for row in rows], [published.series(row, "ladder") for row in rows]
         if any(values):
             columns += [(f"peak {title}", [grouped(value, missing="") for value in values]), relative(values, names)]
-    return rows, columns + [(MS, [shown(row, "step_ms", 1) for row in rows])]
+    return rows, columns + column(rows, MS, "step_ms", 1)
 
 
 def compile_depth(rows: list[dict]) -> tuple[list[dict], Columns]:
     """The rows of several depths of each --compile mode, and columns: seconds to compile, and over the least depth."""
-    rows = newest([row for row in rows if row.get("compile", "none") != "none"], lambda r: (r["compile"], r["depth"]))
-    kinds = sorted({(label(r), str(r.get("device")), r["torch"]) for r in rows if r.get("device")})
-    depths = sorted({row["depth"] for row in rows})
-    lines = [(mode, kind) for kind in kinds for mode in dict.fromkeys(row["compile"] for row in rows)]
-    found = {(r["compile"], (label(r), str(r.get("device")), r["torch"]), r["depth"]): figure(r, "compile_s")
-             for r in rows}  # fmt: skip
-    own = [[found.get((mode, kind, depth)) for depth in depths] for mode, kind in lines]
-    columns = [("`--compile`", [mode for mode, _ in lines])]
-    columns += [(("n", "device", "torch")[i], [kind[i] for _, kind in lines]) for i in range(3) if len(kinds) > 1]
-    columns += [(f"depth {d}, s", [grouped(each[i], 1, missing="") for each in own]) for i, d in enumerate(depths)]
-    ratios = [each[-1] / each[0] if each and each[0] and each[-1] else None for each in own]
+    rows = [row for row in rows if row.get("compile", "none") != "none" and row.get("device")]
+    rows, lines = published.newest(rows, lambda row: (row["compile"], row["depth"])), {}
+    for row in sorted(rows, key=lambda row: (published.label(row), row["device"], row["torch"])):
+        lines.setdefault((row["compile"], published.label(row), row["device"], row["torch"]), {})[row["depth"]] = row
+    firsts, depths = [[*line.values()][0] for line in lines.values()], sorted({row["depth"] for row in rows})
+    columns = [("`--compile`", [row["compile"] for row in firsts]), *where(firsts)]
+    for depth in depths:
+        columns.append((f"depth {depth}, s", [shown(line.get(depth), "compile_s", 1) for line in lines.values()]))
+    seconds = [[published.figure(line.get(depth), "compile_s") for depth in depths] for line in lines.values()]
     title = f"depth {depths[-1]} / depth {depths[0]}" if depths else ""
-    return rows, [*columns, (title, [grouped(ratio, 2, missing="") for ratio in ratios])]
+    return rows, [*columns, (title, [grouped(s[-1] / s[0], 2) if s[0] and s[-1] else "" for s in seconds])]
 
 
+# compile: the --compile modes; ladder: runs that differ in what they keep; compile-depth: seconds to compile by depth;
+# baselines, wrappers: the rows of benchmarks/wrappers.py; attention: those of benchmarks/attention.py, else the axis.
 LAYOUTS = {"compile": compile_modes, "ladder": ladder, "compile-depth": compile_depth, "baselines": baselines,
            "wrappers": lambda rows: baselines(rows, split=True), "attention": attention}  # fmt: skip
 
@@ -198,12 +189,12 @@ def about(name: str, ours: list[dict], found: Entries) -> str:
     def each(key):
         return ", ".join(sorted({str(row[key]) for row in ours if row.get(key)})) or "unknown"
 
-    n, commits = ", ".join(sorted({label(row) for row in ours})), {str(row.get("commit"))[:7] for row in ours}
+    n, commits = ", ".join(sorted({published.label(row) for row in ours})), {str(row.get("commit"))[:7] for row in ours}
     dirty = " (uncommitted changes)" * any(row.get("dirty") for row in ours)
     lines = [f"**{name}**: commit {', '.join(sorted(commits))}{dirty}, torch {each('torch')}, {each('device')}, "
              f"n = {n} ranks, {each('n')} timed steps, {each('file')}."]  # fmt: skip
-    if any(core(row) for row in ours):
-        shared = set.intersection(*(set((core(row) or {}).items()) for row in ours))
+    if any(published.core(row) for row in ours):
+        shared = set.intersection(*(set((published.core(row) or {}).items()) for row in ours))
         lines += [f"All of ours: `{sweep.join(dict(shared)) or 'defaults'}`."]
     if "(sim" in n:
         lines += ["N(sim LINK): one process in place of N, its collectives timed by a model of the link."]
@@ -211,16 +202,17 @@ def about(name: str, ours: list[dict], found: Entries) -> str:
     if theirs:
         machines = [f"{n}x{device}" for device, n in sorted({(p["device"], p["ranks"]) for p in theirs})]
         how = "Ratios only at the published setting, on as many ranks of a GPU, whichever it is."
-        if not any(comparable(o, p) for _, o, p in found):
+        if not any(published.comparable(o, p) for _, o, p in found):
             how = "No ratios to it: setting, ranks or device differ. x: relative to the first of each device and n."
-        lines += [f"Published by others on {', '.join(machines)}: reference/{PUBLISHED[name][0]}, not ours. {how}"]
-    return "\n".join([*lines, *filter(None, [REMARKS.get(name)])])
+        file = f"reference/{published.PUBLISHED[name][0]}"
+        lines += [f"Published by others on {', '.join(machines)}: {file}, not ours. {how}"]
+    return "\n".join([*lines, *filter(None, [published.REMARKS.get(name)])])
 
 
-def check_names(names: list[str]) -> None:
+def check_name(name: str) -> None:
     """Raises ValueError for a name that is neither an axis nor a layout."""
     known = {**sweep.axes(), **LAYOUTS}
-    for name in [name for name in names if name not in known]:
+    if name not in known:
         raise ValueError(f"unknown axis '{name}': expected all or one of {', '.join(known)}")
 
 
@@ -231,7 +223,7 @@ def section(name: str, rows: list[dict], small: bool) -> tuple[str, str]:
         return about(name, ours, []), markdown(columns)
     if name not in sweep.axes():
         raise ValueError(f"{name}: no row of it among {len(rows)} rows")
-    found = entries(name, rows, small)
+    found = published.entries(name, rows, small)
     return about(name, [o for _, o, _ in found if o], found), markdown(axis_columns(name, found))
 
 
@@ -260,8 +252,8 @@ def check(documents: list[Path], write: bool = False) -> tuple[int, list[str]]:
                 continue
             name, *files = [word for word in mark[1].split() if word != "--small"]
             try:
-                check_names([name])
-                rows = read([document.parent / file for file in files])
+                check_name(name)
+                rows = published.read([document.parent / file for file in files])
                 new = section(name, rows, "--small" in mark[1].split())[1].split("\n")
             except ValueError as error:
                 raise ValueError(f"{document}:{i}: {error}") from None
@@ -274,24 +266,16 @@ def check(documents: list[Path], write: bool = False) -> tuple[int, list[str]]:
     return count, differing
 
 
-def checked(write: bool) -> int:
-    """What --check and --write print; returns the exit code."""
-    documents = [path for path in (Path("README.md"), Path("NOTES.md")) if path.is_file()]
-    count, differing = check(documents, write)
-    if not count:
-        raise ValueError("no marked table in README.md and NOTES.md here")
-    print(*differing, f"{count} marked tables, {len(differing)} {'rewritten' if write else 'differ'}", sep="\n")
-    return 1 if differing and not write else 0
-
-
 def report(args: argparse.Namespace) -> None:
     """Print tables, write plots. Raises ValueError where an axis that was named, or every axis, has no row."""
     plots = importlib.import_module("trainer.experiments.plots") if args.plots else None
     named, printed = [name for name in args.axis if name != "all"], []
-    check_names(named)
+    for name in named:
+        check_name(name)
     for name in named or sweep.axes():
         defaults = [Path(f"results/sweep-{stem}{'-small' * args.small}.jsonl") for stem in ("all", name)]
-        rows = read(args.results or [path for path in defaults if path.is_file()] or defaults[1:] * bool(named))
+        there = [path for path in defaults if path.is_file()]
+        rows = published.read(args.results or there or defaults[1:] * bool(named))
         try:
             print(*section(name, rows, args.small), sep="\n\n", end="\n\n")
         except ValueError:
@@ -300,7 +284,7 @@ def report(args: argparse.Namespace) -> None:
             continue
         printed += [row for row in rows if row not in printed]
         if plots and name in sweep.axes():
-            print(*plots.axis(name, entries(name, rows, args.small), args.plots), sep="\n", end="\n\n")
+            print(*plots.axis(name, published.entries(name, rows, args.small), args.plots), sep="\n", end="\n\n")
     if not printed:
         where = " ".join(map(str, args.results)) or f"results/sweep-*{'-small' * args.small}.jsonl"
         raise ValueError(f"no row of any axis in {where}{'' if args.small else ' (at small sizes: --small)'}")
@@ -321,7 +305,15 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if (args.check or args.write) and (args.axis or args.results or args.small or args.plots):
             raise ValueError("--check and --write stand alone: the marks in the documents name layouts and rows")
-        return checked(args.write) if args.check or args.write else report(args) or 0
+        if not args.check and not args.write:
+            report(args)
+            return 0
+        count, differing = check([path for path in (Path("README.md"), Path("NOTES.md")) if path.is_file()], args.write)
+        if not count:
+            raise ValueError("no marked table in README.md and NOTES.md here")
+        done = "rewritten" if args.write else "differ"
+        print(*differing, f"{count} marked tables, {len(differing)} {done}", sep="\n")
+        return 1 if differing and not args.write else 0
     except ValueError as error:
         parser.exit(2, f"report: {error}\n")
     except ImportError as error:  # matplotlib

@@ -1,46 +1,19 @@
-"""What a run of main.py says of itself: the lines before its first step, and the row that it leaves."""
+"""What a run of main.py says of itself: the lines before its first step, and the row that it leaves. `run` is a
+trainer.run.Run everywhere; that module imports this package, not the other way round."""
 
 import math
 import os
-from collections import deque
-from typing import Any, Protocol
-
-import torch
+from typing import Any
 
 from simple_fsdp import describe
 from trainer import config as flags
 from trainer import costs
-from trainer.config import Config
-from trainer.data import Batches
 from trainer.distributed import simulated_world
 from trainer.distributed.terminal import grouped
-from trainer.fault_tolerance.nonfinite import FiniteCheck
 from trainer.profiling import flops, memory, timing
-from trainer.step import Replayed, Step
 
 
-class RunView(Protocol):
-    """What a row and a header need to know of a run (trainer.run.Run)."""
-
-    c: Config
-    device: torch.device
-    world: int  # ranks, simulated ones too
-    environment: dict[str, Any]  # of timing.environment
-    attention: str  # the kernel, for people
-    flops: dict[str, float]  # of one step on one rank: "causal", "palm", "hardware" if known
-    step_tokens: int  # of one step on one rank
-    batches: Batches
-    step: Step | None  # None until it is built
-    replayed: Replayed | None  # with --cuda-graph
-    timer: timing.StepTimer
-    finite: FiniteCheck
-    collectives: deque | None  # of the last step on simulated ranks
-    first: int  # steps of earlier runs, from which this one resumed
-    first_step_s: float | None
-    first_step_mib: float | None
-
-
-def row(run: RunView, outcome: str) -> dict:
+def row(run: Any, outcome: str) -> dict:
     """The row of a run that ended with `outcome`, at whatever point. Times in ms, memory in MiB, MFU in percent; None
     where it is not known."""
     c = run.c
@@ -65,7 +38,7 @@ def row(run: RunView, outcome: str) -> dict:
     return row | flops.utilisation(run.flops, seconds, peak) | dict(peak_flops=peak, loss=run.finite.loss)
 
 
-def header(run: RunView) -> list[str]:
+def header(run: Any) -> list[str]:
     """The anchors of sanity that the run prints before its first step."""
     c, env = run.c, run.environment
     rows = describe(run.step.model)

@@ -5,14 +5,11 @@
     ./launch.sh sweep cells.txt --steps 30   any file of cells
 
 The axes are the files of cells/axes; a file of your own is read in the same way. A line is a cell: nproc=N (processes)
-and flags of main.py. ranks=N are N processes where the machine has as many GPUs, else simulated (then `world` in the
-row is 8(sim h100-nvlink)). `--depth {2,4}` makes two cells of a line, several braces every combination. Lines below
-[full] or [small] are for that size, those above for both; flags beside it belong to each line below. '#': a comment.
-
-main.py writes the row and copies $SWEEP_CELL into it. Where it ended without one (killed, crashed, too slow), this
-program writes `failed: ...` in its place. A second call runs what has no row yet, then tries again what failed; a bad
-shape and out of memory are results. --world for a sweep is for cells that name no ranks, as --nproc is. With --wandb
-the cells are runs of one group, and one more run in it holds a table of rows per study.
+and flags of main.py. ranks=N are N processes where the machine has as many GPUs, else simulated. `--depth {2,4}` makes
+two cells of a line. Lines below [full] or [small] are for that size; flags beside it belong to each of them.
+main.py writes the row; where it ended without one (killed, too slow), this program writes `failed: ...`. A second call
+runs what has no row yet, then tries again what failed; a bad shape and out of memory are results. --world and --nproc
+are for cells that name no ranks. With --wandb the cells are runs of one group, beside a run with a table per study.
 """
 
 import argparse
@@ -56,11 +53,8 @@ def join(flags: Flags) -> str:
 @functools.cache
 def gpus() -> int:
     """GPUs that a run may use, counted as launch.sh does; 0 without any."""
-    try:
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout
-    except OSError:
-        return 0
-    seen, visible = len(re.findall("^GPU", listed, re.M)), os.environ.get("CUDA_VISIBLE_DEVICES")
+    seen = len(re.findall("^GPU", subprocess.getoutput("nvidia-smi -L"), re.M))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return seen if not seen or visible is None else len([each for each in visible.split(",") if each])
 
 
@@ -77,8 +71,7 @@ def expand(line: str) -> list[str]:
 
 
 def lines_of(file: Path, small: bool) -> Iterator[tuple[int, str]]:
-    """(number, text) of the lines that name cells. Lines below [full] or [small] are for sweeps of that size alone, and
-    the flags beside it belong to each of them."""
+    """(number, text) of the lines that name cells of this size, with the flags that stand beside [full] or [small]."""
     shared, wanted = "", True
     for number, line in enumerate(file.read_text().splitlines(), 1):
         if section := re.match(r"\[(full|small)\]", line):
@@ -114,12 +107,11 @@ def world(nproc: int, flags: Flags) -> int | str:
 
 def on_ranks(line: str, small: bool) -> str:
     """`line` with ranks=N as nproc=N, or, above what the machine has (with --small: above 2), as simulated ranks."""
-
-    def start(found: re.Match) -> str:
-        real = int(found[1]) <= (2 if small else max(1, gpus()))
-        return f"nproc={found[1]}" if real else f"--world {found[1]} --link h100-nvlink"
-
-    return re.sub(r"(?<!\S)ranks=(\d+)", start, line)
+    found, most = re.search(r"(?<!\S)ranks=(\d+)", line), 2 if small else max(1, gpus())
+    if not found:
+        return line
+    start = "nproc=" if int(found[1]) <= most else "--link h100-nvlink --world "
+    return line.replace(found[0], start + found[1])
 
 
 def cell_of(line: str, small: bool, nproc: int, extra: Flags) -> str:
@@ -226,31 +218,29 @@ def main_setting(cell: str) -> dict:
     return {}
 
 
-def commit() -> str:
-    with contextlib.suppress(OSError, subprocess.CalledProcessError):
-        git = ["git", "-C", ROOT, "rev-parse", "HEAD"]
-        return subprocess.check_output(git, stderr=subprocess.DEVNULL, text=True).strip()
-    return "unknown"
+def given(flags: Flags) -> dict:
+    """{"--depth": ("8",), "--no-reshard": ()} -> {"depth": 8, "reshard": False}."""
+    found = {}
+    for flag, texts in flags.items():
+        values = [int(text) if text.isdigit() else text for text in texts] or [not flag.startswith("--no-")]
+        found[flag.strip("-").removeprefix("no-").replace("-", "_")] = values[0] if len(values) == 1 else values
+    return found
 
 
 def failed_row(cell: str, end: str, setting: dict | None = None) -> dict:
     """The row of a run that wrote none: what is known from outside. `end`: how it ended, as `run` says it. `setting`,
-    for a program that is not main.py: every flag as it was resolved; stands under `flags`, as in other rows."""
-    setting = main_setting(cell) if setting is None else setting
-    (nproc, flags), given = parse(shlex.split(cell)), {}
-    for flag, values in flags.items():
-        name = flag.strip("-").removeprefix("no-").replace("-", "_")
-        values = [int(value) if value.isdigit() else value for value in values] or [not flag.startswith("--no-")]
-        given[name] = setting.get(name, values[0] if len(values) == 1 else values)
+    for a program that is not main.py: every flag as it was resolved."""
+    nproc, flags = parse(shlex.split(cell))
+    setting = setting or main_setting(cell) or given(flags)
     # As in main.py's rows, where `device` is a machine's, `world` says whether it is simulated, and `loss` is a figure.
-    known = {name: value for name, value in given.items() if name != "device"} | {"world": world(nproc, flags)}
-    if "loss" in known:
-        known["loss_kind"] = known.pop("loss")
-    about = {"date": time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime()), "commit": commit()}
-    about |= {"torch": importlib.metadata.version("torch"), **known, "flags": setting or given, "error": end}
+    known = {{"loss": "loss_kind"}.get(name, name): value for name, value in setting.items() if name != "device"}
+    known |= {"world": world(nproc, flags), "flags": setting, "error": end, "cell": cell}
+    unknown, commit = subprocess.getstatusoutput(f"git -C {shlex.quote(str(ROOT))} rev-parse HEAD")
+    about = {"date": time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime())}
+    about |= {"commit": "unknown" if unknown else commit, "torch": importlib.metadata.version("torch")}
     oom = "OOM ?" if "while the kernel freed memory" in end else re.search(r"error: rank \d+: (OOM \w+)|$", end)[1]
-    bad_shape = re.search(r"error: --(width|head-dim|grouping) ", end)
-    return about | {"outcome": "badshape" if bad_shape else oom or f"failed: {end}", "cell": cell}
+    outcome = "badshape" if re.search(r"error: --(width|head-dim|grouping) ", end) else oom or f"failed: {end}"
+    return about | known | {"outcome": outcome}
 
 
 def labels(cells: list[str]) -> tuple[str, dict[str, tuple[str, str]]]:
@@ -275,10 +265,12 @@ def table(cells: list[str], rows: dict[str, dict]) -> str:
     return f"all: {shared}\n\n" * bool(shared) + markdown(columns)
 
 
-def sweep(tables: dict[str, list[str]], args: argparse.Namespace) -> bool:
-    """Run every cell that has no finished row, those never tried first. True: all are finished."""
+def sweep(tables: dict[str, list[str]], args: argparse.Namespace, settings: dict[str, dict] | None = None) -> bool:
+    """Run every cell that has no finished row (--fresh: every cell), those never tried first. True: all are finished.
+    `settings`: cell -> its resolved flags, if the program is not main.py."""
     cells, rows = list(dict.fromkeys(itertools.chain(*tables.values()))), read_rows(args.results)
-    todo, names = sorted(unfinished(cells, rows), key=lambda cell: cell in rows), {}
+    todo = cells if args.fresh else sorted(unfinished(cells, rows), key=lambda cell: cell in rows)
+    names = {}
     for study, own in tables.items():
         names = {cell: f"{study} n={n} {flags}" for cell, (n, flags) in labels(own)[1].items()} | names
     print(f"{len(cells)} cells, {len(cells) - len(todo)} finished before; rows in {args.results}", flush=True)
@@ -297,7 +289,7 @@ def sweep(tables: dict[str, list[str]], args: argparse.Namespace) -> bool:
             print(f"    cut short by --budget {args.budget:g}: not counted")
             break
         if row is None:
-            row = failed_row(cell, end or "exit 0 without a row")
+            row = failed_row(cell, end or "exit 0 without a row", (settings or {}).get(cell))
             append_jsonl(args.results, row)
         elif end:
             print(f"    after its row: {end}")
@@ -305,9 +297,9 @@ def sweep(tables: dict[str, list[str]], args: argparse.Namespace) -> bool:
     rows = read_rows(args.results)
     for study, own in tables.items():
         print(f"\n## {study}\n" * (len(tables) > 1) + f"\n{table(own, rows)}", flush=True)
-    if "--wandb" in (given := parse(args.output)[1]):
+    if "--wandb" in (output := parse(args.output)[1]):
         found = {study: [rows[cell] for cell in own if cell in rows] for study, own in tables.items()}
-        log_tables(found, args.results, given["--wandb"][-1], given["--group"][-1], given.get("--tags", ()))
+        log_tables(found, args.results, output["--wandb"][-1], output["--group"][-1], output.get("--tags", ()))
     if missing := unfinished(cells, rows):
         print(f"\n{len(missing)} of {len(cells)} cells without a result: the same command tries them again")
     return not missing
@@ -322,6 +314,7 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=os.environ.get("CELL_TIMEOUT", 1800), help="seconds, a cell")
     parser.add_argument("--budget", type=float, default="inf", help="seconds, the call; the next one goes on")
     parser.add_argument("--program", default=str(ROOT / "main.py"))
+    parser.add_argument("--fresh", action="store_true", help="run finished cells too")
     parser.add_argument("--list", action="store_true", help="print the cells, run nothing")
     target, *rest = sys.argv[1:] or ["-h"]
     args, extra = parser.parse_known_args([target, *rest] if target in ("-h", "--help") else rest)
