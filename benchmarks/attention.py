@@ -25,6 +25,7 @@ from torch import Tensor
 from model import causal_mask, compiled_flex_attention, sdpa_kernel
 from trainer import config
 from trainer.attention import BACKENDS, DTYPES, Shape, options_key, read_options, refusal
+from trainer.costs import attention_flops, causal_keys
 from trainer.distributed.terminal import fail, markdown
 from trainer.experiments import report
 from trainer.experiments.logging import append_jsonl
@@ -96,7 +97,8 @@ def bench(backend: str, shape: Shape, device: torch.device, repeat: int, options
     except Exception as e:  # a backend that fails is a result; the others still run
         text = " ".join(str(e).split())[:300]
         return row | dict(outcome="OOM" if memory.out_of_memory(e) else f"failed: {type(e).__name__}: {text}")
-    flops = 4 * shape.batch * shape.heads * shape.head_dim * shape.seqlen * (shape.seqlen + 1) / 2
+    keys = causal_keys(shape.seqlen)
+    flops = shape.batch * shape.seqlen * attention_flops(shape.heads, shape.head_dim, keys)
     for (name, ms), times_forward in zip(times.items(), (1, 2.5), strict=True):
         stats = timing.stats(ms)
         row |= {key.replace("step", name): value for key, value in stats.items()}

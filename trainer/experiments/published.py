@@ -53,8 +53,20 @@ def read(paths: list[Path]) -> list[dict]:
         for line in path.read_bytes().splitlines():
             with suppress(ValueError):
                 row = json.loads(line)
-                rows += [row | {"file": path.name}] if isinstance(row, dict) else []
+                rows += [whole(row) | {"file": path.name}] if isinstance(row, dict) else []
     return rows
+
+
+def whole(row: dict) -> dict:
+    """A row with its whole setting. Up to commit d817189 a row held what differed from that commit's defaults, which
+    are kept in a file, since those of config.py may change."""
+    flags = row.get("flags") or {}
+    if row.get("study") in ("mlp", "attention") or "seed" in flags:
+        return row
+    old = json.loads((REFERENCE / "defaults_d817189.json").read_text())["gpu" if on_gpu(row) else "cpu"]
+    beside = {name: row[name] for name in old.keys() - {"device", "world", "loss"} if name in row}
+    beside |= {"loss": row["loss_kind"]} if "loss_kind" in row else {}
+    return row | {"flags": old | beside | flags}
 
 
 def kept(flags: sweep.Flags) -> sweep.Flags:
