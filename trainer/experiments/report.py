@@ -54,7 +54,7 @@ def memory(rows: list[dict]) -> Columns:
 
 def outcomes(rows: list[dict | None]) -> Columns:
     """The column of outcomes; none where every row is ok."""
-    texts = [str(row.get("outcome"))[:80] if row else "" for row in rows]
+    texts = [row.get("outcome", "")[:80] if row else "" for row in rows]
     return [("outcome", texts)] if {*texts} - {"", "ok"} else []
 
 
