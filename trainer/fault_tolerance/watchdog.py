@@ -16,14 +16,12 @@ import faulthandler
 import json
 import os
 import pickle
-import queue
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +75,7 @@ class Watchdog:
         self.main, self.ended, self.lock = threading.get_ident(), threading.Event(), threading.Lock()
         self.on_end: Callable[[str], None] = lambda outcome: None
         self.end = os._exit
-        self.store, self.asking = None, threading.Lock()  # the main thread asks the store as well
+        self.store, self.asking, self.silent = None, None, False
         if world > 1:  # a connection of its own: the main thread may be waiting in the group's
             self.store = dist.PrefixStore("watchdog", dist.distributed_c10d._get_default_store().clone())
         self._arm(limit)  # the thread may never come to its first turn
@@ -138,20 +136,22 @@ class Watchdog:
     def _ask(self, work: Callable[[], Any]) -> Any:
         """What `work`, which asks the store, returns; None if it fails or if no answer comes in ANSWER_S, as when the
         store's machine is gone."""
-        answer = queue.SimpleQueue()
-        if self.store is None or not self.asking.acquire(timeout=ANSWER_S):
+        answer, before = [], self.asking  # the main thread asks as well
+        if before is not None:
+            before.join(0 if self.silent else ANSWER_S)
+        if self.store is None or before is not None and before.is_alive():
             return None
 
         def ask() -> None:
-            try:
-                answer.put(work())
-            except Exception:  # the main thread will learn of it
-                answer.put(None)
-            self.asking.release()
+            with suppress(Exception):  # the main thread will learn of it
+                answer.append(work())
 
-        threading.Thread(target=ask, daemon=True).start()
-        with suppress(queue.Empty):
-            return answer.get(timeout=ANSWER_S)
+        asking = threading.Thread(target=ask, daemon=True)
+        asking.start()
+        self.asking = asking
+        asking.join(ANSWER_S)
+        self.silent = asking.is_alive()
+        return answer[0] if answer else None
 
     def _heard(self, *keys: str) -> list[str | None]:
         """The values of these keys in the store; None for a key that it does not have."""
@@ -228,11 +228,14 @@ class Watchdog:
                 print(json.dumps(own), file=file, flush=True)
                 faulthandler.dump_traceback(file, all_threads=True)
             (self.folder / f"flight-{self.rank}").write_bytes(trace)
-        ranks = [str(rank) for rank in range(self.world)]
+        answers, until = {self.rank: own}, time.monotonic() + ANSWER_S
         self._ask(lambda: self.store.set(str(self.rank), json.dumps(own)))
-        self._ask(lambda: self.store.wait(ranks, timedelta(seconds=ANSWER_S)))
-        answers = {int(rank): json.loads(text) for rank, text in zip(ranks, self._heard(*ranks), strict=True) if text}
-        return answers | {self.rank: own}
+        while len(answers) < self.world and time.monotonic() < until:
+            silent = [rank for rank in range(self.world) if rank not in answers]
+            told = zip(silent, self._heard(*map(str, silent)), strict=True)
+            answers |= {rank: json.loads(text) for rank, text in told if text is not None}
+            time.sleep(0.1)
+        return answers
 
     def _verdict(self, answers: dict[int, dict], why: str) -> str:
         """The line for people: which ranks are behind or silent, and where they and one of the others are."""
