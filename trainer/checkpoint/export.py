@@ -24,6 +24,7 @@ from trainer.distributed.terminal import fail
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
+    """The command line; SystemExit(2) where it is wrong."""
     parser = argparse.ArgumentParser(prog="export", allow_abbrev=False, description=__doc__.split("\n")[0])
     parser.add_argument("checkpoint", metavar="DIR", help="a step's directory, or one of steps: its newest good one")
     parser.add_argument("out", metavar="OUT", help="a name that ends in .safetensors or .pt")
