@@ -28,7 +28,7 @@ def test_each_run_has_its_own(train, monkeypatch):
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     rows = [train("--compile", "none", *more).row for more in (["--deterministic"], [])]
     assert seen == [(True, True), (False, False)] and rows[0]["loss"] == rows[1]["loss"]
-    assert [row["flags"].get("deterministic") for row in rows] == [True, None]
+    assert [row["flags"]["deterministic"] for row in rows] == [True, False]
 
 
 @pytest.mark.slow
