@@ -94,7 +94,6 @@ def test_options_that_somebody_gives_keep_all_but_their_threads():
 
 
 @pytest.mark.slow
-def test_two_workers_break_the_heap_and_one_does_not():
-    """If the first fails, torch has mended it: see from which version on, and let that one have its two threads."""
-    assert any({-6, -11} & set(gloo_race.race(free_port(), 40_000, one=False)) for _ in range(8))  # most do
+def test_one_worker_leaves_the_heap_whole():
+    """That two workers break it, in most runs on most machines, is shown by `python tests/gloo_race.py`."""
     assert gloo_race.race(free_port(), 40_000, one=True) == [0, 0]
