@@ -9,16 +9,19 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from running import TINY
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 
 import model as model_file
 from model import ModelConfig, Transformer
 from trainer import config as flags
 from trainer import costs
+from trainer.checkpoint.load import _plain
 from trainer.distributed.launch import connect
+from trainer.optimizer import AdamW
 from trainer.parallelize import HuggingFaceModel, build
 from trainer.profiling import flops
-from trainer.step import COMPILE_MODES
+from trainer.step import COMPILE_MODES, make_step
 
 pytestmark = pytest.mark.usefixtures("isolated")
 CPU = torch.device("cpu")
@@ -72,6 +75,19 @@ def test_the_lean_mlp_refuses_what_it_does_not_compute(gated, train):
     assert "--mlp lean: computes LayerNorm, up, GELU and down" in done.err
 
 
+def test_the_lean_mlp_is_tried_with_numbers_of_its_own(monkeypatch):
+    """Whatever the caller's modes and random state, which stays."""
+    c = ModelConfig(depth=1, width=32, head_dim=16, grouping=1, mlp="lean")
+    before = torch.get_rng_state()
+    with torch.autocast("cpu", torch.bfloat16), FakeTensorMode():
+        Transformer(c)
+    assert torch.equal(torch.get_rng_state(), before)
+    monkeypatch.setattr(model_file.MLP, "forward",
+                        lambda self, x: self.down(F.gelu(self.up(x), approximate="tanh").clamp(max=10)))  # fmt: skip
+    with pytest.raises(ValueError, match="--mlp lean"):
+        Transformer(c)
+
+
 def test_the_lean_mlp_refuses_another_activation_without_other_parameters(train, monkeypatch):
     monkeypatch.setattr(model_file.MLP, "forward", lambda self, x: self.down(F.silu(self.up(x))))
     assert train("--mlp", "lean").code == 2
@@ -90,11 +106,12 @@ def test_flops_counted_on_meta_are_those_of_the_formula(config, seqlen):
     assert found == tuple(costs.flops_per_token(model.config, seqlen, kind) for kind in ("linear", "palm", "causal"))
 
 
-def llama(**more):
+def llama(device="meta", **more):
     transformers = pytest.importorskip("transformers", reason="needs the extra hf")
     sizes = dict(hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, vocab_size=256)
     config = transformers.LlamaConfig(**sizes, num_hidden_layers=2, **more)
-    return HuggingFaceModel(transformers.AutoModelForCausalLM.from_config(config))
+    with torch.device(device):
+        return HuggingFaceModel(transformers.AutoModelForCausalLM.from_config(config))
 
 
 def whole(t: torch.Tensor) -> torch.Tensor:
@@ -113,7 +130,7 @@ def test_a_hugging_face_model_trains_as_by_hand(compile, loss):
     positions = torch.arange(16).expand(2, 16) + 5
     step = build(c, CPU, 1, model=llama(tie_word_embeddings=False))
     torch.manual_seed(c.seed)
-    plain = llama(tie_word_embeddings=False)
+    plain = llama("cpu", tie_word_embeddings=False)
     plain.load_state_dict({name: whole(t) for name, t in step.model.state_dict().items()})
     logits = plain.model(input_ids=tokens, position_ids=positions).logits
     expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
@@ -123,8 +140,7 @@ def test_a_hugging_face_model_trains_as_by_hand(compile, loss):
 
 
 def test_a_hugging_face_models_flops_and_identity():
-    with torch.device("meta"):
-        model = llama()
+    model = llama()
     layer = 32 * (32 + 16 + 16 + 32 + 3 * 48)  # q, k, v, o, and the gated MLP
     found = flops.count(model, 64)
     assert found.linear == pytest.approx(6 * (2 * layer + 32 * 256), rel=0.01)  # and the angles of its positions
@@ -141,8 +157,83 @@ def test_tied_weights_stay_tied_and_train():
         assert model.lm_head._parameters["weight"] is model.model.embed_tokens._parameters["weight"]
 
 
-def test_a_head_that_is_more_than_a_product_refuses_the_chunked_loss():
+@pytest.mark.parametrize("kind", ["capped", "scaled", "not prepared"])
+def test_a_head_that_is_more_than_a_product_refuses_the_chunked_loss(kind):
+    model, tokens = llama("cpu"), torch.zeros(1, 4, dtype=torch.long)
+    if kind == "scaled":  # as Granite and Cohere do
+        model.model.lm_head.register_forward_hook(lambda module, args, logits: logits / 8)
+    if kind == "capped":
+        model.model.config.final_logit_softcapping = 30.0
+    if kind != "not prepared":
+        model.prepare(4, CPU)
+    with pytest.raises(ValueError, match="--loss chunked: the logits of this model"):
+        model(tokens, tokens, 2)
+
+
+def test_a_configuration_with_other_names_and_versions_is_the_same_identity():
     model = llama()
-    model.model.config.final_logit_softcapping = 30.0
-    with pytest.raises(ValueError, match="--loss chunked: the head of this model"):
-        model(torch.zeros(1, 4, dtype=torch.long), torch.zeros(1, 4, dtype=torch.long), 2)
+    before = model.identity
+    model.model.config.transformers_version, model.model.config.id2label = "1.0", {0: "a"}
+    assert model.identity == before and before["num_key_value_heads"] == 2
+    assert _plain(before, None) == before, "it survives JSON"
+
+
+def test_a_model_with_values_is_not_emptied():
+    c = flags.resolve(flags.parse([*TINY, "--compile", "none"]), "cpu", 1)
+    with pytest.raises(ValueError, match="model: has values already"):
+        build(c, CPU, 1, model=llama("cpu"))
+
+
+def test_blocks_of_a_model_without_any_are_refused():
+    model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="--compile blocks: the model has no ModuleList"):
+        make_step("blocks", model, AdamW(model.parameters(), 1e-3))
+
+
+class Windows(nn.Module):
+    """Attention within windows of 8 tokens, the last one padded."""
+
+    def __init__(self):
+        super().__init__()
+        self.emb, self.head = nn.Embedding(16, 4), nn.Linear(4, 16)
+
+    def forward(self, tokens, targets=None, chunk=0):
+        x = F.pad(self.emb(tokens), (0, 0, 0, -tokens.shape[1] % 8)).unflatten(1, (-1, 8))
+        return self.head((x @ x.mT) @ x).sum()
+
+
+class Table(Windows):
+    """A table of 5 positions."""
+
+    def forward(self, tokens, targets=None, chunk=0):
+        return self.head(self.emb(tokens) + torch.zeros(5, 4, device=tokens.device)[: tokens.shape[1]]).sum()
+
+
+@pytest.mark.parametrize(("kind", "seqlen", "why"), [
+    (Windows, 50, "do not cost a T"), (Table, 12, "it does not run on meta: RuntimeError"), (Table, 5, None),
+])  # fmt: skip
+def test_flops_that_cannot_be_counted_are_not_made_up(kind, seqlen, why):
+    with torch.device("meta"):
+        model = kind()
+    if why is None:
+        assert flops.count(model, seqlen).causal == 6 * 4 * 16
+        return
+    with pytest.raises(ValueError, match=why):
+        flops.count(model, seqlen)
+
+
+def test_frozen_parameters_are_not_counted_as_trained():
+    with torch.device("meta"):
+        model = Table()
+    model.emb.requires_grad_(False)
+    with pytest.raises(ValueError, match="a parameter is frozen"):
+        flops.count(model, 5)
+
+
+def test_a_run_whose_flops_are_not_counted_says_so_and_trains(train, monkeypatch):
+    def refuse(*_):
+        raise ValueError("because")
+
+    monkeypatch.setattr(flops, "count", refuse)
+    done = train("--steps", 4)
+    assert done.code == 0 and "FLOPs are not counted, MFU is n/a: because" in done.out and done.row["mfu"] is None

@@ -11,6 +11,7 @@ This file imports no torch, so that --help answers at once.
 import ast
 import io
 import math
+import os
 import re
 import time
 from collections.abc import Sequence
@@ -373,11 +374,13 @@ def world_label(c: Config, world: int) -> int | str:
 def setting(c: Config) -> dict:
     """The whole setting of a run, for its row and for W&B: every resolved flag but those that only say where results go
     and how long to wait. Of a path outside the working directory only the last part is kept: it may name a user."""
-    skip = {"results", "verbose", "debug", "log_every", "save", "resume", "timeout", "first_timeout"}
+    skip = {"results", "debug", "save", "resume", "timeout", "first_timeout"}
     found = {name: value for name, value in c.flat().items() if name not in skip}
     for name in ("data", "init", "flex_options", "profile"):
         if found[name] is not None:
-            found[name] = re.sub(r"^(text:|bin:)?(?:/|~|\.\.).*?([^/]*)/*$", r"\1\2", found[name])
+            kind, path = re.fullmatch("(text:|bin:)?(.*)", found[name], re.DOTALL).groups(default="")
+            path = os.path.normpath(path)
+            found[name] = kind + (os.path.basename(path) if path.startswith(("/", "~", "..")) else path)
     return found
 
 

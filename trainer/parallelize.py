@@ -45,40 +45,53 @@ def reference_model(c: flags.Config, device: torch.device) -> Transformer:
 
 
 class HuggingFaceModel(nn.Module):
-    """Any causal language model of transformers as a step.LanguageModel. Masks and position ids are inputs of the
-    batch, by the names that its own forward has. Chunked, the loss needs a head that is a product alone."""
+    """A causal language model of transformers as a step.LanguageModel. Masks and position ids are inputs of the batch,
+    by the names that its own forward has. Its FLOPs are counted where it runs on the meta device, as Llama does."""
+
+    NAMES = "transformers_version", "_name_or_path", "dtype", "torch_dtype", "id2label", "label2id", "architectures"
 
     def __init__(self, model: nn.Module):
         super().__init__()
-        self.model = model
+        self.model, self.plain_head = model, False
 
     @property
     def identity(self) -> dict[str, Any]:
-        return self.model.config.to_diff_dict()
+        """The configuration without what only names it."""
+        config = self.model.config.to_diff_dict()
+        return {name: value for name, value in config.items() if name not in self.NAMES}
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, chunk: int = 0, **inputs: Tensor) -> Tensor:
-        """tokens [B, T] -> logits [B, T, V]; with targets [B, T] their summed loss. ValueError for a head that is more
-        than a product."""
+        """tokens [B, T] -> logits [B, T, V]; with targets [B, T] their summed loss. ValueError for a chunked loss of a
+        model whose logits are more than a product with its head."""
         if tokens.is_meta:  # unless it is told the mask, transformers looks for documents in the values of positions
             B, T = tokens.shape
             inputs = dict(attention_mask=torch.ones(B, 1, T, T, dtype=torch.bool, device="meta")) | inputs
         if targets is None or not chunk:
             logits = self.model(input_ids=tokens, use_cache=False, **inputs).logits
             return logits if targets is None else cross_entropy(logits, targets)
-        head = self.model.get_output_embeddings()
-        if head.bias is not None or getattr(self.model.config, "final_logit_softcapping", None):
-            raise ValueError("--loss chunked: the head of this model has a bias or caps its logits; use --loss full")
-        x = self.model.base_model(input_ids=tokens, use_cache=False, **inputs).last_hidden_state  # [B, T, D]
-        grad = torch.is_grad_enabled()
-        return ChunkedCrossEntropy.apply(x.flatten(0, 1), head.weight, targets.flatten(), chunk, grad)
+        if not self.plain_head:
+            raise ValueError("--loss chunked: the logits of this model are not its head's product alone, or `prepare` "
+                             "has not been called; use --loss full")  # fmt: skip
+        x, grad = self._hidden(tokens, **inputs), torch.is_grad_enabled()  # [B, T, D]
+        head = self.model.get_output_embeddings().weight
+        return ChunkedCrossEntropy.apply(x.flatten(0, 1), head, targets.flatten(), chunk, grad)
+
+    def _hidden(self, tokens: Tensor, **inputs: Tensor) -> Tensor:
+        return self.model.base_model(input_ids=tokens, use_cache=False, **inputs).last_hidden_state
 
     def init_weights(self) -> None:
         for each in (*self.model.modules(), *self.model.parameters(), *self.model.buffers()):
             each._is_hf_initialized = False  # of memory that is no longer there; else nothing is filled
         self.model.initialize_weights()
 
+    @torch.no_grad()
     def prepare(self, seqlen: int, device: torch.device) -> None:
-        """Nothing: what its attention needs, it makes itself."""
+        """Tries on four tokens whether logits are hidden states times the head and nothing else: some models scale
+        them, or cap them, which small ones do not show."""
+        tokens, head = torch.arange(4, device=device)[None], self.model.get_output_embeddings()
+        capped = getattr(self.model.config, "final_logit_softcapping", None)
+        logits, product = self(tokens).float(), nn.functional.linear(self._hidden(tokens), head.weight).float()
+        self.plain_head = not capped and head.bias is None and torch.allclose(logits, product, rtol=0.02, atol=1e-6)
 
 
 def wrap(model: nn.Module, c: flags.Config, device: torch.device, world: int) -> dist.DeviceMesh | None:
@@ -134,6 +147,8 @@ def hooked_step(model: nn.Module, c: flags.Config, optimizer: AdamW, options: di
     options = {k: v for k, v in (options or {}).items() if k != "plain"}
     autocast = DTYPES[c.param_dtype] if c.wrapper == "ddp" and c.param_dtype != "fp32" else None
     step = HookedStep(model, optimizer, autocast=autocast, **kwargs)
+    if c.compile == "blocks" and not step.blocks:
+        raise ValueError("--compile blocks: the model has no ModuleList or Sequential of blocks; use --compile none")
     if c.compile == "blocks":
         for block in step.blocks:  # not the module's call, which runs FSDP2's hooks
             block.forward = torch.compile(block.forward, fullgraph=True, options=options)
@@ -164,9 +179,12 @@ def build(
 ) -> Step:  # fmt: skip
     """The step of resolved flags, its model initialised from --seed. Needs a process group unless --wrapper none.
 
-    stage: called with the name of each stage that is done. model: on the meta device or any other, unwrapped (default:
-    the reference transformer). init=False leaves parameters as they are allocated. between, inspect: see Step."""
+    stage: called with the name of each stage that is done. model: on the meta device, unwrapped (default: the reference
+    transformer); weights are loaded into what this returns. init=False leaves parameters as they are allocated.
+    between, inspect: see Step. ValueError for a model that has values, which would be lost, and as make_step."""
     model = reference_model(c, device) if model is None else model
+    if not all(p.is_meta for p in model.parameters()):
+        raise ValueError("model: has values already, which would be lost; build it under torch.device('meta')")
     stage("model")
     mesh = wrap(model, c, device, world)
     stage("wrap")

@@ -67,16 +67,21 @@ class Run:
         self.profile = timing.Profile(c.profile, self.warm, PROFILED, rank, device)
         self.explained, self.explanation = min(self.warm, c.steps - 1) if c.explain_memory else None, []
         self.attention = choose_kernel(c, device).text
+        self.uncounted = ""  # why there are no FLOPs
         self.flops = self.count_flops()
         self.collectives = simulated_world.log() if c.world else None
         self.step = self.replayed = None  # until `build`
 
     def count_flops(self) -> dict[str, float]:
         """FLOPs of one step on one rank by convention: "palm", "causal", and "hardware" where it is known: by formula,
-        for the reference model. The formula knows neither what the math kernel multiplies, nor that eager does a lean
-        MLP in a recomputed block once more."""
+        for the reference model. Empty where they cannot be counted. The formula knows neither what the math kernel
+        multiplies, nor that eager does a lean MLP in a recomputed block once more."""
         c, model = self.c, self.blank.config
-        counted = flops.count(self.blank, c.seqlen)
+        try:
+            counted = flops.count(self.blank, c.seqlen)
+        except ValueError as error:
+            self.uncounted = f"FLOPs are not counted, MFU is n/a: {error}"
+            return {}
         found = dict(causal=counted.causal, palm=counted.palm)
         odd = model.sdpa == "math" or (c.mlp, c.remat, c.compile) == ("lean", "block", "none")
         if not odd and counted.causal == costs.flops_per_token(model, c.seqlen):

@@ -131,7 +131,7 @@ class WholeWeights:
 
 
 class Step:
-    """The step of every mode but "step". `backward` is separate so that compiled and eager differ in `loss` alone.
+    """The step of every mode but "step", which is compiled as a whole.
 
     model: the module whose parameters train; `call` runs it (compiled, or inside DDP). blocks: its repeated blocks.
     between: called between micro-batches; may raise, to end the step with nothing changed. inspect: called with
@@ -411,6 +411,8 @@ def make_step(
         whole.gather_fn = torch.compile(whole.gather, fullgraph=True, options=own)
         whole.reduce_fn = torch.compile(whole.reduce, fullgraph=True, options=own)
         overlap = lambda *_, **__: {}  # noqa: E731
+    if mode == "blocks" and not step.blocks:
+        raise ValueError("--compile blocks: the model has no ModuleList or Sequential of blocks; use --compile fwdbwd")
     options = overlap(step.blocks[0] if mode == "blocks" else model) | options
     if mode == "blocks":
         step.compiled["block"] = step.blocks[0], options

@@ -32,6 +32,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from model import ModelConfig
 from trainer.attention import DTYPES
 from trainer.checkpoint.lock import drop, take
 from trainer.checkpoint.manifest import CheckpointError, Damaged, Refused, discard, verify
@@ -153,12 +154,19 @@ def find_start(
     try:
         if c.save is not None:
             _claim(c.save, group)
-        found = _find_start(c, batches, group, identity or {})
+        found = _find_start(c, batches, group, _plain(identity, c))
         writes = found is None or found.state.step < c.steps
     finally:
         if c.save is not None and not writes:
             drop(c.save)
     return found
+
+
+def _plain(identity: dict[str, Any] | None, c: Config) -> dict[str, Any]:
+    """An identity as train_state.json gives it back; by default that of the reference transformer."""
+    if identity is None:
+        identity = ModelConfig(**{name: getattr(c, name) for name in ModelConfig().identity}).identity
+    return json.loads(json.dumps(identity))
 
 
 def _claim(folder: str, group: dist.ProcessGroup | None) -> None:

@@ -20,11 +20,12 @@ FakeProcessGroup and its _create_internal, FakeWork, ProcessGroup and _create_wo
 torch.cuda._compile_kernel, torch._C._AutoDispatchBelowAutograd, torch.library.Library._destroy.
 """
 
+import queue
+import threading
 import time
 import warnings
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 from unittest import mock
 
@@ -93,7 +94,7 @@ def stop() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     for worker in _world.workers.values():
-        worker.shutdown()
+        worker.put(None)
     _world.library._destroy()
     _world = None
 
@@ -199,11 +200,17 @@ def _on_cpu(pg: ProcessGroup, seconds: float, async_op: bool, copy: Callable, va
 
     if seconds:
         if pg.group_name not in _world.workers:  # the link of this group: it brings one collective at a time
-            _world.workers[pg.group_name] = ThreadPoolExecutor(1)
-        _world.workers[pg.group_name].submit(arrive)
+            _world.workers[pg.group_name] = queue.SimpleQueue()
+            threading.Thread(target=_work, args=(_world.workers[pg.group_name],), daemon=True).start()
+        _world.workers[pg.group_name].put(arrive)
     else:
         arrive()
     return _create_work_from_future(future)
+
+
+def _work(jobs: queue.SimpleQueue) -> None:
+    while (job := jobs.get()) is not None:
+        job()
 
 
 def _run(op: str, group, outs: list, ins: list, async_op: bool, body: Callable[[int, int], None], nbytes: int):

@@ -24,6 +24,7 @@ class ToldRun(RunView, Protocol):
     environment: dict[str, Any]  # of timing.environment
     attention: str  # the kernel, for people
     flops: dict[str, float]  # of one step on one rank: "causal", "palm", "hardware" if it is known
+    uncounted: str  # why there are none
     step_tokens: int  # of one step on one rank
     batches: Batches
     replayed: Replayed | None  # with --cuda-graph
@@ -65,7 +66,11 @@ def header(run: ToldRun) -> list[str]:
     rows = describe(run.step.model)
     parameters = grouped(sum(math.prod(r.shape) for r in rows))
     whole = [r for r in rows if r.placement.startswith("Replicate")]
-    per_token = {k: v / run.step_tokens for k, v in run.flops.items()}
+    counted = run.uncounted
+    if run.flops:
+        causal, palm = (run.flops[kind] / run.step_tokens / 1e6 for kind in ("causal", "palm"))
+        counted = f"{causal:.3f} MFLOP per token (causal; PaLM {palm:.3f}), "
+        counted += f"{run.flops['causal'] / 1e12:.4g} TFLOP per step and rank"
     lines = [
         f"commit {env['commit'][:12]}{' (dirty)' * bool(env['dirty'])}, torch {env['torch']}, {env['device']}, "
         f"{flags.world_label(c, run.world)} rank{'s' * (run.world > 1)}",
@@ -74,8 +79,7 @@ def header(run: ToldRun) -> list[str]:
         f"data {run.batches.description}",
         f"{parameters} parameters, {sum(r.local_bytes for r in rows) / 2**20:.1f} MiB on this rank; "
         f"{len(whole)} of {len(rows)} replicated" + f": under {c.min_shard_mib} MiB" * (c.min_shard_mib > 0),
-        f"{per_token['causal'] / 1e6:.3f} MFLOP per token (causal; PaLM {per_token['palm'] / 1e6:.3f}), "
-        f"{run.flops['causal'] / 1e12:.4g} TFLOP per step and rank",
+        counted,
         f"ln V = {math.log(c.vocab):.4f}",
     ]
     if c.verbose:

@@ -231,7 +231,7 @@ def failed_row(cell: str, end: str, setting: dict | None = None) -> dict:
     """The row of a run that wrote none: what is known from outside. `end`: how it ended, as `run` says it. `setting`,
     for a program that is not main.py: every flag as it was resolved."""
     nproc, flags = parse(shlex.split(cell))
-    setting = setting or main_setting(cell) or given(flags)
+    setting = setting or main_setting(cell) or main_setting("") | given(flags)
     # As in main.py's rows, where `device` is a machine's, `world` says whether it is simulated, and `loss` is a figure.
     known = {{"loss": "loss_kind"}.get(name, name): value for name, value in setting.items() if name != "device"}
     known |= {"world": world(nproc, flags), "flags": setting, "error": end, "cell": cell}

@@ -95,14 +95,14 @@ class Watchdog:
         faulthandler.cancel_dump_traceback_later()
 
     def _arm(self, seconds: float) -> None:
-        """Ends the process by faulthandler's timer after `seconds` and GRACE_S, unless this is called again.
+        """Writes all stacks to stderr, by faulthandler's timer, after `seconds` and GRACE_S, unless called again.
 
-        The timer needs no lock of the interpreter, which a C function that hangs may hold. It writes the stacks to
-        stderr and exits with 1, without a row. At a terminal it ends nothing: it also counts time stopped by Ctrl-Z."""
+        The timer needs no lock of the interpreter, which a C function that hangs may hold; this thread then stands
+        still. It does not end the process: it also counts the time in which a process is stopped (Ctrl-Z, a suspended
+        job). Among several ranks the others do, when they call the roll."""
         faulthandler.cancel_dump_traceback_later()
         if self.limit and sys.__stderr__ is not None:
-            terminal = sys.__stdin__ is not None and not sys.__stdin__.closed and sys.__stdin__.isatty()
-            faulthandler.dump_traceback_later(max(0, seconds) + GRACE_S, exit=not terminal, file=sys.__stderr__)
+            faulthandler.dump_traceback_later(max(0, seconds) + GRACE_S, file=sys.__stderr__)
 
     def _watch(self) -> None:
         left = probed = 0.0  # when another rank was seen to have left; when it was asked who is there

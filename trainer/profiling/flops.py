@@ -1,15 +1,18 @@
-"""FLOPs of any model by counting, and what share of a device's peak they are.
+"""FLOPs of a model by counting, and what share of a device's peak they are.
 
     with torch.device("meta"):
         model = Transformer(config)
-    flops = count(model, seqlen=4096)          # of a token's training step: nothing is computed
+    flops = count(model, seqlen=4096)          # of a token's training step; nothing is computed
     flops.causal                               # model FLOPs, the ruler of the rows' `mfu`
+    utilisation(..)                            # percent
 
 torch's counter adds up the products of a forward on the meta device. A forward of T tokens costs a T + b T^2: the
-products with weights, and attention of all tokens to all; two lengths give a and b exactly, whatever the attention is
-made of. Backward multiplies twice what forward does. Everything is per token of one sequence.
+products with weights, and attention of all tokens to all. Two lengths give a and b exactly, whatever the attention is
+made of, and a third must lie on the curve. Backward multiplies twice what forward does. A mask is not looked into:
+attention within a window counts as attention to all.
 """
 
+from fractions import Fraction
 from typing import NamedTuple
 
 import torch
@@ -18,20 +21,21 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from trainer.costs import causal_keys
 
-LENGTH = 64  # tokens of the shorter forward; the other has twice as many
-
 
 class Flops(NamedTuple):
     """Of one token's training step. `linear`: products with weights. `palm`: plus attention to all tokens of the
     sequence (arXiv 2204.02311, appendix B). `causal`: plus attention to those before it alone."""
 
-    linear: int
+    linear: int | float
     palm: float
     causal: float
 
 
 def count(model: nn.Module, seqlen: int) -> Flops:
-    """Of `model` on the meta device, called as step.LanguageModel says: model(tokens [B, T], targets [B, T])."""
+    """Of `model` on the meta device, called as step.LanguageModel says: model(tokens [B, T], targets [B, T]).
+
+    ValueError, in one line, where counting cannot tell: a model that does not run on meta, whose cost has another form
+    (attention in blocks or windows, weights made by products), or of which a parameter is frozen."""
 
     def forward(length: int) -> int:
         tokens = torch.zeros(1, length, dtype=torch.long, device="meta")
@@ -39,10 +43,20 @@ def count(model: nn.Module, seqlen: int) -> Flops:
             model(tokens, tokens)
         return counter.get_total_flops()
 
-    short, long = forward(LENGTH), forward(2 * LENGTH)
-    pair = (long - 2 * short) / (2 * LENGTH**2)  # of a query with a key
-    linear = round(3 * (short / LENGTH - pair * LENGTH))
-    return Flops(linear, linear + 3 * pair * seqlen, linear + 3 * pair * causal_keys(seqlen))
+    if not all(p.requires_grad for p in model.parameters()):
+        raise ValueError("a parameter is frozen, and backward multiplies less")
+    short, middle, long = lengths = (1, 2, 3) if seqlen < 3 else (seqlen // 3, 2 * seqlen // 3, seqlen)
+    try:
+        a_short, a_middle, a_long = (Fraction(forward(length), length) for length in lengths)  # each a + b T
+    except Exception as error:  # whatever the model's code meets where there are no values
+        raise ValueError(f"it does not run on meta: {type(error).__name__}: {str(error).splitlines()[0]}") from error
+    pair = (a_long - a_short) / (long - short)  # of a query with a key
+    weights = a_long - pair * long
+    if weights + pair * middle != a_middle or weights < 0 or pair < 0:
+        raise ValueError(f"its forwards of {short}, {middle} and {long} tokens do not cost a T + b T^2")
+    linear, pair = float(3 * weights), float(3 * pair)
+    linear = int(linear) if linear.is_integer() else linear
+    return Flops(linear, linear + pair * seqlen, linear + pair * causal_keys(seqlen))
 
 
 def utilisation(flops: dict[str, float | None], seconds: float | None, peak: float | None) -> dict[str, float | None]:
