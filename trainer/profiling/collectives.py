@@ -37,8 +37,8 @@ import os
 import re
 import signal
 from collections import Counter
-from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from unittest import mock
@@ -64,7 +64,7 @@ MICRO_BATCH = ("loss", "model", "block")  # what runs once per micro-batch; bloc
 MIB = 2**20
 
 
-class _Found(Exception):
+class Found(Exception):
     """Ends a call once what it was made for is known: the graphs of a compiled function, the inputs of a block."""
 
 
@@ -77,6 +77,21 @@ def inductor_passes(gm: fx.GraphModule, inputs, is_inference: bool) -> None:
         compile_fx._recursive_post_grad_passes(gm, is_inference=is_inference)
 
 
+@contextmanager
+def tracing() -> Iterator[None]:
+    """Inside it torch.compile starts afresh, reads no cache, and lowers a backward along with its forward."""
+    torch._dynamo.reset()
+    with (
+        functorch_config.patch(force_non_lazy_backward_lowering=True, enable_autograd_cache=False),
+        inductor_config.patch(force_disable_caches=True),
+        dynamo_config.patch({k: True for k in ("trace_autograd_ops",) if hasattr(dynamo_config, k)}),
+        # FlexAttention on a CPU only refuses to train; its graph is the one that a GPU gets.
+        mock.patch("torch.nn.attention.flex_attention._validate_device", lambda *_: None),
+    ):
+        yield
+    torch._dynamo.reset()
+
+
 def capture(function: Callable, args: tuple, options: dict | None = None) -> dict[str, fx.GraphModule]:
     """The graphs {"forward": .., "backward": ..} of `function` under torch.compile(options=options), after Inductor's
     post-grad passes; "forward" alone where nothing needs a gradient or `function` takes it itself. Runs nothing."""
@@ -87,22 +102,13 @@ def capture(function: Callable, args: tuple, options: dict | None = None) -> dic
         graphs["backward" if is_backward else "forward"] = gm
 
         def run(args):
-            raise _Found
+            raise Found
 
         run._boxed_call = True
         return run
 
-    torch._dynamo.reset()
-    with (
-        functorch_config.patch(force_non_lazy_backward_lowering=True, enable_autograd_cache=False),
-        inductor_config.patch(force_disable_caches=True, **(options or {})),
-        dynamo_config.patch({k: True for k in ("trace_autograd_ops",) if hasattr(dynamo_config, k)}),
-        # FlexAttention on a CPU only refuses to train; its graph is the one that a GPU gets.
-        mock.patch("torch.nn.attention.flex_attention._validate_device", lambda *_: None),
-        suppress(_Found),
-    ):
+    with tracing(), inductor_config.patch(options or {}), suppress(Found):
         torch.compile(function, fullgraph=True, backend=partial(compile_fx.compile_fx, inner_compile=inner))(*args)
-    torch._dynamo.reset()
     return graphs
 
 
@@ -198,7 +204,7 @@ def block_inputs(model: LanguageModel, tokens: torch.Tensor, dtype: torch.dtype)
 
     def note(module, args, kwargs):
         found.append((args, kwargs))
-        raise _Found
+        raise Found
 
     def real(value):
         if not (isinstance(value, torch.Tensor) and value.is_meta):
@@ -208,7 +214,7 @@ def block_inputs(model: LanguageModel, tokens: torch.Tensor, dtype: torch.dtype)
         return torch.zeros(value.shape, dtype=value.dtype)
 
     block = model.get_submodule(overlap.blocks_of(model)[0])
-    with block.register_forward_pre_hook(note, with_kwargs=True), suppress(_Found):
+    with block.register_forward_pre_hook(note, with_kwargs=True), suppress(Found):
         model(tokens.to("meta"))
     return torch.utils._pytree.tree_map(real, found[0])
 
@@ -243,8 +249,9 @@ def of_trainer(c: flags.Config, world: int) -> tuple[nn.Module, Graphs]:
     return step.model, of_step(step, inputs, tokens, dtype)
 
 
-def of_module(target: str, c: flags.Config, world: int) -> tuple[nn.Module, Graphs]:
-    """The same of a model and inputs that MODULE:FUNCTION returns. Raises ValueError, one line, for a wrong name."""
+def own_model(target: str, c: flags.Config, world: int) -> tuple[nn.Module, Callable, tuple, dict]:
+    """(model, function, args, options) to compile of the model and inputs that MODULE:FUNCTION returns, wrapped as
+    resolved flags say. Raises ValueError, one line, for a wrong name."""
     sys.path.insert(0, os.getcwd())
     name, _, function = target.partition(":")
     try:
@@ -257,7 +264,13 @@ def of_module(target: str, c: flags.Config, world: int) -> tuple[nn.Module, Grap
     options = flags.compile_options(c) or {}
     options = options if options.pop("plain", False) else overlap.compile_options(model) | options
     args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
-    return model, {"model": capture(lambda *args: model(*args, **kwargs), args, options)}
+    return model, lambda *args: model(*args, **kwargs), args, options
+
+
+def of_module(target: str, c: flags.Config, world: int) -> tuple[nn.Module, Graphs]:
+    """The model that `own_model` returns, and its graphs."""
+    model, *arguments = own_model(target, c, world)
+    return model, {"model": capture(*arguments)}
 
 
 def report(model: nn.Module, graphs: Graphs, micro_batches: int = 1) -> list[str]:

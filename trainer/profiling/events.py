@@ -51,7 +51,7 @@ def _label(e) -> str:
     return f"{e.name} " + " ".join(str(shape).replace(" ", "") for shape in shapes[:2])
 
 
-def _moved(op: str) -> str:
+def moved(op: str) -> str:
     """The piece that a collective gathers or reduces; "" for other ops."""
     if not op.startswith(("_c10d_functional", "c10d::", "fsdp::")):
         return ""
@@ -65,7 +65,7 @@ def _reads(e, shapes: set[tuple[int, ...]]) -> Iterator[Event]:
         for t in given if isinstance(given, list) else [given]:
             if isinstance(t, _TensorMetadata) and t.storage_data_ptr:
                 weight = i == at and tuple(sorted(t.sizes)) in shapes and (not i or inputs[i - 1].strides[-1] == 1)
-                piece = WEIGHTS if weight else _moved(e.name)
+                piece = WEIGHTS if weight else moved(e.name)
                 yield Event(e.start_time_ns, t.storage_data_ptr, 0, "", piece, tuple(t.sizes), DTYPES.get(t.dtype, ""))
 
 

@@ -1,0 +1,237 @@
+"""Peak memory of a training step from the code that the compiler generates: any setting, any number of ranks, no GPU.
+
+    python -m trainer.profiling.peak --world 8 --remat both --loss chunked     # the flags of main.py
+    python -m trainer.profiling.peak --wrapper fsdp2 --compile none --plot peak.png
+
+A step runs on tensors that have no memory, and every storage is counted from its birth to its death, as CUDA's
+allocator would: sizes rounded up to 512 bytes, the inputs of a collective held until it is waited for. Compiled parts
+run as the code that Inductor generates for the GPU, in its order, its kernels left out; custom ops run their own
+Python, so that what they hold inside counts. Simulated, not measured: scratch of cuBLAS and attention kernels, NCCL's
+buffers and what the allocator cannot give out again are not in it (ALLOWANCE_MIB is a guess at them).
+"""
+
+import argparse
+import re
+import signal
+import sys
+import weakref
+from collections import Counter, defaultdict
+
+from trainer import config as flags
+from trainer.distributed.terminal import fail
+
+if __name__ == "__main__":  # before torch is imported, as in main.py
+    _parser = argparse.ArgumentParser(
+        "python -m trainer.profiling.peak", description=__doc__, allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="All other flags are main.py's: python main.py --help lists them. --device cpu: for this CPU.",
+    )  # fmt: skip
+    _parser.add_argument("--arch", choices=("sm_80", "sm_90", "sm_100"), default="sm_90", help="the GPU's architecture")
+    _parser.add_argument("--world", type=int, default=8, metavar="INT", help="number of ranks (default: 8)")
+    _parser.add_argument("--kernels", type=int, default=0, metavar="INT", help="list so many of the largest operations")
+    _parser.add_argument("--plot", metavar="FILE", help="draw memory over the step, coloured by piece")
+    OWN, _others = _parser.parse_known_args()
+    if OWN.world < 1:
+        _parser.error(f"--world {OWN.world}: must be at least 1")
+    CONFIG = flags.parse(_others)
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from trainer.optimizer import local
+from trainer.profiling import gpu_code
+from trainer.profiling.events import moved, sizes_of
+from trainer.profiling.timeline import GRADIENTS, MOMENTS, OTHER, PARAMETERS, WEIGHTS, Event, Timeline, lines, mib
+from trainer.step import Step
+
+ALLOWANCE_MIB = 64  # for two workspaces of cuBLAS, 32 MiB each on Hopper, as torch sets them
+WAIT = torch.ops._c10d_functional.wait_tensor.default
+FACTOR = {torch.ops.aten.mm: 1, torch.ops.aten.addmm: 2}  # which argument of a product may be a weight
+DTYPES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
+
+
+class Meter(TorchDispatchMode):
+    """Notes the birth and the death of every storage, as events of a Timeline, and the work of every operation."""
+
+    def __init__(self, codes: list[gpu_code.Code], known: set[int]):
+        super().__init__()
+        self.codes = {code.module.__file__: code for code in codes}
+        self.events: list[Event] = []
+        self.size = dict.fromkeys(known, 0)  # by storage; what was there before the step is counted by itself
+        self.pending: dict[int, list] = {}  # output of a collective -> its inputs, which NCCL reads until the wait
+        self.work: dict[str, Counter] = defaultdict(Counter)
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:  # or Dynamo would run everything eagerly below this mode
+        return True
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(t not in (FakeTensor, torch.Tensor, torch.nn.Parameter) for t in types):
+            return NotImplemented  # a DTensor runs operations on its shards, which come here again
+        kwargs = kwargs or {}
+        if func is WAIT:
+            self.pending.pop(key(args[0]), None)
+            return args[0]
+        own = torch._library.custom_ops.OPDEFS.get(func._schema.name)
+        if own is not None:  # what it holds inside counts
+            with self:
+                out = own._init_fn(*args, **kwargs)
+        else:
+            out = func(*args, **kwargs)
+        made = [t for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
+        given = [t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        for t in made:
+            self.born(t, str(func))
+        if func.namespace == "_c10d_functional":
+            for t in made:
+                self.pending[key(t)] = given
+            for t in given + made:
+                self.read(t, moved(func._schema.name))
+        elif func.overloadpacket in FACTOR and args[FACTOR[func.overloadpacket] - 1].stride(-1) == 1:
+            self.read(args[FACTOR[func.overloadpacket]], WEIGHTS)
+        count = flop_registry.get(func.overloadpacket)
+        if count is not None:
+            self.note(str(func), given + made, count(*args, **kwargs, out_val=out))
+        return out
+
+    def note(self, name: str, tensors: list, flops: int = 0) -> None:
+        self.work[name].update(calls=1, flops=flops, nbytes=sum(t.nbytes for t in tensors))
+
+    def born(self, t: torch.Tensor, op: str) -> None:
+        storage = t.untyped_storage()
+        if key(t) in self.size:
+            return
+        self.size[key(t)] = nbytes = allocated(t)
+        if nbytes:
+            where = self.where(op)
+            self.events.append(Event(len(self.events), key(t), nbytes, where))
+            self.events.append(Event(len(self.events), key(t), 0, where, "", tuple(t.shape), DTYPES.get(t.dtype, "")))
+        weakref.finalize(storage, self.died, key(t))
+
+    def read(self, t: torch.Tensor, piece: str) -> None:
+        if self.size.get(key(t)):
+            self.events.append(Event(len(self.events), key(t), 0, "", piece, tuple(t.shape), DTYPES.get(t.dtype, "")))
+
+    def died(self, which: int) -> None:
+        if nbytes := self.size.pop(which, 0):
+            self.events.append(Event(len(self.events), which, -nbytes))
+
+    def where(self, op: str) -> str:
+        """The operation, and the module that it belongs to, of the line of generated code that runs now."""
+        frame = sys._getframe(2)
+        while frame is not None and frame.f_code.co_filename not in self.codes:
+            frame = frame.f_back
+        if frame is None:
+            return op
+        code = self.codes[frame.f_code.co_filename]
+        line = code.source.splitlines()[frame.f_lineno - 1]
+        module, target = code.origins.get(line.partition("=")[0].strip(), ("", ""))
+        return f"{target or op}, {re.sub('^.*?call[.]?|_modules', '', module)}".rstrip(", ")
+
+
+def key(t: torch.Tensor) -> int:
+    return t.untyped_storage()._cdata
+
+
+def allocated(t: torch.Tensor) -> int:
+    """Bytes that CUDA's allocator gives to a tensor."""
+    return -(-t.untyped_storage().nbytes() // 512) * 512
+
+
+def before(step: Step, *given: torch.Tensor) -> tuple[dict[str, int], set[int]]:
+    """({piece: bytes}, storages) of what is alive before a step."""
+    o, total, known = step.optimizer, Counter(), set()
+    groups = {PARAMETERS: step.model.parameters(), MOMENTS: [*o.m, *o.v],
+              OTHER: [*step.model.buffers(), o.t, o.lr, *given]}  # fmt: skip
+    for piece, tensors in groups.items():
+        for t in (local(t.detach()) for t in tensors):
+            if key(t) not in known:
+                known.add(key(t))
+                total[piece] += allocated(t)
+    return dict(total), known
+
+
+def simulate(c: flags.Config, world: int, arch: str | None) -> tuple[Timeline, Meter]:
+    """The second step of resolved flags, as one rank of `world` sees it. arch: as gpu_code.simulated."""
+    marks = []
+    with gpu_code.simulated(c, world, arch) as (step, tokens, codes):
+        base, known = before(step, tokens)
+        meter = Meter(codes, known)
+
+        def note(phase, grads):
+            if phase != "reduce":  # which belongs to backward
+                marks.append((len(meter.events), phase))
+            for g in grads:
+                meter.read(g, GRADIENTS)
+
+        if step.phase == "fwd":
+            marks.append((0, "fwd"))
+        with meter, step.watched(note):
+            step(tokens, tokens)
+    return Timeline(meter.events, marks, base, sizes_of(c, world)), meter
+
+
+def report(timeline: Timeline, meter: Meter, most: int) -> list[str]:
+    """The lines to print. most: how many of the largest operations to list."""
+    levels, text = timeline.levels(), lines(timeline, step=2)
+    ends = [*timeline.starts[1:], len(levels)]
+    for (_, phase), first, end in zip(timeline.marks, timeline.starts, ends, strict=True):
+        if first < end:
+            text.append(f"peak of {phase}: {mib(max(levels[first:end]))} MiB")
+    flops = sum(count["flops"] for count in meter.work.values())
+    text.append(f"products and attention: {flops / 1e12:.3f} TFLOP")
+    for name, count in sorted(meter.work.items(), key=lambda item: -item[1]["flops"] - item[1]["nbytes"])[:most]:
+        text.append(f"  {name}: {count['calls']} times, {count['flops'] / 1e12:.3f} TFLOP, {mib(count['nbytes'])} MiB")
+    return text
+
+
+def draw(timeline: Timeline, path: str) -> None:
+    """Memory over the events of the step, a band per piece. Needs matplotlib (the extra `plot`)."""
+    from matplotlib.figure import Figure
+
+    n = len(timeline.events)
+    bands = {piece: [size] * n for piece, size in timeline.pieces(-1).items()}
+    for b in timeline.blocks:
+        for i in range(b.born, min(n, b.died)):
+            bands[b.piece][i] += b.nbytes
+    bands = {piece: [size / 2**20 for size in sizes] for piece, sizes in bands.items() if any(sizes)}
+    plot = Figure(figsize=(9, 4), layout="constrained")
+    ax = plot.subplots()
+    ax.stackplot(range(n), *bands.values(), labels=bands, step="post")
+    for start, (_, phase) in zip(timeline.starts, timeline.marks, strict=True):
+        ax.axvline(start, color="black", linewidth=0.5)
+        ax.text(start, ax.get_ylim()[1], phase, va="bottom")
+    ax.set(xlabel="allocations and frees of one step, in order", ylabel="MiB, simulated", xlim=(0, n))
+    ax.legend(loc="upper left", fontsize="small")
+    plot.savefig(path)
+
+
+def main(own: argparse.Namespace, c: flags.Config) -> int:
+    """Prints the report; returns the exit code. Bad flags, or no Triton: SystemExit(2)."""
+    arch = None if c.device == "cpu" else own.arch
+    if arch:
+        if reason := gpu_code.no_triton():
+            fail(reason, 0)
+        gpu_code.pretend(arch)
+    dist.init_process_group("fake", rank=0, world_size=own.world, store=FakeStore())
+    try:
+        c = flags.resolve(c, "cuda" if arch else "cpu", own.world)
+        timeline, meter = simulate(c, own.world, arch)
+    except ValueError as e:
+        fail(str(e), 0)
+    dist.destroy_process_group()
+    print(*report(timeline, meter, own.kernels), sep="\n")
+    top = timeline.peaks(1)[0].nbytes
+    print(f"{mib(top)} MiB simulated, not measured; with {ALLOWANCE_MIB} for cuBLAS {mib(top + ALLOWANCE_MIB * 2**20)}")
+    if own.plot:
+        draw(timeline, own.plot)
+    return 0
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # | head
+    sys.exit(main(OWN, CONFIG))
