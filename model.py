@@ -171,6 +171,16 @@ class MLP(nn.Module):
         return self.down(F.gelu(self.up(x), approximate="tanh"))
 
 
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b, in which the product is no tensor of its own; on a CPU it is one if total has another dtype."""
+    if a.dtype == b.dtype == total.dtype:
+        torch.addmm(total, a, b, out=total)
+    elif total.is_cuda and a.dtype == b.dtype:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total += a @ b
+
+
 # The norm and the MLP as one op with a backward of its own, which keeps its input alone and at most two [C, F] tensors
 # at a time (C tokens; F hidden), whatever compiles it: recomputation written as an autograd.Function is undone by the
 # compiler, which merges it with the forward, and of plain code it reorders the backward into three such tensors.
@@ -194,26 +204,28 @@ def lean_mlp_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """From the gradient `go` [.., D] of the output: those of x, g, b, w1, b1, w2, b2, in the dtype of x."""
     rows, gx = x.flatten(0, -2), torch.empty_like(x, memory_format=torch.contiguous_format)
-    sums: list[Tensor] = []  # the gradients of g, b, w1, b1, w2, b2; of several chunks in fp32
+    several = 0 < chunk < len(rows)  # whose gradients of the weights are summed in fp32
+    dtype = torch.promote_types(x.dtype, torch.float32) if several else x.dtype
+    sums = [torch.zeros_like(t, dtype=dtype) for t in (g, b, w1, b1, w2, b)]
     chunks = (t.split(chunk or len(rows)) for t in (rows, go.flatten(0, -2), gx.view_as(rows)))
     for xc, oc, gc in zip(*chunks, strict=True):
         y, mean, rstd = aten.native_layer_norm(xc, g.shape, g, b, eps)
         h = F.linear(y, w1, b1)  # [C, F]
         a = F.gelu(h, approximate="tanh")
-        new = [oc.t() @ a, oc.sum(0)]
+        add_product(sums[4], oc.t(), a)
+        sums[5] += oc.sum(0)
         torch.mm(oc, w2, out=a)  # the gradient of the GELU's output takes its place
         aten.gelu_backward.grad_input(a, h, approximate="tanh", grad_input=a)
         del h
-        new = [a.t() @ y, a.sum(0), *new]
+        add_product(sums[2], a.t(), y)
+        sums[3] += a.sum(0)
         gy = a @ w1
         del a, y
         part, *norm = aten.native_layer_norm_backward(gy, xc, g.shape, mean, rstd, g, b, [True] * 3)
         gc.copy_(part)
-        new = [*norm, *new]
-        if chunk and len(rows) > chunk:
-            new = [t.to(torch.promote_types(t.dtype, torch.float32)) for t in new]
-        sums = [s.add_(t) for s, t in zip(sums, new, strict=True)] if sums else new
-    return gx, *(s.to(x.dtype) for s in sums)
+        sums[0] += norm[0]
+        sums[1] += norm[1]
+    return gx, *(sums.pop(0).to(x.dtype) for _ in range(6))
 
 
 @lean_mlp.register_fake
@@ -331,42 +343,59 @@ def causal_mask(T: int, device: torch.device) -> BlockMask:
     return create_block_mask(lambda b, h, q, k: q >= k, None, None, T, T, device=device)
 
 
-class ChunkedCrossEntropy(torch.autograd.Function):
-    """Sum over tokens of the cross-entropy of x @ w.T, `chunk` tokens at a time: no [N, V] tensor exists, and the
-    gradients are made in forward, so `w` is read (under FSDP: gathered) once per step and its gradient, accumulated in
-    fp32, is reduced once. x [N, D], w [V, D], y [N] -> fp32 scalar. No double backward."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, w: Tensor, y: Tensor, chunk: int, grad: bool) -> Tensor:
-        """grad: whether to make the gradients too; autograd does not tell a forward."""
-        loss, gx, gw = torch.zeros((), dtype=torch.float32, device=x.device), [], None
-        for xc, yc in zip(x.split(chunk), y.split(chunk), strict=True):
-            z = (xc @ w.t()).float()  # [C, V]
-            ok = (yc != IGNORE).unsqueeze(1)  # [C, 1]
-            t = torch.where(ok, yc.unsqueeze(1), 0)
-            zt, m = z.gather(1, t), z.amax(-1, keepdim=True)
-            p = z.sub_(m).exp_()
-            s = p.sum(-1, keepdim=True)
-            loss += ((s.log() + m - zt) * ok).sum()
-            if not grad:
-                continue
-            if torch.compiler.is_compiling():  # this form fuses: no fp32 chunk is stored
-                hot = (torch.arange(w.shape[0], device=x.device) == t).to(p.dtype)
-                g = ((p / s - hot) * ok).to(x.dtype)
-            else:
-                g = p.div_(s).scatter_add_(1, t, -torch.ones_like(s)).mul_(ok).to(x.dtype)
-            del z, p
-            gx.append(g @ w)
-            d = g.t() @ xc
-            gw = d.float() if gw is None else gw.add_(d)
+# The output layer and its loss as one op, whatever compiles it: of the loop itself the compiler makes one kernel for all
+# chunks, so that the logits of every chunk exist at once. x [N, D], w [V, D], y [N] -> fp32 scalar; with `grad` also its
+# gradients for x and w, in their dtypes, that of w accumulated in fp32.
+@torch.library.custom_op(f"{_LIBRARY}::chunked_loss", mutates_args=())
+def chunked_loss(x: Tensor, w: Tensor, y: Tensor, chunk: int, grad: bool) -> tuple[Tensor, Tensor, Tensor]:
+    loss, gx = torch.zeros((), dtype=torch.float32, device=x.device), torch.empty_like(x if grad else x[:0])
+    gw = torch.zeros_like(w if grad else w[:0], dtype=torch.float32)
+    for i in range(0, len(x), chunk):
+        xc, yc = x[i : i + chunk], y[i : i + chunk].unsqueeze(1)
+        z = xc @ w.t()  # [C, V]
+        p, ok = z.float(), yc != IGNORE  # p: fp32 logits, then probabilities, then their gradient
+        t = torch.where(ok, yc, 0)
+        zt, m = p.gather(1, t), p.amax(-1, keepdim=True)
+        s = p.sub_(m).exp_().sum(-1, keepdim=True)
+        loss += ((s.log() + m - zt) * ok).sum()
         if grad:
-            ctx.save_for_backward(torch.cat(gx), gw.to(w.dtype))
-        return loss
+            g = z.copy_(p.div_(s).scatter_add_(1, t, -torch.ones_like(s)).mul_(ok))
+            del p
+            gx[i : i + chunk] = g @ w
+            add_product(gw, g.t(), xc)
+            del g
+        del z
+    return loss, gx, gw.to(w.dtype)
 
-    @staticmethod
-    def backward(ctx, go: Tensor):
-        gx, gw = ctx.saved_tensors
-        return (gx * go).to(gx.dtype), (gw * go).to(gw.dtype), None, None, None
+
+@chunked_loss.register_fake
+def _(x, w, y, chunk, grad):
+    gradients = (torch.empty_like(t if grad else t[:0]) for t in (x, w))
+    return x.new_empty((), dtype=torch.float32), *gradients
+
+
+def _keep_gradients(ctx, inputs, output):
+    ctx.save_for_backward(*output[1:])
+
+
+def _scaled_gradients(ctx, go: Tensor, *_):
+    if torch.is_grad_enabled():
+        raise RuntimeError("chunked loss: its gradients, made in forward, have none of their own; use --loss full")
+    gx, gw = ctx.saved_tensors
+    return (gx * go).to(gx.dtype), (gw * go).to(gw.dtype), None, None, None
+
+
+chunked_loss.register_autograd(_scaled_gradients, setup_context=_keep_gradients)
+register_flop_formula(getattr(torch.ops, _LIBRARY).chunked_loss)(
+    lambda x, w, y, chunk, grad, *args, **kwargs: (3 if grad else 1) * 2 * x[0] * math.prod(w)
+)
+
+
+def chunked_cross_entropy(x: Tensor, w: Tensor, targets: Tensor, chunk: int) -> Tensor:
+    """Hidden states x [B, T, D], head w [V, D], targets [B, T] -> `cross_entropy` of x @ w.T, `chunk` tokens at a time:
+    no [B, T, V] tensor exists, and the gradients are made in forward, so that w is read (under FSDP: gathered) once per
+    step and its gradient reduced once. RuntimeError for a gradient of the gradient."""
+    return chunked_loss(x.flatten(0, 1), w, targets.flatten(), chunk, torch.is_grad_enabled())[0]
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
@@ -419,7 +448,6 @@ class Transformer(nn.Module):
             x = block(x, self.mask)
         x = self.norm(x)
         if targets is not None and chunk:
-            grad = torch.is_grad_enabled()
-            return ChunkedCrossEntropy.apply(x.flatten(0, 1), self.head.weight, targets.flatten(), chunk, grad)
+            return chunked_cross_entropy(x, self.head.weight, targets, chunk)
         logits = self.head(x)  # [B, T, V]
         return logits if targets is None else cross_entropy(logits, targets)

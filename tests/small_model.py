@@ -92,6 +92,6 @@ def counted_products(model, *args):
     with FlopCounterMode(display=False) as counter:
         model(*args).backward()
     ops = {str(op).removeprefix("aten."): n for op, n in counter.get_flop_counts()["Global"].items()}
-    products = {op: n for op, n in ops.items() if op in ("mm", "addmm") or "lean_mlp" in op}
+    products = {op: n for op, n in ops.items() if op in ("mm", "addmm") or "lean_mlp" in op or "chunked_loss" in op}
     assert all(op in products or "scaled_dot_product" in op for op in ops), ops
     return sum(products.values())

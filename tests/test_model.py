@@ -17,9 +17,10 @@ import torch.nn.functional as F
 from small_model import SMALL, B, Ops, T, assert_close, batch, build, counted_products, train
 from torch.nn.attention import flex_attention as flex
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.flop_counter import FlopCounterMode
 
 import model as under_test
-from model import IGNORE, ChunkedCrossEntropy, ModelConfig, Transformer, cross_entropy
+from model import IGNORE, ModelConfig, Transformer, chunked_cross_entropy, cross_entropy
 from trainer.costs import flops_per_token
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -217,14 +218,21 @@ def test_the_chunked_loss_equals_the_full_one_within_2e_6(chunk, ignored):
 def test_a_chunk_gives_the_same_value_without_gradients(chunk):
     model, data = build(), batch(ignored=True)
     expected = model(*data, chunk)
-    with torch.no_grad(), Ops() as ops:
+    with torch.no_grad(), FlopCounterMode(display=False) as flops:
         value = model(*data, chunk)
     assert torch.equal(value, expected) and not value.requires_grad
-    assert ops.products == 6 * SMALL["depth"] + math.ceil(B * T / chunk), "gradients were made"
+    made = flops.get_flop_counts()["Global"][torch.ops.simple_fsdp_model.chunked_loss]
+    assert made == 2 * B * T * SMALL["width"] * SMALL["vocab"], "gradients were made"
 
 
 def chunked_loss(x, w, y, chunk=50):
-    return ChunkedCrossEntropy.apply(x, w, y, chunk, True)
+    return chunked_cross_entropy(x[None], w, y[None], chunk)
+
+
+def test_a_gradient_of_the_chunked_gradient_is_refused():
+    x, w, y = rows(torch.float32)
+    with pytest.raises(RuntimeError, match="have none of their own; use --loss full"):
+        torch.autograd.grad(chunked_loss(x, w, y), x, create_graph=True)
 
 
 def rows(dtype, n=330, width=64, vocab=512):

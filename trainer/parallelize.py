@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp import MixedPrecisionPolicy as FSDP2Policy
 from torch.nn.parallel import DistributedDataParallel
 
-from model import ChunkedCrossEntropy, ModelConfig, Transformer, cross_entropy
+from model import ModelConfig, Transformer, chunked_cross_entropy, cross_entropy
 from overlap import blocks_of
 from simple_fsdp import MixedPrecisionPolicy, data_parallel, disable_data_parallel
 from trainer import config as flags
@@ -72,9 +72,8 @@ class HuggingFaceModel(nn.Module):
         if not self.plain_head:
             raise ValueError("--loss chunked: the logits of this model are not its head's product alone, or `prepare` "
                              "has not been called; use --loss full")  # fmt: skip
-        x, grad = self._hidden(tokens, **inputs), torch.is_grad_enabled()  # [B, T, D]
-        head = self.model.get_output_embeddings().weight
-        return ChunkedCrossEntropy.apply(x.flatten(0, 1), head, targets.flatten(), chunk, grad)
+        x = self._hidden(tokens, **inputs)  # [B, T, D]
+        return chunked_cross_entropy(x, self.model.get_output_embeddings().weight, targets, chunk)
 
     def _hidden(self, tokens: Tensor, **inputs: Tensor) -> Tensor:
         return self.model.base_model(input_ids=tokens, use_cache=False, **inputs).last_hidden_state

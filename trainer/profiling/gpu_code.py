@@ -275,15 +275,16 @@ def generated(gpu: bool, name: Callable[[bool], str], run: bool = True) -> Itera
         yield codes
 
 
-def sdpa_on_gpu(plain: Callable) -> Callable:
+def sdpa_kernel(kernel: str, q, k, v, plain: Callable = model_file.sdpa_kernel) -> torch.Tensor:
     """model.sdpa_kernel for a trace on a CPU of what a GPU will run: only "flash" is another operation there."""
+    if kernel == "flash":
+        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=True)[0]
+    return plain(kernel, q, k, v)
 
-    def sdpa_kernel(kernel, q, k, v):
-        if kernel == "flash":
-            return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=True)[0]
-        return plain(kernel, q, k, v)
 
-    return sdpa_kernel
+def add_product(total, a, b) -> None:
+    """model.add_product likewise: on a GPU no product is a tensor of its own."""
+    torch.addmm(total, a, b, out=total, **({} if a.dtype == total.dtype else dict(out_dtype=total.dtype)))
 
 
 @contextmanager
@@ -306,7 +307,7 @@ def simulated(c: flags.Config, world: int, arch: str | None) -> Iterator[tuple[S
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
         mock.patch.object(dist, "init_device_mesh", real_mesh),
-        mock.patch.object(model_file, "sdpa_kernel", (sdpa_on_gpu if arch else lambda f: f)(model_file.sdpa_kernel)),
+        mock.patch.multiple(model_file, **(dict(sdpa_kernel=sdpa_kernel, add_product=add_product) if arch else {})),
         generated(arch is not None, name) as codes,
     ):
         step = build(c, cpu, world, init=False)

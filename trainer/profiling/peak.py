@@ -77,7 +77,7 @@ class Meter(TorchDispatchMode):
             self.pending.pop(key(args[0]), None)
             return args[0]
         own = torch._library.custom_ops.OPDEFS.get(func._schema.name)
-        if own is not None:  # what it holds inside counts
+        if own is not None:  # what it holds inside counts, and its products are counted there
             with self:
                 out = own._init_fn(*args, **kwargs)
         else:
@@ -94,8 +94,9 @@ class Meter(TorchDispatchMode):
         elif func.overloadpacket in FACTOR and args[FACTOR[func.overloadpacket] - 1].stride(-1) == 1:
             self.read(args[FACTOR[func.overloadpacket]], WEIGHTS)
         count = flop_registry.get(func.overloadpacket)
-        if count is not None:
-            self.note(str(func), given + made, count(*args, **kwargs, out_val=out))
+        if count is not None and own is None:
+            shapes = [a for a in args if not isinstance(a, torch.dtype)]  # torch's formulas know no out_dtype
+            self.note(str(func), given + made, count(*shapes, **kwargs, out_val=out))
         return out
 
     def note(self, name: str, tensors: list, flops: int = 0) -> None:
