@@ -14,6 +14,7 @@ B batch, T tokens, D width, H heads, K key/value heads, d head dimension, V voca
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -82,7 +83,8 @@ class ModelConfig:
 
 
 def _save_attention(ctx, op, *args, **kwargs):
-    return CheckpointPolicy.MUST_SAVE if op in ATTENTION else CheckpointPolicy.PREFER_RECOMPUTE
+    """And the output of a lean MLP, which is the input of the next block."""
+    return CheckpointPolicy.MUST_SAVE if op in ATTENTION | {LEAN} else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _save_products(ctx, op, *args, **kwargs):
@@ -181,79 +183,93 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total += a @ b
 
 
-# The norm and the MLP as one op with a backward of its own, which keeps its input alone and at most two [C, F] tensors
-# at a time (C tokens; F hidden), whatever compiles it: recomputation written as an autograd.Function is undone by the
-# compiler, which merges it with the forward, and of plain code it reorders the backward into three such tensors.
-# x [.., D], norm g, b [D], up [F, D] [F], down [D, F] [D]; chunk: tokens at a time, 0 all.
+# z + MLP(norm(z)) for z = x + y, as one op with a backward of its own, which keeps its inputs alone and at most two
+# [C, F] tensors at a time (C tokens; F hidden), whatever compiles it: recomputation written as an autograd.Function is
+# undone by the compiler, which merges it with the forward, and of plain code it reorders the backward into three such
+# tensors. Were the sums outside, it would keep the gradient of the output in fp32, and make the norm before attention,
+# which reads x too, along with z.
+# x, y [.., D], norm g, b [D], up [F, D] [F], down [D, F] [D]; chunk: tokens at a time, 0 all.
 @torch.library.custom_op(f"{_LIBRARY}::lean_mlp", mutates_args=())
 def lean_mlp(
-    x: Tensor, g: Tensor, b: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, eps: float, chunk: int
+    x: Tensor, y: Tensor, g: Tensor, b: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, eps: float, chunk: int
 ) -> Tensor:
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    rows = x.flatten(0, -2)  # [N, D]
-    for xc, yc in zip(*(t.split(chunk or len(rows)) for t in (rows, out.view_as(rows))), strict=True):
-        h = F.linear(F.layer_norm(xc, g.shape, g, b, eps), w1, b1)  # [C, F]
-        torch.addmm(b2, aten.gelu_(h, approximate="tanh"), w2.t(), out=yc)
-        del h  # before the next one
+    for xc, yc, rows in _chunks(chunk, x, y, out):
+        z = xc + yc
+        h = F.linear(F.layer_norm(z, g.shape, g, b, eps), w1, b1)  # [C, F]
+        torch.addmm(b2, aten.gelu_(h, approximate="tanh"), w2.t(), out=rows)
+        rows += z
+        del z, h  # before the next ones
     return out
 
 
 @torch.library.custom_op(f"{_LIBRARY}::lean_mlp_backward", mutates_args=())
 def lean_mlp_backward(
-    go: Tensor, x: Tensor, g: Tensor, b: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, eps: float, chunk: int
+    go: Tensor, x: Tensor, y: Tensor, g: Tensor, b: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, eps: float, chunk: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """From the gradient `go` [.., D] of the output: those of x, g, b, w1, b1, w2, b2, in the dtype of x."""
-    rows, gx = x.flatten(0, -2), torch.empty_like(x, memory_format=torch.contiguous_format)
-    several = 0 < chunk < len(rows)  # whose gradients of the weights are summed in fp32
+    """From the gradient `go` [.., D] of the output: that of x and of y, and those of g, b, w1, b1, w2, b2, in the dtype
+    of x; sums over several chunks are made in fp32."""
+    gx, several = torch.empty_like(x, memory_format=torch.contiguous_format), 0 < chunk < x[..., 0].numel()
     dtype = torch.promote_types(x.dtype, torch.float32) if several else x.dtype
     sums = [torch.zeros_like(t, dtype=dtype) for t in (g, b, w1, b1, w2, b)]
-    chunks = (t.split(chunk or len(rows)) for t in (rows, go.flatten(0, -2), gx.view_as(rows)))
-    for xc, oc, gc in zip(*chunks, strict=True):
-        y, mean, rstd = aten.native_layer_norm(xc, g.shape, g, b, eps)
-        h = F.linear(y, w1, b1)  # [C, F]
+    for xc, yc, oc, gc in _chunks(chunk, x, y, go, gx):
+        z = xc + yc
+        n, mean, rstd = aten.native_layer_norm(z, g.shape, g, b, eps)
+        h = F.linear(n, w1, b1)  # [C, F]
         a = F.gelu(h, approximate="tanh")
         add_product(sums[4], oc.t(), a)
         sums[5] += oc.sum(0)
         torch.mm(oc, w2, out=a)  # the gradient of the GELU's output takes its place
         aten.gelu_backward.grad_input(a, h, approximate="tanh", grad_input=a)
         del h
-        add_product(sums[2], a.t(), y)
+        add_product(sums[2], a.t(), n)
         sums[3] += a.sum(0)
-        gy = a @ w1
-        del a, y
-        part, *norm = aten.native_layer_norm_backward(gy, xc, g.shape, mean, rstd, g, b, [True] * 3)
-        gc.copy_(part)
+        gn = a @ w1
+        del a, n
+        gz, *norm = aten.native_layer_norm_backward(gn, z, g.shape, mean, rstd, g, b, [True] * 3)
+        torch.add(gz, oc, out=gc)
         sums[0] += norm[0]
         sums[1] += norm[1]
+        del z, gn, gz
     return gx, *(sums.pop(0).to(x.dtype) for _ in range(6))
 
 
+def _chunks(chunk: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Of tensors [.., D] the same rows, `chunk` at a time, as [C, D]."""
+    rows = [t.flatten(0, -2) for t in tensors]  # [N, D]
+    return zip(*(t.split(chunk or len(t)) for t in rows), strict=True)
+
+
+LEAN = getattr(torch.ops, _LIBRARY).lean_mlp.default
+
+
 @lean_mlp.register_fake
-def _(x, g, b, w1, b1, w2, b2, eps, chunk):
+def _(x, y, g, b, w1, b1, w2, b2, eps, chunk):
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 @lean_mlp_backward.register_fake
-def _(go, x, g, b, w1, b1, w2, eps, chunk):
+def _(go, x, y, g, b, w1, b1, w2, eps, chunk):
     own = (x, g, b, w1, b1, w2)
     return *(torch.empty_like(t, memory_format=torch.contiguous_format) for t in own), w2.new_empty(w2.shape[0])
 
 
-def _keep_input(ctx, inputs, output):
+def _keep_inputs(ctx, inputs, output):
     *tensors, _, ctx.eps, ctx.chunk = inputs
     ctx.save_for_backward(*tensors)
 
 
 def _lean_gradients(ctx, go: Tensor):
-    return *lean_mlp_backward(go.contiguous(), *ctx.saved_tensors, ctx.eps, ctx.chunk), None, None
+    gx, *gradients = lean_mlp_backward(go.contiguous(), *ctx.saved_tensors, ctx.eps, ctx.chunk)
+    return gx, gx, *gradients, None, None
 
 
-lean_mlp.register_autograd(_lean_gradients, setup_context=_keep_input)
+lean_mlp.register_autograd(_lean_gradients, setup_context=_keep_inputs)
 register_flop_formula(getattr(torch.ops, _LIBRARY).lean_mlp)(
-    lambda x, g, b, w1, *args, **kwargs: 2 * 2 * math.prod(x[:-1]) * math.prod(w1)
+    lambda x, y, g, b, w1, *args, **kwargs: 2 * 2 * math.prod(x[:-1]) * math.prod(w1)
 )
 register_flop_formula(getattr(torch.ops, _LIBRARY).lean_mlp_backward)(
-    lambda go, x, g, b, w1, *args, **kwargs: 5 * 2 * math.prod(x[:-1]) * math.prod(w1)
+    lambda go, x, y, g, b, w1, *args, **kwargs: 5 * 2 * math.prod(x[:-1]) * math.prod(w1)
 )
 
 
@@ -269,22 +285,25 @@ class Block(nn.Module):
         return self.attn(self.norm1(x), mask)
 
     def mlp_branch(self, x: Tensor) -> Tensor:
+        return self.mlp(self.norm2(x))
+
+    def add(self, x: Tensor, y: Tensor) -> Tensor:
+        """x [B, T, D], y [B, T, D] of the attention branch -> the output of the block."""
         if not self.lean:
-            return self.mlp(self.norm2(x))
+            x = x + y
+            return x + self.mlp_branch(x)
         norm, up, down = self.norm2, self.mlp.up, self.mlp.down
         weights = norm.weight, norm.bias, up.weight, up.bias, down.weight, down.bias
-        return lean_mlp(x, *weights, norm.eps, self.mlp_chunk)
+        return lean_mlp(x, y, *weights, norm.eps, self.mlp_chunk)
 
     def whole(self, x: Tensor, mask: BlockMask | None) -> Tensor:
-        x = x + self.attn_branch(x, mask)
-        return x + self.mlp_branch(x)
+        return self.add(x, self.attn_branch(x, mask))
 
     def before_core(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self.attn.qkv(self.norm1(x))
 
     def after_core(self, x: Tensor, y: Tensor) -> Tensor:
-        x = x + self.attn.o(y)
-        return x + self.mlp_branch(x)
+        return self.add(x, self.attn.o(y))
 
     def forward(self, x: Tensor, mask: BlockMask | None = None) -> Tensor:
         """x [B, T, D] -> [B, T, D]. The norms lie inside the checkpointed regions, so a region keeps its input alone
@@ -302,13 +321,14 @@ class Block(nn.Module):
             keep = _products_saved if torch.compiler.is_compiling() else _products_but_down_saved
             return _remat(self.after_core, x, self.attn.core(q, k, v, mask), context_fn=keep)
         if self.remat == "mlp":
-            x = x + self.attn_branch(x, mask)
+            y = self.attn_branch(x, mask)
         elif self.remat_norm:
-            x = x + _remat(self.attn_branch, x, mask, **keep)
+            y = _remat(self.attn_branch, x, mask, **keep)
         else:
-            x = x + _remat(self.attn, self.norm1(x), mask, **keep)
+            y = _remat(self.attn, self.norm1(x), mask, **keep)
         if self.remat == "attn" or self.lean:  # the lean MLP recomputes itself
-            return x + self.mlp_branch(x)
+            return self.add(x, y)
+        x = x + y
         return x + (_remat(self.mlp_branch, x) if self.remat_norm else _remat(self.mlp, self.norm2(x)))
 
 
@@ -324,7 +344,7 @@ def check_lean(c: ModelConfig) -> None:
         for p in block.parameters():
             p.normal_(std=4, generator=seeded)
         try:
-            same = torch.allclose(block.mlp_branch(x), block.mlp(block.norm2(x)), rtol=1e-3, atol=1e-2)
+            same = torch.allclose(block.add(x, x), 2 * x + block.mlp_branch(2 * x), rtol=1e-3, atol=1e-2)
         except (AttributeError, TypeError, RuntimeError):  # no up or down, no bias, another shape
             same = False
     if not same:
