@@ -21,7 +21,7 @@ D, F = 16, 64  # width, hidden width
 
 def operands(tokens=24, dtype=torch.float64):
     torch.manual_seed(0)
-    shapes = (2, tokens // 2, D), (D,), (D,), (F, D), (F,), (D, F), (D,)
+    shapes = (2, tokens // 2, D), (2, tokens // 2, D), (D,), (D,), (F, D), (F,), (D, F), (D,)
     return [torch.randn(*shape, dtype=dtype, requires_grad=True) for shape in shapes]
 
 
@@ -46,9 +46,10 @@ def test_chunks_of_the_lean_mlp_sum_to_it(chunk, dtype, tolerance):
 
 def test_gradients_of_bf16_chunks_are_summed_in_fp32():
     """Of 1024 chunks, sums in bf16 are off by a quarter (as is torch's own layer_norm on a CPU, at once)."""
-    x, *weights = operands(1024, torch.bfloat16)
-    exact = torch.autograd.grad(lean_mlp(*(t.double() for t in (x, *weights)), 1e-5, 0).sum(), weights)
-    found = torch.autograd.grad(lean_mlp(x, *weights, 1e-5, 1).sum(), weights)
+    x, y, *weights = operands(1024, torch.bfloat16)
+    y = (x - x).detach()  # so that no sum of the two is rounded
+    exact = torch.autograd.grad(lean_mlp(*(t.double() for t in (x, y, *weights)), 1e-5, 0).sum(), weights)
+    found = torch.autograd.grad(lean_mlp(x, y, *weights, 1e-5, 1).sum(), weights)
     errors = [((f - e).norm() / e.norm()).item() for f, e in zip(found, exact, strict=True)]
     assert max(errors) < 0.01, errors
 
@@ -78,10 +79,10 @@ def most_wide(function, tokens: int) -> int:
 
 @pytest.mark.parametrize(("chunk", "tokens"), [(0, 24), (4, 4)])
 def test_its_backward_has_two_wide_tensors_at_a_time(chunk, tokens):
-    x, *weights, b2 = (t.detach() for t in operands())
+    x, y, *weights, b2 = (t.detach() for t in operands())
     body = lean_mlp_backward._init_fn  # a dispatch mode does not see inside a custom op
-    assert most_wide(lambda: body(torch.ones_like(x), x, *weights, 1e-5, chunk), tokens) == 2
-    assert most_wide(lambda: lean_mlp._init_fn(x, *weights, b2, 1e-5, chunk), tokens) == 1
+    assert most_wide(lambda: body(torch.ones_like(x), x, y, *weights, 1e-5, chunk), tokens) == 2
+    assert most_wide(lambda: lean_mlp._init_fn(x, y, *weights, b2, 1e-5, chunk), tokens) == 1
 
     def plain():
         with torch.enable_grad():

@@ -307,7 +307,7 @@ def simulated(c: flags.Config, world: int, arch: str | None) -> Iterator[tuple[S
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
         mock.patch.object(dist, "init_device_mesh", real_mesh),
-        mock.patch.multiple(model_file, **(dict(sdpa_kernel=sdpa_kernel, add_product=add_product) if arch else {})),
+        mock.patch.dict(vars(model_file), dict(sdpa_kernel=sdpa_kernel, add_product=add_product) if arch else {}),
         generated(arch is not None, name) as codes,
     ):
         step = build(c, cpu, world, init=False)

@@ -16,6 +16,9 @@ import signal
 import sys
 import weakref
 from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
 
 from trainer import config as flags
 from trainer.distributed.terminal import fail
@@ -61,7 +64,8 @@ class Meter(TorchDispatchMode):
         super().__init__()
         self.codes = {code.module.__file__: code for code in codes}
         self.events: list[Event] = []
-        self.size = dict.fromkeys(known, 0)  # by storage; what was there before the step is counted by itself
+        self.known = known  # storages from before the step, which are counted by themselves
+        self.size = dict.fromkeys(known, 0)
         self.pending: dict[int, list] = {}  # output of a collective -> its inputs, which NCCL reads until the wait
         self.work: dict[str, Counter] = defaultdict(Counter)
 
@@ -103,15 +107,30 @@ class Meter(TorchDispatchMode):
         self.work[name].update(calls=1, flops=flops, nbytes=sum(t.nbytes for t in tensors))
 
     def born(self, t: torch.Tensor, op: str) -> None:
-        storage = t.untyped_storage()
-        if key(t) in self.size:
-            return
-        self.size[key(t)] = nbytes = allocated(t)
+        if key(t) not in self.size:
+            weakref.finalize(t.untyped_storage(), self.died, key(t))
+            self.sized(t.untyped_storage(), self.where(op))
+            self.read(t, "")
+
+    def sized(self, storage: torch.UntypedStorage, where: str) -> None:
+        """Notes what a storage, new or resized, takes from now on."""
+        self.died(storage._cdata)
+        self.size[storage._cdata] = nbytes = rounded(storage)
         if nbytes:
-            where = self.where(op)
-            self.events.append(Event(len(self.events), key(t), nbytes, where))
-            self.events.append(Event(len(self.events), key(t), 0, where, "", tuple(t.shape), DTYPES.get(t.dtype, "")))
-        weakref.finalize(storage, self.died, key(t))
+            self.events.append(Event(len(self.events), storage._cdata, nbytes, where))
+
+    @contextmanager
+    def metering(self) -> Iterator[None]:
+        """Inside it everything is noted. FSDP2 frees and fills the storages of gathered weights by resizing them."""
+        real = torch.UntypedStorage.resize_
+
+        def resize(storage, nbytes):
+            real(storage, nbytes)
+            if storage._cdata not in self.known:
+                self.sized(storage, "resize")
+
+        with mock.patch.object(torch.UntypedStorage, "resize_", resize), self:
+            yield
 
     def read(self, t: torch.Tensor, piece: str) -> None:
         if self.size.get(key(t)):
@@ -138,9 +157,9 @@ def key(t: torch.Tensor) -> int:
     return t.untyped_storage()._cdata
 
 
-def allocated(t: torch.Tensor) -> int:
-    """Bytes that CUDA's allocator gives to a tensor."""
-    return -(-t.untyped_storage().nbytes() // 512) * 512
+def rounded(storage: torch.UntypedStorage) -> int:
+    """Bytes that CUDA's allocator gives to a storage."""
+    return -(-storage.nbytes() // 512) * 512
 
 
 def before(step: Step, *given: torch.Tensor) -> tuple[dict[str, int], set[int]]:
@@ -152,7 +171,7 @@ def before(step: Step, *given: torch.Tensor) -> tuple[dict[str, int], set[int]]:
         for t in (local(t.detach()) for t in tensors):
             if key(t) not in known:
                 known.add(key(t))
-                total[piece] += allocated(t)
+                total[piece] += rounded(t.untyped_storage())
     return dict(total), known
 
 
@@ -171,7 +190,7 @@ def simulate(c: flags.Config, world: int, arch: str | None) -> tuple[Timeline, M
 
         if step.phase == "fwd":
             marks.append((0, "fwd"))
-        with meter, step.watched(note):
+        with meter.metering(), step.watched(note):
             step(tokens, tokens)
     return Timeline(meter.events, marks, base, sizes_of(c, world)), meter
 
