@@ -276,7 +276,7 @@ def beside_published(name: str, rows: list[dict]) -> str:
     columns += [(key, [str(row[key]) for row in rows]) for key in ("outcome", "world")]
     peaks = ["first_step_peak_mib", "second_step_peak_mib", "peak_rss_mib" if cpu else "peak_alloc_mib"]
     for key in keys:
-        for own in peaks if key == "peak_mib" else [key] * (key != "notes"):
+        for own in peaks if key == "peak_mib" else [key]:
             columns.append((own, [grouped(row.get(own), 1, missing="") for row in rows]))
         columns.append(("published", [theirs[key] for theirs in published]))
     told = [f"{row['device']}, torch {row['torch']}, commit {row['commit'][:12]}" for row in rows if "init_mib" in row]

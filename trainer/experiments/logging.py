@@ -60,14 +60,18 @@ def append_jsonl(path: str | Path, obj: dict, *, fsync: bool = False) -> None:
         os.close(file)
 
 
+def read_jsonl(path: Path, start: int = 0) -> list[dict]:
+    """The rows of a file after byte `start`. Lines cut short by a killed run are passed over."""
+    rows = []
+    for line in path.read_bytes()[start:].splitlines():
+        with suppress(ValueError):
+            rows.append(json.loads(line))
+    return [row for row in rows if isinstance(row, dict)]
+
+
 def read_rows(path: Path, start: int = 0) -> dict[str, dict]:
-    """Cell name -> its last row after byte `start`. Lines cut short by a killed run are passed over."""
-    rows = {}
-    for line in path.read_bytes()[start:].splitlines() if path.exists() else ():
-        with suppress(ValueError, KeyError, TypeError):
-            row = json.loads(line)
-            rows[row["cell"]] = row
-    return rows
+    """Cell name -> its last row after byte `start`; empty without a file."""
+    return {row["cell"]: row for row in read_jsonl(path, start) if "cell" in row} if path.exists() else {}
 
 
 def check_writable(path: str | Path, flag: str = "--results") -> None:

@@ -29,14 +29,14 @@ def save(plot: Figure, path: Path) -> Path:
 def curves(name: str, found: list, gpu: bool) -> dict[str, dict]:
     """Name of a curve -> {x: (MiB, ms, outcome)}; published ones start with "published". Of the axis gpus there are two
     each: the same batch on every rank, and the same in all."""
-    names, made = published.PUBLISHED.get(name, ("", ()))[1], {}
+    names, made = published.key_names(name), {}
     keys, ours, theirs = list(dict.fromkeys(key for key, *_ in found)), [], []
     for key, o, p in found:
         if o and published.on_gpu(o) == gpu:
             point = published.figure(o, MIB[gpu][0]), published.figure(o, "step_ms"), o.get("outcome", "")
             ours.append((key, published.series(o, name), point))
         if p:
-            point = p.get("mib"), p["ms"], "" if p.get("mib") else p["text"]["mib"]
+            point = p["mib"], p["ms"], "" if p["mib"] else p["text"]["mib"]
             theirs.append((key, f"published {p['device']}" + f" n={p['ranks']}" * ("ranks" not in names), point))
     for side in (ours, theirs):
         for key, curve, point in side:
@@ -67,7 +67,7 @@ def draw(ax, made: dict[str, dict], i: int, line: bool, scale: bool) -> None:
 def axis(name: str, found: list, folder: Path) -> list[Path]:
     """Peak MiB and step ms along an axis, one file for GPUs and one for CPUs. Beside published figures a CPU's stand
     relative to their first, as those do: resident and allocated memory, or their times, compare as shapes only."""
-    names, paths = published.PUBLISHED.get(name, ("", ()))[1], []
+    names, paths = published.key_names(name), []
     line = len(names) == 1 or name == "gpus"  # else the axis is a list of names
     for gpu in sorted({published.on_gpu(ours) for _, ours, _ in found if ours}):
         made = curves(name, found, gpu)
