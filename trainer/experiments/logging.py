@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -118,7 +119,7 @@ class Sinks:
         if rank == 0 and wandb != "off":
             name = (name or os.environ.get("SWEEP_NAME") or "")[:128] or None  # W&B takes no longer one
             names = dict(group=group, name=name, tags=list(tags), job_type=job_type)
-            self._try("wandb", lambda: self._start_wandb(wandb, config or {}, **names))
+            self._try("wandb", partial(self._start_wandb, wandb, config or {}, **names))
         if rank == 0 and total_steps and self.stream.isatty():
             self._try("progress bar", self._start_bar)
 
@@ -143,21 +144,6 @@ class Sinks:
             tell(f"warning: the row that is not in {self.results}: {json.dumps(_plain(row))}", sys.stderr)
         if self._wandb:
             self._try("wandb", lambda: self._wandb.summary.update(_plain(row)))
-
-    def table(self, name: str, rows: list[dict]) -> None:
-        """Rows as a table, for W&B only."""
-
-        def log():
-            import wandb
-
-            plain = [_plain(row) for row in rows]
-            columns = list(dict.fromkeys(key for row in plain for key in row))
-            lines = [[row.get(key) for key in columns] for row in plain]
-            lines = [[json.dumps(each) if isinstance(each, dict | list) else each for each in line] for line in lines]
-            self._wandb.log({name: wandb.Table(columns=columns, data=lines, allow_mixed_types=True)})
-
-        if self._wandb and rows:
-            self._try("wandb", log)
 
     def close(self) -> None:
         """End the progress bar and the W&B run; a second call does nothing."""
@@ -216,6 +202,16 @@ def log_tables(tables: dict[str, list[dict]], results: Path, wandb: str, group: 
     """A W&B run of its own, of job type "table", with a table per study: a column for each key of any of its rows, what
     is nested as JSON. Costs a warning at most."""
     sinks = Sinks(results, wandb, group, group, tags=tags, job_type="table")
+
+    def log(study: str, rows: list[dict]) -> None:
+        import wandb
+
+        columns = list(dict.fromkeys(key for row in rows for key in row))
+        lines = [[row.get(key) for key in columns] for row in rows]
+        lines = [[json.dumps(each) if isinstance(each, dict | list) else each for each in line] for line in lines]
+        sinks._wandb.log({study: wandb.Table(columns=columns, data=lines, allow_mixed_types=True)})
+
     for study, rows in tables.items():
-        sinks.table(study, rows)
+        if sinks._wandb and rows:
+            sinks._try("wandb", partial(log, study, _plain(rows)))
     sinks.close()
