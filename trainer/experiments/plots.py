@@ -94,11 +94,11 @@ def axis(name: str, found: list, folder: Path) -> list[Path]:
     return paths
 
 
-def options(row: dict) -> dict[str, str]:
-    """The flags that are not the shape of the model, nor without influence on memory and time, and their values."""
+def options(row: dict) -> set[tuple[str, str]]:
+    """(name, value) of the flags that are not the shape of the model, nor without influence on memory and time."""
     apart = {*published.SHAPE, *(each.name for each in fields(config.Output))}
-    flags = {name: str(value) for name, value in (row.get("flags") or {}).items() if name not in apart}
-    return {name: value for name, value in flags.items() if config.flag(name) not in published.NEUTRAL}
+    return {(name, str(value)) for name, value in (row.get("flags") or {}).items()
+            if name not in apart and config.flag(name) not in published.NEUTRAL}  # fmt: skip
 
 
 def front(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -113,7 +113,7 @@ def front(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
 def fronts(rows: list[dict], folder: Path) -> list[Path]:
     """A scatter of ms against MiB for every setting (shape, device, torch, ranks) that at least three rows share."""
     settings, paths = {}, []
-    for row in published.newest(rows, lambda row: (published.shape(row), *sorted(options(row).items()))):
+    for row in published.newest(rows, lambda row: (published.shape(row), *sorted(options(row)))):
         if published.figure(row, "step_ms") and published.figure(row, MIB[published.on_gpu(row)][0]):
             key = published.shape(row), row.get("device"), row.get("torch"), published.label(row)
             settings.setdefault(key, []).append(row)
@@ -124,11 +124,11 @@ def fronts(rows: list[dict], folder: Path) -> list[Path]:
         plot = Figure(figsize=(9, 6), layout="constrained")
         ax = plot.subplots()
         points = [(row["step_ms"], row[key]) for row in those]
-        shared = set.intersection(*(set(options(row).items()) for row in those))
+        shared = set.intersection(*map(options, those))
         ax.plot(*zip(*points, strict=True), "o")
         ax.plot(*zip(*front(points), strict=True), "-", drawstyle="steps-post", label="nothing is better in both")
         for row, point in zip(those, points, strict=True):
-            text = " ".join(map("=".join, sorted(set(options(row).items()) - shared)))
+            text = " ".join(map("=".join, sorted(options(row) - shared)))
             ax.annotate(text, point, xytext=(4, 4), textcoords="offset points", fontsize=7)
         ax.set(xlabel="median ms per step", ylabel=unit)
         ax.set_title(textwrap.fill(f"{device}, torch {torch}, n={n}: {at}", 90), fontsize=9)

@@ -181,8 +181,7 @@ def compile_depth(rows: list[dict]) -> tuple[list[dict], Columns]:
     return rows, [*columns, (title, [grouped(s[-1] / s[0], 2) if s[0] and s[-1] else "" for s in seconds])]
 
 
-# compile: the --compile modes; ladder: runs that differ in what they keep; compile-depth: seconds to compile by depth;
-# baselines, wrappers: the rows of benchmarks/wrappers.py; attention: those of benchmarks/attention.py, else the axis.
+# Where there is no row for wrappers or attention, they are the axes of that name.
 LAYOUTS = {"compile": compile_modes, "ladder": ladder, "compile-depth": compile_depth, "baselines": baselines,
            "wrappers": lambda rows: baselines(rows, split=True), "attention": attention}  # fmt: skip
 

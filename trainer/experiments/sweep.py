@@ -1,15 +1,15 @@
 """Ablations: each cell (a line of flags) is a run of main.py of its own, and leaves one row, however it ends.
 
-    ./launch.sh sweep variants --small       a named axis, at sizes for a CPU
+    ./launch.sh sweep variants --small       a named axis (a file of cells/axes), at sizes for a CPU
     ./launch.sh sweep all --wandb offline    every published table, each cell once, in one file of results
     ./launch.sh sweep cells.txt --steps 30   any file of cells
 
-The axes are the files of cells/axes; a file of your own is read in the same way. A line is a cell: nproc=N (processes)
-and flags of main.py. ranks=N are N processes where the machine has as many GPUs, else simulated. `--depth {2,4}` makes
-two cells of a line. Lines below [full] or [small] are for that size; flags beside it belong to each of them.
+A line is a cell: nproc=N (processes) and flags of main.py. ranks=N are N processes where the machine has as many GPUs,
+else simulated. `--depth {2,4}` makes two cells of a line. Lines below [full] or [small] are for that size; flags beside
+it belong to each of them. --world and --nproc are for cells that name no ranks.
 main.py writes the row; where it ended without one (killed, too slow), this program writes `failed: ...`. A second call
-runs what has no row yet, then tries again what failed; a bad shape and out of memory are results. --world and --nproc
-are for cells that name no ranks. With --wandb the cells are runs of one group, beside a run with a table per study.
+runs what has no row yet, then tries again what failed; a bad shape and out of memory are results. With --wandb the
+cells are runs of one group, beside a run with a table per study.
 """
 
 import argparse

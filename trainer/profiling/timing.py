@@ -66,9 +66,10 @@ class StepTimer:
         return [ms for ms, excluded in self._done if not excluded]
 
 
-def stats(ms: list[float]) -> dict[str, float | int | None]:
-    """step_ms (median), step_ms_min and step_ms_max, None if there is no step, and n, the number of steps."""
-    reduce = {"step_ms": statistics.median, "step_ms_min": min, "step_ms_max": max}
+def stats(ms: list[float], name: str = "step") -> dict[str, float | int | None]:
+    """step_ms (median), step_ms_min and step_ms_max, None if there is no step, and n, the number of steps. name: what
+    they are called in place of "step"."""
+    reduce = {f"{name}_ms": statistics.median, f"{name}_ms_min": min, f"{name}_ms_max": max}
     return {key: round(f(ms), 3) if ms else None for key, f in reduce.items()} | {"n": len(ms)}
 
 
