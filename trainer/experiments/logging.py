@@ -85,13 +85,11 @@ def check_writable(path: str | Path, flag: str = "--results") -> None:
 
 
 def final_lines(row: dict) -> list[str]:
-    """A row for people. `tok_s` counts all ranks; the peak in use is named if the row has `peak_flops` (FLOP/s)."""
+    """A row for people; the peak in use is named if the row has `peak_flops` (FLOP/s)."""
     kinds = dict(peak_alloc="allocated", peak_reserved="reserved", peak_rss="resident", first_step_peak="in step 1")
     memory = [f"{grouped(row[f'{k}_mib'])} MiB {kind}" for k, kind in kinds.items() if row.get(f"{k}_mib") is not None]
     memory += [row["peak_rss_note"]] if row.get("peak_rss_note") else []
     ms, low, high = (grouped(row.get(key), 1) for key in ("step_ms", "step_ms_min", "step_ms_max"))
-    ranks = re.match(r"\d+", str(row.get("world")))  # 8 or "8(sim h100-nvlink)"
-    each = row["tok_s"] / int(ranks[0]) if ranks and row.get("tok_s") else None
     causal, palm, hfu, seconds = (grouped(row.get(key), 1) for key in ("mfu", "mfu_palm", "hfu", "compile_s"))
     peak = f" of {row['peak_flops'] / 1e12:.0f} TFLOP/s" if row.get("peak_flops") else ""
     skipped = f", {row['skipped']} update{'s' * (row['skipped'] > 1)} left out" if row.get("skipped") else ""
@@ -99,7 +97,7 @@ def final_lines(row: dict) -> list[str]:
         f"outcome  {row.get('outcome', 'n/a')}, loss {grouped(row.get('loss'), 4)}{skipped}",
         f"memory   {', '.join(memory) or 'n/a'}",
         f"step     {ms} ms median [{low}-{high}] n {row.get('n', 0)}, compile {seconds} s",
-        f"speed    {grouped(row.get('tok_s'))} tok/s, {grouped(each)} tok/s/rank",
+        f"speed    {grouped(row.get('tok_s'))} tok/s, {grouped(row.get('tok_s_rank'))} tok/s/rank",
         f"MFU, %   {causal} causal, {palm} PaLM, {hfu} HFU{peak}",
     ]
 

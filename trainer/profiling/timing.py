@@ -101,9 +101,8 @@ def clocks(device: Device) -> dict[str, float | None]:
     return {k: float(v) if re.fullmatch(r" *[\d.]+", v) else None for k, v in zip(keys, text.split(","), strict=False)}
 
 
-def environment(device: Device | None = None) -> dict:
-    """What a row of results says about code and machine. device None: the current CUDA device, or else the CPU."""
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+def environment(device: Device) -> dict:
+    """What a row of results says about code and machine."""
     info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     cpu = re.search(r"^model name\s*:\s*(.+)$|\Z", info, re.MULTILINE)[1] or os.uname().machine
     name = torch.cuda.get_device_name(device) if is_cuda(device) else f"CPU {cpu}, {torch.get_num_threads()} threads"
