@@ -25,7 +25,7 @@ from trainer.distributed import simulated_world
 class Flags(Protocol):
     """The flags that `connect` reads; a resolved trainer.config.Config has them."""
 
-    device: str  # "cuda" or "cpu"
+    device: str  # "cuda", "cpu", or "auto": CUDA where this torch sees a GPU
     world: int | None  # number of simulated ranks; None: real ones
     link: str  # between simulated ranks: a name or "alpha_us:GB_per_s", see trainer/costs.py
 
@@ -44,7 +44,7 @@ def connect(c: Flags, rank: int, local_rank: int, world: int, timeout: float = 0
     """Joins the process group, which must not exist yet, and returns the device of this rank. timeout: seconds that a
     collective may take, in this group and in those made later; 0: torch's own limit. Raises ValueError, one line with
     the fix, for a device that is not there, more ranks than GPUs, or ranks that do not meet."""
-    cuda = c.device == "cuda"
+    cuda = torch.cuda.is_available() if c.device == "auto" else c.device == "cuda"
     if cuda and not torch.cuda.is_available():
         raise ValueError(f"--device cuda: torch {torch.__version__} sees no GPU; use --device cpu")
     torchrun, n = bool(os.environ.get("RANK")), torch.cuda.device_count() if cuda else 0
