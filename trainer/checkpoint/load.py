@@ -17,9 +17,8 @@ import os
 import pickle
 import re
 import secrets
-import tempfile
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -32,23 +31,22 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from model import ModelConfig
 from trainer.attention import DTYPES
-from trainer.checkpoint.lock import drop, take
+from trainer.checkpoint.lock import content, drop, take
 from trainer.checkpoint.manifest import CheckpointError, Damaged, Refused, discard, verify
 from trainer.checkpoint.state import TrainState, table_of, tensors
 from trainer.config import Config, flag
 from trainer.data import Batches, DataError
-from trainer.distributed.terminal import tell
+from trainer.distributed.terminal import one_line, tell
 
 FORMAT = 1  # of train_state.json; a newer one is refused
 STEP = re.compile(r"step-[0-9]{8}")
-TEMPORARY = re.compile(r"tmp-(step-[0-9]{8}|token)-[0-9a-z_]{8}")
+TEMPORARY = re.compile(r"tmp-step-[0-9]{8}-[0-9a-f]{8}")
 ASIDE = re.compile(r"damaged-step-[0-9]{8}-[0-9a-f]{8}")
-# What a resumed run must keep, by the names that `_check` uses. Other flags may change; a line then names them.
-FIXED = "--seqlen", "--seed", "--adam-dtype", "global-batch"  # and the model's identity
-HINTS = {"global-batch": "global-batch: ranks x --batch x --grad-accum",
-         "--adam-dtype": "--cast converts to another --adam-dtype"}  # fmt: skip
+# What a resumed run must keep beside the model's identity, by the names that `_check` uses, and hints for the error.
+# Other flags may change; a line then names them.
+FIXED = {"--seqlen": "", "--seed": "", "--adam-dtype": "--cast converts to another --adam-dtype",
+         "global-batch": "global-batch: ranks x --batch x --grad-accum"}  # fmt: skip
 ALLOWED = {("torch", name) for name in ("Size", "float32", "bfloat16")} | {  # all that `.metadata` may name
     ("torch.serialization", "_get_layout"), ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     *(("torch.distributed.checkpoint.metadata", name) for name in ("Metadata", "MetadataIndex", "TensorStorageMetadata",
@@ -61,15 +59,12 @@ class Found(NamedTuple):
 
     path: str
     about: dict  # train_state.json
+    state: TrainState
     metadata: Metadata  # DCP's
-
-    @property
-    def state(self) -> TrainState:
-        return TrainState.from_dict(self.about)
 
 
 def _line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    return f"{type(error).__name__}: {one_line(error)}"
 
 
 def on_all(work: Callable[[], Any], group: dist.ProcessGroup | None = None, what: str = "") -> list:
@@ -138,11 +133,11 @@ def _open(path: str, files: dict) -> Found:
         raise CheckpointError(f"{where}: {error.strerror}") from error
     except Exception as error:  # whatever a strange pickle leads to
         raise Damaged(f"{where}: {_line(error)}") from error
-    return Found(path, about, metadata)
+    return Found(path, about, state, metadata)
 
 
 def find_start(
-    c: Config, batches: Batches, group: dist.ProcessGroup | None = None, identity: dict[str, Any] | None = None
+    c: Config, batches: Batches, group: dist.ProcessGroup | None, identity: dict[str, Any]
 ) -> Found | None:
     """The step that --resume and --save mean, verified and fit for these flags; None: start fresh. Locks --save until
     `drop`, and removes from it what killed runs left. identity: of the LanguageModel that will be loaded.
@@ -150,36 +145,22 @@ def find_start(
     Raises CheckpointError, also where --save holds later steps than the one to start from, DataError where --data is
     not what the checkpoint was trained on, and Refused where another run writes to --save or ranks see different
     directories."""
-    found, writes = None, False
-    try:
+    with ExitStack() as undo:
         if c.save is not None:
+            undo.callback(drop, c.save)
             _claim(c.save, group)
-        found = _find_start(c, batches, group, _plain(identity, c))
-        writes = found is None or found.state.step < c.steps
-    finally:
-        if c.save is not None and not writes:
-            drop(c.save)
+        found = _find_start(c, batches, group, identity)
+        if found is None or found.state.step < c.steps:
+            undo.pop_all()  # the run will write: it keeps the lock
     return found
 
 
-def _plain(identity: dict[str, Any] | None, c: Config) -> dict[str, Any]:
-    """An identity as train_state.json gives it back; by default that of the reference transformer."""
-    if identity is None:
-        identity = ModelConfig(**{name: getattr(c, name) for name in ModelConfig().identity}).identity
-    return json.loads(json.dumps(identity))
-
-
 def _claim(folder: str, group: dist.ProcessGroup | None) -> None:
-    """Locks --save, and checks by a directory that rank 0 makes that all ranks see the same one. Raises Refused."""
+    """Locks --save on rank 0, and checks that all ranks see this lock, whose content no other has. Raises Refused."""
     if said := on_rank_0(partial(take, folder), group):
         say(said)
-    token = on_rank_0(partial(tempfile.mkdtemp, prefix="tmp-token-", dir=folder), group)
-    try:
-        sees = on_all(lambda: os.path.isdir(os.path.join(folder, os.path.basename(token))), group)
-    finally:
-        if dist.get_rank() == 0:
-            os.rmdir(token)
-    if blind := [str(rank) for rank, does in enumerate(sees) if not does]:
+    locks = on_all(partial(content, folder), group)
+    if blind := [str(rank) for rank, lock in enumerate(locks) if lock != locks[0]]:
         raise Refused(f"--save {folder}: what rank 0 wrote there is not seen by rank {', '.join(blind)}; name a "
                       "directory that all nodes share")  # fmt: skip
 
@@ -195,8 +176,8 @@ def _find_start(c: Config, batches: Batches, group: dist.ProcessGroup | None, id
     if found is not None:
         _check(found, c, batches, identity)
         say(f"{found.path}: resuming after step {found.state.step}, sample {found.state.samples}")
-        if c.save is not None and not again and not on_rank_0(partial(_within, found.path, c.save), group):
-            found.about["origin"] = on_rank_0(partial(_mark, found.path), group)
+        if c.save is not None and not on_rank_0(partial(_within, found.path, c.save), group):
+            found.state.origin = on_rank_0(partial(_mark, found.path), group)
     elif c.resume not in ("auto", "never"):
         raise CheckpointError(f"--resume {folder}: holds no checkpoint (step-<8 digits>)")
     elif c.save is not None and not present:
@@ -317,6 +298,7 @@ def _check(found: Found, c: Config, batches: Batches, identity: dict[str, Any]) 
     flags that may change have changed."""
     about, flags = found.about, asdict(c.training)
     saved = about.get("model", about["training"])  # older checkpoints have the flags alone
+    identity = json.loads(json.dumps(identity))  # as train_state.json gives it back
     same = {flag(k) if k in flags else k: (saved.get(k), v) for k, v in identity.items()}
     both = {flag(k): (about["training"].get(k), v) for k, v in flags.items() if k != "init"} | same
     both |= {"global-batch": (about["global_batch"], batches.global_batch)}
@@ -324,7 +306,7 @@ def _check(found: Found, c: Config, batches: Batches, identity: dict[str, Any]) 
     changed = {name: f"{name} {old} (now {new})" for name, (old, new) in both.items() if old != new}
     cast = c.cast and "--adam-dtype" in changed
     if fixed := [name for name in changed if name in (*same, *FIXED) and not (cast and name == "--adam-dtype")]:
-        told, hints = ", ".join(changed[name] for name in fixed), "; ".join(HINTS[n] for n in fixed if n in HINTS)
+        told, hints = ", ".join(changed[name] for name in fixed), "; ".join(filter(None, map(FIXED.get, fixed)))
         raise CheckpointError(f"{found.path}: was saved with {told}, which a resumed run must keep"
                               + f" ({hints})" * (hints != ""))  # fmt: skip
     if about["data"]["fingerprint"] != batches.fingerprint:

@@ -57,6 +57,10 @@ def tell(text: str, stream: TextIO | None = None) -> None:
             tell(f"warning: terminal: {type(error).__name__}: {error}; the run goes on", sys.stderr)
 
 
+def one_line(error: BaseException, most: int = 300) -> str:
+    return " ".join(str(error).split())[:most]
+
+
 def grouped(value: float | str | None, digits: int = 0, missing: str = "n/a") -> str:
     """A number as people read it, with `digits` behind the point: 14'550; a string as it is; `missing` for None."""
     if value is None:
