@@ -22,9 +22,9 @@ import sysconfig
 import warnings
 from bisect import bisect_right
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,8 +55,7 @@ def check_source(source: str) -> None:
         raise ValueError(f"--data {source}: expected one of stdlib, text:PATH, bin:GLOB, random, overfit")
 
 
-@dataclass(frozen=True)
-class Shard:
+class Shard(NamedTuple):
     """The tokens of one file, or of all files of a text source."""
 
     path: str
@@ -203,7 +202,7 @@ class Batches:
             raise _bad(f"{source}, token {_n(targets + 1)}", expected, "the end", "add data or lower --seqlen")
         self.epoch_samples = max(1, (targets - seqlen + 1) // seqlen)  # the same number at every offset
         self._offsets = min(seqlen, targets - self.epoch_samples * seqlen + 1)
-        self._epoch: tuple[int, int, Tensor] | None = None  # number, offset of the grid, order of the chunks
+        self._epoch = -1, 0, torch.empty(0)  # number, offset of the grid, order of the chunks
         self.fingerprint = self.stream.fingerprint
         self.description = f"{words}, {_n(self.epoch_samples)} samples of {_n(seqlen)} an epoch"
         if self.overfit:
@@ -227,10 +226,10 @@ class Batches:
     def position(self, sample: int) -> int:
         """Index in the stream of the first token of a sample; not for `random`."""
         epoch, index = divmod(sample, self.epoch_samples)
-        if self._epoch is None or self._epoch[0] != epoch:
+        if self._epoch[0] != epoch:
             generator = _generator("epoch", self.seed, epoch)
             offset = int(torch.randint(self._offsets, (1,), generator=generator, device="cpu"))
             order = torch.randperm(self.epoch_samples, generator=generator, device="cpu")
-            self._epoch = (epoch, offset, order)
+            self._epoch = epoch, offset, order
         _, offset, order = self._epoch
         return offset + int(order[index]) * self.seqlen

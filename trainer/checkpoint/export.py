@@ -65,7 +65,7 @@ def export(args: argparse.Namespace) -> str:
         found = checkpoint.find(args.checkpoint)
         tensors = checkpoint.parameters(found)
         if args.dtype == "bf16":
-            tensors = {name: (shape, torch.bfloat16) for name, (shape, _) in tensors.items()}
+            tensors = {name: t.bfloat16() for name, t in tensors.items()}
         training = {k: v for k, v in found.about["training"].items() if k not in ("data", "init")}  # paths, perhaps
         about = {name: str(found.about[name]) for name in ("step", "samples", "torch")}
         about |= dict(format="pt", training=json.dumps(training))
@@ -74,7 +74,7 @@ def export(args: argparse.Namespace) -> str:
             made = weights.write(args.out, tensors, read, about, limit)
     finally:
         dist.destroy_process_group()
-    mib = sum(weights.nbytes(*kind) for kind in tensors.values()) / 2**20
+    mib = sum(t.nbytes for t in tensors.values()) / 2**20
     files = f", {len(made) - 1} files and {made[-1]}" if len(made) > 1 else ""
     return f"{args.out}: {len(tensors)} tensors of {found.path}, {mib:.1f} MiB{files}"
 

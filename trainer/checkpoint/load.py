@@ -201,25 +201,20 @@ def _mark(path: str) -> str:
     return hashlib.blake2b(Path(path, "manifest.json").read_bytes(), digest_size=16).hexdigest()
 
 
-def _began_at(path: str, marks: set[str]) -> bool:
-    """Whether the run that saved this step began at one of the steps with these fingerprints."""
-    with suppress(OSError, ValueError):
-        return json.loads(Path(path, "train_state.json").read_bytes()).get("origin") in marks
-    return False
-
-
 def _look(save: str | None, folder: str | None) -> tuple[list[str], list[str], list[str], bool]:
     """Removes unfinished steps from `save`; returns their names, the names of the committed ones, the paths of the
     steps to resume from, and whether the run in `save` began at a step of `folder`: then the same command was started
-    again, and the steps to resume from are those of `save`, else of `folder`. Either directory may be None."""
+    again, and goes on from `save`, else from `folder`. Either directory may be None."""
     left = sorted(filter(TEMPORARY.fullmatch, os.listdir(save))) if save is not None else []
     left = [name for name in left if discard(os.path.join(save, name))]
     present = steps_in(save) if save is not None else []
     paths = _offered(folder, "--resume ") if folder is not None else []
     if present and paths and not _within(paths[0], save):  # --keep would remove these
         own, marks = [os.path.join(save, name) for name in present], {_mark(path) for path in paths}
-        if any(_began_at(path, marks) for path in own):
-            return left, present, own, True
+        for path in own:
+            with suppress(OSError, ValueError):  # a damaged one
+                if json.loads(Path(path, "train_state.json").read_bytes()).get("origin") in marks:
+                    return left, present, own, True
         raise CheckpointError(f"--save {save}: holds {present[0]} already, --resume {folder} is elsewhere; continue "
                               "what is there (--resume auto), move it away, or save elsewhere")  # fmt: skip
     return left, present, paths, False
@@ -340,11 +335,11 @@ def reader(found: Found) -> dcp.FileSystemReader:
     return made
 
 
-def parameters(found: Found) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """{name: (shape, dtype)} of what the checkpoint holds of the model, without the optimizer's tensors."""
+def parameters(found: Found) -> dict[str, Tensor]:
+    """What the checkpoint holds of the model, without the optimizer's tensors, on the meta device."""
     saved = found.metadata.state_dict_metadata
     own = [name for name in saved if name != "t" and not (name[:2] in ("m.", "v.") and name[2:] in saved)]
-    return {name: (tuple(saved[name].size), saved[name].properties.dtype) for name in own}
+    return {name: torch.empty(saved[name].size, dtype=saved[name].properties.dtype, device="meta") for name in own}
 
 
 def read(found: Found, name: str) -> Tensor:

@@ -15,7 +15,6 @@ class TrainState:
     step: int = 0  # optimizer steps done
     samples: int = 0  # consumed by all ranks together
     origin: str | None = None  # fingerprint of the checkpoint elsewhere at which the run began
-    best: float | None = None  # the lowest evaluation loss so far
 
     def as_dict(self) -> dict:
         """The entries of train_state.json, without those that are None."""
@@ -24,7 +23,7 @@ class TrainState:
     @classmethod
     def from_dict(cls, about: dict) -> "TrainState":
         """From a whole train_state.json, of this program or of an older one. KeyError without step or samples."""
-        return cls(about["step"], about["samples"], about.get("origin"), about.get("best"))
+        return cls(about["step"], about["samples"], about.get("origin"))
 
 
 def tensors(step: Step) -> dict[str, Tensor]:

@@ -8,8 +8,8 @@
 All ranks are taken to hold equal tensors: a gather tiles the local shard, a sum multiplies by N, an average changes
 nothing. With parameters whose shards are equal, losses and gradients are those of one process. A collective occupies
 its group's stream for max(copy, latency + bytes/bandwidth) and the consumer waits for an event, as with NCCL; on a CPU
-a thread per group keeps time. Not simulated: other data on other ranks, the smaller last shards of other
-ranks, stragglers, topology, contention except by our own copy. Clipping sees the norm of N equal shards.
+a thread per group keeps time. Not simulated: other data on other ranks, the smaller last shards of other ranks,
+stragglers, topology, contention except by our own copy. Clipping sees the norm of N equal shards.
 
 The backend is torch's C++ FakeProcessGroup. What it computes is replaced, for the whole process, in the `c10d::`
 operators that every route ends in, so a simulated world never exists beside a real group. PREMUL_SUM (FSDP2's
@@ -20,12 +20,11 @@ FakeProcessGroup and its _create_internal, FakeWork, ProcessGroup and _create_wo
 torch.cuda._compile_kernel, torch._C._AutoDispatchBelowAutograd, torch.library.Library._destroy.
 """
 
-import queue
-import threading
 import time
 import warnings
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 from unittest import mock
 
@@ -67,23 +66,21 @@ _world: _World | None = None
 
 
 def start(world: int, link: Link, device: torch.device | str = "cpu", rank: int = 0) -> None:
-    """Makes the default process group, in which this process is `rank` of `world` ranks.
-
-    link: between any two ranks. device: where collectives will run. Raises RuntimeError if there already is a process
-    group."""
+    """Makes the default process group, in which this process is `rank` of `world` ranks. link: between any two ranks.
+    device: where collectives will run. Raises RuntimeError if there already is a process group."""
     global _world
     if dist.is_initialized():
         raise RuntimeError("a simulated world needs a process of its own: there already is a process group")
     if "SIM" not in dist.Backend._plugins:
-
-        def create(options, _):
-            return FakeProcessGroup._create_internal(options.group_rank, options.group_size)
-
-        dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu", "cuda"])
+        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
     _world = _World(link)
     dist.init_process_group(NAME, rank=rank, world_size=world, store=dist.HashStore())
     if torch.device(device).type == "cuda":
         _world.clock = _Clock()
+
+
+def _create(options, _) -> FakeProcessGroup:
+    return FakeProcessGroup._create_internal(options.group_rank, options.group_size)
 
 
 def stop() -> None:
@@ -94,7 +91,7 @@ def stop() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     for worker in _world.workers.values():
-        worker.put(None)
+        worker.shutdown(wait=False)
     _world.library._destroy()
     _world = None
 
@@ -200,17 +197,11 @@ def _on_cpu(pg: ProcessGroup, seconds: float, async_op: bool, copy: Callable, va
 
     if seconds:
         if pg.group_name not in _world.workers:  # the link of this group: it brings one collective at a time
-            _world.workers[pg.group_name] = queue.SimpleQueue()
-            threading.Thread(target=_work, args=(_world.workers[pg.group_name],), daemon=True).start()
-        _world.workers[pg.group_name].put(arrive)
+            _world.workers[pg.group_name] = ThreadPoolExecutor(1)
+        _world.workers[pg.group_name].submit(arrive)
     else:
         arrive()
     return _create_work_from_future(future)
-
-
-def _work(jobs: queue.SimpleQueue) -> None:
-    while (job := jobs.get()) is not None:
-        job()
 
 
 def _run(op: str, group, outs: list, ins: list, async_op: bool, body: Callable[[int, int], None], nbytes: int):
@@ -249,13 +240,10 @@ def _unboxed(group) -> ProcessGroup:
 def _all_gather(outs, ins, group, async_op=True, *_):
     def body(n, r):
         for out, own in zip(outs, ins, strict=True):
-            if isinstance(out, Tensor):
-                _gather(out, own, n, r)
-                continue
-            whole = own.new_empty(n, *own.shape)
+            whole = out if isinstance(out, Tensor) else own.new_empty(n, *own.shape)
             _gather(whole, own, n, r)
-            for t, chunk in zip(out, whole, strict=True):
-                t.copy_(chunk)
+            if whole is not out:
+                torch._foreach_copy_(out, [*whole])
 
     return _run("all_gather", group, outs, ins, async_op, body, _nbytes(outs))
 
