@@ -20,8 +20,8 @@ from saved import steps_in
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from trainer.checkpoint import load as checkpoint
+from trainer.checkpoint.load import TrainState
 from trainer.checkpoint.manifest import Damaged, discard, verify
-from trainer.checkpoint.state import TrainState
 
 pytestmark = pytest.mark.usefixtures("isolated")
 

@@ -19,7 +19,7 @@ import re
 import secrets
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,14 +30,15 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 
 from trainer.attention import DTYPES
 from trainer.checkpoint.lock import content, drop, take
 from trainer.checkpoint.manifest import CheckpointError, Damaged, Refused, discard, verify
-from trainer.checkpoint.state import TrainState, table_of, tensors
 from trainer.config import Config, flag
 from trainer.data import Batches, DataError
 from trainer.distributed.terminal import one_line, tell
+from trainer.step import Step
 
 FORMAT = 1  # of train_state.json; a newer one is refused
 STEP = re.compile(r"step-[0-9]{8}")
@@ -52,6 +53,24 @@ ALLOWED = {("torch", name) for name in ("Size", "float32", "bfloat16")} | {  # a
     *(("torch.distributed.checkpoint.metadata", name) for name in ("Metadata", "MetadataIndex", "TensorStorageMetadata",
       "ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING")),
 }  # fmt: skip
+
+
+@dataclass
+class TrainState:
+    """How far a run is."""
+
+    step: int = 0  # optimizer steps done
+    samples: int = 0  # consumed by all ranks together
+    origin: str | None = None  # fingerprint of the checkpoint elsewhere at which the run began
+
+    def as_dict(self) -> dict:
+        """The entries of train_state.json, without those that are None."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+    @classmethod
+    def from_dict(cls, about: dict) -> "TrainState":
+        """From a whole train_state.json, of this program or of an older one. KeyError without step or samples."""
+        return cls(about["step"], about["samples"], about.get("origin"))
 
 
 class Found(NamedTuple):
@@ -167,11 +186,7 @@ def _claim(folder: str, group: dist.ProcessGroup | None) -> None:
 
 def _find_start(c: Config, batches: Batches, group: dist.ProcessGroup | None, identity: dict) -> Found | None:
     folder = dict(auto=c.save, never=None).get(c.resume, c.resume)
-    left, present, paths, again = on_rank_0(partial(_look, c.save, folder), group)
-    if left:
-        say(f"removed {', '.join(left)}, which a run that was stopped left unfinished")
-    if again:
-        say(f"{c.save}: began at --resume {c.resume}; going on from there")
+    present, paths, again = on_rank_0(partial(_look, c.save, folder), group)
     found = newest(paths, group)
     if found is not None:
         _check(found, c, batches, identity)
@@ -188,7 +203,7 @@ def _find_start(c: Config, batches: Batches, group: dist.ProcessGroup | None, id
         raise CheckpointError(f"--save {c.save}: holds {later[0]}, which this run would come to; continue that one "
                               "(--resume auto), move it away, or save elsewhere")  # fmt: skip
     if later:  # damaged ones: the run will write these steps again, and --keep must not count them
-        say(on_rank_0(partial(_set_aside, c.save, later), group))
+        on_rank_0(partial(_set_aside, c.save, later), group)
     return found
 
 
@@ -201,12 +216,13 @@ def _mark(path: str) -> str:
     return hashlib.blake2b(Path(path, "manifest.json").read_bytes(), digest_size=16).hexdigest()
 
 
-def _look(save: str | None, folder: str | None) -> tuple[list[str], list[str], list[str], bool]:
-    """Removes unfinished steps from `save`; returns their names, the names of the committed ones, the paths of the
-    steps to resume from, and whether the run in `save` began at a step of `folder`: then the same command was started
-    again, and goes on from `save`, else from `folder`. Either directory may be None."""
+def _look(save: str | None, folder: str | None) -> tuple[list[str], list[str], bool]:
+    """Removes unfinished steps from `save`; returns the names of the committed ones, the paths of the steps to resume
+    from, and whether the run in `save` began at a step of `folder`: then the same command was started again, and goes
+    on from `save`, else from `folder`. Either directory may be None."""
     left = sorted(filter(TEMPORARY.fullmatch, os.listdir(save))) if save is not None else []
-    left = [name for name in left if discard(os.path.join(save, name))]
+    if left := [name for name in left if discard(os.path.join(save, name))]:
+        say(f"removed {', '.join(left)}, which a run that was stopped left unfinished")
     present = steps_in(save) if save is not None else []
     paths = _offered(folder, "--resume ") if folder is not None else []
     if present and paths and not _within(paths[0], save):  # --keep would remove these
@@ -214,21 +230,21 @@ def _look(save: str | None, folder: str | None) -> tuple[list[str], list[str], l
         for path in own:
             with suppress(OSError, ValueError):  # a damaged one
                 if json.loads(Path(path, "train_state.json").read_bytes()).get("origin") in marks:
-                    return left, present, own, True
+                    say(f"{save}: began at --resume {folder}; going on from there")
+                    return present, own, True
         raise CheckpointError(f"--save {save}: holds {present[0]} already, --resume {folder} is elsewhere; continue "
                               "what is there (--resume auto), move it away, or save elsewhere")  # fmt: skip
-    return left, present, paths, False
+    return present, paths, False
 
 
-def _set_aside(folder: str, names: list[str]) -> str:
-    """Renames damaged steps; returns a line that says so. Removes those that an earlier start set aside, which would
-    fill the disk in time."""
+def _set_aside(folder: str, names: list[str]) -> None:
+    """Renames damaged steps. Removes those that an earlier start set aside, which would fill the disk in time."""
     for old in filter(ASIDE.fullmatch, os.listdir(folder)):
         discard(os.path.join(folder, old))
     aside = [f"damaged-{name}-{secrets.token_hex(4)}" for name in names]
     for name, new in zip(names, aside, strict=True):
         os.rename(os.path.join(folder, name), os.path.join(folder, new))
-    return f"set aside in {folder}, until the next damage: {', '.join(aside)}"
+    say(f"set aside in {folder}, until the next damage: {', '.join(aside)}")
 
 
 def _offered(folder: str, flag: str = "") -> list[str]:
@@ -316,9 +332,32 @@ def _check(found: Found, c: Config, batches: Batches, identity: dict[str, Any]) 
                 entry[1] = str(DTYPES[c.adam_dtype])  # what `load` expects; DCP converts what it copies
 
 
-def load(found: Found, step, group: dist.ProcessGroup | None = None) -> None:
-    """Fills parameters, moments and step count of a `trainer.step.Step` in place. A collective. Raises CheckpointError,
-    also where names, shapes or dtypes differ from what was saved."""
+def tensors(step: Step) -> dict[str, Tensor]:
+    """What is saved of a step, by name: the model's state dict, Adam's moments as "m.<parameter>" and "v.<parameter>",
+    and "t", the number of updates.
+
+    Nothing is copied: filling the tensors fills the model and the optimizer. The moments of a sharded parameter are
+    DTensors with its placements, so that DCP reshards them alike."""
+    optimizer = step.optimizer
+    names = {id(p): name for name, p in step.model.named_parameters()}
+    state = dict(step.model.state_dict()) | dict(t=optimizer.t)
+    for p, *moments in zip(optimizer.params, optimizer.m, optimizer.v, strict=True):
+        for kind, moment in zip("mv", moments, strict=True):
+            if isinstance(p, DTensor):
+                how = dict(run_check=False, shape=p.shape, stride=p.stride())
+                moment = DTensor.from_local(moment, p.device_mesh, p.placements, **how)
+            state[f"{kind}.{names[id(p)]}"] = moment
+    return state
+
+
+def table_of(state: dict[str, Tensor]) -> dict[str, list]:
+    """{name: [shape, dtype]}, as train_state.json holds it."""
+    return {name: [[*t.shape], str(t.dtype)] for name, t in state.items()}
+
+
+def load(found: Found, step: Step, group: dist.ProcessGroup | None = None) -> None:
+    """Fills parameters, moments and step count of `step` in place. A collective. Raises CheckpointError, also where
+    names, shapes or dtypes differ from what was saved."""
     state = tensors(step)
     saved, now = found.about["tensors"], table_of(state)
     differ = sorted(name for name in saved.keys() | now.keys() if saved.get(name) != now.get(name))

@@ -23,10 +23,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from trainer.checkpoint.load import FORMAT, on_all, on_rank_0, steps_in
+from trainer.checkpoint.load import FORMAT, TrainState, on_all, on_rank_0, steps_in, table_of, tensors
 from trainer.checkpoint.lock import drop, renew
 from trainer.checkpoint.manifest import CheckpointError, digest, discard, sync, write_json, write_manifest
-from trainer.checkpoint.state import TrainState, table_of, tensors
 from trainer.config import Config
 from trainer.data import Batches
 from trainer.distributed.control import control_group

@@ -13,7 +13,7 @@ stragglers, topology, contention except by our own copy. Clipping sees the norm 
 
 The backend is torch's C++ FakeProcessGroup. What it computes is replaced, for the whole process, in the `c10d::`
 operators that every route ends in, so a simulated world never exists beside a real group. PREMUL_SUM (FSDP2's
-set_gradient_divide_factor), all-to-all and point-to-point raise NotImplementedError.
+set_gradient_divide_factor), gathering on one rank, all-to-all and point-to-point raise NotImplementedError.
 
 Private names of torch: the signatures of the `c10d::` operators (`_KERNELS`); from torch._C._distributed_c10d
 FakeProcessGroup and its _create_internal, FakeWork, ProcessGroup and _create_work_from_future; dist.Backend._plugins,
@@ -42,7 +42,7 @@ NAME = "sim"  # of the backend; not "fake", which Inductor treats in its own way
 class CollectiveCall(NamedTuple):
     """One call of a collective, as `log` lists it."""
 
-    op: str  # "all_gather", "reduce_scatter", "all_reduce", "broadcast", "scatter", "gather" or "barrier"
+    op: str  # "all_gather", "reduce_scatter", "all_reduce", "broadcast", "scatter" or "barrier"
     group: str
     ranks: int
     nbytes: int  # of the whole, unsharded tensors
@@ -243,7 +243,8 @@ def _all_gather(outs, ins, group, async_op=True, *_):
             whole = out if isinstance(out, Tensor) else own.new_empty(n, *own.shape)
             _gather(whole, own, n, r)
             if whole is not out:
-                torch._foreach_copy_(out, [*whole])
+                for t, chunk in zip(out, whole, strict=True):
+                    t.copy_(chunk)
 
     return _run("all_gather", group, outs, ins, async_op, body, _nbytes(outs))
 
@@ -280,11 +281,6 @@ def _scatter(outs, ins, group, root, async_op=True, *_):
     return _run("scatter", group, outs, ins, async_op, lambda n, r: outs[0].copy_(ins[0][r]), _nbytes(ins))
 
 
-def _gather_to(outs, ins, group, root, async_op=True, *_):
-    nbytes = _unboxed(group).size() * _nbytes(ins)
-    return _run("gather", group, outs, ins, async_op, lambda n, r: [t.copy_(ins[0]) for t in _flat(outs)], nbytes)
-
-
 def _barrier(tensor, group, device_ids, async_op=True, *_):
     return _run("barrier", group, [tensor], [], False, lambda n, r: None, 0)
 
@@ -312,6 +308,7 @@ _KERNELS = {
     "_reduce_scatter_base_": _of_one(_reduce_scatter), "reduce_scatter_tensor_coalesced_": _reduce_scatter,
     "reduce_scatter_": _with_outputs(_reduce_scatter), "allreduce_": _with_outputs(_all_reduce),
     "allreduce_coalesced_": _all_reduce_coalesced, "broadcast_": _with_outputs(_broadcast),
-    "scatter_": _with_outputs(_scatter), "gather_": _with_outputs(_gather_to), "barrier": _barrier,
+    "scatter_": _with_outputs(_scatter), "barrier": _barrier,
 }  # fmt: skip
-_KERNELS |= {n: _refuse(n) for n in ("reduce_", "alltoall_base_", "alltoall_", "send", "recv_", "recv_any_source_")}
+REFUSED = "reduce_", "gather_", "alltoall_base_", "alltoall_", "send", "recv_", "recv_any_source_"
+_KERNELS |= {name: _refuse(name) for name in REFUSED}

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+from trainer.checkpoint.load import TrainState
 from trainer.checkpoint.manifest import CheckpointError
-from trainer.checkpoint.state import TrainState
 from trainer.config import Config
 from trainer.data import DataError
 from trainer.distributed.control import Desync, Stopped
