@@ -82,10 +82,6 @@ class Found(NamedTuple):
     metadata: Metadata  # DCP's
 
 
-def _line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {one_line(error)}"
-
-
 def on_all(work: Callable[[], Any], group: dist.ProcessGroup | None = None, what: str = "") -> list:
     """A list of what `work` returns on each rank. If it fails on any rank, all ranks raise the first failure: Refused
     and CheckpointError as they are, others as a CheckpointError that begins with `what`."""
@@ -94,7 +90,8 @@ def on_all(work: Callable[[], Any], group: dist.ProcessGroup | None = None, what
         value = work()
     except (Exception, CheckpointException) as e:  # DCP's is a BaseException, around {rank: (exception, stack)}
         error = next(iter(e.failures.values()))[0] if isinstance(e, CheckpointException) else e
-        error = error if isinstance(error, CheckpointError | Refused) else CheckpointError(what + _line(error))
+        if not isinstance(error, CheckpointError | Refused):
+            error = CheckpointError(what + one_line(error))
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (error, value), group)
     for error, _ in everyone:
@@ -151,7 +148,7 @@ def _open(path: str, files: dict) -> Found:
     except OSError as error:
         raise CheckpointError(f"{where}: {error.strerror}") from error
     except Exception as error:  # whatever a strange pickle leads to
-        raise Damaged(f"{where}: {_line(error)}") from error
+        raise Damaged(f"{where}: {one_line(error)}") from error
     return Found(path, about, state, metadata)
 
 

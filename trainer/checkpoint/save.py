@@ -14,6 +14,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -34,7 +35,7 @@ from trainer.optimizer import local
 from trainer.step import Step
 
 
-class Saver:
+class Saver(AbstractContextManager):
     """group: for the collectives of foreground saves, see control.control_group. state: the run's, whose origin and
     best are saved with the step and the samples of the moment. beat: called when a save has ended."""
 
@@ -113,9 +114,6 @@ class Saver:
                 self.thread, self.staged = None, {}
             if self.c.save is not None:
                 drop(self.c.save)
-
-    def __enter__(self):
-        return self
 
     def __exit__(self, kind, error: BaseException | None, trace) -> None:
         try:

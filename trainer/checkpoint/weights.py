@@ -74,10 +74,9 @@ def table(path: str) -> dict[str, Region]:
     except pickle.UnpicklingError as error:  # torch's own text would tell the user how to run the code in it
         raise CheckpointError(f"{path}: holds more than tensors, and nothing of it was run") from error
     except ValueError as error:
-        raise CheckpointError(f"{path}: {one_line(error)}") from error
+        raise CheckpointError(f"{path}: {one_line(error, kind=False)}") from error
     except Exception as error:  # whatever strange bytes lead to
-        kind = type(error).__name__
-        raise CheckpointError(f"{path}: is no file of weights ({kind}: {one_line(error, 200)})") from error
+        raise CheckpointError(f"{path}: is no file of weights ({one_line(error, 200)})") from error
 
 
 def _safetensors(path: str) -> dict[str, Region]:

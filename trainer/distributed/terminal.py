@@ -57,8 +57,9 @@ def tell(text: str, stream: TextIO | None = None) -> None:
             tell(f"warning: terminal: {type(error).__name__}: {error}; the run goes on", sys.stderr)
 
 
-def one_line(error: BaseException, most: int = 300) -> str:
-    return " ".join(str(error).split())[:most]
+def one_line(error: BaseException, most: int = 300, kind: bool = True) -> str:
+    """The text of an error without line breaks, `most` characters of it, after its type if `kind`."""
+    return f"{type(error).__name__}: " * kind + " ".join(str(error).split())[:most]
 
 
 def grouped(value: float | str | None, digits: int = 0, missing: str = "n/a") -> str:
