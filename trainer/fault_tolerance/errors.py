@@ -9,20 +9,23 @@ import re
 import sys
 import traceback
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+from trainer.checkpoint.load import TrainState
 from trainer.checkpoint.manifest import CheckpointError
+from trainer.config import Config
 from trainer.data import DataError
 from trainer.distributed.control import Desync, Stopped
 from trainer.distributed.terminal import one_line, tell
 from trainer.fault_tolerance.nonfinite import NonFinite
 from trainer.fault_tolerance.watchdog import Watchdog
 from trainer.profiling import memory
+from trainer.step import Step
 
 LOST = re.compile(r"gloo|NCCL|[Cc]onnection (closed|reset)|Broken pipe")  # torch has no type for a peer that is gone
 COMPILER = re.compile(r"CppCompileError|\.so: ")  # the C++ compiler failed, or what it made could not be loaded
@@ -41,11 +44,22 @@ KINDS = (  # type, exit code, whether all ranks raise it together
 )  # fmt: skip
 
 
-def ended_by(error: BaseException, run, watchdog: Watchdog, debug: bool) -> tuple[str, int]:
+class RunView(Protocol):
+    """What has to be known of a run (trainer.run.Run) to say how it ended."""
+
+    c: Config
+    device: torch.device
+    rank: int
+    first: int  # steps of earlier runs, from which this one resumed
+    state: TrainState
+    step: Step | None  # None until it is built
+
+
+def ended_by(error: BaseException, run: RunView | None, watchdog: Watchdog, debug: bool) -> tuple[str, int]:
     """Tells people and the other ranks why this rank ends; returns the row's outcome and the exit code.
 
     It does not return, but ends the process, if another rank is gone or if a signal had come before the first step was
-    done. run: the trainer.run.Run, or None before there is one; debug: prints the traceback, too."""
+    done. run: the run, or None before there is one; debug: prints the traceback, too."""
     stopped, signum = isinstance(error, Stopped), watchdog.signals.got
     if debug and not stopped:
         traceback.print_exception(error)
@@ -60,10 +74,10 @@ def ended_by(error: BaseException, run, watchdog: Watchdog, debug: bool) -> tupl
     return outcome, code
 
 
-def outcome_of(error: BaseException, run=None, folder: Path = Path(".")) -> Outcome:
-    """What an error means for the row, the exit code and people. run: the trainer.run.Run that it ended, or None before
-    there is one, where a ValueError means bad flags; folder: where the allocator's state is written if memory ran out
-    on a GPU."""
+def outcome_of(error: BaseException, run: RunView | None = None, folder: Path = Path(".")) -> Outcome:
+    """What an error means for the row, the exit code and people. run: the run that it ended, or None before there is
+    one, where a ValueError means bad flags; folder: where the allocator's state is written if memory ran out on a
+    GPU."""
     if memory.out_of_memory(error):
         return _out_of_memory(error, run, folder)
     if isinstance(error, Stopped):
@@ -89,7 +103,7 @@ def lost_connection(error: BaseException) -> bool:
     return bool(known) and not memory.out_of_memory(error)  # NCCL allocates too
 
 
-def _out_of_memory(error: BaseException, run, folder: Path) -> Outcome:
+def _out_of_memory(error: BaseException, run: RunView | None, folder: Path) -> Outcome:
     phase, text = run.step.phase if run and run.step else "init", one_line(error, 400, kind=False)
     wanted = re.search(r"[Tt]ried to allocate ([0-9.]+ [KMG]iB|[0-9]+ bytes)", text)
     device = run.device if run is not None else torch.device("cpu")
