@@ -105,7 +105,7 @@ def _create(path: str, text: str) -> None:
 
 
 def _read(path: str) -> str:
-    return Path(path).read_bytes().decode(errors="replace")
+    return Path(path).read_text("utf-8", "replace")
 
 
 def _owner(text: str) -> dict:

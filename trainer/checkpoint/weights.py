@@ -304,21 +304,17 @@ def _write_file(path: str, tensors: dict[str, Tensor], read: Callable[[str], Ten
         with torch.serialization.skip_data(materialize_fake_tensors=True):
             torch.save(state, path)
     else:
-        _begin_safetensors(path, tensors, about)
+        names, header, end = {dtype: name for name, dtype in DTYPES.items()}, {"__metadata__": about}, 0
+        for name, t in tensors.items():
+            begin, end = end, end + t.nbytes
+            header[name] = dict(dtype=names[t.dtype], shape=t.shape, data_offsets=[begin, end])
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        Path(path).write_bytes(len(text).to_bytes(8, "little") + text)
+        os.truncate(path, 8 + len(text) + end)
     regions = table(path)
     with open(path, "r+b") as file:
         for name, t in tensors.items():
             file.seek(regions[name].offset)
             file.write(_bytes_of(read(name).to(t.dtype)))
     sync(path)
-
-
-def _begin_safetensors(path: str, tensors: dict[str, Tensor], about: dict[str, str]) -> None:
-    names, header, end = {dtype: name for name, dtype in DTYPES.items()}, {"__metadata__": about}, 0
-    for name, t in tensors.items():
-        begin, end = end, end + t.nbytes
-        header[name] = dict(dtype=names[t.dtype], shape=t.shape, data_offsets=[begin, end])
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    Path(path).write_bytes(len(text).to_bytes(8, "little") + text)
-    os.truncate(path, 8 + len(text) + end)
