@@ -38,7 +38,8 @@ def check_directory(path: str) -> None:
     try:
         whole = Path(path).absolute()
         new = [each for each in (whole, *whole.parents) if not each.exists()]
-        os.makedirs(path, exist_ok=True)  # another rank may be doing the same
+        if new:
+            os.makedirs(path, exist_ok=True)  # another rank may be doing the same
         for each in new:
             sync(each.parent)  # so that it survives a power cut
         tempfile.TemporaryFile(dir=path).close()
