@@ -19,7 +19,6 @@ from trainer import costs
 from trainer.attention import choose_kernel
 from trainer.checkpoint import load as checkpoint
 from trainer.checkpoint.save import Saver
-from trainer.checkpoint.state import TrainState
 from trainer.checkpoint.weights import initialise
 from trainer.data import Batches
 from trainer.distributed import simulated_world
@@ -61,7 +60,7 @@ class Run:
         self.found = None
         if not c.world:
             self.found = checkpoint.find_start(c, self.batches, self.group, self.blank.identity)
-        self.state = self.found.state if self.found else TrainState()
+        self.state = self.found.state if self.found else checkpoint.TrainState()
         self.first = self.saved = self.state.step  # steps of earlier runs
         self.warm = self.first + WARMUP
         self.profile = timing.Profile(c.profile, self.warm, PROFILED, rank, device)
