@@ -95,18 +95,9 @@ def _save_products_but_down(ctx, op, *args, **kwargs):
     return CheckpointPolicy.PREFER_RECOMPUTE if narrows else _save_products(ctx, op)
 
 
-def _attention_saved():  # named functions: Dynamo cannot trace a lambda nested in the region
-    return create_selective_checkpoint_contexts(_save_attention)
-
-
-def _products_saved():
-    return create_selective_checkpoint_contexts(_save_products)
-
-
-def _products_but_down_saved():
-    return create_selective_checkpoint_contexts(_save_products_but_down)
-
-
+_attention_saved = partial(create_selective_checkpoint_contexts, _save_attention)
+_products_saved = partial(create_selective_checkpoint_contexts, _save_products)
+_products_but_down_saved = partial(create_selective_checkpoint_contexts, _save_products_but_down)
 _attention_saved.cache_hash, _products_saved.cache_hash = "attention-saved-1", "products-saved-1"  # for compile caches
 _remat = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)  # nothing in a block is random
 

@@ -27,6 +27,7 @@ from trainer.distributed.control import Control, Signals, Stopped, agree, contro
 from trainer.experiments.logging import Sinks
 from trainer.fault_tolerance.nonfinite import FiniteCheck
 from trainer.fault_tolerance.watchdog import Watchdog
+from trainer.optimizer import local
 from trainer.parallelize import build, reference_model
 from trainer.profiling import events, flops, memory, timeline, timing
 from trainer.step import Replayed, global_norm
@@ -188,6 +189,5 @@ class Run:
             return
         names = {id(p): name for name, p in self.step.model.named_parameters()}
         for p, g in zip(params, grads, strict=True):
-            local = p.detach().to_local() if hasattr(p, "to_local") else p.detach()
-            self.logged_norms["norm/" + names[id(p)]] = global_norm([p], [local]).item()
+            self.logged_norms["norm/" + names[id(p)]] = global_norm([p], [local(p.detach())]).item()
             self.logged_norms["grad/" + names[id(p)]] = global_norm([p], [g]).item()

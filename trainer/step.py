@@ -13,9 +13,7 @@ backward as another, clipping and AdamW as a third (on a CPU torch's fused kerne
 Every micro-batch's loss is a sum over its labels divided by (labels of the global batch / ranks), and gradients are
 averaged over ranks: the step equals one pass over the whole batch however it is cut, also when labels are IGNOREd.
 Loss and norm are those of all ranks: all refuse the same updates, before they touch anything. All of it stays on the
-device; reading the loss, the norm or `bad` is the only host sync.
-Micro-batches' gradients accumulate in fp32: by default as shards, reduced after every micro-batch; with
-accum_sync="last" as a whole, beside whole weights that are gathered once per step, and reduced once.
+device; reading the loss, the norm or `bad` is the only host sync. Micro-batches' gradients accumulate in fp32.
 """
 
 import functools
@@ -133,17 +131,17 @@ class WholeWeights:
 class Step:
     """The step of every mode but "step", which is compiled as a whole.
 
-    model: the module whose parameters train; `call` runs it (compiled, or inside DDP). blocks: its repeated blocks.
-    between: called between micro-batches; may raise, to end the step with nothing changed. inspect: called with
-    (parameters, the local shards of their gradients) before each update. The others as make_step's.
+    model: the module whose parameters train; `call` runs it (compiled, or inside DDP). between: called between
+    micro-batches; may raise, to end the step with nothing changed. inspect: called with (parameters, the local shards
+    of their gradients) before each update. The others as make_step's.
     compiled: what make_step handed to torch.compile, {name: (function, options)}."""
 
-    def __init__(self, model: nn.Module, optimizer: AdamW, *, blocks: list[nn.Module] | None = None, mesh=None,
-                 grad_accum: int = 1, clip: float = 0.0, chunk: int = 0, accum_sync: str = "every", param_dtype=None,
-                 reduce_dtype=None, norm_limit: float = 0.0, between: Callable[[], Any] | None = None,
+    def __init__(self, model: nn.Module, optimizer: AdamW, *, mesh=None, grad_accum: int = 1, clip: float = 0.0,
+                 chunk: int = 0, accum_sync: str = "every", param_dtype=None, reduce_dtype=None,
+                 norm_limit: float = 0.0, between: Callable[[], Any] | None = None,
                  inspect: Callable[[list, list], Any] | None = None):  # fmt: skip
         self.model, self.call, self.optimizer = model, model, optimizer
-        self.blocks = [model.get_submodule(name) for name in blocks_of(model)] if blocks is None else blocks
+        self.blocks = [model.get_submodule(name) for name in blocks_of(model)]
         self.grad_accum, self.clip, self.chunk, self.norm_limit = grad_accum, clip, chunk, norm_limit
         self.between, self.inspect = between or (lambda: None), inspect
         self.mesh, self.whole_weights, self.compiled = mesh, None, {}
@@ -157,17 +155,8 @@ class Step:
         self.grad_norm: Tensor | None = None
         self.bad: Tensor | None = None
         self.phase = "fwd"  # "fwd", "bwd" or "step": for the message when memory runs out
+        # Called with the name of each phase that begins, and the gradients of this rank that it is given.
         self.watcher: Callable[[str, list[Tensor]], None] | None = None
-
-    @contextmanager
-    def watched(self, watcher: Callable[[str, list[Tensor]], None]) -> Iterator[None]:
-        """Inside it `watcher` is called with the name of each phase that begins, and the gradients that it begins with:
-        those of this rank that "reduce" and "step" are given."""
-        self.watcher = watcher
-        try:
-            yield
-        finally:
-            self.watcher = None
 
     def enter(self, phase: str, grads: list[Tensor] | None = None) -> None:
         self.phase = "bwd" if phase == "reduce" else phase
@@ -381,7 +370,7 @@ def make_step(
 ) -> Step:
     """The step of a compile mode. kwargs: mesh, grad_accum, clip, chunk (tokens per chunk of the loss, 0: all at once),
     accum_sync ("every" micro-batch or the "last"; the latter needs the wrapper's param_dtype and reduce_dtype),
-    norm_limit (a step whose gradient norm is above is refused; 0: none), and Step's blocks, between and inspect.
+    norm_limit (a step whose gradient norm is above is refused; 0: none), and Step's between and inspect.
 
     options: Inductor options on top of overlap.compile_options; {"plain": True} leaves those out. in_backward: the
     optimizer's step is part of backward (modes "none" and "blocks"). Raises ValueError for a mode that this torch
@@ -398,34 +387,38 @@ def make_step(
     cuda = optimizer.lr.is_cuda  # on a CPU the fused kernel is as fast and need not be compiled, which takes a minute
     optimizer.foreach = optimizer.foreach or mode == "step" or (mode == "fwdbwd" and cuda)
     options = dict(options or {})
-    overlap = (lambda *_, **__: {}) if options.pop("plain", False) else compile_options
+    plain = options.pop("plain", False)
+
+    def with_overlap(part: nn.Module, **how) -> dict:
+        return ({} if plain else compile_options(part, **how)) | options
+
+    def compiled(name: str, function: Callable, options: dict) -> Callable:
+        step.compiled[name] = function, options
+        return torch.compile(function, fullgraph=True, options=options)
+
     if mode == "step":
-        return OneGraph(model, optimizer, options=overlap(model, whole_step=True) | options, **kwargs)
+        return OneGraph(model, optimizer, options=with_overlap(model, whole_step=True), **kwargs)
     kind = InBackwardStep if in_backward else ModelStep if mode == "model" else Step
     step = kind(model, optimizer, **kwargs)
     if mode == "none":
         return step
-    if whole := step.whole_weights:  # nothing in its graphs belongs to a module: buckets by size
-        own = overlap(model, blocks=()) | options
-        step.compiled = dict(gather=(whole.gather, own), reduce=(whole.reduce, own))
-        whole.gather_fn = torch.compile(whole.gather, fullgraph=True, options=own)
-        whole.reduce_fn = torch.compile(whole.reduce, fullgraph=True, options=own)
-        overlap = lambda *_, **__: {}  # noqa: E731
     if mode == "blocks" and not step.blocks:
         raise ValueError("--compile blocks: the model has no ModuleList or Sequential of blocks; use --compile fwdbwd")
-    options = overlap(step.blocks[0] if mode == "blocks" else model) | options
+    if whole := step.whole_weights:
+        own = with_overlap(model, blocks=())  # nothing in its graphs belongs to a module: buckets by size
+        whole.gather_fn, whole.reduce_fn = compiled("gather", whole.gather, own), compiled("reduce", whole.reduce, own)
+    else:
+        options = with_overlap(step.blocks[0] if mode == "blocks" else model)
     if mode == "blocks":
         step.compiled["block"] = step.blocks[0], options
         for block in step.blocks:
             block.compile(fullgraph=True, options=options)
     elif mode == "model":
-        step.compiled["model"] = model, options
-        step.call = torch.compile(model, fullgraph=True, options=options)
+        step.call = compiled("model", model, options)
     elif mode == "fwdbwd":
-        step.compiled["loss"] = step.loss_sum, options
         # Code of its own: Dynamo keeps what it compiled by code object, and would try another model's guards first.
         plain_loss = type(step).loss_sum
         own = types.FunctionType(plain_loss.__code__.replace(), plain_loss.__globals__, plain_loss.__name__)
-        step.loss_fn = torch.compile(types.MethodType(own, step), fullgraph=True, options=options)
+        step.loss_fn = compiled("loss", types.MethodType(own, step), options)
         step.update_fn = torch.compile(step.update, fullgraph=True) if cuda else step.update
     return step

@@ -254,7 +254,7 @@ def of_module(target: str, c: flags.Config, world: int) -> tuple[nn.Module, Grap
     wrap(model, c, torch.device("cpu"), world)
     if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
         model.to_empty(device="cpu")
-    options = flags.compile_options(c) or {}
+    options = flags.compile_options(c)
     options = options if options.pop("plain", False) else overlap.compile_options(model) | options
     args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
     return model, {"model": capture(lambda *args: model(*args, **kwargs), args, options)}
