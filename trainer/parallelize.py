@@ -26,7 +26,7 @@ from simple_fsdp import MixedPrecisionPolicy, data_parallel, disable_data_parall
 from trainer import config as flags
 from trainer.attention import DTYPES, choose_kernel
 from trainer.optimizer import AdamW, local
-from trainer.step import LanguageModel, Step, make_step
+from trainer.step import LanguageModel, Step, blocks_to_compile, make_step
 
 
 def model_config(c: flags.Config, device: torch.device) -> ModelConfig:
@@ -120,12 +120,9 @@ class HookedStep(Step):
         super().__init__(model, optimizer, **kwargs)
         self.accum_sync = accum_sync
         self.autocast = DTYPES[c.param_dtype] if c.wrapper == "ddp" and c.param_dtype != "fp32" else None
-        if c.compile == "blocks" and not self.blocks:
-            raise ValueError("--compile blocks: the model has no ModuleList or Sequential of blocks; use --compile none")
-        if c.compile == "blocks":
-            own = {name: value for name, value in options.items() if name != "plain"}
-            for block in self.blocks:  # not the module's call, which runs FSDP2's hooks
-                block.forward = torch.compile(block.forward, fullgraph=True, options=own)
+        own = {name: value for name, value in options.items() if name != "plain"}
+        for block in blocks_to_compile(model, "none") if c.compile == "blocks" else ():
+            block.forward = torch.compile(block.forward, fullgraph=True, options=own)  # not its call: FSDP2's hooks
         if c.wrapper == "ddp":
             self.call = DistributedDataParallel(model, gradient_as_bucket_view=True)
             if c.reduce_dtype == "bf16":

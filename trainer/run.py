@@ -29,7 +29,7 @@ from trainer.fault_tolerance.nonfinite import FiniteCheck
 from trainer.fault_tolerance.watchdog import Watchdog
 from trainer.optimizer import local
 from trainer.parallelize import build, reference_model
-from trainer.profiling import events, flops, memory, timeline, timing
+from trainer.profiling import flops, memory, timeline, timing
 from trainer.step import Replayed, global_norm
 
 WARMUP = 3  # steps that no statistic covers, the compiling ones among them
@@ -179,7 +179,7 @@ class Run:
         """The step, with what its memory consists of in `explanation` on rank 0."""
         if self.rank:
             return self.step(tokens, targets)
-        loss, found, notes = events.watch(self.c, self.step, tokens, targets)
+        loss, found, notes = timeline.watch(self.c, self.step, tokens, targets)
         self.explanation = timeline.lines(found, notes, self.explained + 1)
         return loss
 

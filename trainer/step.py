@@ -21,7 +21,7 @@ import gc
 import logging
 import math
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
@@ -141,7 +141,6 @@ class Step:
                  norm_limit: float = 0.0, between: Callable[[], Any] | None = None,
                  inspect: Callable[[list, list], Any] | None = None):  # fmt: skip
         self.model, self.call, self.optimizer = model, model, optimizer
-        self.blocks = [model.get_submodule(name) for name in blocks_of(model)]
         self.grad_accum, self.clip, self.chunk, self.norm_limit = grad_accum, clip, chunk, norm_limit
         self.between, self.inspect = between or (lambda: None), inspect
         self.mesh, self.whole_weights, self.compiled = mesh, None, {}
@@ -219,13 +218,13 @@ class Step:
                 self.enter("fwd")
                 loss = self.loss_fn(x, y, share, **more)
                 self.enter("bwd")
-                new = torch.autograd.grad(loss, params)  # .grad would cost a dispatch through DTensor per parameter
+                new = self.backward(loss, params)
                 total = total + loss.detach()
                 with torch.no_grad():  # with gradients on, to_local() is an autograd function
                     new = [local(g) for g in new]
                     if self.grad_accum > 1:
                         new = [g.float() for g in new]
-                    if grads is not None:
+                    if grads:
                         torch._foreach_add_(grads, new)
                     grads = grads or new
                     del new
@@ -234,6 +233,9 @@ class Step:
                 self.enter("reduce", grads)
                 grads = self.whole_weights.reduce_fn(grads)
             return self.finish(total, grads)
+
+    def backward(self, loss: Tensor, params: list[Tensor]) -> Sequence[Tensor]:
+        return torch.autograd.grad(loss, params)  # .grad would cost a dispatch through DTensor per parameter
 
     def finish(self, total: Tensor, grads: list[Tensor]) -> Tensor:
         """Updates with the gradients' local shards; returns the loss of the whole batch, averaged over ranks."""
@@ -263,19 +265,14 @@ class InBackwardStep(Step):
         self.norms[i] = torch.linalg.vector_norm(grad, dtype=torch.float32)
         self.optimizer.step_one(i, grad)
 
-    def __call__(self, tokens: Tensor, targets: Tensor, **inputs: Tensor) -> Tensor:
-        share = self.share(targets)
-        self.enter("fwd")
-        loss = self.loss_fn(tokens, targets, share, **inputs)
-        self.enter("bwd")
+    def backward(self, loss: Tensor, params: list[Tensor]) -> Sequence[Tensor]:
         self.optimizer.t += 1
         loss.backward()
-        self.enter("step")
-        with torch.no_grad():
-            self.grad_norm = self.norm_of(self.norms)  # the norm of norms
-            loss = self.over_ranks(loss.detach(), "avg")
-            self.bad = self.judge(loss, self.grad_norm)
-            return loss
+        return []
+
+    def update(self, grads: list[Tensor], loss: Tensor) -> tuple[Tensor, Tensor]:
+        norm = self.norm_of(self.norms)  # the norm of norms
+        return norm, self.judge(loss, norm)
 
 
 class ModelStep(Step):
@@ -365,6 +362,15 @@ def check_mode(mode: str, options: dict | None = None) -> None:
         raise ValueError(f"--compile step needs torch >= 2.13 (this is {torch.__version__}): use --compile fwdbwd")
 
 
+def blocks_to_compile(model: nn.Module, otherwise: str) -> list[nn.Module]:
+    """The repeated blocks of `model`. ValueError, which names the mode to use otherwise, if it has none."""
+    found = [model.get_submodule(name) for name in blocks_of(model)]
+    if not found:
+        what = "--compile blocks: the model has no ModuleList or Sequential of blocks"
+        raise ValueError(f"{what}; use --compile {otherwise}")
+    return found
+
+
 def make_step(
     mode: str, model: nn.Module, optimizer: AdamW, *, options: dict | None = None, in_backward: bool = False, **kwargs
 ) -> Step:
@@ -402,16 +408,15 @@ def make_step(
     step = kind(model, optimizer, **kwargs)
     if mode == "none":
         return step
-    if mode == "blocks" and not step.blocks:
-        raise ValueError("--compile blocks: the model has no ModuleList or Sequential of blocks; use --compile fwdbwd")
+    blocks = blocks_to_compile(model, "fwdbwd") if mode == "blocks" else []
     if whole := step.whole_weights:
         own = with_overlap(model, blocks=())  # nothing in its graphs belongs to a module: buckets by size
         whole.gather_fn, whole.reduce_fn = compiled("gather", whole.gather, own), compiled("reduce", whole.reduce, own)
     else:
-        options = with_overlap(step.blocks[0] if mode == "blocks" else model)
+        options = with_overlap(blocks[0] if blocks else model)
     if mode == "blocks":
-        step.compiled["block"] = step.blocks[0], options
-        for block in step.blocks:
+        step.compiled["block"] = blocks[0], options
+        for block in blocks:
             block.compile(fullgraph=True, options=options)
     elif mode == "model":
         step.call = compiled("model", model, options)
