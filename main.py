@@ -61,9 +61,7 @@ def main(c: flags.Config, rank: int, local_rank: int, world: int) -> int:
     return code
 
 
-def perform(
-    c: flags.Config, device: torch.device, rank: int, world: int, signals: Signals, watchdog: Watchdog
-) -> int:
+def perform(c: flags.Config, device: torch.device, rank: int, world: int, signals: Signals, watchdog: Watchdog) -> int:
     """Builds, trains, reports; the exit code."""
     say, run, outcome, code = tell if rank == 0 else lambda _: None, None, "ok", 0
     try:

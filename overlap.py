@@ -7,8 +7,8 @@ Left alone, Inductor runs one collective per parameter and waits for it at once.
 one reduce-scatter (and one all-reduce of what is replicated) per block; the next block's all-gather starts as soon as
 this block's has arrived, in forward and backward, so that the weights of two blocks exist at most; a reduction is
 waited for one block later. Parameters of no block (embedding, head) join their neighbours up to `cap_mib`. Works in
-graphs of forward and of backward, and with `whole_step=True` in that of a whole training step, where it gathers again
-for backward. Needs Inductor (torch 2.11 to 2.14).
+graphs of forward and of backward, and with `whole_step=True` in that of a whole training step. Needs Inductor (torch
+2.11 to 2.14).
 """
 
 import hashlib
@@ -275,6 +275,7 @@ def reductions_behind(new: fx.Node) -> list[fx.Node]:
 
 
 def ancestors(node: fx.Node) -> set[fx.Node]:
+    """A node and all that it is computed from."""
     seen, todo = set(), [node]
     while todo:
         n = todo.pop()
@@ -286,15 +287,8 @@ def ancestors(node: fx.Node) -> set[fx.Node]:
 
 def sources(start: fx.Node) -> list[fx.Node] | None:
     """What lies between the graph's inputs and a gather (casts, padding); None if that is more than a parameter's."""
-    seen, todo = [], [start.args[0]]
-    while todo:
-        n = todo.pop()
-        if n.op == "call_function" and n not in seen:
-            if n.target is WAIT or len(seen) > 8:
-                return None
-            seen.append(n)
-            todo += n.all_input_nodes
-    return seen
+    found = [n for n in ancestors(start.args[0]) if n.op == "call_function"]
+    return None if len(found) > 9 or any(n.target is WAIT for n in found) else found
 
 
 def gather_for_backward(g: fx.Graph, wait: fx.Node, forward: set[fx.Node], place: dict[fx.Node, int]) -> None:

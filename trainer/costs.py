@@ -1,9 +1,8 @@
-"""What things cost, by formula: time on a link, FLOPs, bytes kept for backward, peaks of devices. Imports no torch.
+"""What things cost, by formula: time on a link, FLOPs, peaks of devices. Imports no torch.
 
     link("h100-nvlink").seconds("all_gather", nbytes=2**28, ranks=8)      # 6.55e-4
     link("20:370")                                                        # 20 us and 370 GB/s, the same
     flops_per_token(config, seqlen=4096)                                  # of the reference transformer, training
-    kept_per_block(config)                                                # in tensors [B, T, D]
     device_peak("NVIDIA H200")                                            # 989e12 FLOP/s, dense bf16
 
 Bandwidths are what collectives reached on such links, bytes a rank sends per second; the latency of 20 us per
@@ -12,7 +11,7 @@ collective is an assumption. A ring without contention: no topology, no straggle
 """
 
 import re
-from dataclasses import dataclass
+from typing import NamedTuple
 
 LATENCY_US = 20.0
 NAMED_GB_PER_S = {
@@ -23,8 +22,7 @@ NAMED_GB_PER_S = {
 }
 
 
-@dataclass(frozen=True)
-class Link:
+class Link(NamedTuple):
     """A link between ranks."""
 
     latency_s: float  # per collective
@@ -100,22 +98,3 @@ def flops_per_token(c, seqlen: int, convention: str = "causal") -> int | float:
     again = sum(attention.get(c.remat_of(i), 0) for i in range(c.depth))
     again += up * sum(c.mlp == "lean" or c.remat_of(i) in ("mlp", "both", "block") for i in range(c.depth))
     return linear + core * 7 / 6 + again
-
-
-def kept_per_block(c) -> float:
-    """What a block of the reference transformer keeps from forward to backward, in tensors [B, T, D], without the
-    statistics of attention and norms (under 0.1). A branch that is recomputed keeps its input alone."""
-    kv = 2 / c.grouping
-    if c.remat == "block":
-        return 1 if c.remat_core else 2
-    if c.remat == "pointwise":  # the block's input, q, k, v, attention's output, o, up
-        return 4 + kv + c.grow
-    attention = 4 + kv  # its input, the norm's output, q, k, v and attention's output
-    if c.remat in ("attn", "both"):
-        attention = 1 + (not c.remat_core) + (not c.remat_norm)
-    mlp = 2 + 2 * c.grow  # its input, the norm's output, the hidden tensor before and after GELU
-    if c.mlp == "lean":
-        mlp = 1
-    elif c.remat in ("mlp", "both"):
-        mlp = 1 + (not c.remat_norm)
-    return attention + mlp
