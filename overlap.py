@@ -68,9 +68,8 @@ def blocks_of(model: nn.Module) -> list[str]:
     return [block for block in blocks if not any(other.startswith(block + ".") for other in blocks)]
 
 
-def compile_options(
-    model: nn.Module, blocks: Sequence[str] | None = None, cap_mib: float = 128.0, whole_step: bool = False
-) -> dict:
+def compile_options(model: nn.Module, blocks: Sequence[str] | None = None, cap_mib: float = 128.0,
+                    whole_step: bool = False) -> dict:  # fmt: skip
     """Inductor options for any torch.compile of `model`, wrapped, or of a function around it. None on a single rank,
     where Inductor's own order of a graph needs less memory.
 

@@ -1,8 +1,6 @@
 """Which attention kernel a run uses: --sdpa is resolved and put to torch, --flex-options are read.
 
-    about = choose_kernel(config, device)        # ValueError, one line, for what cannot run or a broken --flex-options
-    about.sdpa, about.flex_options               # for ModelConfig
-    about.text                                   # "sdpa cudnn (auto)", for the lines before the first step
+    sdpa, flex_options, text = choose_kernel(config, device)      # ("cudnn", (), "sdpa cudnn (auto)")
 
 A kernel that is named must run or be an error, and `auto` names the one that it takes: torch by itself would silently
 fall back to a slower one. Whether a kernel can run is asked of torch, for the shapes and dtype of the run; no attention
@@ -45,14 +43,6 @@ class Shape(NamedTuple):
         row = torch.empty(self.head_dim, dtype=DTYPES[self.dtype], device=device, requires_grad=True)
         heads = self.heads, kv_heads or self.kv_heads
         return tuple(row.expand(self.batch, n, self.seqlen, self.head_dim) for n in heads)
-
-
-class Choice(NamedTuple):
-    """The kernels of a run."""
-
-    sdpa: str  # ModelConfig.sdpa
-    flex_options: tuple[tuple[str, int], ...]  # ModelConfig.flex_options
-    text: str  # for people
 
 
 def shape_of(c: flags.Config) -> Shape:
@@ -131,22 +121,23 @@ def read_options(path: str | Path, missing_ok: bool = False) -> dict[str, dict]:
     return found
 
 
-def choose_kernel(c: flags.Config, device: torch.device) -> Choice:
-    """The kernels for resolved flags on `device`; ValueError for one that cannot run there or broken --flex-options."""
+def choose_kernel(c: flags.Config, device: torch.device) -> tuple[str, tuple[tuple[str, int], ...], str]:
+    """(ModelConfig.sdpa, ModelConfig.flex_options, what to print) for resolved flags on `device`. Raises ValueError,
+    one line, for a kernel that cannot run there or broken --flex-options."""
     if c.attn == "sdpa":
         if device.type != c.device and c.sdpa != "auto":  # graphs can be compiled for a device that is absent
-            return Choice(c.sdpa, (), f"sdpa {c.sdpa}")
+            return c.sdpa, (), f"sdpa {c.sdpa}"
         kernel, text = sdpa(c.sdpa, shape_of(c), device)
-        return Choice(kernel, (), text)
+        return kernel, (), text
     if c.flex_options is None:
-        return Choice("default", (), "flex, default kernel options")
+        return "default", (), "flex, default kernel options"
     try:
         stored = read_options(c.flex_options)
     except ValueError as e:
         raise ValueError(f"--flex-options {e}") from e
     key = options_key(shape_of(c), device)
     if key not in stored:
-        return Choice("default", (), f"flex, default kernel options: {c.flex_options} has none for {key}")
+        return "default", (), f"flex, default kernel options: {c.flex_options} has none for {key}"
     options = stored[key]["options"]
     listed = " ".join(f"{k}={v}" for k, v in options.items()) or "the defaults were the fastest"
-    return Choice("default", tuple(options.items()), f"flex, kernel options of {c.flex_options}: {listed}")
+    return "default", tuple(options.items()), f"flex, kernel options of {c.flex_options}: {listed}"

@@ -32,9 +32,9 @@ from trainer.step import LanguageModel, Step, blocks_to_compile, make_step
 def model_config(c: flags.Config, device: torch.device) -> ModelConfig:
     """The reference transformer's configuration. ValueError in one line where the attention that is asked for cannot
     run on `device`."""
-    kernels = choose_kernel(c, device)
-    same = {f.name: getattr(c, f.name) for f in fields(ModelConfig) if f.name not in kernels._fields}
-    return ModelConfig(**same, sdpa=kernels.sdpa, flex_options=kernels.flex_options)
+    sdpa, flex_options, _ = choose_kernel(c, device)
+    same = {f.name: getattr(c, f.name) for f in fields(ModelConfig)}
+    return ModelConfig(**same | dict(sdpa=sdpa, flex_options=flex_options))
 
 
 def reference_model(c: flags.Config, device: torch.device) -> Transformer:
@@ -159,11 +159,9 @@ def to_empty(model: nn.Module, device: torch.device) -> None:
         torch.__future__.set_swap_module_params_on_conversion(before)
 
 
-def build(
-    c: flags.Config, device: torch.device, world: int, stage: Callable[[str], Any] = lambda name: None, *,
-    init: bool = True, model: LanguageModel | None = None, between: Callable[[], Any] | None = None,
-    inspect: Callable[[list, list], Any] | None = None,
-) -> Step:  # fmt: skip
+def build(c: flags.Config, device: torch.device, world: int, stage: Callable[[str], Any] = lambda name: None, *,
+          init: bool = True, model: LanguageModel | None = None, between: Callable[[], Any] | None = None,
+          inspect: Callable[[list, list], Any] | None = None) -> Step:  # fmt: skip
     """The step of resolved flags, its model initialised from --seed. Needs a process group unless --wrapper none.
 
     stage: called with the name of each stage that is done. model: on the meta device, unwrapped (default: the reference
@@ -189,11 +187,10 @@ def build(
     stage("optimizer")
     model.prepare(c.seqlen, device)
     stage("mask")
-    kwargs = dict(
-        options=flags.compile_options(c), mesh=mesh, grad_accum=c.grad_accum, accum_sync=c.accum_sync, clip=c.clip,
-        chunk=c.chunk if c.loss == "chunked" else 0, param_dtype=DTYPES[c.param_dtype],
-        reduce_dtype=DTYPES[c.reduce_dtype], norm_limit=c.norm_limit, between=between, inspect=inspect,
-    )  # fmt: skip
+    kwargs = dict(options=flags.compile_options(c), mesh=mesh, grad_accum=c.grad_accum, accum_sync=c.accum_sync,
+                  clip=c.clip, chunk=c.chunk if c.loss == "chunked" else 0, param_dtype=DTYPES[c.param_dtype],
+                  reduce_dtype=DTYPES[c.reduce_dtype], norm_limit=c.norm_limit, between=between,
+                  inspect=inspect)  # fmt: skip
     if c.wrapper in ("fsdp2", "ddp"):
         return HookedStep(c, model, optimizer, **kwargs)
     return make_step(c.compile, model, optimizer, in_backward=c.optim == "in-backward", **kwargs)

@@ -87,7 +87,7 @@ class WholeWeights:
 
     def __init__(self, model: nn.Module, optimizer: AdamW, param_dtype=None, reduce_dtype=None):
         self.slots = [(m, n, p) for m in model.modules() for n, p in m._parameters.items() if p is not None]
-        self.shards = list({id(p): p for _, _, p in self.slots}.values())
+        self.shards = list(model.parameters())
         self.trained, self.leaves = optimizer.params, None
         self.param_dtype, self.reduce_dtype = param_dtype, reduce_dtype
         self.gather_fn, self.reduce_fn = self.gather, self.reduce
@@ -151,8 +151,7 @@ class Step:
         self.where = [_shard_group(p) for p in optimizer.params]
         sizes = enumerate(mesh.shape if mesh is not None else ())
         self.replicated = [dim for dim, n in sizes if n > 1 and any(w is None or w[1] != dim for w in self.where)]
-        self.grad_norm: Tensor | None = None
-        self.bad: Tensor | None = None
+        self.grad_norm = self.bad = None  # until the first step
         self.phase = "fwd"  # "fwd", "bwd" or "step": for the message when memory runs out
         # Called with the name of each phase that begins, and the gradients of this rank that it is given.
         self.watcher: Callable[[str, list[Tensor]], None] | None = None
@@ -311,8 +310,7 @@ class Replayed:
     then it is captured, then replayed. Shapes may not change; learning rate and step count live on the device.
 
     step: whose `grad_norm` and `bad` each replay fills again. peak_mib: of the capture, since a replay allocates
-    nothing. What the first steps left in the allocator's cache is given back before the capture, whose memory is a pool
-    of its own: together they would be twice the step's peak."""
+    nothing."""
 
     def __init__(self, step: Step):
         self.step, self.calls, self.graph, self.peak_mib = step, 0, None, None
@@ -335,9 +333,7 @@ class Replayed:
         """Records the step without running it."""
         self.inputs = tokens.clone(), targets.clone()
         self.step.grad_norm = self.step.bad = None
-        gc.collect()
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
+        gc.collect()  # torch then empties the allocator's cache: with the graph's own pool it would be twice the peak
         torch.cuda.reset_peak_memory_stats()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -371,9 +367,8 @@ def blocks_to_compile(model: nn.Module, otherwise: str) -> list[nn.Module]:
     return found
 
 
-def make_step(
-    mode: str, model: nn.Module, optimizer: AdamW, *, options: dict | None = None, in_backward: bool = False, **kwargs
-) -> Step:
+def make_step(mode: str, model: nn.Module, optimizer: AdamW, *, options: dict | None = None,
+              in_backward: bool = False, **kwargs) -> Step:  # fmt: skip
     """The step of a compile mode. kwargs: mesh, grad_accum, clip, chunk (tokens per chunk of the loss, 0: all at once),
     accum_sync ("every" micro-batch or the "last"; the latter needs the wrapper's param_dtype and reduce_dtype),
     norm_limit (a step whose gradient norm is above is refused; 0: none), and Step's between and inspect.

@@ -214,9 +214,8 @@ def block_inputs(model: LanguageModel, tokens: torch.Tensor, dtype: torch.dtype)
 
 def of_step(step: Step, block: tuple[tuple, dict], tokens: torch.Tensor, dtype: torch.dtype) -> Graphs:
     """The graphs of all that a step compiles. block: of `block_inputs`; tokens [B, T]; dtype: that is gathered."""
-    arguments = dict(
-        loss=(tokens, tokens, torch.tensor(1.0)), model=(tokens,), block=block[0], step=(tokens, tokens), gather=()
-    )
+    arguments = dict(loss=(tokens, tokens, torch.tensor(1.0)), model=(tokens,), step=(tokens, tokens), gather=(),
+                     block=block[0])  # fmt: skip
     if whole := step.whole_weights:
         gradients = torch.float32 if step.grad_accum > 1 else dtype
         arguments["reduce"] = ([torch.empty(p.shape, dtype=gradients) for p in step.optimizer.params],)

@@ -4,7 +4,6 @@
         model = Transformer(config)
     flops = count(model, seqlen=4096)          # of a token's training step; nothing is computed
     flops.causal                               # model FLOPs, the ruler of the rows' `mfu`
-    utilisation(..)                            # percent
 
 torch's counter adds up the products of a forward on the meta device. A forward of T tokens costs a T + b T^2: the
 products with weights, and attention of all tokens to all. Two lengths give a and b exactly, whatever the attention is
