@@ -3,8 +3,7 @@
     python main.py                                                      # one rank, CPU or GPU
     torchrun --nproc-per-node 4 main.py --depth 8 --compile fwdbwd      # the main job
 
-Parse, build, run, report. Exit codes: trainer/fault_tolerance/errors.py. A run that fails after it began still appends
-its row.
+Parse, build, run, report. Exit codes: trainer/fault_tolerance/errors.py. A run that fails on its way has a row, too.
 """
 
 import os

@@ -238,8 +238,7 @@ def module_of(node: fx.Node) -> str:
 
 
 def note_modules(g: fx.Graph) -> None:
-    """In a whole step no node of backward knows its module. A reduction gets that of the parameter which it updates,
-    by `copy_(parameter, new value)`."""
+    """In a whole step no node of backward knows its module. A reduction gets that of the parameter it updates."""
     for copy in g.find_nodes(op="call_function", target=aten.copy_.default):
         parameter, new = copy.args
         stack = next((user.meta[STACKS[0]] for user in parameter.users if user.meta.get(STACKS[0])), None)

@@ -3,8 +3,7 @@
     sdpa, flex_options, text = choose_kernel(config, device)      # ("cudnn", (), "sdpa cudnn (auto)")
 
 A kernel that is named must run or be an error, and `auto` names the one that it takes: torch by itself would silently
-fall back to a slower one. Whether a kernel can run is asked of torch, for the shapes and dtype of the run; no attention
-is computed.
+fall back to a slower one. Torch is asked whether a kernel can run the shapes and dtype of the run; nothing is computed.
 """
 
 import json

@@ -30,8 +30,7 @@ from trainer.step import LanguageModel, Step, blocks_to_compile, make_step
 
 
 def model_config(c: flags.Config, device: torch.device) -> ModelConfig:
-    """The reference transformer's configuration. ValueError in one line where the attention that is asked for cannot
-    run on `device`."""
+    """The reference transformer's configuration. ValueError, one line, for attention that cannot run on `device`."""
     sdpa, flex_options, _ = choose_kernel(c, device)
     same = {f.name: getattr(c, f.name) for f in fields(ModelConfig)}
     return ModelConfig(**same | dict(sdpa=sdpa, flex_options=flex_options))
@@ -113,8 +112,7 @@ def wrap(model: nn.Module, c: flags.Config, device: torch.device, world: int) ->
 
 
 class HookedStep(Step):
-    """The step under FSDP2 and DDP, which communicate in hooks of backward and leave gradients in `.grad`. options and
-    kwargs as make_step's."""
+    """The step under FSDP2 and DDP, which communicate in backward's hooks and leave gradients in `.grad`."""
 
     def __init__(self, c: flags.Config, model: nn.Module, optimizer: AdamW, options: dict, accum_sync: str, **kwargs):
         super().__init__(model, optimizer, **kwargs)

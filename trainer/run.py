@@ -37,8 +37,7 @@ PROFILED = 3
 
 
 class Run:
-    """One run of resolved flags on one rank. Raises ValueError, DataError, CheckpointError or Desync, each in one line,
-    where it cannot begin."""
+    """One run of resolved flags on one rank. ValueError, DataError, CheckpointError or Desync: it cannot begin."""
 
     def __init__(self, c: flags.Config, device: torch.device, rank: int, world: int, signals: Signals,
                  watchdog: Watchdog):  # fmt: skip

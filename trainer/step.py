@@ -309,8 +309,7 @@ class Replayed:
     """`--cuda-graph`: a whole step as one CUDA graph, replayed without Python. The first calls run the step as it is;
     then it is captured, then replayed. Shapes may not change; learning rate and step count live on the device.
 
-    step: whose `grad_norm` and `bad` each replay fills again. peak_mib: of the capture, since a replay allocates
-    nothing."""
+    step: whose `grad_norm` and `bad` each replay fills again. peak_mib: of the capture; a replay allocates nothing."""
 
     def __init__(self, step: Step):
         self.step, self.calls, self.graph, self.peak_mib = step, 0, None, None
@@ -374,8 +373,7 @@ def make_step(mode: str, model: nn.Module, optimizer: AdamW, *, options: dict | 
     norm_limit (a step whose gradient norm is above is refused; 0: none), and Step's between and inspect.
 
     options: Inductor options on top of overlap.compile_options; {"plain": True} leaves those out. in_backward: the
-    optimizer's step is part of backward (modes "none" and "blocks"). Raises ValueError for a mode that this torch
-    cannot do, or cannot do in backward."""
+    optimizer's step is part of backward (modes "none" and "blocks"). ValueError for what mode or torch cannot do."""
     check_mode(mode)
     if kwargs.get("inspect") is not None and (mode == "step" or in_backward):
         raise ValueError("inspect: this step has no gradients outside its graph or its backward")

@@ -246,7 +246,7 @@ def of_module(target: str, c: flags.Config, world: int) -> tuple[nn.Module, Grap
     sys.path.insert(0, os.getcwd())
     try:
         model, inputs = pkgutil.resolve_name(target)()
-    except (ImportError, AttributeError, TypeError, ValueError) as e:
+    except (ImportError, AttributeError, TypeError) as e:
         raise ValueError(f"--model {target}: {e}; give MODULE:FUNCTION, a function that returns (model, inputs)") from e
     wrap(model, c, torch.device("cpu"), world)
     if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
