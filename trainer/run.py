@@ -30,7 +30,7 @@ from trainer.fault_tolerance.watchdog import Watchdog
 from trainer.optimizer import local
 from trainer.parallelize import build, reference_model
 from trainer.profiling import flops, memory, timeline, timing
-from trainer.step import Replayed, global_norm
+from trainer.step import Replayed, global_norm, shard_group
 
 WARMUP = 3  # steps that no statistic covers, the compiling ones among them
 PROFILED = 3
@@ -183,5 +183,5 @@ class Run:
             return
         names = {id(p): name for name, p in self.step.model.named_parameters()}
         for p, g in zip(params, grads, strict=True):
-            self.logged_norms["norm/" + names[id(p)]] = global_norm([p], [local(p.detach())]).item()
-            self.logged_norms["grad/" + names[id(p)]] = global_norm([p], [g]).item()
+            self.logged_norms["norm/" + names[id(p)]] = global_norm([shard_group(p)], [local(p.detach())]).item()
+            self.logged_norms["grad/" + names[id(p)]] = global_norm([shard_group(p)], [g]).item()

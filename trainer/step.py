@@ -6,9 +6,8 @@
     step.grad_norm                            # of this step, before clipping
     step.bad                                  # 1.0: loss or norm was not finite (norm above norm_limit), no update
 
-`model` is any LanguageModel, see there. Modes: `none` eager; `blocks` each repeated block compiled, one compiled
-function for all of them; `model` the model compiled, the loss eager; `fwdbwd` forward and loss as one full graph, their
-backward as another, clipping and AdamW as a third (on a CPU torch's fused kernel instead); `step` all of it as one.
+`model` is any LanguageModel, see there. The modes are those of --compile in config.py; `fwdbwd` compiles clipping and
+AdamW on CUDA alone.
 
 Every micro-batch's loss is a sum over its labels divided by (labels of the global batch / ranks), and gradients are
 averaged over ranks: the step equals one pass over the whole batch however it is cut, also when labels are IGNOREd.
@@ -57,7 +56,7 @@ class LanguageModel(Protocol):
         """Whatever has to exist before the first batch of this length."""
 
 
-def _shard_group(p: Tensor):
+def shard_group(p: Tensor):
     """(mesh, dimension) over which `p` is sharded, or None."""
     if isinstance(p, DTensor):
         for dim, placement in enumerate(p.placements):
@@ -66,15 +65,15 @@ def _shard_group(p: Tensor):
     return None
 
 
-def global_norm(params: list[Tensor], grads: list[Tensor], where: list | None = None) -> Tensor:
+def global_norm(where: list, grads: list[Tensor]) -> Tensor:
     """2-norm of the whole gradient from its local shards, fp32 scalar: one scalar all-reduce, none if unsharded.
-    where: `_shard_group` of each parameter, if known."""
+    where: `shard_group` of each parameter."""
     total, groups = None, {}
-    for group, g in zip(where or [_shard_group(p) for p in params], grads, strict=True):
+    for group, g in zip(where, grads, strict=True):
         groups.setdefault(group, []).append(g)
-    for where, shards in groups.items():
+    for group, shards in groups.items():
         square = torch.stack(torch._foreach_norm([g.float() for g in shards])).square().sum()
-        square = square if where is None else funcol.wait_tensor(funcol.all_reduce(square, "sum", where))
+        square = square if group is None else funcol.wait_tensor(funcol.all_reduce(square, "sum", group))
         total = square if total is None else total + square
     return total.sqrt()
 
@@ -143,12 +142,13 @@ class Step:
         self.model, self.call, self.optimizer = model, model, optimizer
         self.grad_accum, self.clip, self.chunk, self.norm_limit = grad_accum, clip, chunk, norm_limit
         self.between, self.inspect = between or (lambda: None), inspect
+        self.logits_alone = False  # mode "model": of the compiled model; the loss is eager, unless it is chunked
         self.mesh, self.whole_weights, self.compiled = mesh, None, {}
         if accum_sync == "last" and mesh is not None:
             self.whole_weights = WholeWeights(model, optimizer, param_dtype, reduce_dtype or param_dtype)
         self.ranks = mesh.size() if mesh is not None else 1
         self.loss_fn, self.update_fn = self.loss_sum, self.update
-        self.where = [_shard_group(p) for p in optimizer.params]
+        self.where = [shard_group(p) for p in optimizer.params]
         sizes = enumerate(mesh.shape if mesh is not None else ())
         self.replicated = [dim for dim, n in sizes if n > 1 and any(w is None or w[1] != dim for w in self.where)]
         self.grad_norm = self.bad = None  # until the first step
@@ -162,6 +162,8 @@ class Step:
             self.watcher(phase, grads or [])
 
     def loss_sum(self, tokens: Tensor, targets: Tensor, share: Tensor, **inputs: Tensor) -> Tensor:
+        if self.logits_alone and not self.chunk:
+            return cross_entropy(self.call(tokens, **inputs), targets) / share
         return self.call(tokens, targets, self.chunk, **inputs) / share
 
     def micro_batches(self, tokens: Tensor, targets: Tensor, inputs: dict[str, Tensor]) -> Iterator[tuple]:
@@ -188,7 +190,7 @@ class Step:
     def norm_of(self, grads: list[Tensor]) -> Tensor:
         """`global_norm`, the same bits on all ranks: replicas, each of which computes it, may be of other devices or
         kernels, and would clip and decide apart. The largest, and not finite if one is not."""
-        norm = global_norm(self.optimizer.params, grads, self.where)
+        norm = global_norm(self.where, grads)
         if not self.replicated:
             return norm
         norm, broken = self.over_ranks(torch.stack((norm, (~norm.isfinite()).float())), "max", self.replicated)
@@ -272,15 +274,6 @@ class InBackwardStep(Step):
     def update(self, grads: list[Tensor], loss: Tensor) -> tuple[Tensor, Tensor]:
         norm = self.norm_of(self.norms)  # the norm of norms
         return norm, self.judge(loss, norm)
-
-
-class ModelStep(Step):
-    """`model`: the compiled model makes logits, the loss is eager (with chunked loss the compiled model makes it)."""
-
-    def loss_sum(self, tokens: Tensor, targets: Tensor, share: Tensor, **inputs: Tensor) -> Tensor:
-        if self.chunk:
-            return self.call(tokens, targets, self.chunk, **inputs) / share
-        return cross_entropy(self.call(tokens, **inputs), targets) / share
 
 
 class OneGraph(Step):
@@ -397,8 +390,7 @@ def make_step(mode: str, model: nn.Module, optimizer: AdamW, *, options: dict | 
 
     if mode == "step":
         return OneGraph(model, optimizer, options=with_overlap(model, whole_step=True), **kwargs)
-    kind = InBackwardStep if in_backward else ModelStep if mode == "model" else Step
-    step = kind(model, optimizer, **kwargs)
+    step = (InBackwardStep if in_backward else Step)(model, optimizer, **kwargs)
     if mode == "none":
         return step
     blocks = blocks_to_compile(model, "fwdbwd") if mode == "blocks" else []
@@ -412,7 +404,7 @@ def make_step(mode: str, model: nn.Module, optimizer: AdamW, *, options: dict | 
         for block in blocks:
             block.compile(fullgraph=True, options=options)
     elif mode == "model":
-        step.call = compiled("model", model, options)
+        step.call, step.logits_alone = compiled("model", model, options), True
     elif mode == "fwdbwd":
         # Code of its own: Dynamo keeps what it compiled by code object, and would try another model's guards first.
         plain_loss = type(step).loss_sum
