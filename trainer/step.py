@@ -241,7 +241,7 @@ class Step:
     def finish(self, total: Tensor, grads: list[Tensor]) -> Tensor:
         """Updates with the gradients' local shards; returns the loss of the whole batch, averaged over ranks."""
         self.enter("step", grads)
-        if self.inspect is not None:
+        if self.inspect is not None and grads:  # an update in backward leaves none
             self.inspect(self.optimizer.params, grads)
         loss = self.over_ranks(total, "avg")
         self.grad_norm, self.bad = self.update_fn(grads, loss)
