@@ -95,18 +95,9 @@ def _save_products_but_down(ctx, op, *args, **kwargs):
     return CheckpointPolicy.PREFER_RECOMPUTE if narrows else _save_products(ctx, op)
 
 
-def _attention_saved():  # named functions: Dynamo cannot trace a lambda nested in the region
-    return create_selective_checkpoint_contexts(_save_attention)
-
-
-def _products_saved():
-    return create_selective_checkpoint_contexts(_save_products)
-
-
-def _products_but_down_saved():
-    return create_selective_checkpoint_contexts(_save_products_but_down)
-
-
+_attention_saved = partial(create_selective_checkpoint_contexts, _save_attention)
+_products_saved = partial(create_selective_checkpoint_contexts, _save_products)
+_products_but_down_saved = partial(create_selective_checkpoint_contexts, _save_products_but_down)
 _attention_saved.cache_hash, _products_saved.cache_hash = "attention-saved-1", "products-saved-1"  # for compile caches
 _remat = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)  # nothing in a block is random
 
@@ -176,9 +167,8 @@ class MLP(nn.Module):
 # compiler, which merges it with the forward, and of plain code it reorders the backward into three such tensors.
 # x [.., D], norm g, b [D], up [F, D] [F], down [D, F] [D]; chunk: tokens at a time, 0 all.
 @torch.library.custom_op(f"{_LIBRARY}::lean_mlp", mutates_args=())
-def lean_mlp(
-    x: Tensor, g: Tensor, b: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, eps: float, chunk: int
-) -> Tensor:
+def lean_mlp(x: Tensor, g: Tensor, b: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, eps: float,
+             chunk: int) -> Tensor:  # fmt: skip
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     rows = x.flatten(0, -2)  # [N, D]
     for xc, yc in zip(*(t.split(chunk or len(rows)) for t in (rows, out.view_as(rows))), strict=True):
@@ -301,9 +291,8 @@ class Block(nn.Module):
 
 
 def check_lean(c: ModelConfig) -> None:
-    """Raises ValueError unless `lean_mlp` computes what the norm and the MLP of a block compute one after the other: it
-    does not follow a change of the class MLP, such as a gate or another activation. Tried on a block of width 8, with
-    numbers of its own; not under a mode in which tensors have no values."""
+    """Raises ValueError unless `lean_mlp` computes what a block's norm and MLP compute: it does not follow a change of
+    the class MLP, such as a gate or another activation. Tried at width 8; not where tensors have no values."""
     tiny, seeded = replace(c, width=8, head_dim=2, grouping=1, grow=2), torch.Generator().manual_seed(0)
     with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad(), torch.autocast("cpu", enabled=False):
         block, x = Block(tiny, "none"), torch.randn(1, 4, 8, generator=seeded)
@@ -377,7 +366,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 class Transformer(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
-        c = self.config = config
+        c, self.config, self.identity = config, config, config.identity
         if c.mlp == "lean":
             check_lean(c)
         self.emb = nn.Embedding(c.vocab, c.width)
@@ -385,11 +374,6 @@ class Transformer(nn.Module):
         self.norm = nn.LayerNorm(c.width)
         self.head = nn.Linear(c.width, c.vocab, bias=False)
         self.mask: BlockMask | None = None
-
-    @property
-    def identity(self) -> dict[str, int]:
-        """What a checkpoint and the model that loads it must have in common."""
-        return self.config.identity
 
     @torch.no_grad()
     def init_weights(self) -> None:
