@@ -3,8 +3,7 @@
     python main.py                                                      # one rank, CPU or GPU
     torchrun --nproc-per-node 4 main.py --depth 8 --compile fwdbwd      # the main job
 
-Parse, build, run, report. Exit codes: trainer/fault_tolerance/errors.py. A run that fails after it began still appends
-its row.
+Parse, build, run, report. Exit codes: trainer/fault_tolerance/errors.py. A run that fails on its way has a row, too.
 """
 
 import os
@@ -61,9 +60,7 @@ def main(c: flags.Config, rank: int, local_rank: int, world: int) -> int:
     return code
 
 
-def perform(
-    c: flags.Config, device: torch.device, rank: int, world: int, signals: Signals, watchdog: Watchdog
-) -> int:
+def perform(c: flags.Config, device: torch.device, rank: int, world: int, signals: Signals, watchdog: Watchdog) -> int:
     """Builds, trains, reports; the exit code."""
     say, run, outcome, code = tell if rank == 0 else lambda _: None, None, "ok", 0
     try:

@@ -14,7 +14,6 @@ B batch, T tokens, D width, H heads, K key/value heads, d head dimension, V voca
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -23,10 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-from torch.utils.flop_counter import register_flop_formula
 
-IGNORE = -100  # a target that is not trained on
-_LIBRARY = "simple_fsdp_" + __name__.replace(".", "_")  # of the ops below: two files must not register the same ones
+from lean import IGNORE, LEAN, chunked_cross_entropy, lean_mlp
+
 REMAT = ("none", "mlp", "attn", "both", "block", "pointwise")
 aten = torch.ops.aten
 MATMULS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
@@ -97,18 +95,9 @@ def _save_products_but_down(ctx, op, *args, **kwargs):
     return CheckpointPolicy.PREFER_RECOMPUTE if narrows else _save_products(ctx, op)
 
 
-def _attention_saved():  # named functions: Dynamo cannot trace a lambda nested in the region
-    return create_selective_checkpoint_contexts(_save_attention)
-
-
-def _products_saved():
-    return create_selective_checkpoint_contexts(_save_products)
-
-
-def _products_but_down_saved():
-    return create_selective_checkpoint_contexts(_save_products_but_down)
-
-
+_attention_saved = partial(create_selective_checkpoint_contexts, _save_attention)
+_products_saved = partial(create_selective_checkpoint_contexts, _save_products)
+_products_but_down_saved = partial(create_selective_checkpoint_contexts, _save_products_but_down)
 _attention_saved.cache_hash, _products_saved.cache_hash = "attention-saved-1", "products-saved-1"  # for compile caches
 _remat = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)  # nothing in a block is random
 
@@ -173,106 +162,6 @@ class MLP(nn.Module):
         return self.down(F.gelu(self.up(x), approximate="tanh"))
 
 
-def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, in which the product is no tensor of its own; on a CPU it is one if total has another dtype."""
-    if a.dtype == b.dtype == total.dtype:
-        torch.addmm(total, a, b, out=total)
-    elif total.is_cuda and a.dtype == b.dtype:
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    else:
-        total += a @ b
-
-
-# z + MLP(norm(z)) for z = x + y, as one op with a backward of its own, which keeps its inputs alone and at most two
-# [C, F] tensors at a time (C tokens; F hidden), whatever compiles it: recomputation written as an autograd.Function is
-# undone by the compiler, which merges it with the forward, and of plain code it reorders the backward into three such
-# tensors. Were the sums outside, it would keep the gradient of the output in fp32, and make the norm before attention,
-# which reads x too, along with z.
-# x, y [.., D], norm g, b [D], up [F, D] [F], down [D, F] [D]; chunk: tokens at a time, 0 all.
-@torch.library.custom_op(f"{_LIBRARY}::lean_mlp", mutates_args=())
-def lean_mlp(
-    x: Tensor, y: Tensor, g: Tensor, b: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, eps: float, chunk: int
-) -> Tensor:
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    for xc, yc, rows in _chunks(chunk, x, y, out):
-        z = xc + yc
-        h = F.linear(F.layer_norm(z, g.shape, g, b, eps), w1, b1)  # [C, F]
-        torch.addmm(b2, aten.gelu_(h, approximate="tanh"), w2.t(), out=rows)
-        rows += z
-        del z, h  # before the next ones
-    return out
-
-
-@torch.library.custom_op(f"{_LIBRARY}::lean_mlp_backward", mutates_args=())
-def lean_mlp_backward(
-    go: Tensor, x: Tensor, y: Tensor, g: Tensor, b: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, eps: float, chunk: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """From the gradient `go` [.., D] of the output: that of x and of y, and those of g, b, w1, b1, w2, b2, in the dtype
-    of x; sums over several chunks are made in fp32."""
-    gx, several = torch.empty_like(x, memory_format=torch.contiguous_format), 0 < chunk < x[..., 0].numel()
-    dtype = torch.promote_types(x.dtype, torch.float32) if several else x.dtype
-    sums = [torch.zeros_like(t, dtype=dtype) for t in (g, b, w1, b1, w2, b)]
-    for xc, yc, oc, gc in _chunks(chunk, x, y, go, gx):
-        z = xc + yc
-        n, mean, rstd = aten.native_layer_norm(z, g.shape, g, b, eps)
-        h = F.linear(n, w1, b1)  # [C, F]
-        a = F.gelu(h, approximate="tanh")
-        add_product(sums[4], oc.t(), a)
-        sums[5] += oc.sum(0)
-        torch.mm(oc, w2, out=a)  # the gradient of the GELU's output takes its place
-        aten.gelu_backward.grad_input(a, h, approximate="tanh", grad_input=a)
-        del h
-        add_product(sums[2], a.t(), n)
-        sums[3] += a.sum(0)
-        gn = a @ w1
-        del a, n
-        gz, *norm = aten.native_layer_norm_backward(gn, z, g.shape, mean, rstd, g, b, [True] * 3)
-        torch.add(gz, oc, out=gc)
-        sums[0] += norm[0]
-        sums[1] += norm[1]
-        del z, gn, gz
-    return gx, *(sums.pop(0).to(x.dtype) for _ in range(6))
-
-
-def _chunks(chunk: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Of tensors [.., D] the same rows, `chunk` at a time, as [C, D]."""
-    rows = [t.flatten(0, -2) for t in tensors]  # [N, D]
-    return zip(*(t.split(chunk or len(t)) for t in rows), strict=True)
-
-
-LEAN = getattr(torch.ops, _LIBRARY).lean_mlp.default
-
-
-@lean_mlp.register_fake
-def _(x, y, g, b, w1, b1, w2, b2, eps, chunk):
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-@lean_mlp_backward.register_fake
-def _(go, x, y, g, b, w1, b1, w2, eps, chunk):
-    own = (x, g, b, w1, b1, w2)
-    return *(torch.empty_like(t, memory_format=torch.contiguous_format) for t in own), w2.new_empty(w2.shape[0])
-
-
-def _keep_inputs(ctx, inputs, output):
-    *tensors, _, ctx.eps, ctx.chunk = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _lean_gradients(ctx, go: Tensor):
-    gx, *gradients = lean_mlp_backward(go.contiguous(), *ctx.saved_tensors, ctx.eps, ctx.chunk)
-    return gx, gx, *gradients, None, None
-
-
-lean_mlp.register_autograd(_lean_gradients, setup_context=_keep_inputs)
-register_flop_formula(getattr(torch.ops, _LIBRARY).lean_mlp)(
-    lambda x, y, g, b, w1, *args, **kwargs: 2 * 2 * math.prod(x[:-1]) * math.prod(w1)
-)
-register_flop_formula(getattr(torch.ops, _LIBRARY).lean_mlp_backward)(
-    lambda go, x, y, g, b, w1, *args, **kwargs: 5 * 2 * math.prod(x[:-1]) * math.prod(w1)
-)
-
-
 class Block(nn.Module):
     def __init__(self, c: ModelConfig, remat: str):
         super().__init__()
@@ -333,9 +222,8 @@ class Block(nn.Module):
 
 
 def check_lean(c: ModelConfig) -> None:
-    """Raises ValueError unless `lean_mlp` computes what the norm and the MLP of a block compute one after the other: it
-    does not follow a change of the class MLP, such as a gate or another activation. Tried on a block of width 8, with
-    numbers of its own; not under a mode in which tensors have no values."""
+    """Raises ValueError unless `lean_mlp` computes what a block's norm and MLP compute: it does not follow a change of
+    the class MLP, such as a gate or another activation. Tried at width 8; not where tensors have no values."""
     tiny, seeded = replace(c, width=8, head_dim=2, grouping=1, grow=2), torch.Generator().manual_seed(0)
     with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad(), torch.autocast("cpu", enabled=False):
         block, x = Block(tiny, "none"), torch.randn(1, 4, 8, generator=seeded)
@@ -363,61 +251,6 @@ def causal_mask(T: int, device: torch.device) -> BlockMask:
     return create_block_mask(lambda b, h, q, k: q >= k, None, None, T, T, device=device)
 
 
-# The output layer and its loss as one op, whatever compiles it: of the loop itself the compiler makes one kernel for all
-# chunks, so that the logits of every chunk exist at once. x [N, D], w [V, D], y [N] -> fp32 scalar; with `grad` also its
-# gradients for x and w, in their dtypes, that of w accumulated in fp32.
-@torch.library.custom_op(f"{_LIBRARY}::chunked_loss", mutates_args=())
-def chunked_loss(x: Tensor, w: Tensor, y: Tensor, chunk: int, grad: bool) -> tuple[Tensor, Tensor, Tensor]:
-    loss, gx = torch.zeros((), dtype=torch.float32, device=x.device), torch.empty_like(x if grad else x[:0])
-    gw = torch.zeros_like(w if grad else w[:0], dtype=torch.float32)
-    for i in range(0, len(x), chunk):
-        xc, yc = x[i : i + chunk], y[i : i + chunk].unsqueeze(1)
-        z = xc @ w.t()  # [C, V]
-        p, ok = z.float(), yc != IGNORE  # p: fp32 logits, then probabilities, then their gradient
-        t = torch.where(ok, yc, 0)
-        zt, m = p.gather(1, t), p.amax(-1, keepdim=True)
-        s = p.sub_(m).exp_().sum(-1, keepdim=True)
-        loss += ((s.log() + m - zt) * ok).sum()
-        if grad:
-            g = z.copy_(p.div_(s).scatter_add_(1, t, -torch.ones_like(s)).mul_(ok))
-            del p
-            gx[i : i + chunk] = g @ w
-            add_product(gw, g.t(), xc)
-            del g
-        del z
-    return loss, gx, gw.to(w.dtype)
-
-
-@chunked_loss.register_fake
-def _(x, w, y, chunk, grad):
-    gradients = (torch.empty_like(t if grad else t[:0]) for t in (x, w))
-    return x.new_empty((), dtype=torch.float32), *gradients
-
-
-def _keep_gradients(ctx, inputs, output):
-    ctx.save_for_backward(*output[1:])
-
-
-def _scaled_gradients(ctx, go: Tensor, *_):
-    if torch.is_grad_enabled():
-        raise RuntimeError("chunked loss: its gradients, made in forward, have none of their own; use --loss full")
-    gx, gw = ctx.saved_tensors
-    return (gx * go).to(gx.dtype), (gw * go).to(gw.dtype), None, None, None
-
-
-chunked_loss.register_autograd(_scaled_gradients, setup_context=_keep_gradients)
-register_flop_formula(getattr(torch.ops, _LIBRARY).chunked_loss)(
-    lambda x, w, y, chunk, grad, *args, **kwargs: (3 if grad else 1) * 2 * x[0] * math.prod(w)
-)
-
-
-def chunked_cross_entropy(x: Tensor, w: Tensor, targets: Tensor, chunk: int) -> Tensor:
-    """Hidden states x [B, T, D], head w [V, D], targets [B, T] -> `cross_entropy` of x @ w.T, `chunk` tokens at a time:
-    no [B, T, V] tensor exists, and the gradients are made in forward, so that w is read (under FSDP: gathered) once per
-    step and its gradient reduced once. RuntimeError for a gradient of the gradient."""
-    return chunked_loss(x.flatten(0, 1), w, targets.flatten(), chunk, torch.is_grad_enabled())[0]
-
-
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """logits [B, T, V], targets [B, T] -> fp32 sum over the targets that are not IGNORE."""
     return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten(), ignore_index=IGNORE, reduction="sum")
@@ -426,7 +259,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 class Transformer(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
-        c = self.config = config
+        c, self.config, self.identity = config, config, config.identity
         if c.mlp == "lean":
             check_lean(c)
         self.emb = nn.Embedding(c.vocab, c.width)
@@ -434,11 +267,6 @@ class Transformer(nn.Module):
         self.norm = nn.LayerNorm(c.width)
         self.head = nn.Linear(c.width, c.vocab, bias=False)
         self.mask: BlockMask | None = None
-
-    @property
-    def identity(self) -> dict[str, int]:
-        """What a checkpoint and the model that loads it must have in common."""
-        return self.config.identity
 
     @torch.no_grad()
     def init_weights(self) -> None:

@@ -7,30 +7,23 @@ Left alone, Inductor runs one collective per parameter and waits for it at once.
 one reduce-scatter (and one all-reduce of what is replicated) per block; the next block's all-gather starts as soon as
 this block's has arrived, in forward and backward, so that the weights of two blocks exist at most; a reduction is
 waited for one block later. Parameters of no block (embedding, head) join their neighbours up to `cap_mib`. Works in
-graphs of forward and of backward, and with `whole_step=True` in that of a whole training step, where it gathers again
-for backward. Needs Inductor (torch 2.11 to 2.14); where it lacks graph passes: one warning, buckets by size alone.
+graphs of forward and of backward, and with `whole_step=True` in that of a whole training step. Needs Inductor (torch
+2.11 to 2.14).
 """
 
-import functools
 import hashlib
 import operator
 import re
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import fx, nn
-from torch._inductor import list_options
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.flop_counter import flop_registry
-
-try:
-    from torch._inductor.custom_graph_pass import CustomGraphPass
-    from torch._inductor.pattern_matcher import stable_topological_sort
-except ImportError:  # a torch that this file does not know yet
-    CustomGraphPass, stable_topological_sort = object, None
 
 # All private names of torch that this file uses are imported above or read here, before blocks_of(). Torch documents
 # neither FakeTensor.fake_mode nor the keys "val", "recompute" and STACKS of a node's meta, which are used below.
@@ -75,9 +68,8 @@ def blocks_of(model: nn.Module) -> list[str]:
     return [block for block in blocks if not any(other.startswith(block + ".") for other in blocks)]
 
 
-def compile_options(
-    model: nn.Module, blocks: Sequence[str] | None = None, cap_mib: float = 128.0, whole_step: bool = False
-) -> dict:
+def compile_options(model: nn.Module, blocks: Sequence[str] | None = None, cap_mib: float = 128.0,
+                    whole_step: bool = False) -> dict:  # fmt: skip
     """Inductor options for any torch.compile of `model`, wrapped, or of a function around it. None on a single rank,
     where Inductor's own order of a graph needs less memory.
 
@@ -95,24 +87,7 @@ def compile_options(
             raise ValueError(f"blocks: {', '.join(missing)}: no such module, there are {', '.join(list(modules)[1:])}")
     if not any(p.device_mesh.size() > 1 for p in model.parameters() if isinstance(p, DTensor)):
         return {}
-    if stable_topological_sort is None:
-        return _flags_only(cap_mib)
     return dict(post_grad_custom_post_pass=Overlap(tuple(blocks), cap_mib, whole_step), reorder_for_peak_memory=False)
-
-
-def _cap(mib: float, bucket: int) -> float:  # Inductor asks for each bucket's; what it asks must pickle, for cache keys
-    return mib
-
-
-def _flags_only(cap_mib: float) -> dict:
-    """What comes nearest without a pass of our own: buckets by size, moved by Inductor's iterative passes."""
-    warnings.warn(f"torch {torch.__version__}: no custom graph pass; collectives bucketed by size alone", stacklevel=3)
-    moves = ["reorder_communication_preserving_peak_memory", "sink_waits_iterative"]
-    flags = dict(reorder_for_compute_comm_overlap=True, reorder_for_compute_comm_overlap_passes=[*moves, moves[0]])
-    for op in ("all_gather", "reduce_scatter", "all_reduce"):
-        flags[f"bucket_{op}s_fx"] = "all"
-        flags[f"bucket_{op}s_fx_bucket_size_determinator"] = functools.partial(_cap, cap_mib)
-    return {name: value for name, value in flags.items() if name in list_options()}
 
 
 class Overlap(CustomGraphPass):
@@ -213,10 +188,9 @@ class Overlap(CustomGraphPass):
                 start = call(g, GATHER, flat, *bucket[0].args[1:], like=bucket)
             with g.inserting_before(first_wait):
                 rows = call(g, aten.reshape.default, call(g, WAIT, start), [bucket[0].args[1], -1])  # [N, sizes]
-                parts = split(g, rows, inputs, CUT) if len(bucket) > 1 else [rows]
-                outputs = [reshaped(g, part, n) for part, n in zip(parts, bucket, strict=True)]
-            replace(bucket, outputs)
-            before = outputs[-1].next
+                results = split(g, rows, bucket, CUT)
+            replace(bucket, results)
+            before = results[-1].next
 
     def merge_reductions(self, g: fx.Graph, op) -> None:
         """Reduce-scatters, or the all-reduces of gradients: averages of more than a scalar. A bucket starts when all of
@@ -232,9 +206,8 @@ class Overlap(CustomGraphPass):
                 if last_wait is not None:
                     start.append(last_wait)  # moves it to here; the caller sorts what uses it behind it
                 last_wait = call(g, WAIT, start)
-                parts = split(g, last_wait, bucket, aten.split_with_sizes.default, 0)
-                outputs = [reshaped(g, part, n) for part, n in zip(parts, bucket, strict=True)]
-            replace(bucket, outputs)
+                results = split(g, last_wait, bucket, aten.split_with_sizes.default)
+            replace(bucket, results)
 
 
 def wait_of(start: fx.Node) -> fx.Node:
@@ -265,8 +238,7 @@ def module_of(node: fx.Node) -> str:
 
 
 def note_modules(g: fx.Graph) -> None:
-    """In a whole step no node of backward knows its module. A reduction gets that of the parameter which it updates,
-    by `copy_(parameter, new value)`."""
+    """In a whole step no node of backward knows its module. A reduction gets that of the parameter it updates."""
     for copy in g.find_nodes(op="call_function", target=aten.copy_.default):
         parameter, new = copy.args
         stack = next((user.meta[STACKS[0]] for user in parameter.users if user.meta.get(STACKS[0])), None)
@@ -301,6 +273,7 @@ def reductions_behind(new: fx.Node) -> list[fx.Node]:
 
 
 def ancestors(node: fx.Node) -> set[fx.Node]:
+    """A node and all that it is computed from."""
     seen, todo = set(), [node]
     while todo:
         n = todo.pop()
@@ -312,15 +285,8 @@ def ancestors(node: fx.Node) -> set[fx.Node]:
 
 def sources(start: fx.Node) -> list[fx.Node] | None:
     """What lies between the graph's inputs and a gather (casts, padding); None if that is more than a parameter's."""
-    seen, todo = [], [start.args[0]]
-    while todo:
-        n = todo.pop()
-        if n.op == "call_function" and n not in seen:
-            if n.target is WAIT or len(seen) > 8:
-                return None
-            seen.append(n)
-            todo += n.all_input_nodes
-    return seen
+    found = [n for n in ancestors(start.args[0]) if n.op == "call_function"]
+    return None if len(found) > 9 or any(n.target is WAIT for n in found) else found
 
 
 def gather_for_backward(g: fx.Graph, wait: fx.Node, forward: set[fx.Node], place: dict[fx.Node, int]) -> None:
@@ -357,18 +323,15 @@ def call(g: fx.Graph, target, *args, like: Sequence[fx.Node] = ()) -> fx.Node:
     return node
 
 
-def reshaped(g: fx.Graph, n: fx.Node, like: fx.Node) -> fx.Node:
-    return call(g, aten.reshape.default, n, list(like.meta["val"].shape))
-
-
-def split(g: fx.Graph, whole: fx.Node, like: list[fx.Node], op, *dim: int) -> list[fx.Node]:
-    """`whole` cut by `op` into pieces of the numbers of elements of `like`."""
-    parts = call(g, op, whole, [n.meta["val"].numel() for n in like], *dim)
-    nodes = []
-    for i, value in enumerate(parts.meta["val"]):
-        nodes.append(g.call_function(operator.getitem, (parts, i)))
-        nodes[-1].meta["val"] = value
-    return nodes
+def split(g: fx.Graph, whole: fx.Node, starts: list[fx.Node], op) -> list[fx.Node]:
+    """What each of `starts` would have given, cut by `op` from the last dimension of what they give together."""
+    parts, rows = [whole], whole.meta["val"].shape[:-1].numel()
+    if len(starts) > 1:
+        pieces = call(g, op, whole, [n.meta["val"].numel() // rows for n in starts])
+        parts = [g.call_function(operator.getitem, (pieces, i)) for i in range(len(starts))]
+        for part, value in zip(parts, pieces.meta["val"], strict=True):
+            part.meta["val"] = value
+    return [call(g, aten.reshape.default, part, [*n.meta["val"].shape]) for part, n in zip(parts, starts, strict=True)]
 
 
 def replace(starts: list[fx.Node], by: list[fx.Node]) -> None:

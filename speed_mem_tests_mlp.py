@@ -20,7 +20,7 @@ import shlex
 import signal
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -184,20 +184,6 @@ class Step:
         return loss.detach()
 
 
-def connected(c: Config, rank: int, local_rank: int, world: int) -> torch.device:
-    """The device, in its process group. Exit code 2 for what does not fit this machine or this torch."""
-    device_type = ("cuda" if torch.cuda.is_available() else "cpu") if c.device == "auto" else c.device
-    options = flags.compile_options(c) or {}
-    try:
-        if device_type == "cpu" and (only := [name for name in options if name.startswith("triton.")]):
-            raise ValueError(f"--compile-options {' '.join(only)}: needs CUDA; leave it out on a CPU")
-        check_mode("none", {name: value for name, value in options.items() if name != "overlap"})
-        check_writable(c.results)
-        return connect(replace(c, device=device_type), rank, local_rank, world)
-    except ValueError as e:
-        fail(str(e), rank)
-
-
 def train(c: Config, step: Step, device: torch.device, timer: timing.StepTimer, stages: memory.Stages):
     """Every step, all on the same batch: (the last loss, seconds of the warm-up, which compiles).
     FloatingPointError where the loss is not finite."""
@@ -216,17 +202,17 @@ def train(c: Config, step: Step, device: torch.device, timer: timing.StepTimer, 
     return loss.item(), warm_s
 
 
-def milestones(stages: memory.Stages) -> dict:
-    """MiB at the peak of each stage, under the names of the published tables."""
-    peaks = {name: top for name, _, top in stages.rows}
-    started = {f"after_{name}_mib": top for name, top in peaks.items() if not name.startswith("step")}
-    row = started | dict(init_mib=peaks.get("model"), pre_step0_mib=max(started.values(), default=None))
-    return row | dict(first_step_peak_mib=peaks.get("step 1"), second_step_peak_mib=peaks.get("step 2"))
-
-
 def main(c: Config, rank: int, local_rank: int, world: int) -> int:
     """One row. Exit codes: 0 done, 2 bad flags or environment, 5 non-finite, 6 out of memory, 1 anything else."""
-    device = connected(c, rank, local_rank, world)
+    options, cuda = flags.compile_options(c) or {}, c.device == "cuda" or torch.cuda.is_available()
+    try:
+        if (c.device == "cpu" or not cuda) and (only := [name for name in options if name.startswith("triton.")]):
+            raise ValueError(f"--compile-options {' '.join(only)}: needs CUDA; leave it out on a CPU")
+        check_mode("none", {name: value for name, value in options.items() if name != "overlap"})
+        check_writable(c.results)
+        device = connect(c, rank, local_rank, world)
+    except ValueError as e:
+        fail(str(e), rank)
     row = timing.environment(device) | dict(study="mlp", world=flags.world_label(c, world)) | setting(c)
     row |= dict(flags=setting(c), cell=os.environ.get("SWEEP_CELL"), outcome="ok", loss=None, compile_s=None)
     row |= timing.stats([])
@@ -243,7 +229,11 @@ def main(c: Config, rank: int, local_rank: int, world: int) -> int:
         row["outcome"] = f"OOM {step.phase if step else 'init'}" if oom else f"failed: {text}"
         code = 6 if oom else 5 if isinstance(e, FloatingPointError) else 1
         print(f"error: rank {rank}: {row['outcome']}{f': {text}; lower --batch' * oom}", file=sys.stderr, flush=True)
-    row |= milestones(stages) | memory.peak(device) | timing.clocks(device)
+    peaks = {name: mib for name, _, mib in stages.rows}
+    started = {f"after_{name}_mib": mib for name, mib in peaks.items() if not name.startswith("step")}
+    row |= started | dict(init_mib=peaks.get("model"), pre_step0_mib=max(started.values(), default=None))
+    row |= dict(first_step_peak_mib=peaks.get("step 1"), second_step_peak_mib=peaks.get("step 2"))
+    row |= memory.peak(device) | timing.clocks(device)
     if rank == 0:
         append_jsonl(c.results, row, fsync=True)
         print("\n".join([*stages.lines(), *final_lines(row)[:3]]))
@@ -276,7 +266,7 @@ def beside_published(name: str, rows: list[dict]) -> str:
     columns += [(key, [str(row[key]) for row in rows]) for key in ("outcome", "world")]
     peaks = ["first_step_peak_mib", "second_step_peak_mib", "peak_rss_mib" if cpu else "peak_alloc_mib"]
     for key in keys:
-        for own in peaks if key == "peak_mib" else [key] * (key != "notes"):
+        for own in peaks if key == "peak_mib" else [key]:
             columns.append((own, [grouped(row.get(own), 1, missing="") for row in rows]))
         columns.append(("published", [theirs[key] for theirs in published]))
     told = [f"{row['device']}, torch {row['torch']}, commit {row['commit'][:12]}" for row in rows if "init_mib" in row]

@@ -100,9 +100,8 @@ def bench(backend: str, shape: Shape, device: torch.device, repeat: int, options
     keys = causal_keys(shape.seqlen)
     flops = shape.batch * shape.seqlen * attention_flops(shape.heads, shape.head_dim, keys)
     for (name, ms), times_forward in zip(times.items(), (1, 2.5), strict=True):
-        stats = timing.stats(ms)
-        row |= {key.replace("step", name): value for key, value in stats.items()}
-        row[f"{name}_tflops"] = round(times_forward * flops / stats["step_ms"] / 1e9, 6)
+        row |= timing.stats(ms, name)
+        row[f"{name}_tflops"] = round(times_forward * flops / row[f"{name}_ms"] / 1e9, 6)
     return row | timing.clocks(device) | memory.peak(device) | dict(outcome="ok")
 
 
@@ -153,7 +152,6 @@ def candidate_timer(shape: Shape, device: torch.device, repeat: int) -> Callable
     right = [y.detach(), *torch.autograd.grad(y, qkv, gradient)]
 
     def time(options: Options, direction: str) -> float:
-        """Median ms of "forward" or "backward"; ValueError for wrong results."""
         run = function("flex", shape, device, options)
         y = run(*qkv)
         found = [y.detach(), *(torch.autograd.grad(y, qkv, gradient) if direction == "backward" else ())]
@@ -166,7 +164,7 @@ def candidate_timer(shape: Shape, device: torch.device, repeat: int) -> Callable
     return time
 
 
-def arguments(argv: list[str] | None) -> argparse.Namespace:
+def arguments(argv: list[str]) -> argparse.Namespace:
     """The command line, checked; exit code 2 and one line for what does not fit."""
     parser = argparse.ArgumentParser(prog="attention", allow_abbrev=False, description=__doc__.split("\n")[0])
     parser.add_argument("--seqlen", nargs="+", type=int, default=[4096, 8192, 16384])
@@ -183,7 +181,6 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--search", action="store_true", help="search FlexAttention's kernel options instead")
     parser.add_argument("--options", type=Path, metavar="FILE", help="searched options: flex runs with them; --search "
                         "stores them there (default: results/flex_options.json)")  # fmt: skip
-    argv = sys.argv[1:] if argv is None else argv
     args = parser.parse_args([*SMALL * ("--small" in argv), *argv])  # what is given wins
     if wrong := [name for name in ("head_dim", "heads", "kv_heads", "tokens", "repeat") if getattr(args, name) < 1]:
         parser.error(f"{config.flag(wrong[0])} {getattr(args, wrong[0])}: must be at least 1")
@@ -198,7 +195,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str]) -> int:
     """Times every backend at every length, or searches options; returns the exit code."""
     args = arguments(argv)
     device, rows = torch.device(args.device), []
@@ -228,4 +225,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -33,11 +33,11 @@ if __name__ == "__main__":  # before torch is imported, as in main.py
     _parser.add_argument("--between", type=int, default=8, help="steps beside each save")
     _parser.add_argument("--check", action="store_true", help="bitwise resumption")
     _parser.add_argument("--small", action="store_true", help="toy sizes on a CPU, to try it out")
-    _cut = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
-    RANKS, ARGS = ranks(), _parser.parse_args(sys.argv[1:_cut])
+    _parser.add_argument("flags", nargs="*", metavar="-- FLAGS", help="of main.py")
+    RANKS, ARGS = ranks(), _parser.parse_args()
     if ARGS.rounds < 1:
         fail(f"--rounds {ARGS.rounds}: must be at least 1", RANKS[0])
-    CONFIG = flags.parse([*TINY * ARGS.small, *sys.argv[_cut + 1 :]], RANKS[0])
+    CONFIG = flags.parse([*TINY * ARGS.small, *ARGS.flags], RANKS[0])
 
 import torch
 import torch.distributed as dist
@@ -121,8 +121,8 @@ def costs(run: Trained, rounds: int, between: int) -> dict:
             peak("beside" if r else "async")
     row = dict(first_async_ms=round(times["async"][0], 3)) | peaks
     for kind, ms in times.items():
-        row |= {key.replace("step", kind): value for key, value in timing.stats(ms).items() if key != "n"}
-        row[f"{kind}_n"] = len(ms)
+        told = timing.stats(ms, kind)
+        row |= {f"{kind}_n": told.pop("n"), **told}
     return row | dict(async_over_sync=round(row["async_ms"] / row["sync_ms"], 4))
 
 
@@ -172,18 +172,24 @@ def main(args: argparse.Namespace, c: flags.Config, rank: int, local_rank: int, 
     make = partial(Trained, c, device, world, control_group())
     row = timing.environment(device) | dict(study="save", world=world, flags=flags.setting(c))
     check = row | dict(study="resume", flags=row["flags"] | dict(deterministic=True))
+
+    def tell(row: dict) -> None:
+        if rank == 0:
+            append_jsonl(c.results, row)
+            print("\n".join(f"{key:<20} {value}" for key, value in row.items()), flush=True)
+
     try:
         run = make(folder)
         row |= costs(run, args.rounds, args.between) | rates(run)
         row |= memory.peak(device) if device.type == "cuda" else {}
-        tell(c, row)
+        tell(row)
         if args.check:
             del run
             torch._dynamo.reset()  # compiled code holds the model
             gc.collect()
             set_deterministic(True)
             check |= resumed(partial(make, f"{folder}/resumed"))
-            tell(c, check)
+            tell(check)
     finally:
         set_deterministic(c.deterministic)
         if rank == 0:
@@ -191,12 +197,6 @@ def main(args: argparse.Namespace, c: flags.Config, rank: int, local_rank: int, 
         signal.signal(signal.SIGTERM, before)
     shutdown()
     return 0 if check.get("resumed_bitwise", True) and check.get("went_on_bitwise", True) else 4
-
-
-def tell(c: flags.Config, row: dict) -> None:
-    if dist.get_rank() == 0:
-        append_jsonl(c.results, row)
-        print("\n".join(f"{key:<20} {value}" for key, value in row.items()), flush=True)
 
 
 if __name__ == "__main__":

@@ -35,11 +35,8 @@ WARMUP = 3
 
 def compare(cells: list[str], c: flags.Config, device: torch.device, rank: int = 0, world: int = 1) -> list[dict]:
     """Rows of every cell, in order; the first is what `ratio` refers to."""
-    configs = []
-    for cell in cells:
-        wrapper, _, mode = cell.partition(":")
-        own = replace(c, system=replace(c.system, wrapper=wrapper, compile=mode))
-        configs.append(flags.resolve(own, device.type, world))
+    settings = [dict(zip(("wrapper", "compile"), cell.split(":"), strict=True)) for cell in cells]
+    configs = [flags.resolve(replace(c, system=replace(c.system, **own)), device.type, world) for own in settings]
     c = configs[0]
     steps = [(build(each, device, world), timing.StepTimer(device)) for each in configs]
     sizes = dict(global_batch=world * c.batch * c.grad_accum, seqlen=c.seqlen, vocab=c.vocab)
@@ -52,19 +49,17 @@ def compare(cells: list[str], c: flags.Config, device: torch.device, rank: int =
                 loss = step(*batch)
         if rank == 0 and k in (0, c.steps - 1):
             print(f"step {k + 1}: loss of the last cell {loss.item():.4f}", flush=True)
-    times, rows = [timer.ms() for _, timer in steps], []
-    for cell, each, ms in zip(cells, configs, times, strict=True):
-        ratio = statistics.median(a / b for a, b in zip(ms, times[0], strict=True))
-        row = timing.environment(device) | dict(study="baselines", cell=cell, flags=flags.setting(each))
-        row |= timing.stats(ms) | dict(world=flags.world_label(c, world), ratio=round(ratio, 4))
+    rows, first = [], steps[0][1].ms()
+    for cell, own, (_, timer) in zip(cells, configs, steps, strict=True):
+        ratio = statistics.median(a / b for a, b in zip(timer.ms(), first, strict=True))
+        row = timing.environment(device) | dict(study="baselines", cell=cell, flags=flags.setting(own))
+        row |= timing.stats(timer.ms()) | dict(world=flags.world_label(c, world), ratio=round(ratio, 4))
         rows.append(row | dict(against=cells[0], interleaved=cells))
     return rows
 
 
 def main(cells: list[str], c: flags.Config, rank: int, local_rank: int, world: int) -> int:
     """Compares, prints and appends rows. Exit codes: 0, 2 cells or flags that do not fit, 3 bad data."""
-    device_type = ("cuda" if torch.cuda.is_available() else "cpu") if c.device == "auto" else c.device
-    c = replace(c, system=replace(c.system, device=device_type))
     modes = dict(simple=COMPILE_MODES, none=COMPILE_MODES, fsdp2=("none", "blocks"), ddp=("none", "blocks"))
     bad = [cell for cell in cells if cell.partition(":")[2] not in modes.get(cell.partition(":")[0], ())]
     if bad or not cells:

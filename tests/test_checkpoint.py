@@ -285,7 +285,7 @@ def load_into_every_other_layout(mesh):
         for layout, argv in LAYOUTS.items():
             resume = "--resume", f"{os.environ['CHECKPOINTS']}/{origin}", "--steps", 3
             c, step, batches = made(2, "--batch", 2, *argv.split(), *resume)
-            checkpoint.load(checkpoint.find_start(c, batches), step)
+            checkpoint.load(checkpoint.find_start(c, batches, None, step.model.identity), step)
             states[origin, layout] = whole(step)
     return states
 
@@ -308,7 +308,7 @@ def fail_on_rank_1(mesh):
         os.truncate(f"{folder}/step-00000001/__1_0.distcp", 1000)
     dist.barrier()
     try:
-        checkpoint.find_start(c, batches)
+        checkpoint.find_start(c, batches, None, step.model.identity)
     except CheckpointError as e:
         told.append(str(e))
     return told
@@ -326,7 +326,8 @@ def read_what_differs_on_rank_1(mesh):
             Saver(c, step, batches).save(k)
     once = dict(wraps=checkpoint._open, side_effect=[Damaged("another file"), mock.DEFAULT])
     with mock.patch.object(checkpoint, "_open", **once) if rank else mock.MagicMock():
-        told.append(checkpoint.find_start(made(2, "--batch", 2, "--resume", folder / "a")[0], batches).about["step"])
+        c, step, batches = made(2, "--batch", 2, "--resume", folder / "a")
+        told.append(checkpoint.find_start(c, batches, None, step.model.identity).state.step)
     for name in "ab":
         own = shutil.copytree(folder / (name if rank else "a"), folder / f"{name}-node{rank}")
         if rank and name == "a":
@@ -344,7 +345,7 @@ def save_beside_training(mesh):
     opened = threading.Event()
     c, step, batches = made(2, "--batch", 2, "--steps", 9, "--save", folder, "--save-async")
     check_directory(folder)
-    checkpoint.find_start(c, batches)
+    checkpoint.find_start(c, batches, None, step.model.identity)
     step(*next(batches))
     state, seen = whole(step), []
     with Saver(c, step, batches) as s:
@@ -374,10 +375,10 @@ def claim_directories(mesh):
     """What both raise where each has a directory of its own; who holds the lock of one that they share."""
     told, folder = [], os.environ["CHECKPOINTS"]
     for where in (f"{folder}/node{dist.get_rank()}", f"{folder}/shared"):
-        c, _, batches = made(2, "--batch", 2, "--steps", 9, "--save", where)
+        c, step, batches = made(2, "--batch", 2, "--steps", 9, "--save", where)
         check_directory(where)
         try:
-            checkpoint.find_start(c, batches)
+            checkpoint.find_start(c, batches, None, step.model.identity)
         except Refused as e:
             told.append(str(e))
         told.append(os.listdir(where))
@@ -446,7 +447,7 @@ def test_one_rank_loads_what_two_saved_bit_by_bit(wrapper, two_ranks):
         if not dist.is_initialized():
             connect(flags.resolve(flags.parse([]), "cpu", 1), 0, 0, 1)
         c, step, batches = made(1, *argv)
-        found = checkpoint.find_start(c, batches)
+        found = checkpoint.find_start(c, batches, None, step.model.identity)
         checkpoint.load(found, step)
         assert whole(step) == results["save_in_every_layout"][0][layout], layout
-        assert found.about["samples"] == 8 and step.optimizer.t == 2 and any(v.any() for v in step.optimizer.v)
+        assert found.state.samples == 8 and step.optimizer.t == 2 and any(v.any() for v in step.optimizer.v)

@@ -385,4 +385,4 @@ def test_on_a_gpu_memory_time_and_profile_are_real(tmp_path):
     written = sorted(path.name for path in tmp_path.iterdir())
     assert written == ["rank0.memory.pickle", "rank0.trace.json.gz"], profile.notes
     assert "step 1" in read_trace(tmp_path / "rank0.trace.json.gz")
-    assert timing.environment()["device"] == torch.cuda.get_device_name()
+    assert timing.environment("cuda")["device"] == torch.cuda.get_device_name()

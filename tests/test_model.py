@@ -20,7 +20,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import FlopCounterMode
 
 import model as under_test
-from model import IGNORE, ModelConfig, Transformer, chunked_cross_entropy, cross_entropy
+from lean import chunked_cross_entropy
+from model import IGNORE, ModelConfig, Transformer, cross_entropy
 from trainer.costs import flops_per_token
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -48,7 +49,7 @@ def test_model_imports_neither_the_wrapper_nor_the_trainer():
         if isinstance(node, ast.ImportFrom):
             assert not node.level, "a relative import"
             modules.add(node.module.split(".")[0])
-    assert modules - set(sys.stdlib_module_names) == {"torch"}
+    assert modules - set(sys.stdlib_module_names) == {"torch", "lean"}
 
 
 @pytest.mark.parametrize("grouping", [1, 2, 4])
@@ -221,7 +222,7 @@ def test_a_chunk_gives_the_same_value_without_gradients(chunk):
     with torch.no_grad(), FlopCounterMode(display=False) as flops:
         value = model(*data, chunk)
     assert torch.equal(value, expected) and not value.requires_grad
-    made = flops.get_flop_counts()["Global"][torch.ops.simple_fsdp_model.chunked_loss]
+    made = flops.get_flop_counts()["Global"][torch.ops.simple_fsdp_lean.chunked_loss]
     assert made == 2 * B * T * SMALL["width"] * SMALL["vocab"], "gradients were made"
 
 

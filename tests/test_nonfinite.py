@@ -24,29 +24,24 @@ from trainer.distributed.launch import connect
 from trainer.fault_tolerance.nonfinite import SETTLED, WINDOW, FiniteCheck, NonFinite
 from trainer.optimizer import AdamW
 from trainer.parallelize import build
-from trainer.step import ModelStep, Replayed, Step
+from trainer.step import Replayed, Step
 
 pytestmark = pytest.mark.usefixtures("isolated")
 NAN, INF = math.nan, math.inf
 
 # ------------------------------------------------------------------------------------------------------------ the step
 
-PLAIN, MODEL = Step.loss_sum, ModelStep.loss_sum
+PLAIN = Step.loss_sum
 
 
 def poisoned(self, tokens, targets, share):  # compiled with the rest: `poison` is an input of the graph
     return PLAIN(self, tokens, targets, share) * self.poison[0] + self.poison[1]
 
 
-def poisoned_model(self, tokens, targets, share):
-    return MODEL(self, tokens, targets, share) * self.poison[0] + self.poison[1]
-
-
 @pytest.fixture
 def poison(monkeypatch):
     """Every step's loss times poison[0], which also spoils gradients, plus poison[1], which does not."""
     monkeypatch.setattr(Step, "loss_sum", poisoned)
-    monkeypatch.setattr(ModelStep, "loss_sum", poisoned_model)
 
 
 def made(argv: str, world=1, device="cpu"):

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from harness import spawn
 from small_model import SMALL, B, Ops, T, assert_bitwise, assert_close, batch, build, train
 
-from model import ModelConfig, Transformer, lean_mlp, lean_mlp_backward
+from lean import lean_mlp, lean_mlp_backward
+from model import ModelConfig, Transformer
 from overlap import cut
 from simple_fsdp import MixedPrecisionPolicy, data_parallel, disable_data_parallel
 from trainer.profiling.collectives import inductor_passes

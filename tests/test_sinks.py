@@ -422,7 +422,7 @@ def test_a_run_without_a_name_is_called_what_the_sweep_calls_it(monkeypatch, giv
 
 
 def test_the_final_lines_group_numbers_and_own_up_to_what_is_unknown():
-    row = {"outcome": "ok", "loss": 3.21, "world": "8(sim h100-nvlink)", "tok_s": 728177.6, "n": 20, "compile_s": 35.12,
+    row = {"outcome": "ok", "loss": 3.21, "tok_s": 728177.6, "tok_s_rank": 91022.2, "n": 20, "compile_s": 35.12,
            "peak_alloc_mib": 14550.2, "peak_reserved_mib": 15012.0, "first_step_peak_mib": 14600.0, "step_ms": 1119.04,
            "step_ms_min": 1118.0, "step_ms_max": 1123.5, "mfu": 50.03, "mfu_palm": 53.74, "hfu": None,
            "peak_flops": 989e12}  # fmt: skip

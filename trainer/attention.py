@@ -1,12 +1,9 @@
 """Which attention kernel a run uses: --sdpa is resolved and put to torch, --flex-options are read.
 
-    about = choose_kernel(config, device)        # ValueError, one line, for what cannot run or a broken --flex-options
-    about.sdpa, about.flex_options               # for ModelConfig
-    about.text                                   # "sdpa cudnn (auto)", for the lines before the first step
+    sdpa, flex_options, text = choose_kernel(config, device)      # ("cudnn", (), "sdpa cudnn (auto)")
 
 A kernel that is named must run or be an error, and `auto` names the one that it takes: torch by itself would silently
-fall back to a slower one. Whether a kernel can run is asked of torch, for the shapes and dtype of the run; no attention
-is computed.
+fall back to a slower one. Torch is asked whether a kernel can run the shapes and dtype of the run; nothing is computed.
 """
 
 import json
@@ -47,14 +44,6 @@ class Shape(NamedTuple):
         return tuple(row.expand(self.batch, n, self.seqlen, self.head_dim) for n in heads)
 
 
-class Choice(NamedTuple):
-    """The kernels of a run."""
-
-    sdpa: str  # ModelConfig.sdpa
-    flex_options: tuple[tuple[str, int], ...]  # ModelConfig.flex_options
-    text: str  # for people
-
-
 def shape_of(c: flags.Config) -> Shape:
     """The shapes of one micro-batch on one rank, of resolved flags."""
     heads = c.width // c.head_dim
@@ -79,9 +68,8 @@ def refusal(kernel: str, shape: Shape, device: torch.device) -> str | None:
             found, error = None, str(e).splitlines()[0]
     if found == int(BACKENDS[kernel]):
         return None
-    skip = ("not used because", "runtime disabled")  # said of the other kernels, switched off to ask for this one
-    reasons = [str(w.message).split(" (Triggered")[0] for w in told]
-    reasons = [r for r in reasons if not any(words in r for words in skip)]
+    reasons = [str(w.message).split(" (Triggered")[0] for w in told]  # but of the others, switched off to ask for this:
+    reasons = [r for r in reasons if "not used because" not in r and "runtime disabled" not in r]
     return " ".join((reasons or [error if found is None else f"torch would take {found}"])[0].split())
 
 
@@ -132,22 +120,23 @@ def read_options(path: str | Path, missing_ok: bool = False) -> dict[str, dict]:
     return found
 
 
-def choose_kernel(c: flags.Config, device: torch.device) -> Choice:
-    """The kernels for resolved flags on `device`; ValueError for one that cannot run there or broken --flex-options."""
+def choose_kernel(c: flags.Config, device: torch.device) -> tuple[str, tuple[tuple[str, int], ...], str]:
+    """(ModelConfig.sdpa, ModelConfig.flex_options, what to print) for resolved flags on `device`. Raises ValueError,
+    one line, for a kernel that cannot run there or broken --flex-options."""
     if c.attn == "sdpa":
         if device.type != c.device and c.sdpa != "auto":  # graphs can be compiled for a device that is absent
-            return Choice(c.sdpa, (), f"sdpa {c.sdpa}")
+            return c.sdpa, (), f"sdpa {c.sdpa}"
         kernel, text = sdpa(c.sdpa, shape_of(c), device)
-        return Choice(kernel, (), text)
+        return kernel, (), text
     if c.flex_options is None:
-        return Choice("default", (), "flex, default kernel options")
+        return "default", (), "flex, default kernel options"
     try:
         stored = read_options(c.flex_options)
     except ValueError as e:
         raise ValueError(f"--flex-options {e}") from e
     key = options_key(shape_of(c), device)
     if key not in stored:
-        return Choice("default", (), f"flex, default kernel options: {c.flex_options} has none for {key}")
+        return "default", (), f"flex, default kernel options: {c.flex_options} has none for {key}"
     options = stored[key]["options"]
     listed = " ".join(f"{k}={v}" for k, v in options.items()) or "the defaults were the fastest"
-    return Choice("default", tuple(options.items()), f"flex, kernel options of {c.flex_options}: {listed}")
+    return "default", tuple(options.items()), f"flex, kernel options of {c.flex_options}: {listed}"

@@ -384,7 +384,7 @@ def setting(c: Config) -> dict:
     return found
 
 
-def compile_options(c: Config) -> dict | None:
+def compile_options(c: Config) -> dict:
     """--compile-options as a dict. Values are read as Python literals, as strings where they are none."""
     options = {}
     for option in c.compile_options:
@@ -392,7 +392,7 @@ def compile_options(c: Config) -> dict | None:
         with suppress(ValueError, SyntaxError):
             value = ast.literal_eval(value or "True")
         options[name] = value
-    return options or None
+    return options
 
 
 def parse(argv: Sequence[str], rank: int = 0, world: int | None = None) -> Config:
@@ -400,8 +400,7 @@ def parse(argv: Sequence[str], rank: int = 0, world: int | None = None) -> Confi
     unknown flag or a bad value, and, if `world` is given, for values that do not fit together on any device."""
     try:
         with nullcontext() if rank == 0 else redirect_stderr(io.StringIO()):  # console_outputs leaves some
-            about = dict(prog="main.py", description=_DESCRIPTION, console_outputs=rank == 0)
-            c = tyro.cli(Config, args=list(argv), **about)
+            c = tyro.cli(Config, args=list(argv), prog="main.py", description=_DESCRIPTION, console_outputs=rank == 0)
     except SystemExit:
         if rank:
             time.sleep(5)  # or torchrun would end rank 0 before it has printed the message

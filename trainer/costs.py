@@ -12,7 +12,7 @@ collective is an assumption. A ring without contention: no topology, no straggle
 """
 
 import re
-from dataclasses import dataclass
+from typing import NamedTuple
 
 LATENCY_US = 20.0
 NAMED_GB_PER_S = {
@@ -23,11 +23,9 @@ NAMED_GB_PER_S = {
 }
 
 
-@dataclass(frozen=True)
-class Link:
+class Link(NamedTuple):
     """A link between ranks."""
 
-    name: str  # as it was asked for
     latency_s: float  # per collective
     bytes_per_s: float  # per rank
 
@@ -47,13 +45,11 @@ def sent_bytes(op: str, nbytes: float, ranks: int) -> float:
 def link(text: str) -> Link:
     """A named link, "none" (takes no time), or "alpha_us:GB_per_s". ValueError, one line, for anything else."""
     if text == "none":
-        return Link(text, 0.0, float("inf"))
-    if text in NAMED_GB_PER_S:
-        return Link(text, LATENCY_US * 1e-6, NAMED_GB_PER_S[text] * 1e9)
-    if found := re.fullmatch(r"(\d+\.?\d*):(\d+\.?\d*)", text):
-        latency, bandwidth = map(float, found.groups())
-        if bandwidth > 0:
-            return Link(text, latency * 1e-6, bandwidth * 1e9)
+        return Link(0.0, float("inf"))
+    found = re.fullmatch(r"(\d+\.?\d*):(\d+\.?\d*)", text)
+    latency, bandwidth = map(float, found.groups()) if found else (LATENCY_US, NAMED_GB_PER_S.get(text, 0.0))
+    if bandwidth > 0:
+        return Link(latency * 1e-6, bandwidth * 1e9)
     raise ValueError(f"--link {text}: must be {', '.join(NAMED_GB_PER_S)}, none, or alpha_us:GB_per_s such as 20:370")
 
 

@@ -5,8 +5,7 @@
     optimizer.step(grads, bad)                             # bad: fp32 scalar; 0.0: update, 1.0: change nothing
     optimizer.m, optimizer.v, optimizer.t                  # its state: moments by parameter, number of updates
 
-grads are local shards in the order of `optimizer.params`, in which those that decay come first. It runs torch's fused
-kernel, or (foreach) operations over lists of tensors that torch.compile makes one kernel of; both agree to an ulp.
+It runs torch's fused kernel, or (foreach) operations over lists that torch.compile fuses; both agree to an ulp.
 """
 
 import torch

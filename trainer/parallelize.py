@@ -20,21 +20,21 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp import MixedPrecisionPolicy as FSDP2Policy
 from torch.nn.parallel import DistributedDataParallel
 
-from model import ModelConfig, Transformer, chunked_cross_entropy, cross_entropy
+from lean import chunked_cross_entropy
+from model import ModelConfig, Transformer, cross_entropy
 from overlap import blocks_of
 from simple_fsdp import MixedPrecisionPolicy, data_parallel, disable_data_parallel
 from trainer import config as flags
 from trainer.attention import DTYPES, choose_kernel
 from trainer.optimizer import AdamW, local
-from trainer.step import LanguageModel, Step, make_step
+from trainer.step import LanguageModel, Step, blocks_to_compile, make_step
 
 
 def model_config(c: flags.Config, device: torch.device) -> ModelConfig:
-    """The reference transformer's configuration. ValueError in one line where the attention that is asked for cannot
-    run on `device`."""
-    kernels = choose_kernel(c, device)
-    same = {f.name: getattr(c, f.name) for f in fields(ModelConfig) if f.name not in kernels._fields}
-    return ModelConfig(**same, sdpa=kernels.sdpa, flex_options=kernels.flex_options)
+    """The reference transformer's configuration. ValueError, one line, for attention that cannot run on `device`."""
+    sdpa, flex_options, _ = choose_kernel(c, device)
+    same = {f.name: getattr(c, f.name) for f in fields(ModelConfig)}
+    return ModelConfig(**same | dict(sdpa=sdpa, flex_options=flex_options))
 
 
 def reference_model(c: flags.Config, device: torch.device) -> Transformer:
@@ -99,12 +99,10 @@ def wrap(model: nn.Module, c: flags.Config, device: torch.device, world: int) ->
         return None
     shape = (c.replicas, world // c.replicas) if c.mode == "hybrid_shard" else (world,)
     mesh = dist.init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
-    dtypes = DTYPES[c.param_dtype], DTYPES[c.reduce_dtype]
+    dtypes, small = (DTYPES[c.param_dtype], DTYPES[c.reduce_dtype]), int(c.min_shard_mib * 2**20)
     if c.wrapper == "simple":
-        small = int(c.min_shard_mib * 2**20)
-        data_parallel(
-            model, mesh, c.mode, MixedPrecisionPolicy(*dtypes), reshard_after_forward=c.reshard, min_bytes=small
-        )
+        policy = MixedPrecisionPolicy(*dtypes)
+        data_parallel(model, mesh, c.mode, policy, reshard_after_forward=c.reshard, min_bytes=small)
     elif c.wrapper == "fsdp2":
         how = dict(mesh=mesh, mp_policy=FSDP2Policy(*dtypes), reshard_after_forward=c.reshard)
         for block in blocks_of(model):
@@ -114,11 +112,19 @@ def wrap(model: nn.Module, c: flags.Config, device: torch.device, world: int) ->
 
 
 class HookedStep(Step):
-    """The step under FSDP2 and DDP, which communicate in hooks of backward and leave gradients in `.grad`."""
+    """The step under FSDP2 and DDP, which communicate in backward's hooks and leave gradients in `.grad`."""
 
-    def __init__(self, *args, accum_sync: str = "every", autocast: torch.dtype | None = None, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.accum_sync, self.autocast = accum_sync, autocast
+    def __init__(self, c: flags.Config, model: nn.Module, optimizer: AdamW, options: dict, accum_sync: str, **kwargs):
+        super().__init__(model, optimizer, **kwargs)
+        self.accum_sync = accum_sync
+        self.autocast = DTYPES[c.param_dtype] if c.wrapper == "ddp" and c.param_dtype != "fp32" else None
+        own = {name: value for name, value in options.items() if name != "plain"}
+        for block in blocks_to_compile(model, "none") if c.compile == "blocks" else ():
+            block.forward = torch.compile(block.forward, fullgraph=True, options=own)  # not its call: FSDP2's hooks
+        if c.wrapper == "ddp":
+            self.call = DistributedDataParallel(model, gradient_as_bucket_view=True)
+            if c.reduce_dtype == "bf16":
+                self.call.register_comm_hook(None, bf16_compress_hook)
 
     def __call__(self, tokens: Tensor, targets: Tensor, **inputs: Tensor) -> Tensor:
         share, total, ddp = self.share(targets), 0.0, isinstance(self.call, DistributedDataParallel)
@@ -140,42 +146,20 @@ class HookedStep(Step):
             return self.finish(total, grads)
 
 
-def hooked_step(model: nn.Module, c: flags.Config, optimizer: AdamW, options: dict | None, **kwargs) -> Step:
-    """The step of wrappers "fsdp2" and "ddp"; `options` and kwargs as make_step's."""
-    kwargs = {k: v for k, v in kwargs.items() if k not in ("param_dtype", "reduce_dtype")}
-    options = {k: v for k, v in (options or {}).items() if k != "plain"}
-    autocast = DTYPES[c.param_dtype] if c.wrapper == "ddp" and c.param_dtype != "fp32" else None
-    step = HookedStep(model, optimizer, autocast=autocast, **kwargs)
-    if c.compile == "blocks" and not step.blocks:
-        raise ValueError("--compile blocks: the model has no ModuleList or Sequential of blocks; use --compile none")
-    if c.compile == "blocks":
-        for block in step.blocks:  # not the module's call, which runs FSDP2's hooks
-            block.forward = torch.compile(block.forward, fullgraph=True, options=options)
-    if c.wrapper == "ddp":
-        step.call = DistributedDataParallel(model, gradient_as_bucket_view=True)
-        if c.reduce_dtype == "bf16":
-            step.call.register_comm_hook(None, bf16_compress_hook)
-    return step
-
-
 def to_empty(model: nn.Module, device: torch.device) -> None:
-    """Gives `model` memory on `device`, of no particular content. Parameters that were one stay one: torch's own
-    `to_empty` makes a new one for each of their names."""
-    first, ties = {}, []
-    for module in model.modules():
-        for name, p in module._parameters.items():
-            if p is not None and first.setdefault(id(p), (module, name)) != (module, name):
-                ties.append((module, name, *first[id(p)]))
-    model.to_empty(device=device)
-    for module, name, owner, own in ties:
-        module._parameters[name] = owner._parameters[own]
+    """Gives `model` memory on `device`, of no particular content. Parameters are swapped, not replaced, as torch does
+    unless told so: one that has several names stays one."""
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.to_empty(device=device)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
 
 
-def build(
-    c: flags.Config, device: torch.device, world: int, stage: Callable[[str], Any] = lambda name: None, *,
-    init: bool = True, model: LanguageModel | None = None, between: Callable[[], Any] | None = None,
-    inspect: Callable[[list, list], Any] | None = None,
-) -> Step:  # fmt: skip
+def build(c: flags.Config, device: torch.device, world: int, stage: Callable[[str], Any] = lambda name: None, *,
+          init: bool = True, model: LanguageModel | None = None, between: Callable[[], Any] | None = None,
+          inspect: Callable[[list, list], Any] | None = None) -> Step:  # fmt: skip
     """The step of resolved flags, its model initialised from --seed. Needs a process group unless --wrapper none.
 
     stage: called with the name of each stage that is done. model: on the meta device, unwrapped (default: the reference
@@ -201,12 +185,10 @@ def build(
     stage("optimizer")
     model.prepare(c.seqlen, device)
     stage("mask")
-    options = flags.compile_options(c)
-    kwargs = dict(
-        mesh=mesh, grad_accum=c.grad_accum, clip=c.clip, chunk=c.chunk if c.loss == "chunked" else 0,
-        accum_sync=c.accum_sync, param_dtype=DTYPES[c.param_dtype], reduce_dtype=DTYPES[c.reduce_dtype],
-        norm_limit=c.norm_limit, between=between, inspect=inspect,
-    )  # fmt: skip
+    kwargs = dict(options=flags.compile_options(c), mesh=mesh, grad_accum=c.grad_accum, accum_sync=c.accum_sync,
+                  clip=c.clip, chunk=c.chunk if c.loss == "chunked" else 0, param_dtype=DTYPES[c.param_dtype],
+                  reduce_dtype=DTYPES[c.reduce_dtype], norm_limit=c.norm_limit, between=between,
+                  inspect=inspect)  # fmt: skip
     if c.wrapper in ("fsdp2", "ddp"):
-        return hooked_step(model, c, optimizer, options, **kwargs)
-    return make_step(c.compile, model, optimizer, options=options, in_backward=c.optim == "in-backward", **kwargs)
+        return HookedStep(c, model, optimizer, **kwargs)
+    return make_step(c.compile, model, optimizer, in_backward=c.optim == "in-backward", **kwargs)

@@ -19,7 +19,6 @@ from trainer import costs
 from trainer.attention import choose_kernel
 from trainer.checkpoint import load as checkpoint
 from trainer.checkpoint.save import Saver
-from trainer.checkpoint.state import TrainState
 from trainer.checkpoint.weights import initialise
 from trainer.data import Batches
 from trainer.distributed import simulated_world
@@ -27,17 +26,17 @@ from trainer.distributed.control import Control, Signals, Stopped, agree, contro
 from trainer.experiments.logging import Sinks
 from trainer.fault_tolerance.nonfinite import FiniteCheck
 from trainer.fault_tolerance.watchdog import Watchdog
+from trainer.optimizer import local
 from trainer.parallelize import build, reference_model
-from trainer.profiling import events, flops, memory, timeline, timing
-from trainer.step import Replayed, global_norm
+from trainer.profiling import flops, memory, timeline, timing
+from trainer.step import Replayed, global_norm, shard_group
 
 WARMUP = 3  # steps that no statistic covers, the compiling ones among them
 PROFILED = 3
 
 
 class Run:
-    """One run of resolved flags on one rank. Raises ValueError, DataError, CheckpointError or Desync, each in one line,
-    where it cannot begin."""
+    """One run of resolved flags on one rank. ValueError, DataError, CheckpointError or Desync: it cannot begin."""
 
     def __init__(self, c: flags.Config, device: torch.device, rank: int, world: int, signals: Signals,
                  watchdog: Watchdog):  # fmt: skip
@@ -47,13 +46,10 @@ class Run:
         self.stages = memory.Stages(device)
         self.timer = timing.StepTimer(device)
         self.environment = timing.environment(device)  # now: the checkout may change while it runs
-        self.first_step_s: float | None = None
-        self.first_step_mib: float | None = None
+        self.first_step_s = self.first_step_mib = None  # until it is done
         self.step_tokens = c.batch * c.grad_accum * c.seqlen  # of one step on one rank
-        self.batches = Batches(
-            c.data, global_batch=world * c.batch * c.grad_accum, seqlen=c.seqlen, vocab=c.vocab, seed=c.seed,
-            rank=rank, world=world,
-        )  # fmt: skip
+        self.batches = Batches(c.data, global_batch=world * c.batch * c.grad_accum, seqlen=c.seqlen, vocab=c.vocab,
+                               seed=c.seed, rank=rank, world=world)  # fmt: skip
         self.finite = FiniteCheck(c, self.batches, rank)
         same = {flags.flag(k): v for k, v in c.flat().items()} | dict(torch=torch.__version__)
         agree(same | dict(data=(self.batches.description, self.batches.fingerprint)), self.group)
@@ -61,32 +57,30 @@ class Run:
         self.found = None
         if not c.world:
             self.found = checkpoint.find_start(c, self.batches, self.group, self.blank.identity)
-        self.state = self.found.state if self.found else TrainState()
+        self.state = self.found.state if self.found else checkpoint.TrainState()
         self.first = self.saved = self.state.step  # steps of earlier runs
         self.warm = self.first + WARMUP
         self.profile = timing.Profile(c.profile, self.warm, PROFILED, rank, device)
         self.explained, self.explanation = min(self.warm, c.steps - 1) if c.explain_memory else None, []
-        self.attention = choose_kernel(c, device).text
-        self.uncounted = ""  # why there are no FLOPs
-        self.flops = self.count_flops()
+        self.attention = choose_kernel(c, device)[-1]
+        self.flops, self.uncounted = self.count_flops()
         self.collectives = simulated_world.log() if c.world else None
         self.step = self.replayed = None  # until `build`
 
-    def count_flops(self) -> dict[str, float]:
+    def count_flops(self) -> tuple[dict[str, float], str]:
         """FLOPs of one step on one rank by convention: "palm", "causal", and "hardware" where it is known: by formula,
-        for the reference model. Empty where they cannot be counted. The formula knows neither what the math kernel
-        multiplies, nor that eager does a lean MLP in a recomputed block once more."""
+        for the reference model. None, and the reason, where they cannot be counted. The formula knows neither what the
+        math kernel multiplies, nor that eager does a lean MLP in a recomputed block once more."""
         c, model = self.c, self.blank.config
         try:
             counted = flops.count(self.blank, c.seqlen)
         except ValueError as error:
-            self.uncounted = f"FLOPs are not counted, MFU is n/a: {error}"
-            return {}
+            return {}, f"FLOPs are not counted, MFU is n/a: {error}"
         found = dict(causal=counted.causal, palm=counted.palm)
         odd = model.sdpa == "math" or (c.mlp, c.remat, c.compile) == ("lean", "block", "none")
         if not odd and counted.causal == costs.flops_per_token(model, c.seqlen):
             found["hardware"] = costs.flops_per_token(model, c.seqlen, "hardware")
-        return {kind: each * self.step_tokens for kind, each in found.items()}
+        return {kind: each * self.step_tokens for kind, each in found.items()}, ""
 
     def build(self) -> None:
         """The model, whose values are drawn, loaded or resumed, its step and what saves it."""
@@ -178,7 +172,7 @@ class Run:
         """The step, with what its memory consists of in `explanation` on rank 0."""
         if self.rank:
             return self.step(tokens, targets)
-        loss, found, notes = events.watch(self.c, self.step, tokens, targets)
+        loss, found, notes = timeline.watch(self.c, self.step, tokens, targets)
         self.explanation = timeline.lines(found, notes, self.explained + 1)
         return loss
 
@@ -188,6 +182,5 @@ class Run:
             return
         names = {id(p): name for name, p in self.step.model.named_parameters()}
         for p, g in zip(params, grads, strict=True):
-            local = p.detach().to_local() if hasattr(p, "to_local") else p.detach()
-            self.logged_norms["norm/" + names[id(p)]] = global_norm([p], [local]).item()
-            self.logged_norms["grad/" + names[id(p)]] = global_norm([p], [g]).item()
+            self.logged_norms["norm/" + names[id(p)]] = global_norm([shard_group(p)], [local(p.detach())]).item()
+            self.logged_norms["grad/" + names[id(p)]] = global_norm([shard_group(p)], [g]).item()

@@ -6,16 +6,13 @@
     step.grad_norm                            # of this step, before clipping
     step.bad                                  # 1.0: loss or norm was not finite (norm above norm_limit), no update
 
-`model` is any LanguageModel, see there. Modes: `none` eager; `blocks` each repeated block compiled, one compiled
-function for all of them; `model` the model compiled, the loss eager; `fwdbwd` forward and loss as one full graph, their
-backward as another, clipping and AdamW as a third (on a CPU torch's fused kernel instead); `step` all of it as one.
+`model` is any LanguageModel, see there. The modes are those of --compile in config.py; `fwdbwd` compiles clipping and
+AdamW on CUDA alone.
 
 Every micro-batch's loss is a sum over its labels divided by (labels of the global batch / ranks), and gradients are
 averaged over ranks: the step equals one pass over the whole batch however it is cut, also when labels are IGNOREd.
 Loss and norm are those of all ranks: all refuse the same updates, before they touch anything. All of it stays on the
-device; reading the loss, the norm or `bad` is the only host sync.
-Micro-batches' gradients accumulate in fp32: by default as shards, reduced after every micro-batch; with
-accum_sync="last" as a whole, beside whole weights that are gathered once per step, and reduced once.
+device; reading the loss, the norm or `bad` is the only host sync. Micro-batches' gradients accumulate in fp32.
 """
 
 import functools
@@ -23,7 +20,7 @@ import gc
 import logging
 import math
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
@@ -59,7 +56,7 @@ class LanguageModel(Protocol):
         """Whatever has to exist before the first batch of this length."""
 
 
-def _shard_group(p: Tensor):
+def shard_group(p: Tensor):
     """(mesh, dimension) over which `p` is sharded, or None."""
     if isinstance(p, DTensor):
         for dim, placement in enumerate(p.placements):
@@ -68,15 +65,15 @@ def _shard_group(p: Tensor):
     return None
 
 
-def global_norm(params: list[Tensor], grads: list[Tensor], where: list | None = None) -> Tensor:
+def global_norm(where: list, grads: list[Tensor]) -> Tensor:
     """2-norm of the whole gradient from its local shards, fp32 scalar: one scalar all-reduce, none if unsharded.
-    where: `_shard_group` of each parameter, if known."""
+    where: `shard_group` of each parameter."""
     total, groups = None, {}
-    for group, g in zip(where or [_shard_group(p) for p in params], grads, strict=True):
+    for group, g in zip(where, grads, strict=True):
         groups.setdefault(group, []).append(g)
-    for where, shards in groups.items():
+    for group, shards in groups.items():
         square = torch.stack(torch._foreach_norm([g.float() for g in shards])).square().sum()
-        square = square if where is None else funcol.wait_tensor(funcol.all_reduce(square, "sum", where))
+        square = square if group is None else funcol.wait_tensor(funcol.all_reduce(square, "sum", group))
         total = square if total is None else total + square
     return total.sqrt()
 
@@ -89,7 +86,7 @@ class WholeWeights:
 
     def __init__(self, model: nn.Module, optimizer: AdamW, param_dtype=None, reduce_dtype=None):
         self.slots = [(m, n, p) for m in model.modules() for n, p in m._parameters.items() if p is not None]
-        self.shards = list({id(p): p for _, _, p in self.slots}.values())
+        self.shards = list(model.parameters())
         self.trained, self.leaves = optimizer.params, None
         self.param_dtype, self.reduce_dtype = param_dtype, reduce_dtype
         self.gather_fn, self.reduce_fn = self.gather, self.reduce
@@ -133,41 +130,31 @@ class WholeWeights:
 class Step:
     """The step of every mode but "step", which is compiled as a whole.
 
-    model: the module whose parameters train; `call` runs it (compiled, or inside DDP). blocks: its repeated blocks.
-    between: called between micro-batches; may raise, to end the step with nothing changed. inspect: called with
-    (parameters, the local shards of their gradients) before each update. The others as make_step's.
+    model: the module whose parameters train; `call` runs it (compiled, or inside DDP). between: called between
+    micro-batches; may raise, to end the step with nothing changed. inspect: called with (parameters, the local shards
+    of their gradients) before each update. The others as make_step's.
     compiled: what make_step handed to torch.compile, {name: (function, options)}."""
 
-    def __init__(self, model: nn.Module, optimizer: AdamW, *, blocks: list[nn.Module] | None = None, mesh=None,
-                 grad_accum: int = 1, clip: float = 0.0, chunk: int = 0, accum_sync: str = "every", param_dtype=None,
-                 reduce_dtype=None, norm_limit: float = 0.0, between: Callable[[], Any] | None = None,
+    def __init__(self, model: nn.Module, optimizer: AdamW, *, mesh=None, grad_accum: int = 1, clip: float = 0.0,
+                 chunk: int = 0, accum_sync: str = "every", param_dtype=None, reduce_dtype=None,
+                 norm_limit: float = 0.0, between: Callable[[], Any] | None = None,
                  inspect: Callable[[list, list], Any] | None = None):  # fmt: skip
         self.model, self.call, self.optimizer = model, model, optimizer
-        self.blocks = [model.get_submodule(name) for name in blocks_of(model)] if blocks is None else blocks
         self.grad_accum, self.clip, self.chunk, self.norm_limit = grad_accum, clip, chunk, norm_limit
         self.between, self.inspect = between or (lambda: None), inspect
+        self.logits_alone = False  # mode "model": of the compiled model; the loss is eager, unless it is chunked
         self.mesh, self.whole_weights, self.compiled = mesh, None, {}
         if accum_sync == "last" and mesh is not None:
             self.whole_weights = WholeWeights(model, optimizer, param_dtype, reduce_dtype or param_dtype)
         self.ranks = mesh.size() if mesh is not None else 1
         self.loss_fn, self.update_fn = self.loss_sum, self.update
-        self.where = [_shard_group(p) for p in optimizer.params]
+        self.where = [shard_group(p) for p in optimizer.params]
         sizes = enumerate(mesh.shape if mesh is not None else ())
         self.replicated = [dim for dim, n in sizes if n > 1 and any(w is None or w[1] != dim for w in self.where)]
-        self.grad_norm: Tensor | None = None
-        self.bad: Tensor | None = None
+        self.grad_norm = self.bad = None  # until the first step
         self.phase = "fwd"  # "fwd", "bwd" or "step": for the message when memory runs out
+        # Called with the name of each phase that begins, and the gradients of this rank that it is given.
         self.watcher: Callable[[str, list[Tensor]], None] | None = None
-
-    @contextmanager
-    def watched(self, watcher: Callable[[str, list[Tensor]], None]) -> Iterator[None]:
-        """Inside it `watcher` is called with the name of each phase that begins, and the gradients that it begins with:
-        those of this rank that "reduce" and "step" are given."""
-        self.watcher = watcher
-        try:
-            yield
-        finally:
-            self.watcher = None
 
     def enter(self, phase: str, grads: list[Tensor] | None = None) -> None:
         self.phase = "bwd" if phase == "reduce" else phase
@@ -175,6 +162,8 @@ class Step:
             self.watcher(phase, grads or [])
 
     def loss_sum(self, tokens: Tensor, targets: Tensor, share: Tensor, **inputs: Tensor) -> Tensor:
+        if self.logits_alone and not self.chunk:
+            return cross_entropy(self.call(tokens, **inputs), targets) / share
         return self.call(tokens, targets, self.chunk, **inputs) / share
 
     def micro_batches(self, tokens: Tensor, targets: Tensor, inputs: dict[str, Tensor]) -> Iterator[tuple]:
@@ -201,7 +190,7 @@ class Step:
     def norm_of(self, grads: list[Tensor]) -> Tensor:
         """`global_norm`, the same bits on all ranks: replicas, each of which computes it, may be of other devices or
         kernels, and would clip and decide apart. The largest, and not finite if one is not."""
-        norm = global_norm(self.optimizer.params, grads, self.where)
+        norm = global_norm(self.where, grads)
         if not self.replicated:
             return norm
         norm, broken = self.over_ranks(torch.stack((norm, (~norm.isfinite()).float())), "max", self.replicated)
@@ -230,13 +219,13 @@ class Step:
                 self.enter("fwd")
                 loss = self.loss_fn(x, y, share, **more)
                 self.enter("bwd")
-                new = torch.autograd.grad(loss, params)  # .grad would cost a dispatch through DTensor per parameter
+                new = self.backward(loss, params)
                 total = total + loss.detach()
                 with torch.no_grad():  # with gradients on, to_local() is an autograd function
                     new = [local(g) for g in new]
                     if self.grad_accum > 1:
                         new = [g.float() for g in new]
-                    if grads is not None:
+                    if grads:
                         torch._foreach_add_(grads, new)
                     grads = grads or new
                     del new
@@ -246,10 +235,13 @@ class Step:
                 grads = self.whole_weights.reduce_fn(grads)
             return self.finish(total, grads)
 
+    def backward(self, loss: Tensor, params: list[Tensor]) -> Sequence[Tensor]:
+        return torch.autograd.grad(loss, params)  # .grad would cost a dispatch through DTensor per parameter
+
     def finish(self, total: Tensor, grads: list[Tensor]) -> Tensor:
         """Updates with the gradients' local shards; returns the loss of the whole batch, averaged over ranks."""
         self.enter("step", grads)
-        if self.inspect is not None:
+        if self.inspect is not None and grads:  # an update in backward leaves none
             self.inspect(self.optimizer.params, grads)
         loss = self.over_ranks(total, "avg")
         self.grad_norm, self.bad = self.update_fn(grads, loss)
@@ -274,28 +266,14 @@ class InBackwardStep(Step):
         self.norms[i] = torch.linalg.vector_norm(grad, dtype=torch.float32)
         self.optimizer.step_one(i, grad)
 
-    def __call__(self, tokens: Tensor, targets: Tensor, **inputs: Tensor) -> Tensor:
-        share = self.share(targets)
-        self.enter("fwd")
-        loss = self.loss_fn(tokens, targets, share, **inputs)
-        self.enter("bwd")
+    def backward(self, loss: Tensor, params: list[Tensor]) -> Sequence[Tensor]:
         self.optimizer.t += 1
         loss.backward()
-        self.enter("step")
-        with torch.no_grad():
-            self.grad_norm = self.norm_of(self.norms)  # the norm of norms
-            loss = self.over_ranks(loss.detach(), "avg")
-            self.bad = self.judge(loss, self.grad_norm)
-            return loss
+        return []
 
-
-class ModelStep(Step):
-    """`model`: the compiled model makes logits, the loss is eager (with chunked loss the compiled model makes it)."""
-
-    def loss_sum(self, tokens: Tensor, targets: Tensor, share: Tensor, **inputs: Tensor) -> Tensor:
-        if self.chunk:
-            return self.call(tokens, targets, self.chunk, **inputs) / share
-        return cross_entropy(self.call(tokens, **inputs), targets) / share
+    def update(self, grads: list[Tensor], loss: Tensor) -> tuple[Tensor, Tensor]:
+        norm = self.norm_of(self.norms)  # the norm of norms
+        return norm, self.judge(loss, norm)
 
 
 class OneGraph(Step):
@@ -324,9 +302,7 @@ class Replayed:
     """`--cuda-graph`: a whole step as one CUDA graph, replayed without Python. The first calls run the step as it is;
     then it is captured, then replayed. Shapes may not change; learning rate and step count live on the device.
 
-    step: whose `grad_norm` and `bad` each replay fills again. peak_mib: of the capture, since a replay allocates
-    nothing. What the first steps left in the allocator's cache is given back before the capture, whose memory is a pool
-    of its own: together they would be twice the step's peak."""
+    step: whose `grad_norm` and `bad` each replay fills again. peak_mib: of the capture; a replay allocates nothing."""
 
     def __init__(self, step: Step):
         self.step, self.calls, self.graph, self.peak_mib = step, 0, None, None
@@ -349,9 +325,7 @@ class Replayed:
         """Records the step without running it."""
         self.inputs = tokens.clone(), targets.clone()
         self.step.grad_norm = self.step.bad = None
-        gc.collect()
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
+        gc.collect()  # torch then empties the allocator's cache: with the graph's own pool it would be twice the peak
         torch.cuda.reset_peak_memory_stats()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -376,16 +350,23 @@ def check_mode(mode: str, options: dict | None = None) -> None:
         raise ValueError(f"--compile step needs torch >= 2.13 (this is {torch.__version__}): use --compile fwdbwd")
 
 
-def make_step(
-    mode: str, model: nn.Module, optimizer: AdamW, *, options: dict | None = None, in_backward: bool = False, **kwargs
-) -> Step:
+def blocks_to_compile(model: nn.Module, otherwise: str) -> list[nn.Module]:
+    """The repeated blocks of `model`. ValueError, which names the mode to use otherwise, if it has none."""
+    found = [model.get_submodule(name) for name in blocks_of(model)]
+    if not found:
+        what = "--compile blocks: the model has no ModuleList or Sequential of blocks"
+        raise ValueError(f"{what}; use --compile {otherwise}")
+    return found
+
+
+def make_step(mode: str, model: nn.Module, optimizer: AdamW, *, options: dict | None = None,
+              in_backward: bool = False, **kwargs) -> Step:  # fmt: skip
     """The step of a compile mode. kwargs: mesh, grad_accum, clip, chunk (tokens per chunk of the loss, 0: all at once),
     accum_sync ("every" micro-batch or the "last"; the latter needs the wrapper's param_dtype and reduce_dtype),
-    norm_limit (a step whose gradient norm is above is refused; 0: none), and Step's blocks, between and inspect.
+    norm_limit (a step whose gradient norm is above is refused; 0: none), and Step's between and inspect.
 
     options: Inductor options on top of overlap.compile_options; {"plain": True} leaves those out. in_backward: the
-    optimizer's step is part of backward (modes "none" and "blocks"). Raises ValueError for a mode that this torch
-    cannot do, or cannot do in backward."""
+    optimizer's step is part of backward (modes "none" and "blocks"). ValueError for what mode or torch cannot do."""
     check_mode(mode)
     if kwargs.get("inspect") is not None and (mode == "step" or in_backward):
         raise ValueError("inspect: this step has no gradients outside its graph or its backward")
@@ -398,34 +379,36 @@ def make_step(
     cuda = optimizer.lr.is_cuda  # on a CPU the fused kernel is as fast and need not be compiled, which takes a minute
     optimizer.foreach = optimizer.foreach or mode == "step" or (mode == "fwdbwd" and cuda)
     options = dict(options or {})
-    overlap = (lambda *_, **__: {}) if options.pop("plain", False) else compile_options
+    plain = options.pop("plain", False)
+
+    def with_overlap(part: nn.Module, **how) -> dict:
+        return ({} if plain else compile_options(part, **how)) | options
+
+    def compiled(name: str, function: Callable, options: dict) -> Callable:
+        step.compiled[name] = function, options
+        return torch.compile(function, fullgraph=True, options=options)
+
     if mode == "step":
-        return OneGraph(model, optimizer, options=overlap(model, whole_step=True) | options, **kwargs)
-    kind = InBackwardStep if in_backward else ModelStep if mode == "model" else Step
-    step = kind(model, optimizer, **kwargs)
+        return OneGraph(model, optimizer, options=with_overlap(model, whole_step=True), **kwargs)
+    step = (InBackwardStep if in_backward else Step)(model, optimizer, **kwargs)
     if mode == "none":
         return step
-    if whole := step.whole_weights:  # nothing in its graphs belongs to a module: buckets by size
-        own = overlap(model, blocks=()) | options
-        step.compiled = dict(gather=(whole.gather, own), reduce=(whole.reduce, own))
-        whole.gather_fn = torch.compile(whole.gather, fullgraph=True, options=own)
-        whole.reduce_fn = torch.compile(whole.reduce, fullgraph=True, options=own)
-        overlap = lambda *_, **__: {}  # noqa: E731
-    if mode == "blocks" and not step.blocks:
-        raise ValueError("--compile blocks: the model has no ModuleList or Sequential of blocks; use --compile fwdbwd")
-    options = overlap(step.blocks[0] if mode == "blocks" else model) | options
+    blocks = blocks_to_compile(model, "fwdbwd") if mode == "blocks" else []
+    if whole := step.whole_weights:
+        own = with_overlap(model, blocks=())  # nothing in its graphs belongs to a module: buckets by size
+        whole.gather_fn, whole.reduce_fn = compiled("gather", whole.gather, own), compiled("reduce", whole.reduce, own)
+    else:
+        options = with_overlap(blocks[0] if blocks else model)
     if mode == "blocks":
-        step.compiled["block"] = step.blocks[0], options
-        for block in step.blocks:
+        step.compiled["block"] = blocks[0], options
+        for block in blocks:
             block.compile(fullgraph=True, options=options)
     elif mode == "model":
-        step.compiled["model"] = model, options
-        step.call = torch.compile(model, fullgraph=True, options=options)
+        step.call, step.logits_alone = compiled("model", model, options), True
     elif mode == "fwdbwd":
-        step.compiled["loss"] = step.loss_sum, options
         # Code of its own: Dynamo keeps what it compiled by code object, and would try another model's guards first.
         plain_loss = type(step).loss_sum
         own = types.FunctionType(plain_loss.__code__.replace(), plain_loss.__globals__, plain_loss.__name__)
-        step.loss_fn = torch.compile(types.MethodType(own, step), fullgraph=True, options=options)
+        step.loss_fn = compiled("loss", types.MethodType(own, step), options)
         step.update_fn = torch.compile(step.update, fullgraph=True) if cuda else step.update
     return step

@@ -23,22 +23,6 @@ from trainer.checkpoint.manifest import CheckpointError
 from trainer.distributed.terminal import fail
 
 
-def arguments(argv: list[str] | None) -> argparse.Namespace:
-    """The command line; SystemExit(2) where it is wrong."""
-    parser = argparse.ArgumentParser(prog="export", allow_abbrev=False, description=__doc__.split("\n")[0])
-    parser.add_argument("checkpoint", metavar="DIR", help="a step's directory, or one of steps: its newest good one")
-    parser.add_argument("out", metavar="OUT", help="a name that ends in .safetensors or .pt")
-    parser.add_argument("--shard-gb", type=float, default=5.0, metavar="GB", help="largest size of a .safetensors, in "
-                        "10^9 bytes; more become several and an index (default: 5)")  # fmt: skip
-    parser.add_argument("--dtype", choices=["saved", "bf16"], default="saved", help="bf16: rounded; main.py --init "
-                        "then needs --cast (default: saved)")  # fmt: skip
-    parser.add_argument("--overwrite", action="store_true", help="replace OUT")
-    args = parser.parse_args(argv)
-    if not args.shard_gb > 0:
-        parser.error(f"--shard-gb {args.shard_gb}: must be a positive number")
-    return args
-
-
 def export(args: argparse.Namespace) -> str:
     """Writes the file or files; returns the line to print. Raises ValueError for a bad output, and CheckpointError."""
     import torch  # not at the top, so that --help is instant
@@ -65,7 +49,7 @@ def export(args: argparse.Namespace) -> str:
         found = checkpoint.find(args.checkpoint)
         tensors = checkpoint.parameters(found)
         if args.dtype == "bf16":
-            tensors = {name: (shape, torch.bfloat16) for name, (shape, _) in tensors.items()}
+            tensors = {name: t.bfloat16() for name, t in tensors.items()}
         training = {k: v for k, v in found.about["training"].items() if k not in ("data", "init")}  # paths, perhaps
         about = {name: str(found.about[name]) for name in ("step", "samples", "torch")}
         about |= dict(format="pt", training=json.dumps(training))
@@ -74,7 +58,7 @@ def export(args: argparse.Namespace) -> str:
             made = weights.write(args.out, tensors, read, about, limit)
     finally:
         dist.destroy_process_group()
-    mib = sum(weights.nbytes(*kind) for kind in tensors.values()) / 2**20
+    mib = sum(t.nbytes for t in tensors.values()) / 2**20
     files = f", {len(made) - 1} files and {made[-1]}" if len(made) > 1 else ""
     return f"{args.out}: {len(tensors)} tensors of {found.path}, {mib:.1f} MiB{files}"
 
@@ -85,7 +69,17 @@ def stopped(out: str, signum: int) -> NoReturn:
 
 def main(argv: list[str] | None = None) -> int:
     """Exports as the command line says; returns 0, or ends the process with a line and another exit code."""
-    args = arguments(argv)
+    parser = argparse.ArgumentParser(prog="export", allow_abbrev=False, description=__doc__.split("\n")[0])
+    parser.add_argument("checkpoint", metavar="DIR", help="a step's directory, or one of steps: its newest good one")
+    parser.add_argument("out", metavar="OUT", help="a name that ends in .safetensors or .pt")
+    parser.add_argument("--shard-gb", type=float, default=5.0, metavar="GB", help="largest size of a .safetensors, in "
+                        "10^9 bytes; more become several and an index (default: 5)")  # fmt: skip
+    parser.add_argument("--dtype", choices=["saved", "bf16"], default="saved", help="bf16: rounded; main.py --init "
+                        "then needs --cast (default: saved)")  # fmt: skip
+    parser.add_argument("--overwrite", action="store_true", help="replace OUT")
+    args = parser.parse_args(argv)
+    if not args.shard_gb > 0:
+        parser.error(f"--shard-gb {args.shard_gb}: must be a positive number")
     try:
         print(export(args))
     except (ValueError, CheckpointError) as error:

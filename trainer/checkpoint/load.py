@@ -17,10 +17,9 @@ import os
 import pickle
 import re
 import secrets
-import tempfile
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import asdict
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,24 +30,24 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 
-from model import ModelConfig
 from trainer.attention import DTYPES
-from trainer.checkpoint.lock import drop, take
+from trainer.checkpoint.lock import content, drop, take
 from trainer.checkpoint.manifest import CheckpointError, Damaged, Refused, discard, verify
-from trainer.checkpoint.state import TrainState, table_of, tensors
 from trainer.config import Config, flag
 from trainer.data import Batches, DataError
-from trainer.distributed.terminal import tell
+from trainer.distributed.terminal import one_line, tell
+from trainer.step import Step
 
 FORMAT = 1  # of train_state.json; a newer one is refused
 STEP = re.compile(r"step-[0-9]{8}")
-TEMPORARY = re.compile(r"tmp-(step-[0-9]{8}|token)-[0-9a-z_]{8}")
+TEMPORARY = re.compile(r"tmp-step-[0-9]{8}-[0-9a-f]{8}")
 ASIDE = re.compile(r"damaged-step-[0-9]{8}-[0-9a-f]{8}")
-# What a resumed run must keep, by the names that `_check` uses. Other flags may change; a line then names them.
-FIXED = "--seqlen", "--seed", "--adam-dtype", "global-batch"  # and the model's identity
-HINTS = {"global-batch": "global-batch: ranks x --batch x --grad-accum",
-         "--adam-dtype": "--cast converts to another --adam-dtype"}  # fmt: skip
+# What a resumed run must keep beside the model's identity, by the names that `_check` uses, and hints for the error.
+# Other flags may change; a line then names them.
+FIXED = {"--seqlen": "", "--seed": "", "--adam-dtype": "--cast converts to another --adam-dtype",
+         "global-batch": "global-batch: ranks x --batch x --grad-accum"}  # fmt: skip
 ALLOWED = {("torch", name) for name in ("Size", "float32", "bfloat16")} | {  # all that `.metadata` may name
     ("torch.serialization", "_get_layout"), ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     *(("torch.distributed.checkpoint.metadata", name) for name in ("Metadata", "MetadataIndex", "TensorStorageMetadata",
@@ -56,20 +55,31 @@ ALLOWED = {("torch", name) for name in ("Size", "float32", "bfloat16")} | {  # a
 }  # fmt: skip
 
 
+@dataclass
+class TrainState:
+    """How far a run is."""
+
+    step: int = 0  # optimizer steps done
+    samples: int = 0  # consumed by all ranks together
+    origin: str | None = None  # fingerprint of the checkpoint elsewhere at which the run began
+
+    def as_dict(self) -> dict:
+        """The entries of train_state.json, without those that are None."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+    @classmethod
+    def from_dict(cls, about: dict) -> "TrainState":
+        """From a whole train_state.json, of this program or of an older one. KeyError without step or samples."""
+        return cls(about["step"], about["samples"], about.get("origin"))
+
+
 class Found(NamedTuple):
     """A verified checkpoint, its tensors not yet read."""
 
     path: str
     about: dict  # train_state.json
+    state: TrainState
     metadata: Metadata  # DCP's
-
-    @property
-    def state(self) -> TrainState:
-        return TrainState.from_dict(self.about)
-
-
-def _line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def on_all(work: Callable[[], Any], group: dist.ProcessGroup | None = None, what: str = "") -> list:
@@ -80,7 +90,8 @@ def on_all(work: Callable[[], Any], group: dist.ProcessGroup | None = None, what
         value = work()
     except (Exception, CheckpointException) as e:  # DCP's is a BaseException, around {rank: (exception, stack)}
         error = next(iter(e.failures.values()))[0] if isinstance(e, CheckpointException) else e
-        error = error if isinstance(error, CheckpointError | Refused) else CheckpointError(what + _line(error))
+        if not isinstance(error, CheckpointError | Refused):
+            error = CheckpointError(what + one_line(error))
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (error, value), group)
     for error, _ in everyone:
@@ -137,12 +148,12 @@ def _open(path: str, files: dict) -> Found:
     except OSError as error:
         raise CheckpointError(f"{where}: {error.strerror}") from error
     except Exception as error:  # whatever a strange pickle leads to
-        raise Damaged(f"{where}: {_line(error)}") from error
-    return Found(path, about, metadata)
+        raise Damaged(f"{where}: {one_line(error)}") from error
+    return Found(path, about, state, metadata)
 
 
 def find_start(
-    c: Config, batches: Batches, group: dist.ProcessGroup | None = None, identity: dict[str, Any] | None = None
+    c: Config, batches: Batches, group: dist.ProcessGroup | None, identity: dict[str, Any]
 ) -> Found | None:
     """The step that --resume and --save mean, verified and fit for these flags; None: start fresh. Locks --save until
     `drop`, and removes from it what killed runs left. identity: of the LanguageModel that will be loaded.
@@ -150,53 +161,35 @@ def find_start(
     Raises CheckpointError, also where --save holds later steps than the one to start from, DataError where --data is
     not what the checkpoint was trained on, and Refused where another run writes to --save or ranks see different
     directories."""
-    found, writes = None, False
-    try:
+    with ExitStack() as undo:
         if c.save is not None:
+            undo.callback(drop, c.save)
             _claim(c.save, group)
-        found = _find_start(c, batches, group, _plain(identity, c))
-        writes = found is None or found.state.step < c.steps
-    finally:
-        if c.save is not None and not writes:
-            drop(c.save)
+        found = _find_start(c, batches, group, identity)
+        if found is None or found.state.step < c.steps:
+            undo.pop_all()  # the run will write: it keeps the lock
     return found
 
 
-def _plain(identity: dict[str, Any] | None, c: Config) -> dict[str, Any]:
-    """An identity as train_state.json gives it back; by default that of the reference transformer."""
-    if identity is None:
-        identity = ModelConfig(**{name: getattr(c, name) for name in ModelConfig().identity}).identity
-    return json.loads(json.dumps(identity))
-
-
 def _claim(folder: str, group: dist.ProcessGroup | None) -> None:
-    """Locks --save, and checks by a directory that rank 0 makes that all ranks see the same one. Raises Refused."""
+    """Locks --save on rank 0, and checks that all ranks see this lock, whose content no other has. Raises Refused."""
     if said := on_rank_0(partial(take, folder), group):
         say(said)
-    token = on_rank_0(partial(tempfile.mkdtemp, prefix="tmp-token-", dir=folder), group)
-    try:
-        sees = on_all(lambda: os.path.isdir(os.path.join(folder, os.path.basename(token))), group)
-    finally:
-        if dist.get_rank() == 0:
-            os.rmdir(token)
-    if blind := [str(rank) for rank, does in enumerate(sees) if not does]:
+    locks = on_all(partial(content, folder), group)
+    if blind := [str(rank) for rank, lock in enumerate(locks) if lock != locks[0]]:
         raise Refused(f"--save {folder}: what rank 0 wrote there is not seen by rank {', '.join(blind)}; name a "
                       "directory that all nodes share")  # fmt: skip
 
 
 def _find_start(c: Config, batches: Batches, group: dist.ProcessGroup | None, identity: dict) -> Found | None:
     folder = dict(auto=c.save, never=None).get(c.resume, c.resume)
-    left, present, paths, again = on_rank_0(partial(_look, c.save, folder), group)
-    if left:
-        say(f"removed {', '.join(left)}, which a run that was stopped left unfinished")
-    if again:
-        say(f"{c.save}: began at --resume {c.resume}; going on from there")
+    present, paths, again = on_rank_0(partial(_look, c.save, folder), group)
     found = newest(paths, group)
     if found is not None:
         _check(found, c, batches, identity)
         say(f"{found.path}: resuming after step {found.state.step}, sample {found.state.samples}")
-        if c.save is not None and not again and not on_rank_0(partial(_within, found.path, c.save), group):
-            found.about["origin"] = on_rank_0(partial(_mark, found.path), group)
+        if c.save is not None and not on_rank_0(partial(_within, found.path, c.save), group):
+            found.state.origin = on_rank_0(partial(_mark, found.path), group)
     elif c.resume not in ("auto", "never"):
         raise CheckpointError(f"--resume {folder}: holds no checkpoint (step-<8 digits>)")
     elif c.save is not None and not present:
@@ -207,7 +200,7 @@ def _find_start(c: Config, batches: Batches, group: dist.ProcessGroup | None, id
         raise CheckpointError(f"--save {c.save}: holds {later[0]}, which this run would come to; continue that one "
                               "(--resume auto), move it away, or save elsewhere")  # fmt: skip
     if later:  # damaged ones: the run will write these steps again, and --keep must not count them
-        say(on_rank_0(partial(_set_aside, c.save, later), group))
+        on_rank_0(partial(_set_aside, c.save, later), group)
     return found
 
 
@@ -220,39 +213,35 @@ def _mark(path: str) -> str:
     return hashlib.blake2b(Path(path, "manifest.json").read_bytes(), digest_size=16).hexdigest()
 
 
-def _began_at(path: str, marks: set[str]) -> bool:
-    """Whether the run that saved this step began at one of the steps with these fingerprints."""
-    with suppress(OSError, ValueError):
-        return json.loads(Path(path, "train_state.json").read_bytes()).get("origin") in marks
-    return False
-
-
-def _look(save: str | None, folder: str | None) -> tuple[list[str], list[str], list[str], bool]:
-    """Removes unfinished steps from `save`; returns their names, the names of the committed ones, the paths of the
-    steps to resume from, and whether the run in `save` began at a step of `folder`: then the same command was started
-    again, and the steps to resume from are those of `save`, else of `folder`. Either directory may be None."""
+def _look(save: str | None, folder: str | None) -> tuple[list[str], list[str], bool]:
+    """Removes unfinished steps from `save`; returns the names of the committed ones, the paths of the steps to resume
+    from, and whether the run in `save` began at a step of `folder`: then the same command was started again, and goes
+    on from `save`, else from `folder`. Either directory may be None."""
     left = sorted(filter(TEMPORARY.fullmatch, os.listdir(save))) if save is not None else []
-    left = [name for name in left if discard(os.path.join(save, name))]
+    if left := [name for name in left if discard(os.path.join(save, name))]:
+        say(f"removed {', '.join(left)}, which a run that was stopped left unfinished")
     present = steps_in(save) if save is not None else []
     paths = _offered(folder, "--resume ") if folder is not None else []
     if present and paths and not _within(paths[0], save):  # --keep would remove these
         own, marks = [os.path.join(save, name) for name in present], {_mark(path) for path in paths}
-        if any(_began_at(path, marks) for path in own):
-            return left, present, own, True
+        for path in own:
+            with suppress(OSError, ValueError):  # a damaged one
+                if json.loads(Path(path, "train_state.json").read_bytes()).get("origin") in marks:
+                    say(f"{save}: began at --resume {folder}; going on from there")
+                    return present, own, True
         raise CheckpointError(f"--save {save}: holds {present[0]} already, --resume {folder} is elsewhere; continue "
                               "what is there (--resume auto), move it away, or save elsewhere")  # fmt: skip
-    return left, present, paths, False
+    return present, paths, False
 
 
-def _set_aside(folder: str, names: list[str]) -> str:
-    """Renames damaged steps; returns a line that says so. Removes those that an earlier start set aside, which would
-    fill the disk in time."""
+def _set_aside(folder: str, names: list[str]) -> None:
+    """Renames damaged steps. Removes those that an earlier start set aside, which would fill the disk in time."""
     for old in filter(ASIDE.fullmatch, os.listdir(folder)):
         discard(os.path.join(folder, old))
     aside = [f"damaged-{name}-{secrets.token_hex(4)}" for name in names]
     for name, new in zip(names, aside, strict=True):
         os.rename(os.path.join(folder, name), os.path.join(folder, new))
-    return f"set aside in {folder}, until the next damage: {', '.join(aside)}"
+    say(f"set aside in {folder}, until the next damage: {', '.join(aside)}")
 
 
 def _offered(folder: str, flag: str = "") -> list[str]:
@@ -317,6 +306,7 @@ def _check(found: Found, c: Config, batches: Batches, identity: dict[str, Any]) 
     flags that may change have changed."""
     about, flags = found.about, asdict(c.training)
     saved = about.get("model", about["training"])  # older checkpoints have the flags alone
+    identity = json.loads(json.dumps(identity))  # as train_state.json gives it back
     same = {flag(k) if k in flags else k: (saved.get(k), v) for k, v in identity.items()}
     both = {flag(k): (about["training"].get(k), v) for k, v in flags.items() if k != "init"} | same
     both |= {"global-batch": (about["global_batch"], batches.global_batch)}
@@ -324,7 +314,7 @@ def _check(found: Found, c: Config, batches: Batches, identity: dict[str, Any]) 
     changed = {name: f"{name} {old} (now {new})" for name, (old, new) in both.items() if old != new}
     cast = c.cast and "--adam-dtype" in changed
     if fixed := [name for name in changed if name in (*same, *FIXED) and not (cast and name == "--adam-dtype")]:
-        told, hints = ", ".join(changed[name] for name in fixed), "; ".join(HINTS[n] for n in fixed if n in HINTS)
+        told, hints = ", ".join(changed[name] for name in fixed), "; ".join(filter(None, map(FIXED.get, fixed)))
         raise CheckpointError(f"{found.path}: was saved with {told}, which a resumed run must keep"
                               + f" ({hints})" * (hints != ""))  # fmt: skip
     if about["data"]["fingerprint"] != batches.fingerprint:
@@ -339,9 +329,32 @@ def _check(found: Found, c: Config, batches: Batches, identity: dict[str, Any]) 
                 entry[1] = str(DTYPES[c.adam_dtype])  # what `load` expects; DCP converts what it copies
 
 
-def load(found: Found, step, group: dist.ProcessGroup | None = None) -> None:
-    """Fills parameters, moments and step count of a `trainer.step.Step` in place. A collective. Raises CheckpointError,
-    also where names, shapes or dtypes differ from what was saved."""
+def tensors(step: Step) -> dict[str, Tensor]:
+    """What is saved of a step, by name: the model's state dict, Adam's moments as "m.<parameter>" and "v.<parameter>",
+    and "t", the number of updates.
+
+    Nothing is copied: filling the tensors fills the model and the optimizer. The moments of a sharded parameter are
+    DTensors with its placements, so that DCP reshards them alike."""
+    optimizer = step.optimizer
+    names = {id(p): name for name, p in step.model.named_parameters()}
+    state = dict(step.model.state_dict()) | dict(t=optimizer.t)
+    for p, *moments in zip(optimizer.params, optimizer.m, optimizer.v, strict=True):
+        for kind, moment in zip("mv", moments, strict=True):
+            if isinstance(p, DTensor):
+                how = dict(run_check=False, shape=p.shape, stride=p.stride())
+                moment = DTensor.from_local(moment, p.device_mesh, p.placements, **how)
+            state[f"{kind}.{names[id(p)]}"] = moment
+    return state
+
+
+def table_of(state: dict[str, Tensor]) -> dict[str, list]:
+    """{name: [shape, dtype]}, as train_state.json holds it."""
+    return {name: [[*t.shape], str(t.dtype)] for name, t in state.items()}
+
+
+def load(found: Found, step: Step, group: dist.ProcessGroup | None = None) -> None:
+    """Fills parameters, moments and step count of `step` in place. A collective. Raises CheckpointError, also where
+    names, shapes or dtypes differ from what was saved."""
     state = tensors(step)
     saved, now = found.about["tensors"], table_of(state)
     differ = sorted(name for name in saved.keys() | now.keys() if saved.get(name) != now.get(name))
@@ -358,11 +371,11 @@ def reader(found: Found) -> dcp.FileSystemReader:
     return made
 
 
-def parameters(found: Found) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """{name: (shape, dtype)} of what the checkpoint holds of the model, without the optimizer's tensors."""
+def parameters(found: Found) -> dict[str, Tensor]:
+    """What the checkpoint holds of the model, without the optimizer's tensors, on the meta device."""
     saved = found.metadata.state_dict_metadata
     own = [name for name in saved if name != "t" and not (name[:2] in ("m.", "v.") and name[2:] in saved)]
-    return {name: (tuple(saved[name].size), saved[name].properties.dtype) for name in own}
+    return {name: torch.empty(saved[name].size, dtype=saved[name].properties.dtype, device="meta") for name in own}
 
 
 def read(found: Found, name: str) -> Tensor:

@@ -13,7 +13,6 @@ clock. Needs exclusive creation and rename, but not flock, which network file sy
 import atexit
 import json
 import os
-import re
 import secrets
 import socket
 import tempfile
@@ -28,8 +27,7 @@ from trainer.distributed.terminal import tell
 SIGN, STALE = 30, 180  # seconds between signs of life; without one until another machine's lock is taken over
 POLL = 2  # seconds between looks for a sign
 
-
-# By the absolute path of the folder: the content of the lock's file, which no other lock has, and the end of its signs.
+# By the absolute path of the folder: the content of the lock's file, and the end of its signs.
 _held: dict[str, tuple[str, threading.Event]] = {}
 
 
@@ -39,11 +37,11 @@ def take(folder: str, patient: bool = True) -> str | None:
 
     Waits up to 180 s for a sign of another machine's lock; without `patient`, that lock refuses at once unless it is
     stale. Raises Refused, in one line that names host and pid."""
-    path, over = os.path.join(folder, "lock"), threading.Event()
-    if os.path.abspath(folder) in _held:
+    key, path, over = os.path.abspath(folder), os.path.join(folder, "lock"), threading.Event()
+    if key in _held:
         return None
-    own = dict(host=socket.gethostname(), pid=os.getpid(), start=start_ticks(os.getpid()), machine=_machine())
-    text = json.dumps(own | dict(nonce=secrets.token_hex(8)))
+    text = json.dumps(dict(host=socket.gethostname(), pid=os.getpid(), start=start_ticks(os.getpid()),
+                           machine=_machine(), nonce=secrets.token_hex(8)))  # fmt: skip
     try:
         said = _evict(folder, path, patient) if os.path.lexists(path) else None
         _create(path, text)
@@ -51,8 +49,8 @@ def take(folder: str, patient: bool = True) -> str | None:
         raise Refused(f"--save {folder}: another run has just begun to write there; save elsewhere") from None
     except OSError as error:
         raise Refused(f"--save {folder}: lock: {error.strerror}; name a directory that can be written") from None
-    _held[os.path.abspath(folder)] = text, over
-    threading.Thread(target=_signs, args=(os.path.abspath(folder), over), daemon=True).start()
+    _held[key] = text, over
+    threading.Thread(target=_signs, args=(key, over), daemon=True).start()
     return said
 
 
@@ -65,18 +63,16 @@ def _signs(folder: str, over: threading.Event) -> None:
 def renew(folder: str) -> None:
     """A sign of life; nothing happens if this process does not have the lock. CheckpointError if another run has."""
     folder = os.path.abspath(folder)
-    path, (text, _) = os.path.join(folder, "lock"), _held.get(folder, (None, None))
-    if text is None:
+    if folder not in _held:
         return
-    try:
-        found = _read(path)
-    except FileNotFoundError:  # somebody has removed it by hand
+    path, (text, _), found = os.path.join(folder, "lock"), _held[folder], content(folder)
+    if found is None:  # somebody has removed it by hand
         _create(path, text)
-        return
-    if found != text:
+    elif found != text:
         raise CheckpointError(f"{path}: {_who(found)} has taken this directory over, after {STALE} s without a sign "
                               "of this run")  # fmt: skip
-    os.utime(path)
+    else:
+        os.utime(path)
 
 
 def drop(folder: str) -> None:
@@ -86,7 +82,7 @@ def drop(folder: str) -> None:
         text, over = _held.pop(folder)
         over.set()
         with suppress(OSError):
-            if _read(os.path.join(folder, "lock")) == text:
+            if content(folder) == text:
                 os.unlink(os.path.join(folder, "lock"))
 
 
@@ -96,13 +92,20 @@ def drop_all() -> None:
         drop(folder)
 
 
+def content(folder: str) -> str | None:
+    """Of the lock in `folder`, which no other lock has; None without a lock."""
+    with suppress(FileNotFoundError):
+        return _read(os.path.join(folder, "lock"))
+    return None
+
+
 def _create(path: str, text: str) -> None:
     with open(path, "x") as file:
         file.write(text)
 
 
 def _read(path: str) -> str:
-    return Path(path).read_bytes().decode(errors="replace")
+    return Path(path).read_text("utf-8", "replace")
 
 
 def _owner(text: str) -> dict:
@@ -142,9 +145,9 @@ def _signs_again(folder: str, path: str, text: str, patient: bool) -> bool:
     with tempfile.TemporaryFile(dir=folder) as now:
         mark = os.stat(path).st_mtime
         left = STALE - max(0, os.fstat(now.fileno()).st_mtime - mark)
-    if left > 0 and not patient:
-        return True
     if left > 0:
+        if not patient:
+            return True
         tell(f"checkpoint: {folder}: {_who(text)} may be writing there, its last sign was {STALE - left:.0f} s ago; "
              f"waiting {left:.0f} s for another")  # fmt: skip
     until = time.monotonic() + left
@@ -167,7 +170,7 @@ def start_ticks(pid: int) -> str | None:
     """When a process of this machine began, in clock ticks since boot, which tells it from an earlier one of the same
     pid; None if it is gone or a zombie, or where there is no /proc."""
     with suppress(OSError):
-        fields = re.sub(r".*\) ", "", Path(f"/proc/{pid}/stat").read_text(), flags=re.DOTALL).split()  # from the 3rd on
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()  # from the 3rd on
         return None if fields[0] in "ZX" else fields[19]
     return None
 

@@ -34,23 +34,20 @@ class Refused(ValueError):
 
 
 def check_directory(path: str) -> None:
-    """Creates the directory of --save; ValueError if nothing can be written there."""
+    """Creates the directory of --save, and its parents; ValueError if nothing can be written there."""
     try:
-        _make(os.path.abspath(path))
+        whole = Path(path).absolute()
+        new = [each for each in (whole, *whole.parents) if not each.exists()]
+        if new:
+            os.makedirs(path, exist_ok=True)  # another rank may be doing the same
+        for each in new:
+            sync(each.parent)  # so that it survives a power cut
         tempfile.TemporaryFile(dir=path).close()
     except OSError as error:
         raise ValueError(f"--save {path}: {error.strerror}; name a directory that can be written") from None
 
 
-def _make(path: str) -> None:
-    """Creates a directory and its parents, synced, so that they survive a power cut."""
-    if not os.path.exists(path):
-        _make(os.path.dirname(path))
-        os.makedirs(path, exist_ok=True)  # another rank may be doing the same
-        sync(os.path.dirname(path))
-
-
-def sync(path: str) -> None:
+def sync(path: str | Path) -> None:
     """fsync of a file or a directory."""
     file = os.open(path, os.O_RDONLY)
     try:

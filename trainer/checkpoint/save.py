@@ -14,6 +14,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -23,10 +24,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from trainer.checkpoint.load import FORMAT, on_all, on_rank_0, steps_in
+from trainer.checkpoint.load import FORMAT, TrainState, on_all, on_rank_0, steps_in, table_of, tensors
 from trainer.checkpoint.lock import drop, renew
 from trainer.checkpoint.manifest import CheckpointError, digest, discard, sync, write_json, write_manifest
-from trainer.checkpoint.state import TrainState, table_of, tensors
 from trainer.config import Config
 from trainer.data import Batches
 from trainer.distributed.control import control_group
@@ -35,7 +35,7 @@ from trainer.optimizer import local
 from trainer.step import Step
 
 
-class Saver:
+class Saver(AbstractContextManager):
     """group: for the collectives of foreground saves, see control.control_group. state: the run's, whose origin and
     best are saved with the step and the samples of the moment. beat: called when a save has ended."""
 
@@ -114,9 +114,6 @@ class Saver:
                 self.thread, self.staged = None, {}
             if self.c.save is not None:
                 drop(self.c.save)
-
-    def __enter__(self):
-        return self
 
     def __exit__(self, kind, error: BaseException | None, trace) -> None:
         try:

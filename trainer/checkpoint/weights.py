@@ -36,6 +36,7 @@ from trainer.checkpoint.lock import drop, take
 from trainer.checkpoint.manifest import CheckpointError, Refused, sync, write_json
 from trainer.config import Config
 from trainer.distributed.control import agree
+from trainer.distributed.terminal import one_line
 
 DTYPES = {  # by safetensors' names
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -43,20 +44,14 @@ DTYPES = {  # by safetensors' names
 }  # fmt: skip
 INDEX = ".index.json"
 GLIMPSE = 4096  # bytes of each tensor by which ranks compare their files: training changes nearly every tensor
-Kind = tuple[tuple[int, ...], torch.dtype]  # shape, dtype
 
 
 class Region(NamedTuple):
-    """A contiguous tensor in a file. offset: of its first byte."""
+    """A contiguous tensor in a file."""
 
     file: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    offset: int
-
-
-def nbytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    return math.prod(shape) * dtype.itemsize
+    offset: int  # of its first byte
+    like: Tensor  # on the meta device: shape and dtype
 
 
 def _bytes_of(t: Tensor):
@@ -79,10 +74,9 @@ def table(path: str) -> dict[str, Region]:
     except pickle.UnpicklingError as error:  # torch's own text would tell the user how to run the code in it
         raise CheckpointError(f"{path}: holds more than tensors, and nothing of it was run") from error
     except ValueError as error:
-        raise CheckpointError(f"{path}: {' '.join(str(error).split())[:300]}") from error
+        raise CheckpointError(f"{path}: {one_line(error, kind=False)}") from error
     except Exception as error:  # whatever strange bytes lead to
-        text = " ".join(str(error).split())[:200]
-        raise CheckpointError(f"{path}: is no file of weights ({type(error).__name__}: {text})") from error
+        raise CheckpointError(f"{path}: is no file of weights ({one_line(error, 200)})") from error
 
 
 def _safetensors(path: str) -> dict[str, Region]:
@@ -94,8 +88,8 @@ def _safetensors(path: str) -> dict[str, Region]:
     for name, entry in header.items():
         if entry["dtype"] not in DTYPES:
             raise ValueError(f"{name} is of dtype {entry['dtype']}; expected one of {', '.join(DTYPES)}")
-        begin = 8 + size + entry["data_offsets"][0]
-        regions[name] = Region(path, tuple(entry["shape"]), DTYPES[entry["dtype"]], begin)
+        like = torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]], device="meta")
+        regions[name] = Region(path, 8 + size + entry["data_offsets"][0], like)
     return regions
 
 
@@ -121,15 +115,15 @@ def _pt(path: str) -> dict[str, Region]:
         if offset is None or not t.is_contiguous():
             what = f"{name} is not contiguous" if offset is not None else "is in a format older than torch 1.6"
             raise ValueError(f"{what}; save it again")
-        regions[name] = Region(path, tuple(t.shape), t.dtype, offset + t.storage_offset() * t.itemsize)
+        regions[name] = Region(path, offset + t.storage_offset() * t.itemsize, t)
     return regions
 
 
 def _read(region: Region, first: int, shape: tuple[int, ...]) -> Tensor:
     """[*shape] on the CPU: the rows of the tensor from the row `first` on. Reads nothing else of the file."""
-    part = torch.empty(shape, dtype=region.dtype)
+    part = torch.empty(shape, dtype=region.like.dtype)
     with open(region.file, "rb") as file:
-        file.seek(region.offset + first * nbytes(region.shape[1:], region.dtype))
+        file.seek(region.offset + (first and first * region.like[0].nbytes))  # a scalar has no rows
         if file.readinto(_bytes_of(part)) != part.nbytes:
             raise CheckpointError(f"{region.file}: is cut short")
     return part
@@ -150,14 +144,14 @@ def _glimpse(path: str) -> str:
     """What this rank sees at `path`, from the table and the first bytes of each tensor; or why it sees nothing."""
     try:
         there, crc = table(path), 0
-        for name, region in there.items():
-            with open(region.file, "rb") as file:
-                file.seek(region.offset)
-                first = file.read(min(GLIMPSE, nbytes(region.shape, region.dtype)))
-            crc = zlib.crc32(f"{name} {region.shape} {region.dtype}".encode() + first, crc)
+        for name, (path, offset, like) in there.items():
+            with open(path, "rb") as file:
+                file.seek(offset)
+                first = file.read(min(GLIMPSE, like.nbytes))
+            crc = zlib.crc32(f"{name} {like.shape} {like.dtype}".encode() + first, crc)
     except (CheckpointError, OSError) as error:
         return f"nothing ({error})"
-    return f"{len(there)} tensors of {sum(nbytes(r.shape, r.dtype) for r in there.values())} bytes, CRC-32 {crc:08x}"
+    return f"{len(there)} tensors of {sum(r.like.nbytes for r in there.values())} bytes, CRC-32 {crc:08x}"
 
 
 def load_weights(path: str, model: nn.Module, cast: bool = False) -> Counter:
@@ -172,31 +166,30 @@ def load_weights(path: str, model: nn.Module, cast: bool = False) -> Counter:
     _check(path, there, [*owners.values()], cast)
     for t, names in owners.values():
         _fill(t, {name: there[name] for name in names if name in there})
-    return Counter(_name(region.dtype) for region in there.values())
+    return Counter(_name(region.like) for region in there.values())
 
 
 def _check(path: str, there: dict[str, Region], owners: list[tuple[Tensor, list[str]]], cast: bool) -> None:
     here = {name: t for t, names in owners for name in names}
-    both = [(name, there[name], t) for name, t in here.items() if name in there]
+    both = [(name, there[name].like, t) for name, t in here.items() if name in there]
     told = {
         "missing": [names[0] for _, names in owners if not there.keys() & set(names)],
         "unexpected": sorted(there.keys() - here.keys()),
         "of another shape": [f"{n} {[*r.shape]} (the model: {[*t.shape]})" for n, r, t in both if r.shape != t.shape],
-        "of another dtype": [f"{n} {_name(r.dtype)} (the model: {_name(t.dtype)}{'; --cast converts' * _floats(r, t)})"
-                             for n, r, t in both
-                             if r.dtype != t.dtype and not (cast and _floats(r, t))],
+        "of another dtype": [f"{n} {_name(r)} (the model: {_name(t)}{'; --cast converts' * _floats(r, t)})"
+                             for n, r, t in both if r.dtype != t.dtype and not (cast and _floats(r, t))],
     }  # fmt: skip
     if problems := [f"{len(n)} tensors {how}: {', '.join(map(str, n[:5]))}" for how, n in told.items() if n]:
         raise CheckpointError(f"{path}: does not fit the model: {'; '.join(problems)}")
 
 
-def _floats(*both: Region | Tensor) -> bool:
+def _floats(a: Tensor, b: Tensor) -> bool:
     """Whether --cast converts them: integers, as of a quantised model, stand for other values than their own."""
-    return all(t.dtype.is_floating_point for t in both)
+    return a.is_floating_point() and b.is_floating_point()
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _name(t: Tensor) -> str:
+    return str(t.dtype).removeprefix("torch.")
 
 
 def _fill(t: Tensor, regions: dict[str, Region]) -> None:
@@ -209,7 +202,7 @@ def _fill(t: Tensor, regions: dict[str, Region]) -> None:
     for name, region in regions.items():
         part = _read(region, first, local.shape)
         if part.numel() and part.is_floating_point() and not all(end.to(t.dtype).isfinite() for end in part.aminmax()):
-            raise CheckpointError(f"{region.file}: {name} is not finite in {_name(t.dtype)}")
+            raise CheckpointError(f"{region.file}: {name} is not finite in {_name(t)}")
         if before is not None and not torch.equal(part, before):
             other = next(iter(regions))
             raise CheckpointError(f"{region.file}: {name} and {other} differ, but are one parameter of the model")
@@ -239,14 +232,15 @@ def _outputs(path: str) -> list[str]:
     return sorted(there, key=lambda name: (not name.endswith(INDEX), name))
 
 
-def write(path: str, tensors: dict[str, Kind], read: Callable[[str], Tensor], about: dict[str, str],
+def write(path: str, tensors: dict[str, Tensor], read: Callable[[str], Tensor], about: dict[str, str],
           shard_bytes: float = math.inf) -> list[str]:  # fmt: skip
     """Writes what `read` returns for each name to `path`, replacing what is there, and returns the names of the files.
+    tensors: on the meta device, of the shapes and dtypes to write. about: the metadata of a .safetensors.
 
     Above `shard_bytes`, a .safetensors becomes several and an index. Everything is written and synced in a temporary
-    directory beside and then renamed, the index last. about: the metadata of a .safetensors. Raises CheckpointError."""
+    directory beside and then renamed, the index last. Raises CheckpointError."""
     files, folder = _plan(path, tensors, shard_bytes), os.path.dirname(path) or "."
-    temporary, total = f"{path}.tmp-{secrets.token_hex(4)}", sum(nbytes(*kind) for kind in tensors.values())
+    temporary, total = f"{path}.tmp-{secrets.token_hex(4)}", sum(t.nbytes for t in tensors.values())
     try:
         _tidy(path)
         if total > (has := shutil.disk_usage(folder).free):
@@ -286,14 +280,14 @@ def _tidy(path: str) -> None:
             say(f"removed {name}, which an export that was killed left unfinished")
 
 
-def _plan(path: str, tensors: dict[str, Kind], shard_bytes: float) -> dict[str, list[str]]:
+def _plan(path: str, tensors: dict[str, Tensor], shard_bytes: float) -> dict[str, list[str]]:
     """{file: names of its tensors}, in order, each file filled until the next tensor would exceed `shard_bytes`."""
     groups, size = [[]], 0
-    for name, kind in tensors.items():
-        size += nbytes(*kind)
+    for name, t in tensors.items():
+        size += t.nbytes
         if groups[-1] and size > shard_bytes:
             groups.append([])
-            size = nbytes(*kind)
+            size = t.nbytes
         groups[-1].append(name)
     base = os.path.basename(path)
     if len(groups) == 1:
@@ -302,29 +296,25 @@ def _plan(path: str, tensors: dict[str, Kind], shard_bytes: float) -> dict[str, 
     return {f"{stem}-{i:05d}-of-{len(groups):05d}.safetensors": names for i, names in enumerate(groups, 1)}
 
 
-def _write_file(path: str, tensors: dict[str, Kind], read: Callable[[str], Tensor], about: dict[str, str]) -> None:
+def _write_file(path: str, tensors: dict[str, Tensor], read: Callable[[str], Tensor], about: dict[str, str]) -> None:
     """First the file without the tensors' bytes, then those, one tensor at a time, each at its offset."""
     if path.endswith(".pt"):
         with FakeTensorMode():
-            state = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in tensors.items()}
+            state = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in tensors.items()}
         with torch.serialization.skip_data(materialize_fake_tensors=True):
             torch.save(state, path)
     else:
-        _begin_safetensors(path, tensors, about)
+        names, header, end = {dtype: name for name, dtype in DTYPES.items()}, {"__metadata__": about}, 0
+        for name, t in tensors.items():
+            begin, end = end, end + t.nbytes
+            header[name] = dict(dtype=names[t.dtype], shape=t.shape, data_offsets=[begin, end])
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        Path(path).write_bytes(len(text).to_bytes(8, "little") + text)
+        os.truncate(path, 8 + len(text) + end)
     regions = table(path)
     with open(path, "r+b") as file:
-        for name, (_, dtype) in tensors.items():
+        for name, t in tensors.items():
             file.seek(regions[name].offset)
-            file.write(_bytes_of(read(name).to(dtype)))
+            file.write(_bytes_of(read(name).to(t.dtype)))
     sync(path)
-
-
-def _begin_safetensors(path: str, tensors: dict[str, Kind], about: dict[str, str]) -> None:
-    names, header, end = {dtype: name for name, dtype in DTYPES.items()}, {"__metadata__": about}, 0
-    for name, (shape, dtype) in tensors.items():
-        begin, end = end, end + nbytes(shape, dtype)
-        header[name] = dict(dtype=names[dtype], shape=shape, data_offsets=[begin, end])
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    Path(path).write_bytes(len(text).to_bytes(8, "little") + text)
-    os.truncate(path, 8 + len(text) + end)

@@ -101,9 +101,8 @@ class Control:
     rank."""
 
     def __init__(self, signals: Signals, group: dist.ProcessGroup | None):
-        self.signals, self.group, self.work, self.numbers = signals, group, None, None
-        if group is not None and group.size() == 1:
-            self.group = None
+        self.signals, self.work, self.numbers = signals, None, None
+        self.group = group if group is not None and group.size() > 1 else None
 
     def boundary(self, k: int, norm: float = -1.0, failed: bool = False) -> bool:
         """Begins the exchange of this boundary and reads that of the one before. k: steps done. norm: of the newest

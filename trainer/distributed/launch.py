@@ -12,7 +12,6 @@ import os
 import secrets
 import time
 from datetime import timedelta
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,14 +19,6 @@ from torch._inductor import config as inductor
 
 from gloo import one_worker_thread
 from trainer.distributed import simulated_world
-
-
-class Flags(Protocol):
-    """The flags that `connect` reads; a resolved trainer.config.Config has them."""
-
-    device: str  # "cuda" or "cpu"
-    world: int | None  # number of simulated ranks; None: real ones
-    link: str  # between simulated ranks: a name or "alpha_us:GB_per_s", see trainer/costs.py
 
 
 def set_deterministic(on: bool) -> None:
@@ -40,29 +31,28 @@ def set_deterministic(on: bool) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
-def connect(c: Flags, rank: int, local_rank: int, world: int, timeout: float = 0) -> torch.device:
-    """Joins the process group, which must not exist yet, and returns the device of this rank. timeout: seconds that a
-    collective may take, in this group and in those made later; 0: torch's own limit. Raises ValueError, one line with
-    the fix, for a device that is not there, more ranks than GPUs, or ranks that do not meet."""
-    cuda = c.device == "cuda"
-    if cuda and not torch.cuda.is_available():
-        raise ValueError(f"--device cuda: torch {torch.__version__} sees no GPU; use --device cpu")
-    torchrun, n = bool(os.environ.get("RANK")), torch.cuda.device_count() if cuda else 0
-    ranks = int(torchrun and os.environ.get("LOCAL_WORLD_SIZE") or local_rank + 1)
-    if cuda and ranks > n:  # every rank raises it, also one that would have a GPU
-        raise ValueError(f"--nproc-per-node {ranks}: there are {n} GPUs; start {n} at most")
-    if cuda and not c.world and not dist.is_nccl_available():
-        raise ValueError(f"--device cuda: torch {torch.__version__} has no NCCL; use --device cpu")
-    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
-    limit = dict(timeout=timedelta(seconds=timeout)) if timeout else {}
+def connect(c, rank: int, local_rank: int, world: int, timeout: float = 0) -> torch.device:
+    """Joins the process group, which must not exist yet, and returns the device of this rank. c: flags, of which
+    `device` ("auto": CUDA where torch sees a GPU), `world` and `link` are read. timeout: seconds that a collective may
+    take, in this group and in those made later; 0: torch's own limit. Raises ValueError, one line with the fix, for a
+    device that is not there, more ranks than GPUs, or ranks that do not meet."""
+    cuda = torch.cuda.is_available() if c.device == "auto" else c.device == "cuda"
+    torchrun, device, limit = bool(os.environ.get("RANK")), torch.device("cpu"), {}
+    how = {} if torchrun else dict(store=dist.HashStore(), rank=0, world_size=1)
+    if cuda:
+        if not torch.cuda.is_available():
+            raise ValueError(f"--device cuda: torch {torch.__version__} sees no GPU; use --device cpu")
+        n, ranks = torch.cuda.device_count(), int(torchrun and os.environ.get("LOCAL_WORLD_SIZE") or local_rank + 1)
+        if ranks > n:  # every rank raises it, also one that would have a GPU
+            raise ValueError(f"--nproc-per-node {ranks}: there are {n} GPUs; start {n} at most")
+        if not c.world and not dist.is_nccl_available():
+            raise ValueError(f"--device cuda: torch {torch.__version__} has no NCCL; use --device cpu")
+        device = how["device_id"] = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
     one_worker_thread()
     if timeout:  # the default of groups that are made later: the dimensions of a mesh, the host's control group
-        c10d = dist.distributed_c10d
+        c10d, limit["timeout"] = dist.distributed_c10d, timedelta(seconds=timeout)
         c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = limit["timeout"]
-    how = limit | ({} if torchrun else dict(store=dist.HashStore(), rank=0, world_size=1))
-    if cuda:
-        torch.cuda.set_device(device)
-        how["device_id"] = device
     if c.world:
         simulated_world.start(c.world, simulated_world.link(c.link), device)
         return device
@@ -70,7 +60,7 @@ def connect(c: Flags, rank: int, local_rank: int, world: int, timeout: float = 0
         if torchrun and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0):
             store, *_ = next(dist.rendezvous("env://", **limit))
             how |= dict(store=fresh(store, rank, world), rank=rank, world_size=world)
-        dist.init_process_group("nccl" if cuda else "gloo", **how)
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", **how, **limit)
     except (dist.DistNetworkError, dist.DistStoreError) as e:
         address, told = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}", str(e).splitlines()[0]
         fix = "choose another port" if "in use" in told else "is it the first rank's address, and do all ranks run?"

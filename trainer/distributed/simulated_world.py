@@ -8,24 +8,23 @@
 All ranks are taken to hold equal tensors: a gather tiles the local shard, a sum multiplies by N, an average changes
 nothing. With parameters whose shards are equal, losses and gradients are those of one process. A collective occupies
 its group's stream for max(copy, latency + bytes/bandwidth) and the consumer waits for an event, as with NCCL; on a CPU
-a thread per group keeps time. Not simulated: other data on other ranks, the smaller last shards of other
-ranks, stragglers, topology, contention except by our own copy. Clipping sees the norm of N equal shards.
+a thread per group keeps time. Not simulated: other data on other ranks, the smaller last shards of other ranks,
+stragglers, topology, contention except by our own copy. Clipping sees the norm of N equal shards.
 
 The backend is torch's C++ FakeProcessGroup. What it computes is replaced, for the whole process, in the `c10d::`
 operators that every route ends in, so a simulated world never exists beside a real group. PREMUL_SUM (FSDP2's
-set_gradient_divide_factor), all-to-all and point-to-point raise NotImplementedError.
+set_gradient_divide_factor), gathering on one rank, all-to-all and point-to-point raise NotImplementedError.
 
 Private names of torch: the signatures of the `c10d::` operators (`_KERNELS`); from torch._C._distributed_c10d
 FakeProcessGroup and its _create_internal, FakeWork, ProcessGroup and _create_work_from_future; dist.Backend._plugins,
 torch.cuda._compile_kernel, torch._C._AutoDispatchBelowAutograd, torch.library.Library._destroy.
 """
 
-import queue
-import threading
 import time
 import warnings
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 from unittest import mock
 
@@ -43,7 +42,7 @@ NAME = "sim"  # of the backend; not "fake", which Inductor treats in its own way
 class CollectiveCall(NamedTuple):
     """One call of a collective, as `log` lists it."""
 
-    op: str  # "all_gather", "reduce_scatter", "all_reduce", "broadcast", "scatter", "gather" or "barrier"
+    op: str  # "all_gather", "reduce_scatter", "all_reduce", "broadcast", "scatter" or "barrier"
     group: str
     ranks: int
     nbytes: int  # of the whole, unsharded tensors
@@ -67,23 +66,21 @@ _world: _World | None = None
 
 
 def start(world: int, link: Link, device: torch.device | str = "cpu", rank: int = 0) -> None:
-    """Makes the default process group, in which this process is `rank` of `world` ranks.
-
-    link: between any two ranks. device: where collectives will run. Raises RuntimeError if there already is a process
-    group."""
+    """Makes the default process group, in which this process is `rank` of `world` ranks. link: between any two ranks.
+    device: where collectives will run. Raises RuntimeError if there already is a process group."""
     global _world
     if dist.is_initialized():
         raise RuntimeError("a simulated world needs a process of its own: there already is a process group")
     if "SIM" not in dist.Backend._plugins:
-
-        def create(options, _):
-            return FakeProcessGroup._create_internal(options.group_rank, options.group_size)
-
-        dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu", "cuda"])
+        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
     _world = _World(link)
     dist.init_process_group(NAME, rank=rank, world_size=world, store=dist.HashStore())
     if torch.device(device).type == "cuda":
         _world.clock = _Clock()
+
+
+def _create(options, _) -> FakeProcessGroup:
+    return FakeProcessGroup._create_internal(options.group_rank, options.group_size)
 
 
 def stop() -> None:
@@ -94,7 +91,7 @@ def stop() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     for worker in _world.workers.values():
-        worker.put(None)
+        worker.shutdown(wait=False)
     _world.library._destroy()
     _world = None
 
@@ -200,17 +197,11 @@ def _on_cpu(pg: ProcessGroup, seconds: float, async_op: bool, copy: Callable, va
 
     if seconds:
         if pg.group_name not in _world.workers:  # the link of this group: it brings one collective at a time
-            _world.workers[pg.group_name] = queue.SimpleQueue()
-            threading.Thread(target=_work, args=(_world.workers[pg.group_name],), daemon=True).start()
-        _world.workers[pg.group_name].put(arrive)
+            _world.workers[pg.group_name] = ThreadPoolExecutor(1)
+        _world.workers[pg.group_name].submit(arrive)
     else:
         arrive()
     return _create_work_from_future(future)
-
-
-def _work(jobs: queue.SimpleQueue) -> None:
-    while (job := jobs.get()) is not None:
-        job()
 
 
 def _run(op: str, group, outs: list, ins: list, async_op: bool, body: Callable[[int, int], None], nbytes: int):
@@ -249,13 +240,11 @@ def _unboxed(group) -> ProcessGroup:
 def _all_gather(outs, ins, group, async_op=True, *_):
     def body(n, r):
         for out, own in zip(outs, ins, strict=True):
-            if isinstance(out, Tensor):
-                _gather(out, own, n, r)
-                continue
-            whole = own.new_empty(n, *own.shape)
+            whole = out if isinstance(out, Tensor) else own.new_empty(n, *own.shape)
             _gather(whole, own, n, r)
-            for t, chunk in zip(out, whole, strict=True):
-                t.copy_(chunk)
+            if whole is not out:
+                for t, chunk in zip(out, whole, strict=True):
+                    t.copy_(chunk)
 
     return _run("all_gather", group, outs, ins, async_op, body, _nbytes(outs))
 
@@ -292,11 +281,6 @@ def _scatter(outs, ins, group, root, async_op=True, *_):
     return _run("scatter", group, outs, ins, async_op, lambda n, r: outs[0].copy_(ins[0][r]), _nbytes(ins))
 
 
-def _gather_to(outs, ins, group, root, async_op=True, *_):
-    nbytes = _unboxed(group).size() * _nbytes(ins)
-    return _run("gather", group, outs, ins, async_op, lambda n, r: [t.copy_(ins[0]) for t in _flat(outs)], nbytes)
-
-
 def _barrier(tensor, group, device_ids, async_op=True, *_):
     return _run("barrier", group, [tensor], [], False, lambda n, r: None, 0)
 
@@ -324,6 +308,7 @@ _KERNELS = {
     "_reduce_scatter_base_": _of_one(_reduce_scatter), "reduce_scatter_tensor_coalesced_": _reduce_scatter,
     "reduce_scatter_": _with_outputs(_reduce_scatter), "allreduce_": _with_outputs(_all_reduce),
     "allreduce_coalesced_": _all_reduce_coalesced, "broadcast_": _with_outputs(_broadcast),
-    "scatter_": _with_outputs(_scatter), "gather_": _with_outputs(_gather_to), "barrier": _barrier,
+    "scatter_": _with_outputs(_scatter), "barrier": _barrier,
 }  # fmt: skip
-_KERNELS |= {n: _refuse(n) for n in ("reduce_", "alltoall_base_", "alltoall_", "send", "recv_", "recv_any_source_")}
+REFUSED = "reduce_", "gather_", "alltoall_base_", "alltoall_", "send", "recv_", "recv_any_source_"
+_KERNELS |= {name: _refuse(name) for name in REFUSED}

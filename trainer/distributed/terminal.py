@@ -17,15 +17,14 @@ from typing import NoReturn, TextIO
 def ranks() -> tuple[int, int, int]:
     """(rank, local rank, world) from the environment of torchrun; (0, 0, 1) without it. Ends the process with exit code
     2 and one line if only a part of that environment is set, or if it makes no sense."""
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    there = [name for name in names[:3] if os.environ.get(name)]
+    names = "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
+    told = {name: os.environ[name] for name in (*names, "LOCAL_WORLD_SIZE") if os.environ.get(name)}
+    there, missing = [name for name in names[:3] if name in told], [name for name in names if name not in told]
     if not there:
         return 0, 0, 1
-    missing = [name for name in names if not os.environ.get(name)]
     if missing:
         fail(f"{', '.join(there)} set but not {', '.join(missing)}: start with torchrun, or unset them for one rank", 0)
-    numbers = "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_WORLD_SIZE"
-    told = {name: os.environ[name] for name in numbers if os.environ.get(name)}
+    del told["MASTER_ADDR"]  # the others are numbers
     n = {name: int(text) if text.isdecimal() else -1 for name, text in told.items()}
     if min(n.values()) < 0 or n["RANK"] >= n["WORLD_SIZE"] or not 0 < n["MASTER_PORT"] < 2**16:
         wrong = ", ".join(f"{name} {text}" for name, text in told.items())
@@ -55,6 +54,11 @@ def tell(text: str, stream: TextIO | None = None) -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         if stream is not sys.stderr:
             tell(f"warning: terminal: {type(error).__name__}: {error}; the run goes on", sys.stderr)
+
+
+def one_line(error: BaseException, most: int = 300, kind: bool = True) -> str:
+    """The text of an error without line breaks, `most` characters of it, after its type if `kind`."""
+    return f"{type(error).__name__}: " * kind + " ".join(str(error).split())[:most]
 
 
 def grouped(value: float | str | None, digits: int = 0, missing: str = "n/a") -> str:

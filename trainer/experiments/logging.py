@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -60,14 +61,18 @@ def append_jsonl(path: str | Path, obj: dict, *, fsync: bool = False) -> None:
         os.close(file)
 
 
+def read_jsonl(path: Path, start: int = 0) -> list[dict]:
+    """The rows of a file after byte `start`. Lines cut short by a killed run are passed over."""
+    rows = []
+    for line in path.read_bytes()[start:].splitlines():
+        with suppress(ValueError):
+            rows.append(json.loads(line))
+    return [row for row in rows if isinstance(row, dict)]
+
+
 def read_rows(path: Path, start: int = 0) -> dict[str, dict]:
-    """Cell name -> its last row after byte `start`. Lines cut short by a killed run are passed over."""
-    rows = {}
-    for line in path.read_bytes()[start:].splitlines() if path.exists() else ():
-        with suppress(ValueError, KeyError, TypeError):
-            row = json.loads(line)
-            rows[row["cell"]] = row
-    return rows
+    """Cell name -> its last row after byte `start`; empty without a file."""
+    return {row["cell"]: row for row in read_jsonl(path, start) if "cell" in row} if path.exists() else {}
 
 
 def check_writable(path: str | Path, flag: str = "--results") -> None:
@@ -80,13 +85,11 @@ def check_writable(path: str | Path, flag: str = "--results") -> None:
 
 
 def final_lines(row: dict) -> list[str]:
-    """A row for people. `tok_s` counts all ranks; the peak in use is named if the row has `peak_flops` (FLOP/s)."""
+    """A row for people; the peak in use is named if the row has `peak_flops` (FLOP/s)."""
     kinds = dict(peak_alloc="allocated", peak_reserved="reserved", peak_rss="resident", first_step_peak="in step 1")
     memory = [f"{grouped(row[f'{k}_mib'])} MiB {kind}" for k, kind in kinds.items() if row.get(f"{k}_mib") is not None]
     memory += [row["peak_rss_note"]] if row.get("peak_rss_note") else []
     ms, low, high = (grouped(row.get(key), 1) for key in ("step_ms", "step_ms_min", "step_ms_max"))
-    ranks = re.match(r"\d+", str(row.get("world")))  # 8 or "8(sim h100-nvlink)"
-    each = row["tok_s"] / int(ranks[0]) if ranks and row.get("tok_s") else None
     causal, palm, hfu, seconds = (grouped(row.get(key), 1) for key in ("mfu", "mfu_palm", "hfu", "compile_s"))
     peak = f" of {row['peak_flops'] / 1e12:.0f} TFLOP/s" if row.get("peak_flops") else ""
     skipped = f", {row['skipped']} update{'s' * (row['skipped'] > 1)} left out" if row.get("skipped") else ""
@@ -94,7 +97,7 @@ def final_lines(row: dict) -> list[str]:
         f"outcome  {row.get('outcome', 'n/a')}, loss {grouped(row.get('loss'), 4)}{skipped}",
         f"memory   {', '.join(memory) or 'n/a'}",
         f"step     {ms} ms median [{low}-{high}] n {row.get('n', 0)}, compile {seconds} s",
-        f"speed    {grouped(row.get('tok_s'))} tok/s, {grouped(each)} tok/s/rank",
+        f"speed    {grouped(row.get('tok_s'))} tok/s, {grouped(row.get('tok_s_rank'))} tok/s/rank",
         f"MFU, %   {causal} causal, {palm} PaLM, {hfu} HFU{peak}",
     ]
 
@@ -114,7 +117,7 @@ class Sinks:
         if rank == 0 and wandb != "off":
             name = (name or os.environ.get("SWEEP_NAME") or "")[:128] or None  # W&B takes no longer one
             names = dict(group=group, name=name, tags=list(tags), job_type=job_type)
-            self._try("wandb", lambda: self._start_wandb(wandb, config or {}, **names))
+            self._try("wandb", partial(self._start_wandb, wandb, config or {}, **names))
         if rank == 0 and total_steps and self.stream.isatty():
             self._try("progress bar", self._start_bar)
 
@@ -139,21 +142,6 @@ class Sinks:
             tell(f"warning: the row that is not in {self.results}: {json.dumps(_plain(row))}", sys.stderr)
         if self._wandb:
             self._try("wandb", lambda: self._wandb.summary.update(_plain(row)))
-
-    def table(self, name: str, rows: list[dict]) -> None:
-        """Rows as a table, for W&B only."""
-
-        def log():
-            import wandb
-
-            plain = [_plain(row) for row in rows]
-            columns = list(dict.fromkeys(key for row in plain for key in row))
-            lines = [[row.get(key) for key in columns] for row in plain]
-            lines = [[json.dumps(each) if isinstance(each, dict | list) else each for each in line] for line in lines]
-            self._wandb.log({name: wandb.Table(columns=columns, data=lines, allow_mixed_types=True)})
-
-        if self._wandb and rows:
-            self._try("wandb", log)
 
     def close(self) -> None:
         """End the progress bar and the W&B run; a second call does nothing."""
@@ -212,6 +200,16 @@ def log_tables(tables: dict[str, list[dict]], results: Path, wandb: str, group: 
     """A W&B run of its own, of job type "table", with a table per study: a column for each key of any of its rows, what
     is nested as JSON. Costs a warning at most."""
     sinks = Sinks(results, wandb, group, group, tags=tags, job_type="table")
+
+    def log(study: str, rows: list[dict]) -> None:
+        import wandb
+
+        columns = list(dict.fromkeys(key for row in rows for key in row))
+        lines = [[row.get(key) for key in columns] for row in rows]
+        lines = [[json.dumps(each) if isinstance(each, dict | list) else each for each in line] for line in lines]
+        sinks._wandb.log({study: wandb.Table(columns=columns, data=lines, allow_mixed_types=True)})
+
     for study, rows in tables.items():
-        sinks.table(study, rows)
+        if sinks._wandb and rows:
+            sinks._try("wandb", partial(log, study, _plain(rows)))
     sinks.close()

@@ -29,14 +29,14 @@ def save(plot: Figure, path: Path) -> Path:
 def curves(name: str, found: list, gpu: bool) -> dict[str, dict]:
     """Name of a curve -> {x: (MiB, ms, outcome)}; published ones start with "published". Of the axis gpus there are two
     each: the same batch on every rank, and the same in all."""
-    names, made = published.PUBLISHED.get(name, ("", ()))[1], {}
+    names, made = published.key_names(name), {}
     keys, ours, theirs = list(dict.fromkeys(key for key, *_ in found)), [], []
     for key, o, p in found:
         if o and published.on_gpu(o) == gpu:
             point = published.figure(o, MIB[gpu][0]), published.figure(o, "step_ms"), o.get("outcome", "")
             ours.append((key, published.series(o, name), point))
         if p:
-            point = p.get("mib"), p["ms"], "" if p.get("mib") else p["text"]["mib"]
+            point = p["mib"], p["ms"], "" if p["mib"] else p["text"]["mib"]
             theirs.append((key, f"published {p['device']}" + f" n={p['ranks']}" * ("ranks" not in names), point))
     for side in (ours, theirs):
         for key, curve, point in side:
@@ -67,7 +67,7 @@ def draw(ax, made: dict[str, dict], i: int, line: bool, scale: bool) -> None:
 def axis(name: str, found: list, folder: Path) -> list[Path]:
     """Peak MiB and step ms along an axis, one file for GPUs and one for CPUs. Beside published figures a CPU's stand
     relative to their first, as those do: resident and allocated memory, or their times, compare as shapes only."""
-    names, paths = published.PUBLISHED.get(name, ("", ()))[1], []
+    names, paths = published.key_names(name), []
     line = len(names) == 1 or name == "gpus"  # else the axis is a list of names
     for gpu in sorted({published.on_gpu(ours) for _, ours, _ in found if ours}):
         made = curves(name, found, gpu)
@@ -94,11 +94,11 @@ def axis(name: str, found: list, folder: Path) -> list[Path]:
     return paths
 
 
-def options(row: dict) -> dict[str, str]:
-    """The flags that are not the shape of the model, nor without influence on memory and time, and their values."""
+def options(row: dict) -> set[tuple[str, str]]:
+    """(name, value) of the flags that are not the shape of the model, nor without influence on memory and time."""
     apart = {*published.SHAPE, *(each.name for each in fields(config.Output))}
-    flags = {name: str(value) for name, value in (row.get("flags") or {}).items() if name not in apart}
-    return {name: value for name, value in flags.items() if config.flag(name) not in published.NEUTRAL}
+    return {(name, str(value)) for name, value in (row.get("flags") or {}).items()
+            if name not in apart and config.flag(name) not in published.NEUTRAL}  # fmt: skip
 
 
 def front(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -113,7 +113,7 @@ def front(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
 def fronts(rows: list[dict], folder: Path) -> list[Path]:
     """A scatter of ms against MiB for every setting (shape, device, torch, ranks) that at least three rows share."""
     settings, paths = {}, []
-    for row in published.newest(rows, lambda row: (published.shape(row), *sorted(options(row).items()))):
+    for row in published.newest(rows, lambda row: (published.shape(row), *sorted(options(row)))):
         if published.figure(row, "step_ms") and published.figure(row, MIB[published.on_gpu(row)][0]):
             key = published.shape(row), row.get("device"), row.get("torch"), published.label(row)
             settings.setdefault(key, []).append(row)
@@ -124,11 +124,11 @@ def fronts(rows: list[dict], folder: Path) -> list[Path]:
         plot = Figure(figsize=(9, 6), layout="constrained")
         ax = plot.subplots()
         points = [(row["step_ms"], row[key]) for row in those]
-        shared = set.intersection(*(set(options(row).items()) for row in those))
+        shared = set.intersection(*map(options, those))
         ax.plot(*zip(*points, strict=True), "o")
         ax.plot(*zip(*front(points), strict=True), "-", drawstyle="steps-post", label="nothing is better in both")
         for row, point in zip(those, points, strict=True):
-            text = " ".join(map("=".join, sorted(set(options(row).items()) - shared)))
+            text = " ".join(map("=".join, sorted(options(row) - shared)))
             ax.annotate(text, point, xytext=(4, 4), textcoords="offset points", fontsize=7)
         ax.set(xlabel="median ms per step", ylabel=unit)
         ax.set_title(textwrap.fill(f"{device}, torch {torch}, n={n}: {at}", 90), fontsize=9)

@@ -15,26 +15,12 @@ from types import SimpleNamespace
 from trainer.costs import flops_per_token
 from trainer.distributed.terminal import grouped
 from trainer.experiments import sweep
+from trainer.experiments.logging import read_jsonl
 
 REFERENCE = Path(__file__).resolve().parents[2] / "reference"
 NEUTRAL = sweep.OUTPUT | {f"--{name}" for name in "steps data lr warmup seed device world link".split()}
 SHAPE = "depth width head_dim grouping grow vocab seqlen batch grad_accum param_dtype".split()
 ANY = 10**9  # ranks of a line that names none
-# Axis -> file, and what a row shares with the published row beside it.
-PUBLISHED = {
-    "variants": ("variants.csv", ("remat", "attn", "compile")),
-    "seqlen": ("scaling_seqlen.csv", ("seqlen",)),
-    "depth": ("scaling_depth.csv", ("depth",)),
-    "width": ("scaling_width.csv", ("width",)),
-    "gpus": ("scaling_gpus.csv", ("batch", "global batch", "ranks")),
-    "small-params": ("small_params.csv", ("depth", "seqlen", "ranks", "small")),
-    "mfu": ("mfu.csv", ("attn", "mode", "grouping", "depth", "seqlen", "remat", "ranks")),
-}
-NAMES = {"gpus": "ranks", "local_batch": "batch", "global_batch": "global batch", "checkpoint": "remat",
-         "gqa": "grouping", "compile_flex": "attn", "small_params": "small", "peak_mib": "mib",
-         "step_ms": "ms"}  # fmt: skip
-VALUES = {("compile_flex", "no"): "flex, not compiled", ("compile_flex", "yes"): "flex", ("remat", "yes"): "both",
-          ("compile_flex", "max-autotune"): "flex, max-autotune", ("remat", "no"): "none"}  # fmt: skip
 REMARKS = {
     "variants": "FlexAttention that is not compiled stores the T x T scores and is not built here; sdpa, which never "
     "stores them, stands beside nothing.",
@@ -46,15 +32,9 @@ REMARKS = {
 
 def read(paths: list[Path]) -> list[dict]:
     """Every row of JSONL files, in order, with its `file`; lines cut short are passed over. ValueError: no file."""
-    rows = []
-    for path in paths:
-        if not path.is_file():
-            raise ValueError(f"no file {path}: ./launch.sh sweep AXIS writes one, --results names others")
-        for line in path.read_bytes().splitlines():
-            with suppress(ValueError):
-                row = json.loads(line)
-                rows += [whole(row) | {"file": path.name}] if isinstance(row, dict) else []
-    return rows
+    if missing := [path for path in paths if not path.is_file()]:
+        raise ValueError(f"no file {missing[0]}: ./launch.sh sweep AXIS writes one, --results names others")
+    return [whole(row) | {"file": path.name} for path in paths for row in read_jsonl(path)]
 
 
 def whole(row: dict) -> dict:
@@ -69,15 +49,11 @@ def whole(row: dict) -> dict:
     return row | {"flags": old | beside | flags}
 
 
-def kept(flags: sweep.Flags) -> sweep.Flags:
-    """Those that have an influence on memory and time."""
-    return {flag: value for flag, value in flags.items() if flag not in NEUTRAL}
-
-
-def core(row: dict) -> sweep.Flags | None:
-    """The flags that make a row's cell what it is; None where its cell is not a line of flags."""
+def core(cell: str | None) -> frozenset[tuple[str, tuple[str, ...]]] | None:
+    """The flags of a row's cell that have an influence on memory and time; None where it is not a line of flags."""
     with suppress(ValueError):
-        return kept(sweep.parse(shlex.split(row.get("cell") or "none"))[1])
+        flags = sweep.parse(shlex.split(cell or "none"))[1]
+        return frozenset((flag, values) for flag, values in flags.items() if flag not in NEUTRAL)
     return None
 
 
@@ -120,67 +96,59 @@ def newest(rows: list[dict], key: Callable[[dict], object] = lambda row: None) -
     return [row for which, row in last.items() if which[3] or which[:3] not in known]
 
 
-def comparison(rows: list[dict]) -> list[dict]:
-    """The rows of benchmarks/wrappers.py: the last call of each device, torch and number of ranks."""
-    compared, found = {}, {}
-    for row in [row for row in rows if row.get("study") == "baselines"]:
-        machine = label(row), row["device"], row["torch"]
-        compared[machine], found[machine, row["cell"]] = row["interleaved"], row
-    return [row for (machine, _), row in found.items() if row["interleaved"] == compared[machine]]
+def key_names(axis: str) -> list[str]:
+    """What a row has in common with the published row beside it: the columns of reference/AXIS.csv before `on`."""
+    file = REFERENCE / f"{axis}.csv"
+    return file.read_text().partition(",on,")[0].split(",") if file.exists() else []
 
 
-def shared_key(row: dict, names: tuple[str, ...]) -> tuple:
-    """What the row and the published row beside it have in common."""
+def key_of(row: dict, names: list[str]) -> tuple:
+    """Their values in a row of ours."""
     found = {name: setting(row, name) for name in "remat attn compile seqlen depth width batch grouping mode".split()}
     found |= {"ranks": ranks(row), "small": "replicate" if setting(row, "min_shard_mib") else "shard"}
     found["global batch"] = found["ranks"] * found["batch"] * setting(row, "grad_accum")
     return tuple(found[name] for name in names)
 
 
-def flops_ratio(depth: int, seqlen: int, grouping: int, width=4096, vocab=32768, grow=4) -> float:
+def flops_ratio(depth: int, seqlen: int, grouping: int) -> float:
     """FLOPs of a token, causal convention, over those of the published count: no width in the MLP, no grouping."""
-    c = SimpleNamespace(depth=depth, width=width, heads=width // 128, head_dim=128, grow=grow, vocab=vocab)
-    c.kv_heads = c.heads // grouping
+    c = SimpleNamespace(depth=depth, width=4096, heads=32, kv_heads=32 // grouping, head_dim=128, grow=4, vocab=32768)
     core = flops_per_token(c, seqlen) - flops_per_token(c, seqlen, "linear")
-    counted = 6 * (depth * (4 * width**2 + 2 * grow * width) + width * vocab) + core
+    counted = 6 * (depth * (4 * c.width**2 + 2 * c.grow * c.width) + c.width * c.vocab) + core
     return flops_per_token(c, seqlen) / counted
 
 
 def published(axis: str) -> dict[tuple, dict]:
-    """Key -> published row: `device`, `ranks`, the figures `mib`, `ms`, `mfu` (or None) and `text`, how they read."""
-    file, names = PUBLISHED.get(axis, (None, ()))
-    found = {}
-    for line in csv.DictReader((REFERENCE / file).read_text().splitlines()) if file else ():
-        p = {NAMES.get(name, name): VALUES.get((name, value), value or None) for name, value in line.items()}
-        p = {name: int(value) if (value or "").isdigit() else value for name, value in p.items()}
-        n, _, device = str(p.get("ranks", 2)).partition("x")
-        p |= {"ranks": int(n), "device": device or "A100SXM"}
-        both, note = [p.get("step_ms_low"), p.get("step_ms_high")], p.get("notes")
-        counted = p.get("mfu_percent_as_counted")
-        p["ms"] = sum(both) / 2 if both[0] else p.get("ms")
+    """Key -> published row: `device`, `ranks`, the figures `mib`, `ms`, `mfu` (None for words; of a range the middle),
+    and `text`, how they read."""
+    names, found = key_names(axis), {}
+    for line in csv.DictReader((REFERENCE / f"{axis}.csv").read_text().splitlines()) if names else ():
+        p = {name: int(value) if value.isdigit() else value for name, value in line.items()}
+        n, _, device = line["on"].partition("x")
+        p |= {"ranks": int(n), "device": device, "text": {}}
+        for name in ("mib", "ms"):
+            ends = line.get(name, "").split("-")
+            known = all(end.isdigit() for end in ends)
+            p[name] = sum(map(int, ends)) / len(ends) if known else None
+            p["text"][name] = "-".join(grouped(int(end)) if known else end for end in ends)
+        counted = line.get("mfu")
         p["mfu"] = float(counted) * flops_ratio(p["depth"], p["seqlen"], p["grouping"]) if counted else None
-        spread = "-".join(map(grouped, dict.fromkeys(both))) if both[0] else grouped(p["ms"], missing="")
-        mib, mfu = grouped(p.get("mib") or note, missing=""), grouped(p["mfu"], 1)
-        p["text"] = {"mib": mib, "ms": spread, "mfu": f"{counted}, {mfu}"}
-        if note and p["ms"]:  # a doubtful figure enters no ratio
-            p["ms"], p["text"]["ms"] = None, f"{spread} ({note})"
+        p["text"]["mfu"] = f"{counted}, {grouped(p['mfu'], 1)}"
         found[tuple(p[name] for name in names)] = p
     return found
 
 
 def entries(axis: str, rows: list[dict], small: bool) -> list[tuple[tuple, dict | None, dict | None]]:
     """(key, our row, published row) of an axis; None for a row that is missing. ValueError where none is ours."""
-    names, theirs, lines, found = PUBLISHED.get(axis, (None, ()))[1], published(axis), {}, []
-    for line in sweep.read_cells(axis, small, ANY, []):
-        n, flags = sweep.parse(shlex.split(line))
-        n, flags = int(flags.get("--world", [n])[0]), kept(flags)
-        lines[n, frozenset(flags.items())] = n, flags
-    shared = set.intersection(*(set(flags.items()) for _, flags in lines.values()))
-    told = [(core(row), row) for row in rows]
-    for n, flags in lines.values():
+    names, theirs, lines, found = key_names(axis), published(axis), {}, []
+    for cell in sweep.read_cells(axis, small, ANY, []):
+        n, flags = sweep.parse(shlex.split(cell))
+        lines[int(flags.get("--world", [n])[0]), core(cell)] = None
+    shared = frozenset.intersection(*(flags for _, flags in lines))
+    told = [(core(row.get("cell")), row) for row in rows]
+    for n, flags in lines:
         for row in newest([row for own, row in told if own == flags and n in (ANY, ranks(row))]):
-            own = sweep.join(dict(set(flags.items()) - shared))
-            found.append((shared_key(row, names) or (own,), row))
+            found.append((key_of(row, names) or (sweep.join(dict(flags - shared)),), row))
     if not found:
         raise ValueError(f"{axis}: no row of it{'' if small else ' (at small sizes: --small)'} among {len(rows)} rows")
     keys = list(dict.fromkeys([key for key, _ in found] + list(theirs)))

@@ -30,7 +30,7 @@ METRICS = (
     ("HFU %", "hfu", 1, None, None),
     ("loss", "loss", 4, None, None),
 )
-MARK = re.compile(r"<!-- report: (.+) -->")
+MARK = re.compile(r"^<!-- report: (.+) -->\n(?P<table>(?:\|.*\n?)*)", re.MULTILINE)
 Columns = list[tuple[str, list[str]]]
 Entries = list[tuple[tuple, dict | None, dict | None]]
 
@@ -76,7 +76,7 @@ def relative(figures: list[float | None], names: list[str | None]) -> tuple[str,
 
 def axis_columns(axis: str, found: Entries) -> Columns:
     """Ours, published and their ratios; where nothing is comparable, both relative to their first instead."""
-    names = published.PUBLISHED.get(axis, ("", ("flags",)))[1]
+    names = published.key_names(axis) or ["flags"]
     ours, theirs = [o for _, o, _ in found], [p for *_, p in found]
     fair = [published.comparable(o, p) for _, o, p in found]
     columns = [(name, [str(key[i]) for key, *_ in found]) for i, name in enumerate(names)]
@@ -87,7 +87,7 @@ def axis_columns(axis: str, found: Entries) -> Columns:
         columns.append(("published on", [p["device"] if p else "" for p in theirs]))
     columns += outcomes(ours)
     for title, key, digits, their_key, their_title in METRICS:
-        own, other = [published.figure(o, key) for o in ours], [p.get(their_key) if p else None for p in theirs]
+        own, other = [published.figure(o, key) for o in ours], [p and p.get(their_key) for p in theirs]
         alone = any(theirs) and not any(fair) and ("mib" in key or key == "step_ms")
         if any(own):
             columns.append((title, [shown(o, key, digits) for o in ours]))
@@ -116,8 +116,12 @@ def compile_modes(rows: list[dict]) -> tuple[list[dict], Columns]:
 
 
 def baselines(rows: list[dict], split: bool = False) -> tuple[list[dict], Columns]:
-    """The rows and columns of a comparison; `split`: wrapper and compile mode in columns of their own."""
-    rows = published.comparison(rows)
+    """The rows and columns of the last comparison on each device, torch and number of ranks; `split`: wrapper and
+    compile mode in columns of their own."""
+    rows = [row for row in rows if row.get("study") == "baselines"]
+    last = {(published.label(row), row["device"], row["torch"]): row["interleaved"] for row in rows}
+    rows = [row for row in rows if row["interleaved"] == last[published.label(row), row["device"], row["torch"]]]
+    rows = published.newest(rows, lambda row: row["cell"])
     columns = [("wrapper:compile", [row["cell"] for row in rows])]
     if split:
         columns = [(name, [row["cell"].split(":")[i] for row in rows]) for i, name in enumerate(("wrapper", "compile"))]
@@ -135,30 +139,30 @@ def attention(rows: list[dict]) -> tuple[list[dict], Columns]:
     columns += outcomes(rows)
     beside = [tuple(row.get(name) for name in ("device", "torch", *sizes)) for row in rows]
     for name in ("forward", "backward"):
-        key, best = f"{name}_ms", {}
-        for which, row in zip(beside, rows, strict=True):
-            if row["backend"] != "flex" and published.figure(row, key):
-                best[which] = min(published.figure(row, key), best.get(which, row[key]))
-        columns += [(f"{name} ms, median [min-max]", [shown(row, key, 3) for row in rows])]
+        ms, best = [published.figure(row, f"{name}_ms") for row in rows], {}
+        for which, row, each in zip(beside, rows, ms, strict=True):
+            if row["backend"] != "flex" and each:
+                best[which] = min(each, best.get(which, each))
         speeds = [published.figure(row, f"{name}_tflops") for row in rows]
+        both = [(each, best.get(which)) for which, each in zip(beside, ms, strict=True)]
+        columns += [(f"{name} ms, median [min-max]", [shown(row, f"{name}_ms", 3) for row in rows])]
         columns += [(f"{name} TFLOP/s", [f"{speed:.3g}" if speed else "" for speed in speeds])]
-        both = [(published.figure(row, key), best.get(which)) for which, row in zip(beside, rows, strict=True)]
-        columns += [("x", [grouped(ms / least, 2) if ms and least else "" for ms, least in both])]
+        columns += [("x", [grouped(each / least, 2) if each and least else "" for each, least in both])]
     return rows, columns + memory(rows)
 
 
 def ladder(rows: list[dict]) -> tuple[list[dict], Columns]:
     """The rows and columns of runs that differ in how they save memory, in the order in which they ran first."""
-    rows = published.newest([row for row in rows if published.core(row)], lambda row: sweep.join(published.core(row)))
+    rows = [row for row in rows if published.core(row.get("cell"))]
+    rows = published.newest(rows, lambda row: published.core(row["cell"]))
     rows.sort(key=lambda row: (published.label(row), str(row.get("device")), row.get("date")))
-    cores = [published.core(row) for row in rows]
-    common = set.intersection(*(set(each.items()) for each in cores)) if rows else set()
-    columns = [("flags", [f"`{sweep.join(dict(set(each.items()) - common)) or 'the others'}`" for each in cores])]
+    cores, names = [published.core(row["cell"]) for row in rows], [published.series(row, "ladder") for row in rows]
+    common = frozenset.intersection(*cores) if rows else frozenset()
+    columns = [("flags", [f"`{sweep.join(dict(own - common)) or 'the others'}`" for own in cores])]
     columns += where(rows) + outcomes(rows)
-    for title, key, *_ in METRICS[:2]:
-        values, names = [published.figure(row, key) for row in rows], [published.series(row, "ladder") for row in rows]
-        if any(values):
-            columns += [(f"peak {title}", [grouped(value, missing="") for value in values]), relative(values, names)]
+    for title, key, digits, *_ in METRICS[:2]:
+        if found := column(rows, f"peak {title}", key, digits):
+            columns += [*found, relative([published.figure(row, key) for row in rows], names)]
     return rows, columns + column(rows, MS, "step_ms", 1)
 
 
@@ -177,8 +181,7 @@ def compile_depth(rows: list[dict]) -> tuple[list[dict], Columns]:
     return rows, [*columns, (title, [grouped(s[-1] / s[0], 2) if s[0] and s[-1] else "" for s in seconds])]
 
 
-# compile: the --compile modes; ladder: runs that differ in what they keep; compile-depth: seconds to compile by depth;
-# baselines, wrappers: the rows of benchmarks/wrappers.py; attention: those of benchmarks/attention.py, else the axis.
+# Where there is no row for wrappers or attention, they are the axes of that name.
 LAYOUTS = {"compile": compile_modes, "ladder": ladder, "compile-depth": compile_depth, "baselines": baselines,
            "wrappers": lambda rows: baselines(rows, split=True), "attention": attention}  # fmt: skip
 
@@ -193,9 +196,9 @@ def about(name: str, ours: list[dict], found: Entries) -> str:
     dirty = " (uncommitted changes)" * any(row.get("dirty") for row in ours)
     lines = [f"**{name}**: commit {', '.join(sorted(commits))}{dirty}, torch {each('torch')}, {each('device')}, "
              f"n = {n} ranks, {each('n')} timed steps, {each('file')}."]  # fmt: skip
-    if any(published.core(row) for row in ours):
-        shared = set.intersection(*(set((published.core(row) or {}).items()) for row in ours))
-        lines += [f"All of ours: `{sweep.join(dict(shared)) or 'defaults'}`."]
+    cores = [published.core(row.get("cell")) or frozenset() for row in ours]
+    if any(cores):
+        lines += [f"All of ours: `{sweep.join(dict(frozenset.intersection(*cores))) or 'defaults'}`."]
     if "(sim" in n:
         lines += ["N(sim LINK): one process in place of N, its collectives timed by a model of the link."]
     theirs = [p for *_, p in found if p]
@@ -204,8 +207,7 @@ def about(name: str, ours: list[dict], found: Entries) -> str:
         how = "Ratios only at the published setting, on as many ranks of a GPU, whichever it is."
         if not any(published.comparable(o, p) for _, o, p in found):
             how = "No ratios to it: setting, ranks or device differ. x: relative to the first of each device and n."
-        file = f"reference/{published.PUBLISHED[name][0]}"
-        lines += [f"Published by others on {', '.join(machines)}: {file}, not ours. {how}"]
+        lines += [f"Published by others on {', '.join(machines)}: reference/{name}.csv, not ours. {how}"]
     return "\n".join([*lines, *filter(None, [published.REMARKS.get(name)])])
 
 
@@ -244,25 +246,22 @@ def check(documents: list[Path], write: bool = False) -> tuple[int, list[str]]:
     them right. Files are relative to the document. Raises ValueError for a bad mark."""
     count, differing = 0, []
     for document in documents:
-        lines, out, i = document.read_text().split("\n"), [], 0
-        while i < len(lines):
-            out.append(lines[i])
-            mark, i = MARK.fullmatch(lines[i]), i + 1
-            if not mark:
-                continue
-            name, *files = [word for word in mark[1].split() if word != "--small"]
+        old, new, end = document.read_text(), "", 0
+        for mark in MARK.finditer(old):
+            line, words = old.count("\n", 0, mark.start()) + 1, mark[1].split()
+            name, *files = [word for word in words if word != "--small"]
             try:
                 check_name(name)
                 rows = published.read([document.parent / file for file in files])
-                new = section(name, rows, "--small" in mark[1].split())[1].split("\n")
+                table = section(name, rows, "--small" in words)[1]
             except ValueError as error:
-                raise ValueError(f"{document}:{i}: {error}") from None
-            old = list(itertools.takewhile(lambda line: line.startswith("|"), lines[i:]))
-            if found := difference(old, new):
-                differing.append(f"{document}:{i + 1 + found[0]}: {name}: {found[1]}")
-            out, i, count = out + new, i + len(old), count + 1
-        if write and out != lines:
-            document.write_text("\n".join(out))
+                raise ValueError(f"{document}:{line}: {error}") from None
+            if found := difference(mark["table"].splitlines(), table.splitlines()):
+                differing.append(f"{document}:{line + 1 + found[0]}: {name}: {found[1]}")
+            new += f"{old[end : mark.start('table')]}{table}\n"
+            count, end = count + 1, mark.end()
+        if write and new + old[end:] != old:
+            document.write_text(new + old[end:])
     return count, differing
 
 

@@ -43,16 +43,14 @@ def row(run: ToldRun, outcome: str) -> dict:
     seconds = stats["step_ms"] / 1e3 if stats["step_ms"] else None
     tok_s = run.world * run.step_tokens / seconds if seconds else None
     compiled = c.compile != "none" and run.first_step_s is not None and seconds is not None
-    row = run.environment | timing.clocks(run.device) | dict(loss_kind=c.loss, attention=run.attention)
-    row["world"] = flags.world_label(c, run.world)
-    row |= {k: getattr(c, k) for k in "wrapper mode compile attn remat remat_ratio depth width seqlen".split()}
-    row |= {k: getattr(c, k) for k in "batch grad_accum param_dtype reduce_dtype".split()}
-    row |= dict(flags=flags.setting(c), outcome=outcome, cell=os.environ.get("SWEEP_CELL"))
-    row |= dict(resumed_after=run.first or None, skipped=run.finite.skipped)
+    shown = "wrapper mode compile attn remat remat_ratio depth width seqlen batch grad_accum param_dtype reduce_dtype"
+    row = run.environment | timing.clocks(run.device) | dict(world=flags.world_label(c, run.world), loss_kind=c.loss)
+    row |= {name: getattr(c, name) for name in shown.split()} | dict(attention=run.attention, flags=flags.setting(c))
+    row |= dict(outcome=outcome, cell=os.environ.get("SWEEP_CELL"), skipped=run.finite.skipped)
+    row |= dict(resumed_after=run.first or None, compile_s=round(run.first_step_s - seconds, 2) if compiled else None)
     row |= memory.peak(run.device) | dict(first_step_peak_mib=run.first_step_mib) | stats
     if run.replayed is not None and run.replayed.peak_mib:  # since it was captured nothing was allocated
         row["peak_alloc_mib"] = max(run.replayed.peak_mib, row["peak_alloc_mib"])
-    row |= dict(compile_s=round(run.first_step_s - seconds, 2) if compiled else None)
     row |= dict(tok_s=tok_s, tok_s_rank=tok_s / run.world if tok_s else None)
     if run.collectives is not None:
         row["collectives"] = simulated_world.summary(run.collectives)

@@ -1,15 +1,15 @@
 """Ablations: each cell (a line of flags) is a run of main.py of its own, and leaves one row, however it ends.
 
-    ./launch.sh sweep variants --small       a named axis, at sizes for a CPU
+    ./launch.sh sweep variants --small       a named axis (a file of cells/axes), at sizes for a CPU
     ./launch.sh sweep all --wandb offline    every published table, each cell once, in one file of results
     ./launch.sh sweep cells.txt --steps 30   any file of cells
 
-The axes are the files of cells/axes; a file of your own is read in the same way. A line is a cell: nproc=N (processes)
-and flags of main.py. ranks=N are N processes where the machine has as many GPUs, else simulated. `--depth {2,4}` makes
-two cells of a line. Lines below [full] or [small] are for that size; flags beside it belong to each of them.
+A line is a cell: nproc=N (processes) and flags of main.py. ranks=N are N processes where the machine has as many GPUs,
+else simulated. `--depth {2,4}` makes two cells of a line. Lines below [full] or [small] are for that size; flags beside
+it belong to each of them. --world and --nproc are for cells that name no ranks.
 main.py writes the row; where it ended without one (killed, too slow), this program writes `failed: ...`. A second call
-runs what has no row yet, then tries again what failed; a bad shape and out of memory are results. --world and --nproc
-are for cells that name no ranks. With --wandb the cells are runs of one group, beside a run with a table per study.
+runs what has no row yet, then tries again what failed; a bad shape and out of memory are results. With --wandb the
+cells are runs of one group, beside a run with a table per study.
 """
 
 import argparse
@@ -27,7 +27,6 @@ import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 
 from trainer import config
@@ -63,23 +62,6 @@ def axes() -> dict[str, Path]:
     return {path.stem: path for path in sorted((ROOT / "cells" / "axes").glob("*.txt"))}
 
 
-def expand(line: str) -> list[str]:
-    """`--depth {2,4} --lr 1` -> `--depth 2 --lr 1`, `--depth 4 --lr 1`; with several braces every combination."""
-    parts = re.split(r"\{(.*?)\}", line)  # every second one is a list of alternatives
-    choices = [part.split(",") if i % 2 else [part] for i, part in enumerate(parts)]
-    return ["".join(chosen) for chosen in itertools.product(*choices)]
-
-
-def lines_of(file: Path, small: bool) -> Iterator[tuple[int, str]]:
-    """(number, text) of the lines that name cells of this size, with the flags that stand beside [full] or [small]."""
-    shared, wanted = "", True
-    for number, line in enumerate(file.read_text().splitlines(), 1):
-        if section := re.match(r"\[(full|small)\]", line):
-            shared, wanted = line[section.end() :], (section[1] == "small") == small
-        elif wanted and line.strip() and not line.lstrip().startswith("#"):
-            yield number, f"{shared} {line}"
-
-
 def parse(words: list[str]) -> tuple[int, Flags]:
     """nproc=2 --depth 8 --no-reshard -> (2, {"--depth": ("8",), "--no-reshard": ()}); of two equal flags the last."""
     nproc, flags, last = 1, {}, None
@@ -105,44 +87,52 @@ def world(nproc: int, flags: Flags) -> int | str:
     return f"{flags['--world'][-1]}(sim {flags.get('--link', ['h100-nvlink'])[-1]})" if "--world" in flags else nproc
 
 
-def on_ranks(line: str, small: bool) -> str:
-    """`line` with ranks=N as nproc=N, or, above what the machine has (with --small: above 2), as simulated ranks."""
-    found, most = re.search(r"(?<!\S)ranks=(\d+)", line), 2 if small else max(1, gpus())
-    if not found:
-        return line
-    start = "nproc=" if int(found[1]) <= most else "--link h100-nvlink --world "
-    return line.replace(found[0], start + found[1])
-
-
 def cell_of(line: str, small: bool, nproc: int, extra: Flags) -> str:
     """The name of a line's cell, `nproc=N --flag value ...` with the flags in alphabetical order: the same cell has the
-    same name everywhere. ValueError for what is no line of flags."""
-    own = shlex.split(on_ranks(line, small), comments=True)
-    ranks = "--world" in parse(own)[1] or any(word.startswith("nproc=") for word in own)
-    more = {flag: value for flag, value in extra.items() if flag != "--world" or not ranks}
+    same name everywhere. ranks=N becomes nproc=N or, above what the machine has (with --small: above 2), simulated
+    ranks. ValueError for what is no line of flags."""
+
+    def started(ranks: re.Match) -> str:
+        most = 2 if small else max(1, gpus())
+        return ("nproc=" if int(ranks[1]) <= most else "--link h100-nvlink --world ") + ranks[1]
+
+    own = shlex.split(re.sub(r"(?<!\S)ranks=(\d+)", started, line), comments=True)
+    named = "--world" in parse(own)[1] or any(word.startswith("nproc=") for word in own)
+    more = {flag: value for flag, value in extra.items() if flag != "--world" or not named}
     n, flags = parse([f"nproc={nproc}"] + TINY * small + own + shlex.split(join(more)))
     if small:  # FlexAttention does not train on a CPU
         flags |= {"--device": ("cpu",)} | ({"--attn": ("sdpa",)} if flags.get("--attn") == ("flex",) else {})
     return f"nproc={n} {join(flags)}".strip()
 
 
-def studies(target: str, small: bool, nproc: int, extra: list[str]) -> dict[str, list[str]]:
-    """Study -> names of the cells of an axis, of a file, or (`all`) of each axis but those of ./launch.sh gpu. `extra`:
-    flags for every cell. ValueError names the file and the line."""
-    named, found = axes(), {}
-    if target not in {"all", *named} and not Path(target).is_file():
-        raise ValueError(f"unknown axis '{target}': expected a file, all, or one of {', '.join(named)}")
-    for study in [axis for axis in named if not axis.startswith("gpu-")] if target == "all" else [target]:
-        cells = {}
-        for number, line in lines_of(named.get(study, Path(study)), small):
+def cells_of(study: str, small: bool, nproc: int, extra: Flags) -> list[str]:
+    """The cells of an axis or a file, each once: those of its lines for this size, with the flags that stand beside
+    [full] or [small]; `--depth {2,4}` makes two of a line. ValueError names the file and the line."""
+    cells, shared, wanted = {}, "", True
+    for number, line in enumerate(axes().get(study, Path(study)).read_text().splitlines(), 1):
+        if section := re.match(r"\[(full|small)\]", line):
+            shared, wanted = line[section.end() :], (section[1] == "small") == small
+        elif wanted and line.strip() and not line.lstrip().startswith("#"):
+            parts = re.split(r"\{(.*?)\}", f"{shared} {line}")  # every second one is a list of alternatives
+            choices = [part.split(",") if i % 2 else [part] for i, part in enumerate(parts)]
             try:
-                cells |= dict.fromkeys(cell_of(each, small, nproc, parse(extra)[1]) for each in expand(line))
+                for chosen in itertools.product(*choices):
+                    cells[cell_of("".join(chosen), small, nproc, extra)] = None
             except ValueError as error:
                 raise ValueError(f"{study}:{number}: {error}") from None
-        found[Path(study).stem] = list(cells)
-        if not cells:
-            raise ValueError(f"{study}: no cell in it")
-    return found
+    if not cells:
+        raise ValueError(f"{study}: no cell in it")
+    return list(cells)
+
+
+def studies(target: str, small: bool, nproc: int, extra: list[str]) -> dict[str, list[str]]:
+    """Study -> names of the cells of an axis, of a file, or (`all`) of each axis but those of ./launch.sh gpu. `extra`:
+    flags for every cell. ValueError as of `cells_of`."""
+    named = axes()
+    if target not in {"all", *named} and not Path(target).is_file():
+        raise ValueError(f"unknown axis '{target}': expected a file, all, or one of {', '.join(named)}")
+    chosen = [axis for axis in named if not axis.startswith("gpu-")] if target == "all" else [target]
+    return {Path(study).stem: cells_of(study, small, nproc, parse(extra)[1]) for study in chosen}
 
 
 def read_cells(target: str, small: bool, nproc: int, extra: list[str]) -> list[str]:

@@ -16,12 +16,12 @@ import torch.distributed as dist
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+from trainer.checkpoint.load import TrainState
 from trainer.checkpoint.manifest import CheckpointError
-from trainer.checkpoint.state import TrainState
 from trainer.config import Config
 from trainer.data import DataError
 from trainer.distributed.control import Desync, Stopped
-from trainer.distributed.terminal import tell
+from trainer.distributed.terminal import one_line, tell
 from trainer.fault_tolerance.nonfinite import NonFinite
 from trainer.fault_tolerance.watchdog import Watchdog
 from trainer.profiling import memory
@@ -55,10 +55,6 @@ class RunView(Protocol):
     step: Step | None  # None until it is built
 
 
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:500]
-
-
 def ended_by(error: BaseException, run: RunView | None, watchdog: Watchdog, debug: bool) -> tuple[str, int]:
     """Tells people and the other ranks why this rank ends; returns the row's outcome and the exit code.
 
@@ -70,7 +66,7 @@ def ended_by(error: BaseException, run: RunView | None, watchdog: Watchdog, debu
     if signum and run is not None and not (watchdog.begun or stopped):
         watchdog.stop(signum)  # Ctrl-C ends the compiler as well, which then looks like an error of its own
     if watchdog.world > 1 and lost_connection(error):
-        watchdog.roll_call("lost the connection to another rank", f"; torch says: {_line(error)}")
+        watchdog.roll_call("lost the connection to another rank", f"; torch says: {one_line(error, kind=False)}")
     outcome, code, line, common = outcome_of(error, run, watchdog.folder)
     first = watchdog.leave(line, code)
     if watchdog.rank == 0 if common else first:
@@ -79,10 +75,9 @@ def ended_by(error: BaseException, run: RunView | None, watchdog: Watchdog, debu
 
 
 def outcome_of(error: BaseException, run: RunView | None = None, folder: Path = Path(".")) -> Outcome:
-    """What an error means for the row, the exit code and people.
-
-    run: the run that it ended, or None before there is one, where a ValueError means bad flags; folder: where
-    the allocator's state is written if memory ran out on a GPU."""
+    """What an error means for the row, the exit code and people. run: the run that it ended, or None before there is
+    one, where a ValueError means bad flags; folder: where the allocator's state is written if memory ran out on a
+    GPU."""
     if memory.out_of_memory(error):
         return _out_of_memory(error, run, folder)
     if isinstance(error, Stopped):
@@ -90,12 +85,12 @@ def outcome_of(error: BaseException, run: RunView | None = None, folder: Path = 
         saved = saved if run.state.step > run.first else "there is nothing to save"
         line = f"stopped by {error} after step {run.state.step}; {saved}"
         return Outcome(f"stopped: {error}", 128 + error.signum, line, True)
-    text = _line(error)
+    text = one_line(error, 500, kind=False)
     for kind, code, common in KINDS if run is not None else (*KINDS, (ValueError, 2, False)):
         if isinstance(error, kind):
             return Outcome(f"failed: {text}", code, text if run is None else f"failed: {text}", common)
     get_error_handler().record_exception(error)  # torchrun's summary shows the traceback
-    text = f"failed: {type(error).__name__}: {text}"
+    text = f"failed: {one_line(error, 500)}"
     line = f"{text} (--debug shows where)"
     if COMPILER.search(str(error)):  # a compiler that is killed leaves half a library, with which each later run fails
         line += f"; if a compilation was killed before, delete {cache_dir()} and start again"
@@ -109,7 +104,7 @@ def lost_connection(error: BaseException) -> bool:
 
 
 def _out_of_memory(error: BaseException, run: RunView | None, folder: Path) -> Outcome:
-    phase, text = run.step.phase if run and run.step else "init", " ".join(str(error).split())[:400]
+    phase, text = run.step.phase if run and run.step else "init", one_line(error, 400, kind=False)
     wanted = re.search(r"[Tt]ried to allocate ([0-9.]+ [KMG]iB|[0-9]+ bytes)", text)
     device = run.device if run is not None else torch.device("cpu")
     peak = memory.peak(device)

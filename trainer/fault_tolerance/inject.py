@@ -107,29 +107,22 @@ class _Faults:
                 return fault.kind
         return None
 
-    def around(self, where: str, work: Callable) -> Callable:
-        """`work` after the fault of this place, or before it if that is "write"."""
+    def around(self, where: str, work: Callable, loss: bool) -> Callable:
+        """`work` after the fault of this place, or before it if that is "write". loss: whether it returns the loss."""
 
         def faulty(*args, **kwargs):
             self.step += where == "data"
             # A save in the background may be of an earlier step: its path says of which.
             saved = re.findall(r"step-(\d{8})", " ".join(arg for arg in args if isinstance(arg, str)))
             step = int(saved[-1]) if saved else self.step
-            if where != "write":
-                self.fire(where, step)
+            kind = self.fire(where, step) if where != "write" else None
             result = work(*args, **kwargs)
             if where == "write":
                 self.fire(where, step)
+            if loss:
+                result = result * (float(kind) if kind in ("nan", "inf") else 1.0)
+                result.register_hook(lambda grad: self.fire("backward", step) and None)
             return result
-
-        return faulty
-
-    def forward(self, work: Callable) -> Callable:
-        def faulty(*args, **kwargs):
-            factor = dict(nan=float("nan"), inf=float("inf")).get(self.fire("forward", self.step), 1.0)
-            loss = work(*args, **kwargs) * factor
-            loss.register_hook(lambda grad: self.fire("backward", self.step) and None)
-            return loss
 
         return faulty
 
@@ -144,11 +137,10 @@ def planted(text: str | None, c: Config, step: Step, first: int, rank: int):
         return
     waiting = _Faults(mine, first)
     places = [("data", Batches, "__next__"), ("save", saver, "_begin"), ("write", saver, "_write")]
-    places += [("commit", saver, "_commit")]
-    places += [("forward", step, "graph") if c.compile == "step" else ("update", step, "update_fn")]
+    places += [("commit", saver, "_commit"), ("forward", step, "graph" if c.compile == "step" else "loss_fn")]
+    places += [("update", step, "update_fn")] if c.compile != "step" else []
     with ExitStack() as stack:
         for where, owner, name in places:
-            stack.enter_context(mock.patch.object(owner, name, waiting.around(where, getattr(owner, name))))
-        if c.compile != "step":
-            stack.enter_context(mock.patch.object(step, "loss_fn", waiting.forward(step.loss_fn)))
+            faulty = waiting.around(where, getattr(owner, name), loss=name == "loss_fn")
+            stack.enter_context(mock.patch.object(owner, name, faulty))
         yield

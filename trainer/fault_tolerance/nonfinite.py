@@ -60,8 +60,8 @@ class FiniteCheck:
         (k, numbers, event, samples), self.pending = self.pending, None
         if event is not None:
             event.synchronize()
-        self.loss, self.norm, bad = numbers.tolist()
-        norm = self.norm
+        self.loss, norm, bad = numbers.tolist()
+        self.norm = norm
         if bad:
             return self._refused(k, norm, samples)
         mean = sum(self.norms) / max(1, len(self.norms))

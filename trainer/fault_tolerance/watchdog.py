@@ -20,8 +20,9 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -52,17 +53,15 @@ def _collectives() -> tuple[bytes, int, str]:
 
 def _where(thread: int) -> str:
     """The innermost line of this project that a thread is in."""
-    frame = sys._current_frames().get(thread)
-    while frame is not None:
+    for frame, line in traceback.walk_stack(sys._current_frames()[thread]):
         path = Path(frame.f_code.co_filename)
         own = path.is_relative_to(ROOT) and "site-packages" not in path.parts
         if own and path.name not in ("watchdog.py", "errors.py"):
-            return f"{path.relative_to(ROOT)}:{frame.f_lineno}"
-        frame = frame.f_back
+            return f"{path.relative_to(ROOT)}:{line}"
     return "?"
 
 
-class Watchdog:
+class Watchdog(AbstractContextManager):
     """limit: seconds without progress that end the run, 0 for no limit; may be changed at any time. begun: whether a
     step is done, so that a signal waits for the next boundary. on_end(outcome): called once, before the process ends.
     folder: where the stacks and the flight recorder go."""
@@ -75,7 +74,7 @@ class Watchdog:
         self.main, self.ended, self.lock = threading.get_ident(), threading.Event(), threading.Lock()
         self.on_end: Callable[[str], None] = lambda outcome: None
         self.end = os._exit
-        self.store, self.asking, self.silent = None, None, False
+        self.store, self.asking, self.silent = None, threading.Lock(), False
         if world > 1:  # a connection of its own: the main thread may be waiting in the group's
             self.store = dist.PrefixStore("watchdog", dist.distributed_c10d._get_default_store().clone())
         self._arm(limit)  # the thread may never come to its first turn
@@ -85,9 +84,6 @@ class Watchdog:
     def beat(self, step: int, place: str) -> None:
         """Notes progress. step: the one that is being done, from 1 on; place: what of it, as "data"."""
         self.step, self.place, self.at = step, place, time.monotonic()
-
-    def __enter__(self):
-        return self
 
     def __exit__(self, *_) -> None:
         self.ended.set()
@@ -136,21 +132,19 @@ class Watchdog:
     def _ask(self, work: Callable[[], Any]) -> Any:
         """What `work`, which asks the store, returns; None if it fails or if no answer comes in ANSWER_S, as when the
         store's machine is gone."""
-        answer, before = [], self.asking  # the main thread asks as well
-        if before is not None:
-            before.join(0 if self.silent else ANSWER_S)
-        if self.store is None or before is not None and before.is_alive():
-            return None
+        answer = []
+        if self.store is None or not self.asking.acquire(timeout=0 if self.silent else ANSWER_S):
+            return None  # the main thread asks as well
 
         def ask() -> None:
             with suppress(Exception):  # the main thread will learn of it
                 answer.append(work())
+            self.asking.release()
 
-        asking = threading.Thread(target=ask, daemon=True)
-        asking.start()
-        self.asking = asking
-        asking.join(ANSWER_S)
-        self.silent = asking.is_alive()
+        thread = threading.Thread(target=ask, daemon=True)
+        thread.start()
+        thread.join(ANSWER_S)
+        self.silent = thread.is_alive()
         return answer[0] if answer else None
 
     def _heard(self, *keys: str) -> list[str | None]:
@@ -172,11 +166,10 @@ class Watchdog:
                 return
             self.ended.set()
             name = signal.Signals(signum).name
-            if self.leave(name, 128 + signum):
-                line = f"error: stopped by {name} before a step was done: there is nothing to save"
-                self._end(line, f"stopped: {name}", 128 + signum)
-            else:
-                self._follow()
+            if not self.leave(name, 128 + signum):
+                return self._follow()
+            line = f"error: stopped by {name} before a step was done: there is nothing to save"
+            self._end(line, f"stopped: {name}", 128 + signum)
 
     def roll_call(self, why: str | None, more: str = "") -> None:
         """Collects where every rank is, and ends the process with exit code 7.

@@ -32,15 +32,15 @@ if __name__ == "__main__":  # before torch is imported, as in main.py
         _parser.error(f"--world {OWN.world}: must be at least 1")
     CONFIG = flags.parse(_others)
 
-import importlib
 import os
+import pkgutil
 import re
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 from unittest import mock
 
 import torch
@@ -112,8 +112,7 @@ def capture(function: Callable, args: tuple, options: dict | None = None) -> dic
     return graphs
 
 
-@dataclass(frozen=True)
-class Collective:
+class Collective(NamedTuple):
     """One collective of a graph. Bytes: `full` of the whole tensor, `sent` by one rank (ring)."""
 
     kind: str
@@ -221,9 +220,8 @@ def block_inputs(model: LanguageModel, tokens: torch.Tensor, dtype: torch.dtype)
 
 def of_step(step: Step, block: tuple[tuple, dict], tokens: torch.Tensor, dtype: torch.dtype) -> Graphs:
     """The graphs of all that a step compiles. block: of `block_inputs`; tokens [B, T]; dtype: that is gathered."""
-    arguments = dict(
-        loss=(tokens, tokens, torch.tensor(1.0)), model=(tokens,), block=block[0], step=(tokens, tokens), gather=()
-    )
+    arguments = dict(loss=(tokens, tokens, torch.tensor(1.0)), model=(tokens,), step=(tokens, tokens), gather=(),
+                     block=block[0])  # fmt: skip
     if whole := step.whole_weights:
         gradients = torch.float32 if step.grad_accum > 1 else dtype
         arguments["reduce"] = ([torch.empty(p.shape, dtype=gradients) for p in step.optimizer.params],)
@@ -253,15 +251,14 @@ def own_model(target: str, c: flags.Config, world: int) -> tuple[nn.Module, Call
     """(model, function, args, options) to compile of the model and inputs that MODULE:FUNCTION returns, wrapped as
     resolved flags say. Raises ValueError, one line, for a wrong name."""
     sys.path.insert(0, os.getcwd())
-    name, _, function = target.partition(":")
     try:
-        model, inputs = getattr(importlib.import_module(name), function)()
+        model, inputs = pkgutil.resolve_name(target)()
     except (ImportError, AttributeError, TypeError) as e:
         raise ValueError(f"--model {target}: {e}; give MODULE:FUNCTION, a function that returns (model, inputs)") from e
     wrap(model, c, torch.device("cpu"), world)
     if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
         model.to_empty(device="cpu")
-    options = flags.compile_options(c) or {}
+    options = flags.compile_options(c)
     options = options if options.pop("plain", False) else overlap.compile_options(model) | options
     args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
     return model, lambda *args: model(*args, **kwargs), args, options

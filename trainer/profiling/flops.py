@@ -4,7 +4,6 @@
         model = Transformer(config)
     flops = count(model, seqlen=4096)          # of a token's training step; nothing is computed
     flops.causal                               # model FLOPs, the ruler of the rows' `mfu`
-    utilisation(..)                            # percent
 
 torch's counter adds up the products of a forward on the meta device. A forward of T tokens costs a T + b T^2: the
 products with weights, and attention of all tokens to all. Two lengths give a and b exactly, whatever the attention is
@@ -26,7 +25,7 @@ class Flops(NamedTuple):
     """Of one token's training step. `linear`: products with weights. `palm`: plus attention to all tokens of the
     sequence (arXiv 2204.02311, appendix B). `causal`: plus attention to those before it alone."""
 
-    linear: int | float
+    linear: float
     palm: float
     causal: float
 
@@ -55,7 +54,6 @@ def count(model: nn.Module, seqlen: int) -> Flops:
     if weights + pair * middle != a_middle or weights < 0 or pair < 0:
         raise ValueError(f"its forwards of {short}, {middle} and {long} tokens do not cost a T + b T^2")
     linear, pair = float(3 * weights), float(3 * pair)
-    linear = int(linear) if linear.is_integer() else linear
     return Flops(linear, linear + pair * seqlen, linear + pair * causal_keys(seqlen))
 
 

@@ -49,9 +49,9 @@ if __name__ == "__main__":  # before torch is imported, as in main.py
     CONFIG = flags.parse(_others)
 
 import torch
+import torch._inductor.config as inductor_config
 import torch.distributed as dist
 from torch._dynamo.device_interface import CudaInterface
-import torch._inductor.config as inductor_config
 from torch._inductor import async_compile, codecache, compile_fx
 from torch._inductor.graph import GraphLowering
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
@@ -59,6 +59,7 @@ from torch.fx.node import map_aggregate
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import lean
 import model as model_file
 from overlap import module_of
 from trainer.parallelize import build
@@ -228,8 +229,8 @@ def _loaded(name: str, module: types.ModuleType, graph) -> Code:
     origins = {}
     for buffer in graph.buffers:
         nodes = [*getattr(buffer, "origins", ())]
-        modules = [m for m in map(module_of, nodes) if m]
-        origins[buffer.get_name()] = (modules or [""])[0], str(nodes[0].target) if nodes else ""
+        path = next(filter(None, map(module_of, nodes)), "")  # L['self'].call.blocks.0.mlp.up
+        origins[buffer.get_name()] = re.sub(r"^.*?\bcall\.?", "", path), str(nodes[0].target) if nodes else ""
     kernels = {k.name: k for k in vars(module).values() if isinstance(k, Kernel)}
     return Code(name, module, Path(module.__file__).read_text(), kernels, origins)
 
@@ -283,7 +284,7 @@ def sdpa_kernel(kernel: str, q, k, v, plain: Callable = model_file.sdpa_kernel) 
 
 
 def add_product(total, a, b) -> None:
-    """model.add_product likewise: on a GPU no product is a tensor of its own."""
+    """lean.add_product likewise: on a GPU no product is a tensor of its own."""
     torch.addmm(total, a, b, out=total, **({} if a.dtype == total.dtype else dict(out_dtype=total.dtype)))
 
 
@@ -307,7 +308,8 @@ def simulated(c: flags.Config, world: int, arch: str | None) -> Iterator[tuple[S
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
         mock.patch.object(dist, "init_device_mesh", real_mesh),
-        mock.patch.dict(vars(model_file), dict(sdpa_kernel=sdpa_kernel, add_product=add_product) if arch else {}),
+        mock.patch.dict(vars(model_file), dict(sdpa_kernel=sdpa_kernel) if arch else {}),
+        mock.patch.dict(vars(lean), dict(add_product=add_product) if arch else {}),
         generated(arch is not None, name) as codes,
     ):
         step = build(c, cpu, world, init=False)

@@ -6,12 +6,12 @@
 A step runs on tensors that have no memory, and every storage is counted from its birth to its death, as CUDA's
 allocator would: sizes rounded up to 512 bytes, the inputs of a collective held until it is waited for. Compiled parts
 run as the code that Inductor generates for the GPU, in its order, its kernels left out; custom ops run their own
-Python, so that what they hold inside counts. Simulated, not measured: scratch of cuBLAS and attention kernels, NCCL's
-buffers and what the allocator cannot give out again are not in it (ALLOWANCE_MIB is a guess at them).
+Python, so that what they hold inside counts. Two allowances stand for what has not been measured: the workspaces of
+cuBLAS, and the gradient of q in fp32 as scratch of a fused attention's backward. NCCL's buffers and what the allocator
+cannot give out again are not in it.
 """
 
 import argparse
-import re
 import signal
 import sys
 import weakref
@@ -45,29 +45,31 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from trainer.optimizer import local
 from trainer.profiling import gpu_code
-from trainer.profiling.events import moved, sizes_of
-from trainer.profiling.timeline import GRADIENTS, MOMENTS, OTHER, PARAMETERS, WEIGHTS, Event, Timeline, lines, mib
-from trainer.step import Step
+from trainer.profiling.timeline import GRADIENTS, NAMES, WEIGHTS, Event, Timeline, before, lines, mib, moved, sizes_of
 
-ALLOWANCE_MIB = 64  # for two workspaces of cuBLAS, 32 MiB each on Hopper, as torch sets them
+CUBLAS_MIB = 64  # allowance: a workspace of 32 MiB (Hopper) for each of the threads of forward and backward
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 FACTOR = {torch.ops.aten.mm: 1, torch.ops.aten.addmm: 2}  # which argument of a product may be a weight
-DTYPES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
+
+
+def storage_of(t: torch.Tensor) -> int:
+    return t.untyped_storage()._cdata
 
 
 class Meter(TorchDispatchMode):
-    """Notes the birth and the death of every storage, as events of a Timeline, and the work of every operation."""
+    """Notes the birth and the death of every storage, as events of a Timeline, and the work of every operation.
 
-    def __init__(self, codes: list[gpu_code.Code], known: set[int]):
+    codes: whose lines tell what a storage is for. known: storages from before the step, which are counted by
+    themselves. gpu: add the scratch of attention's backward, see above."""
+
+    def __init__(self, codes: list[gpu_code.Code], known: set[int], gpu: bool):
         super().__init__()
-        self.codes = {code.module.__file__: code for code in codes}
+        self.codes, self.known, self.gpu = {code.module.__file__: code for code in codes}, known, gpu
         self.events: list[Event] = []
-        self.known = known  # storages from before the step, which are counted by themselves
-        self.size = dict.fromkeys(known, 0)
+        self.size = dict.fromkeys(known, 0)  # by storage
         self.pending: dict[int, list] = {}  # output of a collective -> its inputs, which NCCL reads until the wait
-        self.work: dict[str, Counter] = defaultdict(Counter)
+        self.work: dict[str, Counter] = defaultdict(Counter)  # operation -> calls, flops, nbytes
 
     @classmethod
     def is_infra_mode(cls) -> bool:  # or Dynamo would run everything eagerly below this mode
@@ -76,11 +78,10 @@ class Meter(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(t not in (FakeTensor, torch.Tensor, torch.nn.Parameter) for t in types):
             return NotImplemented  # a DTensor runs operations on its shards, which come here again
-        kwargs = kwargs or {}
         if func is WAIT:
-            self.pending.pop(key(args[0]), None)
+            self.pending.pop(storage_of(args[0]), None)
             return args[0]
-        own = torch._library.custom_ops.OPDEFS.get(func._schema.name)
+        kwargs, own = kwargs or {}, torch._library.custom_ops.OPDEFS.get(func._schema.name)
         if own is not None:  # what it holds inside counts, and its products are counted there
             with self:
                 out = own._init_fn(*args, **kwargs)
@@ -90,34 +91,56 @@ class Meter(TorchDispatchMode):
         given = [t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         for t in made:
             self.born(t, str(func))
-        if func.namespace == "_c10d_functional":
-            for t in made:
-                self.pending[key(t)] = given
+        if piece := moved(func._schema.name):
+            self.pending |= {storage_of(t): given for t in made}
             for t in given + made:
-                self.read(t, moved(func._schema.name))
+                self.read(t, piece)
         elif func.overloadpacket in FACTOR and args[FACTOR[func.overloadpacket] - 1].stride(-1) == 1:
             self.read(args[FACTOR[func.overloadpacket]], WEIGHTS)
+        if self.gpu and "attention_backward" in func._schema.name:
+            scratch = 4 * given[1].numel()  # the gradient of q, in fp32
+            self.events.append(Event(len(self.events), -1, scratch, "scratch of attention, an allowance"))
+            self.events.append(Event(len(self.events), -1, -scratch))
         count = flop_registry.get(func.overloadpacket)
         if count is not None and own is None:
             shapes = [a for a in args if not isinstance(a, torch.dtype)]  # torch's formulas know no out_dtype
-            self.note(str(func), given + made, count(*shapes, **kwargs, out_val=out))
+            moves = sum(t.nbytes for t in given + made)
+            self.work[str(func)].update(calls=1, flops=count(*shapes, **kwargs, out_val=out), nbytes=moves)
         return out
 
-    def note(self, name: str, tensors: list, flops: int = 0) -> None:
-        self.work[name].update(calls=1, flops=flops, nbytes=sum(t.nbytes for t in tensors))
-
     def born(self, t: torch.Tensor, op: str) -> None:
-        if key(t) not in self.size:
-            weakref.finalize(t.untyped_storage(), self.died, key(t))
+        if storage_of(t) not in self.size:
+            weakref.finalize(t.untyped_storage(), self.died, storage_of(t))
             self.sized(t.untyped_storage(), self.where(op))
             self.read(t, "")
 
     def sized(self, storage: torch.UntypedStorage, where: str) -> None:
-        """Notes what a storage, new or resized, takes from now on."""
+        """Notes what a storage, new or resized, takes from now on: CUDA's allocator rounds up to 512 bytes."""
         self.died(storage._cdata)
-        self.size[storage._cdata] = nbytes = rounded(storage)
+        self.size[storage._cdata] = nbytes = -(-storage.nbytes() // 512) * 512
         if nbytes:
             self.events.append(Event(len(self.events), storage._cdata, nbytes, where))
+
+    def died(self, which: int) -> None:
+        if nbytes := self.size.pop(which, 0):
+            self.events.append(Event(len(self.events), which, -nbytes))
+
+    def read(self, t: torch.Tensor, piece: str) -> None:
+        if self.size.get(storage_of(t)):
+            dtype = NAMES.get(t.dtype, "")
+            self.events.append(Event(len(self.events), storage_of(t), 0, "", piece, tuple(t.shape), dtype))
+
+    def where(self, op: str) -> str:
+        """The operation, and the module that it belongs to, of the line of generated code that runs now."""
+        frame = sys._getframe(2)
+        while frame is not None and frame.f_code.co_filename not in self.codes:
+            frame = frame.f_back
+        if frame is None:
+            return op
+        code = self.codes[frame.f_code.co_filename]
+        buffer = code.source.splitlines()[frame.f_lineno - 1].partition("=")[0].strip()
+        module, operation = code.origins.get(buffer, ("", op))
+        return f"{operation}, {module}".rstrip(", ")
 
     @contextmanager
     def metering(self) -> Iterator[None]:
@@ -129,58 +152,27 @@ class Meter(TorchDispatchMode):
             if storage._cdata not in self.known:
                 self.sized(storage, "resize")
 
-        with mock.patch.object(torch.UntypedStorage, "resize_", resize), self:
+        def launched(kernel, args):
+            moves = sum(t.nbytes for t in args if isinstance(t, torch.Tensor))
+            self.work[kernel.name].update(calls=1, nbytes=moves)
+
+        with (
+            mock.patch.object(torch.UntypedStorage, "resize_", resize),
+            mock.patch.object(gpu_code.Kernel, "launched", launched),
+            self,
+        ):
             yield
-
-    def read(self, t: torch.Tensor, piece: str) -> None:
-        if self.size.get(key(t)):
-            self.events.append(Event(len(self.events), key(t), 0, "", piece, tuple(t.shape), DTYPES.get(t.dtype, "")))
-
-    def died(self, which: int) -> None:
-        if nbytes := self.size.pop(which, 0):
-            self.events.append(Event(len(self.events), which, -nbytes))
-
-    def where(self, op: str) -> str:
-        """The operation, and the module that it belongs to, of the line of generated code that runs now."""
-        frame = sys._getframe(2)
-        while frame is not None and frame.f_code.co_filename not in self.codes:
-            frame = frame.f_back
-        if frame is None:
-            return op
-        code = self.codes[frame.f_code.co_filename]
-        line = code.source.splitlines()[frame.f_lineno - 1]
-        module, target = code.origins.get(line.partition("=")[0].strip(), ("", ""))
-        return f"{target or op}, {re.sub('^.*?call[.]?|_modules', '', module)}".rstrip(", ")
-
-
-def key(t: torch.Tensor) -> int:
-    return t.untyped_storage()._cdata
-
-
-def rounded(storage: torch.UntypedStorage) -> int:
-    """Bytes that CUDA's allocator gives to a storage."""
-    return -(-storage.nbytes() // 512) * 512
-
-
-def before(step: Step, *given: torch.Tensor) -> tuple[dict[str, int], set[int]]:
-    """({piece: bytes}, storages) of what is alive before a step."""
-    o, total, known = step.optimizer, Counter(), set()
-    groups = {PARAMETERS: step.model.parameters(), MOMENTS: [*o.m, *o.v],
-              OTHER: [*step.model.buffers(), o.t, o.lr, *given]}  # fmt: skip
-    for piece, tensors in groups.items():
-        for t in (local(t.detach()) for t in tensors):
-            if key(t) not in known:
-                known.add(key(t))
-                total[piece] += rounded(t.untyped_storage())
-    return dict(total), known
 
 
 def simulate(c: flags.Config, world: int, arch: str | None) -> tuple[Timeline, Meter]:
-    """The second step of resolved flags, as one rank of `world` sees it. arch: as gpu_code.simulated."""
+    """The second step of resolved flags, as one rank of `world` sees it. arch: as gpu_code.simulated. ValueError, one
+    line, for --wrapper ddp."""
+    if c.wrapper == "ddp":
+        raise ValueError("--wrapper ddp: its reducer needs memory, so it cannot be simulated; use --mode replicate")
     marks = []
     with gpu_code.simulated(c, world, arch) as (step, tokens, codes):
-        base, known = before(step, tokens)
-        meter = Meter(codes, known)
+        base, known = before(step, tokens, tokens, storage_of)
+        meter = Meter(codes, known, arch is not None)
 
         def note(phase, grads):
             if phase != "reduce":  # which belongs to backward
@@ -188,11 +180,9 @@ def simulate(c: flags.Config, world: int, arch: str | None) -> tuple[Timeline, M
             for g in grads:
                 meter.read(g, GRADIENTS)
 
-        if step.phase == "fwd":
-            marks.append((0, "fwd"))
         with meter.metering(), step.watched(note):
             step(tokens, tokens)
-    return Timeline(meter.events, marks, base, sizes_of(c, world)), meter
+    return Timeline(meter.events, marks or [(0, "step")], base, sizes_of(c, world)), meter
 
 
 def report(timeline: Timeline, meter: Meter, most: int) -> list[str]:
@@ -200,11 +190,10 @@ def report(timeline: Timeline, meter: Meter, most: int) -> list[str]:
     levels, text = timeline.levels(), lines(timeline, step=2)
     ends = [*timeline.starts[1:], len(levels)]
     for (_, phase), first, end in zip(timeline.marks, timeline.starts, ends, strict=True):
-        if first < end:
-            text.append(f"peak of {phase}: {mib(max(levels[first:end]))} MiB")
+        text.append(f"peak of {phase}: {mib(max(levels[first:end], default=0))} MiB")
     flops = sum(count["flops"] for count in meter.work.values())
     text.append(f"products and attention: {flops / 1e12:.3f} TFLOP")
-    for name, count in sorted(meter.work.items(), key=lambda item: -item[1]["flops"] - item[1]["nbytes"])[:most]:
+    for name, count in sorted(meter.work.items(), key=lambda item: -item[1]["nbytes"])[:most]:
         text.append(f"  {name}: {count['calls']} times, {count['flops'] / 1e12:.3f} TFLOP, {mib(count['nbytes'])} MiB")
     return text
 
@@ -214,14 +203,14 @@ def draw(timeline: Timeline, path: str) -> None:
     from matplotlib.figure import Figure
 
     n = len(timeline.events)
-    bands = {piece: [size] * n for piece, size in timeline.pieces(-1).items()}
+    bands = {piece: [size] * n for piece, size in timeline.base.items()}
     for b in timeline.blocks:
+        band = bands.setdefault(b.piece, [0] * n)
         for i in range(b.born, min(n, b.died)):
-            bands[b.piece][i] += b.nbytes
-    bands = {piece: [size / 2**20 for size in sizes] for piece, sizes in bands.items() if any(sizes)}
+            band[i] += b.nbytes
     plot = Figure(figsize=(9, 4), layout="constrained")
     ax = plot.subplots()
-    ax.stackplot(range(n), *bands.values(), labels=bands, step="post")
+    ax.stackplot(range(n), *([size / 2**20 for size in band] for band in bands.values()), labels=bands, step="post")
     for start, (_, phase) in zip(timeline.starts, timeline.marks, strict=True):
         ax.axvline(start, color="black", linewidth=0.5)
         ax.text(start, ax.get_ylim()[1], phase, va="bottom")
@@ -233,20 +222,20 @@ def draw(timeline: Timeline, path: str) -> None:
 def main(own: argparse.Namespace, c: flags.Config) -> int:
     """Prints the report; returns the exit code. Bad flags, or no Triton: SystemExit(2)."""
     arch = None if c.device == "cpu" else own.arch
+    if arch and (reason := gpu_code.no_triton()):
+        fail(reason, 0)
     if arch:
-        if reason := gpu_code.no_triton():
-            fail(reason, 0)
         gpu_code.pretend(arch)
     dist.init_process_group("fake", rank=0, world_size=own.world, store=FakeStore())
     try:
-        c = flags.resolve(c, "cuda" if arch else "cpu", own.world)
-        timeline, meter = simulate(c, own.world, arch)
+        timeline, meter = simulate(flags.resolve(c, "cuda" if arch else "cpu", own.world), own.world, arch)
     except ValueError as e:
         fail(str(e), 0)
     dist.destroy_process_group()
     print(*report(timeline, meter, own.kernels), sep="\n")
     top = timeline.peaks(1)[0].nbytes
-    print(f"{mib(top)} MiB simulated, not measured; with {ALLOWANCE_MIB} for cuBLAS {mib(top + ALLOWANCE_MIB * 2**20)}")
+    print(f"simulated, not measured: {mib(top)} MiB" + f"; with {CUBLAS_MIB} for cuBLAS "
+          f"{mib(top + CUBLAS_MIB * 2**20)}" * (arch is not None))  # fmt: skip
     if own.plot:
         draw(timeline, own.plot)
     return 0

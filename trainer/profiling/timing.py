@@ -66,9 +66,10 @@ class StepTimer:
         return [ms for ms, excluded in self._done if not excluded]
 
 
-def stats(ms: list[float]) -> dict[str, float | int | None]:
-    """step_ms (median), step_ms_min and step_ms_max, None if there is no step, and n, the number of steps."""
-    reduce = {"step_ms": statistics.median, "step_ms_min": min, "step_ms_max": max}
+def stats(ms: list[float], name: str = "step") -> dict[str, float | int | None]:
+    """step_ms (median), step_ms_min and step_ms_max, None if there is no step, and n, the number of steps. name: what
+    they are called in place of "step"."""
+    reduce = {f"{name}_ms": statistics.median, f"{name}_ms_min": min, f"{name}_ms_max": max}
     return {key: round(f(ms), 3) if ms else None for key, f in reduce.items()} | {"n": len(ms)}
 
 
@@ -100,9 +101,8 @@ def clocks(device: Device) -> dict[str, float | None]:
     return {k: float(v) if re.fullmatch(r" *[\d.]+", v) else None for k, v in zip(keys, text.split(","), strict=False)}
 
 
-def environment(device: Device | None = None) -> dict:
-    """What a row of results says about code and machine. device None: the current CUDA device, or else the CPU."""
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+def environment(device: Device) -> dict:
+    """What a row of results says about code and machine."""
     info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     cpu = re.search(r"^model name\s*:\s*(.+)$|\Z", info, re.MULTILINE)[1] or os.uname().machine
     name = torch.cuda.get_device_name(device) if is_cuda(device) else f"CPU {cpu}, {torch.get_num_threads()} threads"
