@@ -69,7 +69,7 @@ def blocks_of(model: nn.Module) -> list[str]:
 
 
 def compile_options(model: nn.Module, blocks: Sequence[str] | None = None, cap_mib: float = 128.0,
-                    whole_step: bool = False) -> dict:  # fmt: skip
+                    whole_step: bool = False, ahead: float = 1.0) -> dict:  # fmt: skip
     """Inductor options for any torch.compile of `model`, wrapped, or of a function around it. None on a single rank,
     where Inductor's own order of a graph needs less memory.
 
@@ -77,6 +77,8 @@ def compile_options(model: nn.Module, blocks: Sequence[str] | None = None, cap_m
     cap_mib: most MiB, as gathered or reduced, of one bucket of parameters that lie in no block (a larger parameter is
     one of its own and takes small ones along).
     whole_step: what is compiled is a whole training step, which returns its loss first and updates the parameters.
+    ahead: the part of a block's FLOPs that a collective has to hide behind. 1: a gather starts when the one before has
+    arrived, a reduction is waited for when the next one starts. Less takes less memory, and needs a faster network.
     Raises ValueError if a name is no module of `model`; while compiling, if no collective lies in any block."""
     if blocks is None:
         blocks = blocks_of(model)
@@ -87,17 +89,19 @@ def compile_options(model: nn.Module, blocks: Sequence[str] | None = None, cap_m
             raise ValueError(f"blocks: {', '.join(missing)}: no such module, there are {', '.join(list(modules)[1:])}")
     if not any(p.device_mesh.size() > 1 for p in model.parameters() if isinstance(p, DTensor)):
         return {}
-    return dict(post_grad_custom_post_pass=Overlap(tuple(blocks), cap_mib, whole_step), reorder_for_peak_memory=False)
+    moves = Overlap(tuple(blocks), cap_mib, whole_step, ahead)
+    return dict(post_grad_custom_post_pass=moves, reorder_for_peak_memory=False)
 
 
 class Overlap(CustomGraphPass):
     """Buckets and moves the collectives of one post-grad graph. A collective is named by the node that starts it."""
 
-    def __init__(self, blocks: tuple[str, ...], cap_mib: float, whole_step: bool = False):
-        self.blocks, self.cap, self.whole_step = blocks, cap_mib * 2**20, whole_step
+    def __init__(self, blocks: tuple[str, ...], cap_mib: float, whole_step: bool = False, ahead: float = 1.0):
+        self.blocks, self.cap, self.whole_step, self.ahead = blocks, cap_mib * 2**20, whole_step, ahead
 
     def uuid(self):  # what the compile caches know of this pass: its source and its settings
-        return hashlib.sha256(Path(__file__).read_bytes()).hexdigest(), self.blocks, self.cap, self.whole_step
+        source = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+        return source, self.blocks, self.cap, self.whole_step, self.ahead
 
     def __call__(self, g: fx.Graph) -> None:
         g = getattr(g, "graph", g)
@@ -177,10 +181,12 @@ class Overlap(CustomGraphPass):
 
     def merge_gathers(self, g: fx.Graph, found: list[fx.Node], before: fx.Node | None) -> None:
         """found: all-gathers in the order of their waits. The first bucket starts at the node `before`, each later one
-        as soon as the one before it is cut up and its memory free again."""
+        as soon as the one before it is cut up and its memory free again, or `ahead` of its wait."""
         place = {n: i for i, n in enumerate(g.nodes)}
-        for bucket in self.buckets(found):
+        for i, bucket in enumerate(self.buckets(found)):
             first_wait = min((wait_of(n) for n in bucket), key=place.get)
+            if i and self.ahead < 1:
+                before = part_of(before, first_wait, 1 - self.ahead) or before
             with g.inserting_before(before):
                 copies = {}
                 inputs = [copied(g, n.args[0], copies) for n in bucket]
@@ -203,11 +209,27 @@ class Overlap(CustomGraphPass):
                 rows = [call(g, aten.reshape.default, n.args[0], [ranks, -1]) for n in bucket]  # each [N, shard]
                 flat = call(g, aten.reshape.default, call(g, aten.cat.default, rows, 1), [-1])
                 start = call(g, op, flat, *bucket[0].args[1:], like=bucket)
-                if last_wait is not None:
-                    start.append(last_wait)  # moves it to here; the caller sorts what uses it behind it
+                if last_wait is not None:  # moves it to here; the caller sorts what uses it behind it
+                    (self.ahead < 1 and part_of(last_wait, start, self.ahead) or start).append(last_wait)
                 last_wait = call(g, WAIT, start)
                 results = split(g, last_wait, bucket, aten.split_with_sizes.default)
             replace(bucket, results)
+
+
+def part_of(first: fx.Node, last: fx.Node, part: float) -> fx.Node | None:
+    """The product between two nodes of a graph with which this part of the FLOPs between them is reached."""
+    between, done = [], 0.0
+    while first is not last:
+        if is_product(first):
+            args, kwargs = fx.map_arg((first.args, first.kwargs), lambda n: n.meta["val"])
+            count = flop_registry[getattr(first.target, "overloadpacket", first.target)]
+            between.append((first, count(*args, **kwargs, out_val=first.meta["val"])))
+        first = first.next
+    for node, flops in between:
+        done += flops
+        if done >= part * sum(flops for _, flops in between):
+            return node
+    return None
 
 
 def wait_of(start: fx.Node) -> fx.Node:

@@ -129,6 +129,10 @@ class System:
     compile_options: tuple[str, ...] = ()
     """Inductor options for the model's graphs, each NAME=VALUE, such as max_autotune=True. They are added to those of
     overlap.py, which bucket collectives per block and start them early; the word plain leaves those out."""
+    ahead: float = 1.0
+    """The part of a block's computation that its collectives may hide behind. 1: the next block's weights are gathered
+    as soon as this block's have arrived, gradients are reduced during the whole next block. Less holds them for a
+    shorter time, which saves memory, and needs a faster network; for --compile model, fwdbwd and step."""
     cuda_graph: bool = False
     """Replay the whole step as one CUDA graph, without any Python in between. It is captured at the third step."""
     deterministic: bool = False
@@ -245,7 +249,7 @@ _RANGES = [
     ("clip min_shard_mib norm_limit spike timeout first_timeout",
      lambda v: 0 <= v < math.inf, "0 or a positive number"),
     ("init", lambda v: v.endswith((".safetensors", ".safetensors.index.json", ".pt")), "a .safetensors or a .pt"),
-    ("remat_ratio", lambda v: 0 <= v <= 1, "between 0 and 1"),
+    ("remat_ratio ahead", lambda v: 0 <= v <= 1, "between 0 and 1"),
 ]  # fmt: skip
 
 
@@ -320,6 +324,8 @@ def _step_misfits(c: Config) -> list[tuple]:
          f"changes nothing of --remat {c.remat}; use it with attn, mlp or both"),
         ("remat_core", c.remat_core and cpu and c.compile != "none" and c.wrapper != "none",
          f"on a CPU torch cannot compile it over shards (--compile {c.compile}); use --compile none"),
+        ("ahead", c.ahead < 1 and (c.compile in ("none", "blocks") or "plain" in c.compile_options),
+         f"moves nothing of --compile {c.compile}; use it with fwdbwd, model or step, without plain"),
         # Refused steps, and the optimizer inside backward
         ("max_skips", c.nonfinite == "stop" and c.max_skips != Training.max_skips, "needs --nonfinite skip"),
         ("norm_limit", early and c.norm_limit, too_late),

@@ -191,4 +191,5 @@ def build(c: flags.Config, device: torch.device, world: int, stage: Callable[[st
                   inspect=inspect)  # fmt: skip
     if c.wrapper in ("fsdp2", "ddp"):
         return HookedStep(c, model, optimizer, **kwargs)
-    return make_step(c.compile, model, optimizer, in_backward=c.optim == "in-backward", **kwargs)
+    in_backward = c.optim == "in-backward"
+    return make_step(c.compile, model, optimizer, in_backward=in_backward, ahead=c.ahead, **kwargs)

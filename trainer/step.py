@@ -360,13 +360,14 @@ def blocks_to_compile(model: nn.Module, otherwise: str) -> list[nn.Module]:
 
 
 def make_step(mode: str, model: nn.Module, optimizer: AdamW, *, options: dict | None = None,
-              in_backward: bool = False, **kwargs) -> Step:  # fmt: skip
+              in_backward: bool = False, ahead: float = 1.0, **kwargs) -> Step:  # fmt: skip
     """The step of a compile mode. kwargs: mesh, grad_accum, clip, chunk (tokens per chunk of the loss, 0: all at once),
     accum_sync ("every" micro-batch or the "last"; the latter needs the wrapper's param_dtype and reduce_dtype),
     norm_limit (a step whose gradient norm is above is refused; 0: none), and Step's between and inspect.
 
-    options: Inductor options on top of overlap.compile_options; {"plain": True} leaves those out. in_backward: the
-    optimizer's step is part of backward (modes "none" and "blocks"). ValueError for what mode or torch cannot do."""
+    options: Inductor options on top of overlap.compile_options(ahead=ahead); {"plain": True} leaves those out.
+    in_backward: the optimizer's step is part of backward (modes "none" and "blocks"). ValueError for what mode or torch
+    cannot do."""
     check_mode(mode)
     if kwargs.get("inspect") is not None and (mode == "step" or in_backward):
         raise ValueError("inspect: this step has no gradients outside its graph or its backward")
@@ -382,7 +383,7 @@ def make_step(mode: str, model: nn.Module, optimizer: AdamW, *, options: dict | 
     plain = options.pop("plain", False)
 
     def with_overlap(part: nn.Module, **how) -> dict:
-        return ({} if plain else compile_options(part, **how)) | options
+        return ({} if plain else compile_options(part, ahead=ahead, **how)) | options
 
     def compiled(name: str, function: Callable, options: dict) -> Callable:
         step.compiled[name] = function, options

@@ -259,7 +259,7 @@ def own_model(target: str, c: flags.Config, world: int) -> tuple[nn.Module, Call
     if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
         model.to_empty(device="cpu")
     options = flags.compile_options(c)
-    options = options if options.pop("plain", False) else overlap.compile_options(model) | options
+    options = options if options.pop("plain", False) else overlap.compile_options(model, ahead=c.ahead) | options
     args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
     return model, lambda *args: model(*args, **kwargs), args, options
 

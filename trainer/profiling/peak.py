@@ -180,7 +180,8 @@ def simulate(c: flags.Config, world: int, arch: str | None) -> tuple[Timeline, M
             for g in grads:
                 meter.read(g, GRADIENTS)
 
-        with meter.metering(), step.watched(note):
+        step.watcher = note
+        with meter.metering():
             step(tokens, tokens)
     return Timeline(meter.events, marks or [(0, "step")], base, sizes_of(c, world)), meter
 
