@@ -47,6 +47,13 @@ def python(*argv, env=(), trace=True, timeout=180):
     return SimpleNamespace(code=done.returncode, out=done.stdout, err=err, imports=imports)
 
 
+def module(name, *argv, timeout=600):
+    """python -m NAME in a process of its own, in the repository."""
+    command, environment = [sys.executable, "-W", "ignore", "-m", name, *argv], os.environ | {"COLUMNS": "100"}
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=timeout)
+    return SimpleNamespace(code=done.returncode, out=done.stdout, err=done.stderr)
+
+
 def torchrun(*argv, ranks=2, cwd=None):
     """main.py on gloo ranks. `code` is that of the first rank that failed, as torchrun reports it; `err` is ours."""
     environment = {k: v for k, v in os.environ.items() if k not in TORCHRUN}

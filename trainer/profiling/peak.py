@@ -92,7 +92,8 @@ class Meter(TorchDispatchMode):
         for t in made:
             self.born(t, str(func))
         if piece := moved(func._schema.name):
-            self.pending |= {storage_of(t): given for t in made}
+            if func.namespace == "_c10d_functional":  # others are not waited for by an operation
+                self.pending |= {storage_of(t): given for t in made}
             for t in given + made:
                 self.read(t, piece)
         elif func.overloadpacket in FACTOR and args[FACTOR[func.overloadpacket] - 1].stride(-1) == 1:
