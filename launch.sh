@@ -54,7 +54,7 @@ install() {
     echo "installing into .venv (torch for $kind): some minutes, once" >&2
     "${PYTHON:-python3}" -m venv --clear .venv
     [ "$kind" = cuda ] || [ "$(uname)" = Darwin ] || install_cpu_torch
-    "$py" -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev,wandb,hf,plot]' >&2
+    "$py" -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev,wandb,hf,plot,gpucode]' >&2
     echo "$hash $kind" > .venv/.installed
 }
 

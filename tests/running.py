@@ -47,10 +47,12 @@ def python(*argv, env=(), trace=True, timeout=180):
     return SimpleNamespace(code=done.returncode, out=done.stdout, err=err, imports=imports)
 
 
-def module(name, *argv, timeout=600):
-    """python -m NAME in a process of its own, in the repository."""
-    command, environment = [sys.executable, "-W", "ignore", "-m", name, *argv], os.environ | {"COLUMNS": "100"}
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=timeout)
+def module(*command, timeout=600, cwd=ROOT):
+    """python -m COMMAND in a process of its own; or, if it begins with a line break, this text with what follows."""
+    how = ["-c"] if command[0].startswith("\n") else ["-m"]
+    environment = os.environ | {"COLUMNS": "100", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-W", "ignore", *how, *command]
+    done = subprocess.run(command, env=environment, cwd=cwd, capture_output=True, text=True, timeout=timeout)
     return SimpleNamespace(code=done.returncode, out=done.stdout, err=done.stderr)
 
 

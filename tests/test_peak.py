@@ -5,7 +5,6 @@
 """
 
 import re
-import sys
 
 import pytest
 import torch
@@ -87,8 +86,3 @@ def test_no_peak_has_grown_by_2_percent(line):
 def test_ddp_is_refused():
     done = module("trainer.profiling.peak", "--device", "cpu", "--wrapper", "ddp", "--compile", "none")
     assert done.code == 2 and "--wrapper ddp: its reducer needs memory" in one_line(done.err)
-
-
-def test_without_triton_one_line_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "triton", None)
-    assert "pip install" in gpu_code.no_triton()

@@ -1,0 +1,85 @@
+"""python -m trainer.profiling.gpu_code: every kernel of ours compiles for the GPUs we name; what does not fit is told.
+
+    pytest tests/test_gpu_code.py -m "slow or not slow"     # four minutes on two cores, no GPU; needs Triton
+"""
+
+import re
+import sys
+
+import pytest
+from running import module, one_line
+
+from trainer.profiling import gpu_code
+
+SMALL = "--depth 1 --width 512 --seqlen 512 --batch 4 --vocab 4096"
+COMMAND = "trainer.profiling.gpu_code"
+needs_triton = pytest.mark.skipif(bool(gpu_code.no_triton()), reason=str(gpu_code.no_triton()))
+CELLS = [
+    "--arch sm_90 --sdpa cudnn --remat both",
+    "--arch sm_80 --attn flex --remat both",
+    "--arch sm_90 --attn flex --loss chunked --remat block --mlp lean --mlp-chunk 1024 --ahead 0.05",
+    "--arch sm_80 --sdpa flash --compile step --param-dtype bf16",
+]
+
+
+def rows(out: str) -> list[tuple[str, int, int, int]]:
+    """(kernel, registers, stack, shared) of each line of the table."""
+    return [(name, *map(int, found)) for name, *found in re.findall(r"^(triton_\w+) +\d+ +(\d+) +(\d+) +(\d+)", out, re.M)]
+
+
+@pytest.mark.slow
+@needs_triton
+@pytest.mark.parametrize("line", CELLS)
+def test_every_kernel_compiles_and_fits(line):
+    done = module(COMMAND, "--world", "4", *SMALL.split(), *line.split())
+    assert done.code == 0 and re.search(r"^sm_[89]0, \d\d+ configurations compiled, 0 failed", done.out, re.M), done
+    kernels = rows(done.out)
+    assert len(kernels) > 20 and all(0 < registers <= 255 for _, registers, *_ in kernels), done.out
+    assert max(stack for *_, stack, _ in kernels) <= 1024, done.out  # FlexAttention's backward spills some
+    assert any("flex" in name or "tem" in name for name, *_ in kernels) == ("flex" in line), done.out
+
+
+@pytest.mark.slow
+@needs_triton
+def test_code_of_your_own_model_is_saved_by_graph_and_kernel(tmp_path):
+    (tmp_path / "mine.py").write_text("""
+import torch
+def build():
+    return torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()), (torch.randn(8, 64),)
+""")
+    done = module(COMMAND, "--model", "mine:build", "--world", "2", "--no-kernels", "--save", "out", cwd=tmp_path)
+    files = {path.name for path in (tmp_path / "out").iterdir()}
+    assert done.code == 0 and {"0_forward.py", "1_backward.py"} < files, done
+    assert any(name.startswith("0_forward_triton_") for name in files)
+
+
+BROKEN = """
+import argparse, sys
+from trainer import config
+from trainer.profiling import gpu_code
+
+real = gpu_code.resources
+def resources(kernel):
+    return [row | {"shared": 10**6} for row in real(kernel)]
+gpu_code.resources = resources
+own = argparse.Namespace(arch="sm_90", world=2, model=None, save=None, no_kernels=False)
+sys.exit(gpu_code.main(own, config.parse(sys.argv[1:])))
+"""
+
+
+@pytest.mark.slow
+@needs_triton
+def test_a_kernel_that_exceeds_the_gpu_is_named_and_ends_with_1():
+    done = module(BROKEN, *SMALL.split())
+    assert done.code == 1 and "needs 1000000 bytes of shared memory, sm_90 has 232448" in done.out, done
+
+
+@needs_triton
+def test_what_is_no_setting_of_a_gpu_is_refused_in_one_line():
+    done = module(COMMAND, "--sdpa", "flash", "--attn", "flex")
+    assert done.code == 2 and "--sdpa flash" in one_line(done.err)
+
+
+def test_without_triton_one_line_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert "pip install" in gpu_code.no_triton() and "\n" not in gpu_code.no_triton()
