@@ -6,9 +6,7 @@
 
 Sources: `stdlib` (the bytes of Python's own library), `text:PATH` (the bytes of a file or folder), `bin:GLOB` (token
 shards of nanoGPT or llm.c), `random` (new tokens each step, for timing), `overfit` (the first batch of stdlib, always).
-
-One counter of samples runs through the job. Sample i depends on (source, seqlen, seed, i) alone, and a rank takes its
-slice of every global batch.
+Sample i depends on (source, seqlen, seed, i) alone, and a rank takes its slice of every global batch.
 """
 
 import glob
@@ -166,12 +164,10 @@ def _generator(*key: str | int) -> torch.Generator:
 
 
 class Batches(Iterator):
-    """Infinite iterator over (tokens [B, T], targets [B, T]), int64 on the CPU; B = global_batch / world rows.
-
-    A sample is T+1 tokens. The samples of an epoch lie on a grid with step T, so that the last target of one is the
-    first token of the next. Each epoch has its own seeded order and offset of the grid; fewer than 2T of its tokens are
-    left out. Raises ValueError for bad flags and DataError for bad files; for a large file also while iterating, and
-    then only on the rank that drew the bad sample."""
+    """Infinite iterator over (tokens [B, T], targets [B, T]), int64 on the CPU; B = global_batch / world rows. A sample
+    is T+1 tokens, and those of an epoch lie on a grid with step T: the last target of one is the first token of the
+    next. Each epoch has its own seeded order and offset of the grid; fewer than 2T tokens are left out. Raises
+    ValueError for bad flags, DataError for bad files: of large ones while iterating, on the rank that meets it."""
 
     def __init__(self, source: str, *, global_batch: int, seqlen: int, vocab: int, seed: int,
                  rank: int = 0, world: int = 1, start: int = 0):

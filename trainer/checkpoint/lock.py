@@ -4,10 +4,9 @@
     renew(folder)           # a sign of life, also given every 30 s; CheckpointError if another run has taken it over
     drop(folder)            # at the latest when the process exits
 
-A lock is stale if its process ran on this machine and is gone (kill -9), or if another machine holds it and gave no
-sign of life for 180 s. The latter is waited for: a job that its launcher starts again on another host takes over its
-own old lock, and a run that is alive gives its next sign, which refuses the newcomer. Ages are by the file system's
-clock. Needs exclusive creation and rename, but not flock, which network file systems may ignore.
+A lock is stale if its process ran on this machine and is gone, or if another machine holds it and gave no sign of life
+for 180 s. The latter is waited for, so that a job started again on another host takes over its own old lock. Ages are
+by the file system's clock. Nothing here needs flock, which network file systems may ignore.
 """
 
 import atexit
@@ -26,15 +25,11 @@ from trainer.distributed.terminal import tell
 
 SIGN, STALE = 30, 180  # seconds between signs of life; without one until another machine's lock is taken over
 POLL = 2  # seconds between looks for a sign
-
-# By the absolute path of the folder: the content of the lock's file, and the end of its signs.
-_held: dict[str, tuple[str, threading.Event]] = {}
+_held: dict[str, tuple[str, threading.Event]] = {}  # {absolute path of the folder: (content of its lock, end of signs)}
 
 
 def take(folder: str, patient: bool = True) -> str | None:
-    """Takes the lock of `folder`; does nothing if this process has it already. Returns a line to print if it was taken
-    over from another run.
-
+    """Takes the lock of `folder`, unless this process has it already; returns a line to print if another run had it.
     Waits up to 180 s for a sign of another machine's lock; without `patient`, that lock refuses at once unless it is
     stale. Raises Refused, in one line that names host and pid."""
     key, path, over = os.path.abspath(folder), os.path.join(folder, "lock"), threading.Event()
@@ -140,8 +135,8 @@ def _evict(folder: str, path: str, patient: bool) -> str | None:
 
 
 def _signs_again(folder: str, path: str, text: str, patient: bool) -> bool:
-    """Whether another machine's lock gives a sign before it is stale. Waits for that if `patient`, else assumes a sign
-    unless the lock is stale already. Raises FileNotFoundError if the lock is given back."""
+    """Whether another machine's lock gives a sign before it is stale, which is assumed, not waited for, if not
+    `patient`. Raises FileNotFoundError if the lock is given back."""
     with tempfile.TemporaryFile(dir=folder) as now:
         mark = os.stat(path).st_mtime
         left = STALE - max(0, os.fstat(now.fileno()).st_mtime - mark)

@@ -57,8 +57,7 @@ def sync(path: str | Path) -> None:
 
 
 def discard(path: str, aside: str | None = None) -> bool:
-    """Removes a directory, after renaming it to `aside` if that is given. Returns whether it is gone; a failure is only
-    a warning, because what is left of an old step is no reason to end a run."""
+    """Removes a directory (renamed to `aside` first, if given). A failure, no reason to end a run, warns: False."""
     try:
         if aside is not None:
             os.rename(path, aside)
@@ -76,8 +75,7 @@ def write_json(path: str, content: dict) -> None:
 
 
 def digest(path: str) -> list[int]:
-    """[bytes, CRC-32] of a file. Raises Damaged if `path` is missing, unreadable on its disk or no plain file (as a
-    symbolic link), and CheckpointError if it cannot be read for a reason that may pass."""
+    """[bytes, CRC-32] of a file. Damaged: missing, no plain file, or a disk error; CheckpointError: it may be whole."""
     size = crc = 0
     try:
         if not stat.S_ISREG(os.lstat(path).st_mode):

@@ -97,8 +97,7 @@ class Signals:
 
 
 class Control:
-    """Every rank calls `boundary` equally often, and `finish` once after the last. A group of None: there is one
-    rank."""
+    """Every rank calls `boundary` equally often, and `finish` once after the last. group: None if there is one rank."""
 
     def __init__(self, signals: Signals, group: dist.ProcessGroup | None):
         self.signals, self.work, self.numbers = signals, None, None

@@ -32,10 +32,9 @@ def set_deterministic(on: bool) -> None:
 
 
 def connect(c, rank: int, local_rank: int, world: int, timeout: float = 0) -> torch.device:
-    """Joins the process group, which must not exist yet, and returns the device of this rank. c: flags, of which
-    `device` ("auto": CUDA where torch sees a GPU), `world` and `link` are read. timeout: seconds that a collective may
-    take, in this group and in those made later; 0: torch's own limit. Raises ValueError, one line with the fix, for a
-    device that is not there, more ranks than GPUs, or ranks that do not meet."""
+    """Joins the process group, which must not exist yet, and returns the device of this rank. c: the flags `device`,
+    `world` and `link`. timeout: seconds that a collective may take, in groups made later too; 0: torch's own limit.
+    Raises ValueError, one line with the fix: a device that is not there, too few GPUs, ranks that do not meet."""
     cuda = torch.cuda.is_available() if c.device == "auto" else c.device == "cuda"
     torchrun, device, limit = bool(os.environ.get("RANK")), torch.device("cpu"), {}
     how = {} if torchrun else dict(store=dist.HashStore(), rank=0, world_size=1)
@@ -69,11 +68,9 @@ def connect(c, rank: int, local_rank: int, world: int, timeout: float = 0) -> to
 
 
 def fresh(store: dist.Store, rank: int, world: int) -> dist.Store:
-    """torchrun's `store` under a new prefix: after a restart it still holds the addresses of the ranks before.
-
-    Rank 0 chooses the prefix. Each rank sends it a random word and waits for the answer to this word, so that the words
-    of dead ranks do no harm; rank 0 answers until all ranks have confirmed. Collective. Raises DistStoreError if a rank
-    does not come within the store's timeout."""
+    """torchrun's `store` under a new prefix: after a restart it still holds the addresses of the ranks before. Rank 0
+    chooses the prefix. Each rank sends a random word and waits for the answer to it, so that the words of dead ranks do
+    no harm, until all have confirmed. Collective. DistStoreError: a rank does not come within the store's timeout."""
     talk, prefix = dist.PrefixStore("start", store), secrets.token_hex(8)
     if rank:
         word = secrets.token_hex(8)

@@ -5,15 +5,14 @@
     log()                                          # every collective since the last clear
     stop()
 
-All ranks are taken to hold equal tensors: a gather tiles the local shard, a sum multiplies by N, an average changes
-nothing. With parameters whose shards are equal, losses and gradients are those of one process. A collective occupies
-its group's stream for max(copy, latency + bytes/bandwidth) and the consumer waits for an event, as with NCCL; on a CPU
-a thread per group keeps time. Not simulated: other data on other ranks, the smaller last shards of other ranks,
-stragglers, topology, contention except by our own copy. Clipping sees the norm of N equal shards.
+All ranks are taken to hold equal tensors: a gather tiles the local shard, a sum multiplies by N, and clipping sees the
+norm of N equal shards. A collective occupies its group's stream for max(copy, latency + bytes/bandwidth) and the
+consumer waits for an event, as with NCCL; on a CPU a thread per group keeps time. Not simulated: other data or smaller
+last shards on other ranks, stragglers, topology, contention except by our own copy.
 
-The backend is torch's C++ FakeProcessGroup. What it computes is replaced, for the whole process, in the `c10d::`
-operators that every route ends in, so a simulated world never exists beside a real group. PREMUL_SUM (FSDP2's
-set_gradient_divide_factor), gathering on one rank, all-to-all and point-to-point raise NotImplementedError.
+The backend is torch's C++ FakeProcessGroup. The `c10d::` operators that every route ends in are replaced for the whole
+process, so a simulated world never exists beside a real group. PREMUL_SUM (FSDP2's set_gradient_divide_factor),
+gathering on one rank, all-to-all and point-to-point raise NotImplementedError.
 
 Private names of torch: the signatures of the `c10d::` operators (`_KERNELS`); from torch._C._distributed_c10d
 FakeProcessGroup and its _create_internal, FakeWork, ProcessGroup and _create_work_from_future; dist.Backend._plugins,
@@ -55,8 +54,7 @@ class _World:
         self.link, self.log = link, deque(maxlen=1_000_000)
         self.streams, self.workers, self.clock = {}, {}, None
         self.library = torch.library.Library("c10d", "IMPL")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns that kernels are overridden, which is wanted
+        with warnings.catch_warnings(action="ignore"):  # torch warns that kernels are overridden, which is wanted
             for device in ("CPU", "CUDA"):
                 for name, kernel in _KERNELS.items():
                     self.library.impl(name, kernel, device, allow_override=True)
@@ -112,11 +110,6 @@ def summary(collectives) -> dict[str, dict]:
     return {op: dict(n=n, mib=round(mib, 3), ms=round(ms, 3)) for op, (n, mib, ms) in table.items()}
 
 
-def _gather(out: Tensor, own: Tensor, ranks: int, rank: int) -> None:
-    """Fills `out` with what `ranks` ranks hold of which this one, `rank`, holds `own`."""
-    out.view(ranks, -1).copy_(own.reshape(1, -1).expand(ranks, -1))  # `own` may be a chunk of `out`, as in FSDP2
-
-
 def _reduce(t: Tensor, op, ranks: int) -> None:
     """Reduces `ranks` tensors that are all equal to `t`, into `t`. op: a ReduceOp, or one in a box."""
     kinds, op = dist.ReduceOp.RedOpType, op.op() if hasattr(op, "op") else op
@@ -129,9 +122,8 @@ def _reduce(t: Tensor, op, ranks: int) -> None:
 
 
 class _Clock:
-    """Keeps a CUDA stream busy for the time of a link: a kernel sets a deadline before the copy, and after it another
-    one, a single thread, waits for that deadline. Both read the GPU's nanosecond clock, which does not depend on the
-    clock of the SMs. The stream is so occupied for the link's time or the copy's, whichever is longer."""
+    """Keeps a CUDA stream busy for the time of a link or of the copy, whichever is longer: one kernel sets a deadline
+    before the copy, and one waits for it after. Both read the GPU's nanosecond clock, not that of an SM."""
 
     SOURCE = """
     __device__ __forceinline__ unsigned long long now() {
@@ -241,7 +233,7 @@ def _all_gather(outs, ins, group, async_op=True, *_):
     def body(n, r):
         for out, own in zip(outs, ins, strict=True):
             whole = out if isinstance(out, Tensor) else own.new_empty(n, *own.shape)
-            _gather(whole, own, n, r)
+            whole.view(n, -1).copy_(own.reshape(1, -1).expand(n, -1))  # `own` may be a chunk of `out`, as in FSDP2
             if whole is not out:
                 for t, chunk in zip(out, whole, strict=True):
                     t.copy_(chunk)

@@ -42,9 +42,8 @@ def fail(message: str, rank: int, code: int = 2) -> NoReturn:
 
 
 def tell(text: str, stream: TextIO | None = None) -> None:
-    """Prints a line to `stream` (None: stdout) and flushes it. If the stream takes no more, because its reader has left
-    or its disk is full, this costs one warning, and everything after that is lost. Characters that its encoding lacks
-    are written as escapes."""
+    """Prints a line to `stream` (None: stdout), characters that its encoding lacks as escapes. If the stream takes no
+    more, because its reader has left or its disk is full, this costs one warning, and all after that is lost."""
     stream = stream or sys.stdout
     try:
         encoding = getattr(stream, "encoding", None) or "utf-8"

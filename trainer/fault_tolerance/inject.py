@@ -8,9 +8,7 @@ where: data (before the batch is read), forward, backward, update, save (before 
 files are written, not committed), commit (before the directory gets its final name).
 kind: kill (SIGKILL), stop (SIGSTOP), term (SIGTERM), int (SIGINT), exit (code 9), segv, hang (sleeps for ever), raise
 (RuntimeError), enospc (disk full), oom (out of memory); only in forward, nan and inf (this rank's loss).
-
-Each fault happens once, and not again after a restart by torchrun. Faults are planted by patching the objects of one
-run, while `planted` lasts, and no other code asks for them.
+Each happens once, and not again after a restart by torchrun. No other code knows of them: `planted` patches the run.
 """
 
 import ctypes
@@ -109,7 +107,6 @@ class _Faults:
 
     def around(self, where: str, work: Callable, loss: bool) -> Callable:
         """`work` after the fault of this place, or before it if that is "write". loss: whether it returns the loss."""
-
         def faulty(*args, **kwargs):
             self.step += where == "data"
             # A save in the background may be of an earlier step: its path says of which.
