@@ -149,13 +149,11 @@ class Run:
             loss = run(tokens, targets)
         if self.logged:
             norm, ms = self.step.grad_norm.item(), self.timer.last()
-            tok_s = self.world * self.step_tokens / ms * 1e3
-            told = dict(step=k + 1, loss=loss.item(), lr=lr, grad_norm=norm, ms=ms, tok_s=tok_s)
-            sinks.step(told | self.logged_norms)
+            told = dict(step=k + 1, loss=loss.item(), lr=lr, grad_norm=norm, ms=ms)
+            sinks.step(told | dict(tok_s=self.world * self.step_tokens / ms * 1e3) | self.logged_norms)
         self.finite.put(k + 1, self.step, loss, wait=self.logged)
 
     def save(self) -> None:
-        """What is now, unless that is saved already or there is nowhere to."""
         if self.c.save is None or self.state.step == self.saved:
             return
         self.watchdog.beat(self.state.step, "save")

@@ -349,7 +349,6 @@ def load(found: Found, step: Step, group: dist.ProcessGroup | None = None) -> No
 
 
 def reader(found: Found) -> dcp.FileSystemReader:
-    """DCP's reader of a verified step."""
     made = dcp.FileSystemReader(found.path)
     made.read_metadata = lambda *_, **__: found.metadata  # its own would unpickle the file again, without a check
     return made

@@ -71,7 +71,6 @@ def renew(folder: str) -> None:
 
 
 def drop(folder: str) -> None:
-    """Removes the lock if this process has it."""
     folder = os.path.abspath(folder)
     if folder in _held:
         text, over = _held.pop(folder)

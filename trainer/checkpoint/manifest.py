@@ -48,7 +48,6 @@ def check_directory(path: str) -> None:
 
 
 def sync(path: str | Path) -> None:
-    """fsync of a file or a directory."""
     file = os.open(path, os.O_RDONLY)
     try:
         os.fsync(file)
@@ -99,8 +98,7 @@ def write_manifest(path: str, files: dict[str, list[int]]) -> None:
 
 
 def verify(path: str, rank: int = 0, world: int = 1) -> dict[str, list[int]]:
-    """The manifest's {file: [bytes, CRC-32]}, after checking every `world`-th file from the `rank`-th on. Raises
-    Damaged, or CheckpointError, in one line that names the file."""
+    """The manifest's {file: [bytes, CRC-32]}; checks every `world`-th file from `rank` on, and raises as `digest`."""
     if os.path.islink(path):
         raise Damaged(f"{path}: is a symbolic link")
     where = os.path.join(path, "manifest.json")

@@ -22,8 +22,7 @@ from trainer.distributed import simulated_world
 
 
 def set_deterministic(on: bool) -> None:
-    """Whether all that runs and is compiled from now on must give the same bits every time. If so, torch raises
-    RuntimeError for an operator that cannot."""
+    """Whether all that runs from now on must give the same bits every time. RuntimeError if an operator cannot."""
     torch.use_deterministic_algorithms(on)
     torch.utils.deterministic.fill_uninitialized_memory = False  # no code here reads uninitialized memory
     inductor.deterministic = on  # it would else time kernels, and the one it picks may add in another order
@@ -91,9 +90,8 @@ def fresh(store: dist.Store, rank: int, world: int) -> dist.Store:
 
 
 def shutdown() -> None:
-    """Ends the process group, real or simulated; collective. Compiled code is freed first, because it holds the group
-    and the exit could hang or abort."""
-    torch._dynamo.reset()
+    """Ends the process group, real or simulated; collective."""
+    torch._dynamo.reset()  # compiled code holds the group, and the exit could hang or abort
     if dist.is_initialized():
         dist.barrier()
         simulated_world.stop()

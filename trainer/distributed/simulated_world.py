@@ -110,6 +110,11 @@ def summary(collectives) -> dict[str, dict]:
     return {op: dict(n=n, mib=round(mib, 3), ms=round(ms, 3)) for op, (n, mib, ms) in table.items()}
 
 
+def _gather(out: Tensor, own: Tensor, ranks: int, rank: int) -> None:
+    """Fills `out` with what `ranks` ranks hold of which this one, `rank`, holds `own`."""
+    out.view(ranks, -1).copy_(own.reshape(1, -1).expand(ranks, -1))  # `own` may be a chunk of `out`, as in FSDP2
+
+
 def _reduce(t: Tensor, op, ranks: int) -> None:
     """Reduces `ranks` tensors that are all equal to `t`, into `t`. op: a ReduceOp, or one in a box."""
     kinds, op = dist.ReduceOp.RedOpType, op.op() if hasattr(op, "op") else op
@@ -197,8 +202,7 @@ def _on_cpu(pg: ProcessGroup, seconds: float, async_op: bool, copy: Callable, va
 
 
 def _run(op: str, group, outs: list, ins: list, async_op: bool, body: Callable[[int, int], None], nbytes: int):
-    """Logs a collective and runs `body(ranks, rank)`, which fills `outs` from `ins`, for as long as the link takes.
-    Returns the boxed Work. nbytes: of the whole, unsharded tensors."""
+    """Logs a collective and runs `body(ranks, rank)`, which fills `outs`, for the link's time. Returns boxed Work."""
     pg = _unboxed(group)
     seconds = _world.link.seconds(op, nbytes, pg.size())
     _world.log.append(CollectiveCall(op, pg.group_name, pg.size(), nbytes, bool(async_op), seconds))
@@ -233,7 +237,7 @@ def _all_gather(outs, ins, group, async_op=True, *_):
     def body(n, r):
         for out, own in zip(outs, ins, strict=True):
             whole = out if isinstance(out, Tensor) else own.new_empty(n, *own.shape)
-            whole.view(n, -1).copy_(own.reshape(1, -1).expand(n, -1))  # `own` may be a chunk of `out`, as in FSDP2
+            _gather(whole, own, n, r)
             if whole is not out:
                 for t, chunk in zip(out, whole, strict=True):
                     t.copy_(chunk)

@@ -15,8 +15,7 @@ from typing import NoReturn, TextIO
 
 
 def ranks() -> tuple[int, int, int]:
-    """(rank, local rank, world) from the environment of torchrun; (0, 0, 1) without it. Ends the process with exit code
-    2 and one line if only a part of that environment is set, or if it makes no sense."""
+    """(rank, local rank, world) by torchrun's environment, (0, 0, 1) without; exits with 2 if that makes no sense."""
     names = "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
     told = {name: os.environ[name] for name in (*names, "LOCAL_WORLD_SIZE") if os.environ.get(name)}
     there, missing = [name for name in names[:3] if name in told], [name for name in names if name not in told]
