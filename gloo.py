@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 
 def one_worker_thread() -> None:
-    """Gives one worker thread to each gloo group made from now on. Nothing on a torch without gloo or a second time."""
+    """Gives one worker thread to each gloo group made from now on. Does nothing without gloo or a second time."""
     if not dist.is_gloo_available():
         return
     gloo = dist.ProcessGroupGloo

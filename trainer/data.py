@@ -50,9 +50,7 @@ def check_source(source: str) -> None:
         raise ValueError(f"--data {source}: expected one of stdlib, text:PATH, bin:GLOB, random, overfit")
 
 
-class Shard(NamedTuple):
-    """The tokens of one file, or of all files of a text source."""
-
+class Shard(NamedTuple):  # one file of tokens, or all files of a text source
     path: str
     tokens: np.ndarray  # [n] uint8, uint16 or uint32, in memory or mapped; never written
     skipped: int  # bytes of the file before the first token
@@ -92,8 +90,7 @@ class Stream:
 
 
 def _files(root: str, suffix: str = "", skip: Collection[str] = ()) -> list[Path]:
-    """`root` if it is no folder; else the files below it that end in `suffix`, sorted by relative posix path, without
-    hidden ones and those in folders named in `skip`. Raises OSError for a folder that cannot be read."""
+    """`root` if it is no folder; else the files below it, sorted, without hidden ones and folders named in `skip`."""
     def stop(error: OSError):
         raise error
 
@@ -131,8 +128,7 @@ def _open_tokens(path: str) -> Shard:
 
 
 def open_source(source: str, vocab: int) -> tuple[Stream, str]:
-    """The tokens behind any source but `random`, and a description. Raises ValueError for bytes with a vocabulary below
-    256, and DataError for files that are missing, unreadable or broken."""
+    """Tokens of any source but `random`, and a description. Raises ValueError for a small --vocab, and DataError."""
     kind, _, where = ("stdlib" if source == "overfit" else source).partition(":")
     if kind != "bin" and vocab < 256:
         raise ValueError(f"--vocab {vocab}: --data {source} is bytes and needs at least 256; raise it or --data random")

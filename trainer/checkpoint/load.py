@@ -52,15 +52,12 @@ ALLOWED = {("torch", name) for name in ("Size", "float32", "bfloat16")} | {  # a
 
 
 @dataclass
-class TrainState:
-    """How far a run is."""
-
+class TrainState:  # how far a run is
     step: int = 0  # optimizer steps done
     samples: int = 0  # consumed by all ranks together
     origin: str | None = None  # fingerprint of the checkpoint elsewhere at which the run began
 
     def as_dict(self) -> dict:
-        """The entries of train_state.json, without those that are None."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
     @classmethod
@@ -69,9 +66,7 @@ class TrainState:
         return cls(about["step"], about["samples"], about.get("origin"))
 
 
-class Found(NamedTuple):
-    """A verified checkpoint, its tensors not yet read."""
-
+class Found(NamedTuple):  # a verified checkpoint, its tensors not yet read
     path: str
     about: dict  # train_state.json
     state: TrainState
@@ -253,8 +248,7 @@ def find(folder: str) -> Found:
 
 
 def newest(paths: list[str], group: dist.ProcessGroup | None = None) -> Found | None:
-    """The first of these steps whose files are as they were saved; None if there are no paths. Raises Damaged, for the
-    first of them, if all are damaged: the user decides whether to start again."""
+    """The first of these steps whose files are as they were saved; None without paths. Raises Damaged if all are."""
     damaged = []
     for path in paths:
         try:
@@ -338,8 +332,7 @@ def table_of(state: dict[str, Tensor]) -> dict[str, list]:
 
 
 def load(found: Found, step: Step, group: dist.ProcessGroup | None = None) -> None:
-    """Fills parameters, moments and step count of `step` in place. A collective. Raises CheckpointError, also where
-    names, shapes or dtypes differ from what was saved."""
+    """Fills parameters, moments and step count of `step` in place. A collective. Raises CheckpointError."""
     state = tensors(step)
     saved, now = found.about["tensors"], table_of(state)
     if differ := sorted(name for name in saved.keys() | now.keys() if saved.get(name) != now.get(name)):

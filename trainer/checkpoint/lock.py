@@ -161,8 +161,7 @@ def _machine() -> str:
 
 
 def start_ticks(pid: int) -> str | None:
-    """When a process of this machine began, in clock ticks since boot, which tells it from an earlier one of the same
-    pid; None if it is gone or a zombie, or where there is no /proc."""
+    """When a process began, in clock ticks since boot; None if it is gone or a zombie, or where there is no /proc."""
     with suppress(OSError):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()  # from the 3rd on
         return None if fields[0] in "ZX" else fields[19]
@@ -176,4 +175,4 @@ def _alive(owner: dict) -> bool:
         return False
     except OSError:  # another user's process, which /proc may hide
         return start_ticks(owner["pid"]) in (None, owner.get("start"))
-    return start_ticks(owner["pid"]) == owner.get("start")
+    return start_ticks(owner["pid"]) == owner.get("start")  # else a later process has the pid

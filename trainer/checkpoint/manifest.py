@@ -56,7 +56,7 @@ def sync(path: str | Path) -> None:
 
 
 def discard(path: str, aside: str | None = None) -> bool:
-    """Removes a directory (renamed to `aside` first, if given). A failure, no reason to end a run, warns: False."""
+    """Removes a directory, renamed to `aside` first if given; returns whether it is gone. Failing is only a warning."""
     try:
         if aside is not None:
             os.rename(path, aside)
@@ -74,7 +74,7 @@ def write_json(path: str, content: dict) -> None:
 
 
 def digest(path: str) -> list[int]:
-    """[bytes, CRC-32] of a file. Damaged: missing, no plain file, or a disk error; CheckpointError: it may be whole."""
+    """[bytes, CRC-32] of a file. Damaged: missing or no plain file; CheckpointError: unreadable now, perhaps whole."""
     size = crc = 0
     try:
         if not stat.S_ISREG(os.lstat(path).st_mode):

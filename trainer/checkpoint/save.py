@@ -180,5 +180,4 @@ def _commit(c: Config, name: str, temporary: str, files: dict[str, list[int]], a
     os.rename(temporary, os.path.join(c.save, name))
     sync(c.save)
     for old in steps_in(c.save)[c.keep :]:  # renamed first: a removal that is killed leaves no half of a step
-        old = os.path.join(c.save, old)
-        discard(old, os.path.join(c.save, f"tmp-{os.path.basename(old)}-{secrets.token_hex(4)}"))
+        discard(os.path.join(c.save, old), os.path.join(c.save, f"tmp-{old}-{secrets.token_hex(4)}"))

@@ -46,9 +46,7 @@ INDEX = ".index.json"
 GLIMPSE = 4096  # bytes of each tensor by which ranks compare their files: training changes nearly every tensor
 
 
-class Region(NamedTuple):
-    """A contiguous tensor in a file."""
-
+class Region(NamedTuple):  # a contiguous tensor in a file
     file: str
     offset: int  # of its first byte
     like: Tensor  # on the meta device: shape and dtype
@@ -59,8 +57,7 @@ def _bytes_of(t: Tensor):
 
 
 def table(path: str) -> dict[str, Region]:
-    """Where each tensor of a .safetensors, a .safetensors.index.json or a .pt is. For a .safetensors that does not
-    exist, an index beside it is taken. Reads no tensor. Raises CheckpointError in one line that names the file."""
+    """Where each tensor of a .safetensors, its .index.json or a .pt is. Raises CheckpointError, naming the file."""
     if not os.path.exists(path) and os.path.exists(path + INDEX):
         path += INDEX
     try:
@@ -232,10 +229,9 @@ def _outputs(path: str) -> list[str]:
 
 def write(path: str, tensors: dict[str, Tensor], read: Callable[[str], Tensor], about: dict[str, str],
           shard_bytes: float = math.inf) -> list[str]:  # fmt: skip
-    """Writes what `read` returns for each name to `path`, replacing what is there, and returns the names of the files.
-    tensors: on the meta device, of the shapes and dtypes to write. about: the metadata of a .safetensors. Above
-    `shard_bytes`, a .safetensors becomes several and an index. All are complete in a temporary directory before they
-    are renamed, the index last. Raises CheckpointError."""
+    """Writes what `read` returns for each name, replacing what is at `path`; returns the names of the files. tensors:
+    their shapes and dtypes, on the meta device. about: the metadata of a .safetensors. Above `shard_bytes` this becomes
+    several and an index. All are complete in a temporary directory before they are renamed. Raises CheckpointError."""
     files, folder = _plan(path, tensors, shard_bytes), os.path.dirname(path) or "."
     temporary, total = f"{path}.tmp-{secrets.token_hex(4)}", sum(t.nbytes for t in tensors.values())
     try:

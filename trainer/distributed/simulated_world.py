@@ -1,7 +1,6 @@
 """A simulated world: this process plays one rank of N on one device; data really moves, links take modelled time.
 
     start(8, link("h100-nvlink"))                  # instead of dist.init_process_group; the rest runs unchanged
-    mesh = dist.init_device_mesh("cuda", (2, 4), mesh_dim_names=("replicate", "shard"))
     log()                                          # every collective since the last clear
     stop()
 
@@ -38,9 +37,7 @@ __all__ = ["CollectiveCall", "Link", "link", "log", "start", "stop", "summary"]
 NAME = "sim"  # of the backend; not "fake", which Inductor treats in its own way
 
 
-class CollectiveCall(NamedTuple):
-    """One call of a collective, as `log` lists it."""
-
+class CollectiveCall(NamedTuple):  # as `log` lists it
     op: str  # "all_gather", "reduce_scatter", "all_reduce", "broadcast", "scatter" or "barrier"
     group: str
     ranks: int
@@ -52,7 +49,7 @@ class CollectiveCall(NamedTuple):
 class _World:
     def __init__(self, link: Link):
         self.link, self.log = link, deque(maxlen=1_000_000)
-        self.streams, self.workers, self.clock = {}, {}, None
+        self.streams, self.workers, self.clock = {}, {}, None  # the clock on CUDA alone
         self.library = torch.library.Library("c10d", "IMPL")
         with warnings.catch_warnings(action="ignore"):  # torch warns that kernels are overridden, which is wanted
             for device in ("CPU", "CUDA"):
@@ -73,8 +70,7 @@ def start(world: int, link: Link, device: torch.device | str = "cpu", rank: int 
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
     _world = _World(link)
     dist.init_process_group(NAME, rank=rank, world_size=world, store=dist.HashStore())
-    if torch.device(device).type == "cuda":
-        _world.clock = _Clock()
+    _world.clock = _Clock() if torch.device(device).type == "cuda" else None
 
 
 def _create(options, _) -> FakeProcessGroup:
@@ -95,8 +91,7 @@ def stop() -> None:
 
 
 def log() -> deque[CollectiveCall]:
-    """Every collective so far, in order of calls; `log().clear()` empties it. The replay of a CUDA graph calls no
-    operator, so its collectives are listed once, from the capture."""
+    """Every collective so far; `log().clear()` empties it. Those of a CUDA graph are listed once, from its capture."""
     return _world.log
 
 
@@ -141,7 +136,6 @@ class _Clock:
 
     def __init__(self):  # compiled before any CUDA graph is captured
         from torch.utils import cpp_extension  # imports setuptools
-
         # Torch's compiler wants the headers of a toolkit, which pip's packages are not and these kernels do not need.
         with mock.patch.object(cpp_extension, "CUDA_HOME", cpp_extension.CUDA_HOME or "/usr"):
             made = [torch.cuda._compile_kernel(self.SOURCE, name) for name in ("set_deadline", "wait_deadline")]
@@ -230,9 +224,7 @@ def _unboxed(group) -> ProcessGroup:
     return group if isinstance(group, ProcessGroup) else ProcessGroup.unbox(group)
 
 
-# Of `_all_gather` and `_reduce_scatter` each whole tensor is one tensor, or the list of its N chunks.
-
-
+# Here and in `_reduce_scatter` each whole tensor is one tensor, or the list of its N chunks.
 def _all_gather(outs, ins, group, async_op=True, *_):
     def body(n, r):
         for out, own in zip(outs, ins, strict=True):

@@ -32,10 +32,9 @@ def ranks() -> tuple[int, int, int]:
 
 
 def fail(message: str, rank: int, code: int = 2) -> NoReturn:
-    """Ends the process with one line on stderr and an exit code. Ranks other than 0 wait for 5 s first: if rank 0 fails
-    as well, torchrun ends them meanwhile, and the message is printed only once."""
+    """Ends the process with one line on stderr and an exit code."""
     if rank:
-        time.sleep(5)
+        time.sleep(5)  # if rank 0 fails as well, torchrun ends this rank meanwhile, and the line is printed only once
     tell(f"error: {message}", sys.stderr)
     sys.exit(code)
 

@@ -44,9 +44,7 @@ KINDS = (  # type, exit code, whether all ranks raise it together
 )  # fmt: skip
 
 
-class RunView(Protocol):
-    """What has to be known of a run (trainer.run.Run) to say how it ended."""
-
+class RunView(Protocol):  # what has to be known of a trainer.run.Run to say how it ended
     c: Config
     device: torch.device
     rank: int

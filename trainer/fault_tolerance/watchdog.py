@@ -37,8 +37,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def _collectives() -> tuple[bytes, int, str]:
-    """Of this process: the content of the flight recorder of the default group's backend; the number of collectives
-    begun in all groups; the name of the default group's newest one. By private functions of torch's."""
+    """(flight recorder of the default group, collectives begun in all groups, name of the default group's newest)."""
     dumps = [torch._C._distributed_c10d._dump_fr_trace()]  # of groups that are not NCCL's, which has its own
     if dist.is_initialized() and dist.get_backend() == "nccl":
         dumps.insert(0, torch._C._distributed_c10d._dump_nccl_trace())
@@ -146,8 +145,7 @@ class Watchdog(AbstractContextManager):
         return self._ask(read) or [None] * len(keys)
 
     def leave(self, why: str, code: int) -> bool:
-        """Tells the others that this rank ends. They end in silence, with this exit code if it is a signal's, else
-        with 7. Returns whether this rank is the first to leave, which then is the one to speak."""
+        """Tells the others why this rank ends; they end in silence. Returns whether it is the first, which speaks."""
         self.leaving, own = True, json.dumps([code, f"rank {self.rank}: {why}"])
         first = self._ask(lambda: self.store.compare_set("left", "", own).decode())
         return first in (own, None)
