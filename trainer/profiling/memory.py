@@ -78,8 +78,7 @@ class Stages:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether an exception, or one that it was raised from, says that memory ran out: of torch's allocators, of cuBLAS
-    and cuDNN for a workspace, or of the operating system. Too little shared memory for a kernel is another fault."""
+    """Whether an exception, or one that it was raised from, says that memory ran out; not shared memory of a kernel."""
     says = r"out of memory|(can't|cannot) allocate memory|DefaultCPUAllocator: not enough memory|_STATUS_ALLOC_FAILED"
     says += "|MemoryError: |std::bad_alloc"
     told = isinstance(error, (RuntimeError, OSError)) and re.search(says, str(error), re.IGNORECASE)
@@ -88,8 +87,7 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def dump_snapshot(path: str) -> None:
-    """Writes what CUDA's allocator holds and did, for pytorch.org/memory_viz. Files of the home directory are named
-    from ~ on in its stacks, so that the snapshot does not tell whose it is."""
+    """Writes what CUDA's allocator holds and did, for pytorch.org/memory_viz. Its paths do not name the user's home."""
     snapshot, home = torch.cuda.memory._snapshot(), os.path.expanduser("~/")
     entries = [entry for trace in snapshot["device_traces"] for entry in trace]
     entries += [entry for segment in snapshot["segments"] for entry in (segment, *segment["blocks"])]
