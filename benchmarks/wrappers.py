@@ -3,8 +3,8 @@
     python -m benchmarks.wrappers simple:fwdbwd none:fwdbwd simple:none [-- FLAGS of main.py]
     torchrun --nproc-per-node 8 -m benchmarks.wrappers simple:fwdbwd simple:blocks fsdp2:blocks ddp:blocks
 
-Cells are WRAPPER:COMPILE; fsdp2 and ddp are torch's own, compiled per block. They take turns, step by step, so that the
-machine's disturbances meet all alike; `ratio` is the median of the step-by-step ratios to the first cell. All models
+Cells are WRAPPER:COMPILE; fsdp2 and ddp are torch's own, compiled per block. They take turns, step by step, so that a
+busy machine slows all of them alike; `ratio` is the median of the step-by-step ratios to the first cell. All models
 are in memory at once: no memory is compared. Several ranks on one CPU measure the scheduler.
 """
 

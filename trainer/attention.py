@@ -119,7 +119,7 @@ def read_options(path: str | Path, missing_ok: bool = False) -> dict[str, dict]:
 
 
 def choose_kernel(c: flags.Config, device: torch.device) -> tuple[str, tuple[tuple[str, int], ...], str]:
-    """(ModelConfig.sdpa, .flex_options, what to print). ValueError: it cannot run here, or broken --flex-options."""
+    """(ModelConfig.sdpa, .flex_options, what to print). ValueError: the kernel cannot run, or a broken file."""
     if c.attn == "sdpa":
         if device.type != c.device and c.sdpa != "auto":  # graphs can be compiled for a device that is absent
             return c.sdpa, (), f"sdpa {c.sdpa}"

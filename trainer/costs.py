@@ -95,8 +95,7 @@ def flops_per_token(c, seqlen: int, convention: str = "causal") -> int | float:
 
 
 def kept_per_block(c) -> float:
-    """What a block of the reference transformer keeps from forward to backward, in tensors [B, T, D], without the
-    statistics of attention and norms (under 0.1). A branch that is recomputed keeps its input alone."""
+    """What a block of the reference transformer keeps for backward, in tensors [B, T, D]; no statistics (< 0.1)."""
     kv = 2 / c.grouping
     if c.remat == "block":
         return 1 if c.remat_core else 2

@@ -59,7 +59,7 @@ class HuggingFaceModel(nn.Module):
         return {name: value for name, value in config.items() if name not in self.NAMES}
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, chunk: int = 0, **inputs: Tensor) -> Tensor:
-        """tokens [B, T] -> logits [B, T, V]; with targets [B, T] their summed loss. ValueError: it has no chunks."""
+        """tokens [B, T] -> logits [B, T, V]; with targets [B, T] their summed loss. ValueError: no chunked loss."""
         if tokens.is_meta:  # unless it is told the mask, transformers looks for documents in the values of positions
             B, T = tokens.shape
             inputs = dict(attention_mask=torch.ones(B, 1, T, T, dtype=torch.bool, device="meta")) | inputs

@@ -239,8 +239,7 @@ def difference(old: list[str], new: list[str]) -> tuple[int, str] | None:
 
 
 def check(documents: list[Path], write: bool = False) -> tuple[int, list[str]]:
-    """Compare marked tables with what their rows give: how many there are, a line for each that differs. `write` puts
-    them right. Files are relative to the document. Raises ValueError for a bad mark."""
+    """(number of marked tables, a line for each that its rows contradict). `write` corrects. ValueError: a bad mark."""
     count, differing = 0, []
     for document in documents:
         old, new, end = document.read_text(), "", 0

@@ -1,7 +1,4 @@
-"""What a run of main.py says of itself: the lines before its first step, and the row that it leaves.
-
-`run` is a trainer.run.Run; it is not imported because trainer/run.py stands above this package.
-"""
+"""What a run of main.py says of itself: the lines before its first step, and the row that it leaves."""
 
 import math
 import os
@@ -16,7 +13,7 @@ from trainer.profiling import flops, memory, timing
 
 
 def row(run: Any, outcome: str) -> dict:
-    """The row of a run that ended with `outcome`, at whatever point: ms, MiB, MFU in percent, None where not known."""
+    """The row of a trainer.run.Run that ended with `outcome`: ms, MiB, MFU in percent, None where it is not known."""
     c = run.c
     stats = timing.stats(run.timer.ms()) if outcome == "ok" else timing.stats([])
     seconds = stats["step_ms"] / 1e3 if stats["step_ms"] else None
@@ -38,7 +35,7 @@ def row(run: Any, outcome: str) -> dict:
 
 
 def header(run: Any) -> list[str]:
-    """The anchors of sanity that the run prints before its first step."""
+    """The anchors of sanity that a trainer.run.Run prints before its first step."""
     c, env = run.c, run.environment
     rows = describe(run.step.model)
     parameters = grouped(sum(math.prod(r.shape) for r in rows))

@@ -122,8 +122,7 @@ def cells_of(study: str, small: bool, nproc: int, extra: Flags) -> list[str]:
 
 
 def studies(target: str, small: bool, nproc: int, extra: list[str]) -> dict[str, list[str]]:
-    """Study -> names of the cells of an axis, of a file, or (`all`) of each axis but those of ./launch.sh gpu. `extra`:
-    flags for every cell. ValueError as of `cells_of`."""
+    """Study -> cells of an axis, of a file, or (`all`) of each axis but ./launch.sh gpu's. ValueError as `cells_of`."""
     named = axes()
     if target not in {"all", *named} and not Path(target).is_file():
         raise ValueError(f"unknown axis '{target}': expected a file, all, or one of {', '.join(named)}")
@@ -212,7 +211,7 @@ def given(flags: Flags) -> dict:
 
 
 def failed_row(cell: str, end: str, setting: dict | None = None) -> dict:
-    """The row of a run that wrote none. `end`: what `run` returned. `setting`: resolved flags, if not of main.py."""
+    """The row of a run that wrote none. `end`: as of `run`. `setting`: resolved flags of a program but main.py."""
     nproc, flags = parse(shlex.split(cell))
     setting = setting or main_setting(cell) or main_setting("") | given(flags)
     # As in main.py's rows, where `device` is a machine's, `world` says whether it is simulated, and `loss` is a figure.

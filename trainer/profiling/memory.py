@@ -45,8 +45,7 @@ def reset_peak(device: Device) -> None:
 
 
 def peak(device: Device) -> dict[str, float | str]:
-    """MiB at the peak since `reset_peak`: peak_alloc_mib and peak_reserved_mib on CUDA, peak_rss_mib on a CPU. Where
-    that mark cannot be reset, `peak_rss_note` says that it counts from the start of the process."""
+    """MiB at the peak since `reset_peak`; `peak_rss_note` says where a CPU's counts from the start of the process."""
     if is_cuda(device):
         top = {"alloc": torch.cuda.max_memory_allocated(device), "reserved": torch.cuda.max_memory_reserved(device)}
         return {f"peak_{kind}_mib": round(size / 2**20, 1) for kind, size in top.items()}
@@ -78,7 +77,7 @@ class Stages:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether an exception, or one that it was raised from, says that memory ran out; not shared memory of a kernel."""
+    """Whether an exception or its cause says that memory ran out: a device's or the host's, not a kernel's shared."""
     says = r"out of memory|(can't|cannot) allocate memory|DefaultCPUAllocator: not enough memory|_STATUS_ALLOC_FAILED"
     says += "|MemoryError: |std::bad_alloc"
     told = isinstance(error, (RuntimeError, OSError)) and re.search(says, str(error), re.IGNORECASE)

@@ -305,8 +305,7 @@ def _mark(name: str) -> None:
 
 @contextmanager
 def _observed(step: Step, modules: bool) -> Iterator[list[dict[int, int]]]:
-    """Marks the phases of a step, and an eager one's modules. Yields the {address: bytes} of the gradients at each mark
-    "gradients", as they come. From outside the model: compiled code has guards on what it reads of it."""
+    """Marks the phases of a step, and an eager one's modules. Yields {address: bytes} of the gradients at each mark."""
     seen, ranges = [], []
 
     def note(phase: str, grads: list[Tensor]) -> None:
@@ -324,7 +323,7 @@ def _observed(step: Step, modules: bool) -> Iterator[list[dict[int, int]]]:
     with ExitStack() as stack:
         if not isinstance(step, OneGraph):
             _mark("fwd")
-        step.watcher = note
+        step.watcher = note  # not in the model: compiled code has guards on what it reads of it
         stack.callback(setattr, step, "watcher", None)
         for name, m in step.model.named_modules() if modules else ():
             stack.enter_context(m.register_forward_pre_hook(partial(enter, name or "the model")))

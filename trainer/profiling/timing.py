@@ -117,9 +117,8 @@ def _write_trace(trace: profile, path: str) -> None:
 
 class Profile:
     """`--profile DIR`: a close look at `count` steps from step `first` on; without a directory it does nothing. Writes
-    rank<r>.trace.json.gz (perfetto.dev) and, on CUDA, rank<r>.memory.pickle (pytorch.org/memory_viz). There the steps
-    are NVTX ranges between cudaProfilerStart and -Stop, so that `nsys profile --capture-range=cudaProfilerApi` records
-    them alone; under nsys there is no trace: CUPTI serves only one. `paths` says what was written, `notes` what not."""
+    rank<r>.trace.json.gz (perfetto.dev) and, on CUDA, rank<r>.memory.pickle (pytorch.org/memory_viz). `nsys profile
+    --capture-range=cudaProfilerApi` records these steps alone. `paths` says what was written, `notes` what not."""
 
     def __init__(self, directory: str | Path | None, first: int, count: int, rank: int, device: Device):
         self.stem, self.cuda, self._recording = f"{directory}/rank{rank}", is_cuda(device), ExitStack()
