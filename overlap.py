@@ -222,8 +222,7 @@ def is_layout(n: fx.Node) -> bool:
 
 def module_of(node: fx.Node) -> str:
     """The innermost module that a node, or else what alone feeds it, comes from: L['self'].blocks.0.mlp.up"""
-    stack = next((node.meta[key] for key in STACKS if node.meta.get(key)), None)
-    if stack:
+    if stack := next((node.meta[key] for key in STACKS if node.meta.get(key)), None):
         return list(stack.values())[-1][0]
     return module_of(node.all_input_nodes[0]) if len(node.all_input_nodes) == 1 else ""
 
@@ -232,8 +231,7 @@ def note_modules(g: fx.Graph) -> None:
     """In a whole step no node of backward knows its module. A reduction gets that of the parameter it updates."""
     for copy in g.find_nodes(op="call_function", target=aten.copy_.default):
         parameter, new = copy.args
-        stack = next((user.meta[STACKS[0]] for user in parameter.users if user.meta.get(STACKS[0])), None)
-        if stack:
+        if stack := next((user.meta[STACKS[0]] for user in parameter.users if user.meta.get(STACKS[0])), None):
             for start in reductions_behind(new):
                 start.meta[STACKS[0]] = stack
 

@@ -93,8 +93,7 @@ def bench(backend: str, shape: Shape, device: torch.device, repeat: int, options
     except Exception as e:  # a backend that fails is a result; the others still run
         text = " ".join(str(e).split())[:300]
         return row | dict(outcome="OOM" if memory.out_of_memory(e) else f"failed: {type(e).__name__}: {text}")
-    keys = causal_keys(shape.seqlen)
-    flops = shape.batch * shape.seqlen * attention_flops(shape.heads, shape.head_dim, keys)
+    flops = shape.batch * shape.seqlen * attention_flops(shape.heads, shape.head_dim, causal_keys(shape.seqlen))
     for (name, ms), times_forward in zip(times.items(), (1, 2.5), strict=True):
         row |= timing.stats(ms, name)
         row[f"{name}_tflops"] = round(times_forward * flops / row[f"{name}_ms"] / 1e9, 6)

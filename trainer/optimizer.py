@@ -53,8 +53,7 @@ class AdamW:
     @torch.no_grad()
     def step_one(self, i: int, grad: Tensor, bad: Tensor | None = None) -> None:
         """Updates the i-th of `self.params` alone. The caller adds 1 to `self.t` before the first one of a step."""
-        decays = i < self.decaying
-        (self._foreach if self.foreach else self._fused)(slice(i, i + 1), [grad], decays, bad)
+        (self._foreach if self.foreach else self._fused)(slice(i, i + 1), [grad], i < self.decaying, bad)
 
     def _fused(self, part: slice, grads: list[Tensor], decays: bool, bad: Tensor | None) -> None:
         if grads:

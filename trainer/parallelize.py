@@ -55,8 +55,7 @@ class HuggingFaceModel(nn.Module):
     @property
     def identity(self) -> dict[str, Any]:
         """The configuration without what only names it."""
-        config = self.model.config.to_diff_dict()
-        return {name: value for name, value in config.items() if name not in self.NAMES}
+        return {name: value for name, value in self.model.config.to_diff_dict().items() if name not in self.NAMES}
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, chunk: int = 0, **inputs: Tensor) -> Tensor:
         """tokens [B, T] -> logits [B, T, V]; with targets [B, T] their summed loss. ValueError: no chunked loss."""

@@ -172,8 +172,7 @@ class Step:
 
     def share(self, targets: Tensor) -> Tensor:
         """Labels of the global batch per rank, at least 1: what a rank divides its sum of token losses by."""
-        labels = self.over_ranks((targets != IGNORE).sum(), "sum")
-        return labels.clamp(min=1) / self.ranks
+        return self.over_ranks((targets != IGNORE).sum(), "sum").clamp(min=1) / self.ranks
 
     def norm_of(self, grads: list[Tensor]) -> Tensor:
         """`global_norm`, the same bits on all ranks: replicas, each of which computes it, may be of other devices or

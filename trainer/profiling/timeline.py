@@ -231,8 +231,7 @@ def _where(names: list[str], following: str, module: str) -> str:
     """Where an event is, in words: the ranges around it, outermost first; the op that starts after it; its module."""
     node = next((n.removeprefix(NODE) for n in names if n.startswith(NODE)), "")
     own = [n for n in names if not n.startswith(AROUND) and n != node]
-    function = next((n for n in own if "::" not in n), "")  # an autograd.Function of Python
-    inside = node or function
+    inside = node or next((n for n in own if "::" not in n), "")  # the latter an autograd.Function of Python
     if any(n.startswith(GRAPH) for n in names):
         inside = "compiled backward" if node else "compiled code"
     op = next((n for n in own if "::" in n), f"before {following}" if following else "")

@@ -83,8 +83,7 @@ def checkout(file: str | Path = __file__) -> dict[str, str | bool | None]:
     sha = _output(*git, "rev-parse", "HEAD")
     if not sha or not _output(*git, "ls-files", "--", Path(file).name):
         return {"commit": "unknown", "dirty": None}
-    outside_results = (":(top)", ":(top,exclude)results")  # to which every run may append rows
-    changed = _output(*git, "status", "--porcelain", "-uno", "--", *outside_results)
+    changed = _output(*git, "status", "--porcelain", "-uno", "--", ":(top)", ":(top,exclude)results")  # where rows go
     return {"commit": sha, "dirty": None if changed is None else bool(changed)}
 
 
