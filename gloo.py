@@ -2,14 +2,12 @@
 
     one_worker_thread()       # on every rank, before its first init_process_group or init_device_mesh
 
-torch gives each gloo group two worker threads. When a collective is done, its thread writes the collective's name into
-one std::string of the group, without a lock (`pgStatus_->lastCompletedWorkName` in ProcessGroupGloo::runLoop; torch
-2.11, 2.13 and 2.14). The names of functional collectives ("ALLGATHER_COALESCED") are too long for the string's own
-buffer, so that two threads at once free the same memory twice: the process dies of it now or later, or goes on with
-wrong values. With one thread, the collectives of a group run one after the other, as those of NCCL do.
-
-Measured with `python tests/gloo_race.py`, 40'000 collectives on two ranks, torch 2.13.0+cpu: a rank dies or hangs in 9
-of 10 runs with two threads, in 0 of 10 with one.
+torch gives each gloo group two worker threads. After a collective its thread writes the collective's name, without a
+lock, into one std::string of the group (`pgStatus_->lastCompletedWorkName` in ProcessGroupGloo::runLoop; torch 2.11,
+2.13 and 2.14). Long names, as "ALLGATHER_COALESCED", are on the heap, so that two threads may free the same memory
+twice: the process dies now or later, or goes on with wrong values. With one thread, the collectives of a group run one
+after the other, as those of NCCL do. `python tests/gloo_race.py`, 40'000 collectives on two ranks, torch 2.13.0+cpu: a
+rank dies or hangs in 9 of 10 runs with two threads, in 0 of 10 with one.
 """
 
 import os
@@ -19,8 +17,7 @@ import torch.distributed as dist
 
 
 def one_worker_thread() -> None:
-    """Gives one worker thread to each gloo group that this process makes from now on. A second call does nothing, nor
-    does any call on a torch without gloo."""
+    """Gives one worker thread to each gloo group made from now on. Does nothing without gloo or a second time."""
     if not dist.is_gloo_available():
         return
     gloo = dist.ProcessGroupGloo

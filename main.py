@@ -35,8 +35,7 @@ from trainer.step import check_mode
 
 
 def main(c: flags.Config, rank: int, local_rank: int, world: int) -> int:
-    """One run of the flags on this rank; returns its exit code. What cannot work ends here, before any process group
-    exists, with one line and SystemExit(2)."""
+    """One run; returns its exit code. What cannot work ends in one line and SystemExit(2), before any process group."""
     device_type = ("cuda" if torch.cuda.is_available() else "cpu") if c.device == "auto" else c.device
     try:
         c = flags.resolve(c, device_type, world)
@@ -91,8 +90,7 @@ def perform(c: flags.Config, device: torch.device, rank: int, world: int, signal
         return code
     if c.verbose:
         say("\n".join(run.stages.lines()))
-    for line in [*run.explanation, *run.profile.notes, *run.profile.paths, *final_lines(told)]:
-        say(line)
+    say("\n".join([*run.explanation, *run.profile.notes, *run.profile.paths, *final_lines(told)]))
     if run.replayed is not None:
         run.replayed.close()
     return 0

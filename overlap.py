@@ -1,14 +1,11 @@
 """Few collectives, early: what to hand to torch.compile so that a model under simple_fsdp.py overlaps. Copy it along.
 
-    from overlap import compile_options
     step = torch.compile(forward_and_loss, fullgraph=True, options=compile_options(model))
 
 Left alone, Inductor runs one collective per parameter and waits for it at once. With these options: one all-gather and
 one reduce-scatter (and one all-reduce of what is replicated) per block; the next block's all-gather starts as soon as
 this block's has arrived, in forward and backward, so that the weights of two blocks exist at most; a reduction is
-waited for one block later. Parameters of no block (embedding, head) join their neighbours up to `cap_mib`. Works in
-graphs of forward and of backward, and with `whole_step=True` in that of a whole training step. Needs Inductor (torch
-2.11 to 2.14).
+waited for one block later. Needs Inductor (torch 2.11 to 2.14).
 """
 
 import hashlib
@@ -55,9 +52,8 @@ LAYOUT = {CUT, operator.getitem, aten.reshape.default, aten.clone.default, aten.
 
 
 def blocks_of(model: nn.Module) -> list[str]:
-    """Names of the repeated blocks of `model`, each of which gets a bucket of its own: the members of the outermost
-    ModuleLists and Sequentials, as far as they hold parameters. A member that is itself a ModuleList or Sequential is
-    replaced by its own members. Empty for a model without any, such as a single block."""
+    """Names of the repeated blocks of `model`: the members, if they hold parameters, of its outermost ModuleLists and
+    Sequentials. A member that is itself a ModuleList or Sequential is replaced by its own members."""
     blocks = []
     for path, module in model.named_modules():
         inside_block = any(path.startswith(block + ".") for block in blocks)
@@ -73,20 +69,16 @@ def compile_options(model: nn.Module, blocks: Sequence[str] | None = None, cap_m
     """Inductor options for any torch.compile of `model`, wrapped, or of a function around it. None on a single rank,
     where Inductor's own order of a graph needs less memory.
 
-    blocks: names of the modules that get a bucket each (default: blocks_of(model)).
-    cap_mib: most MiB, as gathered or reduced, of one bucket of parameters that lie in no block (a larger parameter is
-    one of its own and takes small ones along).
+    blocks: names of the modules that get a bucket each (default: blocks_of(model)). cap_mib: most MiB of a bucket of
+    parameters that lie in no block, such as embedding and head; one that is larger has a bucket of its own.
     whole_step: what is compiled is a whole training step, which returns its loss first and updates the parameters.
     ahead: the part of a block's FLOPs that a collective has to hide behind. 1: a gather starts when the one before has
     arrived, a reduction is waited for when the next one starts. Less takes less memory, and needs a faster network.
     Raises ValueError if a name is no module of `model`; while compiling, if no collective lies in any block."""
-    if blocks is None:
-        blocks = blocks_of(model)
-    else:
-        modules = dict(model.named_modules())
-        missing = [name for name in blocks if name not in modules]
-        if missing:
-            raise ValueError(f"blocks: {', '.join(missing)}: no such module, there are {', '.join(list(modules)[1:])}")
+    modules = dict(model.named_modules())
+    if missing := [name for name in blocks or () if name not in modules]:
+        raise ValueError(f"blocks: {', '.join(missing)}: no such module, there are {', '.join(list(modules)[1:])}")
+    blocks = blocks_of(model) if blocks is None else blocks
     if not any(p.device_mesh.size() > 1 for p in model.parameters() if isinstance(p, DTensor)):
         return {}
     moves = Overlap(tuple(blocks), cap_mib, whole_step, ahead)
@@ -180,8 +172,8 @@ class Overlap(CustomGraphPass):
         return backward
 
     def merge_gathers(self, g: fx.Graph, found: list[fx.Node], before: fx.Node | None) -> None:
-        """found: all-gathers in the order of their waits. The first bucket starts at the node `before`, each later one
-        as soon as the one before it is cut up and its memory free again, or `ahead` of its wait."""
+        """found: in the order of their waits. A bucket starts at `before`, or when the one before it is cut up, or
+        `ahead` of its wait."""
         place = {n: i for i, n in enumerate(g.nodes)}
         for i, bucket in enumerate(self.buckets(found)):
             first_wait = min((wait_of(n) for n in bucket), key=place.get)
@@ -253,8 +245,7 @@ def is_layout(n: fx.Node) -> bool:
 
 def module_of(node: fx.Node) -> str:
     """The innermost module that a node, or else what alone feeds it, comes from: L['self'].blocks.0.mlp.up"""
-    stack = next((node.meta[key] for key in STACKS if node.meta.get(key)), None)
-    if stack:
+    if stack := next((node.meta[key] for key in STACKS if node.meta.get(key)), None):
         return list(stack.values())[-1][0]
     return module_of(node.all_input_nodes[0]) if len(node.all_input_nodes) == 1 else ""
 
@@ -263,15 +254,13 @@ def note_modules(g: fx.Graph) -> None:
     """In a whole step no node of backward knows its module. A reduction gets that of the parameter it updates."""
     for copy in g.find_nodes(op="call_function", target=aten.copy_.default):
         parameter, new = copy.args
-        stack = next((user.meta[STACKS[0]] for user in parameter.users if user.meta.get(STACKS[0])), None)
-        if stack:
+        if stack := next((user.meta[STACKS[0]] for user in parameter.users if user.meta.get(STACKS[0])), None):
             for start in reductions_behind(new):
                 start.meta[STACKS[0]] = stack
 
 
 def reductions_behind(new: fx.Node) -> list[fx.Node]:
-    """The reductions from which the optimizer has made a parameter's new value. The way back leads through lists by
-    index, as in torch._foreach_*, and not through scalars, such as the norm of all gradients."""
+    """The reductions from which the optimizer made a parameter's new value, not by way of scalars such as the norm."""
     found, seen, todo = [], set(), [(new, None)]  # a node, and which of its elements if it is a list
     while todo:
         node, index = todo.pop()

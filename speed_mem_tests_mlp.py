@@ -3,9 +3,8 @@
     python speed_mem_tests_mlp.py --compile fwdbwd --param-dtype bf16    # one row; several ranks: torchrun or --world N
     python speed_mem_tests_mlp.py --table mlp_4096 [--small]             # all rows of a published table, beside it
 
-A plain loop with torch's fused AdamW on one batch, and torch.compile without options of ours. The model is what the
-published 4 x 4096 figures fit: 3072 MiB of parameters; eager peaks, counted, of 40'961 MiB (published 40'977), 30'721
-under autocast (30'737), 36'609 on 4 ranks (36'625). 3 x 1024 does not fit: an eager peak of 5'056 MiB (5'985).
+A plain loop on one batch. The model is what the published 4 x 4096 figures fit: eager peaks, counted, of 40'961 MiB
+(published 40'977) and of 36'609 on 4 ranks (36'625). 3 x 1024 does not fit: an eager peak of 5'056 MiB (5'985).
 `--table mlp_1024 --small`, torch 2.13.0+cpu, AMD EPYC, 1 thread, n 6: a step of 8.2 ms [6.5-10.6] sharded in eager, of
 5.6 ms [5.4-6.1] with --compile fwdbwd (results/mlp_small.jsonl). GPU: not measured.
 """
@@ -185,8 +184,7 @@ class Step:
 
 
 def train(c: Config, step: Step, device: torch.device, timer: timing.StepTimer, stages: memory.Stages):
-    """Every step, all on the same batch: (the last loss, seconds of the warm-up, which compiles).
-    FloatingPointError where the loss is not finite."""
+    """Every step, on one batch: (the last loss, seconds of the warm-up). FloatingPointError: the loss is not finite."""
     data = torch.randint(c.vocab, (c.batch, c.seqlen + 1), generator=torch.Generator().manual_seed(1)).to(device)
     tokens, targets = data[:, :-1].contiguous(), data[:, 1:].contiguous()  # [B, T]
     start = time.perf_counter()

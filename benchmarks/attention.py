@@ -4,10 +4,8 @@
     python -m benchmarks.attention --small --backends flash math                 # a CPU
     python -m benchmarks.attention --search --options results/flex_options.json  # then: main.py --flex-options FILE
 
-Rows have study="attention"; python -m trainer.experiments.report attention --results FILE prints them as a table.
-Random inputs laid out as the model's, [B, T, H, d] transposed; warm-up and compilation are in no figure. FLOPs: 4 d per
-head and pair of a query with a key that it sees; backward 2.5 times that.
-Exit codes: 0 every backend has a row (perhaps with the reason why it has no figures), 2 bad flags.
+python -m trainer.experiments.report attention --results FILE prints rows as a table. FLOPs: 4 d per head and pair of a
+query with a key that it sees; backward 2.5 times that.
 """
 
 import argparse
@@ -17,6 +15,7 @@ import math
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -62,17 +61,14 @@ def inputs(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor, Tensor, 
 def function(backend: str, shape: Shape, device: torch.device, options: Options) -> Callable[..., Tensor]:
     """(q, k, v) -> [B, H, T, d] by a kernel of --sdpa, or by "flex" with `options`."""
     if backend != "flex":
-        return lambda q, k, v: sdpa_kernel(backend, q, k, v)
+        return partial(sdpa_kernel, backend)
     torch._dynamo.reset()  # a recompilation per search candidate would meet Dynamo's limit
     mask, grouped = causal_mask(shape.seqlen, device), shape.heads > shape.kv_heads
-    return lambda q, k, v: compiled_flex_attention(
-        q, k, v, block_mask=mask, enable_gqa=grouped, kernel_options=options or None
-    )
+    return partial(compiled_flex_attention, block_mask=mask, enable_gqa=grouped, kernel_options=options or None)
 
 
 def milliseconds(run: Callable[..., Tensor], tensors: tuple, repeat: int, backward: bool = True) -> dict[str, list]:
-    """{"forward": ms of each repetition, "backward": the same, empty if not wanted}. Every backward follows a forward
-    of its own: compiled code frees what it saved."""
+    """{"forward": [ms, ..], "backward": [ms, ..]}. Every backward follows its own forward, whose tensors it frees."""
     *qkv, gradient = tensors
     timers = [timing.StepTimer(gradient.device) for _ in range(2)]
     for i in range(WARMUP + repeat):
@@ -97,8 +93,7 @@ def bench(backend: str, shape: Shape, device: torch.device, repeat: int, options
     except Exception as e:  # a backend that fails is a result; the others still run
         text = " ".join(str(e).split())[:300]
         return row | dict(outcome="OOM" if memory.out_of_memory(e) else f"failed: {type(e).__name__}: {text}")
-    keys = causal_keys(shape.seqlen)
-    flops = shape.batch * shape.seqlen * attention_flops(shape.heads, shape.head_dim, keys)
+    flops = shape.batch * shape.seqlen * attention_flops(shape.heads, shape.head_dim, causal_keys(shape.seqlen))
     for (name, ms), times_forward in zip(times.items(), (1, 2.5), strict=True):
         row |= timing.stats(ms, name)
         row[f"{name}_tflops"] = round(times_forward * flops / row[f"{name}_ms"] / 1e9, 6)
@@ -116,9 +111,8 @@ def store(path: Path, key: str, entry: dict) -> None:
 
 def search(time: Callable[[Options, str], float], path: Path, key: str, about: dict, say=print) -> dict:
     """The best options and their ms, stored under `key` after each improvement. `time`: (options, "forward" or
-    "backward") -> ms; an exception skips the candidate. Backward is searched with the best forward. Tried first are
-    the stored options, so that a search cut short cannot lose them, then torch's own.
-    ValueError where no candidate of a direction runs."""
+    "backward") -> ms; an exception skips the candidate. The stored options are tried first, so that a search cut short
+    cannot lose them, then torch's own. ValueError where no candidate of a direction runs."""
     entry = read_options(path, missing_ok=True).get(key, {}) | about
     chosen = dict(entry.get("options", {}))
     for direction, prefix, more in (("forward", "fwd_", FORWARD), ("backward", "bwd_", BACKWARD)):
@@ -196,7 +190,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
 
 
 def main(argv: list[str]) -> int:
-    """Times every backend at every length, or searches options; returns the exit code."""
+    """Times every backend at every length, or searches options. Exit codes: 0, also if a backend fails, 2 bad flags."""
     args = arguments(argv)
     device, rows = torch.device(args.device), []
     try:

@@ -4,10 +4,9 @@
     torchrun --nproc-per-node 8 -m benchmarks.saving --check -- --save /shared/disk
 
 A round: steps; a save in the foreground; steps; a save in the background and the steps beside it (none in the first, so
-that the peaks of resident memory of both kinds compare). All that is timed waits for the device; MB/s are of one rank,
-read from the page cache. Files go to a new directory in --save (or here), which is removed at the end.
---check: after that, with --deterministic, a model of another seed that loads a step must hold the same bits as the
-saved one, and 5 steps later the same losses and bits. This is a row of its own; exit code 4 where it does not hold.
+that the peaks of resident memory of both kinds compare). MB/s are of one rank, read from the page cache. Files go to a
+new directory in --save (or here), which is removed at the end. --check: with --deterministic, a model of another seed
+that loads a step must hold the same bits as the saved one, and 5 steps later the same losses and bits.
 """
 
 import argparse

@@ -3,10 +3,9 @@
     python -m benchmarks.wrappers simple:fwdbwd none:fwdbwd simple:none [-- FLAGS of main.py]
     torchrun --nproc-per-node 8 -m benchmarks.wrappers simple:fwdbwd simple:blocks fsdp2:blocks ddp:blocks
 
-Cells are WRAPPER:COMPILE; fsdp2 and ddp are torch's own, compiled per block. They take turns, step by step, on the same
-batches, so that what disturbs the machine disturbs all of them alike; printed and appended to --results by rank 0:
-median, minimum and maximum ms, and the median of the step-by-step ratios to the first cell. Every cell's model is in
-memory at once: no memory is compared. Several ranks on one CPU measure the scheduler.
+Cells are WRAPPER:COMPILE; fsdp2 and ddp are torch's own, compiled per block. They take turns, step by step, so that a
+busy machine slows all of them alike; `ratio` is the median of the step-by-step ratios to the first cell. All models
+are in memory at once: no memory is compared. Several ranks on one CPU measure the scheduler.
 """
 
 import statistics

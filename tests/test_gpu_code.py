@@ -24,7 +24,8 @@ CELLS = [
 
 def rows(out: str) -> list[tuple[str, int, int, int]]:
     """(kernel, registers, stack, shared) of each line of the table."""
-    return [(name, *map(int, found)) for name, *found in re.findall(r"^(triton_\w+) +\d+ +(\d+) +(\d+) +(\d+)", out, re.M)]
+    found = re.findall(r"^(triton_\w+) +\d+ +(\d+) +(\d+) +(\d+)", out, re.M)
+    return [(name, *map(int, numbers)) for name, *numbers in found]
 
 
 @pytest.mark.slow

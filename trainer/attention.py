@@ -34,8 +34,7 @@ class Shape(NamedTuple):
     dtype: str  # "fp32" or "bf16"
 
     def __str__(self) -> str:
-        sizes = f"{self.batch}, {self.heads}, {self.seqlen}, {self.head_dim}"
-        return f"{self.dtype} q [{sizes}], {self.kv_heads} kv heads"
+        return f"{self.dtype} q [{self.batch}, {self.heads}, {self.seqlen}, {self.head_dim}], {self.kv_heads} kv heads"
 
     def empty(self, device: torch.device, kv_heads: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """(q, k) for asking torch what it would run: one row of memory, expanded. kv_heads: of k, if not the own."""
@@ -96,9 +95,8 @@ def sdpa(asked: str, shape: Shape, device: torch.device) -> tuple[str, str]:
 def options_key(shape: Shape, device: torch.device) -> str:
     """What searched options hold for: device, torch, shape and dtype, as one line."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    grouping = shape.heads // shape.kv_heads
-    return (f"{name}, torch {torch.__version__}, head_dim {shape.head_dim}, seqlen {shape.seqlen}, {shape.dtype}, "
-            f"grouping {grouping}")  # fmt: skip
+    sizes = f"head_dim {shape.head_dim}, seqlen {shape.seqlen}, {shape.dtype}, grouping {shape.heads // shape.kv_heads}"
+    return f"{name}, torch {torch.__version__}, {sizes}"
 
 
 def read_options(path: str | Path, missing_ok: bool = False) -> dict[str, dict]:
@@ -121,8 +119,7 @@ def read_options(path: str | Path, missing_ok: bool = False) -> dict[str, dict]:
 
 
 def choose_kernel(c: flags.Config, device: torch.device) -> tuple[str, tuple[tuple[str, int], ...], str]:
-    """(ModelConfig.sdpa, ModelConfig.flex_options, what to print) for resolved flags on `device`. Raises ValueError,
-    one line, for a kernel that cannot run there or broken --flex-options."""
+    """(ModelConfig.sdpa, .flex_options, what to print). ValueError: the kernel cannot run, or a broken file."""
     if c.attn == "sdpa":
         if device.type != c.device and c.sdpa != "auto":  # graphs can be compiled for a device that is absent
             return c.sdpa, (), f"sdpa {c.sdpa}"

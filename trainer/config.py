@@ -25,6 +25,8 @@ from tyro.conf import OmitArgPrefixes, UseCounterAction, arg
 from trainer.costs import link
 from trainer.distributed.terminal import fail
 
+_DESCRIPTION = """Trains the transformer of model.py under simple_fsdp and appends a row of results.
+One rank: python main.py. Several: torchrun --nproc-per-node 4 main.py --depth 8 --compile fwdbwd"""
 # The reference setting on a GPU, a small one on a CPU.
 DEFAULTS = {
     "cuda": dict(depth=4, width=4096, head_dim=128, vocab=32768, seqlen=4096, batch=8, steps=50, lr=3e-4,
@@ -415,7 +417,3 @@ def parse(argv: Sequence[str], rank: int = 0, world: int | None = None) -> Confi
     if len(problems) == 1 and (problem := problems.pop()):  # if they differ by device, torch must first say which it is
         fail(problem, rank)
     return c
-
-
-_DESCRIPTION = """Trains the transformer of model.py under simple_fsdp and appends a row of results.
-One rank: python main.py. Several: torchrun --nproc-per-node 4 main.py --depth 8 --compile fwdbwd"""

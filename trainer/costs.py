@@ -1,14 +1,10 @@
 """What things cost, by formula: time on a link, FLOPs, bytes kept for backward, peaks of devices. Imports no torch.
 
-    link("h100-nvlink").seconds("all_gather", nbytes=2**28, ranks=8)      # 6.55e-4
-    link("20:370")                                                        # 20 us and 370 GB/s, the same
-    flops_per_token(config, seqlen=4096)                                  # of the reference transformer, training
-    kept_per_block(config)                                                # in tensors [B, T, D]
-    device_peak("NVIDIA H200")                                            # 989e12 FLOP/s, dense bf16
+    link("h100-nvlink").seconds("all_gather", nbytes=2**28, ranks=8)         # 6.55e-4
+    flops_per_token(config, seqlen=4096)         # config: a model.ModelConfig, or anything with its fields
 
 Bandwidths are what collectives reached on such links, bytes a rank sends per second; the latency of 20 us per
 collective is an assumption. A ring without contention: no topology, no stragglers, every group has the whole link.
-`config` is a model.ModelConfig, or anything with its fields.
 """
 
 import re
@@ -24,8 +20,6 @@ NAMED_GB_PER_S = {
 
 
 class Link(NamedTuple):
-    """A link between ranks."""
-
     latency_s: float  # per collective
     bytes_per_s: float  # per rank
 
@@ -80,7 +74,6 @@ def causal_keys(seqlen: int) -> float:
 
 def flops_per_token(c, seqlen: int, convention: str = "causal") -> int | float:
     """FLOPs of one token's training step (forward once, backward twice) of the reference transformer.
-
     convention: "linear": 6 per weight that the token is multiplied with (not the embedding). "palm": plus the attention
     core over all keys (Chowdhery et al. 2022, appendix B). "causal": plus the core over the mean number of unmasked
     keys. "hardware": causal, plus what is multiplied again in backward: the scores inside the core's backward (7/6 of
@@ -102,8 +95,7 @@ def flops_per_token(c, seqlen: int, convention: str = "causal") -> int | float:
 
 
 def kept_per_block(c) -> float:
-    """What a block of the reference transformer keeps from forward to backward, in tensors [B, T, D], without the
-    statistics of attention and norms (under 0.1). A branch that is recomputed keeps its input alone."""
+    """What a block of the reference transformer keeps for backward, in tensors [B, T, D]; no statistics (< 0.1)."""
     kv = 2 / c.grouping
     if c.remat == "block":
         return 1 if c.remat_core else 2

@@ -6,9 +6,7 @@
 
 Sources: `stdlib` (the bytes of Python's own library), `text:PATH` (the bytes of a file or folder), `bin:GLOB` (token
 shards of nanoGPT or llm.c), `random` (new tokens each step, for timing), `overfit` (the first batch of stdlib, always).
-
-One counter of samples runs through the job. Sample i depends on (source, seqlen, seed, i) alone, and a rank takes its
-slice of every global batch.
+Sample i depends on (source, seqlen, seed, i) alone, and a rank takes its slice of every global batch.
 """
 
 import glob
@@ -52,9 +50,7 @@ def check_source(source: str) -> None:
         raise ValueError(f"--data {source}: expected one of stdlib, text:PATH, bin:GLOB, random, overfit")
 
 
-class Shard(NamedTuple):
-    """The tokens of one file, or of all files of a text source."""
-
+class Shard(NamedTuple):  # one file of tokens, or all files of a text source
     path: str
     tokens: np.ndarray  # [n] uint8, uint16 or uint32, in memory or mapped; never written
     skipped: int  # bytes of the file before the first token
@@ -94,8 +90,7 @@ class Stream:
 
 
 def _files(root: str, suffix: str = "", skip: Collection[str] = ()) -> list[Path]:
-    """`root` if it is no folder; else the files below it that end in `suffix`, sorted by relative posix path, without
-    hidden ones and those in folders named in `skip`. Raises OSError for a folder that cannot be read."""
+    """`root` if it is no folder; else the files below it, sorted, without hidden ones and folders named in `skip`."""
     def stop(error: OSError):
         raise error
 
@@ -133,8 +128,7 @@ def _open_tokens(path: str) -> Shard:
 
 
 def open_source(source: str, vocab: int) -> tuple[Stream, str]:
-    """The tokens behind any source but `random`, and a description. Raises ValueError for bytes with a vocabulary below
-    256, and DataError for files that are missing, unreadable or broken."""
+    """Tokens of any source but `random`, and a description. Raises ValueError for a small --vocab, and DataError."""
     kind, _, where = ("stdlib" if source == "overfit" else source).partition(":")
     if kind != "bin" and vocab < 256:
         raise ValueError(f"--vocab {vocab}: --data {source} is bytes and needs at least 256; raise it or --data random")
@@ -166,12 +160,10 @@ def _generator(*key: str | int) -> torch.Generator:
 
 
 class Batches(Iterator):
-    """Infinite iterator over (tokens [B, T], targets [B, T]), int64 on the CPU; B = global_batch / world rows.
-
-    A sample is T+1 tokens. The samples of an epoch lie on a grid with step T, so that the last target of one is the
-    first token of the next. Each epoch has its own seeded order and offset of the grid; fewer than 2T of its tokens are
-    left out. Raises ValueError for bad flags and DataError for bad files; for a large file also while iterating, and
-    then only on the rank that drew the bad sample."""
+    """Infinite iterator over (tokens [B, T], targets [B, T]), int64 on the CPU; B = global_batch / world rows. A sample
+    is T+1 tokens, and those of an epoch lie on a grid with step T: the last target of one is the first token of the
+    next. Each epoch has its own seeded order and offset of the grid; fewer than 2T tokens are left out. Raises
+    ValueError for bad flags, DataError for bad files: of large ones while iterating, on the rank that meets it."""
 
     def __init__(self, source: str, *, global_batch: int, seqlen: int, vocab: int, seed: int,
                  rank: int = 0, world: int = 1, start: int = 0):

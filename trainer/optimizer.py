@@ -20,11 +20,9 @@ def local(t: Tensor) -> Tensor:
 
 
 class AdamW:
-    """AdamW (Loshchilov and Hutter 2019). Matrices decay, vectors (norms, biases) do not.
-
-    moment_dtype: of both moments, None: that of the parameters; the arithmetic stays in the parameters' dtype. foreach:
-    use the form that torch.compile fuses; moments below fp32 always do, as torch's fused kernel does not take them. A
-    step that is `bad` leaves parameters, moments and step count as they are, to the bit, whatever the gradients are."""
+    """AdamW (Loshchilov and Hutter 2019). Matrices decay, vectors (norms, biases) do not. A step that is `bad` leaves
+    parameters, moments and step count as they are, to the bit. moment_dtype: of both moments (None: the parameters'),
+    not of the arithmetic. foreach: the form that torch.compile fuses, always taken for moments below fp32."""
 
     def __init__(self, params, lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, moment_dtype=None, foreach=False):
         params = [p for p in params if p.requires_grad]
@@ -55,8 +53,7 @@ class AdamW:
     @torch.no_grad()
     def step_one(self, i: int, grad: Tensor, bad: Tensor | None = None) -> None:
         """Updates the i-th of `self.params` alone. The caller adds 1 to `self.t` before the first one of a step."""
-        decays = i < self.decaying
-        (self._foreach if self.foreach else self._fused)(slice(i, i + 1), [grad], decays, bad)
+        (self._foreach if self.foreach else self._fused)(slice(i, i + 1), [grad], i < self.decaying, bad)
 
     def _fused(self, part: slice, grads: list[Tensor], decays: bool, bad: Tensor | None) -> None:
         if grads:
@@ -67,10 +64,10 @@ class AdamW:
             )  # fmt: skip
 
     def _foreach(self, part: slice, g: list[Tensor], decaying: int, bad: Tensor | None) -> None:
-        """Updates the parameters of `part`, the first `decaying` of which decay. The shards are taken from the
-        parameters, not from `self.shards`, so that a compiled graph has the parameters as inputs. In a bad step every
-        sum below adds a zero (of the sign that leaves -0.0 as it is) and every factor is one."""
-        p, m, v = [local(p) for p in self.params[part]], self.m[part], self.v[part]
+        """Updates the parameters of `part`, the first `decaying` of which decay. In a bad step every sum below adds a
+        zero (of the sign that leaves -0.0 as it is) and every factor is one."""
+        p = [local(p) for p in self.params[part]]  # not self.shards: a compiled graph has the parameters as inputs
+        m, v = self.m[part], self.v[part]
         bad = torch.zeros_like(self.t) if bad is None else bad
         refused, t = bad.bool(), self.t + bad  # if the first step is bad t is 1, not 0, by which it would divide
         b1, b2 = self.betas

@@ -38,8 +38,7 @@ def model_config(c: flags.Config, device: torch.device) -> ModelConfig:
 
 
 def reference_model(c: flags.Config, device: torch.device) -> Transformer:
-    """The transformer of resolved flags for `device`, on the meta device: no memory, no values. ValueError as above,
-    and where --mlp lean does not fit the model's MLP."""
+    """The transformer of resolved flags for `device`, on the meta device. ValueError as above, and from --mlp lean."""
     with torch.device("meta"):
         return Transformer(model_config(c, device))
 
@@ -57,12 +56,10 @@ class HuggingFaceModel(nn.Module):
     @property
     def identity(self) -> dict[str, Any]:
         """The configuration without what only names it."""
-        config = self.model.config.to_diff_dict()
-        return {name: value for name, value in config.items() if name not in self.NAMES}
+        return {name: value for name, value in self.model.config.to_diff_dict().items() if name not in self.NAMES}
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, chunk: int = 0, **inputs: Tensor) -> Tensor:
-        """tokens [B, T] -> logits [B, T, V]; with targets [B, T] their summed loss. ValueError for a chunked loss of a
-        model whose logits are more than a product with its head."""
+        """tokens [B, T] -> logits [B, T, V]; with targets [B, T] their summed loss. ValueError: no chunked loss."""
         if tokens.is_meta:  # unless it is told the mask, transformers looks for documents in the values of positions
             B, T = tokens.shape
             inputs = dict(attention_mask=torch.ones(B, 1, T, T, dtype=torch.bool, device="meta")) | inputs
@@ -85,10 +82,9 @@ class HuggingFaceModel(nn.Module):
 
     @torch.no_grad()
     def prepare(self, seqlen: int, device: torch.device) -> None:
-        """Tries on four tokens whether logits are hidden states times the head and nothing else: some models scale
-        them, or cap them, which small ones do not show."""
+        """Tries on four tokens whether logits are hidden states times the head: some models scale or cap them."""
         tokens, head = torch.arange(4, device=device)[None], self.model.get_output_embeddings()
-        capped = getattr(self.model.config, "final_logit_softcapping", None)
+        capped = getattr(self.model.config, "final_logit_softcapping", None)  # small logits do not show it
         logits, product = self(tokens).float(), nn.functional.linear(self._hidden(tokens), head.weight).float()
         self.plain_head = not capped and head.bias is None and torch.allclose(logits, product, rtol=0.02, atol=1e-6)
 
@@ -147,8 +143,7 @@ class HookedStep(Step):
 
 
 def to_empty(model: nn.Module, device: torch.device) -> None:
-    """Gives `model` memory on `device`, of no particular content. Parameters are swapped, not replaced, as torch does
-    unless told so: one that has several names stays one."""
+    """Gives `model` memory on `device`. Parameters are swapped, not replaced: one that has several names stays one."""
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
@@ -161,7 +156,6 @@ def build(c: flags.Config, device: torch.device, world: int, stage: Callable[[st
           init: bool = True, model: LanguageModel | None = None, between: Callable[[], Any] | None = None,
           inspect: Callable[[list, list], Any] | None = None) -> Step:  # fmt: skip
     """The step of resolved flags, its model initialised from --seed. Needs a process group unless --wrapper none.
-
     stage: called with the name of each stage that is done. model: on the meta device, unwrapped (default: the reference
     transformer); weights are loaded into what this returns. init=False leaves parameters as they are allocated.
     between, inspect: see Step. ValueError for a model that has values, which would be lost, and as make_step."""

@@ -54,9 +54,7 @@ class Run:
         same = {flags.flag(k): v for k, v in c.flat().items()} | dict(torch=torch.__version__)
         agree(same | dict(data=(self.batches.description, self.batches.fingerprint)), self.group)
         self.blank = reference_model(c, device)
-        self.found = None
-        if not c.world:
-            self.found = checkpoint.find_start(c, self.batches, self.group, self.blank.identity)
+        self.found = None if c.world else checkpoint.find_start(c, self.batches, self.group, self.blank.identity)
         self.state = self.found.state if self.found else checkpoint.TrainState()
         self.first = self.saved = self.state.step  # steps of earlier runs
         self.warm = self.first + WARMUP
@@ -68,9 +66,8 @@ class Run:
         self.step = self.replayed = None  # until `build`
 
     def count_flops(self) -> tuple[dict[str, float], str]:
-        """FLOPs of one step on one rank by convention: "palm", "causal", and "hardware" where it is known: by formula,
-        for the reference model. None, and the reason, where they cannot be counted. The formula knows neither what the
-        math kernel multiplies, nor that eager does a lean MLP in a recomputed block once more."""
+        """FLOPs of one step on one rank by convention, or none and why: "palm", "causal" and, where its formula holds,
+        "hardware": not for the math kernel, nor where eager does a lean MLP in a recomputed block once more."""
         c, model = self.c, self.blank.config
         try:
             counted = flops.count(self.blank, c.seqlen)
@@ -85,16 +82,14 @@ class Run:
     def build(self) -> None:
         """The model, whose values are drawn, loaded or resumed, its step and what saves it."""
         c = self.c
-        inspect = self.norms if c.verbose > 1 else None
         self.step = build(c, self.device, self.world, self.stages.add, model=self.blank, between=self.between,
-                          inspect=inspect)  # fmt: skip
+                          inspect=self.norms if c.verbose > 1 else None)  # fmt: skip
         self.replayed = Replayed(self.step) if c.cuda_graph else None
-        model = self.step.model
-        same = {n: ([*p.shape], str(p.dtype)) for n, p in model.named_parameters()}
+        same = {n: ([*p.shape], str(p.dtype)) for n, p in self.step.model.named_parameters()}
         drawn = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else torch.get_rng_state()
         agree(same | {"initial weights (random state)": zlib.crc32(drawn.numpy())}, self.group)
         if c.init is not None:
-            initialise(c, model, self.found, self.group)
+            initialise(c, self.step.model, self.found, self.group)
         if self.found:
             checkpoint.load(self.found, self.step, self.group)
         self.batches.sample = self.state.samples
@@ -154,13 +149,11 @@ class Run:
             loss = run(tokens, targets)
         if self.logged:
             norm, ms = self.step.grad_norm.item(), self.timer.last()
-            tok_s = self.world * self.step_tokens / ms * 1e3
-            told = dict(step=k + 1, loss=loss.item(), lr=lr, grad_norm=norm, ms=ms, tok_s=tok_s)
-            sinks.step(told | self.logged_norms)
+            told = dict(step=k + 1, loss=loss.item(), lr=lr, grad_norm=norm, ms=ms)
+            sinks.step(told | dict(tok_s=self.world * self.step_tokens / ms * 1e3) | self.logged_norms)
         self.finite.put(k + 1, self.step, loss, wait=self.logged)
 
     def save(self) -> None:
-        """What is now, unless that is saved already or there is nowhere to."""
         if self.c.save is None or self.state.step == self.saved:
             return
         self.watchdog.beat(self.state.step, "save")

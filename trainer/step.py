@@ -1,18 +1,13 @@
 """One training step, in every compile mode: (tokens, targets) -> the loss of the whole batch, averaged over all ranks.
 
-    optimizer = AdamW(model.parameters(), lr=3e-4)
-    step = make_step("fwdbwd", model, optimizer, grad_accum=2, clip=1.0, chunk=2048)
+    step = make_step("fwdbwd", model, AdamW(model.parameters(), lr=3e-4), grad_accum=2, clip=1.0, chunk=2048)
     loss = step(tokens, targets)              # [B, T] each, B = grad_accum micro-batches; fp32 scalar on the device
-    step.grad_norm                            # of this step, before clipping
-    step.bad                                  # 1.0: loss or norm was not finite (norm above norm_limit), no update
+    step.grad_norm, step.bad                  # before clipping; 1.0: not finite or above norm_limit, nothing updated
 
-`model` is any LanguageModel, see there. The modes are those of --compile in config.py; `fwdbwd` compiles clipping and
-AdamW on CUDA alone.
-
-Every micro-batch's loss is a sum over its labels divided by (labels of the global batch / ranks), and gradients are
+A micro-batch's loss is the sum over its labels divided by (labels of the global batch / ranks), and gradients are
 averaged over ranks: the step equals one pass over the whole batch however it is cut, also when labels are IGNOREd.
-Loss and norm are those of all ranks: all refuse the same updates, before they touch anything. All of it stays on the
-device; reading the loss, the norm or `bad` is the only host sync. Micro-batches' gradients accumulate in fp32.
+Loss and norm are those of all ranks, so that all refuse the same updates. Everything stays on the device; reading the
+loss, the norm or `bad` is the only host sync.
 """
 
 import functools
@@ -38,16 +33,14 @@ CUDA_GRAPH_WARMUP = 2  # steps that run as they are: they compile, and start cuB
 
 
 class LanguageModel(Protocol):
-    """What the trainer needs of a model, an nn.Module: model.Transformer, and parallelize.HuggingFaceModel around any
-    causal language model of transformers. Its repeated blocks are found as overlap.blocks_of finds them, its FLOPs by
-    counting on the meta device (profiling/flops.py)."""
+    """What the trainer needs of an nn.Module, as model.Transformer and parallelize.HuggingFaceModel have it. Its
+    repeated blocks are found by overlap.blocks_of, its FLOPs counted by profiling/flops.py."""
 
     identity: dict[str, Any]  # what a checkpoint and the model that loads it must have in common, by name
 
     def __call__(self, tokens: Tensor, targets: Tensor | None = None, chunk: int = 0, **inputs: Tensor) -> Tensor:
-        """tokens [B, T] -> logits [B, T, V]; with targets [B, T] the sum, in fp32, of the losses of those that are not
-        IGNORE, made `chunk` tokens at a time if it is not 0. inputs: what else belongs to the batch, such as
-        position_ids [B, T]; the first dimension of each is B."""
+        """tokens [B, T] -> logits [B, T, V]; with targets [B, T] the fp32 sum of the losses of those that are not
+        IGNORE, by chunks of `chunk` tokens (0: at once). inputs: more of the batch, such as position_ids [B, T]."""
 
     def init_weights(self) -> None:
         """Fills parameters and buffers in place, from torch's default generator."""
@@ -66,8 +59,7 @@ def shard_group(p: Tensor):
 
 
 def global_norm(where: list, grads: list[Tensor]) -> Tensor:
-    """2-norm of the whole gradient from its local shards, fp32 scalar: one scalar all-reduce, none if unsharded.
-    where: `shard_group` of each parameter."""
+    """2-norm of the whole gradient from its local shards, fp32 scalar. where: `shard_group` of each parameter."""
     total, groups = None, {}
     for group, g in zip(where, grads, strict=True):
         groups.setdefault(group, []).append(g)
@@ -79,10 +71,8 @@ def global_norm(where: list, grads: list[Tensor]) -> Tensor:
 
 
 class WholeWeights:
-    """accum_sync="last": the model's parameters gathered once, for micro-batches that then communicate nothing.
-
-    Holds on every rank, for the length of a step, the whole model in `param_dtype` and its whole gradient. Between
-    `gather` and `reduce` go 2 P (N-1)/N elements each, whatever the number of micro-batches."""
+    """accum_sync="last": the parameters gathered once, for micro-batches that then communicate nothing. Every rank
+    holds, for the length of a step, the whole model in `param_dtype` and its whole gradient."""
 
     def __init__(self, model: nn.Module, optimizer: AdamW, param_dtype=None, reduce_dtype=None):
         self.slots = [(m, n, p) for m in model.modules() for n, p in m._parameters.items() if p is not None]
@@ -128,11 +118,9 @@ class WholeWeights:
 
 
 class Step:
-    """The step of every mode but "step", which is compiled as a whole.
-
-    model: the module whose parameters train; `call` runs it (compiled, or inside DDP). between: called between
-    micro-batches; may raise, to end the step with nothing changed. inspect: called with (parameters, the local shards
-    of their gradients) before each update. The others as make_step's.
+    """The step of every mode but "step". model: the module whose parameters train; `call` runs it (compiled, or inside
+    DDP). between: called between micro-batches; it may raise, to end the step with nothing changed. inspect: called
+    with (parameters, the local shards of their gradients) before each update. The others as make_step's.
     compiled: what make_step handed to torch.compile, {name: (function, options)}."""
 
     def __init__(self, model: nn.Module, optimizer: AdamW, *, mesh=None, grad_accum: int = 1, clip: float = 0.0,
@@ -184,8 +172,7 @@ class Step:
 
     def share(self, targets: Tensor) -> Tensor:
         """Labels of the global batch per rank, at least 1: what a rank divides its sum of token losses by."""
-        labels = self.over_ranks((targets != IGNORE).sum(), "sum")
-        return labels.clamp(min=1) / self.ranks
+        return self.over_ranks((targets != IGNORE).sum(), "sum").clamp(min=1) / self.ranks
 
     def norm_of(self, grads: list[Tensor]) -> Tensor:
         """`global_norm`, the same bits on all ranks: replicas, each of which computes it, may be of other devices or
@@ -197,8 +184,7 @@ class Step:
         return torch.where(broken > 0, math.nan, norm)  # a maximum may pass over NaN
 
     def judge(self, loss: Tensor, norm: Tensor) -> Tensor:
-        """1.0 if a step of this loss and gradient norm, both of all ranks, is to be refused: also one without labels,
-        which would decay the weights and go on along the moments."""
+        """1.0 if a step of this loss and norm is refused: also one without labels, which would decay the weights."""
         good = (loss + norm).isfinite() & (norm > 0)  # 0: no rank had a label
         return 1.0 - (good & (norm <= self.norm_limit) if self.norm_limit else good).float()
 
@@ -249,9 +235,8 @@ class Step:
 
 
 class InBackwardStep(Step):
-    """Updates each parameter as soon as backward has made its gradient, which is then freed: of all gradients only a
-    few are alive at once. One micro-batch, no clipping. Eager or with compiled blocks; of a larger graph backward hands
-    out all gradients together, and nothing is won. The norm is known too late to refuse a step: `bad` only tells."""
+    """Updates each parameter as soon as backward has made its gradient, which is then freed. Modes "none" and "blocks",
+    as larger graphs return all gradients at once. The norm is known too late to refuse a step: `bad` only tells."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -299,10 +284,9 @@ class OneGraph(Step):
 
 
 class Replayed:
-    """`--cuda-graph`: a whole step as one CUDA graph, replayed without Python. The first calls run the step as it is;
-    then it is captured, then replayed. Shapes may not change; learning rate and step count live on the device.
-
-    step: whose `grad_norm` and `bad` each replay fills again. peak_mib: of the capture; a replay allocates nothing."""
+    """`--cuda-graph`: a whole step as one CUDA graph, captured after CUDA_GRAPH_WARMUP calls, then replayed without
+    Python, which fills `grad_norm` and `bad` of `step` again. Shapes may not change; learning rate and step count live
+    on the device. peak_mib: of the capture; a replay allocates nothing."""
 
     def __init__(self, step: Step):
         self.step, self.calls, self.graph, self.peak_mib = step, 0, None, None
@@ -364,7 +348,6 @@ def make_step(mode: str, model: nn.Module, optimizer: AdamW, *, options: dict | 
     """The step of a compile mode. kwargs: mesh, grad_accum, clip, chunk (tokens per chunk of the loss, 0: all at once),
     accum_sync ("every" micro-batch or the "last"; the latter needs the wrapper's param_dtype and reduce_dtype),
     norm_limit (a step whose gradient norm is above is refused; 0: none), and Step's between and inspect.
-
     options: Inductor options on top of overlap.compile_options(ahead=ahead); {"plain": True} leaves those out.
     in_backward: the optimizer's step is part of backward (modes "none" and "blocks"). ValueError for what mode or torch
     cannot do."""

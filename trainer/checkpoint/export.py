@@ -4,12 +4,9 @@
     python -m trainer.checkpoint.export runs/a out.pt            # torch.load("out.pt", weights_only=True)
     python main.py --init out.safetensors                        # step 0 with these weights; --depth etc. as saved
 
-Any number of ranks and any mode may have saved it. Above --shard-gb, out.safetensors becomes several files and an
-index, as Hugging Face names them; --init still takes out.safetensors. Memory holds one tensor at a time.
-
-Exit codes: 0 done, 2 bad command line or output, 4 a checkpoint that cannot be used or an output that cannot be
-written, 130 (143) stopped by Ctrl-C (SIGTERM) before the next tensor: OUT is as it was. What kill -9 leaves, the next
-export to OUT removes.
+Above --shard-gb, out.safetensors becomes several files and an index, as Hugging Face names them; --init still takes
+out.safetensors. Exit codes: 0 done, 2 bad command line or output, 4 a checkpoint that cannot be used or an output that
+cannot be written, 130 (143) stopped by Ctrl-C (SIGTERM), OUT as it was. The next export removes what kill -9 leaves.
 """
 
 import argparse

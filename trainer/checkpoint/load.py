@@ -1,14 +1,11 @@
 """Checkpoints on torch.distributed.checkpoint (DCP): committed as a whole, verified before use, resumed exactly.
 
-    found = find_start(config, batches)            # newest usable step, or None: start fresh
-    load(found, step)                              # in place, into any number of ranks and any mode
+    found = find_start(config, batches, group, model.identity)    # newest usable step, or None: start fresh
+    load(found, step, group)                                      # in place, into any number of ranks and any mode
 
-A step's directory holds DCP's files (tensors only), train_state.json (how far the run is, and its settings) and
-manifest.json (size and CRC-32 of every other file). It is written and synced under a temporary name and becomes a
-checkpoint by one rename (trainer/checkpoint/save.py). Checksums find accidents, not forgery, but no file can run code:
-`.metadata` is unpickled through an allow-list. Random state is not saved, because no step draws random numbers.
-
-`find_start` and `load` are collectives over `group` (control.control_group; None: the default one).
+A step is a directory of DCP's files, train_state.json and manifest.json (size and CRC-32 of the others). Checksums find
+accidents, not forgery, but no file can run code: `.metadata` is unpickled through an allow-list. Random state is not
+saved, because no step draws random numbers. Both calls are collectives over `group` (None: the default one).
 """
 
 import hashlib
@@ -45,7 +42,6 @@ STEP = re.compile(r"step-[0-9]{8}")
 TEMPORARY = re.compile(r"tmp-step-[0-9]{8}-[0-9a-f]{8}")
 ASIDE = re.compile(r"damaged-step-[0-9]{8}-[0-9a-f]{8}")
 # What a resumed run must keep beside the model's identity, by the names that `_check` uses, and hints for the error.
-# Other flags may change; a line then names them.
 FIXED = {"--seqlen": "", "--seed": "", "--adam-dtype": "--cast converts to another --adam-dtype",
          "global-batch": "global-batch: ranks x --batch x --grad-accum"}  # fmt: skip
 ALLOWED = {("torch", name) for name in ("Size", "float32", "bfloat16")} | {  # all that `.metadata` may name
@@ -56,15 +52,12 @@ ALLOWED = {("torch", name) for name in ("Size", "float32", "bfloat16")} | {  # a
 
 
 @dataclass
-class TrainState:
-    """How far a run is."""
-
+class TrainState:  # how far a run is
     step: int = 0  # optimizer steps done
     samples: int = 0  # consumed by all ranks together
     origin: str | None = None  # fingerprint of the checkpoint elsewhere at which the run began
 
     def as_dict(self) -> dict:
-        """The entries of train_state.json, without those that are None."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
     @classmethod
@@ -73,9 +66,7 @@ class TrainState:
         return cls(about["step"], about["samples"], about.get("origin"))
 
 
-class Found(NamedTuple):
-    """A verified checkpoint, its tensors not yet read."""
-
+class Found(NamedTuple):  # a verified checkpoint, its tensors not yet read
     path: str
     about: dict  # train_state.json
     state: TrainState
@@ -123,8 +114,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _open(path: str, files: dict) -> Found:
-    """A step whose files are verified. files: those of its manifest. Raises Damaged, or CheckpointError for a newer
-    format."""
+    """A step whose `files`, those of its manifest, are verified. Raises Damaged; CheckpointError for a newer format."""
     where = os.path.join(path, "train_state.json")
     try:
         about = json.loads(Path(where).read_bytes())
@@ -152,15 +142,11 @@ def _open(path: str, files: dict) -> Found:
     return Found(path, about, state, metadata)
 
 
-def find_start(
-    c: Config, batches: Batches, group: dist.ProcessGroup | None, identity: dict[str, Any]
-) -> Found | None:
+def find_start(c: Config, batches: Batches, group: dist.ProcessGroup | None, identity: dict[str, Any]) -> Found | None:
     """The step that --resume and --save mean, verified and fit for these flags; None: start fresh. Locks --save until
-    `drop`, and removes from it what killed runs left. identity: of the LanguageModel that will be loaded.
-
-    Raises CheckpointError, also where --save holds later steps than the one to start from, DataError where --data is
-    not what the checkpoint was trained on, and Refused where another run writes to --save or ranks see different
-    directories."""
+    `drop`, and removes what killed runs left in it. identity: of the LanguageModel that will be loaded.
+    Raises CheckpointError, also where --save holds steps later than the one to start from, DataError for other data
+    than the checkpoint's, and Refused where another run writes to --save or ranks see different directories."""
     with ExitStack() as undo:
         if c.save is not None:
             undo.callback(drop, c.save)
@@ -215,8 +201,7 @@ def _mark(path: str) -> str:
 
 def _look(save: str | None, folder: str | None) -> tuple[list[str], list[str], bool]:
     """Removes unfinished steps from `save`; returns the names of the committed ones, the paths of the steps to resume
-    from, and whether the run in `save` began at a step of `folder`: then the same command was started again, and goes
-    on from `save`, else from `folder`. Either directory may be None."""
+    from, and whether these are those of `save` because its run began at a step of `folder`, by the same command."""
     left = sorted(filter(TEMPORARY.fullmatch, os.listdir(save))) if save is not None else []
     if left := [name for name in left if discard(os.path.join(save, name))]:
         say(f"removed {', '.join(left)}, which a run that was stopped left unfinished")
@@ -263,9 +248,7 @@ def find(folder: str) -> Found:
 
 
 def newest(paths: list[str], group: dist.ProcessGroup | None = None) -> Found | None:
-    """The first of these steps whose files are as they were saved; None if there are no paths.
-
-    Raises Damaged, for the first, if there are paths and all are damaged: the user decides whether to start again."""
+    """The first of these steps whose files are as they were saved; None without paths. Raises Damaged if all are."""
     damaged = []
     for path in paths:
         try:
@@ -283,7 +266,6 @@ def newest(paths: list[str], group: dist.ProcessGroup | None = None) -> Found | 
 def _verified(path: str, group: dist.ProcessGroup | None) -> Found:
     """Opens a step after checking each of its files on one rank, or on every rank if the nodes have copies of their
     own. Raises Damaged, or CheckpointError where these are not copies of one step."""
-
     def share() -> tuple[dict, tuple[int, int]]:
         files, manifest = verify(path, dist.get_rank(), dist.get_world_size()), os.stat(f"{path}/manifest.json")
         return files, (manifest.st_ino, manifest.st_ctime_ns)  # of one file: the same on all nodes that share it
@@ -302,8 +284,7 @@ def _verified(path: str, group: dist.ProcessGroup | None) -> Found:
 
 
 def _check(found: Found, c: Config, batches: Batches, identity: dict[str, Any]) -> None:
-    """Raises CheckpointError or DataError where a run of these flags cannot go on from `found`; prints which of the
-    flags that may change have changed."""
+    """Raises CheckpointError or DataError where these flags cannot go on from `found`; else says which have changed."""
     about, flags = found.about, asdict(c.training)
     saved = about.get("model", about["training"])  # older checkpoints have the flags alone
     identity = json.loads(json.dumps(identity))  # as train_state.json gives it back
@@ -331,10 +312,8 @@ def _check(found: Found, c: Config, batches: Batches, identity: dict[str, Any]) 
 
 def tensors(step: Step) -> dict[str, Tensor]:
     """What is saved of a step, by name: the model's state dict, Adam's moments as "m.<parameter>" and "v.<parameter>",
-    and "t", the number of updates.
-
-    Nothing is copied: filling the tensors fills the model and the optimizer. The moments of a sharded parameter are
-    DTensors with its placements, so that DCP reshards them alike."""
+    and the number of updates as "t". Nothing is copied: filling the tensors fills the model and the optimizer. Moments
+    of a sharded parameter are DTensors with its placements, so that DCP reshards them alike."""
     optimizer = step.optimizer
     names = {id(p): name for name, p in step.model.named_parameters()}
     state = dict(step.model.state_dict()) | dict(t=optimizer.t)
@@ -353,19 +332,16 @@ def table_of(state: dict[str, Tensor]) -> dict[str, list]:
 
 
 def load(found: Found, step: Step, group: dist.ProcessGroup | None = None) -> None:
-    """Fills parameters, moments and step count of `step` in place. A collective. Raises CheckpointError, also where
-    names, shapes or dtypes differ from what was saved."""
+    """Fills parameters, moments and step count of `step` in place. A collective. Raises CheckpointError."""
     state = tensors(step)
     saved, now = found.about["tensors"], table_of(state)
-    differ = sorted(name for name in saved.keys() | now.keys() if saved.get(name) != now.get(name))
-    if differ:
+    if differ := sorted(name for name in saved.keys() | now.keys() if saved.get(name) != now.get(name)):
         told = ", ".join(f"{name} {saved.get(name)} (now {now.get(name)})" for name in differ[:5])
         raise CheckpointError(f"{found.path}: {len(differ)} tensors differ from what was saved: {told}")
     on_all(partial(dcp.load, state, storage_reader=reader(found), process_group=group), group, f"{found.path}: ")
 
 
 def reader(found: Found) -> dcp.FileSystemReader:
-    """DCP's reader of a verified step."""
     made = dcp.FileSystemReader(found.path)
     made.read_metadata = lambda *_, **__: found.metadata  # its own would unpickle the file again, without a check
     return made

@@ -4,10 +4,9 @@
     renew(folder)           # a sign of life, also given every 30 s; CheckpointError if another run has taken it over
     drop(folder)            # at the latest when the process exits
 
-A lock is stale if its process ran on this machine and is gone (kill -9), or if another machine holds it and gave no
-sign of life for 180 s. The latter is waited for: a job that its launcher starts again on another host takes over its
-own old lock, and a run that is alive gives its next sign, which refuses the newcomer. Ages are by the file system's
-clock. Needs exclusive creation and rename, but not flock, which network file systems may ignore.
+A lock is stale if its process ran on this machine and is gone, or if another machine holds it and gave no sign of life
+for 180 s. The latter is waited for, so that a job started again on another host takes over its own old lock. Ages are
+by the file system's clock. Nothing here needs flock, which network file systems may ignore.
 """
 
 import atexit
@@ -26,15 +25,11 @@ from trainer.distributed.terminal import tell
 
 SIGN, STALE = 30, 180  # seconds between signs of life; without one until another machine's lock is taken over
 POLL = 2  # seconds between looks for a sign
-
-# By the absolute path of the folder: the content of the lock's file, and the end of its signs.
-_held: dict[str, tuple[str, threading.Event]] = {}
+_held: dict[str, tuple[str, threading.Event]] = {}  # {absolute path of the folder: (content of its lock, end of signs)}
 
 
 def take(folder: str, patient: bool = True) -> str | None:
-    """Takes the lock of `folder`; does nothing if this process has it already. Returns a line to print if it was taken
-    over from another run.
-
+    """Takes the lock of `folder`, unless this process has it already; returns a line to print if another run had it.
     Waits up to 180 s for a sign of another machine's lock; without `patient`, that lock refuses at once unless it is
     stale. Raises Refused, in one line that names host and pid."""
     key, path, over = os.path.abspath(folder), os.path.join(folder, "lock"), threading.Event()
@@ -76,7 +71,6 @@ def renew(folder: str) -> None:
 
 
 def drop(folder: str) -> None:
-    """Removes the lock if this process has it."""
     folder = os.path.abspath(folder)
     if folder in _held:
         text, over = _held.pop(folder)
@@ -140,8 +134,8 @@ def _evict(folder: str, path: str, patient: bool) -> str | None:
 
 
 def _signs_again(folder: str, path: str, text: str, patient: bool) -> bool:
-    """Whether another machine's lock gives a sign before it is stale. Waits for that if `patient`, else assumes a sign
-    unless the lock is stale already. Raises FileNotFoundError if the lock is given back."""
+    """Whether another machine's lock gives a sign before it is stale, which is assumed, not waited for, if not
+    `patient`. Raises FileNotFoundError if the lock is given back."""
     with tempfile.TemporaryFile(dir=folder) as now:
         mark = os.stat(path).st_mtime
         left = STALE - max(0, os.fstat(now.fileno()).st_mtime - mark)
@@ -167,8 +161,7 @@ def _machine() -> str:
 
 
 def start_ticks(pid: int) -> str | None:
-    """When a process of this machine began, in clock ticks since boot, which tells it from an earlier one of the same
-    pid; None if it is gone or a zombie, or where there is no /proc."""
+    """When a process began, in clock ticks since boot; None if it is gone or a zombie, or where there is no /proc."""
     with suppress(OSError):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()  # from the 3rd on
         return None if fields[0] in "ZX" else fields[19]
@@ -182,4 +175,4 @@ def _alive(owner: dict) -> bool:
         return False
     except OSError:  # another user's process, which /proc may hide
         return start_ticks(owner["pid"]) in (None, owner.get("start"))
-    return start_ticks(owner["pid"]) == owner.get("start")
+    return start_ticks(owner["pid"]) == owner.get("start")  # else a later process has the pid

@@ -48,7 +48,6 @@ def check_directory(path: str) -> None:
 
 
 def sync(path: str | Path) -> None:
-    """fsync of a file or a directory."""
     file = os.open(path, os.O_RDONLY)
     try:
         os.fsync(file)
@@ -57,8 +56,7 @@ def sync(path: str | Path) -> None:
 
 
 def discard(path: str, aside: str | None = None) -> bool:
-    """Removes a directory, after renaming it to `aside` if that is given. Returns whether it is gone; a failure is only
-    a warning, because what is left of an old step is no reason to end a run."""
+    """Removes a directory, renamed to `aside` first if given; returns whether it is gone. Failing is only a warning."""
     try:
         if aside is not None:
             os.rename(path, aside)
@@ -76,8 +74,7 @@ def write_json(path: str, content: dict) -> None:
 
 
 def digest(path: str) -> list[int]:
-    """[bytes, CRC-32] of a file. Raises Damaged if `path` is missing, unreadable on its disk or no plain file (as a
-    symbolic link), and CheckpointError if it cannot be read for a reason that may pass."""
+    """[bytes, CRC-32] of a file. Damaged: missing or no plain file; CheckpointError: unreadable now, perhaps whole."""
     size = crc = 0
     try:
         if not stat.S_ISREG(os.lstat(path).st_mode):
@@ -101,8 +98,7 @@ def write_manifest(path: str, files: dict[str, list[int]]) -> None:
 
 
 def verify(path: str, rank: int = 0, world: int = 1) -> dict[str, list[int]]:
-    """The manifest's {file: [bytes, CRC-32]}, after checking every `world`-th file from the `rank`-th on. Raises
-    Damaged, or CheckpointError, in one line that names the file."""
+    """The manifest's {file: [bytes, CRC-32]}; checks every `world`-th file from `rank` on, and raises as `digest`."""
     if os.path.islink(path):
         raise Damaged(f"{path}: is a symbolic link")
     where = os.path.join(path, "manifest.json")

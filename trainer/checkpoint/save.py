@@ -4,8 +4,8 @@
         saver.save(k)                               # after k steps: DIR/step-00000012, see trainer/checkpoint/load.py
         saver.failed()                              # whether the save in flight has ended with an error
 
-A save in the thread takes one copy of this rank's shards in host memory, which each save fills again. Its collectives
-have a process group of their own. All methods but `failed` are collectives: what fails on one rank raises on all.
+The thread has a copy of this rank's shards in host memory, and a process group of its own. All methods but `failed` are
+collectives: what fails on one rank raises on all.
 """
 
 import os
@@ -36,8 +36,7 @@ from trainer.step import Step
 
 
 class Saver(AbstractContextManager):
-    """group: for the collectives of foreground saves, see control.control_group. state: the run's, whose origin and
-    best are saved with the step and the samples of the moment. beat: called when a save has ended."""
+    """group: for collectives of foreground saves. state: the run's, for its origin. beat: called after each save."""
 
     def __init__(self, c: Config, step: Step, batches: Batches, group: dist.ProcessGroup | None = None,
                  state: TrainState | None = None, beat: Callable[[], Any] = lambda: None):  # fmt: skip
@@ -55,9 +54,8 @@ class Saver(AbstractContextManager):
                            for name, t in tensors(step).items()}  # fmt: skip
 
     def save(self, k: int) -> None:
-        """Saves the state after k steps; returns when it is committed, with --save-async when it is copied.
-
-        Raises CheckpointError; with --save-errors warn only if k is the last step or the run is `ending`."""
+        """Saves the state after k steps; returns when it is committed, with --save-async when it is copied. Raises
+        CheckpointError; with --save-errors warn only if k is the last step or the run is `ending`."""
         self.wait()
         state, batches = tensors(self.step), self.batches
         about = replace(self.state, step=k, samples=batches.sample).as_dict() | dict(
@@ -103,8 +101,7 @@ class Saver(AbstractContextManager):
             self._settle(k, future.result)
 
     def close(self) -> None:
-        """Waits for the save in flight and raises what it met; ends the thread, frees the buffer, gives the lock back.
-        A second call does nothing."""
+        """Ends the save in flight, raising what it met, and the thread; gives the lock back. May be called twice."""
         try:
             self.wait()
         finally:
@@ -141,8 +138,7 @@ def _save(c: Config, name: str, about: dict, group: dist.ProcessGroup | None, st
 
 
 def _begin(folder: str, name: str, needs: int) -> str:
-    """A new temporary directory in `folder` for the step `name` of `needs` bytes. Raises CheckpointError where there
-    is no space or the step exists."""
+    """A new temporary directory in `folder` for a step of `needs` bytes. CheckpointError: no space, or it exists."""
     renew(folder)
     final, has = os.path.join(folder, name), shutil.disk_usage(folder).free
     if os.path.lexists(final):
@@ -184,5 +180,4 @@ def _commit(c: Config, name: str, temporary: str, files: dict[str, list[int]], a
     os.rename(temporary, os.path.join(c.save, name))
     sync(c.save)
     for old in steps_in(c.save)[c.keep :]:  # renamed first: a removal that is killed leaves no half of a step
-        old = os.path.join(c.save, old)
-        discard(old, os.path.join(c.save, f"tmp-{os.path.basename(old)}-{secrets.token_hex(4)}"))
+        discard(os.path.join(c.save, old), os.path.join(c.save, f"tmp-{old}-{secrets.token_hex(4)}"))

@@ -3,9 +3,9 @@
     write("out.safetensors", tensors, read, about)      # python -m trainer.checkpoint.export writes a checkpoint so
     load_weights("out.safetensors", model)              # main.py --init: in place, into any layout of the model
 
-Neither direction holds a whole model: `write` holds one tensor, `load_weights` this rank's rows of one parameter. The
-safetensors library checks a file's header, and torch's weights_only loader that of a .pt; both give the offsets at
-which bytes are then read and written here. No file can run code. Bytes are those of a little-endian machine.
+Neither holds a whole model: `write` holds one tensor, `load_weights` this rank's rows of one parameter. The safetensors
+library and torch's weights_only loader check the headers and give the offsets at which bytes are then read and written
+here, as a little-endian machine has them. No file can run code.
 """
 
 import json
@@ -46,9 +46,7 @@ INDEX = ".index.json"
 GLIMPSE = 4096  # bytes of each tensor by which ranks compare their files: training changes nearly every tensor
 
 
-class Region(NamedTuple):
-    """A contiguous tensor in a file."""
-
+class Region(NamedTuple):  # a contiguous tensor in a file
     file: str
     offset: int  # of its first byte
     like: Tensor  # on the meta device: shape and dtype
@@ -59,8 +57,7 @@ def _bytes_of(t: Tensor):
 
 
 def table(path: str) -> dict[str, Region]:
-    """Where each tensor of a .safetensors, a .safetensors.index.json or a .pt is. For a .safetensors that does not
-    exist, an index beside it is taken. Reads no tensor. Raises CheckpointError in one line that names the file."""
+    """Where each tensor of a .safetensors, its .index.json or a .pt is. Raises CheckpointError, naming the file."""
     if not os.path.exists(path) and os.path.exists(path + INDEX):
         path += INDEX
     try:
@@ -156,10 +153,8 @@ def _glimpse(path: str) -> str:
 
 def load_weights(path: str, model: nn.Module, cast: bool = False) -> Counter:
     """Fills parameters and persistent buffers of `model` in place, each rank reading its own rows; returns how many
-    tensors of each dtype the file holds. No collective.
-
-    The file and the model must have the same names, shapes and dtypes (with `cast`, any floating dtypes). A parameter
-    with several names needs one of them. Raises CheckpointError, also for what is not finite in the model's dtype."""
+    tensors of each dtype the file holds. No collective. The file needs the model's names (one of each parameter),
+    shapes and dtypes (with `cast`, any floating ones). Raises CheckpointError, also for what is not finite in them."""
     there, owners = table(path), {}  # {id of a tensor: (the tensor, all its names)}
     for name, t in model.state_dict(keep_vars=True).items():
         owners.setdefault(id(t), (t.detach(), []))[1].append(name)
@@ -234,11 +229,9 @@ def _outputs(path: str) -> list[str]:
 
 def write(path: str, tensors: dict[str, Tensor], read: Callable[[str], Tensor], about: dict[str, str],
           shard_bytes: float = math.inf) -> list[str]:  # fmt: skip
-    """Writes what `read` returns for each name to `path`, replacing what is there, and returns the names of the files.
-    tensors: on the meta device, of the shapes and dtypes to write. about: the metadata of a .safetensors.
-
-    Above `shard_bytes`, a .safetensors becomes several and an index. Everything is written and synced in a temporary
-    directory beside and then renamed, the index last. Raises CheckpointError."""
+    """Writes what `read` returns for each name, replacing what is at `path`; returns the names of the files. tensors:
+    their shapes and dtypes, on the meta device. about: the metadata of a .safetensors. Above `shard_bytes` this becomes
+    several and an index. All are complete in a temporary directory before they are renamed. Raises CheckpointError."""
     files, folder = _plan(path, tensors, shard_bytes), os.path.dirname(path) or "."
     temporary, total = f"{path}.tmp-{secrets.token_hex(4)}", sum(t.nbytes for t in tensors.values())
     try:

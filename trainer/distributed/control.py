@@ -41,8 +41,7 @@ class Stopped(Exception):
 def control_group() -> dist.ProcessGroup:
     """A gloo group of all ranks beside the default one, for the host: no device waits for it. Collective."""
     group = dist.new_group(backend="gloo")
-    # At a group's first collective torch's flight recorder adds the group to a map, in torch 2.11 without a lock. So
-    # this one is done here and not, perhaps, in a thread while another group runs.
+    # In torch 2.11 a group's first collective changes a map that is not locked: now, not beside another group's.
     dist.all_reduce(torch.zeros(1, device="cpu"), group=group)
     return group
 
@@ -65,13 +64,12 @@ def agree(facts: dict[str, Any], group: dist.ProcessGroup | None) -> None:
 
 
 class Signals:
-    """Notes SIGTERM and SIGINT in `got` instead of dying of them; a second one, later than AGAIN_S, ends the process.
-    Only in the main thread of a process. speak: answer Ctrl-C with a line on stderr."""
+    """Notes SIGTERM and SIGINT in `got`; a second one, later than AGAIN_S, ends the process. Main thread only."""
 
     KINDS = signal.SIGTERM, signal.SIGINT
     CODES = tuple(128 + kind for kind in KINDS)
 
-    def __init__(self, speak: bool = True):
+    def __init__(self, speak: bool = True):  # whether to answer Ctrl-C with a line on stderr
         self.got, self.at, self.speak, self.before = 0, 0.0, speak, {}
         self.over = False  # set to True when nothing is left to stop: signals are then ignored
 
@@ -97,8 +95,7 @@ class Signals:
 
 
 class Control:
-    """Every rank calls `boundary` equally often, and `finish` once after the last. A group of None: there is one
-    rank."""
+    """Every rank calls `boundary` equally often, and `finish` once after the last. group: None if there is one rank."""
 
     def __init__(self, signals: Signals, group: dist.ProcessGroup | None):
         self.signals, self.work, self.numbers = signals, None, None

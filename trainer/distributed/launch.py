@@ -22,8 +22,7 @@ from trainer.distributed import simulated_world
 
 
 def set_deterministic(on: bool) -> None:
-    """Whether all that runs and is compiled from now on must give the same bits every time. If so, torch raises
-    RuntimeError for an operator that cannot."""
+    """Whether all that runs from now on must give the same bits every time. RuntimeError if an operator cannot."""
     torch.use_deterministic_algorithms(on)
     torch.utils.deterministic.fill_uninitialized_memory = False  # no code here reads uninitialized memory
     inductor.deterministic = on  # it would else time kernels, and the one it picks may add in another order
@@ -32,10 +31,9 @@ def set_deterministic(on: bool) -> None:
 
 
 def connect(c, rank: int, local_rank: int, world: int, timeout: float = 0) -> torch.device:
-    """Joins the process group, which must not exist yet, and returns the device of this rank. c: flags, of which
-    `device` ("auto": CUDA where torch sees a GPU), `world` and `link` are read. timeout: seconds that a collective may
-    take, in this group and in those made later; 0: torch's own limit. Raises ValueError, one line with the fix, for a
-    device that is not there, more ranks than GPUs, or ranks that do not meet."""
+    """Joins the process group, which must not exist yet, and returns the device of this rank. c: the flags `device`,
+    `world` and `link`. timeout: seconds that a collective may take, in groups made later too; 0: torch's own limit.
+    Raises ValueError, one line with the fix: a device that is not there, too few GPUs, ranks that do not meet."""
     cuda = torch.cuda.is_available() if c.device == "auto" else c.device == "cuda"
     torchrun, device, limit = bool(os.environ.get("RANK")), torch.device("cpu"), {}
     how = {} if torchrun else dict(store=dist.HashStore(), rank=0, world_size=1)
@@ -69,11 +67,9 @@ def connect(c, rank: int, local_rank: int, world: int, timeout: float = 0) -> to
 
 
 def fresh(store: dist.Store, rank: int, world: int) -> dist.Store:
-    """torchrun's `store` under a new prefix: after a restart it still holds the addresses of the ranks before.
-
-    Rank 0 chooses the prefix. Each rank sends it a random word and waits for the answer to this word, so that the words
-    of dead ranks do no harm; rank 0 answers until all ranks have confirmed. Collective. Raises DistStoreError if a rank
-    does not come within the store's timeout."""
+    """torchrun's `store` under a new prefix: after a restart it still holds the addresses of the ranks before. Rank 0
+    chooses the prefix. Each rank sends a random word and waits for the answer to it, so that the words of dead ranks do
+    no harm, until all have confirmed. Collective. DistStoreError: a rank does not come within the store's timeout."""
     talk, prefix = dist.PrefixStore("start", store), secrets.token_hex(8)
     if rank:
         word = secrets.token_hex(8)
@@ -94,9 +90,8 @@ def fresh(store: dist.Store, rank: int, world: int) -> dist.Store:
 
 
 def shutdown() -> None:
-    """Ends the process group, real or simulated; collective. Compiled code is freed first, because it holds the group
-    and the exit could hang or abort."""
-    torch._dynamo.reset()
+    """Ends the process group, real or simulated; collective."""
+    torch._dynamo.reset()  # compiled code holds the group, and the exit could hang or abort
     if dist.is_initialized():
         dist.barrier()
         simulated_world.stop()

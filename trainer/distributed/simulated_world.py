@@ -1,19 +1,17 @@
 """A simulated world: this process plays one rank of N on one device; data really moves, links take modelled time.
 
     start(8, link("h100-nvlink"))                  # instead of dist.init_process_group; the rest runs unchanged
-    mesh = dist.init_device_mesh("cuda", (2, 4), mesh_dim_names=("replicate", "shard"))
     log()                                          # every collective since the last clear
     stop()
 
-All ranks are taken to hold equal tensors: a gather tiles the local shard, a sum multiplies by N, an average changes
-nothing. With parameters whose shards are equal, losses and gradients are those of one process. A collective occupies
-its group's stream for max(copy, latency + bytes/bandwidth) and the consumer waits for an event, as with NCCL; on a CPU
-a thread per group keeps time. Not simulated: other data on other ranks, the smaller last shards of other ranks,
-stragglers, topology, contention except by our own copy. Clipping sees the norm of N equal shards.
+All ranks are taken to hold equal tensors: a gather tiles the local shard, a sum multiplies by N, and clipping sees the
+norm of N equal shards. A collective occupies its group's stream for max(copy, latency + bytes/bandwidth) and the
+consumer waits for an event, as with NCCL; on a CPU a thread per group keeps time. Not simulated: other data or smaller
+last shards on other ranks, stragglers, topology, contention except by our own copy.
 
-The backend is torch's C++ FakeProcessGroup. What it computes is replaced, for the whole process, in the `c10d::`
-operators that every route ends in, so a simulated world never exists beside a real group. PREMUL_SUM (FSDP2's
-set_gradient_divide_factor), gathering on one rank, all-to-all and point-to-point raise NotImplementedError.
+The backend is torch's C++ FakeProcessGroup. The `c10d::` operators that every route ends in are replaced for the whole
+process, so a simulated world never exists beside a real group. PREMUL_SUM (FSDP2's set_gradient_divide_factor),
+gathering on one rank, all-to-all and point-to-point raise NotImplementedError.
 
 Private names of torch: the signatures of the `c10d::` operators (`_KERNELS`); from torch._C._distributed_c10d
 FakeProcessGroup and its _create_internal, FakeWork, ProcessGroup and _create_work_from_future; dist.Backend._plugins,
@@ -39,9 +37,7 @@ __all__ = ["CollectiveCall", "Link", "link", "log", "start", "stop", "summary"]
 NAME = "sim"  # of the backend; not "fake", which Inductor treats in its own way
 
 
-class CollectiveCall(NamedTuple):
-    """One call of a collective, as `log` lists it."""
-
+class CollectiveCall(NamedTuple):  # as `log` lists it
     op: str  # "all_gather", "reduce_scatter", "all_reduce", "broadcast", "scatter" or "barrier"
     group: str
     ranks: int
@@ -53,10 +49,9 @@ class CollectiveCall(NamedTuple):
 class _World:
     def __init__(self, link: Link):
         self.link, self.log = link, deque(maxlen=1_000_000)
-        self.streams, self.workers, self.clock = {}, {}, None
+        self.streams, self.workers, self.clock = {}, {}, None  # the clock on CUDA alone
         self.library = torch.library.Library("c10d", "IMPL")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns that kernels are overridden, which is wanted
+        with warnings.catch_warnings(action="ignore"):  # torch warns that kernels are overridden, which is wanted
             for device in ("CPU", "CUDA"):
                 for name, kernel in _KERNELS.items():
                     self.library.impl(name, kernel, device, allow_override=True)
@@ -75,8 +70,7 @@ def start(world: int, link: Link, device: torch.device | str = "cpu", rank: int 
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
     _world = _World(link)
     dist.init_process_group(NAME, rank=rank, world_size=world, store=dist.HashStore())
-    if torch.device(device).type == "cuda":
-        _world.clock = _Clock()
+    _world.clock = _Clock() if torch.device(device).type == "cuda" else None
 
 
 def _create(options, _) -> FakeProcessGroup:
@@ -97,8 +91,7 @@ def stop() -> None:
 
 
 def log() -> deque[CollectiveCall]:
-    """Every collective so far, in order of calls; `log().clear()` empties it. The replay of a CUDA graph calls no
-    operator, so its collectives are listed once, from the capture."""
+    """Every collective so far; `log().clear()` empties it. Those of a CUDA graph are listed once, from its capture."""
     return _world.log
 
 
@@ -129,9 +122,8 @@ def _reduce(t: Tensor, op, ranks: int) -> None:
 
 
 class _Clock:
-    """Keeps a CUDA stream busy for the time of a link: a kernel sets a deadline before the copy, and after it another
-    one, a single thread, waits for that deadline. Both read the GPU's nanosecond clock, which does not depend on the
-    clock of the SMs. The stream is so occupied for the link's time or the copy's, whichever is longer."""
+    """Keeps a CUDA stream busy for the time of a link or of the copy, whichever is longer: one kernel sets a deadline
+    before the copy, and one waits for it after. Both read the GPU's nanosecond clock, not that of an SM."""
 
     SOURCE = """
     __device__ __forceinline__ unsigned long long now() {
@@ -144,7 +136,6 @@ class _Clock:
 
     def __init__(self):  # compiled before any CUDA graph is captured
         from torch.utils import cpp_extension  # imports setuptools
-
         # Torch's compiler wants the headers of a toolkit, which pip's packages are not and these kernels do not need.
         with mock.patch.object(cpp_extension, "CUDA_HOME", cpp_extension.CUDA_HOME or "/usr"):
             made = [torch.cuda._compile_kernel(self.SOURCE, name) for name in ("set_deadline", "wait_deadline")]
@@ -205,8 +196,7 @@ def _on_cpu(pg: ProcessGroup, seconds: float, async_op: bool, copy: Callable, va
 
 
 def _run(op: str, group, outs: list, ins: list, async_op: bool, body: Callable[[int, int], None], nbytes: int):
-    """Logs a collective and runs `body(ranks, rank)`, which fills `outs` from `ins`, for as long as the link takes.
-    Returns the boxed Work. nbytes: of the whole, unsharded tensors."""
+    """Logs a collective and runs `body(ranks, rank)`, which fills `outs`, for the link's time. Returns boxed Work."""
     pg = _unboxed(group)
     seconds = _world.link.seconds(op, nbytes, pg.size())
     _world.log.append(CollectiveCall(op, pg.group_name, pg.size(), nbytes, bool(async_op), seconds))
@@ -234,9 +224,7 @@ def _unboxed(group) -> ProcessGroup:
     return group if isinstance(group, ProcessGroup) else ProcessGroup.unbox(group)
 
 
-# Of `_all_gather` and `_reduce_scatter` each whole tensor is one tensor, or the list of its N chunks.
-
-
+# Here and in `_reduce_scatter` each whole tensor is one tensor, or the list of its N chunks.
 def _all_gather(outs, ins, group, async_op=True, *_):
     def body(n, r):
         for out, own in zip(outs, ins, strict=True):

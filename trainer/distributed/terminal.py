@@ -15,8 +15,7 @@ from typing import NoReturn, TextIO
 
 
 def ranks() -> tuple[int, int, int]:
-    """(rank, local rank, world) from the environment of torchrun; (0, 0, 1) without it. Ends the process with exit code
-    2 and one line if only a part of that environment is set, or if it makes no sense."""
+    """(rank, local rank, world) by torchrun's environment, (0, 0, 1) without; exits with 2 if that makes no sense."""
     names = "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
     told = {name: os.environ[name] for name in (*names, "LOCAL_WORLD_SIZE") if os.environ.get(name)}
     there, missing = [name for name in names[:3] if name in told], [name for name in names if name not in told]
@@ -33,18 +32,16 @@ def ranks() -> tuple[int, int, int]:
 
 
 def fail(message: str, rank: int, code: int = 2) -> NoReturn:
-    """Ends the process with one line on stderr and an exit code. Ranks other than 0 wait for 5 s first: if rank 0 fails
-    as well, torchrun ends them meanwhile, and the message is printed only once."""
+    """Ends the process with one line on stderr and an exit code."""
     if rank:
-        time.sleep(5)
+        time.sleep(5)  # if rank 0 fails as well, torchrun ends this rank meanwhile, and the line is printed only once
     tell(f"error: {message}", sys.stderr)
     sys.exit(code)
 
 
 def tell(text: str, stream: TextIO | None = None) -> None:
-    """Prints a line to `stream` (None: stdout) and flushes it. If the stream takes no more, because its reader has left
-    or its disk is full, this costs one warning, and everything after that is lost. Characters that its encoding lacks
-    are written as escapes."""
+    """Prints a line to `stream` (None: stdout), characters that its encoding lacks as escapes. If the stream takes no
+    more, because its reader has left or its disk is full, this costs one warning, and all after that is lost."""
     stream = stream or sys.stdout
     try:
         encoding = getattr(stream, "encoding", None) or "utf-8"

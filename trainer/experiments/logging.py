@@ -4,9 +4,8 @@
     sinks.step({"step": k, "loss": 3.21, "lr": 3e-4})     # where sinks.due(k)
     sinks.row(row)                                        # and in the end, whatever happened, sinks.close()
 
-Rank 0 writes; on other ranks the same calls do nothing. A sink that fails in mid-run (the disk is full, the folder or
-the network gone, the reader of a pipe has left) costs one warning and never the run. Rows go to rows.jsonl, the steps
-of a run to rows.steps/<run>.jsonl.
+Rank 0 alone writes: rows to rows.jsonl, the steps of a run to rows.steps/<run>.jsonl. A sink that fails in mid-run (the
+disk is full, the network gone, the reader of a pipe has left) costs one warning and never the run.
 """
 
 import fcntl
@@ -31,8 +30,7 @@ LINE = {"loss": "loss {:.4f}", "lr": "lr {:.3g}", "grad_norm": "|g| {:.3f}", "ms
 
 
 def _plain(value: Any) -> Any:
-    """`value` as strict JSON can hold it: nan and infinities become "nan", "inf", "-inf", and unknown types their str.
-    Entries of a dict that are named like a secret are left out."""
+    """`value` as strict JSON: nan becomes "nan", unknown types their str. Entries named like a secret are left out."""
     if isinstance(value, float):
         return value if math.isfinite(value) else str(float(value))
     if isinstance(value, dict):
@@ -197,8 +195,7 @@ class Sinks:
 
 
 def log_tables(tables: dict[str, list[dict]], results: Path, wandb: str, group: str, tags: Sequence[str] = ()) -> None:
-    """A W&B run of its own, of job type "table", with a table per study: a column for each key of any of its rows, what
-    is nested as JSON. Costs a warning at most."""
+    """A W&B run of its own, with a table per study whose nested values are JSON. Costs a warning at most."""
     sinks = Sinks(results, wandb, group, group, tags=tags, job_type="table")
 
     def log(study: str, rows: list[dict]) -> None:

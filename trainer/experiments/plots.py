@@ -27,8 +27,7 @@ def save(plot: Figure, path: Path) -> Path:
 
 
 def curves(name: str, found: list, gpu: bool) -> dict[str, dict]:
-    """Name of a curve -> {x: (MiB, ms, outcome)}; published ones start with "published". Of the axis gpus there are two
-    each: the same batch on every rank, and the same in all."""
+    """Name of a curve -> {x: (MiB, ms, outcome)}. Of the axis gpus there are two each: one batch a rank, one in all."""
     names, made = published.key_names(name), {}
     keys, ours, theirs = list(dict.fromkeys(key for key, *_ in found)), [], []
     for key, o, p in found:

@@ -38,8 +38,7 @@ def read(paths: list[Path]) -> list[dict]:
 
 
 def whole(row: dict) -> dict:
-    """A row with its whole setting. Up to commit d817189 a row held what differed from that commit's defaults, which
-    are kept in a file, since those of config.py may change."""
+    """A row with its whole setting: up to commit d817189 a row held only what differed from that commit's defaults."""
     flags = row.get("flags") or {}
     if row.get("study") in ("mlp", "attention") or "seed" in flags:
         return row
@@ -64,8 +63,7 @@ def on_gpu(row: dict) -> bool:
 
 
 def setting(row: dict, name: str):
-    """What --name was. ValueError for a row that does not hold its whole setting, as a default of today may be another
-    than that of the run."""
+    """What --name was. ValueError if the row does not say: a default of today may be another than that of the run."""
     if name not in (row.get("flags") or {}):
         raise ValueError(f"the row of '{row.get('cell')}' does not say what {name} was: run its cell again")
     return row["flags"][name]
@@ -119,8 +117,7 @@ def flops_ratio(depth: int, seqlen: int, grouping: int) -> float:
 
 
 def published(axis: str) -> dict[tuple, dict]:
-    """Key -> published row: `device`, `ranks`, the figures `mib`, `ms`, `mfu` (None for words; of a range the middle),
-    and `text`, how they read."""
+    """Key -> published row: `device`, `ranks`, `mib`, `ms`, `mfu` (of a range the middle, None for words), `text`."""
     names, found = key_names(axis), {}
     for line in csv.DictReader((REFERENCE / f"{axis}.csv").read_text().splitlines()) if names else ():
         p = {name: int(value) if value.isdigit() else value for name, value in line.items()}

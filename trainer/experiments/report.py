@@ -1,8 +1,7 @@
 """Result rows as Markdown tables beside the published figures of reference/, and as plots. Imports no torch.
 
     python -m trainer.experiments.report seqlen depth      rows of results/sweep-AXIS.jsonl and results/sweep-all.jsonl
-    python -m trainer.experiments.report --small           every axis that has rows, at the sizes for a CPU
-    python -m trainer.experiments.report --plots plots     SVG files as well (trainer/experiments/plots.py)
+    python -m trainer.experiments.report --plots plots     every axis that has rows; SVG files as well (plots.py)
     python -m trainer.experiments.report --check           the marked tables of README and NOTES; --write corrects them
 
 `<!-- report: LAYOUT FILE... [--small] -->` marks the table below it. LAYOUT: an axis, or one of LAYOUTS below.
@@ -116,8 +115,7 @@ def compile_modes(rows: list[dict]) -> tuple[list[dict], Columns]:
 
 
 def baselines(rows: list[dict], split: bool = False) -> tuple[list[dict], Columns]:
-    """The rows and columns of the last comparison on each device, torch and number of ranks; `split`: wrapper and
-    compile mode in columns of their own."""
+    """The last comparison on each device, torch and number of ranks; `split`: wrapper and compile mode in columns."""
     rows = [row for row in rows if row.get("study") == "baselines"]
     last = {(published.label(row), row["device"], row["torch"]): row["interleaved"] for row in rows}
     rows = [row for row in rows if row["interleaved"] == last[published.label(row), row["device"], row["torch"]]]
@@ -201,8 +199,7 @@ def about(name: str, ours: list[dict], found: Entries) -> str:
         lines += [f"All of ours: `{sweep.join(dict(frozenset.intersection(*cores))) or 'defaults'}`."]
     if "(sim" in n:
         lines += ["N(sim LINK): one process in place of N, its collectives timed by a model of the link."]
-    theirs = [p for *_, p in found if p]
-    if theirs:
+    if theirs := [p for *_, p in found if p]:
         machines = [f"{n}x{device}" for device, n in sorted({(p["device"], p["ranks"]) for p in theirs})]
         how = "Ratios only at the published setting, on as many ranks of a GPU, whichever it is."
         if not any(published.comparable(o, p) for _, o, p in found):
@@ -242,8 +239,7 @@ def difference(old: list[str], new: list[str]) -> tuple[int, str] | None:
 
 
 def check(documents: list[Path], write: bool = False) -> tuple[int, list[str]]:
-    """Compare marked tables with what their rows give: how many there are, a line for each that differs. `write` puts
-    them right. Files are relative to the document. Raises ValueError for a bad mark."""
+    """(number of marked tables, a line for each that its rows contradict). `write` corrects. ValueError: a bad mark."""
     count, differing = 0, []
     for document in documents:
         old, new, end = document.read_text(), "", 0

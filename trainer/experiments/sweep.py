@@ -2,14 +2,10 @@
 
     ./launch.sh sweep variants --small       a named axis (a file of cells/axes), at sizes for a CPU
     ./launch.sh sweep all --wandb offline    every published table, each cell once, in one file of results
-    ./launch.sh sweep cells.txt --steps 30   any file of cells
+    ./launch.sh sweep cells.txt --steps 30   any file of cells; `cell_of` and `cells_of` say what a line may hold
 
-A line is a cell: nproc=N (processes) and flags of main.py. ranks=N are N processes where the machine has as many GPUs,
-else simulated. `--depth {2,4}` makes two cells of a line. Lines below [full] or [small] are for that size; flags beside
-it belong to each of them. --world and --nproc are for cells that name no ranks.
 main.py writes the row; where it ended without one (killed, too slow), this program writes `failed: ...`. A second call
-runs what has no row yet, then tries again what failed; a bad shape and out of memory are results. With --wandb the
-cells are runs of one group, beside a run with a table per study.
+runs what has no row yet, then tries again what failed; a bad shape and out of memory are results.
 """
 
 import argparse
@@ -88,9 +84,9 @@ def world(nproc: int, flags: Flags) -> int | str:
 
 
 def cell_of(line: str, small: bool, nproc: int, extra: Flags) -> str:
-    """The name of a line's cell, `nproc=N --flag value ...` with the flags in alphabetical order: the same cell has the
-    same name everywhere. ranks=N becomes nproc=N or, above what the machine has (with --small: above 2), simulated
-    ranks. ValueError for what is no line of flags."""
+    """The name of a line's cell, `nproc=N --flag value ...` with sorted flags, so that a cell has one name everywhere.
+    ranks=N becomes nproc=N (processes) or, above the machine's GPUs (with --small: above 2), N simulated ranks. `nproc`
+    and --world of `extra` are for lines that name no ranks. ValueError for what is no line of flags."""
 
     def started(ranks: re.Match) -> str:
         most = 2 if small else max(1, gpus())
@@ -126,8 +122,7 @@ def cells_of(study: str, small: bool, nproc: int, extra: Flags) -> list[str]:
 
 
 def studies(target: str, small: bool, nproc: int, extra: list[str]) -> dict[str, list[str]]:
-    """Study -> names of the cells of an axis, of a file, or (`all`) of each axis but those of ./launch.sh gpu. `extra`:
-    flags for every cell. ValueError as of `cells_of`."""
+    """Study -> cells of an axis, of a file, or (`all`) of each axis but ./launch.sh gpu's. ValueError as `cells_of`."""
     named = axes()
     if target not in {"all", *named} and not Path(target).is_file():
         raise ValueError(f"unknown axis '{target}': expected a file, all, or one of {', '.join(named)}")
@@ -168,8 +163,7 @@ def oom_kills() -> int:
 
 
 def run(cell: str, program: list[str], timeout: float, log: Path, name: str = "") -> str | None:
-    """Run one cell, for W&B under `name`. Returns None when it ended by itself with status 0, else in a few words how
-    it ended. Should this program be killed, so is the cell (Linux)."""
+    """Run one cell, for W&B under `name`. Returns None if it ended with status 0, else in a few words how it ended."""
     (nproc, flags), token = parse(shlex.split(cell)), f"{os.getpid()}.{time.time_ns()}"
     env = os.environ | {"SWEEP_CELL": cell, "SWEEP_NAME": name, "SWEEP_TOKEN": token, "PYTHONUNBUFFERED": "1"}
     kills, prctl = oom_kills(), getattr(ctypes.CDLL(None), "prctl", None)
@@ -180,7 +174,7 @@ def run(cell: str, program: list[str], timeout: float, log: Path, name: str = ""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as out:
         start = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": out, "env": env, "start_new_session": True}
-        follow = prctl and (lambda: prctl(1, signal.SIGTERM))  # PR_SET_PDEATHSIG; torchrun hands the signal on
+        follow = prctl and (lambda: prctl(1, signal.SIGTERM))  # PR_SET_PDEATHSIG: the cell ends when this program dies
         child = subprocess.Popen(command, preexec_fn=follow, **start)
     try:
         code = child.wait(timeout)
@@ -199,8 +193,7 @@ def run(cell: str, program: list[str], timeout: float, log: Path, name: str = ""
 
 
 def main_setting(cell: str) -> dict:
-    """What main.py makes of a cell's flags, as its own row would say it; empty where it does not accept them. A device
-    that the cell does not name is CUDA on a machine with GPUs."""
+    """What main.py makes of a cell's flags, as its own row would say it; empty where it does not accept them."""
     with contextlib.suppress(SystemExit), contextlib.redirect_stderr(io.StringIO()):
         c = config.parse(shlex.split(join(parse(shlex.split(cell))[1])))
         machine = "cuda" if gpus() else "cpu"
@@ -218,8 +211,7 @@ def given(flags: Flags) -> dict:
 
 
 def failed_row(cell: str, end: str, setting: dict | None = None) -> dict:
-    """The row of a run that wrote none: what is known from outside. `end`: how it ended, as `run` says it. `setting`,
-    for a program that is not main.py: every flag as it was resolved."""
+    """The row of a run that wrote none. `end`: as of `run`. `setting`: resolved flags of a program but main.py."""
     nproc, flags = parse(shlex.split(cell))
     setting = setting or main_setting(cell) or main_setting("") | given(flags)
     # As in main.py's rows, where `device` is a machine's, `world` says whether it is simulated, and `loss` is a figure.

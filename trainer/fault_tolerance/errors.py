@@ -44,9 +44,7 @@ KINDS = (  # type, exit code, whether all ranks raise it together
 )  # fmt: skip
 
 
-class RunView(Protocol):
-    """What has to be known of a run (trainer.run.Run) to say how it ended."""
-
+class RunView(Protocol):  # what has to be known of a trainer.run.Run to say how it ended
     c: Config
     device: torch.device
     rank: int
@@ -56,10 +54,8 @@ class RunView(Protocol):
 
 
 def ended_by(error: BaseException, run: RunView | None, watchdog: Watchdog, debug: bool) -> tuple[str, int]:
-    """Tells people and the other ranks why this rank ends; returns the row's outcome and the exit code.
-
-    It does not return, but ends the process, if another rank is gone or if a signal had come before the first step was
-    done. run: the run, or None before there is one; debug: prints the traceback, too."""
+    """Tells people and the other ranks why this rank ends; returns the row's outcome and the exit code, or ends the
+    process if another rank is gone or a signal came before the first step was done. run: None before there is one."""
     stopped, signum = isinstance(error, Stopped), watchdog.signals.got
     if debug and not stopped:
         traceback.print_exception(error)
@@ -75,9 +71,8 @@ def ended_by(error: BaseException, run: RunView | None, watchdog: Watchdog, debu
 
 
 def outcome_of(error: BaseException, run: RunView | None = None, folder: Path = Path(".")) -> Outcome:
-    """What an error means for the row, the exit code and people. run: the run that it ended, or None before there is
-    one, where a ValueError means bad flags; folder: where the allocator's state is written if memory ran out on a
-    GPU."""
+    """What an error means for the row, the exit code and people. run: None before there is one, where a ValueError
+    means bad flags; folder: for the allocator's state, written if memory ran out on a GPU."""
     if memory.out_of_memory(error):
         return _out_of_memory(error, run, folder)
     if isinstance(error, Stopped):

@@ -1,16 +1,13 @@
 """Plants faults in a run, to see what it does about them: FAULT=rank:step:where:kind, or several with commas between.
 
-    FAULT=1:5:forward:kill torchrun --nproc-per-node 2 main.py --save runs/a --save-every 2
-    FAULT='*:3:data:term,0:7:write:enospc' python main.py --save runs/b --save-every 1
+    FAULT='*:3:data:term,1:7:write:enospc' torchrun --nproc-per-node 2 main.py --save runs/b --save-every 1
 
 rank: a number, or * for all ranks. step: from 1 on, as in the log.
 where: data (before the batch is read), forward, backward, update, save (before anything is written), write (this rank's
 files are written, not committed), commit (before the directory gets its final name).
 kind: kill (SIGKILL), stop (SIGSTOP), term (SIGTERM), int (SIGINT), exit (code 9), segv, hang (sleeps for ever), raise
 (RuntimeError), enospc (disk full), oom (out of memory); only in forward, nan and inf (this rank's loss).
-
-Each fault happens once, and not again after a restart by torchrun. Faults are planted by patching the objects of one
-run, while `planted` lasts, and no other code asks for them.
+Each happens once, and not again after a restart by torchrun. No other code knows of them: `planted` patches the run.
 """
 
 import ctypes
@@ -67,8 +64,7 @@ def _problem(rank: str, step: str, where: str, kind: str, c: Config, world: int 
 
 
 def faults(text: str | None, c: Config, world: int | None = None) -> list[Fault]:
-    """The faults that FAULT names; none for None or "". Raises ValueError, one line, for text of another form, or a
-    rank, step or place that a run of resolved flags `c` on `world` ranks does not have."""
+    """The faults that `text` names. Raises ValueError if one has another form, or if a run of `c` cannot have it."""
     found = []
     for part in filter(None, (text or "").split(",")):
         rank, step, where, kind = (*part.split(":", 3), "", "", "")[:4]
@@ -92,9 +88,7 @@ def _happen(kind: str) -> None:
         time.sleep(3600)
 
 
-class _Faults:
-    """The faults of one rank, and functions that let them happen around the work that they stand in for."""
-
+class _Faults:  # of one rank
     def __init__(self, mine: list[Fault], first: int):
         self.mine, self.step = mine, first  # the step that is being done, counted by its batch
 
@@ -109,7 +103,6 @@ class _Faults:
 
     def around(self, where: str, work: Callable, loss: bool) -> Callable:
         """`work` after the fault of this place, or before it if that is "write". loss: whether it returns the loss."""
-
         def faulty(*args, **kwargs):
             self.step += where == "data"
             # A save in the background may be of an earlier step: its path says of which.

@@ -3,12 +3,10 @@
     check = FiniteCheck(config, batches, rank)
     check.put(k, step, loss)        # after the launch of step k (from 1); raises NonFinite if the run must end
     check.flush()                   # before a save, so that the newest step is known as well
-    check.loss, check.norm          # of the newest step that was read (None and -1 before the first)
-    check.skipped                   # number of updates left out
 
-The device refuses the update itself, before anything is changed (trainer/step.py); here the host tells it, counts it,
-and ends the run if it must. The numbers are those of all ranks, so that all decide alike. On CUDA they are read when
-the next step has been launched: the host never waits for the step that it has just launched.
+The device refuses the update itself, before anything is changed (trainer/step.py); the host tells and counts it. The
+numbers are those of all ranks, so that all decide alike. On CUDA they are read one step late: the host never waits for
+the step that it has just launched.
 """
 
 import math
@@ -31,13 +29,10 @@ class NonFinite(Exception):
 
 
 class FiniteCheck:
-    """Reads the loss, the gradient norm and the verdict of each step, in order; on CUDA one step late."""
-
     def __init__(self, c: Config, batches: Batches, rank: int = 0):
         self.c, self.batches, self.rank, self.late = c, batches, rank, c.device == "cuda"
-        self.loss: float | None = None
-        self.norm = -1.0
-        self.skipped = self.in_a_row = 0
+        self.loss, self.norm = None, -1.0  # of the newest step that was read
+        self.skipped = self.in_a_row = 0  # updates left out
         self.norms, self.pending = deque(maxlen=WINDOW), None
 
     def put(self, k: int, step: Step, loss: Tensor, wait: bool = False) -> None:

@@ -1,15 +1,12 @@
 """Ends a run that hangs, with exit code 7 and one line: which rank, in which step and collective. Files hold stacks.
 
-    watchdog = Watchdog(3600, rank, world, "runs/hang")  # seconds without progress that are too many
-    watchdog.limit, watchdog.begun = 600, True           # after the first step, which compiles
-    watchdog.beat(5, "data")                             # progress: assignments, no call to the system
-    with watchdog: ...                                   # its thread ends with the block
+    with Watchdog(3600, rank, world, "runs/hang") as watchdog:  # seconds without progress that are too many
+        watchdog.beat(5, "data")                                # progress: assignments, no call to the system
 
 A thread on each rank. The first whose main thread makes no progress for too long calls the roll through the store of
-the process group: every rank that still runs says where it is and writes the stacks of its threads (rank-0.txt) and
-torch's flight recorder (flight-0; torchfrtrace -p flight- FOLDER reads it). A rank that does not answer is stopped or
-gone. Then all end themselves: a main thread in a collective cannot be woken. A rank also ends if another has said why
-it ends (`leave`) or a launcher has sent SIGTERM, and it still waits; and at a signal before the first step is done.
+the process group: every rank that answers writes its stacks (rank-0.txt) and torch's flight recorder (flight-0, read by
+torchfrtrace -p flight- FOLDER). Then all end themselves, since a main thread in a collective cannot be woken. A rank
+also ends if it still waits after another has left (`leave`) or SIGTERM, or at a signal before the first step is done.
 """
 
 import faulthandler
@@ -40,8 +37,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def _collectives() -> tuple[bytes, int, str]:
-    """Of this process: the content of the flight recorder of the default group's backend; the number of collectives
-    begun in all groups; the name of the default group's newest one. By private functions of torch's."""
+    """(flight recorder of the default group, collectives begun in all groups, name of the default group's newest)."""
     dumps = [torch._C._distributed_c10d._dump_fr_trace()]  # of groups that are not NCCL's, which has its own
     if dist.is_initialized() and dist.get_backend() == "nccl":
         dumps.insert(0, torch._C._distributed_c10d._dump_nccl_trace())
@@ -62,9 +58,8 @@ def _where(thread: int) -> str:
 
 
 class Watchdog(AbstractContextManager):
-    """limit: seconds without progress that end the run, 0 for no limit; may be changed at any time. begun: whether a
-    step is done, so that a signal waits for the next boundary. on_end(outcome): called once, before the process ends.
-    folder: where the stacks and the flight recorder go."""
+    """limit: seconds without progress that end the run, 0: none; may be changed, as after the first step. begun:
+    whether a step is done: a signal then waits for the next boundary. on_end(outcome): called once, before the end."""
 
     def __init__(self, limit: float, rank: int = 0, world: int = 1, folder: str | Path = ".",
                  signals: Signals | None = None):  # fmt: skip
@@ -91,11 +86,9 @@ class Watchdog(AbstractContextManager):
         faulthandler.cancel_dump_traceback_later()
 
     def _arm(self, seconds: float) -> None:
-        """Writes all stacks to stderr, by faulthandler's timer, after `seconds` and GRACE_S, unless called again.
-
-        The timer needs no lock of the interpreter, which a C function that hangs may hold; this thread then stands
-        still. It does not end the process: it also counts the time in which a process is stopped (Ctrl-Z, a suspended
-        job). Among several ranks the others do, when they call the roll."""
+        """Writes all stacks to stderr after `seconds` and GRACE_S, unless called again: by faulthandler's timer, since
+        a C function that hangs may hold the interpreter's lock, without which this thread stands still. The timer does
+        not end the process, because it also counts the time in which one is stopped (Ctrl-Z, a suspended job)."""
         faulthandler.cancel_dump_traceback_later()
         if self.limit and sys.__stderr__ is not None:
             faulthandler.dump_traceback_later(max(0, seconds) + GRACE_S, file=sys.__stderr__)
@@ -130,8 +123,7 @@ class Watchdog(AbstractContextManager):
             before = time.monotonic()
 
     def _ask(self, work: Callable[[], Any]) -> Any:
-        """What `work`, which asks the store, returns; None if it fails or if no answer comes in ANSWER_S, as when the
-        store's machine is gone."""
+        """What `work` gets from the store; None if it fails or takes ANSWER_S, as when the store's machine is gone."""
         answer = []
         if self.store is None or not self.asking.acquire(timeout=0 if self.silent else ANSWER_S):
             return None  # the main thread asks as well
@@ -153,8 +145,7 @@ class Watchdog(AbstractContextManager):
         return self._ask(read) or [None] * len(keys)
 
     def leave(self, why: str, code: int) -> bool:
-        """Tells the others that this rank ends. They end in silence, with this exit code if it is a signal's, else
-        with 7. Returns whether this rank is the first to leave, which then is the one to speak."""
+        """Tells the others why this rank ends; they end in silence. Returns whether it is the first, which speaks."""
         self.leaving, own = True, json.dumps([code, f"rank {self.rank}: {why}"])
         first = self._ask(lambda: self.store.compare_set("left", "", own).decode())
         return first in (own, None)
@@ -172,9 +163,8 @@ class Watchdog(AbstractContextManager):
             self._end(line, f"stopped: {name}", 128 + signum)
 
     def roll_call(self, why: str | None, more: str = "") -> None:
-        """Collects where every rank is, and ends the process with exit code 7.
-
-        why: what happened, or None on a rank that was only called; more: text to put after the line that says it."""
+        """Collects where every rank is, and ends the process with exit code 7. why: what happened, or None on a rank
+        that was only called; more: text to put after the line that says it."""
         with self.lock:  # the main thread and this one may both find out
             if self.ended.is_set():
                 return
@@ -210,8 +200,7 @@ class Watchdog(AbstractContextManager):
         self.end(code)
 
     def _answers(self, why: str | None) -> dict[int, dict]:
-        """{rank: what it says of itself}, of all ranks that answer in ANSWER_S and of this one. Writes the stacks and
-        the flight recorder of this rank."""
+        """{rank: what it says of itself}, of ranks that answer in ANSWER_S. Writes this one's stacks and recorder."""
         own, trace = dict(step=self.step, place=self.place, why=why, at=_where(self.main), begun=0, newest=""), b""
         with suppress(Exception):
             trace, own["begun"], own["newest"] = _collectives()

@@ -1,14 +1,12 @@
 """FLOPs of a model by counting, and what share of a device's peak they are.
 
     with torch.device("meta"):
-        model = Transformer(config)
-    flops = count(model, seqlen=4096)          # of a token's training step; nothing is computed
-    flops.causal                               # model FLOPs, the ruler of the rows' `mfu`
+        flops = count(Transformer(config), seqlen=4096)     # of a token's training step; nothing is computed
+    flops.causal                                            # model FLOPs, the ruler of the rows' `mfu`
 
-torch's counter adds up the products of a forward on the meta device. A forward of T tokens costs a T + b T^2: the
-products with weights, and attention of all tokens to all. Two lengths give a and b exactly, whatever the attention is
-made of, and a third must lie on the curve. Backward multiplies twice what forward does. A mask is not looked into:
-attention within a window counts as attention to all.
+A forward of T tokens costs a T + b T^2: the products with weights, and attention of all tokens to all. Two lengths give
+a and b exactly, and a third must lie on the curve. Backward multiplies twice what forward does. A mask is not looked
+into: attention within a window counts as attention to all.
 """
 
 from fractions import Fraction
@@ -31,10 +29,9 @@ class Flops(NamedTuple):
 
 
 def count(model: nn.Module, seqlen: int) -> Flops:
-    """Of `model` on the meta device, called as step.LanguageModel says: model(tokens [B, T], targets [B, T]).
-
-    ValueError, in one line, where counting cannot tell: a model that does not run on meta, whose cost has another form
-    (attention in blocks or windows, weights made by products), or of which a parameter is frozen."""
+    """Of `model` on the meta device, called as model(tokens [B, T], targets [B, T]). ValueError, in one line, for a
+    model that does not run on meta, whose cost has another form (attention in blocks or windows, weights made by
+    products), or of which a parameter is frozen."""
 
     def forward(length: int) -> int:
         tokens = torch.zeros(1, length, dtype=torch.long, device="meta")
@@ -58,8 +55,7 @@ def count(model: nn.Module, seqlen: int) -> Flops:
 
 
 def utilisation(flops: dict[str, float | None], seconds: float | None, peak: float | None) -> dict[str, float | None]:
-    """Percent of `peak` (FLOP/s of one device) that a step of `seconds` reaches, None if unknown. `flops` of one step
-    on one device: `causal`, `palm`, and `hardware` with everything that is multiplied again."""
+    """Percent of `peak` (FLOP/s) that a step of `seconds` and `flops`, of one device each, reaches; None if unknown."""
     known = {kind: n for kind, n in flops.items() if n and seconds and peak}
     kinds = dict(mfu="causal", mfu_palm="palm", hfu="hardware")
     return {key: round(100 * known[kind] / seconds / peak, 2) if kind in known else None for key, kind in kinds.items()}

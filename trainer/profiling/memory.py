@@ -45,8 +45,7 @@ def reset_peak(device: Device) -> None:
 
 
 def peak(device: Device) -> dict[str, float | str]:
-    """MiB at the peak since `reset_peak`: peak_alloc_mib and peak_reserved_mib on CUDA, peak_rss_mib on a CPU. Where
-    that mark cannot be reset, `peak_rss_note` says that it counts from the start of the process."""
+    """MiB at the peak since `reset_peak`; `peak_rss_note` says where a CPU's counts from the start of the process."""
     if is_cuda(device):
         top = {"alloc": torch.cuda.max_memory_allocated(device), "reserved": torch.cuda.max_memory_reserved(device)}
         return {f"peak_{kind}_mib": round(size / 2**20, 1) for kind, size in top.items()}
@@ -78,8 +77,7 @@ class Stages:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether an exception, or one that it was raised from, says that memory ran out: of torch's allocators, of cuBLAS
-    and cuDNN for a workspace, or of the operating system. Too little shared memory for a kernel is another fault."""
+    """Whether an exception or its cause says that memory ran out: a device's or the host's, not a kernel's shared."""
     says = r"out of memory|(can't|cannot) allocate memory|DefaultCPUAllocator: not enough memory|_STATUS_ALLOC_FAILED"
     says += "|MemoryError: |std::bad_alloc"
     told = isinstance(error, (RuntimeError, OSError)) and re.search(says, str(error), re.IGNORECASE)
@@ -88,8 +86,7 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def dump_snapshot(path: str) -> None:
-    """Writes what CUDA's allocator holds and did, for pytorch.org/memory_viz. Files of the home directory are named
-    from ~ on in its stacks, so that the snapshot does not tell whose it is."""
+    """Writes what CUDA's allocator holds and did, for pytorch.org/memory_viz. Its paths do not name the user's home."""
     snapshot, home = torch.cuda.memory._snapshot(), os.path.expanduser("~/")
     entries = [entry for trace in snapshot["device_traces"] for entry in trace]
     entries += [entry for segment in snapshot["segments"] for entry in (segment, *segment["blocks"])]

@@ -3,19 +3,15 @@
     loss, timeline, notes = watch(config, step, tokens, targets)      # runs the step
     print(*lines(timeline, notes), sep="\\n")
 
-torch.profiler reports every allocation and free with the ops around it, in compiled code as well, and on a CPU as on
-CUDA. Ranges around forward, backward, update and (eager) modules say where in the step each is. Each block of memory
+torch.profiler reports every allocation and free with the ops around it, in compiled code as well. Each block of memory
 that the step allocates is counted as the first of these pieces that it fits:
 
-    gradients   handed to the update (or to the reduction of --accum-sync last); input or output of a reduction in
-                backward
-    weights     input or output of an all-gather; or of a parameter's shape and the second factor w of a product x @ w
-                with x not transposed, or the table of a lookup (which finds copies cut from a bucket, and casts)
+    gradients   handed to the update or its reduction; input or output of a reduction in backward
+    weights     input or output of an all-gather; or of a parameter's shape and the second factor of a product or the
+                table of a lookup (which finds copies cut from a bucket, and casts)
     logits      as large as [B,T,V] (of a chunk [C,V]) and, where an op shows its shape, of that shape
     saved       allocated in forward and still alive when its backward begins
     workspace   the rest: temporaries, scratch of kernels, whole gradients that only generated kernels read
-
-What was alive before the step is counted by itself. B sequences, T tokens, V vocabulary, C tokens of a chunk.
 """
 
 import math
@@ -235,8 +231,7 @@ def _where(names: list[str], following: str, module: str) -> str:
     """Where an event is, in words: the ranges around it, outermost first; the op that starts after it; its module."""
     node = next((n.removeprefix(NODE) for n in names if n.startswith(NODE)), "")
     own = [n for n in names if not n.startswith(AROUND) and n != node]
-    function = next((n for n in own if "::" not in n), "")  # an autograd.Function of Python
-    inside = node or function
+    inside = node or next((n for n in own if "::" not in n), "")  # the latter an autograd.Function of Python
     if any(n.startswith(GRAPH) for n in names):
         inside = "compiled backward" if node else "compiled code"
     op = next((n for n in own if "::" in n), f"before {following}" if following else "")
@@ -309,8 +304,7 @@ def _mark(name: str) -> None:
 
 @contextmanager
 def _observed(step: Step, modules: bool) -> Iterator[list[dict[int, int]]]:
-    """Marks the phases of a step, and an eager one's modules. Yields the {address: bytes} of the gradients at each mark
-    "gradients", as they come. From outside the model: compiled code has guards on what it reads of it."""
+    """Marks the phases of a step, and an eager one's modules. Yields {address: bytes} of the gradients at each mark."""
     seen, ranges = [], []
 
     def note(phase: str, grads: list[Tensor]) -> None:
@@ -328,7 +322,7 @@ def _observed(step: Step, modules: bool) -> Iterator[list[dict[int, int]]]:
     with ExitStack() as stack:
         if not isinstance(step, OneGraph):
             _mark("fwd")
-        step.watcher = note
+        step.watcher = note  # not in the model: compiled code has guards on what it reads of it
         stack.callback(setattr, step, "watcher", None)
         for name, m in step.model.named_modules() if modules else ():
             stack.enter_context(m.register_forward_pre_hook(partial(enter, name or "the model")))
@@ -379,8 +373,7 @@ def before(
 
 
 def watch(c: Config, step: Step, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Timeline, list[str]]:
-    """Runs step(tokens, targets), [B, T] each, under the profiler. Returns its loss, its Timeline, and notes on what
-    the timeline does not know. c: the resolved flags that `step` was built of."""
+    """Runs step(tokens, targets), [B, T] each, built of flags `c`: (loss, Timeline, notes on what it does not know)."""
     base, known = before(step, tokens, targets)
     if tokens.is_cuda:
         torch.cuda.reset_peak_memory_stats(tokens.device)

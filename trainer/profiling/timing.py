@@ -6,8 +6,6 @@
         with timer.step(excluded=k < warmup or profile.covers(k)), profile.step(k):
             train_step()
     row = environment(device) | stats(timer.ms())
-
-Times are in ms. Nothing here prints, and nothing but `Profile` writes files.
 """
 
 import gzip
@@ -67,8 +65,7 @@ class StepTimer:
 
 
 def stats(ms: list[float], name: str = "step") -> dict[str, float | int | None]:
-    """step_ms (median), step_ms_min and step_ms_max, None if there is no step, and n, the number of steps. name: what
-    they are called in place of "step"."""
+    """step_ms (median), step_ms_min, step_ms_max, None if there is no step, and n, their number; `name` for "step"."""
     reduce = {f"{name}_ms": statistics.median, f"{name}_ms_min": min, f"{name}_ms_max": max}
     return {key: round(f(ms), 3) if ms else None for key, f in reduce.items()} | {"n": len(ms)}
 
@@ -86,14 +83,12 @@ def checkout(file: str | Path = __file__) -> dict[str, str | bool | None]:
     sha = _output(*git, "rev-parse", "HEAD")
     if not sha or not _output(*git, "ls-files", "--", Path(file).name):
         return {"commit": "unknown", "dirty": None}
-    outside_results = (":(top)", ":(top,exclude)results")  # to which every run may append rows
-    changed = _output(*git, "status", "--porcelain", "-uno", "--", *outside_results)
+    changed = _output(*git, "status", "--porcelain", "-uno", "--", ":(top)", ":(top,exclude)results")  # where rows go
     return {"commit": sha, "dirty": None if changed is None else bool(changed)}
 
 
 def clocks(device: Device) -> dict[str, float | None]:
-    """The SM clock now (which tells something only right after work), its limit, and the power limit in watts; None
-    where nvidia-smi does not tell, as on a CPU."""
+    """The SM clock (call it right after work), its limit, the power limit in watts; None where nvidia-smi has none."""
     keys = {"clock_mhz": "clocks.sm", "clock_max_mhz": "clocks.max.sm", "power_limit_w": "power.limit"}
     query = [f"--query-gpu={','.join(keys.values())}", "--format=csv,noheader,nounits"]
     uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None) if is_cuda(device) else None
@@ -121,9 +116,8 @@ def _write_trace(trace: profile, path: str) -> None:
 
 class Profile:
     """`--profile DIR`: a close look at `count` steps from step `first` on; without a directory it does nothing. Writes
-    rank<r>.trace.json.gz (perfetto.dev) and, on CUDA, rank<r>.memory.pickle (pytorch.org/memory_viz). There the steps
-    are NVTX ranges between cudaProfilerStart and -Stop, so that `nsys profile --capture-range=cudaProfilerApi` records
-    them alone; under nsys there is no trace: CUPTI serves only one. `paths` says what was written, `notes` what not."""
+    rank<r>.trace.json.gz (perfetto.dev) and, on CUDA, rank<r>.memory.pickle (pytorch.org/memory_viz). `nsys profile
+    --capture-range=cudaProfilerApi` records these steps alone. `paths` says what was written, `notes` what not."""
 
     def __init__(self, directory: str | Path | None, first: int, count: int, rank: int, device: Device):
         self.stem, self.cuda, self._recording = f"{directory}/rank{rank}", is_cuda(device), ExitStack()
