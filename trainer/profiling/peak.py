@@ -82,6 +82,11 @@ class Meter(TorchDispatchMode):
             self.pending.pop(storage_of(args[0]), None)
             return args[0]
         kwargs, own = kwargs or {}, torch._library.custom_ops.OPDEFS.get(func._schema.name)
+        if func.namespace == "aten" and func.overloadpacket not in flop_registry:
+            with self:  # inside a custom op linear, matmul and the like come whole
+                out = func.decompose(*args, **kwargs)
+            if out is not NotImplemented:
+                return out
         if own is not None:  # what it holds inside counts, and its products are counted there
             with self:
                 out = own._init_fn(*args, **kwargs)
