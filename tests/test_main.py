@@ -174,7 +174,7 @@ def test_v_prints_stages_and_placements_and_vv_writes_norms(train):
 def test_compile_options_are_read_as_python_literals():
     parsed = flags.parse("--compile-options max_autotune=True a.b=2 name=triton eq=x=1".split())
     assert flags.compile_options(parsed) == {"max_autotune": True, "a.b": 2, "name": "triton", "eq": "x=1"}
-    assert flags.compile_options(flags.parse([])) is None
+    assert flags.compile_options(flags.parse([])) == {}
     assert flags.compile_options(flags.parse("--compile-options plain a=b".split())) == {"plain": True, "a": "b"}
 
 
