@@ -78,6 +78,7 @@ BAD = [  # what is wrong by itself: argv, the flag and the value that the messag
     *((f"--{name} {value}", value) for name in ("min-shard-mib", "timeout", "first-timeout")
       for value in ("-1", "nan", "inf")),
     *((f"--remat-ratio {value}", value) for value in ("-0.1", "1.5", "nan", "inf")),
+    ("--ahead 1.5", "1.5"), ("--ahead -0.1", "-0.1"),
     ("--warmup -1", -1), ("--seed -1", -1), (f"--seed {2**64}", 2**64),
     ("--compile-options max_autotune", "max_autotune"),
     *((f"--{name} {value}", value) for name, value in dict(
@@ -146,6 +147,7 @@ MISFITS = [  # what is wrong together: argv, world, what the message names
     ("--flex-options here.json", 1, ["--flex-options here.json", "--attn flex"]),
     ("--compile step --grad-accum 2", 1, ["--compile step", "--grad-accum", "2"]),
     ("--compile step --accum-sync last", 1, ["--accum-sync last", "--compile step"]),
+    ("--compile blocks --ahead 0.1", 1, ["--ahead 0.1", "--compile blocks"]),
     ("--wrapper fsdp2 --compile fwdbwd", 1, ["--wrapper fsdp2", "--compile fwdbwd", "blocks"]),
     ("--wrapper fsdp2 --compile blocks --mode replicate", 1, ["--wrapper fsdp2", "--mode replicate"]),
     ("--wrapper ddp --compile none --mode hybrid_shard --replicas 1", 1, ["--wrapper ddp", "--mode hybrid_shard"]),

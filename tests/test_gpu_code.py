@@ -18,7 +18,6 @@ CELLS = [
     "--arch sm_90 --sdpa cudnn --remat both",
     "--arch sm_80 --attn flex --remat both",
     "--arch sm_90 --attn flex --loss chunked --remat block --mlp lean --mlp-chunk 1024 --ahead 0.05",
-    "--arch sm_80 --sdpa flash --compile step --param-dtype bf16",
 ]
 
 
