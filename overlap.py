@@ -213,7 +213,7 @@ def part_of(first: fx.Node, last: fx.Node, part: float) -> fx.Node | None:
     between, done = [], 0.0
     while first is not last:
         if is_product(first):
-            args, kwargs = fx.map_arg((first.args, first.kwargs), lambda n: n.meta["val"])
+            args, kwargs = fx.map_arg((first.args, first.kwargs), lambda n: n.meta.get("val"))  # none of a subgraph
             count = flop_registry[getattr(first.target, "overloadpacket", first.target)]
             between.append((first, count(*args, **kwargs, out_val=first.meta["val"])))
         first = first.next

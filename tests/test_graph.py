@@ -56,6 +56,18 @@ def test_accumulating_counts_every_micro_batch(capsys):
     assert sent[1] == pytest.approx(4 * sent[0], rel=0.01) and sent[2] < sent[0]
 
 
+def test_ahead_starts_gathers_later_and_ends_reductions_sooner(capsys):
+    """And changes neither their number nor their buckets."""
+    usual, late = (printed(capsys, f"--depth 3 {line}") for line in ("", "--ahead 0.05"))
+    line = r"^  (all-gather|reduce-scatter) +(\d+) +(.*)$"
+    found = [re.findall(line, out, re.M) for out in (usual, late)]
+    before, after = ([(kind, int(gap), rest) for kind, gap, rest in lines] for lines in found)
+    assert sorted((kind, rest) for kind, _, rest in before) == sorted((kind, rest) for kind, _, rest in after)
+    for kind in ("all-gather", "reduce-scatter"):
+        gaps = [[gap for k, gap, _ in lines if k == kind] for lines in (before, after)]
+        assert sum(gaps[1]) < sum(gaps[0]) / 2 and gaps[1].count(0) == gaps[0].count(0), (kind, gaps)
+
+
 def test_blocks_show_one_block(capsys):
     out = printed(capsys, "--compile blocks --mode replicate")
     assert "block, forward: no collectives" in out and "per block and rank: 1 all-reduce, " in out
