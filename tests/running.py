@@ -1,4 +1,4 @@
-"""main.py in a process of its own or on two ranks, and its rows: for test_main.py, test_config.py and conftest.py."""
+"""Commands in processes of their own or on two ranks, and the rows of main.py."""
 
 import json
 import os
@@ -8,15 +8,20 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 import torch
 from harness import free_port
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import main
+from trainer.profiling.gpu_code import no_triton
 
 ROOT = Path(main.__file__).parent
 TINY = "--compile none --depth 1 --width 32 --head-dim 16 --grouping 2 --seqlen 16 --steps 6 --batch 2".split()
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SWEEP_CELL")
+
+
+needs_triton = pytest.mark.skipif(no_triton() is not None, reason=no_triton() or "")
 
 
 def rows_of(path):

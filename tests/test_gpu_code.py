@@ -7,13 +7,12 @@ import re
 import sys
 
 import pytest
-from running import module, one_line
+from running import module, needs_triton, one_line
 
 from trainer.profiling import gpu_code
 
 SMALL = "--depth 1 --width 512 --seqlen 512 --batch 4 --vocab 4096"
 COMMAND = "trainer.profiling.gpu_code"
-needs_triton = pytest.mark.skipif(bool(gpu_code.no_triton()), reason=str(gpu_code.no_triton()))
 CELLS = [
     "--arch sm_90 --sdpa cudnn --remat both",
     "--arch sm_80 --attn flex --remat both",

@@ -255,9 +255,9 @@ def test_what_cannot_be_removed_costs_a_warning_and_neither_the_run_nor_the_next
 
 
 def test_how_far_a_run_is_survives_train_state_json_also_one_without_the_newer_entries(folder):
-    for state in (TrainState(3, 24), TrainState(3, 24, origin="a")):
+    for state in (TrainState(3, 24), TrainState(3, 24, origin="a", best=0.5), TrainState(3, 24, best=0.0)):
         assert TrainState.from_dict(json.loads(json.dumps(state.as_dict() | dict(world=2)))) == state
     saved = json.loads((folder / "step-00000006/train_state.json").read_text())
-    assert "origin" not in saved and TrainState.from_dict(saved) == TrainState(6, 12)
+    assert not {"origin", "best"} & saved.keys() and TrainState.from_dict(saved) == TrainState(6, 12)
     with pytest.raises(KeyError):
         TrainState.from_dict(dict(step=3))

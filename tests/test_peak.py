@@ -9,16 +9,15 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from running import module, one_line
+from running import module, needs_triton, one_line
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from trainer import config as flags
 from trainer.parallelize import build
-from trainer.profiling import gpu_code, peak
+from trainer.profiling import peak
 from trainer.profiling.timeline import watch
 
 WORLD = 4
-needs_triton = pytest.mark.skipif(bool(gpu_code.no_triton()), reason=str(gpu_code.no_triton()))
 EAGER = [f"--compile none {line}" for line in (
     "", "--no-reshard", "--remat both --param-dtype bf16", "--remat block --remat-ratio 0.5", "--remat pointwise",
     "--mode hybrid_shard --loss chunked --chunk 100", "--mode replicate --remat mlp", "--mlp lean --mlp-chunk 512",

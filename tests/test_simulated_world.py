@@ -52,6 +52,9 @@ def test_every_collective_gives_what_equal_ranks_give():
     parts = [torch.empty(3) for _ in range(4)]
     dist.all_gather(parts, own, async_op=True).wait()
     assert all(p.tolist() == [0, 1, 2] for p in parts)
+    dist.gather(own, [p.zero_() for p in parts], dst=2)
+    assert all(p.tolist() == [0, 1, 2] for p in parts)
+    dist.gather(own, dst=0)  # to another rank
     for op, factor in ((dist.ReduceOp.SUM, 4), (dist.ReduceOp.AVG, 1), (dist.ReduceOp.MAX, 1)):
         shard, both = torch.empty(3), own.clone()
         dist.reduce_scatter_tensor(shard, whole, op=op)

@@ -141,8 +141,17 @@ class Step:
         self.replicated = [dim for dim, n in sizes if n > 1 and any(w is None or w[1] != dim for w in self.where)]
         self.grad_norm = self.bad = None  # until the first step
         self.phase = "fwd"  # "fwd", "bwd" or "step": for the message when memory runs out
-        # Called with the name of each phase that begins, and the gradients of this rank that it is given.
         self.watcher: Callable[[str, list[Tensor]], None] | None = None
+
+    @contextmanager
+    def watched(self, watcher: Callable[[str, list[Tensor]], None]) -> Iterator[None]:
+        """Inside it `watcher` is called with the name of each phase that begins, and the gradients that it begins with:
+        those of this rank that "reduce" and "step" are given."""
+        self.watcher = watcher
+        try:
+            yield
+        finally:
+            self.watcher = None
 
     def enter(self, phase: str, grads: list[Tensor] | None = None) -> None:
         self.phase = "bwd" if phase == "reduce" else phase

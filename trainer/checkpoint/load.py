@@ -56,6 +56,7 @@ class TrainState:  # how far a run is
     step: int = 0  # optimizer steps done
     samples: int = 0  # consumed by all ranks together
     origin: str | None = None  # fingerprint of the checkpoint elsewhere at which the run began
+    best: float | None = None  # the lowest evaluation loss so far
 
     def as_dict(self) -> dict:
         return {name: value for name, value in asdict(self).items() if value is not None}
@@ -63,7 +64,7 @@ class TrainState:  # how far a run is
     @classmethod
     def from_dict(cls, about: dict) -> "TrainState":
         """From a whole train_state.json, of this program or of an older one. KeyError without step or samples."""
-        return cls(about["step"], about["samples"], about.get("origin"))
+        return cls(about["step"], about["samples"], about.get("origin"), about.get("best"))
 
 
 class Found(NamedTuple):  # a verified checkpoint, its tensors not yet read

@@ -11,7 +11,7 @@ last shards on other ranks, stragglers, topology, contention except by our own c
 
 The backend is torch's C++ FakeProcessGroup. The `c10d::` operators that every route ends in are replaced for the whole
 process, so a simulated world never exists beside a real group. PREMUL_SUM (FSDP2's set_gradient_divide_factor),
-gathering on one rank, all-to-all and point-to-point raise NotImplementedError.
+reducing to one rank, all-to-all and point-to-point raise NotImplementedError.
 
 Private names of torch: the signatures of the `c10d::` operators (`_KERNELS`); from torch._C._distributed_c10d
 FakeProcessGroup and its _create_internal, FakeWork, ProcessGroup and _create_work_from_future; dist.Backend._plugins,
@@ -38,7 +38,7 @@ NAME = "sim"  # of the backend; not "fake", which Inductor treats in its own way
 
 
 class CollectiveCall(NamedTuple):  # as `log` lists it
-    op: str  # "all_gather", "reduce_scatter", "all_reduce", "broadcast", "scatter" or "barrier"
+    op: str  # "all_gather", "reduce_scatter", "all_reduce", "broadcast", "scatter", "gather" or "barrier"
     group: str
     ranks: int
     nbytes: int  # of the whole, unsharded tensors
@@ -269,6 +269,14 @@ def _scatter(outs, ins, group, root, async_op=True, *_):
     return _run("scatter", group, outs, ins, async_op, lambda n, r: outs[0].copy_(ins[0][r]), _nbytes(ins))
 
 
+def _gather_to(outs, ins, group, root, async_op=True, *_):
+    def body(n, r):
+        for t in _flat(outs):
+            t.copy_(ins[0])
+
+    return _run("gather", group, outs, ins, async_op, body, _unboxed(group).size() * _nbytes(ins))
+
+
 def _barrier(tensor, group, device_ids, async_op=True, *_):
     return _run("barrier", group, [tensor], [], False, lambda n, r: None, 0)
 
@@ -296,7 +304,7 @@ _KERNELS = {
     "_reduce_scatter_base_": _of_one(_reduce_scatter), "reduce_scatter_tensor_coalesced_": _reduce_scatter,
     "reduce_scatter_": _with_outputs(_reduce_scatter), "allreduce_": _with_outputs(_all_reduce),
     "allreduce_coalesced_": _all_reduce_coalesced, "broadcast_": _with_outputs(_broadcast),
-    "scatter_": _with_outputs(_scatter), "barrier": _barrier,
+    "scatter_": _with_outputs(_scatter), "gather_": _gather_to, "barrier": _barrier,
 }  # fmt: skip
-REFUSED = "reduce_", "gather_", "alltoall_base_", "alltoall_", "send", "recv_", "recv_any_source_"
+REFUSED = "reduce_", "alltoall_base_", "alltoall_", "send", "recv_", "recv_any_source_"
 _KERNELS |= {name: _refuse(name) for name in REFUSED}

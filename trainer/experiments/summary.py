@@ -2,18 +2,41 @@
 
 import math
 import os
-from typing import Any
+from collections import deque
+from typing import Any, Protocol
 
 from simple_fsdp import describe
 from trainer import config as flags
 from trainer import costs
+from trainer.data import Batches
 from trainer.distributed import simulated_world
 from trainer.distributed.terminal import grouped
+from trainer.fault_tolerance.errors import RunView
+from trainer.fault_tolerance.nonfinite import FiniteCheck
 from trainer.profiling import flops, memory, timing
+from trainer.step import Replayed
 
 
-def row(run: Any, outcome: str) -> dict:
-    """The row of a trainer.run.Run that ended with `outcome`: ms, MiB, MFU in percent, None where it is not known."""
+class ToldRun(RunView, Protocol):
+    """What a header and a row tell of a run (trainer.run.Run)."""
+
+    world: int  # ranks, simulated ones too
+    environment: dict[str, Any]  # of timing.environment
+    attention: str  # the kernel, for people
+    flops: dict[str, float]  # of one step on one rank: "causal", "palm", "hardware" if it is known
+    uncounted: str  # why there are none
+    step_tokens: int  # of one step on one rank
+    batches: Batches
+    replayed: Replayed | None  # with --cuda-graph
+    timer: timing.StepTimer
+    finite: FiniteCheck
+    collectives: deque | None  # of the last step, on simulated ranks
+    first_step_s: float | None
+    first_step_mib: float | None
+
+
+def row(run: ToldRun, outcome: str) -> dict:
+    """The row of a run that ended with `outcome`: ms, MiB, MFU in percent, None where it is not known."""
     c = run.c
     stats = timing.stats(run.timer.ms()) if outcome == "ok" else timing.stats([])
     seconds = stats["step_ms"] / 1e3 if stats["step_ms"] else None
@@ -34,8 +57,8 @@ def row(run: Any, outcome: str) -> dict:
     return row | flops.utilisation(run.flops, seconds, peak) | dict(peak_flops=peak, loss=run.finite.loss)
 
 
-def header(run: Any) -> list[str]:
-    """The anchors of sanity that a trainer.run.Run prints before its first step."""
+def header(run: ToldRun) -> list[str]:
+    """The anchors of sanity that a run prints before its first step."""
     c, env = run.c, run.environment
     rows = describe(run.step.model)
     parameters = grouped(sum(math.prod(r.shape) for r in rows))

@@ -186,8 +186,7 @@ def simulate(c: flags.Config, world: int, arch: str | None) -> tuple[Timeline, M
             for g in grads:
                 meter.read(g, GRADIENTS)
 
-        step.watcher = note
-        with meter.metering():
+        with step.watched(note), meter.metering():
             step(tokens, tokens)
     return Timeline(meter.events, marks or [(0, "step")], base, sizes_of(c, world)), meter
 

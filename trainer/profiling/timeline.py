@@ -322,8 +322,7 @@ def _observed(step: Step, modules: bool) -> Iterator[list[dict[int, int]]]:
     with ExitStack() as stack:
         if not isinstance(step, OneGraph):
             _mark("fwd")
-        step.watcher = note  # not in the model: compiled code has guards on what it reads of it
-        stack.callback(setattr, step, "watcher", None)
+        stack.enter_context(step.watched(note))  # not in the model: compiled code has guards on what it reads of it
         for name, m in step.model.named_modules() if modules else ():
             stack.enter_context(m.register_forward_pre_hook(partial(enter, name or "the model")))
             leave = m.register_forward_hook(lambda *_: ranges.pop().__exit__(None, None, None), always_call=True)
