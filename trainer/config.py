@@ -8,6 +8,7 @@ A field's docstring is its help text, _RANGES limits its values, the `_..._misfi
 This file imports no torch, so that --help answers at once.
 """
 
+import argparse
 import ast
 import io
 import math
@@ -417,3 +418,21 @@ def parse(argv: Sequence[str], rank: int = 0, world: int | None = None) -> Confi
     if len(problems) == 1 and (problem := problems.pop()):  # if they differ by device, torch must first say which it is
         fail(problem, rank)
     return c
+
+
+def tool(name: str, doc: str) -> argparse.ArgumentParser:
+    """The parser of a command that takes main.py's flags beside its own: `python -m NAME`, about simulated ranks."""
+    parser = argparse.ArgumentParser(
+        f"python -m {name}", description=doc, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="All other flags are main.py's: python main.py --help lists them.",
+    )  # fmt: skip
+    parser.add_argument("--world", type=int, default=8, metavar="INT", help="number of ranks (default: 8)")
+    return parser
+
+
+def parse_tool(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, Config]:
+    """The flags of such a command, its own and main.py's. Ends the process with exit code 2 for bad ones."""
+    own, others = parser.parse_known_args()
+    if own.world < 1:
+        parser.error(f"--world {own.world}: must be at least 1")
+    return own, parse(others)

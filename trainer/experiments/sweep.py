@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TINY = "--device cpu --width 128 --depth 2 --head-dim 16 --vocab 512 --seqlen 64 --batch 2 --steps 6".split()
 # These flags are no part of a cell's name. Given on the command line they go to every run.
 OUTPUT = {"--wandb", "--group", "--tags", "--profile", "--log-every", "--verbose", "-v", "-vv", "--debug"}
-COLUMNS = {"peak_alloc_mib": ("peak MiB", 0), "peak_rss_mib": ("peak RSS MiB", 0), "step_ms": ("step ms", 1),
+COLUMNS = {"simulated_mib": ("simulated MiB", 0), "peak_alloc_mib": ("peak MiB", 0), "peak_rss_mib": ("peak RSS MiB", 0), "step_ms": ("step ms", 1),
            "mfu": ("MFU %", 1), "loss": ("loss", 4)}
 GRACE_S = 10  # from SIGTERM to SIGKILL
 VMSTAT = Path("/proc/vmstat")
@@ -265,7 +265,7 @@ def sweep(tables: dict[str, list[str]], args: argparse.Namespace, settings: dict
         print(f"[{i}/{len(todo)}] {names[cell]}", flush=True)
         size = args.results.stat().st_size if args.results.exists() else 0
         log = args.results.parent / "runs" / args.results.stem / f"{zlib.crc32(cell.encode()):08x}.log"
-        end = run(cell, [args.program, "--results", str(args.results), *args.output], left, log, names[cell])
+        end = run(cell, [*shlex.split(args.program), "--results", str(args.results), *args.output], left, log, names[cell])
         row = read_rows(args.results, size).get(cell)
         if row is None and end == "timeout" and left < args.timeout:
             print(f"    cut short by --budget {args.budget:g}: not counted")
@@ -295,7 +295,7 @@ def main() -> None:
     parser.add_argument("--nproc", type=int, default=os.environ.get("NPROC", 1), help="for cells that name none")
     parser.add_argument("--timeout", type=float, default=os.environ.get("CELL_TIMEOUT", 1800), help="seconds, a cell")
     parser.add_argument("--budget", type=float, default="inf", help="seconds, the call; the next one goes on")
-    parser.add_argument("--program", default=str(ROOT / "main.py"))
+    parser.add_argument("--program", default=str(ROOT / "main.py"), help="a file, or -m MODULE (default: main.py)")
     parser.add_argument("--fresh", action="store_true", help="run finished cells too")
     parser.add_argument("--list", action="store_true", help="print the cells, run nothing")
     target, *rest = sys.argv[1:] or ["-h"]

@@ -13,24 +13,15 @@ ring sends, what is in the bucket), those that are exposed (no product in betwee
 once, and what forward keeps for backward by kind.
 """
 
-import argparse
 import sys
 
 from trainer import config as flags
 from trainer.distributed.terminal import fail
 
 if __name__ == "__main__":  # before torch is imported, as in main.py
-    _parser = argparse.ArgumentParser(
-        "python -m trainer.profiling.collectives", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False, epilog="All other flags are main.py's: python main.py --help lists them.",
-    )  # fmt: skip
+    _parser = flags.tool("trainer.profiling.collectives", __doc__)
     _parser.add_argument("--model", metavar="MODULE:FUNCTION", help="your model (default: the trainer's)")
-    _parser.add_argument("--world", type=int, default=8, metavar="INT", help="number of ranks (default: 8)")
-    OWN, _others = _parser.parse_known_args()
-    if OWN.world < 1:
-        _parser.error(f"--world {OWN.world}: must be at least 1")
-    CONFIG = flags.parse(_others)
+    OWN, CONFIG = flags.parse_tool(_parser)
 
 import os
 import pkgutil

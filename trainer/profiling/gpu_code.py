@@ -33,20 +33,12 @@ from trainer import config as flags
 from trainer.distributed.terminal import fail
 
 if __name__ == "__main__":  # before torch is imported, as in main.py
-    _parser = argparse.ArgumentParser(
-        "python -m trainer.profiling.gpu_code", description=__doc__, allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="All other flags are main.py's: python main.py --help lists them.",
-    )  # fmt: skip
+    _parser = flags.tool("trainer.profiling.gpu_code", __doc__)
     _parser.add_argument("--arch", choices=("sm_80", "sm_90", "sm_100"), default="sm_90", help="GPU (default: sm_90)")
-    _parser.add_argument("--world", type=int, default=8, metavar="INT", help="number of ranks (default: 8)")
     _parser.add_argument("--model", metavar="MODULE:FUNCTION", help="your model (default: the trainer's)")
     _parser.add_argument("--save", metavar="DIR", help="folder for the generated code, a file per graph and kernel")
     _parser.add_argument("--no-kernels", action="store_true", help="generate code only; compile no kernel")
-    OWN, _others = _parser.parse_known_args()
-    if OWN.world < 1:
-        _parser.error(f"--world {OWN.world}: must be at least 1")
-    CONFIG = flags.parse(_others)
+    OWN, CONFIG = flags.parse_tool(_parser)
 
 import torch
 import torch._inductor.config as inductor_config

@@ -24,19 +24,11 @@ from trainer import config as flags
 from trainer.distributed.terminal import fail
 
 if __name__ == "__main__":  # before torch is imported, as in main.py
-    _parser = argparse.ArgumentParser(
-        "python -m trainer.profiling.peak", description=__doc__, allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="All other flags are main.py's: python main.py --help lists them. --device cpu: for this CPU.",
-    )  # fmt: skip
-    _parser.add_argument("--arch", choices=("sm_80", "sm_90", "sm_100"), default="sm_90", help="the GPU's architecture")
-    _parser.add_argument("--world", type=int, default=8, metavar="INT", help="number of ranks (default: 8)")
+    _parser = flags.tool("trainer.profiling.peak", __doc__)
+    _parser.add_argument("--arch", choices=("sm_80", "sm_90", "sm_100"), default="sm_90", help="GPU (default: sm_90)")
     _parser.add_argument("--kernels", type=int, default=0, metavar="INT", help="list so many of the largest operations")
     _parser.add_argument("--plot", metavar="FILE", help="draw memory over the step, coloured by piece")
-    OWN, _others = _parser.parse_known_args()
-    if OWN.world < 1:
-        _parser.error(f"--world {OWN.world}: must be at least 1")
-    CONFIG = flags.parse(_others)
+    OWN, CONFIG = flags.parse_tool(_parser)
 
 import torch
 import torch.distributed as dist
@@ -48,7 +40,8 @@ from torch.utils.flop_counter import flop_registry
 from trainer.profiling import gpu_code
 from trainer.profiling.timeline import GRADIENTS, NAMES, WEIGHTS, Event, Timeline, before, lines, mib, moved, sizes_of
 
-CUBLAS_MIB = 64  # allowance: a workspace of 32 MiB (Hopper) for each of the threads of forward and backward
+# Allowance: torch's default workspace (CUDAContextLight) for each of the threads of forward and backward.
+CUBLAS_MIB = {"sm_80": 2 * 8.125, "sm_90": 2 * 32, "sm_100": 2 * 32}
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 FACTOR = {torch.ops.aten.mm: 1, torch.ops.aten.addmm: 2}  # which argument of a product may be a weight
 
@@ -225,8 +218,9 @@ def draw(timeline: Timeline, path: str) -> None:
     plot.savefig(path)
 
 
-def main(own: argparse.Namespace, c: flags.Config) -> int:
-    """Prints the report; returns the exit code. Bad flags, or no Triton: SystemExit(2)."""
+def run(own: argparse.Namespace, c: flags.Config) -> tuple[flags.Config, Timeline, Meter]:
+    """What the flags of a command ask for: they, resolved, and what was found. Prints the report, and draws it with
+    --plot. Bad flags, or no Triton: SystemExit(2)."""
     arch = None if c.device == "cpu" else own.arch
     if arch and (reason := gpu_code.no_triton()):
         fail(reason, 0)
@@ -234,19 +228,19 @@ def main(own: argparse.Namespace, c: flags.Config) -> int:
         gpu_code.pretend(arch)
     dist.init_process_group("fake", rank=0, world_size=own.world, store=FakeStore())
     try:
-        timeline, meter = simulate(flags.resolve(c, "cuda" if arch else "cpu", own.world), own.world, arch)
+        c = flags.resolve(c, "cuda" if arch else "cpu", own.world)
+        timeline, meter = simulate(c, own.world, arch)
     except ValueError as e:
         fail(str(e), 0)
     dist.destroy_process_group()
     print(*report(timeline, meter, own.kernels), sep="\n")
-    top = timeline.peaks(1)[0].nbytes
-    print(f"simulated, not measured: {mib(top)} MiB" + f"; with {CUBLAS_MIB} for cuBLAS "
-          f"{mib(top + CUBLAS_MIB * 2**20)}" * (arch is not None))  # fmt: skip
+    top, more = timeline.peaks(1)[0].nbytes, CUBLAS_MIB.get(arch, 0)
+    print(f"simulated, not measured: {mib(top)} MiB" + f"; with {more:g} for cuBLAS {mib(top + more * 2**20)}" * bool(more))
     if own.plot:
         draw(timeline, own.plot)
-    return 0
+    return c, timeline, meter
 
 
 if __name__ == "__main__":
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # | head
-    sys.exit(main(OWN, CONFIG))
+    run(OWN, CONFIG)

@@ -203,20 +203,25 @@ def mib(nbytes: int) -> str:
     return grouped(nbytes / 2**20, 1)
 
 
-def lines(timeline: Timeline, notes: Iterable[str] = (), step: int = 1, most: int = 10) -> list[str]:
-    """What to print: the peaks with their pieces, then the `most` largest buffers at the highest peak, where the same
-    buffer in every block of the model is one line. notes: lines to add; step: its number, for the heading."""
-    peaks, rows = timeline.peaks(), Counter()
+def largest(timeline: Timeline, most: int = 10) -> list[tuple[int, int, str]]:
+    """(how many, bytes of each, name by size; piece; allocated -> freed) of the `most` largest buffers at the highest
+    peak, where the same buffer in every block of the model is one entry."""
+    rows = Counter()
+    for b in timeline.alive(timeline.peaks(1)[0].index) if timeline.levels() else ():
+        born, freed = (re.sub(r"\.\d+\b", ".*", place) for place in (b.where, b.freed))
+        rows[b.nbytes, f"{timeline.sizes.name(b) or '(no name fits)'}; {b.piece}; {born} -> {freed}"] += 1
+    return [(n, size, text) for (size, text), n in sorted(rows.items(), key=lambda row: -row[0][0])[:most]]
+
+
+def lines(timeline: Timeline, notes: Iterable[str] = (), step: int = 1) -> list[str]:
+    """What to print: the peaks with their pieces, then the largest buffers at the highest peak. notes: lines to add;
+    step: its number, for the heading."""
     text = [f"peaks of memory in step {step}, MiB (pieces under 0.05 are left out)"]
-    for n, p in enumerate(peaks, 1):
+    for n, p in enumerate(timeline.peaks(), 1):
         text.append(f"{n}. {mib(p.nbytes):>10}  {p.moment}")
         text += [f"   {mib(size):>10}  {piece}" for piece, size in p.pieces.items() if size >= 0.05 * 2**20]
-    for b in timeline.alive(peaks[0].index) if peaks else ():
-        born, freed = (re.sub(r"\.\d+\b", ".*", place) for place in (b.where, b.freed))
-        rows[b.nbytes, timeline.sizes.name(b), b.piece, born, freed] += 1
     text.append("largest buffers at the first peak, MiB each: name by size; piece; allocated -> freed")
-    for (size, name, piece, born, freed), n in sorted(rows.items(), key=lambda row: -row[0][0])[:most]:
-        text.append(f"   {n:>3} x {mib(size):>8}  {name or '(no name fits)'}; {piece}; {born} -> {freed}")
+    text += [f"   {n:>3} x {mib(size):>8}  {what}" for n, size, what in largest(timeline)]
     if timeline.unknown:
         size = mib(sum(n for _, n in timeline.unknown))
         text.append(f"{len(timeline.unknown)} blocks from before the step, {size} MiB, were freed in it")
