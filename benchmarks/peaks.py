@@ -5,8 +5,8 @@
     python -m trainer.experiments.report published-peaks --results results/published_peaks.jsonl
 
 `--published`: with the policy of the runs in reference/, which their peaks tell. A gathered weight is freed after
-forward only where a checkpointed region gathers it again; backward writes into nothing that forward kept (before torch
-2.6 it could not); a loss outside the compiled graph (--compile model) reads bf16 logits.
+forward only where a checkpointed region gathers it again; a loss outside the compiled graph (--compile model) reads bf16
+logits; and an older compiler neither lets backward write into what forward kept nor reorders for the sake of the peak.
 """
 
 import argparse
@@ -30,6 +30,7 @@ if __name__ == "__main__":  # before torch is imported, as in main.py
 
 import torch
 import torch._functorch.config as functorch_config
+import torch._inductor.config as inductor_config
 import torch.nn.functional as F
 
 import trainer.step
@@ -60,6 +61,7 @@ def published() -> Iterator[None]:
         mock.patch.object(parallelize, "wrap", wrapped),
         mock.patch.object(trainer.step, "cross_entropy", loss),
         functorch_config.patch(donated_buffer=False),
+        inductor_config.patch(reorder_for_peak_memory=False),
     ):
         yield
 
