@@ -5,8 +5,8 @@
     python -m trainer.experiments.report published-peaks --results results/published_peaks.jsonl
 
 `--published`: with the policy of the runs in reference/, which their peaks tell. A gathered weight is freed after
-forward only where a checkpointed region gathers it again; a loss outside the compiled graph (--compile model) reads bf16
-logits; and an older compiler neither lets backward write into what forward kept nor reorders for the sake of the peak.
+forward only where a checkpointed region gathers it again; a loss outside the compiled graph (--compile model) reads
+bf16 logits; and the compiler neither lets backward write into what forward kept nor reorders for the sake of the peak.
 """
 
 import argparse

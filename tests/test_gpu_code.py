@@ -3,8 +3,10 @@
     pytest tests/test_gpu_code.py -m "slow or not slow"     # four minutes on two cores, no GPU; needs Triton
 """
 
+import json
 import re
 import sys
+from pathlib import Path
 
 import pytest
 from running import module, needs_triton, one_line
@@ -13,6 +15,7 @@ from trainer.profiling import gpu_code
 
 SMALL = "--depth 1 --width 512 --seqlen 512 --batch 4 --vocab 4096"
 COMMAND = "trainer.profiling.gpu_code"
+INTERPRETED = Path(__file__).with_name("interpreted.py")
 CELLS = [
     "--arch sm_90 --sdpa cudnn --remat both",
     "--arch sm_80 --attn flex --remat both",
@@ -50,6 +53,23 @@ def build():
     files = {path.name for path in (tmp_path / "out").iterdir()}
     assert done.code == 0 and {"0_forward.py", "1_backward.py"} < files, done
     assert any(name.startswith("0_forward_triton_") for name in files)
+
+
+@pytest.mark.slow
+@needs_triton
+@pytest.mark.parametrize("line", [
+    "--param-dtype fp32 --attn flex --remat both",
+    "--param-dtype bf16 --sdpa cudnn --remat both",
+    "--param-dtype bf16 --sdpa cudnn --loss chunked --chunk 16 --remat block --mlp lean --mlp-chunk 16 --ahead 0.05",
+])  # fmt: skip
+def test_generated_kernels_compute_what_eager_code_does(line):
+    """In Triton's interpreter, as exact as an eager step of the same dtypes. Every kernel of these steps runs in it."""
+    done = module(f"\nimport runpy\nrunpy.run_path({str(INTERPRETED)!r}, run_name='__main__')", *line.split())
+    assert done.code == 0, done.err
+    found = json.loads(done.out.splitlines()[-1])
+    for gpu, eager in (found["loss"], found["gradients"]):
+        assert gpu < 1.2 * eager + 2e-6, found
+    assert found["update"] < 1e-4 and len(found["kernels"]) > 30, found
 
 
 BROKEN = """

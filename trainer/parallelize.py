@@ -154,11 +154,13 @@ def to_empty(model: nn.Module, device: torch.device) -> None:
 
 def build(c: flags.Config, device: torch.device, world: int, stage: Callable[[str], Any] = lambda name: None, *,
           init: bool = True, model: LanguageModel | None = None, between: Callable[[], Any] | None = None,
-          inspect: Callable[[list, list], Any] | None = None) -> Step:  # fmt: skip
+          inspect: Callable[[list, list], Any] | None = None, compiled_update: bool | None = None,
+          ) -> Step:  # fmt: skip
     """The step of resolved flags, its model initialised from --seed. Needs a process group unless --wrapper none.
     stage: called with the name of each stage that is done. model: on the meta device, unwrapped (default: the reference
     transformer); weights are loaded into what this returns. init=False leaves parameters as they are allocated.
-    between, inspect: see Step. ValueError for a model that has values, which would be lost, and as make_step."""
+    between, inspect: see Step; compiled_update: see make_step. ValueError for a model that has values, which would be
+    lost, and as make_step."""
     model = reference_model(c, device) if model is None else model
     if not all(p.is_meta for p in model.parameters()):
         raise ValueError("model: has values already, which would be lost; build it under torch.device('meta')")
@@ -186,4 +188,5 @@ def build(c: flags.Config, device: torch.device, world: int, stage: Callable[[st
     if c.wrapper in ("fsdp2", "ddp"):
         return HookedStep(c, model, optimizer, **kwargs)
     in_backward = c.optim == "in-backward"
-    return make_step(c.compile, model, optimizer, in_backward=in_backward, ahead=c.ahead, **kwargs)
+    how = dict(in_backward=in_backward, ahead=c.ahead, compiled_update=compiled_update)
+    return make_step(c.compile, model, optimizer, **how, **kwargs)

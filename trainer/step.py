@@ -353,13 +353,15 @@ def blocks_to_compile(model: nn.Module, otherwise: str) -> list[nn.Module]:
 
 
 def make_step(mode: str, model: nn.Module, optimizer: AdamW, *, options: dict | None = None,
-              in_backward: bool = False, ahead: float = 1.0, **kwargs) -> Step:  # fmt: skip
+              in_backward: bool = False, ahead: float = 1.0, compiled_update: bool | None = None,
+              **kwargs) -> Step:  # fmt: skip
     """The step of a compile mode. kwargs: mesh, grad_accum, clip, chunk (tokens per chunk of the loss, 0: all at once),
     accum_sync ("every" micro-batch or the "last"; the latter needs the wrapper's param_dtype and reduce_dtype),
     norm_limit (a step whose gradient norm is above is refused; 0: none), and Step's between and inspect.
     options: Inductor options on top of overlap.compile_options(ahead=ahead); {"plain": True} leaves those out.
-    in_backward: the optimizer's step is part of backward (modes "none" and "blocks"). ValueError for what mode or torch
-    cannot do."""
+    in_backward: the optimizer's step is part of backward (modes "none" and "blocks"). compiled_update: in mode fwdbwd;
+    None: on CUDA, since on a CPU the fused kernel is as fast and need not be compiled, which takes a minute.
+    ValueError for what mode or torch cannot do."""
     check_mode(mode)
     if kwargs.get("inspect") is not None and (mode == "step" or in_backward):
         raise ValueError("inspect: this step has no gradients outside its graph or its backward")
@@ -369,8 +371,8 @@ def make_step(mode: str, model: nn.Module, optimizer: AdamW, *, options: dict | 
     logging.getLogger("torch._higher_order_ops.wrap").addFilter(lambda r: "context_fn is passed" not in str(r.msg))
     if mode == "step" and (kwargs.get("grad_accum", 1) > 1 or kwargs.get("accum_sync", "every") != "every"):
         raise ValueError("--compile step: one graph holds one micro-batch; use --compile fwdbwd to accumulate")
-    cuda = optimizer.lr.is_cuda  # on a CPU the fused kernel is as fast and need not be compiled, which takes a minute
-    optimizer.foreach = optimizer.foreach or mode == "step" or (mode == "fwdbwd" and cuda)
+    compiled_update = mode == "fwdbwd" and (optimizer.lr.is_cuda if compiled_update is None else compiled_update)
+    optimizer.foreach = optimizer.foreach or mode == "step" or compiled_update
     options = dict(options or {})
     plain = options.pop("plain", False)
 
@@ -403,5 +405,5 @@ def make_step(mode: str, model: nn.Module, optimizer: AdamW, *, options: dict | 
         plain_loss = type(step).loss_sum
         own = types.FunctionType(plain_loss.__code__.replace(), plain_loss.__globals__, plain_loss.__name__)
         step.loss_fn = compiled("loss", types.MethodType(own, step), options)
-        step.update_fn = torch.compile(step.update, fullgraph=True) if cuda else step.update
+        step.update_fn = torch.compile(step.update, fullgraph=True) if compiled_update else step.update
     return step

@@ -33,8 +33,8 @@ ROOT = Path(__file__).resolve().parents[2]
 TINY = "--device cpu --width 128 --depth 2 --head-dim 16 --vocab 512 --seqlen 64 --batch 2 --steps 6".split()
 # These flags are no part of a cell's name. Given on the command line they go to every run.
 OUTPUT = {"--wandb", "--group", "--tags", "--profile", "--log-every", "--verbose", "-v", "-vv", "--debug"}
-COLUMNS = {"simulated_mib": ("simulated MiB", 0), "peak_alloc_mib": ("peak MiB", 0), "peak_rss_mib": ("peak RSS MiB", 0), "step_ms": ("step ms", 1),
-           "mfu": ("MFU %", 1), "loss": ("loss", 4)}
+COLUMNS = {"simulated_mib": ("simulated MiB", 0), "peak_alloc_mib": ("peak MiB", 0),
+           "peak_rss_mib": ("peak RSS MiB", 0), "step_ms": ("step ms", 1), "mfu": ("MFU %", 1), "loss": ("loss", 4)}
 GRACE_S = 10  # from SIGTERM to SIGKILL
 VMSTAT = Path("/proc/vmstat")
 Flags = dict[str, tuple[str, ...]]  # {"--depth": ("8",), "--no-reshard": ()}
@@ -265,7 +265,8 @@ def sweep(tables: dict[str, list[str]], args: argparse.Namespace, settings: dict
         print(f"[{i}/{len(todo)}] {names[cell]}", flush=True)
         size = args.results.stat().st_size if args.results.exists() else 0
         log = args.results.parent / "runs" / args.results.stem / f"{zlib.crc32(cell.encode()):08x}.log"
-        end = run(cell, [*shlex.split(args.program), "--results", str(args.results), *args.output], left, log, names[cell])
+        program = [*shlex.split(args.program), "--results", str(args.results), *args.output]
+        end = run(cell, program, left, log, names[cell])
         row = read_rows(args.results, size).get(cell)
         if row is None and end == "timeout" and left < args.timeout:
             print(f"    cut short by --budget {args.budget:g}: not counted")

@@ -304,9 +304,7 @@ def simulated(c: flags.Config, world: int, arch: str | None) -> Iterator[tuple[S
         mock.patch.dict(vars(lean), dict(add_product=add_product) if arch else {}),
         generated(arch is not None, name) as codes,
     ):
-        step = build(c, cpu, world, init=False)
-        if arch and c.compile == "fwdbwd":  # make_step sees a CPU
-            step.optimizer.foreach, step.update_fn = True, torch.compile(step.update, fullgraph=True)
+        step = build(c, cpu, world, init=False, compiled_update=arch is not None)
         tokens = torch.zeros(c.batch * c.grad_accum, c.seqlen, dtype=torch.long)
         step(tokens, tokens)
         yield step, tokens, codes

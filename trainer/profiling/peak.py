@@ -235,7 +235,8 @@ def run(own: argparse.Namespace, c: flags.Config) -> tuple[flags.Config, Timelin
     dist.destroy_process_group()
     print(*report(timeline, meter, own.kernels), sep="\n")
     top, more = timeline.peaks(1)[0].nbytes, CUBLAS_MIB.get(arch, 0)
-    print(f"simulated, not measured: {mib(top)} MiB" + f"; with {more:g} for cuBLAS {mib(top + more * 2**20)}" * bool(more))
+    allowed = f"; with {more:g} for cuBLAS {mib(top + more * 2**20)}" * bool(more)
+    print(f"simulated, not measured: {mib(top)} MiB{allowed}")
     if own.plot:
         draw(timeline, own.plot)
     return c, timeline, meter
