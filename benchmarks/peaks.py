@@ -5,8 +5,9 @@
     python -m trainer.experiments.report published-peaks --results results/published_peaks.jsonl
 
 `--published`: with the policy of the runs in reference/, which their peaks tell. A gathered weight is freed after
-forward only where a checkpointed region gathers it again; a loss outside the compiled graph (--compile model) reads
-bf16 logits; and the compiler neither lets backward write into what forward kept nor reorders for the sake of the peak.
+forward only where a checkpointed region gathers it again; backward writes into nothing that forward kept; a loss
+outside the compiled graph (--compile model) reads bf16 logits. The compiler of then may not have reordered for the sake
+of the peak: `--compile-options reorder_for_peak_memory=False`.
 """
 
 import argparse
@@ -30,7 +31,6 @@ if __name__ == "__main__":  # before torch is imported, as in main.py
 
 import torch
 import torch._functorch.config as functorch_config
-import torch._inductor.config as inductor_config
 import torch.nn.functional as F
 
 import trainer.step
@@ -61,7 +61,6 @@ def published() -> Iterator[None]:
         mock.patch.object(parallelize, "wrap", wrapped),
         mock.patch.object(trainer.step, "cross_entropy", loss),
         functorch_config.patch(donated_buffer=False),
-        inductor_config.patch(reorder_for_peak_memory=False),
     ):
         yield
 

@@ -135,6 +135,19 @@ def published(axis: str) -> dict[tuple, dict]:
     return found
 
 
+def measured(row: dict) -> float | None:
+    """The published peak MiB of a run of the transformer at a row's setting, or None."""
+    usual = dict(remat="both", compile="fwdbwd", depth=4, width=4096, seqlen=4096, batch=8, ranks=2)
+    ours = {name: setting(row, name) for name in usual if name != "ranks"} | {"ranks": ranks(row)}
+    for axis in ("seqlen", "depth", "width", "gpus", "variants"):
+        for p in published(axis).values():
+            theirs = usual | {name: p[name] for name in usual if name in p}
+            theirs["batch"] = p.get("global batch", theirs["batch"] * theirs["ranks"]) // theirs["ranks"]
+            if theirs == ours and p["mib"]:
+                return p["mib"]
+    return None
+
+
 def entries(axis: str, rows: list[dict], small: bool) -> list[tuple[tuple, dict | None, dict | None]]:
     """(key, our row, published row) of an axis; None for a row that is missing. ValueError where none is ours."""
     names, theirs, lines, found = key_names(axis), published(axis), {}, []

@@ -14,7 +14,9 @@ import itertools
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+from trainer.costs import kept_per_block
 from trainer.distributed.terminal import grouped, markdown
 from trainer.experiments import published, sweep
 
@@ -179,9 +181,43 @@ def compile_depth(rows: list[dict]) -> tuple[list[dict], Columns]:
     return rows, [*columns, (title, [grouped(s[-1] / s[0], 2) if s[0] and s[-1] else "" for s in seconds])]
 
 
+def peaks(rows: list[dict]) -> tuple[list[dict], Columns]:
+    """Simulated peaks at the setting of the last row: a line per recipe, a column per number of ranks, as many as every
+    recipe has; what a block keeps, TFLOP of a rank's step, and the published peaks of the recipe."""
+    rows, lines = published.newest([row for row in rows if row.get("study") == "peak"], lambda row: row["cell"]), {}
+    for row in rows:
+        if published.shape(row) == published.shape(rows[-1]):
+            lines.setdefault(published.core(row["cell"]), {})[published.ranks(row)] = row
+    counts = sorted(set[int].union(*map(set, lines.values()))) if lines else []
+    lines = {core: line for core, line in lines.items() if len(line) > 1}
+    firsts = [[*line.values()][0] for line in lines.values()]
+    columns = [("flags", [f"`{sweep.join(dict(core))}`" for core in lines])]
+    kept = [kept_per_block(SimpleNamespace(**row["flags"])) for row in firsts]
+    columns += [("kept", [f"{units:g}" for units in kept])]
+    for n in counts:
+        columns += column([line.get(n) for line in lines.values()], f"N = {n}", "simulated_mib", 0)
+    columns += [("TFLOP", [shown(row, "tflop", 1) for row in firsts])]
+    beside = [[published.measured(row) for row in line.values() if row["published"]] for line in lines.values()]
+    columns += [("published", [", ".join(grouped(mib) for mib in each if mib) for each in beside])]
+    return [row for line in lines.values() for row in line.values()], columns
+
+
+def published_peaks(rows: list[dict]) -> tuple[list[dict], Columns]:
+    """Simulated peaks of the published runs beside what was measured, in the order of the rows."""
+    rows = [row for row in rows if row.get("published") and published.measured(row)]
+    common = frozenset.intersection(*(published.core(row["cell"]) for row in rows)) if rows else frozenset()
+    flags = [sweep.join(dict(published.core(row["cell"]) - common)) for row in rows]
+    both = [(row["simulated_mib"], published.measured(row)) for row in rows]
+    columns = [("n", [published.label(row) for row in rows]), ("flags", [f"`{text or 'no others'}`" for text in flags])]
+    columns += [(title, [grouped(pair[i]) for pair in both]) for i, title in enumerate(("simulated MiB", "published"))]
+    columns += [("off by %", [f"{100 * (ours / mib - 1):+.1f}" for ours, mib in both])]
+    return rows, [*columns, ("moment of the peak", [row["moment"] for row in rows])]
+
+
 # Where there is no row for wrappers or attention, they are the axes of that name.
 LAYOUTS = {"compile": compile_modes, "ladder": ladder, "compile-depth": compile_depth, "baselines": baselines,
-           "wrappers": lambda rows: baselines(rows, split=True), "attention": attention}  # fmt: skip
+           "wrappers": lambda rows: baselines(rows, split=True), "attention": attention, "peaks": peaks,
+           "published-peaks": published_peaks}  # fmt: skip
 
 
 def about(name: str, ours: list[dict], found: Entries) -> str:
