@@ -44,6 +44,7 @@ import torch
 import torch._inductor.config as inductor_config
 import torch.distributed as dist
 from torch._dynamo.device_interface import CudaInterface
+from torch._functorch import partitioners
 from torch._inductor import async_compile, codecache, compile_fx
 from torch._inductor.graph import GraphLowering
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
@@ -264,6 +265,8 @@ def generated(gpu: bool, name: Callable[[bool], str], run: bool = True) -> Itera
         collectives.tracing(),
         mock.patch.object(compile_fx, "compile_fx", lambda *args, **kwargs: lower(*args, **(kwargs | how))),
         mock.patch.multiple(async_compile.AsyncCompile, triton=triton, cpp_pybinding=cpp, wait=lambda *_: None),
+        # Attention counts as random. Made again, it would get the state of a CPU's generator where a GPU's takes none.
+        mock.patch.object(partitioners, "has_recomputable_rng_ops", lambda gm: False),
     ):
         yield codes
 

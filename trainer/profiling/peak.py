@@ -152,8 +152,12 @@ class Meter(TorchDispatchMode):
                 self.sized(storage, "resize")
 
         def launched(kernel, args):
-            moves = sum(t.nbytes for t in args if isinstance(t, torch.Tensor))
-            self.work[kernel.name].update(calls=1, nbytes=moves)
+            tensors = [t for t in args if isinstance(t, torch.Tensor)]
+            flops = 0
+            if kernel.name.startswith("triton_tem_") and "flex_attention" in kernel.name:  # counted as torch counts SDPA
+                B, H, T, d = next(t.shape for t in tensors if t.ndim == 4)  # q
+                flops = (10 if "backward" in kernel.name else 4) * B * H * T * T * d
+            self.work[kernel.name].update(calls=1, flops=flops, nbytes=sum(t.nbytes for t in tensors))
 
         with (
             mock.patch.object(torch.UntypedStorage, "resize_", resize),
