@@ -14,7 +14,6 @@ B batch, T tokens, D width, H heads, K key/value heads, d head dimension, V voca
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -81,27 +80,31 @@ class ModelConfig:
         return self.remat if (block + 1) * n // self.depth > block * n // self.depth else "none"
 
 
-def _save(ops: set, ctx, op, *args, **kwargs):
-    return CheckpointPolicy.MUST_SAVE if op in ops else CheckpointPolicy.PREFER_RECOMPUTE
+def _save_attention(ctx, op, *args, **kwargs):
+    return CheckpointPolicy.MUST_SAVE if op in ATTENTION else _save_lean(ctx, op)
+
+
+def _save_lean(ctx, op, *args, **kwargs):
+    """The output of a lean MLP is the input of the next block: to make it again would keep nothing less."""
+    return CheckpointPolicy.MUST_SAVE if op is LEAN else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _save_products(ctx, op, *args, **kwargs):
+    return CheckpointPolicy.MUST_SAVE if op in MATMULS else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _save_products_but_down(ctx, op, *args, **kwargs):
     """In eager. After attention come o, up and down; backward needs nothing that down makes, which alone narrows."""
     narrows = op in MATMULS and args[-2].shape[-1] > args[-1].shape[-1]
-    return CheckpointPolicy.PREFER_RECOMPUTE if narrows else _save(MATMULS, ctx, op)
+    return CheckpointPolicy.PREFER_RECOMPUTE if narrows else _save_products(ctx, op)
 
 
-def _saved(name: str, policy: Callable) -> Callable:
-    found = partial(create_selective_checkpoint_contexts, policy)
-    found.cache_hash = name  # for compile caches
-    return found
-
-
-# A lean MLP is the last operation of a block: to make it again would keep nothing less.
-_attention_saved = _saved("attention-saved-1", partial(_save, ATTENTION | {LEAN}))
-_lean_saved = _saved("lean-saved-1", partial(_save, {LEAN}))
-_products_saved = _saved("products-saved-1", partial(_save, MATMULS))
-_products_but_down_saved = _saved("products-but-down-saved-1", _save_products_but_down)
+_attention_saved = partial(create_selective_checkpoint_contexts, _save_attention)
+_lean_saved = partial(create_selective_checkpoint_contexts, _save_lean)
+_products_saved = partial(create_selective_checkpoint_contexts, _save_products)
+_products_but_down_saved = partial(create_selective_checkpoint_contexts, _save_products_but_down)
+_attention_saved.cache_hash, _products_saved.cache_hash = "attention-saved-1", "products-saved-1"  # for compile caches
+_lean_saved.cache_hash = "lean-saved-1"
 _remat = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)  # nothing in a block is random
 
 

@@ -56,9 +56,10 @@ class Meter(TorchDispatchMode):
     codes: whose lines tell what a storage is for. known: storages from before the step, which are counted by
     themselves. gpu: add the scratch of attention's backward, see above."""
 
-    def __init__(self, codes: list[gpu_code.Code], known: set[int], gpu: bool):
+    def __init__(self, codes: list[gpu_code.Code], known: set[int], gpu: bool, seqlen: int):
         super().__init__()
-        self.codes, self.known, self.gpu = {code.module.__file__: code for code in codes}, known, gpu
+        self.codes, self.known = {code.module.__file__: code for code in codes}, known
+        self.gpu, self.seqlen = gpu, seqlen
         self.events: list[Event] = []
         self.size = dict.fromkeys(known, 0)  # by storage
         self.pending: dict[int, list] = {}  # output of a collective -> its inputs, which NCCL reads until the wait
@@ -154,9 +155,9 @@ class Meter(TorchDispatchMode):
         def launched(kernel, args):
             tensors = [t for t in args if isinstance(t, torch.Tensor)]
             flops = 0
-            if kernel.name.startswith("triton_tem_") and "flex_attention" in kernel.name:  # counted as torch counts SDPA
-                B, H, T, d = next(t.shape for t in tensors if t.ndim == 4)  # q
-                flops = (10 if "backward" in kernel.name else 4) * B * H * T * T * d
+            if kernel.name.startswith("triton_tem_") and "flex_attention" in kernel.name:  # as torch counts SDPA
+                elements = max(t.numel() for t in tensors)  # of q
+                flops = (10 if "backward" in kernel.name else 4) * elements * self.seqlen
             self.work[kernel.name].update(calls=1, flops=flops, nbytes=sum(t.nbytes for t in tensors))
 
         with (
@@ -175,7 +176,7 @@ def simulate(c: flags.Config, world: int, arch: str | None) -> tuple[Timeline, M
     marks = []
     with gpu_code.simulated(c, world, arch) as (step, tokens, codes):
         base, known = before(step, tokens, tokens, storage_of)
-        meter = Meter(codes, known, arch is not None)
+        meter = Meter(codes, known, arch is not None, c.seqlen)
 
         def note(phase, grads):
             if phase != "reduce":  # which belongs to backward
