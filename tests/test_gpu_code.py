@@ -16,11 +16,12 @@ from trainer.profiling import gpu_code
 SMALL = "--depth 1 --width 512 --seqlen 512 --batch 4 --vocab 4096"
 COMMAND = "trainer.profiling.gpu_code"
 INTERPRETED = Path(__file__).with_name("interpreted.py")
-CELLS = [
-    "--arch sm_90 --sdpa cudnn --remat both",
-    "--arch sm_80 --attn flex --remat both",
-    "--arch sm_90 --attn flex --loss chunked --remat block --mlp lean --mlp-chunk 1024 --ahead 0.05",
-]
+CELLS = {  # flags -> kernels, most bytes of stack; with torch 2.13.0 and triton 3.7.1
+    "--arch sm_90 --sdpa cudnn --remat both": (49, 32),
+    "--arch sm_80 --sdpa cudnn --remat both": (49, 32),
+    "--arch sm_80 --attn flex --remat both": (52, 600),  # its backward spills
+    "--arch sm_90 --attn flex --loss chunked --remat block --mlp lean --mlp-chunk 1024 --ahead 0.05": (40, 248),
+}
 
 
 def rows(out: str) -> list[tuple[str, int, int, int]]:
@@ -36,8 +37,10 @@ def test_every_kernel_compiles_and_fits(line):
     done = module(COMMAND, "--world", "4", *SMALL.split(), *line.split())
     assert done.code == 0 and re.search(r"^sm_[89]0, \d\d+ configurations compiled, 0 failed", done.out, re.M), done
     kernels = rows(done.out)
-    assert len(kernels) > 20 and all(0 < registers <= 255 for _, registers, *_ in kernels), done.out
-    assert max(stack for *_, stack, _ in kernels) <= 1024, done.out  # FlexAttention's backward spills some
+    assert all(0 < registers <= 255 for _, registers, *_ in kernels), done.out
+    n, most = CELLS[line]
+    assert len(kernels) == pytest.approx(n, rel=0.1), done.out
+    assert max(stack for *_, stack, _ in kernels) <= most, done.out
     assert any("flex" in name or "tem" in name for name, *_ in kernels) == ("flex" in line), done.out
 
 

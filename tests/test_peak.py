@@ -4,15 +4,17 @@
     pytest tests/test_peak.py -m "slow or not slow"   # every setting, and the reference setting: twelve minutes
 """
 
-import re
+import shlex
 
 import pytest
 import torch
 import torch.distributed as dist
-from running import module, needs_triton, one_line
+from running import ROOT, module, needs_triton, one_line
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from trainer import config as flags
+from trainer.experiments import sweep
+from trainer.experiments.logging import read_jsonl
 from trainer.parallelize import build
 from trainer.profiling import peak
 from trainer.profiling.timeline import watch
@@ -28,8 +30,6 @@ COMPILED = [f"--depth 2 {line}" for line in (
     "--compile fwdbwd --remat both --param-dtype bf16", "--compile blocks", "--compile model --compile-options plain",
     "--compile fwdbwd --loss chunked --remat block --mlp lean --mlp-chunk 512 --ahead 0.05", "--compile step",
 )]  # fmt: skip
-SMALL = "--world 4 --depth 1 --width 512 --seqlen 512 --batch 16 --vocab 8192"
-LEAN = "--remat block --mlp lean --ahead 0.05 --compile-options allow_buffer_reuse=False --loss chunked"
 
 
 @pytest.fixture(autouse=True)
@@ -58,33 +58,51 @@ def test_the_simulated_peak_is_that_of_a_real_step_within_1_percent(line, one_th
     assert simulated.nbytes == pytest.approx(real.nbytes, rel=0.01), (simulated.moment, real.moment)
 
 
-def simulated(line: str, command: str = "trainer.profiling.peak") -> tuple[float, float, str]:
-    """(MiB, TFLOP, output) of the command."""
-    done = module(command, *line.split())
+def again(recorded: dict, results, command: str = "benchmarks.peaks") -> dict:
+    """The row of the same flags as those of a recorded row."""
+    flags_ = sweep.join(sweep.parse(shlex.split(recorded["cell"]))[1])
+    done = module(command, *shlex.split(flags_), "--results", str(results))
     assert done.code == 0, done.err
-    mib = re.search(r"simulated, not measured: ([\d'.]+) MiB", done.out)[1]
-    flops = re.search(r"products and attention: ([\d.]+) TFLOP", done.out)[1]
-    return float(mib.replace("'", "")), float(flops), done.out
+    return read_jsonl(results)[-1]
 
 
-# setting -> MiB, TFLOP; recorded with torch 2.13.0, triton 3.7.1
-RECORDED = {
-    SMALL: (315.2, 0.372),
-    f"{SMALL} {LEAN} --chunk 1024 --mlp-chunk 1024": (144.1, 0.399),
-}
+def check(found: dict, recorded: dict) -> None:
+    """Fails if memory, FLOPs or the number of kernels has grown (or fallen: then record it), and names the buffers."""
+    old = {text: f"{n} x {mib}" for n, mib, text in recorded["buffers"]}
+    new = [f"{n} x {mib} MiB {text}, was {old.get(text)}" for n, mib, text in found["buffers"]]
+    told = "\n".join([found["moment"] + ", was " + recorded["moment"], *new])
+    assert found["simulated_mib"] == pytest.approx(recorded["simulated_mib"], rel=0.02), told
+    assert found["tflop"] == pytest.approx(recorded["tflop"], rel=0.01)
+    for name, n in recorded["kernels"].items():
+        assert found["kernels"][name] == pytest.approx(n, rel=0.1), (name, found["kernels"])
+
+
+def name_of(row: dict) -> str:
+    return f"N={row['world']} {row['cell'].partition(' ')[2]}"
+
+
+RECORDED = [row for row in read_jsonl(ROOT / "results/peaks.jsonl") if row["outcome"] == "ok"]  # of cells/peaks.txt
+SMALL = [row for row in RECORDED if row["flags"]["width"] < 4096]
+LEAN = [row for row in RECORDED if row["flags"]["mlp"] == "lean" and row["flags"]["reduce_dtype"] == "bf16"
+        and row["flags"]["adam_dtype"] == "fp32" and row not in SMALL]  # fmt: skip
+
+
+def test_every_recipe_of_the_goals_is_recorded():
+    assert len(SMALL) == 2 and sorted(row["world"] for row in LEAN) == [1, 1, 2, 2, 8, 8]
+    goals = {1: 17000, 2: 10700, 8: 6300}
+    assert all(row["simulated_mib"] <= goals[row["world"]] for row in LEAN)
 
 
 @needs_triton
-@pytest.mark.parametrize("line", slow(reversed(RECORDED), quick=1))
-def test_no_peak_has_grown_by_2_percent(line):
-    mib, flops, out = simulated(line)
-    assert (mib, flops) == pytest.approx(RECORDED[line], rel=0.02), out
+@pytest.mark.parametrize("row", slow([SMALL[1], SMALL[0], *LEAN], quick=1), ids=name_of)
+def test_no_peak_has_grown_by_2_percent(row, tmp_path):
+    check(again(row, tmp_path / "rows.jsonl"), row)
 
 
 PLANTED = """
 import argparse, sys, torch, lean, model
+from benchmarks import peaks
 from trainer import config
-from trainer.profiling import peak
 
 class Loop(torch.autograd.Function):  # as it was before it became one operation
     @staticmethod
@@ -108,18 +126,18 @@ class Loop(torch.autograd.Function):  # as it was before it became one operation
         return (gx * go).to(gx.dtype), (gw * go).to(gw.dtype), None, None
 
 model.chunked_cross_entropy = lambda x, w, y, chunk: Loop.apply(x.flatten(0, 1), w, y.flatten(), chunk)
-own = argparse.Namespace(arch="sm_90", world=4, kernels=0, plot=None)
-sys.exit(peak.main(own, config.parse(sys.argv[3:])))
+own = argparse.Namespace(arch="sm_90", world=4, published=False)
+at = sys.argv.index("--world")
+sys.exit(peaks.main(own, config.parse(sys.argv[1:at] + sys.argv[at + 2:])))
 """
 
 
 @pytest.mark.slow
 @needs_triton
-def test_a_chunked_loss_that_the_compiler_takes_apart_is_noticed():
-    line = list(RECORDED)[1]
-    mib, *_, out = simulated(line, PLANTED)
-    assert mib > 1.02 * RECORDED[line][0], out
-    assert "[C,V]" in out.partition("largest buffers")[2], out  # it says which buffer
+def test_a_chunked_loss_that_the_compiler_takes_apart_is_noticed(tmp_path):
+    found = again(SMALL[1], tmp_path / "rows.jsonl", PLANTED)
+    with pytest.raises(AssertionError, match=r"\[C,V\].*was None"):  # it says which buffer
+        check(found, SMALL[1])
 
 
 def test_ddp_is_refused():

@@ -13,6 +13,7 @@ import importlib
 import itertools
 import re
 import sys
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -182,24 +183,23 @@ def compile_depth(rows: list[dict]) -> tuple[list[dict], Columns]:
 
 
 def peaks(rows: list[dict]) -> tuple[list[dict], Columns]:
-    """Simulated peaks at the setting of the last row: a line per recipe, a column per number of ranks, as many as every
-    recipe has; what a block keeps, TFLOP of a rank's step, and the published peaks of the recipe."""
+    """Simulated peaks at the setting of the last row: a line per recipe, a column per number of ranks that several of
+    them have; what a block keeps in [B,T,D], TFLOP of a rank's step, and the published peaks of the recipe."""
     rows, lines = published.newest([row for row in rows if row.get("study") == "peak"], lambda row: row["cell"]), {}
     for row in rows:
-        if published.shape(row) == published.shape(rows[-1]):
+        if published.shape(row) == published.shape(rows[-1]) and row["outcome"] == "ok":
             lines.setdefault(published.core(row["cell"]), {})[published.ranks(row)] = row
-    counts = sorted(set[int].union(*map(set, lines.values()))) if lines else []
     lines = {core: line for core, line in lines.items() if len(line) > 1}
+    counts = [n for n, k in sorted(Counter(n for line in lines.values() for n in line).items()) if k > 1]
     firsts = [[*line.values()][0] for line in lines.values()]
     columns = [("flags", [f"`{sweep.join(dict(core))}`" for core in lines])]
-    kept = [kept_per_block(SimpleNamespace(**row["flags"])) for row in firsts]
-    columns += [("kept", [f"{units:g}" for units in kept])]
+    columns += [("kept", [f"{kept_per_block(SimpleNamespace(**row['flags'])):g}" for row in firsts])]
     for n in counts:
         columns += column([line.get(n) for line in lines.values()], f"N = {n}", "simulated_mib", 0)
     columns += [("TFLOP", [shown(row, "tflop", 1) for row in firsts])]
-    beside = [[published.measured(row) for row in line.values() if row["published"]] for line in lines.values()]
-    columns += [("published", [", ".join(grouped(mib) for mib in each if mib) for each in beside])]
-    return [row for line in lines.values() for row in line.values()], columns
+    found = [[published.measured(line[n]) for n in counts if n in line] for line in lines.values()]
+    texts = [", ".join(map(grouped, mib)) * own["published"] for mib, own in zip(found, firsts, strict=True)]
+    return [line[n] for line in lines.values() for n in counts if n in line], [*columns, ("published", texts)]
 
 
 def published_peaks(rows: list[dict]) -> tuple[list[dict], Columns]:
