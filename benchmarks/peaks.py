@@ -36,7 +36,7 @@ import torch.nn.functional as F
 import trainer.step
 from model import IGNORE
 from trainer import parallelize
-from trainer.experiments.logging import append_jsonl
+from trainer.experiments.logging import append_jsonl, check_writable
 from trainer.profiling import peak, timing
 from trainer.profiling.timeline import Timeline, largest
 
@@ -87,10 +87,13 @@ def main(own: argparse.Namespace, c: flags.Config) -> int:
     """Prints the report and appends the row to --results; returns the exit code. Bad flags: SystemExit(2)."""
     if c.device == "cpu":
         flags.fail("--device cpu: a simulated peak is of a GPU's code; use trainer.profiling.peak", 0)
+    try:
+        check_writable(c.results)
+    except ValueError as e:
+        flags.fail(str(e), 0)
     with published() if own.published else nullcontext():
         c, timeline, meter = peak.run(argparse.Namespace(**vars(own), kernels=0, plot=None), c)
-    if c.results:
-        append_jsonl(c.results, row(own, c, timeline, meter))
+    append_jsonl(c.results, row(own, c, timeline, meter))
     return 0
 
 

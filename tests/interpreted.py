@@ -119,12 +119,14 @@ def step_of(c: flags.Config):
 
 
 def error(found, true) -> float:
-    return max(float((a - b).norm() / b.norm().clamp(min=1e-12)) for a, b in zip(found, true, strict=True))
+    errors = [(a - b).norm() / b.norm().clamp(min=1e-12) for a, b in zip(found, true, strict=True)]
+    return float(torch.stack(errors).max())  # of a NaN: NaN
 
 
 def main(argv: list[str]) -> dict:
     """loss, gradients: relative errors [of the GPU code, of the eager step] to the eager step in fp32, of the worst
-    tensor; update: of the compiled update to the eager one of the same gradients; kernels: how often each ran."""
+    tensor; update: of the compiled update to the eager one of the same gradients; kernels: how often each ran;
+    missing: those that never did."""
     c, eager, true = (
         flags.resolve(flags.parse([*TINY, "--compile", "fwdbwd", *argv, *more.split()]), "cuda", WORLD)
         for more in ("", EAGER, f"{EAGER} --param-dtype fp32")
@@ -143,14 +145,17 @@ def main(argv: list[str]) -> dict:
     library.impl("_scaled_dot_product_cudnn_attention_backward", gradients, "CPU")
     gpu_code.pretend("sm_90")
     gpu_code.Kernel.run = run
-    with gpu_code.generated(True, lambda is_backward: "backward" if is_backward else "forward"):
+    with gpu_code.generated(True, lambda is_backward: "backward" if is_backward else "forward") as codes:
         gpu_loss, gpu, after = step_of(c)
     untouched = build(eager, torch.device("cpu"), WORLD)
     begin = [p.to_local().clone() for p in untouched.model.parameters()]
     untouched.update([g.clone() for g in gpu], gpu_loss)
     moved = [[p.to_local() - b for p, b in zip(s.model.parameters(), begin, strict=True)] for s in (after, untouched)]
+    assert all(change.any() for change in moved[0]), "a parameter that no step has moved"
+    missing = sorted({name for code in codes for name in code.kernels} - ran.keys())
     losses = [abs(float(a - true_loss)) / float(true_loss) for a in (gpu_loss, loss)]
-    return dict(loss=losses, gradients=[error(gpu, true), error(plain, true)], update=error(*moved), kernels=ran)
+    found = dict(loss=losses, gradients=[error(gpu, true), error(plain, true)], update=error(*moved))
+    return found | dict(kernels=ran, missing=missing)
 
 
 if __name__ == "__main__":

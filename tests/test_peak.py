@@ -13,7 +13,7 @@ from running import ROOT, module, needs_triton, one_line
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from trainer import config as flags
-from trainer.experiments import sweep
+from trainer.experiments import published, sweep
 from trainer.experiments.logging import read_jsonl
 from trainer.parallelize import build
 from trainer.profiling import peak
@@ -85,6 +85,8 @@ RECORDED = [row for row in read_jsonl(ROOT / "results/peaks.jsonl") if row["outc
 SMALL = [row for row in RECORDED if row["flags"]["width"] < 4096]
 LEAN = [row for row in RECORDED if row["flags"]["mlp"] == "lean" and row["flags"]["reduce_dtype"] == "bf16"
         and row["flags"]["adam_dtype"] == "fp32" and row not in SMALL]  # fmt: skip
+PUBLISHED = read_jsonl(ROOT / "results/published_peaks.jsonl")  # of cells/published_peaks.txt
+SHALLOW = [row for row in PUBLISHED if row["flags"]["depth"] == 2]
 
 
 def test_every_recipe_of_the_goals_is_recorded():
@@ -93,8 +95,17 @@ def test_every_recipe_of_the_goals_is_recorded():
     assert all(row["simulated_mib"] <= goals[row["world"]] for row in LEAN)
 
 
+def test_every_published_peak_is_reproduced_within_2_percent():
+    """By today's compiler, or where the peak is not at the loss by the nearer of its two orders: see NOTES."""
+    off = {}
+    for row in PUBLISHED:
+        which = published.shape(row), row["flags"]["remat"], row["flags"]["compile"], row["world"]
+        off[which] = min(off.get(which, 1), abs(row["simulated_mib"] / published.measured(row) - 1))
+    assert len(off) == 31 and max(off.values()) < 0.02 and sorted(off.values())[23] < 0.004, off
+
+
 @needs_triton
-@pytest.mark.parametrize("row", slow([SMALL[1], SMALL[0], *LEAN], quick=1), ids=name_of)
+@pytest.mark.parametrize("row", slow([SMALL[1], SMALL[0], *LEAN, *SHALLOW], quick=1), ids=name_of)
 def test_no_peak_has_grown_by_2_percent(row, tmp_path):
     check(again(row, tmp_path / "rows.jsonl"), row)
 

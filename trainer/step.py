@@ -362,7 +362,7 @@ def make_step(mode: str, model: nn.Module, optimizer: AdamW, *, options: dict | 
     in_backward: the optimizer's step is part of backward (modes "none" and "blocks"). compiled_update: in mode fwdbwd;
     None: on CUDA, since on a CPU the fused kernel is as fast and need not be compiled, which takes a minute.
     ValueError for what mode or torch cannot do."""
-    check_mode(mode)
+    check_mode(mode, options)
     if kwargs.get("inspect") is not None and (mode == "step" or in_backward):
         raise ValueError("inspect: this step has no gradients outside its graph or its backward")
     if in_backward and mode not in ("none", "blocks"):

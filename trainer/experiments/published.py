@@ -22,8 +22,8 @@ NEUTRAL = sweep.OUTPUT | {f"--{name}" for name in "steps data lr warmup seed dev
 SHAPE = "depth width head_dim grouping grow vocab seqlen batch grad_accum param_dtype".split()
 ANY = 10**9  # ranks of a line that names none
 REMARKS = {
-    "variants": "FlexAttention that is not compiled stores the T x T scores and is not built here; sdpa, which never "
-    "stores them, stands beside nothing.",
+    "variants": "flex, not compiled: not by itself; its peaks without recomputation hold no T x T scores, see NOTES. "
+    "sdpa stands beside nothing.",
     "small-params": "small: parameters under 1 MiB. Where published ms are a range, the ratio takes its middle.",
     "mfu": "The published count lacks a factor of width in the MLP and does not group K and V: 1.93 times too low at "
     "depth 4 and 4096 tokens. Recomputed: the same step time with our FLOPs.",

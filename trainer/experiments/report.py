@@ -191,14 +191,15 @@ def peaks(rows: list[dict]) -> tuple[list[dict], Columns]:
             lines.setdefault(published.core(row["cell"]), {})[published.ranks(row)] = row
     lines = {core: line for core, line in lines.items() if len(line) > 1}
     counts = [n for n, k in sorted(Counter(n for line in lines.values() for n in line).items()) if k > 1]
-    firsts = [[*line.values()][0] for line in lines.values()]
+    lines = dict(sorted(lines.items(), key=lambda item: -item[1][max(item[1])]["simulated_mib"]))
+    most = [line[max(line)] for line in lines.values()]  # the row of the most ranks
     columns = [("flags", [f"`{sweep.join(dict(core))}`" for core in lines])]
-    columns += [("kept", [f"{kept_per_block(SimpleNamespace(**row['flags'])):g}" for row in firsts])]
+    columns += [("kept", [f"{kept_per_block(SimpleNamespace(**row['flags'])):g}" for row in most])]
     for n in counts:
         columns += column([line.get(n) for line in lines.values()], f"N = {n}", "simulated_mib", 0)
-    columns += [("TFLOP", [shown(row, "tflop", 1) for row in firsts])]
+    columns += [("TFLOP", [shown(row, "tflop", 1) for row in most])]
     found = [[published.measured(line[n]) for n in counts if n in line] for line in lines.values()]
-    texts = [", ".join(map(grouped, mib)) * own["published"] for mib, own in zip(found, firsts, strict=True)]
+    texts = [", ".join(map(grouped, mib)) * own["published"] for mib, own in zip(found, most, strict=True)]
     return [line[n] for line in lines.values() for n in counts if n in line], [*columns, ("published", texts)]
 
 

@@ -287,7 +287,16 @@ def add_product(total, a, b) -> None:
 def simulated(c: flags.Config, world: int, arch: str | None) -> Iterator[tuple[Step, torch.Tensor, list[Code]]]:
     """(step, tokens, codes): a step of resolved flags that has run once, on tensors without values, and the code that
     was generated for it; inside the block it may run again. Needs a process group of `world` fake ranks. arch: the GPU
-    of `pretend`; None: this CPU."""
+    of `pretend`; None: this CPU. ValueError, one line, for what cannot be simulated."""
+    for flag, given, why in (
+        ("--wrapper ddp", c.wrapper == "ddp", "its reducer needs memory; use --mode replicate"),
+        ("--wrapper none", c.wrapper == "none", "a bare model is not simulated; use --mode replicate"),
+        ("--flex-options", c.flex_options is not None, "is read by the GPU that it was found for; leave it out"),
+        ("--deterministic", c.deterministic, "is not simulated; leave it out"),
+        (f"--sdpa {c.sdpa}", arch and c.param_dtype == "fp32" and c.sdpa in ("cudnn", "flash"), "needs bf16 or fp16"),
+    ):
+        if given:
+            raise ValueError(f"{flag}: {why}")
     mesh, cpu = dist.init_device_mesh, torch.device("cpu")
 
     def real_mesh(*args, **kwargs):
@@ -297,7 +306,7 @@ def simulated(c: flags.Config, world: int, arch: str | None) -> Iterator[tuple[S
     def name(is_backward):
         return "backward" if is_backward else dict(fwd="forward", step="update").get(step.phase, step.phase)
 
-    if arch and c.attn == "sdpa" and c.sdpa == "auto":  # as main.py chooses there
+    if arch and c.attn == "sdpa" and c.sdpa == "auto":  # the first that main.py would try there
         kernel = "efficient" if c.param_dtype == "fp32" else "flash" if arch < "sm_90" and len(arch) == 5 else "cudnn"
         c = replace(c, system=replace(c.system, sdpa=kernel))
     with (
@@ -339,7 +348,7 @@ def resources(kernel: Kernel) -> list[dict]:
                 used = {name: int(n) for name, n in re.findall(r"(REG|STACK):(\d+)", says.stdout)}
                 row |= dict(registers=used["REG"], stack=used["STACK"], shared=binary.metadata.shared)
             except Exception as e:  # whatever Triton and ptxas raise
-                row["error"] = f"{type(e).__name__}: {str(e).splitlines()[0][:200]}"
+                row["error"] = f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
             found.append(row)
     return found
 
@@ -377,18 +386,23 @@ def main(own: argparse.Namespace, c: flags.Config) -> int:
     dist.init_process_group("fake", rank=0, world_size=own.world, store=FakeStore())
     try:
         c = flags.resolve(c, "cuda", own.world)
+        if c.compile == "none" and not own.model:
+            raise ValueError("--compile none: no code is generated; use another mode")
+        if own.save:
+            Path(own.save).mkdir(parents=True, exist_ok=True)
         if own.model:
             codes = of_module(own.model, c, own.world)
         else:
             with simulated(c, own.world, own.arch) as (_, _, codes):
                 pass
+    except OSError as e:
+        fail(f"--save {own.save}: {e.strerror}; name a folder that can be written", 0)
     except ValueError as e:
         fail(str(e), 0)
     dist.destroy_process_group()
     for code in codes:
         print(f"{code.name}: {len(code.kernels)} kernels, {len(code.source.splitlines())} lines of code")
     if own.save:
-        Path(own.save).mkdir(parents=True, exist_ok=True)
         for i, code in enumerate(codes):
             (Path(own.save) / f"{i}_{code.name}.py").write_text(code.source)
             for kernel in code.kernels.values():

@@ -7,8 +7,8 @@ A step runs on tensors that have no memory, and every storage is counted from it
 allocator would: sizes rounded up to 512 bytes, the inputs of a collective held until it is waited for. Compiled parts
 run as the code that Inductor generates for the GPU, in its order, its kernels left out; custom ops run their own
 Python, so that what they hold inside counts. Two allowances stand for what has not been measured: the workspaces of
-cuBLAS, and the gradient of q in fp32 as scratch of a fused attention's backward. NCCL's buffers and what the allocator
-cannot give out again are not in it.
+cuBLAS, and the scratch of a fused attention's backward: the gradient of q in fp32, of flash with grouped heads also
+those of k and v for every head. NCCL's buffers and what the allocator cannot give out again are not in it.
 """
 
 import argparse
@@ -98,7 +98,10 @@ class Meter(TorchDispatchMode):
         elif func.overloadpacket in FACTOR and args[FACTOR[func.overloadpacket] - 1].stride(-1) == 1:
             self.read(args[FACTOR[func.overloadpacket]], WEIGHTS)
         if self.gpu and "attention_backward" in func._schema.name:
-            scratch = 4 * given[1].numel()  # the gradient of q, in fp32
+            q, k = given[1:3]
+            scratch = 4 * q.numel()  # the gradient of q, in fp32
+            if "flash" in func._schema.name and q.shape[1] != k.shape[1]:  # those of k and v, spread over the heads
+                scratch += 2 * q.nbytes
             self.events.append(Event(len(self.events), -1, scratch, "scratch of attention, an allowance"))
             self.events.append(Event(len(self.events), -1, -scratch))
         count = flop_registry.get(func.overloadpacket)
@@ -169,10 +172,7 @@ class Meter(TorchDispatchMode):
 
 
 def simulate(c: flags.Config, world: int, arch: str | None) -> tuple[Timeline, Meter]:
-    """The second step of resolved flags, as one rank of `world` sees it. arch: as gpu_code.simulated. ValueError, one
-    line, for --wrapper ddp."""
-    if c.wrapper == "ddp":
-        raise ValueError("--wrapper ddp: its reducer needs memory, so it cannot be simulated; use --mode replicate")
+    """The second step of resolved flags, as one rank of `world` sees it. arch, ValueError: as gpu_code.simulated."""
     marks = []
     with gpu_code.simulated(c, world, arch) as (step, tokens, codes):
         base, known = before(step, tokens, tokens, storage_of)
@@ -223,6 +223,16 @@ def draw(timeline: Timeline, path: str) -> None:
     plot.savefig(path)
 
 
+def try_plot(path: str) -> None:
+    """Writes an empty figure. ValueError, one line, where that fails."""
+    try:
+        from matplotlib.figure import Figure
+
+        Figure().savefig(path)
+    except (ImportError, OSError, ValueError) as e:
+        raise ValueError(f"--plot {path}: {e}; name a .png or .svg in a folder that exists") from e
+
+
 def run(own: argparse.Namespace, c: flags.Config) -> tuple[flags.Config, Timeline, Meter]:
     """What the flags of a command ask for: they, resolved, and what was found. Prints the report, and draws it with
     --plot. Bad flags, or no Triton: SystemExit(2)."""
@@ -233,6 +243,8 @@ def run(own: argparse.Namespace, c: flags.Config) -> tuple[flags.Config, Timelin
         gpu_code.pretend(arch)
     dist.init_process_group("fake", rank=0, world_size=own.world, store=FakeStore())
     try:
+        if own.plot:  # before a minute of work
+            try_plot(own.plot)
         c = flags.resolve(c, "cuda" if arch else "cpu", own.world)
         timeline, meter = simulate(c, own.world, arch)
     except ValueError as e:
