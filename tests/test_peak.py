@@ -1,7 +1,7 @@
 """python -m trainer.profiling.peak: its peaks are those of a real step on a CPU, and none of ours has grown.
 
     pytest tests/test_peak.py                       # half a minute, no GPU
-    pytest tests/test_peak.py -m "slow or not slow"   # every setting, and the reference setting: twelve minutes
+    pytest tests/test_peak.py -m "slow or not slow" -s   # every setting, with a table: fifteen minutes
 """
 
 import shlex
@@ -17,7 +17,7 @@ from trainer.experiments import published, sweep
 from trainer.experiments.logging import read_jsonl
 from trainer.parallelize import build
 from trainer.profiling import peak
-from trainer.profiling.timeline import watch
+from trainer.profiling.timeline import mib, watch
 
 WORLD = 4
 EAGER = [f"--compile none {line}" for line in (
@@ -55,6 +55,8 @@ def test_the_simulated_peak_is_that_of_a_real_step_within_1_percent(line, one_th
     for _ in range(2):
         step(tokens, tokens)
     real = watch(c, step, tokens, tokens)[1].peaks(1)[0]
+    off = f"{100 * (simulated.nbytes / real.nbytes - 1):+.2f}"
+    print(f"\n| `{line}` | {mib(simulated.nbytes)} | {mib(real.nbytes)} | {off} |")
     assert simulated.nbytes == pytest.approx(real.nbytes, rel=0.01), (simulated.moment, real.moment)
 
 
