@@ -17,7 +17,7 @@ import torch.distributed as dist
 from forked import Job
 from harness import ONE_GRAPH
 from running import TINY, one_line, read
-from test_checkpoint import assert_bitwise, contents, steps_in
+from saved import assert_bitwise, contents, steps_in
 
 from trainer.checkpoint import save as saver
 from trainer.checkpoint.manifest import verify

@@ -1,6 +1,6 @@
 """--save-async and --save-errors: what is saved is what was there at the call, and no error of a save is lost.
 
-    pytest tests/test_save_async.py        # no GPU; seconds; two ranks: tests/test_checkpoint.py
+    pytest tests/test_save_async.py        # no GPU; seconds; two ranks: tests/test_checkpoint_ranks.py
 """
 
 import errno
