@@ -213,15 +213,24 @@ def part_of(first: fx.Node, last: fx.Node, part: float) -> fx.Node | None:
     between, done = [], 0.0
     while first is not last:
         if is_product(first):
-            args, kwargs = fx.map_arg((first.args, first.kwargs), lambda n: n.meta.get("val"))  # none of a subgraph
-            count = flop_registry[getattr(first.target, "overloadpacket", first.target)]
-            between.append((first, count(*args, **kwargs, out_val=first.meta["val"])))
+            between.append((first, flops_of(first)))
         first = first.next
     for node, flops in between:
         done += flops
         if done >= part * sum(flops for _, flops in between):
             return node
     return None
+
+
+def flops_of(product: fx.Node) -> float:
+    args, kwargs = fx.map_arg((product.args, product.kwargs), lambda n: n.meta.get("val"))  # none of a subgraph
+    count = flop_registry[getattr(product.target, "overloadpacket", product.target)]
+    try:
+        return count(*args, **kwargs, out_val=product.meta["val"])
+    except AssertionError:  # torch 2.11 counts attention only where k and v have as many heads as q
+        heads, four = args[0].shape[1], [isinstance(t, torch.Tensor) and t.ndim == 4 for t in args]
+        args = [t.repeat_interleave(heads // t.shape[1], 1) if yes else t for t, yes in zip(args, four, strict=True)]
+        return count(*args, **kwargs, out_val=product.meta["val"])
 
 
 def wait_of(start: fx.Node) -> fx.Node:
