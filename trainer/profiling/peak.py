@@ -6,9 +6,9 @@
 A step runs on tensors that have no memory, and every storage is counted from its birth to its death, as CUDA's
 allocator would: sizes rounded up to 512 bytes, the inputs of a collective held until it is waited for. Compiled parts
 run as the code that Inductor generates for the GPU, in its order, its kernels left out; custom ops run their own
-Python, so that what they hold inside counts. Two allowances stand for what has not been measured: the workspaces of
-cuBLAS, and the scratch of a fused attention's backward: the gradient of q in fp32, of flash with grouped heads also
-those of k and v for every head. NCCL's buffers and what the allocator cannot give out again are not in it.
+Python, so that what they hold inside counts. Two allowances stand for what no graph shows: the workspaces of cuBLAS,
+and the scratch of a fused attention's backward: the gradient of q in fp32, with grouped heads also those of k and v for
+every head (measured on an H100). NCCL's buffers and what the allocator cannot give out again are not in it.
 """
 
 import argparse
@@ -100,7 +100,7 @@ class Meter(TorchDispatchMode):
         if self.gpu and "attention_backward" in func._schema.name:
             q, k = given[1:3]
             scratch = 4 * q.numel()  # the gradient of q, in fp32
-            if "flash" in func._schema.name and q.shape[1] != k.shape[1]:  # those of k and v, spread over the heads
+            if q.shape[1] != k.shape[1]:  # those of k and v, spread over the heads
                 scratch += 2 * q.nbytes
             self.events.append(Event(len(self.events), -1, scratch, "scratch of attention, an allowance"))
             self.events.append(Event(len(self.events), -1, -scratch))
