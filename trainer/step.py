@@ -302,7 +302,7 @@ class Replayed:
 
     def __call__(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """tokens, targets [B, T] -> fp32 scalar, which the next call overwrites."""
-        self.inputs = self.inputs or (tokens.clone(), targets.clone())  # from the first step on: other strides recompile
+        self.inputs = self.inputs or (tokens.clone(), targets.clone())  # from the first on: other strides recompile
         for own, new in zip(self.inputs, (tokens, targets), strict=True):
             if own.shape != new.shape:
                 raise ValueError(f"--cuda-graph: captured for a batch {[*own.shape]}, got {[*new.shape]}")
