@@ -5,9 +5,10 @@
     model = data_parallel(model, mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
     model = torch.compile(model)                       # or stay eager; then train as on one device
 
-Reading `module.weight` all-gathers the parameter. Its gradient arrives sharded, in the stored dtype, and **averaged**
-over the ranks (torchtitan's file sums): a loss normalised by a token count divides by the mean count per rank. Not for
-use under tensor or pipeline parallelism. Torch 2.11 to 2.14, Python 3.11 or later. Paper: arXiv:2411.00284.
+While the model runs, reading `module.weight` all-gathers the parameter; elsewhere it is the sharded DTensor itself. Its
+gradient arrives sharded, in the stored dtype, and **averaged** over the ranks (torchtitan's file sums): a loss
+normalised by a token count divides by the mean count per rank. Not for use under tensor or pipeline parallelism. Torch
+2.11 to 2.14, Python 3.11 or later. Paper: arXiv:2411.00284.
 """
 
 import functools
@@ -23,16 +24,24 @@ from torch.distributed import DeviceMesh, get_backend
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.weak import WeakTensorKeyDictionary
 
-# All that this file uses of torch's private names: the module of TorchDispatchMode above, the two functions below, and
-# the attributes Module._parameters, Module._apply, Tensor._version, UntypedStorage._cdata, OpOverload._schema,
-# DTensor._local_tensor, RNNBase._flat_weights and RNNBase._flat_weights_names. A test of each says which is missing.
+# All that this file uses of torch's private names: the module of TorchDispatchMode above, the functions below, and the
+# attributes Module._parameters, Tensor._version, UntypedStorage._cdata, OpOverload._schema, DTensor._local_tensor,
+# RNNBase._flat_weights and RNNBase._flat_weights_names. A test of each says which is missing.
 _top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _wait_tensor = torch.ops._c10d_functional.wait_tensor.default
+_backward_runs = torch._C._current_graph_task_id  # -1: none on this thread
+_compiled_code_runs = torch._C._dynamo.eval_frame.get_eval_frame_callback  # None: none on this thread
+_transform = torch._C._functorch.peek_interpreter_stack  # None outside of torch.func's vmap, jvp, grad
+_without_transforms = torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack
+_handlers = DTensor._op_dispatcher._custom_op_handlers  # of operations on DTensors
 
 MODES = ("replicate", "fully_shard", "hybrid_shard")
 _enabled = True  # False inside disable_data_parallel()
 _thread = threading.local()  # .memo: what the innermost running eager forward has gathered; None outside of any
+_roots = weakref.WeakValueDictionary()  # by id: the modules given to data_parallel()
+_shards = WeakTensorKeyDictionary()  # by unsharded parameter: one that several modules share stays shared
 
 
 @dataclass(frozen=True)
@@ -114,78 +123,114 @@ def _unpack(kept: Tensor | _GatherAgain) -> Tensor:
         return _gather(p, kept.origin.policy).as_strided(kept.size, kept.stride, kept.offset)
 
 
-@contextmanager
-def _eager_forward():
-    """Around the forward of a wrapped module: gathers each parameter once and sets the two hooks above. Not where there
-    are hooks already: on top of an activation checkpoint's, ours would switch it off, and it keeps no weight anyway."""
-    set_hooks = torch.is_grad_enabled() and _top_saved_tensors_hooks(True) is None
-    memo_of_caller = getattr(_thread, "memo", None)
-    with torch.autograd.graph.saved_tensors_hooks(_pack, _unpack) if set_hooks else nullcontext():
-        _thread.memo = {}
-        try:
-            yield
-        finally:
-            _thread.memo = memo_of_caller
+class unsharded:
+    """Context in which parameters read as whole tensors, as in forward: for a regulariser or a method that computes with
+    them. Each is gathered at its first use and freed at the end; one that was changed in place by then is an error."""
+
+    def __enter__(self):
+        if torch.compiler.is_compiling():
+            return
+        # Saved tensors go through hooks. Not where there are hooks already: on top of an activation checkpoint's, ours
+        # would switch it off, and it keeps no weight anyway. Nor where torch.func forbids them.
+        hooks = torch.is_grad_enabled() and _top_saved_tensors_hooks(True) is None and _transform() is None
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(_pack, _unpack) if hooks else nullcontext()
+        self.hooks.__enter__()
+        self.memo_of_caller, _thread.memo = getattr(_thread, "memo", None), {}
+
+    def __exit__(self, error, *_):
+        if torch.compiler.is_compiling():
+            return
+        memo, _thread.memo = _thread.memo, self.memo_of_caller
+        self.hooks.__exit__(error, *_)
+        for whole, version, name in memo.values() if error is None else ():
+            if not whole.is_inference() and whole._version != version:
+                raise RuntimeError(f"{name} was changed in place while it was gathered, which is lost: do it elsewhere")
 
 
-def _gather_once(p: DTensor, policy: _Policy) -> Tensor:
+def _gather_once(p: DTensor, policy: _Policy, name: str) -> Tensor:
     memo = getattr(_thread, "memo", None)
     if memo is None:  # outside of any forward nothing would free what is remembered
         memo = {}
     # A weight gathered under no_grad has no backward. An activation checkpoint, which sets hooks, gathers its own.
     key = id(p), torch.is_grad_enabled(), _top_saved_tensors_hooks(True)
     if key not in memo:
-        whole = memo[key] = _gather(p, policy)
+        with _without_transforms() if _transform() is not None else nullcontext():
+            whole = _gather(p, policy)
         storage = whole.untyped_storage()
         is_parameter = storage._cdata == p._local_tensor.untyped_storage()._cdata  # one rank, no cast
         if policy.reshard_after_forward and not is_parameter:
             storage._sharded = _Origin(weakref.ref(p), policy, whole.dtype)
-    return memo[key]
+        memo[key] = whole, 0 if whole.is_inference() else whole._version, name
+    return memo[key][0]
 
 
 def _reader(name: str) -> property:
-    """What `module.name` is: the gathered parameter, or inside disable_data_parallel() the parameter itself."""
+    """What `module.name` is: while the model runs the gathered parameter, elsewhere the parameter itself."""
 
     def read(module: nn.Module) -> Tensor | None:
-        p = module._parameters[name]
+        if name not in module._parameters:  # deleted
+            raise AttributeError(name)
+        p, compiling = module._parameters[name], torch.compiler.is_compiling()
         try:
-            if not _enabled or not isinstance(p, DTensor):
+            if not _enabled or not isinstance(p, DTensor):  # functional_call puts tensors in the place of parameters
                 return p
             policy = module._data_parallel
-            if not torch.compiler.is_compiling():
-                return _gather_once(p, policy)
-            keep = {} if policy.reshard_after_forward else dict(context_fn=_keep_gathered)
-            return checkpoint(_gather, p, policy, use_reentrant=False, preserve_rng_state=False, **keep)
+            if compiling:
+                keep = {} if policy.reshard_after_forward else dict(context_fn=_keep_gathered)
+                return checkpoint(_gather, p, policy, use_reentrant=False, preserve_rng_state=False, **keep)
+            runs = getattr(_thread, "memo", None) is not None or _backward_runs() != -1 or _compiled_code_runs()
+            return _gather_once(p, policy, f"{name} of {type(module).__name__}") if runs else p
         except AttributeError as e:  # nn.Module.__getattr__ would swallow it and hand out the shard
             raise RuntimeError(f"cannot gather {name} of {type(module).__name__}: {e}") from e
 
-    return property(read)
+    def write(module: nn.Module, value: Tensor) -> None:  # parameters and None do not come here
+        raise TypeError(f"cannot make {name} of {type(module).__name__} a computed tensor (weight_norm, prune) after "
+                        "data_parallel(): do that before it, or change the parameter in place")  # fmt: skip
+
+    return property(read, write)
+
+
+@torch.compiler.assume_constant_result  # compiled: while tracing; takes no module, only constants
+def _refuse_unsharded(root: int) -> None:
+    """RuntimeError for a parameter that trains without being gathered: every rank would get another."""
+    for path, module in _roots[root].named_modules() if root in _roots and torch.is_grad_enabled() else ():
+        gathered = getattr(type(module), "_gathered", ())
+        for name, p in module._parameters.items():
+            sharded = name in gathered and isinstance(p, DTensor)
+            if not sharded and isinstance(p, nn.Parameter) and p.requires_grad:  # functional_call puts plain tensors
+                raise RuntimeError(
+                    f"{path + '.' * bool(path)}{name} is not sharded: it came after data_parallel(). Copy new values into "
+                    "the old parameter instead; call data_parallel(model, mesh) again for new modules (mode='replicate' "
+                    "suits small adapters)")  # fmt: skip
 
 
 @functools.cache
 def _wrapped_class(cls: type, names: tuple[str, ...]) -> type:
     """The subclass of `cls` that gathers the parameters `names` when they are read. One for each (class, names), with
-    all else on the instance, so that equal blocks share one compiled frame."""
+    all else on the instance, so that equal blocks share one compiled frame. Others, such as Hugging Face's registries,
+    know a class by its name and module: they stay."""
 
-    @functools.wraps(cls.forward)
+    plain_forward = cls.forward  # read here: Dynamo cannot read it of a class that is allowed in graphs
+
+    @functools.wraps(plain_forward)
     def forward(self, *args, **kwargs):
-        with nullcontext() if torch.compiler.is_compiling() else _eager_forward():
-            return cls.forward(self, *args, **kwargs)
+        if hasattr(self, "_data_parallel_root"):
+            _refuse_unsharded(id(self))
+        with unsharded():
+            return plain_forward(self, *args, **kwargs)
 
     def __reduce_ex__(self, protocol):  # deepcopy and pickle cannot find this class: they make it again from its base
-        with disable_data_parallel():
-            return _new, (cls, names), self.__getstate__()
+        return _new, (cls, names), self.__getstate__()
 
     def flat_weights(self):  # of torch's RNNs: the list that they keep and assign is ignored, it is read anew
         return [getattr(self, name, None) for name in self._flat_weights_names]
 
-    attributes = {name: _reader(name) for name in names}
-    attributes |= dict(forward=forward, __reduce_ex__=__reduce_ex__, __module__=cls.__module__)
-    for name in ("__repr__", "_apply", "__setstate__"):  # they look at parameters, the latter two at those of RNNs
-        attributes[name] = disable_data_parallel()(getattr(cls, name))
+    attributes = {name: _reader(name) for name in names} | dict(forward=forward, __reduce_ex__=__reduce_ex__)
+    attributes |= dict(_gathered=names, __module__=cls.__module__, __qualname__=cls.__qualname__)
     if issubclass(cls, nn.RNNBase):
         attributes["_flat_weights"] = property(flat_weights, lambda self, value: None)
-    return type("FSDP" + cls.__name__, (cls,), attributes)
+        attributes["forward"] = torch.compiler.disable(forward)  # torch compiles none of them; not in pieces either
+    return type(cls.__name__, (cls,), attributes)
 
 
 def _new(cls: type, names: tuple[str, ...]) -> nn.Module:
@@ -198,14 +243,17 @@ def _check(model: nn.Module, mesh: DeviceMesh, mode: str) -> None:
     ndim, kind = (2, "2-D mesh with mesh_dim_names") if mode == "hybrid_shard" else (1, "1-D mesh")
     if mesh.ndim != ndim or (ndim == 2 and not mesh.mesh_dim_names):
         raise ValueError(f"mode={mode!r} needs a {kind}, got {mesh.ndim}-D, names {mesh.mesh_dim_names}")
+    if {"_data_parallel" in m.__dict__ for m in model.modules() if m._parameters} == {True}:
+        raise ValueError("every module with parameters is wrapped already: call data_parallel() once")
     for path, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise ValueError(f"cannot shard {path or 'the model'}: a ScriptModule cannot be wrapped, wrap its source")
-        if "_data_parallel" in module.__dict__:
-            raise ValueError(f"cannot shard {path or 'the model'}: it is wrapped already, call data_parallel() once")
+        wrapped = "_data_parallel" in module.__dict__
         for name, p in module._parameters.items():
             name = f"{path}.{name}" if path else name
-            if isinstance(p, DTensor):
+            if wrapped and p is not None and not isinstance(p, DTensor):
+                raise ValueError(f"cannot shard {name}: its module is wrapped already, copy it into the old parameter")
+            if isinstance(p, DTensor) and not wrapped:
                 raise ValueError(f"cannot shard {name}: it already is a DTensor with placements {p.placements}")
             if isinstance(p, nn.parameter.UninitializedParameter):
                 raise ValueError(f"cannot shard {name}: it has no shape yet, run one forward before wrapping")
@@ -218,7 +266,8 @@ def data_parallel(
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(), *,  # noqa: B008 (frozen)
     reshard_after_forward: bool = True, min_bytes: int = 0,
 ) -> nn.Module:  # fmt: skip
-    """Shards every parameter of `model` in place over `device_mesh` and returns it; values are those of rank 0.
+    """Shards every parameter of `model` in place over `device_mesh` and returns it; values are those of rank 0. Modules
+    that are wrapped already stay as they are: a second call is for what was added since, such as adapters.
 
     mode: "replicate" (DDP), "fully_shard" (ZeRO-3, on dimension 0), "hybrid_shard" (2-D mesh: replicate, shard).
     reshard_after_forward: free gathered weights after forward and gather them again in backward.
@@ -230,58 +279,75 @@ def data_parallel(
     torch.compiler.config.cache_key_tag = " ".join(sorted(tags.union(torch.compiler.config.cache_key_tag.split())))
     shard_mesh = device_mesh[device_mesh.mesh_dim_names[1]] if mode == "hybrid_shard" else None
     policy = _Policy(mp_policy, reshard_after_forward, shard_mesh)
-    shards = {}  # by parameter: one that several modules share stays shared
-    for module in list(model.modules()):
+    for module in [m for m in model.modules() if "_data_parallel" not in m.__dict__]:
         own = {name: p for name, p in module._parameters.items() if p is not None}
         for name, p in own.items():
-            if p not in shards:
+            if p not in _shards:
                 replicated = mode == "replicate" or p.ndim == 0 or p.numel() == 0 or p.nbytes < min_bytes
                 placements = [Replicate()] * (device_mesh.ndim - 1) + [Replicate() if replicated else Shard(0)]
-                shards[p] = nn.Parameter(distribute_tensor(p.detach(), device_mesh, placements), p.requires_grad)
-                shards[p].__dict__.update(p.__dict__)  # attributes that others have set on it
-            module._parameters[name] = shards[p]
+                _shards[p] = nn.Parameter(distribute_tensor(p.detach(), device_mesh, placements), p.requires_grad)
+                _shards[p].__dict__.update(p.__dict__)  # attributes that others have set on it
+            module._parameters[name] = _shards[p]
         if module is model or next(module.parameters(), None) is not None:
             module.__dict__.pop("_flat_weights", None)  # an RNN's list, which holds the unsharded parameters
             module._data_parallel = policy
             module.__class__ = _wrapped_class(type(module), tuple(own))
+    model._data_parallel_root, _roots[id(model)] = True, model
+    for name in _RANDOM:
+        for overload in getattr(torch.ops.aten, name).overloads():
+            _handlers[getattr(getattr(torch.ops.aten, name), overload)] = _draw_whole
+    _handlers[torch.ops.aten._is_any_true.default] = lambda op, args, _: op(args[0].to_local())  # of detect_anomaly
     return model
 
 
-class _DrawWhole(TorchDispatchMode):
-    """Random values are drawn whole and then sharded, as on one device. What would give other values is an error."""
+_RANDOM = ("normal_ uniform_ bernoulli_ exponential_ geometric_ log_normal_ cauchy_ random_ "
+           "rand_like randn_like randint_like").split()  # fmt: skip
+
+
+def _draw_whole(func, args: tuple, kwargs: dict) -> DTensor:
+    """What _RANDOM does to a DTensor from the first data_parallel() on: values are drawn whole, as on one device, and
+    then sharded. Torch would have every rank draw its own, and others for another number of ranks."""
+    target, *more = args
+    shard = _share(func(_empty(target), *more, **kwargs), target)
+    return target.copy_(shard) if func._schema.is_mutable else shard
+
+
+def _empty(t: DTensor) -> Tensor:
+    return torch.empty(t.shape, dtype=t.dtype, device=t.device)
+
+
+def _share(whole: Tensor, like: DTensor) -> DTensor:
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)  # sends nothing
+
+
+class _NothingLost(TorchDispatchMode):
+    """Inside disable_data_parallel(): what would fill a copy of a parameter, or draw other values, is an error."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name, kwargs = func._schema.name, kwargs or {}
-        first = args[0] if args else None
+        first, kwargs = args[0] if args else None, kwargs or {}
         target = first if isinstance(first, DTensor) else kwargs.get("out")
         if not isinstance(target, DTensor) or target.is_meta:
             return func(*args, **kwargs)
-        random = torch.Tag.nondeterministic_seeded in func.tags
-        empty = functools.partial(torch.empty, target.shape, dtype=target.dtype, device=target.device)
         if target is not first:  # made of numbers alone, as by torch.eye(n, out=parameter)
-            whole = func(*args, **kwargs | dict(out=empty()))
-        elif random and (name.endswith("_") or "_like" in name):
-            whole = func(empty(), *args[1:], **kwargs)
-        else:
-            result = func(*args, **kwargs)
-            views = result if isinstance(result, list | tuple) else [result]
-            own = target._local_tensor.untyped_storage()._cdata
-            # A view of a shard may be a copy, redistributed: what is written there would not reach the parameter.
-            if random or (func.is_view and any(v._local_tensor.untyped_storage()._cdata != own for v in views)):
-                raise RuntimeError(f"{name} of a shard is not the parameter's: fill it in place and as a whole")
-            return result
-        shard = distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)  # sends nothing
-        return shard if "_like" in name else target.copy_(shard)
+            return target.copy_(_share(func(*args, **kwargs | dict(out=_empty(target))), target))
+        result = func(*args, **kwargs)
+        views = result if isinstance(result, list | tuple) else [result]
+        own = target._local_tensor.untyped_storage()._cdata
+        random = torch.Tag.nondeterministic_seeded in func.tags and func not in _handlers
+        # A view of a shard may be a copy, redistributed: what is written there would not reach the parameter.
+        if random or (func.is_view and any(v._local_tensor.untyped_storage()._cdata != own for v in views)):
+            raise RuntimeError(f"{func._schema.name} of a shard is not the parameter's: fill it in place and as a whole")
+        return result
 
 
 @contextmanager
 def disable_data_parallel():
-    """Inside it a parameter reads as its own sharded DTensor and nothing communicates: for initialisation (random
-    values do not depend on the world size), checkpoint helpers, inspection. Re-entrant; for the whole process."""
+    """Inside it a parameter is its own sharded DTensor in forward too, nothing communicates, and what cannot be done to
+    shards is an error: for initialisation, checkpoint helpers, inspection. Re-entrant; for the whole process."""
     global _enabled
     before, _enabled = _enabled, False
     try:
-        with _DrawWhole():
+        with _NothingLost():
             yield
     finally:
         _enabled = before

@@ -70,7 +70,8 @@ class HuggingFaceModel(nn.Module):
             raise ValueError("--loss chunked: the logits of this model are not its head's product alone, or `prepare` "
                              "has not been called; use --loss full")  # fmt: skip
         x = self._hidden(tokens, **inputs)  # [B, T, D]
-        return chunked_cross_entropy(x, self.model.get_output_embeddings().weight, targets, chunk)
+        with unsharded():
+            return chunked_cross_entropy(x, self.model.get_output_embeddings().weight, targets, chunk)
 
     def _hidden(self, tokens: Tensor, **inputs: Tensor) -> Tensor:
         return self.model.base_model(input_ids=tokens, use_cache=False, **inputs).last_hidden_state
@@ -85,7 +86,9 @@ class HuggingFaceModel(nn.Module):
         """Tries on four tokens whether logits are hidden states times the head: some models scale or cap them."""
         tokens, head = torch.arange(4, device=device)[None], self.model.get_output_embeddings()
         capped = getattr(self.model.config, "final_logit_softcapping", None)  # small logits do not show it
-        logits, product = self(tokens).float(), nn.functional.linear(self._hidden(tokens), head.weight).float()
+        logits, x = self(tokens).float(), self._hidden(tokens)
+        with unsharded():
+            product = nn.functional.linear(x, head.weight).float()
         self.plain_head = not capped and head.bias is None and torch.allclose(logits, product, rtol=0.02, atol=1e-6)
 
 

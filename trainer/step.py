@@ -102,7 +102,8 @@ class WholeWeights:
         with torch.no_grad():
             whole = self.gather_fn()
         if self.leaves is None:
-            self.leaves = {id(p): nn.Parameter(w, p.requires_grad) for p, w in zip(self.shards, whole, strict=True)}
+            pairs = zip(self.shards, whole, strict=True)
+            self.leaves = {id(p): w.detach().requires_grad_(p.requires_grad) for p, w in pairs}
         for p, w in zip(self.shards, whole, strict=True):  # the same objects in every step: compiled code knows them
             self.leaves[id(p)].data = w
         del whole, w
