@@ -54,7 +54,8 @@ def test_the_simulated_peak_is_that_of_a_real_step_within_1_percent(line, one_th
     tokens = torch.randint(c.vocab, (c.batch * c.grad_accum, c.seqlen))
     for _ in range(2):
         step(tokens, tokens)
-    real = watch(c, step, tokens, tokens)[1].peaks(1)[0]
+    with torch.backends.mkldnn.flags(enabled=False):  # whose bf16 products take scratch on some CPUs
+        real = watch(c, step, tokens, tokens)[1].peaks(1)[0]
     off = f"{100 * (simulated.nbytes / real.nbytes - 1):+.2f}"
     print(f"\n| `{line}` | {mib(simulated.nbytes)} | {mib(real.nbytes)} | {off} |")
     assert simulated.nbytes == pytest.approx(real.nbytes, rel=0.01), (simulated.moment, real.moment)
