@@ -9,9 +9,13 @@ waited for one block later. Needs Inductor (torch 2.11 to 2.14).
 """
 
 import hashlib
+import inspect
 import operator
 import re
-from collections.abc import Sequence
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import combinations, groupby
 from pathlib import Path
 
 import torch
@@ -28,6 +32,7 @@ aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 GATHER, SCATTER = c10d.all_gather_into_tensor.default, c10d.reduce_scatter_tensor.default
 REDUCE, WAIT = c10d.all_reduce.default, c10d.wait_tensor.default
 STACKS = ("nn_module_stack", "fwd_nn_module_stack")  # where a node's module is noted: in forward and in backward graphs
+NO_NAMES = "_modules", "_orig_mod"  # words of such a path that are in no module's name
 GATHER_AGAIN = CheckpointPolicy.PREFER_RECOMPUTE, CheckpointPolicy.MUST_RECOMPUTE
 _LIBRARY = "simple_fsdp_" + __name__.replace(".", "_")  # a copy of this file beside it registers an op of its own
 
@@ -52,54 +57,163 @@ LAYOUT = {CUT, operator.getitem, aten.reshape.default, aten.clone.default, aten.
 
 
 def blocks_of(model: nn.Module) -> list[str]:
-    """Names of the repeated blocks of `model`: the members, if they hold parameters, of its outermost ModuleLists and
-    Sequentials. A member that is itself a ModuleList or Sequential is replaced by its own members."""
-    blocks = []
-    for path, module in model.named_modules():
-        inside_block = any(path.startswith(block + ".") for block in blocks)
-        if isinstance(module, nn.ModuleList | nn.Sequential) and not inside_block:
-            for name, member in module.named_children():
-                if next(member.parameters(), None) is not None:
-                    blocks.append(f"{path}.{name}" if path else name)
-    return [block for block in blocks if not any(other.startswith(block + ".") for other in blocks)]
+    """Names of the repeated blocks of `model`: the outermost modules made of other modules that are
+
+    - members of a ModuleList or Sequential, equal or not (a list directly inside a list is part of it), or
+    - attributes of which another one has the same class, or modules that equal another one anywhere.
+
+    Not what only holds lists of such modules and is looked into instead: stages in a list that are all of different
+    sizes; attributes that are not equal (encoder and decoder), or whose lists hold more than experts, or of which there
+    are just two. If there are no blocks, single layers that are members of a list. A shared module has its first name.
+    """
+    built = [module for module in model.modules() if is_built(module)]
+    equal, blocks = Counter(map(signature, built)), []
+
+    def walk(parent: nn.Module, name: str) -> None:
+        found = [(path, m, listed) for path, m, listed in members(parent, name, is_list(parent)) if is_built(m)]
+        alike = defaultdict(list)
+        for _, module, _ in found:
+            alike[kind(module)].append(module)
+        for path, module, listed in found:
+            others, count = alike[kind(module)], equal[signature(module)]
+            called = forward_of(module) is not nn.Module.forward
+            repeated = listed or (called and max(len(others), count) > 1)
+            if repeated and not (are_stages(others) if listed else is_tower(module, count)):
+                blocks.append(path)
+            else:
+                walk(module, path)
+
+    walk(model, "")
+    lists = [(path + "." if path else "", module) for path, module in model.named_modules() if is_list(module)]
+    return blocks or [path + name for path, m in lists for name, c in m.named_children() if has_parameters(c)]
+
+
+def has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def is_built(module: nn.Module) -> bool:
+    """Whether a module is made of others that hold parameters, and is not just a ModuleList of them."""
+    return not (is_list(module) and isinstance(module, nn.ModuleList)) and any(map(has_parameters, module.children()))
+
+
+def forward_of(module: nn.Module):
+    """The function that runs a module: its class, whatever a wrapper has made of that."""
+    return inspect.unwrap(type(module).forward)
+
+
+def is_list(module: nn.Module) -> bool:
+    """A Sequential with a forward of its own is not."""
+    own = forward_of(module) not in (nn.Sequential.forward, nn.Module.forward)
+    return isinstance(module, nn.ModuleList | nn.Sequential) and not own
+
+
+def members(parent: nn.Module, name: str, listed: bool) -> Iterator[tuple[str, nn.Module, bool]]:
+    """(name, module, whether it is in a list) of all children. Of a list of modules that are themselves made of others,
+    or that cannot be called, its members."""
+    for key, child in parent.named_children():
+        path = f"{name}.{key}" if name else key
+        if is_list(child) and (isinstance(child, nn.ModuleList) or in_lists(child)):
+            yield from members(child, path, True)
+        else:
+            yield path, child, listed
+
+
+def in_lists(module: nn.Module) -> list[nn.Module]:
+    """The modules made of others in all lists inside a module, itself included."""
+    return [c for m in module.modules() if is_list(m) for c in m.children() if is_built(c)]
+
+
+def kind(module: nn.Module) -> tuple:
+    """What the class of a module is told by; that of a Sequential by its members."""
+    return forward_of(module), *(map(kind, module.children()) if is_list(module) else ())
+
+
+def signature(module: nn.Module) -> tuple:
+    """The same of modules that are built alike: class, names and shapes of parameters, and all of the submodules."""
+    own = tuple((name, tuple(p.shape)) for name, p in module.named_parameters(recurse=False))
+    return forward_of(module), own, *((name, signature(child)) for name, child in module.named_children())
+
+
+def are_stages(alike: list[nn.Module]) -> bool:
+    """Whether modules of one class in a list all hold lists, and no two of them have the same width."""
+    if len(alike) == 1 or not all(map(in_lists, alike)):
+        return False
+    shapes = [{name: p.shape for name, p in module.named_parameters()} for module in alike]
+    return all(any(a[name] != b[name] for name in a.keys() & b) for a, b in combinations(shapes, 2))
+
+
+def is_tower(module: nn.Module, count: int) -> bool:
+    """Whether an attribute of which `count` are equal is a tower of blocks, and no block with a list of experts."""
+    inner = in_lists(module)
+    deep = any(is_built(c) and not is_list(c) for m in inner for c in m.children())
+    beside = any(is_built(c) and not is_list(c) for c in module.children())
+    return bool(inner) and (deep or count == 1 or (count == 2 and not beside))
+
+
+def describe_blocks(model: nn.Module, blocks: Sequence[str] | None = None) -> str:
+    """One line to print: what compile_options(model, blocks) takes for blocks, and how many parameters lie in none."""
+    blocks = blocks_of(model) if blocks is None else blocks
+    runs = [[*run] for _, run in groupby(blocks, lambda name: name.rpartition(".")[0])]
+    names = [run[0] + f" .. {run[-1]}" * (len(run) > 1) for run in runs]
+    names = names if len(names) < 5 else [*names[:2], f"{len(names) - 3} more", names[-1]]
+    inside = tuple(f"{block}." for block in blocks)
+    sizes = {name: p.numel() for name, p in model.named_parameters()}
+    outside = [size for name, size in sizes.items() if not name.startswith(inside)]
+    count = f"{len(outside)} of {len(sizes)} parameters in none ({sum(outside)} of {sum(sizes.values())} elements)"
+    return f"blocks: {len(blocks)}{', ' * bool(names)}{', '.join(names)}; {count}"
 
 
 def compile_options(model: nn.Module, blocks: Sequence[str] | None = None, cap_mib: float = 128.0,
                     whole_step: bool = False, ahead: float = 1.0) -> dict:  # fmt: skip
-    """Inductor options for any torch.compile of `model`, wrapped, or of a function around it. None on a single rank,
-    where Inductor's own order of a graph needs less memory.
+    """Inductor options for any torch.compile of `model`, wrapped, of a part of it, or of a function around it. None on
+    a single rank, where Inductor's own order of a graph needs less memory.
 
     blocks: names of the modules that get a bucket each (default: blocks_of(model)). cap_mib: most MiB of a bucket of
     parameters that lie in no block, such as embedding and head; one that is larger has a bucket of its own.
     whole_step: what is compiled is a whole training step, which returns its loss first and updates the parameters.
     ahead: the part of a block's FLOPs that a collective has to hide behind. 1: a gather starts when the one before has
     arrived, a reduction is waited for when the next one starts. Less takes less memory, and needs a faster network.
-    Raises ValueError if a name is no module of `model`; while compiling, if no collective lies in any block."""
+    Raises ValueError if a name is no module of `model`. Warns, while compiling, of a graph without any block."""
     modules = dict(model.named_modules())
     if missing := [name for name in blocks or () if name not in modules]:
         raise ValueError(f"blocks: {', '.join(missing)}: no such module, there are {', '.join(list(modules)[1:])}")
     blocks = blocks_of(model) if blocks is None else blocks
     if not any(p.device_mesh.size() > 1 for p in model.parameters() if isinstance(p, DTensor)):
         return {}
-    moves = Overlap(tuple(blocks), cap_mib, whole_step, ahead)
+    first, places = {module: name for name, module in modules.items()}, {}  # places: also of a shared module's others
+    for name, module in model.named_modules(remove_duplicate=False):
+        around = [b for b in blocks if f"{first[module]}.".startswith(f"{b}.")]
+        places[words_of(name)] = max(around, key=len, default="")
+    moves = Overlap(tuple(blocks), places, cap_mib, whole_step, ahead)
     return dict(post_grad_custom_post_pass=moves, reorder_for_peak_memory=False)
+
+
+def words_of(path: str) -> tuple[str, ...]:
+    """L['self']._modules['blocks'].0.mlp -> L, self, blocks, 0, mlp"""
+    return tuple(word for word in re.split(r"\W+", path) if word and word not in NO_NAMES)
 
 
 class Overlap(CustomGraphPass):
     """Buckets and moves the collectives of one post-grad graph. A collective is named by the node that starts it."""
 
-    def __init__(self, blocks: tuple[str, ...], cap_mib: float, whole_step: bool = False, ahead: float = 1.0):
+    def __init__(self, blocks: tuple[str, ...], places: dict[tuple[str, ...], str], cap_mib: float,
+                 whole_step: bool = False, ahead: float = 1.0):  # fmt: skip
+        """places: of every name of every module, in words, the block that it lies in, or ""."""
         self.blocks, self.cap, self.whole_step, self.ahead = blocks, cap_mib * 2**20, whole_step, ahead
+        self.places, self.warned = places, False
+        self.block_at = {}  # of the graph at hand: module paths in words, the block that they lie in
 
     def uuid(self):  # what the compile caches know of this pass: its source and its settings
-        source = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+        source = hashlib.sha256(Path(__file__).read_bytes() + repr(self.places).encode()).hexdigest()
         return source, self.blocks, self.cap, self.whole_step, self.ahead
 
     def __call__(self, g: fx.Graph) -> None:
         g = getattr(g, "graph", g)
         if not any(n.target in (GATHER, SCATTER, REDUCE) for n in g.nodes):
             return  # such as the subgraphs of FlexAttention
-        self.check(g)
+        join_waits(g)
+        self.find_blocks(g)
         backward = None  # the first product of backward, in a graph that has forward before it
         if self.whole_step:
             backward = self.gather_again(g)
@@ -117,16 +231,33 @@ class Overlap(CustomGraphPass):
         g.eliminate_dead_code()
         g.lint()
 
-    def check(self, g: fx.Graph) -> None:
+    def find_blocks(self, g: fx.Graph) -> None:
+        """The compiled code names modules from a root of its own: the model, a part of it, a function's variable. The
+        longest end of such a path that also ends a module's name tells what the root may be called in the model."""
+        roots, split, votes = defaultdict(list), {}, defaultdict(Counter)
+        for name in self.places:
+            for i in range(len(name)):
+                roots[name[i:]].append(name[:i])
+        for path in {words_of(module_of(n)) for n in g.nodes if any(n.meta.get(key) for key in STACKS)}:
+            i = next((i for i in range(len(path)) if path[i:] in roots), len(path))
+            split[path] = path[:i], path[i:]
+            votes[path[:i]].update(roots.get(path[i:], ()))
+        self.block_at = {}
+        for path, (start, end) in split.items():
+            root = max(votes[start], key=lambda root: (votes[start][root], -len(root)), default=())
+            if block := self.places.get(root + end):
+                self.block_at[path] = block, *start  # two parts of a model may look the same
         found = [n for op in (GATHER, SCATTER) for n in g.find_nodes(op="call_function", target=op)]
-        if found and self.blocks and not any(self.block_of(n) for n in found):
-            seen = sorted({module_of(n) or "(no module)" for n in found})
-            raise ValueError(f"blocks: no collective is in {', '.join(self.blocks)}; they are in {', '.join(seen)}")
+        if found and self.blocks and not self.warned and not any(map(self.block_of, found)):
+            self.warned = True
+            seen = ", ".join(sorted({module_of(n) or "(no module)" for n in found})[:3])
+            warnings.warn(f"overlap: a graph has no parameter of a block ({self.blocks[0]}, ..), only of {seen}: they are "
+                          " bucketed by size; for a bucket per block compile code that calls the blocks, without "
+                          "graph breaks, or name others with blocks=", stacklevel=2)  # fmt: skip
 
-    def block_of(self, node: fx.Node) -> str:
-        """The block that a node comes from, the innermost if there are several; "" if it comes from none."""
-        path = "." + re.sub(r"[^\w]+", ".", module_of(node)) + "."
-        return max((b for b in self.blocks if f".{b}." in path), key=len, default="")
+    def block_of(self, node: fx.Node) -> tuple[str, ...] | None:
+        """The block that a node comes from, the innermost if there are several."""
+        return self.block_at.get(words_of(module_of(node)))
 
     def buckets(self, starts: list[fx.Node]) -> list[list[fx.Node]]:
         """Collectives to merge: those of a block, or neighbours of no block up to the cap; alike in dtype and group."""
@@ -222,6 +353,16 @@ def part_of(first: fx.Node, last: fx.Node, part: float) -> fx.Node | None:
         if done >= part * sum(flops for _, flops in between):
             return node
     return None
+
+
+def join_waits(g: fx.Graph) -> None:
+    """One wait per collective: of equal ones the compiler makes one, which may still be waited for several times."""
+    for op in (GATHER, SCATTER, REDUCE):
+        for start in g.find_nodes(op="call_function", target=op):
+            first, *more = sorted(start.users)
+            for wait in more:
+                wait.replace_all_uses_with(first)
+                g.erase_node(wait)
 
 
 def wait_of(start: fx.Node) -> fx.Node:
