@@ -15,7 +15,7 @@ import re
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from itertools import combinations, groupby
+from itertools import accumulate, combinations
 from pathlib import Path
 
 import torch
@@ -57,60 +57,53 @@ LAYOUT = {CUT, operator.getitem, aten.reshape.default, aten.clone.default, aten.
 
 
 def blocks_of(model: nn.Module) -> list[str]:
-    """Names of the repeated blocks of `model`: the outermost modules made of other modules that are
-
-    - members of a ModuleList or Sequential, equal or not (a list directly inside a list is part of it), or
-    - attributes of which another one has the same class, or modules that equal another one anywhere.
-
-    Not what only holds lists of such modules and is looked into instead: stages in a list that are all of different
-    sizes; attributes that are not equal (encoder and decoder), or whose lists hold more than experts, or of which there
-    are just two. If there are no blocks, single layers that are members of a list. A shared module has its first name.
-    """
-    built = [module for module in model.modules() if is_built(module)]
-    equal, blocks = Counter(map(signature, built)), []
+    """Names of the repeated blocks of `model`, a shared one's first: the outermost modules, made of others, that are
+    members of a ModuleList or Sequential (a list directly inside a list is part of it), attributes of a class that
+    another one has too, or equal to some other module. Stages of different widths in a list, and towers of blocks such
+    as encoder and decoder, are looked into instead. If there is no block: the members of lists that are one layer."""
+    equal, blocks, layers = Counter(map(signature, filter(is_built, model.modules()))), [], []
 
     def walk(parent: nn.Module, name: str) -> None:
-        found = [(path, m, listed) for path, m, listed in members(parent, name, is_list(parent)) if is_built(m)]
-        alike = defaultdict(list)
+        found, alike = [*members(parent, name, is_list(parent))], defaultdict(list)
         for _, module, _ in found:
-            alike[kind(module)].append(module)
+            alike[signature(module, False)].append(module)
         for path, module, listed in found:
-            others, count = alike[kind(module)], equal[signature(module)]
-            called = forward_of(module) is not nn.Module.forward
-            repeated = listed or (called and max(len(others), count) > 1)
-            if repeated and not (are_stages(others) if listed else is_tower(module, count)):
+            others, count = alike[signature(module, False)], equal[signature(module)]
+            again = forward_of(module) is not nn.Module.forward and max(len(others), count) > 1
+            if not is_built(module):
+                layers.extend([path] * (listed and any(True for _ in module.parameters())))
+            elif (listed and not are_stages(others)) or (not listed and again and not is_tower(module, count)):
                 blocks.append(path)
             else:
                 walk(module, path)
 
     walk(model, "")
-    lists = [(path + "." if path else "", module) for path, module in model.named_modules() if is_list(module)]
-    return blocks or [path + name for path, m in lists for name, c in m.named_children() if has_parameters(c)]
-
-
-def has_parameters(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
-
-
-def is_built(module: nn.Module) -> bool:
-    """Whether a module is made of others that hold parameters, and is not just a ModuleList of them."""
-    return not (is_list(module) and isinstance(module, nn.ModuleList)) and any(map(has_parameters, module.children()))
+    return blocks or layers
 
 
 def forward_of(module: nn.Module):
-    """The function that runs a module: its class, whatever a wrapper has made of that."""
+    """What tells the class of a module, also when a wrapper has made another class of it."""
     return inspect.unwrap(type(module).forward)
 
 
 def is_list(module: nn.Module) -> bool:
-    """A Sequential with a forward of its own is not."""
-    own = forward_of(module) not in (nn.Sequential.forward, nn.Module.forward)
-    return isinstance(module, nn.ModuleList | nn.Sequential) and not own
+    """A ModuleList or Sequential, unless it has a forward of its own."""
+    plain = forward_of(module) in (nn.Sequential.forward, nn.Module.forward)
+    return plain and isinstance(module, nn.ModuleList | nn.Sequential)
+
+
+def is_built(module: nn.Module) -> bool:
+    """Whether a module is made of others that hold parameters."""
+    return any(True for child in module.children() for _ in child.parameters())
+
+
+def in_lists(module: nn.Module) -> list[nn.Module]:
+    """The modules made of others in all lists that a module is or holds."""
+    return [child for m in module.modules() if is_list(m) for child in m.children() if is_built(child)]
 
 
 def members(parent: nn.Module, name: str, listed: bool) -> Iterator[tuple[str, nn.Module, bool]]:
-    """(name, module, whether it is in a list) of all children. Of a list of modules that are themselves made of others,
-    or that cannot be called, its members."""
+    """(name, module, whether in a list) of children, and of members of lists instead (not of Sequentials of layers)."""
     for key, child in parent.named_children():
         path = f"{name}.{key}" if name else key
         if is_list(child) and (isinstance(child, nn.ModuleList) or in_lists(child)):
@@ -119,49 +112,33 @@ def members(parent: nn.Module, name: str, listed: bool) -> Iterator[tuple[str, n
             yield path, child, listed
 
 
-def in_lists(module: nn.Module) -> list[nn.Module]:
-    """The modules made of others in all lists inside a module, itself included."""
-    return [c for m in module.modules() if is_list(m) for c in m.children() if is_built(c)]
-
-
-def kind(module: nn.Module) -> tuple:
-    """What the class of a module is told by; that of a Sequential by its members."""
-    return forward_of(module), *(map(kind, module.children()) if is_list(module) else ())
-
-
-def signature(module: nn.Module) -> tuple:
-    """The same of modules that are built alike: class, names and shapes of parameters, and all of the submodules."""
-    own = tuple((name, tuple(p.shape)) for name, p in module.named_parameters(recurse=False))
-    return forward_of(module), own, *((name, signature(child)) for name, child in module.named_children())
+def signature(module: nn.Module, exact: bool = True) -> tuple:
+    """Class, parameters (names and shapes) and submodules; not exact: the class, and that of the members of a list."""
+    own = [(name, p.shape) for name, p in module.named_parameters(recurse=False) if exact]
+    inner = module.named_children() if exact or is_list(module) else ()
+    return forward_of(module), *own, *((name, signature(child, exact)) for name, child in inner)
 
 
 def are_stages(alike: list[nn.Module]) -> bool:
-    """Whether modules of one class in a list all hold lists, and no two of them have the same width."""
-    if len(alike) == 1 or not all(map(in_lists, alike)):
-        return False
+    """Whether several modules of one class all hold lists, and no two of them have the same width."""
     shapes = [{name: p.shape for name, p in module.named_parameters()} for module in alike]
-    return all(any(a[name] != b[name] for name in a.keys() & b) for a, b in combinations(shapes, 2))
+    differ = (any(a[name] != b[name] for name in a.keys() & b) for a, b in combinations(shapes, 2))
+    return len(alike) > 1 and all(map(in_lists, alike)) and all(differ)
 
 
 def is_tower(module: nn.Module, count: int) -> bool:
-    """Whether an attribute of which `count` are equal is a tower of blocks, and no block with a list of experts."""
+    """Whether an attribute, of which `count` are equal, holds lists of blocks and not just one block's experts."""
     inner = in_lists(module)
-    deep = any(is_built(c) and not is_list(c) for m in inner for c in m.children())
-    beside = any(is_built(c) and not is_list(c) for c in module.children())
-    return bool(inner) and (deep or count == 1 or (count == 2 and not beside))
+    deep, beside = ([c for m in ms for c in m.children() if is_built(c) and not is_list(c)] for ms in (inner, [module]))
+    return bool(inner) and bool(deep or count == 1 or (count == 2 and not beside))
 
 
-def describe_blocks(model: nn.Module, blocks: Sequence[str] | None = None) -> str:
-    """One line to print: what compile_options(model, blocks) takes for blocks, and how many parameters lie in none."""
-    blocks = blocks_of(model) if blocks is None else blocks
-    runs = [[*run] for _, run in groupby(blocks, lambda name: name.rpartition(".")[0])]
-    names = [run[0] + f" .. {run[-1]}" * (len(run) > 1) for run in runs]
-    names = names if len(names) < 5 else [*names[:2], f"{len(names) - 3} more", names[-1]]
-    inside = tuple(f"{block}." for block in blocks)
-    sizes = {name: p.numel() for name, p in model.named_parameters()}
-    outside = [size for name, size in sizes.items() if not name.startswith(inside)]
-    count = f"{len(outside)} of {len(sizes)} parameters in none ({sum(outside)} of {sum(sizes.values())} elements)"
-    return f"blocks: {len(blocks)}{', ' * bool(names)}{', '.join(names)}; {count}"
+def describe_blocks(model: nn.Module) -> str:
+    """One line to print: what is taken for blocks, and how many parameters lie in none."""
+    blocks, sizes = blocks_of(model), {name: p.numel() for name, p in model.named_parameters()}
+    outside = [size for name, size in sizes.items() if not name.startswith(tuple(f"{block}." for block in blocks))]
+    names = f"{len(blocks)} blocks" + (f", {blocks[0]} to {blocks[-1]}" if blocks else "")
+    return f"{names}; {len(outside)} of {len(sizes)} parameters lie in none: {sum(outside)} elements"
 
 
 def compile_options(model: nn.Module, blocks: Sequence[str] | None = None, cap_mib: float = 128.0,
@@ -181,9 +158,9 @@ def compile_options(model: nn.Module, blocks: Sequence[str] | None = None, cap_m
     blocks = blocks_of(model) if blocks is None else blocks
     if not any(p.device_mesh.size() > 1 for p in model.parameters() if isinstance(p, DTensor)):
         return {}
-    first, places = {module: name for name, module in modules.items()}, {}  # places: also of a shared module's others
-    for name, module in model.named_modules(remove_duplicate=False):
-        around = [b for b in blocks if f"{first[module]}.".startswith(f"{b}.")]
+    first, places = {module: name for name, module in modules.items()}, {}
+    for name, module in model.named_modules(remove_duplicate=False):  # a shared module lies where its first name does
+        around = [block for block in blocks if f"{first[module]}.".startswith(f"{block}.")]
         places[words_of(name)] = max(around, key=len, default="")
     moves = Overlap(tuple(blocks), places, cap_mib, whole_step, ahead)
     return dict(post_grad_custom_post_pass=moves, reorder_for_peak_memory=False)
@@ -197,12 +174,10 @@ def words_of(path: str) -> tuple[str, ...]:
 class Overlap(CustomGraphPass):
     """Buckets and moves the collectives of one post-grad graph. A collective is named by the node that starts it."""
 
-    def __init__(self, blocks: tuple[str, ...], places: dict[tuple[str, ...], str], cap_mib: float,
-                 whole_step: bool = False, ahead: float = 1.0):  # fmt: skip
-        """places: of every name of every module, in words, the block that it lies in, or ""."""
+    def __init__(self, blocks: tuple, places: dict[tuple, str], cap_mib: float, whole_step: bool, ahead: float):
         self.blocks, self.cap, self.whole_step, self.ahead = blocks, cap_mib * 2**20, whole_step, ahead
-        self.places, self.warned = places, False
-        self.block_at = {}  # of the graph at hand: module paths in words, the block that they lie in
+        self.places, self.block_at = places, {}  # by a module's name, and by a path in a graph: the block, or none
+        self.warned = False
 
     def uuid(self):  # what the compile caches know of this pass: its source and its settings
         source = hashlib.sha256(Path(__file__).read_bytes() + repr(self.places).encode()).hexdigest()
@@ -210,18 +185,17 @@ class Overlap(CustomGraphPass):
 
     def __call__(self, g: fx.Graph) -> None:
         g = getattr(g, "graph", g)
-        if not any(n.target in (GATHER, SCATTER, REDUCE) for n in g.nodes):
+        starts = [n for n in g.nodes if n.target in (GATHER, SCATTER, REDUCE)]
+        if not starts:
             return  # such as the subgraphs of FlexAttention
-        join_waits(g)
-        self.find_blocks(g)
-        backward = None  # the first product of backward, in a graph that has forward before it
-        if self.whole_step:
-            backward = self.gather_again(g)
-            note_modules(g)
-        place = {n: i for i, n in enumerate(g.nodes)}
+        for again in [n for start in starts for n in sorted(start.users)[1:] if n.target is WAIT]:
+            again.replace_all_uses_with(wait_of(again.args[0]))  # the compiler merged equal collectives, not their waits
+            g.erase_node(again)
+        self.find_blocks(g, [n for n in starts if n.target is not REDUCE])
+        backward = self.gather_again(g) if self.whole_step else None
         found = [n for n in g.find_nodes(op="call_function", target=GATHER) if sources(n) is not None]
-        found.sort(key=lambda n: place[wait_of(n)])
-        before_turn = [n for n in found if backward is None or place[wait_of(n)] < place[backward]]
+        found.sort(key=wait_of)  # nodes compare by their places in the graph
+        before_turn = [n for n in found if backward is None or wait_of(n) < backward]
         self.merge_gathers(g, before_turn, next((n for n in g.nodes if n.op not in ("placeholder", "get_attr")), None))
         self.merge_gathers(g, found[len(before_turn) :], backward)
         self.merge_reductions(g, SCATTER)
@@ -231,9 +205,9 @@ class Overlap(CustomGraphPass):
         g.eliminate_dead_code()
         g.lint()
 
-    def find_blocks(self, g: fx.Graph) -> None:
-        """The compiled code names modules from a root of its own: the model, a part of it, a function's variable. The
-        longest end of such a path that also ends a module's name tells what the root may be called in the model."""
+    def find_blocks(self, g: fx.Graph, starts: list[fx.Node]) -> None:
+        """Paths in a graph begin at a root of its own: the model or a part of it, under any name. The longest end of a
+        path that some module's name ends with as well tells what that root is called in the model."""
         roots, split, votes = defaultdict(list), {}, defaultdict(Counter)
         for name in self.places:
             for i in range(len(name)):
@@ -247,13 +221,10 @@ class Overlap(CustomGraphPass):
             root = max(votes[start], key=lambda root: (votes[start][root], -len(root)), default=())
             if block := self.places.get(root + end):
                 self.block_at[path] = block, *start  # two parts of a model may look the same
-        found = [n for op in (GATHER, SCATTER) for n in g.find_nodes(op="call_function", target=op)]
-        if found and self.blocks and not self.warned and not any(map(self.block_of, found)):
-            self.warned = True
-            seen = ", ".join(sorted({module_of(n) or "(no module)" for n in found})[:3])
-            warnings.warn(f"overlap: a graph has no parameter of a block ({self.blocks[0]}, ..), only of {seen}: they are "
-                          " bucketed by size; for a bucket per block compile code that calls the blocks, without "
-                          "graph breaks, or name others with blocks=", stacklevel=2)  # fmt: skip
+        if starts and self.blocks and not self.warned and not any(map(self.block_of, starts)):
+            seen, self.warned = ", ".join(sorted({module_of(n) or "no module" for n in starts})[:3]), True
+            warnings.warn(f"overlap: a graph gathers nothing in a block ({self.blocks[0]} ..), only in {seen}: buckets "
+                          "by size. For one per block compile what calls them, without graph breaks", stacklevel=2)
 
     def block_of(self, node: fx.Node) -> tuple[str, ...] | None:
         """The block that a node comes from, the innermost if there are several."""
@@ -261,8 +232,7 @@ class Overlap(CustomGraphPass):
 
     def buckets(self, starts: list[fx.Node]) -> list[list[fx.Node]]:
         """Collectives to merge: those of a block, or neighbours of no block up to the cap; alike in dtype and group."""
-        buckets = {}
-        run, size, largest = 0, 0, 0  # neighbours of no block: their number as a bucket, bytes, bytes of the largest
+        buckets, run, size, largest = {}, 0, 0, 0  # of neighbours of no block: number of the run, bytes, most bytes
         for start in starts:
             block, tensor = self.block_of(start), contents(start).meta["val"]
             size, largest = size + tensor.nbytes, max(largest, tensor.nbytes)
@@ -278,11 +248,9 @@ class Overlap(CustomGraphPass):
         """In a whole step: gathers again for backward the weights that it needs. Not those behind the last block, whose
         backward comes at once, and not those that are to be kept. Returns the first product of backward."""
         forward = ancestors(g.output_node().args[0][0])  # the loss and all that it is computed from
-        place = {n: i for i, n in enumerate(g.nodes)}
         waits, first = [], {}
         for start in g.find_nodes(op="call_function", target=GATHER):
-            made_by = sources(start)
-            if made_by is None:
+            if (made_by := sources(start)) is None:
                 continue
             inputs = frozenset(i for n in (start, *made_by) for i in n.all_input_nodes if i.op == "placeholder")
             key = inputs, start.meta["val"].dtype, *start.args[1:]
@@ -291,23 +259,23 @@ class Overlap(CustomGraphPass):
                 waits.append(wait_of(start))
             elif key in first:  # an activation checkpoint gathers again what is kept, or what is decided on below
                 replace([start], [first[key]])
-        waits.sort(key=place.get)
-        last = place[waits[-1]] if waits else 0
-        backward = next((n for n in g.nodes if place[n] > last and n not in forward and is_product(n)), None)
+        after = max(waits, default=next(iter(g.nodes)))
+        backward = next((n for n in g.nodes if n > after and n not in forward and is_product(n)), None)
+        waits.sort()
         while waits and not self.block_of(waits[-1].args[0]):
             waits.pop()
         for wait in waits:
             if wait.meta.get("recompute") in GATHER_AGAIN:
-                gather_for_backward(g, wait, forward, place)
+                gather_for_backward(g, wait, forward)
         g.eliminate_dead_code()
+        note_modules(g)
         return backward
 
     def merge_gathers(self, g: fx.Graph, found: list[fx.Node], before: fx.Node | None) -> None:
         """found: in the order of their waits. A bucket starts at `before`, or when the one before it is cut up, or
         `ahead` of its wait."""
-        place = {n: i for i, n in enumerate(g.nodes)}
         for i, bucket in enumerate(self.buckets(found)):
-            first_wait = min((wait_of(n) for n in bucket), key=place.get)
+            first_wait = min(map(wait_of, bucket))
             if i and self.ahead < 1:
                 before = part_of(before, first_wait, 1 - self.ahead) or before
             with g.inserting_before(before):
@@ -325,10 +293,10 @@ class Overlap(CustomGraphPass):
         """Reduce-scatters, or the all-reduces of gradients: averages of more than a scalar. A bucket starts when all of
         its gradients are there, and is waited for when the next one has started."""
         found = [n for n in g.find_nodes(op="call_function", target=op) if n.args[1] == "avg" and n.meta["val"].ndim]
-        place, last_wait = {n: i for i, n in enumerate(g.nodes)}, None
-        for bucket in sorted(self.buckets(found), key=lambda starts: max(place[n] for n in starts)):
+        last_wait = None
+        for bucket in sorted(self.buckets(found), key=max):
             ranks = bucket[0].args[2] if op is SCATTER else 1
-            with g.inserting_before(max(bucket, key=place.get).next):
+            with g.inserting_before(max(bucket).next):
                 rows = [call(g, aten.reshape.default, n.args[0], [ranks, -1]) for n in bucket]  # each [N, shard]
                 flat = call(g, aten.reshape.default, call(g, aten.cat.default, rows, 1), [-1])
                 start = call(g, op, flat, *bucket[0].args[1:], like=bucket)
@@ -341,32 +309,19 @@ class Overlap(CustomGraphPass):
 
 def part_of(first: fx.Node, last: fx.Node, part: float) -> fx.Node | None:
     """The product between two nodes of a graph with which this part of the FLOPs between them is reached."""
-    between, done = [], 0.0
+    between = []
     while first is not last:
         if is_product(first):
             args, kwargs = fx.map_arg((first.args, first.kwargs), lambda n: n.meta.get("val"))  # none of a subgraph
             count = flop_registry[getattr(first.target, "overloadpacket", first.target)]
             between.append((first, count(*args, **kwargs, out_val=first.meta["val"])))
         first = first.next
-    for node, flops in between:
-        done += flops
-        if done >= part * sum(flops for _, flops in between):
-            return node
-    return None
-
-
-def join_waits(g: fx.Graph) -> None:
-    """One wait per collective: of equal ones the compiler makes one, which may still be waited for several times."""
-    for op in (GATHER, SCATTER, REDUCE):
-        for start in g.find_nodes(op="call_function", target=op):
-            first, *more = sorted(start.users)
-            for wait in more:
-                wait.replace_all_uses_with(first)
-                g.erase_node(wait)
+    done = [*accumulate(flops for _, flops in between)]
+    return next((n for (n, _), flops in zip(between, done, strict=True) if flops >= part * done[-1]), None)
 
 
 def wait_of(start: fx.Node) -> fx.Node:
-    return next(iter(start.users))
+    return min(start.users)
 
 
 def contents(start: fx.Node) -> fx.Node:
@@ -441,14 +396,14 @@ def sources(start: fx.Node) -> list[fx.Node] | None:
     return None if len(found) > 9 or any(n.target is WAIT for n in found) else found
 
 
-def gather_for_backward(g: fx.Graph, wait: fx.Node, forward: set[fx.Node], place: dict[fx.Node, int]) -> None:
+def gather_for_backward(g: fx.Graph, wait: fx.Node, forward: set[fx.Node]) -> None:
     """What backward reads of a gathered weight becomes a copy of it, gather included, at the first such use."""
     whole = [wait]  # and its views, casts and copies; the list grows while it is walked
     for n in whole:
         whole += [u for u in n.users if is_layout(u) and u not in whole and {*u.all_input_nodes} <= {*whole}]
     uses = [(user, n) for n in whole for user in n.users if user not in forward and user not in whole]
     copies = {}
-    for user, n in sorted(uses, key=lambda use: place[use[0]]):
+    for user, n in sorted(uses, key=lambda use: use[0]):
         with g.inserting_before(user):
             user.replace_input_with(n, copied(g, n, copies))
 
