@@ -177,7 +177,7 @@ class Overlap(CustomGraphPass):
     def __init__(self, blocks: tuple, places: dict[tuple, str], cap_mib: float, whole_step: bool, ahead: float):
         self.blocks, self.cap, self.whole_step, self.ahead = blocks, cap_mib * 2**20, whole_step, ahead
         self.places, self.block_at = places, {}  # by a module's name, and by a path in a graph: the block, or none
-        self.warned = False
+        self.warned = torch.distributed.get_rank() > 0  # one rank tells
 
     def uuid(self):  # what the compile caches know of this pass: its source and its settings
         source = hashlib.sha256(Path(__file__).read_bytes() + repr(self.places).encode()).hexdigest()
@@ -189,7 +189,7 @@ class Overlap(CustomGraphPass):
         if not starts:
             return  # such as the subgraphs of FlexAttention
         for again in [n for start in starts for n in sorted(start.users)[1:] if n.target is WAIT]:
-            again.replace_all_uses_with(wait_of(again.args[0]))  # the compiler merged equal collectives, not their waits
+            again.replace_all_uses_with(wait_of(again.args[0]))  # the compiler merges equal collectives, not the waits
             g.erase_node(again)
         self.find_blocks(g, [n for n in starts if n.target is not REDUCE])
         backward = self.gather_again(g) if self.whole_step else None

@@ -175,15 +175,42 @@ def parent_reads():
     return net(inner, layers=blocks())
 
 
-class Outer(nn.Module):
-    """A model in a model, as AutoModelForCausalLM is."""
+class Sum(nn.Module):
+    """The gradients of its biases are equal: the compiler reduces one of them."""
 
     def __init__(self):
         super().__init__()
-        self.model, self.layers = net(layers=blocks()), nn.Linear(8, 8)  # the latter is not to be taken for blocks
+        self.a, self.b = nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, x):
+        return self.a(x) + self.b(x)
+
+
+def sums():
+    return net(layers=nn.ModuleList([Sum(), Sum()]))
+
+
+class Outer(nn.Module):
+    """A model in a model, as a causal language model is."""
+
+    def __init__(self):
+        super().__init__()
+        self.model, self.layers = net(layers=blocks()), nn.Linear(8, 8)  # a name that is inside as well
 
     def forward(self, x):
         return self.layers(self.model(x))
+
+
+def twins():
+    """Two towers whose frames look the same when each is called by itself."""
+    model = nn.Module()
+    model.left, model.right = net(layers=blocks(2)), net(layers=blocks(2))
+    return model
+
+
+def through_both(model):
+    left, right = model.left, model.right
+    return lambda x: right(left(x))
 
 
 def broken(model):
@@ -195,7 +222,7 @@ def broken(model):
     return function
 
 
-def other_root(model):
+def under_another_name(model):
     def function(x, part=model.model):
         for layer in part.layers:
             x = layer(x)
@@ -235,7 +262,8 @@ def compiled(function, x, fork):
         return run
 
     with tracing(), inductor_config.patch(post_grad_custom_post_pass=fork):
-        torch.compile(function, backend=partial(compile_fx.compile_fx, inner_compile=inner))(x).square().mean().backward()
+        y = torch.compile(function, backend=partial(compile_fx.compile_fx, inner_compile=inner))(x)
+        y.square().mean().backward()
 
 
 def counted(graphs):
@@ -255,3 +283,141 @@ def measured(model, mesh, part=lambda model: model):
         compiled(part(model), torch.randn(2, 4, 8), fork)
     told = [str(w.message) for w in told if str(w.message).startswith("overlap:")]
     return SimpleNamespace(told=told, graphs=fork.graphs, **{name: counted(g) for name, g in fork.graphs.items()})
+
+
+def whole(model):
+    return model
+
+
+LAYERS = ["layers.0", "layers.1", "layers.2"]
+INNER = ["model.layers.0", "model.layers.1", "model.layers.2"]
+TWINS = ["left.layers.0", "left.layers.1", "right.layers.0", "right.layers.1"]
+ENCODER = ["encoder.layers.0", "encoder.layers.1", "encoder.layers.2", "decoder.layers.0", "decoder.layers.1"]
+# Per case: a model, what of it is compiled, its blocks, and of forward and backward together the collectives, those
+# exposed, and most gathered bytes alive; last, what buckets of the members of lists made (collectives, exposed), where
+# these were the right blocks. Exposed in each: the embedding's gather, one in backward, the last reduction.
+CASES = dict(
+    stem=(stem, whole, ["block1", "block2", "block3"], 15, 3, 7680, None),
+    lists=(lists_in_lists, whole, ["stages.0.0.0", "stages.0.1.0", "stages.0.1.1", "stages.1.0"], 17, 3, 7680, None),
+    encoder_decoder=(encoder_decoder, whole, ENCODER, 20, 3, 9728, (20, 3)),
+    unet=(unet, whole, ["down1", "down2", "mid", "up2", "up1"], 20, 3, 36864, None),
+    experts=(experts, whole, ["layers.0", "layers.1"], 11, 3, 20992, (11, 3)),
+    skipped=(lambda: in_order(0, 2), whole, LAYERS, 11, 3, 7680, (11, 3)),
+    twice=(lambda: in_order(0, 1, 0, 1, 2, 2), whole, LAYERS, 14, 3, 10752, (14, 3)),
+    shared=(shared, whole, ["layers.0", "layers.1"], 11, 3, 9216, (11, 3)),
+    equal_gradients=(sums, whole, ["layers.0", "layers.1"], 11, 3, 6400, None),
+    inner=(Outer, lambda model: model.model, INNER, 14, 3, 7680, None),
+    other_root=(Outer, under_another_name, INNER, 9, 2, 7680, None),
+    twins=(twins, through_both, TWINS, 20, 3, 7680, None),
+    graph_break=(lambda: net(layers=blocks()), broken, LAYERS, 14, 5, 7680, None),
+    parent_reads=(parent_reads, whole, LAYERS, 3, 3, 20672, None),
+)  # fmt: skip
+SLOW = "twice", "unet", "twins", "equal_gradients"
+WARNED = dict(graph_break="L['model'].head", parent_reads="L['self'].emb")
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow) if c in SLOW else c for c in CASES])
+def test_a_bucket_per_block_whatever_the_structure(mesh, case):
+    make, part, names, n, exposed, alive, before = CASES[case]
+    model = make()
+    assert blocks_of(model) == names
+    got = measured(model, mesh, part)
+    assert blocks_of(model) == names, "wrapped"
+    own, one, plain = got.own, got.one, got.plain
+    assert (own.n, own.exposed, own.alive) == (n, exposed, alive)
+    assert own.n < plain.n and own.exposed < plain.exposed and own.gathered <= plain.gathered
+    assert own.exposed <= one.exposed and one.n <= own.n and own.gathered == one.gathered
+    assert before is None or (own.n, own.exposed) <= before
+    assert len(got.told) == (case in WARNED) and all(WARNED[case] in line for line in got.told)
+    if case != "parent_reads":  # all of it is alive in one bucket
+        assert own.alive < 0.6 * one.alive
+
+
+def test_one_block_compiled_with_the_options_of_the_model_is_one_bucket(mesh):
+    got = measured(encoder_decoder(), mesh, lambda m: lambda x: m.encoder.layers[1](F.pad(x, (0, D - 8))))
+    assert (got.own.n, got.one.n, got.told) == (3, 3, [])
+
+
+# --------------------------------------------------------------------------------- what is taken for blocks, uncompiled
+
+
+class Own(nn.Sequential):
+    """One block, although it is a Sequential: it does more than call its members."""
+
+    def forward(self, x):
+        return x + super().forward(x)
+
+
+def attributes(**parts):
+    model = nn.Module()
+    for name, part in parts.items():
+        setattr(model, name, part)
+    return model
+
+
+def layers_of(*members):
+    return net(layers=nn.ModuleList(members))
+
+
+def stage(width, n):
+    return net(downsample=nn.Linear(width, width), layers=nn.ModuleList([Block(width) for _ in range(n)]))
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(D, D), nn.ReLU(), nn.Linear(D, D))
+
+
+FOUND = dict(
+    one_layer_of_experts=(lambda: layers_of(Experts()), ["layers.0"]),
+    dense_and_experts=(lambda: layers_of(Block(), Experts()), ["layers.0", "layers.1"]),
+    experts_by_attribute=(lambda: attributes(a=Experts(), b=Experts(), c=Experts()), ["a", "b", "c"]),
+    two_experts_by_attribute=(lambda: attributes(a=Experts(), b=Experts()), ["a", "b"]),
+    equal_towers=(lambda: attributes(a=layers_of(Block()), b=layers_of(Block())), ["a.layers.0", "b.layers.0"]),
+    deep_towers=(lambda: attributes(**{n: layers_of(Experts()) for n in "abc"}),
+                 ["a.layers.0", "b.layers.0", "c.layers.0"]),
+    stages=(lambda: layers_of(stage(8, 1), stage(16, 2)),
+            ["layers.0.layers.0", "layers.1.layers.0", "layers.1.layers.1"]),
+    equal_stages=(lambda: layers_of(stage(8, 2), stage(8, 2)), ["layers.0", "layers.1"]),
+    alike=(lambda: layers_of(Block(extra=True), Block()), ["layers.0", "layers.1"]),
+    unlike=(lambda: layers_of(Block(), Sum(), nn.Linear(D, D)), ["layers.0", "layers.1"]),
+    mlps=(lambda: layers_of(mlp(), mlp()), ["layers.0", "layers.1"]),
+    mlps_by_attribute=(lambda: attributes(a=mlp(), b=mlp(), c=nn.Linear(D, D)), ["a", "b"]),
+    own_forward=(lambda: layers_of(Own(Sum(), Sum()), Own(Sum(), Sum())), ["layers.0", "layers.1"]),
+    anywhere=(lambda: attributes(a=attributes(x=Sum()), b=attributes(y=Sum(), z=Block())), ["a.x", "b.y"]),
+    containers=(lambda: attributes(a=nn.ModuleDict(dict(x=Sum())), b=nn.ModuleDict(dict(x=Sum()))), ["a.x", "b.x"]),
+    layers=(lambda: attributes(a=nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]), b=Sum()), ["a.0", "a.1"]),
+    none=(lambda: attributes(a=Sum(), b=nn.Linear(D, D), c=nn.Linear(D, D)), []),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FOUND)
+def test_blocks_are_found_by_structure(mesh, case):
+    make, names = FOUND[case]
+    model = make()
+    assert blocks_of(model) == names
+    assert blocks_of(data_parallel(model, mesh)) == names
+
+
+def test_blocks_in_one_line():
+    assert describe_blocks(stem()) == "3 blocks, block1 to block3; 6 of 12 parameters lie in none: 792 elements"
+    assert describe_blocks(nn.Linear(2, 2)) == "0 blocks; 2 of 2 parameters lie in none: 6 elements"
+
+
+HUGGING_FACE = dict(
+    T5=(dict(num_layers=2, d_model=32, d_kv=8, d_ff=32), 4, "decoder.block.1"),
+    Swin=(dict(embed_dim=16, depths=[2, 2, 3, 2], num_heads=[1, 2, 4, 8]), 9, "encoder.layers.3.blocks.1"),
+    Mixtral=(dict(num_hidden_layers=2, hidden_size=32, intermediate_size=32, vocab_size=64), 2, "layers.1"),
+    Whisper=(dict(encoder_layers=2, decoder_layers=3, d_model=48), 5, "decoder.layers.2"),
+    ResNet=({}, 16, "encoder.stages.3.layers.2"),
+)  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HUGGING_FACE)
+def test_blocks_of_hugging_face_models(name):
+    transformers = pytest.importorskip("transformers")
+    sizes, n, last = HUGGING_FACE[name]
+    with torch.device("meta"):
+        model = transformers.AutoModel.from_config(getattr(transformers, f"{name}Config")(**sizes))
+    found = blocks_of(model)
+    assert (len(found), found[-1]) == (n, last)
