@@ -137,8 +137,8 @@ def describe_blocks(model: nn.Module) -> str:
     """One line to print: what is taken for blocks, and how many parameters lie in none."""
     blocks, sizes = blocks_of(model), {name: p.numel() for name, p in model.named_parameters()}
     outside = [size for name, size in sizes.items() if not name.startswith(tuple(f"{block}." for block in blocks))]
-    names = f"{len(blocks)} blocks" + (f", {blocks[0]} to {blocks[-1]}" if blocks else "")
-    return f"{names}; {len(outside)} of {len(sizes)} parameters lie in none: {sum(outside)} elements"
+    ends, elements = " to ".join(blocks[:1] + blocks[1:][-1:]), f"{sum(outside):,}".replace(",", "'")
+    return f"blocks ({len(blocks)}): {ends}; in none: {len(outside)} of {len(sizes)} parameters, {elements} elements"
 
 
 def compile_options(model: nn.Module, blocks: Sequence[str] | None = None, cap_mib: float = 128.0,

@@ -305,7 +305,7 @@ CASES = dict(
     skipped=(lambda: in_order(0, 2), whole, LAYERS, 11, 3, 7680, (11, 3)),
     twice=(lambda: in_order(0, 1, 0, 1, 2, 2), whole, LAYERS, 14, 3, 10752, (14, 3)),
     shared=(shared, whole, ["layers.0", "layers.1"], 11, 3, 9216, (11, 3)),
-    equal_gradients=(sums, whole, ["layers.0", "layers.1"], 11, 3, 6400, None),
+    equal_gradients=(sums, whole, ["layers.0", "layers.1"], 11, 3, 5376, None),
     inner=(Outer, lambda model: model.model, INNER, 14, 3, 7680, None),
     other_root=(Outer, under_another_name, INNER, 9, 2, 7680, None),
     twins=(twins, through_both, TWINS, 20, 3, 7680, None),
@@ -330,7 +330,7 @@ def test_a_bucket_per_block_whatever_the_structure(mesh, case):
     assert before is None or (own.n, own.exposed) <= before
     assert len(got.told) == (case in WARNED) and all(WARNED[case] in line for line in got.told)
     if case != "parent_reads":  # all of it is alive in one bucket
-        assert own.alive < 0.6 * one.alive
+        assert own.alive < 2 / 3 * one.alive
 
 
 def test_one_block_compiled_with_the_options_of_the_model_is_one_bucket(mesh):
@@ -399,8 +399,8 @@ def test_blocks_are_found_by_structure(mesh, case):
 
 
 def test_blocks_in_one_line():
-    assert describe_blocks(stem()) == "3 blocks, block1 to block3; 6 of 12 parameters lie in none: 792 elements"
-    assert describe_blocks(nn.Linear(2, 2)) == "0 blocks; 2 of 2 parameters lie in none: 6 elements"
+    assert describe_blocks(stem()) == "blocks (3): block1 to block3; in none: 6 of 12 parameters, 792 elements"
+    assert describe_blocks(nn.Linear(80, 50)) == "blocks (0): ; in none: 2 of 2 parameters, 4'050 elements"
 
 
 HUGGING_FACE = dict(
