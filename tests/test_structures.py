@@ -15,6 +15,7 @@ import torch._inductor.compile_fx as compile_fx
 import torch._inductor.config as inductor_config
 import torch.distributed as dist
 import torch.nn.functional as F
+from harness import spawn
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -312,7 +313,7 @@ CASES = dict(
     graph_break=(lambda: net(layers=blocks()), broken, LAYERS, 14, 5, 7680, None),
     parent_reads=(parent_reads, whole, LAYERS, 3, 3, 20672, None),
 )  # fmt: skip
-SLOW = "twice", "unet", "twins", "equal_gradients"
+SLOW = "twice", "unet", "twins", "equal_gradients", "lists", "skipped"
 WARNED = dict(graph_break="L['model'].head", parent_reads="L['self'].emb")
 
 
@@ -336,6 +337,28 @@ def test_a_bucket_per_block_whatever_the_structure(mesh, case):
 def test_one_block_compiled_with_the_options_of_the_model_is_one_bucket(mesh):
     got = measured(encoder_decoder(), mesh, lambda m: lambda x: m.encoder.layers[1](F.pad(x, (0, D - 8))))
     assert (got.own.n, got.one.n, got.told) == (3, 3, [])
+
+
+def gradients_against_one_process(mesh):
+    """On two ranks: per case, the largest error of a gradient, in units of its largest entry."""
+    worst = {}
+    for case in ("twice", "shared", "equal_gradients", "graph_break"):
+        make, part = CASES[case][:2]
+        torch.manual_seed(0)
+        model, batch = make(), torch.randn(4, 4, 8, generator=torch.Generator().manual_seed(3))
+        alone = copy.deepcopy(model)
+        own = compile_options(data_parallel(model, mesh))["post_grad_custom_post_pass"]
+        compiled(part(model), batch.chunk(2)[mesh.get_rank()], own)
+        part(alone)(batch).square().mean().backward()
+        pairs = [(p.grad.full_tensor(), q.grad) for p, q in zip(model.parameters(), alone.parameters(), strict=True)]
+        worst[case] = max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs)
+    return worst
+
+
+@pytest.mark.slow
+def test_gradients_through_buckets_are_those_of_one_process():
+    for worst in spawn(2, [gradients_against_one_process])["gradients_against_one_process"]:
+        assert max(worst.values()) < 1e-5, worst
 
 
 # --------------------------------------------------------------------------------- what is taken for blocks, uncompiled
@@ -390,9 +413,9 @@ FOUND = dict(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("case", FOUND)
+@pytest.mark.parametrize("case", [*FOUND, *SLOW])
 def test_blocks_are_found_by_structure(mesh, case):
-    make, names = FOUND[case]
+    make, names = FOUND[case] if case in FOUND else (CASES[case][0], CASES[case][2])
     model = make()
     assert blocks_of(model) == names
     assert blocks_of(data_parallel(model, mesh)) == names
