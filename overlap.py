@@ -9,9 +9,13 @@ waited for one block later. Needs Inductor (torch 2.11 to 2.14).
 """
 
 import hashlib
+import inspect
 import operator
 import re
-from collections.abc import Sequence
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, combinations
 from pathlib import Path
 
 import torch
@@ -28,6 +32,7 @@ aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 GATHER, SCATTER = c10d.all_gather_into_tensor.default, c10d.reduce_scatter_tensor.default
 REDUCE, WAIT = c10d.all_reduce.default, c10d.wait_tensor.default
 STACKS = ("nn_module_stack", "fwd_nn_module_stack")  # where a node's module is noted: in forward and in backward graphs
+NO_NAMES = "_modules", "_orig_mod"  # words of such a path that are in no module's name
 GATHER_AGAIN = CheckpointPolicy.PREFER_RECOMPUTE, CheckpointPolicy.MUST_RECOMPUTE
 _LIBRARY = "simple_fsdp_" + __name__.replace(".", "_")  # a copy of this file beside it registers an op of its own
 
@@ -52,62 +57,145 @@ LAYOUT = {CUT, operator.getitem, aten.reshape.default, aten.clone.default, aten.
 
 
 def blocks_of(model: nn.Module) -> list[str]:
-    """Names of the repeated blocks of `model`: the members, if they hold parameters, of its outermost ModuleLists and
-    Sequentials. A member that is itself a ModuleList or Sequential is replaced by its own members."""
-    blocks = []
-    for path, module in model.named_modules():
-        inside_block = any(path.startswith(block + ".") for block in blocks)
-        if isinstance(module, nn.ModuleList | nn.Sequential) and not inside_block:
-            for name, member in module.named_children():
-                if next(member.parameters(), None) is not None:
-                    blocks.append(f"{path}.{name}" if path else name)
-    return [block for block in blocks if not any(other.startswith(block + ".") for other in blocks)]
+    """Names of the repeated blocks of `model`, a shared one's first: the outermost modules, made of others, that are
+    members of a ModuleList or Sequential (a list directly inside a list is part of it), attributes of a class that
+    another one has too, or equal to some other module. Stages of different widths in a list, and towers of blocks such
+    as encoder and decoder, are looked into instead. If there is no block: the members of lists that are one layer."""
+    equal, blocks, layers = Counter(map(signature, filter(is_built, model.modules()))), [], []
+
+    def walk(parent: nn.Module, name: str) -> None:
+        found, alike = [*members(parent, name, is_list(parent))], defaultdict(list)
+        for _, module, _ in found:
+            alike[signature(module, False)].append(module)
+        for path, module, listed in found:
+            others, count = alike[signature(module, False)], equal[signature(module)]
+            again = forward_of(module) is not nn.Module.forward and max(len(others), count) > 1
+            if not is_built(module):
+                layers.extend([path] * (listed and any(True for _ in module.parameters())))
+            elif (listed and not are_stages(others)) or (not listed and again and not is_tower(module, count)):
+                blocks.append(path)
+            else:
+                walk(module, path)
+
+    walk(model, "")
+    return blocks or layers
+
+
+def forward_of(module: nn.Module):
+    """What tells the class of a module, also when a wrapper has made another class of it."""
+    return inspect.unwrap(type(module).forward)
+
+
+def is_list(module: nn.Module) -> bool:
+    """A ModuleList or Sequential, unless it has a forward of its own."""
+    plain = forward_of(module) in (nn.Sequential.forward, nn.Module.forward)
+    return plain and isinstance(module, nn.ModuleList | nn.Sequential)
+
+
+def is_built(module: nn.Module) -> bool:
+    """Whether a module is made of others that hold parameters."""
+    return any(True for child in module.children() for _ in child.parameters())
+
+
+def in_lists(module: nn.Module) -> list[nn.Module]:
+    """The modules made of others in all lists that a module is or holds."""
+    return [child for m in module.modules() if is_list(m) for child in m.children() if is_built(child)]
+
+
+def members(parent: nn.Module, name: str, listed: bool) -> Iterator[tuple[str, nn.Module, bool]]:
+    """(name, module, whether in a list) of children, and of members of lists instead (not of Sequentials of layers)."""
+    for key, child in parent.named_children():
+        path = f"{name}.{key}" if name else key
+        if is_list(child) and (isinstance(child, nn.ModuleList) or in_lists(child)):
+            yield from members(child, path, True)
+        else:
+            yield path, child, listed
+
+
+def signature(module: nn.Module, exact: bool = True) -> tuple:
+    """Class, parameters (names and shapes) and submodules; not exact: the class, and that of the members of a list."""
+    own = [(name, p.shape) for name, p in module.named_parameters(recurse=False) if exact]
+    inner = module.named_children() if exact or is_list(module) else ()
+    return forward_of(module), *own, *((name, signature(child, exact)) for name, child in inner)
+
+
+def are_stages(alike: list[nn.Module]) -> bool:
+    """Whether several modules of one class all hold lists, and no two of them have the same width."""
+    shapes = [{name: p.shape for name, p in module.named_parameters()} for module in alike]
+    differ = (any(a[name] != b[name] for name in a.keys() & b) for a, b in combinations(shapes, 2))
+    return len(alike) > 1 and all(map(in_lists, alike)) and all(differ)
+
+
+def is_tower(module: nn.Module, count: int) -> bool:
+    """Whether an attribute, of which `count` are equal, holds lists of blocks and not just one block's experts."""
+    inner = in_lists(module)
+    deep, beside = ([c for m in ms for c in m.children() if is_built(c) and not is_list(c)] for ms in (inner, [module]))
+    return bool(inner) and bool(deep or count == 1 or (count == 2 and not beside))
+
+
+def describe_blocks(model: nn.Module) -> str:
+    """One line to print: what is taken for blocks, and how many parameters lie in none."""
+    blocks, sizes = blocks_of(model), {name: p.numel() for name, p in model.named_parameters()}
+    outside = [size for name, size in sizes.items() if not name.startswith(tuple(f"{block}." for block in blocks))]
+    ends, elements = " to ".join(blocks[:1] + blocks[1:][-1:]), f"{sum(outside):,}".replace(",", "'")
+    return f"blocks ({len(blocks)}): {ends}; in none: {len(outside)} of {len(sizes)} parameters, {elements} elements"
 
 
 def compile_options(model: nn.Module, blocks: Sequence[str] | None = None, cap_mib: float = 128.0,
                     whole_step: bool = False, ahead: float = 1.0) -> dict:  # fmt: skip
-    """Inductor options for any torch.compile of `model`, wrapped, or of a function around it. None on a single rank,
-    where Inductor's own order of a graph needs less memory.
+    """Inductor options for any torch.compile of `model`, wrapped, of a part of it, or of a function around it. None on
+    a single rank, where Inductor's own order of a graph needs less memory.
 
     blocks: names of the modules that get a bucket each (default: blocks_of(model)). cap_mib: most MiB of a bucket of
     parameters that lie in no block, such as embedding and head; one that is larger has a bucket of its own.
     whole_step: what is compiled is a whole training step, which returns its loss first and updates the parameters.
     ahead: the part of a block's FLOPs that a collective has to hide behind. 1: a gather starts when the one before has
     arrived, a reduction is waited for when the next one starts. Less takes less memory, and needs a faster network.
-    Raises ValueError if a name is no module of `model`; while compiling, if no collective lies in any block."""
+    Raises ValueError if a name is no module of `model`. Warns, while compiling, of a graph without any block."""
     modules = dict(model.named_modules())
     if missing := [name for name in blocks or () if name not in modules]:
         raise ValueError(f"blocks: {', '.join(missing)}: no such module, there are {', '.join(list(modules)[1:])}")
     blocks = blocks_of(model) if blocks is None else blocks
     if not any(p.device_mesh.size() > 1 for p in model.parameters() if isinstance(p, DTensor)):
         return {}
-    moves = Overlap(tuple(blocks), cap_mib, whole_step, ahead)
+    first, places = {module: name for name, module in modules.items()}, {}
+    for name, module in model.named_modules(remove_duplicate=False):  # a shared module lies where its first name does
+        around = [block for block in blocks if f"{first[module]}.".startswith(f"{block}.")]
+        places[words_of(name)] = max(around, key=len, default="")
+    moves = Overlap(tuple(blocks), places, cap_mib, whole_step, ahead)
     return dict(post_grad_custom_post_pass=moves, reorder_for_peak_memory=False)
+
+
+def words_of(path: str) -> tuple[str, ...]:
+    """L['self']._modules['blocks'].0.mlp -> L, self, blocks, 0, mlp"""
+    return tuple(word for word in re.split(r"\W+", path) if word and word not in NO_NAMES)
 
 
 class Overlap(CustomGraphPass):
     """Buckets and moves the collectives of one post-grad graph. A collective is named by the node that starts it."""
 
-    def __init__(self, blocks: tuple[str, ...], cap_mib: float, whole_step: bool = False, ahead: float = 1.0):
+    def __init__(self, blocks: tuple, places: dict[tuple, str], cap_mib: float, whole_step: bool, ahead: float):
         self.blocks, self.cap, self.whole_step, self.ahead = blocks, cap_mib * 2**20, whole_step, ahead
+        self.places, self.block_at = places, {}  # by a module's name, and by a path in a graph: the block, or none
+        self.warned = torch.distributed.get_rank() > 0  # one rank tells
 
     def uuid(self):  # what the compile caches know of this pass: its source and its settings
-        source = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+        source = hashlib.sha256(Path(__file__).read_bytes() + repr(self.places).encode()).hexdigest()
         return source, self.blocks, self.cap, self.whole_step, self.ahead
 
     def __call__(self, g: fx.Graph) -> None:
         g = getattr(g, "graph", g)
-        if not any(n.target in (GATHER, SCATTER, REDUCE) for n in g.nodes):
+        starts = [n for n in g.nodes if n.target in (GATHER, SCATTER, REDUCE)]
+        if not starts:
             return  # such as the subgraphs of FlexAttention
-        self.check(g)
-        backward = None  # the first product of backward, in a graph that has forward before it
-        if self.whole_step:
-            backward = self.gather_again(g)
-            note_modules(g)
-        place = {n: i for i, n in enumerate(g.nodes)}
+        for again in [n for start in starts for n in sorted(start.users)[1:] if n.target is WAIT]:
+            again.replace_all_uses_with(wait_of(again.args[0]))  # the compiler merges equal collectives, not the waits
+            g.erase_node(again)
+        self.find_blocks(g, [n for n in starts if n.target is not REDUCE])
+        backward = self.gather_again(g) if self.whole_step else None
         found = [n for n in g.find_nodes(op="call_function", target=GATHER) if sources(n) is not None]
-        found.sort(key=lambda n: place[wait_of(n)])
-        before_turn = [n for n in found if backward is None or place[wait_of(n)] < place[backward]]
+        found.sort(key=wait_of)  # nodes compare by their places in the graph
+        before_turn = [n for n in found if backward is None or wait_of(n) < backward]
         self.merge_gathers(g, before_turn, next((n for n in g.nodes if n.op not in ("placeholder", "get_attr")), None))
         self.merge_gathers(g, found[len(before_turn) :], backward)
         self.merge_reductions(g, SCATTER)
@@ -117,21 +205,34 @@ class Overlap(CustomGraphPass):
         g.eliminate_dead_code()
         g.lint()
 
-    def check(self, g: fx.Graph) -> None:
-        found = [n for op in (GATHER, SCATTER) for n in g.find_nodes(op="call_function", target=op)]
-        if found and self.blocks and not any(self.block_of(n) for n in found):
-            seen = sorted({module_of(n) or "(no module)" for n in found})
-            raise ValueError(f"blocks: no collective is in {', '.join(self.blocks)}; they are in {', '.join(seen)}")
+    def find_blocks(self, g: fx.Graph, starts: list[fx.Node]) -> None:
+        """Paths in a graph begin at a root of its own: the model or a part of it, under any name. The longest end of a
+        path that some module's name ends with as well tells what that root is called in the model."""
+        roots, split, votes = defaultdict(list), {}, defaultdict(Counter)
+        for name in self.places:
+            for i in range(len(name)):
+                roots[name[i:]].append(name[:i])
+        for path in {words_of(module_of(n)) for n in g.nodes if any(n.meta.get(key) for key in STACKS)}:
+            i = next((i for i in range(len(path)) if path[i:] in roots), len(path))
+            split[path] = path[:i], path[i:]
+            votes[path[:i]].update(roots.get(path[i:], ()))
+        self.block_at = {}
+        for path, (start, end) in split.items():
+            root = max(votes[start], key=lambda root: (votes[start][root], -len(root)), default=())
+            if block := self.places.get(root + end):
+                self.block_at[path] = block, *start  # two parts of a model may look the same
+        if starts and self.blocks and not self.warned and not any(map(self.block_of, starts)):
+            seen, self.warned = ", ".join(sorted({module_of(n) or "no module" for n in starts})[:3]), True
+            warnings.warn(f"overlap: a graph gathers nothing in a block ({self.blocks[0]} ..), only in {seen}: buckets "
+                          "by size. For one per block compile what calls them, without graph breaks", stacklevel=2)
 
-    def block_of(self, node: fx.Node) -> str:
-        """The block that a node comes from, the innermost if there are several; "" if it comes from none."""
-        path = "." + re.sub(r"[^\w]+", ".", module_of(node)) + "."
-        return max((b for b in self.blocks if f".{b}." in path), key=len, default="")
+    def block_of(self, node: fx.Node) -> tuple[str, ...] | None:
+        """The block that a node comes from, the innermost if there are several."""
+        return self.block_at.get(words_of(module_of(node)))
 
     def buckets(self, starts: list[fx.Node]) -> list[list[fx.Node]]:
         """Collectives to merge: those of a block, or neighbours of no block up to the cap; alike in dtype and group."""
-        buckets = {}
-        run, size, largest = 0, 0, 0  # neighbours of no block: their number as a bucket, bytes, bytes of the largest
+        buckets, run, size, largest = {}, 0, 0, 0  # of neighbours of no block: number of the run, bytes, most bytes
         for start in starts:
             block, tensor = self.block_of(start), contents(start).meta["val"]
             size, largest = size + tensor.nbytes, max(largest, tensor.nbytes)
@@ -147,11 +248,9 @@ class Overlap(CustomGraphPass):
         """In a whole step: gathers again for backward the weights that it needs. Not those behind the last block, whose
         backward comes at once, and not those that are to be kept. Returns the first product of backward."""
         forward = ancestors(g.output_node().args[0][0])  # the loss and all that it is computed from
-        place = {n: i for i, n in enumerate(g.nodes)}
         waits, first = [], {}
         for start in g.find_nodes(op="call_function", target=GATHER):
-            made_by = sources(start)
-            if made_by is None:
+            if (made_by := sources(start)) is None:
                 continue
             inputs = frozenset(i for n in (start, *made_by) for i in n.all_input_nodes if i.op == "placeholder")
             key = inputs, start.meta["val"].dtype, *start.args[1:]
@@ -160,23 +259,23 @@ class Overlap(CustomGraphPass):
                 waits.append(wait_of(start))
             elif key in first:  # an activation checkpoint gathers again what is kept, or what is decided on below
                 replace([start], [first[key]])
-        waits.sort(key=place.get)
-        last = place[waits[-1]] if waits else 0
-        backward = next((n for n in g.nodes if place[n] > last and n not in forward and is_product(n)), None)
+        after = max(waits, default=next(iter(g.nodes)))
+        backward = next((n for n in g.nodes if n > after and n not in forward and is_product(n)), None)
+        waits.sort()
         while waits and not self.block_of(waits[-1].args[0]):
             waits.pop()
         for wait in waits:
             if wait.meta.get("recompute") in GATHER_AGAIN:
-                gather_for_backward(g, wait, forward, place)
+                gather_for_backward(g, wait, forward)
         g.eliminate_dead_code()
+        note_modules(g)
         return backward
 
     def merge_gathers(self, g: fx.Graph, found: list[fx.Node], before: fx.Node | None) -> None:
         """found: in the order of their waits. A bucket starts at `before`, or when the one before it is cut up, or
         `ahead` of its wait."""
-        place = {n: i for i, n in enumerate(g.nodes)}
         for i, bucket in enumerate(self.buckets(found)):
-            first_wait = min((wait_of(n) for n in bucket), key=place.get)
+            first_wait = min(map(wait_of, bucket))
             if i and self.ahead < 1:
                 before = part_of(before, first_wait, 1 - self.ahead) or before
             with g.inserting_before(before):
@@ -194,10 +293,10 @@ class Overlap(CustomGraphPass):
         """Reduce-scatters, or the all-reduces of gradients: averages of more than a scalar. A bucket starts when all of
         its gradients are there, and is waited for when the next one has started."""
         found = [n for n in g.find_nodes(op="call_function", target=op) if n.args[1] == "avg" and n.meta["val"].ndim]
-        place, last_wait = {n: i for i, n in enumerate(g.nodes)}, None
-        for bucket in sorted(self.buckets(found), key=lambda starts: max(place[n] for n in starts)):
+        last_wait = None
+        for bucket in sorted(self.buckets(found), key=max):
             ranks = bucket[0].args[2] if op is SCATTER else 1
-            with g.inserting_before(max(bucket, key=place.get).next):
+            with g.inserting_before(max(bucket).next):
                 rows = [call(g, aten.reshape.default, n.args[0], [ranks, -1]) for n in bucket]  # each [N, shard]
                 flat = call(g, aten.reshape.default, call(g, aten.cat.default, rows, 1), [-1])
                 start = call(g, op, flat, *bucket[0].args[1:], like=bucket)
@@ -210,16 +309,13 @@ class Overlap(CustomGraphPass):
 
 def part_of(first: fx.Node, last: fx.Node, part: float) -> fx.Node | None:
     """The product between two nodes of a graph with which this part of the FLOPs between them is reached."""
-    between, done = [], 0.0
+    between = []
     while first is not last:
         if is_product(first):
             between.append((first, flops_of(first)))
         first = first.next
-    for node, flops in between:
-        done += flops
-        if done >= part * sum(flops for _, flops in between):
-            return node
-    return None
+    done = [*accumulate(flops for _, flops in between)]
+    return next((n for (n, _), flops in zip(between, done, strict=True) if flops >= part * done[-1]), None)
 
 
 def flops_of(product: fx.Node) -> float:
@@ -234,7 +330,7 @@ def flops_of(product: fx.Node) -> float:
 
 
 def wait_of(start: fx.Node) -> fx.Node:
-    return next(iter(start.users))
+    return min(start.users)
 
 
 def contents(start: fx.Node) -> fx.Node:
@@ -309,14 +405,14 @@ def sources(start: fx.Node) -> list[fx.Node] | None:
     return None if len(found) > 9 or any(n.target is WAIT for n in found) else found
 
 
-def gather_for_backward(g: fx.Graph, wait: fx.Node, forward: set[fx.Node], place: dict[fx.Node, int]) -> None:
+def gather_for_backward(g: fx.Graph, wait: fx.Node, forward: set[fx.Node]) -> None:
     """What backward reads of a gathered weight becomes a copy of it, gather included, at the first such use."""
     whole = [wait]  # and its views, casts and copies; the list grows while it is walked
     for n in whole:
         whole += [u for u in n.users if is_layout(u) and u not in whole and {*u.all_input_nodes} <= {*whole}]
     uses = [(user, n) for n in whole for user in n.users if user not in forward and user not in whole]
     copies = {}
-    for user, n in sorted(uses, key=lambda use: place[use[0]]):
+    for user, n in sorted(uses, key=lambda use: use[0]):
         with g.inserting_before(user):
             user.replace_input_with(n, copied(g, n, copies))
 

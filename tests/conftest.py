@@ -24,7 +24,7 @@ one_worker_thread()
 LONGEST = """
 overlap equivalence sweep simple_fsdp_ranks baselines simulated_world speed_mem_mlp remat rungs soak nonfinite main
 checkpoint checkpoint_ranks control config simple_fsdp_cost killed faults export simple_fsdp sinks compile_cache data
-graph timeline cells
+graph timeline cells structures
 """.split()
 
 

@@ -187,7 +187,7 @@ def test_a_model_with_values_is_not_emptied():
 
 def test_blocks_of_a_model_without_any_are_refused():
     model = nn.Linear(2, 2)
-    with pytest.raises(ValueError, match="--compile blocks: the model has no ModuleList"):
+    with pytest.raises(ValueError, match="--compile blocks: the model has no repeated blocks"):
         make_step("blocks", model, AdamW(model.parameters(), 1e-3))
 
 

@@ -348,7 +348,7 @@ def blocks_to_compile(model: nn.Module, otherwise: str) -> list[nn.Module]:
     """The repeated blocks of `model`. ValueError, which names the mode to use otherwise, if it has none."""
     found = [model.get_submodule(name) for name in blocks_of(model)]
     if not found:
-        what = "--compile blocks: the model has no ModuleList or Sequential of blocks"
+        what = "--compile blocks: the model has no repeated blocks"
         raise ValueError(f"{what}; use --compile {otherwise}")
     return found
 
@@ -394,7 +394,7 @@ def make_step(mode: str, model: nn.Module, optimizer: AdamW, *, options: dict | 
         own = with_overlap(model, blocks=())  # nothing in its graphs belongs to a module: buckets by size
         whole.gather_fn, whole.reduce_fn = compiled("gather", whole.gather, own), compiled("reduce", whole.reduce, own)
     else:
-        options = with_overlap(blocks[0] if blocks else model)
+        options = with_overlap(blocks[0], blocks=()) if blocks else with_overlap(model)  # one block: buckets by size
     if mode == "blocks":
         step.compiled["block"] = blocks[0], options
         for block in blocks:

@@ -5,6 +5,7 @@ import os
 from collections import deque
 from typing import Any, Protocol
 
+from overlap import describe_blocks
 from simple_fsdp import describe
 from trainer import config as flags
 from trainer import costs
@@ -81,4 +82,5 @@ def header(run: ToldRun) -> list[str]:
     ]
     if c.verbose:
         lines += [f"  {r.name:<28}{r.shape!s:<16}{r.placement:<14}{r.local_shape!s:<16}{r.dtype}" for r in rows]
+        lines.append(describe_blocks(run.step.model))
     return lines
