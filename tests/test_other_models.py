@@ -17,7 +17,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import spawn
-from models_for_wrapper import adamw
 from torch.distributed.tensor import distribute_tensor
 from without_code import WithoutCode
 
@@ -32,12 +31,18 @@ from other_models import MODELS, build
 
 QUICK = ["Llama", "Qwen3-MoE", "T5", "ViT", "nn.MultiheadAttention", "nn.Conv2d, BatchNorm2d"]
 REST = [name for name in MODELS if name not in QUICK]
-GENERATED = ["Llama", "BERT", "nn.Conv2d, BatchNorm2d"]
+GENERATED = ["Llama", "nn.Conv2d, BatchNorm2d"]
+LR = 1e-2
 TOLERANCE = 1e-4  # gradients that are zero but for rounding are compared with a thousandth of the norm of all of them
 
 
 def slices(inputs, world):
     return [{k: t.chunk(world)[rank] for k, t in inputs.items()} for rank in range(world)]
+
+
+def optimizer(model):
+    """Its eps is large: a gradient that is zero but for rounding must not become a step of full length."""
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LR, eps=1e-2)
 
 
 def reference(name, world):
@@ -48,7 +53,7 @@ def reference(name, world):
     loss = torch.stack([MODELS[name].loss(model, batch) for batch in batches]).mean()
     loss.backward()
     gradients = {k: p.grad for k, p in model.named_parameters()}
-    adamw(model).step()
+    optimizer(model).step()
     return loss.detach(), gradients, before, {k: p.detach() for k, p in model.named_parameters()}
 
 
@@ -77,12 +82,12 @@ def differences(mesh, name, how, expected):
     total = torch.stack([g.norm() for g in gradients.values() if g is not None]).norm()
     rows = []
     grads = {k: p.grad for k, p in model.named_parameters()}
-    adamw(model).step()
+    optimizer(model).step()
     for k, p in model.named_parameters():
         g = gradients[k]
         assert (g is None) == (grads[k] is None), f"{k}: {grads[k]} is the gradient, in one process {g}"
-        moved = (after[k] - before[k]).norm().clamp(min=1e-3 * before[k].numel() ** 0.5)  # a tenth of the most
-        gradient = grads[k].new_zeros(()) if g is None else squared(grads[k], g) / max(g.norm(), total / 1000) ** 2
+        moved = (after[k] - before[k]).norm().clamp(min=LR / 100 * before[k].numel() ** 0.5)
+        gradient = torch.zeros(()) if g is None else squared(grads[k], g) / max(g.norm(), total / 1000) ** 2
         rows.append(torch.stack([gradient, squared(p.detach(), after[k]) / moved**2]))
     dist.all_reduce(rows := torch.stack(rows))
     worst = rows.amax(0).sqrt().tolist()
