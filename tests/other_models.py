@@ -136,9 +136,13 @@ VIT = dict(hidden_size=WIDTH, num_hidden_layers=1, num_attention_heads=4, interm
 EXPERTS = dict(num_key_value_heads=2, num_experts_per_tok=2)
 
 
+def small_llama() -> nn.Module:
+    return causal("LlamaForCausalLM", num_key_value_heads=2).make()
+
+
 def checkpointing_llama() -> nn.Module:
     """With attention in plain operations: torch 2.13 cannot compile its own on a CPU in a checkpoint of shards."""
-    model = MODELS["Llama"].make().train()  # it has no dropout
+    model = small_llama().train()  # it has no dropout
     model.set_attn_implementation("eager")
     model.activation_checkpointing_enable()
     return model
@@ -149,7 +153,7 @@ def lora_llama() -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], lora_dropout=0.0)
-    model = get_peft_model(MODELS["Llama"].make(), config)
+    model = get_peft_model(small_llama(), config)
     for name, p in model.named_parameters():
         if "lora_B" in name:  # zeros, with which the others have no gradient
             nn.init.normal_(p, std=0.1)
