@@ -36,7 +36,8 @@ REST = [name for name in MODELS if name not in QUICK]
 # Compiling one takes 2 to 20 s on two cores. These differ most; with COMPILE_ALL=1 all are compiled.
 COMPILED = """
 nn.MultiheadAttention; nn.Conv2d, BatchNorm2d; Llama, checkpointing; Llama, LoRA; Mistral; Qwen3; Qwen3-MoE; GPT-NeoX;
-OPT; Bloom; Phi; Falcon; Mamba; BERT; Wav2Vec2; DINOv2; ResNet; ConvNeXt; DiT; SD3; nn.Transformer; nn.LSTM; nn.GRU
+Gemma; OPT; Bloom; Phi; Falcon; Mamba; BERT; DistilBERT; DeBERTa; Wav2Vec2; DINOv2; ResNet; ConvNeXt; DiT; SD3;
+nn.Transformer; nn.LSTM; nn.GRU
 """
 COMPILED = {*MODELS} if os.environ.get("COMPILE_ALL") else {*COMPILED.strip().replace("\n", " ").split("; ")}
 CASES = [(name, how) for name in MODELS for how in ("eager", "compiled") if how == "eager" or name in COMPILED]
