@@ -2,7 +2,7 @@
 options of overlap.py.
 
     pytest tests/test_other_models.py -s        # two gloo ranks; prints a table; most models are slow tests
-    COMPILE_ALL=1 pytest ...                    # compiles all models, not half of them: some minutes more
+    COMPILE_ALL=1 pytest ...                    # compiles all models, not only half: ten minutes more
 
 Each of two ranks trains on its half of a batch, one process on the whole: the loss, every gradient and, after a step of
 AdamW, every parameter. "compiled" runs the graphs after all of Inductor's passes, "inductor" the C++ that it makes of
@@ -145,7 +145,7 @@ def check_row(table, name, how):
 def run(checks):
     """{check: its result on each rank}, and a table of them on the terminal. The ranks start once for all checks."""
     with mock.patch.dict(os.environ, HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error"):
-        results = spawn(2, checks, timeout=600)
+        results = spawn(2, checks, timeout=3600 if os.environ.get("COMPILE_ALL") else 600)
     for check in checks:
         for (name, how), (parameters, got) in results[check.__name__][0].items():
             words = "loss {:.1e}  gradient {:.1e}  parameter {:.1e}  {} graph breaks  {:.1f} s"
