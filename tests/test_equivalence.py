@@ -13,17 +13,15 @@ import functools
 
 import pytest
 import torch
-import torch._inductor.config as inductor_config
 import torch.distributed as dist
 from harness import spawn
-from torch._inductor.compile_fx import compile_fx
 from torch.nn.attention.flex_attention import flex_attention
+from without_code import WithoutCode
 
 import model as model_file
 from model import ModelConfig, Transformer
 from simple_fsdp import data_parallel, disable_data_parallel
 from trainer.data import Batches
-from trainer.profiling.collectives import inductor_passes
 from trainer.step import AdamW, check_mode, make_step
 
 GLOBAL_BATCH, SEQLEN, TOLERANCE, NORM_TOLERANCE = 8, 32, 2e-6, 1e-5
@@ -96,31 +94,6 @@ def run(mesh, steps, *, compile="none", attn="sdpa", remat="none", mode="fully_s
 
 
 COMPILE = torch.compile
-
-
-class WithoutCode:
-    """A backend that runs graphs op by op after all of Inductor's passes under `options`."""
-
-    def __init__(self, options):
-        self.options = options
-
-    def __eq__(self, other):  # one for all blocks: Dynamo guards on it
-        return isinstance(other, WithoutCode) and self.options is other.options
-
-    __hash__ = None
-
-    def __call__(self, gm, inputs):
-        return compile_fx(gm, inputs, inner_compile=self.inner)
-
-    def inner(self, gm, inputs, *, is_inference=False, **_):
-        with inductor_config.patch(self.options or {}):
-            inductor_passes(gm, inputs, is_inference)
-
-        def run(args):
-            return gm(*list(args))
-
-        run._boxed_call = True
-        return run
 
 
 def without_code(function, *, options=None, backend=None, **how):

@@ -1,5 +1,6 @@
-"""examples/: the Hugging Face script runs as it is, and its model's collectives are bucketed per decoder layer."""
+"""examples/: the scripts run as they are, and the Llama's collectives are bucketed per decoder layer."""
 
+import json
 import os
 import re
 import runpy
@@ -19,6 +20,7 @@ from trainer.profiling.collectives import capture, collectives, saved
 
 pytest.importorskip("transformers", reason="needs transformers: pip install -e '.[hf]'")
 SCRIPT = Path(__file__).parents[1] / "examples" / "hf_llama.py"
+TRAINER = SCRIPT.with_name("hf_trainer.py")
 
 
 @pytest.fixture(scope="module")
@@ -26,8 +28,18 @@ def tiny_llama():
     return runpy.run_path(str(SCRIPT))["tiny_llama"]
 
 
-def test_the_script_is_short():
+def test_the_scripts_are_short():
     assert len(SCRIPT.read_text().splitlines()) <= 40
+    assert len(TRAINER.read_text().splitlines()) <= 80
+
+
+def on_two_ranks(script: Path, *argv) -> str:
+    """What it prints, once it has ended well."""
+    env = os.environ | dict(OMP_NUM_THREADS="1", PYTHONPATH=str(SCRIPT.parents[1]), CUDA_VISIBLE_DEVICES="")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", f"--master-port={free_port()}"]
+    done = subprocess.run([*torchrun, script, *argv], env=env, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @pytest.mark.slow
@@ -49,11 +61,7 @@ def test_a_llama_is_gathered_and_reduced_once_per_layer(tiny_llama):
 
 @pytest.mark.slow
 def test_the_script_trains_and_its_losses_are_those_of_the_unwrapped_model(tiny_llama):
-    env = os.environ | dict(OMP_NUM_THREADS="1", PYTHONPATH=str(SCRIPT.parents[1]), CUDA_VISIBLE_DEVICES="")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", f"--master-port={free_port()}"]
-    done = subprocess.run([*torchrun, SCRIPT], env=env, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr
-    lines = re.findall(r"rank (\d)  step (\d)  loss (\d+\.\d{6})", done.stdout)
+    lines = re.findall(r"rank (\d)  step (\d)  loss (\d+\.\d{6})", on_two_ranks(SCRIPT))
     got = {(int(rank), int(step)): float(loss) for rank, step, loss in lines}
     assert len(got) == 10
 
@@ -68,3 +76,36 @@ def test_the_script_trains_and_its_losses_are_those_of_the_unwrapped_model(tiny_
         (sum(losses) / 2).backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+@pytest.mark.slow
+def test_the_trainer_does_what_a_loop_in_one_process_does(tmp_path):
+    """Its losses, gradient norms (before clipping), evaluations and the saved model."""
+    pytest.importorskip("accelerate", reason="needs accelerate: pip install -e '.[hf]'")
+    from transformers import LlamaForCausalLM
+
+    printed = on_two_ranks(TRAINER, str(tmp_path))
+    log = [json.loads(line) for line in printed.splitlines() if line.startswith('{"')]
+    script = runpy.run_path(str(TRAINER))
+    samples = script["samples"](64, seed=1), script["samples"](16, seed=2)
+    data, held_out = (torch.stack([row["labels"] for row in rows]) for rows in samples)
+    model = script["tiny_llama"]()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
+    losses, norms, evaluations = [], [], []
+    for tokens in data[:48].split(8):  # of each 8, rank 0 takes the first 4
+        losses.append(model(tokens, labels=tokens).loss)
+        losses[-1].backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        if len(losses) % 3 == 0:
+            with torch.no_grad():
+                evaluations.append(model(held_out, labels=held_out).loss.item())
+    losses = [loss.item() for loss in losses]
+    assert min(norms) > 0.5 and losses[-1] < losses[0] - 0.1, "nothing is clipped or learnt: this proves nothing"
+    for key, expected in dict(loss=losses, grad_norm=norms, eval_loss=evaluations).items():
+        assert [row[key] for row in log if key in row] == pytest.approx(expected, rel=1e-4), key
+
+    saved = LlamaForCausalLM.from_pretrained(tmp_path / "checkpoint-6")
+    assert saved.config.architectures == ["LlamaForCausalLM"]
+    assert saved(held_out, labels=held_out).loss.item() == pytest.approx(evaluations[-1], rel=1e-4)
