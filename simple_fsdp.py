@@ -28,7 +28,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 # All that this file uses of torch's private names: the module of TorchDispatchMode above, the functions below, and the
 # attributes Module._parameters, Tensor._version, UntypedStorage._cdata, OpOverload._schema, DTensor._local_tensor,
-# RNNBase._flat_weights and RNNBase._flat_weights_names. A test of each says which is missing.
+# RNNBase._flat_weights, RNNBase._flat_weights_names, aten._is_any_true. A test of each says which is missing.
 _top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _wait_tensor = torch.ops._c10d_functional.wait_tensor.default
 _backward_runs = torch._C._current_graph_task_id  # -1: none on this thread
@@ -39,9 +39,15 @@ _handlers = DTensor._op_dispatcher._custom_op_handlers  # of operations on DTens
 
 MODES = ("replicate", "fully_shard", "hybrid_shard")
 _enabled = True  # False inside disable_data_parallel()
-_thread = threading.local()  # .memo: what the innermost running eager forward has gathered; None outside of any
 _roots = weakref.WeakValueDictionary()  # by id: the modules given to data_parallel()
 _shards = WeakTensorKeyDictionary()  # by unsharded parameter: one that several modules share stays shared
+
+
+class _Thread(threading.local):
+    memo = None  # what the innermost running eager forward has gathered; None outside of any
+
+
+_thread = _Thread()
 
 
 @dataclass(frozen=True)
@@ -124,8 +130,8 @@ def _unpack(kept: Tensor | _GatherAgain) -> Tensor:
 
 
 class unsharded:
-    """Context in which parameters read as whole tensors, as in forward: for a regulariser or a method that computes with
-    them. Each is gathered at its first use and freed at the end; one that was changed in place by then is an error."""
+    """Inside it parameters read as whole tensors, as in forward: for a regulariser or a method that computes with them.
+    Each is gathered at its first use and freed at the end; RuntimeError for one that was changed in place by then."""
 
     def __enter__(self):
         if torch.compiler.is_compiling():
@@ -135,7 +141,7 @@ class unsharded:
         hooks = torch.is_grad_enabled() and _top_saved_tensors_hooks(True) is None and _transform() is None
         self.hooks = torch.autograd.graph.saved_tensors_hooks(_pack, _unpack) if hooks else nullcontext()
         self.hooks.__enter__()
-        self.memo_of_caller, _thread.memo = getattr(_thread, "memo", None), {}
+        self.memo_of_caller, _thread.memo = _thread.memo, {}
 
     def __exit__(self, error, *_):
         if torch.compiler.is_compiling():
@@ -148,9 +154,7 @@ class unsharded:
 
 
 def _gather_once(p: DTensor, policy: _Policy, name: str) -> Tensor:
-    memo = getattr(_thread, "memo", None)
-    if memo is None:  # outside of any forward nothing would free what is remembered
-        memo = {}
+    memo = {} if _thread.memo is None else _thread.memo  # outside of any forward nothing would free what it holds
     # A weight gathered under no_grad has no backward. An activation checkpoint, which sets hooks, gathers its own.
     key = id(p), torch.is_grad_enabled(), _top_saved_tensors_hooks(True)
     if key not in memo:
@@ -178,7 +182,7 @@ def _reader(name: str) -> property:
             if compiling:
                 keep = {} if policy.reshard_after_forward else dict(context_fn=_keep_gathered)
                 return checkpoint(_gather, p, policy, use_reentrant=False, preserve_rng_state=False, **keep)
-            runs = getattr(_thread, "memo", None) is not None or _backward_runs() != -1 or _compiled_code_runs()
+            runs = _thread.memo is not None or _backward_runs() != -1 or _compiled_code_runs()
             return _gather_once(p, policy, f"{name} of {type(module).__name__}") if runs else p
         except AttributeError as e:  # nn.Module.__getattr__ would swallow it and hand out the shard
             raise RuntimeError(f"cannot gather {name} of {type(module).__name__}: {e}") from e
@@ -199,8 +203,8 @@ def _refuse_unsharded(root: int) -> None:
             sharded = name in gathered and isinstance(p, DTensor)
             if not sharded and isinstance(p, nn.Parameter) and p.requires_grad:  # functional_call puts plain tensors
                 raise RuntimeError(
-                    f"{path + '.' * bool(path)}{name} is not sharded: it came after data_parallel(). Copy new values into "
-                    "the old parameter instead; call data_parallel(model, mesh) again for new modules (mode='replicate' "
+                    f"{path + '.' * bool(path)}{name} is not sharded: it came after data_parallel(). Copy new values "
+                    "into the old parameter; call data_parallel(model, mesh) again for new modules (mode='replicate' "
                     "suits small adapters)")  # fmt: skip
 
 
@@ -336,7 +340,8 @@ class _NothingLost(TorchDispatchMode):
         random = torch.Tag.nondeterministic_seeded in func.tags and func not in _handlers
         # A view of a shard may be a copy, redistributed: what is written there would not reach the parameter.
         if random or (func.is_view and any(v._local_tensor.untyped_storage()._cdata != own for v in views)):
-            raise RuntimeError(f"{func._schema.name} of a shard is not the parameter's: fill it in place and as a whole")
+            name = func._schema.name
+            raise RuntimeError(f"{name} of a shard is not the parameter's: fill it in place and as a whole")
         return result
 
 

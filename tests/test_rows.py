@@ -8,6 +8,7 @@ from running import ROOT
 from test_report import CPU, GPU
 
 from trainer import config
+from trainer.attention import Shape
 from trainer.experiments import published as rows
 
 NEW = config.setting(config.filled(config.parse(["--depth", "8", "--loss", "chunked"]), "cpu"))
@@ -47,6 +48,8 @@ def test_every_row_here_holds_its_whole_setting():
         for row in rows.read([path]):
             if row.get("study") == "mlp":
                 assert row["flags"] == {name: row[name] for name in row["flags"]} and len(row["flags"]) == 15
+            elif row.get("study") == "attention":
+                assert {*Shape._fields, "backend", "options"} <= row.keys()
             else:
                 assert {*rows.SHAPE, *"steps lr compile remat mode device seed".split()} <= row["flags"].keys()
 

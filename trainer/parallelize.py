@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lean import chunked_cross_entropy
 from model import ModelConfig, Transformer, cross_entropy
 from overlap import blocks_of
-from simple_fsdp import MixedPrecisionPolicy, data_parallel, disable_data_parallel
+from simple_fsdp import MixedPrecisionPolicy, data_parallel, disable_data_parallel, unsharded
 from trainer import config as flags
 from trainer.attention import DTYPES, choose_kernel
 from trainer.optimizer import AdamW, local
@@ -70,8 +70,7 @@ class HuggingFaceModel(nn.Module):
             raise ValueError("--loss chunked: the logits of this model are not its head's product alone, or `prepare` "
                              "has not been called; use --loss full")  # fmt: skip
         x = self._hidden(tokens, **inputs)  # [B, T, D]
-        with unsharded():
-            return chunked_cross_entropy(x, self.model.get_output_embeddings().weight, targets, chunk)
+        return chunked_cross_entropy(x, self.model.get_output_embeddings().weight, targets, chunk)
 
     def _hidden(self, tokens: Tensor, **inputs: Tensor) -> Tensor:
         return self.model.base_model(input_ids=tokens, use_cache=False, **inputs).last_hidden_state

@@ -1,0 +1,247 @@
+"""Other people's habits after data_parallel(): the rows of docs/coming_from.md, on 2 gloo ranks or a fake group."""
+
+import contextlib
+
+import pytest
+import torch
+from harness import spawn
+from models_for_wrapper import fake_ranks, whole, with_one_thread
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from simple_fsdp import data_parallel, disable_data_parallel, unsharded
+
+one_thread = pytest.fixture(scope="module", autouse=True)(with_one_thread)
+fake = pytest.fixture(fake_ranks)
+
+
+def mlp():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def filled(fill, mesh):
+    """What `fill(model)` makes of two equal models, one of them sharded: [(whole, plain) of each parameter]."""
+    plain, sharded = mlp(), data_parallel(mlp(), mesh)
+    for model in (plain, sharded):
+        torch.manual_seed(7)
+        fill(model)
+    return [(whole(p), q.detach()) for p, q in zip(sharded.parameters(), plain.parameters(), strict=True)]
+
+
+def init(module):
+    if isinstance(module, nn.Linear):
+        nn.init.trunc_normal_(module.weight, std=0.02)
+        nn.init.zeros_(module.bias)
+
+
+@torch.no_grad()
+def noise(model):
+    model[0].weight.add_(torch.randn_like(model[0].weight))
+
+
+FILLS = dict(
+    apply=lambda m: m.apply(init), clamp=lambda m: m[0].weight.data.clamp_(-0.1, 0.1),
+    normal=lambda m: nn.init.normal_(m[2].weight), uniform=lambda m: nn.init.uniform_(m[2].weight),
+    xavier=lambda m: nn.init.xavier_normal_(m[0].weight), kaiming=lambda m: nn.init.kaiming_uniform_(m[0].weight),
+    reset=lambda m: m[0].reset_parameters(), noise=noise, bernoulli=lambda m: m[0].weight.data.bernoulli_(0.3),
+    inside=lambda m: inside(m),
+)  # fmt: skip
+
+
+def inside(model):
+    with disable_data_parallel():
+        model.apply(init)
+
+
+def initialised(mesh):
+    """Which of FILLS give another value than one process: none, on any number of ranks."""
+    return {name: all(torch.equal(a, b) for a, b in filled(fill, mesh)) for name, fill in FILLS.items()}
+
+
+def lora(mesh):
+    """LoRA put on a sharded model: refused until wrapped; then trains alike on all ranks and merges."""
+    import torch.distributed as dist
+    from peft import LoraConfig, get_peft_model
+
+    model = data_parallel(mlp(), mesh)
+    with unsharded():  # PEFT sizes adapters by the shard that it would see
+        adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["0", "2"], lora_dropout=0.0))
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(dist.get_rank()))  # another on each rank
+    try:
+        adapted(x)
+        return "not refused"
+    except RuntimeError as e:
+        refused = str(e)
+    data_parallel(adapted, mesh, mode="replicate")
+    optimizer = torch.optim.SGD([p for p in adapted.parameters() if p.requires_grad], 0.5)
+    before = [whole(p).clone() for p in adapted.parameters() if not p.requires_grad]
+    for _ in range(3):
+        adapted(x).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    trained = [p.to_local() for p in adapted.parameters() if p.requires_grad]
+    assert all(p.abs().sum() > 0 for p in trained)
+    each = [None, None]
+    dist.all_gather_object(each, trained)
+    same = all(torch.equal(a, b) for a, b in zip(*each, strict=True))
+    frozen = [torch.equal(a, whole(p)) for a, p in zip(before, (p for p in adapted.parameters() if not p.requires_grad),
+                                                       strict=True)]  # fmt: skip
+    expected = adapted(x).detach()
+    merged = adapted.merge_and_unload()
+    return refused, same, all(frozen), torch.allclose(merged(x), expected, atol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def two():
+    return spawn(2, [initialised, lora], timeout=240)
+
+
+def test_initialisation_and_clamping_give_the_values_of_one_process(two, fake):
+    for found in (*two["initialised"], initialised(fake(1))):
+        assert found == dict.fromkeys(FILLS, True)
+
+
+def test_late_adapters_are_refused_then_adopted_train_alike_and_merge(two):
+    for refused, *held in two["lora"]:
+        assert "lora_A" in refused and "mode='replicate'" in refused and held == [True, True, True]
+
+
+def test_groups_freezing_and_gradients_by_attribute_are_those_of_the_parameter(fake):
+    model = data_parallel(mlp(), fake(2))
+    assert [id(m.weight) for m in (model[0], model[2])] == [id(p) for n, p in model.named_parameters() if "weight" in n]
+    model[0].weight.requires_grad_(False)
+    model(torch.randn(2, 6)).sum().backward()
+    assert model[0].weight.grad is None and model[2].weight.grad is model.get_parameter("2.weight").grad is not None
+    torch.optim.SGD([model[2].weight], 0.1).step()
+    model[0].weight = model[0].weight  # the parameter itself may be put back
+
+
+@pytest.mark.parametrize("change", [
+    lambda m: setattr(m[0], "weight", nn.Parameter(torch.ones(5, 6))),
+    lambda m: m.load_state_dict(mlp().state_dict(), assign=True),
+    lambda m: m.append(nn.Linear(3, 3)),
+    lambda m: m[0].register_parameter("extra", nn.Parameter(torch.ones(1))),
+    lambda m: nn.utils.parametrize.register_parametrization(m[0], "weight", nn.Identity()),
+], ids=["assigned", "loaded", "module", "parameter", "parametrized"])  # fmt: skip
+@pytest.mark.parametrize("compile", [False, True])
+def test_a_parameter_that_would_train_unsharded_is_named(fake, change, compile):
+    model = data_parallel(mlp(), fake(2))
+    change(model)
+    run = torch.compile(model, backend="eager", fullgraph=True) if compile else model
+    with pytest.raises(Exception, match=r"(0|3)\.\S+ is not sharded: it came after data_parallel.*again for new mod"):
+        run(torch.randn(2, 6))
+
+
+def test_wrapping_again_takes_what_is_new_and_keeps_ties(fake):
+    mesh = fake(2)
+    model = nn.ModuleDict(dict(emb=nn.Embedding(8, 4), head=nn.Linear(4, 8, bias=False)))
+    model["head"].weight = model["emb"].weight
+    data_parallel(model["emb"], mesh)  # blocks first and the root last, as with fully_shard
+    data_parallel(model, mesh)
+    assert model["head"].weight is model["emb"].weight and len(list(model.parameters())) == 1
+    with pytest.raises(ValueError, match="wrapped already"):
+        data_parallel(model, mesh)
+    model["emb"].weight = nn.Parameter(torch.ones(8, 4))
+    model["new"] = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"emb\.weight.*copy it into the old parameter"):
+        data_parallel(model, mesh)
+
+
+@pytest.mark.parametrize("what", [
+    lambda m: nn.utils.weight_norm(m[0]), lambda m: nn.utils.prune.l1_unstructured(m[0], "weight", 0.5)],
+    ids=["weight_norm", "prune"])  # fmt: skip
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+def test_weights_that_are_computed_are_put_there_before_the_wrap(fake, what):
+    import torch.nn.utils.prune  # noqa: F401
+
+    x, plain = torch.randn(2, 6), mlp()
+    what(plain)
+    expected = plain(x).detach()
+    early = data_parallel(plain, fake(1))
+    assert torch.equal(early(x), expected)
+    with pytest.raises((TypeError, RuntimeError), match="before it|not sharded|mixed"):
+        late = data_parallel(mlp(), fake(1))
+        what(late)
+        late(x)
+
+
+def test_vmap_jvp_and_detect_anomaly_work(fake):
+    plain, model, x = mlp(), data_parallel(mlp(), fake(1)), torch.randn(4, 6)
+    for module in (plain, model):
+        module.got = [torch.vmap(module)(x), *torch.func.jvp(module, (x,), (x,)), torch.func.jacrev(module)(x[0]),
+                      torch.func.grad(lambda y, module=module: module(y).square().sum())(x)]  # fmt: skip
+    assert all(torch.allclose(a, b) for a, b in zip(plain.got, model.got, strict=True))
+    with torch.autograd.detect_anomaly(check_nan=True):
+        model(x).sum().backward()
+    with torch.autograd.detect_anomaly(check_nan=True), pytest.raises(RuntimeError, match="returned nan values"):
+        (model(x) * float("nan")).sum().backward()
+
+
+def test_unsharded_gathers_once_trains_and_refuses_changes_that_would_be_lost(fake):
+    model = data_parallel(mlp(), fake(1))
+    with unsharded():
+        assert not isinstance(model[0].weight, DTensor) and model[0].weight is model[0].weight
+        penalty = sum(module.weight.square().sum() for module in model if isinstance(module, nn.Linear))
+    penalty.backward()
+    assert torch.allclose(whole(model[0].weight.grad), 2 * whole(model[0].weight))
+    with pytest.raises(RuntimeError, match="weight of Linear was changed in place"), unsharded(), torch.no_grad():
+        model[0].weight.zero_()
+    with contextlib.suppress(ZeroDivisionError), unsharded():
+        raise ZeroDivisionError
+    assert isinstance(model[0].weight, DTensor)
+
+
+def test_a_forward_that_changes_a_weight_in_place_is_an_error(fake):
+    class Clamped(nn.Linear):
+        def forward(self, x):
+            with torch.no_grad():
+                self.weight.clamp_(-1, 1)
+            return super().forward(x)
+
+    with pytest.raises(RuntimeError, match="weight of Clamped was changed in place while it was gathered"):
+        data_parallel(Clamped(6, 3), fake(2))(torch.randn(2, 6))
+
+
+def test_names_of_classes_are_those_of_the_plain_model(fake):
+    plain, model = mlp(), data_parallel(mlp(), fake(2))
+    assert repr(plain) == repr(model) and str(type(model[0])) == str(nn.Linear) and type(model[0]) is not nn.Linear
+    assert isinstance(model[0], nn.Linear) and type(model[0]).__module__ == nn.Linear.__module__
+
+
+def test_a_method_that_computes_with_a_weight_outside_of_forward_needs_unsharded(fake):
+    """Methods that only call submodules work as they are; one that computes with a weight needs unsharded()."""
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(6, 6)
+
+        def features(self, x):
+            return self.a(x)
+
+        def score(self, x):
+            return x @ self.a.weight.T
+
+        def forward(self, x):
+            return self.score(self.features(x))
+
+    model, x = data_parallel(Model(), fake(2)), torch.randn(2, 6)
+    assert model(x).shape == model.features(x).shape == (2, 6)
+    with pytest.raises(RuntimeError, match="mixed torch.Tensor and DTensor"):
+        model.score(x)
+    with unsharded():
+        assert model.score(x).shape == (2, 6)
+
+
+def test_embeddings_are_resized_before_the_wrap(fake):
+    transformers = pytest.importorskip("transformers")
+    small = dict(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+                 num_key_value_heads=2)  # fmt: skip
+    tokens = torch.arange(4)[None]
+    early = transformers.LlamaForCausalLM(transformers.LlamaConfig(**small))
+    early.resize_token_embeddings(40)
+    assert data_parallel(early, fake(1))(tokens).logits.shape[-1] == 40
+    late = data_parallel(transformers.LlamaForCausalLM(transformers.LlamaConfig(**small)), fake(2))
+    with pytest.raises((RuntimeError, ValueError, TypeError), match="not sharded|DTensor"):
+        late.resize_token_embeddings(40)
+        late(tokens)
