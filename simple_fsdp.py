@@ -218,7 +218,7 @@ def _wrapped_class(cls: type, names: tuple[str, ...]) -> type:
 
     @functools.wraps(plain_forward)
     def forward(self, *args, **kwargs):
-        if hasattr(self, "_data_parallel_root"):
+        if self._data_parallel_root:
             _refuse_unsharded(id(self))
         with unsharded():
             return plain_forward(self, *args, **kwargs)
@@ -230,7 +230,8 @@ def _wrapped_class(cls: type, names: tuple[str, ...]) -> type:
         return [getattr(self, name, None) for name in self._flat_weights_names]
 
     attributes = {name: _reader(name) for name in names} | dict(forward=forward, __reduce_ex__=__reduce_ex__)
-    attributes |= dict(_gathered=names, __module__=cls.__module__, __qualname__=cls.__qualname__)
+    attributes |= dict(__module__=cls.__module__, __qualname__=cls.__qualname__)
+    attributes |= dict(_gathered=names, _data_parallel_root=False)  # True on a model given to data_parallel()
     if issubclass(cls, nn.RNNBase):
         attributes["_flat_weights"] = property(flat_weights, lambda self, value: None)
         attributes["forward"] = torch.compiler.disable(forward)  # torch compiles none of them; not in pieces either

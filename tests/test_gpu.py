@@ -98,10 +98,14 @@ def attended(kernel, shape=SDPA, compile=False):
                                                ("efficient", "fp32")])  # fmt: skip
 def test_every_kernel_of_sdpa_is_the_one_that_runs_and_agrees_with_math(mesh, kernel, dtype, compile):
     needs(kernel, SDPA._replace(dtype=dtype))
+    *qkv, gradient = attention.inputs(SDPA._replace(dtype=dtype), torch.device("cuda", 0))
+    y = sdpa_kernel("math", *(t.double() for t in qkv))
+    exact = [y, *torch.autograd.grad(y, qkv, gradient.double())]
     found, names = attended(kernel, SDPA._replace(dtype=dtype), compile)
-    exact, others = attended("math", SDPA._replace(dtype=dtype), compile)
-    for a, b in zip(found, exact, strict=True):
-        assert (a - b).float().norm() < 0.02 * b.float().norm()
+    math, others = attended("math", SDPA._replace(dtype=dtype), compile)
+    for name, which in ((kernel, found), ("math", math)):
+        for a, b in zip(which, exact, strict=True):
+            assert (a - b).norm() < 0.02 * b.norm(), (name, a.shape, a.stride())
     own = dict(cudnn="cudnn", flash="flash", efficient="fmha")[kernel]
     assert own in names and not any(word in others for word in ("cudnn_gen", "flash", "fmha")), (names, others)
 

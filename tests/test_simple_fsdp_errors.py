@@ -194,8 +194,8 @@ def test_the_files_to_copy_import_only_torch_and_the_standard_library(file):
     assert {name.split(".")[0] for name in modules} - set(sys.stdlib_module_names) == {"torch"}
 
 
-def test_the_file_has_at_most_371_lines():
-    assert len(SOURCE.splitlines()) <= 371
+def test_the_file_has_at_most_372_lines():
+    assert len(SOURCE.splitlines()) <= 372
 
 
 def test_the_file_does_nothing_at_import():

@@ -164,7 +164,7 @@ def ladder(rows: list[dict]) -> tuple[list[dict], Columns]:
     for title, key, digits, *_ in METRICS[:2]:
         if found := column(rows, f"peak {title}", key, digits):
             columns += [*found, relative([published.figure(row, key) for row in rows], names)]
-    return rows, columns + column(rows, MS, "step_ms", 1)
+    return rows, columns + column(rows, MS, "step_ms", 1) + column(rows, "MFU %", "mfu", 1)
 
 
 def compile_depth(rows: list[dict]) -> tuple[list[dict], Columns]:
