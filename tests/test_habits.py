@@ -160,7 +160,7 @@ def test_weights_that_are_computed_are_put_there_before_the_wrap(fake, what):
     expected = plain(x).detach()
     early = data_parallel(plain, fake(1))
     assert torch.equal(early(x), expected)
-    with pytest.raises((TypeError, RuntimeError), match="before it|not sharded|mixed"):
+    with pytest.raises((TypeError, RuntimeError), match="before it|not sharded|placement"):
         late = data_parallel(mlp(), fake(1))
         what(late)
         late(x)

@@ -313,7 +313,7 @@ CASES = dict(
     graph_break=(lambda: net(layers=blocks()), broken, LAYERS, 14, 5, 7680, None),
     parent_reads=(parent_reads, whole, LAYERS, 3, 3, 20672, None),
 )  # fmt: skip
-SLOW = "twice", "unet", "twins", "equal_gradients", "lists", "skipped"
+SLOW = "twice unet twins equal_gradients lists skipped experts encoder_decoder shared inner other_root".split()
 WARNED = dict(graph_break="L['model'].head", parent_reads="L['self'].emb")
 
 
