@@ -27,8 +27,9 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from torch.utils.weak import WeakTensorKeyDictionary
 
 # All that this file uses of torch's private names: the module of TorchDispatchMode above, the functions below, and the
-# attributes Module._parameters, Tensor._version, UntypedStorage._cdata, OpOverload._schema, DTensor._local_tensor,
-# RNNBase._flat_weights, RNNBase._flat_weights_names, aten._is_any_true. A test of each says which is missing.
+# attributes Module._parameters, Tensor._version, Tensor._backward_hooks, Tensor._post_accumulate_grad_hooks,
+# UntypedStorage._cdata, OpOverload._schema, DTensor._local_tensor, RNNBase._flat_weights, RNNBase._flat_weights_names,
+# aten._is_any_true. A test of each says which is missing.
 _top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _wait_tensor = torch.ops._c10d_functional.wait_tensor.default
 _backward_runs = torch._C._current_graph_task_id  # -1: none on this thread
@@ -104,7 +105,7 @@ _keep_gathered.cache_hash = "simple_fsdp-keep-gathered-1"  # without one, AOTAut
 
 # In eager mode a layer saves its gathered weight for backward; hooks have autograd keep a _GatherAgain instead. The
 # _Origin hangs on the storage of the gathered weight, where every view of it finds it and with which it is freed.
-_Origin = namedtuple("_Origin", "parameter policy dtype")  # a weak reference; the dtype as gathered
+_Origin = namedtuple("_Origin", "parameter policy dtype")  # the dtype as gathered
 _GatherAgain = namedtuple("_GatherAgain", "origin versions size stride offset")  # the last three are the view's
 
 
@@ -112,7 +113,7 @@ def _pack(saved: Tensor) -> Tensor | _GatherAgain:
     if saved.layout is not torch.strided:  # it has no storage
         return saved
     origin = getattr(saved.untyped_storage(), "_sharded", None)
-    p = origin and origin.parameter()
+    p = origin and origin.parameter
     if p is None or saved.dtype != origin.dtype or saved.is_conj():  # as_strided could not make the latter two again
         return saved
     versions = p._version, p._local_tensor._version  # one counts changes of the DTensor, one those of its local shard
@@ -122,9 +123,9 @@ def _pack(saved: Tensor) -> Tensor | _GatherAgain:
 def _unpack(kept: Tensor | _GatherAgain) -> Tensor:
     if isinstance(kept, Tensor):
         return kept
-    p = kept.origin.parameter()
-    if p is None or (p._version, p._local_tensor._version) != kept.versions:
-        raise RuntimeError("a parameter was changed in place or replaced between its forward and its backward")
+    p = kept.origin.parameter
+    if (p._version, p._local_tensor._version) != kept.versions:
+        raise RuntimeError("a parameter was changed in place between its forward and its backward")
     with torch.no_grad():
         return _gather(p, kept.origin.policy).as_strided(kept.size, kept.stride, kept.offset)
 
@@ -139,15 +140,16 @@ class unsharded:
         # Saved tensors go through hooks. Not where there are hooks already: on top of an activation checkpoint's, ours
         # would switch it off, and it keeps no weight anyway. Nor where torch.func forbids them.
         hooks = torch.is_grad_enabled() and _top_saved_tensors_hooks(True) is None and _transform() is None
-        self.hooks = torch.autograd.graph.saved_tensors_hooks(_pack, _unpack) if hooks else nullcontext()
-        self.hooks.__enter__()
-        self.memo_of_caller, _thread.memo = _thread.memo, {}
+        hooks = torch.autograd.graph.saved_tensors_hooks(_pack, _unpack) if hooks else nullcontext()
+        hooks.__enter__()
+        self.__dict__.setdefault("entered", []).append((hooks, _thread.memo))
+        _thread.memo = {}
 
     def __exit__(self, error, *_):
         if torch.compiler.is_compiling():
             return
-        memo, _thread.memo = _thread.memo, self.memo_of_caller
-        self.hooks.__exit__(error, *_)
+        memo, (hooks, _thread.memo) = _thread.memo, self.entered.pop()
+        hooks.__exit__(error, *_)
         for whole, version, name in memo.values() if error is None else ():
             if not whole.is_inference() and whole._version != version:
                 raise RuntimeError(f"{name} was changed in place while it was gathered, which is lost: do it elsewhere")
@@ -155,15 +157,17 @@ class unsharded:
 
 def _gather_once(p: DTensor, policy: _Policy, name: str) -> Tensor:
     memo = {} if _thread.memo is None else _thread.memo  # outside of any forward nothing would free what it holds
-    # A weight gathered under no_grad has no backward. An activation checkpoint, which sets hooks, gathers its own.
-    key = id(p), torch.is_grad_enabled(), _top_saved_tensors_hooks(True)
+    # A weight gathered under no_grad has no backward. An activation checkpoint, which sets hooks, gathers its own. Nor
+    # does a parameter that has changed since read as it was.
+    key = id(p), p._version, p._local_tensor._version, torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    key = *key, _top_saved_tensors_hooks(True)
     if key not in memo:
         with _without_transforms() if _transform() is not None else nullcontext():
             whole = _gather(p, policy)
         storage = whole.untyped_storage()
         is_parameter = storage._cdata == p._local_tensor.untyped_storage()._cdata  # one rank, no cast
         if policy.reshard_after_forward and not is_parameter:
-            storage._sharded = _Origin(weakref.ref(p), policy, whole.dtype)
+            storage._sharded = _Origin(p, policy, whole.dtype)
         memo[key] = whole, 0 if whole.is_inference() else whole._version, name
     return memo[key][0]
 
@@ -232,6 +236,8 @@ def _wrapped_class(cls: type, names: tuple[str, ...]) -> type:
     attributes = {name: _reader(name) for name in names} | dict(forward=forward, __reduce_ex__=__reduce_ex__)
     attributes |= dict(__module__=cls.__module__, __qualname__=cls.__qualname__)
     attributes |= dict(_gathered=names, _data_parallel_root=False)  # True on a model given to data_parallel()
+    for name in {"apply", "reset_parameters"} & {*dir(cls)}:  # initialise: what would be lost there is refused
+        attributes[name] = disable_data_parallel()(getattr(cls, name))
     if issubclass(cls, nn.RNNBase):
         attributes["_flat_weights"] = property(flat_weights, lambda self, value: None)
         attributes["forward"] = torch.compiler.disable(forward)  # torch compiles none of them; not in pieces either
@@ -239,7 +245,9 @@ def _wrapped_class(cls: type, names: tuple[str, ...]) -> type:
 
 
 def _new(cls: type, names: tuple[str, ...]) -> nn.Module:
-    return object.__new__(_wrapped_class(cls, names))
+    module = object.__new__(_wrapped_class(cls, names))
+    _roots[id(module)] = module  # a copied root is checked, too
+    return module
 
 
 def _check(model: nn.Module, mesh: DeviceMesh, mode: str) -> None:
@@ -258,6 +266,8 @@ def _check(model: nn.Module, mesh: DeviceMesh, mode: str) -> None:
             name = f"{path}.{name}" if path else name
             if wrapped and p is not None and not isinstance(p, DTensor):
                 raise ValueError(f"cannot shard {name}: its module is wrapped already, copy it into the old parameter")
+            if p is not None and not wrapped and (p._backward_hooks or p._post_accumulate_grad_hooks):
+                raise ValueError(f"cannot shard {name}: its hooks would be lost, register them after data_parallel()")
             if isinstance(p, DTensor) and not wrapped:
                 raise ValueError(f"cannot shard {name}: it already is a DTensor with placements {p.placements}")
             if isinstance(p, nn.parameter.UninitializedParameter):
@@ -318,7 +328,7 @@ def _draw_whole(func, args: tuple, kwargs: dict) -> DTensor:
 
 
 def _empty(t: DTensor) -> Tensor:
-    return torch.empty(t.shape, dtype=t.dtype, device=t.device)
+    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
 
 
 def _share(whole: Tensor, like: DTensor) -> DTensor:

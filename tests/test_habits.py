@@ -1,6 +1,7 @@
 """Other people's habits after data_parallel(): the rows of docs/coming_from.md, on 2 gloo ranks or a fake group."""
 
 import contextlib
+import copy
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from models_for_wrapper import fake_ranks, whole, with_one_thread
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from simple_fsdp import data_parallel, disable_data_parallel, unsharded
+from simple_fsdp import MixedPrecisionPolicy, data_parallel, disable_data_parallel, unsharded
 
 one_thread = pytest.fixture(scope="module", autouse=True)(with_one_thread)
 fake = pytest.fixture(fake_ranks)
@@ -201,6 +202,62 @@ def test_a_forward_that_changes_a_weight_in_place_is_an_error(fake):
 
     with pytest.raises(RuntimeError, match="weight of Clamped was changed in place while it was gathered"):
         data_parallel(Clamped(6, 3), fake(2))(torch.randn(2, 6))
+
+
+def test_a_step_inside_unsharded_is_seen_by_the_next_read(fake):
+    """Of an optimizer that counts versions; torch's foreach and fused ones do not."""
+    model = data_parallel(mlp(), fake(1), mp_policy=MixedPrecisionPolicy(torch.float64))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, foreach=False)
+    with unsharded():
+        before = model[0].weight.detach().clone()
+        model[0].weight.sum().backward()
+        optimizer.step()
+        assert torch.allclose(model[0].weight, before - 0.1)
+    both = unsharded()
+    with both, both:
+        assert not isinstance(model[0].weight, DTensor)
+    assert isinstance(model[0].weight, DTensor)
+
+
+def test_functional_call_with_shards_that_live_no_longer_has_gradients(fake):
+    """One step of MAML: the updated parameters are temporary."""
+    x, grads = torch.randn(4, 6), []
+    for model in (mlp().double(), data_parallel(mlp(), fake(1), mp_policy=MixedPrecisionPolicy(torch.float64))):
+        params = dict(model.named_parameters())
+        inner = torch.autograd.grad(model(x.double()).square().sum(), [*params.values()], create_graph=True)
+        updated = {name: p - 0.1 * g for (name, p), g in zip(params.items(), inner, strict=True)}
+        torch.func.functional_call(model, updated, (x.double(),)).square().sum().backward()
+        grads.append([whole(p.grad) if isinstance(p, DTensor) else p.grad for p in model.parameters()])
+    assert all(torch.allclose(a.double(), b.double(), rtol=1e-4, atol=1e-5) for a, b in zip(*grads, strict=True))
+
+
+def test_a_copy_is_checked_as_the_original_and_hooks_are_not_lost(fake):
+    model = copy.deepcopy(data_parallel(mlp(), fake(2)))
+    model.append(nn.Linear(3, 3))
+    with pytest.raises(RuntimeError, match="3.weight is not sharded"):
+        model(torch.randn(2, 6))
+    hooked = mlp()
+    hooked[2].bias.register_hook(lambda g: g * 0)
+    with pytest.raises(ValueError, match="2.bias: its hooks would be lost"):
+        data_parallel(hooked, fake(2))
+
+
+def test_what_initialisation_would_lose_is_refused_by_apply_and_reset_parameters(fake):
+    model = data_parallel(nn.Sequential(nn.Embedding(4, 3, padding_idx=0)), fake(2))
+    for run in (model[0].reset_parameters, lambda: model.apply(lambda m: m is model or m.weight[0].zero_())):
+        with pytest.raises(RuntimeError, match="fill it in place and as a whole"), torch.no_grad():
+            run()
+
+
+def test_a_draw_has_the_order_in_memory_of_the_plain_parameter(fake):
+    drawn = []
+    for mesh in (None, fake(1)):
+        model = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
+        if mesh:
+            data_parallel(model, mesh)
+        torch.manual_seed(3)
+        drawn.append(nn.init.normal_(model.weight).detach())
+    assert torch.equal(drawn[0], whole(drawn[1]))
 
 
 def test_names_of_classes_are_those_of_the_plain_model(fake):

@@ -160,6 +160,8 @@ PRIVATE = {
     "torch.ops._c10d_functional": lambda: torch.ops._c10d_functional.wait_tensor.default,
     "Module._parameters": lambda: nn.Linear(1, 1)._parameters["weight"],
     "Tensor._version": lambda: torch.empty(0)._version,
+    "Tensor._backward_hooks": lambda: torch.empty(0)._backward_hooks,
+    "Tensor._post_accumulate_grad_hooks": lambda: torch.empty(0)._post_accumulate_grad_hooks,
     "UntypedStorage._cdata": lambda: torch.empty(0).untyped_storage()._cdata,
     "OpOverload._schema": lambda: torch.ops.aten.normal_.default._schema.name,
     "DTensor._local_tensor": lambda: DTensor._local_tensor,
@@ -194,8 +196,8 @@ def test_the_files_to_copy_import_only_torch_and_the_standard_library(file):
     assert {name.split(".")[0] for name in modules} - set(sys.stdlib_module_names) == {"torch"}
 
 
-def test_the_file_has_at_most_372_lines():
-    assert len(SOURCE.splitlines()) <= 372
+def test_the_file_has_at_most_382_lines():
+    assert len(SOURCE.splitlines()) <= 382
 
 
 def test_the_file_does_nothing_at_import():
