@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from simple_fsdp import unsharded
+
 SAMPLES, TOKENS, VOCAB, WIDTH = 4, 8, 61, 32
 Inputs = dict[str, torch.Tensor]
 
@@ -97,7 +99,8 @@ def distance(output: str) -> Callable[[nn.Module, Inputs], torch.Tensor]:
 
 def clip_loss(model: nn.Module, inputs: Inputs) -> torch.Tensor:
     out = model(**inputs)  # its own loss compares each sample with the others
-    return (1 - (out.image_embeds * out.text_embeds).sum(-1)).mean() * model.logit_scale.exp()
+    with unsharded():  # outside of forward
+        return (1 - (out.image_embeds * out.text_embeds).sum(-1)).mean() * model.logit_scale.exp()
 
 
 # ------------------------------------------------------------------------------------------------- Hugging Face

@@ -70,8 +70,8 @@ def test_generated_kernels_compute_what_eager_code_does(line):
     done = module(f"\nimport runpy\nrunpy.run_path({str(INTERPRETED)!r}, run_name='__main__')", *line.split())
     assert done.code == 0, done.err
     found = json.loads(done.out.splitlines()[-1])
-    for gpu, eager in (found["loss"], found["gradients"]):
-        assert gpu < 1.2 * eager + 2e-6, found
+    for gpu, eager in (found["loss"], found["gradients"]):  # how far eager bf16 is from fp32 depends on the CPU
+        assert gpu < 1.2 * eager + (2e-6 if "fp32" in line else 2e-5), found
     assert found["update"] < 1e-4 and len(found["kernels"]) > 30 and not found["missing"], found
 
 
