@@ -18,7 +18,7 @@
 #   PYTHON         interpreter (default python3); NO_INSTALL=1 uses it as it is, with the packages that it has
 #   TORCH          cpu | cuda: which torch to install (default: cuda where nvidia-smi lists a GPU)
 #                  older driver: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cu126 ./launch.sh install
-#   OUT            folder of results (gpu: results) or traces (profile: profile)
+#   OUT            folder of results (gpu: runs) or traces (profile: profile)
 #   CELL_TIMEOUT   seconds for one cell of a sweep (default 1800)
 # Relative paths in FLAGS start at the repository.
 
@@ -79,7 +79,7 @@ torchrun() {    # torchrun SCRIPT ARGS; a prefix (nsys) may stand in $wrap
 }
 
 gpu() {
-    local parts="1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16" out=${OUT:-results}/gpu status=0 part code tiny= axes
+    local parts="1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16" out=${OUT:-runs}/gpu status=0 part code tiny= axes
     axes=(- - - gpu-{ladder,mfu,compile,remat,memory} gpus wrappers variants attention seqlen depth width gpu-compile-depth)
     case ${1:-} in --*|'') ;; [1-9]|1[0-6]) parts=$1; shift ;; *) die "gpu: no part '$1', expected 1 to 16" 2 ;; esac
     if [ "${1:-}" = --tiny ]; then shift; set -- --small "$@"; out=$out-tiny tiny=--small; else set -- --device cuda "$@"; fi

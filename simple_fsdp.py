@@ -15,23 +15,26 @@ import functools
 import threading
 import weakref
 from collections import namedtuple
+from collections.abc import Iterable
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import accumulate, count
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh, get_backend
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.weak import WeakTensorKeyDictionary
 
 # All that this file uses of torch's private names: the module of TorchDispatchMode above, the functions below, and the
 # attributes Module._parameters, Tensor._version, Tensor._backward_hooks, Tensor._post_accumulate_grad_hooks,
-# UntypedStorage._cdata, OpOverload._schema, DTensor._local_tensor, RNNBase._flat_weights, RNNBase._flat_weights_names,
-# aten._is_any_true. A test of each says which is missing.
+# UntypedStorage._cdata, OpOverload._schema, DTensor._local_tensor, DTensor._spec, RNNBase._flat_weights,
+# RNNBase._flat_weights_names, aten._is_any_true. A test of each says which is missing.
+_c10d = torch.ops._c10d_functional
 _top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
-_wait_tensor = torch.ops._c10d_functional.wait_tensor.default
+_modes = torch._C._len_torch_dispatch_stack  # how many dispatch modes are on
 _backward_runs = torch._C._current_graph_task_id  # -1: none on this thread
 _compiled_code_runs = torch._C._dynamo.eval_frame.get_eval_frame_callback  # None: none on this thread
 _transform = torch._C._functorch.peek_interpreter_stack  # None outside of torch.func's vmap, jvp, grad
@@ -46,6 +49,7 @@ _shards = WeakTensorKeyDictionary()  # by unsharded parameter: one that several 
 
 class _Thread(threading.local):
     memo = None  # what the innermost running eager forward has gathered; None outside of any
+    in_block = None  # of a block, which gathers for all modules in it: how many modes were on when it began
 
 
 _thread = _Thread()
@@ -61,115 +65,198 @@ class MixedPrecisionPolicy:
     reduce_dtype: torch.dtype | None = None
 
 
-@dataclass(frozen=True)
-class _Policy:
-    """How the parameters of one data_parallel() call are gathered. replica: with hybrid_shard, the mesh to do it on."""
-
-    mp: MixedPrecisionPolicy
-    reshard_after_forward: bool
-    replica: DeviceMesh | None
-
-    def __deepcopy__(self, memo):  # the copy of a module communicates over the same mesh
-        return self
+def _dtypes(p: DTensor, mp: MixedPrecisionPolicy) -> tuple[torch.dtype, torch.dtype]:
+    dtype = mp.param_dtype or p.dtype
+    return (dtype, mp.reduce_dtype or dtype) if p.dtype.is_floating_point else (p.dtype, p.dtype)
 
 
-def _gather(p: DTensor, policy: _Policy) -> Tensor:
-    """The whole parameter as a plain tensor in param_dtype. Its backward reduces the gradient to a shard."""
-    param_dtype = policy.mp.param_dtype if p.dtype.is_floating_point else None
-    reduce_dtype = policy.mp.reduce_dtype if p.dtype.is_floating_point else None
-    reduce_dtype = reduce_dtype or param_dtype
-    if policy.replica is not None:
-        # Gather within the replica alone: DTensor would all-reduce whole gradients over the 2-D mesh and then scatter
-        # them. The first line moves nothing in forward; its backward all-reduces the shard that is scattered before.
-        p = p.redistribute(placements=p.placements, backward_dtype=reduce_dtype)
-        shard = p.to_local(grad_placements=[Partial("avg"), p.placements[1]])
-        p = DTensor.from_local(shard, policy.replica, p.placements[1:], shape=p.shape, stride=p.stride())
-    shape, ranks = p.shape, p.device_mesh.size()
-    uneven = p.placements[0].is_shard() and shape[0] % ranks != 0
-    if uneven and ranks > 64:
-        # Every shard gets ceil(rows / ranks) rows: DTensor's own padding, rank by rank, takes minutes to compile. Ours
-        # puts a DeviceMesh into the graph, which torch's compile cache cannot hold: worth it only for many ranks.
-        shard = p.to_local()
-        padding = [0] * (2 * p.ndim - 1) + [-(-shape[0] // ranks) - len(shard)]  # all at the end of dimension 0
-        p = DTensor.from_local(nn.functional.pad(shard, padding), p.device_mesh, [Shard(0)])
-    whole = p.redistribute(placements=[Replicate()], forward_dtype=param_dtype, backward_dtype=reduce_dtype)
-    whole = whole.to_local(grad_placements=[Partial("avg")])
-    return whole[: shape[0]] if uneven and ranks > 64 else whole
+def _over(p: DTensor, dim: int) -> tuple[bool, int, str]:
+    """Of a dimension of the mesh: whether `p` is sharded over it, the number of ranks, the name of their group."""
+    return p.placements[dim].is_shard(), p.device_mesh.size(dim), p.device_mesh.get_group(dim).group_name
 
 
-# In compiled code each gather is an activation checkpoint of its own, so that backward gathers again. With this context
-# the gathered weight is kept instead, even where a checkpoint around the module would gather it again.
+def _padded(t: Tensor, rows: int) -> Tensor:
+    t = nn.functional.pad(t, [0] * (2 * t.ndim - 1) + [rows - len(t)]) if len(t) < rows else t
+    return t.contiguous()  # padding keeps channels_last
+
+
+def _fit(t: Tensor, shape: torch.Size) -> Tensor:
+    return t if t.shape == shape else t.view(-1)[: shape.numel()].view(shape)  # without the padding
+
+
+def _together(tensors: list[Tensor], rows: int, rows_after: int, collective, *args) -> list[Tensor]:
+    """One collective for several tensors: they lie side by side, each as [rows, n], and are cut out of its result."""
+    if len(tensors) == 1:
+        return [_c10d.wait_tensor(collective(tensors[0], *args))]
+    flat = torch.cat([t.view(rows, -1) for t in tensors], 1).view(-1)
+    result = _c10d.wait_tensor(collective(flat, *args)).view(rows_after, -1)
+    return torch.split_with_sizes_copy(result, [t.numel() // rows for t in tensors], 1)
+
+
+class _Gather(torch.autograd.Function):
+    """Parameters, alike in dtypes, mesh and placements -> whole plain tensors in `dtype`, by one all-gather."""
+
+    @staticmethod
+    def forward(ctx, call: "_Call | None", dtype: torch.dtype, reduce_dtype: torch.dtype, *params: DTensor):
+        ctx.call, ctx.reduce_dtype, ctx.params = call and weakref.ref(call), reduce_dtype, params
+        ctx.set_materialize_grads(False)
+        (sharded, ranks, group), wholes = _over(params[0], -1), [p._local_tensor.to(dtype) for p in params]
+        if sharded and ranks > 1:
+            wholes = [_padded(t, -(-len(p) // ranks)) for t, p in zip(wholes, params, strict=True)]
+            wholes = _together(wholes, 1, ranks, _c10d.all_gather_into_tensor, ranks, group)
+            wholes = [_fit(t, p.shape) for t, p in zip(wholes, params, strict=True)]
+        wholes = [t if t is not p._local_tensor else t.view_as(t) for t, p in zip(wholes, params, strict=True)]
+        ctx.mark_non_differentiable(*(t for t, p in zip(wholes, params, strict=True) if not p.requires_grad))
+        return tuple(wholes)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor | None):
+        if call := ctx.call and ctx.call():
+            call.again = {}
+        like = [p for p, grad in zip(ctx.params, grads, strict=True) if grad is not None]
+        given = (grad for grad in grads if grad is not None)
+        shards = iter(_Reduce.apply(ctx.call is not None, ctx.reduce_dtype, like, *given) if like else ())
+        return None, None, None, *(grad if grad is None else next(shards) for grad in grads)
+
+
+class _Reduce(torch.autograd.Function):
+    """Whole gradients of the parameters `like` -> their averages over the ranks as shards, in the stored dtype. With
+    _Gather each is the other's backward, so that gradients of gradients work too."""
+
+    @staticmethod
+    def forward(ctx, eager: bool, dtype: torch.dtype, like: list[DTensor], *given: Tensor):
+        ctx.dtypes, ctx.like = (given[0].dtype, dtype), like
+        ctx.set_materialize_grads(False)
+        grads = [grad.to(dtype) for grad in given]
+        for dim in reversed(range(like[0].device_mesh.ndim)):  # hybrid_shard: reduces what was scattered before
+            sharded, ranks, group = _over(like[0], dim)
+            if sharded and ranks > 1:
+                grads = [_padded(t, -(-len(t) // ranks) * ranks) for t in grads]
+                grads = _together(grads, ranks, 1, _c10d.reduce_scatter_tensor, "avg", ranks, group)
+            elif ranks > 1:
+                grads = _together([t.contiguous() for t in grads], 1, 1, _c10d.all_reduce, "avg", group)
+        shards = [_fit(t, p._local_tensor.shape).to(p.dtype) for t, p in zip(grads, like, strict=True)]
+        if eager:  # autograd may give several the same memory, or a whole one element's
+            own = functools.partial(torch.clone, memory_format=torch.contiguous_format)
+            shards = [own(t) if t is grad else t for t, grad in zip(shards, given, strict=True)]
+        return tuple(DTensor(t, p._spec, requires_grad=False) for t, p in zip(shards, like, strict=True))
+
+    @staticmethod
+    def backward(ctx, *grads: DTensor | None):
+        given = [g.redistribute(placements=p.placements) for g, p in zip(grads, ctx.like, strict=True) if g is not None]
+        wholes = iter(_Gather.apply(None, *ctx.dtypes, *given) if given else ())
+        return None, None, None, *(grad if grad is None else next(wholes) for grad in grads)
+
+
+# Compiled code gathers by this operation, one parameter each: Dynamo does not look into it, AOTAutograd does. Another
+# copy of this file has one of another name.
+_library, _loader = torch.library.Library("simple_fsdp", "FRAGMENT"), globals().get("__loader__")
+_NAME = next(name for i in count() if not hasattr(torch.ops.simple_fsdp, name := f"gather_{i}"))
+_NAME = _library.define(f"{_NAME}(Tensor p, ScalarType dtype, ScalarType reduce_dtype) -> Tensor")
+_gather = getattr(torch.ops.simple_fsdp, _NAME).default
+_VERSION = hash(int.from_bytes(_loader.get_data(__file__))) if hasattr(_loader, "get_data") else id(_library)
+
+
+@torch.library.impl(_library, _NAME, "CompositeImplicitAutograd")
+def _gather_one(p: DTensor, dtype: torch.dtype, reduce_dtype: torch.dtype) -> Tensor:
+    return _Gather.apply(None, dtype, reduce_dtype, p)[0]
+
+
+# Each is an activation checkpoint of its own, so that backward gathers again. With this context the gathered weight is
+# kept instead, even where a checkpoint around the module would gather it again.
 def _keep_gathered():
-    return create_selective_checkpoint_contexts([_wait_tensor])
+    return create_selective_checkpoint_contexts([_c10d.wait_tensor.default])
 _keep_gathered.cache_hash = "simple_fsdp-keep-gathered-1"  # without one, AOTAutograd would not cache the graph
 
 # In eager mode a layer saves its gathered weight for backward; hooks have autograd keep a _GatherAgain instead. The
-# _Origin hangs on the storage of the gathered weight, where every view of it finds it and with which it is freed.
-_Origin = namedtuple("_Origin", "parameter policy dtype")  # the dtype as gathered
-_GatherAgain = namedtuple("_GatherAgain", "origin versions size stride offset")  # the last three are the view's
+# call that gathered it hangs on the storage of the weight, where every view of it finds it and with which it is freed.
+_GatherAgain = namedtuple("_GatherAgain", "call index versions size stride offset")  # the last three are the view's
+
+
+class _Call:
+    """Parameters that are gathered at once; and again, those that backward needs, until it has had each."""
+
+    def __init__(self, params: list[DTensor], mp: MixedPrecisionPolicy):
+        self.params, self.dtypes = params, _dtypes(params[0], mp)
+        self.needed, self.again, self.saved, self.used = set(), {}, 0, 0
+
+
+def _versions(p: DTensor) -> tuple[int, int]:
+    return p._version, p._local_tensor._version  # one counts changes of the DTensor, one those of its local shard
 
 
 def _pack(saved: Tensor) -> Tensor | _GatherAgain:
-    if saved.layout is not torch.strided:  # it has no storage
+    call, i = getattr(saved.untyped_storage(), "_sharded", (None, 0)) if saved.layout is torch.strided else (None, 0)
+    if call is None or saved.dtype != call.dtypes[0] or saved.is_conj():  # as_strided could not make the latter again
         return saved
-    origin = getattr(saved.untyped_storage(), "_sharded", None)
-    p = origin and origin.parameter
-    if p is None or saved.dtype != origin.dtype or saved.is_conj():  # as_strided could not make the latter two again
-        return saved
-    versions = p._version, p._local_tensor._version  # one counts changes of the DTensor, one those of its local shard
-    return _GatherAgain(origin, versions, saved.size(), saved.stride(), saved.storage_offset())
+    call.needed.add(i)
+    call.saved += 1
+    return _GatherAgain(call, i, _versions(call.params[i]), saved.size(), saved.stride(), saved.storage_offset())
 
 
 def _unpack(kept: Tensor | _GatherAgain) -> Tensor:
     if isinstance(kept, Tensor):
         return kept
-    p = kept.origin.parameter
-    if (p._version, p._local_tensor._version) != kept.versions:
+    call = kept.call
+    if _versions(call.params[kept.index]) != kept.versions:
         raise RuntimeError("a parameter was changed in place between its forward and its backward")
-    with torch.no_grad():
-        return _gather(p, kept.origin.policy).as_strided(kept.size, kept.stride, kept.offset)
+    if kept.index not in call.again:
+        needed = sorted(call.needed)  # on all ranks in the same order
+        with torch.no_grad():
+            wholes = _Gather.apply(None, *call.dtypes, *(call.params[i] for i in needed))
+        call.again, call.used = dict(zip(needed, wholes, strict=True)), 0
+    whole, call.used = call.again[kept.index], call.used + 1
+    if call.used == call.saved:
+        call.again = {}
+    return whole.as_strided(kept.size, kept.stride, kept.offset)
 
 
-class unsharded:
+@contextmanager
+def unsharded():
     """Inside it parameters read as whole tensors, as in forward: for a regulariser or a method that computes with them.
     Each is gathered at its first use and freed at the end; RuntimeError for one that was changed in place by then."""
-
-    def __enter__(self):
-        if torch.compiler.is_compiling():
-            return
-        # Saved tensors go through hooks. Not where there are hooks already: on top of an activation checkpoint's, ours
-        # would switch it off, and it keeps no weight anyway. Nor where torch.func forbids them.
-        hooks = torch.is_grad_enabled() and _top_saved_tensors_hooks(True) is None and _transform() is None
-        hooks = torch.autograd.graph.saved_tensors_hooks(_pack, _unpack) if hooks else nullcontext()
-        hooks.__enter__()
-        self.__dict__.setdefault("entered", []).append((hooks, _thread.memo))
-        _thread.memo = {}
-
-    def __exit__(self, error, *_):
-        if torch.compiler.is_compiling():
-            return
-        memo, (hooks, _thread.memo) = _thread.memo, self.entered.pop()
-        hooks.__exit__(error, *_)
-        for whole, version, name in memo.values() if error is None else ():
-            if not whole.is_inference() and whole._version != version:
-                raise RuntimeError(f"{name} was changed in place while it was gathered, which is lost: do it elsewhere")
+    if torch.compiler.is_compiling():
+        yield
+        return
+    # Saved tensors go through hooks. Not where there are hooks already: on top of an activation checkpoint's, ours
+    # would switch it off, and it keeps no weight anyway. Nor where torch.func forbids them.
+    hooks = torch.is_grad_enabled() and _top_saved_tensors_hooks(True) is None and _transform() is None
+    before, memo = (_thread.memo, _thread.in_block), dict(_thread.memo or ())
+    with torch.autograd.graph.saved_tensors_hooks(_pack, _unpack) if hooks else nullcontext():
+        _thread.memo, _thread.in_block = memo, None
+        try:
+            yield
+        finally:
+            _thread.memo, _thread.in_block = before
+    for whole, version, name in memo.values():
+        if not whole.is_inference() and whole._version != version:
+            raise RuntimeError(f"{name} was changed in place while it was gathered, which is lost: do it elsewhere")
 
 
-def _gather_once(p: DTensor, policy: _Policy, name: str) -> Tensor:
-    memo = {} if _thread.memo is None else _thread.memo  # outside of any forward nothing would free what it holds
-    # A weight gathered under no_grad has no backward. An activation checkpoint, which sets hooks, gathers its own. Nor
-    # does a parameter that has changed since read as it was.
-    key = id(p), p._version, p._local_tensor._version, torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    key = *key, _top_saved_tensors_hooks(True)
-    if key not in memo:
+def _key(p: DTensor) -> tuple:
+    # A weight gathered under no_grad has no backward. Nor does a parameter that has changed since read as it was. A
+    # selective checkpoint, which is a mode, must see in forward the gathers that it will see when that is repeated.
+    return id(p), *_versions(p), torch.is_grad_enabled(), torch.is_inference_mode_enabled(), _modes()
+
+
+def _gather_into(memo: dict, modules: Iterable[nn.Module], only: str | None = None) -> None:
+    """Gathers the modules' own parameters, or that of one name: those that are alike by one collective."""
+    alike = {}
+    for module in modules:
+        policy = module.__dict__.get("_data_parallel")
+        for name, p in module._parameters.items() if policy else ():
+            if isinstance(p, DTensor) and only in (None, name) and (key := _key(p)) not in memo:
+                group = alike.setdefault((p.device_mesh, p.placements, p.dtype, *policy), {})
+                group[key] = p, f"{name} of {type(module).__name__}"
+    for (*_, mp, reshard_after_forward), group in alike.items():
+        call = _Call([p for p, _ in group.values()], mp)
         with _without_transforms() if _transform() is not None else nullcontext():
-            whole = _gather(p, policy)
-        storage = whole.untyped_storage()
-        is_parameter = storage._cdata == p._local_tensor.untyped_storage()._cdata  # one rank, no cast
-        if policy.reshard_after_forward and not is_parameter:
-            storage._sharded = _Origin(p, policy, whole.dtype)
-        memo[key] = whole, 0 if whole.is_inference() else whole._version, name
-    return memo[key][0]
+            wholes = _Gather.apply(call, *call.dtypes, *call.params)
+        for i, (whole, (key, (p, name))) in enumerate(zip(wholes, group.items(), strict=True)):
+            storage, own = whole.untyped_storage(), p._local_tensor.untyped_storage()
+            if reshard_after_forward and storage._cdata != own._cdata:  # which it is on one rank without a cast
+                storage._sharded = call, i
+            memo[key] = whole, 0 if whole.is_inference() else whole._version, name
 
 
 def _reader(name: str) -> property:
@@ -182,12 +269,17 @@ def _reader(name: str) -> property:
         try:
             if not _enabled or not isinstance(p, DTensor):  # functional_call puts tensors in the place of parameters
                 return p
-            policy = module._data_parallel
+            mp, reshard_after_forward = module._data_parallel
             if compiling:
-                keep = {} if policy.reshard_after_forward else dict(context_fn=_keep_gathered)
-                return checkpoint(_gather, p, policy, use_reentrant=False, preserve_rng_state=False, **keep)
-            runs = _thread.memo is not None or _backward_runs() != -1 or _compiled_code_runs()
-            return _gather_once(p, policy, f"{name} of {type(module).__name__}") if runs else p
+                keep = {} if reshard_after_forward else dict(context_fn=_keep_gathered)
+                how = dict(use_reentrant=False, preserve_rng_state=False, **keep)
+                return checkpoint(lambda p: _gather(p, *_dtypes(p, mp)), p, **how)
+            if _thread.memo is None and _backward_runs() == -1 and not _compiled_code_runs():
+                return p
+            memo, key = {} if _thread.memo is None else _thread.memo, _key(p)  # nothing would free what a memo holds
+            if key not in memo:
+                _gather_into(memo, [module], name)
+            return memo[key][0]
         except AttributeError as e:  # nn.Module.__getattr__ would swallow it and hand out the shard
             raise RuntimeError(f"cannot gather {name} of {type(module).__name__}: {e}") from e
 
@@ -202,14 +294,12 @@ def _reader(name: str) -> property:
 def _refuse_unsharded(root: int) -> None:
     """RuntimeError for a parameter that trains without being gathered: every rank would get another."""
     for path, module in _roots[root].named_modules() if root in _roots and torch.is_grad_enabled() else ():
-        gathered = getattr(type(module), "_gathered", ())
         for name, p in module._parameters.items():
-            sharded = name in gathered and isinstance(p, DTensor)
+            sharded = isinstance(p, DTensor) and name in getattr(module, "_gathered", ())
             if not sharded and isinstance(p, nn.Parameter) and p.requires_grad:  # functional_call puts plain tensors
-                raise RuntimeError(
-                    f"{path + '.' * bool(path)}{name} is not sharded: it came after data_parallel(). Copy new values "
-                    "into the old parameter; call data_parallel(model, mesh) again for new modules (mode='replicate' "
-                    "suits small adapters)")  # fmt: skip
+                raise RuntimeError(f"{path + '.' * bool(path)}{name} is not sharded: it came after data_parallel(). "
+                                   "Copy new values into the old parameter; call data_parallel(model, mesh) again for "
+                                   "new modules (mode='replicate' suits small adapters)")  # fmt: skip
 
 
 @functools.cache
@@ -224,24 +314,35 @@ def _wrapped_class(cls: type, names: tuple[str, ...]) -> type:
     def forward(self, *args, **kwargs):
         if self._data_parallel_root:
             _refuse_unsharded(id(self))
+        if torch.compiler.is_compiling() or not _enabled or self._data_parallel_inside and _thread.in_block == _modes():
+            return plain_forward(self, *args, **kwargs)
         with unsharded():
+            if self._data_parallel_with is None:
+                _thread.in_block = _modes()
+                _gather_into(_thread.memo, self.modules())
+            else:
+                _gather_into(_thread.memo, [self, *_present(self, self._data_parallel_with)])
             return plain_forward(self, *args, **kwargs)
 
-    def __reduce_ex__(self, protocol):  # deepcopy and pickle cannot find this class: they make it again from its base
+    def again(self, protocol):  # deepcopy and pickle cannot find this class: they make it again from its base
         return _new, (cls, names), self.__getstate__()
 
-    def flat_weights(self):  # of torch's RNNs: the list that they keep and assign is ignored, it is read anew
-        return [getattr(self, name, None) for name in self._flat_weights_names]
-
-    attributes = {name: _reader(name) for name in names} | dict(forward=forward, __reduce_ex__=__reduce_ex__)
-    attributes |= dict(__module__=cls.__module__, __qualname__=cls.__qualname__)
-    attributes |= dict(_gathered=names, _data_parallel_root=False)  # True on a model given to data_parallel()
+    attributes = {name: _reader(name) for name in names}
+    attributes |= dict(forward=forward, __reduce_ex__=again, __module__=cls.__module__, __qualname__=cls.__qualname__)
+    attributes |= dict(_gathered=names, _data_parallel_root=False, _data_parallel_with=(), _data_parallel_inside=False)
     for name in {"apply", "reset_parameters"} & {*dir(cls)}:  # initialise: what would be lost there is refused
         attributes[name] = disable_data_parallel()(getattr(cls, name))
-    if issubclass(cls, nn.RNNBase):
-        attributes["_flat_weights"] = property(flat_weights, lambda self, value: None)
+    if issubclass(cls, nn.RNNBase):  # the list that they keep and assign is ignored, it is read anew
+        weights = lambda self: [getattr(self, name, None) for name in self._flat_weights_names]  # noqa: E731
+        attributes["_flat_weights"] = property(weights, lambda self, value: None)
         attributes["forward"] = torch.compiler.disable(forward)  # torch compiles none of them; not in pieces either
     return type(cls.__name__, (cls,), attributes)
+
+
+def _present(root: nn.Module, names: Iterable[str]) -> list[nn.Module]:
+    """The modules of these names that are still there."""
+    found = (functools.reduce(lambda m, key: getattr(m, key, None), name.split("."), root) for name in names)
+    return [m for m in found if isinstance(m, nn.Module)]
 
 
 def _new(cls: type, names: tuple[str, ...]) -> nn.Module:
@@ -262,18 +363,39 @@ def _check(model: nn.Module, mesh: DeviceMesh, mode: str) -> None:
         if isinstance(module, torch.jit.ScriptModule):
             raise ValueError(f"cannot shard {path or 'the model'}: a ScriptModule cannot be wrapped, wrap its source")
         wrapped = "_data_parallel" in module.__dict__
-        for name, p in module._parameters.items():
-            name = f"{path}.{name}" if path else name
-            if wrapped and p is not None and not isinstance(p, DTensor):
-                raise ValueError(f"cannot shard {name}: its module is wrapped already, copy it into the old parameter")
-            if p is not None and not wrapped and (p._backward_hooks or p._post_accumulate_grad_hooks):
-                raise ValueError(f"cannot shard {name}: its hooks would be lost, register them after data_parallel()")
-            if isinstance(p, DTensor) and not wrapped:
-                raise ValueError(f"cannot shard {name}: it already is a DTensor with placements {p.placements}")
-            if isinstance(p, nn.parameter.UninitializedParameter):
-                raise ValueError(f"cannot shard {name}: it has no shape yet, run one forward before wrapping")
-            if p is not None and getattr(module, "sparse", False) is True:
-                raise ValueError(f"cannot shard {name}: its gradient is sparse, build the embedding with sparse=False")
+        for name, p in ((name, p) for name, p in module._parameters.items() if p is not None):
+            sharded, hooks = isinstance(p, DTensor), p._backward_hooks or p._post_accumulate_grad_hooks
+            why = ("its module is wrapped already, copy it into the old parameter" if wrapped and not sharded else
+                   f"it already is a DTensor with placements {p.placements}" if sharded and not wrapped else
+                   "its hooks would be lost, register them after data_parallel()" if hooks and not wrapped else
+                   "it has no shape yet, run one forward before wrapping"
+                   if isinstance(p, nn.parameter.UninitializedParameter) else
+                   "its gradient is sparse, build the embedding with sparse=False"
+                   if getattr(module, "sparse", False) is True else "")  # fmt: skip
+            if why:
+                raise ValueError(f"cannot shard {path + '.' * bool(path)}{name}: {why}")
+
+
+def _plan_eager(model: nn.Module) -> None:
+    """What eager code gathers at once: all that a block holds, and with the model what lies in no block, up to the size
+    of a block. Blocks are members of lists, made of modules, without such lists, at most a third of the model each."""
+
+    def members(module: nn.Module) -> list[nn.Module]:
+        lists = [m for m in module.modules() if isinstance(m, nn.ModuleList | nn.ModuleDict | nn.Sequential)]
+        found = [m for each in lists for m in each.children()]
+        return [m for m in found if any(True for child in m.children() for _ in child.parameters())]
+
+    nbytes = {m: sum(p.nbytes for p in m.parameters()) for m in (model, *members(model))}
+    blocks = [m for m in members(model) if not members(m) and 3 * nbytes[m] <= nbytes[model]]
+    inside = {m for block in blocks for m in block.modules()}
+    ends = [(name, m) for name, m in model.named_modules() if m is not model and m not in inside]
+    sizes = accumulate(sum(p.nbytes for p in m.parameters(recurse=False)) for _, m in ends)
+    room = max((nbytes[m] for m in blocks), default=0)
+    model._data_parallel_with = tuple(name for (name, _), n in zip(ends, sizes, strict=True) if n <= room)
+    for module in inside:
+        module._data_parallel_inside = module not in blocks
+    for block in blocks:
+        block._data_parallel_with = None
 
 
 def data_parallel(
@@ -289,11 +411,10 @@ def data_parallel(
     min_bytes: smaller parameters stay replicated, as do scalars and empty ones. Buffers are left alone.
     Raises ValueError, before anything is changed, for a wrong mode or mesh or a parameter that cannot be sharded."""
     _check(model, device_mesh, mode)
-    # AOTAutograd's cache key lacks group names and ranks: code of another group or rank would be taken for this one's.
+    # AOTAutograd's cache key lacks group names, ranks and what lies behind an operation: it would take other code.
     tags = {f"{get_backend(g)}:{g.group_name}:{g.rank()}/{g.size()}" for g in device_mesh.get_all_groups()}
+    tags.add(f"{_NAME}:{_VERSION}")
     torch.compiler.config.cache_key_tag = " ".join(sorted(tags.union(torch.compiler.config.cache_key_tag.split())))
-    shard_mesh = device_mesh[device_mesh.mesh_dim_names[1]] if mode == "hybrid_shard" else None
-    policy = _Policy(mp_policy, reshard_after_forward, shard_mesh)
     for module in [m for m in model.modules() if "_data_parallel" not in m.__dict__]:
         own = {name: p for name, p in module._parameters.items() if p is not None}
         for name, p in own.items():
@@ -305,34 +426,36 @@ def data_parallel(
             module._parameters[name] = _shards[p]
         if module is model or next(module.parameters(), None) is not None:
             module.__dict__.pop("_flat_weights", None)  # an RNN's list, which holds the unsharded parameters
-            module._data_parallel = policy
+            module._data_parallel = mp_policy, reshard_after_forward
             module.__class__ = _wrapped_class(type(module), tuple(own))
     model._data_parallel_root, _roots[id(model)] = True, model
-    for name in _RANDOM:
-        for overload in getattr(torch.ops.aten, name).overloads():
-            _handlers[getattr(getattr(torch.ops.aten, name), overload)] = _draw_whole
-    _handlers[torch.ops.aten._is_any_true.default] = lambda op, args, _: op(args[0].to_local())  # of detect_anomaly
+    _plan_eager(model)
+    _teach_dtensor()
     return model
 
 
-_RANDOM = ("normal_ uniform_ bernoulli_ exponential_ geometric_ log_normal_ cauchy_ random_ "
-           "rand_like randn_like randint_like").split()  # fmt: skip
+@functools.cache
+def _teach_dtensor() -> None:
+    random = ("normal_ uniform_ bernoulli_ exponential_ geometric_ log_normal_ cauchy_ random_ "
+              "rand_like randn_like randint_like").split()  # fmt: skip
+    for op in (getattr(torch.ops.aten, name) for name in random):
+        _handlers.update({getattr(op, overload): _draw_whole for overload in op.overloads()})
+    _handlers[_gather] = lambda op, args, _: _gather_one(*args)  # in inference mode
+    _handlers[torch.ops.aten._is_any_true.default] = lambda op, args, _: op(args[0].to_local())  # of detect_anomaly
 
 
 def _draw_whole(func, args: tuple, kwargs: dict) -> DTensor:
-    """What _RANDOM does to a DTensor from the first data_parallel() on: values are drawn whole, as on one device, and
-    then sharded. Torch would have every rank draw its own, and others for another number of ranks."""
+    """How a DTensor is filled at random from the first data_parallel() on: values are drawn whole, as on one device,
+    and then sharded. Torch would have every rank draw its own, and others for another number of ranks."""
     target, *more = args
-    shard = _share(func(_empty(target), *more, **kwargs), target)
+    shard = _share(lambda whole: func(whole, *more, **kwargs), target)
     return target.copy_(shard) if func._schema.is_mutable else shard
 
 
-def _empty(t: DTensor) -> Tensor:
-    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device)
-
-
-def _share(whole: Tensor, like: DTensor) -> DTensor:
-    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)  # sends nothing
+def _share(fill, target: DTensor) -> DTensor:
+    """What `fill` makes of memory for the whole of `target`, sharded like it. Sends nothing."""
+    whole = fill(torch.empty_strided(target.shape, target.stride(), dtype=target.dtype, device=target.device))
+    return distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
 
 
 class _NothingLost(TorchDispatchMode):
@@ -344,7 +467,7 @@ class _NothingLost(TorchDispatchMode):
         if not isinstance(target, DTensor) or target.is_meta:
             return func(*args, **kwargs)
         if target is not first:  # made of numbers alone, as by torch.eye(n, out=parameter)
-            return target.copy_(_share(func(*args, **kwargs | dict(out=_empty(target))), target))
+            return target.copy_(_share(lambda whole: func(*args, **kwargs | dict(out=whole)), target))
         result = func(*args, **kwargs)
         views = result if isinstance(result, list | tuple) else [result]
         own = target._local_tensor.untyped_storage()._cdata
@@ -361,6 +484,7 @@ def disable_data_parallel():
     """Inside it a parameter is its own sharded DTensor in forward too, nothing communicates, and what cannot be done to
     shards is an error: for initialisation, checkpoint helpers, inspection. Re-entrant; for the whole process."""
     global _enabled
+    _teach_dtensor()
     before, _enabled = _enabled, False
     try:
         with _NothingLost():
@@ -374,9 +498,6 @@ ParameterRow = namedtuple("ParameterRow", "name shape dtype placement local_shap
 
 def describe(model: nn.Module) -> list[ParameterRow]:
     """One row per parameter (ties once), with what this rank holds (placement "-": not wrapped). No collective runs."""
-    rows = []
-    for name, p in model.named_parameters():
-        local = getattr(p, "_local_tensor", p)
-        placement = "-" if local is p else repr(p.placements[-1])
-        rows.append(ParameterRow(name, tuple(p.shape), p.dtype, placement, tuple(local.shape), local.nbytes))
-    return rows
+    found = [(name, p, getattr(p, "_local_tensor", p)) for name, p in model.named_parameters()]
+    return [ParameterRow(name, tuple(p.shape), p.dtype, "-" if own is p else repr(p.placements[-1]),
+                         tuple(own.shape), own.nbytes) for name, p, own in found]  # fmt: skip

@@ -18,16 +18,16 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from unittest import mock
 
 from trainer import config as flags
+from trainer.profiling.command import parse_tool, tool
 
 if __name__ == "__main__":  # before torch is imported, as in main.py
-    _parser = flags.tool("benchmarks.peaks", __doc__)
+    _parser = tool("benchmarks.peaks", __doc__)
     _parser.add_argument("--arch", choices=("sm_80", "sm_90", "sm_100"), default="sm_90", help="GPU (default: sm_90)")
     _parser.add_argument("--published", action="store_true", help="with the policy of the published runs")
-    OWN, CONFIG = flags.parse_tool(_parser)
+    OWN, CONFIG = parse_tool(_parser)
 
 import torch
 import torch._functorch.config as functorch_config
@@ -51,7 +51,7 @@ def published() -> Iterator[None]:
         regions = {"attn", "mlp"} if c.remat in ("both", "block") else {c.remat}
         for name, m in model.named_modules():
             if hasattr(m, "_data_parallel") and not regions & set(name.split(".")):
-                m._data_parallel = replace(m._data_parallel, reshard_after_forward=False)
+                m._data_parallel = m._data_parallel[0], False  # its policy, and whether it reshards after forward
         return mesh
 
     def loss(logits, targets):

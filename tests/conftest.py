@@ -25,7 +25,7 @@ LONGEST = """
 overlap equivalence sweep simple_fsdp_ranks other_models baselines simulated_world speed_mem_mlp remat rungs soak
 nonfinite main
 checkpoint checkpoint_ranks control config simple_fsdp_cost killed faults export simple_fsdp sinks compile_cache data
-graph timeline cells structures
+compile_once graph timeline cells structures
 """.split()
 
 

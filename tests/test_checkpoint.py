@@ -57,7 +57,7 @@ def test_a_run_that_was_stopped_and_resumed_is_bitwise_the_run_that_was_not(sett
 
 def test_with_no_checkpoint_a_run_is_the_one_without_the_flags(train, tmp_path):
     plain, saving = train("--log-every", 1), train("--log-every", 1, "--save", tmp_path / "new", "--save-every", 1)
-    assert "checkpoint" not in plain.out and f"none in {tmp_path / 'new'}: starting fresh" in saving.out
+    assert "checkpoint:" not in plain.out and f"none in {tmp_path / 'new'}: starting fresh" in saving.out
     for a, b in zip(plain.steps, saving.steps, strict=True):
         assert all(a[key] == b[key] for key in ("loss", "lr", "grad_norm"))
 

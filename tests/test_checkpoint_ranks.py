@@ -69,6 +69,7 @@ def fail_on_rank_1(mesh):
             told.append(str(e))
     dist.barrier()
     told.append(os.listdir(folder))
+    dist.barrier()  # the other may begin to save
     Saver(c, step, batches).save(1)
     if dist.get_rank() == 0:
         os.truncate(f"{folder}/step-00000001/__1_0.distcp", 1000)

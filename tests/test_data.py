@@ -309,7 +309,7 @@ def test_the_fingerprint_follows_the_data_and_not_its_place(tmp_path):
 @pytest.mark.parametrize("source", ["", "tex", "stdlib:", "text:", "bin:", "text", "random:3", "a.bin", "Bin:x"])
 def test_an_unknown_source_is_refused_with_the_forms_allowed(source):
     message = re.escape(f"--data {source}: expected one of stdlib, text:PATH, bin:GLOB, random, overfit")
-    with pytest.raises(ValueError, match=f"^{message}$"):
+    with pytest.raises(ValueError, match=rf"^{message}(; did you mean (stdlib|text:|random)\?)?$"):
         check_source(source)
     with pytest.raises(ValueError, match=message):
         batches(source)
@@ -342,7 +342,7 @@ LLAMA = {"magic": 20240801, "version": 7}
 FAULTS = {
     "text missing": ("text:D/none", None, "D/none: expected readable data, found No such file or directory; check"),
     "text under a file": ("text:F/x", b"x", "F/x: expected readable data, found Not a directory; check"),
-    "text empty": ("text:F", b"", "F, byte 0: expected text, found 0 bytes in 1 files; name a file"),
+    "text empty": ("text:F", b"", "F, byte 0: expected text, found 0 bytes in 1 file; name a file"),
     "text folder empty": ("text:D", None, "D, byte 0: expected text, found 0 bytes in 0 files; name a file"),
     "text short": ("text:F", b"x" * T, "text:F, token 16: expected at least 17 tokens (--seqlen and one for the last "
                    "target), found the end; add data or lower --seqlen"),

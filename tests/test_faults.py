@@ -69,7 +69,7 @@ def test_a_signal_without_save_or_before_a_step_or_at_the_end(train, tmp_path, m
     monkeypatch.setenv("FAULT", "0:6:update:term")
     assert train("--save", tmp_path / "end").code == 0 and steps_in(tmp_path / "end") == [6], "it had come to its end"
     monkeypatch.delenv("FAULT")
-    monkeypatch.setattr("main.header", lambda run: os.kill(os.getpid(), signal.SIGTERM) or [])
+    monkeypatch.setattr("main.header", lambda *_: os.kill(os.getpid(), signal.SIGTERM) or [])
     early = train("--save", tmp_path / "early")
     assert early.code == 143 and steps_in(tmp_path / "early") == []
     assert "stopped by SIGTERM after step 0; there is nothing to save" in one_line(early.err)

@@ -1,15 +1,18 @@
 """python -m trainer.profiling.collectives: prints what the graphs hold; bad input: one line, exit code 2."""
 
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from benchmarks import collectives as rows
 from trainer import config as flags
 from trainer.profiling import collectives as graph
 
@@ -41,6 +44,19 @@ def test_a_step_in_words(capsys):
     ):
         assert re.search(f"^{line}$", out, re.M), (line, out)
     assert len(re.findall(r"^  gathered: \d+\.\d+ MiB alive at most, of ", out, re.M)) == 2
+
+
+def test_the_same_step_as_a_row(capsys, tmp_path):
+    line = f"{SMALL} --results {tmp_path / 'rows.jsonl'}"
+    assert rows.main(SimpleNamespace(world=8), flags.parse(line.split())) == 0
+    made = json.loads((tmp_path / "rows.jsonl").read_text())
+    assert "per step and rank: 7 all-gathers, 4 reduce-scatters" in capsys.readouterr().out
+    forward, backward = made["graphs"].values()
+    assert (forward["products"], backward["products"]) == (13, 26)
+    assert {kind for kind, *_ in forward["collectives"]} == {"all-gather"}
+    assert [(start, gap) for _, start, gap, *_ in forward["collectives"]] == [(0, 0), (0, 0), (0, 6), (6, 6)]
+    assert all(start + gap <= 26 for _, start, gap, *_ in backward["collectives"])
+    assert (made["world"], made["flags"]["depth"], made["study"]) == (8, 2, "collectives")
 
 
 @pytest.mark.slow

@@ -213,8 +213,7 @@ def test_a_step_inside_unsharded_is_seen_by_the_next_read(fake):
         model[0].weight.sum().backward()
         optimizer.step()
         assert torch.allclose(model[0].weight, before - 0.1)
-    both = unsharded()
-    with both, both:
+    with unsharded(), unsharded():
         assert not isinstance(model[0].weight, DTensor)
     assert isinstance(model[0].weight, DTensor)
 

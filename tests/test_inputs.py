@@ -7,6 +7,7 @@ import ast
 import gzip
 import os
 import pickle
+import re
 import struct
 import sys
 from pathlib import Path
@@ -139,18 +140,20 @@ def test_a_number_too_large_for_any_machine_is_refused_by_its_flag(capsys):
 
 
 @pytest.mark.parametrize(("argv", "world", "says"), [
+    ("--width 100", 1, "--width 100: must be a multiple of --head-dim (32|128)"),  # on neither
     ("--width 100 --device cpu", 1, "--width 100: must be a multiple of --head-dim 32"),
     ("--width 100 --head-dim 24", 1, "--width 100: must be a multiple of --head-dim 24"),
     ("--mode hybrid_shard", 3, "--replicas 2: must divide the 3 ranks of --mode hybrid_shard"),
     ("--wrapper none --param-dtype fp32", 2, "--wrapper none: works on one rank, this is 2; use --wrapper simple"),
 ])  # fmt: skip
 def test_values_that_fit_on_no_device_end_before_torch_is_asked_for_one(argv, world, says, capsys):
-    assert one_line(refused(argv.split(), capsys, world=world)) == f"error: {says}"
+    assert re.fullmatch(f"error: {says}", one_line(refused(argv.split(), capsys, world=world)))
 
 
-@pytest.mark.parametrize("argv", ["--head-dim 96", "--attn flex", "--width 100", ""])
-def test_values_whose_fit_hangs_on_the_device_wait_for_it(argv):
-    assert flags.parse(argv.split(), world=1).device == "auto"  # 4096 or 128 wide, flex on CUDA, heads of 128 or 32
+@pytest.mark.parametrize("argv", ["--width 128", "--attn flex", "--grouping 8", ""])
+def test_values_whose_fit_hangs_on_the_device_wait_for_it(argv, monkeypatch):
+    monkeypatch.setattr(flags, "may_have_gpu", lambda: True)
+    assert flags.parse(argv.split(), world=1).device == "auto"  # 1 head or 4, flex on CUDA, 32 heads or 4
 
 
 def test_values_that_do_not_fit_are_told_without_torch():

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("isolated")
 # DESIGN, "A row"; what depends on the device is that of a CPU
 KEYS = """date commit dirty torch device world wrapper mode compile attn remat remat_ratio loss_kind depth width seqlen
 batch grad_accum param_dtype reduce_dtype flags outcome peak_rss_mib first_step_peak_mib step_ms step_ms_min step_ms_max
-n compile_s tok_s mfu mfu_palm hfu loss skipped""".split()
+n compile_s tok_s mfu mfu_palm hfu loss skipped eval_loss eval_bpb eval_step""".split()
 
 # ----------------------------------------------------------------------------------------------------------- bad data
 
@@ -90,6 +90,28 @@ def test_the_learning_rate_warms_up_and_decays_to_a_tenth():
     assert lr[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
     assert all(a > b for a, b in zip(lr[4:], lr[5:], strict=False))
     assert lr[54] == pytest.approx(0.55) and 0.1 < lr[-1] < 0.101
+
+
+def test_schedules_other_than_the_cosine():
+    def rates(argv):
+        c = flags.resolve(flags.parse(f"--lr 1 --warmup 4 --steps 100 {argv}".split()), "cpu", 1)
+        return [main.Run.lr(SimpleNamespace(c=c), k) for k in range(100)]
+
+    assert rates("--schedule constant") == [0.25, 0.5, 0.75, *[1.0] * 97]
+    wsd = rates("--schedule wsd")
+    assert wsd[:81] == [0.25, 0.5, 0.75, *[1.0] * 78]
+    falls = [a - b for a, b in zip(wsd[80:], wsd[81:], strict=False)]
+    assert falls == pytest.approx([0.045] * 19) and wsd[-1] == pytest.approx(0.145)
+    assert all(0.1 <= each <= 1 for each in rates("--schedule wsd --warmup 95")[94:])
+
+
+def test_the_optimizers_flags_reach_it(train):
+    plain = train("--log-every", 1)
+    same = train(*"--weight-decay 0.1 --beta1 0.9 --beta2 0.95 --schedule cosine --log-every 1".split())
+    assert [s["loss"] for s in plain.steps] == [s["loss"] for s in same.steps]
+    for argv in ("--weight-decay 0", "--beta1 0.5", "--beta2 0.5", "--schedule constant --warmup 0"):
+        other = train(*argv.split(), "--log-every", 1, "--steps", 6)
+        assert other.code == 0 and other.steps[-1]["loss"] != plain.steps[-1]["loss"], argv
 
 
 def test_equal_global_batches_give_equal_losses_however_they_are_cut(train):
@@ -340,17 +362,23 @@ def two_ranks(tmp_path_factory):
 
 def test_two_ranks_print_the_header_the_steps_and_the_result_once(two_ranks):
     lines = two_ranks.out.splitlines()
-    expected = [r"commit [0-9a-f]{12}(?: \(dirty\))?, torch \S+, CPU .*, 2 ranks", r".*\bdepth=1\b.*\bcompile=none\b.*",
+    expected = [r"commit [0-9a-f]{12}(?: \(dirty\))?, torch \S+, CPU .*, 2 ranks",
+                r"depth=1  width=32  head_dim=16  grouping=2  seqlen=16  batch=2  steps=6  compile=none; "
+                r"all flags: (\S+)",
                 r"attention: sdpa flash \(auto\)",
                 r"data stdlib, .* tokens, .*", r"28'000 parameters, .* MiB on this rank; 0 of 16 replicated.*",
+                r"weight decay 0\.1 for 8 parameters; none for the 8 with one dimension",
                 r"[\d.]+ MFLOP per token \(causal; PaLM [\d.]+\), \S+ TFLOP per step and rank", r"ln V = 5\.5452",
+                r"note: --warmup 10 is not below --steps 6: the learning rate ends at 0\.0018",
                 *(rf"step {k}/6  loss \d\.\d{{4}}  lr \S+  \|g\| \S+  .* ms  .* tok/s" for k in range(1, 7)),
                 r"outcome  ok, loss \d\.\d{4}", r"memory   .* MiB resident, .*",
                 r"step     .* ms median \[.*\] n 3, compile n/a s", r"speed    .* tok/s, .* tok/s/rank",
-                r"MFU, %   n/a causal, n/a PaLM, n/a HFU"]  # fmt: skip
+                r"MFU, %   n/a causal, n/a PaLM, n/a HFU: no peak is known of CPU .*"]  # fmt: skip
     assert len(lines) == len(expected), two_ranks.out
     for line, pattern in zip(lines, expected, strict=True):
         assert re.fullmatch(pattern, line), (pattern, line)
+    settings = json.loads((two_ranks.folder / re.fullmatch(expected[1], lines[1])[1]).read_text())
+    assert settings == read(two_ranks.results)[0]["flags"] | dict(world=2)
 
 
 def test_two_ranks_append_one_row_with_every_key_and_the_steps(two_ranks):

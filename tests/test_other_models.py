@@ -37,7 +37,7 @@ REST = [name for name in MODELS if name not in QUICK]
 COMPILED = """
 nn.MultiheadAttention; nn.Conv2d, BatchNorm2d; Llama, checkpointing; Llama, LoRA; Mistral; Qwen3; Qwen3-MoE; GPT-NeoX;
 Gemma; OPT; Bloom; Phi; Falcon; Mamba; BERT; DistilBERT; DeBERTa; Wav2Vec2; DINOv2; ResNet; ConvNeXt; DiT; SD3;
-nn.Transformer; nn.LSTM; nn.GRU
+nn.Transformer; nn.LSTM; nn.GRU; RoBERTa; DeiT; CLIP; Whisper
 """
 COMPILED = {*MODELS} if os.environ.get("COMPILE_ALL") else {*COMPILED.strip().replace("\n", " ").split("; ")}
 CASES = [(name, how) for name in MODELS for how in ("eager", "compiled") if how == "eager" or name in COMPILED]

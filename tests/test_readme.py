@@ -1,26 +1,133 @@
-"""The README is true: its file list is the tree, its tests exist, the budgets are kept."""
+"""The README and docs/ are true: links, files, commands and flags exist, the list of files is the tree, budgets hold.
+
+    pytest tests/test_readme.py        # some seconds; runs `main.py --help` once
+"""
 
 import ast
+import functools
+import json
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-FAULTS = re.findall(r"^\| (\d+) \| .+ \| (.+) \|$", README, re.MULTILINE)
+PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))}
+FAULTS = re.findall(r"^\| (\d+) \| .+ \| (.+) \|$", PAGES["docs/faults.md"], re.MULTILINE)
 PROMISED = {*range(1, 35), *range(36, 40), *range(41, 44), *range(47, 51)}
+NOT_OURS = {"my_file.py", "out.pt"}  # names that stand for a file of the reader
+TORCHRUN = {"--nproc-per-node", "--max-restarts", "--standalone", "--nnodes"}
+CODE = re.compile(r"```.*?```|`[^`\n]+`", re.DOTALL)
+FILE = re.compile(r"(?<![\w/.*-])[\w.-][\w./-]*\.(?:py|md|sh|jsonl|txt|csv|toml|json|png|svg)\b(?!\w)")
+FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 
 
-def test_readme_names_every_source_file_in_the_row_of_its_place():
-    table = README.partition("## Files")[2].partition("\n## ")[0]
-    rows = dict(re.findall(r"^\| (`[^|]+`) \| (.+) \|$", table, re.MULTILINE))
+def sections(page: str) -> list[str]:
+    """The text of a page, cut before each heading."""
+    apart = re.split(r"^(?=##? )", re.sub(r"```.*?```", lambda m: m[0].replace("\n#", "\n #"), PAGES[page], flags=re.S),
+                     flags=re.MULTILINE)  # fmt: skip
+    return [part for part in apart if part.strip()]
+
+
+def anchors(page: str) -> set[str]:
+    """What GitHub makes of the headings."""
+    titles = [part.partition("\n")[0].lstrip("# ") for part in sections(page)]
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@functools.cache
+def flags_of_main() -> set[str]:
+    done = subprocess.run([sys.executable, "main.py", "--help"], cwd=ROOT, capture_output=True, text=True, check=True)
+    return set(FLAG.findall(done.stdout))
+
+
+def flags_of_tools(text: str) -> set[str]:
+    """Flags of the commands that `text` names, but for those of main.py: as they stand in their sources."""
+    files = {each.replace(".", "/") + ".py" for each in re.findall(r"(?:trainer|benchmarks)(?:\.\w+)+", text)}
+    files |= set(FILE.findall(text)) & {"speed_mem_tests_mlp.py", "tests/soak.py", "benchmarks/peaks.py"}
+    if "launch.sh" in text:
+        files |= {"launch.sh", "trainer/experiments/sweep.py"}
+    found = TORCHRUN if "torchrun" in text else set()
+    return found.union(*(FLAG.findall((ROOT / file).read_text()) for file in files if (ROOT / file).is_file()))
+
+
+def test_the_readme_takes_two_minutes():
+    assert README.count("\n") <= 120
+    assert README.count("![") == README.count("<!-- report:") == 1  # one picture, one table of measurements
+    assert "./launch.sh test" in README
+
+
+def test_the_list_of_files_names_every_source_file_in_the_row_of_its_place():
+    rows = dict(re.findall(r"^\| (`[^|]+`) \| (.+) \|$", PAGES["docs/files.md"], re.MULTILINE))
     tracked = subprocess.check_output(["git", "-C", str(ROOT), "ls-files", "*.py", "*.sh"], text=True).split()
     sources = {Path(path) for path in tracked if not path.startswith("tests/") and not path.endswith("__init__.py")}
     own = {path for path in sources if f"`{path}`" in rows}
     assert not [path for path in sources - own if f"`{path.stem}`" not in rows.get(f"`{path.parent}/`", "")]
     assert all((ROOT / name).exists() for names in rows for name in re.findall(r"`([^`]+)`", names))
+    places = {f"`{path.parent}/`" if path.parent != Path(".") else f"`{path}`" for path in sources}
+    table = README.partition("## What is where")[2].partition("\n## ")[0]
+    assert not [place for place in places - {"`launch.sh`"} if place not in table]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_to_files_and_headings_that_exist(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", PAGES[page]):
+        if not target.startswith("https://"):
+            file, _, heading = target.partition("#")
+            path = (ROOT / page).parent / file if file else ROOT / page
+            assert path.is_file(), (page, target)
+            assert not heading or heading in anchors(str(path.resolve().relative_to(ROOT))), (page, target)
+
+
+def test_every_page_is_linked_from_the_readme():
+    assert not [page for page in PAGES if page != "README.md" and f"]({page}" not in README]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_files_and_modules_that_are_named_exist(page):
+    for code in CODE.findall(PAGES[page]):
+        for file in set(FILE.findall(code)) - NOT_OURS:
+            places = (ROOT / folder / file for folder in ("", "tests", "docs"))
+            assert file.startswith("runs/") or any(path.exists() for path in places), (page, file)
+        for module in re.findall(r"-m ((?:trainer|benchmarks)(?:\.\w+)+)", code):
+            assert (ROOT / (module.replace(".", "/") + ".py")).is_file(), (page, module)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_flags_that_are_named_are_flags_of_main_or_of_a_command_in_the_same_section(page):
+    for part in sections(page):
+        found = {flag for code in CODE.findall(part) for flag in FLAG.findall(code)}
+        found |= {flag for mark in re.findall(r"<!-- .+ -->", part) for flag in FLAG.findall(mark)}
+        assert not found - flags_of_main() - flags_of_tools(part), (page, part.partition("\n")[0])
+
+
+def test_the_picture_is_of_the_committed_rows(tmp_path):
+    plots = pytest.importorskip("trainer.experiments.plots", exc_type=ImportError)
+    rows = [json.loads(line) for line in (ROOT / "results/collectives.jsonl").read_text().splitlines()]
+    svg, png = plots.overlap(rows, tmp_path)
+    texts = [re.findall(r"<text[^>]*>([^<]+)<", path.read_text()) for path in (svg, ROOT / "docs" / svg.name)]
+    assert texts[0] == texts[1] and "torch.compile alone: 138 collectives, 138 of them exposed" in texts[0]
+    assert "with overlap.py: 17 collectives, 4 of them exposed" in texts[0] and "138 alone, 17 with" in README
+    assert plots.overlap(rows[:1], tmp_path) == []
+    assert max((ROOT / "docs" / path.name).stat().st_size for path in (svg, png)) < 100_000
+
+
+def test_the_figures_in_sentences_are_those_of_the_rows():
+    def rows(name):
+        return [json.loads(line) for line in (ROOT / "results" / name).read_text().splitlines()]
+
+    ratios = [row["ratio"] for row in rows("cpu_eager.jsonl") if row["cell"] == "simple:none"]
+    said = f"{min(ratios):.2f} to {max(ratios):.2f} of"
+    assert all(said in PAGES[page] for page in ("README.md", "docs/wrapper.md", "docs/faq.md"))
+    least = {}
+    for row in rows("h100.jsonl"):
+        if [row["flags"][name] for name in ("wrapper", "compile", "remat")] == ["simple", "fwdbwd", "none"]:
+            least[tuple(row["flags"]["compile_options"]), row["world"]] = row["step_ms_min"]
+    gains = [least[("plain",), n] - least[(), n] for n in ("8(sim h100-nvlink)", "8(sim ndr-ib)")]
+    assert "gains {:.0f} ms over NVLink, {:.0f} ms over the slow link".format(*gains) in README
 
 
 @pytest.mark.parametrize(("path", "budget"), [("main.py", 250), ("launch.sh", 170)])

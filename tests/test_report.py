@@ -1,5 +1,5 @@
 """trainer/experiments/report.py: rows stand beside the right published figures, ratios only where they mean something,
-simulated ranks are always visible, and the marked tables of README.md and NOTES.md are what their rows give."""
+simulated ranks are always visible, and the marked tables of README, NOTES and docs/ are what their rows give."""
 
 import importlib.util
 import json
@@ -18,7 +18,7 @@ from trainer.experiments import published as rows
 from trainer.experiments import report, sweep
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = ("README.md", "NOTES.md")
+DOCUMENTS = ("README.md", "NOTES.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))))
 REFERENCE = dict(depth=4, width=4096, seqlen=4096, batch=8, grad_accum=1, param_dtype="bf16", mode="fully_shard",
                  compile="fwdbwd", attn="sdpa", remat="none", wrapper="simple", commit="0123456789", n=27)  # fmt: skip
 DEFAULT = config.setting(config.filled(config.parse([]), "cuda"))
@@ -233,6 +233,37 @@ def test_wrappers_are_the_last_comparison_of_each_machine():
     assert "n" not in table("baselines", compared(cells))[1][0]
 
 
+def test_sizes_stand_beside_wrappers_where_there_are_several():
+    cells = ["fsdp2:none", "simple:none"]
+    made = [each for width in (128, 256) for each in compared(cells, flags={"seed": 0, "width": width, "batch": 2})]
+    found = table("wrappers", made)[1]
+    assert [(each["width"], each["wrapper"]) for each in found] == [
+        ("128", "fsdp2"), ("128", "simple"), ("256", "fsdp2"), ("256", "simple"),
+    ]  # fmt: skip
+    assert "batch" not in found[0]
+
+
+def test_runs_over_several_links_stand_in_one_line():
+    labels = ((1, ""), (8, " --link h100-nvlink"), (8, " --link ndr-ib"))
+    made = [row(f"nproc=1 --device cuda --remat none{more}{f' --world {n}{link}' * (n > 1)}", ms=100 * i, mib=9000 // n)
+            for i, more in enumerate(("", " --compile-options plain"), 1) for n, link in labels]  # fmt: skip
+    found = table("links", [*made, row("nproc=1 --device cuda --remat both", ms=7)])[1]
+    assert [each["flags"] for each in found] == ["`--remat none`", "`--compile-options plain --remat none`"]
+    assert [each["n = 8(sim ndr-ib), ms"] for each in found] == ["100.0 [99.0-101.0]", "200.0 [199.0-201.0]"]
+    assert [each["n = 8, peak MiB"] for each in found] == ["1'125", "1'125"]
+
+
+def test_collectives_are_counted_by_kind_and_those_without_a_product_meanwhile():
+    graph = {"products": 3, "gathered_mib": 6.0, "collectives": [
+        ["all-gather", 0, 0, 4, 2], ["all-gather", 0, 2, 4, 2], ["reduce-scatter", 3, 0, 8, 4]]}  # fmt: skip
+    flags = {"seed": 0, "compile": "fwdbwd", "compile_options": ["plain"]}
+    found = table("collectives", [dict(study="collectives", world=8, flags=flags, graphs={"loss, forward": graph})])[1]
+    assert found == [{"Inductor options": "plain", "`--compile`": "fwdbwd", "all-gathers": "2",
+                      "all-gathers of them exposed": "1", "reduce-scatters": "1",
+                      "reduce-scatters of them exposed": "1", "MiB sent": "8",
+                      "most gathered MiB at once": "6"}]  # fmt: skip
+
+
 def test_the_rungs_of_a_ladder_stand_in_the_order_in_which_they_ran():
     rungs = "--remat none", "--remat both", "--remat both --loss chunked"
     made = [row(f"nproc=1 --device cpu --depth 8 {flags}", CPU, mib=900 - 300 * i, date=f"2026-01-0{i + 1}", ms=100)
@@ -260,28 +291,29 @@ def test_seconds_to_compile_stand_by_mode_and_depth():
 @pytest.fixture
 def copy(tmp_path, monkeypatch):
     """The documents and their rows in a folder of their own, which is the current one."""
+    (tmp_path / "docs").mkdir()
     for name in DOCUMENTS:
-        shutil.copy(ROOT / name, tmp_path)
+        shutil.copy(ROOT / name, tmp_path / name)
     shutil.copytree(ROOT / "results", tmp_path / "results", ignore=lambda *_: ["runs"])
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
-def test_the_tables_of_readme_and_notes_are_what_their_rows_give():
+def test_the_tables_of_readme_notes_and_docs_are_what_their_rows_give():
     count, differing = report.check([ROOT / name for name in DOCUMENTS])
     assert (differing, count >= 3) == ([], True)
 
 
 def test_a_changed_digit_is_found_and_written_back(copy, capsys):
-    readme, text = copy / "README.md", (copy / "README.md").read_text()
+    page, text = copy / "docs/measuring.md", (copy / "docs/measuring.md").read_text()
     assert text.count("| 91.4 [75.3-219.9] |") == 1
-    readme.write_text(text.replace("| 91.4 [75.3-219.9] |", "| 91.5 [75.3-219.9] |"))
-    number = readme.read_text().split("\n").index("| blocks | 2.5289 | 91.5 [75.3-219.9] | 6.3 | 486 |") + 1
-    said = f"README.md:{number}: compile: column 'step ms, median [min-max]' has '91.5 [75.3-219.9]'"
+    page.write_text(text.replace("| 91.4 [75.3-219.9] |", "| 91.5 [75.3-219.9] |"))
+    number = page.read_text().split("\n").index("| blocks | 2.5289 | 91.5 [75.3-219.9] | 6.3 | 486 |") + 1
+    said = f"docs/measuring.md:{number}: compile: column 'step ms, median [min-max]' has '91.5 [75.3-219.9]'"
     said += " where the rows give '91.4 [75.3-219.9]'"
     assert (report.main(["--check"]), capsys.readouterr().out.splitlines()[:-1]) == (1, [said])
     assert (report.main(["--write"]), capsys.readouterr().out.splitlines()[0]) == (0, said)
-    assert (readme.read_text(), report.main(["--check"])) == (text, 0)
+    assert (page.read_text(), report.main(["--check"])) == (text, 0)
 
 
 def test_a_new_mark_is_filled_and_a_line_too_few_or_too_many_found(copy):
@@ -299,8 +331,8 @@ def test_a_new_mark_is_filled_and_a_line_too_few_or_too_many_found(copy):
 
 @pytest.mark.parametrize(("words", "said"), [
     (["colour"], "report: unknown axis 'colour': expected all or one of "),
-    (["depth"], "report: no file results/sweep-depth.jsonl: "),
-    ([], "report: no row of any axis in results/sweep-*.jsonl (at small sizes: --small)"),
+    (["depth"], "report: no file runs/sweep-depth.jsonl: "),
+    ([], "report: no row of any axis in runs/sweep-*.jsonl (at small sizes: --small)"),
     (["--results", "none.jsonl"], "report: no file none.jsonl: "),
     (["seqlen", "--results", "results/cpu_modes.jsonl"], "report: seqlen: no row of it (at small sizes: --small)"),
     (["baselines", "--results", "results/cpu_modes.jsonl"], "report: baselines: no row of it among 5 rows"),
@@ -326,14 +358,37 @@ def test_a_bad_mark_is_named_with_its_line(copy, capsys, mark, said):
     assert stopped.value.code == 2 and told.startswith(f"report: README.md:2: {said}")
     (copy / "README.md").write_text("")
     (copy / "NOTES.md").unlink()
+    shutil.rmtree(copy / "docs")
     with pytest.raises(SystemExit):
         report.main(["--check"])
-    assert capsys.readouterr().err == "report: no marked table in README.md and NOTES.md here\n"
+    assert capsys.readouterr().err == "report: no marked table in README.md, NOTES.md and docs/*.md here\n"
+
+
+def test_two_files_or_two_commits_are_compared_setting_by_setting(copy, capsys):
+    def made(commit, ms, **flags):
+        measured = dict(step_ms=ms, step_ms_min=ms - 1, step_ms_max=ms + 1)
+        return row(line("depth", **flags)) | dict(commit=commit * 10, cell=None) | measured
+
+    old = [made("aaaa", 9.0, depth=2), made("aaaa", 10.0, depth=4)]
+    new = [made("bbbb", 5.0, depth=4), made("bbbb", 7.0, depth=8)]
+    save(copy / "old.jsonl", old), save(copy / "new.jsonl", new), save(copy / "runs/all.jsonl", old + new)
+    for sides in (["old.jsonl", "new.jsonl"], ["aaaaaaa", "bbbbbbb"]):
+        assert report.main(sides) == 0
+        title, _, *lines = capsys.readouterr().out.strip().splitlines()
+        assert len(lines) == 1 and f"{report.MS}, {sides[0]}" in title
+        assert "| 10.0 [9.0-11.0] | 5.0 [4.0-6.0] | 0.500 [0.364-0.667] |" in lines[0]
+    for sides, said in ((["aaaaaaa", "ccccccc"], "ccccccc: no row of this commit"),
+                        (["old.jsonl", "7.jsonl"], "unknown axis"),
+                        (["old.jsonl", "seven.jsonl"], "no setting is in both")):  # fmt: skip
+        save(copy / "seven.jsonl", [made("cccc", 1.0, depth=16)])
+        with pytest.raises(SystemExit) as stopped:
+            report.main(sides)
+        assert stopped.value.code == 2 and said in capsys.readouterr().err
 
 
 def test_without_an_axis_all_that_have_rows_are_printed(copy, capsys):
-    save(copy / "results/sweep-depth.jsonl", [row(line("depth", depth=4))])
-    save(copy / "results/sweep-all.jsonl", [row(line("width", width=2048))])
+    save(copy / "runs/sweep-depth.jsonl", [row(line("depth", depth=4))])
+    save(copy / "runs/sweep-all.jsonl", [row(line("width", width=2048))])
     assert report.main([]) == 0
     assert [each for each in capsys.readouterr().out.split() if each.startswith("**")] == ["**depth**:", "**width**:"]
 

@@ -195,7 +195,8 @@ def test_gradients_go_as_they_come_also_with_compiled_blocks(mode, monkeypatch):
         dist.destroy_process_group()
     parameters = sum(p.nbytes for p in model.parameters())
     assert during["loss"] == after["loss"]
-    assert during["bytes"] < after["bytes"] - parameters / 2, (after, during, parameters)
+    together = 3 if mode == "none" else 2  # in eager mode a block's gradients come at once
+    assert during["bytes"] < after["bytes"] - parameters / together, (after, during, parameters)
 
 
 def peak_of(function) -> int:

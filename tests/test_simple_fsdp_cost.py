@@ -131,18 +131,19 @@ def test_property_8_compiled_frames_do_not_grow_with_depth(fake, depth):
 
 
 GATHERS = dict(
-    linear=(lambda: nn.Linear(8, 8), lambda m, x: m(x), 2),
-    lstm=(lambda: nn.LSTM(8, 8, 2), lambda m, x: m(x)[0], 8),
-    attention=(lambda: nn.MultiheadAttention(8, 2), lambda m, x: m(x, x, x)[0], 4),
-    encoder=(lambda: nn.TransformerEncoderLayer(8, 2, 16), lambda m, x: m(x), 12),
+    linear=(lambda: nn.Linear(8, 8), lambda m, x: m(x), 1),
+    lstm=(lambda: nn.LSTM(8, 8, 2), lambda m, x: m(x)[0], 1),
+    attention=(lambda: nn.MultiheadAttention(8, 2), lambda m, x: m(x, x, x)[0], 3),  # reads its layer's two by itself
+    encoder=(lambda: nn.TransformerEncoderLayer(8, 2, 16), lambda m, x: m(x), 7),
+    blocks=(lambda: nn.Sequential(*[nn.TransformerEncoderLayer(8, 2, 16) for _ in range(3)]), lambda m, x: m(x), 3),
     list=(lambda: nn.ParameterList([torch.randn(8, 8)] * 2), lambda m, x: x @ m[0] @ m[1], 2),
-    twice=(Twice, lambda m, x: m(x, None), 4),  # two calls of one module with two parameters
+    twice=(Twice, lambda m, x: m(x, None), 2),  # two calls of one module
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("mode", ["train", "eval", "no_grad", pytest.param("inference", marks=INFERENCE)])
 @pytest.mark.parametrize("case", GATHERS)
-def test_property_8_eager_gathers_once_per_parameter_and_module_call(fake, case, mode):
+def test_property_8_eager_gathers_once_per_module_call_or_block(fake, case, mode):
     make, call, gathers = GATHERS[case]
     model, x = data_parallel(make(), fake(4)).train(mode == "train"), torch.randn(4, 3, 8)
     context = {"no_grad": torch.no_grad, "inference": torch.inference_mode}.get(mode, contextlib.nullcontext)
@@ -219,14 +220,26 @@ def step(model, *inputs):
 def test_property_8_eager_gathers_again_in_backward_only_what_backward_needs_and_only_if_asked(fake, remat):
     inputs, reshard = batch(3), data_parallel(Blocks(remat=remat), fake(4))
     forward, backward = step(reshard, *inputs)
-    assert forward.count("all_gather_into_tensor") == 18
-    # both of norm, up and down of three blocks; a checkpointed block reads all its six parameters again
-    assert backward.count("all_gather_into_tensor") == (18 if remat else 12)
-    assert backward.count("reduce_scatter_tensor") == 18
+    assert forward.count("all_gather_into_tensor") == 3
+    # a checkpoint in a block gathers for each of norm, up and down
+    assert backward.count("all_gather_into_tensor") == (9 if remat else 3)
+    assert backward.count("reduce_scatter_tensor") == 3
+    biases = 5 + 2  # elements of up and down's in a shard, which only a checkpoint needs again
+    once, again = (sum(n for name, n, *_ in c.log if "gather" in name) for c in (forward, backward))
+    assert once - again == (0 if remat else 3 * biases)
     keep = data_parallel(Blocks(remat=remat), fake(4), reshard_after_forward=False)
     forward, backward = step(keep, *inputs)
-    assert forward.count("all_gather_into_tensor") == 18
-    assert backward.count("all_gather_into_tensor") == (18 if remat else 0)  # eager checkpoints keep nothing
+    assert forward.count("all_gather_into_tensor") == 3
+    assert backward.count("all_gather_into_tensor") == (9 if remat else 0)  # eager checkpoints keep nothing
+
+
+@pytest.mark.parametrize("channels", [5, 8])
+def test_gradients_in_channels_last_are_reduced_together(fake, channels):
+    model = data_parallel(nn.Conv2d(3, channels, 2).to(memory_format=torch.channels_last), fake(4))
+    x = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
+    with Comms() as comms:
+        model(x).square().sum().backward()
+    assert comms.count("reduce_scatter_tensor") == 1 and model.weight.grad.shape == model.weight.shape
 
 
 @pytest.mark.parametrize("whole, remat, mesh", [

@@ -5,6 +5,7 @@ import copy
 import re
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -190,8 +191,10 @@ def test_a_wrong_order_in_the_gather_is_caught():
 
 
 def test_a_missing_division_by_the_world_size_is_caught(monkeypatch):
-    real = simple_fsdp.Partial
-    monkeypatch.setattr(simple_fsdp, "Partial", lambda op: real("sum"))
+    real = simple_fsdp._c10d
+    wrong = {name: getattr(real, name) for name in ("wait_tensor", "all_gather_into_tensor", "all_reduce")}
+    wrong["reduce_scatter_tensor"] = lambda t, average, *group: real.reduce_scatter_tensor(t, "sum", *group)
+    monkeypatch.setattr(simple_fsdp, "_c10d", SimpleNamespace(**wrong))
     with pytest.raises(AssertionError, match="step 0: .*"):
         check_gradients("fully_shard", "none", limit=1e-6)
 

@@ -210,29 +210,6 @@ def test_off_a_terminal_a_step_is_a_line():
     ]
 
 
-def test_on_a_terminal_the_steps_are_a_bar(monkeypatch):
-    monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.setenv("COLUMNS", "120")
-    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
-        monkeypatch.delenv(name, raising=False)
-    run = Sinks(None, total_steps=2, stream=Terminal())
-    for k in (1, 2):
-        run.step({"step": k, **STEP})
-    run.close()
-    run.close()
-    shown = run.stream.getvalue()
-    assert "step 1/2" in shown and "step 2/2" in shown and "\x1b[" in shown and "91'022 tok/s" in shown
-    assert shown.endswith("\x1b[?25h"), "the cursor must come back"
-
-
-def test_a_terminal_without_rich_gets_lines(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "rich.console", None)
-    run = Sinks(None, total_steps=1, stream=Terminal())
-    run.step({"step": 1, **STEP})
-    run.close()
-    assert run.stream.getvalue().startswith("step 1/1  loss 3.2100") and len(warnings_of(capsys)) == 1
-
-
 def test_neither_torch_nor_wandb_nor_rich_is_imported_unasked(tmp_path):
     code = "import sys\nfrom trainer.experiments.logging import Sinks\n"
     code += "s = Sinks('rows.jsonl', total_steps=1)\ns.step({'step': 1})\n"
@@ -280,10 +257,11 @@ def tables(folder):
 OFFLINE = """
 from trainer.experiments.logging import Sinks
 run = Sinks("out/rows.jsonl", "offline", "group", "name", {"width": 64, "dtype": float, "hf_token": "sesame-1",
-            "nested": {"api_key": "sesame-2", "tokens": 8}}, ["tag"], 0, 2, 1)
+            "nested": {"api_key": "sesame-2", "tokens": 8}, "loss": "full"}, ["tag"], 0, 2, 1, resume="abcd1234")
 for k in (1, 2):
-    run.step({"step": k, "loss": float("nan"), "ms": None})
-run.row({"outcome": "ok", "loss": float("inf"), "password": "sesame-3"})
+    run.step({"step": k, "tokens": 64 * k, "loss": float("nan"), "ms": None})
+run.row({"outcome": "ok", "loss": float("inf"), "password": "sesame-3", "mfu": None, "width": 64, "loss_kind": "full",
+         "flags": {"width": 64}, "step_ms": 5.0})
 run.close()
 """
 
@@ -298,7 +276,20 @@ def test_wandb_offline_leaves_a_run_beside_the_rows_without_secrets(tmp_path):
     assert b"width" in log.read_bytes() and len(rows(tmp_path / "out" / "rows.jsonl")) == 1
     ((run, steps),) = logged(tmp_path / "out" / "wandb")
     assert (run.display_name, run.run_group, [*run.tags]) == ("name", "group", ["tag"])
-    assert [(step["_step"], step["ms"]) for step in steps] == [(1, None), (2, None)]
+    assert [(step["_step"], step["step"], step["tokens"]) for step in steps] == [(1, 1, 64), (2, 2, 128)]
+    assert not any("ms" in step for step in steps)
+    assert (run.run_id, run.resume, run.job_type) == ("abcd1234", True, "train") and folder.name.endswith("-abcd1234")
+    axes = {each.metric.name or each.metric.glob_name: each.metric.step_metric
+            for each in records(log) if each.WhichOneof("record_type") == "metric"}  # fmt: skip
+    assert axes == {"step": "", "tokens": "", "*": "step", "loss": "tokens", "eval_loss": "tokens",
+                    "eval_bpb": "tokens"}  # fmt: skip
+    summary = {}
+    for each in records(log):
+        summary |= {item.key: json.loads(item.value_json) for item in each.summary.update if item.key}
+    summary = {name: value for name, value in summary.items() if name[0] != "_" and name not in ("step", "tokens")}
+    # Neither nulls nor the config again; "loss" is a figure here, and a setting there.
+    name = rows(tmp_path / "out/rows.jsonl")[0]["run"]
+    assert summary == {"outcome": "ok", "loss": "inf", "step_ms": 5.0, "run": name}
     for path in (path for path in tmp_path.rglob("*") if path.is_file()):
         assert b"sesame" not in path.read_bytes(), path
     for word in (sys.executable, str(REPO), f"{tmp_path}/out", os.uname().nodename):  # more in test_privacy.py
@@ -311,7 +302,8 @@ from pathlib import Path
 from trainer.experiments.logging import log_tables
 rows = [{"cell": "--depth 2", "ms": 1.5, "loss": float("nan"), "flags": {"depth": 2, "hf_token": "sesame-1"}},
         {"cell": "--depth 4", "outcome": "OOM bwd", "ms": "slow", "api_key": "sesame-2"}]
-log_tables({"depth": rows, "width": rows[:1], "nothing": []}, Path("out/rows.jsonl"), "offline", "group", ["tag"])
+log_tables({"depth": rows, "width": rows[:1], "nothing": []}, Path("out/rows.jsonl"), "offline", "a group", ["tag"],
+           {"depth.md": b"| ms |", "depth.svg": b"<svg/>"})
 """
 
 
@@ -320,7 +312,13 @@ def test_wandb_tables_hold_every_row_and_no_secret(tmp_path):
     done = python(TABLES, tmp_path, WANDB_SILENT="true", SWEEP_NAME="a cell's")
     assert "warning: " not in done.stderr, done.stderr
     ((run, _),) = logged(tmp_path / "out" / "wandb")
-    assert (run.display_name, run.run_group, run.job_type, [*run.tags]) == ("group", "group", "table", ["tag"])
+    assert (run.display_name, run.run_group, run.job_type, [*run.tags]) == ("a group", "a group", "table", ["tag"])
+    (log,) = (tmp_path / "out" / "wandb").glob("offline-run-*/*.wandb")
+    (report,) = (each.artifact for each in records(log) if each.artifact.type == "report")
+    files = {each.path: each.local_path for each in report.manifest.contents}
+    assert report.name == "a-group-report" and {*files} == {"depth.md", "depth.svg"}
+    assert not [path for path in files.values() if os.path.isabs(path)]  # it would name the user
+    assert (tmp_path / files["depth.svg"]).read_text() == "<svg/>"
     row = ["--depth 2", 1.5, "nan", '{"depth": 2}']
     assert tables(tmp_path / "out" / "wandb") == [
         ("depth", {"columns": ["cell", "ms", "loss", "flags", "outcome"],
@@ -344,7 +342,7 @@ class FakeWandb:
     """W&B that does what was asked of it until `breaks` is called."""
 
     def __init__(self, breaks):
-        self.breaks, self.logged = breaks, []
+        self.breaks, self.logged, self.axes, self.id, self.starting_step = breaks, [], {}, "new", 0
         known = {"init_timeout": 0, "console": ""}
         self.Settings = type("Settings", (), {"model_fields": known, "__init__": FakeWandb.settings})
         self.summary, self.disabled = SimpleNamespace(update=lambda row: self.do("summary")), False
@@ -371,6 +369,17 @@ class FakeWandb:
         self.do("log")
         self.logged.append((step, stats))
 
+    def define_metric(self, name, step_metric):
+        self.do("define_metric")
+        self.axes[name] = step_metric
+
+    def Artifact(self, name, type):
+        self.do("Artifact")
+        return SimpleNamespace(name=name, add_file=lambda path, policy: self.logged.append(Path(path).name))
+
+    def log_artifact(self, artifact):
+        self.do("log_artifact")
+
     def Table(self, columns, data, allow_mixed_types):
         assert allow_mixed_types
         self.do("Table")
@@ -378,47 +387,6 @@ class FakeWandb:
 
     def finish(self):
         self.do("finish")
-
-
-@pytest.mark.parametrize("breaks", ["import", "setup", "init", "disabled", "log", "summary", "finish", None])
-def test_wandb_that_breaks_anywhere_warns_once_and_the_run_goes_on(tmp_path, capsys, monkeypatch, breaks):
-    fake = FakeWandb(breaks)
-    fake.disabled = breaks == "disabled"  # what a login that timed out leaves
-    monkeypatch.setitem(sys.modules, "wandb", None if breaks == "import" else fake)
-    run = Sinks(tmp_path / "rows.jsonl", "online", total_steps=3, stream=io.StringIO())
-    for k in (1, 2, 3):
-        run.step({"step": k, **STEP})
-    run.row({"outcome": "ok"})
-    run.close()
-    run.close()
-    warned = warnings_of(capsys)
-    assert len(warned) == (breaks is not None) and all(line.startswith("warning: wandb: ") for line in warned)
-    assert len(rows(run.steps)) == 3 and len(rows(tmp_path / "rows.jsonl")) == 1
-    assert run.stream.getvalue().count("\n") == 3
-    if breaks in (None, "summary", "finish"):
-        assert fake.logged == [(k, STEP) for k in (1, 2, 3)]
-
-
-@pytest.mark.parametrize("breaks", ["import", "init", "disabled", "Table", "log", "finish", None])
-def test_wandb_tables_that_break_anywhere_warn_once(tmp_path, capsys, monkeypatch, breaks):
-    fake = FakeWandb(breaks)
-    fake.disabled = breaks == "disabled"
-    monkeypatch.setitem(sys.modules, "wandb", None if breaks == "import" else fake)
-    sinks.log_tables({"a": [{"k": 1}], "b": [{"k": 2}]}, tmp_path / "rows.jsonl", "online", "group")
-    assert len(warnings_of(capsys)) == (breaks is not None)
-    if breaks in (None, "finish"):
-        assert fake.logged == [(None, {"a": (["k"], [[1]])}), (None, {"b": (["k"], [[2]])})]
-
-
-@pytest.mark.parametrize(("given", "told", "name"), [
-    (None, "seqlen n=2", "seqlen n=2"), ("mine", "seqlen n=2", "mine"), (None, "", None), (None, "n" * 200, "n" * 128),
-])
-def test_a_run_without_a_name_is_called_what_the_sweep_calls_it(monkeypatch, given, told, name):
-    fake = FakeWandb(None)
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    monkeypatch.setenv("SWEEP_NAME", told)
-    Sinks(None, "online", name=given, stream=io.StringIO()).close()
-    assert fake.named["name"] == name and fake.named["job_type"] is None
 
 
 def test_the_final_lines_group_numbers_and_own_up_to_what_is_unknown():
@@ -441,3 +409,14 @@ def test_the_final_lines_group_numbers_and_own_up_to_what_is_unknown():
         "speed    n/a tok/s, n/a tok/s/rank",
         "MFU, %   n/a causal, n/a PaLM, n/a HFU",
     ]
+    told = final_lines(row | {"device": "CPU A"})
+    assert told[-1] == "MFU, %   n/a causal, n/a PaLM, n/a HFU: no peak is known of CPU A"
+    *_, why = final_lines({"outcome": "ok", "n": 0, "loss": 1.0}, warmup=3)
+    assert why.startswith("step     n/a, as are speed and MFU: no step was timed; the first 3") and "--steps" in why
+
+
+def test_the_whole_setting_is_in_a_file_beside_the_steps(tmp_path):
+    run = Sinks(tmp_path / "rows.jsonl")
+    path = run.write_settings({"depth": 4, "lr": float("inf"), "api_key": "sesame"})
+    assert path == run.steps.with_suffix(".settings.json") and json.loads(path.read_text()) == {"depth": 4, "lr": "inf"}
+    assert Sinks(None).write_settings({}) is None and Sinks(tmp_path / "rows.jsonl", rank=1).write_settings({}) is None

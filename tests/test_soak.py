@@ -33,7 +33,7 @@ def test_saves_under_kill_9_of_all_ranks_are_whole_or_absent_and_the_newest_is_r
 
 @slow
 def test_a_job_that_torchrun_restarts_ends_as_the_one_that_nobody_killed(tmp_path):
-    told = soak.run(tmp_path, ranks=2, steps=80, kills=2, seconds=10, seed=1, argv=[])
+    told = soak.run(tmp_path, ranks=2, steps=240, kills=2, seconds=3, seed=1, argv=[])
     assert int(re.match(r"(\d+) hits", told)[1]) >= 1, told
 
 

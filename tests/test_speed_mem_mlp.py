@@ -260,6 +260,7 @@ def test_a_second_call_runs_only_what_has_no_result(monkeypatch, capsys):
         return None if outcome == "ok" else "exit 9: killed"
 
     monkeypatch.setattr(sweep, "run", run)
+    monkeypatch.setattr(sweep, "current", lambda rows, any_commit: rows)  # as on that GPU
     argv = "--table mlp_4096 --nproc 4 --steps 30 --results rows.jsonl".split()
     assert mlp.table(mlp.parse(argv)) == 1 and len(started) == 10
     lines = capsys.readouterr().out.splitlines()[-14:]

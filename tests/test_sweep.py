@@ -165,6 +165,31 @@ def test_the_second_call_runs_what_is_missing_then_what_failed(call):
     assert (code, starts["ok"], starts["oom"]) == (0, 1, 1)
 
 
+def test_rows_of_another_commit_or_device_are_no_results_of_this_one(call, tmp_path):
+    call(seeds("ok", "oom", "badshape"))
+    ok, oom, badshape = rows(tmp_path / "rows.jsonl")
+    old = [ok | dict(commit="old"), oom | dict(device="NVIDIA H99"), badshape]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in old))
+    code, out, _, starts = call(seeds("ok", "oom", "badshape"), "--any-commit")
+    assert (code, starts) == (0, dict(ok=1, oom=2, badshape=1))
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in old))
+    code, out, _, starts = call(seeds("ok", "oom", "badshape"))
+    assert (code, starts) == (0, dict(ok=2, oom=3, badshape=1))
+    assert "3 cells, 1 finished before, 2 by another commit or device (--any-commit" in out
+
+
+def test_several_values_of_a_flag_are_a_grid_and_seeds_are_summed_up(tmp_path, monkeypatch):
+    monkeypatch.setattr(sweep, "gpus", lambda: 0)
+    (tmp_path / "cells.txt").write_text("--depth {2,4}")
+    words = "--lr 1e-3 3e-3 --seed 0 1 2 --compile-options a=1 b=2".split()
+    [cells] = sweep.studies(str(tmp_path / "cells.txt"), False, 1, words).values()
+    assert len(cells) == 12 and cells[0] == "nproc=1 --compile-options a=1 b=2 --depth 2 --lr 1e-3 --seed 0"
+    found = {cell: dict(outcome="ok", loss=float(i % 3)) for i, cell in enumerate(cells)}
+    table = sweep.over_seeds(cells, found).splitlines()
+    assert len(table) == 2 + 4 and table[2].endswith("| 3 | 1.0000 +- 1.0000 |")
+    assert sweep.over_seeds(cells[::3], found) == ""
+
+
 def wait_for(there, seconds=60):
     until = time.monotonic() + seconds
     while not there():
@@ -182,7 +207,7 @@ def test_every_table_is_filled_once_whatever_kills_the_sweep(tmp_path):
     how = dict(cwd=tmp_path, env=environment(tmp_path), text=True)
     tables = sweep.studies("all", True, 2, [])
     cells = list(dict.fromkeys(cell for own in tables.values() for cell in own))
-    pid, results = tmp_path / "pid", tmp_path / "results" / "sweep-all-small.jsonl"
+    pid, results = tmp_path / "pid", tmp_path / "runs" / "sweep-all-small.jsonl"
 
     killed = subprocess.Popen(command, stdout=subprocess.DEVNULL, **how)
     wait_for(lambda: pid.exists() and pid.read_text())
@@ -266,11 +291,13 @@ def test_wandb_holds_a_run_per_cell_and_a_table_of_all_in_one_group(call, tmp_pa
     code, out, found, _ = call(lines, "--wandb", "offline", "--tags", "a", "b", HOME=str(tmp_path), WANDB_SILENT="true")
     assert code == 0 and "warning" not in out and len(found) == 3, out
     runs = {run.job_type: (run, steps) for run, steps in logged(tmp_path / "wandb")}
-    cell, steps = runs[""]
-    assert (cell.display_name, cell.run_group) == ("cells n=1 --seed logged", "sweep-cells")
+    cell, steps = runs["cell"]
+    assert (cell.display_name, cell.run_group, [*cell.tags]) == ("cells n=1 --seed logged", "sweep-cells", ["cells"])
     assert [step["loss"] for step in steps] == [2.5]
     table, _ = runs["table"]
     assert (table.display_name, table.run_group, [*table.tags]) == ("sweep-cells", "sweep-cells", ["a", "b"])
+    (report,) = (tmp_path / "wandb").glob("offline-run-*/report/cells.md")
+    assert report.read_text().strip() in out and "| 1 | --seed oom | OOM bwd |" in report.read_text()
     ((name, data),) = tables(tmp_path / "wandb")
     outcome = data["columns"].index("outcome")
     assert (name, [line[outcome] for line in data["data"]]) == ("cells", ["ok", "OOM bwd", "ok"])

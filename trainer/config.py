@@ -8,22 +8,23 @@ A field's docstring is its help text, _RANGES limits its values, the `_..._misfi
 This file imports no torch, so that --help answers at once.
 """
 
-import argparse
 import ast
 import io
 import math
 import os
 import re
+import sys
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext, redirect_stderr, suppress
+from contextlib import redirect_stderr, suppress
 from dataclasses import asdict, dataclass, replace
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_type_hints
 
 import tyro
 from tyro.conf import OmitArgPrefixes, UseCounterAction, arg
 
-from trainer.costs import link
+from trainer.costs import link, may_have_gpu
+from trainer.distributed.command_line import explain, flag
 from trainer.distributed.terminal import fail
 
 _DESCRIPTION = """Trains the transformer of model.py under simple_fsdp and appends a row of results.
@@ -68,12 +69,26 @@ class Training:
     data: str = "stdlib"
     """stdlib: bytes of Python's own sources. text:PATH: of a file or all in a folder. bin:GLOB: files of token ids, raw
     uint16 or as llm.c writes them. random: new random tokens in each step. overfit: the same batch in each step."""
+    eval_every: int = 0
+    """Steps between evaluations, each eager and in no step's time; one follows the last step. 0: none, all data trains.
+    Otherwise the last 1/64 of --data, at least one sequence, is held out. A resumed run must hold out the same."""
+    eval_batches: int = 8
+    """Batches of an evaluation, the same each time; all that is held out if that is less."""
     steps: Annotated[int | None, _by_device("steps", "INT")] = None
     """Optimizer steps."""
     lr: Annotated[float | None, _by_device("lr", "FLOAT")] = None
-    """Peak learning rate. It decays along a cosine to a tenth of this at the last step."""
+    """Peak learning rate. After --warmup it follows --schedule."""
     warmup: int = 10
     """Steps in which the learning rate rises linearly to --lr."""
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    """cosine: along a cosine to a tenth of --lr at the last step. wsd (warm-up, stable, decay): stays, then falls
+    linearly to a tenth in the last fifth of the steps. constant: stays."""
+    weight_decay: float = 0.1
+    """AdamW's, of matrices alone: norms and biases do not decay."""
+    beta1: float = 0.9
+    """Decay of Adam's mean of gradients."""
+    beta2: float = 0.95
+    """Decay of Adam's mean of squared gradients."""
     clip: float = 1.0
     """Gradients whose global norm is larger are scaled down to this norm. 0: no clipping."""
     nonfinite: Literal["stop", "skip"] = "stop"
@@ -209,15 +224,19 @@ class Output:
     """Folder for traces (on CUDA also a memory snapshot) of three steps after warm-up, which enter no statistic."""
     explain_memory: bool = False
     """Print what the peaks of memory consist of in one step after warm-up, which enters no statistic."""
+    sample: int = 0
+    """Tokens (of text: bytes) that the model writes after the last step, to be printed."""
     verbose: Annotated[UseCounterAction[int], arg(aliases=["-v"], help_behavior_hint="(default: 0, repeatable)")] = 0
     """-v: print memory by stages and the placement of parameters, too. -vv: also all norms at logged steps (slow)."""
+    force: bool = False
+    """Begin even if the machine does not seem to have the memory that this needs; checked on a CPU only."""
     debug: bool = False
     """Print tracebacks instead of one-line errors."""
 
 
 @dataclass(frozen=True)
 class Config:
-    """All flags. Frozen, and checked one by one where it is made; `resolve` checks them together."""
+    """All flags. Frozen. `parse` checks them one by one, `resolve` together."""
 
     training: OmitArgPrefixes[Training]
     system: OmitArgPrefixes[System]
@@ -229,35 +248,35 @@ class Config:
 
     def __post_init__(self):
         vars(self).update(self.flat())  # config.depth is config.training.depth; no field has the name of another
-        for names, fits, allowed in _RANGES:
-            for name in names.split():
-                value = getattr(self, name)
-                if value is not None and not fits(value):
-                    raise ValueError(f"{flag(name)} {value}: must be {allowed}")
-        for name, value in self.flat().items():
-            if isinstance(value, int | float) and value >= 2**31 and name not in ("lr", "clip", "seed"):
-                raise ValueError(f"{flag(name)} {value}: must be below 2**31")
-        link(self.link)
-        for option in self.compile_options:
-            if "=" not in option and option != "plain":
-                raise ValueError(f"--compile-options {option}: must be NAME=VALUE or plain")
 
 
 _RANGES = [
     ("depth width head_dim grouping grow vocab seqlen batch grad_accum steps world replicas chunk log_every keep "
-     "max_skips", lambda v: v >= 1, "at least 1"),
+     "max_skips eval_batches", lambda v: v >= 1, "at least 1"),
     ("lr", lambda v: 0 < v < 1e38, "a positive number below 1e38"),
-    ("warmup mlp_chunk save_every", lambda v: v >= 0, "0 or more"),
+    ("warmup mlp_chunk save_every eval_every sample", lambda v: v >= 0, "0 or more"),
     ("seed", lambda v: 0 <= v < 2**64, "0 or more and below 2**64"),
-    ("clip min_shard_mib norm_limit spike timeout first_timeout",
+    ("clip weight_decay min_shard_mib norm_limit spike timeout first_timeout",
      lambda v: 0 <= v < math.inf, "0 or a positive number"),
     ("init", lambda v: v.endswith((".safetensors", ".safetensors.index.json", ".pt")), "a .safetensors or a .pt"),
+    ("beta1 beta2", lambda v: 0 <= v < 1, "0 or more and below 1"),
     ("remat_ratio ahead", lambda v: 0 <= v <= 1, "between 0 and 1"),
 ]  # fmt: skip
 
 
-def flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
+def check_ranges(c: Config) -> None:
+    """ValueError, one line, for the first flag whose value is none for any other flags."""
+    for names, fits, allowed in _RANGES:
+        for name in names.split():
+            if (value := getattr(c, name)) is not None and not fits(value):
+                raise ValueError(f"{flag(name)} {value}: must be {allowed}")
+    for name, value in c.flat().items():
+        if isinstance(value, int | float) and value >= 2**31 and name not in ("lr", "clip", "seed"):
+            raise ValueError(f"{flag(name)} {value}: must be below 2**31")
+    link(c.link)
+    for option in c.compile_options:
+        if "=" not in option and option != "plain":
+            raise ValueError(f"--compile-options {option}: must be NAME=VALUE or plain")
 
 
 def _as_given(c: Config, name: str) -> str:
@@ -284,8 +303,9 @@ def _run_misfits(c: Config, started: int, ranks: int) -> list[tuple]:
         # Saving and resuming
         *[(name, c.save is None and getattr(c, name) != getattr(Output, name), "needs --save DIR")
           for name in ("save_every", "keep", "save_async", "save_errors")],
-        ("world", c.world and (c.save is not None or c.init is not None or named),
-         "simulated ranks hold no model worth saving; leave out --save, --resume and --init"),
+        ("world", c.world and (c.save is not None or c.init is not None or named or c.sample),
+         "simulated ranks hold no model worth saving or asking; leave out --save, --resume, --init and --sample"),
+        ("eval_batches", not c.eval_every and c.eval_batches != Training.eval_batches, "needs --eval-every"),
         ("init", c.init is not None and named, f"--resume {c.resume} has weights of its own; leave one of them out"),
         # Sizes and ranks
         ("world", c.world and started not in (1, c.world),
@@ -370,6 +390,7 @@ def filled(c: Config, device: str) -> Config:
 def resolve(c: Config, device: str, world: int) -> Config:
     """`filled`, and checked: ValueError names flag, value and fix for what does not fit together on `world` ranks."""
     c = filled(c, device)
+    check_ranges(c)
     if problem := _misfit(c, world):
         raise ValueError(problem)
     return c
@@ -383,7 +404,7 @@ def world_label(c: Config, world: int) -> int | str:
 def setting(c: Config) -> dict:
     """The whole setting of a run, for its row and for W&B: every resolved flag but those that only say where results go
     and how long to wait. Of a path outside the working directory only the last part is kept: it may name a user."""
-    skip = {"results", "debug", "save", "resume", "timeout", "first_timeout"}
+    skip = {"results", "debug", "force", "save", "resume", "timeout", "first_timeout"}
     found = {name: value for name, value in c.flat().items() if name not in skip}
     for name in ("data", "init", "flex_options", "profile"):
         if found[name] is not None:
@@ -405,34 +426,23 @@ def compile_options(c: Config) -> dict:
 
 
 def parse(argv: Sequence[str], rank: int = 0, world: int | None = None) -> Config:
-    """The flags of a command line. Ends the process with exit code 2 and one message, which rank 0 prints, for an
-    unknown flag or a bad value, and, if `world` is given, for values that do not fit together on any device."""
+    """The flags of a command line. Ends the process with exit code 2 and one line, which rank 0 prints, for an unknown
+    flag or a bad value, and, if `world` is given, for values that do not fit together on any device there may be."""
+    boxes = io.StringIO()  # of tyro, to which our own line is preferred
     try:
-        with nullcontext() if rank == 0 else redirect_stderr(io.StringIO()):  # console_outputs leaves some
+        with redirect_stderr(boxes):
             c = tyro.cli(Config, args=list(argv), prog="main.py", description=_DESCRIPTION, console_outputs=rank == 0)
-    except SystemExit:
+        check_ranges(c)
+    except (SystemExit, ValueError) as error:
         if rank:
             time.sleep(5)  # or torchrun would end rank 0 before it has printed the message
-        raise
-    problems = {_misfit(filled(c, d), world) for d in (DEFAULTS if c.device == "auto" else [c.device]) if world}
-    if len(problems) == 1 and (problem := problems.pop()):  # if they differ by device, torch must first say which it is
-        fail(problem, rank)
+        if rank or not getattr(error, "code", 2):  # --help
+            sys.exit(getattr(error, "code", 2))
+        kinds = {k: v for group in (Training, System, Output) for k, v in get_type_hints(group).items()}
+        said = str(error) if isinstance(error, ValueError) else explain(argv, kinds, ["verbose"])
+        fail(said or " ".join(re.sub("[\u2500-\u257f]", " ", boxes.getvalue()).split()), rank)
+    devices = [*DEFAULTS] if c.device == "auto" and may_have_gpu() else [c.device.replace("auto", "cpu")]
+    problems = [_misfit(filled(c, device), world) for device in devices] if world else [None]
+    if all(problems):  # if one device would do, torch must first say which it is
+        fail(problems[0], rank)
     return c
-
-
-def tool(name: str, doc: str) -> argparse.ArgumentParser:
-    """The parser of a command that takes main.py's flags beside its own: `python -m NAME`, about simulated ranks."""
-    parser = argparse.ArgumentParser(
-        f"python -m {name}", description=doc, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="All other flags are main.py's: python main.py --help lists them.",
-    )  # fmt: skip
-    parser.add_argument("--world", type=int, default=8, metavar="INT", help="number of ranks (default: 8)")
-    return parser
-
-
-def parse_tool(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, Config]:
-    """The flags of such a command, its own and main.py's. Ends the process with exit code 2 for bad ones."""
-    own, others = parser.parse_known_args()
-    if own.world < 1:
-        parser.error(f"--world {own.world}: must be at least 1")
-    return own, parse(others)

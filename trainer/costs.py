@@ -7,7 +7,10 @@ Bandwidths are what collectives reached on such links, bytes a rank sends per se
 collective is an assumption. A ring without contention: no topology, no stragglers, every group has the whole link.
 """
 
+import ctypes
+import os
 import re
+from contextlib import suppress
 from typing import NamedTuple
 
 LATENCY_US = 20.0
@@ -62,6 +65,13 @@ def device_peak(name: str) -> float | None:
     return next((flops for names, flops in PEAKS.items() if re.fullmatch(f"(NVIDIA )?({names})", name)), None)
 
 
+def may_have_gpu() -> bool:
+    """Whether torch could see a GPU, asked without torch: only if there is a driver to load (NVIDIA's, or ROCm's)."""
+    with suppress(OSError):
+        return bool(ctypes.CDLL("libcuda.so.1"))
+    return os.path.exists("/dev/kfd")
+
+
 def attention_flops(heads: int, head_dim: int, keys: float) -> float:
     """Of one query token in one layer, forward: a score with each of `keys` keys, and the sum of their values."""
     return 4 * heads * head_dim * keys
@@ -110,3 +120,23 @@ def kept_per_block(c) -> float:
     elif c.remat in ("mlp", "both"):
         mlp = 1 + (not c.remat_norm)
     return attention + mlp
+
+
+def parameters(c) -> int:
+    """Of the reference transformer: the products' weights, norms and the embedding."""
+    kv = c.width // c.grouping
+    return c.depth * c.width * (2 * c.width + 2 * kv + 2 * c.grow * c.width + 2) + (2 * c.vocab + 1) * c.width
+
+
+def step_bytes(c, ranks: int, batch: int) -> float:
+    """About what a training step of resolved flags holds on one of `ranks` at its peak, with `batch` sequences at once:
+    weights and Adam's moments, and whichever is more, what is kept for backward and the logits, or the gradients."""
+    size = {"fp32": 4, "bf16": 2}
+    sharded = c.wrapper != "none" and c.mode != "replicate"
+    own = parameters(c) / (ranks // (c.replicas if c.mode == "hybrid_shard" else 1) if sharded else 1)
+    tokens, width = batch * c.seqlen, size[c.param_dtype]
+    plain = 6 + 2 / c.grouping + 2 * c.grow if c.mlp == "plain" else 5 + 2 / c.grouping
+    share = c.remat_ratio if c.remat != "none" else 0
+    kept = c.depth * (share * kept_per_block(c) + (1 - share) * plain) * tokens * c.width * width
+    logits = 2 * c.vocab * (tokens if c.loss == "full" else min(tokens, c.chunk)) * width
+    return own * (4 + 2 * size[c.adam_dtype]) + max(kept + logits, 4 * own)

@@ -3,11 +3,15 @@
     batches = Batches("stdlib", global_batch=64, seqlen=1024, vocab=32768, seed=0, rank=rank, world=world)
     tokens, targets = next(batches)        # int64 on the CPU, [B, T] each; targets are tokens moved on by one
     batches.sample = 6400                  # resume: the counter is the whole state
+    for tokens, targets in batches.held_out(8): ...       # with hold_out=True: of data that is never trained on
 
 Sources: `stdlib` (the bytes of Python's own library), `text:PATH` (the bytes of a file or folder), `bin:GLOB` (token
 shards of nanoGPT or llm.c), `random` (new tokens each step, for timing), `overfit` (the first batch of stdlib, always).
 Sample i depends on (source, seqlen, seed, i) alone, and a rank takes its slice of every global batch.
+check_source and check_files tell what is wrong with a source without torch, whose import takes seconds.
 """
+
+from __future__ import annotations
 
 import glob
 import hashlib
@@ -17,20 +21,25 @@ import struct
 import sysconfig
 from bisect import bisect_right
 from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from trainer.distributed.terminal import did_you_mean
 from trainer.distributed.terminal import grouped as _n
+
+if TYPE_CHECKING:  # bad files are told before torch is imported, which takes seconds
+    import torch
+    from torch import Tensor
 
 # Shapes: B rows of this rank in a batch, T tokens of a row (--seqlen)
 LLMC_HEADER = 1024  # bytes: 256 int32, of which three are used: magic, version, number of tokens
 LLMC_FORMATS = {20240520: (1, np.uint16), 20240801: (7, np.uint32)}  # magic -> version, dtype (GPT-2, Llama 3)
 LLMC_MAGICS = range(20240101, 20241232)  # llm.c's magic is a date; raw uint16 tokens would need an id above 54'000
+HELD_OUT = 64  # one part in so many, the last, and at least one sample, is held out
 SCAN_BYTES = 64 << 20  # smaller streams are searched for ids outside the vocabulary when they are opened
 # Folders that `stdlib` leaves out, because not every installation of Python has the same files in them.
 NOT_TEXT = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
@@ -47,7 +56,8 @@ def _bad(where: str, expected: str, found: str, fix: str) -> DataError:
 def check_source(source: str) -> None:
     """ValueError unless `source` has one of the forms of --data. Opens no file."""
     if not re.fullmatch(r"stdlib|random|overfit|(text|bin):.+", source):
-        raise ValueError(f"--data {source}: expected one of stdlib, text:PATH, bin:GLOB, random, overfit")
+        like = did_you_mean(source, ("stdlib", "text:", "bin:", "random", "overfit"))
+        raise ValueError(f"--data {source}: expected one of stdlib, text:PATH, bin:GLOB, random, overfit{like}")
 
 
 class Shard(NamedTuple):  # one file of tokens, or all files of a text source
@@ -127,34 +137,72 @@ def _open_tokens(path: str) -> Shard:
     return Shard(path, memory[skipped:].view(dtype), skipped, memory[:1024].tobytes())
 
 
+def _found(source: str) -> tuple[str, list[Path]]:
+    """(folder, file or pattern, its files) of any source but `random`; of bin at least one. DataError, OSError."""
+    kind, _, where = ("stdlib" if source == "overfit" else source).partition(":")
+    root = sysconfig.get_path("stdlib") if kind == "stdlib" else os.path.expanduser(where)
+    if kind != "bin":
+        return root, _files(root, ".py", NOT_TEXT) if kind == "stdlib" else _files(root)
+    files = [root] if os.path.isfile(root) else sorted(filter(os.path.isfile, glob.glob(root, recursive=True)))
+    if not files:
+        raise _bad(root, "at least one token file", "none", "check --data bin:GLOB (a folder: bin:DIR/*.bin)")
+    return root, files
+
+
+@contextmanager
+def _readable(source: str) -> Iterator[None]:
+    """Inside it an OSError is a DataError."""
+    try:
+        yield
+    except OSError as error:
+        where, found = error.filename or source, error.strerror or str(error)
+        raise _bad(where, "readable data", found, "check the path in --data and its permissions") from error
+
+
+def _check_length(source: str, root: str, files: list, tokens: int, seqlen: int = 0, hold_out: bool = False) -> None:
+    if not tokens:
+        found = f"0 bytes in {_n(len(files))} file{'s' * (len(files) != 1)}"
+        raise _bad(f"{root}, byte 0", "text", found, "name a file or folder with text")
+    needed = (seqlen + 1) * (1 + hold_out)
+    if tokens < needed:
+        again, fix = ", and as many that --eval-every holds out" * hold_out, " or leave out --eval-every" * hold_out
+        expected = f"at least {_n(needed)} tokens (--seqlen and one for the last target{again})"
+        raise _bad(f"{source}, token {_n(tokens)}", expected, "the end", f"add data or lower --seqlen{fix}")
+
+
+def check_files(source: str, seqlen: int, hold_out: bool = False) -> None:
+    """DataError for what names, sizes and headers tell of the files of a source. Reads no text, imports no torch."""
+    if not source.startswith(("text:", "bin:")):
+        return
+    with _readable(source):
+        root, files = _found(source)
+        if source.startswith("bin:"):
+            tokens = sum(len(_open_tokens(file).tokens) for file in files)
+            _check_length(source, root, files, tokens, seqlen, hold_out)
+        elif all(file.is_file() or not file.exists() for file in files):  # a pipe has no size
+            _check_length(source, root, files, sum(file.stat().st_size for file in files), seqlen, hold_out)
+
+
 def open_source(source: str, vocab: int) -> tuple[Stream, str]:
     """Tokens of any source but `random`, and a description. Raises ValueError for a small --vocab, and DataError."""
-    kind, _, where = ("stdlib" if source == "overfit" else source).partition(":")
-    if kind != "bin" and vocab < 256:
+    if not source.startswith("bin:") and vocab < 256:
         raise ValueError(f"--vocab {vocab}: --data {source} is bytes and needs at least 256; raise it or --data random")
-    root = sysconfig.get_path("stdlib") if kind == "stdlib" else os.path.expanduser(where)
-    try:
-        if kind == "bin":
-            files = [root] if os.path.isfile(root) else sorted(filter(os.path.isfile, glob.glob(root, recursive=True)))
-            if not files:
-                raise _bad(root, "at least one token file", "none", "check --data bin:GLOB (a folder: bin:DIR/*.bin)")
+    with _readable(source):
+        root, files = _found(source)
+        if source.startswith("bin:"):
             shards = [_open_tokens(file) for file in files]
         else:
-            files = _files(root, ".py", NOT_TEXT) if kind == "stdlib" else _files(root)
             text = bytearray().join(file.read_bytes() for file in files)
-            if not text:
-                found = f"0 bytes in {_n(len(files))} files"
-                raise _bad(f"{root}, byte 0", "text", found, "name a file or folder with text")
+            _check_length(source, root, files, len(text))
             shards = [Shard(root, np.frombuffer(text, np.uint8), 0, bytes(text[:1024]))]
-    except OSError as error:
-        where, found = error.filename or root, error.strerror or str(error)
-        raise _bad(where, "readable data", found, "check the path in --data and its permissions") from error
     stream = Stream(shards, vocab)
     return stream, f"{source}, {_n(len(files))} file{'s' * (len(files) != 1)}, {_n(stream.ends[-1])} tokens"
 
 
 def _generator(*key: str | int) -> torch.Generator:
     """A CPU generator for `key`, which is hashed because torch's CPU generator keeps only 32 bits of its seed."""
+    import torch
+
     digest = hashlib.blake2b(repr(key).encode(), digest_size=4).digest()
     return torch.Generator(device="cpu").manual_seed(int.from_bytes(digest, "little"))
 
@@ -162,11 +210,12 @@ def _generator(*key: str | int) -> torch.Generator:
 class Batches(Iterator):
     """Infinite iterator over (tokens [B, T], targets [B, T]), int64 on the CPU; B = global_batch / world rows. A sample
     is T+1 tokens, and those of an epoch lie on a grid with step T: the last target of one is the first token of the
-    next. Each epoch has its own seeded order and offset of the grid; fewer than 2T tokens are left out. Raises
+    next. Each epoch has its own seeded order and offset of the grid; fewer than 2T tokens are left out. hold_out: the
+    last 1/64 of the tokens, at least one sample, is in no batch (random: other tokens), but in `held_out`. Raises
     ValueError for bad flags, DataError for bad files: of large ones while iterating, on the rank that meets it."""
 
     def __init__(self, source: str, *, global_batch: int, seqlen: int, vocab: int, seed: int,
-                 rank: int = 0, world: int = 1, start: int = 0):
+                 rank: int = 0, world: int = 1, start: int = 0, hold_out: bool = False):
         check_source(source)
         rows, rest = divmod(global_batch, world)
         if rest or rows < 1:
@@ -177,38 +226,70 @@ class Batches(Iterator):
         self.sample = start  # samples consumed so far by all ranks together; set it to resume
         self.fingerprint = source  # changes when the data does; to be saved beside `sample`
         self.stream, self.epoch_samples = None, None  # None: no epochs
+        self.bytes = source != "random" and not source.startswith("bin:")  # a token is a byte
+        self.held = range(hold_out << 31)  # what is held out: of a stream, where each sample begins
         if source == "random":
             self.description = f"random: fresh tokens below {_n(vocab)}, no epochs"
             return
         self.stream, words = open_source(source, vocab)
-        targets = self.stream.ends[-1] - 1
-        if targets < seqlen:
-            expected = f"at least {_n(seqlen + 1)} tokens (--seqlen and one for the last target)"
-            raise _bad(f"{source}, token {_n(targets + 1)}", expected, "the end", "add data or lower --seqlen")
+        tokens = self.stream.ends[-1]
+        _check_length(source, source, self.stream.shards, tokens, seqlen, hold_out)
+        held = max(tokens // HELD_OUT, seqlen + 1) if hold_out else 0
+        self.held, targets = range(tokens - held, tokens - seqlen, seqlen), tokens - held - 1
         self.epoch_samples = max(1, (targets - seqlen + 1) // seqlen)  # the same number at every offset
         self._offsets = min(seqlen, targets - self.epoch_samples * seqlen + 1)
-        self._epoch = -1, 0, torch.empty(0)  # number, offset of the grid, order of the chunks
+        self._epoch = -1, 0, ()  # number, offset of the grid, order of the chunks
         self.fingerprint = self.stream.fingerprint
         self.description = f"{words}, {_n(self.epoch_samples)} samples of {_n(seqlen)} an epoch"
+        if held:
+            self.description += f", {_n(len(self.held))} more held out"
+            self.fingerprint += f", without the last {held} tokens"
         if self.overfit:
             self.description += f", the first {_n(global_batch)} for ever"
             self.fingerprint += f", the first {global_batch}"
 
     def __next__(self) -> tuple[Tensor, Tensor]:
+        import torch
+
         first = (0 if self.overfit else self.sample) + self.rank * self.rows
-        out = torch.empty(self.rows, self.seqlen + 1, dtype=torch.int64, device="cpu")  # [B, T+1]
-        for sample, row in enumerate(out, first):
-            if self.stream is None:
-                row.random_(0, self.vocab, generator=_generator("random", self.seed, sample))
-            else:
-                self.stream.read(self.position(sample), row.numpy())
+        out = torch.stack([self.row(sample) for sample in range(first, first + self.rows)])  # [B, T+1]
         self.sample += self.global_batch
         return out[:, :-1].contiguous(), out[:, 1:].contiguous()  # [B, T], [B, T]
+
+    def held_out(self, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """The first `count` batches of what is held out, always the same: (tokens [B, T], targets [B, T]) of this rank.
+        Where less is held out there are fewer, and targets that the last one lacks are IGNORE."""
+        import torch
+
+        from lean import IGNORE
+
+        for first in range(0, min(count * self.global_batch, len(self.held)), self.global_batch):
+            out = torch.zeros(self.rows, self.seqlen + 1, dtype=torch.int64, device="cpu")  # [B, T+1]
+            first += self.rank * self.rows
+            there = max(0, min(self.rows, len(self.held) - first))
+            for i in range(there):
+                out[i] = self.row(first + i, held=True)
+            tokens, targets = out[:, :-1].contiguous(), out[:, 1:].contiguous()  # [B, T], [B, T]
+            targets[there:] = IGNORE
+            yield tokens, targets
+
+    def row(self, sample: int, held: bool = False) -> Tensor:
+        """[T+1]: a sample that is trained on or, if `held`, one that is held out."""
+        import torch
+
+        row = torch.empty(self.seqlen + 1, dtype=torch.int64, device="cpu")
+        if self.stream is None:
+            row.random_(0, self.vocab, generator=_generator("held out" if held else "random", self.seed, sample))
+        else:
+            self.stream.read(self.held[sample] if held else self.position(sample), row.numpy())
+        return row
 
     def position(self, sample: int) -> int:
         """Index in the stream of the first token of a sample; not for `random`."""
         epoch, index = divmod(sample, self.epoch_samples)
         if self._epoch[0] != epoch:
+            import torch
+
             generator = _generator("epoch", self.seed, epoch)
             offset = int(torch.randint(self._offsets, (1,), generator=generator, device="cpu"))
             order = torch.randperm(self.epoch_samples, generator=generator, device="cpu")

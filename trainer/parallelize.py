@@ -179,7 +179,8 @@ def build(c: flags.Config, device: torch.device, world: int, stage: Callable[[st
     if isinstance(model, FSDPModule):
         model.unshard()  # its first run pads uneven shards, into other memory than the optimizer would know
         model.reshard()
-    optimizer = AdamW(model.parameters(), c.lr, moment_dtype=DTYPES[c.adam_dtype])
+    betas, dtype = (c.beta1, c.beta2), DTYPES[c.adam_dtype]
+    optimizer = AdamW(model.parameters(), c.lr, betas, weight_decay=c.weight_decay, moment_dtype=dtype)
     stage("optimizer")
     model.prepare(c.seqlen, device)
     stage("mask")

@@ -10,7 +10,8 @@ What a run says of itself is made by experiments/summary.py, how it ends by faul
 import math
 import time
 import zlib
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 
 import torch
 
@@ -22,8 +23,11 @@ from trainer.checkpoint.save import Saver
 from trainer.checkpoint.weights import initialise
 from trainer.data import Batches
 from trainer.distributed import simulated_world
+from trainer.distributed.compile_once import compile_once
 from trainer.distributed.control import Control, Signals, Stopped, agree, control_group
+from trainer.experiments.evaluation import evaluate, sample
 from trainer.experiments.logging import Sinks
+from trainer.experiments.summary import figures
 from trainer.fault_tolerance.nonfinite import FiniteCheck
 from trainer.fault_tolerance.watchdog import Watchdog
 from trainer.optimizer import local
@@ -49,7 +53,7 @@ class Run:
         self.first_step_s = self.first_step_mib = None  # until it is done
         self.step_tokens = c.batch * c.grad_accum * c.seqlen  # of one step on one rank
         self.batches = Batches(c.data, global_batch=world * c.batch * c.grad_accum, seqlen=c.seqlen, vocab=c.vocab,
-                               seed=c.seed, rank=rank, world=world)  # fmt: skip
+                               seed=c.seed, rank=rank, world=world, hold_out=c.eval_every > 0)  # fmt: skip
         self.finite = FiniteCheck(c, self.batches, rank)
         same = {flags.flag(k): v for k, v in c.flat().items()} | dict(torch=torch.__version__)
         agree(same | dict(data=(self.batches.description, self.batches.fingerprint)), self.group)
@@ -63,6 +67,7 @@ class Run:
         self.attention = choose_kernel(c, device)[-1]
         self.flops, self.uncounted = self.count_flops()
         self.collectives = simulated_world.log() if c.world else None
+        self.evaluated, self.sampled, self.peak = {}, [], {}
         self.step = self.replayed = None  # until `build`
 
     def count_flops(self) -> tuple[dict[str, float], str]:
@@ -97,11 +102,16 @@ class Run:
         self.saver = Saver(c, self.step, self.batches, self.group, self.state, beat)
 
     def lr(self, k: int) -> float:
-        """Linear warm-up, then cosine to a tenth."""
-        if k < self.c.warmup:
-            return self.c.lr * (k + 1) / self.c.warmup
-        progress = (k - self.c.warmup) / max(1, self.c.steps - self.c.warmup)
-        return self.c.lr * (0.55 + 0.45 * math.cos(math.pi * progress))
+        """The learning rate of step k, from 0 on: linear warm-up, then --schedule."""
+        c = self.c
+        if k < c.warmup:
+            return c.lr * (k + 1) / c.warmup
+        if c.schedule == "constant":
+            return c.lr
+        if c.schedule == "wsd":
+            return c.lr * min(1, 0.1 + 0.9 * (c.steps - k) / max(1, c.steps / 5))
+        progress = (k - c.warmup) / max(1, c.steps - c.warmup)
+        return c.lr * (0.55 + 0.45 * math.cos(math.pi * progress))
 
     def between(self) -> None:
         """Between two micro-batches: raises Stopped on all ranks if a signal has come to any."""
@@ -119,7 +129,10 @@ class Run:
                     self.watchdog.limit, self.watchdog.begun = self.c.timeout, True
                 if k == min(self.warm, self.c.steps) - 1:
                     memory.reset_peak(self.device)
+                    self.peak = {}
                 self.state.step, self.state.samples = k + 1, self.batches.sample
+                if self.c.eval_every and ((k + 1) % self.c.eval_every == 0 or k + 1 == self.c.steps):
+                    self.evaluate(sinks)
                 if self.c.save is not None and self.c.save_every and (k + 1) % self.c.save_every == 0:
                     self.save()
             with suppress(Stopped):  # too late to matter
@@ -131,6 +144,9 @@ class Run:
             self.saver.wait()
             raise
         self.save()
+        if self.c.sample:
+            with self.aside("sample") as between:
+                self.sampled = sample(self.c, self.step, self.batches, self.device, between)
 
     def one_step(self, k: int, sinks: Sinks) -> None:
         """Step k, from 0 on, and its line if it is logged."""
@@ -146,12 +162,41 @@ class Run:
             tokens, targets = (t.to(self.device, non_blocking=True) for t in next(self.batches))
             self.watchdog.beat(k + 1, "step")
             run = self.explain if k == self.explained else self.replayed or self.step
-            loss = run(tokens, targets)
+            with compile_once(self.device, self.group) if k == self.first != self.explained else nullcontext():
+                loss = run(tokens, targets)
         if self.logged:
             norm, ms = self.step.grad_norm.item(), self.timer.last()
             told = dict(step=k + 1, loss=loss.item(), lr=lr, grad_norm=norm, ms=ms)
-            sinks.step(told | dict(tok_s=self.world * self.step_tokens / ms * 1e3) | self.logged_norms)
+            sinks.step(told | figures(self, ms) | self.logged_norms)
         self.finite.put(k + 1, self.step, loss, wait=self.logged)
+
+    def evaluate(self, sinks: Sinks) -> None:
+        """The loss on held-out data after the step that is done, and its line beside the training loss."""
+        self.finite.flush()
+        with self.aside("eval") as between:
+            found = evaluate(self.c, self.step, self.batches, self.device, between)
+        self.evaluated = found | dict(eval_step=self.state.step)
+        if math.isfinite(found["eval_loss"]):
+            best = self.state.best
+            self.state.best = found["eval_loss"] if best is None else min(best, found["eval_loss"])
+        sinks.step(dict(step=self.state.step, tokens=self.state.samples * self.c.seqlen, loss=self.finite.loss) | found)
+
+    @contextmanager
+    def aside(self, place: str) -> Iterator[Callable[[], None]]:
+        """What runs inside is no part of a step: not of the peak of memory, nor of the collectives that a row tells. It
+        calls what this yields at every pause, where a signal ends it with Stopped on all ranks."""
+        def between() -> None:
+            self.watchdog.beat(self.state.step, place)
+            self.between()
+
+        self.peak, listed = memory.highest(self.peak, memory.peak(self.device)), [*(self.collectives or ())]
+        yield between
+        with suppress(Stopped):  # the next boundary tells it again
+            self.control.finish()
+        memory.reset_peak(self.device)
+        if self.collectives is not None:
+            self.collectives.clear()
+            self.collectives.extend(listed)
 
     def save(self) -> None:
         if self.c.save is None or self.state.step == self.saved:

@@ -14,6 +14,7 @@ import functools
 import gc
 import logging
 import math
+import re
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -26,6 +27,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from model import IGNORE, cross_entropy
 from overlap import blocks_of, compile_options
+from trainer.distributed.terminal import did_you_mean
 from trainer.optimizer import AdamW, local
 
 COMPILE_MODES = ("none", "blocks", "model", "fwdbwd", "step")
@@ -338,7 +340,9 @@ def check_mode(mode: str, options: dict | None = None) -> None:
     try:
         torch.compile(lambda: None, options={k: v for k, v in (options or {}).items() if k != "plain"})
     except RuntimeError as e:
-        raise ValueError(f"--compile-options: {str(e).partition(', known options')[0]}") from e
+        problem, _, known = str(e).partition(", known options")
+        like = did_you_mean(problem.split()[-1], re.findall(r"'([\w.]+)'", known))
+        raise ValueError(f"--compile-options: {problem}{like}") from e
     # 2.11 has torch._dynamo.config.trace_autograd_ops too, but fails an assertion with it.
     if mode == "step" and tuple(int(n) for n in torch.__version__.split(".")[:2]) < (2, 13):
         raise ValueError(f"--compile step needs torch >= 2.13 (this is {torch.__version__}): use --compile fwdbwd")

@@ -32,17 +32,19 @@ from torch.distributed.tensor import DTensor
 from trainer.attention import DTYPES
 from trainer.checkpoint.lock import content, drop, take
 from trainer.checkpoint.manifest import CheckpointError, Damaged, Refused, discard, verify
-from trainer.config import Config, flag
+from trainer.config import Config, Training, flag
 from trainer.data import Batches, DataError
-from trainer.distributed.terminal import one_line, tell
+from trainer.distributed.terminal import did_you_mean, one_line, tell
 from trainer.step import Step
 
 FORMAT = 1  # of train_state.json; a newer one is refused
 STEP = re.compile(r"step-[0-9]{8}")
 TEMPORARY = re.compile(r"tmp-step-[0-9]{8}-[0-9a-f]{8}")
 ASIDE = re.compile(r"damaged-step-[0-9]{8}-[0-9a-f]{8}")
+HELD = "held-out data"
 # What a resumed run must keep beside the model's identity, by the names that `_check` uses, and hints for the error.
 FIXED = {"--seqlen": "", "--seed": "", "--adam-dtype": "--cast converts to another --adam-dtype",
+         HELD: "--eval-every above 0 holds out a part of --data, 0 trains on all",
          "global-batch": "global-batch: ranks x --batch x --grad-accum"}  # fmt: skip
 ALLOWED = {("torch", name) for name in ("Size", "float32", "bfloat16")} | {  # all that `.metadata` may name
     ("torch.serialization", "_get_layout"), ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
@@ -57,6 +59,7 @@ class TrainState:  # how far a run is
     samples: int = 0  # consumed by all ranks together
     origin: str | None = None  # fingerprint of the checkpoint elsewhere at which the run began
     best: float | None = None  # the lowest evaluation loss so far
+    wandb: str | None = None  # id of the run in W&B
 
     def as_dict(self) -> dict:
         return {name: value for name, value in asdict(self).items() if value is not None}
@@ -64,7 +67,7 @@ class TrainState:  # how far a run is
     @classmethod
     def from_dict(cls, about: dict) -> "TrainState":
         """From a whole train_state.json, of this program or of an older one. KeyError without step or samples."""
-        return cls(about["step"], about["samples"], about.get("origin"), about.get("best"))
+        return cls(about["step"], about["samples"], *map(about.get, ("origin", "best", "wandb")))
 
 
 class Found(NamedTuple):  # a verified checkpoint, its tensors not yet read
@@ -175,8 +178,9 @@ def _find_start(c: Config, batches: Batches, group: dist.ProcessGroup | None, id
     if found is not None:
         _check(found, c, batches, identity)
         say(f"{found.path}: resuming after step {found.state.step}, sample {found.state.samples}")
-        if c.save is not None and not on_rank_0(partial(_within, found.path, c.save), group):
+        if c.save is None or not on_rank_0(partial(_within, found.path, c.save), group):
             found.state.origin = on_rank_0(partial(_mark, found.path), group)
+            found.state.wandb = None  # several runs may begin here, each a run of its own in W&B
     elif c.resume not in ("auto", "never"):
         raise CheckpointError(f"--resume {folder}: holds no checkpoint (step-<8 digits>)")
     elif c.save is not None and not present:
@@ -233,7 +237,8 @@ def _set_aside(folder: str, names: list[str]) -> None:
 def _offered(folder: str, flag: str = "") -> list[str]:
     """Paths of the steps in `folder`, newest first, or of `folder` itself if that is a step or a link to one."""
     if not os.path.isdir(folder):
-        raise CheckpointError(f"{flag}{folder}: no such directory")
+        like = did_you_mean(folder, ("auto", "never")) if flag else ""
+        raise CheckpointError(f"{flag}{folder}: no such directory{like}")
     for itself in (os.path.normpath(folder), os.path.realpath(folder)):  # "latest", "."
         if STEP.fullmatch(os.path.basename(itself)):
             return [itself]
@@ -290,15 +295,18 @@ def _check(found: Found, c: Config, batches: Batches, identity: dict[str, Any]) 
     saved = about.get("model", about["training"])  # older checkpoints have the flags alone
     identity = json.loads(json.dumps(identity))  # as train_state.json gives it back
     same = {flag(k) if k in flags else k: (saved.get(k), v) for k, v in identity.items()}
-    both = {flag(k): (about["training"].get(k), v) for k, v in flags.items() if k != "init"} | same
+    before = asdict(Training()) | about["training"]  # an older checkpoint lacks newer flags
+    both = {flag(k): (before[k], v) for k, v in flags.items() if k != "init"} | same
     both |= {"global-batch": (about["global_batch"], batches.global_batch)}
+    both |= {HELD: tuple("yes" if every else "no" for every in (before["eval_every"], c.eval_every))}
     both |= {"torch": (about["torch"], torch.__version__), "ranks": (about["world"], dist.get_world_size())}
     changed = {name: f"{name} {old} (now {new})" for name, (old, new) in both.items() if old != new}
     cast = c.cast and "--adam-dtype" in changed
     if fixed := [name for name in changed if name in (*same, *FIXED) and not (cast and name == "--adam-dtype")]:
         told, hints = ", ".join(changed[name] for name in fixed), "; ".join(filter(None, map(FIXED.get, fixed)))
+        where = "name another directory in --save" if c.resume == "auto" else "leave out --resume"
         raise CheckpointError(f"{found.path}: was saved with {told}, which a resumed run must keep"
-                              + f" ({hints})" * (hints != ""))  # fmt: skip
+                              + f" ({hints})" * (hints != "") + f"; to begin afresh, {where}")  # fmt: skip
     if about["data"]["fingerprint"] != batches.fingerprint:
         raise DataError(f"--data {c.data}: expected the data of {found.path} ({about['data']['description']}), found "
                         f"{batches.description}; give the same files")  # fmt: skip

@@ -3,14 +3,18 @@
     rank, local_rank, world = ranks()      # (0, 0, 1) without torchrun
     fail("--depth 0: must be at least 1", rank)      # one line on stderr, exit code 2
     tell("step 1", sys.stdout)             # a line that never ends the run, even if nobody can read it
+    with Progress("importing torch"): ...  # says every few seconds what takes so long
 
 Imports no torch, so that bad flags are answered at once.
 """
 
 import os
 import sys
+import threading
 import time
-from contextlib import suppress
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, suppress
+from difflib import get_close_matches
 from typing import NoReturn, TextIO
 
 
@@ -53,6 +57,14 @@ def tell(text: str, stream: TextIO | None = None) -> None:
             tell(f"warning: terminal: {type(error).__name__}: {error}; the run goes on", sys.stderr)
 
 
+def did_you_mean(word: str, choices: Iterable[str]) -> str:
+    """"; did you mean X?" with up to three of `choices` that are spelled like `word` or hold it, or an empty string."""
+    found = {choice.strip("-").replace("-", "_"): choice for choice in choices if choice != word}
+    key = word.strip("-").replace("-", "_")
+    like = get_close_matches(key, found, 3, 0.7) or [each for each in found if len(key) > 2 and f"_{key}" in each][:3]
+    return f"; did you mean {' or '.join(found[each] for each in like)}?" if like else ""
+
+
 def one_line(error: BaseException, most: int = 300, kind: bool = True) -> str:
     """The text of an error without line breaks, `most` characters of it, after its type if `kind`."""
     return f"{type(error).__name__}: " * kind + " ".join(str(error).split())[:most]
@@ -71,3 +83,60 @@ def markdown(columns: list[tuple[str, list[str]]]) -> str:
     head = [f"| {' | '.join(title for title, _ in columns)} |", f"|{''.join('---:|' if r else '---|' for r in right)}"]
     lines = zip(*(texts for _, texts in columns), strict=True)
     return "\n".join(head + [f"| {' | '.join(text.replace('|', '/') for text in line)} |" for line in lines])
+
+
+class Progress(AbstractContextManager):
+    """Says what this process is doing and for how long. On a terminal that is a line with a spinner, which stays below
+    all that is printed; elsewhere a line for the first stage, and one for each EVERY_S that a stage lasts.
+
+    speak: False on all ranks but one. stage: words, to which seconds are added before a "; ", or a function that gives
+    them, which another thread calls; off a terminal empty words are not said."""
+
+    EVERY_S = 10.0
+
+    def __init__(self, stage: str = "", speak: bool = True, stream: TextIO | None = None):
+        self.stream, self.live, self.over = stream or sys.stdout, None, threading.Event()
+        self.stage(stage)
+        if not speak or self.stream is None:  # a process may have been started without standard output
+            return
+        if self.stream.isatty() and os.environ.get("TERM") != "dumb":
+            from rich.console import Console
+            from rich.live import Live
+            from rich.spinner import Spinner
+
+            self.spinner, console = Spinner("dots"), Console(file=self.stream)
+            how = dict(transient=True, refresh_per_second=5, redirect_stderr=sys.stderr.isatty())
+            self.live = Live(get_renderable=self._spin, console=console, **how)
+            self.live.start(refresh=True)
+            console.show_cursor()  # a process that is killed could not bring it back
+        else:
+            tell(f"{self}", self.stream)
+            threading.Thread(target=self._repeat, name="progress", daemon=True).start()
+
+    def stage(self, stage: str | Callable[[], str]) -> None:
+        """What is done from now on."""
+        self.words, self.said, self.since = stage, None, 0.0
+        str(self)
+
+    def __str__(self) -> str:
+        words = self.words() if callable(self.words) else self.words
+        if words != self.said:
+            self.said, self.since = words, time.monotonic()
+        what, mark, hint = words.partition("; ")
+        seconds = int(time.monotonic() - self.since)
+        return what + f", {seconds} s" * (seconds > 0 and what != "") + mark + hint
+
+    def _spin(self):
+        self.spinner.update(text=str(self))
+        return self.spinner
+
+    def _repeat(self) -> None:
+        while not self.over.wait(self.EVERY_S):
+            if text := str(self):
+                tell(text, self.stream)
+
+    def __exit__(self, *_) -> None:
+        """Removes the line; a second call does nothing."""
+        self.over.set()
+        if self.live:
+            self.live.stop()

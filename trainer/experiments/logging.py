@@ -26,7 +26,7 @@ from trainer.distributed.terminal import grouped, tell
 
 SECRET = re.compile(r"api_?key|private_?key|secret|passw|credential|(access|api|auth|hf)_?token|^token$", re.IGNORECASE)
 LINE = {"loss": "loss {:.4f}", "lr": "lr {:.3g}", "grad_norm": "|g| {:.3f}", "ms": "{:,.1f} ms",
-        "tok_s": "{:,.0f} tok/s"}  # fmt: skip
+        "tok_s": "{:,.0f} tok/s", "eval_loss": "held-out loss {:.4f}", "eval_bpb": "{:.4f} bits per byte"}  # fmt: skip
 
 
 def _plain(value: Any) -> Any:
@@ -59,6 +59,11 @@ def append_jsonl(path: str | Path, obj: dict, *, fsync: bool = False) -> None:
         os.close(file)
 
 
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text + "\n")
+
+
 def read_jsonl(path: Path, start: int = 0) -> list[dict]:
     """The rows of a file after byte `start`. Lines cut short by a killed run are passed over."""
     rows = []
@@ -82,18 +87,28 @@ def check_writable(path: str | Path, flag: str = "--results") -> None:
         raise ValueError(f"{flag} {path}: {error.strerror}; name a file in a folder that can be written") from None
 
 
-def final_lines(row: dict) -> list[str]:
-    """A row for people; the peak in use is named if the row has `peak_flops` (FLOP/s)."""
+def final_lines(row: dict, warmup: int = 0) -> list[str]:
+    """A row for people; the peak in use is named if the row has `peak_flops` (FLOP/s). warmup: steps not timed."""
     kinds = dict(peak_alloc="allocated", peak_reserved="reserved", peak_rss="resident", first_step_peak="in step 1")
     memory = [f"{grouped(row[f'{k}_mib'])} MiB {kind}" for k, kind in kinds.items() if row.get(f"{k}_mib") is not None]
     memory += [row["peak_rss_note"]] if row.get("peak_rss_note") else []
     ms, low, high = (grouped(row.get(key), 1) for key in ("step_ms", "step_ms_min", "step_ms_max"))
     causal, palm, hfu, seconds = (grouped(row.get(key), 1) for key in ("mfu", "mfu_palm", "hfu", "compile_s"))
-    peak = f" of {row['peak_flops'] / 1e12:.0f} TFLOP/s" if row.get("peak_flops") else ""
+    unknown = f": no peak is known of {row['device']}" if "device" in row else ""
+    peak = f" of {row['peak_flops'] / 1e12:.0f} TFLOP/s" if row.get("peak_flops") else unknown
     skipped = f", {row['skipped']} update{'s' * (row['skipped'] > 1)} left out" if row.get("skipped") else ""
-    return [
+    lines = [
         f"outcome  {row.get('outcome', 'n/a')}, loss {grouped(row.get('loss'), 4)}{skipped}",
         f"memory   {', '.join(memory) or 'n/a'}",
+    ]
+    if row.get("eval_loss") is not None:
+        bpb = f", {grouped(row['eval_bpb'], 4)} bits per byte" * (row.get("eval_bpb") is not None)
+        lines.insert(1, f"held out loss {grouped(row['eval_loss'], 4)}{bpb}, after step {row['eval_step']}")
+    if row.get("outcome") == "ok" and warmup and not row.get("n"):
+        untimed = f"the first {warmup} steps of a run (they compile and warm up) and those that a profiler watches"
+        return [*lines, f"step     n/a, as are speed and MFU: no step was timed; {untimed} never are; raise --steps"]
+    return [
+        *lines,
         f"step     {ms} ms median [{low}-{high}] n {row.get('n', 0)}, compile {seconds} s",
         f"speed    {grouped(row.get('tok_s'))} tok/s, {grouped(row.get('tok_s_rank'))} tok/s/rank",
         f"MFU, %   {causal} causal, {palm} PaLM, {hfu} HFU{peak}",
@@ -101,23 +116,32 @@ def final_lines(row: dict) -> list[str]:
 
 
 class Sinks:
-    """`wandb`: off, offline or online; a run without a `name` is called $SWEEP_NAME, else W&B makes one up. `stream`
-    (stdout) gets a line per logged step or, if it is a terminal, a progress bar."""
+    """`wandb`: off, offline or online; a run without a `name` is called $SWEEP_NAME, else W&B makes one up. `resume`:
+    the `wandb_id` of the run that this one continues. `stream` (stdout) gets a line per logged step."""
 
     def __init__(self, results: str | Path | None, wandb: str = "off", group: str | None = None,
                  name: str | None = None, config: dict | None = None, tags: Sequence[str] = (), rank: int = 0,
-                 total_steps: int = 0, every: int = 1, stream: TextIO | None = None, job_type: str | None = None):
+                 total_steps: int = 0, every: int = 1, stream: TextIO | None = None, job_type: str | None = None,
+                 resume: str | None = None):  # fmt: skip
         self.rank, self.total, self.every = rank, total_steps, max(1, every)
         self.run = f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{secrets.token_hex(3)}"
         self.results = Path(results) if results else None
         self.steps = self.results.with_suffix(".steps") / f"{self.run}.jsonl" if results else None
-        self.stream, self._warned, self._bar, self._wandb = stream or sys.stdout, set(), None, None
+        self.stream, self._warned, self._wandb = stream or sys.stdout, set(), None
+        self.wandb_id, self.config = resume, _plain(config or {})
         if rank == 0 and wandb != "off":
-            name = (name or os.environ.get("SWEEP_NAME") or "")[:128] or None  # W&B takes no longer one
-            names = dict(group=group, name=name, tags=list(tags), job_type=job_type)
-            self._try("wandb", partial(self._start_wandb, wandb, config or {}, **names))
-        if rank == 0 and total_steps and self.stream.isatty():
-            self._try("progress bar", self._start_bar)
+            cell, tags = os.environ.get("SWEEP_NAME") or "", list(tags)
+            if cell and job_type is None:
+                job_type, tags = "cell", list(dict.fromkeys([*tags, cell.partition(" n=")[0][:64]]))  # the study
+            name = (name or cell)[:128] or None  # W&B takes no longer one, as of tags
+            names = dict(group=group, name=name, tags=tags, job_type=job_type or "train")
+            self._try("wandb", partial(self._start_wandb, wandb, **names))
+
+    def write_settings(self, settings: dict) -> Path | None:
+        """Writes the whole setting of the run beside its steps; returns the file, or None where there is none."""
+        path = self.steps and self.steps.with_suffix(".settings.json")
+        text = json.dumps(_plain(settings), indent=1, allow_nan=False)
+        return path if self.rank == 0 and path and self._try("settings file", lambda: _write(path, text)) else None
 
     def due(self, k: int) -> bool:
         """Whether step k (1 to n) is logged: the first, every `every`-th, the last. The same on every rank."""
@@ -127,24 +151,28 @@ class Sinks:
         """A logged step: `step` (1 to n), any of loss, lr, grad_norm, ms, tok_s, and more for files and W&B only."""
         if self.rank == 0 and self.steps:
             self._try("steps file", lambda: append_jsonl(self.steps, stats))
-        if self._wandb:
-            self._try("wandb", lambda: self._wandb.log({k: v for k, v in stats.items() if k != "step"}, stats["step"]))
+        # A resumed run does steps again that W&B has already, and takes no more.
+        if self._wandb and stats["step"] >= getattr(self._wandb, "starting_step", 0):
+            told = {name: value for name, value in stats.items() if value is not None}
+            self._try("wandb", lambda: self._wandb.log(told, stats["step"]))
         if self.rank == 0:
-            self._try("progress bar", lambda: self._show(stats))
+            self._show(stats)
 
     def row(self, row: dict) -> None:
-        """The row of the run, to which `run`, the name of its steps file, is added."""
+        """The row of the run, to which `run`, the name of its steps file, is added. W&B's summary gets what is known of
+        it and not in the run's config."""
         row = {**row, "run": self.run}
         write = self.rank == 0 and self.results
         if write and not self._try("results file", lambda: append_jsonl(self.results, row, fsync=True)):
             tell(f"warning: the row that is not in {self.results}: {json.dumps(_plain(row))}", sys.stderr)
         if self._wandb:
-            self._try("wandb", lambda: self._wandb.summary.update(_plain(row)))
+            known = {name: value for name, value in _plain(row).items() if value is not None}
+            again = {name for name in known if self.config.get(name) == known[name]} | {"flags", "loss_kind"}
+            self._try("wandb", lambda: self._wandb.summary.update({k: known[k] for k in known if k not in again}))
 
     def close(self) -> None:
-        """End the progress bar and the W&B run; a second call does nothing."""
-        (bar, run), self._bar, self._wandb = (self._bar, self._wandb), None, None
-        self._try("progress bar", bar.stop if bar else bool)
+        """End the W&B run; a second call does nothing."""
+        run, self._wandb = self._wandb, None
         self._try("wandb", run.finish if run else bool)
 
     def _try(self, sink: str, action: Callable[[], Any]) -> bool:
@@ -162,21 +190,9 @@ class Sinks:
     def _show(self, stats: dict) -> None:
         have = [text.format(stats[key]) for key, text in LINE.items() if stats.get(key) is not None]
         line = "  ".join(have).replace(",", "'")
-        if self._bar:
-            self._bar.update(self._bar.task_ids[0], completed=stats["step"], line=line, refresh=True)
-        else:
-            tell(f"step {stats['step']:>{len(str(self.total))}}/{self.total}  {line}", self.stream)
+        tell(f"step {stats['step']:>{len(str(self.total))}}/{self.total}  {line}", self.stream)
 
-    def _start_bar(self) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn
-
-        columns = TextColumn("step {task.completed}/{task.total}"), BarColumn(20), TextColumn("{task.fields[line]}")
-        self._bar = Progress(*columns, console=Console(file=self.stream), auto_refresh=False)  # starts no thread
-        self._bar.add_task("", total=self.total, line="")
-        self._bar.start()
-
-    def _start_wandb(self, mode: str, config: dict, **names) -> None:
+    def _start_wandb(self, mode: str, **names) -> None:
         import wandb
 
         own = {"init_timeout": 20, "login_timeout": 20, "finish_timeout": 30}  # seconds; its own are minutes or endless
@@ -187,15 +203,24 @@ class Sinks:
         folder = os.environ.get("WANDB_DIR") or (self.results.parent if self.results else ".")
         names["project"] = os.environ.get("WANDB_PROJECT") or "simple-fsdp-trainer"
         folder = os.path.relpath(folder)  # W&B logs the path of its logs
-        run = wandb.init(mode=mode, dir=folder, config=_plain(config), settings=settings, **names)
+        os.makedirs(folder, exist_ok=True)
+        if self.wandb_id and not os.environ.get("WANDB_RUN_ID"):  # which W&B's agent sets, and whoever knows better
+            names |= dict(id=self.wandb_id, resume="allow")
+        run = wandb.init(mode=mode, dir=folder, config=self.config, settings=settings, **names)
         if run.disabled:
             raise RuntimeError("no login")
         Path(run.dir).parent.joinpath("logs", "debug-core.log").unlink(missing_ok=True)  # a link into the user's home
-        self._wandb = run
+        # Losses stand over tokens, by which runs of different batches compare, all else over steps.
+        over = {"step": None, "tokens": None, "*": "step"} | dict.fromkeys(("loss", "eval_loss", "eval_bpb"), "tokens")
+        for name, axis in over.items():
+            run.define_metric(name, step_metric=axis)
+        self._wandb, self.wandb_id = run, run.id
 
 
-def log_tables(tables: dict[str, list[dict]], results: Path, wandb: str, group: str, tags: Sequence[str] = ()) -> None:
-    """A W&B run of its own, with a table per study whose nested values are JSON. Costs a warning at most."""
+def log_tables(tables: dict[str, list[dict]], results: Path, wandb: str, group: str, tags: Sequence[str] = (),
+               files: dict[str, bytes] | None = None) -> None:  # fmt: skip
+    """A W&B run of its own, with a table per study whose nested values are JSON, and `files` (name -> content) in an
+    artifact, GROUP-report. Costs a warning at most."""
     sinks = Sinks(results, wandb, group, group, tags=tags, job_type="table")
 
     def log(study: str, rows: list[dict]) -> None:
@@ -206,7 +231,20 @@ def log_tables(tables: dict[str, list[dict]], results: Path, wandb: str, group: 
         lines = [[json.dumps(each) if isinstance(each, dict | list) else each for each in line] for line in lines]
         sinks._wandb.log({study: wandb.Table(columns=columns, data=lines, allow_mixed_types=True)})
 
+    def log_files() -> None:
+        import wandb
+
+        folder = Path(os.path.relpath(sinks._wandb.dir)).parent / "report"  # W&B logs the paths, too
+        artifact = wandb.Artifact(re.sub(r"[^\w.-]", "-", f"{group}-report")[:128], "report")
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in files.items():
+            (folder / name).write_bytes(content)
+            artifact.add_file(str(folder / name), policy="immutable")  # not by way of a copy in the user's home
+        sinks._wandb.log_artifact(artifact)
+
     for study, rows in tables.items():
         if sinks._wandb and rows:
             sinks._try("wandb", partial(log, study, _plain(rows)))
+    if sinks._wandb and files:
+        sinks._try("wandb", log_files)
     sinks.close()

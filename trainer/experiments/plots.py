@@ -1,7 +1,8 @@
-"""Plots of result rows (SVG): an axis beside the published line, and memory against speed. Needs matplotlib.
+"""Plots of result rows: an axis beside the published line, memory against speed, overlap. Needs matplotlib.
 
     axis("seqlen", entries("seqlen", rows, small=False), Path("plots"))     # plots/seqlen-gpu.svg, plots/seqlen-cpu.svg
     fronts(rows, Path("plots"))                                             # plots/front-1.svg, ...
+    overlap(rows, Path("docs"))                                             # docs/collectives.svg and .png
 """
 
 import textwrap
@@ -22,7 +23,7 @@ MIB = {True: ("peak_alloc_mib", "peak allocated MiB"), False: ("peak_rss_mib", "
 
 def save(plot: Figure, path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    plot.savefig(path, metadata={"Date": None})
+    plot.savefig(path, dpi=160, metadata={"Date": None} if path.suffix == ".svg" else {})
     return path
 
 
@@ -136,3 +137,49 @@ def fronts(rows: list[dict], folder: Path) -> list[Path]:
         ax.legend()
         paths.append(save(plot, folder / f"front-{len(paths) + 1}.svg"))
     return paths
+
+
+def lanes(spans: list[tuple[int, int]]) -> list[int]:
+    """For spans (start, end), the lowest lane of each in which none before it is in its way."""
+    taken, found = [], []
+    for start, end in spans:
+        free = next((i for i, until in enumerate(taken) if until <= start), len(taken))
+        taken[free:] = [max(end, start + 1), *taken[free + 1 :]]
+        found.append(free)
+    return found
+
+
+def overlap(rows: list[dict], folder: Path) -> list[Path]:
+    """The collectives of a step above its products, as benchmarks/collectives.py counts them: the last row with plain
+    Inductor options and the last with ours. A bar goes from start to wait; a cross has no product between. Without
+    either row no file."""
+    shown = {"plain" in row["flags"]["compile_options"]: row for row in rows if row.get("study") == "collectives"}
+    if len(shown) < 2:
+        return []
+    names, looks = ("torch.compile alone", "with overlap.py"), {"all-gather": ("0.2", "weights gathered"),
+             "reduce-scatter": ("0.6", "gradients reduced"), "all-reduce": ("0.8", "gradients summed")}  # fmt: skip
+    plot, handles = Figure(figsize=(6.5, 4.4), layout="constrained"), {}
+    for ax, row, name in zip(plot.subplots(2, 1, sharex=True, height_ratios=(8, 4)), (shown[True], shown[False]), names,
+                             strict=True):  # fmt: skip
+        before, found = 0, []
+        for part, graph in row["graphs"].items():
+            found += [(before + start, gap, kind, mib) for kind, start, gap, mib, _ in graph["collectives"]]
+            ax.text(before + graph["products"] / 2, -1, f"{part.split(', ')[-1]}: {graph['products']} products",
+                    ha="center", va="center")  # fmt: skip
+            ax.barh(-1, graph["products"] - 0.2, 0.9, before, color="0.92", edgecolor="0.5", align="center")
+            before += graph["products"]
+        for (start, gap, kind, mib), y in zip(found, lanes([(at, at + gap) for at, gap, *_ in found]), strict=True):
+            color, label = looks[kind]
+            if gap:
+                handles[label] = ax.barh(y, gap - 0.6, 0.8, start, color=color)
+                ink, text = "white" if color < "0.5" else "black", f"{mib:.0f} MiB" if gap > 4 else ""
+                ax.text(start + gap / 2 - 0.3, y, text, ha="center", va="center", fontsize=7, color=ink)
+            else:
+                [handles[f"{label}, no product meanwhile"]] = ax.plot(start, y, "x", color=color, markersize=5)
+        exposed = sum(not gap for _, gap, *_ in found)
+        ax.set_title(f"{name}: {len(found)} collectives, {exposed} of them exposed", fontsize=9, loc="left")
+        ax.set(yticks=[], xlim=(-1, before + 1.5))
+        ax.spines[["left", "right", "top"]].set_visible(False)
+    ax.set_xlabel("matrix products of the step that have begun (order, not time)")
+    plot.legend(handles.values(), handles, loc="outside lower center", ncols=2, fontsize=8)
+    return [save(plot, folder / f"collectives.{end}") for end in ("svg", "png")]

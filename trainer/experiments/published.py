@@ -182,3 +182,21 @@ def series(row: dict, axis: str) -> str:
     """What one curve was measured on: device, torch and, where they are not the axis, the ranks."""
     n = label(row).lstrip("0123456789") if axis == "gpus" else f"n={label(row)}"
     return f"{str(row.get('device') or 'no device').split(',')[0]}, torch {row.get('torch')} {n}".strip()
+
+
+def rows_of(side: str, files: list[Path]) -> dict[tuple, dict]:
+    """(ranks, setting) -> the newest row of a file, or of a commit (seven digits or more) in `files`; ValueError."""
+    commit = re.fullmatch("[0-9a-f]{7,40}", side) and not Path(side).is_file()
+    rows = read(files if commit else [Path(side)])
+    rows = [row for row in rows if not commit or str(row.get("commit")).startswith(side)]
+    if not rows:
+        raise ValueError(f"{side}: no row of this {'commit' if commit else 'file'}; --results names other files")
+    named = [(row, row.get("cell") or json.dumps(row.get("flags"), sort_keys=True)) for row in rows]
+    return {(label(row), name): row for row, name in named}
+
+
+def ratio(a: dict, b: dict, name: str) -> str:
+    """A figure of `b` over that of `a`, 0.963 [0.801-1.120]; nothing where one has none."""
+    x, low, high, y, least, most = (figure(row, name + end) for row in (a, b) for end in ("", "_min", "_max"))
+    spread = f" [{least / high:.3f}-{most / low:.3f}]" if all((low, high, least, most)) else ""
+    return f"{y / x:.3f}{spread}" if x and y else ""

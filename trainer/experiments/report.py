@@ -1,8 +1,10 @@
 """Result rows as Markdown tables beside the published figures of reference/, and as plots. Imports no torch.
 
-    python -m trainer.experiments.report seqlen depth      rows of results/sweep-AXIS.jsonl and results/sweep-all.jsonl
+    python -m trainer.experiments.report seqlen depth      rows of runs/sweep-AXIS.jsonl and runs/sweep-all.jsonl
     python -m trainer.experiments.report --plots plots     every axis that has rows; SVG files as well (plots.py)
-    python -m trainer.experiments.report --check           the marked tables of README and NOTES; --write corrects them
+    python -m trainer.experiments.report a.jsonl b.jsonl   equal settings of two files, or of two commits in --results
+    python -m trainer.experiments.report --wandb online    gives tables and plots to W&B, as an artifact
+    python -m trainer.experiments.report --check           the marked tables of README, NOTES, docs; --write mends
 
 `<!-- report: LAYOUT FILE... [--small] -->` marks the table below it. LAYOUT: an axis, or one of LAYOUTS below.
 Exit codes: 0, 1 a marked table differs, 2 bad input.
@@ -11,6 +13,7 @@ Exit codes: 0, 1 a marked table differs, 2 bad input.
 import argparse
 import importlib
 import itertools
+import json
 import re
 import sys
 from collections import Counter
@@ -20,6 +23,7 @@ from types import SimpleNamespace
 from trainer.costs import kept_per_block
 from trainer.distributed.terminal import grouped, markdown
 from trainer.experiments import published, sweep
+from trainer.experiments.logging import log_tables
 
 MS = "step ms, median [min-max]"
 # Title, key and digits of our figure; key and title of the published one. Resident and allocated never share a column.
@@ -118,15 +122,25 @@ def compile_modes(rows: list[dict]) -> tuple[list[dict], Columns]:
 
 
 def baselines(rows: list[dict], split: bool = False) -> tuple[list[dict], Columns]:
-    """The last comparison on each device, torch and number of ranks; `split`: wrapper and compile mode in columns."""
+    """The last comparison at each size on each device, torch and number of ranks; sizes in columns where they differ.
+    `split`: wrapper and compile mode in columns."""
     rows = [row for row in rows if row.get("study") == "baselines"]
-    last = {(published.label(row), row["device"], row["torch"]): row["interleaved"] for row in rows}
-    rows = [row for row in rows if row["interleaved"] == last[published.label(row), row["device"], row["torch"]]]
-    rows = published.newest(rows, lambda row: row["cell"])
+
+    def place(row):
+        return published.label(row), row["device"], row["torch"], *sizes(row)
+
+    def sizes(row):
+        return tuple((row.get("flags") or {}).get(name) for name in published.SHAPE)
+
+    last = {place(row): row["interleaved"] for row in rows}
+    rows = [row for row in rows if row["interleaved"] == last[place(row)]]
+    rows = published.newest(rows, lambda row: (row["cell"], sizes(row)))
+    shapes = zip(published.SHAPE, zip(*map(sizes, rows), strict=True), strict=False)
+    told = [(name, [str(value) for value in values]) for name, values in shapes if len(set(values)) > 1]
     columns = [("wrapper:compile", [row["cell"] for row in rows])]
     if split:
         columns = [(name, [row["cell"].split(":")[i] for row in rows]) for i, name in enumerate(("wrapper", "compile"))]
-    columns += where(rows) + column(rows, MS, "step_ms", 1)
+    columns += told + where(rows) + column(rows, MS, "step_ms", 1)
     return rows, columns + column(rows, "median ratio to the first", "ratio", 3)
 
 
@@ -165,6 +179,39 @@ def ladder(rows: list[dict]) -> tuple[list[dict], Columns]:
         if found := column(rows, f"peak {title}", key, digits):
             columns += [*found, relative([published.figure(row, key) for row in rows], names)]
     return rows, columns + column(rows, MS, "step_ms", 1) + column(rows, "MFU %", "mfu", 1)
+
+
+def links(rows: list[dict]) -> tuple[list[dict], Columns]:
+    """Runs that differ in their ranks and links alone: a line each, a column for each number of ranks and link. Only
+    what ran on more than one link; what stands in the column of one rank has the same flags."""
+    rows, lines = published.newest([row for row in rows if published.core(row.get("cell"))],
+                                   lambda row: published.core(row["cell"])), {}  # fmt: skip
+    for row in rows:
+        lines.setdefault(published.core(row["cell"]), {})[published.label(row)] = row
+    lines = {core: line for core, line in lines.items() if sum("(sim" in label for label in line) > 1}
+    lines = {core: line for core, line in lines.items() if len({published.ranks(line[n]) for n in line} - {1}) == 1}
+    labels = sorted({label for line in lines.values() for label in line})
+    columns = [("flags", [f"`{sweep.join(dict(core))}`" for core in lines])]
+    for label in labels:
+        columns += column([line.get(label) for line in lines.values()], f"n = {label}, ms", "step_ms", 1)
+    most = [line[max(line)] for line in lines.values()]
+    columns += column(most, f"n = {published.ranks(most[0])}, peak MiB" if most else "", "peak_alloc_mib", 0)
+    return [row for line in lines.values() for row in line.values()], columns
+
+
+def collectives(rows: list[dict]) -> tuple[list[dict], Columns]:
+    """How many collectives a step runs, by kind; exposed: no product runs meanwhile (benchmarks/collectives.py)."""
+    rows = published.newest([row for row in rows if row.get("study") == "collectives"], lambda row: str(row["flags"]))
+    found = [[each for graph in row["graphs"].values() for each in graph["collectives"]] for row in rows]
+    names = [" ".join(row["flags"]["compile_options"]) or "those of `overlap.py`" for row in rows]
+    columns = [("Inductor options", names), ("`--compile`", [row["flags"]["compile"] for row in rows])]
+    for kind in dict.fromkeys(each[0] for own in found for each in own):
+        of_kind = [[gap for name, _, gap, *_ in own if name == kind] for own in found]
+        columns.append((f"{kind}s", [str(len(gaps)) for gaps in of_kind]))
+        columns.append(("of them exposed", [str(gaps.count(0)) for gaps in of_kind]))
+    columns.append(("MiB sent", [grouped(sum(each[4] for each in own)) for own in found]))
+    alive = [max(graph["gathered_mib"] for graph in row["graphs"].values()) for row in rows]
+    return rows, [*columns, ("most gathered MiB at once", [grouped(each) for each in alive])]
 
 
 def compile_depth(rows: list[dict]) -> tuple[list[dict], Columns]:
@@ -218,7 +265,7 @@ def published_peaks(rows: list[dict]) -> tuple[list[dict], Columns]:
 # Where there is no row for wrappers or attention, they are the axes of that name.
 LAYOUTS = {"compile": compile_modes, "ladder": ladder, "compile-depth": compile_depth, "baselines": baselines,
            "wrappers": lambda rows: baselines(rows, split=True), "attention": attention, "peaks": peaks,
-           "published-peaks": published_peaks}  # fmt: skip
+           "published-peaks": published_peaks, "links": links, "collectives": collectives}  # fmt: skip
 
 
 def about(name: str, ours: list[dict], found: Entries) -> str:
@@ -275,6 +322,12 @@ def difference(old: list[str], new: list[str]) -> tuple[int, str] | None:
     return None
 
 
+def documents() -> list[Path]:
+    """The files of the current folder whose marked tables are checked."""
+    found = Path("README.md"), Path("NOTES.md"), *sorted(Path("docs").glob("*.md"))
+    return [path for path in found if path.is_file()]
+
+
 def check(documents: list[Path], write: bool = False) -> tuple[int, list[str]]:
     """(number of marked tables, a line for each that its rows contradict). `write` corrects. ValueError: a bad mark."""
     count, differing = 0, []
@@ -285,7 +338,8 @@ def check(documents: list[Path], write: bool = False) -> tuple[int, list[str]]:
             name, *files = [word for word in words if word != "--small"]
             try:
                 check_name(name)
-                rows = published.read([document.parent / file for file in files])
+                root = document.parent.parent if document.parent.name == "docs" else document.parent
+                rows = published.read([root / file for file in files])
                 table = section(name, rows, "--small" in words)[1]
             except ValueError as error:
                 raise ValueError(f"{document}:{line}: {error}") from None
@@ -298,51 +352,88 @@ def check(documents: list[Path], write: bool = False) -> tuple[int, list[str]]:
     return count, differing
 
 
+def compared(sides: list[str], files: list[Path]) -> str:
+    """Markdown, a line for each setting that both sides have: their figures and the second's over the first's; of step
+    times also the least and the most that both ranges allow. ValueError where they share none."""
+    first, second = (published.rows_of(side, files) for side in sides)
+    both = [key for key in first if key in second]
+    if not both:
+        raise ValueError(f"{' '.join(sides)}: no setting is in both")
+    settings = [first[key].get("flags") or {} for key in both]
+    apart = [k for k in settings[0] if len({json.dumps(each.get(k)) for each in settings}) > 1]
+    told = [" ".join(f"--{k.replace('_', '-')} {first[key]['flags'].get(k)}" for k in apart) for key in both]
+    columns = [("n", [n for n, _ in both]), ("flags that differ", told)]
+    for title, name, digits, *_ in METRICS:
+        a, b = ([published.figure(rows[key], name) for key in both] for rows in (first, second))
+        if any(a) and any(b):
+            texts = ([shown(rows[key], name, digits) for key in both] for rows in (first, second))
+            columns += [(f"{title}, {side}", text) for side, text in zip(sides, texts, strict=True)]
+            columns += [("ratio", [published.ratio(first[key], second[key], name) for key in both])] * (name != "loss")
+    return markdown(columns)
+
+
 def report(args: argparse.Namespace) -> None:
-    """Print tables, write plots. Raises ValueError where an axis that was named, or every axis, has no row."""
+    """Print tables, write plots; both to W&B if asked. Raises ValueError where an axis that was named, or every axis,
+    has no row."""
     plots = importlib.import_module("trainer.experiments.plots") if args.plots else None
-    named, printed = [name for name in args.axis if name != "all"], []
+    named, printed, files = [name for name in args.axis if name != "all"], [], {}
     for name in named:
         check_name(name)
     for name in named or sweep.axes():
-        defaults = [Path(f"results/sweep-{stem}{'-small' * args.small}.jsonl") for stem in ("all", name)]
+        defaults = [Path(f"runs/sweep-{stem}{'-small' * args.small}.jsonl") for stem in ("all", name)]
         there = [path for path in defaults if path.is_file()]
         rows = published.read(args.results or there or defaults[1:] * bool(named))
         try:
-            print(*section(name, rows, args.small), sep="\n\n", end="\n\n")
+            text = "\n\n".join(section(name, rows, args.small))
         except ValueError:
             if named:
                 raise
             continue
+        print(text, end="\n\n")
+        files[f"{name}.md"] = f"{text}\n".encode()
         printed += [row for row in rows if row not in printed]
         if plots and name in sweep.axes():
-            print(*plots.axis(name, published.entries(name, rows, args.small), args.plots), sep="\n", end="\n\n")
+            drawn = plots.axis(name, published.entries(name, rows, args.small), args.plots)
+            print(*drawn, sep="\n", end="\n\n")
+            files |= {path.name: path.read_bytes() for path in drawn}
     if not printed:
-        where = " ".join(map(str, args.results)) or f"results/sweep-*{'-small' * args.small}.jsonl"
+        where = " ".join(map(str, args.results)) or f"runs/sweep-*{'-small' * args.small}.jsonl"
         raise ValueError(f"no row of any axis in {where}{'' if args.small else ' (at small sizes: --small)'}")
     if plots:
-        print(*plots.fronts(printed, args.plots), sep="\n")
+        drawn = [*plots.fronts(printed, args.plots), *plots.overlap(printed, args.plots)]
+        print(*drawn, sep="\n")
+        files |= {path.name: path.read_bytes() for path in drawn}
+    if args.wandb != "off":
+        group = f"sweep-{named[0] if len(named) == 1 else 'all'}{'-small' * args.small}"
+        log_tables({}, Path("runs/report.jsonl"), args.wandb, args.group or group, files=files)
 
 
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns the exit code, or ends the process with 2 for bad input."""
     parser = argparse.ArgumentParser(prog="report", allow_abbrev=False, description=__doc__.split("\n")[0])
-    parser.add_argument("axis", nargs="*", metavar="AXIS", help=f"all, an axis, {', '.join(LAYOUTS)}")
+    names = f"all, an axis, {', '.join(LAYOUTS)}; two files or commits are compared"
+    parser.add_argument("axis", nargs="*", metavar="AXIS", help=names)
     parser.add_argument("--results", nargs="+", type=Path, default=[], metavar="FILE", help="JSONL files of rows")
     parser.add_argument("--small", action="store_true", help="the axes at their sizes for a CPU")
     parser.add_argument("--plots", type=Path, metavar="DIR", help="write plots (SVG) there; needs matplotlib")
-    parser.add_argument("--check", action="store_true", help="compare the marked tables of README.md and NOTES.md")
+    parser.add_argument("--wandb", choices=("off", "offline", "online"), default="off", help="tables and plots, too")
+    parser.add_argument("--group", help="of the run in W&B (default: that of the axis's sweep)")
+    parser.add_argument("--check", action="store_true", help="compare the marked tables of README, NOTES and docs/")
     parser.add_argument("--write", action="store_true", help="put the marked tables right")
     args = parser.parse_args(argv)
     try:
-        if (args.check or args.write) and (args.axis or args.results or args.small or args.plots):
+        others = args.axis or args.results or args.small or args.plots or args.group or args.wandb != "off"
+        if (args.check or args.write) and others:
             raise ValueError("--check and --write stand alone: the marks in the documents name layouts and rows")
+        if len(args.axis) == 2 and all(Path(a).is_file() or re.fullmatch("[0-9a-f]{7,40}", a) for a in args.axis):
+            print(compared(args.axis, args.results or sorted(Path("runs").glob("*.jsonl"))))
+            return 0
         if not args.check and not args.write:
             report(args)
             return 0
-        count, differing = check([path for path in (Path("README.md"), Path("NOTES.md")) if path.is_file()], args.write)
+        count, differing = check(documents(), args.write)
         if not count:
-            raise ValueError("no marked table in README.md and NOTES.md here")
+            raise ValueError("no marked table in README.md, NOTES.md and docs/*.md here")
         done = "rewritten" if args.write else "differ"
         print(*differing, f"{count} marked tables, {len(differing)} {done}", sep="\n")
         return 1 if differing and not args.write else 0

@@ -2,7 +2,10 @@
 
 import math
 import os
+import time
 from collections import deque
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Protocol
 
 from overlap import describe_blocks
@@ -14,6 +17,7 @@ from trainer.distributed import simulated_world
 from trainer.distributed.terminal import grouped
 from trainer.fault_tolerance.errors import RunView
 from trainer.fault_tolerance.nonfinite import FiniteCheck
+from trainer.fault_tolerance.watchdog import Watchdog
 from trainer.profiling import flops, memory, timing
 from trainer.step import Replayed
 
@@ -32,8 +36,27 @@ class ToldRun(RunView, Protocol):
     timer: timing.StepTimer
     finite: FiniteCheck
     collectives: deque | None  # of the last step, on simulated ranks
+    watchdog: Watchdog
+    evaluated: dict[str, float | int]  # eval_loss, eval_step and, of bytes, eval_bpb, if it has been evaluated
+    peak: dict[str, float | str]  # of memory, before the last evaluation
     first_step_s: float | None
     first_step_mib: float | None
+
+
+def _peak(run: ToldRun) -> dict[str, float | str]:
+    """Memory at its peak so far, as a row has it."""
+    found = memory.highest(run.peak, memory.peak(run.device))
+    if run.replayed is not None and run.replayed.peak_mib:  # since it was captured nothing was allocated
+        found["peak_alloc_mib"] = max(run.replayed.peak_mib, found["peak_alloc_mib"])
+    return found
+
+
+def figures(run: ToldRun, ms: float) -> dict[str, float]:
+    """What a logged step of `ms` tells beside its loss: tokens so far, tok/s of all ranks, MFU in percent and MiB at
+    the peak so far; without what is not known."""
+    mfu = flops.utilisation(run.flops, ms / 1e3, costs.device_peak(run.environment["device"]))["mfu"]
+    found = dict(tokens=run.batches.sample * run.c.seqlen, tok_s=run.world * run.step_tokens / ms * 1e3, mfu=mfu)
+    return {name: value for name, value in (found | _peak(run)).items() if isinstance(value, int | float)}
 
 
 def row(run: ToldRun, outcome: str) -> dict:
@@ -48,9 +71,8 @@ def row(run: ToldRun, outcome: str) -> dict:
     row |= {name: getattr(c, name) for name in shown.split()} | dict(attention=run.attention, flags=flags.setting(c))
     row |= dict(outcome=outcome, cell=os.environ.get("SWEEP_CELL"), skipped=run.finite.skipped)
     row |= dict(resumed_after=run.first or None, compile_s=round(run.first_step_s - seconds, 2) if compiled else None)
-    row |= memory.peak(run.device) | dict(first_step_peak_mib=run.first_step_mib) | stats
-    if run.replayed is not None and run.replayed.peak_mib:  # since it was captured nothing was allocated
-        row["peak_alloc_mib"] = max(run.replayed.peak_mib, row["peak_alloc_mib"])
+    row |= dict.fromkeys(("eval_loss", "eval_bpb", "eval_step")) | run.evaluated
+    row |= _peak(run) | dict(first_step_peak_mib=run.first_step_mib) | stats
     row |= dict(tok_s=tok_s, tok_s_rank=tok_s / run.world if tok_s else None)
     if run.collectives is not None:
         row["collectives"] = simulated_world.summary(run.collectives)
@@ -58,12 +80,50 @@ def row(run: ToldRun, outcome: str) -> dict:
     return row | flops.utilisation(run.flops, seconds, peak) | dict(peak_flops=peak, loss=run.finite.loss)
 
 
-def header(run: ToldRun) -> list[str]:
-    """The anchors of sanity that a run prints before its first step."""
+COMPILED = dict(none="the first step", blocks="compiling a block", model="compiling the model",
+                fwdbwd="compiling forward and backward", step="compiling the whole step")  # fmt: skip
+
+ASIDE = dict(save=", saving", eval=", evaluating", sample=", writing a sample")
+
+
+def doing(run: ToldRun, live: bool) -> Callable[[], str]:
+    """For Progress: what a run that trains is doing, in words. live: say it of every step, not of the first alone."""
+    c, dog, began = run.c, run.watchdog, []
+    first = COMPILED[c.compile] + "; minutes the first time, seconds when cached" * (c.compile != "none")
+
+    def words() -> str:
+        if not dog.begun:
+            return first
+        began[:] = began or [(time.monotonic(), dog.step)]
+        (start, step), aside = began[0], ASIDE.get(dog.place, "")
+        left = (time.monotonic() - start) / max(1, dog.step - step) * (c.steps - dog.step + 1)
+        about = f", about {left / 60:.0f} min left" if left > 90 and dog.step > step else ""
+        return f"step {dog.step}/{c.steps}{about}{aside}" if live else ""
+
+    return words
+
+
+def notes(c: flags.Config) -> list[str]:
+    """What resolved flags ask for and will not get, though that is no error."""
+    found = []
+    if c.warmup >= c.steps:
+        top = c.lr * c.steps / c.warmup
+        found.append(f"--warmup {c.warmup} is not below --steps {c.steps}: the learning rate ends at {top:.3g}")
+    if c.wrapper == "ddp":
+        found.append("--wrapper ddp shards nothing: --mode is replicate")
+    return [f"note: {each}" for each in found]
+
+
+def header(run: ToldRun, settings: Path | None = None) -> list[str]:
+    """The anchors of sanity that a run prints before its first step. settings: the file that holds all flags."""
     c, env = run.c, run.environment
     rows = describe(run.step.model)
     parameters = grouped(sum(math.prod(r.shape) for r in rows))
     whole = [r for r in rows if r.placement.startswith("Replicate")]
+    usual = flags.filled(flags.Config(flags.Training(), flags.System(), flags.Output()), c.device)
+    both = {**vars(c.training), **vars(c.system)}.items()
+    changed = [f"{name}={value}" for name, value in both if value != getattr(usual, name)]
+    optimizer, still = run.step.optimizer, len(run.step.optimizer.params) - run.step.optimizer.decaying
     counted = run.uncounted
     if run.flops:
         causal, palm = (run.flops[kind] / run.step_tokens / 1e6 for kind in ("causal", "palm"))
@@ -72,13 +132,15 @@ def header(run: ToldRun) -> list[str]:
     lines = [
         f"commit {env['commit'][:12]}{' (dirty)' * bool(env['dirty'])}, torch {env['torch']}, {env['device']}, "
         f"{flags.world_label(c, run.world)} rank{'s' * (run.world > 1)}",
-        "  ".join(f"{k}={v}" for k, v in {**vars(c.training), **vars(c.system)}.items()),
+        ("  ".join(changed) or "every flag has its default") + f"; all flags: {settings}" * (settings is not None),
         f"attention: {run.attention}",
         f"data {run.batches.description}",
         f"{parameters} parameters, {sum(r.local_bytes for r in rows) / 2**20:.1f} MiB on this rank; "
         f"{len(whole)} of {len(rows)} replicated" + f": under {c.min_shard_mib} MiB" * (c.min_shard_mib > 0),
+        f"weight decay {c.weight_decay:g} for {optimizer.decaying} parameters; none for the {still} with one dimension",
         counted,
         f"ln V = {math.log(c.vocab):.4f}",
+        *notes(c),
     ]
     if c.verbose:
         lines += [f"  {r.name:<28}{r.shape!s:<16}{r.placement:<14}{r.local_shape!s:<16}{r.dtype}" for r in rows]

@@ -3,9 +3,11 @@
     ./launch.sh sweep variants --small       a named axis (a file of cells/axes), at sizes for a CPU
     ./launch.sh sweep all --wandb offline    every published table, each cell once, in one file of results
     ./launch.sh sweep cells.txt --steps 30   any file of cells; `cell_of` and `cells_of` say what a line may hold
+    ./launch.sh sweep depth --lr 1e-3 3e-3 --seed 0 1 2    each cell with every combination; seeds are summed up
 
 main.py writes the row; where it ended without one (killed, too slow), this program writes `failed: ...`. A second call
-runs what has no row yet, then tries again what failed; a bad shape and out of memory are results.
+runs what has no row of this commit and device yet, then tries again what failed; a bad shape and out of memory are
+results.
 """
 
 import argparse
@@ -19,6 +21,7 @@ import os
 import re
 import shlex
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -26,7 +29,7 @@ import zlib
 from pathlib import Path
 
 from trainer import config
-from trainer.distributed.terminal import grouped, markdown
+from trainer.distributed.terminal import did_you_mean, grouped, markdown
 from trainer.experiments.logging import append_jsonl, log_tables, read_rows
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,6 +38,7 @@ TINY = "--device cpu --width 128 --depth 2 --head-dim 16 --vocab 512 --seqlen 64
 OUTPUT = {"--wandb", "--group", "--tags", "--profile", "--log-every", "--verbose", "-v", "-vv", "--debug"}
 COLUMNS = {"simulated_mib": ("simulated MiB", 0), "peak_alloc_mib": ("peak MiB", 0),
            "peak_rss_mib": ("peak RSS MiB", 0), "step_ms": ("step ms", 1), "mfu": ("MFU %", 1), "loss": ("loss", 4)}
+LISTS = {"--compile-options"}  # takes several values in one run
 GRACE_S = 10  # from SIGTERM to SIGKILL
 VMSTAT = Path("/proc/vmstat")
 Flags = dict[str, tuple[str, ...]]  # {"--depth": ("8",), "--no-reshard": ()}
@@ -51,6 +55,24 @@ def gpus() -> int:
     seen = len(re.findall("^GPU", subprocess.getoutput("nvidia-smi -L"), re.M))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return seen if not seen or visible is None else len([each for each in visible.split(",") if each])
+
+
+def commit() -> str:
+    """The commit of this checkout, as rows name it."""
+    unknown, text = subprocess.getstatusoutput(f"git -C {shlex.quote(str(ROOT))} rev-parse HEAD")
+    return "unknown" if unknown else text
+
+
+def current(rows: dict[str, dict], relaxed: bool) -> dict[str, dict]:
+    """The rows that count as results of this checkout on this machine. relaxed: those of other commits too."""
+    head, gpu = commit(), re.search(r"^GPU \d+: (.+?) \(", subprocess.getoutput("nvidia-smi -L") * bool(gpus()), re.M)
+
+    def here(cell: str, row: dict) -> bool:  # the row of a run that died names no device
+        device, on_cpu = row.get("device"), parse(shlex.split(cell))[1].get("--device") == ("cpu",) or not gpu
+        right = device is None or (device.startswith("CPU") if on_cpu else device == gpu[1])
+        return right and (relaxed or row.get("commit", head) == head)
+
+    return {cell: row for cell, row in rows.items() if here(cell, row)}
 
 
 def axes() -> dict[str, Path]:
@@ -101,6 +123,12 @@ def cell_of(line: str, small: bool, nproc: int, extra: Flags) -> str:
     return f"nproc={n} {join(flags)}".strip()
 
 
+def grid(flags: Flags) -> list[Flags]:
+    """{"--lr": ("1e-3", "3e-3"), "--seed": ("0", "1")} -> the four combinations of one value each."""
+    apart = ([values] if flag in LISTS or len(values) < 2 else [(v,) for v in values] for flag, values in flags.items())
+    return [dict(zip(flags, chosen, strict=True)) for chosen in itertools.product(*apart)]
+
+
 def cells_of(study: str, small: bool, nproc: int, extra: Flags) -> list[str]:
     """The cells of an axis or a file, each once: those of its lines for this size, with the flags that stand beside
     [full] or [small]; `--depth {2,4}` makes two of a line. ValueError names the file and the line."""
@@ -112,8 +140,8 @@ def cells_of(study: str, small: bool, nproc: int, extra: Flags) -> list[str]:
             parts = re.split(r"\{(.*?)\}", f"{shared} {line}")  # every second one is a list of alternatives
             choices = [part.split(",") if i % 2 else [part] for i, part in enumerate(parts)]
             try:
-                for chosen in itertools.product(*choices):
-                    cells[cell_of("".join(chosen), small, nproc, extra)] = None
+                for chosen, more in itertools.product(itertools.product(*choices), grid(extra)):
+                    cells[cell_of("".join(chosen), small, nproc, more)] = None
             except ValueError as error:
                 raise ValueError(f"{study}:{number}: {error}") from None
     if not cells:
@@ -125,7 +153,8 @@ def studies(target: str, small: bool, nproc: int, extra: list[str]) -> dict[str,
     """Study -> cells of an axis, of a file, or (`all`) of each axis but ./launch.sh gpu's. ValueError as `cells_of`."""
     named = axes()
     if target not in {"all", *named} and not Path(target).is_file():
-        raise ValueError(f"unknown axis '{target}': expected a file, all, or one of {', '.join(named)}")
+        like = did_you_mean(target, ["all", *named, *map(str, Path(target).parent.glob("*.txt"))])
+        raise ValueError(f"unknown axis '{target}': expected a file, all, or one of {', '.join(named)}{like}")
     chosen = [axis for axis in named if not axis.startswith("gpu-")] if target == "all" else [target]
     return {Path(study).stem: cells_of(study, small, nproc, parse(extra)[1]) for study in chosen}
 
@@ -217,9 +246,8 @@ def failed_row(cell: str, end: str, setting: dict | None = None) -> dict:
     # As in main.py's rows, where `device` is a machine's, `world` says whether it is simulated, and `loss` is a figure.
     known = {{"loss": "loss_kind"}.get(name, name): value for name, value in setting.items() if name != "device"}
     known |= {"world": world(nproc, flags), "flags": setting, "error": end, "cell": cell}
-    unknown, commit = subprocess.getstatusoutput(f"git -C {shlex.quote(str(ROOT))} rev-parse HEAD")
     about = {"date": time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime())}
-    about |= {"commit": "unknown" if unknown else commit, "torch": importlib.metadata.version("torch")}
+    about |= {"commit": commit(), "torch": importlib.metadata.version("torch")}
     oom = "OOM ?" if "while the kernel freed memory" in end else re.search(r"error: rank \d+: (OOM \w+)|$", end)[1]
     outcome = "badshape" if re.search(r"error: --(width|head-dim|grouping) ", end) else oom or f"failed: {end}"
     return about | known | {"outcome": outcome}
@@ -247,15 +275,34 @@ def table(cells: list[str], rows: dict[str, dict]) -> str:
     return f"all: {shared}\n\n" * bool(shared) + markdown(columns)
 
 
+def over_seeds(cells: list[str], rows: dict[str, dict]) -> str:
+    """Markdown, a line for the cells that differ in --seed alone: mean and sample standard deviation; else empty."""
+    alike = {}
+    for cell in cells:
+        alike.setdefault(re.sub(r" --seed \S+", "", cell), []).append(cell)
+    alike = {name: own for name, own in alike.items() if len(own) > 1}
+    columns = [("flags", [*alike]), ("seeds", [str(sum(c in rows for c in own)) for own in alike.values()])]
+    for key, (title, digits) in COLUMNS.items():
+        found = [[rows[c][key] for c in own if rows.get(c, {}).get(key) is not None] for own in alike.values()]
+        texts = [f"{grouped(statistics.mean(each), digits)} +- {grouped(statistics.stdev(each), digits)}"
+                 if len(each) > 1 else "" for each in found]  # fmt: skip
+        columns += [(title, texts)] * any(texts)
+    return markdown(columns) if alike else ""
+
+
 def sweep(tables: dict[str, list[str]], args: argparse.Namespace, settings: dict[str, dict] | None = None) -> bool:
     """Run every cell that has no finished row (--fresh: every cell), those never tried first. True: all are finished.
     `settings`: cell -> its resolved flags, if the program is not main.py."""
-    cells, rows = list(dict.fromkeys(itertools.chain(*tables.values()))), read_rows(args.results)
+    cells, stored = list(dict.fromkeys(itertools.chain(*tables.values()))), read_rows(args.results)
+    rows = current(stored, args.any_commit)
     todo = cells if args.fresh else sorted(unfinished(cells, rows), key=lambda cell: cell in rows)
     names = {}
     for study, own in tables.items():
         names = {cell: f"{study} n={n} {flags}" for cell, (n, flags) in labels(own)[1].items()} | names
-    print(f"{len(cells)} cells, {len(cells) - len(todo)} finished before; rows in {args.results}", flush=True)
+    others = sum(cell in stored and cell not in rows for cell in todo)
+    others = f", {others} by another commit or device (--any-commit keeps other commits')" * bool(others)
+    done = f"{len(cells) - len(todo)} finished before{others}"
+    print(f"{len(cells)} cells, {done}; rows in {args.results}", flush=True)
     deadline = time.monotonic() + args.budget
     for i, cell in enumerate(todo, 1):
         started = time.monotonic()
@@ -277,12 +324,15 @@ def sweep(tables: dict[str, list[str]], args: argparse.Namespace, settings: dict
         elif end:
             print(f"    after its row: {end}")
         print(f"    {row['outcome']} ({time.monotonic() - started:.0f} s, log {log})", flush=True)
-    rows = read_rows(args.results)
-    for study, own in tables.items():
-        print(f"\n## {study}\n" * (len(tables) > 1) + f"\n{table(own, rows)}", flush=True)
+    rows = current(read_rows(args.results), args.any_commit)
+    texts = {study: "\n\n".join(filter(None, [table(own, rows), over_seeds(own, rows)]))
+             for study, own in tables.items()}  # fmt: skip
+    for study, text in texts.items():
+        print(f"\n## {study}\n" * (len(tables) > 1) + f"\n{text}", flush=True)
     if "--wandb" in (output := parse(args.output)[1]):
         found = {study: [rows[cell] for cell in own if cell in rows] for study, own in tables.items()}
-        log_tables(found, args.results, output["--wandb"][-1], output["--group"][-1], output.get("--tags", ()))
+        log_tables(found, args.results, output["--wandb"][-1], output["--group"][-1], output.get("--tags", ()),
+                   {f"{study}.md": f"{text}\n".encode() for study, text in texts.items()})  # fmt: skip
     if missing := unfinished(cells, rows):
         print(f"\n{len(missing)} of {len(cells)} cells without a result: the same command tries them again")
     return not missing
@@ -292,12 +342,13 @@ def main() -> None:
     """The command line. Exit codes: 0 every cell is finished, 1 some are not, 2 bad input, 128 + signal."""
     parser = argparse.ArgumentParser(allow_abbrev=False, usage="launch.sh sweep AXIS|all|FILE [options] [main.py's]")
     parser.add_argument("--small", action="store_true", help="sizes for a CPU")
-    parser.add_argument("--results", type=Path, help="default: results/sweep-AXIS.jsonl")
+    parser.add_argument("--results", type=Path, help="default: runs/sweep-AXIS.jsonl")
     parser.add_argument("--nproc", type=int, default=os.environ.get("NPROC", 1), help="for cells that name none")
     parser.add_argument("--timeout", type=float, default=os.environ.get("CELL_TIMEOUT", 1800), help="seconds, a cell")
     parser.add_argument("--budget", type=float, default="inf", help="seconds, the call; the next one goes on")
     parser.add_argument("--program", default=str(ROOT / "main.py"), help="a file, or -m MODULE (default: main.py)")
     parser.add_argument("--fresh", action="store_true", help="run finished cells too")
+    parser.add_argument("--any-commit", action="store_true", help="rows of other commits count as results too")
     parser.add_argument("--list", action="store_true", help="print the cells, run nothing")
     target, *rest = sys.argv[1:] or ["-h"]
     args, extra = parser.parse_known_args([target, *rest] if target in ("-h", "--help") else rest)
@@ -310,7 +361,7 @@ def main() -> None:
     if args.list:
         return print("\n".join(read_cells(target, args.small, nproc, shlex.split(join(flags)))))
     name = f"sweep-{Path(target).stem}{'-small' * args.small}"
-    args.results = args.results or Path(f"results/{name}.jsonl")
+    args.results = args.results or Path(f"runs/{name}.jsonl")
     if "--wandb" in output:
         output.setdefault("--group", (name,))
     args.output = shlex.split(join(output))

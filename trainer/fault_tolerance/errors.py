@@ -29,7 +29,7 @@ from trainer.step import Step
 
 LOST = re.compile(r"gloo|NCCL|[Cc]onnection (closed|reset)|Broken pipe")  # torch has no type for a peer that is gone
 COMPILER = re.compile(r"CppCompileError|\.so: ")  # the C++ compiler failed, or what it made could not be loaded
-PHASES = dict(fwd="forward", bwd="backward", step="the update", init="init")
+PHASES = dict(fwd="forward", bwd="backward", step="the update", init="init", eval="evaluation")
 
 
 class Outcome(NamedTuple):

@@ -17,11 +17,12 @@ import sys
 
 from trainer import config as flags
 from trainer.distributed.terminal import fail
+from trainer.profiling.command import parse_tool, tool
 
 if __name__ == "__main__":  # before torch is imported, as in main.py
-    _parser = flags.tool("trainer.profiling.collectives", __doc__)
+    _parser = tool("trainer.profiling.collectives", __doc__)
     _parser.add_argument("--model", metavar="MODULE:FUNCTION", help="your model (default: the trainer's)")
-    OWN, CONFIG = flags.parse_tool(_parser)
+    OWN, CONFIG = parse_tool(_parser)
 
 import os
 import pkgutil
@@ -112,6 +113,7 @@ class Collective(NamedTuple):
     full: int
     ranks: int
     bucket: tuple[str, ...]  # what it carries: "module [shape]"
+    start: int  # products of the graph before its start
 
 
 def collectives(gm: fx.GraphModule, modules: frozenset[str] = frozenset()) -> list[Collective]:
@@ -124,10 +126,11 @@ def collectives(gm: fx.GraphModule, modules: frozenset[str] = frozenset()) -> li
             ranks = dist.get_world_size(dist.distributed_c10d._resolve_process_group(n.args[-1]))
             full = (n.args[0].meta["val"] if n.target is SCATTER else value).nbytes
             sent = int(sent_bytes(kind.replace("-", "_"), full, ranks))
-            gap = sum(is_product(m) for m in nodes[place[n] : place[wait_of(n)]])
+            gap = sum(map(is_product, nodes[place[n] : place[wait_of(n)]]))
+            start = sum(map(is_product, nodes[: place[n]]))
             own = [(module_of(n), tuple(overlap.contents(n).meta["val"].shape))]
             bucket = tuple(f"{_named(path, modules)} {[*shape]}".strip() for path, shape in n.meta.get("bucket", own))
-            found.append(Collective(kind, gap, sent, full, ranks, bucket))
+            found.append(Collective(kind, gap, sent, full, ranks, bucket, start))
     return found
 
 

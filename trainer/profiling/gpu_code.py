@@ -31,14 +31,15 @@ from unittest import mock
 
 from trainer import config as flags
 from trainer.distributed.terminal import fail
+from trainer.profiling.command import parse_tool, tool
 
 if __name__ == "__main__":  # before torch is imported, as in main.py
-    _parser = flags.tool("trainer.profiling.gpu_code", __doc__)
+    _parser = tool("trainer.profiling.gpu_code", __doc__)
     _parser.add_argument("--arch", choices=("sm_80", "sm_90", "sm_100"), default="sm_90", help="GPU (default: sm_90)")
     _parser.add_argument("--model", metavar="MODULE:FUNCTION", help="your model (default: the trainer's)")
     _parser.add_argument("--save", metavar="DIR", help="folder for the generated code, a file per graph and kernel")
     _parser.add_argument("--no-kernels", action="store_true", help="generate code only; compile no kernel")
-    OWN, CONFIG = flags.parse_tool(_parser)
+    OWN, CONFIG = parse_tool(_parser)
 
 import torch
 import torch._inductor.config as inductor_config

@@ -53,6 +53,11 @@ def peak(device: Device) -> dict[str, float | str]:
     return {"peak_rss_mib": _resident("VmHWM"), **note}
 
 
+def highest(a: dict, b: dict) -> dict[str, float | str]:
+    """The higher of two results of `peak`; `a` may be empty."""
+    return b | {key: max(value, b[key]) for key, value in a.items() if isinstance(value, float)}
+
+
 def memory_now(device: Device) -> float:
     """MiB in use now: allocated on CUDA, resident on a CPU."""
     return round(torch.cuda.memory_allocated(device) / 2**20, 1) if is_cuda(device) else _resident("VmRSS")

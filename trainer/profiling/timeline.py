@@ -150,7 +150,7 @@ class Timeline:
         phase = self.marks[n][1] if n >= 0 else ""
         if GRADIENTS in b.claims and phase in ("bwd", ""):  # other reductions: of labels, of the norm
             return GRADIENTS
-        if WEIGHTS in b.claims:
+        if WEIGHTS in b.claims or re.search(r" in _Gather(,|$)", b.where):  # simple_fsdp.py's, in eager forward
             return WEIGHTS
         if self.sizes.logits(b):
             return LOGITS

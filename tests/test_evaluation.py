@@ -1,0 +1,328 @@
+"""--eval-every and --sample: data that training never sees, the same loss of it on any ranks, in no step's time.
+
+    pytest tests/test_evaluation.py        # no GPU; what compiles is slow
+
+The split is that of trainer/data.py; runs are those of main.py, eager and tiny, on one rank in this process, on two
+forked.
+"""
+
+import json
+import math
+import os
+import shutil
+import signal
+import struct
+import time
+
+import pytest
+import torch
+from forked import Job
+from harness import ONE_GRAPH
+from running import TINY, one_line, read
+
+from lean import IGNORE
+from trainer import run as runs
+from trainer.data import Batches, DataError, check_files
+from trainer.experiments.evaluation import _readable
+from trainer.experiments.logging import Sinks
+from trainer.profiling import memory
+
+pytestmark = pytest.mark.usefixtures("isolated", "one_thread")
+
+T = 16
+EVERY_2 = "--eval-every 2 --eval-batches 3 --log-every 1".split()
+
+
+def batches(source, **changes):
+    return Batches(source, **{"global_batch": 8, "seqlen": T, "vocab": 65536, "seed": 3, **changes})
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    """Values of --data. In the bin files, token number i is i."""
+    folder = tmp_path_factory.mktemp("data")
+    (folder / "a.txt").write_bytes(bytes(range(256)) * 8)
+    for name, ids in dict(a=range(700), b=range(700, 2000)).items():
+        (folder / f"{name}.bin").write_bytes(struct.pack(f"<{len(ids)}H", *ids))
+    return dict(stdlib="stdlib", overfit="overfit", text=f"text:{folder}/a.txt", bin=f"bin:{folder}/*.bin")
+
+
+# ------------------------------------------------------------------------------------------------------------ the split
+
+
+def test_without_a_split_batches_are_what_they_always_were(tmp_path):
+    (tmp_path / "a.bin").write_bytes(struct.pack("<1000H", *range(1000)))
+    stream = batches(f"bin:{tmp_path}/a.bin")
+    assert [stream.position(sample) for sample in (0, 1, 2, 61, 62, 200)] == [805, 229, 549, 32, 736, 374]
+    assert stream.fingerprint == "77117b439bca8b732028f515c06181d4" and not stream.held
+    assert next(batches("random"))[0][0, :4].tolist() == [26530, 29851, 20238, 20475]
+
+
+@pytest.mark.parametrize("kind", ["stdlib", "overfit", "text", "bin"])
+def test_no_token_that_is_held_out_is_trained_on(kind, sources):
+    seqlen = 4096 if kind in ("stdlib", "overfit") else T
+    stream = batches(sources[kind], seqlen=seqlen, hold_out=True)
+    trained = [stream.position(sample) for sample in range(4 * stream.epoch_samples)]
+    size = stream.stream.ends[-1]
+    assert max(trained) + seqlen + 1 <= stream.held[0] and stream.held[-1] + seqlen + 1 <= size
+    assert size - stream.held[0] == max(size // 64, seqlen + 1)
+    assert all(b - a == seqlen for a, b in zip(stream.held, stream.held[1:], strict=False))
+    assert len(set(trained)) > stream.epoch_samples  # several offsets of the grid
+    assert "more held out" in stream.description and stream.fingerprint != batches(sources[kind]).fingerprint
+
+
+def test_tokens_that_are_held_out_are_in_no_batch_of_three_epochs(sources):
+    stream = batches(sources["bin"], hold_out=True)
+    seen = {int(t) for _ in range(3 * stream.epoch_samples // 8 + 1) for part in next(stream) for t in part.flatten()}
+    held = {int(t) for part in next(stream.held_out(1)) for t in part.flatten() if t > 0}
+    assert held and not seen & held and 1900 < max(seen) < min(held)
+
+
+def test_random_tokens_that_are_held_out_are_others():
+    stream = batches("random", hold_out=True)
+    trained = {tuple(row.tolist()) for _ in range(20) for row in next(stream)[0]}
+    held = [tuple(row.tolist()) for tokens, _ in stream.held_out(20) for row in tokens]
+    assert len(set(held)) == 160 and not trained & set(held)
+
+
+@pytest.mark.parametrize("kind", ["stdlib", "overfit", "text", "bin", "random"])
+def test_what_is_held_out_is_the_same_on_any_ranks_and_wherever_training_is(kind, sources):
+    source = sources.get(kind, kind)
+    whole = [*batches(source, hold_out=True).held_out(2)]
+    assert [[*part.shape] for pair in whole for part in pair] == [[8, T]] * 2 * len(whole)
+    for world in (2, 4):
+        ranks = [batches(source, rank=rank, world=world, hold_out=True, start=80) for rank in range(world)]
+        parts = [[*each.held_out(2)] for each in ranks]
+        for k, (tokens, targets) in enumerate(whole):
+            assert torch.equal(torch.cat([part[k][0] for part in parts]), tokens)
+            assert torch.equal(torch.cat([part[k][1] for part in parts]), targets)
+        assert all(next(each)[0].shape == (8 // world, T) and each.sample == 88 for each in ranks)
+
+
+def test_rows_that_the_last_batch_lacks_have_no_label(sources):
+    stream = batches(sources["bin"], hold_out=True, global_batch=3, seqlen=6)  # 31 tokens: 5 samples
+    (_, first), (tokens, last) = stream.held_out(9)
+    assert len(stream.held) == 5 and (first != IGNORE).all()
+    assert torch.equal(last[:2, :-1], tokens[:2, 1:]) and (last[2] == IGNORE).all()
+    assert [len([*stream.held_out(n)]) for n in (1, 2, 3)] == [1, 2, 2]
+
+
+@pytest.mark.parametrize("kind", ["text", "bin"])
+def test_data_too_short_to_hold_out_a_sequence_is_refused_before_torch_is_there(kind, tmp_path, train):
+    path = tmp_path / "short"
+    path.write_bytes(bytes((2 * T + 1) * (2 if kind == "bin" else 1)))
+    message = f"{kind}:{path}, token 33: expected at least 34 tokens .*--eval-every holds out.*leave out --eval-every"
+    with pytest.raises(DataError, match=message):
+        check_files(f"{kind}:{path}", T, hold_out=True)
+    with pytest.raises(DataError, match=message):
+        batches(f"{kind}:{path}", hold_out=True)
+    check_files(f"{kind}:{path}", T)
+    if kind == "bin":
+        done = train("--data", f"bin:{path}", "--eval-every", 1)
+        assert done.code == 3 and "--eval-every" in one_line(done.err) and str(path) in done.err
+    path.write_bytes(bytes((2 * T + 2) * (2 if kind == "bin" else 1)))
+    stream = batches(f"{kind}:{path}", hold_out=True)
+    assert (stream.epoch_samples, len(stream.held)) == (1, 1) and stream.held[0] == T + 1
+
+
+# ----------------------------------------------------------------------------------------------------------------- runs
+
+
+def evaluations(done):
+    return {s["step"]: s["eval_loss"] for s in done.steps if "eval_loss" in s}
+
+
+def lines(done):
+    """What training logged, without times."""
+    return [[s[key] for key in ("step", "loss", "lr", "grad_norm")] for s in done.steps if "ms" in s]
+
+
+@pytest.fixture
+def slow_and_large(monkeypatch):
+    """Evaluations that take 0.4 s and 400 MiB more."""
+
+    def evaluate(*args):
+        time.sleep(0.4)
+        torch.ones(100 << 20).sum()
+        return found(*args)
+
+    found = runs.evaluate
+    monkeypatch.setattr(runs, "evaluate", evaluate)
+
+
+def test_an_evaluation_is_logged_beside_the_loss_and_in_no_steps_time_or_memory(train, slow_and_large, monkeypatch):
+    told = []
+
+    class Wandb:
+        def __init__(self):
+            self.log, self.summary, self.finish = lambda *args: told.append(args), {}, lambda: None
+
+    monkeypatch.setattr(Sinks, "_start_wandb", lambda sinks, *_, **__: setattr(sinks, "_wandb", Wandb()))
+    once = train("--eval-every", 1000, *EVERY_2[2:], "--steps", 7)
+    done = train(*EVERY_2, "--steps", 7, "--wandb", "offline")
+    assert once.code == done.code == 0 and done.err == ""
+    assert lines(done) == lines(once)  # training does not notice
+    found = evaluations(done)
+    assert [*found] == [2, 4, 6, 7] and evaluations(once) == {7: found[7]}
+    for s in done.steps:
+        if "eval_loss" in s:
+            assert s.keys() == {"step", "tokens", "loss", "eval_loss", "eval_bpb"}
+            assert s["loss"] == next(each["loss"] for each in done.steps if each["step"] == s["step"])
+            assert s["eval_bpb"] == pytest.approx(s["eval_loss"] / math.log(2)) and abs(s["eval_loss"] - 5.5) < 0.5
+    assert (done.steps[-1], 7) in told and done.steps[-1]["eval_loss"] == found[7]
+    assert (done.row["eval_loss"], done.row["eval_step"]) == (found[7], 7) and done.row["eval_bpb"] > 7
+    assert f"held-out loss {found[7]:.4f}  {found[7] / math.log(2):.4f} bits per byte" in done.out
+    assert f"held out loss {found[7]:.4f}, {found[7] / math.log(2):.4f} bits per byte, after step 7" in done.out
+    assert done.row["n"] == 4 and done.row["step_ms_max"] < 400 and max(s.get("ms", 0) for s in done.steps) < 400
+    if os.access(memory.CLEAR_REFS, os.W_OK):
+        assert done.row["peak_rss_mib"] < memory.memory_now("cpu") + 200
+
+
+def test_without_evaluations_a_row_says_so_and_holds_nothing_out(train):
+    done = train()
+    assert [done.row[key] for key in ("eval_loss", "eval_bpb", "eval_step")] == [None] * 3
+    assert "held" not in done.out and not evaluations(done)
+
+
+def test_the_loss_is_that_of_the_model_on_what_is_held_out(train, tmp_path):
+    """At a learning rate of almost nothing: that of the weights it began with."""
+    path = tmp_path / "ids.bin"
+    path.write_bytes(struct.pack("<4000H", *[int(t) for t in torch.randint(300, (4000,))]))
+    built, models = runs.Run.build, []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runs.Run, "build", lambda run: (built(run), models.append(run)))
+        done = train("--data", f"bin:{path}", "--vocab", 300, "--lr", "1e-30", "--eval-every", 3, "--wrapper", "none")
+    assert done.code == 0 and done.row["eval_bpb"] is None and "bits per byte" not in done.out
+    (run,) = models
+    with torch.no_grad():
+        rows = torch.stack([run.batches.row(i, held=True) for i in range(len(run.batches.held))])
+        expected = run.step.model(rows[:, :-1], rows[:, 1:]) / rows[:, 1:].numel()
+    assert len(rows) == 3 and done.row["eval_loss"] == pytest.approx(expected.item(), rel=1e-6)
+
+
+WRAPPERS = [
+    "--wrapper simple",
+    *(pytest.param(f"--wrapper {name}", marks=pytest.mark.slow) for name in ("fsdp2", "ddp")),
+]
+
+
+@pytest.mark.parametrize("how", WRAPPERS)
+def test_a_resumed_run_evaluates_as_the_run_that_was_not_stopped(how, train, tmp_path):
+    argv = [*EVERY_2, *how.split(), *"--warmup 2 --steps 7".split()]
+    whole = train(*argv, "--save", tmp_path / "whole")
+    assert train(*argv, "--save", tmp_path / "cut", "--save-every", 3).code == 0
+    for step in (6, 7):
+        shutil.rmtree(tmp_path / f"cut/step-0000000{step}")
+    resumed = train(*argv, "--save", tmp_path / "cut")
+    assert whole.code == resumed.code == 0 and "resuming after step 3" in resumed.out
+    assert evaluations(resumed) == {k: each for k, each in evaluations(whole).items() if k > 3}
+    assert lines(resumed) == lines(whole)[3:]
+    state = json.loads((tmp_path / "whole/step-00000007/train_state.json").read_text())
+    assert state["best"] == min(evaluations(whole).values())
+
+
+def test_a_run_goes_on_only_with_the_same_split(train, folder, tmp_path):
+    refused = train("--save", folder, "--steps", 8, "--eval-every", 2)
+    assert refused.code == 4 and "held-out data no (now yes)" in one_line(refused.err)
+    assert "--eval-every" in refused.err and "evaluated" not in refused.out
+    argv = "--save", tmp_path / "split"
+    assert train(*argv, "--eval-every", 2).code == 0
+    refused = train(*argv, "--steps", 8)
+    assert refused.code == 4 and "held-out data yes (now no)" in one_line(refused.err)
+    other = train(*argv, "--steps", 8, "--eval-every", 1, "--eval-batches", 2)
+    assert other.code == 0 and "--eval-every 2 (now 1)" in other.out and [*evaluations(other)] == [7, 8]
+
+
+def test_two_ranks_evaluate_and_write_as_one(train, tmp_path, sources):
+    """The text holds out three samples: a batch of four lacks one, and rank 1 has a micro-batch without a label."""
+    argv = [*EVERY_2, "--sample", 40, "--data", sources["text"], "--seqlen", 8]
+    out, err, results = tmp_path / "out", tmp_path / "err", tmp_path / "two" / "rows.jsonl"
+    job = Job(2, [*TINY, *argv, *"--batch 1 --grad-accum 2".split(), "--results", results], out, err=err)
+    one = train(*argv, "--batch", 4)
+    assert job.wait() == [0, 0] and one.code == 0, err.read_text()
+    row, steps = read(results)
+    assert [*evaluations(one)] == [2, 4, 6] and row["eval_loss"] == steps[-1]["eval_loss"]
+    found = {s["step"]: s["eval_loss"] for s in steps if "eval_loss" in s}
+    assert found == pytest.approx(evaluations(one), rel=1e-6)
+    head, text = "sample   4 bytes of held-out data, then after | 40 that the model wrote:\n", out.read_text()
+    assert text.count(head) == 1 and "3 more held out" in text
+    assert text.split(head)[1].split("\noutcome")[0] == one.out.split(head)[1].split("\noutcome")[0]
+
+
+def test_simulated_ranks_evaluate_and_list_the_collectives_of_a_step(train):
+    plain, done = (train("--world", 4, "--link", "none", *argv) for argv in ([], EVERY_2))
+    assert done.code == 0 and [*evaluations(done)] == [2, 4, 6]
+    assert done.row["collectives"] == plain.row["collectives"]
+
+
+def test_a_loss_that_is_not_finite_is_told_and_ends_nothing(train, monkeypatch):
+    monkeypatch.setattr(runs, "evaluate", lambda *_: dict(eval_loss=math.nan, eval_bpb=math.nan))
+    done = train(*EVERY_2)
+    assert done.code == 0 and done.row["outcome"] == "ok" and done.row["eval_loss"] == "nan"
+    assert "held-out loss nan" in done.out and "held out loss nan" in done.out and done.row["loss"] < 6
+
+
+def test_a_signal_in_an_evaluation_stops_it_and_loses_no_step(train, monkeypatch, tmp_path):
+    def evaluate(c, step, batches, device, between):
+        os.kill(os.getpid(), signal.SIGTERM)
+        between()
+        pytest.fail("it went on")
+
+    monkeypatch.setattr(runs, "evaluate", evaluate)
+    done = train(*EVERY_2, "--save", tmp_path / "run")
+    assert done.code == 143 and "after step 2" in one_line(done.err)
+    assert [each.name for each in (tmp_path / "run").glob("step-*")] == ["step-00000002"]
+
+
+def test_memory_that_runs_out_in_an_evaluation_says_where(train, monkeypatch):
+    def forward(held, count):
+        raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(Batches, "held_out", forward)
+    done = train(*EVERY_2)
+    assert done.code == 6 and done.row["outcome"] == "OOM eval" and "(evaluation)" in one_line(done.err)
+
+
+# -------------------------------------------------------------------------------------------------------------- samples
+
+
+def test_a_sample_of_token_ids_goes_on_beyond_the_length_of_a_sequence(train, sources):
+    done = train("--data", sources["bin"], "--vocab", 2000, "--sample", 30)
+    assert done.code == 0 and "sample   8 token ids of training data, then after | 30 that" in done.out
+    given, _, written = done.out.split("wrote:\n")[1].split("\n")[0].partition(" | ")
+    given, written = [int(word) for word in given.split()], [int(word) for word in written.split()]
+    assert given == [*range(given[0], given[0] + 8)] and len(written) == 30 and max(written) < 2000
+    assert train("--data", sources["bin"], "--vocab", 2000, "--sample", 30).out.count(" ".join(map(str, written))) == 1
+
+
+def test_a_model_writes_what_it_has_learnt(train, tmp_path):
+    (tmp_path / "text").write_bytes(b"abcd" * 500)
+    how = "--vocab 300 --lr 0.01 --warmup 5 --steps 60 --eval-every 60 --sample 24".split()  # ids from 256 on: no bytes
+    done = train("--data", f"text:{tmp_path}/text", *how)
+    assert done.code == 0 and done.row["eval_loss"] < 0.5
+    assert "abcdabcdabcdabcd" in done.out.split("|")[-1]
+
+
+def test_what_a_model_writes_controls_no_terminal():
+    assert _readable([*b"a\tb\n\x1b[2J\r\x07\xff", *"é".encode()]) == "a\tb\n\ufffd[2J\ufffd\ufffd\ufffdé"
+
+
+# ------------------------------------------------------------------------------------------------- what is compiled
+
+WAYS = ["--compile blocks", "--compile model", "--compile fwdbwd", "--compile fwdbwd --grad-accum 2 --accum-sync last",
+        "--compile blocks --wrapper fsdp2", pytest.param("--compile step", marks=ONE_GRAPH)]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", WAYS)
+def test_an_evaluation_compiles_nothing_and_changes_no_compiled_step(how, train):
+    counted = {}
+    for every in (1, 1000):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        done = train("--eval-every", every, "--log-every", 1, "--sample", 3, *how.split())
+        assert done.code == 0, done.err
+        counted[every] = torch._dynamo.utils.counters["stats"]["unique_graphs"], lines(done), evaluations(done)[6]
+    assert counted[1] == counted[1000] and counted[1][0] > 0
+    eager = train("--eval-every", 6, *how.replace(how.split()[1], "none").split())
+    assert counted[1][2] == pytest.approx(eager.row["eval_loss"], rel=1e-5)

@@ -1,0 +1,200 @@
+"""Signs of life: what main.py says before torch is imported and while the compiler works, on a terminal and off one.
+
+    pytest tests/test_progress.py        # about 20 s on one core, no GPU
+"""
+
+import io
+import os
+import pty
+import re
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+from running import ROOT, TINY, TORCHRUN, python, torchrun
+
+from trainer import config as flags
+from trainer.distributed import terminal
+from trainer.distributed.terminal import Progress, did_you_mean, tell
+from trainer.experiments import checks
+from trainer.experiments.summary import doing, notes
+
+STUB = """raise SystemExit("torch is being imported")\n"""
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.fixture
+def xterm(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "120")
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def stub(tmp_path):
+    """PYTHONPATH of a torch that ends the process where it is imported."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text(STUB)
+    return dict(PYTHONPATH=str(tmp_path))
+
+
+def test_something_is_said_before_torch_is_imported(stub):
+    done = python(env=stub, trace=False)
+    assert (done.out, done.err) == ("importing torch\n", "torch is being imported\n")
+
+
+def test_other_ranks_say_nothing(stub):
+    env = dict(RANK="1", LOCAL_RANK="1", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="29511") | stub
+    assert python(env=env, trace=False).out == ""
+
+
+@pytest.mark.parametrize(("argv", "code", "says"), [
+    ("--device cpu --width 100", 2, "--width 100: must be a multiple of --head-dim 32"),
+    ("--data text:empty.txt", 3, "empty.txt, byte 0: expected text, found 0 bytes in 1 file"),
+    ("--data text:short.txt --seqlen 16", 3, "token 16: expected at least 17 tokens"),
+    ("--data bin:odd.bin", 3, "odd.bin, byte 2: expected an even number of bytes"),
+    ("--data bin:absent*", 3, "at least one token file, found none"),
+    ("--save empty.txt", 2, "--save empty.txt: Not a directory"),
+    ("--results .", 2, "--results .: Is a directory"),
+])  # fmt: skip
+def test_what_torch_is_not_needed_for_is_answered_before_it_is_imported(argv, code, says, stub, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, size in dict(empty=0, short=16).items():
+        (tmp_path / f"{name}.txt").write_bytes(bytes(size))
+    (tmp_path / "odd.bin").write_bytes(bytes(3))
+    done = python(*argv.split(), env=stub, trace=False)
+    assert done.code == code and done.out == "" and done.err.startswith("error: ") and says in done.err, done.err
+
+
+def test_a_pipe_is_no_empty_file(tmp_path):
+    from trainer.data import check_files
+
+    os.mkfifo(tmp_path / "pipe")
+    check_files(f"text:{tmp_path}/pipe", 16)  # which would wait for a writer if it read
+
+
+def test_memory_that_the_machine_lacks_is_refused_with_what_would_fit_unless_forced(monkeypatch):
+    def asked(argv, ranks=1, here=1, device="cpu"):
+        checks.check_fits(flags.resolve(flags.parse(argv.split()), device, ranks), ranks, here)
+
+    monkeypatch.setattr(checks, "available", lambda: 8 << 30)
+    with pytest.raises(ValueError, match=r"--batch 100000: a step would take about 5\d\d\.\d GiB, .* 8\.0 GiB") as told:
+        asked("--batch 100000")
+    batch, accum = map(int, re.search(r"--batch (\d+) --grad-accum (\d+) would fit", str(told.value)).groups())
+    assert 1000 < batch < 1500 and 0 <= batch * accum - 100000 < batch
+    asked(f"--batch {batch} --grad-accum {accum}")
+    asked("--batch 100000 --force")
+    asked("--batch 100000", device="cuda")
+    with pytest.raises(ValueError, match=f"--batch {batch}: 4 ranks would take"):
+        asked(f"--batch {batch}", ranks=4, here=4)
+    asked(f"--batch {batch}", ranks=4)  # on four machines
+    with pytest.raises(ValueError, match="use a smaller --width"):
+        asked("--width 32768 --depth 8")
+
+
+def test_off_a_terminal_a_stage_that_lasts_is_a_line_with_its_seconds(monkeypatch):
+    monkeypatch.setattr(Progress, "EVERY_S", 0.01)
+    now = SimpleNamespace(monotonic=lambda: time.monotonic() * 1000, sleep=time.sleep)  # a second is a millisecond
+    monkeypatch.setattr(terminal, "time", now)
+    out = io.StringIO()
+    with Progress("importing torch", stream=out) as progress:
+        progress.stage("compiling; minutes the first time")
+        end = time.monotonic() + 20
+        while out.getvalue().count("\n") < 3 and time.monotonic() < end:
+            time.sleep(0.01)
+        progress.stage(lambda: "")
+    first, *rest = out.getvalue().splitlines()
+    assert first == "importing torch" and len(rest) >= 2
+    assert all(re.fullmatch(r"compiling, \d+ s; minutes the first time", line) for line in rest)
+    assert "\x1b" not in out.getvalue()
+    told = out.getvalue()
+    time.sleep(0.05)
+    assert out.getvalue() == told, "it goes on after its end"
+
+
+def test_on_a_terminal_the_line_stays_below_what_is_printed_and_goes(xterm, monkeypatch):
+    out = Terminal()
+    monkeypatch.setattr(sys, "stdout", out)
+    with Progress("compiling", stream=out) as progress:
+        tell("step 1/2  loss 3.2")
+        progress.stage("step 2/2")
+        tell("step 2/2  loss 3.1")
+    progress.__exit__()
+    shown = out.getvalue()
+    order = ["compiling", "loss 3.2\n", "compiling", "loss 3.1\n", "step 2/2"]
+    assert re.search(".*".join(map(re.escape, order)), shown, re.DOTALL), repr(shown)
+    assert sys.stdout is out and shown.endswith("\x1b[?25h\r\x1b[1A\x1b[2K"), "the line and the hidden cursor stay"
+
+
+@pytest.mark.parametrize("name", ["dumb", "silent"])
+def test_a_dumb_terminal_gets_lines_and_another_rank_nothing(name, xterm, monkeypatch):
+    monkeypatch.setenv("TERM", name)
+    out = Terminal()
+    with Progress("importing torch", stream=out, speak=name == "dumb") as progress:
+        assert progress.live is None
+    assert out.getvalue() == "importing torch\n" * (name == "dumb")
+
+
+def test_what_a_run_does_is_told_from_its_watchdog():
+    c = flags.resolve(flags.parse(["--steps", "400"]), "cpu", 1)
+    dog = SimpleNamespace(begun=False, step=1, place="step")
+    run = SimpleNamespace(c=c, watchdog=dog)
+    shown, piped = doing(run, True), doing(run, False)
+    assert shown() == piped() == "compiling forward and backward; minutes the first time, seconds when cached"
+    dog.begun, dog.step = True, 2
+    assert shown() == "step 2/400" and piped() == ""
+    dog.step, dog.place = 12, "save"
+    assert shown() == "step 12/400, saving"
+
+
+def test_flags_that_do_less_than_they_say_are_noted():
+    def told(argv):
+        return notes(flags.resolve(flags.parse(argv.split()), "cpu", 1))
+
+    assert told("") == told("--warmup 10 --steps 11") == []
+    assert told("--warmup 50 --steps 10 --lr 1") == [
+        "note: --warmup 50 is not below --steps 10: the learning rate ends at 0.2"
+    ]
+    assert "--mode is replicate" in told("--wrapper ddp --mode fully_shard --compile none")[0]
+
+
+def test_what_may_have_been_meant():
+    assert did_you_mean("--mdoe", ["--mode", "--depth"]) == "; did you mean --mode?"
+    assert did_you_mean("dtype", ["adam_dtype", "lr"]) == "; did you mean adam_dtype?"
+    assert did_you_mean("x", ["y"]) == did_you_mean("", ["y"]) == ""
+
+
+def test_two_ranks_on_pipes_say_it_once_and_the_log_is_what_it_was(tmp_path):
+    done = torchrun(*TINY, "--steps", 2, "--results", tmp_path / "rows.jsonl")
+    assert done.code == 0, done.err
+    lines = done.out.splitlines()
+    seconds = [line for line in lines if re.fullmatch(r"[a-z ]+, \d+ s", line)]  # as a slow machine has them
+    lines = [line for line in lines if line not in seconds]
+    assert lines[0] == "importing torch" and lines[1].startswith("commit ") and lines.count("importing torch") == 1
+    assert "raise --steps" in lines[-1]
+
+
+def test_on_a_real_terminal_a_run_ends_with_its_result_and_a_clean_line(tmp_path):
+    pid, terminal_fd = pty.fork()
+    if pid == 0:
+        clean = {k: v for k, v in os.environ.items() if k not in TORCHRUN}
+        env = clean | dict(TERM="xterm", OMP_NUM_THREADS="1", COLUMNS="200", NO_COLOR="1")
+        argv = [sys.executable, f"{ROOT}/main.py", *TINY, "--results", f"{tmp_path}/rows.jsonl"]
+        os.execve(sys.executable, argv, env)
+    shown = b""
+    try:
+        while block := os.read(terminal_fd, 1 << 16):
+            shown += block
+    except OSError:  # how a terminal ends
+        pass
+    os.close(terminal_fd)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    text = shown.decode()
+    assert text.index("importing torch") < text.index("commit ") < text.index("step 1/6  loss") < text.index("outcome ")
+    assert text.endswith("\x1b[?25h\r\x1b[1A\x1b[2K") and not re.search(r"\x1b\[\d*m", text), "cursor, or colours"

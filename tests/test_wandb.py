@@ -1,0 +1,177 @@
+"""W&B as its users expect it: a resumed run goes on in W&B, too, and cells/sweep.yaml is what W&B's own agent can run.
+
+    pytest tests/test_wandb.py         # about 15 s, no network: W&B is a stand-in, but for its agent's own functions
+"""
+
+import io
+import itertools
+import json
+import os
+import sys
+
+import pytest
+from running import ROOT, TINY, rows_of
+from test_sinks import STEP, FakeWandb, logged, rows, warnings_of
+
+from trainer import config, costs
+from trainer.experiments import report
+from trainer.experiments.logging import Sinks, log_tables
+
+pytestmark = pytest.mark.usefixtures("isolated")
+
+
+@pytest.fixture
+def wandb(monkeypatch):
+    fake = FakeWandb(None)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    return fake
+
+
+def told(step):
+    """The id in W&B that a saved step holds, or None."""
+    return json.loads((step / "train_state.json").read_text()).get("wandb")
+
+
+def test_a_resumed_run_goes_on_in_the_same_run_of_wandb(train, wandb, tmp_path, monkeypatch):
+    monkeypatch.setattr(costs, "device_peak", lambda name: 1e9)
+    saving = ["--save", tmp_path / "a", "--wandb", "online", "--log-every", 1]
+    first = train(*saving, "--steps", 2)
+    assert first.code == 0 and "id" not in wandb.named and told(tmp_path / "a/step-00000002") == "new"
+    assert wandb.axes["*"] == "step" and wandb.axes["loss"] == wandb.axes["eval_loss"] == "tokens"
+    step, history = wandb.logged[-1]
+    assert step == history["step"] == 2 and history["tokens"] == 2 * 2 * 16 and history["mfu"] > 0
+    assert history["peak_rss_mib"] > 0
+    assert {"loss", "lr", "grad_norm", "ms", "tok_s"} <= history.keys() and None not in history.values()
+
+    off = train("--save", tmp_path / "a", "--steps", 3)  # in between without W&B: the id is kept
+    assert off.code == 0 and told(tmp_path / "a/step-00000003") == "new"
+    wandb.logged, wandb.starting_step = [], 6  # W&B has five steps: the run was killed after its last save
+    again = train(*saving, "--steps", 7)
+    assert again.code == 0 and (wandb.named["id"], wandb.named["resume"]) == ("new", "allow")
+    assert [step for step, _ in wandb.logged] == [6, 7] and [s["step"] for s in again.steps] == [4, 5, 6, 7]
+    assert told(tmp_path / "a/step-00000007") == "new"
+
+
+def test_a_checkpoint_without_an_id_and_one_from_elsewhere_begin_a_run_in_wandb(train, wandb, tmp_path):
+    assert train("--save", tmp_path / "a", "--steps", 2).code == 0 and told(tmp_path / "a/step-00000002") is None
+    online = ["--wandb", "online", "--steps"]
+    assert train("--save", tmp_path / "a", *online, 3).code == 0 and "id" not in wandb.named
+    assert told(tmp_path / "a/step-00000003") == "new"
+    wandb.id = "newer"
+    assert train("--save", tmp_path / "b", "--resume", tmp_path / "a", *online, 4).code == 0
+    assert "id" not in wandb.named and told(tmp_path / "b/step-00000004") == "newer"
+    assert train("--save", tmp_path / "b", "--resume", tmp_path / "a", *online, 5).code == 0
+    assert wandb.named["id"] == "newer"
+
+
+def test_wandb_that_fails_on_resume_costs_a_warning_and_the_id_is_kept(train, wandb, tmp_path):
+    assert train("--save", tmp_path / "a", "--wandb", "online", "--steps", 2).code == 0
+    wandb.breaks = "init"
+    done = train("--save", tmp_path / "a", "--wandb", "online", "--steps", 3)
+    assert done.code == 0 and done.err.count("warning: wandb: ") == 1 and told(tmp_path / "a/step-00000003") == "new"
+
+
+def test_the_id_that_an_agent_gives_goes_before_that_of_the_checkpoint(train, wandb, tmp_path, monkeypatch):
+    assert train("--save", tmp_path / "a", "--wandb", "online", "--steps", 2).code == 0
+    monkeypatch.setenv("WANDB_RUN_ID", "agents")
+    assert train("--save", tmp_path / "a", "--wandb", "online", "--steps", 3).code == 0 and "id" not in wandb.named
+
+
+def sweep_yaml():
+    pytest.importorskip("wandb")
+    return pytest.importorskip("yaml").safe_load((ROOT / "cells/sweep.yaml").read_text())
+
+
+def command(sweep, values):
+    """What the agent would start for these values of the parameters: made by its own functions."""
+    utils = pytest.importorskip("wandb.sdk.launch.sweeps.utils")
+    made = utils.create_sweep_command_args(dict(args={name: dict(value=value) for name, value in values.items()}))
+    made |= dict(env=["/usr/bin/env"], interpreter=[sys.executable], program=[sweep["program"]])
+    words = [made.get(word[2:-1], [word]) if word.startswith("${") else [word] for word in sweep["command"]]
+    return [*itertools.chain(*words)]
+
+
+def test_every_value_of_the_sweep_is_a_flag_of_main():
+    sweep = sweep_yaml()
+    choices = {name: each.get("values") or [each["min"], each["max"]] for name, each in sweep["parameters"].items()}
+    for values in itertools.product(*choices.values()):
+        words = command(sweep, dict(zip(choices, values, strict=True)))
+        c = config.parse(words[words.index(sweep["program"]) + 1 :])
+        assert {name: getattr(c, name) for name in choices} == dict(zip(choices, values, strict=True))
+    assert c.eval_every and sweep["metric"]["name"] == "eval_loss" and (ROOT / sweep["program"]).is_file()
+    assert command(sweep, dict(remat_core=True, reshard=False))[-1] == "--remat_core"  # as its comment says
+
+
+def test_what_the_agent_starts_trains_and_leaves_what_it_waits_for(tmp_path, monkeypatch):
+    sweep, module = sweep_yaml(), pytest.importorskip("wandb.wandb_agent")
+    told = dict(WANDB_RUN_ID="", WANDB_SWEEP_PARAM_PATH="")  # the agent sets them
+    told |= dict(WANDB_SWEEP_ID="s1", WANDB_SILENT="true", HOME=str(tmp_path))
+    path = os.pathsep.join((os.path.dirname(sys.executable), os.environ["PATH"]))
+    for name, value in dict(told, PATH=path, OMP_NUM_THREADS="1").items():
+        monkeypatch.setenv(name, value)
+    agent = object.__new__(module.Agent)  # W&B's own, without the server that would tell it what to run
+    agent._in_jupyter, agent._function, agent._forward_signals, agent._run_processes = False, None, False, {}
+    agent._sweep_command = [{"--wandb=online": "--wandb=offline"}.get(word, word) for word in sweep["command"]]
+    agent._sweep_command += [*TINY, "--eval-every=3"]
+    values = dict(lr=dict(value=0.001), seed=dict(value=1))
+    agent._command_run(dict(run_id="agents", program=str(ROOT / sweep["program"]), args=values))
+    assert agent._run_processes["agents"].wait() == 0
+    ((run, steps),) = logged(tmp_path / "runs/wandb")
+    assert (run.run_id, run.sweep_id) == ("agents", "s1") and [s["step"] for s in steps if "eval_loss" in s] == [3, 6]
+    (row,) = rows_of(tmp_path / "runs/wandb-sweep.jsonl")
+    assert row["eval_loss"] == steps[-1]["eval_loss"] and row["flags"]["seed"] == 1 and row["flags"]["lr"] == 0.001
+
+
+def test_the_report_gives_its_tables_and_figures_to_wandb(tmp_path, wandb, capsys):
+    pytest.importorskip("matplotlib")
+    file = ROOT / "results/sweep-all-small.jsonl"
+    argv = ["seqlen", "--small", "--results", str(file), "--plots", "plots", "--wandb", "online"]
+    assert report.main(argv) == 0 and "warning" not in capsys.readouterr().err
+    assert wandb.named["group"] == "sweep-seqlen-small" and "seqlen.md" in wandb.logged
+    assert {path.name for path in (tmp_path / "plots").iterdir()} == {*wandb.logged} - {"seqlen.md"}
+
+
+@pytest.mark.parametrize("breaks", ["import", "setup", "init", "disabled", "define_metric", "log", "summary", "finish",
+                                    None])  # fmt: skip
+def test_wandb_that_breaks_anywhere_warns_once_and_the_run_goes_on(tmp_path, capsys, monkeypatch, breaks):
+    fake = FakeWandb(breaks)
+    fake.disabled = breaks == "disabled"  # what a login that timed out leaves
+    monkeypatch.setitem(sys.modules, "wandb", None if breaks == "import" else fake)
+    run = Sinks(tmp_path / "rows.jsonl", "online", total_steps=3, stream=io.StringIO())
+    for k in (1, 2, 3):
+        run.step({"step": k, **STEP})
+    run.row({"outcome": "ok"})
+    run.close()
+    run.close()
+    warned = warnings_of(capsys)
+    assert len(warned) == (breaks is not None) and all(line.startswith("warning: wandb: ") for line in warned)
+    assert len(rows(run.steps)) == 3 and len(rows(tmp_path / "rows.jsonl")) == 1
+    assert run.stream.getvalue().count("\n") == 3
+    if breaks in (None, "summary", "finish"):
+        assert fake.logged == [(k, {"step": k, **STEP}) for k in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("breaks", ["import", "init", "disabled", "Table", "log", "Artifact", "log_artifact", "finish",
+                                    None])  # fmt: skip
+def test_wandb_tables_that_break_anywhere_warn_once(tmp_path, capsys, monkeypatch, breaks):
+    fake = FakeWandb(breaks)
+    fake.disabled = breaks == "disabled"
+    monkeypatch.setitem(sys.modules, "wandb", None if breaks == "import" else fake)
+    monkeypatch.chdir(tmp_path)
+    tables = {"a": [{"k": 1}], "b": [{"k": 2}]}
+    log_tables(tables, tmp_path / "rows.jsonl", "online", "group", files={"a.md": b""})
+    assert len(warnings_of(capsys)) == (breaks is not None)
+    if breaks in (None, "finish"):
+        assert fake.logged == [(None, {"a": (["k"], [[1]])}), (None, {"b": (["k"], [[2]])}), "a.md"]
+
+
+@pytest.mark.parametrize(("given", "told", "name"), [
+    (None, "seqlen n=2", "seqlen n=2"), ("mine", "seqlen n=2", "mine"), (None, "", None), (None, "n" * 200, "n" * 128),
+])
+def test_a_run_without_a_name_is_called_what_the_sweep_calls_it(monkeypatch, given, told, name):
+    fake = FakeWandb(None)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.setenv("SWEEP_NAME", told)
+    Sinks(None, "online", name=given, tags=["mine"], stream=io.StringIO()).close()
+    assert fake.named["name"] == name and fake.named["job_type"] == ("cell" if told else "train")
+    assert fake.named["tags"] == ["mine", *[told.partition(" n=")[0][:64]] * bool(told)]

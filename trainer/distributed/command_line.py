@@ -1,0 +1,81 @@
+"""What is wrong with a command line, in one line: the flag, its value, what would fit, what may have been meant.
+
+    explain(["--mdoe", "none"], {"mode": Literal["none", "all"]})    # "--mdoe: no such flag; did you mean --mode?"
+
+Tyro parses. It answers in boxes, which show every flag that shares a syllable, and None among the choices; this module
+says the same in the form of all other errors. It imports no torch.
+"""
+
+import re
+from collections import deque
+from collections.abc import Sequence
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin
+
+from trainer.distributed.terminal import did_you_mean
+
+FLAG = re.compile(r"--?[A-Za-z]")  # how a word begins that is no value: -1 is one
+HELP = "--help lists all flags"
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def any_of(choices: Sequence) -> str:
+    """("a", "b", "c") -> a, b or c."""
+    *most, last = map(str, choices)
+    return f"{', '.join(most)} or {last}" if most else last
+
+
+def unfit(value: str, kind: Any) -> str | None:
+    """Why `value` is no value of a type: int, float, str, a Literal, or one of them or None. None: it is one."""
+    kind = next((each for each in get_args(kind) if each is not NoneType), kind) if NoneType in get_args(kind) else kind
+    if get_origin(kind) is Literal and value not in (choices := get_args(kind)):
+        return f"must be {any_of(choices)}{did_you_mean(value, choices)}"
+    if kind in (int, float):
+        try:
+            kind(value)
+        except ValueError:
+            return f"must be a {'whole ' * (kind is int)}number"
+    return None
+
+
+def explain(argv: Sequence[str], kinds: dict[str, Any], counters: Sequence[str] = ()) -> str | None:
+    """The first thing that is wrong with a command line, or None. kinds: the type of each flag's field; tuple[...]
+    takes any number of values, bool none. counters: those that take none either, as -v does."""
+    own, words = {flag(name): kind for name, kind in kinds.items()}, deque(argv)
+    names = [*own, *(flag(f"no_{name}") for name, kind in kinds.items() if kind is bool)]
+    bare = {flag(name) for name in counters} | {name for name in names if own.get(name, bool) is bool}
+    while words:
+        word = words.popleft()
+        name, given, value = word.partition("=")
+        name = name.replace("_", "-")
+        if not FLAG.match(word):
+            return f"{word}: {_stray(word, own)}"
+        if re.fullmatch("-v+", word):
+            continue
+        if name not in names:
+            return f"{name}: no such flag{did_you_mean(name, names) or '; ' + HELP}"
+        values = [value] if given else []
+        most = len(words) if get_origin(own.get(name)) is tuple else 1 - len(values)
+        while words and not FLAG.match(words[0]) and len(values) < most:
+            values.append(words.popleft())
+        if name in bare:
+            if values:
+                both = name if own.get(name) is not bool else f"{name} or {name.replace('--', '--no-', 1)}"
+                return f"{name} {values[0]}: takes no value; write {both}"
+        elif not values and most == 1:
+            return f"{name}: needs a value"
+        elif values and (problem := unfit(values[0], own[name])):
+            return f"{name} {values[0]}: {problem}"
+    return None
+
+
+def _stray(word: str, own: dict[str, Any]) -> str:
+    """What is wrong with a word where a flag should stand."""
+    name, given, value = word.partition("=")
+    meant = flag(name) if flag(name) in own else did_you_mean(name, own).removeprefix("; did you mean ").rstrip("?")
+    if given and meant:
+        return f"flags begin with --; did you mean {meant} {value}?"
+    return f"belongs to no flag{did_you_mean(name, own) or '; ' + HELP}"

@@ -1,0 +1,162 @@
+"""Ranks that would compile the same code compile it once: one does, the others wait and find it in the cache.
+
+    with compile_once(device, group):      # on all ranks, around the first step; group: as of control_group()
+        loss = step(tokens, targets)
+
+The first rank of a kind (device, CPU instructions, process groups) compiles, forward and backward before either runs;
+ranks that have its cache directory wait for it, and the first rank of each other directory is sent the artifacts.
+A graph is shared only if nothing in it knows the rank, which AOTAutograd's key does not tell: see `described`. Every
+other graph, uneven shards and other Inductor options than overlap.py's are compiled by each rank, as without this.
+"""
+
+import re
+import secrets
+import socket
+import time
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx
+from torch._functorch import config as functorch
+from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache, check_cacheable
+from torch._inductor import compile_fx as inductor
+from torch._inductor import config as inductor_config
+from torch._inductor.runtime.cache_dir_utils import cache_dir
+from torch.compiler import config as cache_config
+from torch.distributed.tensor import DTensor, Shard
+
+BEGIN_S, END_S = 120.0, 1200.0  # how long a rank waits for another to begin compiling, and to end: then it compiles
+POLL_S = 0.05
+PIECE = 4 << 20  # bytes; torch's store takes 8 MiB at once
+OPTIONS = {"post_grad_custom_post_pass", "reorder_for_peak_memory"}  # overlap.py's; torch's own buckets know the rank
+PLAIN = Tensor | int | float | torch.SymInt | torch.SymFloat | torch.SymBool | None  # not a mesh
+
+
+def _of_rank(node: fx.Node, value: Any) -> bool:
+    """Whether what this node does to DTensors may depend on the rank; to gather and to reduce-scatter does not."""
+    if node.op == "placeholder":
+        even = lambda i, p: type(p) is Shard and value.shape[p.dim] % value.device_mesh.size(i) == 0  # noqa: E731
+        return not all(p.is_replicate() or even(i, p) for i, p in enumerate(value.placements))
+    name = str(node.target)
+    if name == "to_local":  # its backward would cut
+        return value.requires_grad
+    ours = re.fullmatch(r"simple_fsdp\.gather_\d\S*", name) or name == "tag_activation_checkpoint"
+    return not (ours or node.target is torch.autograd.grad or "getitem" in name)
+
+
+def described(gm: fx.GraphModule, options: dict | None) -> str | None:
+    """What is compiled, as text; None if ranks may need different code for it, or torch would not cache it. Dynamo's
+    graph holds the rank as a number where it computes with one; but a DTensor is cut up by code that is made later."""
+    try:
+        check_cacheable(gm)
+    except BypassAOTAutogradCache:
+        return None
+    if not OPTIONS.issuperset(options or ()):
+        return None
+    told = []
+    for graph in (module.graph for module in gm.modules() if isinstance(module, fx.GraphModule)):
+        for node in graph.nodes:
+            value, *more = [n.meta.get("example_value") for n in (node, *node.all_input_nodes)]
+            if node.op == "placeholder" and not isinstance(value, PLAIN):
+                return None
+            if node.op != "output" and any(isinstance(v, DTensor) for v in (value, *more)) and _of_rank(node, value):
+                return None
+            told.append(f"{node.format_node()} {value.shape, value.dtype}" if isinstance(value, Tensor) else "")
+    return "\n".join(told)
+
+
+class _Sharing:
+    """Stands in for Inductor's compile_fx. leader: the rank to wait for, None: this one compiles. fetch: the leader has
+    another directory. send: another directory waits for what this rank compiles."""
+
+    def __init__(self, store: dist.Store, rank: int, leader: int | None, fetch: bool, send: bool):
+        self.store, self.rank, self.leader, self.fetch, self.send = store, rank, leader, fetch, send
+        self.plain, self.count = inductor.compile_fx, 0
+
+    def compile_fx(self, gm: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        inductor.compile_fx = self.plain  # it calls itself
+        try:
+            text = described(gm, kwargs.get("config_patches"))
+            with nullcontext() if text is None else self.turn(str(zlib.crc32(text.encode()))):
+                return self.plain(gm, *args, **kwargs)
+        finally:
+            inductor.compile_fx = self.compile_fx
+
+    @contextmanager
+    def turn(self, digest: str) -> Iterator[None]:
+        """Begins when it is this rank's turn to compile, or to find what the leader has compiled."""
+        self.count, tag = self.count + 1, cache_config.cache_key_tag
+        cache_config.cache_key_tag = _without_rank(tag)
+        try:
+            with suppress(Exception):  # of the store: this rank must compile in any case
+                self.store.set(f"begin {self.rank} {self.count}", digest)
+                self.wait(digest)
+            with functorch.patch(force_non_lazy_backward_lowering=True):  # it is in the key: on all ranks
+                yield
+        finally:
+            cache_config.cache_key_tag = tag
+            with suppress(Exception):
+                self.end()
+
+    def wait(self, digest: str) -> None:
+        """Returns when the leader has compiled this, compiles something else, or cannot be waited for any longer."""
+        begin, end = (f"{what} {self.leader} {self.count}" for what in ("begin", "end"))
+        begun, until = False, time.monotonic() + BEGIN_S
+        while self.leader is not None and not self.store.check([end]):
+            if not begun and self.store.check([begin]):
+                begun, until = True, time.monotonic() + END_S
+                if self.store.get(begin).decode() != digest:
+                    return
+            if time.monotonic() > until:
+                self.leader = None  # nor for what it compiles later
+            time.sleep(POLL_S)
+        if self.leader is not None and self.fetch:
+            pieces = range(int(self.store.get(end)))
+            torch.compiler.load_cache_artifacts(b"".join(self.store.get(f"{self.count} {i}") for i in pieces))
+
+    def end(self) -> None:
+        """Tells those who wait that this rank has compiled, with the artifacts for other directories."""
+        data = (torch.compiler.save_cache_artifacts() or [b""])[0] if self.send else b""
+        pieces = range(0, len(data), PIECE)
+        for i, start in enumerate(pieces):
+            self.store.set(f"{self.count} {i}", data[start : start + PIECE])
+        self.store.set(f"end {self.rank} {self.count}", str(len(pieces)))
+
+
+def _without_rank(tag: str) -> str:
+    """simple_fsdp's tag as all ranks of its groups have it: backend:group:rank/size -> backend:group/size."""
+    return re.sub(r"(:[^:\s]+):\d+(/\d+)(?!\S)", r"\1\2", tag)
+
+
+@contextmanager
+def compile_once(device: torch.device, group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Inside it equal graphs are compiled once. Collective, as it begins. device: of this rank; group: of all ranks
+    (None: there is one). Nobody waits for ever: not for a rank that compiles other graphs, fails or has died."""
+    if group is None or group.size() == 1:
+        yield
+        return
+    rank, everyone = dist.get_rank(group), [None] * dist.get_world_size(group)
+    usable = functorch.enable_autograd_cache and inductor_config.fx_graph_cache
+    usable = usable and not cache_config.force_disable_caches and not inductor_config.max_autotune
+    usable = usable and torch.__version__ >= (2, 13)  # 2.11 caches no graph with a gather
+    kind = str(device), torch.backends.cpu.get_cpu_capability(), _without_rank(cache_config.cache_key_tag), usable
+    own = kind, (socket.gethostname(), cache_dir()), secrets.token_hex(8)
+    dist.all_gather_object(everyone, own, group=group)
+    kinds, places = [each[0] for each in everyone], [each[:2] for each in everyone]
+    source, first = kinds.index(kind), places.index(own[:2])  # of all, of those who share this directory
+    if not usable or kinds.count(kind) == 1:
+        yield
+        return
+    store = dist.PrefixStore(f"compile once {everyone[0][2]} {source}", dist.distributed_c10d._get_default_store())
+    leader = None if rank == source else source if rank == first else first
+    send = rank == source and any(k == kind and p != own[:2] for k, p in zip(kinds, places, strict=True))
+    sharing = _Sharing(store, rank, leader, leader == source != first, send)
+    inductor.compile_fx = sharing.compile_fx
+    try:
+        yield
+    finally:
+        inductor.compile_fx = sharing.plain

@@ -1,0 +1,82 @@
+"""What the model makes of data that it never trains on: its loss there (--eval-every), what it writes (--sample).
+
+    found = evaluate(config, step, batches, device, between)   # {"eval_loss": .., "eval_bpb": ..}, on every rank
+    lines = sample(config, step, batches, device, between)     # for people
+
+Collectives over all ranks. Both run the module itself, without gradients and without the compiler, in every --wrapper
+and --compile mode: no other graph is compiled for them, and the graphs of training do not change.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from model import IGNORE
+from trainer.config import Config
+from trainer.data import Batches
+from trainer.step import Step
+
+TEMPERATURE = 0.8  # of --sample: below 1, likely tokens are drawn more often than the model says
+PROMPT = 64  # tokens, at most half of --seqlen
+
+
+@contextmanager
+def _inference(c: Config, step: Step, device: torch.device) -> Iterator[None]:
+    before, step.phase = step.phase, "eval"  # for the message when memory runs out
+    dtype = getattr(step, "autocast", None)  # of --wrapper ddp
+    # FlexAttention without its kernel would make all scores at once.
+    stance = torch.compiler.set_stance("default" if c.attn == "flex" else "force_eager")
+    with stance, torch.no_grad(), torch.autocast(device.type, dtype, enabled=dtype is not None):
+        yield
+    for module in step.model.modules():
+        if isinstance(module, FSDPModule):  # without a backward the root stays gathered
+            module.reshard()
+    step.phase = before
+
+
+def evaluate(c: Config, step: Step, batches: Batches, device: torch.device,
+             between: Callable[[], None] = lambda: None) -> dict[str, float]:  # fmt: skip
+    """eval_loss, nats per token of --eval-batches batches that are held out, and of data that is bytes eval_bpb, bits
+    per byte. The same on every rank, and but for rounding on any number of ranks. between: called at every batch."""
+    total = torch.zeros(2, dtype=torch.float64, device=device)  # summed losses, tokens
+    with _inference(c, step, device):
+        for tokens, targets in batches.held_out(c.eval_batches):
+            between()
+            for x, y in zip(tokens.chunk(c.grad_accum), targets.chunk(c.grad_accum), strict=True):
+                x, y = x.to(device), y.to(device)  # [B, T] of a micro-batch
+                total += torch.stack((step.model(x, y, c.chunk).double(), (y != IGNORE).sum()))
+        loss, count = step.over_ranks(total, "sum").tolist()
+    found = dict(eval_loss=loss / count)
+    return found | dict(eval_bpb=found["eval_loss"] / math.log(2)) if batches.bytes else found
+
+
+def sample(c: Config, step: Step, batches: Batches, device: torch.device,
+           between: Callable[[], None] = lambda: None) -> list[str]:  # fmt: skip
+    """Lines with --sample tokens that the model writes after a prompt, of held-out data where there is some: as text of
+    data that is bytes, else as ids. Each token costs a forward of --seqlen tokens. between: called before each."""
+    T, generator = c.seqlen, torch.Generator(device="cpu").manual_seed(c.seed)
+    ids = batches.row(0, held=len(batches.held) > 0)[: max(1, min(PROMPT, T // 2))].tolist()
+    given, vocab = len(ids), 256 if batches.bytes else c.vocab
+    with _inference(c, step, device):
+        for _ in range(c.sample):
+            between()
+            seen = torch.tensor([ids[-T:]], device="cpu")  # [1, up to T]
+            window = torch.nn.functional.pad(seen, (0, T - seen.shape[1]))  # no token sees what follows it
+            logits: Tensor = step.model(window.to(device))[0, seen.shape[1] - 1, :vocab]
+            chances = (logits.float().cpu().nan_to_num() / TEMPERATURE).softmax(0)
+            ids.append(int(torch.multinomial(chances, 1, generator=generator)))
+    of, what = "held-out" if batches.held else "training", "bytes" if batches.bytes else "token ids"
+    head = f"sample   {given} {what} of {of} data, then after | {c.sample} that the model wrote:"
+    if not batches.bytes:
+        return [head, f"{' '.join(map(str, ids[:given]))} | {' '.join(map(str, ids[given:]))}"]
+    return [head, f"{_readable(ids[:given])}|{_readable(ids[given:])}"]
+
+
+def _readable(ids: list[int]) -> str:
+    """Bytes as text; what is no UTF-8 or would control a terminal is shown as a replacement character."""
+    text = bytes(ids).decode("utf-8", "replace")
+    return "".join(each if each.isprintable() or each in "\n\t" else "\ufffd" for each in text)
