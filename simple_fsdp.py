@@ -24,14 +24,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh, get_backend
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.weak import WeakTensorKeyDictionary
 
-# All that this file uses of torch's private names: the module of TorchDispatchMode above, the functions below, and the
-# attributes Module._parameters, Tensor._version, Tensor._backward_hooks, Tensor._post_accumulate_grad_hooks,
-# UntypedStorage._cdata, OpOverload._schema, DTensor._local_tensor, DTensor._spec, RNNBase._flat_weights,
-# RNNBase._flat_weights_names, aten._is_any_true. A test of each says which is missing.
+# All that this file uses of torch's private names: the functions below, and the attributes Module._parameters,
+# Tensor._base, Tensor._version, Tensor._backward_hooks, Tensor._post_accumulate_grad_hooks, UntypedStorage._cdata,
+# OpOverload._schema, DTensor._local_tensor, DTensor._spec, RNNBase._flat_weights, RNNBase._flat_weights_names,
+# aten._is_any_true. A test of each says which is missing.
 _c10d = torch.ops._c10d_functional
 _top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _modes = torch._C._len_torch_dispatch_stack  # how many dispatch modes are on
@@ -91,6 +90,10 @@ def _together(tensors: list[Tensor], rows: int, rows_after: int, collective, *ar
     flat = torch.cat([t.view(rows, -1) for t in tensors], 1).view(-1)
     result = _c10d.wait_tensor(collective(flat, *args)).view(rows_after, -1)
     return torch.split_with_sizes_copy(result, [t.numel() // rows for t in tensors], 1)
+
+
+def _memory(p: DTensor) -> int:
+    return p._local_tensor.untyped_storage()._cdata
 
 
 class _Gather(torch.autograd.Function):
@@ -253,8 +256,8 @@ def _gather_into(memo: dict, modules: Iterable[nn.Module], only: str | None = No
         with _without_transforms() if _transform() is not None else nullcontext():
             wholes = _Gather.apply(call, *call.dtypes, *call.params)
         for i, (whole, (key, (p, name))) in enumerate(zip(wholes, group.items(), strict=True)):
-            storage, own = whole.untyped_storage(), p._local_tensor.untyped_storage()
-            if reshard_after_forward and storage._cdata != own._cdata:  # which it is on one rank without a cast
+            storage = whole.untyped_storage()
+            if reshard_after_forward and storage._cdata != _memory(p):  # which it is on one rank without a cast
                 storage._sharded = call, i
             memo[key] = whole, 0 if whole.is_inference() else whole._version, name
 
@@ -330,8 +333,6 @@ def _wrapped_class(cls: type, names: tuple[str, ...]) -> type:
     attributes = {name: _reader(name) for name in names}
     attributes |= dict(forward=forward, __reduce_ex__=again, __module__=cls.__module__, __qualname__=cls.__qualname__)
     attributes |= dict(_gathered=names, _data_parallel_root=False, _data_parallel_with=(), _data_parallel_inside=False)
-    for name in {"apply", "reset_parameters"} & {*dir(cls)}:  # initialise: what would be lost there is refused
-        attributes[name] = disable_data_parallel()(getattr(cls, name))
     if issubclass(cls, nn.RNNBase):  # the list that they keep and assign is ignored, it is read anew
         weights = lambda self: [getattr(self, name, None) for name in self._flat_weights_names]  # noqa: E731
         attributes["_flat_weights"] = property(weights, lambda self, value: None)
@@ -436,59 +437,51 @@ def data_parallel(
 
 @functools.cache
 def _teach_dtensor() -> None:
-    random = ("normal_ uniform_ bernoulli_ exponential_ geometric_ log_normal_ cauchy_ random_ "
-              "rand_like randn_like randint_like").split()  # fmt: skip
-    for op in (getattr(torch.ops.aten, name) for name in random):
-        _handlers.update({getattr(op, overload): _draw_whole for overload in op.overloads()})
+    """From the first data_parallel() on a DTensor is filled at random as a whole tensor would be (torch would have each
+    rank draw its own values, and others for another number of ranks), and no write into a copy of it is lost."""
+
+    def handle(handler, names: Iterable[str]) -> None:
+        packets = [getattr(torch.ops.aten, name, None) for name in names]
+        ops = [getattr(packet, overload) for packet in packets if packet for overload in packet.overloads()]
+        _handlers.update({op: handler for op in ops if op not in _handlers})
+
+    handle(_draw_whole, "normal_ uniform_ bernoulli_ exponential_ geometric_ log_normal_ cauchy_ random_ rand_like "
+                        "randn_like randint_like eye".split())  # fmt: skip
+    handle(_write, ["bernoulli", *(name for name in dir(Tensor) if name[0] != "_" and name[-1] == "_")])
     _handlers[_gather] = lambda op, args, _: _gather_one(*args)  # in inference mode
     _handlers[torch.ops.aten._is_any_true.default] = lambda op, args, _: op(args[0].to_local())  # of detect_anomaly
 
 
 def _draw_whole(func, args: tuple, kwargs: dict) -> DTensor:
-    """How a DTensor is filled at random from the first data_parallel() on: values are drawn whole, as on one device,
-    and then sharded. Torch would have every rank draw its own, and others for another number of ranks."""
-    target, *more = args
-    shard = _share(lambda whole: func(whole, *more, **kwargs), target)
+    """Values are drawn whole, as on one device, and then sharded. Sends nothing."""
+    target, *more = (kwargs["out"], *args) if "out" in kwargs else args
+    whole = torch.empty_strided(target.shape, target.stride(), dtype=target.dtype, device=target.device)
+    whole = func(*args, **kwargs | dict(out=whole)) if "out" in kwargs else func(whole, *more, **kwargs)
+    shard = distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
     return target.copy_(shard) if func._schema.is_mutable else shard
 
 
-def _share(fill, target: DTensor) -> DTensor:
-    """What `fill` makes of memory for the whole of `target`, sharded like it. Sends nothing."""
-    whole = fill(torch.empty_strided(target.shape, target.stride(), dtype=target.dtype, device=target.device))
-    return distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
-
-
-class _NothingLost(TorchDispatchMode):
-    """Inside disable_data_parallel(): what would fill a copy of a parameter, or draw other values, is an error."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        first, kwargs = args[0] if args else None, kwargs or {}
-        target = first if isinstance(first, DTensor) else kwargs.get("out")
-        if not isinstance(target, DTensor) or target.is_meta:
-            return func(*args, **kwargs)
-        if target is not first:  # made of numbers alone, as by torch.eye(n, out=parameter)
-            return target.copy_(_share(lambda whole: func(*args, **kwargs | dict(out=whole)), target))
-        result = func(*args, **kwargs)
-        views = result if isinstance(result, list | tuple) else [result]
-        own = target._local_tensor.untyped_storage()._cdata
-        random = torch.Tag.nondeterministic_seeded in func.tags and func not in _handlers
-        # A view of a shard may be a copy, redistributed: what is written there would not reach the parameter.
-        if random or (func.is_view and any(v._local_tensor.untyped_storage()._cdata != own for v in views)):
-            name = func._schema.name
-            raise RuntimeError(f"{name} of a shard is not the parameter's: fill it in place and as a whole")
-        return result
+def _write(func, args: tuple, kwargs: dict) -> Tensor:
+    """As torch does it, but not where the result would not reach the parameter, or depend on the number of ranks."""
+    base = getattr(args[0], "_base", None)  # of a view; what an index gives of a shard is a copy, redistributed
+    if not func._schema.is_mutable or isinstance(base, DTensor) and _memory(base) != _memory(args[0]):
+        raise RuntimeError(f"{func._schema.name} of a shard is not the parameter's: fill it in place and as a whole")
+    _handlers.pop(func, None)  # which would come here again
+    try:
+        return func(*args, **kwargs)
+    finally:
+        _handlers[func] = _write
 
 
 @contextmanager
 def disable_data_parallel():
-    """Inside it a parameter is its own sharded DTensor in forward too, nothing communicates, and what cannot be done to
-    shards is an error: for initialisation, checkpoint helpers, inspection. Re-entrant; for the whole process."""
+    """Inside it a parameter is its own sharded DTensor in forward too, and nothing communicates: for initialisation,
+    checkpoint helpers, inspection. Re-entrant; for the whole process."""
     global _enabled
     _teach_dtensor()
     before, _enabled = _enabled, False
     try:
-        with _NothingLost():
-            yield
+        yield
     finally:
         _enabled = before
 

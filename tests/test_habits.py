@@ -46,7 +46,8 @@ FILLS = dict(
     normal=lambda m: nn.init.normal_(m[2].weight), uniform=lambda m: nn.init.uniform_(m[2].weight),
     xavier=lambda m: nn.init.xavier_normal_(m[0].weight), kaiming=lambda m: nn.init.kaiming_uniform_(m[0].weight),
     reset=lambda m: m[0].reset_parameters(), noise=noise, bernoulli=lambda m: m[0].weight.data.bernoulli_(0.3),
-    inside=lambda m: inside(m),
+    inside=lambda m: inside(m), eye=lambda m: nn.init.eye_(m[2].weight),
+    columns=lambda m: m[0].weight.data[:, 2:].normal_().mul_(3),
 )  # fmt: skip
 
 
@@ -246,6 +247,24 @@ def test_what_initialisation_would_lose_is_refused_by_apply_and_reset_parameters
     for run in (model[0].reset_parameters, lambda: model.apply(lambda m: m is model or m.weight[0].zero_())):
         with pytest.raises(RuntimeError, match="fill it in place and as a whole"), torch.no_grad():
             run()
+
+
+LOST = dict(
+    index=lambda w: w.data.__setitem__(0, 1.0), row=lambda w: w.data[3].zero_(), rows=lambda w: w.data[1:3].mul_(2),
+    dirac=lambda w: nn.init.dirac_(w.unsqueeze(-1)), noise=lambda w: w.data[0].normal_(),
+    copy=lambda w: w.data[0].copy_(torch.zeros(3)), clamp=lambda w: w.data[1:, 0].clamp_(0, 1),
+    bernoulli=lambda w: w.data.copy_(torch.bernoulli(w.data.abs())),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("write", LOST)
+def test_a_write_that_would_not_reach_the_parameter_is_refused(fake, write):
+    weight = data_parallel(nn.Linear(3, 4), fake(2)).weight
+    with pytest.raises(RuntimeError, match="of a shard is not the parameter's: fill it in place and as a whole"):
+        LOST[write](weight)
+    before = weight._local_tensor.detach().clone()
+    weight.data.add_(1)  # the refusal leaves nothing behind
+    assert torch.equal(weight._local_tensor, before + 1)
 
 
 def test_a_draw_has_the_order_in_memory_of_the_plain_parameter(fake):
