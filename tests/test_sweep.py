@@ -335,6 +335,25 @@ def test_sigterm_ends_the_cell_and_writes_no_row(call, tmp_path):
         wait_for(lambda: not [pid for pid in (tmp_path / "pids").read_text().split() if alive(pid)])
 
 
+def test_a_cell_of_one_rank_on_a_cpu_is_forked_where_torch_is_imported_already(tmp_path, monkeypatch):
+    (tmp_path / "main.py").write_text(f"{PROGRAM}\nprint(*{{'torch'}} & {{*sys.modules}}, os.environ['SWEEP_FORKED'])")
+    monkeypatch.setattr(sweep, "ROOT", tmp_path)
+    monkeypatch.chdir(tmp_path)
+
+    def run(how, timeout=60):
+        return sweep.run(f"nproc=1 --device cpu --seed {how}", [str(tmp_path / "main.py"), "--results", "rows.jsonl"],
+                         timeout, tmp_path / f"{how}.log")  # fmt: skip
+
+    assert (run("ok"), [row["outcome"] for row in rows(tmp_path / "rows.jsonl")]) == (None, ["ok"])
+    assert (tmp_path / "ok.log").read_text() == "torch 1\n" and "SWEEP_FORKED" not in os.environ
+    ends = {"raise": "exit 1: ValueError: width 7", "kill": "exit -9 (SIGKILL): before", "hang": "timeout",
+            "badshape": "exit 1: error: --grouping 4: must divide the 6 heads"}  # fmt: skip
+    assert {how: run(how, 60 if how != "hang" else 1) for how in ends} == ends
+    assert run("ok") is None  # no end of a cell is one of the process it came from
+    if Path("/proc/self").exists():
+        wait_for(lambda: not [pid for pid in (tmp_path / "pids").read_text().split() if alive(pid)])
+
+
 def test_several_processes_are_one_cell_under_torchrun(call):
     code, out, [row], starts = call(["nproc=2 --seed ok"])
     assert (code, row["outcome"], starts) == (0, "ok", {"ok": 2}), out

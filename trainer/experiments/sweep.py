@@ -17,8 +17,10 @@ import functools
 import importlib.metadata
 import io
 import itertools
+import multiprocessing
 import os
 import re
+import runpy
 import shlex
 import signal
 import statistics
@@ -169,11 +171,55 @@ def unfinished(cells: list[str], rows: dict[str, dict]) -> list[str]:
     return [cell for cell in cells if not re.match(r"ok$|OOM|badshape", rows.get(cell, {}).get("outcome", ""))]
 
 
-def stop(child: subprocess.Popen, token: str) -> None:
+def follow_parent() -> None:
+    """This process ends when its parent does, where the system offers that (PR_SET_PDEATHSIG, Linux)."""
+    if prctl := getattr(ctypes.CDLL(None), "prctl", None):
+        prctl(1, signal.SIGTERM)
+
+
+class Forked:
+    """A run of a Python file with `argv`, as subprocess.Popen would start it, in a process that is forked from one that
+    has imported torch and what lies on it, which takes longer than a small run. For CPUs: CUDA must not be forked."""
+
+    def __init__(self, argv: list[str], out, env: dict[str, str]):
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["trainer.run"])
+        self.argv, self.process = argv, context.Process(target=Forked.begin, args=(argv, out.name, os.getcwd(), env))
+        self.process.start()
+        self.pid = self.process.pid
+
+    @staticmethod
+    def begin(argv: list[str], log: str, folder: str, env: dict[str, str]) -> None:
+        """What the new process does."""
+        follow_parent()
+        os.setsid()
+        os.chdir(folder)
+        out, nothing = os.open(log, os.O_WRONLY | os.O_APPEND), os.open(os.devnull, os.O_RDONLY)
+        for target, source in enumerate((nothing, out, out)):
+            os.dup2(source, target)
+        sys.stdout, sys.stderr = (open(n, "w", buffering=1, closefd=False) for n in (1, 2))
+        os.environ.clear()
+        os.environ.update(env | {"SWEEP_FORKED": "1"})
+        sys.argv = argv
+        runpy.run_path(argv[0], run_name="__main__")
+
+    def poll(self) -> int | None:
+        """The exit status, negative for a signal; None while it runs."""
+        return self.process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit status. subprocess.TimeoutExpired after `timeout` seconds."""
+        self.process.join(timeout)
+        if self.process.exitcode is None:
+            raise subprocess.TimeoutExpired(self.argv, timeout)
+        return self.process.exitcode
+
+
+def stop(child: subprocess.Popen | Forked, token: str) -> None:
     """End a cell's processes. torchrun's workers lead sessions of their own: they are found by their environment."""
     if child.poll() is None:
-        os.killpg(child.pid, signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
+        with contextlib.suppress(subprocess.TimeoutExpired, ProcessLookupError):  # it may not lead its group yet
+            os.killpg(child.pid, signal.SIGTERM)
             child.wait(GRACE_S)
     for environ in Path("/proc").glob("[0-9]*/environ"):  # none on macOS, where the process group has to do
         with contextlib.suppress(OSError):
@@ -195,16 +241,18 @@ def run(cell: str, program: list[str], timeout: float, log: Path, name: str = ""
     """Run one cell, for W&B under `name`. Returns None if it ended with status 0, else in a few words how it ended."""
     (nproc, flags), token = parse(shlex.split(cell)), f"{os.getpid()}.{time.time_ns()}"
     env = os.environ | {"SWEEP_CELL": cell, "SWEEP_NAME": name, "SWEEP_TOKEN": token, "PYTHONUNBUFFERED": "1"}
-    kills, prctl = oom_kills(), getattr(ctypes.CDLL(None), "prctl", None)
-    command = [sys.executable, *program, *shlex.split(join(flags))]
+    kills, command = oom_kills(), [sys.executable, *program, *shlex.split(join(flags))]
+    on_cpu = flags.get("--device") == ("cpu",) or not gpus()
     if nproc > 1:
         env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
         command[1:1] = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as out:
-        start = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": out, "env": env, "start_new_session": True}
-        follow = prctl and (lambda: prctl(1, signal.SIGTERM))  # PR_SET_PDEATHSIG: the cell ends when this program dies
-        child = subprocess.Popen(command, preexec_fn=follow, **start)
+        if nproc == 1 and on_cpu and program[0] == str(ROOT / "main.py"):
+            child = Forked(command[1:], out, env)
+        else:
+            start = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": out, "start_new_session": True}
+            child = subprocess.Popen(command, preexec_fn=follow_parent, env=env, **start)
     try:
         code = child.wait(timeout)
     except subprocess.TimeoutExpired:

@@ -49,8 +49,9 @@ def peak(device: Device) -> dict[str, float | str]:
     if is_cuda(device):
         top = {"alloc": torch.cuda.max_memory_allocated(device), "reserved": torch.cuda.max_memory_reserved(device)}
         return {f"peak_{kind}_mib": round(size / 2**20, 1) for kind, size in top.items()}
-    note = {} if os.access(CLEAR_REFS, os.W_OK) else {"peak_rss_note": "since the process started: no reset here"}
-    return {"peak_rss_mib": _resident("VmHWM"), **note}
+    notes = ["since the process started: no reset here"] * (not os.access(CLEAR_REFS, os.W_OK))
+    notes += ["without those imports of the sweep that this run did not use"] * ("SWEEP_FORKED" in os.environ)
+    return {"peak_rss_mib": _resident("VmHWM"), **({"peak_rss_note": "; ".join(notes)} if notes else {})}
 
 
 def highest(a: dict, b: dict) -> dict[str, float | str]:
