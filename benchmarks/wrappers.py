@@ -32,6 +32,14 @@ from trainer.step import COMPILE_MODES
 WARMUP = 3
 
 
+def check_cells(cells: list[str], rank: int) -> None:
+    """Exit code 2 and one line for what is no cell."""
+    modes = dict(simple=COMPILE_MODES, none=COMPILE_MODES, fsdp2=("none", "blocks"), ddp=("none", "blocks"))
+    bad = [cell for cell in cells if cell.partition(":")[2] not in modes.get(cell.partition(":")[0], ())]
+    if bad or not cells:
+        fail(f"cells {' '.join(bad) or '(none)'}: give WRAPPER:COMPILE, such as simple:fwdbwd fsdp2:blocks", rank)
+
+
 def compare(cells: list[str], c: flags.Config, device: torch.device, rank: int = 0, world: int = 1) -> list[dict]:
     """Rows of every cell, in order; the first is what `ratio` refers to."""
     settings = [dict(zip(("wrapper", "compile"), cell.split(":"), strict=True)) for cell in cells]
@@ -59,10 +67,7 @@ def compare(cells: list[str], c: flags.Config, device: torch.device, rank: int =
 
 def main(cells: list[str], c: flags.Config, rank: int, local_rank: int, world: int) -> int:
     """Compares, prints and appends rows. Exit codes: 0, 2 cells or flags that do not fit, 3 bad data."""
-    modes = dict(simple=COMPILE_MODES, none=COMPILE_MODES, fsdp2=("none", "blocks"), ddp=("none", "blocks"))
-    bad = [cell for cell in cells if cell.partition(":")[2] not in modes.get(cell.partition(":")[0], ())]
-    if bad or not cells:
-        fail(f"cells {' '.join(bad) or '(none)'}: give WRAPPER:COMPILE, such as simple:fwdbwd fsdp2:blocks", rank)
+    check_cells(cells, rank)
     set_deterministic(c.deterministic)
     try:
         rows = compare(cells, c, connect(c, rank, local_rank, world), rank, c.world or world)

@@ -1,5 +1,7 @@
 """--wrapper fsdp2 and ddp train as ours does: two gloo ranks, fp32, the losses and norms of every step."""
 
+import importlib.util
+import itertools
 import json
 import os
 import re
@@ -181,6 +183,34 @@ def test_one_command_compares_them_in_one_process_group(tmp_path):
     assert [row["cell"] for row in written] == cells and {row["world"] for row in written} == {2}
     assert written[0]["ratio"] == 1 and all(row["n"] == 3 and row["ratio"] > 0 for row in written)
     assert all(cell in done.stdout for cell in cells)
+
+
+@pytest.mark.slow
+def test_links_of_any_speed_and_what_is_exposed_of_their_time(tmp_path):
+    env, results = os.environ | dict(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT)), ["--results", "rows.jsonl"]
+
+    def call(*argv):
+        argv = [sys.executable, "-m", "benchmarks.exposed", *results, *argv]
+        return subprocess.run(argv, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+
+    done = call("simple:none", "fsdp2:none", "--", *SMALL, "--steps", "3", "--device", "cpu")
+    assert done.returncode == 0 and "ratio without the ends" in done.stdout, done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert [(row["cell"], row["factor"]) for row in rows] == list(itertools.product(
+        ["simple:none", "fsdp2:none"], [0.5, 1, 2, 4]))  # fmt: skip
+    for row in rows:
+        assert row["world"].startswith("8(sim") and row["n"] == 3 and row["step_ms"] >= 0.99 * row["link_ms"]
+        assert 0 < row["ends_ms"] < row["link_ms"], row
+        begin, end = next((a, b) for what, a, b in row.get("lanes", [("computation", 0, 0)]) if what == "computation")
+        carried = [(a, b) for what, a, b in row.get("lanes", ()) if what in ("all_gather", "reduce_scatter")]
+        assert all(a[1] <= b[0] + 0.02 for a, b in itertools.pairwise(carried))  # the link brings one at a time
+    assert [bool(row.get("lanes")) for row in rows] == 2 * [False, True, False, False]
+    missing = call("--plot", "none/a.png")
+    assert missing.returncode == 2 and missing.stderr.startswith("error: --plot none/a.png: "), missing.stderr
+    bad = call("simple:blocks_", "--", *SMALL)
+    assert bad.returncode == 2 and "cells simple:blocks_: give WRAPPER:COMPILE" in bad.stderr
+    if importlib.util.find_spec("matplotlib"):
+        assert call("--plot", "a.png").returncode == 0 and (tmp_path / "a.png").stat().st_size > 5000
 
 
 @pytest.mark.parametrize(("cells", "argv", "message"), [
