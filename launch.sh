@@ -69,6 +69,10 @@ install_cpu_torch() {
 
 torchrun() {    # torchrun SCRIPT ARGS; a prefix (nsys) may stand in $wrap
     local where="--standalone"
+    case ${NPROC:-1} in 0|*[!0-9]*) die "NPROC=$NPROC: expected a number of processes" 2 ;; esac
+    case " $* " in *" -h "*|*" --help "*) exec "$py" "$1" --help ;; esac
+    # Flags are checked here too: torchrun would put 40 lines of its own around the one that says what is wrong.
+    "$py" -c 'import sys; from trainer.config import parse; parse(sys.argv[1:])' "${@:2}" || exit
     if [ "${NNODES:-1}" -gt 1 ]; then
         : "${NODE_RANK:?several nodes: give each its NODE_RANK}" "${MASTER_ADDR:?several nodes: name the first as MASTER_ADDR}"
         where="--nnodes=$NNODES --node-rank=$NODE_RANK --master-addr=$MASTER_ADDR --master-port=${MASTER_PORT:-29500}"

@@ -3,12 +3,12 @@
     from simple_fsdp import MixedPrecisionPolicy, data_parallel
     mesh = torch.distributed.init_device_mesh("cuda", (world_size,))
     model = data_parallel(model, mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
-    model = torch.compile(model)                       # or stay eager; then train as on one device
+    model = torch.compile(model, fullgraph=True, options=overlap.compile_options(model))    # or stay eager
 
 While the model runs, reading `module.weight` all-gathers the parameter; elsewhere it is the sharded DTensor itself. Its
 gradient arrives sharded, in the stored dtype, and **averaged** over the ranks (torchtitan's file sums): a loss
-normalised by a token count divides by the mean count per rank. Not for use under tensor or pipeline parallelism. Torch
-2.11 to 2.14, Python 3.11 or later. Paper: arXiv:2411.00284.
+normalised by a token count divides by the mean count per rank. Inputs are not cast. Not for tensor or pipeline
+parallelism. Torch 2.11 to 2.14, Python 3.11 or later. Paper: arXiv:2411.00284.
 """
 
 import functools
@@ -352,7 +352,9 @@ def _new(cls: type, names: tuple[str, ...]) -> nn.Module:
     return module
 
 
-def _check(model: nn.Module, mesh: DeviceMesh, mode: str) -> None:
+def _check(model: nn.Module, mesh: DeviceMesh, mode: str, mp: MixedPrecisionPolicy) -> None:
+    if not isinstance(mp, MixedPrecisionPolicy):
+        raise ValueError(f"mp_policy must be simple_fsdp's MixedPrecisionPolicy, got {mp!r}")
     if mode not in MODES:
         raise ValueError(f"mode={mode!r} does not exist: use one of {', '.join(MODES)}")
     ndim, kind = (2, "2-D mesh with mesh_dim_names") if mode == "hybrid_shard" else (1, "1-D mesh")
@@ -410,8 +412,8 @@ def data_parallel(
     mode: "replicate" (DDP), "fully_shard" (ZeRO-3, on dimension 0), "hybrid_shard" (2-D mesh: replicate, shard).
     reshard_after_forward: free gathered weights after forward and gather them again in backward.
     min_bytes: smaller parameters stay replicated, as do scalars and empty ones. Buffers are left alone.
-    Raises ValueError, before anything is changed, for a wrong mode or mesh or a parameter that cannot be sharded."""
-    _check(model, device_mesh, mode)
+    Raises ValueError, before anything is changed, for a wrong argument or a parameter that cannot be sharded."""
+    _check(model, device_mesh, mode, mp_policy)
     # AOTAutograd's cache key lacks group names, ranks and what lies behind an operation: it would take other code.
     tags = {f"{get_backend(g)}:{g.group_name}:{g.rank()}/{g.size()}" for g in device_mesh.get_all_groups()}
     tags.add(f"{_NAME}:{_VERSION}")
@@ -437,13 +439,14 @@ def data_parallel(
 
 @functools.cache
 def _teach_dtensor() -> None:
-    """From the first data_parallel() on a DTensor is filled at random as a whole tensor would be (torch would have each
-    rank draw its own values, and others for another number of ranks), and no write into a copy of it is lost."""
+    """From the first data_parallel() on a DTensor is filled at random as a whole tensor would be, from the seed of each
+    rank (torch would draw other values for another number of ranks), and writing into a copy of it is refused."""
 
     def handle(handler, names: Iterable[str]) -> None:
         packets = [getattr(torch.ops.aten, name, None) for name in names]
         ops = [getattr(packet, overload) for packet in packets if packet for overload in packet.overloads()]
-        _handlers.update({op: handler for op in ops if op not in _handlers})
+        one = [op for op in ops if handler is _write or [str(a.type) for a in op._schema.arguments].count("Tensor") < 2]
+        _handlers.update({op: handler for op in one if op not in _handlers})
 
     handle(_draw_whole, "normal_ uniform_ bernoulli_ exponential_ geometric_ log_normal_ cauchy_ random_ rand_like "
                         "randn_like randint_like eye".split())  # fmt: skip
@@ -452,6 +455,7 @@ def _teach_dtensor() -> None:
     _handlers[torch.ops.aten._is_any_true.default] = lambda op, args, _: op(args[0].to_local())  # of detect_anomaly
 
 
+@torch.compiler.disable
 def _draw_whole(func, args: tuple, kwargs: dict) -> DTensor:
     """Values are drawn whole, as on one device, and then sharded. Sends nothing."""
     target, *more = (kwargs["out"], *args) if "out" in kwargs else args
@@ -461,11 +465,13 @@ def _draw_whole(func, args: tuple, kwargs: dict) -> DTensor:
     return target.copy_(shard) if func._schema.is_mutable else shard
 
 
+@torch.compiler.disable
 def _write(func, args: tuple, kwargs: dict) -> Tensor:
     """As torch does it, but not where the result would not reach the parameter, or depend on the number of ranks."""
     base = getattr(args[0], "_base", None)  # of a view; what an index gives of a shard is a copy, redistributed
-    if not func._schema.is_mutable or isinstance(base, DTensor) and _memory(base) != _memory(args[0]):
-        raise RuntimeError(f"{func._schema.name} of a shard is not the parameter's: fill it in place and as a whole")
+    lost = isinstance(base, DTensor) and base.is_leaf and _memory(base) != _memory(args[0])
+    if lost or not func._schema.is_mutable:
+        raise RuntimeError(f"{func._schema.name} would not reach the sharded tensor: fill it in place and as a whole")
     _handlers.pop(func, None)  # which would come here again
     try:
         return func(*args, **kwargs)

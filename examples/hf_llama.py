@@ -22,6 +22,8 @@ def tiny_llama() -> torch.nn.Module:
 
 
 if __name__ == "__main__":
+    if "WORLD_SIZE" not in os.environ:
+        sys.exit("error: start it as torchrun --nproc-per-node 2 examples/hf_llama.py [NAME]")
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     torch.manual_seed(0), one_worker_thread()  # gloo's, on CPUs

@@ -231,6 +231,8 @@ def test_what_fits_is_accepted():
         ("--dpeth 3", "--dpeth: no such flag; did you mean --depth?"),
         ("--remat_ration 1", "--remat-ration: no such flag; did you mean --remat-ratio?"),
         ("--dtype bf16", "--dtype: no such flag; did you mean --param-dtype or --reduce-dtype or --adam-dtype?"),
+        ("--batch-size 4", "--batch-size: no such flag; did you mean --batch?"),
+        ("--nproc=4", "--nproc: no flag of this program: NPROC=N ./launch.sh run, or torchrun --nproc-per-node N"),
         ("--no-such-thing", "--no-such-thing: no such flag; --help lists all flags"),
         ("--reshard False", "--reshard False: takes no value; write --reshard or --no-reshard"),
         ("-vv --verbose 3", "--verbose 3: takes no value; write --verbose"),

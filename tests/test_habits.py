@@ -5,11 +5,15 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from harness import spawn
 from models_for_wrapper import fake_ranks, whole, with_one_thread
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.fsdp import MixedPrecisionPolicy as FSDP2Policy
 from torch.distributed.tensor import DTensor
 
+import simple_fsdp
 from simple_fsdp import MixedPrecisionPolicy, data_parallel, disable_data_parallel, unsharded
 
 one_thread = pytest.fixture(scope="module", autouse=True)(with_one_thread)
@@ -63,7 +67,6 @@ def initialised(mesh):
 
 def lora(mesh):
     """LoRA put on a sharded model: refused until wrapped; then trains alike on all ranks and merges."""
-    import torch.distributed as dist
     from peft import LoraConfig, get_peft_model
 
     model = data_parallel(mlp(), mesh)
@@ -94,9 +97,55 @@ def lora(mesh):
     return refused, same, all(frozen), torch.allclose(merged(x), expected, atol=1e-6)
 
 
+def as_with_others(mesh):
+    """Habits that FSDP2 and DDP bring: whole state dicts, gradients that add up, autocast, checkpoints, DDP on top."""
+    plain, x = mlp(), torch.randn(8, 6, generator=torch.Generator().manual_seed(dist.get_rank()))
+    model, found, full = data_parallel(mlp(), mesh), {}, StateDictOptions(full_state_dict=True)
+    values = {name: torch.full_like(value, 0.25) for name, value in plain.state_dict().items()}
+    with pytest.raises(RuntimeError, match="mixed torch.Tensor and DTensor"):
+        model.load_state_dict(values)
+    set_model_state_dict(model, dict(values), options=full)  # it puts shards into the dict
+    state = get_model_state_dict(model, options=full)
+    found["state"] = all(type(v) is torch.Tensor and torch.equal(v, values[k]) for k, v in state.items()) and len(state)
+
+    def grads(*losses):
+        for p in model.parameters():
+            p.grad = None
+        for loss in losses:
+            loss().backward()
+        return [whole(p.grad) for p in model.parameters()]
+
+    once = grads(lambda: model(x).square().sum())
+    adding = grads(*(lambda part=part: model(part).square().sum() for part in x.chunk(2)))
+    again = grads(lambda: torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False).square().sum())
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = grads(lambda: model(x).float().square().sum())
+    close = lambda a, b, tol: all(torch.allclose(u, v, rtol=tol) for u, v in zip(a, b, strict=True))  # noqa: E731
+    found |= dict(adding=close(once, adding, 1e-5), again=close(once, again, 1e-6), cast=close(once, cast, 0.05))
+    found["fp32"] = {g.dtype for g in cast} == {torch.float32}
+    with pytest.raises((RuntimeError, NotImplementedError, ValueError)) as refused:
+        nn.parallel.DistributedDataParallel(model)(x)
+    words = "sharding strategy", "mixed torch.Tensor", "incompatible", "unevenly sharded"
+    found["ddp"] = any(word in str(refused.value) for word in words) or str(refused.value)
+    return found
+
+
 @pytest.fixture(scope="module")
 def two():
-    return spawn(2, [initialised, lora], timeout=240)
+    return spawn(2, [initialised, lora, as_with_others], timeout=240)
+
+
+def test_whole_state_dicts_accumulation_autocast_and_checkpoints_work_and_ddp_on_top_is_refused(two):
+    for found in two["as_with_others"]:
+        assert found == dict(state=4, adding=True, again=True, cast=True, fp32=True, ddp=True)
+
+
+@pytest.mark.parametrize("policy", [FSDP2Policy(torch.bfloat16), torch.bfloat16, None], ids=["fsdp2", "dtype", "none"])
+def test_a_policy_that_is_not_ours_is_refused(fake, policy):
+    model = mlp()
+    with pytest.raises(ValueError, match="mp_policy must be simple_fsdp's MixedPrecisionPolicy, got "):
+        data_parallel(model, fake(2), mp_policy=policy)
+    assert type(model[0]) is nn.Linear
 
 
 def test_initialisation_and_clamping_give_the_values_of_one_process(two, fake):
@@ -260,11 +309,31 @@ LOST = dict(
 @pytest.mark.parametrize("write", LOST)
 def test_a_write_that_would_not_reach_the_parameter_is_refused(fake, write):
     weight = data_parallel(nn.Linear(3, 4), fake(2)).weight
-    with pytest.raises(RuntimeError, match="of a shard is not the parameter's: fill it in place and as a whole"):
+    with pytest.raises(RuntimeError, match="would not reach the sharded tensor: fill it in place and as a whole"):
         LOST[write](weight)
     before = weight._local_tensor.detach().clone()
     weight.data.add_(1)  # the refusal leaves nothing behind
     assert torch.equal(weight._local_tensor, before + 1)
+
+
+def test_writes_are_still_refused_after_a_compiled_step_and_activations_are_let_through(fake):
+    model = data_parallel(nn.Linear(3, 4), fake(2))
+    optimizer, handlers = torch.optim.SGD(model.parameters(), 0.1, foreach=False), dict(simple_fsdp._handlers)
+
+    def step(x):
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+    compiled = torch.compile(step, backend="aot_eager")
+    for _ in range(2):
+        compiled(torch.ones(2, 3))
+    assert simple_fsdp._handlers == handlers
+    with pytest.raises(RuntimeError, match="would not reach the sharded tensor"):
+        model.weight.data[0].zero_()
+    (model.weight * 1)[:2].relu_()  # not a parameter's
+    with pytest.raises(NotImplementedError):  # torch's word
+        model.weight.data.bernoulli_(model.weight.data)
 
 
 def test_a_draw_has_the_order_in_memory_of_the_plain_parameter(fake):

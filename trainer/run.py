@@ -55,7 +55,9 @@ class Run:
         self.batches = Batches(c.data, global_batch=world * c.batch * c.grad_accum, seqlen=c.seqlen, vocab=c.vocab,
                                seed=c.seed, rank=rank, world=world, hold_out=c.eval_every > 0)  # fmt: skip
         self.finite = FiniteCheck(c, self.batches, rank)
-        same = {flags.flag(k): v for k, v in c.flat().items()} | dict(torch=torch.__version__)
+        # Rank 0 alone writes results and tells W&B, and a folder of traces may be one on each host.
+        same = {flags.flag(k): v for k, v in c.flat().items() if k not in ("results", "wandb", "group", "tags")}
+        same |= {"--profile": c.profile is not None, "torch": torch.__version__}
         agree(same | dict(data=(self.batches.description, self.batches.fingerprint)), self.group)
         self.blank = reference_model(c, device)
         self.found = None if c.world else checkpoint.find_start(c, self.batches, self.group, self.blank.identity)

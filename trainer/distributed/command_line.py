@@ -16,6 +16,10 @@ from trainer.distributed.terminal import did_you_mean
 
 FLAG = re.compile(r"--?[A-Za-z]")  # how a word begins that is no value: -1 is one
 HELP = "--help lists all flags"
+OTHERS = dict(batch_size="batch", micro_batch_size="batch", layers="depth", num_layers="depth", n_layers="depth",
+              hidden_size="width", d_model="width", seq_len="seqlen", context_length="seqlen", learning_rate="lr",
+              vocab_size="vocab", max_steps="steps", gradient_accumulation_steps="grad_accum")  # other programs' names
+PROCESSES = {"--nproc", "--nproc-per-node", "--gpus", "--ngpus"}
 
 
 def flag(name: str) -> str:
@@ -56,7 +60,11 @@ def explain(argv: Sequence[str], kinds: dict[str, Any], counters: Sequence[str] 
         if re.fullmatch("-v+", word):
             continue
         if name not in names:
-            return f"{name}: no such flag{did_you_mean(name, names) or '; ' + HELP}"
+            if name in PROCESSES:
+                return f"{name}: no flag of this program: NPROC=N ./launch.sh run, or torchrun --nproc-per-node N"
+            other = flag(OTHERS.get(name[2:].replace("-", "_"), ""))
+            meant = f"; did you mean {other}?" if other in names else did_you_mean(name, names)
+            return f"{name}: no such flag{meant or '; ' + HELP}"
         values = [value] if given else []
         most = len(words) if get_origin(own.get(name)) is tuple else 1 - len(values)
         while words and not FLAG.match(words[0]) and len(values) < most:

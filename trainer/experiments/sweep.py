@@ -26,6 +26,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
 import zlib
 from pathlib import Path
@@ -191,7 +192,8 @@ class Forked:
     @staticmethod
     def begin(argv: list[str], log: str, folder: str, env: dict[str, str]) -> None:
         """What the new process does."""
-        follow_parent()
+        sweep = multiprocessing.parent_process()  # the process that forks is another one, and lives longer
+        threading.Thread(target=lambda: (sweep.join(), os.kill(os.getpid(), signal.SIGTERM)), daemon=True).start()
         os.setsid()
         os.chdir(folder)
         out, nothing = os.open(log, os.O_WRONLY | os.O_APPEND), os.open(os.devnull, os.O_RDONLY)
@@ -225,8 +227,9 @@ def stop(child: subprocess.Popen | Forked, token: str) -> None:
         with contextlib.suppress(OSError):
             if token.encode() in environ.read_bytes():
                 os.kill(int(environ.parent.name), signal.SIGKILL)
-    with contextlib.suppress(OSError):
-        os.killpg(child.pid, signal.SIGKILL)
+    for end in (os.killpg, *[os.kill] * (child.poll() is None)):  # it may not lead a group yet
+        with contextlib.suppress(OSError):
+            end(child.pid, signal.SIGKILL)
     child.wait()
 
 
