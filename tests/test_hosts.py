@@ -4,32 +4,33 @@ import json
 import re
 import subprocess
 import sys
+import time
 
 import pytest
 from harness import free_port
 from two_hosts import ROOT, missing, two_hosts
 
-pytestmark = [pytest.mark.slow, pytest.mark.hosts, pytest.mark.skipif(bool(missing()), reason=missing() or "it can")]
+pytestmark = [pytest.mark.slow, pytest.mark.hosts]
 TINY = "--device cpu --width 64 --depth 2 --head-dim 16 --vocab 257 --seqlen 32 --batch 2 --compile none --log-every 1"
 
 
 @pytest.fixture
 def pair(tmp_path):
+    if reason := missing():
+        pytest.skip(reason)
     with two_hosts(tmp_path) as hosts:
         yield hosts
 
 
-def start(hosts, flags, **env):
+def start(hosts, flags, **how):
     """The same command on both hosts, each with results of its own."""
     for host in hosts:
-        host.start(f"{TINY} {flags} --results {host.folder}/rows.jsonl", **env)
+        host.start(f"{TINY} {flags} --results {host.folder}/rows.jsonl", **how)
 
 
 def ends(hosts, seconds=120):
     """The exit codes of the last runs: launch.sh's, which is torchrun's 1 for any failure, and the ranks' own."""
-    for host in hosts:
-        host.runs[-1].wait(seconds)
-    return [(host.runs[-1].returncode, set(re.findall(r"exitcode  : (-?\d+)", host.said()))) for host in hosts]
+    return [(host.runs[-1].wait(seconds), host.ranks()) for host in hosts]
 
 
 def losses(text):
@@ -50,62 +51,55 @@ def test_two_hosts_train_to_the_losses_of_one(pair, tmp_path):
         (pair[0].folder / "out.txt").write_text("")
     rows = [json.loads(line) for line in (pair[0].folder / "rows.jsonl").read_text().splitlines()]
     assert [(row["mode"], row["world"], row["outcome"]) for row in rows] == [(mode, 4, "ok") for mode in modes]
-    assert not (pair[1].folder / "rows.jsonl").exists()  # rank 0 alone writes, and its path may be of its host
+    assert (pair[1].folder / "rows.jsonl").read_text() == ""  # rank 0 alone writes, and its path may be of its host
 
 
 def test_a_cable_that_is_out_for_five_seconds_costs_five_seconds(pair):
     start(pair, "--steps 60 --timeout 60")
     pair[0].wait_for(" 5/60 ")
     pair[1].link("down")
+    time.sleep(1)  # what was on its way
     seen = losses(pair[0].said())
-    pair[1].runs[-1].poll()
-    subprocess.run(["sleep", "5"])
-    assert len(losses(pair[0].said())) <= len(seen) + 1  # nobody trains on alone
+    time.sleep(5)
+    assert losses(pair[0].said()) == seen  # nobody trains on alone
     pair[1].link("up")
     assert ends(pair) == [(0, set()), (0, set())], [host.said()[-2000:] for host in pair]
     assert len(losses(pair[0].said())) == 60
 
 
 def test_a_cable_that_stays_out_ends_both_hosts_and_the_same_line_resumes(pair, tmp_path):
-    flags = f"--steps 400 --timeout 8 --save {tmp_path}/saved --save-every 5"
+    flags = f"--steps 60 --timeout 10 --save {tmp_path}/saved --save-every 5"
     start(pair, flags)
-    pair[0].wait_for(" 12/400 ")
+    pair[0].wait_for(" 12/60 ")
     pair[1].link("down")
-    codes = ends(pair)
-    assert [code for code, _ in codes] == [1, 1] and all("7" in ranks for _, ranks in codes), codes
-    told = [re.findall(r"^error: .*no progress.*", host.said(), re.M) for host in pair]
-    assert told[0] and re.search(r"ranks? \d", told[0][0]), [host.said()[-2000:] for host in pair]
+    for host, (code, ranks) in zip(pair, ends(pair), strict=True):
+        # torchrun ends the other rank of a host when one has ended, so that a rank's code may be that of SIGTERM
+        told = re.search("^error: (no progress|lost the connection).* ranks? [0-9]", host.said(), re.M)
+        assert code == 1 and "7" in ranks and told, host.said()[-3000:]
     pair[1].link("up")
+    seen = losses(pair[0].said())
     (pair[0].folder / "out.txt").write_text("")
-    start(pair, flags.replace("400", "60"), port=free_port())
-    assert ends(pair) == [(0, set()), (0, set())] or True
-    assert "resume" in pair[0].said()
+    start(pair, flags)
+    assert [code for code, _ in ends(pair)] == [0, 0], [host.said()[-3000:] for host in pair]
+    again = losses(pair[0].said())
+    first = min(map(int, again))
+    assert 10 < first <= 15 and len(again) == 61 - first
+    assert all(again[k] == seen[k] for k in again.keys() & seen.keys())  # steps that were done twice
 
 
-def test_a_dead_host_ends_the_other_and_says_which_ranks_are_gone(pair):
-    start(pair, "--steps 400 --timeout 8")
+@pytest.mark.parametrize("dead", [1, 0])
+def test_a_dead_host_ends_the_other_and_names_the_ranks_that_are_gone(pair, dead):
+    start(pair, "--steps 400 --timeout 20")
     pair[0].wait_for(" 5/400 ")
-    pair[1].die()
-    pair[0].runs[-1].wait(60)
-    print(pair[0].said()[-3000:])
-    assert False
+    pair[dead].die()
+    alive = pair[1 - dead]
+    assert alive.runs[-1].wait(60) == 1 and alive.ranks() == {"7"}
+    told = re.findall("^error: lost the connection to .*: no answer from ranks ([0-9, ]+);", alive.said(), re.M)
+    assert told and set(told[0].split(", ")) >= {str(2 * dead), str(2 * dead + 1)}, alive.said()[-3000:]
 
 
-def test_the_first_host_dies(pair):
-    start(pair, "--steps 400 --timeout 8")
-    pair[0].wait_for(" 5/400 ")
-    pair[0].die()
-    pair[1].runs[-1].wait(60)
-    print(pair[1].said()[-3000:])
-    assert False
-
-
-def test_a_host_that_comes_back_is_taken_up_again(pair, tmp_path):
-    assert False
-
-
-def test_checkpoints_that_one_host_does_not_see_are_refused(pair):
-    for host in pair:
-        host.start(f"{TINY} --steps 4 --save {host.folder}/saved --results {host.folder}/rows.jsonl")
-    print(ends(pair)); print(pair[0].said()[-3000:]); print(pair[1].said()[-3000:])
-    assert False
+def test_a_folder_for_checkpoints_that_is_another_on_each_host_is_refused(pair, tmp_path):
+    (tmp_path / "saved").mkdir()
+    start(pair, f"--steps 4 --save {tmp_path}/saved", private=tmp_path / "saved")
+    assert all(code == 1 for code, _ in ends(pair))
+    assert any("ranks must share --save" in host.said() for host in pair), [host.said()[-3000:] for host in pair]

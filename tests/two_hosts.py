@@ -8,6 +8,7 @@
 import contextlib
 import itertools
 import os
+import re
 import shutil
 import signal
 import socket
@@ -26,9 +27,11 @@ def missing() -> str:
         return "needs the command `ip` (iproute2)"
     if os.geteuid() != 0:
         return "needs root, for network namespaces"
-    name = f"probe{os.getpid()}"
-    tried = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
-    subprocess.run(["ip", "netns", "del", name], capture_output=True)
+    name = f"p{os.getpid()}"
+    probe = f"""ip netns add {name} && ip link add {name}a type veth peer name {name}b &&
+                ip link set {name}a netns {name} && ip netns exec {name} mount -t tmpfs none /mnt
+                status=$?; ip netns del {name}; exit $status"""
+    tried = subprocess.run(["sh", "-c", probe], capture_output=True, text=True)
     return f"needs network namespaces: {tried.stderr.strip()}" if tried.returncode else ""
 
 
@@ -48,13 +51,16 @@ class Host:
         """The cable: "up" or "down"."""
         ip("-n", self.name, "link", "set", self.card, state)
 
-    def start(self, flags: str, port: int = 29555, nproc: int = 2, **env: str) -> subprocess.Popen:
-        """launch.sh run FLAGS as host `rank` of two. Its output goes to `folder`/out.txt."""
+    def start(self, flags: str, port: int = 29555, private: Path | None = None) -> subprocess.Popen:
+        """launch.sh run FLAGS as host `rank` of two, with two ranks. Its output goes to `folder`/out.txt. private: a
+        folder that is another one, empty, on each host."""
         ours = {"NNODES": "2", "NODE_RANK": str(self.rank), "MASTER_ADDR": "10.77.0.1", "MASTER_PORT": str(port)}
-        ours |= {"NPROC": str(nproc), "NO_INSTALL": "1", "PYTHON": sys.executable}
-        command = ["ip", "netns", "exec", self.name, str(ROOT / "launch.sh"), "run", *flags.split()]
+        ours |= {"NPROC": "2", "NO_INSTALL": "1", "PYTHON": sys.executable}
+        command = ["ip", "netns", "exec", self.name]  # which has mounts of its own, too
+        command += ["sh", "-c", f'mount -t tmpfs none {private} && exec "$@"', "sh"] if private else []
+        command += [str(ROOT / "launch.sh"), "run", *flags.split()]
         with open(self.folder / "out.txt", "a") as out:
-            self.runs.append(subprocess.Popen(command, env=os.environ | ours | env, stdout=out, stderr=out,
+            self.runs.append(subprocess.Popen(command, env=os.environ | ours, stdout=out, stderr=out,
                                               stdin=subprocess.DEVNULL, start_new_session=True))  # fmt: skip
         return self.runs[-1]
 
@@ -67,6 +73,10 @@ class Host:
         for pid in self.pids():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+
+    def ranks(self) -> set[str]:
+        """The exit codes of ranks, as torchrun has told them."""
+        return set(re.findall(r"exitcode  : (-?\d+)", self.said()))
 
     def said(self) -> str:
         """What has been printed here."""
