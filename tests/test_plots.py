@@ -1,4 +1,4 @@
-"""trainer/experiments/plots.py: curves of our rows and of published ones, and what is drawn of runs that failed."""
+"""trainer/report/plots.py: curves of our rows and of published ones, and what is drawn of runs that failed."""
 
 import importlib.util
 import sys
@@ -7,8 +7,8 @@ import pytest
 from running import ROOT
 from test_report import CPU, SIMULATED, line, row, save
 
-from trainer.experiments import published as rows
-from trainer.experiments import report
+from trainer.report import __main__ as command
+from trainer.report import published as rows
 
 needs_matplotlib = pytest.mark.skipif(not importlib.util.find_spec("matplotlib"), reason="matplotlib is not installed")
 
@@ -22,9 +22,9 @@ def folder(tmp_path, monkeypatch):
 
 def test_plots_without_matplotlib_are_one_line_and_exit_2(folder, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.delitem(sys.modules, "trainer.experiments.plots", raising=False)
+    monkeypatch.delitem(sys.modules, "trainer.report.plots", raising=False)
     with pytest.raises(SystemExit) as stopped:
-        report.main(["compile", "--results", str(ROOT / "results/cpu_modes.jsonl"), "--plots", "plots"])
+        command.main(["compile", "--results", str(ROOT / "results/cpu_modes.jsonl"), "--plots", "plots"])
     told = capsys.readouterr()
     assert (stopped.value.code, told.out, told.err.count("\n")) == (2, "", 1) and "matplotlib" in told.err
 
@@ -34,7 +34,7 @@ def test_plots_show_published_figures_simulated_ranks_and_outcomes(folder, capsy
     made = [row(line("seqlen", seqlen=T), mib=T, ms=T / 4) for T in (512, 4096)]
     made += [row(line("seqlen", seqlen=8192), outcome="OOM fwd"), row(SIMULATED)]
     path = save(folder / "rows.jsonl", made)
-    assert report.main(["seqlen", "--results", str(path), "--plots", "plots"]) == 0
+    assert command.main(["seqlen", "--results", str(path), "--plots", "plots"]) == 0
     assert "plots/seqlen-gpu.svg" in capsys.readouterr().out
     drawn = (folder / "plots/seqlen-gpu.svg").read_text()
     assert drawn.count("OOM fwd") == drawn.count("OOM bwd") == 2  # ours and the published, in either panel
@@ -44,7 +44,7 @@ def test_plots_show_published_figures_simulated_ranks_and_outcomes(folder, capsy
 
 @needs_matplotlib
 def test_the_two_ways_to_scale_are_curves_of_their_own():
-    from trainer.experiments import plots
+    from trainer.report import plots
 
     made = [row(line("gpus", n=n, batch=b), mib=n * b) for n, b in ((1, 8), (4, 8), (4, 16), (8, 8))]
     made = [each | {"world": int(str(each["world"])[0])} for each in made]
@@ -58,7 +58,7 @@ def test_the_two_ways_to_scale_are_curves_of_their_own():
 
 @needs_matplotlib
 def test_a_cpus_memory_is_drawn_apart_from_the_published(folder):
-    from trainer.experiments import plots
+    from trainer.report import plots
 
     made = [row(line("depth", True, depth=d), CPU, mib=100 * d, ms=d) for d in (1, 4)]
     made += [row(line("depth", True, depth=2))]
@@ -71,7 +71,7 @@ def test_a_cpus_memory_is_drawn_apart_from_the_published(folder):
 
 @needs_matplotlib
 def test_the_front_is_of_one_setting_and_names_its_points(folder):
-    from trainer.experiments import plots
+    from trainer.report import plots
 
     assert plots.front([(3, 1), (1, 3), (2, 2), (2, 3), (3, 2)]) == [(1, 3), (2, 2), (3, 1)]
     points = (("none", "fwdbwd", 3, 1), ("mlp", "fwdbwd", 2, 2), ("both", "model", 3, 2))
