@@ -9,10 +9,18 @@ a step stands once in a history, also where a killed run had logged steps after 
 
 import json
 from contextlib import suppress
+from dataclasses import fields
 from math import isfinite
 from pathlib import Path
 
+from trainer.config import Output
 from trainer.experiments.logging import read_jsonl
+
+
+def setting(row: dict) -> dict:
+    """The flags of a row but those of output, which change no result."""
+    apart = {each.name for each in fields(Output)}
+    return {name: value for name, value in (row.get("flags") or {}).items() if name not in apart}
 
 
 def parts(steps: Path) -> list[tuple[Path, float]]:
@@ -37,7 +45,7 @@ def history(steps: Path) -> list[dict]:
 def curves_of(rows: list[dict]) -> list[tuple[dict, list[dict]]]:
     """(row, its history) of every row that has one, without steps whose loss is not finite. A run that another
     continues has no curve of its own."""
-    files = {row["steps"]: row for row in rows if row.get("steps")}
+    files = {row["history"]: row for row in rows if row.get("history")}
     continued = {str(path) for file in files for path, _ in parts(Path(file))[:-1]}
 
     def told(each: dict) -> bool:

@@ -19,10 +19,10 @@ table { border-collapse: collapse; font-size: 13px; margin: 1rem 0; max-width: 1
 th, td { border-bottom: 1px solid #ccc; padding: 2px 7px; text-align: left; vertical-align: top }
 td { overflow-wrap: anywhere }
 th { border-bottom: 1px solid #111 }
-td.number { text-align: right; font-variant-numeric: tabular-nums }
+th.number, td.number { text-align: right; font-variant-numeric: tabular-nums }
 code { font-size: 12px; overflow-wrap: anywhere }
-figure { display: inline-block; margin: .5rem 1.5rem .5rem 0; vertical-align: top; max-width: 100% }
-figure img { max-width: 100%; height: auto; min-width: min(30rem, 100%) }
+figure { display: inline-block; margin: .5rem 1.5rem .5rem 0; vertical-align: top; width: 27rem; max-width: 100% }
+figure img { width: 100%; height: auto }
 figcaption { font-size: 13px; color: #444 }
 </style></head><body>
 <h1>Report</h1>
@@ -39,7 +39,7 @@ def table(text: str) -> str:
     head, marks, *body = ([cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines())
     kinds = [' class="number"' if mark.endswith(":") else "" for mark in marks]
     rows = ["".join(f"<td{kind}>{inline(cell)}</td>" for kind, cell in zip(kinds, line, strict=True)) for line in body]
-    titles = "".join(f"<th>{inline(title)}</th>" for title in head)
+    titles = "".join(f"<th{kind}>{inline(title)}</th>" for kind, title in zip(kinds, head, strict=True))
     return "\n".join([f"<table><thead><tr>{titles}</tr></thead><tbody>", *(f"<tr>{row}</tr>" for row in rows),
                       "</tbody></table>"])  # fmt: skip
 

@@ -13,7 +13,6 @@ import shlex
 import textwrap
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import fields
 from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
@@ -26,9 +25,9 @@ from trainer import config
 from trainer.distributed.terminal import grouped
 from trainer.experiments import sweep
 from trainer.report import published
-from trainer.report.history import curves_of
+from trainer.report.history import curves_of, setting
 
-WIDTH = 3.4  # inch
+WIDTH, PAGE = 3.4, 7.5  # inch; a page's height without axes and legend
 matplotlib.rcParams |= {
     "svg.fonttype": "none", "svg.hashsalt": "report", "font.size": 8, "axes.titlesize": 8, "legend.fontsize": 7,
     "xtick.labelsize": 7, "ytick.labelsize": 7, "axes.grid": True, "grid.alpha": 0.3, "axes.axisbelow": True,
@@ -69,6 +68,19 @@ class Point(NamedTuple):
     high: float | None = None
     mfu: float | None = None
     outcome: str = ""
+
+
+def column(height: float) -> Figure:
+    """An empty figure as wide as a column; height in inch."""
+    plot = Figure(figsize=(WIDTH, height), layout="constrained")
+    plot.get_layout_engine().set(w_pad=0.06)
+    return plot
+
+
+def legend(plot: Figure, handles: dict, title: str | None = None, **how) -> None:
+    """A legend below the axes: words -> what is drawn for them."""
+    words = [textwrap.fill(text, 48) if len(text.split("\n")[0]) > 54 else text for text in handles]
+    plot.legend(handles.values(), words, title=title, title_fontsize=7, **(dict(loc="outside lower center") | how))
 
 
 def save(plot: Figure, folder: Path, name: str, dpi: int = 300) -> list[Path]:
@@ -174,8 +186,9 @@ def axis(name: str, found: list, folder: Path) -> list[Path]:
             why.append(f"on a {'GPU' if gpu else 'CPU'} {e}")
             continue
         if not gpu and name != "mfu" and any(curve.startswith("published") for curve in made):
-            made = {curve: relative(points, shown) for curve, points in made.items()}
-            shown = [(key, f"{words.partition(' (')[0]}, relative to the first") for key, words in shown]
+            made = {curve: relative(points, shown) for curve, points in made.items() if len(points) > 1 or not line}
+            words = {"mib": f"{memory} (published: allocated)", "ms": "time of a step"}
+            shown = [(key, f"{words[key]}, relative to the first") for key, _ in shown]
         file, show = f"{name}-{'gpu' if gpu else 'cpu'}", lines if line else draw_bars
         keys = dict(enumerate(dict.fromkeys(key for key, *_ in some)))
         settings = [dict(zip(names, key, strict=True)) if names else sweep.given(sweep.parse(shlex.split(key[0]))[1])
@@ -189,9 +202,10 @@ def axis(name: str, found: list, folder: Path) -> list[Path]:
 
 def lines(file: str, made: dict[str, dict], shown: list[tuple[str, str]], label: str, folder: Path) -> list[Path]:
     """A panel below the other, both axes logarithmic; bars from the least to the most. What has no figure is an x near
-    the top, with its outcome, lower for each curve."""
-    plot = Figure(figsize=(WIDTH, 0.7 + 1.7 * len(shown) + 0.15 * len(made)), layout="constrained")
+    the bottom, with its outcome, higher for each curve."""
+    plot = column(0.7 + 1.7 * len(shown) + 0.15 * len(made))
     handles, ticks = {}, sorted({x for curve in made.values() for x in curve})
+    middle = (ticks[0] * ticks[-1]) ** 0.5
     for ax, (key, words) in zip(plot.subplots(len(shown), 1, sharex=True, squeeze=False)[:, 0], shown, strict=True):
         for number, (name, curve) in enumerate(made.items()):
             color, line = COLORS[number % len(COLORS)], STYLES[number % len(STYLES)]
@@ -199,33 +213,41 @@ def lines(file: str, made: dict[str, dict], shown: list[tuple[str, str]], label:
             how |= dict(markerfacecolor="white") if name.startswith("published") else {}
             if has := [(x, p) for x, p in sorted(curve.items()) if getattr(p, key)]:
                 ends = [(p.ms - (p.low or p.ms), (p.high or p.ms) - p.ms) for _, p in has] if key == "ms" else None
-                spread = [*zip(*ends, strict=True)] if ends else None
+                spread = [*zip(*ends, strict=True)] if ends and any(map(any, ends)) else None
                 handles[name] = ax.errorbar([x for x, _ in has], [getattr(p, key) for _, p in has], spread, **how)
             for x, p in curve.items():
                 if not getattr(p, key) and p.outcome not in ("", "ok"):
-                    top, across = 0.93 - 0.2 * (number % 4), ax.get_xaxis_transform()
-                    ax.plot([x], [top], "x", color=color, transform=across)
-                    ax.annotate(p.outcome[:12], (x, top), (-3, 0), xycoords=across, textcoords="offset points",
-                                color=color, ha="right", va="center", fontsize=6)  # fmt: skip
-        ax.set(xscale="log", yscale="log", ylabel=words)
+                    low, across, side = 0.07 + 0.12 * (number % 6), ax.get_xaxis_transform(), 1 - 2 * (x > middle)
+                    ax.plot([x], [low], "x", color=color, transform=across)
+                    ax.annotate(p.outcome[:12], (x, low), (4 * side, 0), xycoords=across, textcoords="offset points",
+                                color=color, ha="left" if side > 0 else "right", va="center", fontsize=6)  # fmt: skip
+        ax.set(xscale="log", yscale="log", ylabel=textwrap.fill(words, 24))
         ax.margins(0.08, 0.12)
         ax.set_xticks(ticks, [str(x) for x in ticks], rotation=90 if sum(len(str(x)) for x in ticks) > 32 else 0)
         ax.set_xticks([], minor=True)
-        ax.yaxis.set(major_locator=LogLocator(subs=(1, 1.5, 2, 3, 5, 7)), minor_formatter=NullFormatter())
+        low, high = ax.get_ylim()
+        subs = (1, 1.5, 2, 3, 5, 7) if high < 8 * low else (1, 3) if high < 500 * low else (1,)
+        ax.yaxis.set(major_locator=LogLocator(subs=subs), minor_formatter=NullFormatter())
         ax.yaxis.set_major_formatter(lambda y, _: grouped(y, 0 if y == int(y) else 1))
     ax.set_xlabel({"seqlen": "sequence length (tokens)", "depth": "depth (blocks)"}.get(label, label))
-    plot.legend(handles.values(), handles, loc="outside lower center")
+    legend(plot, handles)
     return save(plot, folder, file)
 
 
 def draw_bars(file: str, made: dict[str, dict], shown: list[tuple[str, str]], labels: dict, folder: Path) -> list[Path]:
-    """Panels side by side: a group of bars for each label, one for each curve of ours; what is published is a mark."""
+    """Panels side by side: a group of bars for each label, one for each curve of ours; what is published is a mark.
+    What does not fit on a page has several files."""
     own, theirs = ([name for name in made if name.startswith("published") == yes] for yes in (False, True))
     texts = {x: textwrap.fill(text, 24) for x, text in labels.items()}
     inside = {x: [name for name in own if x in made[name]] for x in texts}
     room = {x: 0.07 + max(0.12 * (1 + text.count("\n")), 0.13 * len(inside[x])) for x, text in texts.items()}  # inch
+    if sum(room.values()) > PAGE:
+        page = {x: int(end // PAGE) for x, end in zip(texts, accumulate(room.values()), strict=True)}
+        return [path for n in dict.fromkeys(page.values()) for path in draw_bars(
+            f"{file}-{n + 1}", {name: {x: p for x, p in curve.items() if page[x] == n} for name, curve in made.items()},
+            shown, {x: text for x, text in labels.items() if page[x] == n}, folder)]  # fmt: skip
     places = {x: end - room[x] / 2 for x, end in zip(texts, accumulate(room.values()), strict=True)}
-    plot = Figure(figsize=(WIDTH, 0.85 + sum(room.values()) + 0.15 * len(made)), layout="constrained")
+    plot = column(0.85 + sum(room.values()) + 0.15 * len(made))
     axes, handles = plot.subplots(1, len(shown), sharey=True, squeeze=False)[0], {}
     for ax, (key, words) in zip(axes, shown, strict=True):
         for number, name in enumerate(own):
@@ -250,8 +272,7 @@ def draw_bars(file: str, made: dict[str, dict], shown: list[tuple[str, str]], la
         ax.xaxis.set(major_locator=MaxNLocator(3), major_formatter=lambda x, _: grouped(x, 0 if x == int(x) else 1))
         ax.grid(False, axis="y")
     spread = any(p.low for name in own for p in made[name].values()) and "ms" in dict(shown)
-    plot.legend(handles.values(), handles, loc="outside lower center", title_fontsize=7,
-                title="time: median; thin lines: least to most" if spread else None)  # fmt: skip
+    legend(plot, handles, "time: median; thin lines: least to most" if spread else None)
     return save(plot, folder, file)
 
 
@@ -272,9 +293,7 @@ def bars(name: str, found: list, folder: Path) -> list[Path]:
 
 def told(row: dict) -> dict:
     """The setting of a row that has an influence on memory and time, its shape and ranks among it."""
-    apart = {each.name for each in fields(config.Output)}
-    told = {name: value for name, value in (row.get("flags") or {}).items()
-            if name not in apart and config.flag(name) not in published.NEUTRAL}  # fmt: skip
+    told = {name: value for name, value in setting(row).items() if config.flag(name) not in published.NEUTRAL}
     return told | {"ranks": published.label(row)}
 
 
@@ -309,7 +328,7 @@ def fronts(rows: list[dict], folder: Path, most: int = 8) -> list[Path]:
         named = [i for i, point in enumerate(points) if len(those) <= most or point in best]
         named.sort(key=lambda i: points[i])
         texts = [textwrap.fill(text, 54) for text in wording([told(those[i]) for i in named])]
-        plot = Figure(figsize=(WIDTH, 2.9 + 0.115 * sum(2 + text.count("\n") for text in texts)), layout="constrained")
+        plot = column(2.9 + 0.115 * sum(2 + text.count("\n") for text in texts))
         ax, handles = plot.subplots(), {}
         ax.plot(*zip(*best, strict=True), "-", color="0.5", drawstyle="steps-post", zorder=1)
         for i, (at, text) in enumerate(zip(named, texts, strict=True)):
@@ -324,7 +343,7 @@ def fronts(rows: list[dict], folder: Path, most: int = 8) -> list[Path]:
         plot.suptitle(textwrap.fill(about, 54), fontsize=8)
         ax.yaxis.set_major_formatter(lambda y, _: grouped(y))
         ax.margins(0.1)
-        plot.legend(handles.values(), handles, loc="outside lower left", fontsize=6.5)
+        legend(plot, handles, loc="outside lower left", fontsize=6.5)
         paths += save(plot, folder, f"time-memory-{len(paths) // 2 + 1}")
     if not paths:
         raise NoFigure("no three runs share shape, device, torch and ranks")
@@ -343,11 +362,11 @@ def losses(rows: list[dict], folder: Path) -> list[Path]:
     found = curves_of(rows)
     if not found:
         raise NoFigure("no logged step lies beside the rows (FILE.steps/RUN.jsonl)")
-    texts = wording([row.get("flags") or {} for row, _ in found])
+    texts = wording([setting(row) for row, _ in found])
     texts = [text if texts.count(text) == 1 else f"{text} {row.get('run', i)}".strip() for i, (text, (row, _)) in
              enumerate(zip(texts, found, strict=True))]  # fmt: skip
     over = "tokens" if all("tokens" in s for _, steps in found for s in steps) else "step"
-    plot = Figure(figsize=(WIDTH, 2.4 + 0.15 * len(found)), layout="constrained")
+    plot = column(2.4 + 0.15 * len(found))
     ax, handles, held = plot.subplots(), {}, False
     for i, (text, (_, steps)) in enumerate(zip(texts, found, strict=True)):
         color, line = COLORS[i % len(COLORS)], STYLES[i % len(STYLES)]
@@ -361,8 +380,7 @@ def losses(rows: list[dict], folder: Path) -> list[Path]:
         held |= bool(tested)
     ax.set(xlabel="tokens" if over == "tokens" else "steps", ylabel="loss (nats per token)")
     ax.xaxis.set_major_formatter(EngFormatter(sep=" "))
-    plot.legend(handles.values(), handles, loc="outside lower center", title_fontsize=7,
-                title="lines: training; marks: held-out data" if held else None)  # fmt: skip
+    legend(plot, handles, "lines: training; marks: held-out data" if held else None)
     return save(plot, folder, "loss")
 
 

@@ -31,7 +31,7 @@ REMARKS = {
 
 
 def read(paths: list[Path]) -> list[dict]:
-    """Every row of JSONL files, in order, with its `file` and, where it has logged any, the file of its `steps`; lines
+    """Every row of JSONL files, in order, with its `file` and, where it has logged steps, their file, `history`; lines
     cut short are passed over. ValueError: no file."""
     if missing := [path for path in paths if not path.is_file()]:
         raise ValueError(f"no file {missing[0]}: ./launch.sh sweep AXIS writes one, --results names others")
@@ -39,9 +39,9 @@ def read(paths: list[Path]) -> list[dict]:
 
 
 def steps_of(path: Path, row: dict) -> dict[str, str]:
-    """{"steps": FILE} of a row in the file `path`, if there is such a file."""
+    """{"history": FILE} of a row in the file `path`, if there is such a file."""
     steps = path.with_suffix(".steps") / f"{Path(str(row.get('run'))).name}.jsonl"
-    return {"steps": str(steps)} if steps.is_file() else {}
+    return {"history": str(steps)} if steps.is_file() else {}
 
 
 def whole(row: dict) -> dict:

@@ -15,7 +15,7 @@ from trainer.costs import kept_per_block
 from trainer.distributed.terminal import grouped, markdown
 from trainer.experiments import sweep
 from trainer.report import published
-from trainer.report.history import curves_of
+from trainer.report.history import curves_of, setting
 
 MS = "step ms, median [min-max]"
 # Title, key and digits of our figure; key and title of the published one. Resident and allocated never share a column.
@@ -256,7 +256,7 @@ def published_peaks(rows: list[dict]) -> tuple[list[dict], Columns]:
 def loss(rows: list[dict]) -> tuple[list[dict], Columns]:
     """Runs with logged steps: what tells their settings apart, and their last losses, also on held-out data."""
     rows = [row for row, _ in curves_of(rows)]
-    settings = [row.get("flags") or {} for row in rows]
+    settings = [setting(row) for row in rows]
     apart = [k for k in settings[0] if len({str(each.get(k)) for each in settings}) > 1] if rows else []
     columns = [("run", [row["run"] for row in rows])]
     columns += [(name, [str(each.get(name)) for each in settings]) for name in apart] + where(rows) + outcomes(rows)
