@@ -93,6 +93,8 @@ class Run:
         same = {n: ([*p.shape], str(p.dtype)) for n, p in self.step.model.named_parameters()}
         drawn = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else torch.get_rng_state()
         agree(same | {"initial weights (random state)": zlib.crc32(drawn.numpy())}, self.group)
+        if c.profile:
+            self.profile.names = timing.Names(self.step)
         if c.init is not None:
             initialise(c, self.step.model, self.found, self.group)
         if self.found:
