@@ -353,8 +353,8 @@ def _with_ranges(body: list[ast.stmt], noted: dict[str, list[str]]) -> list[ast.
         elif isinstance(line, ast.Expr | ast.Assign):
             text = ast.unparse(line)
             found = [noted[n.id] for n in ast.walk(line) if isinstance(n, ast.Name) and n.id in noted]
-            what = next((what for _, what in found if what), "") if "._c10d_functional." in text else ""
-            if what:
+            moves = re.search(r"(^|= )torch\.ops\._c10d_functional\.", text)
+            if moves and (what := next((what for _, what in found if what), "")):
                 waits = "wait for " * (".wait_tensor" in text)
                 made += [_call("to", 2, waits + what), line, _call("to", 2, None)]
                 continue
