@@ -56,8 +56,11 @@ def whole(monkeypatch):
             for side in (ax.xaxis, ax.yaxis):
                 low, high = sorted(side.get_view_interval())
                 ticks = [tick for tick in side.get_major_ticks() if low <= tick.get_loc() <= high]
-                boxes = [tick.label1.get_window_extent(renderer) for tick in ticks if tick.label1.get_text()]
-                assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i]), (path, "ticks")
+                labels = [tick.label1 for tick in ticks if tick.label1.get_text() and tick.label1.get_visible()]
+                boxes = [label.get_window_extent(renderer).padded(-1) for label in labels]
+                both = [(labels[i].get_text(), labels[j].get_text()) for i in range(len(boxes)) for j in range(i)
+                        if boxes[i].overlaps(boxes[j])]  # fmt: skip
+                assert not both, (path, both)
             for drawn in ax.lines:  # points inside of the axes
                 if drawn.get_marker() not in ("None", None, "") and drawn.get_transform() == ax.transData:
                     for x, y in drawn.get_xydata():

@@ -117,8 +117,26 @@ def test_the_picture_is_of_the_committed_rows(tmp_path):
     texts = [re.findall(r"<text[^>]*>([^<]+)<", path.read_text()) for path in (svg, ROOT / "docs" / svg.name)]
     assert texts[0] == texts[1] and "torch.compile alone: 138 collectives, 138 of them exposed" in texts[0]
     assert "with overlap.py: 17 collectives, 4 of them exposed" in texts[0] and "138 alone, 17 with" in README
-    assert plots.overlap(rows[:1], tmp_path) == []
+    with pytest.raises(plots.NoFigure):
+        plots.overlap(rows[:1], tmp_path)
     assert max((ROOT / "docs" / path.name).stat().st_size for path in (svg, png)) < 100_000
+
+
+@pytest.mark.parametrize(("name", "rows", "figure"), [("loss", "loss_small", "loss"), ("links", "h100", "links"),
+                                                      ("links", "h100", "time-memory-1")])  # fmt: skip
+def test_the_figures_of_docs_are_of_the_committed_rows(tmp_path, name, rows, figure):
+    plots = pytest.importorskip("trainer.report.plots", exc_type=ImportError)
+    from trainer.report import published, tables
+
+    found = published.read([ROOT / f"results/{rows}.jsonl"])
+    if figure == "links":
+        plots.bars(name, [(None, row, published.measured(row)) for row in tables.links(found)[0]], tmp_path)
+    else:
+        (plots.losses if figure == "loss" else plots.fronts)(found, tmp_path)
+    texts = [re.findall(r"<text[^>]*>([^<]+)<", (folder / f"{figure}.svg").read_text()) for folder in
+             (tmp_path, ROOT / "docs")]  # fmt: skip
+    assert texts[0] == texts[1] and len(texts[0]) > 10
+    assert max((ROOT / "docs" / f"{figure}.{end}").stat().st_size for end in ("svg", "png")) < 150_000
 
 
 def test_the_figures_in_sentences_are_those_of_the_rows():
