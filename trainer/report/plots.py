@@ -269,7 +269,8 @@ def draw_bars(file: str, made: dict[str, dict], shown: list[tuple[str, str]], la
         ax.set_xlim(left=0)
         ax.set_yticks([*places.values()], [*texts.values()])
         ax.tick_params(axis="y", length=0)
-        ax.xaxis.set(major_locator=MaxNLocator(3), major_formatter=lambda x, _: grouped(x, 0 if x == int(x) else 1))
+        ticks = MaxNLocator(2 if ax.get_xlim()[1] > 5000 else 3)  # long numbers would touch
+        ax.xaxis.set(major_locator=ticks, major_formatter=lambda x, _: grouped(x, 0 if x == int(x) else 1))
         ax.grid(False, axis="y")
     spread = any(p.low for name in own for p in made[name].values()) and "ms" in dict(shown)
     legend(plot, handles, "time: median; thin lines: least to most" if spread else None)
@@ -337,7 +338,7 @@ def fronts(rows: list[dict], folder: Path, most: int = 8) -> list[Path]:
                                        markerfacecolor=face, markersize=5.5, linestyle="none")  # fmt: skip
         if others := [point for i, point in enumerate(points) if i not in named]:
             [dots] = ax.plot(*zip(*others, strict=True), ".", color="0.5", zorder=0)
-            handles[f"{len(others)} others, slower and larger than one of these"] = dots
+            handles[f"{len(others)} others: one of these is as good or better in both"] = dots
         ax.set(xlabel="time of a step (ms), median", ylabel=f"{unit} (MiB)")
         about = f"{str(device).split(',')[0]}, torch {torch}, {word('ranks', n)}, {where(those[0])}"
         plot.suptitle(textwrap.fill(about, 54), fontsize=8)
