@@ -230,3 +230,30 @@ def test_losses_of_several_runs_are_curves_over_tokens(folder, whole, capsys):
     assert "0.01" not in drawn  # has no steps
     with pytest.raises(plots.NoFigure, match="no logged step lies beside the rows"):
         plots.losses([made[0]], folder)
+
+
+def test_a_resumed_run_of_the_trainer_has_one_history(train, tmp_path, monkeypatch):
+    from trainer.report.history import curves_of
+
+    monkeypatch.chdir(tmp_path)
+    saving = ["--save", tmp_path / "run", "--log-every", 1, "--eval-every", 2, "--results", tmp_path / "rows.jsonl"]
+    assert train(*saving, "--steps", 2).code == 0 and train(*saving, "--steps", 4).code == 0
+    [(own, steps)] = curves_of(rows.read([tmp_path / "rows.jsonl"]))
+    assert [each["step"] for each in steps] == [1, 2, 2, 3, 4, 4] and own["resumed_after"] == 2
+    assert all({"tokens", "loss"} <= each.keys() for each in steps)
+    assert [each["step"] for each in steps if "eval_loss" in each] == [2, 4]
+    elsewhere = ["--save", tmp_path / "b", "--resume", tmp_path / "run", "--eval-every", 2, "--results"]
+    assert train(*elsewhere, tmp_path / "rows.jsonl", "--steps", 6).code == 0  # several runs may begin there
+    assert len(curves_of(rows.read([tmp_path / "rows.jsonl"]))) == 2
+
+
+@needs_matplotlib
+def test_explained_memory_is_a_figure_too_and_ends_no_run(train, tmp_path, monkeypatch):
+    done = train("--steps", 6, "--explain-memory")
+    [png], [svg] = (list(tmp_path.glob(f"*.steps/*.memory.{end}")) for end in ("png", "svg"))
+    drawn = texts(svg)
+    assert done.code == 0 and str(png) in done.out and "MiB" in drawn
+    assert all(word in drawn for word in ("forward", "backward", "optimizer", "parameters", "saved for backward"))
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    done = train("--steps", 6, "--explain-memory")
+    assert done.code == 0 and "no figure of memory: " in done.out
