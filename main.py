@@ -73,11 +73,11 @@ def perform(c: flags.Config, device: torch.device, rank: int, world: int, signal
         settings = flags.setting(c) | dict(world=flags.world_label(c, world))
         sinks = Sinks(c.results, c.wandb, c.group, None, settings, c.tags, rank, c.steps, c.log_every,
                       resume=run.state.wandb)  # fmt: skip
-        run.state.wandb = sinks.wandb_id  # from here on in each checkpoint
+        before, run.state.run, run.state.wandb = run.state.run, sinks.run, sinks.wandb_id  # in each checkpoint from now
         watchdog.on_end = lambda outcome: sinks.row(row(run, outcome))
         progress.stage("building the model")
         run.build()
-        say("\n".join(header(run, sinks.write_settings(settings))))
+        say("\n".join(header(run, sinks.write_settings(settings, before, run.first))))
         progress.stage(doing(run, progress.live is not None))
         with inject.planted(os.environ.get("FAULT"), c, run.step, run.first, rank), run.saver:
             run.train(sinks)

@@ -4,7 +4,7 @@
     python -m benchmarks.attention --small --backends flash math                 # a CPU
     python -m benchmarks.attention --search --options results/flex_options.json  # then: main.py --flex-options FILE
 
-python -m trainer.experiments.report attention --results FILE prints rows as a table. FLOPs: 4 d per head and pair of a
+python -m trainer.report attention --results FILE prints rows as a table. FLOPs: 4 d per head and pair of a
 query with a key that it sees; backward 2.5 times that.
 """
 
@@ -26,9 +26,9 @@ from trainer import config
 from trainer.attention import BACKENDS, DTYPES, Shape, options_key, read_options, refusal
 from trainer.costs import attention_flops, causal_keys
 from trainer.distributed.terminal import fail, markdown
-from trainer.experiments import report
 from trainer.experiments.logging import append_jsonl
 from trainer.profiling import memory, timing
+from trainer.report.tables import attention
 
 WARMUP = 3
 SMALL = "--seqlen 64 256 --head-dim 32 --heads 8 --kv-heads 2 --tokens 1024 --dtype fp32".split()
@@ -214,7 +214,7 @@ def main(argv: list[str]) -> int:
     except ValueError as e:
         fail(f"--search: {e}", 0)
     if rows:
-        print("", markdown(report.attention(rows)[1]), sep="\n")
+        print("", markdown(attention(rows)[1]), sep="\n")
     return 0
 
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.collectives --device cuda --world 8 --results results/collectives.jsonl
     python -m benchmarks.collectives --device cuda --world 8 --compile-options plain --results results/collectives.jsonl
-    python -m trainer.experiments.report collectives --results results/collectives.jsonl --plots docs
+    python -m trainer.report collectives --results results/collectives.jsonl --plots docs
 
 A row holds, of each graph, its number of products and [kind, products before its start, products between start and
 wait, MiB of the whole tensor, MiB that a rank sends] of each collective but those of single numbers. They are counted

@@ -2,7 +2,7 @@
 
     python -m benchmarks.peaks --world 2 --remat both --loss chunked --results results/peaks.jsonl
     python -m trainer.experiments.sweep cells/peaks.txt --program "-m benchmarks.peaks" --results results/peaks.jsonl
-    python -m trainer.experiments.report published-peaks --results results/published_peaks.jsonl
+    python -m trainer.report published-peaks --results results/published_peaks.jsonl
 
 `--published`: with the policy of the runs in reference/, which their peaks tell. A gathered weight is freed after
 forward only where a checkpointed region gathers it again; backward writes into nothing that forward kept; a loss

@@ -21,7 +21,8 @@ from model import REMAT, ModelConfig, Transformer, sdpa_kernel
 from trainer import attention as kernels
 from trainer import config
 from trainer.attention import Shape
-from trainer.experiments import report
+from trainer.report import published
+from trainer.report import tables as report
 
 SHAPE = Shape(2, 4, 2, 16, 8, "fp32")
 SMALL = dict(depth=2, width=32, head_dim=8, grouping=2, vocab=64)
@@ -266,7 +267,7 @@ def test_every_backend_has_a_row_and_the_table_holds_them(tmp_path, capsys):
         for name in ("forward", "backward"):
             assert 0 < row[f"{name}_ms_min"] <= row[f"{name}_ms"] <= row[f"{name}_ms_max"]
     table = capsys.readouterr().out.partition("\n\n")[2].strip()
-    assert table == report.section("attention", report.published.read([path]), False)[1]
+    assert table == report.section("attention", published.read([path]), False)[1]
     cells = [[cell.strip() for cell in line.split("|")] for line in table.splitlines()]
     assert cells[-1][2:5] == ["16", "flash", "ok"]
     assert any("1.00" in line for line in cells[-2:])  # whichever was faster on a busy machine

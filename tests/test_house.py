@@ -25,6 +25,7 @@ FLOORS = [  # from the bottom; an entry is a module or a package
     ["trainer.checkpoint"],
     ["trainer.fault_tolerance"],
     ["trainer.experiments"],
+    ["trainer.report"],
     ["trainer.run"],
     ["benchmarks"],
     ["main", "speed_mem_tests_mlp"],

@@ -13,11 +13,12 @@ from running import ROOT, module, needs_triton, one_line
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from trainer import config as flags
-from trainer.experiments import published, sweep
+from trainer.experiments import sweep
 from trainer.experiments.logging import read_jsonl
 from trainer.parallelize import build
 from trainer.profiling import peak
 from trainer.profiling.timeline import mib, watch
+from trainer.report import published
 
 WORLD = 4
 EAGER = [f"--compile none {line}" for line in (

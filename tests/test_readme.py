@@ -44,9 +44,15 @@ def flags_of_main() -> set[str]:
     return set(FLAG.findall(done.stdout))
 
 
+def source(module: str) -> str:
+    """The file that `python -m MODULE` runs."""
+    path = module.replace(".", "/")
+    return f"{path}/__main__.py" if (ROOT / path).is_dir() else f"{path}.py"
+
+
 def flags_of_tools(text: str) -> set[str]:
     """Flags of the commands that `text` names, but for those of main.py: as they stand in their sources."""
-    files = {each.replace(".", "/") + ".py" for each in re.findall(r"(?:trainer|benchmarks)(?:\.\w+)+", text)}
+    files = {source(each) for each in re.findall(r"(?:trainer|benchmarks)(?:\.\w+)+", text)}
     files |= set(FILE.findall(text)) & {"speed_mem_tests_mlp.py", "tests/soak.py", "benchmarks/peaks.py"}
     if "launch.sh" in text:
         files |= {"launch.sh", "trainer/experiments/sweep.py"}
@@ -93,7 +99,7 @@ def test_files_and_modules_that_are_named_exist(page):
             places = (ROOT / folder / file for folder in ("", "tests", "docs"))
             assert file.startswith("runs/") or any(path.exists() for path in places), (page, file)
         for module in re.findall(r"-m ((?:trainer|benchmarks)(?:\.\w+)+)", code):
-            assert (ROOT / (module.replace(".", "/") + ".py")).is_file(), (page, module)
+            assert (ROOT / source(module)).is_file(), (page, module)
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -105,14 +111,32 @@ def test_flags_that_are_named_are_flags_of_main_or_of_a_command_in_the_same_sect
 
 
 def test_the_picture_is_of_the_committed_rows(tmp_path):
-    plots = pytest.importorskip("trainer.experiments.plots", exc_type=ImportError)
+    plots = pytest.importorskip("trainer.report.plots", exc_type=ImportError)
     rows = [json.loads(line) for line in (ROOT / "results/collectives.jsonl").read_text().splitlines()]
     svg, png = plots.overlap(rows, tmp_path)
     texts = [re.findall(r"<text[^>]*>([^<]+)<", path.read_text()) for path in (svg, ROOT / "docs" / svg.name)]
     assert texts[0] == texts[1] and "torch.compile alone: 138 collectives, 138 of them exposed" in texts[0]
     assert "with overlap.py: 17 collectives, 4 of them exposed" in texts[0] and "138 alone, 17 with" in README
-    assert plots.overlap(rows[:1], tmp_path) == []
+    with pytest.raises(plots.NoFigure):
+        plots.overlap(rows[:1], tmp_path)
     assert max((ROOT / "docs" / path.name).stat().st_size for path in (svg, png)) < 100_000
+
+
+@pytest.mark.parametrize(("name", "rows", "figure"), [("loss", "loss_small", "loss"), ("links", "h100", "links"),
+                                                      ("links", "h100", "time-memory-1")])  # fmt: skip
+def test_the_figures_of_docs_are_of_the_committed_rows(tmp_path, name, rows, figure):
+    plots = pytest.importorskip("trainer.report.plots", exc_type=ImportError)
+    from trainer.report import published, tables
+
+    found = published.read([ROOT / f"results/{rows}.jsonl"])
+    if figure == "links":
+        plots.bars(name, [(None, row, published.measured(row)) for row in tables.links(found)[0]], tmp_path)
+    else:
+        (plots.losses if figure == "loss" else plots.fronts)(found, tmp_path)
+    texts = [re.findall(r"<text[^>]*>([^<]+)<", (folder / f"{figure}.svg").read_text()) for folder in
+             (tmp_path, ROOT / "docs")]  # fmt: skip
+    assert texts[0] == texts[1] and len(texts[0]) > 10
+    assert max((ROOT / "docs" / f"{figure}.{end}").stat().st_size for end in ("svg", "png")) < 200_000
 
 
 def test_the_figures_in_sentences_are_those_of_the_rows():

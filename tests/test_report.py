@@ -1,4 +1,4 @@
-"""trainer/experiments/report.py: rows stand beside the right published figures, ratios only where they mean something,
+"""trainer/report/: rows stand beside the right published figures, ratios only where they mean something,
 simulated ranks are always visible, and the marked tables of README, NOTES and docs/ are what their rows give."""
 
 import importlib.util
@@ -14,8 +14,10 @@ import pytest
 
 from trainer import config
 from trainer.costs import flops_per_token
-from trainer.experiments import published as rows
-from trainer.experiments import report, sweep
+from trainer.experiments import sweep
+from trainer.report import __main__ as command
+from trainer.report import published as rows
+from trainer.report import tables as report
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = ("README.md", "NOTES.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))))
@@ -300,7 +302,7 @@ def copy(tmp_path, monkeypatch):
 
 
 def test_the_tables_of_readme_notes_and_docs_are_what_their_rows_give():
-    count, differing = report.check([ROOT / name for name in DOCUMENTS])
+    count, differing = command.check([ROOT / name for name in DOCUMENTS])
     assert (differing, count >= 3) == ([], True)
 
 
@@ -311,21 +313,21 @@ def test_a_changed_digit_is_found_and_written_back(copy, capsys):
     number = page.read_text().split("\n").index("| blocks | 2.5289 | 91.5 [75.3-219.9] | 6.3 | 486 |") + 1
     said = f"docs/measuring.md:{number}: compile: column 'step ms, median [min-max]' has '91.5 [75.3-219.9]'"
     said += " where the rows give '91.4 [75.3-219.9]'"
-    assert (report.main(["--check"]), capsys.readouterr().out.splitlines()[:-1]) == (1, [said])
-    assert (report.main(["--write"]), capsys.readouterr().out.splitlines()[0]) == (0, said)
-    assert (page.read_text(), report.main(["--check"])) == (text, 0)
+    assert (command.main(["--check"]), capsys.readouterr().out.splitlines()[:-1]) == (1, [said])
+    assert (command.main(["--write"]), capsys.readouterr().out.splitlines()[0]) == (0, said)
+    assert (page.read_text(), command.main(["--check"])) == (text, 0)
 
 
 def test_a_new_mark_is_filled_and_a_line_too_few_or_too_many_found(copy):
     save(copy / "results/new.jsonl", [row(line("depth", depth=4))])
     (copy / "NOTES.md").write_text("a\n<!-- report: depth results/new.jsonl -->\n\nb\n")
-    assert report.main(["--write"]) == 0
+    assert command.main(["--write"]) == 0
     text = (copy / "NOTES.md").read_text().split("\n")
     assert text[2].startswith("| depth | n | allocated MiB |") and text[-3:] == ["", "b", ""]
     (copy / "NOTES.md").write_text("\n".join(text[:-4] + text[-3:]))
-    assert report.check([Path("NOTES.md")])[1] == [f"NOTES.md:{len(text) - 3}: depth: 9 lines where the rows give 10"]
+    assert command.check([Path("NOTES.md")])[1] == [f"NOTES.md:{len(text) - 3}: depth: 9 lines where the rows give 10"]
     (copy / "NOTES.md").write_text("\n".join(text[:-3] + ["| 1 |", *text[-3:]]))
-    count, [said] = report.check([copy / "NOTES.md"])
+    count, [said] = command.check([copy / "NOTES.md"])
     assert (count, said.split(": ", 1)[1]) == (1, "depth: 11 lines where the rows give 10")
 
 
@@ -342,7 +344,7 @@ def test_a_new_mark_is_filled_and_a_line_too_few_or_too_many_found(copy):
 ])
 def test_bad_input_is_one_line_and_exit_2(copy, monkeypatch, capsys, words, said):
     with pytest.raises(SystemExit) as stopped:
-        report.main(words)
+        command.main(words)
     told = capsys.readouterr().err
     assert (stopped.value.code, told.count("\n")) == (2, 1) and told.startswith(said)
 
@@ -353,14 +355,14 @@ def test_bad_input_is_one_line_and_exit_2(copy, monkeypatch, capsys, words, said
 def test_a_bad_mark_is_named_with_its_line(copy, capsys, mark, said):
     (copy / "README.md").write_text(f"\n<!-- report: {mark} -->\n")
     with pytest.raises(SystemExit) as stopped:
-        report.main(["--check"])
+        command.main(["--check"])
     told = capsys.readouterr().err
     assert stopped.value.code == 2 and told.startswith(f"report: README.md:2: {said}")
     (copy / "README.md").write_text("")
     (copy / "NOTES.md").unlink()
     shutil.rmtree(copy / "docs")
     with pytest.raises(SystemExit):
-        report.main(["--check"])
+        command.main(["--check"])
     assert capsys.readouterr().err == "report: no marked table in README.md, NOTES.md and docs/*.md here\n"
 
 
@@ -373,7 +375,7 @@ def test_two_files_or_two_commits_are_compared_setting_by_setting(copy, capsys):
     new = [made("bbbb", 5.0, depth=4), made("bbbb", 7.0, depth=8)]
     save(copy / "old.jsonl", old), save(copy / "new.jsonl", new), save(copy / "runs/all.jsonl", old + new)
     for sides in (["old.jsonl", "new.jsonl"], ["aaaaaaa", "bbbbbbb"]):
-        assert report.main(sides) == 0
+        assert command.main(sides) == 0
         title, _, *lines = capsys.readouterr().out.strip().splitlines()
         assert len(lines) == 1 and f"{report.MS}, {sides[0]}" in title
         assert "| 10.0 [9.0-11.0] | 5.0 [4.0-6.0] | 0.500 [0.364-0.667] |" in lines[0]
@@ -382,20 +384,20 @@ def test_two_files_or_two_commits_are_compared_setting_by_setting(copy, capsys):
                         (["old.jsonl", "seven.jsonl"], "no setting is in both")):  # fmt: skip
         save(copy / "seven.jsonl", [made("cccc", 1.0, depth=16)])
         with pytest.raises(SystemExit) as stopped:
-            report.main(sides)
+            command.main(sides)
         assert stopped.value.code == 2 and said in capsys.readouterr().err
 
 
 def test_without_an_axis_all_that_have_rows_are_printed(copy, capsys):
     save(copy / "runs/sweep-depth.jsonl", [row(line("depth", depth=4))])
     save(copy / "runs/sweep-all.jsonl", [row(line("width", width=2048))])
-    assert report.main([]) == 0
+    assert command.main([]) == 0
     assert [each for each in capsys.readouterr().out.split() if each.startswith("**")] == ["**depth**:", "**width**:"]
 
 
 def test_the_command_imports_neither_torch_nor_matplotlib():
-    command = [sys.executable, "-X", "importtime", "-m", "trainer.experiments.report", "--check"]
+    command = [sys.executable, "-X", "importtime", "-m", "trainer.report", "--check"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     imported = {each.split("|")[-1].strip() for each in done.stderr.splitlines()}
     assert (done.returncode, done.stdout[-len("0 differ\n") :]) == (0, "0 differ\n")
-    assert "trainer.experiments.published" in imported and not imported & {"torch", "matplotlib"}
+    assert "trainer.report.published" in imported and not imported & {"torch", "matplotlib"}

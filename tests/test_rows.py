@@ -1,4 +1,4 @@
-"""Rows of results hold their whole setting, and are read as such: trainer/experiments/published.py, config.setting."""
+"""Rows of results hold their whole setting, and are read as such: trainer/report/published.py, config.setting."""
 
 import dataclasses
 import json
@@ -9,7 +9,7 @@ from test_report import CPU, GPU
 
 from trainer import config
 from trainer.attention import Shape
-from trainer.experiments import published as rows
+from trainer.report import published as rows
 
 NEW = config.setting(config.filled(config.parse(["--depth", "8", "--loss", "chunked"]), "cpu"))
 

@@ -14,8 +14,8 @@ from running import ROOT, TINY, rows_of
 from test_sinks import STEP, FakeWandb, logged, rows, warnings_of
 
 from trainer import config, costs
-from trainer.experiments import report
 from trainer.experiments.logging import Sinks, log_tables
+from trainer.report.__main__ import main as report
 
 pytestmark = pytest.mark.usefixtures("isolated")
 
@@ -126,7 +126,7 @@ def test_the_report_gives_its_tables_and_figures_to_wandb(tmp_path, wandb, capsy
     pytest.importorskip("matplotlib")
     file = ROOT / "results/sweep-all-small.jsonl"
     argv = ["seqlen", "--small", "--results", str(file), "--plots", "plots", "--wandb", "online"]
-    assert report.main(argv) == 0 and "warning" not in capsys.readouterr().err
+    assert report(argv) == 0 and "warning" not in capsys.readouterr().err
     assert wandb.named["group"] == "sweep-seqlen-small" and "seqlen.md" in wandb.logged
     assert {path.name for path in (tmp_path / "plots").iterdir()} == {*wandb.logged} - {"seqlen.md"}
 

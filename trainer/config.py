@@ -223,7 +223,7 @@ class Output:
     profile: str | None = None
     """Folder for traces (on CUDA also a memory snapshot) of three steps after warm-up, which enter no statistic."""
     explain_memory: bool = False
-    """Print what the peaks of memory consist of in one step after warm-up, which enters no statistic."""
+    """Print, and draw beside the steps, what memory holds in one step after warm-up, which enters no statistic."""
     sample: int = 0
     """Tokens (of text: bytes) that the model writes after the last step, to be printed."""
     verbose: Annotated[UseCounterAction[int], arg(aliases=["-v"], help_behavior_hint="(default: 0, repeatable)")] = 0

@@ -12,6 +12,8 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -95,6 +97,8 @@ class Run:
         same = {n: ([*p.shape], str(p.dtype)) for n, p in self.step.model.named_parameters()}
         drawn = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else torch.get_rng_state()
         agree(same | {"initial weights (random state)": zlib.crc32(drawn.numpy())}, self.group)
+        if c.profile:
+            self.profile.names = timing.Names(self.step)
         if c.init is not None:
             initialise(c, self.step.model, self.found, self.group)
         if self.found:
@@ -163,7 +167,7 @@ class Run:
                 self.saver.wait()  # it failed on all
             tokens, targets = (t.to(self.device, non_blocking=True) for t in next(self.batches))
             self.watchdog.beat(k + 1, "step")
-            run = self.explain if k == self.explained else self.replayed or self.step
+            run = partial(self.explain, sinks.steps) if k == self.explained else self.replayed or self.step
             with compile_once(self.device, self.group) if k == self.first != self.explained else nullcontext():
                 loss = run(tokens, targets)
         if self.logged:
@@ -208,12 +212,13 @@ class Run:
         self.saver.save(self.state.step)
         self.saved = self.state.step
 
-    def explain(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """The step, with what its memory consists of in `explanation` on rank 0."""
+    def explain(self, file: Path | None, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """The step, with what its memory consists of in `explanation` on rank 0, and as a figure beside `file`."""
         if self.rank:
             return self.step(tokens, targets)
         loss, found, notes = timeline.watch(self.c, self.step, tokens, targets)
         self.explanation = timeline.lines(found, notes, self.explained + 1)
+        self.explanation += timeline.drawn(found, str(file.with_suffix(".memory"))) if file else []
         return loss
 
     def norms(self, params: list, grads: list) -> None:

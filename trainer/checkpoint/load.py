@@ -60,6 +60,7 @@ class TrainState:  # how far a run is
     origin: str | None = None  # fingerprint of the checkpoint elsewhere at which the run began
     best: float | None = None  # the lowest evaluation loss so far
     wandb: str | None = None  # id of the run in W&B
+    run: str | None = None  # the name of the run that saved it, as its row has it
 
     def as_dict(self) -> dict:
         return {name: value for name, value in asdict(self).items() if value is not None}
@@ -67,7 +68,7 @@ class TrainState:  # how far a run is
     @classmethod
     def from_dict(cls, about: dict) -> "TrainState":
         """From a whole train_state.json, of this program or of an older one. KeyError without step or samples."""
-        return cls(about["step"], about["samples"], *map(about.get, ("origin", "best", "wandb")))
+        return cls(about["step"], about["samples"], *map(about.get, ("origin", "best", "wandb", "run")))
 
 
 class Found(NamedTuple):  # a verified checkpoint, its tensors not yet read
@@ -180,7 +181,7 @@ def _find_start(c: Config, batches: Batches, group: dist.ProcessGroup | None, id
         say(f"{found.path}: resuming after step {found.state.step}, sample {found.state.samples}")
         if c.save is None or not on_rank_0(partial(_within, found.path, c.save), group):
             found.state.origin = on_rank_0(partial(_mark, found.path), group)
-            found.state.wandb = None  # several runs may begin here, each a run of its own in W&B
+            found.state.wandb = found.state.run = None  # several runs may begin here, each of its own in W&B and files
     elif c.resume not in ("auto", "never"):
         raise CheckpointError(f"--resume {folder}: holds no checkpoint (step-<8 digits>)")
     elif c.save is not None and not present:

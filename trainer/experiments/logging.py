@@ -137,9 +137,11 @@ class Sinks:
             names = dict(group=group, name=name, tags=tags, job_type=job_type or "train")
             self._try("wandb", partial(self._start_wandb, wandb, **names))
 
-    def write_settings(self, settings: dict) -> Path | None:
-        """Writes the whole setting of the run beside its steps; returns the file, or None where there is none."""
+    def write_settings(self, settings: dict, continues: str | None = None, after_step: int = 0) -> Path | None:
+        """Writes the whole setting of the run beside its steps; returns the file, or None where there is none.
+        continues: the name of the run that this one goes on with after that step."""
         path = self.steps and self.steps.with_suffix(".settings.json")
+        settings = settings | (dict(continues=continues, after_step=after_step) if continues else {})
         text = json.dumps(_plain(settings), indent=1, allow_nan=False)
         return path if self.rank == 0 and path and self._try("settings file", lambda: _write(path, text)) else None
 

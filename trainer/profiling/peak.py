@@ -39,7 +39,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from trainer.profiling import gpu_code
-from trainer.profiling.timeline import GRADIENTS, NAMES, WEIGHTS, Event, Timeline, before, lines, mib, moved, sizes_of
+from trainer.profiling.timeline import (
+    GRADIENTS,
+    NAMES,
+    WEIGHTS,
+    Event,
+    Timeline,
+    before,
+    draw,
+    lines,
+    mib,
+    moved,
+    sizes_of,
+)
 
 # Allowance: torch's default workspace (CUDAContextLight) for each of the threads of forward and backward.
 CUBLAS_MIB = {"sm_80": 2 * 8.125, "sm_90": 2 * 32, "sm_100": 2 * 32}
@@ -203,27 +215,6 @@ def report(timeline: Timeline, meter: Meter, most: int) -> list[str]:
     return text
 
 
-def draw(timeline: Timeline, path: str) -> None:
-    """Memory over the events of the step, a band per piece. Needs matplotlib (the extra `plot`)."""
-    from matplotlib.figure import Figure
-
-    n = len(timeline.events)
-    bands = {piece: [size] * n for piece, size in timeline.base.items()}
-    for b in timeline.blocks:
-        band = bands.setdefault(b.piece, [0] * n)
-        for i in range(b.born, min(n, b.died)):
-            band[i] += b.nbytes
-    plot = Figure(figsize=(9, 4), layout="constrained")
-    ax = plot.subplots()
-    ax.stackplot(range(n), *([size / 2**20 for size in band] for band in bands.values()), labels=bands, step="post")
-    for start, (_, phase) in zip(timeline.starts, timeline.marks, strict=True):
-        ax.axvline(start, color="black", linewidth=0.5)
-        ax.text(start, ax.get_ylim()[1], phase, va="bottom")
-    ax.set(xlabel="allocations and frees of one step, in order", ylabel="MiB, simulated", xlim=(0, n))
-    ax.legend(loc="upper left", fontsize="small")
-    plot.savefig(path)
-
-
 def try_plot(path: str) -> None:
     """Writes an empty figure. ValueError, one line, where that fails."""
     try:
@@ -256,7 +247,7 @@ def run(own: argparse.Namespace, c: flags.Config) -> tuple[flags.Config, Timelin
     allowed = f"; with {more:g} for cuBLAS {mib(top + more * 2**20)}" * bool(more)
     print(f"simulated, not measured: {mib(top)} MiB{allowed}")
     if own.plot:
-        draw(timeline, own.plot)
+        draw(timeline, own.plot, "MiB, simulated")
     return c, timeline, meter
 
 

@@ -232,6 +232,46 @@ def lines(timeline: Timeline, notes: Iterable[str] = (), step: int = 1) -> list[
     return [*text, *notes]
 
 
+def draw(timeline: Timeline, path: str, label: str = "MiB") -> None:
+    """Memory over the events of the step, a band per piece, for a column of a paper. Needs matplotlib."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    n, bands = len(timeline.events), {}
+    for piece in PIECES:
+        change = [timeline.base.get(piece, 0)] + [0] * n
+        for b in timeline.blocks if piece != OTHER else ():
+            if b.piece == piece:
+                change[b.born] += b.nbytes
+                change[min(n, b.died)] -= b.nbytes
+        if any(change):
+            bands[piece] = [size / 2**20 for size in accumulate(change[:n])]
+    how = {"font.size": 8, "legend.fontsize": 7, "hatch.linewidth": 0.4, "svg.fonttype": "none", "svg.hashsalt": "a"}
+    with matplotlib.rc_context(how):
+        plot = Figure(figsize=(3.4, 3.1 + 0.08 * len(bands)), layout="constrained")
+        ax = plot.subplots()
+        for i, area in enumerate(ax.stackplot(range(n), *bands.values(), labels=bands, step="post")):
+            grey, hatch = ("0.3", "0.75", "0.5", "0.95")[i % 4], ("", "....", "////", "xxxx")[(i + i // 4) % 4]
+            area.set(facecolor=grey, hatch=hatch, edgecolor="white" if grey < "0.4" else "0.1", linewidth=0.2)
+        ax.set(xlabel="allocations and frees of one step, in order", ylabel=label, xlim=(0, max(1, n - 1)))
+        for start, (_, phase) in zip(timeline.starts, timeline.marks, strict=True):
+            ax.axvline(start, color="black", linewidth=0.7, linestyle=":")
+            words = dict(fwd="forward", bwd="backward", step="optimizer")[phase]
+            ax.annotate(words, (start, 1), (1, 2), ax.get_xaxis_transform(), "offset points", fontsize=7)
+        plot.legend(loc="outside lower center", ncols=2)
+        plot.savefig(path, dpi=300, metadata={"Date": None} if path.endswith(".svg") else {})
+
+
+def drawn(timeline: Timeline, stem: str) -> list[str]:
+    """STEM.svg and STEM.png, written; or a line that says why not. Ends no run."""
+    try:
+        for path in (paths := [f"{stem}.svg", f"{stem}.png"]):
+            draw(timeline, path)
+        return paths
+    except Exception as e:  # no matplotlib, a full disk
+        return [f"no figure of memory: {e}"]
+
+
 def _where(names: list[str], following: str, module: str) -> str:
     """Where an event is, in words: the ranges around it, outermost first; the op that starts after it; its module."""
     node = next((n.removeprefix(NODE) for n in names if n.startswith(NODE)), "")

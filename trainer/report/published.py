@@ -31,10 +31,17 @@ REMARKS = {
 
 
 def read(paths: list[Path]) -> list[dict]:
-    """Every row of JSONL files, in order, with its `file`; lines cut short are passed over. ValueError: no file."""
+    """Every row of JSONL files, in order, with its `file` and, where it has logged steps, their file, `history`; lines
+    cut short are passed over. ValueError: no file."""
     if missing := [path for path in paths if not path.is_file()]:
         raise ValueError(f"no file {missing[0]}: ./launch.sh sweep AXIS writes one, --results names others")
-    return [whole(row) | {"file": path.name} for path in paths for row in read_jsonl(path)]
+    return [whole(row) | {"file": path.name} | steps_of(path, row) for path in paths for row in read_jsonl(path)]
+
+
+def steps_of(path: Path, row: dict) -> dict[str, str]:
+    """{"history": FILE} of a row in the file `path`, if there is such a file."""
+    steps = path.with_suffix(".steps") / f"{Path(str(row.get('run'))).name}.jsonl"
+    return {"history": str(steps)} if steps.is_file() else {}
 
 
 def whole(row: dict) -> dict:

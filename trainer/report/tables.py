@@ -1,29 +1,21 @@
-"""Result rows as Markdown tables beside the published figures of reference/, and as plots. Imports no torch.
+"""Result rows as Markdown tables beside the published figures of reference/. Imports no torch.
 
-    python -m trainer.experiments.report seqlen depth      rows of runs/sweep-AXIS.jsonl and runs/sweep-all.jsonl
-    python -m trainer.experiments.report --plots plots     every axis that has rows; SVG files as well (plots.py)
-    python -m trainer.experiments.report a.jsonl b.jsonl   equal settings of two files, or of two commits in --results
-    python -m trainer.experiments.report --wandb online    gives tables and plots to W&B, as an artifact
-    python -m trainer.experiments.report --check           the marked tables of README, NOTES, docs; --write mends
+    about, table = section("depth", published.read([Path("runs/sweep-depth.jsonl")]), small=False)
 
-`<!-- report: LAYOUT FILE... [--small] -->` marks the table below it. LAYOUT: an axis, or one of LAYOUTS below.
-Exit codes: 0, 1 a marked table differs, 2 bad input.
+A table is of an axis of a sweep, or of one of LAYOUTS.
 """
 
-import argparse
-import importlib
 import itertools
 import json
-import re
-import sys
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
 from trainer.costs import kept_per_block
 from trainer.distributed.terminal import grouped, markdown
-from trainer.experiments import published, sweep
-from trainer.experiments.logging import log_tables
+from trainer.experiments import sweep
+from trainer.report import published
+from trainer.report.history import curves_of, setting
 
 MS = "step ms, median [min-max]"
 # Title, key and digits of our figure; key and title of the published one. Resident and allocated never share a column.
@@ -36,7 +28,6 @@ METRICS = (
     ("HFU %", "hfu", 1, None, None),
     ("loss", "loss", 4, None, None),
 )
-MARK = re.compile(r"^<!-- report: (.+) -->\n(?P<table>(?:\|.*\n?)*)", re.MULTILINE)
 Columns = list[tuple[str, list[str]]]
 Entries = list[tuple[tuple, dict | None, dict | None]]
 
@@ -262,10 +253,23 @@ def published_peaks(rows: list[dict]) -> tuple[list[dict], Columns]:
     return rows, [*columns, ("moment of the peak", [row["moment"] for row in rows])]
 
 
+def loss(rows: list[dict]) -> tuple[list[dict], Columns]:
+    """Runs with logged steps: what tells their settings apart, and their last losses, also on held-out data."""
+    rows = [row for row, _ in curves_of(rows)]
+    settings = [setting(row) for row in rows]
+    apart = [k for k in settings[0] if len({str(each.get(k)) for each in settings}) > 1] if rows else []
+    columns = [("run", [row["run"] for row in rows])]
+    columns += [(name, [str(each.get(name)) for each in settings]) for name in apart] + where(rows) + outcomes(rows)
+    columns += [("steps", [str(published.setting(row, "steps")) for row in rows])] * ("steps" not in apart)
+    for title, key in (("loss", "loss"), ("held-out loss", "eval_loss"), ("bits per byte", "eval_bpb")):
+        columns += column(rows, title, key, 4)
+    return rows, columns
+
+
 # Where there is no row for wrappers or attention, they are the axes of that name.
 LAYOUTS = {"compile": compile_modes, "ladder": ladder, "compile-depth": compile_depth, "baselines": baselines,
            "wrappers": lambda rows: baselines(rows, split=True), "attention": attention, "peaks": peaks,
-           "published-peaks": published_peaks, "links": links, "collectives": collectives}  # fmt: skip
+           "published-peaks": published_peaks, "links": links, "collectives": collectives, "loss": loss}  # fmt: skip
 
 
 def about(name: str, ours: list[dict], found: Entries) -> str:
@@ -310,48 +314,6 @@ def section(name: str, rows: list[dict], small: bool) -> tuple[str, str]:
     return about(name, [o for _, o, _ in found if o], found), markdown(axis_columns(name, found))
 
 
-def difference(old: list[str], new: list[str]) -> tuple[int, str] | None:
-    """Index of the first line that differs, and how its first differing cell does."""
-    for i, (a, b) in enumerate(itertools.zip_longest(old, new)):
-        if a is None or b is None:
-            return i, f"{len(old)} lines where the rows give {len(new)}"
-        for title, x, y in itertools.zip_longest(new[0].split("|"), a.split("|"), b.split("|")):
-            if x != y:
-                title, x, y = (str(text or "").strip() for text in (title, x, y))
-                return i, f"column '{title}' has '{x}' where the rows give '{y}'"
-    return None
-
-
-def documents() -> list[Path]:
-    """The files of the current folder whose marked tables are checked."""
-    found = Path("README.md"), Path("NOTES.md"), *sorted(Path("docs").glob("*.md"))
-    return [path for path in found if path.is_file()]
-
-
-def check(documents: list[Path], write: bool = False) -> tuple[int, list[str]]:
-    """(number of marked tables, a line for each that its rows contradict). `write` corrects. ValueError: a bad mark."""
-    count, differing = 0, []
-    for document in documents:
-        old, new, end = document.read_text(), "", 0
-        for mark in MARK.finditer(old):
-            line, words = old.count("\n", 0, mark.start()) + 1, mark[1].split()
-            name, *files = [word for word in words if word != "--small"]
-            try:
-                check_name(name)
-                root = document.parent.parent if document.parent.name == "docs" else document.parent
-                rows = published.read([root / file for file in files])
-                table = section(name, rows, "--small" in words)[1]
-            except ValueError as error:
-                raise ValueError(f"{document}:{line}: {error}") from None
-            if found := difference(mark["table"].splitlines(), table.splitlines()):
-                differing.append(f"{document}:{line + 1 + found[0]}: {name}: {found[1]}")
-            new += f"{old[end : mark.start('table')]}{table}\n"
-            count, end = count + 1, mark.end()
-        if write and new + old[end:] != old:
-            document.write_text(new + old[end:])
-    return count, differing
-
-
 def compared(sides: list[str], files: list[Path]) -> str:
     """Markdown, a line for each setting that both sides have: their figures and the second's over the first's; of step
     times also the least and the most that both ranges allow. ValueError where they share none."""
@@ -370,78 +332,3 @@ def compared(sides: list[str], files: list[Path]) -> str:
             columns += [(f"{title}, {side}", text) for side, text in zip(sides, texts, strict=True)]
             columns += [("ratio", [published.ratio(first[key], second[key], name) for key in both])] * (name != "loss")
     return markdown(columns)
-
-
-def report(args: argparse.Namespace) -> None:
-    """Print tables, write plots; both to W&B if asked. Raises ValueError where an axis that was named, or every axis,
-    has no row."""
-    plots = importlib.import_module("trainer.experiments.plots") if args.plots else None
-    named, printed, files = [name for name in args.axis if name != "all"], [], {}
-    for name in named:
-        check_name(name)
-    for name in named or sweep.axes():
-        defaults = [Path(f"runs/sweep-{stem}{'-small' * args.small}.jsonl") for stem in ("all", name)]
-        there = [path for path in defaults if path.is_file()]
-        rows = published.read(args.results or there or defaults[1:] * bool(named))
-        try:
-            text = "\n\n".join(section(name, rows, args.small))
-        except ValueError:
-            if named:
-                raise
-            continue
-        print(text, end="\n\n")
-        files[f"{name}.md"] = f"{text}\n".encode()
-        printed += [row for row in rows if row not in printed]
-        if plots and name in sweep.axes():
-            drawn = plots.axis(name, published.entries(name, rows, args.small), args.plots)
-            print(*drawn, sep="\n", end="\n\n")
-            files |= {path.name: path.read_bytes() for path in drawn}
-    if not printed:
-        where = " ".join(map(str, args.results)) or f"runs/sweep-*{'-small' * args.small}.jsonl"
-        raise ValueError(f"no row of any axis in {where}{'' if args.small else ' (at small sizes: --small)'}")
-    if plots:
-        drawn = [*plots.fronts(printed, args.plots), *plots.overlap(printed, args.plots)]
-        print(*drawn, sep="\n")
-        files |= {path.name: path.read_bytes() for path in drawn}
-    if args.wandb != "off":
-        group = f"sweep-{named[0] if len(named) == 1 else 'all'}{'-small' * args.small}"
-        log_tables({}, Path("runs/report.jsonl"), args.wandb, args.group or group, files=files)
-
-
-def main(argv: list[str] | None = None) -> int:
-    """The command line; returns the exit code, or ends the process with 2 for bad input."""
-    parser = argparse.ArgumentParser(prog="report", allow_abbrev=False, description=__doc__.split("\n")[0])
-    names = f"all, an axis, {', '.join(LAYOUTS)}; two files or commits are compared"
-    parser.add_argument("axis", nargs="*", metavar="AXIS", help=names)
-    parser.add_argument("--results", nargs="+", type=Path, default=[], metavar="FILE", help="JSONL files of rows")
-    parser.add_argument("--small", action="store_true", help="the axes at their sizes for a CPU")
-    parser.add_argument("--plots", type=Path, metavar="DIR", help="write plots (SVG) there; needs matplotlib")
-    parser.add_argument("--wandb", choices=("off", "offline", "online"), default="off", help="tables and plots, too")
-    parser.add_argument("--group", help="of the run in W&B (default: that of the axis's sweep)")
-    parser.add_argument("--check", action="store_true", help="compare the marked tables of README, NOTES and docs/")
-    parser.add_argument("--write", action="store_true", help="put the marked tables right")
-    args = parser.parse_args(argv)
-    try:
-        others = args.axis or args.results or args.small or args.plots or args.group or args.wandb != "off"
-        if (args.check or args.write) and others:
-            raise ValueError("--check and --write stand alone: the marks in the documents name layouts and rows")
-        if len(args.axis) == 2 and all(Path(a).is_file() or re.fullmatch("[0-9a-f]{7,40}", a) for a in args.axis):
-            print(compared(args.axis, args.results or sorted(Path("runs").glob("*.jsonl"))))
-            return 0
-        if not args.check and not args.write:
-            report(args)
-            return 0
-        count, differing = check(documents(), args.write)
-        if not count:
-            raise ValueError("no marked table in README.md, NOTES.md and docs/*.md here")
-        done = "rewritten" if args.write else "differ"
-        print(*differing, f"{count} marked tables, {len(differing)} {done}", sep="\n")
-        return 1 if differing and not args.write else 0
-    except ValueError as error:
-        parser.exit(2, f"report: {error}\n")
-    except ImportError as error:  # matplotlib
-        parser.exit(2, f"report: --plots: {error}: pip install matplotlib, or the extra plot\n")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,141 @@
+"""What --profile leaves can be read: a trace has forward, backward and optimizer as ranges, in them the model's blocks
+by name, in these collectives with the names of the blocks whose parameters they move; unprofiled steps have none.
+
+    pytest tests/test_trace.py                  # about 15 s; one process, ranks are simulated
+    pytest tests/test_trace.py -m slow          # compiled by Inductor: about 90 s of CPU
+"""
+
+import gzip
+import json
+
+import pytest
+import torch
+from torch._inductor.codecache import PyCodeCache
+from torch._inductor.graph import GraphLowering
+
+import simple_fsdp
+from trainer.profiling import timing
+
+pytestmark = pytest.mark.usefixtures("isolated")
+PLAIN = GraphLowering.compile_to_module, simple_fsdp._Gather.forward, simple_fsdp._Reduce.forward
+
+
+def nested(path, number):
+    """{(name of a range, .., name of the one inside)} of a step in a trace, without the ranges of DDP's module."""
+    events = json.loads(gzip.open(path).read())["traceEvents"]
+    events = [e for e in events if e.get("ph") == "X" and e.get("cat") == "user_annotation"]
+    events = [e for e in events if not e["name"].startswith("DistributedDataParallel")]
+    events.sort(key=lambda e: (e["ts"], -e["dur"]))
+    (step,) = (e for e in events if e["name"] == f"step {number}")
+    found, open_ = [], []
+    for e in events:
+        if step["ts"] < e["ts"] < step["ts"] + step["dur"]:
+            open_ = [each for each in open_ if e["ts"] + e["dur"] <= each["ts"] + each["dur"]]
+            open_.append(e)
+            found.append(tuple(each["name"] for each in open_))
+    return found
+
+
+@pytest.fixture
+def traced(train, tmp_path):
+    """A run of 9 steps, of which it profiles three: what its trace holds of the last of these."""
+
+    def run(*argv):
+        torch._dynamo.utils.counters.clear()
+        done = train("--profile", tmp_path / "traces", "--depth", 2, "--steps", 9, *argv)
+        assert done.code == 0 and done.row["n"] == 3, done.err  # neither warm-up nor what is profiled is timed
+        assert (GraphLowering.compile_to_module, simple_fsdp._Gather.forward, simple_fsdp._Reduce.forward) == PLAIN
+        assert timing.TAG not in torch.compiler.config.cache_key_tag
+        return nested(tmp_path / "traces/rank0.trace.json.gz", 5)
+
+    return run
+
+
+def assert_named(found, places=("emb", "blocks.0", "blocks.1", "norm", "head")):
+    for place in places:
+        assert ("forward", place) in found, place
+    for phase in ("forward", "backward"):
+        blocks = [names[1] for names in found if names[0] == phase and len(names) == 2 and names[1].startswith("block")]
+        assert [*dict.fromkeys(blocks)] == sorted({*blocks}, reverse=phase == "backward") == (
+            ["blocks.0", "blocks.1"] if phase == "forward" else ["blocks.1", "blocks.0"])  # fmt: skip
+    assert ("optimizer",) in found
+
+
+def named(found, phase, what):
+    """What follows `what` in the names of the collectives of a phase."""
+    ends = [names[-1] for names in found if names[0] == phase]
+    return {name.removeprefix(what).strip() for name in ends if name.startswith(what)}
+
+
+def test_an_eager_step_names_phases_blocks_and_collectives(traced):
+    found = traced("--world", 4)
+    assert_named(found)
+    for block in ("blocks.0", "blocks.1"):
+        assert ("forward", block, f"all-gather {block}", "sim::all_gather[4]") in found
+        assert ("backward", block, f"all-gather {block}", "sim::all_gather[4]") in found
+        assert ("backward", block, f"reduce {block}", "sim::reduce_scatter[4]") in found
+    assert named(found, "forward", "all-gather") == {"emb, norm", "blocks.0", "blocks.1", "head"}
+
+
+@pytest.mark.parametrize("argv", [["--remat", "block"], ["--wrapper", "fsdp2"], ["--wrapper", "ddp"],
+                                  ["--wrapper", "none"], ["--grad-accum", 2, "--batch", 1]], ids=str)  # fmt: skip
+def test_other_eager_steps_are_named_too(traced, argv):
+    assert_named(traced(*argv))
+
+
+def test_only_profiled_steps_have_ranges_and_none_is_left(train, tmp_path, monkeypatch):
+    seen, steps, call = [], [], timing.Track.to
+    monkeypatch.setattr(timing.Track, "to", lambda track, *args: (seen.append(len(steps)), call(track, *args))[1])
+    plain = timing.StepTimer.step
+    counted = lambda timer, excluded: (steps.append(excluded), plain(timer, excluded))[1]  # noqa: E731
+    monkeypatch.setattr(timing.StepTimer, "step", counted)
+    done = train("--steps", 8)
+    assert done.code == 0 and not seen
+    steps.clear()
+    assert train("--steps", 8, "--profile", tmp_path / "traces").code == 0
+    assert {*seen} == {4, 5, 6} and steps == [True] * 6 + [False] * 2
+
+
+def test_lines_of_generated_code_stand_in_ranges_of_their_buffers():
+    import ast
+
+    noted = {"buf0": ["blocks.0", ""], "buf1": ["", "all-gather blocks.1"], "buf3": ["blocks.1", ""]}
+    code = """
+buf0 = empty_strided_cpu((4,), (1,), torch.float32)
+extern_kernels.mm(a, b, out=buf0)
+with device:
+    buf1 = torch.ops._c10d_functional.all_gather_into_tensor.default(buf0, 4, '0')
+    assert_size_stride(buf1, (8,), (1,), 'torch.ops._c10d_functional.all_gather_into_tensor.default')
+    torch.ops._c10d_functional.wait_tensor.default(buf1)
+    cpp_fused_1(buf0, buf3)
+    del buf0
+return (buf3,)
+"""
+    lines = ast.unparse(ast.Module(timing._with_ranges(ast.parse(code).body, noted), [])).splitlines()
+    assert [line.strip() for line in lines if "_track" in line] == [
+        "_track.to(1, 'blocks.0')", "_track.to(2, 'all-gather blocks.1')", "_track.to(2, None)",
+        "_track.to(2, 'wait for all-gather blocks.1')", "_track.to(2, None)", "_track.to(1, 'blocks.1')",
+        "_track.to(1, None)"]  # fmt: skip
+    assert [line for line in lines if "_track" not in line] == ast.unparse(ast.parse(code)).splitlines()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["fwdbwd", "blocks"])
+def test_a_compiled_step_names_phases_blocks_and_collectives(traced, mode):
+    found = traced("--world", 4, "--compile", mode)
+    counted = torch._dynamo.utils.counters
+    assert not counted["graph_break"] and counted["stats"]["unique_graphs"] == 1  # names cost no graph of their own
+    assert_named(found, ("blocks.0", "blocks.1", "head"))  # the compiler has fused the embedding with what follows
+    if mode == "blocks":
+        assert {("forward", "blocks.0"), ("backward", "blocks.1")} <= {names[:2] for names in found}
+        return
+    for phase in ("forward", "backward"):
+        gathered = named(found, phase, "all-gather")
+        assert {"blocks.0", "blocks.1"} < gathered and named(found, phase, "wait for all-gather") == gathered
+        assert any(names[-2].startswith("all-gather blocks.1") and names[-1] == "sim::all_gather[4]"
+                   for names in found if names[0] == phase and len(names) > 1)  # fmt: skip
+    reduced = named(found, "backward", "reduce-scatter")
+    assert {"blocks.0", "blocks.1"} < reduced and named(found, "backward", "wait for reduce-scatter") == reduced
+    # The code that runs elsewhere is what Inductor has generated.
+    own = [type(m.runner).call.__code__ for m in PyCodeCache.modules if hasattr(m, "runner")]
+    assert own and not any("_track" in code.co_names for code in own)
