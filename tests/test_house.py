@@ -15,6 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FLOORS = [  # from the bottom; an entry is a module or a package
     ["simple_fsdp", "overlap", "gloo", "lean", "trainer.costs"],
+    ["regions"],
     ["model"],
     ["trainer.distributed"],
     ["trainer.config"],

@@ -11,6 +11,7 @@
 import gzip
 import os
 import re
+import resource
 import statistics
 import subprocess
 import sys
@@ -26,6 +27,13 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from trainer.profiling.memory import Device, dump_snapshot, is_cuda
+
+
+def cpu_seconds() -> float:
+    """Of this process and of children that have ended: the C++ compiler among them with TORCHINDUCTOR_COMPILE_THREADS=1,
+    else it runs in workers that live on."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(u.ru_utime + u.ru_stime for u in used)
 
 
 class StepTimer:
