@@ -12,7 +12,6 @@ normalised by a token count divides by the mean count per rank. Not for use unde
 """
 
 import functools
-import sys
 import threading
 import weakref
 from collections import namedtuple
@@ -23,6 +22,7 @@ from itertools import accumulate, count, islice
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
 from torch.distributed import DeviceMesh, get_backend
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
@@ -30,10 +30,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.weak import WeakTensorKeyDictionary
 
-# All that this file uses of torch's private names: the module of TorchDispatchMode above, the functions below, and the
-# attributes Module._parameters, Tensor._version, Tensor._backward_hooks, Tensor._post_accumulate_grad_hooks,
-# UntypedStorage._cdata, OpOverload._schema, DTensor._local_tensor, DTensor._spec, RNNBase._flat_weights,
-# RNNBase._flat_weights_names, aten._is_any_true. A test of each says which is missing.
+# All that this file uses of torch's private names: the modules of is_fake and TorchDispatchMode above, the functions
+# below, and the attributes Module._parameters, Tensor._version, Tensor._backward_hooks, UntypedStorage._cdata,
+# Tensor._post_accumulate_grad_hooks, OpOverload._schema, DTensor._local_tensor, DTensor._spec, RNNBase._flat_weights,
+# RNNBase._flat_weights_names, aten._is_any_true. A test of each says which is missing. Not documented: what
+# get_proxy_mode gives, and the meta of a graph's nodes.
 _c10d = torch.ops._c10d_functional
 _top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _modes = torch._C._len_torch_dispatch_stack  # how many dispatch modes are on
@@ -99,12 +100,12 @@ class _Gather(torch.autograd.Function):
     """Parameters, alike in dtypes, mesh and placements -> whole plain tensors in `dtype`, by one all-gather."""
 
     @staticmethod
-    def forward(ctx, call: "_Call | None", dtype: torch.dtype, reduce_dtype: torch.dtype, *params: DTensor):
+    def forward(ctx, call: "_Call | bool | None", dtype: torch.dtype, reduce_dtype: torch.dtype, *params: DTensor):
         ctx.call, ctx.reduce_dtype, ctx.params = call and weakref.ref(call), reduce_dtype, params
         ctx.set_materialize_grads(False)
         (sharded, ranks, group), wholes = _over(params[0], -1), [p._local_tensor.to(dtype) for p in params]
-        if sharded and ranks > 1 and call is None and type(wholes[0]) is not Tensor and not get_proxy_mode():
-            wholes = [t.new_empty(p.shape) for t, p in zip(wholes, params, strict=True)]  # a compiler asks for shapes
+        if call is False:  # only shapes are asked for
+            wholes = [t.new_empty(p.shape) for t, p in zip(wholes, params, strict=True)]
         elif sharded and ranks > 1:
             wholes = [_padded(t, -(-len(p) // ranks)) for t, p in zip(wholes, params, strict=True)]
             wholes = _together(wholes, 1, ranks, _c10d.all_gather_into_tensor, ranks, group)
@@ -163,14 +164,13 @@ _VERSION = hash(int.from_bytes(_loader.get_data(__file__))) if hasattr(_loader, 
 
 @torch.library.impl(_library, _NAME, "CompositeImplicitAutograd")
 def _gather_one(p: DTensor, dtype: torch.dtype, reduce_dtype: torch.dtype, again: bool) -> Tensor:
-    """again: notes on the nodes of AOTAutograd's graph, as an activation checkpoint would, that backward gathers again;
-    else that the gathered weight is kept, even where a checkpoint around the module would gather it again."""
-    nodes = mode.tracer.graph.nodes if (mode := get_proxy_mode()) else ()
-    before, whole = len(nodes), _Gather.apply(None, dtype, reduce_dtype, p)[0]
-    for node in islice(reversed(nodes), len(nodes) - before) if nodes else ():
+    if (mode := get_proxy_mode()) is None:  # before AOTAutograd makes its graph, Dynamo and it ask for the shape
+        return _Gather.apply(False if is_fake(p._local_tensor) else None, dtype, reduce_dtype, p)[0]
+    before, whole = len(nodes := mode.tracer.graph.nodes), _Gather.apply(None, dtype, reduce_dtype, p)[0]
+    for node in islice(reversed(nodes), len(nodes) - before):  # noted as under a checkpoint, or to be kept even there
         keep = not again and node.target is _c10d.wait_tensor.default
         node.meta["recompute"] = CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
-        node.meta.setdefault("ac_graph_id", sys.maxsize)  # the partitioner would keep what is read in a later region
+        node.meta.setdefault("ac_graph_id", 1 << 60)  # of no region before another, whose input would be kept
     return whole
 
 
@@ -275,9 +275,8 @@ def _reader(name: str) -> property:
         try:
             if not _enabled or not isinstance(p, DTensor):  # functional_call puts tensors in the place of parameters
                 return p
-            mp, reshard_after_forward = module._data_parallel
             if compiling:
-                return _gather(p, *_dtypes(p, mp), reshard_after_forward)
+                return _gather(p, *_dtypes(p, module._data_parallel[0]), module._data_parallel[1])
             if _thread.memo is None and _backward_runs() == -1 and not _compiled_code_runs():
                 return p
             memo, key = {} if _thread.memo is None else _thread.memo, _key(p)  # nothing would free what a memo holds

@@ -171,6 +171,7 @@ PRIVATE = {
     "DTensor._op_dispatcher": lambda: DTensor._op_dispatcher,
     "_op_dispatcher._custom_op_handlers": lambda: DTensor._op_dispatcher._custom_op_handlers.items(),
     "aten._is_any_true": lambda: torch.ops.aten._is_any_true.default,
+    "torch._subclasses": lambda: torch._subclasses.fake_tensor.is_fake(torch.empty(0)),
     "torch.utils._python_dispatch": lambda: torch.utils._python_dispatch.TorchDispatchMode,
     "torch.ops._c10d_functional": lambda: torch.ops._c10d_functional.wait_tensor.default,
     "Module._parameters": lambda: nn.Linear(1, 1)._parameters["weight"],

@@ -30,8 +30,8 @@ from trainer.profiling.memory import Device, dump_snapshot, is_cuda
 
 
 def cpu_seconds() -> float:
-    """Of this process and of children that have ended: the C++ compiler among them with TORCHINDUCTOR_COMPILE_THREADS=1,
-    else it runs in workers that live on."""
+    """Of this process and of children that have ended: with TORCHINDUCTOR_COMPILE_THREADS=1 also the C++ compiler,
+    which else runs in workers that live on."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(u.ru_utime + u.ru_stime for u in used)
 
