@@ -142,9 +142,9 @@ class System:
     """Parameters smaller than this (MiB, in the dtype in which they are stored) are replicated instead of sharded."""
     compile: Literal["none", "blocks", "model", "fwdbwd", "regions", "step"] = "fwdbwd"
     """none: eager. blocks: one compiled block that all blocks share; nothing is prefetched across blocks. model: the
-    model as one graph, the loss eager. fwdbwd: one graph for forward and loss, one for backward and, on a GPU, one for
-    the optimizer; recommended. regions: the same graphs, in which equal blocks are compiled once: deep models start
-    sooner; torch 2.13. step: the whole training step as one graph; needs torch 2.13 and --grad-accum 1."""
+    model as one graph, the loss eager. fwdbwd: one graph for forward and loss, one for backward, on a GPU one for the
+    optimizer; recommended. regions: as fwdbwd, but equal blocks are one subgraph, so deep models compile sooner; torch
+    2.13. step: the whole training step as one graph; needs torch 2.13 and --grad-accum 1."""
     compile_options: tuple[str, ...] = ()
     """Inductor options for the model's graphs, each NAME=VALUE, such as max_autotune=True. They are added to those of
     overlap.py, which bucket collectives per block and start them early; the word plain leaves those out."""
@@ -350,8 +350,7 @@ def _step_misfits(c: Config) -> list[tuple]:
          f"on a CPU torch cannot compile it over shards (--compile {c.compile}); use --compile none"),
         ("ahead", c.ahead < 1 and (c.compile in ("none", "blocks") or "plain" in c.compile_options),
          f"moves nothing of --compile {c.compile}; use it with fwdbwd, model or step, without plain"),
-        ("compile_options", c.compile == "regions" and "plain" in c.compile_options,
-         "plain leaves out what --compile regions consists of; use --compile fwdbwd"),
+        ("compile_options", c.compile == "regions" and "plain" in c.compile_options, "plain has no --compile regions"),
         # Refused steps, and the optimizer inside backward
         ("max_skips", c.nonfinite == "stop" and c.max_skips != Training.max_skips, "needs --nonfinite skip"),
         ("norm_limit", early and c.norm_limit, too_late),
