@@ -275,8 +275,9 @@ def _reader(name: str) -> property:
         try:
             if not _enabled or not isinstance(p, DTensor):  # functional_call puts tensors in the place of parameters
                 return p
+            mp, reshard_after_forward = module._data_parallel
             if compiling:
-                return _gather(p, *_dtypes(p, module._data_parallel[0]), module._data_parallel[1])
+                return _gather(p, *_dtypes(p, mp), reshard_after_forward)
             if _thread.memo is None and _backward_runs() == -1 and not _compiled_code_runs():
                 return p
             memo, key = {} if _thread.memo is None else _thread.memo, _key(p)  # nothing would free what a memo holds
