@@ -22,8 +22,8 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from overlap import GATHER, REDUCE, SCATTER, WAIT, Overlap, passes
 
-# All private names of torch that this file uses: the module of CustomGraphPass, OpOverload._schema and, of a storage,
-# _cdata. Torch does not document FakeTensor.fake_mode, nor the keys of a node's meta that are read and set below.
+# All private names of torch that this file uses: the module of CustomGraphPass, torch._ops, OpOverload._schema and, of
+# storages, _cdata. Not documented: FakeTensor.fake_mode, and the keys of a node's meta that are read and set below.
 CALL = torch.ops.higher_order.invoke_subgraph
 RESHAPE = torch.ops.aten.reshape.default  # a view or a copy
 FEWEST = 2  # operations, views aside, that are worth a call
@@ -97,7 +97,7 @@ def is_pure(n: fx.Node) -> bool:
     if not isinstance(n.target, torch._ops.OpOverload) or n.target._schema.is_mutable:
         return False
     draws = torch.Tag.nondeterministic_seeded in n.target.tags and "attention" not in n.target._schema.name
-    return not draws and n.target.namespace != "_c10d_functional"
+    return not draws and "c10d" not in n.target.namespace
 
 
 def may_alias(n: fx.Node) -> bool:

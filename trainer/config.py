@@ -350,7 +350,7 @@ def _step_misfits(c: Config) -> list[tuple]:
          f"on a CPU torch cannot compile it over shards (--compile {c.compile}); use --compile none"),
         ("ahead", c.ahead < 1 and (c.compile in ("none", "blocks") or "plain" in c.compile_options),
          f"moves nothing of --compile {c.compile}; use it with fwdbwd, model or step, without plain"),
-        ("compile_options", c.compile == "regions" and "plain" in c.compile_options, "plain has no --compile regions"),
+        ("compile_options", c.compile == "regions" and "plain" in c.compile_options, "leave out plain with regions"),
         # Refused steps, and the optimizer inside backward
         ("max_skips", c.nonfinite == "stop" and c.max_skips != Training.max_skips, "needs --nonfinite skip"),
         ("norm_limit", early and c.norm_limit, too_late),
