@@ -152,18 +152,22 @@ def compile_options(model: nn.Module, blocks: Sequence[str] | None = None, cap_m
     ahead: the part of a block's FLOPs that a collective has to hide behind. 1: a gather starts when the one before has
     arrived, a reduction is waited for when the next one starts. Less takes less memory, and needs a faster network.
     Raises ValueError if a name is no module of `model`. Warns, while compiling, of a graph without any block."""
+    return passes(model, blocks, cap_mib, whole_step, ahead)[1]
+
+
+def passes(model: nn.Module, blocks=None, cap_mib=128.0, whole_step=False, ahead=1.0) -> tuple["Overlap", dict]:
+    """What moves the collectives, and compile_options, of which it is a part on several ranks."""
     modules = dict(model.named_modules())
     if missing := [name for name in blocks or () if name not in modules]:
         raise ValueError(f"blocks: {', '.join(missing)}: no such module, there are {', '.join(list(modules)[1:])}")
     blocks = blocks_of(model) if blocks is None else blocks
-    if not any(p.device_mesh.size() > 1 for p in model.parameters() if isinstance(p, DTensor)):
-        return {}
     first, places = {module: name for name, module in modules.items()}, {}
     for name, module in model.named_modules(remove_duplicate=False):  # a shared module lies where its first name does
         around = [block for block in blocks if f"{first[module]}.".startswith(f"{block}.")]
         places[words_of(name)] = max(around, key=len, default="")
     moves = Overlap(tuple(blocks), places, cap_mib, whole_step, ahead)
-    return dict(post_grad_custom_post_pass=moves, reorder_for_peak_memory=False)
+    several = any(p.device_mesh.size() > 1 for p in model.parameters() if isinstance(p, DTensor))
+    return moves, dict(post_grad_custom_post_pass=moves, reorder_for_peak_memory=False) if several else {}
 
 
 def words_of(path: str) -> tuple[str, ...]:

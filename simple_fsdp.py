@@ -18,19 +18,22 @@ from collections import namedtuple
 from collections.abc import Iterable
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from itertools import accumulate, count
+from itertools import accumulate, count, islice
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
 from torch.distributed import DeviceMesh, get_backend
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.weak import WeakTensorKeyDictionary
 
-# All that this file uses of torch's private names: the functions below, and the attributes Module._parameters,
-# Tensor._base, Tensor._version, Tensor._backward_hooks, Tensor._post_accumulate_grad_hooks, UntypedStorage._cdata,
-# OpOverload._schema, DTensor._local_tensor, DTensor._spec, RNNBase._flat_weights, RNNBase._flat_weights_names,
-# aten._is_any_true. A test of each says which is missing.
+# All that this file uses of torch's private names: the module of is_fake, the functions below, and the attributes
+# Module._parameters, Tensor._base, Tensor._version, Tensor._backward_hooks, Tensor._post_accumulate_grad_hooks,
+# UntypedStorage._cdata, OpOverload._schema, DTensor._local_tensor, DTensor._spec, RNNBase._flat_weights,
+# RNNBase._flat_weights_names, aten._is_any_true. A test of each says which is missing. Not documented: what
+# get_proxy_mode gives, and the meta of a graph's nodes.
 _c10d = torch.ops._c10d_functional
 _top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _modes = torch._C._len_torch_dispatch_stack  # how many dispatch modes are on
@@ -100,11 +103,13 @@ class _Gather(torch.autograd.Function):
     """Parameters, alike in dtypes, mesh and placements -> whole plain tensors in `dtype`, by one all-gather."""
 
     @staticmethod
-    def forward(ctx, call: "_Call | None", dtype: torch.dtype, reduce_dtype: torch.dtype, *params: DTensor):
+    def forward(ctx, call: "_Call | bool | None", dtype: torch.dtype, reduce_dtype: torch.dtype, *params: DTensor):
         ctx.call, ctx.reduce_dtype, ctx.params = call and weakref.ref(call), reduce_dtype, params
         ctx.set_materialize_grads(False)
         (sharded, ranks, group), wholes = _over(params[0], -1), [p._local_tensor.to(dtype) for p in params]
-        if sharded and ranks > 1:
+        if call is False:  # only shapes are asked for
+            wholes = [t.new_empty(p.shape) for t, p in zip(wholes, params, strict=True)]
+        elif sharded and ranks > 1:
             wholes = [_padded(t, -(-len(p) // ranks)) for t, p in zip(wholes, params, strict=True)]
             wholes = _together(wholes, 1, ranks, _c10d.all_gather_into_tensor, ranks, group)
             wholes = [_fit(t, p.shape) for t, p in zip(wholes, params, strict=True)]
@@ -155,21 +160,22 @@ class _Reduce(torch.autograd.Function):
 # copy of this file has one of another name.
 _library, _loader = torch.library.Library("simple_fsdp", "FRAGMENT"), globals().get("__loader__")
 _NAME = next(name for i in count() if not hasattr(torch.ops.simple_fsdp, name := f"gather_{i}"))
-_NAME = _library.define(f"{_NAME}(Tensor p, ScalarType dtype, ScalarType reduce_dtype) -> Tensor")
+_NAME = _library.define(f"{_NAME}(Tensor p, ScalarType dtype, ScalarType reduce_dtype, bool again) -> Tensor")
 _gather = getattr(torch.ops.simple_fsdp, _NAME).default
 _VERSION = hash(int.from_bytes(_loader.get_data(__file__))) if hasattr(_loader, "get_data") else id(_library)
 
 
 @torch.library.impl(_library, _NAME, "CompositeImplicitAutograd")
-def _gather_one(p: DTensor, dtype: torch.dtype, reduce_dtype: torch.dtype) -> Tensor:
-    return _Gather.apply(None, dtype, reduce_dtype, p)[0]
+def _gather_one(p: DTensor, dtype: torch.dtype, reduce_dtype: torch.dtype, again: bool) -> Tensor:
+    if (mode := get_proxy_mode()) is None:  # before AOTAutograd makes its graph, Dynamo and it ask for the shape
+        return _Gather.apply(False if is_fake(p._local_tensor) else None, dtype, reduce_dtype, p)[0]
+    before, whole = len(nodes := mode.tracer.graph.nodes), _Gather.apply(None, dtype, reduce_dtype, p)[0]
+    for node in islice(reversed(nodes), len(nodes) - before):  # noted as under a checkpoint, or to be kept even there
+        keep = not again and node.target is _c10d.wait_tensor.default
+        node.meta["recompute"] = CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+        node.meta.setdefault("ac_graph_id", 1 << 60)  # of no region before another, whose input would be kept
+    return whole
 
-
-# Each is an activation checkpoint of its own, so that backward gathers again. With this context the gathered weight is
-# kept instead, even where a checkpoint around the module would gather it again.
-def _keep_gathered():
-    return create_selective_checkpoint_contexts([_c10d.wait_tensor.default])
-_keep_gathered.cache_hash = "simple_fsdp-keep-gathered-1"  # without one, AOTAutograd would not cache the graph
 
 # In eager mode a layer saves its gathered weight for backward; hooks have autograd keep a _GatherAgain instead. The
 # call that gathered it hangs on the storage of the weight, where every view of it finds it and with which it is freed.
@@ -274,9 +280,7 @@ def _reader(name: str) -> property:
                 return p
             mp, reshard_after_forward = module._data_parallel
             if compiling:
-                keep = {} if reshard_after_forward else dict(context_fn=_keep_gathered)
-                how = dict(use_reentrant=False, preserve_rng_state=False, **keep)
-                return checkpoint(lambda p: _gather(p, *_dtypes(p, mp)), p, **how)
+                return _gather(p, *_dtypes(p, mp), reshard_after_forward)
             if _thread.memo is None and _backward_runs() == -1 and not _compiled_code_runs():
                 return p
             memo, key = {} if _thread.memo is None else _thread.memo, _key(p)  # nothing would free what a memo holds

@@ -150,6 +150,7 @@ MISFITS = [  # what is wrong together: argv, world, what the message names
     ("--flex-options here.json", 1, ["--flex-options here.json", "--attn flex"]),
     ("--compile step --grad-accum 2", 1, ["--compile step", "--grad-accum", "2"]),
     ("--compile step --accum-sync last", 1, ["--accum-sync last", "--compile step"]),
+    ("--compile regions --compile-options plain", 1, ["--compile-options", "leave out plain with regions"]),
     ("--compile blocks --ahead 0.1", 1, ["--ahead 0.1", "--compile blocks"]),
     ("--wrapper fsdp2 --compile fwdbwd", 1, ["--wrapper fsdp2", "--compile fwdbwd", "blocks"]),
     ("--wrapper fsdp2 --compile blocks --mode replicate", 1, ["--wrapper fsdp2", "--mode replicate"]),

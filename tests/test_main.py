@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("isolated")
 # DESIGN, "A row"; what depends on the device is that of a CPU
 KEYS = """date commit dirty torch device world wrapper mode compile attn remat remat_ratio loss_kind depth width seqlen
 batch grad_accum param_dtype reduce_dtype flags outcome peak_rss_mib first_step_peak_mib step_ms step_ms_min step_ms_max
-n compile_s tok_s mfu mfu_palm hfu loss skipped eval_loss eval_bpb eval_step""".split()
+n compile_s first_step_cpu_s tok_s mfu mfu_palm hfu loss skipped eval_loss eval_bpb eval_step""".split()
 
 # ----------------------------------------------------------------------------------------------------------- bad data
 

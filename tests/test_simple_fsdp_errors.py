@@ -171,6 +171,7 @@ PRIVATE = {
     "DTensor._op_dispatcher": lambda: DTensor._op_dispatcher,
     "_op_dispatcher._custom_op_handlers": lambda: DTensor._op_dispatcher._custom_op_handlers.items(),
     "aten._is_any_true": lambda: torch.ops.aten._is_any_true.default,
+    "torch._subclasses": lambda: torch._subclasses.fake_tensor.is_fake(torch.empty(0)),
     "torch.ops._c10d_functional": lambda: torch.ops._c10d_functional.wait_tensor.default,
     "Module._parameters": lambda: nn.Linear(1, 1)._parameters["weight"],
     "Tensor._base": lambda: torch.empty(0)._base,
@@ -212,8 +213,8 @@ def test_the_files_to_copy_import_only_torch_and_the_standard_library(file):
     assert {name.split(".")[0] for name in modules} - set(sys.stdlib_module_names) == {"torch"}
 
 
-def test_the_file_has_at_most_502_lines():
-    assert len(SOURCE.splitlines()) <= 502
+def test_the_file_has_at_most_506_lines():
+    assert len(SOURCE.splitlines()) <= 506
 
 
 def test_the_file_does_nothing_at_import():

@@ -140,17 +140,18 @@ class System:
     keep whole gradients in fp32 and reduce them once; least communication."""
     min_shard_mib: float = 0.0
     """Parameters smaller than this (MiB, in the dtype in which they are stored) are replicated instead of sharded."""
-    compile: Literal["none", "blocks", "model", "fwdbwd", "step"] = "fwdbwd"
+    compile: Literal["none", "blocks", "model", "fwdbwd", "regions", "step"] = "fwdbwd"
     """none: eager. blocks: one compiled block that all blocks share; nothing is prefetched across blocks. model: the
-    model as one graph, the loss eager. fwdbwd: one graph for forward and loss, one for backward and, on a GPU, one for
-    the optimizer; recommended. step: the whole training step as one graph; needs torch 2.13 and --grad-accum 1."""
+    model as one graph, the loss eager. fwdbwd: one graph for forward and loss, one for backward, on a GPU one for the
+    optimizer; recommended. regions: as fwdbwd, but equal blocks are one subgraph, so deep models compile sooner; torch
+    2.13. step: the whole training step as one graph; needs torch 2.13 and --grad-accum 1."""
     compile_options: tuple[str, ...] = ()
     """Inductor options for the model's graphs, each NAME=VALUE, such as max_autotune=True. They are added to those of
     overlap.py, which bucket collectives per block and start them early; the word plain leaves those out."""
     ahead: float = 1.0
     """The part of a block's computation that its collectives may hide behind. 1: the next block's weights are gathered
     as soon as this block's have arrived, gradients are reduced during the whole next block. Less holds them for a
-    shorter time, which saves memory, and needs a faster network; for --compile model, fwdbwd and step."""
+    shorter time, which saves memory, and needs a faster network; for --compile model, fwdbwd, regions and step."""
     cuda_graph: bool = False
     """Replay the whole step as one CUDA graph, without any Python in between. It is captured at the third step."""
     deterministic: bool = False
@@ -349,6 +350,7 @@ def _step_misfits(c: Config) -> list[tuple]:
          f"on a CPU torch cannot compile it over shards (--compile {c.compile}); use --compile none"),
         ("ahead", c.ahead < 1 and (c.compile in ("none", "blocks") or "plain" in c.compile_options),
          f"moves nothing of --compile {c.compile}; use it with fwdbwd, model or step, without plain"),
+        ("compile_options", c.compile == "regions" and "plain" in c.compile_options, "leave out plain with regions"),
         # Refused steps, and the optimizer inside backward
         ("max_skips", c.nonfinite == "stop" and c.max_skips != Training.max_skips, "needs --nonfinite skip"),
         ("norm_limit", early and c.norm_limit, too_late),

@@ -52,7 +52,7 @@ class Run:
         self.stages = memory.Stages(device)
         self.timer = timing.StepTimer(device)
         self.environment = timing.environment(device)  # now: the checkout may change while it runs
-        self.first_step_s = self.first_step_mib = None  # until it is done
+        self.first_step_s = self.first_step_cpu_s = self.first_step_mib = None  # until it is done
         self.step_tokens = c.batch * c.grad_accum * c.seqlen  # of one step on one rank
         self.batches = Batches(c.data, global_batch=world * c.batch * c.grad_accum, seqlen=c.seqlen, vocab=c.vocab,
                                seed=c.seed, rank=rank, world=world, hold_out=c.eval_every > 0)  # fmt: skip
@@ -125,13 +125,14 @@ class Run:
 
     def train(self, sinks: Sinks) -> None:
         """Raises Stopped, after saving, when a signal has come to any rank."""
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), timing.cpu_seconds()
         try:
             for k in range(self.first, self.c.steps):
                 self.one_step(k, sinks)
                 if k == self.first:
                     self.finite.flush()  # waits for the step
                     self.first_step_s, self.first_step_mib = time.perf_counter() - start, self.stages.add("first step")
+                    self.first_step_cpu_s = timing.cpu_seconds() - cpu
                     self.watchdog.limit, self.watchdog.begun = self.c.timeout, True
                 if k == min(self.warm, self.c.steps) - 1:
                     memory.reset_peak(self.device)

@@ -25,12 +25,14 @@ from torch import Tensor, nn
 from torch.distributed import _functional_collectives as funcol
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
+import overlap
+import regions
 from model import IGNORE, cross_entropy
-from overlap import blocks_of, compile_options
+from overlap import blocks_of
 from trainer.distributed.terminal import did_you_mean
 from trainer.optimizer import AdamW, local
 
-COMPILE_MODES = ("none", "blocks", "model", "fwdbwd", "step")
+COMPILE_MODES = ("none", "blocks", "model", "fwdbwd", "regions", "step")
 CUDA_GRAPH_WARMUP = 2  # steps that run as they are: they compile, and start cuBLAS, cuDNN and NCCL
 
 
@@ -145,6 +147,7 @@ class Step:
         self.grad_norm = self.bad = None  # until the first step
         self.phase = "fwd"  # "fwd", "bwd" or "step": for the message when memory runs out
         self.watcher: Callable[[str, list[Tensor]], None] | None = None
+        self.regions: Any = None  # mode "regions": the pass that tells what equal blocks share
 
     @contextmanager
     def watched(self, watcher: Callable[[str, list[Tensor]], None]) -> Iterator[None]:
@@ -364,8 +367,8 @@ def make_step(mode: str, model: nn.Module, optimizer: AdamW, *, options: dict | 
     accum_sync ("every" micro-batch or the "last"; the latter needs the wrapper's param_dtype and reduce_dtype),
     norm_limit (a step whose gradient norm is above is refused; 0: none), and Step's between and inspect.
     options: Inductor options on top of overlap.compile_options(ahead=ahead); {"plain": True} leaves those out.
-    in_backward: the optimizer's step is part of backward (modes "none" and "blocks"). compiled_update: in mode fwdbwd;
-    None: on CUDA, since on a CPU the fused kernel is as fast and need not be compiled, which takes a minute.
+    in_backward: the optimizer's step is part of backward (modes "none" and "blocks"). compiled_update: in modes fwdbwd
+    and regions; None: on CUDA, since on a CPU the fused kernel is as fast and need not be compiled, for a minute.
     ValueError for what mode or torch cannot do."""
     check_mode(mode, options)
     if kwargs.get("inspect") is not None and (mode == "step" or in_backward):
@@ -376,13 +379,15 @@ def make_step(mode: str, model: nn.Module, optimizer: AdamW, *, options: dict | 
     logging.getLogger("torch._higher_order_ops.wrap").addFilter(lambda r: "context_fn is passed" not in str(r.msg))
     if mode == "step" and (kwargs.get("grad_accum", 1) > 1 or kwargs.get("accum_sync", "every") != "every"):
         raise ValueError("--compile step: one graph holds one micro-batch; use --compile fwdbwd to accumulate")
-    compiled_update = mode == "fwdbwd" and (optimizer.lr.is_cuda if compiled_update is None else compiled_update)
+    two_graphs = mode in ("fwdbwd", "regions")
+    compiled_update = two_graphs and (optimizer.lr.is_cuda if compiled_update is None else compiled_update)
     optimizer.foreach = optimizer.foreach or mode == "step" or compiled_update
     options = dict(options or {})
     plain = options.pop("plain", False)
 
     def with_overlap(part: nn.Module, **how) -> dict:
-        return ({} if plain else compile_options(part, ahead=ahead, **how)) | options
+        source = regions if mode == "regions" else overlap
+        return ({} if plain else source.compile_options(part, ahead=ahead, **how)) | options
 
     def compiled(name: str, function: Callable, options: dict) -> Callable:
         step.compiled[name] = function, options
@@ -405,7 +410,8 @@ def make_step(mode: str, model: nn.Module, optimizer: AdamW, *, options: dict | 
             block.compile(fullgraph=True, options=options)
     elif mode == "model":
         step.call, step.logits_alone = compiled("model", model, options), True
-    elif mode == "fwdbwd":
+    elif two_graphs:
+        step.regions = options.get("post_grad_custom_post_pass") if mode == "regions" else None
         # Code of its own: Dynamo keeps what it compiled by code object, and would try another model's guards first.
         plain_loss = type(step).loss_sum
         own = types.FunctionType(plain_loss.__code__.replace(), plain_loss.__globals__, plain_loss.__name__)

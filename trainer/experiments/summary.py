@@ -40,6 +40,7 @@ class ToldRun(RunView, Protocol):
     evaluated: dict[str, float | int]  # eval_loss, eval_step and, of bytes, eval_bpb, if it has been evaluated
     peak: dict[str, float | str]  # of memory, before the last evaluation
     first_step_s: float | None
+    first_step_cpu_s: float | None
     first_step_mib: float | None
 
 
@@ -71,7 +72,10 @@ def row(run: ToldRun, outcome: str) -> dict:
     row |= {name: getattr(c, name) for name in shown.split()} | dict(attention=run.attention, flags=flags.setting(c))
     row |= dict(outcome=outcome, cell=os.environ.get("SWEEP_CELL"), skipped=run.finite.skipped)
     row |= dict(resumed_after=run.first or None, compile_s=round(run.first_step_s - seconds, 2) if compiled else None)
+    row["first_step_cpu_s"] = round(run.first_step_cpu_s, 2) if run.first_step_cpu_s is not None else None
     row |= dict.fromkeys(("eval_loss", "eval_bpb", "eval_step")) | run.evaluated
+    if c.compile == "regions":  # calls of each shared subgraph; {}: none, as fwdbwd; None: compiled before, not counted
+        row["regions"] = getattr(run.step.regions, "found", {})
     row |= _peak(run) | dict(first_step_peak_mib=run.first_step_mib) | stats
     row |= dict(tok_s=tok_s, tok_s_rank=tok_s / run.world if tok_s else None)
     if run.collectives is not None:
@@ -81,7 +85,8 @@ def row(run: ToldRun, outcome: str) -> dict:
 
 
 COMPILED = dict(none="the first step", blocks="compiling a block", model="compiling the model",
-                fwdbwd="compiling forward and backward", step="compiling the whole step")  # fmt: skip
+                fwdbwd="compiling forward and backward", regions="compiling forward and backward, equal blocks once",
+                step="compiling the whole step")  # fmt: skip
 
 ASIDE = dict(save=", saving", eval=", evaluating", sample=", writing a sample")
 

@@ -15,6 +15,7 @@ import gzip
 import json
 import os
 import re
+import resource
 import statistics
 import subprocess
 import sys
@@ -35,6 +36,13 @@ from torch.profiler import ProfilerActivity, profile, record_function
 import simple_fsdp
 from overlap import GATHER, REDUCE, SCATTER, blocks_of, module_of, words_of
 from trainer.profiling.memory import Device, dump_snapshot, is_cuda
+
+
+def cpu_seconds() -> float:
+    """Of this process and of children that have ended: with TORCHINDUCTOR_COMPILE_THREADS=1 also the C++ compiler,
+    which else runs in workers that live on."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(u.ru_utime + u.ru_stime for u in used)
 
 
 class StepTimer:

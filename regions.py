@@ -1,0 +1,226 @@
+"""Equal blocks compiled once, in one graph that still overlaps, for simple_fsdp.py. Copy it along with overlap.py.
+
+    step = torch.compile(forward_and_loss, fullgraph=True, options=regions.compile_options(model))
+
+overlap.compile_options has Inductor lower, fuse and write code for every block of a deep model, though they are equal.
+With these options the graph, once its collectives lie where they belong, is cut at them, and stretches that compute the
+same (operations, shapes, strides, dtypes: compared, not assumed) become calls of one subgraph. The order of the graph
+stays, and so do its collectives and what it keeps for backward: all that happens before is the same. What does not
+repeat stays as it is. Tracing by Dynamo and AOTAutograd still takes longer with every block. Needs torch 2.13.
+"""
+
+import hashlib
+import operator
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, fx, nn
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+from overlap import GATHER, REDUCE, SCATTER, WAIT, Overlap, passes
+
+# All private names of torch that this file uses: the module of CustomGraphPass, torch._ops, OpOverload._schema and, of
+# storages, _cdata. Not documented: FakeTensor.fake_mode, and the keys of a node's meta that are read and set below.
+CALL = torch.ops.higher_order.invoke_subgraph
+RESHAPE = torch.ops.aten.reshape.default  # a view or a copy
+FEWEST = 2  # operations, views aside, that are worth a call
+
+
+def compile_options(model: nn.Module, blocks: Sequence[str] | None = None, **how) -> dict:
+    """Inductor options as of overlap.compile_options, which has the arguments, for code that equal blocks share. On a
+    single rank too. With an older torch those of overlap.py alone, with a warning. ValueError as there.
+
+    Warns, while compiling, of a graph whose blocks differ. The pass among the options tells in `found` what was shared:
+    {name of a subgraph: calls of it}; None: nothing was compiled, the code came out of a cache."""
+    moves, options = passes(model, blocks, **how)
+    if torch.__version__ < (2, 13):
+        why = f"regions: need torch 2.13, this is {torch.__version__}: each block is compiled, as without them"
+        warnings.warn(why, stacklevel=2)
+        return options
+    return options | dict(post_grad_custom_post_pass=Regions(moves))
+
+
+class Regions(CustomGraphPass):
+    """Overlap, then one subgraph for stretches of the graph that compute the same."""
+
+    def __init__(self, moves: Overlap):
+        self.moves, self.found = moves, None
+
+    def uuid(self):
+        return hashlib.sha256(Path(__file__).read_bytes()).hexdigest(), self.moves.uuid()
+
+    def __call__(self, g: fx.Graph) -> None:
+        g = getattr(g, "graph", g)
+        self.moves(g)
+        gathers = g.find_nodes(op="call_function", target=GATHER)
+        cuts = set() if gathers else self.borders(g)
+        move_early(stretches(g, cuts))
+        alike = defaultdict(list)
+        for nodes in stretches(g, cuts):
+            stretch = Stretch(nodes)
+            if stretch.key is not None and sum(not may_alias(n) for n in nodes) >= FEWEST:
+                alike[stretch.key].append(stretch)
+        new, self.found = {}, self.found or {}
+        for equal in alike.values():
+            if len(equal) > 1 and (subgraph := equal[0].subgraph(new)):
+                name = f"region_{len(self.found)}"
+                g.owning_module.register_module(name, subgraph)
+                for stretch in equal:
+                    stretch.replace(g, name, new)
+                self.found[name] = len(equal)
+        g.lint()
+        held = {block for block in map(self.moves.block_of, g.nodes) if block}
+        if len(held) > 2 and not any(n.target is CALL for n in g.nodes) and not self.moves.warned:
+            warnings.warn(f"regions: no two of {len(held)} blocks in a graph compute the same: each is compiled, as "
+                          "without regions", stacklevel=2)  # fmt: skip
+
+    def borders(self, g: fx.Graph) -> set[fx.Node]:
+        """Without gathers to cut at: where another block begins."""
+        self.moves.find_blocks(g, [])
+        found, block = set(), None
+        for n in g.nodes:
+            if n.op == "call_function" and (now := self.moves.block_of(n)) not in (None, block):
+                found.add(n)
+                block = now
+        return found
+
+
+def is_pure(n: fx.Node) -> bool:
+    """Whether a node may lie in a subgraph: no collective, nothing that writes, draws or holds graphs of its own."""
+    if n.op != "call_function" or n.target in (GATHER, SCATTER, REDUCE, WAIT):
+        return False
+    if n.target is operator.getitem:
+        return is_pure(n.args[0])
+    if not isinstance(n.target, torch._ops.OpOverload) or n.target._schema.is_mutable:
+        return False
+    draws = torch.Tag.nondeterministic_seeded in n.target.tags and "attention" not in n.target._schema.name
+    return not draws and "c10d" not in n.target.namespace
+
+
+def may_alias(n: fx.Node) -> bool:
+    """Whether a node's result may lie in the memory of its first argument."""
+    if n.target is operator.getitem:
+        return n.args[0].op == "call_function" and may_alias(n.args[0])
+    returns = getattr(getattr(n.target, "_schema", None), "returns", ())
+    return n.target is RESHAPE or any(r.alias_info for r in returns)
+
+
+def stretches(g: fx.Graph, cuts: set[fx.Node]) -> list[list[fx.Node]]:
+    """The pure nodes between two that are not; a node of `cuts` begins another stretch."""
+    found = [[]]
+    for n in g.nodes:
+        if n in cuts:
+            found.append([])
+        if is_pure(n):
+            found[-1].append(n)
+        elif n.op not in ("placeholder", "get_attr"):
+            found.append([])
+    return [nodes for nodes in found if nodes]
+
+
+def move_early(found: list[list[fx.Node]]) -> None:
+    """The partitioner puts at a forward's end what it computes for backward, such as a norm's factor of each block.
+    What is made of one tensor alone, and takes no more memory than that, goes to where nothing else needs it."""
+    place = {n: i for i, nodes in enumerate(found) for n in nodes}
+    for n in list(place):
+        pointwise = isinstance(n.target, torch._ops.OpOverload) and torch.Tag.pointwise in n.target.tags
+        if pointwise and len(n.all_input_nodes) == 1 and (source := n.all_input_nodes[0]) in place:
+            at, alone = place[source], all(u is n or place.get(u) == place[source] for u in source.users)
+            if at < place[n] and alone and n.meta["val"].nbytes <= source.meta["val"].nbytes:
+                found[at][-1].append(n)
+                found[at].append(n)
+                place[n] = at
+
+
+def told(value) -> tuple:
+    """What must be the same of two values for one code to do for both."""
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.stride(), value.storage_offset(), value.dtype, value.device
+    return tuple(map(told, value)) if isinstance(value, list | tuple) else (type(value), repr(value))
+
+
+class _Name(str):
+    """Stands for a node in an argument that is printed."""
+
+    __repr__ = str.__str__
+
+
+class Stretch:
+    """Neighbours of a graph. inputs: what they read of others; used: those that others read; outputs: what a subgraph
+    returns for them, none of which shares memory with another or an input. key: equal for stretches that compute the
+    same; None: not for a subgraph."""
+
+    def __init__(self, nodes: list[fx.Node]):
+        self.nodes, place, inputs, lines = nodes, {n: i for i, n in enumerate(nodes)}, {}, []
+        for n in nodes:
+            for m in n.all_input_nodes:
+                if m not in place:
+                    inputs.setdefault(m, len(inputs))
+            names = fx.map_arg((n.args, n.kwargs), lambda m: _Name(f"%{place[m]}" if m in place else f"#{inputs[m]}"))
+            lines.append((n.target, repr(names), told(n.meta.get("val"))))
+        self.inputs, self.used = list(inputs), [n for n in nodes if not place.keys() >= n.users.keys()]
+        views = defaultdict(list)  # of memory that is made here: what is read of it
+        for n in self.used:
+            base = n
+            while base in place and may_alias(base):
+                base = base.args[0]
+            if base in place:
+                views[base].append(n)
+        self.outputs = [seen[0] if len(seen) == 1 and is_whole(seen[0], base) else base for base, seen in views.items()]
+        values = [n.meta.get("val") for n in (*self.inputs, *self.outputs)]
+        fixed = all(isinstance(v, Tensor) and all(type(i) is int for i in (*v.shape, *v.stride())) for v in values)
+        numbers = [place[n] for n in (*self.used, *self.outputs)]
+        self.key = (*lines, *map(told, values), *numbers) if fixed and self.inputs and self.outputs else None
+
+    def subgraph(self, new: dict[fx.Node, fx.Node]) -> fx.GraphModule | None:
+        """Made of these nodes; None if two of its results, or a result and an input, would share memory."""
+        g, env = fx.Graph(), {}
+        for m in self.inputs:
+            env[new.get(m, m)] = env[m] = g.placeholder(f"input_{len(env)}")
+            env[m].meta = {"val": m.meta["val"]}
+        for n in self.nodes:
+            args, kwargs = fx.map_arg((n.args, n.kwargs), env.__getitem__)
+            env[n] = g.call_function(n.target, args, kwargs)
+            env[n].meta = dict(n.meta)
+        out = g.output(tuple(env[n] for n in self.outputs))
+        out.meta["user_visible_output_idxs"] = list(range(len(self.outputs)))  # their strides are kept
+        out.meta["original_output_strides"] = [n.meta["val"].stride() for n in self.outputs]
+        g.eliminate_dead_code()
+        made = fx.GraphModule(nn.Module(), g)
+        values = [m.meta["val"] for m in self.inputs]
+        with values[0].fake_mode:
+            given = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in values]
+            memory = Counter(t.untyped_storage()._cdata for t in (*given, *made(*given)))
+        return made if max(memory.values()) == 1 else None
+
+    def replace(self, g: fx.Graph, name: str, new: dict[fx.Node, fx.Node]) -> None:
+        """Calls the subgraph instead. new: what took the place of nodes that are gone."""
+        env, inside = {}, set(self.nodes)
+
+        def again(n: fx.Node) -> fx.Node:  # a view of an input or of a result
+            if n in inside and n not in env:
+                args, kwargs = fx.map_arg((n.args, n.kwargs), again)
+                env[n] = g.call_function(n.target, args, kwargs)
+                env[n].meta = dict(n.meta)
+            return env.get(n, n)
+
+        with g.inserting_before(self.nodes[0]):
+            result = g.call_function(CALL, (g.get_attr(name), name, *(new.get(m, m) for m in self.inputs)))
+            result.meta["val"] = tuple(n.meta["val"] for n in self.outputs)
+            for i, n in enumerate(self.outputs):
+                env[n] = g.call_function(operator.getitem, (result, i))
+                env[n].meta = dict(n.meta)
+            new.update((n, again(n)) for n in self.used)
+        for n in self.used:
+            n.replace_all_uses_with(new[n], delete_user_cb=lambda user: user not in inside)
+        for n in reversed(self.nodes):
+            g.erase_node(n)
+
+
+def is_whole(view: fx.Node, base: fx.Node) -> bool:
+    """Whether a view has all elements of what it is a view of, from the first on."""
+    whole, of = view.meta["val"], base.meta["val"]
+    return isinstance(of, Tensor) and whole.numel() == of.numel() and whole.storage_offset() == 0
