@@ -1,0 +1,433 @@
+"""The operations of a training step in the order of its compiled graphs (--compile fwdbwd), on a Tape: what each reads,
+makes and computes. Peak memory (memory.py) and time (step_time.py) are read off the same tape.
+
+    tape = Step(config, architecture, ranks=8).tape
+
+The order is that of the code which Inductor generates with the options of overlap.py: the weights of a block are gathered
+while the block before computes, its gradients are reduced while the next one computes, and those of the weights lie in
+memory until the end of the block, when they are copied into one bucket. Names end with the number of the block; a quote
+marks what backward makes again. n tokens of a micro-batch, D width, H heads, K key/value heads, d head dimension, F hidden
+width, V vocabulary, L depth. Imports no torch.
+"""
+
+from trainer.planning.architecture import Architecture
+from trainer.planning.liveness import GRADIENTS, LOGITS, WEIGHTS, Make, Tape
+
+SIZE = {"fp32": 4, "bf16": 2}
+AGAIN = {"attn": ("attn", "both", "block"), "mlp": ("mlp", "both", "block", "pointwise")}
+
+
+def remat_of(c, block: int) -> str:
+    """The policy of one block of resolved flags, as model.ModelConfig.remat_of."""
+    n = round(c.remat_ratio * c.depth)
+    return c.remat if (block + 1) * n // c.depth > block * n // c.depth else "none"
+
+
+def shard_group(c, ranks: int) -> int:
+    """Ranks over which one copy of the parameters is spread."""
+    if c.mode == "replicate" or c.wrapper == "none":
+        return 1
+    return ranks // c.replicas if c.mode == "hybrid_shard" else ranks
+
+
+class Step:
+    """Forward and backward of one micro-batch of resolved flags `c`. whole: gradients stay on the rank and weights are
+    there already (--accum-sync last)."""
+
+    def __init__(self, c, a: Architecture, ranks: int, whole: bool = False):
+        self.c, self.a, self.ranks, self.whole = c, a, ranks, whole
+        self.shards = 1 if whole else shard_group(c, ranks)
+        self.gathers = self.shards > 1
+        self.reduces = ranks > self.shards and not whole
+        self.tape = Tape("allow_buffer_reuse=False" not in c.compile_options)
+        self.p, self.r = SIZE[c.param_dtype], SIZE[c.reduce_dtype] if ranks > 1 else 4
+        n = self.n = c.batch * c.seqlen
+        self.U = n * self.p * a.width
+        self.Q, self.KV = n * self.p * a.heads * a.head_dim, n * self.p * a.kv_heads * a.head_dim
+        self.fan = a.hidden * max(a.active, 1)  # hidden elements of a token
+        self.F = n * self.p * self.fan
+        q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
+        self.outs = dict(q=q, k=kv, v=kv)
+        mlp = a.width * a.hidden * max(a.experts, 1)
+        self.weights = dict(q=a.width * q, k=a.width * kv, v=a.width * kv, o=a.width * q, up=mlp * (1 + a.gated), down=mlp)
+        self.block, self.head = a.block_parameters, a.width * a.vocab
+        self.lean, self.policies = c.mlp == "lean", [remat_of(c, i) for i in range(a.depth)]
+        self.waiting, self.sums_made, self.again_made = "", 0, set()
+        self.forward()
+        self.backward()
+        if c.ahead < 1 and self.gathers:
+            self.tape.hurry(c.ahead)
+
+    # Small things
+
+    def make(self, name: str, nbytes: float, piece: str = "workspace", own: bool = False, key: str = "") -> Make:
+        return Make(name, nbytes, piece, own, key or self.c.param_dtype)
+
+    def op(self, where: str, reads, *makes: Make, **more) -> None:
+        self.tape.op(where, reads, makes, **more)
+
+    def product(self, where: str, reads, made: Make, rows: int, inner: int, cols: int) -> None:
+        """out [rows, cols] = [rows, inner] @ [inner, cols]"""
+        self.tape.op(where, reads, [made], work=(("mm", rows, inner, cols),))
+
+    def sums(self) -> Make:
+        """Partial sums of the two gradients of a norm, fp32, 16 rows in one."""
+        self.sums_made += 1
+        return self.make(f"sums{self.sums_made}", 8 * self.a.width * (self.n // 16), key="fp32")
+
+    def inputs(self, i: int) -> list[str]:
+        """What holds the input of block i."""
+        return self.x0 if i == 0 else [f"x{i}"]
+
+    # Weights and their gradients
+
+    def gather(self, name: str, elements: int) -> None:
+        """Starts an all-gather: the shard in the dtype that is sent, and room for the whole."""
+        if not self.gathers or (not self.c.reshard and name[0] == "b"):
+            return
+        sent = elements * self.p / self.shards
+        more = dict(believed=0 if name == "emb" else sent)  # put together from parts, which count once more
+        self.op(f"gather of {name}", [], self.make(f"{name} sent", sent, WEIGHTS), **more)
+        work = (("start", name, "all_gather", elements * self.p),)
+        self.op(f"gather of {name}", [f"{name} sent"], self.make(f"{name} bucket", elements * self.p, WEIGHTS, True), work=work)
+
+    def arrive(self, name: str, parts: dict[str, int]) -> None:
+        """Waits for it, and cuts the bucket into weights."""
+        if not self.gathers or (not self.c.reshard and name[0] == "b"):
+            return
+        self.op(f"gather of {name}", [f"{name} sent", f"{name} bucket"], work=(("wait", name),))
+        made = [self.make(f"{name} {part}", size * self.p, WEIGHTS, True) for part, size in parts.items()]
+        self.op(f"weights of {name}", [f"{name} bucket"], *made)
+
+    def weight(self, name: str, part: str) -> str:
+        """The name of a weight where it is used. Where nothing is gathered it is cast there."""
+        if self.gathers:
+            return f"{name} {part}" if self.c.reshard else f"f{name[1:]} {part}"
+        if self.p < 4 and not self.whole:
+            size = self.head if part == "head" else self.weights[part]
+            self.op(f"cast of {name} {part}", [], self.make(f"{name} {part}", size * self.p, WEIGHTS))
+        return f"{name} {part}"
+
+    def wgrad(self, at: str, part: str, reads, i: int, grads: list[str], inner: int = 0) -> None:
+        """The gradient of a block's weight, [out, n] @ [n, in]."""
+        name, D = f"w{part}{i}", self.a.width
+        cols = {"o": self.outs["q"], "down": self.fan, "up": D}.get(part, D)
+        rows = {"o": D, "down": D, "up": self.fan * (1 + self.a.gated)}.get(part) or self.outs[part]
+        self.product(f"{at}, gradient of {part}", reads, self.make(name, self.weights[part] * self.p), rows, self.n, cols)
+        if self.gathers or self.reduces:
+            grads.append(name)
+        else:
+            self.landed(name, self.weights[part])
+
+    def landed(self, name: str, elements: int) -> None:
+        """A gradient that stays on the rank until the update, in fp32, or until it is summed."""
+        if self.p == 4 or self.whole:
+            self.tape.keep(name)
+            return
+        self.op("gradients in fp32", [name], self.make(f"{name} fp32", elements * 4, GRADIENTS, key="fp32"))
+        self.tape.keep(f"{name} fp32")
+
+    def start(self, name: str, elements: int) -> None:
+        """Starts the reduction of a bucket, and waits for the one before."""
+        if self.gathers:
+            work = (("start", f"G {name}", "reduce_scatter", elements * self.r),)
+            shard = self.make(f"gradient {name}", elements * self.r / self.shards, GRADIENTS, True, "fp32")
+            self.op(f"reduction of {name}", [f"G {name}"], shard, work=work)
+            self.tape.keep(f"gradient {name}" if self.r == 4 else f"gradient {name} fp32")
+        else:
+            work = (("start", f"G {name}", "all_reduce", elements * self.r),)
+            self.op(f"reduction of {name}", [f"G {name}"], work=work)
+            if self.r == 4:
+                self.tape.keep(f"G {name}")
+        self.arrived()
+        self.waiting = name, elements
+
+    def arrived(self) -> None:
+        """Waits for the reduction under way."""
+        if not self.waiting:
+            return
+        name, elements = self.waiting
+        self.waiting = ""
+        work = [("wait", f"G {name}")]
+        if self.gathers and self.reduces:  # hybrid_shard: the shard across the replicas
+            work += [("start", f"A {name}", "all_reduce across", elements * self.r / self.shards), ("wait", f"A {name}")]
+        self.op(f"reduction of {name}", [f"G {name}"], work=tuple(work))
+        if self.r == 2:
+            source = f"gradient {name}" if self.gathers else f"G {name}"
+            made = self.make(f"gradient {name} fp32", elements * 4 / self.shards, GRADIENTS, key="fp32")
+            self.op(f"gradient of {name} in fp32", [source], made)
+            self.tape.keep(made.name)
+
+    def bucket(self, name: str, elements: int, grads: list[str], late: bool = False) -> None:
+        """Gradients copied into one buffer, whose reduction starts. late: the buffer is there already."""
+        if not (self.gathers or self.reduces):
+            return
+        size = elements * self.r
+        made = [] if late else [self.bucket_of(name, elements)]
+        held = sum(self.weights.values()) if name[0] == "b" else elements
+        self.op(f"bucket of {name}", [*grads, *[f"G {name}"] * late], *made, believed=size - held * self.p)
+        self.start(name, elements)
+
+    def bucket_of(self, name: str, elements: int) -> Make:
+        key = "fp32" if self.r == 4 else "bf16"
+        return Make(f"G {name}", elements * self.r, GRADIENTS, key=key, late=True)
+
+    # Forward
+
+    def forward(self) -> None:
+        L, a = self.a.depth, self.a
+        self.gather("emb", self.head)
+        self.gather("f0", self.block)
+        if self.gathers:
+            self.op("embedding", ["emb sent", "emb bucket"], work=(("wait", "emb"),))
+        sin = self.make("positions", self.c.seqlen * a.width * self.p)
+        self.op("positions", [], sin)
+        self.arrive("f0", self.weights)
+        table = ["emb bucket"] * self.gathers
+        if self.lean:  # its backward reads the sum itself
+            self.op("embedding", [*table, "positions"], self.make("x0", self.U))
+            self.x0 = ["x0"]
+        else:
+            self.op("embedding", table, self.make("e", self.U))
+            self.x0 = ["e", "positions"]
+        for i in range(L):
+            self.forward_block(i)
+        self.arrive("fhead", {"head": self.head})
+        self.norm(L, "final norm", "nf")
+        self.loss()
+
+    def norm(self, i: int, where: str, out: str) -> None:
+        """The norm of the input of block i; in it what the MLP before made is added to the residual."""
+        if i and not self.lean:
+            self.op(where, [f"d{i - 1}", f"m{i - 1}"], self.make(f"x{i}", self.U), self.make(out, self.U), over=True)
+        else:
+            self.op(where, self.inputs(i), self.make(out, self.U))
+
+    def forward_block(self, i: int) -> None:
+        w, at, D = f"f{i}", f"forward, block {i}", self.a.width
+        self.norm(i, f"{at}, norm", f"n{i}")
+        self.gather(f"f{i + 1}", self.block) if i + 1 < self.a.depth else self.gather("fhead", self.head + self.a.final_norm)
+        self.qkv(at, w, f"n{i}", str(i))
+        self.core(f"{at}, attention", str(i))
+        self.product(f"{at}, o", [f"a{i}", self.weight(w, "o")], self.make(f"o{i}", self.U), self.n, self.outs["q"], D)
+        if self.lean:
+            self.lean_forward(i, at, w)
+        else:
+            added, normed = self.make(f"m{i}", self.U), self.make(f"nn{i}", self.U)
+            self.op(f"{at}, norm of the MLP", [f"o{i}", *self.inputs(i)], added, normed, over=True)
+            self.up(at, w, f"nn{i}", f"h{i}")
+            self.op(f"{at}, activation", [f"h{i}"], self.make(f"g{i}", self.F), over=not self.a.gated)
+            self.down(at, w, f"g{i}", f"d{i}")
+        if i + 1 < self.a.depth:
+            self.arrive(f"f{i + 1}", self.weights)
+
+    def up(self, at: str, w: str, x: str, out: str) -> None:
+        wide = 1 + self.a.gated
+        made = self.make(out, self.F * wide)
+        self.product(f"{at}, up", [x, self.weight(w, "up")], made, self.n, self.a.width, self.fan * wide)
+
+    def down(self, at: str, w: str, g: str, out: str) -> None:
+        self.product(f"{at}, down", [g, self.weight(w, "down")], self.make(out, self.U), self.n, self.fan, self.a.width)
+
+    def qkv(self, at: str, w: str, x: str, to: str) -> None:
+        for part, size in (("q", self.Q), ("k", self.KV), ("v", self.KV)):
+            made = self.make(part + to, size)
+            self.product(f"{at}, {part}", [x, self.weight(w, part)], made, self.n, self.a.width, self.outs[part])
+
+    def core(self, at: str, to: str) -> None:
+        a, out = self.a, self.make(f"a{to}", self.Q, own=True)
+        stats = self.make(f"s{to}", 4 * self.n * a.heads, own=True, key="fp32")
+        work = (("attention", "forward", 4 * self.n * self.c.seqlen * a.heads * a.head_dim),)
+        self.op(at, ["q" + to, "k" + to, "v" + to], out, stats, work=work)
+
+    def rows(self) -> float:
+        """The part of the tokens that the lean MLP computes at a time."""
+        return min(self.c.mlp_chunk or self.n, self.n) / self.n
+
+    def lean_forward(self, i: int, at: str, w: str) -> None:
+        D = self.a.width
+        reads = [*self.inputs(i), f"o{i}", self.weight(w, "up"), self.weight(w, "down")]
+        work = (("mm", self.n, D, self.fan), ("mm", self.n, self.fan, D), ("bytes", 6 * self.U + 2 * self.F))
+        self.op(f"{at}, lean MLP", reads, self.make(f"x{i + 1}", self.U, own=True),
+                inside=self.rows() * (2 * self.U + self.F), work=work)  # fmt: skip
+
+    def loss(self) -> None:
+        head, V, D = self.weight("fhead", "head"), self.a.vocab, self.a.width
+        if self.c.loss == "full":
+            self.product("head", ["nf", head], self.make("z", self.n * V * self.p, LOGITS), self.n, D, V)
+            self.op("loss", ["z"])
+            return
+        rows = min(self.c.chunk, self.n)
+        inside = max(rows * V * (4 + self.p) + (4 - self.p) * self.head, 4 * self.head)
+        made = [self.make("gx", self.U, own=True), self.make("gw", self.head * self.p, own=True)]
+        work = (("mm", self.n, D, V), ("mm", self.n, V, D), ("mm", V, self.n, D),
+                ("bytes", self.n * V * 10 * 4 + 8 * self.head * self.n / rows))  # fmt: skip
+        self.op("chunked loss", ["nf", head], *made, inside=inside, work=work)
+
+    # Backward
+
+    def backward(self) -> None:
+        L, last = self.a.depth, f"b{self.a.depth - 1}"
+        self.tape.graph()
+        whole = self.head + self.a.final_norm
+        if self.c.loss == "full":
+            V, D = self.a.vocab, self.a.width
+            self.gather("bhead", whole)
+            self.op("gradient of the logits", ["z"], self.make("dz", self.n * V * self.p, LOGITS), over=True)
+            self.product("gradient of the head", ["dz", "nf"], self.make("whead", self.head * self.p), V, self.n, D)
+            self.arrive("bhead", {"head": self.head})
+            self.gather(last, self.block)
+            made = self.make("go", self.U)
+            self.product("gradient of the head's input", ["dz", self.weight("bhead", "head")], made, self.n, V, D)
+        else:
+            self.gather(last, self.block)
+        grad, go = ("whead", "go") if self.c.loss == "full" else ("gw", "gx")
+        local = not (self.gathers or self.reduces)
+        if local and self.c.loss == "full":
+            self.landed(grad, self.head)
+        before = self.last()
+        wide = [self.make("go fp32", 4 * self.n * self.a.width, key="fp32")] * (self.policies[-1] in ("pointwise", "block"))
+        self.op("gradient of the final norm", [go, *before], *wide, self.make(f"gr{L}", self.U), self.sums())
+        if local and self.c.loss != "full":
+            self.landed(grad, self.head)
+        self.bucket("head", whole, [grad])
+        if last not in self.again_made:
+            self.arrive(last, self.weights)
+        for i in reversed(range(L)):
+            self.backward_block(i)
+        made = self.make("ge", self.head * 4, GRADIENTS, key="fp32")
+        self.op("gradient of the embedding", ["gr0"], made)
+        if local:
+            self.tape.keep("ge")
+        self.bucket("emb", self.head, ["ge"])
+        self.arrived()
+
+    def last(self) -> list[str]:
+        """What holds the input of the final norm. A wholly recomputed last block is made again first."""
+        i = self.a.depth - 1
+        if self.lean or self.policies[i] != "block":
+            return [f"x{i + 1}"]
+        w, at = f"b{i}", f"backward, block {i}"
+        self.again_made.add(w)
+        self.arrive(w, self.weights)
+        if i:
+            self.gather(f"b{i - 1}", self.block)
+        self.half_again(i, at, w)
+        self.op(f"{at}, activation again", [f"h'{i}"], self.make(f"g'{i}", self.F))
+        self.down(f"{at}, again", w, f"g'{i}", f"d'{i}")
+        return [f"d'{i}", *self.inputs(i), f"o'{i}"]
+
+    def o_again(self, i: int, at: str, w: str) -> None:
+        made = self.make(f"o'{i}", self.U)
+        self.product(f"{at}, o again", [f"a{i}", self.weight(w, "o")], made, self.n, self.outs["q"], self.a.width)
+
+    def half_again(self, i: int, at: str, w: str) -> None:
+        """o, the norm and up of a wholly recomputed block."""
+        self.o_again(i, at, w)
+        self.op(f"{at}, norm again", [*self.inputs(i), f"o'{i}"], self.make(f"nn'{i}", self.U))
+        self.up(f"{at}, again", w, f"nn'{i}", f"h'{i}")
+
+    def backward_block(self, i: int) -> None:
+        w, at, grads = f"b{i}", f"backward, block {i}", []
+        if i and w not in self.again_made:
+            self.gather(f"b{i - 1}", self.block)
+        (self.lean_backward if self.lean else self.mlp_backward)(i, at, w, grads)
+        self.attention_backward(i, at, w, grads)
+        self.bucket(w, self.block, grads, late=not self.lean)
+        if i:
+            self.arrive(f"b{i - 1}", self.weights)
+
+    def mlp_backward(self, i: int, at: str, w: str, grads: list[str]) -> None:
+        policy, gr, D, wide = self.policies[i], f"gr{i + 1}", self.a.width, 1 + self.a.gated
+        again, early, mid = policy in AGAIN["mlp"], w in self.again_made, [f"m{i}"]
+        made = self.make(f"dg{i}", self.F)
+        self.product(f"{at}, gradient of the hidden tensor", [gr, self.weight(w, "down")], made, self.n, D, self.fan)
+        h, nn, g, dh = f"h{i}", f"nn{i}", f"g{i}", self.make(f"dh{i}", self.F * wide)
+        if policy == "block":
+            mid = [*self.inputs(i), f"o'{i}"]
+            h, nn, g = f"h'{i}", f"nn'{i}", f"g'{i}"
+            if not early:
+                self.half_again(i, at, w)
+        elif again:
+            g = f"g'{i}"
+            if self.c.remat_norm or policy == "pointwise":
+                nn = f"nn'{i}"
+                self.op(f"{at}, norm again", mid, self.make(nn, self.U))
+            if policy != "pointwise":
+                h = f"h'{i}"
+                self.up(f"{at}, again", w, nn, h)
+        if again and not early:
+            self.op(f"{at}, activation again", [f"dg{i}", h], dh, self.make(g, self.F), over=True)
+            self.wgrad(at, "down", [gr, g], i, grads)
+        else:
+            self.wgrad(at, "down", [gr, g], i, grads)
+            self.op(f"{at}, gradient of the activation", [f"dg{i}", h], dh, over=True)
+        if self.gathers or self.reduces:
+            self.op(f"bucket of {w}", [], self.bucket_of(w, self.block))
+        made = self.make(f"dn{i}", self.U)
+        self.product(f"{at}, gradient of the MLP's input", [f"dh{i}", self.weight(w, "up")], made, self.n, self.fan * wide, D)
+        self.wgrad(at, "up", [f"dh{i}", nn], i, grads)
+        self.op(f"{at}, gradient of the MLP's norm", [gr, f"dn{i}", *mid], self.make(f"gm{i}", self.U), self.sums(), over=True)
+
+    def lean_backward(self, i: int, at: str, w: str, grads: list[str]) -> None:
+        o, D, rows = f"o{i}", self.a.width, self.rows()
+        if self.policies[i] == "block":
+            o = f"o'{i}"
+            self.o_again(i, at, w)
+        reads = [f"gr{i + 1}", *self.inputs(i), o, self.weight(w, "up"), self.weight(w, "down")]
+        mlp = 2 * self.weights["up"]
+        sums = (4 - self.p) * mlp if rows < 1 else 0  # those of several chunks are fp32 until they are cast
+        made = [self.make(f"gm{i}", self.U, own=True)]
+        made += [self.make(f"w{part}{i}", self.weights[part] * self.p, own=True) for part in ("up", "down")]
+        work = (("mm", self.n, D, self.fan), ("mm", self.n, D, self.fan), ("mm", self.n, self.fan, D),
+                ("mm", D, self.n, self.fan), ("mm", self.fan, self.n, D), ("bytes", 12 * self.U + 6 * self.F))  # fmt: skip
+        self.op(f"{at}, lean MLP", reads, *made, inside=rows * 2 * (self.U + self.F) + sums, work=work)
+        if self.gathers or self.reduces:
+            grads += [f"wup{i}", f"wdown{i}"]
+        else:
+            self.landed(f"wup{i}", self.weights["up"])
+            self.landed(f"wdown{i}", self.weights["down"])
+
+    def attention_backward(self, i: int, at: str, w: str, grads: list[str]) -> None:
+        policy, gm, a, D = self.policies[i], f"gm{i}", f"a{i}", self.a.width
+        again = policy in AGAIN["attn"]
+        core, n1, to = again and self.c.remat_core, f"n{i}", str(i)
+
+        def recompute() -> None:
+            nonlocal n1, to, a
+            if policy == "pointwise" or (again and (self.c.remat_norm or policy == "block")):
+                n1 = f"n'{i}"
+                self.op(f"{at}, norm again", self.inputs(i), self.make(n1, self.U))
+            if again:
+                to = f"'{i}"
+                self.qkv(f"{at}, again", w, n1, to)
+            if core:
+                self.core(f"{at}, attention again", to)
+                a = f"a{to}"
+
+        if core:
+            recompute()
+        self.wgrad(at, "o", [gm, a], i, grads)
+        made = self.make(f"da{i}", self.Q)
+        self.product(f"{at}, gradient of attention", [gm, self.weight(w, "o")], made, self.n, D, self.outs["q"])
+        if not core:
+            recompute()
+        stats = f"s{to}" if core else f"s{i}"
+        made = [self.make(f"d{part}{i}", size, own=True) for part, size in zip("qkv", (self.Q, self.KV, self.KV), strict=True)]
+        work = (("attention", "backward", 10 * self.n * self.c.seqlen * self.outs["q"]),)
+        reads = [f"da{i}", *(part + to for part in "qkv"), a, stats]
+        self.op(f"{at}, attention", reads, *made, inside=self.scratch(), work=work)
+        parts = []
+        for part in "vkq":
+            self.wgrad(at, part, [f"d{part}{i}", n1], i, grads)
+            made = self.make(f"dx{part}{i}", self.U)
+            reads = [f"d{part}{i}", self.weight(w, part)]
+            self.product(f"{at}, gradient through {part}", reads, made, self.n, self.outs[part], D)
+            parts.append(made.name)
+        self.op(f"{at}, gradient of the norm", [*parts, *self.inputs(i), gm], self.sums())
+        self.op(f"{at}, gradient of the norm", [gm, *parts, *self.inputs(i)], self.make(f"gr{i}", self.U), over=True)
+
+    def scratch(self) -> float:
+        """Of a fused attention's backward: the gradient of q in fp32, and of grouped k and v for every head."""
+        grouped = self.a.heads != self.a.kv_heads
+        return 0.0 if self.c.attn == "flex" else self.n * self.outs["q"] * (4 + 2 * self.p * grouped)
