@@ -19,29 +19,25 @@ LOGITS, WORKSPACE = "logits", "workspace"
 
 
 class Make(NamedTuple):
-    """A buffer that an operation makes. own: by itself, so that no dead buffer can serve (a collective, a custom op).
-    late: the compiler counts it only from the first operation that reads it."""
+    """A buffer that an operation makes. own: by itself, so that no dead buffer can serve (a collective, a custom op)."""
 
     name: str
     nbytes: float
     piece: str = WORKSPACE
     own: bool = False
     key: str = ""  # only buffers of one dtype can take each other's place
-    late: bool = False
 
 
 @dataclass(frozen=True)
 class Op:
     """where: in words. over: it may write its first output over an input that dies here. inside: bytes that it holds
-    while it runs. believed: bytes that the compiler counts here beyond what there is. work: see step_time. graph: the
-    number of the compiled graph that it belongs to."""
+    while it runs. work: see step_time. graph: the number of the compiled graph that it belongs to."""
 
     where: str
     reads: tuple[str, ...]
     makes: tuple[Make, ...]
     over: bool = False
     inside: float = 0
-    believed: float = 0
     work: tuple[tuple, ...] = ()
     graph: int = 0
 
@@ -56,9 +52,8 @@ class Peak(NamedTuple):
 
 class Life(NamedTuple):
     make: Make
-    born: int
-    first: int  # operation that reads it
-    last: int
+    born: int  # the operation that makes it
+    last: int  # the last one that reads it
 
 
 class Tape:
@@ -84,42 +79,42 @@ class Tape:
         found: dict[str, Life] = {}
         for i, op in enumerate(self.ops):
             for m in op.makes:
-                found[m.name] = Life(m, i, i, i)
+                found[m.name] = Life(m, i, i)
             for name in op.reads:
                 if name in found:
-                    life = found[name]
-                    found[name] = life._replace(first=life.first if life.first > life.born else i, last=i)
+                    found[name] = found[name]._replace(last=i)
         end = len(self.ops)
         return {name: life._replace(last=end) if name in self.forever else life for name, life in found.items()}
 
-    def estimate(self, lives: dict[str, Life]) -> list[float]:
-        """Bytes during each operation as the compiler estimates them: no buffer takes another's place."""
+    def inputs(self, lives: dict[str, Life], graph: int) -> list[float]:
+        """Bytes of what earlier graphs made and `graph` still needs, at each operation: all that the compiler counts
+        when it decides what a dead buffer may wait for, since the passes of overlap.py leave out the one that would
+        tell it the size of the others."""
         steps = [0.0] * (len(self.ops) + 2)
         for life in lives.values():
-            steps[life.first if life.make.late else life.born] += life.make.nbytes
-            steps[life.last + 1] -= life.make.nbytes
-        total = []
-        for i, op in enumerate(self.ops):
+            if self.ops[life.born].graph < graph:
+                steps[life.born] += life.make.nbytes
+                steps[life.last + 1] -= life.make.nbytes
+        for i in range(len(self.ops)):
             steps[i + 1] += steps[i]
-            total.append(steps[i] + op.believed)
-        return total
+        return steps
 
     def homes(self, lives: dict[str, Life]) -> dict[str, str]:
         """Buffer -> the buffer in whose memory it lies, itself or an earlier one."""
-        guess, home, pool = self.estimate(lives), {}, defaultdict(list)
+        home, pool = {}, defaultdict(list)
         dies = defaultdict(list)
         for name, life in lives.items():
             dies[life.last].append(name)
-        limit, graph = 0.0, None
+        graph = None
         for i, op in enumerate(self.ops):
             if op.graph != graph:
-                graph, start = op.graph, i
-                limit = max(guess[j] for j in range(i, len(self.ops)) if self.ops[j].graph == graph)
+                graph, start, guess = op.graph, i, self.inputs(lives, op.graph)
+                limit = guess[i]
                 pool.clear()
             gone = list(dies[i])
             for m in op.makes:
                 key, where = (m.nbytes, m.key), m.name
-                if op.over and not m.own:
+                if op.over and m is op.makes[0]:
                     alike = [n for n in op.reads if n in gone and (lives[n].make.nbytes, lives[n].make.key) == key]
                     if alike:
                         where = home[alike[0]]

@@ -86,8 +86,7 @@ class Step:
         if not self.gathers or (not self.c.reshard and name[0] == "b"):
             return
         sent = elements * self.p / self.shards
-        more = dict(believed=0 if name == "emb" else sent)  # put together from parts, which count once more
-        self.op(f"gather of {name}", [], self.make(f"{name} sent", sent, WEIGHTS), **more)
+        self.op(f"gather of {name}", [], self.make(f"{name} sent", sent, WEIGHTS))
         work = (("start", name, "all_gather", elements * self.p),)
         self.op(f"gather of {name}", [f"{name} sent"], self.make(f"{name} bucket", elements * self.p, WEIGHTS, True), work=work)
 
@@ -162,15 +161,13 @@ class Step:
         """Gradients copied into one buffer, whose reduction starts. late: the buffer is there already."""
         if not (self.gathers or self.reduces):
             return
-        size = elements * self.r
         made = [] if late else [self.bucket_of(name, elements)]
-        held = sum(self.weights.values()) if name[0] == "b" else elements
-        self.op(f"bucket of {name}", [*grads, *[f"G {name}"] * late], *made, believed=size - held * self.p)
+        self.op(f"bucket of {name}", [*grads, *[f"G {name}"] * late], *made)
         self.start(name, elements)
 
     def bucket_of(self, name: str, elements: int) -> Make:
         key = "fp32" if self.r == 4 else "bf16"
-        return Make(f"G {name}", elements * self.r, GRADIENTS, key=key, late=True)
+        return Make(f"G {name}", elements * self.r, GRADIENTS, key=key)
 
     # Forward
 
@@ -371,7 +368,7 @@ class Step:
 
     def lean_backward(self, i: int, at: str, w: str, grads: list[str]) -> None:
         o, D, rows = f"o{i}", self.a.width, self.rows()
-        if self.policies[i] == "block":
+        if self.policies[i] in AGAIN["attn"]:
             o = f"o'{i}"
             self.o_again(i, at, w)
         reads = [f"gr{i + 1}", *self.inputs(i), o, self.weight(w, "up"), self.weight(w, "down")]
