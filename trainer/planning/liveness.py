@@ -200,7 +200,9 @@ class Tape:
                 self.ops[start - 1 : i] = [*self.ops[start + 1 : i], *moved]
         else:
             wait = self._at(graph, "wait", before)
+            many = 2 if wait + 1 < len(self.ops) and self.ops[wait + 1].where.endswith("in fp32") else 1
             if i + 1 < wait:
-                self.ops.insert(i + 1, self.ops.pop(wait))
+                moved = self.ops[wait : wait + many]
+                self.ops[i + 1 : wait + many] = [*moved, *self.ops[i + 1 : wait]]
 
 

@@ -52,7 +52,8 @@ class Step:
         self.weights = dict(q=a.width * q, k=a.width * kv, v=a.width * kv, o=a.width * q, up=mlp * (1 + a.gated), down=mlp)
         self.block, self.head = a.block_parameters, a.width * a.vocab
         self.lean, self.policies = c.mlp == "lean", [remat_of(c, i) for i in range(a.depth)]
-        self.waiting, self.sums_made, self.again_made = "", 0, set()
+        self.straight = self.r == self.p and (self.gathers or self.reduces) and not self.lean  # products write into their bucket
+        self.waiting, self.sums_made, self.again_made, self.roomy = "", 0, set(), set()
         self.forward()
         self.backward()
         if c.ahead < 1 and self.gathers:
@@ -112,7 +113,11 @@ class Step:
         name, D = f"w{part}{i}", self.a.width
         cols = {"o": self.outs["q"], "down": self.fan, "up": D}.get(part, D)
         rows = {"o": D, "down": D, "up": self.fan * (1 + self.a.gated)}.get(part) or self.outs[part]
-        self.product(f"{at}, gradient of {part}", reads, self.make(name, self.weights[part] * self.p), rows, self.n, cols)
+        size = self.weights[part] * self.p
+        if self.straight:
+            size = 0
+            self.room(f"b{i}", self.block)
+        self.product(f"{at}, gradient of {part}", reads, self.make(name, size), rows, self.n, cols)
         if self.gathers or self.reduces:
             grads.append(name)
         else:
@@ -157,17 +162,21 @@ class Step:
             self.op(f"gradient of {name} in fp32", [source], made)
             self.tape.keep(made.name)
 
-    def bucket(self, name: str, elements: int, grads: list[str], late: bool = False) -> None:
-        """Gradients copied into one buffer, whose reduction starts. late: the buffer is there already."""
-        if not (self.gathers or self.reduces):
-            return
-        made = [] if late else [self.bucket_of(name, elements)]
-        self.op(f"bucket of {name}", [*grads, *[f"G {name}"] * late], *made)
-        self.start(name, elements)
+    def bucket(self, name: str, elements: int, grads: list[str]) -> None:
+        """Gradients copied into one buffer, whose reduction starts."""
+        if self.gathers or self.reduces:
+            late = name in self.roomy
+            self.op(f"bucket of {name}", [*grads, *[f"G {name}"] * late], *[] if late else [self.bucket_of(name, elements)])
+            self.start(name, elements)
+
+    def room(self, name: str, elements: int) -> None:
+        """Makes the buffer of a bucket, if it is not there."""
+        if (self.gathers or self.reduces) and name not in self.roomy:
+            self.roomy.add(name)
+            self.op(f"bucket of {name}", [], self.bucket_of(name, elements))
 
     def bucket_of(self, name: str, elements: int) -> Make:
-        key = "fp32" if self.r == 4 else "bf16"
-        return Make(f"G {name}", elements * self.r, GRADIENTS, key=key)
+        return Make(f"G {name}", elements * self.r, GRADIENTS, key="fp32" if self.r == 4 else "bf16")
 
     # Forward
 
@@ -196,7 +205,8 @@ class Step:
     def norm(self, i: int, where: str, out: str) -> None:
         """The norm of the input of block i; in it what the MLP before made is added to the residual."""
         if i and not self.lean:
-            self.op(where, [f"d{i - 1}", f"m{i - 1}"], self.make(f"x{i}", self.U), self.make(out, self.U), over=True)
+            before = [f"o{i - 1}", *self.inputs(i - 1)] if self.policies[i - 1] == "pointwise" else [f"m{i - 1}"]
+            self.op(where, [f"d{i - 1}", *before], self.make(f"x{i}", self.U), self.make(out, self.U), over=True)
         else:
             self.op(where, self.inputs(i), self.make(out, self.U))
 
@@ -211,7 +221,10 @@ class Step:
             self.lean_forward(i, at, w)
         else:
             added, normed = self.make(f"m{i}", self.U), self.make(f"nn{i}", self.U)
-            self.op(f"{at}, norm of the MLP", [f"o{i}", *self.inputs(i)], added, normed, over=True)
+            if self.policies[i] == "pointwise":  # what is kept is o itself
+                self.op(f"{at}, norm of the MLP", [f"o{i}", *self.inputs(i)], normed)
+            else:
+                self.op(f"{at}, norm of the MLP", [f"o{i}", *self.inputs(i)], added, normed, over=True)
             self.up(at, w, f"nn{i}", f"h{i}")
             self.op(f"{at}, activation", [f"h{i}"], self.make(f"g{i}", self.F), over=not self.a.gated)
             self.down(at, w, f"g{i}", f"d{i}")
@@ -271,7 +284,10 @@ class Step:
             V, D = self.a.vocab, self.a.width
             self.gather("bhead", whole)
             self.op("gradient of the logits", ["z"], self.make("dz", self.n * V * self.p, LOGITS), over=True)
-            self.product("gradient of the head", ["dz", "nf"], self.make("whead", self.head * self.p), V, self.n, D)
+            if self.straight:
+                self.room("head", whole)
+            size = 0 if self.straight else self.head * self.p
+            self.product("gradient of the head", ["dz", "nf"], self.make("whead", size), V, self.n, D)
             self.arrive("bhead", {"head": self.head})
             self.gather(last, self.block)
             made = self.make("go", self.U)
@@ -294,10 +310,15 @@ class Step:
             self.backward_block(i)
         made = self.make("ge", self.head * 4, GRADIENTS, key="fp32")
         self.op("gradient of the embedding", ["gr0"], made)
-        if local:
+        if self.whole and self.p < 4:
+            self.op("gradient of the embedding", ["ge"], self.make("wemb", self.head * self.p))
+            self.tape.keep("wemb")
+        elif local:
             self.tape.keep("ge")
         self.bucket("emb", self.head, ["ge"])
         self.arrived()
+        if self.whole and self.c.grad_accum > 1:
+            self.op("gradients in fp32, to be added", [], self.make("sum", 4 * self.a.parameters, GRADIENTS, key="fp32"))
 
     def last(self) -> list[str]:
         """What holds the input of the final norm. A wholly recomputed last block is made again first."""
@@ -315,11 +336,13 @@ class Step:
         return [f"d'{i}", *self.inputs(i), f"o'{i}"]
 
     def o_again(self, i: int, at: str, w: str) -> None:
-        made = self.make(f"o'{i}", self.U)
-        self.product(f"{at}, o again", [f"a{i}", self.weight(w, "o")], made, self.n, self.outs["q"], self.a.width)
+        made, core = self.make(f"o'{i}", self.U), "'" * (self.c.remat_core)
+        self.product(f"{at}, o again", [f"a{core}{i}", self.weight(w, "o")], made, self.n, self.outs["q"], self.a.width)
 
     def half_again(self, i: int, at: str, w: str) -> None:
         """o, the norm and up of a wholly recomputed block."""
+        if self.c.remat_core:
+            self.attention_again(i, at, w)
         self.o_again(i, at, w)
         self.op(f"{at}, norm again", [*self.inputs(i), f"o'{i}"], self.make(f"nn'{i}", self.U))
         self.up(f"{at}, again", w, f"nn'{i}", f"h'{i}")
@@ -330,7 +353,7 @@ class Step:
             self.gather(f"b{i - 1}", self.block)
         (self.lean_backward if self.lean else self.mlp_backward)(i, at, w, grads)
         self.attention_backward(i, at, w, grads)
-        self.bucket(w, self.block, grads, late=not self.lean)
+        self.bucket(w, self.block, grads)
         if i:
             self.arrive(f"b{i - 1}", self.weights)
 
@@ -340,6 +363,8 @@ class Step:
         made = self.make(f"dg{i}", self.F)
         self.product(f"{at}, gradient of the hidden tensor", [gr, self.weight(w, "down")], made, self.n, D, self.fan)
         h, nn, g, dh = f"h{i}", f"nn{i}", f"g{i}", self.make(f"dh{i}", self.F * wide)
+        if policy == "pointwise":
+            mid = [*self.inputs(i), f"o{i}"]
         if policy == "block":
             mid = [*self.inputs(i), f"o'{i}"]
             h, nn, g = f"h'{i}", f"nn'{i}", f"g'{i}"
@@ -359,17 +384,34 @@ class Step:
         else:
             self.wgrad(at, "down", [gr, g], i, grads)
             self.op(f"{at}, gradient of the activation", [f"dg{i}", h], dh, over=True)
-        if self.gathers or self.reduces:
-            self.op(f"bucket of {w}", [], self.bucket_of(w, self.block))
+        late = self.late(i)
+        if not late:
+            self.room(w, self.block)
         made = self.make(f"dn{i}", self.U)
         self.product(f"{at}, gradient of the MLP's input", [f"dh{i}", self.weight(w, "up")], made, self.n, self.fan * wide, D)
-        self.wgrad(at, "up", [f"dh{i}", nn], i, grads)
-        self.op(f"{at}, gradient of the MLP's norm", [gr, f"dn{i}", *mid], self.make(f"gm{i}", self.U), self.sums(), over=True)
+        if not late:
+            self.wgrad(at, "up", [f"dh{i}", nn], i, grads)
+        made = [self.make(f"gm{i}", self.U), self.sums()]
+        if late:  # one kernel also makes the norm of attention again
+            self.again_made.add(f"n'{i}")
+            made.append(self.make(f"n'{i}", self.U))
+            mid += self.inputs(i)
+        self.op(f"{at}, gradient of the MLP's norm", [gr, f"dn{i}", *mid], *made, over=not late)
+        if late:
+            self.room(w, self.block)
+            self.wgrad(at, "up", [f"dh{i}", nn], i, grads)
+
+    def late(self, i: int) -> bool:
+        """Whether a block's gradients of attention's weights are computed after all that leads further back. So the
+        compiler orders a region that holds more than one branch."""
+        return self.policies[i] in ("block", "pointwise") and not self.lean
 
     def lean_backward(self, i: int, at: str, w: str, grads: list[str]) -> None:
         o, D, rows = f"o{i}", self.a.width, self.rows()
         if self.policies[i] in AGAIN["attn"]:
             o = f"o'{i}"
+            if self.c.remat_core:
+                self.attention_again(i, at, w)
             self.o_again(i, at, w)
         reads = [f"gr{i + 1}", *self.inputs(i), o, self.weight(w, "up"), self.weight(w, "down")]
         mlp = 2 * self.weights["up"]
@@ -388,27 +430,20 @@ class Step:
     def attention_backward(self, i: int, at: str, w: str, grads: list[str]) -> None:
         policy, gm, a, D = self.policies[i], f"gm{i}", f"a{i}", self.a.width
         again = policy in AGAIN["attn"]
-        core, n1, to = again and self.c.remat_core, f"n{i}", str(i)
+        core, n1, to = again and self.c.remat_core, f"n{i}", f"'{i}" if again else str(i)
+        a = f"a'{i}" if core else a
 
-        def recompute() -> None:
-            nonlocal n1, to, a
-            if policy == "pointwise" or (again and (self.c.remat_norm or policy == "block")):
-                n1 = f"n'{i}"
-                self.op(f"{at}, norm again", self.inputs(i), self.make(n1, self.U))
-            if again:
-                to = f"'{i}"
-                self.qkv(f"{at}, again", w, n1, to)
-            if core:
-                self.core(f"{at}, attention again", to)
-                a = f"a{to}"
-
-        if core:
-            recompute()
-        self.wgrad(at, "o", [gm, a], i, grads)
+        if core and f"a'{i}" not in self.again_made:
+            self.attention_again(i, at, w)
+        late = self.late(i)
+        if not late:
+            self.wgrad(at, "o", [gm, a], i, grads)
         made = self.make(f"da{i}", self.Q)
         self.product(f"{at}, gradient of attention", [gm, self.weight(w, "o")], made, self.n, D, self.outs["q"])
         if not core:
-            recompute()
+            self.attention_again(i, at, w)
+        if f"n'{i}" in self.again_made:
+            n1 = f"n'{i}"
         stats = f"s{to}" if core else f"s{i}"
         made = [self.make(f"d{part}{i}", size, own=True) for part, size in zip("qkv", (self.Q, self.KV, self.KV), strict=True)]
         work = (("attention", "backward", 10 * self.n * self.c.seqlen * self.outs["q"]),)
@@ -416,13 +451,32 @@ class Step:
         self.op(f"{at}, attention", reads, *made, inside=self.scratch(), work=work)
         parts = []
         for part in "vkq":
-            self.wgrad(at, part, [f"d{part}{i}", n1], i, grads)
+            if not late:
+                self.wgrad(at, part, [f"d{part}{i}", n1], i, grads)
             made = self.make(f"dx{part}{i}", self.U)
             reads = [f"d{part}{i}", self.weight(w, part)]
             self.product(f"{at}, gradient through {part}", reads, made, self.n, self.outs[part], D)
             parts.append(made.name)
         self.op(f"{at}, gradient of the norm", [*parts, *self.inputs(i), gm], self.sums())
+        if late:
+            self.wgrad(at, "o", [gm, a], i, grads)
+            for part in "vkq":
+                self.wgrad(at, part, [f"d{part}{i}", n1], i, grads)
         self.op(f"{at}, gradient of the norm", [gm, *parts, *self.inputs(i)], self.make(f"gr{i}", self.U), over=True)
+
+    def attention_again(self, i: int, at: str, w: str) -> None:
+        """What backward makes again of the attention branch: the norm, q, k and v, attention itself."""
+        policy, n1 = self.policies[i], f"n{i}"
+        if policy == "pointwise" or (policy in AGAIN["attn"] and (self.c.remat_norm or policy == "block")):
+            n1 = f"n'{i}"
+            if n1 not in self.again_made:
+                self.again_made.add(n1)
+                self.op(f"{at}, norm again", self.inputs(i), self.make(n1, self.U))
+        if policy in AGAIN["attn"]:
+            self.qkv(f"{at}, again", w, n1, f"'{i}")
+            if self.c.remat_core:
+                self.again_made.add(f"a'{i}")
+                self.core(f"{at}, attention again", f"'{i}")
 
     def scratch(self) -> float:
         """Of a fused attention's backward: the gradient of q in fp32, and of grouped k and v for every head."""
