@@ -25,9 +25,10 @@ FLOORS = [  # from the bottom; an entry is a module or a package
     ["trainer.checkpoint"],
     ["trainer.fault_tolerance"],
     ["trainer.experiments"],
+    ["trainer.planning"],
     ["trainer.run"],
     ["benchmarks"],
-    ["main", "speed_mem_tests_mlp"],
+    ["main", "plan", "speed_mem_tests_mlp"],
 ]
 COPIED = FLOORS[0][:4]  # users copy these files: they stand alone
 PROGRAMS = FLOORS[-1]

@@ -25,7 +25,8 @@ PARAMETERS_OF_A_BLOCK = 12
 
 class Gpu(NamedTuple):
     """What a device reaches. Rates in FLOP/s and bytes/s; attention by kernel; floor: seconds of the shortest operation.
-    figures: where the rates are from, "fitted" or "scaled" from another device; see hardware.toml."""
+    scaled: from which GPU the rates are scaled, if they were not measured. link: between GPUs, as costs.link reads it;
+    serial_link: of --compile-options plain. error: median and worst error of steps, as fractions, and of how many rows."""
 
     name: str
     peak: float
@@ -33,11 +34,14 @@ class Gpu(NamedTuple):
     bandwidth: float
     memory: float  # bytes
     sms: int
-    attention: dict[str, float]
+    attention: dict[str, tuple[float, float]]  # kernel -> forward, backward
     floor: float
-    figures: str = ""
+    scaled: str = ""
     arch: str = "sm_90"
-    error: tuple = ()  # median, worst (fractions), rows
+    link: str = "none"
+    serial_link: str = ""
+    error: tuple[float, ...] = ()
+    source: str = ""
 
 
 class Time(NamedTuple):
@@ -79,7 +83,7 @@ class Clock:
         self.now = self.free = 0.0
         self.done: dict[str, float] = {}
         self.parts: Counter = Counter()
-        self.rate = gpu.attention.get(kernel_of(c, gpu)) or min(gpu.attention.values())
+        self.rates = dict(zip(("forward", "backward"), gpu.attention[kernel_of(c, gpu)], strict=True))
         self.seen = (a.keys(c.seqlen, "causal") + BLOCK / 2) / c.seqlen
 
     def spend(self, what: str, seconds: float) -> None:
@@ -107,7 +111,7 @@ class Clock:
                 if w[0] == "mm":
                     self.spend(PRODUCTS, product_seconds(self.gpu, *w[1:]))
                 elif w[0] == "attention":
-                    self.spend(CORE, max(w[2] * self.seen / self.rate, self.gpu.floor))
+                    self.spend(CORE, max(w[2] * self.seen / self.rates[w[1]], self.gpu.floor))
                 elif w[0] == "bytes":
                     self.spend(REST, max(w[1] / self.gpu.bandwidth, self.gpu.floor) if w[1] else 0)
                 elif w[0] == "start":
