@@ -57,11 +57,11 @@ class Life(NamedTuple):
 
 
 class Tape:
-    """The operations of a step. reuse: Inductor's allow_buffer_reuse."""
+    """The operations of a step. reuse: Inductor's allow_buffer_reuse. blind: see `inputs`."""
 
-    def __init__(self, reuse: bool = True):
+    def __init__(self, reuse: bool = True, blind: bool = True):
         self.ops: list[Op] = []
-        self.reuse, self.number, self.forever = reuse, 0, set()
+        self.blind, self.reuse, self.number, self.forever = blind, reuse, 0, set()
 
     def op(self, where: str, reads: Iterable[str] = (), makes: Iterable[Make] = (), **more) -> None:
         makes = tuple(m._replace(nbytes=-(-int(m.nbytes) // 512) * 512) for m in makes)
@@ -87,12 +87,13 @@ class Tape:
         return {name: life._replace(last=end) if name in self.forever else life for name, life in found.items()}
 
     def inputs(self, lives: dict[str, Life], graph: int) -> list[float]:
-        """Bytes of what earlier graphs made and `graph` still needs, at each operation: all that the compiler counts
-        when it decides what a dead buffer may wait for, since the passes of overlap.py leave out the one that would
-        tell it the size of the others."""
+        """Bytes at each operation, as the compiler counts them when it decides what a dead buffer may wait for: no buffer
+        takes another's place. In a graph with collectives (`blind`) it counts only what earlier graphs made and this one
+        still needs, since the passes of overlap.py leave out the one that would tell it the size of the others."""
         steps = [0.0] * (len(self.ops) + 2)
         for life in lives.values():
-            if self.ops[life.born].graph < graph:
+            own = self.ops[life.born].graph
+            if own < graph or (own == graph and not self.blind):
                 steps[life.born] += life.make.nbytes
                 steps[life.last + 1] -= life.make.nbytes
         for i in range(len(self.ops)):
@@ -109,7 +110,7 @@ class Tape:
         for i, op in enumerate(self.ops):
             if op.graph != graph:
                 graph, start, guess = op.graph, i, self.inputs(lives, op.graph)
-                limit = guess[i]
+                limit = max(guess[j] for j in range(i, len(self.ops)) if self.ops[j].graph == graph)
                 pool.clear()
             gone = list(dies[i])
             for m in op.makes:

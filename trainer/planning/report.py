@@ -5,8 +5,8 @@ from dataclasses import replace
 from trainer.distributed.terminal import grouped, tell
 from trainer.planning import hardware, search
 from trainer.planning.architecture import reference
-from trainer.planning.memory import whole as gathers_once
 from trainer.planning.schedule import Step
+from trainer.planning.schedule import whole as gathers_once
 from trainer.planning.search import Answer, Cell, Question
 from trainer.planning.step_time import Gpu
 

@@ -1,7 +1,8 @@
 """The operations of a training step in the order of its compiled graphs (--compile fwdbwd), on a Tape: what each reads,
-makes and computes. Peak memory (memory.py) and time (step_time.py) are read off the same tape.
+makes and computes. Peak memory (`step_peak`) and time (step_time.py) are read off the same tape.
 
-    tape = Step(config, architecture, ranks=8).tape
+    step_peak(config, ranks=8)                # of resolved flags; Peak(nbytes, moment, pieces)
+    Step(config, architecture, 8).tape        # what it is read off
 
 The order is that of the code which Inductor generates with the options of overlap.py: the weights of a block are gathered
 while the block before computes, its gradients are reduced while the next one computes, and those of the weights lie in
@@ -10,173 +11,24 @@ marks what backward makes again. n tokens of a micro-batch, D width, H heads, K 
 width, V vocabulary, L depth. Imports no torch.
 """
 
-from trainer.planning.architecture import Architecture
-from trainer.planning.liveness import GRADIENTS, LOGITS, WEIGHTS, Make, Tape
+from trainer.planning.architecture import Architecture, reference
+from trainer.planning.liveness import GRADIENTS, LOGITS, WEIGHTS, Peak
+from trainer.planning.weights import SIZE, Weights, shard_group
 
-SIZE = {"fp32": 4, "bf16": 2}
 AGAIN = {"attn": ("attn", "both", "block"), "mlp": ("mlp", "both", "block", "pointwise")}
+CUBLAS_MIB = {"sm_80": 2 * 8.125, "sm_90": 2 * 32.0, "sm_100": 2 * 32.0}  # torch's workspaces of two threads
+PARAMETERS, MOMENTS, ALLOWANCE = "parameters", "Adam's moments", "workspaces of cuBLAS, an allowance"
 
 
-def remat_of(c, block: int) -> str:
-    """The policy of one block of resolved flags, as model.ModelConfig.remat_of."""
-    n = round(c.remat_ratio * c.depth)
-    return c.remat if (block + 1) * n // c.depth > block * n // c.depth else "none"
-
-
-def shard_group(c, ranks: int) -> int:
-    """Ranks over which one copy of the parameters is spread."""
-    if c.mode == "replicate" or c.wrapper == "none":
-        return 1
-    return ranks // c.replicas if c.mode == "hybrid_shard" else ranks
-
-
-class Step:
-    """Forward and backward of one micro-batch of resolved flags `c`. whole: gradients stay on the rank and weights are
-    there already (--accum-sync last)."""
+class Step(Weights):
+    """Forward and backward of one micro-batch, on `tape`."""
 
     def __init__(self, c, a: Architecture, ranks: int, whole: bool = False):
-        self.c, self.a, self.ranks, self.whole = c, a, ranks, whole
-        self.shards = 1 if whole else shard_group(c, ranks)
-        self.gathers = self.shards > 1
-        self.reduces = ranks > self.shards and not whole
-        self.tape = Tape("allow_buffer_reuse=False" not in c.compile_options)
-        self.p, self.r = SIZE[c.param_dtype], SIZE[c.reduce_dtype] if ranks > 1 else 4
-        n = self.n = c.batch * c.seqlen
-        self.U = n * self.p * a.width
-        self.Q, self.KV = n * self.p * a.heads * a.head_dim, n * self.p * a.kv_heads * a.head_dim
-        self.fan = a.hidden * max(a.active, 1)  # hidden elements of a token
-        self.F = n * self.p * self.fan
-        q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
-        self.outs = dict(q=q, k=kv, v=kv)
-        mlp = a.width * a.hidden * max(a.experts, 1)
-        self.weights = dict(q=a.width * q, k=a.width * kv, v=a.width * kv, o=a.width * q, up=mlp * (1 + a.gated), down=mlp)
-        self.block, self.head = a.block_parameters, a.width * a.vocab
-        self.lean, self.policies = c.mlp == "lean", [remat_of(c, i) for i in range(a.depth)]
-        self.straight = self.r == self.p and (self.gathers or self.reduces) and not self.lean  # products write into their bucket
-        self.waiting, self.sums_made, self.again_made, self.roomy = "", 0, set(), set()
+        super().__init__(c, a, ranks, whole)
         self.forward()
         self.backward()
         if c.ahead < 1 and self.gathers:
             self.tape.hurry(c.ahead)
-
-    # Small things
-
-    def make(self, name: str, nbytes: float, piece: str = "workspace", own: bool = False, key: str = "") -> Make:
-        return Make(name, nbytes, piece, own, key or self.c.param_dtype)
-
-    def op(self, where: str, reads, *makes: Make, **more) -> None:
-        self.tape.op(where, reads, makes, **more)
-
-    def product(self, where: str, reads, made: Make, rows: int, inner: int, cols: int) -> None:
-        """out [rows, cols] = [rows, inner] @ [inner, cols]"""
-        self.tape.op(where, reads, [made], work=(("mm", rows, inner, cols),))
-
-    def sums(self) -> Make:
-        """Partial sums of the two gradients of a norm, fp32, 16 rows in one."""
-        self.sums_made += 1
-        return self.make(f"sums{self.sums_made}", 8 * self.a.width * (self.n // 16), key="fp32")
-
-    def inputs(self, i: int) -> list[str]:
-        """What holds the input of block i."""
-        return self.x0 if i == 0 else [f"x{i}"]
-
-    # Weights and their gradients
-
-    def gather(self, name: str, elements: int) -> None:
-        """Starts an all-gather: the shard in the dtype that is sent, and room for the whole."""
-        if not self.gathers or (not self.c.reshard and name[0] == "b"):
-            return
-        sent = elements * self.p / self.shards
-        self.op(f"gather of {name}", [], self.make(f"{name} sent", sent, WEIGHTS))
-        work = (("start", name, "all_gather", elements * self.p),)
-        self.op(f"gather of {name}", [f"{name} sent"], self.make(f"{name} bucket", elements * self.p, WEIGHTS, True), work=work)
-
-    def arrive(self, name: str, parts: dict[str, int]) -> None:
-        """Waits for it, and cuts the bucket into weights."""
-        if not self.gathers or (not self.c.reshard and name[0] == "b"):
-            return
-        self.op(f"gather of {name}", [f"{name} sent", f"{name} bucket"], work=(("wait", name),))
-        made = [self.make(f"{name} {part}", size * self.p, WEIGHTS, True) for part, size in parts.items()]
-        self.op(f"weights of {name}", [f"{name} bucket"], *made)
-
-    def weight(self, name: str, part: str) -> str:
-        """The name of a weight where it is used. Where nothing is gathered it is cast there."""
-        if self.gathers:
-            return f"{name} {part}" if self.c.reshard else f"f{name[1:]} {part}"
-        if self.p < 4 and not self.whole:
-            size = self.head if part == "head" else self.weights[part]
-            self.op(f"cast of {name} {part}", [], self.make(f"{name} {part}", size * self.p, WEIGHTS))
-        return f"{name} {part}"
-
-    def wgrad(self, at: str, part: str, reads, i: int, grads: list[str], inner: int = 0) -> None:
-        """The gradient of a block's weight, [out, n] @ [n, in]."""
-        name, D = f"w{part}{i}", self.a.width
-        cols = {"o": self.outs["q"], "down": self.fan, "up": D}.get(part, D)
-        rows = {"o": D, "down": D, "up": self.fan * (1 + self.a.gated)}.get(part) or self.outs[part]
-        size = self.weights[part] * self.p
-        if self.straight:
-            size = 0
-            self.room(f"b{i}", self.block)
-        self.product(f"{at}, gradient of {part}", reads, self.make(name, size), rows, self.n, cols)
-        if self.gathers or self.reduces:
-            grads.append(name)
-        else:
-            self.landed(name, self.weights[part])
-
-    def landed(self, name: str, elements: int) -> None:
-        """A gradient that stays on the rank until the update, in fp32, or until it is summed."""
-        if self.p == 4 or self.whole:
-            self.tape.keep(name)
-            return
-        self.op("gradients in fp32", [name], self.make(f"{name} fp32", elements * 4, GRADIENTS, key="fp32"))
-        self.tape.keep(f"{name} fp32")
-
-    def start(self, name: str, elements: int) -> None:
-        """Starts the reduction of a bucket, and waits for the one before."""
-        if self.gathers:
-            work = (("start", f"G {name}", "reduce_scatter", elements * self.r),)
-            shard = self.make(f"gradient {name}", elements * self.r / self.shards, GRADIENTS, True, "fp32")
-            self.op(f"reduction of {name}", [f"G {name}"], shard, work=work)
-            self.tape.keep(f"gradient {name}" if self.r == 4 else f"gradient {name} fp32")
-        else:
-            work = (("start", f"G {name}", "all_reduce", elements * self.r),)
-            self.op(f"reduction of {name}", [f"G {name}"], work=work)
-            if self.r == 4:
-                self.tape.keep(f"G {name}")
-        self.arrived()
-        self.waiting = name, elements
-
-    def arrived(self) -> None:
-        """Waits for the reduction under way."""
-        if not self.waiting:
-            return
-        name, elements = self.waiting
-        self.waiting = ""
-        work = [("wait", f"G {name}")]
-        if self.gathers and self.reduces:  # hybrid_shard: the shard across the replicas
-            work += [("start", f"A {name}", "all_reduce across", elements * self.r / self.shards), ("wait", f"A {name}")]
-        self.op(f"reduction of {name}", [f"G {name}"], work=tuple(work))
-        if self.r == 2:
-            source = f"gradient {name}" if self.gathers else f"G {name}"
-            made = self.make(f"gradient {name} fp32", elements * 4 / self.shards, GRADIENTS, key="fp32")
-            self.op(f"gradient of {name} in fp32", [source], made)
-            self.tape.keep(made.name)
-
-    def bucket(self, name: str, elements: int, grads: list[str]) -> None:
-        """Gradients copied into one buffer, whose reduction starts."""
-        if self.gathers or self.reduces:
-            late = name in self.roomy
-            self.op(f"bucket of {name}", [*grads, *[f"G {name}"] * late], *[] if late else [self.bucket_of(name, elements)])
-            self.start(name, elements)
-
-    def room(self, name: str, elements: int) -> None:
-        """Makes the buffer of a bucket, if it is not there."""
-        if (self.gathers or self.reduces) and name not in self.roomy:
-            self.roomy.add(name)
-            self.op(f"bucket of {name}", [], self.bucket_of(name, elements))
-
-    def bucket_of(self, name: str, elements: int) -> Make:
-        return Make(f"G {name}", elements * self.r, GRADIENTS, key="fp32" if self.r == 4 else "bf16")
 
     # Forward
 
@@ -482,3 +334,24 @@ class Step:
         """Of a fused attention's backward: the gradient of q in fp32, and of grouped k and v for every head."""
         grouped = self.a.heads != self.a.kv_heads
         return 0.0 if self.c.attn == "flex" else self.n * self.outs["q"] * (4 + 2 * self.p * grouped)
+
+
+def before_step(c, a: Architecture, ranks: int, arch: str) -> dict[str, float]:
+    """{piece: bytes} of what the last micro-batch finds."""
+    own = a.parameters / shard_group(c, ranks)
+    base = {PARAMETERS: 4 * own, MOMENTS: 2 * SIZE[c.adam_dtype] * own, ALLOWANCE: CUBLAS_MIB[arch] * 2**20}
+    if whole(c, ranks):
+        base |= {WEIGHTS: SIZE[c.param_dtype] * a.parameters}
+        own = a.parameters
+    return base | ({GRADIENTS: 4 * own} if c.grad_accum > 1 else {})
+
+
+def whole(c, ranks: int) -> bool:
+    """Whether the step gathers all weights once and reduces all gradients once."""
+    return c.accum_sync == "last" and ranks > 1
+
+
+def step_peak(c, ranks: int, a: Architecture | None = None, arch: str = "sm_90") -> Peak:
+    """The highest level of a step of resolved flags on one of `ranks`, allowances included."""
+    a = a or reference(c)
+    return Step(c, a, ranks, whole(c, ranks)).tape.peak(before_step(c, a, ranks, arch))

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from trainer.costs import Link, link
 from trainer.planning.architecture import Architecture
 from trainer.planning.liveness import Peak
-from trainer.planning.memory import step_peak
+from trainer.planning.schedule import step_peak
 from trainer.planning.step_time import Gpu, Time, step_time
 
 GRID = [round(0.05 * i, 2) for i in range(21)]  # of --remat-ratio

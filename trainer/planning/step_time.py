@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from trainer.costs import Link
 from trainer.planning.architecture import Architecture
-from trainer.planning.memory import whole
-from trainer.planning.schedule import SIZE, Step, shard_group
+from trainer.planning.schedule import Step, whole
+from trainer.planning.weights import SIZE, shard_group
 
 TILE = 256, 128  # of a product's output that one SM computes at a time
 BLOCK = 128  # keys that a kernel of attention visits at a time: a causal mask is left out by blocks
