@@ -40,7 +40,7 @@ def gpu(name: str) -> Gpu:
     return Gpu(
         name, 1e12 * own["tflops"], 1e12 * flops * reached["products"], 1e12 * memory * reached["tb_per_s"],
         2**30 * own["memory_gib"], own["sms"], rates, 1e-6 * reached["floor_us"], scaled, own["arch"], own["link"],
-        reached.get("serial_link", ""), tuple(reached["error"]), reached["source"],
+        "" if scaled else reached.get("serial_link", ""), tuple(reached["error"]), reached["source"],
     )  # fmt: skip
 
 

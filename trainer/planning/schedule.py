@@ -160,8 +160,6 @@ class Step(Weights):
             self.arrive(last, self.weights)
         for i in reversed(range(L)):
             self.backward_block(i)
-        made = self.make("ge", self.head * 4, GRADIENTS, key="fp32")
-        self.op("gradient of the embedding", ["gr0"], made)
         if self.whole and self.p < 4:
             self.op("gradient of the embedding", ["ge"], self.make("wemb", self.head * self.p))
             self.tape.keep("wemb")
@@ -205,6 +203,9 @@ class Step(Weights):
             self.gather(f"b{i - 1}", self.block)
         (self.lean_backward if self.lean else self.mlp_backward)(i, at, w, grads)
         self.attention_backward(i, at, w, grads)
+        if not i:
+            made = self.make("ge", self.head * 4, GRADIENTS, key="fp32")
+            self.op("gradient of the embedding", ["gr0"], made)
         self.bucket(w, self.block, grads)
         if i:
             self.arrive(f"b{i - 1}", self.weights)
