@@ -103,7 +103,7 @@ def published_peak(c, ranks: int) -> float:
     at_loss = c.depth * (kept + 2 * held) + (2 + (c.compile == "model")) * logits + 2 * U + whole
     head = 2 * whole / ranks
     at_mlp = [(c.depth - k) * kept + 3 * 2 * c.batch * c.seqlen * a.hidden + 3 * W + head + k * block + U for k in range(c.depth)]
-    return states + max(at_loss, *at_mlp * (c.remat == "both"))
+    return states + max([at_loss, *at_mlp] if c.remat == "both" else [at_loss])
 
 
 class Run(NamedTuple):
