@@ -1,13 +1,14 @@
 """Will it fit, how fast, on how many GPUs: a training step planned before anyone rents the GPUs. Nothing is run.
 
-    python plan.py --gpu h100 --gpus 8 --remat none                        # the flags of main.py, at its reference setting
-    python plan.py --hf Qwen2.5-7B/ --gpus 8 --batch 2 --remat block       # a Hugging Face config.json
+    python plan.py --gpu h100 --gpus 8 --remat none                        # the flags of main.py, at its reference
+    setting python plan.py --hf Qwen2.5-7B/ --gpus 8 --batch 2 --remat block       # a Hugging Face config.json
     python plan.py --gpus 16 --nodes 2 --best                              # the fastest plan that fits
     python plan.py --gpus 8 --what-if seqlen 2048 4096 8192
     python plan.py --calibrate results/h100.jsonl                          # constants from your own rows
 
 Peak memory is a closed form, held against the memory of generated code; time is a roofline with two streams
-(docs/PLANNER.md). Each answer says how far off it was where it could be checked. No torch is imported, except by --exact.
+(docs/PLANNER.md). Each answer says how far off it was where it could be checked. No torch is imported, except by
+--exact.
 """
 
 import io
@@ -63,7 +64,8 @@ class Plan:
     exact: bool = False
     """Peak memory from generated code instead, in a minute. Needs torch and Triton; not for --hf."""
     calibrate: str | None = None
-    """JSONL file of main.py's rows: fits the constants of --gpu to seven of them and says how far off the others are."""
+    """JSONL file of main.py's rows: fits the constants of --gpu to seven of them and says how far off the others
+    are."""
 
 
 def parse(argv: Sequence[str]) -> tuple[Plan, flags.Config]:

@@ -2,10 +2,12 @@
 
     python -m benchmarks.plans                                # all tables of docs/PLANNER.md, from committed rows
     python -m benchmarks.plans --draw 36 --seed 18 > cells/plan_peaks.txt         # settings, drawn over all options
-    python -m trainer.experiments.sweep cells/plan_peaks.txt --program "-m benchmarks.peaks" --results results/plan_peaks.jsonl
-    python -m benchmarks.plans --results results/plan_peaks.jsonl                 # the peaks of one file
+    python -m trainer.experiments.sweep cells/plan_peaks.txt --program "-m benchmarks.peaks" --results
+    results/plan_peaks.jsonl python -m benchmarks.plans --results results/plan_peaks.jsonl                 # the peaks
+    of one file
 
-Sizes that are drawn are those of real training: by the floor of `trainer.costs.step_bytes`, between 4 and 80 GiB on a rank.
+Sizes that are drawn are those of real training: by the floor of `trainer.costs.step_bytes`, between 4 and 80 GiB on a
+rank.
 """
 
 import argparse
@@ -91,8 +93,8 @@ def simulated(path: Path) -> list[Compared]:
 
 
 def published_peak(c, ranks: int) -> float:
-    """Bytes, by the policy of the published runs: states of 12 bytes a parameter, what blocks keep, gathered weights that
-    no recomputation gathers again, and whichever is more: logits with their gradient or the
+    """Bytes, by the policy of the published runs: states of 12 bytes a parameter, what blocks keep, gathered weights
+    that no recomputation gathers again, and whichever is more: logits with their gradient or the
     MLP's backward of a block, with the gradients of the blocks before it. U: one [B, T, D]."""
     a = reference(c)
     U, W = 2 * c.batch * c.seqlen * c.width, 2 * c.width * a.hidden  # of one of the MLP's weights
@@ -102,7 +104,10 @@ def published_peak(c, ranks: int) -> float:
     kept, logits = kept_per_block(c) * U, 2 * c.batch * c.seqlen * c.vocab
     at_loss = c.depth * (kept + 2 * held) + (2 + (c.compile == "model")) * logits + 2 * U + whole
     head = 2 * whole / ranks
-    at_mlp = [(c.depth - k) * kept + 3 * 2 * c.batch * c.seqlen * a.hidden + 3 * W + head + k * block + U for k in range(c.depth)]
+    at_mlp = [
+        (c.depth - k) * kept + 3 * 2 * c.batch * c.seqlen * a.hidden + 3 * W + head + k * block + U
+        for k in range(c.depth)
+    ]
     return states + max([at_loss, *at_mlp] if c.remat == "both" else [at_loss])
 
 
@@ -137,7 +142,11 @@ def runs() -> Iterator[Run]:
 def published_times(device: str = "A100SXM", gpu: str = "a100-80") -> list[Compared]:
     """Milliseconds of the published runs on a device."""
     own = hardware.gpu(gpu)
-    found = [hardware.Sample(r.name, r.c, r.ranks, link(own.link), r.ms, reference(r.c)) for r in runs() if r.ms and r.device == device]
+    found = [
+        hardware.Sample(r.name, r.c, r.ranks, link(own.link), r.ms, reference(r.c))
+        for r in runs()
+        if r.ms and r.device == device
+    ]
     return [Compared(s.name, hardware.predicted_ms(s, own), s.ms) for s in found]
 
 
@@ -152,7 +161,9 @@ def table(title: str, found: list[Compared], digits: int = 0) -> list[str]:
     """Rows, largest error first, under their summary."""
     lines = [summary(title, found), "error %, predicted, truth, what"]
     ranked = sorted(found, key=lambda each: -abs(each.error))
-    return lines + [f"{100 * e.error:+6.2f}  {e.predicted:8.{digits}f}  {e.truth:8.{digits}f}  {e.name}" for e in ranked]
+    return lines + [
+        f"{100 * e.error:+6.2f}  {e.predicted:8.{digits}f}  {e.truth:8.{digits}f}  {e.name}" for e in ranked
+    ]
 
 
 def main(own: argparse.Namespace) -> None:

@@ -2,7 +2,8 @@
 
     a = reference(config)                    # of resolved flags of main.py
     a.parameters, a.active_parameters        # 973'234'176 at the reference setting, both
-    read("Qwen3-30B-A3B/").parameters        # of a Hugging Face config.json: 30'532'122'624, of which 3'353'032'704 active
+    read("Qwen3-30B-A3B/").parameters        # of a Hugging Face config.json: 30'532'122'624, of which 3'353'032'704
+    active
 
 Known there: llama, mistral, qwen2, qwen3, qwen3_moe, gemma3_text, and the text part of gemma3. What a class of
 transformers takes for a key that config.json leaves out is taken here as well; what has no default must be there.

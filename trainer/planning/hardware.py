@@ -3,8 +3,9 @@
     gpu("h100").products            # FLOP/s that large products reach
     calibrate(samples, gpu("h100"))  # Fit(gpu, fitted on, errors of the others)
 
-A sample is a setting with its measured step. The constants are few (products, memory, the shortest operation, and attention
-where several kernels were measured), so that seven samples settle them; all others are there to be wrong about.
+A sample is a setting with its measured step. The constants are few (products, memory, the shortest operation, and
+attention where several kernels were measured), so that seven samples settle them; all others are there to be wrong
+about.
 """
 
 import json

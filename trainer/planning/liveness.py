@@ -4,8 +4,8 @@
     tape.op("up", reads=["x"], makes=[Make("h", 2**20)])    # bytes; dies after the last operation that reads it
     tape.peak()                                             # Peak(nbytes, moment, pieces)
 
-The rules are Inductor's (torch/_inductor/codegen/wrapper.py and memory.py): a kernel may write over an input of the same
-size that dies with it; a dead buffer is kept for a later one of the same size and dtype if, by the compiler's own
+The rules are Inductor's (torch/_inductor/codegen/wrapper.py and memory.py): a kernel may write over an input of the
+same size that dies with it; a dead buffer is kept for a later one of the same size and dtype if, by the compiler's own
 estimate, that does not raise the peak of the graph. CUDA's allocator rounds sizes up to 512 bytes. Imports no torch.
 """
 
@@ -19,7 +19,8 @@ LOGITS, WORKSPACE = "logits", "workspace"
 
 
 class Make(NamedTuple):
-    """A buffer that an operation makes. own: by itself, so that no dead buffer can serve (a collective, a custom op)."""
+    """A buffer that an operation makes. own: by itself, so that no dead buffer can serve (a collective, a custom
+    op)."""
 
     name: str
     nbytes: float
@@ -87,9 +88,10 @@ class Tape:
         return {name: life._replace(last=end) if name in self.forever else life for name, life in found.items()}
 
     def inputs(self, lives: dict[str, Life], graph: int) -> list[float]:
-        """Bytes at each operation, as the compiler counts them when it decides what a dead buffer may wait for: no buffer
-        takes another's place. In a graph with collectives (`blind`) it counts only what earlier graphs made and this one
-        still needs, since the passes of overlap.py leave out the one that would tell it the size of the others."""
+        """Bytes at each operation, as the compiler counts them when it decides what a dead buffer may wait for: no
+        buffer takes another's place. In a graph with collectives (`blind`) it counts only what earlier graphs made and
+        this one still needs, since the passes of overlap.py leave out the one that would tell it the size of the
+        others."""
         steps = [0.0] * (len(self.ops) + 2)
         for life in lives.values():
             own = self.ops[life.born].graph
@@ -180,7 +182,9 @@ class Tape:
         return op if op == "all_gather" else "reduce"
 
     def _at(self, graph: int, kind: str, name: str) -> int:
-        return next(i for i, op in enumerate(self.ops) if op.graph == graph and any(w[:2] == (kind, name) for w in op.work))
+        return next(
+            i for i, op in enumerate(self.ops) if op.graph == graph and any(w[:2] == (kind, name) for w in op.work)
+        )
 
     def _move(self, graph: int, before: str, name: str, kind: str, part: float) -> None:
         gather = kind == "all_gather"
@@ -205,5 +209,3 @@ class Tape:
             if i + 1 < wait:
                 moved = self.ops[wait : wait + many]
                 self.ops[i + 1 : wait + many] = [*moved, *self.ops[i + 1 : wait]]
-
-

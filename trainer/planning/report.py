@@ -22,7 +22,10 @@ def mfu(q: Question, answer: Answer) -> dict[str, float]:
     """Percent of the GPU's peak: mfu counts attention to unmasked keys, mfu_palm to all, hfu all that is multiplied."""
     c, a = answer.c, q.a
     tokens = c.batch * c.seqlen * c.grad_accum
-    flops = {"mfu": tokens * a.flops_per_token(c.seqlen, "causal"), "mfu_palm": tokens * a.flops_per_token(c.seqlen, "palm")}
+    flops = {
+        "mfu": tokens * a.flops_per_token(c.seqlen, "causal"),
+        "mfu_palm": tokens * a.flops_per_token(c.seqlen, "palm"),
+    }
     seen, done = a.keys(c.seqlen, "causal") / c.seqlen, 0.0
     for op in Step(c, a, q.ranks, gathers_once(c, q.ranks)).tape.ops:
         for w in op.work:
@@ -49,7 +52,9 @@ def reshaped(q: Question) -> Question:
     """With the reference transformer of its flags. ValueError for sizes that do not fit together."""
     c = q.c
     if c.width % c.head_dim or (c.width // c.head_dim) % c.grouping:
-        raise ValueError(f"--width {c.width}: must be a multiple of --head-dim {c.head_dim}, in groups of {c.grouping} heads")
+        raise ValueError(
+            f"--width {c.width}: must be a multiple of --head-dim {c.head_dim}, in groups of {c.grouping} heads"
+        )
     return replace(q, a=reference(c))
 
 
@@ -89,8 +94,13 @@ def whole(q: Question, reserve_gib: float, tokens: float, price: float) -> list[
 
 def fit_lines(cells: list[Cell], sequences: int) -> list[str]:
     """The table of --fit."""
-    head = [f"least recomputation for {sequences} sequences a step; -: does not fit", "gpus, micro-batch, ratio, grad-accum"]
-    return head + [f"{c.ranks}, {c.micro}, {'-' if c.ratio is None else format(c.ratio, '.2f')}, {c.accum}" for c in cells]
+    head = [
+        f"least recomputation for {sequences} sequences a step; -: does not fit",
+        "gpus, micro-batch, ratio, grad-accum",
+    ]
+    return head + [
+        f"{c.ranks}, {c.micro}, {'-' if c.ratio is None else format(c.ratio, '.2f')}, {c.accum}" for c in cells
+    ]
 
 
 def best_lines(q: Question, reserve_gib: float, plot: str | None) -> list[str]:
@@ -120,14 +130,19 @@ def draw(front: list[Answer], path: str) -> None:
 
 def honesty(q: Question) -> list[str]:
     """How far to trust an answer."""
-    gpu, text = q.gpu, []
+    gpu = q.gpu
     median, worst, rows = gpu.error
-    own = f"predicted; where {gpu.scaled.split()[3].rstrip(',') if gpu.scaled else gpu.name} was measured, {rows:g} steps that"
-    text.append(f"time: {own} no constant was fitted on were off by {100 * median:.1f} % (median), {100 * worst:.1f} % (worst)")
+    where = gpu.scaled.split()[3].rstrip(",") if gpu.scaled else gpu.name
+    text = [
+        f"time: predicted; where {where} was measured, {rows:g} steps that no constant was fitted on were off by "
+        f"{100 * median:.1f} % (median), {100 * worst:.1f} % (worst)"
+    ]
     if gpu.scaled:
         text.append(f"time: EXTRAPOLATED for {gpu.name}: {gpu.scaled}")
     if q.a.name != "reference":
-        text.append("EXTRAPOLATED for this architecture: peaks and times were checked on the reference transformer alone")
+        text.append(
+            "EXTRAPOLATED for this architecture: peaks and times were checked on the reference transformer alone"
+        )
     text.append("peak: predicted; docs/PLANNER.md has its errors against generated code. --exact simulates it")
     return text
 

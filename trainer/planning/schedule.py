@@ -4,11 +4,11 @@ makes and computes. Peak memory (`step_peak`) and time (step_time.py) are read o
     step_peak(config, ranks=8)                # of resolved flags; Peak(nbytes, moment, pieces)
     Step(config, architecture, 8).tape        # what it is read off
 
-The order is that of the code which Inductor generates with the options of overlap.py: the weights of a block are gathered
-while the block before computes, its gradients are reduced while the next one computes, and those of the weights lie in
-memory until the end of the block, when they are copied into one bucket. Names end with the number of the block; a quote
-marks what backward makes again. n tokens of a micro-batch, D width, H heads, K key/value heads, d head dimension, F hidden
-width, V vocabulary, L depth. Imports no torch.
+The order is that of the code which Inductor generates with the options of overlap.py: the weights of a block are
+gathered while the block before computes, its gradients are reduced while the next one computes, and those of the
+weights lie in memory until the end of the block, when they are copied into one bucket. Names end with the number of
+the block; a quote marks what backward makes again. n tokens of a micro-batch, D width, H heads, K key/value heads, d
+head dimension, F hidden width, V vocabulary, L depth. Imports no torch.
 """
 
 from trainer.planning.architecture import Architecture, reference
@@ -65,7 +65,9 @@ class Step(Weights):
     def forward_block(self, i: int) -> None:
         w, at, D = f"f{i}", f"forward, block {i}", self.a.width
         self.norm(i, f"{at}, norm", f"n{i}")
-        self.gather(f"f{i + 1}", self.block) if i + 1 < self.a.depth else self.gather("fhead", self.head + self.a.final_norm)
+        self.gather(f"f{i + 1}", self.block) if i + 1 < self.a.depth else self.gather(
+            "fhead", self.head + self.a.final_norm
+        )
         self.qkv(at, w, f"n{i}", str(i))
         self.core(f"{at}, attention", str(i))
         self.product(f"{at}, o", [f"a{i}", self.weight(w, "o")], self.make(f"o{i}", self.U), self.n, self.outs["q"], D)
@@ -136,10 +138,7 @@ class Step(Weights):
             V, D = self.a.vocab, self.a.width
             self.gather("bhead", whole)
             self.op("gradient of the logits", ["z"], self.make("dz", self.n * V * self.p, LOGITS), over=True)
-            if self.straight:
-                self.room("head", whole)
-            size = 0 if self.straight else self.head * self.p
-            self.product("gradient of the head", ["dz", "nf"], self.make("whead", size), V, self.n, D)
+            self.product("gradient of the head", ["dz", "nf"], self.make("whead", self.head * self.p), V, self.n, D)
             self.arrive("bhead", {"head": self.head})
             self.gather(last, self.block)
             made = self.make("go", self.U)
@@ -151,7 +150,9 @@ class Step(Weights):
         if local and self.c.loss == "full":
             self.landed(grad, self.head)
         before = self.last()
-        wide = [self.make("go fp32", 4 * self.n * self.a.width, key="fp32")] * (self.policies[-1] in ("pointwise", "block"))
+        wide = [self.make("go fp32", 4 * self.n * self.a.width, key="fp32")] * (
+            self.policies[-1] in ("pointwise", "block")
+        )
         self.op("gradient of the final norm", [go, *before], *wide, self.make(f"gr{L}", self.U), self.sums())
         if local and self.c.loss != "full":
             self.landed(grad, self.head)
@@ -168,7 +169,9 @@ class Step(Weights):
         self.bucket("emb", self.head, ["ge"])
         self.arrived()
         if self.whole and self.c.grad_accum > 1:
-            self.op("gradients in fp32, to be added", [], self.make("sum", 4 * self.a.parameters, GRADIENTS, key="fp32"))
+            self.op(
+                "gradients in fp32, to be added", [], self.make("sum", 4 * self.a.parameters, GRADIENTS, key="fp32")
+            )
 
     def last(self) -> list[str]:
         """What holds the input of the final norm. A wholly recomputed last block is made again first."""
@@ -241,7 +244,9 @@ class Step(Weights):
         if not late:
             self.room(w, self.block)
         made = self.make(f"dn{i}", self.U)
-        self.product(f"{at}, gradient of the MLP's input", [f"dh{i}", self.weight(w, "up")], made, self.n, self.fan * wide, D)
+        self.product(
+            f"{at}, gradient of the MLP's input", [f"dh{i}", self.weight(w, "up")], made, self.n, self.fan * wide, D
+        )
         if not late:
             self.wgrad(at, "up", [f"dh{i}", nn], i, grads)
         made = [self.make(f"gm{i}", self.U), self.sums()]
@@ -271,8 +276,14 @@ class Step(Weights):
         sums = (4 - self.p) * mlp if rows < 1 else 0  # those of several chunks are fp32 until they are cast
         made = [self.make(f"gm{i}", self.U, own=True)]
         made += [self.make(f"w{part}{i}", self.weights[part] * self.p, own=True) for part in ("up", "down")]
-        work = (("mm", self.n, D, self.fan), ("mm", self.n, D, self.fan), ("mm", self.n, self.fan, D),
-                ("mm", D, self.n, self.fan), ("mm", self.fan, self.n, D), ("bytes", 12 * self.U + 6 * self.F))  # fmt: skip
+        work = (
+            ("mm", self.n, D, self.fan),
+            ("mm", self.n, D, self.fan),
+            ("mm", self.n, self.fan, D),
+            ("mm", D, self.n, self.fan),
+            ("mm", self.fan, self.n, D),
+            ("bytes", 12 * self.U + 6 * self.F),
+        )
         self.op(f"{at}, lean MLP", reads, *made, inside=rows * 2 * (self.U + self.F) + sums, work=work)
         if self.gathers or self.reduces:
             grads += [f"wup{i}", f"wdown{i}"]
@@ -298,7 +309,10 @@ class Step(Weights):
         if f"n'{i}" in self.again_made:
             n1 = f"n'{i}"
         stats = f"s{to}" if core else f"s{i}"
-        made = [self.make(f"d{part}{i}", size, own=True) for part, size in zip("qkv", (self.Q, self.KV, self.KV), strict=True)]
+        made = [
+            self.make(f"d{part}{i}", size, own=True)
+            for part, size in zip("qkv", (self.Q, self.KV, self.KV), strict=True)
+        ]
         work = (("attention", "backward", 10 * self.n * self.c.seqlen * self.outs["q"]),)
         reads = [f"da{i}", *(part + to for part in "qkv"), a, stats]
         self.op(f"{at}, attention", reads, *made, inside=self.scratch(), work=work)

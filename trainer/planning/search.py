@@ -4,7 +4,8 @@
     question.answer()                      # Answer(config, ranks, peak, time)
     best(question, limit), relief(question, limit), fit_table(...)
 
-A plan's flags are varied in copies of a SimpleNamespace of resolved flags; which of them go together is what config.py says.
+A plan's flags are varied in copies of a SimpleNamespace of resolved flags; which of them go together is what config.py
+says.
 """
 
 from collections.abc import Iterable, Sequence
@@ -70,7 +71,8 @@ class Question:
 
 
 def misfit(c: SimpleNamespace, a: Architecture, ranks: int) -> str | None:
-    """Why flags do not go together, or None: the rules of config.py that a plan can break, and those of an architecture."""
+    """Why flags do not go together, or None: the rules of config.py that a plan can break, and those of an
+    architecture."""
     if c.mode == "hybrid_shard" and ranks % c.replicas:
         return f"--replicas {c.replicas}: must divide the {ranks} GPUs of --mode hybrid_shard"
     if c.mlp == "lean" and (a.gated or a.experts):
@@ -95,7 +97,8 @@ def label(c: SimpleNamespace, usual: SimpleNamespace) -> str:
 
 
 def relief(q: Question) -> list[tuple[str, float, float, Answer]]:
-    """What lowers the peak of a plan: (flags, bytes saved, seconds lost, answer), least time lost for a byte saved first."""
+    """What lowers the peak of a plan: (flags, bytes saved, seconds lost, answer), least time lost for a byte saved
+    first."""
     now, found = q.answer(), []
     options = [*FASTER_FIRST]
     if q.c.batch % 2 == 0:
@@ -112,7 +115,8 @@ def relief(q: Question) -> list[tuple[str, float, float, Answer]]:
 
 
 def plans(q: Question) -> Iterable[Question]:
-    """Plans for the same global batch: mode, replicas, recomputation, loss, MLP, micro-batches and when they communicate."""
+    """Plans for the same global batch: mode, replicas, recomputation, loss, MLP, micro-batches and when they
+    communicate."""
     sequences = q.c.batch * q.c.grad_accum
     micro = [b for b in (1, 2, 4, 8, 16, 32) if sequences % b == 0]
     modes = [dict(mode="fully_shard")]
@@ -132,8 +136,8 @@ def plans(q: Question) -> Iterable[Question]:
 
 
 def best(q: Question, limit: float) -> tuple[Answer | None, list[Answer]]:
-    """The fastest plan whose peak is at most `limit` bytes (None: there is none), and the Pareto front of memory against
-    time: plans of which none is both smaller and faster."""
+    """The fastest plan whose peak is at most `limit` bytes (None: there is none), and the Pareto front of memory
+    against time: plans of which none is both smaller and faster."""
     answers = [plan.answer() for plan in plans(q)]
     fitting = [each for each in answers if each.peak.nbytes <= limit]
     front, fastest = [], float("inf")

@@ -2,9 +2,9 @@
 
     t = step_time(c, 8, architecture, gpu, link)      # Time(seconds, parts, exposed)
 
-The compute stream runs one operation after the other; the other stream runs collectives, each from where the graph starts
-it; where the graph waits, compute stands still until the collective is done. What stands still is the exposed time. With
---compile-options plain there is one collective per parameter, waited for at once.
+The compute stream runs one operation after the other; the other stream runs collectives, each from where the graph
+starts it; where the graph waits, compute stands still until the collective is done. What stands still is the exposed
+time. With --compile-options plain there is one collective per parameter, waited for at once.
 
 An operation takes the longer of what its FLOPs and its bytes take, and at least the time to launch it.
 """
@@ -24,9 +24,10 @@ PARAMETERS_OF_A_BLOCK = 12
 
 
 class Gpu(NamedTuple):
-    """What a device reaches. Rates in FLOP/s and bytes/s; attention by kernel; floor: seconds of the shortest operation.
-    scaled: from which GPU the rates are scaled, if they were not measured. link: between GPUs, as costs.link reads it;
-    serial_link: of --compile-options plain. error: median and worst error of steps, as fractions, and of how many rows."""
+    """What a device reaches. Rates in FLOP/s and bytes/s; attention by kernel; floor: seconds of the shortest
+    operation. scaled: from which GPU the rates are scaled, if they were not measured. link: between GPUs, as
+    costs.link reads it; serial_link: of --compile-options plain. error: median and worst error of steps, as fractions,
+    and of how many rows."""
 
     name: str
     peak: float
@@ -59,8 +60,8 @@ PRODUCTS, CORE, REST, UPDATE, EXPOSED = "products", "attention", "elementwise", 
 
 
 def product_seconds(gpu: Gpu, rows: int, inner: int, cols: int, size: int = 2) -> float:
-    """Of [rows, inner] @ [inner, cols]. Its tiles run in waves over the SMs; the last wave is as long as a full one, which
-    counts while there are few. A small product is bound by reading its operands."""
+    """Of [rows, inner] @ [inner, cols]. Its tiles run in waves over the SMs; the last wave is as long as a full one,
+    which counts while there are few. A small product is bound by reading its operands."""
     tiles = math.ceil(rows / TILE[0]) * math.ceil(cols / TILE[1])
     full = tiles / gpu.sms
     waste = math.ceil(full) / full if full < 2 else 1.0
@@ -107,7 +108,9 @@ class Clock:
     def run(self, tape) -> None:
         sizes = {m.name: m.nbytes for op in tape.ops for m in op.makes}
         for op in tape.ops:
-            for w in op.work or (("bytes", sum(m.nbytes for m in op.makes) + sum(sizes.get(name, 0) for name in op.reads)),):
+            for w in op.work or (
+                ("bytes", sum(m.nbytes for m in op.makes) + sum(sizes.get(name, 0) for name in op.reads)),
+            ):
                 if w[0] == "mm":
                     self.spend(PRODUCTS, product_seconds(self.gpu, *w[1:]))
                 elif w[0] == "attention":
@@ -140,7 +143,9 @@ def step_time(c, ranks: int, a: Architecture, gpu: Gpu, link: Link, across: Link
     if once:  # gathered and reduced once, by themselves
         inside, n = links_of(c, ranks, link, across)["inside"]
         sent = SIZE[c.param_dtype] * a.parameters, SIZE[c.reduce_dtype] * a.parameters
-        moved = sum(inside.seconds(op, size, n) for op, size in zip(("all_gather", "reduce_scatter"), sent, strict=True))
+        moved = sum(
+            inside.seconds(op, size, n) for op, size in zip(("all_gather", "reduce_scatter"), sent, strict=True)
+        )
         parts[EXPOSED] += moved
         seconds += moved
     update = update_bytes(c, a, ranks) / gpu.bandwidth

@@ -1,7 +1,7 @@
 """The weights of a step on a Tape: gathered, cast, cut up; their gradients bucketed and reduced. Imports no torch.
 
-`schedule.Step` adds what the model computes. Names end with the number of the block. n tokens of a micro-batch, D width,
-H heads, K key/value heads, d head dimension, F hidden width, V vocabulary.
+`schedule.Step` adds what the model computes. Names end with the number of the block. n tokens of a micro-batch, D
+width, H heads, K key/value heads, d head dimension, F hidden width, V vocabulary.
 """
 
 from trainer.planning.architecture import Architecture
@@ -42,10 +42,11 @@ class Weights:
         q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
         self.outs = dict(q=q, k=kv, v=kv)
         mlp = a.width * a.hidden * max(a.experts, 1)
-        self.weights = dict(q=a.width * q, k=a.width * kv, v=a.width * kv, o=a.width * q, up=mlp * (1 + a.gated), down=mlp)
+        self.weights = dict(
+            q=a.width * q, k=a.width * kv, v=a.width * kv, o=a.width * q, up=mlp * (1 + a.gated), down=mlp
+        )
         self.block, self.head = a.block_parameters, a.width * a.vocab
         self.lean, self.policies = c.mlp == "lean", [remat_of(c, i) for i in range(a.depth)]
-        self.straight = self.r == self.p and (self.gathers or self.reduces) and not self.lean  # products write into their bucket
         self.waiting, self.sums_made, self.again_made, self.roomy = "", 0, set(), set()
 
     # Small things
@@ -78,7 +79,12 @@ class Weights:
         sent = elements * self.p / self.shards
         self.op(f"gather of {name}", [], self.make(f"{name} sent", sent, WEIGHTS))
         work = (("start", name, "all_gather", elements * self.p),)
-        self.op(f"gather of {name}", [f"{name} sent"], self.make(f"{name} bucket", elements * self.p, WEIGHTS, True), work=work)
+        self.op(
+            f"gather of {name}",
+            [f"{name} sent"],
+            self.make(f"{name} bucket", elements * self.p, WEIGHTS, True, "gathered"),
+            work=work,
+        )
 
     def arrive(self, name: str, parts: dict[str, int]) -> None:
         """Waits for it, and cuts the bucket into weights."""
@@ -103,9 +109,6 @@ class Weights:
         cols = {"o": self.outs["q"], "down": self.fan, "up": D}.get(part, D)
         rows = {"o": D, "down": D, "up": self.fan * (1 + self.a.gated)}.get(part) or self.outs[part]
         size = self.weights[part] * self.p
-        if self.straight:
-            size = 0
-            self.room(f"b{i}", self.block)
         self.product(f"{at}, gradient of {part}", reads, self.make(name, size), rows, self.n, cols)
         if self.gathers or self.reduces:
             grads.append(name)
@@ -143,7 +146,10 @@ class Weights:
         self.waiting = ""
         work = [("wait", f"G {name}")]
         if self.gathers and self.reduces:  # hybrid_shard: the shard across the replicas
-            work += [("start", f"A {name}", "all_reduce across", elements * self.r / self.shards), ("wait", f"A {name}")]
+            work += [
+                ("start", f"A {name}", "all_reduce across", elements * self.r / self.shards),
+                ("wait", f"A {name}"),
+            ]
         self.op(f"reduction of {name}", [f"G {name}"], work=tuple(work))
         if self.r == 2:
             source = f"gradient {name}" if self.gathers else f"G {name}"
@@ -155,7 +161,9 @@ class Weights:
         """Gradients copied into one buffer, whose reduction starts."""
         if self.gathers or self.reduces:
             late = name in self.roomy
-            self.op(f"bucket of {name}", [*grads, *[f"G {name}"] * late], *[] if late else [self.bucket_of(name, elements)])
+            self.op(
+                f"bucket of {name}", [*grads, *[f"G {name}"] * late], *[] if late else [self.bucket_of(name, elements)]
+            )
             self.start(name, elements)
 
     def room(self, name: str, elements: int) -> None:
