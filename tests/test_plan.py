@@ -1,8 +1,9 @@
 """plan.py: its peaks beside generated code, beside published runs; parameters of Hugging Face configs; bad input.
 
-    pytest tests/test_plan.py              # seconds; what simulates two settings anew is marked slow
+pytest tests/test_plan.py              # seconds; what simulates two settings anew is marked slow
 """
 
+import csv
 import json
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from trainer.planning.architecture import architecture, read, reference
 from trainer.planning.liveness import Make, Tape
 
 ROOT = Path(__file__).parents[1]
+FAR = 12  # rows of results/ that the closed form misses by more than 1 %; docs/PLANNER.md names them
 CONFIGS = {  # name: (config.json, parameters)
     "Llama 3 8B": (dict(model_type="llama", hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
                         num_attention_heads=32, num_key_value_heads=8, vocab_size=128256), 8_030_261_248),
@@ -103,10 +105,8 @@ def test_peaks_of_generated_code():
     """Of the rows that the program wrote; docs/PLANNER.md has the table."""
     found = plans.simulated(ROOT / "results/plan_peaks.jsonl") + plans.simulated(ROOT / "results/peaks.jsonl")
     far = [f"{100 * each.error:+.2f} % {each.name}" for each in found if abs(each.error) > 0.01]
-    assert len(found) >= 60 and len(far) <= FAR, "\n".join(far)
-
-
-FAR = 99
+    assert len(found) >= 70 and len(far) <= FAR, "\n".join(far)
+    assert max(abs(each.error) for each in found) < 0.06
 
 
 def test_published_peaks_within_two_percent():
@@ -138,7 +138,9 @@ def test_the_error_of_a_gpu_is_what_its_rows_say():
 
 def test_calibration_finds_the_rates_that_made_the_rows():
     own = hardware.gpu("h100")
-    found = [s._replace(ms=hardware.predicted_ms(s, own)) for s in hardware.samples(str(ROOT / "results/h100.jsonl"))[:8]]
+    found = [
+        s._replace(ms=hardware.predicted_ms(s, own)) for s in hardware.samples(str(ROOT / "results/h100.jsonl"))[:8]
+    ]
     start = own._replace(products=0.8 * own.products, bandwidth=1.3 * own.bandwidth)
     assert hardware.calibrate(found, start).held_out()[-1] < 0.02
 
@@ -151,9 +153,9 @@ def test_peaks_of_devices_are_those_of_costs():
 
 def test_an_answer_without_torch_says_how_far_to_trust_it(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS["Qwen 2.5 7B"][0]))
-    code = f"import sys; sys.argv = ['plan.py', '--hf', {str(tmp_path)!r}, '--gpu', 'h200', '--gpus', '8', '--batch', '1', '--tokens', '1e12'," \
-           " '--price', '2']; import runpy\ntry: runpy.run_path('plan.py', run_name='__main__')\nfinally: assert 'torch' not in" \
-           " sys.modules"  # fmt: skip
+    words = ["plan.py", "--hf", str(tmp_path), *"--gpu h200 --gpus 8 --batch 1 --tokens 1e12 --price 2".split()]
+    code = f"import runpy, sys\nsys.argv = {words}\ntry: runpy.run_path('plan.py', run_name='__main__')\n"
+    code += "finally: assert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     for said in ("7'615'616'512 parameters", "fits in", "mfu ", "mfu_palm", "hfu", "tokens/s", "GPU-hours, cost",
@@ -192,6 +194,34 @@ def test_the_front_holds_no_plan_that_another_beats():
 def question(*words: str, ranks: int) -> search.Question:
     own, c = program.parse(["--gpus", str(ranks), *words])
     return program.question(own, c, words)
+
+
+def fit_of_qwen() -> dict[tuple[int, int], float]:
+    """(GPUs, micro-batch) -> published ratio of recomputed blocks."""
+    rows = csv.DictReader((ROOT / "reference/fit_qwen7b.csv").read_text().splitlines())
+    return {(int(r["gpus"]), int(r["micro_batch"])): float(r["ac"]) for r in rows}
+
+
+def test_the_published_table_of_what_fits(tmp_path):
+    """Where it does not contradict itself. The sequence length is not published; 6144 is the one that fits best."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["Qwen 2.5 7B"][0]))
+    q = question("--hf", str(tmp_path), "--seqlen", "6144", "--remat", "block", "--remat-core", ranks=8)
+    cells = {
+        (c.ranks, c.micro): c.ratio for c in search.fit_table(q, (4, 8, 16), (2, 4, 8), 64, q.gpu.memory - 3 * 2**30)
+    }
+    for key in ((4, 8), (8, 2), (8, 4), (8, 8), (16, 2), (16, 4)):
+        assert abs(cells[key] - fit_of_qwen()[key]) <= 0.05 + 1e-9, key
+
+
+def test_the_published_table_contradicts_itself():
+    """From N to 2 N GPUs, S / 2 N bytes of states become free for the same micro-batch; on a grid of 0.05 the ratio
+    falls by that, within one step. From 4 to 8 GPUs twice as much becomes free as from 8 to 16."""
+    ac, step = fit_of_qwen(), 0.05
+    at_least = ac[8, 4] - ac[16, 4] - step  # what 8 -> 16 frees, as a ratio
+    at_most = ac[4, 4] - ac[8, 4] + step  # what 4 -> 8 frees
+    assert at_most < 2 * at_least + 1e-9
+    states = 12 * 7_615_616_512  # fp32 parameters and two moments
+    assert states > 80 * 2**30 and (1, 1) in ac  # one GPU cannot hold them, whatever is recomputed
 
 
 def test_the_least_recomputation_that_fits():
@@ -242,10 +272,12 @@ def test_two_of_the_drawn_settings_simulated_anew(number, tmp_path):
     pytest.importorskip("triton")
     from trainer.experiments.logging import read_jsonl
 
-    words = list(plans.draw(18, 2))[number]
+    words = list(plans.draw(18, 2))[number]  # the first two of cells/plan_peaks.txt
     told = next(r for r in read_jsonl(ROOT / "results/plan_peaks.jsonl") if words[1] == str(r["world"]))
     out = tmp_path / "row.jsonl"
     run = [sys.executable, "-m", "benchmarks.peaks", *words, "--results", str(out)]
     subprocess.run(run, cwd=ROOT, check=True, capture_output=True, timeout=600)
     row = read_jsonl(out)[0]
-    assert row["flags"]["remat"] == told["flags"]["remat"] and abs(row["simulated_mib"] / told["simulated_mib"] - 1) < 1e-3
+    assert (
+        row["flags"]["remat"] == told["flags"]["remat"] and abs(row["simulated_mib"] / told["simulated_mib"] - 1) < 1e-3
+    )

@@ -12,6 +12,7 @@ estimate, that does not raise the peak of the graph. CUDA's allocator rounds siz
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 KEPT, WEIGHTS, GRADIENTS = "saved for backward", "gathered weights", "gradients"
@@ -190,22 +191,17 @@ class Tape:
         gather = kind == "all_gather"
         first = self._at(graph, "wait" if gather else "start", before) + 1
         last = self._at(graph, "wait" if gather else "start", name)
-        work = [(i, self.flops(self.ops[i])) for i in range(first, last)]
-        total, done = sum(flops for _, flops in work), 0.0
-        for i, flops in work:
-            done += flops
-            if flops and done >= part * total:
-                break
-        else:
+        done = [*accumulate(self.flops(op) for op in self.ops[first:last])]
+        enough = (i for i in range(first, last) if self.flops(self.ops[i]) and done[i - first] >= part * done[-1])
+        if (i := next(enough, None)) is None:
             return
         if gather:
             start = self._at(graph, "start", name)
-            moved = self.ops[start - 1 : start + 1]  # the shard, and the start itself
-            if i > start:
-                self.ops[start - 1 : i] = [*self.ops[start + 1 : i], *moved]
+            if i > start:  # with the shard that is sent
+                self.ops[start - 1 : i] = [*self.ops[start + 1 : i], *self.ops[start - 1 : start + 1]]
         else:
             wait = self._at(graph, "wait", before)
-            many = 2 if wait + 1 < len(self.ops) and self.ops[wait + 1].where.endswith("in fp32") else 1
+            casts = wait + 1 < len(self.ops) and self.ops[wait + 1].where.endswith("in fp32")
             if i + 1 < wait:
-                moved = self.ops[wait : wait + many]
-                self.ops[i + 1 : wait + many] = [*moved, *self.ops[i + 1 : wait]]
+                moved = self.ops[wait : wait + 1 + casts]
+                self.ops[i + 1 : wait + 1 + casts] = [*moved, *self.ops[i + 1 : wait]]

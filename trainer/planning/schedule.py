@@ -27,7 +27,7 @@ class Step(Weights):
         super().__init__(c, a, ranks, whole)
         self.forward()
         self.backward()
-        if c.ahead < 1 and self.gathers:
+        if c.ahead < 1 and (self.gathers or self.reduces):
             self.tape.hurry(c.ahead)
 
     # Forward
@@ -99,8 +99,9 @@ class Step(Weights):
             self.product(f"{at}, {part}", [x, self.weight(w, part)], made, self.n, self.a.width, self.outs[part])
 
     def core(self, at: str, to: str) -> None:
-        a, out = self.a, self.make(f"a{to}", self.Q, own=True)
-        stats = self.make(f"s{to}", 4 * self.n * a.heads, own=True, key="fp32")
+        a, own = self.a, self.c.attn != "flex"  # a kernel of the compiler's own writes where it is told
+        out = self.make(f"a{to}", self.Q, own=own)
+        stats = self.make(f"s{to}", 4 * self.n * a.heads, own=own, key="fp32")
         work = (("attention", "forward", 4 * self.n * self.c.seqlen * a.heads * a.head_dim),)
         self.op(at, ["q" + to, "k" + to, "v" + to], out, stats, work=work)
 
@@ -310,7 +311,7 @@ class Step(Weights):
             n1 = f"n'{i}"
         stats = f"s{to}" if core else f"s{i}"
         made = [
-            self.make(f"d{part}{i}", size, own=True)
+            self.make(f"d{part}{i}", size, own=self.c.attn != "flex")
             for part, size in zip("qkv", (self.Q, self.KV, self.KV), strict=True)
         ]
         work = (("attention", "backward", 10 * self.n * self.c.seqlen * self.outs["q"]),)
