@@ -142,11 +142,8 @@ def runs() -> Iterator[Run]:
 def published_times(device: str = "A100SXM", gpu: str = "a100-80") -> list[Compared]:
     """Milliseconds of the published runs on a device."""
     own = hardware.gpu(gpu)
-    found = [
-        hardware.Sample(r.name, r.c, r.ranks, link(own.link), r.ms, reference(r.c))
-        for r in runs()
-        if r.ms and r.device == device
-    ]
+    chosen = [r for r in runs() if r.ms and r.device == device]
+    found = [hardware.sample(r.name, r.c, r.ranks, link(own.link), r.ms) for r in chosen]
     return [Compared(s.name, hardware.predicted_ms(s, own), s.ms) for s in found]
 
 
@@ -167,6 +164,7 @@ def table(title: str, found: list[Compared], digits: int = 0) -> list[str]:
 
 
 def main(own: argparse.Namespace) -> None:
+    """Prints drawn settings, or the tables."""
     if own.draw:
         print(f"# python -m benchmarks.plans --draw {own.draw} --seed {own.seed}")
         for words in draw(own.seed, own.draw):

@@ -178,6 +178,15 @@ def test_sweeps_and_searches(plan, tmp_path):
     assert "ratio, grad-accum" in plan("--gpus", "8", "--remat", "block", "--fit", "4", "8")[1]
 
 
+def test_exact_hands_the_flags_to_the_tool_that_simulates(plan, monkeypatch):
+    given = []
+    done = subprocess.CompletedProcess([], 0)
+    monkeypatch.setattr(program.subprocess, "run", lambda command: given.append(command) or done)
+    assert plan("--gpu", "a100-80", "--gpus", "4", "--nodes", "2", "--remat", "both", "--exact")[0] == 0
+    words = "-m trainer.profiling.peak --world 8 --arch sm_80 --remat both".split()
+    assert given[0][1:] == words
+
+
 def test_constants_of_rows_are_printed(plan):
     code, said, _ = plan("--calibrate", str(ROOT / "results/h100.jsonl"))
     assert code == 0 and "[h100.reached]" in said and "fitted on row" in said and "error = [" in said

@@ -18,6 +18,8 @@ from typing import NamedTuple
 from trainer.costs import Link, link
 from trainer.distributed.terminal import did_you_mean
 from trainer.planning.architecture import Architecture, reference
+from trainer.planning.liveness import Tape
+from trainer.planning.schedule import Step, whole
 from trainer.planning.step_time import Gpu, step_time
 
 DATA = Path(__file__).with_name("hardware.toml")
@@ -46,7 +48,7 @@ def gpu(name: str) -> Gpu:
 
 
 class Sample(NamedTuple):
-    """A measured step: resolved flags, ranks, link, milliseconds."""
+    """A measured step: resolved flags, ranks, link, milliseconds, architecture and the operations of a micro-batch."""
 
     name: str
     c: SimpleNamespace
@@ -54,6 +56,13 @@ class Sample(NamedTuple):
     link: Link
     ms: float
     a: Architecture
+    tape: Tape
+
+
+def sample(name: str, c: SimpleNamespace, ranks: int, link: Link, ms: float) -> Sample:
+    """Of resolved flags of the reference transformer."""
+    a = reference(c)
+    return Sample(name, c, ranks, link, ms, a, Step(c, a, ranks, whole(c, ranks)).tape)
 
 
 class Fit(NamedTuple):
@@ -83,7 +92,7 @@ def samples(path: str) -> list[Sample]:
         if whole and row.get("step_ms_min") and f["compile"] == "fwdbwd" and f["wrapper"] == "simple":
             c = SimpleNamespace(**f)
             ranks = f.get("world") or row["world"]
-            found.append(Sample(f"row {number}", c, ranks, link(f["link"]), row["step_ms_min"], reference(c)))
+            found.append(sample(f"row {number}", c, ranks, link(f["link"]), row["step_ms_min"]))
     if not found:
         raise ValueError(f"--calibrate {path}: no row of --compile fwdbwd, --wrapper simple with a measured step")
     return found
@@ -91,7 +100,7 @@ def samples(path: str) -> list[Sample]:
 
 def predicted_ms(s: Sample, gpu: Gpu) -> float:
     own = link(gpu.serial_link) if gpu.serial_link and "plain" in s.c.compile_options else s.link
-    return 1e3 * step_time(s.c, s.ranks, s.a, gpu, own).seconds
+    return 1e3 * step_time(s.c, s.ranks, s.a, gpu, own, tape=s.tape).seconds
 
 
 def spread(found: Sequence[Sample], most: int = MOST) -> list[Sample]:

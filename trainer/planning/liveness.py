@@ -78,6 +78,7 @@ class Tape:
         self.forever.update(names)
 
     def lives(self) -> dict[str, Life]:
+        """Every buffer by name, from the operation that makes it to the last one that reads it."""
         found: dict[str, Life] = {}
         for i, op in enumerate(self.ops):
             for m in op.makes:

@@ -33,6 +33,7 @@ class Step(Weights):
     # Forward
 
     def forward(self) -> None:
+        """Embedding, blocks, final norm, loss."""
         L, a = self.a.depth, self.a
         self.gather("emb", self.head)
         self.gather("f0", self.block)
@@ -63,6 +64,7 @@ class Step(Weights):
             self.op(where, self.inputs(i), self.make(out, self.U))
 
     def forward_block(self, i: int) -> None:
+        """Attention, then the MLP; the next gather starts after the norm."""
         w, at, D = f"f{i}", f"forward, block {i}", self.a.width
         self.norm(i, f"{at}, norm", f"n{i}")
         self.gather(f"f{i + 1}", self.block) if i + 1 < self.a.depth else self.gather(
@@ -117,6 +119,7 @@ class Step(Weights):
                 inside=self.rows() * (2 * self.U + self.F), work=work)  # fmt: skip
 
     def loss(self) -> None:
+        """The head and the loss: all logits at once, or one operation that makes its gradients as well."""
         head, V, D = self.weight("fhead", "head"), self.a.vocab, self.a.width
         if self.c.loss == "full":
             self.product("head", ["nf", head], self.make("z", self.n * V * self.p, LOGITS), self.n, D, V)
@@ -132,6 +135,7 @@ class Step(Weights):
     # Backward
 
     def backward(self) -> None:
+        """From the loss to the embedding, block by block."""
         L, last = self.a.depth, f"b{self.a.depth - 1}"
         self.tape.graph()
         whole = self.head + self.a.final_norm
@@ -202,6 +206,7 @@ class Step(Weights):
         self.up(f"{at}, again", w, f"nn'{i}", f"h'{i}")
 
     def backward_block(self, i: int) -> None:
+        """The MLP, then attention; the block's bucket, and the weights of the block before."""
         w, at, grads = f"b{i}", f"backward, block {i}", []
         if i and w not in self.again_made:
             self.gather(f"b{i - 1}", self.block)
@@ -215,6 +220,7 @@ class Step(Weights):
             self.arrive(f"b{i - 1}", self.weights)
 
     def mlp_backward(self, i: int, at: str, w: str, grads: list[str]) -> None:
+        """Gradients through the MLP, which may be made again first."""
         policy, gr, D, wide = self.policies[i], f"gr{i + 1}", self.a.width, 1 + self.a.gated
         again, early, mid = policy in AGAIN["mlp"], w in self.again_made, [f"m{i}"]
         made = self.make(f"dg{i}", self.F)
@@ -266,6 +272,7 @@ class Step(Weights):
         return self.policies[i] in ("block", "pointwise") and not self.lean
 
     def lean_backward(self, i: int, at: str, w: str, grads: list[str]) -> None:
+        """One operation, after o and what leads to it have been made again."""
         o, D, rows = f"o{i}", self.a.width, self.rows()
         if self.policies[i] in AGAIN["attn"]:
             o = f"o'{i}"
@@ -293,6 +300,7 @@ class Step(Weights):
             self.landed(f"wdown{i}", self.weights["down"])
 
     def attention_backward(self, i: int, at: str, w: str, grads: list[str]) -> None:
+        """Gradients through attention, which may be made again first."""
         policy, gm, a, D = self.policies[i], f"gm{i}", f"a{i}", self.a.width
         again = policy in AGAIN["attn"]
         core, n1, to = again and self.c.remat_core, f"n{i}", f"'{i}" if again else str(i)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from trainer.costs import Link
 from trainer.planning.architecture import Architecture
+from trainer.planning.liveness import Tape
 from trainer.planning.schedule import Step, whole
 from trainer.planning.weights import SIZE, shard_group
 
@@ -105,7 +106,8 @@ class Clock:
         if (late := self.done.pop(name, self.now) - self.now) > 0:
             self.spend(EXPOSED, late)
 
-    def run(self, tape) -> None:
+    def run(self, tape: Tape) -> None:
+        """One operation after the other; what has no work of its own moves what it reads and makes."""
         sizes = {m.name: m.nbytes for op in tape.ops for m in op.makes}
         for op in tape.ops:
             for w in op.work or (
@@ -132,13 +134,15 @@ def links_of(c, ranks: int, link: Link, across: Link | None = None) -> dict[str,
     return {"inside": (link, group), "across": (across or link, ranks // group)}
 
 
-def step_time(c, ranks: int, a: Architecture, gpu: Gpu, link: Link, across: Link | None = None) -> Time:
-    """Of one step of resolved flags, --grad-accum micro-batches and the update, on each of `ranks`."""
+def step_time(
+    c, ranks: int, a: Architecture, gpu: Gpu, link: Link, across: Link | None = None, tape: Tape | None = None
+) -> Time:
+    """Of one step of resolved flags, --grad-accum micro-batches and the update, on each of `ranks`. tape: of that step,
+    if it is there already."""
     once = whole(c, ranks)
     serial = "plain" in c.compile_options
     clock = Clock(c, a, gpu, links_of(c, ranks, link, across), serial)
-    tape = Step(c, a, ranks, once).tape
-    clock.run(tape)
+    clock.run(tape or Step(c, a, ranks, once).tape)
     seconds, parts = clock.now * c.grad_accum, Counter({k: v * c.grad_accum for k, v in clock.parts.items()})
     if once:  # gathered and reduced once, by themselves
         inside, n = links_of(c, ranks, link, across)["inside"]
