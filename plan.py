@@ -17,7 +17,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stderr
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Annotated, get_type_hints
 
@@ -26,7 +26,7 @@ from tyro.conf import arg
 
 from trainer import config as flags
 from trainer.costs import link
-from trainer.distributed.command_line import explain
+from trainer.distributed.command_line import explain, flag
 from trainer.distributed.terminal import fail, tell
 from trainer.planning import hardware, report, search
 from trainer.planning.architecture import read, reference
@@ -58,7 +58,7 @@ class Plan:
     best: bool = False
     """The fastest plan that fits, for the same sequences a step, and the front of memory against time."""
     what_if: Annotated[tuple[str, ...], arg(metavar="FLAG VALUE ...")] = ()
-    """A flag of main.py, or gpus, and the values that it shall have in turn, such as seqlen 2048 4096."""
+    """A flag of main.py, gpu, gpus or nodes, and the values that it shall have in turn, such as seqlen 2048 4096."""
     plot: str | None = None
     """With --best: a .png or .svg of memory against time. Needs matplotlib."""
     exact: bool = False
@@ -68,8 +68,9 @@ class Plan:
     are."""
 
 
-def parse(argv: Sequence[str]) -> tuple[Plan, flags.Config]:
-    """The flags of a command line. Ends the process with exit code 2 and one line for a bad one."""
+def parse(argv: Sequence[str]) -> tuple[Plan, list[str]]:
+    """Its own flags of a command line, and main.py's, still as words. Ends the process with exit code 2 and one line
+    for a bad one."""
     boxes = io.StringIO()
     groups = (Plan, flags.Training, flags.System, flags.Output)
     kinds = {k: v for group in groups for k, v in get_type_hints(group).items()}
@@ -82,15 +83,20 @@ def parse(argv: Sequence[str]) -> tuple[Plan, flags.Config]:
         fail(explain(argv, kinds, ["verbose"]) or " ".join(boxes.getvalue().split()), 0)
     if problem := explain(argv, kinds, ["verbose"]):
         fail(problem, 0)
+    return checked(own), others
+
+
+def checked(own: Plan) -> Plan:
+    """Ends the process with exit code 2 and one line for a number that is none of these flags."""
     for name, low in (("gpus", 1), ("nodes", 1), ("reserve_gib", 0), ("tokens", 0), ("price", 0)):
         if not low <= getattr(own, name) < 1e18:
-            fail(f"--{name.replace('_', '-')} {getattr(own, name)}: must be at least {low}", 0)
-    return own, flags.parse(others)
+            fail(f"{flag(name)} {getattr(own, name)}: must be at least {low}", 0)
+    return own
 
 
-def question(own: Plan, c: flags.Config, argv: Sequence[str]) -> search.Question:
-    """ValueError, one line, for flags that do not fit together."""
-    gpu, ranks = hardware.gpu(own.gpu), own.gpus * own.nodes
+def question(own: Plan, words: Sequence[str]) -> search.Question:
+    """words: the flags of main.py. ValueError, one line, for flags that do not fit together."""
+    c, gpu, ranks = flags.parse(words), hardware.gpu(own.gpu), own.gpus * own.nodes
     if c.world:
         raise ValueError(f"--world {c.world}: say --gpus and --nodes instead")
     if c.wrapper != "simple" or c.compile != "fwdbwd":
@@ -106,66 +112,70 @@ def question(own: Plan, c: flags.Config, argv: Sequence[str]) -> search.Question
         plain, a = SimpleNamespace(**c.flat()), reference(c)
     if problem := search.misfit(plain, a, ranks):
         raise ValueError(problem)
-    inside = link(c.link if any(word.startswith("--link") for word in argv) else gpu.link)
+    inside = link(c.link if any(word.startswith("--link") for word in words) else gpu.link)
     return search.Question(plain, a, gpu, ranks, own.gpus, inside, link(own.across))
 
 
-def sweep(own: Plan, q: search.Question) -> list[str]:
+def sweep(own: Plan, words: list[str]) -> list[str]:
     """The lines of --what-if. ValueError for a flag or value that there is not."""
-    name, *values = [own.what_if[0].lstrip("-").replace("-", "_"), *own.what_if[1:]]
-    if not values or (name != "gpus" and not hasattr(q.c, name)):
-        raise ValueError(f"--what-if {' '.join(own.what_if)}: name a flag of main.py, or gpus, and its values")
-    lines = []
+    name, *values = own.what_if
+    name = name.lstrip("-").replace("-", "_")
+    sizes, others = (
+        {"gpu": str, "gpus": int, "nodes": int},
+        get_type_hints(flags.Training) | get_type_hints(flags.System),
+    )
+    if not values or name not in sizes | others:
+        raise ValueError(
+            f"--what-if {' '.join(own.what_if)}: name a flag of main.py, gpu, gpus or nodes, and its values"
+        )
+    lines = [report.HEADING]
     for text in values:
-        words = [f"--{name.replace('_', '-')}", text]
-        kinds = get_type_hints(flags.Training) | get_type_hints(flags.System) | dict(gpus=int)
-        if problem := explain(words, kinds):
+        if problem := explain([flag(name), text], sizes | others):
             raise ValueError(problem)
-        value = next(kind(text) for kind in (int, float, str) if _is(kind, text))
-        new = q.with_flags(**{name: value}) if name != "gpus" else report.resized(q, value)
-        if own.hf and name in ("depth", "width", "head_dim", "vocab", "grouping", "grow"):
-            raise ValueError(f"--what-if {name}: --hf {own.hf} says what it is")
-        new = new if own.hf else report.reshaped(new)
-        if problem := search.misfit(new.c, new.a, new.ranks):
-            raise ValueError(problem)
-        lines.append(report.line(f"{name} {text}", new.answer(), new, own.reserve_gib))
-    return [report.HEADING, *lines]
+        if name in sizes:
+            q = question(checked(replace(own, **{name: sizes[name](text)})), words)
+        else:
+            q = question(own, [*words, flag(name), text])
+        lines.append(report.line(f"{name} {text}", q.answer(), q, own.reserve_gib))
+    return lines
 
 
-def _is(kind: type, text: str) -> bool:
-    try:
-        kind(text)
-    except ValueError:
-        return False
-    return True
+def fit(own: Plan, q: search.Question) -> list[str]:
+    """The lines of --fit. ValueError if no number of GPUs divides the sequences of a step."""
+    sequences = q.ranks * q.c.batch * q.c.grad_accum
+    limit = q.gpu.memory - own.reserve_gib * 2**30
+    asked = [n for n in own.fit if n > 0 and sequences % n == 0]
+    if len(asked) < len(own.fit):
+        wrong = next(n for n in own.fit if n not in asked)
+        raise ValueError(
+            f"--fit {wrong}: must divide the {sequences} sequences of a step (--gpus x --batch x --grad-accum)"
+        )
+    return report.fit_lines(search.fit_table(q, own.fit, (1, 2, 4, 8, 16, 32), sequences, limit), sequences)
 
 
-def exact(own: Plan, q: search.Question, argv: list[str]) -> int:
+def exact(own: Plan, q: search.Question, words: list[str]) -> int:
     """Runs trainer.profiling.peak on the flags of main.py; returns its exit code."""
     if own.hf:
         raise ValueError("--exact: simulates the reference transformer; leave out --hf")
-    _, others = tyro.cli(Plan, args=argv, return_unknown_args=True)
-    words = ["--world", str(q.ranks), "--arch", q.gpu.arch, *others]
-    return subprocess.run([sys.executable, "-m", "trainer.profiling.peak", *words]).returncode
+    command = [sys.executable, "-m", "trainer.profiling.peak", "--world", str(q.ranks), "--arch", q.gpu.arch, *words]
+    return subprocess.run(command).returncode
 
 
 def main(argv: list[str]) -> int:
     """Prints the answer; returns the exit code. What cannot be planned ends in one line and SystemExit(2)."""
-    own, c = parse(argv)
+    own, words = parse(argv)
     try:
         if own.calibrate:
             return report.calibrated(own.calibrate, hardware.gpu(own.gpu))
-        q = question(own, c, argv)
+        q = question(own, words)
         if own.exact:
-            return exact(own, q, argv)
-        limit = q.gpu.memory - own.reserve_gib * 2**30
+            return exact(own, q, words)
         if own.fit:
-            sequences = q.ranks * q.c.batch * q.c.grad_accum
-            lines = report.fit_lines(search.fit_table(q, own.fit, (1, 2, 4, 8, 16, 32), sequences, limit), sequences)
+            lines = fit(own, q)
         elif own.best:
             lines = report.best_lines(q, own.reserve_gib, own.plot)
         elif own.what_if:
-            lines = sweep(own, q)
+            lines = sweep(own, words)
         else:
             lines = report.whole(q, own.reserve_gib, own.tokens, own.price)
     except ValueError as error:

@@ -70,6 +70,12 @@ def test_parameters_are_those_of_the_model_that_transformers_builds(name):
     assert architecture(CONFIGS[name][0]).parameters == sum(p.numel() for p in model.parameters())
 
 
+def test_of_a_model_with_a_vision_tower_the_text_part_is_planned():
+    text = CONFIGS["Gemma 3 1B"]
+    a = architecture({"model_type": "gemma3", "text_config": text[0], "vision_config": {}})
+    assert a.parameters == text[1] and "text part alone" in a.note
+
+
 def test_the_active_parameters_of_a_mixture_of_experts():
     a = architecture(CONFIGS["Qwen3-30B-A3B"][0])
     assert a.active_parameters == a.parameters - 48 * 120 * 3 * 2048 * 768
@@ -201,8 +207,7 @@ def test_the_front_holds_no_plan_that_another_beats():
 
 
 def question(*words: str, ranks: int) -> search.Question:
-    own, c = program.parse(["--gpus", str(ranks), *words])
-    return program.question(own, c, words)
+    return program.question(*program.parse(["--gpus", str(ranks), *words]))
 
 
 def fit_of_qwen() -> dict[tuple[int, int], float]:
@@ -252,6 +257,9 @@ def test_the_least_recomputation_that_fits():
     (["--wrapper", "fsdp2"], "--wrapper fsdp2: only --wrapper simple"),
     (["--what-if", "sqlen", "3"], "--what-if sqlen 3: name a flag"),
     (["--what-if", "seqlen", "many"], "--seqlen many: must be a whole number"),
+    (["--what-if", "batch", "0"], "--batch 0: must be at least 1"),
+    (["--what-if", "gpus", "0"], "--gpus 0: must be at least 1"),
+    (["--gpus", "8", "--fit", "3"], "--fit 3: must divide the 64 sequences of a step"),
     (["--world", "8"], "--world 8: say --gpus and --nodes instead"),
     (["--across", "string"], "--link string: must be"),
     (["--calibrate", "/nowhere"], "--calibrate /nowhere: No such file or directory"),

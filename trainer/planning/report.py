@@ -1,17 +1,13 @@
 """What a plan prints: its lines, tables and the plot. Imports no torch."""
 
-from dataclasses import replace
-
 from trainer.distributed.terminal import grouped, tell
 from trainer.planning import hardware, search
-from trainer.planning.architecture import reference
 from trainer.planning.schedule import Step
 from trainer.planning.schedule import whole as gathers_once
 from trainer.planning.search import Answer, Cell, Question
 from trainer.planning.step_time import Gpu
 
 HEADING = "plan: peak MiB, fits, ms a step, exposed ms, tokens/s, MFU %"
-PEAK_ERROR = "peak memory: {}"
 
 
 def mib(nbytes: float) -> str:
@@ -39,23 +35,6 @@ def line(name: str, answer: Answer, q: Question, reserve_gib: float) -> str:
     t = answer.time
     return (f"{name}: {mib(answer.peak.nbytes)}, {fits}, {grouped(1e3 * t.seconds, 1)}, {grouped(1e3 * t.exposed, 1)}, "
             f"{grouped(answer.tokens_per_second)}, {mfu(q, answer)['mfu']:.1f}")  # fmt: skip
-
-
-def resized(q: Question, gpus: int) -> Question:
-    """The same on so many GPUs, nodes filled one after the other. ValueError for no number of GPUs."""
-    if gpus < 1:
-        raise ValueError(f"--what-if gpus {gpus}: must be at least 1")
-    return replace(q, ranks=gpus)
-
-
-def reshaped(q: Question) -> Question:
-    """With the reference transformer of its flags. ValueError for sizes that do not fit together."""
-    c = q.c
-    if c.width % c.head_dim or (c.width // c.head_dim) % c.grouping:
-        raise ValueError(
-            f"--width {c.width}: must be a multiple of --head-dim {c.head_dim}, in groups of {c.grouping} heads"
-        )
-    return replace(q, a=reference(c))
 
 
 def whole(q: Question, reserve_gib: float, tokens: float, price: float) -> list[str]:
