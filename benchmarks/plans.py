@@ -41,6 +41,7 @@ CHOICES = {
     "remat_norm": (True, True, False), "remat_core": (False, False, True), "mlp": ("plain", "lean"),
     "mlp_chunk": (0, 4096), "loss": ("full", "chunked"), "chunk": (2048,),
 }  # fmt: skip
+PEAKS = "plan_peaks.jsonl", "plan_peaks_seen.jsonl", "peaks.jsonl"
 WORLDS = (1, 2, 4, 8, 16, 64)
 SIZES = 4 * 2**30, 80 * 2**30
 FITTED = {  # of the published times: those on which the constants of a100-80 in hardware.toml are fitted
@@ -170,7 +171,7 @@ def main(own: argparse.Namespace) -> None:
         for words in draw(own.seed, own.draw):
             print(shlex.join(words))
         return
-    paths = [Path(own.results)] if own.results else [ROOT / "results/plan_peaks.jsonl", ROOT / "results/peaks.jsonl"]
+    paths = [Path(own.results)] if own.results else [ROOT / "results" / name for name in PEAKS]
     for path in paths:
         print(*table(f"peaks, {path.name}", simulated(path)), "", sep="\n")
     if not own.results:

@@ -109,7 +109,7 @@ def test_a_dead_buffer_waits_for_one_of_its_size_if_that_costs_nothing():
 
 def test_peaks_of_generated_code():
     """Of the rows that the program wrote; docs/PLANNER.md has the table."""
-    found = plans.simulated(ROOT / "results/plan_peaks.jsonl") + plans.simulated(ROOT / "results/peaks.jsonl")
+    found = [each for name in plans.PEAKS for each in plans.simulated(ROOT / "results" / name)]
     far = [f"{100 * each.error:+.2f} % {each.name}" for each in found if abs(each.error) > 0.01]
     assert len(found) >= 70 and len(far) <= FAR, "\n".join(far)
     assert max(abs(each.error) for each in found) < 0.06
