@@ -99,10 +99,12 @@ def question(own: Plan, words: Sequence[str]) -> search.Question:
     c, gpu, ranks = flags.parse(words), hardware.gpu(own.gpu), own.gpus * own.nodes
     if c.world:
         raise ValueError(f"--world {c.world}: say --gpus and --nodes instead")
-    if c.wrapper != "simple" or c.compile != "fwdbwd":
-        name = "wrapper" if c.wrapper != "simple" else "compile"
-        raise ValueError(f"--{name} {getattr(c, name)}: only --wrapper simple --compile fwdbwd is planned; "
-                         "python -m trainer.profiling.peak simulates the others")  # fmt: skip
+    planned = dict(wrapper="simple", compile="fwdbwd", min_shard_mib=0.0, cuda_graph=False)
+    if wrong := next((name for name, value in planned.items() if getattr(c, name) != value), None):
+        value = f" {getattr(c, wrong)}" * (wrong != "cuda_graph")
+        raise ValueError(f"{flag(wrong)}{value}: is not planned; leave it out, or python -m trainer.profiling.peak")
+    if c.param_dtype == "fp32":
+        raise ValueError("--param-dtype fp32: rates and peaks are known of bf16 alone; leave it out")
     if own.hf:
         a = read(own.hf)
         c = flags.filled(c, "cuda")

@@ -151,6 +151,13 @@ def test_calibration_finds_the_rates_that_made_the_rows():
     assert hardware.calibrate(found, start).held_out()[-1] < 0.02
 
 
+@pytest.mark.parametrize("name", hardware.names())
+def test_every_gpu_answers_and_says_where_its_figures_are_from(name, plan):
+    assert hardware.gpu(name).source
+    code, said, _ = plan("--gpu", name, "--gpus", "8", "--batch", "1")
+    assert code == 0 and ("EXTRAPOLATED" in said) == (name not in ("a100-80", "h100"))
+
+
 def test_peaks_of_devices_are_those_of_costs():
     names = {"a100-80": "NVIDIA A100-SXM4-80GB", "h100": "NVIDIA H100 80GB HBM3", "h200": "NVIDIA H200",
              "h100-pcie": "NVIDIA H100 PCIe", "rtx-4090": "NVIDIA GeForce RTX 4090"}  # fmt: skip
@@ -254,7 +261,10 @@ def test_the_least_recomputation_that_fits():
     (["--gpuz", "3"], "--gpuz: no such flag; did you mean --gpu"),
     (["--gpus", "3", "--mode", "hybrid_shard"], "--replicas 2: must divide the 3 ranks"),
     (["--hf", "/nowhere"], "--hf /nowhere: No such file or directory"),
-    (["--wrapper", "fsdp2"], "--wrapper fsdp2: only --wrapper simple"),
+    (["--wrapper", "fsdp2"], "--wrapper fsdp2: is not planned; leave it out"),
+    (["--cuda-graph"], "--cuda-graph: is not planned; leave it out"),
+    (["--param-dtype", "fp32"], "--param-dtype fp32: rates and peaks are known of bf16 alone"),
+    (["--gpu", "a100-80", "--sdpa", "math"], "--sdpa math: no rate of it is known for a100-80"),
     (["--what-if", "sqlen", "3"], "--what-if sqlen 3: name a flag"),
     (["--what-if", "seqlen", "many"], "--seqlen many: must be a whole number"),
     (["--what-if", "batch", "0"], "--batch 0: must be at least 1"),

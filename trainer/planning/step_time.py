@@ -71,10 +71,13 @@ def product_seconds(gpu: Gpu, rows: int, inner: int, cols: int, size: int = 2) -
 
 
 def kernel_of(c, gpu: Gpu) -> str:
-    """The attention kernel that resolved flags run on a GPU: as trainer.attention chooses."""
-    if c.attn == "flex":
-        return "flex"
-    return c.sdpa if c.sdpa != "auto" else ("flash" if gpu.arch == "sm_80" else "cudnn")
+    """The attention kernel that resolved flags run on a GPU: as trainer.attention chooses. ValueError for one of which
+    no rate is known."""
+    automatic = "flash" if gpu.arch == "sm_80" else "cudnn"
+    kernel = "flex" if c.attn == "flex" else automatic if c.sdpa == "auto" else c.sdpa
+    if kernel not in gpu.attention:
+        raise ValueError(f"--sdpa {kernel}: no rate of it is known for {gpu.name}, but of {', '.join(gpu.attention)}")
+    return kernel
 
 
 class Clock:
