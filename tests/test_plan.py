@@ -14,7 +14,7 @@ import pytest
 import plan as program
 from benchmarks import plans
 from trainer import costs
-from trainer.planning import hardware, search
+from trainer.planning import hardware, report, search
 from trainer.planning.architecture import architecture, read, reference
 from trainer.planning.liveness import Make, Tape
 
@@ -113,6 +113,11 @@ def test_peaks_of_generated_code():
     far = [f"{100 * each.error:+.2f} % {each.name}" for each in found if abs(each.error) > 0.01]
     assert len(found) >= 98 and len(far) <= FAR, "\n".join(far)
     assert max(abs(each.error) for each in found) < 0.06
+
+
+def test_the_error_of_a_peak_is_what_the_drawn_settings_say():
+    errors = sorted(100 * abs(each.error) for each in plans.simulated(ROOT / "results/plan_peaks.jsonl"))
+    assert (round(errors[len(errors) // 2], 2), round(errors[-1], 1), len(errors)) == report.PEAK_ERROR
 
 
 def test_published_peaks_within_two_percent():
