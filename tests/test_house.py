@@ -27,9 +27,10 @@ FLOORS = [  # from the bottom; an entry is a module or a package
     ["trainer.fault_tolerance"],
     ["trainer.experiments"],
     ["trainer.report"],
+    ["trainer.planning"],
     ["trainer.run"],
     ["benchmarks"],
-    ["main", "speed_mem_tests_mlp"],
+    ["main", "plan", "speed_mem_tests_mlp"],
 ]
 COPIED = FLOORS[0][:4]  # users copy these files: they stand alone
 PROGRAMS = FLOORS[-1]

@@ -123,9 +123,10 @@ def kept_per_block(c) -> float:
 
 
 def parameters(c) -> int:
-    """Of the reference transformer: the products' weights, norms and the embedding."""
+    """Of the reference transformer: weights and biases of products and norms, and the embedding."""
     kv = c.width // c.grouping
-    return c.depth * c.width * (2 * c.width + 2 * kv + 2 * c.grow * c.width + 2) + (2 * c.vocab + 1) * c.width
+    weights = 2 * c.width + 2 * kv + 2 * c.grow * c.width
+    return c.depth * c.width * (weights + c.grow + 5) + 2 * (c.vocab + 1) * c.width
 
 
 def step_bytes(c, ranks: int, batch: int) -> float:

@@ -1,0 +1,192 @@
+"""How far off the planner is: its peaks beside those of generated code, its peaks and times beside published ones.
+
+    python -m benchmarks.plans                                # all tables of docs/PLANNER.md, from committed rows
+    python -m benchmarks.plans --draw 36 --seed 18 > cells/plan_peaks.txt         # settings, drawn over all options
+    python -m trainer.experiments.sweep cells/plan_peaks.txt --program "-m benchmarks.peaks" --results
+    results/plan_peaks.jsonl python -m benchmarks.plans --results results/plan_peaks.jsonl                 # the peaks
+    of one file
+
+Sizes that are drawn are those of real training: by the floor of `trainer.costs.step_bytes`, between 4 and 80 GiB on a
+rank.
+"""
+
+import argparse
+import random
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+
+from trainer import config as flags
+from trainer.costs import flops_per_token, kept_per_block, link, step_bytes
+from trainer.distributed.command_line import flag
+from trainer.experiments.logging import read_jsonl
+from trainer.planning import hardware
+from trainer.planning.architecture import reference
+from trainer.planning.schedule import step_peak
+from trainer.report.published import published
+
+ROOT = Path(__file__).parents[1]
+# How often each value comes: as often as it stands here.
+CHOICES = {
+    "depth": (2, 2, 3, 4), "width": (1024, 2048, 4096, 4096), "head_dim": (64, 128), "grouping": (1, 2, 4, 8),
+    "grow": (3, 4), "vocab": (8192, 32768, 65536), "seqlen": (1024, 2048, 4096, 8192), "batch": (1, 2, 4, 8),
+    "grad_accum": (1, 1, 1, 2, 4), "accum_sync": ("every", "every", "last"),
+    "mode": ("fully_shard", "fully_shard", "hybrid_shard", "replicate"), "replicas": (2,),
+    "reshard": (True, True, True, False), "reduce_dtype": ("fp32", "bf16"), "adam_dtype": ("fp32", "fp32", "bf16"),
+    "attn": ("sdpa", "sdpa", "flex"), "ahead": (1.0, 1.0, 0.5, 0.05),
+    "remat": ("none", "mlp", "attn", "both", "block", "pointwise"), "remat_ratio": (1.0, 1.0, 0.5),
+    "remat_norm": (True, True, False), "remat_core": (False, False, True), "mlp": ("plain", "lean"),
+    "mlp_chunk": (0, 4096), "loss": ("full", "chunked"), "chunk": (2048,),
+}  # fmt: skip
+PEAKS = "plan_peaks.jsonl", "plan_peaks_seen.jsonl", "peaks.jsonl"
+WORLDS = (1, 2, 4, 8, 16, 64)
+SIZES = 4 * 2**30, 80 * 2**30
+FITTED = {  # of the published times: those on which the constants of a100-80 in hardware.toml are fitted
+    "seqlen 1024", "seqlen 16384", "depth 16", "width 8192", "gpus 8 8 1", "mfu sdpa fully_shard 4 4 4096 both 4",
+    "small-params 32 128 4 shard",
+}  # fmt: skip
+
+
+def draw(seed: int, settings: int) -> Iterator[list[str]]:
+    """As many command lines of `benchmarks.peaks`, each with values that fit together. The same for the same seed."""
+    rng, usual = random.Random(seed), flags.resolve(flags.parse([], world=1), "cuda", 64)
+    while settings:
+        world, drawn = rng.choice(WORLDS), {name: rng.choice(values) for name, values in CHOICES.items()}
+        words = []
+        for name, value in drawn.items():
+            if value != getattr(usual, name):
+                words += [flag(name if value else f"no_{name}")] + [str(value)] * (not isinstance(value, bool))
+        try:
+            c = flags.resolve(flags.parse(words), "cuda", world)
+        except ValueError:  # they do not fit together
+            continue
+        if c.accum_sync == "last" and c.grad_accum == 1:
+            continue
+        if SIZES[0] <= step_bytes(c, world, c.batch) <= SIZES[1]:
+            settings -= 1
+            yield ["--world", str(world), *words]
+
+
+class Compared(NamedTuple):
+    name: str
+    predicted: float
+    truth: float
+
+    @property
+    def error(self) -> float:
+        """As a fraction of the truth."""
+        return self.predicted / self.truth - 1
+
+
+def simulated(path: Path) -> list[Compared]:
+    """MiB of the rows of `benchmarks.peaks` that a plan covers: --compile fwdbwd, --wrapper simple, our own policy."""
+    found = []
+    for row in read_jsonl(path):
+        c = SimpleNamespace(**row["flags"])
+        if row["outcome"] == "ok" and not row["published"] and (c.compile, c.wrapper) == ("fwdbwd", "simple"):
+            peak = step_peak(c, row["world"], arch=row["device"].split()[-1]).nbytes / 2**20
+            told = re.sub(r"--results \S+ ?", "", row["command"])
+            found.append(Compared(told, peak, row["simulated_mib"]))
+    return found
+
+
+def published_peak(c, ranks: int) -> float:
+    """Bytes, by the policy of the published runs: states of 12 bytes a parameter, what blocks keep, gathered weights
+    that no recomputation gathers again, and whichever is more: logits with their gradient or the
+    MLP's backward of a block, with the gradients of the blocks before it. U: one [B, T, D]."""
+    a = reference(c)
+    U, W = 2 * c.batch * c.seqlen * c.width, 2 * c.width * a.hidden  # of one of the MLP's weights
+    block = 4 * a.block_parameters / ranks  # gradients of a block
+    held = dict(none=a.attention_parameters + W, attn=W, mlp=a.attention_parameters).get(c.remat, 0)
+    states, whole = 12 * a.parameters / ranks + 21 * 2**20, 2 * c.width * c.vocab
+    kept, logits = kept_per_block(c) * U, 2 * c.batch * c.seqlen * c.vocab
+    at_loss = c.depth * (kept + 2 * held) + (2 + (c.compile == "model")) * logits + 2 * U + whole
+    head = 2 * whole / ranks
+    at_mlp = [
+        (c.depth - k) * kept + 3 * 2 * c.batch * c.seqlen * a.hidden + 3 * W + head + k * block + U
+        for k in range(c.depth)
+    ]
+    return states + max([at_loss, *at_mlp] if c.remat == "both" else [at_loss])
+
+
+class Run(NamedTuple):
+    """A published run of the transformer. mib, ms: None where none was published."""
+
+    name: str
+    c: SimpleNamespace
+    ranks: int
+    device: str
+    mib: float | None
+    ms: float | None
+
+
+def runs() -> Iterator[Run]:
+    """Those of reference/ that say what was run; of mfu.csv the time is computed back from the published count."""
+    usual = read_jsonl(ROOT / "results/published_peaks.jsonl")[0]["flags"] | {"seqlen": 4096}
+    for axis in ("seqlen", "depth", "width", "gpus", "variants", "small-params", "mfu"):
+        for key, p in published(axis).items():
+            changed = {name: p[name] for name in usual.keys() & p.keys() if name not in ("attn", "compile")}
+            remat = p.get("remat", "both")
+            changed |= dict(remat_core=remat in ("attn", "both"), remat_norm=remat == "none")
+            changed |= dict(attn=p.get("attn", "flex")[:4], compile=p.get("compile", "fwdbwd"))
+            c, ms = SimpleNamespace(**(usual | changed)), p["ms"]
+            if axis == "mfu":
+                c.heads, c.kv_heads = 32, 32 // c.grouping
+                ms = 1e5 * flops_per_token(c, c.seqlen) * c.batch * c.seqlen / (p["mfu"] * 312e12)
+            if "max-autotune" not in str(p.get("attn")) and (p["mib"] or ms):
+                yield Run(f"{axis} {' '.join(map(str, key))}", c, p["ranks"], p["device"], p["mib"], ms)
+
+
+def published_times(device: str = "A100SXM", gpu: str = "a100-80") -> list[Compared]:
+    """Milliseconds of the published runs on a device."""
+    own = hardware.gpu(gpu)
+    chosen = [r for r in runs() if r.ms and r.device == device]
+    found = [hardware.sample(r.name, r.c, r.ranks, link(own.link), r.ms) for r in chosen]
+    return [Compared(s.name, hardware.predicted_ms(s, own), s.ms) for s in found]
+
+
+def summary(title: str, found: list[Compared]) -> str:
+    errors = sorted(abs(each.error) for each in found)
+    inside = sum(e <= 0.01 for e in errors)
+    return (f"{title}: {len(errors)} rows, {inside} within 1 %, median {100 * errors[len(errors) // 2]:.2f} %, "
+            f"worst {100 * errors[-1]:.2f} %")  # fmt: skip
+
+
+def table(title: str, found: list[Compared], digits: int = 0) -> list[str]:
+    """Rows, largest error first, under their summary."""
+    lines = [summary(title, found), "error %, predicted, truth, what"]
+    ranked = sorted(found, key=lambda each: -abs(each.error))
+    return lines + [
+        f"{100 * e.error:+6.2f}  {e.predicted:8.{digits}f}  {e.truth:8.{digits}f}  {e.name}" for e in ranked
+    ]
+
+
+def main(own: argparse.Namespace) -> None:
+    """Prints drawn settings, or the tables."""
+    if own.draw:
+        print(f"# python -m benchmarks.plans --draw {own.draw} --seed {own.seed}")
+        for words in draw(own.seed, own.draw):
+            print(shlex.join(words))
+        return
+    paths = [Path(own.results)] if own.results else [ROOT / "results" / name for name in PEAKS]
+    for path in paths:
+        print(*table(f"peaks, {path.name}", simulated(path)), "", sep="\n")
+    if not own.results:
+        peaks = [Compared(r.name, published_peak(r.c, r.ranks) / 2**20, r.mib) for r in runs() if r.mib]
+        print(*table("published peaks, MiB", peaks), "", sep="\n")
+        times = published_times()
+        print(*table("published times, ms, not fitted", [t for t in times if t.name not in FITTED]), "", sep="\n")
+        print(*table("published times, ms, fitted", [t for t in times if t.name in FITTED]), "", sep="\n")
+        print(*table("published times, ms, RTX 4090", published_times("RTX4090", "rtx-4090")), sep="\n")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser("python -m benchmarks.plans", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.add_argument("--draw", type=int, metavar="INT", help="print so many drawn settings")
+    parser.add_argument("--seed", type=int, default=18, metavar="INT")
+    parser.add_argument("--results", metavar="FILE", help="rows of benchmarks.peaks")
+    main(parser.parse_args())

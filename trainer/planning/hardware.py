@@ -1,0 +1,142 @@
+"""GPUs by name, from hardware.toml; and their constants fitted to measured rows. Imports no torch.
+
+    gpu("h100").products            # FLOP/s that large products reach
+    calibrate(samples, gpu("h100"))  # Fit(gpu, fitted on, errors of the others)
+
+A sample is a setting with its measured step. The constants are few (products, memory, the shortest operation, and
+attention where several kernels were measured), so that seven samples settle them; all others are there to be wrong
+about.
+"""
+
+import json
+import tomllib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+
+from trainer.costs import Link, link
+from trainer.distributed.terminal import did_you_mean
+from trainer.planning.architecture import Architecture, reference
+from trainer.planning.liveness import Tape
+from trainer.planning.schedule import Step, whole
+from trainer.planning.step_time import Gpu, step_time
+
+DATA = Path(__file__).with_name("hardware.toml")
+MOST = 7  # samples that constants are fitted on
+
+
+def names() -> list[str]:
+    return list(tomllib.loads(DATA.read_text()))
+
+
+def gpu(name: str) -> Gpu:
+    """ValueError, one line, for a name that hardware.toml does not have."""
+    data = tomllib.loads(DATA.read_text())
+    if name not in data:
+        raise ValueError(f"--gpu {name}: must be one of {', '.join(data)}{did_you_mean(name, data)}")
+    own = data[name]
+    like = data[own.get("like", name)]
+    reached, flops, memory = like["reached"], own["tflops"] / like["tflops"], own["tb_per_s"] / like["tb_per_s"]
+    rates = {k: tuple(1e12 * flops * v for v in pair) for k, pair in reached["attention"].items()}
+    scaled = "" if like is own else f"rates scaled from {own['like']}, not measured"
+    return Gpu(
+        name, 1e12 * own["tflops"], 1e12 * flops * reached["products"], 1e12 * memory * reached["tb_per_s"],
+        2**30 * own["memory_gib"], own["sms"], rates, 1e-6 * reached["floor_us"], scaled, own["arch"], own["link"],
+        "" if scaled else reached.get("serial_link", ""), tuple(reached["error"]), reached["source"],
+    )  # fmt: skip
+
+
+class Sample(NamedTuple):
+    """A measured step: resolved flags, ranks, link, milliseconds, architecture and the operations of a micro-batch."""
+
+    name: str
+    c: SimpleNamespace
+    ranks: int
+    link: Link
+    ms: float
+    a: Architecture
+    tape: Tape
+
+
+def sample(name: str, c: SimpleNamespace, ranks: int, link: Link, ms: float) -> Sample:
+    """Of resolved flags of the reference transformer."""
+    a = reference(c)
+    return Sample(name, c, ranks, link, ms, a, Step(c, a, ranks, whole(c, ranks)).tape)
+
+
+class Fit(NamedTuple):
+    """fitted: names of the samples that the constants were fitted on. errors: predicted / measured - 1, by name."""
+
+    gpu: Gpu
+    fitted: tuple[str, ...]
+    errors: dict[str, float]
+
+    def held_out(self) -> list[float]:
+        """Absolute errors of the samples that were not fitted, smallest first."""
+        return sorted(abs(e) for name, e in self.errors.items() if name not in self.fitted)
+
+
+def samples(path: str) -> list[Sample]:
+    """The rows of a JSONL file that a step can be predicted for: main.py's, ok, --compile fwdbwd, --wrapper simple. The
+    smallest step counts: medians hold what else the machine did. ValueError, one line, if there are none."""
+    try:
+        rows = [json.loads(line) for line in Path(path).read_text().splitlines() if line.strip()]
+    except (OSError, ValueError) as error:
+        said = error.strerror if isinstance(error, OSError) else "holds a line that is no JSON"
+        raise ValueError(f"--calibrate {path}: {said}; name a JSONL file of main.py's rows") from error
+    found = []
+    for number, row in enumerate(rows, 1):
+        f = row.get("flags") or {}
+        whole = {"depth", "remat", "ahead", "link", "compile_options"} <= f.keys()
+        if whole and row.get("step_ms_min") and f["compile"] == "fwdbwd" and f["wrapper"] == "simple":
+            c = SimpleNamespace(**f)
+            ranks = f.get("world") or row["world"]
+            found.append(sample(f"row {number}", c, ranks, link(f["link"]), row["step_ms_min"]))
+    if not found:
+        raise ValueError(f"--calibrate {path}: no row of --compile fwdbwd, --wrapper simple with a measured step")
+    return found
+
+
+def predicted_ms(s: Sample, gpu: Gpu) -> float:
+    own = link(gpu.serial_link) if gpu.serial_link and "plain" in s.c.compile_options else s.link
+    return 1e3 * step_time(s.c, s.ranks, s.a, gpu, own, tape=s.tape).seconds
+
+
+def spread(found: Sequence[Sample], most: int = MOST) -> list[Sample]:
+    """`most` of the samples, as unlike in time per token as there are: of all sorted by it, evenly."""
+    if len(found) <= most:
+        return list(found)
+    ranked = sorted(found, key=lambda s: s.ms / (s.c.batch * s.c.seqlen))
+    return [ranked[round(i * (len(ranked) - 1) / (most - 1))] for i in range(most)]
+
+
+def calibrate(found: Sequence[Sample], start: Gpu, fit_on: Sequence[Sample] = (),
+              predict: Callable[[Sample, Gpu], float] = predicted_ms) -> Fit:  # fmt: skip
+    """Constants of a GPU that come nearest to the samples `fit_on` (default: seven of them): coordinate descent on
+    the squares of relative errors, from those of `start`, within what the device states."""
+    chosen = list(fit_on) or spread(found)
+    kernels = sorted({"flex" if s.c.attn == "flex" else "other" for s in chosen})
+    names = ["products", "bandwidth", "floor", *(["flex"] if len(kernels) > 1 else []), "attention"]
+
+    def made(x: dict[str, float]) -> Gpu:
+        rates = {k: tuple(v * x["attention"] * (x.get("flex", 1.0) if k == "flex" else 1.0) for v in pair)
+                 for k, pair in start.attention.items()}  # fmt: skip
+        return start._replace(products=start.products * x["products"], bandwidth=start.bandwidth * x["bandwidth"],
+                              floor=start.floor * x["floor"], attention=rates)  # fmt: skip
+
+    def loss(x: dict[str, float]) -> float:
+        return sum((predict(s, made(x)) / s.ms - 1) ** 2 for s in chosen)
+
+    x, width = dict.fromkeys(names, 1.0), 0.3
+    best = loss(x)
+    while width > 0.003:
+        better = False
+        for name in names:
+            for factor in (1 + width, 1 / (1 + width)):
+                new = x | {name: x[name] * factor}
+                if made(new).products <= start.peak and (score := loss(new)) < best:
+                    x, best, better = new, score, True
+        width *= 1 if better else 0.5
+    fitted = made(x)
+    return Fit(fitted, tuple(s.name for s in chosen), {s.name: predict(s, fitted) / s.ms - 1 for s in found})

@@ -1,0 +1,381 @@
+"""The operations of a training step in the order of its compiled graphs (--compile fwdbwd), on a Tape: what each reads,
+makes and computes. Peak memory (`step_peak`) and time (step_time.py) are read off the same tape.
+
+    step_peak(config, ranks=8)                # of resolved flags; Peak(nbytes, moment, pieces)
+    Step(config, architecture, 8).tape        # what it is read off
+
+The order is that of the code which Inductor generates with the options of overlap.py: the weights of a block are
+gathered while the block before computes, its gradients are reduced while the next one computes, and those of the
+weights lie in memory until the end of the block, when they are copied into one bucket. Names end with the number of
+the block; a quote marks what backward makes again. n tokens of a micro-batch, D width, H heads, K key/value heads, d
+head dimension, F hidden width, V vocabulary, L depth. Imports no torch.
+"""
+
+from trainer.planning.architecture import Architecture, reference
+from trainer.planning.liveness import GRADIENTS, LOGITS, WEIGHTS, Peak
+from trainer.planning.weights import SIZE, Weights, shard_group
+
+AGAIN = {"attn": ("attn", "both", "block"), "mlp": ("mlp", "both", "block", "pointwise")}
+CUBLAS_MIB = {"sm_80": 2 * 8.125, "sm_90": 2 * 32.0, "sm_100": 2 * 32.0}  # torch's workspaces of two threads
+PARAMETERS, MOMENTS, ALLOWANCE = "parameters", "Adam's moments", "workspaces of cuBLAS, an allowance"
+
+
+class Step(Weights):
+    """Forward and backward of one micro-batch, on `tape`."""
+
+    def __init__(self, c, a: Architecture, ranks: int, whole: bool = False):
+        super().__init__(c, a, ranks, whole)
+        self.forward()
+        self.backward()
+        if c.ahead < 1 and (self.gathers or self.reduces):
+            self.tape.hurry(c.ahead)
+
+    # Forward
+
+    def forward(self) -> None:
+        """Embedding, blocks, final norm, loss."""
+        L, a = self.a.depth, self.a
+        self.gather("emb", self.head)
+        self.gather("f0", self.block)
+        if self.gathers:
+            self.op("embedding", ["emb sent", "emb bucket"], work=(("wait", "emb"),))
+        sin = self.make("positions", self.c.seqlen * a.width * self.p)
+        self.op("positions", [], sin)
+        self.arrive("f0", self.weights)
+        table = ["emb bucket"] * self.gathers
+        if self.lean:  # its backward reads the sum itself
+            self.op("embedding", [*table, "positions"], self.make("x0", self.U))
+            self.x0 = ["x0"]
+        else:
+            self.op("embedding", table, self.make("e", self.U))
+            self.x0 = ["e", "positions"]
+        for i in range(L):
+            self.forward_block(i)
+        self.arrive("fhead", {"head": self.head})
+        self.norm(L, "final norm", "nf")
+        self.loss()
+
+    def norm(self, i: int, where: str, out: str) -> None:
+        """The norm of the input of block i; in it what the MLP before made is added to the residual."""
+        if i and not self.lean:
+            before = [f"o{i - 1}", *self.inputs(i - 1)] if self.policies[i - 1] == "pointwise" else [f"m{i - 1}"]
+            self.op(where, [f"d{i - 1}", *before], self.make(f"x{i}", self.U), self.make(out, self.U), over=True)
+        else:
+            self.op(where, self.inputs(i), self.make(out, self.U))
+
+    def forward_block(self, i: int) -> None:
+        """Attention, then the MLP; the next gather starts after the norm."""
+        w, at, D = f"f{i}", f"forward, block {i}", self.a.width
+        self.norm(i, f"{at}, norm", f"n{i}")
+        self.gather(f"f{i + 1}", self.block) if i + 1 < self.a.depth else self.gather(
+            "fhead", self.head + self.a.final_norm
+        )
+        self.qkv(at, w, f"n{i}", str(i))
+        self.core(f"{at}, attention", str(i))
+        self.product(f"{at}, o", [f"a{i}", self.weight(w, "o")], self.make(f"o{i}", self.U), self.n, self.outs["q"], D)
+        if self.lean:
+            self.lean_forward(i, at, w)
+        else:
+            added, normed = self.make(f"m{i}", self.U), self.make(f"nn{i}", self.U)
+            if self.policies[i] == "pointwise":  # what is kept is o itself
+                self.op(f"{at}, norm of the MLP", [f"o{i}", *self.inputs(i)], normed)
+            else:
+                self.op(f"{at}, norm of the MLP", [f"o{i}", *self.inputs(i)], added, normed, over=True)
+            self.up(at, w, f"nn{i}", f"h{i}")
+            self.op(f"{at}, activation", [f"h{i}"], self.make(f"g{i}", self.F), over=not self.a.gated)
+            self.down(at, w, f"g{i}", f"d{i}")
+        if i + 1 < self.a.depth:
+            self.arrive(f"f{i + 1}", self.weights)
+
+    def up(self, at: str, w: str, x: str, out: str) -> None:
+        wide = 1 + self.a.gated
+        made = self.make(out, self.F * wide)
+        self.product(f"{at}, up", [x, self.weight(w, "up")], made, self.n, self.a.width, self.fan * wide)
+
+    def down(self, at: str, w: str, g: str, out: str) -> None:
+        self.product(f"{at}, down", [g, self.weight(w, "down")], self.make(out, self.U), self.n, self.fan, self.a.width)
+
+    def qkv(self, at: str, w: str, x: str, to: str) -> None:
+        for part, size in (("q", self.Q), ("k", self.KV), ("v", self.KV)):
+            made = self.make(part + to, size)
+            self.product(f"{at}, {part}", [x, self.weight(w, part)], made, self.n, self.a.width, self.outs[part])
+
+    def core(self, at: str, to: str) -> None:
+        a, own = self.a, self.c.attn != "flex"  # a kernel of the compiler's own writes where it is told
+        out = self.make(f"a{to}", self.Q, own=own)
+        stats = self.make(f"s{to}", 4 * self.n * a.heads, own=own, key="fp32")
+        work = (("attention", "forward", 4 * self.n * self.c.seqlen * a.heads * a.head_dim),)
+        self.op(at, ["q" + to, "k" + to, "v" + to], out, stats, work=work)
+
+    def rows(self) -> float:
+        """The part of the tokens that the lean MLP computes at a time."""
+        return min(self.c.mlp_chunk or self.n, self.n) / self.n
+
+    def lean_forward(self, i: int, at: str, w: str) -> None:
+        D = self.a.width
+        reads = [*self.inputs(i), f"o{i}", self.weight(w, "up"), self.weight(w, "down")]
+        work = (("mm", self.n, D, self.fan), ("mm", self.n, self.fan, D), ("bytes", 6 * self.U + 2 * self.F))
+        self.op(f"{at}, lean MLP", reads, self.make(f"x{i + 1}", self.U, own=True),
+                inside=self.rows() * (2 * self.U + self.F), work=work)  # fmt: skip
+
+    def loss(self) -> None:
+        """The head and the loss: all logits at once, or one operation that makes its gradients as well."""
+        head, V, D = self.weight("fhead", "head"), self.a.vocab, self.a.width
+        if self.c.loss == "full":
+            self.product("head", ["nf", head], self.make("z", self.n * V * self.p, LOGITS), self.n, D, V)
+            self.op("loss", ["z"])
+            return
+        rows = min(self.c.chunk, self.n)
+        inside = max(rows * V * (4 + self.p) + (4 - self.p) * self.head, 4 * self.head)
+        made = [self.make("gx", self.U, own=True), self.make("gw", self.head * self.p, own=True)]
+        work = (("mm", self.n, D, V), ("mm", self.n, V, D), ("mm", V, self.n, D),
+                ("bytes", self.n * V * 10 * 4 + 8 * self.head * self.n / rows))  # fmt: skip
+        self.op("chunked loss", ["nf", head], *made, inside=inside, work=work)
+
+    # Backward
+
+    def backward(self) -> None:
+        """From the loss to the embedding, block by block."""
+        L, last = self.a.depth, f"b{self.a.depth - 1}"
+        self.tape.graph()
+        whole = self.head + self.a.final_norm
+        if self.c.loss == "full":
+            V, D = self.a.vocab, self.a.width
+            self.gather("bhead", whole)
+            self.op("gradient of the logits", ["z"], self.make("dz", self.n * V * self.p, LOGITS), over=True)
+            self.product("gradient of the head", ["dz", "nf"], self.make("whead", self.head * self.p), V, self.n, D)
+            self.arrive("bhead", {"head": self.head})
+            self.gather(last, self.block)
+            made = self.make("go", self.U)
+            self.product("gradient of the head's input", ["dz", self.weight("bhead", "head")], made, self.n, V, D)
+        else:
+            self.gather(last, self.block)
+        grad, go = ("whead", "go") if self.c.loss == "full" else ("gw", "gx")
+        local = not (self.gathers or self.reduces)
+        if local and self.c.loss == "full":
+            self.landed(grad, self.head)
+        before = self.last()
+        wide = [self.make("go fp32", 4 * self.n * self.a.width, key="fp32")] * (
+            self.policies[-1] in ("pointwise", "block")
+        )
+        self.op("gradient of the final norm", [go, *before], *wide, self.make(f"gr{L}", self.U), self.sums())
+        if local and self.c.loss != "full":
+            self.landed(grad, self.head)
+        self.bucket("head", whole, [grad])
+        if last not in self.again_made:
+            self.arrive(last, self.weights)
+        for i in reversed(range(L)):
+            self.backward_block(i)
+        if self.whole and self.p < 4:
+            self.op("gradient of the embedding", ["ge"], self.make("wemb", self.head * self.p))
+            self.tape.keep("wemb")
+        elif local:
+            self.tape.keep("ge")
+        self.bucket("emb", self.head, ["ge"])
+        self.arrived()
+        if self.whole and self.c.grad_accum > 1:
+            self.op(
+                "gradients in fp32, to be added", [], self.make("sum", 4 * self.a.parameters, GRADIENTS, key="fp32")
+            )
+
+    def last(self) -> list[str]:
+        """What holds the input of the final norm. A wholly recomputed last block is made again first."""
+        i = self.a.depth - 1
+        if self.lean or self.policies[i] != "block":
+            return [f"x{i + 1}"]
+        w, at = f"b{i}", f"backward, block {i}"
+        self.again_made.add(w)
+        self.arrive(w, self.weights)
+        if i:
+            self.gather(f"b{i - 1}", self.block)
+        self.half_again(i, at, w)
+        self.op(f"{at}, activation again", [f"h'{i}"], self.make(f"g'{i}", self.F))
+        self.down(f"{at}, again", w, f"g'{i}", f"d'{i}")
+        return [f"d'{i}", *self.inputs(i), f"o'{i}"]
+
+    def o_again(self, i: int, at: str, w: str) -> None:
+        made, core = self.make(f"o'{i}", self.U), "'" * (self.c.remat_core)
+        self.product(f"{at}, o again", [f"a{core}{i}", self.weight(w, "o")], made, self.n, self.outs["q"], self.a.width)
+
+    def half_again(self, i: int, at: str, w: str) -> None:
+        """o, the norm and up of a wholly recomputed block."""
+        if self.c.remat_core:
+            self.attention_again(i, at, w)
+        self.o_again(i, at, w)
+        self.op(f"{at}, norm again", [*self.inputs(i), f"o'{i}"], self.make(f"nn'{i}", self.U))
+        self.up(f"{at}, again", w, f"nn'{i}", f"h'{i}")
+
+    def backward_block(self, i: int) -> None:
+        """The MLP, then attention; the block's bucket, and the weights of the block before."""
+        w, at, grads = f"b{i}", f"backward, block {i}", []
+        if i and w not in self.again_made:
+            self.gather(f"b{i - 1}", self.block)
+        (self.lean_backward if self.lean else self.mlp_backward)(i, at, w, grads)
+        self.attention_backward(i, at, w, grads)
+        if not i:
+            made = self.make("ge", self.head * 4, GRADIENTS, key="fp32")
+            self.op("gradient of the embedding", ["gr0"], made)
+        self.bucket(w, self.block, grads)
+        if i:
+            self.arrive(f"b{i - 1}", self.weights)
+
+    def mlp_backward(self, i: int, at: str, w: str, grads: list[str]) -> None:
+        """Gradients through the MLP, which may be made again first."""
+        policy, gr, D, wide = self.policies[i], f"gr{i + 1}", self.a.width, 1 + self.a.gated
+        again, early, mid = policy in AGAIN["mlp"], w in self.again_made, [f"m{i}"]
+        made = self.make(f"dg{i}", self.F)
+        self.product(f"{at}, gradient of the hidden tensor", [gr, self.weight(w, "down")], made, self.n, D, self.fan)
+        h, nn, g, dh = f"h{i}", f"nn{i}", f"g{i}", self.make(f"dh{i}", self.F * wide)
+        if policy == "pointwise":
+            mid = [*self.inputs(i), f"o{i}"]
+        if policy == "block":
+            mid = [*self.inputs(i), f"o'{i}"]
+            h, nn, g = f"h'{i}", f"nn'{i}", f"g'{i}"
+            if not early:
+                self.half_again(i, at, w)
+        elif again:
+            g = f"g'{i}"
+            if self.c.remat_norm or policy == "pointwise":
+                nn = f"nn'{i}"
+                self.op(f"{at}, norm again", mid, self.make(nn, self.U))
+            if policy != "pointwise":
+                h = f"h'{i}"
+                self.up(f"{at}, again", w, nn, h)
+        if again and not early:
+            self.op(f"{at}, activation again", [f"dg{i}", h], dh, self.make(g, self.F), over=True)
+            self.wgrad(at, "down", [gr, g], i, grads)
+        else:
+            self.wgrad(at, "down", [gr, g], i, grads)
+            self.op(f"{at}, gradient of the activation", [f"dg{i}", h], dh, over=True)
+        late = self.late(i)
+        if not late:
+            self.room(w, self.block)
+        made = self.make(f"dn{i}", self.U)
+        self.product(
+            f"{at}, gradient of the MLP's input", [f"dh{i}", self.weight(w, "up")], made, self.n, self.fan * wide, D
+        )
+        if not late:
+            self.wgrad(at, "up", [f"dh{i}", nn], i, grads)
+        made = [self.make(f"gm{i}", self.U), self.sums()]
+        if late:  # one kernel also makes the norm of attention again
+            self.again_made.add(f"n'{i}")
+            made.append(self.make(f"n'{i}", self.U))
+            mid += self.inputs(i)
+        self.op(f"{at}, gradient of the MLP's norm", [gr, f"dn{i}", *mid], *made, over=not late)
+        if late:
+            self.room(w, self.block)
+            self.wgrad(at, "up", [f"dh{i}", nn], i, grads)
+
+    def late(self, i: int) -> bool:
+        """Whether a block's gradients of attention's weights are computed after all that leads further back. So the
+        compiler orders a region that holds more than one branch."""
+        return self.policies[i] in ("block", "pointwise") and not self.lean
+
+    def lean_backward(self, i: int, at: str, w: str, grads: list[str]) -> None:
+        """One operation, after o and what leads to it have been made again."""
+        o, D, rows = f"o{i}", self.a.width, self.rows()
+        if self.policies[i] in AGAIN["attn"]:
+            o = f"o'{i}"
+            if self.c.remat_core:
+                self.attention_again(i, at, w)
+            self.o_again(i, at, w)
+        reads = [f"gr{i + 1}", *self.inputs(i), o, self.weight(w, "up"), self.weight(w, "down")]
+        mlp = 2 * self.weights["up"]
+        sums = (4 - self.p) * mlp if rows < 1 else 0  # those of several chunks are fp32 until they are cast
+        made = [self.make(f"gm{i}", self.U, own=True)]
+        made += [self.make(f"w{part}{i}", self.weights[part] * self.p, own=True) for part in ("up", "down")]
+        work = (
+            ("mm", self.n, D, self.fan),
+            ("mm", self.n, D, self.fan),
+            ("mm", self.n, self.fan, D),
+            ("mm", D, self.n, self.fan),
+            ("mm", self.fan, self.n, D),
+            ("bytes", 12 * self.U + 6 * self.F),
+        )
+        self.op(f"{at}, lean MLP", reads, *made, inside=rows * 2 * (self.U + self.F) + sums, work=work)
+        if self.gathers or self.reduces:
+            grads += [f"wup{i}", f"wdown{i}"]
+        else:
+            self.landed(f"wup{i}", self.weights["up"])
+            self.landed(f"wdown{i}", self.weights["down"])
+
+    def attention_backward(self, i: int, at: str, w: str, grads: list[str]) -> None:
+        """Gradients through attention, which may be made again first."""
+        policy, gm, a, D = self.policies[i], f"gm{i}", f"a{i}", self.a.width
+        again = policy in AGAIN["attn"]
+        core, n1, to = again and self.c.remat_core, f"n{i}", f"'{i}" if again else str(i)
+        a = f"a'{i}" if core else a
+
+        if core and f"a'{i}" not in self.again_made:
+            self.attention_again(i, at, w)
+        late = self.late(i)
+        if not late:
+            self.wgrad(at, "o", [gm, a], i, grads)
+        made = self.make(f"da{i}", self.Q)
+        self.product(f"{at}, gradient of attention", [gm, self.weight(w, "o")], made, self.n, D, self.outs["q"])
+        if not core:
+            self.attention_again(i, at, w)
+        if f"n'{i}" in self.again_made:
+            n1 = f"n'{i}"
+        stats = f"s{to}" if core else f"s{i}"
+        made = [
+            self.make(f"d{part}{i}", size, own=self.c.attn != "flex")
+            for part, size in zip("qkv", (self.Q, self.KV, self.KV), strict=True)
+        ]
+        work = (("attention", "backward", 10 * self.n * self.c.seqlen * self.outs["q"]),)
+        reads = [f"da{i}", *(part + to for part in "qkv"), a, stats]
+        self.op(f"{at}, attention", reads, *made, inside=self.scratch(), work=work)
+        parts = []
+        for part in "vkq":
+            if not late:
+                self.wgrad(at, part, [f"d{part}{i}", n1], i, grads)
+            made = self.make(f"dx{part}{i}", self.U)
+            reads = [f"d{part}{i}", self.weight(w, part)]
+            self.product(f"{at}, gradient through {part}", reads, made, self.n, self.outs[part], D)
+            parts.append(made.name)
+        self.op(f"{at}, gradient of the norm", [*parts, *self.inputs(i), gm], self.sums())
+        if late:
+            self.wgrad(at, "o", [gm, a], i, grads)
+            for part in "vkq":
+                self.wgrad(at, part, [f"d{part}{i}", n1], i, grads)
+        self.op(f"{at}, gradient of the norm", [gm, *parts, *self.inputs(i)], self.make(f"gr{i}", self.U), over=True)
+
+    def attention_again(self, i: int, at: str, w: str) -> None:
+        """What backward makes again of the attention branch: the norm, q, k and v, attention itself."""
+        policy, n1 = self.policies[i], f"n{i}"
+        if policy == "pointwise" or (policy in AGAIN["attn"] and (self.c.remat_norm or policy == "block")):
+            n1 = f"n'{i}"
+            if n1 not in self.again_made:
+                self.again_made.add(n1)
+                self.op(f"{at}, norm again", self.inputs(i), self.make(n1, self.U))
+        if policy in AGAIN["attn"]:
+            self.qkv(f"{at}, again", w, n1, f"'{i}")
+            if self.c.remat_core:
+                self.again_made.add(f"a'{i}")
+                self.core(f"{at}, attention again", f"'{i}")
+
+    def scratch(self) -> float:
+        """Of a fused attention's backward: the gradient of q in fp32, and of grouped k and v for every head."""
+        grouped = self.a.heads != self.a.kv_heads
+        return 0.0 if self.c.attn == "flex" else self.n * self.outs["q"] * (4 + 2 * self.p * grouped)
+
+
+def before_step(c, a: Architecture, ranks: int, arch: str) -> dict[str, float]:
+    """{piece: bytes} of what the last micro-batch finds."""
+    own = a.parameters / shard_group(c, ranks)
+    base = {PARAMETERS: 4 * own, MOMENTS: 2 * SIZE[c.adam_dtype] * own, ALLOWANCE: CUBLAS_MIB[arch] * 2**20}
+    if whole(c, ranks):
+        base |= {WEIGHTS: SIZE[c.param_dtype] * a.parameters}
+        own = a.parameters
+    return base | ({GRADIENTS: 4 * own} if c.grad_accum > 1 else {})
+
+
+def whole(c, ranks: int) -> bool:
+    """Whether the step gathers all weights once and reduces all gradients once."""
+    return c.accum_sync == "last" and ranks > 1
+
+
+def step_peak(c, ranks: int, a: Architecture | None = None, arch: str = "sm_90") -> Peak:
+    """The highest level of a step of resolved flags on one of `ranks`, allowances included."""
+    a = a or reference(c)
+    return Step(c, a, ranks, whole(c, ranks)).tape.peak(before_step(c, a, ranks, arch))

@@ -1,0 +1,166 @@
+"""Time of a training step: two streams in the order of the graph, read off the tape of schedule.py. Imports no torch.
+
+    t = step_time(c, 8, architecture, gpu, link)      # Time(seconds, parts, exposed)
+
+The compute stream runs one operation after the other; the other stream runs collectives, each from where the graph
+starts it; where the graph waits, compute stands still until the collective is done. What stands still is the exposed
+time. With --compile-options plain there is one collective per parameter, waited for at once.
+
+An operation takes the longer of what its FLOPs and its bytes take, and at least the time to launch it.
+"""
+
+import math
+from collections import Counter
+from typing import NamedTuple
+
+from trainer.costs import Link
+from trainer.planning.architecture import Architecture
+from trainer.planning.liveness import Tape
+from trainer.planning.schedule import Step, whole
+from trainer.planning.weights import SIZE, shard_group
+
+TILE = 256, 128  # of a product's output that one SM computes at a time
+BLOCK = 128  # keys that a kernel of attention visits at a time: a causal mask is left out by blocks
+PARAMETERS_OF_A_BLOCK = 12
+
+
+class Gpu(NamedTuple):
+    """What a device reaches. Rates in FLOP/s and bytes/s; attention by kernel; floor: seconds of the shortest
+    operation. scaled: from which GPU the rates are scaled, if they were not measured. link: between GPUs, as
+    costs.link reads it; serial_link: of --compile-options plain. error: median and worst error of steps, as fractions,
+    and of how many rows."""
+
+    name: str
+    peak: float
+    products: float
+    bandwidth: float
+    memory: float  # bytes
+    sms: int
+    attention: dict[str, tuple[float, float]]  # kernel -> forward, backward
+    floor: float
+    scaled: str = ""
+    arch: str = "sm_90"
+    link: str = "none"
+    serial_link: str = ""
+    error: tuple[float, ...] = ()
+    source: str = ""
+
+
+class Time(NamedTuple):
+    """Of one step. parts: {what: seconds} that add up to `seconds`."""
+
+    seconds: float
+    parts: dict[str, float]
+
+    @property
+    def exposed(self) -> float:
+        return self.parts.get(EXPOSED, 0.0)
+
+
+PRODUCTS, CORE, REST, UPDATE, EXPOSED = "products", "attention", "elementwise", "optimizer", "exposed communication"
+
+
+def product_seconds(gpu: Gpu, rows: int, inner: int, cols: int, size: int = 2) -> float:
+    """Of [rows, inner] @ [inner, cols]. Its tiles run in waves over the SMs; the last wave is as long as a full one,
+    which counts while there are few. A small product is bound by reading its operands."""
+    tiles = math.ceil(rows / TILE[0]) * math.ceil(cols / TILE[1])
+    full = tiles / gpu.sms
+    waste = math.ceil(full) / full if full < 2 else 1.0
+    flops, nbytes = 2 * rows * inner * cols, size * (rows * inner + inner * cols + rows * cols)
+    return max(flops * waste / gpu.products, nbytes / gpu.bandwidth, gpu.floor)
+
+
+def kernel_of(c, gpu: Gpu) -> str:
+    """The attention kernel that resolved flags run on a GPU: as trainer.attention chooses. ValueError for one of which
+    no rate is known."""
+    automatic = "flash" if gpu.arch == "sm_80" else "cudnn"
+    kernel = "flex" if c.attn == "flex" else automatic if c.sdpa == "auto" else c.sdpa
+    if kernel not in gpu.attention:
+        raise ValueError(f"--sdpa {kernel}: no rate of it is known for {gpu.name}, but of {', '.join(gpu.attention)}")
+    return kernel
+
+
+class Clock:
+    """Runs a tape. link(op, nbytes) -> seconds of a collective."""
+
+    def __init__(self, c, a: Architecture, gpu: Gpu, links: dict[str, tuple[Link, int]], serial: bool):
+        self.c, self.a, self.gpu, self.links, self.serial = c, a, gpu, links, serial
+        self.now = self.free = 0.0
+        self.done: dict[str, float] = {}
+        self.parts: Counter = Counter()
+        self.rates = dict(zip(("forward", "backward"), gpu.attention[kernel_of(c, gpu)], strict=True))
+        self.seen = (a.keys(c.seqlen, "causal") + BLOCK / 2) / c.seqlen
+
+    def spend(self, what: str, seconds: float) -> None:
+        self.now += seconds
+        self.parts[what] += seconds
+
+    def collective(self, name: str, op: str, nbytes: float) -> None:
+        link, ranks = self.links["across" if op.endswith("across") else "inside"]
+        seconds = link.seconds(op.split()[0], nbytes, ranks)
+        if self.serial and ranks > 1:  # one for each parameter
+            seconds += (PARAMETERS_OF_A_BLOCK - 1) * link.latency_s * ("emb" not in name and "head" not in name)
+        self.free = max(self.now, self.free) + seconds
+        self.done[name] = self.free
+        if self.serial:
+            self.wait(name)
+
+    def wait(self, name: str) -> None:
+        if (late := self.done.pop(name, self.now) - self.now) > 0:
+            self.spend(EXPOSED, late)
+
+    def run(self, tape: Tape) -> None:
+        """One operation after the other; what has no work of its own moves what it reads and makes."""
+        sizes = {m.name: m.nbytes for op in tape.ops for m in op.makes}
+        for op in tape.ops:
+            for w in op.work or (
+                ("bytes", sum(m.nbytes for m in op.makes) + sum(sizes.get(name, 0) for name in op.reads)),
+            ):
+                if w[0] == "mm":
+                    self.spend(PRODUCTS, product_seconds(self.gpu, *w[1:]))
+                elif w[0] == "attention":
+                    self.spend(CORE, max(w[2] * self.seen / self.rates[w[1]], self.gpu.floor))
+                elif w[0] == "bytes":
+                    self.spend(REST, max(w[1] / self.gpu.bandwidth, self.gpu.floor) if w[1] else 0)
+                elif w[0] == "start":
+                    self.collective(*w[1:])
+                else:
+                    self.wait(w[1])
+
+
+def links_of(c, ranks: int, link: Link, across: Link | None = None) -> dict[str, tuple[Link, int]]:
+    """The link and the ranks of the collectives inside a shard group, and across replicas. across: the link between
+    groups, if it is another one."""
+    group = shard_group(c, ranks)
+    if group == 1:  # replicated: what is reduced is reduced over all
+        return {"inside": (across or link, ranks), "across": (across or link, ranks)}
+    return {"inside": (link, group), "across": (across or link, ranks // group)}
+
+
+def step_time(
+    c, ranks: int, a: Architecture, gpu: Gpu, link: Link, across: Link | None = None, tape: Tape | None = None
+) -> Time:
+    """Of one step of resolved flags, --grad-accum micro-batches and the update, on each of `ranks`. tape: of that step,
+    if it is there already."""
+    once = whole(c, ranks)
+    serial = "plain" in c.compile_options
+    clock = Clock(c, a, gpu, links_of(c, ranks, link, across), serial)
+    clock.run(tape or Step(c, a, ranks, once).tape)
+    seconds, parts = clock.now * c.grad_accum, Counter({k: v * c.grad_accum for k, v in clock.parts.items()})
+    if once:  # gathered and reduced once, by themselves
+        inside, n = links_of(c, ranks, link, across)["inside"]
+        sent = SIZE[c.param_dtype] * a.parameters, SIZE[c.reduce_dtype] * a.parameters
+        moved = sum(
+            inside.seconds(op, size, n) for op, size in zip(("all_gather", "reduce_scatter"), sent, strict=True)
+        )
+        parts[EXPOSED] += moved
+        seconds += moved
+    update = update_bytes(c, a, ranks) / gpu.bandwidth
+    parts[UPDATE] += update
+    return Time(seconds + update, dict(parts))
+
+
+def update_bytes(c, a: Architecture, ranks: int) -> float:
+    """Read and written by the norm of the gradients (4 bytes) and by AdamW: parameter, gradient and two moments read,
+    parameter and moments written."""
+    return a.parameters / shard_group(c, ranks) * (4 + 12 + 4 * SIZE[c.adam_dtype])

@@ -1,0 +1,176 @@
+"""The weights of a step on a Tape: gathered, cast, cut up; their gradients bucketed and reduced. Imports no torch.
+
+`schedule.Step` adds what the model computes. Names end with the number of the block. n tokens of a micro-batch, D
+width, H heads, K key/value heads, d head dimension, F hidden width, V vocabulary.
+"""
+
+from trainer.planning.architecture import Architecture
+from trainer.planning.liveness import GRADIENTS, WEIGHTS, Make, Tape
+
+SIZE = {"fp32": 4, "bf16": 2}
+
+
+def remat_of(c, block: int) -> str:
+    """The policy of one block of resolved flags, as model.ModelConfig.remat_of."""
+    n = round(c.remat_ratio * c.depth)
+    return c.remat if (block + 1) * n // c.depth > block * n // c.depth else "none"
+
+
+def shard_group(c, ranks: int) -> int:
+    """Ranks over which one copy of the parameters is spread."""
+    if c.mode == "replicate" or c.wrapper == "none":
+        return 1
+    return ranks // c.replicas if c.mode == "hybrid_shard" else ranks
+
+
+class Weights:
+    """Of one micro-batch of resolved flags `c`. whole: gradients stay on the rank and weights are there already
+    (--accum-sync last)."""
+
+    def __init__(self, c, a: Architecture, ranks: int, whole: bool = False):
+        self.c, self.a, self.ranks, self.whole = c, a, ranks, whole
+        self.shards = 1 if whole else shard_group(c, ranks)
+        self.gathers = self.shards > 1
+        self.reduces = ranks > self.shards and not whole
+        self.tape = Tape("allow_buffer_reuse=False" not in c.compile_options, self.gathers or self.reduces)
+        self.p, self.r = SIZE[c.param_dtype], SIZE[c.reduce_dtype] if ranks > 1 else 4
+        n = self.n = c.batch * c.seqlen
+        self.U = n * self.p * a.width
+        self.Q, self.KV = n * self.p * a.heads * a.head_dim, n * self.p * a.kv_heads * a.head_dim
+        self.fan = a.hidden * max(a.active, 1)  # hidden elements of a token
+        self.F = n * self.p * self.fan
+        q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
+        self.outs = dict(q=q, k=kv, v=kv)
+        mlp = a.width * a.hidden * max(a.experts, 1)
+        self.weights = dict(
+            q=a.width * q, k=a.width * kv, v=a.width * kv, o=a.width * q, up=mlp * (1 + a.gated), down=mlp
+        )
+        self.block, self.head = a.block_parameters, a.width * a.vocab
+        self.lean, self.policies = c.mlp == "lean", [remat_of(c, i) for i in range(a.depth)]
+        self.waiting, self.sums_made, self.again_made, self.roomy = "", 0, set(), set()
+
+    # Small things
+
+    def make(self, name: str, nbytes: float, piece: str = "workspace", own: bool = False, key: str = "") -> Make:
+        return Make(name, nbytes, piece, own, key or self.c.param_dtype)
+
+    def op(self, where: str, reads, *makes: Make, **more) -> None:
+        self.tape.op(where, reads, makes, **more)
+
+    def product(self, where: str, reads, made: Make, rows: int, inner: int, cols: int) -> None:
+        """out [rows, cols] = [rows, inner] @ [inner, cols]"""
+        self.tape.op(where, reads, [made], work=(("mm", rows, inner, cols),))
+
+    def sums(self) -> Make:
+        """Partial sums of the two gradients of a norm, fp32, 16 rows in one."""
+        self.sums_made += 1
+        return self.make(f"sums{self.sums_made}", 8 * self.a.width * (self.n // 16), key="fp32")
+
+    def inputs(self, i: int) -> list[str]:
+        """What holds the input of block i."""
+        return self.x0 if i == 0 else [f"x{i}"]
+
+    # Weights and their gradients
+
+    def gather(self, name: str, elements: int) -> None:
+        """Starts an all-gather: the shard in the dtype that is sent, and room for the whole."""
+        if not self.gathers or (not self.c.reshard and name[0] == "b"):
+            return
+        sent = elements * self.p / self.shards
+        self.op(f"gather of {name}", [], self.make(f"{name} sent", sent, WEIGHTS))
+        work = (("start", name, "all_gather", elements * self.p),)
+        self.op(
+            f"gather of {name}",
+            [f"{name} sent"],
+            self.make(f"{name} bucket", elements * self.p, WEIGHTS, True, "gathered"),
+            work=work,
+        )
+
+    def arrive(self, name: str, parts: dict[str, int]) -> None:
+        """Waits for it, and cuts the bucket into weights."""
+        if not self.gathers or (not self.c.reshard and name[0] == "b"):
+            return
+        self.op(f"gather of {name}", [f"{name} sent", f"{name} bucket"], work=(("wait", name),))
+        made = [self.make(f"{name} {part}", size * self.p, WEIGHTS, True) for part, size in parts.items()]
+        self.op(f"weights of {name}", [f"{name} bucket"], *made)
+
+    def weight(self, name: str, part: str) -> str:
+        """The name of a weight where it is used. Where nothing is gathered it is cast there."""
+        if self.gathers:
+            return f"{name} {part}" if self.c.reshard else f"f{name[1:]} {part}"
+        if self.p < 4 and not self.whole:
+            size = self.head if part == "head" else self.weights[part]
+            self.op(f"cast of {name} {part}", [], self.make(f"{name} {part}", size * self.p, WEIGHTS))
+        return f"{name} {part}"
+
+    def wgrad(self, at: str, part: str, reads, i: int, grads: list[str], inner: int = 0) -> None:
+        """The gradient of a block's weight, [out, n] @ [n, in]."""
+        name, D = f"w{part}{i}", self.a.width
+        cols = {"o": self.outs["q"], "down": self.fan, "up": D}.get(part, D)
+        rows = {"o": D, "down": D, "up": self.fan * (1 + self.a.gated)}.get(part) or self.outs[part]
+        size = self.weights[part] * self.p
+        self.product(f"{at}, gradient of {part}", reads, self.make(name, size), rows, self.n, cols)
+        if self.gathers or self.reduces:
+            grads.append(name)
+        else:
+            self.landed(name, self.weights[part])
+
+    def landed(self, name: str, elements: int) -> None:
+        """A gradient that stays on the rank until the update, in fp32, or until it is summed."""
+        if self.p == 4 or self.whole:
+            self.tape.keep(name)
+            return
+        self.op("gradients in fp32", [name], self.make(f"{name} fp32", elements * 4, GRADIENTS, key="fp32"))
+        self.tape.keep(f"{name} fp32")
+
+    def start(self, name: str, elements: int) -> None:
+        """Starts the reduction of a bucket, and waits for the one before."""
+        if self.gathers:
+            work = (("start", f"G {name}", "reduce_scatter", elements * self.r),)
+            shard = self.make(f"gradient {name}", elements * self.r / self.shards, GRADIENTS, True, "fp32")
+            self.op(f"reduction of {name}", [f"G {name}"], shard, work=work)
+            self.tape.keep(f"gradient {name}" if self.r == 4 else f"gradient {name} fp32")
+        else:
+            work = (("start", f"G {name}", "all_reduce", elements * self.r),)
+            self.op(f"reduction of {name}", [f"G {name}"], work=work)
+            if self.r == 4:
+                self.tape.keep(f"G {name}")
+        self.arrived()
+        self.waiting = name, elements
+
+    def arrived(self) -> None:
+        """Waits for the reduction under way."""
+        if not self.waiting:
+            return
+        name, elements = self.waiting
+        self.waiting = ""
+        work = [("wait", f"G {name}")]
+        if self.gathers and self.reduces:  # hybrid_shard: the shard across the replicas
+            work += [
+                ("start", f"A {name}", "all_reduce across", elements * self.r / self.shards),
+                ("wait", f"A {name}"),
+            ]
+        self.op(f"reduction of {name}", [f"G {name}"], work=tuple(work))
+        if self.r == 2:
+            source = f"gradient {name}" if self.gathers else f"G {name}"
+            made = self.make(f"gradient {name} fp32", elements * 4 / self.shards, GRADIENTS, key="fp32")
+            self.op(f"gradient of {name} in fp32", [source], made)
+            self.tape.keep(made.name)
+
+    def bucket(self, name: str, elements: int, grads: list[str]) -> None:
+        """Gradients copied into one buffer, whose reduction starts."""
+        if self.gathers or self.reduces:
+            late = name in self.roomy
+            self.op(
+                f"bucket of {name}", [*grads, *[f"G {name}"] * late], *[] if late else [self.bucket_of(name, elements)]
+            )
+            self.start(name, elements)
+
+    def room(self, name: str, elements: int) -> None:
+        """Makes the buffer of a bucket, if it is not there."""
+        if (self.gathers or self.reduces) and name not in self.roomy:
+            self.roomy.add(name)
+            self.op(f"bucket of {name}", [], self.bucket_of(name, elements))
+
+    def bucket_of(self, name: str, elements: int) -> Make:
+        return Make(f"G {name}", elements * self.r, GRADIENTS, key="fp32" if self.r == 4 else "bf16")
