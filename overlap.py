@@ -181,7 +181,7 @@ class Overlap(CustomGraphPass):
     def __init__(self, blocks: tuple, places: dict[tuple, str], cap_mib: float, whole_step: bool, ahead: float):
         self.blocks, self.cap, self.whole_step, self.ahead = blocks, cap_mib * 2**20, whole_step, ahead
         self.places, self.block_at = places, {}  # by a module's name, and by a path in a graph: the block, or none
-        self.warned = torch.distributed.get_rank() > 0  # one rank tells
+        self.warned = torch.distributed.is_initialized() and torch.distributed.get_rank() > 0  # one rank tells
 
     def uuid(self):  # what the compile caches know of this pass: its source and its settings
         source = hashlib.sha256(Path(__file__).read_bytes() + repr(self.places).encode()).hexdigest()

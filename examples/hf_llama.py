@@ -22,12 +22,10 @@ def tiny_llama() -> torch.nn.Module:
 
 
 if __name__ == "__main__":
-    if "WORLD_SIZE" not in os.environ:
-        sys.exit("error: start it as torchrun --nproc-per-node 2 examples/hf_llama.py [NAME]")
     cuda = torch.cuda.is_available()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
     torch.manual_seed(0), one_worker_thread()  # gloo's, on CPUs
-    mesh = dist.init_device_mesh(device.type, (int(os.environ["WORLD_SIZE"]),))
+    mesh = dist.init_device_mesh(device.type, (int(os.environ.get("WORLD_SIZE") or sys.exit("start it by torchrun")),))
     model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32) if sys.argv[1:] else tiny_llama()
     policy = MixedPrecisionPolicy(torch.bfloat16 if cuda else None, torch.float32)  # the masters stay fp32
     model = data_parallel(model.to(device), mesh, mp_policy=policy)

@@ -159,6 +159,7 @@ def compare(killed: Path, alone: Path) -> str:
     differ = [name for name in a.keys() | b.keys() if a.get(name) != b.get(name)]
     check(not differ, f"step {last}: {len(differ)} of {len(a)} tensors differ: {differ[:5]}")
     states = [json.loads((step / "train_state.json").read_text()) for step in (one, two)]
+    check(states[0].pop("run") and states[1].pop("run"), "train_state.json names no run")
     check(states[0] == states[1], f"train_state.json: {states[0]}, undisturbed {states[1]}")
     expected, logged = dict(losses(alone)), losses(killed)
     check({step for step, _ in logged} == expected.keys(), "not every step was logged")

@@ -39,7 +39,7 @@ CELLS = {
         dict(EAGER, remat="both", ratio=0.5, loss="chunked"), dict(EAGER, accum=2, sync="last"),
         dict(compile="fwdbwd", backend="inductor", **SHALLOW),
         dict(compile="fwdbwd", remat="block", reshard=False, mlp="lean"),
-        dict(compile="regions", depth=3, remat="both", ratio=0.6), dict(compile="step", remat="both", **SHALLOW)],
+        dict(compile="step", remat="both", **SHALLOW)],
     4: [dict(EAGER, mode="hybrid_shard")],
 }  # fmt: skip
 MORE = {  # other combinations, and the modes above that run as graphs with the code that Inductor generates
@@ -49,6 +49,7 @@ MORE = {  # other combinations, and the modes above that run as graphs with the 
         dict(compile="fwdbwd", accum=2, sync="last", remat="mlp"),
         dict(EAGER, accum=2, sync="last", mode="replicate"), dict(compile="model"),
         dict(compile="fwdbwd", accum=2, mode="replicate"), dict(compile="regions", depth=4, backend="inductor"),
+        dict(compile="regions", depth=3, remat="both", ratio=0.6),
         dict(compile="regions", depth=3, accum=2, sync="last"), dict(compile="regions", depth=3, mode="replicate"),
         dict(compile="fwdbwd", accum=2, remat="pointwise", loss="chunked"), dict(compile="fwdbwd", backend="inductor"),
         dict(compile="model", backend="inductor"), dict(compile="step", remat="both", backend="inductor")],

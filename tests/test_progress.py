@@ -174,9 +174,9 @@ def test_two_ranks_on_pipes_say_it_once_and_the_log_is_what_it_was(tmp_path):
     done = torchrun(*TINY, "--steps", 2, "--results", tmp_path / "rows.jsonl")
     assert done.code == 0, done.err
     lines = done.out.splitlines()
-    seconds = [line for line in lines if re.fullmatch(r"[a-z ]+, \d+ s", line)]  # as a slow machine has them
-    lines = [line for line in lines if line not in seconds]
-    assert lines[0] == "importing torch" and lines[1].startswith("commit ") and lines.count("importing torch") == 1
+    assert lines[0] == "importing torch" and lines.count("importing torch") == 1
+    lines = [line for line in lines if not re.fullmatch(r"[a-z ]+(, \d+ s)?", line)]  # a slow machine has more of them
+    assert lines[0].startswith("commit ")
     assert "raise --steps" in lines[-1]
 
 

@@ -86,7 +86,8 @@ def test_ten_steps_are_five_and_five_by_hash_of_parameters_moments_and_losses(co
              for hashes, run in ((tensors, straight), (again, resumed))]  # fmt: skip
     print(f"\n--compile {compile}: {found[0]}, 5 + 5: {found[1]}")
     assert found[0] == found[1] and tensors == again and len(moments) == 33 and len(straight.losses) == 10
-    assert resumed.state.pop("origin") and straight.state == resumed.state
+    assert resumed.state.pop("origin") and resumed.state.pop("run") != straight.state.pop("run")
+    assert straight.state == resumed.state
     assert straight.samples == resumed.samples and len(straight.samples) == 40
 
 
