@@ -62,18 +62,15 @@ def told(graphs) -> list:
     return [*found, saved(graphs["forward"])]
 
 
-def slow(case):
-    return pytest.param(case, marks=pytest.mark.slow)
-
-
-CASES = [dict(remat="both", remat_ratio=0.5, depth=4), *map(slow, [
-    {}, dict(remat="mlp"), dict(remat="attn"), dict(remat="both"), dict(remat="block"), dict(remat="pointwise"),
+CASES = [  # slow, all of them: a dozen seconds each
+    dict(remat="both", remat_ratio=0.5, depth=4), {}, dict(remat="mlp"), dict(remat="attn"), dict(remat="both"), dict(remat="block"), dict(remat="pointwise"),
     dict(remat="block", mlp="lean"), dict(reshard=False), dict(min_bytes=600), dict(ahead=0.3), dict(tied=True),
     dict(frozen=True, depth=4), dict(mode="replicate"), dict(mode="hybrid_shard"), dict(world=6),
-])]  # fmt: skip
+]  # fmt: skip
 
 
 @needs_213
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: " ".join(map(str, case.values())) or "plain")
 def test_collectives_their_order_and_all_that_is_kept_are_those_without_regions(mesh_of, case):
     case = dict(case)
