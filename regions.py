@@ -3,10 +3,10 @@
     step = torch.compile(forward_and_loss, fullgraph=True, options=regions.compile_options(model))
 
 overlap.compile_options has Inductor lower, fuse and write code for every block of a deep model, though they are equal.
-With these options the graph, once its collectives lie where they belong, is cut at them, and stretches that compute the
-same (operations, shapes, strides, dtypes: compared, not assumed) become calls of one subgraph. The order of the graph
-stays, and so do its collectives and what it keeps for backward: all that happens before is the same. What does not
-repeat stays as it is. Tracing by Dynamo and AOTAutograd still takes longer with every block. Needs torch 2.13.
+With these options the graph, once its collectives lie where they belong, is cut at them, and stretches that compute
+the same (operations, shapes, strides, dtypes: compared, not assumed) become calls of one subgraph. The collectives,
+their order and what is kept for backward stay: all that happens before is the same. What does not repeat stays as it
+is. Tracing by Dynamo and AOTAutograd still takes longer with every block. Needs torch 2.13.
 """
 
 import hashlib
@@ -22,8 +22,9 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from overlap import GATHER, REDUCE, SCATTER, WAIT, Overlap, passes
 
-# All private names of torch that this file uses: the module of CustomGraphPass, torch._ops, OpOverload._schema and, of
-# storages, _cdata. Not documented: FakeTensor.fake_mode, and the keys of a node's meta that are read and set below.
+# All private names of torch that this file uses: the module of CustomGraphPass, torch._ops, torch._guards,
+# OpOverload._schema and, of storages, _cdata. Not documented: FakeTensor.fake_mode, and the keys of a node's meta that
+# are read and set below.
 CALL = torch.ops.higher_order.invoke_subgraph
 RESHAPE = torch.ops.aten.reshape.default  # a view or a copy
 FEWEST = 2  # operations, views aside, that are worth a call
@@ -71,6 +72,7 @@ class Regions(CustomGraphPass):
                 for stretch in equal:
                     stretch.replace(g, name, new)
                 self.found[name] = len(equal)
+        keep_inputs(g)
         g.lint()
         held = {block for block in map(self.moves.block_of, g.nodes) if block}
         if len(held) > 2 and not any(n.target is CALL for n in g.nodes) and not self.moves.warned:
@@ -86,6 +88,15 @@ class Regions(CustomGraphPass):
                 found.add(n)
                 block = now
         return found
+
+
+def keep_inputs(g: fx.Graph) -> None:
+    """Inductor lets backward write over what forward kept for it. In a subgraph it takes the numbers of the whole
+    graph's inputs for those of its own, and so would write over others: no number is left that a subgraph has."""
+    context = torch._guards.TracingContext.try_get()
+    if context and context.fw_metadata and context.fw_metadata.bw_donated_idxs:
+        most = max((len(n.args) - 2 for n in g.nodes if n.target is CALL), default=0)
+        context.fw_metadata.bw_donated_idxs = [i for i in context.fw_metadata.bw_donated_idxs if i >= most]
 
 
 def is_pure(n: fx.Node) -> bool:

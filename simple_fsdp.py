@@ -107,7 +107,7 @@ class _Gather(torch.autograd.Function):
         ctx.call, ctx.reduce_dtype, ctx.params = call and weakref.ref(call), reduce_dtype, params
         ctx.set_materialize_grads(False)
         (sharded, ranks, group), wholes = _over(params[0], -1), [p._local_tensor.to(dtype) for p in params]
-        if call is False:  # only shapes are asked for
+        if sharded and ranks > 1 and call is False:  # only shapes are asked for
             wholes = [t.new_empty(p.shape) for t, p in zip(wholes, params, strict=True)]
         elif sharded and ranks > 1:
             wholes = [_padded(t, -(-len(p) // ranks)) for t, p in zip(wholes, params, strict=True)]
@@ -173,7 +173,7 @@ def _gather_one(p: DTensor, dtype: torch.dtype, reduce_dtype: torch.dtype, again
     for node in islice(reversed(nodes), len(nodes) - before):  # noted as under a checkpoint, or to be kept even there
         keep = not again and node.target is _c10d.wait_tensor.default
         node.meta["recompute"] = CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
-        node.meta.setdefault("ac_graph_id", 1 << 60)  # of no region before another, whose input would be kept
+        node.meta["ac_graph_id"] = 1 << 60  # of no region before another, whose input would be kept
     return whole
 
 

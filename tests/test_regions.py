@@ -93,6 +93,38 @@ def test_on_one_rank_stretches_begin_with_blocks(mesh_of):
     assert min(shared["forward"].meta["calls"].total(), shared["backward"].meta["calls"].total()) >= 2
 
 
+@needs_213
+@pytest.mark.slow
+def test_no_subgraph_of_backward_writes_over_what_it_is_given(monkeypatch):
+    from torch._inductor import graph, ir
+
+    lowered, place = [], graph.SubgraphLowering.placeholder
+
+    def placeholder(self, *args, **kwargs):
+        made = value = place(self, *args, **kwargs)
+        while (value := getattr(value, "data", None)) is not None and not isinstance(value, ir.InputBuffer):
+            pass
+        lowered.append((self.is_backward, isinstance(value, ir.DonatedBuffer)))
+        return made
+
+    monkeypatch.setattr(graph.SubgraphLowering, "placeholder", placeholder)
+    model = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))  # on one rank, where what is kept comes first
+
+    def loss(x):
+        gate = x.sigmoid()
+        for layer in model:
+            x = layer(x * gate).tanh() * gate
+        return x.square().sum()
+
+    x = torch.randn(4, 8, requires_grad=True)
+    with torch._inductor.config.patch(force_disable_caches=True):
+        torch.compile(loss, fullgraph=True, options=regions.compile_options(model))(x).backward()
+    compiled, x.grad = x.grad, None
+    loss(x).backward()
+    assert torch.allclose(compiled, x.grad, atol=1e-6)
+    assert {backward for backward, _ in lowered} >= {True} and not any(donated for _, donated in lowered)
+
+
 class Nothing:
     """In the place of overlap.Overlap: moves nothing, knows of no block."""
 
@@ -256,5 +288,5 @@ def test_plan_and_source_are_in_the_cache_key(mesh_of):
 
 def test_the_private_names_of_torch_stand_at_the_head_of_the_file():
     source = Path(regions.__file__).read_text()
-    assert private_names(source) == {"_inductor", "_ops", "_schema", "_cdata"}
+    assert private_names(source) == {"_inductor", "_ops", "_guards", "_schema", "_cdata"}
     assert torch.empty(1).untyped_storage()._cdata and aten.add_.Tensor._schema.is_mutable

@@ -60,7 +60,8 @@ class Host:
         command += ["sh", "-c", f'mount -t tmpfs none {private} && exec "$@"', "sh"] if private else []
         command += [str(ROOT / "launch.sh"), "run", *flags.split()]
         with open(self.folder / "out.txt", "a") as out:
-            self.runs.append(subprocess.Popen(command, env=os.environ | ours, stdout=out, stderr=out,
+            env = {k: v for k, v in os.environ.items() if k != "GLOO_SOCKET_IFNAME"} | ours
+            self.runs.append(subprocess.Popen(command, env=env, stdout=out, stderr=out,
                                               stdin=subprocess.DEVNULL, start_new_session=True))  # fmt: skip
         return self.runs[-1]
 
@@ -101,7 +102,7 @@ def two_hosts(folder: Path):
         ip("link", "add", hosts[0].card, "type", "veth", "peer", "name", hosts[1].card)
         for host in hosts:
             names = Path("/etc/netns", host.name)  # `ip netns exec` puts this in the place of /etc/hosts
-            names.mkdir(parents=True)
+            names.mkdir(parents=True, exist_ok=True)
             own = f"{host.address} {socket.gethostname()}\n"
             (names / "hosts").write_text(f"127.0.0.1 localhost\n{own}10.77.0.1 first\n10.77.0.2 second\n")
             ip("link", "set", host.card, "netns", host.name)

@@ -312,7 +312,7 @@ def _check(found: Found, c: Config, batches: Batches, identity: dict[str, Any]) 
         raise DataError(f"--data {c.data}: expected the data of {found.path} ({about['data']['description']}), found "
                         f"{batches.description}; give the same files")  # fmt: skip
     if changed:
-        say(f"was saved with {', '.join(changed.values())}; what is asked now holds")
+        say(f"was saved with {', '.join(changed.values())}; the command line wins")
     if cast:
         say(f"--cast: Adam's moments are converted from {about['training']['adam_dtype']} to {c.adam_dtype}")
         for name, entry in about["tensors"].items():

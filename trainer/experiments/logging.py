@@ -94,8 +94,9 @@ def final_lines(row: dict, warmup: int = 0) -> list[str]:
     memory += [row["peak_rss_note"]] if row.get("peak_rss_note") else []
     ms, low, high = (grouped(row.get(key), 1) for key in ("step_ms", "step_ms_min", "step_ms_max"))
     causal, palm, hfu, seconds = (grouped(row.get(key), 1) for key in ("mfu", "mfu_palm", "hfu", "compile_s"))
-    unknown = f": no peak is known of {row['device']}" if "device" in row else ""
-    peak = f" of {row['peak_flops'] / 1e12:.0f} TFLOP/s" if row.get("peak_flops") else unknown
+    mfu = f"n/a: no peak is known of {row['device']}" if "device" in row else "n/a"
+    if row.get("peak_flops"):
+        mfu = f"{causal} causal, {palm} PaLM, {hfu} HFU of {row['peak_flops'] / 1e12:.0f} TFLOP/s"
     skipped = f", {row['skipped']} update{'s' * (row['skipped'] > 1)} left out" if row.get("skipped") else ""
     lines = [
         f"outcome  {row.get('outcome', 'n/a')}, loss {grouped(row.get('loss'), 4)}{skipped}",
@@ -111,7 +112,7 @@ def final_lines(row: dict, warmup: int = 0) -> list[str]:
         *lines,
         f"step     {ms} ms median [{low}-{high}] n {row.get('n', 0)}, compile {seconds} s",
         f"speed    {grouped(row.get('tok_s'))} tok/s, {grouped(row.get('tok_s_rank'))} tok/s/rank",
-        f"MFU, %   {causal} causal, {palm} PaLM, {hfu} HFU{peak}",
+        f"MFU, %   {mfu}",
     ]
 
 

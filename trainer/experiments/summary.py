@@ -114,6 +114,8 @@ def notes(c: flags.Config) -> list[str]:
     if c.warmup >= c.steps:
         top = c.lr * c.steps / c.warmup
         found.append(f"--warmup {c.warmup} is not below --steps {c.steps}: the learning rate ends at {top:.3g}")
+    if c.world:
+        found.append("ranks are simulated, and all hold the same: times and memory count, the loss is no result")
     if c.wrapper == "ddp":
         found.append("--wrapper ddp shards nothing: --mode is replicate")
     return [f"note: {each}" for each in found]
