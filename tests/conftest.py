@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from running import TINY, TORCHRUN, read
 from torch.nn.attention import flex_attention as flex
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import main
 import model
@@ -34,6 +35,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Puts the longest files first, so that two workers, who take a file at a time, end at about the same time."""
     place = {f"test_{name}.py": i for i, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path.name, len(place)))
+
+
+@pytest.fixture
+def mesh_of():
+    """make(world, replicas=1) -> a mesh of ranks that are not there: collectives return at once and move nothing."""
+
+    def make(world, replicas=1):
+        dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
+        if replicas > 1:
+            return dist.init_device_mesh("cpu", (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
+        return dist.init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))
+
+    yield make
+    torch._dynamo.reset()
+    if dist.is_initialized():  # not if the test was skipped
+        dist.destroy_process_group()
 
 
 @pytest.fixture(autouse=True)

@@ -8,10 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from models_for_wrapper import private_names
 from torch import nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import overlap
 from model import ModelConfig, Transformer
@@ -26,20 +24,6 @@ KINDS = "reduce-scatter", "all-reduce"
 
 def slow(*case):
     return pytest.param(*case, marks=pytest.mark.slow)
-
-
-@pytest.fixture
-def mesh_of():
-    def make(world, replicas=1):
-        dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
-        if replicas > 1:
-            return dist.init_device_mesh("cpu", (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
-        return dist.init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))
-
-    yield make
-    torch._dynamo.reset()
-    if dist.is_initialized():  # not if the test was skipped
-        dist.destroy_process_group()
 
 
 def count(gm, kind) -> tuple[int, int]:

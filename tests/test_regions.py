@@ -9,12 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from models_for_wrapper import private_names
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import overlap
 import regions
@@ -24,20 +22,6 @@ from trainer.profiling.collectives import capture, collectives, gathered_alive, 
 
 aten, WAIT = torch.ops.aten, overlap.WAIT
 needs_213 = pytest.mark.skipif(torch.__version__ < (2, 13), reason="regions need torch 2.13")
-
-
-@pytest.fixture
-def mesh_of():
-    def make(world, replicas=1):
-        dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
-        if replicas > 1:
-            return dist.init_device_mesh("cpu", (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
-        return dist.init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))
-
-    yield make
-    torch._dynamo.reset()
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def graphs_of(source, mesh, mode="fully_shard", reshard=True, min_bytes=0, ahead=1.0, tied=False, frozen=False,
