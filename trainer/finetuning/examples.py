@@ -170,6 +170,9 @@ class _Reader:
             fix = "name the tokenizer of an instruction-tuned model, or set tokenizer.chat_template"
             raise unusable(self.name, "a chat template, which messages need", "none", fix)
         template = self.tokenizer.get_chat_template(tools=tools)
+        used = dict(tools=tools, tool_calls=any(each.get("tool_calls") for each in messages))
+        if ignored := [name for name, there in used.items() if there and name not in template]:
+            raise BadLine("what the chat template knows", f"{ignored[0]}, which it does not", SKIP)
         answers = [i for i, each in enumerate(messages) if i >= first and each["role"] == "assistant"]
         self.unanswered += answers[-1] < len(messages) - 1
         if MARKER.search(template) and not first:
