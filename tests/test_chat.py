@@ -16,8 +16,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerFast
 
 from model import IGNORE
 from trainer.data import DataError
@@ -26,6 +24,8 @@ from trainer.finetuning import chat
 from trainer.finetuning.chat import ChatBatches, pack, preview
 from trainer.finetuning.examples import LINE_BYTES, check_files
 
+transformers = pytest.importorskip("transformers", reason="needs transformers: pip install -e '.[hf]'")
+tokenizers = pytest.importorskip("tokenizers")
 pytestmark = pytest.mark.filterwarnings("error")
 
 ROOT = Path(chat.__file__).parents[2]
@@ -40,7 +40,8 @@ TEMPLATES = {  # of the structure of the known ones, without tools
     "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}"
     "{% set parts = m.content.split('</think>') %}{% if loop.index0 > ns.last %}"
-    "{{ '<think>\n' + (parts[0].split('<think>')[-1].strip() if parts|length > 1 else '') + '\n</think>\n\n' }}{% endif %}"
+    "{{ '<think>\n' + (parts[0].split('<think>')[-1].strip() if parts|length > 1 else '') + '\n</think>\n\n' }}"
+    "{% endif %}"
     "{{ parts[-1].lstrip() }}{% else %}{{ m.content }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
     + PROMPT.replace("%s", "<|im_start|>assistant\n"),
     "llama3": "{% for m in messages %}{% if loop.first %}{{ bos_token }}{% endif %}{{ '<|start_header_id|>' + m.role + "
@@ -63,15 +64,15 @@ TURNS = [dict(role="user", content="What is two and two?"), dict(role="assistant
 
 @pytest.fixture(scope="module")
 def backend():
-    """A byte-level BPE of a small vocabulary, trained on this file. It puts <|begin|> before texts, as Llama's does."""
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    made.train_from_iterator([Path(__file__).read_text()],
-                             trainers.BpeTrainer(vocab_size=500, special_tokens=SPECIAL, initial_alphabet=alphabet,
-                                                 show_progress=False))  # fmt: skip
-    made.post_processor = processors.TemplateProcessing(single="<|begin|> $A", special_tokens=[("<|begin|>", 0)])
+    """A byte-level BPE of a small vocabulary, trained on the turns. It puts <|begin|> before texts, as Llama's does."""
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    how = dict(special_tokens=SPECIAL, initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=500, show_progress=False, **how)
+    made.train_from_iterator([repr(TURNS + chats(9)), "system user assistant model You are kind.", "\n\n"], trainer)
+    begins = dict(single="<|begin|> $A", special_tokens=[("<|begin|>", 0)])
+    made.post_processor = tokenizers.processors.TemplateProcessing(**begins)
     return made.to_str()
 
 
@@ -80,7 +81,7 @@ def tokenizer(backend):
     """template -> a tokenizer."""
     def make(template=None, pad="<|pad|>", eos="<|end|>", **changes):
         how = dict(bos_token="<|begin|>", eos_token=eos, pad_token=pad, additional_special_tokens=SPECIAL[3:]) | changes
-        made = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(backend), **how)
+        made = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer.from_str(backend), **how)
         made.chat_template = TEMPLATES.get(template, template)
         return made
 
@@ -211,8 +212,8 @@ def test_offsets_that_leave_out_spaces_do_not_change_what_is_learned(batches, to
     lines = [dict(messages=TURNS), dict(prompt="One\n\n", completion=" \n\n two \n\n")]
     for template in ("llama3", "markers"):
         plain, made = tokenizer(template), tokenizer(template)
-        made.backend_tokenizer.post_processor = processors.Sequence(
-            [processors.ByteLevel(trim_offsets=True), made.backend_tokenizer.post_processor])
+        made.backend_tokenizer.post_processor = tokenizers.processors.Sequence(
+            [tokenizers.processors.ByteLevel(trim_offsets=True), made.backend_tokenizer.post_processor])
         one, other = batches(lines, made=plain), batches(lines, made=made)
         for number in range(2):
             for a, b in zip(one.example(number), other.example(number), strict=True):
@@ -222,8 +223,8 @@ def test_offsets_that_leave_out_spaces_do_not_change_what_is_learned(batches, to
 @pytest.mark.parametrize("template, found", [
     ("%{{ m.role + ': ' + m.content + '\n' }}%", "around message 4"),
     ("%[INST]{{ m.content }}%", "around message 4"),
-    ("%{{ m.content + '\n' }}%", "a special token at the end of each answer"),
-    ("%{% generation %}{{ m.content }}{% endgeneration %}{{ eos_token }}%", "a special token at the end of each answer"),
+    ("%{{ m.content + '\n' }}%", "a special token at the end of each"),
+    ("%{% generation %}{{ m.content }}{% endgeneration %}{{ eos_token }}%", "a special token at the end of each"),
     ("%{% generation %}{% endgeneration %}{{ m.content }}%", "learned tokens, found none"),
     ("{{ messages | length }}%{{ m.content + eos_token }}%", "before or around message"),
 ])  # fmt: skip
@@ -374,7 +375,7 @@ def test_rows_that_are_as_long_as_needed_have_one_length_on_all_ranks_and_eight_
 
 def test_examples_are_cut_to_the_row_and_dropped_without_a_label_and_counted(batches, tokenizer):
     lines = [*chats(3), dict(prompt="long " * 100, completion="yes"), dict(text="long " * 100)]
-    whole, stream = batches(lines, seqlen=500), batches(lines, seqlen=80)
+    whole, stream = batches(lines, seqlen=600), batches(lines, seqlen=80)
     assert "5 examples; 5 to train on" in whole.description
     assert "5 examples, 2 cut to 81 tokens, 1 dropped for want of a label; 4 to train on" in stream.description
     ids, learned = whole.example(4)

@@ -21,6 +21,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -207,7 +208,7 @@ class _Reader:
 
     def masked(self, example: Example, ids: list[int], offsets: list) -> tuple[np.ndarray, np.ndarray] | BadLine:
         """The same of one. offsets: (start, end) of each token in the text."""
-        at = np.array(offsets, dtype=np.int64).reshape(-1, 2)  # [n, 2]
+        at = np.fromiter(chain.from_iterable(offsets), np.int64, 2 * len(ids)).reshape(-1, 2)  # [n, 2]
         learned = np.zeros(len(ids), dtype=bool)
         for start, end in example.spans:
             learned |= (at[:, 0] < end) & (at[:, 1] > start)
