@@ -497,8 +497,11 @@ def test_the_cache_is_used_until_something_changes(batches, tokenizer, tmp_path,
     assert str(path) in Path("/proc/self/maps").read_text()
     batches(None, template="llama3")
     batches(None, made=tokenizer("qwen2.5", eos="<|im_end|>"))
+    larger = tokenizer("qwen2.5")
+    larger.add_tokens(["Answer"])
+    batches(None, made=larger)
     batches(chats(10))
-    assert len(reads) == 4
+    assert len(reads) == 5
     assert {each.suffix for each in (tmp_path / "cache").iterdir()} == {".safetensors", ".lock"}
 
 
@@ -552,6 +555,7 @@ def test_the_fingerprint_is_that_of_the_tokens(batches):
     same = batches([json.dumps(each, indent=None, separators=(",", ":")).encode() for each in chats(9)])
     assert same.fingerprint == stream.fingerprint  # white space alone has changed
     assert batches(chats(10)).fingerprint != stream.fingerprint
+    assert batches(chats(9, "Yep. ")).fingerprint != stream.fingerprint
     assert batches(chats(9), pad="pack").fingerprint != stream.fingerprint
 
 
