@@ -12,7 +12,7 @@ import sys
 
 from trainer import config as flags
 from trainer.distributed.terminal import Progress, fail, ranks, tell
-from trainer.experiments.checks import check, check_at_once
+from trainer.experiments.checks import check_at_once
 from trainer.experiments.logging import Sinks, final_lines
 
 if __name__ == "__main__":  # before torch is imported: --help and bad flags answer at once
@@ -31,21 +31,23 @@ from trainer.experiments.summary import doing, header, row
 from trainer.fault_tolerance import inject
 from trainer.fault_tolerance.errors import ended_by
 from trainer.fault_tolerance.watchdog import Watchdog
+from trainer.parallelize import compile_options
 from trainer.run import WARMUP, Run
 from trainer.step import check_mode
 
 
-def main(c: flags.Config, rank: int, local_rank: int, world: int, progress: Progress | None = None) -> int:
+def main(c: flags.Config, rank: int, local_rank: int, world: int, progress: Progress | None = None,
+         kind: type[Run] = Run) -> int:  # fmt: skip
     """One run; returns its exit code. What cannot work ends in one line and SystemExit(2), before any process group.
-    progress: on rank 0, says what is being done."""
+    progress: on rank 0, says what is being done. kind: what the flags describe."""
     progress = progress or Progress(speak=False)
     device_type = ("cuda" if torch.cuda.is_available() else "cpu") if c.device == "auto" else c.device
     try:
         c = flags.resolve(c, device_type, world)
         world = c.world or world
-        check_mode(c.compile, flags.compile_options(c))
+        check_mode(c.compile, compile_options(c))
         inject.faults(os.environ.get("FAULT"), c, world)
-        check(c, world)
+        kind.check(c, world)
         limit = max(c.timeout, c.first_timeout) + 120 if c.timeout and c.first_timeout else 3e7  # after the watchdog's
         set_deterministic(c.deterministic)
         progress.stage("waiting for the other ranks" if world > 1 and not c.world else "starting")
@@ -54,19 +56,20 @@ def main(c: flags.Config, rank: int, local_rank: int, world: int, progress: Prog
         fail(str(e), rank)
     hang, ranks = f"{os.path.splitext(c.results)[0]}.hang", 1 if c.world else world
     with Signals(rank == 0) as signals, Watchdog(c.first_timeout, rank, ranks, hang, signals) as watchdog:
-        code = perform(c, device, rank, world, signals, watchdog, progress)
+        code = perform(kind, c, device, rank, world, signals, watchdog, progress)
         if code in (0, *signals.CODES):  # all ranks are here
             shutdown()
     return code
 
 
-def perform(c: flags.Config, device: torch.device, rank: int, world: int, signals: Signals, watchdog: Watchdog,
-            progress: Progress) -> int:  # fmt: skip
+def perform(kind: type[Run], c: flags.Config, device: torch.device, rank: int, world: int, signals: Signals,
+            watchdog: Watchdog, progress: Progress) -> int:  # fmt: skip
     """Builds, trains, reports; the exit code."""
     say, run, outcome, code = tell if rank == 0 else lambda _: None, None, "ok", 0
     try:
         progress.stage("reading the data")
-        run = Run(c, device, rank, world, signals, watchdog)
+        run = kind(c, device, rank, world, signals, watchdog)
+        c = run.c
         if run.first >= c.steps:
             say(f"already done: {run.found.path} has the {c.steps} steps of --steps, or more")
             return 0
