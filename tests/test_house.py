@@ -28,6 +28,7 @@ FLOORS = [  # from the bottom; an entry is a module or a package
     ["trainer.experiments"],
     ["trainer.report"],
     ["trainer.planning"],
+    ["trainer.finetuning"],
     ["trainer.run"],
     ["trainer.finetuning"],
     ["benchmarks"],

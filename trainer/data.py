@@ -49,7 +49,7 @@ class DataError(Exception):
     """A data file cannot be used. Names the file, the place in it, what was expected and found, and the fix."""
 
 
-def _bad(where: str, expected: str, found: str, fix: str) -> DataError:
+def unusable(where: str, expected: str, found: str, fix: str) -> DataError:
     return DataError(f"{where}: expected {expected}, found {found}; {fix}")
 
 
@@ -96,10 +96,10 @@ class Stream:
         bad = int((ids >= self.vocab).argmax())
         where = f"{shard.path}, token {_n(at + bad)} (byte {_n(shard.skipped + (at + bad) * shard.tokens.itemsize)})"
         fix = "raise --vocab to that of the tokenizer that wrote the file"
-        raise _bad(where, f"an id below --vocab {self.vocab}", str(int(ids[bad])), fix)
+        raise unusable(where, f"an id below --vocab {self.vocab}", str(int(ids[bad])), fix)
 
 
-def _files(root: str, suffix: str = "", skip: Collection[str] = ()) -> list[Path]:
+def files_below(root: str, suffix: str = "", skip: Collection[str] = ()) -> list[Path]:
     """`root` if it is no folder; else the files below it, sorted, without hidden ones and folders named in `skip`."""
     def stop(error: OSError):
         raise error
@@ -118,22 +118,22 @@ def _open_tokens(path: str) -> Shard:
     with open(path, "rb") as file:
         size, again = os.fstat(file.fileno()).st_size, "copy or write the file again"
         if not size:
-            raise _bad(f"{path}, byte 0", "token ids", "an empty file", f"{again}, or leave it out of --data")
+            raise unusable(f"{path}, byte 0", "token ids", "an empty file", f"{again}, or leave it out of --data")
         memory = np.memmap(file, mode="r")
     magic, version, count = struct.unpack_from("<3i", memory) if size >= 12 else (0, 0, 0)
     skipped, known, dtype = LLMC_HEADER, *LLMC_FORMATS.get(magic, (1, np.uint16))
     if magic not in LLMC_MAGICS:
         skipped, count = 0, size // 2
         if size % 2:
-            raise _bad(f"{path}, byte {_n(size - 1)}", "an even number of bytes (raw uint16)", _n(size), again)
+            raise unusable(f"{path}, byte {_n(size - 1)}", "an even number of bytes (raw uint16)", _n(size), again)
     elif magic not in LLMC_FORMATS:
         expected = f"llm.c's magic for tokens ({' or '.join(map(str, LLMC_FORMATS))})"
-        raise _bad(f"{path}, byte 0", expected, str(magic), "name files of tokens in --data")
+        raise unusable(f"{path}, byte 0", expected, str(magic), "name files of tokens in --data")
     elif version != known:
-        raise _bad(f"{path}, byte 4", f"version {known} of magic {magic}", str(version), again)
+        raise unusable(f"{path}, byte 4", f"version {known} of magic {magic}", str(version), again)
     whole = skipped + count * np.dtype(dtype).itemsize
     if count < 1 or size != whole:
-        raise _bad(f"{path}, byte 8", f"{_n(whole)} bytes for {_n(count)} tokens", f"{_n(size)} bytes", again)
+        raise unusable(f"{path}, byte 8", f"{_n(whole)} bytes for {_n(count)} tokens", f"{_n(size)} bytes", again)
     return Shard(path, memory[skipped:].view(dtype), skipped, memory[:1024].tobytes())
 
 
@@ -142,39 +142,39 @@ def _found(source: str) -> tuple[str, list[Path]]:
     kind, _, where = ("stdlib" if source == "overfit" else source).partition(":")
     root = sysconfig.get_path("stdlib") if kind == "stdlib" else os.path.expanduser(where)
     if kind != "bin":
-        return root, _files(root, ".py", NOT_TEXT) if kind == "stdlib" else _files(root)
+        return root, files_below(root, ".py", NOT_TEXT) if kind == "stdlib" else files_below(root)
     files = [root] if os.path.isfile(root) else sorted(filter(os.path.isfile, glob.glob(root, recursive=True)))
     if not files:
-        raise _bad(root, "at least one token file", "none", "check --data bin:GLOB (a folder: bin:DIR/*.bin)")
+        raise unusable(root, "at least one token file", "none", "check --data bin:GLOB (a folder: bin:DIR/*.bin)")
     return root, files
 
 
 @contextmanager
-def _readable(source: str) -> Iterator[None]:
+def readable(source: str, flag: str = "--data") -> Iterator[None]:
     """Inside it an OSError is a DataError."""
     try:
         yield
     except OSError as error:
         where, found = error.filename or source, error.strerror or str(error)
-        raise _bad(where, "readable data", found, "check the path in --data and its permissions") from error
+        raise unusable(where, "readable data", found, f"check the path in {flag} and its permissions") from error
 
 
 def _check_length(source: str, root: str, files: list, tokens: int, seqlen: int = 0, hold_out: bool = False) -> None:
     if not tokens:
         found = f"0 bytes in {_n(len(files))} file{'s' * (len(files) != 1)}"
-        raise _bad(f"{root}, byte 0", "text", found, "name a file or folder with text")
+        raise unusable(f"{root}, byte 0", "text", found, "name a file or folder with text")
     needed = (seqlen + 1) * (1 + hold_out)
     if tokens < needed:
         again, fix = ", and as many that --eval-every holds out" * hold_out, " or leave out --eval-every" * hold_out
         expected = f"at least {_n(needed)} tokens (--seqlen and one for the last target{again})"
-        raise _bad(f"{source}, token {_n(tokens)}", expected, "the end", f"add data or lower --seqlen{fix}")
+        raise unusable(f"{source}, token {_n(tokens)}", expected, "the end", f"add data or lower --seqlen{fix}")
 
 
 def check_files(source: str, seqlen: int, hold_out: bool = False) -> None:
     """DataError for what names, sizes and headers tell of the files of a source. Reads no text, imports no torch."""
     if not source.startswith(("text:", "bin:")):
         return
-    with _readable(source):
+    with readable(source):
         root, files = _found(source)
         if source.startswith("bin:"):
             tokens = sum(len(_open_tokens(file).tokens) for file in files)
@@ -187,7 +187,7 @@ def open_source(source: str, vocab: int) -> tuple[Stream, str]:
     """Tokens of any source but `random`, and a description. Raises ValueError for a small --vocab, and DataError."""
     if not source.startswith("bin:") and vocab < 256:
         raise ValueError(f"--vocab {vocab}: --data {source} is bytes and needs at least 256; raise it or --data random")
-    with _readable(source):
+    with readable(source):
         root, files = _found(source)
         if source.startswith("bin:"):
             shards = [_open_tokens(file) for file in files]
@@ -199,12 +199,21 @@ def open_source(source: str, vocab: int) -> tuple[Stream, str]:
     return stream, f"{source}, {_n(len(files))} file{'s' * (len(files) != 1)}, {_n(stream.ends[-1])} tokens"
 
 
-def _generator(*key: str | int) -> torch.Generator:
+def generator(*key: str | int) -> torch.Generator:
     """A CPU generator for `key`, which is hashed because torch's CPU generator keeps only 32 bits of its seed."""
     import torch
 
     digest = hashlib.blake2b(repr(key).encode(), digest_size=4).digest()
     return torch.Generator(device="cpu").manual_seed(int.from_bytes(digest, "little"))
+
+
+def rows_of_a_rank(global_batch: int, world: int) -> int:
+    """Rows of a global batch on each rank. ValueError if they do not divide."""
+    rows, rest = divmod(global_batch, world)
+    if rest or rows < 1:
+        raise ValueError(f"--batch: {global_batch} samples a step do not divide among {world} ranks "
+                         f"({global_batch} = {world} ranks x {rows} + {rest}); use a multiple of {world}")
+    return rows
 
 
 class Batches(Iterator):
@@ -217,12 +226,8 @@ class Batches(Iterator):
     def __init__(self, source: str, *, global_batch: int, seqlen: int, vocab: int, seed: int,
                  rank: int = 0, world: int = 1, start: int = 0, hold_out: bool = False):
         check_source(source)
-        rows, rest = divmod(global_batch, world)
-        if rest or rows < 1:
-            raise ValueError(f"--batch: {global_batch} samples a step do not divide among {world} ranks "
-                             f"({global_batch} = {world} ranks x {rows} + {rest}); use a multiple of {world}")
         self.global_batch, self.seqlen, self.vocab, self.seed = global_batch, seqlen, vocab, seed
-        self.rows, self.rank, self.overfit = rows, rank, source == "overfit"
+        self.rows, self.rank, self.overfit = rows_of_a_rank(global_batch, world), rank, source == "overfit"
         self.sample = start  # samples consumed so far by all ranks together; set it to resume
         self.fingerprint = source  # changes when the data does; to be saved beside `sample`
         self.stream, self.epoch_samples = None, None  # None: no epochs
@@ -279,7 +284,7 @@ class Batches(Iterator):
 
         row = torch.empty(self.seqlen + 1, dtype=torch.int64, device="cpu")
         if self.stream is None:
-            row.random_(0, self.vocab, generator=_generator("held out" if held else "random", self.seed, sample))
+            row.random_(0, self.vocab, generator=generator("held out" if held else "random", self.seed, sample))
         else:
             self.stream.read(self.held[sample] if held else self.position(sample), row.numpy())
         return row
@@ -290,9 +295,9 @@ class Batches(Iterator):
         if self._epoch[0] != epoch:
             import torch
 
-            generator = _generator("epoch", self.seed, epoch)
-            offset = int(torch.randint(self._offsets, (1,), generator=generator, device="cpu"))
-            order = torch.randperm(self.epoch_samples, generator=generator, device="cpu")
+            drawn = generator("epoch", self.seed, epoch)
+            offset = int(torch.randint(self._offsets, (1,), generator=drawn, device="cpu"))
+            order = torch.randperm(self.epoch_samples, generator=drawn, device="cpu")
             self._epoch = epoch, offset, order
         _, offset, order = self._epoch
         return offset + int(order[index]) * self.seqlen

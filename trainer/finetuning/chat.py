@@ -1,0 +1,210 @@
+"""Batches of chat data for fine-tuning, with the interface of trainer.data.Batches, the same for any number of ranks.
+
+    batches = ChatBatches("chat.jsonl", tokenizer, global_batch=64, seqlen=2048, vocab=151936, seed=0, rank=rank,
+                          world=world, pad="pack", hold_out=True)
+    tokens, targets, inputs = next(batches)     # [B, T] int64 on the CPU; targets are the next tokens, or IGNORE
+    batches.sample = 6400                       # resume: the counter is the whole state
+    print(preview(batches.example(0), tokenizer, color=True))
+
+pad: "fixed" gives an example a row of seqlen tokens; "longest" one as long as the global batch needs, of at most eight
+lengths; "pack" puts several examples into a row, each with position ids from 0, by which a model keeps them apart. The
+first seqlen + 1 tokens of an example are used, the last as a target alone. What a line may be, and which of its tokens
+are learned, is told in examples.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from trainer.data import HELD_OUT, generator, rows_of_a_rank, unusable
+from trainer.distributed.terminal import grouped as _n
+from trainer.finetuning.cache import tokenised
+from trainer.finetuning.examples import told
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedTokenizerFast
+
+Example = tuple[np.ndarray, np.ndarray]  # ids [n], learned [n]
+PADS = "fixed", "longest", "pack"
+LENGTHS = 8  # of rows with pad="longest", at most: each is another shape to compile
+
+
+def pack(lengths: np.ndarray, capacity: int) -> list[list[int]]:
+    """Numbers of `lengths` in rows no longer than `capacity`: the longest first, each where the least room is left."""
+    rows: list[list[int]] = []
+    free: list[tuple[int, int]] = []  # (room, row), sorted
+    for number in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[number])
+        at = bisect_left(free, (length, 0))
+        room, row = free.pop(at) if at < len(free) else (capacity, len(rows))
+        if row == len(rows):
+            rows.append([])
+        rows[row].append(number)
+        if room > length:
+            insort(free, (room - length, row))
+    return rows
+
+
+class Examples:
+    """The examples of a source that have a label, cut to seqlen + 1 tokens. Raises DataError if there is none, or a
+    token outside the vocabulary."""
+
+    def __init__(self, source: str, flag: str, tokenizer: PreTrainedTokenizerFast, seqlen: int, vocab: int,
+                 bad_lines: str, cache: str | None):  # fmt: skip
+        self.source, (self.data, self.files) = source, tokenised(source, tokenizer, bad_lines, cache, flag)
+        tokens, learned, ends, lines, about = self.data
+        if (top := int(tokens.max())) >= vocab:
+            fix = "name the tokenizer that belongs to the model, or resize the model's embedding"
+            raise unusable(source, f"token ids below the model's vocabulary of {_n(vocab)}", _n(top), fix)
+        self.starts, sizes = np.r_[0, ends[:-1]], np.diff(ends, prepend=0)
+        self.inputs = np.minimum(sizes - 1, seqlen)  # tokens of each but its last, which is a target alone
+        self.labels = np.add.reduceat(learned, self.starts, dtype=np.int64) - learned[self.starts]
+        cut = np.flatnonzero(sizes > seqlen + 1)
+        for each in cut:
+            self.labels[each] = self[each][1][1:].sum()
+        self.chosen = np.flatnonzero(self.labels)
+        bad, first = about["bad"]
+        notes = {f"cut to {_n(seqlen + 1)} tokens": len(cut),
+                 "dropped for want of a label": len(ends) - len(self.chosen),
+                 "conversations split, as the template rewrites answers": about["split"],
+                 "conversations with messages after the last answer, left out": about["unanswered"],
+                 f"bad lines left out (the first: {told(self.files, first)})" if bad else "": bad}  # fmt: skip
+        self.words = f"{_n(len(self.files))} file{'s' * (len(self.files) != 1)}, {_n(len(ends))} examples"
+        self.words += "".join(f", {_n(count)} {what}" for what, count in notes.items() if count)
+        if not len(self.chosen):
+            raise unusable(source, "an example with a label", self.words, "raise --seqlen or name other data")
+
+    def __getitem__(self, number: int) -> Example:
+        part = slice(self.starts[number], self.starts[number] + self.inputs[number] + 1)
+        return self.data.tokens[part], self.data.learned[part]
+
+    def cut(self) -> int:
+        """How many of the chosen ones are trained on if the last are held out. DataError if none would be."""
+        lines = self.data.lines[self.chosen]
+        first = int(np.searchsorted(lines, lines[-max(1, len(lines) // HELD_OUT)]))  # no line is on both sides
+        if not first:
+            fix = "add data, name --eval-data, or leave out --eval-every"
+            raise unusable(self.source, "two lines with a label, one to be held out", "one", fix)
+        return first
+
+
+class ChatBatches(Iterator):
+    """Infinite iterator over (tokens [B, T], targets [B, T], more inputs of the model), int64 on the CPU; B =
+    global_batch / world rows. The inputs are {"position_ids": [B, T]} with pad="pack", else none. Each epoch has its
+    own seeded order of the same rows, and a batch may hold the end of one and the beginning of the next. hold_out: the
+    last 1/64 of the examples, at least one line, is in no batch, but in `held_out`; with eval_source its examples are.
+    bad_lines and cache: see `tokenised`. Raises ValueError for bad flags, DataError for what cannot be used."""
+
+    bytes = overfit = False  # what Batches may be
+
+    def __init__(self, source: str, tokenizer: PreTrainedTokenizerFast, *, global_batch: int, seqlen: int, vocab: int,
+                 seed: int, rank: int = 0, world: int = 1, start: int = 0, pad: str = "fixed", bad_lines: str = "stop",
+                 hold_out: bool = False, eval_source: str | None = None, cache: str | None = None):  # fmt: skip
+        if pad not in PADS:
+            raise ValueError(f"--pad {pad}: expected one of {', '.join(PADS)}")
+        self.global_batch, self.seqlen, self.vocab, self.seed, self.pad = global_batch, seqlen, vocab, seed, pad
+        self.rows, self.rank = rows_of_a_rank(global_batch, world), rank
+        self.sample = start  # rows consumed so far by all ranks together; set it to resume
+        filler = tokenizer.pad_token_id
+        self.filler = filler if filler is not None and filler < vocab else 0  # no label, and seen by no token before it
+        how = tokenizer, seqlen, vocab, bad_lines, cache
+        self.data = self.other = Examples(source, "--data", *how)
+        chosen, held = self.data.chosen, self.data.chosen[:0]
+        if eval_source:
+            self.other = Examples(eval_source, "--eval-data", *how)
+            if both := {*map(Path.resolve, self.data.files)} & {*map(Path.resolve, self.other.files)}:
+                raise ValueError(f"--eval-data {eval_source}: {min(both)} is also in --data; name other files")
+            held = self.other.chosen
+        elif hold_out:
+            chosen, held = np.split(chosen, [self.data.cut()])
+        self._train, self._held = self._in_rows(self.data, chosen), self._in_rows(self.other, held)
+        self.epoch_samples, self.held = len(self._train), range(len(self._held))
+        self.tokens, self.labels = (int(n[chosen].sum()) for n in (self.data.inputs, self.data.labels))  # of an epoch
+        self._epoch: tuple[int, Sequence[int]] = -1, ()  # number, order of the rows
+        digests = [each.data.about["digest"] for each in (self.data, self.other)]
+        same = digests, len(chosen), len(held), seqlen, pad == "pack"
+        self.fingerprint = hashlib.blake2b(repr(same).encode(), digest_size=16).hexdigest()
+        self.description = f"{source}, {self.data.words}; {_n(len(chosen))} to train on"
+        self.description += f" in {_n(self.epoch_samples)} rows of {_n(seqlen)}" * (pad == "pack")
+        self.description += f", {_n(self.tokens)} tokens, of which {_n(self.labels)} are learned"
+        self.description += f"; {_n(len(held))} held out" * (len(held) > 0)
+        self.description += f" of {eval_source}, {self.other.words}" * bool(eval_source)
+
+    def _in_rows(self, examples: Examples, chosen: np.ndarray) -> Sequence[Sequence[int]]:
+        if self.pad != "pack":
+            return chosen[:, None]
+        return [chosen[row] for row in pack(examples.inputs[chosen], self.seqlen)]
+
+    def __next__(self) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        first, self.sample = self.sample, self.sample + self.global_batch
+        return self._batch(self.data, [self._train[self.position(first + i)] for i in range(self.global_batch)])
+
+    def held_out(self, count: int) -> Iterator[tuple[Tensor, Tensor, dict[str, Tensor]]]:
+        """The first `count` batches of what is held out, always the same, as `next` gives them. Where less is held out
+        there are fewer, and targets that the last one lacks are IGNORE."""
+        for first in range(0, min(count * self.global_batch, len(self.held)), self.global_batch):
+            yield self._batch(self.other, self._held[first : first + self.global_batch])
+
+    def example(self, number: int) -> Example:
+        """(ids [n], learned [n]) of an example that is trained on, in the order of the files."""
+        return self.data[self.data.chosen[number]]
+
+    def row(self, sample: int, held: bool = False) -> Tensor:
+        """[n]: ids of the first example of a row that is trained on or, if `held`, that is held out."""
+        import torch
+
+        examples, row = (self.other, self._held[sample]) if held else (self.data, self._train[self.position(sample)])
+        return torch.from_numpy(examples[row[0]][0].astype(np.int64))
+
+    def position(self, sample: int) -> int:
+        """The number of the row that is sample number `sample`."""
+        epoch, index = divmod(sample, self.epoch_samples)
+        if self._epoch[0] != epoch:
+            import torch
+
+            drawn = generator("epoch", self.seed, epoch)
+            self._epoch = epoch, torch.randperm(self.epoch_samples, generator=drawn, device="cpu").tolist()
+        return self._epoch[1][index]
+
+    def _batch(self, examples: Examples, rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """This rank's part of a global batch of `rows`, which may be too few for it."""
+        import torch
+
+        from lean import IGNORE
+
+        B, T = self.rows, self.seqlen
+        if self.pad == "longest":
+            unit, longest = -(-T // LENGTHS), max(int(examples.inputs[row].sum()) for row in rows)
+            T = min(T, -(-longest // unit) * unit)
+        tokens, targets = np.full((B, T), self.filler), np.full((B, T), IGNORE)
+        positions = np.tile(np.arange(T), (B, 1))
+        for i, row in enumerate(rows[self.rank * B : (self.rank + 1) * B]):
+            at = 0
+            for ids, learned in map(examples.__getitem__, row):
+                end = at + len(ids) - 1
+                tokens[i, at:end] = ids[:-1]
+                targets[i, at:end] = np.where(learned[1:], ids[1:], IGNORE)
+                positions[i, at:end] = np.arange(end - at)
+                at = end
+            positions[i, at:] = np.arange(T - at)  # padding is a document of its own
+        inputs = dict(position_ids=torch.from_numpy(positions)) if self.pad == "pack" else {}
+        return torch.from_numpy(tokens), torch.from_numpy(targets), inputs
+
+
+def preview(example: Example, tokenizer: PreTrainedTokenizerFast, color: bool) -> str:
+    """The text of (ids, learned), what is learned in green or, without color, in double brackets. What would control a
+    terminal is shown as a replacement character."""
+    ids, learned = example
+    edges, text = np.flatnonzero(np.diff(learned)) + 1, ""
+    for part, on in zip(np.split(ids, edges), learned[np.r_[0, edges]], strict=True):
+        words = tokenizer.decode(part.tolist(), clean_up_tokenization_spaces=False)
+        words = "".join(each if each.isprintable() or each in "\n\t" else "\ufffd" for each in words)
+        text += f"\x1b[32m{words}\x1b[0m" if on and color else f"[[{words}]]" if on else words
+    return text
