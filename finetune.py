@@ -24,13 +24,12 @@ if __name__ == "__main__":  # before torch is imported: --help and bad flags ans
         check_at_once(CONFIG, RANKS[2])
     PROGRESS = Progress("importing torch and transformers", speak=RANKS[0] == 0)
 
-from trainer.finetuning.chat import preview
-
-from main import main
 from trainer import config as flags
 from trainer.data import DataError
+from trainer.finetuning.chat import preview
 from trainer.finetuning.model import blank_model, tokenizer_of
 from trainer.finetuning.run import FineTune, open_data
+from trainer.run import execute
 
 
 def show(c: config.Config, world: int) -> None:
@@ -38,7 +37,7 @@ def show(c: config.Config, world: int) -> None:
     try:
         c = flags.resolve(c, "cpu", world)
         vocab = blank_model(c.model).model.get_input_embeddings().num_embeddings
-        tell(preview(open_data(c, vocab), tokenizer_of(c.model), color=sys.stdout.isatty()))
+        tell(preview(open_data(c, vocab).example(0), tokenizer_of(c.model), color=sys.stdout.isatty()))
     except (ValueError, DataError) as error:
         fail(str(error), 0, 3 if isinstance(error, DataError) else 2)
 
@@ -48,6 +47,6 @@ if __name__ == "__main__":
         if CONFIG.preview:
             status = show(CONFIG, RANKS[2]) if RANKS[0] == 0 else None
         else:
-            status = main(CONFIG, *RANKS, PROGRESS, FineTune)
+            status = execute(FineTune, CONFIG, *RANKS, PROGRESS)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, when another rank has left first
     sys.exit(status)

@@ -28,6 +28,8 @@ def _rank(
     os.environ.clear()
     os.environ |= env | {k: str(v) for k, v in names.items()} | dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
 
+    import torch
+
     import main  # is there already, from the process that this one is forked from
     from trainer.data import Batches
     from trainer.fault_tolerance import watchdog
@@ -36,7 +38,7 @@ def _rank(
     if rank:
         argv += env.get("RANK_1", "").split()
     if rank and "UNSEED" in env:
-        main.torch.manual_seed = lambda seed, manual=main.torch.manual_seed: manual(seed + rank)
+        torch.manual_seed = lambda seed, manual=torch.manual_seed: manual(seed + rank)
     if record:
         _record(Batches, f"{record}/{rank}.jsonl")
     sys.exit(main.main(main.flags.parse(argv, rank), rank, rank, world))

@@ -6,24 +6,15 @@ On a CPU, with a small real tokenizer that is trained here and templates of the 
 """
 
 import json
-import os
-import subprocess
-import sys
-import threading
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from model import IGNORE
-from trainer.data import DataError
-from trainer.finetuning import cache as cache_module
 from trainer.finetuning import chat
-from trainer.finetuning.chat import ChatBatches, pack, preview
-from trainer.finetuning.examples import LINE_BYTES, check_files
+from trainer.finetuning.chat import ChatBatches, preview
 
 pytestmark = pytest.mark.filterwarnings("error")
 

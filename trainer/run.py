@@ -1,5 +1,6 @@
 """Everything between the flags and the row: a run that is built, trained, saved, and tells what it cost.
 
+    code = execute(Run, config, rank, local_rank, world)         # all of a program but its command line:
     run = Run(config, device, rank, world, signals, watchdog)    # agrees with the other ranks, finds what to resume
     run.build()                                                  # the model and its step
     run.train(sinks)                                             # raises what ends it early: Stopped, NonFinite, ..
@@ -8,6 +9,7 @@ What a run says of itself is made by experiments/summary.py, how it ends by faul
 """
 
 import math
+import os
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -27,16 +29,20 @@ from trainer.data import Batches
 from trainer.distributed import simulated_world
 from trainer.distributed.compile_once import compile_once
 from trainer.distributed.control import Control, Signals, Stopped, agree, control_group
+from trainer.distributed.launch import connect, set_deterministic, shutdown
+from trainer.distributed.terminal import Progress, fail, tell
 from trainer.experiments.checks import check
 from trainer.experiments.evaluation import evaluate, sample
-from trainer.experiments.logging import Sinks
-from trainer.experiments.summary import figures
+from trainer.experiments.logging import Sinks, final_lines
+from trainer.experiments.summary import doing, figures, header, row
+from trainer.fault_tolerance import inject
+from trainer.fault_tolerance.errors import ended_by
 from trainer.fault_tolerance.nonfinite import FiniteCheck
 from trainer.fault_tolerance.watchdog import Watchdog
 from trainer.optimizer import local
-from trainer.parallelize import build, reference_model
+from trainer.parallelize import build, compile_options, reference_model
 from trainer.profiling import flops, memory, timeline, timing
-from trainer.step import LanguageModel, Replayed, global_norm, shard_group
+from trainer.step import LanguageModel, Replayed, check_mode, global_norm, shard_group
 
 WARMUP = 3  # steps that no statistic covers, the compiling ones among them
 PROFILED = 3
@@ -244,3 +250,73 @@ class Run:
         for p, g in zip(params, grads, strict=True):
             self.logged_norms["norm/" + names[id(p)]] = global_norm([shard_group(p)], [local(p.detach())]).item()
             self.logged_norms["grad/" + names[id(p)]] = global_norm([shard_group(p)], [g]).item()
+
+
+def execute(kind: type[Run], c: flags.Config, rank: int, local_rank: int, world: int,
+            progress: Progress | None = None) -> int:  # fmt: skip
+    """One run of the `kind` that the flags describe; returns its exit code. What cannot work ends in one line and
+    SystemExit(2), before any process group. progress: on rank 0, says what is being done."""
+    progress = progress or Progress(speak=False)
+    device_type = ("cuda" if torch.cuda.is_available() else "cpu") if c.device == "auto" else c.device
+    try:
+        c = flags.resolve(c, device_type, world)
+        world = c.world or world
+        check_mode(c.compile, compile_options(c))
+        inject.faults(os.environ.get("FAULT"), c, world)
+        kind.check(c, world)
+        limit = max(c.timeout, c.first_timeout) + 120 if c.timeout and c.first_timeout else 3e7  # after the watchdog's
+        set_deterministic(c.deterministic)
+        progress.stage("waiting for the other ranks" if world > 1 and not c.world else "starting")
+        device = connect(c, rank, local_rank, world, limit)
+    except ValueError as e:
+        fail(str(e), rank)
+    hang, ranks = f"{os.path.splitext(c.results)[0]}.hang", 1 if c.world else world
+    with Signals(rank == 0) as signals, Watchdog(c.first_timeout, rank, ranks, hang, signals) as watchdog:
+        code = perform(kind, c, device, rank, world, signals, watchdog, progress)
+        if code in (0, *signals.CODES):  # all ranks are here
+            shutdown()
+    return code
+
+
+def perform(kind: type[Run], c: flags.Config, device: torch.device, rank: int, world: int, signals: Signals,
+            watchdog: Watchdog, progress: Progress) -> int:  # fmt: skip
+    """Builds, trains, reports; the exit code."""
+    say, run, outcome, code = tell if rank == 0 else lambda _: None, None, "ok", 0
+    try:
+        progress.stage("reading the data")
+        run = kind(c, device, rank, world, signals, watchdog)
+        c = run.c
+        if run.first >= c.steps:
+            say(f"already done: {run.found.path} has the {c.steps} steps of --steps, or more")
+            return 0
+        settings = flags.setting(c) | dict(world=flags.world_label(c, world))
+        sinks = Sinks(c.results, c.wandb, c.group, None, settings, c.tags, rank, c.steps, c.log_every,
+                      resume=run.state.wandb)  # fmt: skip
+        before, run.state.run, run.state.wandb = run.state.run, sinks.run, sinks.wandb_id  # in each checkpoint from now
+        watchdog.on_end = lambda outcome: sinks.row(row(run, outcome))
+        progress.stage("building the model")
+        run.build()
+        say("\n".join(header(run, sinks.write_settings(settings, before, run.first))))
+        progress.stage(doing(run, progress.live is not None))
+        with inject.planted(os.environ.get("FAULT"), c, run.step, run.first, rank), run.saver:
+            run.train(sinks)
+    except (Exception, KeyboardInterrupt) as e:
+        outcome, code = ended_by(e, run, watchdog, c.debug)
+        if run is None:  # nothing has begun: as bad flags
+            return code
+    finally:
+        signals.over = True
+        if run is not None:
+            run.profile.close()
+    told = row(run, outcome)
+    sinks.row(told)
+    watchdog.on_end = lambda outcome: None
+    sinks.close()
+    if code:
+        return code
+    if c.verbose:
+        say("\n".join(run.stages.lines()))
+    say("\n".join([*run.explanation, *run.profile.notes, *run.profile.paths, *run.sampled, *final_lines(told, WARMUP)]))
+    if run.replayed is not None:
+        run.replayed.close()
+    return 0

@@ -68,13 +68,14 @@ def check_at_once(c: Config, world: int) -> None:
     """For rank 0, before torch is imported and with flags as they are given: what `check` finds, and what is wrong with
     the files of --model and --data as this rank sees them."""
     from trainer.data import DataError
-    from trainer.finetuning.chat import check_files
+    from trainer.finetuning.examples import check_files
 
     try:
         check(c, world)
         check_folder(c.model, weights=not c.random)
-        for source in filter(None, (c.data, c.eval_data)):
-            check_files(source)
+        for name in ("data", "eval_data"):
+            if getattr(c, name):
+                check_files(getattr(c, name), flags.flag(name))
     except ValueError as e:
         fail(str(e), 0)
     except DataError as e:

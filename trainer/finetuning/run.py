@@ -11,12 +11,11 @@ from trainer.finetuning.model import HuggingFaceModel, blank_model, tokenizer_of
 from trainer.run import Run
 
 
-def open_data(c: Config, vocab: int, rank: int = 0, world: int = 1, group=None) -> ChatBatches:
+def open_data(c: Config, vocab: int, rank: int = 0, world: int = 1) -> ChatBatches:
     """The examples of --data, as resolved flags cut and pad them. DataError for bad ones, or a bad tokenizer."""
     return ChatBatches(c.data, tokenizer_of(c.model), global_batch=c.effective_batch, seqlen=c.seqlen, vocab=vocab,
                        seed=c.seed, rank=rank, world=world, pad=c.pad, bad_lines=c.bad_lines,
-                       hold_out=c.eval_every > 0 and c.eval_data is None, eval_source=c.eval_data,
-                       group=group)  # fmt: skip
+                       hold_out=c.eval_every > 0, eval_source=c.eval_data)  # fmt: skip
 
 
 class FineTune(Run):
@@ -28,7 +27,7 @@ class FineTune(Run):
         """Flags that lack nothing, the data, and the model on the meta device."""
         model = blank_model(c.model, c.remat_ratio)
         vocab = model.model.get_input_embeddings().num_embeddings
-        data = open_data(c, vocab, self.rank, self.world, self.group)
+        data = open_data(c, vocab, self.rank, self.world)
         if c.export is not None:
             files_of(model.model, c.model)  # raises now, not after training
         model.drawn, kernel = c.random, model.model.config._attn_implementation
