@@ -6,8 +6,9 @@
 Its code is transformers' own; code that comes with a model is not run.
 """
 
+import functools
 import re
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -73,6 +74,16 @@ class HuggingFaceModel(nn.Module):
         self.plain_head = not capped and head.bias is None and torch.allclose(logits, product, rtol=0.02, atol=1e-6)
 
 
+def _recomputed(forward: Callable) -> Callable:
+    """`forward`, of which backward keeps the inputs alone. A function: Dynamo does not look into a partial of torch's."""
+
+    @functools.wraps(forward)
+    def again(*args, **kwargs):
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+    return again
+
+
 def blank_model(folder: str, remat_ratio: float = 0.0) -> HuggingFaceModel:
     """The model of `folder`/config.json, on the meta device and without dropout, which a resumed run could not repeat;
     `remat_ratio` of its blocks, evenly spread, are computed again in backward. DataError: transformers lacks it."""
@@ -101,7 +112,7 @@ def blank_model(folder: str, remat_ratio: float = 0.0) -> HuggingFaceModel:
     for i, name in enumerate(names):
         if (i + 1) * count // len(names) > i * count // len(names):
             block = inner.get_submodule(name)
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
+            block.forward = _recomputed(block.forward)
     return model
 
 
