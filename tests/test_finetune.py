@@ -29,7 +29,6 @@ from transformers.utils import logging as hf_logging
 
 import finetune
 from trainer import config as flags
-from trainer.checkpoint import load as checkpoint
 from trainer.finetuning import checks, config, export, load
 from trainer.finetuning.chat import ChatBatches
 from trainer.finetuning.model import blank_model
@@ -355,12 +354,13 @@ def test_epochs_and_effective_batch_decide_steps_and_accumulation(tune):
 def test_a_preview_marks_what_is_learned(qwen, capsys):
     c = config.parse(["--model", str(qwen), "--data", str(qwen.parent / "chat.jsonl"), "--seqlen", "48"])
     finetune.show(c, 1)
-    assert "user\nWhat is 0 plus 0?<|im_end|>\n<|im_start|>assistant\n[[0 plus 0 is 0.<|im_end|>]]" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "user\nWhat is 0 plus 0?<|im_end|>\n<|im_start|>assistant\n[[0 plus 0 is 0.<|im_end|>]]" in shown
 
 
 def test_bad_flags_answer_before_torch_is_imported(tmp_path):
-    told = subprocess.run([sys.executable, "-X", "importtime", str(ROOT / "finetune.py"), "--model", str(tmp_path), "--data",
-                           "x"], capture_output=True, text=True, timeout=60)  # fmt: skip
+    command = [sys.executable, "-X", "importtime", str(ROOT / "finetune.py"), "--model", str(tmp_path), "--data", "x"]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert told.returncode == 3 and "config.json: No such file or directory" in told.stderr
     assert not re.search(r"\| +(torch|transformers)$", told.stderr, re.MULTILINE)
 
@@ -418,8 +418,8 @@ def test_two_ranks_train_a_hundred_megabytes(large, tmp_path):
     """Of a 100 MB model in bf16: from JSONL to a lower loss, resumed bit-equal, opened by from_pretrained()."""
     write_data(tmp_path / "chat.jsonl")
     assert 90e6 < os.path.getsize(large / "model.safetensors") < 130e6
-    usual = ["finetune.py", "--model", large, "--data", tmp_path / "chat.jsonl", "--compile", "none", "--seqlen", 40,
-             "--batch", 2, "--lr", "3e-4", "--warmup", 0, "--log-every", 1, "--save-every", 2, "--steps", 4]  # fmt: skip
+    usual = ["finetune.py", "--model", large, "--data", tmp_path / "chat.jsonl", "--compile", "none", "--seqlen", 40]
+    usual += ["--batch", 2, "--lr", "3e-4", "--warmup", 0, "--log-every", 1, "--save-every", 2, "--steps", 4]
 
     def run(name, *more):
         results = tmp_path / f"{name}.jsonl"

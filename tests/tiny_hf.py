@@ -20,7 +20,8 @@ TEMPLATE = ("{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.conten
 
 def lines(number: int) -> list[dict]:
     """Sums, to be learned."""
-    turns = ((f"What is {a} plus {b}?", f"{a} plus {b} is {a + b}.") for a, b in (divmod(7 * i, 60) for i in range(number)))
+    pairs = (divmod(7 * i, 60) for i in range(number))
+    turns = ((f"What is {a} plus {b}?", f"{a} plus {b} is {a + b}.") for a, b in pairs)
     return [dict(messages=[dict(role="user", content=q), dict(role="assistant", content=a)]) for q, a in turns]
 
 
@@ -42,10 +43,10 @@ def write_tokenizer(folder: Path, vocab: int = 400) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def write_model(folder: Path, kind: str = "qwen2.5", dtype: torch.dtype = torch.bfloat16, vocab: int = 400, **more) -> Path:
-    """Saves a model of one of KINDS, its weights of random numbers of `dtype`, in a new folder."""
+def write_model(folder: Path, kind: str = "qwen2.5", vocab: int = 400, **more) -> Path:
+    """Saves a model of one of KINDS, its weights of random numbers in bf16, in a new folder."""
     model_type, own = KINDS[kind]
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **SMALL | IDS | dict(vocab_size=vocab) | own | more)
-    AutoModelForCausalLM.from_config(config).to(dtype).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder)
     return folder

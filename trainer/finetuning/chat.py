@@ -73,11 +73,12 @@ class Examples:
         bad, first = about["bad"]
         notes = {f"cut to {_n(seqlen + 1)} tokens": len(cut),
                  "dropped for want of a label": len(ends) - len(self.chosen),
-                 "conversations split, as the template rewrites answers": about["split"],
-                 "conversations with messages after the last answer, left out": about["unanswered"],
-                 f"bad lines left out (the first: {told(self.files, first)})" if bad else "": bad}  # fmt: skip
+                 "split, as the template rewrites answers": about["split"],
+                 "with messages after the last answer, which are left out": about["unanswered"],
+                 "lines left out as bad": bad}  # fmt: skip
         self.words = f"{_n(len(self.files))} file{'s' * (len(self.files) != 1)}, {_n(len(ends))} examples"
         self.words += "".join(f", {_n(count)} {what}" for what, count in notes.items() if count)
+        self.words += f" (the first: {told(self.files, first)})" if bad else ""
         if not len(self.chosen):
             raise unusable(source, "an example with a label", self.words, "raise --seqlen or name other data")
 

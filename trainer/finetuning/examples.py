@@ -21,6 +21,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -170,6 +171,9 @@ class _Reader:
             fix = "name the tokenizer of an instruction-tuned model, or set tokenizer.chat_template"
             raise unusable(self.name, "a chat template, which messages need", "none", fix)
         template = self.tokenizer.get_chat_template(tools=tools)
+        used = dict(tools=tools, tool_calls=any(each.get("tool_calls") for each in messages))
+        if ignored := [name for name, there in used.items() if there and name not in template]:
+            raise BadLine("what the chat template knows", f"{ignored[0]}, which it does not", SKIP)
         answers = [i for i, each in enumerate(messages) if i >= first and each["role"] == "assistant"]
         self.unanswered += answers[-1] < len(messages) - 1
         if MARKER.search(template) and not first:
@@ -204,7 +208,7 @@ class _Reader:
 
     def masked(self, example: Example, ids: list[int], offsets: list) -> tuple[np.ndarray, np.ndarray] | BadLine:
         """The same of one. offsets: (start, end) of each token in the text."""
-        at = np.array(offsets, dtype=np.int64).reshape(-1, 2)  # [n, 2]
+        at = np.fromiter(chain.from_iterable(offsets), np.int64, 2 * len(ids)).reshape(-1, 2)  # [n, 2]
         learned = np.zeros(len(ids), dtype=bool)
         for start, end in example.spans:
             learned |= (at[:, 0] < end) & (at[:, 1] > start)

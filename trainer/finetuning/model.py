@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from lean import chunked_cross_entropy
@@ -61,7 +62,14 @@ class HuggingFaceModel(nn.Module):
             each._is_hf_initialized = False  # of memory that is no longer there; else nothing is filled
         for p in self.model.parameters():
             p._is_hf_initialized = not self.drawn
+        padded = [(m, m.padding_idx) for m in self.model.modules() if getattr(m, "padding_idx", None) is not None]
+        for module, _ in padded:
+            module.padding_idx = None  # transformers would write into a row, which of a shard is a copy
         self.model.initialize_weights()
+        for module, row in padded:
+            module.padding_idx = row
+            if self.drawn:
+                _zero_row(module.weight, row)
 
     @torch.no_grad()
     def prepare(self, seqlen: int, device: torch.device) -> None:
@@ -74,8 +82,16 @@ class HuggingFaceModel(nn.Module):
         self.plain_head = not capped and head.bias is None and torch.allclose(logits, product, rtol=0.02, atol=1e-6)
 
 
+@torch.no_grad()
+def _zero_row(weight: Tensor, row: int) -> None:
+    if isinstance(weight, DTensor):
+        (chunk,) = weight.__create_chunk_list__()
+        weight, row = weight.to_local(), row - chunk.offsets[0]
+    weight[max(row, 0) : max(row + 1, 0)] = 0
+
+
 def _recomputed(forward: Callable) -> Callable:
-    """`forward`, of which backward keeps the inputs alone. A function: Dynamo does not look into a partial of torch's."""
+    """`forward`, of which backward keeps the inputs alone. A function: Dynamo would skip a partial of torch's."""
 
     @functools.wraps(forward)
     def again(*args, **kwargs):
