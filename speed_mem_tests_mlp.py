@@ -113,6 +113,7 @@ from simple_fsdp import MixedPrecisionPolicy, data_parallel, disable_data_parall
 from trainer.attention import DTYPES
 from trainer.distributed.launch import connect, shutdown
 from trainer.experiments.logging import append_jsonl, check_writable, final_lines
+from trainer.parallelize import compile_options
 from trainer.profiling import memory, timing
 from trainer.step import check_mode
 
@@ -158,7 +159,7 @@ class Step:
     def __init__(self, c: Config, model: nn.Module, device: torch.device):
         self.optimizer, self.phase = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True), "fwd"
         self.autocast = dict(device_type=device.type, dtype=torch.bfloat16, enabled=c.autocast)
-        options = flags.compile_options(c) or {}
+        options = compile_options(c)
         options = (overlap.compile_options(model) if options.pop("overlap", None) else {}) | options
 
         def compiled(mode: str, f):
@@ -202,7 +203,7 @@ def train(c: Config, step: Step, device: torch.device, timer: timing.StepTimer, 
 
 def main(c: Config, rank: int, local_rank: int, world: int) -> int:
     """One row. Exit codes: 0 done, 2 bad flags or environment, 5 non-finite, 6 out of memory, 1 anything else."""
-    options, cuda = flags.compile_options(c) or {}, c.device == "cuda" or torch.cuda.is_available()
+    options, cuda = compile_options(c), c.device == "cuda" or torch.cuda.is_available()
     try:
         if (c.device == "cpu" or not cuda) and (only := [name for name in options if name.startswith("triton.")]):
             raise ValueError(f"--compile-options {' '.join(only)}: needs CUDA; leave it out on a CPU")

@@ -3,6 +3,7 @@ of a second where torchrun takes ten. The ranks are processes as any other: they
 
     job = Job(2, ["--steps", "4"], "log")          # begins at once; argv of main.py, both outputs to one file
     job = Job(2, ["--steps", "4"], "out", err="err", cwd="folder")               # or to two, in another folder
+    job = Job(2, ["finetune.py", "--model", "folder"], "log")                    # the other program
     job.wait()                                     # [0, 0]; -9 for a rank that was killed
 """
 
@@ -28,6 +29,8 @@ def _rank(
     os.environ.clear()
     os.environ |= env | {k: str(v) for k, v in names.items()} | dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
 
+    import torch
+
     import main  # is there already, from the process that this one is forked from
     from trainer.data import Batches
     from trainer.fault_tolerance import watchdog
@@ -36,10 +39,16 @@ def _rank(
     if rank:
         argv += env.get("RANK_1", "").split()
     if rank and "UNSEED" in env:
-        main.torch.manual_seed = lambda seed, manual=main.torch.manual_seed: manual(seed + rank)
+        torch.manual_seed = lambda seed, manual=torch.manual_seed: manual(seed + rank)
     if record:
         _record(Batches, f"{record}/{rank}.jsonl")
-    sys.exit(main.main(main.flags.parse(argv, rank), rank, rank, world))
+    if argv[:1] != ["finetune.py"]:
+        sys.exit(main.main(main.flags.parse(argv, rank), rank, rank, world))
+    from trainer.finetuning import config
+    from trainer.finetuning.run import FineTune
+    from trainer.run import execute
+
+    sys.exit(execute(FineTune, config.parse(argv[1:], rank), rank, rank, world))
 
 
 def _record(batches: type, path: str) -> None:

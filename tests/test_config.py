@@ -19,6 +19,7 @@ from running import TINY, TORCHRUN, one_line, python
 
 from trainer import config as flags
 from trainer.config import Output, System, Training
+from trainer.distributed import command_line
 from trainer.distributed.terminal import ranks
 
 pytestmark = pytest.mark.usefixtures("isolated")
@@ -117,7 +118,7 @@ def test_every_flag_that_is_not_free_text_has_a_bad_value_above():
 
 @pytest.mark.parametrize("argv", ["--depth 0", "--depth x", "--no-such-thing", "--mode zero3", "--depth"])
 def test_a_bad_command_line_is_not_repeated_by_other_ranks(argv, capsys, monkeypatch):
-    monkeypatch.setattr(flags.time, "sleep", lambda _: None)
+    monkeypatch.setattr(command_line.time, "sleep", lambda _: None)
     with pytest.raises(SystemExit) as exit:
         flags.parse(argv.split(), rank=1)
     assert exit.value.code == 2 and capsys.readouterr() == ("", "")
@@ -262,7 +263,7 @@ def test_a_bad_command_line_exits_2_with_one_line_and_imports_no_torch(argv, exp
 
 
 def test_what_no_rule_of_ours_explains_is_the_parsers_own_text_in_one_line(monkeypatch, capsys):
-    monkeypatch.setattr(flags, "explain", lambda *_: None)
+    monkeypatch.setattr(command_line, "explain", lambda *_: None)
     with pytest.raises(SystemExit) as exit:
         flags.parse(["--mode", "zero"])
     line = one_line(capsys.readouterr().err)
@@ -347,7 +348,7 @@ def gpus(monkeypatch, count, nccl=True):
     monkeypatch.setattr(torch.cuda, "set_device", lambda *_: None)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: nccl)
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: pytest.fail("waits for ranks that never come"))
-    monkeypatch.setattr(flags.time, "sleep", lambda _: None)
+    monkeypatch.setattr(command_line.time, "sleep", lambda _: None)
 
 
 def test_more_ranks_than_gpus_are_told_by_rank_0_which_has_one(train, monkeypatch):

@@ -19,8 +19,9 @@ from model import ModelConfig, Transformer
 from trainer import config as flags
 from trainer import costs
 from trainer.distributed.launch import connect
+from trainer.finetuning.model import HuggingFaceModel
 from trainer.optimizer import AdamW
-from trainer.parallelize import HuggingFaceModel, build
+from trainer.parallelize import build
 from trainer.profiling import flops
 from trainer.step import COMPILE_MODES, make_step
 

@@ -24,7 +24,7 @@ def off():
 def test_each_run_has_its_own(train, monkeypatch):
     seen = []
     state = lambda: (torch.are_deterministic_algorithms_enabled(), inductor.deterministic)  # noqa: E731
-    monkeypatch.setattr("main.header", lambda run, path: seen.append(state()) or [])
+    monkeypatch.setattr("trainer.run.header", lambda run, path: seen.append(state()) or [])
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     rows = [train("--compile", "none", *more).row for more in (["--deterministic"], [])]
     assert seen == [(True, True), (False, False)] and rows[0]["loss"] == rows[1]["loss"]

@@ -69,7 +69,7 @@ def test_a_signal_without_save_or_before_a_step_or_at_the_end(train, tmp_path, m
     monkeypatch.setenv("FAULT", "0:6:update:term")
     assert train("--save", tmp_path / "end").code == 0 and steps_in(tmp_path / "end") == [6], "it had come to its end"
     monkeypatch.delenv("FAULT")
-    monkeypatch.setattr("main.header", lambda *_: os.kill(os.getpid(), signal.SIGTERM) or [])
+    monkeypatch.setattr("trainer.run.header", lambda *_: os.kill(os.getpid(), signal.SIGTERM) or [])
     early = train("--save", tmp_path / "early")
     assert early.code == 143 and steps_in(tmp_path / "early") == []
     assert "stopped by SIGTERM after step 0; there is nothing to save" in one_line(early.err)
@@ -132,7 +132,7 @@ def test_each_save_has_its_own_time(train, tmp_path, monkeypatch):
 
 def test_a_run_that_hangs_when_its_row_is_written_gets_no_second_one(train, monkeypatch):
     seen = []
-    monkeypatch.setattr("main.shutdown", lambda: None)
+    monkeypatch.setattr("trainer.run.shutdown", lambda: None)
     monkeypatch.setattr(Watchdog, "__exit__", lambda dog, *_: seen.append(dog.on_end("failed: no progress")))
     assert train("--steps", 1).row["outcome"] == "ok" and len(seen) == 1
 

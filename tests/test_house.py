@@ -28,10 +28,10 @@ FLOORS = [  # from the bottom; an entry is a module or a package
     ["trainer.experiments"],
     ["trainer.report"],
     ["trainer.planning"],
-    ["trainer.finetuning"],
     ["trainer.run"],
+    ["trainer.finetuning"],
     ["benchmarks"],
-    ["main", "plan", "speed_mem_tests_mlp"],
+    ["main", "finetune", "plan", "speed_mem_tests_mlp"],
 ]
 COPIED = FLOORS[0][:4]  # users copy these files: they stand alone
 PROGRAMS = FLOORS[-1]

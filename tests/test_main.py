@@ -27,13 +27,14 @@ from model import Transformer
 from trainer import config as flags
 from trainer import step as steps_of
 from trainer.data import Batches, DataError
+from trainer.parallelize import compile_options
 
 pytestmark = pytest.mark.usefixtures("isolated")
 
 # DESIGN, "A row"; what depends on the device is that of a CPU
 KEYS = """date commit dirty torch device world wrapper mode compile attn remat remat_ratio loss_kind depth width seqlen
 batch grad_accum param_dtype reduce_dtype flags outcome peak_rss_mib first_step_peak_mib step_ms step_ms_min step_ms_max
-n compile_s first_step_cpu_s tok_s mfu mfu_palm hfu loss skipped eval_loss eval_bpb eval_step""".split()
+n compile_s first_step_cpu_s tok_s mfu mfu_palm hfu loss skipped eval_loss eval_bpb eval_ppl eval_step""".split()
 
 # ----------------------------------------------------------------------------------------------------------- bad data
 
@@ -196,9 +197,9 @@ def test_v_prints_stages_and_placements_and_vv_writes_norms(train):
 
 def test_compile_options_are_read_as_python_literals():
     parsed = flags.parse("--compile-options max_autotune=True a.b=2 name=triton eq=x=1".split())
-    assert flags.compile_options(parsed) == {"max_autotune": True, "a.b": 2, "name": "triton", "eq": "x=1"}
-    assert flags.compile_options(flags.parse([])) == {}
-    assert flags.compile_options(flags.parse("--compile-options plain a=b".split())) == {"plain": True, "a": "b"}
+    assert compile_options(parsed) == {"max_autotune": True, "a.b": 2, "name": "triton", "eq": "x=1"}
+    assert compile_options(flags.parse([])) == {}
+    assert compile_options(flags.parse("--compile-options plain a=b".split())) == {"plain": True, "a": "b"}
 
 
 @pytest.mark.parametrize(("mode", "plain"), [

@@ -8,34 +8,27 @@ A field's docstring is its help text, _RANGES limits its values, the `_..._misfi
 This file imports no torch, so that --help answers at once.
 """
 
-import ast
-import io
 import math
 import os
 import re
-import sys
-import time
 from collections.abc import Sequence
-from contextlib import redirect_stderr, suppress
 from dataclasses import asdict, dataclass, replace
-from typing import Annotated, Literal, get_type_hints
+from typing import Annotated, ClassVar, Literal
 
-import tyro
 from tyro.conf import OmitArgPrefixes, UseCounterAction, arg
 
 from trainer.costs import link, may_have_gpu
-from trainer.distributed.command_line import explain, flag
+from trainer.distributed import command_line
+from trainer.distributed.command_line import flag
 from trainer.distributed.terminal import fail
 
 _DESCRIPTION = """Trains the transformer of model.py under simple_fsdp and appends a row of results.
 One rank: python main.py. Several: torchrun --nproc-per-node 4 main.py --depth 8 --compile fwdbwd"""
-# The reference setting on a GPU, a small one on a CPU.
-DEFAULTS = {
-    "cuda": dict(depth=4, width=4096, head_dim=128, vocab=32768, seqlen=4096, batch=8, steps=50, lr=3e-4,
-                 param_dtype="bf16"),
-    "cpu": dict(depth=4, width=128, head_dim=32, vocab=256, seqlen=192, batch=8, steps=40, lr=3e-3,
-                param_dtype="fp32"),
-}  # fmt: skip
+DEFAULTS = dict(  # the reference setting on a GPU, a small one on a CPU
+    cuda=dict(depth=4, width=4096, head_dim=128, vocab=32768, seqlen=4096, batch=8, steps=50, lr=3e-4,
+              param_dtype="bf16"),
+    cpu=dict(depth=4, width=128, head_dim=32, vocab=256, seqlen=192, batch=8, steps=40, lr=3e-3, param_dtype="fp32"),
+)  # fmt: skip
 
 
 def _by_device(name: str, metavar: str):
@@ -45,8 +38,8 @@ def _by_device(name: str, metavar: str):
 
 
 @dataclass(frozen=True)
-class Training:
-    """May change the loss."""
+class Shape:
+    """Of the reference transformer."""
 
     depth: Annotated[int | None, _by_device("depth", "INT")] = None
     """Number of transformer blocks."""
@@ -60,10 +53,16 @@ class Training:
     """Hidden width of the MLP, as a multiple of --width."""
     vocab: Annotated[int | None, _by_device("vocab", "INT")] = None
     """Size of the vocabulary. Data that is read as bytes (stdlib, text, overfit) needs at least 256."""
+
+
+@dataclass(frozen=True)
+class Optimization:
+    """What any model is trained with."""
+
     seqlen: Annotated[int | None, _by_device("seqlen", "INT")] = None
     """Tokens per sequence."""
     batch: Annotated[int | None, _by_device("batch", "INT")] = None
-    """Sequences per rank and micro-batch. The global batch is ranks x batch x grad-accum."""
+    """Sequences per rank and micro-batch (or --micro-batch). The global batch is ranks x batch x grad-accum."""
     grad_accum: int = 1
     """Micro-batches per optimizer step. Their gradients are accumulated in fp32."""
     data: str = "stdlib"
@@ -111,6 +110,11 @@ class Training:
     """Dtype in which gradients are reduced over ranks."""
     adam_dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype of Adam's two moments."""
+
+
+@dataclass(frozen=True)
+class Training(Optimization, Shape):
+    """May change the loss."""
 
 
 @dataclass(frozen=True)
@@ -239,6 +243,7 @@ class Output:
 class Config:
     """All flags. Frozen. `parse` checks them one by one, `resolve` together."""
 
+    DEFAULTS: ClassVar = DEFAULTS  # by device, for what no flag sets
     training: OmitArgPrefixes[Training]
     system: OmitArgPrefixes[System]
     output: OmitArgPrefixes[Output]
@@ -250,11 +255,19 @@ class Config:
     def __post_init__(self):
         vars(self).update(self.flat())  # config.depth is config.training.depth; no field has the name of another
 
+    def on(self, ranks: int) -> "Config":
+        """With what follows from the number of ranks, before it is checked."""
+        return self
+
+    def misfits(self, started: int) -> list[tuple]:
+        """Of resolved values on so many processes: rows (flag, whether it does not fit, what is wrong and the fix)."""
+        return [*_shape_misfits(self), *run_misfits(self, started, self.world or started), *step_misfits(self)]
+
 
 _RANGES = [
     ("depth width head_dim grouping grow vocab seqlen batch grad_accum steps world replicas chunk log_every keep "
-     "max_skips eval_batches", lambda v: v >= 1, "at least 1"),
-    ("lr", lambda v: 0 < v < 1e38, "a positive number below 1e38"),
+     "max_skips eval_batches effective_batch", lambda v: v >= 1, "at least 1"),
+    ("lr epochs max_shard_gb", lambda v: 0 < v < 1e38, "a positive number below 1e38"),
     ("warmup mlp_chunk save_every eval_every sample", lambda v: v >= 0, "0 or more"),
     ("seed", lambda v: 0 <= v < 2**64, "0 or more and below 2**64"),
     ("clip weight_decay min_shard_mib norm_limit spike timeout first_timeout",
@@ -269,7 +282,7 @@ def check_ranges(c: Config) -> None:
     """ValueError, one line, for the first flag whose value is none for any other flags."""
     for names, fits, allowed in _RANGES:
         for name in names.split():
-            if (value := getattr(c, name)) is not None and not fits(value):
+            if (value := getattr(c, name, None)) is not None and not fits(value):
                 raise ValueError(f"{flag(name)} {value}: must be {allowed}")
     for name, value in c.flat().items():
         if isinstance(value, int | float) and value >= 2**31 and name not in ("lr", "clip", "seed"):
@@ -291,14 +304,23 @@ def _as_given(c: Config, name: str) -> str:
 
 
 def _misfit(c: Config, started: int) -> str | None:
-    """What is wrong with resolved values together, or None. started: the number of processes that torchrun started.
-    Each row is (flag, whether it does not fit, what is wrong and the fix); the first that does not fit is told."""
-    rows = [*_run_misfits(c, started, c.world or started), *_step_misfits(c)]
-    return next((f"{_as_given(c, name)}: {problem}" for name, wrong, problem in rows if wrong), None)
+    """The first thing that is wrong with resolved values together, or None."""
+    return next((f"{_as_given(c, name)}: {problem}" for name, wrong, problem in c.misfits(started) if wrong), None)
 
 
-def _run_misfits(c: Config, started: int, ranks: int) -> list[tuple]:
-    heads, hooked, named = c.width // c.head_dim, c.wrapper in ("fsdp2", "ddp"), c.resume not in ("auto", "never")
+def _shape_misfits(c: Config) -> list[tuple]:
+    heads, is_bytes = c.width // c.head_dim, c.data.split(":")[0] in ("stdlib", "text", "overfit")
+    return [
+        ("width", c.width % c.head_dim, f"must be a multiple of --head-dim {c.head_dim}"),
+        ("head_dim", c.head_dim % 2, "must be even"),
+        ("grouping", heads % c.grouping, f"must divide the {heads} heads (width {c.width} / head-dim {c.head_dim})"),
+        ("vocab", is_bytes and c.vocab < 256, f"must be at least 256 for the bytes of --data {c.data}"),
+    ]  # fmt: skip
+
+
+def run_misfits(c: Config, started: int, ranks: int) -> list[tuple]:
+    """Rows, as Config.misfits gives them, of where a run begins and ends, its ranks and their wrapper."""
+    hooked, named = c.wrapper in ("fsdp2", "ddp"), c.resume not in ("auto", "never")
     modes = dict(fsdp2=("fully_shard", "hybrid_shard"), ddp=("replicate",)).get(c.wrapper, (c.mode,))
     return [
         # Saving and resuming
@@ -311,11 +333,6 @@ def _run_misfits(c: Config, started: int, ranks: int) -> list[tuple]:
         # Sizes and ranks
         ("world", c.world and started not in (1, c.world),
          f"simulates ranks in one process, here are {started}; start it without torchrun"),
-        ("width", c.width % c.head_dim, f"must be a multiple of --head-dim {c.head_dim}"),
-        ("head_dim", c.head_dim % 2, "must be even"),
-        ("grouping", heads % c.grouping, f"must divide the {heads} heads (width {c.width} / head-dim {c.head_dim})"),
-        ("vocab", c.data.split(":")[0] in ("stdlib", "text", "overfit") and c.vocab < 256,
-         f"must be at least 256 for the bytes of --data {c.data}"),
         ("replicas", c.mode == "hybrid_shard" and ranks % c.replicas,
          f"must divide the {ranks} rank{'s' * (ranks > 1)} of --mode hybrid_shard"),
         # Wrappers
@@ -331,7 +348,8 @@ def _run_misfits(c: Config, started: int, ranks: int) -> list[tuple]:
     ]  # fmt: skip
 
 
-def _step_misfits(c: Config) -> list[tuple]:
+def step_misfits(c: Config) -> list[tuple]:
+    """Rows of what a step is made of."""
     lean, early, hooked = c.mlp == "lean", c.optim == "in-backward", c.wrapper in ("fsdp2", "ddp")
     replayed, flex, cpu, one = c.cuda_graph, c.attn == "flex", c.device == "cpu", c.compile == "step"
     too_late = "--optim in-backward has updated before the gradient norm is known; use --optim after"
@@ -384,14 +402,14 @@ def _step_misfits(c: Config) -> list[tuple]:
 
 def filled(c: Config, device: str) -> Config:
     """`c` with the defaults of `device` where no flag gives a value; whether the values fit is not checked."""
-    unset = {name: default for name, default in DEFAULTS[device].items() if getattr(c.training, name) is None}
+    unset = {name: default for name, default in c.DEFAULTS[device].items() if getattr(c, name) is None}
     mode = "replicate" if c.wrapper == "ddp" and c.mode == "fully_shard" else c.mode  # DDP replicates
     return replace(c, training=replace(c.training, **unset), system=replace(c.system, device=device, mode=mode))
 
 
 def resolve(c: Config, device: str, world: int) -> Config:
     """`filled`, and checked: ValueError names flag, value and fix for what does not fit together on `world` ranks."""
-    c = filled(c, device)
+    c = filled(c, device).on(c.world or world)
     check_ranges(c)
     if problem := _misfit(c, world):
         raise ValueError(problem)
@@ -408,43 +426,21 @@ def setting(c: Config) -> dict:
     and how long to wait. Of a path outside the working directory only the last part is kept: it may name a user."""
     skip = {"results", "debug", "force", "save", "resume", "timeout", "first_timeout"}
     found = {name: value for name, value in c.flat().items() if name not in skip}
-    for name in ("data", "init", "flex_options", "profile"):
-        if found[name] is not None:
+    for name in ("data", "init", "flex_options", "profile", "model", "eval_data", "prepared", "export"):
+        if found.get(name) is not None:
             kind, path = re.fullmatch("(text:|bin:)?(.*)", found[name], re.DOTALL).groups(default="")
             path = os.path.normpath(path)
             found[name] = kind + (os.path.basename(path) if path.startswith(("/", "~", "..")) else path)
     return found
 
 
-def compile_options(c: Config) -> dict:
-    """--compile-options as a dict. Values are read as Python literals, as strings where they are none."""
-    options = {}
-    for option in c.compile_options:
-        name, _, value = option.partition("=")
-        with suppress(ValueError, SyntaxError):
-            value = ast.literal_eval(value or "True")
-        options[name] = value
-    return options
-
-
-def parse(argv: Sequence[str], rank: int = 0, world: int | None = None) -> Config:
+def parse(argv: Sequence[str], rank: int = 0, world: int | None = None, kind: type[Config] = Config,
+          prog: str = "main.py", description: str = _DESCRIPTION) -> Config:  # fmt: skip
     """The flags of a command line. Ends the process with exit code 2 and one line, which rank 0 prints, for an unknown
     flag or a bad value, and, if `world` is given, for values that do not fit together on any device there may be."""
-    boxes = io.StringIO()  # of tyro, to which our own line is preferred
-    try:
-        with redirect_stderr(boxes):
-            c = tyro.cli(Config, args=list(argv), prog="main.py", description=_DESCRIPTION, console_outputs=rank == 0)
-        check_ranges(c)
-    except (SystemExit, ValueError) as error:
-        if rank:
-            time.sleep(5)  # or torchrun would end rank 0 before it has printed the message
-        if rank or not getattr(error, "code", 2):  # --help
-            sys.exit(getattr(error, "code", 2))
-        kinds = {k: v for group in (Training, System, Output) for k, v in get_type_hints(group).items()}
-        said = str(error) if isinstance(error, ValueError) else explain(argv, kinds, ["verbose"])
-        fail(said or " ".join(re.sub("[\u2500-\u257f]", " ", boxes.getvalue()).split()), rank)
-    devices = [*DEFAULTS] if c.device == "auto" and may_have_gpu() else [c.device.replace("auto", "cpu")]
-    problems = [_misfit(filled(c, device), world) for device in devices] if world else [None]
+    c = command_line.parse(kind, argv, check_ranges, prog, description, rank)
+    devices = [*c.DEFAULTS] if c.device == "auto" and may_have_gpu() else [c.device.replace("auto", "cpu")]
+    problems = [_misfit(filled(c, each).on(c.world or world), world) for each in devices] if world else [None]
     if all(problems):  # if one device would do, torch must first say which it is
         fail(problems[0], rank)
     return c

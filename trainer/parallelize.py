@@ -1,14 +1,15 @@
 """From resolved flags to a training step: the model, its wrapper (--wrapper, --mode), its optimizer, its compile mode.
 
     step = build(config, device, world)       # needs a process group unless --wrapper none
-    step = build(config, device, world, model=HuggingFaceModel(AutoModelForCausalLM.from_config(...)))
+    step = build(config, device, world, model=...)    # another LanguageModel, such as finetuning.model.HuggingFaceModel
 
 fsdp2 and ddp are torch's own, as their users run them: fully_shard per block and root with its own mixed precision;
 DDP under autocast; compiled per block, below the hooks that communicate.
 """
 
+import ast
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import fields
 from typing import Any
 
@@ -20,14 +21,24 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp import MixedPrecisionPolicy as FSDP2Policy
 from torch.nn.parallel import DistributedDataParallel
 
-from lean import chunked_cross_entropy
-from model import ModelConfig, Transformer, cross_entropy
+from model import ModelConfig, Transformer
 from overlap import blocks_of
-from simple_fsdp import MixedPrecisionPolicy, data_parallel, disable_data_parallel, unsharded
+from simple_fsdp import MixedPrecisionPolicy, data_parallel, disable_data_parallel
 from trainer import config as flags
 from trainer.attention import DTYPES, choose_kernel
 from trainer.optimizer import AdamW, local
 from trainer.step import LanguageModel, Step, blocks_to_compile, make_step
+
+
+def compile_options(c: flags.Config) -> dict:
+    """--compile-options as a dict. Values are read as Python literals, as strings where they are none."""
+    options = {}
+    for option in c.compile_options:
+        name, _, value = option.partition("=")
+        with suppress(ValueError, SyntaxError):
+            value = ast.literal_eval(value or "True")
+        options[name] = value
+    return options
 
 
 def model_config(c: flags.Config, device: torch.device) -> ModelConfig:
@@ -41,54 +52,6 @@ def reference_model(c: flags.Config, device: torch.device) -> Transformer:
     """The transformer of resolved flags for `device`, on the meta device. ValueError as above, and from --mlp lean."""
     with torch.device("meta"):
         return Transformer(model_config(c, device))
-
-
-class HuggingFaceModel(nn.Module):
-    """A causal language model of transformers as a step.LanguageModel. Masks and position ids are inputs of the batch,
-    by the names that its own forward has. Its FLOPs are counted where it runs on the meta device, as Llama does."""
-
-    NAMES = "transformers_version", "_name_or_path", "dtype", "torch_dtype", "id2label", "label2id", "architectures"
-
-    def __init__(self, model: nn.Module):
-        super().__init__()
-        self.model, self.plain_head = model, False
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """The configuration without what only names it."""
-        return {name: value for name, value in self.model.config.to_diff_dict().items() if name not in self.NAMES}
-
-    def forward(self, tokens: Tensor, targets: Tensor | None = None, chunk: int = 0, **inputs: Tensor) -> Tensor:
-        """tokens [B, T] -> logits [B, T, V]; with targets [B, T] their summed loss. ValueError: no chunked loss."""
-        if tokens.is_meta:  # unless it is told the mask, transformers looks for documents in the values of positions
-            B, T = tokens.shape
-            inputs = dict(attention_mask=torch.ones(B, 1, T, T, dtype=torch.bool, device="meta")) | inputs
-        if targets is None or not chunk:
-            logits = self.model(input_ids=tokens, use_cache=False, **inputs).logits
-            return logits if targets is None else cross_entropy(logits, targets)
-        if not self.plain_head:
-            raise ValueError("--loss chunked: the logits of this model are not its head's product alone, or `prepare` "
-                             "has not been called; use --loss full")  # fmt: skip
-        x = self._hidden(tokens, **inputs)  # [B, T, D]
-        return chunked_cross_entropy(x, self.model.get_output_embeddings().weight, targets, chunk)
-
-    def _hidden(self, tokens: Tensor, **inputs: Tensor) -> Tensor:
-        return self.model.base_model(input_ids=tokens, use_cache=False, **inputs).last_hidden_state
-
-    def init_weights(self) -> None:
-        for each in (*self.model.modules(), *self.model.parameters(), *self.model.buffers()):
-            each._is_hf_initialized = False  # of memory that is no longer there; else nothing is filled
-        self.model.initialize_weights()
-
-    @torch.no_grad()
-    def prepare(self, seqlen: int, device: torch.device) -> None:
-        """Tries on four tokens whether logits are hidden states times the head: some models scale or cap them."""
-        tokens, head = torch.arange(4, device=device)[None], self.model.get_output_embeddings()
-        capped = getattr(self.model.config, "final_logit_softcapping", None)  # small logits do not show it
-        logits, x = self(tokens).float(), self._hidden(tokens)
-        with unsharded():
-            product = nn.functional.linear(x, head.weight).float()
-        self.plain_head = not capped and head.bias is None and torch.allclose(logits, product, rtol=0.02, atol=1e-6)
 
 
 def wrap(model: nn.Module, c: flags.Config, device: torch.device, world: int) -> dist.DeviceMesh | None:
@@ -184,7 +147,7 @@ def build(c: flags.Config, device: torch.device, world: int, stage: Callable[[st
     stage("optimizer")
     model.prepare(c.seqlen, device)
     stage("mask")
-    kwargs = dict(options=flags.compile_options(c), mesh=mesh, grad_accum=c.grad_accum, accum_sync=c.accum_sync,
+    kwargs = dict(options=compile_options(c), mesh=mesh, grad_accum=c.grad_accum, accum_sync=c.accum_sync,
                   clip=c.clip, chunk=c.chunk if c.loss == "chunked" else 0, param_dtype=DTYPES[c.param_dtype],
                   reduce_dtype=DTYPES[c.reduce_dtype], norm_limit=c.norm_limit, between=between,
                   inspect=inspect)  # fmt: skip

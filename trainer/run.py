@@ -1,5 +1,6 @@
 """Everything between the flags and the row: a run that is built, trained, saved, and tells what it cost.
 
+    code = execute(Run, config, rank, local_rank, world)         # all of a program but its command line:
     run = Run(config, device, rank, world, signals, watchdog)    # agrees with the other ranks, finds what to resume
     run.build()                                                  # the model and its step
     run.train(sinks)                                             # raises what ends it early: Stopped, NonFinite, ..
@@ -8,6 +9,7 @@ What a run says of itself is made by experiments/summary.py, how it ends by faul
 """
 
 import math
+import os
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -27,15 +29,20 @@ from trainer.data import Batches
 from trainer.distributed import simulated_world
 from trainer.distributed.compile_once import compile_once
 from trainer.distributed.control import Control, Signals, Stopped, agree, control_group
+from trainer.distributed.launch import connect, set_deterministic, shutdown
+from trainer.distributed.terminal import Progress, fail, tell
+from trainer.experiments.checks import check
 from trainer.experiments.evaluation import evaluate, sample
-from trainer.experiments.logging import Sinks
-from trainer.experiments.summary import figures
+from trainer.experiments.logging import Sinks, final_lines
+from trainer.experiments.summary import doing, figures, header, row
+from trainer.fault_tolerance import inject
+from trainer.fault_tolerance.errors import ended_by
 from trainer.fault_tolerance.nonfinite import FiniteCheck
 from trainer.fault_tolerance.watchdog import Watchdog
 from trainer.optimizer import local
-from trainer.parallelize import build, reference_model
+from trainer.parallelize import build, compile_options, reference_model
 from trainer.profiling import flops, memory, timeline, timing
-from trainer.step import Replayed, global_norm, shard_group
+from trainer.step import LanguageModel, Replayed, check_mode, global_norm, shard_group
 
 WARMUP = 3  # steps that no statistic covers, the compiling ones among them
 PROFILED = 3
@@ -46,7 +53,7 @@ class Run:
 
     def __init__(self, c: flags.Config, device: torch.device, rank: int, world: int, signals: Signals,
                  watchdog: Watchdog):  # fmt: skip
-        self.c, self.device, self.rank, self.world, self.watchdog = c, device, rank, world, watchdog
+        self.device, self.rank, self.world, self.watchdog = device, rank, world, watchdog
         self.group = None if c.world else control_group()
         self.control = Control(signals, self.group)
         self.stages = memory.Stages(device)
@@ -54,36 +61,48 @@ class Run:
         self.environment = timing.environment(device)  # now: the checkout may change while it runs
         self.first_step_s = self.first_step_cpu_s = self.first_step_mib = None  # until it is done
         self.step_tokens = c.batch * c.grad_accum * c.seqlen  # of one step on one rank
-        self.batches = Batches(c.data, global_batch=world * c.batch * c.grad_accum, seqlen=c.seqlen, vocab=c.vocab,
-                               seed=c.seed, rank=rank, world=world, hold_out=c.eval_every > 0)  # fmt: skip
+        self.c, self.batches, self.blank = self.open(c)
+        c = self.c
         self.finite = FiniteCheck(c, self.batches, rank)
         # Rank 0 alone writes results and tells W&B, and a folder of traces may be one on each host.
         same = {flags.flag(k): v for k, v in c.flat().items() if k not in ("results", "wandb", "group", "tags")}
         same |= {"--profile": c.profile is not None, "torch": torch.__version__}
         agree(same | dict(data=(self.batches.description, self.batches.fingerprint)), self.group)
-        self.blank = reference_model(c, device)
         self.found = None if c.world else checkpoint.find_start(c, self.batches, self.group, self.blank.identity)
         self.state = self.found.state if self.found else checkpoint.TrainState()
         self.first = self.saved = self.state.step  # steps of earlier runs
         self.warm = self.first + WARMUP
         self.profile = timing.Profile(c.profile, self.warm, PROFILED, rank, device)
         self.explained, self.explanation = min(self.warm, c.steps - 1) if c.explain_memory else None, []
-        self.attention = choose_kernel(c, device)[-1]
         self.flops, self.uncounted = self.count_flops()
         self.collectives = simulated_world.log() if c.world else None
-        self.evaluated, self.sampled, self.peak = {}, [], {}
+        self.evaluated, self.sampled, self.peak, self.told = {}, [], {}, {}
         self.step = self.replayed = None  # until `build`
+
+    check = staticmethod(check)  # what is wrong with resolved flags and what they name
+
+    def open(self, c: flags.Config) -> tuple[flags.Config, Batches, LanguageModel]:
+        """Flags that lack nothing, the data, and the model on the meta device."""
+        self.attention = choose_kernel(c, self.device)[-1]
+        data = Batches(c.data, global_batch=self.world * c.batch * c.grad_accum, seqlen=c.seqlen, vocab=c.vocab,
+                       seed=c.seed, rank=self.rank, world=self.world, hold_out=c.eval_every > 0)  # fmt: skip
+        return c, data, reference_model(c, self.device)
+
+    def fill(self) -> None:
+        """Gives a model that is built its first values, if they are not drawn."""
+        if self.c.init is not None:
+            initialise(self.c, self.step.model, self.found, self.group)
 
     def count_flops(self) -> tuple[dict[str, float], str]:
         """FLOPs of one step on one rank by convention, or none and why: "palm", "causal" and, where its formula holds,
         "hardware": not for the math kernel, nor where eager does a lean MLP in a recomputed block once more."""
-        c, model = self.c, self.blank.config
+        c, model = self.c, getattr(self.blank, "config", None)
         try:
             counted = flops.count(self.blank, c.seqlen)
         except ValueError as error:
             return {}, f"FLOPs are not counted, MFU is n/a: {error}"
         found = dict(causal=counted.causal, palm=counted.palm)
-        odd = model.sdpa == "math" or (c.mlp, c.remat, c.compile) == ("lean", "block", "none")
+        odd = model is None or model.sdpa == "math" or (c.mlp, c.remat, c.compile) == ("lean", "block", "none")
         if not odd and counted.causal == costs.flops_per_token(model, c.seqlen):
             found["hardware"] = costs.flops_per_token(model, c.seqlen, "hardware")
         return {kind: each * self.step_tokens for kind, each in found.items()}, ""
@@ -99,8 +118,7 @@ class Run:
         agree(same | {"initial weights (random state)": zlib.crc32(drawn.numpy())}, self.group)
         if c.profile:
             self.profile.names = timing.Names(self.step)
-        if c.init is not None:
-            initialise(c, self.step.model, self.found, self.group)
+        self.fill()
         if self.found:
             checkpoint.load(self.found, self.step, self.group)
         self.batches.sample = self.state.samples
@@ -166,11 +184,13 @@ class Run:
         with self.timer.step(excluded), self.profile.step(k):
             if self.control.boundary(k, self.finite.norm, self.saver.failed()):
                 self.saver.wait()  # it failed on all
-            tokens, targets = (t.to(self.device, non_blocking=True) for t in next(self.batches))
+            tokens, targets, *more = next(self.batches)
+            tokens, targets = (t.to(self.device, non_blocking=True) for t in (tokens, targets))
+            inputs = {name: t.to(self.device, non_blocking=True) for each in more for name, t in each.items()}
             self.watchdog.beat(k + 1, "step")
             run = partial(self.explain, sinks.steps) if k == self.explained else self.replayed or self.step
             with compile_once(self.device, self.group) if k == self.first != self.explained else nullcontext():
-                loss = run(tokens, targets)
+                loss = run(tokens, targets, **inputs)
         if self.logged:
             norm, ms = self.step.grad_norm.item(), self.timer.last()
             told = dict(step=k + 1, loss=loss.item(), lr=lr, grad_norm=norm, ms=ms)
@@ -213,11 +233,11 @@ class Run:
         self.saver.save(self.state.step)
         self.saved = self.state.step
 
-    def explain(self, file: Path | None, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def explain(self, file: Path | None, tokens: torch.Tensor, targets: torch.Tensor, **inputs) -> torch.Tensor:
         """The step, with what its memory consists of in `explanation` on rank 0, and as a figure beside `file`."""
         if self.rank:
-            return self.step(tokens, targets)
-        loss, found, notes = timeline.watch(self.c, self.step, tokens, targets)
+            return self.step(tokens, targets, **inputs)
+        loss, found, notes = timeline.watch(self.c, self.step, tokens, targets, **inputs)
         self.explanation = timeline.lines(found, notes, self.explained + 1)
         self.explanation += timeline.drawn(found, str(file.with_suffix(".memory"))) if file else []
         return loss
@@ -230,3 +250,73 @@ class Run:
         for p, g in zip(params, grads, strict=True):
             self.logged_norms["norm/" + names[id(p)]] = global_norm([shard_group(p)], [local(p.detach())]).item()
             self.logged_norms["grad/" + names[id(p)]] = global_norm([shard_group(p)], [g]).item()
+
+
+def execute(kind: type[Run], c: flags.Config, rank: int, local_rank: int, world: int,
+            progress: Progress | None = None) -> int:  # fmt: skip
+    """One run of the `kind` that the flags describe; returns its exit code. What cannot work ends in one line and
+    SystemExit(2), before any process group. progress: on rank 0, says what is being done."""
+    progress = progress or Progress(speak=False)
+    device_type = ("cuda" if torch.cuda.is_available() else "cpu") if c.device == "auto" else c.device
+    try:
+        c = flags.resolve(c, device_type, world)
+        world = c.world or world
+        check_mode(c.compile, compile_options(c))
+        inject.faults(os.environ.get("FAULT"), c, world)
+        kind.check(c, world)
+        limit = max(c.timeout, c.first_timeout) + 120 if c.timeout and c.first_timeout else 3e7  # after the watchdog's
+        set_deterministic(c.deterministic)
+        progress.stage("waiting for the other ranks" if world > 1 and not c.world else "starting")
+        device = connect(c, rank, local_rank, world, limit)
+    except ValueError as e:
+        fail(str(e), rank)
+    hang, ranks = f"{os.path.splitext(c.results)[0]}.hang", 1 if c.world else world
+    with Signals(rank == 0) as signals, Watchdog(c.first_timeout, rank, ranks, hang, signals) as watchdog:
+        code = perform(kind, c, device, rank, world, signals, watchdog, progress)
+        if code in (0, *signals.CODES):  # all ranks are here
+            shutdown()
+    return code
+
+
+def perform(kind: type[Run], c: flags.Config, device: torch.device, rank: int, world: int, signals: Signals,
+            watchdog: Watchdog, progress: Progress) -> int:  # fmt: skip
+    """Builds, trains, reports; the exit code."""
+    say, run, outcome, code = tell if rank == 0 else lambda _: None, None, "ok", 0
+    try:
+        progress.stage("reading the data")
+        run = kind(c, device, rank, world, signals, watchdog)
+        c = run.c
+        if run.first >= c.steps:
+            say(f"already done: {run.found.path} has the {c.steps} steps of --steps, or more")
+            return 0
+        settings = flags.setting(c) | dict(world=flags.world_label(c, world))
+        sinks = Sinks(c.results, c.wandb, c.group, None, settings, c.tags, rank, c.steps, c.log_every,
+                      resume=run.state.wandb)  # fmt: skip
+        before, run.state.run, run.state.wandb = run.state.run, sinks.run, sinks.wandb_id  # in each checkpoint from now
+        watchdog.on_end = lambda outcome: sinks.row(row(run, outcome))
+        progress.stage("building the model")
+        run.build()
+        say("\n".join(header(run, sinks.write_settings(settings, before, run.first))))
+        progress.stage(doing(run, progress.live is not None))
+        with inject.planted(os.environ.get("FAULT"), c, run.step, run.first, rank), run.saver:
+            run.train(sinks)
+    except (Exception, KeyboardInterrupt) as e:
+        outcome, code = ended_by(e, run, watchdog, c.debug)
+        if run is None:  # nothing has begun: as bad flags
+            return code
+    finally:
+        signals.over = True
+        if run is not None:
+            run.profile.close()
+    told = row(run, outcome)
+    sinks.row(told)
+    watchdog.on_end = lambda outcome: None
+    sinks.close()
+    if code:
+        return code
+    if c.verbose:
+        say("\n".join(run.stages.lines()))
+    say("\n".join([*run.explanation, *run.profile.notes, *run.profile.paths, *run.sampled, *final_lines(told, WARMUP)]))
+    if run.replayed is not None:
+        run.replayed.close()
+    return 0

@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 from trainer.attention import DTYPES
 from trainer.checkpoint.lock import content, drop, take
 from trainer.checkpoint.manifest import CheckpointError, Damaged, Refused, discard, verify
-from trainer.config import Config, Training, flag
+from trainer.config import Config, flag
 from trainer.data import Batches, DataError
 from trainer.distributed.terminal import did_you_mean, one_line, tell
 from trainer.step import Step
@@ -296,7 +296,7 @@ def _check(found: Found, c: Config, batches: Batches, identity: dict[str, Any]) 
     saved = about.get("model", about["training"])  # older checkpoints have the flags alone
     identity = json.loads(json.dumps(identity))  # as train_state.json gives it back
     same = {flag(k) if k in flags else k: (saved.get(k), v) for k, v in identity.items()}
-    before = asdict(Training()) | about["training"]  # an older checkpoint lacks newer flags
+    before = asdict(type(c.training)()) | about["training"]  # an older checkpoint lacks newer flags
     both = {flag(k): (before[k], v) for k, v in flags.items() if k != "init"} | same
     both |= {"global-batch": (about["global_batch"], batches.global_batch)}
     both |= {HELD: tuple("yes" if every else "no" for every in (before["eval_every"], c.eval_every))}

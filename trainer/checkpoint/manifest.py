@@ -33,8 +33,8 @@ class Refused(ValueError):
     """A directory for --save that this run cannot use, or that another run uses."""
 
 
-def check_directory(path: str) -> None:
-    """Creates the directory of --save, and its parents; ValueError if nothing can be written there."""
+def check_directory(path: str, flag: str = "--save") -> None:
+    """Creates the directory of a flag, and its parents; ValueError if nothing can be written there."""
     try:
         whole = Path(path).absolute()
         new = [each for each in (whole, *whole.parents) if not each.exists()]
@@ -44,7 +44,7 @@ def check_directory(path: str) -> None:
             sync(each.parent)  # so that it survives a power cut
         tempfile.TemporaryFile(dir=path).close()
     except OSError as error:
-        raise ValueError(f"--save {path}: {error.strerror}; name a directory that can be written") from None
+        raise ValueError(f"{flag} {path}: {error.strerror}; name a directory that can be written") from None
 
 
 def sync(path: str | Path) -> None:

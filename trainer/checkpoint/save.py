@@ -63,7 +63,7 @@ class Saver(AbstractContextManager):
             model=self.step.model.identity, torch=torch.__version__, world=dist.get_world_size(),
             data=dict(description=batches.description, fingerprint=batches.fingerprint), tensors=table_of(state),
         )  # fmt: skip
-        write = partial(_save, self.c, f"step-{k:08d}", about, self.group)
+        write = partial(save_step, self.c, f"step-{k:08d}", about, self.group)
         if self.thread is None:
             self._settle(k, partial(write, state))
         else:
@@ -122,7 +122,7 @@ class Saver(AbstractContextManager):
                 tell(f"warning: {lost}", sys.stderr)
 
 
-def _save(c: Config, name: str, about: dict, group: dist.ProcessGroup | None, state: dict[str, Tensor]) -> None:
+def save_step(c: Config, name: str, about: dict, group: dist.ProcessGroup | None, state: dict[str, Tensor]) -> None:
     """Writes and commits a step under --save, then removes all but the newest --keep. Raises CheckpointError."""
     needs, where = sum(t.numel() * t.element_size() for t in state.values()), f"{os.path.join(c.save, name)}: "
     temporary = on_rank_0(partial(_begin, c.save, name, needs), group, where)

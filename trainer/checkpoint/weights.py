@@ -51,6 +51,15 @@ class Region(NamedTuple):  # a contiguous tensor in a file
     offset: int  # of its first byte
     like: Tensor  # on the meta device: shape and dtype
 
+    def read(self, first: int, shape: tuple[int, ...]) -> Tensor:
+        """[*shape] on the CPU: the rows of the tensor from the row `first` on. Reads nothing else of the file."""
+        part = torch.empty(shape, dtype=self.like.dtype)
+        with open(self.file, "rb") as file:
+            file.seek(self.offset + (first and first * self.like[0].nbytes))  # a scalar has no rows
+            if file.readinto(_bytes_of(part)) != part.nbytes:
+                raise CheckpointError(f"{self.file}: is cut short")
+        return part
+
 
 def _bytes_of(t: Tensor):
     return t.reshape(-1).view(torch.uint8).numpy()
@@ -61,7 +70,7 @@ def table(path: str) -> dict[str, Region]:
     if not os.path.exists(path) and os.path.exists(path + INDEX):
         path += INDEX
     try:
-        return (_indexed if path.endswith(INDEX) else _pt if path.endswith(".pt") else _safetensors)(path)
+        return (_indexed if path.endswith(INDEX) else _pt if path.endswith((".pt", ".bin")) else _safetensors)(path)
     except CheckpointError:
         raise
     except OSError as error:
@@ -93,7 +102,7 @@ def _safetensors(path: str) -> dict[str, Region]:
 def _indexed(path: str) -> dict[str, Region]:
     told, regions = json.loads(Path(path).read_bytes())["weight_map"], {}
     for file in sorted(set(told.values())):
-        if os.path.basename(file) != file or not file.endswith(".safetensors"):
+        if os.path.basename(file) != file or not file.endswith((".safetensors", ".bin")):
             raise ValueError(f"names {file!r}, which is no .safetensors beside it")
         regions |= table(os.path.join(os.path.dirname(path), file))
     there = {name: os.path.basename(region.file) for name, region in regions.items()}
@@ -116,28 +125,18 @@ def _pt(path: str) -> dict[str, Region]:
     return regions
 
 
-def _read(region: Region, first: int, shape: tuple[int, ...]) -> Tensor:
-    """[*shape] on the CPU: the rows of the tensor from the row `first` on. Reads nothing else of the file."""
-    part = torch.empty(shape, dtype=region.like.dtype)
-    with open(region.file, "rb") as file:
-        file.seek(region.offset + (first and first * region.like[0].nbytes))  # a scalar has no rows
-        if file.readinto(_bytes_of(part)) != part.nbytes:
-            raise CheckpointError(f"{region.file}: is cut short")
-    return part
-
-
 def initialise(c: Config, model: nn.Module, found: Found | None, group: dist.ProcessGroup | None = None) -> None:
     """Loads the weights of --init into `model` in place, unless the run goes on from the checkpoint `found`. Raises, on
     all ranks, CheckpointError for a file that is bad or does not fit, and Desync where ranks see different files."""
     if found is not None:
         say(f"--init {c.init}: not read, since {found.path} goes on")
         return
-    agree({f"--init {c.init}": _glimpse(c.init)}, group)
+    agree({f"--init {c.init}": glimpse(c.init)}, group)
     number = on_all(partial(load_weights, c.init, model, c.cast), group)[0]
     say(f"--init {c.init}: {', '.join(f'{n} tensors of {dtype}' for dtype, n in number.items())}; fresh moments")
 
 
-def _glimpse(path: str) -> str:
+def glimpse(path: str) -> str:
     """What this rank sees at `path`, from the table and the first bytes of each tensor; or why it sees nothing."""
     try:
         there, crc = table(path), 0
@@ -155,7 +154,12 @@ def load_weights(path: str, model: nn.Module, cast: bool = False) -> Counter:
     """Fills parameters and persistent buffers of `model` in place, each rank reading its own rows; returns how many
     tensors of each dtype the file holds. No collective. The file needs the model's names (one of each parameter),
     shapes and dtypes (with `cast`, any floating ones). Raises CheckpointError, also for what is not finite in them."""
-    there, owners = table(path), {}  # {id of a tensor: (the tensor, all its names)}
+    return fill(path, table(path), model, cast)
+
+
+def fill(path: str, there: dict[str, Region], model: nn.Module, cast: bool = False) -> Counter:
+    """`load_weights` of a table of what `path` holds, by the model's names; its values have `file`, `like`, `read`."""
+    owners = {}  # {id of a tensor: (the tensor, all its names)}
     for name, t in model.state_dict(keep_vars=True).items():
         owners.setdefault(id(t), (t.detach(), []))[1].append(name)
     _check(path, there, [*owners.values()], cast)
@@ -195,7 +199,7 @@ def _fill(t: Tensor, regions: dict[str, Region]) -> None:
             raise ValueError(f"{next(iter(regions))}: is sharded as {t.placements}; expected rows")
         first = chunk.offsets[0] if t.ndim else 0
     for name, region in regions.items():
-        part = _read(region, first, local.shape)
+        part = region.read(first, tuple(local.shape))
         if part.numel() and part.is_floating_point() and not all(end.to(t.dtype).isfinite() for end in part.aminmax()):
             raise CheckpointError(f"{region.file}: {name} is not finite in {_name(t)}")
         if before is not None and not torch.equal(part, before):

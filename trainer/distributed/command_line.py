@@ -1,18 +1,26 @@
 """What is wrong with a command line, in one line: the flag, its value, what would fit, what may have been meant.
 
+    parse(Config, sys.argv[1:], check, "main.py", "Trains.")         # a Config, or one line and exit code 2
     explain(["--mdoe", "none"], {"mode": Literal["none", "all"]})    # "--mdoe: no such flag; did you mean --mode?"
 
 Tyro parses. It answers in boxes, which show every flag that shares a syllable, and None among the choices; this module
 says the same in the form of all other errors. It imports no torch.
 """
 
+import io
 import re
+import sys
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr
+from dataclasses import is_dataclass
 from types import NoneType
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from trainer.distributed.terminal import did_you_mean
+import tyro
+
+from trainer.distributed.terminal import did_you_mean, fail
 
 FLAG = re.compile(r"--?[A-Za-z]")  # how a word begins that is no value: -1 is one
 HELP = "--help lists all flags"
@@ -24,6 +32,35 @@ PROCESSES = {"--nproc", "--nproc-per-node", "--gpus", "--ngpus"}
 
 def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
+
+
+def parse(kind: type, argv: Sequence[str], check: Callable[[Any], Any], prog: str, description: str,
+          rank: int = 0) -> Any:  # fmt: skip
+    """A `kind`, whose fields are groups of flags, from a command line. Ends the process with one line, which rank 0
+    prints, and exit code 2 for a bad one, also where `check` raises a ValueError."""
+    boxes = io.StringIO()  # of tyro, to which our own line is preferred
+    argv = [re.sub("^--micro[-_]batch(?=$|=)", "--batch", word) for word in argv]
+    try:
+        with redirect_stderr(boxes):
+            c = tyro.cli(kind, args=argv, prog=prog, description=description, console_outputs=rank == 0)
+        check(c)
+        return c
+    except (SystemExit, ValueError) as error:
+        if rank:
+            time.sleep(5)  # or torchrun would end rank 0 before it has printed the message
+        if rank or not getattr(error, "code", 2):  # --help
+            sys.exit(getattr(error, "code", 2))
+        said = str(error) if isinstance(error, ValueError) else explain(argv, kinds_of(kind), ["verbose"])
+    fail(said or " ".join(re.sub("[\u2500-\u257f]", " ", boxes.getvalue()).split()), rank)
+
+
+def kinds_of(kind: type) -> dict[str, Any]:
+    """The type of each flag of the groups of `kind`, by name; without those that a help text does not show."""
+    found = {}
+    for group in filter(is_dataclass, get_type_hints(kind).values()):
+        marks = {n: getattr(t, "__metadata__", ()) for n, t in get_type_hints(group, include_extras=True).items()}
+        found |= {n: t for n, t in get_type_hints(group).items() if tyro.conf.Suppress not in marks[n]}
+    return found
 
 
 def any_of(choices: Sequence) -> str:

@@ -22,11 +22,16 @@ def check(c: flags.Config, world: int) -> None:
     from trainer.data import check_source  # with numpy, which --help does not need
 
     check_source(c.data)
+    check_outputs(c)
+    several = world > 1 and not c.world
+    check_fits(c, c.world or world, int(os.environ.get("LOCAL_WORLD_SIZE") or 1) if several else 1)
+
+
+def check_outputs(c: flags.Config) -> None:
+    """ValueError where --results or --save cannot be written."""
     check_writable(c.results)
     if c.save is not None:
         check_directory(c.save)
-    several = world > 1 and not c.world
-    check_fits(c, c.world or world, int(os.environ.get("LOCAL_WORLD_SIZE") or 1) if several else 1)
 
 
 def check_at_once(c: flags.Config, world: int) -> None:

@@ -40,18 +40,22 @@ def _inference(c: Config, step: Step, device: torch.device) -> Iterator[None]:
 
 def evaluate(c: Config, step: Step, batches: Batches, device: torch.device,
              between: Callable[[], None] = lambda: None) -> dict[str, float]:  # fmt: skip
-    """eval_loss, nats per token of --eval-batches batches that are held out, and of data that is bytes eval_bpb, bits
-    per byte. The same on every rank, and but for rounding on any number of ranks. between: called at every batch."""
+    """eval_loss, nats per token of --eval-batches batches that are held out, with eval_bpb, bits per byte, of data that
+    is bytes and eval_ppl, perplexity, of other data. The same on every rank, and but for rounding on any number of
+    ranks. between: called at every batch."""
     total = torch.zeros(2, dtype=torch.float64, device=device)  # summed losses, tokens
     with _inference(c, step, device):
-        for tokens, targets in batches.held_out(c.eval_batches):
+        for tokens, targets, *more in batches.held_out(c.eval_batches):
             between()
-            for x, y in zip(tokens.chunk(c.grad_accum), targets.chunk(c.grad_accum), strict=True):
-                x, y = x.to(device), y.to(device)  # [B, T] of a micro-batch
-                total += torch.stack((step.model(x, y, c.chunk).double(), (y != IGNORE).sum()))
+            inputs = {name: t for each in more for name, t in each.items()}
+            for x, y, own in step.micro_batches(tokens, targets, inputs):
+                x, y, own = x.to(device), y.to(device), {name: t.to(device) for name, t in own.items()}  # [B, T] each
+                total += torch.stack((step.model(x, y, c.chunk, **own).double(), (y != IGNORE).sum()))
         loss, count = step.over_ranks(total, "sum").tolist()
     found = dict(eval_loss=loss / count)
-    return found | dict(eval_bpb=found["eval_loss"] / math.log(2)) if batches.bytes else found
+    if batches.bytes:
+        return found | dict(eval_bpb=found["eval_loss"] / math.log(2))
+    return found | dict(eval_ppl=math.exp(min(found["eval_loss"], 700)))
 
 
 def sample(c: Config, step: Step, batches: Batches, device: torch.device,

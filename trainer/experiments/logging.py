@@ -26,7 +26,8 @@ from trainer.distributed.terminal import grouped, tell
 
 SECRET = re.compile(r"api_?key|private_?key|secret|passw|credential|(access|api|auth|hf)_?token|^token$", re.IGNORECASE)
 LINE = {"loss": "loss {:.4f}", "lr": "lr {:.3g}", "grad_norm": "|g| {:.3f}", "ms": "{:,.1f} ms",
-        "tok_s": "{:,.0f} tok/s", "eval_loss": "held-out loss {:.4f}", "eval_bpb": "{:.4f} bits per byte"}  # fmt: skip
+        "tok_s": "{:,.0f} tok/s", "eval_loss": "held-out loss {:.4f}", "eval_bpb": "{:.4f} bits per byte",
+        "eval_ppl": "perplexity {:.3f}"}  # fmt: skip
 
 
 def _plain(value: Any) -> Any:
@@ -103,8 +104,9 @@ def final_lines(row: dict, warmup: int = 0) -> list[str]:
         f"memory   {', '.join(memory) or 'n/a'}",
     ]
     if row.get("eval_loss") is not None:
-        bpb = f", {grouped(row['eval_bpb'], 4)} bits per byte" * (row.get("eval_bpb") is not None)
-        lines.insert(1, f"held out loss {grouped(row['eval_loss'], 4)}{bpb}, after step {row['eval_step']}")
+        more = f", {grouped(row['eval_bpb'], 4)} bits per byte" * (row.get("eval_bpb") is not None)
+        more += f", perplexity {grouped(row['eval_ppl'], 3)}" * (row.get("eval_ppl") is not None)
+        lines.insert(1, f"held out loss {grouped(row['eval_loss'], 4)}{more}, after step {row['eval_step']}")
     if row.get("outcome") == "ok" and warmup and not row.get("n"):
         untimed = f"the first {warmup} steps of a run (they compile and warm up) and those that a profiler watches"
         return [*lines, f"step     n/a, as are speed and MFU: no step was timed; {untimed} never are; raise --steps"]
@@ -214,7 +216,8 @@ class Sinks:
             raise RuntimeError("no login")
         Path(run.dir).parent.joinpath("logs", "debug-core.log").unlink(missing_ok=True)  # a link into the user's home
         # Losses stand over tokens, by which runs of different batches compare, all else over steps.
-        over = {"step": None, "tokens": None, "*": "step"} | dict.fromkeys(("loss", "eval_loss", "eval_bpb"), "tokens")
+        losses = dict.fromkeys(("loss", "eval_loss", "eval_bpb", "eval_ppl"), "tokens")
+        over = {"step": None, "tokens": None, "*": "step"} | losses
         for name, axis in over.items():
             run.define_metric(name, step_metric=axis)
         self._wandb, self.wandb_id = run, run.id

@@ -30,15 +30,16 @@ class ToldRun(RunView, Protocol):
     attention: str  # the kernel, for people
     flops: dict[str, float]  # of one step on one rank: "causal", "palm", "hardware" if it is known
     uncounted: str  # why there are none
-    step_tokens: int  # of one step on one rank
+    step_tokens: int | None  # of one step on one rank; None if steps differ
     batches: Batches
     replayed: Replayed | None  # with --cuda-graph
     timer: timing.StepTimer
     finite: FiniteCheck
     collectives: deque | None  # of the last step, on simulated ranks
     watchdog: Watchdog
-    evaluated: dict[str, float | int]  # eval_loss, eval_step and, of bytes, eval_bpb, if it has been evaluated
+    evaluated: dict[str, float | int]  # eval_loss, eval_step, eval_bpb or eval_ppl, if it has been evaluated
     peak: dict[str, float | str]  # of memory, before the last evaluation
+    told: dict[str, Any]  # more for the row
     first_step_s: float | None
     first_step_cpu_s: float | None
     first_step_mib: float | None
@@ -56,7 +57,9 @@ def figures(run: ToldRun, ms: float) -> dict[str, float]:
     """What a logged step of `ms` tells beside its loss: tokens so far, tok/s of all ranks, MFU in percent and MiB at
     the peak so far; without what is not known."""
     mfu = flops.utilisation(run.flops, ms / 1e3, costs.device_peak(run.environment["device"]))["mfu"]
-    found = dict(tokens=run.batches.sample * run.c.seqlen, tok_s=run.world * run.step_tokens / ms * 1e3, mfu=mfu)
+    found = dict(mfu=mfu)
+    if run.step_tokens is not None:
+        found |= dict(tokens=run.batches.sample * run.c.seqlen, tok_s=run.world * run.step_tokens / ms * 1e3)
     return {name: value for name, value in (found | _peak(run)).items() if isinstance(value, int | float)}
 
 
@@ -65,7 +68,7 @@ def row(run: ToldRun, outcome: str) -> dict:
     c = run.c
     stats = timing.stats(run.timer.ms()) if outcome == "ok" else timing.stats([])
     seconds = stats["step_ms"] / 1e3 if stats["step_ms"] else None
-    tok_s = run.world * run.step_tokens / seconds if seconds else None
+    tok_s = run.world * run.step_tokens / seconds if seconds and run.step_tokens is not None else None
     compiled = c.compile != "none" and run.first_step_s is not None and seconds is not None
     shown = "wrapper mode compile attn remat remat_ratio depth width seqlen batch grad_accum param_dtype reduce_dtype"
     row = run.environment | timing.clocks(run.device) | dict(world=flags.world_label(c, run.world), loss_kind=c.loss)
@@ -73,7 +76,7 @@ def row(run: ToldRun, outcome: str) -> dict:
     row |= dict(outcome=outcome, cell=os.environ.get("SWEEP_CELL"), skipped=run.finite.skipped)
     row |= dict(resumed_after=run.first or None, compile_s=round(run.first_step_s - seconds, 2) if compiled else None)
     row["first_step_cpu_s"] = round(run.first_step_cpu_s, 2) if run.first_step_cpu_s is not None else None
-    row |= dict.fromkeys(("eval_loss", "eval_bpb", "eval_step")) | run.evaluated
+    row |= dict.fromkeys(("eval_loss", "eval_bpb", "eval_ppl", "eval_step")) | run.evaluated
     if c.compile == "regions":  # calls of each shared subgraph; {}: none, as fwdbwd; None: compiled before, not counted
         row["regions"] = getattr(run.step.regions, "found", {})
     row |= _peak(run) | dict(first_step_peak_mib=run.first_step_mib) | stats
@@ -81,6 +84,7 @@ def row(run: ToldRun, outcome: str) -> dict:
     if run.collectives is not None:
         row["collectives"] = simulated_world.summary(run.collectives)
     peak = costs.device_peak(row["device"])
+    row |= run.told
     return row | flops.utilisation(run.flops, seconds, peak) | dict(peak_flops=peak, loss=run.finite.loss)
 
 
@@ -88,7 +92,7 @@ COMPILED = dict(none="the first step", blocks="compiling a block", model="compil
                 fwdbwd="compiling forward and backward", regions="compiling forward and backward, equal blocks once",
                 step="compiling the whole step")  # fmt: skip
 
-ASIDE = dict(save=", saving", eval=", evaluating", sample=", writing a sample")
+ASIDE = dict(save=", saving", eval=", evaluating", sample=", writing a sample", export=", exporting")
 
 
 def doing(run: ToldRun, live: bool) -> Callable[[], str]:
@@ -127,7 +131,7 @@ def header(run: ToldRun, settings: Path | None = None) -> list[str]:
     rows = describe(run.step.model)
     parameters = grouped(sum(math.prod(r.shape) for r in rows))
     whole = [r for r in rows if r.placement.startswith("Replicate")]
-    usual = flags.filled(flags.Config(flags.Training(), flags.System(), flags.Output()), c.device)
+    usual = flags.filled(type(c)(*(type(group)() for group in (c.training, c.system, c.output))), c.device)
     both = {**vars(c.training), **vars(c.system)}.items()
     changed = [f"{name}={value}" for name, value in both if value != getattr(usual, name)]
     optimizer, still = run.step.optimizer, len(run.step.optimizer.params) - run.step.optimizer.decaying

@@ -52,7 +52,7 @@ from overlap import GATHER, REDUCE, SCATTER, WAIT, is_layout, is_product, module
 from regions import CALL
 from trainer.attention import DTYPES
 from trainer.costs import sent_bytes
-from trainer.parallelize import build, reference_model, wrap
+from trainer.parallelize import build, compile_options, reference_model, wrap
 from trainer.step import LanguageModel, Step
 
 KINDS = {GATHER: "all-gather", SCATTER: "reduce-scatter", REDUCE: "all-reduce"}
@@ -290,7 +290,7 @@ def own_model(target: str, c: flags.Config, world: int) -> tuple[nn.Module, Call
     wrap(model, c, torch.device("cpu"), world)
     if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
         model.to_empty(device="cpu")
-    options = flags.compile_options(c)
+    options = compile_options(c)
     options = options if options.pop("plain", False) else overlap.compile_options(model, ahead=c.ahead) | options
     args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
     return model, lambda *args: model(*args, **kwargs), args, options

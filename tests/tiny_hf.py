@@ -1,0 +1,52 @@
+"""Tiny models of Hugging Face with random weights, and a tokenizer that is trained here, in folders."""
+
+import json
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+SMALL = dict(hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2)
+IDS = dict(bos_token_id=None, eos_token_id=1, pad_token_id=0)
+KINDS = {  # model_type and what differs from SMALL
+    "llama": ("llama", {}), "qwen2.5": ("qwen2", dict(tie_word_embeddings=True)), "qwen3": ("qwen3", dict(head_dim=16)),
+    "mistral": ("mistral", dict(sliding_window=8)), "gemma3": ("gemma3_text", dict(head_dim=16)),
+    "qwen3-moe": ("qwen3_moe", dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)),
+}  # fmt: skip
+TEMPLATE = ("{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+            "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")  # fmt: skip
+
+
+def lines(number: int) -> list[dict]:
+    """Sums, to be learned."""
+    pairs = (divmod(7 * i, 60) for i in range(number))
+    turns = ((f"What is {a} plus {b}?", f"{a} plus {b} is {a + b}.") for a, b in pairs)
+    return [dict(messages=[dict(role="user", content=q), dict(role="assistant", content=a)]) for q, a in turns]
+
+
+def write_data(path: Path, number: int = 64) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines(number)))
+    return path
+
+
+def write_tokenizer(folder: Path, vocab: int = 400) -> None:
+    """A byte-level BPE of at most `vocab` tokens, 0 for padding, 1 for the end of a turn, with a chat template."""
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    special = ["<|pad|>", "<|im_end|>", "<|im_start|>"]
+    made.train_from_iterator(map(json.dumps, lines(200)), trainers.BpeTrainer(
+        vocab_size=vocab, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False))  # fmt: skip
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|im_end|>", pad_token="<|pad|>")
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+
+
+def write_model(folder: Path, kind: str = "qwen2.5", vocab: int = 400, **more) -> Path:
+    """Saves a model of one of KINDS, its weights of random numbers in bf16, in a new folder."""
+    model_type, own = KINDS[kind]
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **SMALL | IDS | dict(vocab_size=vocab) | own | more)
+    AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder)
+    return folder

@@ -1,0 +1,82 @@
+"""What can be refused before anything is taken: --model's folder, --data's files, memory. Imports no torch.
+
+    check_at_once(config, world)    # on rank 0: ends the process with one line and exit code 2 or 3, or returns
+    check(config, world)            # on each rank: ValueError
+"""
+
+import importlib.util
+import json
+import os
+from pathlib import Path
+
+from trainer import config as flags
+from trainer.checkpoint.manifest import check_directory
+from trainer.distributed.terminal import fail
+from trainer.experiments import checks
+from trainer.finetuning.config import Config
+
+FILES = "model.safetensors", "pytorch_model.bin"  # the first that is there, or its index
+
+
+def weights_in(folder: str) -> str | None:
+    """The path of the file of weights of a folder, which may have an index instead; None: there is none."""
+    paths = (os.path.join(folder, name) for name in FILES)
+    return next((path for path in paths if os.path.exists(path) or os.path.exists(f"{path}.index.json")), None)
+
+
+def check_folder(folder: str, weights: bool = True) -> None:
+    """DataError for a folder that lacks config.json, or weights, or files that its index names."""
+    from trainer.data import DataError
+
+    try:
+        config = json.loads(Path(folder, "config.json").read_bytes())
+        if not isinstance(config, dict) or "model_type" not in config:
+            raise DataError(f"{folder}/config.json: expected model_type, found none; use a folder of transformers")
+        path = weights_in(folder)
+        if not weights:
+            return
+        if path is None:
+            raise DataError(f"{folder}: expected {' or '.join(FILES)} or its index, found neither; download the "
+                            "weights, or add --random")  # fmt: skip
+        if not os.path.exists(path):
+            named = set(json.loads(Path(f"{path}.index.json").read_bytes())["weight_map"].values())
+            if absent := sorted(name for name in named if not os.path.exists(os.path.join(folder, name))):
+                raise DataError(f"{path}.index.json: names {len(absent)} files that are not there: "
+                                f"{', '.join(absent[:5])}; download them")  # fmt: skip
+    except OSError as error:
+        raise DataError(f"{error.filename}: {error.strerror}; use a folder of transformers") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{folder}: config.json or an index is no JSON of transformers ({error})") from error
+
+
+def check(c: Config, world: int) -> None:
+    """ValueError, one line, for what resolved flags name and need outside, the contents of files apart."""
+    for name in ("transformers", "safetensors"):
+        if importlib.util.find_spec(name) is None:
+            raise ValueError(f"--model: needs {name}; pip install -e '.[hf]'")
+    if not os.path.isdir(c.model):
+        raise ValueError(f"--model {c.model}: is no folder; name one with config.json, as save_pretrained() writes it")
+    if c.export is not None and os.path.lexists(c.export):
+        raise ValueError(f"--export {c.export}: is there already; name a new folder")
+    for name in ("prepared", "export"):
+        if (path := getattr(c, name)) is not None:
+            check_directory(path if name == "prepared" else os.path.dirname(os.path.abspath(path)), flags.flag(name))
+    checks.check_outputs(c)
+
+
+def check_at_once(c: Config, world: int) -> None:
+    """For rank 0, before torch is imported and with flags as they are given: what `check` finds, and what is wrong with
+    the files of --model and --data as this rank sees them."""
+    from trainer.data import DataError
+    from trainer.finetuning.examples import check_files
+
+    try:
+        check(c, world)
+        check_folder(c.model, weights=not c.random)
+        for name in ("data", "eval_data"):
+            if getattr(c, name):
+                check_files(getattr(c, name), flags.flag(name))
+    except ValueError as e:
+        fail(str(e), 0)
+    except DataError as e:
+        fail(str(e), 0, 3)

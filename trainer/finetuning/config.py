@@ -1,0 +1,145 @@
+"""The flags of finetune.py: those of main.py that mean the same, without a model's shape, and its own.
+
+    config = parse(sys.argv[1:], world=4)      # as trainer/config.py; imports no torch
+
+--model brings the shape, --data the number of steps: `completed` puts them in when both have been read.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar, Literal
+
+from tyro.conf import OmitArgPrefixes, Suppress, arg
+
+from trainer import config as flags
+from trainer.distributed.terminal import fail
+
+_DESCRIPTION = """Fine-tunes a causal language model of Hugging Face under simple_fsdp; its checkpoint is a folder.
+One rank: python finetune.py --model DIR --data chat.jsonl. Several: torchrun --nproc-per-node 4 finetune.py ..."""
+DEFAULTS = {device: dict(batch=1, lr=1e-5, param_dtype=dtype)
+            for device, dtype in (("cuda", "bf16"), ("cpu", "fp32"))}  # fmt: skip
+
+
+def _default(text: str, metavar: str = "INT"):
+    return arg(metavar=metavar, help_behavior_hint=f"(default: {text})")
+
+
+@dataclass(frozen=True)
+class Tuning(flags.Optimization):
+    """May change the loss."""
+
+    model: str = ""
+    """Folder of the model: config.json, *.safetensors (with an index if they are several), the tokenizer's files."""
+    random: bool = False
+    """Begin with random weights: the folder needs no *.safetensors. To measure, or to train from the beginning."""
+    data: str = ""
+    """JSONL file, or pattern of several. Each line has "messages" (a list of role and content, of which what the
+    assistant says is learned), "prompt" and "completion", or "text", all of which is learned."""
+    eval_data: str | None = None
+    """The same, for --eval-every. Without it the last 1/64 of --data is held out."""
+    seqlen: int = 1024
+    """Tokens per sequence. A longer example loses its end; one that then has nothing to learn is left out, counted."""
+    batch: Annotated[int | None, _default("1")] = None
+    """Sequences per rank and micro-batch (or --micro-batch)."""
+    grad_accum: Annotated[int | None, _default("1, or as --effective-batch needs")] = None
+    """Micro-batches per optimizer step. Their gradients are accumulated in fp32."""
+    effective_batch: Annotated[int | None, _default("ranks x batch x grad-accum")] = None
+    """Sequences of an optimizer step, on all ranks together."""
+    epochs: float = 1.0
+    """Passes over the data, if --steps does not say how long."""
+    steps: Annotated[int | None, _default("as --epochs needs")] = None
+    """Optimizer steps."""
+    lr: Annotated[float | None, _default("1e-05", "FLOAT")] = None
+    """Peak learning rate. After --warmup it follows --schedule."""
+    weight_decay: float = 0.0
+    """AdamW's, of matrices alone: norms and biases do not decay."""
+    pad: Literal["fixed", "longest", "pack"] = "fixed"
+    """fixed: rows of --seqlen. longest: as long as the longest of a step, rounded up to an eighth of --seqlen.
+    pack: several examples in a row, which attention keeps apart."""
+    bad_lines: Literal["stop", "skip"] = "stop"
+    """What to do with a line of --data that cannot be used: end with exit code 3 and its number, or count it."""
+    init: Suppress[str | None] = None
+    depth: Suppress[int | None] = None
+    width: Suppress[int | None] = None
+    vocab: Suppress[int | None] = None
+
+
+@dataclass(frozen=True)
+class System(flags.System):
+    """Must not change the loss by more than rounding."""
+
+    remat_ratio: float = 0.0
+    """Fraction of the model's blocks, evenly spread, that backward computes again instead of keeping what is inside."""
+    prepared: str | None = None
+    """Folder in which the first start saves the model as it shards it; later ones, of any number of ranks, load it."""
+    wrapper: Suppress[str] = "simple"
+    attn: Suppress[str] = "sdpa"
+    remat: Suppress[str] = "block"
+    remat_norm: Suppress[bool] = True
+    remat_core: Suppress[bool] = False
+    sdpa: Suppress[str] = "auto"
+    flex_options: Suppress[str | None] = None
+    mlp: Suppress[str] = "plain"
+    mlp_chunk: Suppress[int] = 0
+
+
+@dataclass(frozen=True)
+class Output(flags.Output):
+    """Where results go, what is saved and printed, and when a run gives up."""
+
+    export: str | None = None
+    """New folder for the trained model, which from_pretrained() opens: config, tokenizer and dtypes as in --model."""
+    max_shard_gb: float = 5.0
+    """Largest size of a file of --export, in 10^9 bytes."""
+    preview: bool = False
+    """Print an example of --data with what is learned of it marked, and end."""
+    explain_memory: Suppress[bool] = False
+    cast: Suppress[bool] = False
+    sample: Suppress[int] = 0
+
+
+@dataclass(frozen=True)
+class Config(flags.Config):
+    """All flags of finetune.py."""
+
+    DEFAULTS: ClassVar = DEFAULTS
+    training: OmitArgPrefixes[Tuning]
+    system: OmitArgPrefixes[System]
+    output: OmitArgPrefixes[Output]
+
+    def on(self, ranks: int) -> "Config":
+        """With --grad-accum and --effective-batch, each as the other one and so many ranks need it."""
+        t, rows = self.training, ranks * self.batch
+        accum = t.grad_accum or (t.effective_batch or rows) // rows
+        return replace(self, training=replace(t, grad_accum=accum, effective_batch=t.effective_batch or rows * accum))
+
+    def misfits(self, started: int) -> list[tuple]:
+        """As of main.py's flags, without those of a shape."""
+        ranks = self.world or started
+        micro = f"{ranks} rank{'s' * (ranks > 1)} x --batch {self.batch}"
+        no_model, odd_rows = "simulated ranks hold no model worth saving; leave it out", "use --pad fixed"
+        return [
+            ("effective_batch", self.effective_batch != ranks * self.batch * self.grad_accum,
+             f"must be {micro} x a whole number" + f" (--grad-accum {self.grad_accum})" * (self.grad_accum > 0)),
+            ("eval_data", self.eval_data is not None and not self.eval_every, "needs --eval-every"),
+            ("export", self.world and self.export is not None, no_model),
+            ("prepared", self.world and self.prepared is not None, no_model),
+            ("prepared", self.random and self.prepared is not None, "is of a model with weights; leave out --random"),
+            ("cuda_graph", self.cuda_graph and self.pad != "fixed", f"replays one shape without positions; {odd_rows}"),
+            *flags.run_misfits(self, started, ranks), *flags.step_misfits(self),
+        ]  # fmt: skip
+
+    def completed(self, depth: int, width: int, vocab: int, rows: int) -> "Config":
+        """With the model's shape, and the steps that --epochs of an epoch of so many rows take."""
+        steps = self.steps or max(1, math.ceil(self.epochs * rows / self.effective_batch))
+        return replace(self, training=replace(self.training, depth=depth, width=width, vocab=vocab, steps=steps))
+
+
+def parse(argv: Sequence[str], rank: int = 0, world: int | None = None) -> Config:
+    """As trainer.config.parse; --model and --data have to be there."""
+    c = flags.parse(argv, rank, world, Config, "finetune.py", _DESCRIPTION)
+    for name, what in (("model", "the folder of a model"), ("data", "a JSONL file")):
+        if not getattr(c, name):
+            fail(f"--{name}: needs {what}; --help lists all flags", rank)
+    return c

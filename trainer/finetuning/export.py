@@ -1,0 +1,157 @@
+"""A trained model as a folder that from_pretrained() opens: --export of finetune.py, or of a checkpoint afterwards.
+
+    python -m trainer.finetuning.export runs/a OUT --model DIR     # the newest good step of runs/a, as a new folder OUT
+    export(config, model, group, between)                          # of a run, all ranks; one tensor at a time on rank 0
+
+Names and dtypes are those of the files in --model, beside which its config, tokenizer and other small files are copied
+as they are. safetensors alone, an index if there are several. OUT gets its name when all is in it. Exit codes as
+trainer.checkpoint.export.
+"""
+
+import argparse
+import os
+import secrets
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers.core_model_loading import revert_weight_conversion
+
+from trainer.checkpoint import load as checkpoint
+from trainer.checkpoint import weights
+from trainer.checkpoint.manifest import CheckpointError, sync
+from trainer.data import DataError
+from trainer.distributed.terminal import fail
+from trainer.finetuning.checks import check_folder, weights_in
+from trainer.finetuning.config import Config
+from trainer.finetuning.load import own_tensors
+from trainer.finetuning.model import HuggingFaceModel, blank_model
+
+WEIGHTS = ".safetensors", ".bin", ".pt", ".pth", ".index.json", ".gguf", ".h5", ".msgpack", ".onnx", ".py"  # not copied
+
+
+def files_of(inner: nn.Module, folder: str) -> dict[str, tuple[str, Tensor]]:
+    """{name in the files: (name in the model, tensor on the meta device)} of all that is saved of `inner`; dtypes are
+    those of `folder`'s files, without any those of its config. CheckpointError: transformers cannot tell the names."""
+    path, usual = weights_in(folder), inner.config.dtype or torch.float32
+    stored = {name: region.like.dtype for name, region in weights.table(path).items()} if path else {}
+    state = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in own_tensors(inner).items()}
+    found = {}
+    for name, t in state.items():
+        for own, made in revert_weight_conversion(inner, {name: t}).items():
+            found[own] = name, made.to(stored.get(own, usual) if made.is_floating_point() else made.dtype)
+    if found.keys() != (whole := revert_weight_conversion(inner, state)).keys():
+        wrong = sorted(found.keys() ^ whole.keys())
+        raise CheckpointError(f"{type(inner).__name__}: {wrong[0]} is made of several tensors, which cannot be written")
+    return found
+
+
+def write_folder(out: str, inner: nn.Module, source: str, whole: Callable[[str], Tensor], shard_gb: float) -> str:
+    """Writes the new folder `out`; returns the line to print. whole: gives a tensor of the model, by its name; asked
+    for each once, in the order of `files_of`. Raises CheckpointError; then `out` is not there."""
+    temporary, made = f"{out}.tmp-{secrets.token_hex(4)}", {}
+    tensors = files_of(inner, source)
+
+    def read(name: str) -> Tensor:
+        if name not in made:
+            made.clear()
+            made.update(revert_weight_conversion(inner, {tensors[name][0]: whole(tensors[name][0])}))
+        return made[name].contiguous()
+
+    try:
+        if os.path.lexists(out):
+            raise CheckpointError(f"{out}: is there already; name a new folder")
+        os.mkdir(temporary)
+        for each in sorted(Path(source).iterdir()):
+            if each.is_file() and not each.name.endswith(WEIGHTS):
+                shutil.copy(each, temporary)
+        like = {name: t for name, (_, t) in tensors.items()}
+        files = weights.write(f"{temporary}/model.safetensors", like, read, dict(format="pt"), shard_gb * 1e9)
+        os.rename(temporary, out)
+        sync(os.path.dirname(os.path.abspath(out)))
+    except OSError as error:
+        raise CheckpointError(f"{out}: {error.strerror}; it was not written") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    gib = sum(t.nbytes for t in like.values()) / 2**30
+    return f"{out}: {len(like)} tensors, {gib:.2f} GiB in {len(files)} file{'s' * (len(files) > 1)}"
+
+
+def export(c: Config, model: HuggingFaceModel, group: dist.ProcessGroup | None,
+           between: Callable[[], Any] = lambda: None) -> str:  # fmt: skip
+    """Writes --export of a run; returns the line to print. A collective: the ranks gather one tensor at a time, which
+    rank 0 writes. between: called before each on all ranks. Raises CheckpointError on all ranks."""
+    state = own_tensors(model.model)
+
+    def gathered() -> Iterator[Tensor]:
+        for t in state.values():
+            between()
+            yield (t.full_tensor() if isinstance(t, DTensor) else t).cpu()
+
+    tensors = gathered()
+
+    def work() -> str:
+        if dist.get_rank() == 0:
+            return write_folder(c.export, model.model, c.model, lambda name: next(tensors), c.max_shard_gb)
+
+    try:
+        return checkpoint.on_all(lambda: _drained(work, tensors), group, f"{c.export}: ")[0]
+    finally:
+        tensors.close()
+
+
+def _drained(work: Callable[[], Any], tensors: Iterator[Tensor]) -> Any:
+    """What `work` returns or raises; either way this rank takes part in every gathering."""
+    try:
+        return work()
+    finally:
+        for _ in tensors:
+            pass
+
+
+def of_checkpoint(args: argparse.Namespace) -> str:
+    """As the command line says; returns the line to print. Raises CheckpointError or DataError."""
+    check_folder(args.model, weights=False)
+    model = blank_model(args.model)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # verifying is a collective
+    try:
+        found = checkpoint.find(args.checkpoint)
+        saved = {name.removeprefix("model."): [*t.shape] for name, t in checkpoint.parameters(found).items()}
+        if differ := [n for n, t in own_tensors(model.model).items() if saved.get(n) != [*t.shape]]:
+            raise CheckpointError(f"{found.path}: {differ[0]} is not there as {args.model} has it; name its model")
+        read = partial(checkpoint.read, found)
+        return write_folder(args.out, model.model, args.model, lambda name: read(f"model.{name}"), args.max_shard_gb)
+    finally:
+        dist.destroy_process_group()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exports as the command line says; returns 0, or ends the process with a line and another exit code."""
+    parser = argparse.ArgumentParser("python -m trainer.finetuning.export", allow_abbrev=False,
+                                     description=__doc__.split("\n")[0])  # fmt: skip
+    parser.add_argument("checkpoint", metavar="DIR", help="a step's directory, or one of steps: its newest good one")
+    parser.add_argument("out", metavar="OUT", help="a new folder")
+    parser.add_argument("--model", required=True, metavar="DIR", help="the folder that finetune.py began with")
+    parser.add_argument("--max-shard-gb", type=float, default=5.0, metavar="GB", help="largest size of a file, in 10^9 "
+                        "bytes (default: 5)")  # fmt: skip
+    args = parser.parse_args(argv)
+    if not args.max_shard_gb > 0:
+        parser.error(f"--max-shard-gb {args.max_shard_gb}: must be a positive number")
+    if not os.path.isdir(args.model):
+        parser.error(f"--model {args.model}: is no folder; name the one that finetune.py began with")
+    try:
+        print(of_checkpoint(args))
+    except (DataError, CheckpointError) as error:
+        fail(str(error), 0, 3 if isinstance(error, DataError) else 4)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,160 @@
+"""Weights of a Hugging Face folder into a model that is sharded: each rank reads its rows of one tensor at a time.
+
+    told = load_weights(config, model, group)      # in place, cast to the stored dtype; or from --prepared
+    told["load_s"], told["loaded_from"]
+
+transformers tells by which names a file holds what the model has, and how its experts are stacked. `.bin` files are
+read by torch's weights_only loader. All that is wrong with a folder is a DataError, exit code 3.
+"""
+
+import json
+import os
+import re
+import time
+from collections import Counter
+from collections.abc import Iterable
+from copy import deepcopy
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from transformers import conversion_mapping, core_model_loading
+
+from trainer.checkpoint import load as checkpoint
+from trainer.checkpoint import weights
+from trainer.checkpoint.lock import drop, take
+from trainer.checkpoint.manifest import CheckpointError
+from trainer.checkpoint.save import save_step
+from trainer.data import DataError
+from trainer.distributed.control import agree
+from trainer.finetuning.checks import weights_in
+from trainer.finetuning.config import Config
+from trainer.finetuning.model import HuggingFaceModel
+
+STEP = "step-00000000"  # of --prepared
+
+
+class Converted(NamedTuple):
+    """A tensor of the model that transformers makes of several in files, such as the experts of a block."""
+
+    file: str
+    like: Tensor  # on the meta device: shape and dtype
+    name: str  # in the model
+    first: str  # the name by which its sources are known to the converter
+    converter: Any  # of transformers
+    sources: tuple  # (pattern of the converter, name in the file, its Region), in order
+
+    def read(self, first: int, shape: tuple[int, ...]) -> Tensor:
+        """[*shape] on the CPU: the rows from `first` on. Of stacked tensors only those of these rows are read."""
+        op = self.converter.operations[0]
+        if isinstance(op, core_model_loading.MergeModulelist) and op.dim == 0:
+            if not shape[0]:
+                return self.like.new_empty(shape, device="cpu")
+            lists: dict[str, list] = {}
+            for source in self.sources:
+                lists.setdefault(source[0], []).append(source)
+            some = [source for each in lists.values() for source in each[first : first + shape[0]]]
+            return self._made(some)
+        return self._made(self.sources)[first : first + shape[0]].contiguous()
+
+    def _made(self, sources: Iterable[tuple]) -> Tensor:
+        read = ((pattern, name, region.read(0, tuple(region.like.shape))) for pattern, name, region in sources)
+        return convert(self.converter, self.first, read)[self.name]
+
+
+def convert(converter, first: str, sources: Iterable[tuple]) -> dict[str, Tensor]:
+    """{name in the model: tensor} of (pattern, name in the file, tensor), in order, by a copy of the converter."""
+    own = deepcopy(converter)
+    for pattern, name, tensor in sources:
+        own.add_tensor(first, name, pattern, tensor)
+    return {name: t[0] if isinstance(t, list) else t for name, t in own.convert(first).items()}
+
+
+def renamed(path: str, there: dict, model: nn.Module) -> dict:
+    """A table of `path`, {name in the file: Region}, by the names of `model`; what it is known to ignore left out."""
+
+
+
+    transforms = conversion_mapping.get_model_conversion_mapping(model)
+    converters = [each for each in transforms if isinstance(each, core_model_loading.WeightConverter)]
+    renamings = [each for each in transforms if each not in converters]
+    by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+    own, found, groups = model.state_dict(), {}, {}
+    ignored = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]
+    for name in sorted(there, key=core_model_loading.dot_natural_key):
+        rename = core_model_loading.rename_source_key
+        new, pattern = rename(name, renamings, converters, model.base_model_prefix, own)
+        if pattern is not None:
+            groups.setdefault(new, []).append((pattern, name, there[name]))
+        elif new in own or not any(re.search(each, name) for each in ignored):
+            found[new] = there[name]
+    for new, sources in groups.items():
+        converter = by_pattern[sources[0][0]]
+        try:
+            made = convert(converter, new, ((pattern, name, region.like) for pattern, name, region in sources))
+        except (RuntimeError, ValueError) as error:  # of other shapes, or one is missing
+            names = ", ".join(name for _, name, _ in sources[:5])
+            raise CheckpointError(f"{path}: does not fit the model: {names}, .. do not make {new}: {error}") from error
+        found |= {n: Converted(path, like, n, new, converter, tuple(sources)) for n, like in made.items()}
+    return found
+
+
+def load_weights(c: Config, model: HuggingFaceModel, group: dist.ProcessGroup | None) -> dict[str, Any]:
+    """Fills the sharded parameters of `model` in place; returns load_s and loaded_from for the row. A collective.
+    Raises, on all ranks, DataError for a bad folder, Desync where ranks see different files, CheckpointError for
+    --prepared."""
+    began, path, inner = time.perf_counter(), weights_in(c.model), model.model
+    seen = weights.glimpse(path)
+    agree({f"--model {c.model}": seen}, group)
+    source = dict(model=json.loads(json.dumps(model.identity)), source=seen)
+    prepared = c.prepared is not None and checkpoint.on_rank_0(partial(os.path.exists, f"{c.prepared}/{STEP}"), group)
+    if prepared:
+        _load_prepared(c.prepared, inner, source, group)
+    else:
+        def read() -> Counter:
+            return weights.fill(path, renamed(path, weights.table(path), inner), inner, cast=True)
+
+        try:
+            number = checkpoint.on_all(read, group, f"{path}: ")[0]
+        except CheckpointError as error:
+            raise DataError(f"{error}; use the files of config.json's model") from error
+        told = ", ".join(f"{n} tensors of {dtype}" for dtype, n in number.items())
+        checkpoint.say(f"{path}: {told}, each rank its rows")
+        if c.prepared is not None:
+            _save_prepared(c.prepared, inner, source, group)
+    return dict(load_s=round(time.perf_counter() - began, 2), loaded_from="prepared" if prepared else "slices")
+
+
+def own_tensors(inner: nn.Module) -> dict[str, Tensor]:
+    """The state dict with one name of each tensor."""
+    kept = {id(t): (name, t) for name, t in reversed(inner.state_dict(keep_vars=True).items())}
+    return {name: t.detach() for name, t in kept.values()}
+
+
+def _load_prepared(folder: str, inner: nn.Module, source: dict, group: dist.ProcessGroup | None) -> None:
+    again = f"name another folder, or delete {STEP} in it to make it again"
+    try:
+        found = checkpoint.newest([os.path.join(folder, STEP)], group)
+        if {name: found.about.get(name) for name in source} != source:
+            raise CheckpointError("was made of another --model, or of one that has changed since")
+        state = own_tensors(inner)
+        if found.about["tensors"] != checkpoint.table_of(state):
+            raise CheckpointError("holds other tensors than the model has")
+        checkpoint.on_all(partial(dcp.load, state, storage_reader=checkpoint.reader(found), process_group=group), group)
+    except CheckpointError as error:
+        raise CheckpointError(f"--prepared {folder}: {error}; {again}") from error
+    checkpoint.say(f"--prepared {folder}: loaded")
+
+
+def _save_prepared(folder: str, inner: nn.Module, source: dict, group: dist.ProcessGroup | None) -> None:
+    checkpoint.on_rank_0(partial(take, folder), group)
+    state = own_tensors(inner)
+    about = source | dict(format=checkpoint.FORMAT, step=0, samples=0, tensors=checkpoint.table_of(state))
+    try:
+        save_step(SimpleNamespace(save=folder, keep=1), STEP, about, group, state)
+    finally:
+        drop(folder)
+    checkpoint.say(f"--prepared {folder}: saved; the next start loads it")

@@ -1,0 +1,143 @@
+"""A causal language model of Hugging Face's transformers as what the trainer trains: a step.LanguageModel.
+
+    model = blank_model("qwen2.5-7b", remat_ratio=0.5)        # on the meta device, from config.json
+    model = HuggingFaceModel(AutoModelForCausalLM.from_config(...))
+
+Its code is transformers' own; code that comes with a model is not run.
+"""
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from lean import chunked_cross_entropy
+from model import cross_entropy
+from overlap import blocks_of
+from simple_fsdp import unsharded
+from trainer.data import DataError
+from trainer.distributed.terminal import one_line
+
+
+class HuggingFaceModel(nn.Module):
+    """A causal language model of transformers as a step.LanguageModel. Masks and position ids are inputs of the batch,
+    by the names that its own forward has. Its FLOPs are counted where it runs on the meta device, as Llama does."""
+
+    NAMES = "transformers_version", "_name_or_path", "dtype", "torch_dtype", "id2label", "label2id", "architectures"
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model, self.plain_head, self.changed = model, False, []  # changed: entries of config.json, for people
+        self.drawn = True  # whether init_weights fills parameters; else buffers alone, which no file of weights holds
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """The configuration without what only names it."""
+        return {name: value for name, value in self.model.config.to_diff_dict().items() if name not in self.NAMES}
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, chunk: int = 0, **inputs: Tensor) -> Tensor:
+        """tokens [B, T] -> logits [B, T, V]; with targets [B, T] their summed loss. ValueError: no chunked loss."""
+        if tokens.is_meta:  # unless it is told the mask, transformers looks for documents in the values of positions
+            B, T = tokens.shape
+            inputs = dict(attention_mask=torch.ones(B, 1, T, T, dtype=torch.bool, device="meta")) | inputs
+        if targets is None or not chunk:
+            logits = self.model(input_ids=tokens, use_cache=False, **inputs).logits
+            return logits if targets is None else cross_entropy(logits, targets)
+        if not self.plain_head:
+            raise ValueError("--loss chunked: the logits of this model are not its head's product alone, or `prepare` "
+                             "has not been called; use --loss full")  # fmt: skip
+        x = self._hidden(tokens, **inputs)  # [B, T, D]
+        return chunked_cross_entropy(x, self.model.get_output_embeddings().weight, targets, chunk)
+
+    def _hidden(self, tokens: Tensor, **inputs: Tensor) -> Tensor:
+        return self.model.base_model(input_ids=tokens, use_cache=False, **inputs).last_hidden_state
+
+    def init_weights(self) -> None:
+        for each in (*self.model.modules(), *self.model.buffers()):
+            each._is_hf_initialized = False  # of memory that is no longer there; else nothing is filled
+        for p in self.model.parameters():
+            p._is_hf_initialized = not self.drawn
+        padded = [(m, m.padding_idx) for m in self.model.modules() if getattr(m, "padding_idx", None) is not None]
+        for module, _ in padded:
+            module.padding_idx = None  # transformers would write into a row, which of a shard is a copy
+        self.model.initialize_weights()
+        for module, row in padded:
+            module.padding_idx = row
+            if self.drawn:
+                _zero_row(module.weight, row)
+
+    @torch.no_grad()
+    def prepare(self, seqlen: int, device: torch.device) -> None:
+        """Tries on four tokens whether logits are hidden states times the head: some models scale or cap them."""
+        tokens, head = torch.arange(4, device=device)[None], self.model.get_output_embeddings()
+        capped = getattr(self.model.config, "final_logit_softcapping", None)  # small logits do not show it
+        logits, x = self(tokens).float(), self._hidden(tokens)
+        with unsharded():
+            product = nn.functional.linear(x, head.weight).float()
+        self.plain_head = not capped and head.bias is None and torch.allclose(logits, product, rtol=0.02, atol=1e-6)
+
+
+@torch.no_grad()
+def _zero_row(weight: Tensor, row: int) -> None:
+    if isinstance(weight, DTensor):
+        (chunk,) = weight.__create_chunk_list__()
+        weight, row = weight.to_local(), row - chunk.offsets[0]
+    weight[max(row, 0) : max(row + 1, 0)] = 0
+
+
+def _recomputed(forward: Callable) -> Callable:
+    """`forward`, of which backward keeps the inputs alone. A function: Dynamo would skip a partial of torch's."""
+
+    @functools.wraps(forward)
+    def again(*args, **kwargs):
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+    return again
+
+
+def blank_model(folder: str, remat_ratio: float = 0.0) -> HuggingFaceModel:
+    """The model of `folder`/config.json, on the meta device and without dropout, which a resumed run could not repeat;
+    `remat_ratio` of its blocks, evenly spread, are computed again in backward. DataError: transformers lacks it."""
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError:
+        raise ValueError("--model: needs transformers 5 and safetensors; pip install -e '.[hf]'") from None
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        config, changed = config.get_text_config(), []
+        for name in vars(config):
+            if re.search("dropout|pdrop", name) and getattr(config, name):
+                changed.append(f"{name} {getattr(config, name)}")
+                setattr(config, name, type(getattr(config, name))(0))
+        with torch.device("meta"):
+            inner = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except Exception as error:  # whatever a strange config.json leads to
+        why = one_line(error, 200, kind=False)
+        expected = "expected a causal language model that transformers knows, without code of its own"
+        raise DataError(f"{folder}/config.json: {expected}, found: {why}; use another model") from error
+    model = HuggingFaceModel(inner)
+    model.changed, names = changed, blocks_of(inner)
+    count = round(remat_ratio * len(names))
+    if remat_ratio and not names:
+        raise DataError(f"{folder}: expected repeated blocks for --remat-ratio, found none; use 0")
+    for i, name in enumerate(names):
+        if (i + 1) * count // len(names) > i * count // len(names):
+            block = inner.get_submodule(name)
+            block.forward = _recomputed(block.forward)
+    return model
+
+
+def tokenizer_of(folder: str):
+    """The tokenizer of a folder. DataError: it has none that can be used, or one with code of its own."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # whatever strange files lead to
+        raise DataError(f"{folder}: expected a tokenizer (tokenizer.json), found: {one_line(error, 200, kind=False)}; "
+                        "copy the tokenizer's files there") from error  # fmt: skip

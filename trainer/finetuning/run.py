@@ -1,0 +1,64 @@
+"""A run of finetune.py: trainer.run.Run with a model, data and weights of Hugging Face, and a folder in the end."""
+
+from trainer.checkpoint.load import say
+from trainer.experiments.logging import Sinks
+from trainer.finetuning import checks
+from trainer.finetuning.chat import ChatBatches
+from trainer.finetuning.config import Config
+from trainer.finetuning.export import export, files_of
+from trainer.finetuning.load import load_weights
+from trainer.finetuning.model import HuggingFaceModel, blank_model, tokenizer_of
+from trainer.run import Run
+
+
+def open_data(c: Config, vocab: int, rank: int = 0, world: int = 1) -> ChatBatches:
+    """The examples of --data, as resolved flags cut and pad them. DataError for bad ones, or a bad tokenizer."""
+    return ChatBatches(c.data, tokenizer_of(c.model), global_batch=c.effective_batch, seqlen=c.seqlen, vocab=vocab,
+                       seed=c.seed, rank=rank, world=world, pad=c.pad, bad_lines=c.bad_lines,
+                       hold_out=c.eval_every > 0, eval_source=c.eval_data)  # fmt: skip
+
+
+class FineTune(Run):
+    """One run of resolved flags of finetune.py on one rank; raises as Run."""
+
+    check = staticmethod(checks.check)
+
+    def open(self, c: Config) -> tuple[Config, ChatBatches, HuggingFaceModel]:
+        """Flags that lack nothing, the data, and the model on the meta device."""
+        model = blank_model(c.model, c.remat_ratio)
+        vocab = model.model.get_input_embeddings().num_embeddings
+        data = open_data(c, vocab, self.rank, self.world)
+        if c.export is not None:
+            files_of(model.model, c.model)  # raises now, not after training
+        model.drawn, kernel = c.random, model.model.config._attn_implementation
+        self.attention = f"{kernel} of transformers"
+        if c.pad == "longest":
+            self.step_tokens = None  # differs from step to step
+        config = model.model.config
+        return c.completed(config.num_hidden_layers, config.hidden_size, vocab, data.epoch_samples), data, model
+
+    def count_flops(self) -> tuple[dict[str, float], str]:
+        """As Run's, or none where rows have no one length."""
+        if self.step_tokens is None:
+            return {}, "FLOPs are not counted, MFU and tok/s are n/a: rows of --pad longest differ in length"
+        return super().count_flops()
+
+    def build(self) -> None:
+        """As Run's. What is known of the head is found again with the weights that the model now has."""
+        super().build()
+        self.step.model.prepare(self.c.seqlen, self.device)
+        if self.blank.changed:
+            say(f"dropout is off: {', '.join(self.blank.changed)} of config.json")
+
+    def fill(self) -> None:
+        """Loads the model's weights, unless they are drawn or a checkpoint has newer ones."""
+        if not (self.c.random or self.found):
+            self.told |= load_weights(self.c, self.step.model, self.group)
+
+    def train(self, sinks: Sinks) -> None:
+        """As Run's, then --export."""
+        super().train(sinks)
+        if self.c.export is not None:
+            with self.aside("export"):
+                beat = lambda: self.watchdog.beat(self.state.step, "export")  # noqa: E731
+                self.sampled.append(f"export   {export(self.c, self.step.model, self.group, beat)}")
