@@ -19,8 +19,7 @@ import torch
 
 from model import IGNORE
 from trainer.data import DataError
-from trainer.finetuning import cache as cache_module
-from trainer.finetuning import chat
+from trainer.finetuning import chat, examples
 from trainer.finetuning.chat import ChatBatches, pack, preview
 from trainer.finetuning.examples import LINE_BYTES, check_files
 
@@ -481,8 +480,8 @@ def test_flags_are_checked(batches):
 @pytest.fixture
 def reads(monkeypatch):
     """One entry for each time that data is tokenised."""
-    calls, real = [], cache_module.read
-    monkeypatch.setattr(cache_module, "read", lambda *given, **how: calls.append(given) or real(*given, **how))
+    calls, real = [], examples.read
+    monkeypatch.setattr(examples, "read", lambda *given, **how: calls.append(given) or real(*given, **how))
     return calls
 
 

@@ -24,8 +24,7 @@ import numpy as np
 
 from trainer.data import HELD_OUT, generator, rows_of_a_rank, unusable
 from trainer.distributed.terminal import grouped as _n
-from trainer.finetuning.cache import tokenised
-from trainer.finetuning.examples import told
+from trainer.finetuning.examples import tokenised, told
 
 if TYPE_CHECKING:
     from torch import Tensor

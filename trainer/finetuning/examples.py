@@ -1,7 +1,7 @@
-"""Lines of chat data as token ids, and which of them the model learns.
+"""Lines of chat data as token ids, and which of them the model learns; made once, then mapped by every process.
 
-    files = check_files("chat.jsonl")                  # DataError for files that are not there or empty; no torch
-    data = read(files, tokenizer, stop=True)           # DataError for the first bad line
+    check_files("chat.jsonl")                             # DataError for files that are not there or empty; no torch
+    data, files = tokenised("chat.jsonl", tokenizer)      # DataError for the first bad line
 
 A line is {"messages": [..]}, {"prompt": .., "completion": ..} (strings or lists of messages) or {"text": ..}, looked
 for in this order; other keys but "tools" are ignored. Of messages the answers of the assistant are learned, each with
@@ -12,15 +12,23 @@ An answer is what the tokenizer's template has in {% generation %}. In a templat
 up to it has more than the conversation before it with add_generation_prompt, if the one text begins with the other.
 Templates that write an answer otherwise once another follows (Qwen3's drops its thinking) give one example for each
 such answer: what the model sees when it is asked for it.
+
+What is made is kept in one file, named by a hash of all that it depends on: the content of the data, the tokenizer with
+its template, versions. A process that makes it holds a lock, so that the other ranks and jobs wait for it, and writes
+it as a whole. A damaged file is made again. Without such a folder or lock, every process tokenises for itself.
 """
 
 from __future__ import annotations
 
+import fcntl
 import glob
+import hashlib
 import json
 import os
 import re
+import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -28,11 +36,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from trainer.data import DataError, files_below, readable, unusable
-from trainer.distributed.terminal import grouped, one_line
+from trainer.distributed.terminal import grouped, one_line, tell
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+FORMAT = 1  # of the cached file and of the rules by which it is made: a change of either needs another number
 LINE_BYTES = 10 << 20  # of a line at most
 CHUNK = 256  # examples that are tokenised together
 ROLES = "system", "developer", "user", "assistant", "tool"
@@ -47,6 +56,9 @@ class Tokenised(NamedTuple):  # N tokens of E examples
     ends: np.ndarray  # [E] int64: where each example ends
     lines: np.ndarray  # [E] int64: the line that it is of, counted over all files
     about: dict[str, Any]  # bad: [how many, the first as `told` takes it]; of how many lines `split`, `unanswered`
+
+
+ARRAYS = Tokenised._fields[:-1]
 
 
 class BadLine(Exception):
@@ -264,3 +276,87 @@ def read(files: list[Path], tokenizer: PreTrainedTokenizerFast, stop: bool) -> T
     ends = np.cumsum(list(map(len, tokens)))
     about = dict(bad=[len(bad), bad[0] if bad else None], split=reader.split, unanswered=reader.unanswered)
     return Tokenised(np.concatenate(tokens), np.concatenate(learned), ends, np.array(lines), about)
+
+
+def _digest(data: Tokenised) -> str:
+    made = hashlib.blake2b(digest_size=16)
+    for name in ARRAYS:
+        made.update(np.ascontiguousarray(getattr(data, name)))
+    return made.hexdigest()
+
+
+def _key(files: list[Path], tokenizer: PreTrainedTokenizerFast) -> str:
+    import tokenizers
+    import transformers
+
+    about = tokenizer.chat_template, tokenizer.special_tokens_map, transformers.__version__, tokenizers.__version__
+    made = hashlib.blake2b(repr((FORMAT, *about)).encode(), digest_size=16)
+    made.update(tokenizer.backend_tokenizer.to_str().encode())
+    for file in files:
+        with open(file, "rb") as opened:
+            made.update(hashlib.file_digest(opened, "blake2b").digest())
+    return made.hexdigest()
+
+
+def _load(path: Path) -> Tokenised | None:
+    """What is in the file, mapped into memory; None if it is not there or is not as it was written."""
+    from safetensors import SafetensorError, safe_open
+
+    if not path.exists():
+        return None
+    with suppress(SafetensorError, OSError, ValueError, KeyError, TypeError):
+        with safe_open(path, "pt") as file:
+            about = json.loads(file.metadata()["about"])
+            found = Tokenised(*(file.get_tensor(name).numpy() for name in ARRAYS), about)
+        if _digest(found) == about["digest"]:
+            return found
+    tell(f"cache: {path} is damaged and is made again")
+    return None
+
+
+def _save(path: Path, data: Tokenised) -> None:
+    from safetensors.numpy import save_file
+
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        about = dict(about=json.dumps(data.about))
+        save_file({name: getattr(data, name) for name in ARRAYS}, f"{folder}/data", metadata=about)
+        os.replace(f"{folder}/data", path)
+
+
+def tokenised(source: str, tokenizer: PreTrainedTokenizerFast, bad_lines: str = "stop", cache: str | None = None,
+              flag: str = "--data") -> tuple[Tokenised, list[Path]]:  # fmt: skip
+    """The examples of a source, with `digest` in what is told about them, and its files. bad_lines: "stop" at the first
+    or "skip" and count them. cache: a folder (None: simple_fsdp in $XDG_CACHE_HOME or ~/.cache). flag: that of the
+    source, for messages. Raises ValueError for another bad_lines, and DataError for what cannot be used."""
+    from safetensors import SafetensorError
+
+    if bad_lines not in ("stop", "skip"):
+        raise ValueError(f"--bad-lines {bad_lines}: expected stop or skip")
+    files, found = check_files(source, flag), None
+    if not getattr(tokenizer, "is_fast", False):
+        fix = "name a model with a tokenizer.json"
+        raise unusable(source, "a fast tokenizer, which tells where its tokens lie", type(tokenizer).__name__, fix)
+
+    def make() -> Tokenised:
+        with readable(source, flag):
+            made = read(files, tokenizer, stop=bad_lines == "stop")
+        return made._replace(about=made.about | dict(digest=_digest(made)))
+
+    with readable(source, flag):
+        name = f"chat-{_key(files, tokenizer)}"
+    folder = Path(cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "simple_fsdp"))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(folder / f"{name}.lock", "w") as lock:
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            path = folder / f"{name}.safetensors"
+            found = _load(path)
+            if found is None or (bad_lines == "stop" and found.about["bad"][0]):
+                found = make()
+                _save(path, found)
+                found = _load(path) or found
+    except (OSError, SafetensorError) as error:
+        tell(f"cache: {folder}: {one_line(error)}; every process tokenises the data for itself")
+        found = found or make()
+    return found, files
