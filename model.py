@@ -99,11 +99,11 @@ def _save_products_but_down(ctx, op, *args, **kwargs):
     return CheckpointPolicy.PREFER_RECOMPUTE if narrows else _save_products(ctx, op)
 
 
-_attention_saved = partial(create_selective_checkpoint_contexts, _save_attention)
+attention_saved = partial(create_selective_checkpoint_contexts, _save_attention)
 _lean_saved = partial(create_selective_checkpoint_contexts, _save_lean)
 _products_saved = partial(create_selective_checkpoint_contexts, _save_products)
 _products_but_down_saved = partial(create_selective_checkpoint_contexts, _save_products_but_down)
-_attention_saved.cache_hash, _products_saved.cache_hash = "attention-saved-1", "products-saved-1"  # for compile caches
+attention_saved.cache_hash, _products_saved.cache_hash = "attention-saved-1", "products-saved-1"  # for compile caches
 _lean_saved.cache_hash = "lean-saved-1"
 _remat = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)  # nothing in a block is random
 
@@ -207,7 +207,7 @@ class Block(nn.Module):
         if self.remat == "none" or not torch.is_grad_enabled():
             return self.whole(x, mask)
         lean = dict(context_fn=_lean_saved) if self.lean and self.remat == "block" else {}
-        keep = lean if self.remat_core else dict(context_fn=_attention_saved)
+        keep = lean if self.remat_core else dict(context_fn=attention_saved)
         if self.remat == "block":
             return _remat(self.whole, x, mask, **keep)
         if self.remat == "pointwise":  # attention lies between two regions: kept also where it is a compiled kernel

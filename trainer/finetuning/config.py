@@ -70,7 +70,8 @@ class System(flags.System):
     """Must not change the loss by more than rounding."""
 
     remat_ratio: float = 0.0
-    """Fraction of the model's blocks, evenly spread, that backward computes again instead of keeping what is inside."""
+    """Fraction of the model's blocks, evenly spread, that backward computes again, but for the output of attention,
+    instead of keeping what is inside."""
     prepared: str | None = None
     """Folder in which the first start saves the model as it shards it; later ones, of any number of ranks, load it."""
     wrapper: Suppress[str] = "simple"

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from lean import chunked_cross_entropy
-from model import cross_entropy
+from model import attention_saved, cross_entropy
 from overlap import blocks_of
 from simple_fsdp import unsharded
 from trainer.data import DataError
@@ -62,7 +62,8 @@ class HuggingFaceModel(nn.Module):
             each._is_hf_initialized = False  # of memory that is no longer there; else nothing is filled
         for p in self.model.parameters():
             p._is_hf_initialized = not self.drawn
-        padded = [(m, m.padding_idx) for m in self.model.modules() if getattr(m, "padding_idx", None) is not None]
+        tables = (module for module in self.model.modules() if isinstance(module, nn.Embedding))
+        padded = [(table, table.padding_idx) for table in tables if table.padding_idx is not None]
         for module, _ in padded:
             module.padding_idx = None  # transformers would write into a row, which of a shard is a copy
         self.model.initialize_weights()
@@ -91,11 +92,13 @@ def _zero_row(weight: Tensor, row: int) -> None:
 
 
 def _recomputed(forward: Callable) -> Callable:
-    """`forward`, of which backward keeps the inputs alone. A function: Dynamo would skip a partial of torch's."""
+    """`forward`, of which only the inputs and the output of attention are kept for backward. A function: Dynamo would
+    skip a partial of torch's."""
 
     @functools.wraps(forward)
     def again(*args, **kwargs):
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+        how = dict(use_reentrant=False, preserve_rng_state=False, context_fn=attention_saved)
+        return checkpoint(forward, *args, **how, **kwargs)
 
     return again
 
@@ -137,7 +140,10 @@ def tokenizer_of(folder: str):
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        if not tokenizer.encode("a", add_special_tokens=False):  # what transformers makes of a folder without its files
+            raise ValueError("one that knows no token")
+        return tokenizer
     except Exception as error:  # whatever strange files lead to
         raise DataError(f"{folder}: expected a tokenizer (tokenizer.json), found: {one_line(error, 200, kind=False)}; "
                         "copy the tokenizer's files there") from error  # fmt: skip
