@@ -72,14 +72,11 @@ def test_every_group_of_a_run_has_one_worker_its_timeout_and_its_device(env):
 @pytest.mark.parametrize("command", [
     "main.py --device cpu", "benchmarks.wrappers simple:none -- --device cpu", "benchmarks.saving --small",
     "speed_mem_tests_mlp.py --width 64 --seqlen 64 --device cpu", "trainer.checkpoint.export HERE HERE/out.safetensors",
-    "examples/hf_llama.py",
 ])  # fmt: skip
 def test_every_command_asks_for_it_before_its_first_group(command, tmp_path):
-    if "hf_llama" in command:
-        pytest.importorskip("transformers", reason="needs transformers: pip install -e '.[hf]'")
     name, *argv = command.replace("HERE", str(tmp_path)).split()
     results = ["--results", str(tmp_path / "rows.jsonl")] if "--device" in argv else []
-    assert elsewhere(asked, name, argv + results, **(dict(WORLD_SIZE="1") if "llama" in name else {})) == "gloo"
+    assert elsewhere(asked, name, argv + results) == "gloo"
 
 
 def test_options_that_somebody_gives_keep_all_but_their_threads():

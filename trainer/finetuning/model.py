@@ -58,6 +58,7 @@ class HuggingFaceModel(nn.Module):
         return self.model.base_model(input_ids=tokens, use_cache=False, **inputs).last_hidden_state
 
     def init_weights(self) -> None:
+        """Fills buffers and, unless they are to be loaded, parameters, as the model's own code does."""
         for each in (*self.model.modules(), *self.model.buffers()):
             each._is_hf_initialized = False  # of memory that is no longer there; else nothing is filled
         for p in self.model.parameters():
