@@ -106,12 +106,14 @@ def test_off_a_terminal_a_stage_that_lasts_is_a_line_with_its_seconds(monkeypatc
     with Progress("importing torch", stream=out) as progress:
         progress.stage("compiling; minutes the first time")
         end = time.monotonic() + 20
-        while out.getvalue().count("\n") < 3 and time.monotonic() < end:
+        while len(re.findall(r"compiling, \d+ s", out.getvalue())) < 2 and time.monotonic() < end:
             time.sleep(0.01)
         progress.stage(lambda: "")
     first, *rest = out.getvalue().splitlines()
-    assert first == "importing torch" and len(rest) >= 2
-    assert all(re.fullmatch(r"compiling, \d+ s; minutes the first time", line) for line in rest)
+    assert first == "importing torch"
+    lasted = [line for line in rest if re.fullmatch(r"compiling, \d+ s; minutes the first time", line)]
+    others = {re.sub(r", \d+ s", "", line) for line in rest} - {"importing torch", "compiling; minutes the first time"}
+    assert len(lasted) >= 2 and not others  # where threads are late the first stage is told again, or the second at 0 s
     assert "\x1b" not in out.getvalue()
     told = out.getvalue()
     time.sleep(0.05)
