@@ -68,7 +68,7 @@ class Tape:
         self.blind, self.reuse, self.number, self.forever = blind, reuse, 0, set()
 
     def op(self, where: str, reads: Iterable[str] = (), makes: Iterable[Make] = (), **more) -> None:
-        makes = tuple(m._replace(nbytes=-(-int(m.nbytes) // 512) * 512) for m in makes)
+        makes = tuple(Make(m.name, -(-int(m.nbytes) // 512) * 512, *m[2:]) for m in makes)
         self.ops.append(Op(where, tuple(reads), makes, graph=self.number, **more))
 
     def graph(self) -> None:
@@ -81,15 +81,13 @@ class Tape:
 
     def lives(self) -> dict[str, Life]:
         """Every buffer by name, from the operation that makes it to the last one that reads it."""
-        found: dict[str, Life] = {}
+        made, last, end = {}, {}, len(self.ops)
         for i, op in enumerate(self.ops):
             for m in op.makes:
-                found[m.name] = Life(m, i, i)
-            for name in op.reads:
-                if name in found:
-                    found[name] = found[name]._replace(last=i)
-        end = len(self.ops)
-        return {name: life._replace(last=end) if name in self.forever else life for name, life in found.items()}
+                made[m.name], last[m.name] = (m, i), i
+            last.update((name, i) for name in op.reads if name in made)
+        last.update((name, end) for name in self.forever if name in made)
+        return {name: Life(*m, last[name]) for name, m in made.items()}
 
     def inputs(self, lives: dict[str, Life], graph: int) -> list[float]:
         """Bytes at each operation, as the compiler counts them when it decides what a dead buffer may wait for: no

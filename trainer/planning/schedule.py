@@ -12,7 +12,7 @@ head dimension, F hidden width, V vocabulary, L depth. Imports no torch.
 """
 
 from trainer.planning.architecture import Architecture, reference
-from trainer.planning.liveness import GRADIENTS, LOGITS, WEIGHTS, Make, Peak
+from trainer.planning.liveness import GRADIENTS, LOGITS, WEIGHTS, Make, Peak, Tape
 from trainer.planning.weights import SIZE, Weights, shard_group
 
 AGAIN = {"attn": ("attn", "both", "block"), "mlp": ("mlp", "both", "block", "pointwise")}
@@ -409,7 +409,8 @@ def whole(c, ranks: int) -> bool:
     return c.accum_sync == "last" and ranks > 1
 
 
-def step_peak(c, ranks: int, a: Architecture | None = None, arch: str = "sm_90") -> Peak:
-    """The highest level of a step of resolved flags on one of `ranks`, allowances included."""
+def step_peak(c, ranks: int, a: Architecture | None = None, arch: str = "sm_90", tape: Tape | None = None) -> Peak:
+    """The highest level of a step of resolved flags on one of `ranks`, allowances included. tape: of that step, if it
+    is there already."""
     a = a or reference(c)
-    return Step(c, a, ranks, whole(c, ranks)).tape.peak(before_step(c, a, ranks, arch))
+    return (tape or Step(c, a, ranks, whole(c, ranks)).tape).peak(before_step(c, a, ranks, arch))
