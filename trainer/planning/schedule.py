@@ -406,7 +406,7 @@ def before_step(c, a: Architecture, ranks: int, arch: str) -> dict[str, float]:
 
 def whole(c, ranks: int) -> bool:
     """Whether the step gathers all weights once and reduces all gradients once."""
-    return c.accum_sync == "last" and ranks > 1
+    return c.accum_sync == "last"
 
 
 def step_peak(c, ranks: int, a: Architecture | None = None, arch: str = "sm_90", tape: Tape | None = None) -> Peak:
