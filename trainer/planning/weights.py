@@ -70,9 +70,12 @@ class Weights:
         self.tape.op(where, reads, [made], work=(("mm", rows, inner, cols),))
 
     def sums(self, part: float = 1) -> Make:
-        """Partial sums of the two gradients of a norm, fp32, 16 rows in one; or this part of it."""
+        """Partial sums of the two gradients of a norm, fp32: 16 rows in one (or this part of it) where one kernel also
+        computes the rows, as the compiler has it for many and large ones; else 32 in all."""
         self.sums_made += 1
-        return self.make(f"sums{self.sums_made}", part * 8 * self.a.width * (self.n // 16), key="fp32")
+        n, D = self.n, self.a.width
+        rows = part * (n // 16) if n >= max(2 * D, 4096) and n * D >= 5 * 2**20 else 32
+        return self.make(f"sums{self.sums_made}", 8 * D * rows, key="fp32")
 
     def inputs(self, i: int) -> list[str]:
         """What holds the input of block i."""
