@@ -60,6 +60,7 @@ class Question:
         return step_peak(self.c, self.ranks, self.a, self.gpu.arch)
 
     def answer(self) -> Answer:
+        """Peak and time, with the links that the ranks of a group have between them."""
         inside = self.inside
         if self.gpu.serial_link and "plain" in self.c.compile_options:
             inside = link(self.gpu.serial_link)
