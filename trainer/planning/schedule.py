@@ -158,10 +158,10 @@ class Step(Weights):
         local = not (self.gathers or self.reduces)
         if local and self.c.loss == "full":
             self.landed(grad, self.head)
-        before = self.last()
+        before = self.input_again(L - 1)
         if self.policies[-1] in ("pointwise", "block"):
-            self.op("final norm again, in fp32", before, self.wide("normed"))
-            before = ["normed"]
+            self.op("final norm again, in fp32", before, self.wide(f"normed {L}"))
+            before = [f"normed {L}"]
         self.op("gradient of the final norm", [go, *before], self.make(f"gr{L}", self.U), self.sums())
         if local and self.c.loss != "full":
             self.landed(grad, self.head)
@@ -183,11 +183,11 @@ class Step(Weights):
                 "gradients in fp32, to be added", [], self.make("sum", 4 * self.a.parameters, GRADIENTS, key="fp32")
             )
 
-    def last(self) -> list[str]:
-        """What holds the input of the final norm. A wholly recomputed last block is made again first."""
-        i = self.a.depth - 1
-        if self.lean or self.policies[i] != "block":
-            return [f"x{i + 1}"]
+    def input_again(self, i: int) -> list[str]:
+        """What holds the input of the norm behind block i. Of a wholly recomputed block it is made again, unless the
+        next block is as well, whose input is kept."""
+        if self.lean or self.policies[i] != "block" or "block" in self.policies[i + 1 : i + 2]:
+            return self.inputs(i + 1)
         w, at = f"b{i}", f"backward, block {i}"
         self.again_made.add(w)
         self.arrive(w, self.weights)
@@ -224,7 +224,7 @@ class Step(Weights):
         (self.lean_backward if self.lean else self.mlp_backward)(i, at, w, grads)
         self.attention_backward(i, at, w, grads)
         self.bucket(w, self.block, grads)
-        if i:
+        if i and f"b{i - 1}" not in self.again_made:
             self.arrive(f"b{i - 1}", self.weights)
 
     def mlp_backward(self, i: int, at: str, w: str, grads: list[str]) -> None:
@@ -357,8 +357,11 @@ class Step(Weights):
                 reads.append(self.taken(f"{at}, attention", f"d{part}{i}"))
             self.product(f"{at}, gradient through {part}", reads, made, self.n, self.outs[part], D)
             parts.append(made.name)
-        summed = [gm, *parts, *self.inputs(i)]
-        late = self.late(i)
+        x = self.input_again(i - 1) if i and policy != "block" else self.inputs(i)
+        if len(x) > 1 and i:
+            self.op(f"{at}, norm again, in fp32", x, self.wide(f"normed {i}"))
+            x = [f"normed {i}"]
+        summed, late = [gm, *parts, *x], self.late(i)
         sums = self.sums({"block": 2, "pointwise": 512 / self.n}[policy] if late else 1)
         reads, gr = summed, self.make(f"gr{i}", self.U)
         if policy == "pointwise":  # one kernel makes the norm again and the gradient
