@@ -28,7 +28,7 @@ from trainer.optimizer import AdamW
 from trainer.profiling import gpu_code, timing
 
 SHOWN = ("gpus 8 8 1", "gpus 8 16 2", "gpus 8 32 4", "gpus 8 64 8", "seqlen 1024", "seqlen 16384", "depth 16",
-         "width 2048", "variants none no fwdbwd")  # fmt: skip
+         "width 2048")  # fmt: skip
 ERROR = 200  # characters of an error that are kept
 
 

@@ -45,7 +45,7 @@ CHOICES = {
     "remat_norm": (True, True, False), "remat_core": (False, False, True), "mlp": ("plain", "lean"),
     "mlp_chunk": (0, 4096), "loss": ("full", "chunked"), "chunk": (2048,),
 }  # fmt: skip
-PEAKS = "plan_peaks.jsonl", "plan_peaks_seen.jsonl", "peaks.jsonl"
+PEAKS = "plan_peaks_24.jsonl", "plan_peaks_23.jsonl", "plan_peaks.jsonl", "plan_peaks_seen.jsonl", "peaks.jsonl"
 WORLDS = (1, 2, 4, 8, 16, 64)
 SIZES = 4 * 2**30, 80 * 2**30
 A100 = 312e12  # FLOP/s
