@@ -5,6 +5,7 @@
     python plan.py --gpus 8 --nodes 2 --best                               # the fastest plan that fits
     python plan.py --gpus 8 --what-if seqlen 2048 4096 8192
     python plan.py --calibrate results/h100.jsonl                          # constants from your own rows
+    python plan.py --gpu cpu --calibrate results/exposed.jsonl             # steps at four speeds of simulated links
 
 Peak memory is a closed form, held against the memory of generated code; time is a roofline with two streams
 (docs/PLANNER.md). Each answer says how far off it was where it could be checked. No torch is imported, except by
@@ -37,7 +38,7 @@ class Plan:
     """All other flags are main.py's: python main.py --help lists them."""
 
     gpu: str = "h100"
-    """GPU: a100-80, a100-40, h100, h100-pcie, h200, b200, l40s, rtx-4090 or mi300x."""
+    """GPU: a100-80, a100-40, h100, h100-pcie, h200, b200, l40s, rtx-4090 or mi300x; cpu with --calibrate."""
     gpus: int = 1
     """GPUs of a node."""
     nodes: int = 1
@@ -65,7 +66,7 @@ class Plan:
     """Peak memory from generated code instead, in a minute. Needs torch and Triton; not for --hf."""
     calibrate: str | None = None
     """JSONL file of main.py's rows: fits the constants of --gpu to seven of them and says how far off the others
-    are."""
+    are. Of rows of benchmarks.exposed: to the steps without links, and says how far off those with links are."""
 
 
 def parse(argv: Sequence[str]) -> tuple[Plan, list[str]]:
@@ -99,6 +100,8 @@ def question(own: Plan, words: Sequence[str]) -> search.Question:
     c, gpu, ranks = flags.parse(words), hardware.gpu(own.gpu), own.gpus * own.nodes
     if c.world:
         raise ValueError(f"--world {c.world}: say --gpus and --nodes instead")
+    if own.gpu == "cpu":
+        raise ValueError("--gpu cpu: is for --calibrate with rows of benchmarks.exposed; name a GPU")
     planned = dict(wrapper="simple", compile="fwdbwd", min_shard_mib=0.0, cuda_graph=False)
     if wrong := next((name for name, value in planned.items() if getattr(c, name) != value), None):
         value = f" {getattr(c, wrong)}" * (wrong != "cuda_graph")

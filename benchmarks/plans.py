@@ -1,6 +1,7 @@
 """How far off the planner is: its peaks beside those of generated code, its peaks and times beside published ones.
 
     python -m benchmarks.plans                                # all tables of docs/PLANNER.md, from committed rows
+    python -m benchmarks.plans --mfu                          # the published MFU table, recounted
     python -m benchmarks.plans --draw 36 --seed 18 > cells/plan_peaks.txt         # settings, drawn over all options
     python -m trainer.experiments.sweep cells/plan_peaks.txt --program "-m benchmarks.peaks" --results
     results/plan_peaks.jsonl python -m benchmarks.plans --results results/plan_peaks.jsonl                 # the peaks
@@ -15,6 +16,7 @@ import random
 import re
 import shlex
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -22,11 +24,13 @@ from typing import NamedTuple
 from trainer import config as flags
 from trainer.costs import flops_per_token, kept_per_block, link, step_bytes
 from trainer.distributed.command_line import flag
+from trainer.distributed.terminal import markdown
 from trainer.experiments.logging import read_jsonl
 from trainer.planning import hardware
 from trainer.planning.architecture import reference
 from trainer.planning.schedule import step_peak
-from trainer.report.published import published
+from trainer.planning.weights import remat_of
+from trainer.report.published import key_names, published
 
 ROOT = Path(__file__).parents[1]
 # How often each value comes: as often as it stands here.
@@ -41,9 +45,10 @@ CHOICES = {
     "remat_norm": (True, True, False), "remat_core": (False, False, True), "mlp": ("plain", "lean"),
     "mlp_chunk": (0, 4096), "loss": ("full", "chunked"), "chunk": (2048,),
 }  # fmt: skip
-PEAKS = "plan_peaks.jsonl", "plan_peaks_seen.jsonl", "peaks.jsonl"
+PEAKS = "plan_peaks_24.jsonl", "plan_peaks_23.jsonl", "plan_peaks.jsonl", "plan_peaks_seen.jsonl", "peaks.jsonl"
 WORLDS = (1, 2, 4, 8, 16, 64)
 SIZES = 4 * 2**30, 80 * 2**30
+A100 = 312e12  # FLOP/s
 FITTED = {  # of the published times: those on which the constants of a100-80 in hardware.toml are fitted
     "seqlen 1024", "seqlen 16384", "depth 16", "width 8192", "gpus 8 8 1", "mfu sdpa fully_shard 4 4 4096 both 4",
     "small-params 32 128 4 shard",
@@ -134,10 +139,24 @@ def runs() -> Iterator[Run]:
             changed |= dict(attn=p.get("attn", "flex")[:4], compile=p.get("compile", "fwdbwd"))
             c, ms = SimpleNamespace(**(usual | changed)), p["ms"]
             if axis == "mfu":
-                c.heads, c.kv_heads = 32, 32 // c.grouping
-                ms = 1e5 * flops_per_token(c, c.seqlen) * c.batch * c.seqlen / (p["mfu"] * 312e12)
+                c.heads, c.kv_heads, c.remat_of = 32, 32 // c.grouping, partial(remat_of, c)
+                ms = 1e5 * flops_per_token(c, c.seqlen) * c.batch * c.seqlen / (p["mfu"] * A100)
             if "max-autotune" not in str(p.get("attn")) and (p["mib"] or ms):
                 yield Run(f"{axis} {' '.join(map(str, key))}", c, p["ranks"], p["device"], p["mib"], ms)
+
+
+def recounted() -> list[tuple[str, list[str]]]:
+    """The published MFU table as (title, cells): % as counted by its author; the step that this count comes from; and %
+    of that step in our counts (trainer.costs.flops_per_token)."""
+    found = [r for r in runs() if r.name.startswith("mfu ")]
+    theirs = published("mfu")
+    columns = [(name, [str(key[i]) for key in theirs]) for i, name in enumerate(key_names("mfu"))]
+    columns += [("published %", [p["text"]["mfu"].partition(",")[0] for p in theirs.values()])]
+    columns += [("step ms", [f"{r.ms:.0f}" for r in found])]
+    for title, convention in (("mfu %", "causal"), ("mfu_palm %", "palm"), ("hfu %", "hardware")):
+        done = [flops_per_token(r.c, r.c.seqlen, convention) * r.c.batch * r.c.seqlen for r in found]
+        columns.append((title, [f"{1e5 * n / (r.ms * A100):.1f}" for n, r in zip(done, found, strict=True)]))
+    return columns
 
 
 def published_times(device: str = "A100SXM", gpu: str = "a100-80") -> list[Compared]:
@@ -165,11 +184,14 @@ def table(title: str, found: list[Compared], digits: int = 0) -> list[str]:
 
 
 def main(own: argparse.Namespace) -> None:
-    """Prints drawn settings, or the tables."""
+    """Prints drawn settings, the MFU table, or all tables."""
     if own.draw:
         print(f"# python -m benchmarks.plans --draw {own.draw} --seed {own.seed}")
         for words in draw(own.seed, own.draw):
             print(shlex.join(words))
+        return
+    if own.mfu:
+        print(markdown(recounted()))
         return
     paths = [Path(own.results)] if own.results else [ROOT / "results" / name for name in PEAKS]
     for path in paths:
@@ -186,6 +208,7 @@ def main(own: argparse.Namespace) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser("python -m benchmarks.plans", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.add_argument("--mfu", action="store_true", help="print the published MFU table, recounted")
     parser.add_argument("--draw", type=int, metavar="INT", help="print so many drawn settings")
     parser.add_argument("--seed", type=int, default=18, metavar="INT")
     parser.add_argument("--results", metavar="FILE", help="rows of benchmarks.peaks")

@@ -19,7 +19,8 @@ from trainer.planning.architecture import architecture, read, reference
 from trainer.planning.liveness import Make, Tape
 
 ROOT = Path(__file__).parents[1]
-FAR = 7  # rows of results/ that the closed form misses by more than 1 %; docs/PLANNER.md names them
+EXPOSED = ROOT / "results/exposed.jsonl"
+FAR = 2  # rows of results/ that the closed form misses by more than 1 %; docs/PLANNER.md names them
 CONFIGS = {  # name: (config.json, parameters)
     "Llama 3 8B": (dict(model_type="llama", hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
                         num_attention_heads=32, num_key_value_heads=8, vocab_size=128256), 8_030_261_248),
@@ -112,7 +113,7 @@ def test_peaks_of_generated_code():
     found = [each for name in plans.PEAKS for each in plans.simulated(ROOT / "results" / name)]
     far = [f"{100 * each.error:+.2f} % {each.name}" for each in found if abs(each.error) > 0.01]
     assert len(found) >= 98 and len(far) <= FAR, "\n".join(far)
-    assert max(abs(each.error) for each in found) < 0.06
+    assert max(abs(each.error) for each in found) < 0.02
 
 
 def test_the_error_of_a_peak_is_what_the_drawn_settings_say():
@@ -132,6 +133,18 @@ def test_published_times_of_which_no_constant_was_fitted():
     assert len(found) - len(errors) == len(plans.FITTED) == 7
     assert errors[len(errors) // 2] <= 0.02 and errors[-1] <= 0.08
     assert (round(errors[len(errors) // 2], 3), round(errors[-1], 3), len(errors)) == stated
+
+
+def test_the_published_mfu_table_is_recounted_in_three_conventions():
+    """The step that a published figure comes from is the published one, where there is one; docs/PLANNER.md has the
+    table."""
+    found = dict(plans.recounted())
+    rows = list(zip(*found.values(), strict=True))
+    assert rows[0] == ("flex", "fully_shard", "4", "4", "4096", "both", "4", "26.0", "1139", "50.1", "53.8", "58.8")
+    steps = {int(r["ranks"]): r["ms"] for r in plans.published("gpus").values() if r["ms"] and r["batch"] == 8}
+    same = [row for row in rows if row[:6] == rows[0][:6]]
+    assert len(rows) == 14 and all(abs(int(row[8]) / steps[int(row[6])] - 1) < 0.025 for row in same)
+    assert plans.markdown(plans.recounted()) in (ROOT / "docs/PLANNER.md").read_text()
 
 
 def test_published_times_of_a_slow_link_are_bound_by_it(plan):
@@ -156,7 +169,7 @@ def test_calibration_finds_the_rates_that_made_the_rows():
     assert hardware.calibrate(found, start).held_out()[-1] < 0.02
 
 
-@pytest.mark.parametrize("name", hardware.names())
+@pytest.mark.parametrize("name", [name for name in hardware.names() if name != "cpu"])
 def test_every_gpu_answers_and_says_where_its_figures_are_from(name, plan):
     assert hardware.gpu(name).source
     code, said, _ = plan("--gpu", name, "--gpus", "8", "--batch", "1")
@@ -210,6 +223,15 @@ def test_constants_of_rows_are_printed(plan):
     assert code == 0 and "[h100.reached]" in said and "fitted on row" in said and "error = [" in said
 
 
+def test_steps_with_simulated_links_are_predicted_from_those_without(plan):
+    """Rows of benchmarks.exposed; docs/PLANNER.md has the table."""
+    fit = hardware.calibrate(hardware.samples(str(EXPOSED)), hardware.gpu("cpu"))
+    assert len(fit.held_out()) >= 4 and fit.held_out()[-1] < 0.1
+    assert all(name.endswith(hardware.ALONE) for name in fit.fitted)
+    code, said, _ = plan("--gpu", "cpu", "--calibrate", str(EXPOSED))
+    assert code == 0 and "[cpu.reached]" in said and "links 4 x: " in said
+
+
 def test_the_front_holds_no_plan_that_another_beats():
     q = question("--batch", "2", ranks=8)
     top, front = search.best(q, 10 * 2**30)
@@ -229,23 +251,29 @@ def fit_of_qwen() -> dict[tuple[int, int], float]:
 
 
 def test_the_published_table_of_what_fits(tmp_path):
-    """Where it does not contradict itself. The sequence length is not published; 6144 is the one that fits best."""
+    """All cells of several GPUs but the one that the others contradict (below), within one step of 0.05, for 4096
+    tokens (not published), logits and their gradient in fp32, and 5 GiB that are not the step's."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS["Qwen 2.5 7B"][0]))
-    q = question("--hf", str(tmp_path), "--seqlen", "6144", "--remat", "block", "--remat-core", ranks=8)
-    cells = {
-        (c.ranks, c.micro): c.ratio for c in search.fit_table(q, (4, 8, 16), (2, 4, 8), 64, q.gpu.memory - 3 * 2**30)
-    }
-    for key in ((4, 8), (8, 2), (8, 4), (8, 8), (16, 2), (16, 4)):
-        assert abs(cells[key] - fit_of_qwen()[key]) <= 0.05 + 1e-9, key
+    q = question("--hf", str(tmp_path), "--seqlen", "4096", "--remat", "block", "--remat-core", ranks=8)
+    limit = q.gpu.memory - 5 * 2**30
+
+    def fits(ranks: int, micro: int, ratio: float) -> bool:
+        own = q.with_flags(batch=micro, grad_accum=64 // ranks // micro, remat_ratio=ratio)
+        own = search.replace(own, ranks=ranks, a=search.replace(q.a, logit_bytes=8))
+        return own.peak().nbytes <= limit
+
+    for (ranks, micro), ratio in fit_of_qwen().items():
+        if ranks > 1 and (ranks, micro) != (4, 4):
+            assert fits(ranks, micro, min(ratio + 0.05, 1)), (ranks, micro)
+            assert ratio < 0.1 or not fits(ranks, micro, ratio - 0.1), (ranks, micro)
+    assert not fits(4, 4, 0.6)  # where the table says 0.5
 
 
-def test_the_published_table_contradicts_itself():
-    """From N to 2 N GPUs, S / 2 N bytes of states become free for the same micro-batch; on a grid of 0.05 the ratio
-    falls by that, within one step. From 4 to 8 GPUs twice as much becomes free as from 8 to 16."""
+def test_a_cell_of_the_published_table_contradicts_others():
+    """docs/PLANNER.md has the arithmetic: from 4 to 8 GPUs twice as much memory comes free as from 8 to 16."""
     ac, step = fit_of_qwen(), 0.05
-    at_least = ac[8, 4] - ac[16, 4] - step  # what 8 -> 16 frees, as a ratio
-    at_most = ac[4, 4] - ac[8, 4] + step  # what 4 -> 8 frees
-    assert at_most < 2 * at_least + 1e-9
+    at_least = (ac[8, 4] - step) - ac[16, 4]  # what 8 -> 16 frees, as a ratio, before it is rounded up
+    assert ac[4, 4] < (ac[8, 4] - step) + 2 * at_least
     states = 12 * 7_615_616_512  # fp32 parameters and two moments
     assert states > 80 * 2**30 and (1, 1) in ac  # one GPU cannot hold them, whatever is recomputed
 
@@ -261,6 +289,7 @@ def test_the_least_recomputation_that_fits():
 
 @pytest.mark.parametrize("words, said", [
     (["--gpu", "h1000"], "--gpu h1000: must be one of a100-80, a100-40, h100"),
+    (["--gpu", "cpu"], "--gpu cpu: is for --calibrate with rows of benchmarks.exposed"),
     (["--gpus", "0"], "--gpus 0: must be at least 1"),
     (["--gpus", "x"], "--gpus x: must be a whole number"),
     (["--gpuz", "3"], "--gpuz: no such flag; did you mean --gpu"),

@@ -48,6 +48,7 @@ class Architecture:
     dense_hidden: int = 0
     window: int = 0
     every: int = 0
+    logit_bytes: int = 0  # of each logit at the loss, if it does not stay in the dtype of the products
     note: str = ""
 
     @property

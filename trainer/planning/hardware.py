@@ -15,7 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
-from trainer.costs import Link, link
+from trainer.costs import Link, link, sent_bytes
 from trainer.distributed.terminal import did_you_mean
 from trainer.planning.architecture import Architecture, reference
 from trainer.planning.liveness import Tape
@@ -24,6 +24,7 @@ from trainer.planning.step_time import Gpu, step_time
 
 DATA = Path(__file__).with_name("hardware.toml")
 MOST = 7  # samples that constants are fitted on
+ALONE = " without links"
 
 
 def names() -> list[str]:
@@ -78,8 +79,9 @@ class Fit(NamedTuple):
 
 
 def samples(path: str) -> list[Sample]:
-    """The rows of a JSONL file that a step can be predicted for: main.py's, ok, --compile fwdbwd, --wrapper simple. The
-    smallest step counts: medians hold what else the machine did. ValueError, one line, if there are none."""
+    """The rows of a JSONL file that a step can be predicted for: --compile fwdbwd, --wrapper simple, of main.py or of
+    benchmarks.exposed. Of main.py's the smallest step counts, since medians hold what else the machine did; the others
+    took turns with a step without links, which is a sample ALONE. ValueError, one line, if there are none."""
     try:
         rows = [json.loads(line) for line in Path(path).read_text().splitlines() if line.strip()]
     except (OSError, ValueError) as error:
@@ -92,10 +94,22 @@ def samples(path: str) -> list[Sample]:
         if whole and row.get("step_ms_min") and f["compile"] == "fwdbwd" and f["wrapper"] == "simple":
             c = SimpleNamespace(**f)
             ranks = f.get("world") or row["world"]
-            found.append(sample(f"row {number}", c, ranks, link(f["link"]), row["step_ms_min"]))
+            one = sample(f"row {number}", c, ranks, link(f["link"]), row["step_ms_min"])
+            if row.get("study") == "exposed":
+                alone = one._replace(name=f"row {number}{ALONE}", link=link("none"), ms=row["compute_ms"])
+                found += [alone] * (alone.ms not in [s.ms for s in found])
+                speed = Link(0.0, 1e3 * sent(one) / row["link_ms"])
+                one = one._replace(name=f"row {number}, links {row['factor']:g} x", link=speed, ms=row["step_ms"])
+            found.append(one)
     if not found:
         raise ValueError(f"--calibrate {path}: no row of --compile fwdbwd, --wrapper simple with a measured step")
     return found
+
+
+def sent(s: Sample) -> float:
+    """Bytes that one rank sends in a micro-batch, in the shard group."""
+    starts = [w for op in s.tape.ops for w in op.work if w[0] == "start"]
+    return sum(sent_bytes(op, nbytes, s.ranks) for _, _, op, nbytes in starts)
 
 
 def predicted_ms(s: Sample, gpu: Gpu) -> float:
@@ -113,9 +127,9 @@ def spread(found: Sequence[Sample], most: int = MOST) -> list[Sample]:
 
 def calibrate(found: Sequence[Sample], start: Gpu, fit_on: Sequence[Sample] = (),
               predict: Callable[[Sample, Gpu], float] = predicted_ms) -> Fit:  # fmt: skip
-    """Constants of a GPU that come nearest to the samples `fit_on` (default: seven of them): coordinate descent on
-    the squares of relative errors, from those of `start`, within what the device states."""
-    chosen = list(fit_on) or spread(found)
+    """Constants of a GPU that come nearest to the samples `fit_on` (default: those ALONE, or seven of them): coordinate
+    descent on the squares of relative errors, from those of `start`, within what the device states."""
+    chosen = list(fit_on) or [s for s in found if s.name.endswith(ALONE)] or spread(found)
     kernels = sorted({"flex" if s.c.attn == "flex" else "other" for s in chosen})
     names = ["products", "bandwidth", "floor", *(["flex"] if len(kernels) > 1 else []), "attention"]
 

@@ -33,7 +33,8 @@ class Make(NamedTuple):
 @dataclass(frozen=True)
 class Op:
     """where: in words. over: it may write its first output over an input that dies here. inside: bytes that it holds
-    while it runs. work: see step_time. graph: the number of the compiled graph that it belongs to."""
+    while it runs. work: see step_time. graph: the number of the compiled graph that it belongs to. tied: it moves with
+    the one before."""
 
     where: str
     reads: tuple[str, ...]
@@ -42,6 +43,7 @@ class Op:
     inside: float = 0
     work: tuple[tuple, ...] = ()
     graph: int = 0
+    tied: bool = False
 
 
 class Peak(NamedTuple):
@@ -66,7 +68,7 @@ class Tape:
         self.blind, self.reuse, self.number, self.forever = blind, reuse, 0, set()
 
     def op(self, where: str, reads: Iterable[str] = (), makes: Iterable[Make] = (), **more) -> None:
-        makes = tuple(m._replace(nbytes=-(-int(m.nbytes) // 512) * 512) for m in makes)
+        makes = tuple(Make(m.name, -(-int(m.nbytes) // 512) * 512, *m[2:]) for m in makes)
         self.ops.append(Op(where, tuple(reads), makes, graph=self.number, **more))
 
     def graph(self) -> None:
@@ -79,15 +81,13 @@ class Tape:
 
     def lives(self) -> dict[str, Life]:
         """Every buffer by name, from the operation that makes it to the last one that reads it."""
-        found: dict[str, Life] = {}
+        made, last, end = {}, {}, len(self.ops)
         for i, op in enumerate(self.ops):
             for m in op.makes:
-                found[m.name] = Life(m, i, i)
-            for name in op.reads:
-                if name in found:
-                    found[name] = found[name]._replace(last=i)
-        end = len(self.ops)
-        return {name: life._replace(last=end) if name in self.forever else life for name, life in found.items()}
+                made[m.name], last[m.name] = (m, i), i
+            last.update((name, i) for name in op.reads if name in made)
+        last.update((name, end) for name in self.forever if name in made)
+        return {name: Life(*m, last[name]) for name, m in made.items()}
 
     def inputs(self, lives: dict[str, Life], graph: int) -> list[float]:
         """Bytes at each operation, as the compiler counts them when it decides what a dead buffer may wait for: no
@@ -169,19 +169,32 @@ class Tape:
         """Of an operation's products, as torch's FLOP counter sees them."""
         return sum(2 * w[1] * w[2] * w[3] if w[0] == "mm" else w[2] if w[0] == "attention" else 0 for w in op.work)
 
+    def pull(self, late: str, early: str) -> None:
+        """What leads to the buffer `late` comes before the operation that makes `early`: the compiler fuses the kernel
+        that makes `late` with one that stands before it."""
+        made = {m.name: i for i, op in enumerate(self.ops) for m in op.makes}
+        first, last, needed = made[early], made[late], set()
+        wanted = [last]
+        while wanted:
+            if (i := wanted.pop()) >= first and i not in needed:
+                needed.add(i)
+                wanted += [made[name] for name in self.ops[i].reads if name in made]
+        order = sorted(range(first, last + 1), key=lambda i: i not in needed)  # stable
+        self.ops[first : last + 1] = [self.ops[i] for i in order]
+
     def hurry(self, ahead: float) -> None:
         """overlap.py's `ahead`: gathers but the first of a graph start later, and reductions are waited for sooner, so
         that each has this part of the products around it to hide behind."""
         for graph in range(self.number + 1):
             names = [w[1] for op in self.ops if op.graph == graph for w in op.work if w[0] == "start"]
-            for kind, wanted in (("all_gather", 1 - ahead), ("reduce", ahead)):
+            for kind, wanted in (("all_gather", 1 - ahead), ("reduce", ahead), ("across", ahead)):
                 mine = [name for name in names if self._kind(name, graph) == kind]
                 for before, name in zip(mine, mine[1:], strict=False):
                     self._move(graph, before, name, kind, wanted)
 
     def _kind(self, name: str, graph: int) -> str:
         op = next(w for op in self.ops if op.graph == graph for w in op.work if w[:2] == ("start", name))[2]
-        return op if op == "all_gather" else "reduce"
+        return op if op == "all_gather" else "across" if op.endswith("across") else "reduce"
 
     def _at(self, graph: int, kind: str, name: str) -> int:
         return next(
@@ -202,7 +215,8 @@ class Tape:
                 self.ops[start - 1 : i] = [*self.ops[start + 1 : i], *self.ops[start - 1 : start + 1]]
         else:
             wait = self._at(graph, "wait", before)
-            casts = wait + 1 < len(self.ops) and self.ops[wait + 1].where.endswith("in fp32")
             if i + 1 < wait:
-                moved = self.ops[wait : wait + 1 + casts]
-                self.ops[i + 1 : wait + 1 + casts] = [*moved, *self.ops[i + 1 : wait]]
+                after = next(
+                    j for j in range(wait + 1, len(self.ops) + 1) if j == len(self.ops) or not self.ops[j].tied
+                )
+                self.ops[i + 1 : after] = [*self.ops[wait:after], *self.ops[i + 1 : wait]]

@@ -7,7 +7,7 @@ from trainer.planning.schedule import whole as gathers_once
 from trainer.planning.search import Answer, Cell, Question
 from trainer.planning.step_time import Gpu
 
-PEAK_ERROR = 0.01, 2.4, 31  # percent, percent, rows of results/plan_peaks.jsonl: as docs/PLANNER.md has them
+PEAK_ERROR = 0.01, 1.9, 31  # percent, percent, rows of results/plan_peaks.jsonl: as docs/PLANNER.md has them
 HEADING = "plan: peak MiB, fits, ms a step, exposed ms, tokens/s, MFU %"
 
 
@@ -85,6 +85,8 @@ def fit_lines(cells: list[Cell], sequences: int) -> list[str]:
 
 def best_lines(q: Question, reserve_gib: float, plot: str | None) -> list[str]:
     """The fastest plan and the front. ValueError for a --plot that cannot be written."""
+    if plot:  # before the search
+        draw([], plot)
     top, front = search.best(q, q.gpu.memory - reserve_gib * 2**30)
     if plot:
         draw(front, plot)
@@ -136,8 +138,8 @@ def calibrated(path: str, start: Gpu) -> int:
     found = hardware.samples(path)
     fit = hardware.calibrate(found, start)
     g, errors = fit.gpu, fit.held_out()
-    rates = ", ".join(f"{k} = [{f / 1e12:.0f}, {b / 1e12:.0f}]" for k, (f, b) in g.attention.items())
-    tell(f"[{g.name}.reached]\nproducts = {g.products / 1e12:.1f}\ntb_per_s = {g.bandwidth / 1e12:.2f}")
+    rates = ", ".join(f"{k} = [{f / 1e12:.3g}, {b / 1e12:.3g}]" for k, (f, b) in g.attention.items())
+    tell(f"[{g.name}.reached]\nproducts = {g.products / 1e12:.4g}\ntb_per_s = {g.bandwidth / 1e12:.3g}")
     tell(f"floor_us = {1e6 * g.floor:.1f}\nattention = {{ {rates} }}")
     tell(f"fitted on {', '.join(fit.fitted)} of {path}; {len(errors)} others:")
     for name, error in fit.errors.items():

@@ -12,7 +12,7 @@ head dimension, F hidden width, V vocabulary, L depth. Imports no torch.
 """
 
 from trainer.planning.architecture import Architecture, reference
-from trainer.planning.liveness import GRADIENTS, LOGITS, WEIGHTS, Peak
+from trainer.planning.liveness import GRADIENTS, LOGITS, WEIGHTS, Make, Peak, Tape
 from trainer.planning.weights import SIZE, Weights, shard_group
 
 AGAIN = {"attn": ("attn", "both", "block"), "mlp": ("mlp", "both", "block", "pointwise")}
@@ -29,6 +29,8 @@ class Step(Weights):
         self.backward()
         if c.ahead < 1 and (self.gathers or self.reduces):
             self.tape.hurry(c.ahead)
+        for late, early in self.together:
+            self.tape.pull(late, early)
 
     # Forward
 
@@ -43,10 +45,10 @@ class Step(Weights):
         self.op("positions", [], sin)
         self.arrive("f0", self.weights)
         table = ["emb bucket"] * self.gathers
-        if self.lean:  # its backward reads the sum itself
+        if self.lean or self.c.batch < 3:
             self.op("embedding", [*table, "positions"], self.make("x0", self.U))
             self.x0 = ["x0"]
-        else:
+        else:  # the partitioner takes a sum for twice its bytes, if all that read it can be fused
             self.op("embedding", table, self.make("e", self.U))
             self.x0 = ["e", "positions"]
         for i in range(L):
@@ -106,6 +108,8 @@ class Step(Weights):
         stats = self.make(f"s{to}", 4 * self.n * a.heads, own=own, key="fp32")
         work = (("attention", "forward", 4 * self.n * self.c.seqlen * a.heads * a.head_dim),)
         self.op(at, ["q" + to, "k" + to, "v" + to], out, stats, work=work)
+        if own:
+            self.taken(at, out.name)
 
     def rows(self) -> float:
         """The part of the tokens that the lean MLP computes at a time."""
@@ -122,7 +126,7 @@ class Step(Weights):
         """The head and the loss: all logits at once, or one operation that makes its gradients as well."""
         head, V, D = self.weight("fhead", "head"), self.a.vocab, self.a.width
         if self.c.loss == "full":
-            self.product("head", ["nf", head], self.make("z", self.n * V * self.p, LOGITS), self.n, D, V)
+            self.product("head", ["nf", head], self.make("z", self.logits, LOGITS), self.n, D, V)
             self.op("loss", ["z"])
             return
         rows = min(self.c.chunk, self.n)
@@ -142,7 +146,7 @@ class Step(Weights):
         if self.c.loss == "full":
             V, D = self.a.vocab, self.a.width
             self.gather("bhead", whole)
-            self.op("gradient of the logits", ["z"], self.make("dz", self.n * V * self.p, LOGITS), over=True)
+            self.op("gradient of the logits", ["z"], self.make("dz", self.logits, LOGITS), over=True)
             self.product("gradient of the head", ["dz", "nf"], self.make("whead", self.head * self.p), V, self.n, D)
             self.arrive("bhead", {"head": self.head})
             self.gather(last, self.block)
@@ -154,11 +158,11 @@ class Step(Weights):
         local = not (self.gathers or self.reduces)
         if local and self.c.loss == "full":
             self.landed(grad, self.head)
-        before = self.last()
-        wide = [self.make("go fp32", 4 * self.n * self.a.width, key="fp32")] * (
-            self.policies[-1] in ("pointwise", "block")
-        )
-        self.op("gradient of the final norm", [go, *before], *wide, self.make(f"gr{L}", self.U), self.sums())
+        before = self.input_again(L - 1)
+        if self.policies[-1] in ("pointwise", "block"):
+            self.op("final norm again, in fp32", before, self.wide(f"normed {L}"))
+            before = [f"normed {L}"]
+        self.op("gradient of the final norm", [go, *before], self.make(f"gr{L}", self.U), self.sums())
         if local and self.c.loss != "full":
             self.landed(grad, self.head)
         self.bucket("head", whole, [grad])
@@ -170,19 +174,20 @@ class Step(Weights):
             self.op("gradient of the embedding", ["ge"], self.make("wemb", self.head * self.p))
             self.tape.keep("wemb")
         elif local:
-            self.tape.keep("ge")
+            self.landed("ge", self.head)
         self.bucket("emb", self.head, ["ge"])
         self.arrived()
+        self.crossed()
         if self.whole and self.c.grad_accum > 1:
             self.op(
                 "gradients in fp32, to be added", [], self.make("sum", 4 * self.a.parameters, GRADIENTS, key="fp32")
             )
 
-    def last(self) -> list[str]:
-        """What holds the input of the final norm. A wholly recomputed last block is made again first."""
-        i = self.a.depth - 1
-        if self.lean or self.policies[i] != "block":
-            return [f"x{i + 1}"]
+    def input_again(self, i: int) -> list[str]:
+        """What holds the input of the norm behind block i. Of a wholly recomputed block it is made again, unless the
+        next block is as well, whose input is kept."""
+        if self.lean or self.policies[i] != "block" or "block" in self.policies[i + 1 : i + 2]:
+            return self.inputs(i + 1)
         w, at = f"b{i}", f"backward, block {i}"
         self.again_made.add(w)
         self.arrive(w, self.weights)
@@ -202,7 +207,13 @@ class Step(Weights):
         if self.c.remat_core:
             self.attention_again(i, at, w)
         self.o_again(i, at, w)
-        self.op(f"{at}, norm again", [*self.inputs(i), f"o'{i}"], self.make(f"nn'{i}", self.U))
+        made = [self.make(f"nn'{i}", self.U)]
+        if self.parted(i):
+            made.append(self.wide("normed0"))
+            if f"n'{i}" not in self.again_made:
+                self.again_made.add(f"n'{i}")
+                made.append(self.make(f"n'{i}", self.U))
+        self.op(f"{at}, norm again", [*self.inputs(i), f"o'{i}"], *made)
         self.up(f"{at}, again", w, f"nn'{i}", f"h'{i}")
 
     def backward_block(self, i: int) -> None:
@@ -212,11 +223,8 @@ class Step(Weights):
             self.gather(f"b{i - 1}", self.block)
         (self.lean_backward if self.lean else self.mlp_backward)(i, at, w, grads)
         self.attention_backward(i, at, w, grads)
-        if not i:
-            made = self.make("ge", self.head * 4, GRADIENTS, key="fp32")
-            self.op("gradient of the embedding", ["gr0"], made)
         self.bucket(w, self.block, grads)
-        if i:
+        if i and f"b{i - 1}" not in self.again_made:
             self.arrive(f"b{i - 1}", self.weights)
 
     def mlp_backward(self, i: int, at: str, w: str, grads: list[str]) -> None:
@@ -235,10 +243,12 @@ class Step(Weights):
                 self.half_again(i, at, w)
         elif again:
             g = f"g'{i}"
-            if self.c.remat_norm or policy == "pointwise":
+            if policy == "pointwise":
                 nn = f"nn'{i}"
-                self.op(f"{at}, norm again", mid, self.make(nn, self.U))
-            if policy != "pointwise":
+            else:
+                if self.c.remat_norm:
+                    nn = f"nn'{i}"
+                    self.op(f"{at}, norm again", mid, self.make(nn, self.U))
                 h = f"h'{i}"
                 self.up(f"{at}, again", w, nn, h)
         if again and not early:
@@ -254,10 +264,16 @@ class Step(Weights):
         self.product(
             f"{at}, gradient of the MLP's input", [f"dh{i}", self.weight(w, "up")], made, self.n, self.fan * wide, D
         )
+        if policy == "pointwise" and not late:
+            self.op(f"{at}, norm again", mid, self.make(nn, self.U), self.wide("normed0"))
+        if self.parted(i):
+            mid = ["normed0"]
         if not late:
             self.wgrad(at, "up", [f"dh{i}", nn], i, grads)
-        made = [self.make(f"gm{i}", self.U), self.sums()]
-        if late:  # one kernel also makes the norm of attention again
+        made = [self.make(f"gm{i}", self.U), self.sums(0.5 if late else 1)]
+        if late and policy == "pointwise":  # one kernel also makes that norm again
+            made.append(self.make(nn, self.U))
+        elif late and f"n'{i}" not in self.again_made:  # or that of attention
             self.again_made.add(f"n'{i}")
             made.append(self.make(f"n'{i}", self.U))
             mid += self.inputs(i)
@@ -267,9 +283,18 @@ class Step(Weights):
             self.wgrad(at, "up", [f"dh{i}", nn], i, grads)
 
     def late(self, i: int) -> bool:
-        """Whether a block's gradients of attention's weights are computed after all that leads further back. So the
-        compiler orders a region that holds more than one branch."""
-        return self.policies[i] in ("block", "pointwise") and not self.lean
+        """Whether one kernel sums up the gradients of both norms of a block: so the compiler fuses them in a region
+        that holds both branches. What leads to it then comes before the gradients of attention's weights."""
+        return self.policies[i] in ("block", "pointwise") and not self.lean and not self.parted(i)
+
+    def parted(self, i: int) -> bool:
+        """Whether a wholly recomputed block's input lies in two buffers: then its norms are made from the sum at once,
+        one of them in fp32 for backward."""
+        return self.policies[i] in ("block", "pointwise") and len(self.inputs(i)) > 1
+
+    def wide(self, name: str) -> Make:
+        """[B, T, D] in fp32."""
+        return self.make(name, 4 * self.n * self.a.width, key="fp32")
 
     def lean_backward(self, i: int, at: str, w: str, grads: list[str]) -> None:
         """One operation, after o and what leads to it have been made again."""
@@ -308,14 +333,12 @@ class Step(Weights):
 
         if core and f"a'{i}" not in self.again_made:
             self.attention_again(i, at, w)
-        late = self.late(i)
-        if not late:
-            self.wgrad(at, "o", [gm, a], i, grads)
+        self.wgrad(at, "o", [gm, a], i, grads)
         made = self.make(f"da{i}", self.Q)
         self.product(f"{at}, gradient of attention", [gm, self.weight(w, "o")], made, self.n, D, self.outs["q"])
         if not core:
             self.attention_again(i, at, w)
-        if f"n'{i}" in self.again_made:
+        if f"n'{i}" in self.again_made or policy == "pointwise":
             n1 = f"n'{i}"
         stats = f"s{to}" if core else f"s{i}"
         made = [
@@ -325,25 +348,39 @@ class Step(Weights):
         work = (("attention", "backward", 10 * self.n * self.c.seqlen * self.outs["q"]),)
         reads = [f"da{i}", *(part + to for part in "qkv"), a, stats]
         self.op(f"{at}, attention", reads, *made, inside=self.scratch(), work=work)
-        parts = []
+        parts, fused = [], self.c.attn == "flex"
         for part in "vkq":
-            if not late:
-                self.wgrad(at, part, [f"d{part}{i}", n1], i, grads)
+            self.wgrad(at, part, [f"d{part}{i}", n1], i, grads)
             made = self.make(f"dx{part}{i}", self.U)
             reads = [f"d{part}{i}", self.weight(w, part)]
+            if not fused:
+                reads.append(self.taken(f"{at}, attention", f"d{part}{i}"))
             self.product(f"{at}, gradient through {part}", reads, made, self.n, self.outs[part], D)
             parts.append(made.name)
-        self.op(f"{at}, gradient of the norm", [*parts, *self.inputs(i), gm], self.sums())
+        x = self.input_again(i - 1) if i and policy != "block" else self.inputs(i)
+        if len(x) > 1 and i:
+            self.op(f"{at}, norm again, in fp32", x, self.wide(f"normed {i}"))
+            x = [f"normed {i}"]
+        summed, late = [gm, *parts, *x], self.late(i)
+        sums = self.sums({"block": 2, "pointwise": 512 / self.n}[policy] if late else 1)
+        reads, gr = summed, self.make(f"gr{i}", self.U)
+        if policy == "pointwise":  # one kernel makes the norm again and the gradient
+            self.op(f"{at}, gradient of the norm", summed, self.make(n1, self.U), *[gr] * (i > 0))
+            reads = [*summed, n1]
         if late:
-            self.wgrad(at, "o", [gm, a], i, grads)
-            for part in "vkq":
-                self.wgrad(at, part, [f"d{part}{i}", n1], i, grads)
-        self.op(f"{at}, gradient of the norm", [gm, *parts, *self.inputs(i)], self.make(f"gr{i}", self.U), over=True)
+            reads = [*reads, f"dn{i}", f"o'{i}" if policy == "block" else f"o{i}"]
+        if late or policy == "pointwise":
+            self.together.append((sums.name, f"wo{i}" if late else f"wv{i}"))
+        self.op(f"{at}, gradient of the norm", reads, sums)
+        if not i:  # one kernel with the sums of rows
+            self.op("gradient of the embedding", summed, self.make("ge", self.head * 4, GRADIENTS, key="fp32"))
+        elif policy != "pointwise":
+            self.op(f"{at}, gradient of the norm", summed, gr, over=True)
 
     def attention_again(self, i: int, at: str, w: str) -> None:
         """What backward makes again of the attention branch: the norm, q, k and v, attention itself."""
         policy, n1 = self.policies[i], f"n{i}"
-        if policy == "pointwise" or (policy in AGAIN["attn"] and (self.c.remat_norm or policy == "block")):
+        if policy in AGAIN["attn"] and (self.c.remat_norm or policy == "block"):
             n1 = f"n'{i}"
             if n1 not in self.again_made:
                 self.again_made.add(n1)
@@ -372,10 +409,11 @@ def before_step(c, a: Architecture, ranks: int, arch: str) -> dict[str, float]:
 
 def whole(c, ranks: int) -> bool:
     """Whether the step gathers all weights once and reduces all gradients once."""
-    return c.accum_sync == "last" and ranks > 1
+    return c.accum_sync == "last"
 
 
-def step_peak(c, ranks: int, a: Architecture | None = None, arch: str = "sm_90") -> Peak:
-    """The highest level of a step of resolved flags on one of `ranks`, allowances included."""
+def step_peak(c, ranks: int, a: Architecture | None = None, arch: str = "sm_90", tape: Tape | None = None) -> Peak:
+    """The highest level of a step of resolved flags on one of `ranks`, allowances included. tape: of that step, if it
+    is there already."""
     a = a or reference(c)
-    return Step(c, a, ranks, whole(c, ranks)).tape.peak(before_step(c, a, ranks, arch))
+    return (tape or Step(c, a, ranks, whole(c, ranks)).tape).peak(before_step(c, a, ranks, arch))

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from trainer.costs import Link, link
 from trainer.planning.architecture import Architecture
 from trainer.planning.liveness import Peak
-from trainer.planning.schedule import step_peak
+from trainer.planning.schedule import Step, step_peak, whole
 from trainer.planning.step_time import Gpu, Time, step_time
 
 GRID = [round(0.05 * i, 2) for i in range(21)]  # of --remat-ratio
@@ -60,6 +60,7 @@ class Question:
         return step_peak(self.c, self.ranks, self.a, self.gpu.arch)
 
     def answer(self) -> Answer:
+        """Peak and time, with the links that the ranks of a group have between them."""
         inside = self.inside
         if self.gpu.serial_link and "plain" in self.c.compile_options:
             inside = link(self.gpu.serial_link)
@@ -67,7 +68,11 @@ class Question:
         if group > self.per_node:  # a ring is as fast as its slowest link
             inside = self.across
         across = self.across if self.ranks > self.per_node else inside
-        return Answer(self.c, self.ranks, self.peak(), step_time(self.c, self.ranks, self.a, self.gpu, inside, across))
+        tape = Step(self.c, self.a, self.ranks, whole(self.c, self.ranks)).tape
+        peak = step_peak(self.c, self.ranks, self.a, self.gpu.arch, tape)
+        return Answer(
+            self.c, self.ranks, peak, step_time(self.c, self.ranks, self.a, self.gpu, inside, across, tape=tape)
+        )
 
 
 def misfit(c: SimpleNamespace, a: Architecture, ranks: int) -> str | None:

@@ -34,8 +34,9 @@ class Weights:
         self.reduces = ranks > self.shards and not whole
         self.tape = Tape("allow_buffer_reuse=False" not in c.compile_options, self.gathers or self.reduces)
         self.p, self.r = SIZE[c.param_dtype], SIZE[c.reduce_dtype] if ranks > 1 else 4
+        self.reduced = "fp32" if self.r == 4 else "bf16"
         n = self.n = c.batch * c.seqlen
-        self.U = n * self.p * a.width
+        self.U, self.logits = n * self.p * a.width, n * (a.logit_bytes or self.p) * a.vocab
         self.Q, self.KV = n * self.p * a.heads * a.head_dim, n * self.p * a.kv_heads * a.head_dim
         self.fan = a.hidden * max(a.active, 1)  # hidden elements of a token
         self.F = n * self.p * self.fan
@@ -47,7 +48,9 @@ class Weights:
         )
         self.block, self.head = a.block_parameters, a.width * a.vocab
         self.lean, self.policies = c.mlp == "lean", [remat_of(c, i) for i in range(a.depth)]
-        self.waiting, self.sums_made, self.again_made, self.roomy = "", 0, set(), set()
+        self.sums_made, self.again_made, self.roomy = 0, set(), set()
+        self.together = []  # see Tape.pull
+        self.waiting, self.crossing = (), ()  # (name, elements) of the reduction under way
 
     # Small things
 
@@ -57,14 +60,22 @@ class Weights:
     def op(self, where: str, reads, *makes: Make, **more) -> None:
         self.tape.op(where, reads, makes, **more)
 
+    def taken(self, at: str, name: str) -> str:
+        """A result is taken out of those of an operation: a step of its own for the compiler."""
+        self.op(at, [name], self.make(f"{name} taken", 0), work=(("bytes", 0),))
+        return f"{name} taken"
+
     def product(self, where: str, reads, made: Make, rows: int, inner: int, cols: int) -> None:
         """out [rows, cols] = [rows, inner] @ [inner, cols]"""
         self.tape.op(where, reads, [made], work=(("mm", rows, inner, cols),))
 
-    def sums(self) -> Make:
-        """Partial sums of the two gradients of a norm, fp32, 16 rows in one."""
+    def sums(self, part: float = 1) -> Make:
+        """Partial sums of the two gradients of a norm, fp32: 16 rows in one (or this part of it) where one kernel also
+        computes the rows, as the compiler has it for many and large ones; else 32 in all."""
         self.sums_made += 1
-        return self.make(f"sums{self.sums_made}", 8 * self.a.width * (self.n // 16), key="fp32")
+        n, D = self.n, self.a.width
+        rows = part * (n // 16) if n >= max(2 * D, 4096) and n * D >= 5 * 2**20 else 32
+        return self.make(f"sums{self.sums_made}", 8 * D * rows, key="fp32")
 
     def inputs(self, i: int) -> list[str]:
         """What holds the input of block i."""
@@ -95,10 +106,11 @@ class Weights:
         self.op(f"weights of {name}", [f"{name} bucket"], *made)
 
     def weight(self, name: str, part: str) -> str:
-        """The name of a weight where it is used. Where nothing is gathered it is cast there."""
+        """The name of a weight where it is used. Where nothing is gathered it is cast there, once in each graph."""
         if self.gathers:
             return f"{name} {part}" if self.c.reshard else f"f{name[1:]} {part}"
-        if self.p < 4 and not self.whole:
+        if self.p < 4 and not self.whole and f"{name} {part}" not in self.again_made:
+            self.again_made.add(f"{name} {part}")
             size = self.head if part == "head" else self.weights[part]
             self.op(f"cast of {name} {part}", [], self.make(f"{name} {part}", size * self.p, WEIGHTS))
         return f"{name} {part}"
@@ -125,37 +137,54 @@ class Weights:
 
     def start(self, name: str, elements: int) -> None:
         """Starts the reduction of a bucket, and waits for the one before."""
+        work, made = ("start", f"G {name}", "all_reduce", elements * self.r), []
         if self.gathers:
-            work = (("start", f"G {name}", "reduce_scatter", elements * self.r),)
-            shard = self.make(f"gradient {name}", elements * self.r / self.shards, GRADIENTS, True, "fp32")
-            self.op(f"reduction of {name}", [f"G {name}"], shard, work=work)
-            self.tape.keep(f"gradient {name}" if self.r == 4 else f"gradient {name} fp32")
-        else:
-            work = (("start", f"G {name}", "all_reduce", elements * self.r),)
-            self.op(f"reduction of {name}", [f"G {name}"], work=work)
-            if self.r == 4:
-                self.tape.keep(f"G {name}")
+            work = ("start", f"G {name}", "reduce_scatter", elements * self.r)
+            size = elements * self.r / self.shards
+            made = [self.make(f"gradient {name}", size, GRADIENTS, True, self.reduced)]
+        self.op(f"reduction of {name}", [f"G {name}"], *made, work=(work,))
         self.arrived()
         self.waiting = name, elements
 
     def arrived(self) -> None:
-        """Waits for the reduction under way."""
+        """Waits for the reduction under way. With hybrid_shard the shards go into a bucket of their own, whose
+        reduction across replicas starts, and the one before it is waited for."""
         if not self.waiting:
             return
-        name, elements = self.waiting
-        self.waiting = ""
-        work = [("wait", f"G {name}")]
-        if self.gathers and self.reduces:  # hybrid_shard: the shard across the replicas
-            work += [
-                ("start", f"A {name}", "all_reduce across", elements * self.r / self.shards),
-                ("wait", f"A {name}"),
-            ]
-        self.op(f"reduction of {name}", [f"G {name}"], work=tuple(work))
-        if self.r == 2:
-            source = f"gradient {name}" if self.gathers else f"G {name}"
-            made = self.make(f"gradient {name} fp32", elements * 4 / self.shards, GRADIENTS, key="fp32")
-            self.op(f"gradient of {name} in fp32", [source], made)
-            self.tape.keep(made.name)
+        (name, elements), self.waiting = self.waiting, ()
+        self.op(f"reduction of {name}", [f"G {name}"], work=(("wait", f"G {name}"),))
+        if not (self.gathers and self.reduces):
+            self.reached(f"gradient {name}" if self.gathers else f"G {name}", elements)
+            return
+        size = elements * self.r / self.shards
+        made = self.make(f"A {name}", size, GRADIENTS, key=self.reduced)
+        self.op(f"bucket of {name} across", [f"gradient {name}"], made, tied=True)
+        work = ("start", f"A {name}", "all_reduce across", size)
+        self.op(f"reduction of {name} across", [f"A {name}"], work=(work,), tied=True)
+        self.crossed()
+        self.crossing = name, elements
+
+    def crossed(self) -> None:
+        """Waits for the reduction across replicas under way."""
+        if self.crossing:
+            (name, elements), self.crossing = self.crossing, ()
+            self.op(f"reduction of {name} across", [f"A {name}"], work=(("wait", f"A {name}"),))
+            self.reached(f"A {name}", elements)
+
+    def reached(self, source: str, elements: int) -> None:
+        """A reduced bucket stays until the update, in fp32: if it came in bf16, each of its gradients by itself."""
+        if self.r == 4:
+            self.tape.keep(source)
+            return
+        name = source.rpartition(" ")[2]
+        large = self.weights if name[0] == "b" else {name: self.head}
+        sizes = large | {"rest": elements - sum(large.values())}
+        made = [
+            self.make(f"{source} {part} fp32", size * 4 / self.shards, GRADIENTS, key="fp32")
+            for part, size in sizes.items()
+        ]
+        self.op(f"{source} in fp32", [source], *made, tied=True)
+        self.tape.keep(*(m.name for m in made))
 
     def bucket(self, name: str, elements: int, grads: list[str]) -> None:
         """Gradients copied into one buffer, whose reduction starts."""
@@ -173,4 +202,4 @@ class Weights:
             self.op(f"bucket of {name}", [], self.bucket_of(name, elements))
 
     def bucket_of(self, name: str, elements: int) -> Make:
-        return Make(f"G {name}", elements * self.r, GRADIENTS, key="fp32" if self.r == 4 else "bf16")
+        return Make(f"G {name}", elements * self.r, GRADIENTS, key=self.reduced)
