@@ -8,6 +8,7 @@ packages share therefore lies below both. Tests, examples and scripts are no par
 
 import ast
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -128,6 +129,12 @@ def test_imports_go_downwards(name):
 
     wrong = [module for module in ours(name) if not below_or_beside(module)]
     assert not wrong, f"{name}, on floor {floor} ({entry}), imports {', '.join(sorted(wrong))}"
+
+
+def test_the_installed_package_holds_every_program_and_package():
+    told = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert sorted(told["packages"]) == sorted(PACKAGES)
+    assert sorted(told["py-modules"]) == sorted(name for name in MODULES if "." not in name)
 
 
 @pytest.mark.parametrize("package", PACKAGES)
