@@ -2,13 +2,11 @@
 
 import json
 import re
-import subprocess
-import sys
 import time
 
 import pytest
-from harness import free_port
-from two_hosts import ROOT, missing, two_hosts
+from forked import Job
+from two_hosts import missing, two_hosts
 
 pytestmark = [pytest.mark.slow, pytest.mark.hosts]
 TINY = "--device cpu --width 64 --depth 2 --head-dim 16 --vocab 257 --seqlen 32 --batch 2 --compile none --log-every 1"
@@ -41,13 +39,13 @@ def test_two_hosts_train_to_the_losses_of_one(pair, tmp_path):
     modes = dict(fully_shard="--steps 4", hybrid_shard="--steps 4 --mode hybrid_shard --replicas 2")
     found = {}
     for mode, flags in modes.items():
-        alone = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=4", f"--master-port={free_port()}"]
-        alone += [str(ROOT / "main.py"), *TINY.split(), *flags.split(), "--results", str(tmp_path / f"{mode}.jsonl")]
-        one = subprocess.run(alone, capture_output=True, text=True, timeout=200)
+        alone = tmp_path / f"{mode}.txt"
+        argv = [*TINY.split(), *flags.split(), "--results", str(tmp_path / f"{mode}.jsonl")]
+        assert Job(4, argv, alone).wait(200) == [0] * 4, alone.read_text()
         start(pair, flags)
         assert ends(pair) == [(0, set()), (0, set())], [host.said()[-2000:] for host in pair]
-        found[mode] = losses(one.stdout)
-        assert len(found[mode]) == 4 and losses(pair[0].said()) == found[mode], one.stderr[-2000:]
+        found[mode] = losses(alone.read_text())
+        assert len(found[mode]) == 4 and losses(pair[0].said()) == found[mode], alone.read_text()
         (pair[0].folder / "out.txt").write_text("")
     rows = [json.loads(line) for line in (pair[0].folder / "rows.jsonl").read_text().splitlines()]
     assert [(row["mode"], row["world"], row["outcome"]) for row in rows] == [(mode, 4, "ok") for mode in modes]
