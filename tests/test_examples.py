@@ -6,6 +6,7 @@ import re
 import runpy
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,9 @@ from overlap import compile_options
 from simple_fsdp import data_parallel
 from trainer.profiling.collectives import capture, collectives, saved
 
-pytest.importorskip("transformers", reason="needs transformers: pip install -e '.[hf]'")
+if not find_spec("transformers"):  # importing it takes a second
+    pytest.skip("needs transformers: pip install -e '.[hf]'", allow_module_level=True)
+
 SCRIPT = Path(__file__).parents[1] / "examples" / "hf_llama.py"
 TRAINER = SCRIPT.with_name("hf_trainer.py")
 
