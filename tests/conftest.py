@@ -1,5 +1,6 @@
 """Fixtures of several files."""
 
+import gc
 import os
 import shutil
 import signal
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from running import TINY, TORCHRUN, read
+from torch._inductor import config as inductor
 from torch.nn.attention import flex_attention as flex
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -20,6 +22,10 @@ from trainer import config as flags
 from trainer.checkpoint import export
 
 one_worker_thread()
+
+# Or torch would compile a probe for each kind of vector instructions in each cache directory, and load it in a process
+# of its own for each process that compiles. The variable is for processes that import torch later.
+os.environ["TORCHINDUCTOR_VEC_ISA_OK"], inductor.cpp.vec_isa_ok = "1", True
 
 # The files whose tests take longest, in that order; what is not here takes a few seconds.
 LONGEST = """
@@ -35,6 +41,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Puts the longest files first, so that two workers, who take a file at a time, end at about the same time."""
     place = {f"test_{name}.py": i for i, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path.name, len(place)))
+
+
+def pytest_collection_finish() -> None:
+    """What is imported stays: the garbage collector need not look at it again, which is a part of each compilation."""
+    gc.freeze()
 
 
 @pytest.fixture

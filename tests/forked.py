@@ -7,6 +7,7 @@ of a second where torchrun takes ten. The ranks are processes as any other: they
     job.wait()                                     # [0, 0]; -9 for a rank that was killed
 """
 
+import gc
 import hashlib
 import json
 import os
@@ -21,6 +22,7 @@ from harness import free_port, processes, start_server
 def _rank(
     rank: int, world: int, port: int, argv: list[str], outputs: tuple, cwd: str | None, record: str | None, env: dict
 ) -> None:
+    gc.freeze()  # what was imported stays
     for stream, path in zip((1, 2), outputs, strict=True):
         os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644), stream)
     if cwd:

@@ -4,6 +4,7 @@
     results["check_a"]                            # one value per rank; an error on any rank raises here
 """
 
+import gc
 import os
 import socket
 import traceback
@@ -43,6 +44,7 @@ def start_server() -> dict[str, str]:
 
 
 def _worker(rank, world, port, checks, queue, threads, env):
+    gc.freeze()  # what was imported stays
     os.environ.clear()
     os.environ.update(env)
     if not torch.__version__.startswith("2.11"):  # there AOTAutograd's log prints a mesh and fails on a fake tensor

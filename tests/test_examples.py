@@ -5,6 +5,7 @@ import os
 import runpy
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,9 @@ from overlap import compile_options
 from simple_fsdp import data_parallel
 from trainer.profiling.collectives import capture, collectives, saved
 
-pytest.importorskip("transformers", reason="needs transformers: pip install -e '.[hf]'")
+if not find_spec("transformers"):  # importing it takes a second
+    pytest.skip("needs transformers: pip install -e '.[hf]'", allow_module_level=True)
+
 TRAINER = Path(__file__).parents[1] / "examples" / "hf_trainer.py"
 
 

@@ -340,8 +340,10 @@ class Replayed:
 
 def check_mode(mode: str, options: dict | None = None) -> None:
     """Raises ValueError in one line where the installed torch cannot do `mode`, or has no such Inductor options."""
+    given = {name: value for name, value in (options or {}).items() if name != "plain"}
     try:
-        torch.compile(lambda: None, options={k: v for k, v in (options or {}).items() if k != "plain"})
+        if given:  # asking torch costs tenths of a second
+            torch.compile(lambda: None, options=given)
     except RuntimeError as e:
         problem, _, known = str(e).partition(", known options")
         like = did_you_mean(problem.split()[-1], re.findall(r"'([\w.]+)'", known))

@@ -7,7 +7,8 @@
 
 import argparse
 
-from trainer.config import Config, parse
+from trainer.config import Config, parse, resolve
+from trainer.distributed.terminal import fail
 
 
 def tool(name: str, doc: str) -> argparse.ArgumentParser:
@@ -20,9 +21,16 @@ def tool(name: str, doc: str) -> argparse.ArgumentParser:
     return parser
 
 
-def parse_tool(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, Config]:
-    """The flags of such a command, its own and main.py's. Ends the process with exit code 2 for bad ones."""
+def parse_tool(parser: argparse.ArgumentParser, gpu: bool = False) -> tuple[argparse.Namespace, Config]:
+    """The flags of such a command, its own and main.py's. Ends the process with exit code 2 for bad ones; gpu: also for
+    those that do not fit together on a GPU, unless --device cpu is among them."""
     own, others = parser.parse_known_args()
     if own.world < 1:
         parser.error(f"--world {own.world}: must be at least 1")
-    return own, parse(others)
+    c = parse(others)
+    try:
+        if gpu and c.device != "cpu":
+            resolve(c, "cuda", own.world)
+    except ValueError as e:
+        fail(str(e), 0)
+    return own, c

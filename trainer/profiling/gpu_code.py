@@ -39,7 +39,7 @@ if __name__ == "__main__":  # before torch is imported, as in main.py
     _parser.add_argument("--model", metavar="MODULE:FUNCTION", help="your model (default: the trainer's)")
     _parser.add_argument("--save", metavar="DIR", help="folder for the generated code, a file per graph and kernel")
     _parser.add_argument("--no-kernels", action="store_true", help="generate code only; compile no kernel")
-    OWN, CONFIG = parse_tool(_parser)
+    OWN, CONFIG = parse_tool(_parser, gpu=True)
 
 import torch
 import torch._inductor.config as inductor_config

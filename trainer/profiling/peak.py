@@ -29,7 +29,7 @@ if __name__ == "__main__":  # before torch is imported, as in main.py
     _parser.add_argument("--arch", choices=("sm_80", "sm_90", "sm_100"), default="sm_90", help="GPU (default: sm_90)")
     _parser.add_argument("--kernels", type=int, default=0, metavar="INT", help="list so many of the largest operations")
     _parser.add_argument("--plot", metavar="FILE", help="draw memory over the step, coloured by piece")
-    OWN, CONFIG = parse_tool(_parser)
+    OWN, CONFIG = parse_tool(_parser, gpu=True)
 
 import torch
 import torch.distributed as dist
