@@ -285,7 +285,7 @@ def save_and_export(mesh):
 
 def init_every_layout(mesh):
     """What each layout then holds, and of each the bytes that this rank read and those that it holds."""
-    states, read, real = {}, [], weights._read
+    states, read, real = {}, [], weights.Region.read
 
     def counting(*args):
         part = real(*args)
@@ -293,7 +293,7 @@ def init_every_layout(mesh):
         return part
 
     # Comparing the files between ranks reads the first bytes of each tensor in the same way: that is not counted.
-    with mock.patch.object(weights, "_read", counting), mock.patch.object(weights, "_glimpse", str):
+    with mock.patch.object(weights.Region, "read", counting), mock.patch.object(weights, "glimpse", str):
         for layout in LAYOUTS:
             _, step, _ = made(2, "--batch", 2, *layout.split(), "--seed", 1)
             held = sum(local(t).nbytes for t in step.model.state_dict().values())
@@ -396,7 +396,7 @@ def test_one_tensor_at_a_time_is_in_memory(name, run, saved_run, tmp_path, monke
         return read
 
     monkeypatch.setattr(checkpoint, "read", tracked(checkpoint.read))
-    monkeypatch.setattr(weights, "_read", tracked(weights._read))
+    monkeypatch.setattr(weights.Region, "read", tracked(weights.Region.read))
     assert run(saved_run, tmp_path / name).code == 0 and len(most) == 16
     weights.load_weights(str(tmp_path / name), model_of())
     assert len(most) == 32 and sum(most) == 2 * 112_000 and max(most) < 40_000
