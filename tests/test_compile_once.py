@@ -276,7 +276,7 @@ def test_a_leader_that_is_late_busy_or_gone_costs_only_time(monkeypatch, told):
         store.set(key, value)
     if told == {"end 0 1": "3"}:  # artifacts that never came
         store.set_timeout(timedelta(seconds=0.2))
-    sharing = module._Sharing(store, rank=1, leader=0, fetch=True, send=True)
+    sharing = module._Sharing(torch.device("cuda"), store, rank=1, leader=0, fetch=True, send=True)
     begun, before = time.monotonic(), torch.compiler.config.cache_key_tag
     with sharing.turn("abc"):
         assert time.monotonic() - begun < 30

@@ -169,7 +169,8 @@ class Run:
             tokens, targets = (t.to(self.device, non_blocking=True) for t in next(self.batches))
             self.watchdog.beat(k + 1, "step")
             run = partial(self.explain, sinks.steps) if k == self.explained else self.replayed or self.step
-            with compile_once(self.device, self.group) if k == self.first != self.explained else nullcontext():
+            compiles = k == self.first != self.explained and self.c.compile != "none"
+            with compile_once(self.device, self.group) if compiles else nullcontext():
                 loss = run(tokens, targets)
         if self.logged:
             norm, ms = self.step.grad_norm.item(), self.timer.last()
