@@ -8,11 +8,10 @@ ranks that have its cache directory wait for it, and the first rank of each othe
 A graph is shared only if nothing in it knows the rank, which AOTAutograd's key does not tell: see `described`. Every
 other graph, uneven shards and other Inductor options than overlap.py's are compiled by each rank, as without this.
 
-Besides, it leaves out what takes a compiler's time and changes nothing in its code: see `ready`, `kernels_later`.
+On a CPU it also saves time that makes no code: see `ready` and `kernels_later`.
 """
 
 import functools
-import gc
 import os
 import re
 import secrets
@@ -93,7 +92,8 @@ def first_isa() -> list:
 
 @contextmanager
 def ready(device: torch.device) -> Iterator[None]:
-    """Inside it a thread finds the instruction set and compiles Inductor's C++ header while Inductor still traces."""
+    """Inside it a thread finds the instruction set and compiles Inductor's C++ header while Inductor still traces. Not
+    where a user names the set, which need not be the first."""
     if device.type != "cpu" or os.environ.get("ATEN_CPU_CAPABILITY") or inductor_config.cpp.simdlen is not None:
         yield
         return
@@ -186,18 +186,6 @@ def _without_rank(tag: str) -> str:
 def compile_once(device: torch.device, group: dist.ProcessGroup | None) -> Iterator[None]:
     """Inside it equal graphs are compiled once. Collective, as it begins. device: of this rank; group: of all ranks
     (None: there is one). Nobody waits for ever: not for a rank that compiles other graphs, fails or has died."""
-    collects = gc.isenabled()
-    gc.disable()  # what a compiler makes stays until it is done; to look through it again and again takes a tenth
-    try:
-        with _shared(device, group):
-            yield
-    finally:
-        if collects:
-            gc.enable()
-
-
-@contextmanager
-def _shared(device: torch.device, group: dist.ProcessGroup | None) -> Iterator[None]:
     if group is None or group.size() == 1:
         with ready(device):
             yield
