@@ -17,6 +17,8 @@ from harness import ONE_GRAPH, spawn
 from running import rows_of, torchrun
 from torch import nn
 from torch._dynamo.utils import counters
+from torch._inductor import cpu_vec_isa
+from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -276,12 +278,38 @@ def test_a_leader_that_is_late_busy_or_gone_costs_only_time(monkeypatch, told):
         store.set(key, value)
     if told == {"end 0 1": "3"}:  # artifacts that never came
         store.set_timeout(timedelta(seconds=0.2))
-    sharing = module._Sharing(store, rank=1, leader=0, fetch=True, send=True)
+    sharing = module._Sharing(torch.device("cuda"), store, rank=1, leader=0, fetch=True, send=True)
     begun, before = time.monotonic(), torch.compiler.config.cache_key_tag
     with sharing.turn("abc"):
         assert time.monotonic() - begun < 30
     assert torch.compiler.config.cache_key_tag == before
     assert told is None or store.check(["end 1 1"])
+
+
+def test_the_instruction_set_is_the_one_that_torch_takes(monkeypatch):
+    before = cpu_vec_isa.valid_vec_isa_list
+    with module.ready(CPU):
+        assert cpu_vec_isa.valid_vec_isa_list is not before
+        found = cpu_vec_isa.pick_vec_isa()
+    assert cpu_vec_isa.valid_vec_isa_list is before
+    assert found is cpu_vec_isa.pick_vec_isa()
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
+    with module.ready(CPU):
+        assert cpu_vec_isa.valid_vec_isa_list is before
+
+
+@pytest.mark.parametrize(("device", "expected"), [("cpu", "body scope"), ("cuda", "scope body")])
+def test_on_a_cpu_kernels_are_waited_for_at_the_end(monkeypatch, device, expected):
+    told = []
+    monkeypatch.setattr(AsyncCompile, "wait", lambda self, scope: told.append(scope))
+    with module.kernels_later(torch.device(device)):
+        AsyncCompile().wait("scope")
+        told.append("body")
+    assert told == expected.split()
+    with pytest.raises(KeyError), module.kernels_later(CPU):
+        AsyncCompile().wait("of a compilation that fails")
+        raise KeyError
+    assert len(told) == 2
 
 
 def test_alone_nothing_is_replaced():

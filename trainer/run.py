@@ -189,7 +189,8 @@ class Run:
             inputs = {name: t.to(self.device, non_blocking=True) for each in more for name, t in each.items()}
             self.watchdog.beat(k + 1, "step")
             run = partial(self.explain, sinks.steps) if k == self.explained else self.replayed or self.step
-            with compile_once(self.device, self.group) if k == self.first != self.explained else nullcontext():
+            compiles = k == self.first != self.explained and self.c.compile != "none"
+            with compile_once(self.device, self.group) if compiles else nullcontext():
                 loss = run(tokens, targets, **inputs)
         if self.logged:
             norm, ms = self.step.grad_norm.item(), self.timer.last()

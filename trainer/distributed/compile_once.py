@@ -7,16 +7,23 @@ The first rank of a kind (device, CPU instructions, process groups) compiles, fo
 ranks that have its cache directory wait for it, and the first rank of each other directory is sent the artifacts.
 A graph is shared only if nothing in it knows the rank, which AOTAutograd's key does not tell: see `described`. Every
 other graph, uneven shards and other Inductor options than overlap.py's are compiled by each rank, as without this.
+
+On a CPU it also saves time that makes no code: see `ready` and `kernels_later`.
 """
 
+import functools
+import os
 import re
 import secrets
 import socket
 import time
 import zlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
+from contextvars import copy_context
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -25,14 +32,18 @@ from torch._functorch import config as functorch
 from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache, check_cacheable
 from torch._inductor import compile_fx as inductor
 from torch._inductor import config as inductor_config
+from torch._inductor import cpu_vec_isa
+from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.codecache import CppPythonBindingsCodeCache
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.compiler import config as cache_config
 from torch.distributed.tensor import DTensor, Shard
 
 BEGIN_S, END_S = 120.0, 1200.0  # how long a rank waits for another to begin compiling, and to end: then it compiles
-POLL_S = 0.05
+POLL_S = 0.2
 PIECE = 4 << 20  # bytes; torch's store takes 8 MiB at once
 OPTIONS = {"post_grad_custom_post_pass", "reorder_for_peak_memory"}  # overlap.py's; torch's own buckets know the rank
+_all_isas = cpu_vec_isa.valid_vec_isa_list.__wrapped__  # which would keep its first result
 PLAIN = Tensor | int | float | torch.SymInt | torch.SymFloat | torch.SymBool | None  # not a mesh
 
 
@@ -69,12 +80,50 @@ def described(gm: fx.GraphModule, options: dict | None) -> str | None:
     return "\n".join(told)
 
 
-class _Sharing:
-    """Stands in for Inductor's compile_fx. leader: the rank to wait for, None: this one compiles. fetch: the leader has
-    another directory. send: another directory waits for what this rank compiles."""
+@functools.cache
+def first_isa() -> list:
+    """The CPU's instruction set that Inductor takes. It would try all, each by compiling and loading libraries."""
+    for isa in cpu_vec_isa.supported_vec_isa_list:
+        with patch.object(cpu_vec_isa, "supported_vec_isa_list", [isa]):
+            if found := _all_isas():
+                return found
+    return []
 
-    def __init__(self, store: dist.Store, rank: int, leader: int | None, fetch: bool, send: bool):
-        self.store, self.rank, self.leader, self.fetch, self.send = store, rank, leader, fetch, send
+
+@contextmanager
+def ready(device: torch.device) -> Iterator[None]:
+    """Inside it a thread finds the instruction set and compiles Inductor's C++ header while Inductor still traces. Not
+    where a user names the set, which need not be the first."""
+    if device.type != "cpu" or os.environ.get("ATEN_CPU_CAPABILITY") or inductor_config.cpp.simdlen is not None:
+        yield
+        return
+    empty = '#include <torch/csrc/inductor/cpp_prefix.h>\nextern "C" void kernel() {} // at::vec::\n'
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(copy_context().run, first_isa)
+        with patch.object(cpu_vec_isa, "valid_vec_isa_list", found.result):
+            header = CppPythonBindingsCodeCache.load_pybinding_async  # all but the kernel, of which nothing is compiled
+            pool.submit(copy_context().run, lambda: header([], empty, submit_fn=lambda work: None))
+            yield
+
+
+@contextmanager
+def kernels_later(device: torch.device) -> Iterator[None]:
+    """Inside it, where nothing that is compiled may run, Inductor does not wait for the C++ compiler but for its end:
+    so backward is lowered while forward's kernels are compiled. Not for CUDA, whose kernels go into the cache."""
+    waits, later = [], patch.object(AsyncCompile, "wait", lambda *call: waits.append(call))
+    with later if device.type == "cpu" else nullcontext():
+        yield
+    for call in waits:
+        AsyncCompile.wait(*call)
+
+
+class _Sharing:
+    """Stands in for Inductor's compile_fx. device: of this rank. leader: the rank to wait for, None: this one compiles.
+    fetch: the leader has another directory. send: another directory waits for what this rank compiles."""
+
+    def __init__(self, device: torch.device, store: dist.Store, rank: int, leader: int | None, fetch: bool, send: bool):
+        self.device, self.store, self.rank = device, store, rank
+        self.leader, self.fetch, self.send = leader, fetch, send
         self.plain, self.count = inductor.compile_fx, 0
 
     def compile_fx(self, gm: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
@@ -92,11 +141,12 @@ class _Sharing:
         self.count, tag = self.count + 1, cache_config.cache_key_tag
         cache_config.cache_key_tag = _without_rank(tag)
         try:
-            with suppress(Exception):  # of the store: this rank must compile in any case
-                self.store.set(f"begin {self.rank} {self.count}", digest)
-                self.wait(digest)
-            with functorch.patch(force_non_lazy_backward_lowering=True):  # it is in the key: on all ranks
-                yield
+            with ready(self.device), kernels_later(self.device):
+                with suppress(Exception):  # of the store: this rank must compile in any case
+                    self.store.set(f"begin {self.rank} {self.count}", digest)
+                    self.wait(digest)
+                with functorch.patch(force_non_lazy_backward_lowering=True):  # it is in the key: on all ranks
+                    yield
         finally:
             cache_config.cache_key_tag = tag
             with suppress(Exception):
@@ -137,7 +187,8 @@ def compile_once(device: torch.device, group: dist.ProcessGroup | None) -> Itera
     """Inside it equal graphs are compiled once. Collective, as it begins. device: of this rank; group: of all ranks
     (None: there is one). Nobody waits for ever: not for a rank that compiles other graphs, fails or has died."""
     if group is None or group.size() == 1:
-        yield
+        with ready(device):
+            yield
         return
     rank, everyone = dist.get_rank(group), [None] * dist.get_world_size(group)
     usable = functorch.enable_autograd_cache and inductor_config.fx_graph_cache
@@ -154,7 +205,7 @@ def compile_once(device: torch.device, group: dist.ProcessGroup | None) -> Itera
     store = dist.PrefixStore(f"compile once {everyone[0][2]} {source}", dist.distributed_c10d._get_default_store())
     leader = None if rank == source else source if rank == first else first
     send = rank == source and any(k == kind and p != own[:2] for k, p in zip(kinds, places, strict=True))
-    sharing = _Sharing(store, rank, leader, leader == source != first, send)
+    sharing = _Sharing(device, store, rank, leader, leader == source != first, send)
     inductor.compile_fx = sharing.compile_fx
     try:
         yield
