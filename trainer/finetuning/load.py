@@ -14,6 +14,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
 from copy import deepcopy
 from functools import partial
 from types import SimpleNamespace
@@ -107,7 +108,7 @@ def load_weights(c: Config, model: HuggingFaceModel, group: dist.ProcessGroup | 
     began, path, inner = time.perf_counter(), weights_in(c.model), model.model
     seen = weights.glimpse(path)
     agree({f"--model {c.model}": seen}, group)
-    files = checkpoint.on_rank_0(partial(_files, path), group)
+    files = checkpoint.on_rank_0(partial(_files, path), group) if c.prepared is not None else None
     source = dict(model=json.loads(json.dumps(model.identity)), source=[seen, files])
     prepared = c.prepared is not None and checkpoint.on_rank_0(partial(os.path.exists, f"{c.prepared}/{STEP}"), group)
     if prepared:
@@ -128,8 +129,10 @@ def load_weights(c: Config, model: HuggingFaceModel, group: dist.ProcessGroup | 
 
 
 def _files(path: str) -> list[list]:
-    """[name, bytes, time of its last change in ns] of each file of weights."""
-    files = sorted({region.file for region in weights.table(path).values()})
+    """[name, bytes, time of its last change in ns] of each file of weights; of files that cannot be read nothing."""
+    files = []
+    with suppress(CheckpointError):  # loading raises it
+        files = sorted({region.file for region in weights.table(path).values()})
     return [[os.path.basename(file), os.stat(file).st_size, os.stat(file).st_mtime_ns] for file in files]
 
 
