@@ -511,6 +511,33 @@ def test_compiled_steps_have_the_losses_of_eager_ones(argv, tune):
     assert [s["loss"] for s in compiled.steps] == pytest.approx([s["loss"] for s in eager.steps], abs=5e-6)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "more"), [("qwen3-moe", {}), ("gemma3", dict(sliding_window=8))])
+def test_other_kinds_train_packed_on_two_ranks_resume_bit_equal_and_are_exported(kind, more, tmp_path):
+    folder = write_model(tmp_path / "m", kind, **more)
+    write_tokenizer(folder)
+    usual = ["finetune.py", "--model", folder, "--data", write_data(tmp_path / "chat.jsonl"), "--compile", "none"]
+    usual += ["--pad", "pack", "--seqlen", 96, "--batch", 2, "--lr", "3e-3", "--warmup", 0, "--steps", 6]
+    usual += ["--remat-ratio", 0.5, "--log-every", 1, "--save-every", 3]
+
+    def run(name):
+        job = Job(2, [*usual, "--results", tmp_path / f"{name}.jsonl", "--save", tmp_path / name, "--export",
+                      tmp_path / f"out-{name}"], tmp_path / f"{name}.log", cwd=tmp_path,
+                  XDG_CACHE_HOME=str(tmp_path / "cache"))  # fmt: skip
+        assert job.wait(200) == [0, 0], (tmp_path / f"{name}.log").read_text()
+        return read(tmp_path / f"{name}.jsonl")[1]
+
+    steps = run("a")
+    assert steps[-1]["loss"] < steps[0]["loss"] - 0.2
+    shutil.copytree(tmp_path / "a/step-00000003", tmp_path / "b/step-00000003")
+    again = run("b")
+    assert [[s["loss"], s["grad_norm"]] for s in again] == [[s["loss"], s["grad_norm"]] for s in steps[3:]]
+    files = [(tmp_path / f"out-{name}/model.safetensors").read_bytes() for name in "ab"]
+    assert files[0] == files[1] != (folder / "model.safetensors").read_bytes()
+    assert export.main([str(tmp_path / "a"), str(tmp_path / "later"), "--model", str(folder)]) == 0
+    assert torch.equal(logits(tmp_path / "later"), logits(tmp_path / "out-a"))
+
+
 @pytest.fixture(scope="module")
 def large(tmp_path_factory):
     """100 MB in bf16."""
