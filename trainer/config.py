@@ -211,7 +211,7 @@ class Output:
     keep: int = 3
     """Number of checkpoints to keep. Older ones are removed."""
     keep_best: bool = False
-    """Also save after an evaluation with a lower loss than any before, and keep that step until there is a better one."""
+    """Also save after an evaluation with a lower loss than any before, and keep that step until another is better."""
     resume: Annotated[str, arg(metavar="{auto,never}|PATH")] = "auto"
     """auto: resume from the newest good checkpoint in --save, if any. never: start afresh. PATH: resume from a step's
     directory, or the newest step in a directory. --steps counts both runs; data, --seed and global batch must stay."""
