@@ -211,6 +211,14 @@ def test_an_export_that_failed_is_made_by_the_same_command(tune, monkeypatch):
     assert Path("out/model.safetensors").read_bytes() == Path("straight/model.safetensors").read_bytes()
 
 
+def test_a_run_is_not_resumed_with_a_value_of_config_json_back_at_its_default(tune, qwen, tmp_path):
+    other = shutil.copytree(qwen, tmp_path / "other")
+    edit_json(other / "config.json", rms_norm_eps=1e-3)
+    assert tune("--steps", 1, "--save", "a", model=other).code == 0
+    refused = tune("--steps", 2, "--save", "a")
+    assert refused.code == 4 and "was saved with rms_norm_eps 0.001 (now " in refused.err
+
+
 def test_the_first_loss_is_that_of_transformers(tune, qwen):
     done = tune("--steps", 1, "--grad-accum", 2, "--log-every", 1)
     batches = ChatBatches(str(qwen.parent / "chat.jsonl"), AutoTokenizer.from_pretrained(qwen), global_batch=8,
