@@ -201,9 +201,19 @@ def test_text_and_completion_are_learned_with_one_eos_whatever_pads(batches, tok
 
 
 def test_a_completion_of_messages_is_learned_alone(batches, tokenizer):
+    """By the rule that TRL publishes for `completion_only_loss`, restated as TRL is not installed: the prompt with its
+    generation prompt and the whole conversation are tokenised; the completion mask is 0 for as many tokens as the
+    prompt has and 1 for the rest, and labels are -100 where it is 0 and in padding."""
     for template in ("qwen2.5", "markers"):
-        stream = batches([dict(prompt=TURNS[:3], completion=TURNS[3:])], template)
-        assert learned_text(stream, tokenizer(template)) == ["Five, I think.<|im_end|>"]
+        made, stream = tokenizer(template), batches([dict(prompt=TURNS[:3], completion=TURNS[3:])], template)
+        assert learned_text(stream, made) == ["Five, I think.<|im_end|>"]
+        prompt = made.apply_chat_template(TURNS[:3], add_generation_prompt=True)["input_ids"]
+        whole = made.apply_chat_template(TURNS)["input_ids"]
+        after = made("\n", add_special_tokens=False)["input_ids"]  # TRL learns the line break after the turn as well
+        labels = [-100] * len(prompt) + whole[len(prompt) : -len(after)] + [-100] * len(after)
+        _, targets, _ = next(stream)
+        assert targets[0, : len(whole) - 1].tolist() == labels[1:]
+        assert set(targets[0, len(whole) - 1 :].tolist()) == {-100}
 
 
 def test_offsets_that_leave_out_spaces_do_not_change_what_is_learned(batches, tokenizer):
@@ -267,7 +277,7 @@ BAD = {
     "completion missing": (dict(prompt="a"), "found prompt"),
     "mixed": (dict(prompt="a", completion=[TURNS[1]]), "found prompt, completion"),
     "messages empty": (dict(messages=[]), "messages, a list"),
-    "messages null": (dict(messages=None), "messages, a list"),
+    "messages null": (dict(messages=None), "or text, found messages"),
     "role": (line(role="gpt"), "a role of system, .*, found 'gpt' in message 2"),
     "no role": (dict(messages=[dict(content="a")]), "found 'None' in message 1"),
     "empty content": (line(content=" \n"), "text as content, found empty content in message 2"),
@@ -298,6 +308,32 @@ def test_a_bad_line_is_named_or_counted(batches, kind):
     assert "left out" not in batches([lines[0], b" ", *lines[2:]]).description  # a blank line is none
     with pytest.raises(DataError, match="line 1: expected"):
         batches([bad], bad_lines="skip")
+
+
+def test_tools_too_deep_for_python_are_a_bad_line(batches):
+    tools = json.loads('[{"a": ' * 450 + "1" + "}]" * 450)
+    template = TEMPLATES["qwen2.5"] + "{% if tools %}{{ tools | tojson }}{% endif %}"
+    with pytest.raises(DataError, match="line 1: expected what the chat template takes, found RecursionError"):
+        batches([dict(messages=TURNS, tools=tools)], template)
+
+
+def test_what_others_write_into_lines_changes_nothing(batches, tokenizer):
+    """A mark of the byte order before the first line, as Windows writes it, and null for what is not there."""
+    plain = batches([dict(messages=TURNS), dict(text="Two.")])
+    nulls = dict(messages=[dict(each, weight=None) for each in TURNS], prompt=None)
+    marked = b"\xef\xbb\xbf" + json.dumps(nulls).encode()
+    other = batches([marked, dict(messages=None, text="Two.")])
+    assert other.fingerprint == plain.fingerprint
+
+
+def test_a_template_that_writes_the_date_writes_the_same_every_day(batches, tokenizer):
+    for marks in (("", ""), ("{% generation %}", "{% endgeneration %}")):
+        template = "{% if strftime_now is defined %}{{ strftime_now('%d %b %Y') }}|{% endif %}"
+        template += '{{ strftime_now("%Y-%m-%d") }}'
+        template += "{% for m in messages %}{{ '<|im_start|>' + m.role }}" + marks[0] + "{{ m.content + '<|im_end|>' }}"
+        template += marks[1] + "{% endfor %}" + PROMPT.replace("%s", "<|im_start|>assistant")
+        stream = batches([dict(messages=TURNS)], template)
+        assert preview(stream.example(0), tokenizer(), False).startswith("26 Jul 2024|2024-07-26<|im_start|>user")
 
 
 def test_a_template_may_refuse_a_conversation(batches):

@@ -19,6 +19,7 @@ import torch
 from forked import Job
 from harness import ONE_GRAPH
 from running import TINY, one_line, read
+from saved import steps_in
 
 from lean import IGNORE
 from trainer import run as runs
@@ -219,6 +220,32 @@ def test_a_resumed_run_evaluates_as_the_run_that_was_not_stopped(how, train, tmp
     assert lines(resumed) == lines(whole)[3:]
     state = json.loads((tmp_path / "whole/step-00000007/train_state.json").read_text())
     assert state["best"] == min(evaluations(whole).values())
+
+
+def test_the_best_step_is_kept_named_and_still_the_best_after_resuming(train, tmp_path, monkeypatch):
+    losses = dict(zip(range(1, 9), (5.0, 3.0, 4.0, 3.5, 3.0, 4.0, 2.0, 6.0), strict=True))
+    monkeypatch.setattr(runs, "evaluate", lambda c, step, *_: dict(eval_loss=losses[int(step.optimizer.t)]))
+    folder = tmp_path / "run"
+    argv = "--save", folder, "--keep-best", "--keep", 1, "--eval-every", 1
+    first = train(*argv, "--save-every", 2, "--steps", 4, "--save-async")
+    assert first.code == 0 and (first.row["best_step"], first.row["best_eval_loss"]) == (2, 3.0)
+    assert steps_in(folder) == [2, 4] and "best 3.0000, after step 2" in first.out
+    assert train("--resume", folder / "step-00000002", "--eval-every", 1, "--steps", 3).row["resumed_after"] == 2
+    second = train(*argv, "--steps", 6)
+    assert second.row["best_step"] == 2 and steps_in(folder) == [2, 6]  # 3.0 again is not lower
+    third = train(*argv, "--steps", 8)
+    assert third.row["best_step"] == 7 and steps_in(folder) == [7, 8]  # saved because it was better
+    elsewhere = train(*argv, "--steps", 8, "--resume", folder / "step-00000007", "--save", tmp_path / "other")
+    assert elsewhere.row["best_step"] == 8 and elsewhere.row["best_eval_loss"] == 6.0  # the best of this folder
+
+
+@pytest.mark.parametrize(("argv", "told"), [
+    ("--eval-every 1", "needs --save DIR"), ("--save run", "needs --eval-every"),
+    ("--save run --eval-every 1 --save-errors warn", "the best step must be saved; use --save-errors stop"),
+])  # fmt: skip
+def test_keep_best_needs_evaluations_and_somewhere_to_save(argv, told, train):
+    done = train("--keep-best", *argv.split())
+    assert done.code == 2 and one_line(done.err) == f"error: --keep-best: {told}"
 
 
 def test_a_run_goes_on_only_with_the_same_split(train, folder, tmp_path):

@@ -14,6 +14,11 @@ KINDS = {  # model_type and what differs from SMALL
     "mistral": ("mistral", dict(sliding_window=8)), "gemma3": ("gemma3_text", dict(head_dim=16)),
     "qwen3-moe": ("qwen3_moe", dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)),
 }  # fmt: skip
+OTHERS = {
+    "mixtral": ("mixtral", dict(num_local_experts=4, router_jitter_noise=0.1)),
+    "gpt-oss": ("gpt_oss", dict(num_local_experts=4, head_dim=16)), "falcon": ("falcon", {}), "mamba": ("mamba", {}),
+    "lfm2": ("lfm2", dict(layer_types=["conv", "full_attention"])),
+}  # fmt: skip
 TEMPLATE = ("{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
             "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")  # fmt: skip
 
@@ -44,8 +49,8 @@ def write_tokenizer(folder: Path, vocab: int = 400) -> None:
 
 
 def write_model(folder: Path, kind: str = "qwen2.5", vocab: int = 400, **more) -> Path:
-    """Saves a model of one of KINDS, its weights of random numbers in bf16, in a new folder."""
-    model_type, own = KINDS[kind]
+    """Saves a model of one of KINDS or OTHERS, its weights of random numbers in bf16, in a new folder."""
+    model_type, own = (KINDS | OTHERS)[kind]
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **SMALL | IDS | dict(vocab_size=vocab) | own | more)
     AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder)

@@ -210,6 +210,8 @@ class Output:
     """What to do if saving fails. stop: end the run. warn: print a line and go on; only the last step must be saved."""
     keep: int = 3
     """Number of checkpoints to keep. Older ones are removed."""
+    keep_best: bool = False
+    """Also save after an evaluation with a lower loss than any before, and keep that step until another is better."""
     resume: Annotated[str, arg(metavar="{auto,never}|PATH")] = "auto"
     """auto: resume from the newest good checkpoint in --save, if any. never: start afresh. PATH: resume from a step's
     directory, or the newest step in a directory. --steps counts both runs; data, --seed and global batch must stay."""
@@ -325,7 +327,9 @@ def run_misfits(c: Config, started: int, ranks: int) -> list[tuple]:
     return [
         # Saving and resuming
         *[(name, c.save is None and getattr(c, name) != getattr(Output, name), "needs --save DIR")
-          for name in ("save_every", "keep", "save_async", "save_errors")],
+          for name in ("save_every", "keep", "keep_best", "save_async", "save_errors")],
+        ("keep_best", c.keep_best and not c.eval_every, "needs --eval-every"),
+        ("keep_best", c.keep_best and c.save_errors == "warn", "the best step must be saved; use --save-errors stop"),
         ("world", c.world and (c.save is not None or c.init is not None or named or c.sample),
          "simulated ranks hold no model worth saving or asking; leave out --save, --resume, --init and --sample"),
         ("eval_batches", not c.eval_every and c.eval_batches != Training.eval_batches, "needs --eval-every"),

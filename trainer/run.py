@@ -141,6 +141,9 @@ class Run:
         """Between two micro-batches: raises Stopped on all ranks if a signal has come to any."""
         self.control.boundary(self.state.step, failed=self.saver.failed())
 
+    def after_done(self) -> None:
+        """What is left to do where a checkpoint has all steps of --steps."""
+
     def train(self, sinks: Sinks) -> None:
         """Raises Stopped, after saving, when a signal has come to any rank."""
         start, cpu = time.perf_counter(), timing.cpu_seconds()
@@ -203,11 +206,14 @@ class Run:
         self.finite.flush()
         with self.aside("eval") as between:
             found = evaluate(self.c, self.step, self.batches, self.device, between)
-        self.evaluated = found | dict(eval_step=self.state.step)
-        if math.isfinite(found["eval_loss"]):
-            best = self.state.best
-            self.state.best = found["eval_loss"] if best is None else min(best, found["eval_loss"])
+        state, self.evaluated = self.state, found | dict(eval_step=self.state.step)
+        better = math.isfinite(loss := found["eval_loss"]) and loss < (math.inf if state.best is None else state.best)
+        if better:
+            state.best, state.best_step = loss, state.step
+        self.evaluated |= dict(best_eval_loss=state.best, best_step=state.best_step)
         sinks.step(dict(step=self.state.step, tokens=self.state.samples * self.c.seqlen, loss=self.finite.loss) | found)
+        if better and self.c.keep_best:
+            self.save()
 
     @contextmanager
     def aside(self, place: str) -> Iterator[Callable[[], None]]:
@@ -282,13 +288,14 @@ def execute(kind: type[Run], c: flags.Config, rank: int, local_rank: int, world:
 def perform(kind: type[Run], c: flags.Config, device: torch.device, rank: int, world: int, signals: Signals,
             watchdog: Watchdog, progress: Progress) -> int:  # fmt: skip
     """Builds, trains, reports; the exit code."""
-    say, run, outcome, code = tell if rank == 0 else lambda _: None, None, "ok", 0
+    say, run, sinks, outcome, code = tell if rank == 0 else lambda _: None, None, None, "ok", 0
     try:
         progress.stage("reading the data")
         run = kind(c, device, rank, world, signals, watchdog)
         c = run.c
         if run.first >= c.steps:
             say(f"already done: {run.found.path} has the {c.steps} steps of --steps, or more")
+            run.after_done()
             return 0
         settings = flags.setting(c) | dict(world=flags.world_label(c, world))
         sinks = Sinks(c.results, c.wandb, c.group, None, settings, c.tags, rank, c.steps, c.log_every,
@@ -303,7 +310,7 @@ def perform(kind: type[Run], c: flags.Config, device: torch.device, rank: int, w
             run.train(sinks)
     except (Exception, KeyboardInterrupt) as e:
         outcome, code = ended_by(e, run, watchdog, c.debug)
-        if run is None:  # nothing has begun: as bad flags
+        if sinks is None:  # nothing has begun: as bad flags
             return code
     finally:
         signals.over = True

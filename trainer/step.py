@@ -37,7 +37,7 @@ CUDA_GRAPH_WARMUP = 2  # steps that run as they are: they compile, and start cuB
 
 
 class LanguageModel(Protocol):
-    """What the trainer needs of an nn.Module, as model.Transformer and parallelize.HuggingFaceModel have it. Its
+    """What the trainer needs of an nn.Module, as model.Transformer and finetuning.model.HuggingFaceModel have it. Its
     repeated blocks are found by overlap.blocks_of, its FLOPs counted by profiling/flops.py."""
 
     identity: dict[str, Any]  # what a checkpoint and the model that loads it must have in common, by name
@@ -147,6 +147,7 @@ class Step:
         self.grad_norm = self.bad = None  # until the first step
         self.phase = "fwd"  # "fwd", "bwd" or "step": for the message when memory runs out
         self.watcher: Callable[[str, list[Tensor]], None] | None = None
+        self.dynamic = False  # whether batches differ in T: one graph for all, from the first on
         self.regions: Any = None  # mode "regions": the pass that tells what equal blocks share
 
     @contextmanager
@@ -176,7 +177,13 @@ class Step:
         for i, (x, y) in enumerate(pairs):
             if i:
                 self.between()
-            yield x, y, {name: part[i] for name, part in parts.items()}
+            yield self.marked(x), self.marked(y), {name: self.marked(part[i]) for name, part in parts.items()}
+
+    def marked(self, t: Tensor) -> Tensor:
+        """[B, T], told to the compiler."""
+        if self.dynamic:
+            torch._dynamo.maybe_mark_dynamic(t, 1)
+        return t
 
     def over_ranks(self, t: Tensor, op: str, dims: list[int] | None = None) -> Tensor:
         """All-reduce over every rank of the mesh (both dimensions of a 2-D one), or along some of its dimensions."""
@@ -293,6 +300,7 @@ class OneGraph(Step):
             return loss, *self.update(grads, loss)
 
     def __call__(self, tokens: Tensor, targets: Tensor, **inputs: Tensor) -> Tensor:
+        tokens, targets = self.marked(tokens), self.marked(targets)
         with torch._dynamo.config.patch(trace_autograd_ops=True):
             loss, self.grad_norm, self.bad = self.graph(tokens, targets, **inputs)
         return loss

@@ -61,6 +61,7 @@ class TrainState:  # how far a run is
     best: float | None = None  # the lowest evaluation loss so far
     wandb: str | None = None  # id of the run in W&B
     run: str | None = None  # the name of the run that saved it, as its row has it
+    best_step: int | None = None  # the step of `best`
 
     def as_dict(self) -> dict:
         return {name: value for name, value in asdict(self).items() if value is not None}
@@ -68,7 +69,7 @@ class TrainState:  # how far a run is
     @classmethod
     def from_dict(cls, about: dict) -> "TrainState":
         """From a whole train_state.json, of this program or of an older one. KeyError without step or samples."""
-        return cls(about["step"], about["samples"], *map(about.get, ("origin", "best", "wandb", "run")))
+        return cls(about["step"], about["samples"], *map(about.get, ("origin", "best", "wandb", "run", "best_step")))
 
 
 class Found(NamedTuple):  # a verified checkpoint, its tensors not yet read
@@ -178,6 +179,8 @@ def _find_start(c: Config, batches: Batches, group: dist.ProcessGroup | None, id
     found = newest(paths, group)
     if found is not None:
         _check(found, c, batches, identity)
+        if c.keep_best and f"step-{found.state.best_step or 0:08d}" not in present:
+            found.state.best = found.state.best_step = None  # was not kept, or not in --save
         say(f"{found.path}: resuming after step {found.state.step}, sample {found.state.samples}")
         if c.save is None or not on_rank_0(partial(_within, found.path, c.save), group):
             found.state.origin = on_rank_0(partial(_mark, found.path), group)
@@ -295,7 +298,8 @@ def _check(found: Found, c: Config, batches: Batches, identity: dict[str, Any]) 
     about, flags = found.about, asdict(c.training)
     saved = about.get("model", about["training"])  # older checkpoints have the flags alone
     identity = json.loads(json.dumps(identity))  # as train_state.json gives it back
-    same = {flag(k) if k in flags else k: (saved.get(k), v) for k, v in identity.items()}
+    names = sorted(identity.keys() | about.get("model", {}).keys())
+    same = {flag(k) if k in flags else k: (saved.get(k), identity.get(k)) for k in names}
     before = asdict(type(c.training)()) | about["training"]  # an older checkpoint lacks newer flags
     both = {flag(k): (before[k], v) for k, v in flags.items() if k != "init"} | same
     both |= {"global-batch": (about["global_batch"], batches.global_batch)}

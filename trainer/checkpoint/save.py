@@ -123,7 +123,7 @@ class Saver(AbstractContextManager):
 
 
 def save_step(c: Config, name: str, about: dict, group: dist.ProcessGroup | None, state: dict[str, Tensor]) -> None:
-    """Writes and commits a step under --save, then removes all but the newest --keep. Raises CheckpointError."""
+    """Writes and commits a step under --save, then removes older ones (`_commit`). Raises CheckpointError."""
     needs, where = sum(t.numel() * t.element_size() for t in state.values()), f"{os.path.join(c.save, name)}: "
     temporary = on_rank_0(partial(_begin, c.save, name, needs), group, where)
     try:
@@ -168,7 +168,8 @@ def _write(temporary: str, state: dict[str, Tensor], group: dist.ProcessGroup | 
 
 
 def _commit(c: Config, name: str, temporary: str, files: dict[str, list[int]], about: dict) -> None:
-    """Completes a step, gives it its name, and removes all but the newest --keep. files: what all ranks wrote."""
+    """Completes a step, gives it its name, and removes all but the newest --keep and, with --keep-best, the best one.
+    files: what all ranks wrote."""
     write_json(os.path.join(temporary, "train_state.json"), about)
     for own in (".metadata", "train_state.json"):
         files[own] = digest(os.path.join(temporary, own))
@@ -179,5 +180,7 @@ def _commit(c: Config, name: str, temporary: str, files: dict[str, list[int]], a
     renew(c.save)  # a process that was stopped meanwhile may have lost the lock
     os.rename(temporary, os.path.join(c.save, name))
     sync(c.save)
-    for old in steps_in(c.save)[c.keep :]:  # renamed first: a removal that is killed leaves no half of a step
+    best = f"step-{about.get('best_step', 0):08d}" if c.keep_best else None
+    for old in (each for each in steps_in(c.save)[c.keep :] if each != best):
+        # Renamed first: a removal that is killed leaves no half of a step.
         discard(os.path.join(c.save, old), os.path.join(c.save, f"tmp-{old}-{secrets.token_hex(4)}"))

@@ -106,7 +106,8 @@ def final_lines(row: dict, warmup: int = 0) -> list[str]:
     if row.get("eval_loss") is not None:
         more = f", {grouped(row['eval_bpb'], 4)} bits per byte" * (row.get("eval_bpb") is not None)
         more += f", perplexity {grouped(row['eval_ppl'], 3)}" * (row.get("eval_ppl") is not None)
-        lines.insert(1, f"held out loss {grouped(row['eval_loss'], 4)}{more}, after step {row['eval_step']}")
+        lines.insert(1, f"held out loss {grouped(row['eval_loss'], 4)}{more}, after step {row['eval_step']}; "
+                     f"best {grouped(row.get('best_eval_loss'), 4)}, after step {row.get('best_step')}")
     if row.get("outcome") == "ok" and warmup and not row.get("n"):
         untimed = f"the first {warmup} steps of a run (they compile and warm up) and those that a profiler watches"
         return [*lines, f"step     n/a, as are speed and MFU: no step was timed; {untimed} never are; raise --steps"]

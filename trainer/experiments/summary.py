@@ -76,7 +76,7 @@ def row(run: ToldRun, outcome: str) -> dict:
     row |= dict(outcome=outcome, cell=os.environ.get("SWEEP_CELL"), skipped=run.finite.skipped)
     row |= dict(resumed_after=run.first or None, compile_s=round(run.first_step_s - seconds, 2) if compiled else None)
     row["first_step_cpu_s"] = round(run.first_step_cpu_s, 2) if run.first_step_cpu_s is not None else None
-    row |= dict.fromkeys(("eval_loss", "eval_bpb", "eval_ppl", "eval_step")) | run.evaluated
+    row |= dict.fromkeys("eval_loss eval_bpb eval_ppl eval_step best_eval_loss best_step".split()) | run.evaluated
     if c.compile == "regions":  # calls of each shared subgraph; {}: none, as fwdbwd; None: compiled before, not counted
         row["regions"] = getattr(run.step.regions, "found", {})
     row |= _peak(run) | dict(first_step_peak_mib=run.first_step_mib) | stats

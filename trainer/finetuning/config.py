@@ -6,6 +6,7 @@
 """
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal
@@ -126,6 +127,8 @@ class Config(flags.Config):
             ("eval_data", self.eval_data is not None and not self.eval_every, "needs --eval-every"),
             ("export", self.world and self.export is not None, no_model),
             ("prepared", self.world and self.prepared is not None, no_model),
+            ("prepared", None not in (self.prepared, self.save)
+             and os.path.realpath(self.prepared) == os.path.realpath(self.save), "is --save, too; name another folder"),
             ("prepared", self.random and self.prepared is not None, "is of a model with weights; leave out --random"),
             ("cuda_graph", self.cuda_graph and self.pad != "fixed", f"replays one shape without positions; {odd_rows}"),
             *flags.run_misfits(self, started, ranks), *flags.step_misfits(self),

@@ -11,7 +11,7 @@ last answer is cut off.
 An answer is what the tokenizer's template has in {% generation %}. In a template without, it is what the conversation
 up to it has more than the conversation before it with add_generation_prompt, if the one text begins with the other.
 Templates that write an answer otherwise once another follows (Qwen3's drops its thinking) give one example for each
-such answer: what the model sees when it is asked for it.
+such answer: what the model sees when it is asked for it. Templates that write the current date are given DATE.
 
 What is made is kept in one file, named by a hash of all that it depends on: the content of the data, the tokenizer with
 its template, versions. A process that makes it holds a lock, so that the other ranks and jobs wait for it, and writes
@@ -29,6 +29,7 @@ import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
+from datetime import date
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -41,10 +42,12 @@ from trainer.distributed.terminal import grouped, one_line, tell
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-FORMAT = 1  # of the cached file and of the rules by which it is made: a change of either needs another number
+FORMAT = 2  # of the cached file and of the rules by which it is made: a change of either needs another number
 LINE_BYTES = 10 << 20  # of a line at most
 CHUNK = 256  # examples that are tokenised together
 ROLES = "system", "developer", "user", "assistant", "tool"
+DATE = date(2024, 7, 26)  # that which Llama's templates have by themselves
+NOW = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
 MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 SKIP = "mend the line, or leave such lines out with --bad-lines skip"
 TEMPLATE = "put {% generation %} and {% endgeneration %} into the template, around answers with their end-of-turn token"
@@ -102,6 +105,7 @@ def _lines(files: list[Path]) -> Iterator[tuple[int, int, bytes]]:
             number = 0
             while line := file.readline(LINE_BYTES + 1):
                 number, rest = number + 1, line
+                line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line  # as Windows begins files
                 while len(rest) > LINE_BYTES and not rest.endswith(b"\n"):
                     rest = file.readline(LINE_BYTES + 1)
                 if line.strip():
@@ -138,7 +142,7 @@ class _Reader:
     def examples(self, line: dict) -> list[Example]:
         """Those of a line. Raises BadLine; DataError if the tokenizer cannot do what any such line needs."""
         prompt, completion = line.get("prompt"), line.get("completion")
-        if "messages" in line:
+        if line.get("messages") is not None:
             return self.chat(line["messages"], 0, line.get("tools"))
         if isinstance(prompt, list) and isinstance(completion, list):
             return self.chat(prompt + completion, len(prompt), line.get("tools"))
@@ -169,7 +173,7 @@ class _Reader:
                 raise BadLine("text as content", "empty content" + where, SKIP)
             if held := self.control.search(content or ""):
                 raise BadLine("content without the tokenizer's special tokens", held[0] + where, SKIP)
-            if each.get("weight", 1) != 1:
+            if each.get("weight") not in (None, 1):
                 raise BadLine("weight 1, as no other is known here", f"{each['weight']}{where}", SKIP)
         if not any(each["role"] == "assistant" for each in messages[first:]):
             raise BadLine("an answer (role assistant)", "none", SKIP)
@@ -183,6 +187,7 @@ class _Reader:
             fix = "name the tokenizer of an instruction-tuned model, or set tokenizer.chat_template"
             raise unusable(self.name, "a chat template, which messages need", "none", fix)
         template = self.tokenizer.get_chat_template(tools=tools)
+        template = NOW.sub(lambda call: repr(DATE.strftime(call[2])), template)
         used = dict(tools=tools, tool_calls=any(each.get("tool_calls") for each in messages))
         if ignored := [name for name, there in used.items() if there and name not in template]:
             raise BadLine("what the chat template knows", f"{ignored[0]}, which it does not", SKIP)
@@ -265,7 +270,7 @@ def read(files: list[Path], tokenizer: PreTrainedTokenizerFast, stop: bool) -> T
             refuse(index, number, why)
         except UnicodeEncodeError:
             refuse(index, number, BadLine("text", "half of a surrogate pair (\\ud800 to \\udfff)", SKIP))
-        except (TemplateError, ValueError, TypeError, LookupError, AttributeError) as error:
+        except (TemplateError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             refuse(index, number, BadLine("what the chat template takes", one_line(error), SKIP))
         if len(waiting) >= CHUNK:
             encode()

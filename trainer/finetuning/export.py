@@ -9,12 +9,14 @@ trainer.checkpoint.export.
 """
 
 import argparse
+import json
 import os
+import re
 import secrets
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +26,21 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 
+from gloo import one_worker_thread
 from trainer.checkpoint import load as checkpoint
 from trainer.checkpoint import weights
+from trainer.checkpoint.export import stopped
 from trainer.checkpoint.manifest import CheckpointError, sync
 from trainer.data import DataError
+from trainer.distributed.control import Signals
 from trainer.distributed.terminal import fail
 from trainer.finetuning.checks import check_folder, weights_in
 from trainer.finetuning.config import Config
 from trainer.finetuning.load import own_tensors
 from trainer.finetuning.model import HuggingFaceModel, blank_model
 
-WEIGHTS = ".safetensors", ".bin", ".pt", ".pth", ".index.json", ".gguf", ".h5", ".msgpack", ".onnx", ".py"  # not copied
+COPIED = re.compile(r"(?!.*\.index\.json)(.*\.(json|jinja|model|txt)|(LICENSE|NOTICE).*)")
+TEMPLATES = "additional_chat_templates"  # the only folder that is copied
 
 
 def files_of(inner: nn.Module, folder: str) -> dict[str, tuple[str, Tensor]]:
@@ -56,6 +62,7 @@ def files_of(inner: nn.Module, folder: str) -> dict[str, tuple[str, Tensor]]:
 def write_folder(out: str, inner: nn.Module, source: str, whole: Callable[[str], Tensor], shard_gb: float) -> str:
     """Writes the new folder `out`; returns the line to print. whole: gives a tensor of the model, by its name; asked
     for each once, in the order of `files_of`. Raises CheckpointError; then `out` is not there."""
+    out = os.path.normpath(out)  # not OUT/, beside which there would be no temporary folder
     temporary, made = f"{out}.tmp-{secrets.token_hex(4)}", {}
     tensors = files_of(inner, source)
 
@@ -70,8 +77,10 @@ def write_folder(out: str, inner: nn.Module, source: str, whole: Callable[[str],
             raise CheckpointError(f"{out}: is there already; name a new folder")
         os.mkdir(temporary)
         for each in sorted(Path(source).iterdir()):
-            if each.is_file() and not each.name.endswith(WEIGHTS):
+            if each.is_file() and COPIED.fullmatch(each.name):
                 shutil.copy(each, temporary)
+        if os.path.isdir(templates := os.path.join(source, TEMPLATES)):
+            shutil.copytree(templates, os.path.join(temporary, TEMPLATES))
         like = {name: t for name, (_, t) in tensors.items()}
         files = weights.write(f"{temporary}/model.safetensors", like, read, dict(format="pt"), shard_gb * 1e9)
         os.rename(temporary, out)
@@ -120,14 +129,25 @@ def of_checkpoint(args: argparse.Namespace) -> str:
     """As the command line says; returns the line to print. Raises CheckpointError or DataError."""
     check_folder(args.model, weights=False)
     model = blank_model(args.model)
+    one_worker_thread()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # verifying is a collective
     try:
         found = checkpoint.find(args.checkpoint)
+        identity, trained = json.loads(json.dumps(model.identity)), found.about.get("model", {})
+        if differ := [n for n in sorted(identity.keys() | trained.keys()) if identity.get(n) != trained.get(n)]:
+            told = ", ".join(f"{n} {trained.get(n)} ({args.model}: {identity.get(n)})" for n in differ[:3])
+            raise CheckpointError(f"{found.path}: is of a model with {told}; name that one's folder")
         saved = {name.removeprefix("model."): [*t.shape] for name, t in checkpoint.parameters(found).items()}
         if differ := [n for n, t in own_tensors(model.model).items() if saved.get(n) != [*t.shape]]:
             raise CheckpointError(f"{found.path}: {differ[0]} is not there as {args.model} has it; name its model")
-        read = partial(checkpoint.read, found)
-        return write_folder(args.out, model.model, args.model, lambda name: read(f"model.{name}"), args.max_shard_gb)
+        with Signals(speak=False) as signals:
+
+            def read(name: str) -> Tensor:
+                if signals.got:
+                    stopped(args.out, signals.got)
+                return checkpoint.read(found, f"model.{name}")
+
+            return write_folder(args.out, model.model, args.model, read, args.max_shard_gb)
     finally:
         dist.destroy_process_group()
 
@@ -150,6 +170,8 @@ def main(argv: list[str] | None = None) -> int:
         print(of_checkpoint(args))
     except (DataError, CheckpointError) as error:
         fail(str(error), 0, 3 if isinstance(error, DataError) else 4)
+    except KeyboardInterrupt:
+        stopped(args.out, signal.SIGINT)
     return 0
 
 

@@ -10,9 +10,11 @@ read by torch's weights_only loader. All that is wrong with a folder is a DataEr
 import json
 import os
 import re
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
 from copy import deepcopy
 from functools import partial
 from types import SimpleNamespace
@@ -26,7 +28,7 @@ from transformers import conversion_mapping, core_model_loading
 from trainer.checkpoint import load as checkpoint
 from trainer.checkpoint import weights
 from trainer.checkpoint.lock import drop, take
-from trainer.checkpoint.manifest import CheckpointError
+from trainer.checkpoint.manifest import CheckpointError, Refused
 from trainer.checkpoint.save import save_step
 from trainer.data import DataError
 from trainer.distributed.control import agree
@@ -75,9 +77,6 @@ def convert(converter, first: str, sources: Iterable[tuple]) -> dict[str, Tensor
 
 def renamed(path: str, there: dict, model: nn.Module) -> dict:
     """A table of `path`, {name in the file: Region}, by the names of `model`; what it is known to ignore left out."""
-
-
-
     transforms = conversion_mapping.get_model_conversion_mapping(model)
     converters = [each for each in transforms if isinstance(each, core_model_loading.WeightConverter)]
     renamings = [each for each in transforms if each not in converters]
@@ -109,7 +108,8 @@ def load_weights(c: Config, model: HuggingFaceModel, group: dist.ProcessGroup | 
     began, path, inner = time.perf_counter(), weights_in(c.model), model.model
     seen = weights.glimpse(path)
     agree({f"--model {c.model}": seen}, group)
-    source = dict(model=json.loads(json.dumps(model.identity)), source=seen)
+    files = checkpoint.on_rank_0(partial(_files, path), group) if c.prepared is not None else None
+    source = dict(model=json.loads(json.dumps(model.identity)), source=[seen, files])
     prepared = c.prepared is not None and checkpoint.on_rank_0(partial(os.path.exists, f"{c.prepared}/{STEP}"), group)
     if prepared:
         _load_prepared(c.prepared, inner, source, group)
@@ -126,6 +126,14 @@ def load_weights(c: Config, model: HuggingFaceModel, group: dist.ProcessGroup | 
         if c.prepared is not None:
             _save_prepared(c.prepared, inner, source, group)
     return dict(load_s=round(time.perf_counter() - began, 2), loaded_from="prepared" if prepared else "slices")
+
+
+def _files(path: str) -> list[list]:
+    """[name, bytes, time of its last change in ns] of each file of weights; of files that cannot be read nothing."""
+    files = []
+    with suppress(CheckpointError):  # loading raises it
+        files = sorted({region.file for region in weights.table(path).values()})
+    return [[os.path.basename(file), os.stat(file).st_size, os.stat(file).st_mtime_ns] for file in files]
 
 
 def own_tensors(inner: nn.Module) -> dict[str, Tensor]:
@@ -149,12 +157,28 @@ def _load_prepared(folder: str, inner: nn.Module, source: dict, group: dist.Proc
     checkpoint.say(f"--prepared {folder}: loaded")
 
 
+def _claim(folder: str) -> str | None:
+    """Locks the folder, or returns why nothing is saved there. CheckpointError: it holds checkpoints of a run."""
+    try:
+        take(folder)
+    except Refused:
+        return "another start is saving it"
+    if there := [name for name in checkpoint.steps_in(folder) if name != STEP]:
+        drop(folder)
+        raise CheckpointError(f"--prepared {folder}: holds {there[0]}, a checkpoint of a run; name another folder")
+    if os.path.exists(os.path.join(folder, STEP)):
+        drop(folder)
+        return "another start has saved it"
+
+
 def _save_prepared(folder: str, inner: nn.Module, source: dict, group: dist.ProcessGroup | None) -> None:
-    checkpoint.on_rank_0(partial(take, folder), group)
+    if why := checkpoint.on_rank_0(partial(_claim, folder), group):
+        checkpoint.say(f"--prepared {folder}: not saved, {why}")
+        return
     state = own_tensors(inner)
     about = source | dict(format=checkpoint.FORMAT, step=0, samples=0, tensors=checkpoint.table_of(state))
     try:
-        save_step(SimpleNamespace(save=folder, keep=1), STEP, about, group, state)
+        save_step(SimpleNamespace(save=folder, keep=sys.maxsize, keep_best=False), STEP, about, group, state)
     finally:
         drop(folder)
     checkpoint.say(f"--prepared {folder}: saved; the next start loads it")

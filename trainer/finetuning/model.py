@@ -8,7 +8,8 @@ Its code is transformers' own; code that comes with a model is not run.
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,17 +29,26 @@ class HuggingFaceModel(nn.Module):
     """A causal language model of transformers as a step.LanguageModel. Masks and position ids are inputs of the batch,
     by the names that its own forward has. Its FLOPs are counted where it runs on the meta device, as Llama does."""
 
-    NAMES = "transformers_version", "_name_or_path", "dtype", "torch_dtype", "id2label", "label2id", "architectures"
+    NAMES = "transformers_version|_name_or_path|(torch_)?dtype|id2label|label2id|architectures"
+    NOISE = re.compile(".*(drop|jitter).*")
 
     def __init__(self, model: nn.Module):
         super().__init__()
-        self.model, self.plain_head, self.changed = model, False, []  # changed: entries of config.json, for people
+        self.model = model.eval()  # without dropout and other noise, which a resumed run could not repeat
+        self.plain_head = False  # until `look`
         self.drawn = True  # whether init_weights fills parameters; else buffers alone, which no file of weights holds
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The configuration without what only names it."""
-        return {name: value for name, value in self.model.config.to_diff_dict().items() if name not in self.NAMES}
+        """The configuration without what only names it, or is off."""
+        told = self.model.config.to_diff_dict().items()
+        return {name: v for name, v in told if not (re.fullmatch(self.NAMES, name) or self.NOISE.fullmatch(name))}
+
+    @property
+    def noise(self) -> str:
+        """Entries of the configuration that ask for noise, which is off, for people."""
+        told = vars(self.model.config).items()
+        return ", ".join(f"{name} {p}" for name, p in told if p and self.NOISE.fullmatch(name))
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, chunk: int = 0, **inputs: Tensor) -> Tensor:
         """tokens [B, T] -> logits [B, T, V]; with targets [B, T] their summed loss. ValueError: no chunked loss."""
@@ -58,7 +68,8 @@ class HuggingFaceModel(nn.Module):
         return self.model.base_model(input_ids=tokens, use_cache=False, **inputs).last_hidden_state
 
     def init_weights(self) -> None:
-        """Fills buffers and, unless they are to be loaded, parameters, as the model's own code does."""
+        """Fills buffers and, unless they are to be loaded, parameters, as the model's own code does. DataError: it does
+        not do so with sharded parameters."""
         for each in (*self.model.modules(), *self.model.buffers()):
             each._is_hf_initialized = False  # of memory that is no longer there; else nothing is filled
         for p in self.model.parameters():
@@ -67,21 +78,53 @@ class HuggingFaceModel(nn.Module):
         padded = [(table, table.padding_idx) for table in tables if table.padding_idx is not None]
         for module, _ in padded:
             module.padding_idx = None  # transformers would write into a row, which of a shard is a copy
-        self.model.initialize_weights()
+        with self._sharded():
+            self.model.initialize_weights()
         for module, row in padded:
             module.padding_idx = row
             if self.drawn:
                 _zero_row(module.weight, row)
 
-    @torch.no_grad()
+    @contextmanager
+    def _sharded(self) -> Iterator[None]:
+        """DataError for code of transformers that works on parameters in ways that sharded ones do not allow."""
+        try:
+            yield
+        except RuntimeError as error:
+            if "DTensor" not in str(error):
+                raise
+            raise DataError(f"{type(self.model).__name__}: its code does not work with sharded parameters; use another "
+                            f"model ({one_line(error, 200, kind=False)})") from error  # fmt: skip
+
     def prepare(self, seqlen: int, device: torch.device) -> None:
-        """Tries on four tokens whether logits are hidden states times the head: some models scale or cap them."""
+        """`look`, unless weights are still to be loaded."""
+        if self.drawn:
+            self.look(device)
+
+    @torch.compiler.set_stance("force_eager")
+    @torch.no_grad()
+    def look(self, device: torch.device) -> None:
+        """Tries on four tokens whether the model runs, and whether logits are hidden states times the head: some models
+        scale or cap them. DataError: it does not run on sharded parameters."""
         tokens, head = torch.arange(4, device=device)[None], self.model.get_output_embeddings()
         capped = getattr(self.model.config, "final_logit_softcapping", None)  # small logits do not show it
-        logits, x = self(tokens).float(), self._hidden(tokens)
+        with self._sharded():
+            logits, x = self(tokens).float(), self._hidden(tokens)
         with unsharded():
             product = nn.functional.linear(x, head.weight).float()
         self.plain_head = not capped and head.bias is None and torch.allclose(logits, product, rtol=0.02, atol=1e-6)
+
+    @torch.compiler.set_stance("force_eager")
+    def check_packed(self, device: torch.device) -> None:
+        """DataError unless all that mixes tokens keeps apart what position ids tell apart: unless the second of two
+        documents in a row has no gradient in the first."""
+        positions = torch.arange(4, device=device).repeat(1, 2)  # [1, 8]
+        x = self.model.get_input_embeddings()(positions).detach().requires_grad_()  # [1, 8, D]
+        logits = self.model(inputs_embeds=x, position_ids=positions, use_cache=False).logits
+        (grad,) = torch.autograd.grad(logits[:, 4:].float().square().sum(), x)
+        if grad[:, :4].any():
+            raise DataError(f"--pad pack: {type(self.model).__name__} does not keep apart the examples of a row; use "
+                            "--pad longest")  # fmt: skip
 
 
 @torch.no_grad()
@@ -105,27 +148,26 @@ def _recomputed(forward: Callable) -> Callable:
 
 
 def blank_model(folder: str, remat_ratio: float = 0.0) -> HuggingFaceModel:
-    """The model of `folder`/config.json, on the meta device and without dropout, which a resumed run could not repeat;
-    `remat_ratio` of its blocks, evenly spread, are computed again in backward. DataError: transformers lacks it."""
+    """The model of `folder`/config.json, on the meta device; `remat_ratio` of its blocks, evenly spread, are computed
+    again in backward. DataError: transformers lacks it."""
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError:
         raise ValueError("--model: needs transformers 5 and safetensors; pip install -e '.[hf]'") from None
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        config, changed = config.get_text_config(), []
-        for name in vars(config):
-            if re.search("dropout|pdrop", name) and getattr(config, name):
-                changed.append(f"{name} {getattr(config, name)}")
-                setattr(config, name, type(getattr(config, name))(0))
+        if config.get_text_config() is not config:
+            raise ValueError(f"a multimodal one, {config.model_type}")
+        usual = config.dtype
         with torch.device("meta"):
             inner = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        inner.config.dtype = usual  # what an export without weights in `folder` has
     except Exception as error:  # whatever a strange config.json leads to
         why = one_line(error, 200, kind=False)
         expected = "expected a causal language model that transformers knows, without code of its own"
         raise DataError(f"{folder}/config.json: {expected}, found: {why}; use another model") from error
     model = HuggingFaceModel(inner)
-    model.changed, names = changed, blocks_of(inner)
+    names = blocks_of(inner)
     count = round(remat_ratio * len(names))
     if remat_ratio and not names:
         raise DataError(f"{folder}: expected repeated blocks for --remat-ratio, found none; use 0")

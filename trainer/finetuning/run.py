@@ -1,6 +1,7 @@
 """A run of finetune.py: trainer.run.Run with a model, data and weights of Hugging Face, and a folder in the end."""
 
 from trainer.checkpoint.load import say
+from trainer.distributed.terminal import tell
 from trainer.experiments.logging import Sinks
 from trainer.finetuning import checks
 from trainer.finetuning.chat import ChatBatches
@@ -30,6 +31,10 @@ class FineTune(Run):
         data = open_data(c, vocab, self.rank, self.world)
         if c.export is not None:
             files_of(model.model, c.model)  # raises now, not after training
+        most = getattr(model.model.config, "max_position_embeddings", None)
+        if most is not None and c.seqlen > most:
+            raise ValueError(f"--seqlen {c.seqlen}: the model knows {most} positions (max_position_embeddings of its "
+                             "config.json); use as many at most")  # fmt: skip
         model.drawn, kernel = c.random, model.model.config._attn_implementation
         self.attention = f"{kernel} of transformers"
         if c.pad == "longest":
@@ -41,14 +46,26 @@ class FineTune(Run):
         """As Run's, or none where rows have no one length."""
         if self.step_tokens is None:
             return {}, "FLOPs are not counted, MFU and tok/s are n/a: rows of --pad longest differ in length"
-        return super().count_flops()
+        before = self.blank.model.get_experts_implementation()
+        self.blank.model.set_experts_implementation("batched_mm")  # as many products, and it runs on meta
+        try:
+            return super().count_flops()
+        finally:
+            self.blank.model.set_experts_implementation(before)
 
     def build(self) -> None:
-        """As Run's. What is known of the head is found again with the weights that the model now has."""
+        """As Run's, then looks at the model with the weights that it now has."""
         super().build()
-        self.step.model.prepare(self.c.seqlen, self.device)
-        if self.blank.changed:
-            say(f"dropout is off: {', '.join(self.blank.changed)} of config.json")
+        self.step.dynamic = self.c.pad == "longest"
+        self.step.model.look(self.device)
+        if self.c.pad == "pack":
+            self.step.model.check_packed(self.device)
+        if self.blank.noise:
+            say(f"noise is off: {self.blank.noise} of config.json")
+        passes = self.c.effective_batch / self.batches.epoch_samples
+        if passes > 1:
+            say(f"each step passes {passes:.1f} times over all {self.batches.epoch_samples} rows of --data; "
+                "--effective-batch says how many rows it takes")  # fmt: skip
 
     def fill(self) -> None:
         """Loads the model's weights, unless they are drawn or a checkpoint has newer ones."""
@@ -60,5 +77,17 @@ class FineTune(Run):
         super().train(sinks)
         if self.c.export is not None:
             with self.aside("export"):
-                beat = lambda: self.watchdog.beat(self.state.step, "export")  # noqa: E731
-                self.sampled.append(f"export   {export(self.c, self.step.model, self.group, beat)}")
+                self.sampled.append(f"export   {self.exported()}")
+
+    def after_done(self) -> None:
+        """--export, of which the run that trained was kept."""
+        if self.c.export is not None:
+            self.build()
+            with self.saver:
+                line = self.exported()
+            if self.rank == 0:
+                tell(f"export   {line}")
+
+    def exported(self) -> str:
+        """Writes --export; returns the line to print. Raises CheckpointError."""
+        return export(self.c, self.step.model, self.group, lambda: self.watchdog.beat(self.state.step, "export"))
