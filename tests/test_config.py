@@ -86,7 +86,7 @@ BAD = [  # what is wrong by itself: argv, the flag and the value that the messag
     ("--compile-options max_autotune", "max_autotune"),
     *((f"--{name} {value}", value) for name, value in dict(
         device="tpu", wrapper="zero", mode="zero3", compile="all", attn="eager", sdpa="fast", remat="all", loss="half",
-        wandb="maybe", mlp="thin", optim="never").items()),
+        wandb="maybe", mlp="thin", block="moe", optim="never").items()),
     ("--eval-every -1", -1), ("--eval-batches 0", 0), ("--sample -1", -1),
     ("--mlp-chunk -1", -1), ("--nonfinite ignore", "ignore"), ("--max-skips 0", 0), ("--max-skips -1", -1),
     *((f"--{name} {value}", value) for name in ("norm-limit", "spike") for value in ("-1", "nan", "inf")),
@@ -162,6 +162,7 @@ MISFITS = [  # what is wrong together: argv, world, what the message names
     ("--cuda-graph", 1, ["--cuda-graph", "CUDA"]),
     ("--mlp lean --remat pointwise", 1, ["--mlp lean", "--remat pointwise"]),
     ("--mlp lean --wrapper ddp --compile none --param-dtype bf16", 1, ["--mlp lean", "--wrapper ddp", "fp32"]),
+    ("--mlp lean --block llama", 1, ["--mlp lean", "--mlp plain"]),
     ("--mlp-chunk 64", 1, ["--mlp-chunk 64", "--mlp lean"]),
     ("--remat-core --remat mlp --compile none", 1, ["--remat-core", "--remat mlp"]),
     ("--remat-core --remat both --compile fwdbwd", 1, ["--remat-core", "--compile fwdbwd", "--compile none"]),

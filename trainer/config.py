@@ -41,6 +41,8 @@ def _by_device(name: str, metavar: str):
 class Shape:
     """Of the reference transformer."""
 
+    block: Literal["gelu", "llama"] = "gelu"
+    """gelu: LayerNorm, sinusoidal positions, a GELU MLP, biases. llama: RMSNorm, rotary positions, SwiGLU, no biases."""
     depth: Annotated[int | None, _by_device("depth", "INT")] = None
     """Number of transformer blocks."""
     width: Annotated[int | None, _by_device("width", "INT")] = None
@@ -50,7 +52,7 @@ class Shape:
     grouping: int = 4
     """Query heads per key/value head; 1: multi-head attention. Must divide the number of heads, width / head-dim."""
     grow: int = 4
-    """Hidden width of the MLP, as a multiple of --width."""
+    """Hidden width of the MLP, as a multiple of --width; --block llama has three matrices of it, gelu two."""
     vocab: Annotated[int | None, _by_device("vocab", "INT")] = None
     """Size of the vocabulary. Data that is read as bytes (stdlib, text, overfit) needs at least 256."""
 
@@ -356,6 +358,7 @@ def step_misfits(c: Config) -> list[tuple]:
     no_moment = "a replayed step has no moment for {}; leave one of them out"
     return [
         # The MLP and recomputation
+        ("mlp", lean and c.block == "llama", "computes the MLP of --block gelu, not that of llama; use --mlp plain"),
         ("mlp", lean and c.remat == "pointwise", "recomputes what --remat pointwise keeps; use one of the two"),
         ("mlp", lean and c.wrapper == "ddp" and c.param_dtype == "bf16",
          "is not cast by the autocast of --wrapper ddp; use --param-dtype fp32 or --wrapper fsdp2"),
