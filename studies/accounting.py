@@ -3,15 +3,15 @@
     python -m studies.accounting                                              # the published case, and a 2.7b model
     python -m studies.accounting --width 4096 --mlp-width 14336 --blocks 32 --matrices 3 --attention --fsdp 32 --tp 2
 
-Everything is counted, nothing is run. D: width, F: width of the MLP, m: its matrices, L: blocks, X and Y: devices of the
-sharded (FSDP) and of the tensor-parallel dimension of the mesh, C: FLOP/s of a device, W: bytes/s of one axis of its
-links, M_X and M_Y: how many axes a dimension has, B: tokens of the whole batch.
+Everything is counted, nothing is run. D: width, F: width of the MLP, m: its matrices, X and Y: devices of the sharded
+(FSDP) and of the tensor-parallel dimension of the mesh, C: FLOP/s of a device, W: bytes/s of one axis of its links,
+M_X and M_Y: how many axes a dimension has, B: tokens of the whole batch.
 
 Weights of a block w = m D F (+ 4 D^2 with attention). States: 16 bytes a parameter (fp32 weight, gradient, two
 moments). Kept for backward, bf16: the inputs of the linear layers, D + F values a token (two more F where a third
 matrix makes a product; 5 D more with attention). A GELU that keeps its own input adds F: the published case does not
-count it. Forward of a block: 2 w B / (X Y C) seconds on its device; gathering its weights 2 w / (Y W M_X); a gather and a
-reduction of activations 4 B D / (X W M_Y), twice with attention.
+count it. Forward of a block: 2 w B / (X Y C) seconds on its device; gathering its weights 2 w / (Y W M_X); a gather
+and a reduction of activations 4 B D / (X W M_Y), twice with attention.
 """
 
 import math
@@ -23,7 +23,8 @@ from trainer.distributed.terminal import grouped, markdown
 
 XXL = dict(width=16384, mlp_width=53248, blocks=126, matrices=2, attention=False, vocab=0, fsdp=16, tp=4,
            tflops=460.0, gb_per_s=180.0, fsdp_axes=2, tp_axes=1, device_gb=95.0)  # fmt: skip
-SIZES = {"xxl": XXL, "2.7b": XXL | dict(width=2560, mlp_width=10240, blocks=32, matrices=3, attention=True, vocab=10000)}
+LLAMA = dict(width=2560, mlp_width=10240, blocks=32, matrices=3, attention=True, vocab=10000)
+SIZES = {"xxl": XXL, "2.7b": XXL | LLAMA}
 GIB, GB = 2**30, 1e9
 WRONG = {  # of the published answer
     "kept GiB per token": "right; called the memory of batch 1",
@@ -90,7 +91,8 @@ def measure(setting: dict, args=None) -> dict:
 def steps(once: dict[str, float], devices: int) -> list[tuple[str, float]]:
     """The published threshold, and what it becomes as one mistake after the other is mended: (words, tokens)."""
     compute, gather, moved = once["compute"], once["weights"], once["activations"]
-    return [("2 B D F / C = 4 D F / (Y W M_X) + 2 B D / (X W M_Y)", threshold(compute * devices / 2, gather, moved / 2)),
+    first = threshold(compute * devices / 2, gather, moved / 2)
+    return [("2 B D F / C = 4 D F / (Y W M_X) + 2 B D / (X W M_Y)", first),
             ("FLOPs divided by the devices", threshold(compute / 2, gather, moved / 2)),
             ("4 B D F for two matrices", threshold(compute, gather, moved / 2)),
             ("4 B D for a gather and a reduction", threshold(compute, gather, moved))]  # fmt: skip
@@ -128,10 +130,10 @@ def figure(rows: list[dict], folder) -> list:
     """Compute and links of a block of the first model by the tokens of the batch; where they cross."""
     row = next(row for row in rows if row["outcome"] == "ok")
     c, found = SimpleNamespace(**row["setting"]), row["figures"]
-    tokens = [2**i for i in range(8, 18)]
-    made = {"compute": [(b, 1e3 * block(c, b)["compute"]) for b in tokens]}
-    made["links, one after the other"] = [(b, 1e3 * (block(c, b)["weights"] + block(c, b)["activations"])) for b in tokens]
-    made["gathering the weights alone"] = [(b, 1e3 * block(c, b)["weights"]) for b in tokens]
+    lines = {"compute": ["compute"], "gathering the weights alone": ["weights"],
+             "links, one after the other": ["weights", "activations"]}  # fmt: skip
+    made = {words: [(b, sum(1e3 * block(c, b)[part] for part in parts)) for b in (2**i for i in range(8, 18))]
+            for words, parts in lines.items()}  # fmt: skip
     marks = {"hidden from here on": float(found["batch tokens"])}
     marks = {words: place for words, place in marks.items() if place < math.inf}
     return curves(folder, "accounting", made, "tokens of the batch", f"ms of a block's forward, {c.model}", marks)

@@ -44,7 +44,8 @@ def test_a_study_has_what_the_shared_part_calls(name):
 @pytest.mark.parametrize("name", study.names())
 @pytest.mark.parametrize(("words", "told"), [
     (["--repeat", "0"], "--repeat 0: must be at least 1"), (["--foo"], "--foo: no such flag"),
-    (["--device", "gpu"], "--device: invalid choice"), (["--results", "/proc/none/x.jsonl"], "--results /proc/none/x.jsonl"),
+    (["--device", "gpu"], "--device: invalid choice"),
+    (["--results", "/proc/none/x.jsonl"], "--results /proc/none/x.jsonl"),
 ])  # fmt: skip
 def test_a_bad_flag_is_one_line(call, name, words, told):
     done = call(study.study(name), *words)

@@ -8,7 +8,8 @@
     python -m trainer.report --study NAME      the table of a study (studies/), with --plots DIR its plot
     python -m trainer.report --check           the marked tables of README, NOTES, docs; --write mends
 
-`<!-- report: LAYOUT FILE... [--small] -->` marks the table below it. LAYOUT: an axis, one of LAYOUTS in tables.py, or `study NAME`.
+`<!-- report: LAYOUT FILE... [--small] -->` marks the table below it. LAYOUT: an axis, one of LAYOUTS in
+tables.py, or `study NAME`.
 Exit codes: 0, 1 a marked table differs, 2 bad input.
 """
 
@@ -161,8 +162,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--write", action="store_true", help="put the marked tables right")
     args = parser.parse_args(argv)
     try:
-        others = args.axis or args.study or args.results or args.small or args.plots or args.html or args.group or args.wandb != "off"
-        if (args.check or args.write) and others:
+        others = args.axis or args.results or args.small or args.plots or args.html or args.group or args.wandb != "off"
+        if (args.check or args.write) and (others or args.study):
             raise ValueError("--check and --write stand alone: the marks in the documents name layouts and rows")
         if args.study:
             if args.axis or args.html or args.group or args.wandb != "off":
