@@ -12,7 +12,8 @@ import torch
 from running import one_line, rows_of
 
 from studies import __main__ as everything
-from studies import accounting, study
+from studies import accounting, pipeline, study
+from trainer.costs import kept_per_block
 from trainer.report import __main__ as report
 
 ROOT = Path(study.__file__).parents[1]
@@ -194,3 +195,44 @@ def test_accounting_counts_what_linear_layers_keep(matrices):
     setting = accounting.XXL | dict(width=D, mlp_width=F, blocks=1, matrices=matrices)
     counted = accounting.measure(setting)["figures"]["kept GiB per token"] * 2**30 * tokens
     assert sum(kept.values()) == counted and y.shape == (tokens, D)
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 4])
+@pytest.mark.parametrize("m", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("times", [(1, 2), (3, 1), (2, 2)])
+def test_both_schedules_take_the_time_of_the_formula_and_keep_what_they_should(p, m, times):
+    for name, kept in (("gpipe", [m] * p), ("1f1b", [min(m, p - s) for s in range(p)])):
+        took, most = pipeline.simulate(name, p, m, *times)
+        assert took == (m + p - 1) * sum(times) and most == kept, name
+
+
+def test_a_schedule_whose_stages_wait_for_each_other_is_an_error(monkeypatch):
+    def backward_first(stage, p, m):
+        return [("B", 0), ("F", 0)]
+
+    monkeypatch.setitem(pipeline.SCHEDULES, "gpipe", backward_first)
+    with pytest.raises(RuntimeError, match="wait for each other"):
+        pipeline.simulate("gpipe", 2, 1, 1, 1)
+
+
+def test_counted_bytes_by_checkpoints_are_those_of_the_formula(one_thread):
+    c = pipeline.SMALL | dict(width=32, head_dim=8, layers=5, seqlen=16)
+    blocks, config = pipeline.stage(c, "cpu")
+    x = torch.randn(2, 16, 32, requires_grad=True)
+    row = dict(setting=c) | pipeline.checkpoints(blocks, x)
+    assert [*row["counted"]] == [1, 2, 3, 5] and row["none"] == 5 * row["a_int"]
+    assert all(pipeline.formula(row, n)[1] == size for n, size in row["counted"].items())
+    statistics = 4 * 2 * 16 * (4 + 4)  # fp32: mean and deviation of two norms, and of each of 4 heads the log of a sum
+    assert row["a_int"] - statistics == kept_per_block(config) * row["a_in"] and row["a_in"] == x.nbytes
+
+
+def test_pipeline_finds_the_best_micro_batch_and_refuses_what_does_not_divide(call, tmp_path):
+    words = ["--small", "--width", 16, "--head-dim", 8, "--seqlen", 8, "--layers", 2, "--repeat", 1]
+    done = call(pipeline, *words, "--results", tmp_path / "rows.jsonl")
+    rows = rows_of(tmp_path / "rows.jsonl")
+    assert done.code == 0 and [row["setting"].get("micro_batch") for row in rows] == [1, 2, 4, 8, None]
+    for row in rows[:-1]:
+        slots = 8 // row["setting"]["micro_batch"] + 4 - 1
+        assert math.isclose(row["batch_ms"], slots * (row["forward_ms"] + row["backward_ms"]), abs_tol=1e-3)
+        assert math.isclose(row["gpipe_ms"], row["batch_ms"]) and math.isclose(row["1f1b_ms"], row["batch_ms"])
+    assert "--batch 7: must be a multiple of --replicas 2" in one_line(call(pipeline, "--small", "--batch", 7).err)

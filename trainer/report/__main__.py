@@ -1,4 +1,4 @@
-"""Result rows as tables beside the published figures of reference/, as figures, and both as one page. A study alone imports torch.
+"""Result rows as tables beside the published figures of reference/, as figures, both as one page. Studies alone import torch.
 
     python -m trainer.report seqlen depth      rows of runs/sweep-AXIS.jsonl and runs/sweep-all.jsonl
     python -m trainer.report --plots plots     every axis that has rows; figures as well, PNG and SVG (plots.py)
