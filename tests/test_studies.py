@@ -12,7 +12,7 @@ import torch
 from running import one_line, rows_of
 
 from studies import __main__ as everything
-from studies import accounting, pipeline, study
+from studies import accounting, pipeline, precision, study
 from trainer.costs import kept_per_block
 from trainer.report import __main__ as report
 
@@ -236,3 +236,51 @@ def test_pipeline_finds_the_best_micro_batch_and_refuses_what_does_not_divide(ca
         assert math.isclose(row["batch_ms"], slots * (row["forward_ms"] + row["backward_ms"]), abs_tol=1e-3)
         assert math.isclose(row["gpipe_ms"], row["batch_ms"]) and math.isclose(row["1f1b_ms"], row["batch_ms"])
     assert "--batch 7: must be a multiple of --replicas 2" in one_line(call(pipeline, "--small", "--batch", 7).err)
+
+
+def test_sums_of_low_precision_are_those_that_were_published():
+    found = dict(precision.sums("cpu", 1000))
+    assert [round(found["sum of 1000 x 0.01"][name], 4) for name in ("fp32", "fp16", "bf16")] == [10.0001, 9.9531, 4.0]
+    assert round(found["sum in fp32 of terms in the dtype"]["fp16"], 4) == 10.0021
+    assert all(value == 10 for value in found["sum with Kahan's compensation"].values())
+    rounded = found["sum with stochastic rounding, mean of 100"]
+    assert abs(rounded["fp16"] - 10) < 0.1 and abs(rounded["bf16"] - 10) < 0.5 and rounded["bf16"] > 9
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_stochastic_rounding_takes_either_neighbour_and_the_mean_is_right(dtype):
+    torch.manual_seed(0)
+    low = torch.tensor(1.0, dtype=dtype)
+    step = torch.finfo(dtype).eps
+    made = precision.stochastic(torch.full((40000,), 1 + 0.3 * step, dtype=torch.float64), dtype).double()
+    assert set(made.tolist()) == {low.item(), 1 + step} and abs((made.mean().item() - 1) / step - 0.3) < 0.02
+    exact = torch.tensor([0.75, -3.0, 1024.0], dtype=torch.float64)
+    assert torch.equal(precision.stochastic(exact, dtype).double(), exact)
+
+
+def test_dtypes_of_a_model_are_found_by_running_it_and_the_published_loss_is_wrong(isolated):
+    found = {what: kinds["fp16"] for what, kinds in precision.dtypes("cpu")}
+    names = "parameters", "first layer", "norm", "logits", "loss"
+    assert [found[f"autocast, CUDA: {name}"] for name in names] == ["fp32", "fp16", "fp32", "fp16", "fp32"]
+    assert [found[f"autocast, CPU: {name}"] for name in names] == ["fp32", "fp16", "fp16", "fp16", "fp32"]
+    assert found["autocast, CPU: gradients"] == found["MixedPrecisionPolicy: gradients"] == "fp32"
+    assert found["MixedPrecisionPolicy: parameters, gathered"] == found["MixedPrecisionPolicy: loss"] == "fp16"
+    assert not torch.is_autocast_enabled("cpu") and not torch.is_autocast_enabled("cuda")
+    rows = [dict(study="precision", setting={"part": "dtypes"}, outcome="ok", commit="a", torch="b", device="c",
+                 lines=precision.dtypes("cpu"))]  # fmt: skip
+    wrong = [line for line in precision.table(rows)[1].splitlines() if line.endswith("| wrong |")]
+    assert len(wrong) == 1 and wrong[0].startswith("| autocast, CUDA: loss |")
+
+
+def test_the_variance_that_a_norm_needs_is_lost_in_low_precision(one_thread):
+    torch.manual_seed(0)
+    (_, big), (_, right) = precision.norm("cpu", 0, 300)
+    assert big["fp16"] == math.inf and abs(right["fp16"] / big["fp32"] - 1) < 0.01
+    (_, cancelled), (_, right) = precision.norm("cpu", 100, 1)
+    assert abs(cancelled["bf16"] / cancelled["fp32"] - 1) > 0.5 and abs(right["bf16"] / cancelled["fp32"] - 1) < 0.05
+
+
+def test_a_gradient_summed_in_bf16_is_further_off_the_more_micro_batches_there_are(one_thread):
+    torch.manual_seed(0)
+    few, many = (dict(precision.gradients("cpu", n))[f"gradient of {n} micro-batches: relative error"] for n in (1, 64))
+    assert many["bf16"] > 2 * few["bf16"] and many["bf16"] > 1000 * many["fp32"]

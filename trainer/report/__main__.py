@@ -1,4 +1,4 @@
-"""Result rows as tables beside the published figures of reference/, as figures, both as one page. Studies alone import torch.
+"""Result rows as tables beside the published figures of reference/, as figures, and both as one page.
 
     python -m trainer.report seqlen depth      rows of runs/sweep-AXIS.jsonl and runs/sweep-all.jsonl
     python -m trainer.report --plots plots     every axis that has rows; figures as well, PNG and SVG (plots.py)
@@ -10,7 +10,7 @@
 
 `<!-- report: LAYOUT FILE... [--small] -->` marks the table below it. LAYOUT: an axis, one of LAYOUTS in
 tables.py, or `study NAME`.
-Exit codes: 0, 1 a marked table differs, 2 bad input.
+Exit codes: 0, 1 a marked table differs, 2 bad input. Imports no torch, but for studies.
 """
 
 import argparse
