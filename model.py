@@ -66,7 +66,7 @@ class ModelConfig:
     @property
     def identity(self) -> dict[str, int]:
         """The fields that a checkpoint and the model that loads it must have in common."""
-        return {name: getattr(self, name) for name in ("block", "depth", "width", "head_dim", "grouping", "grow", "vocab")}
+        return {name: getattr(self, name) for name in "block depth width head_dim grouping grow vocab".split()}
 
     @property
     def heads(self) -> int:
@@ -219,9 +219,9 @@ class Block(nn.Module):
         return self.add(x, self.attn.o(y))
 
     def forward(self, x: Tensor, mask: BlockMask | None = None, rope: Tensor | None = None) -> Tensor:
-        """x [B, T, D], rope [T, d] -> [B, T, D]. The norms lie inside the checkpointed regions, so a region keeps its input alone
-        (remat_norm=False: the norm's output too); the output of attention is kept (dear to redo, small) unless
-        remat_core. "pointwise" keeps every product as well."""
+        """x [B, T, D], rope [T, d] -> [B, T, D]. The norms lie inside the checkpointed regions, so a region keeps its
+        input alone (remat_norm=False: the norm's output too); the output of attention is kept (dear to redo, small)
+        unless remat_core. "pointwise" keeps every product as well."""
         if self.remat == "none" or not torch.is_grad_enabled():
             return self.whole(x, mask, rope)
         lean = dict(context_fn=_lean_saved) if self.lean and self.remat == "block" else {}

@@ -42,7 +42,7 @@ class Shape:
     """Of the reference transformer."""
 
     block: Literal["gelu", "llama"] = "gelu"
-    """gelu: LayerNorm, sinusoidal positions, a GELU MLP, biases. llama: RMSNorm, rotary positions, SwiGLU, no biases."""
+    """gelu: LayerNorm, sinusoids as positions, a GELU MLP, biases. llama: RMSNorm, rotary positions, SwiGLU, none."""
     depth: Annotated[int | None, _by_device("depth", "INT")] = None
     """Number of transformer blocks."""
     width: Annotated[int | None, _by_device("width", "INT")] = None

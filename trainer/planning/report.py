@@ -127,7 +127,8 @@ def honesty(q: Question) -> list[str]:
             "EXTRAPOLATED for this architecture: peaks and times were checked on the reference transformer alone"
         )
     if q.a.gated:
-        text.append("peak of a gated MLP: off by at most {} % in {} settings; times were not checked".format(*GATED_ERROR))
+        worst, rows = GATED_ERROR
+        text.append(f"peak of a gated MLP: off by at most {worst} % in {rows} settings; its times were not checked")
     median, worst, rows = PEAK_ERROR
     text.append(
         f"peak: predicted; beside generated code of {rows} drawn settings it was off by {median:.2f} % (median), "

@@ -50,7 +50,7 @@ def whole(row: dict) -> dict:
     flags = row.get("flags") or {}
     if "depth" in flags:
         row = row | {"flags": {"block": "gelu"} | flags}
-    if row.get("study") in ("mlp", "attention") or "seed" in flags:
+    if row.get("study") in ("mlp", "attention") or "setting" in row or "seed" in flags:
         return row
     old = json.loads((REFERENCE / "defaults_d817189.json").read_text())["gpu" if on_gpu(row) else "cpu"]
     beside = {name: row[name] for name in old.keys() - {"device", "world", "loss"} if name in row}
