@@ -110,27 +110,27 @@ _lean_saved.cache_hash = "lean-saved-1"
 _remat = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)  # nothing in a block is random
 
 
-def sdpa_kernel(kernel: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention by one kernel, which runs or raises: "cudnn", "flash", "efficient", "math"; "default": torch
-    chooses. q [B, H, T, d], k and v [B, K, T, d] -> [B, H, T, d].
+def sdpa_kernel(kernel: str, q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
+    """Attention by one kernel, which runs or raises: "cudnn", "flash", "efficient", "math"; "default": torch chooses.
+    q [B, H, T, d], k and v [B, K, T, d] -> [B, H, T, d].
 
     The kernels' own ATen ops and not torch.nn.attention.sdpa_kernel: that one switches a state of the process, and a
     graph with it in it bypasses AOTAutograd's cache. What F.scaled_dot_product_attention does before them is the
     choice, and padding for flash on CUDA: the head dimension must be a multiple of 8 there."""
     grouping = q.shape[1] // k.shape[1]
     if kernel == "default":
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouping > 1)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouping > 1)
     if kernel == "math":
-        return aten._scaled_dot_product_attention_math(q, k, v, is_causal=True, enable_gqa=grouping > 1)[0]
+        return aten._scaled_dot_product_attention_math(q, k, v, is_causal=causal, enable_gqa=grouping > 1)[0]
     if kernel == "cudnn":
-        return aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, is_causal=True)[0]
+        return aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, is_causal=causal)[0]
     if kernel == "efficient":  # not every torch groups in it
         k, v = (t.repeat_interleave(grouping, 1) if grouping > 1 else t for t in (k, v))
-        return aten._scaled_dot_product_efficient_attention(q, k, v, None, True, is_causal=True)[0]
+        return aten._scaled_dot_product_efficient_attention(q, k, v, None, True, is_causal=causal)[0]
     if kernel == "flash":
         cpu = q.device.type == "cpu"
         op = aten._scaled_dot_product_flash_attention_for_cpu if cpu else aten._scaled_dot_product_flash_attention
-        return op(q, k, v, is_causal=True)[0]
+        return op(q, k, v, is_causal=causal)[0]
     raise ValueError(f"no kernel {kernel!r}: expected default, cudnn, flash, efficient or math")
 
 

@@ -170,7 +170,7 @@ class System:
     FlashAttention; where neither can run (in fp32) efficient, then math; on a CPU what torch picks. efficient repeats K
     and V for each query head. math stores the scores, seqlen x seqlen, and with --remat computes them again."""
     flex_options: str | None = None
-    """File of tuned kernel options for --attn flex, written by python -m benchmarks.attention --search."""
+    """File of tuned kernel options for --attn flex, written by python -m studies.attention --search."""
     remat: Literal["none", "mlp", "attn", "both", "block", "pointwise"] = "none"
     """What backward computes again instead of keeping it. mlp: the MLP. attn: the attention branch. both: the two of
     them. block: whole blocks. pointwise: all but matrix products. The output of attention is kept in each case."""
