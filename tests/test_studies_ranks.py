@@ -13,7 +13,8 @@ from harness import spawn
 from running import one_line, rows_of
 
 import plan
-from studies import collectives, study
+from model import ModelConfig, Transformer
+from studies import collectives, ddp, study
 from trainer.costs import link, measured, sent_bytes
 
 EPS = torch.finfo(torch.float32).eps
@@ -162,4 +163,96 @@ def test_a_file_without_a_link_is_one_line(train, tmp_path, text, told):
 ])  # fmt: skip
 def test_ranks_and_backends_that_are_not_there_are_one_line(call_study, words, told):
     done = call_study(collectives, *words)
+    assert done.code == 2 and told in one_line(done.err)
+
+
+DIMS = dict(depth=1, width=16, head_dim=8, vocab=256, seqlen=8, batch=2)
+
+
+def every_way(mesh) -> dict:
+    """The gradients of the model of setting DIMS after one step of each way, and of one process with both batches."""
+    found, (rank, n) = {}, (mesh.get_local_rank(), mesh.size())
+    torch.manual_seed(5)
+    tokens = torch.randint(0, 32, (n, 2, 9))
+    ways = ("naive", 0, False), ("flat", None, False), ("overlap", 0, True), ("buckets", 4000, True)
+    for way, cap, overlap in ways:
+        model, unused = small_model()
+        reducer = ddp.Reducer([*model.parameters(), unused], cap, overlap)
+        for _ in range(2):  # a second step begins as the first did
+            model.zero_grad()
+            unused.grad = None
+            model(tokens[rank, :, :-1], tokens[rank, :, 1:]).backward()
+            reducer.finish()
+        assert not unused.grad.any() and not reducer.works
+        found[way] = [p.grad for p in model.parameters()]
+        sizes = [sum(p.nbytes for p in bucket) for bucket in reducer.buckets]
+        assert sorted(id(p) for b in reducer.buckets for p in b) == sorted(map(id, [*model.parameters(), unused]))
+        assert way != "buckets" or (len(sizes) > 3 and all(s <= cap or len(b) == 1 for s, b in zip(
+            sizes, reducer.buckets, strict=True)))  # fmt: skip
+        reducer.on = False
+        model.zero_grad()
+        model(tokens[rank, :, :-1], tokens[rank, :, 1:]).backward()
+        reducer.finish()
+        assert not torch.equal(next(model.parameters()).grad, found[way][0])  # its own alone
+        assert [size for size, _ in reducer.alone()] == sizes
+    model, _ = small_model()
+    (model(tokens.flatten(0, 1)[:, :-1], tokens.flatten(0, 1)[:, 1:]) / n).backward()
+    right = [p.grad for p in model.parameters()]
+    return {way: max(((a - b).norm() / b.norm()).item() for a, b in zip(grads, right, strict=True))
+            for way, grads in found.items()}  # fmt: skip
+
+
+def small_model():
+    torch.manual_seed(0)
+    model = Transformer(ModelConfig(depth=1, width=16, head_dim=8, grouping=1, vocab=256))
+    model.init_weights()
+    return model, torch.nn.Parameter(torch.ones(3))
+
+
+def test_every_way_to_average_gradients_gives_those_of_one_process():
+    for found in spawn(2, [every_way])["every_way"]:
+        assert all(error < 1e-5 for error in found.values()), found
+
+
+@pytest.mark.parametrize("nbytes", [1e6, 3.3e8, 8e9])
+@pytest.mark.parametrize(("o", "w"), [(2e-5, 1e10), (5e-4, 1e8), (1e-2, 5e10)])
+def test_the_best_bucket_is_the_least_of_the_same_model(nbytes, o, w):
+    n, size = ddp.best(nbytes, o, w)
+    assert n * size == pytest.approx(nbytes)
+    least = min(range(1, 2000), key=lambda k: ddp.overhead(k, nbytes, o, w))
+    assert least in (max(1, int(n)), int(n) + 1)
+    assert ddp.overhead(n, nbytes, o, w) <= ddp.overhead(least, nbytes, o, w) * (1 + 1e-12)
+
+
+@pytest.mark.parametrize(("way", "calls"), [("naive", None), ("flat", 1), ("bucketed", 4), ("ddp", None)])
+def test_a_simulated_step_sends_every_gradient_once(isolated, way, calls):
+    c = dict(kind="simulated", ranks=8, link="100:1", way=way, mb=0.01) | DIMS
+    row = ddp.simulated(c, 1, torch.device("cpu"))
+    params = [*small_model()[0].parameters()]
+    nbytes = sum(p.nbytes for p in params)
+    assert row["nbytes"] == nbytes and row["calls"] == (calls or (len(params) if way == "naive" else row["calls"]))
+    assert row["communication_ms"] == pytest.approx(0.1 * row["calls"] + nbytes * 2 * 7 / 8 / 1e6, abs=2e-3)
+    assert not dist.is_initialized()
+
+
+def test_ddp_prints_the_best_bucket_of_a_link(call_study, tmp_path, monkeypatch):
+    monkeypatch.setattr(ddp, "WAYS", ("flat", "bucketed"))
+    monkeypatch.setattr(ddp, "SMALL", DIMS)
+    words = ["--small", "--repeat", 1, "--buckets", 0.005, 0.01, "--results", tmp_path / "rows.jsonl"]
+    done = call_study(ddp, *words)
+    rows = rows_of(tmp_path / "rows.jsonl")
+    assert done.code == 0 and [row["outcome"] for row in rows] == ["ok"] * 5, done.out
+    size = ddp.best(rows[0]["nbytes"], *ddp.constants(rows[:3]))[1]
+    assert f"| simulated, 8 | best by formula: {size / 1e6:.2g} MB |" in done.out
+    assert ddp.constants(rows[:3]) == (5e-4, pytest.approx(0.2e9 / 1.75))
+    assert rows[3]["points"] and "| real, 2 | flat |" in done.out
+
+
+@pytest.mark.parametrize(("words", "told"), [
+    (["--link", "none"], "--link none: has no latency or takes no time"), (["--link", "fast"], "--link fast: must be"),
+    (["--ranks", "99"], "--ranks 99: a study starts 16"), (["--buckets", "0"], "--buckets 0: must be at least 1"),
+    (["--link", "measured:none.jsonl"], "--link measured:none.jsonl: No such file"), (["--world", "0"], "--world 0: "),
+])  # fmt: skip
+def test_ddp_refuses_links_ranks_and_buckets_that_do_not_fit(call_study, words, told):
+    done = call_study(ddp, *words)
     assert done.code == 2 and told in one_line(done.err)
