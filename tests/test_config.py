@@ -162,7 +162,6 @@ MISFITS = [  # what is wrong together: argv, world, what the message names
     ("--cuda-graph", 1, ["--cuda-graph", "CUDA"]),
     ("--mlp lean --remat pointwise", 1, ["--mlp lean", "--remat pointwise"]),
     ("--mlp lean --wrapper ddp --compile none --param-dtype bf16", 1, ["--mlp lean", "--wrapper ddp", "fp32"]),
-    ("--mlp lean --block llama", 1, ["--mlp lean", "--mlp plain"]),
     ("--mlp-chunk 64", 1, ["--mlp-chunk 64", "--mlp lean"]),
     ("--remat-core --remat mlp --compile none", 1, ["--remat-core", "--remat mlp"]),
     ("--remat-core --remat both --compile fwdbwd", 1, ["--remat-core", "--compile fwdbwd", "--compile none"]),

@@ -82,6 +82,7 @@ def test_a_gated_mlp_trains_with_its_own_flops(compile, gated, graphs, train):
 
 def test_the_lean_mlp_refuses_what_it_does_not_compute(gated, train):
     done = train("--mlp", "lean")
+    assert train("--mlp", "lean", "--block", "llama").err == done.err
     assert done.code == 2 and "--mlp plain" in done.err
     assert "--mlp lean: computes LayerNorm, up, GELU and down" in done.err
 

@@ -19,22 +19,6 @@ from trainer.report import __main__ as report
 ROOT = Path(study.__file__).parents[1]
 
 
-@pytest.fixture
-def call(isolated, capfd):
-    """A study in this process: exit code, both outputs."""
-
-    def call(module, *argv):
-        capfd.readouterr()
-        try:
-            code = study.main(module, [*map(str, argv), "--device", "cpu"])
-        except SystemExit as exit:
-            code = exit.code
-        out, err = capfd.readouterr()
-        return SimpleNamespace(code=code, out=out, err=err)
-
-    return call
-
-
 @pytest.mark.parametrize("name", study.names())
 def test_a_study_has_what_the_shared_part_calls(name):
     module = study.study(name)
@@ -48,22 +32,22 @@ def test_a_study_has_what_the_shared_part_calls(name):
     (["--device", "gpu"], "--device: invalid choice"),
     (["--results", "/proc/none/x.jsonl"], "--results /proc/none/x.jsonl"),
 ])  # fmt: skip
-def test_a_bad_flag_is_one_line(call, name, words, told):
-    done = call(study.study(name), *words)
+def test_a_bad_flag_is_one_line(call_study, name, words, told):
+    done = call_study(study.study(name), *words)
     assert done.code == 2 and told in one_line(done.err)
 
 
-def test_a_study_under_torchrun_and_a_gpu_that_is_not_there_are_refused(call, monkeypatch):
+def test_a_study_under_torchrun_and_a_gpu_that_is_not_there_are_refused(call_study, monkeypatch):
     if not torch.cuda.is_available():
         with pytest.raises(SystemExit):
             study.main(accounting, ["--device", "cuda"])
     torchrun = dict(RANK=0, LOCAL_RANK=0, WORLD_SIZE=2, MASTER_ADDR="x", MASTER_PORT=1)
     for name, value in torchrun.items():
         monkeypatch.setenv(name, str(value))
-    assert "without torchrun" in one_line(call(accounting).err)
+    assert "without torchrun" in one_line(call_study(accounting).err)
 
 
-def test_rows_are_appended_once_and_a_failure_is_tried_again(call, tmp_path, capfd):
+def test_rows_are_appended_once_and_a_failure_is_tried_again(call_study, tmp_path, capfd):
     tried = []
 
     def measure(setting, args):
@@ -112,10 +96,10 @@ def test_the_timing_loop_warms_up_and_takes_turns():
     assert seen == ["a", "b"] * 3 and [len(ms) for ms in times.values()] == [2, 2]
 
 
-def test_report_prints_the_table_of_a_study_and_checks_it(call, tmp_path, capfd):
+def test_report_prints_the_table_of_a_study_and_checks_it(call_study, tmp_path, capfd):
     pytest.importorskip("matplotlib")
     results = tmp_path / "rows.jsonl"
-    done = call(accounting, "--small", "--results", results)
+    done = call_study(accounting, "--small", "--results", results)
     assert done.code == 0 and "| xxl | states GiB | 3'276 |" in done.out and "plots/study-accounting.png" in done.out
     assert report.main(["--study", "accounting", "--results", str(results), "--plots", str(tmp_path)]) == 0
     out = capfd.readouterr().out
@@ -226,16 +210,17 @@ def test_counted_bytes_by_checkpoints_are_those_of_the_formula(one_thread):
     assert row["a_int"] - statistics == kept_per_block(config) * row["a_in"] and row["a_in"] == x.nbytes
 
 
-def test_pipeline_finds_the_best_micro_batch_and_refuses_what_does_not_divide(call, tmp_path):
+def test_pipeline_finds_the_best_micro_batch_and_refuses_what_does_not_divide(call_study, tmp_path):
     words = ["--small", "--width", 16, "--head-dim", 8, "--seqlen", 8, "--layers", 2, "--repeat", 1]
-    done = call(pipeline, *words, "--results", tmp_path / "rows.jsonl")
+    done = call_study(pipeline, *words, "--results", tmp_path / "rows.jsonl")
     rows = rows_of(tmp_path / "rows.jsonl")
     assert done.code == 0 and [row["setting"].get("micro_batch") for row in rows] == [1, 2, 4, 8, None]
     for row in rows[:-1]:
         slots = 8 // row["setting"]["micro_batch"] + 4 - 1
         assert math.isclose(row["batch_ms"], slots * (row["forward_ms"] + row["backward_ms"]), abs_tol=1e-3)
         assert math.isclose(row["gpipe_ms"], row["batch_ms"]) and math.isclose(row["1f1b_ms"], row["batch_ms"])
-    assert "--batch 7: must be a multiple of --replicas 2" in one_line(call(pipeline, "--small", "--batch", 7).err)
+    done = call_study(pipeline, "--small", "--batch", 7)
+    assert done.code == 2 and "--batch 7: must be a multiple of --replicas 2" in one_line(done.err)
 
 
 def test_sums_of_low_precision_are_those_that_were_published():

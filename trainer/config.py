@@ -17,7 +17,7 @@ from typing import Annotated, ClassVar, Literal
 
 from tyro.conf import OmitArgPrefixes, UseCounterAction, arg
 
-from trainer.costs import link, may_have_gpu
+from trainer.costs import link, may_have_gpu, measured
 from trainer.distributed import command_line
 from trainer.distributed.command_line import flag
 from trainer.distributed.terminal import fail
@@ -130,7 +130,8 @@ class System:
     """Simulate this many ranks in one process, to measure speed and memory. The process is rank 0; data is really
     copied, links take modelled time, and every rank is taken to hold the same shards as rank 0."""
     link: str = "h100-nvlink"
-    """Link of --world: a100-nvlink, h100-nvlink, ndr-ib, 4090-pcie, none (no time), or us and GB/s, such as 20:370."""
+    """Link of --world: a100-nvlink, h100-nvlink, ndr-ib, 4090-pcie, none (no time), us and GB/s, such as 20:370, or
+    measured:FILE, what studies.collectives has measured."""
     wrapper: Literal["simple", "fsdp2", "ddp", "none"] = "simple"
     """simple: simple_fsdp.data_parallel. Others to compare it with: fsdp2 (torch's fully_shard on each block), ddp
     (torch's DistributedDataParallel, bf16 by autocast), none (the bare model, on one rank only)."""
@@ -358,7 +359,6 @@ def step_misfits(c: Config) -> list[tuple]:
     no_moment = "a replayed step has no moment for {}; leave one of them out"
     return [
         # The MLP and recomputation
-        ("mlp", lean and c.block == "llama", "computes the MLP of --block gelu, not that of llama; use --mlp plain"),
         ("mlp", lean and c.remat == "pointwise", "recomputes what --remat pointwise keeps; use one of the two"),
         ("mlp", lean and c.wrapper == "ddp" and c.param_dtype == "bf16",
          "is not cast by the autocast of --wrapper ddp; use --param-dtype fp32 or --wrapper fsdp2"),
@@ -407,7 +407,8 @@ def filled(c: Config, device: str) -> Config:
     """`c` with the defaults of `device` where no flag gives a value; whether the values fit is not checked."""
     unset = {name: default for name, default in c.DEFAULTS[device].items() if getattr(c, name) is None}
     mode = "replicate" if c.wrapper == "ddp" and c.mode == "fully_shard" else c.mode  # DDP replicates
-    return replace(c, training=replace(c.training, **unset), system=replace(c.system, device=device, mode=mode))
+    own = dict(device=device, mode=mode, link=measured(c.link))  # a row must hold figures, not the name of a file
+    return replace(c, training=replace(c.training, **unset), system=replace(c.system, **own))
 
 
 def resolve(c: Config, device: str, world: int) -> Config:

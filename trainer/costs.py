@@ -8,6 +8,7 @@ collective is an assumption. A ring without contention: no topology, no straggle
 """
 
 import ctypes
+import json
 import os
 import re
 from contextlib import suppress
@@ -39,15 +40,35 @@ def sent_bytes(op: str, nbytes: float, ranks: int) -> float:
     return nbytes * {"all_gather": share, "reduce_scatter": share, "all_reduce": 2 * share, "barrier": 0.0}.get(op, 1.0)
 
 
+def measured(text: str) -> str:
+    """Of "measured:FILE" the link that studies.collectives has fitted, the last of its rows, as "alpha_us:GB_per_s";
+    any other text as it is. ValueError, one line: no such file, or no link in it."""
+    kind, _, file = text.partition(":")
+    if kind != "measured":
+        return text
+    fix = "python -m studies.collectives --results FILE writes one"
+    try:
+        with open(file) as rows:
+            found = [row["link"] for row in map(json.loads, rows) if isinstance(row.get("link"), dict)]
+        return f"{found[-1]['alpha_us']:.3f}:{found[-1]['gb_per_s']:.6f}"
+    except OSError as error:
+        raise ValueError(f"--link {text}: {error.strerror}; {fix}") from None
+    except (ValueError, LookupError, TypeError, AttributeError):  # also a link whose bandwidth was not seen
+        raise ValueError(f"--link {text}: no line of it has a fitted link; {fix}") from None
+
+
 def link(text: str) -> Link:
-    """A named link, "none" (takes no time), or "alpha_us:GB_per_s". ValueError, one line, for anything else."""
+    """A named link, "none" (takes no time), "alpha_us:GB_per_s", or "measured:FILE" of rows of studies.collectives.
+    ValueError, one line, for anything else."""
+    text = measured(text)
     if text == "none":
         return Link(0.0, float("inf"))
     found = re.fullmatch(r"(\d+\.?\d*):(\d+\.?\d*)", text)
     latency, bandwidth = map(float, found.groups()) if found else (LATENCY_US, NAMED_GB_PER_S.get(text, 0.0))
     if bandwidth > 0:
         return Link(latency * 1e-6, bandwidth * 1e9)
-    raise ValueError(f"--link {text}: must be {', '.join(NAMED_GB_PER_S)}, none, or alpha_us:GB_per_s such as 20:370")
+    raise ValueError(f"--link {text}: must be {', '.join(NAMED_GB_PER_S)}, none, alpha_us:GB_per_s such as 20:370, or "
+                     "measured:FILE")  # fmt: skip
 
 
 # Dense bf16 FLOP/s by the whole device name: a MIG slice, an RTX 4090 D, an H200 NVL or a GH200 has another peak than
