@@ -54,7 +54,10 @@ install() {
     if grep -qxF -e "$hash $kind" -e "$hash cuda" .venv/.installed 2>/dev/null; then return 0; fi
 
     echo "installing into .venv (torch for $kind): some minutes, once" >&2
+    [ ! -L .venv ] && { [ ! -e .venv ] || [ -e .venv/.installed ]; } ||
+        die ".venv was not made by launch.sh, which would empty it: move it away, or NO_INSTALL=1 PYTHON=.venv/bin/python"
     "${PYTHON:-python3}" -m venv --clear .venv
+    echo begun > .venv/.installed
     [ "$kind" = cuda ] || [ "$(uname)" = Darwin ] || install_cpu_torch
     "$py" -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev,wandb,hf,plot,gpucode]' >&2
     echo "$hash $kind" > .venv/.installed

@@ -6,7 +6,7 @@
     model = torch.compile(model, fullgraph=True, options=overlap.compile_options(model))    # or stay eager
 
 While the model runs, reading `module.weight` all-gathers the parameter; elsewhere it is the sharded DTensor itself. Its
-gradient arrives sharded, in the stored dtype, and **averaged** over the ranks (torchtitan's file sums): a loss
+gradient arrives sharded, in the stored dtype, and **averaged** over the ranks (torchtitan's sums now): a loss
 normalised by a token count divides by the mean count per rank. Inputs are not cast. Not for tensor or pipeline
 parallelism. Torch 2.11 to 2.14, Python 3.11 or later. Paper: arXiv:2411.00284.
 """

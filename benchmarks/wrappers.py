@@ -17,6 +17,8 @@ from trainer.distributed.terminal import fail, ranks
 
 if __name__ == "__main__":  # before torch is imported, as in main.py
     _cut = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    if {"-h", "--help"} & {*sys.argv[1:_cut]}:
+        sys.exit(print(__doc__))
     RANKS = ranks()
     CELLS, CONFIG = sys.argv[1:_cut], flags.parse(sys.argv[_cut + 1 :], RANKS[0])
 

@@ -123,11 +123,11 @@ class Reducer:
         return [(flat.nbytes, lambda flat=flat: dist.all_reduce(flat)) for flat in flats]
 
 
-def words(c: dict, device: str, compiled: bool) -> config_flags.Config:
+def words(c: dict, device: str, compiled: bool, mode: str = "replicate") -> config_flags.Config:
     """The flags of main.py for the model of a setting."""
     shape = [word for name in SMALL for word in (f"--{name.replace('_', '-')}", str(c[name]))]
     sim = ["--world", str(c["ranks"]), "--link", c["link"]] if c["kind"] == "simulated" else []
-    how = "--mode replicate --grouping 1 --param-dtype fp32 --reduce-dtype fp32 --remat none --compile".split()
+    how = f"--mode {mode} --grouping 1 --param-dtype fp32 --reduce-dtype fp32 --remat none --compile".split()
     how += ["fwdbwd" if compiled else "none", "--device", device]
     return config_flags.resolve(config_flags.parse([*shape, *sim, *how]), device, c["ranks"])
 

@@ -207,10 +207,8 @@ def on_ranks(n: int, work: Callable, *args, device: str = "cpu", backend: str | 
     function of a module. A rank's exception ends all of them and is raised here as a RuntimeError of one line."""
     threads = max(1, torch.get_num_threads() // n)
     backend = backend or ("nccl" if device == "cuda" else "gloo")
-    started = getattr(sys.modules["__main__"], "__spec__", None)  # what `work` imports: once, and not in every rank
-    names = [getattr(work, "__module__", "__main__"), "studies.study"]
-    names = [started.name if name == "__main__" and started else name for name in names]
-    multiprocessing.get_context("forkserver").set_forkserver_preload(names)
+    heavy = ["studies.study", "trainer.parallelize"]  # imported once, and not in every rank
+    multiprocessing.get_context("forkserver").set_forkserver_preload(heavy)
     with tempfile.TemporaryDirectory() as folder:
         try:
             all_args = (n, folder, device, backend, threads, work, args)

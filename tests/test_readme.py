@@ -6,7 +6,9 @@
 import ast
 import functools
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -156,6 +158,11 @@ def test_the_figures_in_sentences_are_those_of_the_rows():
     for row in rows("h100.jsonl"):
         if [row["flags"][name] for name in ("wrapper", "compile", "remat")] == ["simple", "fwdbwd", "none"]:
             least[tuple(row["flags"]["compile_options"]), row["world"]] = row["step_ms_min"]
+    for row in rows("h100.jsonl"):
+        if [row["flags"][name] for name in ("wrapper", "compile", "remat")] == ["fsdp2", "blocks", "none"]:
+            least["fsdp2", row["world"]] = row["step_ms_min"]
+    slower = [least[kind, "8(sim ndr-ib)"] - least[kind, "8(sim h100-nvlink)"] for kind in ((), "fsdp2")]
+    assert "costs us {:.0f} ms, and FSDP2, which overlaps, too, {:.0f}".format(*slower) in README
     gains = [least[("plain",), n] - least[(), n] for n in ("8(sim h100-nvlink)", "8(sim ndr-ib)")]
     assert "gains {:.0f} ms over NVLink, {:.0f} ms over the slow link".format(*gains) in README
 
@@ -177,3 +184,17 @@ def test_a_fault_names_tests_that_exist_or_a_line_of_the_notes(number, shown):
         assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, (file, name)
     if "NOTES" in entries:
         assert re.search(rf"^- Fault {number}: ", (ROOT / "NOTES.md").read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize("kind", ["folder", "link"])
+def test_an_environment_that_launch_did_not_make_is_left_alone(tmp_path, kind):
+    for name in ("launch.sh", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/work.txt").write_text("mine")
+    (tmp_path / ".venv").symlink_to("mine") if kind == "link" else (tmp_path / "mine").rename(tmp_path / ".venv")
+    command = ["bash", "launch.sh", "install"]
+    env = os.environ | {"PYTHON": sys.executable}
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=env)
+    assert (done.returncode, (tmp_path / ".venv/work.txt").read_text()) == (1, "mine")
+    assert done.stderr.splitlines()[-1].startswith("launch.sh: .venv was not made by launch.sh, which would empty it")

@@ -14,7 +14,7 @@ from running import one_line, rows_of
 
 import plan
 from model import ModelConfig, Transformer
-from studies import collectives, ddp, study
+from studies import accounting, collectives, ddp, study, zero1
 from trainer.costs import link, measured, sent_bytes
 
 EPS = torch.finfo(torch.float32).eps
@@ -69,13 +69,8 @@ def one(rank: int, n: int, size: int, op: str, pieces: int, group) -> list[str]:
     return found
 
 
-@pytest.fixture(scope="module")
-def results():
-    return spawn(4, [ring])
-
-
-def test_the_ring_is_the_librarys_all_reduce_and_all_ranks_hold_the_same_bits(results):
-    assert results["ring"] == [[], [], [], []]
+def test_the_ring_is_the_librarys_all_reduce_and_all_ranks_hold_the_same_bits():
+    assert spawn(4, [ring])["ring"] == [[], [], [], []]
 
 
 def fails(rank, device, what):
@@ -119,14 +114,20 @@ def test_the_formula_of_the_ring_and_what_ranks_send():
     assert collectives.sent("exchange", 8e6, 4) == 8e6 and collectives.sent("all_gather", 8e6, 4) == 6e6
 
 
-def test_collectives_measures_every_operation_and_writes_a_link_that_main_and_plan_take(call_study, tmp_path, train):
+@pytest.mark.slow
+def test_collectives_measures_every_operation_and_fits_a_link(call_study, tmp_path):
     results = tmp_path / "rows.jsonl"
     done = call_study(collectives, "--small", "--ranks", 2, "--mb", 0.001, 1, "--repeat", 2, "--results", results)
     (row,) = rows_of(results)
     assert done.code == 0 and row["outcome"] == "ok" and [*row["ops"]] == list(collectives.OPS)
     assert all(len(found["ms"]) == 2 and min(found["ms"]) > 0 for found in row["ops"].values())
     assert "| published nccl | 2 | 1 and 1000 |" in done.out and "16.6 GB/s, and 365 ms of start-up" in done.out
-    results.write_text(json.dumps(row | dict(link=dict(alpha_us=12.5, gb_per_s=3.25, residual=0.1))) + "\n")
+    assert row["link"].keys() == {"alpha_us", "gb_per_s", "residual"} and row["link"]["alpha_us"] >= 0
+
+
+def test_main_takes_a_measured_link_and_its_row_has_the_figures(tmp_path, train):
+    results = tmp_path / "rows.jsonl"
+    results.write_text(json.dumps(dict(link=dict(alpha_us=12.5, gb_per_s=3.25, residual=0.1))) + "\n")
     assert measured(f"measured:{results}") == "12.500:3.250000" and measured("none") == "none"
     assert link(f"measured:{results}") == link("12.5:3.25")
     run = train("--world", 2, "--link", f"measured:{results}", "--steps", 1)
@@ -209,8 +210,13 @@ def small_model():
     return model, torch.nn.Parameter(torch.ones(3))
 
 
-def test_every_way_to_average_gradients_gives_those_of_one_process():
-    for found in spawn(2, [every_way])["every_way"]:
+@pytest.fixture(scope="module")
+def two_ranks():
+    return spawn(2, [every_way, sharded_optimizers, odd_parameters])
+
+
+def test_every_way_to_average_gradients_gives_those_of_one_process(two_ranks):
+    for found in two_ranks["every_way"]:
         assert all(error < 1e-5 for error in found.values()), found
 
 
@@ -235,6 +241,7 @@ def test_a_simulated_step_sends_every_gradient_once(isolated, way, calls):
     assert not dist.is_initialized()
 
 
+@pytest.mark.slow
 def test_ddp_prints_the_best_bucket_of_a_link(call_study, tmp_path, monkeypatch):
     monkeypatch.setattr(ddp, "WAYS", ("flat", "bucketed"))
     monkeypatch.setattr(ddp, "SMALL", DIMS)
@@ -250,9 +257,102 @@ def test_ddp_prints_the_best_bucket_of_a_link(call_study, tmp_path, monkeypatch)
 
 @pytest.mark.parametrize(("words", "told"), [
     (["--link", "none"], "--link none: has no latency or takes no time"), (["--link", "fast"], "--link fast: must be"),
-    (["--ranks", "99"], "--ranks 99: a study starts 16"), (["--buckets", "0"], "--buckets 0: must be at least 1"),
+    (["--ranks", "99"], "--ranks 99: a study starts 16"), (["--buckets", "0"], "--buckets 0: must be above 0"),
     (["--link", "measured:none.jsonl"], "--link measured:none.jsonl: No such file"), (["--world", "0"], "--world 0: "),
 ])  # fmt: skip
 def test_ddp_refuses_links_ranks_and_buckets_that_do_not_fit(call_study, words, told):
     done = call_study(ddp, *words)
     assert done.code == 2 and told in one_line(done.err)
+
+
+OPTIMIZERS = dict(AdamW=dict(lr=1e-2), SGD=dict(lr=1e-2, momentum=0.9), RMSprop=dict(lr=1e-3), Adagrad=dict(lr=0.1))
+
+
+def sharded_optimizers(mesh) -> list[str]:
+    """What differs between an optimizer with sharded states on two ranks and the whole one, to the bit."""
+    wrong, rank = [], mesh.get_local_rank()
+    for name, options in OPTIMIZERS.items():
+        (model, extra), (same, same_extra) = small_model(), small_model()
+        kind, made = getattr(torch.optim, name), []
+        sharded = functools.partial(zero1.ShardedOptimizer, kind=kind, bucket_mb=0.005)
+        for m, e, build in ((model, extra, sharded), (same, same_extra, kind)):
+            first, *others = m.parameters()
+            made.append(build([dict(params=[*others, e]), dict(params=[first], lr=3e-3)], **options))
+        schedules = [torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5) for optimizer in made]
+        for step in range(5):
+            torch.manual_seed(step)
+            for p, q in zip([*model.parameters(), extra], [*same.parameters(), same_extra], strict=True):
+                p.grad = torch.randn_like(p)
+                q.grad = p.grad.clone()
+            for optimizer, schedule in zip(made, schedules, strict=True):
+                optimizer.step()
+                optimizer.zero_grad()
+                schedule.step()
+        pairs = zip([*model.parameters(), extra], [*same.parameters(), same_extra], strict=True)
+        wrong += [f"{name}: {i}" for i, (p, q) in enumerate(pairs) if not torch.equal(p, q)]
+        own = made[0]
+        wrong += [f"{name}: states of another's"] * any(own.owner[p] != rank for p in own.state)
+        wrong += [f"{name}: loads {own.loads}"] * (max(own.loads) - min(own.loads) > max(p.nbytes for p in own.owner))
+        buckets = [*own.buckets()]
+        wrong += [f"{name}: not every one is sent once"] * (
+            sorted(id(p) for _, b in buckets for p in b) != sorted(map(id, own.owner)) or len(buckets) < 4)
+    return wrong
+
+
+def odd_parameters(mesh) -> None:
+    """Ties once; a rank that owns nothing; a closure; loading, which there is not."""
+    p = torch.nn.Parameter(torch.arange(4.0))
+    optimizer = zero1.ShardedOptimizer([p, p], torch.optim.SGD, lr=1.0)
+    assert optimizer.loads == [16, 0] and (optimizer.own is None) == (mesh.get_local_rank() == 1)
+
+    def closure():
+        loss = (p * torch.tensor([1.0, 2, 3, 4])).sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() == 20 and p.tolist() == [-1.0, -1.0, -1.0, -1.0]
+    mixed = [torch.nn.Parameter(torch.ones(5, dtype=dtype)) for dtype in (torch.float32, torch.bfloat16, torch.float32)]
+    other = zero1.ShardedOptimizer(mixed, torch.optim.SGD, lr=0.5)
+    for each in mixed:
+        each.grad = torch.ones_like(each)
+    other.step()
+    assert all(each.tolist() == [0.5] * 5 for each in mixed)
+    with pytest.raises(NotImplementedError):
+        other.load_state_dict({})
+
+
+def test_two_ranks_with_sharded_states_update_as_one_to_the_bit(two_ranks):
+    assert two_ranks["sharded_optimizers"] == [[], []] and two_ranks["odd_parameters"] == [None, None]
+
+
+@pytest.mark.slow
+def test_bytes_of_sharded_states_are_those_of_the_arithmetic(call_study, tmp_path, monkeypatch):
+    monkeypatch.setattr(zero1, "SMALL", DIMS)
+    done = call_study(zero1, "--small", "--repeat", 1, "--results", tmp_path / "rows.jsonl")
+    rows = {row["setting"]["way"]: row for row in rows_of(tmp_path / "rows.jsonl")}
+    assert done.code == 0 and {row["outcome"] for row in rows.values()} == {"ok"}, done.out
+    params = [*small_model()[0].parameters()]
+    P, largest = sum(p.numel() for p in params), max(p.nbytes for p in params)
+    for way, row in rows.items():
+        before, after = row["moments"]["before the update"], row["moments"]["after the update"]
+        found = after["parameters"], before["gradients"], after["states"]
+        for mine, formula in zip(found, zero1.arithmetic(way, P, 2), strict=True):
+            assert 0 <= mine - formula <= (way == "sharded") * 2 * largest or way == "whole" and mine == formula
+    S = 4 * P
+    assert sum(rows["whole"]["sent"].values()) == pytest.approx(S)
+    assert sum(rows["sharded"]["sent"].values()) == pytest.approx(1.5 * S)
+    assert rows["fully_shard"]["sent"].keys() >= {"all_gather", "reduce_scatter"}
+    assert "all_reduce" in rows["sharded"]["sent"] and "broadcast" in rows["sharded"]["sent"]
+
+
+def test_the_published_saving_is_more_than_the_states_that_were_sharded():
+    xl = dict(width=1600, mlp_width=6400, blocks=48, matrices=3, attention=True, vocab=10000)
+    parameters = accounting.measure(accounting.XXL | xl)["figures"]["parameters"]
+    whole, part = (sum(zero1.arithmetic(way, parameters, 2)) for way in ("whole", "sharded"))
+    gb = {p["optimizer_state"]: float(p["peak_gb"]) for p in study.published("zero1")}
+    assert round((whole - part) / 1e9, 1) == 8.0 and gb["replicated"] - gb["sharded"] == 13
+
+
+def test_zero1_refuses_ranks_that_are_not_there(call_study):
+    for words, told in ((["--ranks", 17], "--ranks 17: a study starts 16"), (["--ranks", 0], "--ranks 0: must be at")):
+        assert told in one_line(call_study(zero1, *words).err)

@@ -28,8 +28,8 @@ def nested(path, number):
     events.sort(key=lambda e: (e["ts"], -e["dur"]))
     (step,) = (e for e in events if e["name"] == f"step {number}")
     found, open_ = [], []
-    for e in events:
-        if step["ts"] < e["ts"] < step["ts"] + step["dur"]:
+    for e in events:  # gloo's own thread has ranges too, which nest in nothing
+        if e["tid"] == step["tid"] and step["ts"] < e["ts"] < step["ts"] + step["dur"]:
             open_ = [each for each in open_ if e["ts"] + e["dur"] <= each["ts"] + each["dur"]]
             open_.append(e)
             found.append(tuple(each["name"] for each in open_))
