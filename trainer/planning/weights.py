@@ -44,8 +44,8 @@ class Weights:
         self.outs = dict(q=q, k=kv, v=kv)
         mlp = a.width * a.hidden * max(a.experts, 1)
         self.ups = ("gate", "up") if a.gated else ("up",)
-        self.weights = dict(q=a.width * q, k=a.width * kv, v=a.width * kv, o=a.width * q, down=mlp)
-        self.weights |= dict.fromkeys(self.ups, mlp)
+        self.weights = dict(q=a.width * q, k=a.width * kv, v=a.width * kv, o=a.width * q)
+        self.weights |= dict.fromkeys((*self.ups, "down"), mlp)
         self.block, self.head = a.block_parameters, a.width * a.vocab
         self.lean, self.policies = c.mlp == "lean", [remat_of(c, i) for i in range(a.depth)]
         self.sums_made, self.again_made, self.roomy = 0, set(), set()
