@@ -16,6 +16,7 @@ import argparse
 import csv
 import importlib
 import json
+import math
 import pickle
 import re
 import sys
@@ -232,14 +233,15 @@ def about(rows: list[dict], text: str) -> str:
 
 def curves(folder: Path, name: str, made: dict[str, list[tuple]], x: str, y: str, marks: dict[str, float] | None = None,
            **axes) -> list[Path]:  # fmt: skip
-    """Draws {words: [(x, y)]} into study-NAME.svg and .png; what has no y is left out. marks: {words: x} of vertical
-    lines. axes: of matplotlib's Axes.set, such as xscale="log"; both axes are logarithmic unless it says otherwise.
-    NoFigure where nothing is left."""
+    """Draws {words: [(x, y)]} into study-NAME.svg and .png; what has no y, or none above zero on a logarithmic axis, is
+    left out. marks: {words: x} of vertical lines. axes: of matplotlib's Axes.set, such as xscale="linear": both are
+    logarithmic unless it says otherwise. NoFigure where nothing is left."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     from trainer.report import plots
 
-    found = {words: [(a, b) for a, b in line if b is not None] for words, line in made.items()}
+    least = 0 if axes.get("yscale", "log") == "log" else -math.inf  # a logarithm has no zero
+    found = {words: [(a, b) for a, b in line if b is not None and b > least] for words, line in made.items()}
     if not any(found.values()):
         raise plots.NoFigure("no row has a figure")
     plot, handles = plots.column(2.2 + 0.13 * (len(found) + len(marks or ()))), {}
