@@ -98,8 +98,8 @@ gpu() {
         echo "== part $part"
         case $part in
             1)  timeout -k 10 470 "$py" -m pytest -q -m gpu & ;;
-            2)  { timeout 200 "$py" -m benchmarks.attention ${tiny:+"$tiny"} --results "$out.jsonl"; [ -n "$tiny" ] ||
-                    timeout 250 "$py" -m benchmarks.attention --search --options "${out%/*}/flex_options.json"; } & ;;
+            2)  { timeout 200 "$py" -m studies.attention ${tiny:---sweep reference --repeat 20} --results "$out.jsonl"; [ -n "$tiny" ] ||
+                    timeout 250 "$py" -m studies.attention --search --options "${out%/*}/flex_options.json"; } & ;;
             16) [ -z "$tiny" ] || shift
                 timeout 470 "$py" -m benchmarks.saving --check ${tiny:+"$tiny"} -- --results "$out.jsonl" "$@" & ;;
             *)  "$py" -m trainer.experiments.sweep "${axes[part]}" --budget 450 --results "$out.jsonl" "$@" & ;;

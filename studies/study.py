@@ -7,6 +7,7 @@ A study is a module of this folder: a question, its formula, its measurement, an
     table(rows) -> (about, markdown)    # of rows that `newest` has chosen, published figures beside ours
     figure(rows, folder) -> [Path]      # one plot; plots.NoFigure says why there is none
     flags(parser), check(args)          # if it has flags of its own; check raises ValueError, one line with the fix
+    instead(args) -> bool               # if it can do something else than measure: whether it has
 
 `python -m studies.NAME` runs `main`, `python -m studies` all of them, `python -m trainer.report --study NAME` prints
 the table of rows that are there. A study that needs ranks starts them itself (`on_ranks`): no torchrun.
@@ -32,12 +33,17 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
 from gloo import one_worker_thread
+from model import ModelConfig, Transformer
 from trainer.costs import device_peak
 from trainer.distributed.terminal import did_you_mean, fail, one_line, ranks, tell
 from trainer.experiments.logging import append_jsonl, check_writable, read_jsonl
 from trainer.profiling import memory, timing
 from trainer.report.published import REFERENCE
 
+# (width, blocks, heads) of the published models, whose MLP is 4 times as wide and vocabulary VOCAB; two for a CPU
+SIZES = {"tiny": (64, 2, 2), "mini": (128, 4, 4), "small": (768, 12, 12), "medium": (1024, 24, 16),
+         "large": (1280, 36, 20), "xl": (1600, 48, 25), "2.7b": (2560, 32, 32)}  # fmt: skip
+VOCAB = 10_000
 MOST_RANKS = 16  # processes on the CPUs of one machine
 PATIENCE_S = 300  # that a collective of a study may take
 
@@ -178,6 +184,17 @@ def milliseconds(parts: dict[str, Callable[[], object]], device, repeat: int, wa
     return {name: timer.ms() for name, timer in timers.items()}
 
 
+def transformer(size: str, device, **more) -> Transformer:
+    """The llama-style model of one of SIZES, with its first values. more: of model.ModelConfig."""
+    width, depth, heads = SIZES[size]
+    shape = dict(width=width, depth=depth, head_dim=width // heads, grouping=1, vocab=VOCAB)
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = Transformer(ModelConfig(block="llama", **shape | more))
+    model.init_weights()
+    return model
+
+
 def check_ranks(numbers: list[int], device: str, flag: str = "--ranks") -> None:
     """ValueError for more ranks than there are GPUs, or than a CPU is asked to bear."""
     most = torch.cuda.device_count() if device == "cuda" else MOST_RANKS
@@ -270,6 +287,8 @@ def curves(folder: Path, name: str, made: dict[str, list[tuple]], x: str, y: str
 def main(module: ModuleType, argv: list[str] | None = None) -> int:
     """Measures, prints the table, draws the plot. Exit codes: 0, also if a setting fails, 2 bad flags."""
     args = arguments(module, sys.argv[1:] if argv is None else argv)
+    if hasattr(module, "instead") and module.instead(args):
+        return 0
     name = name_of(module)
     rows = newest(name, run(name, module.settings(args), module.measure, args))
     told, text = module.table(rows)

@@ -41,6 +41,8 @@ def _by_device(name: str, metavar: str):
 class Shape:
     """Of the reference transformer."""
 
+    block: Literal["gelu", "llama"] = "gelu"
+    """gelu: LayerNorm, sinusoids as positions, a GELU MLP, biases. llama: RMSNorm, rotary positions, SwiGLU, none."""
     depth: Annotated[int | None, _by_device("depth", "INT")] = None
     """Number of transformer blocks."""
     width: Annotated[int | None, _by_device("width", "INT")] = None
@@ -50,7 +52,7 @@ class Shape:
     grouping: int = 4
     """Query heads per key/value head; 1: multi-head attention. Must divide the number of heads, width / head-dim."""
     grow: int = 4
-    """Hidden width of the MLP, as a multiple of --width."""
+    """Hidden width of the MLP, as a multiple of --width; --block llama has three matrices of it, gelu two."""
     vocab: Annotated[int | None, _by_device("vocab", "INT")] = None
     """Size of the vocabulary. Data that is read as bytes (stdlib, text, overfit) needs at least 256."""
 
@@ -169,7 +171,7 @@ class System:
     FlashAttention; where neither can run (in fp32) efficient, then math; on a CPU what torch picks. efficient repeats K
     and V for each query head. math stores the scores, seqlen x seqlen, and with --remat computes them again."""
     flex_options: str | None = None
-    """File of tuned kernel options for --attn flex, written by python -m benchmarks.attention --search."""
+    """File of tuned kernel options for --attn flex, written by python -m studies.attention --search."""
     remat: Literal["none", "mlp", "attn", "both", "block", "pointwise"] = "none"
     """What backward computes again instead of keeping it. mlp: the MLP. attn: the attention branch. both: the two of
     them. block: whole blocks. pointwise: all but matrix products. The output of attention is kept in each case."""

@@ -295,8 +295,8 @@ def _check(found: Found, c: Config, batches: Batches, identity: dict[str, Any]) 
     about, flags = found.about, asdict(c.training)
     saved = about.get("model", about["training"])  # older checkpoints have the flags alone
     identity = json.loads(json.dumps(identity))  # as train_state.json gives it back
-    same = {flag(k) if k in flags else k: (saved.get(k), v) for k, v in identity.items()}
     before = asdict(type(c.training)()) | about["training"]  # an older checkpoint lacks newer flags
+    same = {flag(k) if k in flags else k: (saved.get(k, before.get(k)), v) for k, v in identity.items()}
     both = {flag(k): (before[k], v) for k, v in flags.items() if k != "init"} | same
     both |= {"global-batch": (about["global_batch"], batches.global_batch)}
     both |= {HELD: tuple("yes" if every else "no" for every in (before["eval_every"], c.eval_every))}
