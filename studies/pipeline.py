@@ -29,7 +29,7 @@ from trainer.distributed.terminal import grouped, markdown
 from trainer.profiling.timing import stats
 
 SMALL = dict(stages=4, replicas=2, batch=16, width=128, head_dim=32, layers=6, seqlen=32)
-FULL = dict(stages=4, replicas=2, batch=64, width=1600, head_dim=64, layers=12, seqlen=128)  # the xl model, 48 layers
+FULL = dict(stages=4, replicas=2, batch=64, width=1600, head_dim=64, layers=12, seqlen=128)  # xl: 48 layers
 
 
 def flags(parser) -> None:

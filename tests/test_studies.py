@@ -136,6 +136,24 @@ def test_all_studies_run_one_after_the_other(monkeypatch):
     assert len(ran) == len(study.names())
 
 
+@pytest.mark.parametrize(("words", "told"), [
+    (["--only", "phase"], "--only: invalid choice"), (["--foo"], "--foo: no such flag"),
+])  # fmt: skip
+def test_a_bad_flag_of_all_studies_is_one_line(capfd, words, told):
+    with pytest.raises(SystemExit) as exit:
+        everything.main(words)
+    assert exit.value.code == 2 and told in one_line(capfd.readouterr().err)
+
+
+def test_a_plot_leaves_out_what_a_logarithm_has_not(tmp_path):
+    plots = pytest.importorskip("trainer.report.plots", exc_type=ImportError)
+    svg, png = study.curves(tmp_path, "toy", {"a": [(44, 0.0), (55, None), (66, 8.0)]}, "x", "y", {"here": 60})
+    assert svg.name == "study-toy.svg" and png.stat().st_size > 1000
+    assert [f">{x}<" in svg.read_text() for x in (44, 55, 66)] == [False, False, True]
+    with pytest.raises(plots.NoFigure):
+        study.curves(tmp_path, "toy", {"a": [(1, 0.0)]}, "x", "y")
+
+
 def test_accounting_of_the_published_case_and_by_what_each_wrong_step_is_off():
     found = accounting.measure(accounting.XXL)
     figures = found["figures"]
