@@ -33,8 +33,8 @@ from trainer.distributed.terminal import grouped, markdown
 from trainer.parallelize import build, model_config
 from trainer.profiling.timing import stats
 
-SMALL = dict(depth=2, width=128, head_dim=32, vocab=1024, seqlen=64, batch=4)
-FULL = dict(depth=48, width=1600, head_dim=64, vocab=10000, seqlen=128, batch=4)  # xl, with our GELU blocks
+SMALL = dict(block="llama", depth=2, width=128, head_dim=32, vocab=1024, seqlen=64, batch=4)
+FULL = dict(block="llama", depth=48, width=1600, head_dim=64, vocab=10000, seqlen=128, batch=4)  # the xl model
 WAYS = "naive", "flat", "overlap", "bucketed", "ddp", "ours"
 THEIRS = {"naive": "naive (one all-reduce per parameter)", "flat": "flat (one all-reduce of all gradients)",
           "overlap": "overlap individual parameters"}  # fmt: skip
@@ -127,8 +127,8 @@ def words(c: dict, device: str, compiled: bool, mode: str = "replicate") -> conf
     """The flags of main.py for the model of a setting."""
     shape = [word for name in SMALL for word in (f"--{name.replace('_', '-')}", str(c[name]))]
     sim = ["--world", str(c["ranks"]), "--link", c["link"]] if c["kind"] == "simulated" else []
-    how = f"--mode {mode} --grouping 1 --param-dtype fp32 --reduce-dtype fp32 --remat none --compile".split()
-    how += ["fwdbwd" if compiled else "none", "--device", device]
+    how = f"--mode {mode} --grouping 1 --param-dtype fp32 --reduce-dtype fp32 --remat none".split()
+    how += ["--compile", "fwdbwd" if compiled else "none", "--device", device]
     return config_flags.resolve(config_flags.parse([*shape, *sim, *how]), device, c["ranks"])
 
 

@@ -167,7 +167,7 @@ def test_ranks_and_backends_that_are_not_there_are_one_line(call_study, words, t
     assert done.code == 2 and told in one_line(done.err)
 
 
-DIMS = dict(depth=1, width=16, head_dim=8, vocab=256, seqlen=8, batch=2)
+DIMS = dict(block="llama", depth=1, width=16, head_dim=8, vocab=256, seqlen=8, batch=2)
 
 
 def every_way(mesh) -> dict:
@@ -205,7 +205,7 @@ def every_way(mesh) -> dict:
 
 def small_model():
     torch.manual_seed(0)
-    model = Transformer(ModelConfig(depth=1, width=16, head_dim=8, grouping=1, vocab=256))
+    model = Transformer(ModelConfig(depth=1, width=16, head_dim=8, grouping=1, vocab=256, block="llama"))
     model.init_weights()
     return model, torch.nn.Parameter(torch.ones(3))
 
