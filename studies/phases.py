@@ -141,7 +141,7 @@ def figure(rows: list[dict], folder) -> list:
             made.setdefault(name, []).append((row["setting"]["warmup"], max(excess, 0)))
     made = {name: sorted(line) for name, line in made.items() if len(line) > 1}
     axes = dict(xscale="linear", yscale="symlog")
-    return curves(folder, "phases", made, "steps of warm-up", "ms that the first step takes more", **axes)
+    return curves(folder, "phases", made, "steps of warm-up", "excess of the first step, ms", **axes)
 
 
 if __name__ == "__main__":
