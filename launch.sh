@@ -8,6 +8,8 @@
 #                                      one run per cell; a second call does what is missing (trainer/experiments/sweep.py)
 #   ./launch.sh gpu [1..16] [--tiny]   what needs a GPU: tests, attention kernels, the ladder of memory, MFU, eleven
 #                                      sweeps, saving; each part ends within 8 minutes and resumes; --tiny: on a CPU
+#   ./launch.sh studies [--small] [--only NAME...]
+#                                      one study after the other (studies/); a second call does what is missing
 #   ./launch.sh profile [FLAGS]        a run with --profile DIR; NSYS=1 puts it under nsys
 #   ./launch.sh slurm                  prints a batch script for several nodes
 #   ./launch.sh install                only install
@@ -96,8 +98,8 @@ gpu() {
         echo "== part $part"
         case $part in
             1)  timeout -k 10 470 "$py" -m pytest -q -m gpu & ;;
-            2)  { timeout 200 "$py" -m benchmarks.attention ${tiny:+"$tiny"} --results "$out.jsonl"; [ -n "$tiny" ] ||
-                    timeout 250 "$py" -m benchmarks.attention --search --options "${out%/*}/flex_options.json"; } & ;;
+            2)  { timeout 200 "$py" -m studies.attention ${tiny:---sweep reference --repeat 20} --results "$out.jsonl"; [ -n "$tiny" ] ||
+                    timeout 250 "$py" -m studies.attention --search --options "${out%/*}/flex_options.json"; } & ;;
             16) [ -z "$tiny" ] || shift
                 timeout 470 "$py" -m benchmarks.saving --check ${tiny:+"$tiny"} -- --results "$out.jsonl" "$@" & ;;
             *)  "$py" -m trainer.experiments.sweep "${axes[part]}" --budget 450 --results "$out.jsonl" "$@" & ;;
@@ -138,7 +140,7 @@ command=${1:-run} suite=
 [ $# -eq 0 ] || shift
 case $command in
     slurm)   slurm; exit ;;
-    install|run|test|sweep|gpu|profile) install ;;
+    install|run|test|sweep|gpu|studies|profile) install ;;
     *)       die "no command '$command'; ./launch.sh --help lists them" 2 ;;
 esac
 case $command in
@@ -153,5 +155,6 @@ case $command in
              export NPROC=${NPROC:-$((gpus == 1 ? 1 : 2))}
              exec "$py" -m trainer.experiments.sweep "$@" ;;
     gpu)     gpu "$@" ;;
+    studies) exec "$py" -m studies "$@" ;;
     profile) profile "$@" ;;
 esac

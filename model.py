@@ -1,11 +1,12 @@
-"""The reference transformer: pre-norm blocks of grouped-query attention and a GELU MLP. Knows no mesh and no trainer.
+"""The reference transformer: pre-norm blocks of grouped-query attention and an MLP. Knows no mesh and no trainer.
 
     model = Transformer(ModelConfig(width=4096, depth=4))      # 973'234'176 parameters
     logits = model(tokens)                                     # [B, T] -> [B, T, V]
     loss = model(tokens, targets)                              # fp32 sum over the labels that are not IGNORE
     model.prepare(seqlen, device)                              # before the first batch, for attn="flex"
 
-Token embedding (scaled by sqrt(D)) plus sinusoids, blocks, final LayerNorm, untied head; biases in norms and MLP only.
+Token embedding (scaled by sqrt(D)), blocks, final norm, untied head. block="gelu": sinusoids added to the embedding,
+LayerNorm, biases in norms and MLP only. block="llama": rotary positions, RMSNorm, an MLP with a gate, no biases.
 Initialisation: every weight normal with std 1/sqrt(fan_in); what writes into the residual stream (`o`, `down`) further
 divided by sqrt(2 depth), so that its variance does not grow with depth; the head with std 1/D, so that the first loss
 is ln V + 1/(2D); the embedding with std 1/sqrt(D), so that after its scaling it has the size of the sinusoids' range.
@@ -45,6 +46,7 @@ compiled_flex_attention = torch.compile(flex_attention, options={"wrap_inductor_
 class ModelConfig:
     """Shapes: `head_dim` divides `width`, `grouping` (query heads per key/value head) divides the number of heads."""
 
+    block: str = "gelu"
     depth: int = 4
     width: int = 4096
     head_dim: int = 128
@@ -64,7 +66,7 @@ class ModelConfig:
     @property
     def identity(self) -> dict[str, int]:
         """The fields that a checkpoint and the model that loads it must have in common."""
-        return {name: getattr(self, name) for name in ("depth", "width", "head_dim", "grouping", "grow", "vocab")}
+        return {name: getattr(self, name) for name in "block depth width head_dim grouping grow vocab".split()}
 
     @property
     def heads(self) -> int:
@@ -108,27 +110,27 @@ _lean_saved.cache_hash = "lean-saved-1"
 _remat = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)  # nothing in a block is random
 
 
-def sdpa_kernel(kernel: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention by one kernel, which runs or raises: "cudnn", "flash", "efficient", "math"; "default": torch
-    chooses. q [B, H, T, d], k and v [B, K, T, d] -> [B, H, T, d].
+def sdpa_kernel(kernel: str, q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
+    """Attention by one kernel, which runs or raises: "cudnn", "flash", "efficient", "math"; "default": torch chooses.
+    q [B, H, T, d], k and v [B, K, T, d] -> [B, H, T, d].
 
     The kernels' own ATen ops and not torch.nn.attention.sdpa_kernel: that one switches a state of the process, and a
     graph with it in it bypasses AOTAutograd's cache. What F.scaled_dot_product_attention does before them is the
     choice, and padding for flash on CUDA: the head dimension must be a multiple of 8 there."""
     grouping = q.shape[1] // k.shape[1]
     if kernel == "default":
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouping > 1)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouping > 1)
     if kernel == "math":
-        return aten._scaled_dot_product_attention_math(q, k, v, is_causal=True, enable_gqa=grouping > 1)[0]
+        return aten._scaled_dot_product_attention_math(q, k, v, is_causal=causal, enable_gqa=grouping > 1)[0]
     if kernel == "cudnn":
-        return aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, is_causal=True)[0]
+        return aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, is_causal=causal)[0]
     if kernel == "efficient":  # not every torch groups in it
         k, v = (t.repeat_interleave(grouping, 1) if grouping > 1 else t for t in (k, v))
-        return aten._scaled_dot_product_efficient_attention(q, k, v, None, True, is_causal=True)[0]
+        return aten._scaled_dot_product_efficient_attention(q, k, v, None, True, is_causal=causal)[0]
     if kernel == "flash":
         cpu = q.device.type == "cpu"
         op = aten._scaled_dot_product_flash_attention_for_cpu if cpu else aten._scaled_dot_product_flash_attention
-        return op(q, k, v, is_causal=True)[0]
+        return op(q, k, v, is_causal=causal)[0]
     raise ValueError(f"no kernel {kernel!r}: expected default, cudnn, flash, efficient or math")
 
 
@@ -145,8 +147,10 @@ class Attention(nn.Module):
     def qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return tuple(f(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for f in (self.q, self.k, self.v))
 
-    def core(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None) -> Tensor:
-        """q [B, H, T, d], k and v [B, K, T, d] -> [B, T, D]"""
+    def core(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, rope: Tensor | None = None) -> Tensor:
+        """q [B, H, T, d], k and v [B, K, T, d], rope [T, d] -> [B, T, D]"""
+        if rope is not None:
+            q, k = rotated(q, rope), rotated(k, rope)
         if self.flex and not q.is_meta:  # on meta, where only shapes and FLOPs are asked for, it has no kernel
             how = dict(enable_gqa=self.grouped, kernel_options=self.flex_options)
             y = compiled_flex_attention(q, k, v, block_mask=mask, **how)
@@ -154,8 +158,8 @@ class Attention(nn.Module):
             y = sdpa_kernel("math" if q.is_meta else self.sdpa, q, k, v)
         return y.transpose(1, 2).flatten(2)  # [B, H, T, d] -> [B, T, D]
 
-    def forward(self, x: Tensor, mask: BlockMask | None) -> Tensor:
-        return self.o(self.core(*self.qkv(x), mask))
+    def forward(self, x: Tensor, mask: BlockMask | None, rope: Tensor | None = None) -> Tensor:
+        return self.o(self.core(*self.qkv(x), mask, rope))
 
 
 class MLP(nn.Module):
@@ -168,16 +172,30 @@ class MLP(nn.Module):
         return self.down(F.gelu(self.up(x), approximate="tanh"))
 
 
+class SwiGLU(nn.Module):
+    def __init__(self, c: ModelConfig):
+        super().__init__()
+        self.gate, self.up = (nn.Linear(c.width, c.grow * c.width, bias=False) for _ in range(2))
+        self.down = nn.Linear(c.grow * c.width, c.width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+def norm(c: ModelConfig) -> nn.Module:
+    return nn.RMSNorm(c.width, eps=1e-5) if c.block == "llama" else nn.LayerNorm(c.width)
+
+
 class Block(nn.Module):
     def __init__(self, c: ModelConfig, remat: str):
         super().__init__()
         self.remat, self.remat_norm, self.remat_core = remat, c.remat_norm, c.remat_core
         self.lean, self.mlp_chunk = c.mlp == "lean", c.mlp_chunk
-        self.norm1, self.attn = nn.LayerNorm(c.width), Attention(c)
-        self.norm2, self.mlp = nn.LayerNorm(c.width), MLP(c)
+        self.norm1, self.attn = norm(c), Attention(c)
+        self.norm2, self.mlp = norm(c), SwiGLU(c) if c.block == "llama" else MLP(c)
 
-    def attn_branch(self, x: Tensor, mask: BlockMask | None) -> Tensor:
-        return self.attn(self.norm1(x), mask)
+    def attn_branch(self, x: Tensor, mask: BlockMask | None, rope: Tensor | None) -> Tensor:
+        return self.attn(self.norm1(x), mask, rope)
 
     def mlp_branch(self, x: Tensor) -> Tensor:
         return self.mlp(self.norm2(x))
@@ -191,8 +209,8 @@ class Block(nn.Module):
         weights = norm.weight, norm.bias, up.weight, up.bias, down.weight, down.bias
         return lean_mlp(x, y, *weights, norm.eps, self.mlp_chunk)
 
-    def whole(self, x: Tensor, mask: BlockMask | None) -> Tensor:
-        return self.add(x, self.attn_branch(x, mask))
+    def whole(self, x: Tensor, mask: BlockMask | None, rope: Tensor | None) -> Tensor:
+        return self.add(x, self.attn_branch(x, mask, rope))
 
     def before_core(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self.attn.qkv(self.norm1(x))
@@ -200,28 +218,30 @@ class Block(nn.Module):
     def after_core(self, x: Tensor, y: Tensor) -> Tensor:
         return self.add(x, self.attn.o(y))
 
-    def forward(self, x: Tensor, mask: BlockMask | None = None) -> Tensor:
-        """x [B, T, D] -> [B, T, D]. The norms lie inside the checkpointed regions, so a region keeps its input alone
-        (remat_norm=False: the norm's output too); the output of attention is kept (dear to redo, small) unless
-        remat_core. "pointwise" keeps every product as well."""
+    def forward(self, x: Tensor, mask: BlockMask | None = None, rope: Tensor | None = None) -> Tensor:
+        """x [B, T, D], rope [T, d] -> [B, T, D]. The norms lie inside the checkpointed regions, so a region keeps its
+        input alone (remat_norm=False: the norm's output too); the output of attention is kept (dear to redo, small)
+        unless remat_core. "pointwise" keeps every product as well."""
         if self.remat == "none" or not torch.is_grad_enabled():
-            return self.whole(x, mask)
+            return self.whole(x, mask, rope)
         lean = dict(context_fn=_lean_saved) if self.lean and self.remat == "block" else {}
         keep = lean if self.remat_core else dict(context_fn=attention_saved)
         if self.remat == "block":
-            return _remat(self.whole, x, mask, **keep)
+            return _remat(self.whole, x, mask, rope, **keep)
         if self.remat == "pointwise":  # attention lies between two regions: kept also where it is a compiled kernel
             q, k, v = _remat(self.before_core, x, context_fn=_products_saved)
             # The last product's output is not needed in backward. Eager keeps what the policy says, so it must not be
             # named there. The compiler drops it by itself; told to recompute it, it might do so to save another sum.
             keep = _products_saved if torch.compiler.is_compiling() else _products_but_down_saved
-            return _remat(self.after_core, x, self.attn.core(q, k, v, mask), context_fn=keep)
+            core = self.attn.core  # what rotates is done again: q and k are kept before it alone
+            core = core if rope is None else partial(_remat, core, context_fn=attention_saved)
+            return _remat(self.after_core, x, core(q, k, v, mask, rope), context_fn=keep)
         if self.remat == "mlp":
-            y = self.attn_branch(x, mask)
+            y = self.attn_branch(x, mask, rope)
         elif self.remat_norm:
-            y = _remat(self.attn_branch, x, mask, **keep)
+            y = _remat(self.attn_branch, x, mask, rope, **keep)
         else:
-            y = _remat(self.attn, self.norm1(x), mask, **keep)
+            y = _remat(self.attn, self.norm1(x), mask, rope, **keep)
         if self.remat == "attn" or self.lean:  # the lean MLP recomputes itself
             return self.add(x, y)
         x = x + y
@@ -254,6 +274,13 @@ def sinusoids(T: int, D: int, device: torch.device) -> Tensor:
     return torch.cat((angle.sin(), angle.cos()), 1)[:, :D]
 
 
+def rotated(x: Tensor, rope: Tensor) -> Tensor:
+    """x [B, H, T, d] with entries i and i + d/2 turned by the angle of frequency i (Su et al. 2021), whose sines and
+    cosines rope [T, d] has, as `sinusoids` gives them."""
+    (a, b), (sin, cos) = x.transpose(1, 2).chunk(2, -1), rope[:, None].chunk(2, -1)  # [B, T, H, d/2], [T, 1, d/2]
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).transpose(1, 2)  # in the memory order of x
+
+
 def causal_mask(T: int, device: torch.device) -> BlockMask:
     return create_block_mask(lambda b, h, q, k: q >= k, None, None, T, T, device=device)
 
@@ -271,7 +298,7 @@ class Transformer(nn.Module):
             check_lean(c)
         self.emb = nn.Embedding(c.vocab, c.width)
         self.blocks = nn.ModuleList(Block(c, c.remat_of(i)) for i in range(c.depth))
-        self.norm = nn.LayerNorm(c.width)
+        self.norm = norm(c)
         self.head = nn.Linear(c.width, c.vocab, bias=False)
         self.mask: BlockMask | None = None
 
@@ -293,14 +320,17 @@ class Transformer(nn.Module):
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, chunk: int = 0) -> Tensor:
         """tokens [B, T] -> logits [B, T, V]; with targets [B, T] the summed loss, `chunk` tokens at a time if not 0."""
-        T, D = tokens.shape[1], self.config.width
+        T, D, rope = tokens.shape[1], self.config.width, None
         flex = self.config.attn == "flex" and not tokens.is_meta
         if flex and (self.mask is None or self.mask.seq_lengths[0] != T):
             raise ValueError(f"no block mask for seqlen {T}: call prepare({T}, device) first")
         x = self.emb(tokens) * math.sqrt(D)  # [B, T, D]
-        x = x + sinusoids(T, D, x.device).to(x.dtype)
+        if self.config.block == "llama":
+            rope = sinusoids(T, self.config.head_dim, x.device).to(x.dtype)  # [T, d]
+        else:
+            x = x + sinusoids(T, D, x.device).to(x.dtype)
         for block in self.blocks:
-            x = block(x, self.mask)
+            x = block(x, self.mask, rope)
         x = self.norm(x)
         if targets is not None and chunk:
             return chunked_cross_entropy(x, self.head.weight, targets, chunk)

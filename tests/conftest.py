@@ -151,3 +151,20 @@ def exported(saved_run, tmp_path_factory) -> dict[str, Path]:
     for form, name in forms.items():
         assert export.main([str(saved_run), str(folder / name), *["--shard-gb", "30e-6"] * (form == "several")]) == 0
     return {form: folder / name for form, name in forms.items()}
+
+
+@pytest.fixture
+def call_study(isolated, capfd):
+    """A study of studies/ on a CPU in this process: exit code, both outputs."""
+    from studies import study
+
+    def call(module, *argv):
+        capfd.readouterr()
+        try:
+            code = study.main(module, [*map(str, argv), "--device", "cpu"])
+        except SystemExit as exit:
+            code = exit.code
+        out, err = capfd.readouterr()
+        return SimpleNamespace(code=code, out=out, err=err)
+
+    return call

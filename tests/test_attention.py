@@ -3,7 +3,7 @@
     pytest tests/test_attention.py        # under a minute, no GPU: kernels of a GPU run in tests/test_gpu.py
 """
 
-import json
+from argparse import Namespace
 from collections import Counter
 from dataclasses import replace
 
@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import main
 import model as model_file
-from benchmarks import attention
 from model import REMAT, ModelConfig, Transformer, sdpa_kernel
+from studies import attention, study
 from trainer import attention as kernels
 from trainer import config
 from trainer.attention import Shape
@@ -254,11 +254,16 @@ def test_a_kernel_that_cannot_run_ends_main_before_training(monkeypatch, tmp_pat
 # ------------------------------------------------------------------------------------------------------- the benchmark
 
 
-def test_every_backend_has_a_row_and_the_table_holds_them(tmp_path, capsys):
+def one_row(backend, shape=SHAPE, causal=True):
+    args = Namespace(device="cpu", repeat=1, options=None)
+    return study.outcome(attention.measure, shape._asdict() | dict(backend=backend, causal=causal), args)
+
+
+def test_every_backend_has_a_row_and_both_tables_hold_them(tmp_path, capsys):
     path = tmp_path / "rows.jsonl"
-    words = "--small --device cpu --seqlen 64 --backends flex cudnn math flash".split()
-    assert attention.main([*words, "--results", str(path)]) == 0
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    words = "--small --device cpu --seqlen 64 --head-dim 16 --backend flex cudnn math flash --repeat 20".split()
+    assert study.main(attention, [*words, "--results", str(path)]) == 0
+    rows = [row for row in published.read([path]) if row["setting"]["causal"]]
     outcomes = {row["backend"]: row["outcome"] for row in rows}
     missing = dict(flex="n/a: FlexAttention needs CUDA to train", cudnn="n/a: it needs CUDA")
     assert outcomes == missing | dict(math="ok", flash="ok")
@@ -266,10 +271,10 @@ def test_every_backend_has_a_row_and_the_table_holds_them(tmp_path, capsys):
         assert row["study"] == "attention" and row["n"] == 20 and row["peak_rss_mib"] > 0 and row["commit"]
         for name in ("forward", "backward"):
             assert 0 < row[f"{name}_ms_min"] <= row[f"{name}_ms"] <= row[f"{name}_ms_max"]
-    table = capsys.readouterr().out.partition("\n\n")[2].strip()
-    assert table == report.section("attention", published.read([path]), False)[1]
+    assert "| 16 | 64 | fp32 | yes | math |" in capsys.readouterr().out
+    table = report.section("attention", rows, False)[1]
     cells = [[cell.strip() for cell in line.split("|")] for line in table.splitlines()]
-    assert cells[-1][2:5] == ["16", "flash", "ok"]
+    assert cells[-1][2:5] == ["2", "flash", "ok"]
     assert any("1.00" in line for line in cells[-2:])  # whichever was faster on a busy machine
 
 
@@ -278,18 +283,54 @@ def test_a_backend_that_fails_is_a_row_and_the_next_one_runs(monkeypatch):
         raise RuntimeError("misaligned\naddress")
 
     monkeypatch.setattr(attention, "function", fail)
-    assert attention.bench("flash", SHAPE, CPU, 1, {})["outcome"] == "failed: RuntimeError: misaligned address"
+    assert one_row("flash")["outcome"].startswith("failed: RuntimeError: misaligned")
     monkeypatch.setattr(attention, "function", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("x")))
-    assert attention.bench("flash", SHAPE, CPU, 1, {})["outcome"] == "OOM"
+    assert one_row("flash")["outcome"].startswith("OOM")
 
 
-def test_flops_are_those_of_the_pairs_that_causal_attention_sees(monkeypatch):
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("backend", "backward"), [("math", 2), ("flash", 2.5)])
+def test_flops_are_those_of_the_pairs_that_attention_sees(backend, backward, causal, monkeypatch):
     monkeypatch.setattr(attention, "milliseconds", lambda *_: {"forward": [2.0], "backward": [10.0]})
     B, H, T, d = 2, 4, 96, 8
-    row = attention.bench("math", Shape(B, H, 2, T, d, "fp32"), CPU, 1, {})
-    pairs = torch.ones(T, T).tril().sum().item()  # each 2 d FLOPs for its score and 2 d for its value
-    assert row["forward_tflops"] == pytest.approx(B * H * pairs * 4 * d / 2e-3 / 1e12, abs=1e-6)
-    assert row["backward_tflops"] == pytest.approx(2.5 * B * H * pairs * 4 * d / 10e-3 / 1e12, abs=1e-6)
+    row = one_row(backend, Shape(B, H, 2, T, d, "fp32"), causal)
+    pairs = (torch.ones(T, T).tril() if causal else torch.ones(T, T)).sum().item()
+    once = B * H * pairs * 4 * d  # each 2 d FLOPs for its score and 2 d for its value
+    assert row["flops"] == {"forward": once, "backward": backward * once}
+    assert row["forward_tflops"] == pytest.approx(once / 2e-3 / 1e12, abs=1e-6)
+    assert row["backward_tflops"] == pytest.approx(backward * once / 10e-3 / 1e12, abs=1e-6)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("backend", ["plain", "math", "flash"])
+def test_bytes_held_between_forward_and_backward_are_those_of_the_formula(backend, dtype, causal):
+    shape = Shape(3, 1, 1, 40, 16, dtype)
+    *qkv, _ = attention.inputs(shape, CPU)
+    run = attention.function(backend, shape, CPU, {}, causal)
+    assert attention.held(run, qkv) == attention.formula(backend, shape, causal)
+    size, casts = (4, 0) if dtype == "fp32" else (2, 1)
+    told = dict(plain=size * 3 * 40 * 40 + 1600 * causal, math=4 * 3 * 40 * (40 + (2 + casts) * 16),
+                flash=3 * 40 * (size * 16 + 4))  # fmt: skip
+    assert attention.formula(backend, shape, causal) == told[backend]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("backend", ["math", "flash"])
+def test_plain_attention_is_that_of_the_kernels(backend, causal):
+    *qkv, _ = attention.inputs(SHAPE, CPU)
+    found = attention.plain(*qkv, causal)
+    torch.testing.assert_close(found, sdpa_kernel(backend, *qkv, causal=causal), rtol=1e-5, atol=1e-5)
+
+
+def test_published_forwards_that_beat_the_device_are_marked():
+    """T = 16384, d = 16: 137 GFLOP and 17 GB in 0.231 ms."""
+    lines = {(int(line["head_dim"]), int(line["seq"])): line for line in study.published("attention_h100")}
+    assert attention.suspicious(lines[16, 16384]) == "impossible: 75 TB/s written"
+    assert attention.suspicious(lines[128, 16384]) == "impossible: 4953 TFLOP/s, 79 TB/s written"
+    assert not attention.suspicious(lines[128, 1024])
+    assert sum(bool(attention.suspicious(line)) for line in lines.values()) == 12
+    assert float(lines[16, 16384]["mem_gb"]) == pytest.approx(2 * 4 * 8 * 16384**2 / 1e9, rel=0.01)  # two [T, T]
 
 
 def test_ratios_are_to_the_fastest_sdpa_of_the_same_shape_and_device():
@@ -305,14 +346,15 @@ def test_ratios_are_to_the_fastest_sdpa_of_the_same_shape_and_device():
 
 
 @pytest.mark.parametrize(("argv", "said"), [
-    ("--seqlen 1000", "--seqlen 1000: must divide the 32768 tokens"), ("--head-dim 0", "--head-dim 0"),
-    ("--kv-heads 5", "--kv-heads 5: must divide the 32"), ("--device cpu --search", "--search needs CUDA"),
-    ("--small --device cpu --options nowhere.json", "--options nowhere.json: no such file"),
+    ("--sweep reference --seqlen 1000", "--seqlen 1000: must divide the 32768 tokens"),
+    ("--head-dim 0", "--head-dim 0: must be at least 1"),
+    ("--heads 32 --kv-heads 5", "--kv-heads 5: must divide the 32"), ("--search", "--search: needs CUDA"),
+    ("--small --options nowhere.json", "--options nowhere.json: no such file"),
 ])  # fmt: skip
 def test_bad_flags_exit_2_with_a_line(argv, said, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as exit:
-        attention.main(argv.split())
+        study.main(attention, [*argv.split(), "--device", "cpu"])
     assert exit.value.code == 2 and said in capsys.readouterr().err.splitlines()[-1]
 
 

@@ -86,7 +86,7 @@ BAD = [  # what is wrong by itself: argv, the flag and the value that the messag
     ("--compile-options max_autotune", "max_autotune"),
     *((f"--{name} {value}", value) for name, value in dict(
         device="tpu", wrapper="zero", mode="zero3", compile="all", attn="eager", sdpa="fast", remat="all", loss="half",
-        wandb="maybe", mlp="thin", optim="never").items()),
+        wandb="maybe", mlp="thin", block="moe", optim="never").items()),
     ("--eval-every -1", -1), ("--eval-batches 0", 0), ("--sample -1", -1),
     ("--mlp-chunk -1", -1), ("--nonfinite ignore", "ignore"), ("--max-skips 0", 0), ("--max-skips -1", -1),
     *((f"--{name} {value}", value) for name in ("norm-limit", "spike") for value in ("-1", "nan", "inf")),

@@ -30,22 +30,10 @@ pytestmark = pytest.mark.usefixtures("isolated")
 CPU = torch.device("cpu")
 
 
-class GatedMLP(nn.Module):
-    """SwiGLU: down(silu(gate x) * up x)."""
-
-    def __init__(self, c: ModelConfig):
-        super().__init__()
-        self.gate, self.up = (nn.Linear(c.width, c.grow * c.width, bias=False) for _ in range(2))
-        self.down = nn.Linear(c.grow * c.width, c.width, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
-
-
 @pytest.fixture
 def gated(monkeypatch):
     """What a user does who writes a gate into model.py."""
-    monkeypatch.setattr(model_file, "MLP", GatedMLP)
+    monkeypatch.setattr(model_file, "MLP", model_file.SwiGLU)
 
 
 def counted_by_hand(c: ModelConfig, seqlen: int) -> float:
@@ -66,8 +54,20 @@ def modes(*quick: str) -> list:
     return [mode if mode in quick else pytest.param(mode, marks=pytest.mark.slow) for mode in COMPILE_MODES]
 
 
-@pytest.mark.parametrize("compile", modes("none", "fwdbwd"))
-def test_a_gated_mlp_trains_in_every_mode_as_in_eager_and_with_its_own_flops(compile, gated, graphs, train):
+@pytest.mark.parametrize("compile", modes("fwdbwd"))
+def test_a_llama_block_trains_in_every_mode_as_in_eager(compile, graphs, train):
+    words = "--block", "llama", "--depth", 2, "--log-every", 1, "--steps", 4
+    steps, eager = train(*words, "--compile", compile), train(*words, "--compile", "none")
+    assert steps.code == 0, steps.err
+    for a, b in zip(steps.steps, eager.steps, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], abs=2e-5)
+    assert steps.row["flags"]["block"] == "llama"
+    c = ModelConfig(block="llama", depth=2, width=32, head_dim=16, grouping=2, vocab=256)
+    assert f"{costs.flops_per_token(c, 16) / 1e6:.3f} MFLOP per token (causal" in steps.out
+
+
+@pytest.mark.parametrize("compile", ["none", "fwdbwd"])
+def test_a_gated_mlp_trains_with_its_own_flops(compile, gated, graphs, train):
     steps = train("--compile", compile, "--log-every", 1, "--steps", 4)
     assert steps.code == 0, steps.err
     eager = train("--compile", "none", "--log-every", 1, "--steps", 4)
@@ -82,6 +82,7 @@ def test_a_gated_mlp_trains_in_every_mode_as_in_eager_and_with_its_own_flops(com
 
 def test_the_lean_mlp_refuses_what_it_does_not_compute(gated, train):
     done = train("--mlp", "lean")
+    assert train("--mlp", "lean", "--block", "llama").err == done.err
     assert done.code == 2 and "--mlp plain" in done.err
     assert "--mlp lean: computes LayerNorm, up, GELU and down" in done.err
 
@@ -107,7 +108,7 @@ def test_the_lean_mlp_refuses_another_activation_without_other_parameters(train,
 
 @pytest.mark.parametrize("config", [
     dict(), dict(grouping=1, depth=3), dict(attn="flex"), dict(mlp="lean", remat="both"),
-    dict(width=96, head_dim=16, vocab=77, grow=3),
+    dict(width=96, head_dim=16, vocab=77, grow=3), dict(block="llama", attn="flex"),
 ])  # fmt: skip
 @pytest.mark.parametrize("seqlen", [1, 48, 4096])
 def test_flops_counted_on_meta_are_those_of_the_formula(config, seqlen):

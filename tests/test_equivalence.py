@@ -44,7 +44,7 @@ CELLS = {
         dict(compile="fwdbwd", backend="inductor", **SHALLOW),
         dict(compile="fwdbwd", remat="block", reshard=False, mlp="lean"),
         dict(compile="step", remat="both", **SHALLOW)],
-    4: [dict(EAGER, mode="hybrid_shard")],
+    4: [dict(EAGER, mode="hybrid_shard"), dict(EAGER, block="llama", remat="both", loss="chunked")],
 }  # fmt: skip
 MORE = {  # other combinations, and the modes above that run as graphs with the code that Inductor generates
     1: [dict(EAGER, attn="flex", remat="both"), dict(compile="fwdbwd")],
@@ -55,7 +55,8 @@ MORE = {  # other combinations, and the modes above that run as graphs with the 
         dict(compile="fwdbwd", accum=2, mode="replicate"), dict(compile="regions", depth=4, backend="inductor"),
         dict(compile="regions", depth=3, accum=2, sync="last"),
         dict(compile="fwdbwd", accum=2, remat="pointwise", loss="chunked"), dict(compile="fwdbwd", backend="inductor"),
-        dict(compile="model", backend="inductor"), dict(compile="step", remat="both", backend="inductor")],
+        dict(compile="model", backend="inductor"), dict(compile="fwdbwd", block="llama", backend="inductor"),
+        dict(compile="step", remat="both", backend="inductor")],
     4: [EAGER, dict(EAGER, mode="hybrid_shard", accum=2, sync="last"), dict(EAGER, mode="replicate"),
         dict(compile="step", mode="hybrid_shard"),
         dict(compile="regions", depth=3, mode="hybrid_shard", loss="chunked"),
@@ -125,9 +126,9 @@ def more(mesh):
 
 
 @functools.cache
-def reference(depth: int) -> list[tuple[float, float]]:
+def reference(depth: int, block: str = "gelu") -> list[tuple[float, float]]:
     """One process, no wrapper, no compiler, torch's own clipping and AdamW."""
-    model = Transformer(ModelConfig(**SHAPE | dict(depth=depth)))
+    model = Transformer(ModelConfig(**SHAPE | dict(depth=depth, block=block)))
     torch.manual_seed(0)
     model.init_weights()
     matrices = [p for p in model.parameters() if p.ndim > 1]
@@ -150,7 +151,8 @@ def compare(check, world: int, cells: list[dict], steps: int) -> None:
     table, ranks = {}, spawn(world, [check], timeout=600)[check.__name__]
     for cell, values, *others in zip(cells, *ranks, strict=True):
         assert all(v == values for v in others), f"{name(world, cell)}: ranks disagree"
-        pairs = list(zip(values, reference(cell.get("depth", SHAPE["depth"]))[:steps], strict=True))
+        expected = reference(cell.get("depth", SHAPE["depth"]), cell.get("block", "gelu"))[:steps]
+        pairs = list(zip(values, expected, strict=True))
         table[name(world, cell)] = [max(abs(a[i] - b[i]) for a, b in pairs) for i in (0, 1)]
     first, *_, last = [loss for loss, _ in reference(SHAPE["depth"])[:steps]]
     print(f"\nreference: loss {first:.6f} -> {last:.6f} in {steps} steps; largest difference of any step")

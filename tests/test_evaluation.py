@@ -240,8 +240,8 @@ def test_the_best_step_is_kept_named_and_still_the_best_after_resuming(train, tm
 
 
 @pytest.mark.parametrize(("argv", "told"), [
-    ("--eval-every 1", "needs --save DIR"), ("--save run", "needs --eval-every"),
-    ("--save run --eval-every 1 --save-errors warn", "the best step must be saved; use --save-errors stop"),
+    ("--eval-every 1", "needs --save DIR"), ("--save run", "needs --eval-every and --save-errors stop"),
+    ("--save run --eval-every 1 --save-errors warn", "needs --eval-every and --save-errors stop"),
 ])  # fmt: skip
 def test_keep_best_needs_evaluations_and_somewhere_to_save(argv, told, train):
     done = train("--keep-best", *argv.split())

@@ -22,11 +22,14 @@ from torch.utils.flop_counter import FlopCounterMode
 import model as under_test
 from lean import chunked_cross_entropy
 from model import IGNORE, ModelConfig, Transformer, cross_entropy
-from trainer.costs import flops_per_token
+from trainer.costs import flops_per_token, parameters
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 REFERENCE = ModelConfig()
+OF_TRANSFORMERS = {"emb": "model.embed_tokens", "norm": "model.norm", "head": "lm_head", "blocks": "model.layers",
+                   "norm1": "input_layernorm", "norm2": "post_attention_layernorm", "attn": "self_attn",
+                   **{part: f"{part}_proj" for part in ("q", "k", "v", "o", "gate", "up", "down")}}  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------- size and structure
@@ -64,8 +67,41 @@ def test_attention_is_softmax_over_earlier_keys_of_the_groups_head(grouping):
     torch.testing.assert_close(attention(x, None), attention.o(expected.flatten(2)), rtol=1e-12, atol=1e-12)
 
 
-def test_logits_do_not_depend_on_later_tokens():
-    model, (tokens, _) = build(dtype=torch.float64), batch()
+def test_a_llama_block_is_that_of_transformers():
+    """Loss and gradients of LlamaForCausalLM with the same weights, its embedding scaled as ours is."""
+    transformers = pytest.importorskip("transformers", reason="needs the extra hf")
+    ours, (tokens, targets) = build(block="llama"), batch(ignored=True)
+    c, scale = ours.config, math.sqrt(ours.config.width)
+    sizes = dict(hidden_size=c.width, intermediate_size=c.grow * c.width, num_attention_heads=c.heads,
+                 num_key_value_heads=c.kv_heads, num_hidden_layers=c.depth, vocab_size=c.vocab)  # fmt: skip
+    theirs = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**sizes, rms_norm_eps=1e-5, tie_word_embeddings=False)
+    )
+    for p in ours.parameters():  # also those of the norms
+        p.data += torch.randn(p.shape) * p.std().clamp(0.1)
+    names = {n: ".".join(OF_TRANSFORMERS.get(part, part) for part in n.split(".")) for n, _ in ours.named_parameters()}
+    state = {names[n]: p.detach() * (scale if n == "emb.weight" else 1) for n, p in ours.named_parameters()}
+    theirs.load_state_dict(state)
+    logits = theirs(input_ids=tokens).logits
+    loss, grads = train(ours, tokens, targets)
+    cross_entropy(logits, targets).backward()
+    others = {n: theirs.get_parameter(names[n]).grad * (scale if n == "emb.weight" else 1) for n in names}
+    assert_close((loss, grads), (cross_entropy(logits, targets).detach(), others), 1e-5)
+    torch.testing.assert_close(ours(tokens), logits, rtol=1e-5, atol=1e-5)
+
+
+def test_a_model_without_a_block_named_is_what_it_was_before_there_were_two():
+    """Names, and the sum of the first values from seed 0, as commit 324d8ac made them."""
+    model = build()
+    assert {type(m).__name__ for m in model.modules()} == {"Transformer", "Embedding", "ModuleList", "Block",
+                                                           "LayerNorm", "Attention", "Linear", "MLP"}  # fmt: skip
+    assert sum(p.numel() for p in model.parameters()) == 33_600
+    assert sum(p.double().abs().sum().item() for p in model.parameters()) == pytest.approx(3282.9602070674146, rel=1e-9)
+
+
+@pytest.mark.parametrize("block", ["gelu", "llama"])
+def test_logits_do_not_depend_on_later_tokens(block):
+    model, (tokens, _) = build(dtype=torch.float64, block=block), batch()
     later = tokens.clone()
     later[:, 7:] = (tokens[:, 7:] + 1) % SMALL["vocab"]
     with torch.no_grad():
@@ -162,14 +198,16 @@ class Uncounted(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: "-".join(map(str, s)))
-def test_linear_flops_equal_torchs_counter_to_the_last_flop(shape, flex_on_cpu, monkeypatch):
+@pytest.mark.parametrize("block", ["gelu", "llama"])
+def test_linear_flops_equal_torchs_counter_to_the_last_flop(shape, block, flex_on_cpu, monkeypatch):
     def hidden(q, k, v, block_mask, enable_gqa, kernel_options):
         return Uncounted.apply(q, k, v, block_mask, enable_gqa)
 
     monkeypatch.setattr(under_test, "compiled_flex_attention", hidden)
     *sizes, rows, seqlen, attn, chunk = shape
     names = ("depth", "width", "head_dim", "grouping", "grow", "vocab")
-    model = build(**dict(zip(names, sizes, strict=True)), attn=attn, seqlen=seqlen)
+    model = build(block=block, **dict(zip(names, sizes, strict=True)), attn=attn, seqlen=seqlen)
+    assert parameters(model.config) == sum(p.numel() for p in model.parameters())
     counted = counted_products(model, *batch(model.config.vocab, rows, seqlen), chunk)
     linear = flops_per_token(model.config, seqlen, "linear")
     assert isinstance(linear, int) and rows * seqlen * linear == counted
@@ -197,12 +235,13 @@ def test_the_attention_core_counts_the_keys_that_a_query_sees():
 
 
 @pytest.mark.parametrize(("remat", "grouping"), [("none", 1), ("none", 2), ("block", 2), ("pointwise", 4)])
-def test_flex_and_sdpa_agree_within_1e_5(remat, grouping, flex_on_cpu, monkeypatch):
+@pytest.mark.parametrize("block", ["gelu", "llama"])
+def test_flex_and_sdpa_agree_within_1e_5(remat, grouping, block, flex_on_cpu, monkeypatch):
     compiled = torch.compile(flex.flex_attention, backend="aot_eager")
     monkeypatch.setattr(under_test, "compiled_flex_attention", compiled)
     data = batch(ignored=True)
-    sdpa = train(build(grouping=grouping), *data)
-    assert_close(train(build(attn="flex", grouping=grouping, remat=remat), *data), sdpa, 1e-5, remat)
+    sdpa = train(build(grouping=grouping, block=block), *data)
+    assert_close(train(build(attn="flex", grouping=grouping, remat=remat, block=block), *data), sdpa, 1e-5, remat)
 
 
 # --------------------------------------------------------------------------------------------------------- chunked loss

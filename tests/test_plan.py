@@ -122,6 +122,25 @@ def test_the_error_of_a_peak_is_what_the_drawn_settings_say():
     assert (round(errors[len(errors) // 2], 2), round(errors[-1], 1), len(errors)) == report.PEAK_ERROR
 
 
+def test_peaks_of_llama_blocks():
+    """What the honest lines of an answer say of them, and parameters and FLOPs of the same formulas as costs."""
+    found = plans.simulated(ROOT / "results/plan_peaks_llama.jsonl")
+    assert (round(max(100 * abs(each.error) for each in found), 1), len(found)) == report.GATED_ERROR
+    c = plans.flags.resolve(plans.flags.parse(["--block", "llama"], world=1), "cuda", 1)
+    from model import ModelConfig  # shapes only
+
+    a, m = reference(c), ModelConfig(block="llama")
+    assert a.parameters == costs.parameters(m)
+    for convention in ("linear", "causal", "palm"):
+        assert a.flops_per_token(4096, convention) == costs.flops_per_token(m, 4096, convention)
+
+
+def test_a_plan_of_llama_blocks_says_how_far_to_trust_it(plan):
+    code, said, _ = plan("--gpus", "8", "--block", "llama", "--remat", "both")
+    assert code == 0 and "peak of a gated MLP: off by at most" in said
+    assert plan("--gpus", "8", "--block", "llama", "--mlp", "lean")[0] == 2
+
+
 def test_published_peaks_within_two_percent():
     found = [plans.Compared(r.name, plans.published_peak(r.c, r.ranks) / 2**20, r.mib) for r in plans.runs() if r.mib]
     assert len(found) == 43 and max(abs(each.error) for each in found) < 0.02

@@ -54,8 +54,10 @@ def source(module: str) -> str:
 
 def flags_of_tools(text: str) -> set[str]:
     """Flags of the commands that `text` names, but for those of main.py: as they stand in their sources."""
-    files = {source(each) for each in re.findall(r"(?:trainer|benchmarks)(?:\.\w+)+", text)}
+    files = {source(each) for each in re.findall(r"(?:trainer|benchmarks|studies)(?:\.\w+)+", text)}
     files |= set(FILE.findall(text)) & {"speed_mem_tests_mlp.py", "tests/soak.py", "benchmarks/peaks.py"}
+    if "studies" in text:
+        files |= {"studies/study.py", "studies/__main__.py"}
     if "launch.sh" in text:
         files |= {"launch.sh", "trainer/experiments/sweep.py"}
     found = TORCHRUN if "torchrun" in text else set()
@@ -100,7 +102,7 @@ def test_files_and_modules_that_are_named_exist(page):
         for file in set(FILE.findall(code)) - NOT_OURS:
             places = (ROOT / folder / file for folder in ("", "tests", "docs"))
             assert file.startswith("runs/") or any(path.exists() for path in places), (page, file)
-        for module in re.findall(r"-m ((?:trainer|benchmarks)(?:\.\w+)+)", code):
+        for module in re.findall(r"-m ((?:trainer|benchmarks|studies)(?:\.\w+)+)", code):
             assert (ROOT / source(module)).is_file(), (page, module)
 
 

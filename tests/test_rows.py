@@ -50,6 +50,8 @@ def test_every_row_here_holds_its_whole_setting():
                 assert row["flags"] == {name: row[name] for name in row["flags"]} and len(row["flags"]) == 15
             elif row.get("study") == "attention":
                 assert {*Shape._fields, "backend", "options"} <= row.keys()
+            elif "setting" in row:  # of a study, whose settings are no flags of main.py
+                assert row["setting"] and row["study"] and row["outcome"]
             else:
                 assert {*rows.SHAPE, *"steps lr compile remat mode device seed".split()} <= row["flags"].keys()
 

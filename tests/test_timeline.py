@@ -304,5 +304,5 @@ def test_one_profiler_at_a_time(capfd, tmp_path):
     code, out, err, row = run(capfd, tmp_path, "--explain-memory", "--profile", "p")
     assert (code, out, row) == (2, "", None)
     assert err.splitlines() == [
-        "error: --explain-memory: not together with --profile, each of which needs torch's profiler; use one per run"
+        "error: --explain-memory: not together with --profile; use one per run"
     ]

@@ -17,7 +17,7 @@ from typing import Annotated, ClassVar, Literal
 
 from tyro.conf import OmitArgPrefixes, UseCounterAction, arg
 
-from trainer.costs import link, may_have_gpu
+from trainer.costs import link, may_have_gpu, measured
 from trainer.distributed import command_line
 from trainer.distributed.command_line import flag
 from trainer.distributed.terminal import fail
@@ -41,6 +41,8 @@ def _by_device(name: str, metavar: str):
 class Shape:
     """Of the reference transformer."""
 
+    block: Literal["gelu", "llama"] = "gelu"
+    """gelu: LayerNorm, sinusoids as positions, a GELU MLP, biases. llama: RMSNorm, rotary positions, SwiGLU, none."""
     depth: Annotated[int | None, _by_device("depth", "INT")] = None
     """Number of transformer blocks."""
     width: Annotated[int | None, _by_device("width", "INT")] = None
@@ -50,7 +52,7 @@ class Shape:
     grouping: int = 4
     """Query heads per key/value head; 1: multi-head attention. Must divide the number of heads, width / head-dim."""
     grow: int = 4
-    """Hidden width of the MLP, as a multiple of --width."""
+    """Hidden width of the MLP, as a multiple of --width; --block llama has three matrices of it, gelu two."""
     vocab: Annotated[int | None, _by_device("vocab", "INT")] = None
     """Size of the vocabulary. Data that is read as bytes (stdlib, text, overfit) needs at least 256."""
 
@@ -128,7 +130,7 @@ class System:
     """Simulate this many ranks in one process, to measure speed and memory. The process is rank 0; data is really
     copied, links take modelled time, and every rank is taken to hold the same shards as rank 0."""
     link: str = "h100-nvlink"
-    """Link of --world: a100-nvlink, h100-nvlink, ndr-ib, 4090-pcie, none (no time), or us and GB/s, such as 20:370."""
+    """Of --world: a100-nvlink, h100-nvlink, ndr-ib, 4090-pcie, none, us:GB/s or measured:FILE (studies.collectives)."""
     wrapper: Literal["simple", "fsdp2", "ddp", "none"] = "simple"
     """simple: simple_fsdp.data_parallel. Others to compare it with: fsdp2 (torch's fully_shard on each block), ddp
     (torch's DistributedDataParallel, bf16 by autocast), none (the bare model, on one rank only)."""
@@ -168,7 +170,7 @@ class System:
     FlashAttention; where neither can run (in fp32) efficient, then math; on a CPU what torch picks. efficient repeats K
     and V for each query head. math stores the scores, seqlen x seqlen, and with --remat computes them again."""
     flex_options: str | None = None
-    """File of tuned kernel options for --attn flex, written by python -m benchmarks.attention --search."""
+    """File of tuned kernel options for --attn flex, written by python -m studies.attention --search."""
     remat: Literal["none", "mlp", "attn", "both", "block", "pointwise"] = "none"
     """What backward computes again instead of keeping it. mlp: the MLP. attn: the attention branch. both: the two of
     them. block: whole blocks. pointwise: all but matrix products. The output of attention is kept in each case."""
@@ -300,9 +302,7 @@ def _as_given(c: Config, name: str) -> str:
     value = getattr(c, name)
     if name == "verbose":
         return "-" + "v" * value
-    if isinstance(value, bool):
-        return flag(name if value else f"no_{name}")
-    return f"{flag(name)} {value}"
+    return flag(name if value else f"no_{name}") if isinstance(value, bool) else f"{flag(name)} {value}"
 
 
 def _misfit(c: Config, started: int) -> str | None:
@@ -328,8 +328,8 @@ def run_misfits(c: Config, started: int, ranks: int) -> list[tuple]:
         # Saving and resuming
         *[(name, c.save is None and getattr(c, name) != getattr(Output, name), "needs --save DIR")
           for name in ("save_every", "keep", "keep_best", "save_async", "save_errors")],
-        ("keep_best", c.keep_best and not c.eval_every, "needs --eval-every"),
-        ("keep_best", c.keep_best and c.save_errors == "warn", "the best step must be saved; use --save-errors stop"),
+        ("keep_best", c.keep_best and (not c.eval_every or c.save_errors == "warn"),
+         "needs --eval-every and --save-errors stop"),
         ("world", c.world and (c.save is not None or c.init is not None or named or c.sample),
          "simulated ranks hold no model worth saving or asking; leave out --save, --resume, --init and --sample"),
         ("eval_batches", not c.eval_every and c.eval_batches != Training.eval_batches, "needs --eval-every"),
@@ -398,8 +398,7 @@ def step_misfits(c: Config) -> list[tuple]:
         # The step as one compiled graph, and the profiler
         ("compile", one and c.grad_accum > 1, f"one graph cannot do --grad-accum {c.grad_accum}; use --compile fwdbwd"),
         ("accum_sync", one and c.accum_sync == "last", "--compile step reduces in its graph; use --compile fwdbwd"),
-        ("explain_memory", c.explain_memory and c.profile is not None,
-         "not together with --profile, each of which needs torch's profiler; use one per run"),
+        ("explain_memory", c.explain_memory and c.profile is not None, "not together with --profile; use one per run"),
         ("verbose", one and c.verbose > 1, "--compile step has no gradients outside its graph; use --compile fwdbwd"),
     ]  # fmt: skip
 
@@ -408,7 +407,8 @@ def filled(c: Config, device: str) -> Config:
     """`c` with the defaults of `device` where no flag gives a value; whether the values fit is not checked."""
     unset = {name: default for name, default in c.DEFAULTS[device].items() if getattr(c, name) is None}
     mode = "replicate" if c.wrapper == "ddp" and c.mode == "fully_shard" else c.mode  # DDP replicates
-    return replace(c, training=replace(c.training, **unset), system=replace(c.system, device=device, mode=mode))
+    own = dict(device=device, mode=mode, link=measured(c.link))  # a row must hold figures, not the name of a file
+    return replace(c, training=replace(c.training, **unset), system=replace(c.system, **own))
 
 
 def resolve(c: Config, device: str, world: int) -> Config:

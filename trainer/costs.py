@@ -8,6 +8,7 @@ collective is an assumption. A ring without contention: no topology, no straggle
 """
 
 import ctypes
+import json
 import os
 import re
 from contextlib import suppress
@@ -39,15 +40,35 @@ def sent_bytes(op: str, nbytes: float, ranks: int) -> float:
     return nbytes * {"all_gather": share, "reduce_scatter": share, "all_reduce": 2 * share, "barrier": 0.0}.get(op, 1.0)
 
 
+def measured(text: str) -> str:
+    """Of "measured:FILE" the link that studies.collectives has fitted, the last of its rows, as "alpha_us:GB_per_s";
+    any other text as it is. ValueError, one line: no such file, or no link in it."""
+    kind, _, file = text.partition(":")
+    if kind != "measured":
+        return text
+    fix = "python -m studies.collectives --results FILE writes one"
+    try:
+        with open(file) as rows:
+            found = [row["link"] for row in map(json.loads, rows) if isinstance(row.get("link"), dict)]
+        return f"{found[-1]['alpha_us']:.3f}:{found[-1]['gb_per_s']:.6f}"
+    except OSError as error:
+        raise ValueError(f"--link {text}: {error.strerror}; {fix}") from None
+    except (ValueError, LookupError, TypeError, AttributeError):  # also a link whose bandwidth was not seen
+        raise ValueError(f"--link {text}: no line of it has a fitted link; {fix}") from None
+
+
 def link(text: str) -> Link:
-    """A named link, "none" (takes no time), or "alpha_us:GB_per_s". ValueError, one line, for anything else."""
+    """A named link, "none" (takes no time), "alpha_us:GB_per_s", or "measured:FILE" of rows of studies.collectives.
+    ValueError, one line, for anything else."""
+    text = measured(text)
     if text == "none":
         return Link(0.0, float("inf"))
     found = re.fullmatch(r"(\d+\.?\d*):(\d+\.?\d*)", text)
     latency, bandwidth = map(float, found.groups()) if found else (LATENCY_US, NAMED_GB_PER_S.get(text, 0.0))
     if bandwidth > 0:
         return Link(latency * 1e-6, bandwidth * 1e9)
-    raise ValueError(f"--link {text}: must be {', '.join(NAMED_GB_PER_S)}, none, or alpha_us:GB_per_s such as 20:370")
+    raise ValueError(f"--link {text}: must be {', '.join(NAMED_GB_PER_S)}, none, alpha_us:GB_per_s such as 20:370, or "
+                     "measured:FILE")  # fmt: skip
 
 
 # Dense bf16 FLOP/s by the whole device name: a MIG slice, an RTX 4090 D, an H200 NVL or a GH200 has another peak than
@@ -82,6 +103,11 @@ def causal_keys(seqlen: int) -> float:
     return (seqlen + 1) / 2
 
 
+def gated(c) -> bool:
+    """Whether the MLP has a gate beside its up product. Rows of before there was --block lack it."""
+    return getattr(c, "block", "gelu") == "llama"
+
+
 def flops_per_token(c, seqlen: int, convention: str = "causal") -> int | float:
     """FLOPs of one token's training step (forward once, backward twice) of the reference transformer.
     convention: "linear": 6 per weight that the token is multiplied with (not the embedding). "palm": plus the attention
@@ -89,14 +115,14 @@ def flops_per_token(c, seqlen: int, convention: str = "causal") -> int | float:
     keys. "hardware": causal, plus what is multiplied again in backward: the scores inside the core's backward (7/6 of
     the core) and what recomputation and the lean MLP repeat, but the last product of a region, which nothing needs."""
     kv, wide = c.kv_heads * c.head_dim, c.grow * c.width
-    linear = 6 * (c.depth * c.width * (2 * c.width + 2 * kv + 2 * wide) + c.width * c.vocab)
+    linear = 6 * (c.depth * c.width * (2 * c.width + 2 * kv + (2 + gated(c)) * wide) + c.width * c.vocab)
     keys = seqlen if convention == "palm" else causal_keys(seqlen)
     core = 3 * c.depth * attention_flops(c.heads, c.head_dim, keys)
     if convention == "linear":
         return linear
     if convention in ("palm", "causal"):
         return linear + core
-    qkv, up, o = (2 * c.width * n for n in (c.width + 2 * kv, wide, c.width))
+    qkv, up, o = (2 * c.width * n for n in (c.width + 2 * kv, (1 + gated(c)) * wide, c.width))
     once = core / (3 * c.depth) if c.remat_core else 0  # a forward of the core
     attention = dict(attn=qkv + once, both=qkv + once, block=qkv + o + once)
     again = sum(attention.get(c.remat_of(i), 0) for i in range(c.depth))
@@ -104,20 +130,21 @@ def flops_per_token(c, seqlen: int, convention: str = "causal") -> int | float:
     return linear + core * 7 / 6 + again
 
 
-def kept_per_block(c) -> float:
-    """What a block of the reference transformer keeps for backward, in tensors [B, T, D]; no statistics (< 0.1)."""
-    kv = 2 / c.grouping
-    if c.remat == "block":
+def kept_per_block(c, remat: str | None = None) -> float:
+    """What a block of the reference transformer, under `remat` (None: that of c), keeps for backward, in tensors
+    [B, T, D]; no statistics (< 0.1). Of --block llama in compiled code: eager keeps silu(gate), too, `grow` more."""
+    kv, remat = 2 / c.grouping, remat or c.remat
+    if remat == "block":
         return 1 if c.remat_core else 2
-    if c.remat == "pointwise":  # the block's input, q, k, v, attention's output, o, up
-        return 4 + kv + c.grow
+    if remat == "pointwise":  # the block's input, q, k, v, attention's output, o, up (and gate)
+        return 4 + kv + (1 + gated(c)) * c.grow
     attention = 4 + kv  # its input, the norm's output, q, k, v and attention's output
-    if c.remat in ("attn", "both"):
+    if remat in ("attn", "both"):
         attention = 1 + (not c.remat_core) + (not c.remat_norm)
-    mlp = 2 + 2 * c.grow  # its input, the norm's output, the hidden tensor before and after GELU
+    mlp = 2 + (2 + gated(c)) * c.grow  # its input, the norm's output, what is before and after the activation
     if c.mlp == "lean":
         mlp = 1
-    elif c.remat in ("mlp", "both"):
+    elif remat in ("mlp", "both"):
         mlp = 1 + (not c.remat_norm)
     return attention + mlp
 
@@ -125,8 +152,9 @@ def kept_per_block(c) -> float:
 def parameters(c) -> int:
     """Of the reference transformer: weights and biases of products and norms, and the embedding."""
     kv = c.width // c.grouping
-    weights = 2 * c.width + 2 * kv + 2 * c.grow * c.width
-    return c.depth * c.width * (weights + c.grow + 5) + 2 * (c.vocab + 1) * c.width
+    weights = 2 * c.width + 2 * kv + (2 + gated(c)) * c.grow * c.width
+    vectors, last = (2, 1) if gated(c) else (c.grow + 5, 2)  # of a block and of the final norm, in units of width
+    return c.depth * c.width * (weights + vectors) + (2 * c.vocab + last) * c.width
 
 
 def step_bytes(c, ranks: int, batch: int) -> float:
@@ -136,8 +164,7 @@ def step_bytes(c, ranks: int, batch: int) -> float:
     sharded = c.wrapper != "none" and c.mode != "replicate"
     own = parameters(c) / (ranks // (c.replicas if c.mode == "hybrid_shard" else 1) if sharded else 1)
     tokens, width = batch * c.seqlen, size[c.param_dtype]
-    plain = 6 + 2 / c.grouping + 2 * c.grow if c.mlp == "plain" else 5 + 2 / c.grouping
-    share = c.remat_ratio if c.remat != "none" else 0
-    kept = c.depth * (share * kept_per_block(c) + (1 - share) * plain) * tokens * c.width * width
+    kept = c.remat_ratio * kept_per_block(c) + (1 - c.remat_ratio) * kept_per_block(c, "none")
+    kept *= c.depth * tokens * c.width * width
     logits = 2 * c.vocab * (tokens if c.loss == "full" else min(tokens, c.chunk)) * width
     return own * (4 + 2 * size[c.adam_dtype]) + max(kept + logits, 4 * own)

@@ -299,8 +299,8 @@ def _check(found: Found, c: Config, batches: Batches, identity: dict[str, Any]) 
     saved = about.get("model", about["training"])  # older checkpoints have the flags alone
     identity = json.loads(json.dumps(identity))  # as train_state.json gives it back
     names = sorted(identity.keys() | about.get("model", {}).keys())
-    same = {flag(k) if k in flags else k: (saved.get(k), identity.get(k)) for k in names}
     before = asdict(type(c.training)()) | about["training"]  # an older checkpoint lacks newer flags
+    same = {flag(k) if k in flags else k: (saved.get(k, before.get(k)), identity.get(k)) for k in names}
     both = {flag(k): (before[k], v) for k, v in flags.items() if k != "init"} | same
     both |= {"global-batch": (about["global_batch"], batches.global_batch)}
     both |= {HELD: tuple("yes" if every else "no" for every in (before["eval_every"], c.eval_every))}

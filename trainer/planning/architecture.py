@@ -112,10 +112,11 @@ class Architecture:
 
 def reference(c) -> Architecture:
     """The transformer of model.py at resolved flags."""
-    heads = c.width // c.head_dim
+    heads, gated = c.width // c.head_dim, costs.gated(c)
     return Architecture(
         "reference", c.depth, c.width, heads, heads // c.grouping, c.head_dim, c.grow * c.width, c.vocab,
-        biases=(c.grow + 1) * c.width, norms=4 * c.width, final_norm=2 * c.width,
+        gated=gated, biases=0 if gated else (c.grow + 1) * c.width, norms=(2 if gated else 4) * c.width,
+        final_norm=(1 if gated else 2) * c.width,
     )  # fmt: skip
 
 

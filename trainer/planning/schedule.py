@@ -84,15 +84,15 @@ class Step(Weights):
             else:
                 self.op(f"{at}, norm of the MLP", [f"o{i}", *self.inputs(i)], added, normed, over=True)
             self.up(at, w, f"nn{i}", f"h{i}")
-            self.op(f"{at}, activation", [f"h{i}"], self.make(f"g{i}", self.F), over=not self.a.gated)
+            self.op(f"{at}, activation", self.hidden(f"h{i}"), self.make(f"g{i}", self.F), over=not self.a.gated)
             self.down(at, w, f"g{i}", f"d{i}")
         if i + 1 < self.a.depth:
             self.arrive(f"f{i + 1}", self.weights)
 
     def up(self, at: str, w: str, x: str, out: str) -> None:
-        wide = 1 + self.a.gated
-        made = self.make(out, self.F * wide)
-        self.product(f"{at}, up", [x, self.weight(w, "up")], made, self.n, self.a.width, self.fan * wide)
+        for part, name in zip(self.ups, self.hidden(out), strict=True):
+            made = self.make(name, self.F)
+            self.product(f"{at}, {part}", [x, self.weight(w, part)], made, self.n, self.a.width, self.fan)
 
     def down(self, at: str, w: str, g: str, out: str) -> None:
         self.product(f"{at}, down", [g, self.weight(w, "down")], self.make(out, self.U), self.n, self.fan, self.a.width)
@@ -194,7 +194,7 @@ class Step(Weights):
         if i:
             self.gather(f"b{i - 1}", self.block)
         self.half_again(i, at, w)
-        self.op(f"{at}, activation again", [f"h'{i}"], self.make(f"g'{i}", self.F))
+        self.op(f"{at}, activation again", self.hidden(f"h'{i}"), self.make(f"g'{i}", self.F))
         self.down(f"{at}, again", w, f"g'{i}", f"d'{i}")
         return [f"d'{i}", *self.inputs(i), f"o'{i}"]
 
@@ -229,11 +229,11 @@ class Step(Weights):
 
     def mlp_backward(self, i: int, at: str, w: str, grads: list[str]) -> None:
         """Gradients through the MLP, which may be made again first."""
-        policy, gr, D, wide = self.policies[i], f"gr{i + 1}", self.a.width, 1 + self.a.gated
+        policy, gr, D = self.policies[i], f"gr{i + 1}", self.a.width
         again, early, mid = policy in AGAIN["mlp"], w in self.again_made, [f"m{i}"]
         made = self.make(f"dg{i}", self.F)
         self.product(f"{at}, gradient of the hidden tensor", [gr, self.weight(w, "down")], made, self.n, D, self.fan)
-        h, nn, g, dh = f"h{i}", f"nn{i}", f"g{i}", self.make(f"dh{i}", self.F * wide)
+        h, nn, g, dh = f"h{i}", f"nn{i}", f"g{i}", [self.make(name, self.F) for name in self.hidden(f"dh{i}")]
         if policy == "pointwise":
             mid = [*self.inputs(i), f"o{i}"]
         if policy == "block":
@@ -252,24 +252,24 @@ class Step(Weights):
                 h = f"h'{i}"
                 self.up(f"{at}, again", w, nn, h)
         if again and not early:
-            self.op(f"{at}, activation again", [f"dg{i}", h], dh, self.make(g, self.F), over=True)
+            made = [*dh, self.make(g, self.F)]
+            self.op(f"{at}, activation again", [f"dg{i}", *self.hidden(h)], *made, over=not self.a.gated)
             self.wgrad(at, "down", [gr, g], i, grads)
         else:
             self.wgrad(at, "down", [gr, g], i, grads)
-            self.op(f"{at}, gradient of the activation", [f"dg{i}", h], dh, over=True)
+            self.op(f"{at}, gradient of the activation", [f"dg{i}", *self.hidden(h)], *dh, over=True)
         late = self.late(i)
         if not late:
             self.room(w, self.block)
-        made = self.make(f"dn{i}", self.U)
-        self.product(
-            f"{at}, gradient of the MLP's input", [f"dh{i}", self.weight(w, "up")], made, self.n, self.fan * wide, D
-        )
+        for part, name, dn in zip(self.ups, self.hidden(f"dh{i}"), self.hidden(f"dn{i}"), strict=True):
+            made = self.make(dn, self.U)
+            self.product(f"{at}, gradient through {part}", [name, self.weight(w, part)], made, self.n, self.fan, D)
         if policy == "pointwise" and not late:
             self.op(f"{at}, norm again", mid, self.make(nn, self.U), self.wide("normed0"))
         if self.parted(i):
             mid = ["normed0"]
         if not late:
-            self.wgrad(at, "up", [f"dh{i}", nn], i, grads)
+            self.wgrad_up(i, at, nn, grads)
         made = [self.make(f"gm{i}", self.U), self.sums(0.5 if late else 1)]
         if late and policy == "pointwise":  # one kernel also makes that norm again
             made.append(self.make(nn, self.U))
@@ -277,10 +277,14 @@ class Step(Weights):
             self.again_made.add(f"n'{i}")
             made.append(self.make(f"n'{i}", self.U))
             mid += self.inputs(i)
-        self.op(f"{at}, gradient of the MLP's norm", [gr, f"dn{i}", *mid], *made, over=not late)
+        self.op(f"{at}, gradient of the MLP's norm", [gr, *self.hidden(f"dn{i}"), *mid], *made, over=not late)
         if late:
             self.room(w, self.block)
-            self.wgrad(at, "up", [f"dh{i}", nn], i, grads)
+            self.wgrad_up(i, at, nn, grads)
+
+    def wgrad_up(self, i: int, at: str, nn: str, grads: list[str]) -> None:
+        for part, name in zip(self.ups, self.hidden(f"dh{i}"), strict=True):
+            self.wgrad(at, part, [name, nn], i, grads)
 
     def late(self, i: int) -> bool:
         """Whether one kernel sums up the gradients of both norms of a block: so the compiler fuses them in a region
@@ -372,7 +376,7 @@ class Step(Weights):
             self.op(f"{at}, gradient of the norm", summed, self.make(n1, self.U), *[gr] * (i > 0))
             reads = [*summed, n1]
         if late:
-            reads = [*reads, f"dn{i}", f"o'{i}" if policy == "block" else f"o{i}"]
+            reads = [*reads, *self.hidden(f"dn{i}"), f"o'{i}" if policy == "block" else f"o{i}"]
         if late or policy == "pointwise":
             self.together.append((sums.name, f"wo{i}" if late else f"wv{i}"))
         self.op(f"{at}, gradient of the norm", reads, sums)

@@ -43,9 +43,9 @@ class Weights:
         q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
         self.outs = dict(q=q, k=kv, v=kv)
         mlp = a.width * a.hidden * max(a.experts, 1)
-        self.weights = dict(
-            q=a.width * q, k=a.width * kv, v=a.width * kv, o=a.width * q, up=mlp * (1 + a.gated), down=mlp
-        )
+        self.ups = ("gate", "up") if a.gated else ("up",)
+        self.weights = dict(q=a.width * q, k=a.width * kv, v=a.width * kv, o=a.width * q)
+        self.weights |= dict.fromkeys((*self.ups, "down"), mlp)
         self.block, self.head = a.block_parameters, a.width * a.vocab
         self.lean, self.policies = c.mlp == "lean", [remat_of(c, i) for i in range(a.depth)]
         self.sums_made, self.again_made, self.roomy = 0, set(), set()
@@ -76,6 +76,10 @@ class Weights:
         n, D = self.n, self.a.width
         rows = part * (n // 16) if n >= max(2 * D, 4096) and n * D >= 5 * 2**20 else 32
         return self.make(f"sums{self.sums_made}", 8 * D * rows, key="fp32")
+
+    def hidden(self, name: str) -> list[str]:
+        """What holds the MLP's hidden tensor before its activation: that of a gate, too."""
+        return [f"{part} {name}" for part in self.ups]
 
     def inputs(self, i: int) -> list[str]:
         """What holds the input of block i."""
@@ -118,8 +122,8 @@ class Weights:
     def wgrad(self, at: str, part: str, reads, i: int, grads: list[str], inner: int = 0) -> None:
         """The gradient of a block's weight, [out, n] @ [n, in]."""
         name, D = f"w{part}{i}", self.a.width
-        cols = {"o": self.outs["q"], "down": self.fan, "up": D}.get(part, D)
-        rows = {"o": D, "down": D, "up": self.fan * (1 + self.a.gated)}.get(part) or self.outs[part]
+        cols = {"o": self.outs["q"], "down": self.fan}.get(part, D)
+        rows = {"o": D, "down": D}.get(part) or self.outs.get(part, self.fan)
         size = self.weights[part] * self.p
         self.product(f"{at}, gradient of {part}", reads, self.make(name, size), rows, self.n, cols)
         if self.gathers or self.reduces:
@@ -197,7 +201,8 @@ class Weights:
 
     def room(self, name: str, elements: int) -> None:
         """Makes the buffer of a bucket, if it is not there."""
-        if (self.gathers or self.reduces) and name not in self.roomy:
+        early = not self.a.gated or "block" in self.policies
+        if early and (self.gathers or self.reduces) and name not in self.roomy:
             self.roomy.add(name)
             self.op(f"bucket of {name}", [], self.bucket_of(name, elements))
 

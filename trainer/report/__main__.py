@@ -1,14 +1,16 @@
-"""Result rows as tables beside the published figures of reference/, as figures, and both as one page. Imports no torch.
+"""Result rows as tables beside the published figures of reference/, as figures, and both as one page.
 
     python -m trainer.report seqlen depth      rows of runs/sweep-AXIS.jsonl and runs/sweep-all.jsonl
     python -m trainer.report --plots plots     every axis that has rows; figures as well, PNG and SVG (plots.py)
     python -m trainer.report --html page.html  tables and figures in one file that needs no other (html.py)
     python -m trainer.report a.jsonl b.jsonl   equal settings of two files, or of two commits in --results
     python -m trainer.report --wandb online    gives tables and figures to W&B, as an artifact
+    python -m trainer.report --study NAME      the table of a study (studies/), with --plots DIR its plot
     python -m trainer.report --check           the marked tables of README, NOTES, docs; --write mends
 
-`<!-- report: LAYOUT FILE... [--small] -->` marks the table below it. LAYOUT: an axis, or one of LAYOUTS in tables.py.
-Exit codes: 0, 1 a marked table differs, 2 bad input.
+`<!-- report: LAYOUT FILE... [--small] -->` marks the table below it. LAYOUT: an axis, one of LAYOUTS in
+tables.py, or `study NAME`.
+Exit codes: 0, 1 a marked table differs, 2 bad input. Imports no torch, but for studies.
 """
 
 import argparse
@@ -54,11 +56,14 @@ def check(documents: list[Path], write: bool = False) -> tuple[int, list[str]]:
         for mark in MARK.finditer(old):
             line, words = old.count("\n", 0, mark.start()) + 1, mark[1].split()
             name, *files = [word for word in words if word != "--small"]
+            root = document.parent.parent if document.parent.name == "docs" else document.parent
             try:
-                check_name(name)
-                root = document.parent.parent if document.parent.name == "docs" else document.parent
-                rows = published.read([root / file for file in files])
-                table = section(name, rows, "--small" in words)[1]
+                if name == "study":
+                    name, *files = files
+                    table = studied(name, [root / file for file in files])[0]
+                else:
+                    check_name(name)
+                    table = section(name, published.read([root / file for file in files]), "--small" in words)[1]
             except ValueError as error:
                 raise ValueError(f"{document}:{line}: {error}") from None
             if found := difference(mark["table"].splitlines(), table.splitlines()):
@@ -68,6 +73,15 @@ def check(documents: list[Path], write: bool = False) -> tuple[int, list[str]]:
         if write and new + old[end:] != old:
             document.write_text(new + old[end:])
     return count, differing
+
+
+def studied(name: str, files: list[Path], folder: Path | None = None) -> tuple[str, str, list[Path]]:
+    """The table of a study, the text above it, and, where there is a folder, its plot. ValueError: no such study."""
+    shared = importlib.import_module("studies.study")  # imports torch; of a floor above this one
+    study = shared.study(name)
+    rows = shared.newest(name, published.read(files))
+    about, table = study.table(rows)
+    return table, about, study.figure(rows, folder) if folder else []
 
 
 def found(name: str, args: argparse.Namespace, named: bool) -> list[dict]:
@@ -143,13 +157,21 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--html", type=Path, metavar="FILE", help="one page with tables and figures; needs matplotlib")
     parser.add_argument("--wandb", choices=("off", "offline", "online"), default="off", help="tables and plots, too")
     parser.add_argument("--group", help="of the run in W&B (default: that of the axis's sweep)")
+    parser.add_argument("--study", metavar="NAME", help="one of studies/: --results, --small and --plots apply")
     parser.add_argument("--check", action="store_true", help="compare the marked tables of README, NOTES and docs/")
     parser.add_argument("--write", action="store_true", help="put the marked tables right")
     args = parser.parse_args(argv)
     try:
         others = args.axis or args.results or args.small or args.plots or args.html or args.group or args.wandb != "off"
-        if (args.check or args.write) and others:
+        if (args.check or args.write) and (others or args.study):
             raise ValueError("--check and --write stand alone: the marks in the documents name layouts and rows")
+        if args.study:
+            if args.axis or args.html or args.group or args.wandb != "off":
+                raise ValueError("--study: takes --results, --small and --plots alone, and no axis")
+            files = args.results or [Path(f"runs/study-{args.study}{'-small' * args.small}.jsonl")]
+            table, about, paths = studied(args.study, files, args.plots)
+            print(about, "", table, *[""] * bool(paths), *paths, sep="\n")
+            return 0
         if len(args.axis) == 2 and all(Path(a).is_file() or re.fullmatch("[0-9a-f]{7,40}", a) for a in args.axis):
             print(compared(args.axis, args.results or sorted(Path("runs").glob("*.jsonl"))))
             return 0

@@ -19,7 +19,7 @@ from trainer.experiments.logging import read_jsonl
 
 REFERENCE = Path(__file__).resolve().parents[2] / "reference"
 NEUTRAL = sweep.OUTPUT | {f"--{name}" for name in "steps data lr warmup seed device world link".split()}
-SHAPE = "depth width head_dim grouping grow vocab seqlen batch grad_accum param_dtype".split()
+SHAPE = "block depth width head_dim grouping grow vocab seqlen batch grad_accum param_dtype".split()
 ANY = 10**9  # ranks of a line that names none
 REMARKS = {
     "variants": "flex, not compiled: not by itself; its peaks without recomputation hold no T x T scores, see NOTES. "
@@ -45,9 +45,12 @@ def steps_of(path: Path, row: dict) -> dict[str, str]:
 
 
 def whole(row: dict) -> dict:
-    """A row with its whole setting: up to commit d817189 a row held only what differed from that commit's defaults."""
+    """A row with its whole setting: up to commit d817189 a row held only what differed from that commit's defaults, and
+    rows of before there was --block are of what is now --block gelu."""
     flags = row.get("flags") or {}
-    if row.get("study") in ("mlp", "attention") or "seed" in flags:
+    if "depth" in flags:
+        row = row | {"flags": {"block": "gelu"} | flags}
+    if row.get("study") in ("mlp", "attention") or "setting" in row or "seed" in flags:
         return row
     old = json.loads((REFERENCE / "defaults_d817189.json").read_text())["gpu" if on_gpu(row) else "cpu"]
     beside = {name: row[name] for name in old.keys() - {"device", "world", "loss"} if name in row}
@@ -175,7 +178,7 @@ def entries(axis: str, rows: list[dict], small: bool) -> list[tuple[tuple, dict 
 
 def comparable(ours: dict | None, theirs: dict | None) -> bool:
     """At the published setting (that of the axis' line at full size), on as many ranks, on a GPU."""
-    full = ours and (setting(ours, "vocab"), setting(ours, "param_dtype")) == (32768, "bf16")
+    full = ours and [setting(ours, name) for name in ("block", "vocab", "param_dtype")] == ["gelu", 32768, "bf16"]
     return bool(full and theirs and on_gpu(ours) and ranks(ours) == theirs["ranks"])
 
 

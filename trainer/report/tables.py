@@ -136,7 +136,7 @@ def baselines(rows: list[dict], split: bool = False) -> tuple[list[dict], Column
 
 
 def attention(rows: list[dict]) -> tuple[list[dict], Columns]:
-    """The rows and columns of benchmarks/attention.py; x: time over that of the fastest SDPA kernel beside it."""
+    """The rows and columns of studies/attention.py; x: time over that of the fastest SDPA kernel beside it."""
     sizes = "seqlen batch heads kv_heads head_dim dtype".split()
     rows = [row for row in rows if row.get("study") == "attention"]
     rows = published.newest(rows, lambda row: (*(row[name] for name in sizes), row["backend"]))

@@ -1,0 +1,358 @@
+"""Studies on ranks: the ring all-reduce beside the library's, links that are fitted, starts of ranks. Never a speed.
+
+    pytest tests/test_studies_ranks.py        # one spawn of four gloo ranks, and the ranks that studies start
+"""
+
+import functools
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import spawn
+from running import one_line, rows_of
+
+import plan
+from model import ModelConfig, Transformer
+from studies import accounting, collectives, ddp, study, zero1
+from trainer.costs import link, measured, sent_bytes
+
+EPS = torch.finfo(torch.float32).eps
+SIZES = 0, 1, 7, 64, 1001
+
+
+def ring(mesh) -> list[str]:
+    """What is wrong with the ring on the first n ranks, n = 1 to 4; every property at every size."""
+    wrong, rank = [], dist.get_rank()
+    for n in range(1, mesh.size() + 1):
+        group = dist.new_group(list(range(n)))
+        if rank >= n:
+            continue
+        for size in SIZES:
+            for op, pieces in (("sum", 3), ("avg", 1)):
+                wrong += one(rank, n, size, op, pieces, group)
+        t = torch.arange(12.0).view(3, 4).t()[1:]  # neither contiguous nor whole
+        collectives.ring_all_reduce(t, "sum", 2, group)
+        wrong += [] if torch.equal(t, n * torch.arange(12.0).view(3, 4).t()[1:]) else [f"{n}: a view"]
+        for kind in (torch.int64, torch.float32):
+            try:
+                op = "avg" if kind is torch.int64 else "max"
+                collectives.ring_all_reduce(torch.ones(3, dtype=kind), op, 2, group)
+                wrong.append(f"{kind} was not refused")
+            except ValueError:
+                pass
+    return wrong
+
+
+def one(rank: int, n: int, size: int, op: str, pieces: int, group) -> list[str]:
+    """fp32 within (n - 1) roundings of the sum of absolute values, all ranks the same bits; integers to the bit."""
+    where, found = f"{n} ranks, {size} elements, {op}, {pieces} pieces: ", []
+    torch.manual_seed(17 * rank + size)
+    x = torch.randn(size) * 10 ** torch.randint(-3, 4, (size,))
+    mine, right, bound = x.clone(), x.clone(), x.abs()
+    collectives.ring_all_reduce(mine, op, pieces, group)
+    dist.all_reduce(right, group=group)
+    dist.all_reduce(bound, group=group)
+    share = n if op == "avg" else 1
+    if ((mine - right / share).abs() > (n + 1) * EPS * bound / share).any():
+        found.append(where + "not the library's sum")
+    all_of = [torch.empty_like(mine) for _ in range(n)]
+    dist.all_gather(all_of, mine, group=group)
+    if not all(torch.equal(each, mine) for each in all_of):
+        found.append(where + "ranks hold other bits")
+    if op == "sum":
+        whole = torch.randint(-(2**40), 2**40, (size,))
+        own, right = whole.clone(), whole.clone()
+        collectives.ring_all_reduce(own, op, pieces, group)
+        dist.all_reduce(right, group=group)
+        found += [] if torch.equal(own, right) else [where + "integers differ"]
+    return found
+
+
+def test_the_ring_is_the_librarys_all_reduce_and_all_ranks_hold_the_same_bits():
+    assert spawn(4, [ring])["ring"] == [[], [], [], []]
+
+
+def fails(rank, device, what):
+    if rank == 1:
+        raise {"memory": torch.OutOfMemoryError("CUDA out of memory"), "value": ValueError("two\nlines")}[what]
+    dist.all_reduce(torch.ones(1))
+
+
+def world(rank, device):
+    t = torch.tensor([float(rank)])
+    dist.all_reduce(t)
+    return rank, t.item(), str(device)
+
+
+def test_a_study_starts_ranks_and_an_exception_of_one_ends_all(isolated):
+    assert study.on_ranks(3, world) == [(rank, 3.0, "cpu") for rank in range(3)]
+    with pytest.raises(RuntimeError) as error:
+        study.on_ranks(2, functools.partial(fails, what="memory"))
+    assert "out of memory" in str(error.value) and study.memory.out_of_memory(error.value)
+    assert len(str(error.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(("alpha", "rate"), [(20e-6, 1e9), (0, 5e8), (3e-3, 1e11)])
+def test_a_fit_finds_the_latency_and_bandwidth_that_times_were_made_of(alpha, rate):
+    found = collectives.fit([(x, alpha + x / rate) for x in (1e4, 1e6, 1e8)])
+    assert found["alpha_us"] == pytest.approx(1e6 * alpha, abs=1e-2) and found["residual"] < 1e-3
+    assert found["gb_per_s"] == pytest.approx(rate / 1e9, rel=1e-3)
+
+
+def test_a_fit_of_one_size_has_no_latency_and_of_equal_times_no_bandwidth():
+    assert collectives.fit([(1e6, 2e-3)]) == dict(alpha_us=0.0, gb_per_s=0.5, residual=0.0)
+    assert collectives.fit([(1e4, 2e-3), (1e6, 2e-3)]) == dict(alpha_us=2000.0, gb_per_s=None, residual=0.0)
+    noisy = collectives.fit([(1e6, 1e-3), (2e6, 2.2e-3), (3e6, 3e-3)])
+    assert 0 < noisy["residual"] < 0.1
+
+
+def test_the_formula_of_the_ring_and_what_ranks_send():
+    row = dict(setting=dict(ranks=4), ops={"exchange": dict(alpha_us=100.0, gb_per_s=2.0)})
+    assert collectives.ring_ms(row, 8e6) == pytest.approx(6 * (0.1 + 2e6 / 2e9 * 1e3))
+    assert collectives.sent("ring", 8e6, 4) == sent_bytes("all_reduce", 8e6, 4) == 12e6
+    assert collectives.sent("exchange", 8e6, 4) == 8e6 and collectives.sent("all_gather", 8e6, 4) == 6e6
+
+
+@pytest.mark.slow
+def test_collectives_measures_every_operation_and_fits_a_link(call_study, tmp_path):
+    results = tmp_path / "rows.jsonl"
+    done = call_study(collectives, "--small", "--ranks", 2, "--mb", 0.001, 1, "--repeat", 2, "--results", results)
+    (row,) = rows_of(results)
+    assert done.code == 0 and row["outcome"] == "ok" and [*row["ops"]] == list(collectives.OPS)
+    assert all(len(found["ms"]) == 2 and min(found["ms"]) > 0 for found in row["ops"].values())
+    assert "| published nccl | 2 | 1 and 1000 |" in done.out and "16.6 GB/s, and 365 ms of start-up" in done.out
+    assert row["link"].keys() == {"alpha_us", "gb_per_s", "residual"} and row["link"]["alpha_us"] >= 0
+
+
+def test_main_takes_a_measured_link_and_its_row_has_the_figures(tmp_path, train):
+    results = tmp_path / "rows.jsonl"
+    results.write_text(json.dumps(dict(link=dict(alpha_us=12.5, gb_per_s=3.25, residual=0.1))) + "\n")
+    assert measured(f"measured:{results}") == "12.500:3.250000" and measured("none") == "none"
+    assert link(f"measured:{results}") == link("12.5:3.25")
+    run = train("--world", 2, "--link", f"measured:{results}", "--steps", 1)
+    assert run.code == 0 and run.row["world"] == "2(sim 12.500:3.250000)"
+    assert run.row["flags"]["link"] == "12.500:3.250000"
+
+
+def test_plan_takes_a_measured_link(tmp_path, capsys):
+    (tmp_path / "rows.jsonl").write_text(json.dumps(dict(link=dict(alpha_us=20.0, gb_per_s=50.0))) + "\n")
+    texts = []
+    for each in ("20:50", f"measured:{tmp_path}/rows.jsonl"):
+        assert plan.main(["--gpu", "h100", "--gpus", "8", "--link", each]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] and "step" in texts[0]
+
+
+@pytest.mark.parametrize(("text", "told"), [
+    (None, "No such file"), ("", "no line of it has a fitted link"), ("{not json", "no line of it has a fitted link"),
+    ('{"link": {"alpha_us": 1, "gb_per_s": null}}', "no line of it"), ('{"link": "20:370"}', "no line of it"),
+])  # fmt: skip
+def test_a_file_without_a_link_is_one_line(train, tmp_path, text, told):
+    path = tmp_path / "a.jsonl"
+    if text is not None:
+        path.write_text(text + "\n")
+    run = train("--world", 2, "--link", f"measured:{path}")
+    assert run.code == 2 and f"--link measured:{path}: {told}" in one_line(run.err)
+
+
+@pytest.mark.parametrize(("words", "told"), [
+    (["--ranks", "17"], "--ranks 17: a study starts 16 processes at most"), (["--ranks", "0"], "--ranks 0: must be at"),
+    (["--ranks", "1"], "--ranks 1: one rank has nobody"), (["--mb", "-1"], "--mb -1: must be above 0"),
+    (["--backend", "nccl"], "--backend nccl: not there for cpu; use gloo"), (["--backend", "x"], "--backend x: not"),
+    (["--dtypes", "int3"], "--dtypes: invalid choice"), (["--pieces", "0"], "--pieces 0: must be at least 1"),
+])  # fmt: skip
+def test_ranks_and_backends_that_are_not_there_are_one_line(call_study, words, told):
+    done = call_study(collectives, *words)
+    assert done.code == 2 and told in one_line(done.err)
+
+
+DIMS = dict(block="llama", depth=1, width=16, head_dim=8, vocab=256, seqlen=8, batch=2)
+
+
+def every_way(mesh) -> dict:
+    """The gradients of the model of setting DIMS after one step of each way, and of one process with both batches."""
+    found, (rank, n) = {}, (mesh.get_local_rank(), mesh.size())
+    torch.manual_seed(5)
+    tokens = torch.randint(0, 32, (n, 2, 9))
+    ways = ("naive", 0, False), ("flat", None, False), ("overlap", 0, True), ("buckets", 4000, True)
+    for way, cap, overlap in ways:
+        model, unused = small_model()
+        reducer = ddp.Reducer([*model.parameters(), unused], cap, overlap)
+        for _ in range(2):  # a second step begins as the first did
+            model.zero_grad()
+            unused.grad = None
+            model(tokens[rank, :, :-1], tokens[rank, :, 1:]).backward()
+            reducer.finish()
+        assert not unused.grad.any() and not reducer.works
+        found[way] = [p.grad for p in model.parameters()]
+        sizes = [sum(p.nbytes for p in bucket) for bucket in reducer.buckets]
+        assert sorted(id(p) for b in reducer.buckets for p in b) == sorted(map(id, [*model.parameters(), unused]))
+        assert way != "buckets" or (len(sizes) > 3 and all(s <= cap or len(b) == 1 for s, b in zip(
+            sizes, reducer.buckets, strict=True)))  # fmt: skip
+        reducer.on = False
+        model.zero_grad()
+        model(tokens[rank, :, :-1], tokens[rank, :, 1:]).backward()
+        reducer.finish()
+        assert not torch.equal(next(model.parameters()).grad, found[way][0])  # its own alone
+        assert [size for size, _ in reducer.alone()] == sizes
+    model, _ = small_model()
+    (model(tokens.flatten(0, 1)[:, :-1], tokens.flatten(0, 1)[:, 1:]) / n).backward()
+    right = [p.grad for p in model.parameters()]
+    return {way: max(((a - b).norm() / b.norm()).item() for a, b in zip(grads, right, strict=True))
+            for way, grads in found.items()}  # fmt: skip
+
+
+def small_model():
+    torch.manual_seed(0)
+    model = Transformer(ModelConfig(depth=1, width=16, head_dim=8, grouping=1, vocab=256, block="llama"))
+    model.init_weights()
+    return model, torch.nn.Parameter(torch.ones(3))
+
+
+@pytest.fixture(scope="module")
+def two_ranks():
+    return spawn(2, [every_way, sharded_optimizers, odd_parameters])
+
+
+def test_every_way_to_average_gradients_gives_those_of_one_process(two_ranks):
+    for found in two_ranks["every_way"]:
+        assert all(error < 1e-5 for error in found.values()), found
+
+
+@pytest.mark.parametrize("nbytes", [1e6, 3.3e8, 8e9])
+@pytest.mark.parametrize(("o", "w"), [(2e-5, 1e10), (5e-4, 1e8), (1e-2, 5e10)])
+def test_the_best_bucket_is_the_least_of_the_same_model(nbytes, o, w):
+    n, size = ddp.best(nbytes, o, w)
+    assert n * size == pytest.approx(nbytes)
+    least = min(range(1, 2000), key=lambda k: ddp.overhead(k, nbytes, o, w))
+    assert least in (max(1, int(n)), int(n) + 1)
+    assert ddp.overhead(n, nbytes, o, w) <= ddp.overhead(least, nbytes, o, w) * (1 + 1e-12)
+
+
+@pytest.mark.parametrize(("way", "calls"), [("naive", None), ("flat", 1), ("bucketed", 4), ("ddp", None)])
+def test_a_simulated_step_sends_every_gradient_once(isolated, way, calls):
+    c = dict(kind="simulated", ranks=8, link="100:1", way=way, mb=0.01) | DIMS
+    row = ddp.simulated(c, 1, torch.device("cpu"))
+    params = [*small_model()[0].parameters()]
+    nbytes = sum(p.nbytes for p in params)
+    assert row["nbytes"] == nbytes and row["calls"] == (calls or (len(params) if way == "naive" else row["calls"]))
+    assert row["communication_ms"] == pytest.approx(0.1 * row["calls"] + nbytes * 2 * 7 / 8 / 1e6, abs=2e-3)
+    assert not dist.is_initialized()
+
+
+@pytest.mark.slow
+def test_ddp_prints_the_best_bucket_of_a_link(call_study, tmp_path, monkeypatch):
+    monkeypatch.setattr(ddp, "WAYS", ("flat", "bucketed"))
+    monkeypatch.setattr(ddp, "SMALL", DIMS)
+    words = ["--small", "--repeat", 1, "--buckets", 0.005, 0.01, "--results", tmp_path / "rows.jsonl"]
+    done = call_study(ddp, *words)
+    rows = rows_of(tmp_path / "rows.jsonl")
+    assert done.code == 0 and [row["outcome"] for row in rows] == ["ok"] * 5, done.out
+    size = ddp.best(rows[0]["nbytes"], *ddp.constants(rows[:3]))[1]
+    assert f"| simulated, 8 | best by formula: {size / 1e6:.2g} MB |" in done.out
+    assert ddp.constants(rows[:3]) == (5e-4, pytest.approx(0.2e9 / 1.75))
+    assert rows[3]["points"] and "| real, 2 | flat |" in done.out
+
+
+@pytest.mark.parametrize(("words", "told"), [
+    (["--link", "none"], "--link none: has no latency or takes no time"), (["--link", "fast"], "--link fast: must be"),
+    (["--ranks", "99"], "--ranks 99: a study starts 16"), (["--buckets", "0"], "--buckets 0: must be above 0"),
+    (["--link", "measured:none.jsonl"], "--link measured:none.jsonl: No such file"), (["--world", "0"], "--world 0: "),
+])  # fmt: skip
+def test_ddp_refuses_links_ranks_and_buckets_that_do_not_fit(call_study, words, told):
+    done = call_study(ddp, *words)
+    assert done.code == 2 and told in one_line(done.err)
+
+
+OPTIMIZERS = dict(AdamW=dict(lr=1e-2), SGD=dict(lr=1e-2, momentum=0.9), RMSprop=dict(lr=1e-3), Adagrad=dict(lr=0.1))
+
+
+def sharded_optimizers(mesh) -> list[str]:
+    """What differs between an optimizer with sharded states on two ranks and the whole one, to the bit."""
+    wrong, rank = [], mesh.get_local_rank()
+    for name, options in OPTIMIZERS.items():
+        (model, extra), (same, same_extra) = small_model(), small_model()
+        kind, made = getattr(torch.optim, name), []
+        sharded = functools.partial(zero1.ShardedOptimizer, kind=kind, bucket_mb=0.005)
+        for m, e, build in ((model, extra, sharded), (same, same_extra, kind)):
+            first, *others = m.parameters()
+            made.append(build([dict(params=[*others, e]), dict(params=[first], lr=3e-3)], **options))
+        schedules = [torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5) for optimizer in made]
+        for step in range(5):
+            torch.manual_seed(step)
+            for p, q in zip([*model.parameters(), extra], [*same.parameters(), same_extra], strict=True):
+                p.grad = torch.randn_like(p)
+                q.grad = p.grad.clone()
+            for optimizer, schedule in zip(made, schedules, strict=True):
+                optimizer.step()
+                optimizer.zero_grad()
+                schedule.step()
+        pairs = zip([*model.parameters(), extra], [*same.parameters(), same_extra], strict=True)
+        wrong += [f"{name}: {i}" for i, (p, q) in enumerate(pairs) if not torch.equal(p, q)]
+        own = made[0]
+        wrong += [f"{name}: states of another's"] * any(own.owner[p] != rank for p in own.state)
+        wrong += [f"{name}: loads {own.loads}"] * (max(own.loads) - min(own.loads) > max(p.nbytes for p in own.owner))
+        buckets = [*own.buckets()]
+        wrong += [f"{name}: not every one is sent once"] * (
+            sorted(id(p) for _, b in buckets for p in b) != sorted(map(id, own.owner)) or len(buckets) < 4)
+    return wrong
+
+
+def odd_parameters(mesh) -> None:
+    """Ties once; a rank that owns nothing; a closure; loading, which there is not."""
+    p = torch.nn.Parameter(torch.arange(4.0))
+    optimizer = zero1.ShardedOptimizer([p, p], torch.optim.SGD, lr=1.0)
+    assert optimizer.loads == [16, 0] and (optimizer.own is None) == (mesh.get_local_rank() == 1)
+
+    def closure():
+        loss = (p * torch.tensor([1.0, 2, 3, 4])).sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() == 20 and p.tolist() == [-1.0, -1.0, -1.0, -1.0]
+    mixed = [torch.nn.Parameter(torch.ones(5, dtype=dtype)) for dtype in (torch.float32, torch.bfloat16, torch.float32)]
+    other = zero1.ShardedOptimizer(mixed, torch.optim.SGD, lr=0.5)
+    for each in mixed:
+        each.grad = torch.ones_like(each)
+    other.step()
+    assert all(each.tolist() == [0.5] * 5 for each in mixed)
+    with pytest.raises(NotImplementedError):
+        other.load_state_dict({})
+
+
+def test_two_ranks_with_sharded_states_update_as_one_to_the_bit(two_ranks):
+    assert two_ranks["sharded_optimizers"] == [[], []] and two_ranks["odd_parameters"] == [None, None]
+
+
+@pytest.mark.slow
+def test_bytes_of_sharded_states_are_those_of_the_arithmetic(call_study, tmp_path, monkeypatch):
+    monkeypatch.setattr(zero1, "SMALL", DIMS)
+    done = call_study(zero1, "--small", "--repeat", 1, "--results", tmp_path / "rows.jsonl")
+    rows = {row["setting"]["way"]: row for row in rows_of(tmp_path / "rows.jsonl")}
+    assert done.code == 0 and {row["outcome"] for row in rows.values()} == {"ok"}, done.out
+    params = [*small_model()[0].parameters()]
+    P, largest = sum(p.numel() for p in params), max(p.nbytes for p in params)
+    for way, row in rows.items():
+        before, after = row["moments"]["before the update"], row["moments"]["after the update"]
+        found = after["parameters"], before["gradients"], after["states"]
+        for mine, formula in zip(found, zero1.arithmetic(way, P, 2), strict=True):
+            assert 0 <= mine - formula <= (way == "sharded") * 2 * largest or way == "whole" and mine == formula
+    S = 4 * P
+    assert sum(rows["whole"]["sent"].values()) == pytest.approx(S)
+    assert sum(rows["sharded"]["sent"].values()) == pytest.approx(1.5 * S)
+    assert rows["fully_shard"]["sent"].keys() >= {"all_gather", "reduce_scatter"}
+    assert "all_reduce" in rows["sharded"]["sent"] and "broadcast" in rows["sharded"]["sent"]
+
+
+def test_the_published_saving_is_more_than_the_states_that_were_sharded():
+    xl = dict(width=1600, mlp_width=6400, blocks=48, matrices=3, attention=True, vocab=10000)
+    parameters = accounting.measure(accounting.XXL | xl)["figures"]["parameters"]
+    whole, part = (sum(zero1.arithmetic(way, parameters, 2)) for way in ("whole", "sharded"))
+    gb = {p["optimizer_state"]: float(p["peak_gb"]) for p in study.published("zero1")}
+    assert round((whole - part) / 1e9, 1) == 8.0 and gb["replicated"] - gb["sharded"] == 13
+
+
+def test_zero1_refuses_ranks_that_are_not_there(call_study):
+    for words, told in ((["--ranks", 17], "--ranks 17: a study starts 16"), (["--ranks", 0], "--ranks 0: must be at")):
+        assert told in one_line(call_study(zero1, *words).err)
