@@ -50,14 +50,32 @@ def parse(kind: type, argv: Sequence[str], check: Callable[[Any], Any], prog: st
             time.sleep(5)  # or torchrun would end rank 0 before it has printed the message
         if rank or not getattr(error, "code", 2):  # --help
             sys.exit(getattr(error, "code", 2))
-        said = str(error) if isinstance(error, ValueError) else explain(argv, kinds_of(kind), ["verbose"])
+        kinds = kinds_of(*get_type_hints(kind).values())
+        said = str(error) if isinstance(error, ValueError) else explain(argv, kinds, ["verbose"])
     fail(said or " ".join(re.sub("[\u2500-\u257f]", " ", boxes.getvalue()).split()), rank)
 
 
-def kinds_of(kind: type) -> dict[str, Any]:
-    """The type of each flag of the groups of `kind`, by name; without those that a help text does not show."""
+def parse_beside(own: type, others: Sequence[type], argv: Sequence[str], prog: str,
+                 description: str) -> tuple[Any, list[str]]:  # fmt: skip
+    """An `own`, and the words of a command line that are flags of `others`, groups of another program, whose values may
+    still be wrong together. Ends the process with exit code 2 and one line for a bad flag or value."""
+    boxes, kinds = io.StringIO(), kinds_of(*others, own)
+    try:
+        with redirect_stderr(boxes):
+            found, words = tyro.cli(own, args=list(argv), prog=prog, description=description, return_unknown_args=True)
+    except SystemExit as error:
+        if not error.code:  # --help
+            raise
+        fail(explain(argv, kinds, ["verbose"]) or " ".join(boxes.getvalue().split()), 0)
+    if problem := explain(argv, kinds, ["verbose"]):
+        fail(problem, 0)
+    return found, words
+
+
+def kinds_of(*groups: type) -> dict[str, Any]:
+    """The type of each flag of the groups, by name; without those that a help text does not show."""
     found = {}
-    for group in filter(is_dataclass, get_type_hints(kind).values()):
+    for group in filter(is_dataclass, groups):
         marks = {n: getattr(t, "__metadata__", ()) for n, t in get_type_hints(group, include_extras=True).items()}
         found |= {n: t for n, t in get_type_hints(group).items() if tyro.conf.Suppress not in marks[n]}
     return found
