@@ -87,6 +87,8 @@ def figures(name: str, rows: list[dict], args: argparse.Namespace, folder: Path)
         if name in own:
             return own[name](rows, folder)
         ours = LAYOUTS[name](rows)[0] if name in LAYOUTS else []
+        if name == "fit":
+            return plots.fits(ours, folder)
         if ours:
             return plots.bars(name, [(None, row, published.measured(row)) for row in ours], folder)
         return plots.axis(name, published.entries(name, rows, args.small), folder)
