@@ -88,7 +88,8 @@ def any_of(choices: Sequence) -> str:
 
 
 def unfit(value: str, kind: Any) -> str | None:
-    """Why `value` is no value of a type: int, float, str, a Literal, or one of them or None. None: it is one."""
+    """Why `value` is no value of a type: int, float, str, a Literal, one of them or None, or several. None: it is one."""
+    kind = get_args(kind)[0] if get_origin(kind) is tuple else kind
     kind = next((each for each in get_args(kind) if each is not NoneType), kind) if NoneType in get_args(kind) else kind
     if get_origin(kind) is Literal and value not in (choices := get_args(kind)):
         return f"must be {any_of(choices)}{did_you_mean(value, choices)}"
@@ -130,8 +131,9 @@ def explain(argv: Sequence[str], kinds: dict[str, Any], counters: Sequence[str] 
                 return f"{name} {values[0]}: takes no value; write {both}"
         elif not values and most == 1:
             return f"{name}: needs a value"
-        elif values and (problem := unfit(values[0], own[name])):
-            return f"{name} {values[0]}: {problem}"
+        for each in values if name not in bare else ():
+            if problem := unfit(each, own[name]):
+                return f"{name} {each}: {problem}"
     return None
 
 

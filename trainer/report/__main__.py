@@ -119,7 +119,8 @@ def report(args: argparse.Namespace, folder: Path | None) -> None:
     if not printed:
         where = " ".join(map(str, args.results)) or f"runs/sweep-*{'-small' * args.small}.jsonl"
         raise ValueError(f"no row of any axis in {where}{'' if args.small else ' (at small sizes: --small)'}")
-    if folder and (drawn := figures("time against memory", printed, args, folder)):
+    plain = [row for row in printed if "grow" in (row.get("flags") or {})]  # finetune.py's models have no such shape
+    if folder and (drawn := figures("time against memory", plain, args, folder)):
         sections.append(("time against memory", "A grey line: nothing is better in both.", "", drawn))
     drawn = [path for *_, paths in sections for path in paths]
     print(*drawn, sep="\n", end="\n" * bool(drawn and args.plots)) if args.plots else None
