@@ -88,7 +88,7 @@ def any_of(choices: Sequence) -> str:
 
 
 def unfit(value: str, kind: Any) -> str | None:
-    """Why `value` is no value of a type: int, float, str, a Literal, one of them or None, or several. None: it is one."""
+    """Why `value` is no value of a type: int, float, str, a Literal, or one or None or several of them. None: it is."""
     kind = get_args(kind)[0] if get_origin(kind) is tuple else kind
     kind = next((each for each in get_args(kind) if each is not NoneType), kind) if NoneType in get_args(kind) else kind
     if get_origin(kind) is Literal and value not in (choices := get_args(kind)):
