@@ -346,9 +346,13 @@ class Step(Weights):
             for part, size in zip("qkv", (self.Q, self.KV, self.KV), strict=True)
         ]
         work = (("attention", "backward", 10 * self.n * self.c.seqlen * self.outs["q"]),)
-        reads = [f"da{i}", *(part + to for part in "qkv"), a, stats]
+        reads, fused = [f"da{i}", *(part + to for part in "qkv"), stats], self.c.attn == "flex"
+        if fused:  # a kernel of its own sums up what the gradient needs of the output
+            delta = self.make(f"delta{i}", 4 * self.n * self.a.heads, key="fp32")
+            self.op(f"{at}, sums of attention", [f"da{i}", a], delta)
+        reads.append(f"delta{i}" if fused else a)
         self.op(f"{at}, attention", reads, *made, inside=self.scratch(), work=work)
-        parts, fused = [], self.c.attn == "flex"
+        parts = []
         for part in "vkq":
             self.wgrad(at, part, [f"d{part}{i}", n1], i, grads)
             made = self.make(f"dx{part}{i}", self.U)
