@@ -7,7 +7,7 @@
 #   ./launch.sh sweep AXIS|all|FILE [--small] [FLAGS]
 #                                      one run per cell; a second call does what is missing (trainer/experiments/sweep.py)
 #   ./launch.sh fit --model DIR [FLAGS]
-#                                      the least recomputation that fits, planned, then measured by finetune.py (fit.py)
+#                                      the least recomputation that fits, planned, then measured (fit.py)
 #   ./launch.sh gpu [1..16] [--tiny]   what needs a GPU: tests, attention kernels, the ladder of memory, MFU, eleven
 #                                      sweeps, saving; each part ends within 8 minutes and resumes; --tiny: on a CPU
 #   ./launch.sh profile [FLAGS]        a run with --profile DIR; NSYS=1 puts it under nsys
