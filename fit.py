@@ -85,8 +85,9 @@ def parse(argv: Sequence[str]) -> tuple[Fit, list[str]]:
         values = getattr(own, name) if isinstance(getattr(own, name), tuple) else (getattr(own, name),)
         if wrong := [value for value in values if value is not None and not low <= value < 2**31]:
             fail(f"{flag(name)} {wrong[0]:g}: must be at least {low} and below 2**31", 0)
-    given = [word.partition("=")[0].replace("_", "-") for word in words]
-    if refused := next((word for word in given if word in (*FOUND, *NO_PART)), None):
+    words = [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    words = [word.replace("_", "-") if word.startswith("--") else word for word in words]
+    if refused := next((word for word in words if word in (*FOUND, *NO_PART)), None):
         fail(f"{refused}: {'is what is looked for' if refused in FOUND else 'is no part of it'}; leave it out", 0)
     if not any(own.effective_batch % (n * micro) == 0 for n in own.world for micro in own.micro_batch):
         fail(f"--effective-batch {own.effective_batch}: no --world x --micro-batch divides it; name others", 0)
@@ -95,18 +96,16 @@ def parse(argv: Sequence[str]) -> tuple[Fit, list[str]]:
 
 def line_of(own: Fit, words: list[str], ranks: int, micro: int) -> list[str]:
     """The flags of a run of finetune.py, but --remat-ratio."""
-    data = [] if "--data" in words else ["--data", str(Path(own.results).with_suffix(".data.jsonl"))]
+    data = [] if "--data" in words else ["--data", str(data_of(own))]
     steps = [] if "--steps" in words else ["--steps", "6"]
     simulated = ["--world", str(ranks)] if ranks > 1 else []
     return ["--model", own.model, "--random", "--effective-batch", str(own.effective_batch), "--batch", str(micro),
             *data, *steps, *simulated, *words]  # fmt: skip
 
 
-def write_data(path: Path, seqlen: int) -> None:
-    """Lines that are longer than a sequence, unless the file is there: what they say has no influence on memory."""
-    text = json.dumps({"text": " ".join(map(str, range(seqlen + 1)))}) + "\n"
-    if not path.exists() or path.read_text()[: len(text)] != text:
-        path.write_text(text * 8)
+def data_of(own: Fit) -> Path:
+    """The file of --data that this program writes if none is given: what it says has no influence on memory."""
+    return Path(own.results).with_suffix(".data.jsonl")
 
 
 def question(own: Fit, c: config.Config) -> search.Question | None:
@@ -115,7 +114,8 @@ def question(own: Fit, c: config.Config) -> search.Question | None:
     try:
         a = read(own.model)
     except ValueError as error:
-        return tell(f"not planned: {error}".replace("--hf ", "--model "))
+        tell(f"not planned: {error}".replace("--hf ", "--model "))
+        return None
     shape = dict(depth=a.depth, width=a.width, head_dim=a.head_dim, vocab=a.vocab)
     return search.Question(SimpleNamespace(**c.flat() | shape), a, gpu, 1, 10**9, link(c.link), link(c.link))
 
@@ -232,13 +232,16 @@ def main(argv: list[str]) -> int:
     own, words = parse(argv)
     pairs = [(n, b) for n in own.world for b in own.micro_batch if own.effective_batch % (n * b) == 0]
     c = [config.parse(line_of(own, words, n, b), 0, 1) for n, b in pairs][-1]  # says what is wrong with any
+    if others := {(n, b) for n in own.world for b in own.micro_batch} - {*pairs}:
+        told = ", ".join(f"{n} x {b}" for n, b in sorted(others))
+        tell(f"left out, as they do not divide --effective-batch {own.effective_batch}: {told} (ranks x micro-batch)")
     runs, failed = not own.plan and (c.device == "cpu" or sweep.gpus() > 0), 0
     c = flags.filled(c, "cpu" if c.device == "cpu" else "cuda")
     try:
         check_writable(own.results)
         if runs:
             if "--data" not in words:
-                write_data(Path(c.data), c.seqlen)
+                data_of(own).write_text(json.dumps({"text": " ".join(map(str, range(c.seqlen + 1)))}) + "\n")
             check_at_once(c, 1)
             if c.device == "cpu":
                 os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "65536")  # what is freed does not stay resident
@@ -247,7 +250,8 @@ def main(argv: list[str]) -> int:
         if q:
             tell("\n".join(report.fit_lines([cell for cell, _ in cells], own.effective_batch)))
             tell("\n".join(report.honesty(q) if c.device == "cuda" else [f"a process holds {grouped(base)} MiB alone"]))
-            tell("planned as --compile fwdbwd" * (c.compile != "fwdbwd"))
+            if c.compile != "fwdbwd":
+                tell(f"planned as --compile fwdbwd, not {c.compile}")
         old = published.read([Path(own.results)])
         for cell, told in cells if q else ():
             new = row_of(own, c, cell, limit, told)
@@ -270,4 +274,5 @@ def main(argv: list[str]) -> int:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # | head
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback; the run under way follows its parent
     sys.exit(main(sys.argv[1:]))

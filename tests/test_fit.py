@@ -58,7 +58,7 @@ def test_what_is_planned_is_the_planners_table_with_its_peaks_and_times(folder, 
         less = asked.with_flags(remat_ratio=max(0, cell.ratio - 0.05))
         assert cell.ratio == 0 or less.peak().nbytes > limit
     said = capsys.readouterr().out
-    assert "published ratio" in said and "EXTRAPOLATED" in said and "planned step ms" in said
+    assert "left out" not in said and "published ratio" in said and "EXTRAPOLATED" in said and "planned step ms" in said
     call(folder, *PLAN)
     assert rows_in(folder / "rows.jsonl") == rows  # the same answers are not written twice
 
@@ -124,6 +124,14 @@ def test_the_measured_ratio_is_the_least_that_neither_runs_out_nor_is_above_the_
     ran = instead(0.6)
     call(folder, *ONE)
     assert not ran and len(rows_in(folder / "rows.jsonl")) == before + 1  # the answer alone
+
+
+def test_a_file_of_data_that_is_given_is_left_alone(folder, instead):
+    ran = instead(0.0)
+    (folder / "mine.jsonl").write_text("mine")
+    assert call(folder, *ONE, f"--data={folder / 'mine.jsonl'}") == 0
+    assert (folder / "mine.jsonl").read_text() == "mine" and all("mine.jsonl" in cell for cell in ran)
+    assert not (folder / "rows.data.jsonl").exists()
 
 
 def test_what_never_fits_and_what_fails_is_told(folder, instead, capsys):
