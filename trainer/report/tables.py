@@ -274,7 +274,7 @@ def fit(rows: list[dict]) -> tuple[list[dict], Columns]:
     rows = published.newest(rows, lambda row: tuple(row[k] for k in asked))
     rows.sort(key=lambda row: (row["model"], str(row["gpu"]), row["memory_mib"], published.ranks(row), row["batch"]))
     apart = [k for k in asked[:-1] if len({str(row[k]) for row in rows}) > 1]
-    columns = [(k, [grouped(row[k]) for row in rows]) for k in apart] + where(rows)
+    columns = [(k.replace("_", "-"), [grouped(row[k]) for row in rows]) for k in apart] + where(rows)
     columns += [(k.replace("_", "-"), [str(row[k]) for row in rows]) for k in ("batch", "grad_accum")]
     for title, key in (("planned ratio", "planned_ratio"), ("measured ratio", "ratio")):
         if any(key in row for row in rows):
