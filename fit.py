@@ -108,13 +108,17 @@ def data_of(own: Fit) -> Path:
     return Path(own.results).with_suffix(".data.jsonl")
 
 
-def question(own: Fit, c: config.Config) -> search.Question | None:
-    """What the planner is asked, of resolved flags; None, with a line, for a model that it does not know."""
+def question(own: Fit, c: config.Config, runs: bool) -> search.Question | None:
+    """What the planner is asked, of resolved flags. A model that it does not know: None and a line if there are runs,
+    else ValueError."""
     gpu = hardware.gpu("cpu")._replace(arch="cpu") if c.device == "cpu" else hardware.gpu(own.gpu)
     try:
         a = read(own.model)
     except ValueError as error:
-        tell(f"not planned: {error}".replace("--hf ", "--model "))
+        problem = str(error).replace("--hf ", "--model ")
+        if not runs:
+            raise ValueError(problem) from error
+        tell(f"not planned: {problem}")
         return None
     shape = dict(depth=a.depth, width=a.width, head_dim=a.head_dim, vocab=a.vocab)
     return search.Question(SimpleNamespace(**c.flat() | shape), a, gpu, 1, 10**9, link(c.link), link(c.link))
@@ -245,7 +249,7 @@ def main(argv: list[str]) -> int:
             check_at_once(c, 1)
             if c.device == "cpu":
                 os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "65536")  # what is freed does not stay resident
-        q, (limit, base) = question(own, c), limits(own, c)
+        q, (limit, base) = question(own, c, runs), limits(own, c)
         cells = planned(q, own, limit, base)
         if q:
             tell("\n".join(report.fit_lines([cell for cell, _ in cells], own.effective_batch)))

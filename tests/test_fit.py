@@ -45,7 +45,7 @@ def test_what_is_planned_is_the_planners_table_with_its_peaks_and_times(folder, 
     rows = rows_in(folder / "rows.jsonl")
     own, words = fit.parse(["--model", str(folder), "--results", str(folder / "rows.jsonl"), *PLAN])
     c = fit.flags.filled(fit.config.parse(fit.line_of(own, words, 4, 2), 0, 1), "cuda")
-    q, limit = fit.question(own, c), (80 - 3) * 2**30
+    q, limit = fit.question(own, c, False), (80 - 3) * 2**30
     cells = search.fit_table(q, (4,), (2, 8), 64, limit)
     told = [(row["batch"], row["planned_ratio"], row["grad_accum"]) for row in rows]
     assert told == [(cell.micro, cell.ratio, cell.accum) for cell in cells]
@@ -182,8 +182,19 @@ def test_bad_input_ends_in_one_line(folder, capsys, words, said):
 
 def test_a_folder_without_a_model_ends_in_one_line(tmp_path, capsys):
     with pytest.raises(SystemExit) as stopped:
-        call(tmp_path / "nowhere", "--plan")
-    assert stopped.value.code == 2 and capsys.readouterr().err.count("\n") == 1
+        call(tmp_path / "nowhere", "--plan", "--results", str(tmp_path / "rows.jsonl"), "--world", "4")
+    said = capsys.readouterr().err
+    assert stopped.value.code == 2 and said.startswith(f"error: --model {tmp_path / 'nowhere'}: No such file")
+    assert said.count("\n") == 1
+
+
+def test_a_model_that_the_planner_does_not_know_is_measured_all_the_same(folder, instead, capsys):
+    (folder / "config.json").write_text(json.dumps(QWEN | dict(model_type="gpt_neox")))
+    ran = instead(0.6)
+    assert call(folder, *ONE) == 0
+    answer = rows_in(folder / "rows.jsonl")[-1]
+    assert answer["ratio"] == 0.6 and "planned_ratio" not in answer and len(ran) < 10
+    assert "not planned: --model" in capsys.readouterr().out
 
 
 @pytest.mark.slow
