@@ -151,7 +151,9 @@ def row_of(own: Fit, c: config.Config, cell: search.Cell, limit: float, told: di
                  effective_batch=own.effective_batch, seqlen=c.seqlen, batch=cell.micro, grad_accum=cell.accum,
                  world=label)  # fmt: skip
     about = dict(date=time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime()), commit=sweep.commit(),
-                 torch=importlib.metadata.version("torch"), outcome="planned")  # fmt: skip
+                 torch=importlib.metadata.version("torch"), outcome="planned",
+                 flags=flags.setting(c) | dict(batch=cell.micro, grad_accum=cell.accum, remat_ratio=cell.ratio,
+                                               world=cell.ranks if cell.ranks > 1 else None))  # fmt: skip
     return {key: value for key, value in (run or about).items() if key != "cell"} | asked | told | dict(study="fit")
 
 
@@ -252,13 +254,15 @@ def main(argv: list[str]) -> int:
         q, (limit, base) = question(own, c, runs), limits(own, c)
         cells = planned(q, own, limit, base)
         if q:
+            shape = dict(depth=q.a.depth, width=q.a.width, vocab=q.a.vocab)
+            c = replace(c, training=replace(c.training, **shape))
             tell("\n".join(report.fit_lines([cell for cell, _ in cells], own.effective_batch)))
             tell("\n".join(report.honesty(q) if c.device == "cuda" else [f"a process holds {grouped(base)} MiB alone"]))
             if c.compile != "fwdbwd":
                 tell(f"planned as --compile fwdbwd, not {c.compile}")
         old = published.read([Path(own.results)])
         for cell, told in cells if q else ():
-            new = row_of(own, c, cell, limit, told)
+            new = json.loads(json.dumps(row_of(own, c, cell, limit, told)))  # as it is read
             if not any(row.get("study") == "fit" and (row | new) | {"date": 0} == row | {"date": 0} for row in old):
                 append_jsonl(own.results, new)
         for cell, told in cells if runs else ():

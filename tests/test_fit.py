@@ -57,6 +57,8 @@ def test_what_is_planned_is_the_planners_table_with_its_peaks_and_times(folder, 
         assert row["planned_ms"] == round(1e3 * answer.time.seconds, 1)
         less = asked.with_flags(remat_ratio=max(0, cell.ratio - 0.05))
         assert cell.ratio == 0 or less.peak().nbytes > limit
+    shape = [[row["flags"][name] for name in ("depth", "width", "batch", "remat_ratio", "world")] for row in rows]
+    assert shape == [[28, 3584, cell.micro, cell.ratio, 4] for cell in cells]
     said = capsys.readouterr().out
     assert "left out" not in said and "published ratio" in said and "EXTRAPOLATED" in said and "planned step ms" in said
     call(folder, *PLAN)

@@ -50,7 +50,7 @@ def steps_of(path: Path, row: dict) -> dict[str, str]:
 def whole(row: dict) -> dict:
     """A row with its whole setting: up to commit d817189 a row held only what differed from that commit's defaults."""
     flags = row.get("flags") or {}
-    if row.get("study") in ("mlp", "attention", "fit") or "seed" in flags:
+    if row.get("study") in ("mlp", "attention") or "seed" in flags:
         return row
     old = json.loads((REFERENCE / "defaults_d817189.json").read_text())["gpu" if on_gpu(row) else "cpu"]
     beside = {name: row[name] for name in old.keys() - {"device", "world", "loss"} if name in row}
