@@ -6,6 +6,8 @@
 #   ./launch.sh test [slow|all|ARGS]   the quick tests; slow: those that it leaves out; all: both; ARGS: pytest's own
 #   ./launch.sh sweep AXIS|all|FILE [--small] [FLAGS]
 #                                      one run per cell; a second call does what is missing (trainer/experiments/sweep.py)
+#   ./launch.sh fit --model DIR [FLAGS]
+#                                      the least recomputation that fits, planned, then measured (fit.py)
 #   ./launch.sh gpu [1..16] [--tiny]   what needs a GPU: tests, attention kernels, the ladder of memory, MFU, eleven
 #                                      sweeps, saving; each part ends within 8 minutes and resumes; --tiny: on a CPU
 #   ./launch.sh studies [--small] [--only NAME...]
@@ -140,7 +142,7 @@ command=${1:-run} suite=
 [ $# -eq 0 ] || shift
 case $command in
     slurm)   slurm; exit ;;
-    install|run|test|sweep|gpu|studies|profile) install ;;
+    install|run|test|sweep|fit|gpu|studies|profile) install ;;
     *)       die "no command '$command'; ./launch.sh --help lists them" 2 ;;
 esac
 case $command in
@@ -154,6 +156,7 @@ case $command in
     sweep)   if [ -f "$caller/${1:-}" ]; then file=$caller/$1; shift; set -- "$file" "$@"; fi
              export NPROC=${NPROC:-$((gpus == 1 ? 1 : 2))}
              exec "$py" -m trainer.experiments.sweep "$@" ;;
+    fit)     exec "$py" fit.py "$@" ;;
     gpu)     gpu "$@" ;;
     studies) exec "$py" -m studies "$@" ;;
     profile) profile "$@" ;;

@@ -12,22 +12,19 @@ Peak memory is a closed form, held against the memory of generated code; time is
 --exact.
 """
 
-import io
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import redirect_stderr
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Annotated, get_type_hints
 
-import tyro
 from tyro.conf import arg
 
 from trainer import config as flags
 from trainer.costs import link
-from trainer.distributed.command_line import explain, flag
+from trainer.distributed.command_line import explain, flag, parse_beside
 from trainer.distributed.terminal import fail, tell
 from trainer.planning import hardware, report, search
 from trainer.planning.architecture import read, reference
@@ -47,7 +44,7 @@ class Plan:
     """Link between nodes, as --link names the one between GPUs of a node."""
     hf: str | None = None
     """A Hugging Face config.json, or the folder that holds it, instead of the reference transformer."""
-    reserve_gib: float = 3.0
+    reserve_gib: float = hardware.RESERVE_GIB
     """GPU memory that is not the step's: CUDA's context, NCCL's buffers, what the allocator cannot give out again."""
     tokens: float = 0.0
     """Tokens to train on, such as 2e12: adds days, GPU-hours and, with --price, the cost."""
@@ -72,18 +69,7 @@ class Plan:
 def parse(argv: Sequence[str]) -> tuple[Plan, list[str]]:
     """Its own flags of a command line, and main.py's, still as words. Ends the process with exit code 2 and one line
     for a bad one."""
-    boxes = io.StringIO()
-    groups = (Plan, flags.Training, flags.System, flags.Output)
-    kinds = {k: v for group in groups for k, v in get_type_hints(group).items()}
-    try:
-        with redirect_stderr(boxes):
-            own, others = tyro.cli(Plan, args=list(argv), prog="plan.py", description=__doc__, return_unknown_args=True)
-    except SystemExit as error:
-        if not error.code:  # --help
-            raise
-        fail(explain(argv, kinds, ["verbose"]) or " ".join(boxes.getvalue().split()), 0)
-    if problem := explain(argv, kinds, ["verbose"]):
-        fail(problem, 0)
+    own, others = parse_beside(Plan, (flags.Training, flags.System, flags.Output), argv, "plan.py", __doc__)
     return checked(own), others
 
 

@@ -2,6 +2,7 @@
 
     python -m benchmarks.plans                                # all tables of docs/PLANNER.md, from committed rows
     python -m benchmarks.plans --mfu                          # the published MFU table, recounted
+    python -m benchmarks.plans --trade                        # less recomputed, or a larger micro-batch
     python -m benchmarks.plans --draw 36 --seed 18 > cells/plan_peaks.txt         # settings, drawn over all options
     python -m trainer.experiments.sweep cells/plan_peaks.txt --program "-m benchmarks.peaks" --results
     results/plan_peaks.jsonl python -m benchmarks.plans --results results/plan_peaks.jsonl                 # the peaks
@@ -17,6 +18,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from functools import partial
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -24,9 +26,9 @@ from typing import NamedTuple
 from trainer import config as flags
 from trainer.costs import flops_per_token, kept_per_block, link, step_bytes
 from trainer.distributed.command_line import flag
-from trainer.distributed.terminal import markdown
+from trainer.distributed.terminal import grouped, markdown
 from trainer.experiments.logging import read_jsonl
-from trainer.planning import hardware
+from trainer.planning import hardware, search
 from trainer.planning.architecture import reference
 from trainer.planning.schedule import step_peak
 from trainer.planning.weights import remat_of
@@ -73,6 +75,33 @@ def draw(seed: int, settings: int) -> Iterator[list[str]]:
         if SIZES[0] <= step_bytes(c, world, c.batch) <= SIZES[1]:
             settings -= 1
             yield ["--world", str(world), *words]
+
+
+def trade(gpu: str = "h100", ranks: int = 8) -> list[tuple[str, list[str]]]:
+    """Planned ms of a step as (title, cells), for each width, tokens of a micro-batch and link: 8 micro-batches with
+    nothing recomputed / 2 micro-batches of four times the tokens with all blocks recomputed but attention's core. A !
+    marks where the second is slower. Sequences of 1024 tokens, depth 8; the reference transformer."""
+    links, own, lines = ("none", "h100-nvlink", "ndr-ib", "10:10"), hardware.gpu(gpu), []
+    for width, micro in product((1024, 4096, 8192), (1, 2, 4, 8, 16, 32)):
+        line = [f"{width}", f"{1024 * micro}"]
+        for name in links:
+            both = []
+            for batch, accum, ratio in ((micro, 8, 0.0), (4 * micro, 2, 1.0)):
+                words = ["--depth", "8", "--width", width, "--seqlen", "1024", "--remat", "block", "--batch", batch]
+                words += ["--grad-accum", accum, "--remat-ratio", ratio]
+                c = SimpleNamespace(**flags.resolve(flags.parse([*map(str, words)]), "cuda", ranks).flat())
+                q = search.Question(c, reference(c), own, ranks, ranks, link(name), link(name))
+                both.append(1e3 * q.answer().time.seconds)
+            line.append(f"{grouped(both[0])} / {grouped(both[1])}" + "!" * (both[1] > both[0]))
+        lines.append(line)
+    titles = "width", "tokens", *(f"link {name}" for name in links)
+    return [(title, [line[i] for line in lines]) for i, title in enumerate(titles)]
+
+
+def hidden_from(gpu: str, name: str, ranks: int = 8) -> float:
+    """Tokens of a micro-batch from which on a link's time is no longer than the computation's, to first order: a
+    parameter is gathered in bf16 twice and reduced in fp32, 8 bytes (N-1)/N, and multiplied for 6 FLOPs a token."""
+    return 8 * (ranks - 1) / ranks / link(name).bytes_per_s * hardware.gpu(gpu).products / 6
 
 
 class Compared(NamedTuple):
@@ -190,6 +219,11 @@ def main(own: argparse.Namespace) -> None:
         for words in draw(own.seed, own.draw):
             print(shlex.join(words))
         return
+    if own.trade:
+        print(markdown(trade()))
+        told = ", ".join(f"{name} {grouped(hidden_from('h100', name))}" for name in ("h100-nvlink", "ndr-ib", "10:10"))
+        print(f"tokens from which on a link is hidden, by 8 (N-1)/N bytes and 6 FLOPs a parameter: {told}")
+        return
     if own.mfu:
         print(markdown(recounted()))
         return
@@ -209,6 +243,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser("python -m benchmarks.plans", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("--mfu", action="store_true", help="print the published MFU table, recounted")
+    parser.add_argument("--trade", action="store_true", help="print larger micro-batches against less recomputation")
     parser.add_argument("--draw", type=int, metavar="INT", help="print so many drawn settings")
     parser.add_argument("--seed", type=int, default=18, metavar="INT")
     parser.add_argument("--results", metavar="FILE", help="rows of benchmarks.peaks")

@@ -33,7 +33,7 @@ FLOORS = [  # from the bottom; an entry is a module or a package
     ["trainer.finetuning"],
     ["benchmarks"],
     ["studies"],
-    ["main", "finetune", "plan", "speed_mem_tests_mlp"],
+    ["main", "finetune", "plan", "fit", "speed_mem_tests_mlp"],
 ]
 COPIED = FLOORS[0][:4]  # users copy these files: they stand alone
 PROGRAMS = FLOORS[-1]

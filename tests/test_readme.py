@@ -111,7 +111,8 @@ def test_flags_that_are_named_are_flags_of_main_or_of_a_command_in_the_same_sect
     for part in sections(page):
         found = {flag for code in CODE.findall(part) for flag in FLAG.findall(code)}
         found |= {flag for mark in re.findall(r"<!-- .+ -->", part) for flag in FLAG.findall(mark)}
-        others = {name for name in ("plan.py", "finetune.py") if name in part}
+        others = {name for name in ("plan.py", "finetune.py", "fit.py") if name in part}
+        others |= {"fit.py"} if "launch.sh fit" in part else set()
         pages = {"plan.py": ["docs/PLANNER.md"], "finetune.py": ["docs/finetuning.md", "docs/faults.md"]}
         others |= {name for name, own in pages.items() if page in own}
         known = flags_of_main().union(*map(flags_of_main, others), flags_of_tools(part))

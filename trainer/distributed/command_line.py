@@ -50,14 +50,32 @@ def parse(kind: type, argv: Sequence[str], check: Callable[[Any], Any], prog: st
             time.sleep(5)  # or torchrun would end rank 0 before it has printed the message
         if rank or not getattr(error, "code", 2):  # --help
             sys.exit(getattr(error, "code", 2))
-        said = str(error) if isinstance(error, ValueError) else explain(argv, kinds_of(kind), ["verbose"])
+        kinds = kinds_of(*get_type_hints(kind).values())
+        said = str(error) if isinstance(error, ValueError) else explain(argv, kinds, ["verbose"])
     fail(said or " ".join(re.sub("[\u2500-\u257f]", " ", boxes.getvalue()).split()), rank)
 
 
-def kinds_of(kind: type) -> dict[str, Any]:
-    """The type of each flag of the groups of `kind`, by name; without those that a help text does not show."""
+def parse_beside(own: type, others: Sequence[type], argv: Sequence[str], prog: str,
+                 description: str) -> tuple[Any, list[str]]:  # fmt: skip
+    """An `own`, and the words of a command line that are flags of `others`, groups of another program, whose values may
+    still be wrong together. Ends the process with exit code 2 and one line for a bad flag or value."""
+    boxes, kinds = io.StringIO(), kinds_of(*others, own)
+    try:
+        with redirect_stderr(boxes):
+            found, words = tyro.cli(own, args=list(argv), prog=prog, description=description, return_unknown_args=True)
+    except SystemExit as error:
+        if not error.code:  # --help
+            raise
+        fail(explain(argv, kinds, ["verbose"]) or " ".join(boxes.getvalue().split()), 0)
+    if problem := explain(argv, kinds, ["verbose"]):
+        fail(problem, 0)
+    return found, words
+
+
+def kinds_of(*groups: type) -> dict[str, Any]:
+    """The type of each flag of the groups, by name; without those that a help text does not show."""
     found = {}
-    for group in filter(is_dataclass, get_type_hints(kind).values()):
+    for group in filter(is_dataclass, groups):
         marks = {n: getattr(t, "__metadata__", ()) for n, t in get_type_hints(group, include_extras=True).items()}
         found |= {n: t for n, t in get_type_hints(group).items() if tyro.conf.Suppress not in marks[n]}
     return found
@@ -70,7 +88,8 @@ def any_of(choices: Sequence) -> str:
 
 
 def unfit(value: str, kind: Any) -> str | None:
-    """Why `value` is no value of a type: int, float, str, a Literal, or one of them or None. None: it is one."""
+    """Why `value` is no value of a type: int, float, str, a Literal, or one or None or several of them. None: it is."""
+    kind = get_args(kind)[0] if get_origin(kind) is tuple else kind
     kind = next((each for each in get_args(kind) if each is not NoneType), kind) if NoneType in get_args(kind) else kind
     if get_origin(kind) is Literal and value not in (choices := get_args(kind)):
         return f"must be {any_of(choices)}{did_you_mean(value, choices)}"
@@ -112,8 +131,9 @@ def explain(argv: Sequence[str], kinds: dict[str, Any], counters: Sequence[str] 
                 return f"{name} {values[0]}: takes no value; write {both}"
         elif not values and most == 1:
             return f"{name}: needs a value"
-        elif values and (problem := unfit(values[0], own[name])):
-            return f"{name} {values[0]}: {problem}"
+        for each in values if name not in bare else ():
+            if problem := unfit(each, own[name]):
+                return f"{name} {each}: {problem}"
     return None
 
 

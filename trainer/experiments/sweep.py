@@ -341,6 +341,24 @@ def over_seeds(cells: list[str], rows: dict[str, dict]) -> str:
     return markdown(columns) if alike else ""
 
 
+def attempt(cell: str, args: argparse.Namespace, limit: float, name: str, setting: dict | None = None) -> dict | None:
+    """Run one cell for at most `limit` seconds: the row that it leaves, if need be one of this program. None: it was
+    cut short by --budget. name, setting: as of `run` and `failed_row`."""
+    size, started = args.results.stat().st_size if args.results.exists() else 0, time.monotonic()
+    log = args.results.parent / "runs" / args.results.stem / f"{zlib.crc32(cell.encode()):08x}.log"
+    end = run(cell, [*shlex.split(args.program), "--results", str(args.results), *args.output], limit, log, name)
+    row = read_rows(args.results, size).get(cell)
+    if row is None and end == "timeout" and limit < args.timeout:
+        return print(f"    cut short by --budget {args.budget:g}: not counted")
+    if row is None:
+        row = failed_row(cell, end or "exit 0 without a row", setting)
+        append_jsonl(args.results, row)
+    elif end:
+        print(f"    after its row: {end}")
+    print(f"    {row['outcome']} ({time.monotonic() - started:.0f} s, log {log})", flush=True)
+    return row
+
+
 def sweep(tables: dict[str, list[str]], args: argparse.Namespace, settings: dict[str, dict] | None = None) -> bool:
     """Run every cell that has no finished row (--fresh: every cell), those never tried first. True: all are finished.
     `settings`: cell -> its resolved flags, if the program is not main.py."""
@@ -356,25 +374,12 @@ def sweep(tables: dict[str, list[str]], args: argparse.Namespace, settings: dict
     print(f"{len(cells)} cells, {done}; rows in {args.results}", flush=True)
     deadline = time.monotonic() + args.budget
     for i, cell in enumerate(todo, 1):
-        started = time.monotonic()
-        left = min(args.timeout, deadline - started)
+        left = min(args.timeout, deadline - time.monotonic())
         if left <= 0:
             break
         print(f"[{i}/{len(todo)}] {names[cell]}", flush=True)
-        size = args.results.stat().st_size if args.results.exists() else 0
-        log = args.results.parent / "runs" / args.results.stem / f"{zlib.crc32(cell.encode()):08x}.log"
-        program = [*shlex.split(args.program), "--results", str(args.results), *args.output]
-        end = run(cell, program, left, log, names[cell])
-        row = read_rows(args.results, size).get(cell)
-        if row is None and end == "timeout" and left < args.timeout:
-            print(f"    cut short by --budget {args.budget:g}: not counted")
+        if attempt(cell, args, left, names[cell], (settings or {}).get(cell)) is None:
             break
-        if row is None:
-            row = failed_row(cell, end or "exit 0 without a row", (settings or {}).get(cell))
-            append_jsonl(args.results, row)
-        elif end:
-            print(f"    after its row: {end}")
-        print(f"    {row['outcome']} ({time.monotonic() - started:.0f} s, log {log})", flush=True)
     rows = current(read_rows(args.results), args.any_commit)
     texts = {study: "\n\n".join(filter(None, [table(own, rows), over_seeds(own, rows)]))
              for study, own in tables.items()}  # fmt: skip

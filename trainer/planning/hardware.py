@@ -23,6 +23,7 @@ from trainer.planning.schedule import Step, whole
 from trainer.planning.step_time import Gpu, step_time
 
 DATA = Path(__file__).with_name("hardware.toml")
+RESERVE_GIB = 3.0  # of a GPU: CUDA's context, NCCL's buffers, what the allocator cannot give out again
 MOST = 7  # samples that constants are fitted on
 ALONE = " without links"
 

@@ -16,7 +16,7 @@ from trainer.planning.liveness import GRADIENTS, LOGITS, WEIGHTS, Make, Peak, Ta
 from trainer.planning.weights import SIZE, Weights, shard_group
 
 AGAIN = {"attn": ("attn", "both", "block"), "mlp": ("mlp", "both", "block", "pointwise")}
-CUBLAS_MIB = {"sm_80": 2 * 8.125, "sm_90": 2 * 32.0, "sm_100": 2 * 32.0}  # torch's workspaces of two threads
+CUBLAS_MIB = {"cpu": 0.0, "sm_80": 2 * 8.125, "sm_90": 2 * 32.0, "sm_100": 2 * 32.0}  # torch's, of two threads
 PARAMETERS, MOMENTS, ALLOWANCE = "parameters", "Adam's moments", "workspaces of cuBLAS, an allowance"
 
 

@@ -101,6 +101,8 @@ def figures(name: str, rows: list[dict], args: argparse.Namespace, folder: Path)
         if name in own:
             return own[name](rows, folder)
         ours = LAYOUTS[name](rows)[0] if name in LAYOUTS else []
+        if name == "fit":
+            return plots.fits(ours, folder)
         if ours:
             return plots.bars(name, [(None, row, published.measured(row)) for row in ours], folder)
         return plots.axis(name, published.entries(name, rows, args.small), folder)
@@ -131,7 +133,8 @@ def report(args: argparse.Namespace, folder: Path | None) -> None:
     if not printed:
         where = " ".join(map(str, args.results)) or f"runs/sweep-*{'-small' * args.small}.jsonl"
         raise ValueError(f"no row of any axis in {where}{'' if args.small else ' (at small sizes: --small)'}")
-    if folder and (drawn := figures("time against memory", printed, args, folder)):
+    plain = [row for row in printed if "grow" in (row.get("flags") or {})]  # finetune.py's models have no such shape
+    if folder and (drawn := figures("time against memory", plain, args, folder)):
         sections.append(("time against memory", "A grey line: nothing is better in both.", "", drawn))
     drawn = [path for *_, paths in sections for path in paths]
     print(*drawn, sep="\n", end="\n" * bool(drawn and args.plots)) if args.plots else None

@@ -164,8 +164,7 @@ def panels(name: str, made: dict[str, dict], memory: str) -> list[tuple[str, str
     raise NoFigure(lacks + f" ({ends})" * bool(ends))
 
 
-def relative(curve: dict, keys: list[tuple[str, str]]) -> dict:
-    """A curve over the first of its points that has the figure."""
+def relative(curve: dict, keys: list[tuple[str, str]]) -> dict:  # over the first of its points that has the figure
     first = {key: next((getattr(p, key) for _, p in sorted(curve.items()) if getattr(p, key)), 1) for key, _ in keys}
     base = first | dict(low=first.get("ms", 1), high=first.get("ms", 1))
     return {x: p._replace(**{k: getattr(p, k) / n for k, n in base.items() if getattr(p, k)}) for x, p in curve.items()}
@@ -383,6 +382,25 @@ def losses(rows: list[dict], folder: Path) -> list[Path]:
     ax.xaxis.set_major_formatter(EngFormatter(sep=" "))
     legend(plot, handles, "lines: training; marks: held-out data" if held else None)
     return save(plot, folder, "loss")
+
+
+def fits(rows: list[dict], folder: Path) -> list[Path]:
+    """Time of a step against the recomputed share of what fits, a line for each number of ranks; dashed: planned."""
+    plot = column(3.2)
+    ax, handles = plot.subplots(), {}
+    for i, label in enumerate(dict.fromkeys(map(published.label, rows))):
+        for line, words, x, y in (("-", "", "ratio", "step_ms"), ("--", ", planned", "planned_ratio", "planned_ms")):
+            found = [r for r in rows if published.label(r) == label and r.get(x) is not None and r.get(y)]
+            how = dict(linestyle=line, marker=MARKERS[i % len(MARKERS)], color=COLORS[i % len(COLORS)])
+            if found:
+                [handles[word("ranks", label) + words]] = ax.plot([r[x] for r in found], [r[y] for r in found], **how)
+            for r in found:
+                ax.annotate(r["batch"], (r[x], r[y]), (3, 3), textcoords="offset points", fontsize=6)
+    if not handles:
+        raise NoFigure("no row has a ratio that fits and a time")
+    ax.set(xlabel="recomputed share of the blocks", ylabel="time of a step (ms)")
+    legend(plot, handles, "numbers: sequences of a micro-batch")
+    return save(plot, folder, "fit")
 
 
 def lanes(spans: list[tuple[int, int]]) -> list[int]:

@@ -20,8 +20,11 @@ from trainer.experiments.logging import read_jsonl
 REFERENCE = Path(__file__).resolve().parents[2] / "reference"
 NEUTRAL = sweep.OUTPUT | {f"--{name}" for name in "steps data lr warmup seed device world link".split()}
 SHAPE = "block depth width head_dim grouping grow vocab seqlen batch grad_accum param_dtype".split()
+QWEN_7B = 7_615_616_512  # parameters of Qwen2.5-7B
 ANY = 10**9  # ranks of a line that names none
 REMARKS = {
+    "fit": "planned: by plan.py, of a GPU's step in the order of compiled graphs; on a CPU with a process's own memory "
+    "added. Of a CPU the peak is resident, whole process. none: not even with all blocks recomputed.",
     "variants": "flex, not compiled: not by itself; its peaks without recomputation hold no T x T scores, see NOTES. "
     "sdpa stands beside nothing.",
     "small-params": "small: parameters under 1 MiB. Where published ms are a range, the ratio takes its middle.",
@@ -143,6 +146,13 @@ def published(axis: str) -> dict[tuple, dict]:
         p["text"]["mfu"] = f"{counted}, {grouped(p['mfu'], 1)}"
         found[tuple(p[name] for name in names)] = p
     return found
+
+
+def fit_of(row: dict) -> float | None:
+    """The published part of recomputed blocks beside a row of what fits, if it is of Qwen2.5-7B, or None."""
+    key = [str(n) for n in (ranks(row), row["batch"], row["grad_accum"])]
+    lines = csv.reader((REFERENCE / "fit_qwen7b.csv").read_text().splitlines())
+    return next((float(ac) for *own, ac, ga in lines if [*own, ga] == key and row.get("parameters") == QWEN_7B), None)
 
 
 def measured(row: dict) -> float | None:

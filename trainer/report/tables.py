@@ -266,10 +266,32 @@ def loss(rows: list[dict]) -> tuple[list[dict], Columns]:
     return rows, columns
 
 
+def fit(rows: list[dict]) -> tuple[list[dict], Columns]:
+    """The answers of fit.py: the least recomputed share that fits, planned and measured, for each number of ranks and
+    micro-batch; beside the published table where model and effective batch are its own."""
+    asked = "model", "memory_mib", "gpu", "effective_batch", "seqlen", "batch"
+    rows = [row for row in rows if row.get("study") == "fit"]
+    rows = published.newest(rows, lambda row: tuple(row[k] for k in asked))
+    rows.sort(key=lambda row: (row["model"], str(row["gpu"]), row["memory_mib"], published.ranks(row), row["batch"]))
+    apart = [k for k in asked[:-1] if len({str(row[k]) for row in rows}) > 1]
+    columns = [(k.replace("_", "-"), [grouped(row[k]) for row in rows]) for k in apart] + where(rows)
+    columns += [(k.replace("_", "-"), [str(row[k]) for row in rows]) for k in ("batch", "grad_accum")]
+    for title, key in (("planned ratio", "planned_ratio"), ("measured ratio", "ratio")):
+        if any(key in row for row in rows):
+            columns.append((title, [grouped(row.get(key), 2, "none" if key in row else "") for row in rows]))
+    beside = [published.fit_of(row) for row in rows]
+    columns += [("published ratio", [grouped(each, 2, "") for each in beside])] * (beside != [None] * len(rows))
+    columns += [("planned peak MiB", [grouped(row.get("planned_mib"), missing="") for row in rows]), *memory(rows)]
+    columns += [("planned step ms", [grouped(row.get("planned_ms"), missing="") for row in rows])]
+    columns += column(rows, MS, "step_ms", 1) + column(rows, "tokens/s", "tok_s", 0)
+    return rows, columns + outcomes(rows)
+
+
 # Where there is no row for wrappers or attention, they are the axes of that name.
 LAYOUTS = {"compile": compile_modes, "ladder": ladder, "compile-depth": compile_depth, "baselines": baselines,
            "wrappers": lambda rows: baselines(rows, split=True), "attention": attention, "peaks": peaks,
-           "published-peaks": published_peaks, "links": links, "collectives": collectives, "loss": loss}  # fmt: skip
+           "published-peaks": published_peaks, "links": links, "collectives": collectives, "loss": loss,
+           "fit": fit}  # fmt: skip
 
 
 def about(name: str, ours: list[dict], found: Entries) -> str:
