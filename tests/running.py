@@ -40,7 +40,7 @@ def read(results):
     return row, rows_of(steps) if steps.exists() else []
 
 
-def python(*argv, env=(), trace=True, timeout=180):
+def python(*argv, env=(), trace=True, timeout=400):
     """main.py in a process of its own. `imports`, if asked for, are the modules that it imported; `err` is the rest."""
     environment = {k: v for k, v in os.environ.items() if k not in TORCHRUN}
     environment |= {"OMP_NUM_THREADS": "1", "COLUMNS": "100"} | dict(env)
@@ -67,7 +67,7 @@ def torchrun(*argv, ranks=2, cwd=None):
     environment |= {"OMP_NUM_THREADS": "1", "COLUMNS": "100"}
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
     command += ["--master-port", str(free_port()), str(ROOT / "main.py"), *map(str, argv)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180, cwd=cwd)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, cwd=cwd)
     report = done.stderr.partition("Root Cause")[2]
     code = int(re.search(r"exitcode\s*: (-?\d+)", report)[1]) if report else done.returncode
     ours = re.split(r"^[WE]\d{4} .*torch/distributed/elastic", done.stderr, maxsplit=1, flags=re.MULTILINE)[0]
