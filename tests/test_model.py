@@ -90,6 +90,14 @@ def test_a_llama_block_is_that_of_transformers():
     torch.testing.assert_close(ours(tokens), logits, rtol=1e-5, atol=1e-5)
 
 
+def test_under_autocast_queries_and_keys_of_a_llama_have_the_dtype_of_values():
+    """As --wrapper ddp has it: the embedding is fp32, a product bf16; a kernel takes one dtype."""
+    model, (tokens, targets) = build(block="llama", sdpa="flash"), batch()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(tokens, targets)
+    torch.testing.assert_close(loss, build(block="llama")(tokens, targets), rtol=0.02, atol=0)
+
+
 def test_a_model_without_a_block_named_is_what_it_was_before_there_were_two():
     """Names, and the sum of the first values from seed 0, as commit 324d8ac made them."""
     model = build()

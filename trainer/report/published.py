@@ -51,7 +51,7 @@ def whole(row: dict) -> dict:
     """A row with its whole setting: up to commit d817189 a row held only what differed from that commit's defaults, and
     rows of before there was --block are of what is now --block gelu."""
     flags = row.get("flags") or {}
-    if "depth" in flags:
+    if "depth" in flags and "model" not in flags:
         row = row | {"flags": {"block": "gelu"} | flags}
     if row.get("study") in ("mlp", "attention") or "setting" in row or "seed" in flags:
         return row
