@@ -46,7 +46,7 @@ from trainer.report import published, tables
 
 PROGRAM = str(sweep.ROOT / "finetune.py")
 FOUND = "--batch", "--remat-ratio", "--grad-accum"  # by this program
-NO_PART = "--export", "--save", "--prepared", "--preview", "--eval-every"  # of what is measured
+NO_PART = "--export", "--save", "--resume", "--prepared", "--preview", "--eval-every"  # of what is measured
 IMPORTED = "import trainer.finetuning.run; from trainer.profiling.memory import memory_now; print(memory_now('cpu'))"
 
 
@@ -195,6 +195,8 @@ def measured(own: Fit, words: list[str], cell: search.Cell, told: dict, limit: f
     grid = [r for i, r in enumerate(search.GRID) if not i or round(r * depth) != round(search.GRID[i - 1] * depth)]
     first = told.get("planned_ratio")
     ratio = least(grid, 1.0 if first is None and told else first or 0.0, fits)
+    if ratio and grid[0] not in found and fits(grid[0]):  # a little recomputation may take more memory than none
+        ratio = grid[0]
     if any(sweep.unfinished([""], {"": row}) for row in found.values()):
         return None
     tried = [[each, peak_of(row), row["outcome"]] for each, row in sorted(found.items())]
@@ -204,8 +206,9 @@ def measured(own: Fit, words: list[str], cell: search.Cell, told: dict, limit: f
 
 
 def peak_of(row: dict) -> float | None:
-    """MiB at the peak of a run: allocated on a GPU, resident on a CPU."""
-    return row.get("peak_alloc_mib", row.get("peak_rss_mib"))
+    """MiB at the peak of a run, its start included: allocated on a GPU, resident on a CPU."""
+    peaks = row.get("peak_alloc_mib", row.get("peak_rss_mib")), row.get("first_step_peak_mib")
+    return max(filter(None, peaks), default=None)
 
 
 def limits(own: Fit, c: config.Config) -> tuple[float, float]:
@@ -273,7 +276,7 @@ def main(argv: list[str]) -> int:
         if not (runs or own.plan):
             tell("not measured: no GPU here; --device cpu --memory-mib N measures a small model's resident memory")
         show(own)
-    except ValueError as error:
+    except (ValueError, OSError, subprocess.SubprocessError) as error:
         fail(str(error), 0)
     if failed:
         tell(f"{failed} of {len(cells)} not measured, since a run failed; the same command tries again", sys.stderr)

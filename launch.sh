@@ -58,8 +58,8 @@ install() {
     echo "installing into .venv (torch for $kind): some minutes, once" >&2
     [ ! -L .venv ] && { [ ! -e .venv ] || [ -e .venv/.installed ]; } ||
         die ".venv was not made by launch.sh, which would empty it: move it away, or NO_INSTALL=1 PYTHON=.venv/bin/python"
-    "${PYTHON:-python3}" -m venv --clear .venv
-    echo begun > .venv/.installed
+    rm -rf .venv && mkdir .venv && echo begun > .venv/.installed  # first: it may be interrupted
+    "${PYTHON:-python3}" -m venv .venv
     [ "$kind" = cuda ] || [ "$(uname)" = Darwin ] || install_cpu_torch
     "$py" -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev,wandb,hf,plot,gpucode]' >&2
     echo "$hash $kind" > .venv/.installed

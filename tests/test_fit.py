@@ -86,13 +86,13 @@ def instead(folder, monkeypatch):
     monkeypatch.setattr(sweep, "current", lambda rows, relaxed: rows)
     monkeypatch.setattr(fit, "check_at_once", lambda c, world: None)
 
-    def begin(fits_from, outcome="OOM fwd", out_of_memory=True):
+    def begin(fits_from, outcome="OOM fwd", out_of_memory=True, also=()):
         ran = []
 
         def attempt(cell, args, limit, name, setting):
             n, flags = sweep.parse(shlex.split(cell))
             ran.append(cell)
-            good = float(flags["--remat-ratio"][0]) >= fits_from
+            good = (ratio := float(flags["--remat-ratio"][0])) >= fits_from or ratio in also
             row = dict(cell=cell, outcome="ok" if good or not out_of_memory else outcome, device="a GPU", date="2026",
                        torch=fit.importlib.metadata.version("torch"), world=sweep.world(n, flags), flags=dict(seed=0),
                        peak_alloc_mib=70_000.0 if good else 79_000.0, step_ms=1500.0, tok_s=9.0)  # fmt: skip
@@ -216,3 +216,14 @@ def test_a_run_on_a_cpu_is_measured_and_not_run_again(tmp_path):
     assert answer["ratio"] == 0 and answer["world"] == "2(sim h100-nvlink)" and answer["flags"]["random"]
     assert 0 < answer["peak_rss_mib"] == run["peak_rss_mib"] < 4000 and answer["planned_ms"] is None
     assert (tmp_path / "plots/fit.png").exists()
+
+
+def test_memory_that_rises_with_a_little_recomputation_does_not_hide_that_none_is_needed(folder, instead):
+    instead(0.6, also=(0.0,))
+    assert call(folder, *ONE) == 0
+    assert rows_in(folder / "rows.jsonl")[-1]["ratio"] == 0.0
+
+
+def test_the_peak_of_a_run_is_also_that_of_its_start():
+    assert fit.peak_of(dict(peak_alloc_mib=5.0, first_step_peak_mib=9.0)) == 9.0 == fit.peak_of(dict(peak_rss_mib=9.0))
+    assert fit.peak_of(dict(outcome="OOM fwd")) is None

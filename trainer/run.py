@@ -155,7 +155,7 @@ class Run:
                     self.first_step_s, self.first_step_mib = time.perf_counter() - start, self.stages.add("first step")
                     self.first_step_cpu_s = timing.cpu_seconds() - cpu
                     self.watchdog.limit, self.watchdog.begun = self.c.timeout, True
-                if k == min(self.warm, self.c.steps) - 1:
+                if k == self.warm - 1 and k + 1 < self.c.steps:  # in a short run the peak is that of all steps
                     memory.reset_peak(self.device)
                     self.peak = {}
                 self.state.step, self.state.samples = k + 1, self.batches.sample

@@ -147,7 +147,7 @@ def _load_prepared(folder: str, inner: nn.Module, source: dict, group: dist.Proc
     try:
         found = checkpoint.newest([os.path.join(folder, STEP)], group)
         if {name: found.about.get(name) for name in source} != source:
-            raise CheckpointError("was made of another --model, or of one that has changed since")
+            raise CheckpointError("was made of another --model, or of one that was changed or copied since")
         state = own_tensors(inner)
         if found.about["tensors"] != checkpoint.table_of(state):
             raise CheckpointError("holds other tensors than the model has")

@@ -42,13 +42,18 @@ class HuggingFaceModel(nn.Module):
     def identity(self) -> dict[str, Any]:
         """The configuration without what only names it, or is off."""
         told = self.model.config.to_diff_dict().items()
-        return {name: v for name, v in told if not (re.fullmatch(self.NAMES, name) or self.NOISE.fullmatch(name))}
+        return {name: v for name, v in told if not (re.fullmatch(self.NAMES, name) or self._is_noise(name))}
+
+    def _is_noise(self, name: str) -> bool:
+        """Whether an entry of config.json says nothing to a model in eval(). PhiMoE uses its jitter there, too."""
+        phimoe = self.model.config.model_type == "phimoe" and "jitter" in name
+        return not phimoe and self.NOISE.fullmatch(name) is not None
 
     @property
     def noise(self) -> str:
         """Entries of the configuration that ask for noise, which is off, for people."""
         told = vars(self.model.config).items()
-        return ", ".join(f"{name} {p}" for name, p in told if p and self.NOISE.fullmatch(name))
+        return ", ".join(f"{name} {p}" for name, p in told if p and self._is_noise(name))
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, chunk: int = 0, **inputs: Tensor) -> Tensor:
         """tokens [B, T] -> logits [B, T, V]; with targets [B, T] their summed loss. ValueError: no chunked loss."""
@@ -120,8 +125,9 @@ class HuggingFaceModel(nn.Module):
         documents in a row has no gradient in the first."""
         positions = torch.arange(4, device=device).repeat(1, 2)  # [1, 8]
         x = self.model.get_input_embeddings()(positions).detach().requires_grad_()  # [1, 8, D]
-        logits = self.model(inputs_embeds=x, position_ids=positions, use_cache=False).logits
-        (grad,) = torch.autograd.grad(logits[:, 4:].float().square().sum(), x)
+        with self._sharded():
+            logits = self.model(inputs_embeds=x.clone(), position_ids=positions, use_cache=False).logits
+            (grad,) = torch.autograd.grad(logits[:, 4:].float().square().sum(), x)
         if grad[:, :4].any():
             raise DataError(f"--pad pack: {type(self.model).__name__} does not keep apart the examples of a row; use "
                             "--pad longest")  # fmt: skip

@@ -57,7 +57,8 @@ class FineTune(Run):
         """As Run's, then looks at the model with the weights that it now has."""
         super().build()
         self.step.dynamic = self.c.pad == "longest"
-        self.step.model.look(self.device)
+        if not self.c.random:  # else it has been done
+            self.step.model.look(self.device)
         if self.c.pad == "pack":
             self.step.model.check_packed(self.device)
         if self.blank.noise:
