@@ -336,6 +336,11 @@ def test_a_template_that_writes_the_date_writes_the_same_every_day(batches, toke
         assert preview(stream.example(0), tokenizer(), False).startswith("26 Jul 2024|2024-07-26<|im_start|>user")
 
 
+def test_a_template_whose_date_cannot_be_fixed_is_refused(batches):
+    with pytest.raises(DataError, match="a chat template without today's date, found strftime_now of a variable"):
+        batches([dict(messages=TURNS)], "{% set how = '%Y' %}{{ strftime_now(how) }}" + TEMPLATES["qwen2.5"])
+
+
 def test_a_template_may_refuse_a_conversation(batches):
     twice = dict(messages=[TURNS[0], *TURNS[:2]])
     with pytest.raises(DataError, match="line 2: .* found TemplateError: roles must alternate"):

@@ -188,7 +188,7 @@ class _Reader:
             raise unusable(self.name, "a chat template, which messages need", "none", fix)
         template = self.tokenizer.get_chat_template(tools=tools)
         template = NOW.sub(lambda call: repr(DATE.strftime(call[2])), template)
-        if "strftime_now" in template:
+        if "strftime_now(" in template:
             fix = "put a date into it: examples must be the same on every day"
             raise unusable(self.name, "a chat template without today's date", "strftime_now of a variable", fix)
         used = dict(tools=tools, tool_calls=any(each.get("tool_calls") for each in messages))
