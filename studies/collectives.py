@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from studies.study import about, check_ranks, curves, main, milliseconds, on_ranks, published
+from studies.study import about, check_ranks, curves, main, milliseconds, on_ranks, published, table_of
 from trainer.attention import DTYPES
 from trainer.costs import sent_bytes
-from trainer.distributed.terminal import grouped, markdown
+from trainer.distributed.terminal import grouped
 
 LIBRARY = "all_reduce", "all_gather", "reduce_scatter"
 OPS = *LIBRARY, "broadcast", "exchange", "ring"
@@ -213,7 +213,7 @@ def table(rows: list[dict]) -> tuple[str, str]:
     link = rows[-1].get("link", {})
     text = (f"Backend {rows[0]['setting']['backend']}; ranks of one machine. The link of the last row: "
             f"{link.get('alpha_us')} us and {link.get('gb_per_s')} GB/s.")  # fmt: skip
-    return about(rows, text), markdown(list(zip(heads, map(list, zip(*lines, strict=True)), strict=True)))
+    return about(rows, text), table_of(heads, lines)
 
 
 def figure(rows: list[dict], folder) -> list:

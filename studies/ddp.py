@@ -25,11 +25,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from model import Transformer
 from studies.collectives import fit
-from studies.study import about, check_ranks, curves, main, milliseconds, on_ranks, published
+from studies.study import about, check_ranks, curves, main, milliseconds, on_ranks, published, table_of
 from trainer import config as config_flags
 from trainer.costs import link, measured, sent_bytes
 from trainer.distributed import simulated_world
-from trainer.distributed.terminal import grouped, markdown
+from trainer.distributed.terminal import grouped
 from trainer.parallelize import build, model_config
 from trainer.profiling.timing import stats
 
@@ -263,7 +263,7 @@ def table(rows: list[dict]) -> tuple[str, str]:
     c = rows[0]["setting"]
     text = (f"Depth {c['depth']}, width {c['width']}, {c['batch']} x {c['seqlen']} tokens a rank, fp32; simulated link "
             f"{c['link']}. Published: the xl model on 2 GPUs.")  # fmt: skip
-    return about(rows, text), markdown(list(zip(heads, map(list, zip(*lines, strict=True)), strict=True)))
+    return about(rows, text), table_of(heads, lines)
 
 
 def figure(rows: list[dict], folder) -> list:

@@ -23,9 +23,9 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from model import Block, ModelConfig
-from studies.study import about, curves, main, milliseconds
+from studies.study import about, curves, main, milliseconds, table_of
 from trainer.costs import kept_per_block
-from trainer.distributed.terminal import grouped, markdown
+from trainer.distributed.terminal import grouped
 from trainer.profiling.timing import stats
 
 SMALL = dict(stages=4, replicas=2, batch=16, width=128, head_dim=32, layers=6, seqlen=32)
@@ -223,7 +223,7 @@ def table(rows: list[dict]) -> tuple[str, str]:
     text = (f"{c['stages']} stages of {c['layers']} layers, width {c['width']}, {c['seqlen']} tokens, a batch of "
             f"{c['batch']} over {c['replicas']} replicas. t_f and t_b are medians of one stage.")  # fmt: skip
     heads = "setting", "t_f + t_b, ms", "by formula", "simulated, or counted", "note"
-    return about(rows, text), markdown(list(zip(heads, map(list, zip(*lines, strict=True)), strict=True)))
+    return about(rows, text), table_of(heads, lines)
 
 
 def figure(rows: list[dict], folder) -> list:

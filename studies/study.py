@@ -35,7 +35,7 @@ import torch.multiprocessing as multiprocessing
 from gloo import one_worker_thread
 from model import ModelConfig, Transformer
 from trainer.costs import device_peak
-from trainer.distributed.terminal import did_you_mean, fail, one_line, ranks, tell
+from trainer.distributed.terminal import did_you_mean, fail, markdown, one_line, ranks, tell
 from trainer.experiments.logging import append_jsonl, check_writable, read_jsonl
 from trainer.profiling import memory, timing
 from trainer.report.published import REFERENCE
@@ -246,6 +246,11 @@ def about(rows: list[dict], text: str) -> str:
 
     dirty = " (uncommitted changes)" * any(row.get("dirty") for row in rows)
     return f"**{rows[0]['study']}**: commit {each('commit')}{dirty}, torch {each('torch')}, {each('device')}. {text}"
+
+
+def table_of(heads: Iterable[str], lines: list[tuple[str, ...]]) -> str:
+    """A Markdown table of titles and lines, of which there may be none."""
+    return markdown([(title, [line[i] for line in lines]) for i, title in enumerate(heads)])
 
 
 def curves(folder: Path, name: str, made: dict[str, list[tuple]], x: str, y: str, marks: dict[str, float] | None = None,

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from model import Transformer
 from studies.ddp import FULL, SMALL, Reducer, words
-from studies.study import about, check_ranks, main, milliseconds, on_ranks, published
+from studies.study import about, check_ranks, main, milliseconds, on_ranks, published, table_of
 from trainer.costs import link, sent_bytes
 from trainer.distributed import simulated_world
-from trainer.distributed.terminal import grouped, markdown
+from trainer.distributed.terminal import grouped
 from trainer.optimizer import local
 from trainer.parallelize import build, model_config
 from trainer.profiling.memory import memory_now
@@ -236,7 +236,7 @@ def table(rows: list[dict]) -> tuple[str, str]:
             f"stage 1 as published would send {stage_1:.2f} MiB a step. The rest is of the device's allocator, or on a "
             "CPU of the whole process.")  # fmt: skip
     heads = ("way", "moment", *PIECES, "by arithmetic", "rest", "step ms", "sent MiB", "published")
-    return about(rows, text), markdown(list(zip(heads, map(list, zip(*lines, strict=True)), strict=True)))
+    return about(rows, text), table_of(heads, lines)
 
 
 def figure(rows: list[dict], folder) -> list:

@@ -145,6 +145,11 @@ def test_a_bad_flag_of_all_studies_is_one_line(capfd, words, told):
     assert exit.value.code == 2 and told in one_line(capfd.readouterr().err)
 
 
+def test_a_table_may_have_no_lines():
+    assert study.table_of(("a", "b"), [("x", "1"), ("y", "2")]) == "| a | b |\n|---|---:|\n| x | 1 |\n| y | 2 |"
+    assert study.table_of(("a", "b"), []) == "| a | b |\n|---|---|"
+
+
 def test_a_plot_leaves_out_what_a_logarithm_has_not(tmp_path):
     plots = pytest.importorskip("trainer.report.plots", exc_type=ImportError)
     svg, png = study.curves(tmp_path, "toy", {"a": [(44, 0.0), (55, None), (66, 8.0)]}, "x", "y", {"here": 60})
