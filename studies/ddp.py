@@ -15,6 +15,7 @@ import argparse
 import math
 import statistics
 import sys
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 
@@ -87,9 +88,10 @@ class Reducer:
         self.number = {p: i for i, bucket in enumerate(self.buckets) for p in bucket}
         self.on, self.works = True, []
         self.left = [len(bucket) for bucket in self.buckets]
-        if overlap:
+        if overlap:  # a hook that held this object would keep the parameters alive: autograd's hooks are not collected
+            ready = weakref.WeakMethod(self.ready)
             for p in params:
-                p.register_post_accumulate_grad_hook(self.ready)
+                p.register_post_accumulate_grad_hook(lambda p: (own := ready()) and own(p))
         self.overlap = overlap
 
     def ready(self, p: nn.Parameter) -> None:

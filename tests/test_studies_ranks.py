@@ -4,6 +4,7 @@
 """
 
 import functools
+import gc
 import json
 
 import pytest
@@ -239,6 +240,17 @@ def test_a_simulated_step_sends_every_gradient_once(isolated, way, calls):
     assert row["nbytes"] == nbytes and row["calls"] == (calls or (len(params) if way == "naive" else row["calls"]))
     assert row["communication_ms"] == pytest.approx(0.1 * row["calls"] + nbytes * 2 * 7 / 8 / 1e6, abs=2e-3)
     assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("way", ["overlap", "bucketed"])
+def test_a_setting_leaves_no_parameters_behind(isolated, way):
+    def alive() -> int:
+        gc.collect()
+        return sum(isinstance(each, torch.nn.Parameter) for each in gc.get_objects())
+
+    before = alive()
+    ddp.simulated(dict(kind="simulated", ranks=8, link="100:1", way=way, mb=0.01) | DIMS, 1, torch.device("cpu"))
+    assert alive() == before
 
 
 @pytest.mark.slow
