@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from studies.study import about, check_ranks, curves, main, milliseconds, on_ranks, published, table_of
+from studies.study import about, check_ranks, curves, default_ranks, main, milliseconds, on_ranks, published, table_of
 from trainer.attention import DTYPES
 from trainer.costs import sent_bytes
 from trainer.distributed.terminal import grouped
@@ -41,12 +41,11 @@ def flags(parser) -> None:
 
 def check(args) -> None:
     """Fills in what was not given. ValueError: ranks that there are not, a backend that is not there."""
-    args.ranks = args.ranks or ([2, 4] if args.small else [2, 4, 6])
+    if args.ranks:
+        check_ranks(args.ranks, args.device)
+    args.ranks = args.ranks or default_ranks([2, 4] if args.small else [2, 4, 6], args.device)
     args.mb = args.mb or ([0.01, 1, 10] if args.small else [1, 10, 100, 1000])
     args.backend = args.backend or ("nccl" if args.device == "cuda" else "gloo")
-    check_ranks(args.ranks, args.device)
-    if min(args.ranks) < 2:
-        raise ValueError(f"--ranks {min(args.ranks)}: one rank has nobody to talk to; give 2 or more")
     known = [name for name in ("gloo", "nccl") if dist.is_backend_available(name)]
     if args.backend not in known or (args.backend == "nccl") > (args.device == "cuda"):
         there = [name for name in known if name != "nccl" or args.device == "cuda"]

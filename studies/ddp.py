@@ -50,13 +50,15 @@ def flags(parser) -> None:
 
 def check(args) -> None:
     """Fills in what was not given. ValueError: no such link, ranks that there are not."""
-    args.world, args.ranks = args.world or 8, args.ranks or 2
+    if args.ranks:
+        check_ranks([args.ranks], args.device)
+    if args.world == 1:
+        raise ValueError("--world 1: one rank has nobody to talk to; give 2 or more")
+    args.world, args.ranks = args.world or 8, args.ranks or 2  # with one GPU there are simulated ranks alone
     args.link = measured(args.link or ("500:0.2" if args.small else "ndr-ib"))
     args.buckets = args.buckets or ([0.2, 0.5, 1, 2] if args.small else [1, 10, 100, 1000])
     if not link(args.link).latency_s or link(args.link).bytes_per_s == math.inf:
         raise ValueError(f"--link {args.link}: has no latency or takes no time; the best bucket needs both")
-    if args.device == "cpu" or args.ranks > 2:  # with one GPU there are simulated ranks alone
-        check_ranks([args.ranks], args.device)
 
 
 def settings(args) -> list[dict]:

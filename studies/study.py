@@ -125,13 +125,15 @@ def newest(name: str, rows: Iterable[dict]) -> list[dict]:
 
 def run(name: str, settings: list[dict], measure: Callable, args: argparse.Namespace) -> list[dict]:
     """Measures what has no row yet on this device and commit and appends it, a row per setting. Returns a row for each
-    setting. What failed before is tried again; what ran out of memory is not."""
+    setting. What failed before, or has a row of
+    changes that were not committed, is measured again; what ran out of memory is not."""
     device = torch.device(args.device)
     here = timing.environment(device)
     before = read_jsonl(args.results) if args.results.exists() and not args.again else []
     alike = ["device", "torch"] + ["commit"] * (not args.any_commit)
-    done = {json.dumps(row["setting"], sort_keys=True): row for row in before if row.get("study") == name
-            and all(row[key] == here[key] for key in alike) and not row["outcome"].startswith("failed")}  # fmt: skip
+    done = {json.dumps(row["setting"], sort_keys=True): row for row in before
+            if row.get("study") == name and "setting" in row and not row["outcome"].startswith(("failed", "n/a"))
+            and all(row[key] == here[key] for key in alike) and (args.any_commit or not row.get("dirty"))}  # fmt: skip
     rows = []
     for number, setting in enumerate(settings, 1):
         known = done.get(json.dumps(setting, sort_keys=True))
@@ -147,14 +149,14 @@ def run(name: str, settings: list[dict], measure: Callable, args: argparse.Names
 
 
 def outcome(measure: Callable, setting: dict, args: argparse.Namespace) -> dict:
-    """What `measure` found, with "outcome": ok; "OOM .." or "failed: .." for an exception; "refused: .." where a time
-    beats the peak of the device, in which case nothing of it is kept. Figures name what can be checked like this in
-    `flops`, {"forward": FLOPs} for "forward_ms"."""
+    """What `measure` found, with "outcome": ok; "OOM ..", "n/a: .." (ranks that are not there) or "failed: .." for an
+    exception; "refused: .." where a time beats the peak of the device, in which case nothing of it is kept. Figures
+    name what can be checked like this in `flops`, {"forward": FLOPs} for "forward_ms"."""
     device = torch.device(args.device)
     try:
         found = {"outcome": "ok"} | measure(setting, args)
     except Exception as error:  # is a result; the other settings still run
-        kind = "OOM" if memory.out_of_memory(error) else "failed:"
+        kind = "OOM" if memory.out_of_memory(error) else "n/a:" if isinstance(error, NoRanks) else "failed:"
         return {"outcome": f"{kind} {one_line(error)}"}
     told = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     for name, flops in found.get("flops", {}).items():
@@ -195,17 +197,31 @@ def transformer(size: str, device, **more) -> Transformer:
     return model
 
 
-def check_ranks(numbers: list[int], device: str, flag: str = "--ranks") -> None:
-    """ValueError for more ranks than there are GPUs, or than a CPU is asked to bear."""
+class NoRanks(ValueError):
+    """A number of ranks that a study cannot start."""
+
+
+def check_ranks(numbers: list[int], device: str, flag: str = "--ranks", least: int = 2) -> None:
+    """NoRanks for less than `least`, for more than there are GPUs, or than a CPU is asked to bear."""
     most = torch.cuda.device_count() if device == "cuda" else MOST_RANKS
+    if min(numbers) < least:
+        raise NoRanks(f"{flag} {min(numbers)}: one rank has nobody to talk to; give 2 or more")
     if max(numbers) > most:
-        there = f"there are {most} GPUs" if device == "cuda" else f"a study starts {most} processes at most"
-        raise ValueError(f"{flag} {max(numbers)}: {there}; give {most} or less")
+        there = f"GPUs there are: {most}" if device == "cuda" else f"a study starts {most} processes at most"
+        raise NoRanks(f"{flag} {max(numbers)}: {there}; {f'give {most} or less' if most > 1 else 'use --device cpu'}")
+
+
+def default_ranks(numbers: list[int], device: str) -> list[int]:
+    """Those of them that a study can start; where it can start none the first, whose row then says so."""
+    most = torch.cuda.device_count() if device == "cuda" else MOST_RANKS
+    return [n for n in numbers if n <= most] or numbers[:1]
 
 
 def on_ranks(n: int, work: Callable, *args, device: str = "cpu", backend: str | None = None) -> list:
     """work(rank, torch.device, *args) on n new processes, the ranks of a process group; what each returns. `work` is a
-    function of a module. A rank's exception ends all of them and is raised here as a RuntimeError of one line."""
+    function of a module. A rank's exception ends all of them and is raised here as a RuntimeError of one line.
+    NoRanks: more ranks than check_ranks allows."""
+    check_ranks([n], device, least=1)
     threads = max(1, torch.get_num_threads() // n)
     backend = backend or ("nccl" if device == "cuda" else "gloo")
     heavy = ["studies.study", "trainer.parallelize"]  # imported once, and not in every rank

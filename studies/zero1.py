@@ -107,12 +107,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 
 def flags(parser) -> None:
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--ranks", type=int, help="(2)")
 
 
 def check(args) -> None:
-    """ValueError: ranks that there are not."""
-    check_ranks([args.ranks], args.device)
+    """Fills in what was not given. ValueError: ranks that there are not."""
+    if args.ranks:
+        check_ranks([args.ranks], args.device)
+    args.ranks = args.ranks or 2  # if there is one GPU, the rows say so
 
 
 def settings(args) -> list[dict]:

@@ -47,8 +47,9 @@ def test_a_study_under_torchrun_and_a_gpu_that_is_not_there_are_refused(call_stu
     assert "without torchrun" in one_line(call_study(accounting).err)
 
 
-def test_rows_are_appended_once_and_a_failure_is_tried_again(call_study, tmp_path, capfd):
-    tried = []
+def test_rows_are_appended_once_and_a_failure_is_tried_again(call_study, tmp_path, capfd, monkeypatch):
+    tried, here = [], study.timing.environment(torch.device("cpu")) | dict(dirty=False)
+    monkeypatch.setattr(study.timing, "environment", lambda device: here)
 
     def measure(setting, args):
         tried.append(setting["x"])
@@ -75,7 +76,14 @@ def test_rows_are_appended_once_and_a_failure_is_tried_again(call_study, tmp_pat
     assert tried[4:] == [1, 2, 3]
     args.again = True
     study.run("toy", settings[:1], measure, args)
-    assert tried[7:] == [1] and "there already" in capfd.readouterr().out
+    assert tried[7:] == [1]
+    others = [dict(study="toy", setting=settings[1], outcome="ok") | here | dict(dirty=True)]
+    others += [dict(study="toy", seqlen=8, outcome="ok") | here]  # of a time before rows had settings
+    results.write_text("".join(json.dumps(row) + "\n" for row in others))
+    args.again = False
+    study.run("toy", settings[1:2], measure, args)
+    assert tried[8:] == [2]
+    assert "there already" in capfd.readouterr().out
 
 
 def test_a_time_above_the_peak_of_a_device_is_no_result(monkeypatch):
@@ -123,15 +131,16 @@ def test_report_refuses_what_is_no_study(isolated, capfd, argv, told):
     assert exit.value.code == 2 and told in capfd.readouterr().err
 
 
-def test_all_studies_run_one_after_the_other(monkeypatch):
+@pytest.mark.parametrize("code", [2, 3])
+def test_all_studies_run_one_after_the_other(monkeypatch, code):
     ran = []
 
     def run(command):
         ran.append(command)
-        return SimpleNamespace(returncode=3 * ("studies.pipeline" in command[2]))
+        return SimpleNamespace(returncode=code * ("studies.pipeline" in command[2]))
 
     monkeypatch.setattr(everything.subprocess, "run", run)
-    assert everything.main(["--small", "--", "--repeat", "2"]) == 3 * ("pipeline" in study.names())
+    assert everything.main(["--small", "--", "--repeat", "2"]) == code * ("pipeline" in study.names())
     assert ran[0] == [sys.executable, "-m", f"studies.{study.names()[0]}", "--small", "--repeat", "2"]
     assert len(ran) == len(study.names())
 

@@ -3,6 +3,7 @@
     pytest tests/test_studies_ranks.py        # one spawn of four gloo ranks, and the ranks that studies start
 """
 
+import argparse
 import functools
 import gc
 import json
@@ -168,6 +169,30 @@ def test_ranks_and_backends_that_are_not_there_are_one_line(call_study, words, t
     assert done.code == 2 and told in one_line(done.err)
 
 
+@pytest.mark.parametrize("gpus", [1, 4])
+def test_without_a_flag_a_study_takes_the_gpus_that_are_there(monkeypatch, gpus):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    for module in (collectives, ddp, zero1):
+        args = study.Parser()
+        module.flags(args)
+        args = args.parse_args([], argparse.Namespace(small=False, device="cuda", repeat=1))
+        monkeypatch.setattr(dist, "is_backend_available", lambda name: True)
+        module.check(args)
+        found = module.settings(args)
+        real = {c["ranks"] for c in found if c.get("kind") != "simulated"}
+        if gpus == 4:
+            assert real == ({2, 4} if module is collectives else {2})
+        elif module is not ddp:
+            monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "none")
+            told = study.outcome(module.measure, found[0], args)["outcome"]
+            assert told == "n/a: NoRanks: --ranks 2: GPUs there are: 1; use --device cpu"
+        else:
+            assert found and not real
+        args.ranks = [5] if module is collectives else 5
+        with pytest.raises(ValueError, match="--ranks 5: GPUs there are"):
+            module.check(args)
+
+
 DIMS = dict(block="llama", depth=1, width=16, head_dim=8, vocab=256, seqlen=8, batch=2)
 
 
@@ -271,6 +296,7 @@ def test_ddp_prints_the_best_bucket_of_a_link(call_study, tmp_path, monkeypatch)
     (["--link", "none"], "--link none: has no latency or takes no time"), (["--link", "fast"], "--link fast: must be"),
     (["--ranks", "99"], "--ranks 99: a study starts 16"), (["--buckets", "0"], "--buckets 0: must be above 0"),
     (["--link", "measured:none.jsonl"], "--link measured:none.jsonl: No such file"), (["--world", "0"], "--world 0: "),
+    (["--ranks", "1"], "--ranks 1: one rank has nobody"), (["--world", "1"], "--world 1: one rank has nobody"),
 ])  # fmt: skip
 def test_ddp_refuses_links_ranks_and_buckets_that_do_not_fit(call_study, words, told):
     done = call_study(ddp, *words)
