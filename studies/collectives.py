@@ -186,7 +186,7 @@ def ring_ms(row: dict, nbytes: float) -> float:
 
 
 def table(rows: list[dict]) -> tuple[str, str]:
-    """A line per collective and size, then what two sizes of the published table say."""
+    """A line per collective and size, then the published table and what two of its sizes say."""
     theirs = {(float(p["mb"]), int(p["processes"]), p["backend"]): float(p["mean_s"]) for p in published("allreduce")}
     lines = []
     for row in rows:
@@ -203,15 +203,18 @@ def table(rows: list[dict]) -> tuple[str, str]:
                 line = op.replace("_", "-"), str(n), f"{mb:g} {c['dtype']}", f"{ms:.3f}", *rates, f"{formula:.3f}"
                 lines.append((*line, fitted, grouped(told and 1e3 * told, 0, missing="")))
     for (mb, n, backend), seconds in theirs.items():
-        if (mb, backend) == (1000, "nccl"):
-            first = theirs[1, n, backend]
-            rate = f"{0.999 / (seconds - first):.1f} GB/s, and {1e3 * first:.0f} ms of start-up"
-            lines.append(("published nccl", str(n), "1 and 1000", "", "", "", "", rate, f"{seconds / first:.2f} times"))
+        first, rate = theirs.get((1, n, backend)), ""
+        if first and mb == 1000:  # W, as of ours, is of what a rank sends
+            speed = sent_bytes("all_reduce", 0.999, n) / (seconds - first)
+            rate = f"{1e3 * first:.0f} ms of start-up, and {speed:.1f} GB/s from 1 to 1000 MB"
+        line = f"published {backend}", str(n), f"{mb:g}", "", "", "", "", rate
+        lines.append((*line, grouped(1e3 * seconds)))
     heads = ("collective", "n", "MB, dtype", "ms, median", "algorithm GB/s", "bus GB/s", "by fit; ring: by formula, ms",
              "alpha, W, residual", "published ms")  # fmt: skip
-    link = rows[-1].get("link", {})
-    text = (f"Backend {rows[0]['setting']['backend']}; ranks of one machine. The link of the last row: "
-            f"{link.get('alpha_us')} us and {link.get('gb_per_s')} GB/s.")  # fmt: skip
+    last = next((row["link"] for row in reversed(rows) if "link" in row), None)
+    speed = f"{last['gb_per_s']} GB/s" if last and last["gb_per_s"] else "no bandwidth to be seen"
+    told = f"The link that was fitted last: {last['alpha_us']} us and {speed}." if last else "No link was fitted."
+    text = f"Backend {rows[0]['setting']['backend']}; ranks of one machine. {told}"
     return about(rows, text), table_of(heads, lines)
 
 

@@ -243,9 +243,13 @@ def constants(rows: list[dict]) -> tuple[float, float] | None:
 
 def table(rows: list[dict]) -> tuple[str, str]:
     """A line per way, then the best bucket by formula; published steps are of other sizes and no ratio is taken."""
-    theirs, lines = {p["variant"]: p for p in published("ddp")}, []
-    for kind in dict.fromkeys(row["setting"]["kind"] for row in rows):
-        own = [row for row in rows if row["setting"]["kind"] == kind]
+    theirs, lines, used = {p["variant"]: p for p in published("ddp")}, [], set()
+
+    def place(row: dict) -> tuple[str, int]:
+        return row["setting"]["kind"], row["setting"]["ranks"]
+
+    for kind, ranks in dict.fromkeys(map(place, rows)):
+        own = [row for row in rows if place(row) == (kind, ranks)]
         found, nbytes = constants(own), max(row.get("nbytes", 0) for row in own)
         for row in own:
             c = row["setting"]
@@ -254,14 +258,15 @@ def table(rows: list[dict]) -> tuple[str, str]:
             step, exposed, sent = (row.get(key) for key in ("step_ms", "exposed_ms", "communication_ms"))
             share = [f"{100 * each / step:.0f}" if each is not None and step else "" for each in (sent, exposed)]
             model = 1e3 * overhead(row["calls"], nbytes, *found) if c["way"] == "bucketed" and found and step else None
-            told = f"{float(other['step_s']):.3f}" if other.get("step_s") else other.get("notes", "")
-            lines.append((f"{kind}, {c['ranks']}", name, grouped(step or row["outcome"], 1), str(row.get("calls", "")),
-                          *share, grouped(exposed, 1, ""), grouped(model, 1, ""), told))  # fmt: skip
+            lines.append((f"{kind}, {ranks}", name, grouped(step or row["outcome"], 1), str(row.get("calls", "")),
+                          *share, grouped(exposed, 1, ""), grouped(model, 1, ""), seconds(other)))  # fmt: skip
+            used.add(other.get("variant"))
         if found and nbytes:
             n, size = best(nbytes, *found)
             least = grouped(1e3 * overhead(n, nbytes, *found), 1)
             words = f"best by formula: {size / 1e6:.2g} MB"
-            lines.append((f"{kind}, {own[0]['setting']['ranks']}", words, "", f"{n:.1f}", "", "", "", least, ""))
+            lines.append((f"{kind}, {ranks}", words, "", f"{n:.1f}", "", "", "", least, ""))
+    lines += [("published, 2", name, *[""] * 6, seconds(p)) for name, p in theirs.items() if name not in used]
     heads = ("ranks", "way", "step ms", "all-reduces", "communication %", "exposed %", "exposed ms", "by formula, ms",
              "published step s")  # fmt: skip
     c = rows[0]["setting"]
@@ -270,14 +275,19 @@ def table(rows: list[dict]) -> tuple[str, str]:
     return about(rows, text), table_of(heads, lines)
 
 
+def seconds(line: dict) -> str:
+    """Of a step, as published; what is said where there is none."""
+    return f"{float(line['step_s']):.3f}" if line.get("step_s") else line.get("notes", "")
+
+
 def figure(rows: list[dict], folder) -> list:
     """Exposed time of simulated ranks over the size of a bucket, the formula, and its best bucket."""
     own = [row for row in rows if row["setting"]["kind"] == "simulated" and row["outcome"] == "ok"]
     found = constants(own) if own else None
     nbytes = max((row["nbytes"] for row in own), default=0)
     made = {"measured": [(row["setting"]["mb"], row["exposed_ms"]) for row in own if "mb" in row["setting"]]}
-    sizes = [mb for mb, _ in made["measured"]]
-    made["n o + s / (n w)"] = [(mb, 1e3 * overhead(nbytes / 1e6 / mb, nbytes, *found)) for mb in sizes] if found else []
+    made["n o + s / (n w)"] = [(row["setting"]["mb"], 1e3 * overhead(row["calls"], nbytes, *found))
+                               for row in own if found and "mb" in row["setting"]]  # fmt: skip
     marks = {"best by formula": best(nbytes, *found)[1] / 1e6} if found else {}
     return curves(folder, "ddp", made, "MB of a bucket", "exposed ms of a step", marks)
 
