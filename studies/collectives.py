@@ -29,6 +29,7 @@ from trainer.distributed.terminal import grouped
 LIBRARY = "all_reduce", "all_gather", "reduce_scatter"
 OPS = *LIBRARY, "broadcast", "exchange", "ring"
 KINDS = DTYPES | {"fp16": torch.float16}
+SAME = ("backend",)
 
 
 def flags(parser) -> None:

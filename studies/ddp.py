@@ -36,6 +36,7 @@ from trainer.profiling.timing import stats
 
 SMALL = dict(block="llama", depth=2, width=128, head_dim=32, vocab=1024, seqlen=64, batch=4)
 FULL = dict(block="llama", depth=48, width=1600, head_dim=64, vocab=10000, seqlen=128, batch=4)  # the xl model
+SAME = *SMALL, "link"
 WAYS = "naive", "flat", "overlap", "bucketed", "ddp", "ours"
 THEIRS = {"naive": "naive (one all-reduce per parameter)", "flat": "flat (one all-reduce of all gradients)",
           "overlap": "overlap individual parameters"}  # fmt: skip

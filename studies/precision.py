@@ -103,17 +103,19 @@ class Toy(nn.Module):
 
 
 class autocast:
-    """torch.autocast, which turns itself off for CUDA on a machine that has none."""
+    """torch.autocast, which turns itself off for CUDA on a machine that has none; not to be nested."""
 
     def __init__(self, device: str, dtype: torch.dtype):
         self.device, self.dtype = device, dtype
 
     def __enter__(self):
+        self.before = torch.get_autocast_dtype(self.device)
         torch.set_autocast_dtype(self.device, self.dtype)
         torch.set_autocast_enabled(self.device, True)
 
     def __exit__(self, *_):
         torch.set_autocast_enabled(self.device, False)
+        torch.set_autocast_dtype(self.device, self.before)
         torch.clear_autocast_cache()
 
 

@@ -8,6 +8,7 @@ A study is a module of this folder: a question, its formula, its measurement, an
     figure(rows, folder) -> [Path]      # one plot; plots.NoFigure says why there is none
     flags(parser), check(args)          # if it has flags of its own; check raises ValueError, one line with the fix
     instead(args) -> bool               # if it can do something else than measure: whether it has
+    SAME = "batch",                     # what settings of one table have in common, if there is any
 
 `python -m studies.NAME` runs `main`, `python -m studies` all of them, `python -m trainer.report --study NAME` prints
 the table of rows that are there. A study that needs ranks starts them itself (`on_ranks`): no torchrun.
@@ -84,9 +85,20 @@ def arguments(study: ModuleType, argv: list[str]) -> argparse.Namespace:
         args.device = ("cuda" if cuda else "cpu") if args.device == "auto" else args.device
         getattr(study, "check", bool)(args)
         check_writable(args.results)
+        args.plots = args.plots or args.results.parent / "plots"
+        check_folder(args.plots)
     except ValueError as error:
         fail(str(error), 0)
     return args
+
+
+def check_folder(path: Path) -> None:
+    """Makes the folder of --plots. ValueError: it cannot be written."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path).close()
+    except OSError as error:
+        raise ValueError(f"--plots {path}: {error.strerror}; name a folder that can be written") from None
 
 
 def default_results(name: str, small: bool) -> Path:
@@ -111,10 +123,13 @@ def study(name: str) -> ModuleType:
 
 
 def newest(name: str, rows: Iterable[dict]) -> list[dict]:
-    """The last row of each setting on each device and torch, in the order of the first. ValueError if there is none."""
-    last = {}
-    for row in rows:
-        if row.get("study") == name and "setting" in row:
+    """The last row of each setting on each device and torch, in the order of the first. What SAME of a study names must
+    be as it was last, for all rows that have it. ValueError if there is no row."""
+    last, same = {}, getattr(study(name), "SAME", ()) if name in names() else ()
+    own = [row for row in rows if row.get("study") == name and "setting" in row]
+    alike = {key: value for row in own for key, value in row["setting"].items() if key in same and value is not None}
+    for row in own:
+        if all(row["setting"].get(key) in (None, value) for key, value in alike.items()):
             key = json.dumps([row["setting"], row["device"], row["torch"]], sort_keys=True)
             if row["outcome"] == "ok" or last.get(key, {}).get("outcome") != "ok":
                 last[key] = row
@@ -231,7 +246,8 @@ def on_ranks(n: int, work: Callable, *args, device: str = "cpu", backend: str | 
             all_args = (n, folder, device, backend, threads, work, args)
             multiprocessing.start_processes(_rank, all_args, n, start_method="forkserver")
         except multiprocessing.ProcessRaisedException as error:
-            raise RuntimeError(str(error).strip().splitlines()[-1]) from error
+            last = str(error).rpartition("Traceback (most recent call last):")[2].splitlines()
+            raise RuntimeError(next(line for line in last if line.strip() and line[0] != " ")) from error
         return [pickle.loads((Path(folder) / f"{rank}").read_bytes()) for rank in range(n)]
 
 
@@ -315,7 +331,7 @@ def main(module: ModuleType, argv: list[str] | None = None) -> int:
     told, text = module.table(rows)
     print("", told, "", text, "", sep="\n")
     try:
-        print(*module.figure(rows, args.plots or args.results.parent / "plots"), sep="\n")
+        print(*module.figure(rows, args.plots), sep="\n")
     except ImportError as error:  # matplotlib
         print(f"no plot: {error}; pip install matplotlib, or the extra plot")
     except ValueError as error:  # plots.NoFigure, which only matplotlib's users can import

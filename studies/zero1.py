@@ -30,6 +30,7 @@ from trainer.parallelize import build, model_config
 from trainer.profiling.memory import memory_now, peak, reset_peak
 from trainer.profiling.timing import stats
 
+SAME = *SMALL, "ranks"
 WAYS = "whole", "sharded", "fully_shard"
 THEIRS = {"whole": "replicated", "sharded": "sharded"}
 PIECES = "parameters", "gradients", "states"
