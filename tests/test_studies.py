@@ -30,8 +30,9 @@ def test_a_study_has_what_the_shared_part_calls(name):
 @pytest.mark.parametrize(("words", "told"), [
     (["--repeat", "0"], "--repeat 0: must be at least 1"), (["--foo"], "--foo: no such flag"),
     (["--device", "gpu"], "--device: invalid choice"),
-    (["--results", "/proc/none/x.jsonl"], "--results /proc/none/x.jsonl"),
-    (["--plots", "/proc/none"], "--plots /proc/none: "), (["--plots", __file__], f"--plots {__file__}: File exists"),
+    (["--small", "--results", "/proc/none/x.jsonl"], "--results /proc/none/x.jsonl"),
+    (["--small", "--plots", "/proc/none"], "--plots /proc/none: "),
+    (["--small", "--plots", __file__], f"--plots {__file__}: File exists"),
 ])  # fmt: skip
 def test_a_bad_flag_is_one_line(call_study, name, words, told):
     done = call_study(study.study(name), *words)
