@@ -21,14 +21,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from studies.study import about, check_ranks, curves, main, milliseconds, on_ranks, published
+from studies.study import about, check_ranks, curves, default_ranks, main, milliseconds, on_ranks, published, table_of
 from trainer.attention import DTYPES
 from trainer.costs import sent_bytes
-from trainer.distributed.terminal import grouped, markdown
+from trainer.distributed.terminal import grouped
 
 LIBRARY = "all_reduce", "all_gather", "reduce_scatter"
 OPS = *LIBRARY, "broadcast", "exchange", "ring"
 KINDS = DTYPES | {"fp16": torch.float16}
+SAME = ("backend",)
 
 
 def flags(parser) -> None:
@@ -41,12 +42,11 @@ def flags(parser) -> None:
 
 def check(args) -> None:
     """Fills in what was not given. ValueError: ranks that there are not, a backend that is not there."""
-    args.ranks = args.ranks or ([2, 4] if args.small else [2, 4, 6])
+    if args.ranks:
+        check_ranks(args.ranks, args.device)
+    args.ranks = args.ranks or default_ranks([2, 4] if args.small else [2, 4, 6], args.device)
     args.mb = args.mb or ([0.01, 1, 10] if args.small else [1, 10, 100, 1000])
     args.backend = args.backend or ("nccl" if args.device == "cuda" else "gloo")
-    check_ranks(args.ranks, args.device)
-    if min(args.ranks) < 2:
-        raise ValueError(f"--ranks {min(args.ranks)}: one rank has nobody to talk to; give 2 or more")
     known = [name for name in ("gloo", "nccl") if dist.is_backend_available(name)]
     if args.backend not in known or (args.backend == "nccl") > (args.device == "cuda"):
         there = [name for name in known if name != "nccl" or args.device == "cuda"]
@@ -187,7 +187,7 @@ def ring_ms(row: dict, nbytes: float) -> float:
 
 
 def table(rows: list[dict]) -> tuple[str, str]:
-    """A line per collective and size, then what two sizes of the published table say."""
+    """A line per collective and size, then the published table and what two of its sizes say."""
     theirs = {(float(p["mb"]), int(p["processes"]), p["backend"]): float(p["mean_s"]) for p in published("allreduce")}
     lines = []
     for row in rows:
@@ -204,16 +204,19 @@ def table(rows: list[dict]) -> tuple[str, str]:
                 line = op.replace("_", "-"), str(n), f"{mb:g} {c['dtype']}", f"{ms:.3f}", *rates, f"{formula:.3f}"
                 lines.append((*line, fitted, grouped(told and 1e3 * told, 0, missing="")))
     for (mb, n, backend), seconds in theirs.items():
-        if (mb, backend) == (1000, "nccl"):
-            first = theirs[1, n, backend]
-            rate = f"{0.999 / (seconds - first):.1f} GB/s, and {1e3 * first:.0f} ms of start-up"
-            lines.append(("published nccl", str(n), "1 and 1000", "", "", "", "", rate, f"{seconds / first:.2f} times"))
+        first, rate = theirs.get((1, n, backend)), ""
+        if first and mb == 1000:  # W, as of ours, is of what a rank sends
+            speed = sent_bytes("all_reduce", 0.999, n) / (seconds - first)
+            rate = f"{1e3 * first:.0f} ms of start-up, and {speed:.1f} GB/s from 1 to 1000 MB"
+        line = f"published {backend}", str(n), f"{mb:g}", "", "", "", "", rate
+        lines.append((*line, grouped(1e3 * seconds)))
     heads = ("collective", "n", "MB, dtype", "ms, median", "algorithm GB/s", "bus GB/s", "by fit; ring: by formula, ms",
              "alpha, W, residual", "published ms")  # fmt: skip
-    link = rows[-1].get("link", {})
-    text = (f"Backend {rows[0]['setting']['backend']}; ranks of one machine. The link of the last row: "
-            f"{link.get('alpha_us')} us and {link.get('gb_per_s')} GB/s.")  # fmt: skip
-    return about(rows, text), markdown(list(zip(heads, map(list, zip(*lines, strict=True)), strict=True)))
+    last = next((row["link"] for row in reversed(rows) if "link" in row), None)
+    speed = f"{last['gb_per_s']} GB/s" if last and last["gb_per_s"] else "no bandwidth to be seen"
+    told = f"The link that was fitted last: {last['alpha_us']} us and {speed}." if last else "No link was fitted."
+    text = f"Backend {rows[0]['setting']['backend']}; ranks of one machine. {told}"
+    return about(rows, text), table_of(heads, lines)
 
 
 def figure(rows: list[dict], folder) -> list:

@@ -15,6 +15,7 @@ import argparse
 import math
 import statistics
 import sys
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 
@@ -25,16 +26,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from model import Transformer
 from studies.collectives import fit
-from studies.study import about, check_ranks, curves, main, milliseconds, on_ranks, published
+from studies.study import about, check_ranks, curves, main, milliseconds, on_ranks, published, table_of
 from trainer import config as config_flags
 from trainer.costs import link, measured, sent_bytes
 from trainer.distributed import simulated_world
-from trainer.distributed.terminal import grouped, markdown
+from trainer.distributed.terminal import grouped
 from trainer.parallelize import build, model_config
 from trainer.profiling.timing import stats
 
 SMALL = dict(block="llama", depth=2, width=128, head_dim=32, vocab=1024, seqlen=64, batch=4)
 FULL = dict(block="llama", depth=48, width=1600, head_dim=64, vocab=10000, seqlen=128, batch=4)  # the xl model
+SAME = *SMALL, "link"
 WAYS = "naive", "flat", "overlap", "bucketed", "ddp", "ours"
 THEIRS = {"naive": "naive (one all-reduce per parameter)", "flat": "flat (one all-reduce of all gradients)",
           "overlap": "overlap individual parameters"}  # fmt: skip
@@ -49,13 +51,15 @@ def flags(parser) -> None:
 
 def check(args) -> None:
     """Fills in what was not given. ValueError: no such link, ranks that there are not."""
-    args.world, args.ranks = args.world or 8, args.ranks or 2
+    if args.ranks:
+        check_ranks([args.ranks], args.device)
+    if args.world == 1:
+        raise ValueError("--world 1: one rank has nobody to talk to; give 2 or more")
+    args.world, args.ranks = args.world or 8, args.ranks or 2  # with one GPU there are simulated ranks alone
     args.link = measured(args.link or ("500:0.2" if args.small else "ndr-ib"))
     args.buckets = args.buckets or ([0.2, 0.5, 1, 2] if args.small else [1, 10, 100, 1000])
     if not link(args.link).latency_s or link(args.link).bytes_per_s == math.inf:
         raise ValueError(f"--link {args.link}: has no latency or takes no time; the best bucket needs both")
-    if args.device == "cpu" or args.ranks > 2:  # with one GPU there are simulated ranks alone
-        check_ranks([args.ranks], args.device)
 
 
 def settings(args) -> list[dict]:
@@ -87,9 +91,10 @@ class Reducer:
         self.number = {p: i for i, bucket in enumerate(self.buckets) for p in bucket}
         self.on, self.works = True, []
         self.left = [len(bucket) for bucket in self.buckets]
-        if overlap:
+        if overlap:  # a hook that held this object would keep the parameters alive: autograd's hooks are not collected
+            ready = weakref.WeakMethod(self.ready)
             for p in params:
-                p.register_post_accumulate_grad_hook(self.ready)
+                p.register_post_accumulate_grad_hook(lambda p: (own := ready()) and own(p))
         self.overlap = overlap
 
     def ready(self, p: nn.Parameter) -> None:
@@ -239,9 +244,13 @@ def constants(rows: list[dict]) -> tuple[float, float] | None:
 
 def table(rows: list[dict]) -> tuple[str, str]:
     """A line per way, then the best bucket by formula; published steps are of other sizes and no ratio is taken."""
-    theirs, lines = {p["variant"]: p for p in published("ddp")}, []
-    for kind in dict.fromkeys(row["setting"]["kind"] for row in rows):
-        own = [row for row in rows if row["setting"]["kind"] == kind]
+    theirs, lines, used = {p["variant"]: p for p in published("ddp")}, [], set()
+
+    def place(row: dict) -> tuple[str, int]:
+        return row["setting"]["kind"], row["setting"]["ranks"]
+
+    for kind, ranks in dict.fromkeys(map(place, rows)):
+        own = [row for row in rows if place(row) == (kind, ranks)]
         found, nbytes = constants(own), max(row.get("nbytes", 0) for row in own)
         for row in own:
             c = row["setting"]
@@ -250,20 +259,26 @@ def table(rows: list[dict]) -> tuple[str, str]:
             step, exposed, sent = (row.get(key) for key in ("step_ms", "exposed_ms", "communication_ms"))
             share = [f"{100 * each / step:.0f}" if each is not None and step else "" for each in (sent, exposed)]
             model = 1e3 * overhead(row["calls"], nbytes, *found) if c["way"] == "bucketed" and found and step else None
-            told = f"{float(other['step_s']):.3f}" if other.get("step_s") else other.get("notes", "")
-            lines.append((f"{kind}, {c['ranks']}", name, grouped(step or row["outcome"], 1), str(row.get("calls", "")),
-                          *share, grouped(exposed, 1, ""), grouped(model, 1, ""), told))  # fmt: skip
+            lines.append((f"{kind}, {ranks}", name, grouped(step or row["outcome"], 1), str(row.get("calls", "")),
+                          *share, grouped(exposed, 1, ""), grouped(model, 1, ""), seconds(other)))  # fmt: skip
+            used.add(other.get("variant"))
         if found and nbytes:
             n, size = best(nbytes, *found)
             least = grouped(1e3 * overhead(n, nbytes, *found), 1)
             words = f"best by formula: {size / 1e6:.2g} MB"
-            lines.append((f"{kind}, {own[0]['setting']['ranks']}", words, "", f"{n:.1f}", "", "", "", least, ""))
+            lines.append((f"{kind}, {ranks}", words, "", f"{n:.1f}", "", "", "", least, ""))
+    lines += [("published, 2", name, *[""] * 6, seconds(p)) for name, p in theirs.items() if name not in used]
     heads = ("ranks", "way", "step ms", "all-reduces", "communication %", "exposed %", "exposed ms", "by formula, ms",
              "published step s")  # fmt: skip
     c = rows[0]["setting"]
     text = (f"Depth {c['depth']}, width {c['width']}, {c['batch']} x {c['seqlen']} tokens a rank, fp32; simulated link "
             f"{c['link']}. Published: the xl model on 2 GPUs.")  # fmt: skip
-    return about(rows, text), markdown(list(zip(heads, map(list, zip(*lines, strict=True)), strict=True)))
+    return about(rows, text), table_of(heads, lines)
+
+
+def seconds(line: dict) -> str:
+    """Of a step, as published; what is said where there is none."""
+    return f"{float(line['step_s']):.3f}" if line.get("step_s") else line.get("notes", "")
 
 
 def figure(rows: list[dict], folder) -> list:
@@ -272,8 +287,8 @@ def figure(rows: list[dict], folder) -> list:
     found = constants(own) if own else None
     nbytes = max((row["nbytes"] for row in own), default=0)
     made = {"measured": [(row["setting"]["mb"], row["exposed_ms"]) for row in own if "mb" in row["setting"]]}
-    sizes = [mb for mb, _ in made["measured"]]
-    made["n o + s / (n w)"] = [(mb, 1e3 * overhead(nbytes / 1e6 / mb, nbytes, *found)) for mb in sizes] if found else []
+    made["n o + s / (n w)"] = [(row["setting"]["mb"], 1e3 * overhead(row["calls"], nbytes, *found))
+                               for row in own if found and "mb" in row["setting"]]  # fmt: skip
     marks = {"best by formula": best(nbytes, *found)[1] / 1e6} if found else {}
     return curves(folder, "ddp", made, "MB of a bucket", "exposed ms of a step", marks)
 

@@ -23,13 +23,15 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from model import Block, ModelConfig
-from studies.study import about, curves, main, milliseconds
+from studies.study import about, curves, main, milliseconds, table_of
 from trainer.costs import kept_per_block
-from trainer.distributed.terminal import grouped, markdown
+from trainer.distributed.terminal import grouped
 from trainer.profiling.timing import stats
 
 SMALL = dict(stages=4, replicas=2, batch=16, width=128, head_dim=32, layers=6, seqlen=32)
 FULL = dict(stages=4, replicas=2, batch=64, width=1600, head_dim=64, layers=12, seqlen=128)  # xl: 48 layers
+
+SAME = tuple(SMALL)
 
 
 def flags(parser) -> None:
@@ -196,6 +198,11 @@ def formula(row: dict, c: int) -> tuple[float, float]:
     return c * outside + layers / c * inside, max(n * outside + own * inside for n, own in enumerate(segments))
 
 
+def fastest(rows: list[dict]) -> dict | None:
+    """The row of the best micro-batch."""
+    return min((row for row in rows if "batch_ms" in row), key=lambda row: row["batch_ms"], default=None)
+
+
 def table(rows: list[dict]) -> tuple[str, str]:
     """A line per micro-batch and per number of checkpoints: what the formula says beside what was found."""
     lines = []
@@ -205,6 +212,7 @@ def table(rows: list[dict]) -> tuple[str, str]:
             lines.append((f"b = {c.get('micro_batch', '')}", "", "", row["outcome"], ""))
         elif "micro_batch" in c:
             kept = f"the first stage keeps {row['gpipe_kept'][0]} micro-batches, by 1F1B {row['1f1b_kept'][0]}"
+            kept += "; least time" * (row is fastest(rows))
             found = f"{grouped(row['gpipe_ms'], 1)} GPipe, {grouped(row['1f1b_ms'], 1)} 1F1B, simulated"
             times = f"{grouped(row['forward_ms'], 2)} + {grouped(row['backward_ms'], 2)}"
             lines.append((f"b = {c['micro_batch']}, m = {row['micro_batches']}", times,
@@ -223,7 +231,7 @@ def table(rows: list[dict]) -> tuple[str, str]:
     text = (f"{c['stages']} stages of {c['layers']} layers, width {c['width']}, {c['seqlen']} tokens, a batch of "
             f"{c['batch']} over {c['replicas']} replicas. t_f and t_b are medians of one stage.")  # fmt: skip
     heads = "setting", "t_f + t_b, ms", "by formula", "simulated, or counted", "note"
-    return about(rows, text), markdown(list(zip(heads, map(list, zip(*lines, strict=True)), strict=True)))
+    return about(rows, text), table_of(heads, lines)
 
 
 def figure(rows: list[dict], folder) -> list:
@@ -231,7 +239,7 @@ def figure(rows: list[dict], folder) -> list:
     found = [row for row in rows if row["outcome"] == "ok" and "micro_batch" in row["setting"]]
     made = {"batch": [(row["setting"]["micro_batch"], row["batch_ms"]) for row in found]}
     made["of it bubble"] = [(row["setting"]["micro_batch"], row["batch_ms"] * row["bubble"]) for row in found]
-    best = min(found, key=lambda row: row["batch_ms"], default=None)
+    best = fastest(rows)
     marks = {"best": best["setting"]["micro_batch"]} if best else {}
     return curves(folder, "pipeline", made, "sequences of a micro-batch", "ms", marks)
 

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
 from simple_fsdp import MixedPrecisionPolicy, data_parallel
-from studies.study import about, curves, main, published
+from studies.study import about, curves, main, published, table_of
 from trainer.attention import DTYPES
-from trainer.distributed.terminal import markdown
 
 SHORT = {dtype: name for name, dtype in DTYPES.items()} | {torch.float16: "fp16"}
 KINDS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -104,17 +103,19 @@ class Toy(nn.Module):
 
 
 class autocast:
-    """torch.autocast, which turns itself off for CUDA on a machine that has none."""
+    """torch.autocast, which turns itself off for CUDA on a machine that has none; not to be nested."""
 
     def __init__(self, device: str, dtype: torch.dtype):
         self.device, self.dtype = device, dtype
 
     def __enter__(self):
+        self.before = torch.get_autocast_dtype(self.device)
         torch.set_autocast_dtype(self.device, self.dtype)
         torch.set_autocast_enabled(self.device, True)
 
     def __exit__(self, *_):
         torch.set_autocast_enabled(self.device, False)
+        torch.set_autocast_dtype(self.device, self.before)
         torch.clear_autocast_cache()
 
 
@@ -215,7 +216,7 @@ def table(rows: list[dict]) -> tuple[str, str]:
             lines.append((str(row["setting"]), row["outcome"], "", "", "", ""))
     heads = "what", *KINDS, "published, fp16", "the published one is"
     text = "The sum of 1000 x 0.01 should be 10; under autocast and the policy, the dtype that each tensor has."
-    return about(rows, text), markdown(list(zip(heads, map(list, zip(*lines, strict=True)), strict=True)))
+    return about(rows, text), table_of(heads, lines)
 
 
 def figure(rows: list[dict], folder) -> list:

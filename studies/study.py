@@ -8,6 +8,7 @@ A study is a module of this folder: a question, its formula, its measurement, an
     figure(rows, folder) -> [Path]      # one plot; plots.NoFigure says why there is none
     flags(parser), check(args)          # if it has flags of its own; check raises ValueError, one line with the fix
     instead(args) -> bool               # if it can do something else than measure: whether it has
+    SAME = "batch",                     # what settings of one table have in common, if there is any
 
 `python -m studies.NAME` runs `main`, `python -m studies` all of them, `python -m trainer.report --study NAME` prints
 the table of rows that are there. A study that needs ranks starts them itself (`on_ranks`): no torchrun.
@@ -35,7 +36,7 @@ import torch.multiprocessing as multiprocessing
 from gloo import one_worker_thread
 from model import ModelConfig, Transformer
 from trainer.costs import device_peak
-from trainer.distributed.terminal import did_you_mean, fail, one_line, ranks, tell
+from trainer.distributed.terminal import did_you_mean, fail, markdown, one_line, ranks, tell
 from trainer.experiments.logging import append_jsonl, check_writable, read_jsonl
 from trainer.profiling import memory, timing
 from trainer.report.published import REFERENCE
@@ -84,9 +85,20 @@ def arguments(study: ModuleType, argv: list[str]) -> argparse.Namespace:
         args.device = ("cuda" if cuda else "cpu") if args.device == "auto" else args.device
         getattr(study, "check", bool)(args)
         check_writable(args.results)
+        args.plots = args.plots or args.results.parent / "plots"
+        check_folder(args.plots)
     except ValueError as error:
         fail(str(error), 0)
     return args
+
+
+def check_folder(path: Path) -> None:
+    """Makes the folder of --plots. ValueError: it cannot be written."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path).close()
+    except OSError as error:
+        raise ValueError(f"--plots {path}: {error.strerror}; name a folder that can be written") from None
 
 
 def default_results(name: str, small: bool) -> Path:
@@ -111,10 +123,13 @@ def study(name: str) -> ModuleType:
 
 
 def newest(name: str, rows: Iterable[dict]) -> list[dict]:
-    """The last row of each setting on each device and torch, in the order of the first. ValueError if there is none."""
-    last = {}
-    for row in rows:
-        if row.get("study") == name and "setting" in row:
+    """The last row of each setting on each device and torch, in the order of the first. What SAME of a study names must
+    be as it was last, for all rows that have it. ValueError if there is no row."""
+    last, same = {}, getattr(study(name), "SAME", ()) if name in names() else ()
+    own = [row for row in rows if row.get("study") == name and "setting" in row]
+    alike = {key: value for row in own for key, value in row["setting"].items() if key in same and value is not None}
+    for row in own:
+        if all(row["setting"].get(key) in (None, value) for key, value in alike.items()):
             key = json.dumps([row["setting"], row["device"], row["torch"]], sort_keys=True)
             if row["outcome"] == "ok" or last.get(key, {}).get("outcome") != "ok":
                 last[key] = row
@@ -125,13 +140,15 @@ def newest(name: str, rows: Iterable[dict]) -> list[dict]:
 
 def run(name: str, settings: list[dict], measure: Callable, args: argparse.Namespace) -> list[dict]:
     """Measures what has no row yet on this device and commit and appends it, a row per setting. Returns a row for each
-    setting. What failed before is tried again; what ran out of memory is not."""
+    setting. What failed before, or has a row of
+    changes that were not committed, is measured again; what ran out of memory is not."""
     device = torch.device(args.device)
     here = timing.environment(device)
     before = read_jsonl(args.results) if args.results.exists() and not args.again else []
     alike = ["device", "torch"] + ["commit"] * (not args.any_commit)
-    done = {json.dumps(row["setting"], sort_keys=True): row for row in before if row.get("study") == name
-            and all(row[key] == here[key] for key in alike) and not row["outcome"].startswith("failed")}  # fmt: skip
+    done = {json.dumps(row["setting"], sort_keys=True): row for row in before
+            if row.get("study") == name and "setting" in row and not row["outcome"].startswith(("failed", "n/a"))
+            and all(row[key] == here[key] for key in alike) and (args.any_commit or not row.get("dirty"))}  # fmt: skip
     rows = []
     for number, setting in enumerate(settings, 1):
         known = done.get(json.dumps(setting, sort_keys=True))
@@ -147,14 +164,14 @@ def run(name: str, settings: list[dict], measure: Callable, args: argparse.Names
 
 
 def outcome(measure: Callable, setting: dict, args: argparse.Namespace) -> dict:
-    """What `measure` found, with "outcome": ok; "OOM .." or "failed: .." for an exception; "refused: .." where a time
-    beats the peak of the device, in which case nothing of it is kept. Figures name what can be checked like this in
-    `flops`, {"forward": FLOPs} for "forward_ms"."""
+    """What `measure` found, with "outcome": ok; "OOM ..", "n/a: .." (ranks that are not there) or "failed: .." for an
+    exception; "refused: .." where a time beats the peak of the device, in which case nothing of it is kept. Figures
+    name what can be checked like this in `flops`, {"forward": FLOPs} for "forward_ms"."""
     device = torch.device(args.device)
     try:
         found = {"outcome": "ok"} | measure(setting, args)
     except Exception as error:  # is a result; the other settings still run
-        kind = "OOM" if memory.out_of_memory(error) else "failed:"
+        kind = "OOM" if memory.out_of_memory(error) else "n/a:" if isinstance(error, NoRanks) else "failed:"
         return {"outcome": f"{kind} {one_line(error)}"}
     told = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     for name, flops in found.get("flops", {}).items():
@@ -195,17 +212,31 @@ def transformer(size: str, device, **more) -> Transformer:
     return model
 
 
-def check_ranks(numbers: list[int], device: str, flag: str = "--ranks") -> None:
-    """ValueError for more ranks than there are GPUs, or than a CPU is asked to bear."""
+class NoRanks(ValueError):
+    """A number of ranks that a study cannot start."""
+
+
+def check_ranks(numbers: list[int], device: str, flag: str = "--ranks", least: int = 2) -> None:
+    """NoRanks for less than `least`, for more than there are GPUs, or than a CPU is asked to bear."""
     most = torch.cuda.device_count() if device == "cuda" else MOST_RANKS
+    if min(numbers) < least:
+        raise NoRanks(f"{flag} {min(numbers)}: one rank has nobody to talk to; give 2 or more")
     if max(numbers) > most:
-        there = f"there are {most} GPUs" if device == "cuda" else f"a study starts {most} processes at most"
-        raise ValueError(f"{flag} {max(numbers)}: {there}; give {most} or less")
+        there = f"GPUs there are: {most}" if device == "cuda" else f"a study starts {most} processes at most"
+        raise NoRanks(f"{flag} {max(numbers)}: {there}; {f'give {most} or less' if most > 1 else 'use --device cpu'}")
+
+
+def default_ranks(numbers: list[int], device: str) -> list[int]:
+    """Those of them that a study can start; where it can start none the first, whose row then says so."""
+    most = torch.cuda.device_count() if device == "cuda" else MOST_RANKS
+    return [n for n in numbers if n <= most] or numbers[:1]
 
 
 def on_ranks(n: int, work: Callable, *args, device: str = "cpu", backend: str | None = None) -> list:
     """work(rank, torch.device, *args) on n new processes, the ranks of a process group; what each returns. `work` is a
-    function of a module. A rank's exception ends all of them and is raised here as a RuntimeError of one line."""
+    function of a module. A rank's exception ends all of them and is raised here as a RuntimeError of one line.
+    NoRanks: more ranks than check_ranks allows."""
+    check_ranks([n], device, least=1)
     threads = max(1, torch.get_num_threads() // n)
     backend = backend or ("nccl" if device == "cuda" else "gloo")
     heavy = ["studies.study", "trainer.parallelize"]  # imported once, and not in every rank
@@ -215,7 +246,8 @@ def on_ranks(n: int, work: Callable, *args, device: str = "cpu", backend: str | 
             all_args = (n, folder, device, backend, threads, work, args)
             multiprocessing.start_processes(_rank, all_args, n, start_method="forkserver")
         except multiprocessing.ProcessRaisedException as error:
-            raise RuntimeError(str(error).strip().splitlines()[-1]) from error
+            last = str(error).rpartition("Traceback (most recent call last):")[2].splitlines()
+            raise RuntimeError(next(line for line in last if line.strip() and line[0] != " ")) from error
         return [pickle.loads((Path(folder) / f"{rank}").read_bytes()) for rank in range(n)]
 
 
@@ -246,6 +278,11 @@ def about(rows: list[dict], text: str) -> str:
 
     dirty = " (uncommitted changes)" * any(row.get("dirty") for row in rows)
     return f"**{rows[0]['study']}**: commit {each('commit')}{dirty}, torch {each('torch')}, {each('device')}. {text}"
+
+
+def table_of(heads: Iterable[str], lines: list[tuple[str, ...]]) -> str:
+    """A Markdown table of titles and lines, of which there may be none."""
+    return markdown([(title, [line[i] for line in lines]) for i, title in enumerate(heads)])
 
 
 def curves(folder: Path, name: str, made: dict[str, list[tuple]], x: str, y: str, marks: dict[str, float] | None = None,
@@ -294,7 +331,7 @@ def main(module: ModuleType, argv: list[str] | None = None) -> int:
     told, text = module.table(rows)
     print("", told, "", text, "", sep="\n")
     try:
-        print(*module.figure(rows, args.plots or args.results.parent / "plots"), sep="\n")
+        print(*module.figure(rows, args.plots), sep="\n")
     except ImportError as error:  # matplotlib
         print(f"no plot: {error}; pip install matplotlib, or the extra plot")
     except ValueError as error:  # plots.NoFigure, which only matplotlib's users can import

@@ -255,6 +255,24 @@ def test_runs_over_several_links_stand_in_one_line():
     assert [each["n = 8, peak MiB"] for each in found] == ["1'125", "1'125"]
 
 
+def test_rows_of_studies_with_the_name_of_a_layout_are_no_error():
+    here = dict(commit="a" * 40, torch="2", device="GPU", date="d", outcome="ok")
+    with pytest.raises(ValueError, match="no row of it"):
+        report.section("collectives", [here | dict(study="collectives", setting=dict(ranks=2), ops={})], False)
+    sizes = dict(seqlen=64, batch=1, heads=2, kv_heads=2, head_dim=8, dtype="bf16")
+    made = [here | dict(study="attention", backend="flash", forward_ms=2.0, **sizes)]
+    setting = dict(backend="plain", causal=True, **sizes)
+    made += [here | dict(study="attention", setting=setting, outcome="OOM no")]
+    made += [here | dict(study="attention", setting=setting | dict(backend="flash", causal=False), forward_ms=1.0)
+             | dict(backend="flash", **sizes)]  # fmt: skip
+    text = report.section("attention", made, False)[1]
+    assert [" | ".join(line.split(" | ")[:5]) for line in text.splitlines()[2:]] == [
+        "| True | 64 | 1 | flash | ok",
+        "| True | 64 | 1 | plain | OOM no",
+        "| False | 64 | 1 | flash | ok",
+    ]
+
+
 def test_collectives_are_counted_by_kind_and_those_without_a_product_meanwhile():
     graph = {"products": 3, "gathered_mib": 6.0, "collectives": [
         ["all-gather", 0, 0, 4, 2], ["all-gather", 0, 2, 4, 2], ["reduce-scatter", 3, 0, 8, 4]]}  # fmt: skip

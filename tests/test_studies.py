@@ -30,7 +30,9 @@ def test_a_study_has_what_the_shared_part_calls(name):
 @pytest.mark.parametrize(("words", "told"), [
     (["--repeat", "0"], "--repeat 0: must be at least 1"), (["--foo"], "--foo: no such flag"),
     (["--device", "gpu"], "--device: invalid choice"),
-    (["--results", "/proc/none/x.jsonl"], "--results /proc/none/x.jsonl"),
+    (["--small", "--results", "/proc/none/x.jsonl"], "--results /proc/none/x.jsonl"),
+    (["--small", "--plots", "/proc/none"], "--plots /proc/none: "),
+    (["--small", "--plots", __file__], f"--plots {__file__}: File exists"),
 ])  # fmt: skip
 def test_a_bad_flag_is_one_line(call_study, name, words, told):
     done = call_study(study.study(name), *words)
@@ -47,8 +49,9 @@ def test_a_study_under_torchrun_and_a_gpu_that_is_not_there_are_refused(call_stu
     assert "without torchrun" in one_line(call_study(accounting).err)
 
 
-def test_rows_are_appended_once_and_a_failure_is_tried_again(call_study, tmp_path, capfd):
-    tried = []
+def test_rows_are_appended_once_and_a_failure_is_tried_again(call_study, tmp_path, capfd, monkeypatch):
+    tried, here = [], study.timing.environment(torch.device("cpu")) | dict(dirty=False)
+    monkeypatch.setattr(study.timing, "environment", lambda device: here)
 
     def measure(setting, args):
         tried.append(setting["x"])
@@ -75,7 +78,14 @@ def test_rows_are_appended_once_and_a_failure_is_tried_again(call_study, tmp_pat
     assert tried[4:] == [1, 2, 3]
     args.again = True
     study.run("toy", settings[:1], measure, args)
-    assert tried[7:] == [1] and "there already" in capfd.readouterr().out
+    assert tried[7:] == [1]
+    others = [dict(study="toy", setting=settings[1], outcome="ok") | here | dict(dirty=True)]
+    others += [dict(study="toy", seqlen=8, outcome="ok") | here]  # of a time before rows had settings
+    results.write_text("".join(json.dumps(row) + "\n" for row in others))
+    args.again = False
+    study.run("toy", settings[1:2], measure, args)
+    assert tried[8:] == [2]
+    assert "there already" in capfd.readouterr().out
 
 
 def test_a_time_above_the_peak_of_a_device_is_no_result(monkeypatch):
@@ -123,15 +133,16 @@ def test_report_refuses_what_is_no_study(isolated, capfd, argv, told):
     assert exit.value.code == 2 and told in capfd.readouterr().err
 
 
-def test_all_studies_run_one_after_the_other(monkeypatch):
+@pytest.mark.parametrize("code", [2, 3])
+def test_all_studies_run_one_after_the_other(monkeypatch, code):
     ran = []
 
     def run(command):
         ran.append(command)
-        return SimpleNamespace(returncode=3 * ("studies.pipeline" in command[2]))
+        return SimpleNamespace(returncode=code * ("studies.pipeline" in command[2]))
 
     monkeypatch.setattr(everything.subprocess, "run", run)
-    assert everything.main(["--small", "--", "--repeat", "2"]) == 3 * ("pipeline" in study.names())
+    assert everything.main(["--small", "--", "--repeat", "2"]) == code * ("pipeline" in study.names())
     assert ran[0] == [sys.executable, "-m", f"studies.{study.names()[0]}", "--small", "--repeat", "2"]
     assert len(ran) == len(study.names())
 
@@ -143,6 +154,22 @@ def test_a_bad_flag_of_all_studies_is_one_line(capfd, words, told):
     with pytest.raises(SystemExit) as exit:
         everything.main(words)
     assert exit.value.code == 2 and told in one_line(capfd.readouterr().err)
+
+
+def test_a_table_is_of_the_newest_settings_alone():
+    def row(**setting):
+        return dict(study="ddp", setting=setting, outcome="ok", device="c", torch="t")
+
+    rows = [row(kind="simulated", width=8, link="1:1"), row(kind="simulated", width=16, link="1:1"),
+            row(kind="simulated", width=16, link="2:2", way="flat"), row(kind="real", width=8, link=None),
+            row(kind="real", width=16, link=None)]  # fmt: skip
+    assert study.newest("ddp", rows) == [rows[2], rows[4]]
+    assert study.newest("ddp", rows[:2]) == rows[1:2]
+
+
+def test_a_table_may_have_no_lines():
+    assert study.table_of(("a", "b"), [("x", "1"), ("y", "2")]) == "| a | b |\n|---|---:|\n| x | 1 |\n| y | 2 |"
+    assert study.table_of(("a", "b"), []) == "| a | b |\n|---|---|"
 
 
 def test_a_plot_leaves_out_what_a_logarithm_has_not(tmp_path):
@@ -237,6 +264,8 @@ def test_pipeline_finds_the_best_micro_batch_and_refuses_what_does_not_divide(ca
         slots = 8 // row["setting"]["micro_batch"] + 4 - 1
         assert math.isclose(row["batch_ms"], slots * (row["forward_ms"] + row["backward_ms"]), abs_tol=1e-3)
         assert math.isclose(row["gpipe_ms"], row["batch_ms"]) and math.isclose(row["1f1b_ms"], row["batch_ms"])
+    least = min(rows[:-1], key=lambda row: row["batch_ms"])["setting"]["micro_batch"]
+    assert [line.split()[3] for line in done.out.splitlines() if "; least time" in line] == [f"{least},"]
     done = call_study(pipeline, "--small", "--batch", 7)
     assert done.code == 2 and "--batch 7: must be a multiple of --replicas 2" in one_line(done.err)
 
@@ -262,7 +291,9 @@ def test_stochastic_rounding_takes_either_neighbour_and_the_mean_is_right(dtype)
 
 
 def test_dtypes_of_a_model_are_found_by_running_it_and_the_published_loss_is_wrong(isolated):
+    before = [torch.get_autocast_dtype(device) for device in ("cpu", "cuda")]
     found = {what: kinds["fp16"] for what, kinds in precision.dtypes("cpu")}
+    assert [torch.get_autocast_dtype(device) for device in ("cpu", "cuda")] == before
     names = "parameters", "first layer", "norm", "logits", "loss"
     assert [found[f"autocast, CUDA: {name}"] for name in names] == ["fp32", "fp16", "fp32", "fp16", "fp32"]
     assert [found[f"autocast, CPU: {name}"] for name in names] == ["fp32", "fp16", "fp16", "fp16", "fp32"]

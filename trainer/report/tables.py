@@ -137,8 +137,8 @@ def baselines(rows: list[dict], split: bool = False) -> tuple[list[dict], Column
 
 def attention(rows: list[dict]) -> tuple[list[dict], Columns]:
     """The rows and columns of studies/attention.py; x: time over that of the fastest SDPA kernel beside it."""
-    sizes = "seqlen batch heads kv_heads head_dim dtype".split()
-    rows = [row for row in rows if row.get("study") == "attention"]
+    sizes = "seqlen batch heads kv_heads head_dim dtype causal".split()
+    rows = [{"causal": True} | row.get("setting", {}) | row for row in rows if row.get("study") == "attention"]
     rows = published.newest(rows, lambda row: (*(row[name] for name in sizes), row["backend"]))
     told = [*(name for name in sizes[2:] if len({row[name] for row in rows}) > 1), *sizes[:2], "backend"]
     columns = where(rows) + [(name, [str(row[name]) for row in rows]) for name in told]
@@ -192,7 +192,8 @@ def links(rows: list[dict]) -> tuple[list[dict], Columns]:
 
 def collectives(rows: list[dict]) -> tuple[list[dict], Columns]:
     """How many collectives a step runs, by kind; exposed: no product runs meanwhile (benchmarks/collectives.py)."""
-    rows = published.newest([row for row in rows if row.get("study") == "collectives"], lambda row: str(row["flags"]))
+    rows = [row for row in rows if row.get("study") == "collectives" and "graphs" in row]  # studies/ has one, too
+    rows = published.newest(rows, lambda row: str(row["flags"]))
     found = [[each for graph in row["graphs"].values() for each in graph["collectives"]] for row in rows]
     names = [" ".join(row["flags"]["compile_options"]) or "those of `overlap.py`" for row in rows]
     columns = [("Inductor options", names), ("`--compile`", [row["flags"]["compile"] for row in rows])]
