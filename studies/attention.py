@@ -229,7 +229,10 @@ def flags(parser) -> None:
 
 
 def check(args) -> None:
-    """Heads that do not share keys and values, a length that does not divide, options that cannot be read."""
+    """Lengths of a GPU on a CPU, unless they are asked for; heads that do not share keys and values, a length that does
+    not divide, options that cannot be read."""
+    if args.device == "cpu" and not (args.small or args.seqlen or args.search or args.sweep == ["small"]):
+        raise ValueError("--device cpu: the default lengths are for a GPU; give --small, or --seqlen")
     for c in settings(args):
         if c["heads"] % c["kv_heads"]:
             raise ValueError(f"--kv-heads {c['kv_heads']}: must divide the {c['heads']} heads")

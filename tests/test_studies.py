@@ -30,7 +30,7 @@ def test_a_study_has_what_the_shared_part_calls(name):
 @pytest.mark.parametrize(("words", "told"), [
     (["--repeat", "0"], "--repeat 0: must be at least 1"), (["--foo"], "--foo: no such flag"),
     (["--device", "gpu"], "--device: invalid choice"),
-    (["--results", "/proc/none/x.jsonl"], "--results /proc/none/x.jsonl"),
+    (["--small", "--results", "/proc/none/x.jsonl"], "--results /proc/none/x.jsonl"),
 ])  # fmt: skip
 def test_a_bad_flag_is_one_line(call_study, name, words, told):
     done = call_study(study.study(name), *words)
