@@ -229,15 +229,15 @@ def flags(parser) -> None:
 
 
 def check(args) -> None:
-    """Lengths of a GPU on a CPU, unless they are asked for; heads that do not share keys and values, a length that does
-    not divide, options that cannot be read."""
-    if args.device == "cpu" and not (args.small or args.seqlen or args.search or args.sweep == ["small"]):
-        raise ValueError("--device cpu: the default lengths are for a GPU; give --small, or --seqlen")
+    """Heads that do not share keys and values, a length that does not divide, lengths of a GPU on a CPU unless they are
+    asked for, options that cannot be read."""
     for c in settings(args):
         if c["heads"] % c["kv_heads"]:
             raise ValueError(f"--kv-heads {c['kv_heads']}: must divide the {c['heads']} heads")
     if args.search and args.device == "cpu":
         raise ValueError("--search: needs CUDA; leave it out on a CPU")
+    if args.device == "cpu" and not (args.small or args.seqlen or args.sweep == ["small"]):
+        raise ValueError("--device cpu: the default lengths are for a GPU; give --small, or --seqlen")
     if args.options:
         try:
             read_options(args.options, missing_ok=args.search)
