@@ -29,7 +29,7 @@ GIB, GB = 2**30, 1e9
 WRONG = {  # of the published answer
     "kept GiB per token": "right; called the memory of batch 1",
     "devices of 80": "GiB taken for GB",
-    "kept GiB per token sharded by half": "the half that is not sharded is missing",
+    "kept GiB per token sharded by half": "one half is missing, and the other sharded over 4, not 64",
     "devices of 95": "GiB divided by GB",
     "batch tokens": "FLOPs of all devices on one, half of them, half of the activations; and 'at most' for 'at least'",
 }

@@ -29,11 +29,10 @@ from torch import Tensor
 
 from model import causal_mask, compiled_flex_attention, sdpa_kernel
 from studies import study
-from studies.study import about, curves, published
+from studies.study import about, curves, impossible, published
 from trainer.attention import BACKENDS, DTYPES, Shape, options_key, read_options, refusal
 from trainer.costs import attention_flops, causal_keys
 from trainer.distributed.terminal import fail, grouped, markdown
-from trainer.planning.hardware import gpu
 from trainer.profiling import memory, timing
 
 WHOLE = "plain", "compiled", "math"  # hold [T, T]
@@ -61,9 +60,6 @@ BACKWARD = [
     dict(bwd_BLOCK_M1=m, bwd_BLOCK_N1=n, bwd_BLOCK_M2=n, bwd_BLOCK_N2=m, bwd_num_warps=warps, bwd_num_stages=stages)
     for (m, n), warps, stages in itertools.product(((64, 128), (32, 128), (64, 64), (32, 64)), (4, 8), (1, 2, 3, 4))
 ]
-
-
-HBM = 3.35  # TB/s of an H100's memory, by its maker
 
 
 def inputs(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -158,7 +154,9 @@ def measure(setting: dict, args) -> dict:
     for name, ms in times.items():
         row |= timing.stats(ms, name)
         row[f"{name}_tflops"] = round(flops[name] / max(row[f"{name}_ms"], 1e-3) / 1e9, 6)
-    return row | dict(flops=flops) | timing.clocks(device) | memory.peak(device)
+    moved = dict.fromkeys(flops, row["held_bytes"])  # forward writes what it holds, backward reads it
+    peak_of = "bf16" if backend == "efficient" else shape.dtype  # whose fp32 products run on tensor cores
+    return row | dict(flops=flops, moved_bytes=moved, peak_of=peak_of) | timing.clocks(device) | memory.peak(device)
 
 
 def store(path: Path, key: str, entry: dict) -> None:
@@ -231,12 +229,15 @@ def flags(parser) -> None:
 
 
 def check(args) -> None:
-    """Heads that do not share keys and values, a length that does not divide, options that cannot be read."""
+    """Heads that do not share keys and values, a length that does not divide, lengths of a GPU on a CPU unless they are
+    asked for, options that cannot be read."""
     for c in settings(args):
         if c["heads"] % c["kv_heads"]:
             raise ValueError(f"--kv-heads {c['kv_heads']}: must divide the {c['heads']} heads")
     if args.search and args.device == "cpu":
         raise ValueError("--search: needs CUDA; leave it out on a CPU")
+    if args.device == "cpu" and not (args.small or args.seqlen or args.sweep == ["small"]):
+        raise ValueError("--device cpu: the default lengths are for a GPU; give --small, or --seqlen")
     if args.options:
         try:
             read_options(args.options, missing_ok=args.search)
@@ -279,16 +280,6 @@ def instead(args) -> bool:
     return True
 
 
-def suspicious(line: dict[str, str]) -> str:
-    """What cannot be true of a published row: b = 8, one head, fp32; forward must at least multiply, and write what it
-    holds."""
-    T, d, seconds = int(line["seq"]), int(line["head_dim"]), float(line["forward_s"])
-    tflops, tbytes = 8 * T * attention_flops(1, d, T) / seconds / 1e12, float(line["mem_gb"]) / seconds / 1e3
-    own = gpu("h100")
-    over = [f"{tflops:.0f} TFLOP/s"] * (tflops * 1e12 > own.peak) + [f"{tbytes:.0f} TB/s written"] * (tbytes > HBM)
-    return f"impossible: {', '.join(over)}" if over else ""
-
-
 def table(rows: list[dict]) -> tuple[str, str]:
     """A line per row; published times of the same shape beside it, marked where they cannot be true."""
     theirs = {(int(line["head_dim"]), int(line["seq"])): line for line in published("attention_h100")}
@@ -319,6 +310,13 @@ def table(rows: list[dict]) -> tuple[str, str]:
 def beside(line: dict[str, str]) -> list[str]:
     both = " + ".join(grouped(1e3 * float(line[f"{name}_s"]), 3) for name in ("forward", "backward"))
     return [both, grouped(float(line["mem_gb"]), 2), suspicious(line)]
+
+
+def suspicious(line: dict[str, str]) -> str:
+    """What cannot be true of a published forward, b = 8, one head, fp32, on an H100: what study.impossible says."""
+    T, d, ms = int(line["seq"]), int(line["head_dim"]), 1e3 * float(line["forward_s"])
+    why = impossible("H100 80GB HBM3", 8 * T * attention_flops(1, d, T), ms, 1e9 * float(line["mem_gb"]), "fp32")
+    return f"impossible: {why}" if why else ""
 
 
 def figure(rows: list[dict], folder) -> list[Path]:

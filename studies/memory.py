@@ -36,6 +36,12 @@ def flags(parser) -> None:
     parser.add_argument("--batch", type=int, default=4, help="sequences")
 
 
+def check(args) -> None:
+    """A size of a GPU on a CPU, unless it is asked for."""
+    if args.device == "cpu" and not (args.small or args.size):
+        raise ValueError("--device cpu: the default size is for a GPU; give --small, or --size")
+
+
 def settings(args) -> list[dict]:
     """Every part at every context in fp32, and mixed at the longest."""
     contexts = args.context or ([8, 64] if args.small else [128, 256, 512])

@@ -6,14 +6,17 @@
 Forward is the loss of the llama-style transformer of model.py, backward its gradients, optimizer AdamW's update; bf16
 is torch.autocast. Each row is of a process of its own, in which nothing ran before, so that without warm-up the first
 step also pays for what comes once: memory that the allocator has yet to ask for, libraries that start at the first
-product, kernels that are chosen, and compilation. `excess_ms` is what the first step that counts takes beyond the
-median of the others; the first allocation and the first product are timed by themselves before it.
+product, kernels that are chosen, and compilation, whose caches on disk are empty. `excess_ms` is what the first step
+that counts takes beyond the median of the others; on a GPU the first allocation and the first product, whose factors
+are there before, are timed by themselves first. On a CPU they are as good as any others.
 """
 
 import statistics
 import sys
+from contextlib import nullcontext
 
 import torch
+from torch._inductor.utils import fresh_cache
 
 from studies.study import SIZES, about, curves, main, milliseconds, on_ranks, published, transformer
 from trainer.costs import flops_per_token, parameters
@@ -22,6 +25,7 @@ from trainer.optimizer import AdamW
 from trainer.profiling.timing import stats
 
 WARMUPS = 0, 1, 2, 5
+SAME = "batch", "context", "repeat"
 PARTS = "forward", "backward", "optimizer"
 # (reference file, device, precision, compiled, columns of forward and backward)
 PUBLISHED = [
@@ -40,15 +44,24 @@ def flags(parser) -> None:
     parser.add_argument("--context", type=int, default=128, help="tokens of a sequence")
 
 
+def check(args) -> None:
+    """Sizes of a GPU on a CPU, unless they are asked for."""
+    if args.device == "cpu" and not (args.small or args.sizes):
+        raise ValueError("--device cpu: the default sizes are for a GPU; give --small, or --sizes")
+
+
 def settings(args) -> list[dict]:
-    """Every size in both precisions, eager and compiled, warmed up; the first also with less warm-up."""
-    sizes = args.sizes or (["tiny", "mini"] if args.small else [name for name in SIZES if SIZES[name][0] >= 768])
+    """Every size in both precisions, eager and compiled, warmed up; the first also with less warm-up. --small: one row
+    is compiled, that of the first size without warm-up, since it takes as long as all others."""
+    sizes = args.sizes or (["tiny"] if args.small else [name for name in SIZES if SIZES[name][0] >= 768])
     base = dict(batch=args.batch, context=args.context, repeat=args.repeat)
     found = [dict(size=sizes[0], precision="fp32", compiled=compiled, warmup=warmup)
-             for compiled in (False, True) for warmup in (WARMUPS[:-1] if not (args.small and compiled) else (0,))]
+             for compiled in (False, True) for warmup in WARMUPS[:-1]]
     found += [dict(size=size, precision=precision, compiled=compiled, warmup=WARMUPS[-1])
-              for size in sizes for precision in ("fp32", "bf16") for compiled in (False, True)
-              if not (args.small and compiled and (size, precision) != (sizes[0], "fp32"))]  # fmt: skip
+              for size in sizes for precision in ("fp32", "bf16") for compiled in (False, True)]  # fmt: skip
+    if args.small:
+        compiled = [each for each in found if each["compiled"]]
+        found = [each for each in found if each not in compiled[1:]]
     return [base | each for each in found]
 
 
@@ -58,11 +71,23 @@ def measure(setting: dict, args) -> dict:
 
 
 def work(rank: int, device: torch.device, c: dict) -> dict:
-    """In the new process: what starts first, then the phases."""
-    first = milliseconds(
-        {"allocation": lambda: torch.empty(2**24, device=device).fill_(0.0),
-         "product": lambda: torch.randn(256, 256, device=device) @ torch.ones(256, 256, device=device)},
-        device, repeat=2, warmup=0)  # fmt: skip
+    """In the new process: what starts first, then the phases. What was compiled before must not be found."""
+    with fresh_cache() if c["compiled"] else nullcontext():
+        return starts(device) | phases(device, c)
+
+
+def starts(device: torch.device) -> dict:
+    """By how much on a GPU the first allocation and the first product take longer than the second."""
+    if device.type == "cpu":  # the C library may have the bytes, and the product starts nothing
+        return {}
+    a, b = (torch.randn(256, 256, device=device) for _ in range(2))
+    parts = {"allocation": lambda: torch.empty(2**24, device=device).fill_(0.0), "product": lambda: a @ b}
+    first = milliseconds(parts, device, repeat=2, warmup=0)
+    return {f"first_{name}_excess_ms": round(a - b, 3) for name, (a, b) in first.items()}
+
+
+def phases(device: torch.device, c: dict) -> dict:
+    """Times of the parts, and by what they are checked: parameters are read, gradients and states written."""
     model = transformer(c["size"], device)
     optimizer, call = AdamW(model.parameters(), lr=1e-4), torch.compile(model) if c["compiled"] else model
     tokens, targets = torch.randint(model.config.vocab, (2, c["batch"], c["context"]), device=device)
@@ -79,7 +104,8 @@ def work(rank: int, device: torch.device, c: dict) -> dict:
     times = milliseconds(parts, device, c["repeat"], c["warmup"])
     forward_flops = flops_per_token(model.config, c["context"]) / 3 * tokens.numel()
     row = dict(parameters=parameters(model.config), flops=dict(forward=forward_flops, backward=2 * forward_flops))
-    row |= {f"first_{name}_excess_ms": round(a - b, 3) for name, (a, b) in first.items()}
+    moved = dict(backward=4 * row["parameters"], optimizer=28 * row["parameters"])
+    row |= dict(moved_bytes=moved, peak_of=c["precision"])
     for part, ms in times.items():
         row |= summary(part, ms)
     return row
@@ -104,7 +130,7 @@ def theirs(size: str, precision: str, compiled: bool) -> str:
 
 def table(rows: list[dict]) -> tuple[str, str]:
     """A line per row, mean, deviation and median; published means beside what was warmed up."""
-    lines = []
+    lines, gpu = [], any(not row["device"].startswith("CPU") for row in rows)
     for row in rows:
         c = row["setting"]
         how = f"{c['precision']}, {'compiled' if c['compiled'] else 'eager'}"
@@ -113,20 +139,21 @@ def table(rows: list[dict]) -> tuple[str, str]:
             f"{grouped(row[f'{part}_mean_ms'], 2)} ± {grouped(row.get(f'{part}_std_ms', 0), 2)}, "
             f"{grouped(row[f'{part}_ms'], 2)}" for part in PARTS]  # fmt: skip
         excess = sum(row.get(f"{part}_excess_ms", 0) for part in PARTS) if ok else None
-        first = [grouped(row[f"first_{name}_excess_ms"], 1) for name in ("allocation", "product")] if ok else []
-        lines.append((c["size"], how, str(c["warmup"]), *cells, ", ".join(first), grouped(excess, 1) if ok else "",
+        first = [row.get(f"first_{name}_excess_ms") for name in ("allocation", "product")]
+        told = [", ".join(grouped(ms, 1) for ms in first if ms is not None)] * gpu
+        lines.append((c["size"], how, str(c["warmup"]), *cells, *told, grouped(excess, 1) if ok else "",
                       theirs(c["size"], c["precision"], c["compiled"]) if warm else ""))  # fmt: skip
     sizes = {row["setting"]["size"] for row in rows}
     for size in SIZES:
         for precision, compiled in (("fp32", False), ("bf16", False), ("fp32", True)):
             if size not in sizes and (text := theirs(size, precision, compiled)):
                 how = f"{precision}, {'compiled' if compiled else 'eager'}"
-                lines.append((size, how, *[""] * 6, text))
+                lines.append((size, how, *[""] * (5 + gpu), text))
     c = rows[0]["setting"]
     text = (f"{c['batch']} x {c['context']} tokens, {c['repeat']} steps; mean ± standard deviation, median. Excess: "
-            "what the first takes more: allocation and product than the second, before any step; and the step than "
-            "the median of the others.")  # fmt: skip
-    heads = ("size", "how", "warm-up", *(f"{part}, ms" for part in PARTS), "excess: allocation, product, ms",
+            f"what the first {'allocation and product take more than the second, and the first ' * gpu}step takes more "
+            "than the median of the others.")  # fmt: skip
+    heads = ("size", "how", "warm-up", *(f"{part}, ms" for part in PARTS), *["excess: allocation, product, ms"] * gpu,
              "excess: step, ms", "published forward + backward, ms")  # fmt: skip
     return about(rows, text), markdown(list(zip(heads, map(list, zip(*lines, strict=True)), strict=True)))
 

@@ -47,6 +47,12 @@ SIZES = {"tiny": (64, 2, 2), "mini": (128, 4, 4), "small": (768, 12, 12), "mediu
 VOCAB = 10_000
 MOST_RANKS = 16  # processes on the CPUs of one machine
 PATIENCE_S = 300  # that a collective of a study may take
+# By the maker's datasheets, device names as in costs.PEAKS: (TFLOP/s in fp32 without tensor cores, TB/s of memory)
+LIMITS = {
+    r"A100-(SXM4|PCIE)-40GB": (19.5, 1.555), r"A100-(SXM4|PCIE)-80GB|A100 80GB PCIe": (19.5, 2.039),
+    r"H100 80GB HBM3": (67, 3.35), r"H200": (67, 4.8), r"H100 PCIe": (51, 2.0), r"GeForce RTX 4090": (82.6, 1.008),
+}  # fmt: skip
+CACHED = 80e6  # bytes that may be in a cache, and not in memory: more than the second level of any of these holds
 
 
 class Parser(argparse.ArgumentParser):
@@ -165,8 +171,9 @@ def run(name: str, settings: list[dict], measure: Callable, args: argparse.Names
 
 def outcome(measure: Callable, setting: dict, args: argparse.Namespace) -> dict:
     """What `measure` found, with "outcome": ok; "OOM ..", "n/a: .." (ranks that are not there) or "failed: .." for an
-    exception; "refused: .." where a time beats the peak of the device, in which case nothing of it is kept. Figures
-    name what can be checked like this in `flops`, {"forward": FLOPs} for "forward_ms"."""
+    exception; "refused: .." where a time is below what the device can, in which case nothing of it is kept. Figures
+    name what can be checked like this: of "forward_ms" `flops` {"forward": FLOPs}, `moved_bytes` {"forward": bytes},
+    and `peak_of`, the products' dtype."""
     device = torch.device(args.device)
     try:
         found = {"outcome": "ok"} | measure(setting, args)
@@ -174,20 +181,31 @@ def outcome(measure: Callable, setting: dict, args: argparse.Namespace) -> dict:
         kind = "OOM" if memory.out_of_memory(error) else "n/a:" if isinstance(error, NoRanks) else "failed:"
         return {"outcome": f"{kind} {one_line(error)}"}
     told = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    for name, flops in found.get("flops", {}).items():
+    flops, moved = (found.get(key, {}) for key in ("flops", "moved_bytes"))
+    for name in flops | moved:
         ms = found.get(f"{name}_ms_min", found.get(f"{name}_ms"))
-        if reason := impossible(told, flops, ms):
-            return {"outcome": f"refused: {name} {reason}", "flops": found["flops"]}
+        work = flops.get(name, 0), ms, moved.get(name, 0), found.get("peak_of", "bf16")
+        if reason := impossible(told, *work):
+            return {"outcome": f"refused: {name} in {ms:g} ms would be {reason}: was it synchronised?", "flops": flops}
     return found
 
 
-def impossible(device: str, flops: float, ms: float | None) -> str | None:
-    """Why a time cannot be true on a device; None where it can, or where the device's peak is not known."""
-    peak = device_peak(device)
-    if not peak or ms is None or flops <= 1e-3 * ms * peak:
+def impossible(device: str, flops: float, ms: float | None, nbytes: float = 0, dtype: str = "bf16") -> str | None:
+    """Why a time cannot be true on a device, named as torch.cuda.get_device_name does, whose products in `dtype` are
+    `flops` and whose memory `nbytes` go to or come from; None where it can, or where the device's limits are not
+    known. Products in fp32 are taken for those of tensor cores where torch is told to use TF32."""
+    own = (limits for names, limits in LIMITS.items() if re.fullmatch(f"(NVIDIA )?({names})", device))
+    fp32, tb_per_s = next(own, (0, 0))
+    whole = dtype == "fp32" and torch.get_float32_matmul_precision() == "highest"
+    peak = 1e12 * fp32 if whole and fp32 else device_peak(device)
+    if ms is None:
         return None
-    tflops = flops / max(1e-3 * ms, 1e-12) / 1e12
-    return f"in {ms:g} ms would be {tflops:.0f} TFLOP/s, above the peak of {peak / 1e12:.0f}: was it synchronised?"
+    seconds, found = max(1e-3 * ms, 1e-12), []
+    if peak and flops > seconds * peak:
+        found.append(f"{flops / seconds / 1e12:.0f} TFLOP/s of at most {peak / 1e12:.0f}")
+    if tb_per_s and nbytes - CACHED > 1e12 * seconds * tb_per_s:
+        found.append(f"{nbytes / seconds / 1e12:.0f} TB/s of at most {tb_per_s:g}")
+    return ", ".join(found) or None
 
 
 def milliseconds(parts: dict[str, Callable[[], object]], device, repeat: int, warmup: int = 3) -> dict[str, list]:

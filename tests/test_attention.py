@@ -326,10 +326,35 @@ def test_plain_attention_is_that_of_the_kernels(backend, causal):
 def test_published_forwards_that_beat_the_device_are_marked():
     """T = 16384, d = 16: 137 GFLOP and 17 GB in 0.231 ms."""
     lines = {(int(line["head_dim"]), int(line["seq"])): line for line in study.published("attention_h100")}
-    assert attention.suspicious(lines[16, 16384]) == "impossible: 75 TB/s written"
-    assert attention.suspicious(lines[128, 16384]) == "impossible: 4953 TFLOP/s, 79 TB/s written"
+    assert attention.suspicious(lines[16, 16384]) == "impossible: 595 TFLOP/s of at most 67, 75 TB/s of at most 3.35"
+    assert attention.suspicious(lines[128, 16384]) == "impossible: 4953 TFLOP/s of at most 67, 79 TB/s of at most 3.35"
     assert not attention.suspicious(lines[128, 1024])
     assert sum(bool(attention.suspicious(line)) for line in lines.values()) == 12
+
+
+def test_a_row_of_ours_that_is_as_fast_as_those_is_refused(monkeypatch):
+    """On an H100: by the fp32 peak, or by what is held, which must go to memory."""
+    monkeypatch.setattr(study.torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    for line in study.published("attention_h100"):
+        flops, held = 32 * int(line["seq"]) ** 2 * int(line["head_dim"]), 1e9 * float(line["mem_gb"])
+        row = dict(forward_ms=1e3 * float(line["forward_s"]), peak_of="fp32")
+        row |= dict(flops=dict(forward=flops), moved_bytes=dict(forward=held))
+        outcome = study.outcome(lambda found, _: found, row, Namespace(device="cuda"))["outcome"]
+        assert outcome.startswith("refused: forward in" if attention.suspicious(line) else "ok")
+
+
+@pytest.mark.parametrize(("backend", "peak_of"), [("plain", "fp32"), ("flash", "fp32"), ("efficient", "bf16")])
+def test_a_row_names_the_dtype_of_its_products_and_the_bytes_that_it_moves(backend, peak_of, monkeypatch):
+    monkeypatch.setattr(attention, "refusal", lambda *_: None)
+    if backend == "efficient":  # is of a GPU
+        monkeypatch.setattr(attention, "function", lambda *_: lambda q, k, v: attention.plain(q, k, v, True))
+    row = one_row(backend)
+    assert row["peak_of"] == peak_of
+    assert row["moved_bytes"] == dict(forward=row["held_bytes"], backward=row["held_bytes"])
+
+
+def test_published_memory_is_that_of_two_matrices():
+    lines = {(int(line["head_dim"]), int(line["seq"])): line for line in study.published("attention_h100")}
     assert float(lines[16, 16384]["mem_gb"]) == pytest.approx(2 * 4 * 8 * 16384**2 / 1e9, rel=0.01)  # two [T, T]
 
 

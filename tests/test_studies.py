@@ -92,7 +92,12 @@ def test_a_time_above_the_peak_of_a_device_is_no_result(monkeypatch):
     assert study.impossible("CPU", 1e30, 1e-3) is None
     h100 = "NVIDIA H100 80GB HBM3"
     assert study.impossible(h100, 989e9, 1.0) is None
-    assert "1978 TFLOP/s, above the peak of 989" in study.impossible(h100, 2 * 989e9, 1.0)
+    assert study.impossible(h100, 2 * 989e9, 1.0) == "1978 TFLOP/s of at most 989"
+    assert study.impossible(h100, 68e9, 1.0, dtype="fp32") == "68 TFLOP/s of at most 67"
+    assert study.impossible(h100, 66e9, 1.0, 3.4e9, "fp32") is None  # a cache may hold some of it
+    assert study.impossible(h100, 0, 1.0, 3.5e9) == "4 TB/s of at most 3.35"
+    monkeypatch.setattr(study.torch, "get_float32_matmul_precision", lambda: "high")
+    assert study.impossible(h100, 68e9, 1.0, dtype="fp32") is None  # TF32
     monkeypatch.setattr(study, "device_peak", lambda name: 1e9)
     args = Namespace(device="cpu")
     found = study.outcome(lambda *_: dict(flops={"forward": 2e6}, forward_ms=3.0, forward_ms_min=1.0), {}, args)
@@ -193,6 +198,22 @@ def test_accounting_of_the_published_case_and_by_what_each_wrong_step_is_off():
     wrong = [value for _, value in found["steps"]]
     assert round(wrong[0]) == 641 and wrong[-1] == figures["batch tokens"]
     assert [round(b / a, 2) for a, b in zip(wrong, wrong[1:], strict=False)] == [78.97, 0.45, 1.12]
+
+
+def test_the_page_has_the_formula_of_the_threshold():
+    """a = 2 with attention. Of 2.7b links take nearly all that compute does. The published half is sharded over tp."""
+    page = " ".join((ROOT / "docs" / "STUDIES.md").read_text().split())
+    assert "B = (2 w / (Y W M_X)) / (2 w / (X Y C) - 4 a D / (X W M_Y))" in page
+    for name, a in (("xxl", 1), ("2.7b", 2)):
+        c = SimpleNamespace(**accounting.SIZES[name])
+        w, X, Y, C, W = accounting.weights(c), c.fsdp, c.tp, 1e12 * c.tflops, 1e9 * c.gb_per_s
+        compute, moved = 2 * w / (X * Y * C), 4 * a * c.width / (X * W * c.tp_axes)
+        found = accounting.measure(accounting.SIZES[name])["figures"]["batch tokens"]
+        assert math.isclose(found, 2 * w / (Y * W * c.fsdp_axes) / (compute - moved))
+    assert 0.998 < moved / compute < 1
+    kept = accounting.measure(accounting.XXL)["figures"]["kept GiB per token"] / 2
+    assert round(kept / accounting.XXL["tp"], 3) == 0.002
+    assert accounting.WRONG["kept GiB per token sharded by half"].endswith("sharded over 4, not 64")
 
 
 def test_accounting_holds_at_its_threshold_and_says_where_no_batch_does():
