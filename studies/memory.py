@@ -28,8 +28,8 @@ from trainer.profiling import timeline
 
 PARTS = "inference", "forward", "forward + backward", "step"
 PUBLISHED = {"forward": "forward_gb", "step": "full_step_gb"}  # columns of reference/memory_2p7b.csv
-
 SAME = "size", "batch"
+
 
 def flags(parser) -> None:
     parser.add_argument("--size", choices=list(SIZES), help="(default: 2.7b, with --small tiny)")
