@@ -23,8 +23,8 @@ COUNT = itertools.count()
 
 def missing() -> str:
     """Why there can be no two hosts here; empty if there can."""
-    if not shutil.which("ip"):
-        return "needs the command `ip` (iproute2)"
+    if not shutil.which("ip") or not shutil.which("tc"):
+        return "needs the commands `ip` and `tc` (iproute2)"
     if os.geteuid() != 0:
         return "needs root, for network namespaces"
     name = f"p{os.getpid()}"
@@ -51,17 +51,24 @@ class Host:
         """The cable: "up" or "down"."""
         ip("-n", self.name, "link", "set", self.card, state)
 
-    def start(self, flags: str, port: int = 29555, private: Path | None = None) -> subprocess.Popen:
-        """launch.sh run FLAGS as host `rank` of two, with two ranks. Its output goes to `folder`/out.txt. private: a
-        folder that is another one, empty, on each host."""
+    def throttle(self, gb_per_s: float) -> None:
+        """What this host sends takes at least this long. Delay would need netem, which not every kernel has."""
+        rate, burst = f"{8e9 * gb_per_s:.0f}bit", f"{max(2**14, 2e5 * gb_per_s):.0f}b"  # 0.2 ms, or some packets
+        how = f"tc qdisc replace dev {self.card} root tbf rate {rate} burst {burst} latency 50ms"
+        subprocess.run(["ip", "netns", "exec", self.name, *how.split()], check=True, capture_output=True, text=True)
+
+    def start(self, flags: str, port: int = 29555, private: Path | None = None, command: str = "run",
+              **env: str) -> subprocess.Popen:  # fmt: skip
+        """launch.sh COMMAND FLAGS as host `rank` of two, with two ranks. Its output goes to `folder`/out.txt. private:
+        a folder that is another one, empty, on each host. env: beside that of this process."""
         ours = {"NNODES": "2", "NODE_RANK": str(self.rank), "MASTER_ADDR": "10.77.0.1", "MASTER_PORT": str(port)}
-        ours |= {"NPROC": "2", "NO_INSTALL": "1", "PYTHON": sys.executable}
-        command = ["ip", "netns", "exec", self.name]  # which has mounts of its own, too
-        command += ["sh", "-c", f'mount -t tmpfs none {private} && exec "$@"', "sh"] if private else []
-        command += [str(ROOT / "launch.sh"), "run", *flags.split()]
+        ours |= {"PYTHONPATH": str(ROOT), "NPROC": "2", "NO_INSTALL": "1", "PYTHON": sys.executable}
+        argv = ["ip", "netns", "exec", self.name]  # which has mounts of its own, too
+        argv += ["sh", "-c", f'mount -t tmpfs none {private} && exec "$@"', "sh"] if private else []
+        argv += [str(ROOT / "launch.sh"), command, *flags.split()]
         with open(self.folder / "out.txt", "a") as out:
-            env = {k: v for k, v in os.environ.items() if k != "GLOO_SOCKET_IFNAME"} | ours
-            self.runs.append(subprocess.Popen(command, env=env, stdout=out, stderr=out,
+            env = {k: v for k, v in os.environ.items() if k != "GLOO_SOCKET_IFNAME"} | ours | env
+            self.runs.append(subprocess.Popen(argv, env=env, stdout=out, stderr=out,
                                               stdin=subprocess.DEVNULL, start_new_session=True))  # fmt: skip
         return self.runs[-1]
 
