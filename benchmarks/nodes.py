@@ -11,8 +11,7 @@
    simulates a world of its own, and all begin each step together: they share processors as the real ranks do.
 
 `predicted` is the computation plus the links' time by formula, as if nothing hid any of it, `simulated` the simulated
-step. Both, and what they are compared with, are the smallest of their repetitions, since others may use the machine.
-Which mode is faster is said by medians.
+step. All are medians: a step's collectives are many, and so they take their usual time together, never each its least.
 """
 
 import argparse
@@ -97,7 +96,7 @@ def links(own: argparse.Namespace, device: torch.device, rank: int, world: int, 
         setting |= dict(backend=dist.get_backend(group), pieces=1)
         everyone = [None] * world
         dist.all_gather_object(everyone, times(rank, device, setting, own.repeat, LIBRARY, group))
-        found[name] = dict(study="nodes", setting=setting, outcome="ok") | fitted(setting, everyone, own.repeat, min)
+        found[name] = dict(study="nodes", setting=setting, outcome="ok") | fitted(setting, everyone, own.repeat)
     return found
 
 
@@ -191,12 +190,12 @@ def draw(rows: list[dict], path: str) -> None:
     for ax, network in zip(axes, networks, strict=True):
         own = [row for row in rows if row["network"] == network]
         for at, (label, (color, hatch)) in enumerate(looks.items()):
-            ms = dict(measured=[row["step_ms_min"] for row in own], simulated=[row["simulated_ms_min"] for row in own],
-                      predicted=[row["compute_ms_min"] + row["link_ms"] for row in own])[label]  # fmt: skip
+            ms = dict(measured=[row["step_ms"] for row in own], simulated=[row["simulated_ms"] for row in own],
+                      predicted=[row["compute_ms"] + row["link_ms"] for row in own])[label]  # fmt: skip
             places = [number + 0.27 * (at - 1) for number in range(len(own))]
             ax.barh(places, ms, 0.25, color=color, hatch=hatch, edgecolor="black", linewidth=0.4, label=label)
         ax.set(yticks=range(len(own)), yticklabels=[row["cell"] for row in own], title=network or "the network")
-    axes[-1].set_xlabel("ms of a step, the smallest")
+    axes[-1].set_xlabel("ms of a step")
     plot.legend(*axes[0].get_legend_handles_labels(), loc="outside upper right", ncols=3, fontsize=8)
     plot.savefig(path, dpi=160)
 
@@ -211,8 +210,9 @@ def main(own: argparse.Namespace, c: flags.Config, rank: int, local_rank: int, w
                 draw(read_jsonl(Path(c.results)), own.plot)
             return 0
         if c.world or world < 2:
-            fix = "real ranks are compared with simulated ones; leave it out" if c.world else "of one rank; use NPROC=2"
-            raise ValueError(f"--world {c.world or world}: {fix}")
+            alone = "one rank has nobody to talk to; NPROC=2 ./launch.sh nodes"
+            both = "real ranks are compared with simulated ones; leave it out"
+            raise ValueError(f"--world {c.world or 1}: {both if c.world else alone}")
         set_deterministic(c.deterministic)
         rows = measure(own, c, connect(c, rank, local_rank, world, c.timeout), rank, world)
     except (ValueError, DataError, Desync) as e:

@@ -144,16 +144,16 @@ def measure(setting: dict, args) -> dict:
     return fitted(setting, on_ranks(setting["ranks"], times, setting, args.repeat, **how), args.repeat)
 
 
-def fitted(setting: dict, ranks: list[dict], repeat: int, typical=statistics.median) -> dict:
+def fitted(setting: dict, ranks: list[dict], repeat: int) -> dict:
     """{"ops": {op: {ms: [..] per size, of the slowest rank, alpha_us, gb_per_s, residual}}, "link": the joint fit} of
-    the `times` of ranks. typical: which of the repetitions is fitted."""
+    the `times` of ranks."""
     n = setting["ranks"]
     nbytes = [numel * KINDS[setting["dtype"]].itemsize for numel in numels(setting)]
     found, points = {}, []
     for op in ranks[0]:
         slowest = [[max(each) for each in zip(*of_ranks, strict=True)]
                    for of_ranks in zip(*(rank[op] for rank in ranks), strict=True)]  # fmt: skip
-        ms = [typical(each) for each in slowest]
+        ms = [statistics.median(each) for each in slowest]
         own = [(sent(op, size, n), 1e-3 * t) for size, t in zip(nbytes, ms, strict=True)]
         points += own * (op in LIBRARY)
         found[op] = dict(ms=ms, ms_min=[min(each) for each in slowest]) | fit(own)

@@ -305,17 +305,16 @@ def nodes_links(rows: list[dict]) -> tuple[list[dict], Columns]:
 
 
 def nodes(rows: list[dict]) -> tuple[list[dict], Columns]:
-    """Steps of each --mode on real links, beside what the fitted links and simulated ranks say (benchmarks/nodes.py):
-    the smallest of each, compared with the smallest step."""
+    """Steps of each --mode on real links, beside what the fitted links and simulated ranks say (benchmarks/nodes.py)."""
     rows = [row for row in rows if row.get("study") == "nodes" and "cell" in row]
     rows = published.newest(rows, lambda row: (row["network"], row["cell"]))
     columns = [(name, [row[name] for row in rows]) for name in ("network", "cell")]
     columns += where(rows) + column(rows, MS, "step_ms", 1) + column(rows, "x", "ratio", 2)
-    columns += [(f"{name} ms", [grouped(row[key], 1) for row in rows]) for name, key in
-                (("computation", "compute_ms_min"), ("links", "link_ms"))]  # fmt: skip
-    for title, parts in (("predicted", ("compute_ms_min", "link_ms")), ("simulated", ("simulated_ms_min",))):
+    columns += [(f"{name} ms", [grouped(row[key], 1) for row in rows])
+                for name, key in (("computation", "compute_ms"), ("links", "link_ms"))]  # fmt: skip
+    for title, parts in (("predicted", ("compute_ms", "link_ms")), ("simulated", ("simulated_ms",))):
         ms = [sum(row[part] for part in parts) for row in rows]
-        off = [f"{100 * (each / row['step_ms_min'] - 1):+.0f}" for each, row in zip(ms, rows, strict=True)]
+        off = [f"{100 * (each / row['step_ms'] - 1):+.0f}" for each, row in zip(ms, rows, strict=True)]
         columns += [(f"{title} ms", [grouped(each, 1) for each in ms]), ("off by %", off)]
     return rows, columns
 
