@@ -305,7 +305,7 @@ def nodes_links(rows: list[dict]) -> tuple[list[dict], Columns]:
 
 
 def nodes(rows: list[dict]) -> tuple[list[dict], Columns]:
-    """Steps of each --mode on real links, beside what the fitted links and simulated ranks say (benchmarks/nodes.py)."""
+    """Steps of each --mode on real links, beside what fitted links and simulated ranks say (benchmarks/nodes.py)."""
     rows = [row for row in rows if row.get("study") == "nodes" and "cell" in row]
     rows = published.newest(rows, lambda row: (row["network"], row["cell"]))
     columns = [(name, [row[name] for row in rows]) for name in ("network", "cell")]
