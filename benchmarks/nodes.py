@@ -25,6 +25,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 from trainer import config as flags
@@ -42,6 +43,7 @@ if __name__ == "__main__":  # before torch is imported, as in main.py
     _parser.add_argument("--repeat", type=int, default=10, help="repetitions of each collective (default: 10)")
     _parser.add_argument("--plot", metavar="FILE", help="draw the last rows of --results")
     _parser.add_argument("--check", action="store_true", help="look at the flags and do nothing")
+    _parser.error = lambda message: fail(message.removeprefix("argument "), RANKS[0])
     OWN, _others = _parser.parse_known_args()
     CONFIG = flags.parse(_others, RANKS[0])
     _one = re.compile("replicate|fully_shard|hybrid_shard:[1-9][0-9]*")
@@ -102,7 +104,7 @@ def links(own: argparse.Namespace, device: torch.device, rank: int, world: int, 
 
 def meeting(world: int) -> Callable[[], None]:
     """What waits until all ranks have called it; it needs no process group."""
-    (store, *_), count = next(dist.rendezvous("env://")), itertools.count()
+    (store, *_), count = next(dist.rendezvous("env://", timeout=timedelta(hours=1))), itertools.count()
 
     def meet() -> None:
         key = f"nodes {next(count)}"

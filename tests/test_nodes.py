@@ -22,7 +22,7 @@ ROWS = ROOT / "results/nodes_cpu.jsonl"
 @pytest.mark.parametrize(("argv", "message"), [
     ("--modes replicate hybrid_shard", "--modes hybrid_shard: must be replicate, fully_shard or hybrid_shard:REPLICAS"),
     ("--repeat 0", "--repeat 0 --mb None: must be above 0"), ("--mb 0", "--repeat 10 --mb [0.0]: must be above 0"),
-    ("--depht 2", "--depht: no such flag; did you mean --depth?"),
+    ("--repeat x", "--repeat: invalid int value: 'x'"), ("--depht 2", "--depht: no such flag; did you mean --depth?"),
 ])  # fmt: skip
 def test_bad_flags_are_one_line_of_launch_sh_which_starts_nothing(argv, message):
     env = os.environ | dict(PYTHON=sys.executable, NO_INSTALL="1", PYTHONPATH=str(ROOT))
