@@ -78,21 +78,21 @@ install_cpu_torch() {
     "$py" -m pip install -qq --disable-pip-version-check ${index:+"$index"} "$torch" >&2
 }
 
-torchrun() {    # torchrun SCRIPT ARGS, or -m MODULE ARGS; a prefix (nsys) may stand in $wrap
-    local where="--standalone" words=1 check=(-c 'import sys; from trainer.config import parse; parse(sys.argv[1:])' "${@:2}")
-    [ "$1" != -m ] || { words=2; check=("$@" --check); }
-    case ${MAX_RESTARTS:-0} in *[!0-9]*) die "MAX_RESTARTS=$MAX_RESTARTS: expected a number of restarts" 2 ;; esac
+torchrun() {    # torchrun SCRIPT ARGS; a prefix (nsys) may stand in $wrap
+    local where="--standalone" how= check=(-c 'import sys; from trainer.config import parse; parse(sys.argv[1:])' "${@:2}")
+    [ "$gpus" -gt 0 ] || how="--start-method forkserver"    # sooner, and not for CUDA
     case ${NPROC:-1} in 0|*[!0-9]*) die "NPROC=$NPROC: expected a number of processes" 2 ;; esac
-    case " $* " in *" -h "*|*" --help "*) exec "$py" "${@:1:words}" --help ;; esac
-    # Flags are checked here too: torchrun would put 40 lines of its own around the one that says what is wrong.
+    case " $* " in *" -h "*|*" --help "*) exec "$py" "$1" --help ;; esac
+    case ${MAX_RESTARTS:-0} in *[!0-9]*) die "MAX_RESTARTS=$MAX_RESTARTS: expected a number of restarts" 2 ;; esac
+    [ "$1" = main.py ] || check=("$@" --check)
     "$py" "${check[@]}" || exit
     if [ "${NNODES:-1}" -gt 1 ]; then
         : "${NODE_RANK:?several nodes: give each its NODE_RANK}" "${MASTER_ADDR:?several nodes: name the first as MASTER_ADDR}"
         where="--nnodes=$NNODES --node-rank=$NODE_RANK --master-addr=$MASTER_ADDR --master-port=${MASTER_PORT:-29500}"
     fi
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" PET_MAX_RESTARTS="${MAX_RESTARTS:-0}"    # the latter is torchrun's name
-    # shellcheck disable=SC2086  # both are lists of words without spaces
-    exec ${wrap:-} "$py" -m torch.distributed.run $where --nproc-per-node "${NPROC:-$((gpus > 0 ? gpus : 4))}" "$@"
+    # shellcheck disable=SC2086  # lists of words without spaces
+    exec ${wrap:-} "$py" -m trainer.distributed.torchrun $how $where --nproc-per-node "${NPROC:-$((gpus > 0 ? gpus : 4))}" "$@"
 }
 
 gpu() {
@@ -164,7 +164,7 @@ case $command in
              exec "$py" -m trainer.experiments.sweep "$@" ;;
     fit)     exec "$py" fit.py "$@" ;;
     gpu)     gpu "$@" ;;
-    nodes)   torchrun -m benchmarks.nodes "$@" ;;
+    nodes)   PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} torchrun benchmarks/nodes.py "$@" ;;
     studies) exec "$py" -m studies "$@" ;;
     profile) profile "$@" ;;
 esac

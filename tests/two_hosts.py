@@ -4,9 +4,6 @@
         runs = [host.start("--steps 20") for host in (a, b)]     # launch.sh on each, as a user types it
         b.link("down")                                           # pulls the cable
         b.throttle(0.1)                                          # GB/s
-
-The clock of the second is AHEAD_S seconds ahead: by a library that stands in for libc's, since all namespaces have the
-kernel's. Times of files are the kernel's, as those on a shared disk are its server's.
 """
 
 import contextlib
@@ -86,6 +83,13 @@ class Host:
         """The cable: "up" or "down"."""
         ip("-n", self.name, "link", "set", self.card, state)
 
+    def set_clock(self) -> None:
+        """From now on it is AHEAD_S later for what is started here: by a library that stands in for libc's, since all
+        namespaces have the kernel's clock. Times of files are the kernel's, as those on a shared disk are its own."""
+        build = ["cc", "-shared", "-fPIC", f"-DAHEAD={AHEAD_S}", "-o", str(self.folder / "clock.so"), "-xc", "-"]
+        subprocess.run(build, input=CLOCK, check=True, capture_output=True, text=True)
+        self.env["LD_PRELOAD"] = build[5]
+
     def throttle(self, gb_per_s: float) -> None:
         """What this host sends takes at least this long. Delay would need netem, which not every kernel has."""
         rate, burst = f"{8e9 * gb_per_s:.0f}bit", f"{max(2**14, 2e5 * gb_per_s):.0f}b"  # 0.2 ms, or some packets
@@ -122,8 +126,8 @@ class Host:
                 os.kill(pid, signal.SIGKILL)
 
     def ranks(self) -> set[str]:
-        """The exit codes of ranks, as torchrun has told them."""
-        return set(re.findall(r"exitcode  : (-?\d+)", self.said()))
+        """The exit codes of ranks that failed first, as torchrun has told them."""
+        return set(re.findall(r"^torchrun: rank .* ended with exit code (\d+)", self.said(), re.M))
 
     def said(self) -> str:
         """What has been printed here."""
@@ -141,10 +145,7 @@ class Host:
 @contextlib.contextmanager
 def two_hosts(folder: Path):
     """Two Hosts with a cable between them, and their own folders in `folder`."""
-    hosts, clock = [Host(rank, folder / f"host{rank}") for rank in range(2)], str(folder / "clock.so")
-    build = ["cc", "-shared", "-fPIC", f"-DAHEAD={AHEAD_S}", "-o", clock, "-xc", "-"]
-    subprocess.run(build, input=CLOCK, check=True, capture_output=True, text=True)
-    hosts[1].env["LD_PRELOAD"] = clock
+    hosts = [Host(rank, folder / f"host{rank}") for rank in range(2)]
     try:
         for host in hosts:
             ip("netns", "add", host.name)
