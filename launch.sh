@@ -21,8 +21,8 @@
 # Environment
 #   NPROC          processes per node (default: one per GPU, 4 without; in a sweep at most 2, as the reference tables)
 #   NNODES NODE_RANK MASTER_ADDR MASTER_PORT    several nodes: the same command on each, NODE_RANK differs
-#   MAX_RESTARTS   how often a node starts its ranks anew after one has ended (default 0), the same on all: with --save they go
-#                  on from the last checkpoint, once a dead node runs its line again. Without the first all end; the lines resume
+#   MAX_RESTARTS   how often a node starts its ranks anew after one has ended (default 0), the same on all: with --save they
+#                  go on from the last checkpoint, once a dead node runs its line again. Without the first node all end
 #   PYTHON         interpreter (default python3); NO_INSTALL=1 uses it as it is, with the packages that it has
 #   TORCH          cpu | cuda: which torch to install (default: cuda where nvidia-smi lists a GPU)
 #                  older driver: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cu126 ./launch.sh install

@@ -96,8 +96,8 @@ def links(own: argparse.Namespace, device: torch.device, rank: int, world: int, 
     for name, group in groups.items():
         setting = dict(link=name, network=own.network, ranks=group.size(), nodes=world // local, mb=mb, dtype="fp32")
         setting |= dict(backend=dist.get_backend(group), pieces=1)
-        everyone = [None] * world
-        dist.all_gather_object(everyone, times(rank, device, setting, own.repeat, LIBRARY, group))
+        everyone = [None] * group.size()  # the others of this group: nobody waits for those of another
+        dist.all_gather_object(everyone, times(rank, device, setting, own.repeat, LIBRARY, group), group)
         found[name] = dict(study="nodes", setting=setting, outcome="ok") | fitted(setting, everyone, own.repeat)
     return found
 
