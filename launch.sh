@@ -13,12 +13,16 @@
 #   ./launch.sh studies [--small] [--only NAME...]
 #                                      one study after the other (studies/); a second call does what is missing
 #   ./launch.sh profile [FLAGS]        a run with --profile DIR; NSYS=1 puts it under nsys
+#   ./launch.sh nodes [FLAGS]          which --mode pays on this network: links and steps measured, beside what was predicted
+#                                      (benchmarks/nodes.py); several nodes: on each, as run
 #   ./launch.sh slurm                  prints a batch script for several nodes
 #   ./launch.sh install                only install
 #
 # Environment
 #   NPROC          processes per node (default: one per GPU, 4 without; in a sweep at most 2, as the reference tables)
 #   NNODES NODE_RANK MASTER_ADDR MASTER_PORT    several nodes: the same command on each, NODE_RANK differs
+#   MAX_RESTARTS   how often a node starts its ranks anew after one has ended (default 0), the same on all: with --save they
+#                  go on from the last checkpoint, once a dead node runs its line again. Without the first node all end
 #   PYTHON         interpreter (default python3); NO_INSTALL=1 uses it as it is, with the packages that it has
 #   TORCH          cpu | cuda: which torch to install (default: cuda where nvidia-smi lists a GPU)
 #                  older driver: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cu126 ./launch.sh install
@@ -75,16 +79,18 @@ install_cpu_torch() {
 }
 
 torchrun() {    # torchrun SCRIPT ARGS; a prefix (nsys) may stand in $wrap
-    local where="--standalone" how=
+    local where="--standalone" how= check=(-c 'import sys; from trainer.config import parse; parse(sys.argv[1:])' "${@:2}")
     [ "$gpus" -gt 0 ] || how="--start-method forkserver"    # sooner, and not for CUDA
     case ${NPROC:-1} in 0|*[!0-9]*) die "NPROC=$NPROC: expected a number of processes" 2 ;; esac
     case " $* " in *" -h "*|*" --help "*) exec "$py" "$1" --help ;; esac
-    "$py" -c 'import sys; from trainer.config import parse; parse(sys.argv[1:])' "${@:2}" || exit
+    case ${MAX_RESTARTS:-0} in *[!0-9]*) die "MAX_RESTARTS=$MAX_RESTARTS: expected a number of restarts" 2 ;; esac
+    [ "$1" = main.py ] || check=("$@" --check)
+    "$py" "${check[@]}" || exit
     if [ "${NNODES:-1}" -gt 1 ]; then
         : "${NODE_RANK:?several nodes: give each its NODE_RANK}" "${MASTER_ADDR:?several nodes: name the first as MASTER_ADDR}"
         where="--nnodes=$NNODES --node-rank=$NODE_RANK --master-addr=$MASTER_ADDR --master-port=${MASTER_PORT:-29500}"
     fi
-    export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+    export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" PET_MAX_RESTARTS="${MAX_RESTARTS:-0}"    # the latter is torchrun's name
     # shellcheck disable=SC2086  # lists of words without spaces
     exec ${wrap:-} "$py" -m trainer.distributed.torchrun $how $where --nproc-per-node "${NPROC:-$((gpus > 0 ? gpus : 4))}" "$@"
 }
@@ -142,7 +148,7 @@ command=${1:-run} suite=
 [ $# -eq 0 ] || shift
 case $command in
     slurm)   slurm; exit ;;
-    install|run|test|sweep|fit|gpu|studies|profile) install ;;
+    install|run|test|sweep|fit|gpu|nodes|studies|profile) install ;;
     *)       die "no command '$command'; ./launch.sh --help lists them" 2 ;;
 esac
 case $command in
@@ -158,6 +164,7 @@ case $command in
              exec "$py" -m trainer.experiments.sweep "$@" ;;
     fit)     exec "$py" fit.py "$@" ;;
     gpu)     gpu "$@" ;;
+    nodes)   PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} torchrun benchmarks/nodes.py "$@" ;;
     studies) exec "$py" -m studies "$@" ;;
     profile) profile "$@" ;;
 esac
