@@ -19,6 +19,8 @@
 # Environment
 #   NPROC          processes per node (default: one per GPU, 4 without; in a sweep at most 2, as the reference tables)
 #   NNODES NODE_RANK MASTER_ADDR MASTER_PORT    several nodes: the same command on each, NODE_RANK differs
+#                  NNODES=1:2: any one or two of them, as long as that of NODE_RANK=0 is there; the others may leave and
+#                  come back. Needs --save DIR and --effective-batch N; a leaving takes one of MAX_RESTARTS (here 9)
 #   PYTHON         interpreter (default python3); NO_INSTALL=1 uses it as it is, with the packages that it has
 #   TORCH          cpu | cuda: which torch to install (default: cuda where nvidia-smi lists a GPU)
 #                  older driver: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cu126 ./launch.sh install
@@ -80,9 +82,13 @@ torchrun() {    # torchrun SCRIPT ARGS; a prefix (nsys) may stand in $wrap
     case " $* " in *" -h "*|*" --help "*) exec "$py" "$1" --help ;; esac
     # Flags are checked here too: torchrun would put 40 lines of its own around the one that says what is wrong.
     "$py" -c 'import sys; from trainer.config import parse; parse(sys.argv[1:])' "${@:2}" || exit
-    if [ "${NNODES:-1}" -gt 1 ]; then
+    if [ "${NNODES:-1}" != 1 ]; then
         : "${NODE_RANK:?several nodes: give each its NODE_RANK}" "${MASTER_ADDR:?several nodes: name the first as MASTER_ADDR}"
         where="--nnodes=$NNODES --node-rank=$NODE_RANK --master-addr=$MASTER_ADDR --master-port=${MASTER_PORT:-29500}"
+        case $NNODES in *:*)
+            where=$("$py" -m trainer.experiments.elastic "${NPROC:-$((gpus > 0 ? gpus : 4))}" "${@:2}") || exit
+            export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 ;;    # a node that comes back does not find the shared one
+        esac
     fi
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
     # shellcheck disable=SC2086  # both are lists of words without spaces

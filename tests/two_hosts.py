@@ -51,16 +51,16 @@ class Host:
         """The cable: "up" or "down"."""
         ip("-n", self.name, "link", "set", self.card, state)
 
-    def start(self, flags: str, port: int = 29555, private: Path | None = None) -> subprocess.Popen:
+    def start(self, flags: str, port: int = 29555, private: Path | None = None, **env: str) -> subprocess.Popen:
         """launch.sh run FLAGS as host `rank` of two, with two ranks. Its output goes to `folder`/out.txt. private: a
-        folder that is another one, empty, on each host."""
+        folder that is another one, empty, on each host. env: over that of launch.sh."""
         ours = {"NNODES": "2", "NODE_RANK": str(self.rank), "MASTER_ADDR": "10.77.0.1", "MASTER_PORT": str(port)}
         ours |= {"NPROC": "2", "NO_INSTALL": "1", "PYTHON": sys.executable}
         command = ["ip", "netns", "exec", self.name]  # which has mounts of its own, too
         command += ["sh", "-c", f'mount -t tmpfs none {private} && exec "$@"', "sh"] if private else []
         command += [str(ROOT / "launch.sh"), "run", *flags.split()]
         with open(self.folder / "out.txt", "a") as out:
-            env = {k: v for k, v in os.environ.items() if k != "GLOO_SOCKET_IFNAME"} | ours
+            env = {k: v for k, v in os.environ.items() if k != "GLOO_SOCKET_IFNAME"} | ours | env
             self.runs.append(subprocess.Popen(command, env=env, stdout=out, stderr=out,
                                               stdin=subprocess.DEVNULL, start_new_session=True))  # fmt: skip
         return self.runs[-1]
@@ -74,6 +74,16 @@ class Host:
         for pid in self.pids():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+
+    @contextlib.contextmanager
+    def stopped(self):
+        """Inside it the ranks here do not run, torchrun does; gives their pids."""
+        ranks = [pid for pid in self.pids() if pid != self.runs[-1].pid]
+        for pid in ranks:
+            os.kill(pid, signal.SIGSTOP)
+        yield ranks
+        for pid in ranks:
+            os.kill(pid, signal.SIGCONT)
 
     def ranks(self) -> set[str]:
         """The exit codes of ranks, as torchrun has told them."""
