@@ -21,6 +21,8 @@
 # Environment
 #   NPROC          processes per node (default: one per GPU, 4 without; in a sweep at most 2, as the reference tables)
 #   NNODES NODE_RANK MASTER_ADDR MASTER_PORT    several nodes: the same command on each, NODE_RANK differs
+#                  NNODES=1:2: any one or two of them, as long as that of NODE_RANK=0 is there; the others may leave and
+#                  come back. Needs --save DIR and --effective-batch N; a leaving takes one of MAX_RESTARTS (here 9)
 #   MAX_RESTARTS   how often a node starts its ranks anew after one has ended (default 0), the same on all: with --save they
 #                  go on from the last checkpoint, once a dead node runs its line again. Without the first node all end
 #   PYTHON         interpreter (default python3); NO_INSTALL=1 uses it as it is, with the packages that it has
@@ -84,11 +86,16 @@ torchrun() {    # torchrun SCRIPT ARGS; a prefix (nsys) may stand in $wrap
     case ${NPROC:-1} in 0|*[!0-9]*) die "NPROC=$NPROC: expected a number of processes" 2 ;; esac
     case " $* " in *" -h "*|*" --help "*) exec "$py" "$1" --help ;; esac
     case ${MAX_RESTARTS:-0} in *[!0-9]*) die "MAX_RESTARTS=$MAX_RESTARTS: expected a number of restarts" 2 ;; esac
+    case ${NNODES:-1} in *[!0-9:]*) die "NNODES=$NNODES: expected a number of nodes, or the least and the most, as 1:2" 2 ;; esac
     [ "$1" = main.py ] || check=("$@" --check)
     "$py" "${check[@]}" || exit
-    if [ "${NNODES:-1}" -gt 1 ]; then
+    if [ "${NNODES:-1}" != 1 ]; then
         : "${NODE_RANK:?several nodes: give each its NODE_RANK}" "${MASTER_ADDR:?several nodes: name the first as MASTER_ADDR}"
         where="--nnodes=$NNODES --node-rank=$NODE_RANK --master-addr=$MASTER_ADDR --master-port=${MASTER_PORT:-29500}"
+        case $NNODES in *:*)
+            where=$("$py" -m trainer.experiments.elastic "${NPROC:-$((gpus > 0 ? gpus : 4))}" "${@:2}") || exit
+            export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 ;;    # a node that comes back does not find the shared one
+        esac
     fi
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" PET_MAX_RESTARTS="${MAX_RESTARTS:-0}"    # the latter is torchrun's name
     # shellcheck disable=SC2086  # lists of words without spaces

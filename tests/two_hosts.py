@@ -125,6 +125,16 @@ class Host:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
+    @contextlib.contextmanager
+    def stopped(self):
+        """Inside it the ranks here do not run, torchrun does; gives their pids."""
+        ranks = [pid for pid in self.pids() if os.getsid(pid) == pid != self.runs[-1].pid]  # each leads a session
+        for pid in ranks:
+            os.kill(pid, signal.SIGSTOP)
+        yield ranks
+        for pid in ranks:
+            os.kill(pid, signal.SIGCONT)
+
     def ranks(self) -> set[str]:
         """The exit codes of ranks that failed first, as torchrun has told them."""
         return set(re.findall(r"^torchrun: rank .* ended with exit code (\d+)", self.said(), re.M))
