@@ -3,6 +3,7 @@
     pytest tests/test_slurm.py -m 'not slow'      # the scripts alone, in seconds; the others need root and slurm-wlm
 """
 
+import contextlib
 import json
 import os
 import re
@@ -95,3 +96,66 @@ def test_a_rank_that_is_killed_ends_the_job_and_the_row_names_it(cluster, tmp_pa
     job = cluster.wait_for(job, "FAILED", "COMPLETED")
     [row] = rows(tmp_path / "rows.jsonl")
     assert job["JobState"] == "FAILED" and "no answer from rank 1" in row["outcome"], row["outcome"]
+
+
+# Stands in for main.py: --seed says how it ends; each start is a line of `starts`.
+PROGRAM = """
+import json, os, signal, sys, time
+flags = dict(zip(sys.argv[1:], sys.argv[2:]))
+how = flags["--seed"]
+with open("starts", "a") as file: file.write(how + "\\n")
+while how.startswith("until") and not os.path.exists(how): time.sleep(0.1)
+if how == "killed": os.kill(os.getpid(), signal.SIGKILL)
+with open(flags["--results"], "a") as file:
+    file.write(json.dumps({"cell": os.environ["SWEEP_CELL"], "outcome": "ok"}) + "\\n")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.hosts
+def test_an_array_runs_each_cell_once_though_it_is_submitted_twice_and_requeued(cluster, tmp_path):
+    (tmp_path / "program.py").write_text(PROGRAM.replace('"starts"', f'"{tmp_path}/starts"').replace(
+        "os.path.exists(how)", f'os.path.exists("{tmp_path}/" + how)'))  # fmt: skip
+    (tmp_path / "cells.txt").write_text("--seed until1\n--seed ok\n--seed until2\n--seed killed\n")
+    words = ["sweep", f"{tmp_path}/cells.txt", "--program", f"{tmp_path}/program.py", "--slurm", *CPU.split(),
+             "--results", f"{tmp_path}/rows.jsonl", "--nproc", "1"]  # fmt: skip
+
+    def submit(script, *options):
+        return cluster.submit(script, *options, f"--output={tmp_path}/%A_%a.out")
+
+    def starts():
+        return (tmp_path / "starts").read_text().split() if (tmp_path / "starts").exists() else []
+
+    script = printed(*words)
+    one, other = submit(script, "--array=0"), submit(script, "--array=0")
+    ended = next(job for job in (one, other, one, other) if "left out" in said(cluster, job))
+    assert starts() == ["until1"] and rows(tmp_path / "rows.jsonl") == []
+    (tmp_path / "until1").touch()
+    running = cluster.wait_for(f"{one if ended == other else other}_0", "COMPLETED")
+    assert "| 1 | --seed until1 | ok |" in cluster.said(running)
+
+    code, script, err = launch(*words)
+    assert "--array=0-2\n" in script and "4 cells, 1 finished before" in err
+    one, other = submit(script), submit(script)
+    wait_for(lambda: "until2" in starts())
+    task = next(f"{job}_1" for job in (one, other) if cluster.job(f"{job}_1")["JobState"] == "RUNNING")
+    cluster.call("scontrol", "requeue", task)
+    cluster.wait_for(task, "PENDING")
+    (tmp_path / "until2").touch()
+    cluster.call("scontrol", "update", f"JobId={task}", "StartTime=now")
+    wait_for(lambda: not cluster.call("squeue", "-h"))
+    told = {row["cell"].split()[-1]: row["outcome"] for row in rows(tmp_path / "rows.jsonl")}
+    killed = "failed: exit -9 (SIGKILL): no output"
+    assert told == {"until1": "ok", "ok": "ok", "until2": "ok", "killed": killed}
+    found = starts()
+    assert [found.count(how) for how in ("until1", "ok", "until2")] == [1, 1, 2]  # requeued: begun twice, one row
+    assert len(rows(tmp_path / "rows.jsonl")) == 3 + found.count("killed")
+    code, script, err = launch(*words)
+    assert code == 0 and "--seed killed'\n" in script and "--array=0-0\n" in script and "4 cells, 3 finished" in err
+
+
+def said(cluster, job, task=0):
+    """What a task of an array has printed when it has ended, or after ten seconds."""
+    with contextlib.suppress(AssertionError):
+        cluster.wait_for(f"{job}_{task}", "COMPLETED", "FAILED", seconds=10)
+    return cluster.said(cluster.job(f"{job}_{task}"))
