@@ -5,7 +5,8 @@
         cluster.call("scancel", "--signal=TERM", job)
         cluster.wait_for(job, "COMPLETED")
 
-Both nodes are this machine: they share its network, processes, disk and cores. No system service is used or changed.
+Both nodes are this machine: they share its network, processes, disk and cores. A job in the partition `urgent` takes
+them from another, which is requeued. No system service is used or changed.
 """
 
 import contextlib
@@ -44,7 +45,10 @@ SchedulerParameters=sched_interval=1
 ReturnToService=2
 NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=2 RealMemory=4000
 NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=2 RealMemory=4000
-PartitionName=all Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=all Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP PriorityTier=1
+PartitionName=urgent Nodes=n1,n2 MaxTime=INFINITE State=UP PriorityTier=2 PreemptMode=OFF
 """
 
 
@@ -81,7 +85,7 @@ class Slurm:
         """What SLURM tells of a job, by SLURM's names."""
         return dict(re.findall(r"(\S+?)=(\S*)", self.call("scontrol", "show", "job", "-o", number)))
 
-    def wait_for(self, number: str, *states: str, seconds: float = 180) -> dict[str, str]:
+    def wait_for(self, number: str, *states: str, seconds: float = 300) -> dict[str, str]:
         """The job as soon as it is in one of these states. AssertionError if it is not in time."""
         until = time.monotonic() + seconds
         while (job := self.job(number))["JobState"] not in states:

@@ -67,7 +67,7 @@ def rows(path):
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def wait_for(there, seconds=120):
+def wait_for(there, seconds=300):
     until = time.monotonic() + seconds
     while not there():
         assert time.monotonic() < until, "it never happened"
@@ -90,10 +90,12 @@ RESOURCES = """#!/bin/bash
 
 def test_the_script_names_resources_by_slurms_names_and_trains_on_gpus_alone_unless_told():
     plain = printed("slurm")
-    assert plain.startswith(RESOURCES.format(root=ROOT)) and subprocess.run(["bash", "-n"], input=plain, text=True)
+    assert plain.startswith(RESOURCES.format(root=ROOT))
+    subprocess.run(["bash", "-n"], input=plain, text=True, check=True)
     assert plain.endswith("node ./launch.sh run --depth 8 --compile fwdbwd --device cuda\n")
     options = "--nodes=4 --gpus-per-node a100:2 --time 2-00 --partition x --account=y --cpus-per-task 6 --mem 8G"
-    own = printed("slurm", *options.split(), "--depth", "2", "--save", "my runs/a")
+    code, own, err = launch("slurm", *options.split(), "--depth", "2", "--save", "my runs/a")
+    assert (code, err) == (0, "")
     lines = {line.removeprefix("#SBATCH ") for line in own.splitlines() if line.startswith("#SBATCH ")}
     assert {"--nodes=4", "--gpus-per-node=a100:2", "--time=2-00", "--partition=x", "--account=y", "--mem=8G"} <= lines
     assert "--cpus-per-task=6" in lines and "--exclusive" not in lines
@@ -106,8 +108,8 @@ def test_the_script_names_resources_by_slurms_names_and_trains_on_gpus_alone_unl
 @pytest.mark.parametrize(("words", "said"), [
     ("slurm --time 1h", "error: --time 1h: must be minutes, hours:mm:ss or days-hours"),
     ("slurm --nodes 0", "error: --nodes 0: must be a number from 1 on"),
-    ("slurm --depth 2 --nodes", "error: --nodes : must be a number from 1 on"),
-    ("slurm --partition --depth 2", "error: --partition --depth: must be one word"),
+    ("slurm --depth 2 --nodes", "error: --nodes: needs a value"),
+    ("slurm --partition --depth 2", "error: --partition: needs a value"),
     ("slurm --gpus 8", "error: --gpus: no such flag; did you mean --gpus-per-node?"),
     ("slurm --partion x", "error: --partion: no such flag; did you mean --partition?"),
     ("slurm --depht 2", "error: --depht: no such flag; did you mean --depth?"),
@@ -117,14 +119,21 @@ def test_the_script_names_resources_by_slurms_names_and_trains_on_gpus_alone_unl
     ("sweep depth --slurm --time 1h", "sweep: --time 1h: must be minutes, hours:mm:ss or days-hours"),
     ("sweep depth --small --cell x", "sweep: --cell 'x': is no cell of depth where a machine has 0 GPUs"),
 ])  # fmt: skip
-def test_bad_input_is_one_line_and_exit_2(words, said):
-    code, out, err = launch(*words.split(), SWEEP_GPUS="0" * ("--cell" in words))
-    assert (code, out, err.count("\n")) == (2, "", 1) and err.startswith(said), err
+def test_bad_input_is_one_line_and_exit_2(words, said, monkeypatch, capsys):
+    command, *given = words.split()
+    monkeypatch.setenv("SWEEP_GPUS", "0")  # and back
+    monkeypatch.setattr(sweep, "gpus", lambda: 0)
+    monkeypatch.setattr(sys, "argv", [command, *given])
+    with pytest.raises(SystemExit) as ended:
+        (sweep if command == "sweep" else slurm_script).main()
+    out, err = capsys.readouterr()
+    assert (ended.value.code, out, err.count("\n")) == (2, "", 1) and err.startswith(said), err
 
 
 def test_a_job_that_saves_nothing_is_printed_with_a_note():
     assert launch("slurm")[2] == "note: without --save, a job that is stopped or requeued begins afresh\n"
-    assert launch("slurm", "--save", "runs/a")[2] == ""
+    assert launch("slurm", "--save", "runs/a", "--time", "1h")[::2] == (
+        2, "error: --time 1h: must be minutes, hours:mm:ss or days-hours\n")  # fmt: skip
     assert "--gpus-per-node" in launch("slurm", "--help")[1]
 
 
@@ -211,10 +220,10 @@ def test_a_task_runs_its_cell_alone_and_leaves_out_what_another_process_runs(tmp
 
 @pytest.mark.slow
 @pytest.mark.hosts
-def test_a_job_goes_on_after_scancel_and_after_requeue_and_a_second_job_after_the_first(cluster, tmp_path):
+def test_a_job_goes_on_where_one_before_was_stopped_and_where_it_was_preempted_itself(cluster, tmp_path):
     flags = f"{TINY} --steps 250 --save {tmp_path}/saved --results {tmp_path}/rows.jsonl"
     script = printed("slurm", "--nodes", "2", *CPU.split(), *flags.split())
-    how = f"--output={tmp_path}/%j.out", "--time=5"
+    how = f"--output={tmp_path}/%j.out", "--time=30"
     first = cluster.submit(script, *how, NPROC="1")
     second = cluster.submit(script, *how, "--dependency=singleton", NPROC="1")
     wait_for(lambda: len(losses(cluster.said(cluster.job(first)))) > 9)
@@ -226,8 +235,10 @@ def test_a_job_goes_on_after_scancel_and_after_requeue_and_a_second_job_after_th
     assert f"stopped by SIGTERM after step {len(told[0])}; saved in {tmp_path}/saved" in cluster.said(job)
 
     wait_for(lambda: len(losses(cluster.said(cluster.job(second)))) > 9)
-    cluster.call("scontrol", "requeue", second)
+    urgent = "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null"
+    urgent = cluster.submit("#!/bin/bash\nsrun true", *urgent)
     told.append(losses(cluster.said(cluster.wait_for(second, "PENDING"))))
+    cluster.wait_for(urgent, "COMPLETED")
     cluster.call("scontrol", "update", f"JobId={second}", "StartTime=now")  # else SLURM waits for two minutes
     job = cluster.wait_for(second, "COMPLETED", "FAILED")
     assert (job["JobState"], job["Restarts"]) == ("COMPLETED", "1"), cluster.said(job)
@@ -244,7 +255,7 @@ def test_a_job_goes_on_after_scancel_and_after_requeue_and_a_second_job_after_th
 def test_a_rank_that_is_killed_ends_the_job_and_the_row_names_it(cluster, tmp_path):
     flags = f"{TINY} --steps 400 --results {tmp_path}/rows.jsonl"
     script = printed("slurm", "--nodes", "2", *CPU.split(), *flags.split())
-    job = cluster.submit(script, f"--output={tmp_path}/%j.out", "--time=5", NPROC="1", FAULT="1:5:backward:kill")
+    job = cluster.submit(script, f"--output={tmp_path}/%j.out", "--time=30", NPROC="1", FAULT="1:5:backward:kill")
     job = cluster.wait_for(job, "FAILED", "COMPLETED")
     [row] = rows(tmp_path / "rows.jsonl")
     assert job["JobState"] == "FAILED" and "no answer from rank 1" in row["outcome"], row["outcome"]

@@ -39,7 +39,7 @@ SAVING_S = 100  # after SIGTERM torchrun kills ranks that still save; torch befo
 
 
 def split(words: list[str]) -> tuple[dict[str, str], list[str]]:
-    """{"--nodes": "2"} of the options among `words`, and the other words. ValueError for a bad value."""
+    """{"--nodes": "2"} of the options among `words`, and the other words. ValueError for a bad value, or none."""
     found, others, left = {}, [], deque(words)
     while left:
         word = left.popleft()
@@ -48,8 +48,11 @@ def split(words: list[str]) -> tuple[dict[str, str], list[str]]:
             others.append(word)
             continue
         pattern, expected = OPTIONS[name]
-        value = value if given or not left else left.popleft()
-        if not re.fullmatch(pattern, value) or value.startswith("--"):
+        if not given:
+            if not left or left[0].startswith("--"):
+                raise ValueError(f"{name}: needs a value")
+            value = left.popleft()
+        if not re.fullmatch(pattern, value):
             raise ValueError(f"{name} {value}: must be {expected}")
         found[name] = value
     return found, others
@@ -92,10 +95,10 @@ def training(words: list[str]) -> str:
     given, flags = split(words)
     options = DEFAULTS | given
     own = {flag(name) for name in kinds_of(*get_type_hints(config.Config).values())}
-    for name in (word.partition("=")[0] for word in flags):
-        if meant := "; did you mean --gpus-per-node?" if name in PROCESSES else did_you_mean(name, OPTIONS):
-            if name.startswith("--") and name not in own and name.replace("--no-", "--") not in own:
-                raise ValueError(f"{name}: no such flag{meant}")
+    for name in (word.partition("=")[0] for word in flags if word.startswith("--")):
+        meant = "; did you mean --gpus-per-node?" if name in PROCESSES else did_you_mean(name, OPTIONS)
+        if meant and not {name, name.replace("--no-", "--")} & own:
+            raise ValueError(f"{name}: no such flag{meant}")
     flags = flags or ["--depth", "8", "--compile", "fwdbwd"]
     if gpus(options) and not {"--device", "--world"} & {word.partition("=")[0] for word in flags}:
         flags += ["--device", "cuda"]  # never a CPU unasked
