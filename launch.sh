@@ -76,18 +76,18 @@ install_cpu_torch() {
 }
 
 torchrun() {    # torchrun SCRIPT ARGS; a prefix (nsys) may stand in $wrap
-    local where="--standalone"
+    local where="--standalone" how=
+    [ "$gpus" -gt 0 ] || how="--start-method forkserver"    # sooner, and not for CUDA
     case ${NPROC:-1} in 0|*[!0-9]*) die "NPROC=$NPROC: expected a number of processes" 2 ;; esac
     case " $* " in *" -h "*|*" --help "*) exec "$py" "$1" --help ;; esac
-    # Flags are checked here too: torchrun would put 40 lines of its own around the one that says what is wrong.
     "$py" -c 'import sys; from trainer.config import parse; parse(sys.argv[1:])' "${@:2}" || exit
     if [ "${NNODES:-1}" -gt 1 ]; then
         : "${NODE_RANK:?several nodes: give each its NODE_RANK}" "${MASTER_ADDR:?several nodes: name the first as MASTER_ADDR}"
         where="--nnodes=$NNODES --node-rank=$NODE_RANK --master-addr=$MASTER_ADDR --master-port=${MASTER_PORT:-29500}"
     fi
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-    # shellcheck disable=SC2086  # both are lists of words without spaces
-    exec ${wrap:-} "$py" -m torch.distributed.run $where --nproc-per-node "${NPROC:-$((gpus > 0 ? gpus : 4))}" "$@"
+    # shellcheck disable=SC2086  # lists of words without spaces
+    exec ${wrap:-} "$py" -m trainer.distributed.torchrun $how $where --nproc-per-node "${NPROC:-$((gpus > 0 ? gpus : 4))}" "$@"
 }
 
 gpu() {

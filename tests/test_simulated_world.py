@@ -353,6 +353,8 @@ def test_two_collectives_of_one_group_follow_each_other():
     start = time.perf_counter()
     works = [dist.all_reduce(torch.ones(1), async_op=True) for _ in range(3)]
     issued = time.perf_counter() - start
+    (busy_until,) = sim._world.busy.values()
+    assert 0.3 <= busy_until - start <= 0.3 + issued  # however late the link's thread wakes up
     [work.wait() for work in works]
     assert time.perf_counter() - start >= 0.3 > issued
 

@@ -49,7 +49,8 @@ class CollectiveCall(NamedTuple):  # as `log` lists it
 class _World:
     def __init__(self, link: Link):
         self.link, self.log = link, deque(maxlen=1_000_000)
-        self.streams, self.workers, self.clock = {}, {}, None  # the clock on CUDA alone
+        self.streams, self.clock = {}, None  # on CUDA
+        self.workers, self.busy = {}, {}  # on a CPU, by group: the link's thread, and until when it is busy
         self.library = torch.library.Library("c10d", "IMPL")
         with warnings.catch_warnings(action="ignore"):  # torch warns that kernels are overridden, which is wanted
             for device in ("CPU", "CUDA"):
@@ -177,22 +178,27 @@ def _on_cuda(pg: ProcessGroup, device: torch.device, seconds: float, async_op: b
     return _create_work_from_future(future)
 
 
+def _sleep_until(end: float) -> None:
+    time.sleep(max(0.0, end - time.perf_counter()))
+
+
 def _on_cpu(pg: ProcessGroup, seconds: float, async_op: bool, copy: Callable, value: list):
     """The data moves at once, so that errors are raised here; who waits for it waits until the link has brought it."""
-    end = time.perf_counter() + seconds
+    began = time.perf_counter()
     copy()
-    left = max(0.0, end - time.perf_counter())
     if not async_op:
-        time.sleep(left)
+        _sleep_until(began + seconds)
         return FakeWork()
+    # The link of this group brings one collective after the other: by the clock, since its thread may wake up late.
+    end = _world.busy[pg.group_name] = max(began, _world.busy.get(pg.group_name, 0.0)) + seconds
     future = torch.futures.Future()
 
     def arrive() -> None:
-        time.sleep(left)
+        _sleep_until(end)
         future.set_result(value)
 
     if seconds:
-        if pg.group_name not in _world.workers:  # the link of this group: it brings one collective at a time
+        if pg.group_name not in _world.workers:
             _world.workers[pg.group_name] = ThreadPoolExecutor(1)
         _world.workers[pg.group_name].submit(arrive)
     else:

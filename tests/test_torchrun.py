@@ -1,0 +1,66 @@
+"""How ./launch.sh starts ranks (trainer/distributed/torchrun.py): what they leave, and what a failure says.
+
+    pytest tests/test_torchrun.py        # CPU, gloo
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+from harness import free_port
+from running import ROOT, TINY, TORCHRUN, read
+
+ENV = {k: v for k, v in os.environ.items() if k not in TORCHRUN} | {"OMP_NUM_THREADS": "1", "COLUMNS": "100"}
+
+
+def start(*flags, ranks=2):
+    command = [sys.executable, "-m", "trainer.distributed.torchrun", "--nproc-per-node", str(ranks)]
+    command += ["--master-port", str(free_port()), "--start-method", "forkserver", str(ROOT / "main.py"), *flags]
+    how = dict(env=ENV | {"PYTHONPATH": str(ROOT)}, text=True, start_new_session=True)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **how)
+
+
+def test_a_rank_that_refuses_is_named_and_gives_its_exit_code(tmp_path):
+    run = start(*TINY, "--data", "nothing")
+    out, err = run.communicate(timeout=200)
+    ours, last = err.splitlines()
+    assert run.returncode == 2 and ours.startswith("error: --data nothing: expected one of ")
+    assert re.fullmatch(r"torchrun: rank 0, process \d+, ended with exit code 2, the first of this host to fail", last)
+
+
+@pytest.mark.slow
+def test_ctrl_c_and_a_killed_rank(tmp_path):
+    """Ctrl-C goes to all processes of a terminal's foreground group: here to torchrun's, in which no rank is."""
+    flags = [*TINY, "--steps", "4000", "--log-every", "1", "--save", f"{tmp_path}/run", "--results", f"{tmp_path}/rows"]
+    run = start(*flags)
+    wait_for_step(run)
+    os.killpg(run.pid, signal.SIGINT)
+    out, err = run.communicate(timeout=200)
+    assert run.returncode == 130 and "Traceback" not in err, err
+    row, _ = read(tmp_path / "rows")
+    assert row["outcome"] == "stopped: SIGINT" and row["world"] == 2 and [*(tmp_path / "run").glob("step-*")]
+    run = start(*flags)  # resumes
+    wait_for_step(run)
+    killed = ranks_of(run)[-1]
+    os.kill(killed, signal.SIGKILL)
+    out, err = run.communicate(timeout=200)
+    first = re.findall(r"^torchrun: rank \d, process (\d+), (.*), the first of this host to fail$", err, re.M)
+    assert first == [(str(killed), "was ended by SIGKILL")] and run.returncode == 137 and "Traceback" not in err, err
+
+
+def wait_for_step(run):
+    for line in run.stdout:
+        if line.startswith("step "):
+            return
+    raise AssertionError(run.stderr.read())
+
+
+def ranks_of(run):
+    """The processes that are named after no command of their own: the forked ones, which lead sessions."""
+    table = subprocess.run(["ps", "-eo", "pid=,ppid=,sid="], capture_output=True, text=True).stdout
+    rows = [tuple(map(int, line.split())) for line in table.splitlines()]
+    servers = {pid for pid, parent, _ in rows if parent == run.pid}
+    return [pid for pid, parent, session in rows if parent in servers and session == pid]

@@ -1,0 +1,72 @@
+"""torchrun as ./launch.sh uses it: a run that fails ends with a line instead of forty, and with its rank's exit code.
+
+    python -m trainer.distributed.torchrun --standalone --nproc-per-node 4 --start-method forkserver main.py --depth 8
+
+Takes torchrun's flags. With `--start-method forkserver`, for ranks on CPUs, each rank is forked from one process that
+has imported torch, which costs seconds only once, and does so while torchrun starts, on another core.
+"""
+
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import traceback
+from multiprocessing import forkserver
+
+from trainer.distributed.terminal import Progress, tell
+
+PRELOAD = ["torch._inductor.compile_fx", "trainer.run", "tyro"]  # what a compiled run imports
+
+
+def rank(script: str, *argv: str) -> None:
+    """What a forked process does: it runs the script as its own main module."""
+    os.setsid()  # Ctrl-C reaches torchrun alone, which passes it on
+    from torch.distributed.run import run_script_path
+
+    try:
+        run_script_path(script, *argv)
+    except SystemExit as e:
+        if e.code:
+            raise
+    except Exception:
+        traceback.print_exc()
+        sys.exit(1)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun has it wait for the others, or be ended with them
+
+
+def main(argv: list[str]) -> int:
+    """torchrun with these flags; returns the exit code: 0, that of the first rank that failed (128 + N if signal N
+    ended it), 128 + N if signal N ended torchrun."""
+    if fork := "forkserver" in argv:
+        forkserver.set_forkserver_preload(PRELOAD)
+        forkserver.ensure_running()
+    with Progress("starting torchrun"):
+        from torch.distributed import run
+        from torch.distributed.elastic.multiprocessing import SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+        if fork:  # a process that ends at once comes when all is imported
+            first = multiprocessing.get_context("forkserver").Process(target=int)
+            first.start()
+            first.join()
+    for name in ("torch.distributed.elastic.multiprocessing.api", "torch.multiprocessing.spawn"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # they tell of a failed rank what is told below
+    args = run.parse_args(argv)
+    if fork:
+        args.run_path, run.run_script_path = True, rank
+    try:
+        run.run(args)
+    except SignalException as e:
+        return 128 + e.sigval
+    except ChildFailedError as e:
+        number, failure = e.get_first_failure()
+        signalled = failure.exitcode < 0
+        what = f"was ended by {failure.signal_name()}" if signalled else f"ended with exit code {failure.exitcode}"
+        tell(f"torchrun: rank {number}, process {failure.pid}, {what}, the first of this host to fail", sys.stderr)
+        return 128 - failure.exitcode if signalled else failure.exitcode
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
