@@ -15,7 +15,8 @@
 #   ./launch.sh profile [FLAGS]        a run with --profile DIR; NSYS=1 puts it under nsys
 #   ./launch.sh nodes [FLAGS]          which --mode pays on this network: links and steps measured, beside what was predicted
 #                                      (benchmarks/nodes.py); several nodes: on each, as run
-#   ./launch.sh slurm                  prints a batch script for several nodes
+#   ./launch.sh slurm [SLURM'S OPTIONS] [FLAGS]
+#                                      prints a batch script for several nodes (trainer/experiments/slurm.py)
 #   ./launch.sh install                only install
 #
 # Environment
@@ -134,28 +135,11 @@ profile() {
     torchrun main.py --profile "$dir" "$@"
 }
 
-slurm() {
-    cat <<'BATCH'
-#!/bin/bash
-#SBATCH --job-name=simple-fsdp
-#SBATCH --nodes=2
-#SBATCH --ntasks-per-node=1
-#SBATCH --gpus-per-node=8
-#SBATCH --exclusive
-#SBATCH --time=01:00:00
-# Once before, on a node that reaches a package index:  TORCH=cuda ./launch.sh install
-export NNODES=$SLURM_NNODES MASTER_PORT=29500
-MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1); export MASTER_ADDR
-srun --kill-on-bad-exit=1 bash -c 'NODE_RANK=$SLURM_NODEID exec ./launch.sh run --depth 8 --compile fwdbwd'
-BATCH
-}
-
 case ${1:-run} in -h|--help|help) sed -n '2,/^$/s/^# \{0,1\}//p' launch.sh; exit ;; -*) set -- run "$@" ;; esac
 command=${1:-run} suite=
 [ $# -eq 0 ] || shift
 case $command in
-    slurm)   slurm; exit ;;
-    install|run|test|sweep|fit|gpu|nodes|studies|profile) install ;;
+    install|run|test|sweep|fit|gpu|nodes|studies|profile|slurm) install ;;
     *)       die "no command '$command'; ./launch.sh --help lists them" 2 ;;
 esac
 case $command in
@@ -174,4 +158,5 @@ case $command in
     nodes)   PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} torchrun benchmarks/nodes.py "$@" ;;
     studies) exec "$py" -m studies "$@" ;;
     profile) profile "$@" ;;
+    slurm)   exec "$py" -m trainer.experiments.slurm "$@" ;;
 esac

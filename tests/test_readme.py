@@ -59,7 +59,7 @@ def flags_of_tools(text: str) -> set[str]:
     if "studies" in text:
         files |= {"studies/study.py", "studies/__main__.py"}
     if "launch.sh" in text:
-        files |= {"launch.sh", "trainer/experiments/sweep.py"}
+        files |= {"launch.sh", "trainer/experiments/sweep.py", "trainer/experiments/slurm.py"}
     found = TORCHRUN if "torchrun" in text else set()
     return found.union(*(FLAG.findall((ROOT / file).read_text()) for file in files if (ROOT / file).is_file()))
 

@@ -4,36 +4,35 @@
     ./launch.sh sweep all --wandb offline    every published table, each cell once, in one file of results
     ./launch.sh sweep cells.txt --steps 30   any file of cells; `cell_of` and `cells_of` say what a line may hold
     ./launch.sh sweep depth --lr 1e-3 3e-3 --seed 0 1 2    each cell with every combination; seeds are summed up
+    ./launch.sh sweep depth --slurm | sbatch               a task of SLURM per cell that is missing (slurm.py)
 
 main.py writes the row; where it ended without one (killed, too slow), this program writes `failed: ...`. A second call
 runs what has no row of this commit and device yet, then tries again what failed; a bad shape and out of memory are
-results.
+results. Calls at the same time share the cells: none runs one that another is running.
 """
 
 import argparse
 import contextlib
-import ctypes
 import functools
 import importlib.metadata
 import io
 import itertools
-import multiprocessing
 import os
 import re
-import runpy
 import shlex
 import signal
 import statistics
 import subprocess
 import sys
-import threading
 import time
 import zlib
 from pathlib import Path
 
 from trainer import config
-from trainer.distributed.terminal import did_you_mean, grouped, markdown
+from trainer.distributed.terminal import did_you_mean, grouped, markdown, tell
+from trainer.experiments import slurm
 from trainer.experiments.logging import append_jsonl, log_tables, read_rows
+from trainer.experiments.processes import Forked, follow_parent, stop
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = "--device cpu --width 128 --depth 2 --head-dim 16 --vocab 512 --seqlen 64 --batch 2 --steps 6".split()
@@ -42,7 +41,6 @@ OUTPUT = {"--wandb", "--group", "--tags", "--profile", "--log-every", "--verbose
 COLUMNS = {"simulated_mib": ("simulated MiB", 0), "peak_alloc_mib": ("peak MiB", 0),
            "peak_rss_mib": ("peak RSS MiB", 0), "step_ms": ("step ms", 1), "mfu": ("MFU %", 1), "loss": ("loss", 4)}
 LISTS = {"--compile-options"}  # takes several values in one run
-GRACE_S = 10  # from SIGTERM to SIGKILL
 VMSTAT = Path("/proc/vmstat")
 Flags = dict[str, tuple[str, ...]]  # {"--depth": ("8",), "--no-reshard": ()}
 
@@ -54,7 +52,9 @@ def join(flags: Flags) -> str:
 
 @functools.cache
 def gpus() -> int:
-    """GPUs that a run may use, counted as launch.sh does; 0 without any."""
+    """GPUs that a run may use, counted as launch.sh does; 0 without any. SWEEP_GPUS tells those of another machine."""
+    if told := os.environ.get("SWEEP_GPUS"):
+        return int(told)
     seen = len(re.findall("^GPU", subprocess.getoutput("nvidia-smi -L"), re.M))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return seen if not seen or visible is None else len([each for each in visible.split(",") if each])
@@ -71,8 +71,8 @@ def current(rows: dict[str, dict], relaxed: bool) -> dict[str, dict]:
     head, gpu = commit(), re.search(r"^GPU \d+: (.+?) \(", subprocess.getoutput("nvidia-smi -L") * bool(gpus()), re.M)
 
     def here(cell: str, row: dict) -> bool:  # the row of a run that died names no device
-        device, on_cpu = row.get("device"), parse(shlex.split(cell))[1].get("--device") == ("cpu",) or not gpu
-        right = device is None or (device.startswith("CPU") if on_cpu else device == gpu[1])
+        device, on_cpu = row.get("device"), parse(shlex.split(cell))[1].get("--device") == ("cpu",) or not gpus()
+        right = device is None or device.startswith("CPU") == on_cpu and (on_cpu or not gpu or device == gpu[1])
         return right and (relaxed or row.get("commit", head) == head)
 
     return {cell: row for cell, row in rows.items() if here(cell, row)}
@@ -170,67 +170,6 @@ def read_cells(target: str, small: bool, nproc: int, extra: list[str]) -> list[s
 def unfinished(cells: list[str], rows: dict[str, dict]) -> list[str]:
     """Cells without a row, or whose row says that the run failed. A bad shape and out of memory are results."""
     return [cell for cell in cells if not re.match(r"ok$|OOM|badshape", rows.get(cell, {}).get("outcome", ""))]
-
-
-def follow_parent() -> None:
-    """This process ends when its parent does, where the system offers that (PR_SET_PDEATHSIG, Linux)."""
-    if prctl := getattr(ctypes.CDLL(None), "prctl", None):
-        prctl(1, signal.SIGTERM)
-
-
-class Forked:
-    """A run of a Python file with `argv`, as subprocess.Popen would start it, in a process that is forked from one that
-    has imported torch and what lies on it, which takes longer than a small run. For CPUs: CUDA must not be forked."""
-
-    def __init__(self, argv: list[str], out, env: dict[str, str]):
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["trainer.run"])
-        self.argv, self.process = argv, context.Process(target=Forked.begin, args=(argv, out.name, os.getcwd(), env))
-        self.process.start()
-        self.pid = self.process.pid
-
-    @staticmethod
-    def begin(argv: list[str], log: str, folder: str, env: dict[str, str]) -> None:
-        """What the new process does."""
-        sweep = multiprocessing.parent_process()  # the process that forks is another one, and lives longer
-        threading.Thread(target=lambda: (sweep.join(), os.kill(os.getpid(), signal.SIGTERM)), daemon=True).start()
-        os.setsid()
-        os.chdir(folder)
-        out, nothing = os.open(log, os.O_WRONLY | os.O_APPEND), os.open(os.devnull, os.O_RDONLY)
-        for target, source in enumerate((nothing, out, out)):
-            os.dup2(source, target)
-        sys.stdout, sys.stderr = (open(n, "w", buffering=1, closefd=False) for n in (1, 2))
-        os.environ.clear()
-        os.environ.update(env | {"SWEEP_FORKED": "1"})
-        sys.argv = argv
-        runpy.run_path(argv[0], run_name="__main__")
-
-    def poll(self) -> int | None:
-        """The exit status, negative for a signal; None while it runs."""
-        return self.process.exitcode
-
-    def wait(self, timeout: float | None = None) -> int:
-        """The exit status. subprocess.TimeoutExpired after `timeout` seconds."""
-        self.process.join(timeout)
-        if self.process.exitcode is None:
-            raise subprocess.TimeoutExpired(self.argv, timeout)
-        return self.process.exitcode
-
-
-def stop(child: subprocess.Popen | Forked, token: str) -> None:
-    """End a cell's processes. torchrun's workers lead sessions of their own: they are found by their environment."""
-    if child.poll() is None:
-        with contextlib.suppress(subprocess.TimeoutExpired, ProcessLookupError):  # it may not lead its group yet
-            os.killpg(child.pid, signal.SIGTERM)
-            child.wait(GRACE_S)
-    for environ in Path("/proc").glob("[0-9]*/environ"):  # none on macOS, where the process group has to do
-        with contextlib.suppress(OSError):
-            if token.encode() in environ.read_bytes():
-                os.kill(int(environ.parent.name), signal.SIGKILL)
-    for end in (os.killpg, *[os.kill] * (child.poll() is None)):  # it may not lead a group yet
-        with contextlib.suppress(OSError):
-            end(child.pid, signal.SIGKILL)
-    child.wait()
 
 
 def oom_kills() -> int:
@@ -341,11 +280,16 @@ def over_seeds(cells: list[str], rows: dict[str, dict]) -> str:
     return markdown(columns) if alike else ""
 
 
+def place(cell: str, results: Path) -> Path:
+    """The folder of a cell's lock; what its run printed is beside it, with the suffix .log."""
+    return results.parent / "runs" / results.stem / f"{zlib.crc32(cell.encode()):08x}"
+
+
 def attempt(cell: str, args: argparse.Namespace, limit: float, name: str, setting: dict | None = None) -> dict | None:
     """Run one cell for at most `limit` seconds: the row that it leaves, if need be one of this program. None: it was
     cut short by --budget. name, setting: as of `run` and `failed_row`."""
     size, started = args.results.stat().st_size if args.results.exists() else 0, time.monotonic()
-    log = args.results.parent / "runs" / args.results.stem / f"{zlib.crc32(cell.encode()):08x}.log"
+    log = place(cell, args.results).with_suffix(".log")
     end = run(cell, [*shlex.split(args.program), "--results", str(args.results), *args.output], limit, log, name)
     row = read_rows(args.results, size).get(cell)
     if row is None and end == "timeout" and limit < args.timeout:
@@ -359,15 +303,17 @@ def attempt(cell: str, args: argparse.Namespace, limit: float, name: str, settin
     return row
 
 
-def sweep(tables: dict[str, list[str]], args: argparse.Namespace, settings: dict[str, dict] | None = None) -> bool:
+def sweep(tables: dict[str, list[str]], args: argparse.Namespace, settings: dict[str, dict] | None = None,
+          one: str | None = None) -> bool:  # fmt: skip
     """Run every cell that has no finished row (--fresh: every cell), those never tried first. True: all are finished.
-    `settings`: cell -> its resolved flags, if the program is not main.py."""
-    cells, stored = list(dict.fromkeys(itertools.chain(*tables.values()))), read_rows(args.results)
-    rows = current(stored, args.any_commit)
-    todo = cells if args.fresh else sorted(unfinished(cells, rows), key=lambda cell: cell in rows)
-    names = {}
+    `settings`: cell -> its resolved flags, if the program is not main.py. one: the only cell that this call is for,
+    while others are for the others."""
+    names, stored = {}, read_rows(args.results)
     for study, own in tables.items():
         names = {cell: f"{study} n={n} {flags}" for cell, (n, flags) in labels(own)[1].items()} | names
+    tables = {study: [one] for study, own in tables.items() if one in own} if one else tables
+    cells, rows = list(dict.fromkeys(itertools.chain(*tables.values()))), current(stored, args.any_commit)
+    todo = cells if args.fresh else sorted(unfinished(cells, rows), key=lambda cell: cell in rows)
     others = sum(cell in stored and cell not in rows for cell in todo)
     others = f", {others} by another commit or device (--any-commit keeps other commits')" * bool(others)
     done = f"{len(cells) - len(todo)} finished before{others}"
@@ -378,14 +324,17 @@ def sweep(tables: dict[str, list[str]], args: argparse.Namespace, settings: dict
         if left <= 0:
             break
         print(f"[{i}/{len(todo)}] {names[cell]}", flush=True)
-        if attempt(cell, args, left, names[cell], (settings or {}).get(cell)) is None:
-            break
+        with slurm.claimed(place(cell, args.results), wait=one is not None) as free:
+            known = {} if args.fresh or not free else current(read_rows(args.results), args.any_commit)
+            if free and unfinished([cell], known):  # no other call has finished it meanwhile
+                if attempt(cell, args, left, names[cell], (settings or {}).get(cell)) is None:
+                    break
     rows = current(read_rows(args.results), args.any_commit)
     texts = {study: "\n\n".join(filter(None, [table(own, rows), over_seeds(own, rows)]))
              for study, own in tables.items()}  # fmt: skip
     for study, text in texts.items():
         print(f"\n## {study}\n" * (len(tables) > 1) + f"\n{text}", flush=True)
-    if "--wandb" in (output := parse(args.output)[1]):
+    if "--wandb" in (output := parse(args.output)[1]) and not one:
         found = {study: [rows[cell] for cell in own if cell in rows] for study, own in tables.items()}
         log_tables(found, args.results, output["--wandb"][-1], output["--group"][-1], output.get("--tags", ()),
                    {f"{study}.md": f"{text}\n".encode() for study, text in texts.items()})  # fmt: skip
@@ -406,21 +355,38 @@ def main() -> None:
     parser.add_argument("--fresh", action="store_true", help="run finished cells too")
     parser.add_argument("--any-commit", action="store_true", help="rows of other commits count as results too")
     parser.add_argument("--list", action="store_true", help="print the cells, run nothing")
+    parser.add_argument("--slurm", action="store_true", help="print an array of SLURM tasks, for sbatch (slurm.py)")
+    parser.add_argument("--cell", help="this one of the cells alone, as such a task does")
     target, *rest = sys.argv[1:] or ["-h"]
     args, extra = parser.parse_known_args([target, *rest] if target in ("-h", "--help") else rest)
     try:
+        if args.slurm:  # the cells are those of its nodes, not of this machine
+            chosen, extra = slurm.split(extra)
+            options = slurm.for_cells(chosen, args.small, args.timeout)
+            os.environ["SWEEP_GPUS"] = str(slurm.gpus(options))
+            args.nproc = min(args.nproc, gpus() or args.nproc)
         nproc, flags = parse([f"nproc={args.nproc}", *extra])
         output = {flag: flags.pop(flag) for flag in OUTPUT & flags.keys()}
         tables = studies(target, args.small, nproc, shlex.split(join(flags)))
+        cells = list(dict.fromkeys(itertools.chain(*tables.values())))
+        if args.cell is not None and args.cell not in cells:
+            raise ValueError(f"--cell '{args.cell}': is no cell of {target} where a machine has {gpus()} GPUs")
     except ValueError as error:
         parser.exit(2, f"sweep: {error}\n")
     if args.list:
-        return print("\n".join(read_cells(target, args.small, nproc, shlex.split(join(flags)))))
+        return print("\n".join(cells))
     name = f"sweep-{Path(target).stem}{'-small' * args.small}"
     args.results = args.results or Path(f"runs/{name}.jsonl")
     if "--wandb" in output:
         output.setdefault("--group", (name,))
     args.output = shlex.split(join(output))
+    if args.slurm:
+        rows = current(read_rows(args.results), args.any_commit)
+        todo = cells if args.fresh else sorted(unfinished(cells, rows), key=lambda cell: cell in rows)
+        words = [word for word in slurm.split(rest)[1] if word != "--slurm"]
+        words = [target, *words, f"--nproc={nproc}", f"--timeout={args.timeout:g}"]
+        tell(f"{len(cells)} cells, {len(cells) - len(todo)} finished before; rows in {args.results}", sys.stderr)
+        return print(slurm.array(todo, options, words)) if todo else None
     if args.small:  # at such sizes threads wait for each other more than they compute
         os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -432,7 +398,7 @@ def main() -> None:
     ends = [s for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(s) is not signal.SIG_IGN]
     for each in ends:
         signal.signal(each, end)
-    sys.exit(0 if sweep(tables, args) else 1)
+    sys.exit(0 if sweep(tables, args, one=args.cell) else 1)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,75 @@
+"""The processes of a sweep's cells, which end with their sweep, and all of them with their cell. Imports no torch."""
+
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+GRACE_S = 10  # from SIGTERM to SIGKILL
+
+
+def follow_parent() -> None:
+    """This process ends when its parent does, where the system offers that (PR_SET_PDEATHSIG, Linux)."""
+    if prctl := getattr(ctypes.CDLL(None), "prctl", None):
+        prctl(1, signal.SIGTERM)
+
+
+class Forked:
+    """A run of a Python file with `argv`, as subprocess.Popen would start it, in a process that is forked from one that
+    has imported torch and what lies on it, which takes longer than a small run. For CPUs: CUDA must not be forked."""
+
+    def __init__(self, argv: list[str], out, env: dict[str, str]):
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["trainer.run"])
+        self.argv, self.process = argv, context.Process(target=Forked.begin, args=(argv, out.name, os.getcwd(), env))
+        self.process.start()
+        self.pid = self.process.pid
+
+    @staticmethod
+    def begin(argv: list[str], log: str, folder: str, env: dict[str, str]) -> None:
+        """What the new process does."""
+        sweep = multiprocessing.parent_process()  # the process that forks is another one, and lives longer
+        threading.Thread(target=lambda: (sweep.join(), os.kill(os.getpid(), signal.SIGTERM)), daemon=True).start()
+        os.setsid()
+        os.chdir(folder)
+        out, nothing = os.open(log, os.O_WRONLY | os.O_APPEND), os.open(os.devnull, os.O_RDONLY)
+        for target, source in enumerate((nothing, out, out)):
+            os.dup2(source, target)
+        sys.stdout, sys.stderr = (open(n, "w", buffering=1, closefd=False) for n in (1, 2))
+        os.environ.clear()
+        os.environ.update(env | {"SWEEP_FORKED": "1"})
+        sys.argv = argv
+        runpy.run_path(argv[0], run_name="__main__")
+
+    def poll(self) -> int | None:
+        """The exit status, negative for a signal; None while it runs."""
+        return self.process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit status. subprocess.TimeoutExpired after `timeout` seconds."""
+        self.process.join(timeout)
+        if self.process.exitcode is None:
+            raise subprocess.TimeoutExpired(self.argv, timeout)
+        return self.process.exitcode
+
+
+def stop(child: subprocess.Popen | Forked, token: str) -> None:
+    """End a cell's processes. torchrun's workers lead sessions of their own: they are found by their environment."""
+    if child.poll() is None:
+        with contextlib.suppress(subprocess.TimeoutExpired, ProcessLookupError):  # it may not lead its group yet
+            os.killpg(child.pid, signal.SIGTERM)
+            child.wait(GRACE_S)
+    for environ in Path("/proc").glob("[0-9]*/environ"):  # none on macOS, where the process group has to do
+        with contextlib.suppress(OSError):
+            if token.encode() in environ.read_bytes():
+                os.kill(int(environ.parent.name), signal.SIGKILL)
+    for end in (os.killpg, *[os.kill] * (child.poll() is None)):  # it may not lead a group yet
+        with contextlib.suppress(OSError):
+            end(child.pid, signal.SIGKILL)
+    child.wait()

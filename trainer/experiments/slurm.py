@@ -1,0 +1,166 @@
+"""Batch scripts for SLURM. They are printed: to be read, changed, and given to sbatch, whose own options win.
+
+    ./launch.sh slurm --nodes 2 --gpus-per-node 8 --time 4:00:00 --depth 8 --save runs/a | sbatch    trains
+    ./launch.sh sweep depth --slurm --gpus-per-node 8 | sbatch        an array: each missing cell of a sweep is a task
+
+SLURM's names: --nodes --gpus-per-node (TYPE:N; 0: none) --cpus-per-task (without it whole nodes) --time --mem
+--partition --account --qos --constraint --job-name; --container IMAGE runs in Apptainer. All else goes to main.py.
+A job runs in this folder, with this Python, which all nodes must see. One that is stopped or requeued goes on from its
+checkpoint; `sbatch --dependency=singleton`, several times, makes jobs that follow each other. Imports no torch.
+"""
+
+import contextlib
+import os
+import re
+import shlex
+import sys
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import get_type_hints
+
+from trainer import config
+from trainer.checkpoint import lock
+from trainer.checkpoint.manifest import Refused
+from trainer.distributed.command_line import PROCESSES, flag, kinds_of
+from trainer.distributed.terminal import did_you_mean, fail, tell
+
+ROOT = Path(__file__).resolve().parents[2]
+WORD = r"\S+", "one word"
+OPTIONS = {  # what a value looks like, and in words
+    "--job-name": WORD, "--nodes": (r"[1-9]\d*", "a number from 1 on"),
+    "--gpus-per-node": (r"([\w.-]+:)?\d+", "a number, or TYPE:number; 0 for none"),
+    "--cpus-per-task": (r"[1-9]\d*", "a number from 1 on"),
+    "--time": (r"\d+(:[0-5]\d){0,2}|\d+-\d+(:[0-5]\d){0,2}", "minutes, hours:mm:ss or days-hours"),
+    **dict.fromkeys(("--mem", "--partition", "--account", "--qos", "--constraint", "--container"), WORD),
+}  # fmt: skip
+DEFAULTS = {"--job-name": "simple-fsdp", "--nodes": "2", "--gpus-per-node": "8", "--time": "01:00:00"}
+WARNING_S = 120  # before the time limit SIGTERM comes; SLURM may send it up to 60 s earlier
+SAVING_S = 100  # after SIGTERM torchrun kills ranks that still save; torch before 2.13 may know 30 s alone
+
+
+def split(words: list[str]) -> tuple[dict[str, str], list[str]]:
+    """{"--nodes": "2"} of the options among `words`, and the other words. ValueError for a bad value, or none."""
+    found, others, left = {}, [], deque(words)
+    while left:
+        word = left.popleft()
+        name, given, value = word.partition("=")
+        if name not in OPTIONS:
+            others.append(word)
+            continue
+        pattern, expected = OPTIONS[name]
+        if not given:
+            if not left or left[0].startswith("--"):
+                raise ValueError(f"{name}: needs a value")
+            value = left.popleft()
+        if not re.fullmatch(pattern, value):
+            raise ValueError(f"{name} {value}: must be {expected}")
+        found[name] = value
+    return found, others
+
+
+def gpus(options: dict[str, str]) -> int:
+    """GPUs of a node: 2 of {"--gpus-per-node": "a100:2"}."""
+    return int(options["--gpus-per-node"].rpartition(":")[2])
+
+
+def script(options: dict[str, str], more: list[str], body: list[str]) -> str:
+    """A batch script. more: options that are no user's; body: its lines, whose last one is the command."""
+    os.makedirs(ROOT / "runs", exist_ok=True)  # for the job's output, without which it fails and says nothing
+    shown = {name: value for name, value in options.items() if name != "--container"}
+    if not gpus(options):
+        del shown["--gpus-per-node"]
+    lines = [f"{name}={value}" for name, value in shown.items()] + ["--ntasks-per-node=1"]
+    lines += ["--exclusive"] * ("--cpus-per-task" not in options)
+    lines += [f"--chdir={shlex.quote(str(ROOT))}", "--open-mode=append", "--requeue", *more]
+    python = sys.executable if "--container" not in options else "python3"
+    install = "TORCH=cuda " * bool(gpus(options)) + "./launch.sh install"
+    first = ["# Every node must see this folder and this Python, which must have what this installs:", f"#   {install}"]
+    first += [f"export NO_INSTALL=1 PYTHON={shlex.quote(python)}"]
+    return "\n".join(["#!/bin/bash", *(f"#SBATCH {line}" for line in lines), *first, *body])
+
+
+def command(options: dict[str, str], words: list[str]) -> str:
+    """The line that starts `words` once on every node of a job, if need be in a container. SLURM may send signals to
+    the process of the task alone: that is ours, by exec. When one node fails, SIGTERM ends the others."""
+    srun = ["srun", "--kill-on-bad-exit=1"]
+    srun += [f"--cpus-per-task={options['--cpus-per-task']}"] if "--cpus-per-task" in options else []
+    if "--container" in options:
+        place = ["--bind", str(ROOT), "--pwd", str(ROOT), options["--container"]]
+        words = ["apptainer", "exec", *["--nv"] * bool(gpus(options)), *place, *words]
+    return shlex.join([*srun, "bash", "-c", 'NODE_RANK=$SLURM_NODEID exec "$@"', "node", *words])
+
+
+def training(words: list[str]) -> str:
+    """The script that trains. ValueError for a bad option; a bad flag of main.py ends the process with 2."""
+    given, flags = split(words)
+    options = DEFAULTS | given
+    own = {flag(name) for name in kinds_of(*get_type_hints(config.Config).values())}
+    for name in (word.partition("=")[0] for word in flags if word.startswith("--")):
+        meant = "; did you mean --gpus-per-node?" if name in PROCESSES else did_you_mean(name, OPTIONS)
+        if meant and not {name, name.replace("--no-", "--")} & own:
+            raise ValueError(f"{name}: no such flag{meant}")
+    flags = flags or ["--depth", "8", "--compile", "fwdbwd"]
+    if gpus(options) and not {"--device", "--world"} & {word.partition("=")[0] for word in flags}:
+        flags += ["--device", "cuda"]  # never a CPU unasked
+    c = config.parse(flags, world=int(options["--nodes"]) * gpus(options) or None)
+    if c.save is None:
+        tell("note: without --save, a job that is stopped or requeued begins afresh", sys.stderr)
+    more = [f"--signal=TERM@{WARNING_S}", f"--output={shlex.quote(str(ROOT / 'runs'))}/slurm-%j.out"]
+    return script(options, more, [
+        "export NPROC=${NPROC:-${SLURM_GPUS_ON_NODE:-}} NNODES=$SLURM_NNODES",
+        "export MASTER_ADDR=$(hostname) MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))  # of the first node",
+        f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={SAVING_S}  # seconds that torchrun leaves its ranks for a save",
+        command(options, ["./launch.sh", "run", *flags]),
+    ])  # fmt: skip
+
+
+def for_cells(given: dict[str, str], small: bool, seconds: float) -> dict[str, str]:
+    """The options of an array whose tasks run a cell each, of `seconds` at most. ValueError: more nodes than one."""
+    if given.get("--nodes", "1") != "1":
+        raise ValueError(f"--nodes {given['--nodes']}: a cell runs on one node; leave it out")
+    own = {"--job-name": "sweep", "--nodes": "1"} | ({"--gpus-per-node": "0"} if small else {})
+    limit = {"--time": f"{int(seconds // 60) + 5}"} if seconds < 1e7 else {}
+    return DEFAULTS | own | limit | given
+
+
+def array(cells: list[str], options: dict[str, str], words: list[str]) -> str:
+    """The script of an array with a task for each of `cells`. words: the arguments of the sweep that has them."""
+    more = [f"--array=0-{len(cells) - 1}", f"--output={shlex.quote(str(ROOT / 'runs'))}/slurm-%A_%a.out"]
+    task = command(options, ["./launch.sh", "sweep", *words, "--cell"])
+    own = [f"  {shlex.quote(cell)}" for cell in cells]
+    return script(options, more, ["cells=(", *own, ")", f'{task} "${{cells[SLURM_ARRAY_TASK_ID]}}"'])
+
+
+@contextlib.contextmanager
+def claimed(folder: Path, wait: bool) -> Iterator[bool]:
+    """Whether what `folder` stands for is this process's alone inside. If not, a line says whose it is. wait: up to
+    180 s for a sign of life of a process on another machine, which may be gone."""
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        said = lock.take(str(folder), patient=wait)
+    except Refused as error:
+        who = str(error).removeprefix(f"--save {folder}: ").partition(";")[0]
+        print(f"    left out: {who.replace('is writing there', 'runs it')}", flush=True)
+        yield False
+        return
+    try:
+        print(f"    {said}\n" * (said is not None), end="", flush=True)
+        yield True
+    finally:
+        lock.drop(str(folder))
+
+
+def main() -> None:
+    """Prints the script that trains. Exit code 2: bad input, in one line."""
+    if {"-h", "--help"} & {*sys.argv[1:]}:
+        return print(__doc__)
+    try:
+        text = training(sys.argv[1:])
+    except ValueError as error:
+        fail(str(error), 0)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
