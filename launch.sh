@@ -95,7 +95,7 @@ torchrun() {    # torchrun SCRIPT ARGS; a prefix (nsys) may stand in $wrap
         where="--nnodes=$NNODES --node-rank=$NODE_RANK --master-addr=$MASTER_ADDR --master-port=${MASTER_PORT:-29500}"
         case $NNODES in *:*)
             where=$("$py" -m trainer.experiments.elastic "${NPROC:-$((gpus > 0 ? gpus : 4))}" "${@:2}") || exit
-            export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 ;;    # a node that comes back does not find the shared one
+            export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 ;;    # else a node that comes back ends all (torch 2.13)
         esac
     fi
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" PET_MAX_RESTARTS="${MAX_RESTARTS:-0}"    # the latter is torchrun's name
