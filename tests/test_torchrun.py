@@ -37,8 +37,11 @@ def test_ctrl_c_and_a_killed_rank(tmp_path):
     flags = [*TINY, "--steps", "4000", "--log-every", "1", "--save", f"{tmp_path}/run", "--results", f"{tmp_path}/rows"]
     run = start(*flags)
     wait_for_step(run)
-    for server in servers_of(run):
+    servers = servers_of(run)
+    for server in servers:
         os.kill(server, signal.SIGTERM)  # as SLURM does to every process
+    wait_for_step(run)
+    assert len(servers) > 1 and servers_of(run) == servers
     os.killpg(run.pid, signal.SIGINT)
     out, err = run.communicate(timeout=200)
     assert run.returncode == 130 and "Traceback" not in err, err
@@ -61,9 +64,9 @@ def wait_for_step(run):
 
 
 def table():
-    """(pid, parent, session) of every process."""
-    lines = subprocess.run(["ps", "-eo", "pid=,ppid=,sid="], capture_output=True, text=True).stdout.splitlines()
-    return [tuple(map(int, line.split())) for line in lines]
+    """(pid, parent, session) of every process that has not ended."""
+    lines = subprocess.run(["ps", "-eo", "pid=,ppid=,sid=,stat="], capture_output=True, text=True).stdout.splitlines()
+    return [tuple(map(int, line.split()[:3])) for line in lines if "Z" not in line]
 
 
 def servers_of(run):
