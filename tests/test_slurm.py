@@ -234,6 +234,7 @@ def test_a_job_goes_on_where_one_before_was_stopped_and_where_it_was_preempted_i
     assert job["JobState"] == "FAILED"
     told = [losses(cluster.said(job))]
     assert f"stopped by SIGTERM after step {len(told[0])}; saved in {tmp_path}/saved" in cluster.said(job)
+    assert "Broken pipe" not in cluster.said(job), "torchrun waits for ranks that save"
 
     wait_for(lambda: len(losses(cluster.said(cluster.job(second)))) > 9)
     urgent = "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null"

@@ -37,6 +37,11 @@ def test_ctrl_c_and_a_killed_rank(tmp_path):
     flags = [*TINY, "--steps", "4000", "--log-every", "1", "--save", f"{tmp_path}/run", "--results", f"{tmp_path}/rows"]
     run = start(*flags)
     wait_for_step(run)
+    servers = servers_of(run)
+    for server in servers:
+        os.kill(server, signal.SIGTERM)  # as SLURM does to every process
+    wait_for_step(run)
+    assert len(servers) > 1 and servers_of(run) == servers
     os.killpg(run.pid, signal.SIGINT)
     out, err = run.communicate(timeout=200)
     assert run.returncode == 130 and "Traceback" not in err, err
@@ -58,9 +63,18 @@ def wait_for_step(run):
     raise AssertionError(run.stderr.read())
 
 
+def table():
+    """(pid, parent, session) of every process that has not ended."""
+    lines = subprocess.run(["ps", "-eo", "pid=,ppid=,sid=,stat="], capture_output=True, text=True).stdout.splitlines()
+    return [tuple(map(int, line.split()[:3])) for line in lines if "Z" not in line]
+
+
+def servers_of(run):
+    """The processes that torchrun has started: the one from which ranks are forked, and its helper."""
+    return [pid for pid, parent, _ in table() if parent == run.pid]
+
+
 def ranks_of(run):
     """The processes that are named after no command of their own: the forked ones, which lead sessions."""
-    table = subprocess.run(["ps", "-eo", "pid=,ppid=,sid="], capture_output=True, text=True).stdout
-    rows = [tuple(map(int, line.split())) for line in table.splitlines()]
-    servers = {pid for pid, parent, _ in rows if parent == run.pid}
-    return [pid for pid, parent, session in rows if parent in servers and session == pid]
+    servers = servers_of(run)
+    return [pid for pid, parent, session in table() if parent in servers and session == pid]

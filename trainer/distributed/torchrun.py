@@ -22,6 +22,7 @@ PRELOAD = ["torch._inductor.compile_fx", "trainer.run", "tyro"]  # what a compil
 def rank(script: str, *argv: str) -> None:
     """What a forked process does: it runs the script as its own main module."""
     os.setsid()  # Ctrl-C reaches torchrun alone, which passes it on
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     from torch.distributed.run import run_script_path
 
     try:
@@ -40,7 +41,10 @@ def main(argv: list[str]) -> int:
     ended it), 128 + N if signal N ended torchrun."""
     if fork := "forkserver" in argv:
         forkserver.set_forkserver_preload(PRELOAD)
+        # SLURM may send SIGTERM to every process. Without the one that forks, ranks that still save seem to have ended.
+        before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
         forkserver.ensure_running()
+        signal.signal(signal.SIGTERM, before)
     with Progress("starting torchrun"):
         from torch.distributed import DistError, run
         from torch.distributed.elastic.multiprocessing import SignalException
