@@ -13,6 +13,8 @@
 #   ./launch.sh studies [--small] [--only NAME...]
 #                                      one study after the other (studies/); a second call does what is missing
 #   ./launch.sh profile [FLAGS]        a run with --profile DIR; NSYS=1 puts it under nsys
+#   ./launch.sh nodes [FLAGS]          which --mode pays on this network: links and steps measured, beside what was predicted
+#                                      (benchmarks/nodes.py); several nodes: on each, as run
 #   ./launch.sh slurm [SLURM'S OPTIONS] [FLAGS]
 #                                      prints a batch script for several nodes (trainer/experiments/slurm.py)
 #   ./launch.sh install                only install
@@ -20,6 +22,10 @@
 # Environment
 #   NPROC          processes per node (default: one per GPU, 4 without; in a sweep at most 2, as the reference tables)
 #   NNODES NODE_RANK MASTER_ADDR MASTER_PORT    several nodes: the same command on each, NODE_RANK differs
+#                  NNODES=1:2: any one or two of them, as long as that of NODE_RANK=0 is there; the others may leave and
+#                  come back. Needs --save DIR and --effective-batch N; a leaving takes one of MAX_RESTARTS (here 9)
+#   MAX_RESTARTS   how often a node starts its ranks anew after one has ended (default 0), the same on all: with --save they
+#                  go on from the last checkpoint, once a dead node runs its line again. Without the first node all end
 #   PYTHON         interpreter (default python3); NO_INSTALL=1 uses it as it is, with the packages that it has
 #   TORCH          cpu | cuda: which torch to install (default: cuda where nvidia-smi lists a GPU)
 #                  older driver: PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cu126 ./launch.sh install
@@ -76,16 +82,23 @@ install_cpu_torch() {
 }
 
 torchrun() {    # torchrun SCRIPT ARGS; a prefix (nsys) may stand in $wrap
-    local where="--standalone" how=
+    local where="--standalone" how= check=(-c 'import sys; from trainer.config import parse; parse(sys.argv[1:])' "${@:2}")
     [ "$gpus" -gt 0 ] || how="--start-method forkserver"    # sooner, and not for CUDA
     case ${NPROC:-1} in 0|*[!0-9]*) die "NPROC=$NPROC: expected a number of processes" 2 ;; esac
     case " $* " in *" -h "*|*" --help "*) exec "$py" "$1" --help ;; esac
-    "$py" -c 'import sys; from trainer.config import parse; parse(sys.argv[1:])' "${@:2}" || exit
-    if [ "${NNODES:-1}" -gt 1 ]; then
+    case ${MAX_RESTARTS:-0} in *[!0-9]*) die "MAX_RESTARTS=$MAX_RESTARTS: expected a number of restarts" 2 ;; esac
+    case ${NNODES:-1} in *[!0-9:]*) die "NNODES=$NNODES: expected a number of nodes, or the least and the most, as 1:2" 2 ;; esac
+    [ "$1" = main.py ] || check=("$@" --check)
+    "$py" "${check[@]}" || exit
+    if [ "${NNODES:-1}" != 1 ]; then
         : "${NODE_RANK:?several nodes: give each its NODE_RANK}" "${MASTER_ADDR:?several nodes: name the first as MASTER_ADDR}"
         where="--nnodes=$NNODES --node-rank=$NODE_RANK --master-addr=$MASTER_ADDR --master-port=${MASTER_PORT:-29500}"
+        case $NNODES in *:*)
+            where=$("$py" -m trainer.experiments.elastic "${NPROC:-$((gpus > 0 ? gpus : 4))}" "${@:2}") || exit
+            export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 ;;    # else a node that comes back ends all (torch 2.13)
+        esac
     fi
-    export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+    export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" PET_MAX_RESTARTS="${MAX_RESTARTS:-0}"    # the latter is torchrun's name
     # shellcheck disable=SC2086  # lists of words without spaces
     exec ${wrap:-} "$py" -m trainer.distributed.torchrun $how $where --nproc-per-node "${NPROC:-$((gpus > 0 ? gpus : 4))}" "$@"
 }
@@ -126,7 +139,7 @@ case ${1:-run} in -h|--help|help) sed -n '2,/^$/s/^# \{0,1\}//p' launch.sh; exit
 command=${1:-run} suite=
 [ $# -eq 0 ] || shift
 case $command in
-    install|run|test|sweep|fit|gpu|studies|profile|slurm) install ;;
+    install|run|test|sweep|fit|gpu|nodes|studies|profile|slurm) install ;;
     *)       die "no command '$command'; ./launch.sh --help lists them" 2 ;;
 esac
 case $command in
@@ -142,6 +155,7 @@ case $command in
              exec "$py" -m trainer.experiments.sweep "$@" ;;
     fit)     exec "$py" fit.py "$@" ;;
     gpu)     gpu "$@" ;;
+    nodes)   PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} torchrun benchmarks/nodes.py "$@" ;;
     studies) exec "$py" -m studies "$@" ;;
     profile) profile "$@" ;;
     slurm)   exec "$py" -m trainer.experiments.slurm "$@" ;;

@@ -96,7 +96,9 @@ def question(own: Plan, words: Sequence[str]) -> search.Question:
         raise ValueError("--param-dtype fp32: rates and peaks are known of bf16 alone; leave it out")
     if own.hf:
         a = read(own.hf)
-        c = flags.filled(c, "cuda")
+        c = flags.filled(c, "cuda").on(ranks)
+        if c.effective_batch != ranks * c.batch * c.grad_accum:
+            raise ValueError(f"--effective-batch {c.effective_batch}: must be GPUs x --batch x --grad-accum")
         plain = SimpleNamespace(**(c.flat() | dict(depth=a.depth, width=a.width, head_dim=a.head_dim, vocab=a.vocab)))
     else:
         c = flags.resolve(c, "cuda", ranks)

@@ -42,6 +42,19 @@ def check_cells(cells: list[str], rank: int) -> None:
         fail(f"cells {' '.join(bad) or '(none)'}: give WRAPPER:COMPILE, such as simple:fwdbwd fsdp2:blocks", rank)
 
 
+def interleave(steps: list[tuple], batches: Batches, n: int, device: torch.device, rank: int = 0, begin=bool) -> None:
+    """Runs n steps of every (step, StepTimer), which take turns; warm-up does not count. begin: called before each."""
+    for k in range(n):
+        batch = [t.to(device) for t in next(batches)]
+        turn = k % len(steps)  # each goes first as often as the others
+        for step, timer in steps[turn:] + steps[:turn]:
+            begin()
+            with timer.step(excluded=k < WARMUP):
+                loss = step(*batch)
+        if rank == 0 and k in (0, n - 1):
+            print(f"step {k + 1}: loss of the last cell {loss.item():.4f}", flush=True)
+
+
 def compare(cells: list[str], c: flags.Config, device: torch.device, rank: int = 0, world: int = 1) -> list[dict]:
     """Rows of every cell, in order; the first is what `ratio` refers to."""
     settings = [dict(zip(("wrapper", "compile"), cell.split(":"), strict=True)) for cell in cells]
@@ -50,14 +63,7 @@ def compare(cells: list[str], c: flags.Config, device: torch.device, rank: int =
     steps = [(build(each, device, world), timing.StepTimer(device)) for each in configs]
     sizes = dict(global_batch=world * c.batch * c.grad_accum, seqlen=c.seqlen, vocab=c.vocab)
     batches = Batches(c.data, **sizes, seed=c.seed, rank=rank, world=world)
-    for k in range(c.steps):
-        batch = [t.to(device) for t in next(batches)]
-        turn = k % len(steps)  # each goes first as often as the others
-        for step, timer in steps[turn:] + steps[:turn]:
-            with timer.step(excluded=k < WARMUP):
-                loss = step(*batch)
-        if rank == 0 and k in (0, c.steps - 1):
-            print(f"step {k + 1}: loss of the last cell {loss.item():.4f}", flush=True)
+    interleave(steps, batches, c.steps, device, rank)
     rows, first = [], steps[0][1].ms()
     for cell, own, (_, timer) in zip(cells, configs, steps, strict=True):
         ratio = statistics.median(a / b for a, b in zip(timer.ms(), first, strict=True))

@@ -103,29 +103,31 @@ def ring_all_reduce(t: Tensor, op: str = "sum", pieces: int = 4, group=None) -> 
         t.detach().copy_(flat.view_as(t))
 
 
-def operation(op: str, numel: int, dtype: torch.dtype, device: torch.device, pieces: int):
-    """A function without arguments that runs the collective once, on tensors of its own."""
-    n, rank = dist.get_world_size(), dist.get_rank()
+def operation(op: str, numel: int, dtype: torch.dtype, device: torch.device, pieces: int, group=None):
+    """A function without arguments that runs the collective once, on tensors of its own. group: not for "exchange"."""
+    n, rank = dist.get_world_size(group), dist.get_rank(group)
     whole = torch.randn(numel, device=device).to(dtype)
     part = whole.tensor_split(n)[rank].clone()
     if op == "ring":
-        return lambda: ring_all_reduce(whole, "avg", pieces)
+        return lambda: ring_all_reduce(whole, "avg", pieces, group)
     if op == "exchange":
         other, left, right = torch.empty_like(whole), (rank - 1) % n, (rank + 1) % n
         ops = [dist.P2POp(dist.isend, whole, right), dist.P2POp(dist.irecv, other, left)]
         return lambda: [work.wait() for work in dist.batch_isend_irecv(ops)]
-    return {"all_reduce": lambda: dist.all_reduce(whole), "broadcast": lambda: dist.broadcast(whole, 0),
-            "all_gather": lambda: dist.all_gather_into_tensor(whole, part),
-            "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole)}[op]  # fmt: skip
+    how = dict(group=group)
+    return {"all_reduce": lambda: dist.all_reduce(whole, **how),
+            "broadcast": lambda: dist.broadcast(whole, group_src=0, **how),
+            "all_gather": lambda: dist.all_gather_into_tensor(whole, part, **how),
+            "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole, **how)}[op]  # fmt: skip
 
 
-def times(rank: int, device: torch.device, c: dict, repeat: int) -> dict[str, list[list[float]]]:
-    """{op: [ms, ..] per size}, on each rank. All begin together."""
+def times(rank: int, device: torch.device, c: dict, repeat: int, ops=OPS, group=None) -> dict[str, list[list[float]]]:
+    """{op: [ms, ..] per size}, on each rank. All begin together, also those of several groups."""
     warnings.filterwarnings("ignore", category=FutureWarning)  # torch 2.13 has other names for two of them
     found = {}
-    for op in OPS:
+    for op in ops:
         for numel in numels(c):
-            work = operation(op, numel, KINDS[c["dtype"]], device, c["pieces"])
+            work = operation(op, numel, KINDS[c["dtype"]], device, c["pieces"], group)
             found.setdefault(op, []).append(milliseconds({"begin": dist.barrier, op: work}, device, repeat)[op])
     return found
 
@@ -137,19 +139,25 @@ def numels(c: dict) -> list[int]:
 
 
 def measure(setting: dict, args) -> dict:
-    """{"ops": {op: {ms: [..] per size, of the slowest rank, alpha_us, gb_per_s, residual}}, "link": the joint fit}"""
+    """As `fitted`, of ranks that are started for it."""
+    how = dict(device=args.device, backend=setting["backend"])
+    return fitted(setting, on_ranks(setting["ranks"], times, setting, args.repeat, **how), args.repeat)
+
+
+def fitted(setting: dict, ranks: list[dict], repeat: int) -> dict:
+    """{"ops": {op: {ms: [..] per size, of the slowest rank, alpha_us, gb_per_s, residual}}, "link": the joint fit} of
+    the `times` of ranks."""
     n = setting["ranks"]
-    ranks = on_ranks(n, times, setting, args.repeat, device=args.device, backend=setting["backend"])
     nbytes = [numel * KINDS[setting["dtype"]].itemsize for numel in numels(setting)]
     found, points = {}, []
-    for op in OPS:
+    for op in ranks[0]:
         slowest = [[max(each) for each in zip(*of_ranks, strict=True)]
                    for of_ranks in zip(*(rank[op] for rank in ranks), strict=True)]  # fmt: skip
         ms = [statistics.median(each) for each in slowest]
         own = [(sent(op, size, n), 1e-3 * t) for size, t in zip(nbytes, ms, strict=True)]
         points += own * (op in LIBRARY)
         found[op] = dict(ms=ms, ms_min=[min(each) for each in slowest]) | fit(own)
-    return dict(nbytes=nbytes, ops=found, link=fit(points), n=args.repeat, world=n)
+    return dict(nbytes=nbytes, ops=found, link=fit(points), n=repeat, world=n)
 
 
 def sent(op: str, nbytes: float, ranks: int) -> float:

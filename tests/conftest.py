@@ -1,6 +1,7 @@
 """Fixtures of several files."""
 
 import gc
+import json
 import os
 import shutil
 import signal
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from conversations import SPECIAL, TEMPLATES, TURNS, chats
 from running import TINY, TORCHRUN, read
 from torch._inductor import config as inductor
 from torch.nn.attention import flex_attention as flex
@@ -20,6 +22,8 @@ import model
 from gloo import one_worker_thread
 from trainer import config as flags
 from trainer.checkpoint import export
+from trainer.finetuning.chat import ChatBatches
+from trainer.run import execute
 
 one_worker_thread()
 
@@ -108,22 +112,28 @@ def flex_on_cpu(monkeypatch):
     monkeypatch.setattr(model, "compiled_flex_attention", flex.flex_attention)
 
 
+def outcome(capfd, call, results=None):
+    """What call() returns or exits with, both outputs, and of the file `results` its row and steps if it has them."""
+    capfd.readouterr()
+    try:
+        code = call()
+    except SystemExit as exit:
+        code = exit.code
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    out, err = capfd.readouterr()
+    row, steps = read(results) if results and results.is_file() and results.stat().st_size else (None, [])
+    return SimpleNamespace(code=code, out=out, err=err, row=row, steps=steps)
+
+
 @pytest.fixture
 def train(capfd, tmp_path):
     """Run main.main on one rank in this process: its exit code, both outputs, its row and steps if it has them."""
 
     def train(*argv, rank=0, world=1):
         results = tmp_path / f"{len(list(tmp_path.iterdir()))}.jsonl"
-        capfd.readouterr()
-        try:
-            code = main.main(flags.parse([*TINY, "--results", str(results), *map(str, argv)]), rank, rank, world)
-        except SystemExit as exit:
-            code = exit.code
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        out, err = capfd.readouterr()
-        row, steps = read(results) if results.is_file() and results.stat().st_size else (None, [])
-        return SimpleNamespace(code=code, out=out, err=err, row=row, steps=steps)
+        argv = [*TINY, "--results", str(results), *map(str, argv)]
+        return outcome(capfd, lambda: main.main(flags.parse(argv), rank, rank, world), results)
 
     return train
 
@@ -159,12 +169,86 @@ def call_study(isolated, capfd):
     from studies import study
 
     def call(module, *argv):
-        capfd.readouterr()
-        try:
-            code = study.main(module, [*map(str, argv), "--device", "cpu"])
-        except SystemExit as exit:
-            code = exit.code
-        out, err = capfd.readouterr()
-        return SimpleNamespace(code=code, out=out, err=err)
+        return outcome(capfd, lambda: study.main(module, [*map(str, argv), "--device", "cpu"]))
 
     return call
+
+
+@pytest.fixture(scope="module")
+def backend():
+    """A byte-level BPE of a small vocabulary, trained on the turns. It puts <|begin|> before texts, as Llama's does."""
+    import tokenizers
+
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    how = dict(special_tokens=SPECIAL, initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=500, show_progress=False, **how)
+    made.train_from_iterator([repr(TURNS + chats(9)), "system user assistant model You are kind.", "\n\n"], trainer)
+    begins = dict(single="<|begin|> $A", special_tokens=[("<|begin|>", 0)])
+    made.post_processor = tokenizers.processors.TemplateProcessing(**begins)
+    return made.to_str()
+
+
+@pytest.fixture
+def tokenizer(backend):
+    """template -> a tokenizer."""
+    import tokenizers
+    import transformers
+
+    def make(template=None, pad="<|pad|>", eos="<|end|>", **changes):
+        how = dict(bos_token="<|begin|>", eos_token=eos, pad_token=pad, additional_special_tokens=SPECIAL[3:]) | changes
+        made = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer.from_str(backend), **how)
+        made.chat_template = TEMPLATES.get(template, template)
+        return made
+
+    return make
+
+
+@pytest.fixture
+def batches(tmp_path, tokenizer):
+    """lines, as dictionaries or bytes -> batches; of one row and from a new file unless told otherwise."""
+
+    def make(lines, template="qwen2.5", made=None, **changes):
+        path = tmp_path / "chat.jsonl"
+        if lines is not None:
+            path.write_bytes(b"".join((x if isinstance(x, bytes) else json.dumps(x).encode()) + b"\n" for x in lines))
+        how = dict(global_batch=1, seqlen=128, vocab=512, seed=3, cache=str(tmp_path / "cache")) | changes
+        return ChatBatches(str(path), made or tokenizer(template), **how)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory):
+    """A tiny Qwen2.5 in bf16 with its tokenizer, and data beside it; not to be changed."""
+    from tiny_hf import write_data, write_model, write_tokenizer
+
+    folder = tmp_path_factory.mktemp("hf")
+    write_model(folder / "qwen")
+    write_tokenizer(folder / "qwen")
+    write_data(folder / "chat.jsonl")
+    return folder / "qwen"
+
+
+@pytest.fixture
+def tune(qwen, capfd, tmp_path, monkeypatch):
+    """Runs finetune.py on one rank in this process: its exit code, both outputs, its row and steps if it has them."""
+    from trainer.finetuning import checks, config
+    from trainer.finetuning.run import FineTune
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(qwen.parent / "cache"))
+
+    def tune(*argv, model=qwen, data=qwen.parent / "chat.jsonl"):
+        results = tmp_path / f"{len(list(tmp_path.iterdir()))}.jsonl"
+        usual = ["--model", model, "--data", data, "--compile", "none", "--seqlen", 48, "--batch", 4, "--lr", "1e-3",
+                 "--warmup", 0, "--results", results]  # fmt: skip
+
+        def call():
+            c = config.parse([*map(str, usual), *map(str, argv)], 0, 1)
+            checks.check_at_once(c, 1)
+            return execute(FineTune, c, 0, 0, 1)
+
+        return outcome(capfd, call, results)
+
+    return tune

@@ -98,7 +98,8 @@ MISFITS = {  # flags of the resumed run, what the line says
     "--depth 2": "--depth 1 (now 2)", "--width 64": "--width 32 (now 64)", "--vocab 300": "--vocab 256 (now 300)",
     "--grow 2": "--grow 4 (now 2)", "--adam-dtype bf16": "--adam-dtype fp32 (now bf16)", "--seed 1": "--seed 0 (now 1)",
     "--block llama": "--block gelu (now llama)",
-    "--seqlen 8": "--seqlen 16 (now 8)", "--batch 4": "global-batch 2 (now 4)", "--grad-accum 2": "global-batch",
+    "--seqlen 8": "--seqlen 16 (now 8)", "--batch 4": "--effective-batch 2 (now 4)",
+    "--grad-accum 2": "--effective-batch 2 (now 4)",
 }  # fmt: skip
 
 

@@ -32,12 +32,12 @@ class Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def mesh_of_two(groups_before=0, rank=0):
-    """One dimension of a 2 x 2 mesh; the name of its group counts the groups made before."""
+def mesh_of_four(groups_before=0, rank=0):
+    """2 x 2; the names of its groups count the groups made before."""
     dist.init_process_group("fake", rank=rank, world_size=4, store=FakeStore())
     for _ in range(groups_before):
         dist.new_group([0, 3])
-    return dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("x", "y"))["y"]
+    return dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("x", "y"))
 
 
 def step(mesh, *, reshard=True, rows=8, options=compile_options) -> tuple[list, list, bool]:
@@ -45,7 +45,8 @@ def step(mesh, *, reshard=True, rows=8, options=compile_options) -> tuple[list, 
     torch._dynamo.reset()
     counters.clear()
     torch.manual_seed(0)
-    model = data_parallel(nn.Linear(8, rows, bias=False), mesh, reshard_after_forward=reshard)
+    mode = "hybrid_shard" if mesh.ndim == 2 else "fully_shard"
+    model = data_parallel(nn.Linear(8, rows, bias=False), mesh, mode, reshard_after_forward=reshard)
     x, g = torch.ones(2, 8, requires_grad=True), torch.ones(2, rows)
     f = torch.compile(lambda x: model(x), fullgraph=True, options=options(model))
     f(x).backward(g)
@@ -63,7 +64,7 @@ def nobody_elses() -> str:
 
 def test_reshard_toggled_on_a_warm_cache_changes_the_graph():
     before, torch.compiler.config.cache_key_tag = torch.compiler.config.cache_key_tag, nobody_elses()
-    mesh = mesh_of_two()
+    mesh = mesh_of_four()["y"]
     try:
         runs = [step(mesh, reshard=reshard) for reshard in (True, False, True, False)]
     finally:
@@ -75,23 +76,43 @@ def test_reshard_toggled_on_a_warm_cache_changes_the_graph():
     assert [hit for *_, hit in runs] == [False, False, True, True]
 
 
-def in_a_process_of_its_own(tag, groups_before, rank):
+def of_one_dimension(tag, groups_before, rank):
     torch.compiler.config.cache_key_tag = tag
-    mesh = mesh_of_two(groups_before, rank)
+    mesh = mesh_of_four(groups_before, rank)["y"]
     return mesh.get_group().group_name, step(mesh, rows=5, options=lambda model: None)
+
+
+def of_two_dimensions(tag, groups_before, rank):
+    torch.compiler.config.cache_key_tag = tag
+    mesh = mesh_of_four(groups_before, rank)
+    return [group.group_name for group in mesh.get_all_groups()], step(mesh, rows=5)
+
+
+def in_processes_of_their_own(check, *settings):
+    tag, runs = nobody_elses(), []
+    start_server()
+    for setting in settings:
+        with ProcessPoolExecutor(1, mp_context=processes) as one:
+            runs.append(one.submit(check, tag, *setting).result(timeout=200))
+    return runs
 
 
 def test_two_meshes_and_two_ranks_in_one_cache_directory_do_not_mix():
     """The same ranks under another group's name, as after any change to what a program sets up before its mesh; and
     another rank, whose shard has 2 rows instead of 3. AOTAutograd's key lacks both: without what data_parallel adds to
     it, the second run uses the first one's group and the third fails on the first one's shapes."""
-    runs, tag = [], nobody_elses()
-    start_server()
-    for groups_before, rank in ((0, 0), (2, 0), (0, 1), (0, 0)):
-        with ProcessPoolExecutor(1, mp_context=processes) as one:
-            run = one.submit(in_a_process_of_its_own, tag, groups_before, rank)
-            runs.append(run.result(timeout=200))
+    runs = in_processes_of_their_own(of_one_dimension, (0, 0), (2, 0), (0, 1), (0, 0))
     assert runs[0][0] == runs[2][0] == runs[3][0] != runs[1][0]
     for name, (forward, backward, _) in runs:
         assert {group for _, group in forward + backward} == {name}
     assert [hit for _, (*_, hit) in runs] == [False, False, False, True]
+
+
+def test_hybrid_shard_is_found_again_and_not_taken_for_that_of_other_groups():
+    runs = in_processes_of_their_own(of_two_dimensions, (0, 0), (2, 0), (0, 0))
+    assert runs[0][0] == runs[2][0] != runs[1][0]
+    for (across, within), (forward, backward, _) in runs:
+        seen = [(name.split("::")[1].rstrip("_"), group) for name, group in forward + backward]
+        gather, scatter = ("all_gather_into_tensor", within), ("reduce_scatter_tensor", within)
+        assert seen == [gather, gather, scatter, ("all_reduce", across)]
+    assert [hit for _, (*_, hit) in runs] == [False, False, True]

@@ -21,6 +21,7 @@ from trainer import config as flags
 from trainer.config import Output, System, Training
 from trainer.distributed import command_line
 from trainer.distributed.terminal import ranks
+from trainer.experiments import elastic
 
 pytestmark = pytest.mark.usefixtures("isolated")
 
@@ -71,7 +72,8 @@ def test_defaults_by_device_are_those_of_the_help(help_entries):
 
 BAD = [  # what is wrong by itself: argv, the flag and the value that the message names
     *((f"--{name} {value}", value) for value in (0, -3) for name in
-      "depth width head-dim grouping grow vocab seqlen batch grad-accum steps world replicas chunk log-every".split()),
+      "depth width head-dim grouping grow vocab seqlen batch grad-accum effective-batch steps world replicas chunk "
+      "log-every".split()),
     ("--keep 0", 0), ("--save-errors skip", "skip"), ("--keep -3", -3), ("--save-every -1", -1),
     ("--init runs/a", "runs/a"),
     *((f"--lr {value}", value) for value in ("-0.1", "0", "nan", "inf")),
@@ -141,6 +143,9 @@ MISFITS = [  # what is wrong together: argv, world, what the message names
     ("--mode hybrid_shard", 3, ["--replicas 2", "3 ranks"]),
     ("--mode hybrid_shard", 1, ["--replicas 2", "1 rank "]),
     ("--mode hybrid_shard --replicas 8", 4, ["--replicas 8", "4 ranks"]),
+    ("--batch 4 --effective-batch 12", 2, ["--effective-batch 12", "2 ranks x --batch 4 x a whole number"]),
+    ("--batch 4 --effective-batch 4", 2, ["--effective-batch 4", "2 ranks x --batch 4 x a whole number"]),
+    ("--batch 4 --effective-batch 8 --grad-accum 2", 2, ["--effective-batch 8", "(--grad-accum 2)"]),
     ("--wrapper none", 2, ["--wrapper none", "one rank", "2"]),
     ("--world 8", 2, ["--world 8", "one process", "2", "without torchrun"]),
     ("--world 8 --wrapper none", 1, ["--wrapper none", "one rank", "8"]),
@@ -210,6 +215,9 @@ def test_what_fits_is_accepted():
     assert fits("--vocab 100 --data random").vocab == 100
     assert fits("--vocab 100 --data bin:x").vocab == 100
     assert fits("--mode hybrid_shard", world=4).replicas == 2
+    for world, accum in ((1, 8), (2, 4), (4, 2)):
+        assert fits("--batch 2 --effective-batch 16", world=world).grad_accum == accum
+    assert fits("--batch 2 --grad-accum 3", world=2).effective_batch == 12
     assert fits("--attn flex", "cuda").attn == "flex"
     assert fits("--sdpa efficient", "cuda").sdpa == "efficient"
     with pytest.raises(ValueError, match="--sdpa math: .* --attn flex"):
@@ -366,3 +374,35 @@ def test_a_torch_without_nccl_is_one_line(train, monkeypatch):
     gpus(monkeypatch, 8, nccl=False)
     done = train("--device", "cuda")
     assert done.code == 2 and "NCCL" in (line := one_line(done.err)) and "--device cpu" in line
+
+
+# ------------------------------------------------------------------------------------------- nodes that come and go
+
+ELASTIC = "--batch 2 --save runs/a --effective-batch 8"
+
+
+def told(nodes, rank, argv, **env):
+    return elastic.words(2, argv.split(), dict(NNODES=nodes, NODE_RANK=rank, MASTER_ADDR="first") | env)
+
+
+def test_the_first_node_holds_what_nodes_that_come_and_go_meet_by_and_stays_the_first():
+    expected = "--nnodes=1:2 --rdzv-backend=c10d --rdzv-endpoint=first:29500 --rdzv-conf=is_host={} --local-addr={} "
+    expected += "--max-restarts=9"
+    assert told("1:2", "0", ELASTIC) == expected.format(1, "first").split()
+    assert told("1:2", "1", ELASTIC) == expected.format(0, "first.1").split()
+    assert sorted(["first.2", "first.1", "first"])[0] == "first"  # as torchrun numbers them
+    other = told("1:2", "1", ELASTIC, MASTER_PORT="3", MAX_RESTARTS="0")
+    assert other[2::3] == ["--rdzv-endpoint=first:3", "--max-restarts=0"]
+
+
+@pytest.mark.parametrize(("nodes", "argv", "message"), [
+    ("2:1", ELASTIC, "NNODES=2:1: expected the least and the most nodes, as 1:2"),
+    ("1:x", ELASTIC, "NNODES=1:x: expected the least"), ("0:2", ELASTIC, "NNODES=0:2: expected the least"),
+    ("1:2", "--batch 2 --save runs/a", "NNODES=1:2: nodes that leave need --save DIR, to go on from, and --effective"),
+    ("1:2", "--batch 2 --effective-batch 8", "NNODES=1:2: nodes that leave need --save DIR"),
+    ("1:3", ELASTIC, "--effective-batch 8: must be 6 ranks x --batch 2 x a whole number"),  # 3 nodes of 2 ranks
+])  # fmt: skip
+def test_flags_that_do_not_do_for_every_number_of_nodes_are_refused(nodes, argv, message, capsys):
+    with pytest.raises(SystemExit) as exit:
+        told(nodes, "0", argv)
+    assert exit.value.code == 2 and one_line(capsys.readouterr().err).startswith(f"error: {message}")

@@ -2,87 +2,34 @@
 
     pytest tests/test_finetune.py        # one rank here, two in one spawn; no GPU, no network
 
-The data has tests of its own: tests/test_chat.py.
+What it refuses, compiled steps and large models: tests/test_finetune_limits.py. The data: tests/test_chat.py.
 """
 
-import json
 import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-from forked import Job
 from harness import spawn
-from running import ROOT, read
 
 pytest.importorskip("transformers", reason="needs transformers: pip install -e '.[hf]'")
 
-from tiny_hf import KINDS, write_data, write_model, write_tokenizer
+from tiny_hf import KINDS, TOKENS, edit_json, logits, write_data, write_model, write_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging as hf_logging
 
-import finetune
 from trainer import config as flags
 from trainer.data import DataError
-from trainer.finetuning import checks, config, export, load
+from trainer.finetuning import config, export, load
 from trainer.finetuning.chat import ChatBatches
 from trainer.finetuning.model import HuggingFaceModel, blank_model
-from trainer.finetuning.run import FineTune
 from trainer.parallelize import build
-from trainer.run import execute
 
 pytestmark = pytest.mark.usefixtures("isolated")
 CPU = torch.device("cpu")
-TOKENS = torch.arange(24).reshape(2, 12) * 7 % 400
-hf_logging.set_verbosity_error()
-hf_logging.disable_progress_bar()
-
-
-@pytest.fixture(scope="module")
-def qwen(tmp_path_factory):
-    """A tiny Qwen2.5 in bf16 with its tokenizer, and data beside it; not to be changed."""
-    folder = tmp_path_factory.mktemp("hf")
-    write_model(folder / "qwen")
-    write_tokenizer(folder / "qwen")
-    write_data(folder / "chat.jsonl")
-    return folder / "qwen"
-
-
-@pytest.fixture
-def tune(qwen, capfd, tmp_path, monkeypatch):
-    """Runs finetune.py on one rank in this process: its exit code, both outputs, its row and steps if it has them."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(qwen.parent / "cache"))
-
-    def tune(*argv, model=qwen, data=qwen.parent / "chat.jsonl"):
-        results = tmp_path / f"{len(list(tmp_path.iterdir()))}.jsonl"
-        usual = ["--model", model, "--data", data, "--compile", "none", "--seqlen", 48, "--batch", 4, "--lr", "1e-3",
-                 "--warmup", 0, "--results", results]  # fmt: skip
-        capfd.readouterr()
-        try:
-            c = config.parse([*map(str, usual), *map(str, argv)], 0, 1)
-            checks.check_at_once(c, 1)
-            code = execute(FineTune, c, 0, 0, 1)
-        except SystemExit as exit:
-            code = exit.code
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        out, err = capfd.readouterr()
-        row, steps = read(results) if results.is_file() and results.stat().st_size else (None, [])
-        return SimpleNamespace(code=code, out=out, err=err, row=row, steps=steps)
-
-    return tune
-
-
-def logits(folder, **how):
-    with torch.no_grad():
-        return AutoModelForCausalLM.from_pretrained(folder, **how).eval()(input_ids=TOKENS).logits
 
 
 # ------------------------------------------------------------------------------------------------- loading and saving
@@ -357,251 +304,3 @@ def test_data_of_its_own_is_evaluated_and_not_trained_on(tune, tmp_path):
     assert done.code == 0 and "64 to train on" in done.out and "6 held out of eval.jsonl" in done.out
     found = [s["eval_loss"] for s in done.steps if "eval_loss" in s]
     assert len(found) == 2 and done.row["eval_loss"] == found[1] == done.row["best_eval_loss"] < found[0]
-
-
-# ------------------------------------------------------------------------------------------------- what cannot be used
-
-
-def edit_json(path, **changes):
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-
-def without_a_shard(folder):
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    os.remove(folder / "model.safetensors")
-    model.save_pretrained(folder, max_shard_size="50KB")
-    os.remove(folder / sorted(name for name in os.listdir(folder) if name.startswith("model-"))[1])
-
-
-def retensor(change):
-    def edit(folder):
-        state = AutoModelForCausalLM.from_pretrained(folder).state_dict()
-        state = {name: t.contiguous() for name, t in state.items() if name != "lm_head.weight"}
-        change(state)
-        load.weights.write(str(folder / "model.safetensors"), {n: t.to("meta") for n, t in state.items()},
-                           state.__getitem__, {})  # fmt: skip
-    return edit
-
-
-UP = "model.layers.1.mlp.up_proj.weight"
-FOLDERS = [  # what is done to a good folder, the exit code, what the message names
-    (lambda f: os.remove(f / "config.json"), 3, ["config.json", "No such file"]),
-    (lambda f: (f / "config.json").write_text("{"), 3, ["config.json", "no JSON"]),
-    (lambda f: edit_json(f / "config.json", model_type="nonsense"), 3, ["config.json", "nonsense"]),
-    (lambda f: os.remove(f / "model.safetensors"), 3, ["model.safetensors or pytorch_model.bin", "--random"]),
-    (lambda f: os.truncate(f / "model.safetensors", 999), 3, ["model.safetensors", "is damaged"]),
-    (without_a_shard, 3, ["index.json: names 1 files that are not there: model-00002-of"]),
-    (lambda f: os.remove(f / "tokenizer.json"), 3, ["expected a tokenizer"]),
-    (retensor(lambda s: s.pop(UP)), 3, ["1 tensors missing", UP]),
-    (retensor(lambda s: s.update(extra=torch.zeros(2))), 3, ["1 tensors unexpected: extra"]),
-    (retensor(lambda s: s.update({UP: s[UP][:, :3].contiguous()})), 3, [f"{UP} [48, 3] (the model: [48, 32])"]),
-    (retensor(lambda s: s[UP].fill_(float("nan"))), 3, [f"{UP} is not finite"]),
-    (retensor(lambda s: s.update({"lm_head.weight": s[UP].new_zeros(400, 32)})), 3, ["differ, but are one parameter"]),
-    (lambda f: edit_json(f / "config.json", tie_word_embeddings=False), 3, ["1 tensors missing: lm_head.weight"]),
-    (lambda f: edit_json(f / "config.json", vocab_size=200), 3, ["200"]),
-    (lambda f: edit_json(f / "config.json", max_position_embeddings=16), 2, ["--seqlen 48: the model knows 16"]),
-    (lambda f: edit_json(f / "config.json", model_type="gemma3"), 3, ["a multimodal one, gemma3; use another model"]),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("spoil", "code", "names"), FOLDERS)
-def test_a_folder_that_cannot_be_used_is_told_in_one_line(spoil, code, names, tune, qwen, tmp_path):
-    folder = shutil.copytree(qwen, tmp_path / "copy")
-    spoil(folder)
-    done = tune("--steps", 1, model=folder)
-    errors = [line for line in done.err.splitlines() if line.startswith("error: ")]
-    assert done.code == code and len(errors) == 1, done.err
-    assert all(name in errors[0] for name in names), errors[0]
-
-
-def test_pickles_are_read_without_running_code(tune, qwen, tmp_path):
-    folder = shutil.copytree(qwen, tmp_path / "copy")
-    state = AutoModelForCausalLM.from_pretrained(folder).state_dict()
-    os.remove(folder / "model.safetensors")
-    torch.save(state, folder / "pytorch_model.bin")
-    good = tune("--steps", 1, "--log-every", 1, model=folder)
-    assert good.code == 0 and good.steps[0]["loss"] == tune("--steps", 1, "--log-every", 1).steps[0]["loss"]
-
-    class Planted:
-        def __reduce__(self):
-            return os.mkdir, (str(tmp_path / "planted"),)
-
-    torch.save(state | dict(more=Planted()), folder / "pytorch_model.bin")
-    bad = tune("--steps", 1, model=folder)
-    assert bad.code == 3 and "nothing of it was run" in bad.err and not (tmp_path / "planted").exists()
-
-
-LINES = [
-    ("--model nowhere", "--model nowhere: is no folder"), ("--export .", "--export .: is there already"),
-    ("--effective-batch 6", "--effective-batch 6: must be 1 rank x --batch 4 x a whole number"),
-    ("--effective-batch 8 --grad-accum 3", "must be 1 rank x --batch 4 x a whole number (--grad-accum 3)"),
-    ("--eval-data x.jsonl", "--eval-data x.jsonl: needs --eval-every"), ("--depth 3", "--depth: no such flag"),
-    ("--world 4 --export out", "--export out: simulated ranks hold no model"),
-    ("--world 4 --prepared out", "--prepared out: simulated ranks hold no model"),
-    ("--random --prepared out", "--prepared out: is of a model with weights; leave out --random"),
-    ("--pad pack --cuda-graph", "replays one shape without positions; use --pad fixed"),
-    ("--epochs 0", "--epochs 0.0: must be a positive number"), ("--pad packed", "--pad packed: must be fixed, longest"),
-    ("--data nowhere.jsonl", "nowhere.jsonl"), ("--remat-ratio 2", "--remat-ratio 2.0: must be between 0 and 1"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("argv", "message"), LINES)
-def test_bad_flags_are_told_in_one_line(argv, message, tune):
-    done = tune(*argv.split())
-    assert done.code == (3 if "nowhere.jsonl" in argv else 2) and done.err.count("error: ") == 1
-    assert message in done.err
-
-
-@pytest.mark.parametrize("missing", ["--model", "--data"])
-def test_model_and_data_have_to_be_named(missing, capsys):
-    argv = dict([("--model", "a"), ("--data", "b")]) | {missing: ""}
-    with pytest.raises(SystemExit) as exit:
-        config.parse([f"{name}={value}" for name, value in argv.items() if value], 0, 1)
-    assert exit.value.code == 2 and f"error: {missing}: needs" in capsys.readouterr().err
-
-
-def test_epochs_and_effective_batch_decide_steps_and_accumulation(tune):
-    done = tune("--batch", 2, "--effective-batch", 16, "--epochs", 0.5)
-    assert done.code == 0 and done.row["grad_accum"] == 8 and done.row["flags"]["steps"] == 2  # 64 examples
-    assert "each step passes" not in done.out
-    few = tune("--effective-batch", 96)
-    assert few.code == 0 and "each step passes 1.5 times over all 64 rows of --data" in few.out
-
-
-def test_a_preview_marks_what_is_learned(qwen, capsys):
-    c = config.parse(["--model", str(qwen), "--data", str(qwen.parent / "chat.jsonl"), "--seqlen", "48"])
-    finetune.show(c, 1)
-    shown = capsys.readouterr().out
-    assert "user\nWhat is 0 plus 0?<|im_end|>\n<|im_start|>assistant\n[[0 plus 0 is 0.<|im_end|>]]" in shown
-
-
-def test_a_model_is_looked_at_once_and_by_no_compiled_code(tune, monkeypatch):
-    looks, compiled = [], []
-    look, compile = HuggingFaceModel.look, torch.compile
-    monkeypatch.setattr(HuggingFaceModel, "look", lambda model, device: (looks.append(1), look(model, device)))
-    eager = lambda graph, _: compiled.append(graph) or graph.forward  # noqa: E731
-    call = lambda module, **_: setattr(module, "_compiled_call_impl", compile(module._call_impl, backend=eager))  # noqa: E731
-    monkeypatch.setattr(torch.nn.Module, "compile", call)
-    assert tune("--compile", "blocks", "--steps", 2).code == 0
-    assert len(looks) == 1 and len(compiled) == 1
-
-
-@pytest.mark.slow
-def test_rows_of_any_length_are_one_graph(tune, tmp_path, monkeypatch):
-    lines = [dict(prompt="What?", completion="a b c d " * (i + 1)) for i in range(8)]
-    (tmp_path / "text.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    compiled, compile = [], torch.compile
-    eager = lambda graph, _: compiled.append(graph) or graph.forward  # noqa: E731
-    monkeypatch.setattr(torch, "compile", lambda function, **_: compile(function, fullgraph=True, backend=eager))
-    argv = "--pad", "longest", "--batch", 1, "--steps", 8, "--log-every", 1
-    done = tune("--compile", "fwdbwd", *argv, data=tmp_path / "text.jsonl")
-    eager = tune(*argv, data=tmp_path / "text.jsonl")
-    assert done.code == 0 and len(compiled) == 1
-    assert [s["loss"] for s in done.steps] == pytest.approx([s["loss"] for s in eager.steps], abs=5e-6)
-
-
-def test_bad_flags_answer_before_torch_is_imported(tmp_path):
-    command = [sys.executable, "-X", "importtime", str(ROOT / "finetune.py"), "--model", str(tmp_path), "--data", "x"]
-    told = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert told.returncode == 3 and "config.json: No such file or directory" in told.stderr
-    assert not re.search(r"\| +(torch|transformers)$", told.stderr, re.MULTILINE)
-
-
-# -------------------------------------------------------------------------------------------------- compiled, and large
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("argv", ["--compile fwdbwd --pad pack --remat-ratio 0.5", "--compile blocks --loss chunked"])
-def test_compiled_steps_have_the_losses_of_eager_ones(argv, tune):
-    rest = argv.split()[2:]
-    compiled, eager = (tune("--steps", 3, "--log-every", 1, *more) for more in (argv.split(), rest))
-    assert compiled.code == 0, compiled.err
-    assert [s["loss"] for s in compiled.steps] == pytest.approx([s["loss"] for s in eager.steps], abs=5e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("kind", "more"), [("qwen3-moe", {}), ("gemma3", dict(sliding_window=8))])
-def test_other_kinds_train_packed_on_two_ranks_resume_bit_equal_and_are_exported(kind, more, tmp_path):
-    folder = write_model(tmp_path / "m", kind, **more)
-    write_tokenizer(folder)
-    usual = ["finetune.py", "--model", folder, "--data", write_data(tmp_path / "chat.jsonl"), "--compile", "none"]
-    usual += ["--pad", "pack", "--seqlen", 96, "--batch", 2, "--lr", "3e-3", "--warmup", 0, "--steps", 6]
-    usual += ["--remat-ratio", 0.5, "--log-every", 1, "--save-every", 3]
-
-    def run(name):
-        job = Job(2, [*usual, "--results", tmp_path / f"{name}.jsonl", "--save", tmp_path / name, "--export",
-                      tmp_path / f"out-{name}"], tmp_path / f"{name}.log", cwd=tmp_path,
-                  XDG_CACHE_HOME=str(tmp_path / "cache"))  # fmt: skip
-        assert job.wait(200) == [0, 0], (tmp_path / f"{name}.log").read_text()
-        return read(tmp_path / f"{name}.jsonl")[1]
-
-    steps = run("a")
-    assert steps[-1]["loss"] < steps[0]["loss"] - 0.2
-    shutil.copytree(tmp_path / "a/step-00000003", tmp_path / "b/step-00000003")
-    again = run("b")
-    assert [[s["loss"], s["grad_norm"]] for s in again] == [[s["loss"], s["grad_norm"]] for s in steps[3:]]
-    files = [(tmp_path / f"out-{name}/model.safetensors").read_bytes() for name in "ab"]
-    assert files[0] == files[1] != (folder / "model.safetensors").read_bytes()
-    assert export.main([str(tmp_path / "a"), str(tmp_path / "later"), "--model", str(folder)]) == 0
-    assert torch.equal(logits(tmp_path / "later"), logits(tmp_path / "out-a"))
-
-
-@pytest.fixture(scope="module")
-def large(tmp_path_factory):
-    """100 MB in bf16."""
-    folder = write_model(tmp_path_factory.mktemp("large") / "m", vocab=16000, hidden_size=768, intermediate_size=3072,
-                         num_hidden_layers=4, num_attention_heads=12)  # fmt: skip
-    write_tokenizer(folder)
-    return folder
-
-
-def status_mib(entry):
-    return int(re.search(rf"{entry}:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) / 1024
-
-
-def resident_while_loading(mesh):
-    """MiB: by how much loading raised the peak of resident memory, this rank's shards, the largest slice in fp32."""
-    c = flags.resolve(config.parse(["--model", os.environ["LARGE"], "--data", "x", "--compile", "none"]), "cpu", 2)
-    model = blank_model(c.model)
-    model.drawn = False
-    step = build(c, CPU, 2, model=model)
-    inner = step.model.model
-    load.renamed("", load.weights.table(load.weights_in(c.model)), inner)  # imports what it needs
-    shards = [p.to_local().nbytes / 2**20 for p in inner.parameters()]
-    before = status_mib("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins again
-    load.load_weights(c, step.model, None)
-    return status_mib("VmHWM") - before, sum(shards), max(shards)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux: /proc/self/clear_refs")
-def test_loading_holds_this_ranks_shards_and_one_slice(large, monkeypatch):
-    monkeypatch.setenv("LARGE", str(large))
-    for grown, shards, largest in spawn(2, [resident_while_loading])["resident_while_loading"]:
-        assert shards < grown < shards + 2 * largest, (grown, shards, largest)
-
-
-@pytest.mark.slow
-def test_two_ranks_train_a_hundred_megabytes(large, tmp_path):
-    """Of a 100 MB model in bf16: from JSONL to a lower loss, resumed bit-equal, opened by from_pretrained()."""
-    write_data(tmp_path / "chat.jsonl")
-    assert 90e6 < os.path.getsize(large / "model.safetensors") < 130e6
-    usual = ["finetune.py", "--model", large, "--data", tmp_path / "chat.jsonl", "--compile", "none", "--seqlen", 40]
-    usual += ["--batch", 2, "--lr", "3e-4", "--warmup", 0, "--log-every", 1, "--save-every", 2, "--steps", 4]
-
-    def run(name, *more):
-        results = tmp_path / f"{name}.jsonl"
-        job = Job(2, [*usual, "--results", results, *more], tmp_path / f"{name}.log", cwd=tmp_path,
-                  XDG_CACHE_HOME=str(tmp_path / "cache"))  # fmt: skip
-        assert job.wait(300) == [0, 0], (tmp_path / f"{name}.log").read_text()
-        return read(results)
-
-    _, steps = run("a", "--save", tmp_path / "a", "--export", tmp_path / "out")
-    assert steps[-1]["loss"] < steps[0]["loss"] - 0.5
-    os.makedirs(tmp_path / "b")
-    shutil.copytree(tmp_path / "a/step-00000002", tmp_path / "b/step-00000002")
-    _, again = run("b", "--save", tmp_path / "b", "--export", tmp_path / "again")
-    assert [s["loss"] for s in again] == [s["loss"] for s in steps if s["step"] > 2]
-    files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("out", "again")]
-    assert files[0] == files[1]

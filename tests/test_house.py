@@ -31,8 +31,8 @@ FLOORS = [  # from the bottom; an entry is a module or a package
     ["trainer.planning"],
     ["trainer.run"],
     ["trainer.finetuning"],
-    ["benchmarks"],
     ["studies"],
+    ["benchmarks"],
     ["main", "finetune", "plan", "fit", "speed_mem_tests_mlp"],
 ]
 COPIED = FLOORS[0][:4]  # users copy these files: they stand alone

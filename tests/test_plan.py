@@ -335,6 +335,12 @@ def test_bad_input_ends_in_one_line(words, said, plan):
     assert code == 2 and error.startswith(f"error: {said}") and error.count("\n") == 1, error
 
 
+def test_sequences_of_a_step_that_the_gpus_cannot_share_are_refused_of_a_folder_too(plan, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["Qwen 2.5 7B"][0]))
+    code, _, error = plan("--hf", str(tmp_path), *"--gpus 8 --batch 1 --effective-batch 12".split())
+    assert code == 2 and error == "error: --effective-batch 12: must be GPUs x --batch x --grad-accum\n"
+
+
 def test_a_config_without_its_keys_is_named(tmp_path):
     file = tmp_path / "config.json"
     for config, said in (

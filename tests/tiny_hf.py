@@ -6,7 +6,10 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers.utils import logging
 
+logging.set_verbosity_error()
+logging.disable_progress_bar()
 SMALL = dict(hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2)
 IDS = dict(bos_token_id=None, eos_token_id=1, pad_token_id=0)
 KINDS = {  # model_type and what differs from SMALL
@@ -21,6 +24,7 @@ OTHERS = {
 }  # fmt: skip
 TEMPLATE = ("{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
             "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")  # fmt: skip
+TOKENS = torch.arange(24).reshape(2, 12) * 7 % 400
 
 
 def lines(number: int) -> list[dict]:
@@ -55,3 +59,12 @@ def write_model(folder: Path, kind: str = "qwen2.5", vocab: int = 400, **more) -
     config = AutoConfig.for_model(model_type, **SMALL | IDS | dict(vocab_size=vocab) | own | more)
     AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder)
     return folder
+
+
+def edit_json(path, **changes):
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def logits(folder, **how):
+    with torch.no_grad():
+        return AutoModelForCausalLM.from_pretrained(folder, **how).eval()(input_ids=TOKENS).logits

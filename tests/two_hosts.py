@@ -1,8 +1,9 @@
 """Two hosts on one machine: two network namespaces joined by a pair of virtual network cards. Needs root and Linux.
 
-    with two_hosts() as (a, b):
-        runs = [host.start("--steps 20", nproc=2) for host in (a, b)]     # launch.sh on each, as a user types it
-        b.link("down")                                                     # pulls the cable
+    with two_hosts(folder) as (a, b):
+        runs = [host.start("--steps 20") for host in (a, b)]     # launch.sh on each, as a user types it
+        b.link("down")                                           # pulls the cable
+        b.throttle(0.1)                                          # GB/s
 """
 
 import contextlib
@@ -19,12 +20,42 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 COUNT = itertools.count()
+AHEAD_S = 600
+CLOCK = """
+#define _GNU_SOURCE
+#include <pthread.h>
+#include <sys/syscall.h>
+#include <sys/time.h>
+#include <time.h>
+#include <unistd.h>
+int clock_gettime(clockid_t id, struct timespec *t) {
+    int failed = syscall(SYS_clock_gettime, id, t);
+    if (!failed && (id == CLOCK_REALTIME || id == CLOCK_REALTIME_COARSE)) t->tv_sec += AHEAD;
+    return failed;
+}
+int gettimeofday(struct timeval *t, void *zone) {
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    t->tv_sec = now.tv_sec, t->tv_usec = now.tv_nsec / 1000;
+    return 0;
+}
+time_t time(time_t *out) {
+    struct timeval now;
+    gettimeofday(&now, 0);
+    return out ? *out = now.tv_sec : now.tv_sec;
+}
+int pthread_cond_timedwait(pthread_cond_t *condition, pthread_mutex_t *mutex, const struct timespec *until) {
+    int by_date = until->tv_sec > 1000000000;  // else by the clock that counts from the boot
+    struct timespec t = {until->tv_sec - (by_date ? AHEAD : 0), until->tv_nsec};
+    return pthread_cond_clockwait(condition, mutex, by_date ? CLOCK_REALTIME : CLOCK_MONOTONIC, &t);
+}
+"""
 
 
 def missing() -> str:
     """Why there can be no two hosts here; empty if there can."""
-    if not shutil.which("ip"):
-        return "needs the command `ip` (iproute2)"
+    if gone := [name for name in ("ip", "tc", "cc") if not shutil.which(name)]:
+        return f"needs the command{'s' * (len(gone) > 1)} {', '.join(gone)} (of iproute2 and a C compiler)"
     if os.geteuid() != 0:
         return "needs root, for network namespaces"
     name = f"p{os.getpid()}"
@@ -40,28 +71,47 @@ def ip(*words: str) -> None:
 
 
 class Host:
-    """A network namespace with one card, `card`, at `address`."""
+    """A network namespace with one card, `card`, at `address`. env: of all that is started here."""
 
     def __init__(self, rank: int, folder: Path):
         self.rank, self.name = rank, f"fsdp{os.getpid()}n{next(COUNT)}"
         self.card, self.address, self.folder, self.runs = f"e{self.name[4:]}", f"10.77.0.{rank + 1}", folder, []
+        self.env = {}
         folder.mkdir(parents=True, exist_ok=True)
 
     def link(self, state: str) -> None:
         """The cable: "up" or "down"."""
         ip("-n", self.name, "link", "set", self.card, state)
 
-    def start(self, flags: str, port: int = 29555, private: Path | None = None) -> subprocess.Popen:
-        """launch.sh run FLAGS as host `rank` of two, with two ranks. Its output goes to `folder`/out.txt. private: a
-        folder that is another one, empty, on each host."""
+    def set_clock(self) -> None:
+        """From now on it is AHEAD_S later for what is started here: by a library that stands in for libc's, since all
+        namespaces have the kernel's clock. Times of files are the kernel's, as those on a shared disk are its own."""
+        build = ["cc", "-shared", "-fPIC", f"-DAHEAD={AHEAD_S}", "-o", str(self.folder / "clock.so"), "-xc", "-"]
+        subprocess.run(build, input=CLOCK, check=True, capture_output=True, text=True)
+        self.env["LD_PRELOAD"] = build[5]
+
+    def throttle(self, gb_per_s: float) -> None:
+        """What this host sends takes at least this long. Delay would need netem, which not every kernel has."""
+        rate, burst = f"{8e9 * gb_per_s:.0f}bit", f"{max(2**14, 2e5 * gb_per_s):.0f}b"  # 0.2 ms, or some packets
+        self.run(*f"tc qdisc replace dev {self.card} root tbf rate {rate} burst {burst} latency 50ms".split())
+
+    def run(self, *command: str) -> str:
+        """What a short command prints here."""
+        command, env = ("ip", "netns", "exec", self.name, *command), os.environ | self.env
+        return subprocess.run(command, env=env, check=True, capture_output=True, text=True).stdout
+
+    def start(self, flags: str, port: int = 29555, private: Path | None = None, command: str = "run",
+              **env: str) -> subprocess.Popen:  # fmt: skip
+        """launch.sh COMMAND FLAGS as host `rank` of two, with two ranks. Its output goes to `folder`/out.txt. private:
+        a folder that is another one, empty, on each host. env: beside that of this process."""
         ours = {"NNODES": "2", "NODE_RANK": str(self.rank), "MASTER_ADDR": "10.77.0.1", "MASTER_PORT": str(port)}
-        ours |= {"NPROC": "2", "NO_INSTALL": "1", "PYTHON": sys.executable}
-        command = ["ip", "netns", "exec", self.name]  # which has mounts of its own, too
-        command += ["sh", "-c", f'mount -t tmpfs none {private} && exec "$@"', "sh"] if private else []
-        command += [str(ROOT / "launch.sh"), "run", *flags.split()]
+        ours |= {"PYTHONPATH": str(ROOT), "NPROC": "2", "NO_INSTALL": "1", "PYTHON": sys.executable}
+        argv = ["ip", "netns", "exec", self.name]  # which has mounts of its own, too
+        argv += ["sh", "-c", f'mount -t tmpfs none {private} && exec "$@"', "sh"] if private else []
+        argv += [str(ROOT / "launch.sh"), command, *flags.split()]
         with open(self.folder / "out.txt", "a") as out:
-            env = {k: v for k, v in os.environ.items() if k != "GLOO_SOCKET_IFNAME"} | ours
-            self.runs.append(subprocess.Popen(command, env=env, stdout=out, stderr=out,
+            env = {k: v for k, v in os.environ.items() if k != "GLOO_SOCKET_IFNAME"} | ours | self.env | env
+            self.runs.append(subprocess.Popen(argv, env=env, stdout=out, stderr=out,
                                               stdin=subprocess.DEVNULL, start_new_session=True))  # fmt: skip
         return self.runs[-1]
 
@@ -75,9 +125,19 @@ class Host:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
+    @contextlib.contextmanager
+    def stopped(self):
+        """Inside it the ranks here do not run, torchrun does; gives their pids."""
+        ranks = [pid for pid in self.pids() if os.getsid(pid) == pid != self.runs[-1].pid]  # each leads a session
+        for pid in ranks:
+            os.kill(pid, signal.SIGSTOP)
+        yield ranks
+        for pid in ranks:
+            os.kill(pid, signal.SIGCONT)
+
     def ranks(self) -> set[str]:
-        """The exit codes of ranks, as torchrun has told them."""
-        return set(re.findall(r"exitcode  : (-?\d+)", self.said()))
+        """The exit codes of ranks that failed first, as torchrun has told them."""
+        return set(re.findall(r"^torchrun: rank .* ended with exit code (\d+)", self.said(), re.M))
 
     def said(self) -> str:
         """What has been printed here."""

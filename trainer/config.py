@@ -19,7 +19,7 @@ from tyro.conf import OmitArgPrefixes, UseCounterAction, arg
 
 from trainer.costs import link, may_have_gpu, measured
 from trainer.distributed import command_line
-from trainer.distributed.command_line import flag
+from trainer.distributed.command_line import as_given, default, flag
 from trainer.distributed.terminal import fail
 
 _DESCRIPTION = """Trains the transformer of model.py under simple_fsdp and appends a row of results.
@@ -33,8 +33,7 @@ DEFAULTS = dict(  # the reference setting on a GPU, a small one on a CPU
 
 def _by_device(name: str, metavar: str):
     gpu, cpu = DEFAULTS["cuda"][name], DEFAULTS["cpu"][name]
-    both = f"(default: {gpu})" if gpu == cpu else f"(default: {gpu}, on a CPU {cpu})"
-    return arg(metavar=metavar, help_behavior_hint=both)
+    return default(f"{gpu}" if gpu == cpu else f"{gpu}, on a CPU {cpu}", metavar)
 
 
 @dataclass(frozen=True)
@@ -64,9 +63,11 @@ class Optimization:
     seqlen: Annotated[int | None, _by_device("seqlen", "INT")] = None
     """Tokens per sequence."""
     batch: Annotated[int | None, _by_device("batch", "INT")] = None
-    """Sequences per rank and micro-batch (or --micro-batch). The global batch is ranks x batch x grad-accum."""
-    grad_accum: int = 1
+    """Sequences per rank and micro-batch (or --micro-batch)."""
+    grad_accum: Annotated[int | None, default("1, or as --effective-batch needs")] = None
     """Micro-batches per optimizer step. Their gradients are accumulated in fp32."""
+    effective_batch: Annotated[int | None, default("ranks x batch x grad-accum")] = None
+    """Sequences of an optimizer step, on all ranks together."""
     data: str = "stdlib"
     """stdlib: bytes of Python's own sources. text:PATH: of a file or all in a folder. bin:GLOB: files of token ids, raw
     uint16 or as llm.c writes them. random: new random tokens in each step. overfit: the same batch in each step."""
@@ -126,7 +127,7 @@ class System:
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA if this torch sees a GPU, otherwise the CPU."""
-    world: Annotated[int | None, arg(metavar="INT", help_behavior_hint="(default: those of torchrun)")] = None
+    world: Annotated[int | None, default("those of torchrun")] = None
     """Simulate this many ranks in one process, to measure speed and memory. The process is rank 0; data is really
     copied, links take modelled time, and every rank is taken to hold the same shards as rank 0."""
     link: str = "h100-nvlink"
@@ -260,8 +261,10 @@ class Config:
         vars(self).update(self.flat())  # config.depth is config.training.depth; no field has the name of another
 
     def on(self, ranks: int) -> "Config":
-        """With what follows from the number of ranks, before it is checked."""
-        return self
+        """With --grad-accum and --effective-batch, each as the other one and so many ranks need it."""
+        t, rows = self.training, ranks * self.batch
+        accum = t.grad_accum or max(1, (t.effective_batch or rows) // rows)
+        return replace(self, training=replace(t, grad_accum=accum, effective_batch=t.effective_batch or rows * accum))
 
     def misfits(self, started: int) -> list[tuple]:
         """Of resolved values on so many processes: rows (flag, whether it does not fit, what is wrong and the fix)."""
@@ -297,17 +300,10 @@ def check_ranges(c: Config) -> None:
             raise ValueError(f"--compile-options {option}: must be NAME=VALUE or plain")
 
 
-def _as_given(c: Config, name: str) -> str:
-    """A flag as a command line has it: --width 100, --remat-core, --no-remat-norm, -vv."""
-    value = getattr(c, name)
-    if name == "verbose":
-        return "-" + "v" * value
-    return flag(name if value else f"no_{name}") if isinstance(value, bool) else f"{flag(name)} {value}"
-
-
 def _misfit(c: Config, started: int) -> str | None:
     """The first thing that is wrong with resolved values together, or None."""
-    return next((f"{_as_given(c, name)}: {problem}" for name, wrong, problem in c.misfits(started) if wrong), None)
+    found = ((name, why) for name, wrong, why in c.misfits(started) if wrong)
+    return next((f"{as_given(name, getattr(c, name))}: {why}" for name, why in found), None)
 
 
 def _shape_misfits(c: Config) -> list[tuple]:
@@ -335,6 +331,8 @@ def run_misfits(c: Config, started: int, ranks: int) -> list[tuple]:
         ("eval_batches", not c.eval_every and c.eval_batches != Training.eval_batches, "needs --eval-every"),
         ("init", c.init is not None and named, f"--resume {c.resume} has weights of its own; leave one of them out"),
         # Sizes and ranks
+        ("effective_batch", c.effective_batch != ranks * c.batch * c.grad_accum,
+         f"must be {ranks} rank{'s' * (ranks > 1)} x --batch {c.batch} x a whole number (--grad-accum {c.grad_accum})"),
         ("world", c.world and started not in (1, c.world),
          f"simulates ranks in one process, here are {started}; start it without torchrun"),
         ("replicas", c.mode == "hybrid_shard" and ranks % c.replicas,

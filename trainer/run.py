@@ -84,7 +84,7 @@ class Run:
     def open(self, c: flags.Config) -> tuple[flags.Config, Batches, LanguageModel]:
         """Flags that lack nothing, the data, and the model on the meta device."""
         self.attention = choose_kernel(c, self.device)[-1]
-        data = Batches(c.data, global_batch=self.world * c.batch * c.grad_accum, seqlen=c.seqlen, vocab=c.vocab,
+        data = Batches(c.data, global_batch=c.effective_batch, seqlen=c.seqlen, vocab=c.vocab,
                        seed=c.seed, rank=self.rank, world=self.world, hold_out=c.eval_every > 0)  # fmt: skip
         return c, data, reference_model(c, self.device)
 

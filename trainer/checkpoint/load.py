@@ -45,7 +45,7 @@ HELD = "held-out data"
 # What a resumed run must keep beside the model's identity, by the names that `_check` uses, and hints for the error.
 FIXED = {"--seqlen": "", "--seed": "", "--adam-dtype": "--cast converts to another --adam-dtype",
          HELD: "--eval-every above 0 holds out a part of --data, 0 trains on all",
-         "global-batch": "global-batch: ranks x --batch x --grad-accum"}  # fmt: skip
+         "--effective-batch": "--grad-accum follows from it and the number of ranks"}  # fmt: skip
 ALLOWED = {("torch", name) for name in ("Size", "float32", "bfloat16")} | {  # all that `.metadata` may name
     ("torch.serialization", "_get_layout"), ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     *(("torch.distributed.checkpoint.metadata", name) for name in ("Metadata", "MetadataIndex", "TensorStorageMetadata",
@@ -302,7 +302,7 @@ def _check(found: Found, c: Config, batches: Batches, identity: dict[str, Any]) 
     before = asdict(type(c.training)()) | about["training"]  # an older checkpoint lacks newer flags
     same = {flag(k) if k in flags else k: (saved.get(k, before.get(k)), identity.get(k)) for k in names}
     both = {flag(k): (before[k], v) for k, v in flags.items() if k != "init"} | same
-    both |= {"global-batch": (about["global_batch"], batches.global_batch)}
+    both |= {"--effective-batch": (about["global_batch"], batches.global_batch)}
     both |= {HELD: tuple("yes" if every else "no" for every in (before["eval_every"], c.eval_every))}
     both |= {"torch": (about["torch"], torch.__version__), "ranks": (about["world"], dist.get_world_size())}
     changed = {name: f"{name} {old} (now {new})" for name, (old, new) in both.items() if old != new}

@@ -19,6 +19,7 @@ from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import tyro
+from tyro.conf import arg
 
 from trainer.distributed.terminal import did_you_mean, fail
 
@@ -32,6 +33,18 @@ PROCESSES = {"--nproc", "--nproc-per-node", "--gpus", "--ngpus"}
 
 def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
+
+
+def as_given(name: str, value: Any) -> str:
+    """A flag as a command line has it: --width 100, --remat-core, --no-remat-norm, -vv."""
+    if name == "verbose":
+        return "-" + "v" * value
+    return flag(name if value else f"no_{name}") if isinstance(value, bool) else f"{flag(name)} {value}"
+
+
+def default(text: str, metavar: str = "INT"):
+    """For the annotation of a flag without a value of its own: what --help says in its place."""
+    return arg(metavar=metavar, help_behavior_hint=f"(default: {text})")
 
 
 def parse(kind: type, argv: Sequence[str], check: Callable[[Any], Any], prog: str, description: str,

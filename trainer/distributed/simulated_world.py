@@ -47,7 +47,7 @@ class CollectiveCall(NamedTuple):  # as `log` lists it
 
 
 class _World:
-    def __init__(self, link: Link):
+    def __init__(self, link: Link | Callable[[list[int]], Link]):
         self.link, self.log = link, deque(maxlen=1_000_000)
         self.streams, self.clock = {}, None  # on CUDA
         self.workers, self.busy = {}, {}  # on a CPU, by group: the link's thread, and until when it is busy
@@ -96,8 +96,8 @@ def log() -> deque[CollectiveCall]:
     return _world.log
 
 
-def use(link: Link) -> None:
-    """From now on collectives take the time of `link`."""
+def use(link: Link | Callable[[list[int]], Link]) -> None:
+    """From now on collectives take the time of `link`, or of that which it gives for the ranks of their group."""
     _world.link = link
 
 
@@ -209,7 +209,8 @@ def _on_cpu(pg: ProcessGroup, seconds: float, async_op: bool, copy: Callable, va
 def _run(op: str, group, outs: list, ins: list, async_op: bool, body: Callable[[int, int], None], nbytes: int):
     """Logs a collective and runs `body(ranks, rank)`, which fills `outs`, for the link's time. Returns boxed Work."""
     pg = _unboxed(group)
-    seconds = _world.link.seconds(op, nbytes, pg.size())
+    link = _world.link(dist.get_process_group_ranks(pg)) if callable(_world.link) else _world.link
+    seconds = link.seconds(op, nbytes, pg.size())
     _world.log.append(CollectiveCall(op, pg.group_name, pg.size(), nbytes, bool(async_op), seconds))
 
     def copy():

@@ -14,7 +14,7 @@ import sys
 import traceback
 from multiprocessing import forkserver
 
-from trainer.distributed.terminal import Progress, tell
+from trainer.distributed.terminal import Progress, one_line, tell
 
 PRELOAD = ["torch._inductor.compile_fx", "trainer.run", "tyro"]  # what a compiled run imports
 
@@ -46,7 +46,7 @@ def main(argv: list[str]) -> int:
         forkserver.ensure_running()
         signal.signal(signal.SIGTERM, before)
     with Progress("starting torchrun"):
-        from torch.distributed import run
+        from torch.distributed import DistError, run
         from torch.distributed.elastic.multiprocessing import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
@@ -69,6 +69,10 @@ def main(argv: list[str]) -> int:
         what = f"was ended by {failure.signal_name()}" if signalled else f"ended with exit code {failure.exitcode}"
         tell(f"torchrun: rank {number}, process {failure.pid}, {what}, the first of this host to fail", sys.stderr)
         return 128 - failure.exitcode if signalled else failure.exitcode
+    except DistError as e:
+        told = "the first host, by which all meet, does not answer; start all again with the same lines"
+        tell(f"torchrun: {told}: {one_line(e)}", sys.stderr)
+        return 1
     return 0
 
 

@@ -41,7 +41,7 @@ def check_at_once(c: flags.Config, world: int) -> None:
 
     device = "cuda" if c.device == "auto" and costs.may_have_gpu() else c.device.replace("auto", "cpu")
     try:
-        check(flags.filled(c, device), world)
+        check(flags.filled(c, device).on(c.world or world), world)
         seqlen = c.seqlen or min(each["seqlen"] for each in flags.DEFAULTS.values())
         check_files(c.data, seqlen, hold_out=c.eval_every > 0)
     except ValueError as e:

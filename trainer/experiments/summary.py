@@ -131,7 +131,8 @@ def header(run: ToldRun, settings: Path | None = None) -> list[str]:
     rows = describe(run.step.model)
     parameters = grouped(sum(math.prod(r.shape) for r in rows))
     whole = [r for r in rows if r.placement.startswith("Replicate")]
-    usual = flags.filled(type(c)(*(type(group)() for group in (c.training, c.system, c.output))), c.device)
+    usual = type(c)(*(type(group)() for group in (c.training, c.system, c.output)))
+    usual = flags.filled(usual, c.device).on(run.world)
     both = {**vars(c.training), **vars(c.system)}.items()
     changed = [f"{name}={value}" for name, value in both if value != getattr(usual, name)]
     optimizer, still = run.step.optimizer, len(run.step.optimizer.params) - run.step.optimizer.decaying

@@ -214,9 +214,9 @@ def run(cell: str, program: list[str], timeout: float, log: Path, name: str = ""
 def main_setting(cell: str) -> dict:
     """What main.py makes of a cell's flags, as its own row would say it; empty where it does not accept them."""
     with contextlib.suppress(SystemExit), contextlib.redirect_stderr(io.StringIO()):
-        c = config.parse(shlex.split(join(parse(shlex.split(cell))[1])))
-        machine = "cuda" if gpus() else "cpu"
-        return config.setting(config.filled(c, machine if c.device == "auto" else c.device))
+        nproc, flags = parse(shlex.split(cell))
+        c, machine = config.parse(shlex.split(join(flags))), "cuda" if gpus() else "cpu"
+        return config.setting(config.filled(c, machine if c.device == "auto" else c.device).on(c.world or nproc))
     return {}
 
 

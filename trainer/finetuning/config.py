@@ -11,19 +11,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal
 
-from tyro.conf import OmitArgPrefixes, Suppress, arg
+from tyro.conf import OmitArgPrefixes, Suppress
 
 from trainer import config as flags
+from trainer.distributed.command_line import default
 from trainer.distributed.terminal import fail
 
 _DESCRIPTION = """Fine-tunes a causal language model of Hugging Face under simple_fsdp; its checkpoint is a folder.
 One rank: python finetune.py --model DIR --data chat.jsonl. Several: torchrun --nproc-per-node 4 finetune.py ..."""
 DEFAULTS = {device: dict(batch=1, lr=1e-5, param_dtype=dtype)
             for device, dtype in (("cuda", "bf16"), ("cpu", "fp32"))}  # fmt: skip
-
-
-def _default(text: str, metavar: str = "INT"):
-    return arg(metavar=metavar, help_behavior_hint=f"(default: {text})")
 
 
 @dataclass(frozen=True)
@@ -41,17 +38,13 @@ class Tuning(flags.Optimization):
     """The same, for --eval-every. Without it the last 1/64 of --data is held out."""
     seqlen: int = 1024
     """Tokens per sequence. A longer example loses its end; one that then has nothing to learn is left out, counted."""
-    batch: Annotated[int | None, _default("1")] = None
+    batch: Annotated[int | None, default("1")] = None
     """Sequences per rank and micro-batch (or --micro-batch)."""
-    grad_accum: Annotated[int | None, _default("1, or as --effective-batch needs")] = None
-    """Micro-batches per optimizer step. Their gradients are accumulated in fp32."""
-    effective_batch: Annotated[int | None, _default("ranks x batch x grad-accum")] = None
-    """Sequences of an optimizer step, on all ranks together."""
     epochs: float = 1.0
     """Passes over the data, if --steps does not say how long."""
-    steps: Annotated[int | None, _default("as --epochs needs")] = None
+    steps: Annotated[int | None, default("as --epochs needs")] = None
     """Optimizer steps."""
-    lr: Annotated[float | None, _default("1e-05", "FLOAT")] = None
+    lr: Annotated[float | None, default("1e-05", "FLOAT")] = None
     """Peak learning rate. After --warmup it follows --schedule."""
     weight_decay: float = 0.0
     """AdamW's, of matrices alone: norms and biases do not decay."""
@@ -110,20 +103,11 @@ class Config(flags.Config):
     system: OmitArgPrefixes[System]
     output: OmitArgPrefixes[Output]
 
-    def on(self, ranks: int) -> "Config":
-        """With --grad-accum and --effective-batch, each as the other one and so many ranks need it."""
-        t, rows = self.training, ranks * self.batch
-        accum = t.grad_accum or (t.effective_batch or rows) // rows
-        return replace(self, training=replace(t, grad_accum=accum, effective_batch=t.effective_batch or rows * accum))
-
     def misfits(self, started: int) -> list[tuple]:
         """As of main.py's flags, without those of a shape."""
         ranks = self.world or started
-        micro = f"{ranks} rank{'s' * (ranks > 1)} x --batch {self.batch}"
         no_model, odd_rows = "simulated ranks hold no model worth saving; leave it out", "use --pad fixed"
         return [
-            ("effective_batch", self.effective_batch != ranks * self.batch * self.grad_accum,
-             f"must be {micro} x a whole number" + f" (--grad-accum {self.grad_accum})" * (self.grad_accum > 0)),
             ("eval_data", self.eval_data is not None and not self.eval_every, "needs --eval-every"),
             ("export", self.world and self.export is not None, no_model),
             ("prepared", self.world and self.prepared is not None, no_model),

@@ -18,8 +18,8 @@ from trainer.experiments.logging import read_jsonl
 
 
 def setting(row: dict) -> dict:
-    """The flags of a row but those of output, which change no result."""
-    apart = {each.name for each in fields(Output)}
+    """The flags of a row but those of output, which change no result, and what follows from others."""
+    apart = {each.name for each in fields(Output)} | {"effective_batch"}
     return {name: value for name, value in (row.get("flags") or {}).items() if name not in apart}
 
 

@@ -288,11 +288,42 @@ def fit(rows: list[dict]) -> tuple[list[dict], Columns]:
     return rows, columns + outcomes(rows)
 
 
+def nodes_links(rows: list[dict]) -> tuple[list[dict], Columns]:
+    """The links that benchmarks/nodes.py has fitted: a latency and bandwidth of all collectives, and those of each."""
+    rows = [row for row in rows if row.get("study") == "nodes" and "setting" in row]
+    rows = published.newest(rows, lambda row: (row["setting"]["network"], row["setting"]["link"]))
+
+    def fit(found: dict) -> str:
+        return f"{grouped(found['alpha_us'])} us, {grouped(found['gb_per_s'], 4, 'no')} GB/s"
+
+    columns = [(name, [str(row["setting"][name]) for row in rows]) for name in ("network", "link", "ranks")]
+    columns += [("latency, bandwidth of a rank", [fit(row["link"]) for row in rows])]
+    columns += [("residual %", [grouped(100 * row["link"]["residual"]) for row in rows])]
+    for op in rows[0]["ops"] if rows else ():
+        columns += [(op.replace("_", "-"), [fit(row["ops"][op]) for row in rows])]
+    return rows, columns
+
+
+def nodes(rows: list[dict]) -> tuple[list[dict], Columns]:
+    """Steps of each --mode on real links, beside what fitted links and simulated ranks say (benchmarks/nodes.py)."""
+    rows = [row for row in rows if row.get("study") == "nodes" and "cell" in row]
+    rows = published.newest(rows, lambda row: (row["network"], row["cell"]))
+    columns = [(name, [row[name] for row in rows]) for name in ("network", "cell")]
+    columns += where(rows) + column(rows, MS, "step_ms", 1) + column(rows, "x", "ratio", 2)
+    columns += [(f"{name} ms", [grouped(row[key], 1) for row in rows])
+                for name, key in (("computation", "compute_ms"), ("links", "link_ms"))]  # fmt: skip
+    for title, parts in (("predicted", ("compute_ms", "link_ms")), ("simulated", ("simulated_ms",))):
+        ms = [sum(row[part] for part in parts) for row in rows]
+        off = [f"{100 * (each / row['step_ms'] - 1):+.0f}" for each, row in zip(ms, rows, strict=True)]
+        columns += [(f"{title} ms", [grouped(each, 1) for each in ms]), ("off by %", off)]
+    return rows, columns
+
+
 # Where there is no row for wrappers or attention, they are the axes of that name.
 LAYOUTS = {"compile": compile_modes, "ladder": ladder, "compile-depth": compile_depth, "baselines": baselines,
            "wrappers": lambda rows: baselines(rows, split=True), "attention": attention, "peaks": peaks,
            "published-peaks": published_peaks, "links": links, "collectives": collectives, "loss": loss,
-           "fit": fit}  # fmt: skip
+           "fit": fit, "nodes-links": nodes_links, "nodes": nodes}  # fmt: skip
 
 
 def about(name: str, ours: list[dict], found: Entries) -> str:

@@ -1,0 +1,44 @@
+"""Conversations, and chat templates of the structure of known models, for the tests of chat data."""
+
+SPECIAL = ["<|begin|>", "<|end|>", "<|pad|>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>",
+           "<|eot_id|>", "<start_of_turn>", "<end_of_turn>", "[INST]", "[/INST]"]  # fmt: skip
+PROMPT = "{% if add_generation_prompt %}%s{% endif %}"
+TEMPLATES = {  # of the structure of the known ones, without tools
+    "qwen2.5": "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are kind.<|im_end|>\n{% endif %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    + PROMPT.replace("%s", "<|im_start|>assistant\n"),
+    "qwen3": "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}"
+    "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}"
+    "{% set parts = m.content.split('</think>') %}{% if loop.index0 > ns.last %}"
+    "{{ '<think>\n' + (parts[0].split('<think>')[-1].strip() if parts|length > 1 else '') + '\n</think>\n\n' }}"
+    "{% endif %}"
+    "{{ parts[-1].lstrip() }}{% else %}{{ m.content }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+    + PROMPT.replace("%s", "<|im_start|>assistant\n"),
+    "llama3": "{% for m in messages %}{% if loop.first %}{{ bos_token }}{% endif %}{{ '<|start_header_id|>' + m.role + "
+    "'<|end_header_id|>\n\n' + m.content | trim + '<|eot_id|>' }}{% endfor %}"
+    + PROMPT.replace("%s", "<|start_header_id|>assistant<|end_header_id|>\n\n"),
+    "gemma3": "{{ bos_token }}{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}{{ '<start_of_turn>' + ('model' if m.role == 'assistant' "
+    "else m.role) + '\n' + m.content | trim + '<end_of_turn>\n' }}{% endfor %}"
+    + PROMPT.replace("%s", "<start_of_turn>model\n"),
+    "mistral": "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }}[/INST]"
+    "{% else %} {{ m.content | trim }}{{ eos_token }}{% endif %}{% endfor %}",
+    "markers": "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content + '<|im_end|>\n' }}{% endgeneration %}"
+    "{% else %}{{ m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    + PROMPT.replace("%s", "<|im_start|>assistant\n"),
+}
+TURNS = [dict(role="user", content="What is two and two?"), dict(role="assistant", content="Four, my friend."),
+         dict(role="user", content="And three?"), dict(role="assistant", content="Five, I think.")]  # fmt: skip
+
+
+def chats(n, answer="Yes. "):
+    """So many conversations of different lengths."""
+    return [dict(messages=[dict(role="user", content=f"Question {i}?"),
+                           dict(role="assistant", content=f"Answer {i}: {answer * (i % 7 + 1)}".strip())])
+            for i in range(n)]  # fmt: skip
+
+
+def steps_of(stream, count):
+    return [next(stream) for _ in range(count)]

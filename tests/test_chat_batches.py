@@ -1,0 +1,262 @@
+"""Chat data of trainer/finetuning: rows and packing, order and ranks, what is held out, the cache.
+
+    python -m pytest tests/test_chat_batches.py
+
+On a CPU, with the tokenizer and the templates of tests/test_chat.py.
+"""
+
+import json
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conversations import TURNS, chats, steps_of
+
+from model import IGNORE
+from trainer.data import DataError
+from trainer.finetuning import chat, examples
+from trainer.finetuning.chat import pack
+
+pytest.importorskip("transformers", reason="needs transformers: pip install -e '.[hf]'")
+pytestmark = pytest.mark.filterwarnings("error")
+
+
+def pairs(stream, steps):
+    """All (tokens of the document so far, label) of so many batches, sorted."""
+    found = []
+    for _, (tokens, targets, inputs) in zip(range(steps), stream, strict=False):
+        positions = inputs.get("position_ids", torch.arange(tokens.shape[1]).expand_as(tokens))
+        for row, column in (targets != IGNORE).nonzero().tolist():
+            first = column - int(positions[row, column])
+            found.append((tokens[row, first : column + 1].tolist(), int(targets[row, column])))
+    return sorted(found)
+
+
+# Rows
+
+
+def test_packed_rows_hold_the_same_contexts_and_labels_as_rows_of_one_example(batches):
+    lines = [*chats(30), dict(text="Some text."), dict(messages=TURNS)]
+    plain, packed, longest = (batches(lines, pad=pad) for pad in chat.PADS[::2] + ("longest",))
+    assert packed.epoch_samples < plain.epoch_samples == 32
+    expected = pairs(plain, 32)
+    assert pairs(packed, packed.epoch_samples) == pairs(longest, 32) == expected and len(expected) == plain.labels
+    assert (packed.labels, packed.tokens) == (plain.labels, plain.tokens)
+    for tokens, targets, inputs in steps_of(packed, packed.epoch_samples):
+        positions = inputs["position_ids"]
+        starts = (positions[0] == 0).nonzero()[:, 0]
+        assert starts[0] == 0 and tokens.shape == targets.shape == positions.shape == (1, 128)
+        assert int((positions[0].diff() != 1).sum()) == len(starts) - 1  # they count on within a document
+        for start in starts[1:]:  # what stands before the first token does not predict it
+            assert targets[0, start - 1] != tokens[0, start]
+
+
+def test_packing_fills_rows_and_loses_nothing():
+    lengths = np.random.default_rng(0).integers(1, 65, 2000)
+    rows = pack(lengths, 64)
+    assert sorted(sum(rows, [])) == [*range(2000)] and max(lengths[row].sum() for row in rows) <= 64
+    assert len(rows) <= 1.02 * lengths.sum() / 64 + 1
+
+
+def test_rows_that_are_as_long_as_needed_have_one_length_on_all_ranks_and_eight_in_all(batches):
+    lines = [dict(text="word" * (i // 2 + 1)) for i in range(60)]
+    lengths = set()
+    ranks = [batches(lines, pad="longest", seqlen=100, global_batch=4, rank=rank, world=2) for rank in range(2)]
+    whole = batches(lines, pad="fixed", seqlen=100, global_batch=4)
+    for _ in range(30):
+        (a, x, _), (b, y, _), (tokens, targets, _) = (next(each) for each in (*ranks, whole))
+        assert a.shape == b.shape == x.shape == y.shape and a.shape[1] in {*range(13, 100, 13), 100}
+        assert torch.equal(torch.cat((a, b)), tokens[:, : a.shape[1]])
+        assert torch.equal(torch.cat((x, y)), targets[:, : a.shape[1]])
+        assert not (targets[:, a.shape[1] :] != IGNORE).any()
+        assert (targets[:, a.shape[1] // 13 * 13 - 13 :] != IGNORE).any()  # not longer than needed
+        lengths.add(a.shape[1])
+    assert len(lengths) > 2
+
+
+def test_examples_are_cut_to_the_row_and_dropped_without_a_label_and_counted(batches, tokenizer):
+    lines = [*chats(3), dict(prompt="long " * 100, completion="yes"), dict(text="long " * 100)]
+    whole, stream = batches(lines, seqlen=600), batches(lines, seqlen=80)
+    assert "5 examples; 5 to train on" in whole.description
+    assert "5 examples, 2 cut to 81 tokens, 1 dropped for want of a label; 4 to train on" in stream.description
+    ids, learned = whole.example(4)
+    assert [each.tolist() for each in stream.example(3)] == [ids[:81].tolist(), learned[:81].tolist()]
+    found = [next(stream) for _ in range(4)]
+    assert sum(int((targets != IGNORE).sum()) for _, targets, _ in found) == stream.labels
+    with pytest.raises(DataError, match="an example with a label, found .*1 cut to 41 .*1 dropped.*; raise --seqlen"):
+        batches(lines[3:4], seqlen=40)
+
+
+# Order
+
+
+def test_ranks_share_each_global_batch_and_epochs_run_on(batches):
+    lines = chats(10)
+    whole = batches(lines, global_batch=4)
+    steps = steps_of(whole, 10)  # four epochs, of which two end within a batch
+    for world in (2, 4):
+        ranks = [batches(None, global_batch=4, rank=rank, world=world) for rank in range(world)]
+        assert len({each.fingerprint for each in ranks}) == len({each.description for each in ranks}) == 1
+        for tokens, targets, _ in steps:
+            parts = [next(each) for each in ranks]
+            assert torch.equal(torch.cat([part[0] for part in parts]), tokens)
+            assert torch.equal(torch.cat([part[1] for part in parts]), targets)
+    rows = [tuple(row) for tokens, *_ in steps for row in tokens.tolist()]
+    epochs = [rows[i : i + 10] for i in range(0, 40, 10)]
+    assert len({*rows}) == 10 and all(sorted(each) == sorted(epochs[0]) for each in epochs)
+    assert len({*map(tuple, epochs)}) == 4  # each in its own order
+    assert whole.epoch_samples == 10 and whole.sample == 40
+    assert not torch.equal(next(batches(None, global_batch=4, seed=4))[0], steps[0][0])
+    with pytest.raises(ValueError, match="--batch"):
+        batches(None, global_batch=4, world=3)
+
+
+@pytest.mark.parametrize("pad", chat.PADS)
+def test_a_jump_by_start_or_by_sample_equals_iterating(batches, pad):
+    lines = chats(40)
+    stream = batches(lines, pad=pad, global_batch=3)
+    steps = steps_of(stream, 20)
+    other = batches(None, pad=pad, global_batch=3, start=33)
+    for step in (11, 0, 19, 7):
+        other.sample = 3 * step if step != 11 else other.sample
+        for one, two in zip(next(other)[:2], steps[step][:2], strict=True):
+            assert torch.equal(one, two)
+
+
+# What is held out
+
+
+@pytest.mark.parametrize("pad", chat.PADS)
+def test_what_is_held_out_is_never_trained_on_and_the_same_for_any_number_of_ranks(batches, pad):
+    lines = chats(200)
+    everything = batches(lines, pad=pad)
+    stream = batches(None, pad=pad, hold_out=True, global_batch=4)
+    assert "197 to train on" in stream.description and "; 3 held out" in stream.description
+    trained = pairs(stream, -(-stream.epoch_samples // 4))
+    held = list(stream.held_out(9))
+    assert len(held) == -(-len(stream.held) // 4) == 1 and (held[0][1][len(stream.held) :] == IGNORE).all()
+    apart = pairs(iter(held), 1)
+    assert apart and not {str(each) for each in apart if len(each[0]) > 20} & {str(each) for each in trained}
+    assert len(apart) + stream.labels == everything.labels
+    for rank in range(4):
+        mine = batches(None, pad=pad, hold_out=True, global_batch=4, rank=rank, world=4)
+        for (tokens, targets, _), (whole, all_targets, _) in zip(mine.held_out(9), held, strict=True):
+            assert torch.equal(tokens, whole[rank : rank + 1]) and torch.equal(targets, all_targets[rank : rank + 1])
+    assert stream.fingerprint != everything.fingerprint
+    assert not everything.held and not list(everything.held_out(9))
+    assert torch.equal(stream.row(0, held=True)[:9], held[0][0][0, :9])
+    assert torch.equal(stream.row(stream.sample)[:9], next(stream)[0][0, :9])
+
+
+def test_a_line_is_never_on_both_sides(batches):
+    lines = [*chats(5), dict(messages=TURNS)]
+    stream = batches(lines, "qwen3", hold_out=True)  # the last line is two examples
+    assert "7 examples" in stream.description and "5 to train on" in stream.description and len(stream.held) == 2
+    with pytest.raises(DataError, match="two lines with a label"):
+        batches(lines[-1:], "qwen3", hold_out=True)
+
+
+def test_a_second_source_is_held_out(batches, tokenizer, tmp_path):
+    other = tmp_path / "eval.jsonl"
+    other.write_text("".join(json.dumps(each) + "\n" for each in chats(3, "No. ")))
+    stream = batches(chats(9), eval_source=str(other), hold_out=True, global_batch=2)
+    assert stream.epoch_samples == 9 and len(stream.held) == 3 and f"3 held out of {other}" in stream.description
+    one, two = stream.held_out(5)
+    assert "Answer 0: No." in tokenizer().decode(one[0][0]) and (two[1][1] == IGNORE).all()
+    with pytest.raises(ValueError, match="--eval-data .*: .*chat.jsonl is also in --data"):
+        batches(None, eval_source=f"{tmp_path}/*.jsonl")
+    other.write_text("nothing\n")
+    with pytest.raises(DataError, match="eval.jsonl, line 1"):
+        batches(None, eval_source=str(other))
+
+
+def test_flags_are_checked(batches):
+    for wrong in (dict(pad="none"), dict(bad_lines="ignore")):
+        with pytest.raises(ValueError, match=f"--{next(iter(wrong)).replace('_', '-')} "):
+            batches(chats(3), **wrong)
+
+
+# The cache
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """One entry for each time that data is tokenised."""
+    calls, real = [], examples.read
+    monkeypatch.setattr(examples, "read", lambda *given, **how: calls.append(given) or real(*given, **how))
+    return calls
+
+
+def test_the_cache_is_used_until_something_changes(batches, tokenizer, tmp_path, monkeypatch, reads):
+    first, made = batches(chats(9)), tokenizer("qwen2.5")
+    with monkeypatch.context() as patch:
+        patch.setattr(type(made), "__call__", None)  # the tokenizer is not called again
+        patch.setattr(type(made), "apply_chat_template", None)
+        again = batches(None, made=made, seqlen=127, pad="pack", hold_out=True)
+    assert len(reads) == 1 and again.labels + again.data.labels[-1] == first.labels
+    (path,) = (tmp_path / "cache").glob("*.safetensors")
+    assert str(path) in Path("/proc/self/maps").read_text()
+    batches(None, template="llama3")
+    batches(None, made=tokenizer("qwen2.5", eos="<|im_end|>"))
+    larger = tokenizer("qwen2.5")
+    larger.add_tokens(["Answer"])
+    batches(None, made=larger)
+    batches(chats(10))
+    assert len(reads) == 5
+    assert {each.suffix for each in (tmp_path / "cache").iterdir()} == {".safetensors", ".lock"}
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "emptied"])
+def test_a_damaged_cache_is_made_again(batches, tmp_path, capsys, damage):
+    stream = batches(chats(9))
+    (path,) = (tmp_path / "cache").glob("*.safetensors")
+    whole = path.read_bytes()
+    flipped = whole[:-5] + bytes([whole[-5] ^ 1]) + whole[-4:]
+    del stream
+    path.unlink()  # a process that has it mapped keeps what it has
+    path.write_bytes(dict(cut=whole[:-9], flipped=flipped, emptied=b"")[damage])
+    capsys.readouterr()
+    batches(None)
+    assert "damaged" in capsys.readouterr().out and path.read_bytes() == whole
+    batches(None)
+    assert capsys.readouterr().out == ""
+
+
+def test_of_several_at_once_one_tokenises_and_the_others_wait(batches, tmp_path, reads):
+    batches(chats(50))
+    for path in (tmp_path / "cache").iterdir():
+        path.unlink()
+    made = []
+    threads = [threading.Thread(target=lambda: made.append(batches(None))) for _ in range(4)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert len(reads) == 2 and len(made) == 4 and len({each.fingerprint for each in made}) == 1
+
+
+def test_a_cache_with_bad_lines_is_no_way_around_them(batches):
+    lines = [*chats(3), b"broken"]
+    skipped = batches(lines, bad_lines="skip")
+    assert batches(None, bad_lines="skip").description == skipped.description
+    with pytest.raises(DataError, match="line 4"):
+        batches(None)
+
+
+def test_without_a_cache_the_data_is_the_same(batches, tmp_path, capsys):
+    stream = batches(chats(9))
+    (tmp_path / "file").touch()
+    other = batches(None, cache=str(tmp_path / "file"))
+    assert "tokenises the data for itself" in capsys.readouterr().out
+    assert other.fingerprint == stream.fingerprint and pairs(other, 9) == pairs(stream, 9)
+
+
+def test_the_fingerprint_is_that_of_the_tokens(batches):
+    stream = batches(chats(9))
+    same = batches([json.dumps(each, indent=None, separators=(",", ":")).encode() for each in chats(9)])
+    assert same.fingerprint == stream.fingerprint  # white space alone has changed
+    assert batches(chats(10)).fingerprint != stream.fingerprint
+    assert batches(chats(9, "Yep. ")).fingerprint != stream.fingerprint
+    assert batches(chats(9), pad="pack").fingerprint != stream.fingerprint
