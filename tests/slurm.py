@@ -90,7 +90,7 @@ class Slurm:
         until = time.monotonic() + seconds
         while (job := self.job(number))["JobState"] not in states:
             assert time.monotonic() < until, f"{job}\n{self.said(job)[-3000:]}"
-            time.sleep(0.3)
+            time.sleep(1)
         return job
 
     @staticmethod

@@ -59,19 +59,23 @@ def printed(*words, **env):
     return out
 
 
+def read(path):
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
 def losses(text):
     return [(int(step), loss) for step, loss in re.findall(r"^step +(\d+)/\d+ +loss ([\d.]+)", text, re.M)]
 
 
 def rows(path):
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [json.loads(line) for line in read(path).splitlines()]
 
 
-def wait_for(there, seconds=300):
+def wait_for(there, seconds=300, poll=0.2):
     until = time.monotonic() + seconds
     while not there():
         assert time.monotonic() < until, "it never happened"
-        time.sleep(0.2)
+        time.sleep(poll)
 
 
 RESOURCES = """#!/bin/bash
@@ -227,7 +231,7 @@ def test_a_job_goes_on_where_one_before_was_stopped_and_where_it_was_preempted_i
     how = f"--output={tmp_path}/%j.out", "--time=30"
     first = cluster.submit(script, *how, NPROC="1")
     second = cluster.submit(script, *how, "--dependency=singleton", NPROC="1")
-    wait_for(lambda: len(losses(cluster.said(cluster.job(first)))) > 9)
+    wait_for(lambda: len(losses(read(tmp_path / f"{first}.out"))) > 9)
     assert cluster.job(second)["JobState"] == "PENDING"
     cluster.call("scancel", "--signal=TERM", first)
     job = cluster.wait_for(first, "FAILED", "COMPLETED")
@@ -236,7 +240,7 @@ def test_a_job_goes_on_where_one_before_was_stopped_and_where_it_was_preempted_i
     assert f"stopped by SIGTERM after step {len(told[0])}; saved in {tmp_path}/saved" in cluster.said(job)
     assert "Broken pipe" not in cluster.said(job), "torchrun waits for ranks that save"
 
-    wait_for(lambda: len(losses(cluster.said(cluster.job(second)))) > 9)
+    wait_for(lambda: len(losses(read(tmp_path / f"{second}.out"))) > 9)
     urgent = "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null"
     urgent = cluster.submit("#!/bin/bash\nsrun true", *urgent)
     told.append(losses(cluster.said(cluster.wait_for(second, "PENDING"))))
@@ -276,7 +280,7 @@ def test_an_array_runs_each_cell_once_though_it_is_submitted_twice_and_requeued(
         return cluster.submit(script, *options, f"--output={tmp_path}/%A_%a.out")
 
     def starts():
-        return (tmp_path / "starts").read_text().split() if (tmp_path / "starts").exists() else []
+        return read(tmp_path / "starts").split()
 
     script = printed(*words)
     one, other = submit(script, "--array=0"), submit(script, "--array=0")
@@ -295,7 +299,7 @@ def test_an_array_runs_each_cell_once_though_it_is_submitted_twice_and_requeued(
     cluster.wait_for(task, "PENDING")
     (tmp_path / "until2").touch()
     cluster.call("scontrol", "update", f"JobId={task}", "StartTime=now")
-    wait_for(lambda: not cluster.call("squeue", "-h"))
+    wait_for(lambda: not cluster.call("squeue", "-h"), poll=1)
     told = {row["cell"].split()[-1]: row["outcome"] for row in rows(tmp_path / "rows.jsonl")}
     killed = "failed: exit -9 (SIGKILL): no output"
     assert told == {"until1": "ok", "ok": "ok", "until2": "ok", "killed": killed}
