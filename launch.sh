@@ -23,8 +23,8 @@
 #   NPROC          processes per node (default: one per GPU, 4 without; in a sweep at most 2, as the reference tables)
 #   NNODES NODE_RANK MASTER_ADDR MASTER_PORT    several nodes: the same command on each, NODE_RANK differs
 #                  NNODES=1:2: any one or two of them, as long as that of NODE_RANK=0 is there; the others may leave and
-#                  come back. Needs --save DIR and --effective-batch N; a leaving takes one of MAX_RESTARTS (here 9)
-#   MAX_RESTARTS   how often a node starts its ranks anew after one has ended (default 0), the same on all: with --save they
+#                  come back. Needs --save, --save-every and --effective-batch; a leaving takes one of MAX_RESTARTS (here 9)
+#   MAX_RESTARTS   how often a node starts its ranks anew after one has ended (default 0), the same on all: by --save-every they
 #                  go on from the last checkpoint, once a dead node runs its line again. Without the first node all end
 #   PYTHON         interpreter (default python3); NO_INSTALL=1 uses it as it is, with the packages that it has
 #   TORCH          cpu | cuda: which torch to install (default: cuda where nvidia-smi lists a GPU)
@@ -87,7 +87,7 @@ torchrun() {    # torchrun SCRIPT ARGS; a prefix (nsys) may stand in $wrap
     case ${NPROC:-1} in 0|*[!0-9]*) die "NPROC=$NPROC: expected a number of processes" 2 ;; esac
     case " $* " in *" -h "*|*" --help "*) exec "$py" "$1" --help ;; esac
     case ${MAX_RESTARTS:-0} in *[!0-9]*) die "MAX_RESTARTS=$MAX_RESTARTS: expected a number of restarts" 2 ;; esac
-    case ${NNODES:-1} in *[!0-9:]*) die "NNODES=$NNODES: expected a number of nodes, or the least and the most, as 1:2" 2 ;; esac
+    case ${NNODES:-1} in 0|*[!0-9:]*) die "NNODES=$NNODES: expected a number of nodes, or the least and the most, as 1:2" 2 ;; esac
     [ "$1" = main.py ] || check=("$@" --check)
     "$py" "${check[@]}" || exit
     if [ "${NNODES:-1}" != 1 ]; then
@@ -151,6 +151,7 @@ case $command in
                  set -- -n 2 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder -m "$suite" "${@:2}"
              OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} exec "$py" -m pytest "$@" ;;
     sweep)   if [ -f "$caller/${1:-}" ]; then file=$caller/$1; shift; set -- "$file" "$@"; fi
+             case " $* " in *" --slurm "*) gpus=2 ;; esac    # of an array's nodes, not of this one
              export NPROC=${NPROC:-$((gpus == 1 ? 1 : 2))}
              exec "$py" -m trainer.experiments.sweep "$@" ;;
     fit)     exec "$py" fit.py "$@" ;;

@@ -31,6 +31,7 @@ from pathlib import Path
 from trainer import config as flags
 from trainer.distributed.terminal import fail, markdown, ranks, tell
 from trainer.experiments.logging import append_jsonl, check_writable, read_jsonl
+from trainer.experiments.processes import follow_parent
 
 if __name__ == "__main__":  # before torch is imported, as in main.py
     RANKS = ranks()
@@ -107,7 +108,7 @@ def meeting(world: int) -> Callable[[], None]:
     (store, *_), count = next(dist.rendezvous("env://", timeout=timedelta(hours=1))), itertools.count()
 
     def meet() -> None:
-        key = f"nodes {next(count)}"
+        key = f"nodes {os.environ.get('TORCHELASTIC_RESTART_COUNT')} {next(count)}"
         if store.add(key, 1) == world:
             store.set(f"{key} met", "")
         store.wait([f"{key} met"])
@@ -160,7 +161,7 @@ def measure(own: argparse.Namespace, c: flags.Config, device: torch.device, rank
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), follow_parent) as process:
         told = process.submit(simulate, settings, found, device, rank, world, local).result()
     for name, ms, more in zip(settings, real, told, strict=True):
         row = about | dict(study="nodes", cell=name, network=own.network, nodes=world // local, world=world)
@@ -174,7 +175,10 @@ def told(rows: list[dict]) -> str:
     """The tables, and which mode pays."""
     best, *others = sorted((row for row in rows if "cell" in row), key=lambda row: row["step_ms"])
     tables = [markdown(LAYOUTS[name](rows)[1]) for name in ("nodes-links", "nodes")]
-    than = "".join(f"; {row['cell']} takes {row['step_ms'] / best['step_ms']:.2f} times that" for row in others)
+    than = ""
+    for row in others:
+        than += f"; {row['cell']} takes {row['step_ms'] / best['step_ms']:.2f} times that"
+        than += ", which cannot be told apart" * (row["step_ms_min"] <= best["step_ms"])
     return "\n\n".join([*tables, f"{best['cell']} pays on this network: {best['step_ms']:.1f} ms a step{than}"])
 
 

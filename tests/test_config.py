@@ -378,7 +378,7 @@ def test_a_torch_without_nccl_is_one_line(train, monkeypatch):
 
 # ------------------------------------------------------------------------------------------- nodes that come and go
 
-ELASTIC = "--batch 2 --save runs/a --effective-batch 8"
+ELASTIC = "--batch 2 --save runs/a --save-every 5 --effective-batch 8"
 
 
 def told(nodes, rank, argv, **env):
@@ -398,7 +398,9 @@ def test_the_first_node_holds_what_nodes_that_come_and_go_meet_by_and_stays_the_
 @pytest.mark.parametrize(("nodes", "argv", "message"), [
     ("2:1", ELASTIC, "NNODES=2:1: expected the least and the most nodes, as 1:2"),
     ("1:x", ELASTIC, "NNODES=1:x: expected the least"), ("0:2", ELASTIC, "NNODES=0:2: expected the least"),
-    ("1:2", "--batch 2 --save runs/a", "NNODES=1:2: nodes that leave need --save DIR, to go on from, and --effective"),
+    ("1:2", "--batch 2 --save runs/a --save-every 5", "NNODES=1:2: nodes that leave need --save DIR and --save-every "
+     "N, to go on from, and --effective-batch N"),
+    ("1:2", "--batch 2 --save runs/a --effective-batch 8", "NNODES=1:2: nodes that leave need --save DIR and --save"),
     ("1:2", "--batch 2 --effective-batch 8", "NNODES=1:2: nodes that leave need --save DIR"),
     ("1:3", ELASTIC, "--effective-batch 8: must be 6 ranks x --batch 2 x a whole number"),  # 3 nodes of 2 ranks
 ])  # fmt: skip

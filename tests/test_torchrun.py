@@ -8,6 +8,8 @@ import re
 import signal
 import subprocess
 import sys
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 from harness import free_port
@@ -65,8 +67,12 @@ def wait_for_step(run):
 
 def table():
     """(pid, parent, session) of every process that has not ended."""
-    lines = subprocess.run(["ps", "-eo", "pid=,ppid=,sid=,stat="], capture_output=True, text=True).stdout.splitlines()
-    return [tuple(map(int, line.split()[:3])) for line in lines if "Z" not in line]
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended meanwhile
+            state, parent, _, session = stat.read_text().rpartition(")")[2].split()[:4]
+            found += [(int(stat.parent.name), int(parent), int(session))] * (state != "Z")
+    return found
 
 
 def servers_of(run):

@@ -186,11 +186,11 @@ def _on_cpu(pg: ProcessGroup, seconds: float, async_op: bool, copy: Callable, va
     """The data moves at once, so that errors are raised here; who waits for it waits until the link has brought it."""
     began = time.perf_counter()
     copy()
-    if not async_op:
-        _sleep_until(began + seconds)
-        return FakeWork()
     # The link of this group brings one collective after the other: by the clock, since its thread may wake up late.
     end = _world.busy[pg.group_name] = max(began, _world.busy.get(pg.group_name, 0.0)) + seconds
+    if not async_op:
+        _sleep_until(end)
+        return FakeWork()
     future = torch.futures.Future()
 
     def arrive() -> None:

@@ -6,6 +6,7 @@ Takes torchrun's flags. With `--start-method forkserver`, for ranks on CPUs, eac
 has imported torch, which costs seconds only once, and does so while torchrun starts, on another core.
 """
 
+import atexit
 import logging
 import multiprocessing
 import os
@@ -16,13 +17,15 @@ from multiprocessing import forkserver
 
 from trainer.distributed.terminal import Progress, one_line, tell
 
+SIGNALS = signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT
 PRELOAD = ["torch._inductor.compile_fx", "trainer.run", "tyro"]  # what a compiled run imports
 
 
 def rank(script: str, *argv: str) -> None:
     """What a forked process does: it runs the script as its own main module."""
     os.setsid()  # Ctrl-C reaches torchrun alone, which passes it on
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for kind in SIGNALS:
+        signal.signal(kind, signal.SIG_DFL)
     from torch.distributed.run import run_script_path
 
     try:
@@ -30,25 +33,33 @@ def rank(script: str, *argv: str) -> None:
     except SystemExit as e:
         if e.code:
             raise
+    except KeyboardInterrupt:
+        sys.exit(130)
     except Exception:
         traceback.print_exc()
         sys.exit(1)
+    finally:
+        atexit._run_exitfuncs()  # which multiprocessing leaves out: such as to give a lock back
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun has it wait for the others, or be ended with them
 
 
 def main(argv: list[str]) -> int:
     """torchrun with these flags; returns the exit code: 0, that of the first rank that failed (128 + N if signal N
     ended it), 128 + N if signal N ended torchrun."""
-    if fork := "forkserver" in argv:
+    script = next((i for i, word in enumerate(argv) if word.endswith(".py")), len(argv))
+    if fork := "forkserver" in argv[:script]:
         forkserver.set_forkserver_preload(PRELOAD)
-        # SLURM may send SIGTERM to every process. Without the one that forks, ranks that still save seem to have ended.
-        before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        # SLURM may send SIGTERM to every process, a terminal that closes SIGHUP. Without the one that forks, ranks that
+        # still save seem to have ended.
+        before = {kind: signal.signal(kind, signal.SIG_IGN) for kind in SIGNALS}
         forkserver.ensure_running()
-        signal.signal(signal.SIGTERM, before)
+        for kind, handler in before.items():
+            signal.signal(kind, handler)
     with Progress("starting torchrun"):
         from torch.distributed import DistError, run
         from torch.distributed.elastic.multiprocessing import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.elastic.rendezvous import RendezvousError
 
         if fork:  # a process that ends at once comes when all is imported
             first = multiprocessing.get_context("forkserver").Process(target=int)
@@ -69,8 +80,10 @@ def main(argv: list[str]) -> int:
         what = f"was ended by {failure.signal_name()}" if signalled else f"ended with exit code {failure.exitcode}"
         tell(f"torchrun: rank {number}, process {failure.pid}, {what}, the first of this host to fail", sys.stderr)
         return 128 - failure.exitcode if signalled else failure.exitcode
-    except DistError as e:
+    except (DistError, RendezvousError) as e:
         told = "the first host, by which all meet, does not answer; start all again with the same lines"
+        if "EADDRINUSE" in str(e) or "in use" in str(e):
+            told = "another program uses the port by which all meet; choose another MASTER_PORT"
         tell(f"torchrun: {told}: {one_line(e)}", sys.stderr)
         return 1
     return 0

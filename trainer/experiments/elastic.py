@@ -25,8 +25,9 @@ def words(nproc: int, argv: list[str], env: Mapping[str, str]) -> list[str]:
         fail(f"NNODES={nodes}: expected the least and the most nodes, as 1:2", 0)
     for n in range(least, most + 1):
         c = config.parse(argv, world=n * nproc)
-    if c.save is None or c.effective_batch is None:
-        fail(f"NNODES={nodes}: nodes that leave need --save DIR, to go on from, and --effective-batch N, to keep", 0)
+    if c.save is None or not c.save_every or c.effective_batch is None:
+        what = "--save DIR and --save-every N, to go on from, and --effective-batch N, to keep"
+        fail(f"NNODES={nodes}: nodes that leave need {what}", 0)
     first, port, rank = env["MASTER_ADDR"], env.get("MASTER_PORT") or "29500", env["NODE_RANK"]
     own = first if rank == "0" else f"{first}.{rank}"  # a name for the order alone, but for the first
     return [f"--nnodes={nodes}", "--rdzv-backend=c10d", f"--rdzv-endpoint={first}:{port}",

@@ -6,7 +6,7 @@
 SLURM's names: --nodes --gpus-per-node (TYPE:N; 0: none) --cpus-per-task (without it whole nodes) --time --mem
 --partition --account --qos --constraint --job-name; --container IMAGE runs in Apptainer. All else goes to main.py.
 A job runs in this folder, with this Python, which all nodes must see. One that is stopped or requeued goes on from its
-checkpoint; `sbatch --dependency=singleton`, several times, makes jobs that follow each other. Imports no torch.
+checkpoint; `sbatch --job-name NAME --dependency=singleton`, several times, makes jobs that follow each other. No torch.
 """
 
 import contextlib

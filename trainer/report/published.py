@@ -204,6 +204,10 @@ def series(row: dict, axis: str) -> str:
     return f"{str(row.get('device') or 'no device').split(',')[0]}, torch {row.get('torch')} {n}".strip()
 
 
+def _named(flags: dict | None) -> dict:
+    return {name: value for name, value in (flags or {}).items() if name != "effective_batch"}  # older rows lack it
+
+
 def rows_of(side: str, files: list[Path]) -> dict[tuple, dict]:
     """(ranks, setting) -> the newest row of a file, or of a commit (seven digits or more) in `files`; ValueError."""
     commit = re.fullmatch("[0-9a-f]{7,40}", side) and not Path(side).is_file()
@@ -211,7 +215,7 @@ def rows_of(side: str, files: list[Path]) -> dict[tuple, dict]:
     rows = [row for row in rows if not commit or str(row.get("commit")).startswith(side)]
     if not rows:
         raise ValueError(f"{side}: no row of this {'commit' if commit else 'file'}; --results names other files")
-    named = [(row, row.get("cell") or json.dumps(row.get("flags"), sort_keys=True)) for row in rows]
+    named = [(row, row.get("cell") or json.dumps(_named(row.get("flags")), sort_keys=True)) for row in rows]
     return {(label(row), name): row for row, name in named}
 
 
