@@ -25,6 +25,7 @@ def digest(values) -> str:
     return hashlib.blake2b(repr(values).encode(), digest_size=8).hexdigest()
 
 
+@pytest.mark.slow
 def test_saves_under_kill_9_of_all_ranks_are_whole_or_absent_and_the_newest_is_resumed(tmp_path):
     told = soak.saves(tmp_path, ranks=2, count=10, seed=4227, argv=[])
     committed, verified, kills = map(int, re.findall(r"\d+", told)[:3])

@@ -102,7 +102,7 @@ def test_a_setting_leaves_no_parameters_behind(isolated, way):
 
     before = alive()
     ddp.simulated(dict(kind="simulated", ranks=8, link="100:1", way=way, mb=0.01) | DIMS, 1, torch.device("cpu"))
-    assert alive() == before
+    assert alive() <= before  # of tests before this one something may end meanwhile
 
 
 @pytest.mark.slow

@@ -139,7 +139,7 @@ def test_the_row_of_a_dead_cell_says_what_it_was(call):
 
 
 def test_a_cell_over_its_time_is_ended_with_all_its_processes(call, tmp_path):
-    code, _, [row], _ = call(seeds("hang"), "--timeout", "1")
+    code, _, [row], _ = call(seeds("hang"), "--timeout", "4")
     assert (code, row["outcome"]) == (1, "failed: timeout")
     if Path("/proc/self").exists():
         pids, end = (tmp_path / "pids").read_text().split(), time.monotonic() + 10

@@ -102,6 +102,7 @@ def test_every_value_of_the_sweep_is_a_flag_of_main():
     assert command(sweep, dict(remat_core=True, reshard=False))[-1] == "--remat_core"  # as its comment says
 
 
+@pytest.mark.slow
 def test_what_the_agent_starts_trains_and_leaves_what_it_waits_for(tmp_path, monkeypatch):
     sweep, module = sweep_yaml(), pytest.importorskip("wandb.wandb_agent")
     told = dict(WANDB_RUN_ID="", WANDB_SWEEP_PARAM_PATH="")  # the agent sets them
