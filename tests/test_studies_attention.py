@@ -8,6 +8,7 @@ from collections import Counter
 
 import pytest
 import torch
+from test_attention import CPU, SHAPE
 
 from model import sdpa_kernel
 from studies import attention, study
@@ -15,12 +16,6 @@ from trainer import attention as kernels
 from trainer.attention import Shape
 from trainer.report import published
 from trainer.report import tables as report
-
-SHAPE = Shape(2, 4, 2, 16, 8, "fp32")
-SMALL = dict(depth=2, width=32, head_dim=8, grouping=2, vocab=64)
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-FLASH, BACKWARD = "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward"
-
 
 pytestmark = pytest.mark.usefixtures("isolated")
 
