@@ -18,15 +18,17 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, fx, nn
-from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
 
 from overlap import GATHER, REDUCE, SCATTER, WAIT, Overlap, passes
 
-# All private names of torch that this file uses: the module of CustomGraphPass, torch._ops, torch._guards,
+# All private names of torch that this file uses: the modules of what is imported above, torch._ops, torch._guards,
 # OpOverload._schema and, of storages, _cdata. Not documented: FakeTensor.fake_mode, and the keys of a node's meta that
 # are read and set below.
 CALL = torch.ops.higher_order.invoke_subgraph
 RESHAPE = torch.ops.aten.reshape.default  # a view or a copy
+CAST = torch.ops.prims.convert_element_type.default
 FEWEST = 2  # operations, views aside, that are worth a call
 
 
@@ -41,7 +43,8 @@ def compile_options(model: nn.Module, blocks: Sequence[str] | None = None, **how
         why = f"regions: need torch 2.13, this is {torch.__version__}: each block is compiled, as without them"
         warnings.warn(why, stacklevel=2)
         return options
-    return options | dict(post_grad_custom_post_pass=Regions(moves))
+    cut = Regions(moves)
+    return options | dict(post_grad_custom_post_pass=cut, custom_partitioner_fn=Partitioner(cut))
 
 
 class Regions(CustomGraphPass):
@@ -55,10 +58,13 @@ class Regions(CustomGraphPass):
 
     def __call__(self, g: fx.Graph) -> None:
         g = getattr(g, "graph", g)
+        if any(n.target is CALL or "bucket" in n.meta for n in g.nodes):  # Partitioner has been here
+            return keep_inputs(g)
         self.moves(g)
         gathers = g.find_nodes(op="call_function", target=GATHER)
         cuts = set() if gathers else self.borders(g)
         move_early(stretches(g, cuts))
+        widen_again(stretches(g, cuts))
         alike = defaultdict(list)
         for nodes in stretches(g, cuts):
             stretch = Stretch(nodes)
@@ -72,7 +78,6 @@ class Regions(CustomGraphPass):
                 for stretch in equal:
                     stretch.replace(g, name, new)
                 self.found[name] = len(equal)
-        keep_inputs(g)
         g.lint()
         held = {block for block in map(self.moves.block_of, g.nodes) if block}
         if len(held) > 2 and not any(n.target is CALL for n in g.nodes) and not self.moves.warned:
@@ -88,6 +93,26 @@ class Regions(CustomGraphPass):
                 found.add(n)
                 block = now
         return found
+
+
+class Partitioner(CustomPartitionerFn):
+    """AOTAutograd's own, and behind it Regions, so that Inductor's passes see few nodes."""
+
+    def __init__(self, cut: Regions):
+        self.cut = cut
+
+    def uuid(self):
+        return self.cut.uuid()
+
+    def __reduce__(self):  # torch copies and pickles it for its caches' keys: without what one rank or graph alone knows
+        return tuple, (self.uuid(),)
+
+    def __call__(self, gm: fx.GraphModule, joint_inputs, **how) -> tuple[fx.GraphModule, fx.GraphModule]:
+        parts = min_cut_rematerialization_partition(gm, joint_inputs, **how)
+        for part in parts:
+            self.cut(part.graph)
+            part.recompile()
+        return parts
 
 
 def keep_inputs(g: fx.Graph) -> None:
@@ -144,6 +169,22 @@ def move_early(found: list[list[fx.Node]]) -> None:
                 found[at][-1].append(n)
                 found[at].append(n)
                 place[n] = at
+
+
+def widen_again(found: list[list[fx.Node]]) -> None:
+    """A tensor that one stretch casts to a wider dtype and others read: each casts it, the narrow one is kept between.
+    Inductor does so by itself in a graph without calls."""
+    place = {n: i for i, nodes in enumerate(found) for n in nodes}
+    for n in place:
+        if n.target is CAST and n.meta["val"].nbytes > n.args[0].meta["val"].nbytes:
+            users = defaultdict(list)
+            for user in n.users:
+                users[place.get(user, place[n])].append(user)
+            for where in users.keys() - {place[n]}:
+                with n.graph.inserting_before(min(users[where])):
+                    again = n.graph.node_copy(n)
+                for user in users[where]:
+                    user.replace_input_with(n, again)
 
 
 def told(value) -> tuple:

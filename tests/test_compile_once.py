@@ -22,6 +22,7 @@ from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+import regions
 from overlap import compile_options
 from simple_fsdp import data_parallel
 from trainer.distributed import compile_once as module
@@ -77,6 +78,10 @@ def one_compiles_the_other_finds_it(mesh):
     torch._dynamo.reset()
     counters.clear()
     return first, step(mesh, name="the same again")
+
+
+def regions_are_shared_too(mesh):
+    return step(mesh, options=regions.compile_options)
 
 
 def uneven_shards_are_compiled_by_each(mesh):
@@ -188,8 +193,8 @@ def nothing_is_left(mesh):
 
 
 CHECKS = [
-    one_compiles_the_other_finds_it, uneven_shards_are_compiled_by_each, a_rank_with_another_constant,
-    a_rank_with_another_batch, a_rank_that_keeps_gathered_weights, torch_s_own_buckets, a_rank_without_caches,
+    one_compiles_the_other_finds_it, regions_are_shared_too, uneven_shards_are_compiled_by_each,
+    a_rank_with_another_constant, a_rank_with_another_batch, a_rank_that_keeps_gathered_weights, torch_s_own_buckets, a_rank_without_caches,
     a_tensor_that_is_cut_at_the_rank_s_place, more_graphs_on_one_rank, the_first_rank_fails, nothing_is_left,
     a_graph_that_torch_does_not_cache,
 ]  # fmt: skip
@@ -213,6 +218,8 @@ def test_one_rank_compiles_and_the_other_finds_it(ranks):
     first, again = zip(*ranks["one_compiles_the_other_finds_it"], strict=True)
     assert right(first) == [COMPILED, FOUND]
     assert right(again) == [FOUND, FOUND]
+    if torch.__version__ >= (2, 13):  # older ones have overlap.py's options, with a warning
+        assert right(ranks["regions_are_shared_too"]) == [COMPILED, FOUND]
 
 
 @pytest.mark.parametrize("check", [

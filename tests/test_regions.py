@@ -210,6 +210,21 @@ def test_small_results_for_backward_are_made_in_the_stretch_that_they_come_from(
     torch.testing.assert_close(after, before, rtol=0, atol=0)
 
 
+def test_what_one_stretch_widens_for_others_is_kept_narrow_between(mesh_of):
+    mesh_of(2)
+    lines = []
+    for i in (0, 1):
+        lines += [(f"f{i}", regions.CAST, f"w{i}", torch.float64), (f"y{i}", aten.exp.default, f"f{i}"),
+                  (f"z{i}", WAIT, f"y{i}"), (f"m{i}", aten.mul.Tensor, f"f{i}", "x"), (f"n{i}", aten.neg.default, f"m{i}"),
+                  (f"u{i}", WAIT, f"n{i}")]  # fmt: skip
+    gm, real = built(lines, ["x", "w0", "w1"], ["y0", "n0", "y1", "n1"])
+    moves, before, after = through(gm, real)
+    assert moves.found == {"region_0": 2, "region_1": 2}
+    between = [n for n in gm.graph.nodes if n.target is regions.CALL]
+    assert len(between) == 4 and {a.name for n in between for a in n.args[2:]} == {"x", "w0", "w1"}  # and no fp64 tensor
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+
+
 def test_the_tools_find_a_gathered_weight_that_a_subgraph_keeps(mesh_of):
     """Planted: two calls of one subgraph, each of which returns the transposed weight as something for backward."""
     group = mesh_of(2).get_group().group_name
@@ -271,5 +286,5 @@ def test_plan_and_source_are_in_the_cache_key(mesh_of):
 
 def test_the_private_names_of_torch_stand_at_the_head_of_the_file():
     source = Path(regions.__file__).read_text()
-    assert private_names(source) == {"_inductor", "_ops", "_guards", "_schema", "_cdata"}
+    assert private_names(source) == {"_functorch", "_inductor", "_ops", "_guards", "_schema", "_cdata"}
     assert torch.empty(1).untyped_storage()._cdata and aten.add_.Tensor._schema.is_mutable

@@ -8,10 +8,12 @@ ranks that have its cache directory wait for it, and the first rank of each othe
 A graph is shared only if nothing in it knows the rank, which AOTAutograd's key does not tell: see `described`. Every
 other graph, uneven shards and other Inductor options than overlap.py's are compiled by each rank, as without this.
 
-On a CPU it also saves time that makes no code: see `ready` and `kernels_later`.
+Meanwhile Python looks for garbage less often: it would walk, again and again, graphs that are all in use. On a CPU
+other time that makes no code is saved, too: see `ready` and `kernels_later`.
 """
 
 import functools
+import gc
 import os
 import re
 import secrets
@@ -41,8 +43,10 @@ from torch.distributed.tensor import DTensor, Shard
 
 BEGIN_S, END_S = 120.0, 1200.0  # how long a rank waits for another to begin compiling, and to end: then it compiles
 POLL_S = 0.2
+ALLOCATIONS = 50_000  # between collections of Python's garbage; its default is 700
 PIECE = 4 << 20  # bytes; torch's store takes 8 MiB at once
-OPTIONS = {"post_grad_custom_post_pass", "reorder_for_peak_memory"}  # overlap.py's; torch's own buckets know the rank
+# overlap.py's and regions.py's; torch's own buckets know the rank
+OPTIONS = {"custom_partitioner_fn", "post_grad_custom_post_pass", "reorder_for_peak_memory"}
 _all_isas = cpu_vec_isa.valid_vec_isa_list.__wrapped__  # which would keep its first result
 PLAIN = Tensor | int | float | torch.SymInt | torch.SymFloat | torch.SymBool | None  # not a mesh
 
@@ -186,6 +190,17 @@ def _without_rank(tag: str) -> str:
 def compile_once(device: torch.device, group: dist.ProcessGroup | None) -> Iterator[None]:
     """Inside it equal graphs are compiled once. Collective, as it begins. device: of this rank; group: of all ranks
     (None: there is one). Nobody waits for ever: not for a rank that compiles other graphs, fails or has died."""
+    before = gc.get_threshold()
+    gc.set_threshold(ALLOCATIONS, *before[1:])
+    try:
+        with _shared(device, group):
+            yield
+    finally:
+        gc.set_threshold(*before)
+
+
+@contextmanager
+def _shared(device: torch.device, group: dist.ProcessGroup | None) -> Iterator[None]:
     if group is None or group.size() == 1:
         with ready(device):
             yield
