@@ -300,7 +300,7 @@ class Overlap(CustomGraphPass):
         last_wait = None
         for bucket in sorted(self.buckets(found), key=max):
             ranks = bucket[0].args[2] if op is SCATTER else 1
-            with g.inserting_before(max(bucket).next):
+            with g.inserting_before(behind_gather(max(bucket).next)):
                 rows = [call(g, aten.reshape.default, n.args[0], [ranks, -1]) for n in bucket]  # each [N, shard]
                 flat = call(g, aten.reshape.default, call(g, aten.cat.default, rows, 1), [-1])
                 start = call(g, op, flat, *bucket[0].args[1:], like=bucket)
@@ -309,6 +309,16 @@ class Overlap(CustomGraphPass):
                 last_wait = call(g, WAIT, start)
                 results = split(g, last_wait, bucket, aten.split_with_sizes.default)
             replace(bucket, results)
+
+
+def behind_gather(first: fx.Node) -> fx.Node:
+    """`first`, or what follows a gather that starts before the next product: on one link it goes first, as it is waited
+    for first."""
+    n = at = first
+    while n.op != "output" and not is_product(n):
+        n = n.next
+        at = n if n.prev.target is GATHER else at
+    return at
 
 
 def part_of(first: fx.Node, last: fx.Node, part: float) -> fx.Node | None:

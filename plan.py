@@ -88,9 +88,9 @@ def question(own: Plan, words: Sequence[str]) -> search.Question:
         raise ValueError(f"--world {c.world}: say --gpus and --nodes instead")
     if own.gpu == "cpu":
         raise ValueError("--gpu cpu: is for --calibrate with rows of benchmarks.exposed; name a GPU")
-    planned = dict(wrapper="simple", compile="fwdbwd", min_shard_mib=0.0, cuda_graph=False)
+    planned = dict(wrapper="simple", compile="fwdbwd", min_shard_mib=0.0, cuda_graph=False, keep_last=False)
     if wrong := next((name for name, value in planned.items() if getattr(c, name) != value), None):
-        value = f" {getattr(c, wrong)}" * (wrong != "cuda_graph")
+        value = f" {getattr(c, wrong)}" * (wrong not in ("cuda_graph", "keep_last"))
         raise ValueError(f"{flag(wrong)}{value}: is not planned; leave it out, or python -m trainer.profiling.peak")
     if c.param_dtype == "fp32":
         raise ValueError("--param-dtype fp32: rates and peaks are known of bf16 alone; leave it out")

@@ -104,7 +104,7 @@ class Partitioner(CustomPartitionerFn):
     def uuid(self):
         return self.cut.uuid()
 
-    def __reduce__(self):  # torch copies and pickles it for its caches' keys: without what one rank or graph alone knows
+    def __reduce__(self):  # torch copies and pickles it for its caches' keys: not what one rank or graph alone knows
         return tuple, (self.uuid(),)
 
     def __call__(self, gm: fx.GraphModule, joint_inputs, **how) -> tuple[fx.GraphModule, fx.GraphModule]:

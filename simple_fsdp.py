@@ -272,11 +272,9 @@ def _reader(name: str) -> property:
     """What `module.name` is: while the model runs the gathered parameter, elsewhere the parameter itself."""
 
     def read(module: nn.Module) -> Tensor | None:
-        try:
-            p = module._parameters[name]
-        except KeyError:  # deleted
-            raise AttributeError(name) from None
-        compiling = torch.compiler.is_compiling()
+        if name not in module._parameters:  # deleted
+            raise AttributeError(name)
+        p, compiling = module._parameters[name], torch.compiler.is_compiling()
         try:
             if not _enabled or not isinstance(p, DTensor):  # functional_call puts tensors in the place of parameters
                 return p

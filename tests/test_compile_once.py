@@ -194,7 +194,8 @@ def nothing_is_left(mesh):
 
 CHECKS = [
     one_compiles_the_other_finds_it, regions_are_shared_too, uneven_shards_are_compiled_by_each,
-    a_rank_with_another_constant, a_rank_with_another_batch, a_rank_that_keeps_gathered_weights, torch_s_own_buckets, a_rank_without_caches,
+    a_rank_with_another_constant, a_rank_with_another_batch, a_rank_that_keeps_gathered_weights, torch_s_own_buckets,
+    a_rank_without_caches,
     a_tensor_that_is_cut_at_the_rank_s_place, more_graphs_on_one_rank, the_first_rank_fails, nothing_is_left,
     a_graph_that_torch_does_not_cache,
 ]  # fmt: skip

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from harness import ONE_GRAPH
 from torch import nn
 
 from benchmarks import collectives as rows
@@ -44,6 +45,14 @@ def test_a_step_in_words(capsys):
     ):
         assert re.search(f"^{line}$", out, re.M), (line, out)
     assert len(re.findall(r"^  gathered: \d+\.\d+ MiB alive at most, of ", out, re.M)) == 2
+
+
+@pytest.mark.parametrize("mode", ["fwdbwd", pytest.param("step", marks=ONE_GRAPH)])
+def test_the_last_block_s_weights_can_be_kept(capsys, mode):
+    per_step, kept = (printed(capsys, f"--compile {mode} {line}") for line in ("", "--keep-last"))
+    count = lambda out: int(re.search(r"per step and rank: (\d+) all-gathers", out)[1])  # noqa: E731
+    assert count(kept) == count(per_step) - 1
+    assert mode == "step" or re.search(r"loss, backward: 2 all-gathers \(0 exposed\)", kept)
 
 
 def test_the_same_step_as_a_row(capsys, tmp_path):

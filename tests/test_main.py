@@ -127,7 +127,8 @@ def test_equal_global_batches_give_equal_losses_however_they_are_cut(train):
 SYSTEM = {  # flags that must not change the loss: values, relative tolerance over six steps
     "wrapper none": ("--wrapper none", 0), "replicate": ("--mode replicate", 0),
     "hybrid": ("--mode hybrid_shard --replicas 1", 0), "no reshard": ("--no-reshard", 0),
-    "min shard": ("--min-shard-mib 0.001", 0), "mlp": ("--remat mlp", 0), "attn": ("--remat attn", 0),
+    "keep last": ("--keep-last", 0), "min shard": ("--min-shard-mib 0.001", 0),
+    "mlp": ("--remat mlp", 0), "attn": ("--remat attn", 0),
     "both": ("--remat both", 0), "block": ("--remat block", 0), "pointwise": ("--remat pointwise", 0),
     "half": ("--depth 2 --remat block --remat-ratio 0.5", 0), "chunked": ("--loss chunked --chunk 7", 1e-6),
     "flash": ("--sdpa flash", 0), "math": ("--sdpa math --remat block", 1e-5),
@@ -356,7 +357,8 @@ def test_a_results_file_that_is_lost_in_mid_run_costs_a_warning_and_not_the_run(
 def two_ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two")
     out, err, results = folder / "out", folder / "err", folder / "deep" / "rows.jsonl"
-    argv = [*TINY, "--log-every", 1, "--wandb", "offline", "--tags", "a", "b", "--group", "g", "--results", results]
+    argv = [*TINY, "--keep-last", "--log-every", 1, "--results", results]
+    argv += ["--wandb", "offline", "--tags", "a", "b", "--group", "g"]
     assert Job(2, argv, out, err=err, cwd=folder, COLUMNS="100").wait() == [0, 0], err.read_text()
     return SimpleNamespace(out=out.read_text(), err=err.read_text(), folder=folder, results=results)
 
@@ -364,7 +366,7 @@ def two_ranks(tmp_path_factory):
 def test_two_ranks_print_the_header_the_steps_and_the_result_once(two_ranks):
     lines = two_ranks.out.splitlines()
     expected = [r"commit [0-9a-f]{12}(?: \(dirty\))?, torch \S+, CPU .*, 2 ranks",
-                r"depth=1  width=32  head_dim=16  grouping=2  seqlen=16  batch=2  effective_batch=4  steps=6  "
+                r"depth=1  width=32  head_dim=16  grouping=2  seqlen=16  batch=2  effective_batch=4  steps=6  keep_last=True  "
                 r"compile=none; all flags: (\S+)",
                 r"attention: sdpa flash \(auto\)",
                 r"data stdlib, .* tokens, .*", r"28'000 parameters, .* MiB on this rank; 0 of 16 replicated.*",

@@ -110,6 +110,10 @@ def test_one_bucket_per_block_issued_a_block_early(mesh_of, world, depth):
     assert count(graphs["backward"], "all-gather") == (depth + 1, 0)  # the embedding is not needed
     assert count(graphs["backward"], "reduce-scatter") == (depth + 2, 2)  # nor is there anything after block 0's
     assert gathered_bytes_saved(graphs) == 0
+    looks = ((overlap.is_product, " "), (lambda n: n.target is overlap.GATHER, "g"),
+             (lambda n: n.target is overlap.SCATTER, "r"))  # fmt: skip
+    order = "".join(look for n in graphs["backward"].graph.nodes for is_so, look in looks if is_so(n))
+    assert order.count("g") == depth + 1 and not re.search("r+g", order)  # what is waited for first goes first
     if not even:  # this block's weights and the next's
         assert all(two_blocks(world) / 2 < gathered_alive(gm) <= two_blocks(world) for gm in graphs.values())
 

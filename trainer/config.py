@@ -142,6 +142,8 @@ class System:
     """Number of replicas of --mode hybrid_shard. Must divide the number of ranks."""
     reshard: bool = True
     """Gather weights again in backward instead of keeping them from forward: less memory, more communication."""
+    keep_last: bool = False
+    """Keep the last block's weights from forward on, as backward needs them at once. Costs their memory at the loss."""
     accum_sync: Literal["every", "last"] = "every"
     """every: reduce gradients after each micro-batch of --grad-accum; least memory. last: gather weights once per step,
     keep whole gradients in fp32 and reduce them once; least communication."""
@@ -371,6 +373,7 @@ def step_misfits(c: Config) -> list[tuple]:
         ("ahead", c.ahead < 1 and (c.compile in ("none", "blocks") or "plain" in c.compile_options),
          f"moves nothing of --compile {c.compile}; use it with fwdbwd, model or step, without plain"),
         ("compile_options", c.compile == "regions" and "plain" in c.compile_options, "leave out plain with regions"),
+        ("keep_last", c.keep_last and (not c.reshard or c.wrapper != "simple"), "needs --wrapper simple and --reshard"),
         # Refused steps, and the optimizer inside backward
         ("max_skips", c.nonfinite == "stop" and c.max_skips != Training.max_skips, "needs --nonfinite skip"),
         ("norm_limit", early and c.norm_limit, too_late),
@@ -385,9 +388,8 @@ def step_misfits(c: Config) -> list[tuple]:
         ("cuda_graph", replayed and cpu, "needs CUDA; leave it out on a CPU"),
         ("cuda_graph", replayed and hooked, f"cannot capture the hooks of --wrapper {c.wrapper}; use --wrapper simple"),
         ("cuda_graph", replayed and c.world, f"the host times the links of --world {c.world}; leave one of them out"),
-        ("cuda_graph", replayed and c.explain_memory, no_moment.format("--explain-memory")),
-        ("cuda_graph", replayed and c.verbose > 1, no_moment.format("-vv")),
-        ("cuda_graph", replayed and early, no_moment.format("--optim in-backward")),
+        *(("cuda_graph", replayed and given, no_moment.format(flag)) for flag, given in (
+            ("--explain-memory", c.explain_memory), ("-vv", c.verbose > 1), ("--optim in-backward", early))),
         # Attention
         ("attn", flex and cpu, "FlexAttention needs CUDA to train; use --attn sdpa on a CPU"),
         ("sdpa", flex and c.sdpa != "auto", "is a kernel of --attn sdpa; leave it out with --attn flex"),

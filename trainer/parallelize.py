@@ -62,8 +62,10 @@ def wrap(model: nn.Module, c: flags.Config, device: torch.device, world: int) ->
     mesh = dist.init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     dtypes, small = (DTYPES[c.param_dtype], DTYPES[c.reduce_dtype]), int(c.min_shard_mib * 2**20)
     if c.wrapper == "simple":
-        policy = MixedPrecisionPolicy(*dtypes)
-        data_parallel(model, mesh, c.mode, policy, reshard_after_forward=c.reshard, min_bytes=small)
+        how = dict(mode=c.mode, mp_policy=MixedPrecisionPolicy(*dtypes), min_bytes=small)
+        if c.keep_last:
+            data_parallel(model.get_submodule(blocks_of(model)[-1]), mesh, reshard_after_forward=False, **how)
+        data_parallel(model, mesh, reshard_after_forward=c.reshard, **how)
     elif c.wrapper == "fsdp2":
         how = dict(mesh=mesh, mp_policy=FSDP2Policy(*dtypes), reshard_after_forward=c.reshard)
         for block in blocks_of(model):
