@@ -366,8 +366,8 @@ def two_ranks(tmp_path_factory):
 def test_two_ranks_print_the_header_the_steps_and_the_result_once(two_ranks):
     lines = two_ranks.out.splitlines()
     expected = [r"commit [0-9a-f]{12}(?: \(dirty\))?, torch \S+, CPU .*, 2 ranks",
-                r"depth=1  width=32  head_dim=16  grouping=2  seqlen=16  batch=2  effective_batch=4  steps=6  keep_last=True  "
-                r"compile=none; all flags: (\S+)",
+                r"depth=1  width=32  head_dim=16  grouping=2  seqlen=16  batch=2  effective_batch=4  steps=6  "
+                r"keep_last=True  compile=none; all flags: (\S+)",
                 r"attention: sdpa flash \(auto\)",
                 r"data stdlib, .* tokens, .*", r"28'000 parameters, .* MiB on this rank; 0 of 16 replicated.*",
                 r"weight decay 0\.1 for 8 parameters; none for the 8 with one dimension",
