@@ -22,6 +22,7 @@ import model
 from gloo import one_worker_thread
 from trainer import config as flags
 from trainer.checkpoint import export
+from trainer.distributed.compile_once import ALLOCATIONS
 from trainer.finetuning.chat import ChatBatches
 from trainer.run import execute
 
@@ -48,8 +49,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What is imported stays: the garbage collector need not look at it again, which is a part of each compilation."""
+    """What is imported stays: the garbage collector need not look at it again, which is a part of each compilation. Nor
+    often at a compiler's graphs, which are in use."""
     gc.freeze()
+    gc.set_threshold(ALLOCATIONS)
 
 
 @pytest.fixture
