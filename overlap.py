@@ -300,9 +300,11 @@ class Overlap(CustomGraphPass):
         last_wait = None
         for bucket in sorted(self.buckets(found), key=max):
             ranks = bucket[0].args[2] if op is SCATTER else 1
-            with g.inserting_before(behind_gather(max(bucket).next)):
+            after = max(bucket).next
+            with g.inserting_before(after):
                 rows = [call(g, aten.reshape.default, n.args[0], [ranks, -1]) for n in bucket]  # each [N, shard]
                 flat = call(g, aten.reshape.default, call(g, aten.cat.default, rows, 1), [-1])
+            with g.inserting_before(behind_gather(after)):
                 start = call(g, op, flat, *bucket[0].args[1:], like=bucket)
                 if last_wait is not None:  # moves it to here; the caller sorts what uses it behind it
                     (self.ahead < 1 and part_of(last_wait, start, self.ahead) or start).append(last_wait)
