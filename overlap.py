@@ -314,8 +314,7 @@ class Overlap(CustomGraphPass):
 
 
 def behind_gather(first: fx.Node) -> fx.Node:
-    """`first`, or what follows a gather that starts before the next product: on one link it goes first, as it is waited
-    for first."""
+    """`first`, or what follows a gather before the next product: what is waited for first goes first over a link."""
     n = at = first
     while n.op != "output" and not is_product(n):
         n = n.next
