@@ -15,7 +15,7 @@ import re
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, combinations
+from itertools import accumulate, combinations, zip_longest
 from pathlib import Path
 
 import torch
@@ -297,14 +297,16 @@ class Overlap(CustomGraphPass):
         """Reduce-scatters, or the all-reduces of gradients: averages of more than a scalar. A bucket starts when all of
         its gradients are there, and is waited for when the next one has started."""
         found = [n for n in g.find_nodes(op="call_function", target=op) if n.args[1] == "avg" and n.meta["val"].ndim]
-        last_wait = None
-        for bucket in sorted(self.buckets(found), key=max):
-            ranks = bucket[0].args[2] if op is SCATTER else 1
-            after = max(bucket).next
+        last_wait, buckets = None, sorted(self.buckets(found), key=max)
+        for bucket, following in zip_longest(buckets, buckets[1:]):
+            ranks, after = bucket[0].args[2] if op is SCATTER else 1, max(bucket).next
+            start_at = behind_gather(after)
+            if following and max(following) < start_at:  # buckets start in the order in which they are waited for
+                start_at = after
             with g.inserting_before(after):
                 rows = [call(g, aten.reshape.default, n.args[0], [ranks, -1]) for n in bucket]  # each [N, shard]
                 flat = call(g, aten.reshape.default, call(g, aten.cat.default, rows, 1), [-1])
-            with g.inserting_before(behind_gather(after)):
+            with g.inserting_before(start_at):
                 start = call(g, op, flat, *bucket[0].args[1:], like=bucket)
                 if last_wait is not None:  # moves it to here; the caller sorts what uses it behind it
                     (self.ahead < 1 and part_of(last_wait, start, self.ahead) or start).append(last_wait)

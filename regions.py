@@ -18,8 +18,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, fx, nn
-from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
+from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from overlap import GATHER, REDUCE, SCATTER, WAIT, Overlap, passes
 
@@ -43,8 +42,7 @@ def compile_options(model: nn.Module, blocks: Sequence[str] | None = None, **how
         why = f"regions: need torch 2.13, this is {torch.__version__}: each block is compiled, as without them"
         warnings.warn(why, stacklevel=2)
         return options
-    cut = Regions(moves)
-    return options | dict(post_grad_custom_post_pass=cut, custom_partitioner_fn=Partitioner(cut))
+    return options | dict(post_grad_custom_post_pass=Regions(moves))
 
 
 class Regions(CustomGraphPass):
@@ -58,8 +56,6 @@ class Regions(CustomGraphPass):
 
     def __call__(self, g: fx.Graph) -> None:
         g = getattr(g, "graph", g)
-        if any(n.target is CALL or "bucket" in n.meta for n in g.nodes):  # Partitioner has been here
-            return keep_inputs(g)
         self.moves(g)
         gathers = g.find_nodes(op="call_function", target=GATHER)
         cuts = set() if gathers else self.borders(g)
@@ -78,6 +74,7 @@ class Regions(CustomGraphPass):
                 for stretch in equal:
                     stretch.replace(g, name, new)
                 self.found[name] = len(equal)
+        keep_inputs(g)
         g.lint()
         held = {block for block in map(self.moves.block_of, g.nodes) if block}
         if len(held) > 2 and not any(n.target is CALL for n in g.nodes) and not self.moves.warned:
@@ -93,26 +90,6 @@ class Regions(CustomGraphPass):
                 found.add(n)
                 block = now
         return found
-
-
-class Partitioner(CustomPartitionerFn):
-    """AOTAutograd's own, and behind it Regions, so that Inductor's passes see few nodes."""
-
-    def __init__(self, cut: Regions):
-        self.cut = cut
-
-    def uuid(self):
-        return self.cut.uuid()
-
-    def __reduce__(self):  # torch copies and pickles it for its caches' keys: not what one rank or graph alone knows
-        return tuple, (self.uuid(),)
-
-    def __call__(self, gm: fx.GraphModule, joint_inputs, **how) -> tuple[fx.GraphModule, fx.GraphModule]:
-        parts = min_cut_rematerialization_partition(gm, joint_inputs, **how)
-        for part in parts:
-            self.cut(part.graph)
-            part.recompile()
-        return parts
 
 
 def keep_inputs(g: fx.Graph) -> None:

@@ -373,7 +373,8 @@ def step_misfits(c: Config) -> list[tuple]:
         ("ahead", c.ahead < 1 and (c.compile in ("none", "blocks") or "plain" in c.compile_options),
          f"moves nothing of --compile {c.compile}; use it with fwdbwd, model or step, without plain"),
         ("compile_options", c.compile == "regions" and "plain" in c.compile_options, "leave out plain with regions"),
-        ("keep_last", c.keep_last and (not c.reshard or c.wrapper != "simple"), "needs --wrapper simple and --reshard"),
+        ("keep_last", c.keep_last and (not c.reshard or c.wrapper != "simple" or c.accum_sync == "last"
+         or c.mode == "replicate"), "needs --wrapper simple, --mode fully_shard, --reshard, --accum-sync every"),
         # Refused steps, and the optimizer inside backward
         ("max_skips", c.nonfinite == "stop" and c.max_skips != Training.max_skips, "needs --nonfinite skip"),
         ("norm_limit", early and c.norm_limit, too_late),

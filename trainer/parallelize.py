@@ -63,8 +63,8 @@ def wrap(model: nn.Module, c: flags.Config, device: torch.device, world: int) ->
     dtypes, small = (DTYPES[c.param_dtype], DTYPES[c.reduce_dtype]), int(c.min_shard_mib * 2**20)
     if c.wrapper == "simple":
         how = dict(mode=c.mode, mp_policy=MixedPrecisionPolicy(*dtypes), min_bytes=small)
-        if c.keep_last:
-            data_parallel(model.get_submodule(blocks_of(model)[-1]), mesh, reshard_after_forward=False, **how)
+        for block in blocks_of(model)[-1:] if c.keep_last else ():
+            data_parallel(model.get_submodule(block), mesh, reshard_after_forward=False, **how)
         data_parallel(model, mesh, reshard_after_forward=c.reshard, **how)
     elif c.wrapper == "fsdp2":
         how = dict(mesh=mesh, mp_policy=FSDP2Policy(*dtypes), reshard_after_forward=c.reshard)

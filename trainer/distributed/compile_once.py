@@ -45,8 +45,7 @@ BEGIN_S, END_S = 120.0, 1200.0  # how long a rank waits for another to begin com
 POLL_S = 0.2
 ALLOCATIONS = 50_000  # between collections of Python's garbage; its default is 700
 PIECE = 4 << 20  # bytes; torch's store takes 8 MiB at once
-# overlap.py's and regions.py's; torch's own buckets know the rank
-OPTIONS = {"custom_partitioner_fn", "post_grad_custom_post_pass", "reorder_for_peak_memory"}
+OPTIONS = {"post_grad_custom_post_pass", "reorder_for_peak_memory"}  # overlap.py's; torch's own buckets know the rank
 _all_isas = cpu_vec_isa.valid_vec_isa_list.__wrapped__  # which would keep its first result
 PLAIN = Tensor | int | float | torch.SymInt | torch.SymFloat | torch.SymBool | None  # not a mesh
 
@@ -191,7 +190,7 @@ def compile_once(device: torch.device, group: dist.ProcessGroup | None) -> Itera
     """Inside it equal graphs are compiled once. Collective, as it begins. device: of this rank; group: of all ranks
     (None: there is one). Nobody waits for ever: not for a rank that compiles other graphs, fails or has died."""
     before = gc.get_threshold()
-    gc.set_threshold(ALLOCATIONS, *before[1:])
+    gc.set_threshold(before[0] and max(before[0], ALLOCATIONS), *before[1:])  # 0: it was off
     try:
         with _shared(device, group):
             yield
