@@ -171,6 +171,8 @@ MISFITS = [  # what is wrong together: argv, world, what the message names
     ("--remat-core --remat mlp --compile none", 1, ["--remat-core", "--remat mlp"]),
     ("--remat-core --remat both --compile fwdbwd", 1, ["--remat-core", "--compile fwdbwd", "--compile none"]),
     ("--keep-last --no-reshard", 1, ["--keep-last", "--reshard"]),
+    ("--keep-last --mode replicate", 1, ["--keep-last", "--mode fully_shard"]),
+    ("--keep-last --accum-sync last --grad-accum 2", 1, ["--keep-last", "--accum-sync every"]),
     ("--keep-last --wrapper fsdp2 --compile none", 1, ["--keep-last", "--wrapper simple"]),
     ("--no-remat-norm --remat block", 1, ["--no-remat-norm", "--remat block"]),
     ("--optim in-backward --compile none", 1, ["--optim in-backward", "--clip 1.0", "--clip 0"]),

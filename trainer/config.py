@@ -396,7 +396,6 @@ def step_misfits(c: Config) -> list[tuple]:
         ("sdpa", flex and c.sdpa != "auto", "is a kernel of --attn sdpa; leave it out with --attn flex"),
         ("flex_options", not flex and c.flex_options is not None, "needs --attn flex"),
         ("sdpa", cpu and c.sdpa in ("cudnn", "efficient"), "needs CUDA; use auto, flash or math on a CPU"),
-        # The step as one compiled graph, and the profiler
         ("compile", one and c.grad_accum > 1, f"one graph cannot do --grad-accum {c.grad_accum}; use --compile fwdbwd"),
         ("accum_sync", one and c.accum_sync == "last", "--compile step reduces in its graph; use --compile fwdbwd"),
         ("explain_memory", c.explain_memory and c.profile is not None, "not together with --profile; use one per run"),
