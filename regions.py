@@ -1,4 +1,5 @@
-"""Equal blocks compiled once, in one graph that still overlaps, for simple_fsdp.py. Copy it along with overlap.py.
+"""Equal blocks compiled once, in one graph that still overlaps, for simple_fsdp.py. Copy it along with overlap.py
+and trace_once.py.
 
     step = torch.compile(forward_and_loss, fullgraph=True, options=regions.compile_options(model))
 
@@ -6,27 +7,24 @@ overlap.compile_options has Inductor lower, fuse and write code for every block 
 With these options the graph, once its collectives lie where they belong, is cut at them, and stretches that compute
 the same (operations, shapes, strides, dtypes: compared, not assumed) become calls of one subgraph. The collectives,
 their order and what is kept for backward stay: all that happens before is the same. What does not repeat stays as it
-is. Tracing by Dynamo and AOTAutograd still takes longer with every block. Needs torch 2.13.
+is. Before that, trace_once.py has equal blocks traced once; Dynamo still reads each. Needs torch 2.13.
 """
 
-import hashlib
 import operator
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor, fx, nn
-from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from overlap import GATHER, REDUCE, SCATTER, WAIT, Overlap, passes
+from overlap import GATHER, Overlap, passes
+from trace_once import RESHAPE, Inline, Pass, TraceOnce, is_fixed, is_pure, numbered, told
 
 # All private names of torch that this file uses: the modules of what is imported above, torch._ops, torch._guards,
 # OpOverload._schema and, of storages, _cdata. Not documented: FakeTensor.fake_mode, and the keys of a node's meta that
 # are read and set below.
 CALL = torch.ops.higher_order.invoke_subgraph
-RESHAPE = torch.ops.aten.reshape.default  # a view or a copy
 CAST = torch.ops.prims.convert_element_type.default
 FEWEST = 2  # operations, views aside, that are worth a call
 
@@ -42,17 +40,16 @@ def compile_options(model: nn.Module, blocks: Sequence[str] | None = None, **how
         why = f"regions: need torch 2.13, this is {torch.__version__}: each block is compiled, as without them"
         warnings.warn(why, stacklevel=2)
         return options
-    return options | dict(post_grad_custom_post_pass=Regions(moves))
+    return options | dict(pre_grad_custom_pass=TraceOnce(moves), post_grad_custom_pre_pass=Inline(moves),
+                          post_grad_custom_post_pass=Regions(moves))  # fmt: skip
 
 
-class Regions(CustomGraphPass):
+class Regions(Pass):
     """Overlap, then one subgraph for stretches of the graph that compute the same."""
 
     def __init__(self, moves: Overlap):
-        self.moves, self.found = moves, None
-
-    def uuid(self):
-        return hashlib.sha256(Path(__file__).read_bytes()).hexdigest(), self.moves.uuid()
+        super().__init__(moves)
+        self.found = None
 
     def __call__(self, g: fx.Graph) -> None:
         g = getattr(g, "graph", g)
@@ -99,18 +96,6 @@ def keep_inputs(g: fx.Graph) -> None:
     if context and context.fw_metadata and context.fw_metadata.bw_donated_idxs:
         most = max((len(n.args) - 2 for n in g.nodes if n.target is CALL), default=0)
         context.fw_metadata.bw_donated_idxs = [i for i in context.fw_metadata.bw_donated_idxs if i >= most]
-
-
-def is_pure(n: fx.Node) -> bool:
-    """Whether a node may lie in a subgraph: no collective, nothing that writes, draws or holds graphs of its own."""
-    if n.op != "call_function" or n.target in (GATHER, SCATTER, REDUCE, WAIT):
-        return False
-    if n.target is operator.getitem:
-        return is_pure(n.args[0])
-    if not isinstance(n.target, torch._ops.OpOverload) or n.target._schema.is_mutable:
-        return False
-    draws = torch.Tag.nondeterministic_seeded in n.target.tags and "attention" not in n.target._schema.name
-    return not draws and "c10d" not in n.target.namespace
 
 
 def may_alias(n: fx.Node) -> bool:
@@ -164,33 +149,15 @@ def widen_again(found: list[list[fx.Node]]) -> None:
                     user.replace_input_with(n, again)
 
 
-def told(value) -> tuple:
-    """What must be the same of two values for one code to do for both."""
-    if isinstance(value, Tensor):
-        return tuple(value.shape), value.stride(), value.storage_offset(), value.dtype, value.device
-    return tuple(map(told, value)) if isinstance(value, list | tuple) else (type(value), repr(value))
-
-
-class _Name(str):
-    """Stands for a node in an argument that is printed."""
-
-    __repr__ = str.__str__
-
-
 class Stretch:
     """Neighbours of a graph. inputs: what they read of others; used: those that others read; outputs: what a subgraph
     returns for them, none of which shares memory with another or an input. key: equal for stretches that compute the
     same; None: not for a subgraph."""
 
     def __init__(self, nodes: list[fx.Node]):
-        self.nodes, place, inputs, lines = nodes, {n: i for i, n in enumerate(nodes)}, {}, []
-        for n in nodes:
-            for m in n.all_input_nodes:
-                if m not in place:
-                    inputs.setdefault(m, len(inputs))
-            names = fx.map_arg((n.args, n.kwargs), lambda m: _Name(f"%{place[m]}" if m in place else f"#{inputs[m]}"))
-            lines.append((n.target, repr(names), told(n.meta.get("val"))))
-        self.inputs, self.used = list(inputs), [n for n in nodes if not place.keys() >= n.users.keys()]
+        self.nodes, place = nodes, {n: i for i, n in enumerate(nodes)}
+        self.inputs, lines = numbered(nodes, "val")
+        self.used = [n for n in nodes if not place.keys() >= n.users.keys()]
         views = defaultdict(list)  # of memory that is made here: what is read of it
         for n in self.used:
             base = n
@@ -200,9 +167,8 @@ class Stretch:
                 views[base].append(n)
         self.outputs = [seen[0] if len(seen) == 1 and is_whole(seen[0], base) else base for base, seen in views.items()]
         values = [n.meta.get("val") for n in (*self.inputs, *self.outputs)]
-        fixed = all(isinstance(v, Tensor) and all(type(i) is int for i in (*v.shape, *v.stride())) for v in values)
         numbers = [place[n] for n in (*self.used, *self.outputs)]
-        self.key = (*lines, *map(told, values), *numbers) if fixed and self.inputs and self.outputs else None
+        self.key = (*lines, *map(told, values), *numbers) if is_fixed(values) and self.inputs and self.outputs else None
 
     def subgraph(self, new: dict[fx.Node, fx.Node]) -> fx.GraphModule | None:
         """Made of these nodes; None if two of its results, or a result and an input, would share memory."""

@@ -16,6 +16,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FLOORS = [  # from the bottom; an entry is a module or a package
     ["simple_fsdp", "overlap", "gloo", "lean", "trainer.costs"],
+    ["trace_once"],
     ["regions"],
     ["model"],
     ["trainer.distributed"],

@@ -43,7 +43,9 @@ def graphs_of(source, mesh, mode="fully_shard", reshard=True, min_bytes=0, ahead
 
 def told(graphs) -> list:
     found = [[c._replace(bucket=()) for c in collectives(gm)] + [gathered_alive(gm)] for gm in graphs.values()]
-    return [*found, saved(graphs["forward"])]
+    kept = saved(graphs["forward"])
+    kept["other"] += kept.pop("products")  # of a product and a sum of one size the partitioner may keep either
+    return [*found, kept]
 
 
 CASES = [  # slow, all of them: a dozen seconds each
@@ -285,6 +287,5 @@ def test_plan_and_source_are_in_the_cache_key(mesh_of):
 
 
 def test_the_private_names_of_torch_stand_at_the_head_of_the_file():
-    source = Path(regions.__file__).read_text()
-    assert private_names(source) == {"_inductor", "_ops", "_guards", "_schema", "_cdata"}
+    assert private_names(Path(regions.__file__).read_text()) == {"_ops", "_guards", "_schema", "_cdata"}
     assert torch.empty(1).untyped_storage()._cdata and aten.add_.Tensor._schema.is_mutable

@@ -45,7 +45,9 @@ BEGIN_S, END_S = 120.0, 1200.0  # how long a rank waits for another to begin com
 POLL_S = 0.2
 ALLOCATIONS = 50_000  # between collections of Python's garbage; its default is 700
 PIECE = 4 << 20  # bytes; torch's store takes 8 MiB at once
-OPTIONS = {"post_grad_custom_post_pass", "reorder_for_peak_memory"}  # overlap.py's; torch's own buckets know the rank
+OPTIONS = {  # those of overlap.py and regions.py; torch's own buckets know the rank
+    "pre_grad_custom_pass", "post_grad_custom_pre_pass", "post_grad_custom_post_pass", "reorder_for_peak_memory",
+}  # fmt: skip
 _all_isas = cpu_vec_isa.valid_vec_isa_list.__wrapped__  # which would keep its first result
 PLAIN = Tensor | int | float | torch.SymInt | torch.SymFloat | torch.SymBool | None  # not a mesh
 

@@ -1,0 +1,379 @@
+"""Equal blocks traced once, for regions.py, which calls this. Copy it along with regions.py and overlap.py.
+
+The graph that Dynamo makes has all blocks one behind the other, gathers included. Of those that are equal one is
+traced, differentiated and cut into forward and backward by AOTAutograd, alone; the whole graph holds two operations for
+each, which become copies of that once it is cut up, too. From there on all is as if each block had been traced: the
+same operations, collectives and modules' names, and the same kept for backward. Needs torch 2.13.
+"""
+
+import hashlib
+import operator
+import warnings
+from collections import Counter, defaultdict, namedtuple
+from collections.abc import Iterable
+from itertools import groupby
+from pathlib import Path
+
+import torch
+from torch import Tensor, fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._functorch.aot_autograd import aot_module_simplified
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor import compile_fx
+from torch._inductor import config as inductor_config
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.virtualized import V
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+
+from overlap import GATHER, REDUCE, SCATTER, STACKS, WAIT, Overlap
+
+# All private names of torch that this file uses: the modules of what is imported above, torch._ops, torch._guards,
+# OpOverload._schema, DTensor._local_tensor, DTensor._spec, Tensor._version and, of storages, _cdata. Not documented:
+# FakeTensor.fake_mode, and the keys of a node's meta that are read and set below.
+aten = torch.ops.aten
+STATIC = "_dynamo_static_input_type"  # a key of what a node's meta says of an input: of one that stays where it is
+RESHAPE = aten.reshape.default  # a view or a copy
+_LIBRARY = "simple_fsdp_" + __name__.replace(".", "_")  # a copy of this file beside it registers an op of its own
+
+Body = namedtuple("Body", "graph results paths")  # nodes that are returned; {path of a module here: path in the copy}
+_bodies: dict[str, Body] = {}  # by a hash of all that is in it, so that the compile caches know what an operation is
+
+
+@torch.library.custom_op(f"{_LIBRARY}::body", mutates_args=())
+def body(inputs: list[Tensor], name: str) -> list[Tensor]:
+    """Stands for a graph, until Inline puts it there."""
+    raise RuntimeError("trace_once: a block is missing in the graph: give torch.compile all of regions.compile_options")
+
+
+@body.register_fake
+def _(inputs, name):
+    made = [n.meta["val"] for n in _bodies[name].results]
+    return [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in made]
+
+
+BODY = getattr(torch.ops, _LIBRARY).body.default
+
+
+class Pass(CustomGraphPass):
+    """One that finds blocks as overlap.py does, and which the compile caches know by its source and that."""
+
+    def __init__(self, moves: Overlap):
+        self.moves = moves
+
+    def uuid(self):
+        files = Path(__file__).read_bytes(), Path(__file__).with_name("regions.py").read_bytes()
+        return type(self).__name__, hashlib.sha256(b"".join(files)).hexdigest(), self.moves.uuid()
+
+
+def is_pure(n: fx.Node) -> bool:
+    """Whether a node may lie in a subgraph: no collective, nothing that writes, draws or holds graphs of its own."""
+    if n.op != "call_function" or n.target in (GATHER, SCATTER, REDUCE, WAIT):
+        return False
+    if n.target is operator.getitem:
+        return is_pure(n.args[0])
+    if not isinstance(n.target, torch._ops.OpOverload) or n.target._schema.is_mutable:
+        return False
+    draws = torch.Tag.nondeterministic_seeded in n.target.tags and "attention" not in n.target._schema.name
+    return not draws and "c10d" not in n.target.namespace
+
+
+def is_fixed(values: Iterable) -> bool:
+    """Whether all values are tensors of known sizes."""
+    return all(isinstance(v, Tensor) and all(type(i) is int for i in (*v.shape, *v.stride())) for v in values)
+
+
+def told(value) -> tuple:
+    """What must be the same of two values for one code to do for both."""
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.stride(), value.storage_offset(), value.dtype, value.device
+    return tuple(map(told, value)) if isinstance(value, list | tuple) else (type(value), repr(value))
+
+
+class _Name(str):
+    """Stands for a node in an argument that is printed."""
+
+    __repr__ = str.__str__
+
+
+def numbered(nodes: list[fx.Node], key: str) -> tuple[list[fx.Node], list[tuple]]:
+    """What nodes read of others; and what they compute, a line each, with numbers for names. key: of a node's value in
+    its meta."""
+    place, inputs, lines = {n: i for i, n in enumerate(nodes)}, {}, []
+    for n in nodes:
+        for m in n.all_input_nodes:
+            if m not in place:
+                inputs.setdefault(m, len(inputs))
+        names = fx.map_arg((n.args, n.kwargs), lambda m: _Name(f"%{place[m]}" if m in place else f"#{inputs[m]}"))
+        what, inner = "" if n.op == "placeholder" else n.target, held(n)
+        if isinstance(inner, fx.GraphModule):  # such as what a checkpoint runs again, with its policy
+            what = *numbered([*inner.graph.nodes], key)[1], repr(inner.meta)
+        lines.append((n.op, what, repr(names), told(n.meta.get(key))))
+    return list(inputs), lines
+
+
+def held(n: fx.Node):
+    """What the graph's module holds under a get_attr node's name, such as the graph that a checkpoint runs."""
+    return operator.attrgetter(n.target)(n.graph.owning_module) if n.op == "get_attr" else None
+
+
+def paths_of(nodes: Iterable[fx.Node]) -> list[str]:
+    """Of the modules that nodes come from, from the outermost inwards."""
+    found = []
+    for n in nodes:
+        found += [path for path, _ in n.meta.get(STACKS[0], {}).values()]
+        if isinstance(inner := held(n), fx.GraphModule):
+            found += paths_of(inner.graph.nodes)
+    return found
+
+
+def value_of(n: fx.Node):
+    return n.meta.get("example_value")
+
+
+def local(t: Tensor) -> Tensor:
+    return getattr(t, "_local_tensor", t)
+
+
+def reads_shards(nodes: Iterable[fx.Node]) -> bool:
+    """Whether nodes do anything with DTensors but gather them, after which nobody knows how a gradient is sharded."""
+    for n in nodes:
+        takes = any(isinstance(value_of(m), DTensor) for m in n.all_input_nodes)
+        hands_on = isinstance(n.target, torch._ops.HigherOrderOperator) or n.op == "output"
+        gathers = getattr(n.target, "namespace", None) == "simple_fsdp"
+        makes = isinstance(value_of(n), DTensor) and n.op != "placeholder"
+        inner = held(n)
+        if makes or (takes and not (hands_on or gathers)):
+            return True
+        if isinstance(inner, fx.GraphModule) and reads_shards(inner.graph.nodes):
+            return True
+    return False
+
+
+class _Traced(Exception):
+    pass
+
+
+Halves = namedtuple("Halves", "forward backward outputs differentiable saved strides grads")
+# graph and results of each; number of the block's results; which have a gradient; what is kept for backward, (whether
+# it is an input, number of that or of forward's result); strides of backward's gradients; which inputs get one
+
+
+class _Block(torch.autograd.Function):
+    """A block as two operations, from the local shards of its parameters to plain tensors."""
+
+    @staticmethod
+    def forward(ctx, halves: Halves, names: tuple[str, str], *inputs: Tensor):
+        given = [*map(local, inputs)]
+        made = BODY(given, names[0])
+        ctx.halves, ctx.name, ctx.like = halves, names[1], inputs
+        ctx.save_for_backward(*((given if is_input else made)[i] for is_input, i in halves.saved))
+        results = made[: halves.outputs]
+        ctx.mark_non_differentiable(*(t for t, yes in zip(results, halves.differentiable, strict=True) if not yes))
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        given = [t for t, yes in zip(grads, ctx.halves.differentiable, strict=True) if yes]
+        given = [t if t.stride() == s else t.contiguous() for t, s in zip(given, ctx.halves.strides, strict=True)]
+        made = iter(BODY([*ctx.saved_tensors, *given], ctx.name))
+        found = [next(made) if yes else None for yes in ctx.halves.grads]
+        return None, None, *(DTensor(t, p._spec, requires_grad=False) if t is not None and isinstance(p, DTensor) else t
+                             for t, p in zip(found, ctx.like, strict=True))  # fmt: skip
+
+
+class Block:
+    """Nodes of one block in Dynamo's graph. inputs: what they read of others; used: those that others read. key: equal
+    for blocks that compute the same. why: what forbids that one is traced for all; empty: nothing."""
+
+    def __init__(self, nodes: list[fx.Node]):
+        inside = set(nodes)
+        self.nodes, self.used = nodes, [n for n in nodes if not inside >= n.users.keys()]
+        self.inputs, lines = numbered(nodes, "example_value")
+        given, made = [*map(value_of, self.inputs)], [*map(value_of, self.used)]
+        places = tuple(i for i, n in enumerate(nodes) if n in self.used)
+        self.key = *lines, *((told(v), repr(getattr(v, "_spec", None)), v.requires_grad, told(local(v)))
+                             if isinstance(v, Tensor) else told(v) for v in given), places  # fmt: skip
+        mine = {m for m in self.inputs if isinstance(value_of(m), DTensor)}
+        if not (given and made and is_fixed([*given, *made])):
+            self.why = "has inputs or results other than tensors of fixed sizes"
+        elif reads_shards(nodes):
+            self.why = "does more with sharded tensors than to gather them"
+        elif any(not inside >= m.users.keys() for m in mine):
+            self.why = "shares parameters with other modules"
+        else:
+            memory = [t.untyped_storage()._cdata for t in (*made, *map(local, given))]
+            shared = any(memory.index(at) != i or at in memory[len(made) :] for i, at in enumerate(memory[: len(made)]))
+            self.why = "returns tensors that share memory" if shared else ""
+
+    def halves(self) -> Halves | None:
+        """Forward and backward, as AOTAutograd and Inductor would make them in the whole graph; None: see `why`."""
+        g, env, found = fx.Graph(), {}, []
+        for m in self.inputs:
+            env[m] = g.placeholder(f"input_{len(env)}")
+            env[m].meta = dict(m.meta)
+        for n in self.nodes:
+            env[n] = g.node_copy(n, env.__getitem__)
+        g.output(tuple(env[n] for n in self.used))
+        values = [value_of(m).detach().requires_grad_(value_of(m).requires_grad) for m in self.inputs]
+
+        def partition(joint: fx.GraphModule, inputs, **how):
+            graphs = compile_fx.partition_fn(joint, inputs, partitioner_fn_override=self.partition, **how)
+            found.append(self.checked(*graphs, how["num_fwd_outputs"]))
+            raise _Traced
+
+        def compiled(*_):  # at once, without cutting up
+            self.why = "needs no gradient"
+            raise _Traced
+
+        try:
+            with torch._guards.tracing(torch._guards.TracingContext(local(values[0]).fake_mode)):
+                gm = fx.GraphModule(self.nodes[0].graph.owning_module, g)
+                aot_module_simplified(gm, values, fw_compiler=compiled, partition_fn=partition,
+                                      decompositions=select_decomp_table())  # fmt: skip
+        except _Traced:
+            return found[0] if found else None
+        except Exception as e:  # noqa: BLE001 (what is wrong with the model the whole graph says)
+            self.why = f"cannot be traced alone ({type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''})"
+            return None
+
+    def partition(self, joint: fx.GraphModule, inputs, **how) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Inductor keeps of a sum and a product of one size the sum, if what it adds to was computed. In the whole
+        graph that is so of a block's inputs; here an operation stands for it, and is taken out again."""
+        flat, static = joint.graph.find_nodes(op="placeholder"), []
+        first = next(n for n in joint.graph.nodes if n.op != "placeholder")
+        for m, n in zip(self.inputs, filter(is_tensor, flat), strict=False):  # behind them: gradients
+            if m.op == "placeholder":  # parameters, which stay where they are
+                static += [flat.index(n)] * (STATIC in (m.meta.get("tensor_dict") or ()))
+                continue
+            with joint.graph.inserting_before(first):
+                made = joint.graph.call_function(aten.add.Tensor, (n, 0))
+            made.meta = n.meta | dict(stands_for_input=True)
+            n.replace_all_uses_with(made, delete_user_cb=lambda user, made=made: user is not made)
+        how["static_lifetime_input_indices"] = static
+        graphs = min_cut_rematerialization_partition(joint, inputs, compiler="inductor", **how)
+        for n in [n for gm in graphs for n in gm.graph.find_nodes(op="call_function", target=aten.add.Tensor)]:
+            if n.meta.get("stands_for_input"):
+                n.replace_all_uses_with(n.args[0])
+                n.graph.erase_node(n)
+        return graphs
+
+    def checked(self, forward: fx.GraphModule, backward: fx.GraphModule, outputs: int) -> Halves | None:
+        """What AOTAutograd made, without the meshes of DTensors; None: `why` says what is not as it has to be."""
+        flat, grads = forward.graph.find_nodes(op="placeholder"), backward.graph.output_node().args[0]
+        given, results = [*filter(is_tensor, flat)], [*filter(is_tensor, forward.graph.output_node().args[0])]
+        made = [n for n in dict.fromkeys(results) if n not in given]
+        calls = [n for gm in (forward, backward) for n in gm.graph.nodes if n.op not in ("placeholder", "output")]
+        if not all(is_pure(n) or n.target in (GATHER, SCATTER, REDUCE, WAIT) for n in calls):
+            self.why = "draws random numbers or holds graphs of its own"
+        elif outputs != len(self.used) or results[:outputs] != made[:outputs] or len(given) != len(self.inputs):
+            self.why = "changes what it is given"
+        elif not is_fixed(v for n in calls for v in tree_leaves(n.meta["val"])) or len(grads) != len(flat):
+            self.why = "has sizes that are not fixed"
+        if self.why:
+            return None
+        grads = [grad for grad, n in zip(grads, flat, strict=True) if is_tensor(n)]
+        kept = [(n in given, (given if n in given else made).index(n)) for n in results[outputs:]]
+        taken = [*filter(is_tensor, backward.graph.find_nodes(op="placeholder"))]
+        return Halves((forward.graph, made), (backward.graph, [n for n in grads if n is not None]), outputs,
+                      [value_of(n).requires_grad for n in self.used], kept,
+                      [n.meta["val"].stride() for n in taken[len(kept) :]], [n is not None for n in grads])  # fmt: skip
+
+    def replace(self, like: "Block", halves: Halves, new: dict[fx.Node, fx.Node]) -> None:
+        """A call instead of its nodes, which are equal to those of `like`. new: what took the place of others'."""
+        g, inside = self.nodes[0].graph, set(self.nodes)
+        paths = dict(zip(paths_of(like.nodes), paths_of(self.nodes), strict=True))
+        names = tuple(kept(Body(*half, paths)) for half in (halves.forward, halves.backward))
+
+        def block(*inputs: Tensor) -> tuple[Tensor, ...]:
+            return _Block.apply(halves, names, *inputs)
+
+        block.__name__ = f"block_{names[0]}"
+        with g.inserting_after(self.nodes[-1]):
+            result = g.call_function(block, tuple(new.get(m, m) for m in self.inputs))
+        result.meta = self.nodes[0].meta | dict(example_value=tuple(map(value_of, self.used)))
+        with g.inserting_after(result):
+            for i, n in enumerate(self.used):
+                new[n] = g.call_function(operator.getitem, (result, i))
+                new[n].meta = dict(n.meta)
+                n.replace_all_uses_with(new[n], delete_user_cb=lambda user: user not in inside)
+        for n in reversed(self.nodes):
+            g.erase_node(n)
+
+
+def is_tensor(n: fx.Node) -> bool:
+    return n is not None and isinstance(n.meta.get("val"), Tensor)
+
+
+def kept(found: Body) -> str:
+    """A name for it that tells all that is in it."""
+    lines = [(str(n.target), repr((n.args, n.kwargs)), told(n.meta.get("val"))) for n in found.graph.nodes]
+    name = hashlib.sha256(repr((lines, found.results, found.paths)).encode()).hexdigest()
+    _bodies[name] = found
+    return name
+
+
+class TraceOnce(Pass):
+    """In Dynamo's graph: equal blocks become calls of what was traced of the first."""
+
+    def __call__(self, g: fx.Graph) -> None:
+        g = getattr(g, "graph", g)
+        whole = "dynamo_compile_id" in g.owning_module.meta  # and not what a checkpoint runs again
+        if not (whole and torch.is_grad_enabled() and inductor_config.custom_partitioner_fn is None):
+            return
+        self.moves.find_blocks(g, [])
+        nodes = [n for n in g.nodes if n.op not in ("placeholder", "output")]
+        runs = [(name, list(run)) for name, run in groupby(nodes, self.moves.block_of) if name]
+        times = Counter(name for name, _ in runs)
+        runs = [run for name, run in runs if times[name] == 1]
+        outside, changed = self.outside(runs)
+        alike, new, why = defaultdict(list), {}, ["changes a tensor that others read, too"] * changed
+        for run in runs if not changed else ():
+            block = Block([n for n in run if n not in outside])
+            alike[block.key].append(block)
+        several = [equal for equal in alike.values() if len(equal) > 1]
+        halves = [None if first.why else first.halves() for first, *_ in several]  # of all, before the graph changes
+        for equal, how in zip(several, halves, strict=True):
+            why += [equal[0].why] * (how is None)
+            for block in equal if how else ():
+                block.replace(equal[0], how, new)
+        if why and not self.moves.warned:
+            warnings.warn(f"regions: equal blocks are traced one by one: each {why[0]}", stacklevel=2)
+
+    def outside(self, runs: list[list[fx.Node]]) -> tuple[set[fx.Node], bool]:
+        """Of blocks: what is computed only from what several of them read, or from nothing, such as a mask. It is the
+        same in each, and stays in the whole graph, where it is merged. And whether any of that is written to."""
+        readers = Counter(m for run in runs for m in {m for n in run for m in n.all_input_nodes}.difference(run))
+        common = {m for m, count in readers.items() if count > 1 and not isinstance(value_of(m), DTensor)}
+        found = set()
+        for n in (n for run in runs for n in run if n.op != "get_attr" and isinstance(value_of(n), Tensor)):
+            if (common | found).issuperset(n.all_input_nodes):
+                found.add(n)
+        values = [v for v in map(value_of, common | found) if isinstance(v, Tensor)]
+        return found, any(v._version for v in values)
+
+
+class Inline(Pass):
+    """In a graph that is cut up: what each operation stands for takes its place, as of the module that it is of."""
+
+    def __call__(self, g: fx.Graph) -> None:
+        g = getattr(g, "graph", g)
+        for call in g.find_nodes(op="call_function", target=BODY):
+            found, stacks = _bodies[call.args[1]], {}
+            env = dict(zip(filter(is_tensor, found.graph.find_nodes(op="placeholder")), call.args[0], strict=True))
+            with g.inserting_before(call), V.fake_mode, enable_python_dispatcher():
+                for n in (n for n in found.graph.nodes if n.op == "call_function"):
+                    args, kwargs = fx.map_arg((n.args, n.kwargs), env.__getitem__)
+                    env[n] = g.call_function(RESHAPE if n.target is aten.view.default else n.target, args, kwargs)
+                    args, kwargs = fx.map_arg((args, kwargs), lambda m: m.meta["val"])
+                    env[n].meta = n.meta | dict(val=n.target(*args, **kwargs))
+                    for key in STACKS:
+                        if stack := n.meta.get(key):
+                            if id(stack) not in stacks:
+                                stacks[id(stack)] = {k: (found.paths.get(at, at), c) for k, (at, c) in stack.items()}
+                            env[n].meta[key] = stacks[id(stack)]
+            for user in list(call.users):
+                user.replace_all_uses_with(env[found.results[user.args[1]]])
+                g.erase_node(user)
+            g.erase_node(call)
