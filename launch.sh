@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Install once (.venv, pinned by constraints.txt), then run. Works from a fresh clone, with or without GPUs.
 #
-#   ./launch.sh                        install, then train: torchrun main.py --depth 8 --compile fwdbwd
+#   ./launch.sh                        install, then train: torchrun main.py --depth 8 --compile fwdbwd (without a GPU
+#                                      regions, which compiles sooner and was not tried on one)
 #   ./launch.sh run FLAGS              the same with your flags instead (python main.py --help lists them)
 #   ./launch.sh test [slow|all|ARGS]   the quick tests; slow: those that it leaves out; all: both; ARGS: pytest's own
 #   ./launch.sh sweep AXIS|all|FILE [--small] [FLAGS]
@@ -144,7 +145,8 @@ case $command in
 esac
 case $command in
     install) ;;
-    run)     [ $# -gt 0 ] || set -- --depth 8 --compile fwdbwd; torchrun main.py "$@" ;;
+    run)     [ $# -gt 0 ] || set -- --depth 8 --compile "$([ "$gpus" -gt 0 ] && echo fwdbwd || echo regions)"
+             torchrun main.py "$@" ;;
     test)    # a suite: two files at a time, one thread each, the longest files first (tests/conftest.py)
              case ${1:-quick} in quick) suite='not slow' ;; slow) suite='slow and not gpu' ;; all) suite='not gpu' ;; esac
              [ -z "$suite" ] ||

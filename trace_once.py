@@ -24,6 +24,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.virtualized import V
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
@@ -80,14 +81,15 @@ def is_pure(n: fx.Node) -> bool:
 
 
 def is_fixed(values: Iterable) -> bool:
-    """Whether all values are tensors of known sizes."""
-    return all(isinstance(v, Tensor) and all(type(i) is int for i in (*v.shape, *v.stride())) for v in values)
+    """Whether all values are tensors of known sizes, none wrapped as torch.func does."""
+    return all(isinstance(v, FakeTensor) and all(type(i) is int for i in (*v.shape, *v.stride())) for v in values)
 
 
 def told(value) -> tuple:
     """What must be the same of two values for one code to do for both."""
     if isinstance(value, Tensor):
-        return tuple(value.shape), value.stride(), value.storage_offset(), value.dtype, value.device
+        sizes = *value.shape, *value.stride(), value.storage_offset()
+        return sizes if all(type(i) is int for i in sizes) else repr(sizes), value.ndim, value.dtype, value.device
     return tuple(map(told, value)) if isinstance(value, list | tuple) else (type(value), repr(value))
 
 
@@ -118,11 +120,11 @@ def held(n: fx.Node):
     return operator.attrgetter(n.target)(n.graph.owning_module) if n.op == "get_attr" else None
 
 
-def paths_of(nodes: Iterable[fx.Node]) -> list[str]:
-    """Of the modules that nodes come from, from the outermost inwards."""
+def paths_of(nodes: Iterable[fx.Node]) -> list[list[str]]:
+    """Of each node: those of the modules that it comes from, from the outermost inwards."""
     found = []
     for n in nodes:
-        found += [path for path, _ in n.meta.get(STACKS[0], {}).values()]
+        found.append([path for path, _ in n.meta.get(STACKS[0], {}).values()])
         if isinstance(inner := held(n), fx.GraphModule):
             found += paths_of(inner.graph.nodes)
     return found
@@ -134,6 +136,11 @@ def value_of(n: fx.Node):
 
 def local(t: Tensor) -> Tensor:
     return getattr(t, "_local_tensor", t)
+
+
+def memory(values: Iterable[Tensor]) -> set[int]:
+    """Where tensors lie."""
+    return {local(t).untyped_storage()._cdata for t in values}
 
 
 def reads_shards(nodes: Iterable[fx.Node]) -> bool:
@@ -149,6 +156,9 @@ def reads_shards(nodes: Iterable[fx.Node]) -> bool:
         if isinstance(inner, fx.GraphModule) and reads_shards(inner.graph.nodes):
             return True
     return False
+
+
+SHARED = "returns or keeps tensors that share memory"
 
 
 class _Traced(Exception):
@@ -187,25 +197,30 @@ class Block:
     """Nodes of one block in Dynamo's graph. inputs: what they read of others; used: those that others read. key: equal
     for blocks that compute the same. why: what forbids that one is traced for all; empty: nothing."""
 
-    def __init__(self, nodes: list[fx.Node]):
+    def __init__(self, nodes: list[fx.Node], alive: set[fx.Node]):
         inside = set(nodes)
         self.nodes, self.used = nodes, [n for n in nodes if not inside >= n.users.keys()]
         self.inputs, lines = numbered(nodes, "example_value")
+        self.paths = paths_of(nodes)
         given, made = [*map(value_of, self.inputs)], [*map(value_of, self.used)]
-        places = tuple(i for i, n in enumerate(nodes) if n in self.used)
-        self.key = *lines, *((told(v), repr(getattr(v, "_spec", None)), v.requires_grad, told(local(v)))
-                             if isinstance(v, Tensor) else told(v) for v in given), places  # fmt: skip
+        self.trains = [n in alive for n in self.used]
+        inputs = [(told(v), getattr(v, "requires_grad", None), repr(getattr(v, "_spec", None)), told(local(v)))
+                  for v in given]  # fmt: skip
+        results = *(i for i, n in enumerate(nodes) if n in self.used), *self.trains
+        self.key = *lines, *inputs, *results, *map(len, self.paths)
         mine = {m for m in self.inputs if isinstance(value_of(m), DTensor)}
-        if not (given and made and is_fixed([*given, *made])):
+        if not given or not made or not is_fixed(map(local, [*given, *made])):
             self.why = "has inputs or results other than tensors of fixed sizes"
         elif reads_shards(nodes):
             self.why = "does more with sharded tensors than to gather them"
         elif any(not inside >= m.users.keys() for m in mine):
             self.why = "shares parameters with other modules"
+        elif not any(self.trains):
+            self.why = "needs no gradient"
+        elif len(memory(made)) < len(made) or memory(made) & memory(given):
+            self.why = SHARED
         else:
-            memory = [t.untyped_storage()._cdata for t in (*made, *map(local, given))]
-            shared = any(memory.index(at) != i or at in memory[len(made) :] for i, at in enumerate(memory[: len(made)]))
-            self.why = "returns tensors that share memory" if shared else ""
+            self.why = ""
 
     def halves(self) -> Halves | None:
         """Forward and backward, as AOTAutograd and Inductor would make them in the whole graph; None: see `why`."""
@@ -215,7 +230,8 @@ class Block:
             env[m].meta = dict(m.meta)
         for n in self.nodes:
             env[n] = g.node_copy(n, env.__getitem__)
-        g.output(tuple(env[n] for n in self.used))
+        g.output(tuple(env[n] if yes else g.call_method("detach", (env[n],))
+                       for n, yes in zip(self.used, self.trains, strict=True)))  # fmt: skip
         values = [value_of(m).detach().requires_grad_(value_of(m).requires_grad) for m in self.inputs]
 
         def partition(joint: fx.GraphModule, inputs, **how):
@@ -261,29 +277,34 @@ class Block:
 
     def checked(self, forward: fx.GraphModule, backward: fx.GraphModule, outputs: int) -> Halves | None:
         """What AOTAutograd made, without the meshes of DTensors; None: `why` says what is not as it has to be."""
-        flat, grads = forward.graph.find_nodes(op="placeholder"), backward.graph.output_node().args[0]
-        given, results = [*filter(is_tensor, flat)], [*filter(is_tensor, forward.graph.output_node().args[0])]
+        given, results = ([*filter(is_tensor, nodes)] for nodes in (
+            forward.graph.find_nodes(op="placeholder"), forward.graph.output_node().args[0]))  # fmt: skip
+        grads = [grad for grad in backward.graph.output_node().args[0] if grad is None or is_tensor(grad)]
         made = [n for n in dict.fromkeys(results) if n not in given]
         calls = [n for gm in (forward, backward) for n in gm.graph.nodes if n.op not in ("placeholder", "output")]
+        kept, taken = results[outputs:], [*filter(is_tensor, backward.graph.find_nodes(op="placeholder"))]
+        lies = lambda nodes: memory(n.meta["val"] for n in nodes if is_tensor(n))  # noqa: E731
         if not all(is_pure(n) or n.target in (GATHER, SCATTER, REDUCE, WAIT) for n in calls):
             self.why = "draws random numbers or holds graphs of its own"
-        elif outputs != len(self.used) or results[:outputs] != made[:outputs] or len(given) != len(self.inputs):
+        elif (outputs, len(given), len(grads), made[:outputs]) != (
+                len(self.used), len(self.inputs), len(self.inputs), results[:outputs]):  # fmt: skip
             self.why = "changes what it is given"
-        elif not is_fixed(v for n in calls for v in tree_leaves(n.meta["val"])) or len(grads) != len(flat):
+        elif not is_fixed(v for n in calls for v in tree_leaves(n.meta["val"])):
             self.why = "has sizes that are not fixed"
+        elif (len(lies(made[:outputs])) < outputs or lies(made[:outputs]) & lies(made[outputs:])
+              or lies(made) & lies(given) or lies(grads) & lies(taken[: len(kept)])):  # fmt: skip
+            self.why = SHARED  # the whole graph would take each to lie for itself, and write over one that is read
         if self.why:
             return None
-        grads = [grad for grad, n in zip(grads, flat, strict=True) if is_tensor(n)]
-        kept = [(n in given, (given if n in given else made).index(n)) for n in results[outputs:]]
-        taken = [*filter(is_tensor, backward.graph.find_nodes(op="placeholder"))]
+        kept = [(n in given, (given if n in given else made).index(n)) for n in kept]
         return Halves((forward.graph, made), (backward.graph, [n for n in grads if n is not None]), outputs,
-                      [value_of(n).requires_grad for n in self.used], kept,
+                      self.trains, kept,
                       [n.meta["val"].stride() for n in taken[len(kept) :]], [n is not None for n in grads])  # fmt: skip
 
     def replace(self, like: "Block", halves: Halves, new: dict[fx.Node, fx.Node]) -> None:
         """A call instead of its nodes, which are equal to those of `like`. new: what took the place of others'."""
         g, inside = self.nodes[0].graph, set(self.nodes)
-        paths = dict(zip(paths_of(like.nodes), paths_of(self.nodes), strict=True))
+        paths = {was: now for pair in zip(like.paths, self.paths, strict=True) for was, now in zip(*pair, strict=True)}
         names = tuple(kept(Body(*half, paths)) for half in (halves.forward, halves.backward))
 
         def block(*inputs: Tensor) -> tuple[Tensor, ...]:
@@ -323,17 +344,18 @@ class TraceOnce(Pass):
         if not (whole and torch.is_grad_enabled() and inductor_config.custom_partitioner_fn is None):
             return
         self.moves.find_blocks(g, [])
-        nodes = [n for n in g.nodes if n.op not in ("placeholder", "output")]
-        runs = [(name, list(run)) for name, run in groupby(nodes, self.moves.block_of) if name]
+        calls = [n for n in g.nodes if n.op not in ("placeholder", "output")]
+        runs = [(name, list(run)) for name, run in groupby(calls, self.moves.block_of) if name]
         times = Counter(name for name, _ in runs)
         runs = [run for name, run in runs if times[name] == 1]
-        outside, changed = self.outside(runs)
-        alike, new, why = defaultdict(list), {}, ["changes a tensor that others read, too"] * changed
-        for run in runs if not changed else ():
-            block = Block([n for n in run if n not in outside])
+        outside, alive, alike, new = self.outside(runs), self.alive(g), defaultdict(list), {}
+        for run in runs:
+            block = Block([n for n in run if n not in outside], alive)
             alike[block.key].append(block)
         several = [equal for equal in alike.values() if len(equal) > 1]
-        halves = [None if first.why else first.halves() for first, *_ in several]  # of all, before the graph changes
+        modes = any(value_of(n) is None for n in calls if n.op != "get_attr")  # what computes nothing sets something
+        why = ["runs in a graph that sets modes, such as autocast or no_grad"] * (modes and len(runs) > 1)
+        halves = [None if modes or first.why else first.halves() for first, *_ in several]  # before the graph changes
         for equal, how in zip(several, halves, strict=True):
             why += [equal[0].why] * (how is None)
             for block in equal if how else ():
@@ -341,17 +363,35 @@ class TraceOnce(Pass):
         if why and not self.moves.warned:
             warnings.warn(f"regions: equal blocks are traced one by one: each {why[0]}", stacklevel=2)
 
-    def outside(self, runs: list[list[fx.Node]]) -> tuple[set[fx.Node], bool]:
-        """Of blocks: what is computed only from what several of them read, or from nothing, such as a mask. It is the
-        same in each, and stays in the whole graph, where it is merged. And whether any of that is written to."""
+    def outside(self, runs: list[list[fx.Node]]) -> set[fx.Node]:
+        """Of blocks: what is computed only from what several of them read, or from nothing, such as a mask, if nobody
+        writes to it. It is the same in each, and stays in the whole graph, where it is merged."""
         readers = Counter(m for run in runs for m in {m for n in run for m in n.all_input_nodes}.difference(run))
-        common = {m for m, count in readers.items() if count > 1 and not isinstance(value_of(m), DTensor)}
+        common = {m for m, count in readers.items() if count > 1 and is_constant(m)}
         found = set()
-        for n in (n for run in runs for n in run if n.op != "get_attr" and isinstance(value_of(n), Tensor)):
+        for n in (n for run in runs for n in run if n.op != "get_attr" and is_constant(n)):
             if (common | found).issuperset(n.all_input_nodes):
                 found.add(n)
-        values = [v for v in map(value_of, common | found) if isinstance(v, Tensor)]
-        return found, any(v._version for v in values)
+        return found
+
+    def alive(self, g: fx.Graph) -> set[fx.Node]:
+        """What a gradient may reach from the results, which does not pass what is detached. All that has one where
+        something is written to: who reads it later need not name the node that wrote."""
+        found, todo = set(), [*g.output_node().all_input_nodes]
+        if any(getattr(v, "_version", 0) for n in g.nodes if n.op != "placeholder" for v in tree_leaves(value_of(n))):
+            todo = [*g.nodes]
+        while todo:
+            n = todo.pop()
+            trains = any(isinstance(v, Tensor) and v.requires_grad for v in tree_leaves(value_of(n)))
+            if n not in found and (trains or n.op == "get_attr"):
+                found.add(n)
+                todo += n.all_input_nodes
+        return found
+
+
+def is_constant(n: fx.Node) -> bool:
+    """Whether a node's value is a plain tensor that was never written to."""
+    return isinstance(value_of(n), FakeTensor) and not value_of(n)._version
 
 
 class Inline(Pass):
@@ -367,7 +407,7 @@ class Inline(Pass):
                     args, kwargs = fx.map_arg((n.args, n.kwargs), env.__getitem__)
                     env[n] = g.call_function(RESHAPE if n.target is aten.view.default else n.target, args, kwargs)
                     args, kwargs = fx.map_arg((args, kwargs), lambda m: m.meta["val"])
-                    env[n].meta = n.meta | dict(val=n.target(*args, **kwargs))
+                    env[n].meta = n.meta | dict(val=env[n].target(*args, **kwargs))
                     for key in STACKS:
                         if stack := n.meta.get(key):
                             if id(stack) not in stacks:

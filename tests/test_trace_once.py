@@ -19,6 +19,7 @@ from torch._inductor import config as inductor_config
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+import overlap
 import regions
 import trace_once
 from simple_fsdp import data_parallel
@@ -102,6 +103,28 @@ class Calls(Plain):
         return super().forward(x, mask) + self.calls * 0.0
 
 
+class Logs(Plain):
+    """Gives a second result, which only a log reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.side = nn.Linear(D, D)
+
+    def forward(self, x, mask):
+        return super().forward(x, mask), self.side(x).exp()
+
+
+class Mixes(nn.Module):
+    """Returns a view that is not contiguous."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, x, mask):
+        return torch.sigmoid(self.down(torch.tanh(self.up(x * mask)))).mT
+
+
 class Net(nn.Module):
     def __init__(self, block, depth=4):
         super().__init__()
@@ -130,7 +153,7 @@ def traced(monkeypatch):
     return found
 
 
-def run(mesh, model, x, train=True, same=True):
+def run(mesh, model, x, train=True, same=True, rough=False):
     """Compares loss and gradients: eager, of an unwrapped copy; wrapped, of the graphs after Inductor's passes."""
     plain, wrapped = copy.deepcopy(model), data_parallel(model, mesh)
 
@@ -151,11 +174,12 @@ def run(mesh, model, x, train=True, same=True):
              for m in (plain, wrapped)]  # fmt: skip
     if not same:
         return
-    torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-2 if rough else 1e-5, atol=1e-6)
     assert [g is None for g in grads[0]] == [g is None for g in grads[1]]
     for ours, theirs in zip(grads[1], grads[0], strict=True):
         if ours is not None:
-            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5 * theirs.abs().max().item())
+            atol = (5e-2 if rough else 1e-5) * theirs.abs().max().item()
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=atol)
 
 
 @pytest.mark.parametrize("block", [Plain, Masks, Checkpointed])
@@ -184,6 +208,105 @@ def test_what_trains_nothing_is_traced_as_before(mesh_of, traced):
     assert len(traced) == 3  # of the four that train: the first is given what needs no gradient
 
 
+def test_results_that_train_nothing_get_no_gradient(mesh_of, traced):
+    """AdamW would decay a weight whose gradient is zero and not None."""
+
+    class Logging(Net):
+        def forward(self, x):
+            x, mask, log = self.emb(x), torch.linspace(0, 1, D), 0.0
+            for block in self.blocks:
+                x, said = block(x, mask)
+                log = log + said.detach().mean()
+            return x.square().sum() + log
+
+    run(mesh_of(1), Logging(Logs), torch.randn(3, D))
+    assert len(traced) == 4
+
+
+def test_what_is_written_between_blocks_keeps_its_gradient(mesh_of, traced):
+    class Collects(Net):
+        def forward(self, x):
+            x, mask, kept = self.emb(x), torch.linspace(0, 1, D), torch.zeros(len(self.blocks), 3, D)
+            for i, block in enumerate(self.blocks):
+                x = block(x, mask)
+                kept[i].copy_(x)
+            return kept.square().sum()
+
+    run(mesh_of(1), Collects(Plain), torch.randn(3, D))
+    assert len(traced) == 4
+
+
+def test_adapters_beside_frozen_weights_are_traced_once(mesh_of, traced):
+    model = Net(Plain)
+    for block in model.blocks:
+        block.up.requires_grad_(False)
+        block.norm.requires_grad_(False)
+    run(mesh_of(1), model, torch.randn(3, D))
+    assert len(traced) == 4
+
+
+def test_a_result_that_is_not_contiguous(mesh_of, traced):
+    run(mesh_of(1), Net(Mixes), torch.randn(2, D, D))
+    assert len(traced) == 3  # the first is given a contiguous tensor
+
+
+def test_equal_blocks_at_other_depths_of_the_model(mesh_of, traced):
+    class Towers(Net):
+        def __init__(self):
+            super().__init__(Plain)
+            self.inner = nn.ModuleDict(dict(tower=Net(Plain)))
+
+        def forward(self, x):
+            return super().forward(x) + self.inner["tower"](x)
+
+    run(mesh_of(1), Towers(), torch.randn(3, D))
+    assert len(traced) == 8 and len({like for like, _ in traced}) == 2
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, lambda: torch.autocast("cpu", torch.bfloat16)])
+def test_a_graph_that_sets_modes_is_traced_block_by_block(mesh_of, traced, mode):
+    class Sets(Net):
+        def forward(self, x):
+            x, mask = self.emb(x), torch.linspace(0, 1, D)
+            with mode():
+                for block in self.blocks[:2]:
+                    x = block(x, mask)
+            for block in self.blocks[2:]:
+                x = block(x.float(), mask)
+            return x.square().sum()
+
+    with pytest.warns(UserWarning, match="each runs in a graph that sets modes"):
+        run(mesh_of(1), Sets(Plain, depth=6), torch.randn(3, D), rough=mode is not torch.no_grad)
+    assert not traced
+
+
+def test_sizes_that_are_not_fixed(mesh_of, traced):
+    model = data_parallel(Net(Plain), mesh_of(1))
+
+    def backend(gm, inputs):
+        with pytest.warns(UserWarning, match="each has inputs or results other than tensors of fixed sizes"):
+            trace_once.TraceOnce(overlap.passes(model)[0])(gm.graph)
+        return gm
+
+    torch.compile(lambda x: model(x), fullgraph=True, backend=backend, dynamic=True)(torch.randn(3, D))
+    assert not traced
+
+
+def test_a_name_tells_all_that_it_stands_for(mesh_of):
+    names = set()
+    for scale in (1.0, 2.0):
+
+        class Scaled(Plain):
+            def forward(self, x, mask):
+                return super().forward(x, mask) * scale  # noqa: B023
+
+        before = set(trace_once._bodies)
+        run(mesh_of(1), Net(Scaled), torch.randn(3, D))
+        names |= set(trace_once._bodies) - before
+        torch.distributed.destroy_process_group()
+    assert len(names) == 2 * 4 * 2  # models, blocks, forward and backward
+
+
 def test_evaluation_is_traced_as_before(mesh_of, traced):
     run(mesh_of(1), Net(Plain), torch.randn(3, D), train=False)
     assert not traced
@@ -192,10 +315,10 @@ def test_evaluation_is_traced_as_before(mesh_of, traced):
 @pytest.mark.parametrize(("block", "why"), [
     (Drops, "draws random numbers or holds graphs of its own"),
     (Writes, "changes what it is given"),
-    (WritesCommon, "changes a tensor that others read, too"),
-    (Hands, "returns tensors that share memory"),
+    (WritesCommon, "changes what it is given"),
+    (Hands, trace_once.SHARED),
     (Shards, "does more with sharded tensors than to gather them"),
-    (Calls, "returns tensors that share memory"),
+    (Calls, trace_once.SHARED),
 ])  # fmt: skip
 def test_what_is_more_than_computed_is_traced_block_by_block_with_a_warning(mesh_of, traced, block, why):
     torch.manual_seed(0)
@@ -216,5 +339,5 @@ def test_shared_parameters(mesh_of, traced):
 def test_the_private_names_of_torch_stand_at_the_head_of_the_file():
     assert private_names(Path(trace_once.__file__).read_text()) == {
         "_cdata", "_dispatch", "_dynamo_static_input_type", "_functorch", "_guards", "_inductor", "_local_tensor",
-        "_ops", "_pytree", "_schema", "_spec", "_version",
+        "_ops", "_pytree", "_schema", "_spec", "_subclasses", "_version",
     }  # fmt: skip
