@@ -272,9 +272,10 @@ def _reader(name: str) -> property:
     """What `module.name` is: while the model runs the gathered parameter, elsewhere the parameter itself."""
 
     def read(module: nn.Module) -> Tensor | None:
-        if name not in module._parameters:  # deleted
-            raise AttributeError(name)
-        p, compiling = module._parameters[name], torch.compiler.is_compiling()
+        try:  # and not `in`, which Dynamo pays for with a guard
+            p, compiling = module._parameters[name], torch.compiler.is_compiling()
+        except KeyError as e:  # deleted
+            raise AttributeError(name) from e
         try:
             if not _enabled or not isinstance(p, DTensor):  # functional_call puts tensors in the place of parameters
                 return p
@@ -314,7 +315,6 @@ def _wrapped_class(cls: type, names: tuple[str, ...]) -> type:
     """The subclass of `cls` that gathers the parameters `names` when they are read. One for each (class, names), with
     all else on the instance, so that equal blocks share one compiled frame. Others, such as Hugging Face's registries,
     know a class by its name and module: they stay."""
-
     plain_forward = cls.forward  # read here: Dynamo cannot read it of a class that is allowed in graphs
 
     @functools.wraps(plain_forward)

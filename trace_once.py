@@ -16,7 +16,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, fx
-from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor import compile_fx
@@ -402,7 +401,7 @@ class Inline(Pass):
         for call in g.find_nodes(op="call_function", target=BODY):
             found, stacks = _bodies[call.args[1]], {}
             env = dict(zip(filter(is_tensor, found.graph.find_nodes(op="placeholder")), call.args[0], strict=True))
-            with g.inserting_before(call), V.fake_mode, enable_python_dispatcher():
+            with g.inserting_before(call), V.fake_mode:
                 for n in (n for n in found.graph.nodes if n.op == "call_function"):
                     args, kwargs = fx.map_arg((n.args, n.kwargs), env.__getitem__)
                     env[n] = g.call_function(RESHAPE if n.target is aten.view.default else n.target, args, kwargs)

@@ -338,6 +338,6 @@ def test_shared_parameters(mesh_of, traced):
 
 def test_the_private_names_of_torch_stand_at_the_head_of_the_file():
     assert private_names(Path(trace_once.__file__).read_text()) == {
-        "_cdata", "_dispatch", "_dynamo_static_input_type", "_functorch", "_guards", "_inductor", "_local_tensor",
+        "_cdata", "_dynamo_static_input_type", "_functorch", "_guards", "_inductor", "_local_tensor",
         "_ops", "_pytree", "_schema", "_spec", "_subclasses", "_version",
     }  # fmt: skip
