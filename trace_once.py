@@ -80,15 +80,17 @@ def is_pure(n: fx.Node) -> bool:
 
 
 def is_fixed(values: Iterable) -> bool:
-    """Whether all values are tensors of known sizes, none wrapped as torch.func does."""
-    return all(isinstance(v, FakeTensor) and all(type(i) is int for i in (*v.shape, *v.stride())) for v in values)
+    """Whether all values are tensors of known sizes, none wrapped as torch.func does, none to be conjugated later."""
+    return all(isinstance(v, FakeTensor) and all(type(i) is int for i in (*v.shape, *v.stride()))
+               and not v.is_conj() and not v.is_neg() for v in values)  # fmt: skip
 
 
 def told(value) -> tuple:
     """What must be the same of two values for one code to do for both."""
     if isinstance(value, Tensor):
         sizes = *value.shape, *value.stride(), value.storage_offset()
-        return sizes if all(type(i) is int for i in sizes) else repr(sizes), value.ndim, value.dtype, value.device
+        known = sizes if all(type(i) is int for i in sizes) else repr(sizes)
+        return known, value.ndim, value.dtype, value.device, value.is_conj(), value.is_neg()
     return tuple(map(told, value)) if isinstance(value, list | tuple) else (type(value), repr(value))
 
 
@@ -133,7 +135,7 @@ def value_of(n: fx.Node):
     return n.meta.get("example_value")
 
 
-def local(t: Tensor) -> Tensor:
+def local(t):
     return getattr(t, "_local_tensor", t)
 
 
@@ -206,13 +208,13 @@ class Block:
         inputs = [(told(v), getattr(v, "requires_grad", None), repr(getattr(v, "_spec", None)), told(local(v)))
                   for v in given]  # fmt: skip
         results = *(i for i, n in enumerate(nodes) if n in self.used), *self.trains
-        self.key = *lines, *inputs, *results, *map(len, self.paths)
-        mine = {m for m in self.inputs if isinstance(value_of(m), DTensor)}
+        tied = [isinstance(value_of(m), DTensor) and not inside >= m.users.keys() for m in self.inputs]
+        self.key = *lines, *inputs, *results, *map(len, self.paths), *tied
         if not given or not made or not is_fixed(map(local, [*given, *made])):
             self.why = "has inputs or results other than tensors of fixed sizes"
         elif reads_shards(nodes):
             self.why = "does more with sharded tensors than to gather them"
-        elif any(not inside >= m.users.keys() for m in mine):
+        elif any(tied):
             self.why = "shares parameters with other modules"
         elif not any(self.trains):
             self.why = "needs no gradient"
@@ -283,8 +285,9 @@ class Block:
         calls = [n for gm in (forward, backward) for n in gm.graph.nodes if n.op not in ("placeholder", "output")]
         kept, taken = results[outputs:], [*filter(is_tensor, backward.graph.find_nodes(op="placeholder"))]
         lies = lambda nodes: memory(n.meta["val"] for n in nodes if is_tensor(n))  # noqa: E731
-        if not all(is_pure(n) or n.target in (GATHER, SCATTER, REDUCE, WAIT) for n in calls):
-            self.why = "draws random numbers or holds graphs of its own"
+        known = all(is_pure(n) or n.target in (GATHER, SCATTER, REDUCE, WAIT) for n in calls)
+        if not known or any(n.target is aten.as_strided.default for n in calls):
+            self.why = "draws random numbers, reads memory by strides, or holds graphs of its own"
         elif (outputs, len(given), len(grads), made[:outputs]) != (
                 len(self.used), len(self.inputs), len(self.inputs), results[:outputs]):  # fmt: skip
             self.why = "changes what it is given"
@@ -352,8 +355,9 @@ class TraceOnce(Pass):
             block = Block([n for n in run if n not in outside], alive)
             alike[block.key].append(block)
         several = [equal for equal in alike.values() if len(equal) > 1]
-        modes = any(value_of(n) is None for n in calls if n.op != "get_attr")  # what computes nothing sets something
-        why = ["runs in a graph that sets modes, such as autocast or no_grad"] * (modes and len(runs) > 1)
+        # What computes nothing sets something; what takes gradients in the graph hides them from alive().
+        modes = [n.name for n in calls if n.target is torch.autograd.grad or (value_of(n) is None and n.op != "get_attr")]
+        why = [f"runs in a graph that sets modes, such as autocast or no_grad ({modes[0]})"] if modes and several else []
         halves = [None if modes or first.why else first.halves() for first, *_ in several]  # before the graph changes
         for equal, how in zip(several, halves, strict=True):
             why += [equal[0].why] * (how is None)
@@ -374,18 +378,25 @@ class TraceOnce(Pass):
         return found
 
     def alive(self, g: fx.Graph) -> set[fx.Node]:
-        """What a gradient may reach from the results, which does not pass what is detached. All that has one where
-        something is written to: who reads it later need not name the node that wrote."""
-        found, todo = set(), [*g.output_node().all_input_nodes]
-        if any(getattr(v, "_version", 0) for n in g.nodes if n.op != "placeholder" for v in tree_leaves(value_of(n))):
-            todo = [*g.nodes]
+        """What a gradient may reach from the results, which does not pass what is detached. Who reads memory that was
+        written to need not name the node that wrote: all nodes of that memory are reached at once."""
+        found, todo, same = set(), [*g.output_node().all_input_nodes], defaultdict(list)
+        for n in g.nodes:
+            for place in memory(v for v in tensors(n) if v._version):
+                same[place].append(n)
         while todo:
             n = todo.pop()
-            trains = any(isinstance(v, Tensor) and v.requires_grad for v in tree_leaves(value_of(n)))
-            if n not in found and (trains or n.op == "get_attr"):
+            inner = isinstance(n.target, torch._ops.HigherOrderOperator)  # which may not say of a value that it trains
+            if n not in found and (inner or n.op == "get_attr" or any(v.requires_grad for v in tensors(n))):
                 found.add(n)
                 todo += n.all_input_nodes
+                todo += [m for place in memory(tensors(n)) for m in same.get(place, ())]
         return found
+
+
+def tensors(n: fx.Node) -> list[Tensor]:
+    """Those that a node of Dynamo's graph gives."""
+    return [v for v in tree_leaves(value_of(n)) if isinstance(local(v), FakeTensor)]
 
 
 def is_constant(n: fx.Node) -> bool:

@@ -213,14 +213,23 @@ def test_results_that_train_nothing_get_no_gradient(mesh_of, traced):
 
     class Logging(Net):
         def forward(self, x):
-            x, mask, log = self.emb(x), torch.linspace(0, 1, D), 0.0
+            x, mask, log = self.emb(x), torch.linspace(0, 1, D), torch.zeros(())
             for block in self.blocks:
                 x, said = block(x, mask)
-                log = log + said.detach().mean()
+                log += said.detach().mean()
             return x.square().sum() + log
 
     run(mesh_of(1), Logging(Logs), torch.randn(3, D))
     assert len(traced) == 4
+
+
+def test_only_the_block_whose_weight_others_use_is_traced_by_itself(mesh_of, traced):
+    class Reads(Net):
+        def forward(self, x):
+            return super().forward(x) + F.linear(x, self.blocks[2].up.weight).sum()
+
+    run(mesh_of(1), Reads(Plain), torch.randn(3, D))
+    assert len(traced) == 3
 
 
 def test_what_is_written_between_blocks_keeps_its_gradient(mesh_of, traced):
@@ -313,7 +322,7 @@ def test_evaluation_is_traced_as_before(mesh_of, traced):
 
 
 @pytest.mark.parametrize(("block", "why"), [
-    (Drops, "draws random numbers or holds graphs of its own"),
+    (Drops, "draws random numbers"),
     (Writes, "changes what it is given"),
     (WritesCommon, "changes what it is given"),
     (Hands, trace_once.SHARED),
