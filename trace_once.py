@@ -356,8 +356,8 @@ class TraceOnce(Pass):
             alike[block.key].append(block)
         several = [equal for equal in alike.values() if len(equal) > 1]
         # What computes nothing sets something; what takes gradients in the graph hides them from alive().
-        modes = [n.name for n in calls if n.target is torch.autograd.grad or (value_of(n) is None and n.op != "get_attr")]
-        why = [f"runs in a graph that sets modes, such as autocast or no_grad ({modes[0]})"] if modes and several else []
+        modes = [n for n in calls if n.target is torch.autograd.grad or (value_of(n) is None and n.op != "get_attr")]
+        why = [f"runs in a graph that sets modes, such as autocast or no_grad ({n})" for n in modes[:1] if several]
         halves = [None if modes or first.why else first.halves() for first, *_ in several]  # before the graph changes
         for equal, how in zip(several, halves, strict=True):
             why += [equal[0].why] * (how is None)
