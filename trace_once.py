@@ -34,11 +34,13 @@ from overlap import GATHER, REDUCE, SCATTER, STACKS, WAIT, Overlap
 # FakeTensor.fake_mode, and the keys of a node's meta that are read and set below.
 aten = torch.ops.aten
 STATIC = "_dynamo_static_input_type"  # a key of what a node's meta says of an input: of one that stays where it is
+KNOWN = torch._C._log_api_usage_once, operator.setitem  # functions without a result, of which is known what they do
 RESHAPE = aten.reshape.default  # a view or a copy
 _LIBRARY = "simple_fsdp_" + __name__.replace(".", "_")  # a copy of this file beside it registers an op of its own
 
 Body = namedtuple("Body", "graph results paths")  # nodes that are returned; {path of a module here: path in the copy}
-_bodies: dict[str, Body] = {}  # by a hash of all that is in it, so that the compile caches know what an operation is
+_bodies: dict[str, Body] = {}  # by a hash of all that is in it, so that the compile caches know what an operation is.
+# They stay until the process ends: nobody knows when a backward, which is compiled late, needs its own no more.
 
 
 @torch.library.custom_op(f"{_LIBRARY}::body", mutates_args=())
@@ -198,7 +200,7 @@ class Block:
     """Nodes of one block in Dynamo's graph. inputs: what they read of others; used: those that others read. key: equal
     for blocks that compute the same. why: what forbids that one is traced for all; empty: nothing."""
 
-    def __init__(self, nodes: list[fx.Node], alive: set[fx.Node]):
+    def __init__(self, nodes: list[fx.Node], alive: set[fx.Node], in_mode: bool):
         inside = set(nodes)
         self.nodes, self.used = nodes, [n for n in nodes if not inside >= n.users.keys()]
         self.inputs, lines = numbered(nodes, "example_value")
@@ -209,8 +211,10 @@ class Block:
                   for v in given]  # fmt: skip
         results = *(i for i, n in enumerate(nodes) if n in self.used), *self.trains
         tied = [isinstance(value_of(m), DTensor) and not inside >= m.users.keys() for m in self.inputs]
-        self.key = *lines, *inputs, *results, *map(len, self.paths), *tied
-        if not given or not made or not is_fixed(map(local, [*given, *made])):
+        self.key = *lines, *inputs, *results, *map(len, self.paths), *tied, in_mode
+        if in_mode:
+            self.why = "runs in a mode, or sets one, such as autocast or no_grad"
+        elif not given or not made or not is_fixed(map(local, [*given, *made])):
             self.why = "has inputs or results other than tensors of fixed sizes"
         elif reads_shards(nodes):
             self.why = "does more with sharded tensors than to gather them"
@@ -351,20 +355,37 @@ class TraceOnce(Pass):
         times = Counter(name for name, _ in runs)
         runs = [run for name, run in runs if times[name] == 1]
         outside, alive, alike, new = self.outside(runs), self.alive(g), defaultdict(list), {}
+        in_mode, unknown = self.modes(calls)
         for run in runs:
-            block = Block([n for n in run if n not in outside], alive)
+            block = Block([n for n in run if n not in outside], alive, not in_mode.isdisjoint(run))
             alike[block.key].append(block)
         several = [equal for equal in alike.values() if len(equal) > 1]
-        # What computes nothing sets something; what takes gradients in the graph hides them from alive().
-        modes = [n for n in calls if n.target is torch.autograd.grad or (value_of(n) is None and n.op != "get_attr")]
-        why = [f"runs in a graph that sets modes, such as autocast or no_grad ({n})" for n in modes[:1] if several]
-        halves = [None if modes or first.why else first.halves() for first, *_ in several]  # before the graph changes
+        why = [f"runs in a graph that does more than to compute ({n})" for n in unknown[:1] if several]
+        halves = [None if unknown or first.why else first.halves() for first, *_ in several]  # of the graph as it is
         for equal, how in zip(several, halves, strict=True):
             why += [equal[0].why] * (how is None)
             for block in equal if how else ():
                 block.replace(equal[0], how, new)
         if why and not self.moves.warned:
             warnings.warn(f"regions: equal blocks are traced one by one: each {why[0]}", stacklevel=2)
+
+    def modes(self, calls: list[fx.Node]) -> tuple[set[fx.Node], list[fx.Node]]:
+        """What runs in another mode than the graph begins in, or sets one; and what computes nothing, so that nobody
+        knows what it sets or writes to, or takes gradients in the graph, which alive() does not see."""
+        found, unknown, trains, casts = set(), [], True, []
+        for n in (n for n in calls if n.op != "get_attr"):
+            if n.target is torch._C._set_grad_enabled:
+                trains = n.args[0]
+            elif n.target is torch.amp.autocast_mode._enter_autocast:
+                casts.append(n)
+            elif n.target is torch.amp.autocast_mode._exit_autocast:
+                casts = [begun for begun in casts if begun is not n.args[0]]
+            elif n.target is torch.autograd.grad or (value_of(n) is None and n.target not in KNOWN):
+                unknown.append(n)
+            elif trains and not casts:
+                continue
+            found.add(n)
+        return found, unknown
 
     def outside(self, runs: list[list[fx.Node]]) -> set[fx.Node]:
         """Of blocks: what is computed only from what several of them read, or from nothing, such as a mask, if nobody
@@ -382,12 +403,12 @@ class TraceOnce(Pass):
         written to need not name the node that wrote: all nodes of that memory are reached at once."""
         found, todo, same = set(), [*g.output_node().all_input_nodes], defaultdict(list)
         for n in g.nodes:
-            for place in memory(v for v in tensors(n) if v._version):
+            for place in memory(v for v in tensors(n.args[0] if n.target is operator.setitem else n) if v._version):
                 same[place].append(n)
         while todo:
             n = todo.pop()
-            inner = isinstance(n.target, torch._ops.HigherOrderOperator)  # which may not say of a value that it trains
-            if n not in found and (inner or n.op == "get_attr" or any(v.requires_grad for v in tensors(n))):
+            silent = isinstance(n.target, torch._ops.HigherOrderOperator) or n.target is operator.setitem
+            if n not in found and (silent or n.op == "get_attr" or any(v.requires_grad for v in tensors(n))):
                 found.add(n)
                 todo += n.all_input_nodes
                 todo += [m for place in memory(tensors(n)) for m in same.get(place, ())]

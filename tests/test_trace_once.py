@@ -232,13 +232,17 @@ def test_only_the_block_whose_weight_others_use_is_traced_by_itself(mesh_of, tra
     assert len(traced) == 3
 
 
-def test_what_is_written_between_blocks_keeps_its_gradient(mesh_of, traced):
+@pytest.mark.parametrize("how", ["by index", "in place"])
+def test_what_is_written_between_blocks_keeps_its_gradient(mesh_of, traced, how):
     class Collects(Net):
         def forward(self, x):
             x, mask, kept = self.emb(x), torch.linspace(0, 1, D), torch.zeros(len(self.blocks), 3, D)
             for i, block in enumerate(self.blocks):
                 x = block(x, mask)
-                kept[i].copy_(x)
+                if how == "in place":
+                    kept[i].copy_(x)
+                else:
+                    kept[i] = x
             return kept.square().sum()
 
     run(mesh_of(1), Collects(Plain), torch.randn(3, D))
@@ -273,19 +277,43 @@ def test_equal_blocks_at_other_depths_of_the_model(mesh_of, traced):
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, lambda: torch.autocast("cpu", torch.bfloat16)])
-def test_a_graph_that_sets_modes_is_traced_block_by_block(mesh_of, traced, mode):
+def test_what_runs_in_another_mode_is_traced_block_by_block(mesh_of, traced, mode):
     class Sets(Net):
         def forward(self, x):
-            x, mask = self.emb(x), torch.linspace(0, 1, D)
+            x = self.emb(x)
             with mode():
-                for block in self.blocks[:2]:
+                mask = torch.linspace(0, 1, D)
+                for block in self.blocks[:3]:
                     x = block(x, mask)
-            for block in self.blocks[2:]:
+            for block in self.blocks[3:]:
                 x = block(x.float(), mask)
             return x.square().sum()
 
-    with pytest.warns(UserWarning, match="each runs in a graph that sets modes"):
-        run(mesh_of(1), Sets(Plain, depth=6), torch.randn(3, D), rough=mode is not torch.no_grad)
+    with pytest.warns(UserWarning, match="each runs in a mode, or sets one, such as autocast or no_grad"):
+        run(mesh_of(1), Sets(Plain, depth=7), torch.randn(3, D), rough=mode is not torch.no_grad)
+    assert len(traced) == (3 if mode is torch.no_grad else 4)  # behind the mode; no_grad: the first has no gradient
+
+
+def test_a_mode_inside_a_block(mesh_of, traced):
+    class Casts(Plain):
+        def forward(self, x, mask):
+            with torch.autocast("cpu", torch.bfloat16):
+                y = self.up(x)
+            return super().forward(x, mask) + y.float().mean()
+
+    run(mesh_of(1), Net(Casts), torch.randn(3, D), rough=True)
+    assert not traced
+
+
+def test_a_graph_that_does_what_nobody_knows_is_traced_block_by_block(mesh_of, traced):
+    class Checks(Net):
+        def forward(self, x):
+            x = super().forward(x)
+            torch._assert_async(x == x)
+            return x
+
+    with pytest.warns(UserWarning, match=r"each runs in a graph that does more than to compute \(_assert_async\)"):
+        run(mesh_of(1), Checks(Plain), torch.randn(3, D))
     assert not traced
 
 
@@ -347,6 +375,7 @@ def test_shared_parameters(mesh_of, traced):
 
 def test_the_private_names_of_torch_stand_at_the_head_of_the_file():
     assert private_names(Path(trace_once.__file__).read_text()) == {
-        "_cdata", "_dynamo_static_input_type", "_functorch", "_guards", "_inductor", "_local_tensor",
-        "_ops", "_pytree", "_schema", "_spec", "_subclasses", "_version",
+        "_C", "_cdata", "_dynamo_static_input_type", "_enter_autocast", "_exit_autocast", "_functorch", "_guards",
+        "_inductor", "_local_tensor", "_log_api_usage_once", "_ops", "_pytree", "_schema", "_set_grad_enabled", "_spec",
+        "_subclasses", "_version",
     }  # fmt: skip
