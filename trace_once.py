@@ -11,6 +11,7 @@ import operator
 import warnings
 from collections import Counter, defaultdict, namedtuple
 from collections.abc import Iterable
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from overlap import GATHER, REDUCE, SCATTER, STACKS, WAIT, Overlap
 
@@ -36,8 +37,12 @@ aten = torch.ops.aten
 STATIC = "_dynamo_static_input_type"  # a key of what a node's meta says of an input: of one that stays where it is
 KNOWN = torch._C._log_api_usage_once, operator.setitem  # functions without a result, of which is known what they do
 RESHAPE = aten.reshape.default  # a view or a copy
+SHARED = "returns or keeps tensors that share memory"
 _LIBRARY = "simple_fsdp_" + __name__.replace(".", "_")  # a copy of this file beside it registers an op of its own
 
+Halves = namedtuple("Halves", "forward backward outputs differentiable saved strides grads")
+# graph and results of each; number of the block's results; which have a gradient; what is kept for backward, (whether
+# it is an input, number of that or of forward's result); strides of backward's gradients; which inputs get one
 Body = namedtuple("Body", "graph results paths")  # nodes that are returned; {path of a module here: path in the copy}
 _bodies: dict[str, Body] = {}  # by a hash of all that is in it, so that the compile caches know what an operation is.
 # They stay until the process ends: nobody knows when a backward, which is compiled late, needs its own no more.
@@ -154,23 +159,14 @@ def reads_shards(nodes: Iterable[fx.Node]) -> bool:
         gathers = getattr(n.target, "namespace", None) == "simple_fsdp"
         makes = isinstance(value_of(n), DTensor) and n.op != "placeholder"
         inner = held(n)
-        if makes or (takes and not (hands_on or gathers)):
-            return True
-        if isinstance(inner, fx.GraphModule) and reads_shards(inner.graph.nodes):
+        deeper = isinstance(inner, fx.GraphModule) and reads_shards(inner.graph.nodes)
+        if makes or deeper or (takes and not (hands_on or gathers)):
             return True
     return False
 
 
-SHARED = "returns or keeps tensors that share memory"
-
-
 class _Traced(Exception):
     pass
-
-
-Halves = namedtuple("Halves", "forward backward outputs differentiable saved strides grads")
-# graph and results of each; number of the block's results; which have a gradient; what is kept for backward, (whether
-# it is an input, number of that or of forward's result); strides of backward's gradients; which inputs get one
 
 
 class _Block(torch.autograd.Function):
@@ -410,8 +406,7 @@ class TraceOnce(Pass):
             silent = isinstance(n.target, torch._ops.HigherOrderOperator) or n.target is operator.setitem
             if n not in found and (silent or n.op == "get_attr" or any(v.requires_grad for v in tensors(n))):
                 found.add(n)
-                todo += n.all_input_nodes
-                todo += [m for place in memory(tensors(n)) for m in same.get(place, ())]
+                todo += [*n.all_input_nodes, *(m for place in memory(tensors(n)) for m in same.get(place, ()))]
         return found
 
 
@@ -425,25 +420,30 @@ def is_constant(n: fx.Node) -> bool:
     return isinstance(value_of(n), FakeTensor) and not value_of(n)._version
 
 
+def elsewhere(v: Tensor, places: dict[int, torch.UntypedStorage]) -> Tensor:
+    """A value like v in other memory, as `places` has it: what shares memory does so again."""
+    was = v.untyped_storage()
+    place = places.setdefault(was._cdata, torch.UntypedStorage(was.nbytes(), device="meta"))
+    made = torch.empty(0, dtype=v.dtype, device="meta").set_(place, v.storage_offset(), v.shape, v.stride())
+    return FakeTensor(V.fake_mode, made, v.device)
+
+
 class Inline(Pass):
     """In a graph that is cut up: what each operation stands for takes its place, as of the module that it is of."""
 
     def __call__(self, g: fx.Graph) -> None:
         g = getattr(g, "graph", g)
         for call in g.find_nodes(op="call_function", target=BODY):
-            found, stacks = _bodies[call.args[1]], {}
+            found = _bodies[call.args[1]]
             env = dict(zip(filter(is_tensor, found.graph.find_nodes(op="placeholder")), call.args[0], strict=True))
-            with g.inserting_before(call), V.fake_mode:
+            places = {m.meta["val"].untyped_storage()._cdata: n.meta["val"].untyped_storage() for m, n in env.items()}
+            with g.inserting_before(call):
                 for n in (n for n in found.graph.nodes if n.op == "call_function"):
                     args, kwargs = fx.map_arg((n.args, n.kwargs), env.__getitem__)
                     env[n] = g.call_function(RESHAPE if n.target is aten.view.default else n.target, args, kwargs)
-                    args, kwargs = fx.map_arg((args, kwargs), lambda m: m.meta["val"])
-                    env[n].meta = n.meta | dict(val=env[n].target(*args, **kwargs))
-                    for key in STACKS:
-                        if stack := n.meta.get(key):
-                            if id(stack) not in stacks:
-                                stacks[id(stack)] = {k: (found.paths.get(at, at), c) for k, (at, c) in stack.items()}
-                            env[n].meta[key] = stacks[id(stack)]
+                    env[n].meta = n.meta | dict(val=tree_map(partial(elsewhere, places=places), n.meta["val"]))
+                    for key in [key for key in STACKS if n.meta.get(key)]:
+                        env[n].meta[key] = {k: (found.paths.get(at, at), c) for k, (at, c) in n.meta[key].items()}
             for user in list(call.users):
                 user.replace_all_uses_with(env[found.results[user.args[1]]])
                 g.erase_node(user)

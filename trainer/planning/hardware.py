@@ -143,14 +143,14 @@ def calibrate(found: Sequence[Sample], start: Gpu, fit_on: Sequence[Sample] = ()
     def loss(x: dict[str, float]) -> float:
         return sum((predict(s, made(x)) / s.ms - 1) ** 2 for s in chosen)
 
-    x, width = dict.fromkeys(names, 1.0), 0.3
+    x, width, enough = dict.fromkeys(names, 1.0), 0.3, 1 - 1e-6  # less is not worth a step: it would creep for long
     best = loss(x)
     while width > 0.003:
         better = False
         for name in names:
             for factor in (1 + width, 1 / (1 + width)):
                 new = x | {name: x[name] * factor}
-                if made(new).products <= start.peak and (score := loss(new)) < best:
+                if made(new).products <= start.peak and (score := loss(new)) < best * enough:
                     x, best, better = new, score, True
         width *= 1 if better else 0.5
     fitted = made(x)
