@@ -11,7 +11,6 @@ import operator
 import warnings
 from collections import Counter, defaultdict, namedtuple
 from collections.abc import Iterable
-from functools import partial
 from itertools import groupby
 from pathlib import Path
 
@@ -26,7 +25,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from overlap import GATHER, REDUCE, SCATTER, STACKS, WAIT, Overlap
 
@@ -35,6 +34,7 @@ from overlap import GATHER, REDUCE, SCATTER, STACKS, WAIT, Overlap
 # FakeTensor.fake_mode, and the keys of a node's meta that are read and set below.
 aten = torch.ops.aten
 STATIC = "_dynamo_static_input_type"  # a key of what a node's meta says of an input: of one that stays where it is
+COLLECTIVES = GATHER, SCATTER, REDUCE, WAIT
 KNOWN = torch._C._log_api_usage_once, operator.setitem  # functions without a result, of which is known what they do
 RESHAPE = aten.reshape.default  # a view or a copy
 SHARED = "returns or keeps tensors that share memory"
@@ -56,8 +56,11 @@ def body(inputs: list[Tensor], name: str) -> list[Tensor]:
 
 @body.register_fake
 def _(inputs, name):
-    made = [n.meta["val"] for n in _bodies[name].results]
-    return [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in made]
+    return [like(n.meta["val"]) for n in _bodies[name].results]
+
+
+def like(v: Tensor) -> Tensor:  # torch.empty_like does not keep all strides
+    return torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device)
 
 
 BODY = getattr(torch.ops, _LIBRARY).body.default
@@ -76,7 +79,7 @@ class Pass(CustomGraphPass):
 
 def is_pure(n: fx.Node) -> bool:
     """Whether a node may lie in a subgraph: no collective, nothing that writes, draws or holds graphs of its own."""
-    if n.op != "call_function" or n.target in (GATHER, SCATTER, REDUCE, WAIT):
+    if n.op != "call_function" or n.target in COLLECTIVES:
         return False
     if n.target is operator.getitem:
         return is_pure(n.args[0])
@@ -158,8 +161,7 @@ def reads_shards(nodes: Iterable[fx.Node]) -> bool:
         hands_on = isinstance(n.target, torch._ops.HigherOrderOperator) or n.op == "output"
         gathers = getattr(n.target, "namespace", None) == "simple_fsdp"
         makes = isinstance(value_of(n), DTensor) and n.op != "placeholder"
-        inner = held(n)
-        deeper = isinstance(inner, fx.GraphModule) and reads_shards(inner.graph.nodes)
+        deeper = isinstance(inner := held(n), fx.GraphModule) and reads_shards(inner.graph.nodes)
         if makes or deeper or (takes and not (hands_on or gathers)):
             return True
     return False
@@ -285,7 +287,7 @@ class Block:
         calls = [n for gm in (forward, backward) for n in gm.graph.nodes if n.op not in ("placeholder", "output")]
         kept, taken = results[outputs:], [*filter(is_tensor, backward.graph.find_nodes(op="placeholder"))]
         lies = lambda nodes: memory(n.meta["val"] for n in nodes if is_tensor(n))  # noqa: E731
-        known = all(is_pure(n) or n.target in (GATHER, SCATTER, REDUCE, WAIT) for n in calls)
+        known = all(is_pure(n) or n.target in COLLECTIVES for n in calls)
         if not known or any(n.target is aten.as_strided.default for n in calls):
             self.why = "draws random numbers, reads memory by strides, or holds graphs of its own"
         elif (outputs, len(given), len(grads), made[:outputs]) != (
@@ -420,14 +422,6 @@ def is_constant(n: fx.Node) -> bool:
     return isinstance(value_of(n), FakeTensor) and not value_of(n)._version
 
 
-def elsewhere(v: Tensor, places: dict[int, torch.UntypedStorage]) -> Tensor:
-    """A value like v in other memory, as `places` has it: what shares memory does so again."""
-    was = v.untyped_storage()
-    place = places.setdefault(was._cdata, torch.UntypedStorage(was.nbytes(), device="meta"))
-    made = torch.empty(0, dtype=v.dtype, device="meta").set_(place, v.storage_offset(), v.shape, v.stride())
-    return FakeTensor(V.fake_mode, made, v.device)
-
-
 class Inline(Pass):
     """In a graph that is cut up: what each operation stands for takes its place, as of the module that it is of."""
 
@@ -436,12 +430,13 @@ class Inline(Pass):
         for call in g.find_nodes(op="call_function", target=BODY):
             found = _bodies[call.args[1]]
             env = dict(zip(filter(is_tensor, found.graph.find_nodes(op="placeholder")), call.args[0], strict=True))
-            places = {m.meta["val"].untyped_storage()._cdata: n.meta["val"].untyped_storage() for m, n in env.items()}
-            with g.inserting_before(call):
+            with g.inserting_before(call), V.fake_mode:
                 for n in (n for n in found.graph.nodes if n.op == "call_function"):
                     args, kwargs = fx.map_arg((n.args, n.kwargs), env.__getitem__)
                     env[n] = g.call_function(RESHAPE if n.target is aten.view.default else n.target, args, kwargs)
-                    env[n].meta = n.meta | dict(val=tree_map(partial(elsewhere, places=places), n.meta["val"]))
+                    args, kwargs = fx.map_arg((args, kwargs), lambda m: m.meta["val"])
+                    value = like(n.meta["val"]) if n.target in COLLECTIVES else env[n].target(*args, **kwargs)
+                    env[n].meta = n.meta | dict(val=value)
                     for key in [key for key in STACKS if n.meta.get(key)]:
                         env[n].meta[key] = {k: (found.paths.get(at, at), c) for k, (at, c) in n.meta[key].items()}
             for user in list(call.users):

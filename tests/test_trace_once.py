@@ -13,10 +13,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models_for_wrapper import private_names
-from torch import nn
+from torch import fx, nn
 from torch._inductor import compile_fx
 from torch._inductor import config as inductor_config
+from torch._inductor.virtualized import V
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import overlap
@@ -140,16 +142,33 @@ class Net(nn.Module):
         return x.square().sum()
 
 
+def check_values(copies):
+    """Each copy's value has the sizes, and shares memory with its inputs, as what its operation gives."""
+    for n in copies:
+        with V.fake_mode:
+            again = n.target(*fx.map_arg(n.args, lambda m: m.meta["val"]), **n.kwargs)
+        ours, theirs = tree_leaves(n.meta["val"]), tree_leaves(again)
+        given = [t.untyped_storage() for m in n.all_input_nodes for t in tree_leaves(m.meta["val"])]
+        shares = [[at._cdata == t.untyped_storage()._cdata for t in made for at in given] for made in (ours, theirs)]
+        assert ([*map(trace_once.told, ours)], shares[0]) == ([*map(trace_once.told, theirs)], shares[1]), n
+
+
 @pytest.fixture
 def traced(monkeypatch):
     """Names of the blocks that were traced for others, and how many each stands for."""
-    found, replace = [], trace_once.Block.replace
+    found, replace, inline = [], trace_once.Block.replace, trace_once.Inline.__call__
 
     def note(self, like, *args):
         found.append((id(like), self is like))
         return replace(self, like, *args)
 
+    def checked(self, g):
+        before = set(g.nodes)
+        inline(self, g)
+        check_values(n for n in g.nodes if n not in before)
+
     monkeypatch.setattr(trace_once.Block, "replace", note)
+    monkeypatch.setattr(trace_once.Inline, "__call__", checked)
     return found
 
 
