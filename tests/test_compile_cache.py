@@ -3,6 +3,7 @@
 import uuid
 from concurrent.futures import ProcessPoolExecutor
 
+import pytest
 import torch
 import torch.distributed as dist
 from harness import processes, start_server
@@ -108,6 +109,7 @@ def test_two_meshes_and_two_ranks_in_one_cache_directory_do_not_mix():
     assert [hit for _, (*_, hit) in runs] == [False, False, False, True]
 
 
+@pytest.mark.slow
 def test_hybrid_shard_is_found_again_and_not_taken_for_that_of_other_groups():
     runs = in_processes_of_their_own(of_two_dimensions, (0, 0), (2, 0), (0, 0))
     assert runs[0][0] == runs[2][0] != runs[1][0]

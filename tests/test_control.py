@@ -357,7 +357,8 @@ print("went on")
 """
 
 
-@pytest.mark.parametrize("kind, code", [("held", 0), ("free", 7), ("progress", 0)])
+@pytest.mark.parametrize("kind, code", [
+    ("held", 0), ("free", 7), pytest.param("progress", 0, marks=pytest.mark.slow)])  # fmt: skip
 def test_a_call_that_hangs_with_the_interpreters_lock_shows_its_stacks_all_the_same(kind, code, tmp_path):
     """PyDLL keeps the lock in a call, CDLL gives it back, so that the watchdog can call the roll. A call that ends
     after all is forgiven: the watchdog stood still too, as in a process that was stopped."""

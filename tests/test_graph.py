@@ -47,7 +47,7 @@ def test_a_step_in_words(capsys):
     assert len(re.findall(r"^  gathered: \d+\.\d+ MiB alive at most, of ", out, re.M)) == 2
 
 
-@pytest.mark.parametrize("mode", ["fwdbwd", pytest.param("step", marks=ONE_GRAPH)])
+@pytest.mark.parametrize("mode", ["fwdbwd", pytest.param("step", marks=[ONE_GRAPH, pytest.mark.slow])])
 def test_the_last_block_s_weights_can_be_kept(capsys, mode):
     per_step, kept = (printed(capsys, f"--compile {mode} {line}") for line in ("", "--keep-last"))
     count = lambda out: int(re.search(r"per step and rank: (\d+) all-gathers", out)[1])  # noqa: E731

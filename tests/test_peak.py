@@ -116,7 +116,7 @@ def test_every_published_peak_is_reproduced_within_2_percent():
 
 
 @needs_triton
-@pytest.mark.parametrize("row", slow([SMALL[0], SMALL[1], *ANEW, *SHALLOW], quick=1), ids=name_of)
+@pytest.mark.parametrize("row", slow([SMALL[0], SMALL[1], *ANEW, *SHALLOW]), ids=name_of)
 def test_no_peak_has_grown_by_2_percent(row, tmp_path):
     check(again(row, tmp_path / "rows.jsonl"), row)
 

@@ -172,6 +172,7 @@ def test_what_may_have_been_meant():
     assert did_you_mean("x", ["y"]) == did_you_mean("", ["y"]) == ""
 
 
+@pytest.mark.slow
 def test_two_ranks_on_pipes_say_it_once_and_the_log_is_what_it_was(tmp_path):
     done = torchrun(*TINY, "--steps", 2, "--results", tmp_path / "rows.jsonl")
     assert done.code == 0, done.err
