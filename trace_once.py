@@ -23,9 +23,9 @@ from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.virtualized import V
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from overlap import GATHER, REDUCE, SCATTER, STACKS, WAIT, Overlap
 
@@ -56,11 +56,16 @@ def body(inputs: list[Tensor], name: str) -> list[Tensor]:
 
 @body.register_fake
 def _(inputs, name):
-    return [like(n.meta["val"]) for n in _bodies[name].results]
+    values, mode = [n.meta["val"] for n in _bodies[name].results], inputs[0].fake_mode
+    with unset_fake_temporarily():
+        return [like(t, mode, torch.UntypedStorage(0, device="meta")) for t in values]
 
 
-def like(v: Tensor) -> Tensor:  # torch.empty_like does not keep all strides
-    return torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device)
+def like(t: FakeTensor, mode: FakeTensorMode, memory: torch.UntypedStorage) -> FakeTensor:
+    """A tensor as this one, in other memory: without a dispatch, which takes its time, and torch.empty_like does not
+    keep all strides. Under no fake mode."""
+    empty = torch.empty(0, dtype=t.dtype, device="meta")
+    return FakeTensor(mode, empty.set_(memory, t.storage_offset(), t.shape, t.stride()), t.device)
 
 
 BODY = getattr(torch.ops, _LIBRARY).body.default
@@ -425,17 +430,35 @@ def is_constant(n: fx.Node) -> bool:
 class Inline(Pass):
     """In a graph that is cut up: what each operation stands for takes its place, as of the module that it is of."""
 
+    @unset_fake_temporarily()
     def __call__(self, g: fx.Graph) -> None:
-        g = getattr(g, "graph", g)
+        g, known = getattr(g, "graph", g), {}
         for call in g.find_nodes(op="call_function", target=BODY):
-            found = _bodies[call.args[1]]
+            found, given = _bodies[call.args[1]], [n.meta["val"] for n in call.args[0]]
+            lies = [t.untyped_storage() for t in given]
+            # What a node computes has the same sizes in copies that are given the same, and lies where theirs does.
+            values, were = known.setdefault((found.graph, *map(told, given), *map(lies.index, lies)), ({}, lies))
+            memory = {was._cdata: now for was, now in zip(were, lies, strict=True)}
             env = dict(zip(filter(is_tensor, found.graph.find_nodes(op="placeholder")), call.args[0], strict=True))
-            with g.inserting_before(call), V.fake_mode:
+
+            def again(t: FakeTensor, memory=memory) -> FakeTensor:
+                was = t.untyped_storage()
+                if was._cdata not in memory:
+                    memory[was._cdata] = torch.UntypedStorage(was.nbytes(), device="meta")
+                return like(t, V.fake_mode, memory[was._cdata])
+
+            with g.inserting_before(call):
                 for n in (n for n in found.graph.nodes if n.op == "call_function"):
                     args, kwargs = fx.map_arg((n.args, n.kwargs), env.__getitem__)
                     env[n] = g.call_function(RESHAPE if n.target is aten.view.default else n.target, args, kwargs)
-                    args, kwargs = fx.map_arg((args, kwargs), lambda m: m.meta["val"])
-                    value = like(n.meta["val"]) if n.target in COLLECTIVES else env[n].target(*args, **kwargs)
+                    if n in values or n.target in COLLECTIVES:
+                        value = values.get(n, n.meta["val"])
+                        value = again(value) if isinstance(value, Tensor) else tree_map_only(Tensor, again, value)
+                    else:
+                        args, kwargs = fx.map_arg((args, kwargs), lambda m: m.meta["val"])
+                        with V.fake_mode:
+                            value = env[n].target(*args, **kwargs)
+                    values.setdefault(n, value)
                     env[n].meta = n.meta | dict(val=value)
                     for key in [key for key in STACKS if n.meta.get(key)]:
                         env[n].meta[key] = {k: (found.paths.get(at, at), c) for k, (at, c) in n.meta[key].items()}
