@@ -17,14 +17,18 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, fx, nn
+from torch._inductor.virtualized import V
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.utils._pytree import tree_map_only
 
-from overlap import GATHER, Overlap, passes
-from trace_once import RESHAPE, Inline, Pass, TraceOnce, is_fixed, is_pure, numbered, told
+from overlap import GATHER, STACKS, Overlap, passes
+from trace_once import BODY, COLLECTIVES, Pass, TraceOnce, bodies, is_fixed, is_pure, is_tensor, like, numbered, told
 
 # All private names of torch that this file uses: the modules of what is imported above, torch._ops, torch._guards,
 # OpOverload._schema and, of storages, _cdata. Not documented: FakeTensor.fake_mode, and the keys of a node's meta that
 # are read and set below.
 CALL = torch.ops.higher_order.invoke_subgraph
+RESHAPE, VIEW = torch.ops.aten.reshape.default, torch.ops.aten.view.default  # the first: a view or a copy
 CAST = torch.ops.prims.convert_element_type.default
 FEWEST = 2  # operations, views aside, that are worth a call
 
@@ -60,8 +64,8 @@ class Regions(Pass):
         widen_again(stretches(g, cuts))
         alike = defaultdict(list)
         for nodes in stretches(g, cuts):
-            stretch = Stretch(nodes)
-            if stretch.key is not None and sum(not may_alias(n) for n in nodes) >= FEWEST:
+            stretch = Stretch(trimmed(nodes))
+            if stretch.key is not None and sum(not may_alias(n) for n in stretch.nodes) >= FEWEST:
                 alike[stretch.key].append(stretch)
         new, self.found = {}, self.found or {}
         for equal in alike.values():
@@ -117,6 +121,20 @@ def stretches(g: fx.Graph, cuts: set[fx.Node]) -> list[list[fx.Node]]:
         elif n.op not in ("placeholder", "get_attr"):
             found.append([])
     return [nodes for nodes in found if nodes]
+
+
+def trimmed(nodes: list[fx.Node]) -> list[fx.Node]:
+    """Without views that others alone read, of what they have anyway, such as the gradients of the block before: a
+    subgraph would not return them, and blocks differ in them."""
+    inside = set(nodes)
+    for n in reversed(nodes):
+        base = n
+        while base in inside and may_alias(base):
+            base = base.args[0]
+        others_have_it = base not in inside or not inside >= base.users.keys()
+        if base is not n and others_have_it and inside.isdisjoint(n.users):
+            inside.remove(n)
+    return [n for n in nodes if n in inside]
 
 
 def move_early(found: list[list[fx.Node]]) -> None:
@@ -219,3 +237,44 @@ def is_whole(view: fx.Node, base: fx.Node) -> bool:
     """Whether a view has all elements of what it is a view of, from the first on."""
     whole, of = view.meta["val"], base.meta["val"]
     return isinstance(of, Tensor) and whole.numel() == of.numel() and whole.storage_offset() == 0
+
+
+class Inline(Pass):
+    """In a graph that is cut up: what each operation stands for takes its place, as of the module that it is of."""
+
+    @unset_fake_temporarily()
+    def __call__(self, g: fx.Graph) -> None:
+        g, known = getattr(g, "graph", g), {}
+        for call in g.find_nodes(op="call_function", target=BODY):
+            found, given = bodies[call.args[1]], [n.meta["val"] for n in call.args[0]]
+            lies = [t.untyped_storage() for t in given]
+            # What a node computes has the same sizes in copies that are given the same, and lies where theirs does.
+            values, were = known.setdefault((found.graph, *map(told, given), *map(lies.index, lies)), ({}, lies))
+            memory = {was._cdata: now for was, now in zip(were, lies, strict=True)}
+            env = dict(zip(filter(is_tensor, found.graph.find_nodes(op="placeholder")), call.args[0], strict=True))
+
+            def again(t: FakeTensor, memory=memory) -> FakeTensor:
+                was = t.untyped_storage()
+                if was._cdata not in memory:
+                    memory[was._cdata] = torch.UntypedStorage(was.nbytes(), device="meta")
+                return like(t, V.fake_mode, memory[was._cdata])
+
+            with g.inserting_before(call):
+                for n in (n for n in found.graph.nodes if n.op == "call_function"):
+                    args, kwargs = fx.map_arg((n.args, n.kwargs), env.__getitem__)
+                    env[n] = g.call_function(RESHAPE if n.target is VIEW else n.target, args, kwargs)
+                    if n in values or n.target in COLLECTIVES:
+                        value = values.get(n, n.meta["val"])
+                        value = again(value) if isinstance(value, Tensor) else tree_map_only(Tensor, again, value)
+                    else:
+                        args, kwargs = fx.map_arg((args, kwargs), lambda m: m.meta["val"])
+                        with V.fake_mode:
+                            value = env[n].target(*args, **kwargs)
+                    values.setdefault(n, value)
+                    env[n].meta = n.meta | dict(val=value)
+                    for key in [key for key in STACKS if n.meta.get(key)]:
+                        env[n].meta[key] = {k: (found.paths.get(at, at), c) for k, (at, c) in n.meta[key].items()}
+            for user in list(call.users):
+                user.replace_all_uses_with(env[found.results[user.args[1]]])
+                g.erase_node(user)
+            g.erase_node(call)

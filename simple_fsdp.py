@@ -280,8 +280,8 @@ def _reader(name: str) -> property:
         try:
             if not _enabled or not isinstance(p, DTensor):  # functional_call puts tensors in the place of parameters
                 return p
-            if compiling:
-                return _gather(p, *module._data_parallel)
+            if (policy := module._data_parallel) and compiling:
+                return _gather(p, *policy)
             if _thread.memo is None and _backward_runs() == -1 and not _compiled_code_runs():
                 return p
             memo, key = {} if _thread.memo is None else _thread.memo, _key(p)  # nothing would free what a memo holds

@@ -22,10 +22,9 @@ from torch._inductor import compile_fx
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.decomposition import select_decomp_table
-from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from overlap import GATHER, REDUCE, SCATTER, STACKS, WAIT, Overlap
 
@@ -36,7 +35,6 @@ aten = torch.ops.aten
 STATIC = "_dynamo_static_input_type"  # a key of what a node's meta says of an input: of one that stays where it is
 COLLECTIVES = GATHER, SCATTER, REDUCE, WAIT
 KNOWN = torch._C._log_api_usage_once, operator.setitem  # functions without a result, of which is known what they do
-RESHAPE = aten.reshape.default  # a view or a copy
 SHARED = "returns or keeps tensors that share memory"
 _LIBRARY = "simple_fsdp_" + __name__.replace(".", "_")  # a copy of this file beside it registers an op of its own
 
@@ -44,19 +42,19 @@ Halves = namedtuple("Halves", "forward backward outputs differentiable saved str
 # graph and results of each; number of the block's results; which have a gradient; what is kept for backward, (whether
 # it is an input, number of that or of forward's result); strides of backward's gradients; which inputs get one
 Body = namedtuple("Body", "graph results paths")  # nodes that are returned; {path of a module here: path in the copy}
-_bodies: dict[str, Body] = {}  # by a hash of all that is in it, so that the compile caches know what an operation is.
+bodies: dict[str, Body] = {}  # by a hash of all that is in it, so that the compile caches know what an operation is.
 # They stay until the process ends: nobody knows when a backward, which is compiled late, needs its own no more.
 
 
 @torch.library.custom_op(f"{_LIBRARY}::body", mutates_args=())
 def body(inputs: list[Tensor], name: str) -> list[Tensor]:
-    """Stands for a graph, until Inline puts it there."""
+    """Stands for a graph, until regions.Inline puts it there."""
     raise RuntimeError("trace_once: a block is missing in the graph: give torch.compile all of regions.compile_options")
 
 
 @body.register_fake
 def _(inputs, name):
-    values, mode = [n.meta["val"] for n in _bodies[name].results], inputs[0].fake_mode
+    values, mode = [n.meta["val"] for n in bodies[name].results], inputs[0].fake_mode
     with unset_fake_temporarily():
         return [like(t, mode, torch.UntypedStorage(0, device="meta")) for t in values]
 
@@ -340,7 +338,7 @@ def kept(found: Body) -> str:
     """A name for it that tells all that is in it."""
     lines = [(str(n.target), repr((n.args, n.kwargs)), told(n.meta.get("val"))) for n in found.graph.nodes]
     name = hashlib.sha256(repr((lines, found.results, found.paths)).encode()).hexdigest()
-    _bodies[name] = found
+    bodies[name] = found
     return name
 
 
@@ -425,44 +423,3 @@ def tensors(n: fx.Node) -> list[Tensor]:
 def is_constant(n: fx.Node) -> bool:
     """Whether a node's value is a plain tensor that was never written to."""
     return isinstance(value_of(n), FakeTensor) and not value_of(n)._version
-
-
-class Inline(Pass):
-    """In a graph that is cut up: what each operation stands for takes its place, as of the module that it is of."""
-
-    @unset_fake_temporarily()
-    def __call__(self, g: fx.Graph) -> None:
-        g, known = getattr(g, "graph", g), {}
-        for call in g.find_nodes(op="call_function", target=BODY):
-            found, given = _bodies[call.args[1]], [n.meta["val"] for n in call.args[0]]
-            lies = [t.untyped_storage() for t in given]
-            # What a node computes has the same sizes in copies that are given the same, and lies where theirs does.
-            values, were = known.setdefault((found.graph, *map(told, given), *map(lies.index, lies)), ({}, lies))
-            memory = {was._cdata: now for was, now in zip(were, lies, strict=True)}
-            env = dict(zip(filter(is_tensor, found.graph.find_nodes(op="placeholder")), call.args[0], strict=True))
-
-            def again(t: FakeTensor, memory=memory) -> FakeTensor:
-                was = t.untyped_storage()
-                if was._cdata not in memory:
-                    memory[was._cdata] = torch.UntypedStorage(was.nbytes(), device="meta")
-                return like(t, V.fake_mode, memory[was._cdata])
-
-            with g.inserting_before(call):
-                for n in (n for n in found.graph.nodes if n.op == "call_function"):
-                    args, kwargs = fx.map_arg((n.args, n.kwargs), env.__getitem__)
-                    env[n] = g.call_function(RESHAPE if n.target is aten.view.default else n.target, args, kwargs)
-                    if n in values or n.target in COLLECTIVES:
-                        value = values.get(n, n.meta["val"])
-                        value = again(value) if isinstance(value, Tensor) else tree_map_only(Tensor, again, value)
-                    else:
-                        args, kwargs = fx.map_arg((args, kwargs), lambda m: m.meta["val"])
-                        with V.fake_mode:
-                            value = env[n].target(*args, **kwargs)
-                    values.setdefault(n, value)
-                    env[n].meta = n.meta | dict(val=value)
-                    for key in [key for key in STACKS if n.meta.get(key)]:
-                        env[n].meta[key] = {k: (found.paths.get(at, at), c) for k, (at, c) in n.meta[key].items()}
-            for user in list(call.users):
-                user.replace_all_uses_with(env[found.results[user.args[1]]])
-                g.erase_node(user)
-            g.erase_node(call)

@@ -201,6 +201,31 @@ def test_other_strides_or_dtypes_are_not_shared(mesh_of, what):
     torch.testing.assert_close(after, before, rtol=0, atol=0)
 
 
+def test_views_that_others_alone_read_do_not_tell_blocks_apart(mesh_of):
+    """Such as, in backward, the gradients of the block before, of which the first block has none."""
+    mesh_of(2)
+    lines = []
+    for i, x in enumerate(["x", "y0", "y1"]):
+        lines += [(f"m{i}", aten.mul.Tensor, x, 2.0), (f"y{i}", aten.add.Tensor, f"m{i}", f"w{i}")]
+        if i:
+            lines += [(f"parts{i}", aten.split_with_sizes.default, "x", [1, 3]),
+                      (f"p{i}", operator.getitem, f"parts{i}", i - 1), (f"v{i}", aten.reshape.default, f"p{i}", [-1])]
+        if i < 2:
+            lines += [(f"seen{i}", aten.reshape.default, f"y{i}", [2, 8])]
+        lines += [(f"gone{i}", WAIT, f"y{i}")]
+    gm, real = built(lines, ["x", "w0", "w1", "w2"], ["y2", "v1", "v2", "seen0", "seen1"])
+    moves, before, after = through(gm, real)
+    assert moves.found == {"region_0": 3}
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+
+
+@needs_213
+@pytest.mark.slow
+def test_in_backward_all_blocks_but_one_share_their_code(mesh_of):
+    _, shared, _ = graphs_of(regions, mesh_of(8), depth=5)
+    assert max(shared["backward"].meta["calls"].values()) == 4  # the last of backward starts no gather before it
+
+
 def test_small_results_for_backward_are_made_in_the_stretch_that_they_come_from(mesh_of):
     mesh_of(2)
     lines = [line for i in (0, 1) for line in (
@@ -287,5 +312,7 @@ def test_plan_and_source_are_in_the_cache_key(mesh_of):
 
 
 def test_the_private_names_of_torch_stand_at_the_head_of_the_file():
-    assert private_names(Path(regions.__file__).read_text()) == {"_ops", "_guards", "_schema", "_cdata"}
+    assert private_names(Path(regions.__file__).read_text()) == {
+        "_ops", "_guards", "_schema", "_cdata", "_inductor", "_pytree", "_subclasses",
+    }  # fmt: skip
     assert torch.empty(1).untyped_storage()._cdata and aten.add_.Tensor._schema.is_mutable

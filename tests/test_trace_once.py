@@ -156,7 +156,7 @@ def check_values(copies):
 @pytest.fixture
 def traced(monkeypatch):
     """Names of the blocks that were traced for others, and how many each stands for."""
-    found, replace, inline = [], trace_once.Block.replace, trace_once.Inline.__call__
+    found, replace, inline = [], trace_once.Block.replace, regions.Inline.__call__
 
     def note(self, like, *args):
         found.append((id(like), self is like))
@@ -168,7 +168,7 @@ def traced(monkeypatch):
         check_values(n for n in g.nodes if n not in before)
 
     monkeypatch.setattr(trace_once.Block, "replace", note)
-    monkeypatch.setattr(trace_once.Inline, "__call__", checked)
+    monkeypatch.setattr(regions.Inline, "__call__", checked)
     return found
 
 
@@ -356,9 +356,9 @@ def test_a_name_tells_all_that_it_stands_for(mesh_of):
             def forward(self, x, mask):
                 return super().forward(x, mask) * scale  # noqa: B023
 
-        before = set(trace_once._bodies)
+        before = set(trace_once.bodies)
         run(mesh_of(1), Net(Scaled), torch.randn(3, D))
-        names |= set(trace_once._bodies) - before
+        names |= set(trace_once.bodies) - before
         torch.distributed.destroy_process_group()
     assert len(names) == 2 * 4 * 2  # models, blocks, forward and backward
 

@@ -8,8 +8,9 @@ ranks that have its cache directory wait for it, and the first rank of each othe
 A graph is shared only if nothing in it knows the rank, which AOTAutograd's key does not tell: see `described`. Every
 other graph, uneven shards and other Inductor options than overlap.py's are compiled by each rank, as without this.
 
-Meanwhile Python looks for garbage less often: it would walk, again and again, graphs that are all in use. On a CPU
-other time that makes no code is saved, too: see `ready` and `kernels_later`.
+Meanwhile Python looks for garbage less often: it would walk, again and again, graphs that are all in use. Dynamo guards
+what is shared, such as the parameters' mesh, in C++: it would write a Python function for it. On a CPU other time that
+makes no code is saved, too: see `ready` and `kernels_later`.
 """
 
 import functools
@@ -30,6 +31,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx
+from torch._dynamo import config as dynamo
 from torch._functorch import config as functorch
 from torch._functorch._aot_autograd.autograd_cache import BypassAOTAutogradCache, check_cacheable
 from torch._inductor import compile_fx as inductor
@@ -44,6 +46,7 @@ from torch.distributed.tensor import DTensor, Shard
 BEGIN_S, END_S = 120.0, 1200.0  # how long a rank waits for another to begin compiling, and to end: then it compiles
 POLL_S = 0.2
 ALLOCATIONS = 50_000  # between collections of Python's garbage; its default is 700
+PYTHON_GUARDS = ("use_lamba_guard_for_object_aliasing",)  # sic; of torch 2.13
 PIECE = 4 << 20  # bytes; torch's store takes 8 MiB at once
 OPTIONS = {  # those of overlap.py and regions.py; torch's own buckets know the rank
     "pre_grad_custom_pass", "post_grad_custom_pre_pass", "post_grad_custom_post_pass", "reorder_for_peak_memory",
@@ -194,7 +197,7 @@ def compile_once(device: torch.device, group: dist.ProcessGroup | None) -> Itera
     before = gc.get_threshold()
     gc.set_threshold(before[0] and max(before[0], ALLOCATIONS), *before[1:])  # 0: it was off
     try:
-        with _shared(device, group):
+        with dynamo.patch({name: False for name in PYTHON_GUARDS if hasattr(dynamo, name)}), _shared(device, group):
             yield
     finally:
         gc.set_threshold(*before)
