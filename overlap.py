@@ -196,7 +196,6 @@ class Overlap(CustomGraphPass):
             again.replace_all_uses_with(wait_of(again.args[0]))  # the compiler merges equal collectives, not the waits
             g.erase_node(again)
         self.find_blocks(g, [n for n in starts if n.target is not REDUCE])
-        self.values = {}  # fake ones, by what they are computed from; of this graph alone
         backward = self.gather_again(g) if self.whole_step else None
         found = [n for n in g.find_nodes(op="call_function", target=GATHER) if sources(n) is not None]
         found.sort(key=wait_of)  # nodes compare by their places in the graph
@@ -286,11 +285,11 @@ class Overlap(CustomGraphPass):
             with g.inserting_before(before):
                 copies = {}
                 inputs = [copied(g, n.args[0], copies) for n in bucket]
-                flat = self.call(g, aten.cat.default, [self.shaped(g, x, x.meta["val"].numel()) for x in inputs])
-                start = self.call(g, GATHER, flat, *bucket[0].args[1:], like=bucket)
+                flat = call(g, aten.cat.default, [shaped(g, x, x.meta["val"].numel()) for x in inputs])
+                start = call(g, GATHER, flat, *bucket[0].args[1:], like=bucket)
             with g.inserting_before(first_wait):
-                rows = self.shaped(g, self.call(g, WAIT, start), bucket[0].args[1], -1)  # [N, sizes]
-                results = self.split(g, rows, bucket, CUT)
+                rows = shaped(g, call(g, WAIT, start), bucket[0].args[1], -1)  # [N, sizes]
+                results = split(g, rows, bucket, CUT)
             replace(bucket, results)
             before = max(results).next
 
@@ -305,43 +304,15 @@ class Overlap(CustomGraphPass):
             if following and max(following) < start_at:  # buckets start in the order in which they are waited for
                 start_at = after
             with g.inserting_before(after):
-                rows = [self.shaped(g, n.args[0], ranks, -1) for n in bucket]  # each [N, shard]
-                flat = self.shaped(g, self.call(g, aten.cat.default, rows, 1), -1)
+                rows = [shaped(g, n.args[0], ranks, -1) for n in bucket]  # each [N, shard]
+                flat = shaped(g, call(g, aten.cat.default, rows, 1), -1)
             with g.inserting_before(start_at):
-                start = self.call(g, op, flat, *bucket[0].args[1:], like=bucket)
+                start = call(g, op, flat, *bucket[0].args[1:], like=bucket)
                 if last_wait is not None:  # moves it to here; the caller sorts what uses it behind it
                     (self.ahead < 1 and part_of(last_wait, start, self.ahead) or start).append(last_wait)
-                last_wait = self.call(g, WAIT, start)
-                results = self.split(g, last_wait, bucket, aten.split_with_sizes.default)
+                last_wait = call(g, WAIT, start)
+                results = split(g, last_wait, bucket, aten.split_with_sizes.default)
             replace(bucket, results)
-
-    def call(self, g: fx.Graph, target, *args, like: Sequence[fx.Node] = ()) -> fx.Node:
-        """A new node; `like`: what it merges, noted with the modules that they come from. Its fake value is that of an
-        equal node before, of another bucket: Inductor computes those of all new nodes after this pass."""
-        node = g.call_function(target, args)
-        given, numbers = [n.meta["val"] for n in node.all_input_nodes], repr(fx.map_arg(args, lambda n: None))
-        key = target, numbers, *((t.shape, t.stride(), t.dtype, t.device) for t in given)
-        if key not in self.values:
-            with given[0].fake_mode:
-                self.values[key] = target(*fx.map_arg(args, lambda n: n.meta["val"]))
-        node.meta["val"] = self.values[key]
-        if like:
-            node.meta |= {key: like[0].meta[key] for key in STACKS if key in like[0].meta}
-            node.meta["bucket"] = [(module_of(n), tuple(contents(n).meta["val"].shape)) for n in like]
-        return node
-
-    def shaped(self, g: fx.Graph, n: fx.Node, *shape: int) -> fx.Node:
-        return n if n.meta["val"].shape == shape else self.call(g, aten.reshape.default, n, [*shape])
-
-    def split(self, g: fx.Graph, whole: fx.Node, starts: list[fx.Node], op) -> list[fx.Node]:
-        """What each of `starts` would have given, cut by `op` from the last dimension of what they give together."""
-        parts, rows = [whole], whole.meta["val"].shape[:-1].numel()
-        if len(starts) > 1:
-            pieces = self.call(g, op, whole, [n.meta["val"].numel() // rows for n in starts])
-            parts = [g.call_function(operator.getitem, (pieces, i)) for i in range(len(starts))]
-            for part, value in zip(parts, pieces.meta["val"], strict=True):
-                part.meta["val"] = value
-        return [self.shaped(g, part, *n.meta["val"].shape) for part, n in zip(parts, starts, strict=True)]
 
 
 def behind_gather(first: fx.Node) -> fx.Node:
@@ -472,6 +443,32 @@ def copied(g: fx.Graph, n: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
         copies[n] = g.call_function(n.target, args, kwargs)  # node_copy would take a name that AOT's remat gave twice
         copies[n].meta = dict(n.meta)
     return copies.get(n, n)
+
+
+def call(g: fx.Graph, target, *args, like: Sequence[fx.Node] = ()) -> fx.Node:
+    """A new node with its fake value; `like`: what it merges, noted with the modules that they come from."""
+    node = g.call_function(target, args)
+    with node.all_input_nodes[0].meta["val"].fake_mode:
+        node.meta["val"] = target(*fx.map_arg(args, lambda n: n.meta["val"]))
+    if like:
+        node.meta |= {key: like[0].meta[key] for key in STACKS if key in like[0].meta}
+        node.meta["bucket"] = [(module_of(n), tuple(contents(n).meta["val"].shape)) for n in like]
+    return node
+
+
+def shaped(g: fx.Graph, n: fx.Node, *shape: int) -> fx.Node:
+    return n if n.meta["val"].shape == shape else call(g, aten.reshape.default, n, [*shape])
+
+
+def split(g: fx.Graph, whole: fx.Node, starts: list[fx.Node], op) -> list[fx.Node]:
+    """What each of `starts` would have given, cut by `op` from the last dimension of what they give together."""
+    parts, rows = [whole], whole.meta["val"].shape[:-1].numel()
+    if len(starts) > 1:
+        pieces = call(g, op, whole, [n.meta["val"].numel() // rows for n in starts])
+        parts = [g.call_function(operator.getitem, (pieces, i)) for i in range(len(starts))]
+        for part, value in zip(parts, pieces.meta["val"], strict=True):
+            part.meta["val"] = value
+    return [shaped(g, part, *n.meta["val"].shape) for part, n in zip(parts, starts, strict=True)]
 
 
 def replace(starts: list[fx.Node], by: list[fx.Node]) -> None:

@@ -46,7 +46,8 @@ from torch.distributed.tensor import DTensor, Shard
 BEGIN_S, END_S = 120.0, 1200.0  # how long a rank waits for another to begin compiling, and to end: then it compiles
 POLL_S = 0.2
 ALLOCATIONS = 50_000  # between collections of Python's garbage; its default is 700
-PYTHON_GUARDS = ("use_lamba_guard_for_object_aliasing",)  # sic; of torch 2.13
+PYTHON_GUARDS = "use_lamba_guard_for_object_aliasing"  # sic; where the next one is on, C++ would skip what they compare
+SKIPS_GUARDS = "use_recursive_dict_tags_for_guards"
 PIECE = 4 << 20  # bytes; torch's store takes 8 MiB at once
 OPTIONS = {  # those of overlap.py and regions.py; torch's own buckets know the rank
     "pre_grad_custom_pass", "post_grad_custom_pre_pass", "post_grad_custom_post_pass", "reorder_for_peak_memory",
@@ -197,7 +198,8 @@ def compile_once(device: torch.device, group: dist.ProcessGroup | None) -> Itera
     before = gc.get_threshold()
     gc.set_threshold(before[0] and max(before[0], ALLOCATIONS), *before[1:])  # 0: it was off
     try:
-        with dynamo.patch({name: False for name in PYTHON_GUARDS if hasattr(dynamo, name)}), _shared(device, group):
+        sooner = hasattr(dynamo, PYTHON_GUARDS) and not getattr(dynamo, SKIPS_GUARDS, True)
+        with dynamo.patch({PYTHON_GUARDS: False} if sooner else {}), _shared(device, group):
             yield
     finally:
         gc.set_threshold(*before)
