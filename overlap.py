@@ -285,13 +285,13 @@ class Overlap(CustomGraphPass):
             with g.inserting_before(before):
                 copies = {}
                 inputs = [copied(g, n.args[0], copies) for n in bucket]
-                flat = call(g, aten.cat.default, [shaped(g, x, x.meta["val"].numel()) for x in inputs])
+                flat = call(g, aten.cat.default, [call(g, aten.reshape.default, x, [-1]) for x in inputs])
                 start = call(g, GATHER, flat, *bucket[0].args[1:], like=bucket)
             with g.inserting_before(first_wait):
-                rows = shaped(g, call(g, WAIT, start), bucket[0].args[1], -1)  # [N, sizes]
+                rows = call(g, aten.reshape.default, call(g, WAIT, start), [bucket[0].args[1], -1])  # [N, sizes]
                 results = split(g, rows, bucket, CUT)
             replace(bucket, results)
-            before = max(results).next
+            before = results[-1].next
 
     def merge_reductions(self, g: fx.Graph, op) -> None:
         """Reduce-scatters, or the all-reduces of gradients: averages of more than a scalar. A bucket starts when all of
@@ -304,8 +304,8 @@ class Overlap(CustomGraphPass):
             if following and max(following) < start_at:  # buckets start in the order in which they are waited for
                 start_at = after
             with g.inserting_before(after):
-                rows = [shaped(g, n.args[0], ranks, -1) for n in bucket]  # each [N, shard]
-                flat = shaped(g, call(g, aten.cat.default, rows, 1), -1)
+                rows = [call(g, aten.reshape.default, n.args[0], [ranks, -1]) for n in bucket]  # each [N, shard]
+                flat = call(g, aten.reshape.default, call(g, aten.cat.default, rows, 1), [-1])
             with g.inserting_before(start_at):
                 start = call(g, op, flat, *bucket[0].args[1:], like=bucket)
                 if last_wait is not None:  # moves it to here; the caller sorts what uses it behind it
@@ -456,10 +456,6 @@ def call(g: fx.Graph, target, *args, like: Sequence[fx.Node] = ()) -> fx.Node:
     return node
 
 
-def shaped(g: fx.Graph, n: fx.Node, *shape: int) -> fx.Node:
-    return n if n.meta["val"].shape == shape else call(g, aten.reshape.default, n, [*shape])
-
-
 def split(g: fx.Graph, whole: fx.Node, starts: list[fx.Node], op) -> list[fx.Node]:
     """What each of `starts` would have given, cut by `op` from the last dimension of what they give together."""
     parts, rows = [whole], whole.meta["val"].shape[:-1].numel()
@@ -468,7 +464,7 @@ def split(g: fx.Graph, whole: fx.Node, starts: list[fx.Node], op) -> list[fx.Nod
         parts = [g.call_function(operator.getitem, (pieces, i)) for i in range(len(starts))]
         for part, value in zip(parts, pieces.meta["val"], strict=True):
             part.meta["val"] = value
-    return [shaped(g, part, *n.meta["val"].shape) for part, n in zip(parts, starts, strict=True)]
+    return [call(g, aten.reshape.default, part, [*n.meta["val"].shape]) for part, n in zip(parts, starts, strict=True)]
 
 
 def replace(starts: list[fx.Node], by: list[fx.Node]) -> None:

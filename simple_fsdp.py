@@ -67,9 +67,9 @@ class MixedPrecisionPolicy:
     reduce_dtype: torch.dtype | None = None
 
 
-def _dtypes(p: DTensor, param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None) -> tuple[torch.dtype, ...]:
-    dtype = param_dtype or p.dtype
-    return (dtype, reduce_dtype or dtype) if p.dtype.is_floating_point else (p.dtype, p.dtype)
+def _dtypes(p: DTensor, mp: MixedPrecisionPolicy) -> tuple[torch.dtype, torch.dtype]:
+    dtype = mp.param_dtype or p.dtype
+    return (dtype, mp.reduce_dtype or dtype) if p.dtype.is_floating_point else (p.dtype, p.dtype)
 
 
 def _over(p: DTensor, dim: int) -> tuple[bool, int, str]:
@@ -160,17 +160,16 @@ class _Reduce(torch.autograd.Function):
 # copy of this file has one of another name.
 _library, _loader = torch.library.Library("simple_fsdp", "FRAGMENT"), globals().get("__loader__")
 _NAME = next(name for i in count() if not hasattr(torch.ops.simple_fsdp, name := f"gather_{i}"))
-_NAME = _library.define(f"{_NAME}(Tensor p, ScalarType? param_dtype, ScalarType? reduce_dtype, bool again) -> Tensor")
+_NAME = _library.define(f"{_NAME}(Tensor p, ScalarType dtype, ScalarType reduce_dtype, bool again) -> Tensor")
 _gather = getattr(torch.ops.simple_fsdp, _NAME).default
 _VERSION = hash(int.from_bytes(_loader.get_data(__file__))) if hasattr(_loader, "get_data") else id(_library)
 
 
 @torch.library.impl(_library, _NAME, "CompositeImplicitAutograd")
-def _gather_one(p: DTensor, param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, again: bool) -> Tensor:
-    dtypes = _dtypes(p, param_dtype, reduce_dtype)
+def _gather_one(p: DTensor, dtype: torch.dtype, reduce_dtype: torch.dtype, again: bool) -> Tensor:
     if (mode := get_proxy_mode()) is None:  # before AOTAutograd makes its graph, Dynamo and it ask for the shape
-        return _Gather.apply(False if is_fake(p._local_tensor) else None, *dtypes, p)[0]
-    before, whole = len(nodes := mode.tracer.graph.nodes), _Gather.apply(None, *dtypes, p)[0]
+        return _Gather.apply(False if is_fake(p._local_tensor) else None, dtype, reduce_dtype, p)[0]
+    before, whole = len(nodes := mode.tracer.graph.nodes), _Gather.apply(None, dtype, reduce_dtype, p)[0]
     for node in islice(reversed(nodes), len(nodes) - before):  # noted as under a checkpoint, or to be kept even there
         keep = not again and node.target is _c10d.wait_tensor.default
         node.meta["recompute"] = CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
@@ -186,8 +185,8 @@ _GatherAgain = namedtuple("_GatherAgain", "call index versions size stride offse
 class _Call:
     """Parameters that are gathered at once; and again, those that backward needs, until it has had each."""
 
-    def __init__(self, params: list[DTensor], *dtypes: torch.dtype | None):
-        self.params, self.dtypes = params, _dtypes(params[0], *dtypes)
+    def __init__(self, params: list[DTensor], mp: MixedPrecisionPolicy):
+        self.params, self.dtypes = params, _dtypes(params[0], mp)
         self.needed, self.again, self.saved, self.used = set(), {}, 0, 0
 
 
@@ -258,8 +257,8 @@ def _gather_into(memo: dict, modules: Iterable[nn.Module], only: str | None = No
             if isinstance(p, DTensor) and only in (None, name) and (key := _key(p)) not in memo:
                 group = alike.setdefault((p.device_mesh, p.placements, p.dtype, *policy), {})
                 group[key] = p, f"{name} of {type(module).__name__}"
-    for (*_, param_dtype, reduce_dtype, reshard_after_forward), group in alike.items():
-        call = _Call([p for p, _ in group.values()], param_dtype, reduce_dtype)
+    for (*_, mp, reshard_after_forward), group in alike.items():
+        call = _Call([p for p, _ in group.values()], mp)
         with _without_transforms() if _transform() is not None else nullcontext():
             wholes = _Gather.apply(call, *call.dtypes, *call.params)
         for i, (whole, (key, (p, name))) in enumerate(zip(wholes, group.items(), strict=True)):
@@ -280,8 +279,9 @@ def _reader(name: str) -> property:
         try:
             if not _enabled or not isinstance(p, DTensor):  # functional_call puts tensors in the place of parameters
                 return p
-            if (policy := module._data_parallel) and compiling:
-                return _gather(p, *policy)
+            mp, reshard_after_forward = module._data_parallel
+            if compiling:
+                return _gather(p, *_dtypes(p, mp), reshard_after_forward)
             if _thread.memo is None and _backward_runs() == -1 and not _compiled_code_runs():
                 return p
             memo, key = {} if _thread.memo is None else _thread.memo, _key(p)  # nothing would free what a memo holds
@@ -433,7 +433,7 @@ def data_parallel(
             module._parameters[name] = _shards[p]
         if module is model or next(module.parameters(), None) is not None:
             module.__dict__.pop("_flat_weights", None)  # an RNN's list, which holds the unsharded parameters
-            module._data_parallel = mp_policy.param_dtype, mp_policy.reduce_dtype, reshard_after_forward
+            module._data_parallel = mp_policy, reshard_after_forward
             module.__class__ = _wrapped_class(type(module), tuple(own))
     model._data_parallel_root, _roots[id(model)] = True, model
     _plan_eager(model)

@@ -333,6 +333,38 @@ def test_only_ranks_leave_the_tag(tag, without):
     assert module._without_rank(tag) == without
 
 
+class Act(nn.Module):
+    """Two layers that share an activation, which Dynamo guards."""
+
+    def __init__(self):
+        super().__init__()
+        act = nn.LeakyReLU(0.1)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), act) for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer[1](layer[0](x))
+        return x
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_what_was_shared_and_no_longer_is_compiles_anew(skips):
+    if not hasattr(module.dynamo, module.SKIPS_GUARDS):
+        pytest.skip(f"this torch has no {module.SKIPS_GUARDS}")
+    torch._dynamo.reset()
+    model, x = Act(), torch.randn(2, 4)
+    compiled, written = torch.compile(model, backend="eager"), []
+    with module.dynamo.patch({module.SKIPS_GUARDS: skips}):
+        with compile_once(CPU, None):
+            written.append(getattr(module.dynamo, module.PYTHON_GUARDS))
+            compiled(x)
+        for _ in range(2):  # so that Dynamo learns what it may skip
+            compiled(x)
+        model.layers[1][1] = nn.LeakyReLU(0.9)
+        assert torch.equal(compiled(x), model(x))
+    assert written == [skips] and getattr(module.dynamo, module.PYTHON_GUARDS)
+
+
 RUN = "--depth 1 --width 32 --head-dim 16 --grouping 2 --seqlen 16 --steps 3 --batch 2 --compile".split()
 
 

@@ -46,8 +46,8 @@ from torch.distributed.tensor import DTensor, Shard
 BEGIN_S, END_S = 120.0, 1200.0  # how long a rank waits for another to begin compiling, and to end: then it compiles
 POLL_S = 0.2
 ALLOCATIONS = 50_000  # between collections of Python's garbage; its default is 700
-PYTHON_GUARDS = "use_lamba_guard_for_object_aliasing"  # sic; where the next one is on, C++ would skip what they compare
-SKIPS_GUARDS = "use_recursive_dict_tags_for_guards"
+PYTHON_GUARDS = "use_lamba_guard_for_object_aliasing"  # sic; left alone where the next one is on, which torch 2.13 has
+SKIPS_GUARDS = "use_recursive_dict_tags_for_guards"  # off: with it guards may be skipped, whether these is not known
 PIECE = 4 << 20  # bytes; torch's store takes 8 MiB at once
 OPTIONS = {  # those of overlap.py and regions.py; torch's own buckets know the rank
     "pre_grad_custom_pass", "post_grad_custom_pre_pass", "post_grad_custom_post_pass", "reorder_for_peak_memory",
