@@ -289,7 +289,7 @@ class Overlap(CustomGraphPass):
                 start = call(g, GATHER, flat, *bucket[0].args[1:], like=bucket)
             with g.inserting_before(first_wait):
                 rows = call(g, aten.reshape.default, call(g, WAIT, start), [bucket[0].args[1], -1])  # [N, sizes]
-                results = split(g, rows, bucket, CUT)
+                results = split(g, rows, bucket)
             replace(bucket, results)
             before = results[-1].next
 
@@ -311,7 +311,10 @@ class Overlap(CustomGraphPass):
                 if last_wait is not None:  # moves it to here; the caller sorts what uses it behind it
                     (self.ahead < 1 and part_of(last_wait, start, self.ahead) or start).append(last_wait)
                 last_wait = call(g, WAIT, start)
-                results = split(g, last_wait, bucket, aten.split_with_sizes.default)
+                values = [n.meta["val"].contiguous() for n in bucket]
+                ends = accumulate(v.numel() for v in values)  # of each in what they give together
+                results = [call(g, aten.as_strided.default, last_wait, [*v.shape], [*v.stride()], end - v.numel())
+                           for v, end in zip(values, ends, strict=True)]  # fmt: skip
             replace(bucket, results)
 
 
@@ -448,22 +451,19 @@ def copied(g: fx.Graph, n: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
 def call(g: fx.Graph, target, *args, like: Sequence[fx.Node] = ()) -> fx.Node:
     """A new node with its fake value; `like`: what it merges, noted with the modules that they come from."""
     node = g.call_function(target, args)
-    with node.all_input_nodes[0].meta["val"].fake_mode:
-        node.meta["val"] = target(*fx.map_arg(args, lambda n: n.meta["val"]))
+    node.meta["val"] = target(*fx.map_arg(args, lambda n: n.meta["val"]))
     if like:
         node.meta |= {key: like[0].meta[key] for key in STACKS if key in like[0].meta}
         node.meta["bucket"] = [(module_of(n), tuple(contents(n).meta["val"].shape)) for n in like]
     return node
 
 
-def split(g: fx.Graph, whole: fx.Node, starts: list[fx.Node], op) -> list[fx.Node]:
-    """What each of `starts` would have given, cut by `op` from the last dimension of what they give together."""
-    parts, rows = [whole], whole.meta["val"].shape[:-1].numel()
+def split(g: fx.Graph, whole: fx.Node, starts: list[fx.Node]) -> list[fx.Node]:
+    """What each of `starts` would have given, cut from the last dimension of what they give together, [N, sizes]."""
+    parts = [whole]
     if len(starts) > 1:
-        pieces = call(g, op, whole, [n.meta["val"].numel() // rows for n in starts])
-        parts = [g.call_function(operator.getitem, (pieces, i)) for i in range(len(starts))]
-        for part, value in zip(parts, pieces.meta["val"], strict=True):
-            part.meta["val"] = value
+        pieces = call(g, CUT, whole, [n.meta["val"].numel() // len(whole.meta["val"]) for n in starts])
+        parts = [call(g, operator.getitem, pieces, i) for i in range(len(starts))]
     return [call(g, aten.reshape.default, part, [*n.meta["val"].shape]) for part, n in zip(parts, starts, strict=True)]
 
 

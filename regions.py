@@ -18,8 +18,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, fx, nn
 from torch._inductor.virtualized import V
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
-from torch.utils._pytree import tree_map_only
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.fx.node import map_aggregate
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from overlap import GATHER, STACKS, Overlap, passes
 from trace_once import BODY, COLLECTIVES, Pass, TraceOnce, bodies, is_fixed, is_pure, is_tensor, like, numbered, told
@@ -57,7 +58,8 @@ class Regions(Pass):
 
     def __call__(self, g: fx.Graph) -> None:
         g = getattr(g, "graph", g)
-        self.moves(g)
+        with unset_fake_temporarily(), Remembered():
+            self.moves(g)
         gathers = g.find_nodes(op="call_function", target=GATHER)
         cuts = set() if gathers else self.borders(g)
         move_early(stretches(g, cuts))
@@ -239,6 +241,46 @@ def is_whole(view: fx.Node, base: fx.Node) -> bool:
     return isinstance(of, Tensor) and whole.numel() == of.numel() and whole.storage_offset() == 0
 
 
+def copying(were: list[torch.UntypedStorage], lie: list[torch.UntypedStorage]):
+    """What makes fake values, of inputs that lie in `lie`, like those of inputs that lay in `were`: tensors and lists
+    of them. What shared memory with an input or another value does so again. Under no fake mode."""
+    memory = {was._cdata: now for was, now in zip(were, lie, strict=True)}
+
+    def again(value):
+        if not isinstance(value, Tensor):
+            return type(value)(map(again, value)) if isinstance(value, list | tuple) else value
+        was = value.untyped_storage()
+        if was._cdata not in memory:
+            memory[was._cdata] = torch.UntypedStorage(was.nbytes(), device="meta")
+        return like(value, V.fake_mode, memory[was._cdata])
+
+    return again
+
+
+class Remembered(TorchDispatchMode):
+    """Inside it fake values of an operation on inputs as others before are made like those. They lie in memory of their
+    own, as others count who lies with whom."""
+
+    def __init__(self):
+        super().__init__()
+        self.known = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.prim.device.default:
+            return args[0].device
+        given = []
+        rest = map_aggregate((args, kwargs or {}), lambda a: given.append(a) if isinstance(a, Tensor) else a)
+        lie = [t.untyped_storage() for t in given]
+        key = func, repr(rest), *map(told, given), *map(lie.index, lie)
+        if key in self.known:
+            value, were = self.known[key]
+            return copying(were, lie)(value)
+        value = func(*args, **kwargs or {})
+        if is_fixed(given):
+            self.known[key] = value, lie
+        return value
+
+
 class Inline(Pass):
     """In a graph that is cut up: what each operation stands for takes its place, as of the module that it is of."""
 
@@ -250,22 +292,15 @@ class Inline(Pass):
             lies = [t.untyped_storage() for t in given]
             # What a node computes has the same sizes in copies that are given the same, and lies where theirs does.
             values, were = known.setdefault((found.graph, *map(told, given), *map(lies.index, lies)), ({}, lies))
-            memory = {was._cdata: now for was, now in zip(were, lies, strict=True)}
+            again = copying(were, lies)
             env = dict(zip(filter(is_tensor, found.graph.find_nodes(op="placeholder")), call.args[0], strict=True))
-
-            def again(t: FakeTensor, memory=memory) -> FakeTensor:
-                was = t.untyped_storage()
-                if was._cdata not in memory:
-                    memory[was._cdata] = torch.UntypedStorage(was.nbytes(), device="meta")
-                return like(t, V.fake_mode, memory[was._cdata])
 
             with g.inserting_before(call):
                 for n in (n for n in found.graph.nodes if n.op == "call_function"):
                     args, kwargs = fx.map_arg((n.args, n.kwargs), env.__getitem__)
                     env[n] = g.call_function(RESHAPE if n.target is VIEW else n.target, args, kwargs)
                     if n in values or n.target in COLLECTIVES:
-                        value = values.get(n, n.meta["val"])
-                        value = again(value) if isinstance(value, Tensor) else tree_map_only(Tensor, again, value)
+                        value = again(values.get(n, n.meta["val"]))
                     else:
                         args, kwargs = fx.map_arg((args, kwargs), lambda m: m.meta["val"])
                         with V.fake_mode:

@@ -36,6 +36,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 # get_proxy_mode gives, and the meta of a graph's nodes.
 _c10d = torch.ops._c10d_functional
 _top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_is_compiling = torch.compiler.is_compiling  # Dynamo pays for each dot of a name
 _modes = torch._C._len_torch_dispatch_stack  # how many dispatch modes are on
 _backward_runs = torch._C._current_graph_task_id  # -1: none on this thread
 _compiled_code_runs = torch._C._dynamo.eval_frame.get_eval_frame_callback  # None: none on this thread
@@ -67,9 +68,9 @@ class MixedPrecisionPolicy:
     reduce_dtype: torch.dtype | None = None
 
 
-def _dtypes(p: DTensor, mp: MixedPrecisionPolicy) -> tuple[torch.dtype, torch.dtype]:
-    dtype = mp.param_dtype or p.dtype
-    return (dtype, mp.reduce_dtype or dtype) if p.dtype.is_floating_point else (p.dtype, p.dtype)
+def _dtypes(p: DTensor, param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None) -> tuple[torch.dtype, ...]:
+    dtype = param_dtype or p.dtype
+    return (dtype, reduce_dtype or dtype) if p.dtype.is_floating_point else (p.dtype, p.dtype)
 
 
 def _over(p: DTensor, dim: int) -> tuple[bool, int, str]:
@@ -160,16 +161,16 @@ class _Reduce(torch.autograd.Function):
 # copy of this file has one of another name.
 _library, _loader = torch.library.Library("simple_fsdp", "FRAGMENT"), globals().get("__loader__")
 _NAME = next(name for i in count() if not hasattr(torch.ops.simple_fsdp, name := f"gather_{i}"))
-_NAME = _library.define(f"{_NAME}(Tensor p, ScalarType dtype, ScalarType reduce_dtype, bool again) -> Tensor")
+_NAME = _library.define(f"{_NAME}(Tensor p, ScalarType? dtype, ScalarType? reduce_dtype, bool again) -> Tensor")
 _gather = getattr(torch.ops.simple_fsdp, _NAME).default
 _VERSION = hash(int.from_bytes(_loader.get_data(__file__))) if hasattr(_loader, "get_data") else id(_library)
 
 
 @torch.library.impl(_library, _NAME, "CompositeImplicitAutograd")
-def _gather_one(p: DTensor, dtype: torch.dtype, reduce_dtype: torch.dtype, again: bool) -> Tensor:
+def _gather_one(p: DTensor, dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, again: bool) -> Tensor:
     if (mode := get_proxy_mode()) is None:  # before AOTAutograd makes its graph, Dynamo and it ask for the shape
-        return _Gather.apply(False if is_fake(p._local_tensor) else None, dtype, reduce_dtype, p)[0]
-    before, whole = len(nodes := mode.tracer.graph.nodes), _Gather.apply(None, dtype, reduce_dtype, p)[0]
+        return _Gather.apply(False if is_fake(p._local_tensor) else None, *_dtypes(p, dtype, reduce_dtype), p)[0]
+    before, whole = len(nodes := mode.tracer.graph.nodes), _Gather.apply(None, *_dtypes(p, dtype, reduce_dtype), p)[0]
     for node in islice(reversed(nodes), len(nodes) - before):  # noted as under a checkpoint, or to be kept even there
         keep = not again and node.target is _c10d.wait_tensor.default
         node.meta["recompute"] = CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
@@ -185,8 +186,8 @@ _GatherAgain = namedtuple("_GatherAgain", "call index versions size stride offse
 class _Call:
     """Parameters that are gathered at once; and again, those that backward needs, until it has had each."""
 
-    def __init__(self, params: list[DTensor], mp: MixedPrecisionPolicy):
-        self.params, self.dtypes = params, _dtypes(params[0], mp)
+    def __init__(self, params: list[DTensor], *policy: torch.dtype | None):
+        self.params, self.dtypes = params, _dtypes(params[0], *policy)
         self.needed, self.again, self.saved, self.used = set(), {}, 0, 0
 
 
@@ -224,7 +225,7 @@ def _unpack(kept: Tensor | _GatherAgain) -> Tensor:
 def unsharded():
     """Inside it parameters read as whole tensors, as in forward: for a regulariser or a method that computes with them.
     Each is gathered at its first use and freed at the end; RuntimeError for one that was changed in place by then."""
-    if torch.compiler.is_compiling():
+    if _is_compiling():
         yield
         return
     # Saved tensors go through hooks. Not where there are hooks already: on top of an activation checkpoint's, ours
@@ -257,8 +258,8 @@ def _gather_into(memo: dict, modules: Iterable[nn.Module], only: str | None = No
             if isinstance(p, DTensor) and only in (None, name) and (key := _key(p)) not in memo:
                 group = alike.setdefault((p.device_mesh, p.placements, p.dtype, *policy), {})
                 group[key] = p, f"{name} of {type(module).__name__}"
-    for (*_, mp, reshard_after_forward), group in alike.items():
-        call = _Call([p for p, _ in group.values()], mp)
+    for (*_, dtype, reduce_dtype, reshard_after_forward), group in alike.items():
+        call = _Call([p for p, _ in group.values()], dtype, reduce_dtype)
         with _without_transforms() if _transform() is not None else nullcontext():
             wholes = _Gather.apply(call, *call.dtypes, *call.params)
         for i, (whole, (key, (p, name))) in enumerate(zip(wholes, group.items(), strict=True)):
@@ -273,22 +274,21 @@ def _reader(name: str) -> property:
 
     def read(module: nn.Module) -> Tensor | None:
         try:  # and not `in`, which Dynamo pays for with a guard
-            p, compiling = module._parameters[name], torch.compiler.is_compiling()
+            p, compiling = module._parameters[name], _is_compiling()
         except KeyError as e:  # deleted
             raise AttributeError(name) from e
         try:
             if not _enabled or not isinstance(p, DTensor):  # functional_call puts tensors in the place of parameters
                 return p
-            mp, reshard_after_forward = module._data_parallel
             if compiling:
-                return _gather(p, *_dtypes(p, mp), reshard_after_forward)
+                return _gather(p, *module._data_parallel)
             if _thread.memo is None and _backward_runs() == -1 and not _compiled_code_runs():
                 return p
             memo, key = {} if _thread.memo is None else _thread.memo, _key(p)  # nothing would free what a memo holds
             if key not in memo:
                 _gather_into(memo, [module], name)
             return memo[key][0]
-        except AttributeError as e:  # nn.Module.__getattr__ would swallow it and hand out the shard
+        except (AttributeError, KeyError) as e:  # nn.Module.__getattr__ would swallow the one and hand out the shard
             raise RuntimeError(f"cannot gather {name} of {type(module).__name__}: {e}") from e
 
     def write(module: nn.Module, value: Tensor) -> None:  # parameters and None do not come here
@@ -321,7 +321,7 @@ def _wrapped_class(cls: type, names: tuple[str, ...]) -> type:
     def forward(self, *args, **kwargs):
         if self._data_parallel_root:
             _refuse_unsharded(id(self))
-        if torch.compiler.is_compiling() or not _enabled or self._data_parallel_inside and _thread.in_block == _modes():
+        if _is_compiling() or not _enabled or self._data_parallel_inside and _thread.in_block == _modes():
             return plain_forward(self, *args, **kwargs)
         with unsharded():
             if self._data_parallel_with is None:
@@ -433,7 +433,7 @@ def data_parallel(
             module._parameters[name] = _shards[p]
         if module is model or next(module.parameters(), None) is not None:
             module.__dict__.pop("_flat_weights", None)  # an RNN's list, which holds the unsharded parameters
-            module._data_parallel = mp_policy, reshard_after_forward
+            module._data_parallel = mp_policy.param_dtype, mp_policy.reduce_dtype, reshard_after_forward
             module.__class__ = _wrapped_class(type(module), tuple(own))
     model._data_parallel_root, _roots[id(model)] = True, model
     _plan_eager(model)

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from models_for_wrapper import private_names
-from torch import nn
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import overlap
 from model import ModelConfig, Transformer
@@ -263,6 +264,29 @@ def test_small_replicated_parameters_are_reduced_in_buckets(mesh_of):
     graphs = step_graphs(mesh_of(8), min_bytes=4 * D + 1)  # norms and the bias of `down`
     assert count(graphs["forward"], "all-gather") == (6, 2)
     assert count(graphs["backward"], "all-reduce")[0] <= 6
+
+
+def test_what_is_not_contiguous_leaves_a_bucket_as_it_came():
+    class Alone(fx.Interpreter):  # the one rank of a group
+        def call_function(self, target, args, kwargs):
+            alone = target in (overlap.REDUCE, overlap.WAIT)
+            return args[0].clone() if alone else super().call_function(target, args, kwargs)
+
+    given, g, mode = [torch.rand(2, 3), torch.rand(4, 5, 6)], fx.Graph(), FakeTensorMode()
+    nodes = [g.placeholder(f"x{i}") for i in range(2)]
+    for n, t in zip(nodes, given, strict=True):
+        n.meta["val"] = mode.from_tensor(t)
+    turned = [overlap.call(g, torch.ops.aten.transpose.int, n, 0, 1) for n in nodes]
+    starts = [overlap.call(g, overlap.REDUCE, n, "avg", "0") for n in turned]
+    for start, n in zip(starts, turned, strict=True):
+        start.meta["val"] = n.meta["val"]  # as if the collective kept strides, which is for torch to say
+    g.output(tuple(overlap.call(g, overlap.WAIT, n) for n in starts))
+    gm = fx.GraphModule(nn.Module(), g)
+    overlap.Overlap((), {}, 128.0, False, 1.0)(g)
+    gm.recompile()
+    assert len(g.find_nodes(op="call_function", target=overlap.REDUCE)) == 1
+    for t, result in zip(given, Alone(gm).run(*given), strict=True):
+        assert torch.equal(result, t.transpose(0, 1))
 
 
 def test_a_norm_rides_along_with_a_head_larger_than_the_cap(mesh_of):
