@@ -36,7 +36,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 # get_proxy_mode gives, and the meta of a graph's nodes.
 _c10d = torch.ops._c10d_functional
 _top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
-_is_compiling = torch.compiler.is_compiling  # Dynamo pays for each dot of a name
 _modes = torch._C._len_torch_dispatch_stack  # how many dispatch modes are on
 _backward_runs = torch._C._current_graph_task_id  # -1: none on this thread
 _compiled_code_runs = torch._C._dynamo.eval_frame.get_eval_frame_callback  # None: none on this thread
@@ -225,7 +224,7 @@ def _unpack(kept: Tensor | _GatherAgain) -> Tensor:
 def unsharded():
     """Inside it parameters read as whole tensors, as in forward: for a regulariser or a method that computes with them.
     Each is gathered at its first use and freed at the end; RuntimeError for one that was changed in place by then."""
-    if _is_compiling():
+    if torch.compiler.is_compiling():
         yield
         return
     # Saved tensors go through hooks. Not where there are hooks already: on top of an activation checkpoint's, ours
@@ -256,9 +255,9 @@ def _gather_into(memo: dict, modules: Iterable[nn.Module], only: str | None = No
         policy = module.__dict__.get("_data_parallel")
         for name, p in module._parameters.items() if policy else ():
             if isinstance(p, DTensor) and only in (None, name) and (key := _key(p)) not in memo:
-                group = alike.setdefault((p.device_mesh, p.placements, p.dtype, *policy), {})
+                group = alike.setdefault((p.device_mesh, p.placements, p.dtype, policy), {})
                 group[key] = p, f"{name} of {type(module).__name__}"
-    for (*_, dtype, reduce_dtype, reshard_after_forward), group in alike.items():
+    for (*_, (dtype, reduce_dtype, reshard_after_forward)), group in alike.items():
         call = _Call([p for p, _ in group.values()], dtype, reduce_dtype)
         with _without_transforms() if _transform() is not None else nullcontext():
             wholes = _Gather.apply(call, *call.dtypes, *call.params)
@@ -274,21 +273,22 @@ def _reader(name: str) -> property:
 
     def read(module: nn.Module) -> Tensor | None:
         try:  # and not `in`, which Dynamo pays for with a guard
-            p, compiling = module._parameters[name], _is_compiling()
+            p, compiling = module._parameters[name], torch.compiler.is_compiling()
         except KeyError as e:  # deleted
             raise AttributeError(name) from e
         try:
             if not _enabled or not isinstance(p, DTensor):  # functional_call puts tensors in the place of parameters
                 return p
+            policy = module._data_parallel
             if compiling:
-                return _gather(p, *module._data_parallel)
+                return _gather(p, *policy)
             if _thread.memo is None and _backward_runs() == -1 and not _compiled_code_runs():
                 return p
             memo, key = {} if _thread.memo is None else _thread.memo, _key(p)  # nothing would free what a memo holds
             if key not in memo:
                 _gather_into(memo, [module], name)
             return memo[key][0]
-        except (AttributeError, KeyError) as e:  # nn.Module.__getattr__ would swallow the one and hand out the shard
+        except AttributeError as e:  # nn.Module.__getattr__ would swallow it and hand out the shard
             raise RuntimeError(f"cannot gather {name} of {type(module).__name__}: {e}") from e
 
     def write(module: nn.Module, value: Tensor) -> None:  # parameters and None do not come here
@@ -321,7 +321,7 @@ def _wrapped_class(cls: type, names: tuple[str, ...]) -> type:
     def forward(self, *args, **kwargs):
         if self._data_parallel_root:
             _refuse_unsharded(id(self))
-        if _is_compiling() or not _enabled or self._data_parallel_inside and _thread.in_block == _modes():
+        if torch.compiler.is_compiling() or not _enabled or self._data_parallel_inside and _thread.in_block == _modes():
             return plain_forward(self, *args, **kwargs)
         with unsharded():
             if self._data_parallel_with is None:
