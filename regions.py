@@ -269,7 +269,8 @@ class Remembered(TorchDispatchMode):
         if func is torch.ops.prim.device.default:
             return args[0].device
         given = []
-        rest = map_aggregate((args, kwargs or {}), lambda a: given.append(a) if isinstance(a, Tensor) else a)
+        noted = lambda a: (given.append(a) or Tensor) if isinstance(a, Tensor) else a  # noqa: E731
+        rest = map_aggregate((args, kwargs or {}), noted)
         lie = [t.untyped_storage() for t in given]
         key = func, repr(rest), *map(told, given), *map(lie.index, lie)
         if key in self.known:

@@ -328,6 +328,8 @@ OPERATIONS = {
     "pieces": lambda a, b: a.split_with_sizes([1, 3]),
     "copied pieces": lambda a, b: overlap.cut(a, [2, 4]),
     "a stride": lambda a, b: a.as_strided([2, 3], [3, 1], 6),
+    "a list with a gap": lambda a, b: torch.ops.aten.index.Tensor(a, [None, b.long()]),
+    "a list with another gap": lambda a, b: torch.ops.aten.index.Tensor(a, [b.long(), None]),
     "another number": lambda a, b: a.as_strided([2, 3], [3, 1], 7),
 }
 
@@ -348,7 +350,7 @@ def test_remembered_values_are_those_of_the_operations_and_lie_as_theirs():
             made = {name: run(*pair) for name, run in OPERATIONS.items()}
             assert {name: lies(made[name], pair) for name in made} == expected
             times[len(remembered.known)] += 1
-    assert len(times) == 1  # all but the first were remembered
+    assert [*times.values()] == [3] and min(times) > len(OPERATIONS)  # all but the first were remembered
 
 
 def test_the_private_names_of_torch_stand_at_the_head_of_the_file():
