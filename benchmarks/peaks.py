@@ -51,7 +51,7 @@ def published() -> Iterator[None]:
         regions = {"attn", "mlp"} if c.remat in ("both", "block") else {c.remat}
         for name, m in model.named_modules():
             if hasattr(m, "_data_parallel") and not regions & set(name.split(".")):
-                m._data_parallel = (*m._data_parallel[:-1], False)  # its policy, and whether it reshards after forward
+                m._data_parallel = (*m._data_parallel[:-1], False)  # its dtypes, and whether it reshards after forward
         return mesh
 
     def loss(logits, targets):
