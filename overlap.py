@@ -150,8 +150,10 @@ def compile_options(model: nn.Module, blocks: Sequence[str] | None = None, cap_m
     parameters that lie in no block, such as embedding and head; one that is larger has a bucket of its own.
     whole_step: what is compiled is a whole training step, which returns its loss first and updates the parameters.
     ahead: the part of a block's FLOPs that a collective has to hide behind. 1: a gather starts when the one before has
-    arrived, a reduction is waited for when the next one starts. Less takes less memory, and needs a faster network.
-    Raises ValueError if a name is no module of `model`. Warns, while compiling, of a graph without any block."""
+    arrived, a reduction is waited for when the next one starts. Less takes less memory, and needs a faster network. 2,
+    3 ..: that many blocks, for slow networks; each holds weights and gradients of one more block.
+    Raises ValueError if a name is no module of `model`, or for another `ahead`. Warns, while compiling, of a graph
+    without any block."""
     return passes(model, blocks, cap_mib, whole_step, ahead)[1]
 
 
@@ -160,6 +162,8 @@ def passes(model: nn.Module, blocks=None, cap_mib=128.0, whole_step=False, ahead
     modules = dict(model.named_modules())
     if missing := [name for name in blocks or () if name not in modules]:
         raise ValueError(f"blocks: {', '.join(missing)}: no such module, there are {', '.join(list(modules)[1:])}")
+    if not (0 <= ahead <= 1 or ahead % 1 == 0 < ahead):
+        raise ValueError(f"ahead: {ahead}: must be between 0 and 1, or a whole number")
     blocks = blocks_of(model) if blocks is None else blocks
     first, places = {module: name for name, module in modules.items()}, {}
     for name, module in model.named_modules(remove_duplicate=False):  # a shared module lies where its first name does
@@ -276,12 +280,14 @@ class Overlap(CustomGraphPass):
         return backward
 
     def merge_gathers(self, g: fx.Graph, found: list[fx.Node], before: fx.Node | None) -> None:
-        """found: in the order of their waits. A bucket starts at `before`, or when the one before it is cut up, or
-        `ahead` of its wait."""
+        """found: in the order of their waits. The first bucket starts at `before`, another when the one before it (or
+        `ahead` before it) is cut up, or `ahead` of its wait."""
+        cut_up, start, early = [], None, max(1, int(self.ahead))
         for i, bucket in enumerate(self.buckets(found)):
             first_wait = min(map(wait_of, bucket))
-            if i and self.ahead < 1:
-                before = part_of(before, first_wait, 1 - self.ahead) or before
+            if i:
+                before = (cut_up[i - early] if i >= early else start).next
+                before = self.ahead < 1 and part_of(before, first_wait, 1 - self.ahead) or before
             with g.inserting_before(before):
                 copies = {}
                 inputs = [copied(g, n.args[0], copies) for n in bucket]
@@ -291,13 +297,13 @@ class Overlap(CustomGraphPass):
                 rows = call(g, aten.reshape.default, call(g, WAIT, start), [bucket[0].args[1], -1])  # [N, sizes]
                 results = split(g, rows, bucket)
             replace(bucket, results)
-            before = results[-1].next
+            cut_up.append(results[-1])
 
     def merge_reductions(self, g: fx.Graph, op) -> None:
         """Reduce-scatters, or the all-reduces of gradients: averages of more than a scalar. A bucket starts when all of
-        its gradients are there, and is waited for when the next one has started."""
+        its gradients are there, and is waited for when the next one (or the one `ahead` of it) has started."""
         found = [n for n in g.find_nodes(op="call_function", target=op) if n.args[1] == "avg" and n.meta["val"].ndim]
-        last_wait, buckets = None, sorted(self.buckets(found), key=max)
+        waits, buckets = [], sorted(self.buckets(found), key=max)
         for bucket, following in zip_longest(buckets, buckets[1:]):
             ranks, after = bucket[0].args[2] if op is SCATTER else 1, max(bucket).next
             start_at = behind_gather(after)
@@ -308,12 +314,13 @@ class Overlap(CustomGraphPass):
                 flat = call(g, aten.reshape.default, call(g, aten.cat.default, rows, 1), [-1])
             with g.inserting_before(start_at):
                 start = call(g, op, flat, *bucket[0].args[1:], like=bucket)
-                if last_wait is not None:  # moves it to here; the caller sorts what uses it behind it
-                    (self.ahead < 1 and part_of(last_wait, start, self.ahead) or start).append(last_wait)
-                last_wait = call(g, WAIT, start)
+                at = waits and self.ahead < 1 and part_of(waits[-1], start, self.ahead) or start
+                for wait in reversed(waits[-max(1, int(self.ahead)) :]):  # the caller sorts what uses them behind them
+                    at.append(wait)
+                waits.append(call(g, WAIT, start))
                 values = [n.meta["val"].contiguous() for n in bucket]
                 ends = accumulate(v.numel() for v in values)  # of each in what they give together
-                results = [call(g, aten.as_strided.default, last_wait, [*v.shape], [*v.stride()], end - v.numel())
+                results = [call(g, aten.as_strided.default, waits[-1], [*v.shape], [*v.stride()], end - v.numel())
                            for v, end in zip(values, ends, strict=True)]  # fmt: skip
             replace(bucket, results)
 

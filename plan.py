@@ -89,6 +89,7 @@ def question(own: Plan, words: Sequence[str]) -> search.Question:
     if own.gpu == "cpu":
         raise ValueError("--gpu cpu: is for --calibrate with rows of benchmarks.exposed; name a GPU")
     planned = dict(wrapper="simple", compile="fwdbwd", min_shard_mib=0.0, cuda_graph=False, keep_last=False)
+    planned |= dict(ahead=min(c.ahead, 1.0))
     if wrong := next((name for name, value in planned.items() if getattr(c, name) != value), None):
         value = f" {getattr(c, wrong)}" * (wrong not in ("cuda_graph", "keep_last"))
         raise ValueError(f"{flag(wrong)}{value}: is not planned; leave it out, or python -m trainer.profiling.peak")

@@ -3,7 +3,7 @@
     python -m benchmarks.exposed simple:fwdbwd fsdp2:blocks --results results/exposed.jsonl -- --depth 4 --width 256
     python -m benchmarks.exposed --results results/exposed.jsonl --plot docs/exposed.png      # draws, measures nothing
 
-First a step without links tells the time of the computation. Then links are given the bandwidth at which the step's
+First steps without links tell the time of the computation. Then links are given the bandwidth at which the step's
 collectives take 1/2, 1, 2 and 4 times as long, and all settings take turns, step by step. `ratio` is the step over the
 longer of both times; 1 would be all that can be hidden, hidden. `ends_ms` is what no order of whole buckets can hide:
 the first gathers, before there is anything to compute with (embedding and first block), and the last reductions, after
@@ -28,7 +28,7 @@ if __name__ == "__main__":  # before torch is imported, as in main.py
                                       formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     _parser.add_argument("cells", nargs="*", metavar="WRAPPER:COMPILE")
     _parser.add_argument("--results", default="runs/exposed.jsonl", metavar="FILE")
-    _parser.add_argument("--plot", metavar="FILE", help="draw `lanes` of the last row of each cell in --results")
+    _parser.add_argument("--plot", metavar="FILE", help="draw `lanes` of the last row of each setting in --results")
     OWN, CONFIG = _parser.parse_args(sys.argv[1:_cut]), flags.parse(sys.argv[_cut + 1 :])
 
 import torch
@@ -44,6 +44,7 @@ from trainer.profiling import timing
 from trainer.profiling.peak import try_plot
 
 FACTORS = (0.5, 1.0, 2.0, 4.0)  # time of the links over time of the computation
+TRIALS = 4  # turns that tell how long the computation takes beside slow links; they are not counted
 LOOKS = dict(all_gather=(1, "0.35", ""), reduce_scatter=(1, "0.7", ""), computation=(0, "white", "////"),
              waiting=(0, "0.9", ""))  # of a bar: its lane, colour, hatch  # fmt: skip
 Lane = tuple[str, float, float]  # one of LOOKS, or another collective; begin and end in ms
@@ -93,45 +94,53 @@ def measure(cells: list[str], c: flags.Config) -> list[dict]:
     device = connect(c, 0, 0, 1)
     sizes = dict(global_batch=c.world * c.batch * c.grad_accum, seqlen=c.seqlen, vocab=c.vocab)
     batch = [t.to(device) for t in next(Batches(c.data, **sizes, seed=c.seed, rank=0, world=c.world))]
-    runs, ms, none = [], {}, simulated_world.link("none")
+    runs, ms, links, none = [], {}, {}, simulated_world.link("none")
     for cell, own in zip(cells, configs, strict=True):
         step = build(own, device, c.world)
         simulated_world.use(none)
         for _ in range(WARMUP):
             timed(step, batch)
         simulated_world.log().clear()
-        compute, calls = timed(step, batch), list(simulated_world.log())
-        compute = statistics.median([compute, *(timed(step, batch) for _ in range(4))])
-        sent = [sent_bytes(call.op, call.nbytes, call.ranks) for call in calls]
-        links = {f: Link(0.0, 1e3 * sum(sent) / (f * compute)) if f else none for f in (0.0, *FACTORS)}
-        runs.append((cell, own, step, calls, links))
-    for _ in range(c.steps):
-        for cell, _, step, _, links in runs:
-            for factor, link in links.items():
-                simulated_world.use(link)
-                ms.setdefault((cell, factor), []).append(timed(step, batch))
+        ms[cell, 0.0] = [timed(step, batch)]
+        runs.append((cell, own, step, list(simulated_world.log())))
+    for turn in range(-TRIALS, c.steps):
+        for cell, _, _, calls in runs if turn in (-TRIALS, 0) else ():  # how fast links are: by a step, then by trials
+            sent = sum(sent_bytes(call.op, call.nbytes, call.ranks) for call in calls)
+            compute = statistics.median(ms.pop((cell, 0.0)))
+            links |= {(cell, f): Link(0.0, 1e3 * sent / (f * compute)) if f else none for f in (0.0, *FACTORS)}
+            ms |= {(cell, f): [] for f in (0.0, *FACTORS)}
+        for cell, _, step, _ in runs:
+            for factor in (0.0, *FACTORS):
+                simulated_world.use(links[cell, factor])
+                ms[cell, factor].append(timed(step, batch))
     rows = []
-    for cell, own, step, calls, links in runs:
+    for cell, own, step, calls in runs:
         compute = statistics.median(ms[cell, 0.0])
         for factor in FACTORS:
-            seconds = [links[factor].seconds(call.op, call.nbytes, call.ranks) for call in calls]
+            seconds = [links[cell, factor].seconds(call.op, call.nbytes, call.ranks) for call in calls]
             longer = max(compute, 1e3 * sum(seconds))
             row = timing.environment(device) | dict(study="exposed", cell=cell, flags=flags.setting(own), factor=factor)
             row |= timing.stats(ms[cell, factor]) | dict(world=flags.world_label(own, c.world), depth=own.depth)
             row |= dict(compute_ms=round(compute, 3), link_ms=round(1e3 * sum(seconds), 3), interleaved=cells)
             row |= dict(ratio=round(row["step_ms"] / longer, 4), ends_ms=round(1e3 * ends(calls, seconds), 3))
             if factor == 1 and kind == "cpu":  # on a GPU the profiler's CPU events do not tell when a kernel waits
-                simulated_world.use(links[factor])
+                simulated_world.use(links[cell, factor])
                 row["lanes"] = lanes(step, batch)
             rows.append(row)
     return rows
+
+
+def label(row: dict) -> str:
+    """The cell, with the flags that change its schedule."""
+    ahead, kept = row["flags"]["ahead"], row["flags"]["keep_last"]
+    return row["cell"] + " --keep-last" * kept + f" --ahead {ahead:g}" * (ahead != 1)
 
 
 def table(rows: list[dict]) -> str:
     """Markdown: a line per row. `all but the ends` is (step - ends) over the longer of computation and links."""
     longer = [max(row["compute_ms"], row["link_ms"]) for row in rows]
     rest = [(row["step_ms"] - row["ends_ms"]) / most for row, most in zip(rows, longer, strict=True)]
-    columns = [("", [row["cell"] for row in rows]), ("depth", [str(row["depth"]) for row in rows])]
+    columns = [("", [*map(label, rows)]), ("depth", [str(row["depth"]) for row in rows])]
     columns.append(("links / computation", [f"{row['factor']:g}" for row in rows]))
     columns += [(name, [grouped(row[key], 1) for row in rows]) for name, key in
                 (("computation ms", "compute_ms"), ("links ms", "link_ms"), ("step ms", "step_ms"))]  # fmt: skip
@@ -141,22 +150,22 @@ def table(rows: list[dict]) -> str:
 
 
 def draw(rows: list[dict], path: str) -> None:
-    """The `lanes` of the last row of each cell and depth that has them: the link above, the computation below.
+    """The `lanes` of the last row of each label and depth that has them: the link above, the computation below.
     ValueError without any."""
     from matplotlib.figure import Figure
 
-    shown = {(row["cell"], row["depth"]): row for row in rows if "lanes" in row}
+    shown = {(label(row), row["depth"]): row for row in rows if "lanes" in row}
     if not shown:
         raise ValueError("--results: no row of this benchmark in it; measure first, without --plot")
     plot = Figure(figsize=(7, 0.9 + 0.8 * len(shown)), layout="constrained")
     axes = plot.subplots(len(shown), sharex=True, squeeze=False)[:, 0]
-    for ax, ((cell, depth), row) in zip(axes, shown.items(), strict=True):
+    for ax, ((name, depth), row) in zip(axes, shown.items(), strict=True):
         for what, begin, end in row["lanes"]:
             if what in LOOKS:
                 lane, color, hatch = LOOKS[what]
                 ax.barh(lane, end - begin, left=begin, color=color, hatch=hatch, edgecolor="black", linewidth=0.4)
         ax.set_yticks([0, 1], ["computation", "link"])
-        ax.set_title(f"{cell}, depth {depth}: {row['ratio']:.2f} of the longer of both", fontsize=9, loc="left")
+        ax.set_title(f"{name}, depth {depth}: {row['ratio']:.2f} of the longer of both", fontsize=9, loc="left")
     axes[-1].set_xlabel("ms of one step; links take as long as the computation")
     bars = [axes[0].barh(0, 0, color=color, hatch=hatch, edgecolor="black", label=what.replace("_", "-"))
             for what, (_, color, hatch) in LOOKS.items()]  # fmt: skip

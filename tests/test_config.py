@@ -83,7 +83,7 @@ BAD = [  # what is wrong by itself: argv, the flag and the value that the messag
     *((f"--{name} {value}", value) for name in ("min-shard-mib", "timeout", "first-timeout")
       for value in ("-1", "nan", "inf")),
     *((f"--remat-ratio {value}", value) for value in ("-0.1", "1.5", "nan", "inf")),
-    ("--ahead 1.5", "1.5"), ("--ahead -0.1", "-0.1"),
+    *((f"--ahead {value}", value) for value in ("1.5", "-0.1", "-2", "nan", "inf")),
     ("--warmup -1", -1), ("--seed -1", -1), (f"--seed {2**64}", 2**64),
     ("--compile-options max_autotune", "max_autotune"),
     *((f"--{name} {value}", value) for name, value in dict(
@@ -158,6 +158,7 @@ MISFITS = [  # what is wrong together: argv, world, what the message names
     ("--compile step --accum-sync last", 1, ["--accum-sync last", "--compile step"]),
     ("--compile regions --compile-options plain", 1, ["--compile-options", "leave out plain with regions"]),
     ("--compile blocks --ahead 0.1", 1, ["--ahead 0.1", "--compile blocks"]),
+    ("--compile none --ahead 2", 1, ["--ahead 2", "--compile none"]),
     ("--wrapper fsdp2 --compile fwdbwd", 1, ["--wrapper fsdp2", "--compile fwdbwd", "blocks"]),
     ("--wrapper fsdp2 --compile blocks --mode replicate", 1, ["--wrapper fsdp2", "--mode replicate"]),
     ("--wrapper ddp --compile none --mode hybrid_shard --replicas 1", 1, ["--wrapper ddp", "--mode hybrid_shard"]),

@@ -53,13 +53,14 @@ MORE = {  # other combinations, and the modes above that run as graphs with the 
         dict(compile="fwdbwd", accum=2, sync="last", remat="mlp"),
         dict(EAGER, accum=2, sync="last", mode="replicate"),
         dict(compile="fwdbwd", accum=2, mode="replicate"), dict(compile="regions", depth=4, backend="inductor"),
-        dict(compile="regions", depth=3, accum=2, sync="last"),
+        dict(compile="regions", depth=3, accum=2, sync="last"), dict(compile="fwdbwd", depth=4, ahead=2),
         dict(compile="fwdbwd", accum=2, remat="pointwise", loss="chunked"), dict(compile="fwdbwd", backend="inductor"),
         dict(compile="model", backend="inductor"), dict(compile="fwdbwd", block="llama", backend="inductor"),
         dict(compile="step", remat="both", backend="inductor")],
     4: [EAGER, dict(EAGER, mode="hybrid_shard", accum=2, sync="last"), dict(EAGER, mode="replicate"),
         dict(compile="step", mode="hybrid_shard"),
         dict(compile="regions", depth=3, mode="hybrid_shard", loss="chunked"),
+        dict(compile="regions", depth=4, mode="hybrid_shard", ahead=3),
         dict(compile="fwdbwd", mode="hybrid_shard", backend="inductor")],
 }  # fmt: skip
 
@@ -79,7 +80,7 @@ def losses(step, rank: int, world: int, steps: int) -> list[tuple[float, float]]
 
 
 def run(mesh, steps, *, compile="none", attn="sdpa", remat="none", mode="fully_shard", loss="full", reshard=True,
-        accum=1, sync="every", ratio=1.0, min_bytes=0, backend="graphs", **config):  # fmt: skip
+        accum=1, sync="every", ratio=1.0, min_bytes=0, backend="graphs", ahead=1.0, **config):  # fmt: skip
     torch._dynamo.reset()
     torch.compile = COMPILE if backend == "inductor" else without_code
     torch.manual_seed(0)
@@ -93,7 +94,7 @@ def run(mesh, steps, *, compile="none", attn="sdpa", remat="none", mode="fully_s
         model.init_weights()
     model.prepare(SEQLEN, "cpu")
     kwargs = dict(mesh=mesh, grad_accum=accum, accum_sync=sync, clip=1.0, chunk=10 if loss == "chunked" else 0)
-    step = make_step(compile, model, AdamW(model.parameters(), 3e-3), **kwargs)
+    step = make_step(compile, model, AdamW(model.parameters(), 3e-3), ahead=ahead, **kwargs)
     torch._dynamo.utils.counters.clear()
     once = compile_once(torch.device("cpu"), control_group()) if backend == "inductor" else nullcontext()
     with torch._dynamo.config.patch(error_on_recompile=True), once:

@@ -46,12 +46,12 @@ def build(mesh, depth=4, mode="fully_shard", reshard=True, min_bytes=0, **config
     return model.to_empty(device="cpu")
 
 
-def step_graphs(mesh, compile="fwdbwd", accum_sync="every", seqlen=T, only=(), **kwargs):
+def step_graphs(mesh, compile="fwdbwd", accum_sync="every", seqlen=T, only=(), ahead=1.0, **kwargs):
     """The graphs of what a step of this mode compiles (`only` of these); one dict of them if it is only one thing."""
     model, tokens = build(mesh, **kwargs), torch.zeros(B, seqlen, dtype=torch.long)
     model.prepare(seqlen, "cpu")
     dtypes = dict(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    kwargs = dict(mesh=mesh, clip=1.0, accum_sync=accum_sync, **dtypes)
+    kwargs = dict(mesh=mesh, clip=1.0, accum_sync=accum_sync, ahead=ahead, **dtypes)
     step = make_step(compile, model, AdamW(model.parameters(), 1e-3), **kwargs)
     step.compiled = {name: what for name, what in step.compiled.items() if not only or name in only}
     with torch.device("meta"):
@@ -117,6 +117,33 @@ def test_one_bucket_per_block_issued_a_block_early(mesh_of, world, depth):
     assert order.count("g") == depth + 1 and not re.search("r+g", order)  # what is waited for first goes first
     if not even:  # this block's weights and the next's
         assert all(two_blocks(world) / 2 < gathered_alive(gm) <= two_blocks(world) for gm in graphs.values())
+
+
+@pytest.mark.parametrize("compile", ["fwdbwd", slow("step")])
+def test_two_blocks_ahead_gathers_start_and_reductions_end_a_block_further_away(mesh_of, compile):
+    if compile == "step":
+        check_or_skip()
+    mesh, depth, found = mesh_of(8), 5, []
+    for ahead in (1, 2):
+        graphs = step_graphs(mesh, compile, depth=depth, remat="both", ahead=ahead)
+        graphs = [graphs["forward"]] if compile == "step" else [*graphs.values()]
+        gaps = {kind: [c.gap for gm in graphs for c in collectives(gm) if c.kind == kind]
+                for kind in ("all-gather", "reduce-scatter")}  # fmt: skip
+        found.append((gaps, [gathered_alive(gm) for gm in graphs]))
+    (near, two), (far, three) = found
+    for kind, of_block in (("all-gather", depth - 2), ("reduce-scatter", depth - 1)):
+        assert len(far[kind]) == len(near[kind])  # no more collectives, and the exposed ones are the same
+        assert far[kind].count(0) == near[kind].count(0)
+        assert sum(b == 2 * a for a, b in zip(near[kind], far[kind], strict=True) if a) >= of_block, (near, far)
+    block = two_blocks(8) / 2
+    assert max(two) <= 2 * block < max(three) <= 3 * block
+
+
+def test_what_ahead_may_be(mesh_of):
+    model = build(mesh_of(2), depth=1)
+    for ahead in (1.5, -1, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=f"ahead: {ahead}: must be between 0 and 1, or a whole number"):
+            compile_options(model, ahead=ahead)
 
 
 @pytest.mark.usefixtures("needs_step")

@@ -319,6 +319,7 @@ def test_the_least_recomputation_that_fits():
     (["--wrapper", "fsdp2"], "--wrapper fsdp2: is not planned; leave it out"),
     (["--cuda-graph"], "--cuda-graph: is not planned; leave it out"),
     (["--keep-last"], "--keep-last: is not planned; leave it out"),
+    (["--ahead", "2"], "--ahead 2.0: is not planned; leave it out"),
     (["--param-dtype", "fp32"], "--param-dtype fp32: rates and peaks are known of bf16 alone"),
     (["--gpu", "a100-80", "--sdpa", "math"], "--sdpa math: no rate of it is known for a100-80"),
     (["--what-if", "sqlen", "3"], "--what-if sqlen 3: name a flag"),

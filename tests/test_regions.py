@@ -53,6 +53,7 @@ CASES = [  # slow, all of them: a dozen seconds each
     dict(remat="both", remat_ratio=0.5, depth=4), {}, dict(remat="pointwise"), dict(remat="block", mlp="lean"),
     dict(reshard=False), dict(min_bytes=600), dict(tied=True),
     dict(frozen=True, depth=4), dict(mode="replicate"), dict(mode="hybrid_shard"), dict(world=6),
+    dict(ahead=2, depth=4),
 ]  # fmt: skip
 
 

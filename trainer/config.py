@@ -158,9 +158,9 @@ class System:
     """Inductor options for the model's graphs, each NAME=VALUE, such as max_autotune=True. They are added to those of
     overlap.py, which bucket collectives per block and start them early; the word plain leaves those out."""
     ahead: float = 1.0
-    """The part of a block's computation that its collectives may hide behind. 1: the next block's weights are gathered
-    as soon as this block's have arrived, gradients are reduced during the whole next block. Less holds them for a
-    shorter time, which saves memory, and needs a faster network; for --compile model, fwdbwd, regions and step."""
+    """Blocks of computing that a collective may hide behind. 1: the next block's weights are gathered once this block's
+    are there, gradients are reduced during the next block. Less saves memory and needs a faster network. 2, 3 ..: hold
+    the weights and gradients of one more block each, for a slow one. For --compile model, fwdbwd, regions and step."""
     cuda_graph: bool = False
     """Replay the whole step as one CUDA graph, without any Python in between. It is captured at the third step."""
     deterministic: bool = False
@@ -283,7 +283,8 @@ _RANGES = [
      lambda v: 0 <= v < math.inf, "0 or a positive number"),
     ("init", lambda v: v.endswith((".safetensors", ".safetensors.index.json", ".pt")), "a .safetensors or a .pt"),
     ("beta1 beta2", lambda v: 0 <= v < 1, "0 or more and below 1"),
-    ("remat_ratio ahead", lambda v: 0 <= v <= 1, "between 0 and 1"),
+    ("remat_ratio", lambda v: 0 <= v <= 1, "between 0 and 1"),
+    ("ahead", lambda v: 0 <= v <= 1 or v % 1 == 0 < v, "between 0 and 1, or a whole number"),
 ]  # fmt: skip
 
 
@@ -304,8 +305,7 @@ def check_ranges(c: Config) -> None:
 
 def _misfit(c: Config, started: int) -> str | None:
     """The first thing that is wrong with resolved values together, or None."""
-    found = ((name, why) for name, wrong, why in c.misfits(started) if wrong)
-    return next((f"{as_given(name, getattr(c, name))}: {why}" for name, why in found), None)
+    return next((f"{as_given(name, getattr(c, name))}: {why}" for name, bad, why in c.misfits(started) if bad), None)
 
 
 def _shape_misfits(c: Config) -> list[tuple]:
@@ -370,7 +370,7 @@ def step_misfits(c: Config) -> list[tuple]:
          f"changes nothing of --remat {c.remat}; use it with attn, mlp or both"),
         ("remat_core", c.remat_core and cpu and c.compile != "none" and c.wrapper != "none",
          f"on a CPU torch cannot compile it over shards (--compile {c.compile}); use --compile none"),
-        ("ahead", c.ahead < 1 and (c.compile in ("none", "blocks") or "plain" in c.compile_options),
+        ("ahead", c.ahead != 1 and (c.compile in ("none", "blocks") or "plain" in c.compile_options),
          f"moves nothing of --compile {c.compile}; use it with fwdbwd, model or step, without plain"),
         ("compile_options", c.compile == "regions" and "plain" in c.compile_options, "leave out plain with regions"),
         ("keep_last", c.keep_last and (not c.reshard or c.wrapper != "simple" or c.accum_sync == "last"

@@ -92,7 +92,8 @@ def samples(path: str) -> list[Sample]:
     for number, row in enumerate(rows, 1):
         f = row.get("flags") or {}
         whole = {"depth", "remat", "ahead", "link", "compile_options"} <= f.keys()
-        if whole and row.get("step_ms_min") and f["compile"] == "fwdbwd" and f["wrapper"] == "simple":
+        planned = whole and f["compile"] == "fwdbwd" and f["wrapper"] == "simple" and not f.get("keep_last")
+        if planned and f["ahead"] <= 1 and row.get("step_ms_min"):
             c = SimpleNamespace(**f)
             ranks = f.get("world") or row["world"]
             one = sample(f"row {number}", c, ranks, link(f["link"]), row["step_ms_min"])
