@@ -300,9 +300,10 @@ class Overlap(CustomGraphPass):
             cut_up.append(results[-1])
 
     def merge_reductions(self, g: fx.Graph, op) -> None:
-        """Reduce-scatters, or the all-reduces of gradients: averages of more than a scalar. A bucket starts when all of
+        """Reduce-scatters, or the all-reduces of gradients: averages of fixed sizes, not of scalars. A bucket starts when all of
         its gradients are there, and is waited for when the next one (or the one `ahead` of it) has started."""
-        found = [n for n in g.find_nodes(op="call_function", target=op) if n.args[1] == "avg" and n.meta["val"].ndim]
+        averages = [n for n in g.find_nodes(op="call_function", target=op) if n.args[1] == "avg"]
+        found = [n for n in averages if {*map(type, n.meta["val"].shape)} == {int}]
         waits, buckets = [], sorted(self.buckets(found), key=max)
         for bucket, following in zip_longest(buckets, buckets[1:]):
             ranks, after = bucket[0].args[2] if op is SCATTER else 1, max(bucket).next

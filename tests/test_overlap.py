@@ -11,6 +11,7 @@ import torch
 from models_for_wrapper import private_names
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._functional_collectives import all_reduce
 
 import overlap
 from model import ModelConfig, Transformer
@@ -335,6 +336,18 @@ def test_a_plan_that_names_no_module_is_an_error_and_one_that_matches_nothing_a_
     with pytest.warns(UserWarning, match=r"overlap: a graph gathers nothing in a block \(blocks.0 ..\), only in L\["):
         graphs = capture(lambda x: model.head(model.emb(x)).float().sum(), (tokens,), options)
     assert count(graphs["forward"], "all-gather")[0] == count(graphs["backward"], "reduce-scatter")[0] == 1
+
+
+def test_an_average_of_a_size_that_varies_is_left_where_it_is(mesh_of):
+    mesh = mesh_of(8)
+    block = build(mesh, depth=1).blocks[0]
+    x = torch.zeros(3, T, D, dtype=torch.bfloat16, requires_grad=True)
+    torch._dynamo.mark_dynamic(x, 0)
+    loss = lambda x: block(x).float().sum() + all_reduce(x.detach(), "avg", mesh).float().sum()  # noqa: E731
+    graphs = capture(loss, (x,), compile_options(block))
+    reduced = graphs["forward"].graph.find_nodes(op="call_function", target=overlap.REDUCE)
+    assert len(reduced) == 1 and "bucket" not in reduced[0].meta
+    assert count(graphs["backward"], "reduce-scatter")[0] == 1
 
 
 def test_one_block_alone_is_one_bucket(mesh_of):
