@@ -241,7 +241,7 @@ class Overlap(CustomGraphPass):
     def buckets(self, starts: list[fx.Node]) -> list[list[fx.Node]]:
         """Collectives to merge: those of a block, or neighbours of no block up to the cap; alike in dtype and group."""
         buckets, run, size, largest = {}, 0, 0, 0  # of neighbours of no block: number of the run, bytes, most bytes
-        for start in starts:
+        for start in (n for n in starts if all(type(size) is int for size in n.meta["val"].shape)):  # it may vary
             block, tensor = self.block_of(start), contents(start).meta["val"]
             size, largest = size + tensor.nbytes, max(largest, tensor.nbytes)
             if block:  # ends the run
@@ -300,10 +300,9 @@ class Overlap(CustomGraphPass):
             cut_up.append(results[-1])
 
     def merge_reductions(self, g: fx.Graph, op) -> None:
-        """Reduce-scatters, or the all-reduces of gradients: averages of fixed sizes, not of scalars. A bucket starts when all of
+        """Reduce-scatters, or the all-reduces of gradients: averages of more than a scalar. A bucket starts when all of
         its gradients are there, and is waited for when the next one (or the one `ahead` of it) has started."""
-        averages = [n for n in g.find_nodes(op="call_function", target=op) if n.args[1] == "avg"]
-        found = [n for n in averages if {*map(type, n.meta["val"].shape)} == {int}]
+        found = [n for n in g.find_nodes(op="call_function", target=op) if n.args[1] == "avg" and n.meta["val"].ndim]
         waits, buckets = [], sorted(self.buckets(found), key=max)
         for bucket, following in zip_longest(buckets, buckets[1:]):
             ranks, after = bucket[0].args[2] if op is SCATTER else 1, max(bucket).next

@@ -11,7 +11,7 @@ import torch
 from models_for_wrapper import private_names
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed._functional_collectives import all_reduce
+from torch.distributed._functional_collectives import all_gather_tensor, all_reduce
 
 import overlap
 from model import ModelConfig, Transformer
@@ -338,15 +338,20 @@ def test_a_plan_that_names_no_module_is_an_error_and_one_that_matches_nothing_a_
     assert count(graphs["forward"], "all-gather")[0] == count(graphs["backward"], "reduce-scatter")[0] == 1
 
 
-def test_an_average_of_a_size_that_varies_is_left_where_it_is(mesh_of):
+def test_collectives_of_a_size_that_varies_are_left_where_they_are(mesh_of):
     mesh = mesh_of(8)
     block = build(mesh, depth=1).blocks[0]
     x = torch.zeros(3, T, D, dtype=torch.bfloat16, requires_grad=True)
     torch._dynamo.mark_dynamic(x, 0)
-    loss = lambda x: block(x).float().sum() + all_reduce(x.detach(), "avg", mesh).float().sum()  # noqa: E731
+
+    def loss(x):
+        own = all_reduce(x.detach(), "avg", mesh), all_gather_tensor(x.detach(), 0, mesh)
+        return block(x).float().sum() + sum(t.float().sum() for t in own)
+
     graphs = capture(loss, (x,), compile_options(block))
-    reduced = graphs["forward"].graph.find_nodes(op="call_function", target=overlap.REDUCE)
-    assert len(reduced) == 1 and "bucket" not in reduced[0].meta
+    mine = graphs["forward"].graph.find_nodes(op="call_function", target=overlap.REDUCE)
+    mine += graphs["forward"].graph.find_nodes(op="call_function", target=overlap.GATHER)
+    assert ["bucket" in n.meta for n in mine] == [False, True, False]  # the second: of the block's parameters
     assert count(graphs["backward"], "reduce-scatter")[0] == 1
 
 
