@@ -151,7 +151,7 @@ def compile_options(model: nn.Module, blocks: Sequence[str] | None = None, cap_m
     whole_step: what is compiled is a whole training step, which returns its loss first and updates the parameters.
     ahead: the part of a block's FLOPs that a collective has to hide behind. 1: a gather starts when the one before has
     arrived, a reduction is waited for when the next one starts. Less takes less memory, and needs a faster network. 2,
-    3 ..: that many blocks, for slow networks; each holds weights and gradients of one more block.
+    3 ..: that many buckets (one per block, as a rule), for slow networks; each holds weights and gradients of one more.
     Raises ValueError if a name is no module of `model`, or for another `ahead`. Warns, while compiling, of a graph
     without any block."""
     return passes(model, blocks, cap_mib, whole_step, ahead)[1]
@@ -163,7 +163,7 @@ def passes(model: nn.Module, blocks=None, cap_mib=128.0, whole_step=False, ahead
     if missing := [name for name in blocks or () if name not in modules]:
         raise ValueError(f"blocks: {', '.join(missing)}: no such module, there are {', '.join(list(modules)[1:])}")
     if not (0 <= ahead <= 1 or ahead % 1 == 0 < ahead):
-        raise ValueError(f"ahead: {ahead}: must be between 0 and 1, or a whole number")
+        raise ValueError(f"ahead: {ahead}: must be between 0 and 1, or a whole number above 1")
     blocks = blocks_of(model) if blocks is None else blocks
     first, places = {module: name for name, module in modules.items()}, {}
     for name, module in model.named_modules(remove_duplicate=False):  # a shared module lies where its first name does

@@ -3,12 +3,12 @@
     python -m benchmarks.exposed simple:fwdbwd fsdp2:blocks --results results/exposed.jsonl -- --depth 4 --width 256
     python -m benchmarks.exposed --results results/exposed.jsonl --plot docs/exposed.png      # draws, measures nothing
 
-First steps without links tell the time of the computation. Then links are given the bandwidth at which the step's
-collectives take 1/2, 1, 2 and 4 times as long, and all settings take turns, step by step. `ratio` is the step over the
-longer of both times; 1 would be all that can be hidden, hidden. `ends_ms` is what no order of whole buckets can hide:
-the first gathers, before there is anything to compute with (embedding and first block), and the last reductions, after
-there is nothing left to compute. `lanes` holds one step with links that take as long as the computation. On a CPU:
-FSDP2 overlaps by CUDA's streams, so that its ratio here says nothing of a GPU.
+Links are given the bandwidth at which the step's collectives take 1/2, 1, 2 and 4 times as long as its computation, by
+a few turns before those that count. All settings take turns, step by step. `ratio` is the step over the longer of both
+times; 1 would be all that can be hidden, hidden. `ends_ms` is what no order of whole buckets can hide: the first
+gathers, before there is anything to compute with (embedding and first block), and the last reductions, after there is
+nothing left to compute. `lanes` holds one step with links that take as long as the computation. On a CPU: FSDP2
+overlaps by CUDA's streams, so that its ratio here says nothing of a GPU.
 """
 
 import argparse

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from harness import free_port, spawn
 from torch.distributed.tensor import DTensor
 
-from benchmarks import wrappers
+from benchmarks import exposed, wrappers
 from model import IGNORE
 from trainer import config as flags
 from trainer.data import Batches
@@ -209,6 +209,8 @@ def test_links_of_any_speed_and_what_is_exposed_of_their_time(tmp_path):
     assert missing.returncode == 2 and missing.stderr.startswith("error: --plot none/a.png: "), missing.stderr
     bad = call("simple:blocks_", "--", *SMALL)
     assert bad.returncode == 2 and "cells simple:blocks_: give WRAPPER:COMPILE" in bad.stderr
+    row = dict(cell="simple:fwdbwd", flags=dict(ahead=2.0, keep_last=True))
+    assert exposed.label(row) == "simple:fwdbwd --keep-last --ahead 2"
     if importlib.util.find_spec("matplotlib"):
         assert call("--plot", "a.png").returncode == 0 and (tmp_path / "a.png").stat().st_size > 5000
 

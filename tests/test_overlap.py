@@ -120,30 +120,35 @@ def test_one_bucket_per_block_issued_a_block_early(mesh_of, world, depth):
         assert all(two_blocks(world) / 2 < gathered_alive(gm) <= two_blocks(world) for gm in graphs.values())
 
 
-@pytest.mark.parametrize("compile", ["fwdbwd", slow("step")])
-def test_two_blocks_ahead_gathers_start_and_reductions_end_a_block_further_away(mesh_of, compile):
+@pytest.mark.parametrize(("compile", "mode", "ahead"), [
+    ("fwdbwd", "fully_shard", 2), ("fwdbwd", "replicate", 3), slow("fwdbwd", "fully_shard", 3),
+    slow("fwdbwd", "hybrid_shard", 2), slow("step", "fully_shard", 2), slow("step", "hybrid_shard", 3),
+])  # fmt: skip
+def test_further_ahead_gathers_start_sooner_and_reductions_are_waited_for_later(mesh_of, compile, mode, ahead):
     if compile == "step":
         check_or_skip()
-    mesh, depth, found = mesh_of(8), 5, []
-    for ahead in (1, 2):
-        graphs = step_graphs(mesh, compile, depth=depth, remat="both", ahead=ahead)
+    mesh, depth, found = mesh_of(8, 1 + (mode == "hybrid_shard")), 6, []
+    for each in (1, ahead):
+        graphs = step_graphs(mesh, compile, depth=depth, remat="both", ahead=each, mode=mode)
         graphs = [graphs["forward"]] if compile == "step" else [*graphs.values()]
-        gaps = {kind: [c.gap for gm in graphs for c in collectives(gm) if c.kind == kind]
-                for kind in ("all-gather", "reduce-scatter")}  # fmt: skip
+        gaps = {kind: [c.gap for gm in graphs for c in collectives(gm) if c.kind == kind and c.full > 64]
+                for kind in ("all-gather", *KINDS)}  # fmt: skip
         found.append((gaps, [gathered_alive(gm) for gm in graphs]))
-    (near, two), (far, three) = found
-    for kind, of_block in (("all-gather", depth - 2), ("reduce-scatter", depth - 1)):
-        assert len(far[kind]) == len(near[kind])  # no more collectives, and the exposed ones are the same
-        assert far[kind].count(0) == near[kind].count(0)
-        assert sum(b == 2 * a for a, b in zip(near[kind], far[kind], strict=True) if a) >= of_block, (near, far)
-    block = two_blocks(8) / 2
-    assert max(two) <= 2 * block < max(three) <= 3 * block
+    (near, two), (far, more) = found
+    for kind in near:  # no more collectives; exposed are the same: the first gathers, the last reductions
+        late = (ahead - 1) * (kind == "all-reduce" and mode == "hybrid_shard")  # these wait for both reductions
+        assert len(far[kind]) == len(near[kind]) and far[kind].count(0) == near[kind].count(0) + late
+        whole = [b for a, b in zip(near[kind], far[kind], strict=True) if b == ahead * a > 0]
+        assert len(whole) >= (depth - ahead - late if near[kind] else 0), (kind, near, far)
+    block = two_blocks(8 // mesh.ndim) / 2
+    if mode != "replicate":
+        assert max(two) <= 2 * block <= ahead * block < max(more) <= (ahead + 1) * block
 
 
 def test_what_ahead_may_be(mesh_of):
     model = build(mesh_of(2), depth=1)
     for ahead in (1.5, -1, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match=f"ahead: {ahead}: must be between 0 and 1, or a whole number"):
+        with pytest.raises(ValueError, match=f"ahead: {ahead}: must be between 0 and 1, or a whole number above 1"):
             compile_options(model, ahead=ahead)
 
 

@@ -253,6 +253,13 @@ def test_steps_with_simulated_links_are_predicted_from_those_without(plan):
     assert code == 0 and "[cpu.reached]" in said and "\n".join(lines) in (ROOT / "docs/PLANNER.md").read_text()
 
 
+def test_steps_of_schedules_that_are_not_planned_calibrate_nothing(tmp_path):
+    first, second = (json.loads(line) for line in EXPOSED.read_text().splitlines()[:2])
+    other = [second | dict(flags=second["flags"] | more) for more in (dict(ahead=2.0), dict(keep_last=True))]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (first, *other)))
+    assert [s.name[:5] for s in hardware.samples(str(tmp_path / "rows.jsonl"))] == 2 * ["row 1"]
+
+
 def test_the_front_holds_no_plan_that_another_beats():
     q = question("--batch", "2", ranks=8)
     top, front = search.best(q, 10 * 2**30)

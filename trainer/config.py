@@ -159,8 +159,8 @@ class System:
     overlap.py, which bucket collectives per block and start them early; the word plain leaves those out."""
     ahead: float = 1.0
     """Blocks of computing that a collective may hide behind. 1: the next block's weights are gathered once this block's
-    are there, gradients are reduced during the next block. Less saves memory and needs a faster network. 2, 3 ..: hold
-    the weights and gradients of one more block each, for a slow one. For --compile model, fwdbwd, regions and step."""
+    are there, gradients are reduced during the next block. Less saves memory and needs a faster network. 2, 3 ..: that
+    many blocks, for slow networks; each holds one more block's weights and gradients. Not in --compile none, blocks."""
     cuda_graph: bool = False
     """Replay the whole step as one CUDA graph, without any Python in between. It is captured at the third step."""
     deterministic: bool = False
@@ -284,7 +284,7 @@ _RANGES = [
     ("init", lambda v: v.endswith((".safetensors", ".safetensors.index.json", ".pt")), "a .safetensors or a .pt"),
     ("beta1 beta2", lambda v: 0 <= v < 1, "0 or more and below 1"),
     ("remat_ratio", lambda v: 0 <= v <= 1, "between 0 and 1"),
-    ("ahead", lambda v: 0 <= v <= 1 or v % 1 == 0 < v, "between 0 and 1, or a whole number"),
+    ("ahead", lambda v: 0 <= v <= 1 or v % 1 == 0 < v, "between 0 and 1, or a whole number above 1"),
 ]  # fmt: skip
 
 
@@ -371,7 +371,7 @@ def step_misfits(c: Config) -> list[tuple]:
         ("remat_core", c.remat_core and cpu and c.compile != "none" and c.wrapper != "none",
          f"on a CPU torch cannot compile it over shards (--compile {c.compile}); use --compile none"),
         ("ahead", c.ahead != 1 and (c.compile in ("none", "blocks") or "plain" in c.compile_options),
-         f"moves nothing of --compile {c.compile}; use it with fwdbwd, model or step, without plain"),
+         f"moves nothing of --compile {c.compile}; use it with fwdbwd, regions, model or step, without plain"),
         ("compile_options", c.compile == "regions" and "plain" in c.compile_options, "leave out plain with regions"),
         ("keep_last", c.keep_last and (not c.reshard or c.wrapper != "simple" or c.accum_sync == "last"
          or c.mode == "replicate"), "needs --wrapper simple, --mode fully_shard, --reshard, --accum-sync every"),
