@@ -184,7 +184,7 @@ class Overlap(CustomGraphPass):
 
     def __init__(self, blocks: tuple, places: dict[tuple, str], cap_mib: float, whole_step: bool, ahead: float):
         self.blocks, self.cap, self.whole_step, self.ahead = blocks, cap_mib * 2**20, whole_step, ahead
-        self.places, self.block_at = places, {}  # by a module's name, and by a path in a graph: the block, or none
+        self.early, self.places, self.block_at = max(1, int(ahead)), places, {}  # block by module's name; by graph's path
         self.warned = torch.distributed.is_initialized() and torch.distributed.get_rank() > 0  # one rank tells
 
     def uuid(self):  # what the compile caches know of this pass: its source and its settings
@@ -282,11 +282,11 @@ class Overlap(CustomGraphPass):
     def merge_gathers(self, g: fx.Graph, found: list[fx.Node], before: fx.Node | None) -> None:
         """found: in the order of their waits. The first bucket starts at `before`, another when the one before it (or
         `ahead` before it) is cut up, or `ahead` of its wait."""
-        cut_up, start, early = [], None, max(1, int(self.ahead))
+        cut_up, start = [], None
         for i, bucket in enumerate(self.buckets(found)):
             first_wait = min(map(wait_of, bucket))
             if i:
-                before = (cut_up[i - early] if i >= early else start).next
+                before = (cut_up[i - self.early] if i >= self.early else start).next
                 before = self.ahead < 1 and part_of(before, first_wait, 1 - self.ahead) or before
             with g.inserting_before(before):
                 copies = {}
@@ -315,7 +315,7 @@ class Overlap(CustomGraphPass):
             with g.inserting_before(start_at):
                 start = call(g, op, flat, *bucket[0].args[1:], like=bucket)
                 at = waits and self.ahead < 1 and part_of(waits[-1], start, self.ahead) or start
-                for wait in reversed(waits[-max(1, int(self.ahead)) :]):  # the caller sorts what uses them behind them
+                for wait in reversed(waits[-self.early :]):  # the caller sorts what uses them behind them
                     at.append(wait)
                 waits.append(call(g, WAIT, start))
                 values = [n.meta["val"].contiguous() for n in bucket]

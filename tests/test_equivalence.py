@@ -6,7 +6,7 @@ Compiled cells have all of overlap.py's options; a graph break or recompile is a
 are compiled as the trainer does, by one rank for all; the others run the graphs that Inductor's passes, ours included,
 leave, without its slow code generation. What compiles slowly is one block deep, the rest has two blocks. `pytest -s`
 prints the table.
-The slow test has more combinations, deeper compiled cells, and takes 10 steps.
+The slow test has more combinations, deeper compiled cells, and takes 20 steps.
 Tolerance: 2e-6 nats on the loss of any step (losses are about 5, an ulp is 5e-7), 1e-5 on the norm.
 """
 
@@ -29,7 +29,7 @@ from trainer.distributed.control import control_group
 from trainer.step import AdamW, check_mode, make_step
 
 GLOBAL_BATCH, SEQLEN, TOLERANCE, NORM_TOLERANCE = 8, 32, 2e-6, 1e-5
-FEW, MANY = 4, 10  # steps
+FEW, MANY = 4, 20  # steps
 SHAPE = dict(depth=2, width=64, head_dim=16, grouping=2, vocab=256)
 EAGER, SHALLOW = dict(compile="none"), dict(depth=1)
 CELLS = {
