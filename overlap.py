@@ -184,7 +184,7 @@ class Overlap(CustomGraphPass):
 
     def __init__(self, blocks: tuple, places: dict[tuple, str], cap_mib: float, whole_step: bool, ahead: float):
         self.blocks, self.cap, self.whole_step, self.ahead = blocks, cap_mib * 2**20, whole_step, ahead
-        self.early, self.places, self.block_at = max(1, int(ahead)), places, {}  # block by module's name; by graph's path
+        self.early, self.places, self.block_at = max(1, int(ahead)), places, {}  # block by module, by path in a graph
         self.warned = torch.distributed.is_initialized() and torch.distributed.get_rank() > 0  # one rank tells
 
     def uuid(self):  # what the compile caches know of this pass: its source and its settings
