@@ -44,6 +44,12 @@ _without_transforms = torch._functorch.pyfunctorch.temporarily_clear_interpreter
 _handlers = DTensor._op_dispatcher._custom_op_handlers  # of operations on DTensors
 
 MODES = ("replicate", "fully_shard", "hybrid_shard")
+NOTES = {  # by words of torch's error: what to do where a model runs into it
+    "mixed torch.Tensor and DTensor": "data_parallel: while the model runs, read a parameter as an attribute of its "
+    "module, in the thread that called the model. What named_parameters() and get_parameter() give is the shard.",
+    "yet support saved tensor hooks": "data_parallel: inside of a forward torch.func.grad, vjp and jacrev do not work: "
+    "call them around the model, or torch.autograd.grad inside of it.",
+}
 _enabled = True  # False inside disable_data_parallel()
 _roots = weakref.WeakValueDictionary()  # by id: the modules given to data_parallel()
 _shards = WeakTensorKeyDictionary()  # by unsharded parameter: one that several modules share stays shared
@@ -243,9 +249,10 @@ def unsharded():
 
 
 def _key(p: DTensor) -> tuple:
-    # A weight gathered under no_grad has no backward. Nor does a parameter that has changed since read as it was. A
-    # selective checkpoint, which is a mode, must see in forward the gathers that it will see when that is repeated.
-    return id(p), *_versions(p), torch.is_grad_enabled(), torch.is_inference_mode_enabled(), _modes()
+    # A weight gathered under no_grad, or while it was frozen, has no backward. Nor does a parameter that has changed
+    # since read as it was. A selective checkpoint, which is a mode, must see in forward the gathers that it will see
+    # when that is repeated.
+    return id(p), *_versions(p), p.requires_grad, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), _modes()
 
 
 def _gather_into(memo: dict, modules: Iterable[nn.Module], only: str | None = None) -> None:
@@ -311,37 +318,53 @@ def _refuse_unsharded(root: int) -> None:
 
 
 @functools.cache
-def _wrapped_class(cls: type, names: tuple[str, ...]) -> type:
-    """The subclass of `cls` that gathers the parameters `names` when they are read. One for each (class, names), with
+def _wrapped_class(cls: type, names: tuple[str, ...], is_root: bool) -> type:
+    """The subclass of `cls` that gathers the parameters `names` when they are read. One for each set of arguments, with
     all else on the instance, so that equal blocks share one compiled frame. Others, such as Hugging Face's registries,
-    know a class by its name and module: they stay."""
-    plain_forward = cls.forward  # read here: Dynamo cannot read it of a class that is allowed in graphs
+    know a class by its name and module: they stay. `cls` is asked for its forward at each call: one that is replaced
+    later, as kernel libraries do, is the one that runs."""
 
-    @functools.wraps(plain_forward)
+    @functools.wraps(cls.forward)
     def forward(self, *args, **kwargs):
+        plain_forward = super(wrapped, self).forward
         if self._data_parallel_root:
             _refuse_unsharded(id(self))
         if torch.compiler.is_compiling() or not _enabled or self._data_parallel_inside and _thread.in_block == _modes():
-            return plain_forward(self, *args, **kwargs)
+            return plain_forward(*args, **kwargs)
         with unsharded():
             if self._data_parallel_with is None:
                 _thread.in_block = _modes()
                 _gather_into(_thread.memo, self.modules())
             else:
                 _gather_into(_thread.memo, [self, *_present(self, self._data_parallel_with)])
-            return plain_forward(self, *args, **kwargs)
+            return plain_forward(*args, **kwargs)
+
+    def call(self, *args, **kwargs):  # around hooks, and around a forward that was set on the instance
+        plain_call = super(wrapped, self).__call__
+        if torch.compiler.is_compiling() or not _enabled or _thread.memo is not None:
+            return plain_call(*args, **kwargs)
+        _refuse_unsharded(id(self))
+        try:
+            with unsharded():
+                return plain_call(*args, **kwargs)
+        except RuntimeError as e:
+            for note in [note for words, note in NOTES.items() if words in str(e)]:
+                e.add_note(note)
+            raise
 
     def again(self, protocol):  # deepcopy and pickle cannot find this class: they make it again from its base
-        return _new, (cls, names), self.__getstate__()
+        return _new, (cls, names, is_root), self.__getstate__()
 
     attributes = {name: _reader(name) for name in names}
     attributes |= dict(forward=forward, __reduce_ex__=again, __module__=cls.__module__, __qualname__=cls.__qualname__)
     attributes |= dict(_gathered=names, _data_parallel_root=False, _data_parallel_with=(), _data_parallel_inside=False)
+    attributes |= dict(__call__=call) if is_root else {}
     if issubclass(cls, nn.RNNBase):  # the list that they keep and assign is ignored, it is read anew
         weights = lambda self: [getattr(self, name, None) for name in self._flat_weights_names]  # noqa: E731
         attributes["_flat_weights"] = property(weights, lambda self, value: None)
         attributes["forward"] = torch.compiler.disable(forward)  # torch compiles none of them; not in pieces either
-    return type(cls.__name__, (cls,), attributes)
+    wrapped = type(cls.__name__, (cls,), attributes)
+    return wrapped
 
 
 def _present(root: nn.Module, names: Iterable[str]) -> list[nn.Module]:
@@ -350,8 +373,8 @@ def _present(root: nn.Module, names: Iterable[str]) -> list[nn.Module]:
     return [m for m in found if isinstance(m, nn.Module)]
 
 
-def _new(cls: type, names: tuple[str, ...]) -> nn.Module:
-    module = object.__new__(_wrapped_class(cls, names))
+def _new(*of_class) -> nn.Module:
+    module = object.__new__(_wrapped_class(*of_class))
     _roots[id(module)] = module  # a copied root is checked, too
     return module
 
@@ -362,7 +385,7 @@ def _check(model: nn.Module, mesh: DeviceMesh, mode: str, mp: MixedPrecisionPoli
     if mode not in MODES:
         raise ValueError(f"mode={mode!r} does not exist: use one of {', '.join(MODES)}")
     ndim, kind = (2, "2-D mesh with mesh_dim_names") if mode == "hybrid_shard" else (1, "1-D mesh")
-    if mesh.ndim != ndim or (ndim == 2 and not mesh.mesh_dim_names):
+    if mode != "replicate" and (mesh.ndim != ndim or (ndim == 2 and not mesh.mesh_dim_names)):
         raise ValueError(f"mode={mode!r} needs a {kind}, got {mesh.ndim}-D, names {mesh.mesh_dim_names}")
     if {"_data_parallel" in m.__dict__ for m in model.modules() if m._parameters} == {True}:
         raise ValueError("every module with parameters is wrapped already: call data_parallel() once")
@@ -377,6 +400,8 @@ def _check(model: nn.Module, mesh: DeviceMesh, mode: str, mp: MixedPrecisionPoli
                    "its hooks would be lost, register them after data_parallel()" if hooks and not wrapped else
                    "it has no shape yet, run one forward before wrapping"
                    if isinstance(p, nn.parameter.UninitializedParameter) else
+                   f"its class {type(p).__name__} would be lost, make it a plain nn.Parameter"
+                   if type(p) is not nn.Parameter and not wrapped else
                    "its gradient is sparse, build the embedding with sparse=False"
                    if getattr(module, "sparse", False) is True else "")  # fmt: skip
             if why:
@@ -413,7 +438,8 @@ def data_parallel(
     """Shards every parameter of `model` in place over `device_mesh` and returns it; values are those of rank 0. Modules
     that are wrapped already stay as they are: a second call is for what was added since, such as adapters.
 
-    mode: "replicate" (DDP), "fully_shard" (ZeRO-3, on dimension 0), "hybrid_shard" (2-D mesh: replicate, shard).
+    mode: "replicate" (DDP, a mesh of any shape), "fully_shard" (ZeRO-3, on dimension 0), "hybrid_shard" (2-D mesh:
+    replicate, shard).
     reshard_after_forward: free gathered weights after forward and gather them again in backward.
     min_bytes: smaller parameters stay replicated, as do scalars and empty ones. Buffers are left alone.
     Raises ValueError, before anything is changed, for a wrong argument or a parameter that cannot be sharded."""
@@ -434,7 +460,7 @@ def data_parallel(
         if module is model or next(module.parameters(), None) is not None:
             module.__dict__.pop("_flat_weights", None)  # an RNN's list, which holds the unsharded parameters
             module._data_parallel = mp_policy.param_dtype, mp_policy.reduce_dtype, reshard_after_forward
-            module.__class__ = _wrapped_class(type(module), tuple(own))
+            module.__class__ = _wrapped_class(type(module), tuple(own), module is model)
     model._data_parallel_root, _roots[id(model)] = True, model
     _plan_eager(model)
     _teach_dtensor()

@@ -2,12 +2,14 @@
 
 import contextlib
 import copy
+import types
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from harness import spawn
-from models_for_wrapper import fake_ranks, whole, with_one_thread
+from models_for_wrapper import Block, Blocks, Comms, fake_ranks, whole, with_one_thread
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy as FSDP2Policy
@@ -166,6 +168,138 @@ def test_groups_freezing_and_gradients_by_attribute_are_those_of_the_parameter(f
     assert model[0].weight.grad is None and model[2].weight.grad is model.get_parameter("2.weight").grad is not None
     torch.optim.SGD([model[2].weight], 0.1).step()
     model[0].weight = model[0].weight  # the parameter itself may be put back
+
+
+class Once(Block):
+    """Uses a layer without training it."""
+
+    def forward(self, x):
+        self.up.requires_grad_(False)
+        y = self.up(self.norm(x))
+        self.up.requires_grad_(True)
+        return x + self.down(F.gelu(y))
+
+
+class Adversarial(nn.Module):
+    """Its loss must not train the discriminator `d`, whose ends are gathered with those of the generator `g`."""
+
+    def __init__(self):
+        super().__init__()
+        self.g = nn.Sequential(nn.Linear(8, 8), *Blocks().blocks)
+        self.d = nn.Sequential(*Blocks().blocks, nn.Linear(8, 1))
+
+    def forward(self, x):
+        self.d.requires_grad_(False)
+        loss = self.d(self.g(x)).mean()
+        self.d.requires_grad_(True)
+        return loss
+
+
+class Late(nn.Module):
+    """Frozen until its forward unfreezes it."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList([Once() for _ in range(3)]), nn.Linear(8, 1).requires_grad_(False)
+
+    def forward(self, x):
+        self.head.requires_grad_(True)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).mean()
+
+
+@pytest.mark.parametrize("make", [Adversarial, Late])
+def test_what_forward_freezes_or_unfreezes_is_seen_at_the_next_read(fake, make):
+    plain, x = make(), torch.randn(2, 4, 8)
+    model = data_parallel(copy.deepcopy(plain), fake(1))
+    for m in (plain, model):
+        m(x).backward()
+    for (name, p), q in zip(plain.named_parameters(), model.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None), name
+        assert p.grad is None or torch.equal(q.grad.to_local(), p.grad), name
+    assert any(p.grad is None for p in plain.parameters())
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_a_forward_that_is_replaced_in_the_class_later_is_the_one_that_runs(fake, compile):
+    """As libraries of faster kernels do, before or after the wrap; also of a class that was wrapped before."""
+    cls = type("Layer", (nn.Linear,), dict(forward=lambda self, x: F.linear(x, self.weight, self.bias)))
+    before, after = data_parallel(cls(3, 2), fake(2)), cls(3, 2)
+    cls.forward = lambda self, x: F.linear(x, self.weight) + 7
+    data_parallel(after, fake(2))
+    for model in (before, after):
+        run = torch.compile(model, backend="aot_eager", fullgraph=True) if compile else model
+        assert torch.equal(run(torch.zeros(1, 3)), torch.full((1, 2), 7.0))
+
+
+class Ends(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head, self.shift = nn.Linear(3, 3), nn.Linear(3, 2), nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        return self.head(self.body(x + self.shift))
+
+
+def with_method(model):
+    model.forward = types.MethodType(lambda self, x: F.linear(self.body(x), self.head.weight) + self.shift[:2], model)
+
+
+def with_function(model):
+    before = model.forward
+    model.forward = lambda x: before(x).float() * model.shift[:2]
+
+
+AROUND = dict(
+    method=with_method,
+    function=with_function,
+    hook=lambda model: model.register_forward_hook(lambda m, args, y: y + m.head.weight.sum()),
+    pre_hook=lambda model: model.register_forward_pre_hook(lambda m, args: (args[0] + m.shift,)),
+    spectral_norm=lambda model: nn.utils.spectral_norm(model.head),
+)
+
+
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("around", AROUND)
+def test_what_lies_around_the_forward_of_the_class_reads_whole_parameters(fake, around, compile):
+    torch.manual_seed(1)
+    plain, x = Ends().eval(), torch.randn(4, 3)  # spectral_norm changes nothing while it evaluates
+    model = copy.deepcopy(plain)
+    for m in (plain, model):
+        torch.manual_seed(2)
+        AROUND[around](m)
+    data_parallel(model, fake(1))
+    run = torch.compile(model, backend="aot_eager", fullgraph=True) if compile else model
+    for m in (plain, run):
+        m(x).square().sum().backward()
+    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None)
+        assert p.grad is None or torch.allclose(q.grad.to_local(), p.grad, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("forward, note", [
+    (lambda m, x: x + dict(m.named_parameters())["shift"], "read a parameter as an attribute of its module"),
+    (lambda m, x: torch.func.grad(lambda x: m.head(m.body(x)).sum())(x), "call them around the model"),
+], ids=["named_parameters", "torch.func"])  # fmt: skip
+def test_an_error_of_torch_that_our_wrapper_leads_to_says_what_to_do(fake, forward, note):
+    model = data_parallel(type("Model", (Ends,), dict(forward=forward))(), fake(2))
+    with pytest.raises(RuntimeError) as error:
+        model(torch.ones(2, 3))
+    assert note in error.value.__notes__[0] and len(error.value.__notes__) == 1
+
+
+def test_late_adapters_on_the_mesh_of_hybrid_shard_are_replicated_over_all_of_it(fake):
+    mesh = fake(4, replicas=2)
+    model = data_parallel(nn.Sequential(nn.Linear(4, 4)), mesh, "hybrid_shard")
+    model.append(nn.Linear(4, 2))
+    data_parallel(model, mesh, "replicate")
+    with Comms() as sent:
+        model(torch.ones(1, 4)).sum().backward()
+    reduced = [(n, ranks) for name, n, _, ranks in sent.log if name == "all_reduce"]
+    assert sorted(reduced) == [(10, 2), (10, 2), (10, 2)]  # the adapter whole, over each dimension; half of the other
+    assert {p.device_mesh for p in model.parameters()} == {mesh}
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
 
 @pytest.mark.parametrize("change", [

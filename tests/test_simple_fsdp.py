@@ -165,7 +165,8 @@ def test_property_3_equal_modules_share_one_class(fake):
     model = data_parallel(Blocks(), fake(4))
     assert type(model.get_submodule("blocks.0")) is type(model.get_submodule("blocks.1"))
     assert type(model.get_submodule("blocks.0.up")) is type(model.get_submodule("blocks.2.down"))
-    assert type(data_parallel(nn.Linear(2, 2), fake(4), mp_policy=BF16)) is type(model.get_submodule("blocks.0.up"))
+    other = data_parallel(nn.Sequential(nn.Linear(2, 2)), fake(4), mp_policy=BF16)
+    assert type(other[0]) is type(model.get_submodule("blocks.0.up"))
 
 
 def test_property_3_every_parameter_has_its_own_reader(fake):
@@ -272,17 +273,27 @@ def blocks(mesh):
     return Blocks()
 
 
+class Scaled(nn.Parameter):
+    """As libraries for quantised weights have them: values mean nothing without what the class knows."""
+
+
+def of_class(cls):
+    linear = nn.Linear(3, 3)
+    linear.weight = cls(linear.weight.detach())
+    return linear
+
+
 REFUSED = dict(
     second_wrap=(lambda mesh: data_parallel(Blocks(), mesh["shard"]), {}, "wrapped already"),
     dtensor=(lambda mesh: with_dtensor(mesh["shard"]), {}, r"blocks\.2\.up\.weight.*DTensor"),
     mode=(blocks, dict(mode="zero3"), "zero3.*replicate, fully_shard, hybrid_shard"),
     mesh_2d=(blocks, dict(mesh="2-D"), "fully_shard.*1-D.*2-D"),
-    mesh_2d_replicate=(blocks, dict(mesh="2-D", mode="replicate"), "replicate.*1-D.*2-D"),
     mesh_1d=(blocks, dict(mode="hybrid_shard"), "hybrid_shard.*2-D.*1-D"),
     mesh_without_names=(blocks, dict(mesh="unnamed", mode="hybrid_shard"), "hybrid_shard.*mesh_dim_names"),
     sparse=(after_linear(lambda: nn.Embedding(4, 3, sparse=True)), {}, r"1\.weight.*sparse"),
     sparse_bag=(after_linear(lambda: nn.EmbeddingBag(4, 3, sparse=True)), {}, r"1\.weight.*sparse"),
     lazy=(after_linear(lambda: nn.LazyLinear(4)), {}, r"1\.weight.*no shape"),
+    quantised=(after_linear(lambda: of_class(Scaled)), {}, r"1\.weight.*class Scaled would be lost"),
     script=(after_linear(scripted), {}, r"shard 1\b.*ScriptModule"),
     script_root=(lambda mesh: scripted(), {}, "ScriptModule"),
 )
