@@ -25,17 +25,18 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import DeviceMesh, group
+from torch.distributed import group
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.nn.functional import pad
+from torch.nn.functional import normalize, pad
 from torch.optim.adamw import adamw
 
-COEFFICIENTS = (
-    3.4445,
-    -4.7750,
-    2.0315,
-)  # of the quintic polynomial, as in torch.optim.Muon
-ADAMW = dict(lr=3e-4, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8)
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic polynomial, as in torch.optim.Muon
+ADAMW = dict(
+    lr=3e-4,
+    weight_decay=0.1,
+    betas=(0.9, 0.95),
+    eps=1e-8,
+)
 _c10d = torch.ops._c10d_functional
 
 
@@ -55,175 +56,138 @@ def local(t: Tensor) -> Tensor:
     return t.to_local() if isinstance(t, DTensor) else t
 
 
-def _as(t: Tensor, like: Tensor) -> Tensor:
-    return t.redistribute(placements=like.placements) if isinstance(t, DTensor) else t
-
-
-def layout_of(p: Tensor, replicas: DeviceMesh | None = None) -> Layout:
+def layout_of(p: Tensor, replicas=None) -> Layout:
     """Of a parameter. replicas: see Muon. ValueError, one line, for one that is no matrix or that no rank can own."""
-    mesh, others, last = replicas, [], Replicate()
     if isinstance(p, DTensor):
         mesh = p.device_mesh
         *others, last = p.placements
+    else:
+        mesh, others, last = replicas, [], Replicate()
+    rows = Shard(p.ndim - 2)
     if p.is_cuda:
         memory = torch.cuda.get_device_properties(p.device).total_memory
     else:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    needs = (
-        8 * p.shape[-2:].numel()
-    )  # the matrix, two products and the result, in bf16
-    placed = last in (Replicate(), Shard(0), Shard(p.ndim - 2))
-    placed = placed and all(each == Replicate() for each in others)
+    needs = 8 * p.shape[-2:].numel()  # the matrix, two products and the result, in bf16
     expected = {
-        "a real matrix [m, n] or [E, m, n]": p.ndim in (2, 3)
-        and not p.is_complex(),
-        "placements Replicate, the last one Shard of rows or experts": placed,
+        "a real matrix [m, n] or [E, m, n]": p.ndim in (2, 3) and p.is_floating_point(),
+        "placements Replicate, the last one Shard of rows or experts":
+            {*others} <= {Replicate()} and last in (Replicate(), Shard(0), rows),
         f"at most {memory} bytes on its owner, not {needs}": needs <= memory,
-    }
+    }  # fmt: skip
     for what, is_so in expected.items():
         if not is_so:
             raise ValueError(
                 f"Muon: {p.dtype} {[*p.shape]}: expected {what}; leave it to AdamW (groups_of: to_adamw)"
             )
-    cut = last.is_shard(p.ndim - 2)
-    if (
-        mesh is None or last.is_shard() and not cut
-    ):  # each rank has matrices of its own
+    if mesh is None or last not in (Replicate(), rows):  # each rank has matrices of its own
         return Layout(local(p).shape)
     ranks = mesh.get_group() if mesh.ndim == 1 else group.WORLD
     if ranks.size() != mesh.size():
-        raise ValueError(
-            f"Muon: {mesh}: expected one dimension, or all {ranks.size()} ranks"
-        )
-    return Layout(
-        p.shape,
-        mesh.size(-1) if cut else 1,
-        ranks.group_name,
-        ranks.size(),
-        ranks.rank(),
-    )
+        raise ValueError(f"Muon: {mesh}: expected one dimension, or all {ranks.size()} ranks")
+    shards = mesh.size(-1) if last == rows else 1
+    return Layout(p.shape, shards, ranks.group_name, ranks.size(), ranks.rank())
 
 
-def plan(layouts: list[Layout]) -> list[tuple[Layout, tuple, tuple]]:
+def plan(layouts: list) -> list:
     """Sets of alike parameters, the costliest first: layout, the ranks that own them, their positions in the list. Each
     goes to the rank that has the fewest FLOPs so far."""
-    alike, loads = defaultdict(list), defaultdict(Counter)
+    alike = defaultdict(list)
     for position, layout in enumerate(layouts):
         alike[layout].append(position)
+    loads = defaultdict(Counter)  # of the ranks of each group
     sets = []
-    for layout in sorted(alike, key=_cost, reverse=True):
+    for layout in sorted(alike, key=_flops, reverse=True):
         load = loads[layout.group]
-        pairs = []
-        for position in alike[layout]:
+        owners = []
+        for _ in alike[layout]:
             owner = min(range(layout.ranks), key=load.__getitem__)
-            load[owner] += _cost(layout)
-            pairs.append((owner, position))
-        sets.append((layout, *zip(*sorted(pairs), strict=True)))
+            load[owner] += _flops(layout)
+            owners.append(owner)
+        sets.append((layout, sorted(owners), alike[layout]))
     return sets
 
 
-def _cost(layout: Layout) -> float:
-    """In proportion to the FLOPs of the iteration, 4 s s l + 2 s s s a step for sides s <= l."""
+def _flops(layout):
+    """In proportion to those of a step of the iteration, 4 s s l + 2 s s s for sides s <= l."""
     small, large = sorted(layout.shape[-2:])
     return layout.shape.numel() * small * (2 + small / large)
 
 
 def newton_schulz(x: Tensor, coefficients: tuple, steps: int, eps: float) -> Tensor:
     """[K, m, n] -> about U V' of each matrix U S V', in the dtype of x: singular values of 0.7 to 1.2."""
+    if x.shape[1] > x.shape[2]:
+        return newton_schulz(x.mT, coefficients, steps, eps).mT
     a, b, c = coefficients
-    tall = x.shape[1] > x.shape[2]
-    x = x.mT if tall else x
-    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=eps)
+    x = normalize(x, dim=(1, 2), eps=eps)
     for _ in range(steps):
         gram = x @ x.mT
         gram = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         x = torch.baddbmm(x, gram, x, beta=a)
-    return x.mT if tall else x
+    return x
 
 
-def orthogonalized(layout: Layout, owners: tuple, updates: list[Tensor], *how):
-    """Local shards of alike parameters, in the order of their owners -> them made orthogonal, stacked. A generator,
-    which yields None while a collective runs."""
-    shape, S, group_name, N, me = layout
-    E, (m, n) = shape[:-2].numel(), shape[-2:]
-    rows = -(-m // S)  # of a shard; smaller ones are padded
+def muon(sets: list, params: list, grads: list, momenta: list, /, **how) -> None:
+    """Updates local shards in place, for the `plan` of their parameters. Compiles. momenta: alike, in any dtype.
+
+    how: the hyperparameters of Muon, and `refused`, a boolean scalar: where it is True all stays as it is, to the bit.
+    To be called without gradients."""
+    works = [_update(*each, params, grads, momenta, **how) for each in sets]
+    # All sets in turn: while one communicates another one computes. Each has at most two collectives.
+    for _ in range(3):
+        for work in works:
+            next(work, None)
+
+
+def _update(
+    layout, owners, members, params, grads, momenta, /,
+    lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn, ns_dtype,
+    refused=None, **others,
+):  # fmt: skip
+    """Updates one set of alike parameters. A generator, which yields None while a collective runs."""
+    updates = []
+    for i in members:
+        grad = grads[i]
+        mean = momenta[i].to(grad.dtype).lerp(grad, 1 - momentum)
+        _write(momenta[i], mean, refused)
+        update = grad.lerp(mean, momentum) if nesterov else mean
+        updates.append(update.to(ns_dtype))
+
+    (*_, m, n), S, group_name, N, me = layout
     counts = [owners.count(rank) for rank in range(N)]
     k = counts[me]
     # The ranks that hold the same copy of the parameters as this one exchange shards.
     near = [rank // S == me // S for rank in range(N)]
     sent = [count * each for count, each in zip(counts, near, strict=True)]
-    received = [k * each for each in near]
-    own = [t.reshape(E, t.shape[-2], n).transpose(0, 1) for t in updates]
-    padded = [pad(t, (0, 0, 0, 0, 0, rows - len(t))) for t in own]
-    x = torch.stack(padded)  # [K, rows, E, n]
-    x = x[sum(counts[: near.index(True)]) :][: sum(sent)]
+    x = torch.stack(updates)
+    own = x.shape[-2]
+    rows = -(-m // S)  # of a shard; a smaller one is padded with zeros, which stay zeros
+    x = pad(x, (0, 0, 0, rows - own))  # [K, .., rows, n]
+    x = x.narrow(0, sum(counts[: near.index(True)]), sum(sent))
     if S > 1:
-        x = _c10d.all_to_all_single(x, received, sent, group_name)
+        x = _c10d.all_to_all_single(x, [k * each for each in near], sent, group_name)
         yield
-        x = _c10d.wait_tensor(x)  # [S k, rows, E, n]
-    x = x.unflatten(0, (S, k)).transpose(0, 1).flatten(1, 2)[:, :m]  # [k, m, E, n]
-    x = newton_schulz(x.transpose(1, 2).flatten(0, 1), *how)
-    x = x.unflatten(0, (k, E)).transpose(1, 2)
-    x = pad(x, (0, 0, 0, 0, 0, S * rows - m))
-    x = x.unflatten(1, (S, rows)).transpose(0, 1).flatten(0, 1)  # [S k, rows, E, n]
+        x = _c10d.wait_tensor(x)  # [S k, .., rows, n]
+
+    x = x.unflatten(0, (S, k)).movedim(0, -3).flatten(-3, -2)  # [k, .., m, n], with the rows of zeros
+    x = newton_schulz(x.flatten(0, -3), ns_coefficients, ns_steps, eps).view_as(x)
+    x = x.unflatten(-2, (S, rows)).movedim(-3, 0).flatten(0, 1)  # [S k, .., rows, n]
     if N > 1:
-        x = x.repeat(N // S, 1, 1, 1)
+        x = torch.cat([x] * (N // S))
         x = _c10d.all_to_all_single(x, counts, [k] * N, group_name)
         yield
-        x = _c10d.wait_tensor(x)  # [K, rows, E, n]
-    yield [t[: len(like)].transpose(0, 1) for t, like in zip(x, own, strict=True)]
+        x = _c10d.wait_tensor(x)  # [K, .., rows, n]
+
+    if adjust_lr_fn == "match_rms_adamw":
+        ratio = 0.04 * max(m, n)
+    else:
+        ratio = max(1, m / n)
+    for i, update in zip(members, x.narrow(-2, 0, own), strict=True):
+        decayed = params[i] * (1 - lr * weight_decay)
+        _write(params[i], decayed - update.float() * (lr * ratio**0.5), refused)
 
 
-@torch.no_grad()
-def muon(
-    sets,
-    params: list[Tensor],
-    grads: list[Tensor],
-    momenta: list[Tensor],
-    /,
-    *,
-    lr,
-    weight_decay,
-    momentum,
-    nesterov,
-    ns_coefficients,
-    eps,
-    ns_steps,
-    adjust_lr_fn,
-    ns_dtype,
-    refused=None,
-    **others,
-) -> None:
-    """Updates local shards in place, for the `plan` of their parameters. Compiles. momenta: alike, in any dtype.
-    refused: a boolean scalar; where it is True all stays as it is, to the bit. The others are those of Muon."""
-    works = []
-    for layout, owners, members in sets:
-        updates = []
-        for i in members:
-            mean = momenta[i].to(grads[i].dtype).lerp(grads[i], 1 - momentum)
-            _write(momenta[i], mean, refused)
-            update = grads[i].lerp(mean, momentum) if nesterov else mean
-            updates.append(update.to(ns_dtype))
-        works.append(
-            orthogonalized(layout, owners, updates, ns_coefficients, ns_steps, eps)
-        )
-    found = [None] * len(works)
-    # All sets in turn: while one communicates another one computes.
-    while None in found:
-        for j, work in enumerate(works):
-            found[j] = next(work) if found[j] is None else found[j]
-    for (layout, _, members), updates in zip(sets, found, strict=True):
-        m, n = layout.shape[-2:]
-        ratio = max(1, m / n) ** 0.5
-        if adjust_lr_fn == "match_rms_adamw":
-            ratio = 0.2 * max(m, n) ** 0.5
-        for i, update in zip(members, updates, strict=True):
-            update = update.reshape(params[i].shape).float() * (lr * ratio)
-            decayed = params[i] * (1 - lr * weight_decay)
-            _write(params[i], decayed - update, refused)
-
-
-def _write(t: Tensor, value: Tensor, refused: Tensor | None) -> None:
+def _write(t, value, refused):
     t.copy_(value if refused is None else torch.where(refused, t, value))
 
 
@@ -250,32 +214,30 @@ class Muon(torch.optim.Optimizer):
         adjust_lr_fn=None,
         *,
         ns_dtype=torch.bfloat16,
-        replicas: DeviceMesh | None = None,
+        replicas=None,
     ):
         if adjust_lr_fn not in (None, "original", "match_rms_adamw"):
-            raise ValueError(
-                f"Muon: adjust_lr_fn {adjust_lr_fn}: must be original or match_rms_adamw"
-            )
-        defaults = dict(
-            lr=lr,
-            weight_decay=weight_decay,
-            momentum=momentum,
-            nesterov=nesterov,
-            ns_coefficients=ns_coefficients,
-            eps=eps,
-            ns_steps=ns_steps,
-            adjust_lr_fn=adjust_lr_fn,
-            ns_dtype=ns_dtype,
-            use_muon=True,
+            raise ValueError(f"Muon: adjust_lr_fn {adjust_lr_fn}: must be original or match_rms_adamw")
+        super().__init__(
+            params,
+            dict(
+                lr=lr,
+                weight_decay=weight_decay,
+                momentum=momentum,
+                nesterov=nesterov,
+                ns_coefficients=ns_coefficients,
+                eps=eps,
+                ns_steps=ns_steps,
+                adjust_lr_fn=adjust_lr_fn,
+                ns_dtype=ns_dtype,
+                use_muon=True,
+            ),
         )
-        super().__init__(params, defaults)
         self.replicas = replicas
         for each in self.param_groups:
             if each["use_muon"]:
-                self._plan(each["params"])
-
-    def _plan(self, params: list[Tensor]) -> list[tuple]:
-        return plan([layout_of(p, self.replicas) for p in params])
+                for p in each["params"]:
+                    layout_of(p, replicas)  # raises what is wrong with it
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -285,22 +247,29 @@ class Muon(torch.optim.Optimizer):
         for each in self.param_groups:
             params = [p for p in each["params"] if p.grad is not None]
             shards = [local(p) for p in params]
-            grads = [local(_as(p.grad, p)) for p in params]
+            grads = [
+                p.grad.redistribute(placements=p.placements).to_local() if isinstance(p, DTensor) else p.grad
+                for p in params
+            ]
             if each["use_muon"]:
-                (momenta,) = self._states(params, "momentum_buffer")
-                muon(self._plan(params), shards, grads, momenta, **each)
-            elif params:
+                names = ["momentum_buffer"]
+            else:
+                names = ["exp_avg", "exp_avg_sq", "step"]
+            for p in params:  # states begin at zero
+                if not self.state[p]:
+                    self.state[p] = {name: torch.zeros(()) if name == "step" else torch.zeros_like(p) for name in names}
+            # The last ones are the momenta of Muon, or AdamW's counts of steps.
+            *moments, last = [[local(self.state[p][name]) for p in params] for name in names]
+            if each["use_muon"]:
+                muon(plan([layout_of(p, self.replicas) for p in params]), shards, grads, last, **each)
+            else:
                 beta1, beta2 = each["betas"]
-                means, squares, steps = self._states(
-                    params, "exp_avg", "exp_avg_sq", "step"
-                )
                 adamw(
                     shards,
                     grads,
-                    means,
-                    squares,
+                    *moments,
                     [],
-                    steps,
+                    last,
                     amsgrad=False,
                     beta1=beta1,
                     beta2=beta2,
@@ -310,16 +279,6 @@ class Muon(torch.optim.Optimizer):
                     maximize=False,
                 )
         return loss
-
-    def _states(self, params: list[Tensor], *names: str) -> list[list[Tensor]]:
-        """Of each name the local shards of that state, which begins at zero."""
-        for p in params:
-            for name in names:
-                if name not in self.state[p]:
-                    self.state[p][name] = (
-                        torch.zeros(()) if name == "step" else torch.zeros_like(p)
-                    )
-        return [[local(self.state[p][name]) for p in params] for name in names]
 
 
 def groups_of(model: nn.Module, to_adamw=(), to_muon=(), **of_adamw) -> list[dict]:
@@ -331,36 +290,21 @@ def groups_of(model: nn.Module, to_adamw=(), to_muon=(), **of_adamw) -> list[dic
     if unknown := of_adamw.keys() - ADAMW.keys():
         raise ValueError(f"groups_of: {unknown}: expected {[*ADAMW]}")
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    special = [
-        each
-        for each in model.modules()
-        if isinstance(each, (nn.Embedding, nn.modules.conv._ConvNd))
-    ]
-    heights = [
-        each.num_embeddings for each in special if isinstance(each, nn.Embedding)
-    ]
-    others = {each.weight for each in special}
-    others.update(
-        [p for p in named.values() if p.ndim == 2 and len(p) in heights][-1:]
-    )
-    chosen = {
-        name for name, p in named.items() if p.ndim in (2, 3) and p not in others
-    }
-    for patterns, change in (
-        (to_adamw, chosen.difference_update),
-        (to_muon, chosen.update),
-    ):
-        for pattern in patterns:
-            names = fnmatch.filter(named, pattern)
-            if not names:
-                raise ValueError(
-                    f"groups_of: {pattern} matches no parameter that requires a gradient"
-                )
-            change(names)
-    groups = [
-        dict(use_muon=True),
-        dict(use_muon=False) | ADAMW | of_adamw,
-    ]
+    special = (nn.Embedding, nn.modules.conv._ConvNd)
+    weights = {each.weight for each in model.modules() if isinstance(each, special)}
+    heights = [len(p) for p in weights if p.ndim == 2]  # of the embeddings
+    heads = [p for p in named.values() if p.ndim == 2 and len(p) in heights]
+    weights.update(heads[-1:])
+    chosen = {name for name, p in named.items() if p.ndim in (2, 3) and p not in weights}
+    for pattern in (*to_adamw, *to_muon):
+        names = fnmatch.filter(named, pattern)
+        if not names:
+            raise ValueError(f"groups_of: {pattern} matches no parameter that requires a gradient")
+        if pattern in to_muon:
+            chosen.update(names)
+        else:
+            chosen.difference_update(names)
+    groups = dict(use_muon=True), dict(ADAMW, use_muon=False, **of_adamw)
     for each in groups:
         each["params"] = [
             (name, p)

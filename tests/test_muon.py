@@ -5,9 +5,11 @@
 Gradients are given, not computed: what is compared is the optimizer alone. E experts, m, n rows and columns.
 """
 
+import ast
 import copy
 import functools
 import os
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -432,6 +434,20 @@ def test_a_gradient_that_is_not_placed_as_its_parameter_is_redistributed(mesh_of
     for each in (p, q):
         Muon([each], lr=0.1).step()
     torch.testing.assert_close(p.full_tensor(), q)
+
+
+def test_a_group_without_gradients_stays_as_it_is():
+    model = model_of()
+    before = copy.deepcopy(model.state_dict())
+    muon_of(model, torch.bfloat16).step()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_the_file_stays_small():
+    """In syntax nodes, which packing lines does not change."""
+    path = Path(__file__).parents[1] / "muon.py"
+    nodes = sum(1 for _ in ast.walk(ast.parse(path.read_text())))
+    assert nodes <= 2323, f"muon.py has {nodes} syntax nodes, at most 2323: delete before you add"
 
 
 def test_a_closure_is_called_with_gradients_on():
