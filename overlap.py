@@ -146,8 +146,9 @@ def compile_options(model: nn.Module, blocks: Sequence[str] | None = None, cap_m
     """Inductor options for any torch.compile of `model`, wrapped, of a part of it, or of a function around it. None on
     a single rank, where Inductor's own order of a graph needs less memory.
 
-    blocks: names of the modules that get a bucket each (default: blocks_of(model)). cap_mib: most MiB of a bucket of
-    parameters that lie in no block, such as embedding and head; one that is larger has a bucket of its own.
+    blocks: names of the modules that get a bucket each (default: blocks_of(model)); (): whatever collectives there are,
+    others' averages too, go into buckets by size. cap_mib: most MiB of a bucket of parameters that lie in no block,
+    such as embedding and head; one that is larger has a bucket of its own.
     whole_step: what is compiled is a whole training step, which returns its loss first and updates the parameters.
     ahead: the part of a block's FLOPs that a collective has to hide behind. 1: a gather starts when the one before has
     arrived, a reduction is waited for when the next one starts. Less takes less memory, and needs a faster network. 2,
@@ -164,12 +165,13 @@ def passes(model: nn.Module, blocks=None, cap_mib=128.0, whole_step=False, ahead
         raise ValueError(f"blocks: {', '.join(missing)}: no such module, there are {', '.join(list(modules)[1:])}")
     if not (0 <= ahead <= 1 or ahead % 1 == 0 < ahead):
         raise ValueError(f"ahead: {ahead}: must be between 0 and 1, or a whole number above 1")
+    by_size = blocks is not None and not blocks
     blocks = blocks_of(model) if blocks is None else blocks
     first, places = {module: name for name, module in modules.items()}, {}
     for name, module in model.named_modules(remove_duplicate=False):  # a shared module lies where its first name does
         around = [block for block in blocks if f"{first[module]}.".startswith(f"{block}.")]
         places[words_of(name)] = max(around, key=len, default="")
-    moves = Overlap(tuple(blocks), places, cap_mib, whole_step, ahead)
+    moves = Overlap(tuple(blocks), places, cap_mib, whole_step, ahead, by_size)
     several = any(p.device_mesh.size() > 1 for p in model.parameters() if isinstance(p, DTensor))
     return moves, dict(post_grad_custom_post_pass=moves, reorder_for_peak_memory=False) if several else {}
 
@@ -182,14 +184,15 @@ def words_of(path: str) -> tuple[str, ...]:
 class Overlap(CustomGraphPass):
     """Buckets and moves the collectives of one post-grad graph. A collective is named by the node that starts it."""
 
-    def __init__(self, blocks: tuple, places: dict[tuple, str], cap_mib: float, whole_step: bool, ahead: float):
+    def __init__(self, blocks: tuple, places: dict, cap_mib: float, whole_step: bool, ahead: float, by_size: bool):
         self.blocks, self.cap, self.whole_step, self.ahead = blocks, cap_mib * 2**20, whole_step, ahead
+        self.by_size = by_size
         self.early, self.places, self.block_at = max(1, int(ahead)), places, {}  # block by module, by path in a graph
         self.warned = torch.distributed.is_initialized() and torch.distributed.get_rank() > 0  # one rank tells
 
     def uuid(self):  # what the compile caches know of this pass: its source and its settings
         source = hashlib.sha256(Path(__file__).read_bytes() + repr(self.places).encode()).hexdigest()
-        return source, self.blocks, self.cap, self.whole_step, self.ahead
+        return source, self.blocks, self.cap, self.whole_step, self.ahead, self.by_size
 
     def __call__(self, g: fx.Graph) -> None:
         g = getattr(g, "graph", g)
@@ -201,7 +204,7 @@ class Overlap(CustomGraphPass):
             g.erase_node(again)
         self.find_blocks(g, [n for n in starts if n.target is not REDUCE])
         backward = self.gather_again(g) if self.whole_step else None
-        found = [n for n in g.find_nodes(op="call_function", target=GATHER) if sources(n) is not None]
+        found = [n for n in g.find_nodes(op="call_function", target=GATHER) if self.takes(n) and sources(n) is not None]
         found.sort(key=wait_of)  # nodes compare by their places in the graph
         before_turn = [n for n in found if backward is None or wait_of(n) < backward]
         self.merge_gathers(g, before_turn, next((n for n in g.nodes if n.op not in ("placeholder", "get_attr")), None))
@@ -212,6 +215,12 @@ class Overlap(CustomGraphPass):
         stable_topological_sort(g)
         g.eliminate_dead_code()
         g.lint()
+
+    def takes(self, start: fx.Node) -> bool:
+        """Whether a collective is simple_fsdp.py's, which notes that. Where the caller wants no blocks: any gather, and
+        any average of more than a scalar."""
+        wanted = start.target is GATHER or (start.args[1] == "avg" and start.meta["val"].ndim > 0)
+        return "simple_fsdp" in start.meta or (self.by_size and wanted)
 
     def find_blocks(self, g: fx.Graph, starts: list[fx.Node]) -> None:
         """Paths in a graph begin at a root of its own: the model or a part of it, under any name. The longest end of a
@@ -300,9 +309,9 @@ class Overlap(CustomGraphPass):
             cut_up.append(results[-1])
 
     def merge_reductions(self, g: fx.Graph, op) -> None:
-        """Reduce-scatters, or the all-reduces of gradients: averages of more than a scalar. A bucket starts when all of
-        its gradients are there, and is waited for when the next one (or the one `ahead` of it) has started."""
-        found = [n for n in g.find_nodes(op="call_function", target=op) if n.args[1] == "avg" and n.meta["val"].ndim]
+        """Reduce-scatters, or all-reduces, of gradients. A bucket starts when all of its gradients are there, and is
+        waited for when the next one (or the one `ahead` of it) has started."""
+        found = [n for n in g.find_nodes(op="call_function", target=op) if self.takes(n)]
         waits, buckets = [], sorted(self.buckets(found), key=max)
         for bucket, following in zip_longest(buckets, buckets[1:]):
             ranks, after = bucket[0].args[2] if op is SCATTER else 1, max(bucket).next

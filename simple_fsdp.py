@@ -15,7 +15,7 @@ import functools
 import threading
 import weakref
 from collections import namedtuple
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate, count, islice
@@ -129,7 +129,8 @@ class _Gather(torch.autograd.Function):
             call.again = {}
         like = [p for p, grad in zip(ctx.params, grads, strict=True) if grad is not None]
         given = (grad for grad in grads if grad is not None)
-        shards = iter(_Reduce.apply(ctx.call is not None, ctx.reduce_dtype, like, *given) if like else ())
+        with _noted():
+            shards = iter(_Reduce.apply(ctx.call is not None, ctx.reduce_dtype, like, *given) if like else ())
         return None, None, None, *(grad if grad is None else next(shards) for grad in grads)
 
 
@@ -173,14 +174,28 @@ _VERSION = hash(int.from_bytes(_loader.get_data(__file__))) if hasattr(_loader, 
 
 @torch.library.impl(_library, _NAME, "CompositeImplicitAutograd")
 def _gather_one(p: DTensor, dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, again: bool) -> Tensor:
-    if (mode := get_proxy_mode()) is None:  # before AOTAutograd makes its graph, Dynamo and it ask for the shape
+    if get_proxy_mode() is None:  # before AOTAutograd makes its graph, Dynamo and it ask for the shape
         return _Gather.apply(False if is_fake(p._local_tensor) else None, *_dtypes(p, dtype, reduce_dtype), p)[0]
-    before, whole = len(nodes := mode.tracer.graph.nodes), _Gather.apply(None, *_dtypes(p, dtype, reduce_dtype), p)[0]
-    for node in islice(reversed(nodes), len(nodes) - before):  # noted as under a checkpoint, or to be kept even there
+    with _noted() as nodes:
+        whole = _Gather.apply(None, *_dtypes(p, dtype, reduce_dtype), p)[0]
+    for node in nodes:  # noted as under a checkpoint, or to be kept even there
         keep = not again and node.target is _c10d.wait_tensor.default
         node.meta["recompute"] = CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
         node.meta["ac_graph_id"] = 1 << 60  # of no region before another, whose input would be kept
     return whole
+
+
+@contextmanager
+def _noted() -> Iterator[list]:
+    """What AOTAutograd's graph gets inside of it is noted as ours, for overlap.py; listed, too."""
+    mode, nodes = get_proxy_mode(), []
+    before = len(mode.tracer.graph.nodes) if mode else 0
+    yield nodes
+    if mode:
+        added = mode.tracer.graph.nodes
+        nodes += islice(reversed(added), len(added) - before)
+    for node in nodes:
+        node.meta["simple_fsdp"] = True
 
 
 # In eager mode a layer saves its gathered weight for backward; hooks have autograd keep a _GatherAgain instead. The
@@ -401,7 +416,7 @@ def _check(model: nn.Module, mesh: DeviceMesh, mode: str, mp: MixedPrecisionPoli
                    "it has no shape yet, run one forward before wrapping"
                    if isinstance(p, nn.parameter.UninitializedParameter) else
                    f"its class {type(p).__name__} would be lost, make it a plain nn.Parameter"
-                   if type(p) is not nn.Parameter and not wrapped else
+                   if type(p) is not nn.Parameter and not is_fake(p) and not wrapped else
                    "its gradient is sparse, build the embedding with sparse=False"
                    if getattr(module, "sparse", False) is True else "")  # fmt: skip
             if why:

@@ -315,7 +315,7 @@ def test_what_is_not_contiguous_leaves_a_bucket_as_it_came():
         start.meta["val"] = n.meta["val"]  # as if the collective kept strides, which is for torch to say
     g.output(tuple(overlap.call(g, overlap.WAIT, n) for n in starts))
     gm = fx.GraphModule(nn.Module(), g)
-    overlap.Overlap((), {}, 128.0, False, 1.0)(g)
+    overlap.Overlap((), {}, 128.0, False, 1.0, True)(g)
     gm.recompile()
     assert len(g.find_nodes(op="call_function", target=overlap.REDUCE)) == 1
     for t, result in zip(given, Alone(gm).run(*given), strict=True):
@@ -341,6 +341,32 @@ def test_a_plan_that_names_no_module_is_an_error_and_one_that_matches_nothing_a_
     with pytest.warns(UserWarning, match=r"overlap: a graph gathers nothing in a block \(blocks.0 ..\), only in L\["):
         graphs = capture(lambda x: model.head(model.emb(x)).float().sum(), (tokens,), options)
     assert count(graphs["forward"], "all-gather")[0] == count(graphs["backward"], "reduce-scatter")[0] == 1
+
+
+class GlobalNorm(nn.Module):
+    """Statistics over all ranks, of a batch: an average of the model's own."""
+
+    def __init__(self, mesh):
+        super().__init__()
+        self.mesh, self.weight = mesh, nn.Parameter(torch.ones(D))
+
+    def forward(self, x):
+        mean = all_reduce(x.detach().square().mean((0, 1)), "avg", self.mesh)
+        return x * torch.rsqrt(mean + 1e-5) * self.weight
+
+
+@pytest.mark.parametrize("mode", ["fully_shard", "replicate"])
+def test_averages_of_the_model_s_own_are_left_where_they_are(mesh_of, mode):
+    """Two in a block, of which the second needs what the first gave: they cannot be merged."""
+    mesh = mesh_of(8)
+    model = nn.Sequential(*(nn.Sequential(GlobalNorm(mesh), nn.Linear(D, D), GlobalNorm(mesh)) for _ in range(2)))
+    data_parallel(model, mesh, mode)
+    x = torch.zeros(B, T, D, requires_grad=True)
+    graphs = capture(lambda x: model(x).sum(), (x,), compile_options(model))
+    own = graphs["forward"].graph.find_nodes(op="call_function", target=overlap.REDUCE)
+    assert len(own) == 4 and not any("bucket" in n.meta for n in own)
+    kind = "all-reduce" if mode == "replicate" else "reduce-scatter"
+    assert count(graphs["backward"], kind)[0] == 2
 
 
 def test_collectives_of_a_size_that_varies_are_left_where_they_are(mesh_of):
