@@ -46,7 +46,6 @@ OFF = {
     "bucket_all_gathers_fx": "none",
     "bucket_reduce_scatters_fx": "none",
     "bucket_all_reduces_fx": "none",
-    "_fuse_ddp_communication": False,
 }
 OFF = {name: value for name, value in OFF.items() if hasattr(inductor_config, name)}
 _LIBRARY = "simple_fsdp_" + __name__.replace(".", "_")  # a copy of this file beside it registers an op of its own

@@ -82,6 +82,8 @@ def test_one_bucket_per_block_in_order_and_few_bytes_alive(compile, mode, ahead)
         assert [only("Gg", order) for order in code.order] == expected, code
     for symbol in "RA" if mode == "hybrid_shard" else reduction:  # there shards are reduced across replicas afterwards
         assert only(symbol + symbol.lower(), code.order[-1]) == ahead_by(ahead, symbol, BUCKETS), code
+        late = re.search(f"{symbol}m+{symbol.lower()}", only(f"{symbol}{symbol.lower()}m", code.order[-1]))
+        assert not late, (late, code)  # it is waited for as soon as the next one has started
         exposed = 2 + ahead * (symbol == "A" and mode == "hybrid_shard")  # which waits for two in a row
         assert code.gaps(symbol).count(0) <= exposed, code
     if gathers:
@@ -221,7 +223,7 @@ from trainer.profiling import gpu_code
 
 gpu_code.pretend("sm_90")
 dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
-line = "--depth 4 --width 128 --head-dim 32 --vocab 512 --seqlen 64 --batch 2 --remat both"
+line = "--depth 4 --width 128 --head-dim 32 --vocab 512 --seqlen 96 --batch 2 --remat both"
 c = flags.resolve(flags.parse(line.split()), "cuda", 8)
 gpu_code.Kernel.launched = lambda kernel, args: Kernel(kernel.source)(*args)
 with gpu_code.simulated(c, 8, "sm_90") as (step, tokens, codes):
