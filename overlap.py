@@ -19,6 +19,7 @@ from itertools import accumulate, combinations, zip_longest
 from pathlib import Path
 
 import torch
+import torch._inductor.config as inductor_config
 from torch import fx, nn
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.pattern_matcher import stable_topological_sort
@@ -34,6 +35,19 @@ REDUCE, WAIT = c10d.all_reduce.default, c10d.wait_tensor.default
 STACKS = ("nn_module_stack", "fwd_nn_module_stack")  # where a node's module is noted: in forward and in backward graphs
 NO_NAMES = "_modules", "_orig_mod"  # words of such a path that are in no module's name
 GATHER_AGAIN = CheckpointPolicy.PREFER_RECOMPUTE, CheckpointPolicy.MUST_RECOMPUTE
+# Inductor's own passes that reorder or merge collectives, after this file or before it, and the value that keeps each
+# out: torch 2.14 turns on enable_simple_overlap, global settings of others may turn on the rest. Options are keyed by
+# name, and torch.compile refuses one that it does not know.
+OFF = {
+    "reorder_for_peak_memory": False,
+    "reorder_for_compute_comm_overlap": False,
+    "aten_distributed_optimizations.enable_simple_overlap": False,
+    "aten_distributed_optimizations.enable_overlap_scheduling": False,
+    "bucket_all_gathers_fx": "none",
+    "bucket_reduce_scatters_fx": "none",
+    "bucket_all_reduces_fx": "none",
+}
+OFF = {name: value for name, value in OFF.items() if hasattr(inductor_config, name)}
 _LIBRARY = "simple_fsdp_" + __name__.replace(".", "_")  # a copy of this file beside it registers an op of its own
 
 
@@ -173,7 +187,12 @@ def passes(model: nn.Module, blocks=None, cap_mib=128.0, whole_step=False, ahead
         places[words_of(name)] = max(around, key=len, default="")
     moves = Overlap(tuple(blocks), places, cap_mib, whole_step, ahead, by_size)
     several = any(p.device_mesh.size() > 1 for p in model.parameters() if isinstance(p, DTensor))
-    return moves, dict(post_grad_custom_post_pass=moves, reorder_for_peak_memory=False) if several else {}
+    if not several:
+        return moves, {}
+    if inductor_config.post_grad_custom_post_pass is not None:
+        raise ValueError("torch._inductor.config.post_grad_custom_post_pass is set, compile_options() would replace "
+                         "it: reset it, or call both passes from one of your own")
+    return moves, dict(post_grad_custom_post_pass=moves) | OFF
 
 
 def words_of(path: str) -> tuple[str, ...]:
@@ -199,6 +218,9 @@ class Overlap(CustomGraphPass):
         starts = [n for n in g.nodes if n.target in (GATHER, SCATTER, REDUCE)]
         if not starts:
             return  # such as the subgraphs of FlexAttention
+        if undone := [name for name, value in OFF.items() if getattr(inductor_config, name) != value]:
+            warnings.warn(f"overlap: {', '.join(undone)}: set beside compile_options(), Inductor moves the collectives "
+                          "again. Leave it out of the options, or leave compile_options() out", stacklevel=2)
         for again in [n for start in starts for n in sorted(start.users)[1:] if n.target is WAIT]:
             again.replace_all_uses_with(wait_of(again.args[0]))  # the compiler merges equal collectives, not the waits
             g.erase_node(again)

@@ -34,7 +34,8 @@ os.environ["TORCHINDUCTOR_VEC_ISA_OK"], inductor.cpp.vec_isa_ok = "1", True
 
 # The files whose tests take longest, in that order; what is not here takes a few seconds.
 LONGEST = """
-peak equivalence overlap gpu_code other_models regions hosts plan sweep simple_fsdp_ranks baselines simulated_world
+peak equivalence overlap generated gpu_code other_models regions hosts plan sweep simple_fsdp_ranks baselines
+simulated_world
 slurm speed_mem_mlp remat rungs soak
 nonfinite main
 checkpoint checkpoint_ranks control config simple_fsdp_cost killed faults export simple_fsdp sinks compile_cache data

@@ -43,15 +43,15 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.compiler import config as cache_config
 from torch.distributed.tensor import DTensor, Shard
 
+from overlap import OFF
+
 BEGIN_S, END_S = 120.0, 1200.0  # how long a rank waits for another to begin compiling, and to end: then it compiles
 POLL_S = 0.2
 ALLOCATIONS = 50_000  # between collections of Python's garbage; its default is 700
 PYTHON_GUARDS = "use_lamba_guard_for_object_aliasing"  # sic; left alone where the next one is on, which torch 2.13 has
 SKIPS_GUARDS = "use_recursive_dict_tags_for_guards"  # off: with it guards may be skipped, whether these is not known
 PIECE = 4 << 20  # bytes; torch's store takes 8 MiB at once
-OPTIONS = {  # those of overlap.py and regions.py; torch's own buckets know the rank
-    "pre_grad_custom_pass", "post_grad_custom_pre_pass", "post_grad_custom_post_pass", "reorder_for_peak_memory",
-}  # fmt: skip
+PASSES = {"pre_grad_custom_pass", "post_grad_custom_pre_pass", "post_grad_custom_post_pass"}  # of overlap, regions
 _all_isas = cpu_vec_isa.valid_vec_isa_list.__wrapped__  # which would keep its first result
 PLAIN = Tensor | int | float | torch.SymInt | torch.SymFloat | torch.SymBool | None  # not a mesh
 
@@ -75,7 +75,8 @@ def described(gm: fx.GraphModule, options: dict | None) -> str | None:
         check_cacheable(gm)
     except BypassAOTAutogradCache:
         return None
-    if not OPTIONS.issuperset(options or ()):
+    others = {name: value for name, value in (options or {}).items() if name not in PASSES}
+    if not others.items() <= OFF.items():  # torch's own buckets know the rank
         return None
     told = []
     for graph in (module.graph for module in gm.modules() if isinstance(module, fx.GraphModule)):
