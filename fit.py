@@ -111,7 +111,9 @@ def data_of(own: Fit) -> Path:
 def question(own: Fit, c: config.Config, runs: bool) -> search.Question | None:
     """What the planner is asked, of resolved flags. A model that it does not know: None and a line if there are runs,
     else ValueError."""
-    gpu = hardware.gpu("cpu")._replace(arch="cpu") if c.device == "cpu" else hardware.gpu(own.gpu)
+    on_cpu = c.device == "cpu"
+    gpu = hardware.gpu("cpu" if on_cpu else own.gpu)
+    gpu = gpu._replace(arch="cpu") if on_cpu else hardware.field(gpu, c.compile == "none")
     try:
         a = read(own.model)
     except ValueError as error:
@@ -260,8 +262,9 @@ def main(argv: list[str]) -> int:
             shape = dict(depth=q.a.depth, width=q.a.width, vocab=q.a.vocab)
             c = replace(c, training=replace(c.training, **shape))
             tell("\n".join(report.fit_lines([cell for cell, _ in cells], own.effective_batch)))
-            tell("\n".join(report.honesty(q) if c.device == "cuda" else [f"a process holds {grouped(base)} MiB alone"]))
-            if c.compile != "fwdbwd":
+            alone = [f"a process holds {grouped(base)} MiB alone"]
+            tell("\n".join(report.honesty(q, False) if c.device == "cuda" else alone))
+            if c.compile not in ("none", "fwdbwd"):
                 tell(f"planned as --compile fwdbwd, not {c.compile}")
         old = published.read([Path(own.results)])
         for cell, told in cells if q else ():

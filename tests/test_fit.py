@@ -45,7 +45,7 @@ def test_what_is_planned_is_the_planners_table_with_its_peaks_and_times(folder, 
     rows = rows_in(folder / "rows.jsonl")
     own, words = fit.parse(["--model", str(folder), "--results", str(folder / "rows.jsonl"), *PLAN])
     c = fit.flags.filled(fit.config.parse(fit.line_of(own, words, 4, 2), 0, 1), "cuda")
-    q, limit = fit.question(own, c, False), (80 - 3) * 2**30
+    q, limit = fit.question(own, c, False), (81_559 - 3 * 2**10) * 2**20
     cells = search.fit_table(q, (4,), (2, 8), 64, limit)
     told = [(row["batch"], row["planned_ratio"], row["grad_accum"]) for row in rows]
     assert told == [(cell.micro, cell.ratio, cell.accum) for cell in cells]
@@ -60,7 +60,8 @@ def test_what_is_planned_is_the_planners_table_with_its_peaks_and_times(folder, 
     shape = [[row["flags"][name] for name in ("depth", "width", "batch", "remat_ratio", "world")] for row in rows]
     assert shape == [[28, 3584, cell.micro, cell.ratio, 4] for cell in cells]
     said = capsys.readouterr().out
-    assert "left out" not in said and "published ratio" in said and "EXTRAPOLATED" in said and "planned step ms" in said
+    assert "left out" not in said
+    assert all(part in said for part in ("published ratio", "85 % were within", "planned step ms"))
     call(folder, *PLAN)
     assert rows_in(folder / "rows.jsonl") == rows  # the same answers are not written twice
 
@@ -191,7 +192,7 @@ def test_a_folder_without_a_model_ends_in_one_line(tmp_path, capsys):
 
 
 def test_a_model_that_the_planner_does_not_know_is_measured_all_the_same(folder, instead, capsys):
-    (folder / "config.json").write_text(json.dumps(QWEN | dict(model_type="gpt_neox")))
+    (folder / "config.json").write_text(json.dumps(QWEN | dict(model_type="no_such")))
     ran = instead(0.6)
     assert call(folder, *ONE) == 0
     answer = rows_in(folder / "rows.jsonl")[-1]

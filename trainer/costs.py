@@ -18,14 +18,16 @@ LATENCY_US = 20.0
 NAMED_GB_PER_S = {
     "a100-nvlink": 300.0,
     "h100-nvlink": 370.0,  # also H200
-    "ndr-ib": 50.0,  # one NDR port per GPU
+    "ndr-ib": 50.0,  # one NDR port per GPU, as a DGX H100 has them: eight a node
+    "hdr-ib": 25.0,  # one HDR port per GPU, as a DGX A100 has them
     "4090-pcie": 1.73,  # 8 cards that reach each other through the host
 }
 
 
 class Link(NamedTuple):
     latency_s: float  # per collective
-    bytes_per_s: float  # per rank
+    bytes_per_s: float  # per rank, or per port of a node
+    ports: int = 0  # of a node; 0: one per rank
 
     def seconds(self, op: str, nbytes: float, ranks: int) -> float:
         """Modelled time of a collective over `ranks`; `nbytes` of the whole, unsharded tensor."""
@@ -57,16 +59,17 @@ def measured(text: str) -> str:
         raise ValueError(f"--link {text}: no line of it has a fitted link; {fix}") from None
 
 
-def link(text: str) -> Link:
+def link(text: str, ports: bool = False) -> Link:
     """A named link, "none" (takes no time), "alpha_us:GB_per_s", or "measured:FILE" of rows of studies.collectives.
-    ValueError, one line, for anything else."""
+    With `ports` also "alpha_us:8x50": so many ports of a node that its ranks share. ValueError, one line, for anything
+    else."""
     text = measured(text)
     if text == "none":
         return Link(0.0, float("inf"))
-    found = re.fullmatch(r"(\d+\.?\d*):(\d+\.?\d*)", text)
-    latency, bandwidth = map(float, found.groups()) if found else (LATENCY_US, NAMED_GB_PER_S.get(text, 0.0))
-    if bandwidth > 0:
-        return Link(latency * 1e-6, bandwidth * 1e9)
+    found = re.fullmatch(r"(\d+\.?\d*):(?:(\d+)x)?(\d+\.?\d*)", text)
+    latency, many, bandwidth = found.groups() if found else (LATENCY_US, None, NAMED_GB_PER_S.get(text, 0.0))
+    if float(bandwidth) > 0 and (many is None or ports and int(many)):
+        return Link(float(latency) * 1e-6, float(bandwidth) * 1e9, int(many or 0))
     raise ValueError(f"--link {text}: must be {', '.join(NAMED_GB_PER_S)}, none, alpha_us:GB_per_s such as 20:370, or "
                      "measured:FILE")  # fmt: skip
 

@@ -5,22 +5,34 @@
     read("Qwen3-30B-A3B/").parameters        # of a Hugging Face config.json: 30'532'122'624, of which 3'353'032'704
     active
 
-Known there: llama, mistral, qwen2, qwen3, qwen3_moe, gemma3_text, and the text part of gemma3. What a class of
-transformers takes for a key that config.json leaves out is taken here as well; what has no default must be there.
+Known are KINDS, and the text part of gemma3; others are counted on a model that transformers builds, which takes
+seconds. What a class of transformers takes for a key that config.json leaves out is taken here as well.
 D width, H query heads, K key/value heads, d head dimension, F hidden width of the MLP, V vocabulary, E experts.
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trainer import costs
 
 NEEDED = "hidden_size intermediate_size num_hidden_layers num_attention_heads vocab_size".split()
-MOE_NEEDED = "num_experts num_experts_per_tok moe_intermediate_size".split()
-KINDS = "llama mistral qwen2 qwen3 qwen3_moe gemma3_text gemma3".split()
-HEAD_DIM = {"qwen3": 128, "gemma3_text": 256}  # the classes' defaults; of the others hidden_size / heads
-TIED = {"gemma3_text"}  # unless config.json says otherwise
+LATENT = "q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim".split()
+EXPERTS = "num_local_experts num_experts n_routed_experts moe_num_experts".split()
+WINDOWED = "mistral", "mixtral", "phi3"
+# norms: of width D in a block; qk_norms: of queries and keys, of one head or of all; bias: of q, k and v; every: which
+# block sees all keys; the others of the classes' own defaults where a config.json may leave out the key.
+KINDS = {
+    "llama": {}, "mistral": {}, "phi3": {}, "smollm3": dict(tied=True), "qwen2": dict(bias=True),
+    "qwen3": dict(head_dim=128, qk_norms="head"), "olmo2": dict(qk_norms="whole"),
+    "mixtral": dict(experts=True), "qwen3_moe": dict(experts=True, qk_norms="head"),
+    "gpt_oss": dict(experts=True, every=2, defaults=dict(attention_bias=True, head_dim=64, sliding_window=128)),
+    "deepseek_v3": dict(experts=True, needed=LATENT),
+    "gemma2": dict(norms=4, tied=True, every=2, defaults=dict(head_dim=256)),
+    "gemma3_text": dict(norms=4, qk_norms="head", tied=True, every=6, defaults=dict(
+        vocab_size=262208, hidden_size=2304, intermediate_size=9216, num_hidden_layers=26, num_attention_heads=8,
+        num_key_value_heads=4, head_dim=256)),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -48,13 +60,13 @@ class Architecture:
     dense_hidden: int = 0
     window: int = 0
     every: int = 0
-    logit_bytes: int = 0  # of each logit at the loss, if it does not stay in the dtype of the products
+    attention: int = 0  # parameters of attention's products in a block, if they are not the usual four
     note: str = ""
 
     @property
     def attention_parameters(self) -> int:
-        """Of the four products of one block: q and o [D, H d], k and v [D, K d]."""
-        return 2 * self.width * self.head_dim * (self.heads + self.kv_heads)
+        """Of the four products of one block: q and o [D, H d], k and v [D, K d], if no others are told."""
+        return self.attention or 2 * self.width * self.head_dim * (self.heads + self.kv_heads)
 
     def mlp_parameters(self, experts: int, hidden: int) -> int:
         """Of the products of one MLP, or of so many experts and their router [D, E]."""
@@ -140,38 +152,125 @@ def read(path: str) -> Architecture:
 def architecture(config: dict, name: str = "model") -> Architecture:
     """Of the keys and values of a config.json. ValueError as `read`."""
     kind, note = config.get("model_type"), ""
+    if isinstance(config.get("text_config"), dict) and f"{kind}_text" in KINDS:
+        config, note, kind = config["text_config"], "the text part alone: what sees is left out", f"{kind}_text"
     if kind not in KINDS:
-        raise ValueError(f"model_type {kind} is not known; known are {', '.join(KINDS)}")
-    if kind == "gemma3":
-        config, note = config.get("text_config", {}), "the text part alone: the vision tower is left out"
-        kind = "gemma3_text"
-    if missing := [key for key in NEEDED + MOE_NEEDED * (kind == "qwen3_moe") if key not in config]:
+        return built(config, name)
+    own = KINDS[kind]
+    config = own.get("defaults", {}) | {key: value for key, value in config.items() if value is not None}
+    experts_key = "n_routed_experts" if kind == "deepseek_v3" else "num_local_experts"
+    experts_key = "num_experts" if "num_experts" in config else experts_key
+    inner = "moe_intermediate_size" if kind in ("qwen3_moe", "deepseek_v3") else "intermediate_size"
+    needed = NEEDED + own.get("experts", False) * [experts_key, "num_experts_per_tok", inner] + own.get("needed", [])
+    if missing := [key for key in dict.fromkeys(needed) if key not in config]:
         raise ValueError(f"{', '.join(missing)} missing; add {'it' if len(missing) == 1 else 'them'} to config.json")
-    D, F, L, H, V = (int(config[key]) for key in NEEDED)
-    K = int(config.get("num_key_value_heads") or H)
-    d = int(config.get("head_dim") or HEAD_DIM.get(kind) or D // H)
-    if min(D, F, L, H, V, K, d) < 1 or H % K:
-        raise ValueError(f"{H} heads do not share {K} key/value heads evenly, or a size is below 1")
-    norms, biases = 2 * D, 0
-    if kind in ("qwen3", "qwen3_moe", "gemma3_text"):
-        norms += 2 * d  # of q and of k, one for all heads
-    if kind == "gemma3_text":
-        norms += 2 * D  # after attention and after the MLP as well
-    if kind == "qwen2" or config.get("attention_bias"):
-        biases += (H + 2 * K) * d + (0 if kind == "qwen2" else D)
-    if config.get("mlp_bias") and kind == "llama":
-        biases += 2 * F + D
-    more = {}
-    if kind == "qwen3_moe":
-        plain, step = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step", 1)
-        dense = sum(i in plain or (i + 1) % step > 0 for i in range(L))
-        more = dict(experts=int(config["num_experts"]), active=int(config["num_experts_per_tok"]))
-        more |= dict(dense_blocks=dense, dense_hidden=F)
-        F = int(config["moe_intermediate_size"])
-    if kind == "gemma3_text":
-        more = dict(window=config.get("sliding_window") or 4096, every=config.get("sliding_window_pattern", 6))
-    elif config.get("sliding_window") and (kind == "mistral" or config.get("use_sliding_window")):
-        more |= dict(window=int(config["sliding_window"]))
-    tied = config.get("tie_word_embeddings", kind in TIED)
+    D, F, L, H, V = (size(config, key) for key in NEEDED)
+    K = size(config, "num_key_value_heads", H)
+    d = size(config, "head_dim", own.get("head_dim") or D // H)
+    if H % K or not d:
+        raise ValueError(f"{H} heads do not share {K} key/value heads evenly, or are more than {D} elements")
+    norms = D * own.get("norms", 2)
+    norms += {"head": 2 * d, "whole": (H + K) * d}.get(own.get("qk_norms"), 0)
+    biases = (H + 2 * K) * d if own.get("bias") or config.get("attention_bias") else 0
+    biases += D if config.get("attention_bias") and kind != "qwen2" else 0
+    biases += 2 * F + D if config.get("mlp_bias") and kind == "llama" else 0
+    more, attention, rest = {}, 0, 0
+    if own.get("experts"):
+        E, active, F1 = (size(config, key) for key in (experts_key, "num_experts_per_tok", inner))
+        dense, more = 0, dict(experts=E, active=active, dense_hidden=F)
+        if kind == "qwen3_moe":
+            plain, step = config.get("mlp_only_layers") or [], size(config, "decoder_sparse_step", 1)
+            dense = sum(i in plain or (i + 1) % step > 0 for i in range(L))
+        if kind == "deepseek_v3":
+            dense = min(size(config, "first_k_dense_replace", 0, least=0), L)
+            shared = 3 * D * F1 * size(config, "n_shared_experts", 0, least=0)
+            attention, norms = latent_attention(config, D, H, norms)
+            note = "experts that all tokens pass are counted as spread over all blocks"
+            attention, rest = divmod(shared * (L - dense) + attention * L, L)
+        if kind == "gpt_oss":
+            biases += H + E + E * (2 * F1 + D)
+        F, more["dense_blocks"] = F1, dense
+    if "every" in own:
+        more |= dict(window=size(config, "sliding_window", 4096, least=0),
+                     every=size(config, "sliding_window_pattern", own["every"]))  # fmt: skip
+    elif config.get("sliding_window") and (kind in WINDOWED or config.get("use_sliding_window")):
+        more |= dict(window=size(config, "sliding_window"))
+    tied = config.get("tie_word_embeddings", own.get("tied", False))
     return Architecture(name, L, D, H, K, d, F, V, gated=True, tied=bool(tied), biases=biases, norms=norms,
-                        final_norm=D, note=note, **more)  # fmt: skip
+                        final_norm=D + rest, note=note, attention=attention, **more)  # fmt: skip
+
+
+def size(config: dict, key: str, usual: int | None = None, least: int = 1) -> int:
+    """A whole number of a config. ValueError for anything else, or one that no model has."""
+    value = config.get(key, usual)
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= 10**7:
+        raise ValueError(f"{key} {str(value)[:40]}: must be a whole number from {least} to 10000000")
+    if key == "num_hidden_layers" and value > 2000:
+        raise ValueError(f"{key} {value}: more than 2000 blocks are not planned")
+    return value
+
+
+def latent_attention(config: dict, D: int, H: int, norms: int) -> tuple[int, int]:
+    """(parameters of the products, elements of norms) of a block of DeepSeek's attention over a compressed cache."""
+    q, kv, nope, rope, v = (size(config, key) for key in LATENT)
+    products = D * q + q * H * (nope + rope) + D * (kv + rope) + kv * H * (nope + v) + H * v * D
+    return products, norms + q + kv
+
+
+def built(config: dict, name: str) -> Architecture:
+    """Counted on a model that transformers builds without memory: for kinds that are not known here. ValueError, one
+    line, where that cannot be."""
+    kind = config.get("model_type")
+    try:
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError:
+        known = ", ".join(KINDS)
+        raise ValueError(f"model_type {kind} is not known without torch and transformers; known are {known}") from None
+    try:
+        own = AutoConfig.for_model(**config)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(own, attn_implementation="eager")
+    except Exception as error:
+        said = " ".join(str(error).split())[:200]
+        raise ValueError(f"model_type {kind} is not known, and transformers cannot build it: {said}") from None
+    note = f"model_type {kind}, counted on the model that transformers builds"
+    return counted(model, own.get_text_config(), name, note)
+
+
+def counted(model, text, name: str, note: str) -> Architecture:
+    """Of a model and the config of its text part. A weight that is neither an expert's nor of an MLP of the stated
+    width is counted with attention's."""
+    table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    V, D = table.shape
+    L, H = text.num_hidden_layers, text.num_attention_heads
+    weights = {each: p for each, p in model.named_parameters() if p.dim() > 1 and p is not table and p is not head}
+    products = {each: p.numel() for each, p in weights.items()}
+    E = next((getattr(text, key) for key in EXPERTS if getattr(text, key, None)), 0)
+    spread = sum(n for each, n in products.items() if E and ".experts" in each)
+    others = sum(products.values()) - spread
+    if spread:
+        hidden, gated = spread // (3 * D * E * L), True
+        attention = others // L - E * D
+    else:
+        hidden = getattr(text, "intermediate_size", None) or 4 * D
+        gated = others // L > 3 * D * hidden
+        attention = others // L - (2 + gated) * D * hidden
+    active = getattr(text, "num_experts_per_tok", None) or 1
+    a = Architecture(
+        name,
+        L,
+        D,
+        H,
+        getattr(text, "num_key_value_heads", None) or H,
+        getattr(text, "head_dim", None) or D // H,
+        hidden,
+        V,
+        gated=gated,
+        tied=table is head,
+        experts=E if spread else 0,
+        active=active if spread else 0,
+        attention=max(attention, 1),
+        note=note,
+    )
+    return replace(a, final_norm=sum(p.numel() for p in model.parameters()) - a.parameters)

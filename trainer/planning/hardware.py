@@ -19,10 +19,11 @@ from trainer.costs import Link, link, sent_bytes
 from trainer.distributed.terminal import did_you_mean
 from trainer.planning.architecture import Architecture, reference
 from trainer.planning.liveness import Tape
-from trainer.planning.schedule import Step, whole
+from trainer.planning.schedule import Step
 from trainer.planning.step_time import Gpu, step_time
+from trainer.planning.weights import whole
 
-DATA = Path(__file__).with_name("hardware.toml")
+DATA, FIELD = (Path(__file__).with_name(name) for name in ("hardware.toml", "field.toml"))
 RESERVE_GIB = 3.0  # of a GPU: CUDA's context, NCCL's buffers, what the allocator cannot give out again
 MOST = 7  # samples that constants are fitted on
 ALONE = " without links"
@@ -32,21 +33,48 @@ def names() -> list[str]:
     return list(tomllib.loads(DATA.read_text()))
 
 
-def gpu(name: str) -> Gpu:
-    """ValueError, one line, for a name that hardware.toml does not have."""
+def gpu(name: str, watts: float = 0.0) -> Gpu:
+    """watts: its power limit, if it is lower than stated. ValueError, one line, for a name that hardware.toml does not
+    have, or more watts than the GPU takes."""
     data = tomllib.loads(DATA.read_text())
     if name not in data:
         raise ValueError(f"--gpu {name}: must be one of {', '.join(data)}{did_you_mean(name, data)}")
     own = data[name]
+    if watts > own["watts"]:
+        raise ValueError(f"--watts {watts:g}: {name} takes at most {own['watts']}; leave it out")
     like = data[own.get("like", name)]
     reached, flops, memory = like["reached"], own["tflops"] / like["tflops"], own["tb_per_s"] / like["tb_per_s"]
+    watts = watts or own["watts"]  # the clock goes about as the square root of the power
+    flops *= min(1.0, watts / like["watts"] / (own["tflops"] / like["tflops"])) ** 0.5
     rates = {k: tuple(1e12 * flops * v for v in pair) for k, pair in reached["attention"].items()}
-    scaled = "" if like is own else f"rates scaled from {own['like']}, not measured"
+    measured = like is own and watts == own["watts"]
+    scaled = "" if measured else f"rates scaled from {own.get('like', name)}, not measured"
     return Gpu(
         name, 1e12 * own["tflops"], 1e12 * flops * reached["products"], 1e12 * memory * reached["tb_per_s"],
-        2**30 * own["memory_gib"], own["sms"], rates, 1e-6 * reached["floor_us"], scaled, own["arch"], own["link"],
+        2**20 * own["memory_mib"], own["sms"], rates, 1e-6 * reached["floor_us"], scaled, own["arch"], own["link"],
         "" if scaled else reached.get("serial_link", ""), tuple(reached["error"]), reached["source"],
+        own.get("like", name), watts=watts,
     )  # fmt: skip
+
+
+def field_data() -> dict[str, dict]:
+    """field.toml: {"constants": .., "bars": {kind: (rows, error)}}."""
+    return tomllib.loads(FIELD.read_text())
+
+
+def field(gpu: Gpu, eager: bool, found: dict[str, float] | None = None) -> Gpu:
+    """What other people's steps reach on a GPU (field.toml); `gpu` has the rates of this program's own steps on a card
+    that did nothing else. eager: without a compiler, which takes kernels one by one."""
+    found = found or field_data()["constants"]
+
+    def of(what: str) -> float:
+        return found.get(f"{gpu.like} {what}", 1.0)
+
+    attention, floor = (of("eager attention"), 1e-6 * found["eager floor_us"]) if eager else (1.0, gpu.floor)
+    rates = {kernel: tuple(attention * rate for rate in pair) for kernel, pair in gpu.attention.items()}
+    return gpu._replace(products=of("products") * gpu.products, bandwidth=of("memory") * gpu.bandwidth, attention=rates,
+                        floor=floor, passes=found["eager passes"] if eager else 1.0,
+                        straggling=found["straggling"])  # fmt: skip
 
 
 class Sample(NamedTuple):

@@ -12,12 +12,10 @@ head dimension, F hidden width, V vocabulary, L depth. Imports no torch.
 """
 
 from trainer.planning.architecture import Architecture, reference
-from trainer.planning.liveness import GRADIENTS, LOGITS, WEIGHTS, Make, Peak, Tape
-from trainer.planning.weights import SIZE, Weights, shard_group
+from trainer.planning.liveness import GRADIENTS, LOGITS, Make, Peak, Tape
+from trainer.planning.weights import Weights, before_step, fp32_logits, trained, whole
 
 AGAIN = {"attn": ("attn", "both", "block"), "mlp": ("mlp", "both", "block", "pointwise")}
-CUBLAS_MIB = {"cpu": 0.0, "sm_80": 2 * 8.125, "sm_90": 2 * 32.0, "sm_100": 2 * 32.0}  # torch's, of two threads
-PARAMETERS, MOMENTS, ALLOWANCE = "parameters", "Adam's moments", "workspaces of cuBLAS, an allowance"
 
 
 class Step(Weights):
@@ -72,6 +70,9 @@ class Step(Weights):
         self.gather(f"f{i + 1}", self.block) if i + 1 < self.a.depth else self.gather(
             "fhead", self.head + self.a.final_norm
         )
+        self.in_fp32(at, 1)
+        if self.policies[i] not in AGAIN["mlp"]:
+            self.eager_keeps(i, at)
         self.qkv(at, w, f"n{i}", str(i))
         self.core(f"{at}, attention", str(i))
         self.product(f"{at}, o", [f"a{i}", self.weight(w, "o")], self.make(f"o{i}", self.U), self.n, self.outs["q"], D)
@@ -91,6 +92,8 @@ class Step(Weights):
 
     def up(self, at: str, w: str, x: str, out: str) -> None:
         for part, name in zip(self.ups, self.hidden(out), strict=True):
+            if len(self.ups) > 1 and part == "gate" and self.keeps(f"{part} h", out[1:]):
+                continue
             made = self.make(name, self.F)
             self.product(f"{at}, {part}", [x, self.weight(w, part)], made, self.n, self.a.width, self.fan)
 
@@ -99,6 +102,8 @@ class Step(Weights):
 
     def qkv(self, at: str, w: str, x: str, to: str) -> None:
         for part, size in (("q", self.Q), ("k", self.KV), ("v", self.KV)):
+            if self.keeps(part, to):
+                continue
             made = self.make(part + to, size)
             self.product(f"{at}, {part}", [x, self.weight(w, part)], made, self.n, self.a.width, self.outs[part])
 
@@ -127,12 +132,16 @@ class Step(Weights):
         head, V, D = self.weight("fhead", "head"), self.a.vocab, self.a.width
         if self.c.loss == "full":
             self.product("head", ["nf", head], self.make("z", self.logits, LOGITS), self.n, D, V)
-            self.op("loss", ["z"])
+            wide = [self.make("zf", 4 * self.n * V, LOGITS, key="fp32")] * fp32_logits(self.c)
+            self.op("loss", ["z"], *wide)
+            if self.eager:
+                self.op("loss, log_softmax", ["zf"], self.make("zs", 4 * self.n * V, LOGITS, key="fp32"))
             return
         rows = min(self.c.chunk, self.n)
         inside = max(rows * V * (4 + self.p) + (4 - self.p) * self.head, 4 * self.head)
-        made = [self.make("gx", self.U, own=True), self.make("gw", self.head * self.p, own=True)]
-        work = (("mm", self.n, D, V), ("mm", self.n, V, D), ("mm", V, self.n, D),
+        made = [self.make("gx", self.U, own=True)]
+        made += [self.make("gw", self.head * self.p, own=True)] * (not self.lora)
+        work = (("mm", self.n, D, V), ("mm", self.n, V, D), *[("mm", V, self.n, D)] * (not self.lora),
                 ("bytes", self.n * V * 10 * 4 + 8 * self.head * self.n / rows))  # fmt: skip
         self.op("chunked loss", ["nf", head], *made, inside=inside, work=work)
 
@@ -146,8 +155,15 @@ class Step(Weights):
         if self.c.loss == "full":
             V, D = self.a.vocab, self.a.width
             self.gather("bhead", whole)
-            self.op("gradient of the logits", ["z"], self.make("dz", self.logits, LOGITS), over=True)
-            self.product("gradient of the head", ["dz", "nf"], self.make("whead", self.head * self.p), V, self.n, D)
+            made, at = self.make("dz", self.logits, LOGITS), "gradient of the logits"
+            if self.eager:
+                self.op(at, ["zs", "z"], self.make("dzf", 4 * self.n * V, LOGITS, key="fp32"))
+                self.op(at, ["dzf"], made)
+            else:
+                wide = fp32_logits(self.c)
+                self.op(at, ["z", *["zf"] * wide], made, over=not wide)
+            if not self.lora:
+                self.product("gradient of the head", ["dz", "nf"], self.make("whead", self.head * self.p), V, self.n, D)
             self.arrive("bhead", {"head": self.head})
             self.gather(last, self.block)
             made = self.make("go", self.U)
@@ -155,7 +171,7 @@ class Step(Weights):
         else:
             self.gather(last, self.block)
         grad, go = ("whead", "go") if self.c.loss == "full" else ("gw", "gx")
-        local = not (self.gathers or self.reduces)
+        local = not (self.gathers or self.reduces or self.lora)
         if local and self.c.loss == "full":
             self.landed(grad, self.head)
         before = self.input_again(L - 1)
@@ -165,22 +181,22 @@ class Step(Weights):
         self.op("gradient of the final norm", [go, *before], self.make(f"gr{L}", self.U), self.sums())
         if local and self.c.loss != "full":
             self.landed(grad, self.head)
-        self.bucket("head", whole, [grad])
+        self.bucket("head", whole, [grad] * (not self.lora))
         if last not in self.again_made:
             self.arrive(last, self.weights)
         for i in reversed(range(L)):
             self.backward_block(i)
-        if self.whole and self.p < 4:
+        if self.whole and self.p < 4 and not self.lora:
             self.op("gradient of the embedding", ["ge"], self.make("wemb", self.head * self.p))
             self.tape.keep("wemb")
         elif local:
             self.landed("ge", self.head)
-        self.bucket("emb", self.head, ["ge"])
+        self.bucket("emb", self.head, ["ge"] * (not self.lora))
         self.arrived()
         self.crossed()
         if self.whole and self.c.grad_accum > 1:
             self.op(
-                "gradients in fp32, to be added", [], self.make("sum", 4 * self.a.parameters, GRADIENTS, key="fp32")
+                "gradients to be added", [], self.make("sum", self.m * trained(self.c, self.a), GRADIENTS, key="fp32")
             )
 
     def input_again(self, i: int) -> list[str]:
@@ -219,10 +235,16 @@ class Step(Weights):
     def backward_block(self, i: int) -> None:
         """The MLP, then attention; the block's bucket, and the weights of the block before."""
         w, at, grads = f"b{i}", f"backward, block {i}", []
+        again = self.policies[i] in AGAIN["mlp"]
+        self.in_fp32(at, 2 + again)
+        if again:
+            self.eager_keeps(i, at)
         if i and w not in self.again_made:
             self.gather(f"b{i - 1}", self.block)
         (self.lean_backward if self.lean else self.mlp_backward)(i, at, w, grads)
         self.attention_backward(i, at, w, grads)
+        if self.eager:
+            self.op(at, [f"eager{i}"], work=(("bytes", 0),))
         self.bucket(w, self.block, grads)
         if i and f"b{i - 1}" not in self.again_made:
             self.arrive(f"b{i - 1}", self.weights)
@@ -380,6 +402,8 @@ class Step(Weights):
         if late or policy == "pointwise":
             self.together.append((sums.name, f"wo{i}" if late else f"wv{i}"))
         self.op(f"{at}, gradient of the norm", reads, sums)
+        if not i and self.lora:
+            return
         if not i:  # one kernel with the sums of rows
             self.op("gradient of the embedding", summed, self.make("ge", self.head * 4, GRADIENTS, key="fp32"))
         elif policy != "pointwise":
@@ -403,21 +427,6 @@ class Step(Weights):
         """Of a fused attention's backward: the gradient of q in fp32, and of grouped k and v for every head."""
         grouped = self.a.heads != self.a.kv_heads
         return 0.0 if self.c.attn == "flex" else self.n * self.outs["q"] * (4 + 2 * self.p * grouped)
-
-
-def before_step(c, a: Architecture, ranks: int, arch: str) -> dict[str, float]:
-    """{piece: bytes} of what the last micro-batch finds."""
-    own = a.parameters / shard_group(c, ranks)
-    base = {PARAMETERS: 4 * own, MOMENTS: 2 * SIZE[c.adam_dtype] * own, ALLOWANCE: CUBLAS_MIB[arch] * 2**20}
-    if whole(c, ranks):
-        base |= {WEIGHTS: SIZE[c.param_dtype] * a.parameters}
-        own = a.parameters
-    return base | ({GRADIENTS: 4 * own} if c.grad_accum > 1 else {})
-
-
-def whole(c, ranks: int) -> bool:
-    """Whether the step gathers all weights once and reduces all gradients once."""
-    return c.accum_sync == "last"
 
 
 def step_peak(c, ranks: int, a: Architecture | None = None, arch: str = "sm_90", tape: Tape | None = None) -> Peak:

@@ -16,10 +16,12 @@ from typing import NamedTuple
 from trainer.costs import Link
 from trainer.planning.architecture import Architecture
 from trainer.planning.liveness import Tape
-from trainer.planning.schedule import Step, whole
-from trainer.planning.weights import SIZE, shard_group
+from trainer.planning.schedule import Step
+from trainer.planning.weights import SIZE, shard_group, trained, update_bytes, whole
 
 TILE = 256, 128  # of a product's output that one SM computes at a time
+START = 128  # of a product's sum: what a tile costs before it begins and after it ends, in elements
+DEEP = 2048  # elements of a sum that are worth an SM of their own
 BLOCK = 128  # keys that a kernel of attention visits at a time: a causal mask is left out by blocks
 PARAMETERS_OF_A_BLOCK = 12
 
@@ -44,6 +46,10 @@ class Gpu(NamedTuple):
     serial_link: str = ""
     error: tuple[float, ...] = ()
     source: str = ""
+    like: str = ""  # the GPU whose fractions these are
+    passes: float = 1.0  # bytes of elementwise work, over those of fused kernels
+    straggling: float = 0.0  # part of a step for which all wait for the slowest, each time the nodes double
+    watts: float = 0.0
 
 
 class Time(NamedTuple):
@@ -60,14 +66,22 @@ class Time(NamedTuple):
 PRODUCTS, CORE, REST, UPDATE, EXPOSED = "products", "attention", "elementwise", "optimizer", "exposed communication"
 
 
+SLOWEST = "waiting for the slowest node"
+
+
 def product_seconds(gpu: Gpu, rows: int, inner: int, cols: int, size: int = 2) -> float:
     """Of [rows, inner] @ [inner, cols]. Its tiles run in waves over the SMs; the last wave is as long as a full one,
     which counts while there are few. A small product is bound by reading its operands."""
     tiles = math.ceil(rows / TILE[0]) * math.ceil(cols / TILE[1])
-    full = tiles / gpu.sms
-    waste = math.ceil(full) / full if full < 2 else 1.0
-    flops, nbytes = 2 * rows * inner * cols, size * (rows * inner + inner * cols + rows * cols)
-    return max(flops * waste / gpu.products, nbytes / gpu.bandwidth, gpu.floor)
+    waves = tiles / gpu.sms
+    steps = waves * (inner + START)
+    if waves < 2:  # a tile may be the sum of several parts of `inner`, each on an SM of its own
+        steps = min(math.ceil(waves) * (inner + START), *(
+            math.ceil(waves * parts) * (max(inner / parts, DEEP) + START) for parts in (2, 3, 4, 6, 8, 16)
+        ))  # fmt: skip
+    flops = 2 * steps * gpu.sms * TILE[0] * TILE[1]
+    nbytes = size * (rows * inner + inner * cols + rows * cols)
+    return max(flops / gpu.products, nbytes / gpu.bandwidth, gpu.floor)
 
 
 def kernel_of(c, gpu: Gpu) -> str:
@@ -121,7 +135,7 @@ class Clock:
                 elif w[0] == "attention":
                     self.spend(CORE, max(w[2] * self.seen / self.rates[w[1]], self.gpu.floor))
                 elif w[0] == "bytes":
-                    self.spend(REST, max(w[1] / self.gpu.bandwidth, self.gpu.floor) if w[1] else 0)
+                    self.spend(REST, max(self.gpu.passes * w[1] / self.gpu.bandwidth, self.gpu.floor) if w[1] else 0)
                 elif w[0] == "start":
                     self.collective(*w[1:])
                 else:
@@ -149,18 +163,12 @@ def step_time(
     seconds, parts = clock.now * c.grad_accum, Counter({k: v * c.grad_accum for k, v in clock.parts.items()})
     if once:  # gathered and reduced once, by themselves
         inside, n = links_of(c, ranks, link, across)["inside"]
-        sent = SIZE[c.param_dtype] * a.parameters, SIZE[c.reduce_dtype] * a.parameters
+        sent = SIZE[c.param_dtype] * a.parameters, SIZE[c.reduce_dtype] * trained(c, a)
         moved = sum(
             inside.seconds(op, size, n) for op, size in zip(("all_gather", "reduce_scatter"), sent, strict=True)
         )
         parts[EXPOSED] += moved
         seconds += moved
-    update = update_bytes(c, a, ranks) / gpu.bandwidth
+    update = gpu.passes * update_bytes(c, a, ranks) / gpu.bandwidth
     parts[UPDATE] += update
     return Time(seconds + update, dict(parts))
-
-
-def update_bytes(c, a: Architecture, ranks: int) -> float:
-    """Read and written by the norm of the gradients (4 bytes) and by AdamW: parameter, gradient and two moments read,
-    parameter and moments written."""
-    return a.parameters / shard_group(c, ranks) * (4 + 12 + 4 * SIZE[c.adam_dtype])

@@ -1,4 +1,5 @@
-"""The weights of a step on a Tape: gathered, cast, cut up; their gradients bucketed and reduced. Imports no torch.
+"""The weights of a step on a Tape: gathered, cast, cut up; their gradients bucketed and reduced; and what a rank holds
+beside a step's own buffers. Imports no torch.
 
 `schedule.Step` adds what the model computes. Names end with the number of the block. n tokens of a micro-batch, D
 width, H heads, K key/value heads, d head dimension, F hidden width, V vocabulary.
@@ -7,7 +8,11 @@ width, H heads, K key/value heads, d head dimension, F hidden width, V vocabular
 from trainer.planning.architecture import Architecture
 from trainer.planning.liveness import GRADIENTS, WEIGHTS, Make, Tape
 
+CUBLAS_MIB = {"cpu": 0.0, "sm_80": 2 * 8.125, "sm_90": 2 * 32.0, "sm_100": 2 * 32.0}  # torch's, of two threads
+PARAMETERS, FROZEN, MOMENTS = "parameters", "frozen parameters", "Adam's moments"
+ALLOWANCE = "workspaces of cuBLAS, an allowance"
 SIZE = {"fp32": 4, "bf16": 2}
+IN_FP32 = 40  # bytes of an element of [B, T, D]: rotations in fp32, and the gate activated and multiplied apart
 
 
 def remat_of(c, block: int) -> str:
@@ -16,11 +21,54 @@ def remat_of(c, block: int) -> str:
     return c.remat if (block + 1) * n // c.depth > block * n // c.depth else "none"
 
 
+def fp32_logits(c) -> bool:
+    """Whether logits and their gradient exist in fp32: in eager steps, as cross_entropy makes them, or if asked."""
+    kind = getattr(c, "logits", "auto")
+    return kind == "fp32" or (kind == "auto" and c.compile == "none")
+
+
 def shard_group(c, ranks: int) -> int:
     """Ranks over which one copy of the parameters is spread."""
     if c.mode == "replicate" or c.wrapper == "none":
         return 1
     return ranks // c.replicas if c.mode == "hybrid_shard" else ranks
+
+
+def whole(c, ranks: int) -> bool:
+    """Whether the step gathers all weights once and reduces all gradients once."""
+    return c.accum_sync == "last"
+
+
+def trained(c, a: Architecture) -> int:
+    """Parameters that are trained: all; with LoRA two matrices [in, r] and [r, out] beside each product of a block."""
+    rank = getattr(c, "lora", 0)
+    q, kv, D = a.heads * a.head_dim, a.kv_heads * a.head_dim, a.width
+    mlp = (2 + a.gated) * max(a.experts, 1) * (D + a.hidden)
+    return a.depth * rank * (2 * (D + q) + 2 * (D + kv) + mlp) if rank else a.parameters
+
+
+def before_step(c, a: Architecture, ranks: int, arch: str) -> dict[str, float]:
+    """{piece: bytes} of what the last micro-batch finds."""
+    shards, stored, own = shard_group(c, ranks), SIZE[getattr(c, "master_dtype", "fp32")], trained(c, a)
+    frozen = a.parameters if own < a.parameters else 0
+    base = {PARAMETERS: stored * own / shards, FROZEN: stored * frozen / shards,
+            MOMENTS: moment_bytes(c, a) / shards, ALLOWANCE: CUBLAS_MIB[arch] * 2**20}  # fmt: skip
+    if whole(c, ranks):
+        base |= {WEIGHTS: SIZE[c.param_dtype] * a.parameters}
+        shards = 1
+    return base | ({GRADIENTS: stored * own / shards} if c.grad_accum > 1 else {})
+
+
+def moment_bytes(c, a: Architecture) -> int:
+    """Of the optimizer's state on all ranks of a shard group: AdamW's two moments of what is trained."""
+    return 2 * SIZE[c.adam_dtype] * trained(c, a)
+
+
+def update_bytes(c, a: Architecture, ranks: int) -> float:
+    """Read and written by the norm of the gradients and by AdamW: parameter, gradient and moments read, parameter and
+    moments written."""
+    stored = SIZE[getattr(c, "master_dtype", "fp32")] * trained(c, a)
+    return (4 * stored + 2 * moment_bytes(c, a)) / shard_group(c, ranks)
 
 
 class Weights:
@@ -32,11 +80,15 @@ class Weights:
         self.shards = 1 if whole else shard_group(c, ranks)
         self.gathers = self.shards > 1
         self.reduces = ranks > self.shards and not whole
-        self.tape = Tape("allow_buffer_reuse=False" not in c.compile_options, self.gathers or self.reduces)
+        self.eager = c.compile == "none"
+        reuse = "allow_buffer_reuse=False" not in c.compile_options and not self.eager
+        self.tape = Tape(reuse, self.gathers or self.reduces)
         self.p, self.r = SIZE[c.param_dtype], SIZE[c.reduce_dtype] if ranks > 1 else 4
         self.reduced = "fp32" if self.r == 4 else "bf16"
+        self.m, self.lora = SIZE[getattr(c, "master_dtype", "fp32")], getattr(c, "lora", 0)
+        self.kept_products = {}  # name of a result that is made again -> that of the one that was kept
         n = self.n = c.batch * c.seqlen
-        self.U, self.logits = n * self.p * a.width, n * (a.logit_bytes or self.p) * a.vocab
+        self.U, self.logits = n * self.p * a.width, n * self.p * a.vocab
         self.Q, self.KV = n * self.p * a.heads * a.head_dim, n * self.p * a.kv_heads * a.head_dim
         self.fan = a.hidden * max(a.active, 1)  # hidden elements of a token
         self.F = n * self.p * self.fan
@@ -57,8 +109,9 @@ class Weights:
     def make(self, name: str, nbytes: float, piece: str = "workspace", own: bool = False, key: str = "") -> Make:
         return Make(name, nbytes, piece, own, key or self.c.param_dtype)
 
-    def op(self, where: str, reads, *makes: Make, **more) -> None:
-        self.tape.op(where, reads, makes, **more)
+    def op(self, where: str, reads, *makes: Make, over: bool = False, **more) -> None:
+        reads = [self.kept_products.get(name, name) for name in reads]
+        self.tape.op(where, reads, makes, over=over and not self.eager, **more)
 
     def taken(self, at: str, name: str) -> str:
         """A result is taken out of those of an operation: a step of its own for the compiler."""
@@ -67,7 +120,7 @@ class Weights:
 
     def product(self, where: str, reads, made: Make, rows: int, inner: int, cols: int) -> None:
         """out [rows, cols] = [rows, inner] @ [inner, cols]"""
-        self.tape.op(where, reads, [made], work=(("mm", rows, inner, cols),))
+        self.op(where, reads, made, work=(("mm", rows, inner, cols),))
 
     def sums(self, part: float = 1) -> Make:
         """Partial sums of the two gradients of a norm, fp32: 16 rows in one (or this part of it) where one kernel also
@@ -84,6 +137,27 @@ class Weights:
     def inputs(self, i: int) -> list[str]:
         """What holds the input of block i."""
         return self.x0 if i == 0 else [f"x{i}"]
+
+    # What recomputed and eager blocks do otherwise
+
+    def keeps(self, what: str, to: str) -> bool:
+        """Whether a recomputed block keeps a product (--remat-ops): of those in its order every second one."""
+        if not (getattr(self.c, "remat_ops", False) and to[0] == "'" and what in ("q", "v", "gate h")):
+            return False
+        self.kept_products[what + to] = what + to[1:]
+        return True
+
+    def in_fp32(self, at: str, times: int) -> None:
+        """What eager RMSNorms and rotations of a block move more than one kernel each would: both take their input to
+        fp32 and back, step by step."""
+        if self.eager and self.a.gated:
+            self.op(f"{at}, norms and rotations", [], work=(("bytes", times * IN_FP32 * self.n * self.a.width),))
+
+    def eager_keeps(self, i: int, at: str) -> None:
+        """What an eager block keeps for backward and a compiled one makes again: the activated gate, and the inputs of
+        the norms in fp32."""
+        if self.eager and self.a.gated:
+            self.op(at, [], self.make(f"eager{i}", self.F + 4 * self.U), work=(("bytes", 0),))
 
     # Weights and their gradients
 
@@ -124,8 +198,13 @@ class Weights:
         name, D = f"w{part}{i}", self.a.width
         cols = {"o": self.outs["q"], "down": self.fan}.get(part, D)
         rows = {"o": D, "down": D}.get(part) or self.outs.get(part, self.fan)
-        size = self.weights[part] * self.p
-        self.product(f"{at}, gradient of {part}", reads, self.make(name, size), rows, self.n, cols)
+        if self.lora:  # the adapter: forward, and backward to its input and both of its matrices
+            made = self.make(name, self.lora * (rows + cols) * self.p)
+            work = tuple(("mm", self.n, self.lora, size) for size in (rows, cols) for _ in range(3))
+            self.op(f"{at}, adapter of {part}", reads, made, work=work)
+        else:
+            made = self.make(name, self.weights[part] * self.p)
+            self.product(f"{at}, gradient of {part}", reads, made, rows, self.n, cols)
         if self.gathers or self.reduces:
             grads.append(name)
         else:
@@ -133,7 +212,7 @@ class Weights:
 
     def landed(self, name: str, elements: int) -> None:
         """A gradient that stays on the rank until the update, in fp32, or until it is summed."""
-        if self.p == 4 or self.whole:
+        if self.p == self.m or self.whole or self.lora:
             self.tape.keep(name)
             return
         self.op("gradients in fp32", [name], self.make(f"{name} fp32", elements * 4, GRADIENTS, key="fp32"))
@@ -177,22 +256,25 @@ class Weights:
 
     def reached(self, source: str, elements: int) -> None:
         """A reduced bucket stays until the update, in fp32: if it came in bf16, each of its gradients by itself."""
-        if self.r == 4:
+        if self.r == self.m or self.lora:
             self.tape.keep(source)
             return
         name = source.rpartition(" ")[2]
         large = self.weights if name[0] == "b" else {name: self.head}
         sizes = large | {"rest": elements - sum(large.values())}
+        stored = {4: "fp32", 2: "bf16"}[self.m]
         made = [
-            self.make(f"{source} {part} fp32", size * 4 / self.shards, GRADIENTS, key="fp32")
+            self.make(f"{source} {part} {stored}", size * self.m / self.shards, GRADIENTS, key=stored)
             for part, size in sizes.items()
         ]
-        self.op(f"{source} in fp32", [source], *made, tied=True)
+        self.op(f"{source} as it is stored", [source], *made, tied=True)
         self.tape.keep(*(m.name for m in made))
 
     def bucket(self, name: str, elements: int, grads: list[str]) -> None:
         """Gradients copied into one buffer, whose reduction starts."""
-        if self.gathers or self.reduces:
+        if self.lora:
+            elements = trained(self.c, self.a) // self.a.depth
+        if (self.gathers or self.reduces) and grads:
             late = name in self.roomy
             self.op(
                 f"bucket of {name}", [*grads, *[f"G {name}"] * late], *[] if late else [self.bucket_of(name, elements)]
@@ -201,6 +283,7 @@ class Weights:
 
     def room(self, name: str, elements: int) -> None:
         """Makes the buffer of a bucket, if it is not there."""
+        elements = trained(self.c, self.a) // self.a.depth if self.lora else elements
         early = not self.a.gated or "block" in self.policies
         if early and (self.gathers or self.reduces) and name not in self.roomy:
             self.roomy.add(name)
