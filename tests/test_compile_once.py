@@ -347,14 +347,16 @@ class Act(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("skips", [False, True])
+@pytest.mark.parametrize("skips", [False, True, None])
 def test_what_was_shared_and_no_longer_is_compiles_anew(skips):
+    """None: by the guards that this torch has unless told otherwise (PYTHON_GUARDS is off since 2.14)."""
     if not hasattr(module.dynamo, module.SKIPS_GUARDS):
         pytest.skip(f"this torch has no {module.SKIPS_GUARDS}")
     torch._dynamo.reset()
     model, x = Act(), torch.randn(2, 4)
     compiled, written = torch.compile(model, backend="eager"), []
-    with module.dynamo.patch({module.SKIPS_GUARDS: skips}):
+    how = {} if skips is None else {module.SKIPS_GUARDS: skips, module.PYTHON_GUARDS: True}
+    with module.dynamo.patch(how):
         with compile_once(CPU, None):
             written.append(getattr(module.dynamo, module.PYTHON_GUARDS))
             compiled(x)
@@ -362,7 +364,7 @@ def test_what_was_shared_and_no_longer_is_compiles_anew(skips):
             compiled(x)
         model.layers[1][1] = nn.LeakyReLU(0.9)
         assert torch.equal(compiled(x), model(x))
-    assert written == [skips] and getattr(module.dynamo, module.PYTHON_GUARDS)
+        assert skips is None or written == [skips] and getattr(module.dynamo, module.PYTHON_GUARDS)
 
 
 RUN = "--depth 1 --width 32 --head-dim 16 --grouping 2 --seqlen 16 --steps 3 --batch 2 --compile".split()
