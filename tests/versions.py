@@ -97,7 +97,8 @@ def interpreter(version: str, pinned: str) -> Path:
         return python
     if folder.exists() and not mark.is_file():
         raise Unavailable(f"{folder.name} was not made by this command: move it away")
-    if not folder.exists() and shutil.disk_usage(ROOT).free < NEEDED_GB * 1e9:
+    new = not folder.exists()
+    if new and shutil.disk_usage(ROOT).free < NEEDED_GB * 1e9:
         raise Unavailable(f"less than {NEEDED_GB} GB of disk are free")
 
     print(f"installing torch {version} into {folder.name}: some minutes, once", flush=True)
@@ -111,7 +112,8 @@ def interpreter(version: str, pinned: str) -> Path:
     try:
         pip(python, "install", "--quiet", *where, f"torch=={version}", "-e", EXTRAS)
     except Unavailable:
-        shutil.rmtree(folder)
+        if new:
+            shutil.rmtree(folder)
         raise
     mark.write_text(state)
     return python

@@ -320,7 +320,6 @@ def nodes(rows: list[dict]) -> tuple[list[dict], Columns]:
     return rows, columns
 
 
-# Where there is no row for wrappers or attention, they are the axes of that name.
 def versions(rows: list[dict]) -> tuple[list[dict], Columns]:
     """The last row of each version of torch (tests/versions.py): its tests by result, and why not all have passed."""
     last = {row["setting"]["version"]: row for row in rows if row.get("study") == "versions"}
@@ -338,6 +337,7 @@ def versions(rows: list[dict]) -> tuple[list[dict], Columns]:
     return rows, [*columns, ("environment, GB", [grouped(row["environment_gb"], 1, "") for row in rows])]
 
 
+# Where there is no row for wrappers or attention, they are the axes of that name.
 LAYOUTS = {"compile": compile_modes, "ladder": ladder, "compile-depth": compile_depth, "baselines": baselines,
            "wrappers": lambda rows: baselines(rows, split=True), "attention": attention, "peaks": peaks,
            "published-peaks": published_peaks, "links": links, "collectives": collectives, "loss": loss,
