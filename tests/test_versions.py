@@ -3,7 +3,6 @@
     pytest tests/test_versions.py        # some seconds; installs nothing
 """
 
-import json
 import sys
 from pathlib import Path
 
@@ -12,8 +11,6 @@ import torch
 import versions
 from running import ROOT, rows_of
 from torch.torch_version import TorchVersion
-
-from trainer.experiments.checks import TORCH, never_run
 
 OUTCOMES = """
 import pytest
@@ -134,13 +131,3 @@ def test_a_torch_that_was_never_run_is_told_in_one_line(monkeypatch, train):
     (line,) = done.err.splitlines()
     assert line.startswith("warning: torch 2.99.0+cu999 was never run with this program")
     assert line.endswith("./launch.sh test versions 2.99.0 tests it")
-
-
-def test_versions_that_are_said_to_run_are_those_whose_newest_row_passed():
-    last = {}
-    for line in (ROOT / "results/versions.jsonl").read_text().splitlines():
-        row = json.loads(line)
-        last[row["setting"]["version"]] = row
-    assert sorted(TORCH) == sorted(version for version, row in last.items() if row["outcome"] == "ok")
-    assert not [version for version in TORCH if never_run(f"{version}+cpu")]
-    assert versions.pinned_version() in TORCH
