@@ -5,6 +5,9 @@
 #                                      regions, which compiles sooner and was not tried on one)
 #   ./launch.sh run FLAGS              the same with your flags instead (python main.py --help lists them)
 #   ./launch.sh test [slow|all|ARGS]   the quick tests; slow: those that it leaves out; all: both; ARGS: pytest's own
+#   ./launch.sh test versions [VERSION...]
+#                                      the tests that a version of torch may break, on others than the pinned one, each
+#                                      in .venv-VERSION (made once); newest: the newest that pip finds (tests/versions.py)
 #   ./launch.sh sweep AXIS|all|FILE [--small] [FLAGS]
 #                                      one run per cell; a second call does what is missing (trainer/experiments/sweep.py)
 #   ./launch.sh fit --model DIR [FLAGS]
@@ -148,6 +151,7 @@ case $command in
     run)     [ $# -gt 0 ] || set -- --depth 8 --compile "$([ "$gpus" -gt 0 ] && echo fwdbwd || echo regions)"
              torchrun main.py "$@" ;;
     test)    # a suite: two files at a time, one thread each, the longest files first (tests/conftest.py)
+             [ "${1:-}" != versions ] || exec "$py" tests/versions.py "${@:2}"
              case ${1:-quick} in quick) suite='not slow' ;; slow) suite='slow and not gpu' ;; all) suite='not gpu' ;; esac
              [ -z "$suite" ] ||
                  set -- -n 2 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder -m "$suite" "${@:2}"

@@ -32,8 +32,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 # All that this file uses of torch's private names: the module of is_fake, the functions below, and the attributes
 # Module._parameters, Tensor._base, Tensor._version, Tensor._backward_hooks, Tensor._post_accumulate_grad_hooks,
 # UntypedStorage._cdata, OpOverload._schema, DTensor._local_tensor, DTensor._spec, RNNBase._flat_weights,
-# RNNBase._flat_weights_names, aten._is_any_true. A test of each says which is missing. Not documented: what
-# get_proxy_mode gives, and the meta of a graph's nodes.
+# RNNBase._flat_weights_names, aten._is_any_true, nn.init._no_grad_trunc_normal_. A test of each says which is missing.
+# Not documented: what get_proxy_mode gives, and the meta of a graph's nodes.
 _c10d = torch.ops._c10d_functional
 _top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _modes = torch._C._len_torch_dispatch_stack  # how many dispatch modes are on
@@ -42,6 +42,7 @@ _compiled_code_runs = torch._C._dynamo.eval_frame.get_eval_frame_callback  # Non
 _transform = torch._C._functorch.peek_interpreter_stack  # None outside of torch.func's vmap, jvp, grad
 _without_transforms = torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack
 _handlers = DTensor._op_dispatcher._custom_op_handlers  # of operations on DTensors
+_trunc_normal = nn.init._no_grad_trunc_normal_  # what nn.init.trunc_normal_ looks up when it is called
 
 MODES = ("replicate", "fully_shard", "hybrid_shard")
 NOTES = {  # by words of torch's error: what to do where a model runs into it
@@ -498,6 +499,7 @@ def _teach_dtensor() -> None:
     handle(_write, ["bernoulli", *(name for name in dir(Tensor) if name[0] != "_" and name[-1] == "_")])
     _handlers[_gather] = lambda op, args, _: _gather_one(*args)  # in inference mode
     _handlers[torch.ops.aten._is_any_true.default] = lambda op, args, _: op(args[0].to_local())  # of detect_anomaly
+    nn.init._no_grad_trunc_normal_ = _truncated_normal
 
 
 @torch.compiler.disable
@@ -505,9 +507,18 @@ def _draw_whole(func, args: tuple, kwargs: dict) -> DTensor:
     """Values are drawn whole, as on one device, and then sharded. Sends nothing."""
     target, *more = (kwargs["out"], *args) if "out" in kwargs else args
     whole = torch.empty_strided(target.shape, target.stride(), dtype=target.dtype, device=target.device)
-    whole = func(*args, **kwargs | dict(out=whole)) if "out" in kwargs else func(whole, *more, **kwargs)
-    shard = distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
-    return target.copy_(shard) if func._schema.is_mutable else shard
+    drawn = func(*args, **kwargs | dict(out=whole)) if "out" in kwargs else func(whole, *more, **kwargs)
+    shard = distribute_tensor(drawn, target.device_mesh, target.placements, src_data_rank=None)
+    return target.copy_(shard) if drawn is whole else shard
+
+
+@torch.no_grad()
+def _truncated_normal(tensor: Tensor, *args, **kwargs) -> Tensor:
+    """nn.init.trunc_normal_ draws again until no value lies outside of the limits (since torch 2.12). Asked of a shard,
+    ranks would draw a different number of times and then differ in all later values; torch 2.14 runs a collective."""
+    if isinstance(tensor, DTensor):
+        return _draw_whole(_trunc_normal, (tensor, *args), kwargs)
+    return _trunc_normal(tensor, *args, **kwargs)
 
 
 @torch.compiler.disable

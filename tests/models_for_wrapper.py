@@ -399,12 +399,12 @@ def fake_ranks():
     scatter = _collective_utils.scatter
 
     def filled(output, scatter_list, group, **how):
-        """What torch 2.11's fake group leaves uninitialised: the shards of `distribute_tensor`."""
+        """What the fake group of torch 2.11 and 2.12 leaves uninitialised: the shards of `distribute_tensor`."""
         done = scatter(output, scatter_list, group=group, **how)
         output.copy_(scatter_list[dist.get_rank(group)]) if scatter_list else output.zero_()
         return done
 
-    old = torch.__version__ < (2, 12)
+    old = torch.__version__ < (2, 13)
     with mock.patch.object(_collective_utils, "scatter", filled) if old else contextlib.nullcontext():
         yield start
     end()

@@ -30,6 +30,7 @@ from trainer.distributed.compile_once import compile_once
 
 CPU = torch.device("cpu")
 module_described = module.described
+SHARES = pytest.mark.skipif(torch.__version__ < (2, 13), reason="ranks share compiled code since torch 2.13")
 
 
 def fresh(own=""):
@@ -215,12 +216,12 @@ def right(steps):
     return [caches for caches, *_ in steps]
 
 
+@SHARES
 def test_one_rank_compiles_and_the_other_finds_it(ranks):
     first, again = zip(*ranks["one_compiles_the_other_finds_it"], strict=True)
     assert right(first) == [COMPILED, FOUND]
     assert right(again) == [FOUND, FOUND]
-    if torch.__version__ >= (2, 13):  # older ones have overlap.py's options, with a warning
-        assert right(ranks["regions_are_shared_too"]) == [COMPILED, FOUND]
+    assert right(ranks["regions_are_shared_too"]) == [COMPILED, FOUND]
 
 
 @pytest.mark.parametrize("check", [
@@ -235,6 +236,7 @@ def test_a_rank_without_caches_compiles_on_its_own(ranks):
     assert right(ranks["a_rank_without_caches"]) == [COMPILED, (0, 0)]
 
 
+@SHARES
 def test_a_tensor_cut_at_the_rank_s_place_is_never_taken_from_another(ranks):
     """The key of torch's cache lacks the place: if every graph were shared, rank 1 would get rank 0's part. Should the
     last line fail, torch has mended that, and `described` need not look at DTensors."""
@@ -243,6 +245,7 @@ def test_a_tensor_cut_at_the_rank_s_place_is_never_taken_from_another(ranks):
     assert (shared, other_shared) == (([0, 2], COMPILED), ([0, 2], FOUND))
 
 
+@SHARES
 def test_nobody_waits_for_what_torch_does_not_cache(ranks):
     for values, told, caches in ranks["a_graph_that_torch_does_not_cache"]:
         assert values == [3, 3, 3] and told == [None]
@@ -347,14 +350,16 @@ class Act(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("skips", [False, True])
+@pytest.mark.parametrize("skips", [False, True, None])
 def test_what_was_shared_and_no_longer_is_compiles_anew(skips):
+    """None: by the guards that this torch has unless told otherwise (PYTHON_GUARDS is off since 2.14)."""
     if not hasattr(module.dynamo, module.SKIPS_GUARDS):
         pytest.skip(f"this torch has no {module.SKIPS_GUARDS}")
     torch._dynamo.reset()
     model, x = Act(), torch.randn(2, 4)
     compiled, written = torch.compile(model, backend="eager"), []
-    with module.dynamo.patch({module.SKIPS_GUARDS: skips}):
+    how = {} if skips is None else {module.SKIPS_GUARDS: skips, module.PYTHON_GUARDS: True}
+    with module.dynamo.patch(how):
         with compile_once(CPU, None):
             written.append(getattr(module.dynamo, module.PYTHON_GUARDS))
             compiled(x)
@@ -362,7 +367,7 @@ def test_what_was_shared_and_no_longer_is_compiles_anew(skips):
             compiled(x)
         model.layers[1][1] = nn.LeakyReLU(0.9)
         assert torch.equal(compiled(x), model(x))
-    assert written == [skips] and getattr(module.dynamo, module.PYTHON_GUARDS)
+        assert skips is None or written == [skips] and getattr(module.dynamo, module.PYTHON_GUARDS)
 
 
 RUN = "--depth 1 --width 32 --head-dim 16 --grouping 2 --seqlen 16 --steps 3 --batch 2 --compile".split()

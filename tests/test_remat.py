@@ -208,9 +208,9 @@ def test_bytes_that_a_block_keeps_and_products_of_its_backward_compiled(policy):
         graphs = capture(lambda tokens, model=model: model(tokens, tokens), batch(96, seqlen=32)[:1])
         held[depth] = sum(n for kind, n in saved(graphs["forward"]).items() if kind != "inputs")
         made[depth] = sum(is_product(n) for n in graphs["backward"].graph.nodes)
-    # The statistics of norms are recomputed in fp32, those that are kept too; on a CPU torch keeps the state of its
-    # random numbers for an attention that it recomputes.
-    more = torch.get_rng_state().nbytes if settings.get("remat_core") else 0
+    # The statistics of norms are recomputed in fp32, those that are kept too; on a CPU torch before 2.14 keeps the
+    # state of its random numbers for an attention that it recomputes.
+    more = torch.get_rng_state().nbytes if settings.get("remat_core") and torch.__version__ < (2, 14) else 0
     assert held[2] - held[1] == kept_bytes(policy) + more
     assert made[2] - made[1] == products
     assert policy not in ("none", "pointwise") or made[2] == 2 * 12 + 2  # and the head's: no product is made again

@@ -344,10 +344,13 @@ HARD = dict(
 
 @pytest.mark.parametrize("init", INITS)
 def test_property_5_every_init_draws_the_whole_tensor(fake, init):
-    expected = init_one(INITS[init], (5, 7))
+    expected, state = init_one(INITS[init], (5, 7)), torch.get_rng_state()
     for world in (1, 2, 3, 4):
+        shards = []
         with Comms() as comms:
-            shards = [init_one(INITS[init], (5, 7), fake(world, rank))._local_tensor for rank in range(world)]
+            for rank in range(world):
+                shards.append(init_one(INITS[init], (5, 7), fake(world, rank))._local_tensor)
+                assert torch.equal(torch.get_rng_state(), state), "the next parameter would get other values"
         assert torch.equal(torch.cat(shards), expected), f"world size {world}"
         assert comms.log == []
 

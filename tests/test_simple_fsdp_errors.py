@@ -182,6 +182,7 @@ PRIVATE = {
     "OpOverload._schema": lambda: torch.ops.aten.normal_.default._schema.name,
     "DTensor._local_tensor": lambda: DTensor._local_tensor,
     "DTensor._spec": lambda: DTensor._spec,
+    "nn.init._no_grad_trunc_normal_": lambda: nn.init._no_grad_trunc_normal_(torch.empty(3), 0.0, 1.0, -2.0, 2.0),
     "RNNBase._flat_weights": lambda: nn.LSTM(1, 1)._flat_weights[0],
     "RNNBase._flat_weights_names": lambda: nn.LSTM(1, 1)._flat_weights_names,
 }  # fmt: skip

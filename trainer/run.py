@@ -10,6 +10,7 @@ What a run says of itself is made by experiments/summary.py, how it ends by faul
 
 import math
 import os
+import sys
 import time
 import zlib
 from collections.abc import Callable, Iterator
@@ -31,7 +32,7 @@ from trainer.distributed.compile_once import compile_once
 from trainer.distributed.control import Control, Signals, Stopped, agree, control_group
 from trainer.distributed.launch import connect, set_deterministic, shutdown
 from trainer.distributed.terminal import Progress, fail, tell
-from trainer.experiments.checks import check
+from trainer.experiments.checks import check, never_run
 from trainer.experiments.evaluation import evaluate, sample
 from trainer.experiments.logging import Sinks, final_lines
 from trainer.experiments.summary import doing, figures, header, row
@@ -264,6 +265,8 @@ def execute(kind: type[Run], c: flags.Config, rank: int, local_rank: int, world:
     """One run of the `kind` that the flags describe; returns its exit code. What cannot work ends in one line and
     SystemExit(2), before any process group. progress: on rank 0, says what is being done."""
     progress = progress or Progress(speak=False)
+    if rank == 0 and (warning := never_run(torch.__version__)):
+        tell(warning, sys.stderr)
     device_type = ("cuda" if torch.cuda.is_available() else "cpu") if c.device == "auto" else c.device
     try:
         c = flags.resolve(c, device_type, world)

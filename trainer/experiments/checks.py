@@ -2,6 +2,7 @@
 
     check_at_once(config, world)    # on rank 0: ends the process with one line and exit code 2 or 3, or returns
     check(config, world)            # on each rank: ValueError
+    never_run(torch.__version__)    # a line for a torch that is not in TORCH
 """
 
 import os
@@ -15,6 +16,19 @@ from trainer import costs
 from trainer.checkpoint.manifest import check_directory
 from trainer.distributed.terminal import fail, grouped
 from trainer.experiments.logging import check_writable
+
+TORCH = "2.11.0", "2.12.1", "2.13.0", "2.14.1"  # `./launch.sh test versions` passed with them: docs/wrapper.md
+
+
+def never_run(version: str) -> str:
+    """A warning where no version of torch with these first two numbers was ever run; empty elsewhere."""
+    public, minors = version.partition("+")[0], {each.rpartition(".")[0] for each in TORCH}
+    if ".".join(public.split(".")[:2]) in minors:
+        return ""
+    return (
+        f"warning: torch {version} was never run with this program, {', '.join(TORCH)} were; "
+        f"./launch.sh test versions {public} tests it"
+    )
 
 
 def check(c: flags.Config, world: int) -> None:

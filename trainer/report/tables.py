@@ -7,6 +7,7 @@ A table is of an axis of a sweep, or of one of LAYOUTS.
 
 import itertools
 import json
+import re
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -321,11 +322,28 @@ def nodes(rows: list[dict]) -> tuple[list[dict], Columns]:
     return rows, columns
 
 
+def versions(rows: list[dict]) -> tuple[list[dict], Columns]:
+    """The last row of each version of torch (tests/versions.py): its tests by result, and why not all have passed."""
+    last = {row["setting"]["version"]: row for row in rows if row.get("study") == "versions"}
+    rows = [last[name] for name in sorted(last, key=lambda name: [int(n) for n in re.findall(r"\d+", name)])]
+
+    def why(row: dict) -> str:
+        outcome = [] if row["outcome"] == "ok" else [row["outcome"]]
+        reasons = [f"{n} x {reason}" for reason, n in sorted(row["reasons"].items())]
+        return "; ".join([*outcome, *row["failures"][:3], *reasons])
+
+    columns = [("torch", [row["torch"] for row in rows])]
+    columns += [(key, [grouped(row[key]) for row in rows]) for key in ("passed", "failed", "skipped")]
+    columns.append(("why not all passed", [why(row) for row in rows]))
+    columns.append(("minutes", [grouped(row["seconds"] / 60, 1) if row.get("seconds") else "" for row in rows]))
+    return rows, [*columns, ("environment, GB", [grouped(row["environment_gb"], 1, "") for row in rows])]
+
+
 # Where there is no row for wrappers or attention, they are the axes of that name.
 LAYOUTS = {"compile": compile_modes, "ladder": ladder, "compile-depth": compile_depth, "baselines": baselines,
            "wrappers": lambda rows: baselines(rows, split=True), "attention": attention, "peaks": peaks,
            "published-peaks": published_peaks, "links": links, "collectives": collectives, "loss": loss,
-           "fit": fit, "nodes-links": nodes_links, "nodes": nodes}  # fmt: skip
+           "fit": fit, "nodes-links": nodes_links, "nodes": nodes, "versions": versions}  # fmt: skip
 
 
 def about(name: str, ours: list[dict], found: Entries) -> str:
