@@ -5,20 +5,27 @@
     model = data_parallel(model, mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
     model = torch.compile(model, fullgraph=True, options=overlap.compile_options(model))    # or stay eager
 
-While the model runs, reading `module.weight` all-gathers the parameter; elsewhere it is the sharded DTensor itself. Its
-gradient arrives sharded, in the stored dtype, and **averaged** over the ranks (torchtitan's sums now): a loss
+While the model runs, reading `module.weight` gives the whole parameter; elsewhere it gives the sharded DTensor itself.
+Its gradient arrives sharded, in the stored dtype, and **averaged** over the ranks (torchtitan's sums now): a loss
 normalised by a token count divides by the mean count per rank. Inputs are not cast. Not for tensor or pipeline
 parallelism. Torch 2.11 to 2.14, Python 3.11 or later. Paper: arXiv:2411.00284.
+
+A **unit** is what is gathered, and reduced, by one collective: as a rule one block of the model (`units_of`).
+The file has three parts. The core is all that compiled code needs. Eager mode gathers units while Python runs, and
+again in backward. Strictness refuses what would be silently wrong and draws initial values as one process would.
 """
 
 import functools
+import inspect
+import operator
 import threading
 import weakref
 from collections import namedtuple
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate, count, islice
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
@@ -26,14 +33,16 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.distributed import DeviceMesh, get_backend
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.fx.traceback import get_current_meta
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.weak import WeakTensorKeyDictionary
 
-# All that this file uses of torch's private names: the module of is_fake, the functions below, and the attributes
-# Module._parameters, Tensor._base, Tensor._version, Tensor._backward_hooks, Tensor._post_accumulate_grad_hooks,
-# UntypedStorage._cdata, OpOverload._schema, DTensor._local_tensor, DTensor._spec, RNNBase._flat_weights,
-# RNNBase._flat_weights_names, aten._is_any_true. A test of each says which is missing. Not documented: what
-# get_proxy_mode gives, and the meta of a graph's nodes.
+# All private names of torch that this file uses: the modules of is_fake and TorchDispatchMode, the functions below, and
+# the attributes Module._parameters, Module._modules, Tensor._base, Tensor._version, Tensor._backward_hooks,
+# Tensor._post_accumulate_grad_hooks, UntypedStorage._cdata, OpOverload._schema, DTensor._local_tensor, DTensor._spec,
+# RNNBase._flat_weights, RNNBase._flat_weights_names. A test of each says which is missing. Torch does not document
+# get_proxy_mode, get_current_meta, and the meta of a graph's nodes.
 _c10d = torch.ops._c10d_functional
 _top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _modes = torch._C._len_torch_dispatch_stack  # how many dispatch modes are on
@@ -41,20 +50,11 @@ _backward_runs = torch._C._current_graph_task_id  # -1: none on this thread
 _compiled_code_runs = torch._C._dynamo.eval_frame.get_eval_frame_callback  # None: none on this thread
 _transform = torch._C._functorch.peek_interpreter_stack  # None outside of torch.func's vmap, jvp, grad
 _without_transforms = torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack
-_handlers = DTensor._op_dispatcher._custom_op_handlers  # of operations on DTensors
+_handlers = DTensor._op_dispatcher._custom_op_handlers  # of operations on DTensors; we add our own operations alone
 
 MODES = ("replicate", "fully_shard", "hybrid_shard")
-_enabled = True  # False inside disable_data_parallel()
-_roots = weakref.WeakValueDictionary()  # by id: the modules given to data_parallel()
-_shards = WeakTensorKeyDictionary()  # by unsharded parameter: one that several modules share stays shared
 
-
-class _Thread(threading.local):
-    memo = None  # what the innermost running eager forward has gathered; None outside of any
-    in_block = None  # of a block, which gathers for all modules in it: how many modes were on when it began
-
-
-_thread = _Thread()
+# ===================================================================================================== part 1: the core
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,28 @@ class MixedPrecisionPolicy:
     reduce_dtype: torch.dtype | None = None
 
 
+_enabled = True  # False inside disable_data_parallel()
+_roots = weakref.WeakValueDictionary()  # by id: the modules given to data_parallel()
+_shards = WeakTensorKeyDictionary()  # by unsharded parameter: one that several modules share stays shared
+# What the other two parts add. Without them a parameter reads as its shard in eager mode, and nothing is checked.
+_eager = SimpleNamespace(read=lambda module, name, p: p, run=lambda module, call, args, kwargs: call(*args, **kwargs))
+_strict = SimpleNamespace(check_arguments=lambda *args: None, check_root=lambda root: None, drawing=nullcontext)
+
+
+# ------------------------------------------------------------------ the pair: gather forward, reduce backward
+#
+# Two parameters, w [6, 4] and b [6], on 2 ranks, each of which holds w [3, 4] and b [3]:
+#
+#   gather    w [3, 4], b [3]  -> side by side, [1, 12 + 3]     -> all-gather     [2, 15] -> w [2, 12] as [6, 4], b [6]
+#   reduce    grads [6, 4], [6] -> side by side, [2, 12 + 3]    -> reduce-scatter [1, 15] -> w [3, 4], b [3]
+
+
 def _dtypes(p: DTensor, param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None) -> tuple[torch.dtype, ...]:
+    """The dtype that `p` is gathered in and the one that its gradient is reduced in."""
+    if not p.dtype.is_floating_point:
+        return p.dtype, p.dtype
     dtype = param_dtype or p.dtype
-    return (dtype, reduce_dtype or dtype) if p.dtype.is_floating_point else (p.dtype, p.dtype)
+    return dtype, reduce_dtype or dtype
 
 
 def _over(p: DTensor, dim: int) -> tuple[bool, int, str]:
@@ -78,53 +97,60 @@ def _over(p: DTensor, dim: int) -> tuple[bool, int, str]:
 
 
 def _padded(t: Tensor, rows: int) -> Tensor:
-    t = nn.functional.pad(t, [0] * (2 * t.ndim - 1) + [rows - len(t)]) if len(t) < rows else t
-    return t.contiguous()  # padding keeps channels_last
+    """`t` with zeros up to this number of rows, contiguous. Ranks hold fewer rows where N does not divide them."""
+    if len(t) < rows:
+        t = nn.functional.pad(t, [0] * (2 * t.ndim - 1) + [rows - len(t)])
+    return t.contiguous()  # also after padding, which keeps channels_last
 
 
 def _fit(t: Tensor, shape: torch.Size) -> Tensor:
-    return t if t.shape == shape else t.view(-1)[: shape.numel()].view(shape)  # without the padding
+    """What a collective gave, without the padding, in the shape of the parameter."""
+    return t if t.shape == shape else t.view(-1)[: shape.numel()].view(shape)
 
 
-def _together(tensors: list[Tensor], rows: int, rows_after: int, collective, *args) -> list[Tensor]:
-    """One collective for several tensors: they lie side by side, each as [rows, n], and are cut out of its result."""
-    if len(tensors) == 1:
-        return [_c10d.wait_tensor(collective(tensors[0], *args))]
-    flat = torch.cat([t.view(rows, -1) for t in tensors], 1).view(-1)
-    result = _c10d.wait_tensor(collective(flat, *args)).view(rows_after, -1)
-    return torch.split_with_sizes_copy(result, [t.numel() // rows for t in tensors], 1)
+def _joined(tensors: list[Tensor], rows: int) -> Tensor:
+    """Tensors side by side, each as [rows, n], in one dimension."""
+    return tensors[0] if len(tensors) == 1 else torch.cat([t.view(rows, -1) for t in tensors], 1).view(-1)
 
 
-def _memory(p: DTensor) -> int:
-    return p._local_tensor.untyped_storage()._cdata
+def _apart(result: Tensor, rows: int, tensors: list[Tensor], ranks: int, cut) -> list[Tensor]:
+    """What a collective over `ranks` gave of tensors that lay side by side, [rows, n of all], for each of them."""
+    return [result] if len(tensors) == 1 else cut(result.view(rows, -1), [t.numel() // ranks for t in tensors])
 
 
 class _Gather(torch.autograd.Function):
     """Parameters, alike in dtypes, mesh and placements -> whole plain tensors in `dtype`, by one all-gather."""
 
     @staticmethod
-    def forward(ctx, call: "_Call | bool | None", dtype: torch.dtype, reduce_dtype: torch.dtype, *params: DTensor):
-        ctx.call, ctx.reduce_dtype, ctx.params = call and weakref.ref(call), reduce_dtype, params
+    def forward(ctx, source, dtype: torch.dtype, reduce_dtype: torch.dtype, *params: DTensor):
+        """source: a _Trace (compiled code), a _Call (eager mode), None (again, in backward), False (shapes alone)."""
+        ctx.source = weakref.ref(source) if source else None
+        ctx.note = getattr(source, "note", None)
+        ctx.reduce_dtype, ctx.params = reduce_dtype, params
         ctx.set_materialize_grads(False)
-        (sharded, ranks, group), wholes = _over(params[0], -1), [p._local_tensor.to(dtype) for p in params]
-        if sharded and ranks > 1 and call is False:  # only shapes are asked for
+        sharded, ranks, group = _over(params[0], -1)
+        wholes = [p._local_tensor.to(dtype) for p in params]
+        if sharded and ranks > 1 and source is False:
             wholes = [t.new_empty(p.shape) for t, p in zip(wholes, params, strict=True)]
         elif sharded and ranks > 1:
             wholes = [_padded(t, -(-len(p) // ranks)) for t, p in zip(wholes, params, strict=True)]
-            wholes = _together(wholes, 1, ranks, _c10d.all_gather_into_tensor, ranks, group)
+            cut = _cut if isinstance(source, _Trace) else _copies
+            rows = _c10d.wait_tensor(_c10d.all_gather_into_tensor(_joined(wholes, 1), ranks, group))
+            wholes = _apart(rows, ranks, wholes, 1, cut)
             wholes = [_fit(t, p.shape) for t, p in zip(wholes, params, strict=True)]
-        wholes = [t if t is not p._local_tensor else t.view_as(t) for t, p in zip(wholes, params, strict=True)]
+        # On one rank without a cast this is the shard itself: a view, so that autograd tells them apart.
+        wholes = [t.view_as(t) if t is p._local_tensor else t for t, p in zip(wholes, params, strict=True)]
         ctx.mark_non_differentiable(*(t for t, p in zip(wholes, params, strict=True) if not p.requires_grad))
         return tuple(wholes)
 
     @staticmethod
     def backward(ctx, *grads: Tensor | None):
-        if call := ctx.call and ctx.call():
-            call.again = {}
+        if call := ctx.source and ctx.source():
+            call.finished()
         like = [p for p, grad in zip(ctx.params, grads, strict=True) if grad is not None]
-        given = (grad for grad in grads if grad is not None)
-        shards = iter(_Reduce.apply(ctx.call is not None, ctx.reduce_dtype, like, *given) if like else ())
-        return None, None, None, *(grad if grad is None else next(shards) for grad in grads)
+        given = [grad for grad in grads if grad is not None]
+        shards = iter(_Reduce.apply(ctx.note, ctx.reduce_dtype, like, *given) if like else ())
+        return None, None, None, *(None if grad is None else next(shards) for grad in grads)
 
 
 class _Reduce(torch.autograd.Function):
@@ -132,53 +158,448 @@ class _Reduce(torch.autograd.Function):
     _Gather each is the other's backward, so that gradients of gradients work too."""
 
     @staticmethod
-    def forward(ctx, eager: bool, dtype: torch.dtype, like: list[DTensor], *given: Tensor):
+    def forward(ctx, note: dict | None, dtype: torch.dtype, like: list[DTensor], *given: Tensor):
         ctx.dtypes, ctx.like = (given[0].dtype, dtype), like
         ctx.set_materialize_grads(False)
-        grads = [grad.to(dtype) for grad in given]
-        for dim in reversed(range(like[0].device_mesh.ndim)):  # hybrid_shard: reduces what was scattered before
-            sharded, ranks, group = _over(like[0], dim)
-            if sharded and ranks > 1:
-                grads = [_padded(t, -(-len(t) // ranks) * ranks) for t in grads]
-                grads = _together(grads, ranks, 1, _c10d.reduce_scatter_tensor, "avg", ranks, group)
-            elif ranks > 1:
-                grads = _together([t.contiguous() for t in grads], 1, 1, _c10d.all_reduce, "avg", group)
-        shards = [_fit(t, p._local_tensor.shape).to(p.dtype) for t, p in zip(grads, like, strict=True)]
-        if eager:  # autograd may give several the same memory, or a whole one element's
+        with _noted(**note) if note else nullcontext():
+            shards = _Reduce.shards(_copies if note is None else _views, dtype, like, given)
+        if note is None:  # autograd may give several the same memory, or a whole tensor that of one element
             own = functools.partial(torch.clone, memory_format=torch.contiguous_format)
             shards = [own(t) if t is grad else t for t, grad in zip(shards, given, strict=True)]
         return tuple(DTensor(t, p._spec, requires_grad=False) for t, p in zip(shards, like, strict=True))
 
     @staticmethod
+    def shards(cut, dtype: torch.dtype, like: list[DTensor], given: tuple[Tensor, ...]) -> list[Tensor]:
+        sharded, ranks, _ = _over(like[0], -1)
+        ranks = ranks if sharded else 1
+        grads = [grad.to(dtype) for grad in given]
+        grads = [_padded(t, -(-len(t) // ranks) * ranks) if sharded else t.contiguous() for t in grads]
+        flat = _joined(grads, ranks)
+        for dim in reversed(range(like[0].device_mesh.ndim)):  # hybrid_shard: scatters first, then reduces the shards
+            sharded, n, group = _over(like[0], dim)
+            if sharded and n > 1:
+                flat = _c10d.wait_tensor(_c10d.reduce_scatter_tensor(flat, "avg", n, group))
+            elif n > 1:
+                flat = _c10d.wait_tensor(_c10d.all_reduce(flat, "avg", group))
+        grads = _apart(flat, 1, grads, ranks, cut)
+        return [_fit(t, p._local_tensor.shape).to(p.dtype) for t, p in zip(grads, like, strict=True)]
+
+    @staticmethod
     def backward(ctx, *grads: DTensor | None):
         given = [g.redistribute(placements=p.placements) for g, p in zip(grads, ctx.like, strict=True) if g is not None]
         wholes = iter(_Gather.apply(None, *ctx.dtypes, *given) if given else ())
-        return None, None, None, *(grad if grad is None else next(wholes) for grad in grads)
+        return None, None, None, *(None if grad is None else next(wholes) for grad in grads)
 
 
-# Compiled code gathers by this operation, one parameter each: Dynamo does not look into it, AOTAutograd does. Another
-# copy of this file has one of another name.
+def _copies(rows: Tensor, sizes: list[int]) -> list[Tensor]:
+    return torch.split_with_sizes_copy(rows, sizes, 1)
+
+
+def _views(rows: Tensor, sizes: list[int]) -> list[Tensor]:
+    return torch.split_with_sizes(rows, sizes, 1)
+
+
+# -------------------------------------------------------------------------- the operations for compiled code
+#
+# Dynamo does not look into these operations, AOTAutograd does: what stands in its graph are the collectives. A unit's
+# forward begins with `gather_unit`, which gathers all of its parameters; each `gather` that follows, where a module
+# reads one of them, finds it done. That is noted on the parameter as the trace has it, so Dynamo sees no side effect.
+
 _library, _loader = torch.library.Library("simple_fsdp", "FRAGMENT"), globals().get("__loader__")
-_NAME = next(name for i in count() if not hasattr(torch.ops.simple_fsdp, name := f"gather_{i}"))
-_NAME = _library.define(f"{_NAME}(Tensor p, ScalarType? dtype, ScalarType? reduce_dtype, bool again) -> Tensor")
-_gather = getattr(torch.ops.simple_fsdp, _NAME).default
 _VERSION = hash(int.from_bytes(_loader.get_data(__file__))) if hasattr(_loader, "get_data") else id(_library)
+_COPY = next(i for i in count() if not hasattr(torch.ops.simple_fsdp, f"gather_{i}"))  # of this file in the process
+
+
+def _operation(signature: str):
+    name = _library.define(signature)
+    return name, getattr(torch.ops.simple_fsdp, name).default
+
+
+_POLICY = "ScalarType? dtype, ScalarType? reduce_dtype, bool reshard"
+_NAME, _gather = _operation(f"gather_{_COPY}(Tensor p, {_POLICY}) -> Tensor")
+_UNIT_NAME, _gather_unit = _operation(f"gather_unit_{_COPY}(Tensor[] params, {_POLICY}) -> ()")
+_CUT_NAME, _cut = _operation(f"cut_{_COPY}(Tensor rows, SymInt[] sizes) -> Tensor[]")
+torch.fx.node.has_side_effect(_gather_unit)  # it has no result: a graph would be rid of it
+
+# The gathered rows are cut up into copies by one operation that Inductor does not look into, so that their memory is
+# free again. Of views Inductor would copy each where it is used, and hold all rows until the last of them.
+torch.library.impl(_library, _CUT_NAME, "CompositeExplicitAutograd")(_copies)
+
+
+@torch.library.register_fake(_cut, lib=_library)
+def _(rows: Tensor, sizes: list[int]) -> list[Tensor]:
+    return [rows.new_empty(len(rows), size) for size in sizes]
+
+
+class _Trace:
+    """A gather while AOTAutograd makes its graph. note: what is noted at its nodes and at those of its reduction.
+    unit: path of the unit in the graph, "" for what lies in none; bucket: (path, shape) of each parameter."""
+
+    def __init__(self, params: list[DTensor]):
+        stack = list((get_current_meta().get("nn_module_stack") or {}).values())
+        units = [path for path, cls in stack if getattr(cls, "_data_parallel_unit", False)]
+        self.unit = units[-1] if units else ""
+        path = self.unit or (stack[-1][0] if stack else "")
+        self.note = dict(unit=self.unit, bucket=[(path, tuple(p.shape)) for p in params])
+
+    def finished(self) -> None:
+        """Its gradients are there."""
+
+
+@contextmanager
+def _noted(**meta) -> Iterator[None]:
+    """Notes `meta` at the nodes that are added to the graph inside of it."""
+    graph = get_proxy_mode().tracer.graph
+    before = len(graph.nodes)
+    yield
+    for node in islice(reversed(graph.nodes), len(graph.nodes) - before):
+        node.meta.update(meta)
+
+
+def _traced(params: list[DTensor], policy: tuple, reshard: bool) -> tuple[Tensor, ...]:
+    """Gathers, in the graph that is being made, parameters that are alike."""
+    trace, graph = _Trace(params), get_proxy_mode().tracer.graph
+    before = len(graph.nodes)
+    # Backward gathers again what forward gathered, as if under a checkpoint. The region's number is of its own:
+    # otherwise the partitioner takes the gather for a part of some checkpoint and saves that region's input.
+    with _noted(recompute=CheckpointPolicy.PREFER_RECOMPUTE, ac_graph_id=1 << 60, **trace.note):
+        wholes = _Gather.apply(trace, *_dtypes(params[0], *policy), *params)
+    if not reshard:  # backward keeps what was gathered: each part, and not the rows that they were cut from
+        gathered = (operator.getitem, _cut) if len(params) > 1 else (_c10d.wait_tensor.default,)
+        for node in islice(reversed(graph.nodes), len(graph.nodes) - before):
+            if node.target in gathered:
+                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    return wholes
+
+
+def _moment(p: DTensor) -> tuple:
+    """In which trace, and how differentiable, a parameter is: one gathered at another moment is not its value."""
+    return id(get_proxy_mode().tracer), torch.is_grad_enabled(), p.requires_grad, p._local_tensor._version
+
+
+@torch.library.impl(_library, _UNIT_NAME, "CompositeImplicitAutograd")
+def _gather_all(params: list[DTensor], *policy_and_reshard) -> None:
+    if get_proxy_mode() is None:  # Dynamo asks for shapes: there are none
+        return
+    *policy, reshard = policy_and_reshard
+    for alike in _alike(params):
+        for p, whole in zip(alike, _traced(alike, policy, reshard), strict=True):
+            p._gathered = _moment(p), whole
 
 
 @torch.library.impl(_library, _NAME, "CompositeImplicitAutograd")
-def _gather_one(p: DTensor, dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, again: bool) -> Tensor:
-    if (mode := get_proxy_mode()) is None:  # before AOTAutograd makes its graph, Dynamo and it ask for the shape
-        return _Gather.apply(False if is_fake(p._local_tensor) else None, *_dtypes(p, dtype, reduce_dtype), p)[0]
-    before, whole = len(nodes := mode.tracer.graph.nodes), _Gather.apply(None, *_dtypes(p, dtype, reduce_dtype), p)[0]
-    for node in islice(reversed(nodes), len(nodes) - before):  # noted as under a checkpoint, or to be kept even there
-        keep = not again and node.target is _c10d.wait_tensor.default
-        node.meta["recompute"] = CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
-        node.meta["ac_graph_id"] = 1 << 60  # of no region before another, whose input would be kept
-    return whole
+def _gather_one(p: DTensor, *policy_and_reshard) -> Tensor:
+    *policy, reshard = policy_and_reshard
+    if get_proxy_mode() is None:  # Dynamo, and AOTAutograd before it makes its graph, ask for the shape
+        return _Gather.apply(False if is_fake(p._local_tensor) else None, *_dtypes(p, *policy), p)[0]
+    moment, whole = getattr(p, "_gathered", (None, None))
+    return whole if moment == _moment(p) else _traced([p], policy, reshard)[0]
 
 
-# In eager mode a layer saves its gathered weight for backward; hooks have autograd keep a _GatherAgain instead. The
-# call that gathered it hangs on the storage of the weight, where every view of it finds it and with which it is freed.
+def _alike(params: Iterable[DTensor]) -> Iterable[list[DTensor]]:
+    """Sets of parameters that one collective can carry."""
+    sets = {}
+    for p in params:
+        sets.setdefault((p.device_mesh, p.placements, p.dtype), []).append(p)
+    return sets.values()
+
+
+# --------------------------------------------------------------------------------- which modules are units
+
+
+def _plain(module: nn.Module) -> type:
+    """The class of a module before data_parallel()."""
+    return getattr(type(module), "_data_parallel_class", type(module))
+
+
+def _is_list(module: nn.Module) -> bool:
+    """A ModuleList, ModuleDict or Sequential, unless it has a forward of its own."""
+    plain = _plain(module).forward in (nn.Sequential.forward, nn.Module.forward)
+    return plain and isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
+
+
+def _is_built(module: nn.Module) -> bool:
+    """Whether a module is made of others that hold parameters."""
+    return any(True for child in module.children() for _ in child.parameters())
+
+
+def _holds_blocks(module: nn.Module, listed: bool) -> bool:
+    """Whether a module holds a list of blocks: built modules, of which two have one class, or just one. A member of a
+    list counts as a stage only if the blocks in it are made of built modules; an attribute also if nothing built
+    stands beside its list, as attention does beside a list of experts."""
+    built = [m for m in module.modules() if m is not module and _is_built(m) and not _is_list(m)]
+    for each in filter(_is_list, module.modules()):
+        blocks = [m for m in each.children() if m in built]
+        classes = {_plain(m) for m in blocks}
+        if len(blocks) == 1 or len(classes) < len(blocks):
+            inside = set(each.modules())
+            beside = [m for m in built if m not in inside and each not in set(m.modules())]
+            if any(_is_built(child) for m in blocks for child in m.children()) or not (listed or beside):
+                return True
+    return False
+
+
+def _parts(parent: nn.Module, listed: bool = False) -> Iterator[tuple[nn.Module, bool]]:
+    """(module, whether it is in a list) of the built children, and of the members of lists in place of a list."""
+    for child in parent.children():
+        members = [m for m in child.children() if _is_built(m)] if _is_list(child) else []
+        if members or isinstance(child, nn.ModuleList | nn.ModuleDict):
+            yield from _parts(child, True)
+        elif _is_built(child):
+            yield child, listed
+
+
+def units_of(model: nn.Module) -> list[str]:
+    """Names of the units of a model: the outermost modules, made of others, that hold no list of blocks. Of a wrapped
+    model those that data_parallel() took. What lies in no unit is gathered by the module that holds it."""
+    if any("_data_parallel" in m.__dict__ for m in model.modules()):
+        return [name for name, m in model.named_modules() if getattr(type(m), "_data_parallel_unit", False)]
+    return _find_units(model)
+
+
+def _find_units(model: nn.Module) -> list[str]:
+    found = set()
+
+    def walk(parent: nn.Module) -> None:
+        parts = list(_parts(parent))
+        for part, listed in parts:
+            if _holds_blocks(part, listed) or (len(parts) == 1 and not listed):
+                walk(part)
+            else:
+                found.add(part)
+
+    walk(model)
+    for module in islice(model.modules(), 1, None):  # parts that were wrapped before
+        wrapped = "_data_parallel_root" in module.__dict__ or getattr(type(module), "_data_parallel_unit", False)
+        if wrapped and _is_built(module) and not _holds_blocks(module, False):
+            found.add(module)
+    return [name for name, module in model.named_modules() if module in found]
+
+
+# ------------------------------------------------------------------------- the class that gathers on reading
+
+
+def _reader(name: str) -> property:
+    """What `module.name` is: while the model runs the gathered parameter, elsewhere the parameter itself."""
+
+    def read(module: nn.Module) -> Tensor | None:
+        try:  # and not `in`, for which Dynamo would install a guard
+            p = module._parameters[name]
+        except KeyError as e:  # deleted
+            raise AttributeError(name) from e
+        if not _enabled or not isinstance(p, DTensor):  # functional_call puts tensors in the place of parameters
+            return p
+        try:
+            if torch.compiler.is_compiling():
+                return _gather(p, *module._data_parallel)
+            return _eager.read(module, name, p)
+        except AttributeError as e:  # nn.Module.__getattr__ would swallow it and hand out the shard
+            raise RuntimeError(f"cannot gather {name} of {type(module).__name__}: {e}") from e
+
+    def write(module: nn.Module, value: Tensor) -> None:  # parameters and None do not come here
+        raise TypeError(f"cannot make {name} of {type(module).__name__} a computed tensor (weight_norm, prune) after "
+                        "data_parallel(): do that before it, or change the parameter in place")  # fmt: skip
+
+    return property(read, write)
+
+
+@functools.cache
+def _wrapped_class(cls: type, names: tuple[str, ...], kind: str) -> type:
+    """The subclass of `cls` that gathers the parameters `names` when they are read. kind: "unit", "root", or "".
+    There is one for each set of arguments, with all else on the instance, so that equal blocks share one compiled
+    frame. Registries, such as those of Hugging Face, know a class by its name and module: they stay. `cls` is asked
+    for its methods at each call, so that one that is replaced later (kernel libraries do that) is the one that runs."""
+
+    @functools.wraps(cls.forward)  # tools read the names of the arguments
+    def forward(self, *args, **kwargs):
+        if not torch.compiler.is_compiling():
+            return _eager.run(self, super(wrapped, self).forward, args, kwargs)
+        if self._data_parallel_root:
+            _strict.check_root(id(self))
+        if self._data_parallel_parts and _enabled:
+            _gather_parts(self)
+        return super(wrapped, self).forward(*args, **kwargs)
+
+    def call(self, *args, **kwargs):  # around hooks, and around a forward that is set on the instance
+        if torch.compiler.is_compiling():
+            return super(wrapped, self).__call__(*args, **kwargs)
+        return _eager.run(self, super(wrapped, self).__call__, args, kwargs)
+
+    def again(self, protocol):  # deepcopy and pickle cannot find this class: they make it again from its base
+        return _new, (cls, names, kind), self.__getstate__()
+
+    attributes = {name: _reader(name) for name in names}
+    attributes |= dict(forward=forward, __reduce_ex__=again, __module__=cls.__module__, __qualname__=cls.__qualname__)
+    attributes |= dict(_data_parallel_class=cls, _data_parallel_names=names, _data_parallel_unit=kind == "unit")
+    # Paths of the modules whose parameters are gathered together: in compiled code, and those that a root gathers in
+    # eager mode. And whether a module lies in what some unit or root gathers.
+    attributes |= dict(_data_parallel_parts=(), _data_parallel_rest=(), _data_parallel_inside=False)
+    attributes |= dict(_data_parallel_root=False)
+    if kind:
+        attributes["__call__"] = call
+    if issubclass(cls, nn.RNNBase):  # the list that they keep and assign is ignored, it is read anew
+        weights = lambda self: [getattr(self, name, None) for name in self._flat_weights_names]  # noqa: E731
+        attributes["_flat_weights"] = property(weights, lambda self, value: None)
+        attributes["forward"] = torch.compiler.disable(forward)  # torch compiles none of them; not in pieces either
+    wrapped = type(cls.__name__, (cls,), attributes)
+    return wrapped
+
+
+def _new(cls: type, names: tuple[str, ...], kind: str) -> nn.Module:
+    module = object.__new__(_wrapped_class(cls, names, kind))
+    _roots[id(module)] = module  # a copied root is checked, too
+    return module
+
+
+def _members(module: nn.Module, paths: tuple[tuple[str, ...], ...]) -> list[nn.Module]:
+    """The modules of these paths that are still there."""
+    found = []
+    for path in paths:
+        member = module
+        for key in path:
+            member = None if member is None else member._modules.get(key)
+        if member is not None:
+            found.append(member)
+    return found
+
+
+def _gather_parts(unit: nn.Module) -> None:
+    """In compiled code: gathers all parameters of a unit, those of one policy at once."""
+    sets = {}
+    for module in _members(unit, unit._data_parallel_parts):
+        own = [p for p in module._parameters.values() if isinstance(p, DTensor)]
+        if own:
+            sets.setdefault(module._data_parallel, []).extend(own)
+    for policy, params in sets.items():
+        _gather_unit(params, *policy)
+
+
+def _paths(module: nn.Module, without: set[nn.Module], least: int) -> tuple[tuple[str, ...], ...]:
+    """Paths in a module of those that hold parameters; none for fewer parameters than `least`."""
+    found = [(name, m) for name, m in module.named_modules() if m not in without and m._parameters]
+    enough = sum(p is not None for _, m in found for p in m._parameters.values()) >= least
+    return tuple(tuple(name.split(".")) if name else () for name, _ in found) if enough else ()
+
+
+def _plan(model: nn.Module, units: list[nn.Module]) -> None:
+    """Notes at each module what is gathered when it runs. What lies in no unit is gathered by the module that holds
+    it. Only in eager mode a root gathers it at once, up to the size of a unit, as FSDP2 does: in a graph that would
+    hold the head through all of forward, and overlap.py merges what are neighbours there."""
+    own = {unit: set(unit.modules()) for unit in units}
+    inside = set().union(*own.values())
+    for unit in units:
+        nested = [own[other] for other in units if other is not unit and other in own[unit]]
+        unit._data_parallel_parts = _paths(unit, set().union(*nested), 2)
+    rest = [(name, m) for name, m in model.named_modules() if m not in inside]
+    for _, module in rest:
+        if "_data_parallel" in module.__dict__:
+            others = {m for m in module.modules() if m is not module}
+            module._data_parallel_parts, module._data_parallel_inside = _paths(module, others, 2), False
+    room = max((sum(p.nbytes for p in unit.parameters()) for unit in units), default=0)
+    sizes = accumulate(sum(p.nbytes for p in m.parameters(recurse=False)) for _, m in rest)
+    fits = [(name, m) for (name, m), size in zip(rest, sizes, strict=True) if m is not model and size <= room]
+    model._data_parallel_rest = tuple(tuple(name.split(".")) for name, m in fits if m._parameters)
+    for module in [*inside, *(m for _, m in fits)]:
+        if "_data_parallel" in module.__dict__:
+            module._data_parallel_inside = module not in own
+
+
+def data_parallel(
+    model: nn.Module,
+    device_mesh: DeviceMesh,
+    mode: str = "fully_shard",
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (frozen)
+    *,
+    reshard_after_forward: bool = True,
+    min_bytes: int = 0,
+    units: Iterable[str] | None = None,
+) -> nn.Module:
+    """Shards every parameter of `model` in place over `device_mesh` and returns it; values are those of rank 0. Modules
+    that are wrapped already stay as they are. A part that is wrapped before its model, say with another policy, is a
+    unit (if it holds no list of blocks). A second call for the model is for what was added since, such as adapters.
+
+    mode: "replicate" (DDP; a mesh of any shape), "fully_shard" (ZeRO-3, on dimension 0), "hybrid_shard" (2-D mesh:
+    replicate, shard).
+    reshard_after_forward: free gathered weights after forward and gather them again in backward.
+    min_bytes: smaller parameters stay replicated, as do scalars and empty ones. Buffers are left alone.
+    units: names of the modules that are gathered at once (default: units_of(model)).
+    Raises ValueError, before anything is changed, for a wrong argument or a parameter that cannot be sharded."""
+    named = dict(model.named_modules())
+    units = None if units is None else list(units)
+    if missing := [name for name in units or () if name not in named]:
+        raise ValueError(f"units: {', '.join(missing)}: no such module, there are {', '.join(list(named)[1:])}")
+    _strict.check_arguments(model, device_mesh, mode, mp_policy)
+    found = [named[name] for name in (_find_units(model) if units is None else units)]
+    # AOTAutograd's cache key lacks group names, ranks and what lies behind an operation: it would take other code.
+    tags = {f"{get_backend(g)}:{g.group_name}:{g.rank()}/{g.size()}" for g in device_mesh.get_all_groups()}
+    tags.add(f"{_NAME}:{_VERSION}")
+    torch.compiler.config.cache_key_tag = " ".join(sorted(tags.union(torch.compiler.config.cache_key_tag.split())))
+    for module in [m for m in model.modules() if "_data_parallel" not in m.__dict__]:
+        own = {name: p for name, p in module._parameters.items() if p is not None}
+        for name, p in own.items():
+            if p not in _shards:
+                replicated = mode == "replicate" or p.ndim == 0 or p.numel() == 0 or p.nbytes < min_bytes
+                placements = [Replicate()] * (device_mesh.ndim - 1) + [Replicate() if replicated else Shard(0)]
+                _shards[p] = nn.Parameter(distribute_tensor(p.detach(), device_mesh, placements), p.requires_grad)
+                _shards[p].__dict__.update(p.__dict__)  # attributes that others have set on it
+            module._parameters[name] = _shards[p]
+        if module is model or next(module.parameters(), None) is not None:
+            module.__dict__.pop("_flat_weights", None)  # an RNN's list, which holds the unsharded parameters
+            module._data_parallel = mp_policy.param_dtype, mp_policy.reduce_dtype, reshard_after_forward
+            module.__class__ = _wrapped_class(type(module), tuple(own), "")
+    model._data_parallel_root, _roots[id(model)] = True, model
+    found = [unit for unit in found if "_data_parallel" in unit.__dict__]  # else it holds no parameter
+    for module in (model, *found):
+        kind = "unit" if module in found or type(module)._data_parallel_unit else "root"
+        module.__class__ = _wrapped_class(_plain(module), module._data_parallel_names, kind)
+    _plan(model, found)
+    return model
+
+
+@contextmanager
+def disable_data_parallel():
+    """Inside it a parameter is its own sharded DTensor in forward too, and nothing communicates: for initialisation,
+    checkpoint helpers, inspection. Re-entrant; for the whole process. Random values are drawn as one process would."""
+    global _enabled
+    before, _enabled = _enabled, False
+    try:
+        with _strict.drawing():
+            yield
+    finally:
+        _enabled = before
+
+
+ParameterRow = namedtuple("ParameterRow", "name shape dtype placement local_shape local_bytes unit")
+
+
+def describe(model: nn.Module) -> list[ParameterRow]:
+    """One row per parameter (ties once), with what this rank holds (placement "-": not wrapped) and the unit that
+    gathers it ("": the module that holds it). No collective runs."""
+    units = sorted(units_of(model), key=len)
+    rows = []
+    for name, p in model.named_parameters():
+        own = getattr(p, "_local_tensor", p)
+        placement = "-" if own is p else repr(p.placements[-1])
+        unit = max((unit for unit in units if name.startswith(f"{unit}.")), key=len, default="")
+        rows.append(ParameterRow(name, tuple(p.shape), p.dtype, placement, tuple(own.shape), own.nbytes, unit))
+    return rows
+
+
+# ================================================================================================ part 2: eager mode
+#
+# A unit's parameters are gathered when its forward first reads one of them, kept in a memo, and freed when it ends. A
+# layer saves its gathered weight for backward; hooks have autograd keep a _GatherAgain instead. The _Call that gathered
+# it hangs on the storage of the weight, where every view of it finds it and with which it is freed.
+
+
+class _Thread(threading.local):
+    memo = None  # what the innermost running forward has gathered; None outside of any
+    unit = None  # the unit, or root, that runs
+    entry = None  # _mode() when it began
+    running = None  # the module whose __call__ runs, so that its forward does not begin again
+
+
+_thread = _Thread()
 _GatherAgain = namedtuple("_GatherAgain", "call index versions size stride offset")  # the last three are the view's
 
 
@@ -188,6 +609,14 @@ class _Call:
     def __init__(self, params: list[DTensor], *policy: torch.dtype | None):
         self.params, self.dtypes = params, _dtypes(params[0], *policy)
         self.needed, self.again, self.saved, self.used = set(), {}, 0, 0
+
+    def finished(self) -> None:
+        """Its gradients are there."""
+        self.again = {}
+
+
+def _memory(p: DTensor) -> int:
+    return p._local_tensor.untyped_storage()._cdata
 
 
 def _versions(p: DTensor) -> tuple[int, int]:
@@ -214,293 +643,214 @@ def _unpack(kept: Tensor | _GatherAgain) -> Tensor:
         with torch.no_grad():
             wholes = _Gather.apply(None, *call.dtypes, *(call.params[i] for i in needed))
         call.again, call.used = dict(zip(needed, wholes, strict=True)), 0
-    whole, call.used = call.again[kept.index], call.used + 1
+    whole = call.again[kept.index]
+    call.used += 1
     if call.used == call.saved:
         call.again = {}
     return whole.as_strided(kept.size, kept.stride, kept.offset)
 
 
 @contextmanager
-def unsharded():
+def unsharded(unit: nn.Module | None = None):
     """Inside it parameters read as whole tensors, as in forward: for a regulariser or a method that computes with them.
-    Each is gathered at its first use and freed at the end; RuntimeError for one that was changed in place by then."""
+    Each is gathered at its first use (those of `unit`, if one is given, at once) and freed at the end. RuntimeError for
+    one that was changed in place by then."""
     if torch.compiler.is_compiling():
         yield
         return
     # Saved tensors go through hooks. Not where there are hooks already: on top of an activation checkpoint's, ours
     # would switch it off, and it keeps no weight anyway. Nor where torch.func forbids them.
     hooks = torch.is_grad_enabled() and _top_saved_tensors_hooks(True) is None and _transform() is None
-    before, memo = (_thread.memo, _thread.in_block), dict(_thread.memo or ())
+    before, memo = dict(_thread.__dict__), dict(_thread.memo or ())
     with torch.autograd.graph.saved_tensors_hooks(_pack, _unpack) if hooks else nullcontext():
-        _thread.memo, _thread.in_block = memo, None
+        _thread.memo, _thread.unit, _thread.entry = memo, unit, _mode()
         try:
             yield
         finally:
-            _thread.memo, _thread.in_block = before
+            _thread.__dict__.clear()
+            _thread.__dict__.update(before)
     for whole, version, name in memo.values():
         if not whole.is_inference() and whole._version != version:
             raise RuntimeError(f"{name} was changed in place while it was gathered, which is lost: do it elsewhere")
 
 
+def _mode() -> tuple:
+    # A weight gathered under no_grad has no backward. A selective checkpoint, which is a mode, must see in forward the
+    # gathers that it will see when that is repeated.
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), _modes()
+
+
 def _key(p: DTensor) -> tuple:
-    # A weight gathered under no_grad has no backward. Nor does a parameter that has changed since read as it was. A
-    # selective checkpoint, which is a mode, must see in forward the gathers that it will see when that is repeated.
-    return id(p), *_versions(p), torch.is_grad_enabled(), torch.is_inference_mode_enabled(), _modes()
+    """What makes a gathered weight another one: a parameter that has changed, or is frozen now, is gathered again."""
+    return id(p), *_versions(p), p.requires_grad, *_mode()
 
 
 def _gather_into(memo: dict, modules: Iterable[nn.Module], only: str | None = None) -> None:
     """Gathers the modules' own parameters, or that of one name: those that are alike by one collective."""
-    alike = {}
+    sets = {}
     for module in modules:
         policy = module.__dict__.get("_data_parallel")
         for name, p in module._parameters.items() if policy else ():
             if isinstance(p, DTensor) and only in (None, name) and (key := _key(p)) not in memo:
-                group = alike.setdefault((p.device_mesh, p.placements, p.dtype, policy), {})
-                group[key] = p, f"{name} of {type(module).__name__}"
-    for (*_, (dtype, reduce_dtype, reshard_after_forward)), group in alike.items():
-        call = _Call([p for p, _ in group.values()], dtype, reduce_dtype)
+                alike = sets.setdefault((p.device_mesh, p.placements, p.dtype, policy), {})
+                alike[key] = p, f"{name} of {type(module).__name__}"
+    for (*_, (dtype, reduce_dtype, reshard)), alike in sets.items():
+        call = _Call([p for p, _ in alike.values()], dtype, reduce_dtype)
         with _without_transforms() if _transform() is not None else nullcontext():
             wholes = _Gather.apply(call, *call.dtypes, *call.params)
-        for i, (whole, (key, (p, name))) in enumerate(zip(wholes, group.items(), strict=True)):
+        for i, (whole, (key, (p, name))) in enumerate(zip(wholes, alike.items(), strict=True)):
+            whole.__dict__.update({k: v for k, v in p.__dict__.items() if k != "_is_param"})  # what others have set
             storage = whole.untyped_storage()
-            if reshard_after_forward and storage._cdata != _memory(p):  # which it is on one rank without a cast
+            if reshard and storage._cdata != _memory(p):  # which it is on one rank without a cast
                 storage._sharded = call, i
             memo[key] = whole, 0 if whole.is_inference() else whole._version, name
 
 
-def _reader(name: str) -> property:
-    """What `module.name` is: while the model runs the gathered parameter, elsewhere the parameter itself."""
-
-    def read(module: nn.Module) -> Tensor | None:
-        try:  # and not `in`, which Dynamo pays for with a guard
-            p, compiling = module._parameters[name], torch.compiler.is_compiling()
-        except KeyError as e:  # deleted
-            raise AttributeError(name) from e
-        try:
-            if not _enabled or not isinstance(p, DTensor):  # functional_call puts tensors in the place of parameters
-                return p
-            policy = module._data_parallel
-            if compiling:
-                return _gather(p, *policy)
-            if _thread.memo is None and _backward_runs() == -1 and not _compiled_code_runs():
-                return p
-            memo, key = {} if _thread.memo is None else _thread.memo, _key(p)  # nothing would free what a memo holds
-            if key not in memo:
-                _gather_into(memo, [module], name)
-            return memo[key][0]
-        except AttributeError as e:  # nn.Module.__getattr__ would swallow it and hand out the shard
-            raise RuntimeError(f"cannot gather {name} of {type(module).__name__}: {e}") from e
-
-    def write(module: nn.Module, value: Tensor) -> None:  # parameters and None do not come here
-        raise TypeError(f"cannot make {name} of {type(module).__name__} a computed tensor (weight_norm, prune) after "
-                        "data_parallel(): do that before it, or change the parameter in place")  # fmt: skip
-
-    return property(read, write)
+def _read(module: nn.Module, name: str, p: DTensor) -> Tensor:
+    """The parameter itself, or inside of a forward, of backward and of recomputation the gathered one."""
+    memo, key = _thread.memo, _key(p)
+    if memo is None:
+        if _backward_runs() == -1 and not _compiled_code_runs():
+            return p
+        memo = {}  # nothing would free what a memo holds
+        _gather_into(memo, [module], name)
+        return memo[key][0]
+    if key not in memo and _thread.unit is not None and _thread.entry == _mode():
+        _gather_into(memo, _unit_members(_thread.unit))
+    if key not in memo:
+        _gather_into(memo, [module])
+    return memo[key][0]
 
 
-@torch.compiler.assume_constant_result  # compiled: while tracing; takes no module, only constants
-def _refuse_unsharded(root: int) -> None:
-    """RuntimeError for a parameter that trains without being gathered: every rank would get another."""
-    for path, module in _roots[root].named_modules() if root in _roots and torch.is_grad_enabled() else ():
-        for name, p in module._parameters.items():
-            sharded = isinstance(p, DTensor) and name in getattr(module, "_gathered", ())
-            if not sharded and isinstance(p, nn.Parameter) and p.requires_grad:  # functional_call puts plain tensors
-                raise RuntimeError(f"{path + '.' * bool(path)}{name} is not sharded: it came after data_parallel(). "
-                                   "Copy new values into the old parameter; call data_parallel(model, mesh) again for "
-                                   "new modules (mode='replicate' suits small adapters)")  # fmt: skip
+def _unit_members(unit: nn.Module) -> list[nn.Module]:
+    return _members(unit, unit._data_parallel_rest or unit._data_parallel_parts)
 
 
-@functools.cache
-def _wrapped_class(cls: type, names: tuple[str, ...]) -> type:
-    """The subclass of `cls` that gathers the parameters `names` when they are read. One for each (class, names), with
-    all else on the instance, so that equal blocks share one compiled frame. Others, such as Hugging Face's registries,
-    know a class by its name and module: they stay."""
-    plain_forward = cls.forward  # read here: Dynamo cannot read it of a class that is allowed in graphs
-
-    @functools.wraps(plain_forward)
-    def forward(self, *args, **kwargs):
-        if self._data_parallel_root:
-            _refuse_unsharded(id(self))
-        if torch.compiler.is_compiling() or not _enabled or self._data_parallel_inside and _thread.in_block == _modes():
-            return plain_forward(self, *args, **kwargs)
-        with unsharded():
-            if self._data_parallel_with is None:
-                _thread.in_block = _modes()
-                _gather_into(_thread.memo, self.modules())
-            else:
-                _gather_into(_thread.memo, [self, *_present(self, self._data_parallel_with)])
-            return plain_forward(self, *args, **kwargs)
-
-    def again(self, protocol):  # deepcopy and pickle cannot find this class: they make it again from its base
-        return _new, (cls, names), self.__getstate__()
-
-    attributes = {name: _reader(name) for name in names}
-    attributes |= dict(forward=forward, __reduce_ex__=again, __module__=cls.__module__, __qualname__=cls.__qualname__)
-    attributes |= dict(_gathered=names, _data_parallel_root=False, _data_parallel_with=(), _data_parallel_inside=False)
-    if issubclass(cls, nn.RNNBase):  # the list that they keep and assign is ignored, it is read anew
-        weights = lambda self: [getattr(self, name, None) for name in self._flat_weights_names]  # noqa: E731
-        attributes["_flat_weights"] = property(weights, lambda self, value: None)
-        attributes["forward"] = torch.compiler.disable(forward)  # torch compiles none of them; not in pieces either
-    return type(cls.__name__, (cls,), attributes)
+CURES = {
+    "mixed torch.Tensor and DTensor": "A parameter was read other than as an attribute of its module (get_parameter, "
+    "named_parameters, another thread): read module.weight, in the thread that calls the model.",
+    "saved tensors hooks": "torch.func cannot run inside a forward that frees its gathered weights: wrap with "
+    "data_parallel(..., reshard_after_forward=False), or call torch.func around the model.",
+}
 
 
-def _present(root: nn.Module, names: Iterable[str]) -> list[nn.Module]:
-    """The modules of these names that are still there."""
-    found = (functools.reduce(lambda m, key: getattr(m, key, None), name.split("."), root) for name in names)
-    return [m for m in found if isinstance(m, nn.Module)]
+def _run(module: nn.Module, call, args: tuple, kwargs: dict):
+    """Runs a module's __call__ or forward with its parameters, and those of its unit, gathered when they are read."""
+    unit = module if module._data_parallel_rest or type(module)._data_parallel_unit else None
+    covered = unit is None and module._data_parallel_inside and _thread.unit is not None and _thread.entry == _mode()
+    if not _enabled or covered or _thread.running is module:
+        return call(*args, **kwargs)
+    if module._data_parallel_root:
+        _strict.check_root(id(module))
+    outermost = _thread.memo is None
+    try:
+        with unsharded(unit):
+            _thread.running = module
+            result = call(*args, **kwargs)
+    except RuntimeError as e:
+        for sign, cure in CURES.items():
+            if sign in str(e) and cure not in getattr(e, "__notes__", ()):
+                e.add_note(cure)
+        raise
+    if outermost and (inspect.isgenerator(result) or inspect.iscoroutine(result)):
+        raise RuntimeError(f"forward of {type(module).__name__} gives a {type(result).__name__}, which reads parameters "
+                           "after forward has ended: run it inside `with unsharded():`")  # fmt: skip
+    return result
 
 
-def _new(cls: type, names: tuple[str, ...]) -> nn.Module:
-    module = object.__new__(_wrapped_class(cls, names))
-    _roots[id(module)] = module  # a copied root is checked, too
-    return module
+_eager.read, _eager.run = _read, _run
 
 
-def _check(model: nn.Module, mesh: DeviceMesh, mode: str, mp: MixedPrecisionPolicy) -> None:
+# =============================================================================================== part 3: strictness
+
+
+def _check_arguments(model: nn.Module, mesh: DeviceMesh, mode: str, mp: MixedPrecisionPolicy) -> None:
     if not isinstance(mp, MixedPrecisionPolicy):
         raise ValueError(f"mp_policy must be simple_fsdp's MixedPrecisionPolicy, got {mp!r}")
     if mode not in MODES:
         raise ValueError(f"mode={mode!r} does not exist: use one of {', '.join(MODES)}")
-    ndim, kind = (2, "2-D mesh with mesh_dim_names") if mode == "hybrid_shard" else (1, "1-D mesh")
-    if mesh.ndim != ndim or (ndim == 2 and not mesh.mesh_dim_names):
+    if not isinstance(mesh, DeviceMesh):
+        raise ValueError(f"device_mesh must be a DeviceMesh (torch.distributed.init_device_mesh makes one), got {mesh!r}")
+    expected = dict(fully_shard=(1, "1-D mesh"), hybrid_shard=(2, "2-D mesh with mesh_dim_names"))
+    ndim, kind = expected.get(mode, (mesh.ndim, ""))
+    if mesh.ndim != ndim or (mode == "hybrid_shard" and not mesh.mesh_dim_names):
         raise ValueError(f"mode={mode!r} needs a {kind}, got {mesh.ndim}-D, names {mesh.mesh_dim_names}")
     if {"_data_parallel" in m.__dict__ for m in model.modules() if m._parameters} == {True}:
         raise ValueError("every module with parameters is wrapped already: call data_parallel() once")
     for path, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise ValueError(f"cannot shard {path or 'the model'}: a ScriptModule cannot be wrapped, wrap its source")
-        wrapped = "_data_parallel" in module.__dict__
-        for name, p in ((name, p) for name, p in module._parameters.items() if p is not None):
-            sharded, hooks = isinstance(p, DTensor), p._backward_hooks or p._post_accumulate_grad_hooks
-            why = ("its module is wrapped already, copy it into the old parameter" if wrapped and not sharded else
-                   f"it already is a DTensor with placements {p.placements}" if sharded and not wrapped else
-                   "its hooks would be lost, register them after data_parallel()" if hooks and not wrapped else
-                   "it has no shape yet, run one forward before wrapping"
-                   if isinstance(p, nn.parameter.UninitializedParameter) else
-                   "its gradient is sparse, build the embedding with sparse=False"
-                   if getattr(module, "sparse", False) is True else "")  # fmt: skip
-            if why:
+        for name, p in module._parameters.items():
+            if p is not None and (why := _why_not(module, p)):
                 raise ValueError(f"cannot shard {path + '.' * bool(path)}{name}: {why}")
 
 
-def _plan_eager(model: nn.Module) -> None:
-    """What eager code gathers at once: all that a block holds, and with the model what lies in no block, up to the size
-    of a block. Blocks are members of lists, made of modules, without such lists, at most a third of the model each."""
-
-    def members(module: nn.Module) -> list[nn.Module]:
-        lists = [m for m in module.modules() if isinstance(m, nn.ModuleList | nn.ModuleDict | nn.Sequential)]
-        found = [m for each in lists for m in each.children()]
-        return [m for m in found if any(True for child in m.children() for _ in child.parameters())]
-
-    nbytes = {m: sum(p.nbytes for p in m.parameters()) for m in (model, *members(model))}
-    blocks = [m for m in members(model) if not members(m) and 3 * nbytes[m] <= nbytes[model]]
-    inside = {m for block in blocks for m in block.modules()}
-    ends = [(name, m) for name, m in model.named_modules() if m is not model and m not in inside]
-    sizes = accumulate(sum(p.nbytes for p in m.parameters(recurse=False)) for _, m in ends)
-    room = max((nbytes[m] for m in blocks), default=0)
-    model._data_parallel_with = tuple(name for (name, _), n in zip(ends, sizes, strict=True) if n <= room)
-    for module in inside:
-        module._data_parallel_inside = module not in blocks
-    for block in blocks:
-        block._data_parallel_with = None
+def _why_not(module: nn.Module, p: nn.Parameter) -> str:
+    """Why a parameter cannot be sharded; "" if it can."""
+    wrapped, sharded = "_data_parallel" in module.__dict__, isinstance(p, DTensor)
+    if wrapped:
+        return "" if sharded else "its module is wrapped already, copy it into the old parameter"
+    if sharded:
+        return f"it already is a DTensor with placements {p.placements}"
+    if p._backward_hooks or p._post_accumulate_grad_hooks:
+        return "its hooks would be lost, register them after data_parallel()"
+    if isinstance(p, nn.parameter.UninitializedParameter):
+        return "it has no shape yet, run one forward before wrapping"
+    if type(p) is not nn.Parameter:
+        return f"its class {type(p).__name__} would be lost, make it a plain nn.Parameter (dequantize it)"
+    if p.is_quantized or (p.dtype.is_floating_point and p.dtype.itemsize < 2):
+        return f"it is stored in {p.dtype}, whose values need a scale, dequantize it"
+    if getattr(module, "sparse", False) is True:
+        return "its gradient is sparse, build the embedding with sparse=False"
+    return ""
 
 
-def data_parallel(
-    model: nn.Module, device_mesh: DeviceMesh, mode: str = "fully_shard",
-    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(), *,  # noqa: B008 (frozen)
-    reshard_after_forward: bool = True, min_bytes: int = 0,
-) -> nn.Module:  # fmt: skip
-    """Shards every parameter of `model` in place over `device_mesh` and returns it; values are those of rank 0. Modules
-    that are wrapped already stay as they are: a second call is for what was added since, such as adapters.
-
-    mode: "replicate" (DDP), "fully_shard" (ZeRO-3, on dimension 0), "hybrid_shard" (2-D mesh: replicate, shard).
-    reshard_after_forward: free gathered weights after forward and gather them again in backward.
-    min_bytes: smaller parameters stay replicated, as do scalars and empty ones. Buffers are left alone.
-    Raises ValueError, before anything is changed, for a wrong argument or a parameter that cannot be sharded."""
-    _check(model, device_mesh, mode, mp_policy)
-    # AOTAutograd's cache key lacks group names, ranks and what lies behind an operation: it would take other code.
-    tags = {f"{get_backend(g)}:{g.group_name}:{g.rank()}/{g.size()}" for g in device_mesh.get_all_groups()}
-    tags.add(f"{_NAME}:{_VERSION}")
-    torch.compiler.config.cache_key_tag = " ".join(sorted(tags.union(torch.compiler.config.cache_key_tag.split())))
-    for module in [m for m in model.modules() if "_data_parallel" not in m.__dict__]:
-        own = {name: p for name, p in module._parameters.items() if p is not None}
-        for name, p in own.items():
-            if p not in _shards:
-                replicated = mode == "replicate" or p.ndim == 0 or p.numel() == 0 or p.nbytes < min_bytes
-                placements = [Replicate()] * (device_mesh.ndim - 1) + [Replicate() if replicated else Shard(0)]
-                _shards[p] = nn.Parameter(distribute_tensor(p.detach(), device_mesh, placements), p.requires_grad)
-                _shards[p].__dict__.update(p.__dict__)  # attributes that others have set on it
-            module._parameters[name] = _shards[p]
-        if module is model or next(module.parameters(), None) is not None:
-            module.__dict__.pop("_flat_weights", None)  # an RNN's list, which holds the unsharded parameters
-            module._data_parallel = mp_policy.param_dtype, mp_policy.reduce_dtype, reshard_after_forward
-            module.__class__ = _wrapped_class(type(module), tuple(own))
-    model._data_parallel_root, _roots[id(model)] = True, model
-    _plan_eager(model)
-    _teach_dtensor()
-    return model
+@torch.compiler.assume_constant_result  # compiled: while tracing; takes no module, only constants
+def _check_root(root: int) -> None:
+    """RuntimeError for a parameter that trains without being gathered: every rank would get another."""
+    for path, module in _roots[root].named_modules() if root in _roots and torch.is_grad_enabled() else ():
+        for name, p in module._parameters.items():
+            sharded = isinstance(p, DTensor) and name in getattr(module, "_data_parallel_names", ())
+            if not sharded and isinstance(p, nn.Parameter) and p.requires_grad:  # functional_call puts plain tensors
+                raise RuntimeError(f"{path + '.' * bool(path)}{name} is not sharded: it came after data_parallel(). "
+                                   "Copy new values into the old parameter; call data_parallel(model, mesh) again for "
+                                   "new modules (mode='replicate' suits small adapters)")  # fmt: skip
 
 
-@functools.cache
-def _teach_dtensor() -> None:
-    """From the first data_parallel() on a DTensor is filled at random as a whole tensor would be, from the seed of each
-    rank (torch would draw other values for another number of ranks), and writing into a copy of it is refused."""
-
-    def handle(handler, names: Iterable[str]) -> None:
-        packets = [getattr(torch.ops.aten, name, None) for name in names]
-        ops = [getattr(packet, overload) for packet in packets if packet for overload in packet.overloads()]
-        one = [op for op in ops if handler is _write or [str(a.type) for a in op._schema.arguments].count("Tensor") < 2]
-        _handlers.update({op: handler for op in one if op not in _handlers})
-
-    handle(_draw_whole, "normal_ uniform_ bernoulli_ exponential_ geometric_ log_normal_ cauchy_ random_ rand_like "
-                        "randn_like randint_like eye".split())  # fmt: skip
-    handle(_write, ["bernoulli", *(name for name in dir(Tensor) if name[0] != "_" and name[-1] == "_")])
-    _handlers[_gather] = lambda op, args, _: _gather_one(*args)  # in inference mode
-    _handlers[torch.ops.aten._is_any_true.default] = lambda op, args, _: op(args[0].to_local())  # of detect_anomaly
+# Random values of a DTensor depend on how many ranks there are. Inside disable_data_parallel() they are drawn whole.
+DRAWS = set("normal_ uniform_ bernoulli_ exponential_ geometric_ log_normal_ cauchy_ random_ rand_like randn_like "
+            "randint_like eye".split())  # fmt: skip
 
 
-@torch.compiler.disable
-def _draw_whole(func, args: tuple, kwargs: dict) -> DTensor:
+class _Drawing(TorchDispatchMode):
+    """Inside it a DTensor is filled at random as a whole tensor would be, from the seed of each rank, and a write that
+    would not reach a parameter is refused."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        target = kwargs.get("out", args[0] if args else None)
+        if not isinstance(target, DTensor):
+            return func(*args, **kwargs)
+        name, tensors = func.overloadpacket.__name__, [a for a in args if isinstance(a, Tensor)]
+        if name in DRAWS and len(tensors) < 2:
+            return _draw_whole(func, target, args, kwargs)
+        base = getattr(target, "_base", None)  # of a view; what an index gives of a shard is a copy, redistributed
+        lost = func._schema.is_mutable and isinstance(base, DTensor) and base.is_leaf
+        if (lost and _memory(base) != _memory(target)) or name in ("bernoulli", *DRAWS):
+            raise RuntimeError(f"{func._schema.name} would not reach the sharded tensor: fill it in place, as a whole")
+        return func(*args, **kwargs)
+
+
+def _draw_whole(func, target: DTensor, args: tuple, kwargs: dict) -> DTensor:
     """Values are drawn whole, as on one device, and then sharded. Sends nothing."""
-    target, *more = (kwargs["out"], *args) if "out" in kwargs else args
     whole = torch.empty_strided(target.shape, target.stride(), dtype=target.dtype, device=target.device)
-    whole = func(*args, **kwargs | dict(out=whole)) if "out" in kwargs else func(whole, *more, **kwargs)
+    if "out" in kwargs:
+        whole = func(*args, **kwargs | dict(out=whole))
+    else:
+        whole = func(whole, *args[1:], **kwargs)
     shard = distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
     return target.copy_(shard) if func._schema.is_mutable else shard
 
 
-@torch.compiler.disable
-def _write(func, args: tuple, kwargs: dict) -> Tensor:
-    """As torch does it, but not where the result would not reach the parameter, or depend on the number of ranks."""
-    base = getattr(args[0], "_base", None)  # of a view; what an index gives of a shard is a copy, redistributed
-    lost = isinstance(base, DTensor) and base.is_leaf and _memory(base) != _memory(args[0])
-    if lost or not func._schema.is_mutable:
-        raise RuntimeError(f"{func._schema.name} would not reach the sharded tensor: fill it in place and as a whole")
-    _handlers.pop(func, None)  # which would come here again
-    try:
-        return func(*args, **kwargs)
-    finally:
-        _handlers[func] = _write
-
-
-@contextmanager
-def disable_data_parallel():
-    """Inside it a parameter is its own sharded DTensor in forward too, and nothing communicates: for initialisation,
-    checkpoint helpers, inspection. Re-entrant; for the whole process."""
-    global _enabled
-    _teach_dtensor()
-    before, _enabled = _enabled, False
-    try:
-        yield
-    finally:
-        _enabled = before
-
-
-ParameterRow = namedtuple("ParameterRow", "name shape dtype placement local_shape local_bytes")
-
-
-def describe(model: nn.Module) -> list[ParameterRow]:
-    """One row per parameter (ties once), with what this rank holds (placement "-": not wrapped). No collective runs."""
-    found = [(name, p, getattr(p, "_local_tensor", p)) for name, p in model.named_parameters()]
-    return [ParameterRow(name, tuple(p.shape), p.dtype, "-" if own is p else repr(p.placements[-1]),
-                         tuple(own.shape), own.nbytes) for name, p, own in found]  # fmt: skip
+_strict.check_arguments, _strict.check_root, _strict.drawing = _check_arguments, _check_root, _Drawing
+_handlers[_gather] = lambda op, args, _: _gather_one(*args)  # in inference mode
