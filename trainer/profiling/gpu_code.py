@@ -48,6 +48,7 @@ from torch._dynamo.device_interface import CudaInterface
 from torch._functorch import partitioners
 from torch._inductor import async_compile, codecache, compile_fx
 from torch._inductor.graph import GraphLowering
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.fx.node import map_aggregate
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
@@ -137,6 +138,8 @@ def pretend(arch: str) -> None:
     if torch.version.cuda is None:
         torch.version.cuda = "12.8"
         _load_guard()
+    else:
+        torch._C._ensureCUDADeviceGuardSet()  # FakeTensorMode would, but believes in the GPU; with a real one, no-op
     if not hasattr(torch._C, "_cuda_getCurrentRawStream"):
         torch._C._cuda_getCurrentRawStream = lambda *_: 0
 
@@ -268,6 +271,8 @@ def generated(gpu: bool, name: Callable[[bool], str], run: bool = True) -> Itera
         mock.patch.multiple(async_compile.AsyncCompile, triton=triton, cpp_pybinding=cpp, wait=lambda *_: None),
         # Attention counts as random. Made again, it would get the state of a CPU's generator where a GPU's takes none.
         mock.patch.object(partitioners, "has_recomputable_rng_ops", lambda gm: False),
+        # torch 2.11 would fill a tensor of the GPU, believing that it is there.
+        mock.patch.object(fake_tensor, "init_gpu_context", lambda device: None),
     ):
         yield codes
 
@@ -281,7 +286,7 @@ def sdpa_kernel(kernel: str, q, k, v, plain: Callable = model_file.sdpa_kernel) 
 
 def add_product(total, a, b) -> None:
     """lean.add_product likewise: on a GPU no product is a tensor of its own."""
-    torch.addmm(total, a, b, out=total, **({} if a.dtype == total.dtype else dict(out_dtype=total.dtype)))
+    torch.addmm(total, a, b, out=total)
 
 
 @contextmanager
