@@ -63,6 +63,13 @@ def storage_of(t: torch.Tensor) -> int:
     return t.untyped_storage()._cdata
 
 
+def spread(value, heads: int):
+    """Keys and values [B, K, T, D] as [B, heads, T, D]; whatever else as it is."""
+    if not isinstance(value, torch.Tensor) or value.dim() != 4:
+        return value
+    return value.repeat_interleave(heads // value.shape[1], 1)
+
+
 class Meter(TorchDispatchMode):
     """Notes the birth and the death of every storage, as events of a Timeline, and the work of every operation.
 
@@ -120,6 +127,9 @@ class Meter(TorchDispatchMode):
         count = flop_registry.get(func.overloadpacket)
         if count is not None and own is None:
             shapes = [a for a in args if not isinstance(a, torch.dtype)]  # torch's formulas know no out_dtype
+            if "attention" in func._schema.name:  # torch 2.11's know no grouped heads
+                heads = max(t.shape[1] for t in given if t.dim() == 4)
+                shapes = [spread(a, heads) for a in shapes]
             moves = sum(t.nbytes for t in given + made)
             self.work[str(func)].update(calls=1, flops=count(*shapes, **kwargs, out_val=out), nbytes=moves)
         return out

@@ -222,17 +222,19 @@ def compile_depth(rows: list[dict]) -> tuple[list[dict], Columns]:
 
 
 def peaks(rows: list[dict]) -> tuple[list[dict], Columns]:
-    """Simulated peaks at the setting of the last row: a line per recipe, a column per number of ranks that several of
-    them have; what a block keeps in [B,T,D], TFLOP of a rank's step, and the published peaks of the recipe."""
+    """Simulated peaks at the setting of the last row: a line per recipe and torch, a column per number of ranks that
+    several of them have; what a block keeps in [B,T,D], TFLOP of a rank's step, and the published peaks of the recipe.
+    """
     rows, lines = published.newest([row for row in rows if row.get("study") == "peak"], lambda row: row["cell"]), {}
     for row in rows:
         if published.shape(row) == published.shape(rows[-1]) and row["outcome"] == "ok":
-            lines.setdefault(published.core(row["cell"]), {})[published.ranks(row)] = row
-    lines = {core: line for core, line in lines.items() if len(line) > 1}
+            lines.setdefault((published.core(row["cell"]), row["torch"]), {})[published.ranks(row)] = row
+    lines = {key: line for key, line in lines.items() if len(line) > 1}
     counts = [n for n, k in sorted(Counter(n for line in lines.values() for n in line).items()) if k > 1]
     lines = dict(sorted(lines.items(), key=lambda item: -item[1][max(item[1])]["simulated_mib"]))
     most = [line[max(line)] for line in lines.values()]  # the row of the most ranks
-    columns = [("flags", [f"`{sweep.join(dict(core))}`" for core in lines])]
+    columns = [("flags", [f"`{sweep.join(dict(core))}`" for core, _ in lines])]
+    columns += [each for each in where(most) if each[0] == "torch"]
     columns += [("kept", [f"{kept_per_block(SimpleNamespace(**row['flags'])):g}" for row in most])]
     for n in counts:
         columns += column([line.get(n) for line in lines.values()], f"N = {n}", "simulated_mib", 0)
