@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FLOORS = [  # from the bottom; an entry is a module or a package
-    ["simple_fsdp", "overlap", "gloo", "lean", "trainer.costs"],
+    ["simple_fsdp", "overlap", "gloo", "lean", "muon", "trainer.costs"],
     ["trace_once"],
     ["regions"],
     ["model"],
@@ -36,7 +36,7 @@ FLOORS = [  # from the bottom; an entry is a module or a package
     ["benchmarks"],
     ["main", "finetune", "plan", "fit", "speed_mem_tests_mlp"],
 ]
-COPIED = FLOORS[0][:4]  # users copy these files: they stand alone
+COPIED = FLOORS[0][:5]  # users copy these files: they stand alone
 PROGRAMS = FLOORS[-1]
 MOST_MODULES = {"studies": 12}  # a module per study, what they share, and the command that runs all of them
 MOST_LINES = {"simple_fsdp": 506, "overlap": 483}  # of a file; of others 450
