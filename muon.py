@@ -19,7 +19,6 @@ shards of a copy.
 """
 
 import fnmatch
-import math
 import os
 from collections import Counter, defaultdict
 from typing import NamedTuple
@@ -31,7 +30,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.functional import pad
 from torch.optim.adamw import adamw
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic polynomial, as in torch.optim.Muon
+COEFFICIENTS = (
+    3.4445,
+    -4.7750,
+    2.0315,
+)  # of the quintic polynomial, as in torch.optim.Muon
 ADAMW = dict(lr=3e-4, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8)
 _c10d = torch.ops._c10d_functional
 
@@ -54,33 +57,47 @@ def local(t: Tensor) -> Tensor:
 
 def layout_of(p: Tensor, replicas: DeviceMesh | None = None) -> Layout:
     """Of a parameter. replicas: see Muon. ValueError, one line, for one that is no matrix or that no rank can own."""
-    mesh, last, wrong = replicas, Replicate(), ""
+    mesh, others, last = replicas, [], Replicate()
     if isinstance(p, DTensor):
         mesh = p.device_mesh
         *others, last = p.placements
-        if any(each != Replicate() for each in others) or type(last) not in (Shard, Replicate):
-            wrong = f"is placed as {p.placements}, not as Replicate with at most one Shard, the last"
     if p.is_cuda:
         memory = torch.cuda.get_device_properties(p.device).total_memory
     else:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    needs = 8 * p.shape[-2:].numel()  # the matrix, its products and the result, in bf16
-    if needs > memory:
-        wrong = f"needs {needs >> 20} MiB on the rank that owns it, which has {memory >> 20}"
-    if p.ndim not in (2, 3) or p.is_complex():
-        wrong = f"of {p.dtype} is no real matrix [m, n] or [E, m, n]"
-    experts = last.is_shard(0) and p.ndim == 3
-    if last.is_shard() and not experts and not last.is_shard(p.ndim - 2):
-        wrong = "has its columns sharded, not its rows"
-    if wrong:
-        raise ValueError(f"Muon: {[*p.shape]} {wrong}; leave it to AdamW (to_adamw of groups_of)")
-    if mesh is None or experts:  # each rank has matrices of its own
+    needs = (
+        8 * p.shape[-2:].numel()
+    )  # the matrix, two products and the result, in bf16
+    placed = last in (Replicate(), Shard(0), Shard(p.ndim - 2))
+    placed = placed and all(each == Replicate() for each in others)
+    expected = {
+        "a real matrix [m, n] or [E, m, n]": p.ndim in (2, 3)
+        and not p.is_complex(),
+        "placements Replicate, the last one Shard of rows or experts": placed,
+        f"at most {memory} bytes on its owner, not {needs}": needs <= memory,
+    }
+    for what, is_so in expected.items():
+        if not is_so:
+            raise ValueError(
+                f"Muon: {p.dtype} {[*p.shape]}: expected {what}; leave it to AdamW (groups_of: to_adamw)"
+            )
+    cut = last.is_shard(p.ndim - 2)
+    if (
+        mesh is None or last.is_shard() and not cut
+    ):  # each rank has matrices of its own
         return Layout(local(p).shape)
     ranks = mesh.get_group() if mesh.ndim == 1 else group.WORLD
     if ranks.size() != mesh.size():
-        raise ValueError(f"Muon: {mesh} has several dimensions and not all {ranks.size()} ranks")
-    shards = mesh.size(-1) if last.is_shard() else 1
-    return Layout(p.shape, shards, ranks.group_name, ranks.size(), ranks.rank())
+        raise ValueError(
+            f"Muon: {mesh}: expected one dimension, or all {ranks.size()} ranks"
+        )
+    return Layout(
+        p.shape,
+        mesh.size(-1) if cut else 1,
+        ranks.group_name,
+        ranks.size(),
+        ranks.rank(),
+    )
 
 
 def plan(layouts: list[Layout]) -> list[tuple[Layout, tuple, tuple]]:
@@ -101,10 +118,10 @@ def plan(layouts: list[Layout]) -> list[tuple[Layout, tuple, tuple]]:
     return sets
 
 
-def _cost(layout: Layout) -> int:
-    """Half the FLOPs of a step of the iteration, for sides s <= l: 4 s s l + 2 s s s."""
-    *experts, small, large = *layout.shape[:-2], *sorted(layout.shape[-2:])
-    return math.prod(experts) * small**2 * (2 * large + small)
+def _cost(layout: Layout) -> float:
+    """In proportion to the FLOPs of the iteration, 4 s s l + 2 s s s a step for sides s <= l."""
+    small, large = sorted(layout.shape[-2:])
+    return layout.shape.numel() * small * (2 + small / large)
 
 
 def newton_schulz(x: Tensor, coefficients: tuple, steps: int, eps: float) -> Tensor:
@@ -128,13 +145,19 @@ def orthogonalized(layout: Layout, owners: tuple, updates: list[Tensor], *how):
     rows = -(-m // S)  # of a shard; smaller ones are padded
     counts = [owners.count(rank) for rank in range(N)]
     k = counts[me]
-    near = [rank // S == me // S for rank in range(N)]  # those that hold the same copy as this one
+    near = [
+        rank // S == me // S for rank in range(N)
+    ]  # those that hold the same copy as this one
     sent = [count * each for count, each in zip(counts, near, strict=True)]
     own = [t.view(E, t.shape[-2], n).transpose(0, 1) for t in updates]
-    x = torch.stack([pad(t, (0, 0, 0, 0, 0, rows - len(t))) for t in own])  # [K, rows, E, n]
+    x = torch.stack(
+        [pad(t, (0, 0, 0, 0, 0, rows - len(t))) for t in own]
+    )  # [K, rows, E, n]
     x = x[sum(counts[: near.index(True)]) :][: sum(sent)]
     if S > 1:
-        x = _c10d.all_to_all_single(x, [k * each for each in near], sent, group_name)  # [S k, rows, E, n]
+        x = _c10d.all_to_all_single(
+            x, [k * each for each in near], sent, group_name
+        )  # [S k, rows, E, n]
         yield
         x = _c10d.wait_tensor(x)
     x = x.unflatten(0, (S, k)).transpose(0, 1).flatten(1, 2)[:, :m]  # [k, m, E, n]
@@ -144,7 +167,9 @@ def orthogonalized(layout: Layout, owners: tuple, updates: list[Tensor], *how):
     x = x.unflatten(1, (S, rows)).transpose(0, 1).flatten(0, 1)  # [S k, rows, E, n]
     if N > 1:
         x = x.repeat(N // S, 1, 1, 1)
-        x = _c10d.all_to_all_single(x, counts, [k] * N, group_name)  # [K, rows, E, n]
+        x = _c10d.all_to_all_single(
+            x, counts, [k] * N, group_name
+        )  # [K, rows, E, n]
         yield
         x = _c10d.wait_tensor(x)
     yield [t[: len(like)].transpose(0, 1) for t, like in zip(x, own, strict=True)]
@@ -180,17 +205,29 @@ def muon(
             _write(momenta[i], mean, refused)
             update = grads[i].lerp(mean, momentum) if nesterov else mean
             updates.append(update.to(ns_dtype))
-        works.append(orthogonalized(layout, owners, updates, ns_coefficients, ns_steps, eps))
+        works.append(
+            orthogonalized(layout, owners, updates, ns_coefficients, ns_steps, eps)
+        )
     found = [None] * len(works)
-    while None in found:  # all sets in turn: while one communicates another one computes
+    while (
+        None in found
+    ):  # all sets in turn: while one communicates another one computes
         for j, work in enumerate(works):
             found[j] = next(work) if found[j] is None else found[j]
     for (layout, _, members), updates in zip(sets, found, strict=True):
         m, n = layout.shape[-2:]
-        ratio = 0.2 * max(m, n) ** 0.5 if adjust_lr_fn == "match_rms_adamw" else max(1, m / n) ** 0.5
+        ratio = (
+            0.2 * max(m, n) ** 0.5
+            if adjust_lr_fn == "match_rms_adamw"
+            else max(1, m / n) ** 0.5
+        )
         for i, update in zip(members, updates, strict=True):
             update = update.reshape(params[i].shape).float() * (lr * ratio)
-            _write(params[i], params[i] * (1 - lr * weight_decay) - update, refused)
+            _write(
+                params[i],
+                params[i] * (1 - lr * weight_decay) - update,
+                refused,
+            )
 
 
 def _write(t: Tensor, value: Tensor, refused: Tensor | None) -> None:
@@ -223,7 +260,9 @@ class Muon(torch.optim.Optimizer):
         replicas: DeviceMesh | None = None,
     ):
         if adjust_lr_fn not in (None, "original", "match_rms_adamw"):
-            raise ValueError(f"Muon: adjust_lr_fn {adjust_lr_fn}: must be original or match_rms_adamw")
+            raise ValueError(
+                f"Muon: adjust_lr_fn {adjust_lr_fn}: must be original or match_rms_adamw"
+            )
         defaults = dict(
             lr=lr,
             weight_decay=weight_decay,
@@ -252,13 +291,18 @@ class Muon(torch.optim.Optimizer):
             loss = closure() if closure else None
         for each in self.param_groups:
             params = [p for p in each["params"] if p.grad is not None]
-            shards, grads = [local(p) for p in params], [local(p.grad) for p in params]
+            shards, grads = (
+                [local(p) for p in params],
+                [local(p.grad) for p in params],
+            )
             if each["use_muon"]:
                 (momenta,) = self._states(params, "momentum_buffer")
                 muon(self._plan(params), shards, grads, momenta, **each)
             elif params:
                 beta1, beta2 = each["betas"]
-                means, squares, steps = self._states(params, "exp_avg", "exp_avg_sq", "step")
+                means, squares, steps = self._states(
+                    params, "exp_avg", "exp_avg_sq", "step"
+                )
                 adamw(
                     shards,
                     grads,
@@ -281,7 +325,9 @@ class Muon(torch.optim.Optimizer):
         for p in params:
             for name in names:
                 if name not in self.state[p]:
-                    self.state[p][name] = torch.zeros(()) if name == "step" else torch.zeros_like(p)
+                    self.state[p][name] = (
+                        torch.zeros(()) if name == "step" else torch.zeros_like(p)
+                    )
         return [[local(self.state[p][name]) for p in params] for name in names]
 
 
@@ -289,21 +335,43 @@ def groups_of(model: nn.Module, to_adamw=(), to_muon=(), **of_adamw) -> list[dic
     """Groups for `Muon`, which hold the names of their parameters. Frozen ones are in none.
 
     Matrices [m, n] and [E, m, n] go to Muon. To AdamW go vectors, embeddings, kernels of convolutions, and the output
-    layer: the last matrix, if it has a row for each one of an embedding. to_adamw, to_muon: patterns of names, such as
+    layer: the last matrix that has a row for each one of an embedding. to_adamw, to_muon: patterns of names, such as
     "*.router.weight", that overrule this. of_adamw: see ADAMW. ValueError for a pattern that matches no name."""
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    for pattern in (*to_adamw, *to_muon):
-        if not fnmatch.filter(named, pattern):
-            raise ValueError(f"groups_of: {pattern} matches no parameter that requires a gradient")
-    tables = [each.weight for each in model.modules() if isinstance(each, nn.Embedding)]
-    others = {each.weight for each in model.modules() if isinstance(each, nn.modules.conv._ConvNd)}
-    others.update(tables)
-    for p in [p for p in named.values() if p.ndim == 2][-1:]:
-        others.update([p] * any(len(p) == len(table) for table in tables))
-    groups = dict(params=[], use_muon=True), dict(params=[], use_muon=False) | ADAMW | of_adamw
-    for name, p in named.items():
-        use = p.ndim in (2, 3) and p not in others
-        for patterns, value in ((to_adamw, False), (to_muon, True)):
-            use = value if any(fnmatch.fnmatch(name, each) for each in patterns) else use
-        groups[not use]["params"].append((name, p))
+    special = [
+        each
+        for each in model.modules()
+        if isinstance(each, (nn.Embedding, nn.modules.conv._ConvNd))
+    ]
+    heights = [
+        each.num_embeddings for each in special if isinstance(each, nn.Embedding)
+    ]
+    others = {each.weight for each in special}
+    others.update(
+        [p for p in named.values() if p.ndim == 2 and len(p) in heights][-1:]
+    )
+    chosen = {
+        name for name, p in named.items() if p.ndim in (2, 3) and p not in others
+    }
+    for patterns, change in (
+        (to_adamw, chosen.difference_update),
+        (to_muon, chosen.update),
+    ):
+        for pattern in patterns:
+            names = fnmatch.filter(named, pattern)
+            if not names:
+                raise ValueError(
+                    f"groups_of: {pattern} matches no parameter that requires a gradient"
+                )
+            change(names)
+    groups = [
+        dict(use_muon=True),
+        dict(use_muon=False) | ADAMW | of_adamw,
+    ]
+    for each in groups:
+        each["params"] = [
+            (name, p)
+            for name, p in named.items()
+            if (name in chosen) == each["use_muon"]
+        ]
     return [each for each in groups if each["params"]]

@@ -42,6 +42,11 @@ def sent_bytes(op: str, nbytes: float, ranks: int) -> float:
     return nbytes * parts.get(op, 1.0)
 
 
+def muon(c) -> bool:
+    """Whether --optimizer muon is on. Rows of before there was that flag lack it."""
+    return getattr(c, "optimizer", "adamw") == "muon"
+
+
 def newton_schulz_flops(m: int, n: int, steps: int) -> int:
     """Of Muon's iteration on a matrix [m, n]: three products a step, one of which has the smaller side alone."""
     small, large = sorted((m, n))

@@ -11,8 +11,9 @@ the block; a quote marks what backward makes again. n tokens of a micro-batch, D
 head dimension, F hidden width, V vocabulary, L depth. Imports no torch.
 """
 
+from trainer.costs import muon
 from trainer.planning.architecture import Architecture, reference
-from trainer.planning.liveness import GRADIENTS, LOGITS, WEIGHTS, Make, Peak, Tape
+from trainer.planning.liveness import GRADIENTS, LOGITS, WEIGHTS, WORKSPACE, Make, Peak, Tape
 from trainer.planning.weights import SIZE, Weights, shard_group
 
 AGAIN = {"attn": ("attn", "both", "block"), "mlp": ("mlp", "both", "block", "pointwise")}
@@ -408,7 +409,8 @@ class Step(Weights):
 def before_step(c, a: Architecture, ranks: int, arch: str) -> dict[str, float]:
     """{piece: bytes} of what the last micro-batch finds."""
     own = a.parameters / shard_group(c, ranks)
-    base = {PARAMETERS: 4 * own, MOMENTS: 2 * SIZE[c.adam_dtype] * own, ALLOWANCE: CUBLAS_MIB[arch] * 2**20}
+    moments = 2 * own - muon(c) * a.hidden_parameters / shard_group(c, ranks)
+    base = {PARAMETERS: 4 * own, MOMENTS: SIZE[c.adam_dtype] * moments, ALLOWANCE: CUBLAS_MIB[arch] * 2**20}
     if whole(c, ranks):
         base |= {WEIGHTS: SIZE[c.param_dtype] * a.parameters}
         own = a.parameters
@@ -424,4 +426,16 @@ def step_peak(c, ranks: int, a: Architecture | None = None, arch: str = "sm_90",
     """The highest level of a step of resolved flags on one of `ranks`, allowances included. tape: of that step, if it
     is there already."""
     a = a or reference(c)
-    return (tape or Step(c, a, ranks, whole(c, ranks)).tape).peak(before_step(c, a, ranks, arch))
+    peak = (tape or Step(c, a, ranks, whole(c, ranks)).tape).peak(before_step(c, a, ranks, arch))
+    return max(peak, muon_peak(c, ranks, a, arch), key=lambda each: each.nbytes) if muon(c) else peak
+
+
+def muon_peak(c, ranks: int, a: Architecture, arch: str) -> Peak:
+    """Muon's update: every gradient is there; of all matrices what was sent and has come; of the shape that takes most,
+    the owner's matrices, the product with itself twice, the result and its norm."""
+    pieces, shards = before_step(c, a, ranks, arch), shard_group(c, ranks)
+    sent = SIZE[c.muon_dtype] * a.hidden_parameters * (1 / shards + 1 / ranks)
+    batches = (-(-count // ranks) * (2 * m * n + 2 * min(m, n) ** 2) for (m, n), count in a.hidden_matrices.items())
+    pieces[GRADIENTS] = 4 * a.parameters / shards
+    pieces[WORKSPACE] = sent + SIZE[c.muon_dtype] * max(batches)
+    return Peak(sum(pieces.values()), "Muon's update", dict(sorted(pieces.items(), key=lambda each: -each[1])))
