@@ -6,6 +6,7 @@ another number of ranks resumes.
 
 import math
 import os
+from collections import Counter
 from unittest import mock
 
 import pytest
@@ -14,7 +15,8 @@ import torch.distributed as dist
 from harness import spawn
 from saved import made, whole
 
-from muon import layout_of, muon, newton_schulz, plan
+import plan as plan_program
+from muon import groups_of, layout_of, muon, newton_schulz, plan
 from trainer import config as flags
 from trainer.checkpoint import load as checkpoint
 from trainer.checkpoint.manifest import CheckpointError
@@ -23,7 +25,8 @@ from trainer.costs import newton_schulz_flops
 from trainer.distributed import simulated_world as sim
 from trainer.distributed.launch import connect
 from trainer.optimizer import local
-from trainer.parallelize import build
+from trainer.parallelize import build, reference_model
+from trainer.planning import architecture, step_time
 
 pytestmark = pytest.mark.usefixtures("isolated")
 MUON = "--optimizer muon --muon-dtype fp32 --muon-lr 0.02 --lr 0.01".split()
@@ -219,3 +222,35 @@ def test_the_flops_of_an_iteration_are_what_torch_counts():
         with FlopCounterMode(display=False) as counter:
             newton_schulz(torch.randn(3, m, n), (3.4, -4.8, 2.0), 5, 1e-7)
         assert counter.get_total_flops() == 3 * newton_schulz_flops(m, n, 5)
+
+
+# -------------------------------------------------------------------------------------------------------- the planner
+
+
+def planned(*argv, gpus=8):
+    own = plan_program.Plan(gpus=gpus)
+    return plan_program.question(own, [*argv, "--remat", "none"]).answer()
+
+
+@pytest.mark.parametrize("block", ["gelu", "llama"])
+def test_the_planner_knows_which_matrices_are_muons(block):
+    c = flags.resolve(flags.parse(["--block", block]), "cpu", 1)
+    model = reference_model(c, torch.device("cpu"))
+    matrices = [tuple(p.shape) for _, p in groups_of(model)[0]["params"]]
+    assert Counter(matrices) == architecture.reference(c).hidden_matrices
+
+
+def test_a_planned_step_of_eight_h100s_is_at_most_a_tenth_longer_than_adamws():
+    adamw, muon_ = planned(), planned("--optimizer", "muon")
+    assert 1 < muon_.time.seconds / adamw.time.seconds < 1.1
+    one = planned("--optimizer", "muon", gpus=1).time.parts[step_time.ITERATION]
+    D = 4096
+    assert one == pytest.approx(5 * 194.25 * D**3 / 831e12, rel=0.2)  # about the rate of products that it reaches
+    assert muon_.time.parts[step_time.ITERATION] == pytest.approx(one / 8, rel=0.15)
+    fewer = planned("--optimizer", "muon", gpus=1).peak.pieces["Adam's moments"]
+    assert fewer / planned(gpus=1).peak.pieces["Adam's moments"] == pytest.approx(0.638, abs=0.01)
+
+
+def test_the_update_can_be_the_peak():
+    small = planned("--optimizer", "muon", "--batch", "1", "--seqlen", "256", gpus=1)
+    assert small.peak.moment == "Muon's update"

@@ -90,8 +90,9 @@ class Architecture:
     def hidden_matrices(self) -> dict[tuple[int, int], int]:
         """{(rows, columns): how many} of the matrices in blocks, which --optimizer muon gives to Muon."""
         D, q, kv = self.width, self.heads * self.head_dim, self.kv_heads * self.head_dim
-        found = Counter({(q, D): self.depth, (D, q): self.depth})
-        found[kv, D] += 2 * self.depth
+        found: Counter = Counter()
+        for shape, count in (((q, D), 1), ((kv, D), 2), ((D, q), 1)):  # shapes may be equal
+            found[shape] += count * self.depth
         for blocks, experts, hidden in (
             (self.depth - self.dense_blocks, self.experts, self.hidden),
             (self.dense_blocks, 0, self.dense_hidden),
