@@ -55,6 +55,10 @@ def local(t: Tensor) -> Tensor:
     return t.to_local() if isinstance(t, DTensor) else t
 
 
+def _as(t: Tensor, like: Tensor) -> Tensor:
+    return t.redistribute(placements=like.placements) if isinstance(t, DTensor) else t
+
+
 def layout_of(p: Tensor, replicas: DeviceMesh | None = None) -> Layout:
     """Of a parameter. replicas: see Muon. ValueError, one line, for one that is no matrix or that no rank can own."""
     mesh, others, last = replicas, [], Replicate()
@@ -145,21 +149,18 @@ def orthogonalized(layout: Layout, owners: tuple, updates: list[Tensor], *how):
     rows = -(-m // S)  # of a shard; smaller ones are padded
     counts = [owners.count(rank) for rank in range(N)]
     k = counts[me]
-    near = [
-        rank // S == me // S for rank in range(N)
-    ]  # those that hold the same copy as this one
+    # The ranks that hold the same copy of the parameters as this one exchange shards.
+    near = [rank // S == me // S for rank in range(N)]
     sent = [count * each for count, each in zip(counts, near, strict=True)]
-    own = [t.view(E, t.shape[-2], n).transpose(0, 1) for t in updates]
-    x = torch.stack(
-        [pad(t, (0, 0, 0, 0, 0, rows - len(t))) for t in own]
-    )  # [K, rows, E, n]
+    received = [k * each for each in near]
+    own = [t.reshape(E, t.shape[-2], n).transpose(0, 1) for t in updates]
+    padded = [pad(t, (0, 0, 0, 0, 0, rows - len(t))) for t in own]
+    x = torch.stack(padded)  # [K, rows, E, n]
     x = x[sum(counts[: near.index(True)]) :][: sum(sent)]
     if S > 1:
-        x = _c10d.all_to_all_single(
-            x, [k * each for each in near], sent, group_name
-        )  # [S k, rows, E, n]
+        x = _c10d.all_to_all_single(x, received, sent, group_name)
         yield
-        x = _c10d.wait_tensor(x)
+        x = _c10d.wait_tensor(x)  # [S k, rows, E, n]
     x = x.unflatten(0, (S, k)).transpose(0, 1).flatten(1, 2)[:, :m]  # [k, m, E, n]
     x = newton_schulz(x.transpose(1, 2).flatten(0, 1), *how)
     x = x.unflatten(0, (k, E)).transpose(1, 2)
@@ -167,11 +168,9 @@ def orthogonalized(layout: Layout, owners: tuple, updates: list[Tensor], *how):
     x = x.unflatten(1, (S, rows)).transpose(0, 1).flatten(0, 1)  # [S k, rows, E, n]
     if N > 1:
         x = x.repeat(N // S, 1, 1, 1)
-        x = _c10d.all_to_all_single(
-            x, counts, [k] * N, group_name
-        )  # [K, rows, E, n]
+        x = _c10d.all_to_all_single(x, counts, [k] * N, group_name)
         yield
-        x = _c10d.wait_tensor(x)
+        x = _c10d.wait_tensor(x)  # [K, rows, E, n]
     yield [t[: len(like)].transpose(0, 1) for t, like in zip(x, own, strict=True)]
 
 
@@ -209,25 +208,19 @@ def muon(
             orthogonalized(layout, owners, updates, ns_coefficients, ns_steps, eps)
         )
     found = [None] * len(works)
-    while (
-        None in found
-    ):  # all sets in turn: while one communicates another one computes
+    # All sets in turn: while one communicates another one computes.
+    while None in found:
         for j, work in enumerate(works):
             found[j] = next(work) if found[j] is None else found[j]
     for (layout, _, members), updates in zip(sets, found, strict=True):
         m, n = layout.shape[-2:]
-        ratio = (
-            0.2 * max(m, n) ** 0.5
-            if adjust_lr_fn == "match_rms_adamw"
-            else max(1, m / n) ** 0.5
-        )
+        ratio = max(1, m / n) ** 0.5
+        if adjust_lr_fn == "match_rms_adamw":
+            ratio = 0.2 * max(m, n) ** 0.5
         for i, update in zip(members, updates, strict=True):
             update = update.reshape(params[i].shape).float() * (lr * ratio)
-            _write(
-                params[i],
-                params[i] * (1 - lr * weight_decay) - update,
-                refused,
-            )
+            decayed = params[i] * (1 - lr * weight_decay)
+            _write(params[i], decayed - update, refused)
 
 
 def _write(t: Tensor, value: Tensor, refused: Tensor | None) -> None:
@@ -291,10 +284,8 @@ class Muon(torch.optim.Optimizer):
             loss = closure() if closure else None
         for each in self.param_groups:
             params = [p for p in each["params"] if p.grad is not None]
-            shards, grads = (
-                [local(p) for p in params],
-                [local(p.grad) for p in params],
-            )
+            shards = [local(p) for p in params]
+            grads = [local(_as(p.grad, p)) for p in params]
             if each["use_muon"]:
                 (momenta,) = self._states(params, "momentum_buffer")
                 muon(self._plan(params), shards, grads, momenta, **each)
@@ -337,6 +328,8 @@ def groups_of(model: nn.Module, to_adamw=(), to_muon=(), **of_adamw) -> list[dic
     Matrices [m, n] and [E, m, n] go to Muon. To AdamW go vectors, embeddings, kernels of convolutions, and the output
     layer: the last matrix that has a row for each one of an embedding. to_adamw, to_muon: patterns of names, such as
     "*.router.weight", that overrule this. of_adamw: see ADAMW. ValueError for a pattern that matches no name."""
+    if unknown := of_adamw.keys() - ADAMW.keys():
+        raise ValueError(f"groups_of: {unknown}: expected {[*ADAMW]}")
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     special = [
         each

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 
@@ -423,6 +423,17 @@ def test_a_copy_and_a_pickled_one_go_on_alike():
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
+def test_a_gradient_that_is_not_placed_as_its_parameter_is_redistributed(mesh_of):
+    whole, mesh = torch.randn(6, 4), mesh_of(1)
+    p = nn.Parameter(distribute_tensor(torch.zeros(6, 4), mesh, [Shard(0)], src_data_rank=None))
+    p.grad = DTensor.from_local(whole.clone(), mesh, [Partial()])
+    q = nn.Parameter(torch.zeros(6, 4))
+    q.grad = whole.clone()
+    for each in (p, q):
+        Muon([each], lr=0.1).step()
+    torch.testing.assert_close(p.full_tensor(), q)
+
+
 def test_a_closure_is_called_with_gradients_on():
     p = nn.Parameter(torch.randn(4, 3))
     optimizer = Muon([p], lr=0.1)
@@ -462,5 +473,7 @@ def test_placements_that_cannot_be_brought_together_are_refused(mesh_of, shape, 
 def test_other_bad_input_is_refused_in_one_line():
     with pytest.raises(ValueError, match="adjust_lr_fn rms: must be original or match_rms_adamw"):
         Muon([nn.Parameter(torch.randn(2, 2))], adjust_lr_fn="rms")
+    with pytest.raises(ValueError, match="groups_of: {'learning_rate'}: expected .'lr', 'weight_decay'"):
+        groups_of(model_of(), learning_rate=1.0)
     with pytest.raises(ValueError, match=r"groups_of: \*.router matches no parameter"):
         groups_of(model_of(), ["*.router"])

@@ -16,6 +16,7 @@ from harness import spawn
 from saved import made, whole
 
 import plan as plan_program
+from benchmarks import wrappers
 from muon import groups_of, layout_of, muon, newton_schulz, plan
 from trainer import config as flags
 from trainer.checkpoint import load as checkpoint
@@ -213,6 +214,22 @@ def test_bad_flags_end_in_one_line(train, argv, said):
 def test_a_language_model_is_fine_tuned(tune):
     done = tune("--optimizer", "muon", "--steps", "4")
     assert done.code == 0 and done.row["flags"]["optimizer"] == "muon" and "muon for" in done.out
+
+
+def test_the_benchmark_puts_torchs_muon_beside_ours(alone):
+    """In bf16 iterations: the same updates, so the same losses."""
+    argv = "--compile none --lr 0.01 --optimizer muon --param-dtype fp32 --seed 1 --batch 4".split()
+    c, step, batches = made(1, *argv)
+    other = build(c, torch.device("cpu"), 1)
+    other.optimizer = wrappers.TorchMuon(other.optimizer)
+    for _ in range(3):
+        batch = next(batches)
+        assert step(*batch).item() == pytest.approx(other(*batch).item(), abs=1e-4)
+    for p, q in zip(step.optimizer.matrices, other.optimizer.matrices, strict=True):
+        torch.testing.assert_close(local(p), local(q), rtol=0, atol=1e-3)
+    assert wrappers.parts("simple:none") == ("simple", "none", "adamw")
+    with pytest.raises(SystemExit):
+        wrappers.check_cells(["simple:none:sgd"], 1)
 
 
 def test_the_flops_of_an_iteration_are_what_torch_counts():
