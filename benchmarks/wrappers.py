@@ -2,10 +2,12 @@
 
     python -m benchmarks.wrappers simple:fwdbwd none:fwdbwd simple:none [-- FLAGS of main.py]
     torchrun --nproc-per-node 8 -m benchmarks.wrappers simple:fwdbwd simple:blocks fsdp2:blocks ddp:blocks
+    python -m benchmarks.wrappers simple:none simple:none:muon simple:none:torch-muon -- --world 8
 
-Cells are WRAPPER:COMPILE; fsdp2 and ddp are torch's own, compiled per block. They take turns, step by step, so that a
-busy machine slows all of them alike; `ratio` is the median of the step-by-step ratios to the first cell. All models
-are in memory at once: no memory is compared. Several ranks on one CPU measure the scheduler.
+Cells are WRAPPER:COMPILE; fsdp2 and ddp are torch's own, compiled per block. A third word names the optimizer. That of
+torch-muon is torch.optim.Muon on the DTensors that muon has, with the same AdamW for the rest. Cells take turns, step
+by step, so that a busy machine slows all of them alike; `ratio` is the median of the step-by-step ratios to the first
+cell. All models are in memory at once: no memory is compared. Several ranks on one CPU measure the scheduler.
 """
 
 import statistics
@@ -23,10 +25,12 @@ if __name__ == "__main__":  # before torch is imported, as in main.py
     CELLS, CONFIG = sys.argv[1:_cut], flags.parse(sys.argv[_cut + 1 :], RANKS[0])
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from trainer.data import Batches, DataError
 from trainer.distributed.launch import connect, set_deterministic, shutdown
 from trainer.experiments.logging import append_jsonl
+from trainer.optimizer import Muon
 from trainer.parallelize import build
 from trainer.profiling import timing
 from trainer.step import COMPILE_MODES
@@ -37,9 +41,41 @@ WARMUP = 3
 def check_cells(cells: list[str], rank: int) -> None:
     """Exit code 2 and one line for what is no cell."""
     modes = dict(simple=COMPILE_MODES, none=COMPILE_MODES, fsdp2=("none", "blocks"), ddp=("none", "blocks"))
-    bad = [cell for cell in cells if cell.partition(":")[2] not in modes.get(cell.partition(":")[0], ())]
+    bad = [cell for cell in cells if parts(cell)[1] not in modes.get(parts(cell)[0], ())]
+    bad += [cell for cell in cells if parts(cell)[2] not in ("adamw", "muon", "torch-muon")]
     if bad or not cells:
-        fail(f"cells {' '.join(bad) or '(none)'}: give WRAPPER:COMPILE, such as simple:fwdbwd fsdp2:blocks", rank)
+        fail(f"cells {' '.join(bad) or '(none)'}: give WRAPPER:COMPILE, such as simple:fwdbwd fsdp2:blocks, or "
+             "WRAPPER:COMPILE:OPTIMIZER, such as simple:none:muon", rank)  # fmt: skip
+
+
+def parts(cell: str) -> tuple[str, str, str]:
+    """Wrapper, compile mode, optimizer."""
+    wrapper, _, rest = cell.partition(":")
+    mode, _, optimizer = rest.partition(":")
+    return wrapper, mode, optimizer or "adamw"
+
+
+class TorchMuon:
+    """torch.optim.Muon in place of the Muon of a step, which is not told of refused steps."""
+
+    def __init__(self, ours: Muon):
+        self.ours, how = ours, dict(ours.how)
+        how.pop("ns_dtype")  # it is bf16
+        self.theirs = torch.optim.Muon(ours.matrices, lr=float(ours.lr) * ours.ratio, **how)
+
+    def __getattr__(self, name: str):
+        return getattr(self.ours, name)
+
+    @torch.no_grad()
+    def step(self, grads: list[torch.Tensor], bad: torch.Tensor) -> None:
+        n = len(self.ours.matrices)
+        self.ours.adamw.step(grads[n:], bad)
+        for p, grad in zip(self.ours.matrices, grads[:n], strict=True):
+            p.grad = DTensor.from_local(grad, p.device_mesh, p.placements, run_check=False, shape=p.shape,
+                                        stride=p.stride())  # fmt: skip
+        self.theirs.step()
+        for p in self.ours.matrices:
+            p.grad = None
 
 
 def interleave(steps: list[tuple], batches: Batches, n: int, device: torch.device, rank: int = 0, begin=bool) -> None:
@@ -57,10 +93,16 @@ def interleave(steps: list[tuple], batches: Batches, n: int, device: torch.devic
 
 def compare(cells: list[str], c: flags.Config, device: torch.device, rank: int = 0, world: int = 1) -> list[dict]:
     """Rows of every cell, in order; the first is what `ratio` refers to."""
-    settings = [dict(zip(("wrapper", "compile"), cell.split(":"), strict=True)) for cell in cells]
-    configs = [flags.resolve(replace(c, system=replace(c.system, **own)), device.type, world) for own in settings]
+    configs = []
+    for wrapper, mode, optimizer in map(parts, cells):
+        system = replace(c.system, wrapper=wrapper, compile=mode)
+        own = replace(c.training, optimizer=optimizer.removeprefix("torch-")) if optimizer != "adamw" else c.training
+        configs.append(flags.resolve(replace(c, system=system, training=own), device.type, 1 if c.world else world))
     c = configs[0]
     steps = [(build(each, device, world), timing.StepTimer(device)) for each in configs]
+    for (step, _), cell in zip(steps, cells, strict=True):
+        if parts(cell)[2] == "torch-muon":
+            step.optimizer = TorchMuon(step.optimizer)
     sizes = dict(global_batch=world * c.batch * c.grad_accum, seqlen=c.seqlen, vocab=c.vocab)
     batches = Batches(c.data, **sizes, seed=c.seed, rank=rank, world=world)
     interleave(steps, batches, c.steps, device, rank)

@@ -94,6 +94,8 @@ BAD = [  # what is wrong by itself: argv, the flag and the value that the messag
     *((f"--{name} {value}", value) for name in ("norm-limit", "spike") for value in ("-1", "nan", "inf")),
     ("--accum-sync first", "first"), ("--link token-ring", "token-ring"), ("--param-dtype fp16", "fp16"),
     ("--reduce-dtype fp16", "fp16"), ("--adam-dtype int8", "int8"),
+    ("--optimizer sgd", "sgd"), ("--muon-lr 0", "--muon-lr 0.0"), ("--muon-adjust-lr rms", "rms"),
+    ("--muon-momentum 1", "--muon-momentum 1.0"), ("--muon-steps 0", "--muon-steps 0"), ("--muon-dtype fp16", "fp16"),
     ("--depth x", "x"), ("--depth 1.5", "1.5"), ("--lr fast", "fast"), ("--chunk ''", "''"),
 ]  # fmt: skip
 

@@ -65,6 +65,10 @@ def test_every_collective_gives_what_equal_ranks_give():
     assert shard.tolist() == [24, 28, 32]
     dist.all_reduce(both := torch.full((2,), 3), op=dist.ReduceOp.PRODUCT)
     assert both.tolist() == [81, 81]
+    dist.all_to_all_single(sent := torch.empty(5), torch.arange(8.0), [1, 0, 3, 1], [2, 2, 2, 2])
+    assert sent.tolist() == [4, 4, 5, 4, 4]  # what this rank sends to itself, cut or repeated
+    dist.all_to_all_single(out, torch.arange(12.0))
+    assert out.tolist() == [6, 7, 8] * 4
     dist.broadcast(own, src=0)
     dist.barrier()
     names = [None] * 4
@@ -80,8 +84,8 @@ def test_what_it_cannot_know_is_refused():
     sim.start(4, sim.link("none"), rank=1)
     with pytest.raises(NotImplementedError, match="reduction by .*BXOR"):
         dist.all_reduce(torch.ones(2, dtype=torch.int64), op=dist.ReduceOp.BXOR)
-    with pytest.raises(NotImplementedError, match="has no c10d::alltoall_base_"):
-        dist.all_to_all_single(torch.ones(4), torch.ones(4))
+    with pytest.raises(NotImplementedError, match="has no c10d::alltoall_"):
+        dist.all_to_all([*torch.ones(4, 1)], [*torch.ones(4, 1)])
     with pytest.raises(NotImplementedError, match="has no c10d::send"):
         dist.send(torch.ones(4), 0)
     with pytest.raises(NotImplementedError, match="src_data_rank=None"):

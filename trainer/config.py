@@ -86,7 +86,7 @@ class Optimization:
     """cosine: along a cosine to a tenth of --lr at the last step. wsd (warm-up, stable, decay): stays, then falls
     linearly to a tenth in the last fifth of the steps. constant: stays."""
     weight_decay: float = 0.1
-    """AdamW's, of matrices alone: norms and biases do not decay."""
+    """Of matrices alone: norms and biases do not decay."""
     beta1: float = 0.9
     """Decay of Adam's mean of gradients."""
     beta2: float = 0.95
@@ -112,7 +112,20 @@ class Optimization:
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype in which gradients are reduced over ranks."""
     adam_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Dtype of Adam's two moments."""
+    """Dtype of Adam's two moments, and of Muon's momentum."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """muon: that of muon.py for the matrices in blocks; AdamW updates embedding, head and vectors."""
+    muon_lr: Annotated[float | None, default("that of --lr", "FLOAT")] = None
+    """Muon's peak learning rate; it follows the schedule of --lr."""
+    muon_adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """What multiplies that rate for a matrix [m, n]. match_rms_adamw: 0.2 sqrt(max(m, n)), which makes updates about as
+    large as AdamW's. original: sqrt(max(1, m / n))."""
+    muon_momentum: float = 0.95
+    """Decay of Muon's mean of gradients."""
+    muon_steps: int = 5
+    """Newton-Schulz steps of Muon."""
+    muon_dtype: Literal["fp32", "bf16"] = "bf16"
+    """Dtype of the Newton-Schulz iteration, and of what it sends."""
 
 
 @dataclass(frozen=True)
@@ -275,14 +288,14 @@ class Config:
 
 _RANGES = [
     ("depth width head_dim grouping grow vocab seqlen batch grad_accum steps world replicas chunk log_every keep "
-     "max_skips eval_batches effective_batch", lambda v: v >= 1, "at least 1"),
-    ("lr epochs max_shard_gb", lambda v: 0 < v < 1e38, "a positive number below 1e38"),
+     "max_skips eval_batches effective_batch muon_steps", lambda v: v >= 1, "at least 1"),
+    ("lr muon_lr epochs max_shard_gb", lambda v: 0 < v < 1e38, "a positive number below 1e38"),
     ("warmup mlp_chunk save_every eval_every sample", lambda v: v >= 0, "0 or more"),
     ("seed", lambda v: 0 <= v < 2**64, "0 or more and below 2**64"),
     ("clip weight_decay min_shard_mib norm_limit spike timeout first_timeout",
      lambda v: 0 <= v < math.inf, "0 or a positive number"),
     ("init", lambda v: v.endswith((".safetensors", ".safetensors.index.json", ".pt")), "a .safetensors or a .pt"),
-    ("beta1 beta2", lambda v: 0 <= v < 1, "0 or more and below 1"),
+    ("beta1 beta2 muon_momentum", lambda v: 0 <= v < 1, "0 or more and below 1"),
     ("remat_ratio", lambda v: 0 <= v <= 1, "between 0 and 1"),
     ("ahead", lambda v: 0 <= v <= 1 or v % 1 == 0 < v, "between 0 and 1, or a whole number above 1"),
 ]  # fmt: skip
@@ -383,6 +396,10 @@ def step_misfits(c: Config) -> list[tuple]:
         ("optim", early and c.grad_accum > 1, f"updates in each of --grad-accum {c.grad_accum} micro-batches; use 1"),
         ("optim", early and c.compile not in ("none", "blocks"),
          f"--compile {c.compile} makes all gradients at once; use --compile blocks"),
+        ("optimizer", early and c.optimizer == "muon",
+         "needs every gradient of a shape before the first update; use --optim after"),
+        *[(name, c.optimizer == "adamw" and getattr(c, name) != getattr(Optimization, name), "needs --optimizer muon")
+          for name in ("muon_lr", "muon_adjust_lr", "muon_momentum", "muon_steps", "muon_dtype")],
         ("optim", early and hooked, f"is not for --wrapper {c.wrapper}; use --wrapper simple"),
         ("verbose", early and c.verbose > 1, "--optim in-backward keeps no gradients for norms; use --optim after"),
         # The step as a CUDA graph

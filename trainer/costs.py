@@ -37,9 +37,22 @@ class Link(NamedTuple):
 
 
 def sent_bytes(op: str, nbytes: float, ranks: int) -> float:
-    """Bytes that one rank of a ring sends: S (N-1)/N to gather or scatter S bytes, twice that to all-reduce them."""
+    """Bytes that one rank of a ring sends: S (N-1)/N to gather or scatter S bytes, twice that to all-reduce them. Of an
+    all-to-all nbytes are those of one rank, all of which it sends but what is for itself."""
     share = (ranks - 1) / ranks
-    return nbytes * {"all_gather": share, "reduce_scatter": share, "all_reduce": 2 * share, "barrier": 0.0}.get(op, 1.0)
+    parts = dict(all_gather=share, reduce_scatter=share, all_to_all=share, all_reduce=2 * share, barrier=0.0)
+    return nbytes * parts.get(op, 1.0)
+
+
+def muon(c) -> bool:
+    """Whether --optimizer muon is on. Rows of before there was that flag lack it."""
+    return getattr(c, "optimizer", "adamw") == "muon"
+
+
+def newton_schulz_flops(m: int, n: int, steps: int) -> int:
+    """Of Muon's iteration on a matrix [m, n]: three products a step, one of which has the smaller side alone."""
+    small, large = sorted((m, n))
+    return steps * (4 * small**2 * large + 2 * small**3)
 
 
 def measured(text: str) -> str:

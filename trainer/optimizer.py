@@ -1,17 +1,23 @@
-"""AdamW over the local shards of a model: no collective, no host synchronisation, and it can leave an update out.
+"""AdamW and Muon over the local shards of a model: no host synchronisation, and they can leave an update out.
 
     optimizer = AdamW(model.parameters(), lr=3e-4)         # parameters may be DTensors or plain
     optimizer.lr.fill_(1e-4)                               # lr and step count are scalars on the device
     optimizer.step(grads, bad)                             # bad: fp32 scalar; 0.0: update, 1.0: change nothing
-    optimizer.m, optimizer.v, optimizer.t                  # its state: moments by parameter, number of updates
+    optimizer.moments(), optimizer.t                       # its state: moments by parameter, number of updates
 
-It runs torch's fused kernel, or (foreach) operations over lists that torch.compile fuses; both agree to an ulp.
+AdamW runs no collective. It is torch's fused kernel, or (foreach) operations over lists that torch.compile fuses; both
+agree to an ulp. Muon is muon.py's, with this AdamW for what is no matrix of a hidden layer.
 """
 
+from collections.abc import Iterator
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
+
+import muon
 
 
 def local(t: Tensor) -> Tensor:
@@ -36,6 +42,12 @@ class AdamW:
         self.lr = torch.tensor(float(lr), device=device)
         self.betas, self.eps, self.weight_decay = betas, eps, weight_decay
         self.foreach = foreach or moment_dtype not in (None, torch.float32)
+
+    def moments(self) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """(kind, parameter, local shard of the moment of that kind) of all moments."""
+        for p, m, v in zip(self.params, self.m, self.v, strict=False):  # a study of memory takes them away
+            yield "m", p, m
+            yield "v", p, v
 
     @torch.no_grad()
     def step(self, grads: list[Tensor], bad: Tensor) -> None:
@@ -93,3 +105,44 @@ class AdamW:
         if decaying:
             torch._foreach_mul_(p[:decaying], 1 - self.lr * self.weight_decay * (1 - bad))
         torch._foreach_sub_(p, update)
+
+
+class Muon:
+    """Muon for the matrices that muon.groups_of names, AdamW for the rest; used as AdamW is. lr: AdamW's; Muon's is
+    always `ratio` times that. replicas: see muon.Muon. how: hyperparameters of muon.muon. adamw: arguments of AdamW;
+    moment_dtype is the momentum's, too. ValueError for a model without matrices, or with nothing else."""
+
+    def __init__(self, model: nn.Module, lr: float, ratio: float, replicas: DeviceMesh | None, how: dict, **adamw):
+        groups = {group["use_muon"]: [p for _, p in group["params"]] for group in muon.groups_of(model)}
+        if len(groups) < 2:
+            raise ValueError("--optimizer muon: needs matrices of hidden layers, and an embedding or vectors for AdamW")
+        self.matrices, self.ratio, self.how = groups[True], ratio, how
+        self.adamw = AdamW(groups[False], lr, **adamw)
+        self.params = [*self.matrices, *self.adamw.params]
+        self.sets = muon.plan([muon.layout_of(p, replicas) for p in self.matrices])
+        dtype = adamw["moment_dtype"]
+        self.momenta = [torch.zeros_like(local(p.detach()), dtype=dtype) for p in self.matrices]
+        self.decaying = len(self.matrices) + self.adamw.decaying
+        self.t, self.lr = self.adamw.t, self.adamw.lr  # the same tensors
+
+    @property
+    def foreach(self) -> bool:
+        return self.adamw.foreach
+
+    @foreach.setter
+    def foreach(self, value: bool) -> None:
+        self.adamw.foreach = value
+
+    def moments(self) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """As AdamW's; a matrix has one, "m"."""
+        yield from (("m", p, m) for p, m in zip(self.matrices, self.momenta, strict=True))
+        yield from self.adamw.moments()
+
+    @torch.no_grad()
+    def step(self, grads: list[Tensor], bad: Tensor) -> None:
+        """As AdamW's; a collective."""
+        n = len(self.matrices)
+        self.adamw.step(grads[n:], bad)
+        shards = [local(p) for p in self.matrices]
+        lr = self.lr * self.ratio
+        muon.muon(self.sets, shards, grads[:n], self.momenta, lr=lr, refused=bad.bool(), **self.how)

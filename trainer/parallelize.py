@@ -22,11 +22,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as FSDP2Policy
 from torch.nn.parallel import DistributedDataParallel
 
 from model import ModelConfig, Transformer
+from muon import COEFFICIENTS
 from overlap import blocks_of
 from simple_fsdp import MixedPrecisionPolicy, data_parallel, disable_data_parallel
 from trainer import config as flags
 from trainer.attention import DTYPES, choose_kernel
-from trainer.optimizer import AdamW, local
+from trainer.optimizer import AdamW, Muon, local
 from trainer.step import LanguageModel, Step, blocks_to_compile, make_step
 
 
@@ -119,6 +120,24 @@ def to_empty(model: nn.Module, device: torch.device) -> None:
         torch.__future__.set_swap_module_params_on_conversion(before)
 
 
+def make_optimizer(c: flags.Config, model: nn.Module, mesh: dist.DeviceMesh | None) -> AdamW | Muon:
+    """Of resolved flags. ValueError, one line, for a model that --optimizer muon cannot train."""
+    adamw = dict(betas=(c.beta1, c.beta2), weight_decay=c.weight_decay, moment_dtype=DTYPES[c.adam_dtype])
+    if c.optimizer == "adamw":
+        return AdamW(model.parameters(), c.lr, **adamw)
+    how = dict(
+        weight_decay=c.weight_decay,
+        momentum=c.muon_momentum,
+        nesterov=True,
+        ns_coefficients=COEFFICIENTS,
+        eps=1e-7,
+        ns_steps=c.muon_steps,
+        adjust_lr_fn=c.muon_adjust_lr,
+        ns_dtype=DTYPES[c.muon_dtype],
+    )
+    return Muon(model, c.lr, (c.muon_lr or c.lr) / c.lr, mesh if c.wrapper == "ddp" else None, how, **adamw)
+
+
 def build(c: flags.Config, device: torch.device, world: int, stage: Callable[[str], Any] = lambda name: None, *,
           init: bool = True, model: LanguageModel | None = None, between: Callable[[], Any] | None = None,
           inspect: Callable[[list, list], Any] | None = None, compiled_update: bool | None = None,
@@ -144,8 +163,7 @@ def build(c: flags.Config, device: torch.device, world: int, stage: Callable[[st
     if isinstance(model, FSDPModule):
         model.unshard()  # its first run pads uneven shards, into other memory than the optimizer would know
         model.reshard()
-    betas, dtype = (c.beta1, c.beta2), DTYPES[c.adam_dtype]
-    optimizer = AdamW(model.parameters(), c.lr, betas, weight_decay=c.weight_decay, moment_dtype=dtype)
+    optimizer = make_optimizer(c, model, mesh)
     stage("optimizer")
     model.prepare(c.seqlen, device)
     stage("mask")

@@ -12,6 +12,7 @@ import math
 import os
 import sys
 import time
+import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -260,17 +261,27 @@ class Run:
             self.logged_norms["grad/" + names[id(p)]] = global_norm([shard_group(p)], [g]).item()
 
 
+def warn(c: flags.Config, rank: int) -> None:
+    """On rank 0, in a line each: a torch that was never run, and one that lacks what --compile regions needs."""
+    lines = [never_run(torch.__version__)]
+    if c.compile == "regions" and torch.__version__ < (2, 13):
+        warnings.filterwarnings("ignore", "regions: need torch 2.13")  # the same by regions.py, on each rank
+        why = f"--compile regions needs torch 2.13, this is {torch.__version__}"
+        lines.append(f"warning: {why}: each block is compiled, as by --compile fwdbwd")
+    for line in filter(None, lines if rank == 0 else []):
+        tell(line, sys.stderr)
+
+
 def execute(kind: type[Run], c: flags.Config, rank: int, local_rank: int, world: int,
             progress: Progress | None = None) -> int:  # fmt: skip
     """One run of the `kind` that the flags describe; returns its exit code. What cannot work ends in one line and
     SystemExit(2), before any process group. progress: on rank 0, says what is being done."""
     progress = progress or Progress(speak=False)
-    if rank == 0 and (warning := never_run(torch.__version__)):
-        tell(warning, sys.stderr)
     device_type = ("cuda" if torch.cuda.is_available() else "cpu") if c.device == "auto" else c.device
     try:
         c = flags.resolve(c, device_type, world)
         world = c.world or world
+        warn(c, rank)
         check_mode(c.compile, compile_options(c))
         inject.faults(os.environ.get("FAULT"), c, world)
         kind.check(c, world)

@@ -43,7 +43,7 @@ TEMPORARY = re.compile(r"tmp-step-[0-9]{8}-[0-9a-f]{8}")
 ASIDE = re.compile(r"damaged-step-[0-9]{8}-[0-9a-f]{8}")
 HELD = "held-out data"
 # What a resumed run must keep beside the model's identity, by the names that `_check` uses, and hints for the error.
-FIXED = {"--seqlen": "", "--seed": "", "--adam-dtype": "--cast converts to another --adam-dtype",
+FIXED = {"--seqlen": "", "--seed": "", "--optimizer": "", "--adam-dtype": "--cast converts to another --adam-dtype",
          HELD: "--eval-every above 0 holds out a part of --data, 0 trains on all",
          "--effective-batch": "--grad-accum follows from it and the number of ranks"}  # fmt: skip
 ALLOWED = {("torch", name) for name in ("Size", "float32", "bfloat16")} | {  # all that `.metadata` may name
@@ -325,18 +325,17 @@ def _check(found: Found, c: Config, batches: Batches, identity: dict[str, Any]) 
 
 
 def tensors(step: Step) -> dict[str, Tensor]:
-    """What is saved of a step, by name: the model's state dict, Adam's moments as "m.<parameter>" and "v.<parameter>",
+    """What is saved of a step, by name: the model's state dict, moments as "m.<parameter>" and "v.<parameter>",
     and the number of updates as "t". Nothing is copied: filling the tensors fills the model and the optimizer. Moments
     of a sharded parameter are DTensors with its placements, so that DCP reshards them alike."""
     optimizer = step.optimizer
     names = {id(p): name for name, p in step.model.named_parameters()}
     state = dict(step.model.state_dict()) | dict(t=optimizer.t)
-    for p, *moments in zip(optimizer.params, optimizer.m, optimizer.v, strict=True):
-        for kind, moment in zip("mv", moments, strict=True):
-            if isinstance(p, DTensor):
-                how = dict(run_check=False, shape=p.shape, stride=p.stride())
-                moment = DTensor.from_local(moment, p.device_mesh, p.placements, **how)
-            state[f"{kind}.{names[id(p)]}"] = moment
+    for kind, p, moment in optimizer.moments():
+        if isinstance(p, DTensor):
+            how = dict(run_check=False, shape=p.shape, stride=p.stride())
+            moment = DTensor.from_local(moment, p.device_mesh, p.placements, **how)
+        state[f"{kind}.{names[id(p)]}"] = moment
     return state
 
 

@@ -10,8 +10,9 @@ consumer waits for an event, as with NCCL; on a CPU a thread per group keeps tim
 last shards on other ranks, stragglers, topology, contention except by our own copy.
 
 The backend is torch's C++ FakeProcessGroup. The `c10d::` operators that every route ends in are replaced for the whole
-process, so a simulated world never exists beside a real group. PREMUL_SUM (FSDP2's set_gradient_divide_factor),
-reducing to one rank, all-to-all and point-to-point raise NotImplementedError.
+process, so a simulated world never exists beside a real group. An all-to-all brings from each rank what this one sends
+to itself, repeated or cut to the size that is expected. PREMUL_SUM (FSDP2's set_gradient_divide_factor), reducing to
+one rank and point-to-point raise NotImplementedError.
 
 Private names of torch: the signatures of the `c10d::` operators (`_KERNELS`); from torch._C._distributed_c10d
 FakeProcessGroup and its _create_internal, FakeWork, ProcessGroup and _create_work_from_future; dist.Backend._plugins,
@@ -38,10 +39,10 @@ NAME = "sim"  # of the backend; not "fake", which Inductor treats in its own way
 
 
 class CollectiveCall(NamedTuple):  # as `log` lists it
-    op: str  # "all_gather", "reduce_scatter", "all_reduce", "broadcast", "scatter", "gather" or "barrier"
+    op: str  # "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "scatter", "gather", "barrier"
     group: str
     ranks: int
-    nbytes: int  # of the whole, unsharded tensors
+    nbytes: int  # of the whole, unsharded tensors; of an all-to-all what a rank has to send or to receive
     async_op: bool
     seconds: float  # as modelled; the copy may have taken longer
 
@@ -289,6 +290,19 @@ def _gather_to(outs, ins, group, root, async_op=True, *_):
     return _run("gather", group, outs, ins, async_op, body, _unboxed(group).size() * _nbytes(ins))
 
 
+def _all_to_all(out, own, group, out_sizes, own_sizes, async_op=True, *_):
+    def body(n, r):
+        sizes, sent = (each or [len(t) // n] * n for each, t in ((out_sizes, out), (own_sizes, own)))
+        mine = own.split(sent)[r].flatten()
+        for t in out.split(sizes):
+            if t.numel():
+                source = mine if len(mine) else own.flatten()  # it owns nothing: any values of that size
+                source = source if len(source) else t.new_zeros(1)
+                t.copy_(source.repeat(-(-t.numel() // len(source)))[: t.numel()].view_as(t))
+
+    return _run("all_to_all", group, [out], [own], async_op, body, max(out.nbytes, own.nbytes))
+
+
 def _barrier(tensor, group, device_ids, async_op=True, *_):
     return _run("barrier", group, [tensor], [], False, lambda n, r: None, 0)
 
@@ -316,7 +330,7 @@ _KERNELS = {
     "_reduce_scatter_base_": _of_one(_reduce_scatter), "reduce_scatter_tensor_coalesced_": _reduce_scatter,
     "reduce_scatter_": _with_outputs(_reduce_scatter), "allreduce_": _with_outputs(_all_reduce),
     "allreduce_coalesced_": _all_reduce_coalesced, "broadcast_": _with_outputs(_broadcast),
-    "scatter_": _with_outputs(_scatter), "gather_": _gather_to, "barrier": _barrier,
+    "scatter_": _with_outputs(_scatter), "gather_": _gather_to, "barrier": _barrier, "alltoall_base_": _all_to_all,
 }  # fmt: skip
-REFUSED = "reduce_", "alltoall_base_", "alltoall_", "send", "recv_", "recv_any_source_"
+REFUSED = "reduce_", "alltoall_", "send", "recv_", "recv_any_source_"
 _KERNELS |= {name: _refuse(name) for name in REFUSED}

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import time
 from collections import deque
 from collections.abc import Callable
@@ -18,8 +19,9 @@ from trainer.distributed.terminal import grouped
 from trainer.fault_tolerance.errors import RunView
 from trainer.fault_tolerance.nonfinite import FiniteCheck
 from trainer.fault_tolerance.watchdog import Watchdog
+from trainer.optimizer import Muon
 from trainer.profiling import flops, memory, timing
-from trainer.step import Replayed
+from trainer.step import Replayed, Step
 
 
 class ToldRun(RunView, Protocol):
@@ -125,6 +127,17 @@ def notes(c: flags.Config) -> list[str]:
     return [f"note: {each}" for each in found]
 
 
+def goes_where(step: Step) -> list[str]:
+    """Of --optimizer muon, which parameters Muon updates and which AdamW; numbers in names are written as *."""
+    if not isinstance(step.optimizer, Muon):
+        return []
+    names = {id(p): re.sub(r"\.\d+\.", ".*.", name) for name, p in step.model.named_parameters()}
+    rest = step.optimizer.adamw.params
+    both = step.optimizer.matrices, [p for p in rest if p.ndim > 1]
+    told = [f"{len(each)} matrices ({', '.join(dict.fromkeys(names[id(p)] for p in each))})" for each in both]
+    return [f"muon for {told[0]}", f"adamw for {told[1]} and {len(rest) - len(both[1])} vectors"]
+
+
 def header(run: ToldRun, settings: Path | None = None) -> list[str]:
     """The anchors of sanity that a run prints before its first step. settings: the file that holds all flags."""
     c, env = run.c, run.environment
@@ -152,6 +165,7 @@ def header(run: ToldRun, settings: Path | None = None) -> list[str]:
         f"weight decay {c.weight_decay:g} for {optimizer.decaying} parameters; none for the {still} with one dimension",
         counted,
         f"ln V = {math.log(c.vocab):.4f}",
+        *goes_where(run.step),
         *notes(c),
     ]
     if c.verbose:

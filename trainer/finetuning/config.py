@@ -47,7 +47,7 @@ class Tuning(flags.Optimization):
     lr: Annotated[float | None, default("1e-05", "FLOAT")] = None
     """Peak learning rate. After --warmup it follows --schedule."""
     weight_decay: float = 0.0
-    """AdamW's, of matrices alone: norms and biases do not decay."""
+    """Of matrices alone: norms and biases do not decay."""
     pad: Literal["fixed", "longest", "pack"] = "fixed"
     """fixed: rows of --seqlen. longest: as long as the longest of a step, rounded up to an eighth of --seqlen.
     pack: several examples in a row, which attention keeps apart."""

@@ -11,6 +11,7 @@ D width, H query heads, K key/value heads, d head dimension, F hidden width of t
 """
 
 import json
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -96,6 +97,27 @@ class Architecture:
     def block_parameters(self) -> int:
         """Of the largest block, which is what one all-gather of a block brings."""
         return self.attention_parameters + self.biases + self.norms + self.mlp_parameters(self.experts, self.hidden)
+
+    @property
+    def hidden_matrices(self) -> dict[tuple[int, int], int]:
+        """{(rows, columns): how many} of the matrices in blocks, which --optimizer muon gives to Muon."""
+        D, q, kv = self.width, self.heads * self.head_dim, self.kv_heads * self.head_dim
+        found: Counter = Counter()
+        for shape, count in (((q, D), 1), ((kv, D), 2), ((D, q), 1)):  # shapes may be equal
+            found[shape] += count * self.depth
+        for blocks, experts, hidden in (
+            (self.depth - self.dense_blocks, self.experts, self.hidden),
+            (self.dense_blocks, 0, self.dense_hidden),
+        ):
+            found[hidden, D] += blocks * max(experts, 1) * (1 + self.gated)
+            found[D, hidden] += blocks * max(experts, 1)
+            found[experts, D] += blocks * (experts > 0)  # the router
+        return {shape: count for shape, count in found.items() if count}
+
+    @property
+    def hidden_parameters(self) -> int:
+        """Of those matrices."""
+        return sum(m * n * count for (m, n), count in self.hidden_matrices.items())
 
     @property
     def multiplied(self) -> int:

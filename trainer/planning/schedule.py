@@ -11,9 +11,10 @@ the block; a quote marks what backward makes again. n tokens of a micro-batch, D
 head dimension, F hidden width, V vocabulary, L depth. Imports no torch.
 """
 
+from trainer.costs import muon
 from trainer.planning.architecture import Architecture, reference
-from trainer.planning.liveness import GRADIENTS, LOGITS, Make, Peak, Tape
-from trainer.planning.weights import Weights, before_step, fp32_logits, trained, whole
+from trainer.planning.liveness import GRADIENTS, LOGITS, WORKSPACE, Make, Peak, Tape
+from trainer.planning.weights import SIZE, Weights, before_step, fp32_logits, shard_group, trained, whole
 
 AGAIN = {"attn": ("attn", "both", "block"), "mlp": ("mlp", "both", "block", "pointwise")}
 
@@ -433,4 +434,16 @@ def step_peak(c, ranks: int, a: Architecture | None = None, arch: str = "sm_90",
     """The highest level of a step of resolved flags on one of `ranks`, allowances included. tape: of that step, if it
     is there already."""
     a = a or reference(c)
-    return (tape or Step(c, a, ranks, whole(c, ranks)).tape).peak(before_step(c, a, ranks, arch))
+    peak = (tape or Step(c, a, ranks, whole(c, ranks)).tape).peak(before_step(c, a, ranks, arch))
+    return max(peak, muon_peak(c, ranks, a, arch), key=lambda each: each.nbytes) if muon(c) else peak
+
+
+def muon_peak(c, ranks: int, a: Architecture, arch: str) -> Peak:
+    """Muon's update: every gradient is there; of all matrices what was sent and has come; of the shape that takes most,
+    the owner's matrices, the product with itself twice, the result and its norm."""
+    pieces, shards = before_step(c, a, ranks, arch), shard_group(c, ranks)
+    sent = SIZE[c.muon_dtype] * a.hidden_parameters * (1 / shards + 1 / ranks)
+    batches = (-(-count // ranks) * (2 * m * n + 2 * min(m, n) ** 2) for (m, n), count in a.hidden_matrices.items())
+    pieces[GRADIENTS] = 4 * a.parameters / shards
+    pieces[WORKSPACE] = sent + SIZE[c.muon_dtype] * max(batches)
+    return Peak(sum(pieces.values()), "Muon's update", dict(sorted(pieces.items(), key=lambda each: -each[1])))

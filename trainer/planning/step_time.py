@@ -9,11 +9,12 @@ time. With --compile-options plain there is one collective per parameter, waited
 An operation takes the longer of what its FLOPs and its bytes take, and at least the time to launch it.
 """
 
+import heapq
 import math
 from collections import Counter
 from typing import NamedTuple
 
-from trainer.costs import Link
+from trainer.costs import Link, muon
 from trainer.planning.architecture import Architecture
 from trainer.planning.liveness import Tape
 from trainer.planning.schedule import Step
@@ -64,6 +65,7 @@ class Time(NamedTuple):
 
 
 PRODUCTS, CORE, REST, UPDATE, EXPOSED = "products", "attention", "elementwise", "optimizer", "exposed communication"
+ITERATION = "Muon's products"
 
 
 SLOWEST = "waiting for the slowest node"
@@ -171,4 +173,39 @@ def step_time(
         seconds += moved
     update = gpu.passes * update_bytes(c, a, ranks) / gpu.bandwidth
     parts[UPDATE] += update
+    if muon(c):
+        iteration = iteration_seconds(c, a, ranks, gpu)
+        sent = exchange_seconds(c, a, ranks, links_of(c, ranks, link, across))
+        parts[ITERATION] += iteration
+        parts[EXPOSED] += sent
+        update += iteration + sent
     return Time(seconds + update, dict(parts))
+
+
+def iteration_seconds(c, a: Architecture, ranks: int, gpu: Gpu) -> float:
+    """Of Muon's products on the rank that owns most, as muon.plan distributes matrices: the costliest first, each to
+    the rank that has the least."""
+    loads = [0.0] * ranks
+    costs = []
+    for (m, n), count in a.hidden_matrices.items():
+        m, n = sorted((m, n))
+        size = SIZE[c.muon_dtype]
+        products = ((m, n, m), (m, m, m), (m, m, n))
+        costs += [c.muon_steps * sum(product_seconds(gpu, *each, size) for each in products)] * count
+    heapq.heapify(loads)
+    for cost in sorted(costs, reverse=True):
+        heapq.heapreplace(loads, loads[0] + cost)
+    return max(loads)
+
+
+def exchange_seconds(c, a: Architecture, ranks: int, links: dict[str, tuple[Link, int]]) -> float:
+    """Of Muon's all-to-alls, two for each shape, one if every rank has whole matrices; as if nothing hid them. Experts
+    that are sharded by experts send nothing."""
+    if ranks == 1:
+        return 0.0
+    shards = shard_group(c, ranks)
+    still = shards > 1 and a.experts >= shards
+    shapes = {(m, n): count for (m, n), count in a.hidden_matrices.items() if not (still and a.hidden in (m, n))}
+    slowest = min((link for link, _ in links.values()), key=lambda link: link.bytes_per_s)
+    nbytes = [m * n * count * SIZE[c.muon_dtype] / shards for (m, n), count in shapes.items()]
+    return (1 + (shards > 1)) * sum(slowest.seconds("all_to_all", each, ranks) for each in nbytes)

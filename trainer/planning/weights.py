@@ -5,6 +5,7 @@ beside a step's own buffers. Imports no torch.
 width, H heads, K key/value heads, d head dimension, F hidden width, V vocabulary.
 """
 
+from trainer.costs import muon
 from trainer.planning.architecture import Architecture
 from trainer.planning.liveness import GRADIENTS, WEIGHTS, Make, Tape
 
@@ -60,15 +61,17 @@ def before_step(c, a: Architecture, ranks: int, arch: str) -> dict[str, float]:
 
 
 def moment_bytes(c, a: Architecture) -> int:
-    """Of the optimizer's state on all ranks of a shard group: AdamW's two moments of what is trained."""
-    return 2 * SIZE[c.adam_dtype] * trained(c, a)
+    """Of the optimizer's state on all ranks of a shard group: two moments of what is trained, one of Muon's."""
+    moments = 2 * trained(c, a) - muon(c) * a.hidden_parameters
+    return SIZE[c.adam_dtype] * moments
 
 
 def update_bytes(c, a: Architecture, ranks: int) -> float:
     """Read and written by the norm of the gradients and by AdamW: parameter, gradient and moments read, parameter and
-    moments written."""
+    moments written. Muon also writes and reads what is sent."""
     stored = SIZE[getattr(c, "master_dtype", "fp32")] * trained(c, a)
-    return (4 * stored + 2 * moment_bytes(c, a)) / shard_group(c, ranks)
+    sent = 4 * SIZE[c.muon_dtype] * a.hidden_parameters if muon(c) else 0
+    return (4 * stored + 2 * moment_bytes(c, a) + sent) / shard_group(c, ranks)
 
 
 class Weights:

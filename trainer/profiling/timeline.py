@@ -404,7 +404,7 @@ def before(
     """({piece: bytes}, keys of the storages) of what is alive before a step; of OTHER on a CPU only what is known to be
     there."""
     o, total, known = step.optimizer, Counter(), set()
-    groups = {PARAMETERS: step.model.parameters(), MOMENTS: [*o.m, *o.v],
+    groups = {PARAMETERS: step.model.parameters(), MOMENTS: [t for *_, t in o.moments()],
               OTHER: [*step.model.buffers(), o.t, o.lr, tokens, targets]}  # fmt: skip
     for piece, tensors in groups.items():
         for t in (local(t.detach()) for t in tensors):

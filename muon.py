@@ -1,0 +1,314 @@
+"""Muon for sharded matrices: torch.optim.Muon's update, each matrix computed by one rank. Imports only torch: copy it.
+
+    from muon import Muon, groups_of
+    groups = groups_of(model, lr=3e-4)         # after data_parallel, fully_shard or DDP; lr: AdamW's
+    optimizer = Muon(groups, lr=0.02)          # then backward(), step(), zero_grad() as of any optimizer
+
+torch.optim.Muon on sharded parameters gathers each matrix on every rank, and every rank does the same products. Here a
+matrix has one owner. An all-to-all brings its shards there, the owner runs the Newton-Schulz iteration, an all-to-all
+brings the result back. Matrices of one shape travel together and are iterated as one batch, while those of the next
+shape are on their way. Owners have about equal FLOPs. Replicas (hybrid_shard, DDP) share the matrices. Experts
+[E, m, n] that are sharded over E stay where they are. AdamW updates what is no matrix of a hidden layer.
+
+All ranks must call `step` with gradients of the same parameters. Q, K and V that are stacked in one parameter are one
+matrix here. Of little use for a model that AdamW has pretrained. Sources: Keller Jordan's Muon
+(kellerjordan.github.io/posts/muon); arXiv:2502.16982 for "match_rms_adamw".
+
+m, n rows and columns of a matrix; K matrices of one shape, k of them owned by this rank; N ranks, S of which hold the
+shards of a copy.
+"""
+
+import fnmatch
+import os
+from collections import Counter, defaultdict
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import group
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.functional import normalize, pad
+from torch.optim.adamw import adamw
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic polynomial, as in torch.optim.Muon
+ADAMW = dict(
+    lr=3e-4,
+    weight_decay=0.1,
+    betas=(0.9, 0.95),
+    eps=1e-8,
+)
+_c10d = torch.ops._c10d_functional
+
+
+class Layout(NamedTuple):
+    """What alike parameters have in common. shape: [.., m, n]. shards: into how many their rows are cut. ranks: how
+    many share the work, in the process group `group`. me: which of them this one is."""
+
+    shape: torch.Size
+    shards: int = 1
+    group: str = ""
+    ranks: int = 1
+    me: int = 0
+
+
+def local(t: Tensor) -> Tensor:
+    """What this rank holds of a DTensor; a plain tensor itself."""
+    return t.to_local() if isinstance(t, DTensor) else t
+
+
+def layout_of(p: Tensor, replicas=None) -> Layout:
+    """Of a parameter. replicas: see Muon. ValueError, one line, for one that is no matrix or that no rank can own."""
+    if isinstance(p, DTensor):
+        mesh = p.device_mesh
+        *others, last = p.placements
+    else:
+        mesh, others, last = replicas, [], Replicate()
+    rows = Shard(p.ndim - 2)
+    if p.is_cuda:
+        memory = torch.cuda.get_device_properties(p.device).total_memory
+    else:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    needs = 8 * p.shape[-2:].numel()  # the matrix, two products and the result, in bf16
+    expected = {
+        "a real matrix [m, n] or [E, m, n]": p.ndim in (2, 3) and p.is_floating_point(),
+        "placements Replicate, the last one Shard of rows or experts":
+            {*others} <= {Replicate()} and last in (Replicate(), Shard(0), rows),
+        f"at most {memory} bytes on its owner, not {needs}": needs <= memory,
+    }  # fmt: skip
+    for what, is_so in expected.items():
+        if not is_so:
+            raise ValueError(
+                f"Muon: {p.dtype} {[*p.shape]}: expected {what}; leave it to AdamW (groups_of: to_adamw)"
+            )
+    if mesh is None or last not in (Replicate(), rows):  # each rank has matrices of its own
+        return Layout(local(p).shape)
+    ranks = mesh.get_group() if mesh.ndim == 1 else group.WORLD
+    if ranks.size() != mesh.size():
+        raise ValueError(f"Muon: {mesh}: expected one dimension, or all {ranks.size()} ranks")
+    shards = mesh.size(-1) if last == rows else 1
+    return Layout(p.shape, shards, ranks.group_name, ranks.size(), ranks.rank())
+
+
+def plan(layouts: list) -> list:
+    """Sets of alike parameters, the costliest first: layout, the ranks that own them, their positions in the list. Each
+    goes to the rank that has the fewest FLOPs so far."""
+    alike = defaultdict(list)
+    for position, layout in enumerate(layouts):
+        alike[layout].append(position)
+    loads = defaultdict(Counter)  # of the ranks of each group
+    sets = []
+    for layout in sorted(alike, key=_flops, reverse=True):
+        load = loads[layout.group]
+        owners = []
+        for _ in alike[layout]:
+            owner = min(range(layout.ranks), key=load.__getitem__)
+            load[owner] += _flops(layout)
+            owners.append(owner)
+        sets.append((layout, sorted(owners), alike[layout]))
+    return sets
+
+
+def _flops(layout):
+    """In proportion to those of a step of the iteration, 4 s s l + 2 s s s for sides s <= l."""
+    small, large = sorted(layout.shape[-2:])
+    return layout.shape.numel() * small * (2 + small / large)
+
+
+def newton_schulz(x: Tensor, coefficients: tuple, steps: int, eps: float) -> Tensor:
+    """[K, m, n] -> about U V' of each matrix U S V', in the dtype of x: singular values of 0.7 to 1.2."""
+    if x.shape[1] > x.shape[2]:
+        return newton_schulz(x.mT, coefficients, steps, eps).mT
+    a, b, c = coefficients
+    x = normalize(x, dim=(1, 2), eps=eps)
+    for _ in range(steps):
+        gram = x @ x.mT
+        gram = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, gram, x, beta=a)
+    return x
+
+
+def muon(sets: list, params: list, grads: list, momenta: list, /, **how) -> None:
+    """Updates local shards in place, for the `plan` of their parameters. Compiles. momenta: alike, in any dtype.
+
+    how: the hyperparameters of Muon, and `refused`, a boolean scalar: where it is True all stays as it is, to the bit.
+    To be called without gradients."""
+    works = [_update(*each, params, grads, momenta, **how) for each in sets]
+    # All sets in turn: while one communicates another one computes. Each has at most two collectives.
+    for _ in range(3):
+        for work in works:
+            next(work, None)
+
+
+def _update(
+    layout, owners, members, params, grads, momenta, /,
+    lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn, ns_dtype,
+    refused=None, **others,
+):  # fmt: skip
+    """Updates one set of alike parameters. A generator, which yields None while a collective runs."""
+    updates = []
+    for i in members:
+        grad = grads[i]
+        mean = momenta[i].to(grad.dtype).lerp(grad, 1 - momentum)
+        _write(momenta[i], mean, refused)
+        update = grad.lerp(mean, momentum) if nesterov else mean
+        updates.append(update.to(ns_dtype))
+
+    (*_, m, n), S, group_name, N, me = layout
+    counts = [owners.count(rank) for rank in range(N)]
+    k = counts[me]
+    # The ranks that hold the same copy of the parameters as this one exchange shards.
+    near = [rank // S == me // S for rank in range(N)]
+    sent = [count * each for count, each in zip(counts, near, strict=True)]
+    x = torch.stack(updates)
+    own = x.shape[-2]
+    rows = -(-m // S)  # of a shard; a smaller one is padded with zeros, which stay zeros
+    x = pad(x, (0, 0, 0, rows - own))  # [K, .., rows, n]
+    x = x.narrow(0, sum(counts[: near.index(True)]), sum(sent))
+    if S > 1:
+        x = _c10d.all_to_all_single(x, [k * each for each in near], sent, group_name)
+        yield
+        x = _c10d.wait_tensor(x)  # [S k, .., rows, n]
+
+    x = x.unflatten(0, (S, k)).movedim(0, -3).flatten(-3, -2)  # [k, .., m, n], with the rows of zeros
+    x = newton_schulz(x.flatten(0, -3), ns_coefficients, ns_steps, eps).view_as(x)
+    x = x.unflatten(-2, (S, rows)).movedim(-3, 0).flatten(0, 1)  # [S k, .., rows, n]
+    if N > 1:
+        x = torch.cat([x] * (N // S))
+        x = _c10d.all_to_all_single(x, counts, [k] * N, group_name)
+        yield
+        x = _c10d.wait_tensor(x)  # [K, .., rows, n]
+
+    if adjust_lr_fn == "match_rms_adamw":
+        ratio = 0.04 * max(m, n)
+    else:
+        ratio = max(1, m / n)
+    for i, update in zip(members, x.narrow(-2, 0, own), strict=True):
+        decayed = params[i] * (1 - lr * weight_decay)
+        _write(params[i], decayed - update.float() * (lr * ratio**0.5), refused)
+
+
+def _write(t, value, refused):
+    t.copy_(value if refused is None else torch.where(refused, t, value))
+
+
+class Muon(torch.optim.Optimizer):
+    """torch.optim.Muon, names and semantics, for plain tensors and for DTensors whose last placement may be a Shard.
+
+    params: as of any optimizer; a group with use_muon=False has the hyperparameters of AdamW, as `groups_of` makes it.
+    adjust_lr_fn: "original" or "match_rms_adamw", which suits AdamW's lr and weight decay. ns_dtype: of the iteration.
+    replicas: a 1-D mesh whose ranks all hold the same plain tensors and gradients, as under DDP: they share the work.
+    ValueError, one line, for what it cannot update."""
+
+    replicas = None  # also of a copy, in which each rank does all
+
+    def __init__(
+        self,
+        params,
+        lr=1e-3,
+        weight_decay=0.1,
+        momentum=0.95,
+        nesterov=True,
+        ns_coefficients=COEFFICIENTS,
+        eps=1e-7,
+        ns_steps=5,
+        adjust_lr_fn=None,
+        *,
+        ns_dtype=torch.bfloat16,
+        replicas=None,
+    ):
+        if adjust_lr_fn not in (None, "original", "match_rms_adamw"):
+            raise ValueError(f"Muon: adjust_lr_fn {adjust_lr_fn}: must be original or match_rms_adamw")
+        super().__init__(
+            params,
+            dict(
+                lr=lr,
+                weight_decay=weight_decay,
+                momentum=momentum,
+                nesterov=nesterov,
+                ns_coefficients=ns_coefficients,
+                eps=eps,
+                ns_steps=ns_steps,
+                adjust_lr_fn=adjust_lr_fn,
+                ns_dtype=ns_dtype,
+                use_muon=True,
+            ),
+        )
+        self.replicas = replicas
+        for each in self.param_groups:
+            if each["use_muon"]:
+                for p in each["params"]:
+                    layout_of(p, replicas)  # raises what is wrong with it
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """Updates every parameter that has a gradient; returns what `closure`, if given, returns."""
+        with torch.enable_grad():
+            loss = closure() if closure else None
+        for each in self.param_groups:
+            params = [p for p in each["params"] if p.grad is not None]
+            shards = [local(p) for p in params]
+            grads = [
+                p.grad.redistribute(placements=p.placements).to_local() if isinstance(p, DTensor) else p.grad
+                for p in params
+            ]
+            if each["use_muon"]:
+                names = ["momentum_buffer"]
+            else:
+                names = ["exp_avg", "exp_avg_sq", "step"]
+            for p in params:  # states begin at zero
+                if not self.state[p]:
+                    self.state[p] = {name: torch.zeros(()) if name == "step" else torch.zeros_like(p) for name in names}
+            # The last ones are the momenta of Muon, or AdamW's counts of steps.
+            *moments, last = [[local(self.state[p][name]) for p in params] for name in names]
+            if each["use_muon"]:
+                muon(plan([layout_of(p, self.replicas) for p in params]), shards, grads, last, **each)
+            else:
+                beta1, beta2 = each["betas"]
+                adamw(
+                    shards,
+                    grads,
+                    *moments,
+                    [],
+                    last,
+                    amsgrad=False,
+                    beta1=beta1,
+                    beta2=beta2,
+                    lr=each["lr"],
+                    weight_decay=each["weight_decay"],
+                    eps=each["eps"],
+                    maximize=False,
+                )
+        return loss
+
+
+def groups_of(model: nn.Module, to_adamw=(), to_muon=(), **of_adamw) -> list[dict]:
+    """Groups for `Muon`, which hold the names of their parameters. Frozen ones are in none.
+
+    Matrices [m, n] and [E, m, n] go to Muon. To AdamW go vectors, embeddings, kernels of convolutions, and the output
+    layer: the last matrix that has a row for each one of an embedding. to_adamw, to_muon: patterns of names, such as
+    "*.router.weight", that overrule this. of_adamw: see ADAMW. ValueError for a pattern that matches no name."""
+    if unknown := of_adamw.keys() - ADAMW.keys():
+        raise ValueError(f"groups_of: {unknown}: expected {[*ADAMW]}")
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    special = (nn.Embedding, nn.modules.conv._ConvNd)
+    weights = {each.weight for each in model.modules() if isinstance(each, special)}
+    heights = [len(p) for p in weights if p.ndim == 2]  # of the embeddings
+    heads = [p for p in named.values() if p.ndim == 2 and len(p) in heights]
+    weights.update(heads[-1:])
+    chosen = {name for name, p in named.items() if p.ndim in (2, 3) and p not in weights}
+    for pattern in (*to_adamw, *to_muon):
+        names = fnmatch.filter(named, pattern)
+        if not names:
+            raise ValueError(f"groups_of: {pattern} matches no parameter that requires a gradient")
+        if pattern in to_muon:
+            chosen.update(names)
+        else:
+            chosen.difference_update(names)
+    groups = dict(use_muon=True), dict(ADAMW, use_muon=False, **of_adamw)
+    for each in groups:
+        each["params"] = [
+            (name, p)
+            for name, p in named.items()
+            if (name in chosen) == each["use_muon"]
+        ]
+    return [each for each in groups if each["params"]]

@@ -1,0 +1,273 @@
+"""--optimizer muon in the training step: every compile mode and wrapper trains alike, a refused step changes nothing,
+another number of ranks resumes.
+
+    pytest tests/test_muon_trainer.py      # no GPU; two spawns
+"""
+
+import math
+import os
+from collections import Counter
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import spawn
+from saved import made, whole
+
+import plan as plan_program
+from benchmarks import wrappers
+from muon import groups_of, layout_of, muon, newton_schulz, plan
+from trainer import config as flags
+from trainer.checkpoint import load as checkpoint
+from trainer.checkpoint.manifest import CheckpointError
+from trainer.checkpoint.save import Saver
+from trainer.costs import newton_schulz_flops
+from trainer.distributed import simulated_world as sim
+from trainer.distributed.launch import connect
+from trainer.optimizer import local
+from trainer.parallelize import build, reference_model
+from trainer.planning import architecture, step_time
+
+pytestmark = pytest.mark.usefixtures("isolated")
+MUON = "--optimizer muon --muon-dtype fp32 --muon-lr 0.02 --lr 0.01".split()
+SIMPLE = {
+    "none": "--compile none",
+    "bf16 momentum": "--compile none --adam-dtype bf16",
+    "step": "--compile step",
+}
+SETTINGS = SIMPLE | {
+    "replicate": "--mode replicate",
+    "hybrid": "--mode hybrid_shard",
+    "small ones replicated": "--min-shard-mib 0.005",
+    "last": "--accum-sync last --grad-accum 2",
+    "fsdp2": "--wrapper fsdp2",
+    "ddp": "--wrapper ddp",
+}
+
+
+def losses(ranks, setting, steps=4, compiled_update=None, how=MUON):
+    """Of all ranks together, before each of some steps on the same global batch."""
+    argv = setting.split()
+    rows = 4 // ranks // (2 if "--grad-accum" in argv else 1)
+    c, _, batches = made(ranks, "--batch", rows, *how, *argv, "--seed", 1)
+    step = build(c, torch.device("cpu"), ranks, compiled_update=compiled_update)
+    return [step(*next(batches)).item() for _ in range(steps)]
+
+
+def every_setting(mesh):
+    found = {name: losses(2, argv) for name, argv in SETTINGS.items() if name != "step" or torch.__version__ >= "2.13"}
+    return found | {"fwdbwd": losses(2, "--compile fwdbwd", compiled_update=True)}
+
+
+def refused(mesh, argv="--compile none", compiled_update=None):
+    """Whether a bad step, between good ones, leaves every bit, also of planted negative zeros; and that good ones do
+    not."""
+    world = dist.get_world_size()
+    c, _, batches = made(world, "--batch", 2, *MUON, *argv.split())
+    step, same = build(c, torch.device("cpu"), world, compiled_update=compiled_update), []
+    optimizer = step.optimizer
+
+    def bits():
+        state = [*(local(p.detach()) for p in optimizer.params), *(t for *_, t in optimizer.moments()), optimizer.t]
+        return [t.reshape(-1).view(torch.uint8).numpy().tobytes() for t in state]
+
+    params = optimizer.params
+    good = [torch.randn_like(local(p.detach())) for p in params]
+    for value in (math.nan, 1.0, math.inf, 1.0):
+        for p, *_ in zip(optimizer.matrices, optimizer.momenta, strict=True):
+            local(p.detach()).reshape(-1)[:2] = -0.0
+        optimizer.momenta[0].reshape(-1)[:2] = -0.0
+        before = bits()
+        _, bad = step.update_fn([g * value for g in good], torch.tensor(1.0))
+        same.append((bool(bad), bits() == before))
+    return same
+
+
+def saved_by_two(mesh):
+    c, step, batches = made(2, "--batch", 2, *MUON, "--adam-dtype", "bf16", "--save", os.environ["MUON_RUN"])
+    os.makedirs(c.save, exist_ok=True)
+    for _ in range(2):
+        step(*next(batches))
+    Saver(c, step, batches).save(2)
+    return whole(step)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("muon") / "run"
+    with mock.patch.dict(os.environ, MUON_RUN=str(folder)):
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def two(folder):
+    return spawn(2, [every_setting, refused, saved_by_two])
+
+
+@pytest.fixture
+def alone():
+    connect(flags.resolve(flags.parse([]), "cpu", 1), 0, 0, 1)
+
+
+@pytest.mark.parametrize("name", [*SETTINGS, "fwdbwd"])
+def test_two_ranks_train_as_one_process_does(two, alone, name):
+    if name == "step" and torch.__version__ < "2.13":
+        pytest.skip("needs torch 2.13")
+    one = losses(1, "--compile none" + " --adam-dtype bf16" * (name == "bf16 momentum"))
+    adamw = losses(1, "--compile none", how=["--lr", "0.01"])
+    assert max(abs(a - b) for a, b in zip(one, adamw, strict=True)) > 0.005  # it is another optimizer
+    for found in two["every_setting"]:
+        assert found[name] == pytest.approx(one, abs=2e-4), name
+
+
+def test_a_refused_step_changes_no_bit_on_any_rank(two):
+    assert two["refused"] == [[(True, True), (False, False)] * 2] * 2
+
+
+@pytest.mark.parametrize("argv", ["--compile none", "--compile none --adam-dtype bf16", "--compile fwdbwd"])
+def test_a_refused_step_changes_no_bit(alone, argv):
+    assert refused(None, argv, compiled_update=True) == [(True, True), (False, False)] * 2
+
+
+def test_one_rank_resumes_to_the_bit_what_two_saved(two, alone, folder):
+    argv = ["--batch", 4, *MUON, "--adam-dtype", "bf16", "--resume", folder, "--steps", 3]
+    c, step, batches = made(1, *argv, seed=5)
+    found = checkpoint.find_start(c, batches, None, step.model.identity)
+    checkpoint.load(found, step)
+    state = whole(step)
+    assert state == two["saved_by_two"][0] == two["saved_by_two"][1]
+    assert "m.blocks.0.attn.q.weight" in state and "v.blocks.0.attn.q.weight" not in state and "v.emb.weight" in state
+    assert state["m.blocks.0.attn.q.weight"][0] == "torch.bfloat16"
+    c, step, batches = made(1, "--batch", 4, "--adam-dtype", "bf16", "--resume", folder, "--steps", 3)
+    with pytest.raises(CheckpointError, match="was saved with --optimizer muon .now adamw., which a resumed run must"):
+        checkpoint.find_start(c, batches, None, step.model.identity)
+
+
+# ---------------------------------------------------------------------------------------------------- simulated ranks
+
+
+@pytest.mark.parametrize("mode", ["fully_shard", "replicate", "hybrid_shard"])
+def test_eight_simulated_ranks_each_update_what_they_own_as_torch_does(mode):
+    """Each rank in turn, in a world whose ranks hold equal shards: of what it owns it knows the result."""
+    shapes, done, lr = [(32, 16)] * 5 + [(16, 48)] * 3 + [(8, 8)], set(), 0.1
+    shards = {"fully_shard": 8, "replicate": 1, "hybrid_shard": 4}[mode]
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda shape: torch.randn(shape[0] // shards, shape[1], generator=generator)  # noqa: E731
+    values, gradients = [draw(shape) for shape in shapes], [draw(shape) for shape in shapes]
+    expected = [torch.nn.Parameter(p.repeat(shards, 1)) for p in values]
+    theirs = torch.optim.Muon(expected, lr=lr)
+    for p, g in zip(expected, gradients, strict=True):
+        p.grad = g.repeat(shards, 1)
+    theirs.step()
+    for rank in range(8):
+        sim.start(8, sim.link("none"), rank=rank)
+        layouts = [layout_of(torch.empty(shape, device="meta")) for shape in shapes]
+        group = dist.group.WORLD.group_name
+        layouts = [each._replace(shards=shards, group=group, ranks=8, me=rank) for each in layouts]
+        sets, params = plan(layouts), [p.clone() for p in values]
+        hyper = dict(lr=lr, weight_decay=0.1, momentum=0.95, nesterov=True, ns_coefficients=(3.4445, -4.7750, 2.0315))
+        hyper |= dict(eps=1e-7, ns_steps=5, adjust_lr_fn=None, ns_dtype=torch.bfloat16)
+        muon(sets, params, gradients, [torch.zeros_like(p) for p in params], **hyper)
+        kinds = {each.op for each in sim.log()}
+        sim.stop()
+        assert kinds == {"all_to_all"}
+        for _, owners, members in sets:
+            for owner, i in zip(owners, members, strict=True):
+                if owner == rank:
+                    done.add(i)
+                    part = rank % shards if shards > 1 else 0
+                    own = expected[i].detach().chunk(shards)[part]
+                    torch.testing.assert_close(params[i], own, rtol=0, atol=2e-3 * lr)
+    assert done == set(range(len(shapes)))
+
+
+# ------------------------------------------------------------------------------------------------------- command lines
+
+
+def test_a_run_says_what_goes_where_and_its_row_holds_the_setting(train):
+    done = train("--optimizer", "muon", "--muon-lr", "0.01", "--steps", "3")
+    assert done.code == 0 and done.row["outcome"] == "ok"
+    assert done.row["flags"]["optimizer"] == "muon" and done.row["flags"]["muon_lr"] == 0.01
+    assert "muon for 6 matrices (blocks.*.attn.q.weight, blocks.*.attn.k.weight" in done.out
+    assert "adamw for 2 matrices (emb.weight, head.weight) and 8 vectors" in done.out
+
+
+def test_a_simulated_world_runs_it(train):
+    done = train("--optimizer", "muon", "--world", "8", "--steps", "3")
+    assert done.code == 0 and done.row["collectives"]["all_to_all"]["n"] == 8, done.row["collectives"]
+
+
+@pytest.mark.parametrize(("argv", "said"), [
+    ("--muon-lr 0.1", "--muon-lr 0.1: needs --optimizer muon"),
+    ("--muon-dtype fp32", "--muon-dtype fp32: needs --optimizer muon"),
+    ("--optimizer muon --optim in-backward --clip 0", "--optimizer muon: needs every gradient of a shape"),
+    ("--optimizer muon --muon-momentum 1", "--muon-momentum 1.0: must be 0 or more and below 1"),
+    ("--optimizer muon --muon-steps 0", "--muon-steps 0: must be at least 1"),
+    ("--optimizer muo", "--optimizer"),
+])  # fmt: skip
+def test_bad_flags_end_in_one_line(train, argv, said):
+    done = train(*argv.split())
+    assert done.code == 2 and said in done.err.replace("\n", " "), done.err
+
+
+def test_a_language_model_is_fine_tuned(tune):
+    done = tune("--optimizer", "muon", "--steps", "4")
+    assert done.code == 0 and done.row["flags"]["optimizer"] == "muon" and "muon for" in done.out
+
+
+def test_the_benchmark_puts_torchs_muon_beside_ours(alone):
+    """In bf16 iterations: the same updates, so the same losses."""
+    argv = "--compile none --lr 0.01 --optimizer muon --param-dtype fp32 --seed 1 --batch 4".split()
+    c, step, batches = made(1, *argv)
+    other = build(c, torch.device("cpu"), 1)
+    other.optimizer = wrappers.TorchMuon(other.optimizer)
+    for _ in range(3):
+        batch = next(batches)
+        assert step(*batch).item() == pytest.approx(other(*batch).item(), abs=1e-4)
+    for p, q in zip(step.optimizer.matrices, other.optimizer.matrices, strict=True):
+        torch.testing.assert_close(local(p), local(q), rtol=0, atol=1e-3)
+    assert wrappers.parts("simple:none") == ("simple", "none", "adamw")
+    with pytest.raises(SystemExit):
+        wrappers.check_cells(["simple:none:sgd"], 1)
+
+
+def test_the_flops_of_an_iteration_are_what_torch_counts():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    for m, n in ((8, 24), (24, 8), (16, 16)):
+        with FlopCounterMode(display=False) as counter:
+            newton_schulz(torch.randn(3, m, n), (3.4, -4.8, 2.0), 5, 1e-7)
+        assert counter.get_total_flops() == 3 * newton_schulz_flops(m, n, 5)
+
+
+# -------------------------------------------------------------------------------------------------------- the planner
+
+
+def planned(*argv, gpus=8):
+    own = plan_program.Plan(gpus=gpus)
+    return plan_program.question(own, [*argv, "--remat", "none"]).answer()
+
+
+@pytest.mark.parametrize("block", ["gelu", "llama"])
+def test_the_planner_knows_which_matrices_are_muons(block):
+    c = flags.resolve(flags.parse(["--block", block]), "cpu", 1)
+    model = reference_model(c, torch.device("cpu"))
+    matrices = [tuple(p.shape) for _, p in groups_of(model)[0]["params"]]
+    assert Counter(matrices) == architecture.reference(c).hidden_matrices
+
+
+def test_a_planned_step_of_eight_h100s_is_at_most_a_tenth_longer_than_adamws():
+    adamw, muon_ = planned(), planned("--optimizer", "muon")
+    assert 1 < muon_.time.seconds / adamw.time.seconds < 1.1
+    one = planned("--optimizer", "muon", gpus=1).time.parts[step_time.ITERATION]
+    D = 4096
+    assert one == pytest.approx(5 * 194.25 * D**3 / 831e12, rel=0.2)  # about the rate of products that it reaches
+    assert muon_.time.parts[step_time.ITERATION] == pytest.approx(one / 8, rel=0.15)
+    fewer = planned("--optimizer", "muon", gpus=1).peak.pieces["Adam's moments"]
+    assert fewer / planned(gpus=1).peak.pieces["Adam's moments"] == pytest.approx(0.638, abs=0.01)
+
+
+def test_the_update_can_be_the_peak():
+    small = planned("--optimizer", "muon", "--batch", "1", "--seqlen", "256", gpus=1)
+    assert small.peak.moment == "Muon's update"
