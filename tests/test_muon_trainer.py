@@ -262,7 +262,7 @@ def test_a_planned_step_of_eight_h100s_is_at_most_a_tenth_longer_than_adamws():
     assert 1 < muon_.time.seconds / adamw.time.seconds < 1.1
     one = planned("--optimizer", "muon", gpus=1).time.parts[step_time.ITERATION]
     D = 4096
-    rate = 0.83 * 831e12  # of products: that of one H100, as far as other people's steps reach it (docs/PLANNER.md)
+    rate = 0.83 * 831e12  # of products: that of one H100, as far as others reach it (trainer/planning/field.toml)
     assert one == pytest.approx(5 * 194.25 * D**3 / rate, rel=0.2)
     assert muon_.time.parts[step_time.ITERATION] == pytest.approx(one / 8, rel=0.15)
     fewer = planned("--optimizer", "muon", gpus=1).peak.pieces["Adam's moments"]
