@@ -66,6 +66,9 @@ def exact(own: Plan, q: search.Question, words: list[str]) -> int:
     """Runs trainer.profiling.peak on the flags of main.py; returns its exit code."""
     if own.hf:
         raise ValueError("--exact: simulates the reference transformer; leave out --hf")
+    for name, usual in (("lora", 0), ("remat_ops", False), ("logits", "auto"), ("master_dtype", "fp32")):
+        if getattr(own, name) != usual:
+            raise ValueError(f"--exact: simulates what main.py runs, which has no {flag(name)}; leave it out")
     command = [sys.executable, "-m", "trainer.profiling.peak", "--world", str(q.ranks), "--arch", q.gpu.arch, *words]
     return subprocess.run(command).returncode
 

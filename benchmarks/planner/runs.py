@@ -22,7 +22,7 @@ from trainer.planning import hardware
 from trainer.planning.liveness import Tape
 from trainer.planning.report import doubts, kind_of, reserved
 from trainer.planning.schedule import Step, step_peak
-from trainer.planning.search import Question, parse, question
+from trainer.planning.search import Plan, Question, parse, question
 from trainer.planning.step_time import CORE, PRODUCTS, REST, SLOWEST, UPDATE
 from trainer.planning.weights import whole
 
@@ -204,6 +204,14 @@ def memory(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
+def too_full(rows: Sequence[Row]) -> str:
+    """All of these ran: of how many the plan says that they do not fit."""
+    usual = Plan().reserve_gib * 2**30
+    over = [row.peak > row.q.gpu.memory - usual for row in rows]
+    above = [row.peak > row.q.gpu.memory for row in rows]
+    return f"ran, but planned as not fitting: {sum(over)} of {len(rows)}, {sum(above)} of them above the whole memory"
+
+
 def errors(rows: Sequence[Row]) -> list[tuple[Row, float]]:
     """Each row and its error with the constants of field.toml."""
     constants = hardware.field_data()["constants"]
@@ -213,7 +221,8 @@ def errors(rows: Sequence[Row]) -> list[tuple[Row, float]]:
 def show() -> None:
     """Prints all tables."""
     found = errors(published())
-    print(*summary(found), "", *memory(published()), "", "tokens/s, error %, row, why extrapolated", sep="\n")
+    of_memory = [*memory(published()), too_full(published())]
+    print(*summary(found), "", *of_memory, "", "tokens/s, error %, row, why extrapolated", sep="\n")
     for row, error in sorted(found, key=lambda each: -abs(each[1])):
         print(f"{100 * error:+.1f}, {row.source}, {row.setting}, {'; '.join(doubted(row))}")
 

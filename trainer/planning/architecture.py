@@ -11,6 +11,7 @@ D width, H query heads, K key/value heads, d head dimension, F hidden width of t
 """
 
 import json
+import re
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -169,6 +170,9 @@ def read(path: str) -> Architecture:
         return architecture(config, file.resolve().parent.name)
     except ValueError as error:
         raise ValueError(f"--hf {path}: {error}") from error
+    except (AttributeError, KeyError, TypeError, ZeroDivisionError, OverflowError) as error:  # values of odd types
+        said = f"{type(error).__name__}: {error}"
+        raise ValueError(f"--hf {path}: holds values that no model of its kind has ({said}); mend the file") from error
 
 
 def architecture(config: dict, name: str = "model") -> Architecture:
@@ -253,11 +257,11 @@ def built(config: dict, name: str) -> Architecture:
         own = AutoConfig.for_model(**config)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(own, attn_implementation="eager")
+        note = f"model_type {kind}, counted on the model that transformers builds"
+        return counted(model, own.get_text_config(), name, note)
     except Exception as error:
         said = " ".join(str(error).split())[:200]
         raise ValueError(f"model_type {kind} is not known, and transformers cannot build it: {said}") from None
-    note = f"model_type {kind}, counted on the model that transformers builds"
-    return counted(model, own.get_text_config(), name, note)
 
 
 def counted(model, text, name: str, note: str) -> Architecture:
@@ -267,6 +271,7 @@ def counted(model, text, name: str, note: str) -> Architecture:
     V, D = table.shape
     L, H = text.num_hidden_layers, text.num_attention_heads
     weights = {each: p for each, p in model.named_parameters() if p.dim() > 1 and p is not table and p is not head}
+    weights = {each: p for each, p in weights.items() if re.search(r"\.\d+\.", each)}  # of blocks, not of positions
     products = {each: p.numel() for each, p in weights.items()}
     E = next((getattr(text, key) for key in EXPERTS if getattr(text, key, None)), 0)
     spread = sum(n for each, n in products.items() if E and ".experts" in each)
@@ -276,7 +281,7 @@ def counted(model, text, name: str, note: str) -> Architecture:
         attention = others // L - E * D
     else:
         hidden = getattr(text, "intermediate_size", None) or 4 * D
-        gated = others // L > 3 * D * hidden
+        gated = any("gate" in each for each in weights)
         attention = others // L - (2 + gated) * D * hidden
     active = getattr(text, "num_experts_per_tok", None) or 1
     a = Architecture(

@@ -20,7 +20,7 @@ from typing import Annotated, Literal, NamedTuple
 from tyro.conf import arg
 
 from trainer import config as flags
-from trainer.costs import Link, link
+from trainer.costs import Link, link, muon
 from trainer.distributed.command_line import flag, parse_beside
 from trainer.distributed.terminal import fail
 from trainer.planning import hardware
@@ -116,6 +116,11 @@ def misfit(c: SimpleNamespace, a: Architecture, ranks: int) -> str | None:
         return "--mlp lean: recomputes what --remat pointwise keeps; use one of the two"
     if getattr(c, "remat_ops", False) and (c.remat != "block" or c.remat_core):
         return "--remat-ops: is for --remat block, without --remat-core"
+    lora = getattr(c, "lora", 0)
+    if lora and (c.mlp == "lean" or muon(c)):
+        return f"--lora {lora}: adapters are planned for --mlp plain and --optimizer adamw"
+    if lora > min(a.width, a.hidden):
+        return f"--lora {lora}: a rank above the {min(a.width, a.hidden)} of the smallest matrix"
     if c.mlp_chunk and c.mlp != "lean":
         return f"--mlp-chunk {c.mlp_chunk}: is for --mlp lean"
     if c.remat_core and c.remat not in ("attn", "both", "block"):
@@ -155,7 +160,7 @@ def plans(q: Question) -> Iterator[Question]:
     """Plans for the same global batch: mode, replicas, recomputation, loss, MLP, micro-batches, when they communicate,
     and Adam's moments."""
     sequences = q.c.batch * q.c.grad_accum
-    micro = [b for b in (1, 2, 4, 8, 16, 32) if sequences % b == 0]
+    micro = [b for b in sorted({1, 2, 4, 8, 16, 32, q.c.batch}) if sequences % b == 0]
     modes = [dict(mode="fully_shard")]
     if q.ranks > 1:
         modes.append(dict(mode="replicate"))

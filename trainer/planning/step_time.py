@@ -169,6 +169,9 @@ def step_time(
         moved = sum(
             inside.seconds(op, size, n) for op, size in zip(("all_gather", "reduce_scatter"), sent, strict=True)
         )
+        if ranks > n:  # hybrid_shard: the shards' gradients, over the replicas
+            between, replicas = links_of(c, ranks, link, across)["across"]
+            moved += between.seconds("all_reduce", sent[1] / n, replicas)
         parts[EXPOSED] += moved
         seconds += moved
     update = gpu.passes * update_bytes(c, a, ranks) / gpu.bandwidth
