@@ -125,7 +125,7 @@ def load_weights(c: Config, model: HuggingFaceModel, group: dist.ProcessGroup | 
         checkpoint.say(f"{path}: {told}, each rank its rows")
         if c.prepared is not None:
             _save_prepared(c.prepared, inner, source, group)
-    return dict(load_s=round(time.perf_counter() - began, 2), loaded_from="prepared" if prepared else "slices")
+    return dict(load_s=round(time.perf_counter() - began, 4), loaded_from="prepared" if prepared else "slices")
 
 
 def _files(path: str) -> list[list]:
