@@ -9,13 +9,10 @@ waited for one block later. Needs Inductor (torch 2.11 to 2.14).
 """
 
 import hashlib
-import inspect
 import operator
-import re
 import warnings
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
-from itertools import accumulate, combinations, zip_longest
+from collections.abc import Sequence
+from itertools import accumulate, zip_longest
 from pathlib import Path
 
 import torch
@@ -27,13 +24,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.flop_counter import flop_registry
 
-# All private names of torch that this file uses are imported above or read here, before blocks_of(). Torch documents
+# All private names of torch that this file uses are imported above or read here, before compile_options(). Torch documents
 # neither FakeTensor.fake_mode nor the keys "val", "recompute" and STACKS of a node's meta, which are used below.
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 GATHER, SCATTER = c10d.all_gather_into_tensor.default, c10d.reduce_scatter_tensor.default
 REDUCE, WAIT = c10d.all_reduce.default, c10d.wait_tensor.default
 STACKS = ("nn_module_stack", "fwd_nn_module_stack")  # where a node's module is noted: in forward and in backward graphs
-NO_NAMES = "_modules", "_orig_mod"  # words of such a path that are in no module's name
 GATHER_AGAIN = CheckpointPolicy.PREFER_RECOMPUTE, CheckpointPolicy.MUST_RECOMPUTE
 # Inductor's own passes that reorder or merge collectives, after this file or before it, and the value that keeps each
 # out: torch 2.14 turns on enable_simple_overlap, global settings of others may turn on the rest. Options are keyed by
@@ -48,146 +44,37 @@ OFF = {
     "bucket_all_reduces_fx": "none",
 }
 OFF = {name: value for name, value in OFF.items() if hasattr(inductor_config, name)}
-_LIBRARY = "simple_fsdp_" + __name__.replace(".", "_")  # a copy of this file beside it registers an op of its own
-
-
-@torch.library.custom_op(f"{_LIBRARY}::cut", mutates_args=())
-def cut(whole: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
-    """[N, sum(sizes)] -> copies [N, size], made all at once, so that the memory of the gathered bucket is free again.
-    Of views, Inductor would copy each where it is used, and hold the bucket until the last of them."""
-    parts = [whole.new_empty(len(whole), size) for size in sizes]
-    torch.split_with_sizes_copy(whole, sizes, 1, out=parts)
-    return parts
-
-
-@cut.register_fake
-def _(whole, sizes):
-    return [whole.new_empty(len(whole), size) for size in sizes]
-
-
-CUT = getattr(torch.ops, _LIBRARY).cut.default
-LAYOUT = {CUT, operator.getitem, aten.reshape.default, aten.clone.default, aten._to_copy.default, aten.cat.default,
+LAYOUT = {operator.getitem, aten.reshape.default, aten.clone.default, aten._to_copy.default, aten.cat.default,
           aten._unsafe_view.default, torch.ops.prims.convert_element_type.default}  # fmt: skip
 
 
-def blocks_of(model: nn.Module) -> list[str]:
-    """Names of the repeated blocks of `model`, a shared one's first: the outermost modules, made of others, that are
-    members of a ModuleList or Sequential (a list directly inside a list is part of it), attributes of a class that
-    another one has too, or equal to some other module. Stages of different widths in a list, and towers of blocks such
-    as encoder and decoder, are looked into instead. If there is no block: the members of lists that are one layer."""
-    equal, blocks, layers = Counter(map(signature, filter(is_built, model.modules()))), [], []
-
-    def walk(parent: nn.Module, name: str) -> None:
-        found, alike = [*members(parent, name, is_list(parent))], defaultdict(list)
-        for _, module, _ in found:
-            alike[signature(module, False)].append(module)
-        for path, module, listed in found:
-            others, count = alike[signature(module, False)], equal[signature(module)]
-            again = forward_of(module) is not nn.Module.forward and max(len(others), count) > 1
-            if not is_built(module):
-                layers.extend([path] * (listed and any(True for _ in module.parameters())))
-            elif (listed and not are_stages(others)) or (not listed and again and not is_tower(module, count)):
-                blocks.append(path)
-            else:
-                walk(module, path)
-
-    walk(model, "")
-    return blocks or layers
-
-
-def forward_of(module: nn.Module):
-    """What tells the class of a module, also when a wrapper has made another class of it."""
-    return inspect.unwrap(type(module).forward)
-
-
-def is_list(module: nn.Module) -> bool:
-    """A ModuleList or Sequential, unless it has a forward of its own."""
-    plain = forward_of(module) in (nn.Sequential.forward, nn.Module.forward)
-    return plain and isinstance(module, nn.ModuleList | nn.Sequential)
-
-
-def is_built(module: nn.Module) -> bool:
-    """Whether a module is made of others that hold parameters."""
-    return any(True for child in module.children() for _ in child.parameters())
-
-
-def in_lists(module: nn.Module) -> list[nn.Module]:
-    """The modules made of others in all lists that a module is or holds."""
-    return [child for m in module.modules() if is_list(m) for child in m.children() if is_built(child)]
-
-
-def members(parent: nn.Module, name: str, listed: bool) -> Iterator[tuple[str, nn.Module, bool]]:
-    """(name, module, whether in a list) of children, and of members of lists instead (not of Sequentials of layers)."""
-    for key, child in parent.named_children():
-        path = f"{name}.{key}" if name else key
-        if is_list(child) and (isinstance(child, nn.ModuleList) or in_lists(child)):
-            yield from members(child, path, True)
-        else:
-            yield path, child, listed
-
-
-def signature(module: nn.Module, exact: bool = True) -> tuple:
-    """Class, parameters (names and shapes) and submodules; not exact: the class, and that of the members of a list."""
-    own = [(name, p.shape) for name, p in module.named_parameters(recurse=False) if exact]
-    inner = module.named_children() if exact or is_list(module) else ()
-    return forward_of(module), *own, *((name, signature(child, exact)) for name, child in inner)
-
-
-def are_stages(alike: list[nn.Module]) -> bool:
-    """Whether several modules of one class all hold lists, and no two of them have the same width."""
-    shapes = [{name: p.shape for name, p in module.named_parameters()} for module in alike]
-    differ = (any(a[name] != b[name] for name in a.keys() & b) for a, b in combinations(shapes, 2))
-    return len(alike) > 1 and all(map(in_lists, alike)) and all(differ)
-
-
-def is_tower(module: nn.Module, count: int) -> bool:
-    """Whether an attribute, of which `count` are equal, holds lists of blocks and not just one block's experts."""
-    inner = in_lists(module)
-    deep, beside = ([c for m in ms for c in m.children() if is_built(c) and not is_list(c)] for ms in (inner, [module]))
-    return bool(inner) and bool(deep or count == 1 or (count == 2 and not beside))
-
-
-def describe_blocks(model: nn.Module) -> str:
-    """One line to print: what is taken for blocks, and how many parameters lie in none."""
-    blocks, sizes = blocks_of(model), {name: p.numel() for name, p in model.named_parameters()}
-    outside = [size for name, size in sizes.items() if not name.startswith(tuple(f"{block}." for block in blocks))]
-    ends, elements = " to ".join(blocks[:1] + blocks[1:][-1:]), f"{sum(outside):,}".replace(",", "'")
-    return f"blocks ({len(blocks)}): {ends}; in none: {len(outside)} of {len(sizes)} parameters, {elements} elements"
-
-
-def compile_options(model: nn.Module, blocks: Sequence[str] | None = None, cap_mib: float = 128.0,
-                    whole_step: bool = False, ahead: float = 1.0) -> dict:  # fmt: skip
+def compile_options(
+    model: nn.Module, cap_mib: float = 128.0, whole_step: bool = False, ahead: float = 1.0
+) -> dict:
     """Inductor options for any torch.compile of `model`, wrapped, of a part of it, or of a function around it. None on
     a single rank, where Inductor's own order of a graph needs less memory.
 
-    blocks: names of the modules that get a bucket each (default: blocks_of(model)); (): whatever collectives there are,
-    others' averages too, go into buckets by size. cap_mib: most MiB of a bucket of parameters that lie in no block,
-    such as embedding and head; one that is larger has a bucket of its own.
+    cap_mib: most MiB of a bucket of
+    parameters that lie in no block, such as embedding and head; one that is larger has a bucket of its own.
     whole_step: what is compiled is a whole training step, which returns its loss first and updates the parameters.
     ahead: the part of a block's FLOPs that a collective has to hide behind. 1: a gather starts when the one before has
     arrived, a reduction is waited for when the next one starts. Less takes less memory, and needs a faster network. 2,
     3 ..: that many buckets (one per block, as a rule), for slow networks; each holds weights and gradients of one more.
-    Raises ValueError if a name is no module of `model`, or for another `ahead`. Warns, while compiling, of a graph
-    without any block."""
-    return passes(model, blocks, cap_mib, whole_step, ahead)[1]
+    Raises ValueError for a model that is not wrapped, or another `ahead`. Warns, while compiling, of a graph without
+    any unit."""
+    return passes(model, cap_mib, whole_step, ahead)[1]
 
 
-def passes(model: nn.Module, blocks=None, cap_mib=128.0, whole_step=False, ahead=1.0) -> tuple["Overlap", dict]:
+def passes(model: nn.Module, cap_mib=128.0, whole_step=False, ahead=1.0) -> tuple["Overlap", dict]:
     """What moves the collectives, and compile_options, of which it is a part on several ranks."""
-    modules = dict(model.named_modules())
-    if missing := [name for name in blocks or () if name not in modules]:
-        raise ValueError(f"blocks: {', '.join(missing)}: no such module, there are {', '.join(list(modules)[1:])}")
     if not (0 <= ahead <= 1 or ahead % 1 == 0 < ahead):
         raise ValueError(f"ahead: {ahead}: must be between 0 and 1, or a whole number above 1")
-    by_size = blocks is not None and not blocks
-    blocks = blocks_of(model) if blocks is None else blocks
-    first, places = {module: name for name, module in modules.items()}, {}
-    for name, module in model.named_modules(remove_duplicate=False):  # a shared module lies where its first name does
-        around = [block for block in blocks if f"{first[module]}.".startswith(f"{block}.")]
-        places[words_of(name)] = max(around, key=len, default="")
-    moves = Overlap(tuple(blocks), places, cap_mib, whole_step, ahead, by_size)
-    several = any(p.device_mesh.size() > 1 for p in model.parameters() if isinstance(p, DTensor))
-    if not several:
+    sharded = [p for p in model.parameters() if isinstance(p, DTensor)]
+    if not sharded and any(True for _ in model.parameters()):
+        raise ValueError("model: has no sharded parameter: call data_parallel() first, then compile_options()")
+    units = tuple(name for name, module in model.named_modules() if is_unit(type(module)))
+    moves = Overlap(units, cap_mib, whole_step, ahead)
+    if not any(p.device_mesh.size() > 1 for p in sharded):
         return moves, {}
     if inductor_config.post_grad_custom_post_pass is not None:
         raise ValueError("torch._inductor.config.post_grad_custom_post_pass is set, compile_options() would replace "
@@ -195,27 +82,26 @@ def passes(model: nn.Module, blocks=None, cap_mib=128.0, whole_step=False, ahead
     return moves, dict(post_grad_custom_post_pass=moves) | OFF
 
 
-def words_of(path: str) -> tuple[str, ...]:
-    """L['self']._modules['blocks'].0.mlp -> L, self, blocks, 0, mlp"""
-    return tuple(word for word in re.split(r"\W+", path) if word and word not in NO_NAMES)
+def is_unit(cls: type) -> bool:
+    """Whether a class is that of a unit of simple_fsdp.py."""
+    return getattr(cls, "_data_parallel_unit", False)
 
 
 class Overlap(CustomGraphPass):
-    """Buckets and moves the collectives of one post-grad graph. A collective is named by the node that starts it."""
+    """Moves the collectives of one post-grad graph. A collective is named by the node that starts it."""
 
-    def __init__(self, blocks: tuple, places: dict, cap_mib: float, whole_step: bool, ahead: float, by_size: bool):
-        self.blocks, self.cap, self.whole_step, self.ahead = blocks, cap_mib * 2**20, whole_step, ahead
-        self.by_size = by_size
-        self.early, self.places, self.block_at = max(1, int(ahead)), places, {}  # block by module, by path in a graph
+    def __init__(self, units: tuple[str, ...], cap_mib: float, whole_step: bool, ahead: float):
+        self.units, self.cap, self.whole_step, self.ahead = units, cap_mib * 2**20, whole_step, ahead
+        self.early = max(1, int(ahead))
         self.warned = torch.distributed.is_initialized() and torch.distributed.get_rank() > 0  # one rank tells
 
     def uuid(self):  # what the compile caches know of this pass: its source and its settings
-        source = hashlib.sha256(Path(__file__).read_bytes() + repr(self.places).encode()).hexdigest()
-        return source, self.blocks, self.cap, self.whole_step, self.ahead, self.by_size
+        source = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+        return source, self.units, self.cap, self.whole_step, self.ahead
 
     def __call__(self, g: fx.Graph) -> None:
         g = getattr(g, "graph", g)
-        starts = [n for n in g.nodes if n.target in (GATHER, SCATTER, REDUCE)]
+        starts = [n for n in g.nodes if is_ours(n)]
         if not starts:
             return  # such as the subgraphs of FlexAttention
         if undone := [name for name, value in OFF.items() if getattr(inductor_config, name) != value]:
@@ -224,10 +110,10 @@ class Overlap(CustomGraphPass):
         for again in [n for start in starts for n in sorted(start.users)[1:] if n.target is WAIT]:
             again.replace_all_uses_with(wait_of(again.args[0]))  # the compiler merges equal collectives, not the waits
             g.erase_node(again)
-        self.find_blocks(g, [n for n in starts if n.target is not REDUCE])
+        self.warn(starts)
         backward = self.gather_again(g) if self.whole_step else None
-        found = [n for n in g.find_nodes(op="call_function", target=GATHER) if self.takes(n) and sources(n) is not None]
-        found.sort(key=wait_of)  # nodes compare by their places in the graph
+        found = [n for n in g.find_nodes(op="call_function", target=GATHER) if sources(n) is not None]
+        found.sort(key=first_use)  # nodes compare by their places in the graph
         before_turn = [n for n in found if backward is None or wait_of(n) < backward]
         self.merge_gathers(g, before_turn, next((n for n in g.nodes if n.op not in ("placeholder", "get_attr")), None))
         self.merge_gathers(g, found[len(before_turn) :], backward)
@@ -238,42 +124,17 @@ class Overlap(CustomGraphPass):
         g.eliminate_dead_code()
         g.lint()
 
-    def takes(self, start: fx.Node) -> bool:
-        """Whether a collective is simple_fsdp.py's, which notes that. Where the caller wants no blocks: any gather, and
-        any average of more than a scalar."""
-        wanted = start.target is GATHER or (start.args[1] == "avg" and start.meta["val"].ndim > 0)
-        return "simple_fsdp" in start.meta or (self.by_size and wanted)
-
-    def find_blocks(self, g: fx.Graph, starts: list[fx.Node]) -> None:
-        """Paths in a graph begin at a root of its own: the model or a part of it, under any name. The longest end of a
-        path that some module's name ends with as well tells what that root is called in the model."""
-        roots, split, votes = defaultdict(list), {}, defaultdict(Counter)
-        for name in self.places:
-            for i in range(len(name)):
-                roots[name[i:]].append(name[:i])
-        for path in {words_of(module_of(n)) for n in g.nodes if any(n.meta.get(key) for key in STACKS)}:
-            i = next((i for i in range(len(path)) if path[i:] in roots), len(path))
-            split[path] = path[:i], path[i:]
-            votes[path[:i]].update(roots.get(path[i:], ()))
-        self.block_at = {}
-        for path, (start, end) in split.items():
-            root = max(votes[start], key=lambda root: (votes[start][root], -len(root)), default=())
-            if block := self.places.get(root + end):
-                self.block_at[path] = block, *start  # two parts of a model may look the same
-        if starts and self.blocks and not self.warned and not any(map(self.block_of, starts)):
+    def warn(self, starts: list[fx.Node]) -> None:
+        if self.units and not self.warned and not any(map(unit_of, starts)):
             seen, self.warned = ", ".join(sorted({module_of(n) or "no module" for n in starts})[:3]), True
-            warnings.warn(f"overlap: a graph gathers nothing in a block ({self.blocks[0]} ..), only in {seen}: buckets "
-                          "by size. For one per block compile what calls them, without graph breaks", stacklevel=2)
-
-    def block_of(self, node: fx.Node) -> tuple[str, ...] | None:
-        """The block that a node comes from, the innermost if there are several."""
-        return self.block_at.get(words_of(module_of(node)))
+            warnings.warn(f"overlap: a graph gathers nothing in a unit ({self.units[0]} ..), only in {seen}: buckets "
+                          "by size. For one per unit compile what calls them, without graph breaks", stacklevel=2)
 
     def buckets(self, starts: list[fx.Node]) -> list[list[fx.Node]]:
         """Collectives to merge: those of a block, or neighbours of no block up to the cap; alike in dtype and group."""
         buckets, run, size, largest = {}, 0, 0, 0  # of neighbours of no block: number of the run, bytes, most bytes
         for start in (n for n in starts if all(type(size) is int for size in n.meta["val"].shape)):  # it may vary
-            block, tensor = self.block_of(start), contents(start).meta["val"]
+            block, tensor = unit_of(start), contents(start).meta["val"]
             size, largest = size + tensor.nbytes, max(largest, tensor.nbytes)
             if block:  # ends the run
                 run, size, largest = run + 1, 0, 0
@@ -301,39 +162,38 @@ class Overlap(CustomGraphPass):
         after = max(waits, default=next(iter(g.nodes)))
         backward = next((n for n in g.nodes if n > after and n not in forward and is_product(n)), None)
         waits.sort()
-        while waits and not self.block_of(waits[-1].args[0]):
+        while waits and not unit_of(waits[-1].args[0]):
             waits.pop()
         for wait in waits:
             if wait.meta.get("recompute") in GATHER_AGAIN:
                 gather_for_backward(g, wait, forward)
         g.eliminate_dead_code()
-        note_modules(g)
         return backward
 
     def merge_gathers(self, g: fx.Graph, found: list[fx.Node], before: fx.Node | None) -> None:
-        """found: in the order of their waits. The first bucket starts at `before`, another when the one before it (or
+        """found: in the order of their uses. The first bucket starts at `before`, another when the one before it (or
         `ahead` before it) is cut up, or `ahead` of its wait."""
         cut_up, start = [], None
         for i, bucket in enumerate(self.buckets(found)):
-            first_wait = min(map(wait_of, bucket))
+            first_wait = min(map(first_use, bucket))
             if i:
                 before = (cut_up[i - self.early] if i >= self.early else start).next
                 before = self.ahead < 1 and part_of(before, first_wait, 1 - self.ahead) or before
             with g.inserting_before(before):
                 copies = {}
                 inputs = [copied(g, n.args[0], copies) for n in bucket]
-                flat = call(g, aten.cat.default, [call(g, aten.reshape.default, x, [-1]) for x in inputs])
+                rows = [call(g, aten.reshape.default, x, [-1]) for x in inputs]
+                flat = inputs[0] if len(bucket) == 1 else call(g, aten.cat.default, rows)
                 start = call(g, GATHER, flat, *bucket[0].args[1:], like=bucket)
             with g.inserting_before(first_wait):
-                rows = call(g, aten.reshape.default, call(g, WAIT, start), [bucket[0].args[1], -1])  # [N, sizes]
-                results = split(g, rows, bucket)
+                results = split(g, call(g, WAIT, start), bucket)
             replace(bucket, results)
-            cut_up.append(results[-1])
+            cut_up.append(cut_at_once(results[-1]))
 
     def merge_reductions(self, g: fx.Graph, op) -> None:
-        """Reduce-scatters, or all-reduces, of gradients. A bucket starts when all of its gradients are there, and is
-        waited for when the next one (or the one `ahead` of it) has started."""
-        found = [n for n in g.find_nodes(op="call_function", target=op) if self.takes(n)]
+        """Reduce-scatters, or all-reduces, of gradients. A bucket starts when all of
+        its gradients are there, and is waited for when the next one (or the one `ahead` of it) has started."""
+        found = [n for n in g.find_nodes(op="call_function", target=op) if is_ours(n)]
         waits, buckets = [], sorted(self.buckets(found), key=max)
         for bucket, following in zip_longest(buckets, buckets[1:]):
             ranks, after = bucket[0].args[2] if op is SCATTER else 1, max(bucket).next
@@ -341,19 +201,26 @@ class Overlap(CustomGraphPass):
             if following and max(following) < start_at:  # buckets start in the order in which they are waited for
                 start_at = after
             with g.inserting_before(after):
-                rows = [call(g, aten.reshape.default, n.args[0], [ranks, -1]) for n in bucket]  # each [N, shard]
-                flat = call(g, aten.reshape.default, call(g, aten.cat.default, rows, 1), [-1])
+                flat = bucket[0].args[0] if len(bucket) == 1 else joined(g, [n.args[0] for n in bucket], ranks)
             with g.inserting_before(start_at):
                 start = call(g, op, flat, *bucket[0].args[1:], like=bucket)
                 at = waits and self.ahead < 1 and part_of(waits[-1], start, self.ahead) or start
                 for wait in reversed(waits[-self.early :]):  # the caller sorts what uses them behind them
                     at.append(wait)
                 waits.append(call(g, WAIT, start))
-                values = [n.meta["val"].contiguous() for n in bucket]
-                ends = accumulate(v.numel() for v in values)  # of each in what they give together
-                results = [call(g, aten.as_strided.default, waits[-1], [*v.shape], [*v.stride()], end - v.numel())
-                           for v, end in zip(values, ends, strict=True)]  # fmt: skip
+                results = waits[-1:] if len(bucket) == 1 else taken_apart(g, waits[-1], bucket)
             replace(bucket, results)
+
+
+def cut_at_once(wait: fx.Node) -> fx.Node:
+    """The last of the nodes that cut up what was gathered, which come to lie right behind the wait."""
+    last = wait
+    for view in [user for user in wait.users if any(is_cut(n) for n in user.users)]:
+        for n in (view, *filter(is_cut, view.users)):
+            for moved in (n, *(n.users if is_cut(n) else ())):
+                last.append(moved)
+                last = moved
+    return last
 
 
 def behind_gather(first: fx.Node) -> fx.Node:
@@ -387,8 +254,30 @@ def flops_of(product: fx.Node) -> float:
         return count(*args, **kwargs, out_val=product.meta["val"])
 
 
+def is_ours(n: fx.Node) -> bool:
+    """Whether simple_fsdp.py made a collective, which it notes; it says of which unit it is."""
+    return n.target in (GATHER, SCATTER, REDUCE) and "unit" in n.meta
+
+
+def unit_of(n: fx.Node) -> str:
+    """Path in the graph of the unit that a node comes from, the innermost if there are several; "": none."""
+    if "unit" in n.meta:
+        return n.meta["unit"]
+    stack = next((n.meta[key] for key in STACKS if n.meta.get(key)), {})
+    return next((path for path, cls in reversed(stack.values()) if is_unit(cls)), "")
+
+
 def wait_of(start: fx.Node) -> fx.Node:
     return min(start.users)
+
+
+def first_use(start: fx.Node) -> fx.Node:
+    """What first computes with what a gather gives. Inductor moves some waits there, and leaves others."""
+    whole, uses = [wait_of(start)], []
+    for n in whole:  # grows while it is walked
+        for user in n.users:
+            (whole if is_layout(user) else uses).append(user)
+    return min(uses, default=whole[0])
 
 
 def contents(start: fx.Node) -> fx.Node:
@@ -403,7 +292,12 @@ def is_product(n: fx.Node) -> bool:
 
 def is_layout(n: fx.Node) -> bool:
     """Views, copies and casts: their result holds what their inputs hold."""
-    return n.target in LAYOUT or getattr(n.target, "is_view", False)
+    return n.target in LAYOUT or getattr(n.target, "is_view", False) or is_cut(n)
+
+
+def is_cut(n: fx.Node) -> bool:
+    """simple_fsdp.py's operation that cuts up gathered rows."""
+    return str(n.target).startswith("simple_fsdp.cut")
 
 
 def module_of(node: fx.Node) -> str:
@@ -411,39 +305,6 @@ def module_of(node: fx.Node) -> str:
     if stack := next((node.meta[key] for key in STACKS if node.meta.get(key)), None):
         return list(stack.values())[-1][0]
     return module_of(node.all_input_nodes[0]) if len(node.all_input_nodes) == 1 else ""
-
-
-def note_modules(g: fx.Graph) -> None:
-    """In a whole step no node of backward knows its module. A reduction gets that of the parameter it updates."""
-    for copy in g.find_nodes(op="call_function", target=aten.copy_.default):
-        parameter, new = copy.args
-        if stack := next((user.meta[STACKS[0]] for user in parameter.users if user.meta.get(STACKS[0])), None):
-            for start in reductions_behind(new):
-                start.meta[STACKS[0]] = stack
-
-
-def reductions_behind(new: fx.Node) -> list[fx.Node]:
-    """The reductions from which the optimizer made a parameter's new value, not by way of scalars such as the norm."""
-    found, seen, todo = [], set(), [(new, None)]  # a node, and which of its elements if it is a list
-    while todo:
-        node, index = todo.pop()
-        value = node.meta.get("val")
-        if (node, index) in seen or node.op == "placeholder" or (isinstance(value, torch.Tensor) and value.ndim == 0):
-            continue
-        seen.add((node, index))
-        if node.target is WAIT and node.args[0].target in (SCATTER, REDUCE):
-            found.append(node.args[0])
-            if node.args[0].target is REDUCE:  # with hybrid_shard, of what was scattered before
-                todo.append((node.args[0].args[0], None))
-        elif node.target is operator.getitem:
-            todo.append(node.args)
-        else:
-            for arg in node.args:
-                several = isinstance(arg, list | tuple)
-                if several and index is not None:
-                    arg = arg[index : index + 1]
-                todo += [(n, None) for n in (arg if several else [arg]) if isinstance(n, fx.Node)]
-    return found
 
 
 def ancestors(node: fx.Node) -> set[fx.Node]:
@@ -458,9 +319,9 @@ def ancestors(node: fx.Node) -> set[fx.Node]:
 
 
 def sources(start: fx.Node) -> list[fx.Node] | None:
-    """What lies between the graph's inputs and a gather (casts, padding); None if that is more than a parameter's."""
+    """What lies between the parameters and our gather of them; None of another's, or if it waits for something."""
     found = [n for n in ancestors(start.args[0]) if n.op == "call_function"]
-    return None if len(found) > 9 or any(n.target is WAIT for n in found) else found
+    return None if not is_ours(start) or any(n.target is WAIT for n in found) else found
 
 
 def gather_for_backward(g: fx.Graph, wait: fx.Node, forward: set[fx.Node]) -> None:
@@ -492,16 +353,31 @@ def call(g: fx.Graph, target, *args, like: Sequence[fx.Node] = ()) -> fx.Node:
     node.meta["val"] = target(*fx.map_arg(args, lambda n: n.meta["val"]))
     if like:
         node.meta |= {key: like[0].meta[key] for key in STACKS if key in like[0].meta}
-        node.meta["bucket"] = [(module_of(n), tuple(contents(n).meta["val"].shape)) for n in like]
+        node.meta |= dict(unit=like[0].meta["unit"], bucket=sum((n.meta["bucket"] for n in like), []))
     return node
 
 
+def joined(g: fx.Graph, grads: list[fx.Node], ranks: int) -> fx.Node:
+    """Whole gradients side by side, each as [N, shard], in one dimension."""
+    rows = [call(g, aten.reshape.default, grad, [ranks, -1]) for grad in grads]
+    return call(g, aten.reshape.default, call(g, aten.cat.default, rows, 1), [-1])
+
+
+def taken_apart(g: fx.Graph, whole: fx.Node, starts: list[fx.Node]) -> list[fx.Node]:
+    """What each of `starts` would have given: views of what they give together."""
+    values = [n.meta["val"].contiguous() for n in starts]
+    ends = accumulate(v.numel() for v in values)
+    return [call(g, aten.as_strided.default, whole, [*v.shape], [*v.stride()], end - v.numel())
+            for v, end in zip(values, ends, strict=True)]  # fmt: skip
+
+
 def split(g: fx.Graph, whole: fx.Node, starts: list[fx.Node]) -> list[fx.Node]:
-    """What each of `starts` would have given, cut from the last dimension of what they give together, [N, sizes]."""
-    parts = [whole]
-    if len(starts) > 1:
-        pieces = call(g, CUT, whole, [n.meta["val"].numel() // len(whole.meta["val"]) for n in starts])
-        parts = [call(g, operator.getitem, pieces, i) for i in range(len(starts))]
+    """What each of `starts` would have given, cut from what they give together, [N, sizes]."""
+    if len(starts) == 1:
+        return [whole]
+    rows = call(g, aten.reshape.default, whole, [starts[0].args[1], -1])
+    pieces = call(g, torch.ops.simple_fsdp.cut_0.default, rows, [n.meta["val"].numel() // starts[0].args[1] for n in starts])
+    parts = [call(g, operator.getitem, pieces, i) for i in range(len(starts))]
     return [call(g, aten.reshape.default, part, [*n.meta["val"].shape]) for part, n in zip(parts, starts, strict=True)]
 
 

@@ -13,7 +13,6 @@ is. Before that, trace_once.py has equal blocks traced once; Dynamo still reads 
 import operator
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor, fx, nn
@@ -22,7 +21,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.node import map_aggregate
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from overlap import GATHER, STACKS, Overlap, passes
+from overlap import GATHER, STACKS, Overlap, passes, unit_of
 from trace_once import BODY, COLLECTIVES, Pass, TraceOnce, bodies, is_fixed, is_pure, is_tensor, like, numbered, told
 
 # All private names of torch that this file uses: the modules of what is imported above, torch._ops, torch._guards,
@@ -34,13 +33,13 @@ CAST = torch.ops.prims.convert_element_type.default
 FEWEST = 2  # operations, views aside, that are worth a call
 
 
-def compile_options(model: nn.Module, blocks: Sequence[str] | None = None, **how) -> dict:
+def compile_options(model: nn.Module, **how) -> dict:
     """Inductor options as of overlap.compile_options, which has the arguments, for code that equal blocks share. On a
     single rank too. With an older torch those of overlap.py alone, with a warning. ValueError as there.
 
     Warns, while compiling, of a graph whose blocks differ. The pass among the options tells in `found` what was shared:
     {name of a subgraph: calls of it}; None: nothing was compiled, the code came out of a cache."""
-    moves, options = passes(model, blocks, **how)
+    moves, options = passes(model, **how)
     if torch.__version__ < (2, 13):
         why = f"regions: need torch 2.13, this is {torch.__version__}: each block is compiled, as without them"
         warnings.warn(why, stacklevel=2)
@@ -79,17 +78,16 @@ class Regions(Pass):
                 self.found[name] = len(equal)
         keep_inputs(g)
         g.lint()
-        held = {block for block in map(self.moves.block_of, g.nodes) if block}
+        held = {block for block in map(unit_of, g.nodes) if block}
         if len(held) > 2 and not any(n.target is CALL for n in g.nodes) and not self.moves.warned:
             warnings.warn(f"regions: no two of {len(held)} blocks in a graph compute the same: each is compiled, as "
                           "without regions", stacklevel=2)  # fmt: skip
 
     def borders(self, g: fx.Graph) -> set[fx.Node]:
         """Without gathers to cut at: where another block begins."""
-        self.moves.find_blocks(g, [])
         found, block = set(), None
         for n in g.nodes:
-            if n.op == "call_function" and (now := self.moves.block_of(n)) not in (None, block):
+            if n.op == "call_function" and (now := unit_of(n)) not in (None, block):
                 found.add(n)
                 block = now
         return found

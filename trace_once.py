@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from overlap import GATHER, REDUCE, SCATTER, STACKS, WAIT, Overlap
+from overlap import GATHER, REDUCE, SCATTER, STACKS, WAIT, Overlap, unit_of
 
 # All private names of torch that this file uses: the modules of what is imported above, torch._ops, torch._guards,
 # OpOverload._schema, DTensor._local_tensor, DTensor._spec, Tensor._version and, of storages, _cdata. Not documented:
@@ -90,6 +90,11 @@ def is_pure(n: fx.Node) -> bool:
         return False
     draws = torch.Tag.nondeterministic_seeded in n.target.tags and "attention" not in n.target._schema.name
     return not draws and "c10d" not in n.target.namespace
+
+
+def is_known(n: fx.Node) -> bool:
+    """Whether it is known what a function without a result does."""
+    return n.target in KNOWN or getattr(n.target, "namespace", None) == "simple_fsdp"
 
 
 def is_fixed(values: Iterable) -> bool:
@@ -350,9 +355,8 @@ class TraceOnce(Pass):
         whole = "dynamo_compile_id" in g.owning_module.meta  # and not what a checkpoint runs again
         if not (whole and torch.is_grad_enabled() and inductor_config.custom_partitioner_fn is None):
             return
-        self.moves.find_blocks(g, [])
         calls = [n for n in g.nodes if n.op not in ("placeholder", "output")]
-        runs = [(name, list(run)) for name, run in groupby(calls, self.moves.block_of) if name]
+        runs = [(name, list(run)) for name, run in groupby(calls, unit_of) if name]
         times = Counter(name for name, _ in runs)
         runs = [run for name, run in runs if times[name] == 1]
         outside, alive, alike, new = self.outside(runs), self.alive(g), defaultdict(list), {}
@@ -381,7 +385,7 @@ class TraceOnce(Pass):
                 casts.append(n)
             elif n.target is torch.amp.autocast_mode._exit_autocast:
                 casts = [begun for begun in casts if begun is not n.args[0]]
-            elif n.target is torch.autograd.grad or (value_of(n) is None and n.target not in KNOWN):
+            elif n.target is torch.autograd.grad or (value_of(n) is None and not is_known(n)):
                 unknown.append(n)
             elif trains and not casts:
                 continue

@@ -32,7 +32,8 @@ def filled(fill, mesh):
     plain, sharded = mlp(), data_parallel(mlp(), mesh)
     for model in (plain, sharded):
         torch.manual_seed(7)
-        fill(model)
+        with disable_data_parallel():
+            fill(model)
     return [(whole(p), q.detach()) for p, q in zip(sharded.parameters(), plain.parameters(), strict=True)]
 
 
@@ -52,14 +53,9 @@ FILLS = dict(
     normal=lambda m: nn.init.normal_(m[2].weight), uniform=lambda m: nn.init.uniform_(m[2].weight),
     xavier=lambda m: nn.init.xavier_normal_(m[0].weight), kaiming=lambda m: nn.init.kaiming_uniform_(m[0].weight),
     reset=lambda m: m[0].reset_parameters(), noise=noise, bernoulli=lambda m: m[0].weight.data.bernoulli_(0.3),
-    inside=lambda m: inside(m), eye=lambda m: nn.init.eye_(m[2].weight),
+    eye=lambda m: nn.init.eye_(m[2].weight),
     columns=lambda m: m[0].weight.data[:, 2:].normal_().mul_(3),
 )  # fmt: skip
-
-
-def inside(model):
-    with disable_data_parallel():
-        model.apply(init)
 
 
 def initialised(mesh):
@@ -428,7 +424,8 @@ def test_a_copy_is_checked_as_the_original_and_hooks_are_not_lost(fake):
 def test_what_initialisation_would_lose_is_refused_by_apply_and_reset_parameters(fake):
     model = data_parallel(nn.Sequential(nn.Embedding(4, 3, padding_idx=0)), fake(2))
     for run in (model[0].reset_parameters, lambda: model.apply(lambda m: m is model or m.weight[0].zero_())):
-        with pytest.raises(RuntimeError, match="fill it in place and as a whole"), torch.no_grad():
+        refused = pytest.raises(RuntimeError, match="fill it in place and as a whole")
+        with refused, torch.no_grad(), disable_data_parallel():
             run()
 
 
@@ -443,31 +440,29 @@ LOST = dict(
 @pytest.mark.parametrize("write", LOST)
 def test_a_write_that_would_not_reach_the_parameter_is_refused(fake, write):
     weight = data_parallel(nn.Linear(3, 4), fake(2)).weight
-    with pytest.raises(RuntimeError, match="would not reach the sharded tensor: fill it in place and as a whole"):
+    refused = pytest.raises(RuntimeError, match="would not reach the sharded tensor: fill it in place and as a whole")
+    with refused, disable_data_parallel():
         LOST[write](weight)
     before = weight._local_tensor.detach().clone()
     weight.data.add_(1)  # the refusal leaves nothing behind
     assert torch.equal(weight._local_tensor, before + 1)
 
 
-def test_writes_are_still_refused_after_a_compiled_step_and_activations_are_let_through(fake):
-    model = data_parallel(nn.Linear(3, 4), fake(2))
-    optimizer, handlers = torch.optim.SGD(model.parameters(), 0.1, foreach=False), dict(simple_fsdp._handlers)
-
-    def step(x):
-        model(x).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
-
-    compiled = torch.compile(step, backend="aot_eager")
-    for _ in range(2):
-        compiled(torch.ones(2, 3))
-    assert simple_fsdp._handlers == handlers
-    with pytest.raises(RuntimeError, match="would not reach the sharded tensor"):
-        model.weight.data[0].zero_()
-    (model.weight * 1)[:2].relu_()  # not a parameter's
-    with pytest.raises(NotImplementedError):  # torch's word
-        model.weight.data.bernoulli_(model.weight.data)
+def test_outside_of_disable_data_parallel_dtensors_act_as_torch_has_them(fake):
+    """Nothing is patched: handlers of DTensor's operations are those from before, but for operations of our own."""
+    model, init = data_parallel(nn.Linear(3, 4), fake(2)), nn.init._no_grad_trunc_normal_
+    handlers = set(simple_fsdp._handlers)
+    with disable_data_parallel():
+        assert torch._C._len_torch_dispatch_stack() == 1 and set(simple_fsdp._handlers) == handlers
+        with pytest.raises(RuntimeError, match="would not reach the sharded tensor"):
+            model.weight.data[0].zero_()
+        (model.weight * 1)[:2].relu_()  # not a parameter's
+        with pytest.raises(NotImplementedError):  # torch's word
+            model.weight.data.bernoulli_(model.weight.data)
+    assert torch._C._len_torch_dispatch_stack() == 0 and nn.init._no_grad_trunc_normal_ is init
+    assert {str(op).split(".")[0] for op in handlers if "simple_fsdp" in str(simple_fsdp._handlers[op].__module__)} == {
+        str(simple_fsdp._gather).split(".")[0], "aten"}  # fmt: skip
+    model.weight.data[0].zero_()  # as with FSDP2
 
 
 def test_a_draw_has_the_order_in_memory_of_the_plain_parameter(fake):
@@ -477,7 +472,8 @@ def test_a_draw_has_the_order_in_memory_of_the_plain_parameter(fake):
         if mesh:
             data_parallel(model, mesh)
         torch.manual_seed(3)
-        drawn.append(nn.init.normal_(model.weight).detach())
+        with disable_data_parallel():
+            drawn.append(nn.init.normal_(model.weight).detach())
     assert torch.equal(drawn[0], whole(drawn[1]))
 
 

@@ -265,7 +265,7 @@ def test_what_is_not_contiguous_leaves_a_bucket_as_it_came():
         start.meta["val"] = n.meta["val"]  # as if the collective kept strides, which is for torch to say
     g.output(tuple(overlap.call(g, overlap.WAIT, n) for n in starts))
     gm = fx.GraphModule(nn.Module(), g)
-    overlap.Overlap((), {}, 128.0, False, 1.0, True)(g)
+    overlap.Overlap((), 128.0, False, 1.0)(g)
     gm.recompile()
     assert len(g.find_nodes(op="call_function", target=overlap.REDUCE)) == 1
     for t, result in zip(given, Alone(gm).run(*given), strict=True):
@@ -284,11 +284,11 @@ def test_a_norm_rides_along_with_a_head_larger_than_the_cap(mesh_of):
 
 def test_a_plan_that_names_no_module_is_an_error_and_one_that_matches_nothing_a_warning(mesh_of):
     model = build(mesh_of(8), depth=1)
-    with pytest.raises(ValueError, match="blocks: layers.0: no such module.*blocks.0.attn.q"):
-        compile_options(model, blocks=["layers.0"])
+    with pytest.raises(ValueError, match="model: has no sharded parameter: call data_parallel"):
+        compile_options(nn.Linear(2, 2))
     options = compile_options(model)
     tokens = torch.zeros(B, T, dtype=torch.long)
-    with pytest.warns(UserWarning, match=r"overlap: a graph gathers nothing in a block \(blocks.0 ..\), only in L\["):
+    with pytest.warns(UserWarning, match=r"overlap: a graph gathers nothing in a unit \(blocks.0 ..\), only in L\["):
         graphs = capture(lambda x: model.head(model.emb(x)).float().sum(), (tokens,), options)
     assert count(graphs["forward"], "all-gather")[0] == count(graphs["backward"], "reduce-scatter")[0] == 1
 
@@ -357,47 +357,8 @@ def test_the_cap_limits_a_bucket_of_no_block(mesh_of):
 def test_plan_and_source_are_in_the_cache_key(mesh_of):
     model = build(mesh_of(8), depth=2)
     keys = {compile_options(model, **kw)["post_grad_custom_post_pass"].uuid()
-            for kw in ({}, dict(cap_mib=1.0), dict(blocks=["blocks.0"]))}  # fmt: skip
+            for kw in ({}, dict(cap_mib=1.0), dict(ahead=0.5))}  # fmt: skip
     assert len(keys) == 3
-
-
-class Nest(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.stem = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
-        self.stages = nn.ModuleList([nn.Sequential(nn.Linear(2, 2), Nest.block()), nn.Sequential(Nest.block())])
-        self.acts = nn.ModuleList([nn.ReLU(), nn.ReLU()])
-        self.named, self.shared, self.tower = nn.ModuleDict({"a": nn.Linear(2, 2)}), nn.LayerNorm(2), nn.Module()
-        self.tower.layers = nn.ModuleList([self.shared])
-
-    @staticmethod
-    def block():
-        block = nn.Module()
-        block.experts, block.norm = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]), nn.LayerNorm(2)
-        return block
-
-
-BLOCKS = dict(
-    transformer=(lambda: Transformer(ModelConfig(depth=3, width=D, head_dim=32)), ["blocks.0", "blocks.1", "blocks.2"]),
-    root=(lambda: nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)), ["0", "2"]),
-    nested=(Nest, ["stages.0.1", "stages.1.0"]),
-    twice_nested=(lambda: nn.Sequential(nn.Sequential(nn.Sequential(nn.Linear(2, 2)))), ["0.0"]),
-    none=(lambda: nn.Linear(2, 2), []),
-    layers=(lambda: nn.ModuleList([nn.ModuleList([nn.Linear(2, 2)]) for _ in range(2)]), ["0.0", "1.0"]),
-    without_parameters=(lambda: nn.Sequential(nn.ReLU(), nn.Sequential(nn.ReLU())), []),
-)
-
-
-@pytest.mark.parametrize("case", BLOCKS)
-def test_blocks_are_the_members_of_the_outermost_lists_that_are_made_of_modules(mesh_of, case):
-    make, names = BLOCKS[case]
-    model = make()
-    assert overlap.blocks_of(model) == names
-    assert all(isinstance(model.get_submodule(name), nn.Module) for name in names)
-    data_parallel(model, mesh_of(8))
-    assert overlap.blocks_of(model) == names
-    options = compile_options(model)
-    assert not options or options["post_grad_custom_post_pass"].blocks == tuple(names)
 
 
 @pytest.mark.parametrize("name", PRIVATE)
@@ -406,13 +367,13 @@ def test_the_private_names_of_torch_still_exist(name):
 
 
 def test_private_names_are_used_in_the_head_of_the_file_alone():
-    head, body = Path(overlap.__file__).read_text().split("\ndef blocks_of", 1)
+    head, body = Path(overlap.__file__).read_text().split("\ndef compile_options", 1)
     assert private_names(head) == {name.split(".")[-1] for name in PRIVATE}
-    assert private_names("def blocks_of" + body) == set()
+    assert private_names("def compile_options" + body) == set()
 
 
 def test_on_one_rank_inductor_orders_the_graph(mesh_of):
     model = build(mesh_of(1), depth=2)
     assert compile_options(model, whole_step=True) == {}
-    with pytest.raises(ValueError, match="layers.0: no such module"):
-        compile_options(model, blocks=["layers.0"])
+    with pytest.raises(ValueError, match="ahead: 1.5: must be between 0 and 1"):
+        compile_options(model, ahead=1.5)

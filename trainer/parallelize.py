@@ -23,8 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from model import ModelConfig, Transformer
 from muon import COEFFICIENTS
-from overlap import blocks_of
-from simple_fsdp import MixedPrecisionPolicy, data_parallel, disable_data_parallel
+from simple_fsdp import MixedPrecisionPolicy, data_parallel, disable_data_parallel, units_of
 from trainer import config as flags
 from trainer.attention import DTYPES, choose_kernel
 from trainer.optimizer import AdamW, Muon, local
@@ -64,12 +63,12 @@ def wrap(model: nn.Module, c: flags.Config, device: torch.device, world: int) ->
     dtypes, small = (DTYPES[c.param_dtype], DTYPES[c.reduce_dtype]), int(c.min_shard_mib * 2**20)
     if c.wrapper == "simple":
         how = dict(mode=c.mode, mp_policy=MixedPrecisionPolicy(*dtypes), min_bytes=small)
-        for block in blocks_of(model)[-1:] if c.keep_last else ():
+        for block in units_of(model)[-1:] if c.keep_last else ():
             data_parallel(model.get_submodule(block), mesh, reshard_after_forward=False, **how)
         data_parallel(model, mesh, reshard_after_forward=c.reshard, **how)
     elif c.wrapper == "fsdp2":
         how = dict(mesh=mesh, mp_policy=FSDP2Policy(*dtypes), reshard_after_forward=c.reshard)
-        for block in blocks_of(model):
+        for block in units_of(model):
             fully_shard(model.get_submodule(block), **how)
         fully_shard(model, mesh=mesh, mp_policy=FSDP2Policy(*dtypes))  # the root stays gathered, as is its default
     return mesh

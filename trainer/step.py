@@ -23,12 +23,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.distributed import _functional_collectives as funcol
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor
 
 import overlap
 import regions
+import simple_fsdp
 from model import IGNORE, cross_entropy
-from overlap import blocks_of
+from simple_fsdp import units_of
 from trainer.distributed.terminal import did_you_mean
 from trainer.optimizer import AdamW, local
 
@@ -38,7 +39,7 @@ CUDA_GRAPH_WARMUP = 2  # steps that run as they are: they compile, and start cuB
 
 class LanguageModel(Protocol):
     """What the trainer needs of an nn.Module, as model.Transformer and finetuning.model.HuggingFaceModel have it. Its
-    repeated blocks are found by overlap.blocks_of, its FLOPs counted by profiling/flops.py."""
+    repeated blocks are found by simple_fsdp.units_of, its FLOPs counted by profiling/flops.py."""
 
     identity: dict[str, Any]  # what a checkpoint and the model that loads it must have in common, by name
 
@@ -83,28 +84,30 @@ class WholeWeights:
         self.shards = list(model.parameters())
         self.trained, self.leaves = optimizer.params, None
         self.param_dtype, self.reduce_dtype = param_dtype, reduce_dtype
-        self.gather_fn, self.reduce_fn = self.gather, self.reduce
 
     def gather(self) -> list[Tensor]:
-        cast = dict(forward_dtype=self.param_dtype)
-        return [p.redistribute(placements=[Replicate()] * p.device_mesh.ndim, **cast).to_local() for p in self.shards]
+        """Whole parameters, those that are alike by one collective."""
+        whole = {}
+        for alike in simple_fsdp._alike(self.shards):
+            dtype, reduce_dtype = simple_fsdp._dtypes(alike[0], self.param_dtype, self.reduce_dtype)
+            gathered = simple_fsdp._Gather.apply(None, dtype, reduce_dtype, *alike)
+            whole.update(zip(map(id, alike), gathered, strict=True))
+        return [whole[id(p)] for p in self.shards]
 
     def reduce(self, grads: list[Tensor]) -> list[Tensor]:
         """Whole gradients of this rank -> local shards of their average over ranks, in the stored dtype."""
-        shards = []
-        for p, g in zip(self.trained, grads, strict=True):
-            mesh = p.device_mesh
-            d = DTensor.from_local(g.to(self.reduce_dtype), mesh, [Partial("avg")] * mesh.ndim, run_check=False)
-            for dim in reversed(range(mesh.ndim)):  # hybrid_shard: scattered inside, then the shard reduced across
-                d = d.redistribute(placements=[*d.placements[:dim], *p.placements[dim:]])
-            shards.append(d.to_local().to(p.dtype))
-        return shards
+        grad_of, shard_of = dict(zip(map(id, self.trained), grads, strict=True)), {}
+        for alike in simple_fsdp._alike(self.trained):
+            own = [grad_of[id(p)] for p in alike]
+            shards = simple_fsdp._Reduce.apply(None, self.reduce_dtype or own[0].dtype, alike, *own)
+            shard_of.update(zip(map(id, alike), map(local, shards), strict=True))
+        return [shard_of[id(p)] for p in self.trained]
 
     @contextmanager
     def __call__(self):
         """Inside it the model's parameters are whole and plain; yields those that the optimizer updates, in order."""
         with torch.no_grad():
-            whole = self.gather_fn()
+            whole = self.gather()
         if self.leaves is None:
             pairs = zip(self.shards, whole, strict=True)
             self.leaves = {id(p): w.detach().requires_grad_(p.requires_grad) for p, w in pairs}
@@ -363,7 +366,7 @@ def check_mode(mode: str, options: dict | None = None) -> None:
 
 def blocks_to_compile(model: nn.Module, otherwise: str) -> list[nn.Module]:
     """The repeated blocks of `model`. ValueError, which names the mode to use otherwise, if it has none."""
-    found = [model.get_submodule(name) for name in blocks_of(model)]
+    found = [model.get_submodule(name) for name in units_of(model)]
     if not found:
         what = "--compile blocks: the model has no repeated blocks"
         raise ValueError(f"{what}; use --compile {otherwise}")
@@ -409,11 +412,8 @@ def make_step(mode: str, model: nn.Module, optimizer: AdamW, *, options: dict | 
     if mode == "none":
         return step
     blocks = blocks_to_compile(model, "fwdbwd") if mode == "blocks" else []
-    if whole := step.whole_weights:
-        own = with_overlap(model, blocks=())  # nothing in its graphs belongs to a module: buckets by size
-        whole.gather_fn, whole.reduce_fn = compiled("gather", whole.gather, own), compiled("reduce", whole.reduce, own)
-    else:
-        options = with_overlap(blocks[0], blocks=()) if blocks else with_overlap(model)  # one block: buckets by size
+    if not step.whole_weights:
+        options = with_overlap(blocks[0] if blocks else model)  # one block: buckets by size
     if mode == "blocks":
         step.compiled["block"] = blocks[0], options
         for block in blocks:

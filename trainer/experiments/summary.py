@@ -9,8 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from overlap import describe_blocks
-from simple_fsdp import describe
+from simple_fsdp import describe, units_of
 from trainer import config as flags
 from trainer import costs
 from trainer.data import Batches
@@ -138,6 +137,13 @@ def goes_where(step: Step) -> list[str]:
     return [f"muon for {told[0]}", f"adamw for {told[1]} and {len(rest) - len(both[1])} vectors"]
 
 
+def units_in_words(rows: list, units: list[str]) -> str:
+    """What is gathered at once, and how many parameters lie in no unit."""
+    outside = [math.prod(r.shape) for r in rows if not r.unit]
+    ends, elements = " to ".join(units[:1] + units[1:][-1:]), f"{sum(outside):,}".replace(",", "'")
+    return f"units ({len(units)}): {ends}; in none: {len(outside)} of {len(rows)} parameters, {elements} elements"
+
+
 def header(run: ToldRun, settings: Path | None = None) -> list[str]:
     """The anchors of sanity that a run prints before its first step. settings: the file that holds all flags."""
     c, env = run.c, run.environment
@@ -170,5 +176,5 @@ def header(run: ToldRun, settings: Path | None = None) -> list[str]:
     ]
     if c.verbose:
         lines += [f"  {r.name:<28}{r.shape!s:<16}{r.placement:<14}{r.local_shape!s:<16}{r.dtype}" for r in rows]
-        lines.append(describe_blocks(run.step.model))
+        lines.append(units_in_words(rows, units_of(run.step.model)))
     return lines

@@ -19,8 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lean import chunked_cross_entropy
 from model import attention_saved, cross_entropy
-from overlap import blocks_of
-from simple_fsdp import unsharded
+from simple_fsdp import units_of, unsharded
 from trainer.data import DataError
 from trainer.distributed.terminal import one_line
 
@@ -141,11 +140,14 @@ def _zero_row(weight: Tensor, row: int) -> None:
     weight[max(row, 0) : max(row + 1, 0)] = 0
 
 
-def _recomputed(forward: Callable) -> Callable:
-    """`forward`, of which only the inputs and the output of attention are kept for backward. A function: Dynamo would
-    skip a partial of torch's."""
+def _recomputed(block: nn.Module) -> Callable:
+    """A forward of `block` of which only the inputs and the output of attention are kept for backward. What it runs is
+    looked up at each call: data_parallel() gives the block another class. A function: Dynamo would skip a partial."""
 
-    @functools.wraps(forward)
+    def forward(*args, **kwargs):
+        return type(block).forward(block, *args, **kwargs)
+
+    @functools.wraps(block.forward)
     def again(*args, **kwargs):
         how = dict(use_reentrant=False, preserve_rng_state=False, context_fn=attention_saved)
         return checkpoint(forward, *args, **how, **kwargs)
@@ -173,14 +175,14 @@ def blank_model(folder: str, remat_ratio: float = 0.0) -> HuggingFaceModel:
         expected = "expected a causal language model that transformers knows, without code of its own"
         raise DataError(f"{folder}/config.json: {expected}, found: {why}; use another model") from error
     model = HuggingFaceModel(inner)
-    names = blocks_of(inner)
+    names = units_of(inner)
     count = round(remat_ratio * len(names))
     if remat_ratio and not names:
         raise DataError(f"{folder}: expected repeated blocks for --remat-ratio, found none; use 0")
     for i, name in enumerate(names):
         if (i + 1) * count // len(names) > i * count // len(names):
             block = inner.get_submodule(name)
-            block.forward = _recomputed(block.forward)
+            block.forward = _recomputed(block)
     return model
 
 

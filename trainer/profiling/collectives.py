@@ -15,6 +15,7 @@ once, and what forward keeps for backward by kind.
 
 import sys
 
+from simple_fsdp import units_of
 from trainer import config as flags
 from trainer.distributed.terminal import fail
 from trainer.profiling.command import parse_tool, tool
@@ -244,7 +245,7 @@ def block_inputs(model: LanguageModel, tokens: torch.Tensor, dtype: torch.dtype)
             return torch.empty(value.shape, dtype=dtype, requires_grad=True)
         return torch.zeros(value.shape, dtype=value.dtype)
 
-    block = model.get_submodule(overlap.blocks_of(model)[0])
+    block = model.get_submodule(units_of(model)[0])
     with block.register_forward_pre_hook(note, with_kwargs=True), suppress(Found):
         model(tokens.to("meta"))
     return torch.utils._pytree.tree_map(real, found[0])

@@ -34,7 +34,7 @@ from torch._inductor.graph import GraphLowering
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import simple_fsdp
-from overlap import GATHER, REDUCE, SCATTER, blocks_of, module_of, words_of
+from overlap import GATHER, REDUCE, SCATTER, module_of
 from trainer.profiling.memory import Device, dump_snapshot, is_cuda
 
 
@@ -234,6 +234,11 @@ class Track:
         return named
 
 
+def words_of(path: str) -> tuple[str, ...]:
+    """L['self']._modules['blocks'].0.mlp -> L, self, blocks, 0, mlp: Dynamo writes paths in several ways."""
+    return tuple(word for word in re.split(r"\W+", path) if word and word not in ("_modules", "_orig_mod"))
+
+
 class Names:
     """Names for a trace of a step (trainer.step.Step): forward, backward, optimizer; the model's blocks, and what lies
     in none, by name; collectives with the blocks whose parameters they move. Only inside `shown` does anything differ
@@ -244,7 +249,7 @@ class Names:
 
     def __init__(self, step):
         self.step, self.track, config = step, Track(), torch.compiler.config
-        blocks, self.places = blocks_of(step.model), {}
+        blocks, self.places = simple_fsdp.units_of(step.model), {}
         for name, _ in step.model.named_modules(remove_duplicate=False):
             inside = [block for block in blocks if f"{name}.".startswith(f"{block}.")]
             self.places[words_of(name)] = max(inside, key=len, default=name)
