@@ -48,9 +48,8 @@ LAYOUT = {operator.getitem, aten.reshape.default, aten.clone.default, aten._to_c
           aten._unsafe_view.default, torch.ops.prims.convert_element_type.default}  # fmt: skip
 
 
-def compile_options(
-    model: nn.Module, cap_mib: float = 128.0, whole_step: bool = False, ahead: float = 1.0
-) -> dict:
+def compile_options(model: nn.Module, cap_mib: float = 128.0, whole_step: bool = False, ahead: float = 1.0,
+                    by_size: bool = False) -> dict:  # fmt: skip
     """Inductor options for any torch.compile of `model`, wrapped, of a part of it, or of a function around it. None on
     a single rank, where Inductor's own order of a graph needs less memory.
 
@@ -60,12 +59,14 @@ def compile_options(
     ahead: the part of a block's FLOPs that a collective has to hide behind. 1: a gather starts when the one before has
     arrived, a reduction is waited for when the next one starts. Less takes less memory, and needs a faster network. 2,
     3 ..: that many buckets (one per block, as a rule), for slow networks; each holds weights and gradients of one more.
+    by_size: what is compiled moves parameters by itself: gathers and averages that are not simple_fsdp.py's, too, go
+    into buckets by size.
     Raises ValueError for a model that is not wrapped, or another `ahead`. Warns, while compiling, of a graph without
     any unit."""
-    return passes(model, cap_mib, whole_step, ahead)[1]
+    return passes(model, cap_mib, whole_step, ahead, by_size)[1]
 
 
-def passes(model: nn.Module, cap_mib=128.0, whole_step=False, ahead=1.0) -> tuple["Overlap", dict]:
+def passes(model: nn.Module, cap_mib=128.0, whole_step=False, ahead=1.0, by_size=False) -> tuple["Overlap", dict]:
     """What moves the collectives, and compile_options, of which it is a part on several ranks."""
     if not (0 <= ahead <= 1 or ahead % 1 == 0 < ahead):
         raise ValueError(f"ahead: {ahead}: must be between 0 and 1, or a whole number above 1")
@@ -73,7 +74,7 @@ def passes(model: nn.Module, cap_mib=128.0, whole_step=False, ahead=1.0) -> tupl
     if not sharded and any(True for _ in model.parameters()):
         raise ValueError("model: has no sharded parameter: call data_parallel() first, then compile_options()")
     units = tuple(name for name, module in model.named_modules() if is_unit(type(module)))
-    moves = Overlap(units, cap_mib, whole_step, ahead)
+    moves = Overlap(units, cap_mib, whole_step, ahead, by_size)
     if not any(p.device_mesh.size() > 1 for p in sharded):
         return moves, {}
     if inductor_config.post_grad_custom_post_pass is not None:
@@ -90,18 +91,18 @@ def is_unit(cls: type) -> bool:
 class Overlap(CustomGraphPass):
     """Moves the collectives of one post-grad graph. A collective is named by the node that starts it."""
 
-    def __init__(self, units: tuple[str, ...], cap_mib: float, whole_step: bool, ahead: float):
+    def __init__(self, units: tuple[str, ...], cap_mib: float, whole_step: bool, ahead: float, by_size: bool):
         self.units, self.cap, self.whole_step, self.ahead = units, cap_mib * 2**20, whole_step, ahead
-        self.early = max(1, int(ahead))
+        self.early, self.by_size = max(1, int(ahead)), by_size
         self.warned = torch.distributed.is_initialized() and torch.distributed.get_rank() > 0  # one rank tells
 
     def uuid(self):  # what the compile caches know of this pass: its source and its settings
         source = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
-        return source, self.units, self.cap, self.whole_step, self.ahead
+        return source, self.units, self.cap, self.whole_step, self.ahead, self.by_size
 
     def __call__(self, g: fx.Graph) -> None:
         g = getattr(g, "graph", g)
-        starts = [n for n in g.nodes if is_ours(n)]
+        starts = [n for n in g.nodes if is_ours(n) or (self.by_size and note_as_ours(n))]
         if not starts:
             return  # such as the subgraphs of FlexAttention
         if undone := [name for name, value in OFF.items() if getattr(inductor_config, name) != value]:
@@ -161,12 +162,15 @@ class Overlap(CustomGraphPass):
                 replace([start], [first[key]])
         after = max(waits, default=next(iter(g.nodes)))
         backward = next((n for n in g.nodes if n > after and n not in forward and is_product(n)), None)
+        for wait in waits:  # what a checkpoint cut up again is what was cut up before
+            cuts = sorted(filter(is_cut, layouts(wait)))
+            for cut in cuts[1:]:
+                cut.replace_all_uses_with(cuts[0])
         waits.sort()
         while waits and not unit_of(waits[-1].args[0]):
             waits.pop()
         for wait in waits:
-            if wait.meta.get("recompute") in GATHER_AGAIN:
-                gather_for_backward(g, wait, forward)
+            gather_for_backward(g, wait, forward)
         g.eliminate_dead_code()
         return backward
 
@@ -259,6 +263,13 @@ def is_ours(n: fx.Node) -> bool:
     return n.target in (GATHER, SCATTER, REDUCE) and "unit" in n.meta
 
 
+def note_as_ours(n: fx.Node) -> bool:
+    """Notes another's gather, or average of more than a scalar, as simple_fsdp.py would."""
+    if n.target is GATHER or (n.target in (SCATTER, REDUCE) and n.args[1] == "avg" and n.meta["val"].ndim):
+        n.meta |= dict(unit="", bucket=[(module_of(n), tuple(contents(n).meta["val"].shape))])
+    return is_ours(n)
+
+
 def unit_of(n: fx.Node) -> str:
     """Path in the graph of the unit that a node comes from, the innermost if there are several; "": none."""
     if "unit" in n.meta:
@@ -271,13 +282,18 @@ def wait_of(start: fx.Node) -> fx.Node:
     return min(start.users)
 
 
+def layouts(wait: fx.Node) -> list[fx.Node]:
+    """What was waited for, and its views, casts, copies and parts."""
+    whole = [wait]
+    for n in whole:  # grows while it is walked
+        whole += [u for u in n.users if is_layout(u) and u not in whole and {*u.all_input_nodes} <= {*whole}]
+    return whole
+
+
 def first_use(start: fx.Node) -> fx.Node:
     """What first computes with what a gather gives. Inductor moves some waits there, and leaves others."""
-    whole, uses = [wait_of(start)], []
-    for n in whole:  # grows while it is walked
-        for user in n.users:
-            (whole if is_layout(user) else uses).append(user)
-    return min(uses, default=whole[0])
+    whole = layouts(wait_of(start))
+    return min((user for n in whole for user in n.users if user not in whole), default=whole[0])
 
 
 def contents(start: fx.Node) -> fx.Node:
@@ -326,9 +342,9 @@ def sources(start: fx.Node) -> list[fx.Node] | None:
 
 def gather_for_backward(g: fx.Graph, wait: fx.Node, forward: set[fx.Node]) -> None:
     """What backward reads of a gathered weight becomes a copy of it, gather included, at the first such use."""
-    whole = [wait]  # and its views, casts and copies; the list grows while it is walked
-    for n in whole:
-        whole += [u for u in n.users if is_layout(u) and u not in whole and {*u.all_input_nodes} <= {*whole}]
+    whole = layouts(wait)
+    if any(n.meta.get("recompute") not in GATHER_AGAIN for n in (wait, *filter(is_cut, whole))):
+        return  # it is to be kept
     uses = [(user, n) for n in whole for user in n.users if user not in forward and user not in whole]
     copies = {}
     for user, n in sorted(uses, key=lambda use: use[0]):

@@ -298,19 +298,19 @@ ENCODER = ["encoder.layers.0", "encoder.layers.1", "encoder.layers.2", "decoder.
 # exposed, and most gathered bytes alive; last, what buckets of the members of lists made (collectives, exposed), where
 # these were the right blocks. Exposed in each: the embedding's gather, one in backward, the last reduction.
 CASES = dict(
-    stem=(stem, whole, ["stem", "block1", "block2", "block3"], 15, 3, 7680, None),
-    lists=(lists_in_lists, whole, ["stages.0.0.0", "stages.0.1.0", "stages.0.1.1", "stages.1.0"], 17, 3, 7680, None),
-    encoder_decoder=(encoder_decoder, whole, ENCODER, 20, 3, 9728, (20, 3)),
-    unet=(unet, whole, ["down1", "down2", "mid", "up2", "up1"], 20, 3, 36864, None),
-    experts=(experts, whole, ["layers.0", "layers.1"], 11, 3, 20992, (11, 3)),
-    skipped=(lambda: in_order(0, 2), whole, LAYERS, 11, 3, 7680, (11, 3)),
-    twice=(lambda: in_order(0, 1, 0, 1, 2, 2), whole, LAYERS, 14, 3, 10752, (14, 3)),
+    stem=(stem, whole, ["stem", "block1", "block2", "block3"], 17, 3, 6144, None),
+    lists=(lists_in_lists, whole, ["stages.0.0.0", "stages.0.1.0", "stages.0.1.1", "stages.1.0"], 17, 3, 6144, None),
+    encoder_decoder=(encoder_decoder, whole, ENCODER, 20, 3, 8192, (20, 3)),
+    unet=(unet, whole, ["down1", "down2", "mid", "up2", "up1"], 20, 3, 30720, None),
+    experts=(experts, whole, ["layers.0", "layers.1"], 11, 3, 19456, (11, 3)),
+    skipped=(lambda: in_order(0, 2), whole, LAYERS, 11, 3, 6144, (11, 3)),
+    twice=(lambda: in_order(0, 1, 0, 1, 2, 2), whole, LAYERS, 14, 3, 9216, (14, 3)),
     shared=(shared, whole, ["layers.0", "layers.1"], 11, 3, 9216, (11, 3)),
-    equal_gradients=(sums, whole, ["layers.0", "layers.1"], 11, 3, 5376, None),
-    inner=(Outer, lambda model: model.model, INNER, 14, 3, 7680, None),
-    other_root=(Outer, under_another_name, INNER, 9, 2, 7680, None),
-    twins=(twins, through_both, TWINS, 20, 3, 7680, None),
-    graph_break=(lambda: net(layers=blocks()), broken, LAYERS, 14, 5, 7680, None),
+    equal_gradients=(sums, whole, ["layers.0", "layers.1"], 11, 3, 4352, None),
+    inner=(Outer, lambda model: model.model, INNER, 14, 3, 6144, None),
+    other_root=(Outer, under_another_name, INNER, 9, 2, 6144, None),
+    twins=(twins, through_both, TWINS, 20, 3, 6144, None),
+    graph_break=(lambda: net(layers=blocks()), broken, LAYERS, 14, 5, 6144, None),
     parent_reads=(parent_reads, whole, LAYERS, 3, 3, 20672, None),
 )  # fmt: skip
 SLOW = "twice unet twins equal_gradients lists skipped experts encoder_decoder shared inner other_root".split()

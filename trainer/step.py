@@ -23,11 +23,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.distributed import _functional_collectives as funcol
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 import overlap
 import regions
-import simple_fsdp
 from model import IGNORE, cross_entropy
 from simple_fsdp import units_of
 from trainer.distributed.terminal import did_you_mean
@@ -84,30 +83,28 @@ class WholeWeights:
         self.shards = list(model.parameters())
         self.trained, self.leaves = optimizer.params, None
         self.param_dtype, self.reduce_dtype = param_dtype, reduce_dtype
+        self.gather_fn, self.reduce_fn = self.gather, self.reduce
 
     def gather(self) -> list[Tensor]:
-        """Whole parameters, those that are alike by one collective."""
-        whole = {}
-        for alike in simple_fsdp._alike(self.shards):
-            dtype, reduce_dtype = simple_fsdp._dtypes(alike[0], self.param_dtype, self.reduce_dtype)
-            gathered = simple_fsdp._Gather.apply(None, dtype, reduce_dtype, *alike)
-            whole.update(zip(map(id, alike), gathered, strict=True))
-        return [whole[id(p)] for p in self.shards]
+        cast = dict(forward_dtype=self.param_dtype)
+        return [p.redistribute(placements=[Replicate()] * p.device_mesh.ndim, **cast).to_local() for p in self.shards]
 
     def reduce(self, grads: list[Tensor]) -> list[Tensor]:
         """Whole gradients of this rank -> local shards of their average over ranks, in the stored dtype."""
-        grad_of, shard_of = dict(zip(map(id, self.trained), grads, strict=True)), {}
-        for alike in simple_fsdp._alike(self.trained):
-            own = [grad_of[id(p)] for p in alike]
-            shards = simple_fsdp._Reduce.apply(None, self.reduce_dtype or own[0].dtype, alike, *own)
-            shard_of.update(zip(map(id, alike), map(local, shards), strict=True))
-        return [shard_of[id(p)] for p in self.trained]
+        shards = []
+        for p, g in zip(self.trained, grads, strict=True):
+            mesh = p.device_mesh
+            d = DTensor.from_local(g.to(self.reduce_dtype), mesh, [Partial("avg")] * mesh.ndim, run_check=False)
+            for dim in reversed(range(mesh.ndim)):  # hybrid_shard: scattered inside, then the shard reduced across
+                d = d.redistribute(placements=[*d.placements[:dim], *p.placements[dim:]])
+            shards.append(d.to_local().to(p.dtype))
+        return shards
 
     @contextmanager
     def __call__(self):
         """Inside it the model's parameters are whole and plain; yields those that the optimizer updates, in order."""
         with torch.no_grad():
-            whole = self.gather()
+            whole = self.gather_fn()
         if self.leaves is None:
             pairs = zip(self.shards, whole, strict=True)
             self.leaves = {id(p): w.detach().requires_grad_(p.requires_grad) for p, w in pairs}
@@ -412,8 +409,11 @@ def make_step(mode: str, model: nn.Module, optimizer: AdamW, *, options: dict | 
     if mode == "none":
         return step
     blocks = blocks_to_compile(model, "fwdbwd") if mode == "blocks" else []
-    if not step.whole_weights:
-        options = with_overlap(blocks[0] if blocks else model)  # one block: buckets by size
+    if whole := step.whole_weights:
+        own = with_overlap(model, by_size=True)  # nothing in its graphs belongs to a module
+        whole.gather_fn, whole.reduce_fn = compiled("gather", whole.gather, own), compiled("reduce", whole.reduce, own)
+    else:
+        options = with_overlap(blocks[0] if blocks else model)
     if mode == "blocks":
         step.compiled["block"] = blocks[0], options
         for block in blocks:
