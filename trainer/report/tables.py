@@ -329,7 +329,7 @@ def versions(rows: list[dict]) -> tuple[list[dict], Columns]:
 
     def why(row: dict) -> str:
         outcome = [] if row["outcome"] == "ok" else [row["outcome"]]
-        reasons = [f"{n} x {reason}" for reason, n in sorted(row["reasons"].items())]
+        reasons = [f"{reason}: {n}" for reason, n in sorted(row["reasons"].items())]
         return "; ".join([*outcome, *row["failures"][:3], *reasons])
 
     columns = [("torch", [row["torch"] for row in rows])]
