@@ -167,8 +167,8 @@ def compile_options(model: nn.Module, blocks: Sequence[str] | None = None, cap_m
     ahead: the part of a block's FLOPs that a collective has to hide behind. 1: a gather starts when the one before has
     arrived, a reduction is waited for when the next one starts. Less takes less memory, and needs a faster network. 2,
     3 ..: that many buckets (one per block, as a rule), for slow networks; each holds weights and gradients of one more.
-    Raises ValueError if a name is no module of `model`, or for another `ahead`. Warns, while compiling, of a graph
-    without any block."""
+    Raises ValueError if a name is no module of `model`, for another `ahead`, and for a model that is not wrapped yet.
+    Warns, while compiling, of a graph without any block."""
     return passes(model, blocks, cap_mib, whole_step, ahead)[1]
 
 
@@ -186,8 +186,10 @@ def passes(model: nn.Module, blocks=None, cap_mib=128.0, whole_step=False, ahead
         around = [block for block in blocks if f"{first[module]}.".startswith(f"{block}.")]
         places[words_of(name)] = max(around, key=len, default="")
     moves = Overlap(tuple(blocks), places, cap_mib, whole_step, ahead, by_size)
-    several = any(p.device_mesh.size() > 1 for p in model.parameters() if isinstance(p, DTensor))
-    if not several:
+    sharded = [p for p in model.parameters() if isinstance(p, DTensor)]
+    if not sharded and any(True for _ in model.parameters()):
+        raise ValueError("model: no parameter is sharded: call data_parallel() first, then compile_options()")
+    if not any(p.device_mesh.size() > 1 for p in sharded):
         return moves, {}
     if inductor_config.post_grad_custom_post_pass is not None:
         raise ValueError("torch._inductor.config.post_grad_custom_post_pass is set, compile_options() would replace "
