@@ -19,25 +19,22 @@ shards of a copy.
 """
 
 import fnmatch
-import os
 from collections import Counter, defaultdict
+from os import sysconf
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.distributed import group
+from torch import nn
+from torch.distributed import get_process_group_ranks, group
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.functional import normalize, pad
+from torch.nn.modules.conv import _ConvNd
 from torch.optim.adamw import adamw
 
+# As operations: compiled code waits where `wait` stands.
+all_to_all = torch.ops._c10d_functional.all_to_all_single
+wait = torch.ops._c10d_functional.wait_tensor
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic polynomial, as in torch.optim.Muon
-ADAMW = dict(
-    lr=3e-4,
-    weight_decay=0.1,
-    betas=(0.9, 0.95),
-    eps=1e-8,
-)
-_c10d = torch.ops._c10d_functional
 
 
 class Layout(NamedTuple):
@@ -51,23 +48,21 @@ class Layout(NamedTuple):
     me: int = 0
 
 
-def local(t: Tensor) -> Tensor:
+def local(t):
     """What this rank holds of a DTensor; a plain tensor itself."""
     return t.to_local() if isinstance(t, DTensor) else t
 
 
-def layout_of(p: Tensor, replicas=None) -> Layout:
+def layout_of(p, replicas=None) -> Layout:
     """Of a parameter. replicas: see Muon. ValueError, one line, for one that is no matrix or that no rank can own."""
-    if isinstance(p, DTensor):
-        mesh = p.device_mesh
-        *others, last = p.placements
-    else:
-        mesh, others, last = replicas, [], Replicate()
+    mesh = getattr(p, "device_mesh", replicas)
+    *others, last = getattr(p, "placements", [Replicate()])
     rows = Shard(p.ndim - 2)
-    if p.is_cuda:
-        memory = torch.cuda.get_device_properties(p.device).total_memory
-    else:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = (
+        torch.cuda.get_device_properties(p.device).total_memory
+        if p.is_cuda
+        else sysconf("SC_PAGE_SIZE") * sysconf("SC_PHYS_PAGES")
+    )
     needs = 8 * p.shape[-2:].numel()  # the matrix, two products and the result, in bf16
     expected = {
         "a real matrix [m, n] or [E, m, n]": p.ndim in (2, 3) and p.is_floating_point(),
@@ -77,35 +72,31 @@ def layout_of(p: Tensor, replicas=None) -> Layout:
     }  # fmt: skip
     for what, is_so in expected.items():
         if not is_so:
-            raise ValueError(
-                f"Muon: {p.dtype} {[*p.shape]}: expected {what}; leave it to AdamW (groups_of: to_adamw)"
-            )
+            raise ValueError(f"Muon: {p.dtype} {[*p.shape]}: expected {what}; leave it to AdamW (groups_of: to_adamw)")
     if mesh is None or last not in (Replicate(), rows):  # each rank has matrices of its own
         return Layout(local(p).shape)
     ranks = mesh.get_group() if mesh.ndim == 1 else group.WORLD
-    if ranks.size() != mesh.size():
-        raise ValueError(f"Muon: {mesh}: expected one dimension, or all {ranks.size()} ranks")
+    if get_process_group_ranks(ranks) != mesh.mesh.flatten().tolist():
+        raise ValueError(f"Muon: {mesh}: expected ranks in order, and all of them where it has two dimensions")
     shards = mesh.size(-1) if last == rows else 1
     return Layout(p.shape, shards, ranks.group_name, ranks.size(), ranks.rank())
 
 
-def plan(layouts: list) -> list:
-    """Sets of alike parameters, the costliest first: layout, the ranks that own them, their positions in the list. Each
-    goes to the rank that has the fewest FLOPs so far."""
+def plan(layouts):
+    """Sets of alike parameters, the costliest first: layout, how many of them each rank owns, their positions in the
+    list, first those of rank 0. Each goes to the rank that has the fewest FLOPs so far."""
     alike = defaultdict(list)
     for position, layout in enumerate(layouts):
         alike[layout].append(position)
     loads = defaultdict(Counter)  # of the ranks of each group
-    sets = []
     for layout in sorted(alike, key=_flops, reverse=True):
         load = loads[layout.group]
-        owners = []
+        counts = [0] * layout.ranks
         for _ in alike[layout]:
             owner = min(range(layout.ranks), key=load.__getitem__)
             load[owner] += _flops(layout)
-            owners.append(owner)
-        sets.append((layout, sorted(owners), alike[layout]))
-    return sets
+            counts[owner] += 1
+        yield layout, counts, alike[layout]
 
 
 def _flops(layout):
@@ -114,7 +105,7 @@ def _flops(layout):
     return layout.shape.numel() * small * (2 + small / large)
 
 
-def newton_schulz(x: Tensor, coefficients: tuple, steps: int, eps: float) -> Tensor:
+def newton_schulz(x, coefficients, steps, eps):
     """[K, m, n] -> about U V' of each matrix U S V', in the dtype of x: singular values of 0.7 to 1.2."""
     if x.shape[1] > x.shape[2]:
         return newton_schulz(x.mT, coefficients, steps, eps).mT
@@ -127,7 +118,7 @@ def newton_schulz(x: Tensor, coefficients: tuple, steps: int, eps: float) -> Ten
     return x
 
 
-def muon(sets: list, params: list, grads: list, momenta: list, /, **how) -> None:
+def muon(sets, params, grads, momenta, /, **how):
     """Updates local shards in place, for the `plan` of their parameters. Compiles. momenta: alike, in any dtype.
 
     how: the hyperparameters of Muon, and `refused`, a boolean scalar: where it is True all stays as it is, to the bit.
@@ -140,7 +131,7 @@ def muon(sets: list, params: list, grads: list, momenta: list, /, **how) -> None
 
 
 def _update(
-    layout, owners, members, params, grads, momenta, /,
+    layout, counts, members, params, grads, momenta, /,
     lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn, ns_dtype,
     refused=None, **others,
 ):  # fmt: skip
@@ -154,37 +145,32 @@ def _update(
         updates.append(update.to(ns_dtype))
 
     (*_, m, n), S, group_name, N, me = layout
-    counts = [owners.count(rank) for rank in range(N)]
     k = counts[me]
     # The ranks that hold the same copy of the parameters as this one exchange shards.
     near = [rank // S == me // S for rank in range(N)]
-    sent = [count * each for count, each in zip(counts, near, strict=True)]
+    sent = [counts[rank] * near[rank] for rank in range(N)]
     x = torch.stack(updates)
     own = x.shape[-2]
     rows = -(-m // S)  # of a shard; a smaller one is padded with zeros, which stay zeros
     x = pad(x, (0, 0, 0, rows - own))  # [K, .., rows, n]
     x = x.narrow(0, sum(counts[: near.index(True)]), sum(sent))
     if S > 1:
-        x = _c10d.all_to_all_single(x, [k * each for each in near], sent, group_name)
+        x = all_to_all(x, [k * each for each in near], sent, group_name)
         yield
-        x = _c10d.wait_tensor(x)  # [S k, .., rows, n]
+        x = wait(x)  # [S k, .., rows, n]
 
     x = x.unflatten(0, (S, k)).movedim(0, -3).flatten(-3, -2)  # [k, .., m, n], with the rows of zeros
     x = newton_schulz(x.flatten(0, -3), ns_coefficients, ns_steps, eps).view_as(x)
     x = x.unflatten(-2, (S, rows)).movedim(-3, 0).flatten(0, 1)  # [S k, .., rows, n]
     if N > 1:
-        x = torch.cat([x] * (N // S))
-        x = _c10d.all_to_all_single(x, counts, [k] * N, group_name)
+        x = all_to_all(torch.cat([x] * (N // S)), counts, [k] * N, group_name)
         yield
-        x = _c10d.wait_tensor(x)  # [K, .., rows, n]
+        x = wait(x)  # [K, .., rows, n]
 
-    if adjust_lr_fn == "match_rms_adamw":
-        ratio = 0.04 * max(m, n)
-    else:
-        ratio = max(1, m / n)
+    ratio = 0.04 * max(m, n) if adjust_lr_fn == "match_rms_adamw" else max(1, m / n)
     for i, update in zip(members, x.narrow(-2, 0, own), strict=True):
-        decayed = params[i] * (1 - lr * weight_decay)
-        _write(params[i], decayed - update.float() * (lr * ratio**0.5), refused)
+        new = params[i] * (1 - lr * weight_decay) - update.float() * (lr * ratio**0.5)
+        _write(params[i], new, refused)
 
 
 def _write(t, value, refused):
@@ -242,8 +228,7 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure=None):
         """Updates every parameter that has a gradient; returns what `closure`, if given, returns."""
-        with torch.enable_grad():
-            loss = closure() if closure else None
+        loss = torch.enable_grad()(closure)() if closure else None
         for each in self.param_groups:
             params = [p for p in each["params"] if p.grad is not None]
             shards = [local(p) for p in params]
@@ -251,10 +236,7 @@ class Muon(torch.optim.Optimizer):
                 p.grad.redistribute(placements=p.placements).to_local() if isinstance(p, DTensor) else p.grad
                 for p in params
             ]
-            if each["use_muon"]:
-                names = ["momentum_buffer"]
-            else:
-                names = ["exp_avg", "exp_avg_sq", "step"]
+            names = ["momentum_buffer"] if each["use_muon"] else ["exp_avg", "exp_avg_sq", "step"]
             for p in params:  # states begin at zero
                 if not self.state[p]:
                     self.state[p] = {name: torch.zeros(()) if name == "step" else torch.zeros_like(p) for name in names}
@@ -281,21 +263,28 @@ class Muon(torch.optim.Optimizer):
         return loss
 
 
-def groups_of(model: nn.Module, to_adamw=(), to_muon=(), **of_adamw) -> list[dict]:
-    """Groups for `Muon`, which hold the names of their parameters. Frozen ones are in none.
+def groups_of(
+    model: nn.Module,
+    to_adamw=(),
+    to_muon=(),
+    *,
+    lr=3e-4,
+    weight_decay=0.1,
+    betas=(0.9, 0.95),
+    eps=1e-8,
+):
+    """The list of groups for `Muon`, which hold the names of their parameters. Frozen ones are in none.
 
     Matrices [m, n] and [E, m, n] go to Muon. To AdamW go vectors, embeddings, kernels of convolutions, and the output
     layer: the last matrix that has a row for each one of an embedding. to_adamw, to_muon: patterns of names, such as
-    "*.router.weight", that overrule this. of_adamw: see ADAMW. ValueError for a pattern that matches no name."""
-    if unknown := of_adamw.keys() - ADAMW.keys():
-        raise ValueError(f"groups_of: {unknown}: expected {[*ADAMW]}")
+    "*.router.weight", that overrule this. lr and what follows it are AdamW's.
+    ValueError for a pattern that matches no name."""
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    special = (nn.Embedding, nn.modules.conv._ConvNd)
-    weights = {each.weight for each in model.modules() if isinstance(each, special)}
-    heights = [len(p) for p in weights if p.ndim == 2]  # of the embeddings
+    others = {m.weight for m in model.modules() if isinstance(m, nn.Embedding | _ConvNd)}
+    heights = [len(p) for p in others if p.ndim == 2]  # of the embeddings
     heads = [p for p in named.values() if p.ndim == 2 and len(p) in heights]
-    weights.update(heads[-1:])
-    chosen = {name for name, p in named.items() if p.ndim in (2, 3) and p not in weights}
+    others.update(heads[-1:])
+    chosen = {name for name, p in named.items() if p.ndim in (2, 3) and p not in others}
     for pattern in (*to_adamw, *to_muon):
         names = fnmatch.filter(named, pattern)
         if not names:
@@ -304,11 +293,10 @@ def groups_of(model: nn.Module, to_adamw=(), to_muon=(), **of_adamw) -> list[dic
             chosen.update(names)
         else:
             chosen.difference_update(names)
-    groups = dict(use_muon=True), dict(ADAMW, use_muon=False, **of_adamw)
+    groups = (
+        dict(use_muon=True),
+        dict(use_muon=False, lr=lr, weight_decay=weight_decay, betas=betas, eps=eps),
+    )
     for each in groups:
-        each["params"] = [
-            (name, p)
-            for name, p in named.items()
-            if (name in chosen) == each["use_muon"]
-        ]
+        each["params"] = [item for item in named.items() if (item[0] in chosen) == each["use_muon"]]
     return [each for each in groups if each["params"]]

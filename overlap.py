@@ -72,7 +72,7 @@ def passes(model: nn.Module, cap_mib=128.0, whole_step=False, ahead=1.0, by_size
         raise ValueError(f"ahead: {ahead}: must be between 0 and 1, or a whole number above 1")
     sharded = [p for p in model.parameters() if isinstance(p, DTensor)]
     if not sharded and any(True for _ in model.parameters()):
-        raise ValueError("model: has no sharded parameter: call data_parallel() first, then compile_options()")
+        raise ValueError("model: no parameter is sharded: call data_parallel() first, then compile_options()")
     units = tuple(name for name, module in model.named_modules() if is_unit(type(module)))
     moves = Overlap(units, cap_mib, whole_step, ahead, by_size)
     if not any(p.device_mesh.size() > 1 for p in sharded):

@@ -308,6 +308,9 @@ class Inline(Pass):
                     env[n].meta = n.meta | dict(val=value)
                     for key in [key for key in STACKS if n.meta.get(key)]:
                         env[n].meta[key] = {k: (found.paths.get(at, at), c) for k, (at, c) in n.meta[key].items()}
+                    if "unit" in n.meta:
+                        bucket = [(found.paths.get(at, at), shape) for at, shape in n.meta["bucket"]]
+                        env[n].meta |= dict(unit=found.paths.get(n.meta["unit"], n.meta["unit"]), bucket=bucket)
             for user in list(call.users):
                 user.replace_all_uses_with(env[found.results[user.args[1]]])
                 g.erase_node(user)

@@ -1,7 +1,8 @@
-"""examples/: the script runs as it is, and a Llama's collectives are bucketed per decoder layer."""
+"""examples/: the scripts run as they are, and a Llama's collectives are bucketed per decoder layer."""
 
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -18,26 +19,27 @@ from overlap import compile_options
 from simple_fsdp import data_parallel
 from trainer.profiling.collectives import capture, collectives, saved
 
-if not find_spec("transformers"):  # importing it takes a second
-    pytest.skip("needs transformers: pip install -e '.[hf]'", allow_module_level=True)
-
-TRAINER = Path(__file__).parents[1] / "examples" / "hf_trainer.py"
-
-
-def test_the_script_is_short():
-    assert len(TRAINER.read_text().splitlines()) <= 80
+TRAINER, OWN_LOOP = (Path(__file__).parents[1] / "examples" / name for name in ("hf_trainer.py", "own_loop.py"))
+without = not find_spec("transformers")
+needs_transformers = pytest.mark.skipif(without, reason="needs transformers: pip install -e '.[hf]'")
 
 
-def on_two_ranks(script: Path, *argv) -> str:
+@pytest.mark.parametrize(("script", "lines"), [(TRAINER, 80), (OWN_LOOP, 110)], ids=["trainer", "own loop"])
+def test_the_script_is_short(script, lines):
+    assert len(script.read_text().splitlines()) <= lines
+
+
+def on_two_ranks(script: Path, *argv, cwd: Path | None = None) -> str:
     """What it prints, once it has ended well."""
     env = os.environ | dict(OMP_NUM_THREADS="1", PYTHONPATH=str(TRAINER.parents[1]), CUDA_VISIBLE_DEVICES="")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", f"--master-port={free_port()}"]
-    done = subprocess.run([*torchrun, script, *argv], env=env, capture_output=True, text=True, timeout=280)
+    done = subprocess.run([*torchrun, script, *argv], env=env, capture_output=True, text=True, timeout=280, cwd=cwd)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 @pytest.mark.slow
+@needs_transformers
 def test_a_llama_is_gathered_and_reduced_once_per_layer():
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -59,6 +61,7 @@ def test_a_llama_is_gathered_and_reduced_once_per_layer():
 
 
 @pytest.mark.slow
+@needs_transformers
 def test_the_trainer_does_what_a_loop_in_one_process_does(tmp_path):
     """Its losses, gradient norms (before clipping), evaluations and the saved model."""
     pytest.importorskip("accelerate", reason="needs accelerate: pip install -e '.[hf]'")
@@ -89,3 +92,36 @@ def test_the_trainer_does_what_a_loop_in_one_process_does(tmp_path):
     saved = LlamaForCausalLM.from_pretrained(tmp_path / "checkpoint-6")
     assert saved.config.architectures == ["LlamaForCausalLM"]
     assert saved(held_out, labels=held_out).loss.item() == pytest.approx(evaluations[-1], rel=1e-4)
+
+
+def steps_of(printed: str) -> list[list[float]]:
+    """Step, loss, held-out loss and norm of each line."""
+    return [[float(word) for word in re.findall(r"[\d.]+", line)] for line in printed.splitlines() if "loss" in line]
+
+
+@pytest.mark.slow
+def test_a_loop_of_your_own_trains_as_one_process_and_goes_on_from_what_it_saved(tmp_path):
+    cut = tmp_path / "cut"
+    cut.mkdir()
+    whole = steps_of(on_two_ranks(OWN_LOOP, "60", cwd=tmp_path))
+    parts = [steps_of(on_two_ranks(OWN_LOOP, steps, cwd=cut)) for steps in ("40", "60")]
+    assert [len(part) for part in parts] == [2, 1], "the second one did not go on"
+    assert sum(parts, []) == whole
+
+    own = runpy.run_path(str(OWN_LOOP))
+    torch.manual_seed(0)
+    blocks = [own["Block"]() for _ in range(own["DEPTH"])]
+    vocab, width = own["VOCAB"], own["WIDTH"]
+    model = torch.nn.Sequential(torch.nn.Embedding(vocab, width), *blocks, torch.nn.Linear(width, vocab))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for step in range(20):
+        optimizer.param_groups[0]["lr"] = 3e-3 * min(1, (step + 1) / 10)
+        optimizer.zero_grad()
+        batches = [own["batch"](2 * step + rank, "cpu") for rank in range(2)]
+        x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
+        loss = torch.nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    assert loss < 0.2, "nothing is learnt: this proves nothing"
+    assert whole[0][1] == pytest.approx(loss.item(), abs=1e-3) and whole[0][3] == pytest.approx(norm.item(), abs=4e-3)

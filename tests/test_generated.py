@@ -20,6 +20,8 @@ from torch import nn
 from torch.distributed import _functional_collectives as funcol
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import overlap
+import regions
 from overlap import OFF, compile_options
 from simple_fsdp import data_parallel
 
@@ -164,6 +166,16 @@ def test_a_version_is_given_only_the_options_that_it_has():
     simple = "aten_distributed_optimizations.enable_simple_overlap"
     assert (simple in OFF) == (torch.__version__ >= (2, 14))
     assert OFF["reorder_for_peak_memory"] is False
+
+
+def test_options_of_a_model_that_is_not_wrapped_yet_are_refused():
+    model = nn.Sequential(nn.Linear(8, 8))
+    for source in overlap, regions:
+        with pytest.raises(ValueError, match="model: no parameter is sharded: call data_parallel.. first"):
+            source.compile_options(model)
+    assert overlap.compile_options(nn.Sequential(nn.ReLU())) == {}
+    data_parallel(model, dist.init_device_mesh("cpu", (1,)))
+    assert overlap.compile_options(model) == {}
 
 
 def test_another_pass_that_would_be_replaced_is_refused():

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy as FSDP2Policy
 from torch.distributed.tensor import DTensor
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import simple_fsdp
 from simple_fsdp import MixedPrecisionPolicy, data_parallel, disable_data_parallel, unsharded
@@ -128,9 +129,39 @@ def as_with_others(mesh):
     return found
 
 
+def penalised_and_averaged(mesh):
+    """Three steps of a gradient penalty with a moving average of the weights, beside one process with all samples: the
+    differences of the weights, of their averages and of what the averaged model says."""
+    plain, model = mlp(), data_parallel(mlp(), mesh)
+    every = torch.randn(mesh.size(), 4, 6, generator=torch.Generator().manual_seed(0))
+    averages = []
+    for m, samples in ((plain, every.flatten(0, 1)), (model, every[dist.get_rank()])):
+        optimizer = torch.optim.SGD(m.parameters(), 0.1)
+        average = AveragedModel(m, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+        for _ in range(3):
+            x = samples.clone().requires_grad_()
+            (slope,) = torch.autograd.grad(m(x).sum(), x, create_graph=True)
+            (slope.norm(dim=1) - 1).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            average.update_parameters(m)
+        averages.append(average)
+    pairs = [*zip(model.parameters(), plain.parameters(), strict=True)]
+    pairs += zip(averages[1].module.parameters(), averages[0].module.parameters(), strict=True)
+    apart = max((whole(p) - q).abs().max().item() for p, q in pairs)
+    said = [average(every[0]) for average in averages]
+    moved = (plain[0].weight - mlp()[0].weight).abs().max().item()
+    return apart, (said[1] - said[0]).abs().max().item(), moved
+
+
 @pytest.fixture(scope="module")
 def two():
-    return spawn(2, [initialised, lora, as_with_others], timeout=240)
+    return spawn(2, [initialised, lora, as_with_others, penalised_and_averaged], timeout=240)
+
+
+def test_gradients_of_gradients_and_moving_averages_are_those_of_one_process(two):
+    for apart, said, moved in two["penalised_and_averaged"]:
+        assert apart < 1e-5 and said < 1e-5 and moved > 0.01
 
 
 def test_whole_state_dicts_accumulation_autocast_and_checkpoints_work_and_ddp_on_top_is_refused(two):

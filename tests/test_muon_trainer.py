@@ -165,14 +165,15 @@ def test_eight_simulated_ranks_each_update_what_they_own_as_torch_does(mode):
         layouts = [layout_of(torch.empty(shape, device="meta")) for shape in shapes]
         group = dist.group.WORLD.group_name
         layouts = [each._replace(shards=shards, group=group, ranks=8, me=rank) for each in layouts]
-        sets, params = plan(layouts), [p.clone() for p in values]
+        sets, params = list(plan(layouts)), [p.clone() for p in values]
         hyper = dict(lr=lr, weight_decay=0.1, momentum=0.95, nesterov=True, ns_coefficients=(3.4445, -4.7750, 2.0315))
         hyper |= dict(eps=1e-7, ns_steps=5, adjust_lr_fn=None, ns_dtype=torch.bfloat16)
         muon(sets, params, gradients, [torch.zeros_like(p) for p in params], **hyper)
         kinds = {each.op for each in sim.log()}
         sim.stop()
         assert kinds == {"all_to_all"}
-        for _, owners, members in sets:
+        for _, counts, members in sets:
+            owners = [owner for owner, count in enumerate(counts) for _ in range(count)]
             for owner, i in zip(owners, members, strict=True):
                 if owner == rank:
                     done.add(i)

@@ -107,7 +107,7 @@ def test_every_recipe_of_the_goals_is_recorded():
 
 
 def test_every_published_peak_is_reproduced_within_2_percent():
-    """By today's compiler, or where the peak is not at the loss by the nearer of its two orders: see NOTES."""
+    """By today's compiler, or where the peak is not at the loss by the nearer of its two orders. lab/notes has both."""
     off = {}
     for row in PUBLISHED:
         which = published.shape(published.whole(row)), row["flags"]["remat"], row["flags"]["compile"], row["world"]

@@ -65,9 +65,16 @@ def flags_of_tools(text: str) -> set[str]:
 
 
 def test_the_readme_takes_two_minutes():
-    assert README.count("\n") <= 120
+    assert README.count("\n") <= 110
     assert README.count("![") == README.count("<!-- report:") == 1  # one picture, one table of measurements
     assert "./launch.sh test" in README
+
+
+def test_the_lab_notebook_is_short_enough_to_be_read():
+    text = (ROOT / "NOTES.md").read_text()
+    assert len(text.encode()) <= 25_000, "its oldest entry goes to lab/notes/ and leaves one line among the decisions"
+    assert not [line for line in text.splitlines() if line.startswith("#") and len(line) > 80]
+    assert "](lab/notes/2026-11.md)" in text and (ROOT / "lab/notes/2026-11.md").is_file()
 
 
 def test_the_list_of_files_names_every_source_file_in_the_row_of_its_place():

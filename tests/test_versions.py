@@ -14,6 +14,7 @@ from running import ROOT, rows_of
 from torch.torch_version import TorchVersion
 
 from trainer import config as flags
+from trainer.experiments.checks import TORCH
 from trainer.run import warn
 
 OUTCOMES = """
@@ -68,7 +69,7 @@ def test_outcomes_are_counted_named_and_given_a_reason(command, monkeypatch, tmp
     assert row["failures"] == ["tests.test_three::test_fails"]
     assert row["reasons"] == {"needs a moon": 1}
     assert row["outcome"] == "failed: 1 tests"
-    assert "tests.test_three::test_fails; 1 x needs a moon" in capfd.readouterr().out.splitlines()[-1]
+    assert "tests.test_three::test_fails; needs a moon: 1" in capfd.readouterr().out.splitlines()[-1]
 
 
 def test_a_part_that_has_passed_at_a_commit_is_not_run_again(command, monkeypatch, tmp_path):
@@ -126,6 +127,12 @@ def test_an_environment_that_was_not_made_by_the_command_is_left_alone(command, 
 def test_every_file_of_a_part_exists():
     for names in versions.PARTS.values():
         assert not [name for name in names.split() if not (ROOT / f"tests/{name}.py").is_file()]
+
+
+def test_what_is_said_to_have_run_are_the_versions_whose_last_row_has_no_failure():
+    last = {row["setting"]["version"]: row for row in rows_of(ROOT / "results/versions.jsonl")}
+    passed = [name for name, row in last.items() if row["outcome"] == "ok" and not row["failed"] and not row["dirty"]]
+    assert sorted(passed) == sorted(TORCH) == sorted(last)
 
 
 def test_a_torch_that_was_never_run_is_told_in_one_line(monkeypatch, train):

@@ -119,7 +119,7 @@ class Muon:
         self.matrices, self.ratio, self.how = groups[True], ratio, how
         self.adamw = AdamW(groups[False], lr, **adamw)
         self.params = [*self.matrices, *self.adamw.params]
-        self.sets = muon.plan([muon.layout_of(p, replicas) for p in self.matrices])
+        self.sets = list(muon.plan([muon.layout_of(p, replicas) for p in self.matrices]))
         dtype = adamw["moment_dtype"]
         self.momenta = [torch.zeros_like(local(p.detach()), dtype=dtype) for p in self.matrices]
         self.decaying = len(self.matrices) + self.adamw.decaying

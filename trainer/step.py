@@ -393,7 +393,7 @@ def make_step(mode: str, model: nn.Module, optimizer: AdamW, *, options: dict | 
     compiled_update = two_graphs and (optimizer.lr.is_cuda if compiled_update is None else compiled_update)
     optimizer.foreach = optimizer.foreach or mode == "step" or compiled_update
     options = dict(options or {})
-    plain = options.pop("plain", False)
+    plain = options.pop("plain", False) or not any(isinstance(p, DTensor) for p in model.parameters())
 
     def with_overlap(part: nn.Module, **how) -> dict:
         source = regions if mode == "regions" else overlap

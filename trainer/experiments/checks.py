@@ -17,7 +17,7 @@ from trainer.checkpoint.manifest import check_directory
 from trainer.distributed.terminal import fail, grouped
 from trainer.experiments.logging import check_writable
 
-TORCH = "2.11.0", "2.12.1", "2.13.0", "2.14.1"  # tests passed with these, with some in parts: docs/wrapper.md
+TORCH = "2.11.0", "2.12.1", "2.13.0", "2.14.1"  # the table of docs/wrapper.md has a row of each
 
 
 def never_run(version: str) -> str:

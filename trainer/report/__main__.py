@@ -6,7 +6,7 @@
     python -m trainer.report a.jsonl b.jsonl   equal settings of two files, or of two commits in --results
     python -m trainer.report --wandb online    gives tables and figures to W&B, as an artifact
     python -m trainer.report --study NAME      the table of a study (studies/), with --plots DIR its plot
-    python -m trainer.report --check           the marked tables of README, NOTES, docs; --write mends
+    python -m trainer.report --check           the marked tables of README, NOTES, docs, lab/notes; --write mends
 
 `<!-- report: LAYOUT FILE... [--small] -->` marks the table below it. LAYOUT: an axis, one of LAYOUTS in
 tables.py, or `study NAME`.
@@ -27,6 +27,7 @@ from trainer.report import published
 from trainer.report.html import page
 from trainer.report.tables import LAYOUTS, check_name, compared, section
 
+FOLDERS = ("docs", "lab/notes")  # of pages whose marked tables are checked, beside README.md and NOTES.md
 MARK = re.compile(r"^<!-- report: (.+) -->\n(?P<table>(?:\|.*\n?)*)", re.MULTILINE)
 
 
@@ -44,8 +45,14 @@ def difference(old: list[str], new: list[str]) -> tuple[int, str] | None:
 
 def documents() -> list[Path]:
     """The files of the current folder whose marked tables are checked."""
-    found = Path("README.md"), Path("NOTES.md"), *sorted(Path("docs").glob("*.md"))
-    return [path for path in found if path.is_file()]
+    pages = [page for folder in FOLDERS for page in sorted(Path(folder).glob("*.md"))]
+    return [path for path in (Path("README.md"), Path("NOTES.md"), *pages) if path.is_file()]
+
+
+def root_of(document: Path) -> Path:
+    """The project's folder, which the files of a mark are relative to."""
+    depths = [len(Path(folder).parts) for folder in FOLDERS if document.parent.match(folder)]
+    return document.parents[max(depths, default=0)]
 
 
 def check(documents: list[Path], write: bool = False) -> tuple[int, list[str]]:
@@ -56,7 +63,7 @@ def check(documents: list[Path], write: bool = False) -> tuple[int, list[str]]:
         for mark in MARK.finditer(old):
             line, words = old.count("\n", 0, mark.start()) + 1, mark[1].split()
             name, *files = [word for word in words if word != "--small"]
-            root = document.parent.parent if document.parent.name == "docs" else document.parent
+            root = root_of(document)
             try:
                 if name == "study":
                     name, *files = files
@@ -161,7 +168,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--wandb", choices=("off", "offline", "online"), default="off", help="tables and plots, too")
     parser.add_argument("--group", help="of the run in W&B (default: that of the axis's sweep)")
     parser.add_argument("--study", metavar="NAME", help="one of studies/: --results, --small and --plots apply")
-    parser.add_argument("--check", action="store_true", help="compare the marked tables of README, NOTES and docs/")
+    parser.add_argument("--check", action="store_true", help="compare marked tables of README, NOTES, docs, lab/notes")
     parser.add_argument("--write", action="store_true", help="put the marked tables right")
     args = parser.parse_args(argv)
     try:
@@ -186,7 +193,7 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         count, differing = check(documents(), args.write)
         if not count:
-            raise ValueError("no marked table in README.md, NOTES.md and docs/*.md here")
+            raise ValueError("no marked table in README.md, NOTES.md, docs/*.md, lab/notes/*.md here")
         done = "rewritten" if args.write else "differ"
         print(*differing, f"{count} marked tables, {len(differing)} {done}", sep="\n")
         return 1 if differing and not args.write else 0

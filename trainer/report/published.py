@@ -25,8 +25,8 @@ ANY = 10**9  # ranks of a line that names none
 REMARKS = {
     "fit": "planned: by plan.py, of a GPU's step in the order of compiled graphs; on a CPU with a process's own memory "
     "added. Of a CPU the peak is resident, whole process. none: not even with all blocks recomputed.",
-    "variants": "flex, not compiled: not by itself; its peaks without recomputation hold no T x T scores, see NOTES. "
-    "sdpa stands beside nothing.",
+    "variants": "flex, not compiled: not by itself; its peaks without recomputation hold no T x T scores, see "
+    "lab/notes/2026-11.md. sdpa stands beside nothing.",
     "small-params": "small: parameters under 1 MiB. Where published ms are a range, the ratio takes its middle.",
     "mfu": "The published count lacks a factor of width in the MLP and does not group K and V: 1.93 times too low at "
     "depth 4 and 4096 tokens. Recomputed: the same step time with our FLOPs.",

@@ -174,8 +174,8 @@ def ladder(rows: list[dict]) -> tuple[list[dict], Columns]:
 
 
 def links(rows: list[dict]) -> tuple[list[dict], Columns]:
-    """Runs that differ in their ranks and links alone: a line each, a column for each number of ranks and link. Only
-    what ran on more than one link; what stands in the column of one rank has the same flags."""
+    """Runs that differ in their ranks and links alone: a line each, a column of smallest steps for each number of ranks
+    and link. Only what ran on more than one link; what stands in the column of one rank has the same flags."""
     rows, lines = published.newest([row for row in rows if published.core(row.get("cell"))],
                                    lambda row: published.core(row["cell"])), {}  # fmt: skip
     for row in rows:
@@ -185,7 +185,7 @@ def links(rows: list[dict]) -> tuple[list[dict], Columns]:
     labels = sorted({label for line in lines.values() for label in line})
     columns = [("flags", [f"`{sweep.join(dict(core))}`" for core in lines])]
     for label in labels:
-        columns += column([line.get(label) for line in lines.values()], f"n = {label}, ms", "step_ms", 1)
+        columns += column([line.get(label) for line in lines.values()], f"n = {label}, ms", "step_ms_min", 1)
     most = [line[max(line)] for line in lines.values()]
     columns += column(most, f"n = {published.ranks(most[0])}, peak MiB" if most else "", "peak_alloc_mib", 0)
     return [row for line in lines.values() for row in line.values()], columns
@@ -329,7 +329,7 @@ def versions(rows: list[dict]) -> tuple[list[dict], Columns]:
 
     def why(row: dict) -> str:
         outcome = [] if row["outcome"] == "ok" else [row["outcome"]]
-        reasons = [f"{n} x {reason}" for reason, n in sorted(row["reasons"].items())]
+        reasons = [f"{reason}: {n}" for reason, n in sorted(row["reasons"].items())]
         return "; ".join([*outcome, *row["failures"][:3], *reasons])
 
     columns = [("torch", [row["torch"] for row in rows])]
