@@ -91,7 +91,8 @@ def test_one_bucket_per_block_in_order_and_few_bytes_alive(compile, mode, ahead)
     if gathers:
         assert code.gaps("G").count(0) == 2, code  # the embedding and the first block
         weights = (ahead + 1) * 2 * block  # this block's, and the next one's, in bf16
-        assert weights <= code.alive(GATHERED) <= weights + 2 * embedding, code
+        norm = 64 * (compile == "step")  # the last one is kept from forward until its backward
+        assert weights <= code.alive(GATHERED) <= weights + 2 * (embedding + norm), code
     # Buckets in fp32: the one that is waited for later and the one that starts; and a block's products in bf16.
     gradients = (ahead + 1) * 4 * block + 2 * matrices
     if mode == "fully_shard":

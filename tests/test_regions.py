@@ -17,6 +17,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 import overlap
 import regions
+import simple_fsdp
 from model import ModelConfig, Transformer
 from simple_fsdp import MixedPrecisionPolicy, data_parallel
 from trainer.profiling.collectives import capture, collectives, gathered_alive, inlined, report, saved
@@ -82,7 +83,7 @@ def test_on_one_rank_stretches_begin_with_blocks(mesh_of):
 
 @needs_213
 @pytest.mark.slow
-def test_no_subgraph_of_backward_writes_over_what_it_is_given(monkeypatch):
+def test_no_subgraph_of_backward_writes_over_what_it_is_given(monkeypatch, mesh_of):
     from torch._inductor import graph, ir
 
     lowered, place = [], graph.SubgraphLowering.placeholder
@@ -95,7 +96,8 @@ def test_no_subgraph_of_backward_writes_over_what_it_is_given(monkeypatch):
         return made
 
     monkeypatch.setattr(graph.SubgraphLowering, "placeholder", placeholder)
-    model = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))  # on one rank, where what is kept comes first
+    layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+    model = data_parallel(layers, mesh_of(1))  # where what is kept comes first
 
     def loss(x):
         gate = x.sigmoid()
@@ -115,16 +117,13 @@ def test_no_subgraph_of_backward_writes_over_what_it_is_given(monkeypatch):
 class Nothing:
     """In the place of overlap.Overlap: moves nothing, knows of no block."""
 
-    warned, blocks = False, ()
+    warned = False
 
     def __call__(self, g):
         pass
 
     def uuid(self):
         return ""
-
-    def find_blocks(self, g, starts):
-        pass
 
     def block_of(self, node):
         return None
@@ -286,12 +285,12 @@ def test_the_tools_find_a_gathered_weight_that_a_subgraph_keeps(mesh_of):
     assert sum(map(overlap.is_product, flat.graph.nodes)) == 2
 
 
-def test_blocks_of_which_no_two_are_equal_are_compiled_with_a_warning(mesh_of):
+def test_blocks_of_which_no_two_are_equal_are_compiled_with_a_warning(mesh_of, monkeypatch):
     mesh_of(2)
     gm, real = built([("y", aten.mul.Tensor, "x", 2.0)], ["x"], ["y"])
     moves = regions.Regions(Nothing())
     numbers = iter(range(100))
-    moves.moves.block_of = lambda node: (str(next(numbers)),)
+    monkeypatch.setattr(regions, "unit_of", lambda node: str(next(numbers)))
     with pytest.warns(UserWarning, match=r"regions: no two of 3 blocks in a graph compute the same: each is compiled"):
         moves(gm.graph)
     assert moves.found == {}
@@ -327,7 +326,7 @@ OPERATIONS = {
     "two": lambda a, b: torch.cat([a, b]),
     "two that lie together": lambda a, b: torch.cat([a, a[:2]]),
     "pieces": lambda a, b: a.split_with_sizes([1, 3]),
-    "copied pieces": lambda a, b: overlap.cut(a, [2, 4]),
+    "copied pieces": lambda a, b: simple_fsdp._cut(a, [2, 4]),
     "a stride": lambda a, b: a.as_strided([2, 3], [3, 1], 6),
     "a list with a gap": lambda a, b: torch.ops.aten.index.Tensor(a, [None, b.long()]),
     "a list with another gap": lambda a, b: torch.ops.aten.index.Tensor(a, [b.long(), None]),

@@ -286,10 +286,10 @@ def test_equal_blocks_at_other_depths_of_the_model(mesh_of, traced):
     class Towers(Net):
         def __init__(self):
             super().__init__(Plain)
-            self.inner = nn.ModuleDict(dict(tower=Net(Plain)))
+            self.tower = Net(Plain)
 
         def forward(self, x):
-            return super().forward(x) + self.inner["tower"](x)
+            return super().forward(x) + self.tower(x)
 
     run(mesh_of(1), Towers(), torch.randn(3, D))
     assert len(traced) == 8 and len({like for like, _ in traced}) == 2

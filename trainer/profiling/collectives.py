@@ -321,7 +321,11 @@ def report(model: nn.Module, graphs: Graphs, micro_batches: int = 1) -> list[str
             if found:
                 lines.append(f"  {'':<14} {'between':>7} {'MiB':>9} {'sent':>9}  bucket")
             for c in found:
-                bucket = c.bucket[0] + (f" .. {c.bucket[-1]} ({len(c.bucket)})" if len(c.bucket) > 1 else "")
+                first, last = c.bucket[0], c.bucket[-1]
+                unit, n = first.partition(" [")[0], len(c.bucket)
+                bucket = first if n == 1 else f"{first} .. {last} ({n})"
+                if n > 1 and unit == last.partition(" [")[0]:
+                    bucket = f"{unit} ({n} parameters)"
                 lines.append(f"  {c.kind:<14} {c.gap:>7} {c.full / MIB:>9.3f} {c.sent / MIB:>9.3f}  {bucket}")
             if counts["all-gather"]:
                 all_of_it = sum(c.full for c in found if c.kind == "all-gather")
