@@ -342,20 +342,26 @@ def _parts(parent: nn.Module, listed: bool = False) -> Iterator[tuple[nn.Module,
 
 def units_of(model: nn.Module) -> list[str]:
     """Names of the units of a model: the outermost modules, made of others, that hold no list of blocks, and such that
-    were given to data_parallel() before the model. Of a wrapped model those that data_parallel() took."""
+    were given to data_parallel() before the model; no Sequential of layers that is a third of the model. Of a wrapped
+    model those that data_parallel() took."""
     units = [m for m in model.modules() if _is_unit(type(m))]
     if not any("_data_parallel" in m.__dict__ for m in model.modules()):
         units = _find_units(model)
     return [name for name, module in model.named_modules() if module in units]
 
 
+def _elements(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
 def _find_units(model: nn.Module) -> set[nn.Module]:
-    units = set()
+    units, third = set(), _elements(model) / 3
 
     def walk(parent: nn.Module) -> None:
         parts = list(_parts(parent))
         for part, listed in parts:
-            if _holds_blocks(part, listed) or (len(parts) == 1 and not listed):
+            large = _is_list(part) and _elements(part) >= third
+            if large or _holds_blocks(part, listed) or (len(parts) == 1 and not listed):
                 walk(part)
             else:
                 units.add(part)
@@ -626,13 +632,13 @@ def _key(p: DTensor) -> tuple:
     return id(p), *_versions(p), p.requires_grad, *_mode()
 
 
-def _gather_into(memo: dict, modules: Iterable[nn.Module]) -> None:
-    """Gathers the modules' own parameters: those that are alike by one collective."""
+def _gather_into(memo: dict, modules: Iterable[nn.Module], only: DTensor | None = None) -> None:
+    """Gathers the modules' own parameters, or just one: those that are alike by one collective."""
     sets = {}
     for module in modules:
         policy = module.__dict__.get("_data_parallel")
         for name, p in module._parameters.items() if policy else ():
-            if isinstance(p, DTensor) and (key := _key(p)) not in memo:
+            if isinstance(p, DTensor) and (only is None or only is p) and (key := _key(p)) not in memo:
                 alike = sets.setdefault((p.device_mesh, p.placements, p.dtype, policy), {})
                 alike[key] = p, f"{name} of {type(module).__name__}"
     for (*_, (dtype, reduce_dtype, reshard)), alike in sets.items():
@@ -655,8 +661,8 @@ def _read(module: nn.Module, p: DTensor) -> Tensor:
         memo = {}  # nothing would free what a memo holds
     elif key not in memo and _is_unit(type(_thread.module)) and _thread.mode == _mode():
         _gather_into(memo, _members(_thread.module))
-    if key not in memo:
-        _gather_into(memo, [module])
+    if key not in memo:  # in a checkpoint, which began after the forward, one by one: so it is when that is repeated
+        _gather_into(memo, [module], None if module is _thread.module or _thread.mode == _mode() else p)
     return memo[key][0]
 
 

@@ -109,7 +109,7 @@ def test_your_own_model_by_module_and_function(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     out = printed(capsys, world=4, target="own:build")
     assert out.startswith("own:build, 4 ranks") and "model, forward: 1 all-gather (1 exposed); 3 products" in out
-    assert re.search(r"^  reduce-scatter .*  0 \[16.*\] .. 2 \[16.*\] \(6\)$", out, re.M), out
+    assert re.search(r"^  reduce-scatter .*  2 \[16.*\] .. 0 \[16.*\] \(6\)$", out, re.M), out
 
 
 @pytest.mark.parametrize(("target", "line", "message"), [

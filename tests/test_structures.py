@@ -399,8 +399,9 @@ FOUND = dict(
     equal_stages=(lambda: layers_of(stage(8, 2), stage(8, 2)), ["layers.0", "layers.1"]),
     alike=(lambda: layers_of(Block(extra=True), Block()), ["layers.0", "layers.1"]),
     unlike=(lambda: layers_of(Block(), Sum(), nn.Linear(D, D)), ["layers.0", "layers.1"]),
-    mlps=(lambda: layers_of(mlp(), mlp()), ["layers.0", "layers.1"]),
-    mlps_by_attribute=(lambda: attributes(a=mlp(), b=mlp(), c=nn.Linear(D, D)), ["a", "b"]),
+    mlps=(lambda: layers_of(*[mlp() for _ in range(4)]), ["layers.0", "layers.1", "layers.2", "layers.3"]),
+    halves=(lambda: layers_of(mlp(), mlp()), []),  # layers one behind the other are gathered one by one as well
+    mlps_by_attribute=(lambda: attributes(a=mlp(), b=mlp(), c=mlp(), d=mlp(), e=nn.Linear(D, D)), [*"abcd"]),
     own_forward=(lambda: layers_of(Own(Sum(), Sum()), Own(Sum(), Sum())), ["layers.0", "layers.1"]),
     anywhere=(lambda: attributes(a=attributes(x=Sum()), b=attributes(y=Sum(), z=Block())), ["a", "b"]),
     containers=(lambda: attributes(a=nn.ModuleDict(dict(x=Sum())), b=nn.ModuleDict(dict(x=Sum()))), ["a.x", "b.x"]),

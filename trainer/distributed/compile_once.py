@@ -64,7 +64,7 @@ def _of_rank(node: fx.Node, value: Any) -> bool:
     name = str(node.target)
     if name == "to_local":  # its backward would cut
         return value.requires_grad
-    ours = re.fullmatch(r"simple_fsdp\.gather_\d\S*", name) or name == "tag_activation_checkpoint"
+    ours = re.fullmatch(r"simple_fsdp\.gather_(unit_)?\d\S*", name) or name == "tag_activation_checkpoint"
     return not (ours or node.target is torch.autograd.grad or "getitem" in name)
 
 
