@@ -24,8 +24,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.flop_counter import flop_registry
 
-# All private names of torch that this file uses are imported above or read here, before compile_options(). Torch documents
-# neither FakeTensor.fake_mode nor the keys "val", "recompute" and STACKS of a node's meta, which are used below.
+# All private names of torch that this file uses are imported above or read here, before compile_options(). Torch
+# documents neither FakeTensor.fake_mode nor the keys "val", "recompute" and STACKS of a node's meta, which are used
+# below. What simple_fsdp.py notes there: "unit" and "bucket".
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 GATHER, SCATTER = c10d.all_gather_into_tensor.default, c10d.reduce_scatter_tensor.default
 REDUCE, WAIT = c10d.all_reduce.default, c10d.wait_tensor.default
@@ -392,7 +393,8 @@ def split(g: fx.Graph, whole: fx.Node, starts: list[fx.Node]) -> list[fx.Node]:
     if len(starts) == 1:
         return [whole]
     rows = call(g, aten.reshape.default, whole, [starts[0].args[1], -1])
-    pieces = call(g, torch.ops.simple_fsdp.cut_0.default, rows, [n.meta["val"].numel() // starts[0].args[1] for n in starts])
+    sizes = [n.meta["val"].numel() // starts[0].args[1] for n in starts]
+    pieces = call(g, torch.ops.simple_fsdp.cut_0.default, rows, sizes)
     parts = [call(g, operator.getitem, pieces, i) for i in range(len(starts))]
     return [call(g, aten.reshape.default, part, [*n.meta["val"].shape]) for part, n in zip(parts, starts, strict=True)]
 

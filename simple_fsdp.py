@@ -39,8 +39,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.weak import WeakTensorKeyDictionary
 
-# All that this file uses of torch's private names: the modules of is_fake and TorchDispatchMode (_python_dispatch), the functions below,
-# and the attributes Module._parameters, Tensor._base, Tensor._version, Tensor._backward_hooks,
+# All that this file uses of torch's private names: the modules of is_fake and TorchDispatchMode (_python_dispatch), the
+# functions below, and the attributes Module._parameters, Tensor._base, Tensor._version, Tensor._backward_hooks,
 # Tensor._post_accumulate_grad_hooks, UntypedStorage._cdata, OpOverload._schema, DTensor._local_tensor, DTensor._spec,
 # RNNBase._flat_weights, RNNBase._flat_weights_names, aten._is_any_true, nn.init._no_grad_trunc_normal_. A test of each
 # says which is missing. Not documented: what get_proxy_mode and get_current_meta give, and the meta of a graph's nodes.
@@ -54,6 +54,7 @@ _without_transforms = torch._functorch.pyfunctorch.temporarily_clear_interpreter
 _handlers = DTensor._op_dispatcher._custom_op_handlers  # of operations on DTensors; ours alone is added
 
 MODES = ("replicate", "fully_shard", "hybrid_shard")
+INITIALISE = ("apply", "reset_parameters", "init_weights")  # methods of modules that fill parameters
 
 # ===================================================================================================== part 1: the core
 
@@ -429,10 +430,19 @@ def _wrapped_class(cls: type, names: tuple[str, ...], kind: str, is_root: bool) 
             return plain_call(*args, **kwargs)
         return _eager.run(self, plain_call, args, kwargs)
 
+    def initialising(method: str):
+        @functools.wraps(getattr(cls, method))
+        def run(self, *args, **kwargs):
+            with disable_data_parallel():
+                return getattr(super(wrapped, self), method)(*args, **kwargs)
+
+        return run
+
     def again(self, protocol):  # deepcopy and pickle cannot find this class: they make it again from its base
         return _new, (cls, names, kind, is_root), self.__getstate__()
 
-    attributes = {name: _reader(name) for name in names}
+    attributes = {method: initialising(method) for method in INITIALISE if hasattr(cls, method)}
+    attributes |= {name: _reader(name) for name in names}
     attributes |= dict(forward=forward, __reduce_ex__=again, __module__=cls.__module__, __qualname__=cls.__qualname__)
     attributes |= dict(_data_parallel_class=cls, _data_parallel_names=names, _data_parallel_kind=kind)
     attributes |= dict(_data_parallel_unit=kind == "unit", _data_parallel_root=is_root)
@@ -759,7 +769,8 @@ class _Drawing(TorchDispatchMode):
         name, base = func.overloadpacket.__name__, target._base  # of a view; an index gives a copy of a shard
         lost = isinstance(base, DTensor) and base.is_leaf and _memory(base) != _memory(target)
         if (lost and func._schema.is_mutable) or name == "bernoulli":
-            raise RuntimeError(f"{func._schema.name} would not reach the sharded tensor: fill it in place and as a whole")
+            name = func._schema.name
+            raise RuntimeError(f"{name} would not reach the sharded tensor: fill it in place and as a whole")
         if name in DRAWS and sum(isinstance(arg, Tensor) for arg in args) < 2:
             return _draw_whole(func, target, args, kwargs)
         return func(*args, **kwargs)

@@ -181,7 +181,7 @@ def test_v_prints_stages_and_placements_and_vv_writes_norms(train):
     stages = ["model", "wrap", "to_empty", "init", "optimizer", "mask", "first step"]
     patterns = [rf"^{stage} +[\d']+ +[\d']+$" for stage in stages]
     patterns += [r"^ +blocks\.0\.mlp\.up\.weight +\(128, 32\) +Shard\(dim=0\)"]
-    patterns += [r"^blocks \(\d\): blocks\.0.*; in none: 4 of 16 parameters, [\d']+ elements$"]
+    patterns += [r"^units \(\d\): blocks\.0.*; in none: 4 of 16 parameters, [\d']+ elements$"]
     for done, says in ((quiet, False), (v, True), (vv, True)):
         assert done.code == 0 and done.err == ""
         assert [bool(re.search(pattern, done.out, re.MULTILINE)) for pattern in patterns] == [says] * 9

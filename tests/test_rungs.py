@@ -11,8 +11,8 @@ from small_model import SMALL, B, Ops, T, assert_bitwise, assert_close, batch, b
 
 from lean import lean_mlp, lean_mlp_backward
 from model import ModelConfig, Transformer
-from overlap import cut
 from simple_fsdp import MixedPrecisionPolicy, data_parallel, disable_data_parallel
+from simple_fsdp import _cut as cut
 from trainer.profiling.collectives import inductor_passes
 from trainer.step import AdamW, make_step
 

@@ -74,7 +74,7 @@ def test_an_eager_step_names_phases_blocks_and_collectives(traced):
         assert ("forward", block, f"all-gather {block}", "sim::all_gather[4]") in found
         assert ("backward", block, f"all-gather {block}", "sim::all_gather[4]") in found
         assert ("backward", block, f"reduce {block}", "sim::reduce_scatter[4]") in found
-    assert named(found, "forward", "all-gather") == {"emb, norm", "blocks.0", "blocks.1", "head"}
+    assert named(found, "forward", "all-gather") == {"emb", "norm", "blocks.0", "blocks.1", "head"}
 
 
 @pytest.mark.parametrize("argv", [["--remat", "block"], ["--wrapper", "fsdp2"], ["--wrapper", "ddp"],
