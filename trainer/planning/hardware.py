@@ -47,18 +47,19 @@ def gpu(name: str, watts: float = 0.0) -> Gpu:
     watts = watts or own["watts"]  # the clock goes about as the square root of the power
     flops *= min(1.0, watts / like["watts"] / (own["tflops"] / like["tflops"])) ** 0.5
     rates = {k: tuple(1e12 * flops * v for v in pair) for k, pair in reached["attention"].items()}
-    measured = like is own and watts == own["watts"]
-    scaled = "" if measured else f"rates scaled from {own.get('like', name)}, not measured"
+    limited = watts < own["watts"]
+    scaled = "" if like is own else f"rates scaled from {own.get('like', name)}, not measured"
+    scaled = f"rates scaled to {watts:g} of {own['watts']} W, at which no run is published" if limited else scaled
     return Gpu(
         name, 1e12 * own["tflops"], 1e12 * flops * reached["products"], 1e12 * memory * reached["tb_per_s"],
         2**20 * own["memory_mib"], own["sms"], rates, 1e-6 * reached["floor_us"], scaled, own["arch"], own["link"],
         "" if scaled else reached.get("serial_link", ""), tuple(reached["error"]), reached["source"],
-        own.get("like", name), watts=watts,
+        own.get("like", name), limited=limited,
     )  # fmt: skip
 
 
 def field_data() -> dict[str, dict]:
-    """field.toml: {"constants": .., "bars": {kind: (rows, error)}}."""
+    """field.toml: {"constants": .., "bars": {kind: (rows, error)}, "ran": {"beyond_limit": (planned so, rows)}}."""
     return tomllib.loads(FIELD.read_text())
 
 

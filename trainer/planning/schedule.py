@@ -36,7 +36,8 @@ class Step(Weights):
     def forward(self) -> None:
         """Embedding, blocks, final norm, loss."""
         L, a = self.a.depth, self.a
-        self.gather("emb", self.head)
+        self.gather("emb", self.ends)
+        self.tape.keep(*["emb bucket"] * self.root)
         self.gather("f0", self.block)
         if self.gathers:
             self.op("embedding", ["emb sent", "emb bucket"], work=(("wait", "emb"),))
@@ -71,7 +72,7 @@ class Step(Weights):
         self.gather(f"f{i + 1}", self.block) if i + 1 < self.a.depth else self.gather(
             "fhead", self.head + self.a.final_norm
         )
-        self.in_fp32(at, 1)
+        self.moved_in_fp32(at, 1)
         if self.policies[i] not in AGAIN["mlp"]:
             self.eager_keeps(i, at)
         self.qkv(at, w, f"n{i}", str(i))
@@ -133,10 +134,10 @@ class Step(Weights):
         head, V, D = self.weight("fhead", "head"), self.a.vocab, self.a.width
         if self.c.loss == "full":
             self.product("head", ["nf", head], self.make("z", self.logits, LOGITS), self.n, D, V)
-            wide = [self.make("zf", 4 * self.n * V, LOGITS, key="fp32")] * fp32_logits(self.c)
-            self.op("loss", ["z"], *wide)
-            if self.eager:
-                self.op("loss, log_softmax", ["zf"], self.make("zs", 4 * self.n * V, LOGITS, key="fp32"))
+            wide = fp32_logits(self.c)
+            self.op("loss", ["z"], *[self.in_fp32("zf")] * wide)
+            if self.eager and wide:
+                self.op("loss, log_softmax", ["zf"], self.in_fp32("zs"))
             return
         rows = min(self.c.chunk, self.n)
         inside = max(rows * V * (4 + self.p) + (4 - self.p) * self.head, 4 * self.head)
@@ -145,6 +146,10 @@ class Step(Weights):
         work = (("mm", self.n, D, V), ("mm", self.n, V, D), *[("mm", V, self.n, D)] * (not self.lora),
                 ("bytes", self.n * V * 10 * 4 + 8 * self.head * self.n / rows))  # fmt: skip
         self.op("chunked loss", ["nf", head], *made, inside=inside, work=work)
+
+    def in_fp32(self, name: str) -> Make:
+        """Logits, or a gradient of them, in fp32."""
+        return self.make(name, 4 * self.n * self.a.vocab, LOGITS, key="fp32")
 
     # Backward
 
@@ -156,12 +161,12 @@ class Step(Weights):
         if self.c.loss == "full":
             V, D = self.a.vocab, self.a.width
             self.gather("bhead", whole)
-            made, at = self.make("dz", self.logits, LOGITS), "gradient of the logits"
-            if self.eager:
-                self.op(at, ["zs", "z"], self.make("dzf", 4 * self.n * V, LOGITS, key="fp32"))
+            made, at, wide = self.make("dz", self.logits, LOGITS), "gradient of the logits", fp32_logits(self.c)
+            if self.eager and wide:  # of the negative log-likelihood, then of log_softmax
+                self.op(at, [], self.in_fp32("dzs"))
+                self.op(at, ["zs", "dzs"], self.in_fp32("dzf"))
                 self.op(at, ["dzf"], made)
             else:
-                wide = fp32_logits(self.c)
                 self.op(at, ["z", *["zf"] * wide], made, over=not wide)
             if not self.lora:
                 self.product("gradient of the head", ["dz", "nf"], self.make("whead", self.head * self.p), V, self.n, D)
@@ -189,13 +194,13 @@ class Step(Weights):
             self.backward_block(i)
         if self.whole and self.p < 4 and not self.lora:
             self.op("gradient of the embedding", ["ge"], self.make("wemb", self.head * self.p))
-            self.tape.keep("wemb")
+            self.stays("wemb")
         elif local:
             self.landed("ge", self.head)
         self.bucket("emb", self.head, ["ge"] * (not self.lora))
         self.arrived()
         self.crossed()
-        if self.whole and self.c.grad_accum > 1:
+        if self.whole and self.c.grad_accum > 1 and not self.eager:
             self.op(
                 "gradients to be added", [], self.make("sum", self.m * trained(self.c, self.a), GRADIENTS, key="fp32")
             )
@@ -237,7 +242,7 @@ class Step(Weights):
         """The MLP, then attention; the block's bucket, and the weights of the block before."""
         w, at, grads = f"b{i}", f"backward, block {i}", []
         again = self.policies[i] in AGAIN["mlp"]
-        self.in_fp32(at, 2 + again)
+        self.moved_in_fp32(at, 2 + again)
         if again:
             self.eager_keeps(i, at)
         if i and w not in self.again_made:
@@ -406,7 +411,8 @@ class Step(Weights):
         if not i and self.lora:
             return
         if not i:  # one kernel with the sums of rows
-            self.op("gradient of the embedding", summed, self.make("ge", self.head * 4, GRADIENTS, key="fp32"))
+            size = self.p if self.eager else 4
+            self.op("gradient of the embedding", summed, self.make("ge", self.head * size, GRADIENTS, key="fp32"))
         elif policy != "pointwise":
             self.op(f"{at}, gradient of the norm", summed, gr, over=True)
 
@@ -444,6 +450,6 @@ def muon_peak(c, ranks: int, a: Architecture, arch: str) -> Peak:
     pieces, shards = before_step(c, a, ranks, arch), shard_group(c, ranks)
     sent = SIZE[c.muon_dtype] * a.hidden_parameters * (1 / shards + 1 / ranks)
     batches = (-(-count // ranks) * (2 * m * n + 2 * min(m, n) ** 2) for (m, n), count in a.hidden_matrices.items())
-    pieces[GRADIENTS] = 4 * a.parameters / shards
+    pieces[GRADIENTS] = SIZE[getattr(c, "master_dtype", "fp32")] * a.parameters / shards
     pieces[WORKSPACE] = sent + SIZE[c.muon_dtype] * max(batches)
     return Peak(sum(pieces.values()), "Muon's update", dict(sorted(pieces.items(), key=lambda each: -each[1])))
