@@ -37,7 +37,7 @@ def test_published_runs_are_planned_as_well_as_is_said(found):
     for word, most in (("compiled", 0.05), ("eager", 0.12)):
         assert median(e for row, e in found if report.kind_of(row.q).startswith(word)) <= most
     page, readme = ((ROOT / name).read_text() for name in ("docs/PLANNER.md", "README.md"))
-    for table in (runs.summary(found), runs.summary(runs.left_out())[:3], runs.memory()[:8]):
+    for table in (runs.summary(found), runs.summary(runs.left_out())[1:3], runs.memory()[:8]):
         assert "\n".join(table) in page
     compiled, eager = (line.split(", ") for line in runs.summary(runs.left_out())[1:3])
     assert f"median error {compiled[1]} % compiled, {eager[1]} % eager" in " ".join(readme.split())
