@@ -175,7 +175,7 @@ def test_published_times_of_a_slow_link_are_bound_by_it(plan):
 
 
 def test_the_error_of_a_gpu_is_what_its_rows_say():
-    found, own = hardware.samples(str(ROOT / "results/h100.jsonl")), hardware.gpu("h100")
+    found, own = hardware.samples(str(ROOT / "results/h100.jsonl"), "h100"), hardware.gpu("h100")
     fitted = {s.name for s in hardware.spread(found)}
     errors = sorted(abs(hardware.predicted_ms(s, own) / s.ms - 1) for s in found if s.name not in fitted)
     assert (round(errors[len(errors) // 2], 3), round(errors[-1], 3), len(errors)) == own.error
@@ -184,7 +184,7 @@ def test_the_error_of_a_gpu_is_what_its_rows_say():
 def test_calibration_finds_the_rates_that_made_the_rows():
     own = hardware.gpu("h100")
     found = [
-        s._replace(ms=hardware.predicted_ms(s, own)) for s in hardware.samples(str(ROOT / "results/h100.jsonl"))[:8]
+        s._replace(ms=hardware.predicted_ms(s, own)) for s in hardware.samples(str(ROOT / "results/h100.jsonl"), "h100")[:8]
     ]
     start = own._replace(products=0.8 * own.products, bandwidth=1.3 * own.bandwidth)
     assert hardware.calibrate(found, start).held_out()[-1] < 0.02
@@ -246,7 +246,7 @@ def test_constants_of_rows_are_printed(plan):
 
 def test_steps_with_simulated_links_are_predicted_from_those_without(plan):
     """Rows of benchmarks.exposed; docs/PLANNER.md has the table."""
-    fit = hardware.calibrate(hardware.samples(str(EXPOSED)), hardware.gpu("cpu"))
+    fit = hardware.calibrate(hardware.samples(str(EXPOSED), "cpu"), hardware.gpu("cpu"))
     assert len(fit.held_out()) >= 4 and fit.held_out()[-1] < 0.1
     assert all(name.endswith(hardware.ALONE) for name in fit.fitted)
     code, said, _ = plan("--gpu", "cpu", "--calibrate", str(EXPOSED))
@@ -258,7 +258,7 @@ def test_steps_of_schedules_that_are_not_planned_calibrate_nothing(tmp_path):
     first, second = (json.loads(line) for line in EXPOSED.read_text().splitlines()[:2])
     other = [second | dict(flags=second["flags"] | more) for more in (dict(ahead=2.0), dict(keep_last=True))]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (first, *other)))
-    assert [s.name[:5] for s in hardware.samples(str(tmp_path / "rows.jsonl"))] == 2 * ["row 1"]
+    assert [s.name[:5] for s in hardware.samples(str(tmp_path / "rows.jsonl"), "cpu")] == 2 * ["row 1"]
 
 
 def test_the_front_holds_no_plan_that_another_beats():
@@ -349,6 +349,11 @@ def test_the_least_recomputation_that_fits():
     (["--calibrate", str(EXPOSED), "--batch", "2"], "--batch: --calibrate reads the settings of its rows"),
     (["--wrapper", "fsdp2", "--compile", "blocks"], "--wrapper fsdp2: is not planned; leave it out"),
     (["--calibrate", "/nowhere"], "--calibrate /nowhere: No such file or directory"),
+    (["--calibrate", str(EXPOSED)], f"--calibrate {EXPOSED}: row 1 is of a CPU; say --gpu cpu"),
+    (["--hf", ""], "--hf: names no file"),
+    (["--best", "--plot", ""], "--plot: names no file"),
+    (["--calibrate", ""], "--calibrate: names no file"),
+    (["--depth", "100000"], "--depth 100000: more than 2000 blocks are not planned"),
     (["--best", "--plot", "/nowhere/a.png"], "--plot /nowhere/a.png: "),
 ])  # fmt: skip
 def test_bad_input_ends_in_one_line(words, said, plan):

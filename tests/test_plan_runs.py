@@ -198,7 +198,8 @@ def test_fsdp2_keeps_its_root_group_and_reduces_it_last():
     assert fused < ask(f"{usual} --seqlen 8192").answer().peak.nbytes
 
 
-@pytest.mark.parametrize("words", ["--watts 350", "--gpus 128", "--gpu l4 --gpus 8 --nodes 2"])
+@pytest.mark.parametrize("words", ["--watts 350", "--gpus 128", "--gpu l4 --gpus 8 --nodes 2", "--lora 16",
+                                   "--gpus 8 --optimizer muon"])  # fmt: skip
 def test_no_error_bar_of_another_kind_is_printed(words):
     q = ask(f"--batch 1 {words}")
     assert report.bar(q) is None and any("there is no error bar" in line for line in report.honesty(q))

@@ -21,6 +21,7 @@ from trainer import costs
 NEEDED = "hidden_size intermediate_size num_hidden_layers num_attention_heads vocab_size".split()
 LATENT = "q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim".split()
 EXPERTS = "num_local_experts num_experts n_routed_experts moe_num_experts".split()
+MOST_BLOCKS = 2000  # so that an answer takes no minutes
 WINDOWED = "mistral", "mixtral", "phi3"
 # norms: of width D in a block; qk_norms: of queries and keys, of one head or of all; bias: of q, k and v; every: which
 # block sees all keys; the others of the classes' own defaults where a config.json may leave out the key.
@@ -244,8 +245,8 @@ def size(config: dict, key: str, usual: int | None = None, least: int = 1) -> in
     value = config.get(key, usual)
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= 10**7:
         raise ValueError(f"{key} {str(value)[:40]}: must be a whole number from {least} to 10000000")
-    if key == "num_hidden_layers" and value > 2000:
-        raise ValueError(f"{key} {value}: more than 2000 blocks are not planned")
+    if key == "num_hidden_layers" and value > MOST_BLOCKS:
+        raise ValueError(f"{key} {value}: more than {MOST_BLOCKS} blocks are not planned")
     return value
 
 

@@ -108,10 +108,10 @@ class Fit(NamedTuple):
         return sorted(abs(e) for name, e in self.errors.items() if name not in self.fitted)
 
 
-def samples(path: str) -> list[Sample]:
+def samples(path: str, device: str) -> list[Sample]:
     """The rows of a JSONL file that a step can be predicted for: --compile fwdbwd, --wrapper simple, of main.py or of
     benchmarks.exposed. Of main.py's the smallest step counts, since medians hold what else the machine did; the others
-    took turns with a step without links, which is a sample ALONE. ValueError, one line, if there are none."""
+    took turns with a step without links, which is a sample ALONE. ValueError, one line, if there are none, or if a CPU made them and `device` is a GPU."""
     try:
         rows = [json.loads(line) for line in Path(path).read_text().splitlines() if line.strip()]
     except (OSError, ValueError) as error:
@@ -119,6 +119,8 @@ def samples(path: str) -> list[Sample]:
         raise ValueError(f"--calibrate {path}: {said}; name a JSONL file of main.py's rows") from error
     found = []
     for number, row in enumerate(rows, 1):
+        if device != "cpu" and str(row.get("device")).startswith("CPU"):
+            raise ValueError(f"--calibrate {path}: row {number} is of a CPU; say --gpu cpu")
         f = row.get("flags") or {}
         whole = {"depth", "remat", "ahead", "link", "compile_options"} <= f.keys()
         planned = whole and f["compile"] == "fwdbwd" and f["wrapper"] == "simple" and not f.get("keep_last")

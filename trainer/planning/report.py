@@ -37,19 +37,27 @@ def of_one_node(q: Question) -> int:
     return min(q.per_node, q.ranks) if min(q.per_node, q.ranks) > most else 0
 
 
-def doubts(q: Question, peak: float) -> list[str]:
-    """Why an answer is extrapolated: what no run says that stands behind its figures."""
-    found = [f"{q.gpu.name}: {q.gpu.scaled}"] * bool(q.gpu.scaled)
+def unlike(q: Question) -> list[str]:
+    """What an answer is about that no published run has: no error bar is known of it."""
+    found = []
     if kind_of(q) not in hardware.field_data()["bars"]:
         found.append(f"this kind of answer ({kind_of(q)}): no such run is published here")
     if "counted on" in q.a.note:
         found.append(f"{q.a.note}: its blocks are planned as llama's")
     if q.a.experts or q.a.window:
         found.append("this architecture: only dense blocks with full attention were checked")
-    if q.a.gated and kind_of(q).startswith("eager") and q.ranks <= q.per_node:
-        found.append("eager blocks with a gate on one node: the three runs that are published were slower by a quarter")
+    if q.c.lora or muon(q.c):
+        found.append("LoRA and Muon: no run with either is published here")
     if many := of_one_node(q):
         found.append(f"{many} GPUs of one node: none is sold with so many; say --gpus {NODE} --nodes")
+    return found
+
+
+def doubts(q: Question, peak: float) -> list[str]:
+    """Why an answer is extrapolated: what no run says that stands behind its figures."""
+    found = [f"{q.gpu.name}: {q.gpu.scaled}"] * bool(q.gpu.scaled) + unlike(q)
+    if q.a.gated and kind_of(q).startswith("eager") and q.ranks <= q.per_node:
+        found.append("eager blocks with a gate on one node: the three runs that are published were slower by a quarter")
     if reserved(q.c, q.ranks)[1] * peak > q.gpu.memory:
         found.append("memory: so full that the allocator may free and ask again, which costs time that is not planned")
     return found
@@ -175,8 +183,7 @@ def draw(front: list[Answer], path: str) -> None:
 def bar(q: Question) -> tuple[int, float] | None:
     """(published runs of this kind, error that 85 % of them keep within, as a fraction). None: no run is of this
     kind."""
-    unlike = q.gpu.limited or of_one_node(q)
-    return None if unlike else hardware.field_data()["bars"].get(kind_of(q))
+    return None if q.gpu.limited or unlike(q) else hardware.field_data()["bars"].get(kind_of(q))
 
 
 def honesty(q: Question, single: bool = True) -> list[str]:
@@ -210,7 +217,7 @@ def peak_error(q: Question) -> str:
 
 def calibrated(path: str, start: Gpu) -> int:
     """Prints the constants that fit a file's rows. ValueError for a file without such rows."""
-    found = hardware.samples(path)
+    found = hardware.samples(path, start.name)
     fit = hardware.calibrate(found, start)
     g, errors = fit.gpu, fit.held_out()
     rates = ", ".join(f"{k} = [{f / 1e12:.3g}, {b / 1e12:.3g}]" for k, (f, b) in g.attention.items())

@@ -24,7 +24,7 @@ from trainer.costs import Link, link, muon
 from trainer.distributed.command_line import flag, parse_beside
 from trainer.distributed.terminal import fail
 from trainer.planning import hardware
-from trainer.planning.architecture import Architecture, read, reference
+from trainer.planning.architecture import MOST_BLOCKS, Architecture, read, reference
 from trainer.planning.liveness import Peak, Tape
 from trainer.planning.schedule import Step, step_peak
 from trainer.planning.step_time import SLOWEST, Gpu, Node, Time, step_time
@@ -323,6 +323,9 @@ def checked(own: Plan) -> Plan:
         if not math.isfinite(value) or not low <= value < 1e18:
             wanted = f"must be at least {low}" if value < low else "must be a number below 1e18"
             fail(f"{flag(name)} {value}: {wanted}", 0)
+    for name in ("hf", "plot", "calibrate"):
+        if getattr(own, name) == "":
+            fail(f"{flag(name)}: names no file; name one, or leave it out", 0)
     return own
 
 
@@ -385,6 +388,8 @@ def question(own: Plan, words: Sequence[str]) -> Question:
     if c.param_dtype == "fp32":
         raise ValueError("--param-dtype fp32: rates and peaks are known of bf16 alone; leave it out")
     c = flags.resolve(c, "cuda", ranks)
+    if c.depth > MOST_BLOCKS:
+        raise ValueError(f"--depth {c.depth}: more than {MOST_BLOCKS} blocks are not planned")
     a = read(own.hf) if own.hf else reference(c)
     shape = dict(depth=a.depth, width=a.width, head_dim=a.head_dim, vocab=a.vocab)
     kept = dict(logits=own.logits, master_dtype=own.master_dtype, lora=own.lora, remat_ops=own.remat_ops)
