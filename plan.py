@@ -33,7 +33,8 @@ def sweep(own: Plan, words: list[str]) -> list[str]:
     name = name.lstrip("-").replace("-", "_")
     kinds = get_type_hints(flags.Training) | get_type_hints(flags.System)
     if not values or name not in {*SWEPT, *kinds}:
-        raise ValueError(f"--what-if {' '.join(own.what_if)}: name a flag of main.py, or {', '.join(SWEPT)}, and its values")
+        known = ", ".join(SWEPT)
+        raise ValueError(f"--what-if {' '.join(own.what_if)}: name a flag of main.py, or {known}, and its values")
     lines = [report.HEADING]
     for text in values:
         new, more = own, [flag(name), text]

@@ -184,7 +184,8 @@ def test_the_error_of_a_gpu_is_what_its_rows_say():
 def test_calibration_finds_the_rates_that_made_the_rows():
     own = hardware.gpu("h100")
     found = [
-        s._replace(ms=hardware.predicted_ms(s, own)) for s in hardware.samples(str(ROOT / "results/h100.jsonl"), "h100")[:8]
+        s._replace(ms=hardware.predicted_ms(s, own))
+        for s in hardware.samples(str(ROOT / "results/h100.jsonl"), "h100")[:8]
     ]
     start = own._replace(products=0.8 * own.products, bandwidth=1.3 * own.bandwidth)
     assert hardware.calibrate(found, start).held_out()[-1] < 0.02
@@ -413,4 +414,16 @@ def test_two_of_the_drawn_settings_simulated_anew(number, tmp_path):
     row = read_jsonl(out)[0]
     assert (
         row["flags"]["remat"] == told["flags"]["remat"] and abs(row["simulated_mib"] / told["simulated_mib"] - 1) < 1e-3
+    )
+
+
+ODD = dict(depth=1, remat=1, ahead="1", link="none", compile_options="", compile="fwdbwd", wrapper="simple")
+
+
+@pytest.mark.parametrize("row", [[1], {"flags": 3}, {"flags": ODD, "step_ms_min": 2}])
+def test_a_row_that_main_did_not_write_is_named(row, plan, tmp_path):
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    code, _, error = plan("--calibrate", str(tmp_path / "rows.jsonl"))
+    assert (
+        code == 2 and error == f"error: --calibrate {tmp_path}/rows.jsonl: row 1 is no row of main.py; leave it out\n"
     )

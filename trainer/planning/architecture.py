@@ -218,14 +218,15 @@ def architecture(config: dict, name: str = "model") -> Architecture:
     if own.get("experts"):
         E, active, F1 = (size(config, key) for key in (experts_key, "num_experts_per_tok", inner))
         if active > E:
-            raise ValueError(f"num_experts_per_tok {active}: a token cannot pass more than the {E} experts that there are")
+            raise ValueError(f"num_experts_per_tok {active}: a token cannot pass more than the {E} experts")
         dense, more = 0, dict(experts=E, active=active, dense_hidden=F)
         if kind == "qwen3_moe":
             plain, step = config.get("mlp_only_layers") or [], size(config, "decoder_sparse_step", 1)
             dense = sum(i in plain or (i + 1) % step > 0 for i in range(L))
         if kind == "deepseek_v3":
             dense = min(size(config, "first_k_dense_replace", 0, least=0), L)
-            more |= dict(shared=F1 * size(config, "n_shared_experts", 0, least=0), latent=latent_attention(config, D, H))
+            more |= dict(shared=F1 * size(config, "n_shared_experts", 0, least=0))
+            more |= dict(latent=latent_attention(config, D, H))
             norms += size(config, "q_lora_rank") + size(config, "kv_lora_rank")
         if kind == "gpt_oss":
             biases += H + E + E * (2 * F1 + D)

@@ -108,32 +108,43 @@ class Fit(NamedTuple):
         return sorted(abs(e) for name, e in self.errors.items() if name not in self.fitted)
 
 
+def sampled(number: int, row: dict, known: Sequence[float]) -> list[Sample]:
+    """The samples of a row, or none. known: milliseconds of those before."""
+    f = row.get("flags") or {}
+    whole = {"depth", "remat", "ahead", "link", "compile_options"} <= f.keys()
+    planned = whole and f["compile"] == "fwdbwd" and f["wrapper"] == "simple" and not f.get("keep_last")
+    if not planned or f["ahead"] > 1 or not row.get("step_ms_min"):
+        return []
+    one = sample(
+        f"row {number}", SimpleNamespace(**f), f.get("world") or row["world"], link(f["link"]), row["step_ms_min"]
+    )
+    if row.get("study") != "exposed":
+        return [one]
+    alone = one._replace(name=f"row {number}{ALONE}", link=link("none"), ms=row["compute_ms"])
+    speed = Link(0.0, 1e3 * sent(one) / row["link_ms"])
+    linked = one._replace(name=f"row {number}, links {row['factor']:g} x", link=speed, ms=row["step_ms"])
+    return [linked] if alone.ms in known else [alone, linked]
+
+
 def samples(path: str, device: str) -> list[Sample]:
     """The rows of a JSONL file that a step can be predicted for: --compile fwdbwd, --wrapper simple, of main.py or of
     benchmarks.exposed. Of main.py's the smallest step counts, since medians hold what else the machine did; the others
-    took turns with a step without links, which is a sample ALONE. ValueError, one line, if there are none, or if a CPU made them and `device` is a GPU."""
+    took turns with a step without links, which is a sample ALONE. ValueError, one line, if there are none, or if a CPU made them and
+    `device` is a GPU."""
     try:
         rows = [json.loads(line) for line in Path(path).read_text().splitlines() if line.strip()]
     except (OSError, ValueError) as error:
         said = error.strerror if isinstance(error, OSError) else "holds a line that is no JSON"
         raise ValueError(f"--calibrate {path}: {said}; name a JSONL file of main.py's rows") from error
-    found = []
+    found: list[Sample] = []
     for number, row in enumerate(rows, 1):
-        if device != "cpu" and str(row.get("device")).startswith("CPU"):
-            raise ValueError(f"--calibrate {path}: row {number} is of a CPU; say --gpu cpu")
-        f = row.get("flags") or {}
-        whole = {"depth", "remat", "ahead", "link", "compile_options"} <= f.keys()
-        planned = whole and f["compile"] == "fwdbwd" and f["wrapper"] == "simple" and not f.get("keep_last")
-        if planned and f["ahead"] <= 1 and row.get("step_ms_min"):
-            c = SimpleNamespace(**f)
-            ranks = f.get("world") or row["world"]
-            one = sample(f"row {number}", c, ranks, link(f["link"]), row["step_ms_min"])
-            if row.get("study") == "exposed":
-                alone = one._replace(name=f"row {number}{ALONE}", link=link("none"), ms=row["compute_ms"])
-                found += [alone] * (alone.ms not in [s.ms for s in found])
-                speed = Link(0.0, 1e3 * sent(one) / row["link_ms"])
-                one = one._replace(name=f"row {number}, links {row['factor']:g} x", link=speed, ms=row["step_ms"])
-            found.append(one)
+        try:
+            if device != "cpu" and str(row.get("device")).startswith("CPU"):
+                raise ValueError("is of a CPU; say --gpu cpu")
+            found += sampled(number, row, [s.ms for s in found])
+        except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+            said = error if isinstance(error, ValueError) else "is no row of main.py; leave it out"
+            raise ValueError(f"--calibrate {path}: row {number} {said}") from error
     if not found:
         raise ValueError(f"--calibrate {path}: no row of --compile fwdbwd, --wrapper simple with a measured step")
     return found
