@@ -129,8 +129,8 @@ def sampled(number: int, row: dict, known: Sequence[float]) -> list[Sample]:
 def samples(path: str, device: str) -> list[Sample]:
     """The rows of a JSONL file that a step can be predicted for: --compile fwdbwd, --wrapper simple, of main.py or of
     benchmarks.exposed. Of main.py's the smallest step counts, since medians hold what else the machine did; the others
-    took turns with a step without links, which is a sample ALONE. ValueError, one line, if there are none, or if a CPU made them and
-    `device` is a GPU."""
+    took turns with a step without links, which is a sample ALONE. ValueError, one line, if there are
+    none, or if a CPU made them and `device` is a GPU."""
     try:
         rows = [json.loads(line) for line in Path(path).read_text().splitlines() if line.strip()]
     except (OSError, ValueError) as error:

@@ -106,6 +106,7 @@ class Weights:
         self.lean, self.policies = c.mlp == "lean", [remat_of(c, i) for i in range(a.depth)]
         self.sums_made, self.again_made, self.roomy = 0, set(), set()
         self.together = []  # see Tape.pull
+        self.at = ""  # where the operations stand that follow, in words
         self.waiting, self.crossing = (), ()  # (name, elements) of the reduction under way
 
     # Small things
@@ -115,11 +116,11 @@ class Weights:
 
     def op(self, where: str, reads, *makes: Make, over: bool = False, **more) -> None:
         reads = [self.kept_products.get(name, name) for name in reads]
-        self.tape.op(where, reads, makes, over=over and not self.eager, **more)
+        self.tape.op(f"{self.at}{where}", reads, makes, over=over and not self.eager, **more)
 
-    def taken(self, at: str, name: str) -> str:
+    def taken(self, name: str) -> str:
         """A result is taken out of those of an operation: a step of its own for the compiler."""
-        self.op(at, [name], self.make(f"{name} taken", 0), work=(("bytes", 0),))
+        self.op("taken", [name], self.make(f"{name} taken", 0), work=(("bytes", 0),))
         return f"{name} taken"
 
     def product(self, where: str, reads, made: Make, rows: int, inner: int, cols: int) -> None:
@@ -151,17 +152,17 @@ class Weights:
         self.kept_products[what + to] = what + to[1:]
         return True
 
-    def moved_in_fp32(self, at: str, times: int) -> None:
+    def moved_in_fp32(self, times: int) -> None:
         """What eager RMSNorms and rotations of a block move more than one kernel each would: both take their input to
         fp32 and back, step by step."""
         if self.eager and self.a.gated:
-            self.op(f"{at}, norms and rotations", [], work=(("bytes", times * IN_FP32 * self.n * self.a.width),))
+            self.op("norms and rotations", [], work=(("bytes", times * IN_FP32 * self.n * self.a.width),))
 
-    def eager_keeps(self, i: int, at: str) -> None:
+    def eager_keeps(self, i: int) -> None:
         """What an eager block keeps for backward and a compiled one makes again: the activated gate, and the inputs of
         the norms in fp32."""
         if self.eager and self.a.gated:
-            self.op(at, [], self.make(f"eager{i}", self.F + 4 * self.U), work=(("bytes", 0),))
+            self.op("what it keeps", [], self.make(f"eager{i}", self.F + 4 * self.U), work=(("bytes", 0),))
 
     # Weights and their gradients
 
@@ -203,7 +204,7 @@ class Weights:
             self.op(f"cast of {name} {part}", [], self.make(f"{name} {part}", size * self.p, WEIGHTS))
         return f"{name} {part}"
 
-    def wgrad(self, at: str, part: str, reads, i: int, grads: list[str], inner: int = 0) -> None:
+    def wgrad(self, part: str, reads, i: int, grads: list[str]) -> None:
         """The gradient of a block's weight, [out, n] @ [n, in]."""
         name, D = f"w{part}{i}", self.a.width
         cols = {"o": self.outs["q"], "down": self.fan}.get(part, D)
@@ -211,10 +212,10 @@ class Weights:
         if self.lora:  # the adapter: forward, and backward to its input and both of its matrices
             made = self.make(name, self.lora * (rows + cols) * self.p)
             work = tuple(("mm", self.n, self.lora, size) for size in (rows, cols) for _ in range(3))
-            self.op(f"{at}, adapter of {part}", reads, made, work=work)
+            self.op(f"adapter of {part}", reads, made, work=work)
         else:
             made = self.make(name, self.weights[part] * self.p)
-            self.product(f"{at}, gradient of {part}", reads, made, rows, self.n, cols)
+            self.product(f"gradient of {part}", reads, made, rows, self.n, cols)
         if self.gathers or self.reduces:
             grads.append(name)
         else:
