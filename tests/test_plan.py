@@ -354,7 +354,7 @@ def test_the_least_recomputation_that_fits():
     (["--hf", ""], "--hf: names no file"),
     (["--best", "--plot", ""], "--plot: names no file"),
     (["--calibrate", ""], "--calibrate: names no file"),
-    (["--depth", "100000"], "--depth 100000: more than 2000 blocks are not planned"),
+    (["--depth", "2001"], "--depth 2001: more than 2000 blocks are not planned"),
     (["--best", "--plot", "/nowhere/a.png"], "--plot /nowhere/a.png: "),
 ])  # fmt: skip
 def test_bad_input_ends_in_one_line(words, said, plan):

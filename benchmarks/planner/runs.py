@@ -24,10 +24,9 @@ from trainer.experiments.logging import read_jsonl
 from trainer.planning import hardware
 from trainer.planning.liveness import Tape
 from trainer.planning.report import doubts, kind_of, reserved
-from trainer.planning.schedule import Step, step_peak
+from trainer.planning.schedule import step_peak
 from trainer.planning.search import Plan, Question, parse, question
 from trainer.planning.step_time import CORE, PRODUCTS, REST, SLOWEST, UPDATE
-from trainer.planning.weights import whole
 
 ROOT = Path(__file__).parents[2]
 # What a constant is without a row that says otherwise. Eager runs of others had the first FlashAttention, which takes
@@ -75,7 +74,7 @@ def published() -> tuple[Row, ...]:
             source = r.get("source", "llm-foundry MPT")
             setting = r.get("setting") or " ".join(r[key] for key in ("model", "seqlen", "gpus", "gpu", "micro_batch"))
             memory = float(r["memory_gib"]) if r.get("memory_gib") else None
-            tape = Step(q.c, q.a, q.ranks, whole(q.c, q.ranks)).tape
+            tape = q.tape
             peak = step_peak(q.c, q.ranks, q.a, q.gpu.arch, tape).nbytes
             tokens, kind = float(r["tok_s_per_gpu"]), r.get("memory_is", "")
             found.append(Row(source, setting, tokens, memory, kind, own.gpu, q, tape, peak))

@@ -21,7 +21,6 @@ from trainer.planning.architecture import Architecture, reference
 from trainer.planning.liveness import Tape
 from trainer.planning.schedule import Step
 from trainer.planning.step_time import Gpu, step_time
-from trainer.planning.weights import whole
 
 DATA, FIELD = (Path(__file__).with_name(name) for name in ("hardware.toml", "field.toml"))
 RESERVE_GIB = 3.0  # of a GPU: CUDA's context, NCCL's buffers, what the allocator cannot give out again
@@ -93,7 +92,7 @@ class Sample(NamedTuple):
 def sample(name: str, c: SimpleNamespace, ranks: int, link: Link, ms: float) -> Sample:
     """Of resolved flags of the reference transformer."""
     a = reference(c)
-    return Sample(name, c, ranks, link, ms, a, Step(c, a, ranks, whole(c, ranks)).tape)
+    return Sample(name, c, ranks, link, ms, a, Step(c, a, ranks).tape)
 
 
 class Fit(NamedTuple):

@@ -6,7 +6,6 @@ from trainer.planning import hardware, search
 from trainer.planning.schedule import Step
 from trainer.planning.search import Answer, Cell, Question
 from trainer.planning.step_time import Gpu
-from trainer.planning.weights import whole as gathers_once
 
 PEAK_ERROR = 0.01, 1.9, 67  # percent, percent, rows of all drawn settings: see benchmarks.plans.PEAKS
 GATED_ERROR = 2.3, 6  # percent, rows of --block llama: those of results/plan_peaks_llama.jsonl
@@ -77,7 +76,7 @@ def mfu(q: Question, answer: Answer) -> dict[str, float]:
         "mfu_palm": tokens * a.flops_per_token(c.seqlen, "palm") - frozen,
     }
     seen, done = a.keys(c.seqlen, "causal") / c.seqlen, 0.0
-    tape = q.tape if c is q.c else Step(c, a, q.ranks, gathers_once(c, q.ranks)).tape
+    tape = q.tape if c is q.c else Step(c, a, q.ranks).tape
     for op in tape.ops:
         for w in op.work:
             done += 2 * w[1] * w[2] * w[3] if w[0] == "mm" else w[2] * seen if w[0] == "attention" else 0

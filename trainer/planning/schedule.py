@@ -14,7 +14,7 @@ head dimension, F hidden width, V vocabulary, L depth. Imports no torch.
 from trainer.costs import muon
 from trainer.planning.architecture import Architecture, reference
 from trainer.planning.liveness import GRADIENTS, LOGITS, WORKSPACE, Make, Peak, Tape
-from trainer.planning.weights import SIZE, Weights, before_step, fp32_logits, shard_group, trained, whole
+from trainer.planning.weights import SIZE, Weights, before_step, fp32_logits, shard_group, trained
 
 AGAIN = {"attn": ("attn", "both", "block"), "mlp": ("mlp", "both", "block", "pointwise")}
 
@@ -22,8 +22,8 @@ AGAIN = {"attn": ("attn", "both", "block"), "mlp": ("mlp", "both", "block", "poi
 class Step(Weights):
     """Forward and backward of one micro-batch, on `tape`."""
 
-    def __init__(self, c, a: Architecture, ranks: int, whole: bool = False):
-        super().__init__(c, a, ranks, whole)
+    def __init__(self, c, a: Architecture, ranks: int):
+        super().__init__(c, a, ranks)
         self.forward()
         self.backward()
         if c.ahead < 1 and (self.gathers or self.reduces):
@@ -70,15 +70,14 @@ class Step(Weights):
         """Attention, then the MLP; the next gather starts after the norm."""
         w, D, self.at = f"f{i}", self.a.width, f"forward, block {i}, "
         self.norm(i, "norm", f"n{i}")
-        self.gather(f"f{i + 1}", self.block) if i + 1 < self.a.depth else self.gather(
-            "fhead", self.head + self.a.final_norm
-        )
+        last, end = i + 1 == self.a.depth, self.head + self.a.final_norm
+        self.gather("fhead" if last else f"f{i + 1}", end if last else self.block)
         self.moved_in_fp32(1)
         if self.policies[i] not in AGAIN["mlp"]:
             self.eager_keeps(i)
         self.qkv(w, f"n{i}", str(i))
         self.core(str(i))
-        self.product("o", [f"a{i}", self.weight(w, "o")], self.make(f"o{i}", self.U), self.n, self.outs["q"], D)
+        self.product("o", [f"a{i}", self.weight(w, "o")], f"o{i}", self.n, self.outs["q"], D)
         if self.lean:
             self.lean_forward(i, w)
         else:
@@ -97,18 +96,15 @@ class Step(Weights):
         for part, name in zip(self.ups, self.hidden(out), strict=True):
             if len(self.ups) > 1 and part == "gate" and self.keeps(f"{part} h", out[1:]):
                 continue
-            made = self.make(name, self.F)
-            self.product(part, [x, self.weight(w, part)], made, self.n, self.a.width, self.fan)
+            self.product(part, [x, self.weight(w, part)], name, self.n, self.a.width, self.fan)
 
     def down(self, w: str, g: str, out: str) -> None:
-        self.product("down", [g, self.weight(w, "down")], self.make(out, self.U), self.n, self.fan, self.a.width)
+        self.product("down", [g, self.weight(w, "down")], out, self.n, self.fan, self.a.width)
 
     def qkv(self, w: str, x: str, to: str) -> None:
-        for part, size in (("q", self.Q), ("k", self.KV), ("v", self.KV)):
-            if self.keeps(part, to):
-                continue
-            made = self.make(part + to, size)
-            self.product(part, [x, self.weight(w, part)], made, self.n, self.a.width, self.outs[part])
+        for part in "qkv":
+            if not self.keeps(part, to):
+                self.product(part, [x, self.weight(w, part)], part + to, self.n, self.a.width, self.outs[part])
 
     def core(self, to: str) -> None:
         a, own = self.a, self.c.attn != "flex"  # a kernel of the compiler's own writes where it is told
@@ -134,7 +130,7 @@ class Step(Weights):
         """The head and the loss: all logits at once, or one operation that makes its gradients as well."""
         head, V, D = self.weight("fhead", "head"), self.a.vocab, self.a.width
         if self.c.loss == "full":
-            self.product("head", ["nf", head], self.make("z", self.logits, LOGITS), self.n, D, V)
+            self.product("head", ["nf", head], "z", self.n, D, V, LOGITS)
             wide = fp32_logits(self.c)
             self.op("loss", ["z"], *[self.in_fp32("zf")] * wide)
             if self.eager and wide:
@@ -170,11 +166,10 @@ class Step(Weights):
             else:
                 self.op(at, ["z", *["zf"] * wide], made, over=not wide)
             if not self.lora:
-                self.product("gradient of the head", ["dz", "nf"], self.make("whead", self.head * self.p), V, self.n, D)
+                self.product("gradient of the head", ["dz", "nf"], "whead", V, self.n, D)
             self.arrive("bhead", {"head": self.head})
             self.gather(last, self.block)
-            made = self.make("go", self.U)
-            self.product("gradient of the head's input", ["dz", self.weight("bhead", "head")], made, self.n, V, D)
+            self.product("gradient of the head's input", ["dz", self.weight("bhead", "head")], "go", self.n, V, D)
         else:
             self.gather(last, self.block)
         grad, go = ("whead", "go") if self.c.loss == "full" else ("gw", "gx")
@@ -225,8 +220,8 @@ class Step(Weights):
         return [f"d'{i}", *self.inputs(i), f"o'{i}"]
 
     def o_again(self, i: int, w: str) -> None:
-        made, core = self.make(f"o'{i}", self.U), "'" * (self.c.remat_core)
-        self.product("o again", [f"a{core}{i}", self.weight(w, "o")], made, self.n, self.outs["q"], self.a.width)
+        a = f"a'{i}" if self.c.remat_core else f"a{i}"
+        self.product("o again", [a, self.weight(w, "o")], f"o'{i}", self.n, self.outs["q"], self.a.width)
 
     def half_again(self, i: int, w: str) -> None:
         """o, the norm and up of a wholly recomputed block."""
@@ -263,8 +258,7 @@ class Step(Weights):
         """Gradients through the MLP, which may be made again first."""
         policy, gr, D = self.policies[i], f"gr{i + 1}", self.a.width
         again, early, mid = policy in AGAIN["mlp"], w in self.again_made, [f"m{i}"]
-        made = self.make(f"dg{i}", self.F)
-        self.product("gradient of the hidden tensor", [gr, self.weight(w, "down")], made, self.n, D, self.fan)
+        self.product("gradient of the hidden tensor", [gr, self.weight(w, "down")], f"dg{i}", self.n, D, self.fan)
         h, nn, g, dh = f"h{i}", f"nn{i}", f"g{i}", [self.make(name, self.F) for name in self.hidden(f"dh{i}")]
         if policy == "pointwise":
             mid = [*self.inputs(i), f"o{i}"]
@@ -294,8 +288,7 @@ class Step(Weights):
         if not late:
             self.room(w, self.block)
         for part, name, dn in zip(self.ups, self.hidden(f"dh{i}"), self.hidden(f"dn{i}"), strict=True):
-            made = self.make(dn, self.U)
-            self.product(f"gradient through {part}", [name, self.weight(w, part)], made, self.n, self.fan, D)
+            self.product(f"gradient through {part}", [name, self.weight(w, part)], dn, self.n, self.fan, D)
         if policy == "pointwise" and not late:
             self.op("norm again", mid, self.make(nn, self.U), self.wide("normed0"))
         if self.parted(i):
@@ -366,12 +359,10 @@ class Step(Weights):
         again = policy in AGAIN["attn"]
         core, n1, to = again and self.c.remat_core, f"n{i}", f"'{i}" if again else str(i)
         a = f"a'{i}" if core else a
-
         if core and f"a'{i}" not in self.again_made:
             self.attention_again(i, w)
         self.wgrad("o", [gm, a], i, grads)
-        made = self.make(f"da{i}", self.Q)
-        self.product("gradient of attention", [gm, self.weight(w, "o")], made, self.n, D, self.outs["q"])
+        self.product("gradient of attention", [gm, self.weight(w, "o")], f"da{i}", self.n, D, self.outs["q"])
         if not core:
             self.attention_again(i, w)
         if f"n'{i}" in self.again_made or policy == "pointwise":
@@ -391,12 +382,11 @@ class Step(Weights):
         parts = []
         for part in "vkq":
             self.wgrad(part, [f"d{part}{i}", n1], i, grads)
-            made = self.make(f"dx{part}{i}", self.U)
-            reads = [f"d{part}{i}", self.weight(w, part)]
+            made, reads = f"dx{part}{i}", [f"d{part}{i}", self.weight(w, part)]
             if not fused:
                 reads.append(self.taken(f"d{part}{i}"))
             self.product(f"gradient through {part}", reads, made, self.n, self.outs[part], D)
-            parts.append(made.name)
+            parts.append(made)
         x = self.input_again(i - 1) if i and policy != "block" else self.inputs(i)
         if len(x) > 1 and i:
             self.op("norm again, in fp32", x, self.wide(f"normed {i}"))
@@ -444,7 +434,7 @@ def step_peak(c, ranks: int, a: Architecture | None = None, arch: str = "sm_90",
     """The highest level of a step of resolved flags on one of `ranks`, allowances included. tape: of that step, if it
     is there already."""
     a = a or reference(c)
-    peak = (tape or Step(c, a, ranks, whole(c, ranks)).tape).peak(before_step(c, a, ranks, arch))
+    peak = (tape or Step(c, a, ranks).tape).peak(before_step(c, a, ranks, arch))
     return max(peak, muon_peak(c, ranks, a, arch), key=lambda each: each.nbytes) if muon(c) else peak
 
 

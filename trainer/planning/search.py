@@ -28,7 +28,6 @@ from trainer.planning.architecture import MOST_BLOCKS, Architecture, read, refer
 from trainer.planning.liveness import Peak, Tape
 from trainer.planning.schedule import Step, step_peak
 from trainer.planning.step_time import SLOWEST, Gpu, Node, Time, step_time
-from trainer.planning.weights import whole
 
 GRID = [round(0.05 * i, 2) for i in range(21)]  # of --remat-ratio
 FASTER_FIRST = [  # what lowers memory, about from cheap to dear
@@ -68,7 +67,7 @@ class Question:
 
     @cached_property
     def tape(self) -> Tape:
-        return Step(self.c, self.a, self.ranks, whole(self.c, self.ranks)).tape
+        return Step(self.c, self.a, self.ranks).tape
 
     @cached_property
     def highest(self) -> Peak:

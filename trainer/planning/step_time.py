@@ -18,7 +18,7 @@ from trainer.costs import Link, muon
 from trainer.planning.architecture import Architecture
 from trainer.planning.liveness import Tape
 from trainer.planning.schedule import Step
-from trainer.planning.weights import SIZE, shard_group, trained, update_bytes, whole
+from trainer.planning.weights import SIZE, shard_group, trained, update_bytes
 
 TILE = 256, 128  # of a product's output that one SM computes at a time
 START = 128  # of a product's sum: what a tile costs before it begins and after it ends, in elements
@@ -165,12 +165,11 @@ def step_time(c, ranks: int, a: Architecture, gpu: Gpu, link: Link, across: Link
               tape: Tape | None = None, node: Node | None = None) -> Time:  # fmt: skip
     """Of one step of resolved flags, --grad-accum micro-batches and the update, on each of `ranks`. tape: of that step,
     if it is there already. node: where ranks are of several."""
-    once = whole(c, ranks)
     serial = "plain" in c.compile_options
     clock = Clock(c, a, gpu, links_of(c, ranks, link, across), serial)
-    clock.run(tape or Step(c, a, ranks, once).tape)
+    clock.run(tape or Step(c, a, ranks).tape)
     seconds, parts = clock.now * c.grad_accum, Counter({k: v * c.grad_accum for k, v in clock.parts.items()})
-    if once:  # gathered and reduced once, by themselves
+    if c.accum_sync == "last":  # gathered and reduced once, by themselves
         inside, n = links_of(c, ranks, link, across)["inside"]
         sent = SIZE[c.param_dtype] * a.parameters, SIZE[c.reduce_dtype] * trained(c, a)
         moved = sum(

@@ -35,11 +35,6 @@ def shard_group(c, ranks: int) -> int:
     return ranks // c.replicas if c.mode == "hybrid_shard" else ranks
 
 
-def whole(c, ranks: int) -> bool:
-    """Whether the step gathers all weights once and reduces all gradients once."""
-    return c.accum_sync == "last"
-
-
 def trained(c, a: Architecture) -> int:
     """Parameters that are trained: all; with LoRA two matrices [in, r] and [r, out] beside each product of a block."""
     rank = getattr(c, "lora", 0)
@@ -52,7 +47,7 @@ def before_step(c, a: Architecture, ranks: int, arch: str) -> dict[str, float]:
     frozen = a.parameters if own < a.parameters else 0
     base = {PARAMETERS: stored * own / shards, FROZEN: stored * frozen / shards,
             MOMENTS: moment_bytes(c, a) / shards, ALLOWANCE: CUBLAS_MIB[arch] * 2**20}  # fmt: skip
-    if whole(c, ranks):
+    if c.accum_sync == "last":
         base |= {WEIGHTS: SIZE[c.param_dtype] * a.parameters}
         shards = 1
     return base | ({GRADIENTS: stored * own / shards} if c.grad_accum > 1 else {})
@@ -76,11 +71,11 @@ class Weights:
     """Of one micro-batch of resolved flags `c`. whole: gradients stay on the rank and weights are there already
     (--accum-sync last)."""
 
-    def __init__(self, c, a: Architecture, ranks: int, whole: bool = False):
-        self.c, self.a, self.ranks, self.whole = c, a, ranks, whole
-        self.shards = 1 if whole else shard_group(c, ranks)
+    def __init__(self, c, a: Architecture, ranks: int):
+        self.c, self.a, self.ranks, self.whole = c, a, ranks, c.accum_sync == "last"
+        self.shards = 1 if self.whole else shard_group(c, ranks)
         self.gathers = self.shards > 1
-        self.reduces = ranks > self.shards and not whole
+        self.reduces = ranks > self.shards and not self.whole
         self.eager = c.compile == "none"
         reuse = "allow_buffer_reuse=False" not in c.compile_options and not self.eager
         self.tape = Tape(reuse, self.gathers or self.reduces)
@@ -123,9 +118,9 @@ class Weights:
         self.op("taken", [name], self.make(f"{name} taken", 0), work=(("bytes", 0),))
         return f"{name} taken"
 
-    def product(self, where: str, reads, made: Make, rows: int, inner: int, cols: int) -> None:
+    def product(self, where: str, reads, out: str, rows: int, inner: int, cols: int, piece: str = "workspace") -> None:
         """out [rows, cols] = [rows, inner] @ [inner, cols]"""
-        self.op(where, reads, made, work=(("mm", rows, inner, cols),))
+        self.op(where, reads, self.make(out, rows * cols * self.p, piece), work=(("mm", rows, inner, cols),))
 
     def sums(self, part: float = 1) -> Make:
         """Partial sums of the two gradients of a norm, fp32: 16 rows in one (or this part of it) where one kernel also
@@ -215,7 +210,7 @@ class Weights:
             self.op(f"adapter of {part}", reads, made, work=work)
         else:
             made = self.make(name, self.weights[part] * self.p)
-            self.product(f"gradient of {part}", reads, made, rows, self.n, cols)
+            self.op(f"gradient of {part}", reads, made, work=(("mm", rows, self.n, cols),))
         if self.gathers or self.reduces:
             grads.append(name)
         else:
