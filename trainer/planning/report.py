@@ -45,7 +45,7 @@ def unlike(q: Question) -> list[str]:
         found.append(f"{q.a.note}: its blocks are planned as llama's")
     if q.a.experts or q.a.window:
         found.append("this architecture: only dense blocks with full attention were checked")
-    if q.c.lora or muon(q.c):
+    if getattr(q.c, "lora", 0) or muon(q.c):
         found.append("LoRA and Muon: no run with either is published here")
     if many := of_one_node(q):
         found.append(f"{many} GPUs of one node: none is sold with so many; say --gpus {NODE} --nodes")
