@@ -22,30 +22,28 @@ from trainer import config as flags
 from trainer.distributed.command_line import explain, flag
 from trainer.distributed.terminal import fail, tell
 from trainer.planning import hardware, report, search
-from trainer.planning.search import Plan, checked, parse, question, two_questions, unread
+from trainer.planning.search import Plan, parse, question, two_questions, unread
+
+SWEPT = "gpu watts gpus nodes across hf logits master_dtype lora reserve_gib".split()  # by --what-if, of plan.py's own
 
 
 def sweep(own: Plan, words: list[str]) -> list[str]:
     """The lines of --what-if. ValueError for a flag or value that there is not."""
     name, *values = own.what_if
     name = name.lstrip("-").replace("-", "_")
-    sizes, others = (
-        {"gpu": str, "gpus": int, "nodes": int},
-        get_type_hints(flags.Training) | get_type_hints(flags.System),
-    )
-    if not values or name not in sizes | others:
-        raise ValueError(
-            f"--what-if {' '.join(own.what_if)}: name a flag of main.py, gpu, gpus or nodes, and its values"
-        )
+    kinds = get_type_hints(flags.Training) | get_type_hints(flags.System)
+    if not values or name not in {*SWEPT, *kinds}:
+        known = ", ".join(SWEPT)
+        raise ValueError(f"--what-if {' '.join(own.what_if)}: name a flag of main.py, or {known}, and its values")
     lines = [report.HEADING]
     for text in values:
-        if problem := explain([flag(name), text], sizes | others):
+        new, more = own, [flag(name), text]
+        if name in SWEPT:
+            new, more = replace(own, **{name: getattr(parse(more)[0], name)}), []
+        elif problem := explain(more, kinds):
             raise ValueError(problem)
-        if name in sizes:
-            q = question(checked(replace(own, **{name: sizes[name](text)})), words)
-        else:
-            q = question(own, [*words, flag(name), text])
-        lines.append(report.line(f"{name} {text}", q.answer(), q, own.reserve_gib))
+        q = question(new, [*words, *more])
+        lines.append(report.line(f"{name} {text}", q.answer(), q, new.reserve_gib))
     return lines
 
 

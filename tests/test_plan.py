@@ -20,6 +20,7 @@ from trainer.planning.liveness import Make, Tape
 
 ROOT = Path(__file__).parents[1]
 EXPOSED = ROOT / "results/exposed.jsonl"
+LLAMA = ROOT / "reference/models/llama3-8b.json"
 FAR = 2  # rows of results/ that the closed form misses by more than 1 %; docs/PLANNER.md names them
 CONFIGS = {  # name: (config.json, parameters)
     "Llama 3 8B": (dict(model_type="llama", hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
@@ -174,7 +175,7 @@ def test_published_times_of_a_slow_link_are_bound_by_it(plan):
 
 
 def test_the_error_of_a_gpu_is_what_its_rows_say():
-    found, own = hardware.samples(str(ROOT / "results/h100.jsonl")), hardware.gpu("h100")
+    found, own = hardware.samples(str(ROOT / "results/h100.jsonl"), "h100"), hardware.gpu("h100")
     fitted = {s.name for s in hardware.spread(found)}
     errors = sorted(abs(hardware.predicted_ms(s, own) / s.ms - 1) for s in found if s.name not in fitted)
     assert (round(errors[len(errors) // 2], 3), round(errors[-1], 3), len(errors)) == own.error
@@ -183,7 +184,8 @@ def test_the_error_of_a_gpu_is_what_its_rows_say():
 def test_calibration_finds_the_rates_that_made_the_rows():
     own = hardware.gpu("h100")
     found = [
-        s._replace(ms=hardware.predicted_ms(s, own)) for s in hardware.samples(str(ROOT / "results/h100.jsonl"))[:8]
+        s._replace(ms=hardware.predicted_ms(s, own))
+        for s in hardware.samples(str(ROOT / "results/h100.jsonl"), "h100")[:8]
     ]
     start = own._replace(products=0.8 * own.products, bandwidth=1.3 * own.bandwidth)
     assert hardware.calibrate(found, start).held_out()[-1] < 0.02
@@ -245,7 +247,7 @@ def test_constants_of_rows_are_printed(plan):
 
 def test_steps_with_simulated_links_are_predicted_from_those_without(plan):
     """Rows of benchmarks.exposed; docs/PLANNER.md has the table."""
-    fit = hardware.calibrate(hardware.samples(str(EXPOSED)), hardware.gpu("cpu"))
+    fit = hardware.calibrate(hardware.samples(str(EXPOSED), "cpu"), hardware.gpu("cpu"))
     assert len(fit.held_out()) >= 4 and fit.held_out()[-1] < 0.1
     assert all(name.endswith(hardware.ALONE) for name in fit.fitted)
     code, said, _ = plan("--gpu", "cpu", "--calibrate", str(EXPOSED))
@@ -257,7 +259,7 @@ def test_steps_of_schedules_that_are_not_planned_calibrate_nothing(tmp_path):
     first, second = (json.loads(line) for line in EXPOSED.read_text().splitlines()[:2])
     other = [second | dict(flags=second["flags"] | more) for more in (dict(ahead=2.0), dict(keep_last=True))]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (first, *other)))
-    assert [s.name[:5] for s in hardware.samples(str(tmp_path / "rows.jsonl"))] == 2 * ["row 1"]
+    assert [s.name[:5] for s in hardware.samples(str(tmp_path / "rows.jsonl"), "cpu")] == 2 * ["row 1"]
 
 
 def test_the_front_holds_no_plan_that_another_beats():
@@ -335,8 +337,24 @@ def test_the_least_recomputation_that_fits():
     (["--what-if", "gpus", "0"], "--gpus 0: must be at least 1"),
     (["--gpus", "8", "--fit", "3"], "--fit 3: must divide the 64 sequences of a step"),
     (["--world", "8"], "--world 8: say --gpus and --nodes instead"),
-    (["--across", "string"], "--link string: must be"),
+    (["--across", "string"], "--across string: must be"),
+    (["--what-if", "across", "20:4x50", "string"], "--across string: must be"),
+    (["--what-if", "lora", "x"], "--lora x: must be a whole number"),
+    (["--what-if", "plot", "x"], "--what-if plot x: name a flag"),
+    (["--watts", "nan"], "--watts nan: must be a number below 1e18"),
+    (["--watts", "701"], "--watts 701: h100 takes at most 700"),
+    (["--reserve-gib", "1000"], "--reserve-gib 1000: h100 has 79.6 GiB in all"),
+    (["--muon-steps", "3"], "--muon-steps 3: needs --optimizer muon"),
+    (["--hf", str(LLAMA), "--gpus", "8", "--muon-steps", "3"], "--muon-steps 3: needs --optimizer muon"),
+    (["--calibrate", str(EXPOSED), "--gpus", "8"], "--gpus: --calibrate reads the settings of its rows"),
+    (["--calibrate", str(EXPOSED), "--batch", "2"], "--batch: --calibrate reads the settings of its rows"),
+    (["--wrapper", "fsdp2", "--compile", "blocks"], "--wrapper fsdp2: is not planned; leave it out"),
     (["--calibrate", "/nowhere"], "--calibrate /nowhere: No such file or directory"),
+    (["--calibrate", str(EXPOSED)], f"--calibrate {EXPOSED}: row 1 is of a CPU; say --gpu cpu"),
+    (["--hf", ""], "--hf: names no file"),
+    (["--best", "--plot", ""], "--plot: names no file"),
+    (["--calibrate", ""], "--calibrate: names no file"),
+    (["--depth", "2001"], "--depth 2001: more than 2000 blocks are not planned"),
     (["--best", "--plot", "/nowhere/a.png"], "--plot /nowhere/a.png: "),
 ])  # fmt: skip
 def test_bad_input_ends_in_one_line(words, said, plan):
@@ -347,7 +365,7 @@ def test_bad_input_ends_in_one_line(words, said, plan):
 def test_sequences_of_a_step_that_the_gpus_cannot_share_are_refused_of_a_folder_too(plan, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS["Qwen 2.5 7B"][0]))
     code, _, error = plan("--hf", str(tmp_path), *"--gpus 8 --batch 1 --effective-batch 12".split())
-    assert code == 2 and error == "error: --effective-batch 12: must be GPUs x --batch x --grad-accum\n"
+    assert code == 2 and error.startswith("error: --effective-batch 12: must be 8 ranks x --batch 1 x a whole number")
 
 
 def test_a_config_without_its_keys_is_named(tmp_path):
@@ -396,4 +414,16 @@ def test_two_of_the_drawn_settings_simulated_anew(number, tmp_path):
     row = read_jsonl(out)[0]
     assert (
         row["flags"]["remat"] == told["flags"]["remat"] and abs(row["simulated_mib"] / told["simulated_mib"] - 1) < 1e-3
+    )
+
+
+ODD = dict(depth=1, remat=1, ahead="1", link="none", compile_options="", compile="fwdbwd", wrapper="simple")
+
+
+@pytest.mark.parametrize("row", [[1], {"flags": 3}, {"flags": ODD, "step_ms_min": 2}])
+def test_a_row_that_main_did_not_write_is_named(row, plan, tmp_path):
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    code, _, error = plan("--calibrate", str(tmp_path / "rows.jsonl"))
+    assert (
+        code == 2 and error == f"error: --calibrate {tmp_path}/rows.jsonl: row 1 is no row of main.py; leave it out\n"
     )

@@ -3,9 +3,9 @@
     python -m benchmarks.planner.runs             # a table per kind, then every row, worst first
     python -m benchmarks.planner.runs --fit       # trainer/planning/field.toml: constants, and the error of each kind
 
-The rows are reference/runs.csv and reference/runs_mpt.csv. A source is a publication and a kind of GPU.
-The constants are fitted to every third row of each source. The error of a kind comes from rows of sources that the
-constants were not fitted to: for each source in turn they are fitted without it.
+The rows are reference/runs.csv and reference/runs_mpt.csv. The constants are fitted to every third row of each
+publication and GPU. The error of a kind comes from rows of publications that the constants were not fitted to: each
+publication in turn is left out whole, and predicted by what is fitted to the others.
 """
 
 import argparse
@@ -16,15 +16,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
+from benchmarks import plans
+from trainer.experiments.logging import read_jsonl
 from trainer.planning import hardware
 from trainer.planning.liveness import Tape
 from trainer.planning.report import doubts, kind_of, reserved
-from trainer.planning.schedule import Step, step_peak
+from trainer.planning.schedule import step_peak
 from trainer.planning.search import Plan, Question, parse, question
 from trainer.planning.step_time import CORE, PRODUCTS, REST, SLOWEST, UPDATE
-from trainer.planning.weights import whole
 
 ROOT = Path(__file__).parents[2]
 # What a constant is without a row that says otherwise. Eager runs of others had the first FlashAttention, which takes
@@ -40,7 +42,7 @@ HELD = 0.85  # part of the rows of a kind that its stated error holds
 class Row(NamedTuple):
     """A published run. tokens: per second and GPU. memory: GiB, or None; memory_is: what was measured."""
 
-    source: str
+    publication: str
     setting: str
     tokens: float
     memory: float | None
@@ -69,10 +71,10 @@ def published() -> tuple[Row, ...]:
         for r in csv.DictReader((ROOT / f"reference/{name}.csv").read_text().splitlines()):
             own, words = parse(r["flags"].replace("reference/", f"{ROOT}/reference/").split())
             q = question(own, words)
-            source = f"{r.get('source', 'llm-foundry MPT')}, {q.gpu.name}"
+            source = r.get("source", "llm-foundry MPT")
             setting = r.get("setting") or " ".join(r[key] for key in ("model", "seqlen", "gpus", "gpu", "micro_batch"))
             memory = float(r["memory_gib"]) if r.get("memory_gib") else None
-            tape = Step(q.c, q.a, q.ranks, whole(q.c, q.ranks)).tape
+            tape = q.tape
             peak = step_peak(q.c, q.ranks, q.a, q.gpu.arch, tape).nbytes
             tokens, kind = float(r["tok_s_per_gpu"]), r.get("memory_is", "")
             found.append(Row(source, setting, tokens, memory, kind, own.gpu, q, tape, peak))
@@ -85,11 +87,11 @@ def doubted(row: Row) -> list[str]:
 
 
 def third(rows: Iterable[Row]) -> list[Row]:
-    """Every third row of each source, but those which the answer doubts for what no constant can mend."""
+    """Every third row of each publication and GPU, but those whose kind of GPU or of step the answer doubts."""
     by_source = defaultdict(list)
     for row in rows:
-        by_source[row.source].append(row)
-    return [row for mine in by_source.values() for row in mine[::3] if not row.q.gpu.scaled and not doubted(row)]
+        by_source[row.publication, row.name].append(row)
+    return [row for mine in by_source.values() for row in mine[::3] if not doubts(row.q, 0)]
 
 
 def fit(rows: Sequence[Row]) -> dict[str, float]:
@@ -124,12 +126,13 @@ def fit(rows: Sequence[Row]) -> dict[str, float]:
     return x
 
 
-def left_out(rows: Sequence[Row]) -> list[tuple[Row, float]]:
-    """Each row, and its error with constants fitted without its source."""
-    found = []
-    for source in dict.fromkeys(row.source for row in rows):
-        constants = fit(third(row for row in rows if row.source != source))
-        found += [(row, row.error(constants)) for row in rows if row.source == source]
+@cache
+def left_out() -> list[tuple[Row, float]]:
+    """Each row, and its error with constants fitted without its publication."""
+    found, rows = [], published()
+    for publication in dict.fromkeys(row.publication for row in rows):
+        constants = fit(third(row for row in rows if row.publication != publication))
+        found += [(row, row.error(constants)) for row in rows if row.publication == publication]
     return found
 
 
@@ -158,11 +161,12 @@ def field_text() -> str:
     lines = ["# Written by python -m benchmarks.planner.runs --fit, from the runs of reference/.",
              "# constants: what others' steps reach, over what `reached` of hardware.toml says.",
              "# bars: [rows, error that 85 % of them, and of all compiled or eager ones, keep to, by constants",
-             "# fitted without their source].",
+             "# fitted without their publication]. ran: [runs planned above the limit, runs], all of which ran.",
              "", "[constants]"]  # fmt: skip
     lines += [f'"{name}" = {value:.3f}' for name, value in fit(third(rows)).items()]
+    lines += ["", "[ran]", f"beyond_limit = [{len(beyond(rows))}, {len(rows)}]"]
     return "\n".join([*lines, "", "[bars]", *(f'"{kind}" = [{n}, {bar:.3f}]'
-                                              for kind, (n, bar) in bars(left_out(rows)).items())])  # fmt: skip
+                                              for kind, (n, bar) in bars(left_out()).items())])  # fmt: skip
 
 
 def line(kind: str, mine: Sequence[tuple[Row, float]]) -> str:
@@ -176,7 +180,7 @@ def line(kind: str, mine: Sequence[tuple[Row, float]]) -> str:
         f"{quantile(map(abs, errors), 0.5):.1f}",
         f"{quantile(errors, 0.5):+.1f}",
         f"{max(map(abs, errors)):.1f}",
-        f"{max(sure, default=0.0):.1f}",
+        f"{max(sure):.1f}" if sure else "-",
         f"{100 * inside / len(mine):.0f}",
     ]
     return f"{kind}: {', '.join(figures)}"
@@ -192,24 +196,53 @@ def summary(found: Sequence[tuple[Row, float]]) -> list[str]:
     return [head, *(line(kind, mine) for kind, mine in sorted(by_kind.items()))]
 
 
-def memory(rows: Sequence[Row]) -> list[str]:
-    """A line for each row whose memory was published, with the errors of what is planned to be allocated, and about to
-    be reserved."""
-    lines = ["allocated GiB (error %), reserved GiB (error %), published GiB, what was measured, row"]
-    for row in rows:
+def sizes() -> dict[str, list[tuple[float, float, str]]]:
+    """{what was measured: (planned, measured, row)}, in GiB, for rows of which that is known."""
+    found = defaultdict(list)
+    for row in published():
         if row.memory:
-            sizes = (row.peak / 2**30, reserved(row.q, row.peak) / 2**30)
-            planned = ", ".join(f"{size:.1f} ({100 * (size / row.memory - 1):+.1f})" for size in sizes)
-            lines.append(f"{planned}, {row.memory}, {row.memory_is}, {row.setting}")
-    return lines
+            kind = "eager" if row.q.c.compile == "none" else "compiled"
+            planned = reserved(row.q.c, row.q.ranks)[0] * row.peak / 2**30
+            found[f"published, {kind}, {row.memory_is}"].append((planned, row.memory, row.setting))
+    for run in plans.runs():
+        if run.mib:
+            planned = plans.published_peak(run.c, run.ranks) / 2**30
+            found["published, compiled, max allocated"].append((planned, run.mib / 2**10, run.name))
+    for number, r in enumerate(read_jsonl(ROOT / "results/h100.jsonl"), 1):
+        c = SimpleNamespace(**(r.get("flags") or {"compile": ""}))
+        if r.get("peak_reserved_mib") and c.compile in ("none", "fwdbwd") and {"remat", "ahead"} <= vars(c).keys():
+            ranks, name = c.world or r["world"], f"row {number} of results/h100.jsonl"
+            kind, peak = "eager" if c.compile == "none" else "compiled", step_peak(c, ranks).nbytes / 2**30
+            about = reserved(c, ranks)[0] * peak
+            found[f"one H100, {kind}, max allocated"].append((peak, r["peak_alloc_mib"] / 2**10, name))
+            found[f"one H100, {kind}, max reserved"].append((about, r["peak_reserved_mib"] / 2**10, name))
+    return found
+
+
+def memory() -> list[str]:
+    """A line for each kind of measured memory, and for each published row that is no peak of allocated bytes."""
+    lines = ["memory: rows, median %, signed median %, worst %"]
+    rows = ["", "planned GiB, measured GiB, error %, row"]
+    for kind, mine in sorted(sizes().items()):
+        off = [100 * (planned / measured - 1) for planned, measured, _ in mine]
+        figures = quantile(map(abs, off), 0.5), quantile(off, 0.5), max(map(abs, off))
+        lines.append(f"{kind}: {len(mine)}, {figures[0]:.1f}, {figures[1]:+.1f}, {figures[2]:.1f}")
+        if kind.startswith("published") and not kind.endswith("allocated"):
+            rows += [f"{planned:.1f}, {measured:.1f}, {100 * (planned / measured - 1):+.1f}, {name}"
+                     for planned, measured, name in mine]  # fmt: skip
+    return lines + rows
+
+
+def beyond(rows: Sequence[Row]) -> list[Row]:
+    """All of these ran: those which the plan says do not fit."""
+    return [row for row in rows if row.peak > row.q.gpu.memory - Plan().reserve_gib * 2**30]
 
 
 def too_full(rows: Sequence[Row]) -> str:
-    """All of these ran: of how many the plan says that they do not fit."""
-    usual = Plan().reserve_gib * 2**30
-    over = [row.peak > row.q.gpu.memory - usual for row in rows]
-    above = [row.peak > row.q.gpu.memory for row in rows]
-    return f"ran, but planned as not fitting: {sum(over)} of {len(rows)}, {sum(above)} of them above the whole memory"
+    above = sum(row.peak > row.q.gpu.memory for row in rows)
+    named = "".join(f"; {row.setting}" for row in beyond(rows))
+    return (f"ran, but planned as not fitting: {len(beyond(rows))} of {len(rows)}, {above} of them above the whole "
+            f"memory{named}")  # fmt: skip
 
 
 def errors(rows: Sequence[Row]) -> list[tuple[Row, float]]:
@@ -221,10 +254,11 @@ def errors(rows: Sequence[Row]) -> list[tuple[Row, float]]:
 def show() -> None:
     """Prints all tables."""
     found = errors(published())
-    of_memory = [*memory(published()), too_full(published())]
-    print(*summary(found), "", *of_memory, "", "tokens/s, error %, row, why extrapolated", sep="\n")
+    print(*summary(found), "", "the same, each publication predicted by constants fitted to the others", sep="\n")
+    print(*summary(left_out()), "", *memory(), "", too_full(published()), sep="\n")
+    print("", "tokens/s, error %, row, why extrapolated", sep="\n")
     for row, error in sorted(found, key=lambda each: -abs(each[1])):
-        print(f"{100 * error:+.1f}, {row.source}, {row.setting}, {'; '.join(doubted(row))}")
+        print(f"{100 * error:+.1f}, {row.publication}, {row.name}, {row.setting}, {'; '.join(doubted(row))}")
 
 
 if __name__ == "__main__":

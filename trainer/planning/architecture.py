@@ -21,6 +21,7 @@ from trainer import costs
 NEEDED = "hidden_size intermediate_size num_hidden_layers num_attention_heads vocab_size".split()
 LATENT = "q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim".split()
 EXPERTS = "num_local_experts num_experts n_routed_experts moe_num_experts".split()
+MOST_BLOCKS = 2000  # so that an answer takes no minutes
 WINDOWED = "mistral", "mixtral", "phi3"
 # norms: of width D in a block; qk_norms: of queries and keys, of one head or of all; bias: of q, k and v; every: which
 # block sees all keys; the others of the classes' own defaults where a config.json may leave out the key.
@@ -62,18 +63,27 @@ class Architecture:
     dense_hidden: int = 0
     window: int = 0
     every: int = 0
-    attention: int = 0  # parameters of attention's products in a block, if they are not the usual four
+    shared: int = 0  # of a mixture of experts: hidden width of those that all tokens pass
+    latent: tuple[tuple[int, int], ...] = ()  # (rows, columns) of attention's matrices, if not the usual four
     note: str = ""
 
     @property
+    def attention_shapes(self) -> tuple[tuple[int, int], ...]:
+        """(rows, columns) of attention's matrices in a block."""
+        D, q, kv = self.width, self.heads * self.head_dim, self.kv_heads * self.head_dim
+        return self.latent or ((q, D), (kv, D), (kv, D), (D, q))
+
+    @property
     def attention_parameters(self) -> int:
-        """Of the four products of one block: q and o [D, H d], k and v [D, K d], if no others are told."""
-        return self.attention or 2 * self.width * self.head_dim * (self.heads + self.kv_heads)
+        """Of those matrices."""
+        return sum(m * n for m, n in self.attention_shapes)
 
     def mlp_parameters(self, experts: int, hidden: int) -> int:
-        """Of the products of one MLP, or of so many experts and their router [D, E]."""
-        products = (2 + self.gated) * self.width * hidden
-        return experts * products + self.experts * self.width if experts else products
+        """Of the products of one MLP, or of so many experts, those that all tokens pass, and the router [E, D]."""
+        matrices = (2 + self.gated) * self.width
+        if not experts:
+            return matrices * hidden
+        return matrices * (experts * hidden + self.shared) + self.experts * self.width
 
     def _total(self, experts: int) -> int:
         ends = self.width * self.vocab * (1 if self.tied else 2) + self.final_norm
@@ -100,20 +110,24 @@ class Architecture:
         return self.attention_parameters + self.biases + self.norms + self.mlp_parameters(self.experts, self.hidden)
 
     @property
-    def hidden_matrices(self) -> dict[tuple[int, int], int]:
-        """{(rows, columns): how many} of the matrices in blocks, which --optimizer muon gives to Muon."""
-        D, q, kv = self.width, self.heads * self.head_dim, self.kv_heads * self.head_dim
+    def products(self) -> Counter:
+        """{(rows, columns): how many} of the matrices in blocks that tokens are multiplied with, without routers."""
+        D, sparse = self.width, self.depth - self.dense_blocks
         found: Counter = Counter()
-        for shape, count in (((q, D), 1), ((kv, D), 2), ((D, q), 1)):  # shapes may be equal
-            found[shape] += count * self.depth
-        for blocks, experts, hidden in (
-            (self.depth - self.dense_blocks, self.experts, self.hidden),
-            (self.dense_blocks, 0, self.dense_hidden),
-        ):
-            found[hidden, D] += blocks * max(experts, 1) * (1 + self.gated)
-            found[D, hidden] += blocks * max(experts, 1)
-            found[experts, D] += blocks * (experts > 0)  # the router
-        return {shape: count for shape, count in found.items() if count}
+        for shape in self.attention_shapes:
+            found[shape] += self.depth
+        mlps = ((self.hidden, sparse * max(self.experts, 1)), (self.shared, sparse),
+                (self.dense_hidden, self.dense_blocks))  # fmt: skip
+        for hidden, count in mlps:
+            found[hidden, D] += (1 + self.gated) * count
+            found[D, hidden] += count
+        return Counter({shape: count for shape, count in found.items() if count and min(shape)})
+
+    @property
+    def hidden_matrices(self) -> Counter:
+        """Those and the routers: what --optimizer muon gives to Muon."""
+        routers = {(self.experts, self.width): self.depth - self.dense_blocks} if self.experts else {}
+        return self.products + Counter(routers)
 
     @property
     def hidden_parameters(self) -> int:
@@ -200,19 +214,20 @@ def architecture(config: dict, name: str = "model") -> Architecture:
     biases = (H + 2 * K) * d if own.get("bias") or config.get("attention_bias") else 0
     biases += D if config.get("attention_bias") and kind != "qwen2" else 0
     biases += 2 * F + D if config.get("mlp_bias") and kind == "llama" else 0
-    more, attention, rest = {}, 0, 0
+    more = {}
     if own.get("experts"):
         E, active, F1 = (size(config, key) for key in (experts_key, "num_experts_per_tok", inner))
+        if active > E:
+            raise ValueError(f"num_experts_per_tok {active}: a token cannot pass more than the {E} experts")
         dense, more = 0, dict(experts=E, active=active, dense_hidden=F)
         if kind == "qwen3_moe":
             plain, step = config.get("mlp_only_layers") or [], size(config, "decoder_sparse_step", 1)
             dense = sum(i in plain or (i + 1) % step > 0 for i in range(L))
         if kind == "deepseek_v3":
             dense = min(size(config, "first_k_dense_replace", 0, least=0), L)
-            shared = 3 * D * F1 * size(config, "n_shared_experts", 0, least=0)
-            attention, norms = latent_attention(config, D, H, norms)
-            note = "experts that all tokens pass are counted as spread over all blocks"
-            attention, rest = divmod(shared * (L - dense) + attention * L, L)
+            more |= dict(shared=F1 * size(config, "n_shared_experts", 0, least=0))
+            more |= dict(latent=latent_attention(config, D, H))
+            norms += size(config, "q_lora_rank") + size(config, "kv_lora_rank")
         if kind == "gpt_oss":
             biases += H + E + E * (2 * F1 + D)
         F, more["dense_blocks"] = F1, dense
@@ -223,7 +238,7 @@ def architecture(config: dict, name: str = "model") -> Architecture:
         more |= dict(window=size(config, "sliding_window"))
     tied = config.get("tie_word_embeddings", own.get("tied", False))
     return Architecture(name, L, D, H, K, d, F, V, gated=True, tied=bool(tied), biases=biases, norms=norms,
-                        final_norm=D + rest, note=note, attention=attention, **more)  # fmt: skip
+                        final_norm=D, note=note, **more)  # fmt: skip
 
 
 def size(config: dict, key: str, usual: int | None = None, least: int = 1) -> int:
@@ -231,16 +246,15 @@ def size(config: dict, key: str, usual: int | None = None, least: int = 1) -> in
     value = config.get(key, usual)
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= 10**7:
         raise ValueError(f"{key} {str(value)[:40]}: must be a whole number from {least} to 10000000")
-    if key == "num_hidden_layers" and value > 2000:
-        raise ValueError(f"{key} {value}: more than 2000 blocks are not planned")
+    if key == "num_hidden_layers" and value > MOST_BLOCKS:
+        raise ValueError(f"{key} {value}: more than {MOST_BLOCKS} blocks are not planned")
     return value
 
 
-def latent_attention(config: dict, D: int, H: int, norms: int) -> tuple[int, int]:
-    """(parameters of the products, elements of norms) of a block of DeepSeek's attention over a compressed cache."""
+def latent_attention(config: dict, D: int, H: int) -> tuple[tuple[int, int], ...]:
+    """(rows, columns) of the matrices of DeepSeek's attention over a compressed cache."""
     q, kv, nope, rope, v = (size(config, key) for key in LATENT)
-    products = D * q + q * H * (nope + rope) + D * (kv + rope) + kv * H * (nope + v) + H * v * D
-    return products, norms + q + kv
+    return (q, D), (H * (nope + rope), q), (kv + rope, D), (H * (nope + v), kv), (D, H * v)
 
 
 def built(config: dict, name: str) -> Architecture:
@@ -297,7 +311,7 @@ def counted(model, text, name: str, note: str) -> Architecture:
         tied=table is head,
         experts=E if spread else 0,
         active=active if spread else 0,
-        attention=max(attention, 1),
+        latent=((max(attention // D, 1), D),),
         note=note,
     )
     return replace(a, final_norm=sum(p.numel() for p in model.parameters()) - a.parameters)

@@ -21,7 +21,6 @@ from trainer.planning.architecture import Architecture, reference
 from trainer.planning.liveness import Tape
 from trainer.planning.schedule import Step
 from trainer.planning.step_time import Gpu, step_time
-from trainer.planning.weights import whole
 
 DATA, FIELD = (Path(__file__).with_name(name) for name in ("hardware.toml", "field.toml"))
 RESERVE_GIB = 3.0  # of a GPU: CUDA's context, NCCL's buffers, what the allocator cannot give out again
@@ -47,18 +46,19 @@ def gpu(name: str, watts: float = 0.0) -> Gpu:
     watts = watts or own["watts"]  # the clock goes about as the square root of the power
     flops *= min(1.0, watts / like["watts"] / (own["tflops"] / like["tflops"])) ** 0.5
     rates = {k: tuple(1e12 * flops * v for v in pair) for k, pair in reached["attention"].items()}
-    measured = like is own and watts == own["watts"]
-    scaled = "" if measured else f"rates scaled from {own.get('like', name)}, not measured"
+    limited = watts < own["watts"]
+    scaled = "" if like is own else f"rates scaled from {own.get('like', name)}, not measured"
+    scaled = f"rates scaled to {watts:g} of {own['watts']} W, at which no run is published" if limited else scaled
     return Gpu(
         name, 1e12 * own["tflops"], 1e12 * flops * reached["products"], 1e12 * memory * reached["tb_per_s"],
         2**20 * own["memory_mib"], own["sms"], rates, 1e-6 * reached["floor_us"], scaled, own["arch"], own["link"],
         "" if scaled else reached.get("serial_link", ""), tuple(reached["error"]), reached["source"],
-        own.get("like", name), watts=watts,
+        own.get("like", name), limited=limited,
     )  # fmt: skip
 
 
 def field_data() -> dict[str, dict]:
-    """field.toml: {"constants": .., "bars": {kind: (rows, error)}}."""
+    """field.toml: {"constants": .., "bars": {kind: (rows, error)}, "ran": {"beyond_limit": (planned so, rows)}}."""
     return tomllib.loads(FIELD.read_text())
 
 
@@ -92,7 +92,7 @@ class Sample(NamedTuple):
 def sample(name: str, c: SimpleNamespace, ranks: int, link: Link, ms: float) -> Sample:
     """Of resolved flags of the reference transformer."""
     a = reference(c)
-    return Sample(name, c, ranks, link, ms, a, Step(c, a, ranks, whole(c, ranks)).tape)
+    return Sample(name, c, ranks, link, ms, a, Step(c, a, ranks).tape)
 
 
 class Fit(NamedTuple):
@@ -107,30 +107,43 @@ class Fit(NamedTuple):
         return sorted(abs(e) for name, e in self.errors.items() if name not in self.fitted)
 
 
-def samples(path: str) -> list[Sample]:
+def sampled(number: int, row: dict, known: Sequence[float]) -> list[Sample]:
+    """The samples of a row, or none. known: milliseconds of those before."""
+    f = row.get("flags") or {}
+    whole = {"depth", "remat", "ahead", "link", "compile_options"} <= f.keys()
+    planned = whole and f["compile"] == "fwdbwd" and f["wrapper"] == "simple" and not f.get("keep_last")
+    if not planned or f["ahead"] > 1 or not row.get("step_ms_min"):
+        return []
+    one = sample(
+        f"row {number}", SimpleNamespace(**f), f.get("world") or row["world"], link(f["link"]), row["step_ms_min"]
+    )
+    if row.get("study") != "exposed":
+        return [one]
+    alone = one._replace(name=f"row {number}{ALONE}", link=link("none"), ms=row["compute_ms"])
+    speed = Link(0.0, 1e3 * sent(one) / row["link_ms"])
+    linked = one._replace(name=f"row {number}, links {row['factor']:g} x", link=speed, ms=row["step_ms"])
+    return [linked] if alone.ms in known else [alone, linked]
+
+
+def samples(path: str, device: str) -> list[Sample]:
     """The rows of a JSONL file that a step can be predicted for: --compile fwdbwd, --wrapper simple, of main.py or of
     benchmarks.exposed. Of main.py's the smallest step counts, since medians hold what else the machine did; the others
-    took turns with a step without links, which is a sample ALONE. ValueError, one line, if there are none."""
+    took turns with a step without links, which is a sample ALONE. ValueError, one line, if there are
+    none, or if a CPU made them and `device` is a GPU."""
     try:
         rows = [json.loads(line) for line in Path(path).read_text().splitlines() if line.strip()]
     except (OSError, ValueError) as error:
         said = error.strerror if isinstance(error, OSError) else "holds a line that is no JSON"
         raise ValueError(f"--calibrate {path}: {said}; name a JSONL file of main.py's rows") from error
-    found = []
+    found: list[Sample] = []
     for number, row in enumerate(rows, 1):
-        f = row.get("flags") or {}
-        whole = {"depth", "remat", "ahead", "link", "compile_options"} <= f.keys()
-        planned = whole and f["compile"] == "fwdbwd" and f["wrapper"] == "simple" and not f.get("keep_last")
-        if planned and f["ahead"] <= 1 and row.get("step_ms_min"):
-            c = SimpleNamespace(**f)
-            ranks = f.get("world") or row["world"]
-            one = sample(f"row {number}", c, ranks, link(f["link"]), row["step_ms_min"])
-            if row.get("study") == "exposed":
-                alone = one._replace(name=f"row {number}{ALONE}", link=link("none"), ms=row["compute_ms"])
-                found += [alone] * (alone.ms not in [s.ms for s in found])
-                speed = Link(0.0, 1e3 * sent(one) / row["link_ms"])
-                one = one._replace(name=f"row {number}, links {row['factor']:g} x", link=speed, ms=row["step_ms"])
-            found.append(one)
+        try:
+            if device != "cpu" and str(row.get("device")).startswith("CPU"):
+                raise ValueError("is of a CPU; say --gpu cpu")
+            found += sampled(number, row, [s.ms for s in found])
+        except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+            said = error if isinstance(error, ValueError) else "is no row of main.py; leave it out"
+            raise ValueError(f"--calibrate {path}: row {number} {said}") from error
     if not found:
         raise ValueError(f"--calibrate {path}: no row of --compile fwdbwd, --wrapper simple with a measured step")
     return found

@@ -6,11 +6,12 @@ from trainer.planning import hardware, search
 from trainer.planning.schedule import Step
 from trainer.planning.search import Answer, Cell, Question
 from trainer.planning.step_time import Gpu
-from trainer.planning.weights import whole as gathers_once
 
 PEAK_ERROR = 0.01, 1.9, 67  # percent, percent, rows of all drawn settings: see benchmarks.plans.PEAKS
 GATED_ERROR = 2.3, 6  # percent, rows of --block llama: those of results/plan_peaks_llama.jsonl
-RESERVED = dict(compiled=(1.08, 1.26, 28), eager=(1.19, 1.33, 2))  # over allocated: median, worst, rows of h100.jsonl
+RESERVED = {  # over allocated: median, most, rows of results/h100.jsonl
+    "compiled, one rank": (1.05, 1.08, 15), "compiled, several ranks": (1.11, 1.26, 13), "eager": (1.19, 1.33, 2),
+}  # fmt: skip
 NODE, RACK = 8, 72  # GPUs that one NVLink domain has, of a usual node and of an NVL72
 HEADING = "plan: peak MiB, fits, ms a step, exposed ms, tokens/s, error %, MFU %, EXTRAPOLATED"
 
@@ -23,28 +24,41 @@ def kind_of(q: Question) -> str:
     ))  # fmt: skip
 
 
-def reserved(q: Question, peak: float) -> float:
-    """About the bytes that torch's allocator reserves for a peak of allocated bytes."""
-    return RESERVED["eager" if q.c.compile == "none" else "compiled"][0] * peak
+def reserved(c, ranks: int) -> tuple[float, float, int]:
+    """What torch's allocator reserved, over what was allocated: median, most, rows."""
+    compiled = "compiled, several ranks" if ranks > 1 else "compiled, one rank"
+    return RESERVED["eager" if c.compile == "none" else compiled]
 
 
-def doubts(q: Question, peak: float) -> list[str]:
-    """Why an answer is extrapolated: what no run says that stands behind its figures."""
-    found = [f"{q.gpu.name}: {q.gpu.scaled}"] * bool(q.gpu.scaled)
-    if not bar(q)[0]:
+def of_one_node(q: Question) -> int:
+    """GPUs of a node, if there is no such node; 0: there is."""
+    most = RACK if q.gpu.name.startswith("gb") else 2 * NODE
+    return min(q.per_node, q.ranks) if min(q.per_node, q.ranks) > most else 0
+
+
+def unlike(q: Question) -> list[str]:
+    """What an answer is about that no published run has: no error bar is known of it."""
+    found = []
+    if kind_of(q) not in hardware.field_data()["bars"]:
         found.append(f"this kind of answer ({kind_of(q)}): no such run is published here")
     if "counted on" in q.a.note:
         found.append(f"{q.a.note}: its blocks are planned as llama's")
     if q.a.experts or q.a.window:
         found.append("this architecture: only dense blocks with full attention were checked")
+    if getattr(q.c, "lora", 0) or muon(q.c):
+        found.append("LoRA and Muon: no run with either is published here")
+    if many := of_one_node(q):
+        found.append(f"{many} GPUs of one node: none is sold with so many; say --gpus {NODE} --nodes")
+    return found
+
+
+def doubts(q: Question, peak: float) -> list[str]:
+    """Why an answer is extrapolated: what no run says that stands behind its figures."""
+    found = [f"{q.gpu.name}: {q.gpu.scaled}"] * bool(q.gpu.scaled) + unlike(q)
     if q.a.gated and kind_of(q).startswith("eager") and q.ranks <= q.per_node:
         found.append("eager blocks with a gate on one node: the three runs that are published were slower by a quarter")
-    if min(q.per_node, q.ranks) > (RACK if q.gpu.name.startswith("gb") else 2 * NODE):
-        found.append(
-            f"{min(q.per_node, q.ranks)} GPUs of one node: none is sold with so many; say --gpus {NODE} --nodes"
-        )
-    if reserved(q, peak) > q.gpu.memory:
-        found.append("memory: so full that the allocator frees and asks again, which costs time that is not planned")
+    if reserved(q.c, q.ranks)[1] * peak > q.gpu.memory:
+        found.append("memory: so full that the allocator may free and ask again, which costs time that is not planned")
     return found
 
 
@@ -62,7 +76,7 @@ def mfu(q: Question, answer: Answer) -> dict[str, float]:
         "mfu_palm": tokens * a.flops_per_token(c.seqlen, "palm") - frozen,
     }
     seen, done = a.keys(c.seqlen, "causal") / c.seqlen, 0.0
-    tape = q.tape if c is q.c else Step(c, a, q.ranks, gathers_once(c, q.ranks)).tape
+    tape = q.tape if c is q.c else Step(c, a, q.ranks).tape
     for op in tape.ops:
         for w in op.work:
             done += 2 * w[1] * w[2] * w[3] if w[0] == "mm" else w[2] * seen if w[0] == "attention" else 0
@@ -72,9 +86,10 @@ def mfu(q: Question, answer: Answer) -> dict[str, float]:
 
 def line(name: str, answer: Answer, q: Question, reserve_gib: float) -> str:
     fits = "yes" if answer.peak.nbytes <= q.gpu.memory - reserve_gib * 2**30 else "no"
-    t = answer.time
+    t, error = answer.time, bar(q)
+    within = f"+-{100 * error[1]:.0f}" if error else "not known"
     return (f"{name}: {mib(answer.peak.nbytes)}, {fits}, {grouped(1e3 * t.seconds, 1)}, {grouped(1e3 * t.exposed, 1)}, "
-            f"{grouped(answer.tokens_per_second)}, +-{100 * bar(q)[1]:.0f}, {mfu(q, answer)['mfu']:.1f}, "
+            f"{grouped(answer.tokens_per_second)}, {within}, {mfu(q, answer)['mfu']:.1f}, "
             f"{'yes' if doubts(q, answer.peak.nbytes) else 'no'}")  # fmt: skip
 
 
@@ -91,16 +106,22 @@ def whole(q: Question, reserve_gib: float, tokens: float, price: float) -> list[
     fits = answer.peak.nbytes <= limit
     text.append(f"peak {mib(answer.peak.nbytes)} MiB: {'fits' if fits else 'DOES NOT FIT'} in {mib(limit)} "
                 f"({mib(q.gpu.memory)} less {reserve_gib:g} GiB reserved), at {answer.peak.moment}")  # fmt: skip
+    if limit < answer.peak.nbytes <= q.gpu.memory:
+        beyond, rows = hardware.field_data()["ran"]["beyond_limit"]
+        text.append(f"that is within the reserve, which is an allowance: {beyond} of {rows} published runs, "
+                    "all of which ran, is planned as close to the memory")  # fmt: skip
     text += [f"  {mib(size):>10}  {piece}" for piece, size in answer.peak.pieces.items() if size >= 2**19]
     t = answer.time
-    usual, most, rows = RESERVED["eager" if c.compile == "none" else "compiled"]
+    usual, most, rows = reserved(c, q.ranks)
     text.append(
-        f"max reserved about {mib(reserved(q, answer.peak.nbytes))} MiB: {usual} of max allocated, the figure above, "
+        f"max reserved about {mib(usual * answer.peak.nbytes)} MiB: {usual} of max allocated, the figure above, "
         f"in the median of {rows} runs on an H100, {most} at most"
     )
-    low, high = (answer.tokens_per_second / (1 + sign * bar(q)[1]) for sign in (1, -1))
-    text.append(f"step {grouped(1e3 * t.seconds, 1)} ms, {grouped(answer.tokens_per_second)} tokens/s "
-                f"({grouped(low)} to {grouped(high)})")  # fmt: skip
+    within = ""
+    if error := bar(q):
+        low, high = (answer.tokens_per_second / (1 + sign * error[1]) for sign in (1, -1))
+        within = f" ({grouped(low)} to {grouped(high)})"
+    text.append(f"step {grouped(1e3 * t.seconds, 1)} ms, {grouped(answer.tokens_per_second)} tokens/s{within}")
     text += [f"  {grouped(1e3 * s, 1):>10}  {what}" for what, s in sorted(t.parts.items(), key=lambda each: -each[1])]
     if t.exposed > t.seconds / 2:
         text.append("bound by communication")
@@ -158,20 +179,20 @@ def draw(front: list[Answer], path: str) -> None:
         raise ValueError(f"--plot {path}: {error}; name a .png or .svg in a folder that exists") from error
 
 
-def bar(q: Question) -> tuple[int, float]:
-    """(published runs of this kind, error that 85 % of them keep within, as a fraction: that of all compiled or eager
-    ones, if there is no run)."""
-    stated, kind = hardware.field_data()["bars"], kind_of(q)
-    return stated.get(kind) or (0, stated[kind.split(",")[0]][1])
+def bar(q: Question) -> tuple[int, float] | None:
+    """(published runs of this kind, error that 85 % of them keep within, as a fraction). None: no run is of this
+    kind."""
+    return None if q.gpu.limited or unlike(q) else hardware.field_data()["bars"].get(kind_of(q))
 
 
 def honesty(q: Question, single: bool = True) -> list[str]:
     """How far to trust an answer. single: to q alone, whose memory counts; tables say it of each line."""
-    rows, error = bar(q)
-    text = [
-        f"time: predicted; of {rows} published runs ({kind_of(q)}), by constants fitted without their source, and of "
-        f"all {kind_of(q).split(',')[0]} ones 85 % were within {100 * error:.0f} %"
-    ]
+    text = ["time: predicted; extrapolated: there is no error bar, since no published run is of this kind"]
+    if error := bar(q):
+        text = [
+            f"time: predicted; of {error[0]} published runs ({kind_of(q)}), by constants fitted without their "
+            f"publication, and of all {kind_of(q).split(',')[0]} ones 85 % were within {100 * error[1]:.0f} %"
+        ]
     text += [f"EXTRAPOLATED for {doubt}" for doubt in doubts(q, q.peak().nbytes if single else 0)]
     return [*text, peak_error(q)]
 
@@ -195,7 +216,7 @@ def peak_error(q: Question) -> str:
 
 def calibrated(path: str, start: Gpu) -> int:
     """Prints the constants that fit a file's rows. ValueError for a file without such rows."""
-    found = hardware.samples(path)
+    found = hardware.samples(path, start.name)
     fit = hardware.calibrate(found, start)
     g, errors = fit.gpu, fit.held_out()
     rates = ", ".join(f"{k} = [{f / 1e12:.3g}, {b / 1e12:.3g}]" for k, (f, b) in g.attention.items())

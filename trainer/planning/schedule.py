@@ -14,7 +14,7 @@ head dimension, F hidden width, V vocabulary, L depth. Imports no torch.
 from trainer.costs import muon
 from trainer.planning.architecture import Architecture, reference
 from trainer.planning.liveness import GRADIENTS, LOGITS, WORKSPACE, Make, Peak, Tape
-from trainer.planning.weights import SIZE, Weights, before_step, fp32_logits, shard_group, trained, whole
+from trainer.planning.weights import SIZE, Weights, before_step, fp32_logits, shard_group, trained
 
 AGAIN = {"attn": ("attn", "both", "block"), "mlp": ("mlp", "both", "block", "pointwise")}
 
@@ -22,8 +22,8 @@ AGAIN = {"attn": ("attn", "both", "block"), "mlp": ("mlp", "both", "block", "poi
 class Step(Weights):
     """Forward and backward of one micro-batch, on `tape`."""
 
-    def __init__(self, c, a: Architecture, ranks: int, whole: bool = False):
-        super().__init__(c, a, ranks, whole)
+    def __init__(self, c, a: Architecture, ranks: int):
+        super().__init__(c, a, ranks)
         self.forward()
         self.backward()
         if c.ahead < 1 and (self.gathers or self.reduces):
@@ -36,7 +36,8 @@ class Step(Weights):
     def forward(self) -> None:
         """Embedding, blocks, final norm, loss."""
         L, a = self.a.depth, self.a
-        self.gather("emb", self.head)
+        self.gather("emb", self.ends)
+        self.tape.keep(*["emb bucket"] * self.root)
         self.gather("f0", self.block)
         if self.gathers:
             self.op("embedding", ["emb sent", "emb bucket"], work=(("wait", "emb"),))
@@ -52,6 +53,7 @@ class Step(Weights):
             self.x0 = ["e", "positions"]
         for i in range(L):
             self.forward_block(i)
+        self.at = ""
         self.arrive("fhead", {"head": self.head})
         self.norm(L, "final norm", "nf")
         self.loss()
@@ -66,77 +68,73 @@ class Step(Weights):
 
     def forward_block(self, i: int) -> None:
         """Attention, then the MLP; the next gather starts after the norm."""
-        w, at, D = f"f{i}", f"forward, block {i}", self.a.width
-        self.norm(i, f"{at}, norm", f"n{i}")
-        self.gather(f"f{i + 1}", self.block) if i + 1 < self.a.depth else self.gather(
-            "fhead", self.head + self.a.final_norm
-        )
-        self.in_fp32(at, 1)
+        w, D, self.at = f"f{i}", self.a.width, f"forward, block {i}, "
+        self.norm(i, "norm", f"n{i}")
+        last, end = i + 1 == self.a.depth, self.head + self.a.final_norm
+        self.gather("fhead" if last else f"f{i + 1}", end if last else self.block)
+        self.moved_in_fp32(1)
         if self.policies[i] not in AGAIN["mlp"]:
-            self.eager_keeps(i, at)
-        self.qkv(at, w, f"n{i}", str(i))
-        self.core(f"{at}, attention", str(i))
-        self.product(f"{at}, o", [f"a{i}", self.weight(w, "o")], self.make(f"o{i}", self.U), self.n, self.outs["q"], D)
+            self.eager_keeps(i)
+        self.qkv(w, f"n{i}", str(i))
+        self.core(str(i))
+        self.product("o", [f"a{i}", self.weight(w, "o")], f"o{i}", self.n, self.outs["q"], D)
         if self.lean:
-            self.lean_forward(i, at, w)
+            self.lean_forward(i, w)
         else:
             added, normed = self.make(f"m{i}", self.U), self.make(f"nn{i}", self.U)
             if self.policies[i] == "pointwise":  # what is kept is o itself
-                self.op(f"{at}, norm of the MLP", [f"o{i}", *self.inputs(i)], normed)
+                self.op("norm of the MLP", [f"o{i}", *self.inputs(i)], normed)
             else:
-                self.op(f"{at}, norm of the MLP", [f"o{i}", *self.inputs(i)], added, normed, over=True)
-            self.up(at, w, f"nn{i}", f"h{i}")
-            self.op(f"{at}, activation", self.hidden(f"h{i}"), self.make(f"g{i}", self.F), over=not self.a.gated)
-            self.down(at, w, f"g{i}", f"d{i}")
+                self.op("norm of the MLP", [f"o{i}", *self.inputs(i)], added, normed, over=True)
+            self.up(w, f"nn{i}", f"h{i}")
+            self.op("activation", self.hidden(f"h{i}"), self.make(f"g{i}", self.F), over=not self.a.gated)
+            self.down(w, f"g{i}", f"d{i}")
         if i + 1 < self.a.depth:
             self.arrive(f"f{i + 1}", self.weights)
 
-    def up(self, at: str, w: str, x: str, out: str) -> None:
+    def up(self, w: str, x: str, out: str) -> None:
         for part, name in zip(self.ups, self.hidden(out), strict=True):
             if len(self.ups) > 1 and part == "gate" and self.keeps(f"{part} h", out[1:]):
                 continue
-            made = self.make(name, self.F)
-            self.product(f"{at}, {part}", [x, self.weight(w, part)], made, self.n, self.a.width, self.fan)
+            self.product(part, [x, self.weight(w, part)], name, self.n, self.a.width, self.fan)
 
-    def down(self, at: str, w: str, g: str, out: str) -> None:
-        self.product(f"{at}, down", [g, self.weight(w, "down")], self.make(out, self.U), self.n, self.fan, self.a.width)
+    def down(self, w: str, g: str, out: str) -> None:
+        self.product("down", [g, self.weight(w, "down")], out, self.n, self.fan, self.a.width)
 
-    def qkv(self, at: str, w: str, x: str, to: str) -> None:
-        for part, size in (("q", self.Q), ("k", self.KV), ("v", self.KV)):
-            if self.keeps(part, to):
-                continue
-            made = self.make(part + to, size)
-            self.product(f"{at}, {part}", [x, self.weight(w, part)], made, self.n, self.a.width, self.outs[part])
+    def qkv(self, w: str, x: str, to: str) -> None:
+        for part in "qkv":
+            if not self.keeps(part, to):
+                self.product(part, [x, self.weight(w, part)], part + to, self.n, self.a.width, self.outs[part])
 
-    def core(self, at: str, to: str) -> None:
+    def core(self, to: str) -> None:
         a, own = self.a, self.c.attn != "flex"  # a kernel of the compiler's own writes where it is told
         out = self.make(f"a{to}", self.Q, own=own)
         stats = self.make(f"s{to}", 4 * self.n * a.heads, own=own, key="fp32")
         work = (("attention", "forward", 4 * self.n * self.c.seqlen * a.heads * a.head_dim),)
-        self.op(at, ["q" + to, "k" + to, "v" + to], out, stats, work=work)
+        self.op("attention", ["q" + to, "k" + to, "v" + to], out, stats, work=work)
         if own:
-            self.taken(at, out.name)
+            self.taken(out.name)
 
     def rows(self) -> float:
         """The part of the tokens that the lean MLP computes at a time."""
         return min(self.c.mlp_chunk or self.n, self.n) / self.n
 
-    def lean_forward(self, i: int, at: str, w: str) -> None:
+    def lean_forward(self, i: int, w: str) -> None:
         D = self.a.width
         reads = [*self.inputs(i), f"o{i}", self.weight(w, "up"), self.weight(w, "down")]
         work = (("mm", self.n, D, self.fan), ("mm", self.n, self.fan, D), ("bytes", 6 * self.U + 2 * self.F))
-        self.op(f"{at}, lean MLP", reads, self.make(f"x{i + 1}", self.U, own=True),
+        self.op("lean MLP", reads, self.make(f"x{i + 1}", self.U, own=True),
                 inside=self.rows() * (2 * self.U + self.F), work=work)  # fmt: skip
 
     def loss(self) -> None:
         """The head and the loss: all logits at once, or one operation that makes its gradients as well."""
         head, V, D = self.weight("fhead", "head"), self.a.vocab, self.a.width
         if self.c.loss == "full":
-            self.product("head", ["nf", head], self.make("z", self.logits, LOGITS), self.n, D, V)
-            wide = [self.make("zf", 4 * self.n * V, LOGITS, key="fp32")] * fp32_logits(self.c)
-            self.op("loss", ["z"], *wide)
-            if self.eager:
-                self.op("loss, log_softmax", ["zf"], self.make("zs", 4 * self.n * V, LOGITS, key="fp32"))
+            self.product("head", ["nf", head], "z", self.n, D, V, LOGITS)
+            wide = fp32_logits(self.c)
+            self.op("loss", ["z"], *[self.in_fp32("zf")] * wide)
+            if self.eager and wide:
+                self.op("loss, log_softmax", ["zf"], self.in_fp32("zs"))
             return
         rows = min(self.c.chunk, self.n)
         inside = max(rows * V * (4 + self.p) + (4 - self.p) * self.head, 4 * self.head)
@@ -145,6 +143,10 @@ class Step(Weights):
         work = (("mm", self.n, D, V), ("mm", self.n, V, D), *[("mm", V, self.n, D)] * (not self.lora),
                 ("bytes", self.n * V * 10 * 4 + 8 * self.head * self.n / rows))  # fmt: skip
         self.op("chunked loss", ["nf", head], *made, inside=inside, work=work)
+
+    def in_fp32(self, name: str) -> Make:
+        """Logits, or a gradient of them, in fp32."""
+        return self.make(name, 4 * self.n * self.a.vocab, LOGITS, key="fp32")
 
     # Backward
 
@@ -156,19 +158,18 @@ class Step(Weights):
         if self.c.loss == "full":
             V, D = self.a.vocab, self.a.width
             self.gather("bhead", whole)
-            made, at = self.make("dz", self.logits, LOGITS), "gradient of the logits"
-            if self.eager:
-                self.op(at, ["zs", "z"], self.make("dzf", 4 * self.n * V, LOGITS, key="fp32"))
+            made, at, wide = self.make("dz", self.logits, LOGITS), "gradient of the logits", fp32_logits(self.c)
+            if self.eager and wide:  # of the negative log-likelihood, then of log_softmax
+                self.op(at, [], self.in_fp32("dzs"))
+                self.op(at, ["zs", "dzs"], self.in_fp32("dzf"))
                 self.op(at, ["dzf"], made)
             else:
-                wide = fp32_logits(self.c)
                 self.op(at, ["z", *["zf"] * wide], made, over=not wide)
             if not self.lora:
-                self.product("gradient of the head", ["dz", "nf"], self.make("whead", self.head * self.p), V, self.n, D)
+                self.product("gradient of the head", ["dz", "nf"], "whead", V, self.n, D)
             self.arrive("bhead", {"head": self.head})
             self.gather(last, self.block)
-            made = self.make("go", self.U)
-            self.product("gradient of the head's input", ["dz", self.weight("bhead", "head")], made, self.n, V, D)
+            self.product("gradient of the head's input", ["dz", self.weight("bhead", "head")], "go", self.n, V, D)
         else:
             self.gather(last, self.block)
         grad, go = ("whead", "go") if self.c.loss == "full" else ("gw", "gx")
@@ -187,15 +188,16 @@ class Step(Weights):
             self.arrive(last, self.weights)
         for i in reversed(range(L)):
             self.backward_block(i)
+        self.at = ""
         if self.whole and self.p < 4 and not self.lora:
             self.op("gradient of the embedding", ["ge"], self.make("wemb", self.head * self.p))
-            self.tape.keep("wemb")
+            self.stays("wemb")
         elif local:
             self.landed("ge", self.head)
         self.bucket("emb", self.head, ["ge"] * (not self.lora))
         self.arrived()
         self.crossed()
-        if self.whole and self.c.grad_accum > 1:
+        if self.whole and self.c.grad_accum > 1 and not self.eager:
             self.op(
                 "gradients to be added", [], self.make("sum", self.m * trained(self.c, self.a), GRADIENTS, key="fp32")
             )
@@ -205,57 +207,58 @@ class Step(Weights):
         next block is as well, whose input is kept."""
         if self.lean or self.policies[i] != "block" or "block" in self.policies[i + 1 : i + 2]:
             return self.inputs(i + 1)
-        w, at = f"b{i}", f"backward, block {i}"
+        w, before = f"b{i}", self.at
+        self.at = f"backward, block {i}, "
         self.again_made.add(w)
         self.arrive(w, self.weights)
         if i:
             self.gather(f"b{i - 1}", self.block)
-        self.half_again(i, at, w)
-        self.op(f"{at}, activation again", self.hidden(f"h'{i}"), self.make(f"g'{i}", self.F))
-        self.down(f"{at}, again", w, f"g'{i}", f"d'{i}")
+        self.half_again(i, w)
+        self.op("activation again", self.hidden(f"h'{i}"), self.make(f"g'{i}", self.F))
+        self.down(w, f"g'{i}", f"d'{i}")
+        self.at = before
         return [f"d'{i}", *self.inputs(i), f"o'{i}"]
 
-    def o_again(self, i: int, at: str, w: str) -> None:
-        made, core = self.make(f"o'{i}", self.U), "'" * (self.c.remat_core)
-        self.product(f"{at}, o again", [f"a{core}{i}", self.weight(w, "o")], made, self.n, self.outs["q"], self.a.width)
+    def o_again(self, i: int, w: str) -> None:
+        a = f"a'{i}" if self.c.remat_core else f"a{i}"
+        self.product("o again", [a, self.weight(w, "o")], f"o'{i}", self.n, self.outs["q"], self.a.width)
 
-    def half_again(self, i: int, at: str, w: str) -> None:
+    def half_again(self, i: int, w: str) -> None:
         """o, the norm and up of a wholly recomputed block."""
         if self.c.remat_core:
-            self.attention_again(i, at, w)
-        self.o_again(i, at, w)
+            self.attention_again(i, w)
+        self.o_again(i, w)
         made = [self.make(f"nn'{i}", self.U)]
         if self.parted(i):
             made.append(self.wide("normed0"))
             if f"n'{i}" not in self.again_made:
                 self.again_made.add(f"n'{i}")
                 made.append(self.make(f"n'{i}", self.U))
-        self.op(f"{at}, norm again", [*self.inputs(i), f"o'{i}"], *made)
-        self.up(f"{at}, again", w, f"nn'{i}", f"h'{i}")
+        self.op("norm again", [*self.inputs(i), f"o'{i}"], *made)
+        self.up(w, f"nn'{i}", f"h'{i}")
 
     def backward_block(self, i: int) -> None:
         """The MLP, then attention; the block's bucket, and the weights of the block before."""
-        w, at, grads = f"b{i}", f"backward, block {i}", []
+        w, grads, self.at = f"b{i}", [], f"backward, block {i}, "
         again = self.policies[i] in AGAIN["mlp"]
-        self.in_fp32(at, 2 + again)
+        self.moved_in_fp32(2 + again)
         if again:
-            self.eager_keeps(i, at)
+            self.eager_keeps(i)
         if i and w not in self.again_made:
             self.gather(f"b{i - 1}", self.block)
-        (self.lean_backward if self.lean else self.mlp_backward)(i, at, w, grads)
-        self.attention_backward(i, at, w, grads)
+        (self.lean_backward if self.lean else self.mlp_backward)(i, w, grads)
+        self.attention_backward(i, w, grads)
         if self.eager:
-            self.op(at, [f"eager{i}"], work=(("bytes", 0),))
+            self.op("what it kept", [f"eager{i}"], work=(("bytes", 0),))
         self.bucket(w, self.block, grads)
         if i and f"b{i - 1}" not in self.again_made:
             self.arrive(f"b{i - 1}", self.weights)
 
-    def mlp_backward(self, i: int, at: str, w: str, grads: list[str]) -> None:
+    def mlp_backward(self, i: int, w: str, grads: list[str]) -> None:
         """Gradients through the MLP, which may be made again first."""
         policy, gr, D = self.policies[i], f"gr{i + 1}", self.a.width
         again, early, mid = policy in AGAIN["mlp"], w in self.again_made, [f"m{i}"]
-        made = self.make(f"dg{i}", self.F)
-        self.product(f"{at}, gradient of the hidden tensor", [gr, self.weight(w, "down")], made, self.n, D, self.fan)
+        self.product("gradient of the hidden tensor", [gr, self.weight(w, "down")], f"dg{i}", self.n, D, self.fan)
         h, nn, g, dh = f"h{i}", f"nn{i}", f"g{i}", [self.make(name, self.F) for name in self.hidden(f"dh{i}")]
         if policy == "pointwise":
             mid = [*self.inputs(i), f"o{i}"]
@@ -263,7 +266,7 @@ class Step(Weights):
             mid = [*self.inputs(i), f"o'{i}"]
             h, nn, g = f"h'{i}", f"nn'{i}", f"g'{i}"
             if not early:
-                self.half_again(i, at, w)
+                self.half_again(i, w)
         elif again:
             g = f"g'{i}"
             if policy == "pointwise":
@@ -271,28 +274,27 @@ class Step(Weights):
             else:
                 if self.c.remat_norm:
                     nn = f"nn'{i}"
-                    self.op(f"{at}, norm again", mid, self.make(nn, self.U))
+                    self.op("norm again", mid, self.make(nn, self.U))
                 h = f"h'{i}"
-                self.up(f"{at}, again", w, nn, h)
+                self.up(w, nn, h)
         if again and not early:
             made = [*dh, self.make(g, self.F)]
-            self.op(f"{at}, activation again", [f"dg{i}", *self.hidden(h)], *made, over=not self.a.gated)
-            self.wgrad(at, "down", [gr, g], i, grads)
+            self.op("activation again", [f"dg{i}", *self.hidden(h)], *made, over=not self.a.gated)
+            self.wgrad("down", [gr, g], i, grads)
         else:
-            self.wgrad(at, "down", [gr, g], i, grads)
-            self.op(f"{at}, gradient of the activation", [f"dg{i}", *self.hidden(h)], *dh, over=True)
+            self.wgrad("down", [gr, g], i, grads)
+            self.op("gradient of the activation", [f"dg{i}", *self.hidden(h)], *dh, over=True)
         late = self.late(i)
         if not late:
             self.room(w, self.block)
         for part, name, dn in zip(self.ups, self.hidden(f"dh{i}"), self.hidden(f"dn{i}"), strict=True):
-            made = self.make(dn, self.U)
-            self.product(f"{at}, gradient through {part}", [name, self.weight(w, part)], made, self.n, self.fan, D)
+            self.product(f"gradient through {part}", [name, self.weight(w, part)], dn, self.n, self.fan, D)
         if policy == "pointwise" and not late:
-            self.op(f"{at}, norm again", mid, self.make(nn, self.U), self.wide("normed0"))
+            self.op("norm again", mid, self.make(nn, self.U), self.wide("normed0"))
         if self.parted(i):
             mid = ["normed0"]
         if not late:
-            self.wgrad_up(i, at, nn, grads)
+            self.wgrad_up(i, nn, grads)
         made = [self.make(f"gm{i}", self.U), self.sums(0.5 if late else 1)]
         if late and policy == "pointwise":  # one kernel also makes that norm again
             made.append(self.make(nn, self.U))
@@ -300,14 +302,14 @@ class Step(Weights):
             self.again_made.add(f"n'{i}")
             made.append(self.make(f"n'{i}", self.U))
             mid += self.inputs(i)
-        self.op(f"{at}, gradient of the MLP's norm", [gr, *self.hidden(f"dn{i}"), *mid], *made, over=not late)
+        self.op("gradient of the MLP's norm", [gr, *self.hidden(f"dn{i}"), *mid], *made, over=not late)
         if late:
             self.room(w, self.block)
-            self.wgrad_up(i, at, nn, grads)
+            self.wgrad_up(i, nn, grads)
 
-    def wgrad_up(self, i: int, at: str, nn: str, grads: list[str]) -> None:
+    def wgrad_up(self, i: int, nn: str, grads: list[str]) -> None:
         for part, name in zip(self.ups, self.hidden(f"dh{i}"), strict=True):
-            self.wgrad(at, part, [name, nn], i, grads)
+            self.wgrad(part, [name, nn], i, grads)
 
     def late(self, i: int) -> bool:
         """Whether one kernel sums up the gradients of both norms of a block: so the compiler fuses them in a region
@@ -323,14 +325,14 @@ class Step(Weights):
         """[B, T, D] in fp32."""
         return self.make(name, 4 * self.n * self.a.width, key="fp32")
 
-    def lean_backward(self, i: int, at: str, w: str, grads: list[str]) -> None:
+    def lean_backward(self, i: int, w: str, grads: list[str]) -> None:
         """One operation, after o and what leads to it have been made again."""
         o, D, rows = f"o{i}", self.a.width, self.rows()
         if self.policies[i] in AGAIN["attn"]:
             o = f"o'{i}"
             if self.c.remat_core:
-                self.attention_again(i, at, w)
-            self.o_again(i, at, w)
+                self.attention_again(i, w)
+            self.o_again(i, w)
         reads = [f"gr{i + 1}", *self.inputs(i), o, self.weight(w, "up"), self.weight(w, "down")]
         mlp = 2 * self.weights["up"]
         sums = (4 - self.p) * mlp if rows < 1 else 0  # those of several chunks are fp32 until they are cast
@@ -344,27 +346,25 @@ class Step(Weights):
             ("mm", self.fan, self.n, D),
             ("bytes", 12 * self.U + 6 * self.F),
         )
-        self.op(f"{at}, lean MLP", reads, *made, inside=rows * 2 * (self.U + self.F) + sums, work=work)
+        self.op("lean MLP", reads, *made, inside=rows * 2 * (self.U + self.F) + sums, work=work)
         if self.gathers or self.reduces:
             grads += [f"wup{i}", f"wdown{i}"]
         else:
             self.landed(f"wup{i}", self.weights["up"])
             self.landed(f"wdown{i}", self.weights["down"])
 
-    def attention_backward(self, i: int, at: str, w: str, grads: list[str]) -> None:
+    def attention_backward(self, i: int, w: str, grads: list[str]) -> None:
         """Gradients through attention, which may be made again first."""
         policy, gm, a, D = self.policies[i], f"gm{i}", f"a{i}", self.a.width
         again = policy in AGAIN["attn"]
         core, n1, to = again and self.c.remat_core, f"n{i}", f"'{i}" if again else str(i)
         a = f"a'{i}" if core else a
-
         if core and f"a'{i}" not in self.again_made:
-            self.attention_again(i, at, w)
-        self.wgrad(at, "o", [gm, a], i, grads)
-        made = self.make(f"da{i}", self.Q)
-        self.product(f"{at}, gradient of attention", [gm, self.weight(w, "o")], made, self.n, D, self.outs["q"])
+            self.attention_again(i, w)
+        self.wgrad("o", [gm, a], i, grads)
+        self.product("gradient of attention", [gm, self.weight(w, "o")], f"da{i}", self.n, D, self.outs["q"])
         if not core:
-            self.attention_again(i, at, w)
+            self.attention_again(i, w)
         if f"n'{i}" in self.again_made or policy == "pointwise":
             n1 = f"n'{i}"
         stats = f"s{to}" if core else f"s{i}"
@@ -376,53 +376,53 @@ class Step(Weights):
         reads, fused = [f"da{i}", *(part + to for part in "qkv"), stats], self.c.attn == "flex"
         if fused:  # a kernel of its own sums up what the gradient needs of the output
             delta = self.make(f"delta{i}", 4 * self.n * self.a.heads, key="fp32")
-            self.op(f"{at}, sums of attention", [f"da{i}", a], delta)
+            self.op("sums of attention", [f"da{i}", a], delta)
         reads.append(f"delta{i}" if fused else a)
-        self.op(f"{at}, attention", reads, *made, inside=self.scratch(), work=work)
+        self.op("attention", reads, *made, inside=self.scratch(), work=work)
         parts = []
         for part in "vkq":
-            self.wgrad(at, part, [f"d{part}{i}", n1], i, grads)
-            made = self.make(f"dx{part}{i}", self.U)
-            reads = [f"d{part}{i}", self.weight(w, part)]
+            self.wgrad(part, [f"d{part}{i}", n1], i, grads)
+            made, reads = f"dx{part}{i}", [f"d{part}{i}", self.weight(w, part)]
             if not fused:
-                reads.append(self.taken(f"{at}, attention", f"d{part}{i}"))
-            self.product(f"{at}, gradient through {part}", reads, made, self.n, self.outs[part], D)
-            parts.append(made.name)
+                reads.append(self.taken(f"d{part}{i}"))
+            self.product(f"gradient through {part}", reads, made, self.n, self.outs[part], D)
+            parts.append(made)
         x = self.input_again(i - 1) if i and policy != "block" else self.inputs(i)
         if len(x) > 1 and i:
-            self.op(f"{at}, norm again, in fp32", x, self.wide(f"normed {i}"))
+            self.op("norm again, in fp32", x, self.wide(f"normed {i}"))
             x = [f"normed {i}"]
         summed, late = [gm, *parts, *x], self.late(i)
         sums = self.sums({"block": 2, "pointwise": 512 / self.n}[policy] if late else 1)
         reads, gr = summed, self.make(f"gr{i}", self.U)
         if policy == "pointwise":  # one kernel makes the norm again and the gradient
-            self.op(f"{at}, gradient of the norm", summed, self.make(n1, self.U), *[gr] * (i > 0))
+            self.op("gradient of the norm", summed, self.make(n1, self.U), *[gr] * (i > 0))
             reads = [*summed, n1]
         if late:
             reads = [*reads, *self.hidden(f"dn{i}"), f"o'{i}" if policy == "block" else f"o{i}"]
         if late or policy == "pointwise":
             self.together.append((sums.name, f"wo{i}" if late else f"wv{i}"))
-        self.op(f"{at}, gradient of the norm", reads, sums)
+        self.op("gradient of the norm", reads, sums)
         if not i and self.lora:
             return
         if not i:  # one kernel with the sums of rows
-            self.op("gradient of the embedding", summed, self.make("ge", self.head * 4, GRADIENTS, key="fp32"))
+            size = self.p if self.eager else 4
+            self.op("gradient of the embedding", summed, self.make("ge", self.head * size, GRADIENTS, key="fp32"))
         elif policy != "pointwise":
-            self.op(f"{at}, gradient of the norm", summed, gr, over=True)
+            self.op("gradient of the norm", summed, gr, over=True)
 
-    def attention_again(self, i: int, at: str, w: str) -> None:
+    def attention_again(self, i: int, w: str) -> None:
         """What backward makes again of the attention branch: the norm, q, k and v, attention itself."""
         policy, n1 = self.policies[i], f"n{i}"
         if policy in AGAIN["attn"] and (self.c.remat_norm or policy == "block"):
             n1 = f"n'{i}"
             if n1 not in self.again_made:
                 self.again_made.add(n1)
-                self.op(f"{at}, norm again", self.inputs(i), self.make(n1, self.U))
+                self.op("norm again", self.inputs(i), self.make(n1, self.U))
         if policy in AGAIN["attn"]:
-            self.qkv(f"{at}, again", w, n1, f"'{i}")
+            self.qkv(w, n1, f"'{i}")
             if self.c.remat_core:
                 self.again_made.add(f"a'{i}")
-                self.core(f"{at}, attention again", f"'{i}")
+                self.core(f"'{i}")
 
     def scratch(self) -> float:
         """Of a fused attention's backward: the gradient of q in fp32, and of grouped k and v for every head."""
@@ -434,7 +434,7 @@ def step_peak(c, ranks: int, a: Architecture | None = None, arch: str = "sm_90",
     """The highest level of a step of resolved flags on one of `ranks`, allowances included. tape: of that step, if it
     is there already."""
     a = a or reference(c)
-    peak = (tape or Step(c, a, ranks, whole(c, ranks)).tape).peak(before_step(c, a, ranks, arch))
+    peak = (tape or Step(c, a, ranks).tape).peak(before_step(c, a, ranks, arch))
     return max(peak, muon_peak(c, ranks, a, arch), key=lambda each: each.nbytes) if muon(c) else peak
 
 
@@ -444,6 +444,6 @@ def muon_peak(c, ranks: int, a: Architecture, arch: str) -> Peak:
     pieces, shards = before_step(c, a, ranks, arch), shard_group(c, ranks)
     sent = SIZE[c.muon_dtype] * a.hidden_parameters * (1 / shards + 1 / ranks)
     batches = (-(-count // ranks) * (2 * m * n + 2 * min(m, n) ** 2) for (m, n), count in a.hidden_matrices.items())
-    pieces[GRADIENTS] = 4 * a.parameters / shards
+    pieces[GRADIENTS] = SIZE[getattr(c, "master_dtype", "fp32")] * a.parameters / shards
     pieces[WORKSPACE] = sent + SIZE[c.muon_dtype] * max(batches)
     return Peak(sum(pieces.values()), "Muon's update", dict(sorted(pieces.items(), key=lambda each: -each[1])))

@@ -24,11 +24,10 @@ from trainer.costs import Link, link, muon
 from trainer.distributed.command_line import flag, parse_beside
 from trainer.distributed.terminal import fail
 from trainer.planning import hardware
-from trainer.planning.architecture import Architecture, read, reference
+from trainer.planning.architecture import MOST_BLOCKS, Architecture, read, reference
 from trainer.planning.liveness import Peak, Tape
 from trainer.planning.schedule import Step, step_peak
-from trainer.planning.step_time import SLOWEST, Gpu, Time, step_time
-from trainer.planning.weights import whole
+from trainer.planning.step_time import SLOWEST, Gpu, Node, Time, step_time
 
 GRID = [round(0.05 * i, 2) for i in range(21)]  # of --remat-ratio
 FASTER_FIRST = [  # what lowers memory, about from cheap to dear
@@ -68,7 +67,7 @@ class Question:
 
     @cached_property
     def tape(self) -> Tape:
-        return Step(self.c, self.a, self.ranks, whole(self.c, self.ranks)).tape
+        return Step(self.c, self.a, self.ranks).tape
 
     @cached_property
     def highest(self) -> Peak:
@@ -98,9 +97,10 @@ class Question:
             inside = link(self.gpu.serial_link)
         group = self.ranks // self.c.replicas if self.c.mode == "hybrid_shard" else self.ranks
         across = inside if self.ranks <= self.per_node else self.ring(inside) if group == self.ranks else self.shared()
+        node = Node(self.per_node, inside, self.shared())
         if group > self.per_node:
             inside = self.ring(inside)
-        time = step_time(self.c, self.ranks, self.a, self.gpu, inside, across, tape=tape)
+        time = step_time(self.c, self.ranks, self.a, self.gpu, inside, across, tape, node)
         late = time.seconds * self.gpu.straggling * math.log2(max(self.ranks / self.per_node, 1))
         return Time(time.seconds + late, time.parts | {SLOWEST: late} if late else time.parts)
 
@@ -297,7 +297,7 @@ class Plan:
     best: bool = False
     """The fastest plan that fits, for the same sequences a step, and the front of memory against time."""
     what_if: Annotated[tuple[str, ...], arg(metavar="FLAG VALUE ...")] = ()
-    """A flag of main.py, gpu, gpus or nodes, and the values that it shall have in turn, such as seqlen 2048 4096."""
+    """A flag of main.py or of these above, and the values that it shall have in turn, such as seqlen 2048 4096."""
     plot: str | None = None
     """With --best: a .png or .svg of memory against time. Needs matplotlib."""
     exact: bool = False
@@ -318,8 +318,13 @@ def checked(own: Plan) -> Plan:
     """Ends the process with exit code 2 and one line for a number that is none of these flags."""
     for name, low in (("gpus", 1), ("nodes", 1), ("reserve_gib", 0), ("tokens", 0), ("price", 0),
                       ("watts", 0), ("lora", 0)):  # fmt: skip
-        if not low <= getattr(own, name) < 1e18:
-            fail(f"{flag(name)} {getattr(own, name)}: must be at least {low}", 0)
+        value = getattr(own, name)
+        if not math.isfinite(value) or not low <= value < 1e18:
+            wanted = f"must be at least {low}" if value < low else "must be a number below 1e18"
+            fail(f"{flag(name)} {value}: {wanted}", 0)
+    for name in ("hf", "plot", "calibrate"):
+        if getattr(own, name) == "":
+            fail(f"{flag(name)}: names no file; name one, or leave it out", 0)
     return own
 
 
@@ -345,6 +350,11 @@ def two_questions(own: Plan, words: Sequence[str]) -> str | None:
     kinds = [name for name in ("calibrate", "exact", "fit", "best", "what_if") if getattr(own, name)]
     if len(kinds) > 1:
         return f"{flag(kinds[0])} and {flag(kinds[1])}: are two questions; ask one at a time"
+    if own.calibrate:
+        usual = Plan(gpu=own.gpu, calibrate=own.calibrate)
+        others = [f.name for f in fields(Plan) if getattr(own, f.name) != getattr(usual, f.name)]
+        if others := [*others, *named(words)]:
+            return f"{flag(others[0])}: --calibrate reads the settings of its rows, and --gpu; leave it out"
     single = not kinds
     for name, wanted, reason in (("plot", own.best, "--best"), ("price", own.tokens, "--tokens"),
                                  ("tokens", single, "a single plan")):  # fmt: skip
@@ -364,8 +374,11 @@ def question(own: Plan, words: Sequence[str]) -> Question:
         raise ValueError(f"--world {c.world}: say --gpus and --nodes instead")
     if own.gpu == "cpu":
         raise ValueError("--gpu cpu: is for --calibrate with rows of benchmarks.exposed; name a GPU")
+    if own.reserve_gib * 2**30 >= gpu.memory:
+        raise ValueError(f"--reserve-gib {own.reserve_gib:g}: {own.gpu} has {gpu.memory / 2**30:.1f} GiB in all")
     compiled = "none" if c.compile == "none" else "fwdbwd"
-    planned = dict(wrapper="simple", compile=compiled, min_shard_mib=0.0, cuda_graph=False, keep_last=False)
+    wrapper = "fsdp2" if (c.wrapper, c.compile) == ("fsdp2", "none") else "simple"
+    planned = dict(wrapper=wrapper, compile=compiled, min_shard_mib=0.0, cuda_graph=False, keep_last=False)
     planned |= dict(optim="after", deterministic=False, device="auto" if c.device == "cpu" else c.device)
     planned |= dict(ahead=min(c.ahead, 1.0))
     if wrong := next((name for name, value in planned.items() if getattr(c, name) != value), None):
@@ -373,18 +386,18 @@ def question(own: Plan, words: Sequence[str]) -> Question:
         raise ValueError(f"{flag(wrong)}{value}: is not planned; leave it out, or python -m trainer.profiling.peak")
     if c.param_dtype == "fp32":
         raise ValueError("--param-dtype fp32: rates and peaks are known of bf16 alone; leave it out")
-    if own.hf:
-        a = read(own.hf)
-        c = flags.filled(c, "cuda").on(ranks)
-        if c.effective_batch != ranks * c.batch * c.grad_accum:
-            raise ValueError(f"--effective-batch {c.effective_batch}: must be GPUs x --batch x --grad-accum")
-        shape = dict(depth=a.depth, width=a.width, head_dim=a.head_dim, vocab=a.vocab)
-    else:
-        c = flags.resolve(c, "cuda", ranks)
-        shape, a = {}, reference(c)
+    c = flags.resolve(c, "cuda", ranks)
+    if c.depth > MOST_BLOCKS:
+        raise ValueError(f"--depth {c.depth}: more than {MOST_BLOCKS} blocks are not planned")
+    a = read(own.hf) if own.hf else reference(c)
+    shape = dict(depth=a.depth, width=a.width, head_dim=a.head_dim, vocab=a.vocab)
     kept = dict(logits=own.logits, master_dtype=own.master_dtype, lora=own.lora, remat_ops=own.remat_ops)
     plain = SimpleNamespace(**(c.flat() | shape | kept))
     if problem := misfit(plain, a, ranks):
         raise ValueError(problem)
     inside = link(c.link if any(word.startswith("--link") for word in words) else gpu.link)
-    return Question(plain, a, gpu, ranks, own.gpus, inside, link(own.across, ports=True))
+    try:
+        across = link(own.across, ports=True)
+    except ValueError as error:
+        raise ValueError(str(error).replace("--link", "--across", 1)) from None
+    return Question(plain, a, gpu, ranks, own.gpus, inside, across)

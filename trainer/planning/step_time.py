@@ -18,7 +18,7 @@ from trainer.costs import Link, muon
 from trainer.planning.architecture import Architecture
 from trainer.planning.liveness import Tape
 from trainer.planning.schedule import Step
-from trainer.planning.weights import SIZE, shard_group, trained, update_bytes, whole
+from trainer.planning.weights import SIZE, shard_group, trained, update_bytes
 
 TILE = 256, 128  # of a product's output that one SM computes at a time
 START = 128  # of a product's sum: what a tile costs before it begins and after it ends, in elements
@@ -50,7 +50,7 @@ class Gpu(NamedTuple):
     like: str = ""  # the GPU whose fractions these are
     passes: float = 1.0  # bytes of elementwise work, over those of fused kernels
     straggling: float = 0.0  # part of a step for which all wait for the slowest, each time the nodes double
-    watts: float = 0.0
+    limited: bool = False  # below the power that the maker states
 
 
 class Time(NamedTuple):
@@ -153,17 +153,23 @@ def links_of(c, ranks: int, link: Link, across: Link | None = None) -> dict[str,
     return {"inside": (link, group), "across": (across or link, ranks // group)}
 
 
-def step_time(
-    c, ranks: int, a: Architecture, gpu: Gpu, link: Link, across: Link | None = None, tape: Tape | None = None
-) -> Time:
+class Node(NamedTuple):
+    """GPUs of a node, the link between them, and that of one of them to GPUs of other nodes."""
+
+    gpus: int
+    inside: Link
+    port: Link
+
+
+def step_time(c, ranks: int, a: Architecture, gpu: Gpu, link: Link, across: Link | None = None,
+              tape: Tape | None = None, node: Node | None = None) -> Time:  # fmt: skip
     """Of one step of resolved flags, --grad-accum micro-batches and the update, on each of `ranks`. tape: of that step,
-    if it is there already."""
-    once = whole(c, ranks)
+    if it is there already. node: where ranks are of several."""
     serial = "plain" in c.compile_options
     clock = Clock(c, a, gpu, links_of(c, ranks, link, across), serial)
-    clock.run(tape or Step(c, a, ranks, once).tape)
+    clock.run(tape or Step(c, a, ranks).tape)
     seconds, parts = clock.now * c.grad_accum, Counter({k: v * c.grad_accum for k, v in clock.parts.items()})
-    if once:  # gathered and reduced once, by themselves
+    if c.accum_sync == "last":  # gathered and reduced once, by themselves
         inside, n = links_of(c, ranks, link, across)["inside"]
         sent = SIZE[c.param_dtype] * a.parameters, SIZE[c.reduce_dtype] * trained(c, a)
         moved = sum(
@@ -178,7 +184,7 @@ def step_time(
     parts[UPDATE] += update
     if muon(c):
         iteration = iteration_seconds(c, a, ranks, gpu)
-        sent = exchange_seconds(c, a, ranks, links_of(c, ranks, link, across))
+        sent = exchange_seconds(c, a, ranks, node or Node(ranks, link, link))
         parts[ITERATION] += iteration
         parts[EXPOSED] += sent
         update += iteration + sent
@@ -201,14 +207,17 @@ def iteration_seconds(c, a: Architecture, ranks: int, gpu: Gpu) -> float:
     return max(loads)
 
 
-def exchange_seconds(c, a: Architecture, ranks: int, links: dict[str, tuple[Link, int]]) -> float:
-    """Of Muon's all-to-alls, two for each shape, one if every rank has whole matrices; as if nothing hid them. Experts
-    that are sharded by experts send nothing."""
-    if ranks == 1:
-        return 0.0
+def exchange_seconds(c, a: Architecture, ranks: int, node: Node) -> float:
+    """Of Muon's all-to-alls, two for each shape, one if every rank has whole matrices; as if nothing hid them. What is
+    for GPUs of the node goes by its links, and at the same time the rest by each GPU's own port. Experts that are
+    sharded by experts send nothing."""
     shards = shard_group(c, ranks)
     still = shards > 1 and a.experts >= shards
     shapes = {(m, n): count for (m, n), count in a.hidden_matrices.items() if not (still and a.hidden in (m, n))}
-    slowest = min((link for link, _ in links.values()), key=lambda link: link.bytes_per_s)
-    nbytes = [m * n * count * SIZE[c.muon_dtype] / shards for (m, n), count in shapes.items()]
-    return (1 + (shards > 1)) * sum(slowest.seconds("all_to_all", each, ranks) for each in nbytes)
+    near = min(node.gpus, ranks)
+    seconds = 0.0
+    for (m, n), count in shapes.items():
+        each = m * n * count * SIZE[c.muon_dtype] / shards / ranks  # to one rank
+        seconds += max(node.inside.seconds("all_to_all", each * near, near),
+                       node.port.seconds("send", each * (ranks - near), ranks - near + 1))  # fmt: skip
+    return (1 + (shards > 1)) * seconds

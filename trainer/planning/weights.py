@@ -35,17 +35,10 @@ def shard_group(c, ranks: int) -> int:
     return ranks // c.replicas if c.mode == "hybrid_shard" else ranks
 
 
-def whole(c, ranks: int) -> bool:
-    """Whether the step gathers all weights once and reduces all gradients once."""
-    return c.accum_sync == "last"
-
-
 def trained(c, a: Architecture) -> int:
     """Parameters that are trained: all; with LoRA two matrices [in, r] and [r, out] beside each product of a block."""
     rank = getattr(c, "lora", 0)
-    q, kv, D = a.heads * a.head_dim, a.kv_heads * a.head_dim, a.width
-    mlp = (2 + a.gated) * max(a.experts, 1) * (D + a.hidden)
-    return a.depth * rank * (2 * (D + q) + 2 * (D + kv) + mlp) if rank else a.parameters
+    return rank * sum((m + n) * count for (m, n), count in a.products.items()) if rank else a.parameters
 
 
 def before_step(c, a: Architecture, ranks: int, arch: str) -> dict[str, float]:
@@ -54,7 +47,7 @@ def before_step(c, a: Architecture, ranks: int, arch: str) -> dict[str, float]:
     frozen = a.parameters if own < a.parameters else 0
     base = {PARAMETERS: stored * own / shards, FROZEN: stored * frozen / shards,
             MOMENTS: moment_bytes(c, a) / shards, ALLOWANCE: CUBLAS_MIB[arch] * 2**20}  # fmt: skip
-    if whole(c, ranks):
+    if c.accum_sync == "last":
         base |= {WEIGHTS: SIZE[c.param_dtype] * a.parameters}
         shards = 1
     return base | ({GRADIENTS: stored * own / shards} if c.grad_accum > 1 else {})
@@ -78,11 +71,11 @@ class Weights:
     """Of one micro-batch of resolved flags `c`. whole: gradients stay on the rank and weights are there already
     (--accum-sync last)."""
 
-    def __init__(self, c, a: Architecture, ranks: int, whole: bool = False):
-        self.c, self.a, self.ranks, self.whole = c, a, ranks, whole
-        self.shards = 1 if whole else shard_group(c, ranks)
+    def __init__(self, c, a: Architecture, ranks: int):
+        self.c, self.a, self.ranks, self.whole = c, a, ranks, c.accum_sync == "last"
+        self.shards = 1 if self.whole else shard_group(c, ranks)
         self.gathers = self.shards > 1
-        self.reduces = ranks > self.shards and not whole
+        self.reduces = ranks > self.shards and not self.whole
         self.eager = c.compile == "none"
         reuse = "allow_buffer_reuse=False" not in c.compile_options and not self.eager
         self.tape = Tape(reuse, self.gathers or self.reduces)
@@ -93,18 +86,22 @@ class Weights:
         n = self.n = c.batch * c.seqlen
         self.U, self.logits = n * self.p * a.width, n * self.p * a.vocab
         self.Q, self.KV = n * self.p * a.heads * a.head_dim, n * self.p * a.kv_heads * a.head_dim
-        self.fan = a.hidden * max(a.active, 1)  # hidden elements of a token
+        self.fan = a.hidden * max(a.active, 1) + a.shared  # hidden elements of a token
         self.F = n * self.p * self.fan
         q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
         self.outs = dict(q=q, k=kv, v=kv)
-        mlp = a.width * a.hidden * max(a.experts, 1)
+        mlp = a.width * (a.hidden * max(a.experts, 1) + a.shared)
         self.ups = ("gate", "up") if a.gated else ("up",)
         self.weights = dict(q=a.width * q, k=a.width * kv, v=a.width * kv, o=a.width * q)
         self.weights |= dict.fromkeys((*self.ups, "down"), mlp)
         self.block, self.head = a.block_parameters, a.width * a.vocab
+        # FSDP2's root group: embedding, last norm and head, gathered together for the whole step, reduced together last
+        self.root = c.wrapper == "fsdp2" and self.gathers
+        self.ends, self.root_grads = 2 * self.head + a.final_norm if self.root else self.head, []
         self.lean, self.policies = c.mlp == "lean", [remat_of(c, i) for i in range(a.depth)]
         self.sums_made, self.again_made, self.roomy = 0, set(), set()
         self.together = []  # see Tape.pull
+        self.at = ""  # where the operations stand that follow, in words
         self.waiting, self.crossing = (), ()  # (name, elements) of the reduction under way
 
     # Small things
@@ -114,16 +111,16 @@ class Weights:
 
     def op(self, where: str, reads, *makes: Make, over: bool = False, **more) -> None:
         reads = [self.kept_products.get(name, name) for name in reads]
-        self.tape.op(where, reads, makes, over=over and not self.eager, **more)
+        self.tape.op(f"{self.at}{where}", reads, makes, over=over and not self.eager, **more)
 
-    def taken(self, at: str, name: str) -> str:
+    def taken(self, name: str) -> str:
         """A result is taken out of those of an operation: a step of its own for the compiler."""
-        self.op(at, [name], self.make(f"{name} taken", 0), work=(("bytes", 0),))
+        self.op("taken", [name], self.make(f"{name} taken", 0), work=(("bytes", 0),))
         return f"{name} taken"
 
-    def product(self, where: str, reads, made: Make, rows: int, inner: int, cols: int) -> None:
+    def product(self, where: str, reads, out: str, rows: int, inner: int, cols: int, piece: str = "workspace") -> None:
         """out [rows, cols] = [rows, inner] @ [inner, cols]"""
-        self.op(where, reads, made, work=(("mm", rows, inner, cols),))
+        self.op(where, reads, self.make(out, rows * cols * self.p, piece), work=(("mm", rows, inner, cols),))
 
     def sums(self, part: float = 1) -> Make:
         """Partial sums of the two gradients of a norm, fp32: 16 rows in one (or this part of it) where one kernel also
@@ -150,23 +147,27 @@ class Weights:
         self.kept_products[what + to] = what + to[1:]
         return True
 
-    def in_fp32(self, at: str, times: int) -> None:
+    def moved_in_fp32(self, times: int) -> None:
         """What eager RMSNorms and rotations of a block move more than one kernel each would: both take their input to
         fp32 and back, step by step."""
         if self.eager and self.a.gated:
-            self.op(f"{at}, norms and rotations", [], work=(("bytes", times * IN_FP32 * self.n * self.a.width),))
+            self.op("norms and rotations", [], work=(("bytes", times * IN_FP32 * self.n * self.a.width),))
 
-    def eager_keeps(self, i: int, at: str) -> None:
+    def eager_keeps(self, i: int) -> None:
         """What an eager block keeps for backward and a compiled one makes again: the activated gate, and the inputs of
         the norms in fp32."""
         if self.eager and self.a.gated:
-            self.op(at, [], self.make(f"eager{i}", self.F + 4 * self.U), work=(("bytes", 0),))
+            self.op("what it keeps", [], self.make(f"eager{i}", self.F + 4 * self.U), work=(("bytes", 0),))
 
     # Weights and their gradients
 
+    def there(self, name: str) -> bool:
+        """Whether weights were gathered before, and stayed."""
+        return (not self.c.reshard and name[0] == "b") or (self.root and name[1:] == "head")
+
     def gather(self, name: str, elements: int) -> None:
         """Starts an all-gather: the shard in the dtype that is sent, and room for the whole."""
-        if not self.gathers or (not self.c.reshard and name[0] == "b"):
+        if not self.gathers or self.there(name):
             return
         sent = elements * self.p / self.shards
         self.op(f"gather of {name}", [], self.make(f"{name} sent", sent, WEIGHTS))
@@ -180,7 +181,7 @@ class Weights:
 
     def arrive(self, name: str, parts: dict[str, int]) -> None:
         """Waits for it, and cuts the bucket into weights."""
-        if not self.gathers or (not self.c.reshard and name[0] == "b"):
+        if not self.gathers or self.there(name):
             return
         self.op(f"gather of {name}", [f"{name} sent", f"{name} bucket"], work=(("wait", name),))
         made = [self.make(f"{name} {part}", size * self.p, WEIGHTS, True) for part, size in parts.items()]
@@ -188,6 +189,8 @@ class Weights:
 
     def weight(self, name: str, part: str) -> str:
         """The name of a weight where it is used. Where nothing is gathered it is cast there, once in each graph."""
+        if self.root and part == "head":
+            return "emb bucket"
         if self.gathers:
             return f"{name} {part}" if self.c.reshard else f"f{name[1:]} {part}"
         if self.p < 4 and not self.whole and f"{name} {part}" not in self.again_made:
@@ -196,7 +199,7 @@ class Weights:
             self.op(f"cast of {name} {part}", [], self.make(f"{name} {part}", size * self.p, WEIGHTS))
         return f"{name} {part}"
 
-    def wgrad(self, at: str, part: str, reads, i: int, grads: list[str], inner: int = 0) -> None:
+    def wgrad(self, part: str, reads, i: int, grads: list[str]) -> None:
         """The gradient of a block's weight, [out, n] @ [n, in]."""
         name, D = f"w{part}{i}", self.a.width
         cols = {"o": self.outs["q"], "down": self.fan}.get(part, D)
@@ -204,22 +207,27 @@ class Weights:
         if self.lora:  # the adapter: forward, and backward to its input and both of its matrices
             made = self.make(name, self.lora * (rows + cols) * self.p)
             work = tuple(("mm", self.n, self.lora, size) for size in (rows, cols) for _ in range(3))
-            self.op(f"{at}, adapter of {part}", reads, made, work=work)
+            self.op(f"adapter of {part}", reads, made, work=work)
         else:
             made = self.make(name, self.weights[part] * self.p)
-            self.product(f"{at}, gradient of {part}", reads, made, rows, self.n, cols)
+            self.op(f"gradient of {part}", reads, made, work=(("mm", rows, self.n, cols),))
         if self.gathers or self.reduces:
             grads.append(name)
         else:
             self.landed(name, self.weights[part])
 
+    def stays(self, *names: str) -> None:
+        """Gradients live until the update. An eager step adds each to that of the micro-batches before at once."""
+        if not (self.eager and self.c.grad_accum > 1):
+            self.tape.keep(*names)
+
     def landed(self, name: str, elements: int) -> None:
         """A gradient that stays on the rank until the update, in fp32, or until it is summed."""
         if self.p == self.m or self.whole or self.lora:
-            self.tape.keep(name)
+            self.stays(name)
             return
         self.op("gradients in fp32", [name], self.make(f"{name} fp32", elements * 4, GRADIENTS, key="fp32"))
-        self.tape.keep(f"{name} fp32")
+        self.stays(f"{name} fp32")
 
     def start(self, name: str, elements: int) -> None:
         """Starts the reduction of a bucket, and waits for the one before."""
@@ -260,7 +268,7 @@ class Weights:
     def reached(self, source: str, elements: int) -> None:
         """A reduced bucket stays until the update, in fp32: if it came in bf16, each of its gradients by itself."""
         if self.r == self.m or self.lora:
-            self.tape.keep(source)
+            self.stays(source)
             return
         name = source.rpartition(" ")[2]
         large = self.weights if name[0] == "b" else {name: self.head}
@@ -271,12 +279,15 @@ class Weights:
             for part, size in sizes.items()
         ]
         self.op(f"{source} as it is stored", [source], *made, tied=True)
-        self.tape.keep(*(m.name for m in made))
+        self.stays(*(m.name for m in made))
 
     def bucket(self, name: str, elements: int, grads: list[str]) -> None:
         """Gradients copied into one buffer, whose reduction starts."""
         if self.lora:
             elements = trained(self.c, self.a) // self.a.depth
+        if self.root and name in ("head", "emb"):
+            self.root_grads += grads
+            elements, grads = self.ends, self.root_grads * (name == "emb")
         if (self.gathers or self.reduces) and grads:
             late = name in self.roomy
             self.op(
