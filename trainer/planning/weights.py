@@ -211,10 +211,7 @@ class Weights:
         else:
             made = self.make(name, self.weights[part] * self.p)
             self.op(f"gradient of {part}", reads, made, work=(("mm", rows, self.n, cols),))
-        if self.gathers or self.reduces:
-            grads.append(name)
-        else:
-            self.landed(name, self.weights[part])
+        grads.append(name)
 
     def stays(self, *names: str) -> None:
         """Gradients live until the update. An eager step adds each to that of the micro-batches before at once."""
@@ -282,13 +279,16 @@ class Weights:
         self.stays(*(m.name for m in made))
 
     def bucket(self, name: str, elements: int, grads: list[str]) -> None:
-        """Gradients copied into one buffer, whose reduction starts."""
+        """Gradients copied into one buffer, whose reduction starts. Those of a block that stay on the rank land here."""
         if self.lora:
             elements = trained(self.c, self.a) // self.a.depth
         if self.root and name in ("head", "emb"):
             self.root_grads += grads
             elements, grads = self.ends, self.root_grads * (name == "emb")
-        if (self.gathers or self.reduces) and grads:
+        if not (self.gathers or self.reduces):
+            for grad in grads if name[0] == "b" else ():
+                self.landed(grad, self.weights[grad[1:].rstrip("0123456789")])
+        elif grads:
             late = name in self.roomy
             self.op(
                 f"bucket of {name}", [*grads, *[f"G {name}"] * late], *[] if late else [self.bucket_of(name, elements)]
