@@ -347,7 +347,11 @@ class Step(Weights):
             ("bytes", 12 * self.U + 6 * self.F),
         )
         self.op("lean MLP", reads, *made, inside=rows * 2 * (self.U + self.F) + sums, work=work)
-        grads += [f"wup{i}", f"wdown{i}"]
+        if self.gathers or self.reduces:
+            grads += [f"wup{i}", f"wdown{i}"]
+        else:
+            self.landed(f"wup{i}", self.weights["up"])
+            self.landed(f"wdown{i}", self.weights["down"])
 
     def attention_backward(self, i: int, w: str, grads: list[str]) -> None:
         """Gradients through attention, which may be made again first."""

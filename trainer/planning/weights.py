@@ -211,7 +211,10 @@ class Weights:
         else:
             made = self.make(name, self.weights[part] * self.p)
             self.op(f"gradient of {part}", reads, made, work=(("mm", rows, self.n, cols),))
-        grads.append(name)
+        if self.gathers or self.reduces:
+            grads.append(name)
+        else:
+            self.landed(name, self.weights[part])
 
     def stays(self, *names: str) -> None:
         """Gradients live until the update. An eager step adds each to that of the micro-batches before at once."""
@@ -279,16 +282,13 @@ class Weights:
         self.stays(*(m.name for m in made))
 
     def bucket(self, name: str, elements: int, grads: list[str]) -> None:
-        """Gradients copied into one buffer, whose reduction starts. Those of a block that stay on the rank land here."""
+        """Gradients copied into one buffer, whose reduction starts."""
         if self.lora:
             elements = trained(self.c, self.a) // self.a.depth
         if self.root and name in ("head", "emb"):
             self.root_grads += grads
             elements, grads = self.ends, self.root_grads * (name == "emb")
-        if not (self.gathers or self.reduces):
-            for grad in grads if name[0] == "b" else ():
-                self.landed(grad, self.weights[grad[1:].rstrip("0123456789")])
-        elif grads:
+        if (self.gathers or self.reduces) and grads:
             late = name in self.roomy
             self.op(
                 f"bucket of {name}", [*grads, *[f"G {name}"] * late], *[] if late else [self.bucket_of(name, elements)]
