@@ -195,13 +195,29 @@ BAD = {
     "no role": (dict(messages=[dict(content="a")]), "found 'None' in message 1"),
     "empty content": (line(content=" \n"), "text as content, found empty content in message 2"),
     "content null": (line(content=None), "found empty content in message 2"),
-    "parts": (line(content=[dict(type="text", text="a")]), "text as content, found list in message 2"),
+    "another part": (line(content=[dict(type="image", url="a")]), "text parts, as content, found image in con"),
+    "part in a part": (line(content=[[dict(type="text", text="a")]]), "text parts, as content, found list in content"),
+    "part with more": (line(content=[dict(text="a", alt="b")]), "text parts, as content, found dict in content in mes"),
+    "number": (line(content=3), "text parts, as content, found int in content in message 2"),
+    "false": (line(content=False), "text parts, as content, found bool in content in message 2"),
+    "object": (line(content=dict(text="a")), "text parts, as content, found dict in content in message 2"),
+    "key twice": (b'{"text": "a", "text": "b"}', "a JSON object, found the key 'text' twice in one object"),
     "special token": (line(content="a<|im_end|>b"), r"special tokens, found <\|im_end\|> in message 2"),
-    "weight": (line(weight=0), "weight 1, .* found 0 in message 2"),
+    "weight": (line(weight=0.5), "weight 0 or 1, train true or false, found weight 0.5 in message 2"),
+    "flags that differ": (line(weight=1, train=False), "found weight 1, train False in message 2"),
+    "weight of a user": (dict(messages=[TURNS[0] | dict(train=True), TURNS[1]]), "found train True in message 1"),
+    "nothing to learn": (line(weight=0), r"an answer \(role assistant\) that is learned, found none"),
     "tools": (dict(messages=TURNS, tools=[dict(name="f")]), "what the chat template knows, found tools"),
-    "tool calls": (line(content="", tool_calls=[dict(name="f")]), "the chat template knows, found tool_calls"),
-    "no answer": (dict(messages=TURNS[:1]), r"an answer \(role assistant\), found none"),
-    "answer first": (dict(messages=TURNS[1:2]), "what the chat template takes, found ValueError"),
+    "tools of numbers": (dict(messages=TURNS, tools=[1]), "tools, a list of objects or its JSON, found something"),
+    "tools not JSON": (dict(messages=TURNS, tools="f"), "tools, a list of objects or its JSON, found Expecting value"),
+    "tool calls": (line(content="", tool_calls=[dict(name="f")]), "keys that .* reads, found 'tool_calls' in"),
+    "arguments": (line(tool_calls=[dict(function=dict(name="f", arguments="a"))]), "arguments of a tool call in mess"),
+    "list of arguments": (line(tool_calls=[dict(arguments="[1]")]), "arguments of a tool call .*, found list"),
+    "function": (line(tool_calls=[dict(function="f")]), "function of a tool call, an object, found str in message 2"),
+    "template arguments": (dict(messages=TURNS, chat_template_kwargs=dict(think=True)), "template knows, found think"),
+    "other arguments": (dict(messages=TURNS, chat_template_kwargs=[1]), "chat_template_kwargs, an object, found list"),
+    "no answer": (dict(messages=TURNS[:1]), r"an answer \(role assistant\) that is learned, found none"),
+    "answer first": (dict(messages=TURNS[1:2]), "what the chat template takes, found UndefinedError"),
     "no answer in the completion": (dict(prompt=TURNS, completion=TURNS[:1]), "an answer"),
     "text empty": (dict(text=""), "text to learn, found empty content"),
     "text a number": (dict(text=3), "text to learn, found int"),
@@ -215,7 +231,8 @@ def test_a_bad_line_is_named_or_counted(batches, kind):
     lines = [chats(1)[0], bad, *chats(2)]
     with pytest.raises(DataError, match=rf"chat\.jsonl, line 2: expected .*{words}") as error:
         batches(lines)
-    assert "--bad-lines skip" in str(error.value) and "\n" not in str(error.value)
+    fix = "--unknown-keys drop" if "keys that" in words else "--bad-lines skip"
+    assert fix in str(error.value) and "\n" not in str(error.value)
     stream = batches(lines, bad_lines="skip")
     assert "3 examples, 1 lines left out as bad (the first: " in stream.description and "line 2: " in stream.description
     assert "left out" not in batches([lines[0], b" ", *lines[2:]]).description  # a blank line is none

@@ -18,13 +18,14 @@ import hashlib
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from trainer.data import HELD_OUT, generator, rows_of_a_rank, unusable
 from trainer.distributed.terminal import grouped as _n
 from trainer.finetuning.examples import tokenised, told
+from trainer.finetuning.templates import Rules
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,8 +57,8 @@ class Examples:
     token outside the vocabulary."""
 
     def __init__(self, source: str, flag: str, tokenizer: PreTrainedTokenizerFast, seqlen: int, vocab: int,
-                 bad_lines: str, cache: str | None):  # fmt: skip
-        self.source, (self.data, self.files) = source, tokenised(source, tokenizer, bad_lines, cache, flag)
+                 rules: Rules, cache: str | None):  # fmt: skip
+        self.source, (self.data, self.files) = source, tokenised(source, tokenizer, rules, cache, flag)
         tokens, learned, ends, lines, about = self.data
         if (top := int(tokens.max())) >= vocab:
             fix = "name the tokenizer that belongs to the model, or resize the model's embedding"
@@ -69,15 +70,12 @@ class Examples:
         for each in cut:
             self.labels[each] = self[each][1][1:].sum()
         self.chosen = np.flatnonzero(self.labels)
-        bad, first = about["bad"]
         notes = {f"cut to {_n(seqlen + 1)} tokens": len(cut),
-                 "dropped for want of a label": len(ends) - len(self.chosen),
-                 "split, as the template rewrites answers": about["split"],
-                 "with messages after the last answer, which are left out": about["unanswered"],
-                 "lines left out as bad": bad}  # fmt: skip
+                 "dropped for want of a label": len(ends) - len(self.chosen), **about["counts"],
+                 "lines left out as bad": sum(about["reasons"].values())}  # fmt: skip
         self.words = f"{_n(len(self.files))} file{'s' * (len(self.files) != 1)}, {_n(len(ends))} examples"
         self.words += "".join(f", {_n(count)} {what}" for what, count in notes.items() if count)
-        self.words += f" (the first: {told(self.files, first)})" if bad else ""
+        self.words += "".join(f" (the first: {told(self.files, first)})" for first in about["bad"])
         if not len(self.chosen):
             raise unusable(source, "an example with a label", self.words, "raise --seqlen or name other data")
 
@@ -100,13 +98,14 @@ class ChatBatches(Iterator):
     global_batch / world rows. The inputs are {"position_ids": [B, T]} with pad="pack", else none. Each epoch has its
     own seeded order of the same rows, and a batch may hold the end of one and the beginning of the next. hold_out: the
     last 1/64 of the examples, at least one line, is in no batch, but in `held_out`; with eval_source its examples are.
-    bad_lines and cache: see `tokenised`. Raises ValueError for bad flags, DataError for what cannot be used."""
+    rules: of templates.Rules. cache: see `tokenised`. Raises ValueError for bad flags, DataError for bad data."""
 
     bytes = overfit = False  # what Batches may be
 
     def __init__(self, source: str, tokenizer: PreTrainedTokenizerFast, *, global_batch: int, seqlen: int, vocab: int,
-                 seed: int, rank: int = 0, world: int = 1, start: int = 0, pad: str = "fixed", bad_lines: str = "stop",
-                 hold_out: bool = False, eval_source: str | None = None, cache: str | None = None):  # fmt: skip
+                 seed: int, rank: int = 0, world: int = 1, start: int = 0, pad: str = "fixed",
+                 hold_out: bool = False, eval_source: str | None = None, cache: str | None = None,
+                 **rules: Any):  # fmt: skip
         if pad not in PADS:
             raise ValueError(f"--pad {pad}: expected one of {', '.join(PADS)}")
         self.global_batch, self.seqlen, self.vocab, self.seed, self.pad = global_batch, seqlen, vocab, seed, pad
@@ -114,7 +113,7 @@ class ChatBatches(Iterator):
         self.sample = start  # rows consumed so far by all ranks together; set it to resume
         filler = tokenizer.pad_token_id
         self.filler = filler if filler is not None and filler < vocab else 0  # no label, and seen by no token before it
-        how = tokenizer, seqlen, vocab, bad_lines, cache
+        how = tokenizer, seqlen, vocab, Rules(**rules), cache
         self.data = self.other = Examples(source, "--data", *how)
         chosen, held = self.data.chosen, self.data.chosen[:0]
         if eval_source:
