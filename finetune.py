@@ -37,7 +37,10 @@ def show(c: config.Config, world: int) -> None:
     try:
         c = flags.resolve(c, "cpu", world)
         vocab = blank_model(c.model).model.get_input_embeddings().num_embeddings
-        tell(preview(open_data(c, vocab).example(0), tokenizer_of(c.model), color=sys.stdout.isatty()))
+        data = open_data(c, vocab)
+        tell(preview(data.example(0), tokenizer_of(c.model), color=sys.stdout.isatty()))
+        if data.seam(0):
+            tell(f"the tokenizer merges text over the start of an answer here: --seam {c.seam}")
     except (ValueError, DataError) as error:
         fail(str(error), 0, 3 if isinstance(error, DataError) else 2)
 

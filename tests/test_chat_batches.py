@@ -173,7 +173,7 @@ def test_a_second_source_is_held_out(batches, tokenizer, tmp_path):
 
 
 def test_flags_are_checked(batches):
-    for wrong in (dict(pad="none"), dict(bad_lines="ignore")):
+    for wrong in (dict(pad="none"), dict(bad_lines="ignore"), dict(seam="cut")):
         with pytest.raises(ValueError, match=f"--{next(iter(wrong)).replace('_', '-')} "):
             batches(chats(3), **wrong)
 

@@ -59,7 +59,7 @@ class Examples:
     def __init__(self, source: str, flag: str, tokenizer: PreTrainedTokenizerFast, seqlen: int, vocab: int,
                  rules: Rules, cache: str | None):  # fmt: skip
         self.source, (self.data, self.files) = source, tokenised(source, tokenizer, rules, cache, flag)
-        tokens, learned, ends, lines, about = self.data
+        tokens, learned, ends, *_, about = self.data
         if (top := int(tokens.max())) >= vocab:
             fix = "name the tokenizer that belongs to the model, or resize the model's embedding"
             raise unusable(source, f"token ids below the model's vocabulary of {_n(vocab)}", _n(top), fix)
@@ -154,6 +154,10 @@ class ChatBatches(Iterator):
     def example(self, number: int) -> Example:
         """(ids [n], learned [n]) of an example that is trained on, in the order of the files."""
         return self.data[self.data.chosen[number]]
+
+    def seam(self, number: int) -> bool:
+        """Whether the tokenizer merges text over the start of an answer of that example."""
+        return bool(self.data.data.seams[self.data.chosen[number]])
 
     def row(self, sample: int, held: bool = False) -> Tensor:
         """[n]: ids of the first example of a row that is trained on or, if `held`, that is held out."""

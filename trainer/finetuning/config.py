@@ -58,6 +58,10 @@ class Tuning(flags.Optimization):
     unknown_keys: Literal["refuse", "drop"] = "refuse"
     """What to do with a key of a message that the chat template does not read: take the line for one that cannot be
     used, or leave the key out, counted by name."""
+    seam: Literal["split", "say", "refuse"] = "split"
+    """What to do where the tokenizer merges the end of a prompt with the start of its answer: cut the text there, as
+    the model meets it when it is asked; keep such tokens, learn them whole and count their examples; or take the line
+    for one that cannot be used."""
     template_args: str | None = None
     """JSON object of arguments for the chat template, such as '{"enable_thinking": false}'. Those that a line has as
     "chat_template_kwargs" go before."""

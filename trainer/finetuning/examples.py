@@ -22,10 +22,12 @@ import hashlib
 import json
 import os
 import tempfile
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
-from itertools import chain
+from functools import lru_cache
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -40,7 +42,7 @@ from trainer.finetuning.templates import OF_CHATS, TEMPLATE, ChatTemplate, Examp
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-FORMAT = 3  # of the cached file and of the rules by which it is made: a change of either needs another number
+FORMAT = 4  # of the cached file and of the rules by which it is made: a change of either needs another number
 LINE_BYTES = 10 << 20  # of a line at most
 CHUNK = 256  # examples that are tokenised together
 
@@ -50,6 +52,7 @@ class Tokenised(NamedTuple):  # N tokens of E examples
     learned: np.ndarray  # [N] bool
     ends: np.ndarray  # [E] int64: where each example ends
     lines: np.ndarray  # [E] int64: the line that it is of, counted over all files
+    seams: np.ndarray  # [E] bool: whether a token of the text lies across the start of an answer
     about: dict[str, Any]  # bad: [the first as `told` takes it], reasons and counts: {words: how many}
 
 
@@ -106,12 +109,22 @@ def _parsed(line: bytes) -> dict:
     return found
 
 
+class Encoded(NamedTuple):
+    """An example of n tokens."""
+
+    ids: np.ndarray  # [n] int32
+    learned: np.ndarray  # [n] bool
+    across: bool  # whether a token of the text lies across the start of an answer
+
+
 class _Reader:
     """Turns lines into examples, and these into ids, as one tokenizer wants it."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, rules: Rules):
         self.tokenizer, self.template = tokenizer, ChatTemplate(tokenizer, rules)
         self.counts, self.eos = self.template.counts, tokenizer.eos_token_id
+        self.seam = rules.seam
+        self.prompt = lru_cache(CHUNK)(lambda text: self.tokens([text])[0][0])  # mostly the header of an answer
         self.ends = {*tokenizer.added_tokens_decoder, self.eos}  # tokens that may end a turn
         one = [tokenizer("a", add_special_tokens=each)["input_ids"] for each in (True, False)]
         self.bos = [tokenizer.bos_token_id] if one[0][:1] == [tokenizer.bos_token_id] != one[1][:1] else []
@@ -122,10 +135,7 @@ class _Reader:
         if line.get("messages") is not None:
             used, made = ["messages", *OF_CHATS], chat(line["messages"], 0, line)
         elif isinstance(prompt, list) and isinstance(completion, list):
-            used, made = (
-                ["prompt", "completion", *OF_CHATS],
-                chat(prompt + completion, len(prompt), line),
-            )
+            used, made = ["prompt", "completion", *OF_CHATS], chat(prompt + completion, len(prompt), line)
         elif isinstance(prompt, str) and isinstance(completion, str):
             used, made = ["prompt", "completion"], [self.plain(completion, len(prompt), prompt + completion)]
         elif "text" in line and prompt is completion is None:
@@ -146,31 +156,69 @@ class _Reader:
             raise unusable(self.template.name, "an eos token, to end a text with", "none", "set tokenizer.eos_token")
         return Example(text, [(start, len(text) + 1)], False)
 
-    def encode(self, examples: list[Example]) -> list[tuple[np.ndarray, np.ndarray] | BadLine]:
-        """(ids [n] int32, learned [n] bool) of each, or what is wrong with it."""
-        out = self.tokenizer([each.text for each in examples], add_special_tokens=False, return_offsets_mapping=True,
-                             padding=False, truncation=False, return_attention_mask=False, verbose=False)  # fmt: skip
-        return list(map(self.masked, examples, out["input_ids"], out["offset_mapping"]))
+    def tokens(self, texts: list[str]) -> tuple[list[list[int]], list[np.ndarray]]:
+        """Of each text its ids and [n, 2], where each of them begins and ends in the text."""
+        out = self.tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, padding=False,
+                             truncation=False, return_attention_mask=False, verbose=False)  # fmt: skip
+        ends = [np.fromiter(chain.from_iterable(each), np.int64).reshape(-1, 2) for each in out["offset_mapping"]]
+        return out["input_ids"], ends
 
-    def masked(self, example: Example, ids: list[int], offsets: list) -> tuple[np.ndarray, np.ndarray] | BadLine:
-        """The same of one. offsets: (start, end) of each token in the text."""
-        at = np.fromiter(chain.from_iterable(offsets), np.int64, 2 * len(ids)).reshape(-1, 2)  # [n, 2]
+    def encode(self, examples: list[Example]) -> list[Encoded | BadLine]:
+        """Each as tokens, or what is wrong with it."""
+        made = []
+        for example, ids, at in zip(examples, *self.tokens([each.text for each in examples]), strict=True):
+            try:
+                made.append(self.masked(example, ids, at))
+            except BadLine as why:
+                made.append(why)
+        return made
+
+    def begins(self, text: str, ids: list[int], at: np.ndarray, special: list[int], start: int) -> bool:
+        """Whether the tokens before a character are those of the text before it: what a model is given that shall go on
+        from there. special: numbers of the special tokens. No token is merged with one of these, so the last before
+        the character is where what is compared begins."""
+        before = bisect_right(special, start, key=lambda i: at[i, 1])
+        first = special[before - 1] if before else 0
+        prompt = self.prompt(text[at[first, 0] if before else 0 : max(start, 0)])
+        return ids[first : first + len(prompt)] == prompt
+
+    def cut(self, text: str, ids: list[int], starts: list[int]) -> tuple[list[int], np.ndarray]:
+        """A text as the tokens of its parts, and where they lie. Raises BadLine."""
+        edges = [0, *starts, len(text)]
+        parts, places = self.tokens([text[a:b] for a, b in pairwise(edges)])
+        joined = [*chain.from_iterable(parts)]
+        if self.tokenizer.decode(joined) != self.tokenizer.decode(ids):  # it writes a space before each text
+            raise BadLine("a tokenizer that can go on within a text", "one that cannot", "use --seam say or refuse")
+        return joined, np.concatenate([each + edge for each, edge in zip(places, edges, strict=False)])
+
+    def masked(self, example: Example, ids: list[int], at: np.ndarray) -> Encoded:
+        """An example with what is learned of it. at [n, 2]: where its tokens lie in its text. Raises BadLine."""
+        text, starts = example.text, sorted(start for start, _ in example.spans)
+        special = [i for i, each in enumerate(ids) if each in self.ends and at[i, 0] < at[i, 1]]
+        across = [start for start in starts if not self.begins(text, ids, at, special, start)]
+        if across:
+            if self.seam == "refuse":
+                found = repr(text[max(across[0] - 9, 0) : across[0]]) + " + " + repr(text[across[0] : across[0] + 9])
+                raise BadLine("a token that ends where an answer begins", found, "use --seam split or say")
+            self.counts["with tokens across the start of an answer" + ", cut there" * (self.seam == "split")] += 1
+            if self.seam == "split":
+                ids, at = self.cut(text, ids, starts)
         learned = np.zeros(len(ids), dtype=bool)
         for start, end in example.spans:
             learned |= (at[:, 0] < end) & (at[:, 1] > start)
         if not example.chat:
             before, after = self.bos if ids[:1] != self.bos else [], [self.eos] if ids[-1:] != [self.eos] else []
             learned = np.r_[np.zeros(len(before), dtype=bool), learned, np.ones(len(after), dtype=bool)]
-            return np.array(before + ids + after, dtype=np.int32), learned
+            return Encoded(np.array(before + ids + after, dtype=np.int32), learned, bool(across))
         if not learned.any():
-            return BadLine("learned tokens", "none", TEMPLATE)
+            raise BadLine("learned tokens", "none", TEMPLATE)
         for last in np.flatnonzero(learned & ~np.append(learned[1:], False)):
-            while learned[last] and not example.text[slice(*at[last])].strip():  # a line break after the turn
+            while learned[last] and not text[slice(*at[last])].strip():  # a line break after the turn
                 last -= 1
             if not learned[last] or ids[last] not in self.ends:
                 found = repr(self.tokenizer.decode(ids[max(0, last - 3) : last + 1]))
-                return BadLine("a special token at the end of each answer, which teaches to stop", found, TEMPLATE)
-        return np.array(ids, dtype=np.int32), learned
+                raise BadLine("a special token at the end of each answer, which teaches to stop", found, TEMPLATE)
+        return Encoded(np.array(ids, dtype=np.int32), learned, bool(across))
 
 
 def read(files: list[Path], tokenizer: PreTrainedTokenizerFast, rules: Rules) -> Tokenised:
@@ -204,10 +252,10 @@ def read(files: list[Path], tokenizer: PreTrainedTokenizerFast, rules: Rules) ->
     encode()
     if not done:
         raise told(files, bad[0]) if bad else unusable(str(files[0]), "lines of JSON", "blank ones", "name other files")
-    lines, tokens, learned = zip(*done, strict=True)
+    lines, tokens, learned, seams = zip(*done, strict=True)
     ends = np.cumsum(list(map(len, tokens)))
     about = dict(bad=bad[:1], reasons=Counter(expected for _, _, expected, *_ in bad), counts=reader.counts)
-    return Tokenised(np.concatenate(tokens), np.concatenate(learned), ends, np.array(lines), about)
+    return Tokenised(np.concatenate(tokens), np.concatenate(learned), ends, np.array(lines), np.array(seams), about)
 
 
 def _digest(data: Tokenised) -> str:
@@ -222,7 +270,7 @@ def _key(files: list[Path], tokenizer: PreTrainedTokenizerFast, rules: Rules) ->
     import transformers
 
     about = tokenizer.chat_template, tokenizer.special_tokens_map, transformers.__version__, tokenizers.__version__
-    about += rules.unknown_keys, sorted(rules.template_args.items())
+    about += rules.unknown_keys, rules.seam, sorted(rules.template_args.items())
     made = hashlib.blake2b(repr((FORMAT, *about)).encode(), digest_size=16)
     made.update(tokenizer.backend_tokenizer.to_str().encode())
     for file in files:

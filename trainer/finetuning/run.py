@@ -14,7 +14,7 @@ from trainer.run import Run
 
 def open_data(c: Config, vocab: int, rank: int = 0, world: int = 1) -> ChatBatches:
     """The examples of --data, as resolved flags cut and pad them. DataError for bad ones, or a bad tokenizer."""
-    rules = dict(bad_lines=c.bad_lines, unknown_keys=c.unknown_keys, template_args=c.arguments)
+    rules = dict(bad_lines=c.bad_lines, unknown_keys=c.unknown_keys, seam=c.seam, template_args=c.arguments)
     return ChatBatches(c.data, tokenizer_of(c.model), global_batch=c.effective_batch, seqlen=c.seqlen, vocab=vocab,
                        seed=c.seed, rank=rank, world=world, pad=c.pad, hold_out=c.eval_every > 0,
                        eval_source=c.eval_data, **rules)  # fmt: skip

@@ -41,14 +41,16 @@ class Rules:
 
     bad_lines: str = "stop"  # at the first, or "skip" them and count
     unknown_keys: str = "refuse"  # keys of messages that nothing reads, or "drop" them and count
+    seam: str = "split"  # tokens across the start of an answer, or "say" and keep them, or "refuse" the line
     template_args: dict[str, Any] = field(default_factory=dict)  # for the chat template; those of a line go before
 
-    VALUES: ClassVar = dict(bad_lines=("stop", "skip"), unknown_keys=("refuse", "drop"))
+    VALUES: ClassVar = dict(bad_lines=("stop", "skip"), unknown_keys=("refuse", "drop"),
+                            seam=("split", "say", "refuse"))  # fmt: skip
 
     def __post_init__(self):
         for name, values in self.VALUES.items():
             if (value := getattr(self, name)) not in values:
-                raise ValueError(f"--{name.replace('_', '-')} {value}: expected {' or '.join(values)}")
+                raise ValueError(f"--{name.replace('_', '-')} {value}: expected one of {', '.join(values)}")
 
 
 class Example(NamedTuple):
@@ -66,7 +68,9 @@ def render(turns: list[dict], how: dict, **more: bool) -> tuple[str, list[tuple[
         (text,), spans = render_jinja_template([turns], **how, **more)
     except (TemplateError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise BadLine("what the chat template takes", one_line(error), SKIP) from error
-    return text, [*chain.from_iterable(spans)]
+    counts = Counter(chain(*chain.from_iterable(spans)))
+    edges = sorted(edge for edge, count in counts.items() if count % 2)  # not where a span ends and another begins
+    return text, [*zip(edges[::2], edges[1::2], strict=True)]
 
 
 class ChatTemplate:
