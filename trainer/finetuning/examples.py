@@ -21,6 +21,7 @@ import glob
 import hashlib
 import json
 import os
+import re
 import tempfile
 from bisect import bisect_right
 from collections import Counter
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 FORMAT = 4  # of the cached file and of the rules by which it is made: a change of either needs another number
+NUMBER = re.compile(r" in message \d+")  # is not part of a reason
 LINE_BYTES = 10 << 20  # of a line at most
 CHUNK = 256  # examples that are tokenised together
 
@@ -254,7 +256,7 @@ def read(files: list[Path], tokenizer: PreTrainedTokenizerFast, rules: Rules) ->
         raise told(files, bad[0]) if bad else unusable(str(files[0]), "lines of JSON", "blank ones", "name other files")
     lines, tokens, learned, seams = zip(*done, strict=True)
     ends = np.cumsum(list(map(len, tokens)))
-    about = dict(bad=bad[:1], reasons=Counter(expected for _, _, expected, *_ in bad), counts=reader.counts)
+    about = dict(bad=bad[:1], reasons=Counter(NUMBER.sub("", each[2]) for each in bad), counts=reader.counts)
     return Tokenised(np.concatenate(tokens), np.concatenate(learned), ends, np.array(lines), np.array(seams), about)
 
 

@@ -11,6 +11,8 @@ from trainer.finetuning.load import load_weights
 from trainer.finetuning.model import HuggingFaceModel, blank_model, tokenizer_of
 from trainer.run import Run
 
+PREVIEW = 200  # characters of each part of the example that is shown before the first step
+
 
 def open_data(c: Config, vocab: int, rank: int = 0, world: int = 1) -> ChatBatches:
     """The examples of --data, as resolved flags cut and pad them. DataError for bad ones, or a bad tokenizer."""
@@ -75,7 +77,9 @@ class FineTune(Run):
             self.told |= load_weights(self.c, self.step.model, self.group)
 
     def train(self, sinks: Sinks) -> None:
-        """As Run's, then --export."""
+        """As Run's, after a look at one example and before --export."""
+        if self.rank == 0:
+            tell(f"the first example, with [[what is learned]]:\n{self.batches.preview(0, False, PREVIEW)}")
         super().train(sinks)
         if self.c.export is not None:
             with self.aside("export"):
