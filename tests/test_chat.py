@@ -150,6 +150,32 @@ def test_a_template_of_which_the_answers_cannot_be_told_is_refused(batches, temp
     assert found in str(error.value)
 
 
+def test_a_template_that_asks_for_thoughts_and_answers_without_says_so_and_what_helps(batches):
+    each = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}%s{{ m.content + '<|im_end|>\n' }}{% endfor %}"
+    opens, closes = "<|im_start|>assistant\n<think>\n", "<|im_start|>assistant\n<think></think>"
+    off = "{% if enable_thinking is defined and not enable_thinking %}"
+    empty = "{% if m.role == 'assistant' and '<think>' not in m.content %}<think></think>{% endif %}"
+    line, markers = dict(messages=TURNS[:2]), "; put {% generation %}"
+    thought = dict(messages=[TURNS[0], TURNS[1] | dict(content="<think>\nHm.</think>Four.")])
+    for before, prompt, bad, how, fix in [
+        ("", opens, line, "opens", markers), ("", closes, line, "closes", markers),
+        (empty, f"{off}{closes}{{% else %}}{opens}{{% endif %}}", line, "opens", dict(enable_thinking=False)),
+        (empty, f"{off}{opens}{{% else %}}{closes}{{% endif %}}", thought, "closes", dict(enable_thinking=False)),
+    ]:  # fmt: skip
+        template = each.replace("%s", before) + PROMPT.replace("%s", prompt)
+        words = f"an answer that begins as the generation prompt, which {how} <think>, found '<|im_start|>assistant"
+        with pytest.raises(DataError, match="line 1: expected " + re.escape(words)) as error:
+            batches([bad], template)
+        if fix == markers:
+            assert fix in str(error.value)
+        else:
+            assert f'; add "chat_template_kwargs": {json.dumps(fix)} to the line' in str(error.value)
+            batches([bad | dict(chat_template_kwargs=fix)], template)
+    other = each.replace("%s", "") + PROMPT.replace("%s", "<|im_start|>model\n")
+    with pytest.raises(DataError, match="begins as the generation prompt, found '<.im_start.>model.n', then '<.im_sta"):
+        batches([line], other)
+
+
 def test_a_tokenizer_that_cannot_do_it_is_refused(batches, tokenizer):
     for skip in ("stop", "skip"):
         with pytest.raises(DataError, match="expected a chat template, .* found none; name the tokenizer of"):

@@ -218,7 +218,7 @@ class _Reader:
             while learned[last] and not text[slice(*at[last])].strip():  # a line break after the turn
                 last -= 1
             if not learned[last] or ids[last] not in self.ends:
-                found = repr(self.tokenizer.decode(ids[max(0, last - 3) : last + 1]))
+                found = f"one that ends with {self.tokenizer.decode(ids[max(0, last - 3) : last + 1])!r}"
                 raise BadLine("a special token at the end of each answer, which teaches to stop", found, TEMPLATE)
         return Encoded(np.array(ids, dtype=np.int32), learned, bool(across))
 

@@ -15,7 +15,7 @@ import re
 from collections import Counter
 from dataclasses import dataclass, field
 from datetime import date
-from itertools import chain
+from itertools import chain, product
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from trainer.data import unusable
@@ -31,6 +31,7 @@ NOW = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
 MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 OF_CHATS = "tools", "chat_template_kwargs"  # keys of a line beside its messages
 OWN = "messages", "tools", "documents", "add_generation_prompt", "chat_template"  # which no template argument may be
+SWITCHES = "enable_thinking", "thinking"  # names of arguments that open or close <think> in the generation prompt
 RENDER = "give it a role and a key that the template writes, or leave such lines out with --bad-lines skip"
 TEMPLATE = "put {% generation %} and {% endgeneration %} into the template, around answers with their end-of-turn token"
 
@@ -71,6 +72,11 @@ def render(turns: list[dict], how: dict, **more: bool) -> tuple[str, list[tuple[
     counts = Counter(chain(*chain.from_iterable(spans)))
     edges = sorted(edge for edge, count in counts.items() if count % 2)  # not where a span ends and another begins
     return text, [*zip(edges[::2], edges[1::2], strict=True)]
+
+
+def asked(turns: list[dict], how: dict) -> tuple[str, str]:
+    """What a model is given that shall say the last message, and the conversation with that message."""
+    return render(turns[:-1], how, add_generation_prompt=True)[0], render(turns, how)[0]
 
 
 class ChatTemplate:
@@ -151,20 +157,33 @@ class ChatTemplate:
         """{number of its last answer: example}."""
         made: dict[int, Example] = {}
         for i in reversed(answers):
-            before, _ = render(turns[:i], how, add_generation_prompt=True)
-            whole, _ = render(turns[: i + 1], how)
+            before, whole = asked(turns[: i + 1], how)
             good, content = whole.startswith(before), (turns[i]["content"] or "").strip()
             if "add_generation_prompt" not in how["chat_template"]:  # a header would count as part of the answer
                 good &= whole[len(before) :].lstrip().startswith(content)
             if not good:
-                found = f"another text before or around message {i + 1}"
-                raise BadLine("a template that only adds an answer to what comes before it", found, TEMPLATE)
+                raise self.why(turns[: i + 1], how, before, whole)
             span, later = (len(before), len(whole.rstrip())), next(reversed(made.values()), None)
             if later and later.text.startswith(whole):
                 later.spans.append(span)
             else:
                 made[i] = Example(whole, [span], True)
         return made
+
+    def why(self, turns: list[dict], how: dict, before: str, whole: str) -> BadLine:
+        """What is wrong with a template that asks for the last message with `before` and then writes `whole`."""
+        history, _ = render(turns[:-1], how)
+        if not (before.startswith(history) and whole.startswith(history)) or whole.startswith(before):
+            found = f"another text before or around message {len(turns)}"
+            return BadLine("a template that only adds an answer to what comes before it", found, TEMPLATE)
+        prompt, fix = before[len(history) :], TEMPLATE
+        found = f"{prompt!r}, then {whole[len(history) :][: len(prompt) + 20]!r} as message {len(turns)}"
+        thinks = ", which closes <think>" * ("</think>" in prompt) or ", which opens <think>" * ("<think>" in prompt)
+        for name, value in product(SWITCHES, (True, False)):
+            before, whole = asked(turns, how | {name: value})
+            if name in how["chat_template"] and whole.startswith(before):
+                fix = f"""add "chat_template_kwargs": {{"{name}": {str(value).lower()}}} to the line"""
+        return BadLine(f"an answer that begins as the generation prompt{thinks}", found, fix)
 
     def unread(self, turns: list[dict], made: dict[int, Example], how: dict) -> set[tuple[int, str]]:
         """{(number of a message, key)} of keys that nothing reads and that shall be dropped. Raises BadLine for those
