@@ -166,17 +166,39 @@ def test_a_run_is_not_resumed_with_a_value_of_config_json_back_at_its_default(tu
     assert refused.code == 4 and "was saved with rms_norm_eps 0.001 (now " in refused.err
 
 
+def loss_of_transformers(folder, dtype=torch.float32):
+    """Of the first 8 rows that a run draws."""
+    data = str(write_data(Path("first.jsonl")))
+    how = dict(global_batch=8, seqlen=48, vocab=400, seed=0)
+    tokens, targets, _ = next(ChatBatches(data, AutoTokenizer.from_pretrained(folder), **how))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, return_dict=True).eval()
+    assert (targets[:, -1] == -100).all(), "else the last target would be lost"
+    labels = torch.cat([torch.full((8, 1), -100), targets[:, :-1]], 1)  # transformers moves them on itself
+    return model(input_ids=tokens, labels=labels).loss.item()
+
+
 def test_the_first_loss_is_that_of_transformers(tune, qwen):
     done = tune("--steps", 1, "--grad-accum", 2, "--log-every", 1)
-    batches = ChatBatches(str(qwen.parent / "chat.jsonl"), AutoTokenizer.from_pretrained(qwen), global_batch=8,
-                          seqlen=48, vocab=400, seed=0)  # fmt: skip
-    tokens, targets, _ = next(batches)
-    model = AutoModelForCausalLM.from_pretrained(qwen, dtype=torch.float32).eval()
-    labels = torch.cat([torch.full((8, 1), -100), targets[:, :-1]], 1)  # transformers moves them on itself
-    tail = targets[:, -1] == -100
-    assert tail.all(), "else the last target would be lost"
-    expected = model(input_ids=tokens, labels=labels).loss.item()
-    assert done.steps[0]["loss"] == pytest.approx(expected, abs=1e-6)
+    assert done.steps[0]["loss"] == pytest.approx(loss_of_transformers(qwen), abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["diffllama", "tuples", "llama4", "xglm", "minimax", "qwen3.5"])
+def test_other_families_have_the_losses_of_transformers_and_are_exported(kind, tune, tmp_path):
+    """DiffLlama draws parameters on the CPU; "tuples" is of a config.json with return_dict false; the text model of
+    Llama 4 names a base that it lacks; buffers of XGLM and MiniMax have the dtype in which a model is loaded; Qwen3.5's
+    config.json and files are of a model of text and images."""
+    folder = write_model(tmp_path / "m", kind)
+    write_tokenizer(folder)
+    for dtype, torch_dtype, apart in (("fp32", torch.float32, 2e-6), ("bf16", torch.bfloat16, 5e-3)):
+        out = tmp_path / dtype
+        argv = "--steps", 1, "--grad-accum", 2, "--log-every", 1, "--lr", 1e-30, "--param-dtype", dtype, "--export", out
+        done = tune(*argv, model=folder)
+        assert done.code == 0, done.err
+        assert done.steps[0]["loss"] == pytest.approx(loss_of_transformers(folder, torch_dtype), abs=apart)
+        before, after = (logits(each, return_dict=True) for each in (folder, out))
+        assert torch.allclose(before, after, rtol=0, atol=1e-20)  # not equal: rows of 0 are trained, too
+    names = [AutoConfig.from_pretrained(each).model_type for each in (folder, out)]
+    assert names == (["qwen3_5", "qwen3_5_text"] if kind == "qwen3.5" else names[:1] * 2)
 
 
 def test_packed_padded_and_shorter_rows_have_the_same_loss(tune):

@@ -81,6 +81,9 @@ def write_folder(out: str, inner: nn.Module, source: str, whole: Callable[[str],
                 shutil.copy(each, temporary)
         if os.path.isdir(templates := os.path.join(source, TEMPLATES)):
             shutil.copytree(templates, os.path.join(temporary, TEMPLATES))
+        if json.loads(Path(source, "config.json").read_bytes())["model_type"] != (config := inner.config).model_type:
+            config.architectures = [type(inner).__name__]  # a text model, of the folder of one with images
+            config.save_pretrained(temporary)
         like = {name: t for name, (_, t) in tensors.items()}
         files = weights.write(f"{temporary}/model.safetensors", like, read, dict(format="pt"), shard_gb * 1e9)
         os.rename(temporary, out)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils import swap_tensors
 from torch.utils.checkpoint import checkpoint
 
 from lean import chunked_cross_entropy
@@ -70,7 +71,10 @@ class HuggingFaceModel(nn.Module):
         return chunked_cross_entropy(x, self.model.get_output_embeddings().weight, targets, chunk)
 
     def _hidden(self, tokens: Tensor, **inputs: Tensor) -> Tensor:
-        return self.model.base_model(input_ids=tokens, use_cache=False, **inputs).last_hidden_state
+        decoder = self.model.base_model
+        if decoder is self.model:  # Llama 4's text model names a base that it lacks
+            decoder = self.model.model
+        return decoder(input_ids=tokens, use_cache=False, **inputs).last_hidden_state
 
     def init_weights(self) -> None:
         """Fills buffers and, unless they are to be loaded, parameters, as the model's own code does. DataError: it does
@@ -153,21 +157,23 @@ def _recomputed(forward: Callable) -> Callable:
     return again
 
 
-def blank_model(folder: str, remat_ratio: float = 0.0) -> HuggingFaceModel:
-    """The model of `folder`/config.json, on the meta device; `remat_ratio` of its blocks, evenly spread, are computed
-    again in backward. DataError: transformers lacks it."""
+def blank_model(folder: str, remat_ratio: float = 0.0, dtype: torch.dtype = torch.float32) -> HuggingFaceModel:
+    """The model of `folder`/config.json in fp32 to be computed in `dtype`, on the meta device; `remat_ratio` of its
+    blocks, evenly spread, are computed again in backward. DataError: transformers lacks it."""
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError:
         raise ValueError("--model: needs transformers 5 and safetensors; pip install -e '.[hf]'") from None
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        if config.get_text_config() is not config:
-            raise ValueError(f"a multimodal one, {config.model_type}")
-        usual = config.dtype
+        usual = config.get_text_config().dtype or config.dtype
         with torch.device("meta"):
-            inner = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        inner.config.dtype = usual  # what an export without weights in `folder` has
+            inner = AutoModelForCausalLM.from_config(config, dtype=dtype)  # some buffers have its dtype
+        if inner.config.get_text_config() is not inner.config:
+            raise ValueError(f"a multimodal one, {config.model_type}")
+        for p in [*inner.parameters()]:  # stored in fp32; those that were drawn on the CPU, as DiffLlama's, too
+            swap_tensors(p, nn.Parameter(torch.empty(p.shape, device="meta")))
+        inner.config.dtype, inner.config.return_dict = usual, True  # of exports without weights in `folder`
     except Exception as error:  # whatever a strange config.json leads to
         why = one_line(error, 200, kind=False)
         expected = "expected a causal language model that transformers knows, without code of its own"

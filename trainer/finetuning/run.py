@@ -1,5 +1,6 @@
 """A run of finetune.py: trainer.run.Run with a model, data and weights of Hugging Face, and a folder in the end."""
 
+from trainer.attention import DTYPES
 from trainer.checkpoint.load import say
 from trainer.distributed.terminal import tell
 from trainer.experiments.logging import Sinks
@@ -29,7 +30,7 @@ class FineTune(Run):
 
     def open(self, c: Config) -> tuple[Config, ChatBatches, HuggingFaceModel]:
         """Flags that lack nothing, the data, and the model on the meta device."""
-        model = blank_model(c.model, c.remat_ratio)
+        model = blank_model(c.model, c.remat_ratio, DTYPES[c.param_dtype])
         vocab = model.model.get_input_embeddings().num_embeddings
         data = open_data(c, vocab, self.rank, self.world)
         if c.export is not None:
