@@ -18,6 +18,7 @@ from harness import spawn
 
 pytest.importorskip("transformers", reason="needs transformers: pip install -e '.[hf]'")
 
+from safetensors.torch import load_file, save_file
 from tiny_hf import KINDS, TOKENS, edit_json, logits, write_data, write_model, write_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -182,11 +183,11 @@ def test_the_first_loss_is_that_of_transformers(tune, qwen):
     assert done.steps[0]["loss"] == pytest.approx(loss_of_transformers(qwen), abs=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["diffllama", "tuples", "llama4", "xglm", "minimax", "qwen3.5"])
+@pytest.mark.parametrize("kind", ["diffllama", "tuples", "llama4", "xglm", "minimax", "qwen3.5", "longrope"])
 def test_other_families_have_the_losses_of_transformers_and_are_exported(kind, tune, tmp_path):
     """DiffLlama draws parameters on the CPU; "tuples" is of a config.json with return_dict false; the text model of
     Llama 4 names a base that it lacks; buffers of XGLM and MiniMax have the dtype in which a model is loaded; Qwen3.5's
-    config.json and files are of a model of text and images."""
+    config.json and files are of a model of text and images; longrope leaves a tensor on the device where it is run."""
     folder = write_model(tmp_path / "m", kind)
     write_tokenizer(folder)
     for dtype, torch_dtype, apart in (("fp32", torch.float32, 2e-6), ("bf16", torch.bfloat16, 5e-3)):
@@ -197,8 +198,30 @@ def test_other_families_have_the_losses_of_transformers_and_are_exported(kind, t
         assert done.steps[0]["loss"] == pytest.approx(loss_of_transformers(folder, torch_dtype), abs=apart)
         before, after = (logits(each, return_dict=True) for each in (folder, out))
         assert torch.allclose(before, after, rtol=0, atol=1e-20)  # not equal: rows of 0 are trained, too
+        assert ("longrope: rows of more than 32 tokens" in done.out) == (kind == "longrope")
+        assert ("tensors that the model does not use are left out: model.visual." in done.out) == (kind == "qwen3.5")
     names = [AutoConfig.from_pretrained(each).model_type for each in (folder, out)]
     assert names == (["qwen3_5", "qwen3_5_text"] if kind == "qwen3.5" else names[:1] * 2)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "bloom", "opt"])
+def test_old_files_without_the_prefix_of_the_base_keep_names_and_dtypes(kind, tune, tmp_path):
+    """Those of GPT-2 have buffers, too, that no one reads; no dtype is in their config.json."""
+    folder = write_model(tmp_path / "m", kind)
+    write_tokenizer(folder)
+    edit_json(folder / "config.json", dtype=None)
+    prefix = "model." if kind == "opt" else "transformer."
+    old = {name.removeprefix(prefix): t for name, t in load_file(folder / "model.safetensors").items()}
+    masks = {"h.0.attn.bias": torch.ones(1, 1, 9, 9), "h.0.attn.masked_bias": torch.tensor(-1e4)}
+    save_file(old | (masks if kind == "gpt2" else {}), folder / "model.safetensors", metadata=dict(format="pt"))
+    done = tune("--steps", 1, "--lr", 1e-30, "--export", "out", model=folder)
+    assert done.code == 0, done.err
+    left = "2 tensors that the model does not use are left out: h.0.attn.bias, h.0.attn.masked_bias"
+    assert (left in done.out) == (kind == "gpt2")
+    new = load_file("out/model.safetensors")
+    assert new.keys() == old.keys() and all(new[name].dtype == t.dtype for name, t in old.items())
+    before, after = (logits(each, dtype=torch.float32) for each in (folder, "out"))
+    assert torch.allclose(before, after, rtol=0, atol=1e-20)
 
 
 def test_packed_padded_and_shorter_rows_have_the_same_loss(tune):

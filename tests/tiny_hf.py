@@ -23,6 +23,12 @@ OTHERS = {
     "lfm2": ("lfm2", dict(layer_types=["conv", "full_attention"])),
     "diffllama": ("diffllama", {}), "tuples": ("qwen2", dict(return_dict=False)),
     "llama4": ("llama4_text", dict(head_dim=8, intermediate_size_mlp=48, num_local_experts=2)),
+    "gpt2": ("gpt2", dict(n_inner=48)), "bloom": ("bloom", {}),
+    "opt": ("opt", dict(ffn_dim=48, word_embed_proj_dim=32, dropout=0)),
+    "longrope": ("phi3", dict(
+        max_position_embeddings=64, original_max_position_embeddings=32,
+        rope_parameters=dict(rope_type="longrope", rope_theta=10000.0, original_max_position_embeddings=32,
+                             short_factor=[1.0] * 4, long_factor=[2.0] * 4))),
     "xglm": ("xglm", dict(ffn_dim=48, max_position_embeddings=64)),
     "minimax": ("minimax", dict(num_local_experts=2, layer_types=["linear_attention", "full_attention"])),
     "qwen3.5": ("qwen3_5", dict(

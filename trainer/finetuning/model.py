@@ -8,8 +8,9 @@ Its code is transformers' own; code that comes with a model is not run.
 
 import functools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
@@ -145,16 +146,17 @@ def _zero_row(weight: Tensor, row: int) -> None:
     weight[max(row, 0) : max(row + 1, 0)] = 0
 
 
-def _recomputed(forward: Callable) -> Callable:
-    """`forward`, of which only the inputs and the output of attention are kept for backward. A function: Dynamo would
-    skip a partial of torch's."""
+def _recomputed(block: nn.Module) -> MethodType:
+    """The forward of a block, of which only the inputs and the output of attention are kept for backward. A method: a
+    copy of the block calls the copy. Of a function: Dynamo would skip a partial of torch's."""
+    forward = block.forward.__func__
 
     @functools.wraps(forward)
     def again(*args, **kwargs):
         how = dict(use_reentrant=False, preserve_rng_state=False, context_fn=attention_saved)
         return checkpoint(forward, *args, **how, **kwargs)
 
-    return again
+    return MethodType(again, block)
 
 
 def blank_model(folder: str, remat_ratio: float = 0.0, dtype: torch.dtype = torch.float32) -> HuggingFaceModel:
@@ -186,7 +188,7 @@ def blank_model(folder: str, remat_ratio: float = 0.0, dtype: torch.dtype = torc
     for i, name in enumerate(names):
         if (i + 1) * count // len(names) > i * count // len(names):
             block = inner.get_submodule(name)
-            block.forward = _recomputed(block.forward)
+            block.forward = _recomputed(block)
     return model
 
 

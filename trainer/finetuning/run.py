@@ -1,5 +1,7 @@
 """A run of finetune.py: trainer.run.Run with a model, data and weights of Hugging Face, and a folder in the end."""
 
+from copy import deepcopy
+
 from trainer.attention import DTYPES
 from trainer.checkpoint.load import say
 from trainer.distributed.terminal import tell
@@ -50,12 +52,12 @@ class FineTune(Run):
         """As Run's, or none where rows have no one length."""
         if self.step_tokens is None:
             return {}, "FLOPs are not counted, MFU and tok/s are n/a: rows of --pad longest differ in length"
-        before = self.blank.model.get_experts_implementation()
+        blank, self.blank = self.blank, deepcopy(self.blank)  # longrope leaves a tensor on meta in what is run
         self.blank.model.set_experts_implementation("batched_mm")  # as many products, and it runs on meta
         try:
             return super().count_flops()
         finally:
-            self.blank.model.set_experts_implementation(before)
+            self.blank = blank
 
     def build(self) -> None:
         """As Run's, then looks at the model with the weights that it now has."""
@@ -67,6 +69,11 @@ class FineTune(Run):
             self.step.model.check_packed(self.device)
         if self.blank.noise:
             say(f"noise is off: {self.blank.noise} of config.json")
+        rotary = getattr(self.blank.model.config, "rope_parameters", None) or {}
+        usual = rotary.get("original_max_position_embeddings")
+        if rotary.get("rope_type") == "longrope" and self.c.seqlen > usual:
+            say(f"longrope: rows of more than {usual} tokens have the long factors, also for shorter examples in them, "
+                f"which inference gives the short ones; use --seqlen {usual} at most for these")  # fmt: skip
         passes = self.c.effective_batch / self.batches.epoch_samples
         if passes > 1:
             say(f"each step passes {passes:.1f} times over all {self.batches.epoch_samples} rows of --data; "
