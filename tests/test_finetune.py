@@ -183,7 +183,10 @@ def test_the_first_loss_is_that_of_transformers(tune, qwen):
     assert done.steps[0]["loss"] == pytest.approx(loss_of_transformers(qwen), abs=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["diffllama", "tuples", "llama4", "xglm", "minimax", "qwen3.5", "longrope"])
+FAMILIES = "diffllama", "tuples", "llama4", "xglm", "minimax", "qwen3.5", "longrope", "deepseek"
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
 def test_other_families_have_the_losses_of_transformers_and_are_exported(kind, tune, tmp_path):
     """DiffLlama draws parameters on the CPU; "tuples" is of a config.json with return_dict false; the text model of
     Llama 4 names a base that it lacks; buffers of XGLM and MiniMax have the dtype in which a model is loaded; Qwen3.5's
@@ -222,6 +225,24 @@ def test_old_files_without_the_prefix_of_the_base_keep_names_and_dtypes(kind, tu
     assert new.keys() == old.keys() and all(new[name].dtype == t.dtype for name, t in old.items())
     before, after = (logits(each, dtype=torch.float32) for each in (folder, "out"))
     assert torch.allclose(before, after, rtol=0, atol=1e-20)
+
+
+@pytest.mark.parametrize("kind", ["qwen2.5", "xglm", "minimax", "deepseek"])
+def test_buffers_have_the_dtypes_of_a_model_that_transformers_loads_for_the_same_computation(kind, tmp_path):
+    folder = write_model(tmp_path / "m", kind)
+    for dtype in (torch.float32, torch.bfloat16):
+        ours, theirs = blank_model(folder, dtype=dtype).model, AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        dtypes = [{name: buffer.dtype for name, buffer in each.named_buffers()} for each in (ours, theirs)]
+        assert dtypes[0] == dtypes[1] and {p.dtype for p in ours.parameters()} == {torch.float32}
+
+
+def test_a_graph_of_a_whole_step_is_refused_where_positions_branch_on_values(tune, tmp_path):
+    rotary = dict(rope_type="dynamic", factor=2.0, rope_theta=10000.0)
+    folder = write_model(tmp_path / "m", "llama", max_position_embeddings=64, rope_parameters=rotary)
+    write_tokenizer(folder)
+    refused = tune("--steps", 1, "--compile", "fwdbwd", model=folder)
+    assert refused.code == 2 and "--compile fwdbwd: rope_type dynamic of config.json branches" in refused.err
+    assert tune("--steps", 1, model=folder).code == 0
 
 
 def test_packed_padded_and_shorter_rows_have_the_same_loss(tune):

@@ -29,6 +29,9 @@ OTHERS = {
         max_position_embeddings=64, original_max_position_embeddings=32,
         rope_parameters=dict(rope_type="longrope", rope_theta=10000.0, original_max_position_embeddings=32,
                              short_factor=[1.0] * 4, long_factor=[2.0] * 4))),
+    "deepseek": ("deepseek_v3", dict(
+        n_routed_experts=4, n_group=1, topk_group=1, num_experts_per_tok=2, moe_intermediate_size=16, q_lora_rank=8,
+        first_k_dense_replace=1, kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=8)),
     "xglm": ("xglm", dict(ffn_dim=48, max_position_embeddings=64)),
     "minimax": ("minimax", dict(num_local_experts=2, layer_types=["linear_attention", "full_attention"])),
     "qwen3.5": ("qwen3_5", dict(

@@ -57,6 +57,11 @@ class HuggingFaceModel(nn.Module):
         told = vars(self.model.config).items()
         return ", ".join(f"{name} {p}" for name, p in told if p and self._is_noise(name))
 
+    @property
+    def rotary(self) -> dict[str, Any]:
+        """What the configuration says of rotary positions; empty without them."""
+        return getattr(self.model.config, "rope_parameters", None) or {}
+
     def forward(self, tokens: Tensor, targets: Tensor | None = None, chunk: int = 0, **inputs: Tensor) -> Tensor:
         """tokens [B, T] -> logits [B, T, V]; with targets [B, T] their summed loss. ValueError: no chunked loss."""
         if tokens.is_meta:  # unless it is told the mask, transformers looks for documents in the values of positions
@@ -175,6 +180,9 @@ def blank_model(folder: str, remat_ratio: float = 0.0, dtype: torch.dtype = torc
             raise ValueError(f"a multimodal one, {config.model_type}")
         for p in [*inner.parameters()]:  # stored in fp32; those that were drawn on the CPU, as DiffLlama's, too
             swap_tensors(p, nn.Parameter(torch.empty(p.shape, device="meta")))
+        for name, buffer in inner.named_buffers():
+            if any(each in name for each in inner._keep_in_fp32_modules_strict):
+                buffer.data = buffer.data.float()  # as from_pretrained does; from_config does not
         inner.config.dtype, inner.config.return_dict = usual, True  # of exports without weights in `folder`
     except Exception as error:  # whatever a strange config.json leads to
         why = one_line(error, 200, kind=False)

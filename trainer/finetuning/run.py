@@ -41,6 +41,9 @@ class FineTune(Run):
         if most is not None and c.seqlen > most:
             raise ValueError(f"--seqlen {c.seqlen}: the model knows {most} positions (max_position_embeddings of its "
                              "config.json); use as many at most")  # fmt: skip
+        if "dynamic" in str(model.rotary.get("rope_type")) and c.compile not in ("none", "blocks"):
+            raise ValueError(f"--compile {c.compile}: rope_type dynamic of config.json branches on values, which one "
+                             "graph cannot; use --compile none")  # fmt: skip
         model.drawn, kernel = c.random, model.model.config._attn_implementation
         self.attention = f"{kernel} of transformers"
         if c.pad == "longest":
@@ -69,9 +72,8 @@ class FineTune(Run):
             self.step.model.check_packed(self.device)
         if self.blank.noise:
             say(f"noise is off: {self.blank.noise} of config.json")
-        rotary = getattr(self.blank.model.config, "rope_parameters", None) or {}
-        usual = rotary.get("original_max_position_embeddings")
-        if rotary.get("rope_type") == "longrope" and self.c.seqlen > usual:
+        usual = self.blank.rotary.get("original_max_position_embeddings")
+        if self.blank.rotary.get("rope_type") == "longrope" and self.c.seqlen > usual:
             say(f"longrope: rows of more than {usual} tokens have the long factors, also for shorter examples in them, "
                 f"which inference gives the short ones; use --seqlen {usual} at most for these")  # fmt: skip
         passes = self.c.effective_batch / self.batches.epoch_samples
