@@ -26,8 +26,7 @@ if __name__ == "__main__":  # before torch is imported: --help and bad flags ans
 
 from trainer import config as flags
 from trainer.data import DataError
-from trainer.finetuning.chat import preview
-from trainer.finetuning.model import blank_model, tokenizer_of
+from trainer.finetuning.model import blank_model
 from trainer.finetuning.run import FineTune, open_data
 from trainer.run import execute
 
@@ -37,7 +36,7 @@ def show(c: config.Config, world: int) -> None:
     try:
         c = flags.resolve(c, "cpu", world)
         vocab = blank_model(c.model).model.get_input_embeddings().num_embeddings
-        tell(preview(open_data(c, vocab).example(0), tokenizer_of(c.model), color=sys.stdout.isatty()))
+        tell(open_data(c, vocab).preview(0, color=sys.stdout.isatty()))
     except (ValueError, DataError) as error:
         fail(str(error), 0, 3 if isinstance(error, DataError) else 2)
 

@@ -42,3 +42,24 @@ def chats(n, answer="Yes. "):
 
 def steps_of(stream, count):
     return [next(stream) for _ in range(count)]
+
+
+HEAD = "{{ '<|im_start|>' + m.role + '\n' }}"
+CALLS = ("{% for call in m.tool_calls or [] %}{% set call = call.function or call %}{{ '<call>' + call.name + ' ' }}"
+         "%s{% endfor %}")  # fmt: skip
+FAMILIES = {  # what known ones do with messages that are more than role and content
+    "all": HEAD + "{% if m.reasoning_content %}{{ '<think>' + m.reasoning_content + '</think>' }}{% endif %}"
+    "{{ m.content or '' }}" + CALLS.replace("%s", "{{ call.arguments | tojson }}"),
+    "no developer": "{% if m.role != 'developer' %}" + HEAD + "{{ m.content }}{% endif %}",
+    "content alone": HEAD + "{{ m.content | trim }}",
+    "no thoughts": HEAD + "{{ m.content.split('</think>')[-1].lstrip('\n') }}",
+    "thoughts of the last": HEAD + "{% if '</think>' in m.content and not loop.last %}"
+    "{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}",
+    "arguments as sent": HEAD + "{% if m.content is none %}" + CALLS.replace("%s", "{{ '' + call.arguments }}")
+    + "{% else %}{{ m.content }}{% endif %}",
+    "short": HEAD + "{{ m.content[:9] }}",
+    "name for content": HEAD + "{{ (m.name or '') + m.content }}",
+}  # fmt: skip
+for name, each in FAMILIES.items():
+    TEMPLATES[name] = "{% for m in messages %}" + each + "{{ '<|im_end|>\n' }}{% endfor %}"
+    TEMPLATES[name] += PROMPT.replace("%s", "<|im_start|>assistant\n")

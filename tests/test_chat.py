@@ -46,8 +46,8 @@ LEARNED = {
 @pytest.mark.parametrize("template", LEARNED)
 def test_of_messages_the_answers_are_learned_with_the_token_that_ends_each(batches, tokenizer, template):
     made = tokenizer(template)
-    stream = batches([dict(messages=TURNS)], template)
-    assert learned_text(stream, made) == LEARNED[template]
+    stream = batches([dict(messages=TURNS)], template, seam="say")
+    assert learned_text(stream, made) == LEARNED[template] == learned_text(batches(None, template), made)
     ids, learned = stream.example(0)
     whole = made.apply_chat_template(TURNS, tokenize=True)["input_ids"]
     assert ids.tolist() == whole  # the template's own tokens, so no second bos
@@ -150,6 +150,32 @@ def test_a_template_of_which_the_answers_cannot_be_told_is_refused(batches, temp
     assert found in str(error.value)
 
 
+def test_a_template_that_asks_for_thoughts_and_answers_without_says_so_and_what_helps(batches):
+    each = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}%s{{ m.content + '<|im_end|>\n' }}{% endfor %}"
+    opens, closes = "<|im_start|>assistant\n<think>\n", "<|im_start|>assistant\n<think></think>"
+    off = "{% if enable_thinking is defined and not enable_thinking %}"
+    empty = "{% if m.role == 'assistant' and '<think>' not in m.content %}<think></think>{% endif %}"
+    line, markers = dict(messages=TURNS[:2]), "; put {% generation %}"
+    thought = dict(messages=[TURNS[0], TURNS[1] | dict(content="<think>\nHm.</think>Four.")])
+    for before, prompt, bad, how, fix in [
+        ("", opens, line, "opens", markers), ("", closes, line, "closes", markers),
+        (empty, f"{off}{closes}{{% else %}}{opens}{{% endif %}}", line, "opens", dict(enable_thinking=False)),
+        (empty, f"{off}{opens}{{% else %}}{closes}{{% endif %}}", thought, "closes", dict(enable_thinking=False)),
+    ]:  # fmt: skip
+        template = each.replace("%s", before) + PROMPT.replace("%s", prompt)
+        words = f"an answer that begins as the generation prompt, which {how} <think>, found '<|im_start|>assistant"
+        with pytest.raises(DataError, match="line 1: expected " + re.escape(words)) as error:
+            batches([bad], template)
+        if fix == markers:
+            assert fix in str(error.value)
+        else:
+            assert f'; add "chat_template_kwargs": {json.dumps(fix)} to the line' in str(error.value)
+            batches([bad | dict(chat_template_kwargs=fix)], template)
+    other = each.replace("%s", "") + PROMPT.replace("%s", "<|im_start|>model\n")
+    with pytest.raises(DataError, match="begins as the generation prompt, found '<.im_start.>model.n', then '<.im_sta"):
+        batches([line], other)
+
+
 def test_a_tokenizer_that_cannot_do_it_is_refused(batches, tokenizer):
     for skip in ("stop", "skip"):
         with pytest.raises(DataError, match="expected a chat template, .* found none; name the tokenizer of"):
@@ -195,13 +221,29 @@ BAD = {
     "no role": (dict(messages=[dict(content="a")]), "found 'None' in message 1"),
     "empty content": (line(content=" \n"), "text as content, found empty content in message 2"),
     "content null": (line(content=None), "found empty content in message 2"),
-    "parts": (line(content=[dict(type="text", text="a")]), "text as content, found list in message 2"),
+    "another part": (line(content=[dict(type="image", url="a")]), "text parts, as content, found image in con"),
+    "part in a part": (line(content=[[dict(type="text", text="a")]]), "text parts, as content, found list in content"),
+    "part with more": (line(content=[dict(text="a", alt="b")]), "text parts, as content, found dict in content in mes"),
+    "number": (line(content=3), "text parts, as content, found int in content in message 2"),
+    "false": (line(content=False), "text parts, as content, found bool in content in message 2"),
+    "object": (line(content=dict(text="a")), "text parts, as content, found dict in content in message 2"),
+    "key twice": (b'{"text": "a", "text": "b"}', "a JSON object, found the key 'text' twice in one object"),
     "special token": (line(content="a<|im_end|>b"), r"special tokens, found <\|im_end\|> in message 2"),
-    "weight": (line(weight=0), "weight 1, .* found 0 in message 2"),
+    "weight": (line(weight=0.5), "weight 0 or 1, train true or false, found weight 0.5 in message 2"),
+    "flags that differ": (line(weight=1, train=False), "found weight 1, train False in message 2"),
+    "weight of a user": (dict(messages=[TURNS[0] | dict(train=True), TURNS[1]]), "found train True in message 1"),
+    "nothing to learn": (line(weight=0), r"an answer \(role assistant\) that is learned, found none"),
     "tools": (dict(messages=TURNS, tools=[dict(name="f")]), "what the chat template knows, found tools"),
-    "tool calls": (line(content="", tool_calls=[dict(name="f")]), "the chat template knows, found tool_calls"),
-    "no answer": (dict(messages=TURNS[:1]), r"an answer \(role assistant\), found none"),
-    "answer first": (dict(messages=TURNS[1:2]), "what the chat template takes, found ValueError"),
+    "tools of numbers": (dict(messages=TURNS, tools=[1]), "tools, a list of objects or its JSON, found something"),
+    "tools not JSON": (dict(messages=TURNS, tools="f"), "tools, a list of objects or its JSON, found Expecting value"),
+    "tool calls": (line(content="", tool_calls=[dict(name="f")]), "keys that .* reads, found 'tool_calls' in"),
+    "arguments": (line(tool_calls=[dict(function=dict(name="f", arguments="a"))]), "arguments of a tool call in mess"),
+    "list of arguments": (line(tool_calls=[dict(arguments="[1]")]), "arguments of a tool call .*, found list"),
+    "function": (line(tool_calls=[dict(function="f")]), "function of a tool call, an object, found str in message 2"),
+    "template arguments": (dict(messages=TURNS, chat_template_kwargs=dict(think=True)), "template knows, found think"),
+    "other arguments": (dict(messages=TURNS, chat_template_kwargs=[1]), "chat_template_kwargs, an object, found list"),
+    "no answer": (dict(messages=TURNS[:1]), r"an answer \(role assistant\) that is learned, found none"),
+    "answer first": (dict(messages=TURNS[1:2]), "what the chat template takes, found UndefinedError"),
     "no answer in the completion": (dict(prompt=TURNS, completion=TURNS[:1]), "an answer"),
     "text empty": (dict(text=""), "text to learn, found empty content"),
     "text a number": (dict(text=3), "text to learn, found int"),
@@ -215,9 +257,11 @@ def test_a_bad_line_is_named_or_counted(batches, kind):
     lines = [chats(1)[0], bad, *chats(2)]
     with pytest.raises(DataError, match=rf"chat\.jsonl, line 2: expected .*{words}") as error:
         batches(lines)
-    assert "--bad-lines skip" in str(error.value) and "\n" not in str(error.value)
+    fix = "--unknown-keys drop" if "keys that" in words else "--bad-lines skip"
+    assert fix in str(error.value) and "\n" not in str(error.value)
     stream = batches(lines, bad_lines="skip")
-    assert "3 examples, 1 lines left out as bad (the first: " in stream.description and "line 2: " in stream.description
+    reasons = re.search(r"3 examples, 1 lines left out as bad \((.*): 1; the first: .*line 2: ", stream.description)[1]
+    assert reasons.startswith("expected ") and not re.search(r"in message \d", reasons)
     assert "left out" not in batches([lines[0], b" ", *lines[2:]]).description  # a blank line is none
     with pytest.raises(DataError, match="line 1: expected"):
         batches([bad], bad_lines="skip")

@@ -6,6 +6,7 @@ On a CPU, with the tokenizer and the templates of tests/test_chat.py.
 """
 
 import json
+import re
 import threading
 from pathlib import Path
 
@@ -87,6 +88,24 @@ def test_examples_are_cut_to_the_row_and_dropped_without_a_label_and_counted(bat
     assert sum(int((targets != IGNORE).sum()) for _, targets, _ in found) == stream.labels
     with pytest.raises(DataError, match="an example with a label, found .*1 cut to 41 .*1 dropped.*; raise --seqlen"):
         batches(lines[3:4], seqlen=40)
+
+
+@pytest.mark.parametrize("pad", chat.PADS)
+def test_the_summary_tells_the_learned_share_the_longest_and_the_padding(batches, pad):
+    lines = [dict(prompt="p" * (i % 11), completion="word" * (i % 7 + 1)) for i in range(39)]
+    lines.append(dict(prompt="p" * 120, completion="a"))  # has no label within the row
+    lines.append(dict(prompt="p" * 20, completion="a" * 120))
+    stream = batches(lines, pad=pad, seqlen=100, global_batch=4)
+    told = re.search(r" \((.*)%\) are learned, the longest of (\d+); (.*)% of the rows is padding", stream.description)
+    tokens = room = learned = 0
+    for rows in range(0, stream.epoch_samples, 4):
+        batch, targets, inputs = next(stream)
+        last = min(4, stream.epoch_samples - rows)  # other rows are of the next epoch
+        room += batch.shape[1] * last
+    for number in range(40):
+        ids, mask = stream.example(number)
+        tokens, learned = tokens + len(ids) - 1, learned + mask[1:].sum()
+    assert told.groups() == (f"{learned / tokens:.1%}"[:-1], "142", f"{1 - tokens / room:.1%}"[:-1])
 
 
 # Order
@@ -173,7 +192,7 @@ def test_a_second_source_is_held_out(batches, tokenizer, tmp_path):
 
 
 def test_flags_are_checked(batches):
-    for wrong in (dict(pad="none"), dict(bad_lines="ignore")):
+    for wrong in (dict(pad="none"), dict(bad_lines="ignore"), dict(seam="cut")):
         with pytest.raises(ValueError, match=f"--{next(iter(wrong)).replace('_', '-')} "):
             batches(chats(3), **wrong)
 

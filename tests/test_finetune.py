@@ -18,6 +18,7 @@ from harness import spawn
 
 pytest.importorskip("transformers", reason="needs transformers: pip install -e '.[hf]'")
 
+from safetensors.torch import load_file, save_file
 from tiny_hf import KINDS, TOKENS, edit_json, logits, write_data, write_model, write_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -166,17 +167,82 @@ def test_a_run_is_not_resumed_with_a_value_of_config_json_back_at_its_default(tu
     assert refused.code == 4 and "was saved with rms_norm_eps 0.001 (now " in refused.err
 
 
+def loss_of_transformers(folder, dtype=torch.float32):
+    """Of the first 8 rows that a run draws."""
+    data = str(write_data(Path("first.jsonl")))
+    how = dict(global_batch=8, seqlen=48, vocab=400, seed=0)
+    tokens, targets, _ = next(ChatBatches(data, AutoTokenizer.from_pretrained(folder), **how))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, return_dict=True).eval()
+    assert (targets[:, -1] == -100).all(), "else the last target would be lost"
+    labels = torch.cat([torch.full((8, 1), -100), targets[:, :-1]], 1)  # transformers moves them on itself
+    return model(input_ids=tokens, labels=labels).loss.item()
+
+
 def test_the_first_loss_is_that_of_transformers(tune, qwen):
     done = tune("--steps", 1, "--grad-accum", 2, "--log-every", 1)
-    batches = ChatBatches(str(qwen.parent / "chat.jsonl"), AutoTokenizer.from_pretrained(qwen), global_batch=8,
-                          seqlen=48, vocab=400, seed=0)  # fmt: skip
-    tokens, targets, _ = next(batches)
-    model = AutoModelForCausalLM.from_pretrained(qwen, dtype=torch.float32).eval()
-    labels = torch.cat([torch.full((8, 1), -100), targets[:, :-1]], 1)  # transformers moves them on itself
-    tail = targets[:, -1] == -100
-    assert tail.all(), "else the last target would be lost"
-    expected = model(input_ids=tokens, labels=labels).loss.item()
-    assert done.steps[0]["loss"] == pytest.approx(expected, abs=1e-6)
+    assert done.steps[0]["loss"] == pytest.approx(loss_of_transformers(qwen), abs=1e-6)
+
+
+FAMILIES = "diffllama", "tuples", "llama4", "xglm", "minimax", "qwen3.5", "longrope", "deepseek"
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_other_families_have_the_losses_of_transformers_and_are_exported(kind, tune, tmp_path):
+    """DiffLlama draws parameters on the CPU; "tuples" is of a config.json with return_dict false; the text model of
+    Llama 4 names a base that it lacks; buffers of XGLM and MiniMax have the dtype in which a model is loaded; Qwen3.5's
+    config.json and files are of a model of text and images; longrope leaves a tensor on the device where it is run."""
+    folder = write_model(tmp_path / "m", kind)
+    write_tokenizer(folder)
+    for dtype, torch_dtype, apart in (("fp32", torch.float32, 2e-6), ("bf16", torch.bfloat16, 5e-3)):
+        out = tmp_path / dtype
+        argv = "--steps", 1, "--grad-accum", 2, "--log-every", 1, "--lr", 1e-30, "--param-dtype", dtype, "--export", out
+        done = tune(*argv, model=folder)
+        assert done.code == 0, done.err
+        assert done.steps[0]["loss"] == pytest.approx(loss_of_transformers(folder, torch_dtype), abs=apart)
+        before, after = (logits(each, return_dict=True) for each in (folder, out))
+        assert torch.allclose(before, after, rtol=0, atol=1e-20)  # not equal: rows of 0 are trained, too
+        assert ("longrope: rows of more than 32 tokens" in done.out) == (kind == "longrope")
+        assert ("tensors that the model does not use are left out: model.visual." in done.out) == (kind == "qwen3.5")
+    names = [AutoConfig.from_pretrained(each).model_type for each in (folder, out)]
+    assert names == (["qwen3_5", "qwen3_5_text"] if kind == "qwen3.5" else names[:1] * 2)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "bloom", "opt"])
+def test_old_files_without_the_prefix_of_the_base_keep_names_and_dtypes(kind, tune, tmp_path):
+    """Those of GPT-2 have buffers, too, that no one reads; no dtype is in their config.json."""
+    folder = write_model(tmp_path / "m", kind)
+    write_tokenizer(folder)
+    edit_json(folder / "config.json", dtype=None)
+    prefix = "model." if kind == "opt" else "transformer."
+    old = {name.removeprefix(prefix): t for name, t in load_file(folder / "model.safetensors").items()}
+    masks = {"h.0.attn.bias": torch.ones(1, 1, 9, 9), "h.0.attn.masked_bias": torch.tensor(-1e4)}
+    save_file(old | (masks if kind == "gpt2" else {}), folder / "model.safetensors", metadata=dict(format="pt"))
+    done = tune("--steps", 1, "--lr", 1e-30, "--export", "out", model=folder)
+    assert done.code == 0, done.err
+    left = "2 tensors that the model does not use are left out: h.0.attn.bias, h.0.attn.masked_bias"
+    assert (left in done.out) == (kind == "gpt2")
+    new = load_file("out/model.safetensors")
+    assert new.keys() == old.keys() and all(new[name].dtype == t.dtype for name, t in old.items())
+    before, after = (logits(each, dtype=torch.float32) for each in (folder, "out"))
+    assert torch.allclose(before, after, rtol=0, atol=1e-20)
+
+
+@pytest.mark.parametrize("kind", ["qwen2.5", "xglm", "minimax", "deepseek"])
+def test_buffers_have_the_dtypes_of_a_model_that_transformers_loads_for_the_same_computation(kind, tmp_path):
+    folder = write_model(tmp_path / "m", kind)
+    for dtype in (torch.float32, torch.bfloat16):
+        ours, theirs = blank_model(folder, dtype=dtype).model, AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        dtypes = [{name: buffer.dtype for name, buffer in each.named_buffers()} for each in (ours, theirs)]
+        assert dtypes[0] == dtypes[1] and {p.dtype for p in ours.parameters()} == {torch.float32}
+
+
+def test_a_graph_of_a_whole_step_is_refused_where_positions_branch_on_values(tune, tmp_path):
+    rotary = dict(rope_type="dynamic", factor=2.0, rope_theta=10000.0)
+    folder = write_model(tmp_path / "m", "llama", max_position_embeddings=64, rope_parameters=rotary)
+    write_tokenizer(folder)
+    refused = tune("--steps", 1, "--compile", "fwdbwd", model=folder)
+    assert refused.code == 2 and "--compile fwdbwd: rope_type dynamic of config.json branches" in refused.err
+    assert tune("--steps", 1, model=folder).code == 0
 
 
 def test_packed_padded_and_shorter_rows_have_the_same_loss(tune):

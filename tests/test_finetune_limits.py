@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -145,6 +146,32 @@ def test_a_preview_marks_what_is_learned(qwen, capsys):
     finetune.show(c, 1)
     shown = capsys.readouterr().out
     assert "user\nWhat is 0 plus 0?<|im_end|>\n<|im_start|>assistant\n[[0 plus 0 is 0.<|im_end|>]]" in shown
+    assert "--seam" not in shown
+
+
+@pytest.mark.parametrize("seam", ["split", "say", "refuse"])
+def test_a_preview_says_if_a_token_lies_across_the_start_of_what_is_learned(seam, qwen, tmp_path, capsys):
+    (tmp_path / "across.jsonl").write_text('{"prompt": "What is 0 pl", "completion": "us 0?"}\n')
+    c = config.parse(["--model", str(qwen), "--data", str(tmp_path / "across.jsonl"), "--seam", seam])
+    with pytest.raises(SystemExit) if seam == "refuse" else nullcontext():
+        finetune.show(c, 1)
+    shown, error = capsys.readouterr()
+    text = dict(split="What is 0 pl[[us 0?<|im_end|>]]", say="What is 0[[ plus 0?<|im_end|>]]", refuse="")[seam]
+    assert text in shown and (f"over the start of an answer: --seam {seam}" in shown) == bool(text)
+    assert ("expected a token that ends where an answer begins, found 't is 0 pl' + 'us 0?'" in error) == (not text)
+
+
+def test_a_run_shows_its_first_example_and_what_the_data_holds_before_the_first_step(tune, tmp_path):
+    turns = [dict(role="user", content="why? " * 90), dict(role="assistant", content="So.")]
+    lines = [dict(messages=turns), dict(messages=[]), dict(text=""), dict(text=3)]
+    (tmp_path / "few.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    argv = "--steps", 1, "--seqlen", 512, "--bad-lines", "skip", "--log-every", 1, "--data", tmp_path / "few.jsonl"
+    done = tune(*argv, "--batch", 1)
+    assert done.code == 0, done.err
+    before, _, _ = done.out.partition("step 1/1 ")
+    assert "(expected messages, a list of {role, content}: 1; expected text to learn: 2; the first: " in before
+    shown = before.partition("the first example, with [[what is learned]]:\n")[2]
+    assert shown.count("why?") in range(25, 35) and " .. " in shown and "assistant\n[[So.<|im_end|>]]" in shown
 
 
 def test_a_model_is_looked_at_once_and_by_no_compiled_code(tune, monkeypatch):

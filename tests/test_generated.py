@@ -27,6 +27,7 @@ from simple_fsdp import data_parallel
 
 DEPTH = 4
 BUCKETS = DEPTH + 2  # embedding, a block each, norm and head
+COPIED = 4 * (torch.__version__ < (2, 12))  # bytes an element: torch 2.11 holds the head's fp32 gradient once more
 needs_213 = pytest.mark.skipif(torch.__version__ < (2, 13), reason="regions need torch 2.13")
 
 
@@ -94,7 +95,7 @@ def test_one_bucket_per_block_in_order_and_few_bytes_alive(compile, mode, ahead)
         norm = 64 * (compile == "step")  # the last one is kept from forward until its backward
         assert weights <= code.alive(GATHERED) <= weights + 2 * (embedding + norm), code
     # Buckets in fp32: the one that is waited for later and the one that starts; and a block's products in bf16.
-    gradients = (ahead + 1) * 4 * block + 2 * matrices
+    gradients = (ahead + 1) * 4 * block + 2 * matrices + COPIED * embedding
     if mode == "fully_shard":
         assert code.alive(GRADIENTS) == gradients, code
     else:  # what is all-reduced is copied once more; with hybrid_shard shards are, a fourth of a bucket
@@ -103,8 +104,8 @@ def test_one_bucket_per_block_in_order_and_few_bytes_alive(compile, mode, ahead)
 
 
 def test_less_ahead_holds_one_bucket_less():
-    code, block, matrices, _ = found("fwdbwd", "fully_shard", 0.3)
-    assert code.alive(GRADIENTS) == 4 * block + 2 * matrices, code
+    code, block, matrices, embedding = found("fwdbwd", "fully_shard", 0.3)
+    assert code.alive(GRADIENTS) == 4 * block + 2 * matrices + COPIED * embedding, code
     assert [len(only("G", order)) for order in code.order] == [BUCKETS, BUCKETS - 1], code
     assert code.gaps("R").count(0) == code.gaps("G").count(0) == 2 and max(code.gaps("R")) < 4, code
 

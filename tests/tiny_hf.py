@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedTokenizerFast
 from transformers.utils import logging
 
 logging.set_verbosity_error()
@@ -21,6 +21,24 @@ OTHERS = {
     "mixtral": ("mixtral", dict(num_local_experts=4, router_jitter_noise=0.1)),
     "gpt-oss": ("gpt_oss", dict(num_local_experts=4, head_dim=16)), "falcon": ("falcon", {}), "mamba": ("mamba", {}),
     "lfm2": ("lfm2", dict(layer_types=["conv", "full_attention"])),
+    "diffllama": ("diffllama", {}), "tuples": ("qwen2", dict(return_dict=False)),
+    "llama4": ("llama4_text", dict(head_dim=8, intermediate_size_mlp=48, num_local_experts=2)),
+    "gpt2": ("gpt2", dict(n_inner=48)), "bloom": ("bloom", {}),
+    "opt": ("opt", dict(ffn_dim=48, word_embed_proj_dim=32, dropout=0)),
+    "longrope": ("phi3", dict(
+        max_position_embeddings=64, original_max_position_embeddings=32,
+        rope_parameters=dict(rope_type="longrope", rope_theta=10000.0, original_max_position_embeddings=32,
+                             short_factor=[1.0] * 4, long_factor=[2.0] * 4))),
+    "deepseek": ("deepseek_v3", dict(
+        n_routed_experts=4, n_group=1, topk_group=1, num_experts_per_tok=2, moe_intermediate_size=16, q_lora_rank=8,
+        first_k_dense_replace=1, kv_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=8)),
+    "xglm": ("xglm", dict(ffn_dim=48, max_position_embeddings=64)),
+    "minimax": ("minimax", dict(num_local_experts=2, layer_types=["linear_attention", "full_attention"])),
+    "qwen3.5": ("qwen3_5", dict(
+        text_config=SMALL | IDS | dict(
+            vocab_size=400, head_dim=16, layer_types=["linear_attention", "full_attention"], linear_num_key_heads=2,
+            linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8),
+        vision_config=dict(depth=1, hidden_size=16, num_heads=2))),
 }  # fmt: skip
 TEMPLATE = ("{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
             "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")  # fmt: skip
@@ -57,7 +75,8 @@ def write_model(folder: Path, kind: str = "qwen2.5", vocab: int = 400, **more) -
     model_type, own = (KINDS | OTHERS)[kind]
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **SMALL | IDS | dict(vocab_size=vocab) | own | more)
-    AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(folder)
+    kinds = AutoModelForImageTextToText if "text_config" in own else AutoModelForCausalLM
+    kinds.from_config(config).to(torch.bfloat16).save_pretrained(folder)
     return folder
 
 

@@ -4,7 +4,7 @@
                           world=world, pad="pack", hold_out=True)
     tokens, targets, inputs = next(batches)     # [B, T] int64 on the CPU; targets are the next tokens, or IGNORE
     batches.sample = 6400                       # resume: the counter is the whole state
-    print(preview(batches.example(0), tokenizer, color=True))
+    print(batches.preview(0, color=True))       # an example, with what is learned of it marked
 
 pad: "fixed" gives an example a row of seqlen tokens; "longest" one as long as the global batch needs, of at most eight
 lengths; "pack" puts several examples into a row, each with position ids from 0, by which a model keeps them apart. The
@@ -18,13 +18,14 @@ import hashlib
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from trainer.data import HELD_OUT, generator, rows_of_a_rank, unusable
 from trainer.distributed.terminal import grouped as _n
 from trainer.finetuning.examples import tokenised, told
+from trainer.finetuning.templates import Rules
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,28 +57,26 @@ class Examples:
     token outside the vocabulary."""
 
     def __init__(self, source: str, flag: str, tokenizer: PreTrainedTokenizerFast, seqlen: int, vocab: int,
-                 bad_lines: str, cache: str | None):  # fmt: skip
-        self.source, (self.data, self.files) = source, tokenised(source, tokenizer, bad_lines, cache, flag)
-        tokens, learned, ends, lines, about = self.data
+                 rules: Rules, cache: str | None):  # fmt: skip
+        self.source, (self.data, self.files) = source, tokenised(source, tokenizer, rules, cache, flag)
+        tokens, learned, ends, *_, about = self.data
         if (top := int(tokens.max())) >= vocab:
             fix = "name the tokenizer that belongs to the model, or resize the model's embedding"
             raise unusable(source, f"token ids below the model's vocabulary of {_n(vocab)}", _n(top), fix)
-        self.starts, sizes = np.r_[0, ends[:-1]], np.diff(ends, prepend=0)
-        self.inputs = np.minimum(sizes - 1, seqlen)  # tokens of each but its last, which is a target alone
+        self.starts, self.sizes = np.r_[0, ends[:-1]], np.diff(ends, prepend=0)
+        self.inputs = np.minimum(self.sizes - 1, seqlen)  # tokens of each but its last, which is a target alone
         self.labels = np.add.reduceat(learned, self.starts, dtype=np.int64) - learned[self.starts]
-        cut = np.flatnonzero(sizes > seqlen + 1)
+        cut = np.flatnonzero(self.sizes > seqlen + 1)
         for each in cut:
             self.labels[each] = self[each][1][1:].sum()
         self.chosen = np.flatnonzero(self.labels)
-        bad, first = about["bad"]
         notes = {f"cut to {_n(seqlen + 1)} tokens": len(cut),
-                 "dropped for want of a label": len(ends) - len(self.chosen),
-                 "split, as the template rewrites answers": about["split"],
-                 "with messages after the last answer, which are left out": about["unanswered"],
-                 "lines left out as bad": bad}  # fmt: skip
+                 "dropped for want of a label": len(ends) - len(self.chosen), **about["counts"],
+                 "lines left out as bad": sum(about["reasons"].values())}  # fmt: skip
         self.words = f"{_n(len(self.files))} file{'s' * (len(self.files) != 1)}, {_n(len(ends))} examples"
         self.words += "".join(f", {_n(count)} {what}" for what, count in notes.items() if count)
-        self.words += f" (the first: {told(self.files, first)})" if bad else ""
+        reasons = "".join(f"expected {reason}: {_n(count)}; " for reason, count in about["reasons"].items())
+        self.words += "".join(f" ({reasons}the first: {told(self.files, first)})" for first in about["bad"])
         if not len(self.chosen):
             raise unusable(source, "an example with a label", self.words, "raise --seqlen or name other data")
 
@@ -100,13 +99,14 @@ class ChatBatches(Iterator):
     global_batch / world rows. The inputs are {"position_ids": [B, T]} with pad="pack", else none. Each epoch has its
     own seeded order of the same rows, and a batch may hold the end of one and the beginning of the next. hold_out: the
     last 1/64 of the examples, at least one line, is in no batch, but in `held_out`; with eval_source its examples are.
-    bad_lines and cache: see `tokenised`. Raises ValueError for bad flags, DataError for what cannot be used."""
+    rules: of templates.Rules. cache: see `tokenised`. Raises ValueError for bad flags, DataError for bad data."""
 
     bytes = overfit = False  # what Batches may be
 
     def __init__(self, source: str, tokenizer: PreTrainedTokenizerFast, *, global_batch: int, seqlen: int, vocab: int,
-                 seed: int, rank: int = 0, world: int = 1, start: int = 0, pad: str = "fixed", bad_lines: str = "stop",
-                 hold_out: bool = False, eval_source: str | None = None, cache: str | None = None):  # fmt: skip
+                 seed: int, rank: int = 0, world: int = 1, start: int = 0, pad: str = "fixed",
+                 hold_out: bool = False, eval_source: str | None = None, cache: str | None = None,
+                 **rules: Any):  # fmt: skip
         if pad not in PADS:
             raise ValueError(f"--pad {pad}: expected one of {', '.join(PADS)}")
         self.global_batch, self.seqlen, self.vocab, self.seed, self.pad = global_batch, seqlen, vocab, seed, pad
@@ -114,7 +114,8 @@ class ChatBatches(Iterator):
         self.sample = start  # rows consumed so far by all ranks together; set it to resume
         filler = tokenizer.pad_token_id
         self.filler = filler if filler is not None and filler < vocab else 0  # no label, and seen by no token before it
-        how = tokenizer, seqlen, vocab, bad_lines, cache
+        self.tokenizer, self.rules = tokenizer, Rules(**rules)
+        how = tokenizer, seqlen, vocab, self.rules, cache
         self.data = self.other = Examples(source, "--data", *how)
         chosen, held = self.data.chosen, self.data.chosen[:0]
         if eval_source:
@@ -133,7 +134,9 @@ class ChatBatches(Iterator):
         self.fingerprint = hashlib.blake2b(repr(same).encode(), digest_size=16).hexdigest()
         self.description = f"{source}, {self.data.words}; {_n(len(chosen))} to train on"
         self.description += f" in {_n(self.epoch_samples)} rows of {_n(seqlen)}" * (pad == "pack")
-        self.description += f", {_n(self.tokens)} tokens, of which {_n(self.labels)} are learned"
+        self.description += f", {_n(self.tokens)} tokens, of which {_n(self.labels)} ({self.labels / self.tokens:.1%}) "
+        self.description += f"are learned, the longest of {_n(self.data.sizes[chosen].max())}"
+        self.description += f"; {1 - self.tokens / self._room(chosen):.1%} of the rows is padding"
         self.description += f"; {_n(len(held))} held out" * (len(held) > 0)
         self.description += f" of {eval_source}, {self.other.words}" * bool(eval_source)
 
@@ -141,6 +144,20 @@ class ChatBatches(Iterator):
         if self.pad != "pack":
             return chosen[:, None]
         return [chosen[row] for row in pack(examples.inputs[chosen], self.seqlen)]
+
+    def _width(self, longest: np.ndarray) -> np.ndarray:
+        """Tokens in a row of each batch of pad="longest", of the tokens of its longest row."""
+        unit = -(-self.seqlen // LENGTHS)
+        return np.minimum(self.seqlen, -(-longest // unit) * unit)
+
+    def _room(self, chosen: np.ndarray) -> int:
+        """Tokens and padding in the first epoch."""
+        if self.pad != "longest":
+            return self.epoch_samples * self.seqlen
+        order = chosen[[self.position(i) for i in range(self.epoch_samples)]]
+        firsts = np.arange(0, len(order), self.global_batch)
+        widths = self._width(np.maximum.reduceat(self.data.inputs[order], firsts))
+        return int(widths @ np.diff(firsts, append=len(order)))
 
     def __next__(self) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         first, self.sample = self.sample, self.sample + self.global_batch
@@ -155,6 +172,12 @@ class ChatBatches(Iterator):
     def example(self, number: int) -> Example:
         """(ids [n], learned [n]) of an example that is trained on, in the order of the files."""
         return self.data[self.data.chosen[number]]
+
+    def preview(self, number: int, color: bool, most: int | None = None) -> str:
+        """The text of that example as `preview` shows it, and whether a token lies across the start of an answer."""
+        text = preview(self.example(number), self.tokenizer, color, most)
+        note = f"\nthe tokenizer merges text over the start of an answer: --seam {self.rules.seam}"
+        return text + note * bool(self.data.data.seams[self.data.chosen[number]])
 
     def row(self, sample: int, held: bool = False) -> Tensor:
         """[n]: ids of the first example of a row that is trained on or, if `held`, that is held out."""
@@ -181,8 +204,7 @@ class ChatBatches(Iterator):
 
         B, T = self.rows, self.seqlen
         if self.pad == "longest":
-            unit, longest = -(-T // LENGTHS), max(int(examples.inputs[row].sum()) for row in rows)
-            T = min(T, -(-longest // unit) * unit)
+            T = int(self._width(max(examples.inputs[row].sum() for row in rows)))
         tokens, targets = np.full((B, T), self.filler), np.full((B, T), IGNORE)
         positions = np.tile(np.arange(T), (B, 1))
         for i, row in enumerate(rows[self.rank * B : (self.rank + 1) * B]):
@@ -198,13 +220,15 @@ class ChatBatches(Iterator):
         return torch.from_numpy(tokens), torch.from_numpy(targets), inputs
 
 
-def preview(example: Example, tokenizer: PreTrainedTokenizerFast, color: bool) -> str:
+def preview(example: Example, tokenizer: PreTrainedTokenizerFast, color: bool, most: int | None = None) -> str:
     """The text of (ids, learned), what is learned in green or, without color, in double brackets. What would control a
-    terminal is shown as a replacement character."""
+    terminal is shown as a replacement character. most: characters of each part; more are left out of its middle."""
     ids, learned = example
     edges, text = np.flatnonzero(np.diff(learned)) + 1, ""
     for part, on in zip(np.split(ids, edges), learned[np.r_[0, edges]], strict=True):
         words = tokenizer.decode(part.tolist(), clean_up_tokenization_spaces=False)
         words = "".join(each if each.isprintable() or each in "\n\t" else "\ufffd" for each in words)
+        if most is not None and len(words) > most:
+            words = f"{words[: most // 2]} .. {words[-most // 2 :]}"
         text += f"\x1b[32m{words}\x1b[0m" if on and color else f"[[{words}]]" if on else words
     return text

@@ -5,9 +5,11 @@
 --model brings the shape, --data the number of steps: `completed` puts them in when both have been read.
 """
 
+import json
 import math
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal
 
@@ -53,6 +55,16 @@ class Tuning(flags.Optimization):
     pack: several examples in a row, which attention keeps apart."""
     bad_lines: Literal["stop", "skip"] = "stop"
     """What to do with a line of --data that cannot be used: end with exit code 3 and its number, or count it."""
+    unknown_keys: Literal["refuse", "drop"] = "refuse"
+    """What to do with a key of a message that the chat template does not read: take the line for one that cannot be
+    used, or leave the key out, counted by name."""
+    seam: Literal["split", "say", "refuse"] = "split"
+    """What to do where the tokenizer merges the end of a prompt with the start of its answer: cut the text there, as
+    the model meets it when it is asked; keep such tokens, learn them whole and count their examples; or take the line
+    for one that cannot be used."""
+    template_args: str | None = None
+    """JSON object of arguments for the chat template, such as '{"enable_thinking": false}'. Those that a line has as
+    "chat_template_kwargs" go before."""
     init: Suppress[str | None] = None
     depth: Suppress[int | None] = None
     width: Suppress[int | None] = None
@@ -114,9 +126,17 @@ class Config(flags.Config):
             ("prepared", None not in (self.prepared, self.save)
              and os.path.realpath(self.prepared) == os.path.realpath(self.save), "is --save, too; name another folder"),
             ("prepared", self.random and self.prepared is not None, "is of a model with weights; leave out --random"),
+            ("template_args", self.arguments is None, "must be a JSON object"),
             ("cuda_graph", self.cuda_graph and self.pad != "fixed", f"replays one shape without positions; {odd_rows}"),
             *flags.run_misfits(self, started, ranks), *flags.step_misfits(self),
         ]  # fmt: skip
+
+    @property
+    def arguments(self) -> dict | None:
+        """--template-args, or None if it holds no JSON object."""
+        with suppress(ValueError):
+            found = json.loads(self.template_args or "{}")
+            return found if isinstance(found, dict) else None
 
     def completed(self, depth: int, width: int, vocab: int, rows: int) -> "Config":
         """With the model's shape, and the steps that --epochs of an epoch of so many rows take."""

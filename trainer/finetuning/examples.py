@@ -4,14 +4,10 @@
     data, files = tokenised("chat.jsonl", tokenizer)      # DataError for the first bad line
 
 A line is {"messages": [..]}, {"prompt": .., "completion": ..} (strings or lists of messages) or {"text": ..}, looked
-for in this order; other keys but "tools" are ignored. Of messages the answers of the assistant are learned, each with
-the token that ends it; of a completion and of a text all of it, and the tokenizer's eos after it. What comes after the
-last answer is cut off.
-
-An answer is what the tokenizer's template has in {% generation %}. In a template without, it is what the conversation
-up to it has more than the conversation before it with add_generation_prompt, if the one text begins with the other.
-Templates that write an answer otherwise once another follows (Qwen3's drops its thinking) give one example for each
-such answer: what the model sees when it is asked for it. Templates that write the current date are given DATE.
+for in this order; "tools" and "chat_template_kwargs" go to the template, other keys are named in the summary. Of
+messages the answers of the assistant are learned, each with the token that ends it, but for those with weight 0; of a
+completion and of a text all of it, and the tokenizer's eos after it. What comes after the last answer is cut off and
+counted. Anything else that a template does not render makes the line a bad one (templates.py).
 
 What is made is kept in one file, named by a hash of all that it depends on: the content of the data, the tokenizer with
 its template, versions. A process that makes it holds a lock, so that the other ranks and jobs wait for it, and writes
@@ -27,10 +23,12 @@ import json
 import os
 import re
 import tempfile
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
-from datetime import date
-from itertools import chain
+from functools import lru_cache
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -38,19 +36,17 @@ import numpy as np
 
 from trainer.data import DataError, files_below, readable, unusable
 from trainer.distributed.terminal import grouped, one_line, tell
+from trainer.finetuning import messages as forms
+from trainer.finetuning.messages import SKIP, BadLine
+from trainer.finetuning.templates import OF_CHATS, TEMPLATE, ChatTemplate, Example, Rules
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-FORMAT = 2  # of the cached file and of the rules by which it is made: a change of either needs another number
+FORMAT = 4  # of the cached file and of the rules by which it is made: a change of either needs another number
+NUMBER = re.compile(r" in message \d+")  # is not part of a reason
 LINE_BYTES = 10 << 20  # of a line at most
 CHUNK = 256  # examples that are tokenised together
-ROLES = "system", "developer", "user", "assistant", "tool"
-DATE = date(2024, 7, 26)  # that which Llama's templates have by themselves
-NOW = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
-MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
-SKIP = "mend the line, or leave such lines out with --bad-lines skip"
-TEMPLATE = "put {% generation %} and {% endgeneration %} into the template, around answers with their end-of-turn token"
 
 
 class Tokenised(NamedTuple):  # N tokens of E examples
@@ -58,20 +54,11 @@ class Tokenised(NamedTuple):  # N tokens of E examples
     learned: np.ndarray  # [N] bool
     ends: np.ndarray  # [E] int64: where each example ends
     lines: np.ndarray  # [E] int64: the line that it is of, counted over all files
-    about: dict[str, Any]  # bad: [how many, the first as `told` takes it]; of how many lines `split`, `unanswered`
+    seams: np.ndarray  # [E] bool: whether a token of the text lies across the start of an answer
+    about: dict[str, Any]  # bad: [the first as `told` takes it], reasons and counts: {words: how many}
 
 
 ARRAYS = Tokenised._fields[:-1]
-
-
-class BadLine(Exception):
-    """(expected, found, fix): what DataError says of a line."""
-
-
-class Example(NamedTuple):
-    text: str
-    spans: list[tuple[int, int]]  # characters that are learned
-    chat: bool  # False: bos and eos are put around the tokens
 
 
 def check_files(source: str, flag: str = "--data") -> list[Path]:
@@ -116,146 +103,133 @@ def _parsed(line: bytes) -> dict:
     if len(line) > LINE_BYTES:
         raise BadLine(f"at most {grouped(LINE_BYTES)} bytes", "more", SKIP)
     try:
-        found = json.loads(line.decode())
+        found = forms.loaded(line.decode(), "a JSON object")
     except UnicodeDecodeError as error:
         raise BadLine("UTF-8", f"byte 0x{line[error.start]:02x} at {grouped(error.start)} of the line", SKIP) from error
-    except (ValueError, RecursionError) as error:
-        raise BadLine("a JSON object", one_line(error, kind=False), SKIP) from error
     if not isinstance(found, dict):
         raise BadLine("a JSON object", type(found).__name__, SKIP)
     return found
 
 
+class Encoded(NamedTuple):
+    """An example of n tokens."""
+
+    ids: np.ndarray  # [n] int32
+    learned: np.ndarray  # [n] bool
+    across: bool  # whether a token of the text lies across the start of an answer
+
+
 class _Reader:
     """Turns lines into examples, and these into ids, as one tokenizer wants it."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast):
-        self.tokenizer, self.unanswered, self.split = tokenizer, 0, 0
-        self.name, self.eos = tokenizer.name_or_path or "the tokenizer", tokenizer.eos_token_id
-        added = tokenizer.added_tokens_decoder
-        self.ends = {*added, self.eos}  # tokens that may end a turn
-        control = sorted((t.content for t in added.values() if t.special), key=len, reverse=True)
-        self.control = re.compile("|".join(map(re.escape, control)) or "(?!)")
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, rules: Rules):
+        self.tokenizer, self.template = tokenizer, ChatTemplate(tokenizer, rules)
+        self.counts, self.eos = self.template.counts, tokenizer.eos_token_id
+        self.seam = rules.seam
+        self.prompt = lru_cache(CHUNK)(lambda text: self.tokens([text])[0][0])  # mostly the header of an answer
+        self.ends = {*tokenizer.added_tokens_decoder, self.eos}  # tokens that may end a turn
         one = [tokenizer("a", add_special_tokens=each)["input_ids"] for each in (True, False)]
         self.bos = [tokenizer.bos_token_id] if one[0][:1] == [tokenizer.bos_token_id] != one[1][:1] else []
 
     def examples(self, line: dict) -> list[Example]:
         """Those of a line. Raises BadLine; DataError if the tokenizer cannot do what any such line needs."""
-        prompt, completion = line.get("prompt"), line.get("completion")
+        prompt, completion, chat = line.get("prompt"), line.get("completion"), self.template.examples
         if line.get("messages") is not None:
-            return self.chat(line["messages"], 0, line.get("tools"))
-        if isinstance(prompt, list) and isinstance(completion, list):
-            return self.chat(prompt + completion, len(prompt), line.get("tools"))
-        if isinstance(prompt, str) and isinstance(completion, str):
-            what, start, text = completion, len(prompt), prompt + completion
+            used, made = ["messages", *OF_CHATS], chat(line["messages"], 0, line)
+        elif isinstance(prompt, list) and isinstance(completion, list):
+            used, made = ["prompt", "completion", *OF_CHATS], chat(prompt + completion, len(prompt), line)
+        elif isinstance(prompt, str) and isinstance(completion, str):
+            used, made = ["prompt", "completion"], [self.plain(completion, len(prompt), prompt + completion)]
         elif "text" in line and prompt is completion is None:
-            what, start, text = line["text"], -1, line["text"]
+            used, made = ["text"], [self.plain(line["text"], -1, line["text"])]
         else:
             keys = ", ".join(line)[:200] or "no key"
             raise BadLine("messages, prompt and completion (both strings or both lists), or text", keys, SKIP)
-        if not isinstance(what, str) or not what.strip():
-            raise BadLine("text to learn", "empty content" if isinstance(what, str) else type(what).__name__, SKIP)
+        ignored = [key for key, value in line.items() if key not in used and forms.there(value)]
+        self.counts.update(f"with {key[:40]!r} beside {used[0]}, which is not read" for key in ignored)
+        return made
+
+    def plain(self, learned: Any, start: int, text: str) -> Example:
+        """A text, which is learned from a character on."""
+        if not isinstance(learned, str) or not learned.strip():
+            found = "empty content" if isinstance(learned, str) else type(learned).__name__
+            raise BadLine("text to learn", found, SKIP)
         if self.eos is None:
-            raise unusable(self.name, "an eos token, to end a text with", "none", "set tokenizer.eos_token")
-        return [Example(text, [(start, len(text) + 1)], False)]
+            raise unusable(self.template.name, "an eos token, to end a text with", "none", "set tokenizer.eos_token")
+        return Example(text, [(start, len(text) + 1)], False)
 
-    def check(self, messages: Any, first: int) -> None:
-        """Raises BadLine for messages that are no conversation with an answer from number `first` on."""
-        if not isinstance(messages, list) or not messages or not all(isinstance(each, dict) for each in messages):
-            raise BadLine("messages, a list of {role, content}", "none or something else", SKIP)
-        for number, each in enumerate(messages, 1):
-            role, content, where = each.get("role"), each.get("content"), f" in message {number}"
-            if role not in ROLES:
-                raise BadLine(f"a role of {', '.join(ROLES)}", f"{str(role)[:40]!r}{where}", SKIP)
-            if content and not isinstance(content, str):
-                raise BadLine("text as content", type(content).__name__ + where, SKIP)
-            if not (content or "").strip() and not each.get("tool_calls"):
-                raise BadLine("text as content", "empty content" + where, SKIP)
-            if held := self.control.search(content or ""):
-                raise BadLine("content without the tokenizer's special tokens", held[0] + where, SKIP)
-            if each.get("weight") not in (None, 1):
-                raise BadLine("weight 1, as no other is known here", f"{each['weight']}{where}", SKIP)
-        if not any(each["role"] == "assistant" for each in messages[first:]):
-            raise BadLine("an answer (role assistant)", "none", SKIP)
+    def tokens(self, texts: list[str]) -> tuple[list[list[int]], list[np.ndarray]]:
+        """Of each text its ids and [n, 2], where each of them begins and ends in the text."""
+        out = self.tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, padding=False,
+                             truncation=False, return_attention_mask=False, verbose=False)  # fmt: skip
+        ends = [np.fromiter(chain.from_iterable(each), np.int64).reshape(-1, 2) for each in out["offset_mapping"]]
+        return out["input_ids"], ends
 
-    def chat(self, messages: Any, first: int, tools: list | None) -> list[Example]:
-        """Those of a conversation, of which the answers from message number `first` on are learned."""
-        from transformers.utils.chat_template_utils import render_jinja_template
+    def encode(self, examples: list[Example]) -> list[Encoded | BadLine]:
+        """Each as tokens, or what is wrong with it."""
+        made = []
+        for example, ids, at in zip(examples, *self.tokens([each.text for each in examples]), strict=True):
+            try:
+                made.append(self.masked(example, ids, at))
+            except BadLine as why:
+                made.append(why)
+        return made
 
-        self.check(messages, first)
-        if self.tokenizer.chat_template is None:
-            fix = "name the tokenizer of an instruction-tuned model, or set tokenizer.chat_template"
-            raise unusable(self.name, "a chat template, which messages need", "none", fix)
-        template = self.tokenizer.get_chat_template(tools=tools)
-        template = NOW.sub(lambda call: repr(DATE.strftime(call[2])), template)
-        if "strftime_now(" in template:
-            fix = "put a date into it: examples must be the same on every day"
-            raise unusable(self.name, "a chat template without today's date", "strftime_now of a variable", fix)
-        used = dict(tools=tools, tool_calls=any(each.get("tool_calls") for each in messages))
-        if ignored := [name for name, there in used.items() if there and name not in template]:
-            raise BadLine("what the chat template knows", f"{ignored[0]}, which it does not", SKIP)
-        answers = [i for i, each in enumerate(messages) if i >= first and each["role"] == "assistant"]
-        self.unanswered += answers[-1] < len(messages) - 1
-        if MARKER.search(template) and not first:
-            how = dict(chat_template=template, return_assistant_tokens_mask=True, tools=tools)
-            how |= self.tokenizer.special_tokens_map
-            (text,), (spans,) = render_jinja_template([messages[: answers[-1] + 1]], **how)
-            return [Example(text, spans, True)]
-        made: list[Example] = []
-        for i in reversed(answers):
-            how = dict(chat_template=template, tools=tools, tokenize=False)
-            before = self.tokenizer.apply_chat_template(messages[:i], add_generation_prompt=True, **how)
-            whole = self.tokenizer.apply_chat_template(messages[: i + 1], **how)
-            good, content = whole.startswith(before), (messages[i].get("content") or "").strip()
-            if "add_generation_prompt" not in template:  # a header would count as part of the answer
-                good &= whole[len(before) :].lstrip().startswith(content)
-            if not good:
-                found = f"another text before or around message {i + 1}"
-                raise BadLine("a template that only adds an answer to what comes before it", found, TEMPLATE)
-            span = len(before), len(whole.rstrip())
-            if made and made[-1].text.startswith(whole):
-                made[-1].spans.append(span)
-            else:
-                made.append(Example(whole, [span], True))
-        self.split += len(made) > 1
-        return made[::-1]
+    def begins(self, text: str, ids: list[int], at: np.ndarray, special: list[int], start: int) -> bool:
+        """Whether the tokens before a character are those of the text before it: what a model is given that shall go on
+        from there. special: numbers of the special tokens. No token is merged with one of these, so the last before
+        the character is where what is compared begins."""
+        before = bisect_right(special, start, key=lambda i: at[i, 1])
+        first = special[before - 1] if before else 0
+        prompt = self.prompt(text[at[first, 0] if before else 0 : max(start, 0)])
+        return ids[first : first + len(prompt)] == prompt
 
-    def encode(self, examples: list[Example]) -> list[tuple[np.ndarray, np.ndarray] | BadLine]:
-        """(ids [n] int32, learned [n] bool) of each, or what is wrong with it."""
-        out = self.tokenizer([each.text for each in examples], add_special_tokens=False, return_offsets_mapping=True,
-                             padding=False, truncation=False, return_attention_mask=False, verbose=False)  # fmt: skip
-        return list(map(self.masked, examples, out["input_ids"], out["offset_mapping"]))
+    def cut(self, text: str, ids: list[int], starts: list[int]) -> tuple[list[int], np.ndarray]:
+        """A text as the tokens of its parts, and where they lie. Raises BadLine."""
+        edges = [0, *starts, len(text)]
+        parts, places = self.tokens([text[a:b] for a, b in pairwise(edges)])
+        joined = [*chain.from_iterable(parts)]
+        if self.tokenizer.decode(joined) != self.tokenizer.decode(ids):  # it writes a space before each text
+            raise BadLine("a tokenizer that can go on within a text", "one that cannot", "use --seam say or refuse")
+        return joined, np.concatenate([each + edge for each, edge in zip(places, edges, strict=False)])
 
-    def masked(self, example: Example, ids: list[int], offsets: list) -> tuple[np.ndarray, np.ndarray] | BadLine:
-        """The same of one. offsets: (start, end) of each token in the text."""
-        at = np.fromiter(chain.from_iterable(offsets), np.int64, 2 * len(ids)).reshape(-1, 2)  # [n, 2]
+    def masked(self, example: Example, ids: list[int], at: np.ndarray) -> Encoded:
+        """An example with what is learned of it. at [n, 2]: where its tokens lie in its text. Raises BadLine."""
+        text, starts = example.text, sorted(start for start, _ in example.spans)
+        special = [i for i, each in enumerate(ids) if each in self.ends and at[i, 0] < at[i, 1]]
+        across = [start for start in starts if not self.begins(text, ids, at, special, start)]
+        if across:
+            if self.seam == "refuse":
+                found = repr(text[max(across[0] - 9, 0) : across[0]]) + " + " + repr(text[across[0] : across[0] + 9])
+                raise BadLine("a token that ends where an answer begins", found, "use --seam split or say")
+            self.counts["with tokens across the start of an answer" + ", cut there" * (self.seam == "split")] += 1
+            if self.seam == "split":
+                ids, at = self.cut(text, ids, starts)
         learned = np.zeros(len(ids), dtype=bool)
         for start, end in example.spans:
             learned |= (at[:, 0] < end) & (at[:, 1] > start)
         if not example.chat:
             before, after = self.bos if ids[:1] != self.bos else [], [self.eos] if ids[-1:] != [self.eos] else []
             learned = np.r_[np.zeros(len(before), dtype=bool), learned, np.ones(len(after), dtype=bool)]
-            return np.array(before + ids + after, dtype=np.int32), learned
+            return Encoded(np.array(before + ids + after, dtype=np.int32), learned, bool(across))
         if not learned.any():
-            return BadLine("learned tokens", "none", TEMPLATE)
+            raise BadLine("learned tokens", "none", TEMPLATE)
         for last in np.flatnonzero(learned & ~np.append(learned[1:], False)):
-            while learned[last] and not example.text[slice(*at[last])].strip():  # a line break after the turn
+            while learned[last] and not text[slice(*at[last])].strip():  # a line break after the turn
                 last -= 1
             if not learned[last] or ids[last] not in self.ends:
-                found = repr(self.tokenizer.decode(ids[max(0, last - 3) : last + 1]))
-                return BadLine("a special token at the end of each answer, which teaches to stop", found, TEMPLATE)
-        return np.array(ids, dtype=np.int32), learned
+                found = f"one that ends with {self.tokenizer.decode(ids[max(0, last - 3) : last + 1])!r}"
+                raise BadLine("a special token at the end of each answer, which teaches to stop", found, TEMPLATE)
+        return Encoded(np.array(ids, dtype=np.int32), learned, bool(across))
 
 
-def read(files: list[Path], tokenizer: PreTrainedTokenizerFast, stop: bool) -> Tokenised:
-    """All examples of the files. With `stop`, the first bad line raises DataError, else only if no line is good."""
-    from jinja2 import TemplateError
-
-    reader, bad, done, waiting = _Reader(tokenizer), [], [], []
+def read(files: list[Path], tokenizer: PreTrainedTokenizerFast, rules: Rules) -> Tokenised:
+    """All examples of the files. DataError: the first bad line or, where these are skipped, no line is good."""
+    reader, bad, done, waiting = _Reader(tokenizer, rules), [], [], []
 
     def refuse(index: int, number: int, why: BadLine) -> None:
         bad.append((index, number, *why.args))
-        if stop:
+        if rules.bad_lines == "stop":
             raise told(files, bad[-1])
 
     def encode() -> None:
@@ -273,17 +247,17 @@ def read(files: list[Path], tokenizer: PreTrainedTokenizerFast, stop: bool) -> T
             refuse(index, number, why)
         except UnicodeEncodeError:
             refuse(index, number, BadLine("text", "half of a surrogate pair (\\ud800 to \\udfff)", SKIP))
-        except (TemplateError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-            refuse(index, number, BadLine("what the chat template takes", one_line(error), SKIP))
+        except RecursionError:
+            refuse(index, number, BadLine("values that Python can nest", "deeper ones", SKIP))
         if len(waiting) >= CHUNK:
             encode()
     encode()
     if not done:
         raise told(files, bad[0]) if bad else unusable(str(files[0]), "lines of JSON", "blank ones", "name other files")
-    lines, tokens, learned = zip(*done, strict=True)
+    lines, tokens, learned, seams = zip(*done, strict=True)
     ends = np.cumsum(list(map(len, tokens)))
-    about = dict(bad=[len(bad), bad[0] if bad else None], split=reader.split, unanswered=reader.unanswered)
-    return Tokenised(np.concatenate(tokens), np.concatenate(learned), ends, np.array(lines), about)
+    about = dict(bad=bad[:1], reasons=Counter(NUMBER.sub("", each[2]) for each in bad), counts=reader.counts)
+    return Tokenised(np.concatenate(tokens), np.concatenate(learned), ends, np.array(lines), np.array(seams), about)
 
 
 def _digest(data: Tokenised) -> str:
@@ -293,11 +267,12 @@ def _digest(data: Tokenised) -> str:
     return made.hexdigest()
 
 
-def _key(files: list[Path], tokenizer: PreTrainedTokenizerFast) -> str:
+def _key(files: list[Path], tokenizer: PreTrainedTokenizerFast, rules: Rules) -> str:
     import tokenizers
     import transformers
 
     about = tokenizer.chat_template, tokenizer.special_tokens_map, transformers.__version__, tokenizers.__version__
+    about += rules.unknown_keys, rules.seam, sorted(rules.template_args.items())
     made = hashlib.blake2b(repr((FORMAT, *about)).encode(), digest_size=16)
     made.update(tokenizer.backend_tokenizer.to_str().encode())
     for file in files:
@@ -331,15 +306,13 @@ def _save(path: Path, data: Tokenised) -> None:
         os.replace(f"{folder}/data", path)
 
 
-def tokenised(source: str, tokenizer: PreTrainedTokenizerFast, bad_lines: str = "stop", cache: str | None = None,
+def tokenised(source: str, tokenizer: PreTrainedTokenizerFast, rules: Rules, cache: str | None = None,
               flag: str = "--data") -> tuple[Tokenised, list[Path]]:  # fmt: skip
-    """The examples of a source, with `digest` in what is told about them, and its files. bad_lines: "stop" at the first
-    or "skip" and count them. cache: a folder (None: simple_fsdp in $XDG_CACHE_HOME or ~/.cache). flag: that of the
-    source, for messages. Raises ValueError for another bad_lines, and DataError for what cannot be used."""
+    """The examples of a source, with `digest` in what is told about them, and its files. cache: a folder (None:
+    simple_fsdp in $XDG_CACHE_HOME or ~/.cache). flag: that of the source, for messages. Raises DataError for what
+    cannot be used."""
     from safetensors import SafetensorError
 
-    if bad_lines not in ("stop", "skip"):
-        raise ValueError(f"--bad-lines {bad_lines}: expected stop or skip")
     files, found = check_files(source, flag), None
     if not getattr(tokenizer, "is_fast", False):
         fix = "name a model with a tokenizer.json"
@@ -347,11 +320,11 @@ def tokenised(source: str, tokenizer: PreTrainedTokenizerFast, bad_lines: str = 
 
     def make() -> Tokenised:
         with readable(source, flag):
-            made = read(files, tokenizer, stop=bad_lines == "stop")
+            made = read(files, tokenizer, rules)
         return made._replace(about=made.about | dict(digest=_digest(made)))
 
     with readable(source, flag):
-        name = f"chat-{_key(files, tokenizer)}"
+        name = f"chat-{_key(files, tokenizer, rules)}"
     folder = Path(cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "simple_fsdp"))
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -360,7 +333,7 @@ def tokenised(source: str, tokenizer: PreTrainedTokenizerFast, bad_lines: str = 
                 fcntl.flock(lock, fcntl.LOCK_EX)
             path = folder / f"{name}.safetensors"
             found = _load(path)
-            if found is None or (bad_lines == "stop" and found.about["bad"][0]):
+            if found is None or (rules.bad_lines == "stop" and found.about["bad"]):
                 found = make()
                 _save(path, found)
                 found = _load(path) or found

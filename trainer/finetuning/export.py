@@ -43,18 +43,21 @@ COPIED = re.compile(r"(?!.*\.index\.json)(.*\.(json|jinja|model|txt)|(LICENSE|NO
 TEMPLATES = "additional_chat_templates"  # the only folder that is copied
 
 
-def files_of(inner: nn.Module, folder: str) -> dict[str, tuple[str, Tensor]]:
-    """{name in the files: (name in the model, tensor on the meta device)} of all that is saved of `inner`; dtypes are
-    those of `folder`'s files, without any those of its config. CheckpointError: transformers cannot tell the names."""
+def files_of(inner: nn.Module, folder: str) -> dict[str, tuple[str, str, Tensor]]:
+    """{name in the files: (name in the model, name by transformers, tensor on the meta device)} of all that is saved of
+    `inner`. Dtypes are those of `folder`'s files, without any those of its config; names, too, where old files lack the
+    prefix of the model's base. CheckpointError: transformers cannot tell the names."""
     path, usual = weights_in(folder), inner.config.dtype or torch.float32
     stored = {name: region.like.dtype for name, region in weights.table(path).items()} if path else {}
     state = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in own_tensors(inner).items()}
-    found = {}
+    found, prefix = {}, f"{inner.base_model_prefix}."
     for name, t in state.items():
         for own, made in revert_weight_conversion(inner, {name: t}).items():
-            found[own] = name, made.to(stored.get(own, usual) if made.is_floating_point() else made.dtype)
-    if found.keys() != (whole := revert_weight_conversion(inner, state)).keys():
-        wrong = sorted(found.keys() ^ whole.keys())
+            file = own.removeprefix(prefix) if own not in stored and own.removeprefix(prefix) in stored else own
+            dtype = stored.get(file, usual) if made.is_floating_point() else made.dtype
+            found[file] = name, own, made.to(dtype)
+    if {own for _, own, _ in found.values()} != (whole := revert_weight_conversion(inner, state)).keys():
+        wrong = sorted({own for _, own, _ in found.values()} ^ whole.keys())
         raise CheckpointError(f"{type(inner).__name__}: {wrong[0]} is made of several tensors, which cannot be written")
     return found
 
@@ -67,10 +70,11 @@ def write_folder(out: str, inner: nn.Module, source: str, whole: Callable[[str],
     tensors = files_of(inner, source)
 
     def read(name: str) -> Tensor:
-        if name not in made:
+        model_name, own, _ = tensors[name]
+        if own not in made:
             made.clear()
-            made.update(revert_weight_conversion(inner, {tensors[name][0]: whole(tensors[name][0])}))
-        return made[name].contiguous()
+            made.update(revert_weight_conversion(inner, {model_name: whole(model_name)}))
+        return made[own].contiguous()
 
     try:
         if os.path.lexists(out):
@@ -81,7 +85,10 @@ def write_folder(out: str, inner: nn.Module, source: str, whole: Callable[[str],
                 shutil.copy(each, temporary)
         if os.path.isdir(templates := os.path.join(source, TEMPLATES)):
             shutil.copytree(templates, os.path.join(temporary, TEMPLATES))
-        like = {name: t for name, (_, t) in tensors.items()}
+        if json.loads(Path(source, "config.json").read_bytes())["model_type"] != (config := inner.config).model_type:
+            config.architectures = [type(inner).__name__]  # a text model, of the folder of one with images
+            config.save_pretrained(temporary)
+        like = {name: t for name, (*_, t) in tensors.items()}
         files = weights.write(f"{temporary}/model.safetensors", like, read, dict(format="pt"), shard_gb * 1e9)
         os.rename(temporary, out)
         sync(os.path.dirname(os.path.abspath(out)))

@@ -81,8 +81,8 @@ def renamed(path: str, there: dict, model: nn.Module) -> dict:
     converters = [each for each in transforms if isinstance(each, core_model_loading.WeightConverter)]
     renamings = [each for each in transforms if each not in converters]
     by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
-    own, found, groups = model.state_dict(), {}, {}
-    ignored = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$"]
+    own, found, groups, left = model.state_dict(), {}, {}, []
+    ignored = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$", r"\.masked_bias$"]
     for name in sorted(there, key=core_model_loading.dot_natural_key):
         rename = core_model_loading.rename_source_key
         new, pattern = rename(name, renamings, converters, model.base_model_prefix, own)
@@ -90,6 +90,10 @@ def renamed(path: str, there: dict, model: nn.Module) -> dict:
             groups.setdefault(new, []).append((pattern, name, there[name]))
         elif new in own or not any(re.search(each, name) for each in ignored):
             found[new] = there[name]
+        else:
+            left.append(name)
+    if left:
+        checkpoint.say(f"{path}: {len(left)} tensors that the model does not use are left out: {', '.join(left[:3])}")
     for new, sources in groups.items():
         converter = by_pattern[sources[0][0]]
         try:

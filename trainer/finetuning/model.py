@@ -8,13 +8,15 @@ Its code is transformers' own; code that comes with a model is not run.
 
 import functools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils import swap_tensors
 from torch.utils.checkpoint import checkpoint
 
 from lean import chunked_cross_entropy
@@ -54,6 +56,11 @@ class HuggingFaceModel(nn.Module):
         told = vars(self.model.config).items()
         return ", ".join(f"{name} {p}" for name, p in told if p and self._is_noise(name))
 
+    @property
+    def rotary(self) -> dict[str, Any]:
+        """What the configuration says of rotary positions; empty without them."""
+        return getattr(self.model.config, "rope_parameters", None) or {}
+
     def forward(self, tokens: Tensor, targets: Tensor | None = None, chunk: int = 0, **inputs: Tensor) -> Tensor:
         """tokens [B, T] -> logits [B, T, V]; with targets [B, T] their summed loss. ValueError: no chunked loss."""
         if tokens.is_meta:  # unless it is told the mask, transformers looks for documents in the values of positions
@@ -69,7 +76,10 @@ class HuggingFaceModel(nn.Module):
         return chunked_cross_entropy(x, self.model.get_output_embeddings().weight, targets, chunk)
 
     def _hidden(self, tokens: Tensor, **inputs: Tensor) -> Tensor:
-        return self.model.base_model(input_ids=tokens, use_cache=False, **inputs).last_hidden_state
+        decoder = self.model.base_model
+        if decoder is self.model:  # Llama 4's text model names a base that it lacks
+            decoder = self.model.model
+        return decoder(input_ids=tokens, use_cache=False, **inputs).last_hidden_state
 
     def init_weights(self) -> None:
         """Fills buffers and, unless they are to be loaded, parameters, as the model's own code does. DataError: it does
@@ -140,36 +150,39 @@ def _zero_row(weight: Tensor, row: int) -> None:
     weight[max(row, 0) : max(row + 1, 0)] = 0
 
 
-def _recomputed(block: nn.Module) -> Callable:
-    """A forward of `block` of which only the inputs and the output of attention are kept for backward. What it runs is
-    looked up at each call: data_parallel() gives the block another class. A function: Dynamo would skip a partial."""
+def _recomputed(block: nn.Module) -> MethodType:
+    """The forward of a block, of which only the inputs and the output of attention are kept for backward. A method: a
+    copy of the block calls the copy. Of a function, which asks the class at each call, since data_parallel() gives the
+    block another one: Dynamo would skip a partial of torch's."""
 
-    def forward(*args, **kwargs):
-        return type(block).forward(block, *args, **kwargs)
-
-    @functools.wraps(block.forward)
-    def again(*args, **kwargs):
+    @functools.wraps(type(block).forward)
+    def again(self, *args, **kwargs):
         how = dict(use_reentrant=False, preserve_rng_state=False, context_fn=attention_saved)
-        return checkpoint(forward, *args, **how, **kwargs)
+        return checkpoint(type(self).forward, self, *args, **how, **kwargs)
 
-    return again
+    return MethodType(again, block)
 
 
-def blank_model(folder: str, remat_ratio: float = 0.0) -> HuggingFaceModel:
-    """The model of `folder`/config.json, on the meta device; `remat_ratio` of its blocks, evenly spread, are computed
-    again in backward. DataError: transformers lacks it."""
+def blank_model(folder: str, remat_ratio: float = 0.0, dtype: torch.dtype = torch.float32) -> HuggingFaceModel:
+    """The model of `folder`/config.json in fp32 to be computed in `dtype`, on the meta device; `remat_ratio` of its
+    blocks, evenly spread, are computed again in backward. DataError: transformers lacks it."""
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError:
         raise ValueError("--model: needs transformers 5 and safetensors; pip install -e '.[hf]'") from None
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        if config.get_text_config() is not config:
-            raise ValueError(f"a multimodal one, {config.model_type}")
-        usual = config.dtype
+        usual = config.get_text_config().dtype or config.dtype
         with torch.device("meta"):
-            inner = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        inner.config.dtype = usual  # what an export without weights in `folder` has
+            inner = AutoModelForCausalLM.from_config(config, dtype=dtype)  # some buffers have its dtype
+        if inner.config.get_text_config() is not inner.config:
+            raise ValueError(f"a multimodal one, {config.model_type}")
+        for p in [*inner.parameters()]:  # stored in fp32; those that were drawn on the CPU, as DiffLlama's, too
+            swap_tensors(p, nn.Parameter(torch.empty(p.shape, device="meta")))
+        for name, buffer in inner.named_buffers():
+            if any(each in name for each in inner._keep_in_fp32_modules_strict):
+                buffer.data = buffer.data.float()  # as from_pretrained does; from_config does not
+        inner.config.dtype, inner.config.return_dict = usual, True  # of exports without weights in `folder`
     except Exception as error:  # whatever a strange config.json leads to
         why = one_line(error, 200, kind=False)
         expected = "expected a causal language model that transformers knows, without code of its own"

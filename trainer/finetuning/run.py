@@ -1,5 +1,8 @@
 """A run of finetune.py: trainer.run.Run with a model, data and weights of Hugging Face, and a folder in the end."""
 
+from copy import deepcopy
+
+from trainer.attention import DTYPES
 from trainer.checkpoint.load import say
 from trainer.distributed.terminal import tell
 from trainer.experiments.logging import Sinks
@@ -11,12 +14,15 @@ from trainer.finetuning.load import load_weights
 from trainer.finetuning.model import HuggingFaceModel, blank_model, tokenizer_of
 from trainer.run import Run
 
+PREVIEW = 200  # characters of each part of the example that is shown before the first step
+
 
 def open_data(c: Config, vocab: int, rank: int = 0, world: int = 1) -> ChatBatches:
     """The examples of --data, as resolved flags cut and pad them. DataError for bad ones, or a bad tokenizer."""
+    rules = dict(bad_lines=c.bad_lines, unknown_keys=c.unknown_keys, seam=c.seam, template_args=c.arguments)
     return ChatBatches(c.data, tokenizer_of(c.model), global_batch=c.effective_batch, seqlen=c.seqlen, vocab=vocab,
-                       seed=c.seed, rank=rank, world=world, pad=c.pad, bad_lines=c.bad_lines,
-                       hold_out=c.eval_every > 0, eval_source=c.eval_data)  # fmt: skip
+                       seed=c.seed, rank=rank, world=world, pad=c.pad, hold_out=c.eval_every > 0,
+                       eval_source=c.eval_data, **rules)  # fmt: skip
 
 
 class FineTune(Run):
@@ -26,7 +32,7 @@ class FineTune(Run):
 
     def open(self, c: Config) -> tuple[Config, ChatBatches, HuggingFaceModel]:
         """Flags that lack nothing, the data, and the model on the meta device."""
-        model = blank_model(c.model, c.remat_ratio)
+        model = blank_model(c.model, c.remat_ratio, DTYPES[c.param_dtype])
         vocab = model.model.get_input_embeddings().num_embeddings
         data = open_data(c, vocab, self.rank, self.world)
         if c.export is not None:
@@ -35,6 +41,9 @@ class FineTune(Run):
         if most is not None and c.seqlen > most:
             raise ValueError(f"--seqlen {c.seqlen}: the model knows {most} positions (max_position_embeddings of its "
                              "config.json); use as many at most")  # fmt: skip
+        if "dynamic" in str(model.rotary.get("rope_type")) and c.compile not in ("none", "blocks"):
+            raise ValueError(f"--compile {c.compile}: rope_type dynamic of config.json branches on values, which one "
+                             "graph cannot; use --compile none")  # fmt: skip
         model.drawn, kernel = c.random, model.model.config._attn_implementation
         self.attention = f"{kernel} of transformers"
         if c.pad == "longest":
@@ -46,12 +55,12 @@ class FineTune(Run):
         """As Run's, or none where rows have no one length."""
         if self.step_tokens is None:
             return {}, "FLOPs are not counted, MFU and tok/s are n/a: rows of --pad longest differ in length"
-        before = self.blank.model.get_experts_implementation()
+        blank, self.blank = self.blank, deepcopy(self.blank)  # longrope leaves a tensor on meta in what is run
         self.blank.model.set_experts_implementation("batched_mm")  # as many products, and it runs on meta
         try:
             return super().count_flops()
         finally:
-            self.blank.model.set_experts_implementation(before)
+            self.blank = blank
 
     def build(self) -> None:
         """As Run's, then looks at the model with the weights that it now has."""
@@ -63,6 +72,10 @@ class FineTune(Run):
             self.step.model.check_packed(self.device)
         if self.blank.noise:
             say(f"noise is off: {self.blank.noise} of config.json")
+        usual = self.blank.rotary.get("original_max_position_embeddings")
+        if self.blank.rotary.get("rope_type") == "longrope" and self.c.seqlen > usual:
+            say(f"longrope: rows of more than {usual} tokens have the long factors, also for shorter examples in them, "
+                f"which inference gives the short ones; use --seqlen {usual} at most for these")  # fmt: skip
         passes = self.c.effective_batch / self.batches.epoch_samples
         if passes > 1:
             say(f"each step passes {passes:.1f} times over all {self.batches.epoch_samples} rows of --data; "
@@ -74,7 +87,9 @@ class FineTune(Run):
             self.told |= load_weights(self.c, self.step.model, self.group)
 
     def train(self, sinks: Sinks) -> None:
-        """As Run's, then --export."""
+        """As Run's, after a look at one example and before --export."""
+        if self.rank == 0:
+            tell(f"the first example, with [[what is learned]]:\n{self.batches.preview(0, False, PREVIEW)}")
         super().train(sinks)
         if self.c.export is not None:
             with self.aside("export"):

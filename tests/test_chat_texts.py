@@ -1,0 +1,249 @@
+"""Chat data of trainer/finetuning: every text of a message is in an example, or its line is reported.
+
+    python -m pytest tests/test_chat_texts.py
+
+On a CPU, with templates that do as known families do. Which tokens are learned: tests/test_chat.py.
+"""
+
+import json
+import random
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from conversations import FAMILIES, TEMPLATES, TURNS
+from test_chat import learned_text
+
+from trainer.data import DataError
+from trainer.finetuning.chat import preview
+
+pytest.importorskip("transformers", reason="needs transformers: pip install -e '.[hf]'")
+pytestmark = pytest.mark.filterwarnings("error")
+
+TRL = find_spec("trl")  # not imported
+USER, ANSWER = TURNS[:2]
+CALL = dict(id="c1", type="function", function=dict(name="weather", arguments='{"city": "Par\\"is", "days": 3}'))
+
+
+def called(**changes):
+    return dict(role="assistant", content=None, tool_calls=[CALL | changes])
+
+
+# Texts that nobody foresaw
+
+
+class Random:
+    """Messages with a new word in each place that may hold text; `words` has them all."""
+
+    def __init__(self, seed):
+        self.random, self.words = random.Random(seed), []
+
+    def one_of(self, *choices):
+        return self.random.choice(choices)
+
+    def text(self):
+        self.words.append(f"w{len(self.words)}x")
+        word = self.words[-1]
+        return self.one_of(word, f" {word}\n", f"{word} <b>", f"<think>{word}</think> a", f'a "{word}" \\ ü',
+                           f"{word}\n\n", f"<think>\na\n</think>\n\n{word}", f"assistant {word} a\ta")  # fmt: skip
+
+    def value(self, depth=0):
+        kinds = [self.text, self.text, self.text, lambda: [self.value(depth + 1)],
+                 lambda: {self.text().strip(): self.value(depth + 1)}, lambda: self.random.randrange(9), lambda: None,
+                 lambda: True]  # fmt: skip
+        return self.one_of(*kinds[: 8 if depth < 2 else 3])()
+
+    def call(self):
+        arguments = {self.text(): self.value() for _ in range(self.random.randrange(3))}
+        function = dict(name=f"f{self.random.randrange(99)}", arguments=self.one_of(arguments, json.dumps(arguments)))
+        return self.one_of(function, dict(id="c", type="function", function=function))
+
+    def message(self, role):
+        message = dict(role=role, content=self.one_of(self.text, self.text, self.text, lambda: [
+            dict(type="text", text=self.text()), self.text()])())  # fmt: skip
+        more = dict(reasoning_content=self.text, thinking=self.text, name=self.text, function_call=self.value,
+                    tool_call_id=lambda: "c", other=self.value, weight=lambda: int(role == "assistant"))  # fmt: skip
+        for key in self.random.sample([*more], self.one_of(0, 0, 0, 1, 2)):
+            message[key] = more[key]()
+        if role == "assistant" and self.one_of(True, False, False):
+            message |= dict(tool_calls=[self.call() for _ in range(self.one_of(1, 2))])
+            if self.one_of(True, False):
+                message["content"] = None
+        return message
+
+    def line(self):
+        roles = ["system"] * self.one_of(0, 1) + ["developer"] * self.one_of(0, 0, 1)
+        for _ in range(self.one_of(1, 2, 3)):
+            roles += ["user", *["assistant", "tool"] * self.one_of(0, 0, 1), "assistant"]
+        return dict(messages=[self.message(role) for role in roles])
+
+
+def plain(line, drawn):
+    """A line most of whose texts stand where most templates look for them."""
+    roles = "system", "user", "assistant", *["tool"] * drawn.one_of(0, 1)
+    keys = "role", "content", *drawn.random.sample(["tool_calls", "reasoning_content"], drawn.one_of(0, 1, 2))
+    turns = [{key: each for key, each in turn.items() if key in keys} for turn in line["messages"]]
+    turns = [turn | dict(content=turn["content"] or drawn.text()) for turn in turns if turn["role"] in roles]
+    return dict(messages=turns)
+
+
+def good_lines(batches, made, count):
+    """Of so many random lines those that are not reported; asserts that each of their texts is in an example, but for
+    those of keys that were asked to be dropped and are counted."""
+    for seed in range(count):
+        drawn = Random(f"{made.chat_template} {seed}")
+        line = drawn.line()
+        line, rule = plain(line, drawn) if seed % 2 else line, drawn.one_of("drop", "refuse")
+        try:
+            stream = batches([line], made=made, seqlen=10_000, vocab=9999, unknown_keys=rule)
+        except DataError as error:
+            assert re.search(r"line 1: expected .*(message \d+|answer|template)", str(error)), error
+            continue
+        dropped = re.findall("with '(.*?)' of a message dropped", stream.description)
+        assert rule == "drop" or not dropped
+        kept = [{key: each for key, each in turn.items() if key not in dropped} for turn in line["messages"]]
+        shown = "\n".join(preview(stream.example(i), made, False) for i in range(len(stream.data.chosen)))
+        lost = [word for word in drawn.words if word in json.dumps(kept) and word not in shown]
+        assert not lost, (lost, line, shown)
+        yield line
+
+
+@pytest.mark.parametrize("template", FAMILIES)
+def test_any_text_in_any_field_is_in_an_example_or_its_line_is_reported(batches, tokenizer, template):
+    good = [*good_lines(batches, tokenizer(template), 150)]
+    assert len(good) > 20 or template == "short", len(good)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(TRL is None, reason="needs TRL's templates: pip download trl --no-deps, unpacked, in PYTHONPATH")
+def test_any_text_is_in_an_example_or_reported_with_the_templates_of_known_families(batches, tokenizer):
+    total = 0
+    for path in sorted(Path(TRL.origin).parent.glob("chat_templates/*.jinja")):
+        template = path.read_text()
+        special = {*re.findall(r"<[|｜][^<>|｜]+[|｜]>|<\w+\|>|<\|\w+>|<\w+_of_\w+>|\[/?INST\]|\[\w+\]", template)}
+        made = tokenizer(template, additional_special_tokens=sorted(special))
+        total += len([*good_lines(batches, made, 60)])
+    assert total > 1000, total
+
+
+DROPPED = [
+    ("no developer", [dict(role="developer", content="a"), USER, ANSWER], "no 'a' of the content in message 1 (dev"),
+    ("no developer", [dict(role="developer", content="user"), USER, ANSWER], "no 'user' of the content in message 1"),
+    ("no developer", [ANSWER | dict(role="developer"), USER, ANSWER], "of the content in message 1 (developer)"),
+    ("content alone", [USER, ANSWER | dict(reasoning_content="Hm.")], "'reasoning_content' in message 2; leave it o"),
+    ("content alone", [USER, ANSWER | dict(thinking="Four")], "found 'thinking' in message 2"),
+    ("content alone", [USER, ANSWER | dict(function_call=dict(name="f"))], "found 'function_call' in message 2"),
+    ("content alone", [USER | dict(name="Bob"), ANSWER], "the chat template reads, found 'name' in message 1"),
+    ("content alone", [USER, ANSWER | dict(cache=True)], "found 'cache' in message 2"),
+    ("content alone", [USER, called(), dict(role="tool", content="Sun."), ANSWER], "found 'tool_calls' in mes"),
+    ("no thoughts", [USER, ANSWER | dict(content="<think>\nHm.\n</think>\n\nFour.")], "no '<think>' of the content"),
+    ("no thoughts", [USER | dict(content="a </think> b"), ANSWER], "no 'a' of the content in message 1 (user)"),
+    ("short", [USER, ANSWER], "no 'What is two and two?' of the content in message 1 (user)"),
+    ("arguments as sent", [USER, called() | dict(content="Let me see.")], "found 'tool_calls' in message 2"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("template", "messages", "found"), DROPPED)
+def test_what_a_template_drops_is_named_even_where_the_same_words_stand_elsewhere(batches, template, messages, found):
+    with pytest.raises(DataError, match=re.escape(found)):
+        batches([dict(messages=messages)], template)
+    good = dict(messages=[dict(role=role, content="a") for role in ("user", "assistant")])
+    stream = batches([good, dict(messages=messages), dict(messages=messages)], template, bad_lines="skip")
+    assert re.search(r"2 lines left out as bad \(expected [^;]*: 2; the first: ", stream.description)
+    assert found in stream.description
+
+
+def test_unknown_keys_are_dropped_where_that_is_asked_for_and_counted_by_name(batches, tokenizer):
+    named = [dict(role=each["role"], content=each["content"], name="Bob", uid=7) for each in TURNS]
+    stream = batches([dict(messages=named), dict(messages=TURNS)], "content alone", unknown_keys="drop")
+    plain = batches([dict(messages=TURNS)] * 2, "content alone")
+    assert stream.fingerprint == plain.fingerprint
+    assert "1 with 'name' of a message dropped, 1 with 'uid' of a message dropped" in stream.description
+    thoughts = [dict(messages=[USER, ANSWER | dict(reasoning_content="Hm.")])]
+    dropped = batches(thoughts, "content alone", unknown_keys="drop")
+    assert "1 with 'reasoning_content' of a message dropped" in dropped.description
+    assert "a message dropped" not in batches(thoughts, "all", unknown_keys="drop").description  # it is read there
+    with pytest.raises(DataError, match="no '<think>' of the content in message 2"):  # content is no key to be dropped
+        batches([dict(messages=[USER, ANSWER | dict(content="<think>a</think>b")])], "no thoughts", unknown_keys="drop")
+    with pytest.raises(DataError, match="empty content in message 2"):  # nothing is left of it
+        batches([dict(messages=[USER, called()])], "content alone", unknown_keys="drop")
+
+
+def test_a_switch_that_a_template_reads_is_no_text(batches, tokenizer):
+    template = TEMPLATES["content alone"].replace("m.content", "(m.content.upper() if m.loud == 'yes' else m.content)")
+    with pytest.raises(DataError, match="found 'loud' in message 1"):
+        batches([dict(messages=[USER | dict(loud="no"), ANSWER])], template)
+    with pytest.raises(DataError, match="no 'What is two and two.' of the content in message 1"):  # it is changed
+        batches([dict(messages=[USER | dict(loud="yes"), ANSWER])], template)
+    template = TEMPLATES["content alone"].replace("m.content", "m.content + ('!' if m.loud == 'yes' else '')")
+    stream = batches([dict(messages=[USER | dict(loud="yes"), ANSWER])], template)
+    assert "What is two and two?!" in preview(stream.example(0), tokenizer(), False)
+
+
+def test_thoughts_that_a_template_drops_later_are_in_the_example_of_their_own_answer(batches, tokenizer):
+    turns = [dict(each, content="<think>Hm.</think>" * (i % 2) + each["content"]) for i, each in enumerate(TURNS)]
+    stream = batches([dict(messages=turns)], "thoughts of the last")
+    made = tokenizer("thoughts of the last")
+    assert [learned_text(stream, made, i)[0][:18] for i in range(2)] == ["<think>Hm.</think>"] * 2
+    with pytest.raises(DataError, match="no 'Hm.' of the content in message 2"):  # no example of its own
+        batches([dict(messages=[turns[0], turns[1] | dict(weight=0), *turns[2:]])], "thoughts of the last")
+
+
+# Values of other types
+
+
+def test_arguments_and_tools_as_strings_of_json_are_what_they_hold(batches, tokenizer):
+    tools = [dict(type="function", function=dict(name="weather", parameters={}))]
+    template = "{% if tools %}{{ tools | tojson }}{% endif %}" + tokenizer("all").chat_template
+    parsed = CALL | dict(function=dict(name="weather", arguments=dict(city='Par"is', days=3)))
+    sun = dict(role="tool", content="Sun.")
+    both = [dict(messages=[USER, called(), sun | dict(tool_call_id="c1"), ANSWER], tools=json.dumps(tools)),
+            dict(messages=[USER, called(**parsed) | dict(content=""), sun, ANSWER], tools=tools)]  # fmt: skip
+    stream = batches(both, template, seqlen=300)
+    one, other = (preview(stream.example(i), tokenizer(template), False) for i in range(2))
+    assert one == other and '<call>weather {"city": "Par\\"is", "days": 3}' in one and '"name": "weather", "par' in one
+    sent = batches([dict(messages=[USER, called(**parsed)])], "arguments as sent")  # some templates add strings
+    assert learned_text(sent, tokenizer(), 0) == ['<call>weather {"city": "Par\\"is", "days": 3}<|im_end|>']
+    empty = CALL | dict(function=dict(name="now", arguments=""))
+    sent = batches([dict(messages=[USER, called(**empty)])], "all")
+    assert learned_text(sent, tokenizer()) == ["<call>now {}<|im_end|>"]
+
+
+def test_content_in_parts_is_one_text(batches, tokenizer):
+    parts = [dict(type="text", text="What is "), "two", dict(type="text", text=" and two?", extra=None)]
+    users = [dict(role="user", content=each) for each in (USER["content"], parts)]
+    whole, cut = (batches([dict(messages=[user, ANSWER])]) for user in users)
+    assert whole.fingerprint == cut.fingerprint
+
+
+# What a line says of its own
+
+
+def test_messages_of_weight_0_are_read_and_not_learned(batches, tokenizer):
+    for template in ("qwen2.5", "markers"):
+        for flag in (dict(weight=0), dict(train=False)):
+            turns = [TURNS[0], TURNS[1] | flag, TURNS[2], TURNS[3] | dict(weight=1)]
+            stream = batches([dict(messages=turns)], template)
+            assert learned_text(stream, tokenizer(template)) == ["Five, I think.<|im_end|>"]
+            assert "Four, my friend." in preview(stream.example(0), tokenizer(template), False)
+            first = batches([dict(messages=[*TURNS[:3], TURNS[3] | flag])], template)
+            assert "1 with messages after the last answer" in first.description
+            assert "Five" not in preview(first.example(0), tokenizer(template), False)
+
+
+def test_template_arguments_of_a_line_go_before_those_of_the_flag(batches, tokenizer):
+    template = "{{ mood | default('plain') }}|" + tokenizer("qwen2.5").chat_template
+    lines = [dict(messages=TURNS), dict(messages=TURNS, chat_template_kwargs=dict(mood="loud"))]
+    for arguments, found in (({}, ["plain", "loud"]), (dict(mood="calm"), ["calm", "loud"])):
+        stream = batches(lines, template, template_args=arguments)
+        assert [preview(stream.example(i), tokenizer(), False).split("|")[0] for i in range(2)] == found
+    for wrong in (dict(tone="a"), dict(messages=[])):
+        with pytest.raises(DataError, match=f"expected what the chat template knows, found {[*wrong][0]}, which"):
+            batches(lines, template, template_args=wrong)
+
+
+def test_other_keys_of_a_line_are_named_in_the_summary(batches):
+    lines = dict(messages=TURNS, source="a"), dict(text="a", source="b", id=None), dict(messages=TURNS, source="")
+    stream = batches(lines)
+    assert "1 with 'source' beside messages, which is not read, 1 with 'source' beside text" in stream.description

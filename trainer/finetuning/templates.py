@@ -1,0 +1,221 @@
+"""Conversations as a chat template writes them, and which characters of that are learned.
+
+    template = ChatTemplate(tokenizer, Rules())
+    examples = template.examples(messages, 0, line)     # BadLine, or DataError where no line could be used
+
+An answer is what the template has in {% generation %}. In a template without, it is what the conversation up to it has
+more than the conversation before it with add_generation_prompt, if the one text begins with the other. Templates that
+write an answer otherwise once another follows (Qwen3's drops its thinking) give one example for each such answer: what
+the model sees when it is asked for it. Templates that write the current date are given DATE.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+from datetime import date
+from itertools import chain, product
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+from trainer.data import unusable
+from trainer.distributed.terminal import one_line
+from trainer.finetuning import messages as forms
+from trainer.finetuning.messages import SKIP, BadLine
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+DATE = date(2024, 7, 26)  # that which Llama's templates have by themselves
+NOW = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
+MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
+OF_CHATS = "tools", "chat_template_kwargs"  # keys of a line beside its messages
+OWN = "messages", "tools", "documents", "add_generation_prompt", "chat_template"  # which no template argument may be
+SWITCHES = "enable_thinking", "thinking"  # names of arguments that open or close <think> in the generation prompt
+RENDER = "give it a role and a key that the template writes, or leave such lines out with --bad-lines skip"
+TEMPLATE = "put {% generation %} and {% endgeneration %} into the template, around answers with their end-of-turn token"
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How lines are read. Raises ValueError for a value that there is not."""
+
+    bad_lines: str = "stop"  # at the first, or "skip" them and count
+    unknown_keys: str = "refuse"  # keys of messages that nothing reads, or "drop" them and count
+    seam: str = "split"  # tokens across the start of an answer, or "say" and keep them, or "refuse" the line
+    template_args: dict[str, Any] = field(default_factory=dict)  # for the chat template; those of a line go before
+
+    VALUES: ClassVar = dict(bad_lines=("stop", "skip"), unknown_keys=("refuse", "drop"),
+                            seam=("split", "say", "refuse"))  # fmt: skip
+
+    def __post_init__(self):
+        for name, values in self.VALUES.items():
+            if (value := getattr(self, name)) not in values:
+                raise ValueError(f"--{name.replace('_', '-')} {value}: expected one of {', '.join(values)}")
+
+
+class Example(NamedTuple):
+    text: str
+    spans: list[tuple[int, int]]  # characters that are learned
+    chat: bool  # False: bos and eos are put around the tokens
+
+
+def render(turns: list[dict], how: dict, **more: bool) -> tuple[str, list[tuple[int, int]]]:
+    """A conversation as the template writes it, and what it has in {% generation %}. BadLine: the template raises."""
+    from jinja2 import TemplateError
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    try:
+        (text,), spans = render_jinja_template([turns], **how, **more)
+    except (TemplateError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise BadLine("what the chat template takes", one_line(error), SKIP) from error
+    counts = Counter(chain(*chain.from_iterable(spans)))
+    edges = sorted(edge for edge, count in counts.items() if count % 2)  # not where a span ends and another begins
+    return text, [*zip(edges[::2], edges[1::2], strict=True)]
+
+
+def asked(turns: list[dict], how: dict) -> tuple[str, str]:
+    """What a model is given that shall say the last message, and the conversation with that message."""
+    return render(turns[:-1], how, add_generation_prompt=True)[0], render(turns, how)[0]
+
+
+class ChatTemplate:
+    """That of a tokenizer. counts: {words: number of lines} of what it does beside rendering, for people."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, rules: Rules):
+        self.tokenizer, self.rules, self.counts = tokenizer, rules, Counter()
+        self.name = tokenizer.name_or_path or "the tokenizer"
+        special = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
+        self.special = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)")
+
+    def examples(self, messages: Any, first: int, line: dict) -> list[Example]:
+        """Those of a conversation, of which the answers from message number `first` on are learned."""
+        if not isinstance(messages, list) or not messages or not all(isinstance(each, dict) for each in messages):
+            raise BadLine("messages, a list of {role, content}", "none or something else", SKIP)
+        turns = [forms.cleaned(message, number) for number, message in enumerate(messages, 1)]
+        for number, turn in enumerate(turns, 1):
+            if held := self.special.search("\n".join(forms.strings(list(turn.values())))):
+                found = f"{held[0]} in message {number}"
+                raise BadLine("content without the tokenizer's special tokens", found, SKIP)
+        answers = [i for i, message in enumerate(messages) if forms.is_learned(message, i + 1) and i >= first]
+        if not answers:
+            raise BadLine("an answer (role assistant) that is learned", "none", SKIP)
+        how = self.arguments(line)
+        said = [i for i, turn in enumerate(turns[: answers[-1] + 1]) if turn["role"] == "assistant"]
+        marked = bool(MARKER.search(how["chat_template"])) and not first and said == answers
+        attempts, failures = [turns, list(map(forms.as_sent, turns))], []
+        for attempt in attempts[: 1 + (attempts[0] != attempts[1])]:
+            try:
+                made = self.rendered(attempt, answers, how, marked)
+                break
+            except BadLine as error:
+                failures.append(error)
+        else:
+            raise failures[0]
+        self.counts["with messages after the last answer, which are left out"] += answers[-1] < len(messages) - 1
+        self.counts["split, as the template rewrites answers"] += len(made) > 1
+        return made
+
+    def arguments(self, line: dict) -> dict[str, Any]:
+        """What a conversation is rendered with. Raises DataError and, if the line asks for more than that, BadLine."""
+        tools, own = line.get("tools"), forms.loaded(line.get("chat_template_kwargs"), f"{OF_CHATS[1]}, an object")
+        tools = forms.objects(tools, "tools") if forms.there(tools) else None
+        if own is not None and not isinstance(own, dict):
+            raise BadLine(f"{OF_CHATS[1]}, an object", type(own).__name__, SKIP)
+        if self.tokenizer.chat_template is None:
+            fix = "name the tokenizer of an instruction-tuned model, or set tokenizer.chat_template"
+            raise unusable(self.name, "a chat template, which messages need", "none", fix)
+        text = self.tokenizer.get_chat_template(tools=tools)
+        text = NOW.sub(lambda call: repr(DATE.strftime(call[2])), text)
+        if "strftime_now(" in text:
+            fix = "put a date into it: examples must be the same on every day"
+            raise unusable(self.name, "a chat template without today's date", "strftime_now of a variable", fix)
+        args = self.rules.template_args | (own or {})
+        for name in [*args, "tools"] if tools else args:
+            if not re.search(rf"\b{re.escape(name)}\b", text) or (name in args and name in OWN):
+                raise BadLine("what the chat template knows", f"{name[:40]}, which it does not", SKIP)
+        return self.tokenizer.special_tokens_map | args | dict(chat_template=text, tools=tools)
+
+    def rendered(self, turns: list[dict], answers: list[int], how: dict, marked: bool) -> list[Example]:
+        """The examples of messages in one form. marked: by what the template has in {% generation %}, else prefix by
+        prefix. Raises BadLine for a text that is in no example, and what a template raises."""
+        if marked:
+            text, spans = render(turns[: answers[-1] + 1], how, return_assistant_tokens_mask=True)
+            made = {answers[-1]: Example(text, spans, True)}
+        else:
+            made = self.by_prefix(turns, answers, how)
+        if unread := self.unread(turns, made, how):
+            kept = [{key: each for key, each in turn.items() if (i, key) not in unread} for i, turn in enumerate(turns)]
+            for number, turn in enumerate(kept, 1):
+                forms.cleaned(turn, number)  # raises for one that has lost all text
+            examples = self.rendered(kept, answers, how, marked)
+            self.counts.update(f"with {key[:40]!r} of a message dropped" for key in sorted({key for _, key in unread}))
+            return examples
+        return [made[i] for i in sorted(made)]
+
+    def by_prefix(self, turns: list[dict], answers: list[int], how: dict) -> dict[int, Example]:
+        """{number of its last answer: example}."""
+        made: dict[int, Example] = {}
+        for i in reversed(answers):
+            before, whole = asked(turns[: i + 1], how)
+            good, content = whole.startswith(before), (turns[i]["content"] or "").strip()
+            if "add_generation_prompt" not in how["chat_template"]:  # a header would count as part of the answer
+                good &= whole[len(before) :].lstrip().startswith(content)
+            if not good:
+                raise self.why(turns[: i + 1], how, before, whole)
+            span, later = (len(before), len(whole.rstrip())), next(reversed(made.values()), None)
+            if later and later.text.startswith(whole):
+                later.spans.append(span)
+            else:
+                made[i] = Example(whole, [span], True)
+        return made
+
+    def why(self, turns: list[dict], how: dict, before: str, whole: str) -> BadLine:
+        """What is wrong with a template that asks for the last message with `before` and then writes `whole`."""
+        history, _ = render(turns[:-1], how)
+        if not (before.startswith(history) and whole.startswith(history)) or whole.startswith(before):
+            found = f"another text before or around message {len(turns)}"
+            return BadLine("a template that only adds an answer to what comes before it", found, TEMPLATE)
+        prompt, fix = before[len(history) :], TEMPLATE
+        found = f"{prompt!r}, then {whole[len(history) :][: len(prompt) + 20]!r} as message {len(turns)}"
+        thinks = ", which closes <think>" * ("</think>" in prompt) or ", which opens <think>" * ("<think>" in prompt)
+        for name, value in product(SWITCHES, (True, False)):
+            before, whole = asked(turns, how | {name: value})
+            if name in how["chat_template"] and whole.startswith(before):
+                fix = f"""add "chat_template_kwargs": {{"{name}": {str(value).lower()}}} to the line"""
+        return BadLine(f"an answer that begins as the generation prompt{thinks}", found, fix)
+
+    def unread(self, turns: list[dict], made: dict[int, Example], how: dict) -> set[tuple[int, str]]:
+        """{(number of a message, key)} of keys that nothing reads and that shall be dropped. Raises BadLine for those
+        that shall not, and for a text that is in no example."""
+        seen = turns[: max(made) + 1]
+        marked, texts = forms.with_marks(seen)
+        pages = []  # (rendering, whether it has marks)
+        for last, example in made.items():
+            try:
+                page, _ = render(marked[: last + 1], how)
+            except BadLine:
+                page = ""
+            faithful = forms.MARK.sub("", page) == forms.MARK.sub("", example.text)
+            pages.append((page, True) if faithful else (example.text, False))
+        lost = {(text.number - 1, text.key): text for text in reversed(texts)
+                if not any(text.is_in(*page) for page in pages)}  # fmt: skip
+        keys = lost.keys() | {(i, key) for i, turn in enumerate(seen) for key in forms.switches(turn)}
+        unread = {(i, key) for i, key in keys if key != "content" and not self.is_read(seen, i, key, made, how)}
+        for i, key in sorted(keys):
+            if (i, key) in unread and self.rules.unknown_keys == "refuse":
+                found, fix = f"{key[:40]!r} in message {i + 1}", "leave it out, or add --unknown-keys drop"
+                raise BadLine("keys that the chat template reads", found, fix)
+            if (i, key) in lost and (i, key) not in unread:
+                found = f"no {lost[i, key].text[:60]!r} of the {key[:40]} in message {i + 1} ({turns[i]['role']})"
+                raise BadLine("a chat template that renders all texts", found, RENDER)
+        return unread
+
+    def is_read(self, turns: list[dict], i: int, key: str, made: dict[int, Example], how: dict) -> bool:
+        """Whether the template makes another text of message i, or none, without the key."""
+        last = min(each for each in made if each >= i)
+        less = {name: value for name, value in turns[i].items() if name != key}
+        try:
+            return render([*turns[:i], less, *turns[i + 1 : last + 1]], how)[0] != made[last].text
+        except BadLine:
+            return True
