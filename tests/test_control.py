@@ -98,7 +98,8 @@ def other(monkeypatch):
     def all_reduce(numbers, op, group, async_op):
         assert op == dist.ReduceOp.MAX and group is GROUP and async_op
         k, norm, failed, signum = asked.pop(0)
-        numbers.copy_(torch.maximum(numbers, torch.tensor([k, -k, norm, -norm, failed, signum], dtype=numbers.dtype)))
+        told = torch.tensor([k, -k, norm, -norm, failed, signum, False], dtype=numbers.dtype)
+        numbers.copy_(torch.maximum(numbers, told))
         return Work()
 
     monkeypatch.setattr(dist, "all_reduce", all_reduce)

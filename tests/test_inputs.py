@@ -10,13 +10,16 @@ import pickle
 import re
 import struct
 import sys
+import time
 from pathlib import Path
 from typing import get_type_hints
 
 import pytest
 import torch
 import torch.distributed as dist
+from forked import Job
 from running import ROOT, TINY, one_line, python, read
+from saved import steps_in
 
 from trainer import config as flags
 from trainer import data
@@ -177,7 +180,27 @@ def test_a_bad_id_that_only_training_meets_exits_3_with_file_and_byte_and_a_row(
     done = train("--data", f"bin:{path}", "--log-every", 1)
     line = one_line(done.err)
     assert done.code == 3 and f"{path}, token {at + 5} (byte {2 * (at + 5)})" in line
-    assert [s["step"] for s in done.steps] == [1, 2, 3] and done.row["outcome"].startswith(f"failed: {path}")
+    assert [s["step"] for s in done.steps] == [1, 2] and done.row["outcome"].startswith(f"failed: {path}")
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("cut", [2 * 30_000, 0, None])
+def test_a_data_file_that_shrinks_while_it_is_read_exits_3_with_its_name_after_saving(cut, world, tmp_path):
+    """A mapped page that is no longer there would end every rank with SIGBUS, unsaved."""
+    path, rows = planted(tmp_path / "a.bin", [7] * 60_000), tmp_path / "rows.jsonl"
+    argv = [*TINY, "--data", f"bin:{path}", "--steps", 1_000_000, "--log-every", 1, "--save", tmp_path / "run"]
+    evaluated = ["--eval-every", 1, "--eval-batches", 3] if cut is None else []
+    job = Job(world, [*argv, "--results", rows, *evaluated], tmp_path / "log")
+    until = time.monotonic() + 100
+    while not (begun := [*tmp_path.glob("rows.steps/*.jsonl")]) and time.monotonic() < until and not job.ended():
+        time.sleep(0.05)
+    assert begun, (tmp_path / "log").read_text()
+    os.truncate(path, 2 * 59_100 if cut is None else cut)  # what is held out alone, half, all
+    assert job.wait() == [3] * world
+    row, steps = read(rows)
+    told = [line for line in (tmp_path / "log").read_text().splitlines() if line.startswith("error: ")]
+    assert len(told) == 1 and f"{path}, byte " in told[0] and "the file has shrunk" in told[0]
+    assert row["outcome"].startswith(f"failed: {path}") and steps_in(tmp_path / "run") == [steps[-1]["step"]]
 
 
 CHANGES = {  # what happens to the two files between save and resume

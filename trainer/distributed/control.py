@@ -7,8 +7,8 @@
         control.boundary(k)                # between steps: raises Stopped on all ranks if any rank got a signal
         control.finish()                   # after the last boundary
 
-At a boundary, between steps or micro-batches, the ranks all-reduce six numbers on the host, which they read at the next
-one: no step waits for them, all ranks stop at the same boundary, and ranks that have come apart are noticed.
+At a boundary, between steps or micro-batches, the ranks all-reduce seven numbers on the host, which they read at
+the next one: no step waits for them, all ranks stop at the same boundary, and ranks that have come apart are noticed.
 """
 
 import math
@@ -101,17 +101,23 @@ class Control:
         self.signals, self.work, self.numbers = signals, None, None
         self.group = group if group is not None and group.size() > 1 else None
 
-    def boundary(self, k: int, norm: float = -1.0, failed: bool = False) -> bool:
+    def boundary(
+        self, k: int, norm: float = -1.0, failed: bool = False, problem: Exception | None = None
+    ) -> bool:  # fmt: skip
         """Begins the exchange of this boundary and reads that of the one before. k: steps done. norm: of the newest
         gradient that the host has read, or -1. failed: an asynchronous save of this rank has failed. Returns whether
-        one has on any rank. Raises Stopped if any rank got a signal, and Desync for ranks at other steps or norms."""
+        one has on any rank. problem: raised on all ranks. Raises Stopped if any rank got a signal, and Desync for ranks
+        at other steps or norms."""
         norm = norm if math.isfinite(norm) else -1.0  # the maximum of NaN and a number is not defined
         if self.group is None:
             if self.signals.got:
                 raise Stopped(self.signals.got)
+            if problem:
+                raise problem
             return failed
         failed_before = self.finish()
-        self.numbers = torch.tensor([k, -k, norm, -norm, failed, self.signals.got], dtype=torch.float64, device="cpu")
+        self.problem, told = problem, [k, -k, norm, -norm, failed, self.signals.got, problem is not None]
+        self.numbers = torch.tensor(told, dtype=torch.float64, device="cpu")
         self.work = dist.all_reduce(self.numbers, dist.ReduceOp.MAX, group=self.group, async_op=True)
         return failed_before
 
@@ -121,11 +127,15 @@ class Control:
             return False
         work, self.work = self.work, None
         work.wait()
-        k, fewest, norm, least, failed, signum = self.numbers.tolist()
+        k, fewest, norm, least, failed, signum, problem = self.numbers.tolist()
         if k != -fewest:
             raise Desync(f"ranks are at different steps: {-fewest:.0f} to {k:.0f} are done")
         if norm + least > NORM_TOLERANCE * abs(norm):
             raise Desync(f"gradient norms differ between ranks, {-least} to {norm}, when {k:.0f} steps were done")
         if signum:
             raise Stopped(int(signum))
+        if problem:
+            everyone: list[Exception | None] = [None] * self.group.size()
+            dist.all_gather_object(everyone, self.problem, group=self.group)
+            raise next(filter(None, everyone))
         return bool(failed)
