@@ -36,6 +36,17 @@ def test_a_signal_is_noted_and_the_handlers_come_back():
     assert [signal.getsignal(kind) for kind in Signals.KINDS] == before
 
 
+@pytest.mark.parametrize("passed_on", ["", "SIGTERM,SIGINT", "SIGTERM,SIGHUP"])
+def test_under_nohup_a_hangup_is_ignored_unless_torchrun_passes_it_on(passed_on, monkeypatch):
+    """Torchrun handles SIGHUP under nohup, too: it sends it to the ranks, and kills them 30 s later."""
+    monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", passed_on)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with Signals(speak=False) as signals:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert signals.got == (signal.SIGHUP if "SIGHUP" in passed_on else 0)
+    assert signal.signal(signal.SIGHUP, before) is signal.SIG_IGN
+
+
 @pytest.mark.parametrize("over", [False, True])
 def test_a_second_signal_ends_the_process_at_once_unless_it_is_ending(over, monkeypatch):
     monkeypatch.setattr(control, "AGAIN_S", 0.0)

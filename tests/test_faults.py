@@ -31,7 +31,10 @@ pytestmark = pytest.mark.usefixtures("isolated")
 # ------------------------------------------------------------------------------------------------------------ one rank
 
 
-@pytest.mark.parametrize("fault, code", [("*:3:data:term", 143), ("0:3:backward:int", 130), ("0:3:update:term", 143)])
+@pytest.mark.parametrize("fault, code", [
+    ("*:3:data:term", 143), ("0:3:backward:int", 130), ("0:3:update:term", 143), ("0:3:data:hup", 129),
+    ("0:3:forward:quit", 131),
+])  # fmt: skip
 def test_a_signal_ends_the_run_after_its_step_saved_and_what_resumes_is_bitwise_the_run(
     fault, code, train, tmp_path, monkeypatch
 ):

@@ -145,6 +145,13 @@ def test_a_signal_ends_a_later_export_and_nothing_is_left(tune, qwen, monkeypatc
     assert not [name for name in os.listdir() if name.startswith("out")]
 
 
+@pytest.mark.parametrize(("kind", "code"), [("hup", 129), ("quit", 131)])
+def test_a_terminal_that_closes_stops_it_after_saving(kind, code, tune, monkeypatch):
+    monkeypatch.setenv("FAULT", f"0:2:data:{kind}")
+    done = tune("--steps", 4, "--save", "a", "--export", "out")
+    assert done.code == code and os.path.exists("a/step-00000002") and not os.path.exists("out"), done.err
+
+
 def test_an_export_that_failed_is_made_by_the_same_command(tune, monkeypatch):
     argv = "--steps", 2, "--save", "a", "--export", "out"
     with monkeypatch.context() as patch:

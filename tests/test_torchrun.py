@@ -18,10 +18,14 @@ from running import ROOT, TINY, TORCHRUN, read
 ENV = {k: v for k, v in os.environ.items() if k not in TORCHRUN} | {"OMP_NUM_THREADS": "1", "COLUMNS": "100"}
 
 
-def start(*flags, ranks=2):
-    command = [sys.executable, "-m", "trainer.distributed.torchrun", "--nproc-per-node", str(ranks)]
-    command += ["--master-port", str(free_port()), "--start-method", "forkserver", str(ROOT / "main.py"), *flags]
-    how = dict(env=ENV | {"PYTHONPATH": str(ROOT)}, text=True, start_new_session=True)
+OURS = ["trainer.distributed.torchrun", "--start-method", "forkserver"]
+TORCHS = ["torch.distributed.run"]
+
+
+def start(*flags, ranks=2, program=OURS, **how):
+    command = [sys.executable, "-m", *program, "--nproc-per-node", str(ranks)]
+    command += ["--master-port", str(free_port()), str(ROOT / "main.py"), *flags]
+    how |= dict(env=ENV | {"PYTHONPATH": str(ROOT)}, text=True, start_new_session=True)
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **how)
 
 
@@ -56,6 +60,35 @@ def test_ctrl_c_and_a_killed_rank(tmp_path):
     out, err = run.communicate(timeout=200)
     first = re.findall(r"^torchrun: rank \d, process (\d+), (.*), the first of this host to fail$", err, re.M)
     assert first == [(str(killed), "was ended by SIGKILL")] and run.returncode == 137 and "Traceback" not in err, err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [signal.SIGHUP, signal.SIGQUIT])
+@pytest.mark.parametrize("program", [OURS, TORCHS])
+def test_a_terminal_that_closes_stops_the_ranks_after_saving_and_nohup_keeps_them(program, kind, tmp_path):
+    """The signal goes to every process of the session, and torchrun passes it on."""
+    flags = [*TINY, "--steps", "400000", "--log-every", "1", "--save", f"{tmp_path}/run", "--results"]
+    run = start(*flags, f"{tmp_path}/rows", program=program)
+    wait_for_step(run)
+    os.killpg(run.pid, kind)
+    _, err = run.communicate(timeout=200)
+    row, steps = read(tmp_path / "rows")
+    assert row["outcome"] == f"stopped: {kind.name}" and f"stopped by {kind.name} after step" in err
+    assert [*(tmp_path / "run").glob(f"step-{steps[-1]['step']:08d}")], err
+    if program is OURS:
+        assert run.returncode == 128 + kind
+    if kind == signal.SIGHUP:
+        ignore = lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)  # noqa: E731
+        run = start(*flags, f"{tmp_path}/more", program=program, preexec_fn=ignore)
+        wait_for_step(run)
+        os.killpg(run.pid, kind)
+        if program is OURS:
+            for _ in range(20):
+                wait_for_step(run)
+            os.kill(run.pid, signal.SIGTERM)
+        run.communicate(timeout=200)
+        row, _ = read(tmp_path / "more")
+        assert row["outcome"] == f"stopped: {'SIGTERM' if program is OURS else 'SIGHUP'}"
 
 
 def wait_for_step(run):

@@ -322,7 +322,7 @@ def perform(kind: type[Run], c: flags.Config, device: torch.device, rank: int, w
         run.build()
         say("\n".join(header(run, sinks.write_settings(settings, before, run.first))))
         progress.stage(doing(run, progress.live is not None))
-        with inject.planted(os.environ.get("FAULT"), c, run.step, run.first, rank), run.saver:
+        with inject.planted(os.environ.get("FAULT"), c, run.step, run.batches, run.first), run.saver:
             run.train(sinks)
     except (Exception, KeyboardInterrupt) as e:
         outcome, code = ended_by(e, run, watchdog, c.debug)

@@ -2,7 +2,7 @@
 
     group = control_group()                # of all ranks, over gloo; None: there is one rank
     agree({"--depth": 4, ...}, group)      # raises Desync, naming what differs and on which rank
-    with Signals() as signals:             # SIGTERM and Ctrl-C are noted; a second one ends the process at once
+    with Signals() as signals:             # SIGTERM, Ctrl-C, .. are noted; a second one ends the process at once
         control = Control(signals, group)
         control.boundary(k)                # between steps: raises Stopped on all ranks if any rank got a signal
         control.finish()                   # after the last boundary
@@ -64,9 +64,11 @@ def agree(facts: dict[str, Any], group: dist.ProcessGroup | None) -> None:
 
 
 class Signals:
-    """Notes SIGTERM and SIGINT in `got`; a second one, later than AGAIN_S, ends the process. Main thread only."""
+    """Notes SIGTERM, SIGINT, SIGHUP (of a terminal that closes) and SIGQUIT in `got`; a second one, later than AGAIN_S,
+    ends the process. Under nohup SIGHUP stays ignored, unless torchrun passes it on and then ends who ignores it. Main
+    thread only."""
 
-    KINDS = signal.SIGTERM, signal.SIGINT
+    KINDS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT
     CODES = tuple(128 + kind for kind in KINDS)
 
     def __init__(self, speak: bool = True):  # whether to answer Ctrl-C with a line on stderr
@@ -74,7 +76,10 @@ class Signals:
         self.over = False  # set to True when nothing is left to stop: signals are then ignored
 
     def __enter__(self):
-        self.before = {kind: signal.signal(kind, self._note) for kind in self.KINDS}
+        passed = "SIGHUP" in os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "")
+        nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN and not passed
+        kinds = [kind for kind in self.KINDS if not (nohup and kind == signal.SIGHUP)]
+        self.before = {kind: signal.signal(kind, self._note) for kind in kinds}
         return self
 
     def __exit__(self, *_):

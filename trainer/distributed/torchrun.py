@@ -18,6 +18,7 @@ from multiprocessing import forkserver
 from trainer.distributed.terminal import Progress, one_line, tell
 
 SIGNALS = signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT
+HANDLED = "TORCHELASTIC_SIGNALS_TO_HANDLE"  # what torchrun passes on to the ranks; they read it, too
 PRELOAD = ["torch._inductor.compile_fx", "trainer.run", "tyro"]  # what a compiled run imports
 
 
@@ -25,7 +26,7 @@ def rank(script: str, *argv: str) -> None:
     """What a forked process does: it runs the script as its own main module."""
     os.setsid()  # Ctrl-C reaches torchrun alone, which passes it on
     for kind in SIGNALS:
-        signal.signal(kind, signal.SIG_DFL)
+        signal.signal(kind, signal.SIG_DFL if kind.name in os.environ[HANDLED] else signal.SIG_IGN)
     from torch.distributed.run import run_script_path
 
     try:
@@ -47,6 +48,8 @@ def main(argv: list[str]) -> int:
     """torchrun with these flags; returns the exit code: 0, that of the first rank that failed (128 + N if signal N
     ended it), 128 + N if signal N ended torchrun."""
     script = next((i for i, word in enumerate(argv) if word.endswith(".py")), len(argv))
+    nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    os.environ[HANDLED] = "SIGTERM,SIGINT,SIGQUIT" + ",SIGHUP" * (not nohup)
     if fork := "forkserver" in argv[:script]:
         forkserver.set_forkserver_preload(PRELOAD)
         # SLURM may send SIGTERM to every process, a terminal that closes SIGHUP. Without the one that forks, ranks that
@@ -68,6 +71,7 @@ def main(argv: list[str]) -> int:
     for name in ("torch.distributed.elastic.multiprocessing.api", "torch.multiprocessing.spawn"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # they tell of a failed rank what is told below
     args = run.parse_args(argv)
+    args.signals_to_handle = os.environ[HANDLED]
     if fork:
         args.run_path, run.run_script_path = True, rank
     try:
