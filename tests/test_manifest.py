@@ -288,7 +288,8 @@ def test_chunks_are_whole_where_every_element_is_in_one_of_them():
             count, chunks = torch.zeros(shape), [*zip(drawn[:3], drawn[3:], strict=True)][: rng.randint(0, 3)]
             for offsets, sizes in chunks:
                 count[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))] += 1
-            inside = all(o + n <= most for each in chunks for o, n, most in zip(*each, shape, strict=True))
+            inside = all(o + n <= most for each in chunks if 0 not in each[1]
+                         for o, n, most in zip(*each, shape, strict=True))  # fmt: skip
             covered = checkpoint._is_covered(tensor_of(shape, chunks))
             assert not covered or inside and bool((count == 1).all()), (shape, chunks)
             outcomes.add(covered)

@@ -5,6 +5,7 @@
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -60,6 +61,25 @@ def test_ctrl_c_and_a_killed_rank(tmp_path):
     out, err = run.communicate(timeout=200)
     first = re.findall(r"^torchrun: rank \d, process (\d+), (.*), the first of this host to fail$", err, re.M)
     assert first == [(str(killed), "was ended by SIGKILL")] and run.returncode == 137 and "Traceback" not in err, err
+
+
+def test_ranks_that_run_other_code_do_not_begin(tmp_path):
+    """Rank 1 has a copy in which one file differs."""
+    other = tmp_path / "other"
+    shutil.copytree(ROOT / "trainer", other / "trainer")
+    for path in ROOT.glob("*.py"):
+        shutil.copy(path, other)
+    with open(other / "trainer/step.py", "a") as file:
+        file.write("\n")
+    env = ENV | dict(WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    runs = []
+    for rank, root in enumerate((ROOT, other)):
+        own, command = env | {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}"}, [sys.executable, root / "main.py", *TINY]
+        how = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=tmp_path, text=True)
+        runs.append(subprocess.Popen(command, env=own, **how))
+    told = [run.communicate(timeout=200)[0] for run in runs]
+    assert [run.returncode for run in runs] == [7, 7], told
+    assert "error: ranks differ in the code (a checksum): rank 0 has " in "".join(told)
 
 
 @pytest.mark.slow

@@ -69,6 +69,7 @@ class Run:
         # Rank 0 alone writes results and tells W&B, and a folder of traces may be one on each host.
         same = {flags.flag(k): v for k, v in c.flat().items() if k not in ("results", "wandb", "group", "tags")}
         same |= {"--profile": c.profile is not None, "torch": torch.__version__}
+        same |= {"the code (a checksum)": timing.code_digest()}
         agree(same | dict(data=(self.batches.description, self.batches.fingerprint)), self.group)
         self.found = None if c.world else checkpoint.find_start(c, self.batches, self.group, self.blank.identity)
         self.state = self.found.state if self.found else checkpoint.TrainState()
