@@ -7,6 +7,7 @@
 import importlib.util
 import json
 import os
+import re
 from pathlib import Path
 
 from trainer import config as flags
@@ -16,6 +17,8 @@ from trainer.experiments import checks
 from trainer.finetuning.config import Config
 
 FILES = "model.safetensors", "pytorch_model.bin"  # the first that is there, or its index
+COPIED = re.compile(r"(?!.*\.index\.json)(.*\.(json|jinja|model|txt)|(LICENSE|NOTICE).*)")  # by --export
+TEMPLATES = "additional_chat_templates"  # the only folder that is copied
 
 
 def weights_in(folder: str) -> str | None:
@@ -49,6 +52,21 @@ def check_folder(folder: str, weights: bool = True) -> None:
         raise DataError(f"{folder}: config.json or an index is no JSON of transformers ({error})") from error
 
 
+def copied(folder: str) -> list[str]:
+    """The small files of a folder that --export copies, as paths in it. DataError for a link that leads out of it: who
+    publishes the export would publish what it names. The hub's cache has its files beside its folders, in blobs."""
+    from trainer.data import DataError
+
+    top, paths = Path(folder), []
+    homes = top.resolve(), top.resolve().parent.parent / "blobs"
+    for path in sorted([*top.iterdir(), *top.glob(f"{TEMPLATES}/*")]):
+        if path.is_file() and (COPIED.fullmatch(path.name) or path.parent.name == TEMPLATES):
+            if not any(path.resolve().is_relative_to(home) for home in homes):
+                raise DataError(f"{path}: is a link out of its folder, which --export does not copy; copy the file")
+            paths.append(str(path.relative_to(top)))
+    return paths
+
+
 def check(c: Config, world: int) -> None:
     """ValueError, one line, for what resolved flags name and need outside, the contents of files apart."""
     for name in ("transformers", "safetensors"):
@@ -73,6 +91,8 @@ def check_at_once(c: Config, world: int) -> None:
     try:
         check(c, world)
         check_folder(c.model, weights=not c.random)
+        if c.export is not None:
+            copied(c.model)
         for name in ("data", "eval_data"):
             if getattr(c, name):
                 check_files(getattr(c, name), flags.flag(name))
