@@ -165,8 +165,9 @@ def blank_model(folder: str, remat_ratio: float = 0.0) -> HuggingFaceModel:
         if config.get_text_config() is not config:
             raise ValueError(f"a multimodal one, {config.model_type}")
         usual = config.dtype
+        chosen = dict(attn_implementation=None, experts_implementation=None)  # by transformers: the file's may be code
         with torch.device("meta"):
-            inner = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            inner = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **chosen)
         inner.config.dtype = usual  # what an export without weights in `folder` has
     except Exception as error:  # whatever a strange config.json leads to
         why = one_line(error, 200, kind=False)
