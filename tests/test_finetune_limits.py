@@ -88,10 +88,19 @@ def retensor(change):
     return edit
 
 
+def with_a_deep_index(folder):
+    os.remove(folder / "model.safetensors")
+    (folder / "model.safetensors.index.json").write_text('{"weight_map":' * 10**5)
+
+
 UP = "model.layers.1.mlp.up_proj.weight"
 FOLDERS = [  # what is done to a good folder, the exit code, what the message names
     (lambda f: os.remove(f / "config.json"), 3, ["config.json", "No such file"]),
     (lambda f: (f / "config.json").write_text("{"), 3, ["config.json", "no JSON"]),
+    (lambda f: (f / "config.json").write_text('{"a":' * 10**5), 3, ["config.json", "no JSON"]),
+    (with_a_deep_index, 3, ["an index is no JSON"]),
+    (lambda f: edit_json(f / "config.json", vocab_size=10**15), 6, ["OOM init", "use a smaller model, or start more"]),
+    (lambda f: edit_json(f / "config.json", num_hidden_layers=10**6, layer_types=None), 3, ["found: num_hidden"]),
     (lambda f: edit_json(f / "config.json", model_type="nonsense"), 3, ["config.json", "nonsense"]),
     (lambda f: os.remove(f / "model.safetensors"), 3, ["model.safetensors or pytorch_model.bin", "--random"]),
     (lambda f: os.truncate(f / "model.safetensors", 999), 3, ["model.safetensors", "is damaged"]),

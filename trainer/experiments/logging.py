@@ -68,9 +68,11 @@ def _write(path: Path, text: str) -> None:
 def read_jsonl(path: Path, start: int = 0) -> list[dict]:
     """The rows of a file after byte `start`. Lines cut short by a killed run are passed over."""
     rows = []
-    for line in path.read_bytes()[start:].splitlines():
-        with suppress(ValueError):
-            rows.append(json.loads(line))
+    with open(path, "rb") as file:
+        file.seek(start)
+        for line in file:
+            with suppress(ValueError, RecursionError):
+                rows.append(json.loads(line))
     return [row for row in rows if isinstance(row, dict)]
 
 

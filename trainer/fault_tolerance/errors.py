@@ -106,7 +106,8 @@ def _out_of_memory(error: BaseException, run: RunView | None, folder: Path) -> O
     has = peak.get("peak_alloc_mib") or peak.get("peak_rss_mib")
     where = PHASES[phase] + " of the first step, which compiles" * (phase != "init" and run.state.step == run.first)
     line = f"OOM {phase} ({where}): wanted {wanted[1] if wanted else 'an unknown amount'} more, peak {has} MiB; "
-    line += "lower --batch (raise --grad-accum), recompute (--remat block, --loss chunked), or start more ranks"
+    fix = "lower --batch (raise --grad-accum), recompute (--remat block, --loss chunked), or "
+    line += f"{fix if phase != 'init' else 'use a smaller model, or '}start more ranks"
     if device.type == "cuda":
         try:
             folder.mkdir(parents=True, exist_ok=True)

@@ -48,7 +48,7 @@ def check_folder(folder: str, weights: bool = True) -> None:
                                 f"{', '.join(absent[:5])}; download them")  # fmt: skip
     except OSError as error:
         raise DataError(f"{error.filename}: {error.strerror}; use a folder of transformers") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(f"{folder}: config.json or an index is no JSON of transformers ({error})") from error
 
 

@@ -164,6 +164,8 @@ def blank_model(folder: str, remat_ratio: float = 0.0) -> HuggingFaceModel:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         if config.get_text_config() is not config:
             raise ValueError(f"a multimodal one, {config.model_type}")
+        if (layers := getattr(config, "num_hidden_layers", 0)) > 10_000:  # each takes a millisecond to build
+            raise ValueError(f"num_hidden_layers {layers}")
         usual = config.dtype
         chosen = dict(attn_implementation=None, experts_implementation=None)  # by transformers: the file's may be code
         with torch.device("meta"):
