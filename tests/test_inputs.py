@@ -8,6 +8,7 @@ import gzip
 import os
 import pickle
 import re
+import signal
 import struct
 import sys
 import time
@@ -128,6 +129,18 @@ def test_no_check_is_an_assert_that_python_O_removes():
 
 
 # --------------------------------------------------------------------------------------------------------------- flags
+
+
+@pytest.mark.parametrize(("flag", "name", "code"), [
+    ("--data", "text:pipe", 3), ("--data", "bin:pipe", 3), ("--init", "pipe.safetensors", 4), ("--init", "pipe.pt", 4),
+    ("--results", "pipe", 2),
+])  # fmt: skip
+def test_a_pipe_that_is_named_as_a_file_is_refused_and_not_read_for_ever(flag, name, code, train):
+    os.mkfifo(name.partition(":")[2] or name)
+    signal.alarm(60)  # ends the process, where opening a pipe waits for its other end
+    done = train(flag, name)
+    signal.alarm(0)
+    assert done.code == code and "pipe" in one_line(done.err), done.err
 
 
 def test_a_number_too_large_for_any_machine_is_refused_by_its_flag(capsys):

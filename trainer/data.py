@@ -19,13 +19,14 @@ import os
 import re
 import struct
 import sysconfig
+import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -116,25 +117,25 @@ def files_below(root: str, suffix: str = "", skip: Collection[str] = ()) -> list
     return sorted((file for file in found if file.is_file()), key=lambda file: file.relative_to(root).as_posix())
 
 
-def _read_tokens(file: BinaryIO, dtype: np.dtype, skipped: int, at: int, count: int) -> np.ndarray:
-    """[count] tokens of a file from number `at` on. Not by a mapping: a page that is no longer there, of a file that
-    has shrunk, would end the process with SIGBUS. Raises DataError."""
+def _read_tokens(path: str, file: int, dtype: np.dtype, skipped: int, at: int, count: int) -> np.ndarray:
+    """[count] tokens of an open file from number `at` on. Not by a mapping: a page that is no longer there, of a file
+    that has shrunk, would end the process with SIGBUS. Raises DataError."""
     first = skipped + at * dtype.itemsize
-    with readable(file.name):
-        content = os.pread(file.fileno(), count * dtype.itemsize, first)
+    with readable(path):
+        content = os.pread(file, count * dtype.itemsize, first)
     if len(content) < count * dtype.itemsize:
-        where = f"{file.name}, byte {_n(first + len(content))}"
+        where = f"{path}, byte {_n(first + len(content))}"
         raise unusable(where, "what was there at the start", "the end", "the file has shrunk: write it again")
     return np.frombuffer(content, dtype)
 
 
 def _open_tokens(path: str) -> Shard:
     """Opens a token file of nanoGPT (raw uint16) or llm.c (header, uint16 or uint32). Raises OSError and DataError."""
-    file = open(path, "rb", buffering=0)  # noqa: SIM115  (the shard reads it)
-    size, again = os.fstat(file.fileno()).st_size, "copy or write the file again"
+    file = os.open(path, os.O_RDONLY)
+    size, again = os.fstat(file).st_size, "copy or write the file again"
     if not size:
         raise unusable(f"{path}, byte 0", "token ids", "an empty file", f"{again}, or leave it out of --data")
-    head = os.pread(file.fileno(), 1024, 0)
+    head = os.pread(file, 1024, 0)
     magic, version, count = struct.unpack_from("<3i", head) if size >= 12 else (0, 0, 0)
     skipped, known, dtype = LLMC_HEADER, *LLMC_FORMATS.get(magic, (1, np.uint16))
     if magic not in LLMC_MAGICS:
@@ -150,7 +151,9 @@ def _open_tokens(path: str) -> Shard:
     whole = skipped + count * dtype.itemsize
     if count < 1 or size != whole:
         raise unusable(f"{path}, byte 8", f"{_n(whole)} bytes for {_n(count)} tokens", f"{_n(size)} bytes", again)
-    return Shard(path, count, dtype.itemsize, skipped, head, partial(_read_tokens, file, dtype, skipped))
+    read = partial(_read_tokens, str(path), file, dtype, skipped)
+    weakref.finalize(read, os.close, file)
+    return Shard(path, count, dtype.itemsize, skipped, head, read)
 
 
 def _found(source: str) -> tuple[str, list[Path]]:
@@ -158,6 +161,8 @@ def _found(source: str) -> tuple[str, list[Path]]:
     kind, _, where = ("stdlib" if source == "overfit" else source).partition(":")
     root = sysconfig.get_path("stdlib") if kind == "stdlib" else os.path.expanduser(where)
     if kind != "bin":
+        if os.path.exists(root) and not os.path.isfile(root) and not os.path.isdir(root):
+            raise unusable(root, "a file or folder", "a pipe or device", "write what it gives to a file")
         return root, files_below(root, ".py", NOT_TEXT) if kind == "stdlib" else files_below(root)
     files = [root] if os.path.isfile(root) else sorted(filter(os.path.isfile, glob.glob(root, recursive=True)))
     if not files:
@@ -195,7 +200,7 @@ def check_files(source: str, seqlen: int, hold_out: bool = False) -> None:
         if source.startswith("bin:"):
             tokens = sum(_open_tokens(file).count for file in files)
             _check_length(source, root, files, tokens, seqlen, hold_out)
-        elif all(file.is_file() or not file.exists() for file in files):  # a pipe has no size
+        elif all(file.exists() for file in files):  # reading says what is wrong with others
             _check_length(source, root, files, sum(file.stat().st_size for file in files), seqlen, hold_out)
 
 

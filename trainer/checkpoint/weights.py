@@ -69,6 +69,8 @@ def table(path: str) -> dict[str, Region]:
     """Where each tensor of a .safetensors, its .index.json or a .pt is. Raises CheckpointError, naming the file."""
     if not os.path.exists(path) and os.path.exists(path + INDEX):
         path += INDEX
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise CheckpointError(f"{path}: is no file, but a folder, pipe or device")
     try:
         return (_indexed if path.endswith(INDEX) else _pt if path.endswith((".pt", ".bin")) else _safetensors)(path)
     except CheckpointError:

@@ -85,6 +85,8 @@ def check_writable(path: str | Path, flag: str = "--results") -> None:
     """Raise ValueError naming `flag` if nothing can be appended to `path`. Creates the file."""
     try:
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+        if Path(path).is_fifo():  # whose reader may be gone, or slower than the run
+            raise ValueError(f"{flag} {path}: is a pipe; name a file")
         os.close(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644))
     except OSError as error:
         raise ValueError(f"{flag} {path}: {error.strerror}; name a file in a folder that can be written") from None

@@ -32,6 +32,8 @@ def check_folder(folder: str, weights: bool = True) -> None:
     from trainer.data import DataError
 
     try:
+        if pipes := [path for path in Path(folder).iterdir() if path.is_fifo()]:
+            raise DataError(f"{pipes[0]}: expected a file, found a pipe, which would be read for ever; remove it")
         config = json.loads(Path(folder, "config.json").read_bytes())
         if not isinstance(config, dict) or "model_type" not in config:
             raise DataError(f"{folder}/config.json: expected model_type, found none; use a folder of transformers")
