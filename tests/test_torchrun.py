@@ -111,6 +111,20 @@ def test_a_terminal_that_closes_stops_the_ranks_after_saving_and_nohup_keeps_the
         assert row["outcome"] == f"stopped: {'SIGTERM' if program is OURS else 'SIGHUP'}"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("program", [OURS, TORCHS])
+def test_ranks_whose_launcher_is_killed_stop_after_saving(program, tmp_path):
+    """As by the kernel when memory runs out: nobody else would ever end them."""
+    flags = [*TINY, "--steps", "400000", "--log-every", "1", "--save", f"{tmp_path}/run", "--results"]
+    run = start(*flags, f"{tmp_path}/rows", program=program)
+    wait_for_step(run)
+    os.kill(run.pid, signal.SIGKILL)
+    _, err = run.communicate(timeout=100)  # until the last rank has closed its end
+    row, steps = read(tmp_path / "rows")
+    assert row["outcome"] == "stopped: SIGTERM" and err.count("torchrun is gone") == 1, err
+    assert [*(tmp_path / "run").glob(f"step-{steps[-1]['step']:08d}")], err
+
+
 def wait_for_step(run):
     for line in run.stdout:
         if line.startswith("step "):

@@ -79,14 +79,15 @@ class Signals:
         passed = "SIGHUP" in os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "")
         nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN and not passed
         kinds = [kind for kind in self.KINDS if not (nohup and kind == signal.SIGHUP)]
-        self.before = {kind: signal.signal(kind, self._note) for kind in kinds}
+        self.before = {kind: signal.signal(kind, self.note) for kind in kinds}
         return self
 
     def __exit__(self, *_):
         for kind, handler in self.before.items():
             signal.signal(kind, handler)
 
-    def _note(self, signum: int, _frame) -> None:
+    def note(self, signum: int, _frame=None) -> None:
+        """What a signal does; also called by a thread that has seen a reason to stop."""
         if self.over:
             return
         if not self.got:

@@ -8,6 +8,7 @@
 Imports no torch, so that bad flags are answered at once.
 """
 
+import multiprocessing
 import os
 import sys
 import threading
@@ -16,6 +17,8 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, suppress
 from difflib import get_close_matches
 from typing import NoReturn, TextIO
+
+PARENT = os.getppid()  # now: it may be gone when torch is imported
 
 
 def ranks() -> tuple[int, int, int]:
@@ -33,6 +36,14 @@ def ranks() -> tuple[int, int, int]:
         wrong = ", ".join(f"{name} {text}" for name, text in told.items())
         fail(f"{wrong}: must be numbers, RANK < WORLD_SIZE, MASTER_PORT from 1 to 65535", 0)
     return n["RANK"], n["LOCAL_RANK"], n["WORLD_SIZE"]
+
+
+def has_launcher() -> bool:
+    """Whether torchrun, if it has started this process, is still there: nobody else would ever end its ranks. The
+    parent of forked ranks is a process between, which lives as long as they do. A shell may leave its rank alone."""
+    process = multiprocessing.parent_process()
+    lives = os.getppid() == PARENT if process is None else process.is_alive()
+    return lives or "TORCHELASTIC_RUN_ID" not in os.environ
 
 
 def fail(message: str, rank: int, code: int = 2) -> NoReturn:
