@@ -4,8 +4,8 @@
     python tests/soak.py saves --saves 200 [-- FLAGS of main.py]
 
 run: main.py under torchrun --max-restarts. Killed, at random: one rank, or all of them (torchrun starts them again); or
-torchrun, alone or with all its ranks, or torchrun by SIGTERM, SIGHUP or SIGQUIT (the same command is started again). Most times a while after it
-trains again, sometimes while it starts.
+torchrun, alone or with all its ranks, or torchrun by SIGTERM, SIGHUP or SIGQUIT (the same command is started again).
+Most times a while after it trains again, sometimes while it starts.
 
 saves: every step is saved, and all ranks are killed somewhere in the few saves that follow the start, until --saves
 steps are committed. Ranks are forked (tests/forked.py): a start costs about a second.

@@ -321,6 +321,13 @@ def test_a_failed_compilation_names_the_cache_to_delete_to_people_and_no_path_to
     assert str(tmp_path) not in errors.outcome_of(RuntimeError("no compiler"), SimpleNamespace()).line
 
 
+def test_a_disk_that_is_full_while_compiling_is_told_behind_the_longest_command():
+    text = f"CppCompileError: C++ compile error Command: g++ {'-D A ' * 999} fatal error: No space left on device"
+    end = errors.outcome_of(RuntimeError(text), SimpleNamespace())
+    assert end.text.endswith("; No space left on device") and "or name another in TMPDIR" in end.line
+    assert "delete" not in end.line and len(end.line) < 1000
+
+
 @pytest.mark.slow
 def test_a_run_after_a_compiler_was_killed_says_what_to_delete_and_the_next_one_trains(tmp_path):
     def run() -> tuple[list[int], str]:

@@ -59,6 +59,15 @@ def test_a_number_of_torchruns_that_is_none_is_named(name, value, monkeypatch, c
     assert exit.value.code == 2 and f"{name} {value}" in one_line(capsys.readouterr().err)
 
 
+@pytest.mark.parametrize("name", ["no-such-host.invalid", "a" * 80 + ".b", "-"])
+def test_a_first_host_that_nobody_knows_is_one_line_at_once(name, monkeypatch, capsys):
+    for key, value in (GOOD | dict(MASTER_ADDR=name)).items():
+        monkeypatch.setenv(key, value)
+    with pytest.raises(SystemExit, match="2"):
+        ranks()
+    assert one_line(capsys.readouterr().err).startswith(f"error: MASTER_ADDR {name}: ")
+
+
 def test_without_torchrun_what_it_left_behind_does_not_count(train, monkeypatch):
     for name, value in dict(LOCAL_WORLD_SIZE="x", MASTER_ADDR="nowhere", MASTER_PORT="http", RANK="").items():
         monkeypatch.setenv(name, value)

@@ -14,7 +14,10 @@ from pathlib import Path
 
 import pytest
 from harness import free_port
-from running import ROOT, TINY, TORCHRUN, read
+from running import ROOT, TINY, TORCHRUN, one_line, read
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from trainer.distributed import torchrun
 
 ENV = {k: v for k, v in os.environ.items() if k not in TORCHRUN} | {"OMP_NUM_THREADS": "1", "COLUMNS": "100"}
 
@@ -36,6 +39,28 @@ def test_a_rank_that_refuses_is_named_and_gives_its_exit_code(tmp_path):
     ours, last = err.splitlines()
     assert run.returncode == 2 and ours.startswith("error: --data nothing: expected one of ")
     assert re.fullmatch(r"torchrun: rank 0, process \d+, ended with exit code 2, the first of this host to fail", last)
+
+
+def test_a_first_host_that_nobody_knows_is_one_line():
+    command = [sys.executable, "-m", *OURS, "--nnodes", "2", "--master-addr", "no-such-host.invalid", "main.py"]
+    done = subprocess.run(command, env=ENV, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2 and one_line(done.stderr).startswith("error: MASTER_ADDR no-such-host.invalid: ")
+
+
+@pytest.mark.parametrize(("codes", "first"), [({0: 7, 1: 1}, 1), ({0: 7, 1: 7}, 0), ({0: -15, 1: -9, 2: 7}, 1)])
+def test_the_exit_code_is_that_of_the_rank_that_the_others_followed(codes, first, monkeypatch, capsys):
+    """Times of failures are in seconds."""
+    failures = {rank: ProcessFailure(rank, 100 + rank, code, f"/nowhere/{rank}") for rank, code in codes.items()}
+    for each in failures.values():
+        each.timestamp = 5
+
+    def fail(args):
+        raise ChildFailedError("main.py", failures)
+
+    monkeypatch.setattr("torch.distributed.run.run", fail)
+    code = codes[first]
+    assert torchrun.main(["main.py"]) == (128 - code if code < 0 else code)
+    assert f"torchrun: rank {first}, process {100 + first}, " in capsys.readouterr().err
 
 
 @pytest.mark.slow

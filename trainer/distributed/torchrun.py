@@ -15,10 +15,11 @@ import sys
 import traceback
 from multiprocessing import forkserver
 
-from trainer.distributed.terminal import Progress, one_line, tell
+from trainer.distributed.terminal import Progress, check_host, one_line, tell
 
 SIGNALS = signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT
 HANDLED = "TORCHELASTIC_SIGNALS_TO_HANDLE"  # what torchrun passes on to the ranks; they read it, too
+FOLLOWING = 7, 143, -signal.SIGTERM  # how ranks end after another one: in the same second, or ended by torchrun
 PRELOAD = ["torch._inductor.compile_fx", "trainer.run", "tyro"]  # what a compiled run imports
 
 
@@ -74,12 +75,14 @@ def main(argv: list[str]) -> int:
     args.signals_to_handle = os.environ[HANDLED]
     if fork:
         args.run_path, run.run_script_path = True, rank
+    check_host(args.rdzv_endpoint.rpartition(":")[0].strip("[]") or args.master_addr)
     try:
         run.run(args)
     except SignalException as e:
         return 128 + e.sigval
     except ChildFailedError as e:
-        number, failure = e.get_first_failure()
+        own = {number: each for number, each in e.failures.items() if each.exitcode not in FOLLOWING} or e.failures
+        number, failure = min(own.items(), key=lambda each: each[1].timestamp)  # whose clock ticks in seconds
         signalled = failure.exitcode < 0
         what = f"was ended by {failure.signal_name()}" if signalled else f"ended with exit code {failure.exitcode}"
         tell(f"torchrun: rank {number}, process {failure.pid}, {what}, the first of this host to fail", sys.stderr)

@@ -9,6 +9,7 @@ import re
 import sys
 import traceback
 from pathlib import Path
+from tempfile import gettempdir
 from typing import NamedTuple, Protocol
 
 import torch
@@ -87,7 +88,10 @@ def outcome_of(error: BaseException, run: RunView | None = None, folder: Path = 
     get_error_handler().record_exception(error)  # torchrun's summary shows the traceback
     text = f"failed: {one_line(error, 500)}"
     line = f"{text} (--debug shows where)"
-    if COMPILER.search(str(error)):  # a compiler that is killed leaves half a library, with which each later run fails
+    if "No space left" in str(error):  # perhaps behind a compiler's command of a thousand characters
+        text += "; No space left on device"
+        line += f"; No space left on device: free some in {cache_dir()} and {gettempdir()}, or name another in TMPDIR"
+    elif COMPILER.search(str(error)):  # a compiler that is killed leaves half a library, with which each later run fails
         line += f"; if a compilation was killed before, delete {cache_dir()} and start again"
     return Outcome(text, 1, line, False)
 
