@@ -91,7 +91,7 @@ def outcome_of(error: BaseException, run: RunView | None = None, folder: Path = 
     if "No space left" in str(error):  # perhaps behind a compiler's command of a thousand characters
         text += "; No space left on device"
         line += f"; No space left on device: free some in {cache_dir()} and {gettempdir()}, or name another in TMPDIR"
-    elif COMPILER.search(str(error)):  # a compiler that is killed leaves half a library, with which each later run fails
+    elif COMPILER.search(str(error)):  # a killed compiler leaves half a library, with which each later run fails
         line += f"; if a compilation was killed before, delete {cache_dir()} and start again"
     return Outcome(text, 1, line, False)
 
