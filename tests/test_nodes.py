@@ -45,8 +45,10 @@ def test_launch_sh_heeds_no_cdpath_and_takes_no_value_for_help(tmp_path):
     """Its own folder is where it lies, whatever `cd` is told to look for."""
     (tmp_path / "elsewhere" / ROOT.name).mkdir(parents=True)
     env = os.environ | dict(PYTHON=sys.executable, NO_INSTALL="1", CDPATH=f"{tmp_path}/elsewhere")
-    command = ["bash", f"{ROOT.name}/launch.sh", "run", "--group", "a -h b", "--depth", "0"]
-    done = subprocess.run(command, cwd=ROOT.parent, env=env, capture_output=True, text=True)
+    how = dict(cwd=ROOT.parent, env=env, capture_output=True, text=True)
+    done = subprocess.run(["bash", f"{ROOT.name}/launch.sh", "help"], **how)
+    assert done.stdout.startswith("Install once") and done.stderr == ""
+    done = subprocess.run(["bash", f"{ROOT.name}/launch.sh", "run", "--group", "a -h b", "--depth", "0"], **how)
     assert (done.returncode, one_line(done.stderr)) == (2, "error: --depth 0: must be at least 1"), done.stdout
 
 
