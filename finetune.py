@@ -9,6 +9,7 @@ Flags, rows, checkpoints and exit codes are main.py's; see --help. Each rank rea
 in fp32, and no rank ever holds the whole model. Needs the extra `hf`: pip install -e '.[hf]'.
 """
 
+import os
 import signal
 import sys
 
@@ -17,6 +18,8 @@ from trainer.finetuning import config
 from trainer.finetuning.checks import check_at_once
 
 if __name__ == "__main__":  # before torch is imported: --help and bad flags answer at once
+    for NAME, VALUE in (("HF_HUB_OFFLINE", "1"), ("USE_HUB_KERNELS", "NO")):  # all is in --model
+        os.environ.setdefault(NAME, VALUE)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C has no traceback; Signals takes over
     RANKS = ranks()
     CONFIG = config.parse(sys.argv[1:], RANKS[0], RANKS[2])

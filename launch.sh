@@ -39,7 +39,7 @@
 
 set -euo pipefail
 caller=$PWD
-cd "$(dirname "${BASH_SOURCE[0]}")"
+CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")"
 
 die() { echo "launch.sh: $1" >&2; exit "${2:-1}"; }
 
@@ -86,12 +86,14 @@ install_cpu_torch() {
 }
 
 torchrun() {    # torchrun SCRIPT ARGS; a prefix (nsys) may stand in $wrap
-    local where="--standalone" how= check=(-c 'import sys; from trainer.config import parse; parse(sys.argv[1:])' "${@:2}")
+    local where="--standalone" how= word check=(-c 'import sys; from trainer.config import parse; parse(sys.argv[1:])' "${@:2}")
     [ "$gpus" -gt 0 ] || how="--start-method forkserver"    # sooner, and not for CUDA
-    case ${NPROC:-1} in 0|*[!0-9]*) die "NPROC=$NPROC: expected a number of processes" 2 ;; esac
-    case " $* " in *" -h "*|*" --help "*) exec "$py" "$1" --help ;; esac
-    case ${MAX_RESTARTS:-0} in *[!0-9]*) die "MAX_RESTARTS=$MAX_RESTARTS: expected a number of restarts" 2 ;; esac
-    case ${NNODES:-1} in 0|*[!0-9:]*) die "NNODES=$NNODES: expected a number of nodes, or the least and the most, as 1:2" 2 ;; esac
+    case ${NPROC:-1} in 0*|*[!0-9]*|?????*) die "NPROC=$NPROC: expected a number of processes" 2 ;; esac
+    for word in "${@:2}"; do case $word in -h|--help) exec "$py" "$1" --help ;; esac; done
+    for word in MAX_RESTARTS NODE_RANK; do
+        [[ ${!word:-0} =~ ^[0-9]{1,6}$ ]] || die "$word=${!word}: expected a number from 0 on" 2; done
+    [[ ${MASTER_PORT:-1} =~ ^[1-9][0-9]{0,4}$ && ${MASTER_PORT:-1} -lt 65536 ]] || die "MASTER_PORT=$MASTER_PORT: expected 1 to 65535" 2
+    case ${NNODES:-1} in 0*|*[!0-9:]*) die "NNODES=$NNODES: expected a number of nodes, or the least and the most, as 1:2" 2 ;; esac
     [ "$1" = main.py ] || check=("$@" --check)
     "$py" "${check[@]}" || exit
     if [ "${NNODES:-1}" != 1 ]; then
@@ -130,8 +132,7 @@ gpu() {
 }
 
 profile() {
-    local dir=${OUT:-profile}
-    local nsys="nsys profile --trace=cuda,nvtx --capture-range=cudaProfilerApi --capture-range-end=stop"
+    local dir=${OUT:-profile} nsys="nsys profile --trace=cuda,nvtx --capture-range=cudaProfilerApi --capture-range-end=stop"
     nsys="$nsys --force-overwrite=true --output=$dir/nsys"
     mkdir -p "$dir"
     [ "${NSYS:-}" != 1 ] || command -v nsys >/dev/null || die "NSYS=1, but nsys is not on PATH"

@@ -4,8 +4,8 @@
     python tests/soak.py saves --saves 200 [-- FLAGS of main.py]
 
 run: main.py under torchrun --max-restarts. Killed, at random: one rank, or all of them (torchrun starts them again); or
-torchrun with all its ranks, or torchrun by SIGTERM (the same command is started again). Most times a while after it
-trains again, sometimes while it starts.
+torchrun, alone or with all its ranks, or torchrun by SIGTERM, SIGHUP or SIGQUIT (the same command is started again).
+Most times a while after it trains again, sometimes while it starts.
 
 saves: every step is saved, and all ranks are killed somewhere in the few saves that follow the start, until --saves
 steps are committed. Ranks are forked (tests/forked.py): a start costs about a second.
@@ -243,17 +243,17 @@ class Torchrun:
         return found
 
     def hit(self, what: str, rng: random.Random) -> None:
-        """SIGKILL to one rank, all of them, or torchrun and all; or SIGTERM to torchrun. With torchrun all have ended
-        at the return."""
+        """SIGKILL to one rank, all of them, torchrun and all, or torchrun alone; or a signal to torchrun. With torchrun
+        all have ended at the return."""
         ranks = self.ranks()
-        if what == "SIGTERM":
-            self.process.terminate()
-        elif what == "torchrun":
+        if what.startswith("SIG"):
+            self.process.send_signal(signal.Signals[what])
+        elif what in ("torchrun", "torchrun alone"):
             self.process.kill()
-        for pid in rng.sample(ranks, dict(one=min(1, len(ranks)), SIGTERM=0).get(what, len(ranks))):
+        for pid in rng.sample(ranks, dict(one=min(1, len(ranks)), all=len(ranks), torchrun=len(ranks)).get(what, 0)):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        if what in ("SIGTERM", "torchrun"):
+        if what not in ("one", "all"):
             wait(self.log, lambda _: self.ended() and not any(map(runs, ranks)))
 
     def close(self) -> None:
@@ -283,7 +283,7 @@ def run(folder: Path, ranks: int, steps: int, kills: int, seconds: float, seed: 
                 break
             saved.check_starts(job.log.read_text()[mark:], exact=False)
             saved.note()
-            mark, what = job.log.stat().st_size, rng.choices(HITS, [4, 1, 1, 2])[0]
+            mark, what = job.log.stat().st_size, rng.choices(HITS, [4, 1, 1, 2, 2, 1, 1])[0]
             job.hit(what, rng)
             hits[what] += 1
             if job.ended():
@@ -303,7 +303,7 @@ def run(folder: Path, ranks: int, steps: int, kills: int, seconds: float, seed: 
             f"resumed, each from the newest; {equal}")  # fmt: skip
 
 
-HITS = ["one", "all", "torchrun", "SIGTERM"]
+HITS = ["one", "all", "torchrun", "torchrun alone", "SIGTERM", "SIGHUP", "SIGQUIT"]
 
 
 def main(command: str, folder: Path | None, flags: list[str], **own) -> int:

@@ -22,6 +22,7 @@ from trainer.config import Output, System, Training
 from trainer.distributed import command_line
 from trainer.distributed.terminal import ranks
 from trainer.experiments import elastic
+from trainer.finetuning import config as finetuning
 
 pytestmark = pytest.mark.usefixtures("isolated")
 
@@ -76,6 +77,7 @@ BAD = [  # what is wrong by itself: argv, the flag and the value that the messag
       "log-every".split()),
     ("--keep 0", 0), ("--save-errors skip", "skip"), ("--keep -3", -3), ("--save-every -1", -1),
     ("--init runs/a", "runs/a"),
+    *((f"--{name} {value}", value) for name in "save profile flex-options".split() for value in ("~/a", "~")),
     *((f"--lr {value}", value) for value in ("-0.1", "0", "nan", "inf")),
     *((f"--{name} {value}", value) for name in ("clip", "weight-decay") for value in ("-1", "nan", "inf")),
     *((f"--{name} {value}", value) for name in ("beta1", "beta2") for value in ("-0.1", "1.0", "nan")),
@@ -111,9 +113,18 @@ def test_a_bad_value_is_one_message_that_names_flag_and_value(argv, value, capsy
     assert re.search(rf"(?<![\w.]){number}(?![\w.])", err), f"does not name {value}: {err}"
 
 
+@pytest.mark.parametrize("path", ["", "~/a"])
+@pytest.mark.parametrize("name", ["save", "results", "profile", "flex-options", "prepared", "export", "eval-data"])
+def test_an_empty_path_and_a_home_that_no_shell_has_put_in_are_one_message(name, path, capsys):
+    parse = flags.parse if name in ("save", "results", "profile", "flex-options") else finetuning.parse
+    with pytest.raises(SystemExit, match="2"):
+        parse([*(["--model", "a", "--data", "b"] if parse is finetuning.parse else []), f"--{name}", path])
+    assert one_line(capsys.readouterr().err).startswith(f"error: --{name} {path}: must be a path; ~ is $HOME")
+
+
 def test_every_flag_that_is_not_free_text_has_a_bad_value_above():
     # forms of --data: below
-    free = {"data", "results", "group", "tags", "profile", "verbose", "debug", "flex_options", "save", "resume", "cast"}
+    free = {"data", "results", "group", "tags", "verbose", "debug", "resume", "cast"}
     free |= {"save_async", "reshard", "explain_memory", "remat_norm", "remat_core", "cuda_graph", "deterministic"}
     free |= {"force", "keep_best", "keep_last"}
     assert {argv.split()[0] for argv, _ in BAD} == {flags.flag(name) for name in FIELDS.keys() - free}

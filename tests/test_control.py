@@ -36,6 +36,17 @@ def test_a_signal_is_noted_and_the_handlers_come_back():
     assert [signal.getsignal(kind) for kind in Signals.KINDS] == before
 
 
+@pytest.mark.parametrize("passed_on", ["", "SIGTERM,SIGINT", "SIGTERM,SIGHUP"])
+def test_under_nohup_a_hangup_is_ignored_unless_torchrun_passes_it_on(passed_on, monkeypatch):
+    """Torchrun handles SIGHUP under nohup, too: it sends it to the ranks, and kills them 30 s later."""
+    monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", passed_on)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with Signals(speak=False) as signals:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert signals.got == (signal.SIGHUP if "SIGHUP" in passed_on else 0)
+    assert signal.signal(signal.SIGHUP, before) is signal.SIG_IGN
+
+
 @pytest.mark.parametrize("over", [False, True])
 def test_a_second_signal_ends_the_process_at_once_unless_it_is_ending(over, monkeypatch):
     monkeypatch.setattr(control, "AGAIN_S", 0.0)
@@ -98,7 +109,8 @@ def other(monkeypatch):
     def all_reduce(numbers, op, group, async_op):
         assert op == dist.ReduceOp.MAX and group is GROUP and async_op
         k, norm, failed, signum = asked.pop(0)
-        numbers.copy_(torch.maximum(numbers, torch.tensor([k, -k, norm, -norm, failed, signum], dtype=numbers.dtype)))
+        told = torch.tensor([k, -k, norm, -norm, failed, signum, False], dtype=numbers.dtype)
+        numbers.copy_(torch.maximum(numbers, told))
         return Work()
 
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
@@ -190,6 +202,21 @@ def dog(monkeypatch, tmp_path):
         each.__exit__()
 
 
+@pytest.mark.parametrize("torchrun", [True, False])
+def test_a_launcher_that_is_gone_is_a_signal_and_a_shell_that_is_gone_is_none(torchrun, dog, monkeypatch, capfd):
+    if torchrun:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+        monkeypatch.setenv("LOCAL_RANK", "0")
+    made = dog(60)
+    made.begun = True
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    until = time.monotonic() + (10 if torchrun else 0.2)
+    while not made.signals.got and time.monotonic() < until:
+        time.sleep(0.01)
+    assert made.signals.got == (signal.SIGTERM if torchrun else 0)
+    assert ("torchrun is gone" in capfd.readouterr().err) == torchrun
+
+
 def test_no_progress_ends_the_process_with_the_place_and_the_stacks_in_a_file(dog, tmp_path, capfd):
     mine = dog(0.2)
     mine.beat(7, "data")
@@ -265,7 +292,7 @@ def test_a_rank_that_waits_for_one_that_has_left_ends_with_its_reason(dog, capfd
     works.at += 1000
     left.leave("failed: ValueError: a", 1)
     signalled = dog(0, 3, 4)  # by the launcher, for that reason
-    signalled.signals._note(signal.SIGTERM, None)
+    signalled.signals.note(signal.SIGTERM)
     for each in (waits, signalled):
         each.thread.join(20)
         assert each.ends == [7] and each.told == ["failed: rank 0: failed: ValueError: a"]
@@ -277,16 +304,16 @@ def test_a_rank_that_waits_for_one_that_has_left_ends_with_its_reason(dog, capfd
 def test_a_signal_before_the_first_step_is_done_ends_all_ranks_with_its_code(dog, capfd):
     signalled, other, late = dog(0, 0, 3), dog(0, 1, 3), dog(0, 2, 3)
     late.begun = True  # the others have it behind them, too, but do not know it yet
-    signalled.signals._note(signal.SIGTERM, None)
+    signalled.signals.note(signal.SIGTERM)
     for each in (signalled, other, late):
         each.thread.join(20)
         assert each.ends == [143] and each.told == ["stopped: SIGTERM"]
     line = "error: stopped by SIGTERM before a step was done: there is nothing to save\n"
     assert capfd.readouterr().err == line
     alone, leaves = dog(0), dog(0)
-    leaves.signals._note(signal.SIGTERM, None)
+    leaves.signals.note(signal.SIGTERM)
     leaves.leave("failed: out of data", 3)
-    alone.signals._note(signal.SIGINT, None)
+    alone.signals.note(signal.SIGINT)
     with pytest.raises(Ended):
         alone.stop(signal.SIGINT)  # what Ctrl-C did to the compiler came first
     time.sleep(2 * watchdog.ANSWER_S)
@@ -300,7 +327,7 @@ def test_a_signal_and_no_progress_asks_who_is_there_and_names_who_is_not(dog, ca
     first.store.set("here 1", "")  # it answers at once
     for each in (single, first):
         each.begun = True
-        each.signals._note(signal.SIGTERM, None)
+        each.signals.note(signal.SIGTERM)
     end = time.monotonic() + 20
     while not first.store.check(["here 0"]) and time.monotonic() < end:
         time.sleep(0.01)
@@ -308,7 +335,7 @@ def test_a_signal_and_no_progress_asks_who_is_there_and_names_who_is_not(dog, ca
     assert first.store.check(["probe"]) and not single.ends + first.ends + second.ends, "a long step or save"
     alone = dog(0, 0, 3)
     alone.begun = True
-    alone.signals._note(signal.SIGTERM, None)
+    alone.signals.note(signal.SIGTERM)
     alone.thread.join(20)
     assert alone.ends == [7] and "SIGTERM came, and nothing moves since: " in capfd.readouterr().err
 

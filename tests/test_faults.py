@@ -31,7 +31,10 @@ pytestmark = pytest.mark.usefixtures("isolated")
 # ------------------------------------------------------------------------------------------------------------ one rank
 
 
-@pytest.mark.parametrize("fault, code", [("*:3:data:term", 143), ("0:3:backward:int", 130), ("0:3:update:term", 143)])
+@pytest.mark.parametrize("fault, code", [
+    ("*:3:data:term", 143), ("0:3:backward:int", 130), ("0:3:update:term", 143), ("0:3:data:hup", 129),
+    ("0:3:forward:quit", 131),
+])  # fmt: skip
 def test_a_signal_ends_the_run_after_its_step_saved_and_what_resumes_is_bitwise_the_run(
     fault, code, train, tmp_path, monkeypatch
 ):
@@ -316,6 +319,13 @@ def test_a_failed_compilation_names_the_cache_to_delete_to_people_and_no_path_to
     end = errors.outcome_of(RuntimeError(text), SimpleNamespace())
     assert end.code == 1 and end.line.endswith(told) and text in end.text and str(tmp_path) not in end.text
     assert str(tmp_path) not in errors.outcome_of(RuntimeError("no compiler"), SimpleNamespace()).line
+
+
+def test_a_disk_that_is_full_while_compiling_is_told_behind_the_longest_command():
+    text = f"CppCompileError: C++ compile error Command: g++ {'-D A ' * 999} fatal error: No space left on device"
+    end = errors.outcome_of(RuntimeError(text), SimpleNamespace())
+    assert end.text.endswith("; No space left on device") and "or name another in TMPDIR" in end.line
+    assert "delete" not in end.line and len(end.line) < 1000
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import spawn
+from running import one_line
 
 pytest.importorskip("transformers", reason="needs transformers: pip install -e '.[hf]'")
 
@@ -144,6 +145,46 @@ def test_a_signal_ends_a_later_export_and_nothing_is_left(tune, qwen, monkeypatc
         export.main(["a", "out", "--model", str(qwen)])
     assert "stopped by SIGTERM; out was not written" in capfd.readouterr().err
     assert not [name for name in os.listdir() if name.startswith("out")]
+
+
+@pytest.mark.parametrize(("kind", "code"), [("hup", 129), ("quit", 131)])
+def test_a_terminal_that_closes_stops_it_after_saving(kind, code, tune, monkeypatch):
+    monkeypatch.setenv("FAULT", f"0:2:data:{kind}")
+    done = tune("--steps", 4, "--save", "a", "--export", "out")
+    assert done.code == code and os.path.exists("a/step-00000002") and not os.path.exists("out"), done.err
+
+
+def test_what_a_killed_export_left_is_removed_by_the_next_and_no_lock_is_exported(tune, qwen, tmp_path):
+    for name in ("out.tmp-00000000", "out.tmp-12345678", "out.tmp-mine"):
+        shutil.copytree(qwen, tmp_path / name)
+    (tmp_path / "out.tmp-12345678/lock").write_text('{"pid": 1, "machine": "another"}')  # a sign of life
+    done = tune("--steps", 1, "--export", "out/")
+    assert done.code == 0 and "removed out.tmp-00000000, which an export" in done.out
+    left = {name for name in os.listdir() if name.startswith("out")}
+    assert left == {"out", "out.tmp-12345678", "out.tmp-mine"} and "lock" not in os.listdir("out")
+
+
+def test_a_link_out_of_the_models_folder_is_not_copied_into_an_export(tune, qwen, tmp_path, capfd):
+    """As the folder of a stranger may have; the cache of the hub has links to its own files alone."""
+    blobs, model = tmp_path / "cache/blobs", shutil.copytree(qwen, tmp_path / "cache/snapshots/1")
+    blobs.mkdir()
+    (model / "config.json").rename(blobs / "a")
+    (model / "config.json").symlink_to("../../blobs/a")
+    assert tune("--steps", 1, "--save", "a", "--export", "out", model=model).code == 0
+    assert not Path("out/config.json").is_symlink()
+    (tmp_path / "secret").write_text("secret")
+    for name in ("NOTICE", "additional_chat_templates/secret"):
+        (model / name).parent.mkdir(exist_ok=True)
+        (model / name).symlink_to(tmp_path / "secret")
+        refused = tune("--steps", 1, "--export", "never", model=model)
+        assert refused.code == 3 and f"{model / name}: is a link out of its folder" in one_line(refused.err)
+        with pytest.raises(SystemExit, match="3"):
+            export.main(["a", "never", "--model", str(model)])
+        assert not [each for each in os.listdir() if each.startswith("never")]
+        (model / name).unlink()
+    (model / "additional_chat_templates/tool.jinja").write_text("template")
+    assert export.main(["a", "later", "--model", str(model)]) == 0
+    assert Path("later/additional_chat_templates/tool.jinja").read_text() == "template"
 
 
 def test_an_export_that_failed_is_made_by_the_same_command(tune, monkeypatch):

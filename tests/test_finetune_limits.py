@@ -19,11 +19,11 @@ import pytest
 import torch
 from forked import Job
 from harness import spawn
-from running import ROOT, read
+from running import ROOT, module, read
 
 pytest.importorskip("transformers", reason="needs transformers: pip install -e '.[hf]'")
 
-from tiny_hf import edit_json, logits, write_data, write_model, write_tokenizer
+from tiny_hf import KINDS, OTHERS, edit_json, logits, write_data, write_model, write_tokenizer
 from transformers import AutoModelForCausalLM
 
 import finetune
@@ -36,6 +36,39 @@ pytestmark = pytest.mark.usefixtures("isolated")
 
 
 # ------------------------------------------------------------------------------------------------- what cannot be used
+
+AUDITED = """
+import os, sys
+asked = []
+def hook(event, args):
+    if event.startswith(("socket.connect", "socket.getaddrinfo", "socket.sendto")):
+        asked.append((event, args[-1:]))
+    elif event == "open" and str(args[0]).endswith((".py", ".pyc", ".so")) and "/folders/" in str(args[0]):
+        asked.append((event, args[0]))
+    elif event == "compile" and "/folders/" in str(args[1]):
+        asked.append((event, args[1]))
+sys.addaudithook(hook)
+from trainer.finetuning.model import blank_model, tokenizer_of
+for folder in sys.argv[1:]:
+    model = blank_model(folder)
+    tokenizer_of(folder)
+    assert model.model.config._attn_implementation in ("sdpa", "eager"), folder
+assert not asked, asked
+"""
+
+
+def test_a_start_with_any_familys_folder_asks_for_no_network_and_runs_nothing_of_it(tmp_path):
+    folders = []
+    for kind in KINDS | OTHERS:
+        folders.append(write_model(tmp_path / "folders" / kind, kind))
+        write_tokenizer(folders[-1])
+        code, kernel = dict(AutoModelForCausalLM="code.Model", AutoConfig="code.Config"), "kernels-community/flash"
+        how = dict(attn_implementation=kernel, experts_implementation=kernel)
+        edit_json(folders[-1] / "config.json", auto_map=code, **how)
+        for name in ("code.py", "torch.py", "sitecustomize.py"):
+            (folders[-1] / name).write_text("raise SystemExit('run')")
+    done = module(f"\n{AUDITED}", *map(str, folders))
+    assert done.code == 0, done.err
 
 
 def without_a_shard(folder):
@@ -56,10 +89,20 @@ def retensor(change):
     return edit
 
 
+def with_a_deep_index(folder):
+    os.remove(folder / "model.safetensors")
+    (folder / "model.safetensors.index.json").write_text('{"weight_map":' * 10**5)
+
+
 UP = "model.layers.1.mlp.up_proj.weight"
 FOLDERS = [  # what is done to a good folder, the exit code, what the message names
     (lambda f: os.remove(f / "config.json"), 3, ["config.json", "No such file"]),
     (lambda f: (f / "config.json").write_text("{"), 3, ["config.json", "no JSON"]),
+    (lambda f: (f / "config.json").write_text('{"a":' * 10**5), 3, ["config.json", "no JSON"]),
+    (lambda f: os.mkfifo(f / "merges.txt"), 3, ["merges.txt: expected a file, found a pipe"]),
+    (with_a_deep_index, 3, ["an index is no JSON"]),
+    (lambda f: edit_json(f / "config.json", vocab_size=10**15), 6, ["OOM init", "use a smaller model, or start more"]),
+    (lambda f: edit_json(f / "config.json", num_hidden_layers=10**6, layer_types=None), 3, ["found: num_hidden"]),
     (lambda f: edit_json(f / "config.json", model_type="nonsense"), 3, ["config.json", "nonsense"]),
     (lambda f: os.remove(f / "model.safetensors"), 3, ["model.safetensors or pytorch_model.bin", "--random"]),
     (lambda f: os.truncate(f / "model.safetensors", 999), 3, ["model.safetensors", "is damaged"]),

@@ -8,15 +8,19 @@ import gzip
 import os
 import pickle
 import re
+import signal
 import struct
 import sys
+import time
 from pathlib import Path
 from typing import get_type_hints
 
 import pytest
 import torch
 import torch.distributed as dist
+from forked import Job
 from running import ROOT, TINY, one_line, python, read
+from saved import steps_in
 
 from trainer import config as flags
 from trainer import data
@@ -53,6 +57,15 @@ def test_a_number_of_torchruns_that_is_none_is_named(name, value, monkeypatch, c
     with pytest.raises(SystemExit) as exit:
         ranks()
     assert exit.value.code == 2 and f"{name} {value}" in one_line(capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("name", ["no-such-host.invalid", "a" * 80 + ".b", "-"])
+def test_a_first_host_that_nobody_knows_is_one_line_at_once(name, monkeypatch, capsys):
+    for key, value in (GOOD | dict(MASTER_ADDR=name)).items():
+        monkeypatch.setenv(key, value)
+    with pytest.raises(SystemExit, match="2"):
+        ranks()
+    assert one_line(capsys.readouterr().err).startswith(f"error: MASTER_ADDR {name}: ")
 
 
 def test_without_torchrun_what_it_left_behind_does_not_count(train, monkeypatch):
@@ -127,6 +140,18 @@ def test_no_check_is_an_assert_that_python_O_removes():
 # --------------------------------------------------------------------------------------------------------------- flags
 
 
+@pytest.mark.parametrize(("flag", "name", "code"), [
+    ("--data", "text:pipe", 3), ("--data", "bin:pipe", 3), ("--init", "pipe.safetensors", 4), ("--init", "pipe.pt", 4),
+    ("--results", "pipe", 2),
+])  # fmt: skip
+def test_a_pipe_that_is_named_as_a_file_is_refused_and_not_read_for_ever(flag, name, code, train):
+    os.mkfifo(name.partition(":")[2] or name)
+    signal.alarm(60)  # ends the process, where opening a pipe waits for its other end
+    done = train(flag, name)
+    signal.alarm(0)
+    assert done.code == code and "pipe" in one_line(done.err), done.err
+
+
 def test_a_number_too_large_for_any_machine_is_refused_by_its_flag(capsys):
     kinds = {k: v for group in (Training, System, Output) for k, v in get_type_hints(group).items()}
     bounded = {name for name, kind in kinds.items() if kind in (int, int | None)} - {"seed", "verbose"}
@@ -177,7 +202,27 @@ def test_a_bad_id_that_only_training_meets_exits_3_with_file_and_byte_and_a_row(
     done = train("--data", f"bin:{path}", "--log-every", 1)
     line = one_line(done.err)
     assert done.code == 3 and f"{path}, token {at + 5} (byte {2 * (at + 5)})" in line
-    assert [s["step"] for s in done.steps] == [1, 2, 3] and done.row["outcome"].startswith(f"failed: {path}")
+    assert [s["step"] for s in done.steps] == [1, 2] and done.row["outcome"].startswith(f"failed: {path}")
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("cut", [2 * 30_000, 0, None])
+def test_a_data_file_that_shrinks_while_it_is_read_exits_3_with_its_name_after_saving(cut, world, tmp_path):
+    """A mapped page that is no longer there would end every rank with SIGBUS, unsaved."""
+    path, rows = planted(tmp_path / "a.bin", [7] * 60_000), tmp_path / "rows.jsonl"
+    argv = [*TINY, "--data", f"bin:{path}", "--steps", 1_000_000, "--log-every", 1, "--save", tmp_path / "run"]
+    evaluated = ["--eval-every", 1, "--eval-batches", 3] if cut is None else []
+    job = Job(world, [*argv, "--results", rows, *evaluated], tmp_path / "log")
+    until = time.monotonic() + 100
+    while not (begun := [*tmp_path.glob("rows.steps/*.jsonl")]) and time.monotonic() < until and not job.ended():
+        time.sleep(0.05)
+    assert begun, (tmp_path / "log").read_text()
+    os.truncate(path, 2 * 59_100 if cut is None else cut)  # what is held out alone, half, all
+    assert job.wait() == [3] * world
+    row, steps = read(rows)
+    told = [line for line in (tmp_path / "log").read_text().splitlines() if line.startswith("error: ")]
+    assert len(told) == 1 and f"{path}, byte " in told[0] and "the file has shrunk" in told[0]
+    assert row["outcome"].startswith(f"failed: {path}") and steps_in(tmp_path / "run") == [steps[-1]["step"]]
 
 
 CHANGES = {  # what happens to the two files between save and resume

@@ -3,25 +3,34 @@
     pytest tests/test_manifest.py        # no GPU; seconds
 """
 
+import copy
 import errno
+import itertools
 import json
+import math
 import os
 import pickle
 import random
 import re
 import shutil
 import zlib
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
-from running import one_line
-from saved import steps_in
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+import torch
+import torch.distributed as dist
+from running import TINY, one_line
+from saved import contents, steps_in
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, TensorStorageMetadata
 
+from trainer import config as flags
 from trainer.checkpoint import load as checkpoint
 from trainer.checkpoint.load import TrainState
-from trainer.checkpoint.manifest import Damaged, discard, verify
+from trainer.checkpoint.manifest import CheckpointError, Damaged, discard, verify
+from trainer.data import DataError
 
 pytestmark = pytest.mark.usefixtures("isolated")
 
@@ -161,6 +170,135 @@ def test_metadata_that_leads_elsewhere_is_refused(change, named, train, folder):
     forged(folder / "step-00000006", change)
     done = train("--resume", folder / "step-00000006", "--steps", 7)
     assert done.code == 4 and ".metadata: " in one_line(done.err) and named in done.err
+
+
+# ------------------------------------------------------------------------------------- well signed, and of another kind
+
+ODD = "missing", None, True, -5, 0, 7, 10**30, 0.5, float("nan"), float("inf"), "x", "", [], [1], {}, {"a": 1}
+ACCEPTED = {"format 0", "world 0", "world 7", "torch x", "torch ", "training {}", "training {'a': 1}"}
+
+
+@pytest.fixture
+def group(isolated):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def test_every_entry_of_a_train_state_that_is_missing_or_odd_is_damage_or_means_nothing(folder, group):
+    """Also those of its entries, which are compared with flags."""
+    step, c = folder / "step-00000006", flags.resolve(flags.parse(TINY), "cpu", 1)
+    files, about = verify(str(step)), json.loads((step / "train_state.json").read_text())
+    batches, accepted = SimpleNamespace(global_batch=2, **about["data"]), set()
+    cases = [(within, name, odd) for within in ("", "training", "data", "model", "tensors")
+             for name in (about[within] if within else about) for odd in ODD]  # fmt: skip
+    for within, name, odd in cases:
+        changed = copy.deepcopy(about)
+        holder = changed[within] if within else changed
+        holder[name] = odd
+        if odd == "missing":
+            del holder[name]
+        (step / "train_state.json").write_text(json.dumps(changed))
+        try:
+            found = checkpoint._open(str(step), files)
+        except CheckpointError as error:
+            assert isinstance(error, Damaged) or name == "format"
+            continue
+        accepted |= set() if within else {f"{name} {odd}"}
+        with suppress(CheckpointError, DataError):
+            checkpoint._check(found, c, batches, about["model"])
+    means_nothing = {case for case in accepted if case.split()[0] in ("model", "run")}
+    assert len(cases) > 500 and accepted - means_nothing == ACCEPTED
+
+
+def test_other_json_than_a_step_has_is_damage(folder, group):
+    step, files = folder / "step-00000006", verify(str(folder / "step-00000006"))
+    for name, odd in itertools.product(("manifest.json", "train_state.json"), (*ODD, "[" * 10**5, '{"a":' * 10**5)):
+        kept = (step / name).read_bytes()
+        (step / name).write_text(odd if isinstance(odd, str) else json.dumps(odd))
+        with pytest.raises(Damaged, match=name):
+            checkpoint._open(str(step), verify(str(step)) if name == "manifest.json" else files)
+        (step / name).write_bytes(kept)
+    for odd in ODD:
+        write_manifest(step, files | {"__0_0.distcp": odd})
+        with pytest.raises(Damaged):
+            verify(str(step))
+
+
+def test_a_signed_step_with_odd_samples_is_refused_and_the_step_before_is_resumed(train, folder):
+    path = folder / "step-00000006/train_state.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"samples": 5}))
+    sign(path.parent)
+    done = train("--resume", path.parent, "--steps", 7)
+    assert done.code == 4 and f"{path}: ValueError: samples is 5, expected 12" in one_line(done.err)
+    assert train("--save", folder, "--steps", 7).row["resumed_after"] == 4
+
+
+def edit(metadata, rng):
+    """Changes one thing of a random chunk, its tensor or its place in a file; or cuts or doubles the list of chunks."""
+    name = rng.choice(sorted(metadata.state_dict_metadata))
+    t, stored = metadata.state_dict_metadata[name], metadata.storage_data
+    chunk, info = rng.choice(t.chunks or [None]), stored[rng.choice(sorted(stored, key=str))]
+    what = rng.choice(["chunks", "offsets", "sizes", "size", "stored", "offset", "length", "split"])
+    number = rng.choice([-1, 0, 1, 2, 16, 10**9])
+    if what == "chunks":
+        t.chunks = t.chunks * rng.choice([0, 2])
+    elif what == "stored":
+        del stored[rng.choice(sorted(stored, key=str))]
+    elif what in ("offset", "length"):
+        setattr(info, what, number)
+    elif t.size and what == "split":
+        half = torch.Size([max(1, t.size[0] // 2), *t.size[1:]])
+        t.chunks = [ChunkStorageMetadata(chunk.offsets, half)]
+    elif t.size:
+        owner, at = t if what == "size" else chunk, rng.randrange(len(t.size))
+        changed = [*getattr(owner, what)]
+        changed[at] = number
+        setattr(owner, what, torch.Size(changed))
+
+
+def test_metadata_that_does_not_say_where_each_element_lies_is_damage(folder, group):
+    """What is read is bit for bit what was saved, or nothing is."""
+    step, rng, refused = folder / "step-00000006", random.Random(0), 0
+    original, files = (step / ".metadata").read_bytes(), verify(str(folder / "step-00000006"))
+    whole = contents(step)
+    for _ in range(300):
+        metadata = pickle.loads(original)
+        edit(metadata, rng)
+        (step / ".metadata").write_bytes(pickle.dumps(metadata))
+        try:
+            found = checkpoint._open(str(step), files)
+            for name, t in whole.items():
+                assert torch.equal(checkpoint.read(found, name), t), name
+        except CheckpointError as error:
+            refused += isinstance(error, Damaged)
+    assert 150 < refused
+
+
+def test_chunks_are_whole_where_every_element_is_in_one_of_them():
+    """All ways to cut small shapes along a dimension, and chunks at random."""
+    rng, outcomes = random.Random(0), set()
+    for shape in ((), (0,), (5,), (3, 2), (2, 3, 4)):
+        for d, parts in itertools.product(range(len(shape)), (1, 2, 3)):
+            pieces = torch.arange(math.prod(shape)).view(shape).tensor_split(parts, d)
+            starts = [sum(piece.shape[d] for piece in pieces[:i]) for i in range(parts)]
+            cut = [(tuple(start * (i == d) for i in range(len(shape))), piece.shape)
+                   for start, piece in zip(starts, pieces, strict=True)]  # fmt: skip
+            assert checkpoint._is_covered(tensor_of(shape, rng.sample(cut, parts))), (shape, cut)
+        for _ in range(300):
+            drawn = [tuple(rng.randint(0, n) for n in shape) for _ in range(6)]
+            count, chunks = torch.zeros(shape), [*zip(drawn[:3], drawn[3:], strict=True)][: rng.randint(0, 3)]
+            for offsets, sizes in chunks:
+                count[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))] += 1
+            inside = all(o + n <= most for each in chunks if 0 not in each[1]
+                         for o, n, most in zip(*each, shape, strict=True))  # fmt: skip
+            covered = checkpoint._is_covered(tensor_of(shape, chunks))
+            assert not covered or inside and bool((count == 1).all()), (shape, chunks)
+            outcomes.add(covered)
+    assert outcomes == {True, False}
+
+
+def tensor_of(shape, chunks):
+    made = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in chunks]
+    return TensorStorageMetadata(None, torch.Size(shape), made)
 
 
 def test_a_newer_format_exits_4_and_an_older_step_is_no_way_out(train, folder):

@@ -30,10 +30,26 @@ def test_bad_flags_are_one_line_of_launch_sh_which_starts_nothing(argv, message)
     assert (done.returncode, one_line(done.stderr)) == (2, f"error: {message}")
 
 
-def test_a_number_of_restarts_that_is_none_is_one_line_of_launch_sh():
-    env = os.environ | dict(PYTHON=sys.executable, NO_INSTALL="1", MAX_RESTARTS="often")
+@pytest.mark.parametrize(("name", "value", "expected"), [
+    ("MAX_RESTARTS", "often", "a number from 0 on"), ("NPROC", "00", "a number of processes"),
+    ("NPROC", "9" * 20, "a number of processes"), ("NODE_RANK", "-1", "a number from 0 on"),
+    *(("MASTER_PORT", port, "1 to 65535") for port in ("99999", "0", "65536", "65540", "x")),
+])  # fmt: skip
+def test_a_number_in_the_environment_that_is_none_is_one_line_of_launch_sh(name, value, expected):
+    env = os.environ | {"PYTHON": sys.executable, "NO_INSTALL": "1", name: value}
     done = subprocess.run([ROOT / "launch.sh", "run"], env=env, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (2, "launch.sh: MAX_RESTARTS=often: expected a number of restarts\n")
+    assert (done.returncode, done.stderr) == (2, f"launch.sh: {name}={value}: expected {expected}\n")
+
+
+def test_launch_sh_heeds_no_cdpath_and_takes_no_value_for_help(tmp_path):
+    """Its own folder is where it lies, whatever `cd` is told to look for."""
+    (tmp_path / "elsewhere" / ROOT.name).mkdir(parents=True)
+    env = os.environ | dict(PYTHON=sys.executable, NO_INSTALL="1", CDPATH=f"{tmp_path}/elsewhere")
+    how = dict(cwd=ROOT.parent, env=env, capture_output=True, text=True)
+    done = subprocess.run(["bash", f"{ROOT.name}/launch.sh", "help"], **how)
+    assert done.stdout.startswith("Install once") and done.stderr == ""
+    done = subprocess.run(["bash", f"{ROOT.name}/launch.sh", "run", "--group", "a -h b", "--depth", "0"], **how)
+    assert (done.returncode, one_line(done.stderr)) == (2, "error: --depth 0: must be at least 1"), done.stdout
 
 
 @pytest.mark.parametrize(("argv", "world", "message"), [

@@ -73,10 +73,11 @@ def test_what_torch_is_not_needed_for_is_answered_before_it_is_imported(argv, co
 
 
 def test_a_pipe_is_no_empty_file(tmp_path):
-    from trainer.data import check_files
+    from trainer.data import DataError, check_files
 
     os.mkfifo(tmp_path / "pipe")
-    check_files(f"text:{tmp_path}/pipe", 16)  # which would wait for a writer if it read
+    with pytest.raises(DataError, match="expected a file or folder, found a pipe"):
+        check_files(f"text:{tmp_path}/pipe", 16)  # which would wait for a writer if it read
 
 
 def test_memory_that_the_machine_lacks_is_refused_with_what_would_fit_unless_forced(monkeypatch):

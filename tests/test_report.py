@@ -4,10 +4,12 @@ give."""
 
 import importlib.util
 import json
+import random
 import shlex
 import shutil
 import subprocess
 import sys
+from copy import deepcopy as copy_of
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -223,6 +225,42 @@ def compared(cells, **more):
     about = CPU | dict(study="baselines", interleaved=cells, world=1, commit="0123456", n=60)
     return [about | dict(cell=c, step_ms=50 + i, step_ms_min=49, step_ms_max=70, ratio=1 + i / 4) | more
             for i, c in enumerate(cells)]  # fmt: skip
+
+
+def test_rows_with_odd_entries_are_a_report_or_one_line(tmp_path, capsys):
+    """Every entry of a row and of its flags without it and with each odd value, and lines nested deeply, by turns."""
+    odd = "missing", None, True, -5, 0, 10**30, 0.5, float("nan"), float("inf"), "x", "", [], [1], {}, {"a": 1}
+    good, file, codes = row(line("seqlen")), tmp_path / "rows.jsonl", []
+    cases = [(within, name) for within in (None, "flags") for name in (good[within] if within else good)]
+    for within, name in cases:
+        for value in random.Random(name).sample(odd, 4):
+            changed = copy_of(good)
+            (changed[within] if within else changed)[name] = value
+            if value == "missing":
+                del (changed[within] if within else changed)[name]
+            file.write_text("".join(json.dumps(each) + "\n" for each in (changed, good)) + "[" * 10**5 + "\n")
+            try:
+                codes.append(command.main(["seqlen", "--results", str(file)]))
+            except SystemExit as end:
+                codes.append(end.code)
+            err = capsys.readouterr().err
+            assert codes[-1] in (0, 2) and len(err.splitlines()) == (codes[-1] == 2), (name, value, err)
+    assert codes.count(0) > codes.count(2) > 5
+
+
+def test_each_file_is_read_once_and_no_row_is_compared_with_another(tmp_path, monkeypatch, capsys):
+    """So that the time grows as the rows do, not as their square."""
+    class Row(dict):
+        def __eq__(self, other):
+            raise AssertionError("two rows are compared")
+
+    read, files = rows.read, []
+    monkeypatch.setattr(rows, "read", lambda paths: files.extend(paths) or [Row(each) for each in read(paths)])
+    file = tmp_path / "rows.jsonl"
+    cells = [line("seqlen"), line("depth")]
+    file.write_text("".join(json.dumps(row(cells[i % 2], run=f"{i}")) + "\n" for i in range(8)))
+    assert command.main(["--results", str(file)]) == 0 and files == [file]
+    assert "depth" in capsys.readouterr().out
 
 
 def test_wrappers_are_the_last_comparison_of_each_machine():

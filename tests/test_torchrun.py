@@ -5,6 +5,7 @@
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,15 +14,22 @@ from pathlib import Path
 
 import pytest
 from harness import free_port
-from running import ROOT, TINY, TORCHRUN, read
+from running import ROOT, TINY, TORCHRUN, one_line, read
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from trainer.distributed import torchrun
 
 ENV = {k: v for k, v in os.environ.items() if k not in TORCHRUN} | {"OMP_NUM_THREADS": "1", "COLUMNS": "100"}
 
 
-def start(*flags, ranks=2):
-    command = [sys.executable, "-m", "trainer.distributed.torchrun", "--nproc-per-node", str(ranks)]
-    command += ["--master-port", str(free_port()), "--start-method", "forkserver", str(ROOT / "main.py"), *flags]
-    how = dict(env=ENV | {"PYTHONPATH": str(ROOT)}, text=True, start_new_session=True)
+OURS = ["trainer.distributed.torchrun", "--start-method", "forkserver"]
+TORCHS = ["torch.distributed.run"]
+
+
+def start(*flags, ranks=2, program=OURS, **how):
+    command = [sys.executable, "-m", *program, "--nproc-per-node", str(ranks)]
+    command += ["--master-port", str(free_port()), str(ROOT / "main.py"), *flags]
+    how |= dict(env=ENV | {"PYTHONPATH": str(ROOT)}, text=True, start_new_session=True)
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **how)
 
 
@@ -31,6 +39,28 @@ def test_a_rank_that_refuses_is_named_and_gives_its_exit_code(tmp_path):
     ours, last = err.splitlines()
     assert run.returncode == 2 and ours.startswith("error: --data nothing: expected one of ")
     assert re.fullmatch(r"torchrun: rank 0, process \d+, ended with exit code 2, the first of this host to fail", last)
+
+
+def test_a_first_host_that_nobody_knows_is_one_line():
+    command = [sys.executable, "-m", *OURS, "--nnodes", "2", "--master-addr", "no-such-host.invalid", "main.py"]
+    done = subprocess.run(command, env=ENV, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2 and one_line(done.stderr).startswith("error: MASTER_ADDR no-such-host.invalid: ")
+
+
+@pytest.mark.parametrize(("codes", "first"), [({0: 7, 1: 1}, 1), ({0: 7, 1: 7}, 0), ({0: -15, 1: -9, 2: 7}, 1)])
+def test_the_exit_code_is_that_of_the_rank_that_the_others_followed(codes, first, monkeypatch, capsys):
+    """Times of failures are in seconds."""
+    failures = {rank: ProcessFailure(rank, 100 + rank, code, f"/nowhere/{rank}") for rank, code in codes.items()}
+    for each in failures.values():
+        each.timestamp = 5
+
+    def fail(args):
+        raise ChildFailedError("main.py", failures)
+
+    monkeypatch.setattr("torch.distributed.run.run", fail)
+    code = codes[first]
+    assert torchrun.main(["main.py"]) == (128 - code if code < 0 else code)
+    assert f"torchrun: rank {first}, process {100 + first}, " in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -56,6 +86,68 @@ def test_ctrl_c_and_a_killed_rank(tmp_path):
     out, err = run.communicate(timeout=200)
     first = re.findall(r"^torchrun: rank \d, process (\d+), (.*), the first of this host to fail$", err, re.M)
     assert first == [(str(killed), "was ended by SIGKILL")] and run.returncode == 137 and "Traceback" not in err, err
+
+
+def test_ranks_that_run_other_code_do_not_begin(tmp_path):
+    """Rank 1 has a copy in which one file differs."""
+    other = tmp_path / "other"
+    shutil.copytree(ROOT / "trainer", other / "trainer")
+    for path in ROOT.glob("*.py"):
+        shutil.copy(path, other)
+    with open(other / "trainer/step.py", "a") as file:
+        file.write("\n")
+    env = ENV | dict(WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
+    runs = []
+    for rank, root in enumerate((ROOT, other)):
+        own, command = env | {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}"}, [sys.executable, root / "main.py", *TINY]
+        how = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=tmp_path, text=True)
+        runs.append(subprocess.Popen(command, env=own, **how))
+    told = [run.communicate(timeout=200)[0] for run in runs]
+    assert [run.returncode for run in runs] == [7, 7], told
+    assert "error: ranks differ in the code (a checksum): rank 0 has " in "".join(told)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [signal.SIGHUP, signal.SIGQUIT])
+@pytest.mark.parametrize("program", [OURS, TORCHS])
+def test_a_terminal_that_closes_stops_the_ranks_after_saving_and_nohup_keeps_them(program, kind, tmp_path):
+    """The signal goes to every process of the session, and torchrun passes it on."""
+    flags = [*TINY, "--steps", "400000", "--log-every", "1", "--save", f"{tmp_path}/run", "--results"]
+    run = start(*flags, f"{tmp_path}/rows", program=program)
+    wait_for_step(run)
+    os.killpg(run.pid, kind)
+    _, err = run.communicate(timeout=200)
+    row, steps = read(tmp_path / "rows")
+    assert row["outcome"] == f"stopped: {kind.name}" and f"stopped by {kind.name} after step" in err
+    assert [*(tmp_path / "run").glob(f"step-{steps[-1]['step']:08d}")], err
+    if program is OURS:
+        assert run.returncode == 128 + kind
+    if kind == signal.SIGHUP:
+        ignore = lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)  # noqa: E731
+        run = start(*flags, f"{tmp_path}/more", program=program, preexec_fn=ignore)
+        wait_for_step(run)
+        os.killpg(run.pid, kind)
+        if program is OURS:
+            for _ in range(20):
+                wait_for_step(run)
+            os.kill(run.pid, signal.SIGTERM)
+        run.communicate(timeout=200)
+        row, _ = read(tmp_path / "more")
+        assert row["outcome"] == f"stopped: {'SIGTERM' if program is OURS else 'SIGHUP'}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", [OURS, TORCHS])
+def test_ranks_whose_launcher_is_killed_stop_after_saving(program, tmp_path):
+    """As by the kernel when memory runs out: nobody else would ever end them."""
+    flags = [*TINY, "--steps", "400000", "--log-every", "1", "--save", f"{tmp_path}/run", "--results"]
+    run = start(*flags, f"{tmp_path}/rows", program=program)
+    wait_for_step(run)
+    os.kill(run.pid, signal.SIGKILL)
+    _, err = run.communicate(timeout=100)  # until the last rank has closed its end
+    row, steps = read(tmp_path / "rows")
+    assert row["outcome"] == "stopped: SIGTERM" and err.count("torchrun is gone") == 1, err
+    assert [*(tmp_path / "run").glob(f"step-{steps[-1]['step']:08d}")], err
 
 
 def wait_for_step(run):

@@ -295,6 +295,8 @@ _RANGES = [
     ("clip weight_decay min_shard_mib norm_limit spike timeout first_timeout",
      lambda v: 0 <= v < math.inf, "0 or a positive number"),
     ("init", lambda v: v.endswith((".safetensors", ".safetensors.index.json", ".pt")), "a .safetensors or a .pt"),
+    ("results save profile flex_options prepared export eval_data", lambda v: v[:1] not in ("", "~"),
+     "a path; ~ is $HOME, which the shell puts in its place only where a word begins"),
     ("beta1 beta2 muon_momentum", lambda v: 0 <= v < 1, "0 or more and below 1"),
     ("remat_ratio", lambda v: 0 <= v <= 1, "between 0 and 1"),
     ("ahead", lambda v: 0 <= v <= 1 or v % 1 == 0 < v, "between 0 and 1, or a whole number above 1"),

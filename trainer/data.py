@@ -19,9 +19,11 @@ import os
 import re
 import struct
 import sysconfig
+import weakref
 from bisect import bisect_right
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -62,9 +64,11 @@ def check_source(source: str) -> None:
 
 class Shard(NamedTuple):  # one file of tokens, or all files of a text source
     path: str
-    tokens: np.ndarray  # [n] uint8, uint16 or uint32, in memory or mapped; never written
+    count: int  # of tokens
+    itemsize: int  # bytes of a token
     skipped: int  # bytes of the file before the first token
     head: bytes  # the first KiB of the file, for the fingerprint
+    read: Callable[[int, int], np.ndarray]  # (first token, how many) -> [n] uint8, uint16 or uint32
 
 
 class Stream:
@@ -72,20 +76,20 @@ class Stream:
 
     def __init__(self, shards: list[Shard], vocab: int):
         self.shards, self.vocab = shards, vocab
-        self.ends = list(accumulate(len(shard.tokens) for shard in shards))
-        shape = [(shard.skipped + shard.tokens.nbytes, shard.head) for shard in shards]
+        self.ends = list(accumulate(shard.count for shard in shards))
+        shape = [(shard.skipped + shard.count * shard.itemsize, shard.head) for shard in shards]
         self.fingerprint = hashlib.blake2b(repr(shape).encode(), digest_size=16).hexdigest()
-        if sum(shard.tokens.nbytes for shard in shards) < SCAN_BYTES:
+        if sum(nbytes for nbytes, _ in shape) < SCAN_BYTES:
             for shard in shards:
-                self._check(shard, 0, shard.tokens)
+                self._check(shard, 0, shard.read(0, shard.count))
 
     def read(self, start: int, out: np.ndarray) -> None:
         """Fills `out` [T+1] with the ids from position `start` on. DataError for one outside the vocabulary."""
         done, index = 0, bisect_right(self.ends, start)
         while done < len(out):
             shard = self.shards[index]
-            at = start + done - self.ends[index] + len(shard.tokens)
-            ids = shard.tokens[at : at + len(out) - done]
+            at = start + done - self.ends[index] + shard.count
+            ids = shard.read(at, min(len(out) - done, shard.count - at))
             self._check(shard, at, ids)
             out[done : done + len(ids)] = ids
             done, index = done + len(ids), index + 1
@@ -94,7 +98,7 @@ class Stream:
         if ids.max() < self.vocab:
             return
         bad = int((ids >= self.vocab).argmax())
-        where = f"{shard.path}, token {_n(at + bad)} (byte {_n(shard.skipped + (at + bad) * shard.tokens.itemsize)})"
+        where = f"{shard.path}, token {_n(at + bad)} (byte {_n(shard.skipped + (at + bad) * shard.itemsize)})"
         fix = "raise --vocab to that of the tokenizer that wrote the file"
         raise unusable(where, f"an id below --vocab {self.vocab}", str(int(ids[bad])), fix)
 
@@ -113,14 +117,26 @@ def files_below(root: str, suffix: str = "", skip: Collection[str] = ()) -> list
     return sorted((file for file in found if file.is_file()), key=lambda file: file.relative_to(root).as_posix())
 
 
+def _read_tokens(path: str, file: int, dtype: np.dtype, skipped: int, at: int, count: int) -> np.ndarray:
+    """[count] tokens of an open file from number `at` on. Not by a mapping: a page that is no longer there, of a file
+    that has shrunk, would end the process with SIGBUS. Raises DataError."""
+    first = skipped + at * dtype.itemsize
+    with readable(path):
+        content = os.pread(file, count * dtype.itemsize, first)
+    if len(content) < count * dtype.itemsize:
+        where = f"{path}, byte {_n(first + len(content))}"
+        raise unusable(where, "what was there at the start", "the end", "the file has shrunk: write it again")
+    return np.frombuffer(content, dtype)
+
+
 def _open_tokens(path: str) -> Shard:
-    """Maps a token file of nanoGPT (raw uint16) or llm.c (header, uint16 or uint32). Raises OSError and DataError."""
-    with open(path, "rb") as file:
-        size, again = os.fstat(file.fileno()).st_size, "copy or write the file again"
-        if not size:
-            raise unusable(f"{path}, byte 0", "token ids", "an empty file", f"{again}, or leave it out of --data")
-        memory = np.memmap(file, mode="r")
-    magic, version, count = struct.unpack_from("<3i", memory) if size >= 12 else (0, 0, 0)
+    """Opens a token file of nanoGPT (raw uint16) or llm.c (header, uint16 or uint32). Raises OSError and DataError."""
+    file = os.open(path, os.O_RDONLY)
+    size, again = os.fstat(file).st_size, "copy or write the file again"
+    if not size:
+        raise unusable(f"{path}, byte 0", "token ids", "an empty file", f"{again}, or leave it out of --data")
+    head = os.pread(file, 1024, 0)
+    magic, version, count = struct.unpack_from("<3i", head) if size >= 12 else (0, 0, 0)
     skipped, known, dtype = LLMC_HEADER, *LLMC_FORMATS.get(magic, (1, np.uint16))
     if magic not in LLMC_MAGICS:
         skipped, count = 0, size // 2
@@ -131,10 +147,13 @@ def _open_tokens(path: str) -> Shard:
         raise unusable(f"{path}, byte 0", expected, str(magic), "name files of tokens in --data")
     elif version != known:
         raise unusable(f"{path}, byte 4", f"version {known} of magic {magic}", str(version), again)
-    whole = skipped + count * np.dtype(dtype).itemsize
+    dtype = np.dtype(dtype)
+    whole = skipped + count * dtype.itemsize
     if count < 1 or size != whole:
         raise unusable(f"{path}, byte 8", f"{_n(whole)} bytes for {_n(count)} tokens", f"{_n(size)} bytes", again)
-    return Shard(path, memory[skipped:].view(dtype), skipped, memory[:1024].tobytes())
+    read = partial(_read_tokens, str(path), file, dtype, skipped)
+    weakref.finalize(read, os.close, file)
+    return Shard(path, count, dtype.itemsize, skipped, head, read)
 
 
 def _found(source: str) -> tuple[str, list[Path]]:
@@ -142,6 +161,8 @@ def _found(source: str) -> tuple[str, list[Path]]:
     kind, _, where = ("stdlib" if source == "overfit" else source).partition(":")
     root = sysconfig.get_path("stdlib") if kind == "stdlib" else os.path.expanduser(where)
     if kind != "bin":
+        if os.path.exists(root) and not os.path.isfile(root) and not os.path.isdir(root):
+            raise unusable(root, "a file or folder", "a pipe or device", "write what it gives to a file")
         return root, files_below(root, ".py", NOT_TEXT) if kind == "stdlib" else files_below(root)
     files = [root] if os.path.isfile(root) else sorted(filter(os.path.isfile, glob.glob(root, recursive=True)))
     if not files:
@@ -177,9 +198,9 @@ def check_files(source: str, seqlen: int, hold_out: bool = False) -> None:
     with readable(source):
         root, files = _found(source)
         if source.startswith("bin:"):
-            tokens = sum(len(_open_tokens(file).tokens) for file in files)
+            tokens = sum(_open_tokens(file).count for file in files)
             _check_length(source, root, files, tokens, seqlen, hold_out)
-        elif all(file.is_file() or not file.exists() for file in files):  # a pipe has no size
+        elif all(file.exists() for file in files):  # reading says what is wrong with others
             _check_length(source, root, files, sum(file.stat().st_size for file in files), seqlen, hold_out)
 
 
@@ -194,7 +215,8 @@ def open_source(source: str, vocab: int) -> tuple[Stream, str]:
         else:
             text = bytearray().join(file.read_bytes() for file in files)
             _check_length(source, root, files, len(text))
-            shards = [Shard(root, np.frombuffer(text, np.uint8), 0, bytes(text[:1024]))]
+            ids = np.frombuffer(text, np.uint8)
+            shards = [Shard(root, len(ids), 1, 0, bytes(text[:1024]), lambda at, count: ids[at : at + count])]
     stream = Stream(shards, vocab)
     return stream, f"{source}, {_n(len(files))} file{'s' * (len(files) != 1)}, {_n(stream.ends[-1])} tokens"
 
@@ -229,6 +251,8 @@ class Batches(Iterator):
         self.global_batch, self.seqlen, self.vocab, self.seed = global_batch, seqlen, vocab, seed
         self.rows, self.rank, self.overfit = rows_of_a_rank(global_batch, world), rank, source == "overfit"
         self.sample = start  # samples consumed so far by all ranks together; set it to resume
+        self.ahead: dict[int, Tensor] = {}  # batches that are read before they are needed, by their first sample
+        self.error: DataError | None = None  # what could not be read
         self.fingerprint = source  # changes when the data does; to be saved beside `sample`
         self.stream, self.epoch_samples = None, None  # None: no epochs
         self.bytes = source != "random" and not source.startswith("bin:")  # a token is a byte
@@ -254,16 +278,33 @@ class Batches(Iterator):
             self.fingerprint += f", the first {global_batch}"
 
     def __next__(self) -> tuple[Tensor, Tensor]:
-        import torch
-
-        first = (0 if self.overfit else self.sample) + self.rank * self.rows
-        out = torch.stack([self.row(sample) for sample in range(first, first + self.rows)])  # [B, T+1]
+        out = self.ahead.pop(self.sample, None)
+        out = self._batch(self.sample) if out is None else out  # [B, T+1]
         self.sample += self.global_batch
         return out[:, :-1].contiguous(), out[:, 1:].contiguous()  # [B, T], [B, T]
 
+    def _batch(self, sample: int) -> Tensor:
+        """This rank's rows of the batch that begins with a sample: [B, T+1]."""
+        import torch
+
+        first = (0 if self.overfit else sample) + self.rank * self.rows
+        return torch.stack([self.row(each) for each in range(first, first + self.rows)])
+
+    def problem(self) -> DataError | None:
+        """Why this rank cannot go on to the batch after the next one, which is read now, with the next one: all ranks
+        can then end together, at a boundary that comes before any of them needs it."""
+        if self.stream is not None and self.error is None:
+            wanted = self.sample, self.sample + self.global_batch
+            try:
+                self.ahead = {each: self.ahead[each] if each in self.ahead else self._batch(each) for each in wanted}
+            except DataError as error:
+                self.error = error
+        return self.error
+
     def held_out(self, count: int) -> Iterator[tuple[Tensor, Tensor]]:
         """The first `count` batches of what is held out, always the same: (tokens [B, T], targets [B, T]) of this rank.
-        Where less is held out there are fewer, and targets that the last one lacks are IGNORE."""
+        Where less is held out there are fewer, and targets that the last one lacks are IGNORE. What cannot be read is
+        left out, too, and noted in `error`: the other ranks wait for this one."""
         import torch
 
         from lean import IGNORE
@@ -272,8 +313,11 @@ class Batches(Iterator):
             out = torch.zeros(self.rows, self.seqlen + 1, dtype=torch.int64, device="cpu")  # [B, T+1]
             first += self.rank * self.rows
             there = max(0, min(self.rows, len(self.held) - first))
-            for i in range(there):
-                out[i] = self.row(first + i, held=True)
+            try:
+                for i in range(there):
+                    out[i] = self.row(first + i, held=True)
+            except DataError as error:
+                self.error, there = error, 0
             tokens, targets = out[:, :-1].contiguous(), out[:, 1:].contiguous()  # [B, T], [B, T]
             targets[there:] = IGNORE
             yield tokens, targets

@@ -27,7 +27,7 @@ from trainer.attention import choose_kernel
 from trainer.checkpoint import load as checkpoint
 from trainer.checkpoint.save import Saver
 from trainer.checkpoint.weights import initialise
-from trainer.data import Batches
+from trainer.data import Batches, DataError
 from trainer.distributed import simulated_world
 from trainer.distributed.compile_once import compile_once
 from trainer.distributed.control import Control, Signals, Stopped, agree, control_group
@@ -69,6 +69,7 @@ class Run:
         # Rank 0 alone writes results and tells W&B, and a folder of traces may be one on each host.
         same = {flags.flag(k): v for k, v in c.flat().items() if k not in ("results", "wandb", "group", "tags")}
         same |= {"--profile": c.profile is not None, "torch": torch.__version__}
+        same |= {"the code (a checksum)": timing.code_digest()}
         agree(same | dict(data=(self.batches.description, self.batches.fingerprint)), self.group)
         self.found = None if c.world else checkpoint.find_start(c, self.batches, self.group, self.blank.identity)
         self.state = self.found.state if self.found else checkpoint.TrainState()
@@ -140,14 +141,15 @@ class Run:
         return c.lr * (0.55 + 0.45 * math.cos(math.pi * progress))
 
     def between(self) -> None:
-        """Between two micro-batches: raises Stopped on all ranks if a signal has come to any."""
-        self.control.boundary(self.state.step, failed=self.saver.failed())
+        """Between two micro-batches: raises Stopped on all ranks if a signal has come to any, DataError if one cannot
+        read on."""
+        self.control.boundary(self.state.step, failed=self.saver.failed(), problem=self.batches.error)
 
     def after_done(self) -> None:
         """What is left to do where a checkpoint has all steps of --steps."""
 
     def train(self, sinks: Sinks) -> None:
-        """Raises Stopped, after saving, when a signal has come to any rank."""
+        """Raises, after saving, Stopped when a signal has come to any rank, DataError when one cannot read on."""
         start, cpu = time.perf_counter(), timing.cpu_seconds()
         try:
             for k in range(self.first, self.c.steps):
@@ -165,9 +167,9 @@ class Run:
                     self.evaluate(sinks)
                 if self.c.save is not None and self.c.save_every and (k + 1) % self.c.save_every == 0:
                     self.save()
-            with suppress(Stopped):  # too late to matter
+            with suppress(Stopped, DataError):  # too late to matter
                 self.control.finish()
-        except Stopped:
+        except (Stopped, DataError):
             self.batches.sample = self.state.samples  # of a step that was begun nothing is kept
             self.saver.ending = True
             self.save()
@@ -187,7 +189,8 @@ class Run:
         excluded = k < self.warm or self.profile.covers(k) or k == self.explained
         self.watchdog.beat(k + 1, "data")
         with self.timer.step(excluded), self.profile.step(k):
-            if self.control.boundary(k, self.finite.norm, self.saver.failed()):
+            problem = self.batches.problem() if k + 1 < self.c.steps else self.batches.error
+            if self.control.boundary(k, self.finite.norm, self.saver.failed(), problem):
                 self.saver.wait()  # it failed on all
             tokens, targets, *more = next(self.batches)
             tokens, targets = (t.to(self.device, non_blocking=True) for t in (tokens, targets))
@@ -227,7 +230,7 @@ class Run:
 
         self.peak, listed = memory.highest(self.peak, memory.peak(self.device)), [*(self.collectives or ())]
         yield between
-        with suppress(Stopped):  # the next boundary tells it again
+        with suppress(Stopped, DataError):  # the next boundary tells it again
             self.control.finish()
         memory.reset_peak(self.device)
         if self.collectives is not None:
@@ -320,7 +323,7 @@ def perform(kind: type[Run], c: flags.Config, device: torch.device, rank: int, w
         run.build()
         say("\n".join(header(run, sinks.write_settings(settings, before, run.first))))
         progress.stage(doing(run, progress.live is not None))
-        with inject.planted(os.environ.get("FAULT"), c, run.step, run.first, rank), run.saver:
+        with inject.planted(os.environ.get("FAULT"), c, run.step, run.batches, run.first), run.saver:
             run.train(sinks)
     except (Exception, KeyboardInterrupt) as e:
         outcome, code = ended_by(e, run, watchdog, c.debug)

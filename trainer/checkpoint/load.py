@@ -26,7 +26,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from trainer.attention import DTYPES
@@ -41,6 +41,9 @@ FORMAT = 1  # of train_state.json; a newer one is refused
 STEP = re.compile(r"step-[0-9]{8}")
 TEMPORARY = re.compile(r"tmp-step-[0-9]{8}-[0-9a-f]{8}")
 ASIDE = re.compile(r"damaged-step-[0-9]{8}-[0-9a-f]{8}")
+ENTRIES = dict(format=int, step=int, samples=int, tensors=dict)  # that each train_state.json has, and their types
+OF_RUNS = dict(global_batch=int, world=int, torch=str, training=dict, data=dict)  # but for those of --prepared
+LATER = dict(model=dict, origin=str, best=(int, float), wandb=str, run=str, best_step=int)  # that it may have
 HELD = "held-out data"
 # What a resumed run must keep beside the model's identity, by the names that `_check` uses, and hints for the error.
 FIXED = {"--seqlen": "", "--seed": "", "--optimizer": "", "--adam-dtype": "--cast converts to another --adam-dtype",
@@ -119,6 +122,48 @@ class _Unpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
+def _check_entries(about: dict) -> None:
+    """ValueError, naming the entry, for a train_state.json that lacks one or has an odd value."""
+    later = {name: kind for name, kind in LATER.items() if name in about}
+    for name, kind in (ENTRIES | (OF_RUNS if "source" not in about else {}) | later).items():
+        value = about.get(name)
+        fits = isinstance(value, kind) and not isinstance(value, bool)
+        if not fits or isinstance(value, int | float) and not 0 <= value < 2**63:
+            raise ValueError(f"{name} is {str(value)[:50]}")
+    if "data" in about and not {"description", "fingerprint"} <= about["data"].keys():
+        raise ValueError("data lacks its description or fingerprint")
+    if (expected := about["step"] * about.get("global_batch", 0)) != about["samples"]:
+        raise ValueError(f"samples is {about['samples']}, expected {expected} after so many steps")
+
+
+def _is_covered(t: TensorStorageMetadata) -> bool:
+    """Whether the chunks of a tensor are all of it, each element once: slices along one dimension, as ranks save."""
+    size = [*t.size, 1]  # a scalar has a dimension, too
+    chunks = sorted(([*c.offsets, 0], [*c.sizes, 1]) for c in t.chunks if 0 not in c.sizes)
+    if not chunks:
+        return 0 in size
+    along = next((d for d, n in enumerate(size) if chunks[0][1][d] != n), 0)
+    start, slice_size, reached = [0] * len(size), [*size], 0
+    for offsets, sizes in chunks:
+        start[along], slice_size[along] = reached, sizes[along]
+        if offsets != start or sizes != slice_size or sizes[along] < 0:
+            return False
+        reached += sizes[along]
+    return reached == size[along]
+
+
+def _check_chunks(metadata: Metadata, files: dict) -> None:
+    """ValueError, naming the tensor, where chunks do not cover it, or files do not hold them."""
+    tensors, stored = metadata.state_dict_metadata, metadata.storage_data
+    if bare := [name for name, t in tensors.items() if not _is_covered(t)]:
+        raise ValueError(f"the chunks of {bare[0]} are not the whole tensor, each element once")
+    chunks = {MetadataIndex(name, c.offsets) for name, t in tensors.items() for c in t.chunks}
+    if lost := chunks - stored.keys():
+        raise ValueError(f"names no file for a chunk of {min(lost, key=str).fqn}")
+    if foreign := {info.relative_path for info in stored.values()} - files.keys():
+        raise ValueError(f"reads {sorted(foreign)[0]!r}, which is not in the manifest")
+
+
 def _open(path: str, files: dict) -> Found:
     """A step whose `files`, those of its manifest, are verified. Raises Damaged; CheckpointError for a newer format."""
     where = os.path.join(path, "train_state.json")
@@ -126,6 +171,7 @@ def _open(path: str, files: dict) -> Found:
         about = json.loads(Path(where).read_bytes())
         if about["format"] > FORMAT:
             raise CheckpointError(f"{where}: format {about['format']} is newer than {FORMAT}; use a newer program")
+        _check_entries(about)
         state = TrainState.from_dict(about)
         if os.path.basename(path) != f"step-{state.step:08d}":
             raise ValueError(f"is of step {state.step}")
@@ -137,8 +183,7 @@ def _open(path: str, files: dict) -> Found:
         table = {name: [list(t.size), str(t.properties.dtype)] for name, t in metadata.state_dict_metadata.items()}
         if table != about["tensors"]:
             raise ValueError("differs from the tensors in train_state.json")
-        if foreign := {info.relative_path for info in metadata.storage_data.values()} - files.keys():
-            raise ValueError(f"reads {sorted(foreign)[0]!r}, which is not in the manifest")
+        _check_chunks(metadata, files)
     except CheckpointError:
         raise
     except OSError as error:
@@ -219,7 +264,7 @@ def _look(save: str | None, folder: str | None) -> tuple[list[str], list[str], b
     if present and paths and not _within(paths[0], save):  # --keep would remove these
         own, marks = [os.path.join(save, name) for name in present], {_mark(path) for path in paths}
         for path in own:
-            with suppress(OSError, ValueError):  # a damaged one
+            with suppress(Exception):  # a damaged one
                 if json.loads(Path(path, "train_state.json").read_bytes()).get("origin") in marks:
                     say(f"{save}: began at --resume {folder}; going on from there")
                     return present, own, True

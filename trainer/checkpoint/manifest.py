@@ -107,6 +107,7 @@ def verify(path: str, rank: int = 0, world: int = 1) -> dict[str, list[int]]:
         manifest = json.loads(Path(where).read_bytes())
         files, told = manifest["files"], manifest["crc32"]
         names = sorted(files.keys())
+        sizes = {name: size for name, (size, _) in files.items()}
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise Damaged(f"{where}: is not a manifest ({type(error).__name__})") from error
     if told != _crc_of(files):
@@ -116,8 +117,8 @@ def verify(path: str, rank: int = 0, world: int = 1) -> dict[str, list[int]]:
     if not {".metadata", "train_state.json"} <= files.keys():
         raise Damaged(f"{where}: lacks .metadata or train_state.json")
     for name in names[rank::world]:
-        (size, crc), saved = digest(os.path.join(path, name)), files[name]
-        if [size, crc] != saved:
-            how = "checksum differs" if size == saved[0] else f"{size} bytes instead of {saved[0]}"
+        size, crc = digest(os.path.join(path, name))
+        if [size, crc] != files[name]:
+            how = "checksum differs" if size == sizes[name] else f"{size} bytes instead of {sizes[name]}"
             raise Damaged(f"{os.path.join(path, name)}: {how}")
     return files

@@ -69,6 +69,8 @@ def table(path: str) -> dict[str, Region]:
     """Where each tensor of a .safetensors, its .index.json or a .pt is. Raises CheckpointError, naming the file."""
     if not os.path.exists(path) and os.path.exists(path + INDEX):
         path += INDEX
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise CheckpointError(f"{path}: is no file, but a folder, pipe or device")
     try:
         return (_indexed if path.endswith(INDEX) else _pt if path.endswith((".pt", ".bin")) else _safetensors)(path)
     except CheckpointError:
@@ -240,7 +242,7 @@ def write(path: str, tensors: dict[str, Tensor], read: Callable[[str], Tensor], 
     files, folder = _plan(path, tensors, shard_bytes), os.path.dirname(path) or "."
     temporary, total = f"{path}.tmp-{secrets.token_hex(4)}", sum(t.nbytes for t in tensors.values())
     try:
-        _tidy(path)
+        tidy(path)
         if total > (has := shutil.disk_usage(folder).free):
             raise CheckpointError(f"{path}: disk full: needs {total / 2**20:.1f} MiB, has {has / 2**20:.1f} MiB")
         os.mkdir(temporary)
@@ -267,7 +269,7 @@ def write(path: str, tensors: dict[str, Tensor], read: Callable[[str], Tensor], 
     return made
 
 
-def _tidy(path: str) -> None:
+def tidy(path: str) -> None:
     """Removes the directories of exports to `path` that were killed. One that is being written is locked and stays."""
     folder, left = os.path.dirname(path) or ".", re.compile(re.escape(os.path.basename(path)) + r"\.tmp-[0-9a-f]{8}")
     for name in filter(left.fullmatch, os.listdir(folder)):

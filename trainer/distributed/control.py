@@ -2,13 +2,13 @@
 
     group = control_group()                # of all ranks, over gloo; None: there is one rank
     agree({"--depth": 4, ...}, group)      # raises Desync, naming what differs and on which rank
-    with Signals() as signals:             # SIGTERM and Ctrl-C are noted; a second one ends the process at once
+    with Signals() as signals:             # SIGTERM, Ctrl-C, .. are noted; a second one ends the process at once
         control = Control(signals, group)
         control.boundary(k)                # between steps: raises Stopped on all ranks if any rank got a signal
         control.finish()                   # after the last boundary
 
-At a boundary, between steps or micro-batches, the ranks all-reduce six numbers on the host, which they read at the next
-one: no step waits for them, all ranks stop at the same boundary, and ranks that have come apart are noticed.
+At a boundary, between steps or micro-batches, the ranks all-reduce seven numbers on the host, which they read at
+the next one: no step waits for them, all ranks stop at the same boundary, and ranks that have come apart are noticed.
 """
 
 import math
@@ -64,9 +64,11 @@ def agree(facts: dict[str, Any], group: dist.ProcessGroup | None) -> None:
 
 
 class Signals:
-    """Notes SIGTERM and SIGINT in `got`; a second one, later than AGAIN_S, ends the process. Main thread only."""
+    """Notes SIGTERM, SIGINT, SIGHUP (of a terminal that closes) and SIGQUIT in `got`; a second one, later than AGAIN_S,
+    ends the process. Under nohup SIGHUP stays ignored, unless torchrun passes it on and then ends who ignores it. Main
+    thread only."""
 
-    KINDS = signal.SIGTERM, signal.SIGINT
+    KINDS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT
     CODES = tuple(128 + kind for kind in KINDS)
 
     def __init__(self, speak: bool = True):  # whether to answer Ctrl-C with a line on stderr
@@ -74,14 +76,18 @@ class Signals:
         self.over = False  # set to True when nothing is left to stop: signals are then ignored
 
     def __enter__(self):
-        self.before = {kind: signal.signal(kind, self._note) for kind in self.KINDS}
+        passed = "SIGHUP" in os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "")
+        nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN and not passed
+        kinds = [kind for kind in self.KINDS if not (nohup and kind == signal.SIGHUP)]
+        self.before = {kind: signal.signal(kind, self.note) for kind in kinds}
         return self
 
     def __exit__(self, *_):
         for kind, handler in self.before.items():
             signal.signal(kind, handler)
 
-    def _note(self, signum: int, _frame) -> None:
+    def note(self, signum: int, _frame=None) -> None:
+        """What a signal does; also called by a thread that has seen a reason to stop."""
         if self.over:
             return
         if not self.got:
@@ -101,17 +107,23 @@ class Control:
         self.signals, self.work, self.numbers = signals, None, None
         self.group = group if group is not None and group.size() > 1 else None
 
-    def boundary(self, k: int, norm: float = -1.0, failed: bool = False) -> bool:
+    def boundary(
+        self, k: int, norm: float = -1.0, failed: bool = False, problem: Exception | None = None
+    ) -> bool:  # fmt: skip
         """Begins the exchange of this boundary and reads that of the one before. k: steps done. norm: of the newest
         gradient that the host has read, or -1. failed: an asynchronous save of this rank has failed. Returns whether
-        one has on any rank. Raises Stopped if any rank got a signal, and Desync for ranks at other steps or norms."""
+        one has on any rank. problem: raised on all ranks. Raises Stopped if any rank got a signal, and Desync for ranks
+        at other steps or norms."""
         norm = norm if math.isfinite(norm) else -1.0  # the maximum of NaN and a number is not defined
         if self.group is None:
             if self.signals.got:
                 raise Stopped(self.signals.got)
+            if problem:
+                raise problem
             return failed
         failed_before = self.finish()
-        self.numbers = torch.tensor([k, -k, norm, -norm, failed, self.signals.got], dtype=torch.float64, device="cpu")
+        self.problem, told = problem, [k, -k, norm, -norm, failed, self.signals.got, problem is not None]
+        self.numbers = torch.tensor(told, dtype=torch.float64, device="cpu")
         self.work = dist.all_reduce(self.numbers, dist.ReduceOp.MAX, group=self.group, async_op=True)
         return failed_before
 
@@ -121,11 +133,15 @@ class Control:
             return False
         work, self.work = self.work, None
         work.wait()
-        k, fewest, norm, least, failed, signum = self.numbers.tolist()
+        k, fewest, norm, least, failed, signum, problem = self.numbers.tolist()
         if k != -fewest:
             raise Desync(f"ranks are at different steps: {-fewest:.0f} to {k:.0f} are done")
         if norm + least > NORM_TOLERANCE * abs(norm):
             raise Desync(f"gradient norms differ between ranks, {-least} to {norm}, when {k:.0f} steps were done")
         if signum:
             raise Stopped(int(signum))
+        if problem:
+            everyone: list[Exception | None] = [None] * self.group.size()
+            dist.all_gather_object(everyone, self.problem, group=self.group)
+            raise next(filter(None, everyone))
         return bool(failed)

@@ -10,6 +10,7 @@ rank; with --world it is a simulated one (trainer/distributed/simulated_world.py
 
 import os
 import secrets
+import threading
 import time
 from datetime import timedelta
 
@@ -19,6 +20,7 @@ from torch._inductor import config as inductor
 
 from gloo import one_worker_thread
 from trainer.distributed import simulated_world
+from trainer.distributed.terminal import has_launcher
 
 
 def set_deterministic(on: bool) -> None:
@@ -54,6 +56,8 @@ def connect(c, rank: int, local_rank: int, world: int, timeout: float = 0) -> to
     if c.world:
         simulated_world.start(c.world, simulated_world.link(c.link), device)
         return device
+    connected = threading.Event()
+    threading.Thread(target=end_without_launcher, args=(connected,), daemon=True).start()
     try:
         if torchrun and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0):
             store, *_ = next(dist.rendezvous("env://", **limit))
@@ -63,7 +67,16 @@ def connect(c, rank: int, local_rank: int, world: int, timeout: float = 0) -> to
         address, told = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}", str(e).splitlines()[0]
         fix = "choose another port" if "in use" in told else "is it the first rank's address, and do all ranks run?"
         raise ValueError(f"MASTER_ADDR:MASTER_PORT {address}: {told}; {fix}") from e
+    finally:
+        connected.set()
     return device
+
+
+def end_without_launcher(connected: threading.Event) -> None:
+    """Ends a process that still waits for the others when torchrun, by which they meet, is gone."""
+    while not connected.wait(1):
+        if not has_launcher():
+            os._exit(143)
 
 
 def fresh(store: dist.Store, rank: int, world: int) -> dist.Store:

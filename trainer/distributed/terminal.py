@@ -8,7 +8,9 @@
 Imports no torch, so that bad flags are answered at once.
 """
 
+import multiprocessing
 import os
+import socket
 import sys
 import threading
 import time
@@ -16,6 +18,8 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, suppress
 from difflib import get_close_matches
 from typing import NoReturn, TextIO
+
+PARENT = os.getppid()  # now: it may be gone when torch is imported
 
 
 def ranks() -> tuple[int, int, int]:
@@ -27,12 +31,28 @@ def ranks() -> tuple[int, int, int]:
         return 0, 0, 1
     if missing:
         fail(f"{', '.join(there)} set but not {', '.join(missing)}: start with torchrun, or unset them for one rank", 0)
-    del told["MASTER_ADDR"]  # the others are numbers
+    check_host(told.pop("MASTER_ADDR"), int(os.environ.get("LOCAL_RANK") != "0"))  # the others are numbers
     n = {name: int(text) if text.isdecimal() else -1 for name, text in told.items()}
     if min(n.values()) < 0 or n["RANK"] >= n["WORLD_SIZE"] or not 0 < n["MASTER_PORT"] < 2**16:
         wrong = ", ".join(f"{name} {text}" for name, text in told.items())
         fail(f"{wrong}: must be numbers, RANK < WORLD_SIZE, MASTER_PORT from 1 to 65535", 0)
     return n["RANK"], n["LOCAL_RANK"], n["WORLD_SIZE"]
+
+
+def check_host(name: str, rank: int = 0) -> None:
+    """Ends the process if nobody knows the address of a host, which torch would ask for until its time is over."""
+    try:
+        socket.getaddrinfo(name, None)
+    except (OSError, UnicodeError) as error:
+        fail(f"MASTER_ADDR {name}: {error}; name the first host by an address, or as this one knows it", rank)
+
+
+def has_launcher() -> bool:
+    """Whether torchrun, if it has started this process, is still there: nobody else would ever end its ranks. The
+    parent of forked ranks is a process between, which lives as long as they do. A shell may leave its rank alone."""
+    process = multiprocessing.parent_process()
+    lives = os.getppid() == PARENT if process is None else process.is_alive()
+    return lives or "TORCHELASTIC_RUN_ID" not in os.environ
 
 
 def fail(message: str, rank: int, code: int = 2) -> NoReturn:

@@ -15,9 +15,11 @@ import sys
 import traceback
 from multiprocessing import forkserver
 
-from trainer.distributed.terminal import Progress, one_line, tell
+from trainer.distributed.terminal import Progress, check_host, one_line, tell
 
 SIGNALS = signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT
+HANDLED = "TORCHELASTIC_SIGNALS_TO_HANDLE"  # what torchrun passes on to the ranks; they read it, too
+FOLLOWING = 7, 143, -signal.SIGTERM  # how ranks end after another one: in the same second, or ended by torchrun
 PRELOAD = ["torch._inductor.compile_fx", "trainer.run", "tyro"]  # what a compiled run imports
 
 
@@ -25,7 +27,7 @@ def rank(script: str, *argv: str) -> None:
     """What a forked process does: it runs the script as its own main module."""
     os.setsid()  # Ctrl-C reaches torchrun alone, which passes it on
     for kind in SIGNALS:
-        signal.signal(kind, signal.SIG_DFL)
+        signal.signal(kind, signal.SIG_DFL if kind.name in os.environ[HANDLED] else signal.SIG_IGN)
     from torch.distributed.run import run_script_path
 
     try:
@@ -47,6 +49,8 @@ def main(argv: list[str]) -> int:
     """torchrun with these flags; returns the exit code: 0, that of the first rank that failed (128 + N if signal N
     ended it), 128 + N if signal N ended torchrun."""
     script = next((i for i, word in enumerate(argv) if word.endswith(".py")), len(argv))
+    nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    os.environ[HANDLED] = "SIGTERM,SIGINT,SIGQUIT" + ",SIGHUP" * (not nohup)
     if fork := "forkserver" in argv[:script]:
         forkserver.set_forkserver_preload(PRELOAD)
         # SLURM may send SIGTERM to every process, a terminal that closes SIGHUP. Without the one that forks, ranks that
@@ -68,14 +72,17 @@ def main(argv: list[str]) -> int:
     for name in ("torch.distributed.elastic.multiprocessing.api", "torch.multiprocessing.spawn"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # they tell of a failed rank what is told below
     args = run.parse_args(argv)
+    args.signals_to_handle = os.environ[HANDLED]
     if fork:
         args.run_path, run.run_script_path = True, rank
+    check_host(args.rdzv_endpoint.rpartition(":")[0].strip("[]") or args.master_addr)
     try:
         run.run(args)
     except SignalException as e:
         return 128 + e.sigval
     except ChildFailedError as e:
-        number, failure = e.get_first_failure()
+        own = {number: each for number, each in e.failures.items() if each.exitcode not in FOLLOWING} or e.failures
+        number, failure = min(own.items(), key=lambda each: each[1].timestamp)  # whose clock ticks in seconds
         signalled = failure.exitcode < 0
         what = f"was ended by {failure.signal_name()}" if signalled else f"ended with exit code {failure.exitcode}"
         tell(f"torchrun: rank {number}, process {failure.pid}, {what}, the first of this host to fail", sys.stderr)

@@ -51,6 +51,8 @@ def evaluate(c: Config, step: Step, batches: Batches, device: torch.device,
             for x, y, own in step.micro_batches(tokens, targets, inputs):
                 x, y, own = x.to(device), y.to(device), {name: t.to(device) for name, t in own.items()}  # [B, T] each
                 total += torch.stack((step.model(x, y, c.chunk, **own).double(), (y != IGNORE).sum()))
+        if batches.error:  # the next boundary ends the run
+            total[0] = math.nan
         loss, count = step.over_ranks(total, "sum").tolist()
     found = dict(eval_loss=loss / count)
     if batches.bytes:

@@ -68,9 +68,11 @@ def _write(path: Path, text: str) -> None:
 def read_jsonl(path: Path, start: int = 0) -> list[dict]:
     """The rows of a file after byte `start`. Lines cut short by a killed run are passed over."""
     rows = []
-    for line in path.read_bytes()[start:].splitlines():
-        with suppress(ValueError):
-            rows.append(json.loads(line))
+    with open(path, "rb") as file:
+        file.seek(start)
+        for line in file:
+            with suppress(ValueError, RecursionError):
+                rows.append(json.loads(line))
     return [row for row in rows if isinstance(row, dict)]
 
 
@@ -83,6 +85,8 @@ def check_writable(path: str | Path, flag: str = "--results") -> None:
     """Raise ValueError naming `flag` if nothing can be appended to `path`. Creates the file."""
     try:
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+        if Path(path).is_fifo():  # whose reader may be gone, or slower than the run
+            raise ValueError(f"{flag} {path}: is a pipe; name a file")
         os.close(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644))
     except OSError as error:
         raise ValueError(f"{flag} {path}: {error.strerror}; name a file in a folder that can be written") from None

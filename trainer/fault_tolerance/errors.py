@@ -2,13 +2,14 @@
 
 0 done, 1 anything not foreseen, 2 bad flags or environment, 3 bad data, 4 a checkpoint that cannot be used or written,
 5 non-finite training, 6 out of memory, 7 a rank hangs, is gone or runs something else, 143 stopped by SIGTERM (130: by
-Ctrl-C) after saving.
+Ctrl-C, 129: by SIGHUP, 131: by SIGQUIT) after saving.
 """
 
 import re
 import sys
 import traceback
 from pathlib import Path
+from tempfile import gettempdir
 from typing import NamedTuple, Protocol
 
 import torch
@@ -87,7 +88,10 @@ def outcome_of(error: BaseException, run: RunView | None = None, folder: Path = 
     get_error_handler().record_exception(error)  # torchrun's summary shows the traceback
     text = f"failed: {one_line(error, 500)}"
     line = f"{text} (--debug shows where)"
-    if COMPILER.search(str(error)):  # a compiler that is killed leaves half a library, with which each later run fails
+    if "No space left" in str(error):  # perhaps behind a compiler's command of a thousand characters
+        text += "; No space left on device"
+        line += f"; No space left on device: free some in {cache_dir()} and {gettempdir()}, or name another in TMPDIR"
+    elif COMPILER.search(str(error)):  # a killed compiler leaves half a library, with which each later run fails
         line += f"; if a compilation was killed before, delete {cache_dir()} and start again"
     return Outcome(text, 1, line, False)
 
@@ -106,7 +110,8 @@ def _out_of_memory(error: BaseException, run: RunView | None, folder: Path) -> O
     has = peak.get("peak_alloc_mib") or peak.get("peak_rss_mib")
     where = PHASES[phase] + " of the first step, which compiles" * (phase != "init" and run.state.step == run.first)
     line = f"OOM {phase} ({where}): wanted {wanted[1] if wanted else 'an unknown amount'} more, peak {has} MiB; "
-    line += "lower --batch (raise --grad-accum), recompute (--remat block, --loss chunked), or start more ranks"
+    fix = "lower --batch (raise --grad-accum), recompute (--remat block, --loss chunked), or "
+    line += f"{fix if phase != 'init' else 'use a smaller model, or '}start more ranks"
     if device.type == "cuda":
         try:
             folder.mkdir(parents=True, exist_ok=True)

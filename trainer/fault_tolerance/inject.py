@@ -5,8 +5,9 @@
 rank: a number, or * for all ranks. step: from 1 on, as in the log.
 where: data (before the batch is read), forward, backward, update, save (before anything is written), write (this rank's
 files are written, not committed), commit (before the directory gets its final name).
-kind: kill (SIGKILL), stop (SIGSTOP), term (SIGTERM), int (SIGINT), exit (code 9), segv, hang (sleeps for ever), raise
-(RuntimeError), enospc (disk full), oom (out of memory); only in forward, nan and inf (this rank's loss).
+kind: kill (SIGKILL), stop (SIGSTOP), term (SIGTERM), int (SIGINT), hup (SIGHUP), quit (SIGQUIT), exit (code 9), segv,
+hang (sleeps for ever), raise (RuntimeError), enospc (disk full), oom (out of memory); only in forward, nan and inf
+(this rank's loss).
 Each happens once, and not again after a restart by torchrun. No other code knows of them: `planted` patches the run.
 """
 
@@ -28,7 +29,7 @@ from trainer.data import Batches
 from trainer.step import Step
 
 WHERE = "data", "forward", "backward", "update", "save", "write", "commit"
-SIGNALS = dict(kill=signal.SIGKILL, stop=signal.SIGSTOP, term=signal.SIGTERM, int=signal.SIGINT)
+SIGNALS = {name: signal.Signals[f"SIG{name.upper()}"] for name in ("kill", "stop", "term", "int", "hup", "quit")}
 ERRORS = {
     "raise": lambda: RuntimeError("an injected fault"),
     "enospc": lambda: OSError(28, "No space left on device"),
@@ -121,15 +122,15 @@ class _Faults:  # of one rank
 
 
 @contextmanager
-def planted(text: str | None, c: Config, step: Step, first: int, rank: int):
-    """Inside it, the faults that `text`, the value of FAULT, names for this rank wait in a run of resolved flags and
-    this step, which begins after `first` steps. Raises ValueError as `faults` does."""
-    mine = [fault for fault in faults(text, c) if fault.rank in ("*", str(rank))]
+def planted(text: str | None, c: Config, step: Step, batches: Batches, first: int):
+    """Inside it, the faults that `text`, the value of FAULT, names for this rank wait in a run of resolved flags with
+    this step and these batches, which begins after `first` steps. Raises ValueError as `faults` does."""
+    mine = [fault for fault in faults(text, c) if fault.rank in ("*", str(batches.rank))]
     if not mine or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         yield
         return
     waiting = _Faults(mine, first)
-    places = [("data", Batches, "__next__"), ("save", saver, "_begin"), ("write", saver, "_write")]
+    places = [("data", type(batches), "__next__"), ("save", saver, "_begin"), ("write", saver, "_write")]
     places += [("commit", saver, "_commit"), ("forward", step, "graph" if c.compile == "step" else "loss_fn")]
     places += [("update", step, "update_fn")] if c.compile != "step" else []
     with ExitStack() as stack:

@@ -7,6 +7,7 @@ A thread on each rank. The first whose main thread makes no progress for too lon
 the process group: every rank that answers writes its stacks (rank-0.txt) and torch's flight recorder (flight-0, read by
 torchfrtrace -p flight- FOLDER). Then all end themselves, since a main thread in a collective cannot be woken. A rank
 also ends if it still waits after another has left (`leave`) or SIGTERM, or at a signal before the first step is done.
+A torchrun that is gone, as after kill -9, is what SIGTERM is: nobody else would ever end its ranks.
 """
 
 import faulthandler
@@ -28,7 +29,7 @@ import torch.distributed as dist
 
 from trainer.checkpoint.lock import drop_all
 from trainer.distributed.control import Signals
-from trainer.distributed.terminal import tell
+from trainer.distributed.terminal import has_launcher, tell
 
 POLL_S, ANSWER_S = 1.0, 5.0  # between looks at the clock and at the store; for the answers of the others
 GRACE_S = 25.0  # more than one turn of the watchdog's loop takes while the store does not answer (two questions: 21 s)
@@ -100,6 +101,10 @@ class Watchdog(AbstractContextManager):
             now = time.monotonic()
             if now - before > 10 * POLL_S:  # this process was stopped, as by Ctrl-Z, and its main thread with it
                 self.at = min(self.at + now - before, now)
+            if not self.signals.got and not has_launcher():
+                self.signals.note(signal.SIGTERM)
+                if os.environ.get("LOCAL_RANK") == "0":
+                    tell("warning: torchrun is gone: its ranks stop, as at SIGTERM", sys.stderr)
             still, got = now - self.at, self.signals.got
             self._arm(self.limit - still)
             roll, gone, probe = self._heard("roll", "left", "probe")

@@ -102,6 +102,10 @@ class ChatBatches(Iterator):
     rules: of templates.Rules. cache: see `tokenised`. Raises ValueError for bad flags, DataError for bad data."""
 
     bytes = overfit = False  # what Batches may be
+    error = None  # no file is read while it trains
+
+    def problem(self) -> None:
+        """As that of Batches."""
 
     def __init__(self, source: str, tokenizer: PreTrainedTokenizerFast, *, global_batch: int, seqlen: int, vocab: int,
                  seed: int, rank: int = 0, world: int = 1, start: int = 0, pad: str = "fixed",

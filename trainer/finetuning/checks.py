@@ -7,6 +7,7 @@
 import importlib.util
 import json
 import os
+import re
 from pathlib import Path
 
 from trainer import config as flags
@@ -16,6 +17,8 @@ from trainer.experiments import checks
 from trainer.finetuning.config import Config
 
 FILES = "model.safetensors", "pytorch_model.bin"  # the first that is there, or its index
+COPIED = re.compile(r"(?!.*\.index\.json)(.*\.(json|jinja|model|txt)|(LICENSE|NOTICE).*)")  # by --export
+TEMPLATES = "additional_chat_templates"  # the only folder that is copied
 
 
 def weights_in(folder: str) -> str | None:
@@ -29,6 +32,8 @@ def check_folder(folder: str, weights: bool = True) -> None:
     from trainer.data import DataError
 
     try:
+        if pipes := [path for path in Path(folder).iterdir() if path.is_fifo()]:
+            raise DataError(f"{pipes[0]}: expected a file, found a pipe, which would be read for ever; remove it")
         config = json.loads(Path(folder, "config.json").read_bytes())
         if not isinstance(config, dict) or "model_type" not in config:
             raise DataError(f"{folder}/config.json: expected model_type, found none; use a folder of transformers")
@@ -45,8 +50,23 @@ def check_folder(folder: str, weights: bool = True) -> None:
                                 f"{', '.join(absent[:5])}; download them")  # fmt: skip
     except OSError as error:
         raise DataError(f"{error.filename}: {error.strerror}; use a folder of transformers") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(f"{folder}: config.json or an index is no JSON of transformers ({error})") from error
+
+
+def copied(folder: str) -> list[str]:
+    """The small files of a folder that --export copies, as paths in it. DataError for a link that leads out of it: who
+    publishes the export would publish what it names. The hub's cache has its files beside its folders, in blobs."""
+    from trainer.data import DataError
+
+    top, paths = Path(folder), []
+    homes = top.resolve(), top.resolve().parent.parent / "blobs"
+    for path in sorted([*top.iterdir(), *top.glob(f"{TEMPLATES}/*")]):
+        if path.is_file() and (COPIED.fullmatch(path.name) or path.parent.name == TEMPLATES):
+            if not any(path.resolve().is_relative_to(home) for home in homes):
+                raise DataError(f"{path}: is a link out of its folder, which --export does not copy; copy the file")
+            paths.append(str(path.relative_to(top)))
+    return paths
 
 
 def check(c: Config, world: int) -> None:
@@ -73,6 +93,8 @@ def check_at_once(c: Config, world: int) -> None:
     try:
         check(c, world)
         check_folder(c.model, weights=not c.random)
+        if c.export is not None:
+            copied(c.model)
         for name in ("data", "eval_data"):
             if getattr(c, name):
                 check_files(getattr(c, name), flags.flag(name))

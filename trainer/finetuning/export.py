@@ -11,7 +11,6 @@ trainer.checkpoint.export.
 import argparse
 import json
 import os
-import re
 import secrets
 import shutil
 import signal
@@ -30,17 +29,15 @@ from gloo import one_worker_thread
 from trainer.checkpoint import load as checkpoint
 from trainer.checkpoint import weights
 from trainer.checkpoint.export import stopped
+from trainer.checkpoint.lock import drop, take
 from trainer.checkpoint.manifest import CheckpointError, sync
 from trainer.data import DataError
 from trainer.distributed.control import Signals
 from trainer.distributed.terminal import fail
-from trainer.finetuning.checks import check_folder, weights_in
+from trainer.finetuning.checks import check_folder, copied, weights_in
 from trainer.finetuning.config import Config
 from trainer.finetuning.load import own_tensors
 from trainer.finetuning.model import HuggingFaceModel, blank_model
-
-COPIED = re.compile(r"(?!.*\.index\.json)(.*\.(json|jinja|model|txt)|(LICENSE|NOTICE).*)")
-TEMPLATES = "additional_chat_templates"  # the only folder that is copied
 
 
 def files_of(inner: nn.Module, folder: str) -> dict[str, tuple[str, str, Tensor]]:
@@ -64,7 +61,7 @@ def files_of(inner: nn.Module, folder: str) -> dict[str, tuple[str, str, Tensor]
 
 def write_folder(out: str, inner: nn.Module, source: str, whole: Callable[[str], Tensor], shard_gb: float) -> str:
     """Writes the new folder `out`; returns the line to print. whole: gives a tensor of the model, by its name; asked
-    for each once, in the order of `files_of`. Raises CheckpointError; then `out` is not there."""
+    for each once, in the order of `files_of`. Raises CheckpointError and DataError; then `out` is not there."""
     out = os.path.normpath(out)  # not OUT/, beside which there would be no temporary folder
     temporary, made = f"{out}.tmp-{secrets.token_hex(4)}", {}
     tensors = files_of(inner, source)
@@ -79,22 +76,25 @@ def write_folder(out: str, inner: nn.Module, source: str, whole: Callable[[str],
     try:
         if os.path.lexists(out):
             raise CheckpointError(f"{out}: is there already; name a new folder")
+        weights.tidy(out)
         os.mkdir(temporary)
-        for each in sorted(Path(source).iterdir()):
-            if each.is_file() and COPIED.fullmatch(each.name):
-                shutil.copy(each, temporary)
-        if os.path.isdir(templates := os.path.join(source, TEMPLATES)):
-            shutil.copytree(templates, os.path.join(temporary, TEMPLATES))
+        take(temporary)
+        for name in copied(source):
+            target = os.path.join(temporary, name)
+            os.makedirs(os.path.dirname(target), exist_ok=True)
+            shutil.copy(os.path.join(source, name), target)
         if json.loads(Path(source, "config.json").read_bytes())["model_type"] != (config := inner.config).model_type:
             config.architectures = [type(inner).__name__]  # a text model, of the folder of one with images
             config.save_pretrained(temporary)
         like = {name: t for name, (*_, t) in tensors.items()}
         files = weights.write(f"{temporary}/model.safetensors", like, read, dict(format="pt"), shard_gb * 1e9)
+        drop(temporary)
         os.rename(temporary, out)
         sync(os.path.dirname(os.path.abspath(out)))
     except OSError as error:
         raise CheckpointError(f"{out}: {error.strerror}; it was not written") from error
     finally:
+        drop(temporary)
         shutil.rmtree(temporary, ignore_errors=True)
     gib = sum(t.nbytes for t in like.values()) / 2**30
     return f"{out}: {len(like)} tensors, {gib:.2f} GiB in {len(files)} file{'s' * (len(files) > 1)}"

@@ -172,9 +172,12 @@ def blank_model(folder: str, remat_ratio: float = 0.0, dtype: torch.dtype = torc
         raise ValueError("--model: needs transformers 5 and safetensors; pip install -e '.[hf]'") from None
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        if (layers := getattr(config, "num_hidden_layers", 0)) > 10_000:  # each takes a millisecond to build
+            raise ValueError(f"num_hidden_layers {layers}")
         usual = config.get_text_config().dtype or config.dtype
+        chosen = dict(attn_implementation=None, experts_implementation=None)  # by transformers: the file's may be code
         with torch.device("meta"):
-            inner = AutoModelForCausalLM.from_config(config, dtype=dtype)  # some buffers have its dtype
+            inner = AutoModelForCausalLM.from_config(config, dtype=dtype, **chosen)  # some buffers have its dtype
         if inner.config.get_text_config() is not inner.config:
             raise ValueError(f"a multimodal one, {config.model_type}")
         for p in [*inner.parameters()]:  # stored in fp32; those that were drawn on the CPU, as DiffLlama's, too

@@ -14,13 +14,16 @@ Exit codes: 0, 1 a marked table differs, 2 bad input. Imports no torch, but for 
 """
 
 import argparse
+import functools
 import importlib
 import itertools
 import re
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
+from trainer.distributed.terminal import one_line
 from trainer.experiments import sweep
 from trainer.experiments.logging import check_writable, log_tables
 from trainer.report import published
@@ -91,13 +94,13 @@ def studied(name: str, files: list[Path], folder: Path | None = None) -> tuple[s
     return table, about, study.figure(rows, folder) if folder else []
 
 
-def found(name: str, args: argparse.Namespace, named: bool) -> list[dict]:
-    """The rows that a table is made of. ValueError where there is no file of them."""
+def found(name: str, args: argparse.Namespace, named: bool, read: Callable[[Path], list]) -> list[dict]:
+    """The rows that a table is made of, by `read` of each file. ValueError where there is none."""
     defaults = [Path(f"runs/sweep-{stem}{'-small' * args.small}.jsonl") for stem in ("all", name)]
     if name == "loss":
         defaults = [Path("runs/results.jsonl")]
     there = [path for path in defaults if path.is_file()]
-    return published.read(args.results or there or defaults[-1:] * named)
+    return [row for path in args.results or there or defaults[-1:] * named for row in read(path)]
 
 
 def figures(name: str, rows: list[dict], args: argparse.Namespace, folder: Path) -> list[Path]:
@@ -123,11 +126,12 @@ def report(args: argparse.Namespace, folder: Path | None) -> None:
     that was named, or every axis, has no row."""
     if folder:
         importlib.import_module("trainer.report.plots")  # before anything is printed
-    named, sections, printed = [name for name in args.axis if name != "all"], [], []
+    named, sections, printed = [name for name in args.axis if name != "all"], [], {}
+    read = functools.cache(lambda path: published.read([path]))  # each file once, for all tables
     for name in named:
         check_name(name)
     for name in named or [*sweep.axes(), "loss"]:
-        rows = found(name, args, bool(named))
+        rows = found(name, args, bool(named), read)
         try:
             about, table = section(name, rows, args.small)
         except ValueError:
@@ -135,13 +139,13 @@ def report(args: argparse.Namespace, folder: Path | None) -> None:
                 raise
             continue
         print(about, table, sep="\n\n", end="\n\n")
-        printed += [row for row in rows if row not in printed]
+        printed |= {id(row): row for row in rows}
         sections.append((name, about, table, figures(name, rows, args, folder) if folder else []))
     if not printed:
         where = " ".join(map(str, args.results)) or f"runs/sweep-*{'-small' * args.small}.jsonl"
         raise ValueError(f"no row of any axis in {where}{'' if args.small else ' (at small sizes: --small)'}")
-    plain = [row for row in printed if "grow" in (row.get("flags") or {})]  # finetune.py's models have no such shape
-    if folder and (drawn := figures("time against memory", plain, args, folder)):
+    shaped = [row for row in printed.values() if "grow" in (row.get("flags") or {})]  # as finetune.py's models are not
+    if folder and (drawn := figures("time against memory", shaped, args, folder)):
         sections.append(("time against memory", "A grey line: nothing is better in both.", "", drawn))
     drawn = [path for *_, paths in sections for path in paths]
     print(*drawn, sep="\n", end="\n" * bool(drawn and args.plots)) if args.plots else None
@@ -199,6 +203,9 @@ def main(argv: list[str] | None = None) -> int:
         return 1 if differing and not args.write else 0
     except ValueError as error:
         parser.exit(2, f"report: {error}\n")
+    except (TypeError, LookupError, AttributeError, ArithmeticError) as error:
+        told = f"{one_line(error, 200)}; take it out, or name other files"
+        parser.exit(2, f"report: a row has an entry of another kind than a run writes: {told}\n")
     except OSError as error:
         parser.exit(2, f"report: {error.filename}: {error.strerror}; name a place that can be written\n")
     except ImportError as error:  # matplotlib

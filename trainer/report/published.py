@@ -4,6 +4,7 @@ The published figures (reference/) are facts to compare with: `comparable` says 
 """
 
 import csv
+import functools
 import json
 import re
 import shlex
@@ -55,12 +56,18 @@ def whole(row: dict) -> dict:
         row = row | {"flags": {"block": "gelu"} | flags}
     if row.get("study") in ("mlp", "attention") or "setting" in row or "seed" in flags:
         return row
-    old = json.loads((REFERENCE / "defaults_d817189.json").read_text())["gpu" if on_gpu(row) else "cpu"]
+    old = defaults_d817189()["gpu" if on_gpu(row) else "cpu"]
     beside = {name: row[name] for name in old.keys() - {"device", "world", "loss"} if name in row}
     beside |= {"loss": row["loss_kind"]} if "loss_kind" in row else {}
     return row | {"flags": old | beside | flags}
 
 
+@functools.cache
+def defaults_d817189() -> dict:
+    return json.loads((REFERENCE / "defaults_d817189.json").read_text())
+
+
+@functools.cache
 def core(cell: str | None) -> frozenset[tuple[str, tuple[str, ...]]] | None:
     """The flags of a row's cell that have an influence on memory and time; None where it is not a line of flags."""
     with suppress(ValueError):
@@ -175,9 +182,11 @@ def entries(axis: str, rows: list[dict], small: bool) -> list[tuple[tuple, dict 
         n, flags = sweep.parse(shlex.split(cell))
         lines[int(flags.get("--world", [n])[0]), core(cell)] = None
     shared = frozenset.intersection(*(flags for _, flags in lines))
-    told = [(core(row.get("cell")), row) for row in rows]
+    told = {}
+    for row in rows:
+        told.setdefault(core(row.get("cell")), []).append(row)
     for n, flags in lines:
-        for row in newest([row for own, row in told if own == flags and n in (ANY, ranks(row))]):
+        for row in newest([row for row in told.get(flags, []) if n in (ANY, ranks(row))]):
             found.append((key_of(row, names) or (sweep.join(dict(flags - shared)),), row))
     if not found:
         raise ValueError(f"{axis}: no row of it{'' if small else ' (at small sizes: --small)'} among {len(rows)} rows")
