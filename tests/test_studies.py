@@ -43,7 +43,7 @@ def test_a_study_under_torchrun_and_a_gpu_that_is_not_there_are_refused(call_stu
     if not torch.cuda.is_available():
         with pytest.raises(SystemExit):
             study.main(accounting, ["--device", "cuda"])
-    torchrun = dict(RANK=0, LOCAL_RANK=0, WORLD_SIZE=2, MASTER_ADDR="x", MASTER_PORT=1)
+    torchrun = dict(RANK=0, LOCAL_RANK=0, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=1)
     for name, value in torchrun.items():
         monkeypatch.setenv(name, str(value))
     assert "without torchrun" in one_line(call_study(accounting).err)
