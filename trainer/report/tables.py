@@ -226,7 +226,8 @@ def peaks(rows: list[dict]) -> tuple[list[dict], Columns]:
     """Simulated peaks at the setting of the last row: a line per recipe and torch, a column per number of ranks that
     several of them have; what a block keeps in [B,T,D], TFLOP of a rank's step, and the published peaks of the recipe.
     """
-    rows, lines = published.newest([row for row in rows if row.get("study") == "peak"], lambda row: row["cell"]), {}
+    of_sweeps = [row for row in rows if row.get("study") == "peak" and row.get("cell")]
+    rows, lines = published.newest(of_sweeps, lambda row: row["cell"]), {}
     for row in rows:
         if published.shape(row) == published.shape(rows[-1]) and row["outcome"] == "ok":
             lines.setdefault((published.core(row["cell"]), row["torch"]), {})[published.ranks(row)] = row
