@@ -176,6 +176,10 @@ def test_rows_of_another_commit_or_device_are_no_results_of_this_one(call, tmp_p
     code, out, _, starts = call(seeds("ok", "oom", "badshape"))
     assert (code, starts) == (0, dict(ok=2, oom=3, badshape=1))
     assert "3 cells, 1 finished before, 2 by another commit or device (--any-commit" in out
+    simulated = [ok | dict(device="simulated sm_90"), oom | dict(device="no device, graphs"), badshape]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in simulated))
+    code, out, _, starts = call(seeds("ok", "oom", "badshape"))  # no device is no other device
+    assert (code, starts) == (0, dict(ok=2, oom=3, badshape=1)) and "without a result" not in out
 
 
 def test_several_values_of_a_flag_are_a_grid_and_seeds_are_summed_up(tmp_path, monkeypatch):

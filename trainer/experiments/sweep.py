@@ -70,9 +70,10 @@ def current(rows: dict[str, dict], relaxed: bool) -> dict[str, dict]:
     """The rows that count as results of this checkout on this machine. relaxed: those of other commits too."""
     head, gpu = commit(), re.search(r"^GPU \d+: (.+?) \(", subprocess.getoutput("nvidia-smi -L") * bool(gpus()), re.M)
 
-    def here(cell: str, row: dict) -> bool:  # the row of a run that died names no device
+    def here(cell: str, row: dict) -> bool:  # a run that died names no device; what is simulated or counted has none
         device, on_cpu = row.get("device"), parse(shlex.split(cell))[1].get("--device") == ("cpu",) or not gpus()
-        right = device is None or device.startswith("CPU") == on_cpu and (on_cpu or not gpu or device == gpu[1])
+        nowhere = device is None or device.startswith(("simulated", "no device"))
+        right = nowhere or device.startswith("CPU") == on_cpu and (on_cpu or not gpu or device == gpu[1])
         return right and (relaxed or row.get("commit", head) == head)
 
     return {cell: row for cell, row in rows.items() if here(cell, row)}
