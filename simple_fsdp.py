@@ -255,19 +255,25 @@ def _traced(params: list[DTensor], policy: tuple, reshard: bool) -> tuple[Tensor
     return wholes
 
 
-def _moment(p: DTensor) -> tuple:
-    """In which trace, and how differentiable, a parameter is: gathered at another moment, it is another tensor."""
-    return id(get_proxy_mode().tracer), torch.is_grad_enabled(), p.requires_grad, p._local_tensor._version
+def _versions(p: DTensor) -> tuple[int, int]:
+    return p._version, p._local_tensor._version  # one counts changes of the DTensor, one those of its local shard
+
+
+def _moment(p: DTensor, *policy: torch.dtype | None) -> tuple:
+    """In which trace, how, and how differentiable a parameter is gathered: at another moment it is another tensor."""
+    return id(get_proxy_mode().tracer), policy, torch.is_grad_enabled(), p.requires_grad, *_versions(p)
 
 
 @torch.library.impl(_library, _UNIT_NAME, "CompositeImplicitAutograd")
 def _gather_all(params: list[DTensor], param_dtype, reduce_dtype, reshard: bool) -> None:
     if get_proxy_mode() is None:  # Dynamo asks for shapes: there are none
         return
-    # A unit that runs twice is gathered once, and reduces the sum of its gradients.
-    for alike in _alike(p for p in params if getattr(p, "_gathered", (None,))[0] != _moment(p)):
-        for p, whole in zip(alike, _traced(alike, (param_dtype, reduce_dtype), reshard), strict=True):
-            p._gathered = _moment(p), whole
+    policy = param_dtype, reduce_dtype
+    # A unit that runs twice is gathered once, and reduces the sum of its gradients. So is a tied parameter.
+    new = [p for p in dict.fromkeys(params) if getattr(p, "_gathered", (None,))[0] != _moment(p, *policy)]
+    for alike in _alike(new):
+        for p, whole in zip(alike, _traced(alike, policy, reshard), strict=True):
+            p._gathered = _moment(p, *policy), whole
 
 
 @torch.library.impl(_library, _NAME, "CompositeImplicitAutograd")
@@ -276,7 +282,8 @@ def _gather_one(p: DTensor, param_dtype, reduce_dtype, reshard: bool) -> Tensor:
         source = False if is_fake(p._local_tensor) else None
         return _Gather.apply(source, *_dtypes(p, param_dtype, reduce_dtype), p)[0]
     moment, whole = getattr(p, "_gathered", (None, None))
-    return whole if moment == _moment(p) else _traced([p], (param_dtype, reduce_dtype), reshard)[0]
+    policy = param_dtype, reduce_dtype
+    return whole if moment == _moment(p, *policy) else _traced([p], policy, reshard)[0]
 
 
 _handlers[_gather] = lambda op, args, _: _gather_one(*args)  # in inference mode
@@ -577,10 +584,6 @@ def _memory(p: DTensor) -> int:
     return p._local_tensor.untyped_storage()._cdata
 
 
-def _versions(p: DTensor) -> tuple[int, int]:
-    return p._version, p._local_tensor._version  # one counts changes of the DTensor, one those of its local shard
-
-
 def _pack(saved: Tensor) -> Tensor | _GatherAgain:
     call, i = getattr(saved.untyped_storage(), "_sharded", (None, 0)) if saved.layout is torch.strided else (None, 0)
     if call is None or saved.dtype != call.dtypes[0] or saved.is_conj():  # as_strided could not make the latter again
@@ -637,9 +640,9 @@ def _mode() -> tuple:
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), _modes()
 
 
-def _key(p: DTensor) -> tuple:
+def _key(p: DTensor, policy: tuple) -> tuple:
     """What makes a gathered weight another one: a parameter that has changed, or is frozen now, is gathered again."""
-    return id(p), *_versions(p), p.requires_grad, *_mode()
+    return id(p), policy, *_versions(p), p.requires_grad, *_mode()
 
 
 def _gather_into(memo: dict, modules: Iterable[nn.Module], only: DTensor | None = None) -> None:
@@ -648,7 +651,7 @@ def _gather_into(memo: dict, modules: Iterable[nn.Module], only: DTensor | None 
     for module in modules:
         policy = module.__dict__.get("_data_parallel")
         for name, p in module._parameters.items() if policy else ():
-            if isinstance(p, DTensor) and (only is None or only is p) and (key := _key(p)) not in memo:
+            if isinstance(p, DTensor) and (only is None or only is p) and (key := _key(p, policy)) not in memo:
                 alike = sets.setdefault((p.device_mesh, p.placements, p.dtype, policy), {})
                 alike[key] = p, f"{name} of {type(module).__name__}"
     for (*_, (dtype, reduce_dtype, reshard)), alike in sets.items():
@@ -664,7 +667,7 @@ def _gather_into(memo: dict, modules: Iterable[nn.Module], only: DTensor | None 
 
 def _read(module: nn.Module, p: DTensor) -> Tensor:
     """The gathered parameter inside of a forward, of backward and of recomputation; elsewhere the parameter itself."""
-    memo, key = _thread.memo, _key(p)
+    memo, key = _thread.memo, _key(p, module._data_parallel)
     if memo is None:
         if _backward_runs() == -1 and not _compiled_code_runs():
             return p

@@ -420,3 +420,36 @@ def test_property_6_world_size_1_without_casts_trains_bitwise_like_the_unwrapped
             opt.zero_grad()
     for p, q in zip(plain.parameters(), model.parameters(), strict=True):
         assert torch.equal(p, q._local_tensor)
+
+
+# ------------------------------------------------------------------- a gathered weight is that of its moment and policy
+
+
+def test_a_parameter_that_a_graph_changes_is_gathered_again(fake):
+    model, backend = data_parallel(Blocks(1), fake(2)), Graphs()
+
+    @torch.no_grad()
+    def twice(x):
+        before = model(x)
+        model.get_submodule("blocks.0.up")._parameters["bias"].fill_(1.0)
+        return before + model(x)
+
+    compiled(twice, backend)(torch.ones(2, 4, 8))
+    assert count(backend.forward[-1], COLLECTIVES[0]) == 2  # the unit, and afterwards what has changed
+
+
+@pytest.mark.parametrize("call", [lambda fn: fn, compiled], ids=["eager", "compiled"])
+def test_a_tied_weight_has_the_dtype_of_the_module_that_reads_it(fake, call):
+    class Ends(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block, self.head = Blocks(1).get_submodule("blocks.0"), nn.Linear(8, 17, bias=False)
+            self.head.weight = self.block.up.weight
+
+        def forward(self, x):
+            return self.block.up.bias.sum() * self.block.up.weight, self.head.weight * x
+
+    model = Ends()
+    data_parallel(model.block, fake(2), mp_policy=BF16)
+    data_parallel(model, fake(2))
+    assert [t.dtype for t in call(model)(torch.ones(()))] == [torch.bfloat16, torch.float32]
