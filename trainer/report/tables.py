@@ -223,13 +223,14 @@ def compile_depth(rows: list[dict]) -> tuple[list[dict], Columns]:
 
 
 def peaks(rows: list[dict]) -> tuple[list[dict], Columns]:
-    """Simulated peaks at the setting of the last row: a line per recipe and torch, a column per number of ranks that
+    """Simulated peaks at the setting of most rows: a line per recipe and torch, a column per number of ranks that
     several of them have; what a block keeps in [B,T,D], TFLOP of a rank's step, and the published peaks of the recipe.
     """
     of_sweeps = [row for row in rows if row.get("study") == "peak" and row.get("cell")]
     rows, lines = published.newest(of_sweeps, lambda row: row["cell"]), {}
+    shapes = Counter(map(published.shape, rows))
     for row in rows:
-        if published.shape(row) == published.shape(rows[-1]) and row["outcome"] == "ok":
+        if shapes[published.shape(row)] == max(shapes.values()) and row["outcome"] == "ok":
             lines.setdefault((published.core(row["cell"]), row["torch"]), {})[published.ranks(row)] = row
     lines = {key: line for key, line in lines.items() if len(line) > 1}
     counts = [n for n, k in sorted(Counter(n for line in lines.values() for n in line).items()) if k > 1]
