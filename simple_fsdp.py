@@ -119,6 +119,20 @@ def _apart(flat: Tensor, rows: int, sizes: list[int], cut) -> list[Tensor]:
     return [flat] if len(sizes) == 1 else cut(flat.view(rows, -1), sizes, 1)
 
 
+def _averaged(grads: list[Tensor], like: DTensor, cut) -> list[Tensor]:
+    """Whole gradients, of parameters as this one -> flat averages over the ranks, as sharded as the parameters are."""
+    ranks = like.device_mesh.size(-1) if like.placements[-1].is_shard() else 1
+    grads = [_padded(t, -(-len(t) // ranks) * ranks) if t.ndim else t for t in grads]
+    flat = _joined(grads, ranks)
+    for dim in reversed(range(like.device_mesh.ndim)):  # hybrid_shard: scatters, then reduces the shards
+        sharded, n, group = _over(like, dim)
+        if sharded and n > 1:
+            flat = _c10d.wait_tensor(_c10d.reduce_scatter_tensor(flat, "avg", n, group))
+        elif n > 1:
+            flat = _c10d.wait_tensor(_c10d.all_reduce(flat, "avg", group))
+    return _apart(flat, 1, [t.numel() // ranks for t in grads], cut)
+
+
 class _Gather(torch.autograd.Function):
     """Parameters, alike in dtypes, mesh and placements -> whole plain tensors in `dtype`, by one all-gather."""
 
@@ -163,24 +177,15 @@ class _Reduce(torch.autograd.Function):
         ctx.dtypes, ctx.like = (grads[0].dtype, dtype), like
         ctx.set_materialize_grads(False)
         with _noted(note):
-            sharded, ranks, _ = _over(like[0], -1)
-            ranks = ranks if sharded else 1
-            wholes = [grad.to(dtype) for grad in grads]
-            wholes = [_padded(t, -(-len(t) // ranks) * ranks) if t.ndim else t for t in wholes]
-            flat = _joined(wholes, ranks)
-            for dim in reversed(range(like[0].device_mesh.ndim)):  # hybrid_shard: scatters, then reduces the shards
-                sharded, n, group = _over(like[0], dim)
-                if sharded and n > 1:
-                    flat = _c10d.wait_tensor(_c10d.reduce_scatter_tensor(flat, "avg", n, group))
-                elif n > 1:
-                    flat = _c10d.wait_tensor(_c10d.all_reduce(flat, "avg", group))
-            # Graphs get views, and copy where the optimizer reads. In eager mode a gradient would hold all others.
-            cut = torch.split_with_sizes if note else torch.split_with_sizes_copy
-            shards = _apart(flat, 1, [t.numel() // ranks for t in wholes], cut)
+            shards = [grad.to(dtype) for grad in grads]
+            if like[0].device_mesh.size() > 1:
+                # Graphs get views, and copy where the optimizer reads. In eager mode a gradient would hold all others.
+                cut = torch.split_with_sizes if note else torch.split_with_sizes_copy
+                shards = _averaged(shards, like[0], cut)
             shards = [_fit(t, p._local_tensor.shape).to(p.dtype) for t, p in zip(shards, like, strict=True)]
         if note is None:  # autograd may give several the same memory, or a whole tensor that of one element
-            own = functools.partial(torch.clone, memory_format=torch.contiguous_format)
-            shards = [own(t) if t is grad else t for t, grad in zip(shards, grads, strict=True)]
+            pairs = zip(shards, grads, strict=True)
+            shards = [t.clone(memory_format=torch.contiguous_format) if t is grad else t for t, grad in pairs]
         return tuple(DTensor(t, p._spec, requires_grad=False) for t, p in zip(shards, like, strict=True))
 
     @staticmethod

@@ -491,9 +491,9 @@ def test_outside_of_disable_data_parallel_dtensors_act_as_torch_has_them(fake):
         with pytest.raises(NotImplementedError):  # torch's word
             model.weight.data.bernoulli_(model.weight.data)
     assert torch._C._len_torch_dispatch_stack() == 0 and nn.init._no_grad_trunc_normal_ is init
-    ours = {str(op) for op in handlers if getattr(simple_fsdp._handlers[op], "__module__", "") == "simple_fsdp"}
-    assert str(simple_fsdp._gather) in ours  # another copy of the file may have put its own for the other
-    assert ours <= {str(simple_fsdp._gather), "aten._is_any_true.default"}
+    ours = {op for op in handlers if "simple_fsdp" in str(getattr(simple_fsdp._handlers[op], "__module__", ""))}
+    assert simple_fsdp._gather in ours  # and those of other copies of the file
+    assert {str(op) for op in ours if op.namespace != "simple_fsdp"} == {"aten._is_any_true.default"}
     model.weight.data[0].zero_()  # as with FSDP2
 
 
