@@ -51,6 +51,7 @@ _backward_runs = torch._C._current_graph_task_id  # -1: none on this thread
 _compiled_code_runs = torch._C._dynamo.eval_frame.get_eval_frame_callback  # None: none on this thread
 _transform = torch._C._functorch.peek_interpreter_stack  # None outside of torch.func's vmap, jvp, grad
 _without_transforms = torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack
+_catch_up, _behind = torch._sync, torch._from_functional_tensor  # of a functional tensor: with writes to its memory
 _handlers = DTensor._op_dispatcher._custom_op_handlers  # of operations on DTensors; ours alone is added
 
 MODES = ("replicate", "fully_shard", "hybrid_shard")
@@ -228,14 +229,10 @@ def _shapes(rows: Tensor, sizes: list[int], dim: int = 1) -> list[Tensor]:
 @contextmanager
 def _noted(note: dict | None) -> Iterator[list]:
     """Notes at the nodes that AOTAutograd's graph gets inside of it whose they are; gives a list of them, too."""
-    nodes = []
-    if note is None:
-        yield nodes
-        return
-    graph = get_proxy_mode().tracer.graph
-    before = len(graph.nodes)
+    nodes, all_nodes = [], get_proxy_mode().tracer.graph.nodes if note else ()
+    before = len(all_nodes)
     yield nodes
-    nodes += islice(reversed(graph.nodes), len(graph.nodes) - before)
+    nodes += islice(reversed(all_nodes), len(all_nodes) - before)
     for node in nodes:
         node.meta.update(note)
 
@@ -260,13 +257,13 @@ def _traced(params: list[DTensor], policy: tuple, reshard: bool) -> tuple[Tensor
     return wholes
 
 
-def _versions(p: DTensor) -> tuple[int, int]:
-    return p._version, p._local_tensor._version  # one counts changes of the DTensor, one those of its local shard
-
-
-def _moment(p: DTensor, *policy: torch.dtype | None) -> tuple:
-    """In which trace, how, and how differentiable a parameter is gathered: at another moment it is another tensor."""
-    return id(get_proxy_mode().tracer), policy, torch.is_grad_enabled(), p.requires_grad, *_versions(p)
+def _moment(p: DTensor, *policy: torch.dtype | None) -> tuple[tuple, Tensor]:
+    """In which trace, how, and how differentiable a parameter is gathered: at another moment it is another tensor. And
+    what functionalization has for its shard: another tensor once anything has changed that memory, whose id is among
+    the former, and is its own as long as it is kept."""
+    _catch_up(p._local_tensor)
+    shard = _behind(p._local_tensor.elem)
+    return (id(get_proxy_mode().tracer), policy, torch.is_grad_enabled(), p.requires_grad, id(shard)), shard
 
 
 @torch.library.impl(_library, _UNIT_NAME, "CompositeImplicitAutograd")
@@ -275,10 +272,10 @@ def _gather_all(params: list[DTensor], param_dtype, reduce_dtype, reshard: bool)
         return
     policy = param_dtype, reduce_dtype
     # A unit that runs twice is gathered once, and reduces the sum of its gradients. So is a tied parameter.
-    new = [p for p in dict.fromkeys(params) if getattr(p, "_gathered", (None,))[0] != _moment(p, *policy)]
+    new = [p for p in dict.fromkeys(params) if getattr(p, "_gathered", (None,))[0] != _moment(p, *policy)[0]]
     for alike in _alike(new):
         for p, whole in zip(alike, _traced(alike, policy, reshard), strict=True):
-            p._gathered = _moment(p, *policy), whole
+            p._gathered = *_moment(p, *policy), whole
 
 
 @torch.library.impl(_library, _NAME, "CompositeImplicitAutograd")
@@ -286,9 +283,8 @@ def _gather_one(p: DTensor, param_dtype, reduce_dtype, reshard: bool) -> Tensor:
     if get_proxy_mode() is None:  # Dynamo, and AOTAutograd before it makes its graph, ask for the shape
         source = False if is_fake(p._local_tensor) else None
         return _Gather.apply(source, *_dtypes(p, param_dtype, reduce_dtype), p)[0]
-    moment, whole = getattr(p, "_gathered", (None, None))
-    policy = param_dtype, reduce_dtype
-    return whole if moment == _moment(p, *policy) else _traced([p], policy, reshard)[0]
+    _gather_all([p], param_dtype, reduce_dtype, reshard)
+    return p._gathered[-1]
 
 
 _handlers[_gather] = lambda op, args, _: _gather_one(*args)  # in inference mode
@@ -443,7 +439,6 @@ def _wrapped_class(cls: type, names: tuple[str, ...], kind: str, is_root: bool) 
         return _eager.run(self, plain_call, args, kwargs)
 
     def initialising(method: str):
-        @functools.wraps(getattr(cls, method))
         def run(self, *args, **kwargs):
             with disable_data_parallel():
                 return getattr(super(wrapped, self), method)(*args, **kwargs)
@@ -587,6 +582,10 @@ class _Call:
 
 def _memory(p: DTensor) -> int:
     return p._local_tensor.untyped_storage()._cdata
+
+
+def _versions(p: DTensor) -> tuple[int, int]:
+    return p._version, p._local_tensor._version  # one counts changes of the DTensor, one those of its local shard
 
 
 def _pack(saved: Tensor) -> Tensor | _GatherAgain:
@@ -764,8 +763,8 @@ def _check_root(root: int) -> None:
 
 # What random values a DTensor gets depends on the number of ranks. Inside disable_data_parallel() each rank draws the
 # whole tensor, from its own seed, and keeps its shard.
-DRAWS = set("normal_ uniform_ bernoulli_ exponential_ geometric_ log_normal_ cauchy_ random_ rand_like randn_like "
-            "randint_like eye".split())  # fmt: skip
+DRAWS = ("normal_ uniform_ bernoulli_ exponential_ geometric_ log_normal_ cauchy_ random_ rand_like randn_like "
+         "randint_like eye").split()  # fmt: skip
 
 
 class _Drawing(TorchDispatchMode):

@@ -163,6 +163,8 @@ PRIVATE = {
     "_C._len_torch_dispatch_stack": lambda: torch._C._len_torch_dispatch_stack() == 0,
     "torch._functorch": lambda: torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack,
     "_C._dynamo": lambda: torch._C._dynamo.eval_frame.get_eval_frame_callback(),
+    "torch._sync": lambda: torch._sync,
+    "torch._from_functional_tensor": lambda: torch._from_functional_tensor(torch._to_functional_tensor(torch.ones(1))),
     "DTensor._op_dispatcher": lambda: DTensor._op_dispatcher,
     "_op_dispatcher._custom_op_handlers": lambda: DTensor._op_dispatcher._custom_op_handlers.items(),
     "aten._is_any_true": lambda: torch.ops.aten._is_any_true.default,
