@@ -45,17 +45,17 @@ def poison(monkeypatch):
 
 
 def made(argv: str, world=1, device="cpu"):
-    """A step of flags, and its batches."""
+    """A step of flags, what runs it, and its batches."""
     c = flags.resolve(flags.parse([*TINY, "--device", device, *argv.split()]), device, world)
     if not dist.is_initialized():
         connect(c, 0, 0, 1)
     step = build(c, torch.device(device), world)
     step.poison = torch.tensor([1.0, 0.0], device=device)
-    step = Replayed(step) if c.cuda_graph else step
+    run = Replayed(step) if c.cuda_graph else step
     rank = dist.get_rank()
     count = world * c.batch * c.grad_accum
     batches = Batches("random", global_batch=count, seqlen=c.seqlen, vocab=c.vocab, seed=0, rank=rank, world=world)
-    return step, ([t.to(device) for t in batch] for batch in batches)
+    return step, run, ([t.to(device) for t in batch] for batch in batches)
 
 
 def tensors(step) -> list[torch.Tensor]:
@@ -76,7 +76,7 @@ def plant_zeros(step) -> None:
 def refused(argv: str, bad: float, world=1, on=0, device="cpu") -> tuple:
     """Bad, good, bad, good: what each step told, whether it left all as it was, and whether all is in the end as after
     the good steps alone."""
-    step, batches = made(argv, world, device)
+    step, run, batches = made(argv, world, device)
     start = [t.clone() for t in tensors(step)]
     first, second = next(batches), next(batches)
     told, same = [], []
@@ -84,7 +84,7 @@ def refused(argv: str, bad: float, world=1, on=0, device="cpu") -> tuple:
         plant_zeros(step)
         before = state(step)
         step.poison.copy_(torch.tensor(poison if dist.get_rank() == on else (1.0, 0.0)))
-        loss = step(*batch)
+        loss = run(*batch)
         told.append((loss.item(), step.grad_norm.item(), step.bad.item()))
         same.append(state(step) == before)
     after = state(step)
@@ -92,7 +92,7 @@ def refused(argv: str, bad: float, world=1, on=0, device="cpu") -> tuple:
         t.copy_(value)
     for batch in (first, second):
         plant_zeros(step)
-        step(*batch)
+        run(*batch)
     return told, same, after == state(step)
 
 
@@ -180,7 +180,7 @@ def test_loss_and_norm_decide_together_and_the_limit_of_the_norm_with_them(loss,
 
 
 def test_a_batch_without_labels_is_left_out_with_a_line_and_the_run_goes_on(poison, capsys):
-    step, batches = made("--compile none")
+    step, _, batches = made("--compile none")
     before = state(step)
     tokens, targets = next(batches)
     loss = step(tokens, torch.full_like(targets, IGNORE))
@@ -192,7 +192,7 @@ def test_a_batch_without_labels_is_left_out_with_a_line_and_the_run_goes_on(pois
 
 
 def test_an_update_in_backward_is_not_refused_but_told(poison):
-    step, batches = made("--compile none --optim in-backward --clip 0")
+    step, _, batches = made("--compile none --optim in-backward --clip 0")
     for poison, bad in ((1.0, 0), (NAN, 1)):
         step.poison[0] = poison
         step(*next(batches))
@@ -226,7 +226,7 @@ def norms_apart(mesh):
     """What replicas have after a step whose gradient norm each computed otherwise."""
     found = []
     for argv, norms in APART.items():
-        step, batches = made(f"--compile none --mode replicate {argv}", 2)
+        step, _, batches = made(f"--compile none --mode replicate {argv}", 2)
         with mock.patch("trainer.step.global_norm", lambda *_, norms=norms: torch.tensor(norms[dist.get_rank()])):
             step(*next(batches))
         found.append((step.grad_norm.item(), step.bad.item(), state(step)))
