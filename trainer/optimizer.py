@@ -77,8 +77,8 @@ class AdamW:
 
     def _foreach(self, part: slice, g: list[Tensor], decaying: int, bad: Tensor | None) -> None:
         """Updates the parameters of `part`, the first `decaying` of which decay. In a bad step every sum below adds a
-        zero (of the sign that leaves -0.0 as it is; no factor is -0.0, which Triton takes for 0.0) or takes one away,
-        and every other factor is one."""
+        zero (of the sign that leaves -0.0 as it is; no factor is -0.0, which Triton takes for 0.0) and every factor
+        of what is kept is one."""
         p = [local(p) for p in self.params[part]]  # not self.shards: a compiled graph has the parameters as inputs
         m, v = self.m[part], self.v[part]
         bad = torch.zeros_like(self.t) if bad is None else bad
@@ -88,9 +88,9 @@ class AdamW:
         if narrow:
             m, v = [x.to(p[0].dtype) for x in m], [x.to(p[0].dtype) for x in v]
         g = [x.masked_fill(refused, 0.0) for x in g]
-        change = torch._foreach_sub(g, m)
+        change = torch._foreach_sub(m, g)
         torch._foreach_mul_(change, torch.where(refused, 0.0, b1 - 1))
-        torch._foreach_sub_(m, change)
+        torch._foreach_add_(m, change)
         torch._foreach_mul_(v, torch.where(refused, 1.0, b2))
         torch._foreach_addcmul_(v, g, g, 1 - b2)
         del g, change
