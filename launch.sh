@@ -4,23 +4,24 @@
 #   ./launch.sh                        install, then train: torchrun main.py --depth 8 --compile fwdbwd (without a GPU
 #                                      regions, which compiles sooner and was not tried on one)
 #   ./launch.sh run FLAGS              the same with your flags instead (python main.py --help lists them)
-#   ./launch.sh test [slow|all|ARGS]   the quick tests; slow: those that it leaves out; all: both; ARGS: pytest's own
+#   ./launch.sh test [lab|slow|all|ARGS]   the product's quick tests; lab: the lab's; slow: those that both leave out;
+#                                      all: all of them; ARGS: pytest's own
 #   ./launch.sh test versions [VERSION...]
 #                                      the tests that a version of torch may break, on others than the pinned one, each
 #                                      in .venv-VERSION (made once); newest: the newest that pip finds (tests/versions.py)
 #   ./launch.sh sweep AXIS|all|FILE [--small] [FLAGS]
-#                                      one run per cell; a second call does what is missing (trainer/experiments/sweep.py)
+#                                      one run per cell; a second call does what is missing (lab/sweeps/sweep.py)
 #   ./launch.sh fit --model DIR [FLAGS]
-#                                      the least recomputation that fits, planned, then measured (fit.py)
+#                                      the least recomputation that fits, planned, then measured (lab/fit.py)
 #   ./launch.sh gpu [1..16] [--tiny]   what needs a GPU: tests, attention kernels, the ladder of memory, MFU, eleven
 #                                      sweeps, saving; each part ends within 8 minutes and resumes; --tiny: on a CPU
 #   ./launch.sh studies [--small] [--only NAME...]
 #                                      one study after the other (studies/); a second call does what is missing
 #   ./launch.sh profile [FLAGS]        a run with --profile DIR; NSYS=1 puts it under nsys
 #   ./launch.sh nodes [FLAGS]          which --mode pays on this network: links and steps measured, beside what was predicted
-#                                      (benchmarks/nodes.py); several nodes: on each, as run
+#                                      (lab/benchmarks/nodes.py); several nodes: on each, as run
 #   ./launch.sh slurm [SLURM'S OPTIONS] [FLAGS]
-#                                      prints a batch script for several nodes (trainer/experiments/slurm.py)
+#                                      prints a batch script for several nodes (lab/sweeps/slurm.py)
 #   ./launch.sh install                only install
 #
 # Environment
@@ -100,7 +101,7 @@ torchrun() {    # torchrun SCRIPT ARGS; a prefix (nsys) may stand in $wrap
         : "${NODE_RANK:?several nodes: give each its NODE_RANK}" "${MASTER_ADDR:?several nodes: name the first as MASTER_ADDR}"
         where="--nnodes=$NNODES --node-rank=$NODE_RANK --master-addr=$MASTER_ADDR --master-port=${MASTER_PORT:-29500}"
         case $NNODES in *:*)
-            where=$("$py" -m trainer.experiments.elastic "${NPROC:-$((gpus > 0 ? gpus : 4))}" "${@:2}") || exit
+            where=$("$py" -m trainer.elastic "${NPROC:-$((gpus > 0 ? gpus : 4))}" "${@:2}") || exit
             export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 ;;    # else a node that comes back ends all (torch 2.13)
         esac
     fi
@@ -120,11 +121,11 @@ gpu() {
         echo "== part $part"
         case $part in
             1)  timeout -k 10 470 "$py" -m pytest -q -m gpu & ;;
-            2)  { timeout 200 "$py" -m studies.attention ${tiny:---sweep reference --repeat 20} --results "$out.jsonl"; [ -n "$tiny" ] ||
-                    timeout 250 "$py" -m studies.attention --search --options "${out%/*}/flex_options.json"; } & ;;
+            2)  { timeout 200 "$py" -m lab.studies.attention ${tiny:---sweep reference --repeat 20} --results "$out.jsonl"; [ -n "$tiny" ] ||
+                    timeout 250 "$py" -m lab.studies.attention --search --options "${out%/*}/flex_options.json"; } & ;;
             16) [ -z "$tiny" ] || shift
-                timeout 470 "$py" -m benchmarks.saving --check ${tiny:+"$tiny"} -- --results "$out.jsonl" "$@" & ;;
-            *)  "$py" -m trainer.experiments.sweep "${axes[part]}" --budget 450 --results "$out.jsonl" "$@" & ;;
+                timeout 470 "$py" -m lab.benchmarks.saving --check ${tiny:+"$tiny"} -- --results "$out.jsonl" "$@" & ;;
+            *)  "$py" -m lab.sweeps.sweep "${axes[part]}" --budget 450 --results "$out.jsonl" "$@" & ;;
         esac
         wait "$!" || { code=$?; [ "$code" -eq 5 ] || status=$code; }    # pytest's 5: no such test
     done
@@ -141,7 +142,7 @@ profile() {
 }
 
 case ${1:-run} in -h|--help|help) sed -n '2,/^$/s/^# \{0,1\}//p' launch.sh; exit ;; -*) set -- run "$@" ;; esac
-command=${1:-run} suite=
+command=${1:-run} suite= folders=
 [ $# -eq 0 ] || shift
 case $command in
     install|run|test|sweep|fit|gpu|nodes|studies|profile|slurm) install ;;
@@ -151,20 +152,26 @@ case $command in
     install) ;;
     run)     [ $# -gt 0 ] || set -- --depth 8 --compile "$([ "$gpus" -gt 0 ] && echo fwdbwd || echo regions)"
              torchrun main.py "$@" ;;
-    test)    # a suite: two files at a time, one thread each, the longest files first (tests/conftest.py)
+    test)    # a suite: two files at a time, one thread each, the longest files first (tests/fixtures.py)
              [ "${1:-}" != versions ] || exec "$py" tests/versions.py "${@:2}"
-             case ${1:-quick} in quick) suite='not slow' ;; slow) suite='slow and not gpu' ;; all) suite='not gpu' ;; esac
+             case ${1:-quick} in
+                 quick) suite='not slow' folders=tests ;;
+                 lab)   suite='not slow' folders=lab/tests ;;
+                 slow)  suite='slow and not gpu' ;;
+                 all)   suite='not gpu' ;;
+             esac
+             # shellcheck disable=SC2086  # no folder: both
              [ -z "$suite" ] ||
-                 set -- -n 2 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder -m "$suite" "${@:2}"
+                 set -- -n 2 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder -m "$suite" $folders "${@:2}"
              OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} exec "$py" -m pytest "$@" ;;
     sweep)   if [ -f "$caller/${1:-}" ]; then file=$caller/$1; shift; set -- "$file" "$@"; fi
              case " $* " in *" --slurm "*) gpus=2 ;; esac    # of an array's nodes, not of this one
              export NPROC=${NPROC:-$((gpus == 1 ? 1 : 2))}
-             exec "$py" -m trainer.experiments.sweep "$@" ;;
-    fit)     exec "$py" fit.py "$@" ;;
+             exec "$py" -m lab.sweeps.sweep "$@" ;;
+    fit)     exec "$py" lab/fit.py "$@" ;;
     gpu)     gpu "$@" ;;
-    nodes)   PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} torchrun benchmarks/nodes.py "$@" ;;
-    studies) exec "$py" -m studies "$@" ;;
+    nodes)   PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} torchrun lab/benchmarks/nodes.py "$@" ;;
+    studies) exec "$py" -m lab.studies "$@" ;;
     profile) profile "$@" ;;
-    slurm)   exec "$py" -m trainer.experiments.slurm "$@" ;;
+    slurm)   exec "$py" -m lab.sweeps.slurm "$@" ;;
 esac

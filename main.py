@@ -10,8 +10,8 @@ import signal
 import sys
 
 from trainer import config as flags
+from trainer.checks import check_at_once
 from trainer.distributed.terminal import Progress, ranks
-from trainer.experiments.checks import check_at_once
 
 if __name__ == "__main__":  # before torch is imported: --help and bad flags answer at once
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C has no traceback; Signals takes over

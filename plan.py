@@ -18,11 +18,11 @@ import sys
 from dataclasses import replace
 from typing import get_type_hints
 
+from lab.planning import hardware, report, search
+from lab.planning.search import Plan, parse, question, two_questions, unread
 from trainer import config as flags
 from trainer.distributed.command_line import explain, flag
 from trainer.distributed.terminal import fail, tell
-from trainer.planning import hardware, report, search
-from trainer.planning.search import Plan, parse, question, two_questions, unread
 
 SWEPT = "gpu watts gpus nodes across hf logits master_dtype lora reserve_gib".split()  # by --what-if, of plan.py's own
 
@@ -61,13 +61,13 @@ def fit(own: Plan, q: search.Question) -> list[str]:
 
 
 def exact(own: Plan, q: search.Question, words: list[str]) -> int:
-    """Runs trainer.profiling.peak on the flags of main.py; returns its exit code."""
+    """Runs lab.profiling.peak on the flags of main.py; returns its exit code."""
     if own.hf:
         raise ValueError("--exact: simulates the reference transformer; leave out --hf")
     for name, usual in (("lora", 0), ("remat_ops", False), ("logits", "auto"), ("master_dtype", "fp32")):
         if getattr(own, name) != usual:
             raise ValueError(f"--exact: simulates what main.py runs, which has no {flag(name)}; leave it out")
-    command = [sys.executable, "-m", "trainer.profiling.peak", "--world", str(q.ranks), "--arch", q.gpu.arch, *words]
+    command = [sys.executable, "-m", "lab.profiling.peak", "--world", str(q.ranks), "--arch", q.gpu.arch, *words]
     return subprocess.run(command).returncode
 
 

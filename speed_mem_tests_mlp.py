@@ -25,9 +25,9 @@ from typing import Literal
 
 import tyro
 
+from lab.sweeps import sweep
 from trainer import config as flags
 from trainer.distributed.terminal import fail, grouped, markdown, ranks
-from trainer.experiments import sweep
 
 WARMUP = 3  # steps in no median, the compiling ones among them
 SIZES = "width seqlen blocks batch vocab grow steps".split()
@@ -112,9 +112,9 @@ import overlap
 from simple_fsdp import MixedPrecisionPolicy, data_parallel, disable_data_parallel
 from trainer.attention import DTYPES
 from trainer.distributed.launch import connect, shutdown
-from trainer.experiments.logging import append_jsonl, check_writable, final_lines
+from trainer.logging import append_jsonl, check_writable, final_lines
+from trainer.measuring import memory, timing
 from trainer.parallelize import compile_options
-from trainer.profiling import memory, timing
 from trainer.step import check_mode
 
 

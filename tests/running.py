@@ -14,7 +14,7 @@ from harness import free_port
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import main
-from trainer.profiling.gpu_code import no_triton
+from lab.profiling.gpu_code import no_triton
 
 ROOT = Path(main.__file__).parent
 TINY = "--compile none --depth 1 --width 32 --head-dim 16 --grouping 2 --seqlen 16 --steps 6 --batch 2".split()

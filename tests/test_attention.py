@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import main
 import model as model_file
+from lab.studies import attention
 from model import REMAT, ModelConfig, Transformer, sdpa_kernel
-from studies import attention
 from trainer import attention as kernels
 from trainer import config
 from trainer.attention import Shape

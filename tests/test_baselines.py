@@ -16,7 +16,7 @@ import torch.distributed as dist
 from harness import free_port, spawn
 from torch.distributed.tensor import DTensor
 
-from benchmarks import exposed, wrappers
+from lab.benchmarks import exposed, wrappers
 from model import IGNORE
 from trainer import config as flags
 from trainer.data import Batches
@@ -176,7 +176,7 @@ def test_one_command_compares_them_in_one_process_group(tmp_path):
     env = os.environ | dict(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", f"--master-port={free_port()}"]
     small = [*SMALL, "--steps", "6", "--results", str(rows)]
-    argv = [*torchrun, "-m", "benchmarks.wrappers", *cells, "--", *small]
+    argv = [*torchrun, "-m", "lab.benchmarks.wrappers", *cells, "--", *small]
     done = subprocess.run(argv, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     written = [json.loads(line) for line in rows.read_text().splitlines()]
@@ -190,7 +190,7 @@ def test_links_of_any_speed_and_what_is_exposed_of_their_time(tmp_path):
     env, results = os.environ | dict(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT)), ["--results", "rows.jsonl"]
 
     def call(*argv):
-        argv = [sys.executable, "-m", "benchmarks.exposed", *results, *argv]
+        argv = [sys.executable, "-m", "lab.benchmarks.exposed", *results, *argv]
         return subprocess.run(argv, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=200)
 
     done = call("simple:none", "fsdp2:none", "--", *SMALL, "--steps", "3", "--device", "cpu")

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from running import TINY, TORCHRUN, one_line, python
 
 from trainer import config as flags
+from trainer import elastic
 from trainer.config import Output, System, Training
 from trainer.distributed import command_line
 from trainer.distributed.terminal import ranks
-from trainer.experiments import elastic
 from trainer.finetuning import config as finetuning
 
 pytestmark = pytest.mark.usefixtures("isolated")

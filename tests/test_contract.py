@@ -21,9 +21,9 @@ from trainer import config as flags
 from trainer import costs
 from trainer.distributed.launch import connect
 from trainer.finetuning.model import HuggingFaceModel
+from trainer.measuring import flops
 from trainer.optimizer import AdamW
 from trainer.parallelize import build
-from trainer.profiling import flops
 from trainer.step import COMPILE_MODES, make_step
 
 pytestmark = pytest.mark.usefixtures("isolated")

@@ -24,9 +24,9 @@ from saved import steps_in
 from lean import IGNORE
 from trainer import run as runs
 from trainer.data import Batches, DataError, check_files
-from trainer.experiments.evaluation import _readable
-from trainer.experiments.logging import Sinks
-from trainer.profiling import memory
+from trainer.evaluation import _readable
+from trainer.logging import Sinks
+from trainer.measuring import memory
 
 pytestmark = pytest.mark.usefixtures("isolated", "one_thread")
 

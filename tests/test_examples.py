@@ -15,9 +15,9 @@ import torch.distributed as dist
 from harness import free_port
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from lab.profiling.collectives import capture, collectives, saved
 from overlap import compile_options
 from simple_fsdp import data_parallel
-from trainer.profiling.collectives import capture, collectives, saved
 
 TRAINER, OWN_LOOP = (Path(__file__).parents[1] / "examples" / name for name in ("hf_trainer.py", "own_loop.py"))
 without = not find_spec("transformers")

@@ -407,7 +407,7 @@ import sys, torch
 from trainer import config
 from trainer.checkpoint import export, weights
 from trainer.parallelize import build
-from trainer.profiling import memory
+from trainer.measuring import memory
 device = torch.device("cpu")
 small, big, what = sys.argv[1:4]
 if what == "load":

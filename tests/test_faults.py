@@ -172,8 +172,8 @@ def test_a_connection_for_which_there_is_no_memory_is_not_lost():
 
 
 def test_the_snapshot_of_a_gpu_out_of_memory_has_no_path_of_this_machine(tmp_path, monkeypatch):
-    monkeypatch.setattr("trainer.profiling.memory.peak", lambda device: dict(peak_alloc_mib=1))
-    monkeypatch.setattr("trainer.profiling.memory.dump_snapshot", lambda path: Path(path).touch())
+    monkeypatch.setattr("trainer.measuring.memory.peak", lambda device: dict(peak_alloc_mib=1))
+    monkeypatch.setattr("trainer.measuring.memory.dump_snapshot", lambda path: Path(path).touch())
     state, step = SimpleNamespace(step=1), SimpleNamespace(phase="bwd")
     run = SimpleNamespace(device=torch.device("cuda"), rank=3, step=step, state=state, first=0)
     told = errors.outcome_of(torch.OutOfMemoryError("Tried to allocate 2.00 GiB"), run, tmp_path / "hang")

@@ -233,7 +233,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from generated import Kernel, observe
 from trainer import config as flags
-from trainer.profiling import gpu_code
+from lab.profiling import gpu_code
 
 gpu_code.pretend("sm_90")
 dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())

@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lab.studies import attention
 from model import REMAT, ModelConfig, Transformer, sdpa_kernel
 from simple_fsdp import MixedPrecisionPolicy, data_parallel, disable_data_parallel
-from studies import attention
 from trainer import attention as kernels
 from trainer.costs import device_peak
 from trainer.fault_tolerance.watchdog import _collectives

@@ -7,6 +7,7 @@ packages share therefore lies below both. Tests, examples and scripts are no par
 """
 
 import ast
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -14,31 +15,38 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FLOORS = [  # from the bottom; an entry is a module or a package
+MOVED = ["studies", "benchmarks", "fit", "trainer.report", "trainer.profiling", "trainer.experiments"]  # say where to
+FLOORS = [  # from the bottom; an entry is a module or a package. First the product, then the lab, then the programs
     ["simple_fsdp", "overlap", "gloo", "lean", "muon", "trainer.costs"],
     ["trace_once"],
     ["regions"],
     ["model"],
     ["trainer.distributed"],
     ["trainer.config"],
-    ["trainer.data", "trainer.attention", "trainer.optimizer"],
+    ["trainer.data", "trainer.attention", "trainer.optimizer", "trainer.elastic"],
     ["trainer.step"],
     ["trainer.parallelize"],
-    ["trainer.profiling"],
+    ["trainer.measuring"],
     ["trainer.checkpoint"],
     ["trainer.fault_tolerance"],
-    ["trainer.experiments"],
-    ["trainer.report"],
-    ["trainer.planning"],
+    ["trainer.logging", "trainer.evaluation", "trainer.summary"],
+    ["trainer.checks"],
     ["trainer.run"],
     ["trainer.finetuning"],
-    ["studies"],
-    ["benchmarks"],
-    ["main", "finetune", "plan", "fit", "speed_mem_tests_mlp"],
+    ["main", "finetune"],
+    ["lab.profiling"],
+    ["lab.sweeps"],
+    ["lab.report"],
+    ["lab.planning"],
+    ["lab.studies"],
+    ["lab.benchmarks"],
+    ["lab.fit"],
+    ["plan", "speed_mem_tests_mlp"],
 ]
 COPIED = FLOORS[0][:5]  # users copy these files: they stand alone
-PROGRAMS = FLOORS[-1]
-MOST_MODULES = {"studies": 12, "trainer.finetuning": 10}  # a module per study, what they share, what runs all of them
+PROGRAMS = ["main", "finetune", "plan", "speed_mem_tests_mlp"]
+USES_THE_LAB = ["plan", "speed_mem_tests_mlp"]  # programs at the top for those who type their names
+MOST_MODULES = {"lab.studies": 12, "trainer": 13, "trainer.finetuning": 10}  # a module per study, what they share, what runs all of them
 MOST_LINES = {"simple_fsdp": 820, "overlap": 460, "trainer.config": 470}  # of a file; of others 450
 REGISTRATIONS = {  # calls at import that are allowed, with the reason
     "lean_mlp.register_autograd": "torch must know the gradients of an op of our own before the first model is built",
@@ -54,9 +62,9 @@ def _name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-PATHS = sorted([*ROOT.glob("*.py"), *ROOT.glob("trainer/**/*.py"), *ROOT.glob("benchmarks/**/*.py"),
-                *ROOT.glob("studies/*.py")])  # fmt: skip
-SOURCES = {_name(path): path.read_text() for path in PATHS}
+PATHS = sorted([*ROOT.glob("*.py"), *ROOT.glob("trainer/**/*.py"), *ROOT.glob("lab/**/*.py")])
+PATHS = [path for path in PATHS if "tests" not in path.relative_to(ROOT).parts]
+SOURCES = {name: path.read_text() for path in PATHS if (name := _name(path)) not in MOVED}
 TREES = {name: ast.parse(source) for name, source in SOURCES.items()}
 PACKAGES = [_name(path) for path in PATHS if path.name == "__init__.py"]
 MODULES = sorted(name for name in SOURCES if name not in PACKAGES or SOURCES[name])  # an empty __init__ is none
@@ -134,6 +142,20 @@ def test_imports_go_downwards(name):
 
     wrong = [module for module in ours(name) if not below_or_beside(module)]
     assert not wrong, f"{name}, on floor {floor} ({entry}), imports {', '.join(sorted(wrong))}"
+
+
+def test_nothing_outside_of_the_lab_imports_it():
+    """But for the two programs that are the lab's own, at the top."""
+    outside = [name for name in MODULES if not name.startswith("lab.") and name not in USES_THE_LAB]
+    wrong = {name: found for name in outside if (found := [m for m in imported(name) if m.split(".")[0] == "lab"])}
+    assert not wrong
+
+
+@pytest.mark.parametrize("name", [*MOVED, "studies.memory", "benchmarks.planner.runs", "trainer.experiments.sweep"])
+def test_a_name_that_has_moved_says_the_new_one(name):
+    run = subprocess.run([sys.executable, "-m", name], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    [line] = run.stderr.splitlines()
+    assert run.returncode == 1 and line.startswith("error: moved: ") and not run.stdout
 
 
 def test_the_installed_package_holds_every_program_and_package():

@@ -28,7 +28,7 @@ from trainer.config import Output, System, Training
 from trainer.data import Batches
 from trainer.distributed import terminal
 from trainer.distributed.terminal import ranks
-from trainer.profiling import memory
+from trainer.measuring import memory
 
 pytestmark = pytest.mark.usefixtures("isolated")
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from running import ROOT, module, needs_triton
 
-from trainer.experiments import sweep
-from trainer.experiments.logging import read_jsonl
+from lab.sweeps import sweep
+from trainer.logging import read_jsonl
 
 HERE = torch.version.cuda is not None and not torch.cuda.is_available()
 WHY = "needs a CUDA build of torch and a machine without a GPU"
@@ -28,7 +28,7 @@ def flags_of(row: dict) -> list[str]:
 
 
 @pytest.mark.parametrize("command", [
-    "trainer.profiling.peak --arch sm_90 --world 4",
+    "lab.profiling.peak --arch sm_90 --world 4",
     "plan --exact --gpu h100 --gpus 4",
 ])  # fmt: skip
 def test_the_peak_is_that_of_torch_s_cpu_build(command):
@@ -41,12 +41,12 @@ def test_the_peak_is_that_of_torch_s_cpu_build(command):
 
 
 def test_every_kernel_compiles():
-    done = module("trainer.profiling.gpu_code", "--arch", "sm_90", "--world", "4", *flags_of(RECORDED))
+    done = module("lab.profiling.gpu_code", "--arch", "sm_90", "--world", "4", *flags_of(RECORDED))
     assert done.code == 0, done.err
     assert re.search(r"^sm_90, \d\d+ configurations compiled, 0 failed", done.out, re.M), done.out
 
 
 def test_collectives_are_counted():
-    done = module("trainer.profiling.collectives", "--device", "cuda", "--world", "4", *flags_of(RECORDED))
+    done = module("lab.profiling.collectives", "--device", "cuda", "--world", "4", *flags_of(RECORDED))
     assert done.code == 0, done.err
     assert re.search(r"^per step and rank: \d+ all-gathers, \d+ reduce-scatters", done.out, re.M), done.out

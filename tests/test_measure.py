@@ -1,4 +1,4 @@
-"""trainer/profiling/timing.py and memory.py: they report what happened, on a CPU for real, on CUDA from a stand-in.
+"""trainer/measuring/timing.py and memory.py: they report what happened, on a CPU for real, on CUDA from a stand-in.
 
     pytest tests/test_measure.py        # about 10 s, no GPU; with one the tests marked gpu run too
 """
@@ -18,10 +18,10 @@ import pytest
 import torch
 
 from trainer.costs import device_peak
-from trainer.profiling import memory, timing
-from trainer.profiling.flops import utilisation
-from trainer.profiling.memory import Stages, out_of_memory
-from trainer.profiling.timing import Profile, StepTimer, stats
+from trainer.measuring import memory, timing
+from trainer.measuring.flops import utilisation
+from trainer.measuring.memory import Stages, out_of_memory
+from trainer.measuring.timing import Profile, StepTimer, stats
 
 needs_reset = pytest.mark.skipif("peak_rss_note" in memory.peak("cpu"), reason="no resettable high-water mark here")
 MIB = 2**20

@@ -16,7 +16,8 @@ from harness import spawn
 from saved import made, whole
 
 import plan as plan_program
-from benchmarks import wrappers
+from lab.benchmarks import wrappers
+from lab.planning import architecture, step_time
 from muon import groups_of, layout_of, muon, newton_schulz, plan
 from trainer import config as flags
 from trainer.checkpoint import load as checkpoint
@@ -27,7 +28,6 @@ from trainer.distributed import simulated_world as sim
 from trainer.distributed.launch import connect
 from trainer.optimizer import local
 from trainer.parallelize import build, reference_model
-from trainer.planning import architecture, step_time
 
 pytestmark = pytest.mark.usefixtures("isolated")
 MUON = "--optimizer muon --muon-dtype fp32 --muon-lr 0.02 --lr 0.01".split()
@@ -263,7 +263,7 @@ def test_a_planned_step_of_eight_h100s_is_at_most_a_tenth_longer_than_adamws():
     assert 1 < muon_.time.seconds / adamw.time.seconds < 1.1
     one = planned("--optimizer", "muon", gpus=1).time.parts[step_time.ITERATION]
     D = 4096
-    rate = 0.83 * 831e12  # of products: that of one H100, as far as others reach it (trainer/planning/field.toml)
+    rate = 0.83 * 831e12  # of products: that of one H100, as far as others reach it (lab/planning/field.toml)
     assert one == pytest.approx(5 * 194.25 * D**3 / rate, rel=0.2)
     assert muon_.time.parts[step_time.ITERATION] == pytest.approx(one / 8, rel=0.15)
     fewer = planned("--optimizer", "muon", gpus=1).peak.pieces["Adam's moments"]

@@ -15,10 +15,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._functional_collectives import all_gather_tensor, all_reduce
 
 import overlap
+from lab.profiling.collectives import block_inputs, capture, collectives, gathered_alive, of_step, saved
 from model import ModelConfig, Transformer
 from overlap import compile_options
 from simple_fsdp import MixedPrecisionPolicy, data_parallel
-from trainer.profiling.collectives import block_inputs, capture, collectives, gathered_alive, of_step, saved
 from trainer.step import AdamW, check_mode, make_step
 
 B, T, D, V = 1, 8, 128, 512

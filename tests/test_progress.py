@@ -14,11 +14,11 @@ from types import SimpleNamespace
 import pytest
 from running import ROOT, TINY, TORCHRUN, python, torchrun
 
+from trainer import checks
 from trainer import config as flags
 from trainer.distributed import terminal
 from trainer.distributed.terminal import Progress, did_you_mean, tell
-from trainer.experiments import checks
-from trainer.experiments.summary import doing, notes
+from trainer.summary import doing, notes
 
 STUB = """raise SystemExit("torch is being imported")\n"""
 

@@ -55,11 +55,11 @@ def source(module: str) -> str:
 def flags_of_tools(text: str) -> set[str]:
     """Flags of the commands that `text` names, but for those of main.py: as they stand in their sources."""
     files = {source(each) for each in re.findall(r"(?:trainer|benchmarks|studies)(?:\.\w+)+", text)}
-    files |= set(FILE.findall(text)) & {"speed_mem_tests_mlp.py", "tests/soak.py", "benchmarks/peaks.py"}
+    files |= set(FILE.findall(text)) & {"speed_mem_tests_mlp.py", "tests/soak.py", "lab/benchmarks/peaks.py"}
     if "studies" in text:
-        files |= {"studies/study.py", "studies/__main__.py"}
+        files |= {"lab/studies/study.py", "lab/studies/__main__.py"}
     if "launch.sh" in text:
-        files |= {"launch.sh", "trainer/experiments/sweep.py", "trainer/experiments/slurm.py"}
+        files |= {"launch.sh", "lab/sweeps/sweep.py", "lab/sweeps/slurm.py"}
     found = TORCHRUN if "torchrun" in text else set()
     return found.union(*(FLAG.findall((ROOT / file).read_text()) for file in files if (ROOT / file).is_file()))
 
@@ -118,8 +118,8 @@ def test_flags_that_are_named_are_flags_of_main_or_of_a_command_in_the_same_sect
     for part in sections(page):
         found = {flag for code in CODE.findall(part) for flag in FLAG.findall(code)}
         found |= {flag for mark in re.findall(r"<!-- .+ -->", part) for flag in FLAG.findall(mark)}
-        others = {name for name in ("plan.py", "finetune.py", "fit.py") if name in part}
-        others |= {"fit.py"} if "launch.sh fit" in part else set()
+        others = {name for name in ("plan.py", "finetune.py", "lab/fit.py") if name in part}
+        others |= {"lab/fit.py"} if "launch.sh fit" in part else set()
         pages = {"plan.py": ["docs/PLANNER.md"], "finetune.py": ["docs/finetuning.md", "docs/faults.md"]}
         others |= {name for name, own in pages.items() if page in own}
         known = flags_of_main().union(*map(flags_of_main, others), flags_of_tools(part))
@@ -127,7 +127,7 @@ def test_flags_that_are_named_are_flags_of_main_or_of_a_command_in_the_same_sect
 
 
 def test_the_picture_is_of_the_committed_rows(tmp_path):
-    plots = pytest.importorskip("trainer.report.plots", exc_type=ImportError)
+    plots = pytest.importorskip("lab.report.plots", exc_type=ImportError)
     rows = [json.loads(line) for line in (ROOT / "results/collectives.jsonl").read_text().splitlines()]
     svg, png = plots.overlap(rows, tmp_path)
     texts = [re.findall(r"<text[^>]*>([^<]+)<", path.read_text()) for path in (svg, ROOT / "docs" / svg.name)]
@@ -141,8 +141,8 @@ def test_the_picture_is_of_the_committed_rows(tmp_path):
 @pytest.mark.parametrize(("name", "rows", "figure"), [("loss", "loss_small", "loss"), ("links", "h100", "links"),
                                                       ("links", "h100", "time-memory-1")])  # fmt: skip
 def test_the_figures_of_docs_are_of_the_committed_rows(tmp_path, name, rows, figure):
-    plots = pytest.importorskip("trainer.report.plots", exc_type=ImportError)
-    from trainer.report import published, tables
+    plots = pytest.importorskip("lab.report.plots", exc_type=ImportError)
+    from lab.report import published, tables
 
     found = published.read([ROOT / f"results/{rows}.jsonl"])
     if figure == "links":

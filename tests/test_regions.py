@@ -18,9 +18,9 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 import overlap
 import regions
 import simple_fsdp
+from lab.profiling.collectives import capture, collectives, gathered_alive, inlined, report, saved
 from model import ModelConfig, Transformer
 from simple_fsdp import MixedPrecisionPolicy, data_parallel
-from trainer.profiling.collectives import capture, collectives, gathered_alive, inlined, report, saved
 
 aten, WAIT = torch.ops.aten, overlap.WAIT
 needs_213 = pytest.mark.skipif(torch.__version__ < (2, 13), reason="regions need torch 2.13")

@@ -9,11 +9,11 @@ import torch.distributed as dist
 from harness import spawn
 from small_model import SMALL, B, Ops, T, assert_bitwise, assert_close, batch, build, train
 
+from lab.profiling.collectives import inductor_passes
 from lean import lean_mlp, lean_mlp_backward
 from model import ModelConfig, Transformer
 from simple_fsdp import MixedPrecisionPolicy, data_parallel, disable_data_parallel
 from simple_fsdp import _cut as cut
-from trainer.profiling.collectives import inductor_passes
 from trainer.step import AdamW, make_step
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from benchmarks import saving
+from lab.benchmarks import saving
 from trainer import config as flags
 from trainer.checkpoint import load as checkpoint
 from trainer.checkpoint import save as saver
@@ -265,7 +265,7 @@ def test_a_fault_planted_in_the_last_save_in_the_background_happens(train, tmp_p
 
 
 def test_save_cost_without_rounds_is_refused():
-    argv = [sys.executable, "-m", "benchmarks.saving", "--rounds", "0"]
+    argv = [sys.executable, "-m", "lab.benchmarks.saving", "--rounds", "0"]
     done = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert done.returncode == 2 and one_line(done.stderr) == "error: --rounds 0: must be at least 1"
 

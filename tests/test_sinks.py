@@ -1,4 +1,4 @@
-"""trainer/experiments/logging.py: the files say what happened, whatever breaks, and nothing that breaks ends a run.
+"""trainer/logging.py: the files say what happened, whatever breaks, and nothing that breaks ends a run.
 
     pytest tests/test_sinks.py        # about 5 s, no network
 """
@@ -17,8 +17,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from trainer.experiments import logging as sinks
-from trainer.experiments.logging import Sinks, append_jsonl, check_writable, final_lines
+from trainer import logging as sinks
+from trainer.logging import Sinks, append_jsonl, check_writable, final_lines
 
 REPO = Path(__file__).resolve().parents[1]
 STEP = {"loss": 3.21, "lr": 3e-4, "grad_norm": 1.25, "ms": 360.12, "tok_s": 91022.4}
@@ -53,7 +53,7 @@ def warnings_of(capsys):
 
 
 def test_lines_of_two_processes_never_mix(tmp_path):
-    code = "import sys\nfrom trainer.experiments.logging import append_jsonl\nfor k in range(300):\n"
+    code = "import sys\nfrom trainer.logging import append_jsonl\nfor k in range(300):\n"
     code += " append_jsonl('rows.jsonl', {'who': sys.argv[1], 'k': k, 'long': sys.argv[1] * 5000})"
     env = {**os.environ, "PYTHONPATH": str(REPO)}
     both = [subprocess.Popen([sys.executable, "-c", code, who], cwd=tmp_path, env=env) for who in "ab"]
@@ -211,7 +211,7 @@ def test_off_a_terminal_a_step_is_a_line():
 
 
 def test_neither_torch_nor_wandb_nor_rich_is_imported_unasked(tmp_path):
-    code = "import sys\nfrom trainer.experiments.logging import Sinks\n"
+    code = "import sys\nfrom trainer.logging import Sinks\n"
     code += "s = Sinks('rows.jsonl', total_steps=1)\ns.step({'step': 1})\n"
     code += "s.close()\nprint({'torch', 'wandb', 'rich'} & set(sys.modules))"
     assert python(code, tmp_path).stdout.splitlines()[-1] == "set()"
@@ -255,7 +255,7 @@ def tables(folder):
 
 
 OFFLINE = """
-from trainer.experiments.logging import Sinks
+from trainer.logging import Sinks
 run = Sinks("out/rows.jsonl", "offline", "group", "name", {"width": 64, "dtype": float, "hf_token": "sesame-1",
             "nested": {"api_key": "sesame-2", "tokens": 8}, "loss": "full"}, ["tag"], 0, 2, 1, resume="abcd1234")
 for k in (1, 2):
@@ -299,7 +299,7 @@ def test_wandb_offline_leaves_a_run_beside_the_rows_without_secrets(tmp_path):
 
 TABLES = """
 from pathlib import Path
-from trainer.experiments.logging import log_tables
+from trainer.logging import log_tables
 rows = [{"cell": "--depth 2", "ms": 1.5, "loss": float("nan"), "flags": {"depth": 2, "hf_token": "sesame-1"}},
         {"cell": "--depth 4", "outcome": "OOM bwd", "ms": "slow", "api_key": "sesame-2"}]
 log_tables({"depth": rows, "width": rows[:1], "nothing": []}, Path("out/rows.jsonl"), "offline", "a group", ["tag"],

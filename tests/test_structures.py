@@ -20,10 +20,10 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import overlap
+from lab.profiling.collectives import collectives, gathered_alive, inductor_passes, tracing
 from overlap import compile_options
 from simple_fsdp import data_parallel, describe, units_of
-from trainer.experiments.summary import units_in_words
-from trainer.profiling.collectives import collectives, gathered_alive, inductor_passes, tracing
+from trainer.summary import units_in_words
 
 D = 16  # width
 

@@ -1,4 +1,4 @@
-"""trainer/profiling/timeline.py: peaks of given events; what a step allocates, to the byte.
+"""trainer/measuring/timeline.py: peaks of given events; what a step allocates, to the byte.
 
     pytest tests/test_timeline.py        # the last test of the step needs CUDA
 """
@@ -18,8 +18,7 @@ from trainer import config as flags
 from trainer import parallelize
 from trainer.distributed import simulated_world
 from trainer.distributed.launch import connect
-from trainer.parallelize import build, model_config
-from trainer.profiling.timeline import (
+from trainer.measuring.timeline import (
     DIP,
     GRADIENTS,
     LOGITS,
@@ -36,6 +35,7 @@ from trainer.profiling.timeline import (
     lines,
     watch,
 )
+from trainer.parallelize import build, model_config
 
 SMALL = "--depth 1 --width 64 --head-dim 16 --grouping 2 --vocab 512 --seqlen 32 --batch 6 --data random"
 BT, V, D = 6 * 32, 512, 64  # V is not 4 D and BT none of both: sizes tell logits and weights apart
@@ -295,7 +295,7 @@ def test_main_explains_one_step_that_no_statistic_covers(capfd, tmp_path, steps,
 
 
 def test_without_the_flag_nothing_is_watched(capfd, tmp_path):
-    with mock.patch("trainer.profiling.timeline.watch", side_effect=AssertionError):
+    with mock.patch("trainer.measuring.timeline.watch", side_effect=AssertionError):
         code, out, _, _ = run(capfd, tmp_path, "--steps", "2")
     assert code == 0 and "peaks of memory" not in out
 

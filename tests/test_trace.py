@@ -14,7 +14,7 @@ from torch._inductor.codecache import PyCodeCache
 from torch._inductor.graph import GraphLowering
 
 import simple_fsdp
-from trainer.profiling import timing
+from trainer.measuring import timing
 
 pytestmark = pytest.mark.usefixtures("isolated")
 PLAIN = GraphLowering.compile_to_module, simple_fsdp._Gather.forward, simple_fsdp._Reduce.forward

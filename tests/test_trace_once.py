@@ -24,8 +24,8 @@ from torch.utils.checkpoint import checkpoint
 import overlap
 import regions
 import trace_once
+from lab.profiling.collectives import inductor_passes, tracing
 from simple_fsdp import data_parallel
-from trainer.profiling.collectives import inductor_passes, tracing
 
 pytestmark = pytest.mark.skipif(torch.__version__ < (2, 13), reason="regions need torch 2.13")
 D = 8  # width

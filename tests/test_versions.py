@@ -14,7 +14,7 @@ from running import ROOT, rows_of
 from torch.torch_version import TorchVersion
 
 from trainer import config as flags
-from trainer.experiments.checks import TORCH
+from trainer.checks import TORCH
 from trainer.run import warn
 
 OUTCOMES = """

@@ -13,9 +13,9 @@ import pytest
 from running import ROOT, TINY, rows_of
 from test_sinks import STEP, FakeWandb, logged, rows, warnings_of
 
+from lab.report.__main__ import main as report
 from trainer import config, costs
-from trainer.experiments.logging import Sinks, log_tables
-from trainer.report.__main__ import main as report
+from trainer.logging import Sinks, log_tables
 
 pytestmark = pytest.mark.usefixtures("isolated")
 

@@ -1,6 +1,6 @@
 """Runs the tests that a version of torch may break on other versions, each in an environment of its own. On a CPU.
 
-    ./launch.sh test versions                   # those of TORCH in trainer/experiments/checks.py
+    ./launch.sh test versions                   # those of TORCH in trainer/checks.py
     ./launch.sh test versions 2.11.0 2.14.1     # these
     ./launch.sh test versions newest            # the newest that pip finds beside the pinned one; skipped where none is
 
@@ -25,9 +25,9 @@ from xml.etree import ElementTree
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(1, str(ROOT))
 
-from trainer.experiments.checks import TORCH  # noqa: E402
-from trainer.experiments.processes import stop  # noqa: E402
-from trainer.report.tables import section  # noqa: E402
+from lab.report.tables import section  # noqa: E402
+from lab.sweeps.processes import stop  # noqa: E402
+from trainer.checks import TORCH  # noqa: E402
 
 PARTS = {  # the test files of each part; parts run one after the other
     "wrapper": """
@@ -123,7 +123,7 @@ def environment(python: Path) -> dict:
     """What every row says of code and machine; the size of the interpreter's environment in GB."""
     code = """
 import json
-from trainer.profiling.timing import environment
+from trainer.measuring.timing import environment
 print(json.dumps(environment("cpu")))
 """
     variables = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -3,7 +3,7 @@
 from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx
 
-from trainer.profiling.collectives import inductor_passes
+from lab.profiling.collectives import inductor_passes
 
 
 class WithoutCode:

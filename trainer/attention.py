@@ -100,14 +100,14 @@ def options_key(shape: Shape, device: torch.device) -> str:
 
 
 def read_options(path: str | Path, missing_ok: bool = False) -> dict[str, dict]:
-    """`options_key` -> {"options": {name: int}, "forward_ms": .., "backward_ms": ..}, by studies/attention.py.
+    """`options_key` -> {"options": {name: int}, "forward_ms": .., "backward_ms": ..}, by lab/studies/attention.py.
     missing_ok: a missing file is an empty one. Raises ValueError, one line, for a file that is missing or broken."""
     try:
         found = json.loads(Path(path).read_text())
     except FileNotFoundError:
         if missing_ok:
             return {}
-        raise ValueError(f"{path}: no such file; python -m studies.attention --search writes one") from None
+        raise ValueError(f"{path}: no such file; python -m lab.studies.attention --search writes one") from None
     except (OSError, ValueError) as e:
         raise ValueError(f"{path}: {e}") from e
     entries = found.values() if isinstance(found, dict) else [None]

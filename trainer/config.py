@@ -144,7 +144,8 @@ class System:
     """Simulate this many ranks in one process, to measure speed and memory. The process is rank 0; data is really
     copied, links take modelled time, and every rank is taken to hold the same shards as rank 0."""
     link: str = "h100-nvlink"
-    """Of --world: a100-nvlink, h100-nvlink, ndr-ib, 4090-pcie, none, us:GB/s or measured:FILE (studies.collectives)."""
+    """Of --world: a100-nvlink, h100-nvlink, ndr-ib, 4090-pcie, none, us:GB/s or measured:FILE (lab.studies.collectives
+    writes it)."""
     wrapper: Literal["simple", "fsdp2", "ddp", "none"] = "simple"
     """simple: simple_fsdp.data_parallel. Others to compare it with: fsdp2 (torch's fully_shard on each block), ddp
     (torch's DistributedDataParallel, bf16 by autocast), none (the bare model, on one rank only)."""
@@ -186,7 +187,7 @@ class System:
     FlashAttention; where neither can run (in fp32) efficient, then math; on a CPU what torch picks. efficient repeats K
     and V for each query head. math stores the scores, seqlen x seqlen, and with --remat computes them again."""
     flex_options: str | None = None
-    """File of tuned kernel options for --attn flex, written by python -m studies.attention --search."""
+    """File of tuned kernel options for --attn flex, written by python -m lab.studies.attention --search."""
     remat: Literal["none", "mlp", "attn", "both", "block", "pointwise"] = "none"
     """What backward computes again instead of keeping it. mlp: the MLP. attn: the attention branch. both: the two of
     them. block: whole blocks. pointwise: all but matrix products. The output of attention is kept in each case."""

@@ -56,12 +56,12 @@ def newton_schulz_flops(m: int, n: int, steps: int) -> int:
 
 
 def measured(text: str) -> str:
-    """Of "measured:FILE" the link that studies.collectives has fitted, the last of its rows, as "alpha_us:GB_per_s";
+    """Of "measured:FILE" the link that lab.studies.collectives fitted, the last of its rows, as "alpha_us:GB_per_s";
     any other text as it is. ValueError, one line: no such file, or no link in it."""
     kind, _, file = text.partition(":")
     if kind != "measured":
         return text
-    fix = "python -m studies.collectives --results FILE writes one"
+    fix = "python -m lab.studies.collectives --results FILE writes one"
     try:
         with open(file) as rows:
             found = [row["link"] for row in map(json.loads, rows) if isinstance(row.get("link"), dict)]
@@ -73,7 +73,7 @@ def measured(text: str) -> str:
 
 
 def link(text: str, ports: bool = False) -> Link:
-    """A named link, "none" (takes no time), "alpha_us:GB_per_s", or "measured:FILE" of rows of studies.collectives.
+    """A named link, "none" (takes no time), "alpha_us:GB_per_s", or "measured:FILE" of rows of lab.studies.collectives.
     With `ports` also "alpha_us:8x50": so many ports of a node that its ranks share. ValueError, one line, for anything
     else."""
     text = measured(text)

@@ -27,24 +27,24 @@ from trainer.attention import choose_kernel
 from trainer.checkpoint import load as checkpoint
 from trainer.checkpoint.save import Saver
 from trainer.checkpoint.weights import initialise
+from trainer.checks import check, never_run
 from trainer.data import Batches, DataError
 from trainer.distributed import simulated_world
 from trainer.distributed.compile_once import compile_once
 from trainer.distributed.control import Control, Signals, Stopped, agree, control_group
 from trainer.distributed.launch import connect, set_deterministic, shutdown
 from trainer.distributed.terminal import Progress, fail, tell
-from trainer.experiments.checks import check, never_run
-from trainer.experiments.evaluation import evaluate, sample
-from trainer.experiments.logging import Sinks, final_lines
-from trainer.experiments.summary import doing, figures, header, row
+from trainer.evaluation import evaluate, sample
 from trainer.fault_tolerance import inject
 from trainer.fault_tolerance.errors import ended_by
 from trainer.fault_tolerance.nonfinite import FiniteCheck
 from trainer.fault_tolerance.watchdog import Watchdog
+from trainer.logging import Sinks, final_lines
+from trainer.measuring import flops, memory, timeline, timing
 from trainer.optimizer import local
 from trainer.parallelize import build, compile_options, reference_model
-from trainer.profiling import flops, memory, timeline, timing
 from trainer.step import LanguageModel, Replayed, check_mode, global_norm, shard_group
+from trainer.summary import doing, figures, header, row
 
 WARMUP = 3  # steps that no statistic covers, the compiling ones among them
 PROFILED = 3

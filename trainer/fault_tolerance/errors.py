@@ -25,7 +25,7 @@ from trainer.distributed.control import Desync, Stopped
 from trainer.distributed.terminal import one_line, tell
 from trainer.fault_tolerance.nonfinite import NonFinite
 from trainer.fault_tolerance.watchdog import Watchdog
-from trainer.profiling import memory
+from trainer.measuring import memory
 from trainer.step import Step
 
 LOST = re.compile(r"gloo|NCCL|[Cc]onnection (closed|reset)|Broken pipe")  # torch has no type for a peer that is gone

@@ -10,10 +10,10 @@ import os
 import re
 from pathlib import Path
 
+from trainer import checks
 from trainer import config as flags
 from trainer.checkpoint.manifest import check_directory
 from trainer.distributed.terminal import fail
-from trainer.experiments import checks
 from trainer.finetuning.config import Config
 
 FILES = "model.safetensors", "pytorch_model.bin"  # the first that is there, or its index

@@ -5,13 +5,13 @@ from copy import deepcopy
 from trainer.attention import DTYPES
 from trainer.checkpoint.load import say
 from trainer.distributed.terminal import tell
-from trainer.experiments.logging import Sinks
 from trainer.finetuning import checks
 from trainer.finetuning.chat import ChatBatches
 from trainer.finetuning.config import Config
 from trainer.finetuning.export import export, files_of
 from trainer.finetuning.load import load_weights
 from trainer.finetuning.model import HuggingFaceModel, blank_model, tokenizer_of
+from trainer.logging import Sinks
 from trainer.run import Run
 
 PREVIEW = 200  # characters of each part of the example that is shown before the first step

@@ -1,0 +1,196 @@
+"""How much of the links' time a step hides behind its computation, on simulated ranks whose links are as slow as asked.
+
+    python -m lab.benchmarks.exposed simple:fwdbwd fsdp2:blocks --results results/exposed.jsonl -- --depth 4 --width 256
+    python -m lab.benchmarks.exposed --results results/exposed.jsonl --plot docs/exposed.png   # draws, measures nothing
+
+Links are given the bandwidth at which the step's collectives take 1/2, 1, 2 and 4 times as long as its computation, by
+a few turns before those that count. All settings take turns, step by step. `ratio` is the step over the longer of both
+times; 1 would be all that can be hidden, hidden. `ends_ms` is what no order of whole buckets can hide: the first
+gathers, before there is anything to compute with (embedding and first block), and the last reductions, after there is
+nothing left to compute. `lanes` holds the fastest of four more steps with links that take as long as the computation.
+On a CPU: FSDP2 overlaps by CUDA's streams, so that its ratio here says nothing of a GPU.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from trainer import config as flags
+from trainer.distributed.terminal import fail, grouped, markdown
+from trainer.logging import append_jsonl, check_writable, read_jsonl
+
+if __name__ == "__main__":  # before torch is imported, as in main.py
+    _cut = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    _parser = argparse.ArgumentParser("python -m lab.benchmarks.exposed", description=__doc__, allow_abbrev=False,
+                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    _parser.add_argument("cells", nargs="*", metavar="WRAPPER:COMPILE")
+    _parser.add_argument("--results", default="runs/exposed.jsonl", metavar="FILE")
+    _parser.add_argument("--plot", metavar="FILE", help="draw `lanes` of the last row of each setting in --results")
+    OWN, CONFIG = _parser.parse_args(sys.argv[1:_cut]), flags.parse(sys.argv[_cut + 1 :])
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from lab.benchmarks.wrappers import WARMUP, check_cells
+from lab.profiling.peak import try_plot
+from trainer.costs import Link, sent_bytes
+from trainer.data import Batches
+from trainer.distributed import simulated_world
+from trainer.distributed.launch import connect, shutdown
+from trainer.measuring import timing
+from trainer.parallelize import build
+
+FACTORS = (0.5, 1.0, 2.0, 4.0)  # time of the links over time of the computation
+TRIALS = 4  # turns that tell how long the computation takes beside slow links, and steps to draw one of; not counted
+LOOKS = dict(all_gather=(1, "0.35", ""), reduce_scatter=(1, "0.7", ""), computation=(0, "white", "////"),
+             waiting=(0, "0.9", ""))  # of a bar: its lane, colour, hatch  # fmt: skip
+Lane = tuple[str, float, float]  # one of LOOKS, or another collective; begin and end in ms
+
+
+def timed(step, batch: list[torch.Tensor]) -> float:
+    """Milliseconds of a step."""
+    began = time.perf_counter()
+    step(*batch).item()
+    return 1e3 * (time.perf_counter() - began)
+
+
+def lanes(step, batch: list[torch.Tensor]) -> list[Lane]:
+    """The computation; when, in one step, the link carries each collective, and when the computation waits for one."""
+    simulated_world.log().clear()
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        took = timed(step, batch)
+    events = sorted(profiler.events(), key=lambda event: event.time_range.start)
+    calls, found, free = iter(simulated_world.log()), [("computation", 0.0, took)], 0.0
+    for event in events:
+        start = (event.time_range.start - events[0].time_range.start) / 1e3
+        if event.name.startswith("sim::"):
+            call = next(calls)
+            start = max(start, free)
+            free = start + 1e3 * call.seconds
+            found.append((call.op, start, free))
+            found += [("waiting", start, free)] * (not call.async_op)
+        elif event.name.endswith("::wait_tensor"):
+            found.append(("waiting", start, start + event.time_range.elapsed_us() / 1e3))
+    return [(what, round(a, 2), round(b, 2)) for what, a, b in found if b - a > 0.05]
+
+
+def ends(calls: list, seconds: list[float]) -> float:
+    """Seconds of the first two gathers and the last two reductions: those of the embedding and of the first block."""
+    gathers = [s for c, s in zip(calls, seconds, strict=True) if c.op == "all_gather"]
+    reductions = [s for c, s in zip(calls, seconds, strict=True) if c.op == "reduce_scatter"]
+    return sum(gathers[:2] + reductions[-2:])
+
+
+def measure(cells: list[str], c: flags.Config) -> list[dict]:
+    """The rows: of each cell one per factor. Raises ValueError for flags that do not fit."""
+    configs = [replace(c, system=replace(c.system, **dict(zip(("wrapper", "compile"), cell.split(":"), strict=True))))
+               for cell in cells]  # fmt: skip
+    kind = "cuda" if c.device != "cpu" and torch.cuda.is_available() else "cpu"
+    configs = [flags.resolve(own, kind, 1) for own in configs]
+    c = configs[0]
+    device = connect(c, 0, 0, 1)
+    sizes = dict(global_batch=c.world * c.batch * c.grad_accum, seqlen=c.seqlen, vocab=c.vocab)
+    batch = [t.to(device) for t in next(Batches(c.data, **sizes, seed=c.seed, rank=0, world=c.world))]
+    runs, ms, links, none = [], {}, {}, simulated_world.link("none")
+    for cell, own in zip(cells, configs, strict=True):
+        step = build(own, device, c.world)
+        simulated_world.use(none)
+        for _ in range(WARMUP):
+            timed(step, batch)
+        simulated_world.log().clear()
+        ms[cell, 0.0] = [timed(step, batch)]
+        runs.append((cell, own, step, list(simulated_world.log())))
+    for turn in range(-TRIALS, c.steps):
+        for cell, _, _, calls in runs if turn in (-TRIALS, 0) else ():  # how fast links are: by a step, then by trials
+            sent = sum(sent_bytes(call.op, call.nbytes, call.ranks) for call in calls)
+            compute = statistics.median(ms.pop((cell, 0.0)))
+            links |= {(cell, f): Link(0.0, 1e3 * sent / (f * compute)) if f else none for f in (0.0, *FACTORS)}
+            ms |= {(cell, f): [] for f in (0.0, *FACTORS)}
+        for cell, _, step, _ in runs:
+            for factor in (0.0, *FACTORS):
+                simulated_world.use(links[cell, factor])
+                ms[cell, factor].append(timed(step, batch))
+    rows = []
+    for cell, own, step, calls in runs:
+        compute = statistics.median(ms[cell, 0.0])
+        for factor in FACTORS:
+            seconds = [links[cell, factor].seconds(call.op, call.nbytes, call.ranks) for call in calls]
+            longer = max(compute, 1e3 * sum(seconds))
+            row = timing.environment(device) | dict(study="exposed", cell=cell, flags=flags.setting(own), factor=factor)
+            row |= timing.stats(ms[cell, factor]) | dict(world=flags.world_label(own, c.world), depth=own.depth)
+            row |= dict(compute_ms=round(compute, 3), link_ms=round(1e3 * sum(seconds), 3), interleaved=cells)
+            row |= dict(ratio=round(row["step_ms"] / longer, 4), ends_ms=round(1e3 * ends(calls, seconds), 3))
+            if factor == 1 and kind == "cpu":  # on a GPU the profiler's CPU events do not tell when a kernel waits
+                simulated_world.use(links[cell, factor])
+                row["lanes"] = min((lanes(step, batch) for _ in range(TRIALS)), key=lambda found: found[0][2])
+            rows.append(row)
+    return rows
+
+
+def label(row: dict) -> str:
+    """The cell, with the flags that change its schedule."""
+    ahead, kept = row["flags"]["ahead"], row["flags"]["keep_last"]
+    return row["cell"] + " --keep-last" * kept + f" --ahead {ahead:g}" * (ahead != 1)
+
+
+def table(rows: list[dict]) -> str:
+    """Markdown: a line per row. `all but the ends` is (step - ends) over the longer of computation and links."""
+    longer = [max(row["compute_ms"], row["link_ms"]) for row in rows]
+    rest = [(row["step_ms"] - row["ends_ms"]) / most for row, most in zip(rows, longer, strict=True)]
+    columns = [("", [*map(label, rows)]), ("depth", [str(row["depth"]) for row in rows])]
+    columns.append(("links / computation", [f"{row['factor']:g}" for row in rows]))
+    columns += [(name, [grouped(row[key], 1) for row in rows]) for name, key in
+                (("computation ms", "compute_ms"), ("links ms", "link_ms"), ("step ms", "step_ms"))]  # fmt: skip
+    columns.append(("ratio", [f"{row['ratio']:.3f}" for row in rows]))
+    columns.append(("ends ms", [grouped(row["ends_ms"], 1) for row in rows]))
+    return markdown([*columns, ("ratio without the ends", [f"{each:.3f}" for each in rest])])
+
+
+def draw(rows: list[dict], path: str) -> None:
+    """The `lanes` of the last row of each label and depth that has them: the link above, the computation below.
+    ValueError without any."""
+    from matplotlib.figure import Figure
+
+    shown = {(label(row), row["depth"]): row for row in rows if "lanes" in row}
+    if not shown:
+        raise ValueError("--results: no row of this benchmark in it; measure first, without --plot")
+    plot = Figure(figsize=(7, 0.9 + 0.8 * len(shown)), layout="constrained")
+    axes = plot.subplots(len(shown), sharex=True, squeeze=False)[:, 0]
+    for ax, ((name, depth), row) in zip(axes, shown.items(), strict=True):
+        for what, begin, end in row["lanes"]:
+            if what in LOOKS:
+                lane, color, hatch = LOOKS[what]
+                ax.barh(lane, end - begin, left=begin, color=color, hatch=hatch, edgecolor="black", linewidth=0.4)
+        ax.set_yticks([0, 1], ["computation", "link"])
+        ax.set_title(f"{name}, depth {depth}: {row['ratio']:.2f} of the longer of both", fontsize=9, loc="left")
+    axes[-1].set_xlabel("ms of one step; links take as long as the computation")
+    bars = [axes[0].barh(0, 0, color=color, hatch=hatch, edgecolor="black", label=what.replace("_", "-"))
+            for what, (_, color, hatch) in LOOKS.items()]  # fmt: skip
+    plot.legend(handles=bars, loc="outside upper right", ncols=4, fontsize=8)
+    plot.savefig(path, dpi=160)
+
+
+def main(own: argparse.Namespace, c: flags.Config) -> int:
+    """Measures and prints, or draws. Exit codes: 0, 2 cells or flags that do not fit."""
+    try:
+        check_writable(own.results)
+        if own.plot:
+            try_plot(own.plot)
+            draw([row for row in read_jsonl(Path(own.results)) if row.get("study") == "exposed"], own.plot)
+            return 0
+        check_cells(own.cells, 0)
+        rows = measure(own.cells, replace(c, system=replace(c.system, world=c.world or 8)))
+    except ValueError as e:
+        fail(str(e), 0)
+    for row in rows:
+        append_jsonl(own.results, row)
+    print(table(rows))
+    shutdown()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(OWN, CONFIG))

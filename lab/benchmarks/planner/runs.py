@@ -1,0 +1,268 @@
+"""The planner held to training runs that others have published: tokens/s and memory, by kind of answer.
+
+    python -m lab.benchmarks.planner.runs             # a table per kind, then every row, worst first
+    python -m lab.benchmarks.planner.runs --fit       # lab/planning/field.toml: constants, and the error of each kind
+
+The rows are reference/runs.csv and reference/runs_mpt.csv. The constants are fitted to every third row of each
+publication and GPU. The error of a kind comes from rows of publications that the constants were not fitted to: each
+publication in turn is left out whole, and predicted by what is fitted to the others.
+"""
+
+import argparse
+import csv
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+
+from lab.benchmarks import plans
+from lab.planning import hardware
+from lab.planning.liveness import Tape
+from lab.planning.report import doubts, kind_of, reserved
+from lab.planning.schedule import step_peak
+from lab.planning.search import Plan, Question, parse, question
+from lab.planning.step_time import CORE, PRODUCTS, REST, SLOWEST, UPDATE
+from trainer.logging import read_jsonl
+
+ROOT = Path(__file__).parents[3]
+# What a constant is without a row that says otherwise. Eager runs of others had the first FlashAttention, which takes
+# about 1.7 times as long as the second (Dao 2023, arXiv:2307.08691, figures 4 to 7), whose rate hardware.toml has.
+NEUTRAL = {
+    "a100-80 products": 1.0, "h100 products": 1.0, "a100-80 memory": 1.0, "h100 memory": 1.0,
+    "a100-80 eager attention": 0.6, "h100 eager attention": 0.6, "eager passes": 1.0, "straggling": 0.0,
+}  # fmt: skip
+FLOOR_US = 10.0  # of an eager operation: a launch of some kernels. Not fitted
+HELD = 0.85  # part of the rows of a kind that its stated error holds
+
+
+class Row(NamedTuple):
+    """A published run. tokens: per second and GPU. memory: GiB, or None; memory_is: what was measured."""
+
+    publication: str
+    setting: str
+    tokens: float
+    memory: float | None
+    memory_is: str
+    name: str
+    q: Question
+    tape: Tape
+    peak: float  # bytes allocated, planned
+
+    def asked(self, constants: dict[str, float]) -> Question:
+        eager = self.q.c.compile == "none"
+        return replace(self.q, gpu=hardware.field(hardware.gpu(self.name), eager, constants))
+
+    def error(self, constants: dict[str, float]) -> float:
+        """Planned tokens per second over the published ones, less 1."""
+        c = self.q.c
+        planned = c.batch * c.grad_accum * c.seqlen / self.asked(constants).time(self.tape).seconds
+        return planned / self.tokens - 1
+
+
+@cache
+def published() -> tuple[Row, ...]:
+    """All rows, in the order of the files."""
+    found = []
+    for name in ("runs", "runs_mpt"):
+        for r in csv.DictReader((ROOT / f"reference/{name}.csv").read_text().splitlines()):
+            own, words = parse(r["flags"].replace("reference/", f"{ROOT}/reference/").split())
+            q = question(own, words)
+            source = r.get("source", "llm-foundry MPT")
+            setting = r.get("setting") or " ".join(r[key] for key in ("model", "seqlen", "gpus", "gpu", "micro_batch"))
+            memory = float(r["memory_gib"]) if r.get("memory_gib") else None
+            tape = q.tape
+            peak = step_peak(q.c, q.ranks, q.a, q.gpu.arch, tape).nbytes
+            tokens, kind = float(r["tok_s_per_gpu"]), r.get("memory_is", "")
+            found.append(Row(source, setting, tokens, memory, kind, own.gpu, q, tape, peak))
+    return tuple(found)
+
+
+def doubted(row: Row) -> list[str]:
+    """Why an answer calls itself extrapolated."""
+    return doubts(row.q, row.peak)
+
+
+def third(rows: Iterable[Row]) -> list[Row]:
+    """Every third row of each publication and GPU, but those whose kind of GPU or of step the answer doubts."""
+    by_source = defaultdict(list)
+    for row in rows:
+        by_source[row.publication, row.name].append(row)
+    return [row for mine in by_source.values() for row in mine[::3] if not doubts(row.q, 0)]
+
+
+def fit(rows: Sequence[Row]) -> dict[str, float]:
+    """Constants that come nearest to the rows: coordinate descent on the mean of relative errors, by the parts of each
+    step, which the constants divide."""
+    start = dict(NEUTRAL, **{"eager floor_us": FLOOR_US})
+    ones = start | dict.fromkeys(NEUTRAL, 1.0) | {"straggling": 0.0}
+    parts = [row.asked(ones).time(row.tape).parts for row in rows]
+
+    def loss(x: dict[str, float]) -> float:
+        off = 0.3 * sum(math.log(x[name] / usual) ** 2 for name, usual in NEUTRAL.items() if usual)
+        for row, own in zip(rows, parts, strict=True):
+            like, eager = row.q.gpu.like, row.q.c.compile == "none"
+            passes = (x["eager passes"] if eager else 1.0) / x[f"{like} memory"]
+            core = x[f"{like} eager attention"] if eager else 1.0
+            seconds = own[PRODUCTS] / x[f"{like} products"] + own[CORE] / core + passes * (own[REST] + own[UPDATE])
+            seconds += sum(s for what, s in own.items() if what not in (PRODUCTS, CORE, REST, UPDATE, SLOWEST))
+            seconds *= 1 + x["straggling"] * math.log2(max(row.q.ranks / row.q.per_node, 1))
+            off += abs(math.log(seconds * row.tokens / (row.q.c.batch * row.q.c.grad_accum * row.q.c.seqlen)))
+        return off
+
+    x, step = dict(start), 0.2
+    best = loss(x)
+    while step > 0.002:
+        better = False
+        for name in NEUTRAL:
+            for sign in (1, -1):
+                moved = x[name] + sign * step / 10 if name == "straggling" else x[name] * (1 + step) ** sign
+                if moved >= 0 and (score := loss(x | {name: moved})) < best:
+                    x, best, better = x | {name: moved}, score, True
+        step *= 1 if better else 0.5
+    return x
+
+
+@cache
+def left_out() -> list[tuple[Row, float]]:
+    """Each row, and its error with constants fitted without its publication."""
+    found, rows = [], published()
+    for publication in dict.fromkeys(row.publication for row in rows):
+        constants = fit(third(row for row in rows if row.publication != publication))
+        found += [(row, row.error(constants)) for row in rows if row.publication == publication]
+    return found
+
+
+def quantile(values: Iterable[float], part: float) -> float:
+    ranked = sorted(values)
+    return ranked[min(math.ceil(part * len(ranked)), len(ranked)) - 1]
+
+
+def bars(found: Sequence[tuple[Row, float]]) -> dict[str, tuple[int, float]]:
+    """{kind: (rows, error that HELD of them keep within, and of all compiled or eager ones)}"""
+    by_kind = defaultdict(list)
+    for row, error in found:
+        kind = kind_of(row.q)
+        by_kind[kind].append(abs(error))
+        by_kind[kind.split(",")[0]].append(abs(error))
+    stated = {}
+    for kind, errors in sorted(by_kind.items()):
+        pool = by_kind[kind.split(",")[0]]
+        stated[kind] = len(errors), max(quantile(errors, HELD), quantile(pool, HELD))
+    return stated
+
+
+def field_text() -> str:
+    """What field.toml shall hold."""
+    rows = published()
+    lines = ["# Written by python -m lab.benchmarks.planner.runs --fit, from the runs of reference/.",
+             "# constants: what others' steps reach, over what `reached` of hardware.toml says.",
+             "# bars: [rows, error that 85 % of them, and of all compiled or eager ones, keep to, by constants",
+             "# fitted without their publication]. ran: [runs planned above the limit, runs], all of which ran.",
+             "", "[constants]"]  # fmt: skip
+    lines += [f'"{name}" = {value:.3f}' for name, value in fit(third(rows)).items()]
+    lines += ["", "[ran]", f"beyond_limit = [{len(beyond(rows))}, {len(rows)}]"]
+    return "\n".join([*lines, "", "[bars]", *(f'"{kind}" = [{n}, {bar:.3f}]'
+                                              for kind, (n, bar) in bars(left_out()).items())])  # fmt: skip
+
+
+def line(kind: str, mine: Sequence[tuple[Row, float]]) -> str:
+    """A kind's errors in percent."""
+    stated = hardware.field_data()["bars"]
+    errors = [100 * error for _, error in mine]
+    sure = [100 * abs(error) for row, error in mine if not doubted(row)]
+    inside = sum(abs(error) <= stated[kind_of(row.q)][1] for row, error in mine)
+    figures = [
+        f"{len(mine)}",
+        f"{quantile(map(abs, errors), 0.5):.1f}",
+        f"{quantile(errors, 0.5):+.1f}",
+        f"{max(map(abs, errors)):.1f}",
+        f"{max(sure):.1f}" if sure else "-",
+        f"{100 * inside / len(mine):.0f}",
+    ]
+    return f"{kind}: {', '.join(figures)}"
+
+
+def summary(found: Sequence[tuple[Row, float]]) -> list[str]:
+    """A line for each kind, and for all compiled and all eager ones."""
+    by_kind = defaultdict(list)
+    for row, error in found:
+        by_kind[kind_of(row.q)].append((row, error))
+        by_kind[f"all {kind_of(row.q).split(',')[0]}"].append((row, error))
+    head = "kind: rows, median %, signed median %, worst %, worst that is not called extrapolated %, inside its bar %"
+    return [head, *(line(kind, mine) for kind, mine in sorted(by_kind.items()))]
+
+
+def sizes() -> dict[str, list[tuple[float, float, str]]]:
+    """{what was measured: (planned, measured, row)}, in GiB, for rows of which that is known."""
+    found = defaultdict(list)
+    for row in published():
+        if row.memory:
+            kind = "eager" if row.q.c.compile == "none" else "compiled"
+            planned = reserved(row.q.c, row.q.ranks)[0] * row.peak / 2**30
+            found[f"published, {kind}, {row.memory_is}"].append((planned, row.memory, row.setting))
+    for run in plans.runs():
+        if run.mib:
+            planned = plans.published_peak(run.c, run.ranks) / 2**30
+            found["published, compiled, max allocated"].append((planned, run.mib / 2**10, run.name))
+    for number, r in enumerate(read_jsonl(ROOT / "results/h100.jsonl"), 1):
+        c = SimpleNamespace(**(r.get("flags") or {"compile": ""}))
+        if r.get("peak_reserved_mib") and c.compile in ("none", "fwdbwd") and {"remat", "ahead"} <= vars(c).keys():
+            ranks, name = c.world or r["world"], f"row {number} of results/h100.jsonl"
+            kind, peak = "eager" if c.compile == "none" else "compiled", step_peak(c, ranks).nbytes / 2**30
+            about = reserved(c, ranks)[0] * peak
+            found[f"one H100, {kind}, max allocated"].append((peak, r["peak_alloc_mib"] / 2**10, name))
+            found[f"one H100, {kind}, max reserved"].append((about, r["peak_reserved_mib"] / 2**10, name))
+    return found
+
+
+def memory() -> list[str]:
+    """A line for each kind of measured memory, and for each published row that is no peak of allocated bytes."""
+    lines = ["memory: rows, median %, signed median %, worst %"]
+    rows = ["", "planned GiB, measured GiB, error %, row"]
+    for kind, mine in sorted(sizes().items()):
+        off = [100 * (planned / measured - 1) for planned, measured, _ in mine]
+        figures = quantile(map(abs, off), 0.5), quantile(off, 0.5), max(map(abs, off))
+        lines.append(f"{kind}: {len(mine)}, {figures[0]:.1f}, {figures[1]:+.1f}, {figures[2]:.1f}")
+        if kind.startswith("published") and not kind.endswith("allocated"):
+            rows += [f"{planned:.1f}, {measured:.1f}, {100 * (planned / measured - 1):+.1f}, {name}"
+                     for planned, measured, name in mine]  # fmt: skip
+    return lines + rows
+
+
+def beyond(rows: Sequence[Row]) -> list[Row]:
+    """All of these ran: those which the plan says do not fit."""
+    return [row for row in rows if row.peak > row.q.gpu.memory - Plan().reserve_gib * 2**30]
+
+
+def too_full(rows: Sequence[Row]) -> str:
+    above = sum(row.peak > row.q.gpu.memory for row in rows)
+    named = "".join(f"; {row.setting}" for row in beyond(rows))
+    return (f"ran, but planned as not fitting: {len(beyond(rows))} of {len(rows)}, {above} of them above the whole "
+            f"memory{named}")  # fmt: skip
+
+
+def errors(rows: Sequence[Row]) -> list[tuple[Row, float]]:
+    """Each row and its error with the constants of field.toml."""
+    constants = hardware.field_data()["constants"]
+    return [(row, row.error(constants)) for row in rows]
+
+
+def show() -> None:
+    """Prints all tables."""
+    found = errors(published())
+    print(*summary(found), "", "the same, each publication predicted by constants fitted to the others", sep="\n")
+    print(*summary(left_out()), "", *memory(), "", too_full(published()), sep="\n")
+    print("", "tokens/s, error %, row, why extrapolated", sep="\n")
+    for row, error in sorted(found, key=lambda each: -abs(each[1])):
+        print(f"{100 * error:+.1f}, {row.publication}, {row.name}, {row.setting}, {'; '.join(doubted(row))}")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser("python -m lab.benchmarks.planner.runs", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.add_argument("--fit", action="store_true", help="print lab/planning/field.toml")
+    print(field_text()) if parser.parse_args().fit else show()

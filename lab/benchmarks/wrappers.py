@@ -1,0 +1,135 @@
+"""Compares wrappers and compile modes side by side, in one process group: the same model, optimizer and batches.
+
+    python -m lab.benchmarks.wrappers simple:fwdbwd none:fwdbwd simple:none [-- FLAGS of main.py]
+    torchrun --nproc-per-node 8 -m lab.benchmarks.wrappers simple:fwdbwd simple:blocks fsdp2:blocks ddp:blocks
+    python -m lab.benchmarks.wrappers simple:none simple:none:muon simple:none:torch-muon -- --world 8
+
+Cells are WRAPPER:COMPILE; fsdp2 and ddp are torch's own, compiled per block. A third word names the optimizer. That of
+torch-muon is torch.optim.Muon on the DTensors that muon has, with the same AdamW for the rest. Cells take turns, step
+by step, so that a busy machine slows all of them alike; `ratio` is the median of the step-by-step ratios to the first
+cell. All models are in memory at once: no memory is compared. Several ranks on one CPU measure the scheduler.
+"""
+
+import statistics
+import sys
+from dataclasses import replace
+
+from trainer import config as flags
+from trainer.distributed.terminal import fail, ranks
+
+if __name__ == "__main__":  # before torch is imported, as in main.py
+    _cut = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    if {"-h", "--help"} & {*sys.argv[1:_cut]}:
+        sys.exit(print(__doc__))
+    RANKS = ranks()
+    CELLS, CONFIG = sys.argv[1:_cut], flags.parse(sys.argv[_cut + 1 :], RANKS[0])
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from trainer.data import Batches, DataError
+from trainer.distributed.launch import connect, set_deterministic, shutdown
+from trainer.logging import append_jsonl
+from trainer.measuring import timing
+from trainer.optimizer import Muon
+from trainer.parallelize import build
+from trainer.step import COMPILE_MODES
+
+WARMUP = 3
+
+
+def check_cells(cells: list[str], rank: int) -> None:
+    """Exit code 2 and one line for what is no cell."""
+    modes = dict(simple=COMPILE_MODES, none=COMPILE_MODES, fsdp2=("none", "blocks"), ddp=("none", "blocks"))
+    bad = [cell for cell in cells if parts(cell)[1] not in modes.get(parts(cell)[0], ())]
+    bad += [cell for cell in cells if parts(cell)[2] not in ("adamw", "muon", "torch-muon")]
+    if bad or not cells:
+        fail(f"cells {' '.join(bad) or '(none)'}: give WRAPPER:COMPILE, such as simple:fwdbwd fsdp2:blocks, or "
+             "WRAPPER:COMPILE:OPTIMIZER, such as simple:none:muon", rank)  # fmt: skip
+
+
+def parts(cell: str) -> tuple[str, str, str]:
+    """Wrapper, compile mode, optimizer."""
+    wrapper, _, rest = cell.partition(":")
+    mode, _, optimizer = rest.partition(":")
+    return wrapper, mode, optimizer or "adamw"
+
+
+class TorchMuon:
+    """torch.optim.Muon in place of the Muon of a step, which is not told of refused steps."""
+
+    def __init__(self, ours: Muon):
+        self.ours, how = ours, dict(ours.how)
+        how.pop("ns_dtype")  # it is bf16
+        self.theirs = torch.optim.Muon(ours.matrices, lr=float(ours.lr) * ours.ratio, **how)
+
+    def __getattr__(self, name: str):
+        return getattr(self.ours, name)
+
+    @torch.no_grad()
+    def step(self, grads: list[torch.Tensor], bad: torch.Tensor) -> None:
+        n = len(self.ours.matrices)
+        self.ours.adamw.step(grads[n:], bad)
+        for p, grad in zip(self.ours.matrices, grads[:n], strict=True):
+            p.grad = DTensor.from_local(grad, p.device_mesh, p.placements, run_check=False, shape=p.shape,
+                                        stride=p.stride())  # fmt: skip
+        self.theirs.step()
+        for p in self.ours.matrices:
+            p.grad = None
+
+
+def interleave(steps: list[tuple], batches: Batches, n: int, device: torch.device, rank: int = 0, begin=bool) -> None:
+    """Runs n steps of every (step, StepTimer), which take turns; warm-up does not count. begin: called before each."""
+    for k in range(n):
+        batch = [t.to(device) for t in next(batches)]
+        turn = k % len(steps)  # each goes first as often as the others
+        for step, timer in steps[turn:] + steps[:turn]:
+            begin()
+            with timer.step(excluded=k < WARMUP):
+                loss = step(*batch)
+        if rank == 0 and k in (0, n - 1):
+            print(f"step {k + 1}: loss of the last cell {loss.item():.4f}", flush=True)
+
+
+def compare(cells: list[str], c: flags.Config, device: torch.device, rank: int = 0, world: int = 1) -> list[dict]:
+    """Rows of every cell, in order; the first is what `ratio` refers to."""
+    configs = []
+    for wrapper, mode, optimizer in map(parts, cells):
+        system = replace(c.system, wrapper=wrapper, compile=mode)
+        own = replace(c.training, optimizer=optimizer.removeprefix("torch-")) if optimizer != "adamw" else c.training
+        configs.append(flags.resolve(replace(c, system=system, training=own), device.type, 1 if c.world else world))
+    c = configs[0]
+    steps = [(build(each, device, world), timing.StepTimer(device)) for each in configs]
+    for (step, _), cell in zip(steps, cells, strict=True):
+        if parts(cell)[2] == "torch-muon":
+            step.optimizer = TorchMuon(step.optimizer)
+    sizes = dict(global_batch=world * c.batch * c.grad_accum, seqlen=c.seqlen, vocab=c.vocab)
+    batches = Batches(c.data, **sizes, seed=c.seed, rank=rank, world=world)
+    interleave(steps, batches, c.steps, device, rank)
+    rows, first = [], steps[0][1].ms()
+    for cell, own, (_, timer) in zip(cells, configs, steps, strict=True):
+        ratio = statistics.median(a / b for a, b in zip(timer.ms(), first, strict=True))
+        row = timing.environment(device) | dict(study="baselines", cell=cell, flags=flags.setting(own))
+        row |= timing.stats(timer.ms()) | dict(world=flags.world_label(c, world), ratio=round(ratio, 4))
+        rows.append(row | dict(against=cells[0], interleaved=cells))
+    return rows
+
+
+def main(cells: list[str], c: flags.Config, rank: int, local_rank: int, world: int) -> int:
+    """Compares, prints and appends rows. Exit codes: 0, 2 cells or flags that do not fit, 3 bad data."""
+    check_cells(cells, rank)
+    set_deterministic(c.deterministic)
+    try:
+        rows = compare(cells, c, connect(c, rank, local_rank, world), rank, c.world or world)
+    except (ValueError, DataError) as e:
+        fail(str(e), rank, 3 if isinstance(e, DataError) else 2)
+    for row in rows if rank == 0 else ():
+        append_jsonl(c.results, row)
+        print(f"{row['cell']:<16} {row['step_ms']:>8.1f} ms [{row['step_ms_min']:.1f}-{row['step_ms_max']:.1f}] "
+              f"n {row['n']}  {row['ratio']:.3f} of {cells[0]}")  # fmt: skip
+    shutdown()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(CELLS, CONFIG, *RANKS))

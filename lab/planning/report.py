@@ -1,0 +1,230 @@
+"""What a plan prints: its lines, tables and the plot. Imports no torch."""
+
+from lab.planning import hardware, search
+from lab.planning.schedule import Step
+from lab.planning.search import Answer, Cell, Question
+from lab.planning.step_time import Gpu
+from trainer.costs import muon
+from trainer.distributed.terminal import grouped, tell
+
+PEAK_ERROR = 0.01, 1.9, 67  # percent, percent, rows of all drawn settings: see lab.benchmarks.plans.PEAKS
+GATED_ERROR = 2.3, 6  # percent, rows of --block llama: those of results/plan_peaks_llama.jsonl
+RESERVED = {  # over allocated: median, most, rows of results/h100.jsonl
+    "compiled, one rank": (1.05, 1.08, 15), "compiled, several ranks": (1.11, 1.26, 13), "eager": (1.19, 1.33, 2),
+}  # fmt: skip
+NODE, RACK = 8, 72  # GPUs that one NVLink domain has, of a usual node and of an NVL72
+HEADING = "plan: peak MiB, fits, ms a step, exposed ms, tokens/s, error %, MFU %, EXTRAPOLATED"
+
+
+def kind_of(q: Question) -> str:
+    """What an answer has in common with the published runs that say how far off it is."""
+    return ", ".join((
+        "eager" if q.c.compile == "none" else "compiled", "scaled GPU" if q.gpu.scaled else "measured GPU",
+        "several nodes" if q.ranks > q.per_node else "one node",
+    ))  # fmt: skip
+
+
+def reserved(c, ranks: int) -> tuple[float, float, int]:
+    """What torch's allocator reserved, over what was allocated: median, most, rows."""
+    compiled = "compiled, several ranks" if ranks > 1 else "compiled, one rank"
+    return RESERVED["eager" if c.compile == "none" else compiled]
+
+
+def of_one_node(q: Question) -> int:
+    """GPUs of a node, if there is no such node; 0: there is."""
+    most = RACK if q.gpu.name.startswith("gb") else 2 * NODE
+    return min(q.per_node, q.ranks) if min(q.per_node, q.ranks) > most else 0
+
+
+def unlike(q: Question) -> list[str]:
+    """What an answer is about that no published run has: no error bar is known of it."""
+    found = []
+    if kind_of(q) not in hardware.field_data()["bars"]:
+        found.append(f"this kind of answer ({kind_of(q)}): no such run is published here")
+    if "counted on" in q.a.note:
+        found.append(f"{q.a.note}: its blocks are planned as llama's")
+    if q.a.experts or q.a.window:
+        found.append("this architecture: only dense blocks with full attention were checked")
+    if getattr(q.c, "lora", 0) or muon(q.c):
+        found.append("LoRA and Muon: no run with either is published here")
+    if many := of_one_node(q):
+        found.append(f"{many} GPUs of one node: none is sold with so many; say --gpus {NODE} --nodes")
+    return found
+
+
+def doubts(q: Question, peak: float) -> list[str]:
+    """Why an answer is extrapolated: what no run says that stands behind its figures."""
+    found = [f"{q.gpu.name}: {q.gpu.scaled}"] * bool(q.gpu.scaled) + unlike(q)
+    if q.a.gated and kind_of(q).startswith("eager") and q.ranks <= q.per_node:
+        found.append("eager blocks with a gate on one node: the three runs that are published were slower by a quarter")
+    if reserved(q.c, q.ranks)[1] * peak > q.gpu.memory:
+        found.append("memory: so full that the allocator may free and ask again, which costs time that is not planned")
+    return found
+
+
+def mib(nbytes: float) -> str:
+    return grouped(nbytes / 2**20)
+
+
+def mfu(q: Question, answer: Answer) -> dict[str, float]:
+    """Percent of the GPU's peak: mfu counts attention to unmasked keys, mfu_palm to all, hfu all that is multiplied."""
+    c, a = answer.c, q.a
+    tokens = c.batch * c.seqlen * c.grad_accum
+    frozen = 2 * tokens * a.multiplied if getattr(c, "lora", 0) else 0  # has no gradient
+    flops = {
+        "mfu": tokens * a.flops_per_token(c.seqlen, "causal") - frozen,
+        "mfu_palm": tokens * a.flops_per_token(c.seqlen, "palm") - frozen,
+    }
+    seen, done = a.keys(c.seqlen, "causal") / c.seqlen, 0.0
+    tape = q.tape if c is q.c else Step(c, a, q.ranks).tape
+    for op in tape.ops:
+        for w in op.work:
+            done += 2 * w[1] * w[2] * w[3] if w[0] == "mm" else w[2] * seen if w[0] == "attention" else 0
+    flops["hfu"] = done * c.grad_accum
+    return {name: 100 * n / answer.time.seconds / q.gpu.peak for name, n in flops.items()}
+
+
+def line(name: str, answer: Answer, q: Question, reserve_gib: float) -> str:
+    fits = "yes" if answer.peak.nbytes <= q.gpu.memory - reserve_gib * 2**30 else "no"
+    t, error = answer.time, bar(q)
+    within = f"+-{100 * error[1]:.0f}" if error else "not known"
+    return (f"{name}: {mib(answer.peak.nbytes)}, {fits}, {grouped(1e3 * t.seconds, 1)}, {grouped(1e3 * t.exposed, 1)}, "
+            f"{grouped(answer.tokens_per_second)}, {within}, {mfu(q, answer)['mfu']:.1f}, "
+            f"{'yes' if doubts(q, answer.peak.nbytes) else 'no'}")  # fmt: skip
+
+
+def whole(q: Question, reserve_gib: float, tokens: float, price: float) -> list[str]:
+    """The answer to one plan."""
+    a, c, answer = q.a, q.c, q.answer()
+    limit = q.gpu.memory - reserve_gib * 2**30
+    text = [f"model {a.name}: {grouped(a.parameters)} parameters"]
+    if a.experts:
+        text[0] += f", {grouped(a.active_parameters)} active"
+    text += [f"note: {a.note}"] * bool(a.note)
+    text.append(f"{q.ranks} x {q.gpu.name}, {c.batch} x {grouped(c.seqlen)} tokens a rank and micro-batch, "
+                f"{grouped(q.ranks * c.batch * c.grad_accum * c.seqlen)} tokens a step")  # fmt: skip
+    fits = answer.peak.nbytes <= limit
+    text.append(f"peak {mib(answer.peak.nbytes)} MiB: {'fits' if fits else 'DOES NOT FIT'} in {mib(limit)} "
+                f"({mib(q.gpu.memory)} less {reserve_gib:g} GiB reserved), at {answer.peak.moment}")  # fmt: skip
+    if limit < answer.peak.nbytes <= q.gpu.memory:
+        beyond, rows = hardware.field_data()["ran"]["beyond_limit"]
+        text.append(f"that is within the reserve, which is an allowance: {beyond} of {rows} published runs, "
+                    "all of which ran, is planned as close to the memory")  # fmt: skip
+    text += [f"  {mib(size):>10}  {piece}" for piece, size in answer.peak.pieces.items() if size >= 2**19]
+    t = answer.time
+    usual, most, rows = reserved(c, q.ranks)
+    text.append(
+        f"max reserved about {mib(usual * answer.peak.nbytes)} MiB: {usual} of max allocated, the figure above, "
+        f"in the median of {rows} runs on an H100, {most} at most"
+    )
+    within = ""
+    if error := bar(q):
+        low, high = (answer.tokens_per_second / (1 + sign * error[1]) for sign in (1, -1))
+        within = f" ({grouped(low)} to {grouped(high)})"
+    text.append(f"step {grouped(1e3 * t.seconds, 1)} ms, {grouped(answer.tokens_per_second)} tokens/s{within}")
+    text += [f"  {grouped(1e3 * s, 1):>10}  {what}" for what, s in sorted(t.parts.items(), key=lambda each: -each[1])]
+    if t.exposed > t.seconds / 2:
+        text.append("bound by communication")
+    text.append("  ".join(f"{name} {value:.1f} %" for name, value in mfu(q, answer).items())
+                + f" of {q.gpu.peak / 1e12:g} TFLOP/s")  # fmt: skip
+    if tokens:
+        hours = tokens / answer.tokens_per_second / 3600
+        cost = f", cost {grouped(hours * q.ranks * price)}" if price else ""
+        text.append(f"{tokens:g} tokens: {grouped(hours / 24, 1)} days, {grouped(hours * q.ranks)} GPU-hours{cost}")
+    if not fits:
+        text.append("what to turn first: MiB saved, ms lost a step, peak MiB, fits")
+        for name, saved, lost, new in search.relief(q)[:8]:
+            yes = "yes" if new.peak.nbytes <= limit else "no"
+            text.append(f"  {name}: {mib(saved)}, {grouped(1e3 * lost, 1)}, {mib(new.peak.nbytes)}, {yes}")
+        whole = q.per_node >= NODE
+        text.append(f"  more GPUs: --what-if {'nodes 2 4 8 16' if whole else 'gpus 2 4 8'}")
+    return text
+
+
+def fit_lines(cells: list[Cell], sequences: int) -> list[str]:
+    """The table of --fit."""
+    head = [
+        f"least recomputation for {sequences} sequences a step; -: does not fit",
+        "gpus, micro-batch, ratio, grad-accum",
+    ]
+    return head + [
+        f"{c.ranks}, {c.micro}, {'-' if c.ratio is None else format(c.ratio, '.2f')}, {c.accum}" for c in cells
+    ]
+
+
+def best_lines(q: Question, reserve_gib: float, plot: str | None) -> list[str]:
+    """The fastest plan and the front. ValueError for a --plot that cannot be written."""
+    if plot:  # before the search
+        draw([], plot)
+    top, front = search.best(q, q.gpu.memory - reserve_gib * 2**30)
+    if plot:
+        draw(front, plot)
+    text = [HEADING, line("best: " + search.label(top.c, q.c), top, q, reserve_gib)] if top else ["no plan fits"]
+    text.append("front of memory against time:")
+    return text + [line("  " + search.label(each.c, q.c), each, q, reserve_gib) for each in front]
+
+
+def draw(front: list[Answer], path: str) -> None:
+    """Memory against time of a front. ValueError, one line, where that fails."""
+    try:
+        from matplotlib.figure import Figure
+
+        plot = Figure(figsize=(6, 4), layout="constrained")
+        ax = plot.subplots()
+        ax.step([each.peak.nbytes / 2**30 for each in front], [1e3 * each.time.seconds for each in front],
+                where="post", marker="o")  # fmt: skip
+        ax.set(xlabel="peak GiB of a rank, predicted", ylabel="ms a step, predicted")
+        plot.savefig(path)
+    except (ImportError, OSError, ValueError) as error:
+        raise ValueError(f"--plot {path}: {error}; name a .png or .svg in a folder that exists") from error
+
+
+def bar(q: Question) -> tuple[int, float] | None:
+    """(published runs of this kind, error that 85 % of them keep within, as a fraction). None: no run is of this
+    kind."""
+    return None if q.gpu.limited or unlike(q) else hardware.field_data()["bars"].get(kind_of(q))
+
+
+def honesty(q: Question, single: bool = True) -> list[str]:
+    """How far to trust an answer. single: to q alone, whose memory counts; tables say it of each line."""
+    text = ["time: predicted; extrapolated: there is no error bar, since no published run is of this kind"]
+    if error := bar(q):
+        text = [
+            f"time: predicted; of {error[0]} published runs ({kind_of(q)}), by constants fitted without their "
+            f"publication, and of all {kind_of(q).split(',')[0]} ones 85 % were within {100 * error[1]:.0f} %"
+        ]
+    text += [f"EXTRAPOLATED for {doubt}" for doubt in doubts(q, q.peak().nbytes if single else 0)]
+    return [*text, peak_error(q)]
+
+
+def peak_error(q: Question) -> str:
+    """How far to trust the peak: only compiled steps with AdamW were held against generated code."""
+    c = q.c
+    others = [getattr(c, "lora", 0), getattr(c, "remat_ops", False), getattr(c, "logits", "auto") == "fp32"]
+    others += [getattr(c, "master_dtype", "fp32") != "fp32", muon(c), q.a.experts, q.a.note]
+    if c.compile == "none" or any(others):
+        return "peak: predicted; that of such a step was never held against generated code (docs/PLANNER.md, Memory)"
+    if q.a.gated:
+        worst, rows = GATED_ERROR
+        return f"peak: predicted; with a gated MLP it was off by at most {worst} % in {rows} settings of generated code"
+    median, worst, rows = PEAK_ERROR
+    return (
+        f"peak: predicted; beside generated code of {rows} drawn settings of the reference transformer it was off by "
+        f"{median:.2f} % (median), {worst:.1f} % (worst). --exact simulates it"
+    )
+
+
+def calibrated(path: str, start: Gpu) -> int:
+    """Prints the constants that fit a file's rows. ValueError for a file without such rows."""
+    found = hardware.samples(path, start.name)
+    fit = hardware.calibrate(found, start)
+    g, errors = fit.gpu, fit.held_out()
+    rates = ", ".join(f"{k} = [{f / 1e12:.3g}, {b / 1e12:.3g}]" for k, (f, b) in g.attention.items())
+    tell(f"[{g.name}.reached]\nproducts = {g.products / 1e12:.4g}\ntb_per_s = {g.bandwidth / 1e12:.3g}")
+    tell(f"floor_us = {1e6 * g.floor:.1f}\nattention = {{ {rates} }}")
+    tell(f"fitted on {', '.join(fit.fitted)} of {path}; {len(errors)} others:")
+    for name, error in fit.errors.items():
+        tell(f"  {name}: {100 * error:+.1f} %{' (fitted)' * (name in fit.fitted)}")
+    if errors:
+        tell(f"error = [{errors[len(errors) // 2]:.3f}, {errors[-1]:.3f}, {len(errors)}]")
+    return 0

@@ -1,0 +1,403 @@
+"""What plan.py is asked, and plans compared: what fits, what is fastest, what to turn first. Imports no torch.
+
+    question(*parse(["--gpu", "h100", "--gpus", "8"]))      # a Question
+    question = Question(c, architecture, gpu("h100"), ranks=8, per_node=8)
+    question.answer()                      # Answer(config, ranks, peak, time)
+    best(question, limit), relief(question, limit), fit_table(...)
+
+A plan's flags are varied in copies of a SimpleNamespace of resolved flags; which of them go together is what config.py
+says.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from itertools import product
+from types import SimpleNamespace
+from typing import Annotated, Literal, NamedTuple
+
+from tyro.conf import arg
+
+from lab.planning import hardware
+from lab.planning.architecture import MOST_BLOCKS, Architecture, read, reference
+from lab.planning.liveness import Peak, Tape
+from lab.planning.schedule import Step, step_peak
+from lab.planning.step_time import SLOWEST, Gpu, Node, Time, step_time
+from trainer import config as flags
+from trainer.costs import Link, link, muon
+from trainer.distributed.command_line import flag, parse_beside
+from trainer.distributed.terminal import fail
+
+GRID = [round(0.05 * i, 2) for i in range(21)]  # of --remat-ratio
+FASTER_FIRST = [  # what lowers memory, about from cheap to dear
+    dict(adam_dtype="bf16"), dict(ahead=0.05), dict(reshard=True), dict(mode="fully_shard"), dict(accum_sync="every"),
+    dict(remat="pointwise"), dict(remat="mlp"), dict(remat="both"), dict(remat="block"), dict(loss="chunked"),
+    dict(mlp="lean"), dict(mlp="lean", mlp_chunk=4096), dict(remat="block", mlp="lean", loss="chunked"),
+    dict(remat="block", remat_core=True, mlp="lean", mlp_chunk=4096, loss="chunked", ahead=0.05),
+]  # fmt: skip
+
+
+class Answer(NamedTuple):
+    c: SimpleNamespace
+    ranks: int
+    peak: Peak
+    time: Time
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all ranks together."""
+        return self.ranks * self.c.batch * self.c.grad_accum * self.c.seqlen / self.time.seconds
+
+
+@dataclass(frozen=True)
+class Question:
+    """c: resolved flags. inside, across: links between GPUs of a node and between nodes; per_node: GPUs of a node."""
+
+    c: SimpleNamespace
+    a: Architecture
+    gpu: Gpu
+    ranks: int
+    per_node: int
+    inside: Link
+    across: Link
+
+    def with_flags(self, **changed) -> "Question":
+        return replace(self, c=SimpleNamespace(**(vars(self.c) | changed)))
+
+    @cached_property
+    def tape(self) -> Tape:
+        return Step(self.c, self.a, self.ranks).tape
+
+    @cached_property
+    def highest(self) -> Peak:
+        return step_peak(self.c, self.ranks, self.a, self.gpu.arch, self.tape)
+
+    def peak(self) -> Peak:
+        return self.highest
+
+    def shared(self) -> Link:
+        """Of a GPU to the same GPU of other nodes: its part of the node's ports."""
+        own = self.across
+        return own._replace(bytes_per_s=own.bytes_per_s * own.ports / self.per_node) if own.ports else own
+
+    def ring(self, inside: Link) -> Link:
+        """Of a ring through all GPUs of several nodes: it enters and leaves a node once, through all of its ports."""
+        node = self.shared().bytes_per_s * self.per_node
+        return Link(max(inside.latency_s, self.across.latency_s), min(inside.bytes_per_s, node))
+
+    def answer(self) -> Answer:
+        """Peak and time."""
+        return Answer(self.c, self.ranks, self.peak(), self.time(self.tape))
+
+    def time(self, tape: Tape) -> Time:
+        """Of the step of a tape, with the links that the ranks of a group have between them."""
+        inside = self.inside
+        if self.gpu.serial_link and "plain" in self.c.compile_options:
+            inside = link(self.gpu.serial_link)
+        group = self.ranks // self.c.replicas if self.c.mode == "hybrid_shard" else self.ranks
+        across = inside if self.ranks <= self.per_node else self.ring(inside) if group == self.ranks else self.shared()
+        node = Node(self.per_node, inside, self.shared())
+        if group > self.per_node:
+            inside = self.ring(inside)
+        time = step_time(self.c, self.ranks, self.a, self.gpu, inside, across, tape, node)
+        late = time.seconds * self.gpu.straggling * math.log2(max(self.ranks / self.per_node, 1))
+        return Time(time.seconds + late, time.parts | {SLOWEST: late} if late else time.parts)
+
+
+def misfit(c: SimpleNamespace, a: Architecture, ranks: int) -> str | None:
+    """Why flags do not go together, or None: the rules of config.py that a plan can break, and those of an
+    architecture."""
+    if c.mode == "hybrid_shard" and ranks % c.replicas:
+        return f"--replicas {c.replicas}: must divide the {ranks} GPUs of --mode hybrid_shard"
+    if c.mlp == "lean" and (a.gated or a.experts):
+        return "--mlp lean: computes LayerNorm, up, GELU and down, which is not what this MLP computes; use --mlp plain"
+    if c.mlp == "lean" and c.remat == "pointwise":
+        return "--mlp lean: recomputes what --remat pointwise keeps; use one of the two"
+    if getattr(c, "remat_ops", False) and (c.remat != "block" or c.remat_core):
+        return "--remat-ops: is for --remat block, without --remat-core"
+    lora = getattr(c, "lora", 0)
+    if lora and (c.mlp == "lean" or muon(c)):
+        return f"--lora {lora}: adapters are planned for --mlp plain and --optimizer adamw"
+    if lora > min(a.width, a.hidden):
+        return f"--lora {lora}: a rank above the {min(a.width, a.hidden)} of the smallest matrix"
+    if c.mlp_chunk and c.mlp != "lean":
+        return f"--mlp-chunk {c.mlp_chunk}: is for --mlp lean"
+    if c.remat_core and c.remat not in ("attn", "both", "block"):
+        return f"--remat-core: changes nothing of --remat {c.remat}"
+    return None
+
+
+def label(c: SimpleNamespace, usual: SimpleNamespace) -> str:
+    """The flags by which `c` differs from `usual`."""
+    words = []
+    for name, value in vars(c).items():
+        if value != getattr(usual, name):
+            flag = "--" + name.replace("_", "-")
+            words.append(flag if value is True else f"--no-{flag[2:]}" if value is False else f"{flag} {value}")
+    return " ".join(words) or "as asked"
+
+
+def relief(q: Question) -> list[tuple[str, float, float, Answer]]:
+    """What lowers the peak of a plan: (flags, bytes saved, seconds lost, answer), least time lost for a byte saved
+    first."""
+    now, found = q.answer(), []
+    options = [*FASTER_FIRST]
+    if q.c.batch % 2 == 0:
+        options.append(dict(batch=q.c.batch // 2, grad_accum=2 * q.c.grad_accum))
+    for changed in options:
+        new = q.with_flags(**changed)
+        if vars(new.c) == vars(q.c) or misfit(new.c, q.a, q.ranks):
+            continue
+        answer = new.answer()
+        saved, lost = now.peak.nbytes - answer.peak.nbytes, answer.time.seconds - now.time.seconds
+        if saved > 0:
+            found.append((label(new.c, q.c), saved, lost, answer))
+    return sorted(found, key=lambda each: max(each[2], 0) / each[1])
+
+
+def plans(q: Question) -> Iterator[Question]:
+    """Plans for the same global batch: mode, replicas, recomputation, loss, MLP, micro-batches, when they communicate,
+    and Adam's moments."""
+    sequences = q.c.batch * q.c.grad_accum
+    micro = [b for b in sorted({1, 2, 4, 8, 16, 32, q.c.batch}) if sequences % b == 0]
+    modes = [dict(mode="fully_shard")]
+    if q.ranks > 1:
+        modes.append(dict(mode="replicate"))
+    if q.ranks > q.per_node and q.ranks % q.per_node == 0:
+        modes.append(dict(mode="hybrid_shard", replicas=q.ranks // q.per_node))
+    remats = [dict(remat=kind, remat_core=False, remat_ratio=1.0) for kind in ("none", "pointwise", "both", "block")]
+    mlps = [dict(mlp="plain", mlp_chunk=0)] + ([] if q.a.gated else [dict(mlp="lean", mlp_chunk=4096)])
+    for mode, remat, mlp, loss, batch in product(modes, remats, mlps, ("full", "chunked"), micro):
+        accum = sequences // batch
+        for sync in ("every", "last") if accum > 1 and q.ranks > 1 else ("every",):
+            yield q.with_flags(**mode, **remat, **mlp, loss=loss, batch=batch, grad_accum=accum, accum_sync=sync)
+
+
+def nearby(q: Question) -> Iterator[Question]:
+    """Plans that differ from one in how much it recomputes, how early it gathers, or the chunks of its MLP."""
+    finer = [dict(remat_ratio=ratio) for ratio in (0.25, 0.5, 0.75)] if q.c.remat != "none" else []
+    finer += [dict(remat_core=True)] if q.c.remat in ("both", "block") else []
+    finer += [dict(ahead=0.05), dict(mlp_chunk=0 if q.c.mlp_chunk else 8192)]
+    for changed in finer:
+        yield q.with_flags(**changed)
+    if q.c.remat in ("both", "block"):
+        yield q.with_flags(remat_core=True, ahead=0.05)
+
+
+class Estimate(NamedTuple):
+    """What a plan takes, and the plan, or its answer."""
+
+    nbytes: float
+    seconds: float
+    q: "Question | Answer"
+
+
+def estimate(q: Question) -> Estimate:
+    """Of a deep model from two shallow ones: blocks are alike, so both figures grow by the same for each."""
+    deep, few = q.a.depth, (4, 8)
+    if deep <= 2 * few[1]:
+        answer = q.answer()
+        return Estimate(answer.peak.nbytes, answer.time.seconds, q)
+    found = [replace(q, a=replace(q.a, depth=d, dense_blocks=min(q.a.dense_blocks, 1))).with_flags(depth=d).answer()
+             for d in few]  # fmt: skip
+    low, high = (Estimate(each.peak.nbytes, each.time.seconds, q) for each in found)
+    grown = (deep - few[0]) / (few[1] - few[0])
+    return Estimate(*(x + grown * (y - x) for x, y in zip(low[:2], high[:2], strict=True)), q)
+
+
+def front(found: Iterable[Estimate]) -> list[Estimate]:
+    """The Pareto front of memory against time: plans of which none is both smaller and faster."""
+    best: list[Estimate] = []
+    for each in sorted(found, key=lambda each: each[:2]):
+        if not best or each.seconds < best[-1].seconds:
+            best.append(each)
+    return best
+
+
+def best(q: Question, limit: float) -> tuple[Answer | None, list[Answer]]:
+    """The fastest plan whose peak is at most `limit` bytes (None: there is none), and the front. With fp32 moments and
+    with bf16: first a grid, then what is near the best of it."""
+    wide = [q.with_flags(adam_dtype=dtype) for dtype in dict.fromkeys((q.c.adam_dtype, "bf16"))]
+    found = [estimate(plan) for each in wide for plan in plans(each) if not misfit(plan.c, q.a, q.ranks)]
+    top = sorted((each for each in found if each.nbytes <= limit), key=lambda each: each.seconds)[:3]
+    for each in [*front(found), *top]:
+        found += [estimate(plan) for plan in nearby(each.q) if not misfit(plan.c, q.a, q.ranks)]
+    exact = {id(each): each.q.answer() for each in front(found)}
+    fitting = sorted((each for each in found if each.nbytes <= 1.02 * limit), key=lambda each: each.seconds)
+    answers = (exact.get(id(each)) or each.q.answer() for each in fitting[:12])
+    fastest = next((answer for answer in answers if answer.peak.nbytes <= limit), None)
+    shown = [Estimate(each.peak.nbytes, each.time.seconds, each) for each in (*exact.values(), fastest) if each]
+    return fastest, [each.q for each in front(shown)]
+
+
+class Cell(NamedTuple):
+    ranks: int
+    micro: int
+    ratio: float | None  # the least fraction of recomputed blocks that fits; None: none does
+    accum: int
+
+
+def fit_table(q: Question, gpus: Sequence[int], micro: Sequence[int], sequences: int, limit: float) -> list[Cell]:
+    """For every number of GPUs and sequences of a micro-batch that divide the `sequences` of a step: the least
+    recomputation, on a grid of 0.05, with which a step fits into `limit` bytes, and the accumulation that follows."""
+    cells = []
+    for ranks, batch in product(gpus, micro):
+        if sequences % (ranks * batch):
+            continue
+        accum = sequences // (ranks * batch)
+        asked = replace(q.with_flags(batch=batch, grad_accum=accum), ranks=ranks)
+        asked = asked if asked.c.remat != "none" else asked.with_flags(remat="block")
+        low, high = 0, len(GRID)  # the peak falls with the ratio
+        while low < high:
+            middle = (low + high) // 2
+            if asked.with_flags(remat_ratio=GRID[middle]).peak().nbytes <= limit:
+                high = middle
+            else:
+                low = middle + 1
+        cells.append(Cell(ranks, batch, GRID[low] if low < len(GRID) else None, accum))
+    return cells
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All other flags are main.py's: python main.py --help lists them."""
+
+    gpu: str = "h100"
+    """GPU, as lab/planning/hardware.toml names it, such as a100-80, h100, h200 or l40s; cpu with --calibrate."""
+    watts: float = 0.0
+    """Power limit of each GPU, if it is below what the maker states."""
+    gpus: int = 1
+    """GPUs of a node."""
+    nodes: int = 1
+    """Nodes."""
+    across: str = "ndr-ib"
+    """Link between nodes, for each GPU: a name as of --link, or alpha_us:GB_per_s; or alpha_us:8x50, the ports of a
+    node and GB/s of each. ndr-ib and hdr-ib: one port per GPU, as a DGX H100 and a DGX A100 have."""
+    hf: str | None = None
+    """A Hugging Face config.json, or the folder that holds it, instead of the reference transformer."""
+    logits: Literal["auto", "bf16", "fp32"] = "auto"
+    """fp32: logits are kept in fp32 beside those in bf16. auto: in eager steps, as cross_entropy needs them there."""
+    master_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Dtype in which weights and gradients are stored; of Adam's moments see --adam-dtype."""
+    remat_ops: bool = False
+    """With --remat block: of the products of a block every second one is kept, as torchtitan's selective recomputation
+    by operation keeps them, and attention's output."""
+    lora: int = 0
+    """Rank of adapters (LoRA) beside every product of the blocks; all else is frozen. 0: all weights are trained."""
+    reserve_gib: float = hardware.RESERVE_GIB
+    """GPU memory that is not the step's: CUDA's context, NCCL's buffers, what the allocator cannot give out again."""
+    tokens: float = 0.0
+    """Tokens to train on, such as 2e12: adds days, GPU-hours and, with --price, the cost."""
+    price: float = 0.0
+    """Price of a GPU-hour."""
+    fit: Annotated[tuple[int, ...], arg(metavar="INT ...")] = ()
+    """Numbers of GPUs: for each, and for micro-batches of 1 to 32, the least recomputation with which --batch x
+    --grad-accum x --gpus sequences a step fit."""
+    best: bool = False
+    """The fastest plan that fits, for the same sequences a step, and the front of memory against time."""
+    what_if: Annotated[tuple[str, ...], arg(metavar="FLAG VALUE ...")] = ()
+    """A flag of main.py or of these above, and the values that it shall have in turn, such as seqlen 2048 4096."""
+    plot: str | None = None
+    """With --best: a .png or .svg of memory against time. Needs matplotlib."""
+    exact: bool = False
+    """Peak memory from generated code instead, in a minute. Needs torch and Triton; not for --hf."""
+    calibrate: str | None = None
+    """JSONL file of main.py's rows: fits the constants of --gpu to seven of them and says how far off the others
+    are. Of rows of lab.benchmarks.exposed: to the steps without links, and says how far off those with links are."""
+
+
+def parse(argv: Sequence[str], about: str = "") -> tuple[Plan, list[str]]:
+    """The flags of a command line, and main.py's, still as words. Ends the process with exit code 2 and one line
+    for a bad one."""
+    own, others = parse_beside(Plan, (flags.Training, flags.System, flags.Output), argv, "plan.py", about)
+    return checked(own), others
+
+
+def checked(own: Plan) -> Plan:
+    """Ends the process with exit code 2 and one line for a number that is none of these flags."""
+    for name, low in (("gpus", 1), ("nodes", 1), ("reserve_gib", 0), ("tokens", 0), ("price", 0),
+                      ("watts", 0), ("lora", 0)):  # fmt: skip
+        value = getattr(own, name)
+        if not math.isfinite(value) or not low <= value < 1e18:
+            wanted = f"must be at least {low}" if value < low else "must be a number below 1e18"
+            fail(f"{flag(name)} {value}: {wanted}", 0)
+    for name in ("hf", "plot", "calibrate"):
+        if getattr(own, name) == "":
+            fail(f"{flag(name)}: names no file; name one, or leave it out", 0)
+    return own
+
+
+UNREAD = set(
+    "data eval_every eval_batches steps lr warmup schedule weight_decay clip nonfinite max_skips norm_limit spike seed "
+    "init flex_options".split()
+) | {f.name for f in fields(flags.Output)}
+
+
+def named(words: Sequence[str]) -> list[str]:
+    """The fields of the flags among words."""
+    return [word[2:].partition("=")[0].replace("-", "_") for word in words if word.startswith("--")]
+
+
+def unread(words: Sequence[str]) -> list[str]:
+    """A line on flags of main.py that no answer depends on."""
+    found = [flag(name) for name in named(words) if name in UNREAD]
+    return [f"no part of a plan: {' '.join(found)}"] * bool(found)
+
+
+def two_questions(own: Plan, words: Sequence[str]) -> str | None:
+    """Why flags of plan.py do not go together, or None."""
+    kinds = [name for name in ("calibrate", "exact", "fit", "best", "what_if") if getattr(own, name)]
+    if len(kinds) > 1:
+        return f"{flag(kinds[0])} and {flag(kinds[1])}: are two questions; ask one at a time"
+    if own.calibrate:
+        usual = Plan(gpu=own.gpu, calibrate=own.calibrate)
+        others = [f.name for f in fields(Plan) if getattr(own, f.name) != getattr(usual, f.name)]
+        if others := [*others, *named(words)]:
+            return f"{flag(others[0])}: --calibrate reads the settings of its rows, and --gpu; leave it out"
+    single = not kinds
+    for name, wanted, reason in (("plot", own.best, "--best"), ("price", own.tokens, "--tokens"),
+                                 ("tokens", single, "a single plan")):  # fmt: skip
+        if getattr(own, name) and not wanted:
+            return f"{flag(name)} {getattr(own, name)}: is for {reason}"
+    shape = {f.name for f in fields(flags.Shape)}
+    if own.hf and (wrong := next((name for name in named(words) if name in shape), None)):
+        return f"{flag(wrong)}: the shape is that of --hf {own.hf}; leave out one of the two"
+    return None
+
+
+def question(own: Plan, words: Sequence[str]) -> Question:
+    """words: the flags of main.py. ValueError, one line, for flags that do not fit together."""
+    c, ranks = flags.parse(words), own.gpus * own.nodes
+    gpu = hardware.field(hardware.gpu(own.gpu, own.watts), c.compile == "none")
+    if c.world:
+        raise ValueError(f"--world {c.world}: say --gpus and --nodes instead")
+    if own.gpu == "cpu":
+        raise ValueError("--gpu cpu: is for --calibrate with rows of lab.benchmarks.exposed; name a GPU")
+    if own.reserve_gib * 2**30 >= gpu.memory:
+        raise ValueError(f"--reserve-gib {own.reserve_gib:g}: {own.gpu} has {gpu.memory / 2**30:.1f} GiB in all")
+    compiled = "none" if c.compile == "none" else "fwdbwd"
+    wrapper = "fsdp2" if (c.wrapper, c.compile) == ("fsdp2", "none") else "simple"
+    planned = dict(wrapper=wrapper, compile=compiled, min_shard_mib=0.0, cuda_graph=False, keep_last=False)
+    planned |= dict(optim="after", deterministic=False, device="auto" if c.device == "cpu" else c.device)
+    planned |= dict(ahead=min(c.ahead, 1.0))
+    if wrong := next((name for name, value in planned.items() if getattr(c, name) != value), None):
+        value = f" {getattr(c, wrong)}" * (wrong not in ("cuda_graph", "keep_last", "deterministic"))
+        raise ValueError(f"{flag(wrong)}{value}: is not planned; leave it out, or python -m lab.profiling.peak")
+    if c.param_dtype == "fp32":
+        raise ValueError("--param-dtype fp32: rates and peaks are known of bf16 alone; leave it out")
+    c = flags.resolve(c, "cuda", ranks)
+    if c.depth > MOST_BLOCKS:
+        raise ValueError(f"--depth {c.depth}: more than {MOST_BLOCKS} blocks are not planned")
+    a = read(own.hf) if own.hf else reference(c)
+    shape = dict(depth=a.depth, width=a.width, head_dim=a.head_dim, vocab=a.vocab)
+    kept = dict(logits=own.logits, master_dtype=own.master_dtype, lora=own.lora, remat_ops=own.remat_ops)
+    plain = SimpleNamespace(**(c.flat() | shape | kept))
+    if problem := misfit(plain, a, ranks):
+        raise ValueError(problem)
+    inside = link(c.link if any(word.startswith("--link") for word in words) else gpu.link)
+    try:
+        across = link(own.across, ports=True)
+    except ValueError as error:
+        raise ValueError(str(error).replace("--link", "--across", 1)) from None
+    return Question(plain, a, gpu, ranks, own.gpus, inside, across)

@@ -1,0 +1,307 @@
+"""The weights of a step on a Tape: gathered, cast, cut up; their gradients bucketed and reduced; and what a rank holds
+beside a step's own buffers. Imports no torch.
+
+`schedule.Step` adds what the model computes. Names end with the number of the block. n tokens of a micro-batch, D
+width, H heads, K key/value heads, d head dimension, F hidden width, V vocabulary.
+"""
+
+from lab.planning.architecture import Architecture
+from lab.planning.liveness import GRADIENTS, WEIGHTS, Make, Tape
+from trainer.costs import muon
+
+CUBLAS_MIB = {"cpu": 0.0, "sm_80": 2 * 8.125, "sm_90": 2 * 32.0, "sm_100": 2 * 32.0}  # torch's, of two threads
+PARAMETERS, FROZEN, MOMENTS = "parameters", "frozen parameters", "Adam's moments"
+ALLOWANCE = "workspaces of cuBLAS, an allowance"
+SIZE = {"fp32": 4, "bf16": 2}
+IN_FP32 = 40  # bytes of an element of [B, T, D]: rotations in fp32, and the gate activated and multiplied apart
+
+
+def remat_of(c, block: int) -> str:
+    """The policy of one block of resolved flags, as model.ModelConfig.remat_of."""
+    n = round(c.remat_ratio * c.depth)
+    return c.remat if (block + 1) * n // c.depth > block * n // c.depth else "none"
+
+
+def fp32_logits(c) -> bool:
+    """Whether logits and their gradient exist in fp32: in eager steps, as cross_entropy makes them, or if asked."""
+    kind = getattr(c, "logits", "auto")
+    return kind == "fp32" or (kind == "auto" and c.compile == "none")
+
+
+def shard_group(c, ranks: int) -> int:
+    """Ranks over which one copy of the parameters is spread."""
+    if c.mode == "replicate" or c.wrapper == "none":
+        return 1
+    return ranks // c.replicas if c.mode == "hybrid_shard" else ranks
+
+
+def trained(c, a: Architecture) -> int:
+    """Parameters that are trained: all; with LoRA two matrices [in, r] and [r, out] beside each product of a block."""
+    rank = getattr(c, "lora", 0)
+    return rank * sum((m + n) * count for (m, n), count in a.products.items()) if rank else a.parameters
+
+
+def before_step(c, a: Architecture, ranks: int, arch: str) -> dict[str, float]:
+    """{piece: bytes} of what the last micro-batch finds."""
+    shards, stored, own = shard_group(c, ranks), SIZE[getattr(c, "master_dtype", "fp32")], trained(c, a)
+    frozen = a.parameters if own < a.parameters else 0
+    base = {PARAMETERS: stored * own / shards, FROZEN: stored * frozen / shards,
+            MOMENTS: moment_bytes(c, a) / shards, ALLOWANCE: CUBLAS_MIB[arch] * 2**20}  # fmt: skip
+    if c.accum_sync == "last":
+        base |= {WEIGHTS: SIZE[c.param_dtype] * a.parameters}
+        shards = 1
+    return base | ({GRADIENTS: stored * own / shards} if c.grad_accum > 1 else {})
+
+
+def moment_bytes(c, a: Architecture) -> int:
+    """Of the optimizer's state on all ranks of a shard group: two moments of what is trained, one of Muon's."""
+    moments = 2 * trained(c, a) - muon(c) * a.hidden_parameters
+    return SIZE[c.adam_dtype] * moments
+
+
+def update_bytes(c, a: Architecture, ranks: int) -> float:
+    """Read and written by the norm of the gradients and by AdamW: parameter, gradient and moments read, parameter and
+    moments written. Muon also writes and reads what is sent."""
+    stored = SIZE[getattr(c, "master_dtype", "fp32")] * trained(c, a)
+    sent = 4 * SIZE[c.muon_dtype] * a.hidden_parameters if muon(c) else 0
+    return (4 * stored + 2 * moment_bytes(c, a) + sent) / shard_group(c, ranks)
+
+
+class Weights:
+    """Of one micro-batch of resolved flags `c`. whole: gradients stay on the rank and weights are there already
+    (--accum-sync last)."""
+
+    def __init__(self, c, a: Architecture, ranks: int):
+        self.c, self.a, self.ranks, self.whole = c, a, ranks, c.accum_sync == "last"
+        self.shards = 1 if self.whole else shard_group(c, ranks)
+        self.gathers = self.shards > 1
+        self.reduces = ranks > self.shards and not self.whole
+        self.eager = c.compile == "none"
+        reuse = "allow_buffer_reuse=False" not in c.compile_options and not self.eager
+        self.tape = Tape(reuse, self.gathers or self.reduces)
+        self.p, self.r = SIZE[c.param_dtype], SIZE[c.reduce_dtype] if ranks > 1 else 4
+        self.reduced = "fp32" if self.r == 4 else "bf16"
+        self.m, self.lora = SIZE[getattr(c, "master_dtype", "fp32")], getattr(c, "lora", 0)
+        self.kept_products = {}  # name of a result that is made again -> that of the one that was kept
+        n = self.n = c.batch * c.seqlen
+        self.U, self.logits = n * self.p * a.width, n * self.p * a.vocab
+        self.Q, self.KV = n * self.p * a.heads * a.head_dim, n * self.p * a.kv_heads * a.head_dim
+        self.fan = a.hidden * max(a.active, 1) + a.shared  # hidden elements of a token
+        self.F = n * self.p * self.fan
+        q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
+        self.outs = dict(q=q, k=kv, v=kv)
+        mlp = a.width * (a.hidden * max(a.experts, 1) + a.shared)
+        self.ups = ("gate", "up") if a.gated else ("up",)
+        self.weights = dict(q=a.width * q, k=a.width * kv, v=a.width * kv, o=a.width * q)
+        self.weights |= dict.fromkeys((*self.ups, "down"), mlp)
+        self.block, self.head = a.block_parameters, a.width * a.vocab
+        # FSDP2's root group: embedding, last norm and head, gathered together for the whole step, reduced together last
+        self.root = c.wrapper == "fsdp2" and self.gathers
+        self.ends, self.root_grads = 2 * self.head + a.final_norm if self.root else self.head, []
+        self.lean, self.policies = c.mlp == "lean", [remat_of(c, i) for i in range(a.depth)]
+        self.sums_made, self.again_made, self.roomy = 0, set(), set()
+        self.together = []  # see Tape.pull
+        self.at = ""  # where the operations stand that follow, in words
+        self.waiting, self.crossing = (), ()  # (name, elements) of the reduction under way
+
+    # Small things
+
+    def make(self, name: str, nbytes: float, piece: str = "workspace", own: bool = False, key: str = "") -> Make:
+        return Make(name, nbytes, piece, own, key or self.c.param_dtype)
+
+    def op(self, where: str, reads, *makes: Make, over: bool = False, **more) -> None:
+        reads = [self.kept_products.get(name, name) for name in reads]
+        self.tape.op(f"{self.at}{where}", reads, makes, over=over and not self.eager, **more)
+
+    def taken(self, name: str) -> str:
+        """A result is taken out of those of an operation: a step of its own for the compiler."""
+        self.op("taken", [name], self.make(f"{name} taken", 0), work=(("bytes", 0),))
+        return f"{name} taken"
+
+    def product(self, where: str, reads, out: str, rows: int, inner: int, cols: int, piece: str = "workspace") -> None:
+        """out [rows, cols] = [rows, inner] @ [inner, cols]"""
+        self.op(where, reads, self.make(out, rows * cols * self.p, piece), work=(("mm", rows, inner, cols),))
+
+    def sums(self, part: float = 1) -> Make:
+        """Partial sums of the two gradients of a norm, fp32: 16 rows in one (or this part of it) where one kernel also
+        computes the rows, as the compiler has it for many and large ones; else 32 in all."""
+        self.sums_made += 1
+        n, D = self.n, self.a.width
+        rows = part * (n // 16) if n >= max(2 * D, 4096) and n * D >= 5 * 2**20 else 32
+        return self.make(f"sums{self.sums_made}", 8 * D * rows, key="fp32")
+
+    def hidden(self, name: str) -> list[str]:
+        """What holds the MLP's hidden tensor before its activation: that of a gate, too."""
+        return [f"{part} {name}" for part in self.ups]
+
+    def inputs(self, i: int) -> list[str]:
+        """What holds the input of block i."""
+        return self.x0 if i == 0 else [f"x{i}"]
+
+    # What recomputed and eager blocks do otherwise
+
+    def keeps(self, what: str, to: str) -> bool:
+        """Whether a recomputed block keeps a product (--remat-ops): of those in its order every second one."""
+        if not (getattr(self.c, "remat_ops", False) and to[0] == "'" and what in ("q", "v", "gate h")):
+            return False
+        self.kept_products[what + to] = what + to[1:]
+        return True
+
+    def moved_in_fp32(self, times: int) -> None:
+        """What eager RMSNorms and rotations of a block move more than one kernel each would: both take their input to
+        fp32 and back, step by step."""
+        if self.eager and self.a.gated:
+            self.op("norms and rotations", [], work=(("bytes", times * IN_FP32 * self.n * self.a.width),))
+
+    def eager_keeps(self, i: int) -> None:
+        """What an eager block keeps for backward and a compiled one makes again: the activated gate, and the inputs of
+        the norms in fp32."""
+        if self.eager and self.a.gated:
+            self.op("what it keeps", [], self.make(f"eager{i}", self.F + 4 * self.U), work=(("bytes", 0),))
+
+    # Weights and their gradients
+
+    def there(self, name: str) -> bool:
+        """Whether weights were gathered before, and stayed."""
+        return (not self.c.reshard and name[0] == "b") or (self.root and name[1:] == "head")
+
+    def gather(self, name: str, elements: int) -> None:
+        """Starts an all-gather: the shard in the dtype that is sent, and room for the whole."""
+        if not self.gathers or self.there(name):
+            return
+        sent = elements * self.p / self.shards
+        self.op(f"gather of {name}", [], self.make(f"{name} sent", sent, WEIGHTS))
+        work = (("start", name, "all_gather", elements * self.p),)
+        self.op(
+            f"gather of {name}",
+            [f"{name} sent"],
+            self.make(f"{name} bucket", elements * self.p, WEIGHTS, True, "gathered"),
+            work=work,
+        )
+
+    def arrive(self, name: str, parts: dict[str, int]) -> None:
+        """Waits for it, and cuts the bucket into weights."""
+        if not self.gathers or self.there(name):
+            return
+        self.op(f"gather of {name}", [f"{name} sent", f"{name} bucket"], work=(("wait", name),))
+        made = [self.make(f"{name} {part}", size * self.p, WEIGHTS, True) for part, size in parts.items()]
+        self.op(f"weights of {name}", [f"{name} bucket"], *made)
+
+    def weight(self, name: str, part: str) -> str:
+        """The name of a weight where it is used. Where nothing is gathered it is cast there, once in each graph."""
+        if self.root and part == "head":
+            return "emb bucket"
+        if self.gathers:
+            return f"{name} {part}" if self.c.reshard else f"f{name[1:]} {part}"
+        if self.p < 4 and not self.whole and f"{name} {part}" not in self.again_made:
+            self.again_made.add(f"{name} {part}")
+            size = self.head if part == "head" else self.weights[part]
+            self.op(f"cast of {name} {part}", [], self.make(f"{name} {part}", size * self.p, WEIGHTS))
+        return f"{name} {part}"
+
+    def wgrad(self, part: str, reads, i: int, grads: list[str]) -> None:
+        """The gradient of a block's weight, [out, n] @ [n, in]."""
+        name, D = f"w{part}{i}", self.a.width
+        cols = {"o": self.outs["q"], "down": self.fan}.get(part, D)
+        rows = {"o": D, "down": D}.get(part) or self.outs.get(part, self.fan)
+        if self.lora:  # the adapter: forward, and backward to its input and both of its matrices
+            made = self.make(name, self.lora * (rows + cols) * self.p)
+            work = tuple(("mm", self.n, self.lora, size) for size in (rows, cols) for _ in range(3))
+            self.op(f"adapter of {part}", reads, made, work=work)
+        else:
+            made = self.make(name, self.weights[part] * self.p)
+            self.op(f"gradient of {part}", reads, made, work=(("mm", rows, self.n, cols),))
+        if self.gathers or self.reduces:
+            grads.append(name)
+        else:
+            self.landed(name, self.weights[part])
+
+    def stays(self, *names: str) -> None:
+        """Gradients live until the update. An eager step adds each to that of the micro-batches before at once."""
+        if not (self.eager and self.c.grad_accum > 1):
+            self.tape.keep(*names)
+
+    def landed(self, name: str, elements: int) -> None:
+        """A gradient that stays on the rank until the update, in fp32, or until it is summed."""
+        if self.p == self.m or self.whole or self.lora:
+            self.stays(name)
+            return
+        self.op("gradients in fp32", [name], self.make(f"{name} fp32", elements * 4, GRADIENTS, key="fp32"))
+        self.stays(f"{name} fp32")
+
+    def start(self, name: str, elements: int) -> None:
+        """Starts the reduction of a bucket, and waits for the one before."""
+        work, made = ("start", f"G {name}", "all_reduce", elements * self.r), []
+        if self.gathers:
+            work = ("start", f"G {name}", "reduce_scatter", elements * self.r)
+            size = elements * self.r / self.shards
+            made = [self.make(f"gradient {name}", size, GRADIENTS, True, self.reduced)]
+        self.op(f"reduction of {name}", [f"G {name}"], *made, work=(work,))
+        self.arrived()
+        self.waiting = name, elements
+
+    def arrived(self) -> None:
+        """Waits for the reduction under way. With hybrid_shard the shards go into a bucket of their own, whose
+        reduction across replicas starts, and the one before it is waited for."""
+        if not self.waiting:
+            return
+        (name, elements), self.waiting = self.waiting, ()
+        self.op(f"reduction of {name}", [f"G {name}"], work=(("wait", f"G {name}"),))
+        if not (self.gathers and self.reduces):
+            self.reached(f"gradient {name}" if self.gathers else f"G {name}", elements)
+            return
+        size = elements * self.r / self.shards
+        made = self.make(f"A {name}", size, GRADIENTS, key=self.reduced)
+        self.op(f"bucket of {name} across", [f"gradient {name}"], made, tied=True)
+        work = ("start", f"A {name}", "all_reduce across", size)
+        self.op(f"reduction of {name} across", [f"A {name}"], work=(work,), tied=True)
+        self.crossed()
+        self.crossing = name, elements
+
+    def crossed(self) -> None:
+        """Waits for the reduction across replicas under way."""
+        if self.crossing:
+            (name, elements), self.crossing = self.crossing, ()
+            self.op(f"reduction of {name} across", [f"A {name}"], work=(("wait", f"A {name}"),))
+            self.reached(f"A {name}", elements)
+
+    def reached(self, source: str, elements: int) -> None:
+        """A reduced bucket stays until the update, in fp32: if it came in bf16, each of its gradients by itself."""
+        if self.r == self.m or self.lora:
+            self.stays(source)
+            return
+        name = source.rpartition(" ")[2]
+        large = self.weights if name[0] == "b" else {name: self.head}
+        sizes = large | {"rest": elements - sum(large.values())}
+        stored = {4: "fp32", 2: "bf16"}[self.m]
+        made = [
+            self.make(f"{source} {part} {stored}", size * self.m / self.shards, GRADIENTS, key=stored)
+            for part, size in sizes.items()
+        ]
+        self.op(f"{source} as it is stored", [source], *made, tied=True)
+        self.stays(*(m.name for m in made))
+
+    def bucket(self, name: str, elements: int, grads: list[str]) -> None:
+        """Gradients copied into one buffer, whose reduction starts."""
+        if self.lora:
+            elements = trained(self.c, self.a) // self.a.depth
+        if self.root and name in ("head", "emb"):
+            self.root_grads += grads
+            elements, grads = self.ends, self.root_grads * (name == "emb")
+        if (self.gathers or self.reduces) and grads:
+            late = name in self.roomy
+            self.op(
+                f"bucket of {name}", [*grads, *[f"G {name}"] * late], *[] if late else [self.bucket_of(name, elements)]
+            )
+            self.start(name, elements)
+
+    def room(self, name: str, elements: int) -> None:
+        """Makes the buffer of a bucket, if it is not there."""
+        elements = trained(self.c, self.a) // self.a.depth if self.lora else elements
+        early = not self.a.gated or "block" in self.policies
+        if early and (self.gathers or self.reduces) and name not in self.roomy:
+            self.roomy.add(name)
+            self.op(f"bucket of {name}", [], self.bucket_of(name, elements))
+
+    def bucket_of(self, name: str, elements: int) -> Make:
+        return Make(f"G {name}", elements * self.r, GRADIENTS, key=self.reduced)

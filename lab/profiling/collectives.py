@@ -1,0 +1,364 @@
+"""What the compiler makes of a model's collectives: any setting, any number of ranks, in one process, without GPUs.
+
+    python -m lab.profiling.collectives --depth 8 --world 64 --device cuda     # this trainer: the flags of main.py
+    python -m lab.profiling.collectives --model my_file:build --world 64 --mode replicate   # your own
+
+MODULE:FUNCTION names a function of no arguments that returns (model, inputs): an unwrapped nn.Module and a tuple or
+dict of its arguments. `--device cuda` takes the defaults of a GPU (no GPU is used). Nothing is computed and no code is
+generated: the graphs are those that Inductor schedules, whose order "alive" and "between" mean; the generated code may
+still fuse and move what is not a collective. Subgraphs, as of --compile regions, are written out where they are called.
+
+For each graph: its collectives (kind, products between start and wait, MiB of the whole tensor, MiB that a rank of a
+ring sends, what is in the bucket), those that are exposed (no product in between), the most gathered bytes alive at
+once, and what forward keeps for backward by kind.
+"""
+
+import sys
+
+from lab.profiling.command import parse_tool, tool
+from simple_fsdp import units_of
+from trainer import config as flags
+from trainer.distributed.terminal import fail
+
+if __name__ == "__main__":  # before torch is imported, as in main.py
+    _parser = tool("lab.profiling.collectives", __doc__)
+    _parser.add_argument("--model", metavar="MODULE:FUNCTION", help="your model (default: the trainer's)")
+    OWN, CONFIG = parse_tool(_parser)
+
+import operator
+import os
+import pkgutil
+import re
+import signal
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+import torch._dynamo.config as dynamo_config
+import torch._functorch.config as functorch_config
+import torch._inductor.compile_fx as compile_fx
+import torch._inductor.config as inductor_config
+import torch.distributed as dist
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import overlap
+from overlap import GATHER, REDUCE, SCATTER, WAIT, is_layout, is_product, module_of, wait_of
+from regions import CALL
+from trainer.attention import DTYPES
+from trainer.costs import sent_bytes
+from trainer.parallelize import build, compile_options, reference_model, wrap
+from trainer.step import LanguageModel, Step
+
+KINDS = {GATHER: "all-gather", SCATTER: "reduce-scatter", REDUCE: "all-reduce"}
+MICRO_BATCH = ("loss", "model", "block")  # what runs once per micro-batch; block: and once per block
+MIB = 2**20
+
+
+class Found(Exception):
+    """Ends a call once what it was made for is known: the graphs of a compiled function, the inputs of a block."""
+
+
+def inductor_passes(gm: fx.GraphModule, inputs, is_inference: bool) -> None:
+    """What Inductor does to a graph before it lowers it, in place, apart from making ops in-place: so it still runs."""
+    compile_fx.view_to_reshape(gm)
+    fake_mode = compile_fx.fake_tensor_prop(gm, inputs)
+    reinplace = "torch._inductor.fx_passes.post_grad.reinplace_inplaceable_ops"
+    with compile_fx.V.set_fake_mode(fake_mode), mock.patch(reinplace, lambda *_, **__: None):
+        compile_fx._recursive_post_grad_passes(gm, is_inference=is_inference)
+
+
+def inlined(gm: fx.GraphModule) -> fx.GraphModule:
+    """A graph with what its subgraphs compute in the place of their calls, all values new fake tensors, so that what is
+    asked of its nodes and their memory is answered for all of it; the graph itself if it calls none. Its
+    meta["calls"]: {name of a subgraph: calls of it}."""
+    bodies = {n: gm.get_submodule(n.args[0].target) for n in gm.graph.find_nodes(op="call_function", target=CALL)}
+    if not bodies:
+        return gm
+    g, env = fx.Graph(), {}
+
+    def copy(n: fx.Node) -> None:
+        args, kwargs = fx.map_arg((n.args, n.kwargs), env.__getitem__)
+        env[n] = g.create_node(n.op, n.target, args, kwargs)
+        env[n].meta = dict(n.meta)
+
+    for n in gm.graph.nodes:
+        if n in bodies:
+            body = inlined(bodies[n]).graph
+            env.update(zip(body.find_nodes(op="placeholder"), (env[m] for m in n.args[2:]), strict=True))
+            for m in body.nodes:
+                if m.op == "call_function":
+                    copy(m)
+            env[n] = [env[m] if isinstance(m, fx.Node) else m for m in body.output_node().args[0]]
+        elif n.target is operator.getitem and n.args[0] in bodies:
+            env[n] = env[n.args[0]][n.args[1]]
+        elif not (n.op == "get_attr" and n.users and {*n.users} <= bodies.keys()):
+            copy(n)
+    flat = fx.GraphModule(gm, g)
+    inputs = [n.meta.get("val") for n in g.find_nodes(op="placeholder")]
+    mode = next(v.fake_mode for v in inputs if isinstance(v, FakeTensor))
+    FakeTensorProp(flat, mode).propagate_dont_convert_inputs(*inputs)
+    flat.meta["calls"] = Counter(n.args[1] for n in bodies)
+    return flat
+
+
+@contextmanager
+def tracing() -> Iterator[None]:
+    """Inside it torch.compile starts afresh, reads no cache, and lowers a backward along with its forward."""
+    torch._dynamo.reset()
+    with (
+        functorch_config.patch(force_non_lazy_backward_lowering=True, enable_autograd_cache=False),
+        inductor_config.patch(force_disable_caches=True),
+        dynamo_config.patch({k: True for k in ("trace_autograd_ops",) if hasattr(dynamo_config, k)}),
+        # FlexAttention on a CPU only refuses to train; its graph is the one that a GPU gets.
+        mock.patch("torch.nn.attention.flex_attention._validate_device", lambda *_: None),
+    ):
+        yield
+    torch._dynamo.reset()
+
+
+def capture(function: Callable, args: tuple, options: dict | None = None) -> dict[str, fx.GraphModule]:
+    """The graphs {"forward": .., "backward": ..} of `function` under torch.compile(options=options), after Inductor's
+    post-grad passes; "forward" alone where nothing needs a gradient or `function` takes it itself. Runs nothing."""
+    graphs = {}
+
+    def inner(gm, inputs, *, is_backward=False, is_inference=False, **_):
+        inductor_passes(gm, inputs, is_inference)
+        graphs["backward" if is_backward else "forward"] = inlined(gm)
+
+        def run(args):
+            raise Found
+
+        run._boxed_call = True
+        return run
+
+    with tracing(), inductor_config.patch(options or {}), suppress(Found):
+        torch.compile(function, fullgraph=True, backend=partial(compile_fx.compile_fx, inner_compile=inner))(*args)
+    return graphs
+
+
+class Collective(NamedTuple):
+    """One collective of a graph. Bytes: `full` of the whole tensor, `sent` by one rank (ring)."""
+
+    kind: str
+    gap: int  # products between its start and its wait; 0: exposed
+    sent: int
+    full: int
+    ranks: int
+    bucket: tuple[str, ...]  # what it carries: "module [shape]"
+    start: int  # products of the graph before its start
+
+
+def collectives(gm: fx.GraphModule, modules: frozenset[str] = frozenset()) -> list[Collective]:
+    """Those of a captured graph, in order of their starts. `modules`: names that stand for the compiler's paths."""
+    nodes, found = list(gm.graph.nodes), []
+    place = {n: i for i, n in enumerate(nodes)}
+    for n in nodes:
+        if n.target in KINDS:
+            kind, value = KINDS[n.target], n.meta["val"]
+            ranks = dist.get_world_size(dist.distributed_c10d._resolve_process_group(n.args[-1]))
+            full = (n.args[0].meta["val"] if n.target is SCATTER else value).nbytes
+            sent = int(sent_bytes(kind.replace("-", "_"), full, ranks))
+            gap = sum(map(is_product, nodes[place[n] : place[wait_of(n)]]))
+            start = sum(map(is_product, nodes[: place[n]]))
+            own = [(module_of(n), tuple(overlap.contents(n).meta["val"].shape))]
+            bucket = tuple(f"{_named(path, modules)} {[*shape]}".strip() for path, shape in n.meta.get("bucket", own))
+            found.append(Collective(kind, gap, sent, full, ranks, bucket, start))
+    return found
+
+
+def _named(path: str, modules: frozenset[str]) -> str:
+    """L['self'].model._modules['blocks'].0.mlp -> the longest end of it that is a module's name."""
+    words = [w for w in re.split(r"\W+", path) if w and w != "_modules"]
+    ends = (".".join(words[i:]) for i in range(len(words)))
+    return next((end for end in ends if end in modules), re.sub(r"^[LG]\['\w+'\]\.?", "", path))
+
+
+def _storage(n: fx.Node) -> list[tuple[int, int]]:
+    """(identity, bytes) of the memory of each tensor that a node makes."""
+    n = n.args[0] if n.target is WAIT else n
+    tensors = [t for t in torch.utils._pytree.tree_leaves(n.meta.get("val")) if isinstance(t, torch.Tensor)]
+    return [(t.untyped_storage()._cdata, t.untyped_storage().nbytes()) for t in tensors]
+
+
+def gathered(gm: fx.GraphModule) -> set[fx.Node]:
+    """The nodes that hold gathered parameters: from all-gathers through views, copies and casts."""
+    held = set()
+    for n in gm.graph.nodes:
+        inputs = n.all_input_nodes
+        if n.target is GATHER or (inputs and all(i in held for i in inputs) and (n.target is WAIT or is_layout(n))):
+            held.add(n)
+    return held
+
+
+def gathered_alive(gm: fx.GraphModule) -> int:
+    """Most bytes of gathered parameters (buckets and what is cut from them) alive at once, in the graph's order."""
+    held, life = gathered(gm), {}  # life: storage -> numbers of the first and the last node that it is alive at, bytes
+    for i, n in enumerate(gm.graph.nodes):
+        for m in {n, *n.all_input_nodes} & held:
+            for key, size in _storage(m):
+                life[key] = life.get(key, (i,))[0], i, size
+    alive = [sum(size for first, last, size in life.values() if first <= i <= last) for i, _, _ in life.values()]
+    return max(alive, default=0)
+
+
+def saved(gm: fx.GraphModule) -> dict[str, int]:
+    """Bytes that a forward graph keeps for backward, by kind; "inputs": what exists anyway (shards, tokens)."""
+    held, origin = gathered(gm), {}
+    for n in gm.graph.nodes:
+        for key, size in _storage(n):
+            origin.setdefault(key, (n, size))
+    kinds = dict.fromkeys(("gathered", "products", "attention", "other", "inputs"), 0)
+    output = gm.graph.output_node()
+    returned = output.meta.get("user_visible_output_idxs", ())
+    for key in {key for i, n in enumerate(output.args[0]) if isinstance(n, fx.Node) and i not in returned
+                for key, _ in _storage(n)}:  # fmt: skip
+        n, size = origin[key]
+        attention = "attention" in str(n.target)
+        kind = "inputs" if n.op == "placeholder" else "gathered" if n in held else "attention" if attention else None
+        kinds[kind or ("products" if is_product(n) else "other")] += size
+    return kinds
+
+
+Graphs = dict[str, dict[str, fx.GraphModule]]  # what is compiled -> "forward", "backward" -> graph
+
+
+def block_inputs(model: LanguageModel, tokens: torch.Tensor, dtype: torch.dtype) -> tuple[tuple, dict]:
+    """(args, kwargs) that the first block of `model`, on the meta device, is called with for tokens [B, T]; activations
+    as tensors of `dtype` on the CPU that want a gradient, of memory that nobody touches."""
+    found = []
+
+    def note(module, args, kwargs):
+        found.append((args, kwargs))
+        raise Found
+
+    def real(value):
+        if not (isinstance(value, torch.Tensor) and value.is_meta):
+            return value
+        if value.is_floating_point():
+            return torch.empty(value.shape, dtype=dtype, requires_grad=True)
+        return torch.zeros(value.shape, dtype=value.dtype)
+
+    block = model.get_submodule(units_of(model)[0])
+    with block.register_forward_pre_hook(note, with_kwargs=True), suppress(Found):
+        model(tokens.to("meta"))
+    return torch.utils._pytree.tree_map(real, found[0])
+
+
+def of_step(step: Step, block: tuple[tuple, dict], tokens: torch.Tensor, dtype: torch.dtype) -> Graphs:
+    """The graphs of all that a step compiles. block: of `block_inputs`; tokens [B, T]; dtype: that is gathered."""
+    arguments = dict(loss=(tokens, tokens, torch.tensor(1.0)), model=(tokens,), step=(tokens, tokens), gather=(),
+                     block=block[0])  # fmt: skip
+    if whole := step.whole_weights:
+        gradients = torch.float32 if step.grad_accum > 1 else dtype
+        arguments["reduce"] = ([torch.empty(p.shape, dtype=gradients) for p in step.optimizer.params],)
+        whole.gather_fn = lambda: [torch.empty(p.shape, dtype=dtype) for p in whole.shards]
+    graphs = {}
+    for name, (function, options) in step.compiled.items():
+        micro_batch = name in MICRO_BATCH
+        with torch.set_grad_enabled(micro_batch or name == "step"), whole() if whole and micro_batch else nullcontext():
+            function = getattr(function, "forward", function)  # a block's call is compiled
+            function = partial(function, **block[1]) if name == "block" and block[1] else function
+            graphs[name] = capture(function, arguments[name], options)
+    return graphs
+
+
+def of_trainer(c: flags.Config, world: int) -> tuple[nn.Module, Graphs]:
+    """The model of resolved flags and the graphs of its step."""
+    device, tokens = torch.device("cpu"), torch.zeros(c.batch, c.seqlen, dtype=torch.long)
+    dtype, blank = DTYPES[c.param_dtype], reference_model(c, device)
+    blank.prepare(c.seqlen, device)
+    inputs = block_inputs(blank, tokens, dtype)
+    with mock.patch("torch.zeros_like", torch.empty_like):  # AdamW's moments: not computed with, so not touched
+        step = build(c, device, world, init=False)
+    return step.model, of_step(step, inputs, tokens, dtype)
+
+
+def own_model(target: str, c: flags.Config, world: int) -> tuple[nn.Module, Callable, tuple, dict]:
+    """(model, function, args, options) to compile of the model and inputs that MODULE:FUNCTION returns, wrapped as
+    resolved flags say. Raises ValueError, one line, for a wrong name."""
+    sys.path.insert(0, os.getcwd())
+    try:
+        model, inputs = pkgutil.resolve_name(target)()
+    except (ImportError, AttributeError, TypeError) as e:
+        raise ValueError(f"--model {target}: {e}; give MODULE:FUNCTION, a function that returns (model, inputs)") from e
+    wrap(model, c, torch.device("cpu"), world)
+    if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
+        model.to_empty(device="cpu")
+    options = compile_options(c)
+    options = options if options.pop("plain", False) else overlap.compile_options(model, ahead=c.ahead) | options
+    args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
+    return model, lambda *args: model(*args, **kwargs), args, options
+
+
+def of_module(target: str, c: flags.Config, world: int) -> tuple[nn.Module, Graphs]:
+    """The model that `own_model` returns, and its graphs."""
+    model, *arguments = own_model(target, c, world)
+    return model, {"model": capture(*arguments)}
+
+
+def report(model: nn.Module, graphs: Graphs, micro_batches: int = 1) -> list[str]:
+    """The lines to print; `micro_batches`: how often a step runs the graphs of loss, model and block."""
+    modules, lines, sent, total = frozenset(n for n, _ in model.named_modules() if n), [], 0, Counter()
+    for compiled, pair in graphs.items():
+        times = micro_batches if compiled in MICRO_BATCH else 1
+        for name, gm in pair.items():
+            found = [c for c in collectives(gm, modules) if c.full > 64]  # not the scalars of loss and norm
+            counts = Counter(c.kind for c in found)
+            exposed = Counter(c.kind for c in found if not c.gap)
+            words = [f"{n} {kind}{'s' * (n > 1)} ({exposed[kind]} exposed)" for kind, n in counts.items()]
+            products = sum(is_product(n) for n in gm.graph.nodes)
+            name = f"{compiled}, {name}" if "backward" in pair else compiled
+            lines += ["", f"{name}: {', '.join(words) or 'no collectives'}; {products} products"]
+            if shared := gm.meta.get("calls"):
+                lines.append(f"  compiled once, and called: {', '.join(f'{n} times' for n in shared.values())}")
+            if found:
+                lines.append(f"  {'':<14} {'between':>7} {'MiB':>9} {'sent':>9}  bucket")
+            for c in found:
+                first, last = c.bucket[0], c.bucket[-1]
+                unit, n = first.partition(" [")[0], len(c.bucket)
+                bucket = first if n == 1 else f"{first} .. {last} ({n})"
+                if n > 1 and unit == last.partition(" [")[0]:
+                    bucket = f"{unit} ({n} parameters)"
+                lines.append(f"  {c.kind:<14} {c.gap:>7} {c.full / MIB:>9.3f} {c.sent / MIB:>9.3f}  {bucket}")
+            if counts["all-gather"]:
+                all_of_it = sum(c.full for c in found if c.kind == "all-gather")
+                lines.append(f"  gathered: {gathered_alive(gm) / MIB:.3f} MiB alive at most, of {all_of_it / MIB:.3f}")
+            if "backward" in pair and gm is pair["forward"]:
+                kept = ", ".join(f"{kind} {size / MIB:.3f}" for kind, size in saved(gm).items())
+                lines.append(f"  kept for backward, MiB: {kept}")
+            sent += times * sum(c.sent for c in found)
+            total.update({kind: times * n for kind, n in counts.items()})
+    summary = ", ".join(f"{n} {kind}{'s' * (n > 1)}" for kind, n in total.items()) or "no collectives"
+    per = "per block" if "block" in graphs else "per step"
+    return [*lines, "", f"{per} and rank: {summary}, {sent / MIB:.3f} MiB sent"]
+
+
+def main(target: str | None, world: int, c: flags.Config) -> int:
+    """Prints the report for the trainer's model, or for `target`; returns the exit code. Bad flags: SystemExit(2)."""
+    device = c.device if c.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
+    try:
+        c = flags.resolve(c, device, world)
+        if c.compile == "none" and target is None:
+            raise ValueError("--compile none: there is no graph; use another mode")
+        model, graphs = of_module(target, c, world) if target else of_trainer(c, world)
+    except ValueError as e:
+        fail(str(e), 0)
+    about = target or f"depth={c.depth} width={c.width} vocab={c.vocab} seqlen={c.seqlen} batch={c.batch}"
+    print(f"{about}, {world} ranks, {c.mode}, reshard={c.reshard}, compile={c.compile}, remat={c.remat}, "
+          f"{c.param_dtype} gathered, {c.reduce_dtype} reduced, torch {torch.__version__}")  # fmt: skip
+    print("\n".join(report(model, graphs, c.grad_accum)))
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # | head
+    sys.exit(main(OWN.model, OWN.world, CONFIG))

@@ -1,0 +1,217 @@
+"""Result rows as tables beside the published figures of reference/, as figures, and both as one page.
+
+    python -m lab.report seqlen depth      rows of runs/sweep-AXIS.jsonl and runs/sweep-all.jsonl
+    python -m lab.report --plots plots     every axis that has rows; figures as well, PNG and SVG (plots.py)
+    python -m lab.report --html page.html  tables and figures in one file that needs no other (html.py)
+    python -m lab.report a.jsonl b.jsonl   equal settings of two files, or of two commits in --results
+    python -m lab.report --wandb online    gives tables and figures to W&B, as an artifact
+    python -m lab.report --study NAME      the table of a study (studies/), with --plots DIR its plot
+    python -m lab.report --check           the marked tables of README, NOTES, docs, lab/notes; --write mends
+
+`<!-- report: LAYOUT FILE... [--small] -->` marks the table below it. LAYOUT: an axis, one of LAYOUTS in
+tables.py, or `study NAME`.
+Exit codes: 0, 1 a marked table differs, 2 bad input. Imports no torch, but for studies.
+"""
+
+import argparse
+import functools
+import importlib
+import itertools
+import re
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from lab.report import published
+from lab.report.html import page
+from lab.report.tables import LAYOUTS, check_name, compared, section
+from lab.sweeps import sweep
+from trainer.distributed.terminal import one_line
+from trainer.logging import check_writable, log_tables
+
+FOLDERS = ("docs", "lab/notes")  # of pages whose marked tables are checked, beside README.md and NOTES.md
+MARK = re.compile(r"^<!-- report: (.+) -->\n(?P<table>(?:\|.*\n?)*)", re.MULTILINE)
+
+
+def difference(old: list[str], new: list[str]) -> tuple[int, str] | None:
+    """Index of the first line that differs, and how its first differing cell does."""
+    for i, (a, b) in enumerate(itertools.zip_longest(old, new)):
+        if a is None or b is None:
+            return i, f"{len(old)} lines where the rows give {len(new)}"
+        for title, x, y in itertools.zip_longest(new[0].split("|"), a.split("|"), b.split("|")):
+            if x != y:
+                title, x, y = (str(text or "").strip() for text in (title, x, y))
+                return i, f"column '{title}' has '{x}' where the rows give '{y}'"
+    return None
+
+
+def documents() -> list[Path]:
+    """The files of the current folder whose marked tables are checked."""
+    pages = [page for folder in FOLDERS for page in sorted(Path(folder).glob("*.md"))]
+    return [path for path in (Path("README.md"), Path("NOTES.md"), *pages) if path.is_file()]
+
+
+def root_of(document: Path) -> Path:
+    """The project's folder, which the files of a mark are relative to."""
+    depths = [len(Path(folder).parts) for folder in FOLDERS if document.parent.match(folder)]
+    return document.parents[max(depths, default=0)]
+
+
+def check(documents: list[Path], write: bool = False) -> tuple[int, list[str]]:
+    """(number of marked tables, a line for each that its rows contradict). `write` corrects. ValueError: a bad mark."""
+    count, differing = 0, []
+    for document in documents:
+        old, new, end = document.read_text(), "", 0
+        for mark in MARK.finditer(old):
+            line, words = old.count("\n", 0, mark.start()) + 1, mark[1].split()
+            name, *files = [word for word in words if word != "--small"]
+            root = root_of(document)
+            try:
+                if name == "study":
+                    name, *files = files
+                    table = studied(name, [root / file for file in files])[0]
+                else:
+                    check_name(name)
+                    table = section(name, published.read([root / file for file in files]), "--small" in words)[1]
+            except ValueError as error:
+                raise ValueError(f"{document}:{line}: {error}") from None
+            if found := difference(mark["table"].splitlines(), table.splitlines()):
+                differing.append(f"{document}:{line + 1 + found[0]}: {name}: {found[1]}")
+            new += f"{old[end : mark.start('table')]}{table}\n"
+            count, end = count + 1, mark.end()
+        if write and new + old[end:] != old:
+            document.write_text(new + old[end:])
+    return count, differing
+
+
+def studied(name: str, files: list[Path], folder: Path | None = None) -> tuple[str, str, list[Path]]:
+    """The table of a study, the text above it, and, where there is a folder, its plot. ValueError: no such study."""
+    shared = importlib.import_module("lab.studies.study")  # imports torch; of a floor above this one
+    study = shared.study(name)
+    rows = shared.newest(name, published.read(files))
+    about, table = study.table(rows)
+    return table, about, study.figure(rows, folder) if folder else []
+
+
+def found(name: str, args: argparse.Namespace, named: bool, read: Callable[[Path], list]) -> list[dict]:
+    """The rows that a table is made of, by `read` of each file. ValueError where there is none."""
+    defaults = [Path(f"runs/sweep-{stem}{'-small' * args.small}.jsonl") for stem in ("all", name)]
+    if name == "loss":
+        defaults = [Path("runs/results.jsonl")]
+    there = [path for path in defaults if path.is_file()]
+    return [row for path in args.results or there or defaults[-1:] * named for row in read(path)]
+
+
+def figures(name: str, rows: list[dict], args: argparse.Namespace, folder: Path) -> list[Path]:
+    """Draws what there is to draw of a table; says in a line why there is nothing."""
+    plots = importlib.import_module("lab.report.plots")
+    own = {"loss": plots.losses, "collectives": plots.overlap, "time against memory": plots.fronts}
+    try:
+        if name in own:
+            return own[name](rows, folder)
+        ours = LAYOUTS[name](rows)[0] if name in LAYOUTS else []
+        if name == "fit":
+            return plots.fits(ours, folder)
+        if ours:
+            return plots.bars(name, [(None, row, published.measured(row)) for row in ours], folder)
+        return plots.axis(name, published.entries(name, rows, args.small), folder)
+    except plots.NoFigure as e:
+        print(f"no figure of {name}: {e}", end="\n\n")
+        return []
+
+
+def report(args: argparse.Namespace, folder: Path | None) -> None:
+    """Prints tables, draws figures into `folder`, if any, gives both to --html and W&B. Raises ValueError where an axis
+    that was named, or every axis, has no row."""
+    if folder:
+        importlib.import_module("lab.report.plots")  # before anything is printed
+    named, sections, printed = [name for name in args.axis if name != "all"], [], {}
+    read = functools.cache(lambda path: published.read([path]))  # each file once, for all tables
+    for name in named:
+        check_name(name)
+    for name in named or [*sweep.axes(), "loss"]:
+        rows = found(name, args, bool(named), read)
+        try:
+            about, table = section(name, rows, args.small)
+        except ValueError:
+            if named:
+                raise
+            continue
+        print(about, table, sep="\n\n", end="\n\n")
+        printed |= {id(row): row for row in rows}
+        sections.append((name, about, table, figures(name, rows, args, folder) if folder else []))
+    if not printed:
+        where = " ".join(map(str, args.results)) or f"runs/sweep-*{'-small' * args.small}.jsonl"
+        raise ValueError(f"no row of any axis in {where}{'' if args.small else ' (at small sizes: --small)'}")
+    shaped = [row for row in printed.values() if "grow" in (row.get("flags") or {})]  # as finetune.py's models are not
+    if folder and (drawn := figures("time against memory", shaped, args, folder)):
+        sections.append(("time against memory", "A grey line: nothing is better in both.", "", drawn))
+    drawn = [path for *_, paths in sections for path in paths]
+    print(*drawn, sep="\n", end="\n" * bool(drawn and args.plots)) if args.plots else None
+    if args.html:
+        args.html.write_text(page(sections))
+        print(args.html)
+    if args.wandb != "off":
+        group = f"sweep-{named[0] if len(named) == 1 else 'all'}{'-small' * args.small}"
+        files = {f"{name}.md": f"{about}\n\n{table}\n".encode() for name, about, table, _ in sections if table}
+        files |= {path.name: path.read_bytes() for path in drawn}
+        files |= {args.html.name: args.html.read_bytes()} if args.html else {}
+        log_tables({}, Path("runs/report.jsonl"), args.wandb, args.group or group, files=files)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line; returns the exit code, or ends the process with 2 for bad input."""
+    parser = argparse.ArgumentParser(prog="report", allow_abbrev=False, description=__doc__.split("\n")[0])
+    names = f"all, an axis, {', '.join(LAYOUTS)}; two files or commits are compared"
+    parser.add_argument("axis", nargs="*", metavar="AXIS", help=names)
+    parser.add_argument("--results", nargs="+", type=Path, default=[], metavar="FILE", help="JSONL files of rows")
+    parser.add_argument("--small", action="store_true", help="the axes at their sizes for a CPU")
+    parser.add_argument("--plots", type=Path, metavar="DIR", help="write figures there, PNG and SVG; needs matplotlib")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="one page with tables and figures; needs matplotlib")
+    parser.add_argument("--wandb", choices=("off", "offline", "online"), default="off", help="tables and plots, too")
+    parser.add_argument("--group", help="of the run in W&B (default: that of the axis's sweep)")
+    parser.add_argument("--study", metavar="NAME", help="one of studies/: --results, --small and --plots apply")
+    parser.add_argument("--check", action="store_true", help="compare marked tables of README, NOTES, docs, lab/notes")
+    parser.add_argument("--write", action="store_true", help="put the marked tables right")
+    args = parser.parse_args(argv)
+    try:
+        others = args.axis or args.results or args.small or args.plots or args.html or args.group or args.wandb != "off"
+        if (args.check or args.write) and (others or args.study):
+            raise ValueError("--check and --write stand alone: the marks in the documents name layouts and rows")
+        if args.study:
+            if args.axis or args.html or args.group or args.wandb != "off":
+                raise ValueError("--study: takes --results, --small and --plots alone, and no axis")
+            files = args.results or [Path(f"runs/study-{args.study}{'-small' * args.small}.jsonl")]
+            table, about, paths = studied(args.study, files, args.plots)
+            print(about, "", table, *[""] * bool(paths), *paths, sep="\n")
+            return 0
+        if len(args.axis) == 2 and all(Path(a).is_file() or re.fullmatch("[0-9a-f]{7,40}", a) for a in args.axis):
+            print(compared(args.axis, args.results or sorted(Path("runs").glob("*.jsonl"))))
+            return 0
+        if not args.check and not args.write:
+            if args.html:
+                check_writable(args.html, "--html")
+            with tempfile.TemporaryDirectory() as folder:
+                report(args, args.plots or (Path(folder) if args.html else None))
+            return 0
+        count, differing = check(documents(), args.write)
+        if not count:
+            raise ValueError("no marked table in README.md, NOTES.md, docs/*.md, lab/notes/*.md here")
+        done = "rewritten" if args.write else "differ"
+        print(*differing, f"{count} marked tables, {len(differing)} {done}", sep="\n")
+        return 1 if differing and not args.write else 0
+    except ValueError as error:
+        parser.exit(2, f"report: {error}\n")
+    except (TypeError, LookupError, AttributeError, ArithmeticError) as error:
+        told = f"{one_line(error, 200)}; take it out, or name other files"
+        parser.exit(2, f"report: a row has an entry of another kind than a run writes: {told}\n")
+    except OSError as error:
+        parser.exit(2, f"report: {error.filename}: {error.strerror}; name a place that can be written\n")
+    except ImportError as error:  # matplotlib
+        flag = "--plots" if args.plots else "--html"
+        parser.exit(2, f"report: {flag}: {error}: pip install matplotlib, or the extra plot\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

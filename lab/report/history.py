@@ -1,0 +1,56 @@
+"""The logged steps of runs, which lie beside the rows: FILE.steps/RUN.jsonl, one line for a step or an evaluation.
+
+    for row, steps in curves_of(published.read([Path("runs/results.jsonl")])):
+        print(row["run"], [(each["step"], each["loss"]) for each in steps])
+
+A resumed run has a file of its own; its settings name the run that it continues and the last step of it that counts. So
+a step stands once in a history, also where a killed run had logged steps after its last checkpoint.
+"""
+
+import json
+from contextlib import suppress
+from dataclasses import fields
+from math import isfinite
+from pathlib import Path
+
+from trainer.config import Output
+from trainer.logging import read_jsonl
+
+
+def setting(row: dict) -> dict:
+    """The flags of a row but those of output, which change no result, and what follows from others."""
+    apart = {each.name for each in fields(Output)} | {"effective_batch"}
+    return {name: value for name, value in (row.get("flags") or {}).items() if name not in apart}
+
+
+def parts(steps: Path) -> list[tuple[Path, float]]:
+    """(file, its last step that counts) of a run and of those that it continues, the earliest first."""
+    found, last = [], float("inf")
+    while steps.is_file() and steps not in [path for path, _ in found]:
+        found.append((steps, last))
+        about = {}
+        with suppress(OSError, ValueError):  # none was written
+            about = json.loads(steps.with_suffix(".settings.json").read_text())
+        if not about.get("continues"):
+            break
+        steps, last = steps.with_name(f"{Path(about['continues']).name}.jsonl"), min(last, about["after_step"])
+    return found[::-1]
+
+
+def history(steps: Path) -> list[dict]:
+    """Every logged step of a run and of those that it continues, once and in order."""
+    return [each for path, last in parts(steps) for each in read_jsonl(path) if each.get("step", last + 1) <= last]
+
+
+def curves_of(rows: list[dict]) -> list[tuple[dict, list[dict]]]:
+    """(row, its history) of every row that has one, without steps whose loss is not finite. A run that another
+    continues has no curve of its own."""
+    files = {row["history"]: row for row in rows if row.get("history")}
+    continued = {str(path) for file in files for path, _ in parts(Path(file))[:-1]}
+
+    def told(each: dict) -> bool:
+        loss = each.get("eval_loss", each.get("loss"))
+        return isinstance(loss, int | float) and isfinite(loss)
+
+    found = [(row, [*filter(told, history(Path(file)))]) for file, row in files.items() if file not in continued]
+    return [(row, steps) for row, steps in found if any("eval_loss" not in each for each in steps)]

@@ -1,0 +1,410 @@
+"""Result rows as Markdown tables beside the published figures of reference/. Imports no torch.
+
+    about, table = section("depth", published.read([Path("runs/sweep-depth.jsonl")]), small=False)
+
+A table is of an axis of a sweep, or of one of LAYOUTS.
+"""
+
+import itertools
+import json
+import re
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+from lab.report import published
+from lab.report.history import curves_of, setting
+from lab.sweeps import sweep
+from trainer.costs import kept_per_block
+from trainer.distributed.terminal import grouped, markdown
+
+MS = "step ms, median [min-max]"
+# Title, key and digits of our figure; key and title of the published one. Resident and allocated never share a column.
+METRICS = (
+    ("resident MiB", "peak_rss_mib", 0, None, None),
+    ("allocated MiB", "peak_alloc_mib", 0, "mib", "published allocated MiB"),
+    (MS, "step_ms", 1, "ms", "published ms"),
+    ("MFU %", "mfu", 1, "mfu", "published MFU %: as counted, recomputed"),
+    ("MFU % PaLM", "mfu_palm", 1, None, None),
+    ("HFU %", "hfu", 1, None, None),
+    ("loss", "loss", 4, None, None),
+)
+Columns = list[tuple[str, list[str]]]
+Entries = list[tuple[tuple, dict | None, dict | None]]
+
+
+def shown(row: dict | None, key: str, digits: int) -> str:
+    """A figure of a row with its range, 91.4 [75.3-219.9]; nothing where it has none."""
+    text, low, high = (grouped(published.figure(row, key + end), digits, missing="") for end in ("", "_min", "_max"))
+    return text + f" [{low}-{high}]" * bool(low)
+
+
+def column(rows: list[dict | None], title: str, key: str, digits: int) -> Columns:
+    """The column of a figure; none where no row has it."""
+    texts = [shown(row, key, digits) for row in rows]
+    return [(title, texts)] if any(texts) else []
+
+
+def memory(rows: list[dict]) -> Columns:
+    """The columns of peak memory that the rows have."""
+    return [found for title, key, digits, *_ in METRICS[:2] for found in column(rows, f"peak {title}", key, digits)]
+
+
+def outcomes(rows: list[dict | None]) -> Columns:
+    """The column of outcomes; none where every row is ok."""
+    texts = [row.get("outcome", "")[:80] if row else "" for row in rows]
+    return [("outcome", texts)] if {*texts} - {"", "ok"} else []
+
+
+def where(rows: list[dict | None], always: bool = False) -> Columns:
+    """Columns that tell rows apart: the ranks (unless all ran on one), device and torch where they differ."""
+    found = [("n", [published.label(row) if row else "" for row in rows])]
+    found += [(name, [(row or {}).get(name) or "" for row in rows]) for name in ("device", "torch")]
+    needed = [always or set(found[0][1]) != {"1"}, *(len(set(texts) - {""}) > 1 for _, texts in found[1:])]
+    return list(itertools.compress(found, needed))
+
+
+def relative(figures: list[float | None], names: list[str | None]) -> tuple[str, list[str]]:
+    """The column of figures over the first of the same name."""
+    base = {}
+    for name, value in zip(names, figures, strict=True):
+        base.setdefault(name if value else None, value)
+    return "x", [grouped(value / base[name], 2) if value else "" for name, value in zip(names, figures, strict=True)]
+
+
+def axis_columns(axis: str, found: Entries) -> Columns:
+    """Ours, published and their ratios; where nothing is comparable, both relative to their first instead."""
+    names = published.key_names(axis) or ["flags"]
+    ours, theirs = [o for _, o, _ in found], [p for *_, p in found]
+    fair = [published.comparable(o, p) for _, o, p in found]
+    columns = [(name, [str(key[i]) for key, *_ in found]) for i, name in enumerate(names)]
+    if "ranks" in names:
+        columns[names.index("ranks")] = ("n", [published.label(o) if o else str(p["ranks"]) for _, o, p in found])
+    columns += where(ours, always=True)["ranks" in names :]
+    if len({p["device"] for p in theirs if p}) > 1:
+        columns.append(("published on", [p["device"] if p else "" for p in theirs]))
+    columns += outcomes(ours)
+    for title, key, digits, their_key, their_title in METRICS:
+        own, other = [published.figure(o, key) for o in ours], [p and p.get(their_key) for p in theirs]
+        alone = any(theirs) and not any(fair) and ("mib" in key or key == "step_ms")
+        if any(own):
+            columns.append((title, [shown(o, key, digits) for o in ours]))
+            columns += [relative(own, [o and published.series(o, axis) for o in ours])] * alone
+        if any(other):
+            columns.append((their_title, [p["text"][their_key] if p else "" for p in theirs]))
+            columns += [relative(other, [p and p["device"] for p in theirs])] * alone
+            ratios = [f"{a / b:.3f}" if f and a and b else "" for a, b, f in zip(own, other, fair, strict=True)]
+            columns += [("ours/published", ratios)] * any(ratios)
+    return columns
+
+
+def compile_modes(rows: list[dict]) -> tuple[list[dict], Columns]:
+    """The rows and columns of a table of the --compile modes. ValueError if they differ in anything else."""
+    order = ("none", "blocks", "model", "fwdbwd", "regions", "step")
+    rows = published.newest([row for row in rows if row.get("compile") in order], lambda row: row["compile"])
+    rows.sort(key=lambda row: order.index(row["compile"]))
+    told = *published.SHAPE, "steps", "mode", "remat"
+    if len({tuple(published.setting(row, name) for name in told) for row in rows}) > 1:
+        raise ValueError("compile: the rows are of several settings; give a file of one")
+    columns = [("`--compile`", [row["compile"] for row in rows]), *where(rows)]
+    loss = f"loss, step {published.setting(rows[0], 'steps') if rows else ''}"
+    columns += [(loss, [shown(row, "loss", 4) or row["outcome"] for row in rows]), *column(rows, MS, "step_ms", 1)]
+    columns += [("compile s", [shown(row, "compile_s", 1) or "n/a" for row in rows])]
+    return rows, columns + memory(rows)
+
+
+def baselines(rows: list[dict], split: bool = False) -> tuple[list[dict], Columns]:
+    """The last comparison at each size on each device, torch and number of ranks; sizes in columns where they differ.
+    `split`: wrapper and compile mode in columns."""
+    rows = [row for row in rows if row.get("study") == "baselines"]
+
+    def place(row):
+        return published.label(row), row["device"], row["torch"], *sizes(row)
+
+    def sizes(row):
+        return tuple((row.get("flags") or {}).get(name) for name in published.SHAPE)
+
+    last = {place(row): row["interleaved"] for row in rows}
+    rows = [row for row in rows if row["interleaved"] == last[place(row)]]
+    rows = published.newest(rows, lambda row: (row["cell"], sizes(row)))
+    shapes = zip(published.SHAPE, zip(*map(sizes, rows), strict=True), strict=False)
+    told = [(name, [str(value) for value in values]) for name, values in shapes if len(set(values)) > 1]
+    columns = [("wrapper:compile", [row["cell"] for row in rows])]
+    if split:
+        columns = [(name, [row["cell"].split(":")[i] for row in rows]) for i, name in enumerate(("wrapper", "compile"))]
+    columns += told + where(rows) + column(rows, MS, "step_ms", 1)
+    return rows, columns + column(rows, "median ratio to the first", "ratio", 3)
+
+
+def attention(rows: list[dict]) -> tuple[list[dict], Columns]:
+    """The rows and columns of lab/studies/attention.py; x: time over that of the fastest SDPA kernel beside it."""
+    sizes = "seqlen batch heads kv_heads head_dim dtype causal".split()
+    rows = [{"causal": True} | row.get("setting", {}) | row for row in rows if row.get("study") == "attention"]
+    rows = published.newest(rows, lambda row: (*(row[name] for name in sizes), row["backend"]))
+    told = [*(name for name in sizes[2:] if len({row[name] for row in rows}) > 1), *sizes[:2], "backend"]
+    columns = where(rows) + [(name, [str(row[name]) for row in rows]) for name in told]
+    columns += outcomes(rows)
+    beside = [tuple(row.get(name) for name in ("device", "torch", *sizes)) for row in rows]
+    for name in ("forward", "backward"):
+        ms, best = [published.figure(row, f"{name}_ms") for row in rows], {}
+        for which, row, each in zip(beside, rows, ms, strict=True):
+            if row["backend"] != "flex" and each:
+                best[which] = min(each, best.get(which, each))
+        speeds = [published.figure(row, f"{name}_tflops") for row in rows]
+        both = [(each, best.get(which)) for which, each in zip(beside, ms, strict=True)]
+        columns += [(f"{name} ms, median [min-max]", [shown(row, f"{name}_ms", 3) for row in rows])]
+        columns += [(f"{name} TFLOP/s", [f"{speed:.3g}" if speed else "" for speed in speeds])]
+        columns += [("x", [grouped(each / least, 2) if each and least else "" for each, least in both])]
+    return rows, columns + memory(rows)
+
+
+def ladder(rows: list[dict]) -> tuple[list[dict], Columns]:
+    """The rows and columns of runs that differ in how they save memory, in the order in which they ran first."""
+    rows = [row for row in rows if published.core(row.get("cell"))]
+    rows = published.newest(rows, lambda row: published.core(row["cell"]))
+    rows.sort(key=lambda row: (published.label(row), str(row.get("device")), row.get("date")))
+    cores, names = [published.core(row["cell"]) for row in rows], [published.series(row, "ladder") for row in rows]
+    common = frozenset.intersection(*cores) if rows else frozenset()
+    columns = [("flags", [f"`{sweep.join(dict(own - common)) or 'the others'}`" for own in cores])]
+    columns += where(rows) + outcomes(rows)
+    for title, key, digits, *_ in METRICS[:2]:
+        if found := column(rows, f"peak {title}", key, digits):
+            columns += [*found, relative([published.figure(row, key) for row in rows], names)]
+    return rows, columns + column(rows, MS, "step_ms", 1) + column(rows, "MFU %", "mfu", 1)
+
+
+def links(rows: list[dict]) -> tuple[list[dict], Columns]:
+    """Runs that differ in their ranks and links alone: a line each, a column of smallest steps for each number of ranks
+    and link. Only what ran on more than one link; what stands in the column of one rank has the same flags."""
+    rows, lines = published.newest([row for row in rows if published.core(row.get("cell"))],
+                                   lambda row: published.core(row["cell"])), {}  # fmt: skip
+    for row in rows:
+        lines.setdefault(published.core(row["cell"]), {})[published.label(row)] = row
+    lines = {core: line for core, line in lines.items() if sum("(sim" in label for label in line) > 1}
+    lines = {core: line for core, line in lines.items() if len({published.ranks(line[n]) for n in line} - {1}) == 1}
+    labels = sorted({label for line in lines.values() for label in line})
+    columns = [("flags", [f"`{sweep.join(dict(core))}`" for core in lines])]
+    for label in labels:
+        columns += column([line.get(label) for line in lines.values()], f"n = {label}, ms", "step_ms_min", 1)
+    most = [line[max(line)] for line in lines.values()]
+    columns += column(most, f"n = {published.ranks(most[0])}, peak MiB" if most else "", "peak_alloc_mib", 0)
+    return [row for line in lines.values() for row in line.values()], columns
+
+
+def collectives(rows: list[dict]) -> tuple[list[dict], Columns]:
+    """How many collectives a step runs, by kind; exposed: no product runs meanwhile (lab/benchmarks/collectives.py)."""
+    rows = [row for row in rows if row.get("study") == "collectives" and "graphs" in row]  # studies/ has one, too
+    rows = published.newest(rows, lambda row: str(row["flags"]))
+    found = [[each for graph in row["graphs"].values() for each in graph["collectives"]] for row in rows]
+    names = [" ".join(row["flags"]["compile_options"]) or "those of `overlap.py`" for row in rows]
+    columns = [("Inductor options", names), ("`--compile`", [row["flags"]["compile"] for row in rows])]
+    for kind in dict.fromkeys(each[0] for own in found for each in own):
+        of_kind = [[gap for name, _, gap, *_ in own if name == kind] for own in found]
+        columns.append((f"{kind}s", [str(len(gaps)) for gaps in of_kind]))
+        columns.append(("of them exposed", [str(gaps.count(0)) for gaps in of_kind]))
+    columns.append(("MiB sent", [grouped(sum(each[4] for each in own)) for own in found]))
+    alive = [max(graph["gathered_mib"] for graph in row["graphs"].values()) for row in rows]
+    return rows, [*columns, ("most gathered MiB at once", [grouped(each) for each in alive])]
+
+
+def compile_depth(rows: list[dict]) -> tuple[list[dict], Columns]:
+    """The rows of several depths of each --compile mode, and columns: seconds to compile, and over the least depth."""
+    rows = [row for row in rows if row.get("compile", "none") != "none" and row.get("device")]
+    rows, lines = published.newest(rows, lambda row: (row["compile"], row["depth"])), {}
+    for row in sorted(rows, key=lambda row: (published.label(row), row["device"], row["torch"])):
+        lines.setdefault((row["compile"], published.label(row), row["device"], row["torch"]), {})[row["depth"]] = row
+    firsts, depths = [[*line.values()][0] for line in lines.values()], sorted({row["depth"] for row in rows})
+    columns = [("`--compile`", [row["compile"] for row in firsts]), *where(firsts)]
+    for depth in depths:
+        columns.append((f"depth {depth}, s", [shown(line.get(depth), "compile_s", 1) for line in lines.values()]))
+    seconds = [[published.figure(line.get(depth), "compile_s") for depth in depths] for line in lines.values()]
+    title = f"depth {depths[-1]} / depth {depths[0]}" if depths else ""
+    return rows, [*columns, (title, [grouped(s[-1] / s[0], 2) if s[0] and s[-1] else "" for s in seconds])]
+
+
+def peaks(rows: list[dict]) -> tuple[list[dict], Columns]:
+    """Simulated peaks at the setting of most rows: a line per recipe and torch, a column per number of ranks that
+    several of them have; what a block keeps in [B,T,D], TFLOP of a rank's step, and the published peaks of the recipe.
+    """
+    of_sweeps = [row for row in rows if row.get("study") == "peak" and row.get("cell")]
+    rows, lines = published.newest(of_sweeps, lambda row: row["cell"]), {}
+    shapes = Counter(map(published.shape, rows))
+    for row in rows:
+        if shapes[published.shape(row)] == max(shapes.values()) and row["outcome"] == "ok":
+            lines.setdefault((published.core(row["cell"]), row["torch"]), {})[published.ranks(row)] = row
+    lines = {key: line for key, line in lines.items() if len(line) > 1}
+    counts = [n for n, k in sorted(Counter(n for line in lines.values() for n in line).items()) if k > 1]
+    lines = dict(sorted(lines.items(), key=lambda item: -item[1][max(item[1])]["simulated_mib"]))
+    most = [line[max(line)] for line in lines.values()]  # the row of the most ranks
+    columns = [("flags", [f"`{sweep.join(dict(core))}`" for core, _ in lines])]
+    columns += [each for each in where(most) if each[0] == "torch"]
+    columns += [("kept", [f"{kept_per_block(SimpleNamespace(**row['flags'])):g}" for row in most])]
+    for n in counts:
+        columns += column([line.get(n) for line in lines.values()], f"N = {n}", "simulated_mib", 0)
+    columns += [("TFLOP", [shown(row, "tflop", 1) for row in most])]
+    found = [[published.measured(line[n]) for n in counts if n in line] for line in lines.values()]
+    texts = [", ".join(map(grouped, mib)) * own["published"] for mib, own in zip(found, most, strict=True)]
+    return [line[n] for line in lines.values() for n in counts if n in line], [*columns, ("published", texts)]
+
+
+def published_peaks(rows: list[dict]) -> tuple[list[dict], Columns]:
+    """Simulated peaks of the published runs beside what was measured, in the order of the rows."""
+    rows = [row for row in rows if row.get("published") and published.measured(row)]
+    common = frozenset.intersection(*(published.core(row["cell"]) for row in rows)) if rows else frozenset()
+    flags = [sweep.join(dict(published.core(row["cell"]) - common)) for row in rows]
+    both = [(row["simulated_mib"], published.measured(row)) for row in rows]
+    columns = [("n", [published.label(row) for row in rows]), ("flags", [f"`{text or 'no others'}`" for text in flags])]
+    columns += [(title, [grouped(pair[i]) for pair in both]) for i, title in enumerate(("simulated MiB", "published"))]
+    columns += [("off by %", [f"{100 * (ours / mib - 1):+.1f}" for ours, mib in both])]
+    return rows, [*columns, ("moment of the peak", [row["moment"] for row in rows])]
+
+
+def loss(rows: list[dict]) -> tuple[list[dict], Columns]:
+    """Runs with logged steps: what tells their settings apart, and their last losses, also on held-out data."""
+    rows = [row for row, _ in curves_of(rows)]
+    settings = [setting(row) for row in rows]
+    apart = [k for k in settings[0] if len({str(each.get(k)) for each in settings}) > 1] if rows else []
+    columns = [("run", [row["run"] for row in rows])]
+    columns += [(name, [str(each.get(name)) for each in settings]) for name in apart] + where(rows) + outcomes(rows)
+    columns += [("steps", [str(published.setting(row, "steps")) for row in rows])] * ("steps" not in apart)
+    for title, key in (("loss", "loss"), ("held-out loss", "eval_loss"), ("bits per byte", "eval_bpb")):
+        columns += column(rows, title, key, 4)
+    return rows, columns
+
+
+def fit(rows: list[dict]) -> tuple[list[dict], Columns]:
+    """The answers of lab/fit.py: the least recomputed share that fits, planned and measured, for each number of ranks
+    and micro-batch; beside the published table where model and effective batch are its own."""
+    asked = "model", "memory_mib", "gpu", "effective_batch", "seqlen", "batch"
+    rows = [row for row in rows if row.get("study") == "fit"]
+    rows = published.newest(rows, lambda row: tuple(row[k] for k in asked))
+    rows.sort(key=lambda row: (row["model"], str(row["gpu"]), row["memory_mib"], published.ranks(row), row["batch"]))
+    apart = [k for k in asked[:-1] if len({str(row[k]) for row in rows}) > 1]
+    columns = [(k.replace("_", "-"), [grouped(row[k]) for row in rows]) for k in apart] + where(rows)
+    columns += [(k.replace("_", "-"), [str(row[k]) for row in rows]) for k in ("batch", "grad_accum")]
+    for title, key in (("planned ratio", "planned_ratio"), ("measured ratio", "ratio")):
+        if any(key in row for row in rows):
+            columns.append((title, [grouped(row.get(key), 2, "none" if key in row else "") for row in rows]))
+    beside = [published.fit_of(row) for row in rows]
+    columns += [("published ratio", [grouped(each, 2, "") for each in beside])] * (beside != [None] * len(rows))
+    columns += [("planned peak MiB", [grouped(row.get("planned_mib"), missing="") for row in rows]), *memory(rows)]
+    columns += [("planned step ms", [grouped(row.get("planned_ms"), missing="") for row in rows])]
+    columns += column(rows, MS, "step_ms", 1) + column(rows, "tokens/s", "tok_s", 0)
+    return rows, columns + outcomes(rows)
+
+
+def nodes_links(rows: list[dict]) -> tuple[list[dict], Columns]:
+    """Links that lab/benchmarks/nodes.py has fitted: a latency and bandwidth of all collectives, and those of each."""
+    rows = [row for row in rows if row.get("study") == "nodes" and "setting" in row]
+    rows = published.newest(rows, lambda row: (row["setting"]["network"], row["setting"]["link"]))
+
+    def fit(found: dict) -> str:
+        return f"{grouped(found['alpha_us'])} us, {grouped(found['gb_per_s'], 4, 'no')} GB/s"
+
+    columns = [(name, [str(row["setting"][name]) for row in rows]) for name in ("network", "link", "ranks")]
+    columns += [("latency, bandwidth of a rank", [fit(row["link"]) for row in rows])]
+    columns += [("residual %", [grouped(100 * row["link"]["residual"]) for row in rows])]
+    for op in rows[0]["ops"] if rows else ():
+        columns += [(op.replace("_", "-"), [fit(row["ops"][op]) for row in rows])]
+    return rows, columns
+
+
+def nodes(rows: list[dict]) -> tuple[list[dict], Columns]:
+    """Steps of each --mode on real links, and what fitted links and simulated ranks say (lab/benchmarks/nodes.py)."""
+    rows = [row for row in rows if row.get("study") == "nodes" and "cell" in row]
+    rows = published.newest(rows, lambda row: (row["network"], row["cell"]))
+    columns = [(name, [row[name] for row in rows]) for name in ("network", "cell")]
+    columns += where(rows) + column(rows, MS, "step_ms", 1) + column(rows, "x", "ratio", 2)
+    columns += [(f"{name} ms", [grouped(row[key], 1) for row in rows])
+                for name, key in (("computation", "compute_ms"), ("links", "link_ms"))]  # fmt: skip
+    for title, parts in (("predicted", ("compute_ms", "link_ms")), ("simulated", ("simulated_ms",))):
+        ms = [sum(row[part] for part in parts) for row in rows]
+        off = [f"{100 * (each / row['step_ms'] - 1):+.0f}" for each, row in zip(ms, rows, strict=True)]
+        columns += [(f"{title} ms", [grouped(each, 1) for each in ms]), ("off by %", off)]
+    return rows, columns
+
+
+def versions(rows: list[dict]) -> tuple[list[dict], Columns]:
+    """The last row of each version of torch (tests/versions.py): its tests by result, and why not all have passed."""
+    last = {row["setting"]["version"]: row for row in rows if row.get("study") == "versions"}
+    rows = [last[name] for name in sorted(last, key=lambda name: [int(n) for n in re.findall(r"\d+", name)])]
+
+    def why(row: dict) -> str:
+        outcome = [] if row["outcome"] == "ok" else [row["outcome"]]
+        reasons = [f"{reason}: {n}" for reason, n in sorted(row["reasons"].items())]
+        return "; ".join([*outcome, *row["failures"][:3], *reasons])
+
+    columns = [("torch", [row["torch"] for row in rows])]
+    columns += [(key, [grouped(row[key]) for row in rows]) for key in ("passed", "failed", "skipped")]
+    columns.append(("why not all passed", [why(row) for row in rows]))
+    columns.append(("minutes", [grouped(row["seconds"] / 60, 1) if row.get("seconds") else "" for row in rows]))
+    return rows, [*columns, ("environment, GB", [grouped(row["environment_gb"], 1, "") for row in rows])]
+
+
+# Where there is no row for wrappers or attention, they are the axes of that name.
+LAYOUTS = {"compile": compile_modes, "ladder": ladder, "compile-depth": compile_depth, "baselines": baselines,
+           "wrappers": lambda rows: baselines(rows, split=True), "attention": attention, "peaks": peaks,
+           "published-peaks": published_peaks, "links": links, "collectives": collectives, "loss": loss,
+           "fit": fit, "nodes-links": nodes_links, "nodes": nodes, "versions": versions}  # fmt: skip
+
+
+def about(name: str, ours: list[dict], found: Entries) -> str:
+    """The text above a table: commit, versions, devices, shared flags, and what it may be compared with."""
+
+    def each(key):
+        return ", ".join(sorted({str(row[key]) for row in ours if row.get(key)})) or "unknown"
+
+    n, commits = ", ".join(sorted({published.label(row) for row in ours})), {str(row.get("commit"))[:7] for row in ours}
+    dirty = " (uncommitted changes)" * any(row.get("dirty") for row in ours)
+    lines = [f"**{name}**: commit {', '.join(sorted(commits))}{dirty}, torch {each('torch')}, {each('device')}, "
+             f"n = {n} ranks, {each('n')} timed steps, {each('file')}."]  # fmt: skip
+    cores = [published.core(row.get("cell")) or frozenset() for row in ours]
+    if any(cores):
+        lines += [f"All of ours: `{sweep.join(dict(frozenset.intersection(*cores))) or 'defaults'}`."]
+    if "(sim" in n:
+        lines += ["N(sim LINK): one process in place of N, its collectives timed by a model of the link."]
+    if theirs := [p for *_, p in found if p]:
+        machines = [f"{n}x{device}" for device, n in sorted({(p["device"], p["ranks"]) for p in theirs})]
+        how = "Ratios only at the published setting, on as many ranks of a GPU, whichever it is."
+        if not any(published.comparable(o, p) for _, o, p in found):
+            how = "No ratios to it: setting, ranks or device differ. x: relative to the first of each device and n."
+        lines += [f"Published by others on {', '.join(machines)}: reference/{name}.csv, not ours. {how}"]
+    return "\n".join([*lines, *filter(None, [published.REMARKS.get(name)])])
+
+
+def check_name(name: str) -> None:
+    """Raises ValueError for a name that is neither an axis nor a layout."""
+    known = {**sweep.axes(), **LAYOUTS}
+    if name not in known:
+        raise ValueError(f"unknown axis '{name}': expected all or one of {', '.join(known)}")
+
+
+def section(name: str, rows: list[dict], small: bool) -> tuple[str, str]:
+    """The text above a table, and the table. Raises ValueError where it has no row."""
+    ours, columns = LAYOUTS[name](rows) if name in LAYOUTS else ([], [])
+    if ours:
+        return about(name, ours, []), markdown(columns)
+    if name not in sweep.axes():
+        raise ValueError(f"{name}: no row of it among {len(rows)} rows")
+    found = published.entries(name, rows, small)
+    return about(name, [o for _, o, _ in found if o], found), markdown(axis_columns(name, found))
+
+
+def compared(sides: list[str], files: list[Path]) -> str:
+    """Markdown, a line for each setting that both sides have: their figures and the second's over the first's; of step
+    times also the least and the most that both ranges allow. ValueError where they share none."""
+    first, second = (published.rows_of(side, files) for side in sides)
+    both = [key for key in first if key in second]
+    if not both:
+        raise ValueError(f"{' '.join(sides)}: no setting is in both")
+    settings = [first[key].get("flags") or {} for key in both]
+    apart = [k for k in settings[0] if len({json.dumps(each.get(k)) for each in settings}) > 1]
+    told = [" ".join(f"--{k.replace('_', '-')} {first[key]['flags'].get(k)}" for k in apart) for key in both]
+    columns = [("n", [n for n, _ in both]), ("flags that differ", told)]
+    for title, name, digits, *_ in METRICS:
+        a, b = ([published.figure(rows[key], name) for key in both] for rows in (first, second))
+        if any(a) and any(b):
+            texts = ([shown(rows[key], name, digits) for key in both] for rows in (first, second))
+            columns += [(f"{title}, {side}", text) for side, text in zip(sides, texts, strict=True)]
+            columns += [("ratio", [published.ratio(first[key], second[key], name) for key in both])] * (name != "loss")
+    return markdown(columns)

@@ -1,0 +1,143 @@
+"""What a model needs on a mesh, by formula: states, activations, devices, and the batch whose compute hides the links.
+
+    python -m lab.studies.accounting                                              # the published case, and a 2.7b model
+    python -m lab.studies.accounting --width 4096 --mlp-width 14336 --blocks 32 --matrices 3 --attention --fsdp 32
+
+Everything is counted, nothing is run. D: width, F: width of the MLP, m: its matrices, X and Y: devices of the sharded
+(FSDP) and of the tensor-parallel dimension of the mesh, C: FLOP/s of a device, W: bytes/s of one axis of its links,
+M_X and M_Y: how many axes a dimension has, B: tokens of the whole batch.
+
+Weights of a block w = m D F (+ 4 D^2 with attention). States: 16 bytes a parameter (fp32 weight, gradient, two
+moments). Kept for backward, bf16: the inputs of the linear layers, D + F values a token (two more F where a third
+matrix makes a product; 5 D more with attention). A GELU that keeps its own input adds F: the published case does not
+count it. Forward of a block: 2 w B / (X Y C) seconds on its device; gathering its weights 2 w / (Y W M_X); a gather
+and a reduction of activations 4 B D / (X W M_Y), twice with attention.
+"""
+
+import math
+import sys
+from types import SimpleNamespace
+
+from lab.studies.study import about, curves, main, published
+from trainer.distributed.terminal import grouped, markdown
+
+XXL = dict(width=16384, mlp_width=53248, blocks=126, matrices=2, attention=False, vocab=0, fsdp=16, tp=4,
+           tflops=460.0, gb_per_s=180.0, fsdp_axes=2, tp_axes=1, device_gb=95.0)  # fmt: skip
+LLAMA = dict(width=2560, mlp_width=10240, blocks=32, matrices=3, attention=True, vocab=10000)
+SIZES = {"xxl": XXL, "2.7b": XXL | LLAMA}
+GIB, GB = 2**30, 1e9
+WRONG = {  # of the published answer
+    "kept GiB per token": "right; called the memory of batch 1",
+    "devices of 80": "GiB taken for GB",
+    "kept GiB per token sharded by half": "one half is missing, and the other sharded over 4, not 64",
+    "devices of 95": "GiB divided by GB",
+    "batch tokens": "FLOPs of all devices on one, half of them, half of the activations; and 'at most' for 'at least'",
+}
+
+
+def flags(parser) -> None:
+    """One config in place of the two: what is not given is that of the published case."""
+    for name, default in XXL.items():
+        flag = f"--{name.replace('_', '-')}"
+        if isinstance(default, bool):
+            parser.add_argument(flag, action="store_true", default=None, help="count attention's four D x D matrices")
+        else:
+            parser.add_argument(flag, type=type(default), metavar="N")
+
+
+def settings(args) -> list[dict]:
+    given = {name: getattr(args, name) for name in XXL if getattr(args, name) is not None}
+    return [dict(model="given") | XXL | given] if given else [dict(model=name) | own for name, own in SIZES.items()]
+
+
+def block(c, batch: float) -> dict[str, float]:
+    """Seconds of a block's forward over `batch` tokens, by what they are for."""
+    w, peak, link = weights(c), 1e12 * c.tflops, GB * c.gb_per_s
+    moved = 4 * (1 + c.attention) * batch * c.width / (c.fsdp * link * c.tp_axes)
+    return {"compute": 2 * w * batch / (c.fsdp * c.tp * peak), "weights": 2 * w / (c.tp * link * c.fsdp_axes),
+            "activations": moved * (c.tp > 1)}  # fmt: skip
+
+
+def weights(c) -> float:
+    """Parameters of a block."""
+    return c.matrices * c.width * c.mlp_width + c.attention * 4 * c.width**2
+
+
+def threshold(compute: float, gather: float, activations: float) -> float:
+    """Tokens B with compute * B = gather + activations * B, seconds of a token and of a block; no batch does: inf."""
+    return gather / (compute - activations) if compute > activations else math.inf
+
+
+def measure(setting: dict, args=None) -> dict:
+    """The figures by their names in the table. Nothing is timed."""
+    c = SimpleNamespace(**setting)
+    parameters = c.blocks * weights(c) + 2 * c.vocab * c.width
+    states = 16 * parameters
+    values = c.width + c.mlp_width * (1 + 2 * (c.matrices == 3)) + c.attention * 5 * c.width
+    kept = 2 * c.blocks * values  # bytes a token
+    devices = next(n for n in range(1, 10**7) if states / n + kept / 2 * (1 + 1 / n) <= GB * c.device_gb)
+    once = block(c, 1.0)
+    sums = threshold(once["compute"], once["weights"], once["activations"])
+    overlapping = threshold(once["compute"], once["weights"], 0) if once["compute"] > once["activations"] else math.inf
+    n = c.fsdp * c.tp
+    found = {"parameters": parameters, "states GiB": states / GIB, "kept GiB per token": kept / GIB,
+             "devices of 80": math.ceil(states / (80 * GB)), "devices of 80 GiB": math.ceil(states / (80 * GIB)),
+             "kept GiB per token sharded by half": kept / 2 * (1 + 1 / n) / GIB, f"devices of {c.device_gb:g}": devices,
+             "batch tokens": sums, "batch tokens a device": sums / n,
+             "batch tokens, both links at once": overlapping, "the same a device": overlapping / n}  # fmt: skip
+    return dict(figures=found, steps=steps(once, n))
+
+
+def steps(once: dict[str, float], devices: int) -> list[tuple[str, float]]:
+    """The published threshold, and what it becomes as one mistake after the other is mended: (words, tokens)."""
+    compute, gather, moved = once["compute"], once["weights"], once["activations"]
+    first = threshold(compute * devices / 2, gather, moved / 2)
+    return [("2 B D F / C = 4 D F / (Y W M_X) + 2 B D / (X W M_Y)", first),
+            ("FLOPs divided by the devices", threshold(compute / 2, gather, moved / 2)),
+            ("4 B D F for two matrices", threshold(compute, gather, moved / 2)),
+            ("4 B D for a gather and a reduction", threshold(compute, gather, moved))]  # fmt: skip
+
+
+def table(rows: list[dict]) -> tuple[str, str]:
+    """A line per figure and, of the published case, one per step of its threshold."""
+    theirs, lines = {line["quantity"]: float(line["value"]) for line in published("accounting")}, []
+    for row in (row for row in rows if row["outcome"] == "ok"):
+        case = row["setting"] == {"model": "xxl"} | XXL
+        for name, value in row["figures"].items():
+            other = theirs.get(name) if case else None
+            factor = f"{float(value) / other:.2f}" if other else ""
+            told = "" if other is None else number(other)
+            note = WRONG.get(name, "right") if other else ""
+            lines.append((row["setting"]["model"], name, number(value), told, factor, note))
+        before = None
+        for words, value in row["steps"] * case:
+            factor = f"{value / before:.2f}" if before else ""
+            lines.append(("xxl", f"threshold: {words}", number(value), "" if before else "641", factor, ""))
+            before = value
+    heads = ("model", "quantity", "ours", "published", "ours/published, or /line above", "of the published answer")
+    text = "By formula: nothing was run. Units in the names; GB is 1e9 bytes, GiB 2**30."
+    return about(rows, text), markdown(list(zip(heads, map(list, zip(*lines, strict=True)), strict=True)))
+
+
+def number(value: float | str) -> str:
+    """inf is a string in a row."""
+    value = float(value)
+    digits = 2 * (value < 1000 and value % 1 > 0)
+    return grouped(value, digits) if 1 <= value < 1e7 else f"{value:.3g}"
+
+
+def figure(rows: list[dict], folder) -> list:
+    """Compute and links of a block of the first model by the tokens of the batch; where they cross."""
+    row = next(row for row in rows if row["outcome"] == "ok")
+    c, found = SimpleNamespace(**row["setting"]), row["figures"]
+    lines = {"compute": ["compute"], "gathering the weights alone": ["weights"],
+             "links, one after the other": ["weights", "activations"]}  # fmt: skip
+    made = {words: [(b, sum(1e3 * block(c, b)[part] for part in parts)) for b in (2**i for i in range(8, 18))]
+            for words, parts in lines.items()}  # fmt: skip
+    marks = {"hidden from here on": float(found["batch tokens"])}
+    marks = {words: place for words, place in marks.items() if place < math.inf}
+    return curves(folder, "accounting", made, "tokens of the batch", f"ms of a block's forward, {c.model}", marks)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.modules[__name__]))

@@ -1,0 +1,335 @@
+"""Attention alone: ms of forward and backward, and bytes held between them, beside the formula; and a search.
+
+    python -m lab.studies.attention --small
+    python -m lab.studies.attention --sweep published long --device cuda
+    python -m lab.studies.attention --sweep reference --results results/attention.jsonl
+    python -m lab.studies.attention --search --options results/flex_options.json     # then: main.py --flex-options FILE
+
+plain: softmax(q k^T / sqrt d) v, whose [T, T] matrices exist; compiled: the same under torch.compile; the others are
+kernels of SDPA and FlexAttention. Between forward and backward plain holds its probabilities, s b H T^2 bytes where
+a number has s, and T^2 more for a causal mask; math holds them in fp32, also q and k, scaled (and v, if it had to be
+cast); a fused kernel its output and a log-sum for each row, (s d + 4) b H T. What is held is counted: storages that
+autograd saves and that are no inputs. FLOPs: 4 d per head and pair of a query with a key that it sees; backward 2 times
+that, 2.5 where the scores are computed again.
+`python -m lab.report attention --results FILE` prints rows in a layout of their own, with FLOP/s.
+"""
+
+import itertools
+import json
+import math
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lab.studies import study
+from lab.studies.study import about, curves, impossible, published
+from model import causal_mask, compiled_flex_attention, sdpa_kernel
+from trainer.attention import BACKENDS, DTYPES, Shape, options_key, read_options, refusal
+from trainer.costs import attention_flops, causal_keys
+from trainer.distributed.terminal import fail, grouped, markdown
+from trainer.measuring import memory, timing
+
+WHOLE = "plain", "compiled", "math"  # hold [T, T]
+ALL = ("plain", "compiled", "flex", *BACKENDS)
+SWEEPS = {  # lists are combined; tokens: of a batch, whatever the length
+    "published": dict(batch=[8], heads=[1], kv_heads=[1], head_dim=[16, 32, 64, 128], dtype=["fp32"], causal=[False],
+                      seqlen=[256, 1024, 4096, 8192, 16384], backend=["plain", "compiled"]),
+    "long": dict(batch=[1], heads=[1], kv_heads=[1], head_dim=[16, 32, 64, 128], dtype=["bf16", "fp32"], causal=[True],
+                 seqlen=[2**n for n in range(7, 17)], backend=ALL),
+    "reference": dict(tokens=32768, heads=[32], kv_heads=[8], head_dim=[128], dtype=["bf16"], causal=[True],
+                      seqlen=[4096, 8192, 16384], backend=["flex", "flash", "cudnn"]),
+    "small": dict(batch=[2], heads=[1], kv_heads=[1], head_dim=[16, 64], dtype=["fp32"], causal=[False, True],
+                  seqlen=[128, 512], backend=["plain", "math", "flash"]),
+}  # fmt: skip
+GIVEN = "backend dtype seqlen head_dim heads kv_heads batch".split()  # flags that take the place of a sweep's values
+Options = dict[str, int]
+SQUARES = ((128, 64), (128, 128), (64, 128), (64, 64), (128, 32), (64, 32))
+# What --search tries, in this order. Every block divides the 128 of the block mask: the backward does not check it. M1
+# divides N1 and N2 divides M2, as the kernel asserts.
+FORWARD = [
+    dict(fwd_BLOCK_M=m, fwd_BLOCK_N=n, fwd_num_warps=warps, fwd_num_stages=stages)
+    for (m, n), warps, stages in itertools.product(SQUARES, (4, 8), (2, 3, 4))
+]
+BACKWARD = [
+    dict(bwd_BLOCK_M1=m, bwd_BLOCK_N1=n, bwd_BLOCK_M2=n, bwd_BLOCK_N2=m, bwd_num_warps=warps, bwd_num_stages=stages)
+    for (m, n), warps, stages in itertools.product(((64, 128), (32, 128), (64, 64), (32, 64)), (4, 8), (1, 2, 3, 4))
+]
+
+
+def inputs(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, k, v that want gradients, and the output's gradient: [B, H or K, T, d] in the memory order of the model."""
+    torch.manual_seed(0)
+
+    def normal(heads):
+        made = torch.randn(shape.batch, shape.seqlen, heads, shape.head_dim, dtype=DTYPES[shape.dtype], device=device)
+        return made.transpose(1, 2)
+
+    qkv = [normal(n).requires_grad_() for n in (shape.heads, shape.kv_heads, shape.kv_heads)]
+    return *qkv, normal(shape.heads)
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    """q [B, H, T, d], k and v [B, K, T, d] -> [B, H, T, d], by way of [B, H, T, T]."""
+    if q.shape[1] > k.shape[1]:
+        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+    scores = q @ k.mT / math.sqrt(q.shape[3])
+    if causal:
+        hidden = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(hidden, -math.inf)
+    return scores.softmax(-1) @ v
+
+
+def function(backend: str, shape: Shape, device: torch.device, options: Options, causal: bool = True) -> Callable:
+    """(q, k, v) -> [B, H, T, d] by one of ALL; "flex" with `options`."""
+    if backend in ("plain", "compiled"):
+        torch._dynamo.reset()
+        run = partial(plain, causal=causal)
+        return torch.compile(run, dynamic=False) if backend == "compiled" else run
+    if backend != "flex":
+        return partial(sdpa_kernel, backend, causal=causal)
+    torch._dynamo.reset()  # a recompilation per search candidate would meet Dynamo's limit
+    mask, grouped = causal_mask(shape.seqlen, device) if causal else None, shape.heads > shape.kv_heads
+    return partial(compiled_flex_attention, block_mask=mask, enable_gqa=grouped, kernel_options=options or None)
+
+
+def milliseconds(run: Callable[..., Tensor], tensors: tuple, repeat: int, backward: bool = True) -> dict[str, list]:
+    """{"forward": [ms, ..], "backward": [ms, ..]}. Every backward follows its own forward, whose tensors it frees."""
+    (*qkv, gradient), made = tensors, {}
+    parts = {"forward": lambda: made.update(y=run(*qkv))}
+    if backward:
+        parts["backward"] = lambda: torch.autograd.grad(made.pop("y"), qkv, gradient)
+    return study.milliseconds(parts, gradient.device, repeat)
+
+
+def held(run: Callable[..., Tensor], qkv: list[Tensor]) -> int:
+    """Bytes that autograd saves for backward, inputs left out, each storage once."""
+    own, kept = {t.untyped_storage().data_ptr() for t in qkv}, {}
+
+    def keep(t: Tensor) -> Tensor:
+        storage = t.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        run(*qkv)
+    return sum(kept.values())
+
+
+def formula(backend: str, shape: Shape, causal: bool) -> int:
+    """Bytes held by the formula of the docstring."""
+    size, rows = DTYPES[shape.dtype].itemsize, shape.batch * shape.heads * shape.seqlen
+    if backend == "math":
+        return 4 * rows * (shape.seqlen + (2 if size == 4 else 3) * shape.head_dim)
+    if backend in WHOLE:
+        return size * rows * shape.seqlen + causal * shape.seqlen**2
+    return (size * shape.head_dim + 4) * rows
+
+
+def measure(setting: dict, args) -> dict:
+    """The figures of one backend; its `outcome` is ok, or "n/a: why" where the kernel does not run."""
+    device, causal, backend = torch.device(args.device), setting["causal"], setting["backend"]
+    shape = Shape(**{name: setting[name] for name in Shape._fields})
+    stored = read_options(args.options) if args.options and backend == "flex" else {}
+    options = stored.get(options_key(shape, device), {}).get("options", {})
+    row = dict(backend=backend, options=options) | shape._asdict()
+    flex = "FlexAttention needs CUDA to train" if device.type == "cpu" else None
+    kernel = refusal(backend, shape, device) if backend in BACKENDS else flex if backend == "flex" else None
+    if kernel:
+        return row | dict(outcome=f"n/a: {kernel}")
+    tensors = inputs(shape, device)
+    memory.reset_peak(device)
+    run = function(backend, shape, device, options, causal)
+    row |= dict(held_bytes=held(run, tensors[:3]), formula_bytes=formula(backend, shape, causal))
+    times = milliseconds(run, tensors, args.repeat)
+    pairs = shape.batch * shape.seqlen * (causal_keys(shape.seqlen) if causal else shape.seqlen)
+    flops = dict(forward=attention_flops(shape.heads, shape.head_dim, 1) * pairs)
+    flops |= dict(backward=(2 if backend in WHOLE else 2.5) * flops["forward"])
+    for name, ms in times.items():
+        row |= timing.stats(ms, name)
+        row[f"{name}_tflops"] = round(flops[name] / max(row[f"{name}_ms"], 1e-3) / 1e9, 6)
+    moved = dict.fromkeys(flops, row["held_bytes"])  # forward writes what it holds, backward reads it
+    peak_of = "bf16" if backend == "efficient" else shape.dtype  # whose fp32 products run on tensor cores
+    return row | dict(flops=flops, moved_bytes=moved, peak_of=peak_of) | timing.clocks(device) | memory.peak(device)
+
+
+def store(path: Path, key: str, entry: dict) -> None:
+    """Puts `entry` into the file, beside what others have stored there. Readers see the old file or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    found = read_options(path, missing_ok=True) | {key: entry}
+    draft = path.with_name(f"{path.name}.{os.getpid()}")
+    draft.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+    os.replace(draft, path)
+
+
+def search(time: Callable[[Options, str], float], path: Path, key: str, about: dict, say=print) -> dict:
+    """The best options and their ms, stored under `key` after each improvement. `time`: (options, "forward" or
+    "backward") -> ms; an exception skips the candidate. The stored options are tried first, so that a search cut short
+    cannot lose them, then torch's own. ValueError where no candidate of a direction runs."""
+    entry = read_options(path, missing_ok=True).get(key, {}) | about
+    chosen = dict(entry.get("options", {}))
+    for direction, prefix, more in (("forward", "fwd_", FORWARD), ("backward", "bwd_", BACKWARD)):
+        other = {name: value for name, value in chosen.items() if not name.startswith(prefix)}
+        stored = {name: value for name, value in chosen.items() if name.startswith(prefix)}
+        best = math.inf
+        for options in [stored, *(each for each in ({}, *more) if each != stored)]:
+            try:
+                ms = time(other | options, direction)
+            except Exception as e:
+                say(f"{direction} {options}: skipped, {type(e).__name__}: {' '.join(str(e).split())[:100]}")
+                continue
+            if not options:
+                entry[f"default_{direction}_ms"] = ms
+            if ms < best:
+                best, chosen = ms, other | options
+                entry |= {"options": chosen, f"{direction}_ms": ms}
+                store(path, key, entry)
+                say(f"{direction} {options}: {ms:.3f} ms")
+        if best == math.inf:
+            raise ValueError(f"no options run {direction}")
+        store(path, key, entry)  # with the time of the defaults
+    return entry
+
+
+def candidate_timer(shape: Shape, device: torch.device, repeat: int) -> Callable[[Options, str], float]:
+    """What `search` calls on a GPU: the median. Raises for options whose results are not those of FlashAttention."""
+    *qkv, gradient = tensors = inputs(shape, device)
+    kernel = "flash" if refusal("flash", shape, device) is None else "efficient"
+    y = sdpa_kernel(kernel, *qkv)
+    right = [y.detach(), *torch.autograd.grad(y, qkv, gradient)]
+
+    def time(options: Options, direction: str) -> float:
+        run = function("flex", shape, device, options)
+        y = run(*qkv)
+        found = [y.detach(), *(torch.autograd.grad(y, qkv, gradient) if direction == "backward" else ())]
+        for a, b in zip(found, right, strict=False):  # forward: the output alone
+            error = ((a - b).float().norm() / b.float().norm()).item()
+            if not error < 0.02:
+                raise ValueError(f"wrong result: relative error {error:.3g}")
+        return timing.stats(milliseconds(run, tensors, repeat, direction == "backward")[direction])["step_ms"]
+
+    return time
+
+
+def flags(parser) -> None:
+    parser.add_argument("--sweep", nargs="+", choices=list(SWEEPS), help="(default: published long, or small)")
+    parser.add_argument("--backend", nargs="+", choices=ALL)
+    parser.add_argument("--dtype", nargs="+", choices=list(DTYPES))
+    for name in GIVEN[2:]:
+        parser.add_argument(f"--{name.replace('_', '-')}", nargs="+", type=int, metavar="N")
+    parser.add_argument("--search", action="store_true", help="search FlexAttention's kernel options instead")
+    parser.add_argument("--options", type=Path, metavar="FILE", help="searched options: flex runs with them; --search "
+                        "stores them there (default: results/flex_options.json)")  # fmt: skip
+
+
+def check(args) -> None:
+    """Heads that do not share keys and values, a length that does not divide, lengths of a GPU on a CPU unless they are
+    asked for, options that cannot be read."""
+    for c in settings(args):
+        if c["heads"] % c["kv_heads"]:
+            raise ValueError(f"--kv-heads {c['kv_heads']}: must divide the {c['heads']} heads")
+    if args.search and args.device == "cpu":
+        raise ValueError("--search: needs CUDA; leave it out on a CPU")
+    if args.device == "cpu" and not (args.small or args.seqlen or args.sweep == ["small"]):
+        raise ValueError("--device cpu: the default lengths are for a GPU; give --small, or --seqlen")
+    if args.options:
+        try:
+            read_options(args.options, missing_ok=args.search)
+        except ValueError as error:
+            raise ValueError(f"--options {error}") from error
+
+
+def settings(args) -> list[dict]:
+    """A row per backend, shape and dtype of the sweeps, with the values of flags that are given."""
+    usual = ["small"] if args.small else ["reference"] if args.search else ["published", "long"]
+    found = []
+    for name in args.sweep or usual:
+        values = dict(SWEEPS[name]) | {key: getattr(args, key) for key in GIVEN if getattr(args, key)}
+        tokens = values.pop("tokens", 0)
+        for each in product(*values.values()):
+            c = dict(zip(values, each, strict=True))
+            if "batch" not in c:
+                if tokens % c["seqlen"]:
+                    raise ValueError(f"--seqlen {c['seqlen']}: must divide the {tokens} tokens; or give --batch")
+                c["batch"] = tokens // c["seqlen"]
+            found += [c] if c not in found else []
+    return found
+
+
+def instead(args) -> bool:
+    """--search: finds options for every shape and stores them."""
+    if not args.search:
+        return False
+    device, path = torch.device(args.device), args.options or Path("results/flex_options.json")
+    about = {k: timing.environment(device)[k] for k in ("date", "commit")}
+    for c in settings(args):
+        shape = Shape(**{name: c[name] for name in Shape._fields})
+        if c["backend"] == "flex" and c["causal"]:
+            key = options_key(shape, device)
+            try:
+                found = search(candidate_timer(shape, device, args.repeat), path, key, about | dict(batch=shape.batch))
+            except ValueError as error:
+                fail(f"--search: {error}", 0)
+            print(key, found, sep="\n", flush=True)
+    return True
+
+
+def table(rows: list[dict]) -> tuple[str, str]:
+    """A line per row; published times of the same shape beside it, marked where they cannot be true."""
+    theirs = {(int(line["head_dim"]), int(line["seq"])): line for line in published("attention_h100")}
+    lines, seen = [], set()
+    for row in rows:
+        c, text = row["setting"], ["", "", ""]
+        key = (c["head_dim"], c["seqlen"])
+        if key in theirs and (c["backend"], c["dtype"], c["batch"], c["causal"]) == ("plain", "fp32", 8, False):
+            seen.add(key)
+            text = beside(theirs[key])
+        what = (str(c["head_dim"]), str(c["seqlen"]), c["dtype"], "yes" if c["causal"] else "no", c["backend"])
+        if row["outcome"] != "ok":
+            lines.append((*what, row["outcome"], *[""] * 4, *text))
+            continue
+        both = grouped(row["forward_ms"] + row["backward_ms"], 3)
+        kib = [grouped(row[name] / 2**10) for name in ("held_bytes", "formula_bytes")]
+        lines.append((*what, grouped(row["forward_ms"], 3), grouped(row["backward_ms"], 3), both, *kib, *text))
+    for (d, T), line in theirs.items():
+        if (d, T) not in seen:
+            lines.append((str(d), str(T), "fp32", "no", "", *[""] * 5, *beside(line)))
+    heads = ("d", "T", "dtype", "causal", "backend", "forward ms", "backward ms", "both", "held KiB", "by formula",
+             "published forward + backward, ms", "held, GB", "of its forward")  # fmt: skip
+    batches = ", ".join(sorted({str(row["setting"]["batch"]) for row in rows}))
+    text = f"Batch {batches} (published: 8, one head, H100). Medians. Held: between forward and backward."
+    return about(rows, text), markdown(list(zip(heads, map(list, zip(*lines, strict=True)), strict=True)))
+
+
+def beside(line: dict[str, str]) -> list[str]:
+    both = " + ".join(grouped(1e3 * float(line[f"{name}_s"]), 3) for name in ("forward", "backward"))
+    return [both, grouped(float(line["mem_gb"]), 2), suspicious(line)]
+
+
+def suspicious(line: dict[str, str]) -> str:
+    """What cannot be true of a published forward, b = 8, one head, fp32, on an H100: what study.impossible says."""
+    T, d, ms = int(line["seq"]), int(line["head_dim"]), 1e3 * float(line["forward_s"])
+    why = impossible("H100 80GB HBM3", 8 * T * attention_flops(1, d, T), ms, 1e9 * float(line["mem_gb"]), "fp32")
+    return f"impossible: {why}" if why else ""
+
+
+def figure(rows: list[dict], folder) -> list[Path]:
+    """Forward and backward over the length, by backend, at the largest head dimension, in the first dtype."""
+    done = [row for row in rows if row["outcome"] == "ok"]
+    most, dtype = max((row["head_dim"] for row in done), default=0), done[0]["dtype"] if done else ""
+    made = {}
+    for row in done:
+        if (row["head_dim"], row["dtype"]) == (most, dtype):
+            name = f"{row['backend']}{', causal' * row['setting']['causal']}"
+            made.setdefault(name, []).append((row["seqlen"], row["forward_ms"] + row["backward_ms"]))
+    return curves(folder, "attention", made, f"tokens, d = {most}, {dtype}", "ms, forward and backward")
+
+
+if __name__ == "__main__":
+    sys.exit(study.main(sys.modules[__name__]))

@@ -1,0 +1,166 @@
+"""Peak memory by context length: a forward for inference, one for training, forward and backward, a whole step.
+
+    python -m lab.studies.memory --small
+    python -m lab.studies.memory --size 2.7b --context 128 256 512 --device cuda
+
+Each row is of a process of its own, which runs one of these once to warm up and once under torch's profiler: the
+program names the moment of the peak, what memory holds there and its largest pieces, and draws the memory of the run,
+allocation by allocation, into --plots. mixed: weights in fp32, gathered and computed with in bf16 by simple_fsdp's
+MixedPrecisionPolicy; AdamW's moments are there only where a whole step is run.
+
+By formula: the residual stream is 4 b T D bytes in fp32 (2 b T D mixed); weights, gradients and two moments in fp32
+take 16 bytes a parameter, which is what there is at the end of a step, at any context.
+"""
+
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from lab.studies.study import SIZES, VOCAB, about, curves, main, on_ranks, published
+from trainer import config
+from trainer.costs import parameters
+from trainer.distributed.terminal import grouped, markdown
+from trainer.measuring import timeline
+from trainer.parallelize import build
+
+PARTS = "inference", "forward", "forward + backward", "step"
+PUBLISHED = {"forward": "forward_gb", "step": "full_step_gb"}  # columns of reference/memory_2p7b.csv
+SAME = "size", "batch"
+
+
+def flags(parser) -> None:
+    parser.add_argument("--size", choices=list(SIZES), help="(default: 2.7b, with --small tiny)")
+    parser.add_argument("--context", nargs="+", type=int, help="tokens of a sequence (default: 128 256 512)")
+    parser.add_argument("--batch", type=int, default=4, help="sequences")
+
+
+def check(args) -> None:
+    """A size of a GPU on a CPU, unless it is asked for."""
+    if args.device == "cpu" and not (args.small or args.size):
+        raise ValueError("--device cpu: the default size is for a GPU; give --small, or --size")
+
+
+def settings(args) -> list[dict]:
+    """Every part at every context in fp32, and mixed at the longest."""
+    contexts = args.context or ([8, 64] if args.small else [128, 256, 512])
+    base = dict(size=args.size or ("tiny" if args.small else "2.7b"), batch=args.batch)
+    cells = [(context, "fp32") for context in contexts] + [(max(contexts), "mixed")]
+    return [base | dict(context=t, precision=precision, part=part) for t, precision in cells for part in PARTS]
+
+
+def measure(setting: dict, args) -> dict:
+    """The figures of a setting, from a new process, which also draws its memory."""
+    folder = args.plots or args.results.parent / "plots"
+    folder.mkdir(parents=True, exist_ok=True)
+    return on_ranks(1, work, setting, str(folder / f"study-memory-{name_of(setting)}"), device=args.device)[0]
+
+
+def name_of(setting: dict) -> str:
+    return "-".join(str(value).replace(" + ", "-") for value in setting.values())
+
+
+class Part:
+    """Of a step the part that is asked for, which timeline.watch looks into as into a whole one."""
+
+    def __init__(self, step, part: str):
+        self.step, self.part = step, part
+        self.model, self.optimizer, self.watched = step.model, step.optimizer, step.watched
+        if part != "step":
+            self.optimizer.m, self.optimizer.v = [], []
+
+    def __call__(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """tokens, targets [B, T] -> the loss."""
+        if self.part == "step":
+            return self.step(tokens, targets)
+        share = self.step.share(targets)
+        self.step.enter("fwd")
+        with torch.set_grad_enabled(self.part != "inference"):
+            loss = self.step.loss_fn(tokens, targets, share)
+        if self.part == "forward + backward":
+            self.step.enter("bwd")
+            self.step.backward(loss, self.optimizer.params)
+        return loss.detach()
+
+
+def of_trainer(c: dict, device: torch.device) -> config.Config:
+    """The flags of main.py that are a setting."""
+    width, depth, heads = SIZES[c["size"]]
+    words = dict(block="llama", width=width, depth=depth, head_dim=width // heads, grouping=1, vocab=VOCAB,
+                 seqlen=c["context"], batch=c["batch"], compile="none", data="random", clip=0)  # fmt: skip
+    words |= dict(wrapper="simple", param_dtype="bf16") if c["precision"] == "mixed" else dict(wrapper="none",
+                                                                                              param_dtype="fp32")
+    argv = [word for name, value in words.items() for word in (config.flag(name), str(value))]
+    return config.resolve(config.parse(argv), device.type, 1)
+
+
+def work(rank: int, device: torch.device, c: dict, stem: str) -> dict:
+    """In the new process: one run to warm up, one that is watched."""
+    told = of_trainer(c, device)
+    part = Part(build(told, device, 1), c["part"])
+    tokens, targets = torch.randint(VOCAB, (2, c["batch"], c["context"]), device=device)
+    part(tokens, targets)
+    streams = []
+    with part.model.blocks[0].register_forward_hook(lambda module, inputs, y: streams.append(y.nbytes)):
+        _, found, _ = timeline.watch(told, part, tokens, targets)
+    top, mib = found.peaks(1)[0], 2**20
+    row = dict(peak_mib=round(top.nbytes / mib, 3), moment=top.moment, residual_bytes=streams[-1])
+    row |= dict(parameters=parameters(Namespace(**told.flat())), state_bytes=sum(dict(states(top)).values()))
+    row |= dict(pieces_mib={name: round(size / mib, 3) for name, size in top.pieces.items() if size})
+    row |= dict(largest=[[n, round(size / mib, 3), text] for n, size, text in timeline.largest(found, 3)])
+    name, weight = max(part.model.named_parameters(), key=lambda each: each[1].numel())
+    row |= dict(largest_weight=[name, round(weight.numel() * weight.element_size() / mib, 3)])
+    return row | dict(pictures=[Path(path).name for path in timeline.drawn(found, stem)])
+
+
+def states(top: timeline.Peak) -> Iterator[tuple[str, int]]:
+    """Bytes of weights, moments and gradients at a peak."""
+    return ((name, top.pieces[name]) for name in (timeline.PARAMETERS, timeline.MOMENTS, timeline.GRADIENTS))
+
+
+def table(rows: list[dict]) -> tuple[str, str]:
+    """A line per row; published peaks beside those of the same size, part and context."""
+    theirs = {(part, int(line["context"])): line[column] for line in published("memory_2p7b")
+              for part, column in PUBLISHED.items()}  # fmt: skip
+    lines, seen = [], set()
+    for row in rows:
+        c, key = row["setting"], (row["setting"]["part"], row["setting"]["context"])
+        beside = theirs.get(key, "") if (c["size"], c["precision"]) == ("2.7b", "fp32") else ""
+        seen |= {key} if beside else set()
+        if row["outcome"] != "ok":
+            lines.append((*told(c), row["outcome"], *[""] * 4, beside))
+            continue
+        n, size, text = row["largest"][0]
+        largest = f"{n} x {grouped(size, 2)}: {text.partition(';')[0]}"
+        stream = f"{grouped(row['residual_bytes'] / 2**20, 2)}"
+        formula = grouped(16 * row["parameters"] / 2**20, 1) if c["part"] == "step" else ""
+        where = row["moment"].partition(" in ")[0]
+        lines.append((*told(c), grouped(row["peak_mib"], 1), formula, where, largest, stream, beside))
+    for (part, context), gb in theirs.items():
+        if (part, context) not in seen:
+            lines.append(("2.7b", str(context), "fp32", part, *[""] * 5, gb))
+    n, mib = rows[0].get("largest_weight", ["", 0])
+    text = (f"Batch {rows[0]['setting']['batch']}. The largest weight of {rows[0]['setting']['size']} is {n}, "
+            f"{grouped(mib, 2)} MiB, and so are its gradient and each of its moments.")  # fmt: skip
+    heads = ("size", "context", "precision", "part", "peak MiB", "16 bytes a parameter, MiB", "peak at",
+             "largest of this run there, MiB", "residual stream, MiB", "published GB")  # fmt: skip
+    return about(rows, text), markdown(list(zip(heads, map(list, zip(*lines, strict=True)), strict=True)))
+
+
+def told(c: dict) -> tuple[str, ...]:
+    return c["size"], str(c["context"]), c["precision"], c["part"]
+
+
+def figure(rows: list[dict], folder) -> list:
+    """Peak over context by part, in fp32; the picture of each run was drawn when it ran."""
+    made = {}
+    for row in rows:
+        if row["outcome"] == "ok" and row["setting"]["precision"] == "fp32":
+            made.setdefault(row["setting"]["part"], []).append((row["setting"]["context"], row["peak_mib"]))
+    return curves(folder, "memory", made, "tokens of a sequence", "peak MiB")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.modules[__name__]))

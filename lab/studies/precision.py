@@ -1,0 +1,231 @@
+"""What low precision loses, and where: sums, what autocast and our policy make of a model, the norm, gradients.
+
+    python -m lab.studies.precision --small
+
+Every line is run, nothing is looked up: a thousand times 0.01 summed in each dtype, plainly, with Kahan's compensation
+and with stochastic rounding; the dtype of each tensor of a toy model (linear, ReLU, LayerNorm, linear, cross-entropy)
+under autocast and under MixedPrecisionPolicy of simple_fsdp.py; the variance that a norm takes, in each dtype; the norm
+of a gradient summed over micro-batches in each dtype. CUDA's autocast is run on tensors without values where no GPU is.
+"""
+
+import math
+import sys
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+
+from lab.studies.study import about, curves, main, published, table_of
+from simple_fsdp import MixedPrecisionPolicy, data_parallel
+from trainer.attention import DTYPES
+
+SHORT = {dtype: name for name, dtype in DTYPES.items()} | {torch.float16: "fp16"}
+KINDS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+TERM = 0.01
+
+
+def settings(args) -> list[dict]:
+    """A row per part. At full size the sums and the gradients are longer, since low precision loses with length."""
+    most = 64 if args.small else 1024
+    counts = [n for n in (1, 4, 16, 64, 256, 1024) if n <= most]
+    norm = [dict(part="norm", mean=mean, scale=scale) for mean, scale in ((0, 1), (0, 300), (100, 1))]
+    return [dict(part="sums", terms=1000), dict(part="dtypes"), *norm,
+            *(dict(part="gradients", micro_batches=n) for n in counts)]  # fmt: skip
+
+
+def measure(setting: dict, args) -> dict:
+    """{"lines": [(what, {"fp32": found, ..})]}"""
+    torch.manual_seed(0)
+    part, *own = setting.values()
+    return dict(lines=dict(sums=sums, dtypes=dtypes, norm=norm, gradients=gradients)[part](args.device, *own))
+
+
+def each(work) -> dict:
+    return {name: work(dtype) for name, dtype in KINDS.items()}
+
+
+def kahan(term: float, terms: int, dtype: torch.dtype) -> float:
+    """The sum, every operation rounded to `dtype`, with what each addition lost added to the next (Kahan 1965)."""
+    total = lost = torch.zeros((), dtype=dtype)
+    for _ in range(terms):
+        own = torch.tensor(term, dtype=dtype) - lost
+        new = total + own
+        lost, total = (new - total) - own, new
+    return total.item()
+
+
+def stochastic(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x, fp64, rounded to one of its two neighbours in `dtype`, to the nearer with the larger probability, so that the
+    mean is x. For x in the dtype's normal range."""
+    _, exponent = torch.frexp(x)
+    ulp = torch.finfo(dtype).eps * 2.0 ** (exponent - 1)
+    return ((x / ulp + torch.rand_like(x)).floor() * ulp).to(dtype)
+
+
+def plain(term: float, terms: int, dtype: torch.dtype, of: torch.dtype | None = None) -> float:
+    """The sum in `dtype` of a term that was rounded to `of` before."""
+    total, own = torch.zeros((), dtype=dtype), torch.tensor(term, dtype=of or dtype)
+    for _ in range(terms):
+        total += own
+    return total.item()
+
+
+def sums(device: str, terms: int) -> list:
+    """Of `terms` times 0.01, on a CPU."""
+
+    def rounded(dtype: torch.dtype) -> float:
+        total = torch.zeros(100, dtype=torch.float64)  # a hundred sums
+        for _ in range(terms):
+            total = stochastic(total + TERM, dtype).double()
+        return total.mean().item()
+
+    return [(f"sum of {terms} x 0.01", each(lambda dtype: plain(TERM, terms, dtype))),
+            ("sum in fp32 of terms in the dtype", each(lambda dtype: plain(TERM, terms, torch.float32, dtype))),
+            ("sum with Kahan's compensation", each(lambda dtype: kahan(TERM, terms, dtype))),
+            ("sum with stochastic rounding, mean of 100", each(rounded))]  # fmt: skip
+
+
+class Toy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = nn.Linear(16, 32, bias=False), nn.LayerNorm(32)
+        self.head = nn.Linear(32, 8, bias=False)
+
+    def forward(self, x: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        """What there is of tensors, by its name in the table."""
+        found = {"parameters": self.first.weight, "first layer": self.first(x)}
+        found["norm"] = self.norm(found["first layer"].relu())
+        found["logits"] = self.head(found["norm"])
+        return found | {"loss": F.cross_entropy(found["logits"], targets)}
+
+
+class autocast:
+    """torch.autocast, which turns itself off for CUDA on a machine that has none; not to be nested."""
+
+    def __init__(self, device: str, dtype: torch.dtype):
+        self.device, self.dtype = device, dtype
+
+    def __enter__(self):
+        self.before = torch.get_autocast_dtype(self.device)
+        torch.set_autocast_dtype(self.device, self.dtype)
+        torch.set_autocast_enabled(self.device, True)
+
+    def __exit__(self, *_):
+        torch.set_autocast_enabled(self.device, False)
+        torch.set_autocast_dtype(self.device, self.before)
+        torch.clear_autocast_cache()
+
+
+def under_autocast(device: str, dtype: torch.dtype) -> dict[str, str]:
+    """Name -> dtype of the toy model's tensors, and of gradients where there are values."""
+    real = device == "cpu" or torch.cuda.is_available()
+    model = Toy()
+    with nullcontext() if real else FakeTensorMode(), nullcontext() if real else torch.no_grad():
+        # Without CUDA its fake tensors can be made and used, but neither copied nor differentiated.
+        own = {name: torch.empty(p.shape, device=device, requires_grad=real) for name, p in model.named_parameters()}
+        x, targets = torch.empty(4, 16, device=device), torch.zeros(4, dtype=torch.long, device=device)
+        with autocast(device, dtype):
+            found = torch.func.functional_call(model, own, (x, targets))
+        if real:
+            found["gradients"] = torch.autograd.grad(found["loss"], own["first.weight"])[0]
+        return {name: SHORT[t.dtype] for name, t in found.items()}
+
+
+def under_policy(dtype: torch.dtype, device: str) -> dict[str, str]:
+    """The same under our policy: parameters gathered in `dtype`, gradients reduced in fp32. Inputs are the caller's."""
+    mesh, policy = dist.init_device_mesh(device, (1,)), MixedPrecisionPolicy(dtype, torch.float32)
+    model = data_parallel(Toy().to(device), mesh, mp_policy=policy)
+    x, targets = torch.ones(4, 16, dtype=dtype, device=device), torch.zeros(4, dtype=torch.long, device=device)
+    found = model(x, targets)
+    found["loss"].backward()
+    stored = next(model.parameters())
+    found |= {"parameters, gathered": found["parameters"], "parameters": stored, "gradients": stored.grad}
+    return {name: SHORT[t.dtype] for name, t in found.items()}
+
+
+def dtypes(device: str) -> list:
+    """A line per tensor and way: autocast by CUDA's rules, by a CPU's, our policy."""
+    alone = not dist.is_initialized()
+    if alone:
+        dist.init_process_group("nccl" if device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        ways = {"autocast, CUDA": lambda dtype: under_autocast("cuda", dtype),
+                "autocast, CPU": lambda dtype: under_autocast("cpu", dtype),
+                "MixedPrecisionPolicy": lambda dtype: under_policy(dtype, device)}  # fmt: skip
+        found = {way: {name: run(KINDS[name]) for name in ("fp16", "bf16")} for way, run in ways.items()}
+    finally:
+        if alone:
+            dist.destroy_process_group()
+    return [(f"{way}: {what}", {name: kinds[what] for name, kinds in both.items()})
+            for way, both in found.items() for what in both["fp16"]]  # fmt: skip
+
+
+def norm(device: str, mean: float, scale: float) -> list:
+    """The variance of 4096 values around `mean`: each operation in the dtype, beside the same in fp32 of values that
+    were rounded to the dtype, which is what the kernel of a norm does."""
+    x = mean + scale * torch.randn(4096, device=device)
+
+    def inside(dtype: torch.dtype) -> float:
+        own = x.to(dtype)
+        return (own.square().mean() - own.mean().square()).item()
+
+    words = f"{'' if scale == 1 else f'{scale} x '}N({mean}, 1)"
+    return [(f"variance of {words}, in the dtype", each(inside)),
+            (f"variance of {words}, in fp32", each(lambda dtype: x.to(dtype).float().var(unbiased=False).item()))]
+
+
+def gradients(device: str, micro_batches: int) -> list:
+    """The norm of a gradient summed over micro-batches in each dtype, over that of the sum in fp64, less one. Terms
+    have a mean, as gradients have; their deviation is four times as large."""
+    terms = 0.25 * torch.randn(4096, device=device) + torch.randn(micro_batches, 4096, device=device)
+    right = terms.double().sum(0)
+
+    def summed(dtype: torch.dtype) -> Tensor:
+        total = torch.zeros(4096, dtype=dtype, device=device)
+        for term in terms:
+            total += term.to(dtype)
+        return total.double()
+
+    found, where = each(summed), f"gradient of {micro_batches} micro-batches"
+    drift = {name: abs(total.norm() / right.norm() - 1).item() for name, total in found.items()}
+    error = {name: ((total - right).norm() / right.norm()).item() for name, total in found.items()}
+    return [(f"{where}: drift of the norm", drift), (f"{where}: relative error", error)]
+
+
+def number(value: object) -> str:
+    """A figure of a row, in which inf is a word."""
+    if value is None or (isinstance(value, str) and value not in ("inf", "nan")):
+        return value or ""
+    value = float(value)
+    return f"{value:.4f}" if abs(value) >= 0.1 and math.isfinite(value) else f"{value:.2g}"
+
+
+def table(rows: list[dict]) -> tuple[str, str]:
+    """A line each; the published figures are of fp16, of autocast on a GPU."""
+    theirs, lines = {line["what"]: line for line in published("precision")}, []
+    for row in rows:
+        for what, found in row.get("lines", []):
+            other = theirs.get(what.removeprefix("autocast, CUDA: "))
+            told = other and other["fp16"]
+            wrong = "wrong" * bool(told and told != number(found["fp16"]))
+            lines.append((what, *(number(found.get(name)) for name in KINDS), told or "", wrong))
+        if row["outcome"] != "ok":
+            lines.append((str(row["setting"]), row["outcome"], "", "", "", ""))
+    heads = "what", *KINDS, "published, fp16", "the published one is"
+    text = "The sum of 1000 x 0.01 should be 10; under autocast and the policy, the dtype that each tensor has."
+    return about(rows, text), table_of(heads, lines)
+
+
+def figure(rows: list[dict], folder) -> list:
+    """Relative error of an accumulated gradient over the micro-batches, by the dtype of the sum."""
+    found = [row for row in rows if row["setting"]["part"] == "gradients" and row["outcome"] == "ok"]
+    made = {f"summed in {name}": [(row["setting"]["micro_batches"], row["lines"][1][1][name]) for row in found]
+            for name in KINDS}  # fmt: skip
+    return curves(folder, "precision", made, "micro-batches", "relative error of the gradient")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.modules[__name__]))

@@ -1,0 +1,358 @@
+"""What the studies share: flags, rows that a second call does not measure again, the timing loop, ranks, curves.
+
+A study is a module of this folder: a question, its formula, its measurement, and the published figures beside it.
+
+    settings(args) -> [dict]            # plain values; a row each
+    measure(setting, args) -> dict      # the figures of a row. An exception becomes the row's outcome, OOM or failed
+    table(rows) -> (about, markdown)    # of rows that `newest` has chosen, published figures beside ours
+    figure(rows, folder) -> [Path]      # one plot; plots.NoFigure says why there is none
+    flags(parser), check(args)          # if it has flags of its own; check raises ValueError, one line with the fix
+    instead(args) -> bool               # if it can do something else than measure: whether it has
+    SAME = "batch",                     # what settings of one table have in common, if there is any
+
+`python -m lab.studies.NAME` runs `main`, `python -m lab.studies` all of them. `python -m lab.report --study NAME` has
+the table of rows that are there. A study that needs ranks starts them itself (`on_ranks`): no torchrun.
+"""
+
+import argparse
+import csv
+import importlib
+import json
+import math
+import pickle
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from pathlib import Path
+from types import ModuleType
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+
+from gloo import one_worker_thread
+from lab.report.published import REFERENCE
+from model import ModelConfig, Transformer
+from trainer.costs import device_peak
+from trainer.distributed.terminal import did_you_mean, fail, markdown, one_line, ranks, tell
+from trainer.logging import append_jsonl, check_writable, read_jsonl
+from trainer.measuring import memory, timing
+
+# (width, blocks, heads) of the published models, whose MLP is 4 times as wide and vocabulary VOCAB; two for a CPU
+SIZES = {"tiny": (64, 2, 2), "mini": (128, 4, 4), "small": (768, 12, 12), "medium": (1024, 24, 16),
+         "large": (1280, 36, 20), "xl": (1600, 48, 25), "2.7b": (2560, 32, 32)}  # fmt: skip
+VOCAB = 10_000
+MOST_RANKS = 16  # processes on the CPUs of one machine
+PATIENCE_S = 300  # that a collective of a study may take
+# By the maker's datasheets, device names as in costs.PEAKS: (TFLOP/s in fp32 without tensor cores, TB/s of memory)
+LIMITS = {
+    r"A100-(SXM4|PCIE)-40GB": (19.5, 1.555), r"A100-(SXM4|PCIE)-80GB|A100 80GB PCIe": (19.5, 2.039),
+    r"H100 80GB HBM3": (67, 3.35), r"H200": (67, 4.8), r"H100 PCIe": (51, 2.0), r"GeForce RTX 4090": (82.6, 1.008),
+}  # fmt: skip
+CACHED = 80e6  # bytes that may be in a cache, and not in memory: more than the second level of any of these holds
+
+
+class Parser(argparse.ArgumentParser):
+    """What is wrong, in one line of the form of all other programs here, and exit code 2."""
+
+    def error(self, message: str):
+        told = re.sub(r"^argument (\S+): (.*)$", r"\1: \2; --help lists all flags", message)
+        fail(re.sub(r"^unrecognized arguments: (\S+).*$", r"\1: no such flag; --help lists all flags", told), 0)
+
+
+def arguments(study: ModuleType, argv: list[str]) -> argparse.Namespace:
+    """The command line of a study, checked. Ends the process with exit code 2 and one line for what does not fit."""
+    name = name_of(study)
+    parser = Parser(prog=f"studies.{name}", allow_abbrev=False, description=study.__doc__.split("\n")[0])
+    parser.add_argument("--small", action="store_true", help="sizes for a CPU: under a minute")
+    parser.add_argument("--results", type=Path, metavar="FILE", help=f"rows (runs/study-{name}.jsonl, or -small)")
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    parser.add_argument("--repeat", type=int, default=10, help="timed repetitions, after the warm-up")
+    parser.add_argument("--again", action="store_true", help="measure also what has a row")
+    parser.add_argument("--any-commit", action="store_true", help="rows of other commits count as measured, too")
+    parser.add_argument("--plots", type=Path, metavar="DIR", help="folder of the plot (default: plots beside the rows)")
+    getattr(study, "flags", bool)(parser)
+    args = parser.parse_args(argv)
+    args.results = args.results or default_results(name, args.small)
+    cuda = torch.cuda.is_available()
+    try:
+        for flag, value in vars(args).items():
+            for each in value if isinstance(value, list) else [value]:
+                if isinstance(each, int | float) and not isinstance(each, bool) and not 0 < each < 2**53:
+                    least = "at least 1" if isinstance(each, int) else "above 0"
+                    raise ValueError(f"--{flag.replace('_', '-')} {each:g}: must be {least} and below 2**53")
+        if args.device == "cuda" and not cuda:
+            raise ValueError(f"--device cuda: torch {torch.__version__} sees no GPU; use --device cpu")
+        if ranks()[2] > 1:
+            raise ValueError(f"a study starts its own ranks: run python -m lab.studies.{name}, without torchrun")
+        args.device = ("cuda" if cuda else "cpu") if args.device == "auto" else args.device
+        getattr(study, "check", bool)(args)
+        check_writable(args.results)
+        args.plots = args.plots or args.results.parent / "plots"
+        check_folder(args.plots)
+    except ValueError as error:
+        fail(str(error), 0)
+    return args
+
+
+def check_folder(path: Path) -> None:
+    """Makes the folder of --plots. ValueError: it cannot be written."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path).close()
+    except OSError as error:
+        raise ValueError(f"--plots {path}: {error.strerror}; name a folder that can be written") from None
+
+
+def default_results(name: str, small: bool) -> Path:
+    return Path(f"runs/study-{name}{'-small' * small}.jsonl")
+
+
+def name_of(study: ModuleType) -> str:
+    return Path(study.__file__).stem
+
+
+def names() -> list[str]:
+    """Of all studies."""
+    found = sorted(path.stem for path in Path(__file__).parent.glob("*.py"))
+    return [name for name in found if name not in ("study", "__init__", "__main__")]
+
+
+def study(name: str) -> ModuleType:
+    """The module of a study. ValueError, one line, for a name that is none."""
+    if name not in names():
+        raise ValueError(f"--study {name}: must be one of {', '.join(names())}{did_you_mean(name, names())}")
+    return importlib.import_module(f"studies.{name}")
+
+
+def newest(name: str, rows: Iterable[dict]) -> list[dict]:
+    """The last row of each setting on each device and torch, in the order of the first. What SAME of a study names must
+    be as it was last, for all rows that have it. ValueError if there is no row."""
+    last, same = {}, getattr(study(name), "SAME", ()) if name in names() else ()
+    own = [row for row in rows if row.get("study") == name and "setting" in row]
+    alike = {key: value for row in own for key, value in row["setting"].items() if key in same and value is not None}
+    for row in own:
+        if all(row["setting"].get(key) in (None, value) for key, value in alike.items()):
+            key = json.dumps([row["setting"], row["device"], row["torch"]], sort_keys=True)
+            if row["outcome"] == "ok" or last.get(key, {}).get("outcome") != "ok":
+                last[key] = row
+    if not last:
+        wrote = f"python -m lab.studies.{name} writes them"
+        raise ValueError(f"--study {name}: no row of it; {wrote}, --results names files")
+    return list(last.values())
+
+
+def run(name: str, settings: list[dict], measure: Callable, args: argparse.Namespace) -> list[dict]:
+    """Measures what has no row yet on this device and commit and appends it, a row per setting. Returns a row for each
+    setting. What failed before, or has a row of
+    changes that were not committed, is measured again; what ran out of memory is not."""
+    device = torch.device(args.device)
+    here = timing.environment(device)
+    before = read_jsonl(args.results) if args.results.exists() and not args.again else []
+    alike = ["device", "torch"] + ["commit"] * (not args.any_commit)
+    done = {json.dumps(row["setting"], sort_keys=True): row for row in before
+            if row.get("study") == name and "setting" in row and not row["outcome"].startswith(("failed", "n/a"))
+            and all(row[key] == here[key] for key in alike) and (args.any_commit or not row.get("dirty"))}  # fmt: skip
+    rows = []
+    for number, setting in enumerate(settings, 1):
+        known = done.get(json.dumps(setting, sort_keys=True))
+        if known is None:
+            start = time.monotonic()
+            row = timing.environment(device) | dict(study=name, setting=setting) | outcome(measure, setting, args)
+            append_jsonl(args.results, row)
+        took = "there already" if known else f"{time.monotonic() - start:.1f} s"
+        rows.append(known or row)
+        words = " ".join(f"{key} {value}" for key, value in setting.items())[:90]
+        tell(f"{name} {number}/{len(settings)}: {words}: {rows[-1]['outcome']}, {took}")
+    return rows
+
+
+def outcome(measure: Callable, setting: dict, args: argparse.Namespace) -> dict:
+    """What `measure` found, with "outcome": ok; "OOM ..", "n/a: .." (ranks that are not there) or "failed: .." for an
+    exception; "refused: .." where a time is below what the device can, in which case nothing of it is kept. Figures
+    name what can be checked like this: of "forward_ms" `flops` {"forward": FLOPs}, `moved_bytes` {"forward": bytes},
+    and `peak_of`, the products' dtype."""
+    device = torch.device(args.device)
+    try:
+        found = {"outcome": "ok"} | measure(setting, args)
+    except Exception as error:  # is a result; the other settings still run
+        kind = "OOM" if memory.out_of_memory(error) else "n/a:" if isinstance(error, NoRanks) else "failed:"
+        return {"outcome": f"{kind} {one_line(error)}"}
+    told = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    flops, moved = (found.get(key, {}) for key in ("flops", "moved_bytes"))
+    for name in flops | moved:
+        ms = found.get(f"{name}_ms_min", found.get(f"{name}_ms"))
+        work = flops.get(name, 0), ms, moved.get(name, 0), found.get("peak_of", "bf16")
+        if reason := impossible(told, *work):
+            return {"outcome": f"refused: {name} in {ms:g} ms would be {reason}: was it synchronised?", "flops": flops}
+    return found
+
+
+def impossible(device: str, flops: float, ms: float | None, nbytes: float = 0, dtype: str = "bf16") -> str | None:
+    """Why a time cannot be true on a device, named as torch.cuda.get_device_name does, whose products in `dtype` are
+    `flops` and whose memory `nbytes` go to or come from; None where it can, or where the device's limits are not
+    known. Products in fp32 are taken for those of tensor cores where torch is told to use TF32."""
+    own = (limits for names, limits in LIMITS.items() if re.fullmatch(f"(NVIDIA )?({names})", device))
+    fp32, tb_per_s = next(own, (0, 0))
+    whole = dtype == "fp32" and torch.get_float32_matmul_precision() == "highest"
+    peak = 1e12 * fp32 if whole and fp32 else device_peak(device)
+    if ms is None:
+        return None
+    seconds, found = max(1e-3 * ms, 1e-12), []
+    if peak and flops > seconds * peak:
+        found.append(f"{flops / seconds / 1e12:.0f} TFLOP/s of at most {peak / 1e12:.0f}")
+    if tb_per_s and nbytes - CACHED > 1e12 * seconds * tb_per_s:
+        found.append(f"{nbytes / seconds / 1e12:.0f} TB/s of at most {tb_per_s:g}")
+    return ", ".join(found) or None
+
+
+def milliseconds(parts: dict[str, Callable[[], object]], device, repeat: int, warmup: int = 3) -> dict[str, list]:
+    """{name: ms of each of `repeat` calls}. The parts run one after the other, each timed by itself, `warmup` rounds
+    before it counts."""
+    timers = {name: timing.StepTimer(device) for name in parts}
+    for i in range(warmup + repeat):
+        for name, work in parts.items():
+            with timers[name].step(excluded=i < warmup):
+                work()
+    return {name: timer.ms() for name, timer in timers.items()}
+
+
+def transformer(size: str, device, **more) -> Transformer:
+    """The llama-style model of one of SIZES, with its first values. more: of model.ModelConfig."""
+    width, depth, heads = SIZES[size]
+    shape = dict(width=width, depth=depth, head_dim=width // heads, grouping=1, vocab=VOCAB)
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = Transformer(ModelConfig(block="llama", **shape | more))
+    model.init_weights()
+    return model
+
+
+class NoRanks(ValueError):
+    """A number of ranks that a study cannot start."""
+
+
+def check_ranks(numbers: list[int], device: str, flag: str = "--ranks", least: int = 2) -> None:
+    """NoRanks for less than `least`, for more than there are GPUs, or than a CPU is asked to bear."""
+    most = torch.cuda.device_count() if device == "cuda" else MOST_RANKS
+    if min(numbers) < least:
+        raise NoRanks(f"{flag} {min(numbers)}: one rank has nobody to talk to; give 2 or more")
+    if max(numbers) > most:
+        there = f"GPUs there are: {most}" if device == "cuda" else f"a study starts {most} processes at most"
+        raise NoRanks(f"{flag} {max(numbers)}: {there}; {f'give {most} or less' if most > 1 else 'use --device cpu'}")
+
+
+def default_ranks(numbers: list[int], device: str) -> list[int]:
+    """Those of them that a study can start; where it can start none the first, whose row then says so."""
+    most = torch.cuda.device_count() if device == "cuda" else MOST_RANKS
+    return [n for n in numbers if n <= most] or numbers[:1]
+
+
+def on_ranks(n: int, work: Callable, *args, device: str = "cpu", backend: str | None = None) -> list:
+    """work(rank, torch.device, *args) on n new processes, the ranks of a process group; what each returns. `work` is a
+    function of a module. A rank's exception ends all of them and is raised here as a RuntimeError of one line.
+    NoRanks: more ranks than check_ranks allows."""
+    check_ranks([n], device, least=1)
+    threads = max(1, torch.get_num_threads() // n)
+    backend = backend or ("nccl" if device == "cuda" else "gloo")
+    heavy = ["lab.studies.study", "trainer.parallelize"]  # imported once, and not in every rank
+    multiprocessing.get_context("forkserver").set_forkserver_preload(heavy)
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            all_args = (n, folder, device, backend, threads, work, args)
+            multiprocessing.start_processes(_rank, all_args, n, start_method="forkserver")
+        except multiprocessing.ProcessRaisedException as error:
+            last = str(error).rpartition("Traceback (most recent call last):")[2].splitlines()
+            raise RuntimeError(next(line for line in last if line.strip() and line[0] != " ")) from error
+        return [pickle.loads((Path(folder) / f"{rank}").read_bytes()) for rank in range(n)]
+
+
+def _rank(rank: int, n: int, folder: str, device: str, backend: str, threads: int, work: Callable, args: tuple):
+    torch.set_num_threads(threads)
+    here = torch.device(device, rank) if device == "cuda" else torch.device(device)
+    if device == "cuda":
+        torch.cuda.set_device(here)
+    one_worker_thread()
+    how = dict(init_method=f"file://{folder}/meeting", timeout=timedelta(seconds=PATIENCE_S))
+    dist.init_process_group(backend, rank=rank, world_size=n, **how)
+    result = work(rank, here, *args)
+    (Path(folder) / f"{rank}").write_bytes(pickle.dumps(result))
+    dist.barrier()  # nobody leaves while another still waits for its last message
+    dist.destroy_process_group()
+
+
+def published(name: str) -> list[dict[str, str]]:
+    """The lines of reference/NAME.csv."""
+    return list(csv.DictReader((REFERENCE / f"{name}.csv").read_text().splitlines()))
+
+
+def about(rows: list[dict], text: str) -> str:
+    """The text above a table: the study, where its rows come from, and what it asks."""
+
+    def each(key: str) -> str:
+        return ", ".join(sorted({str(row[key])[: 7 if key == "commit" else None] for row in rows}))
+
+    dirty = " (uncommitted changes)" * any(row.get("dirty") for row in rows)
+    return f"**{rows[0]['study']}**: commit {each('commit')}{dirty}, torch {each('torch')}, {each('device')}. {text}"
+
+
+def table_of(heads: Iterable[str], lines: list[tuple[str, ...]]) -> str:
+    """A Markdown table of titles and lines, of which there may be none."""
+    return markdown([(title, [line[i] for line in lines]) for i, title in enumerate(heads)])
+
+
+def curves(folder: Path, name: str, made: dict[str, list[tuple]], x: str, y: str, marks: dict[str, float] | None = None,
+           **axes) -> list[Path]:  # fmt: skip
+    """Draws {words: [(x, y)]} into study-NAME.svg and .png; what has no y, or none above zero on a logarithmic axis, is
+    left out. marks: {words: x} of vertical lines. axes: of matplotlib's Axes.set, such as xscale="linear": both are
+    logarithmic unless it says otherwise. NoFigure where nothing is left."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    from lab.report import plots
+
+    least = 0 if axes.get("yscale", "log") == "log" else -math.inf  # a logarithm has no zero
+    found = {words: [(a, b) for a, b in line if b is not None and b > least] for words, line in made.items()}
+    if not any(found.values()):
+        raise plots.NoFigure("no row has a figure")
+    plot, handles = plots.column(2.2 + 0.13 * (len(found) + len(marks or ()))), {}
+    ax = plot.subplots()
+    for number, (words, line) in enumerate(found.items()):
+        if line:
+            style, marker = (each[number % len(each)] for each in (plots.STYLES, plots.MARKERS))
+            how = dict(color=plots.COLORS[number % len(plots.COLORS)], linestyle=style, marker=marker)
+            handles[words] = ax.plot(*zip(*line, strict=True), **how)[0]
+    for number, (words, place) in enumerate((marks or {}).items()):
+        style = plots.STYLES[(number + 1) % len(plots.STYLES)]
+        handles[words] = ax.axvline(place, color="0.4", linestyle=style)
+    ax.set(**dict(xscale="log", yscale="log", xlabel=x, ylabel=y) | axes)
+    places = sorted({a for line in found.values() for a, _ in line})
+    if ax.get_xscale() == "log" and len(places) <= 8:
+        ax.set_xticks(places, [f"{place:g}" for place in places])
+        ax.set_xticks([], minor=True)
+    if ax.get_yscale() == "log":
+        low, high = ax.get_ylim()
+        subs = (1, 1.5, 2, 3, 5, 7) if high < 8 * low else (1, 3) if high < 500 * low else (1,)
+        ax.yaxis.set(major_locator=LogLocator(subs=subs), major_formatter="{x:g}", minor_formatter=NullFormatter())
+    plots.legend(plot, handles)
+    return plots.save(plot, folder, f"study-{name}")
+
+
+def main(module: ModuleType, argv: list[str] | None = None) -> int:
+    """Measures, prints the table, draws the plot. Exit codes: 0, also if a setting fails, 2 bad flags."""
+    args = arguments(module, sys.argv[1:] if argv is None else argv)
+    if hasattr(module, "instead") and module.instead(args):
+        return 0
+    name = name_of(module)
+    rows = newest(name, run(name, module.settings(args), module.measure, args))
+    told, text = module.table(rows)
+    print("", told, "", text, "", sep="\n")
+    try:
+        print(*module.figure(rows, args.plots), sep="\n")
+    except ImportError as error:  # matplotlib
+        print(f"no plot: {error}; pip install matplotlib, or the extra plot")
+    except ValueError as error:  # plots.NoFigure, which only matplotlib's users can import
+        print(f"no plot: {error}")
+    return 0

@@ -1,0 +1,288 @@
+"""AdamW's states whole on every rank, sharded over ranks (ZeRO stage 1), and everything sharded: memory, bytes sent.
+
+    python -m lab.studies.zero1 --small               # starts 2 ranks of gloo
+    python -m lab.studies.zero1 --ranks 2 --device cuda
+
+Of P parameters in fp32 on N ranks each holds: whole 4 P of weights, 4 P of gradients, 8 P of moments; sharded 8 P / N
+of moments; `--mode fully_shard` of main.py 4 P / N, 4 P / N, 8 P / N, and a block's weights while it runs.
+`ShardedOptimizer` gives each parameter to one rank, by bytes, and broadcasts what that rank has updated. A step sends
+2 (N-1)/N S to average gradients of S bytes, and (N-1)/N S to give out parameters; ZeRO stage 1 as it was published
+scatters gradients to their owners instead, 2 (N-1)/N S in all. What is sent is counted on simulated ranks.
+"""
+
+import sys
+from collections.abc import Callable, Iterable
+from itertools import groupby
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lab.studies.ddp import FULL, SMALL, Reducer, words
+from lab.studies.study import about, check_ranks, main, milliseconds, on_ranks, published, table_of
+from model import Transformer
+from trainer.costs import link, sent_bytes
+from trainer.distributed import simulated_world
+from trainer.distributed.terminal import grouped
+from trainer.measuring.memory import memory_now, peak, reset_peak
+from trainer.measuring.timing import stats
+from trainer.optimizer import local
+from trainer.parallelize import build, model_config
+
+SAME = *SMALL, "ranks"
+WAYS = "whole", "sharded", "fully_shard"
+THEIRS = {"whole": "replicated", "sharded": "sharded"}
+PIECES = "parameters", "gradients", "states"
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """Any optimizer class of torch whose states each rank holds for its own parameters alone.
+
+        optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
+
+    `params` as torch's; a parameter that comes twice counts once. Every parameter goes to the rank that has least, the
+    largest first. Gradients must be the same on all ranks, as after an all-reduce. `step` is collective: it updates
+    this rank's parameters and hands them out. `state` and `state_dict` are of this rank's alone, and only a rank that
+    owns the same parameters can load them."""
+
+    def __init__(self, params: Iterable, kind: type[torch.optim.Optimizer], group=None, bucket_mb=25.0, **options):
+        self.kind, self.options, self.group, self.cap = kind, options, group, 1e6 * bucket_mb
+        self.loads = [0] * dist.get_world_size(group)  # bytes of parameters
+        self.rank, self.owner, self.own, self.pairs = dist.get_rank(group), {}, None, []
+        super().__init__(params, kind([torch.zeros(1)], **options).defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Also called for each group that __init__ is given."""
+        params = param_group["params"]
+        param_group["params"] = list(dict.fromkeys([params] if isinstance(params, Tensor) else params))
+        super().add_param_group(param_group)
+        for p in sorted(param_group["params"], key=lambda p: -p.nbytes):
+            self.owner[p] = self.loads.index(min(self.loads))
+            self.loads[self.owner[p]] += p.nbytes
+        mine = param_group | dict(params=[p for p in param_group["params"] if self.owner[p] == self.rank])
+        if mine["params"]:
+            if self.own is None:
+                self.own = self.kind([mine], **self.options)
+                self.state = self.own.state
+            else:
+                self.own.add_param_group(mine)
+            self.pairs.append((len(self.param_groups) - 1, self.own.param_groups[-1]))
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
+        """An update of all parameters; returns what `closure` does."""
+        with torch.enable_grad():
+            loss = closure() if closure else None
+        for number, mine in self.pairs:  # what a scheduler has changed
+            told = self.param_groups[number]
+            mine.update({name: value for name, value in told.items() if name != "params"})
+        if self.own:
+            self.own.step()
+        last = None
+        for sent in self.send():  # at most two buckets are on their way, and copied
+            self.take(*last) if last else None
+            last = sent
+        self.take(*last)
+        return loss
+
+    def send(self) -> Iterable[tuple]:
+        """(broadcast, copy, parameters) of each bucket, which is begun as it is asked for."""
+        for owner, bucket in self.buckets():
+            flat = torch.cat([p.reshape(-1) for p in bucket])
+            source = dist.get_global_rank(self.group or dist.group.WORLD, owner)
+            yield dist.broadcast(flat, source, group=self.group, async_op=True), flat, bucket
+
+    def take(self, work: dist.Work, flat: Tensor, bucket: list[Tensor]) -> None:
+        work.wait()
+        for p, new in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
+            p.copy_(new.view_as(p))
+
+    def buckets(self) -> Iterable[tuple[int, list[Tensor]]]:
+        """(owner, parameters) of each broadcast: of one dtype, and at most `bucket_mb`, unless one alone has more."""
+        for (owner, _), params in groupby(sorted(self.owner, key=self.place), key=self.place):
+            bucket, filled = [], 0
+            for p in params:
+                if bucket and filled + p.nbytes > self.cap:
+                    yield owner, bucket
+                    bucket, filled = [], 0
+                bucket.append(p)
+                filled += p.nbytes
+            yield owner, bucket
+
+    def place(self, p: Tensor) -> tuple:
+        return self.owner[p], str(p.dtype)
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """What `state_dict` gave on this rank of as many ranks. ValueError for states of other parameters."""
+        owners = [self.owner[p] for group in self.param_groups for p in group["params"]]
+        if others := [i for i in state_dict["state"] if i >= len(owners) or owners[i] != self.rank]:
+            raise ValueError(f"rank {self.rank} of {len(self.loads)} does not own parameters {others[:3]}")
+        super().load_state_dict(state_dict)
+        if self.own:
+            self.own.state = self.state
+
+
+def flags(parser) -> None:
+    parser.add_argument("--ranks", type=int, help="(2)")
+
+
+def check(args) -> None:
+    """Fills in what was not given. ValueError: ranks that there are not."""
+    if args.ranks:
+        check_ranks([args.ranks], args.device)
+    args.ranks = args.ranks or 2  # if there is one GPU, the rows say so
+
+
+def settings(args) -> list[dict]:
+    shape = SMALL if args.small else FULL
+    return [dict(kind="real", ranks=args.ranks, way=way) | shape for way in WAYS]
+
+
+def held(params: list[Tensor], grads: list[Tensor] | None, states: Iterable[Tensor], device) -> dict[str, float]:
+    """Bytes that this rank holds of each piece that is given, and MiB in use."""
+    given = {name: each for name, each in zip(PIECES, (params, grads, states), strict=True) if each is not None}
+    found = {name: sum(local(t).nbytes for t in each if t is not None) for name, each in given.items()}
+    return found | dict(now_mib=memory_now(device))
+
+
+def trainer(c: dict, device: torch.device) -> tuple[Callable[[], Any], Callable[[], Any], dict[str, dict]]:
+    """(a step, one that notes what is held, what it noted by moments); "after init" is there at once."""
+    torch.manual_seed(dist.get_rank())
+    tokens = torch.randint(0, c["vocab"], (c["batch"], c["seqlen"] + 1), device=device)
+    x, y = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    own = words(c, device.type, False, "fully_shard")
+    if c["way"] == "fully_shard":
+        step = build(own, device, c["ranks"])
+        params, states = step.optimizer.params, [*step.optimizer.m, *step.optimizer.v]
+        moments = {"after init": held(params, [p.grad for p in params], states, device)}
+
+        def watcher(phase: str, grads: list[Tensor]) -> None:
+            if phase == "step":
+                moments["before the update"] = held(params, grads, states, device)
+
+        def noted() -> None:
+            with step.watched(watcher):
+                step(x, y)
+            moments["after the update"] = held(params, None, states, device)  # what is left of gradients is not counted
+
+        return lambda: step(x, y), noted, moments
+    torch.manual_seed(0)
+    model = Transformer(model_config(own, device)).to(device)
+    model.init_weights()
+    params, kind, how = list(model.parameters()), torch.optim.AdamW, dict(lr=1e-3, fused=True)  # as main.py's is
+    optimizer = kind(params, **how) if c["way"] == "whole" else ShardedOptimizer(params, kind, **how)
+    reducer = Reducer(params, 25e6, True)
+    moments = {}
+
+    def note(name: str) -> None:
+        states = [t for state in optimizer.state.values() for t in state.values() if t.ndim]  # no step counters
+        moments[name] = held(params, [p.grad for p in params], states, device)
+
+    def one_step(look: Callable[[str], None] = len) -> None:
+        (model(x, y) / y.numel()).backward()
+        reducer.finish()
+        look("before the update")
+        optimizer.step()
+        look("after the update")
+        optimizer.zero_grad()
+
+    note("after init")
+    return one_step, lambda: one_step(note), moments
+
+
+def on_rank(rank: int, device: torch.device, c: dict, repeat: int) -> tuple[dict, list[float], dict]:
+    """(what is held at each moment of the first step, ms of later steps, the peak of the second)"""
+    step, noted, moments = trainer(c, device)
+    noted()
+    reset_peak(device)
+    step()
+    most = peak(device)
+    return moments, milliseconds({"begin": dist.barrier, "step": step}, device, repeat, 1)["step"], most
+
+
+def measure(setting: dict, args) -> dict:
+    """What the rank that holds most of the states holds, by moments, and its peak in a step; bytes that a rank sends in
+    a step, counted."""
+    ranks = on_ranks(setting["ranks"], on_rank, setting, args.repeat, device=args.device)
+    most, _, top = max(ranks, key=lambda rank: rank[0]["after the update"]["states"])
+    return stats(ranks[0][1]) | dict(moments=most, sent=counted(setting, torch.device(args.device))) | top
+
+
+def counted(c: dict, device: torch.device) -> dict[str, float]:
+    """{collective: bytes that a rank sends}, the mean over the ranks, in the second step on simulated ranks."""
+    simulated_world.start(c["ranks"], link("none"), device)
+    try:
+        step, *_ = trainer(c, device)
+        step()
+        simulated_world.log().clear()
+        step()
+        found: dict[str, float] = {}
+        for call in simulated_world.log():
+            share = (call.ranks - 1) / call.ranks  # of a broadcast: the last of a ring sends nothing on
+            own = share * call.nbytes if call.op == "broadcast" else sent_bytes(call.op, call.nbytes, call.ranks)
+            found[call.op] = found.get(call.op, 0.0) + own
+    finally:
+        simulated_world.stop()
+    return found
+
+
+def arithmetic(way: str, parameters: float, n: int) -> tuple[float, float, float]:
+    """Bytes of parameters, gradients and states on a rank."""
+    whole, part = 4 * parameters, 4 * parameters / n
+    rest = part if way == "fully_shard" else whole
+    return rest, rest, 2 * (whole if way == "whole" else part)
+
+
+def table(rows: list[dict]) -> tuple[str, str]:
+    """A line per way and moment; bytes sent beside those of ZeRO stage 1."""
+    theirs, lines, mib = {p["optimizer_state"]: p for p in published("zero1")}, [], 2**20
+    for row in rows:
+        c = row["setting"]
+        if row["outcome"] != "ok":
+            lines.append((c["way"], row["outcome"], *[""] * 9))
+            continue
+        total = sum(row["sent"].values()) / mib
+        parameters = next(r for r in rows if r["outcome"] == "ok")["moments"]["after init"]["parameters"] / 4
+        formula = " + ".join(f"{size / mib:.2f}" for size in arithmetic(c["way"], parameters, c["ranks"]))
+        for moment, found in row["moments"].items():
+            last, first = moment == "after the update", moment == "after init"
+            sizes = [found[piece] / mib if piece in found else None for piece in PIECES]
+            rest = None if None in sizes else found["now_mib"] - sum(sizes)
+            top = row.get("peak_alloc_mib", row.get("peak_rss_mib"))
+            other = theirs.get(THEIRS.get(c["way"]), {}) if last else {}
+            lines.append((c["way"], moment, *(grouped(size, 2, "") for size in sizes), formula * last,
+                          grouped(rest, 1, ""), grouped(top, 1, "") * last, grouped(row["step_ms"], 1) * last,
+                          f"{total:.2f}" * first, f"{other['peak_gb']} GB, {other['step_s']} s" if other else ""))
+    c = rows[0]["setting"]
+    size = max((r["moments"]["after init"]["parameters"] for r in rows if r["outcome"] == "ok"), default=0) / mib
+    stage_1 = 2 * (c["ranks"] - 1) / c["ranks"] * size
+    text = (f"{c['ranks']} ranks, depth {c['depth']}, width {c['width']}, fp32, MiB of the rank with most states. ZeRO "
+            f"stage 1 as published would send {stage_1:.2f} MiB a step. The rest is of the device's allocator, or on a "
+            "CPU of the whole process, as is the peak, of the second step.")  # fmt: skip
+    heads = ("way", "moment", *PIECES, "by arithmetic", "rest", "peak", "step ms", "sent MiB", "published")
+    return about(rows, text), table_of(heads, lines)
+
+
+def figure(rows: list[dict], folder) -> list:
+    """What a rank holds after an update, way by way."""
+    from lab.report import plots
+
+    found = [row for row in rows if row["outcome"] == "ok"]
+    if not found:
+        raise plots.NoFigure("no row has a figure")
+    plot = plots.column(2.4)
+    ax, low, handles = plot.subplots(), [0.0] * len(found), {}
+    for piece, face, hatch in zip(PIECES, plots.FACES, plots.HATCHES, strict=False):
+        sizes = [row["moments"]["before the update" if piece == "gradients" else "after the update"][piece] / 2**20
+                 for row in found]  # fmt: skip
+        how = dict(facecolor=face, hatch=hatch, edgecolor="black", linewidth=0.5)
+        handles[piece] = ax.bar([row["setting"]["way"] for row in found], sizes, bottom=low, **how)
+        low = [a + b for a, b in zip(low, sizes, strict=True)]
+    ax.set_ylabel("MiB of a rank, counted")
+    plots.legend(plot, handles, ncols=3)
+    return plots.save(plot, folder, "study-zero1")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.modules[__name__]))

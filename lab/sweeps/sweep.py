@@ -1,0 +1,406 @@
+"""Ablations: each cell (a line of flags) is a run of main.py of its own, and leaves one row, however it ends.
+
+    ./launch.sh sweep variants --small       a named axis (a file of cells/axes), at sizes for a CPU
+    ./launch.sh sweep all --wandb offline    every published table, each cell once, in one file of results
+    ./launch.sh sweep cells.txt --steps 30   any file of cells; `cell_of` and `cells_of` say what a line may hold
+    ./launch.sh sweep depth --lr 1e-3 3e-3 --seed 0 1 2    each cell with every combination; seeds are summed up
+    ./launch.sh sweep depth --slurm | sbatch               a task of SLURM per cell that is missing (slurm.py)
+
+main.py writes the row; where it ended without one (killed, too slow), this program writes `failed: ...`. A second call
+runs what has no row of this commit and device yet, then tries again what failed; a bad shape and out of memory are
+results. Calls at the same time share the cells: none runs one that another is running.
+"""
+
+import argparse
+import contextlib
+import functools
+import importlib.metadata
+import io
+import itertools
+import os
+import re
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import time
+import zlib
+from pathlib import Path
+
+from lab.sweeps import slurm
+from lab.sweeps.processes import Forked, follow_parent, stop
+from trainer import config
+from trainer.distributed.terminal import did_you_mean, grouped, markdown, tell
+from trainer.logging import append_jsonl, log_tables, read_rows
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = "--device cpu --width 128 --depth 2 --head-dim 16 --vocab 512 --seqlen 64 --batch 2 --steps 6".split()
+# These flags are no part of a cell's name. Given on the command line they go to every run.
+OUTPUT = {"--wandb", "--group", "--tags", "--profile", "--log-every", "--verbose", "-v", "-vv", "--debug"}
+COLUMNS = {"simulated_mib": ("simulated MiB", 0), "peak_alloc_mib": ("peak MiB", 0),
+           "peak_rss_mib": ("peak RSS MiB", 0), "step_ms": ("step ms", 1), "mfu": ("MFU %", 1), "loss": ("loss", 4)}
+LISTS = {"--compile-options"}  # takes several values in one run
+VMSTAT = Path("/proc/vmstat")
+Flags = dict[str, tuple[str, ...]]  # {"--depth": ("8",), "--no-reshard": ()}
+
+
+def join(flags: Flags) -> str:
+    """{"--depth": ("8",), "--no-reshard": ()} -> --depth 8 --no-reshard, in alphabetical order, quoted for a shell."""
+    return shlex.join(word for flag in sorted(flags) for word in (flag, *flags[flag]))
+
+
+@functools.cache
+def gpus() -> int:
+    """GPUs that a run may use, counted as launch.sh does; 0 without any. SWEEP_GPUS tells those of another machine."""
+    if told := os.environ.get("SWEEP_GPUS"):
+        return int(told)
+    seen = len(re.findall("^GPU", subprocess.getoutput("nvidia-smi -L"), re.M))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return seen if not seen or visible is None else len([each for each in visible.split(",") if each])
+
+
+def commit() -> str:
+    """The commit of this checkout, as rows name it."""
+    unknown, text = subprocess.getstatusoutput(f"git -C {shlex.quote(str(ROOT))} rev-parse HEAD")
+    return "unknown" if unknown else text
+
+
+def current(rows: dict[str, dict], relaxed: bool) -> dict[str, dict]:
+    """The rows that count as results of this checkout on this machine. relaxed: those of other commits too."""
+    head, gpu = commit(), re.search(r"^GPU \d+: (.+?) \(", subprocess.getoutput("nvidia-smi -L") * bool(gpus()), re.M)
+
+    def here(cell: str, row: dict) -> bool:  # a run that died names no device; what is simulated or counted has none
+        device, on_cpu = row.get("device"), parse(shlex.split(cell))[1].get("--device") == ("cpu",) or not gpus()
+        nowhere = device is None or device.startswith(("simulated", "no device"))
+        right = nowhere or device.startswith("CPU") == on_cpu and (on_cpu or not gpu or device == gpu[1])
+        return right and (relaxed or row.get("commit", head) == head)
+
+    return {cell: row for cell, row in rows.items() if here(cell, row)}
+
+
+def axes() -> dict[str, Path]:
+    """The named sweeps and their files."""
+    return {path.stem: path for path in sorted((ROOT / "cells" / "axes").glob("*.txt"))}
+
+
+def parse(words: list[str]) -> tuple[int, Flags]:
+    """nproc=2 --depth 8 --no-reshard -> (2, {"--depth": ("8",), "--no-reshard": ()}); of two equal flags the last."""
+    nproc, flags, last = 1, {}, None
+    for word in words:
+        if re.fullmatch(r"nproc=[1-9]\d*", word):
+            nproc, last = int(word[6:]), None
+        elif re.match(r"--?[A-Za-z]", word):
+            name, *value = word.split("=", 1)
+            last = name.replace("_", "-")
+            if last == "--results":
+                raise ValueError("--results is one for the whole sweep: give it on the command line")
+            flags.pop(last.replace("--no-", "--") if last.startswith("--no-") else last.replace("--", "--no-"), None)
+            flags[last] = tuple(value)
+        elif last is None:
+            raise ValueError(f"expected nproc=N (N >= 1) or a flag, got '{word}'")
+        else:
+            flags[last] += (word,)
+    return 1 if "--world" in flags else nproc, flags  # simulated ranks are one process
+
+
+def world(nproc: int, flags: Flags) -> int | str:
+    """Ranks of a cell; of simulated ones "8(sim h100-nvlink)", as main.py writes it."""
+    return f"{flags['--world'][-1]}(sim {flags.get('--link', ['h100-nvlink'])[-1]})" if "--world" in flags else nproc
+
+
+def cell_of(line: str, small: bool, nproc: int, extra: Flags) -> str:
+    """The name of a line's cell, `nproc=N --flag value ...` with sorted flags, so that a cell has one name everywhere.
+    ranks=N becomes nproc=N (processes) or, above the machine's GPUs (with --small: above 2), N simulated ranks. `nproc`
+    and --world of `extra` are for lines that name no ranks. ValueError for what is no line of flags."""
+
+    def started(ranks: re.Match) -> str:
+        most = 2 if small else max(1, gpus())
+        return ("nproc=" if int(ranks[1]) <= most else "--link h100-nvlink --world ") + ranks[1]
+
+    own = shlex.split(re.sub(r"(?<!\S)ranks=(\d+)", started, line), comments=True)
+    named = "--world" in parse(own)[1] or any(word.startswith("nproc=") for word in own)
+    more = {flag: value for flag, value in extra.items() if flag != "--world" or not named}
+    n, flags = parse([f"nproc={nproc}"] + TINY * small + own + shlex.split(join(more)))
+    if small:  # FlexAttention does not train on a CPU
+        flags |= {"--device": ("cpu",)} | ({"--attn": ("sdpa",)} if flags.get("--attn") == ("flex",) else {})
+    return f"nproc={n} {join(flags)}".strip()
+
+
+def grid(flags: Flags) -> list[Flags]:
+    """{"--lr": ("1e-3", "3e-3"), "--seed": ("0", "1")} -> the four combinations of one value each."""
+    apart = ([values] if flag in LISTS or len(values) < 2 else [(v,) for v in values] for flag, values in flags.items())
+    return [dict(zip(flags, chosen, strict=True)) for chosen in itertools.product(*apart)]
+
+
+def cells_of(study: str, small: bool, nproc: int, extra: Flags) -> list[str]:
+    """The cells of an axis or a file, each once: those of its lines for this size, with the flags that stand beside
+    [full] or [small]; `--depth {2,4}` makes two of a line. ValueError names the file and the line."""
+    cells, shared, wanted = {}, "", True
+    for number, line in enumerate(axes().get(study, Path(study)).read_text().splitlines(), 1):
+        if section := re.match(r"\[(full|small)\]", line):
+            shared, wanted = line[section.end() :], (section[1] == "small") == small
+        elif wanted and line.strip() and not line.lstrip().startswith("#"):
+            parts = re.split(r"\{(.*?)\}", f"{shared} {line}")  # every second one is a list of alternatives
+            choices = [part.split(",") if i % 2 else [part] for i, part in enumerate(parts)]
+            try:
+                for chosen, more in itertools.product(itertools.product(*choices), grid(extra)):
+                    cells[cell_of("".join(chosen), small, nproc, more)] = None
+            except ValueError as error:
+                raise ValueError(f"{study}:{number}: {error}") from None
+    if not cells:
+        raise ValueError(f"{study}: no cell in it")
+    return list(cells)
+
+
+def studies(target: str, small: bool, nproc: int, extra: list[str]) -> dict[str, list[str]]:
+    """Study -> cells of an axis, of a file, or (`all`) of each axis but ./launch.sh gpu's. ValueError as `cells_of`."""
+    named = axes()
+    if target not in {"all", *named} and not Path(target).is_file():
+        like = did_you_mean(target, ["all", *named, *map(str, Path(target).parent.glob("*.txt"))])
+        raise ValueError(f"unknown axis '{target}': expected a file, all, or one of {', '.join(named)}{like}")
+    chosen = [axis for axis in named if not axis.startswith("gpu-")] if target == "all" else [target]
+    return {Path(study).stem: cells_of(study, small, nproc, parse(extra)[1]) for study in chosen}
+
+
+def read_cells(target: str, small: bool, nproc: int, extra: list[str]) -> list[str]:
+    """The cells of `studies`, each once."""
+    return list(dict.fromkeys(itertools.chain(*studies(target, small, nproc, extra).values())))
+
+
+def unfinished(cells: list[str], rows: dict[str, dict]) -> list[str]:
+    """Cells without a row, or whose row says that the run failed. A bad shape and out of memory are results."""
+    return [cell for cell in cells if not re.match(r"ok$|OOM|badshape", rows.get(cell, {}).get("outcome", ""))]
+
+
+def oom_kills() -> int:
+    """Processes that the kernel has ended to free memory since it started; 0 where it does not tell (not Linux)."""
+    with contextlib.suppress(OSError, TypeError):
+        return int(re.search(r"^oom_kill (\d+)", VMSTAT.read_text(), re.M)[1])
+    return 0
+
+
+def run(cell: str, program: list[str], timeout: float, log: Path, name: str = "") -> str | None:
+    """Run one cell, for W&B under `name`. Returns None if it ended with status 0, else in a few words how it ended."""
+    (nproc, flags), token = parse(shlex.split(cell)), f"{os.getpid()}.{time.time_ns()}"
+    env = os.environ | {"SWEEP_CELL": cell, "SWEEP_NAME": name, "SWEEP_TOKEN": token, "PYTHONUNBUFFERED": "1"}
+    kills, command = oom_kills(), [sys.executable, *program, *shlex.split(join(flags))]
+    on_cpu = flags.get("--device") == ("cpu",) or not gpus()
+    if nproc > 1:
+        env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
+        command[1:1] = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"]
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("wb") as out:
+        if nproc == 1 and on_cpu and program[0] == str(ROOT / "main.py"):
+            child = Forked(command[1:], out, env)
+        else:
+            start = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": out, "start_new_session": True}
+            child = subprocess.Popen(command, preexec_fn=follow_parent, env=env, **start)
+    try:
+        code = child.wait(timeout)
+    except subprocess.TimeoutExpired:
+        return "timeout"
+    finally:
+        stop(child, token)
+    text = log.read_text(errors="replace")
+    lines = [line.strip() for line in text.splitlines() if line.strip(" =-")]
+    says = re.compile(r"(\[.*?\]:? *)?(error:|[\w.]*(Error|Exception)\b(?<!ChildFailedError))")  # torchrun says that
+    errors = [line for line in lines if says.match(line)]
+    reason = (errors or lines or ["no output"])[-1].replace(f"{ROOT}/", "")[:200]
+    killed = code == -signal.SIGKILL or code and "exitcode: -9" in text  # torchrun's word for it
+    reason = f"while the kernel freed memory: {reason}" if killed and oom_kills() > kills else reason
+    return f"exit {code}{f' ({signal.Signals(-code).name})' if code < 0 else ''}: {reason}" if code else None
+
+
+def main_setting(cell: str) -> dict:
+    """What main.py makes of a cell's flags, as its own row would say it; empty where it does not accept them."""
+    with contextlib.suppress(SystemExit), contextlib.redirect_stderr(io.StringIO()):
+        nproc, flags = parse(shlex.split(cell))
+        c, machine = config.parse(shlex.split(join(flags))), "cuda" if gpus() else "cpu"
+        return config.setting(config.filled(c, machine if c.device == "auto" else c.device).on(c.world or nproc))
+    return {}
+
+
+def given(flags: Flags) -> dict:
+    """{"--depth": ("8",), "--no-reshard": ()} -> {"depth": 8, "reshard": False}."""
+    found = {}
+    for flag, texts in flags.items():
+        values = [int(text) if text.isdigit() else text for text in texts] or [not flag.startswith("--no-")]
+        found[flag.strip("-").removeprefix("no-").replace("-", "_")] = values[0] if len(values) == 1 else values
+    return found
+
+
+def failed_row(cell: str, end: str, setting: dict | None = None) -> dict:
+    """The row of a run that wrote none. `end`: as of `run`. `setting`: resolved flags of a program but main.py."""
+    nproc, flags = parse(shlex.split(cell))
+    setting = setting or main_setting(cell) or main_setting("") | given(flags)
+    # As in main.py's rows, where `device` is a machine's, `world` says whether it is simulated, and `loss` is a figure.
+    known = {{"loss": "loss_kind"}.get(name, name): value for name, value in setting.items() if name != "device"}
+    known |= {"world": world(nproc, flags), "flags": setting, "error": end, "cell": cell}
+    about = {"date": time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime())}
+    about |= {"commit": commit(), "torch": importlib.metadata.version("torch")}
+    oom = "OOM ?" if "while the kernel freed memory" in end else re.search(r"error: rank \d+: (OOM \w+)|$", end)[1]
+    outcome = "badshape" if re.search(r"error: --(width|head-dim|grouping) ", end) else oom or f"failed: {end}"
+    return about | known | {"outcome": outcome}
+
+
+def labels(cells: list[str]) -> tuple[str, dict[str, tuple[str, str]]]:
+    """The flags that all cells share; of each cell its ranks and its other flags."""
+    parsed = {cell: parse(shlex.split(cell)) for cell in cells}
+    shared = set.intersection(*(set(flags.items()) for _, flags in parsed.values())) if len(parsed) > 1 else set()
+    apart = {flag for flag, _ in shared} | {"--world", "--link"}
+    own = {cell: join({k: v for k, v in flags.items() if k not in apart}) for cell, (_, flags) in parsed.items()}
+    return join(dict(shared)), {cell: (str(world(*parsed[cell])), flags) for cell, flags in own.items()}
+
+
+def table(cells: list[str], rows: dict[str, dict]) -> str:
+    """Markdown, a line per cell; flags that all share stand once above it, columns without a value are left out."""
+    found = [rows.get(cell, {"outcome": "not run"}) for cell in cells]
+    shared, names = labels(cells)
+    ranks = [str(row.get("world", names[cell][0])) for cell, row in zip(cells, found, strict=True)]
+    columns = [("n", ranks), ("flags", [names[cell][1] for cell in cells])]
+    columns.append(("outcome", [row["outcome"] for row in found]))
+    for key, (title, digits) in COLUMNS.items():
+        if any(row.get(key) is not None for row in found):
+            columns.append((title, [grouped(row.get(key), digits, missing="") for row in found]))
+    return f"all: {shared}\n\n" * bool(shared) + markdown(columns)
+
+
+def over_seeds(cells: list[str], rows: dict[str, dict]) -> str:
+    """Markdown, a line for the cells that differ in --seed alone: mean and sample standard deviation; else empty."""
+    alike = {}
+    for cell in cells:
+        alike.setdefault(re.sub(r" --seed \S+", "", cell), []).append(cell)
+    alike = {name: own for name, own in alike.items() if len(own) > 1}
+    columns = [("flags", [*alike]), ("seeds", [str(sum(c in rows for c in own)) for own in alike.values()])]
+    for key, (title, digits) in COLUMNS.items():
+        found = [[rows[c][key] for c in own if rows.get(c, {}).get(key) is not None] for own in alike.values()]
+        texts = [f"{grouped(statistics.mean(each), digits)} +- {grouped(statistics.stdev(each), digits)}"
+                 if len(each) > 1 else "" for each in found]  # fmt: skip
+        columns += [(title, texts)] * any(texts)
+    return markdown(columns) if alike else ""
+
+
+def place(cell: str, results: Path) -> Path:
+    """The folder of a cell's lock; what its run printed is beside it, with the suffix .log."""
+    return results.parent / "runs" / results.stem / f"{zlib.crc32(cell.encode()):08x}"
+
+
+def attempt(cell: str, args: argparse.Namespace, limit: float, name: str, setting: dict | None = None) -> dict | None:
+    """Run one cell for at most `limit` seconds: the row that it leaves, if need be one of this program. None: it was
+    cut short by --budget. name, setting: as of `run` and `failed_row`."""
+    size, started = args.results.stat().st_size if args.results.exists() else 0, time.monotonic()
+    log = place(cell, args.results).with_suffix(".log")
+    end = run(cell, [*shlex.split(args.program), "--results", str(args.results), *args.output], limit, log, name)
+    row = read_rows(args.results, size).get(cell)
+    if row is None and end == "timeout" and limit < args.timeout:
+        return print(f"    cut short by --budget {args.budget:g}: not counted")
+    if row is None:
+        row = failed_row(cell, end or "exit 0 without a row", setting)
+        append_jsonl(args.results, row)
+    elif end:
+        print(f"    after its row: {end}")
+    print(f"    {row['outcome']} ({time.monotonic() - started:.0f} s, log {log})", flush=True)
+    return row
+
+
+def sweep(tables: dict[str, list[str]], args: argparse.Namespace, settings: dict[str, dict] | None = None,
+          one: str | None = None) -> bool:  # fmt: skip
+    """Run every cell that has no finished row (--fresh: every cell), those never tried first. True: all are finished.
+    `settings`: cell -> its resolved flags, if the program is not main.py. one: the only cell that this call is for,
+    while others are for the others."""
+    names, stored = {}, read_rows(args.results)
+    for study, own in tables.items():
+        names = {cell: f"{study} n={n} {flags}" for cell, (n, flags) in labels(own)[1].items()} | names
+    tables = {study: [one] for study, own in tables.items() if one in own} if one else tables
+    cells, rows = list(dict.fromkeys(itertools.chain(*tables.values()))), current(stored, args.any_commit)
+    todo = cells if args.fresh else sorted(unfinished(cells, rows), key=lambda cell: cell in rows)
+    others = sum(cell in stored and cell not in rows for cell in todo)
+    others = f", {others} by another commit or device (--any-commit keeps other commits')" * bool(others)
+    done = f"{len(cells) - len(todo)} finished before{others}"
+    print(f"{len(cells)} cells, {done}; rows in {args.results}", flush=True)
+    deadline = time.monotonic() + args.budget
+    for i, cell in enumerate(todo, 1):
+        left = min(args.timeout, deadline - time.monotonic())
+        if left <= 0:
+            break
+        print(f"[{i}/{len(todo)}] {names[cell]}", flush=True)
+        with slurm.claimed(place(cell, args.results), wait=one is not None) as free:
+            known = {} if args.fresh or not free else current(read_rows(args.results), args.any_commit)
+            if free and unfinished([cell], known):  # no other call has finished it meanwhile
+                if attempt(cell, args, left, names[cell], (settings or {}).get(cell)) is None:
+                    break
+    rows = current(read_rows(args.results), args.any_commit)
+    texts = {study: "\n\n".join(filter(None, [table(own, rows), over_seeds(own, rows)]))
+             for study, own in tables.items()}  # fmt: skip
+    for study, text in texts.items():
+        print(f"\n## {study}\n" * (len(tables) > 1) + f"\n{text}", flush=True)
+    if "--wandb" in (output := parse(args.output)[1]) and not one:
+        found = {study: [rows[cell] for cell in own if cell in rows] for study, own in tables.items()}
+        log_tables(found, args.results, output["--wandb"][-1], output["--group"][-1], output.get("--tags", ()),
+                   {f"{study}.md": f"{text}\n".encode() for study, text in texts.items()})  # fmt: skip
+    if missing := unfinished(cells, rows):
+        print(f"\n{len(missing)} of {len(cells)} cells without a result: the same command tries them again")
+    return not missing
+
+
+def main() -> None:
+    """The command line. Exit codes: 0 every cell is finished, 1 some are not, 2 bad input, 128 + signal."""
+    parser = argparse.ArgumentParser(allow_abbrev=False, usage="launch.sh sweep AXIS|all|FILE [options] [main.py's]")
+    parser.add_argument("--small", action="store_true", help="sizes for a CPU")
+    parser.add_argument("--results", type=Path, help="default: runs/sweep-AXIS.jsonl")
+    parser.add_argument("--nproc", type=int, default=os.environ.get("NPROC", 1), help="for cells that name none")
+    parser.add_argument("--timeout", type=float, default=os.environ.get("CELL_TIMEOUT", 1800), help="seconds, a cell")
+    parser.add_argument("--budget", type=float, default="inf", help="seconds, the call; the next one goes on")
+    parser.add_argument("--program", default=str(ROOT / "main.py"), help="a file, or -m MODULE (default: main.py)")
+    parser.add_argument("--fresh", action="store_true", help="run finished cells too")
+    parser.add_argument("--any-commit", action="store_true", help="rows of other commits count as results too")
+    parser.add_argument("--list", action="store_true", help="print the cells, run nothing")
+    parser.add_argument("--slurm", action="store_true", help="print an array of SLURM tasks, for sbatch (slurm.py)")
+    parser.add_argument("--cell", help="this one of the cells alone, as such a task does")
+    target, *rest = sys.argv[1:] or ["-h"]
+    args, extra = parser.parse_known_args([target, *rest] if target in ("-h", "--help") else rest)
+    try:
+        if args.slurm:  # the cells are those of its nodes, not of this machine
+            chosen, extra = slurm.split(extra)
+            options = slurm.for_cells(chosen, args.small, args.timeout)
+            os.environ["SWEEP_GPUS"] = str(slurm.gpus(options))
+            args.nproc = min(args.nproc, gpus() or args.nproc)
+        nproc, flags = parse([f"nproc={args.nproc}", *extra])
+        output = {flag: flags.pop(flag) for flag in OUTPUT & flags.keys()}
+        tables = studies(target, args.small, nproc, shlex.split(join(flags)))
+        cells = list(dict.fromkeys(itertools.chain(*tables.values())))
+        if args.cell is not None and args.cell not in cells:
+            raise ValueError(f"--cell '{args.cell}': is no cell of {target} where a machine has {gpus()} GPUs")
+    except ValueError as error:
+        parser.exit(2, f"sweep: {error}\n")
+    if args.list:
+        return print("\n".join(cells))
+    name = f"sweep-{Path(target).stem}{'-small' * args.small}"
+    args.results = args.results or Path(f"runs/{name}.jsonl")
+    if "--wandb" in output:
+        output.setdefault("--group", (name,))
+    args.output = shlex.split(join(output))
+    if args.slurm:
+        rows = current(read_rows(args.results), args.any_commit)
+        todo = cells if args.fresh else sorted(unfinished(cells, rows), key=lambda cell: cell in rows)
+        words = [word for word in slurm.split(rest)[1] if word != "--slurm"]
+        words = [target, *words, f"--nproc={nproc}", f"--timeout={args.timeout:g}"]
+        tell(f"{len(cells)} cells, {len(cells) - len(todo)} finished before; rows in {args.results}", sys.stderr)
+        return print(slurm.array(todo, options, words)) if todo else None
+    if args.small:  # at such sizes threads wait for each other more than they compute
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+    def end(signum, frame):
+        for each in ends:
+            signal.signal(each, signal.SIG_IGN)
+        raise SystemExit(128 + signum)  # run() stops its child on the way out
+
+    ends = [s for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(s) is not signal.SIG_IGN]
+    for each in ends:
+        signal.signal(each, end)
+    sys.exit(0 if sweep(tables, args, one=args.cell) else 1)
+
+
+if __name__ == "__main__":
+    main()

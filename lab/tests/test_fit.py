@@ -1,0 +1,230 @@
+"""lab/fit.py: the least recomputation that fits, planned, then looked for by runs of finetune.py.
+
+    pytest lab/tests/test_fit.py            # seconds; no run is started
+    pytest -m slow lab/tests/test_fit.py    # one run on a CPU, in a process of its own
+"""
+
+import json
+import shlex
+import subprocess
+import sys
+
+import pytest
+from running import ROOT
+from tiny_hf import write_model, write_tokenizer
+
+from lab import fit
+from lab.planning import search
+from lab.report import __main__ as report
+from lab.sweeps import sweep
+
+QWEN = dict(model_type="qwen2", hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
+            num_key_value_heads=4, vocab_size=152064, tie_word_embeddings=False)  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN))
+    return tmp_path
+
+
+def rows_in(path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def call(folder, *words):
+    """lab/fit.py on a model's folder; rows go to FOLDER/rows.jsonl."""
+    return fit.main(["--model", str(folder), "--results", str(folder / "rows.jsonl"), *words])
+
+
+PLAN = "--plan --effective-batch 64 --micro-batch 2 8 --world 4 --seqlen 4096".split()
+
+
+def test_what_is_planned_is_the_planners_table_with_its_peaks_and_times(folder, capsys):
+    assert call(folder, *PLAN) == 0
+    rows = rows_in(folder / "rows.jsonl")
+    own, words = fit.parse(["--model", str(folder), "--results", str(folder / "rows.jsonl"), *PLAN])
+    c = fit.flags.filled(fit.config.parse(fit.line_of(own, words, 4, 2), 0, 1), "cuda")
+    q, limit = fit.question(own, c, False), (81_559 - 3 * 2**10) * 2**20
+    cells = search.fit_table(q, (4,), (2, 8), 64, limit)
+    told = [(row["batch"], row["planned_ratio"], row["grad_accum"]) for row in rows]
+    assert told == [(cell.micro, cell.ratio, cell.accum) for cell in cells]
+    for row, cell in zip(rows, cells, strict=True):
+        asked = search.replace(q.with_flags(batch=cell.micro, grad_accum=cell.accum, remat_ratio=cell.ratio),
+                               ranks=cell.ranks)  # fmt: skip
+        answer = asked.answer()
+        assert row["planned_mib"] == round(answer.peak.nbytes / 2**20, 1) <= row["memory_mib"] == limit / 2**20
+        assert row["planned_ms"] == round(1e3 * answer.time.seconds, 1)
+        less = asked.with_flags(remat_ratio=max(0, cell.ratio - 0.05))
+        assert cell.ratio == 0 or less.peak().nbytes > limit
+    shape = [[row["flags"][name] for name in ("depth", "width", "batch", "remat_ratio", "world")] for row in rows]
+    assert shape == [[28, 3584, cell.micro, cell.ratio, 4] for cell in cells]
+    said = capsys.readouterr().out
+    assert "left out" not in said
+    assert all(part in said for part in ("published ratio", "85 % were within", "planned step ms"))
+    call(folder, *PLAN)
+    assert rows_in(folder / "rows.jsonl") == rows  # the same answers are not written twice
+
+
+@pytest.mark.parametrize("fits_from", [0.0, 0.05, 0.3, 0.7, 1.0, 2.0])
+@pytest.mark.parametrize("first", [0.0, 0.3, 0.85, 1.0])
+def test_the_least_ratio_is_found_wherever_the_search_begins(fits_from, first):
+    tried = []
+
+    def fits(ratio):
+        tried.append(ratio)
+        return ratio >= fits_from
+
+    assert fit.least(search.GRID, first, fits) == (fits_from if fits_from <= 1 else None)
+    assert len(tried) == len(set(tried)) <= 8
+    assert fit.least(search.GRID, first, lambda ratio: None) is None
+
+
+@pytest.fixture
+def instead(folder, monkeypatch):
+    """instead(least share that fits) makes runs rows without running them, on a GPU; returns the cells that ran."""
+    monkeypatch.setattr(sweep, "gpus", lambda: 1)
+    monkeypatch.setattr(sweep, "current", lambda rows, relaxed: rows)
+    monkeypatch.setattr(fit, "check_at_once", lambda c, world: None)
+
+    def begin(fits_from, outcome="OOM fwd", out_of_memory=True, also=()):
+        ran = []
+
+        def attempt(cell, args, limit, name, setting):
+            n, flags = sweep.parse(shlex.split(cell))
+            ran.append(cell)
+            good = (ratio := float(flags["--remat-ratio"][0])) >= fits_from or ratio in also
+            row = dict(cell=cell, outcome="ok" if good or not out_of_memory else outcome, device="a GPU", date="2026",
+                       torch=fit.importlib.metadata.version("torch"), world=sweep.world(n, flags), flags=dict(seed=0),
+                       peak_alloc_mib=70_000.0 if good else 79_000.0, step_ms=1500.0, tok_s=9.0)  # fmt: skip
+            fit.append_jsonl(args.results, row)
+            return row
+
+        monkeypatch.setattr(sweep, "attempt", attempt)
+        return ran
+
+    return begin
+
+
+ONE = "--micro-batch 8 --world 4 --seqlen 4096".split()
+
+
+@pytest.mark.parametrize("out_of_memory", [True, False])
+def test_the_measured_ratio_is_the_least_that_neither_runs_out_nor_is_above_the_limit(folder, instead, out_of_memory):
+    ran = instead(0.6, out_of_memory=out_of_memory)
+    assert call(folder, *ONE, "--plots", str(folder / "plots")) == 0
+    planned, *_, answer = rows_in(folder / "rows.jsonl")
+    assert (planned["outcome"], planned["planned_ratio"]) == ("planned", 0.85)
+    assert (answer["ratio"], answer["outcome"], answer["peak_alloc_mib"]) == (0.6, "ok", 70_000)
+    tried = {ratio: end for ratio, _, end in answer["tried"]}
+    assert tried[0.55] == ("OOM fwd" if out_of_memory else "ok") and tried[0.6] == "ok" and len(tried) == len(ran)
+    assert all("--random" in cell and "--world 4" in cell and "--batch 8" in cell for cell in ran)
+    assert (folder / "plots/fit.png").stat().st_size > 5000
+    text = (folder / "plots/fit.svg").read_text()
+    assert "recomputed share" in text and "4 ranks (sim h100-nvlink), planned" in text
+    instead(0.6)
+    before = len(rows_in(folder / "rows.jsonl"))
+    ran = instead(0.6)
+    call(folder, *ONE)
+    assert not ran and len(rows_in(folder / "rows.jsonl")) == before + 1  # the answer alone
+
+
+def test_a_file_of_data_that_is_given_is_left_alone(folder, instead):
+    ran = instead(0.0)
+    (folder / "mine.jsonl").write_text("mine")
+    assert call(folder, *ONE, f"--data={folder / 'mine.jsonl'}") == 0
+    assert (folder / "mine.jsonl").read_text() == "mine" and all("mine.jsonl" in cell for cell in ran)
+    assert not (folder / "rows.data.jsonl").exists()
+
+
+def test_what_never_fits_and_what_fails_is_told(folder, instead, capsys):
+    instead(2.0)
+    assert call(folder, *ONE) == 0
+    answer = rows_in(folder / "rows.jsonl")[-1]
+    assert (answer["ratio"], answer["outcome"], answer["tried"][-1][0]) == (None, "does not fit", 1.0)
+    assert "| none |" in capsys.readouterr().out
+    (folder / "rows.jsonl").unlink()
+    instead(2.0, outcome="failed: exit 1")
+    assert call(folder, *ONE) == 1
+    assert "1 of 1 not measured" in capsys.readouterr().err
+
+
+def test_the_table_has_the_measured_beside_the_planned_and_the_published(folder, instead, capsys):
+    instead(0.9)
+    call(folder, *ONE)
+    capsys.readouterr()
+    assert report.main(["fit", "--results", str(folder / "rows.jsonl"), "--plots", str(folder / "plots")]) == 0
+    head, _, line = (each for each in capsys.readouterr().out.splitlines() if each.startswith("|"))
+    found = dict(zip([t.strip() for t in head.split("|")], [t.strip() for t in line.split("|")], strict=True))
+    told = {"n": "4(sim h100-nvlink)", "batch": "8", "grad-accum": "2", "planned ratio": "0.85",
+            "measured ratio": "0.90", "published ratio": "0.95", "peak allocated MiB": "70'000"}  # fmt: skip
+    assert told.items() <= found.items() and found["planned peak MiB"] and found["planned step ms"]
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (["--world", "0"], "--world 0: must be at least 1"),
+    (["--world", "two"], "--world two: must be a whole number"),
+    (["--world", "3", "5"], "--effective-batch 64: no --world x --micro-batch divides it"),
+    (["--remat-ratio", "0.5"], "--remat-ratio: is what is looked for; leave it out"),
+    (["--save", "x"], "--save: is no part of it; leave it out"),
+    (["--memory-mib", "0"], "--memory-mib 0: must be at least 1"),
+    (["--micro-bach", "2"], "--micro-bach: no such flag; did you mean --micro-batch"),
+    (["--gpu", "h1000"], "--gpu h1000: must be one of a100-80"),
+    (["--device", "cpu"], "--device cpu: needs --memory-mib"),
+    (["--seqlen", "0"], "--seqlen 0: must be at least 1"),
+    (["--link", "fast"], "--link fast: must be a100-nvlink"),
+    (["--results", "/proc/x.jsonl"], "--results /proc/x.jsonl: "),
+])  # fmt: skip
+def test_bad_input_ends_in_one_line(folder, capsys, words, said):
+    with pytest.raises(SystemExit) as stopped:
+        call(folder, "--plan", *words)
+    captured = capsys.readouterr()
+    assert stopped.value.code == 2
+    assert captured.err.startswith(f"error: {said}") and captured.err.count("\n") == 1, captured.err
+
+
+def test_a_folder_without_a_model_ends_in_one_line(tmp_path, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        call(tmp_path / "nowhere", "--plan", "--results", str(tmp_path / "rows.jsonl"), "--world", "4")
+    said = capsys.readouterr().err
+    assert stopped.value.code == 2 and said.startswith(f"error: --model {tmp_path / 'nowhere'}: No such file")
+    assert said.count("\n") == 1
+
+
+def test_a_model_that_the_planner_does_not_know_is_measured_all_the_same(folder, instead, capsys):
+    (folder / "config.json").write_text(json.dumps(QWEN | dict(model_type="no_such")))
+    ran = instead(0.6)
+    assert call(folder, *ONE) == 0
+    answer = rows_in(folder / "rows.jsonl")[-1]
+    assert answer["ratio"] == 0.6 and "planned_ratio" not in answer and len(ran) < 10
+    assert "not planned: --model" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_run_on_a_cpu_is_measured_and_not_run_again(tmp_path):
+    write_model(tmp_path / "tiny")
+    write_tokenizer(tmp_path / "tiny")
+    words = ("--device cpu --memory-mib 4000 --compile none --effective-batch 2 --micro-batch 1 --world 2 --seqlen 32 "
+             "--steps 4 --model tiny --results rows.jsonl --plots plots --any-commit")  # fmt: skip
+    for again in (False, True):
+        command = [sys.executable, str(ROOT / "lab/fit.py"), *words.split()]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert ("--remat-ratio 0" in done.stdout) != again
+        rows = rows_in(tmp_path / "rows.jsonl")
+        [run], answer = [row for row in rows if row.get("study") != "fit"], rows[-1]
+        assert rows[0]["outcome"] == "planned" and run["outcome"] == "ok"
+    assert answer["ratio"] == 0 and answer["world"] == "2(sim h100-nvlink)" and answer["flags"]["random"]
+    assert 0 < answer["peak_rss_mib"] == run["peak_rss_mib"] < 4000 and answer["planned_ms"] is None
+    assert (tmp_path / "plots/fit.png").exists()
+
+
+def test_memory_that_rises_with_a_little_recomputation_does_not_hide_that_none_is_needed(folder, instead):
+    instead(0.6, also=(0.0,))
+    assert call(folder, *ONE) == 0
+    assert rows_in(folder / "rows.jsonl")[-1]["ratio"] == 0.0
+
+
+def test_the_peak_of_a_run_is_also_that_of_its_start():
+    assert fit.peak_of(dict(peak_alloc_mib=5.0, first_step_peak_mib=9.0)) == 9.0 == fit.peak_of(dict(peak_rss_mib=9.0))
+    assert fit.peak_of(dict(outcome="OOM fwd")) is None

@@ -1,0 +1,97 @@
+"""`python -m lab.report --html FILE`: one page with every table and figure, which a real browser shows whole,
+without asking anybody for anything.
+
+    pytest lab/tests/test_html.py         # about 10 s; needs chromium on PATH (apt-get install chromium) and matplotlib
+"""
+
+import importlib.util
+import re
+import sys
+
+import pytest
+from browser import PROGRAM, Browser
+from test_plots import logged
+from test_report import CPU, ROOT, line, row, save
+
+from lab.report import __main__ as command
+
+pytestmark = pytest.mark.skipif(not importlib.util.find_spec("matplotlib"), reason="matplotlib is not installed")
+# What lies beyond the edge of the page, or is cut by what is around it.
+CLIPPED = """[...document.querySelectorAll("body, body *")].filter(each => {
+    const box = each.getBoundingClientRect();
+    return each.scrollWidth > each.clientWidth + 1 && each.clientWidth > 0
+        || box.right > document.documentElement.clientWidth + 1 || box.left < 0;
+}).map(each => each.outerHTML.slice(0, 80))"""
+
+
+@pytest.fixture
+def page(tmp_path, monkeypatch):
+    """The page of an axis with outcomes and long words, of losses, of a table of our rows, and its text."""
+    monkeypatch.chdir(tmp_path)
+    made = [row(line("depth", True, depth=d), CPU, mib=100 * d, ms=d) | dict(run=f"run-{d}") for d in (1, 2)]
+    made += [row(line("depth", True, depth=4), CPU, outcome="failed: <b>exit 1</b> & more: " + "a" * 70)]
+    logged(tmp_path / "rows.steps", "run-1", [(1,), (5,), (5, 8.0)])
+    path, modes = save(tmp_path / "rows.jsonl", made), str(ROOT / "results/h100.jsonl")
+    words = ["depth", "loss", "links", "--small", "--results", str(path), modes, "--html", "page.html"]
+    assert command.main(words) == 0
+    return tmp_path / "page.html"
+
+
+def test_the_page_is_one_file_with_every_table_and_figure(page, capsys):
+    text = page.read_text()
+    assert [*page.parent.glob("*")] and {each.name for each in page.parent.iterdir()} == {
+        "page.html", "rows.jsonl", "rows.steps"}  # fmt: skip
+    assert re.findall("<h2>(.+)</h2>", text) == ["depth", "loss", "links", "time against memory"]
+    assert text.count("<table>") == 3 and text.count("<img") >= 4
+    assert "&lt;b&gt;exit 1&lt;/b&gt; &amp; more" in text and "<script" not in text
+    assert not re.search(r"""(src|href)=["'](?!data:)|url\(|@import""", text)
+
+
+@pytest.mark.skipif(PROGRAM is None, reason="no browser: apt-get install chromium")
+def test_a_browser_shows_the_page_whole_and_asks_for_nothing(page):
+    with Browser() as browser:
+        for width in (1280, 700):
+            seen = browser.open(page.as_uri(), width)
+            asked = [url for url in seen.requests if not url.startswith("data:")]
+            assert seen.errors == [] and asked == [page.as_uri()]
+            images = browser.evaluate("[...document.images].map(e => [e.naturalWidth, e.clientWidth, e.alt])")
+            assert len(images) >= 4 and all(natural > 0 and shown >= 240 and alt for natural, shown, alt in images)
+            rows = browser.evaluate("[...document.querySelectorAll('table')].map(each => each.tBodies[0].rows.length)")
+            assert len(rows) == 3 and min(rows) > 0
+            assert browser.evaluate(CLIPPED) == [], width
+        # The checks see what they are for: a picture from elsewhere, and words too long for the page.
+        bad = page.with_name("bad.html")
+        bad.write_text(page.read_text().replace("</body>", f'<img src="{page.parent.as_uri()}/none.png"><pre>'
+                                                + "a" * 900 + "</pre></body>"))  # fmt: skip
+        browser.ask("Page.navigate", browser.session, url=bad.as_uri())
+        while not browser.evaluate("location.href.endsWith('bad.html') && document.readyState == 'complete'"):
+            pass
+        assert "pre" in "".join(browser.evaluate(CLIPPED))
+        assert any("Content Security Policy" in str(each) for each in browser.events)
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (["--html", "none/there/page.html"], None),
+    (["--html", "/proc/page.html"], "--html /proc/page.html"),
+    (["--plots", "/proc/plots"], "/proc/plots"),
+])  # fmt: skip
+def test_a_place_that_cannot_be_written_is_one_line_and_exit_2(tmp_path, monkeypatch, capsys, words, said):
+    monkeypatch.chdir(tmp_path)
+    words = ["compile", "--results", str(ROOT / "results/cpu_modes.jsonl"), *words]
+    if said is None:
+        assert command.main(words) == 0 and (tmp_path / "none/there/page.html").is_file()
+        return
+    with pytest.raises(SystemExit) as stopped:
+        command.main(words)
+    told = capsys.readouterr().err
+    assert stopped.value.code == 2 and told.count("\n") == 1 and told.startswith("report: ") and said in told
+
+
+def test_without_matplotlib_the_page_is_one_line_and_exit_2(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.delitem(sys.modules, "lab.report.plots", raising=False)
+    with pytest.raises(SystemExit) as stopped:
+        command.main(["compile", "--results", str(ROOT / "results/cpu_modes.jsonl"), "--html", "page.html"])
+    told = capsys.readouterr()
+    assert stopped.value.code == 2 and told.out == "" and "--html" in told.err and "matplotlib" in told.err

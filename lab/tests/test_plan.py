@@ -1,0 +1,429 @@
+"""plan.py: its peaks beside generated code, beside published runs; parameters of Hugging Face configs; bad input.
+
+pytest lab/tests/test_plan.py              # seconds; what simulates two settings anew is marked slow
+"""
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import plan as program
+from lab.benchmarks import plans
+from lab.planning import hardware, report, search
+from lab.planning.architecture import architecture, read, reference
+from lab.planning.liveness import Make, Tape
+from trainer import costs
+
+ROOT = Path(__file__).parents[2]
+EXPOSED = ROOT / "results/exposed.jsonl"
+LLAMA = ROOT / "reference/models/llama3-8b.json"
+FAR = 2  # rows of results/ that the closed form misses by more than 1 %; docs/PLANNER.md names them
+CONFIGS = {  # name: (config.json, parameters)
+    "Llama 3 8B": (dict(model_type="llama", hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
+                        num_attention_heads=32, num_key_value_heads=8, vocab_size=128256), 8_030_261_248),
+    "Llama 3 70B": (dict(model_type="llama", hidden_size=8192, intermediate_size=28672, num_hidden_layers=80,
+                         num_attention_heads=64, num_key_value_heads=8, vocab_size=128256), 70_553_706_496),
+    "Qwen 2.5 7B": (dict(model_type="qwen2", hidden_size=3584, intermediate_size=18944, num_hidden_layers=28,
+                         num_attention_heads=28, num_key_value_heads=4, vocab_size=152064), 7_615_616_512),
+    "Qwen 2.5 72B": (dict(model_type="qwen2", hidden_size=8192, intermediate_size=29568, num_hidden_layers=80,
+                          num_attention_heads=64, num_key_value_heads=8, vocab_size=152064), 72_706_203_648),
+    "Qwen3-30B-A3B": (dict(model_type="qwen3_moe", hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768,
+                           num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4, head_dim=128,
+                           num_experts=128, num_experts_per_tok=8, vocab_size=151936), 30_532_122_624),
+    "Gemma 3 1B": (dict(model_type="gemma3_text", hidden_size=1152, intermediate_size=6912, num_hidden_layers=26,
+                        num_attention_heads=4, num_key_value_heads=1, head_dim=256, sliding_window=512,
+                        vocab_size=262144), 999_885_952),
+}  # fmt: skip
+
+
+@pytest.fixture
+def plan(capsys):
+    """plan(words) -> (exit code, stdout, stderr) of the program, in this process."""
+
+    def run(*words: str) -> tuple[int, str, str]:
+        try:
+            code = program.main(list(words))
+        except SystemExit as end:
+            code = end.code
+        return code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_parameters_of_a_config_are_right_to_the_last_one(name):
+    config, parameters = CONFIGS[name]
+    assert architecture(config).parameters == parameters
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONFIGS)
+def test_parameters_are_those_of_the_model_that_transformers_builds(name):
+    transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
+    config = dict(CONFIGS[name][0])
+    with torch.device("meta"):
+        kind = config.pop("model_type")
+        tied = {} if kind == "gemma3_text" else dict(tie_word_embeddings=False)
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **config, **tied))
+    assert architecture(CONFIGS[name][0]).parameters == sum(p.numel() for p in model.parameters())
+
+
+def test_of_a_model_with_a_vision_tower_the_text_part_is_planned():
+    text = CONFIGS["Gemma 3 1B"]
+    a = architecture({"model_type": "gemma3", "text_config": text[0], "vision_config": {}})
+    assert a.parameters == text[1] and "text part alone" in a.note
+
+
+def test_the_active_parameters_of_a_mixture_of_experts():
+    a = architecture(CONFIGS["Qwen3-30B-A3B"][0])
+    assert a.active_parameters == a.parameters - 48 * 120 * 3 * 2048 * 768
+
+
+def test_the_reference_transformer_is_the_one_of_costs():
+    c = plans.flags.resolve(plans.flags.parse([], world=1), "cuda", 1)
+    from model import ModelConfig  # shapes only
+
+    a, m = reference(c), ModelConfig()
+    assert a.parameters == 973_234_176
+    for convention in ("linear", "causal", "palm"):
+        assert a.flops_per_token(4096, convention) == costs.flops_per_token(m, 4096, convention)
+
+
+def test_a_dead_buffer_waits_for_one_of_its_size_if_that_costs_nothing():
+    def tape(reuse: bool) -> Tape:
+        t = Tape(reuse)
+        t.op("forward", [], [Make("kept", 4096)])
+        t.graph()
+        t.op("a", [], [Make("one", 1024)])
+        t.op("b", ["one"], [Make("own", 512, own=True)])
+        t.op("c", ["own", "kept"], [])
+        t.op("d", [], [Make("two", 1024)])
+        t.op("e", ["two"], [])
+        return t
+
+    assert tape(True).levels()[0][3] == 4096 + 512 + 0  # the estimate allows no more than what forward kept
+    assert tape(True).peak().nbytes == tape(False).peak().nbytes == 4096 + 1024 + 512
+
+
+def test_peaks_of_generated_code():
+    """Of the rows that the program wrote; docs/PLANNER.md has the table."""
+    found = [each for name in plans.PEAKS for each in plans.simulated(ROOT / "results" / name)]
+    far = [f"{100 * each.error:+.2f} % {each.name}" for each in found if abs(each.error) > 0.01]
+    assert len(found) >= 127 and len(far) <= FAR, "\n".join(far)
+    assert max(abs(each.error) for each in found) < 0.02
+
+
+def test_the_error_of_a_peak_is_what_the_drawn_settings_say():
+    drawn = [each for name in plans.PEAKS[:3] for each in plans.simulated(ROOT / "results" / name)]
+    errors = sorted(100 * abs(each.error) for each in drawn)
+    assert (round(errors[len(errors) // 2], 2), round(errors[-1], 1), len(errors)) == report.PEAK_ERROR
+
+
+def test_peaks_of_llama_blocks():
+    """What the honest lines of an answer say of them, and parameters and FLOPs of the same formulas as costs."""
+    found = plans.simulated(ROOT / "results/plan_peaks_llama.jsonl")
+    assert (round(max(100 * abs(each.error) for each in found), 1), len(found)) == report.GATED_ERROR
+    c = plans.flags.resolve(plans.flags.parse(["--block", "llama"], world=1), "cuda", 1)
+    from model import ModelConfig  # shapes only
+
+    a, m = reference(c), ModelConfig(block="llama")
+    assert a.parameters == costs.parameters(m)
+    for convention in ("linear", "causal", "palm"):
+        assert a.flops_per_token(4096, convention) == costs.flops_per_token(m, 4096, convention)
+
+
+def test_a_plan_of_llama_blocks_says_how_far_to_trust_it(plan):
+    code, said, _ = plan("--gpus", "8", "--block", "llama", "--remat", "both")
+    assert code == 0 and "peak: predicted; with a gated MLP it was off by at most" in said
+    assert plan("--gpus", "8", "--block", "llama", "--mlp", "lean")[0] == 2
+
+
+def test_published_peaks_within_two_percent():
+    found = [plans.Compared(r.name, plans.published_peak(r.c, r.ranks) / 2**20, r.mib) for r in plans.runs() if r.mib]
+    assert len(found) == 43 and max(abs(each.error) for each in found) < 0.02
+
+
+def test_published_times_of_which_no_constant_was_fitted():
+    found = plans.published_times()
+    errors = sorted(abs(each.error) for each in found if each.name not in plans.FITTED)
+    stated = hardware.gpu("a100-80").error
+    assert len(found) - len(errors) == len(plans.FITTED) == 7
+    assert errors[len(errors) // 2] <= 0.02 and errors[-1] <= 0.08
+    assert (round(errors[len(errors) // 2], 3), round(errors[-1], 3), len(errors)) == stated
+
+
+def test_the_published_mfu_table_is_recounted_in_three_conventions():
+    """The step that a published figure comes from is the published one, where there is one; docs/PLANNER.md has the
+    table."""
+    found = dict(plans.recounted())
+    rows = list(zip(*found.values(), strict=True))
+    assert rows[0] == ("flex", "fully_shard", "4", "4", "4096", "both", "4", "26.0", "1139", "50.1", "53.8", "58.8")
+    steps = {int(r["ranks"]): r["ms"] for r in plans.published("gpus").values() if r["ms"] and r["batch"] == 8}
+    same = [row for row in rows if row[:6] == rows[0][:6]]
+    assert len(rows) == 14 and all(abs(int(row[8]) / steps[int(row[6])] - 1) < 0.025 for row in same)
+    assert plans.markdown(plans.recounted()) in (ROOT / "docs/PLANNER.md").read_text()
+
+
+def test_published_times_of_a_slow_link_are_bound_by_it(plan):
+    assert all(abs(each.error) < 0.15 for each in plans.published_times("RTX4090", "rtx-4090"))
+    words = "--gpu rtx-4090 --gpus 8 --remat both --reduce-dtype bf16 --compile-options plain".split()
+    assert "bound by communication" in plan(*words)[1]
+
+
+def test_the_error_of_a_gpu_is_what_its_rows_say():
+    found, own = hardware.samples(str(ROOT / "results/h100.jsonl"), "h100"), hardware.gpu("h100")
+    fitted = {s.name for s in hardware.spread(found)}
+    errors = sorted(abs(hardware.predicted_ms(s, own) / s.ms - 1) for s in found if s.name not in fitted)
+    assert (round(errors[len(errors) // 2], 3), round(errors[-1], 3), len(errors)) == own.error
+
+
+def test_calibration_finds_the_rates_that_made_the_rows():
+    own = hardware.gpu("h100")
+    found = [
+        s._replace(ms=hardware.predicted_ms(s, own))
+        for s in hardware.samples(str(ROOT / "results/h100.jsonl"), "h100")[:8]
+    ]
+    start = own._replace(products=0.8 * own.products, bandwidth=1.3 * own.bandwidth)
+    assert hardware.calibrate(found, start).held_out()[-1] < 0.02
+
+
+@pytest.mark.parametrize("name", [name for name in hardware.names() if name != "cpu"])
+def test_every_gpu_answers_and_says_where_its_figures_are_from(name, plan):
+    assert hardware.gpu(name).source
+    code, said, _ = plan("--gpu", name, "--gpus", "8", "--batch", "1")
+    assert code == 0 and ("EXTRAPOLATED" in said) == (name not in ("a100-80", "h100"))
+
+
+def test_peaks_of_devices_are_those_of_costs():
+    names = {"a100-80": "NVIDIA A100-SXM4-80GB", "h100": "NVIDIA H100 80GB HBM3", "h200": "NVIDIA H200",
+             "h100-pcie": "NVIDIA H100 PCIe", "rtx-4090": "NVIDIA GeForce RTX 4090"}  # fmt: skip
+    assert all(hardware.gpu(own).peak == costs.device_peak(name) for own, name in names.items())
+
+
+def test_an_answer_without_torch_says_how_far_to_trust_it(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["Qwen 2.5 7B"][0]))
+    words = ["plan.py", "--hf", str(tmp_path), *"--gpu h200 --gpus 8 --batch 1 --tokens 1e12 --price 2".split()]
+    code = f"import runpy, sys\nsys.argv = {words}\ntry: runpy.run_path('plan.py', run_name='__main__')\n"
+    code += "finally: assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    for said in ("7'615'616'512 parameters", "fits in", "mfu ", "mfu_palm", "hfu", "tokens/s", "GPU-hours, cost",
+                 "EXTRAPOLATED for h200", "85 % were within", "max reserved about"):  # fmt: skip
+        assert said in done.stdout
+
+
+def test_what_to_turn_first_if_it_does_not_fit(plan):
+    said = plan("--gpu", "rtx-4090", "--gpus", "2")[1]
+    assert "DOES NOT FIT" in said and "--remat pointwise" in said.partition("what to turn first")[2]
+
+
+def test_sweeps_and_searches(plan, tmp_path):
+    said = plan("--gpus", "8", "--what-if", "seqlen", "2048", "4096")[1].splitlines()
+    assert [row.split(":")[0] for row in said[1:3]] == ["seqlen 2048", "seqlen 4096"]
+    assert plan("--gpus", "2", "--what-if", "gpus", "2", "4")[0] == 0
+    pytest.importorskip("matplotlib")
+    best = plan("--gpus", "8", "--batch", "2", "--best", "--plot", str(tmp_path / "front.png"))[1]
+    assert "best: " in best and "front of memory against time" in best and (tmp_path / "front.png").exists()
+    assert "ratio, grad-accum" in plan("--gpus", "8", "--remat", "block", "--fit", "4", "8")[1]
+
+
+def test_exact_hands_the_flags_to_the_tool_that_simulates(plan, monkeypatch):
+    given = []
+    done = subprocess.CompletedProcess([], 0)
+    monkeypatch.setattr(program.subprocess, "run", lambda command: given.append(command) or done)
+    assert plan("--gpu", "a100-80", "--gpus", "4", "--nodes", "2", "--remat", "both", "--exact")[0] == 0
+    words = "-m lab.profiling.peak --world 8 --arch sm_80 --remat both".split()
+    assert given[0][1:] == words
+
+
+def test_constants_of_rows_are_printed(plan):
+    code, said, _ = plan("--calibrate", str(ROOT / "results/h100.jsonl"))
+    assert code == 0 and "[h100.reached]" in said and "fitted on row" in said and "error = [" in said
+
+
+def test_steps_with_simulated_links_are_predicted_from_those_without(plan):
+    """Rows of lab.benchmarks.exposed; docs/PLANNER.md has the table."""
+    fit = hardware.calibrate(hardware.samples(str(EXPOSED), "cpu"), hardware.gpu("cpu"))
+    assert len(fit.held_out()) >= 4 and fit.held_out()[-1] < 0.1
+    assert all(name.endswith(hardware.ALONE) for name in fit.fitted)
+    code, said, _ = plan("--gpu", "cpu", "--calibrate", str(EXPOSED))
+    lines = [line.strip() for line in said.splitlines() if line.startswith("  row ")]
+    assert code == 0 and "[cpu.reached]" in said and "\n".join(lines) in (ROOT / "docs/PLANNER.md").read_text()
+
+
+def test_steps_of_schedules_that_are_not_planned_calibrate_nothing(tmp_path):
+    first, second = (json.loads(line) for line in EXPOSED.read_text().splitlines()[:2])
+    other = [second | dict(flags=second["flags"] | more) for more in (dict(ahead=2.0), dict(keep_last=True))]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in (first, *other)))
+    assert [s.name[:5] for s in hardware.samples(str(tmp_path / "rows.jsonl"), "cpu")] == 2 * ["row 1"]
+
+
+def test_the_front_holds_no_plan_that_another_beats():
+    q = question("--batch", "2", ranks=8)
+    top, front = search.best(q, 10 * 2**30)
+    assert top is not None and top.peak.nbytes <= 10 * 2**30
+    for a, b in zip(front, front[1:], strict=False):
+        assert a.peak.nbytes <= b.peak.nbytes and a.time.seconds > b.time.seconds
+
+
+def question(*words: str, ranks: int) -> search.Question:
+    return program.question(*program.parse(["--gpus", str(ranks), *words]))
+
+
+def fit_of_qwen() -> dict[tuple[int, int], float]:
+    """(GPUs, micro-batch) -> published ratio of recomputed blocks."""
+    rows = csv.DictReader((ROOT / "reference/fit_qwen7b.csv").read_text().splitlines())
+    return {(int(r["gpus"]), int(r["micro_batch"])): float(r["ac"]) for r in rows}
+
+
+def test_the_published_table_of_what_fits(tmp_path):
+    """All cells of several GPUs but the one that the others contradict (below), within one step of 0.05, and one within
+    two, for 4096 tokens (not published), logits kept in fp32, and 5 GiB that are not the step's."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["Qwen 2.5 7B"][0]))
+    q = question("--hf", str(tmp_path), "--seqlen", "4096", "--remat", "block", "--remat-core", ranks=8)
+    limit = q.gpu.memory - 5 * 2**30
+
+    def fits(ranks: int, micro: int, ratio: float) -> bool:
+        own = q.with_flags(batch=micro, grad_accum=64 // ranks // micro, remat_ratio=ratio, logits="fp32")
+        return search.replace(own, ranks=ranks).peak().nbytes <= limit
+
+    for (ranks, micro), ratio in fit_of_qwen().items():
+        if ranks > 1 and (ranks, micro) != (4, 4):
+            assert fits(ranks, micro, min(ratio + 0.05, 1)), (ranks, micro)
+            below = 0.15 if (ranks, micro) == (16, 4) else 0.1
+            assert ratio < below or not fits(ranks, micro, ratio - below), (ranks, micro)
+    assert not fits(4, 4, 0.6)  # where the table says 0.5
+
+
+def test_a_cell_of_the_published_table_contradicts_others():
+    """docs/PLANNER.md has the arithmetic: from 4 to 8 GPUs twice as much memory comes free as from 8 to 16."""
+    ac, step = fit_of_qwen(), 0.05
+    at_least = (ac[8, 4] - step) - ac[16, 4]  # what 8 -> 16 frees, as a ratio, before it is rounded up
+    assert ac[4, 4] < (ac[8, 4] - step) + 2 * at_least
+    states = 12 * 7_615_616_512  # fp32 parameters and two moments
+    assert states > 80 * 2**30 and (1, 1) in ac  # one GPU cannot hold them, whatever is recomputed
+
+
+def test_the_least_recomputation_that_fits():
+    q = question("--remat", "block", ranks=8)
+    cells = search.fit_table(q, (2, 8), (4, 8), 64, 12 * 2**30)
+    assert [(c.ranks, c.micro, c.accum) for c in cells] == [(2, 4, 8), (2, 8, 4), (8, 4, 2), (8, 8, 1)]
+    for c in cells:
+        new = search.replace(q.with_flags(batch=c.micro, grad_accum=c.accum, remat_ratio=c.ratio or 0.0), ranks=c.ranks)
+        assert c.ratio is None or new.peak().nbytes <= 12 * 2**30
+
+
+@pytest.mark.parametrize("words, said", [
+    (["--gpu", "h1000"], "--gpu h1000: must be one of a100-80, a100-40, h100"),
+    (["--gpu", "cpu"], "--gpu cpu: is for --calibrate with rows of lab.benchmarks.exposed"),
+    (["--gpus", "0"], "--gpus 0: must be at least 1"),
+    (["--gpus", "x"], "--gpus x: must be a whole number"),
+    (["--gpuz", "3"], "--gpuz: no such flag; did you mean --gpu"),
+    (["--gpus", "3", "--mode", "hybrid_shard"], "--replicas 2: must divide the 3 ranks"),
+    (["--hf", "/nowhere"], "--hf /nowhere: No such file or directory"),
+    (["--wrapper", "fsdp2"], "--wrapper fsdp2: is not planned; leave it out"),
+    (["--cuda-graph"], "--cuda-graph: is not planned; leave it out"),
+    (["--keep-last"], "--keep-last: is not planned; leave it out"),
+    (["--ahead", "2"], "--ahead 2.0: is not planned; leave it out"),
+    (["--param-dtype", "fp32"], "--param-dtype fp32: rates and peaks are known of bf16 alone"),
+    (["--gpu", "a100-80", "--sdpa", "math"], "--sdpa math: no rate of it is known for a100-80"),
+    (["--what-if", "sqlen", "3"], "--what-if sqlen 3: name a flag"),
+    (["--what-if", "seqlen", "many"], "--seqlen many: must be a whole number"),
+    (["--what-if", "batch", "0"], "--batch 0: must be at least 1"),
+    (["--what-if", "gpus", "0"], "--gpus 0: must be at least 1"),
+    (["--gpus", "8", "--fit", "3"], "--fit 3: must divide the 64 sequences of a step"),
+    (["--world", "8"], "--world 8: say --gpus and --nodes instead"),
+    (["--across", "string"], "--across string: must be"),
+    (["--what-if", "across", "20:4x50", "string"], "--across string: must be"),
+    (["--what-if", "lora", "x"], "--lora x: must be a whole number"),
+    (["--what-if", "plot", "x"], "--what-if plot x: name a flag"),
+    (["--watts", "nan"], "--watts nan: must be a number below 1e18"),
+    (["--watts", "701"], "--watts 701: h100 takes at most 700"),
+    (["--reserve-gib", "1000"], "--reserve-gib 1000: h100 has 79.6 GiB in all"),
+    (["--muon-steps", "3"], "--muon-steps 3: needs --optimizer muon"),
+    (["--hf", str(LLAMA), "--gpus", "8", "--muon-steps", "3"], "--muon-steps 3: needs --optimizer muon"),
+    (["--calibrate", str(EXPOSED), "--gpus", "8"], "--gpus: --calibrate reads the settings of its rows"),
+    (["--calibrate", str(EXPOSED), "--batch", "2"], "--batch: --calibrate reads the settings of its rows"),
+    (["--wrapper", "fsdp2", "--compile", "blocks"], "--wrapper fsdp2: is not planned; leave it out"),
+    (["--calibrate", "/nowhere"], "--calibrate /nowhere: No such file or directory"),
+    (["--calibrate", str(EXPOSED)], f"--calibrate {EXPOSED}: row 1 is of a CPU; say --gpu cpu"),
+    (["--hf", ""], "--hf: names no file"),
+    (["--best", "--plot", ""], "--plot: names no file"),
+    (["--calibrate", ""], "--calibrate: names no file"),
+    (["--depth", "2001"], "--depth 2001: more than 2000 blocks are not planned"),
+    (["--best", "--plot", "/nowhere/a.png"], "--plot /nowhere/a.png: "),
+])  # fmt: skip
+def test_bad_input_ends_in_one_line(words, said, plan):
+    code, _, error = plan(*words)
+    assert code == 2 and error.startswith(f"error: {said}") and error.count("\n") == 1, error
+
+
+def test_sequences_of_a_step_that_the_gpus_cannot_share_are_refused_of_a_folder_too(plan, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["Qwen 2.5 7B"][0]))
+    code, _, error = plan("--hf", str(tmp_path), *"--gpus 8 --batch 1 --effective-batch 12".split())
+    assert code == 2 and error.startswith("error: --effective-batch 12: must be 8 ranks x --batch 1 x a whole number")
+
+
+def test_a_config_without_its_keys_is_named(tmp_path):
+    file = tmp_path / "config.json"
+    for config, said in (
+        ({"model_type": "llama", "hidden_size": 64}, "intermediate_size, num_hidden_layers"),
+        ({"model_type": "no_such"}, "model_type no_such is not known"),
+        (CONFIGS["Llama 3 8B"][0] | {"num_key_value_heads": 5}, "32 heads do not share 5"),
+        ([], "holds no JSON object"),
+    ):
+        file.write_text(json.dumps(config))
+        with pytest.raises(ValueError, match=said):
+            read(str(file))
+
+
+def test_the_table_of_torchs_estimators_is_made_of_rows():
+    from lab.benchmarks import estimators
+    from trainer.logging import read_jsonl
+
+    assert estimators.table(read_jsonl(ROOT / "results/estimators.jsonl")) in (ROOT / "docs/PLANNER.md").read_text()
+
+
+@pytest.mark.slow
+def test_an_estimator_of_torch_gives_a_figure_or_its_error():
+    from lab.benchmarks import estimators
+
+    run = next(plans.runs())
+    c = plans.SimpleNamespace(**vars(run.c) | dict(depth=1, width=256, head_dim=64, vocab=512, seqlen=128, batch=2))
+    row = estimators.row(run._replace(c=c, ranks=2))
+    floor = 4 * costs.parameters(c) / 2 / 2**20 * 4  # parameters, gradients and moments in fp32
+    assert floor < row["MemTracker"] < 10 * floor and floor < row["FSDPMemTracker"] < 10 * floor
+    assert ("RuntimeEstimator" in row) != ("RuntimeEstimator" in row["errors"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [0, 1])
+def test_two_of_the_drawn_settings_simulated_anew(number, tmp_path):
+    pytest.importorskip("triton")
+    from trainer.logging import read_jsonl
+
+    words = list(plans.draw(18, 2))[number]  # the first two of cells/plan_peaks.txt
+    told = next(r for r in read_jsonl(ROOT / "results/plan_peaks.jsonl") if words[1] == str(r["world"]))
+    out = tmp_path / "row.jsonl"
+    run = [sys.executable, "-m", "lab.benchmarks.peaks", *words, "--results", str(out)]
+    subprocess.run(run, cwd=ROOT, check=True, capture_output=True, timeout=600)
+    row = read_jsonl(out)[0]
+    assert (
+        row["flags"]["remat"] == told["flags"]["remat"] and abs(row["simulated_mib"] / told["simulated_mib"] - 1) < 1e-3
+    )
+
+
+ODD = dict(depth=1, remat=1, ahead="1", link="none", compile_options="", compile="fwdbwd", wrapper="simple")
+
+
+@pytest.mark.parametrize("row", [[1], {"flags": 3}, {"flags": ODD, "step_ms_min": 2}])
+def test_a_row_that_main_did_not_write_is_named(row, plan, tmp_path):
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    code, _, error = plan("--calibrate", str(tmp_path / "rows.jsonl"))
+    assert (
+        code == 2 and error == f"error: --calibrate {tmp_path}/rows.jsonl: row 1 is no row of main.py; leave it out\n"
+    )

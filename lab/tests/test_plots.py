@@ -1,0 +1,259 @@
+"""lab/report/plots.py: what is drawn of rows, of published ones and of runs that failed; no figure cuts a label,
+clips a point or shows nothing. And lab/report/history.py: the logged steps of runs, across resuming.
+
+    pytest lab/tests/test_plots.py         # about 15 s; one process
+"""
+
+import importlib.util
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from running import ROOT
+from test_report import CPU, SIMULATED, line, row, save
+
+from lab.report import __main__ as command
+from lab.report import published as rows
+
+needs_matplotlib = pytest.mark.skipif(not importlib.util.find_spec("matplotlib"), reason="matplotlib is not installed")
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """An empty one, which is the current one."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_plots_without_matplotlib_are_one_line_and_exit_2(folder, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.delitem(sys.modules, "lab.report.plots", raising=False)
+    with pytest.raises(SystemExit) as stopped:
+        command.main(["compile", "--results", str(ROOT / "results/cpu_modes.jsonl"), "--plots", "plots"])
+    told = capsys.readouterr()
+    assert (stopped.value.code, told.out, told.err.count("\n")) == (2, "", 1) and "matplotlib" in told.err
+
+
+@pytest.fixture
+def whole(monkeypatch):
+    """Every figure that is saved, checked: all text and every legend lie inside, no label on another, no point is cut
+    off, axes have labels with units, and no legend is without entries."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    plain, seen = Figure.savefig, []
+
+    def savefig(figure, path, **how):
+        plain(figure, path, **how)
+        renderer = FigureCanvasAgg(figure).get_renderer()
+        inner, outer = figure.get_tightbbox(renderer), figure.bbox_inches
+        assert min(inner.x0, inner.y0, outer.x1 - inner.x1, outer.y1 - inner.y1) >= -0.01, (path, inner)
+        assert outer.width == 3.4 and outer.height < 9, path
+        for ax in figure.axes:
+            assert ax.get_xlabel() or ax.get_shared_x_axes().joined(ax, figure.axes[-1])
+            for side in (ax.xaxis, ax.yaxis):
+                low, high = sorted(side.get_view_interval())
+                ticks = [tick for tick in side.get_major_ticks() if low <= tick.get_loc() <= high]
+                labels = [tick.label1 for tick in ticks if tick.label1.get_text() and tick.label1.get_visible()]
+                boxes = [label.get_window_extent(renderer) for label in labels]
+                both = [(labels[i].get_text(), labels[j].get_text()) for i in range(len(boxes)) for j in range(i)
+                        if boxes[i].overlaps(boxes[j])]  # fmt: skip
+                assert not both, (path, both)
+            for drawn in ax.lines:  # points inside of the axes
+                if drawn.get_marker() not in ("None", None, "") and drawn.get_transform() == ax.transData:
+                    for x, y in drawn.get_xydata():
+                        assert ax.bbox.padded(1).contains(*ax.transData.transform((x, y))), (path, x, y)
+        labels = [ax.xaxis.label.get_window_extent(renderer) for ax in figure.axes if ax.get_xlabel()]
+        assert not any(a.overlaps(b) for i, a in enumerate(labels) for b in labels[:i]), (path, "labels")
+        assert all(legend.get_texts() for legend in figure.legends)
+        seen.append(Path(path).name)
+
+    monkeypatch.setattr(Figure, "savefig", savefig)
+    return seen
+
+
+def texts(path):
+    """The words of an SVG in one line; a legend's or a title's line breaks are elements of their own."""
+    return " ".join(re.findall(r"<(?:text|tspan)[^>]*>([^<]+)<", path.read_text()))
+
+
+@needs_matplotlib
+def test_plots_show_published_figures_simulated_ranks_and_outcomes(folder, capsys, whole):
+    made = [row(line("seqlen", seqlen=T), mib=T, ms=T / 4) for T in (512, 4096)]
+    made += [row(line("seqlen", seqlen=8192), outcome="OOM fwd"), row(SIMULATED)]
+    path = save(folder / "rows.jsonl", made)
+    assert command.main(["seqlen", "--results", str(path), "--plots", "plots"]) == 0
+    told = capsys.readouterr().out
+    assert "plots/seqlen-gpu.svg\nplots/seqlen-gpu.png" in told and whole == ["seqlen-gpu.svg", "seqlen-gpu.png"]
+    assert "no figure of time against memory: no three runs share shape, device, torch and ranks" in told
+    drawn = texts(folder / "plots/seqlen-gpu.svg")
+    assert drawn.count("OOM fwd") == drawn.count("OOM bwd") == 2  # ours and the published, in either panel
+    for text in ("peak allocated memory (MiB)", "time of a step (ms)", "sequence length (tokens)", "n=2(sim 20:370)",
+                 "published A100SXM n=2", "NVIDIA H200"):  # fmt: skip
+        assert text in drawn, text
+
+
+@needs_matplotlib
+def test_the_two_ways_to_scale_are_curves_of_their_own():
+    from lab.report import plots
+
+    made = [row(line("gpus", n=n, batch=b), mib=n * b) for n, b in ((1, 8), (4, 8), (4, 16), (8, 8))]
+    made = [each | {"world": int(str(each["world"])[0])} for each in made]
+    found = plots.curves("gpus", rows.entries("gpus", made, False), True)
+    ours, alike = "NVIDIA H200, torch 2.13.0+cu126, batch ", "published A100SXM, batch "
+    assert {x: point.mib for x, point in found[ours + "8 a rank"].items()} == {1: 8, 4: 32, 8: 64}
+    assert {x: point.mib for x, point in found[ours + "64 in all"].items()} == {4: 64, 8: 64}
+    assert [sorted(found[alike + each]) for each in ("8 a rank", "64 in all")] == [[1, 2, 3, 4, 6, 8], [1, 2, 4, 8]]
+    assert found[alike + "64 in all"][1] == plots.Point(outcome="OOM bwd") and len(found) == 4
+
+
+@needs_matplotlib
+def test_a_cpus_memory_is_drawn_apart_from_the_published(folder, whole):
+    from lab.report import plots
+
+    made = [row(line("depth", True, depth=d), CPU, mib=100 * d, ms=d) for d in (1, 4)]
+    made += [row(line("depth", True, depth=2))]
+    path, _, other, _ = plots.axis("depth", rows.entries("depth", made, True), folder)
+    drawn = texts(path)
+    assert ("H200" in drawn, "H200" in texts(other), other.name) == (False, True, "depth-gpu.svg")
+    assert path.name == "depth-cpu.svg"
+    assert "peak resident memory (published: allocated), relative to the first" in drawn
+    assert "time of a step, relative to the first" in drawn
+
+
+@needs_matplotlib
+def test_variants_are_bars_with_a_range_beside_the_published_mark(folder, whole):
+    from lab.report import plots
+
+    flex = dict(attn="flex", compile="fwdbwd")
+    made = [row(line("variants", remat=r, **flex), mib=mib, ms=ms) for r, mib, ms in (("both", 14_000, 900),)]
+    made += [row(line("variants", remat="mlp", **flex), mib=17_000, ms=950, step_ms_min=940, step_ms_max=1500)]
+    made += [row(line("variants", remat="attn", **flex), outcome="OOM bwd")]
+    found = rows.entries("variants", made, False)
+    svg, png = plots.axis("variants", found, folder)
+    drawn = texts(svg)
+    for text in ("MLP, attention again", "peak allocated memory (MiB)", "time of a step (ms)", "published A100SXM n=2",
+                 "NVIDIA H200", "time: median; thin lines: least to most", "OOM bwd"):  # fmt: skip
+        assert text in drawn, text
+    for text in ("flex", "compile", "fwd + bwd", "fully_shard", "4096", "_"):  # what all have in common
+        assert text not in drawn, text
+    shown = plots.curves("variants", found, True)
+    assert sorted((p.low, p.high) for p in shown["NVIDIA H200, torch 2.13.0+cu126 n=2"].values() if p.ms) == [
+        (899, 901), (940, 1500)]  # fmt: skip
+    assert png.read_bytes()[:4] == b"\x89PNG"
+    simulated = [row(line("depth", depth=8)) | dict(simulated_mib=20_000), row(line("depth", depth=4))]
+    drawn = texts(plots.bars("peaks", [(None, simulated[0], 21_000), (None, simulated[1], None)], folder)[0])
+    assert "simulated peak memory (MiB)" in drawn and "published, measured" in drawn and "depth 8" in drawn
+
+
+@needs_matplotlib
+def test_what_would_show_nothing_says_why_in_one_line(folder, capsys):
+    path = save(folder / "rows.jsonl", [row(line("mfu", n=4, remat="none", attn="sdpa"))])
+    assert command.main(["mfu", "--results", str(path), "--plots", "plots"]) == 0
+    why = "no figure of mfu: on a GPU no run has an MFU: the peak of their device is not known"
+    assert why in capsys.readouterr().out.splitlines()
+    path = save(folder / "rows.jsonl", [row(line("mfu", n=4, remat="none", attn="sdpa"), mfu=41.0)])
+    assert command.main(["mfu", "--results", str(path), "--plots", "plots"]) == 0
+    drawn = texts(folder / "plots/mfu-gpu.svg")
+    assert "MFU (%)" in drawn and "time" not in drawn and "no figure of mfu" not in capsys.readouterr().out
+    path = save(folder / "rows.jsonl", [row(line("depth", depth=8), outcome="OOM fwd")])
+    assert command.main(["depth", "--results", str(path), "--plots", "plots"]) == 0
+    assert "no figure of depth: on a GPU no run has a figure (OOM fwd)" in capsys.readouterr().out.splitlines()
+
+
+@needs_matplotlib
+def test_the_front_is_of_one_setting_and_names_its_points(folder, whole):
+    from lab.report import plots
+
+    assert plots.front([(3, 1), (1, 3), (2, 2), (2, 3), (3, 2)]) == [(1, 3), (2, 2), (3, 1)]
+    points = (("none", "fwdbwd", 3, 1), ("mlp", "fwdbwd", 2, 2), ("both", "model", 3, 2))
+    made = [row(line("variants", remat=r, compile=c, attn="flex"), mib=mib, ms=ms) for r, c, mib, ms in points]
+    made += [row(line("depth", depth=8)), row(SIMULATED), row(line("variants", remat="block"), outcome="OOM bwd")]
+    svg, png = plots.fronts(made, folder)
+    drawn = texts(svg)
+    for text in ("compiled model, MLP, attention again", "compiled fwd + bwd, MLP again", "2 ranks, depth 4",
+                 "peak allocated memory (MiB)", "time of a step (ms), median"):  # fmt: skip
+        assert text in drawn, text
+    assert "block" not in drawn and "sim" not in drawn and "flex" not in drawn
+    drawn = texts(plots.fronts(made, folder, most=2)[0])
+    assert "1 others: one of these is as good or better in both" in drawn and "compiled model" not in drawn
+
+
+@needs_matplotlib
+@pytest.mark.parametrize("name", ["h100", "cpu_modes", "cpu_ladder", "peaks", "published_peaks", "cpu_wrappers"])
+def test_figures_of_our_rows_cut_nothing(folder, whole, name):
+    layout = dict(h100="links", cpu_modes="compile", cpu_ladder="ladder", cpu_wrappers="wrappers")
+    words = [layout.get(name, name.replace("_", "-")), "--results", str(ROOT / f"results/{name}.jsonl")]
+    assert command.main([*words, "--plots", "plots"]) == 0 and whole
+
+
+def logged(folder, run, steps, **settings):
+    """Files of a run as main.py leaves them: a step or, with a second number, an evaluation each."""
+    folder.mkdir(exist_ok=True)
+    lines = [dict(step=s, tokens=10 * s, loss=9 - s / 10) | (dict(eval_loss=e[0]) if e else {}) for s, *e in steps]
+    (folder / f"{run}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
+    (folder / f"{run}.settings.json").write_text(json.dumps(settings))
+
+
+def test_a_history_has_every_step_once_across_kills_and_resuming(tmp_path):
+    from lab.report.history import curves_of, history
+
+    steps = tmp_path / "rows.steps"
+    logged(steps, "a", [(1,), (5,), (5, 8.0), (9,)])  # killed after step 9, saved after step 6
+    logged(steps, "b", [(8,), (10,), (12,), (12, 7.0)], continues="a", after_step=6)  # saved after step 10
+    logged(steps, "c", [(11,), (15,), (15, 6.5)], continues="b", after_step=10)
+    found = history(steps / "c.jsonl")
+    assert [each["step"] for each in found] == [1, 5, 5, 8, 10, 11, 15, 15]
+    path = save(tmp_path / "rows.jsonl", [dict(run=run, flags=dict(lr=1, seed=0), study="mlp") for run in "abc"])
+    (own, [*told]) = curves_of(rows.read([path]))[0]
+    assert own["run"] == "c" and told == found and len(curves_of(rows.read([path]))) == 1
+    (steps / "c.settings.json").write_text("{cut off")
+    assert [each["step"] for each in history(steps / "c.jsonl")] == [11, 15, 15]
+
+
+@needs_matplotlib
+def test_losses_of_several_runs_are_curves_over_tokens(folder, whole, capsys):
+    from lab.report import plots
+
+    made = [row(line("depth", depth=4)) | dict(run=run) for run in ("a", "b", "c")]
+    for i, each in enumerate(made):
+        each["flags"] = each["flags"] | dict(lr=10.0**-i)
+    for run, last in (("a", 8.0), ("b", float("nan"))):
+        logged(folder / "rows.steps", run, [(1,), (5,), (5, last), (9,), (9, 7.5)])
+    path = save(folder / "rows.jsonl", made)
+    assert command.main(["loss", "--results", str(path), "--plots", "plots"]) == 0
+    assert "| a | 1.0 |" in capsys.readouterr().out.replace("run | lr", "")
+    drawn = texts(folder / "plots/loss.svg")
+    assert all(each in drawn for each in ("lr 1.0", "lr 0.1", "loss (nats per token)", "tokens", "held-out data"))
+    assert "0.01" not in drawn  # has no steps
+    with pytest.raises(plots.NoFigure, match="no logged step lies beside the rows"):
+        plots.losses([made[0]], folder)
+
+
+def test_a_resumed_run_of_the_trainer_has_one_history(train, tmp_path, monkeypatch):
+    from lab.report.history import curves_of
+
+    monkeypatch.chdir(tmp_path)
+    saving = ["--save", tmp_path / "run", "--log-every", 1, "--eval-every", 2, "--results", tmp_path / "rows.jsonl"]
+    assert train(*saving, "--steps", 2).code == 0 and train(*saving, "--steps", 4).code == 0
+    [(own, steps)] = curves_of(rows.read([tmp_path / "rows.jsonl"]))
+    assert [each["step"] for each in steps] == [1, 2, 2, 3, 4, 4] and own["resumed_after"] == 2
+    assert all({"tokens", "loss"} <= each.keys() for each in steps)
+    assert [each["step"] for each in steps if "eval_loss" in each] == [2, 4]
+    elsewhere = ["--save", tmp_path / "b", "--resume", tmp_path / "run", "--eval-every", 2, "--results"]
+    assert train(*elsewhere, tmp_path / "rows.jsonl", "--steps", 6).code == 0  # several runs may begin there
+    assert len(curves_of(rows.read([tmp_path / "rows.jsonl"]))) == 2
+
+
+@needs_matplotlib
+def test_explained_memory_is_a_figure_too_and_ends_no_run(train, tmp_path, monkeypatch):
+    done = train("--steps", 6, "--explain-memory")
+    [png], [svg] = (list(tmp_path.glob(f"*.steps/*.memory.{end}")) for end in ("png", "svg"))
+    drawn = texts(svg)
+    assert done.code == 0 and str(png) in done.out and "MiB" in drawn
+    assert all(word in drawn for word in ("forward", "backward", "optimizer", "parameters", "saved for backward"))
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    done = train("--steps", 6, "--explain-memory")
+    assert done.code == 0 and "no figure of memory: " in done.out

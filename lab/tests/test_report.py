@@ -1,0 +1,470 @@
+"""lab/report/: rows stand beside the right published figures, ratios only where they mean something,
+simulated ranks are always visible, and the marked tables of README, NOTES, docs/ and lab/notes/ are what their rows
+give."""
+
+import importlib.util
+import json
+import random
+import shlex
+import shutil
+import subprocess
+import sys
+from copy import deepcopy as copy_of
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from lab.report import __main__ as command
+from lab.report import published as rows
+from lab.report import tables as report
+from lab.sweeps import sweep
+from trainer import config
+from trainer.costs import flops_per_token
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [path for folder in ("docs", "lab/notes") for path in sorted((ROOT / folder).glob("*.md"))]
+DOCUMENTS = ("README.md", "NOTES.md", *(str(path.relative_to(ROOT)) for path in PAGES))
+REFERENCE = dict(depth=4, width=4096, seqlen=4096, batch=8, grad_accum=1, param_dtype="bf16", mode="fully_shard",
+                 compile="fwdbwd", attn="sdpa", remat="none", wrapper="simple", commit="0123456789", n=27)  # fmt: skip
+DEFAULT = config.setting(config.filled(config.parse([]), "cuda"))
+REFERENCE_FLAGS = {name: value for name, value in REFERENCE.items() if name in DEFAULT}
+GPU = dict(device="NVIDIA H200", torch="2.13.0+cu126")
+CPU = dict(device="CPU AMD EPYC, 2 threads", torch="2.13.0+cpu")
+needs_matplotlib = pytest.mark.skipif(not importlib.util.find_spec("matplotlib"), reason="matplotlib is not installed")
+
+
+def line(axis, small=False, n=2, **flags):
+    """The first cell of an axis that has these flags, on n ranks where its line names none."""
+    wanted = {(f"--{name.replace('_', '-')}", (str(value),)) for name, value in flags.items()}
+    for cell in sweep.read_cells(axis, small, n, ["--steps", "30"]):
+        ranks, has = sweep.parse(shlex.split(cell))
+        if wanted <= set(has.items()) and int(has.get("--world", [ranks])[0]) == n:
+            return cell
+    raise AssertionError(f"no such line: {axis} {flags} on {n} ranks")
+
+
+def row(cell, on=GPU, outcome="ok", mib=10_000, ms=500, **more):
+    """A row as main.py writes it."""
+    n, flags = sweep.parse(shlex.split(cell))
+    given = sweep.given(flags) | {key: value for key, value in more.items() if key in DEFAULT}
+    found = REFERENCE | on | {k: v for k, v in given.items() if k in REFERENCE} | dict(cell=cell)
+    found["flags"] = DEFAULT | REFERENCE_FLAGS | given
+    found |= dict(world=f"{given['world']}(sim {given['link']})" if "world" in given else n, outcome=outcome)
+    found["peak_alloc_mib" if on is GPU else "peak_rss_mib"] = mib
+    if outcome == "ok":
+        found |= dict(step_ms=ms, step_ms_min=ms - 1, step_ms_max=ms + 1, loss=10.4)
+    return found | more
+
+
+def table(axis, made, small=False):
+    """(text above, rows as dicts of column -> cell; a title that comes again has the one before it in front)."""
+    above, text = report.section(axis, made, small)
+    head, _, *body = ([cell.strip() for cell in each.split("|")[1:-1]] for each in text.split("\n"))
+    head = [f"{head[i - 1]} {title}" if head.count(title) > 1 else title for i, title in enumerate(head)]
+    return above, [dict(zip(head, each, strict=True)) for each in body]
+
+
+def save(path, made):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(each) + "\n" for each in made))
+    return path
+
+
+BESIDE = [
+    ("seqlen", 2, dict(seqlen=8192), ("23'257", "2'722"), ("0.430", "0.184")),
+    ("depth", 2, dict(depth=8), ("22'681", "2'104"), ("0.441", "0.238")),
+    ("width", 2, dict(width=6144), ("23'782", "2'130"), ("0.420", "0.235")),
+    ("gpus", 4, dict(batch=16), ("20'472", "2'196"), ("0.488", "0.228")),
+    ("gpus", 8, dict(batch=8), ("10'373", "1'114"), ("0.964", "0.449")),
+    ("variants", 2, dict(remat="attn", attn="flex", compile="fwdbwd"), ("23'765", "1'039"), ("0.421", "0.481")),
+    ("small-params", 4, dict(depth=32, seqlen=128, min_shard_mib=1), ("22'884", "548-557"), ("0.437", "0.905")),
+    ("small-params", 8, dict(depth=4, min_shard_mib=0), ("10'373", "4'604-4'612"), ("0.964", "0.109")),
+]
+
+
+@pytest.mark.parametrize(("axis", "n", "flags", "published", "ratios"), BESIDE)
+def test_a_row_stands_beside_the_published_one_of_its_key(axis, n, flags, published, ratios):
+    above, found = table(axis, [row(line(axis, n=n, **flags))])
+    [beside] = [each for each in found if each["allocated MiB"]]
+    assert (beside["published allocated MiB"], beside["published ms"]) == published
+    assert (beside["published allocated MiB ours/published"], beside["published ms ours/published"]) == ratios
+    assert len([each for each in found if each["published allocated MiB"]]) == len(rows.published(axis))
+    assert f"reference/{axis}.csv" in above
+    order = [int(each.get(axis, each.get("batch", 0))) for each in found]
+    assert order == sorted(order)
+
+
+@pytest.mark.parametrize("small", [False, True])
+def test_every_line_of_every_axis_finds_its_row(small):
+    for axis in sweep.axes():
+        cells = sweep.read_cells(axis, small, 2, ["--steps", "7", "--seed", "3"])
+        made = [row(cell, CPU if small else GPU, mib=1000 + i) for i, cell in enumerate(cells)]
+        found = [ours for _, ours, _ in rows.entries(axis, made, small) if ours]
+        assert sorted(ours["cell"] for ours in found) == sorted(cells), axis
+        other = [row(f"{cell} --clip 2", CPU if small else GPU) for cell in cells]
+        with pytest.raises(ValueError, match=f"^{axis}: no row"):
+            rows.entries(axis, other, small)
+
+
+def test_a_line_that_names_its_ranks_takes_no_other():
+    cell = line("gpus", n=4, batch=8)
+    with pytest.raises(ValueError, match="no row"):
+        rows.entries("gpus", [row(cell, world=5)], False)
+
+
+@pytest.mark.parametrize(("counted", "correct", "key"), [
+    (26.0, 50.1, ("flex", "fully_shard", 4, 4, 4096, "both", 4)),
+    (30.5, 58.8, ("sdpa", "fully_shard", 4, 4, 4096, "both", 4)),
+    (35.3, 68.1, ("sdpa", "fully_shard", 4, 4, 4096, "none", 4)),
+])
+def test_published_mfu_is_recomputed_with_our_flops(counted, correct, key):
+    found = rows.published("mfu")[key]
+    assert round(found["mfu"], 1) == correct
+    assert found["text"]["mfu"] == f"{counted}, {correct}"
+
+
+def test_the_flops_of_the_recomputed_mfu_are_the_models():
+    for depth, seqlen, grouping in ((4, 4096, 4), (8, 4096, 4), (4, 512, 4), (4, 4096, 1)):
+        c = SimpleNamespace(depth=depth, width=4096, grow=4, vocab=32768, head_dim=128, heads=32)
+        c.kv_heads = c.heads // grouping
+        theirs = 6 * (depth * (4 * 4096**2 + 2 * 4 * 4096) + 4096 * 32768) + 12 * depth * 4096 * (seqlen + 1) / 2
+        expected = flops_per_token(c, seqlen) / theirs
+        assert rows.flops_ratio(depth, seqlen, grouping) == pytest.approx(expected, rel=1e-12)
+
+
+def test_mfu_stands_beside_the_recomputed_one():
+    _, found = table("mfu", [row(line("mfu", n=4, attn="flex", remat="both"), mfu=51.2, mfu_palm=55.0, hfu=60.0)])
+    [beside] = [each for each in found if each["MFU %"]]
+    assert beside["published MFU %: as counted, recomputed"] == "26.0, 50.1"
+    assert (beside["ours/published"], beside["MFU % PaLM"], beside["HFU %"]) == ("1.021", "55.0", "60.0")
+
+
+def test_uncompiled_flex_is_nobodys_neighbour():
+    above, found = table("variants", [row(line("variants", remat="none", attn="sdpa", compile="fwdbwd"))])
+    assert "flex, not compiled: not by itself" in above
+    assert [each["published allocated MiB"] for each in found if each["allocated MiB"]] == [""]
+    assert [each["allocated MiB"] for each in found if each["attn"] == "flex, not compiled"] == [""] * 9
+
+
+def test_a_doubtful_published_figure_enters_no_ratio():
+    _, found = table("variants", [row(line("variants", remat="both", attn="flex", compile="model"))])
+    [beside] = [each for each in found if each["allocated MiB"]]
+    assert "likely 1135 mistyped" in beside["published ms"]
+    assert beside["ours/published"] == "0.603"  # of MiB: there is no other such column
+
+
+V = {"vocab": 512}
+
+
+@pytest.mark.parametrize(("made", "small"), [
+    ([row(line("depth", True, depth=4), CPU), row(line("depth", True, depth=2), CPU, mib=2000, ms=100)], True),
+    ([row(line("depth", depth=4, n=1)), row(line("depth", depth=2, n=1), mib=2000, ms=100)], False),
+    ([row(line("depth", depth=4), CPU, vocab=32768), row(line("depth", depth=2), CPU, mib=2000, ms=100)], False),
+    ([row(line("depth", True, depth=4), **V), row(line("depth", True, depth=2), **V, mib=2000, ms=100)], True),
+])
+def test_no_ratio_on_a_cpu_at_small_sizes_or_on_other_ranks(made, small):
+    above, found = table("depth", made, small)
+    assert "No ratios" in above and not any("ours/published" in title for title in found[0])
+    memory = "resident MiB" if made[0]["device"].startswith("CPU") else "allocated MiB"
+    by_depth = {each["depth"]: each for each in found}
+    assert (by_depth["2"][f"{memory} x"], by_depth["4"][f"{memory} x"]) == ("1.00", "5.00")
+    assert (by_depth["2"]["published allocated MiB x"], by_depth["8"]["published allocated MiB x"]) == ("1.00", "2.16")
+    assert by_depth["8"][memory] == ""
+
+
+def test_resident_and_allocated_memory_never_share_a_column():
+    _, found = table("depth", [row(line("depth", depth=4)), row(line("depth", depth=2), CPU, mib=300)])
+    assert [(each["allocated MiB"], each["resident MiB"]) for each in found[:2]] == [("", "300"), ("10'000", "")]
+    assert [each["published allocated MiB ours/published"] for each in found[:2]] == ["", "0.687"]
+
+
+SIMULATED = line("seqlen", n=1, seqlen=4096) + " --world 2 --link 20:370"
+
+
+def test_simulated_ranks_are_told_in_the_table_and_above_it():
+    real = row(line("seqlen", n=2, seqlen=4096), ms=700)
+    above, found = table("seqlen", [row(SIMULATED, ms=600), real])
+    assert "n = 2, 2(sim 20:370) ranks" in above and "N(sim LINK): one process in place of N" in above
+    ours = [(each["n"], each[report.MS][:3]) for each in found if each["seqlen"] == "4096"]
+    assert sorted(ours) == [("2", "700"), ("2(sim 20:370)", "600")]
+    [eight] = [each for each in table("gpus", [row(line("gpus", n=8), world="8(sim ndr-ib)")])[1] if each["loss"]]
+    assert (eight["n"], eight["published allocated MiB"]) == ("8(sim ndr-ib)", "10'373")
+    died = {**sweep.failed_row(SIMULATED, "timeout"), "torch": "2.13.0+cu126"}
+    assert rows.label(died) == "2(sim 20:370)"
+    assert [each["n"] for each in table("seqlen", [died])[1] if each["outcome"]] == ["2(sim 20:370)"]
+
+
+def test_outcomes_stand_on_both_sides():
+    made = [row(line("seqlen", seqlen=T), outcome=end) for T, end in ((32768, "OOM bwd"), (512, "failed: a|b"))]
+    by_key = {each["seqlen"]: each for each in table("seqlen", made)[1]}
+    assert (by_key["32768"]["outcome"], by_key["32768"]["published allocated MiB"]) == ("OOM bwd", "OOM bwd")
+    assert (by_key["512"]["outcome"], by_key["512"]["published ms"]) == ("failed: a/b", "142")
+    assert "10'000" not in str(by_key)  # the memory of a run that did not end is no figure
+    [bad] = [each for each in table("width", [row(line("width", width=768), outcome="badshape")])[1] if each["outcome"]]
+    assert (bad["width"], bad["outcome"], bad["published allocated MiB"]) == ("768", "badshape", "badshape")
+
+
+def test_the_last_row_that_is_ok_counts_for_each_device():
+    cell, old = line("depth", depth=4), {"date": "2026-11-01"}
+    made = [row(cell, mib=1), row(cell, mib=2), row(cell, outcome="OOM fwd"), row(cell, torch="2.14.0+cu126", mib=4),
+            row(cell, mib=5, **old), sweep.failed_row(cell, "timeout") | {"torch": GPU["torch"]}]  # fmt: skip
+    for each in made[:4]:
+        each["date"] = "2026-11-02"
+    found = [each for each in table("depth", made)[1] if each["n"]]
+    assert [(each["torch"], each["allocated MiB"]) for each in found] == [("2.13.0+cu126", "2"), ("2.14.0+cu126", "4")]
+
+
+def test_lines_cut_short_are_passed_over(tmp_path):
+    path = save(tmp_path / "rows.jsonl", [row(line("depth", depth=4))])
+    path.write_text('{"cell": "--de\n[1]\n' + path.read_text() + '{"cell"')
+    assert [each["file"] for each in rows.read([path])] == ["rows.jsonl"]
+
+
+def compared(cells, **more):
+    about = CPU | dict(study="baselines", interleaved=cells, world=1, commit="0123456", n=60)
+    return [about | dict(cell=c, step_ms=50 + i, step_ms_min=49, step_ms_max=70, ratio=1 + i / 4) | more
+            for i, c in enumerate(cells)]  # fmt: skip
+
+
+def test_rows_with_odd_entries_are_a_report_or_one_line(tmp_path, capsys):
+    """Every entry of a row and of its flags without it and with each odd value, and lines nested deeply, by turns."""
+    odd = "missing", None, True, -5, 0, 10**30, 0.5, float("nan"), float("inf"), "x", "", [], [1], {}, {"a": 1}
+    good, file, codes = row(line("seqlen")), tmp_path / "rows.jsonl", []
+    cases = [(within, name) for within in (None, "flags") for name in (good[within] if within else good)]
+    for within, name in cases:
+        for value in random.Random(name).sample(odd, 4):
+            changed = copy_of(good)
+            (changed[within] if within else changed)[name] = value
+            if value == "missing":
+                del (changed[within] if within else changed)[name]
+            file.write_text("".join(json.dumps(each) + "\n" for each in (changed, good)) + "[" * 10**5 + "\n")
+            try:
+                codes.append(command.main(["seqlen", "--results", str(file)]))
+            except SystemExit as end:
+                codes.append(end.code)
+            err = capsys.readouterr().err
+            assert codes[-1] in (0, 2) and len(err.splitlines()) == (codes[-1] == 2), (name, value, err)
+    assert codes.count(0) > codes.count(2) > 5
+
+
+def test_each_file_is_read_once_and_no_row_is_compared_with_another(tmp_path, monkeypatch, capsys):
+    """So that the time grows as the rows do, not as their square."""
+    class Row(dict):
+        def __eq__(self, other):
+            raise AssertionError("two rows are compared")
+
+    read, files = rows.read, []
+    monkeypatch.setattr(rows, "read", lambda paths: files.extend(paths) or [Row(each) for each in read(paths)])
+    file = tmp_path / "rows.jsonl"
+    cells = [line("seqlen"), line("depth")]
+    file.write_text("".join(json.dumps(row(cells[i % 2], run=f"{i}")) + "\n" for i in range(8)))
+    assert command.main(["--results", str(file)]) == 0 and files == [file]
+    assert "depth" in capsys.readouterr().out
+
+
+def test_wrappers_are_the_last_comparison_of_each_machine():
+    cells = ["simple:blocks", "fsdp2:blocks", "ddp:blocks", "none:blocks"]
+    made = compared(["simple:model", "none:model"]) + compared(cells) + compared(cells[:3], world="8(sim ndr-ib)")
+    found = table("wrappers", made)[1]
+    assert [(each["wrapper"], each["n"]) for each in found] == [
+        ("simple", "1"), ("fsdp2", "1"), ("ddp", "1"), ("none", "1"),
+        *((name, "8(sim ndr-ib)") for name in ("simple", "fsdp2", "ddp")),
+    ]  # fmt: skip
+    assert [each["median ratio to the first"] for each in found[:4]] == ["1.000", "1.250", "1.500", "1.750"]
+    assert "n" not in table("baselines", compared(cells))[1][0]
+
+
+def test_sizes_stand_beside_wrappers_where_there_are_several():
+    cells = ["fsdp2:none", "simple:none"]
+    made = [each for width in (128, 256) for each in compared(cells, flags={"seed": 0, "width": width, "batch": 2})]
+    found = table("wrappers", made)[1]
+    assert [(each["width"], each["wrapper"]) for each in found] == [
+        ("128", "fsdp2"), ("128", "simple"), ("256", "fsdp2"), ("256", "simple"),
+    ]  # fmt: skip
+    assert "batch" not in found[0]
+
+
+def test_runs_over_several_links_stand_in_one_line():
+    labels = ((1, ""), (8, " --link h100-nvlink"), (8, " --link ndr-ib"))
+    made = [row(f"nproc=1 --device cuda --remat none{more}{f' --world {n}{link}' * (n > 1)}", ms=100 * i, mib=9000 // n)
+            for i, more in enumerate(("", " --compile-options plain"), 1) for n, link in labels]  # fmt: skip
+    found = table("links", [*made, row("nproc=1 --device cuda --remat both", ms=7)])[1]
+    assert [each["flags"] for each in found] == ["`--remat none`", "`--compile-options plain --remat none`"]
+    assert [each["n = 8(sim ndr-ib), ms"] for each in found] == ["99.0", "199.0"]  # the smallest steps
+    assert [each["n = 8, peak MiB"] for each in found] == ["1'125", "1'125"]
+
+
+def test_rows_of_studies_with_the_name_of_a_layout_are_no_error():
+    here = dict(commit="a" * 40, torch="2", device="GPU", date="d", outcome="ok")
+    with pytest.raises(ValueError, match="no row of it"):
+        report.section("collectives", [here | dict(study="collectives", setting=dict(ranks=2), ops={})], False)
+    sizes = dict(seqlen=64, batch=1, heads=2, kv_heads=2, head_dim=8, dtype="bf16")
+    made = [here | dict(study="attention", backend="flash", forward_ms=2.0, **sizes)]
+    setting = dict(backend="plain", causal=True, **sizes)
+    made += [here | dict(study="attention", setting=setting, outcome="OOM no")]
+    made += [here | dict(study="attention", setting=setting | dict(backend="flash", causal=False), forward_ms=1.0)
+             | dict(backend="flash", **sizes)]  # fmt: skip
+    text = report.section("attention", made, False)[1]
+    assert [" | ".join(line.split(" | ")[:5]) for line in text.splitlines()[2:]] == [
+        "| True | 64 | 1 | flash | ok",
+        "| True | 64 | 1 | plain | OOM no",
+        "| False | 64 | 1 | flash | ok",
+    ]
+
+
+def test_collectives_are_counted_by_kind_and_those_without_a_product_meanwhile():
+    graph = {"products": 3, "gathered_mib": 6.0, "collectives": [
+        ["all-gather", 0, 0, 4, 2], ["all-gather", 0, 2, 4, 2], ["reduce-scatter", 3, 0, 8, 4]]}  # fmt: skip
+    flags = {"seed": 0, "compile": "fwdbwd", "compile_options": ["plain"]}
+    found = table("collectives", [dict(study="collectives", world=8, flags=flags, graphs={"loss, forward": graph})])[1]
+    assert found == [{"Inductor options": "plain", "`--compile`": "fwdbwd", "all-gathers": "2",
+                      "all-gathers of them exposed": "1", "reduce-scatters": "1",
+                      "reduce-scatters of them exposed": "1", "MiB sent": "8",
+                      "most gathered MiB at once": "6"}]  # fmt: skip
+
+
+def test_the_rungs_of_a_ladder_stand_in_the_order_in_which_they_ran():
+    rungs = "--remat none", "--remat both", "--remat both --loss chunked"
+    made = [row(f"nproc=1 --device cpu --depth 8 {flags}", CPU, mib=900 - 300 * i, date=f"2026-01-0{i + 1}", ms=100)
+            for i, flags in enumerate(rungs)]  # fmt: skip
+    made.append(row(made[1]["cell"], CPU, outcome="OOM bwd", date="2026-01-04"))  # an older one was ok
+    above, found = table("ladder", made[::-1])
+    assert "All of ours: `--depth 8`." in above
+    assert [each["flags"] for each in found] == [f"`{flags}`" for flags in (
+        "--remat none", "--remat both", "--loss chunked --remat both")]  # fmt: skip
+    peaks = [(each["peak resident MiB"], each["x"]) for each in found]
+    assert peaks == [("900", "1.00"), ("600", "0.67"), ("300", "0.33")]
+
+
+def test_seconds_to_compile_stand_by_mode_and_depth():
+    made = [row(f"nproc=1 --device cpu --compile {mode} --depth {depth}", CPU, depth=depth, compile_s=seconds)
+            for mode, depth, seconds in (("blocks", 4, 20.0), ("blocks", 32, 25.0), ("step", 4, 60.0), ("none", 4, 0))]
+    made.append(row("nproc=1 --device cpu --compile step --depth 32", CPU, outcome="failed: time", depth=32))
+    _, found = table("compile-depth", made)
+    assert found == [
+        {"`--compile`": "blocks", "depth 4, s": "20.0", "depth 32, s": "25.0", "depth 32 / depth 4": "1.25"},
+        {"`--compile`": "step", "depth 4, s": "60.0", "depth 32, s": "", "depth 32 / depth 4": ""},
+    ]
+
+
+@pytest.fixture
+def copy(tmp_path, monkeypatch):
+    """The documents and their rows in a folder of their own, which is the current one."""
+    for name in DOCUMENTS:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    shutil.copytree(ROOT / "results", tmp_path / "results", ignore=lambda *_: ["runs"])
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_tables_of_readme_notes_and_docs_are_what_their_rows_give():
+    count, differing = command.check([ROOT / name for name in DOCUMENTS])
+    assert (differing, count >= 3) == ([], True)
+
+
+@pytest.mark.parametrize("name", ["docs/measuring.md", "lab/notes/2026-11.md"])
+def test_a_changed_digit_is_found_and_written_back(copy, capsys, name):
+    page, text = copy / name, (copy / name).read_text()
+    assert text.count("| 91.4 [75.3-219.9] |") == 1
+    page.write_text(text.replace("| 91.4 [75.3-219.9] |", "| 91.5 [75.3-219.9] |"))
+    number = page.read_text().split("\n").index("| blocks | 2.5289 | 91.5 [75.3-219.9] | 6.3 | 486 |") + 1
+    said = f"{name}:{number}: compile: column 'step ms, median [min-max]' has '91.5 [75.3-219.9]'"
+    said += " where the rows give '91.4 [75.3-219.9]'"
+    assert (command.main(["--check"]), capsys.readouterr().out.splitlines()[:-1]) == (1, [said])
+    assert (command.main(["--write"]), capsys.readouterr().out.splitlines()[0]) == (0, said)
+    assert (page.read_text(), command.main(["--check"])) == (text, 0)
+
+
+def test_a_new_mark_is_filled_and_a_line_too_few_or_too_many_found(copy):
+    save(copy / "results/new.jsonl", [row(line("depth", depth=4))])
+    (copy / "NOTES.md").write_text("a\n<!-- report: depth results/new.jsonl -->\n\nb\n")
+    assert command.main(["--write"]) == 0
+    text = (copy / "NOTES.md").read_text().split("\n")
+    assert text[2].startswith("| depth | n | allocated MiB |") and text[-3:] == ["", "b", ""]
+    (copy / "NOTES.md").write_text("\n".join(text[:-4] + text[-3:]))
+    assert command.check([Path("NOTES.md")])[1] == [f"NOTES.md:{len(text) - 3}: depth: 9 lines where the rows give 10"]
+    (copy / "NOTES.md").write_text("\n".join(text[:-3] + ["| 1 |", *text[-3:]]))
+    count, [said] = command.check([copy / "NOTES.md"])
+    assert (count, said.split(": ", 1)[1]) == (1, "depth: 11 lines where the rows give 10")
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (["colour"], "report: unknown axis 'colour': expected all or one of "),
+    (["depth"], "report: no file runs/sweep-depth.jsonl: "),
+    ([], "report: no row of any axis in runs/sweep-*.jsonl (at small sizes: --small)"),
+    (["--results", "none.jsonl"], "report: no file none.jsonl: "),
+    (["seqlen", "--results", "results/cpu_modes.jsonl"], "report: seqlen: no row of it (at small sizes: --small)"),
+    (["baselines", "--results", "results/cpu_modes.jsonl"], "report: baselines: no row of it among 5 rows"),
+    (["compile", "--results", "results/cpu_modes.jsonl", "results/main_job.jsonl"], "report: compile: the rows are of"),
+    (["depth", "--check"], "report: --check and --write stand alone"),
+    (["--results", "results/cpu_modes.jsonl"], "report: no row of any axis in results/cpu_modes.jsonl"),
+])
+def test_bad_input_is_one_line_and_exit_2(copy, monkeypatch, capsys, words, said):
+    with pytest.raises(SystemExit) as stopped:
+        command.main(words)
+    told = capsys.readouterr().err
+    assert (stopped.value.code, told.count("\n")) == (2, 1) and told.startswith(said)
+
+
+@pytest.mark.parametrize(("mark", "said"), [
+    ("colour results/cpu_modes.jsonl", "unknown axis 'colour'"), ("compile gone.jsonl", "no file gone.jsonl"),
+])
+def test_a_bad_mark_is_named_with_its_line(copy, capsys, mark, said):
+    (copy / "README.md").write_text(f"\n<!-- report: {mark} -->\n")
+    with pytest.raises(SystemExit) as stopped:
+        command.main(["--check"])
+    told = capsys.readouterr().err
+    assert stopped.value.code == 2 and told.startswith(f"report: README.md:2: {said}")
+    (copy / "README.md").write_text("")
+    (copy / "NOTES.md").unlink()
+    shutil.rmtree(copy / "docs")
+    shutil.rmtree(copy / "lab")
+    with pytest.raises(SystemExit):
+        command.main(["--check"])
+    assert capsys.readouterr().err == "report: no marked table in README.md, NOTES.md, docs/*.md, lab/notes/*.md here\n"
+
+
+def test_two_files_or_two_commits_are_compared_setting_by_setting(copy, capsys):
+    def made(commit, ms, **flags):
+        measured = dict(step_ms=ms, step_ms_min=ms - 1, step_ms_max=ms + 1)
+        return row(line("depth", **flags)) | dict(commit=commit * 10, cell=None) | measured
+
+    old = [made("aaaa", 9.0, depth=2), made("aaaa", 10.0, depth=4)]
+    new = [made("bbbb", 5.0, depth=4), made("bbbb", 7.0, depth=8)]
+    save(copy / "old.jsonl", old), save(copy / "new.jsonl", new), save(copy / "runs/all.jsonl", old + new)
+    for sides in (["old.jsonl", "new.jsonl"], ["aaaaaaa", "bbbbbbb"]):
+        assert command.main(sides) == 0
+        title, _, *lines = capsys.readouterr().out.strip().splitlines()
+        assert len(lines) == 1 and f"{report.MS}, {sides[0]}" in title
+        assert "| 10.0 [9.0-11.0] | 5.0 [4.0-6.0] | 0.500 [0.364-0.667] |" in lines[0]
+    for sides, said in ((["aaaaaaa", "ccccccc"], "ccccccc: no row of this commit"),
+                        (["old.jsonl", "7.jsonl"], "unknown axis"),
+                        (["old.jsonl", "seven.jsonl"], "no setting is in both")):  # fmt: skip
+        save(copy / "seven.jsonl", [made("cccc", 1.0, depth=16)])
+        with pytest.raises(SystemExit) as stopped:
+            command.main(sides)
+        assert stopped.value.code == 2 and said in capsys.readouterr().err
+
+
+def test_without_an_axis_all_that_have_rows_are_printed(copy, capsys):
+    save(copy / "runs/sweep-depth.jsonl", [row(line("depth", depth=4))])
+    save(copy / "runs/sweep-all.jsonl", [row(line("width", width=2048))])
+    assert command.main([]) == 0
+    assert [each for each in capsys.readouterr().out.split() if each.startswith("**")] == ["**depth**:", "**width**:"]
+
+
+def test_the_marked_tables_are_those_of_the_rows():
+    command = [sys.executable, "-m", "lab.report", "--check"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout[-len("0 differ\n") :]) == (0, "0 differ\n"), done.stdout
+
+
+def test_the_command_imports_neither_torch_nor_matplotlib():
+    rows = ["compile", "--results", "results/cpu_modes.jsonl"]
+    command = [sys.executable, "-X", "importtime", "-m", "lab.report", *rows]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    imported = {each.split("|")[-1].strip() for each in done.stderr.splitlines()}
+    assert done.returncode == 0 and "**compile**" in done.stdout
+    assert "lab.report.published" in imported and not imported & {"torch", "matplotlib"}

@@ -1,0 +1,222 @@
+"""The study of attention: its rows, what is held beside the formula, times that cannot be, the search of options.
+
+    pytest lab/tests/test_studies_attention.py       # under a minute, no GPU: kernels of a GPU run in tests/test_gpu.py
+"""
+
+from argparse import Namespace
+from collections import Counter
+
+import pytest
+import torch
+from test_attention import CPU, SHAPE
+
+from lab.report import published
+from lab.report import tables as report
+from lab.studies import attention, study
+from model import sdpa_kernel
+from trainer import attention as kernels
+from trainer.attention import Shape
+
+pytestmark = pytest.mark.usefixtures("isolated")
+
+
+def one_row(backend, shape=SHAPE, causal=True):
+    args = Namespace(device="cpu", repeat=1, options=None)
+    return study.outcome(attention.measure, shape._asdict() | dict(backend=backend, causal=causal), args)
+
+
+def test_every_backend_has_a_row_and_both_tables_hold_them(tmp_path, capsys):
+    path = tmp_path / "rows.jsonl"
+    words = "--small --device cpu --seqlen 64 --head-dim 16 --backend flex cudnn math flash --repeat 20".split()
+    assert study.main(attention, [*words, "--results", str(path)]) == 0
+    rows = [row for row in published.read([path]) if row["setting"]["causal"]]
+    outcomes = {row["backend"]: row["outcome"] for row in rows}
+    missing = dict(flex="n/a: FlexAttention needs CUDA to train", cudnn="n/a: it needs CUDA")
+    assert outcomes == missing | dict(math="ok", flash="ok")
+    for row in rows[2:]:
+        assert row["study"] == "attention" and row["n"] == 20 and row["peak_rss_mib"] > 0 and row["commit"]
+        for name in ("forward", "backward"):
+            assert 0 < row[f"{name}_ms_min"] <= row[f"{name}_ms"] <= row[f"{name}_ms_max"]
+    assert "| 16 | 64 | fp32 | yes | math |" in capsys.readouterr().out
+    table = report.section("attention", rows, False)[1]
+    cells = [[cell.strip() for cell in line.split("|")] for line in table.splitlines()]
+    assert cells[-1][2:5] == ["2", "flash", "ok"]
+    assert any("1.00" in line for line in cells[-2:])  # whichever was faster on a busy machine
+
+
+def test_a_backend_that_fails_is_a_row_and_the_next_one_runs(monkeypatch):
+    def fail(*_):
+        raise RuntimeError("misaligned\naddress")
+
+    monkeypatch.setattr(attention, "function", fail)
+    assert one_row("flash")["outcome"].startswith("failed: RuntimeError: misaligned")
+    monkeypatch.setattr(attention, "function", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("x")))
+    assert one_row("flash")["outcome"].startswith("OOM")
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("backend", "backward"), [("math", 2), ("flash", 2.5)])
+def test_flops_are_those_of_the_pairs_that_attention_sees(backend, backward, causal, monkeypatch):
+    monkeypatch.setattr(attention, "milliseconds", lambda *_: {"forward": [2.0], "backward": [10.0]})
+    B, H, T, d = 2, 4, 96, 8
+    row = one_row(backend, Shape(B, H, 2, T, d, "fp32"), causal)
+    pairs = (torch.ones(T, T).tril() if causal else torch.ones(T, T)).sum().item()
+    once = B * H * pairs * 4 * d  # each 2 d FLOPs for its score and 2 d for its value
+    assert row["flops"] == {"forward": once, "backward": backward * once}
+    assert row["forward_tflops"] == pytest.approx(once / 2e-3 / 1e12, abs=1e-6)
+    assert row["backward_tflops"] == pytest.approx(backward * once / 10e-3 / 1e12, abs=1e-6)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("backend", ["plain", "math", "flash"])
+def test_bytes_held_between_forward_and_backward_are_those_of_the_formula(backend, dtype, causal):
+    shape = Shape(3, 1, 1, 40, 16, dtype)
+    *qkv, _ = attention.inputs(shape, CPU)
+    run = attention.function(backend, shape, CPU, {}, causal)
+    assert attention.held(run, qkv) == attention.formula(backend, shape, causal)
+    size, casts = (4, 0) if dtype == "fp32" else (2, 1)
+    told = dict(plain=size * 3 * 40 * 40 + 1600 * causal, math=4 * 3 * 40 * (40 + (2 + casts) * 16),
+                flash=3 * 40 * (size * 16 + 4))  # fmt: skip
+    assert attention.formula(backend, shape, causal) == told[backend]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("backend", ["math", "flash"])
+def test_plain_attention_is_that_of_the_kernels(backend, causal):
+    *qkv, _ = attention.inputs(SHAPE, CPU)
+    found = attention.plain(*qkv, causal)
+    torch.testing.assert_close(found, sdpa_kernel(backend, *qkv, causal=causal), rtol=1e-5, atol=1e-5)
+
+
+def test_published_forwards_that_beat_the_device_are_marked():
+    """T = 16384, d = 16: 137 GFLOP and 17 GB in 0.231 ms."""
+    lines = {(int(line["head_dim"]), int(line["seq"])): line for line in study.published("attention_h100")}
+    assert attention.suspicious(lines[16, 16384]) == "impossible: 595 TFLOP/s of at most 67, 75 TB/s of at most 3.35"
+    assert attention.suspicious(lines[128, 16384]) == "impossible: 4953 TFLOP/s of at most 67, 79 TB/s of at most 3.35"
+    assert not attention.suspicious(lines[128, 1024])
+    assert sum(bool(attention.suspicious(line)) for line in lines.values()) == 12
+
+
+def test_a_row_of_ours_that_is_as_fast_as_those_is_refused(monkeypatch):
+    """On an H100: by the fp32 peak, or by what is held, which must go to memory."""
+    monkeypatch.setattr(study.torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    for line in study.published("attention_h100"):
+        flops, held = 32 * int(line["seq"]) ** 2 * int(line["head_dim"]), 1e9 * float(line["mem_gb"])
+        row = dict(forward_ms=1e3 * float(line["forward_s"]), peak_of="fp32")
+        row |= dict(flops=dict(forward=flops), moved_bytes=dict(forward=held))
+        outcome = study.outcome(lambda found, _: found, row, Namespace(device="cuda"))["outcome"]
+        assert outcome.startswith("refused: forward in" if attention.suspicious(line) else "ok")
+
+
+@pytest.mark.parametrize(("backend", "peak_of"), [("plain", "fp32"), ("flash", "fp32"), ("efficient", "bf16")])
+def test_a_row_names_the_dtype_of_its_products_and_the_bytes_that_it_moves(backend, peak_of, monkeypatch):
+    monkeypatch.setattr(attention, "refusal", lambda *_: None)
+    if backend == "efficient":  # is of a GPU
+        monkeypatch.setattr(attention, "function", lambda *_: lambda q, k, v: attention.plain(q, k, v, True))
+    row = one_row(backend)
+    assert row["peak_of"] == peak_of
+    assert row["moved_bytes"] == dict(forward=row["held_bytes"], backward=row["held_bytes"])
+
+
+def test_published_memory_is_that_of_two_matrices():
+    lines = {(int(line["head_dim"]), int(line["seq"])): line for line in study.published("attention_h100")}
+    assert float(lines[16, 16384]["mem_gb"]) == pytest.approx(2 * 4 * 8 * 16384**2 / 1e9, rel=0.01)  # two [T, T]
+
+
+def test_ratios_are_to_the_fastest_sdpa_of_the_same_shape_and_device():
+    def row(backend, forward, seqlen=4096, device="H100"):
+        sizes = dict(Shape(8, 32, 8, seqlen, 128, "bf16")._asdict(), device=device, torch="2.13")
+        done = dict(forward_ms=forward, forward_ms_min=forward, forward_ms_max=forward, backward_ms=2 * forward)
+        return sizes | dict(study="attention", backend=backend, outcome="ok", date="now") | done
+
+    rows = [row("flex", 3.0), row("flash", 4.0), row("cudnn", 2.0), row("flex", 9.0, 8192)]
+    _, columns = report.attention([*rows, row("flash", 1.0, device="B200")])
+    ratios = next(texts for title, texts in columns if title == "x")
+    assert ratios == ["1.50", "2.00", "1.00", "", "1.00"]
+
+
+@pytest.mark.parametrize(("argv", "said"), [
+    ("--sweep reference --seqlen 1000", "--seqlen 1000: must divide the 32768 tokens"),
+    ("--head-dim 0", "--head-dim 0: must be at least 1"),
+    ("--heads 32 --kv-heads 5", "--kv-heads 5: must divide the 32"), ("--search", "--search: needs CUDA"),
+    ("--small --options nowhere.json", "--options nowhere.json: no such file"),
+])  # fmt: skip
+def test_bad_flags_exit_2_with_a_line(argv, said, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as exit:
+        study.main(attention, [*argv.split(), "--device", "cpu"])
+    assert exit.value.code == 2 and said in capsys.readouterr().err.splitlines()[-1]
+
+
+# ----------------------------------------------------------------------------------------------------------- the search
+
+BEST = attention.FORWARD[7] | attention.BACKWARD[3]
+
+
+def timer(calls, broken=lambda options: False, die_at=None):
+    """A kernel that is the faster the more of its options are those of BEST; the defaults take 50 ms."""
+
+    def time(options, direction):
+        calls.append((direction, options))
+        if len(calls) == die_at:
+            raise KeyboardInterrupt
+        if broken(options):
+            raise RuntimeError("out of shared memory")
+        own = {k: v for k, v in options.items() if k.startswith("fwd_" if direction == "forward" else "bwd_")}
+        return 50.0 - sum(BEST[k] == v for k, v in own.items())
+
+    return time
+
+
+def quiet(*_):
+    pass
+
+
+def test_the_best_options_win_and_the_file_keeps_what_others_stored(tmp_path):
+    path, calls = tmp_path / "new" / "options.json", []
+    attention.store(path, "another", {"options": {}})
+    entry = attention.search(timer(calls), path, "here", {"commit": "c"}, quiet)
+    assert entry["options"] == BEST and (entry["forward_ms"], entry["backward_ms"]) == (46.0, 44.0)
+    assert (entry["default_forward_ms"], entry["default_backward_ms"]) == (50.0, 50.0)
+    assert kernels.read_options(path) == {"another": {"options": {}}, "here": entry}
+    assert list(path.parent.iterdir()) == [path]
+    directions = Counter(direction for direction, _ in calls)
+    assert directions == {"forward": 1 + len(attention.FORWARD), "backward": 1 + len(attention.BACKWARD)}
+    assert all(calls[-1][1][k] == v for k, v in attention.FORWARD[7].items())  # backward beside the best forward
+
+
+def test_options_that_do_not_run_are_skipped_and_told(tmp_path):
+    path, said = tmp_path / "options.json", []
+    entry = attention.search(timer([], lambda o: o.get("fwd_num_stages") == 4), path, "here", {}, said.append)
+    broken = [line for line in said if "skipped" in line]
+    assert len(broken) == len(attention.FORWARD) // 3 and "out of shared memory" in broken[0]
+    assert entry["options"]["fwd_num_stages"] != 4 and "backward_ms" in entry
+    with pytest.raises(ValueError, match="run forward"):
+        attention.search(timer([], lambda o: True), path, "here", {}, quiet)
+    assert kernels.read_options(path)["here"] == entry
+
+
+def test_a_search_that_dies_leaves_its_best_and_the_next_starts_from_it(tmp_path):
+    path, calls = tmp_path / "options.json", []
+    with pytest.raises(KeyboardInterrupt):
+        attention.search(timer(calls, die_at=len(attention.FORWARD) + 6), path, "here", {}, quiet)
+    half = kernels.read_options(path)["here"]["options"]
+    assert {k: v for k, v in half.items() if k.startswith("fwd_")} == attention.FORWARD[7]
+    with pytest.raises(KeyboardInterrupt):  # the second dies at once: the stored options were measured first
+        attention.search(timer(calls := [], die_at=3), path, "here", {}, quiet)
+    assert {k: v for k, v in calls[0][1].items() if k.startswith("fwd_")} == attention.FORWARD[7]
+    assert kernels.read_options(path)["here"]["options"] == half
+
+
+def test_candidates_keep_what_the_kernels_assert():
+    for o in attention.FORWARD:
+        assert 128 % o["fwd_BLOCK_M"] == 128 % o["fwd_BLOCK_N"] == 0
+    for o in attention.BACKWARD:
+        assert o["bwd_BLOCK_N1"] % o["bwd_BLOCK_M1"] == o["bwd_BLOCK_M2"] % o["bwd_BLOCK_N2"] == 0
+        assert all(128 % v == 0 for k, v in o.items() if "BLOCK" in k)
+
+
+def test_the_options_are_names_that_this_torch_documents():
+    known = torch.nn.attention.flex_attention.FlexKernelOptions.__annotations__
+    assert {k.split("_", 1)[1] for k in attention.FORWARD[0] | attention.BACKWARD[0]} <= known.keys()

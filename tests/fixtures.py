@@ -1,0 +1,258 @@
+"""Fixtures of several files."""
+
+import gc
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from conversations import SPECIAL, TEMPLATES, TURNS, chats
+from running import TINY, TORCHRUN, read
+from torch._inductor import config as inductor
+from torch.nn.attention import flex_attention as flex
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import main
+import model
+from gloo import one_worker_thread
+from trainer import config as flags
+from trainer.checkpoint import export
+from trainer.distributed.compile_once import ALLOCATIONS
+from trainer.finetuning.chat import ChatBatches
+from trainer.run import execute
+
+one_worker_thread()
+
+# Or torch would compile a probe for each kind of vector instructions in each cache directory, and load it in a process
+# of its own for each process that compiles. The variable is for processes that import torch later.
+os.environ["TORCHINDUCTOR_VEC_ISA_OK"], inductor.cpp.vec_isa_ok = "1", True
+
+# The files whose tests take longest, in that order; what is not here takes a few seconds.
+LONGEST = """
+peak equivalence overlap generated gpu_code other_models regions hosts plan sweep simple_fsdp_ranks baselines
+simulated_world
+slurm speed_mem_mlp remat rungs soak
+nonfinite main
+checkpoint checkpoint_ranks control config simple_fsdp_cost killed faults export simple_fsdp sinks compile_cache data
+compile_once graph timeline cells structures
+""".split()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts the longest files first, so that two workers, who take a file at a time, end at about the same time."""
+    place = {f"test_{name}.py": i for i, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.name, len(place)))
+
+
+def pytest_collection_finish() -> None:
+    """What is imported stays: the garbage collector need not look at it again, which is a part of each compilation. Nor
+    often at a compiler's graphs, which are in use."""
+    gc.freeze()
+    gc.set_threshold(ALLOCATIONS)
+
+
+@pytest.fixture
+def mesh_of():
+    """make(world, replicas=1) -> a mesh of ranks that are not there: collectives return at once and move nothing."""
+
+    def make(world, replicas=1):
+        dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
+        if replicas > 1:
+            return dist.init_device_mesh("cpu", (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
+        return dist.init_device_mesh("cpu", (world,), mesh_dim_names=("shard",))
+
+    yield make
+    torch._dynamo.reset()
+    if dist.is_initialized():  # not if the test was skipped
+        dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def no_signal_handler_is_left():
+    """One that a test leaves would meet the tests after it, in an order that differs from run to run."""
+    before = {kind: signal.getsignal(kind) for kind in signal.Signals}
+    yield
+    left = {kind.name: now for kind, was in before.items() if (now := signal.getsignal(kind)) != was}
+    for kind, was in before.items():
+        if was is not None and was != signal.getsignal(kind):
+            signal.signal(kind, was)
+    assert not left, f"the test left signal handlers: {left}"
+
+
+@pytest.fixture(scope="module")
+def one_thread():
+    """Small shapes, and sums in one order."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def isolated(monkeypatch, tmp_path):
+    """No environment of torchrun, W&B or a terminal; no process group, compiled code or file left behind."""
+    for name in [*TORCHRUN, *(name for name in os.environ if name.startswith("WANDB_"))]:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("COLUMNS", "100")  # tyro sets wider ones in two columns
+    monkeypatch.chdir(tmp_path)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    torch._dynamo.reset()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.fixture
+def flex_on_cpu(monkeypatch):
+    """FlexAttention that trains on a CPU: torch's dense stand-in, without the private check that refuses it."""
+    monkeypatch.setattr(flex, "_validate_device", lambda *_: None)
+    monkeypatch.setattr(model, "compiled_flex_attention", flex.flex_attention)
+
+
+def outcome(capfd, call, results=None):
+    """What call() returns or exits with, both outputs, and of the file `results` its row and steps if it has them."""
+    capfd.readouterr()
+    try:
+        code = call()
+    except SystemExit as exit:
+        code = exit.code
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    out, err = capfd.readouterr()
+    row, steps = read(results) if results and results.is_file() and results.stat().st_size else (None, [])
+    return SimpleNamespace(code=code, out=out, err=err, row=row, steps=steps)
+
+
+@pytest.fixture
+def train(capfd, tmp_path):
+    """Run main.main on one rank in this process: its exit code, both outputs, its row and steps if it has them."""
+
+    def train(*argv, rank=0, world=1):
+        results = tmp_path / f"{len(list(tmp_path.iterdir()))}.jsonl"
+        argv = [*TINY, "--results", str(results), *map(str, argv)]
+        return outcome(capfd, lambda: main.main(flags.parse(argv), rank, rank, world), results)
+
+    return train
+
+
+@pytest.fixture(scope="module")
+def saved_run(one_thread, tmp_path_factory) -> Path:
+    """Steps 2, 4 and 6 of a run, not to be changed."""
+    folder = tmp_path_factory.mktemp("saved")
+    argv = [*TINY, "--results", f"{folder}/rows.jsonl", "--save", f"{folder}/run", "--save-every", "2"]
+    assert main.main(flags.parse(argv), 0, 0, 1) == 0
+    return folder / "run"
+
+
+@pytest.fixture
+def folder(saved_run, tmp_path) -> Path:
+    """The same, to be changed."""
+    return shutil.copytree(saved_run, tmp_path / "run")
+
+
+@pytest.fixture(scope="module")
+def exported(saved_run, tmp_path_factory) -> dict[str, Path]:
+    """The weights of step 6 in each form, not to be changed."""
+    folder = tmp_path_factory.mktemp("exported")
+    forms = {"one": "out.safetensors", "several": "cut.safetensors", "pt": "out.pt"}
+    for form, name in forms.items():
+        assert export.main([str(saved_run), str(folder / name), *["--shard-gb", "30e-6"] * (form == "several")]) == 0
+    return {form: folder / name for form, name in forms.items()}
+
+
+@pytest.fixture
+def call_study(isolated, capfd):
+    """A study of studies/ on a CPU in this process: exit code, both outputs."""
+    from lab.studies import study
+
+    def call(module, *argv):
+        return outcome(capfd, lambda: study.main(module, [*map(str, argv), "--device", "cpu"]))
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def backend():
+    """A byte-level BPE of a small vocabulary, trained on the turns. It puts <|begin|> before texts, as Llama's does."""
+    import tokenizers
+
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    how = dict(special_tokens=SPECIAL, initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=500, show_progress=False, **how)
+    made.train_from_iterator([repr(TURNS + chats(9)), "system user assistant model You are kind.", "\n\n"], trainer)
+    begins = dict(single="<|begin|> $A", special_tokens=[("<|begin|>", 0)])
+    made.post_processor = tokenizers.processors.TemplateProcessing(**begins)
+    return made.to_str()
+
+
+@pytest.fixture
+def tokenizer(backend):
+    """template -> a tokenizer."""
+    import tokenizers
+    import transformers
+
+    def make(template=None, pad="<|pad|>", eos="<|end|>", **changes):
+        how = dict(bos_token="<|begin|>", eos_token=eos, pad_token=pad, additional_special_tokens=SPECIAL[3:]) | changes
+        made = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer.from_str(backend), **how)
+        made.chat_template = TEMPLATES.get(template, template)
+        return made
+
+    return make
+
+
+@pytest.fixture
+def batches(tmp_path, tokenizer):
+    """lines, as dictionaries or bytes -> batches; of one row and from a new file unless told otherwise."""
+
+    def make(lines, template="qwen2.5", made=None, **changes):
+        path = tmp_path / "chat.jsonl"
+        if lines is not None:
+            path.write_bytes(b"".join((x if isinstance(x, bytes) else json.dumps(x).encode()) + b"\n" for x in lines))
+        how = dict(global_batch=1, seqlen=128, vocab=512, seed=3, cache=str(tmp_path / "cache")) | changes
+        return ChatBatches(str(path), made or tokenizer(template), **how)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory):
+    """A tiny Qwen2.5 in bf16 with its tokenizer, and data beside it; not to be changed."""
+    from tiny_hf import write_data, write_model, write_tokenizer
+
+    folder = tmp_path_factory.mktemp("hf")
+    write_model(folder / "qwen")
+    write_tokenizer(folder / "qwen")
+    write_data(folder / "chat.jsonl")
+    return folder / "qwen"
+
+
+@pytest.fixture
+def tune(qwen, capfd, tmp_path, monkeypatch):
+    """Runs finetune.py on one rank in this process: its exit code, both outputs, its row and steps if it has them."""
+    from trainer.finetuning import checks, config
+    from trainer.finetuning.run import FineTune
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(qwen.parent / "cache"))
+
+    def tune(*argv, model=qwen, data=qwen.parent / "chat.jsonl"):
+        results = tmp_path / f"{len(list(tmp_path.iterdir()))}.jsonl"
+        usual = ["--model", model, "--data", data, "--compile", "none", "--seqlen", 48, "--batch", 4, "--lr", "1e-3",
+                 "--warmup", 0, "--results", results]  # fmt: skip
+
+        def call():
+            c = config.parse([*map(str, usual), *map(str, argv)], 0, 1)
+            checks.check_at_once(c, 1)
+            return execute(FineTune, c, 0, 0, 1)
+
+        return outcome(capfd, call, results)
+
+    return tune

@@ -1,0 +1,91 @@
+"""What can be refused before anything is taken: data files, directories, more memory than there is. Imports no torch.
+
+    check_at_once(config, world)    # on rank 0: ends the process with one line and exit code 2 or 3, or returns
+    check(config, world)            # on each rank: ValueError
+    never_run(torch.__version__)    # a line for a torch that is not in TORCH
+"""
+
+import os
+import re
+from bisect import bisect_right
+from contextlib import suppress
+from pathlib import Path
+
+from trainer import config as flags
+from trainer import costs
+from trainer.checkpoint.manifest import check_directory
+from trainer.distributed.terminal import fail, grouped
+from trainer.logging import check_writable
+
+TORCH = "2.11.0", "2.12.1", "2.13.0", "2.14.1"  # the table of docs/wrapper.md has a row of each
+
+
+def never_run(version: str) -> str:
+    """A warning where no version of torch with these first two numbers was ever run; empty elsewhere."""
+    public, minors = version.partition("+")[0], {each.rpartition(".")[0] for each in TORCH}
+    if ".".join(public.split(".")[:2]) in minors:
+        return ""
+    return (
+        f"warning: torch {version} was never run with this program, {', '.join(TORCH)} were; "
+        f"./launch.sh test versions {public} tests it"
+    )
+
+
+def check(c: flags.Config, world: int) -> None:
+    """ValueError, one line, for what resolved flags name and need outside, data files apart."""
+    from trainer.data import check_source  # with numpy, which --help does not need
+
+    check_source(c.data)
+    check_outputs(c)
+    several = world > 1 and not c.world
+    check_fits(c, c.world or world, int(os.environ.get("LOCAL_WORLD_SIZE") or 1) if several else 1)
+
+
+def check_outputs(c: flags.Config) -> None:
+    """ValueError where --results or --save cannot be written."""
+    check_writable(c.results)
+    if c.save is not None:
+        check_directory(c.save)
+
+
+def check_at_once(c: flags.Config, world: int) -> None:
+    """For rank 0, before torch is imported and with flags as they are given: tells what `check` finds, and what is
+    wrong with the data files as this rank sees them. A rank that sees others says so when all have met."""
+    from trainer.data import DataError, check_files
+
+    device = "cuda" if c.device == "auto" and costs.may_have_gpu() else c.device.replace("auto", "cpu")
+    try:
+        check(flags.filled(c, device).on(c.world or world), world)
+        seqlen = c.seqlen or min(each["seqlen"] for each in flags.DEFAULTS.values())
+        check_files(c.data, seqlen, hold_out=c.eval_every > 0)
+    except ValueError as e:
+        fail(str(e), 0)
+    except DataError as e:
+        fail(str(e), 0, 3)
+
+
+def available() -> int:
+    """Bytes of the host's memory that this process and others may still take, by the system and by its container."""
+    found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    with suppress(OSError, TypeError):  # macOS
+        found.append(int(re.search(r"^MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text(), re.M)[1]) * 1024)
+    for limit in ("memory.max", "memory/memory.limit_in_bytes"):  # of a container: cgroup 2, cgroup 1
+        with suppress(OSError, ValueError):  # "max"
+            found.append(int(Path("/sys/fs/cgroup", limit).read_text()))
+    return min(found)
+
+
+def check_fits(c: flags.Config, ranks: int, here: int) -> None:
+    """ValueError with the batch that would fit, if a step of resolved flags on `ranks`, of which `here` run on this
+    machine, needs more than the host has. For a CPU alone: a GPU's allocator says so itself, and harms nobody."""
+    free, needs = available() / here, costs.step_bytes(c, ranks, c.batch)
+    if c.device != "cpu" or c.force or needs <= free:
+        return
+    room = 0.8 * free  # a process also holds torch itself, and what the formula leaves out
+    most = bisect_right(range(c.batch), room, key=lambda batch: costs.step_bytes(c, ranks, batch)) - 1
+    accum = -(-c.batch * c.grad_accum // max(1, most))
+    fix = f"--batch {most} --grad-accum {accum} would fit" if most > 0 else "use a smaller --width, --depth or --vocab"
+    needs, has = (f"{grouped(nbytes / 2**30, 1)} GiB" for nbytes in (needs * here, free * here))
+    who = f"{here} ranks" if here > 1 else "a step"
+    raise ValueError(f"--batch {c.batch}: {who} would take about {needs}, this machine has {has} free; {fix}; --force "
+                     "tries it")  # fmt: skip

@@ -1,0 +1,3 @@
+"""Moved to the lab: says the new name."""
+
+raise SystemExit("error: moved: python -m lab.report")

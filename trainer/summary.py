@@ -1,0 +1,180 @@
+"""What a run of main.py says of itself: the lines before its first step, and the row that it leaves."""
+
+import math
+import os
+import re
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from simple_fsdp import describe, units_of
+from trainer import config as flags
+from trainer import costs
+from trainer.data import Batches
+from trainer.distributed import simulated_world
+from trainer.distributed.terminal import grouped
+from trainer.fault_tolerance.errors import RunView
+from trainer.fault_tolerance.nonfinite import FiniteCheck
+from trainer.fault_tolerance.watchdog import Watchdog
+from trainer.measuring import flops, memory, timing
+from trainer.optimizer import Muon
+from trainer.step import Replayed, Step
+
+
+class ToldRun(RunView, Protocol):
+    """What a header and a row tell of a run (trainer.run.Run)."""
+
+    world: int  # ranks, simulated ones too
+    environment: dict[str, Any]  # of timing.environment
+    attention: str  # the kernel, for people
+    flops: dict[str, float]  # of one step on one rank: "causal", "palm", "hardware" if it is known
+    uncounted: str  # why there are none
+    step_tokens: int | None  # of one step on one rank; None if steps differ
+    batches: Batches
+    replayed: Replayed | None  # with --cuda-graph
+    timer: timing.StepTimer
+    finite: FiniteCheck
+    collectives: deque | None  # of the last step, on simulated ranks
+    watchdog: Watchdog
+    evaluated: dict[str, float | int]  # eval_loss, eval_step, eval_bpb or eval_ppl, if it has been evaluated
+    peak: dict[str, float | str]  # of memory, before the last evaluation
+    told: dict[str, Any]  # more for the row
+    first_step_s: float | None
+    first_step_cpu_s: float | None
+    first_step_mib: float | None
+
+
+def _peak(run: ToldRun) -> dict[str, float | str]:
+    """Memory at its peak so far, as a row has it."""
+    found = memory.highest(run.peak, memory.peak(run.device))
+    if run.replayed is not None and run.replayed.peak_mib:  # since it was captured nothing was allocated
+        found["peak_alloc_mib"] = max(run.replayed.peak_mib, found["peak_alloc_mib"])
+    return found
+
+
+def figures(run: ToldRun, ms: float) -> dict[str, float]:
+    """What a logged step of `ms` tells beside its loss: tokens so far, tok/s of all ranks, MFU in percent and MiB at
+    the peak so far; without what is not known."""
+    mfu = flops.utilisation(run.flops, ms / 1e3, costs.device_peak(run.environment["device"]))["mfu"]
+    found = dict(mfu=mfu)
+    if run.step_tokens is not None:
+        found |= dict(tokens=run.batches.sample * run.c.seqlen, tok_s=run.world * run.step_tokens / ms * 1e3)
+    return {name: value for name, value in (found | _peak(run)).items() if isinstance(value, int | float)}
+
+
+def row(run: ToldRun, outcome: str) -> dict:
+    """The row of a run that ended with `outcome`: ms, MiB, MFU in percent, None where it is not known."""
+    c = run.c
+    stats = timing.stats(run.timer.ms()) if outcome == "ok" else timing.stats([])
+    seconds = stats["step_ms"] / 1e3 if stats["step_ms"] else None
+    tok_s = run.world * run.step_tokens / seconds if seconds and run.step_tokens is not None else None
+    compiled = c.compile != "none" and run.first_step_s is not None and seconds is not None
+    shown = "wrapper mode compile attn remat remat_ratio depth width seqlen batch grad_accum param_dtype reduce_dtype"
+    row = run.environment | timing.clocks(run.device) | dict(world=flags.world_label(c, run.world), loss_kind=c.loss)
+    row |= {name: getattr(c, name) for name in shown.split()} | dict(attention=run.attention, flags=flags.setting(c))
+    row |= dict(outcome=outcome, cell=os.environ.get("SWEEP_CELL"), skipped=run.finite.skipped)
+    row |= dict(resumed_after=run.first or None, compile_s=round(run.first_step_s - seconds, 2) if compiled else None)
+    row["first_step_cpu_s"] = round(run.first_step_cpu_s, 2) if run.first_step_cpu_s is not None else None
+    row |= dict.fromkeys("eval_loss eval_bpb eval_ppl eval_step best_eval_loss best_step".split()) | run.evaluated
+    if c.compile == "regions":  # calls of each shared subgraph; {}: none, as fwdbwd; None: compiled before, not counted
+        row["regions"] = getattr(run.step.regions, "found", {})
+    row |= _peak(run) | dict(first_step_peak_mib=run.first_step_mib) | stats
+    row |= dict(tok_s=tok_s, tok_s_rank=tok_s / run.world if tok_s else None)
+    if run.collectives is not None:
+        row["collectives"] = simulated_world.summary(run.collectives)
+    peak = costs.device_peak(row["device"])
+    row |= run.told
+    return row | flops.utilisation(run.flops, seconds, peak) | dict(peak_flops=peak, loss=run.finite.loss)
+
+
+COMPILED = dict(none="the first step", blocks="compiling a block", model="compiling the model",
+                fwdbwd="compiling forward and backward", regions="compiling forward and backward, equal blocks once",
+                step="compiling the whole step")  # fmt: skip
+
+ASIDE = dict(save=", saving", eval=", evaluating", sample=", writing a sample", export=", exporting")
+
+
+def doing(run: ToldRun, live: bool) -> Callable[[], str]:
+    """For Progress: what a run that trains is doing, in words. live: say it of every step, not of the first alone."""
+    c, dog, began = run.c, run.watchdog, []
+    first = COMPILED[c.compile] + "; minutes the first time, seconds when cached" * (c.compile != "none")
+
+    def words() -> str:
+        if not dog.begun:
+            return first
+        began[:] = began or [(time.monotonic(), dog.step)]
+        (start, step), aside = began[0], ASIDE.get(dog.place, "")
+        left = (time.monotonic() - start) / max(1, dog.step - step) * (c.steps - dog.step + 1)
+        about = f", about {left / 60:.0f} min left" if left > 90 and dog.step > step else ""
+        return f"step {dog.step}/{c.steps}{about}{aside}" if live else ""
+
+    return words
+
+
+def notes(c: flags.Config) -> list[str]:
+    """What resolved flags ask for and will not get, though that is no error."""
+    found = []
+    if c.warmup >= c.steps:
+        top = c.lr * c.steps / c.warmup
+        found.append(f"--warmup {c.warmup} is not below --steps {c.steps}: the learning rate ends at {top:.3g}")
+    if c.world:
+        found.append("ranks are simulated, and all hold the same: times and memory count, the loss is no result")
+    if c.wrapper == "ddp":
+        found.append("--wrapper ddp shards nothing: --mode is replicate")
+    return [f"note: {each}" for each in found]
+
+
+def goes_where(step: Step) -> list[str]:
+    """Of --optimizer muon, which parameters Muon updates and which AdamW; numbers in names are written as *."""
+    if not isinstance(step.optimizer, Muon):
+        return []
+    names = {id(p): re.sub(r"\.\d+\.", ".*.", name) for name, p in step.model.named_parameters()}
+    rest = step.optimizer.adamw.params
+    both = step.optimizer.matrices, [p for p in rest if p.ndim > 1]
+    told = [f"{len(each)} matrices ({', '.join(dict.fromkeys(names[id(p)] for p in each))})" for each in both]
+    return [f"muon for {told[0]}", f"adamw for {told[1]} and {len(rest) - len(both[1])} vectors"]
+
+
+def units_in_words(rows: list, units: list[str]) -> str:
+    """What is gathered at once, and how many parameters lie in no unit."""
+    outside = [math.prod(r.shape) for r in rows if not r.unit]
+    ends, elements = " to ".join(units[:1] + units[1:][-1:]), f"{sum(outside):,}".replace(",", "'")
+    return f"units ({len(units)}): {ends}; in none: {len(outside)} of {len(rows)} parameters, {elements} elements"
+
+
+def header(run: ToldRun, settings: Path | None = None) -> list[str]:
+    """The anchors of sanity that a run prints before its first step. settings: the file that holds all flags."""
+    c, env = run.c, run.environment
+    rows = describe(run.step.model)
+    parameters = grouped(sum(math.prod(r.shape) for r in rows))
+    whole = [r for r in rows if r.placement.startswith("Replicate")]
+    usual = type(c)(*(type(group)() for group in (c.training, c.system, c.output)))
+    usual = flags.filled(usual, c.device).on(run.world)
+    both = {**vars(c.training), **vars(c.system)}.items()
+    changed = [f"{name}={value}" for name, value in both if value != getattr(usual, name)]
+    optimizer, still = run.step.optimizer, len(run.step.optimizer.params) - run.step.optimizer.decaying
+    counted = run.uncounted
+    if run.flops:
+        causal, palm = (run.flops[kind] / run.step_tokens / 1e6 for kind in ("causal", "palm"))
+        counted = f"{causal:.3f} MFLOP per token (causal; PaLM {palm:.3f}), "
+        counted += f"{run.flops['causal'] / 1e12:.4g} TFLOP per step and rank"
+    lines = [
+        f"commit {env['commit'][:12]}{' (dirty)' * bool(env['dirty'])}, torch {env['torch']}, {env['device']}, "
+        f"{flags.world_label(c, run.world)} rank{'s' * (run.world > 1)}",
+        ("  ".join(changed) or "every flag has its default") + f"; all flags: {settings}" * (settings is not None),
+        f"attention: {run.attention}",
+        f"data {run.batches.description}",
+        f"{parameters} parameters, {sum(r.local_bytes for r in rows) / 2**20:.1f} MiB on this rank; "
+        f"{len(whole)} of {len(rows)} replicated" + f": under {c.min_shard_mib} MiB" * (c.min_shard_mib > 0),
+        f"weight decay {c.weight_decay:g} for {optimizer.decaying} parameters; none for the {still} with one dimension",
+        counted,
+        f"ln V = {math.log(c.vocab):.4f}",
+        *goes_where(run.step),
+        *notes(c),
+    ]
+    if c.verbose:
+        lines += [f"  {r.name:<28}{r.shape!s:<16}{r.placement:<14}{r.local_shape!s:<16}{r.dtype}" for r in rows]
+        lines.append(units_in_words(rows, units_of(run.step.model)))
+    return lines
