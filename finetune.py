@@ -5,8 +5,9 @@
         --effective-batch 64 --remat-ratio 0.5 --loss chunked --save runs/a           # several
     python finetune.py --model DIR --data chat.jsonl --preview                        # what is learned of an example
 
-Flags, rows, checkpoints and exit codes are main.py's; see --help. Each rank reads its rows of each tensor, stores them
-in fp32, and no rank ever holds the whole model. Needs the extra `hf`: pip install -e '.[hf]'.
+The loop is here, from top to bottom; what surrounds it is trainer/run.py. Flags, rows, checkpoints and exit codes are
+main.py's; see --help. Each rank reads its rows of each tensor, stores them in fp32, and no rank ever holds the whole
+model. Needs the extra `hf`: pip install -e '.[hf]'.
 """
 
 import os
@@ -29,9 +30,15 @@ if __name__ == "__main__":  # before torch is imported: --help and bad flags ans
 
 from trainer import config as flags
 from trainer.data import DataError
+from trainer.finetuning.checks import check
+from trainer.finetuning.load import load_weights
 from trainer.finetuning.model import blank_model
-from trainer.finetuning.run import FineTune, open_data
-from trainer.run import execute
+from trainer.finetuning.run import exported, look, open_data, open_model, to_count
+from trainer.optimizer import learning_rate
+from trainer.parallelize import make_optimizer, materialise, training_step, wrap
+from trainer.run import Run
+
+PREVIEW = 200  # characters of each part of the example that is shown before the first step
 
 
 def show(c: config.Config, world: int) -> None:
@@ -44,11 +51,64 @@ def show(c: config.Config, world: int) -> None:
         fail(str(error), 0, 3 if isinstance(error, DataError) else 2)
 
 
+def main(c: config.Config, rank: int, local_rank: int, world: int, progress: Progress | None = None) -> int:
+    """One run of the flags; returns its exit code. B: rows of this rank in a batch, T: tokens of a row."""
+    with Run(c, check, rank, local_rank, world, progress) as run:
+        c, device, world = run.c, run.device, run.world
+        model, vocab = open_model(c)  # on the meta device: no parameter has memory yet
+        data, shape = open_data(c, vocab, rank, world), model.model.config
+        c = c.completed(shape.num_hidden_layers, shape.hidden_size, vocab, data.epoch_samples)
+        attention = f"{shape._attn_implementation} of transformers"
+        run.open(data, model, attention, c=c, counted=to_count(c, model))
+        done = run.first >= c.steps
+        if done:
+            run.already_done()
+            if c.export is None:
+                return 0
+        run.stages.add("model")
+
+        mesh = wrap(model, c, device, world)  # data_parallel: from here on each rank holds its shard of a parameter
+        run.stages.add("wrap")
+        materialise(model, c, device)
+        run.stages.add("weights")
+        optimizer = make_optimizer(c, model, mesh)
+        run.stages.add("optimizer")
+        step = training_step(c, model, optimizer, mesh, run.between, run.norms if c.verbose > 1 else None)
+        step.dynamic = c.pad == "longest"
+        run.agree_on_draws(model)
+        if not (c.random or run.found):
+            run.told |= load_weights(c, model, run.group)
+        run.restore(step)
+        look(run, c, model, device)
+        if done:
+            with run.saver:
+                run.say(exported(run, c, model))
+            return 0
+
+        with run.training(step) as train_step:
+            run.say(f"the first example, with [[what is learned]]:\n{data.preview(0, False, PREVIEW)}")
+            for k in range(run.first, c.steps):
+                optimizer.lr.fill_(lr := learning_rate(c, k))
+                with run.timed(k):
+                    tokens, targets, inputs = run.batch()  # [B, T]
+                    loss = train_step(tokens, targets, inputs)  # of the whole batch, averaged over all ranks
+                run.log(k, loss, lr)
+                if c.eval_every and ((k + 1) % c.eval_every == 0 or k + 1 == c.steps):
+                    run.evaluate()
+                if c.save_every and (k + 1) % c.save_every == 0:
+                    run.save()
+            if c.export is not None:
+                run.save()
+                with run.aside("export"):
+                    run.sampled.append(exported(run, c, model))
+    return run.code
+
+
 if __name__ == "__main__":
     with PROGRESS:
         if CONFIG.preview:
             status = show(CONFIG, RANKS[2]) if RANKS[0] == 0 else None
         else:
-            status = execute(FineTune, CONFIG, *RANKS, PROGRESS)
+            status = main(CONFIG, *RANKS, PROGRESS)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, when another rank has left first
     sys.exit(status)

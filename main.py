@@ -3,14 +3,17 @@
     python main.py                                                      # one rank, CPU or GPU
     torchrun --nproc-per-node 4 main.py --depth 8 --compile fwdbwd      # the main job
 
-Parse, build, run, report. Exit codes: trainer/fault_tolerance/errors.py. A run that fails on its way has a row, too.
+The loop is here, from top to bottom. What surrounds it (signals, hanging ranks, checkpoints, the log, the row) is
+trainer/run.py. Where to add what: a second loss term in `Step.loss_sum` of trainer/step.py, an optimizer in
+`make_optimizer` of trainer/parallelize.py, a schedule in `learning_rate` of trainer/optimizer.py, a column of the row
+as `run.told["name"] = value` in the loop. Exit codes: trainer/fault_tolerance/errors.py.
 """
 
 import signal
 import sys
 
 from trainer import config as flags
-from trainer.checks import check_at_once
+from trainer.checks import check, check_at_once
 from trainer.distributed.terminal import Progress, ranks
 
 if __name__ == "__main__":  # before torch is imported: --help and bad flags answer at once
@@ -21,12 +24,51 @@ if __name__ == "__main__":  # before torch is imported: --help and bad flags ans
         check_at_once(CONFIG, RANKS[2])
     PROGRESS = Progress("importing torch", speak=RANKS[0] == 0)
 
-from trainer.run import Run, execute
+from trainer.attention import choose_kernel
+from trainer.checkpoint.weights import initialise
+from trainer.data import Batches
+from trainer.optimizer import learning_rate
+from trainer.parallelize import make_optimizer, materialise, reference_model, training_step, wrap
+from trainer.run import Run
 
 
 def main(c: flags.Config, rank: int, local_rank: int, world: int, progress: Progress | None = None) -> int:
-    """One run; returns its exit code, as trainer.run.execute."""
-    return execute(Run, c, rank, local_rank, world, progress)
+    """One run of the flags; returns its exit code. B: rows of this rank in a batch, T: --seqlen."""
+    with Run(c, check, rank, local_rank, world, progress) as run:
+        c, device, world = run.c, run.device, run.world
+        attention = choose_kernel(c, device)[-1]
+        data = Batches(c.data, global_batch=c.effective_batch, seqlen=c.seqlen, vocab=c.vocab, seed=c.seed, rank=rank,
+                       world=world, hold_out=c.eval_every > 0)  # fmt: skip
+        model = reference_model(c, device)  # on the meta device: no parameter has memory yet
+        run.open(data, model, attention, counted=model)
+        if run.first >= c.steps:
+            return run.already_done()
+        run.stages.add("model")
+
+        mesh = wrap(model, c, device, world)  # data_parallel: from here on each rank holds its shard of a parameter
+        run.stages.add("wrap")
+        materialise(model, c, device)
+        run.stages.add("weights")
+        optimizer = make_optimizer(c, model, mesh)
+        run.stages.add("optimizer")
+        step = training_step(c, model, optimizer, mesh, run.between, run.norms if c.verbose > 1 else None)
+        run.agree_on_draws(model)
+        if c.init is not None:
+            initialise(c, model, run.found, run.group)
+        run.restore(step)
+
+        with run.training(step) as train_step:
+            for k in range(run.first, c.steps):
+                optimizer.lr.fill_(lr := learning_rate(c, k))
+                with run.timed(k):
+                    tokens, targets, inputs = run.batch()  # [B, T]
+                    loss = train_step(tokens, targets, inputs)  # of the whole batch, averaged over all ranks
+                run.log(k, loss, lr)
+                if c.eval_every and ((k + 1) % c.eval_every == 0 or k + 1 == c.steps):
+                    run.evaluate()
+                if c.save_every and (k + 1) % c.save_every == 0:
+                    run.save()
+    return run.code
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ from trainer import config as flags
 from trainer.checkpoint import export
 from trainer.distributed.compile_once import ALLOCATIONS
 from trainer.finetuning.chat import ChatBatches
-from trainer.run import execute
 
 one_worker_thread()
 
@@ -238,8 +237,8 @@ def qwen(tmp_path_factory):
 @pytest.fixture
 def tune(qwen, capfd, tmp_path, monkeypatch):
     """Runs finetune.py on one rank in this process: its exit code, both outputs, its row and steps if it has them."""
+    import finetune
     from trainer.finetuning import checks, config
-    from trainer.finetuning.run import FineTune
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(qwen.parent / "cache"))
 
@@ -251,7 +250,7 @@ def tune(qwen, capfd, tmp_path, monkeypatch):
         def call():
             c = config.parse([*map(str, usual), *map(str, argv)], 0, 1)
             checks.check_at_once(c, 1)
-            return execute(FineTune, c, 0, 0, 1)
+            return finetune.main(c, 0, 0, 1)
 
         return outcome(capfd, call, results)
 

@@ -46,11 +46,10 @@ def _rank(
         _record(Batches, f"{record}/{rank}.jsonl")
     if argv[:1] != ["finetune.py"]:
         sys.exit(main.main(main.flags.parse(argv, rank), rank, rank, world))
+    import finetune
     from trainer.finetuning import config
-    from trainer.finetuning.run import FineTune
-    from trainer.run import execute
 
-    sys.exit(execute(FineTune, config.parse(argv[1:], rank), rank, rank, world))
+    sys.exit(finetune.main(config.parse(argv[1:], rank), rank, rank, world))
 
 
 def _record(batches: type, path: str) -> None:

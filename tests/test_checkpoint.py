@@ -105,7 +105,7 @@ MISFITS = {  # flags of the resumed run, what the line says
 
 @pytest.mark.parametrize("argv", MISFITS)
 def test_a_flag_that_must_stay_exits_4_saved_and_asked(argv, train, folder, monkeypatch):
-    monkeypatch.setattr("trainer.run.build", lambda *_, **__: pytest.fail("a model was built"))
+    monkeypatch.setattr("main.wrap", lambda *_, **__: pytest.fail("a model was built"))
     done = train("--save", folder, "--steps", 8, *argv.split())
     assert done.code == 4 and MISFITS[argv] in one_line(done.err) and "step-00000006" in done.err
 

@@ -182,7 +182,7 @@ def test_the_snapshot_of_a_gpu_out_of_memory_has_no_path_of_this_machine(tmp_pat
 
 
 def test_memory_that_runs_out_while_building_is_told_as_such(train, monkeypatch):
-    monkeypatch.setattr("trainer.run.build", lambda *_, **__: inject._happen("oom"))
+    monkeypatch.setattr("main.materialise", lambda *_: inject._happen("oom"))
     done = train()
     assert done.code == 6 and done.row["outcome"] == "OOM init" and "OOM init (init): wanted 1.00 GiB" in done.err
 

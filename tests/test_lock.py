@@ -72,7 +72,7 @@ def gone() -> int:
 
 
 def test_a_second_run_exits_2_with_host_and_pid_and_leaves_everything(train, folder, monkeypatch):
-    monkeypatch.setattr("trainer.run.build", lambda *_, **__: pytest.fail("a model was built"))
+    monkeypatch.setattr("main.wrap", lambda *_, **__: pytest.fail("a model was built"))
     path, pid = foreign(folder, **here(os.getppid())), os.getppid()
     (folder / "tmp-step-00000008-12345678").mkdir()
     before = path.read_text(), sorted(folder.iterdir())
@@ -252,7 +252,7 @@ def test_a_directory_without_permission_exits_2(train, tmp_path):
 
 @pytest.mark.parametrize("call", ["mkdir", "TemporaryFile", "open"])
 def test_a_read_only_file_system_exits_2_before_a_model_is_built(call, train, tmp_path, monkeypatch):
-    monkeypatch.setattr("trainer.run.build", lambda *_, **__: pytest.fail("a model was built"))
+    monkeypatch.setattr("main.wrap", lambda *_, **__: pytest.fail("a model was built"))
     where, before = tmp_path / "run", getattr(tempfile if call == "TemporaryFile" else os, call)
 
     def read_only(path=None, *args, **kwargs):

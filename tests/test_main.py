@@ -27,6 +27,7 @@ from model import Transformer
 from trainer import config as flags
 from trainer import step as steps_of
 from trainer.data import Batches, DataError
+from trainer.optimizer import learning_rate
 from trainer.parallelize import compile_options
 
 pytestmark = pytest.mark.usefixtures("isolated")
@@ -87,7 +88,7 @@ def test_a_run_of_one_step_ends_well_and_claims_no_statistics(train):
 
 def test_the_learning_rate_warms_up_and_decays_to_a_tenth():
     c = flags.resolve(flags.parse("--lr 1 --warmup 4 --steps 104".split()), "cpu", 1)
-    lr = [main.Run.lr(SimpleNamespace(c=c), k) for k in range(104)]
+    lr = [learning_rate(c, k) for k in range(104)]
     assert lr[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
     assert all(a > b for a, b in zip(lr[4:], lr[5:], strict=False))
     assert lr[54] == pytest.approx(0.55) and 0.1 < lr[-1] < 0.101
@@ -96,7 +97,7 @@ def test_the_learning_rate_warms_up_and_decays_to_a_tenth():
 def test_schedules_other_than_the_cosine():
     def rates(argv):
         c = flags.resolve(flags.parse(f"--lr 1 --warmup 4 --steps 100 {argv}".split()), "cpu", 1)
-        return [main.Run.lr(SimpleNamespace(c=c), k) for k in range(100)]
+        return [learning_rate(c, k) for k in range(100)]
 
     assert rates("--schedule constant") == [0.25, 0.5, 0.75, *[1.0] * 97]
     wsd = rates("--schedule wsd")
@@ -178,13 +179,13 @@ def test_profiled_steps_leave_a_trace_and_enter_no_statistic(train, tmp_path):
 
 def test_v_prints_stages_and_placements_and_vv_writes_norms(train):
     quiet, v, vv = train(), train("-v"), train("-vv", "--log-every", 2)
-    stages = ["model", "wrap", "to_empty", "init", "optimizer", "mask", "first step"]
+    stages = ["model", "wrap", "weights", "optimizer", "first step"]
     patterns = [rf"^{stage} +[\d']+ +[\d']+$" for stage in stages]
     patterns += [r"^ +blocks\.0\.mlp\.up\.weight +\(128, 32\) +Shard\(dim=0\)"]
     patterns += [r"^units \(\d\): blocks\.0.*; in none: 4 of 16 parameters, [\d']+ elements$"]
     for done, says in ((quiet, False), (v, True), (vv, True)):
         assert done.code == 0 and done.err == ""
-        assert [bool(re.search(pattern, done.out, re.MULTILINE)) for pattern in patterns] == [says] * 9
+        assert [bool(re.search(pattern, done.out, re.MULTILINE)) for pattern in patterns] == [says] * len(patterns)
     assert not any(key.startswith(("norm/", "grad/")) for step in v.steps for key in step)
     assert [step["step"] for step in vv.steps] == [1, 2, 4, 6]
     for step in vv.steps:
@@ -254,7 +255,7 @@ def test_a_simulated_world_trains_and_its_row_says_so(how, train):
 
 def planted(monkeypatch, where, error, call=1):
     """Raise `error` in the `call`-th forward, backward or update, or while weights are initialised."""
-    built, count = main.Run.build, []
+    restored, count = main.Run.restore, []
 
     class Raise(torch.autograd.Function):
         @staticmethod
@@ -269,9 +270,8 @@ def planted(monkeypatch, where, error, call=1):
         count.append(0)
         return len(count) == call
 
-    def build(run):
-        built(run)
-        step = run.step
+    def restore(run, step):
+        restored(run, step)
         loss_fn, update_fn = step.loss_fn, step.update_fn
 
         def loss(*batch):
@@ -291,7 +291,7 @@ def planted(monkeypatch, where, error, call=1):
     def init(_):
         raise error
 
-    monkeypatch.setattr(main.Run, "build", build)
+    monkeypatch.setattr(main.Run, "restore", restore)
     if where == "init":
         monkeypatch.setattr(Transformer, "init_weights", init)
 
@@ -337,14 +337,14 @@ def test_data_that_turns_out_bad_in_mid_run_exits_3_with_a_row(train, monkeypatc
 
 
 def test_a_results_file_that_is_lost_in_mid_run_costs_a_warning_and_not_the_run(train, monkeypatch):
-    built = main.Run.build
+    restored = main.Run.restore
 
-    def build(run):  # after the check at the start: the file becomes a folder
+    def restore(run, step):  # after the check at the start: the file becomes a folder
         Path(run.c.results).unlink()
         Path(run.c.results).mkdir()
-        built(run)
+        restored(run, step)
 
-    monkeypatch.setattr(main.Run, "build", build)
+    monkeypatch.setattr(main.Run, "restore", restore)
     done = train()
     assert done.code == 0 and "outcome  ok" in done.out
     assert all(line.startswith("warning: ") for line in done.err.splitlines())

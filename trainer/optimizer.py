@@ -1,7 +1,7 @@
 """AdamW and Muon over the local shards of a model: no host synchronisation, and they can leave an update out.
 
     optimizer = AdamW(model.parameters(), lr=3e-4)         # parameters may be DTensors or plain
-    optimizer.lr.fill_(1e-4)                               # lr and step count are scalars on the device
+    optimizer.lr.fill_(learning_rate(config, k))           # of step k; lr and step count are scalars on the device
     optimizer.step(grads, bad)                             # bad: fp32 scalar; 0.0: update, 1.0: change nothing
     optimizer.moments(), optimizer.t                       # its state: moments by parameter, number of updates
 
@@ -9,6 +9,7 @@ AdamW runs no collective. It is torch's fused kernel, or (foreach) operations ov
 agree to an ulp. Muon is muon.py's, with this AdamW for what is no matrix of a hidden layer.
 """
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -18,6 +19,19 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 import muon
+from trainer.config import Config
+
+
+def learning_rate(c: Config, k: int) -> float:
+    """Of step k, from 0 on: linear warm-up, then --schedule."""
+    if k < c.warmup:
+        return c.lr * (k + 1) / c.warmup
+    if c.schedule == "constant":
+        return c.lr
+    if c.schedule == "wsd":
+        return c.lr * min(1, 0.1 + 0.9 * (c.steps - k) / max(1, c.steps / 5))
+    progress = (k - c.warmup) / max(1, c.steps - c.warmup)
+    return c.lr * (0.55 + 0.45 * math.cos(math.pi * progress))
 
 
 def local(t: Tensor) -> Tensor:

@@ -55,7 +55,10 @@ def reference_model(c: flags.Config, device: torch.device) -> Transformer:
 
 
 def wrap(model: nn.Module, c: flags.Config, device: torch.device, world: int) -> dist.DeviceMesh | None:
-    """Shards `model` as resolved flags say; returns the mesh of `world` ranks (wrapper "none": None)."""
+    """Shards `model`, on the meta device, as resolved flags say; returns the mesh of `world` ranks (wrapper "none":
+    None). ValueError for a model that has values, which would be lost."""
+    if not all(p.is_meta for p in model.parameters()):
+        raise ValueError("model: has values already, which would be lost; build it under torch.device('meta')")
     if c.wrapper == "none":
         return None
     shape = (c.replicas, world // c.replicas) if c.mode == "hybrid_shard" else (world,)
@@ -137,41 +140,40 @@ def make_optimizer(c: flags.Config, model: nn.Module, mesh: dist.DeviceMesh | No
     return Muon(model, c.lr, (c.muon_lr or c.lr) / c.lr, mesh if c.wrapper == "ddp" else None, how, **adamw)
 
 
-def build(c: flags.Config, device: torch.device, world: int, stage: Callable[[str], Any] = lambda name: None, *,
-          init: bool = True, model: LanguageModel | None = None, between: Callable[[], Any] | None = None,
-          inspect: Callable[[list, list], Any] | None = None, compiled_update: bool | None = None,
-          ) -> Step:  # fmt: skip
-    """The step of resolved flags, its model initialised from --seed. Needs a process group unless --wrapper none.
-    stage: called with the name of each stage that is done. model: on the meta device, unwrapped (default: the reference
-    transformer); weights are loaded into what this returns. init=False leaves parameters as they are allocated.
-    between, inspect: see Step; compiled_update: see make_step. ValueError for a model that has values, which would be
-    lost, and as make_step."""
-    model = reference_model(c, device) if model is None else model
-    if not all(p.is_meta for p in model.parameters()):
-        raise ValueError("model: has values already, which would be lost; build it under torch.device('meta')")
-    stage("model")
-    mesh = wrap(model, c, device, world)
-    stage("wrap")
+def materialise(model: LanguageModel, c: flags.Config, device: torch.device, draw: bool = True) -> None:
+    """Gives the wrapped model memory on `device`, and values drawn from --seed: the same for every number of ranks."""
     to_empty(model, device)
-    stage("to_empty")
-    if init:
+    if draw:
         torch.manual_seed(c.seed)
         with disable_data_parallel():
             model.init_weights()
-    stage("init")
     if isinstance(model, FSDPModule):
         model.unshard()  # its first run pads uneven shards, into other memory than the optimizer would know
         model.reshard()
-    optimizer = make_optimizer(c, model, mesh)
-    stage("optimizer")
     model.prepare(c.seqlen, device)
-    stage("mask")
+
+
+def training_step(c: flags.Config, model: LanguageModel, optimizer: AdamW | Muon, mesh: dist.DeviceMesh | None,
+                  between: Callable[[], Any] | None = None, inspect: Callable[[list, list], Any] | None = None,
+                  compiled_update: bool | None = None) -> Step:  # fmt: skip
+    """The step of resolved flags, compiled by --compile at its first call. between, inspect: see Step; compiled_update:
+    see make_step. ValueError as make_step."""
     kwargs = dict(options=compile_options(c), mesh=mesh, grad_accum=c.grad_accum, accum_sync=c.accum_sync,
                   clip=c.clip, chunk=c.chunk if c.loss == "chunked" else 0, param_dtype=DTYPES[c.param_dtype],
                   reduce_dtype=DTYPES[c.reduce_dtype], norm_limit=c.norm_limit, between=between,
                   inspect=inspect)  # fmt: skip
     if c.wrapper in ("fsdp2", "ddp"):
         return HookedStep(c, model, optimizer, **kwargs)
-    in_backward = c.optim == "in-backward"
-    how = dict(in_backward=in_backward, ahead=c.ahead, compiled_update=compiled_update)
+    how = dict(in_backward=c.optim == "in-backward", ahead=c.ahead, compiled_update=compiled_update)
     return make_step(c.compile, model, optimizer, **how, **kwargs)
+
+
+def build(c: flags.Config, device: torch.device, world: int, *, init: bool = True, model: LanguageModel | None = None,
+          compiled_update: bool | None = None) -> Step:  # fmt: skip
+    """The step that main.py makes of resolved flags, for programs that need nothing else of a run. Needs a process
+    group unless --wrapper none. model: on the meta device, unwrapped (default: the reference transformer). init=False
+    leaves parameters as they are allocated. ValueError as `wrap` and `training_step`."""
+    model = reference_model(c, device) if model is None else model
+    mesh = wrap(model, c, device, world)
+    materialise(model, c, device, draw=init)
+    return training_step(c, model, make_optimizer(c, model, mesh), mesh, compiled_update=compiled_update)

@@ -1,11 +1,16 @@
-"""Everything between the flags and the row: a run that is built, trained, saved, and tells what it cost.
+"""What surrounds the loop of main.py and of finetune.py: signals, hanging ranks, checkpoints, what is logged, the row.
 
-    code = execute(Run, config, rank, local_rank, world)         # all of a program but its command line:
-    run = Run(config, device, rank, world, signals, watchdog)    # agrees with the other ranks, finds what to resume
-    run.build()                                                  # the model and its step
-    run.train(sinks)                                             # raises what ends it early: Stopped, NonFinite, ..
+    with Run(c, check, rank, local_rank, world) as run:     # flags get their values, the ranks meet
+        run.open(data, model, attention)                    # finds the newest checkpoint; run.first steps are done
+        run.restore(step)                                   # loads it
+        with run.training(step) as train_step:              # from here on an end saves first
+            for k in range(run.first, run.c.steps):
+                with run.timed(k):
+                    loss = train_step(*run.batch())
+                run.log(k, loss)
+    return run.code                                         # the exit code: any error has become a line and a row
 
-What a run says of itself is made by experiments/summary.py, how it ends by fault_tolerance/errors.py.
+What a run says of itself is made by trainer/summary.py, how it ends by trainer/fault_tolerance/errors.py.
 """
 
 import math
@@ -15,19 +20,16 @@ import time
 import warnings
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
-from functools import partial
-from pathlib import Path
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 
 import torch
+from torch import Tensor
 
 from trainer import config as flags
 from trainer import costs
-from trainer.attention import choose_kernel
 from trainer.checkpoint import load as checkpoint
 from trainer.checkpoint.save import Saver
-from trainer.checkpoint.weights import initialise
-from trainer.checks import check, never_run
+from trainer.checks import never_run
 from trainer.data import Batches, DataError
 from trainer.distributed import simulated_world
 from trainer.distributed.compile_once import compile_once
@@ -42,8 +44,8 @@ from trainer.fault_tolerance.watchdog import Watchdog
 from trainer.logging import Sinks, final_lines
 from trainer.measuring import flops, memory, timeline, timing
 from trainer.optimizer import local
-from trainer.parallelize import build, compile_options, reference_model
-from trainer.step import LanguageModel, Replayed, check_mode, global_norm, shard_group
+from trainer.parallelize import compile_options
+from trainer.step import LanguageModel, Replayed, Step, check_mode, global_norm, shard_group
 from trainer.summary import doing, figures, header, row
 
 WARMUP = 3  # steps that no statistic covers, the compiling ones among them
@@ -51,139 +53,178 @@ PROFILED = 3
 
 
 class Run:
-    """One run of resolved flags on one rank. ValueError, DataError, CheckpointError or Desync: it cannot begin."""
+    """One run of the flags on one rank. check(c, world): ValueError for what resolved flags name and is not there.
+    progress: on rank 0, says what is being done. What cannot work ends in one line and SystemExit(2) here, before the
+    ranks meet; later errors end in `code`, the exit code."""
 
-    def __init__(self, c: flags.Config, device: torch.device, rank: int, world: int, signals: Signals,
-                 watchdog: Watchdog):  # fmt: skip
-        self.device, self.rank, self.world, self.watchdog = device, rank, world, watchdog
-        self.group = None if c.world else control_group()
-        self.control = Control(signals, self.group)
-        self.stages = memory.Stages(device)
-        self.timer = timing.StepTimer(device)
-        self.environment = timing.environment(device)  # now: the checkout may change while it runs
+    def __init__(self, c: flags.Config, check: Callable[[flags.Config, int], None], rank: int, local_rank: int,
+                 world: int, progress: Progress | None = None):  # fmt: skip
+        self.rank, self.progress, self.code, self.outcome = rank, progress or Progress(speak=False), 0, "ok"
+        device_type = ("cuda" if torch.cuda.is_available() else "cpu") if c.device == "auto" else c.device
+        try:
+            self.c = c = flags.resolve(c, device_type, world)
+            self.world = world = c.world or world  # simulated ranks, too
+            warn(c, rank)
+            check_mode(c.compile, compile_options(c))
+            inject.faults(os.environ.get("FAULT"), c, world)
+            check(c, world)
+            set_deterministic(c.deterministic)
+            self.progress.stage("waiting for the other ranks" if world > 1 and not c.world else "starting")
+            patience = max(c.timeout, c.first_timeout) + 120 if c.timeout and c.first_timeout else 3e7
+            self.device = connect(c, rank, local_rank, world, patience)  # longer than the watchdog's
+        except ValueError as error:
+            fail(str(error), rank)
+        self.opened, self.sinks, self.step, self.replayed = False, None, None, None
+        self.evaluated, self.sampled, self.told = {}, [], {}  # for the row: losses, lines at the end, more entries
         self.first_step_s = self.first_step_cpu_s = self.first_step_mib = None  # until it is done
-        self.step_tokens = c.batch * c.grad_accum * c.seqlen  # of one step on one rank
-        self.c, self.batches, self.blank = self.open(c)
+
+    def __enter__(self) -> "Run":
         c = self.c
-        self.finite = FiniteCheck(c, self.batches, rank)
+        self.around = ExitStack()
+        self.signals = self.around.enter_context(Signals(self.rank == 0))
+        hang, ranks = f"{os.path.splitext(c.results)[0]}.hang", 1 if c.world else self.world
+        self.watchdog = Watchdog(c.first_timeout, self.rank, ranks, hang, self.signals)
+        self.around.enter_context(self.watchdog)
+        self.progress.stage("reading the data")
+        return self
+
+    def __exit__(self, kind, error: BaseException | None, trace) -> bool:
+        """Tells why the run ended, writes its row and leaves the other ranks. Nothing but SystemExit goes on."""
+        with self.around:
+            caught = isinstance(error, Exception | KeyboardInterrupt)
+            if caught:
+                run = self if self.opened else None
+                self.outcome, self.code = ended_by(error, run, self.watchdog, self.c.debug)
+            self.signals.over = True
+            if self.opened:
+                self.profile.close()
+            if self.sinks is not None and (caught or error is None):
+                self._finish()
+        if (caught or error is None) and self.code in (0, *Signals.CODES):  # all ranks are here
+            shutdown()
+        return caught
+
+    def _finish(self) -> None:
+        told = row(self, self.outcome)
+        self.sinks.row(told)
+        self.watchdog.on_end = lambda outcome: None
+        self.sinks.close()
+        if self.code:
+            return
+        lines = self.stages.lines() if self.c.verbose else []
+        lines += [*self.explanation, *self.profile.notes, *self.profile.paths, *self.sampled]
+        self.say("\n".join([*lines, *final_lines(told, WARMUP)]))
+        if self.replayed is not None:
+            self.replayed.close()
+
+    def say(self, text: str) -> None:
+        if self.rank == 0:
+            tell(text)
+
+    def open(self, data: Batches, model: LanguageModel, attention: str, *, c: flags.Config | None = None,
+             counted: LanguageModel | None = None) -> None:  # fmt: skip
+        """Takes the data and the model, which is on meta: agrees with the other ranks on them, and finds the newest
+        checkpoint, `found`, after which `first` steps are done. attention: the kernel, for people. c: the flags, where
+        the model has completed them. counted: what FLOPs are counted on; None: on nothing, since batches differ.
+        DataError, CheckpointError, Desync or ValueError: the run cannot begin."""
+        self.c = c = c or self.c
+        self.batches, self.attention = data, attention
+        self.group = None if c.world else control_group()
+        self.control = Control(self.signals, self.group)
+        self.stages, self.timer = memory.Stages(self.device), timing.StepTimer(self.device)
+        self.environment = timing.environment(self.device)  # now: the checkout may change while it runs
+        self.collectives, self.peak = simulated_world.log() if c.world else None, {}
+        self.finite = FiniteCheck(c, data, self.rank)
         # Rank 0 alone writes results and tells W&B, and a folder of traces may be one on each host.
         same = {flags.flag(k): v for k, v in c.flat().items() if k not in ("results", "wandb", "group", "tags")}
         same |= {"--profile": c.profile is not None, "torch": torch.__version__}
-        same |= {"the code (a checksum)": timing.code_digest()}
-        agree(same | dict(data=(self.batches.description, self.batches.fingerprint)), self.group)
-        self.found = None if c.world else checkpoint.find_start(c, self.batches, self.group, self.blank.identity)
+        same |= {"the code (a checksum)": timing.code_digest(), "data": (data.description, data.fingerprint)}
+        agree(same, self.group)
+        self.found = None if c.world else checkpoint.find_start(c, data, self.group, model.identity)
         self.state = self.found.state if self.found else checkpoint.TrainState()
         self.first = self.saved = self.state.step  # steps of earlier runs
         self.warm = self.first + WARMUP
-        self.profile = timing.Profile(c.profile, self.warm, PROFILED, rank, device)
+        self.profile = timing.Profile(c.profile, self.warm, PROFILED, self.rank, self.device)
         self.explained, self.explanation = min(self.warm, c.steps - 1) if c.explain_memory else None, []
-        self.flops, self.uncounted = self.count_flops()
-        self.collectives = simulated_world.log() if c.world else None
-        self.evaluated, self.sampled, self.peak, self.told = {}, [], {}, {}
-        self.step = self.replayed = None  # until `build`
+        self.step_tokens = None if counted is None else c.batch * c.grad_accum * c.seqlen  # of a step on one rank
+        self.flops, self.uncounted = count_flops(c, counted)
+        self.opened = True
+        if self.first < c.steps:
+            self._begin_log()
 
-    check = staticmethod(check)  # what is wrong with resolved flags and what they name
+    def already_done(self) -> int:
+        """Says that the checkpoint has all steps; the exit code."""
+        self.say(f"already done: {self.found.path} has the {self.c.steps} steps of --steps, or more")
+        return 0
 
-    def open(self, c: flags.Config) -> tuple[flags.Config, Batches, LanguageModel]:
-        """Flags that lack nothing, the data, and the model on the meta device."""
-        self.attention = choose_kernel(c, self.device)[-1]
-        data = Batches(c.data, global_batch=c.effective_batch, seqlen=c.seqlen, vocab=c.vocab,
-                       seed=c.seed, rank=self.rank, world=self.world, hold_out=c.eval_every > 0)  # fmt: skip
-        return c, data, reference_model(c, self.device)
-
-    def fill(self) -> None:
-        """Gives a model that is built its first values, if they are not drawn."""
-        if self.c.init is not None:
-            initialise(self.c, self.step.model, self.found, self.group)
-
-    def count_flops(self) -> tuple[dict[str, float], str]:
-        """FLOPs of one step on one rank by convention, or none and why: "palm", "causal" and, where its formula holds,
-        "hardware": not for the math kernel, nor where eager does a lean MLP in a recomputed block once more."""
-        c, model = self.c, getattr(self.blank, "config", None)
-        try:
-            counted = flops.count(self.blank, c.seqlen)
-        except ValueError as error:
-            return {}, f"FLOPs are not counted, MFU is n/a: {error}"
-        found = dict(causal=counted.causal, palm=counted.palm)
-        odd = model is None or model.sdpa == "math" or (c.mlp, c.remat, c.compile) == ("lean", "block", "none")
-        if not odd and counted.causal == costs.flops_per_token(model, c.seqlen):
-            found["hardware"] = costs.flops_per_token(model, c.seqlen, "hardware")
-        return {kind: each * self.step_tokens for kind, each in found.items()}, ""
-
-    def build(self) -> None:
-        """The model, whose values are drawn, loaded or resumed, its step and what saves it."""
+    def _begin_log(self) -> None:
         c = self.c
-        self.step = build(c, self.device, self.world, self.stages.add, model=self.blank, between=self.between,
-                          inspect=self.norms if c.verbose > 1 else None)  # fmt: skip
-        self.replayed = Replayed(self.step) if c.cuda_graph else None
-        same = {n: ([*p.shape], str(p.dtype)) for n, p in self.step.model.named_parameters()}
-        drawn = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else torch.get_rng_state()
-        agree(same | {"initial weights (random state)": zlib.crc32(drawn.numpy())}, self.group)
+        self.settings = flags.setting(c) | dict(world=flags.world_label(c, self.world))
+        self.sinks = Sinks(c.results, c.wandb, c.group, None, self.settings, c.tags, self.rank, c.steps, c.log_every,
+                           resume=self.state.wandb)  # fmt: skip
+        self.continues, self.state.run = self.state.run, self.sinks.run  # in each checkpoint from now on
+        self.state.wandb = self.sinks.wandb_id
+        self.watchdog.on_end = lambda outcome: self.sinks.row(row(self, outcome))
+        self.progress.stage("building the model")
+
+    def restore(self, step: Step) -> None:
+        """Takes the step, whose model has its first values, and loads the checkpoint into it if there is one."""
+        c, self.step = self.c, step
         if c.profile:
-            self.profile.names = timing.Names(self.step)
-        self.fill()
+            self.profile.names = timing.Names(step)
         if self.found:
-            checkpoint.load(self.found, self.step, self.group)
+            checkpoint.load(self.found, step, self.group)
         self.batches.sample = self.state.samples
         beat = lambda: self.watchdog.beat(self.state.step, "save")  # noqa: E731
-        self.saver = Saver(c, self.step, self.batches, self.group, self.state, beat)
+        self.saver = Saver(c, step, self.batches, self.group, self.state, beat)
 
-    def lr(self, k: int) -> float:
-        """The learning rate of step k, from 0 on: linear warm-up, then --schedule."""
-        c = self.c
-        if k < c.warmup:
-            return c.lr * (k + 1) / c.warmup
-        if c.schedule == "constant":
-            return c.lr
-        if c.schedule == "wsd":
-            return c.lr * min(1, 0.1 + 0.9 * (c.steps - k) / max(1, c.steps / 5))
-        progress = (k - c.warmup) / max(1, c.steps - c.warmup)
-        return c.lr * (0.55 + 0.45 * math.cos(math.pi * progress))
+    def agree_on_draws(self, model: LanguageModel) -> None:
+        """Desync where ranks have drawn other initial values, or hold other parameters."""
+        same = {n: ([*p.shape], str(p.dtype)) for n, p in model.named_parameters()}
+        drawn = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else torch.get_rng_state()
+        agree(same | {"initial weights (random state)": zlib.crc32(drawn.numpy())}, self.group)
 
     def between(self) -> None:
         """Between two micro-batches: raises Stopped on all ranks if a signal has come to any, DataError if one cannot
         read on."""
         self.control.boundary(self.state.step, failed=self.saver.failed(), problem=self.batches.error)
 
-    def after_done(self) -> None:
-        """What is left to do where a checkpoint has all steps of --steps."""
-
-    def train(self, sinks: Sinks) -> None:
-        """Raises, after saving, Stopped when a signal has come to any rank, DataError when one cannot read on."""
-        start, cpu = time.perf_counter(), timing.cpu_seconds()
-        try:
-            for k in range(self.first, self.c.steps):
-                self.one_step(k, sinks)
-                if k == self.first:
-                    self.finite.flush()  # waits for the step
-                    self.first_step_s, self.first_step_mib = time.perf_counter() - start, self.stages.add("first step")
-                    self.first_step_cpu_s = timing.cpu_seconds() - cpu
-                    self.watchdog.limit, self.watchdog.begun = self.c.timeout, True
-                if k == self.warm - 1 and k + 1 < self.c.steps:  # in a short run the peak is that of all steps
-                    memory.reset_peak(self.device)
-                    self.peak = {}
-                self.state.step, self.state.samples = k + 1, self.batches.sample
-                if self.c.eval_every and ((k + 1) % self.c.eval_every == 0 or k + 1 == self.c.steps):
-                    self.evaluate(sinks)
-                if self.c.save is not None and self.c.save_every and (k + 1) % self.c.save_every == 0:
-                    self.save()
-            with suppress(Stopped, DataError):  # too late to matter
-                self.control.finish()
-        except (Stopped, DataError):
-            self.batches.sample = self.state.samples  # of a step that was begun nothing is kept
-            self.saver.ending = True
+    @contextmanager
+    def training(self, step: Step) -> Iterator[Callable[..., Tensor]]:
+        """Around the loop. Yields what to call for each batch: the step, with --cuda-graph replayed, and watched once
+        with --explain-memory. At its end, and when a signal has come to any rank (Stopped) or one cannot read on
+        (DataError), the run is saved."""
+        self.replayed = Replayed(step) if self.c.cuda_graph else None
+        settings = self.sinks.write_settings(self.settings, self.continues, self.first)
+        self.say("\n".join(header(self, settings)))
+        self.progress.stage(doing(self, self.progress.live is not None))
+        with inject.planted(os.environ.get("FAULT"), self.c, step, self.batches, self.first), self.saver:
+            self.started = time.perf_counter(), timing.cpu_seconds()
+            try:
+                yield self._call
+                with suppress(Stopped, DataError):  # too late to matter
+                    self.control.finish()
+            except (Stopped, DataError):
+                self.batches.sample = self.state.samples  # of a step that was begun nothing is kept
+                self.saver.ending = True
+                self.save()
+                self.saver.wait()
+                raise
             self.save()
-            self.saver.wait()
-            raise
-        self.save()
-        if self.c.sample:
-            with self.aside("sample") as between:
-                self.sampled = sample(self.c, self.step, self.batches, self.device, between)
+            if self.c.sample:
+                with self.aside("sample") as between:
+                    self.sampled = sample(self.c, step, self.batches, self.device, between)
 
-    def one_step(self, k: int, sinks: Sinks) -> None:
-        """Step k, from 0 on, and its line if it is logged."""
-        self.logged, self.logged_norms, lr = sinks.due(k + 1), {}, self.lr(k)
-        self.step.optimizer.lr.fill_(lr)
+    def _call(self, tokens: Tensor, targets: Tensor, inputs: dict[str, Tensor]) -> Tensor:
+        k = self.state.step
+        if k == self.explained and self.rank == 0:
+            return self._explain(tokens, targets, **inputs)
+        return (self.replayed or self.step)(tokens, targets, **inputs)
+
+    @contextmanager
+    def timed(self, k: int) -> Iterator[None]:
+        """Around step k, from 0 on: timed, profiled, and ended with Stopped where a signal has come to any rank."""
+        self.logged, self.logged_norms = self.sinks.due(k + 1), {}
         if self.collectives:
             self.collectives.clear()  # the row tells those of the last step
         excluded = k < self.warm or self.profile.covers(k) or k == self.explained
@@ -192,21 +233,37 @@ class Run:
             problem = self.batches.problem() if k + 1 < self.c.steps else self.batches.error
             if self.control.boundary(k, self.finite.norm, self.saver.failed(), problem):
                 self.saver.wait()  # it failed on all
-            tokens, targets, *more = next(self.batches)
-            tokens, targets = (t.to(self.device, non_blocking=True) for t in (tokens, targets))
-            inputs = {name: t.to(self.device, non_blocking=True) for each in more for name, t in each.items()}
-            self.watchdog.beat(k + 1, "step")
-            run = partial(self.explain, sinks.steps) if k == self.explained else self.replayed or self.step
             compiles = k == self.first != self.explained and self.c.compile != "none"
             with compile_once(self.device, self.group) if compiles else nullcontext():
-                loss = run(tokens, targets, **inputs)
+                yield
+
+    def batch(self) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """tokens, targets [B, T] and more inputs by name: the next batch of this rank, on its device."""
+        tokens, targets, *more = next(self.batches)
+        tokens, targets = (t.to(self.device, non_blocking=True) for t in (tokens, targets))
+        inputs = {name: t.to(self.device, non_blocking=True) for each in more for name, t in each.items()}
+        self.watchdog.beat(self.state.step + 1, "step")
+        return tokens, targets, inputs
+
+    def log(self, k: int, loss: Tensor, lr: float) -> None:
+        """Step k is done: its line if it is logged, and NonFinite if the run must end for it."""
         if self.logged:
             norm, ms = self.step.grad_norm.item(), self.timer.last()
             told = dict(step=k + 1, loss=loss.item(), lr=lr, grad_norm=norm, ms=ms)
-            sinks.step(told | figures(self, ms) | self.logged_norms)
+            self.sinks.step(told | figures(self, ms) | self.logged_norms)
         self.finite.put(k + 1, self.step, loss, wait=self.logged)
+        if k == self.first:
+            self.finite.flush()  # waits for the step
+            wall, cpu = self.started
+            self.first_step_s, self.first_step_mib = time.perf_counter() - wall, self.stages.add("first step")
+            self.first_step_cpu_s = timing.cpu_seconds() - cpu
+            self.watchdog.limit, self.watchdog.begun = self.c.timeout, True
+        if k == self.warm - 1 and k + 1 < self.c.steps:  # in a short run the peak is that of all steps
+            memory.reset_peak(self.device)
+            self.peak = {}
+        self.state.step, self.state.samples = k + 1, self.batches.sample
 
-    def evaluate(self, sinks: Sinks) -> None:
+    def evaluate(self) -> None:
         """The loss on held-out data after the step that is done, and its line beside the training loss."""
         self.finite.flush()
         with self.aside("eval") as between:
@@ -216,7 +273,8 @@ class Run:
         if better:
             state.best, state.best_step = loss, state.step
         self.evaluated |= dict(best_eval_loss=state.best, best_step=state.best_step)
-        sinks.step(dict(step=self.state.step, tokens=self.state.samples * self.c.seqlen, loss=self.finite.loss) | found)
+        told = dict(step=state.step, tokens=state.samples * self.c.seqlen, loss=self.finite.loss)
+        self.sinks.step(told | found)
         if better and self.c.keep_best:
             self.save()
 
@@ -238,6 +296,7 @@ class Run:
             self.collectives.extend(listed)
 
     def save(self) -> None:
+        """Saves the step that is done, if --save names a folder and it is not saved yet."""
         if self.c.save is None or self.state.step == self.saved:
             return
         self.watchdog.beat(self.state.step, "save")
@@ -245,11 +304,10 @@ class Run:
         self.saver.save(self.state.step)
         self.saved = self.state.step
 
-    def explain(self, file: Path | None, tokens: torch.Tensor, targets: torch.Tensor, **inputs) -> torch.Tensor:
-        """The step, with what its memory consists of in `explanation` on rank 0, and as a figure beside `file`."""
-        if self.rank:
-            return self.step(tokens, targets, **inputs)
+    def _explain(self, tokens: Tensor, targets: Tensor, **inputs: Tensor) -> Tensor:
+        """The step, with what its memory consists of in `explanation`, and as a figure beside the steps' file."""
         loss, found, notes = timeline.watch(self.c, self.step, tokens, targets, **inputs)
+        file = self.sinks.steps
         self.explanation = timeline.lines(found, notes, self.explained + 1)
         self.explanation += timeline.drawn(found, str(file.with_suffix(".memory"))) if file else []
         return loss
@@ -264,6 +322,22 @@ class Run:
             self.logged_norms["grad/" + names[id(p)]] = global_norm([shard_group(p)], [g]).item()
 
 
+def count_flops(c: flags.Config, model: LanguageModel | None) -> tuple[dict[str, float], str]:
+    """FLOPs of one step on one rank by convention, or none and why: "palm", "causal" and, where its formula holds,
+    "hardware": not for the math kernel, nor where eager does a lean MLP in a recomputed block once more."""
+    if model is None:
+        return {}, "FLOPs are not counted, MFU and tok/s are n/a: rows of --pad longest differ in length"
+    try:
+        counted = flops.count(model, c.seqlen)
+    except ValueError as error:
+        return {}, f"FLOPs are not counted, MFU is n/a: {error}"
+    found, shape = dict(causal=counted.causal, palm=counted.palm), getattr(model, "config", None)
+    odd = shape is None or shape.sdpa == "math" or (c.mlp, c.remat, c.compile) == ("lean", "block", "none")
+    if not odd and counted.causal == costs.flops_per_token(shape, c.seqlen):
+        found["hardware"] = costs.flops_per_token(shape, c.seqlen, "hardware")
+    return {kind: each * c.batch * c.grad_accum * c.seqlen for kind, each in found.items()}, ""
+
+
 def warn(c: flags.Config, rank: int) -> None:
     """On rank 0, in a line each: a torch that was never run, and one that lacks what --compile regions needs."""
     lines = [never_run(torch.__version__)]
@@ -273,75 +347,3 @@ def warn(c: flags.Config, rank: int) -> None:
         lines.append(f"warning: {why}: each block is compiled, as by --compile fwdbwd")
     for line in filter(None, lines if rank == 0 else []):
         tell(line, sys.stderr)
-
-
-def execute(kind: type[Run], c: flags.Config, rank: int, local_rank: int, world: int,
-            progress: Progress | None = None) -> int:  # fmt: skip
-    """One run of the `kind` that the flags describe; returns its exit code. What cannot work ends in one line and
-    SystemExit(2), before any process group. progress: on rank 0, says what is being done."""
-    progress = progress or Progress(speak=False)
-    device_type = ("cuda" if torch.cuda.is_available() else "cpu") if c.device == "auto" else c.device
-    try:
-        c = flags.resolve(c, device_type, world)
-        world = c.world or world
-        warn(c, rank)
-        check_mode(c.compile, compile_options(c))
-        inject.faults(os.environ.get("FAULT"), c, world)
-        kind.check(c, world)
-        limit = max(c.timeout, c.first_timeout) + 120 if c.timeout and c.first_timeout else 3e7  # after the watchdog's
-        set_deterministic(c.deterministic)
-        progress.stage("waiting for the other ranks" if world > 1 and not c.world else "starting")
-        device = connect(c, rank, local_rank, world, limit)
-    except ValueError as e:
-        fail(str(e), rank)
-    hang, ranks = f"{os.path.splitext(c.results)[0]}.hang", 1 if c.world else world
-    with Signals(rank == 0) as signals, Watchdog(c.first_timeout, rank, ranks, hang, signals) as watchdog:
-        code = perform(kind, c, device, rank, world, signals, watchdog, progress)
-        if code in (0, *signals.CODES):  # all ranks are here
-            shutdown()
-    return code
-
-
-def perform(kind: type[Run], c: flags.Config, device: torch.device, rank: int, world: int, signals: Signals,
-            watchdog: Watchdog, progress: Progress) -> int:  # fmt: skip
-    """Builds, trains, reports; the exit code."""
-    say, run, sinks, outcome, code = tell if rank == 0 else lambda _: None, None, None, "ok", 0
-    try:
-        progress.stage("reading the data")
-        run = kind(c, device, rank, world, signals, watchdog)
-        c = run.c
-        if run.first >= c.steps:
-            say(f"already done: {run.found.path} has the {c.steps} steps of --steps, or more")
-            run.after_done()
-            return 0
-        settings = flags.setting(c) | dict(world=flags.world_label(c, world))
-        sinks = Sinks(c.results, c.wandb, c.group, None, settings, c.tags, rank, c.steps, c.log_every,
-                      resume=run.state.wandb)  # fmt: skip
-        before, run.state.run, run.state.wandb = run.state.run, sinks.run, sinks.wandb_id  # in each checkpoint from now
-        watchdog.on_end = lambda outcome: sinks.row(row(run, outcome))
-        progress.stage("building the model")
-        run.build()
-        say("\n".join(header(run, sinks.write_settings(settings, before, run.first))))
-        progress.stage(doing(run, progress.live is not None))
-        with inject.planted(os.environ.get("FAULT"), c, run.step, run.batches, run.first), run.saver:
-            run.train(sinks)
-    except (Exception, KeyboardInterrupt) as e:
-        outcome, code = ended_by(e, run, watchdog, c.debug)
-        if sinks is None:  # nothing has begun: as bad flags
-            return code
-    finally:
-        signals.over = True
-        if run is not None:
-            run.profile.close()
-    told = row(run, outcome)
-    sinks.row(told)
-    watchdog.on_end = lambda outcome: None
-    sinks.close()
-    if code:
-        return code
-    if c.verbose:
-        say("\n".join(run.stages.lines()))
-    say("\n".join([*run.explanation, *run.profile.notes, *run.profile.paths, *run.sampled, *final_lines(told, WARMUP)]))
-    if run.replayed is not None:
-        run.replayed.close()
-    return 0
