@@ -128,7 +128,7 @@ def test_the_number_of_threads_changes_no_more_than_the_order_of_sums(train):
 
 
 def test_no_check_is_an_assert_that_python_O_removes():
-    folders = ("", "trainer/**/", "benchmarks/", "studies/", "examples/")
+    folders = ("", "trainer/**/", "lab/**/", "examples/")
     files = [file for folder in folders for file in ROOT.glob(f"{folder}*.py")]
     assert len(files) > 40
     for file in files:

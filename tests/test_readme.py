@@ -54,7 +54,7 @@ def source(module: str) -> str:
 
 def flags_of_tools(text: str) -> set[str]:
     """Flags of the commands that `text` names, but for those of main.py: as they stand in their sources."""
-    files = {source(each) for each in re.findall(r"(?:trainer|benchmarks|studies)(?:\.\w+)+", text)}
+    files = {source(each) for each in re.findall(r"(?:trainer|lab)(?:\.\w+)+", text)}
     files |= set(FILE.findall(text)) & {"speed_mem_tests_mlp.py", "tests/soak.py", "lab/benchmarks/peaks.py"}
     if "studies" in text:
         files |= {"lab/studies/study.py", "lab/studies/__main__.py"}

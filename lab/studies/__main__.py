@@ -22,7 +22,7 @@ def main(argv: list[str]) -> int:
     args, status = parser.parse_args(argv), 0
     for name in args.only:
         print(f"== {name}", flush=True)
-        done = subprocess.run([sys.executable, "-m", f"studies.{name}", *["--small"] * args.small, *args.flags])
+        done = subprocess.run([sys.executable, "-m", f"lab.studies.{name}", *["--small"] * args.small, *args.flags])
         status = done.returncode or status
     return status
 

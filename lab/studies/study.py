@@ -66,7 +66,7 @@ class Parser(argparse.ArgumentParser):
 def arguments(study: ModuleType, argv: list[str]) -> argparse.Namespace:
     """The command line of a study, checked. Ends the process with exit code 2 and one line for what does not fit."""
     name = name_of(study)
-    parser = Parser(prog=f"studies.{name}", allow_abbrev=False, description=study.__doc__.split("\n")[0])
+    parser = Parser(prog=f"lab.studies.{name}", allow_abbrev=False, description=study.__doc__.split("\n")[0])
     parser.add_argument("--small", action="store_true", help="sizes for a CPU: under a minute")
     parser.add_argument("--results", type=Path, metavar="FILE", help=f"rows (runs/study-{name}.jsonl, or -small)")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
@@ -125,7 +125,7 @@ def study(name: str) -> ModuleType:
     """The module of a study. ValueError, one line, for a name that is none."""
     if name not in names():
         raise ValueError(f"--study {name}: must be one of {', '.join(names())}{did_you_mean(name, names())}")
-    return importlib.import_module(f"studies.{name}")
+    return importlib.import_module(f"lab.studies.{name}")
 
 
 def newest(name: str, rows: Iterable[dict]) -> list[dict]:

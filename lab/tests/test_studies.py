@@ -16,7 +16,7 @@ from lab.studies import __main__ as everything
 from lab.studies import accounting, pipeline, precision, study
 from trainer.costs import kept_per_block
 
-ROOT = Path(study.__file__).parents[1]
+ROOT = Path(study.__file__).parents[2]
 
 
 @pytest.mark.parametrize("name", study.names())
@@ -148,7 +148,7 @@ def test_all_studies_run_one_after_the_other(monkeypatch, code):
 
     monkeypatch.setattr(everything.subprocess, "run", run)
     assert everything.main(["--small", "--", "--repeat", "2"]) == code * ("pipeline" in study.names())
-    assert ran[0] == [sys.executable, "-m", f"studies.{study.names()[0]}", "--small", "--repeat", "2"]
+    assert ran[0] == [sys.executable, "-m", f"lab.studies.{study.names()[0]}", "--small", "--repeat", "2"]
     assert len(ran) == len(study.names())
 
 
