@@ -155,12 +155,9 @@ case $command in
     test)    # a suite: two files at a time, one thread each, the longest files first (tests/fixtures.py)
              [ "${1:-}" != versions ] || exec "$py" tests/versions.py "${@:2}"
              case ${1:-quick} in
-                 quick) suite='not slow' folders=tests ;;
-                 lab)   suite='not slow' folders=lab/tests ;;
-                 slow)  suite='slow and not gpu' ;;
-                 all)   suite='not gpu' ;;
-             esac
-             # shellcheck disable=SC2086  # no folder: both
+                 quick) suite='not slow' folders=tests ;; lab) suite='not slow' folders=lab/tests ;;
+                 slow)  suite='slow and not gpu' ;;       all) suite='not gpu' ;;
+             esac    # shellcheck disable=SC2086  # no folder: both
              [ -z "$suite" ] ||
                  set -- -n 2 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder -m "$suite" $folders "${@:2}"
              OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} exec "$py" -m pytest "$@" ;;
@@ -168,7 +165,7 @@ case $command in
              case " $* " in *" --slurm "*) gpus=2 ;; esac    # of an array's nodes, not of this one
              export NPROC=${NPROC:-$((gpus == 1 ? 1 : 2))}
              exec "$py" -m lab.sweeps.sweep "$@" ;;
-    fit)     exec "$py" lab/fit.py "$@" ;;
+    fit)     exec "$py" -m lab.fit "$@" ;;
     gpu)     gpu "$@" ;;
     nodes)   PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} torchrun lab/benchmarks/nodes.py "$@" ;;
     studies) exec "$py" -m lab.studies "$@" ;;

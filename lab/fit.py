@@ -80,7 +80,7 @@ class Fit:
 
 def parse(argv: Sequence[str]) -> tuple[Fit, list[str]]:
     """Its own flags, and finetune.py's as words. Ends the process with exit code 2 and one line for a bad one."""
-    own, words = parse_beside(Fit, (config.Tuning, config.System, config.Output, Fit), argv, "lab/fit.py", __doc__)
+    own, words = parse_beside(Fit, (config.Tuning, config.System, config.Output, Fit), argv, "./launch.sh fit", __doc__)
     for name, low in (("effective_batch", 1), ("micro_batch", 1), ("world", 1), ("memory_mib", 1), ("timeout", 1)):
         values = getattr(own, name) if isinstance(getattr(own, name), tuple) else (getattr(own, name),)
         if wrong := [value for value in values if value is not None and not low <= value < 2**31]:

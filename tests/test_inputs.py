@@ -129,7 +129,7 @@ def test_the_number_of_threads_changes_no_more_than_the_order_of_sums(train):
 
 def test_no_check_is_an_assert_that_python_O_removes():
     folders = ("", "trainer/**/", "lab/**/", "examples/")
-    files = [file for folder in folders for file in ROOT.glob(f"{folder}*.py")]
+    files = [file for folder in folders for file in ROOT.glob(f"{folder}*.py") if file.parent.name != "tests"]
     assert len(files) > 40
     for file in files:
         tree = [*ast.walk(ast.parse(file.read_text()))]
@@ -212,7 +212,7 @@ def test_a_data_file_that_shrinks_while_it_is_read_exits_3_with_its_name_after_s
     path, rows = planted(tmp_path / "a.bin", [7] * 60_000), tmp_path / "rows.jsonl"
     argv = [*TINY, "--data", f"bin:{path}", "--steps", 1_000_000, "--log-every", 1, "--save", tmp_path / "run"]
     evaluated = ["--eval-every", 1, "--eval-batches", 3] if cut is None else []
-    job = Job(world, [*argv, "--results", rows, *evaluated], tmp_path / "log")
+    job = Job(world, [*argv, "--results", rows, *evaluated], tmp_path / "log", ANSWER_S="5")
     until = time.monotonic() + 100
     while not (begun := [*tmp_path.glob("rows.steps/*.jsonl")]) and time.monotonic() < until and not job.ended():
         time.sleep(0.05)

@@ -42,7 +42,7 @@ def anchors(page: str) -> set[str]:
 
 @functools.cache
 def flags_of_main(program: str = "main.py") -> set[str]:
-    done = subprocess.run([sys.executable, program, "--help"], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-m", program.removesuffix(".py").replace("/", "."), "--help"], cwd=ROOT, capture_output=True, text=True, check=True)
     return set(FLAG.findall(done.stdout))
 
 
@@ -80,7 +80,8 @@ def test_the_lab_notebook_is_short_enough_to_be_read():
 def test_the_list_of_files_names_every_source_file_in_the_row_of_its_place():
     rows = dict(re.findall(r"^\| (`[^|]+`) \| (.+) \|$", PAGES["docs/files.md"], re.MULTILINE))
     tracked = subprocess.check_output(["git", "-C", str(ROOT), "ls-files", "*.py", "*.sh"], text=True).split()
-    sources = {Path(path) for path in tracked if not path.startswith("tests/") and not path.endswith("__init__.py")}
+    sources = {Path(path) for path in tracked if not path.endswith("__init__.py")}
+    sources = {path for path in sources if "tests" not in path.parts and not path.read_text().startswith('"""Moved')}
     own = {path for path in sources if f"`{path}`" in rows}
     assert not [path for path in sources - own if f"`{path.stem}`" not in rows.get(f"`{path.parent}/`", "")]
     assert all((ROOT / name).exists() for names in rows for name in re.findall(r"`([^`]+)`", names))
@@ -107,7 +108,7 @@ def test_every_page_is_linked_from_the_readme():
 def test_files_and_modules_that_are_named_exist(page):
     for code in CODE.findall(PAGES[page]):
         for file in set(FILE.findall(code)) - NOT_OURS:
-            places = (ROOT / folder / file for folder in ("", "tests", "docs"))
+            places = (ROOT / folder / file for folder in ("", "tests", "lab/tests", "docs"))
             assert file.startswith("runs/") or any(path.exists() for path in places), (page, file)
         for module in re.findall(r"-m ((?:trainer|benchmarks|studies)(?:\.\w+)+)", code):
             assert (ROOT / source(module)).is_file(), (page, module)
@@ -175,7 +176,7 @@ def test_the_figures_in_sentences_are_those_of_the_rows():
     assert "gains {:.0f} ms over NVLink, {:.0f} ms over the slow link".format(*gains) in README
 
 
-@pytest.mark.parametrize(("path", "budget"), [("main.py", 250), ("launch.sh", 170)])
+@pytest.mark.parametrize(("path", "budget"), [("main.py", 250), ("launch.sh", 180)])
 def test_files_keep_their_budget(path, budget):
     assert (ROOT / path).read_text().count("\n") <= budget
 
@@ -188,7 +189,7 @@ def test_every_promised_fault_has_one_row():
 def test_a_fault_names_tests_that_exist_or_a_line_of_the_notes(number, shown):
     entries = shown.split(", ")
     for file, name in (entry.strip("`").split("::") for entry in entries if entry != "NOTES"):
-        tree = ast.parse((ROOT / "tests" / file).read_text())
+        tree = ast.parse(next(ROOT.glob(f"**/tests/{file}")).read_text())
         assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, (file, name)
     if "NOTES" in entries:
         assert re.search(rf"^- Fault {number}: ", (ROOT / "NOTES.md").read_text(), re.MULTILINE)

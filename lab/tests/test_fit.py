@@ -5,6 +5,7 @@
 """
 
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -207,8 +208,8 @@ def test_a_run_on_a_cpu_is_measured_and_not_run_again(tmp_path):
     words = ("--device cpu --memory-mib 4000 --compile none --effective-batch 2 --micro-batch 1 --world 2 --seqlen 32 "
              "--steps 4 --model tiny --results rows.jsonl --plots plots --any-commit")  # fmt: skip
     for again in (False, True):
-        command = [sys.executable, str(ROOT / "lab/fit.py"), *words.split()]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        command = [sys.executable, "-m", "lab.fit", *words.split()]
+        done = subprocess.run(command, cwd=tmp_path, env=os.environ | dict(PYTHONPATH=str(ROOT)), capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
         assert ("--remat-ratio 0" in done.stdout) != again
         rows = rows_in(tmp_path / "rows.jsonl")
