@@ -252,6 +252,7 @@ print(found.alive("gathered"), found.alive("gradients"), sum(p.numel() for p in 
 """
 
 
+@pytest.mark.slow
 @needs_triton
 def test_code_for_a_gpu_has_the_same_order_and_bytes():
     done = module(ON_GPU)

@@ -42,7 +42,8 @@ def anchors(page: str) -> set[str]:
 
 @functools.cache
 def flags_of_main(program: str = "main.py") -> set[str]:
-    done = subprocess.run([sys.executable, "-m", program.removesuffix(".py").replace("/", "."), "--help"], cwd=ROOT, capture_output=True, text=True, check=True)
+    command = [sys.executable, "-m", program.removesuffix(".py").replace("/", "."), "--help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     return set(FLAG.findall(done.stdout))
 
 

@@ -75,7 +75,7 @@ def trained(tmp_path_factory):
     return trained
 
 
-@pytest.mark.parametrize("compile", ["none", pytest.param("fwdbwd", marks=slow)])
+@pytest.mark.parametrize("compile", [pytest.param(each, marks=slow) for each in ("none", "fwdbwd")])
 def test_ten_steps_are_five_and_five_by_hash_of_parameters_moments_and_losses(compile, trained):
     two = f"2 --compile {compile}"
     straight, resumed = trained(10, 0, two), trained(10, 5, two, two)

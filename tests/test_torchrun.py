@@ -41,6 +41,7 @@ def test_a_rank_that_refuses_is_named_and_gives_its_exit_code(tmp_path):
     assert re.fullmatch(r"torchrun: rank 0, process \d+, ended with exit code 2, the first of this host to fail", last)
 
 
+@pytest.mark.slow
 def test_a_first_host_that_nobody_knows_is_one_line():
     command = [sys.executable, "-m", *OURS, "--nnodes", "2", "--master-addr", "no-such-host.invalid", "main.py"]
     done = subprocess.run(command, env=ENV, cwd=ROOT, capture_output=True, text=True, timeout=100)
@@ -88,6 +89,7 @@ def test_ctrl_c_and_a_killed_rank(tmp_path):
     assert first == [(str(killed), "was ended by SIGKILL")] and run.returncode == 137 and "Traceback" not in err, err
 
 
+@pytest.mark.slow
 def test_ranks_that_run_other_code_do_not_begin(tmp_path):
     """Rank 1 has a copy in which one file differs."""
     other = tmp_path / "other"

@@ -209,7 +209,8 @@ def test_a_run_on_a_cpu_is_measured_and_not_run_again(tmp_path):
              "--steps 4 --model tiny --results rows.jsonl --plots plots --any-commit")  # fmt: skip
     for again in (False, True):
         command = [sys.executable, "-m", "lab.fit", *words.split()]
-        done = subprocess.run(command, cwd=tmp_path, env=os.environ | dict(PYTHONPATH=str(ROOT)), capture_output=True, text=True)
+        env = os.environ | dict(PYTHONPATH=str(ROOT))
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
         assert ("--remat-ratio 0" in done.stdout) != again
         rows = rows_in(tmp_path / "rows.jsonl")
