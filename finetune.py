@@ -67,9 +67,9 @@ def main(c: config.Config, rank: int, local_rank: int, world: int, progress: Pro
                 return 0
         run.stages.add("model")
 
-        mesh = wrap(model, c, device, world)  # data_parallel: from here on each rank holds its shard of a parameter
+        mesh = wrap(model, c, device, world)  # data_parallel: a parameter is this rank's shard, whole in forward
         run.stages.add("wrap")
-        materialise(model, c, device)
+        materialise(model, c, device)  # memory on the device, and values
         run.stages.add("weights")
         optimizer = make_optimizer(c, model, mesh)
         run.stages.add("optimizer")
@@ -78,7 +78,7 @@ def main(c: config.Config, rank: int, local_rank: int, world: int, progress: Pro
         run.agree_on_draws(model)
         if not (c.random or run.found):
             run.told |= load_weights(c, model, run.group)
-        run.restore(step)
+        run.take(step)
         look(run, c, model, device)
         if done:
             with run.saver:
@@ -86,7 +86,8 @@ def main(c: config.Config, rank: int, local_rank: int, world: int, progress: Pro
             return 0
 
         with run.training(step) as train_step:
-            run.say(f"the first example, with [[what is learned]]:\n{data.preview(0, False, PREVIEW)}")
+            if rank == 0:
+                tell(f"the first example, with [[what is learned]]:\n{data.preview(0, False, PREVIEW)}")
             for k in range(run.first, c.steps):
                 optimizer.lr.fill_(lr := learning_rate(c, k))
                 with run.timed(k):
@@ -97,10 +98,9 @@ def main(c: config.Config, rank: int, local_rank: int, world: int, progress: Pro
                     run.evaluate()
                 if c.save_every and (k + 1) % c.save_every == 0:
                     run.save()
-            if c.export is not None:
-                run.save()
-                with run.aside("export"):
-                    run.sampled.append(exported(run, c, model))
+        if c.export is not None:
+            with run.aside("export"):
+                run.sampled.append(exported(run, c, model))
     return run.code
 
 

@@ -5,8 +5,9 @@
 
 The loop is here, from top to bottom. What surrounds it (signals, hanging ranks, checkpoints, the log, the row) is
 trainer/run.py. Where to add what: a second loss term in `Step.loss_sum` of trainer/step.py, an optimizer in
-`make_optimizer` of trainer/parallelize.py, a schedule in `learning_rate` of trainer/optimizer.py, a column of the row
-as `run.told["name"] = value` in the loop. Exit codes: trainer/fault_tolerance/errors.py.
+`make_optimizer` of trainer/parallelize.py, a schedule in `learning_rate` of trainer/optimizer.py (each with its name
+in trainer/config.py, where the flags are), a figure of each logged step as `run.log(k, loss, lr, name=value)`, a column
+of the row as `run.told["name"] = value`. Exit codes: trainer/fault_tolerance/errors.py.
 """
 
 import signal
@@ -35,7 +36,7 @@ from trainer.run import Run
 def main(c: flags.Config, rank: int, local_rank: int, world: int, progress: Progress | None = None) -> int:
     """One run of the flags; returns its exit code. B: rows of this rank in a batch, T: --seqlen."""
     with Run(c, check, rank, local_rank, world, progress) as run:
-        c, device, world = run.c, run.device, run.world
+        c, device, world = run.c, run.device, run.world  # every flag has a value; simulated ranks count
         attention = choose_kernel(c, device)[-1]
         data = Batches(c.data, global_batch=c.effective_batch, seqlen=c.seqlen, vocab=c.vocab, seed=c.seed, rank=rank,
                        world=world, hold_out=c.eval_every > 0)  # fmt: skip
@@ -45,9 +46,9 @@ def main(c: flags.Config, rank: int, local_rank: int, world: int, progress: Prog
             return run.already_done()
         run.stages.add("model")
 
-        mesh = wrap(model, c, device, world)  # data_parallel: from here on each rank holds its shard of a parameter
+        mesh = wrap(model, c, device, world)  # data_parallel: a parameter is this rank's shard, whole in forward
         run.stages.add("wrap")
-        materialise(model, c, device)
+        materialise(model, c, device)  # memory on the device, and values
         run.stages.add("weights")
         optimizer = make_optimizer(c, model, mesh)
         run.stages.add("optimizer")
@@ -55,7 +56,7 @@ def main(c: flags.Config, rank: int, local_rank: int, world: int, progress: Prog
         run.agree_on_draws(model)
         if c.init is not None:
             initialise(c, model, run.found, run.group)
-        run.restore(step)
+        run.take(step)
 
         with run.training(step) as train_step:
             for k in range(run.first, c.steps):

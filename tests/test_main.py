@@ -11,7 +11,9 @@ import gzip
 import json
 import math
 import re
+import signal
 import struct
+import threading
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +27,7 @@ from running import TINY, one_line, read, torchrun
 import main
 from model import Transformer
 from trainer import config as flags
+from trainer import run as runs
 from trainer import step as steps_of
 from trainer.data import Batches, DataError
 from trainer.optimizer import learning_rate
@@ -255,7 +258,7 @@ def test_a_simulated_world_trains_and_its_row_says_so(how, train):
 
 def planted(monkeypatch, where, error, call=1):
     """Raise `error` in the `call`-th forward, backward or update, or while weights are initialised."""
-    restored, count = main.Run.restore, []
+    took, count = main.Run.take, []
 
     class Raise(torch.autograd.Function):
         @staticmethod
@@ -270,8 +273,8 @@ def planted(monkeypatch, where, error, call=1):
         count.append(0)
         return len(count) == call
 
-    def restore(run, step):
-        restored(run, step)
+    def take(run, step):
+        took(run, step)
         loss_fn, update_fn = step.loss_fn, step.update_fn
 
         def loss(*batch):
@@ -291,7 +294,7 @@ def planted(monkeypatch, where, error, call=1):
     def init(_):
         raise error
 
-    monkeypatch.setattr(main.Run, "restore", restore)
+    monkeypatch.setattr(main.Run, "take", take)
     if where == "init":
         monkeypatch.setattr(Transformer, "init_weights", init)
 
@@ -311,6 +314,27 @@ def test_out_of_memory_exits_6_with_the_phase_in_the_row_and_what_to_turn(where,
     assert f"OOM {where}" in line and "2.00 GiB" in line, f"neither where nor the wanted bytes: {line}"
     knobs = ("smaller model", "ranks") if where == "init" else ("--batch", "--remat", "ranks")
     assert all(knob in line for knob in knobs), f"no way out: {line}"
+
+
+def test_weights_that_are_bad_leave_a_row_in_every_compile_mode(train, tmp_path):
+    (tmp_path / "bad.safetensors").write_bytes(b"no weights")
+    for compile in ("none", "regions"):
+        done = train("--init", tmp_path / "bad.safetensors", "--compile", compile)
+        assert done.code == 4 and done.row["outcome"].startswith("failed: ") and "bad.safetensors" in one_line(done.err)
+
+
+def test_ranks_leave_each_other_while_signals_and_hangs_are_still_watched(train, monkeypatch):
+    """Else a second Ctrl-C, or torchrun's SIGTERM, would kill a rank in the last barrier, after its row says ok."""
+    seen, leave = [], runs.shutdown
+
+    def note():
+        seen.append((signal.getsignal(signal.SIGTERM), [thread.name for thread in threading.enumerate()]))
+        leave()
+
+    monkeypatch.setattr(runs, "shutdown", note)
+    assert train().code == 0
+    [(handler, threads)] = seen
+    assert handler not in (signal.SIG_DFL, signal.SIG_IGN) and "watchdog" in threads
 
 
 def test_memory_that_the_system_refuses_is_out_of_memory_too(train, monkeypatch):
@@ -337,14 +361,14 @@ def test_data_that_turns_out_bad_in_mid_run_exits_3_with_a_row(train, monkeypatc
 
 
 def test_a_results_file_that_is_lost_in_mid_run_costs_a_warning_and_not_the_run(train, monkeypatch):
-    restored = main.Run.restore
+    took = main.Run.take
 
-    def restore(run, step):  # after the check at the start: the file becomes a folder
+    def take(run, step):  # after the check at the start: the file becomes a folder
         Path(run.c.results).unlink()
         Path(run.c.results).mkdir()
-        restored(run, step)
+        took(run, step)
 
-    monkeypatch.setattr(main.Run, "restore", restore)
+    monkeypatch.setattr(main.Run, "take", take)
     done = train()
     assert done.code == 0 and "outcome  ok" in done.out
     assert all(line.startswith("warning: ") for line in done.err.splitlines())

@@ -257,14 +257,14 @@ def test_what_one_rank_has_all_refuse(on_two_ranks):
 
 def planted(monkeypatch, steps, factor=NAN):
     """Multiplies the loss of these steps (from 1)."""
-    restored, count = main.Run.restore, itertools.count(1)
+    took, count = main.Run.take, itertools.count(1)
 
     def plant(run, step):
-        restored(run, step)
+        took(run, step)
         loss_fn = step.loss_fn
         step.loss_fn = lambda *batch: loss_fn(*batch) * (factor if next(count) in steps else 1.0)
 
-    monkeypatch.setattr(main.Run, "restore", plant)
+    monkeypatch.setattr(main.Run, "take", plant)
 
 
 def test_stop_exits_5_naming_step_batch_and_fix_and_keeps_the_last_good_checkpoint(train, tmp_path, monkeypatch):

@@ -55,10 +55,7 @@ def reference_model(c: flags.Config, device: torch.device) -> Transformer:
 
 
 def wrap(model: nn.Module, c: flags.Config, device: torch.device, world: int) -> dist.DeviceMesh | None:
-    """Shards `model`, on the meta device, as resolved flags say; returns the mesh of `world` ranks (wrapper "none":
-    None). ValueError for a model that has values, which would be lost."""
-    if not all(p.is_meta for p in model.parameters()):
-        raise ValueError("model: has values already, which would be lost; build it under torch.device('meta')")
+    """Shards `model` as resolved flags say; returns the mesh of `world` ranks (wrapper "none": None)."""
     if c.wrapper == "none":
         return None
     shape = (c.replicas, world // c.replicas) if c.mode == "hybrid_shard" else (world,)
@@ -141,7 +138,8 @@ def make_optimizer(c: flags.Config, model: nn.Module, mesh: dist.DeviceMesh | No
 
 
 def materialise(model: LanguageModel, c: flags.Config, device: torch.device, draw: bool = True) -> None:
-    """Gives the wrapped model memory on `device`, and values drawn from --seed: the same for every number of ranks."""
+    """Gives the wrapped model, which is on meta, memory on `device`, and values drawn from --seed: the same for every
+    number of ranks."""
     to_empty(model, device)
     if draw:
         torch.manual_seed(c.seed)
@@ -150,7 +148,6 @@ def materialise(model: LanguageModel, c: flags.Config, device: torch.device, dra
     if isinstance(model, FSDPModule):
         model.unshard()  # its first run pads uneven shards, into other memory than the optimizer would know
         model.reshard()
-    model.prepare(c.seqlen, device)
 
 
 def training_step(c: flags.Config, model: LanguageModel, optimizer: AdamW | Muon, mesh: dist.DeviceMesh | None,
@@ -158,6 +155,7 @@ def training_step(c: flags.Config, model: LanguageModel, optimizer: AdamW | Muon
                   compiled_update: bool | None = None) -> Step:  # fmt: skip
     """The step of resolved flags, compiled by --compile at its first call. between, inspect: see Step; compiled_update:
     see make_step. ValueError as make_step."""
+    model.prepare(c.seqlen, optimizer.lr.device)
     kwargs = dict(options=compile_options(c), mesh=mesh, grad_accum=c.grad_accum, accum_sync=c.accum_sync,
                   clip=c.clip, chunk=c.chunk if c.loss == "chunked" else 0, param_dtype=DTYPES[c.param_dtype],
                   reduce_dtype=DTYPES[c.reduce_dtype], norm_limit=c.norm_limit, between=between,
@@ -172,8 +170,11 @@ def build(c: flags.Config, device: torch.device, world: int, *, init: bool = Tru
           compiled_update: bool | None = None) -> Step:  # fmt: skip
     """The step that main.py makes of resolved flags, for programs that need nothing else of a run. Needs a process
     group unless --wrapper none. model: on the meta device, unwrapped (default: the reference transformer). init=False
-    leaves parameters as they are allocated. ValueError as `wrap` and `training_step`."""
+    leaves parameters as they are allocated. ValueError for a model that has values, which would
+    be lost, and as `training_step`."""
     model = reference_model(c, device) if model is None else model
+    if not all(p.is_meta for p in model.parameters()):
+        raise ValueError("model: has values already, which would be lost; build it under torch.device('meta')")
     mesh = wrap(model, c, device, world)
     materialise(model, c, device, draw=init)
     return training_step(c, model, make_optimizer(c, model, mesh), mesh, compiled_update=compiled_update)

@@ -1,14 +1,14 @@
 """What surrounds the loop of main.py and of finetune.py: signals, hanging ranks, checkpoints, what is logged, the row.
 
     with Run(c, check, rank, local_rank, world) as run:     # flags get their values, the ranks meet
-        run.open(data, model, attention)                    # finds the newest checkpoint; run.first steps are done
-        run.restore(step)                                   # loads it
-        with run.training(step) as train_step:              # from here on an end saves first
+        run.open(data, model, attention, counted=model)     # finds the newest checkpoint; run.first steps are done
+        run.take(step)                                      # loads it into the step's model, prepares to save
+        with run.training(step) as train_step:              # an end saves first; then --sample writes
             for k in range(run.first, run.c.steps):
                 with run.timed(k):
                     loss = train_step(*run.batch())
-                run.log(k, loss)
-    return run.code                                         # the exit code: any error has become a line and a row
+                run.log(k, loss, lr)                        # step k is done: what is saved and timed counts by it
+    return run.code                                         # the exit code; an error has become a line and a row
 
 What a run says of itself is made by trainer/summary.py, how it ends by trainer/fault_tolerance/errors.py.
 """
@@ -54,8 +54,8 @@ PROFILED = 3
 
 class Run:
     """One run of the flags on one rank. check(c, world): ValueError for what resolved flags name and is not there.
-    progress: on rank 0, says what is being done. What cannot work ends in one line and SystemExit(2) here, before the
-    ranks meet; later errors end in `code`, the exit code."""
+    progress: on rank 0, says what is being done. `world` counts simulated ranks, too. What cannot work ends in one line
+    and SystemExit(2) here, before the ranks meet; later errors end in `code`, the exit code."""
 
     def __init__(self, c: flags.Config, check: Callable[[flags.Config, int], None], rank: int, local_rank: int,
                  world: int, progress: Progress | None = None):  # fmt: skip
@@ -80,11 +80,15 @@ class Run:
 
     def __enter__(self) -> "Run":
         c = self.c
-        self.around = ExitStack()
-        self.signals = self.around.enter_context(Signals(self.rank == 0))
         hang, ranks = f"{os.path.splitext(c.results)[0]}.hang", 1 if c.world else self.world
-        self.watchdog = Watchdog(c.first_timeout, self.rank, ranks, hang, self.signals)
-        self.around.enter_context(self.watchdog)
+        with ExitStack() as around:
+            self.signals = around.enter_context(Signals(self.rank == 0))
+            self.watchdog = around.enter_context(Watchdog(c.first_timeout, self.rank, ranks, hang, self.signals))
+            self.group = None if c.world else control_group()
+            self.around = around.pop_all()
+        self.control = Control(self.signals, self.group)
+        self.stages, self.timer = memory.Stages(self.device), timing.StepTimer(self.device)
+        self.environment = timing.environment(self.device)  # now: the checkout may change while it runs
         self.progress.stage("reading the data")
         return self
 
@@ -100,8 +104,10 @@ class Run:
                 self.profile.close()
             if self.sinks is not None and (caught or error is None):
                 self._finish()
-        if (caught or error is None) and self.code in (0, *Signals.CODES):  # all ranks are here
-            shutdown()
+            if (caught or error is None) and self.code in (0, *Signals.CODES):  # all ranks are here
+                if self.replayed is not None:
+                    self.replayed.close()
+                shutdown()
         return caught
 
     def _finish(self) -> None:
@@ -114,8 +120,6 @@ class Run:
         lines = self.stages.lines() if self.c.verbose else []
         lines += [*self.explanation, *self.profile.notes, *self.profile.paths, *self.sampled]
         self.say("\n".join([*lines, *final_lines(told, WARMUP)]))
-        if self.replayed is not None:
-            self.replayed.close()
 
     def say(self, text: str) -> None:
         if self.rank == 0:
@@ -129,10 +133,6 @@ class Run:
         DataError, CheckpointError, Desync or ValueError: the run cannot begin."""
         self.c = c = c or self.c
         self.batches, self.attention = data, attention
-        self.group = None if c.world else control_group()
-        self.control = Control(self.signals, self.group)
-        self.stages, self.timer = memory.Stages(self.device), timing.StepTimer(self.device)
-        self.environment = timing.environment(self.device)  # now: the checkout may change while it runs
         self.collectives, self.peak = simulated_world.log() if c.world else None, {}
         self.finite = FiniteCheck(c, data, self.rank)
         # Rank 0 alone writes results and tells W&B, and a folder of traces may be one on each host.
@@ -167,8 +167,9 @@ class Run:
         self.watchdog.on_end = lambda outcome: self.sinks.row(row(self, outcome))
         self.progress.stage("building the model")
 
-    def restore(self, step: Step) -> None:
-        """Takes the step, whose model has its first values, and loads the checkpoint into it if there is one."""
+    def take(self, step: Step) -> None:
+        """The step that will be trained and saved, whose model has its first values: loads the checkpoint into it if
+        there is one."""
         c, self.step = self.c, step
         if c.profile:
             self.profile.names = timing.Names(step)
@@ -193,13 +194,12 @@ class Run:
     def training(self, step: Step) -> Iterator[Callable[..., Tensor]]:
         """Around the loop. Yields what to call for each batch: the step, with --cuda-graph replayed, and watched once
         with --explain-memory. At its end, and when a signal has come to any rank (Stopped) or one cannot read on
-        (DataError), the run is saved."""
+        (DataError), the run is saved. Then --sample writes."""
         self.replayed = Replayed(step) if self.c.cuda_graph else None
         settings = self.sinks.write_settings(self.settings, self.continues, self.first)
         self.say("\n".join(header(self, settings)))
         self.progress.stage(doing(self, self.progress.live is not None))
         with inject.planted(os.environ.get("FAULT"), self.c, step, self.batches, self.first), self.saver:
-            self.started = time.perf_counter(), timing.cpu_seconds()
             try:
                 yield self._call
                 with suppress(Stopped, DataError):  # too late to matter
@@ -219,11 +219,15 @@ class Run:
         k = self.state.step
         if k == self.explained and self.rank == 0:
             return self._explain(tokens, targets, **inputs)
-        return (self.replayed or self.step)(tokens, targets, **inputs)
+        compiles = k == self.first != self.explained and self.c.compile != "none"
+        with compile_once(self.device, self.group) if compiles else nullcontext():
+            return (self.replayed or self.step)(tokens, targets, **inputs)
 
     @contextmanager
     def timed(self, k: int) -> Iterator[None]:
         """Around step k, from 0 on: timed, profiled, and ended with Stopped where a signal has come to any rank."""
+        if k == self.first:
+            self.started = time.perf_counter(), timing.cpu_seconds()
         self.logged, self.logged_norms = self.sinks.due(k + 1), {}
         if self.collectives:
             self.collectives.clear()  # the row tells those of the last step
@@ -233,9 +237,7 @@ class Run:
             problem = self.batches.problem() if k + 1 < self.c.steps else self.batches.error
             if self.control.boundary(k, self.finite.norm, self.saver.failed(), problem):
                 self.saver.wait()  # it failed on all
-            compiles = k == self.first != self.explained and self.c.compile != "none"
-            with compile_once(self.device, self.group) if compiles else nullcontext():
-                yield
+            yield
 
     def batch(self) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """tokens, targets [B, T] and more inputs by name: the next batch of this rank, on its device."""
@@ -245,12 +247,13 @@ class Run:
         self.watchdog.beat(self.state.step + 1, "step")
         return tokens, targets, inputs
 
-    def log(self, k: int, loss: Tensor, lr: float) -> None:
-        """Step k is done: its line if it is logged, and NonFinite if the run must end for it."""
+    def log(self, k: int, loss: Tensor, lr: float, **more: float) -> None:
+        """Step k is done: its line if it is logged, with `more` in files and W&B, and NonFinite if the run must end for
+        it. What is saved, evaluated and stopped from now on is after this step."""
         if self.logged:
             norm, ms = self.step.grad_norm.item(), self.timer.last()
             told = dict(step=k + 1, loss=loss.item(), lr=lr, grad_norm=norm, ms=ms)
-            self.sinks.step(told | figures(self, ms) | self.logged_norms)
+            self.sinks.step(told | more | figures(self, ms) | self.logged_norms)
         self.finite.put(k + 1, self.step, loss, wait=self.logged)
         if k == self.first:
             self.finite.flush()  # waits for the step
@@ -326,7 +329,7 @@ def count_flops(c: flags.Config, model: LanguageModel | None) -> tuple[dict[str,
     """FLOPs of one step on one rank by convention, or none and why: "palm", "causal" and, where its formula holds,
     "hardware": not for the math kernel, nor where eager does a lean MLP in a recomputed block once more."""
     if model is None:
-        return {}, "FLOPs are not counted, MFU and tok/s are n/a: rows of --pad longest differ in length"
+        return {}, "FLOPs are not counted, MFU and tok/s are n/a: batches differ in length"
     try:
         counted = flops.count(model, c.seqlen)
     except ValueError as error:

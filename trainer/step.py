@@ -38,7 +38,7 @@ CUDA_GRAPH_WARMUP = 2  # steps that run as they are: they compile, and start cuB
 
 class LanguageModel(Protocol):
     """What the trainer needs of an nn.Module, as model.Transformer and finetuning.model.HuggingFaceModel have it. Its
-    repeated blocks are found by simple_fsdp.units_of, its FLOPs counted by profiling/flops.py."""
+    repeated blocks are found by simple_fsdp.units_of, its FLOPs counted by trainer/measuring/flops.py."""
 
     identity: dict[str, Any]  # what a checkpoint and the model that loads it must have in common, by name
 

@@ -79,7 +79,7 @@ def row(run: ToldRun, outcome: str) -> dict:
     row["first_step_cpu_s"] = round(run.first_step_cpu_s, 2) if run.first_step_cpu_s is not None else None
     row |= dict.fromkeys("eval_loss eval_bpb eval_ppl eval_step best_eval_loss best_step".split()) | run.evaluated
     if c.compile == "regions":  # calls of each shared subgraph; {}: none, as fwdbwd; None: compiled before, not counted
-        row["regions"] = getattr(run.step.regions, "found", {})
+        row["regions"] = getattr(getattr(run.step, "regions", None), "found", {})
     row |= _peak(run) | dict(first_step_peak_mib=run.first_step_mib) | stats
     row |= dict(tok_s=tok_s, tok_s_rank=tok_s / run.world if tok_s else None)
     if run.collectives is not None:

@@ -20,7 +20,7 @@ from trainer.distributed.terminal import Progress, check_host, one_line, tell
 SIGNALS = signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT
 HANDLED = "TORCHELASTIC_SIGNALS_TO_HANDLE"  # what torchrun passes on to the ranks; they read it, too
 FOLLOWING = 7, 143, -signal.SIGTERM  # how ranks end after another one: in the same second, or ended by torchrun
-PRELOAD = ["torch._inductor.compile_fx", "trainer.run", "tyro"]  # what a compiled run imports
+PRELOAD = ["torch._inductor.compile_fx", "trainer.checkpoint.weights", "trainer.run", "tyro"]
 
 
 def rank(script: str, *argv: str) -> None:

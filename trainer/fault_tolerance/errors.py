@@ -51,7 +51,7 @@ class RunView(Protocol):  # what has to be known of a trainer.run.Run to say how
     rank: int
     first: int  # steps of earlier runs, from which this one resumed
     state: TrainState
-    step: Step | None  # None until it is built
+    step: Step | None  # None until Run.take
 
 
 def ended_by(error: BaseException, run: RunView | None, watchdog: Watchdog, debug: bool) -> tuple[str, int]:
