@@ -13,15 +13,15 @@
 #                                      one run per cell; a second call does what is missing (lab/sweeps/sweep.py)
 #   ./launch.sh fit --model DIR [FLAGS]
 #                                      the least recomputation that fits, planned, then measured (lab/fit.py)
-#   ./launch.sh gpu [1..16] [--tiny]   what needs a GPU: tests, attention kernels, the ladder of memory, MFU, eleven
+#   ./launch.sh verify [--minutes 10] [--only PART...] [--again] [--world N] [--device cpu] [--tiny]
+#                                      proves on several GPUs what was never run on any: one file to send (docs/verify.md)
+#   ./launch.sh gpu [1..17] [--tiny]   what needs one GPU: tests, attention kernels, the ladder of memory, MFU, twelve
 #                                      sweeps, saving; each part ends within 8 minutes and resumes; --tiny: on a CPU
-#   ./launch.sh studies [--small] [--only NAME...]
-#                                      one study after the other (studies/); a second call does what is missing
+#   ./launch.sh studies [--small] [--only NAME...]    one study after the other; a second call does what is missing
 #   ./launch.sh profile [FLAGS]        a run with --profile DIR; NSYS=1 puts it under nsys
 #   ./launch.sh nodes [FLAGS]          which --mode pays on this network: links and steps measured, beside what was predicted
 #                                      (lab/benchmarks/nodes.py); several nodes: on each, as run
-#   ./launch.sh slurm [SLURM'S OPTIONS] [FLAGS]
-#                                      prints a batch script for several nodes (lab/sweeps/slurm.py)
+#   ./launch.sh slurm [SLURM'S OPTIONS] [FLAGS]    prints a batch script for several nodes (lab/sweeps/slurm.py)
 #   ./launch.sh install                only install
 #
 # Environment
@@ -111,9 +111,9 @@ torchrun() {    # torchrun SCRIPT ARGS; a prefix (nsys) may stand in $wrap
 }
 
 gpu() {
-    local parts="1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16" out=${OUT:-runs}/gpu status=0 part code tiny= axes
-    axes=(- - - gpu-{ladder,mfu,compile,remat,memory} gpus wrappers variants attention seqlen depth width gpu-compile-depth)
-    case ${1:-} in --*|'') ;; [1-9]|1[0-6]) parts=$1; shift ;; *) die "gpu: no part '$1', expected 1 to 16" 2 ;; esac
+    local parts="1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17" out=${OUT:-runs}/gpu status=0 part code tiny= axes
+    axes=(- - - gpu-{ladder,mfu,compile,remat,memory} gpus wrappers variants attention seqlen depth width gpu-compile-depth - gpu-owed)
+    case ${1:-} in --*|'') ;; [1-9]|1[0-7]) parts=$1; shift ;; *) die "gpu: no part '$1', expected 1 to 17" 2 ;; esac
     if [ "${1:-}" = --tiny ]; then shift; set -- --small "$@"; out=$out-tiny tiny=--small; else set -- --device cuda "$@"; fi
     export NPROC=1 CELL_TIMEOUT=${CELL_TIMEOUT:-240}
     trap 'kill "$!"; wait "$!" || true; exit 143' INT TERM HUP
@@ -145,7 +145,7 @@ case ${1:-run} in -h|--help|help) sed -n '2,/^$/s/^# \{0,1\}//p' launch.sh; exit
 command=${1:-run} suite= folders=
 [ $# -eq 0 ] || shift
 case $command in
-    install|run|test|sweep|fit|gpu|nodes|studies|profile|slurm) install ;;
+    install|run|test|sweep|fit|verify|gpu|nodes|studies|profile|slurm) install ;;
     *)       die "no command '$command'; ./launch.sh --help lists them" 2 ;;
 esac
 case $command in
@@ -166,6 +166,7 @@ case $command in
              export NPROC=${NPROC:-$((gpus == 1 ? 1 : 2))}
              exec "$py" -m lab.sweeps.sweep "$@" ;;
     fit)     exec "$py" -m lab.fit "$@" ;;
+    verify)  exec "$py" -m lab.benchmarks.verify "$@" ;;
     gpu)     gpu "$@" ;;
     nodes)   PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} torchrun lab/benchmarks/nodes.py "$@" ;;
     studies) exec "$py" -m lab.studies "$@" ;;

@@ -1,0 +1,339 @@
+"""The proof of several GPUs (lab/benchmarks/verify): verdicts, bounds, its file; slow: on ranks, with planted faults.
+
+    pytest lab/tests/test_verify.py                          # no ranks are started
+    pytest -m slow lab/tests/test_verify.py -k planted       # each fault is found, and by its own part alone
+"""
+
+import argparse
+import gzip
+import json
+import re
+import socket
+import time
+
+import pytest
+from running import ROOT, one_line
+
+from lab.benchmarks.verify import __main__ as verify
+from lab.benchmarks.verify import machine, overlapped, predicted, right
+from lab.benchmarks.verify.machine import Machine, Verdict
+from trainer import config as flags
+
+SETTINGS = verify.tomllib.loads((ROOT / "lab/benchmarks/verify/settings.toml").read_text())
+ABOUT = dict(commit="c", code="0", torch="2.13.0", device="CPU", arch="sm_90")
+NONE = dict(minutes=10.0, only=[], again=False, world=0, device="cpu", tiny=True)
+PLANTS = {  # what is changed in a module once it is imported, in every process
+    "sum": ("simple_fsdp", "was = m._averaged\n"
+            "m._averaged = lambda grads, like, cut: [like.device_mesh.size() * t for t in was(grads, like, cut)]"),
+    "wait": ("overlap", "was = m.Overlap.__call__\n"
+             "def call(self, g):\n"
+             "    was(self, g)\n"
+             "    for n in [n for n in g.nodes if n.target in (m.GATHER, m.SCATTER)]:\n"
+             "        n.append(m.wait_of(n))\n"
+             "m.Overlap.__call__ = call"),
+    "peak": ("trainer.step", "was = m.Step.__call__\n"
+             "def call(self, *args, **kwargs):\n"
+             "    import torch\n"
+             "    more = torch.empty(1200 << 20, dtype=torch.uint8)\n"
+             "    return was(self, *args, **kwargs)\n"
+             "m.Step.__call__ = call"),
+    "hang": ("lab.benchmarks.wrappers", "was = m.interleave\n"
+             "def interleave(steps, batches, n, device, rank=0, begin=bool):\n"
+             "    import os, time\n"
+             "    was(steps, batches, 1, device, rank, begin)\n"
+             "    time.sleep(3600 * (os.environ.get('RANK') == '1'))\n"
+             "    was(steps, batches, n - 1, device, rank, begin)\n"
+             "m.interleave = interleave"),
+}  # fmt: skip
+PLANTED = """
+import importlib.util, sys
+class Planted:
+    def find_spec(self, name, path=None, target=None):
+        if name == {name!r}:
+            sys.meta_path.remove(self)
+            spec = importlib.util.find_spec(name)
+            run = spec.loader.exec_module
+            def exec_module(m):
+                run(m)
+                exec({code!r}, dict(m=m))
+            spec.loader.exec_module = exec_module
+            return spec
+sys.meta_path.insert(0, Planted())
+"""
+
+
+def own(**more) -> argparse.Namespace:
+    return argparse.Namespace(**NONE | more)
+
+
+def here(tmp_path, seconds=60.0, **more) -> Machine:
+    how = dict(ranks=2, world=0, cuda=False, tiny=True, out=tmp_path, settings=SETTINGS, about=ABOUT, verdicts={})
+    return Machine(**how | more, until=time.monotonic() + seconds)
+
+
+@pytest.fixture
+def out(tmp_path, monkeypatch):
+    monkeypatch.setenv("OUT", str(tmp_path))
+    for name in ("NPROC", "NNODES"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+def file_of(out) -> dict:
+    (path,) = out.glob("verify-*.json")
+    return json.loads(path.read_text(), parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+
+
+@pytest.mark.parametrize(("more", "env", "message"), [
+    (dict(minutes=0.0), {}, "--minutes 0: must be above 0"),
+    (dict(minutes=float("nan")), {}, "--minutes nan: must be above 0"),
+    (dict(world=1), {}, "--world 1: must be at least 2"),
+    ({}, dict(NPROC="x"), "NPROC=x: expected a number of processes below 100"),
+    ({}, dict(NPROC="1"), "NPROC=1: one rank has nobody to talk to; NPROC=2, or --world 8 to simulate"),
+    ({}, dict(NNODES="2"), "NNODES: verify is of one machine; for several: ./launch.sh nodes"),
+    (dict(only=["7"]), {}, "--only 7: must be 1 to 4, or of 1.1, 1.2, "),
+    ({}, dict(OUT="/proc/none"), "--results /proc/none/verify.jsonl: "),
+])  # fmt: skip
+def test_what_does_not_fit_is_one_line_and_exit_2(more, env, message, out, monkeypatch, capfd):
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as ended:
+        verify.main(own(**more), SETTINGS, [] if "only" in more else ["1.1"])
+    assert ended.value.code == 2 and one_line(capfd.readouterr().err).startswith(f"error: {message}")
+
+
+def test_more_ranks_than_gpus_are_refused_and_one_gpu_simulates(out, monkeypatch):
+    monkeypatch.setenv("NPROC", "4")
+    monkeypatch.setattr(verify.torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ValueError, match="^NPROC=4: there are 2 GPUs; give 2 at most, or --device cpu"):
+        verify.machine(own(), SETTINGS, 2)
+    monkeypatch.delenv("NPROC")
+    monkeypatch.setattr(verify.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(verify.timing, "environment", lambda device: dict(ABOUT, device=str(device)))
+    monkeypatch.setattr(verify.torch.cuda, "get_device_capability", lambda: (12, 0))
+    with pytest.raises(ValueError, match="^torch sees no GPU: TORCH=cuda"):
+        verify.machine(own(), SETTINGS, 2)
+    monkeypatch.setattr(verify.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(verify.torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    one, two = verify.machine(own(), SETTINGS, 1), verify.machine(own(), SETTINGS, 2)
+    assert (one.ranks, one.world, one.all_ranks) == (1, 8, 8) and (two.ranks, two.world, two.cuda) == (2, 0, True)
+    assert two.about["arch"] == "sm_100" and two.mark.split()[2:] == ["2.13.0", "cuda"]
+
+
+def test_a_verdict_is_kept_until_again_or_other_code_and_what_was_not_run_is_run(out, monkeypatch, capsys):
+    ran = []
+
+    def check(m, told):
+        ran.append(told["name"])
+        if told["name"] == "links":
+            raise Verdict("not run", f"error: /home/me/x/a.py on {socket.gethostname()} is gone")
+        return machine.judged(dict(told, said="{off} % off"), told["name"] != "time of a step", off=4)
+
+    monkeypatch.setattr(verify.pkgutil, "resolve_name", lambda name: check)
+    assert verify.main(own(), SETTINGS, ["3.1", "3.3"]) == 0 and ran == ["peak, simulated", "links"]
+    assert verify.main(own(), SETTINGS, ["3.1", "3.3", "3.4"]) == 1 and ran[2:] == ["links", "time of a step"]
+    found = file_of(out)["verdicts"]
+    assert [*found] == ["3.1", "3.3", "3.4"] and found["3.4"]["figures"] == dict(off=4)
+    assert found["3.3"]["words"] == "error: a.py on HOST is gone" and found["3.4"]["status"] == "not held"
+    text = capsys.readouterr().out
+    assert "3.1 peak, simulated: held: 4 % off (as before)\n" in text and "| 3.4 | time of a step | not held |" in text
+    assert verify.main(own(again=True), SETTINGS, ["3.1"]) == 1 and ran[4:] == ["peak, simulated"], "3.4 stands"
+    monkeypatch.setattr(verify.timing, "code_digest", lambda: "other")
+    assert verify.main(own(), SETTINGS, ["3.1"]) == 0 and [*file_of(out)["verdicts"]] == ["3.1"]
+
+
+def test_a_program_is_bounded_and_its_end_is_a_verdict(tmp_path):
+    short = SETTINGS | dict(limits=dict(program=1))
+
+    def ended(m, program, **how):
+        with pytest.raises(Verdict) as found:
+            m.run(["-c", program], **how)
+        return found.value.status, found.value.words
+
+    assert ended(here(tmp_path, settings=short), "import time; time.sleep(60)") == (
+        "not held", "-c did not end within 1 s")  # fmt: skip
+    assert ended(here(tmp_path, seconds=0.5), "import time; time.sleep(60)") == ("not run", machine.LATE)
+    said = "print('error: why'); print('more'); raise SystemExit({})"
+    assert ended(here(tmp_path), said.format(7)) == ("not held", "exit code 7, expected 0: error: why")
+    assert ended(here(tmp_path), said.format(2)) == ("not run", "exit code 2, expected 0: error: why")
+    assert ended(here(tmp_path), said.format(6))[0] == "not run", "memory that is too small"
+    assert ended(here(tmp_path), "print('well')", code=5) == ("not held", "exit code 0, expected 5: well")
+    assert here(tmp_path).run(["-c", said.format(5)], code=5) == "error: why\nmore\n"
+
+
+def test_every_setting_fits_main_and_every_check_has_a_function(tmp_path):
+    for told in SETTINGS["checks"].values():
+        assert callable(verify.pkgutil.resolve_name(f"lab.benchmarks.verify.{told['check']}"))
+    m, checks = here(tmp_path), SETTINGS["checks"]
+    tiny = [*checks["1.1"]["ours"].values(), *checks["1.1"]["theirs"].values()]
+    for n in (3, 8):
+        m.ranks = n
+        for words in [f"{each} --compile none" for each in tiny] + [
+            *checks["1.2"]["settings"].values(), *checks["1.3"]["settings"].values(), "--mode replicate",
+        ]:  # fmt: skip
+            flags.resolve(flags.parse(right.flags(m, n, words).split()), "cpu", n)
+    for number in ("2.2", "4.1", "4.2"):
+        for words in checks[number]["settings"].values():
+            words = f"{checks[number].get('flags', '')} {words} --device cuda".split()
+            flags.resolve(flags.parse(words), "cuda", 2)
+
+
+def test_losses_that_differ_are_told_with_the_setting_and_what_is_no_number_is_far(tmp_path):
+    a, m, check = dict(losses=[5.0, 4.0], norms=[1.0, 2.0], bits=1), here(tmp_path), SETTINGS["checks"]["1.2"]
+    assert right.close(m, check, dict(a=(a, a))).status == "held"
+    for key, value in (("losses", 4.00001), ("losses", float("nan")), ("norms", 2.1), ("norms", float("inf"))):
+        other = a | {key: [a[key][0], value]}
+        found = right.close(m, check, {"a": (a, a), "fwdbwd": (other, a)})
+        assert found.status == "not held" and found.words.startswith("fwdbwd is the worst of 2: losses off by ")
+        assert json.dumps(found.figures, allow_nan=False)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_on_two_ranks_the_bits_of_fsdp2_are_asked_for(tmp_path, monkeypatch, ranks):
+    def trained(self, n, asked):
+        apart = ("fsdp2", "bf16")
+        return {name: dict(losses=[5.0], norms=[1.0], bits=name if name.endswith(apart) else 1) for name in asked}
+
+    monkeypatch.setattr(Machine, "trained", trained)
+    found = right.pairs(here(tmp_path, ranks=ranks), SETTINGS["checks"]["1.1"])
+    assert found.status == ("not held" if ranks == 2 else "held")
+    assert found.words.endswith("bit for bit: ddp, muon" + ", expected fsdp2, ddp" * (ranks == 2))
+
+
+def trace(path, kernels) -> None:
+    """A Chrome trace of (name, begin, end, stream)."""
+    events = [dict(cat="kernel", name=name, ts=a, dur=b - a, args=dict(stream=stream, grid=[24, 1, 1]))
+              for name, a, b, stream in kernels]  # fmt: skip
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(gzip.compress(json.dumps(dict(traceEvents=[dict(name="x"), *events])).encode()))
+
+
+GATHER, SCATTER = "ncclDevKernel_AllGather_RING_LL", "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL"
+OVERLAPPED = [  # us; 30 of NCCL's 40 beside products, 5 more beside a cast
+    (GATHER, 0, 10, 9), ("triton_cast", 0, 5, 7), ("nvjet_gemm", 10, 20, 7), ("nvjet_gemm", 20, 32, 7),
+    (SCATTER, 20, 50, 9), ("flash_bwd", 32, 60, 7), ("ncclDevKernel_AllReduce_Sum_f32", 60, 61, 9),
+]  # fmt: skip
+
+
+def test_what_kernels_say_is_shares_exposed_time_order_streams_and_slower_products(tmp_path):
+    trace(tmp_path / "a.gz", OVERLAPPED)
+    found = overlapped.looked_at(overlapped.kernels(tmp_path / "a.gz"))
+    assert found["nccl_ms"] == pytest.approx(0.02) and found["exposed_ms"] == pytest.approx(0.0025)
+    assert found["share"] == pytest.approx(35 / 40) and found["share_of_products"] == pytest.approx(30 / 40)
+    assert (found["order"], found["own_streams"], found["sms"]) == ("G", 1, 24)
+    assert found["products_beside"] == pytest.approx(1.2)
+    trace(tmp_path / "b.gz", OVERLAPPED[1:4])
+    with pytest.raises(Verdict, match="no kernel of NCCL"):
+        overlapped.looked_at(overlapped.kernels(tmp_path / "b.gz"))
+
+
+@pytest.mark.parametrize(("late", "status"), [(0, "held"), (1000, "not held")])
+def test_a_trace_whose_collectives_wait_is_not_held(tmp_path, monkeypatch, late, status):
+    two = [(name, a + 100 * k, b + 100 * k, stream) for k in range(2) for name, a, b, stream in
+           [(GATHER, 0, 10, 9), ("gemm", 0, 60, 7), (SCATTER, 20, 50, 9)]]  # fmt: skip
+    ours = [(name, a + late * (stream == 9), b + late * (stream == 9), stream) for name, a, b, stream in two]
+
+    def trained(self, n, settings, steps, traces):
+        for name in settings:
+            trace(machine.Path(traces, name, "rank0.trace.json.gz"), ours if name == "ours" else two)
+        return {name: dict(ms=[1.0]) for name in settings}
+
+    monkeypatch.setattr(Machine, "trained", trained)
+    monkeypatch.setattr(overlapped, "counted", lambda m, small: [("all-gather", 1), ("reduce-scatter", 2)])
+    found = overlapped.timed(here(tmp_path, cuda=True), SETTINGS["checks"]["2.2"])
+    assert found.status == status and found.figures["ours"]["order"] == "GR"
+    assert found.words.startswith(f"{0 if late else 1:.2f} of NCCL's 0.0 ms hidden (at least 0.6), "), found.words
+
+
+@pytest.mark.parametrize(("device", "name"), [
+    ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H100 PCIe", "h100-pcie"), ("NVIDIA GH200 480GB", "gh200"),
+    ("NVIDIA A100-SXM4-80GB", "a100-80"), ("NVIDIA A100-PCIE-40GB", "a100-40"), ("NVIDIA H200", "h200"),
+    ("NVIDIA GeForce RTX 4090", "rtx-4090"), ("NVIDIA B200", "b200"), ("Some TPU", None),
+])  # fmt: skip
+def test_plan_is_asked_for_the_gpu_that_is_there(tmp_path, monkeypatch, device, name):
+    monkeypatch.setattr(Machine, "run", lambda self, words: words[2])
+    m = here(tmp_path, about=ABOUT | dict(device=device))
+    if name:
+        assert predicted.planned(m) == name
+    else:
+        with pytest.raises(Verdict, match="plan.py knows no Some TPU"):
+            predicted.planned(m)
+
+
+def test_parts_3_and_4_compare_rows_with_plans_and_with_fsdp2(tmp_path, monkeypatch):
+    """Of two GPUs that are not there: rows are made up, plan.py is real."""
+    m = here(tmp_path, cuda=True, tiny=False, about=ABOUT | dict(device="NVIDIA H100 80GB HBM3"))
+    row = dict(step_ms=330.0, step_ms_min=325.0, tok_s=9e4, mfu=55.1, peak_alloc_mib=24_200.0, peak_reserved_mib=26_000)
+    rows = lambda self, words: row | dict(step_ms_min=row["step_ms_min"] + 9 * ("fsdp2" in words))  # noqa: E731
+    monkeypatch.setattr(Machine, "row", rows)
+    (tmp_path / "verify-links-2.jsonl").write_text('{"link": {"alpha_us": 20.0, "gb_per_s": 370.0}}\n')
+    checks = SETTINGS["checks"]
+    found = predicted.step(m, checks["3.4"])
+    planned = found.figures["planned_ms"]
+    assert found.words.startswith(f"planned {planned:.1f} ms, least measured 325.0 (")
+    assert found.status == ("held" if abs(planned / 325 - 1) <= 0.15 else "not held")
+    best = predicted.fast(m, checks["4.1"])
+    assert best.words == "use --remat none --steps 16: 90000 tokens/s, MFU 55.1 %, 0.973 of FSDP2's step (at most 1.02)"
+    assert re.search("use .* --depth (8|16|24|32): ", predicted.fast(m, checks["4.2"]).words)
+    with pytest.raises(Verdict, match="no depth of 32 is planned to fit"):
+        predicted.fast(m, checks["4.2"] | dict(depths="32", flags="--width 16384"))
+    assert predicted.fast(m, checks["4.1"] | dict(most=0.97)).status == "not held"
+    with pytest.raises(Verdict, match="it needs 3.1"):
+        predicted.allocated(m, checks["3.2"])
+    for simulated, status in ((24_000.0, "held"), (23_000.0, "not held")):
+        m.verdicts["3.1"] = dict(figures=dict(simulated_mib=simulated))
+        assert predicted.allocated(m, checks["3.2"]).status == status
+
+
+def test_a_row_is_run_once_and_found_again(tmp_path, monkeypatch):
+    ran = []
+
+    def on_ranks(self, n, script, *words, SWEEP_CELL):
+        ran.append(words)
+        with open(self.out / "verify.jsonl", "a") as file:
+            file.write(json.dumps(dict(cell=SWEEP_CELL, outcome="ok", step_ms=1.0)) + "\n")
+
+    monkeypatch.setattr(Machine, "on_ranks", on_ranks)
+    m = here(tmp_path)
+    assert m.row("--depth 2") == m.row("--depth 2")
+    assert len(ran) == 1 and ran[0][:4] == ("--depth", "2", "--device", "cpu")
+    m.about = ABOUT | dict(code="1")
+    assert m.row("--depth 2")["cell"] == "c 1 2.13.0 CPU nproc=2 --depth 2" and len(ran) == 2
+
+
+def run(out, monkeypatch, ranks: int, numbers: list[str], plant: str | None = None) -> dict[str, str]:
+    """The verdicts of a whole run, by number."""
+    monkeypatch.setenv("NPROC", str(ranks))
+    settings = SETTINGS
+    if plant:
+        name, code = PLANTS[plant]
+        (out / "planted").mkdir()
+        (out / "planted/sitecustomize.py").write_text(PLANTED.format(name=name, code=code))
+        monkeypatch.setenv("PYTHONPATH", str(out / "planted"))
+        settings = SETTINGS | dict(limits=SETTINGS["limits"] | dict(step=20))
+    code = verify.main(own(minutes=30.0), settings, numbers)
+    found = {number: told["status"] for number, told in file_of(out)["verdicts"].items()}
+    assert code == ("not held" in found.values())
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_on_cpu_ranks_all_that_they_can_show_is_held(ranks, out, monkeypatch):
+    found = run(out, monkeypatch, ranks, [*SETTINGS["checks"]])
+    shown = [number for number, status in found.items() if status == "held"]
+    assert shown == ["1.1", "1.2", "1.4", "1.5", "1.6", "1.7", "2.1", "3.1"], file_of(out)
+    assert {found[number] for number in found.keys() - {*shown}} == {"not measured"}
+    (path,) = out.glob("verify-*.json")
+    text = path.read_text()
+    assert str(ROOT) not in text and str(out) not in text and socket.gethostname() not in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("plant", "part"), [("sum", "1.1"), ("hang", "1.1"), ("wait", "2.1"), ("peak", "3.1")])
+def test_a_planted_fault_is_found_by_its_part_alone(plant, part, out, monkeypatch):
+    found = run(out, monkeypatch, 2, ["1.1", "2.1", "3.1"], plant)
+    assert [number for number, status in found.items() if status != "held"] == [part], file_of(out)
+    words = file_of(out)["verdicts"][part]["words"]
+    expected = dict(sum="norms by 1e+02 %", hang="exit code 7, expected 0: error: ", wait="wait at once", peak="(+")
+    assert expected[plant] in words and (plant != "hang" or "rank 1" in words), words
