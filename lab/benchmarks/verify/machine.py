@@ -12,7 +12,7 @@ from pathlib import Path
 from lab.sweeps.processes import follow_parent, stop
 from trainer.logging import read_jsonl
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 NO_FAULT = 2, 6  # exit codes: flags that were refused, memory that is too small
 LATE = "the time of --minutes is over; the same line goes on from here"
 
