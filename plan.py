@@ -22,7 +22,7 @@ from lab.planning import hardware, report, search
 from lab.planning.search import Plan, parse, question, two_questions, unread
 from trainer import config as flags
 from trainer.distributed.command_line import explain, flag
-from trainer.distributed.terminal import fail, tell
+from trainer.distributed.terminal import did_you_mean, fail, tell
 
 SWEPT = "gpu watts gpus nodes across hf logits master_dtype lora reserve_gib".split()  # by --what-if, of plan.py's own
 
@@ -32,6 +32,8 @@ def sweep(own: Plan, words: list[str]) -> list[str]:
     name, *values = own.what_if
     name = name.lstrip("-").replace("-", "_")
     kinds = get_type_hints(flags.Training) | get_type_hints(flags.System)
+    if name not in {*SWEPT, *kinds} and (like := did_you_mean(name, [*SWEPT, *kinds])):
+        raise ValueError(f"--what-if {name}: no such flag{like}")
     if not values or name not in {*SWEPT, *kinds}:
         known = ", ".join(SWEPT)
         raise ValueError(f"--what-if {' '.join(own.what_if)}: name a flag of main.py, or {known}, and its values")

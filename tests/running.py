@@ -81,6 +81,13 @@ def one_line(err):
     return lines[0]
 
 
+def end_of_signal(err):
+    """What a run says that a signal has ended, which is all that was printed, and no error."""
+    [line] = err.splitlines()
+    assert line.startswith("stopped by SIG"), err
+    return line
+
+
 def saved(step, whole=False):
     """The parameters of a saved step, with `whole` all of its tensors, by name, read by torch's own reader."""
     path = step.parent.parent / "whole.pt"

@@ -126,7 +126,7 @@ def test_every_flag_that_is_not_free_text_has_a_bad_value_above():
     # forms of --data: below
     free = {"data", "results", "group", "tags", "verbose", "debug", "resume", "cast"}
     free |= {"save_async", "reshard", "explain_memory", "remat_norm", "remat_core", "cuda_graph", "deterministic"}
-    free |= {"force", "keep_best", "keep_last"}
+    free |= {"force", "keep_best", "keep_last", "report"}
     assert {argv.split()[0] for argv, _ in BAD} == {flags.flag(name) for name in FIELDS.keys() - free}
     assert {name for name, kind in get_type_hints(Output).items() if kind in (str, bool)} <= free
 

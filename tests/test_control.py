@@ -312,7 +312,7 @@ def test_a_signal_before_the_first_step_is_done_ends_all_ranks_with_its_code(dog
     for each in (signalled, other, late):
         each.thread.join(20)
         assert each.ends == [143] and each.told == ["stopped: SIGTERM"]
-    line = "error: stopped by SIGTERM before a step was done: there is nothing to save\n"
+    line = "stopped by SIGTERM before the first step was done: nothing was saved\n"
     assert capfd.readouterr().err == line
     alone, leaves = dog(0), dog(0)
     leaves.signals.note(signal.SIGTERM)

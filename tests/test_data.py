@@ -315,6 +315,12 @@ def test_an_unknown_source_is_refused_with_the_forms_allowed(source):
         batches(source)
 
 
+def test_a_file_without_its_kind_is_refused_with_the_word_to_write_before_it(tmp_path):
+    (tmp_path / "corpus.md").write_text("text")
+    with pytest.raises(ValueError, match=f"did you mean text:{tmp_path}/corpus.md"):
+        check_source(f"{tmp_path}/corpus.md")
+
+
 def test_known_sources_are_accepted_without_opening_a_file():
     for source in ("stdlib", "random", "overfit", "text:/no/such", "bin:/no/such*", "text:C:x"):
         check_source(source)

@@ -18,7 +18,7 @@ import pytest
 import torch
 from forked import Job
 from harness import ONE_GRAPH
-from running import TINY, one_line, read
+from running import TINY, end_of_signal, one_line, read
 from saved import steps_in
 
 from lean import IGNORE
@@ -297,7 +297,7 @@ def test_a_signal_in_an_evaluation_stops_it_and_loses_no_step(train, monkeypatch
 
     monkeypatch.setattr(runs, "evaluate", evaluate)
     done = train(*EVERY_2, "--save", tmp_path / "run")
-    assert done.code == 143 and "after step 2" in one_line(done.err)
+    assert done.code == 143 and "after step 2" in end_of_signal(done.err)
     assert [each.name for each in (tmp_path / "run").glob("step-*")] == ["step-00000002"]
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from forked import Job
 from harness import ONE_GRAPH
-from running import TINY, one_line, read
+from running import TINY, end_of_signal, one_line, read
 from saved import assert_bitwise, contents, steps_in
 
 from trainer.checkpoint import save as saver
@@ -68,14 +68,14 @@ def test_a_signal_between_micro_batches_drops_the_step_that_was_begun(sync, trai
 def test_a_signal_without_save_or_before_a_step_or_at_the_end(train, tmp_path, monkeypatch):
     monkeypatch.setenv("FAULT", "0:2:data:term")
     unsaved = train()
-    assert unsaved.code == 143 and "after step 2; nothing is saved without --save" in one_line(unsaved.err)
+    assert unsaved.code == 143 and "after step 2; nothing is saved without --save" in end_of_signal(unsaved.err)
     monkeypatch.setenv("FAULT", "0:6:update:term")
     assert train("--save", tmp_path / "end").code == 0 and steps_in(tmp_path / "end") == [6], "it had come to its end"
     monkeypatch.delenv("FAULT")
     monkeypatch.setattr("trainer.run.header", lambda *_: os.kill(os.getpid(), signal.SIGTERM) or [])
     early = train("--save", tmp_path / "early")
     assert early.code == 143 and steps_in(tmp_path / "early") == []
-    assert "stopped by SIGTERM after step 0; there is nothing to save" in one_line(early.err)
+    assert "stopped by SIGTERM after step 0; there is nothing to save" in end_of_signal(early.err)
 
 
 def test_what_ctrl_c_does_to_the_compiler_is_no_error_of_the_run(train, tmp_path, monkeypatch):
@@ -88,7 +88,7 @@ def test_what_ctrl_c_does_to_the_compiler_is_no_error_of_the_run(train, tmp_path
     monkeypatch.setenv("FAULT", "0:1:forward:int,0:1:backward:raise")
     done = train("--save", tmp_path / "run")
     assert done.code == 130 and done.row["outcome"] == "stopped: SIGINT" and [*(tmp_path / "run").iterdir()] == []
-    assert done.err.splitlines()[1:] == ["error: stopped by SIGINT before a step was done: there is nothing to save"]
+    assert done.err.splitlines()[1:] == ["stopped by SIGINT before the first step was done: nothing was saved"]
     monkeypatch.setenv("FAULT", "0:2:forward:int,0:2:backward:raise")
     assert train().code == 1, "there was something to save"
 
@@ -96,7 +96,7 @@ def test_what_ctrl_c_does_to_the_compiler_is_no_error_of_the_run(train, tmp_path
 def test_a_signal_in_a_save_waits_for_its_end(train, tmp_path, monkeypatch):
     monkeypatch.setenv("FAULT", "0:2:write:term")
     done = train("--save", tmp_path / "run", "--save-every", 2)
-    assert done.code == 143 and steps_in(tmp_path / "run") == [2] and "after step 2" in one_line(done.err)
+    assert done.code == 143 and steps_in(tmp_path / "run") == [2] and "after step 2" in end_of_signal(done.err)
     verify(str(tmp_path / "run/step-00000002"))
 
 
@@ -233,7 +233,7 @@ def two(tmp_path: Path, *argv, ranks=2, **env) -> SimpleNamespace:
     flags = [*TINY, "--save", tmp_path / "run", "--save-every", "2", *argv]
     codes = Job(ranks, [*flags, "--results", results], log, **env).wait(90)
     text = log.read_text()
-    errors = [line for line in text.splitlines() if line.startswith("error: ")]
+    errors = [line for line in text.splitlines() if line.startswith(("error: ", "stopped by "))]
     row = read(results)[0] if results.exists() and results.stat().st_size else None
     return SimpleNamespace(codes=codes, out=text, errors=errors, row=row, steps=steps_in(tmp_path / "run"))
 
@@ -270,7 +270,7 @@ def test_a_rank_that_hangs_is_named_with_its_step_and_the_stacks_of_all_that_ans
     if kind == "stop":
         os.kill(job.ranks[1].pid, signal.SIGKILL)  # as the launcher does
     assert job.wait(30) == [7, 7 if kind == "hang" else -9]
-    (line,) = [line for line in log.read_text().splitlines() if line.startswith("error: ")]
+    (line,) = [line for line in log.read_text().splitlines() if line.startswith(("error: ", "stopped by "))]
     assert "no progress for 2 s" in line and "rank 0: step 5, step, " in line and " collectives begun" in line
     there = sorted(path.name for path in (tmp_path / "rows.hang").iterdir())
     if kind == "hang":

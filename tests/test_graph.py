@@ -98,15 +98,18 @@ def test_blocks_show_one_block(capsys):
     assert "block, forward: no collectives" in out and "per block and rank: 1 all-reduce, " in out
 
 
-def test_your_own_model_by_module_and_function(capsys, tmp_path, monkeypatch):
+@pytest.mark.parametrize("inputs", ["dict(input=torch.randn(2, 16))", "(torch.randn(2, 16),)", "torch.randn(2, 16)"])
+def test_your_own_model_by_module_and_function(capsys, tmp_path, monkeypatch, inputs):
+    monkeypatch.delitem(sys.modules, "own", raising=False)
     (tmp_path / "own.py").write_text(
         "import torch\nfrom torch import nn\n"
         "def build():\n"
         "    with torch.device('meta'):\n"
         "        model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))\n"
-        "    return model, dict(input=torch.randn(2, 16))\n"
+        f"    return model, {inputs}\n"
     )
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
     out = printed(capsys, world=4, target="own:build")
     assert out.startswith("own:build, 4 ranks") and "model, forward: 1 all-gather (1 exposed); 3 products" in out
     assert re.search(r"^  reduce-scatter .*  2 \[16.*\] .. 0 \[16.*\] \(6\)$", out, re.M), out
@@ -118,6 +121,7 @@ def test_your_own_model_by_module_and_function(capsys, tmp_path, monkeypatch):
     ("no_such_module:f", "", "--model no_such_module:f: No module named 'no_such_module'"),
     ("model:nothing", "", "--model model:nothing: module 'model' has no attribute 'nothing'"),
     ("model:sinusoids", "", "--model model:sinusoids: .*give MODULE:FUNCTION"),
+    ("torch.nn:Sequential", "", "--model torch.nn:Sequential: not enough values to unpack .*give MODULE:FUNCTION"),
 ])  # fmt: skip
 def test_bad_input_is_one_line_and_exit_code_2(capsys, target, line, message):
     with pytest.raises(SystemExit) as exit:

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 from running import ROOT, TINY, TORCHRUN, python, torchrun
 
-from trainer import checks
+from trainer import checks, summary
 from trainer import config as flags
 from trainer.distributed import terminal
 from trainer.distributed.terminal import Progress, did_you_mean, tell
@@ -144,16 +144,21 @@ def test_a_dumb_terminal_gets_lines_and_another_rank_nothing(name, xterm, monkey
     assert out.getvalue() == "importing torch\n" * (name == "dumb")
 
 
-def test_what_a_run_does_is_told_from_its_watchdog():
+def test_what_a_run_does_is_told_from_its_watchdog(monkeypatch):
     c = flags.resolve(flags.parse(["--steps", "400"]), "cpu", 1)
     dog = SimpleNamespace(begun=False, step=1, place="step")
-    run = SimpleNamespace(c=c, watchdog=dog)
+    run = SimpleNamespace(c=c, watchdog=dog, finite=SimpleNamespace(loss=None))
+    now = SimpleNamespace(monotonic=lambda: 0.2 * dog.step)
+    monkeypatch.setattr(summary, "time", now)
     shown, piped = doing(run, True), doing(run, False)
     assert shown() == piped() == "compiling forward and backward; minutes the first time, seconds when cached"
     dog.begun, dog.step = True, 2
     assert shown() == "step 2/400" and piped() == ""
-    dog.step, dog.place = 12, "save"
-    assert shown() == "step 12/400, saving"
+    dog.step, dog.place, run.finite.loss = 12, "save", 3.25
+    assert shown() == "step 12/400, loss 3.2500, about 78 s left, saving"
+    now.monotonic = lambda: 2.0 * dog.step
+    dog.place = "step"
+    assert shown() == "step 12/400, loss 3.2500, about 15 min left"
 
 
 def test_flags_that_do_less_than_they_say_are_noted():
@@ -181,7 +186,7 @@ def test_two_ranks_on_pipes_say_it_once_and_the_log_is_what_it_was(tmp_path):
     assert lines[0] == "importing torch" and lines.count("importing torch") == 1
     lines = [line for line in lines if not re.fullmatch(r"[a-z ]+(, \d+ s)?", line)]  # a slow machine has more of them
     assert lines[0].startswith("commit ")
-    assert "raise --steps" in lines[-1]
+    assert "raise --steps" in lines[-4] and [each.split()[0] for each in lines[-3:]] == ["row", "curve", "draw"]
 
 
 def test_on_a_real_terminal_a_run_ends_with_its_result_and_a_clean_line(tmp_path):

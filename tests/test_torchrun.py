@@ -138,6 +138,20 @@ def test_a_terminal_that_closes_stops_the_ranks_after_saving_and_nohup_keeps_the
         assert row["outcome"] == f"stopped: {'SIGTERM' if program is OURS else 'SIGHUP'}"
 
 
+def test_ctrl_c_is_two_quiet_lines_and_no_error(tmp_path):
+    """It goes to torchrun alone, which passes it on; torch's torchrun would warn of it."""
+    flags = [*TINY, "--steps", "400000", "--log-every", "1", "--save", f"{tmp_path}/run", "--results"]
+    run = start(*flags, f"{tmp_path}/rows")
+    wait_for_step(run)
+    os.kill(run.pid, signal.SIGINT)
+    _, err = run.communicate(timeout=200)
+    step = read(tmp_path / "rows")[1][-1]["step"]
+    assert run.returncode == 130 and err.splitlines() == [
+        "Ctrl-C: stopping after this step; again: at once",
+        f"stopped by SIGINT after step {step}; saved in {tmp_path}/run: the same command goes on",
+    ]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("program", [OURS, TORCHS])
 def test_ranks_whose_launcher_is_killed_stop_after_saving(program, tmp_path):

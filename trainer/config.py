@@ -4,8 +4,7 @@
     config = resolve(config, "cpu", world=4)   # fills in the defaults of the device; ValueError for what does not fit
     config.depth                               # short for config.training.depth
 
-A field's docstring is its help text, _RANGES limits its values, the `_..._misfits` tables tell what does not fit.
-This file imports no torch, so that --help answers at once.
+A field's docstring is its help text, _RANGES limits its values, `_..._misfits` tell what does not fit. Needs no torch.
 """
 
 import math
@@ -250,6 +249,8 @@ class Output:
     """Folder for traces (on CUDA also a memory snapshot) of three steps after warm-up, which enter no statistic."""
     explain_memory: bool = False
     """Print, and draw beside the steps, what memory holds in one step after warm-up, which enters no statistic."""
+    report: bool = False
+    """In the end, write one page of the run's table, curve, memory and collectives beside its steps."""
     sample: int = 0
     """Tokens (of text: bytes) that the model writes after the last step, to be printed."""
     verbose: Annotated[UseCounterAction[int], arg(aliases=["-v"], help_behavior_hint="(default: 0, repeatable)")] = 0
@@ -329,7 +330,7 @@ def _shape_misfits(c: Config) -> list[tuple]:
     return [
         ("width", c.width % c.head_dim, f"must be a multiple of --head-dim {c.head_dim}"),
         ("head_dim", c.head_dim % 2, "must be even"),
-        ("grouping", heads % c.grouping, f"must divide the {heads} heads (width {c.width} / head-dim {c.head_dim})"),
+        ("grouping", heads % c.grouping, f"must divide the {heads} heads ({c.width} / {c.head_dim}), as --grouping 1"),
         ("vocab", is_bytes and c.vocab < 256, f"must be at least 256 for the bytes of --data {c.data}"),
     ]  # fmt: skip
 
@@ -448,7 +449,7 @@ def world_label(c: Config, world: int) -> int | str:
 def setting(c: Config) -> dict:
     """The whole setting of a run, for its row and for W&B: every resolved flag but those that only say where results go
     and how long to wait. Of a path outside the working directory only the last part is kept: it may name a user."""
-    skip = {"results", "debug", "force", "save", "resume", "timeout", "first_timeout"}
+    skip = {"results", "debug", "force", "save", "resume", "timeout", "first_timeout", "report"}
     found = {name: value for name, value in c.flat().items() if name not in skip}
     for name in ("data", "init", "flex_options", "profile", "model", "eval_data", "prepared", "export"):
         if found.get(name) is not None:

@@ -59,6 +59,7 @@ def check_source(source: str) -> None:
     """ValueError unless `source` has one of the forms of --data. Opens no file."""
     if not re.fullmatch(r"stdlib|random|overfit|(text|bin):.+", source):
         like = did_you_mean(source, ("stdlib", "text:", "bin:", "random", "overfit"))
+        like = f"; did you mean text:{source}?" if os.path.exists(source) else like
         raise ValueError(f"--data {source}: expected one of stdlib, text:PATH, bin:GLOB, random, overfit{like}")
 
 

@@ -14,6 +14,8 @@ import math
 import os
 import re
 import secrets
+import shlex
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -123,6 +125,30 @@ def final_lines(row: dict, warmup: int = 0) -> list[str]:
     ]
 
 
+def page_command(results: Path, run: str | None = None) -> str:
+    """The command that writes the rows of a file, or one of its runs, as a page, to be typed in this folder."""
+    python = sys.executable.removeprefix(f"{os.getcwd()}/")
+    return shlex.join([python, "-m", "lab.report", *page_flags(results, run)])
+
+
+def page_flags(results: Path, run: str | None = None) -> list[str]:
+    """What lab.report is told to write the rows of a file, or one of its runs, as a page beside them."""
+    if run is None:
+        return [str(results), "--html", str(results.with_suffix(".html"))]
+    return [str(results), "--run", run, "--html", str(results.with_suffix(".steps") / f"{run}.html")]
+
+
+def write_page(results: Path, run: str | None = None) -> str:
+    """Writes that page, by a process of its own; returns the line that says where it is, or why there is none."""
+    own = page_flags(results.absolute(), run)
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run([sys.executable, "-m", "lab.report", *own], cwd=root, capture_output=True, text=True)
+    if done.returncode:
+        why = (done.stderr.splitlines() or ["no reason given"])[-1]
+        return f"warning: no page is written: {why}"
+    return f"page     {page_flags(results, run)[-1]}"
+
+
 class Sinks:
     """`wandb`: off, offline or online; a run without a `name` is called $SWEEP_NAME, else W&B makes one up. `resume`:
     the `wandb_id` of the run that this one continues. `stream` (stdout) gets a line per logged step."""
@@ -137,6 +163,7 @@ class Sinks:
         self.steps = self.results.with_suffix(".steps") / f"{self.run}.jsonl" if results else None
         self.stream, self._warned, self._wandb = stream or sys.stdout, set(), None
         self.wandb_id, self.config = resume, _plain(config or {})
+        self.wandb_place = None  # what a person opens or types to see the run in W&B
         if rank == 0 and wandb != "off":
             cell, tags = os.environ.get("SWEEP_NAME") or "", list(tags)
             if cell and job_type is None:
@@ -179,6 +206,17 @@ class Sinks:
             known = {name: value for name, value in _plain(row).items() if value is not None}
             again = {name for name in known if self.config.get(name) == known[name]} | {"flags", "loss_kind"}
             self._try("wandb", lambda: self._wandb.summary.update({k: known[k] for k in known if k not in again}))
+
+    def left(self, page: bool = False) -> list[str]:
+        """Where the run has left its row, its logged steps and its run in W&B, and the command that draws them, for
+        people. page: draw them now. Empty where no file is written."""
+        if self.rank or not self.results:
+            return []
+        lines = [f"row      {self.results}", f"curve    {self.steps}"]
+        if self.wandb_place:
+            lines.append(f"W&B      {self.wandb_place}")
+        drawn = write_page(self.results, self.run) if page else f"draw it  {page_command(self.results, self.run)}"
+        return [*lines, drawn]
 
     def close(self) -> None:
         """End the W&B run; a second call does nothing."""
@@ -226,6 +264,7 @@ class Sinks:
         for name, axis in over.items():
             run.define_metric(name, step_metric=axis)
         self._wandb, self.wandb_id = run, run.id
+        self.wandb_place = run.url or f"wandb sync {os.path.relpath(Path(run.dir).parent)}"
 
 
 def log_tables(tables: dict[str, list[dict]], results: Path, wandb: str, group: str, tags: Sequence[str] = (),

@@ -119,7 +119,7 @@ class Run:
             return
         lines = self.stages.lines() if self.c.verbose else []
         lines += [*self.explanation, *self.profile.notes, *self.profile.paths, *self.sampled]
-        self.say("\n".join([*lines, *final_lines(told, WARMUP)]))
+        self.say("\n".join([*lines, *final_lines(told, WARMUP), *self.sinks.left(self.c.report)]))
 
     def say(self, text: str) -> None:
         if self.rank == 0:

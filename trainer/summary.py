@@ -107,8 +107,10 @@ def doing(run: ToldRun, live: bool) -> Callable[[], str]:
         began[:] = began or [(time.monotonic(), dog.step)]
         (start, step), aside = began[0], ASIDE.get(dog.place, "")
         left = (time.monotonic() - start) / max(1, dog.step - step) * (c.steps - dog.step + 1)
-        about = f", about {left / 60:.0f} min left" if left > 90 and dog.step > step else ""
-        return f"step {dog.step}/{c.steps}{about}{aside}" if live else ""
+        time_left = f"{left / 60:.0f} min" if left > 90 else f"{left:.0f} s"
+        about = f", about {time_left} left" if dog.step > step else ""
+        loss = "" if run.finite.loss is None else f", loss {run.finite.loss:.4f}"
+        return f"step {dog.step}/{c.steps}{loss}{about}{aside}" if live else ""
 
     return words
 

@@ -154,26 +154,29 @@ def fit_lines(cells: list[Cell], sequences: int) -> list[str]:
 
 def best_lines(q: Question, reserve_gib: float, plot: str | None) -> list[str]:
     """The fastest plan and the front. ValueError for a --plot that cannot be written."""
+    limit = q.gpu.memory - reserve_gib * 2**30
     if plot:  # before the search
-        draw([], plot)
-    top, front = search.best(q, q.gpu.memory - reserve_gib * 2**30)
+        draw([], plot, limit)
+    top, front = search.best(q, limit)
     if plot:
-        draw(front, plot)
+        draw(front, plot, limit)
     text = [HEADING, line("best: " + search.label(top.c, q.c), top, q, reserve_gib)] if top else ["no plan fits"]
     text.append("front of memory against time:")
     return text + [line("  " + search.label(each.c, q.c), each, q, reserve_gib) for each in front]
 
 
-def draw(front: list[Answer], path: str) -> None:
-    """Memory against time of a front. ValueError, one line, where that fails."""
+def draw(front: list[Answer], path: str, limit: float) -> None:
+    """Memory against time of a front, with a line at the bytes that fit. ValueError, one line, where that fails."""
     try:
         from matplotlib.figure import Figure
 
         plot = Figure(figsize=(6, 4), layout="constrained")
         ax = plot.subplots()
-        ax.step([each.peak.nbytes / 2**30 for each in front], [1e3 * each.time.seconds for each in front],
-                where="post", marker="o")  # fmt: skip
-        ax.set(xlabel="peak GiB of a rank, predicted", ylabel="ms a step, predicted")
+        ax.step([each.peak.nbytes / 2**20 for each in front], [1e3 * each.time.seconds for each in front],
+                where="post", marker="o", color="black", label="nothing planned is better in both")  # fmt: skip
+        ax.axvline(limit / 2**20, linestyle="--", color="0.5", label=f"what fits: {mib(limit)} MiB")
+        ax.set(xlabel="peak MiB of a rank, predicted", ylabel="ms a step, predicted")
+        ax.legend()
         plot.savefig(path)
     except (ImportError, OSError, ValueError) as error:
         raise ValueError(f"--plot {path}: {error}; name a .png or .svg in a folder that exists") from error

@@ -286,13 +286,14 @@ def own_model(target: str, c: flags.Config, world: int) -> tuple[nn.Module, Call
     sys.path.insert(0, os.getcwd())
     try:
         model, inputs = pkgutil.resolve_name(target)()
-    except (ImportError, AttributeError, TypeError) as e:
+    except (ImportError, AttributeError, TypeError, ValueError) as e:
         raise ValueError(f"--model {target}: {e}; give MODULE:FUNCTION, a function that returns (model, inputs)") from e
     wrap(model, c, torch.device("cpu"), world)
     if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
         model.to_empty(device="cpu")
     options = compile_options(c)
     options = options if options.pop("plain", False) else overlap.compile_options(model, ahead=c.ahead) | options
+    inputs = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
     args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
     return model, lambda *args: model(*args, **kwargs), args, options
 

@@ -3,6 +3,8 @@
     python -m lab.report seqlen depth      rows of runs/sweep-AXIS.jsonl and runs/sweep-all.jsonl
     python -m lab.report --plots plots     every axis that has rows; figures as well, PNG and SVG (plots.py)
     python -m lab.report --html page.html  tables and figures in one file that needs no other (html.py)
+    python -m lab.report FILE.jsonl        the runs of a file: every figure, over that of the first, and curves
+    python -m lab.report loss --last 3     losses of the last three runs of runs/results.jsonl
     python -m lab.report a.jsonl b.jsonl   equal settings of two files, or of two commits in --results
     python -m lab.report --wandb online    gives tables and figures to W&B, as an artifact
     python -m lab.report --study NAME      the table of a study (studies/), with --plots DIR its plot
@@ -97,22 +99,32 @@ def studied(name: str, files: list[Path], folder: Path | None = None) -> tuple[s
 def found(name: str, args: argparse.Namespace, named: bool, read: Callable[[Path], list]) -> list[dict]:
     """The rows that a table is made of, by `read` of each file. ValueError where there is none."""
     defaults = [Path(f"runs/sweep-{stem}{'-small' * args.small}.jsonl") for stem in ("all", name)]
-    if name == "loss":
+    if name in ("loss", "runs", "sent"):
         defaults = [Path("runs/results.jsonl")]
     there = [path for path in defaults if path.is_file()]
-    return [row for path in args.results or there or defaults[-1:] * named for row in read(path)]
+    rows = [row for path in args.results or there or defaults[-1:] * named for row in read(path)]
+    if args.run:
+        rows = [row for row in rows if row.get("run") == args.run]
+        if not rows:
+            raise ValueError(f"--run {args.run}: no row of it in {' '.join(map(str, args.results or there))}")
+    return rows[-args.last :] if args.last else rows
 
 
 def figures(name: str, rows: list[dict], args: argparse.Namespace, folder: Path) -> list[Path]:
     """Draws what there is to draw of a table; says in a line why there is nothing."""
     plots = importlib.import_module("lab.report.plots")
     own = {"loss": plots.losses, "collectives": plots.overlap, "time against memory": plots.fronts}
+    if name == "sent":
+        return []
     try:
         if name in own:
             return own[name](rows, folder)
         ours = LAYOUTS[name](rows)[0] if name in LAYOUTS else []
         if name == "fit":
             return plots.fits(ours, folder)
+        if name == "runs":
+            explained = [Path(row["history"]).with_suffix(".memory.svg") for row in ours if row.get("history")]
+            return [*filter(Path.is_file, explained), *plots.bars(name, [(None, row, None) for row in ours], folder)]
         if ours:
             return plots.bars(name, [(None, row, published.measured(row)) for row in ours], folder)
         return plots.axis(name, published.entries(name, rows, args.small), folder)
@@ -121,15 +133,29 @@ def figures(name: str, rows: list[dict], args: argparse.Namespace, folder: Path)
         return []
 
 
-def report(args: argparse.Namespace, folder: Path | None) -> None:
-    """Prints tables, draws figures into `folder`, if any, gives both to --html and W&B. Raises ValueError where an axis
-    that was named, or every axis, has no row."""
+def whole(args: argparse.Namespace, read: Callable[[Path], list]) -> list[str]:
+    """The tables of files that are named without a table's name: those of runs, as far as their rows fill them.
+    ValueError where they have no run."""
+    rows = found("runs", args, True, read)
+    filled = [name for name in ("runs", "loss", "sent") if LAYOUTS[name](rows)[0]]
+    if "runs" not in filled:
+        files, studies = " ".join(map(str, args.results)), sorted({str(row.get("study")) for row in rows})
+        told = f"its rows are of the study {', '.join(studies)}" if rows else "it has no row"
+        raise ValueError(f"{files}: no run of a training program is in it, {told}; name its table, --results {files}")
+    return filled
+
+
+def report(args: argparse.Namespace, folder: Path | None, files: bool = False) -> None:
+    """Prints tables, draws figures into `folder`, if any, gives both to --html and W&B. files: the tables are those
+    that the rows of --results fill. Raises ValueError where an axis that was named, or every axis, has no row."""
     if folder:
         importlib.import_module("lab.report.plots")  # before anything is printed
     named, sections, printed = [name for name in args.axis if name != "all"], [], {}
     read = functools.cache(lambda path: published.read([path]))  # each file once, for all tables
     for name in named:
         check_name(name)
+    if files:
+        named = whole(args, read)
     for name in named or [*sweep.axes(), "loss"]:
         rows = found(name, args, bool(named), read)
         try:
@@ -163,9 +189,11 @@ def report(args: argparse.Namespace, folder: Path | None) -> None:
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns the exit code, or ends the process with 2 for bad input."""
     parser = argparse.ArgumentParser(prog="report", allow_abbrev=False, description=__doc__.split("\n")[0])
-    names = f"all, an axis, {', '.join(LAYOUTS)}; two files or commits are compared"
+    names = f"all, an axis, {', '.join(LAYOUTS)}; a file of rows; two files or commits are compared"
     parser.add_argument("axis", nargs="*", metavar="AXIS", help=names)
     parser.add_argument("--results", nargs="+", type=Path, default=[], metavar="FILE", help="JSONL files of rows")
+    parser.add_argument("--run", metavar="NAME", help="of the rows only those of this run")
+    parser.add_argument("--last", type=int, metavar="N", help="of the rows only the last N")
     parser.add_argument("--small", action="store_true", help="the axes at their sizes for a CPU")
     parser.add_argument("--plots", type=Path, metavar="DIR", help="write figures there, PNG and SVG; needs matplotlib")
     parser.add_argument("--html", type=Path, metavar="FILE", help="one page with tables and figures; needs matplotlib")
@@ -189,11 +217,16 @@ def main(argv: list[str] | None = None) -> int:
         if len(args.axis) == 2 and all(Path(a).is_file() or re.fullmatch("[0-9a-f]{7,40}", a) for a in args.axis):
             print(compared(args.axis, args.results or sorted(Path("runs").glob("*.jsonl"))))
             return 0
+        if args.last is not None and args.last < 1:
+            raise ValueError(f"--last {args.last}: must be at least 1")
+        files = bool(args.axis) and all(name.endswith(".jsonl") for name in args.axis)
+        if files:
+            args.results, args.axis = [*map(Path, args.axis), *args.results], []
         if not args.check and not args.write:
             if args.html:
                 check_writable(args.html, "--html")
             with tempfile.TemporaryDirectory() as folder:
-                report(args, args.plots or (Path(folder) if args.html else None))
+                report(args, args.plots or (Path(folder) if args.html else None), files)
             return 0
         count, differing = check(documents(), args.write)
         if not count:

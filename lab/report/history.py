@@ -42,10 +42,27 @@ def history(steps: Path) -> list[dict]:
     return [each for path, last in parts(steps) for each in read_jsonl(path) if each.get("step", last + 1) <= last]
 
 
+def learned_from(row: dict) -> tuple:
+    """What two runs must share if their losses are to be compared: the program, its data, model and vocabulary."""
+    flags = row.get("flags") or {}
+    return ("depth" in flags, *(flags.get(name) for name in ("data", "model", "vocab")))
+
+
+def simulated(row: dict) -> bool:
+    """Whether one process played rank 0 of many, so that the loss means nothing."""
+    return "(sim" in str(row.get("world"))
+
+
+def comparable_curves(rows: list[dict]) -> list[tuple[dict, list[dict]]]:
+    """The curves of the runs whose loss can be compared with that of the last one."""
+    found = curves_of(rows)
+    return [(row, steps) for row, steps in found if learned_from(row) == learned_from(found[-1][0])]
+
+
 def curves_of(rows: list[dict]) -> list[tuple[dict, list[dict]]]:
     """(row, its history) of every row that has one, without steps whose loss is not finite. A run that another
-    continues has no curve of its own."""
-    files = {row["history"]: row for row in rows if row.get("history")}
+    continues has no curve of its own, nor has one of simulated ranks."""
+    files = {row["history"]: row for row in rows if row.get("history") and not simulated(row)}
     continued = {str(path) for file in files for path, _ in parts(Path(file))[:-1]}
 
     def told(each: dict) -> bool:

@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from lab.report import published
-from lab.report.history import curves_of, setting
+from lab.report.history import comparable_curves, setting
 from lab.sweeps import sweep
 from trainer import config
 from trainer.distributed.terminal import grouped
@@ -45,13 +45,13 @@ WORDS = {
     "attn": {"flex": "FlexAttention", "sdpa": "SDPA"},
     "compile": {"none": "eager", "blocks": "compiled blocks", "model": "compiled model", "fwdbwd": "compiled fwd + bwd",
                 "step": "compiled step"},
-    "remat": {"none": "keeps all", "mlp": "MLP again", "attn": "attention again", "both": "MLP, attention again",
-              "block": "block again", "pointwise": "pointwise again"},
+    "remat": {"none": "no recomputation", "mlp": "MLP recomputed", "attn": "attention recomputed",
+              "both": "MLP, attention recomputed", "block": "blocks recomputed", "pointwise": "pointwise recomputed"},
     "mode": {"fully_shard": "sharded", "replicate": "replicated", "hybrid_shard": "hybrid"},
-    "wrapper": {"simple": "ours", "fsdp2": "FSDP2", "ddp": "DDP", "none": "no wrapper"},
-    "loss": {"full": "loss at once", "chunked": "chunked loss"}, "mlp": {"lean": "lean MLP", "plain": "plain MLP"},
+    "wrapper": {"simple": "SimpleFSDP", "fsdp2": "FSDP2", "ddp": "DDP", "none": "no wrapper"},
+    "loss": {"full": "full loss", "chunked": "chunked loss"}, "mlp": {"lean": "lean MLP", "plain": "plain MLP"},
     "compile_options": {"()": "overlap.py", "plain": "without overlap.py"},
-    "small": {"replicate": "small ones whole", "shard": "all sharded"},
+    "small": {"replicate": "small ones replicated", "shard": "all sharded"},
 }  # fmt: skip
 
 
@@ -253,8 +253,8 @@ def draw_bars(file: str, made: dict[str, dict], shown: list[tuple[str, str]], la
             how = dict(color=FACES[number % len(FACES)], hatch=HATCHES[number % len(HATCHES)], edgecolor="black")
             for x, p in made[name].items():
                 at = places[x] + 0.13 * (inside[x].index(name) - (len(inside[x]) - 1) / 2)
-                if value := getattr(p, key):
-                    ends = [[value - (p.low or value)], [(p.high or value) - value]] if key == "ms" else None
+                if value := (p.low or p.ms) if key == "ms" else getattr(p, key):
+                    ends = [[0], [p.ms - value]] if key == "ms" else None  # the largest would squeeze all others
                     handles[name] = ax.barh(at, value, 0.115, xerr=ends, error_kw=dict(linewidth=0.7), linewidth=0.5,
                                             **how)  # fmt: skip
                 elif p.outcome not in ("", "ok"):
@@ -272,7 +272,7 @@ def draw_bars(file: str, made: dict[str, dict], shown: list[tuple[str, str]], la
         ax.xaxis.set(major_locator=ticks, major_formatter=lambda x, _: grouped(x, 0 if x == int(x) else 1))
         ax.grid(False, axis="y")
     spread = any(p.low for name in own for p in made[name].values()) and "ms" in dict(shown)
-    legend(plot, handles, "time: median; thin lines: least to most" if spread else None)
+    legend(plot, handles, "time: bars to the smallest step, lines to the median" if spread else None)
     return save(plot, folder, file)
 
 
@@ -323,7 +323,7 @@ def fronts(rows: list[dict], folder: Path, most: int = 8) -> list[Path]:
         if len(those) < 3:
             continue
         key, unit = memory_of(those)
-        points = [(row["step_ms"], row[key]) for row in those]
+        points = [(row.get("step_ms_min", row["step_ms"]), row[key]) for row in those]
         best = front(points)
         named = [i for i, point in enumerate(points) if len(those) <= most or point in best]
         named.sort(key=lambda i: points[i])
@@ -338,7 +338,7 @@ def fronts(rows: list[dict], folder: Path, most: int = 8) -> list[Path]:
         if others := [point for i, point in enumerate(points) if i not in named]:
             [dots] = ax.plot(*zip(*others, strict=True), ".", color="0.5", zorder=0)
             handles[f"{len(others)} others: one of these is as good or better in both"] = dots
-        ax.set(xlabel="time of a step (ms), median", ylabel=f"{unit} (MiB)")
+        ax.set(xlabel="time of the smallest step (ms)", ylabel=f"{unit} (MiB)")
         about = f"{str(device).split(',')[0]}, torch {torch}, {word('ranks', n)}, {where(those[0])}"
         plot.suptitle(textwrap.fill(about, 54), fontsize=8)
         ax.yaxis.set_major_formatter(lambda y, _: grouped(y))
@@ -359,9 +359,9 @@ def where(row: dict) -> str:
 def losses(rows: list[dict], folder: Path) -> list[Path]:
     """Loss over tokens, a curve for each run: lines of training, marks of held-out data. A run that was resumed is one
     curve, from its first step on."""
-    found = curves_of(rows)
+    found = comparable_curves(rows)
     if not found:
-        raise NoFigure("no logged step lies beside the rows (FILE.steps/RUN.jsonl)")
+        raise NoFigure("no logged step of a run on real ranks lies beside the rows (FILE.steps/RUN.jsonl)")
     texts = wording([setting(row) for row, _ in found])
     texts = [text if texts.count(text) == 1 else f"{text} {row.get('run', i)}".strip() for i, (text, (row, _)) in
              enumerate(zip(texts, found, strict=True))]  # fmt: skip

@@ -218,13 +218,15 @@ def _named(flags: dict | None) -> dict:
 
 
 def rows_of(side: str, files: list[Path]) -> dict[tuple, dict]:
-    """(ranks, setting) -> the newest row of a file, or of a commit (seven digits or more) in `files`; ValueError."""
+    """(ranks, setting) -> the newest row of a file, or of a commit (seven digits or more) in `files`, one with
+    uncommitted changes only where there is no other; ValueError."""
     commit = re.fullmatch("[0-9a-f]{7,40}", side) and not Path(side).is_file()
     rows = read(files if commit else [Path(side)])
     rows = [row for row in rows if not commit or str(row.get("commit")).startswith(side)]
     if not rows:
         raise ValueError(f"{side}: no row of this {'commit' if commit else 'file'}; --results names other files")
     named = [(row, row.get("cell") or json.dumps(_named(row.get("flags")), sort_keys=True)) for row in rows]
+    named.sort(key=lambda each: not each[0].get("dirty"))  # the last one counts: that of a commit, if there is one
     return {(label(row), name): row for row, name in named}
 
 

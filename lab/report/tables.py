@@ -5,63 +5,19 @@
 A table is of an axis of a sweep, or of one of LAYOUTS.
 """
 
-import itertools
-import json
 import re
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
 from lab.report import published
-from lab.report.history import curves_of, setting
+from lab.report.columns import METRICS, MS, Columns, column, memory, outcomes, shown, where
+from lab.report.runs import flags_apart, left_out, loss, runs, sent
 from lab.sweeps import sweep
 from trainer.costs import kept_per_block
 from trainer.distributed.terminal import grouped, markdown
 
-MS = "step ms, median [min-max]"
-# Title, key and digits of our figure; key and title of the published one. Resident and allocated never share a column.
-METRICS = (
-    ("resident MiB", "peak_rss_mib", 0, None, None),
-    ("allocated MiB", "peak_alloc_mib", 0, "mib", "published allocated MiB"),
-    (MS, "step_ms", 1, "ms", "published ms"),
-    ("MFU %", "mfu", 1, "mfu", "published MFU %: as counted, recomputed"),
-    ("MFU % PaLM", "mfu_palm", 1, None, None),
-    ("HFU %", "hfu", 1, None, None),
-    ("loss", "loss", 4, None, None),
-)
-Columns = list[tuple[str, list[str]]]
 Entries = list[tuple[tuple, dict | None, dict | None]]
-
-
-def shown(row: dict | None, key: str, digits: int) -> str:
-    """A figure of a row with its range, 91.4 [75.3-219.9]; nothing where it has none."""
-    text, low, high = (grouped(published.figure(row, key + end), digits, missing="") for end in ("", "_min", "_max"))
-    return text + f" [{low}-{high}]" * bool(low)
-
-
-def column(rows: list[dict | None], title: str, key: str, digits: int) -> Columns:
-    """The column of a figure; none where no row has it."""
-    texts = [shown(row, key, digits) for row in rows]
-    return [(title, texts)] if any(texts) else []
-
-
-def memory(rows: list[dict]) -> Columns:
-    """The columns of peak memory that the rows have."""
-    return [found for title, key, digits, *_ in METRICS[:2] for found in column(rows, f"peak {title}", key, digits)]
-
-
-def outcomes(rows: list[dict | None]) -> Columns:
-    """The column of outcomes; none where every row is ok."""
-    texts = [row.get("outcome", "")[:80] if row else "" for row in rows]
-    return [("outcome", texts)] if {*texts} - {"", "ok"} else []
-
-
-def where(rows: list[dict | None], always: bool = False) -> Columns:
-    """Columns that tell rows apart: the ranks (unless all ran on one), device and torch where they differ."""
-    found = [("n", [published.label(row) if row else "" for row in rows])]
-    found += [(name, [(row or {}).get(name) or "" for row in rows]) for name in ("device", "torch")]
-    needed = [always or set(found[0][1]) != {"1"}, *(len(set(texts) - {""}) > 1 for _, texts in found[1:])]
-    return list(itertools.compress(found, needed))
 
 
 def relative(figures: list[float | None], names: list[str | None]) -> tuple[str, list[str]]:
@@ -259,19 +215,6 @@ def published_peaks(rows: list[dict]) -> tuple[list[dict], Columns]:
     return rows, [*columns, ("moment of the peak", [row["moment"] for row in rows])]
 
 
-def loss(rows: list[dict]) -> tuple[list[dict], Columns]:
-    """Runs with logged steps: what tells their settings apart, and their last losses, also on held-out data."""
-    rows = [row for row, _ in curves_of(rows)]
-    settings = [setting(row) for row in rows]
-    apart = [k for k in settings[0] if len({str(each.get(k)) for each in settings}) > 1] if rows else []
-    columns = [("run", [row["run"] for row in rows])]
-    columns += [(name, [str(each.get(name)) for each in settings]) for name in apart] + where(rows) + outcomes(rows)
-    columns += [("steps", [str(published.setting(row, "steps")) for row in rows])] * ("steps" not in apart)
-    for title, key in (("loss", "loss"), ("held-out loss", "eval_loss"), ("bits per byte", "eval_bpb")):
-        columns += column(rows, title, key, 4)
-    return rows, columns
-
-
 def fit(rows: list[dict]) -> tuple[list[dict], Columns]:
     """The answers of lab/fit.py: the least recomputed share that fits, planned and measured, for each number of ranks
     and micro-batch; beside the published table where model and effective batch are its own."""
@@ -345,7 +288,8 @@ def versions(rows: list[dict]) -> tuple[list[dict], Columns]:
 LAYOUTS = {"compile": compile_modes, "ladder": ladder, "compile-depth": compile_depth, "baselines": baselines,
            "wrappers": lambda rows: baselines(rows, split=True), "attention": attention, "peaks": peaks,
            "published-peaks": published_peaks, "links": links, "collectives": collectives, "loss": loss,
-           "fit": fit, "nodes-links": nodes_links, "nodes": nodes, "versions": versions}  # fmt: skip
+           "runs": runs, "sent": sent, "fit": fit,
+           "nodes-links": nodes_links, "nodes": nodes, "versions": versions}  # fmt: skip
 
 
 def about(name: str, ours: list[dict], found: Entries) -> str:
@@ -359,8 +303,8 @@ def about(name: str, ours: list[dict], found: Entries) -> str:
     lines = [f"**{name}**: commit {', '.join(sorted(commits))}{dirty}, torch {each('torch')}, {each('device')}, "
              f"n = {n} ranks, {each('n')} timed steps, {each('file')}."]  # fmt: skip
     cores = [published.core(row.get("cell")) or frozenset() for row in ours]
-    if any(cores):
-        lines += [f"All of ours: `{sweep.join(dict(frozenset.intersection(*cores))) or 'defaults'}`."]
+    if cores and (shared := frozenset.intersection(*cores)):
+        lines += [f"All of ours: `{sweep.join(dict(shared))}`."]
     if "(sim" in n:
         lines += ["N(sim LINK): one process in place of N, its collectives timed by a model of the link."]
     if theirs := [p for *_, p in found if p]:
@@ -383,7 +327,8 @@ def section(name: str, rows: list[dict], small: bool) -> tuple[str, str]:
     """The text above a table, and the table. Raises ValueError where it has no row."""
     ours, columns = LAYOUTS[name](rows) if name in LAYOUTS else ([], [])
     if ours:
-        return about(name, ours, []), markdown(columns)
+        others = left_out(rows) if name == "loss" else ""
+        return about(name, ours, []) + f"\n{others}" * bool(others), markdown(columns)
     if name not in sweep.axes():
         raise ValueError(f"{name}: no row of it among {len(rows)} rows")
     found = published.entries(name, rows, small)
@@ -397,10 +342,11 @@ def compared(sides: list[str], files: list[Path]) -> str:
     both = [key for key in first if key in second]
     if not both:
         raise ValueError(f"{' '.join(sides)}: no setting is in both")
-    settings = [first[key].get("flags") or {} for key in both]
-    apart = [k for k in settings[0] if len({json.dumps(each.get(k)) for each in settings}) > 1]
-    told = [" ".join(f"--{k.replace('_', '-')} {first[key]['flags'].get(k)}" for k in apart) for key in both]
+    told = flags_apart([first[key].get("flags") or {} for key in both])
     columns = [("n", [n for n, _ in both]), ("flags that differ", told)]
+    dirty = [", ".join(side for side, rows in zip(sides, (first, second), strict=True) if rows[key].get("dirty"))
+             for key in both]  # fmt: skip
+    columns += [("with uncommitted changes", dirty)] * any(dirty)
     for title, name, digits, *_ in METRICS:
         a, b = ([published.figure(rows[key], name) for key in both] for rows in (first, second))
         if any(a) and any(b):

@@ -4,6 +4,7 @@
     ./launch.sh sweep all --wandb offline    every published table, each cell once, in one file of results
     ./launch.sh sweep cells.txt --steps 30   any file of cells; `cell_of` and `cells_of` say what a line may hold
     ./launch.sh sweep depth --lr 1e-3 3e-3 --seed 0 1 2    each cell with every combination; seeds are summed up
+    ./launch.sh sweep --lr 1e-3 3e-3 --seed 0 1            such combinations alone, of main.py's defaults
     ./launch.sh sweep depth --slurm | sbatch               a task of SLURM per cell that is missing (slurm.py)
 
 main.py writes the row; where it ended without one (killed, too slow), this program writes `failed: ...`. A second call
@@ -32,14 +33,16 @@ from lab.sweeps import slurm
 from lab.sweeps.processes import Forked, follow_parent, stop
 from trainer import config
 from trainer.distributed.terminal import did_you_mean, grouped, markdown, tell
-from trainer.logging import append_jsonl, log_tables, read_rows
+from trainer.logging import append_jsonl, log_tables, page_command, read_rows, write_page
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = "--device cpu --width 128 --depth 2 --head-dim 16 --vocab 512 --seqlen 64 --batch 2 --steps 6".split()
 # These flags are no part of a cell's name. Given on the command line they go to every run.
 OUTPUT = {"--wandb", "--group", "--tags", "--profile", "--log-every", "--verbose", "-v", "-vv", "--debug"}
 COLUMNS = {"simulated_mib": ("simulated MiB", 0), "peak_alloc_mib": ("peak MiB", 0),
-           "peak_rss_mib": ("peak RSS MiB", 0), "step_ms": ("step ms", 1), "mfu": ("MFU %", 1), "loss": ("loss", 4)}
+           "peak_rss_mib": ("peak RSS MiB", 0), "step_ms": ("step ms", 1), "mfu": ("MFU %", 1), "loss": ("loss", 4),
+           "eval_loss": ("held-out loss", 4)}
+GRID = "grid"  # the name of a sweep without an axis: every combination of the flags' values
 LISTS = {"--compile-options"}  # takes several values in one run
 VMSTAT = Path("/proc/vmstat")
 Flags = dict[str, tuple[str, ...]]  # {"--depth": ("8",), "--no-reshard": ()}
@@ -155,6 +158,8 @@ def cells_of(study: str, small: bool, nproc: int, extra: Flags) -> list[str]:
 
 def studies(target: str, small: bool, nproc: int, extra: list[str]) -> dict[str, list[str]]:
     """Study -> cells of an axis, of a file, or (`all`) of each axis but ./launch.sh gpu's. ValueError as `cells_of`."""
+    if target == GRID:
+        return {GRID: list(dict.fromkeys(cell_of("", small, nproc, each) for each in grid(parse(extra)[1])))}
     named = axes()
     if target not in {"all", *named} and not Path(target).is_file():
         like = did_you_mean(target, ["all", *named, *map(str, Path(target).parent.glob("*.txt"))])
@@ -253,13 +258,19 @@ def labels(cells: list[str]) -> tuple[str, dict[str, tuple[str, str]]]:
     return join(dict(shared)), {cell: (str(world(*parsed[cell])), flags) for cell, flags in own.items()}
 
 
+def outcome(row: dict) -> str:
+    """How a run ended, for a table: of a bad shape also why it is one."""
+    why = row.get("error", "").partition("error: ")[2]
+    return row["outcome"] + f": {why}" * (row["outcome"] == "badshape")
+
+
 def table(cells: list[str], rows: dict[str, dict]) -> str:
     """Markdown, a line per cell; flags that all share stand once above it, columns without a value are left out."""
     found = [rows.get(cell, {"outcome": "not run"}) for cell in cells]
     shared, names = labels(cells)
     ranks = [str(row.get("world", names[cell][0])) for cell, row in zip(cells, found, strict=True)]
     columns = [("n", ranks), ("flags", [names[cell][1] for cell in cells])]
-    columns.append(("outcome", [row["outcome"] for row in found]))
+    columns.append(("outcome", [outcome(row) for row in found]))
     for key, (title, digits) in COLUMNS.items():
         if any(row.get(key) is not None for row in found):
             columns.append((title, [grouped(row.get(key), digits, missing="") for row in found]))
@@ -272,7 +283,8 @@ def over_seeds(cells: list[str], rows: dict[str, dict]) -> str:
     for cell in cells:
         alike.setdefault(re.sub(r" --seed \S+", "", cell), []).append(cell)
     alike = {name: own for name, own in alike.items() if len(own) > 1}
-    columns = [("flags", [*alike]), ("seeds", [str(sum(c in rows for c in own)) for own in alike.values()])]
+    names = [flags for _, flags in labels([*alike])[1].values()] if alike else []
+    columns = [("flags", names), ("seeds", [str(sum(c in rows for c in own)) for own in alike.values()])]
     for key, (title, digits) in COLUMNS.items():
         found = [[rows[c][key] for c in own if rows.get(c, {}).get(key) is not None] for own in alike.values()]
         texts = [f"{grouped(statistics.mean(each), digits)} +- {grouped(statistics.stdev(each), digits)}"
@@ -341,12 +353,16 @@ def sweep(tables: dict[str, list[str]], args: argparse.Namespace, settings: dict
                    {f"{study}.md": f"{text}\n".encode() for study, text in texts.items()})  # fmt: skip
     if missing := unfinished(cells, rows):
         print(f"\n{len(missing)} of {len(cells)} cells without a result: the same command tries them again")
+    if args.report:
+        print(write_page(args.results))
+    elif any(cell in rows for cell in cells):
+        print(f"\nto draw them: {page_command(args.results)}")
     return not missing
 
 
 def main() -> None:
     """The command line. Exit codes: 0 every cell is finished, 1 some are not, 2 bad input, 128 + signal."""
-    parser = argparse.ArgumentParser(allow_abbrev=False, usage="launch.sh sweep AXIS|all|FILE [options] [main.py's]")
+    parser = argparse.ArgumentParser(allow_abbrev=False, usage="launch.sh sweep [AXIS|all|FILE] [options] [main.py's]")
     parser.add_argument("--small", action="store_true", help="sizes for a CPU")
     parser.add_argument("--results", type=Path, help="default: runs/sweep-AXIS.jsonl")
     parser.add_argument("--nproc", type=int, default=os.environ.get("NPROC", 1), help="for cells that name none")
@@ -355,10 +371,13 @@ def main() -> None:
     parser.add_argument("--program", default=str(ROOT / "main.py"), help="a file, or -m MODULE (default: main.py)")
     parser.add_argument("--fresh", action="store_true", help="run finished cells too")
     parser.add_argument("--any-commit", action="store_true", help="rows of other commits count as results too")
+    parser.add_argument("--report", action="store_true", help="in the end write a page of all: RESULTS.html")
     parser.add_argument("--list", action="store_true", help="print the cells, run nothing")
     parser.add_argument("--slurm", action="store_true", help="print an array of SLURM tasks, for sbatch (slurm.py)")
     parser.add_argument("--cell", help="this one of the cells alone, as such a task does")
     target, *rest = sys.argv[1:] or ["-h"]
+    if target.startswith("-") and target not in ("-h", "--help"):
+        target, rest = GRID, sys.argv[1:]
     args, extra = parser.parse_known_args([target, *rest] if target in ("-h", "--help") else rest)
     try:
         if args.slurm:  # the cells are those of its nodes, not of this machine

@@ -6,7 +6,10 @@ without asking anybody for anything.
 
 import importlib.util
 import re
+import shlex
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from browser import PROGRAM, Browser
@@ -95,3 +98,64 @@ def test_without_matplotlib_the_page_is_one_line_and_exit_2(tmp_path, monkeypatc
         command.main(["compile", "--results", str(ROOT / "results/cpu_modes.jsonl"), "--html", "page.html"])
     told = capsys.readouterr()
     assert stopped.value.code == 2 and told.out == "" and "--html" in told.err and "matplotlib" in told.err
+
+
+def opened(page, width=1280):
+    """The headings and rows of tables that a browser shows of a page, which asks for nothing and cuts nothing."""
+    with Browser() as browser:
+        seen = browser.open(page.as_uri(), width)
+        assert seen.errors == [] and browser.evaluate(CLIPPED) == []
+        images = browser.evaluate("[...document.images].map(each => each.naturalWidth)")
+        assert all(images)
+        heads = browser.evaluate("[...document.querySelectorAll('h2')].map(each => each.textContent)")
+        rows = browser.evaluate("[...document.querySelectorAll('tbody tr')].map(each => each.innerText)")
+        return heads, rows, len(images)
+
+
+def test_report_of_a_run_is_a_page_of_that_run_and_without_it_the_run_says_what_it_left(train, tmp_path):
+    train("--log-every", 1)
+    done = train("--log-every", 1, "--report", "--explain-memory")
+    [said] = [each for each in done.out.splitlines() if each.startswith("page ")]
+    page, name = Path(said.split()[1]), done.row["run"]
+    assert page.name == f"{name}.html" and page.parent.suffix == ".steps"
+    assert re.findall("<h2>(.+)</h2>", page.read_text()) == ["runs", "loss"]
+    if PROGRAM:
+        heads, rows, images = opened(page)
+        assert heads == ["runs", "loss"] and len(rows) == 2 and images == 3, "memory of a step, figures, the curve"
+        assert name in rows[1]
+    plain = train("--log-every", 1)
+    results = plain.out.split("\nrow      ")[1].splitlines()[0]
+    left = plain.out[plain.out.index("\nrow      ") :].splitlines()[1:]
+    assert left[1] == f"curve    {results.removesuffix('.jsonl')}.steps/{plain.row['run']}.jsonl"
+    assert Path(left[1].split()[1]).is_file() and len(left) == 3
+    drawing = shlex.split(left[2].removeprefix("draw it  "))
+    assert subprocess.run(drawing, cwd=ROOT, capture_output=True).returncode == 0
+    assert "<h2>loss</h2>" in Path(drawing[-1]).read_text()
+
+
+def test_report_of_simulated_ranks_has_their_collectives_and_no_curve(train):
+    done = train("--world", 2, "--report")
+    page = Path(next(each for each in done.out.splitlines() if each.startswith("page ")).split()[1])
+    assert re.findall("<h2>(.+)</h2>", page.read_text()) == ["runs", "sent"]
+    assert "all-gather" in page.read_text()
+
+
+def test_report_that_cannot_be_drawn_costs_a_warning(train, monkeypatch, tmp_path):
+    (tmp_path / "matplotlib.py").write_text("raise ImportError('none here')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    done = train("--report")
+    assert done.code == 0 and "warning: no page is written: report: --html: none here" in done.out
+
+
+def test_report_of_a_sweep_is_a_page_of_its_cells(tmp_path):
+    words = ["--small", "--lr", "1e-3", "3e-3", "--eval-every", "2", "--steps", "4", "--nproc", "1", "--report"]
+    words = [sys.executable, "-m", "lab.sweeps.sweep", *words, "--results", str(tmp_path / "rows.jsonl")]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == f"page     {tmp_path}/rows.html" and "| held-out loss |" in done.stdout
+    for log in re.findall(r"log (\S+)\)", done.stdout):
+        assert "outcome  ok" in Path(log).read_text()
+    if PROGRAM:
+        heads, rows, images = opened(tmp_path / "rows.html")
+        assert heads == ["runs", "loss"] and len(rows) == 4 and images == 2
+        assert "--lr 0.001" in rows[0] and "--lr 0.003" in rows[1]

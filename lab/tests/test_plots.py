@@ -134,8 +134,8 @@ def test_variants_are_bars_with_a_range_beside_the_published_mark(folder, whole)
     found = rows.entries("variants", made, False)
     svg, png = plots.axis("variants", found, folder)
     drawn = texts(svg)
-    for text in ("MLP, attention again", "peak allocated memory (MiB)", "time of a step (ms)", "published A100SXM n=2",
-                 "NVIDIA H200", "time: median; thin lines: least to most", "OOM bwd"):  # fmt: skip
+    for text in ("MLP, attention recomputed", "peak allocated memory (MiB)", "time of a step (ms)", "NVIDIA H200",
+                 "published A100SXM n=2", "time: bars to the smallest step, lines to the median", "OOM bwd"):
         assert text in drawn, text
     for text in ("flex", "compile", "fwd + bwd", "fully_shard", "4096", "_"):  # what all have in common
         assert text not in drawn, text
@@ -173,8 +173,8 @@ def test_the_front_is_of_one_setting_and_names_its_points(folder, whole):
     made += [row(line("depth", depth=8)), row(SIMULATED), row(line("variants", remat="block"), outcome="OOM bwd")]
     svg, png = plots.fronts(made, folder)
     drawn = texts(svg)
-    for text in ("compiled model, MLP, attention again", "compiled fwd + bwd, MLP again", "2 ranks, depth 4",
-                 "peak allocated memory (MiB)", "time of a step (ms), median"):  # fmt: skip
+    for text in ("compiled model, MLP, attention recomputed", "compiled fwd + bwd, MLP recomputed", "2 ranks, depth 4",
+                 "peak allocated memory (MiB)", "time of the smallest step (ms)"):  # fmt: skip
         assert text in drawn, text
     assert "block" not in drawn and "sim" not in drawn and "flex" not in drawn
     drawn = texts(plots.fronts(made, folder, most=2)[0])
@@ -228,7 +228,7 @@ def test_losses_of_several_runs_are_curves_over_tokens(folder, whole, capsys):
     drawn = texts(folder / "plots/loss.svg")
     assert all(each in drawn for each in ("lr 1.0", "lr 0.1", "loss (nats per token)", "tokens", "held-out data"))
     assert "0.01" not in drawn  # has no steps
-    with pytest.raises(plots.NoFigure, match="no logged step lies beside the rows"):
+    with pytest.raises(plots.NoFigure, match="no logged step of a run on real ranks lies beside"):
         plots.losses([made[0]], folder)
 
 

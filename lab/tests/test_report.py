@@ -440,12 +440,74 @@ def test_two_files_or_two_commits_are_compared_setting_by_setting(copy, capsys):
         assert len(lines) == 1 and f"{report.MS}, {sides[0]}" in title
         assert "| 10.0 [9.0-11.0] | 5.0 [4.0-6.0] | 0.500 [0.364-0.667] |" in lines[0]
     for sides, said in ((["aaaaaaa", "ccccccc"], "ccccccc: no row of this commit"),
-                        (["old.jsonl", "7.jsonl"], "unknown axis"),
+                        (["old.jsonl", "7.jsonl"], "no file 7.jsonl"),
                         (["old.jsonl", "seven.jsonl"], "no setting is in both")):  # fmt: skip
         save(copy / "seven.jsonl", [made("cccc", 1.0, depth=16)])
         with pytest.raises(SystemExit) as stopped:
             command.main(sides)
         assert stopped.value.code == 2 and said in capsys.readouterr().err
+
+
+def test_a_row_of_a_commit_counts_before_a_later_one_of_uncommitted_changes_which_is_marked(copy, capsys):
+    def made(ms, dirty):
+        return row(line("depth", depth=4), ms=ms) | dict(cell=None, dirty=dirty, world=1)
+
+    save(copy / "clean.jsonl", [made(10, False), made(20, True)]), save(copy / "dirty.jsonl", [made(5, True)])
+    assert command.main(["clean.jsonl", "dirty.jsonl"]) == 0
+    title, _, only = capsys.readouterr().out.strip().splitlines()
+    assert "10.0 [9.0-11.0]" in only and "20.0" not in only
+    assert "with uncommitted changes" in title and "| dirty.jsonl |" in only
+
+
+def told_runs(*settings):
+    """Rows of runs of main.py without a cell, each with its name."""
+    rows = [row("nproc=1 --depth 1", CPU, **more) for more in settings]
+    return [each | dict(cell=None, run=f"run-{i}") for i, each in enumerate(rows)]
+
+
+def test_a_file_is_a_table_of_its_runs_over_the_first_with_the_range_of_the_ratio(copy, capsys):
+    made = told_runs(dict(remat="none", ms=100, eval_loss=2.5), dict(remat="block", ms=120, mib=5_000),
+                     dict(remat="block"))  # fmt: skip
+    made[2] |= dict(world="8(sim h100-nvlink)", collectives=dict(all_gather=dict(n=3, mib=12.0, ms=0.5)))
+    save(copy / "rows.jsonl", made)
+    assert command.main(["rows.jsonl"]) == 0
+    out = capsys.readouterr().out
+    assert "| --remat none | 1 | 10'000 | 1.000 | 100.0 [99.0-101.0] | 1.000 [0.980-1.020] | 10.4000 | 2.5000 |" in out
+    assert "| --remat block | 1 | 5'000 | 0.500 | 120.0 [119.0-121.0] | 1.200 [1.178-1.222] | 10.4000 |  |" in out
+    simulated = next(each for each in out.splitlines() if "8(sim h100-nvlink) | 10'000 |" in each)
+    assert "10.4" not in simulated, "the loss of simulated ranks"
+    assert "| run-2 | 8(sim h100-nvlink) | all-gather | 3 | 12.0 | 0.50 |" in out
+    assert command.main(["rows.jsonl", "--last", "1"]) == command.main(["rows.jsonl", "--run", "run-2"]) == 0
+    assert "100.0 [" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (["results/collectives.jsonl"], "results/collectives.jsonl: no run of a training program is in it, its rows are of "
+     "the study collectives; name its table, --results results/collectives.jsonl"),
+    (["results/cpu_modes.jsonl", "--last", "0"], "--last 0: must be at least 1"),
+    (["results/cpu_modes.jsonl", "--run", "mine"], "--run mine: no row of it in results/cpu_modes.jsonl"),
+])  # fmt: skip
+def test_a_file_or_rows_that_are_no_runs_are_one_line(copy, capsys, words, said):
+    with pytest.raises(SystemExit) as stopped:
+        command.main(words)
+    assert stopped.value.code == 2 and capsys.readouterr().err == f"report: {said}\n"
+
+
+def test_losses_are_compared_that_can_be_and_a_line_says_what_is_left_out(copy, capsys):
+    tuned = {"model": "tiny", "data": "chat.jsonl", "vocab": None, "rank": 8}
+    made = told_runs(dict(seed=0), dict(seed=1), dict(seed=2), dict(seed=3))
+    made[1]["flags"], made[3]["world"] = tuned, "8(sim h100-nvlink)"
+    save(copy / "rows.jsonl", made)
+    for each in made:
+        save(copy / f"rows.steps/{each['run']}.jsonl", [dict(step=1, loss=3.0)])
+    assert command.main(["loss", "--results", "rows.jsonl"]) == 0
+    out = capsys.readouterr().out
+    assert "| run-0 | 0 |" in out and "| run-2 | 2 |" in out and "run-1" not in out and "run-3" not in out
+    assert "None" not in out
+    assert "Left out: 1 of other data, model or vocabulary than the last run's." in out
+    assert "Left out: 1 of simulated ranks, whose loss means nothing." in out
+    assert command.main(["loss", "--results", "rows.jsonl", "--last", "2"]) == 0
+    assert "run-0" not in capsys.readouterr().out
 
 
 def test_without_an_axis_all_that_have_rows_are_printed(copy, capsys):

@@ -194,6 +194,28 @@ def test_several_values_of_a_flag_are_a_grid_and_seeds_are_summed_up(tmp_path, m
     assert sweep.over_seeds(cells[::3], found) == ""
 
 
+def test_without_an_axis_the_flags_alone_are_the_cells(tmp_path):
+    words = "--lr 1e-3 3e-3 --seed 0 1 --nproc 1".split()
+    done = subprocess.run([*SWEEP, *words, "--list"], cwd=tmp_path, env=environment(), capture_output=True, text=True)
+    assert done.stdout.splitlines() == [f"nproc=1 --lr {lr} --seed {seed}" for lr in ("1e-3", "3e-3") for seed in "01"]
+
+
+def test_the_example_of_the_docs_is_a_file_of_cells(tmp_path, monkeypatch):
+    monkeypatch.setattr(sweep, "gpus", lambda: 0)
+    text = (ROOT / "docs/commands.md").read_text()
+    (tmp_path / "mine.txt").write_text(text.partition("```text\n")[2].partition("```")[0])
+    assert sweep.read_cells(str(tmp_path / "mine.txt"), False, 1, []) == [
+        "nproc=1 --depth 2 --lr 3e-3", "nproc=1 --depth 4 --lr 3e-3", "nproc=1 --block llama --depth 2 --lr 3e-3",
+        "nproc=2 --depth 2 --lr 3e-3"]  # fmt: skip
+
+
+def test_a_table_has_the_held_out_loss_and_why_a_shape_is_bad():
+    cells = ["nproc=1 --width 96", "nproc=1 --width 128"]
+    bad = sweep.failed_row(cells[0], "exit 2: error: --width 96: must be a multiple of --head-dim 64")
+    text = sweep.table(cells, {cells[0]: bad, cells[1]: dict(outcome="ok", loss=2.0, eval_loss=2.25)})
+    assert "badshape: --width 96: must be a multiple of --head-dim 64" in text and "| 2.0000 | 2.2500 |" in text
+
+
 def wait_for(there, seconds=60):
     until = time.monotonic() + seconds
     while not there():
@@ -233,7 +255,7 @@ def test_every_table_is_filled_once_whatever_kills_the_sweep(tmp_path):
         assert [section.split()[0] for section in shown] == list(tables) and "not run" not in done.stdout
         for section, own in zip(shown, tables.values(), strict=True):
             assert section.count("\n| ") - 1 == len(own), section  # the head
-    assert shown[list(tables).index("width")].count("| badshape |") == 1
+    assert shown[list(tables).index("width")].count("| badshape: --grouping 4: ") == 1
     assert len(re.findall(r"^\| 8\(sim 4090-pcie\) \| [^|]*--min-shard-mib", done.stdout, re.M)) == 2
     assert re.search(r"^\| 8\(sim h100-nvlink\) \| [^|]*--wrapper ddp \| ok \| 1.5 \|$", done.stdout, re.M)
 

@@ -71,6 +71,8 @@ def main(argv: list[str]) -> int:
             first.join()
     for name in ("torch.distributed.elastic.multiprocessing.api", "torch.multiprocessing.spawn"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # they tell of a failed rank what is told below
+    # Its warning of a signal, such as Ctrl-C, would stand above what the run says of it.
+    logging.getLogger("torch.distributed.elastic.agent.server.api").setLevel(logging.ERROR)
     args = run.parse_args(argv)
     args.signals_to_handle = os.environ[HANDLED]
     if fork:

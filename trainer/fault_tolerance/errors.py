@@ -67,7 +67,8 @@ def ended_by(error: BaseException, run: RunView | None, watchdog: Watchdog, debu
     outcome, code, line, common = outcome_of(error, run, watchdog.folder)
     first = watchdog.leave(line, code)
     if watchdog.rank == 0 if common else first:
-        tell(f"error: {line}" if run is None else f"error: rank {watchdog.rank}: {line}", sys.stderr)
+        who = "error: " if run is None else f"error: rank {watchdog.rank}: "
+        tell(line if stopped else who + line, sys.stderr)  # somebody asked for the end: that is no error
     return outcome, code
 
 
@@ -77,7 +78,7 @@ def outcome_of(error: BaseException, run: RunView | None = None, folder: Path = 
     if memory.out_of_memory(error):
         return _out_of_memory(error, run, folder)
     if isinstance(error, Stopped):
-        saved = f"saved in {run.c.save}" if run.c.save else "nothing is saved without --save"
+        saved = f"saved in {run.c.save}: the same command goes on" if run.c.save else "nothing is saved without --save"
         saved = saved if run.state.step > run.first else "there is nothing to save"
         line = f"stopped by {error} after step {run.state.step}; {saved}"
         return Outcome(f"stopped: {error}", 128 + error.signum, line, True)

@@ -164,7 +164,7 @@ class Watchdog(AbstractContextManager):
             name = signal.Signals(signum).name
             if not self.leave(name, 128 + signum):
                 return self._follow()
-            line = f"error: stopped by {name} before a step was done: there is nothing to save"
+            line = f"stopped by {name} before the first step was done: nothing was saved"
             self._end(line, f"stopped: {name}", 128 + signum)
 
     def roll_call(self, why: str | None, more: str = "") -> None:
