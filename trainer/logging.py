@@ -264,7 +264,7 @@ class Sinks:
         for name, axis in over.items():
             run.define_metric(name, step_metric=axis)
         self._wandb, self.wandb_id = run, run.id
-        self.wandb_place = run.url or f"wandb sync {os.path.relpath(Path(run.dir).parent)}"
+        self.wandb_place = getattr(run, "url", None) or f"wandb sync {os.path.relpath(Path(run.dir).parent)}"
 
 
 def log_tables(tables: dict[str, list[dict]], results: Path, wandb: str, group: str, tags: Sequence[str] = (),

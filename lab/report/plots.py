@@ -375,7 +375,7 @@ def losses(rows: list[dict], folder: Path) -> list[Path]:
         mark = MARKERS[i % len(MARKERS)] if tested else ""
         ax.plot(*zip(*train, strict=True), linestyle=line, color=color)
         ax.plot(*zip(*tested, strict=True), mark, color=color, markerfacecolor="white") if tested else None
-        [handles[textwrap.fill(text or "the run", 48)]] = ax.plot([], [], mark, linestyle=line, color=color,
+        [handles[textwrap.fill(text or "the run", 48)]] = ax.plot([], [], marker=mark, linestyle=line, color=color,
                                                                   markerfacecolor="white")  # fmt: skip
         held |= bool(tested)
     ax.set(xlabel="tokens" if over == "tokens" else "steps", ylabel="loss (nats per token)")

@@ -8,6 +8,7 @@ import importlib.util
 import json
 import re
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -228,6 +229,10 @@ def test_losses_of_several_runs_are_curves_over_tokens(folder, whole, capsys):
     drawn = texts(folder / "plots/loss.svg")
     assert all(each in drawn for each in ("lr 1.0", "lr 0.1", "loss (nats per token)", "tokens", "held-out data"))
     assert "0.01" not in drawn  # has no steps
+    logged(folder / "rows.steps", "a", [(1,), (5,)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plots.losses([made[0] | dict(history=str(folder / "rows.steps/a.jsonl"))], folder)  # without held-out data
     with pytest.raises(plots.NoFigure, match="no logged step of a run on real ranks lies beside"):
         plots.losses([made[0]], folder)
 
