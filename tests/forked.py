@@ -42,6 +42,8 @@ def _rank(
         argv += env.get("RANK_1", "").split()
     if rank and "UNSEED" in env:
         torch.manual_seed = lambda seed, manual=torch.manual_seed: manual(seed + rank)
+    if rank and "EVALUATE_ON_0" in env:
+        main.Run.evaluate = lambda run, sinks: None
     if record:
         _record(Batches, f"{record}/{rank}.jsonl")
     if argv[:1] != ["finetune.py"]:
@@ -72,7 +74,7 @@ class Job:
     """`record`: a folder for what each rank trains on, a file <rank>.jsonl of [sample, hash]. err: a file for standard
     error, if it is to be apart from `log`. cwd: where the ranks run. env: of the ranks;
     ANSWER_S: seconds that a roll call waits; RANK_1: more argv for all ranks but the first; UNSEED: these draw other
-    weights."""
+    weights; EVALUATE_ON_0: these do not evaluate."""
 
     def __init__(
         self, world: int, argv: Iterable, log: str | Path, record: str | Path | None = None, *,

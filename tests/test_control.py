@@ -257,17 +257,20 @@ def test_progress_or_no_limit_ends_nothing(dog):
     assert not never.ends + often.ends and never.thread.is_alive() and often.thread.is_alive()
 
 
-def test_the_rank_behind_is_named_by_the_first_that_answers(dog, capfd, monkeypatch):
+@pytest.mark.parametrize("place, who", [
+    ("data", "the others wait for rank 1"), ("eval", "the ranks do different things"),
+])  # fmt: skip
+def test_the_rank_behind_is_named_by_the_first_that_answers(place, who, dog, capfd, monkeypatch):
     monkeypatch.setattr(watchdog, "ANSWER_S", 10.0)  # both do, and nothing waits for longer
     ahead, behind = dog(0.1, 0, 2), dog(0, 1, 2)
     ahead.beat(5, "step")
-    behind.beat(4, "data")
+    behind.beat(4, place)
     for each in (ahead, behind):
         each.thread.join(20)
     assert ahead.ends == behind.ends == [7], "the second has no limit: it was called"
     (line,) = capfd.readouterr().err.splitlines()
-    assert "no progress for 0.1 s: the others wait for rank 1; rank 1: step 4, data" in line
-    assert "rank 0: step 5" in line
+    assert f"no progress for 0.1 s: {who}; rank 1: step 4, {place}" in line
+    assert "rank 0: step 5" in line and ("every rank must call it" in line) == (place == "eval")
 
 
 def test_a_rank_that_does_not_answer_is_named_and_one_that_has_said_why_is_not(dog, capfd):

@@ -15,10 +15,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from forked import Job
-from harness import ONE_GRAPH
+from harness import ONE_GRAPH, free_port, processes, start_server
 from running import TINY, end_of_signal, one_line, read
 from saved import assert_bitwise, contents, steps_in
 
+from simple_fsdp import data_parallel
 from trainer.checkpoint import save as saver
 from trainer.checkpoint.manifest import verify
 from trainer.distributed.control import Control, control_group
@@ -280,6 +281,40 @@ def test_a_rank_that_hangs_is_named_with_its_step_and_the_stacks_of_all_that_ans
     else:
         assert "no answer from rank 1" in line and there == ["flight-0", "rank-0.txt"]
     assert read(tmp_path / "rows.jsonl")[0]["outcome"].startswith("failed: no progress for 2 s")
+
+
+APART = "; no rank may evaluate, sample or save alone: every rank must call it"
+
+
+def test_evaluation_on_rank_0_alone_is_told_with_the_place_of_each_rank(tmp_path):
+    done = two(tmp_path, "--eval-every", 3, "--timeout", 2, EVALUATE_ON_0="1", ANSWER_S="10")
+    assert done.codes == [7, 7] and len(done.errors) == 1, done.out
+    assert "the ranks do different things; rank 0: step 3, eval, " in done.errors[0], done.errors
+    assert "rank 1: step 4, step, " in done.errors[0] and done.errors[0].endswith(APART), done.errors
+
+
+def own_program(rank: int, port: int, folder: Path) -> None:
+    os.dup2(os.open(folder / "log", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644), 2)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    model = data_parallel(torch.nn.Linear(8, 8), dist.init_device_mesh("cpu", (2,)))
+    with Watchdog(2, rank, 2, folder / "hang"):
+        if rank == 0:
+            model(torch.ones(2, 8))
+        dist.barrier()
+
+
+def test_a_watchdog_in_a_program_of_ones_own_says_which_rank_waits_where(tmp_path):
+    start_server()
+    port = free_port()
+    ranks = [processes.Process(target=own_program, args=(r, port, tmp_path), daemon=True) for r in range(2)]
+    for each in ranks:
+        each.start()
+    for each in ranks:
+        each.join(60)
+    line = (tmp_path / "log").read_text().splitlines()[-1]
+    assert [each.exitcode for each in ranks] == [7, 7], line
+    assert "the ranks do different things; rank 0: step 0, start, simple_fsdp.py:" in line and line.endswith(APART)
+    assert "the last gloo:all_gather; rank 1: step 0, start, tests/test_faults.py:" in line
 
 
 def test_out_of_memory_on_one_rank_is_told_by_that_rank(tmp_path):

@@ -99,6 +99,21 @@ def test_memory_that_the_machine_lacks_is_refused_with_what_would_fit_unless_for
         asked("--width 32768 --depth 8")
 
 
+@pytest.mark.parametrize("line, own, all_of_it", [
+    ("0::/job/7\n", "job/7/memory.max", 3),
+    ("4:cpu,memory:/slurm/step\n", "memory/slurm/step/memory.limit_in_bytes", 3),
+    ("9:name=systemd:/x\n8:pids:/\n0::/\n", "memory.max", 1),
+])  # fmt: skip
+def test_the_limit_of_a_jobs_control_group_counts_and_those_around_it(line, own, all_of_it, tmp_path, monkeypatch):
+    (tmp_path / "cgroup").write_text(line)
+    found = checks.memory_limits(tmp_path / "cgroup")
+    assert str(found[0]) == f"/sys/fs/cgroup/{own}" and len(found) == all_of_it
+    (tmp_path / "limit").write_text("1048576\n")
+    (tmp_path / "none").write_text("max\n")
+    monkeypatch.setattr(checks, "memory_limits", lambda: [tmp_path / each for each in ("none", "absent", "limit")])
+    assert checks.available() == 1 << 20
+
+
 def test_off_a_terminal_a_stage_that_lasts_is_a_line_with_its_seconds(monkeypatch):
     monkeypatch.setattr(Progress, "EVERY_S", 0.01)
     now = SimpleNamespace(monotonic=lambda: time.monotonic() * 1000, sleep=time.sleep)  # a second is a millisecond

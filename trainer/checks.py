@@ -69,10 +69,23 @@ def available() -> int:
     found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     with suppress(OSError, TypeError):  # macOS
         found.append(int(re.search(r"^MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text(), re.M)[1]) * 1024)
-    for limit in ("memory.max", "memory/memory.limit_in_bytes"):  # of a container: cgroup 2, cgroup 1
+    for file in memory_limits():
         with suppress(OSError, ValueError):  # "max"
-            found.append(int(Path("/sys/fs/cgroup", limit).read_text()))
+            found.append(int(file.read_text()))
     return min(found)
+
+
+def memory_limits(cgroups: Path = Path("/proc/self/cgroup")) -> list[Path]:
+    """The files that may limit this process's memory: of its control groups and of all around them. A batch system or
+    systemd makes a group for each job, a container hides those around it."""
+    found = []
+    for line in cgroups.read_text().splitlines() if cgroups.exists() else []:
+        _, kinds, path = line.split(":", 2)
+        name = "memory.limit_in_bytes" if kinds else "memory.max"  # of cgroup 1, of cgroup 2, which names no kinds
+        root = Path("/sys/fs/cgroup", "memory" * (kinds != ""))
+        if not kinds or "memory" in kinds.split(","):
+            found += [root / each.relative_to("/") / name for each in (Path(path), *Path(path).parents)]
+    return found
 
 
 def check_fits(c: flags.Config, ranks: int, here: int) -> None:

@@ -87,7 +87,10 @@ def main(argv: list[str]) -> int:
         number, failure = min(own.items(), key=lambda each: each[1].timestamp)  # whose clock ticks in seconds
         signalled = failure.exitcode < 0
         what = f"was ended by {failure.signal_name()}" if signalled else f"ended with exit code {failure.exitcode}"
-        tell(f"torchrun: rank {number}, process {failure.pid}, {what}, the first of this host to fail", sys.stderr)
+        what += ", the first of this host to fail"
+        if failure.exitcode == -signal.SIGKILL:
+            what += "; the kernel does so when the machine or a limit of its job has no memory left (see dmesg)"
+        tell(f"torchrun: rank {number}, process {failure.pid}, {what}", sys.stderr)
         return 128 - failure.exitcode if signalled else failure.exitcode
     except (DistError, RendezvousError) as e:
         told = "the first host, by which all meet, does not answer; start all again with the same lines"

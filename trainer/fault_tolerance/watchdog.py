@@ -34,7 +34,7 @@ from trainer.distributed.terminal import has_launcher, tell
 POLL_S, ANSWER_S = 1.0, 5.0  # between looks at the clock and at the store; for the answers of the others
 GRACE_S = 25.0  # more than one turn of the watchdog's loop takes while the store does not answer (two questions: 21 s)
 PATIENCE_S = 10.0  # without progress, after another rank has left or a signal came; launchers wait for 30
-ROOT = Path(__file__).parents[2]
+ROOT, LIBRARY = Path(__file__).parents[2], Path(os.__file__).parent  # of this project, of Python
 
 
 def _collectives() -> tuple[bytes, int, str]:
@@ -49,12 +49,12 @@ def _collectives() -> tuple[bytes, int, str]:
 
 
 def _where(thread: int) -> str:
-    """The innermost line of this project that a thread is in."""
+    """The innermost line that a thread is in, of this project or of a program of one's own that uses this file."""
     for frame, line in traceback.walk_stack(sys._current_frames()[thread]):
         path = Path(frame.f_code.co_filename)
-        own = path.is_relative_to(ROOT) and "site-packages" not in path.parts
-        if own and path.name not in ("watchdog.py", "errors.py"):
-            return f"{path.relative_to(ROOT)}:{line}"
+        library = path.is_relative_to(LIBRARY) or "site-packages" in path.parts
+        if not library and path.name not in ("watchdog.py", "errors.py"):
+            return f"{path.relative_to(ROOT) if path.is_relative_to(ROOT) else path.name}:{line}"
     return "?"
 
 
@@ -229,7 +229,12 @@ class Watchdog(AbstractContextManager):
         silent = sorted(set(range(self.world)) - answers.keys())
         progress = {rank: (a["step"], a["begun"]) for rank, a in sorted(answers.items())}
         behind = [rank for rank, far in progress.items() if far == min(progress.values())]
-        if silent or len(behind) < len(answers):
+        newest = {(a["begun"], a["newest"]) for a in answers.values()}  # as many collectives begun, but others
+        places = {a["place"] for a in answers.values()} - {"start", "data"}
+        apart = len(places) > 1 or len(newest) > len({a["begun"] for a in answers.values()})
+        if not silent and apart:
+            who = "the ranks do different things"
+        elif silent or len(behind) < len(answers):
             ranks, does = silent or behind, "no answer from" if silent else "the others wait for"
             who = f"{does} rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:8]))}"
         else:
@@ -240,4 +245,6 @@ class Watchdog(AbstractContextManager):
             begun = f"{a['begun']} collectives begun" + f", the last {a['newest']}" * bool(a["newest"])
             told.append(f"rank {rank}: step {a['step']}, {a['place']}, {a['at']}, {begun}")
         advice = "; a slow step? raise --timeout" * ("no progress" in why)
+        if apart:  # a habit of DDP, where it works
+            advice = "; no rank may evaluate, sample or save alone: every rank must call it"
         return f"{why}: {who}; {'; '.join(told)}; stacks in {self.folder}{advice}"
