@@ -76,7 +76,7 @@ def main(c: config.Config, rank: int, local_rank: int, world: int, progress: Pro
         step = training_step(c, model, optimizer, mesh, run.between, run.norms if c.verbose > 1 else None)
         step.dynamic = c.pad == "longest"
         run.agree_on_draws(model)
-        if not (c.random or run.found):
+        if not c.random and (c.lora or not run.found):  # a checkpoint of --lora holds the adapters alone
             run.told |= load_weights(c, model, run.group)
         run.take(step)
         look(run, c, model, device)

@@ -123,11 +123,13 @@ register_flop_formula(getattr(torch.ops, _LIBRARY).lean_mlp_backward)(
 
 # One op, because of its loop the compiler makes one kernel for all chunks, so that the logits of every chunk exist.
 @torch.library.custom_op(f"{_LIBRARY}::chunked_loss", mutates_args=())
-def chunked_loss(x: Tensor, w: Tensor, y: Tensor, chunk: int, grad: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """x [N, D], w [V, D], y [N] -> the summed loss, fp32; with `grad` also its gradients for x and w, in their dtypes,
-    that of w accumulated in fp32, otherwise two empty tensors."""
+def chunked_loss(
+    x: Tensor, w: Tensor, y: Tensor, chunk: int, grad: bool, frozen: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x [N, D], w [V, D], y [N] -> the summed loss, fp32; with `grad` also its gradients for x and, unless that is
+    `frozen`, for w, in their dtypes, that of w accumulated in fp32; empty tensors in the place of others."""
     loss, gx = torch.zeros((), dtype=torch.float32, device=x.device), torch.empty_like(x if grad else x[:0])
-    gw = torch.zeros_like(w if grad else w[:0], dtype=torch.float32)
+    gw = torch.zeros_like(w if grad and not frozen else w[:0], dtype=torch.float32)
     for i in range(0, len(x), chunk):
         xc, yc = x[i : i + chunk], y[i : i + chunk].unsqueeze(1)
         z = xc @ w.t()  # [C, V]
@@ -140,15 +142,16 @@ def chunked_loss(x: Tensor, w: Tensor, y: Tensor, chunk: int, grad: bool) -> tup
             g = z.copy_(p.div_(s).scatter_add_(1, t, -torch.ones_like(s)).mul_(ok))
             del p
             gx[i : i + chunk] = g @ w
-            add_product(gw, g.t(), xc)
+            if not frozen:
+                add_product(gw, g.t(), xc)
             del g
         del z
     return loss, gx, gw.to(w.dtype)
 
 
 @chunked_loss.register_fake
-def _(x, w, y, chunk, grad):
-    gradients = (torch.empty_like(t if grad else t[:0]) for t in (x, w))
+def _(x, w, y, chunk, grad, frozen=False):
+    gradients = torch.empty_like(x if grad else x[:0]), torch.empty_like(w if grad and not frozen else w[:0])
     return x.new_empty((), dtype=torch.float32), *gradients
 
 
@@ -160,12 +163,13 @@ def _scaled_gradients(ctx, go: Tensor, *_):
     if torch.is_grad_enabled():
         raise RuntimeError("chunked loss: its gradients, made in forward, have none of their own; use --loss full")
     gx, gw = ctx.saved_tensors
-    return (gx * go).to(gx.dtype), (gw * go).to(gw.dtype), None, None, None
+    of_w = (gw * go).to(gw.dtype) if ctx.needs_input_grad[1] else None
+    return (gx * go).to(gx.dtype), of_w, None, None, None, None
 
 
 chunked_loss.register_autograd(_scaled_gradients, setup_context=_keep_gradients)
 register_flop_formula(getattr(torch.ops, _LIBRARY).chunked_loss)(
-    lambda x, w, y, chunk, grad, *args, **kwargs: (3 if grad else 1) * 2 * x[0] * math.prod(w)
+    lambda x, w, y, chunk, grad, frozen=False, **kwargs: (1 + grad + (grad and not frozen)) * 2 * x[0] * math.prod(w)
 )
 
 
@@ -173,4 +177,5 @@ def chunked_cross_entropy(x: Tensor, w: Tensor, targets: Tensor, chunk: int) -> 
     """Hidden states x [B, T, D], head w [V, D], targets [B, T] -> `cross_entropy` of x @ w.T, `chunk` tokens at a time:
     no [B, T, V] tensor exists, and the gradients are made in forward, so that w is read (under FSDP: gathered) once per
     step and its gradient reduced once. RuntimeError for a gradient of the gradient."""
-    return chunked_loss(x.flatten(0, 1), w, targets.flatten(), chunk, torch.is_grad_enabled())[0]
+    grad, frozen = torch.is_grad_enabled(), not w.requires_grad
+    return chunked_loss(x.flatten(0, 1), w, targets.flatten(), chunk, grad, frozen)[0]

@@ -116,14 +116,17 @@ def question(own: Fit, c: config.Config, runs: bool) -> search.Question | None:
     gpu = gpu._replace(arch="cpu") if on_cpu else hardware.field(gpu, c.compile == "none")
     try:
         a = read(own.model)
+        shape = dict(depth=a.depth, width=a.width, head_dim=a.head_dim, vocab=a.vocab)
+        asked = SimpleNamespace(**c.flat() | shape)
+        if problem := search.misfit(asked, a, c.replicas):
+            raise ValueError(problem)
     except ValueError as error:
         problem = str(error).replace("--hf ", "--model ")
         if not runs:
             raise ValueError(problem) from error
         tell(f"not planned: {problem}")
         return None
-    shape = dict(depth=a.depth, width=a.width, head_dim=a.head_dim, vocab=a.vocab)
-    return search.Question(SimpleNamespace(**c.flat() | shape), a, gpu, 1, 10**9, link(c.link), link(c.link))
+    return search.Question(asked, a, gpu, 1, 10**9, link(c.link), link(c.link))
 
 
 def planned(q: search.Question | None, own: Fit, limit: float, base: float) -> list[tuple[search.Cell, dict[str, Any]]]:

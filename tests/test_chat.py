@@ -19,7 +19,8 @@ from running import ROOT
 from model import IGNORE
 from trainer.data import DataError
 from trainer.finetuning.chat import preview
-from trainer.finetuning.examples import LINE_BYTES, check_files
+from trainer.finetuning.examples import LINE_BYTES
+from trainer.finetuning.sources import check_files
 
 pytest.importorskip("transformers", reason="needs transformers: pip install -e '.[hf]'")
 tokenizers = pytest.importorskip("tokenizers")
@@ -313,7 +314,7 @@ def test_files_are_found_and_those_that_cannot_be_used_named_before_anything_hea
     (tmp_path / "empty.jsonl").touch()
     os.mkfifo(tmp_path / "pipe")
     code = ("import sys; from trainer.data import DataError; from trainer.finetuning import chat\n"
-            "from trainer.finetuning.examples import check_files\n"
+            "from trainer.finetuning.sources import check_files\n"
             "for source in sys.argv[1:]:\n"
             "    try: check_files(source, '--eval-data')\n"
             "    except DataError as error: print(error)\n"

@@ -277,6 +277,15 @@ def chunked_loss(x, w, y, chunk=50):
     return chunked_cross_entropy(x[None], w, y[None], chunk)
 
 
+def test_of_a_frozen_head_the_chunked_loss_makes_no_gradient():
+    x, w, y = rows(torch.float32)
+    (expected,) = torch.autograd.grad(chunked_loss(x, w, y), x)
+    with FlopCounterMode(display=False) as flops:
+        (grad,) = torch.autograd.grad(chunked_loss(x, w.detach(), y), x)
+    made = flops.get_flop_counts()["Global"][torch.ops.simple_fsdp_lean.chunked_loss]
+    assert torch.equal(grad, expected) and made == 2 * 2 * x.numel() * len(w)
+
+
 def test_a_gradient_of_the_chunked_gradient_is_refused():
     x, w, y = rows(torch.float32)
     with pytest.raises(RuntimeError, match="have none of their own; use --loss full"):

@@ -8,8 +8,6 @@ A field's docstring is its help text, _RANGES limits its values, `_..._misfits` 
 """
 
 import math
-import os
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, ClassVar, Literal
@@ -18,7 +16,7 @@ from tyro.conf import OmitArgPrefixes, UseCounterAction, arg
 
 from trainer.costs import link, may_have_gpu, measured
 from trainer.distributed import command_line
-from trainer.distributed.command_line import as_given, default, flag
+from trainer.distributed.command_line import as_given, default, flag, without_user
 from trainer.distributed.terminal import fail
 
 _DESCRIPTION = """Trains the transformer of model.py under simple_fsdp and appends a row of results.
@@ -291,8 +289,8 @@ class Config:
 _RANGES = [
     ("depth width head_dim grouping grow vocab seqlen batch grad_accum steps world replicas chunk log_every keep "
      "max_skips eval_batches effective_batch muon_steps", lambda v: v >= 1, "at least 1"),
-    ("lr muon_lr epochs max_shard_gb", lambda v: 0 < v < 1e38, "a positive number below 1e38"),
-    ("warmup mlp_chunk save_every eval_every sample", lambda v: v >= 0, "0 or more"),
+    ("lr muon_lr epochs max_shard_gb lora_alpha", lambda v: 0 < v < 1e38, "a positive number below 1e38"),
+    ("warmup mlp_chunk save_every eval_every sample lora", lambda v: v >= 0, "0 or more"),
     ("seed", lambda v: 0 <= v < 2**64, "0 or more and below 2**64"),
     ("clip weight_decay min_shard_mib norm_limit spike timeout first_timeout",
      lambda v: 0 <= v < math.inf, "0 or a positive number"),
@@ -452,10 +450,10 @@ def setting(c: Config) -> dict:
     skip = {"results", "debug", "force", "save", "resume", "timeout", "first_timeout", "report"}
     found = {name: value for name, value in c.flat().items() if name not in skip}
     for name in ("data", "init", "flex_options", "profile", "model", "eval_data", "prepared", "export"):
-        if found.get(name) is not None:
-            kind, path = re.fullmatch("(text:|bin:)?(.*)", found[name], re.DOTALL).groups(default="")
-            path = os.path.normpath(path)
-            found[name] = kind + (os.path.basename(path) if path.startswith(("/", "~", "..")) else path)
+        if isinstance(value := found.get(name), str):
+            found[name] = without_user(value)
+        elif value is not None:
+            found[name] = [without_user(each) for each in value]
     return found
 
 

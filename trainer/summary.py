@@ -155,7 +155,8 @@ def header(run: ToldRun, settings: Path | None = None) -> list[str]:
     usual = type(c)(*(type(group)() for group in (c.training, c.system, c.output)))
     usual = flags.filled(usual, c.device).on(run.world)
     both = {**vars(c.training), **vars(c.system)}.items()
-    changed = [f"{name}={value}" for name, value in both if value != getattr(usual, name)]
+    different = [(name, value) for name, value in both if value != getattr(usual, name)]
+    changed = [f"{name}={' '.join(value) if isinstance(value, tuple) else value}" for name, value in different]
     optimizer, still = run.step.optimizer, len(run.step.optimizer.params) - run.step.optimizer.decaying
     counted = run.uncounted
     if run.flops:

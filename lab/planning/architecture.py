@@ -65,6 +65,7 @@ class Architecture:
     every: int = 0
     shared: int = 0  # of a mixture of experts: hidden width of those that all tokens pass
     latent: tuple[tuple[int, int], ...] = ()  # (rows, columns) of attention's matrices, if not the usual four
+    stored: int = 4  # bytes of an element in the model's files, as which frozen weights stay
     note: str = ""
 
     @property
@@ -112,11 +113,19 @@ class Architecture:
     @property
     def products(self) -> Counter:
         """{(rows, columns): how many} of the matrices in blocks that tokens are multiplied with, without routers."""
+        return self._products(max(self.experts, 1))
+
+    @property
+    def adapted(self) -> Counter:
+        """Of those the ones that adapters stand beside: all but the experts, which are stacked in one tensor."""
+        return self._products(0 if self.experts else 1)
+
+    def _products(self, mlps_of_a_block: int) -> Counter:
         D, sparse = self.width, self.depth - self.dense_blocks
         found: Counter = Counter()
         for shape in self.attention_shapes:
             found[shape] += self.depth
-        mlps = ((self.hidden, sparse * max(self.experts, 1)), (self.shared, sparse),
+        mlps = ((self.hidden, sparse * mlps_of_a_block), (self.shared, sparse),
                 (self.dense_hidden, self.dense_blocks))  # fmt: skip
         for hidden, count in mlps:
             found[hidden, D] += (1 + self.gated) * count
@@ -181,7 +190,9 @@ def read(path: str) -> Architecture:
     if not isinstance(config, dict):
         raise ValueError(f"--hf {path}: holds no JSON object; name the config.json of a model")
     try:
-        return architecture(config, file.resolve().parent.name)
+        kind = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
+        stored = 2 if kind in ("bfloat16", "float16") else 4
+        return replace(architecture(config, file.resolve().parent.name), stored=stored)
     except ValueError as error:
         raise ValueError(f"--hf {path}: {error}") from error
     except (AttributeError, KeyError, TypeError, ZeroDivisionError, OverflowError) as error:  # values of odd types

@@ -119,6 +119,8 @@ def misfit(c: SimpleNamespace, a: Architecture, ranks: int) -> str | None:
     lora = getattr(c, "lora", 0)
     if lora and (c.mlp == "lean" or muon(c)):
         return f"--lora {lora}: adapters are planned for --mlp plain and --optimizer adamw"
+    if lora and getattr(c, "lora_targets", usual := ("all-linear",)) != usual:
+        return f"--lora-targets {' '.join(c.lora_targets)}: adapters are planned beside all linear layers; leave it out"
     if lora > min(a.width, a.hidden):
         return f"--lora {lora}: a rank above the {min(a.width, a.hidden)} of the smallest matrix"
     if c.mlp_chunk and c.mlp != "lean":
@@ -284,7 +286,8 @@ class Plan:
     """With --remat block: of the products of a block every second one is kept, as torchtitan's selective recomputation
     by operation keeps them, and attention's output."""
     lora: int = 0
-    """Rank of adapters (LoRA) beside every product of the blocks; all else is frozen. 0: all weights are trained."""
+    """Rank of adapters (LoRA) beside every product of the blocks, experts apart; all else is frozen, in the dtype that
+    config.json says. 0: all weights are trained."""
     reserve_gib: float = hardware.RESERVE_GIB
     """GPU memory that is not the step's: CUDA's context, NCCL's buffers, what the allocator cannot give out again."""
     tokens: float = 0.0

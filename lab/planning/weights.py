@@ -36,16 +36,17 @@ def shard_group(c, ranks: int) -> int:
 
 
 def trained(c, a: Architecture) -> int:
-    """Parameters that are trained: all; with LoRA two matrices [in, r] and [r, out] beside each product of a block."""
+    """Parameters that are trained: all; with LoRA two matrices [in, r] and [r, out] beside each product of a block,
+    experts apart."""
     rank = getattr(c, "lora", 0)
-    return rank * sum((m + n) * count for (m, n), count in a.products.items()) if rank else a.parameters
+    return rank * sum((m + n) * count for (m, n), count in a.adapted.items()) if rank else a.parameters
 
 
 def before_step(c, a: Architecture, ranks: int, arch: str) -> dict[str, float]:
     """{piece: bytes} of what the last micro-batch finds."""
     shards, stored, own = shard_group(c, ranks), SIZE[getattr(c, "master_dtype", "fp32")], trained(c, a)
     frozen = a.parameters if own < a.parameters else 0
-    base = {PARAMETERS: stored * own / shards, FROZEN: stored * frozen / shards,
+    base = {PARAMETERS: stored * own / shards, FROZEN: min(stored, a.stored) * frozen / shards,
             MOMENTS: moment_bytes(c, a) / shards, ALLOWANCE: CUBLAS_MIB[arch] * 2**20}  # fmt: skip
     if c.accum_sync == "last":
         base |= {WEIGHTS: SIZE[c.param_dtype] * a.parameters}
@@ -202,6 +203,8 @@ class Weights:
     def wgrad(self, part: str, reads, i: int, grads: list[str]) -> None:
         """The gradient of a block's weight, [out, n] @ [n, in]."""
         name, D = f"w{part}{i}", self.a.width
+        if self.lora and self.a.experts and part in (*self.ups, "down"):
+            return  # frozen, without an adapter
         cols = {"o": self.outs["q"], "down": self.fan}.get(part, D)
         rows = {"o": D, "down": D}.get(part) or self.outs.get(part, self.fan)
         if self.lora:  # the adapter: forward, and backward to its input and both of its matrices

@@ -67,6 +67,24 @@ def test_what_is_planned_is_the_planners_table_with_its_peaks_and_times(folder, 
     assert rows_in(folder / "rows.jsonl") == rows  # the same answers are not written twice
 
 
+def test_adapters_are_planned_beside_a_model_that_stays_in_the_dtype_of_its_files(folder, capsys):
+    (folder / "config.json").write_text(json.dumps(QWEN | dict(dtype="bfloat16")))
+    own, words = fit.parse(["--model", str(folder), *PLAN, "--lora", "16"])
+    c = fit.flags.filled(fit.config.parse(fit.line_of(own, words, 4, 2), 0, 1), "cuda")
+    asked = search.replace(fit.question(own, c, False), ranks=4)
+    pieces = asked.with_flags(grad_accum=1, remat_ratio=0.5).peak().pieces
+    assert pieces["frozen parameters"] == 2 * asked.a.parameters / 4
+    adapters = 28 * 16 * (2 * (3584 + 3584) + 2 * (3584 + 512) + 3 * (3584 + 18944))
+    assert pieces["parameters"] == 4 * adapters / 4 and pieces["Adam's moments"] == 8 * adapters / 4
+    assert call(folder, *PLAN, "--lora", "16") == 0
+    assert rows_in(folder / "rows.jsonl")[0]["planned_ratio"] == 0.0
+    with pytest.raises(SystemExit):
+        call(folder, *PLAN, "--lora", "16", "--lora-targets", "q_proj")
+    assert "error: --lora-targets q_proj: adapters are planned beside all linear layers; leave it out" in (
+        capsys.readouterr().err
+    )
+
+
 @pytest.mark.parametrize("fits_from", [0.0, 0.05, 0.3, 0.7, 1.0, 2.0])
 @pytest.mark.parametrize("first", [0.0, 0.3, 0.85, 1.0])
 def test_the_least_ratio_is_found_wherever_the_search_begins(fits_from, first):

@@ -168,6 +168,19 @@ def test_adapters_are_trained_and_all_else_is_frozen():
     assert 0.6 < q.answer().time.seconds / full.time.seconds < 0.9  # a third of the products less
 
 
+def test_experts_are_frozen_without_adapters(tmp_path):
+    shape = dict(hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, num_hidden_layers=48)
+    shape |= dict(num_attention_heads=32, num_key_value_heads=4, num_experts=128, num_experts_per_tok=8)
+    shape |= dict(head_dim=128, vocab_size=151936)
+    (tmp_path / "config.json").write_text(json.dumps(dict(model_type="qwen3_moe", torch_dtype="bfloat16") | shape))
+    q, full = (ask(f"--hf {tmp_path} --gpus 8 --batch 1 --seqlen 1024{more}") for more in (" --lora 8", ""))
+    pieces = q.answer().peak.pieces
+    assert pieces["frozen parameters"] == 2 * q.a.parameters / 8
+    assert pieces["parameters"] == 4 * 48 * 8 * (2 * (2048 + 4096) + 2 * (2048 + 512)) / 8
+    assert q.answer().peak.nbytes < full.answer().peak.nbytes / 3
+    assert q.answer().time.seconds < 0.9 * full.answer().time.seconds
+
+
 def test_muon_sends_what_leaves_a_node_through_each_gpus_own_port():
     """All-to-alls of 16 GPUs on two nodes: half of what a GPU sends goes out by one port, whatever the node has."""
     shape = "--optimizer muon --depth 2 --width 2048 --batch 1 --seqlen 512 --gpus 8"

@@ -340,11 +340,12 @@ def _verified(path: str, group: dist.ProcessGroup | None) -> Found:
 
 def _check(found: Found, c: Config, batches: Batches, identity: dict[str, Any]) -> None:
     """Raises CheckpointError or DataError where these flags cannot go on from `found`; else says which have changed."""
-    about, flags = found.about, asdict(c.training)
+    about = found.about
+    flags, usual = (json.loads(json.dumps(asdict(each))) for each in (c.training, type(c.training)()))
     saved = about.get("model", about["training"])  # older checkpoints have the flags alone
     identity = json.loads(json.dumps(identity))  # as train_state.json gives it back
     names = sorted(identity.keys() | about.get("model", {}).keys())
-    before = asdict(type(c.training)()) | about["training"]  # an older checkpoint lacks newer flags
+    before = usual | about["training"]  # an older checkpoint lacks newer flags
     same = {flag(k) if k in flags else k: (saved.get(k, before.get(k)), identity.get(k)) for k in names}
     both = {flag(k): (before[k], v) for k, v in flags.items() if k != "init"} | same
     both |= {"--effective-batch": (about["global_batch"], batches.global_batch)}
@@ -358,7 +359,8 @@ def _check(found: Found, c: Config, batches: Batches, identity: dict[str, Any]) 
         raise CheckpointError(f"{found.path}: was saved with {told}, which a resumed run must keep"
                               + f" ({hints})" * (hints != "") + f"; to begin afresh, {where}")  # fmt: skip
     if about["data"]["fingerprint"] != batches.fingerprint:
-        raise DataError(f"--data {c.data}: expected the data of {found.path} ({about['data']['description']}), found "
+        source = c.data if isinstance(c.data, str) else " ".join(c.data)
+        raise DataError(f"--data {source}: expected the data of {found.path} ({about['data']['description']}), found "
                         f"{batches.description}; give the same files")  # fmt: skip
     if changed:
         say(f"was saved with {', '.join(changed.values())}; the command line wins")

@@ -157,13 +157,14 @@ def load_weights(path: str, model: nn.Module, cast: bool = False) -> Counter:
     """Fills parameters and persistent buffers of `model` in place, each rank reading its own rows; returns how many
     tensors of each dtype the file holds. No collective. The file needs the model's names (one of each parameter),
     shapes and dtypes (with `cast`, any floating ones). Raises CheckpointError, also for what is not finite in them."""
-    return fill(path, table(path), model, cast)
+    return fill(path, table(path), model.state_dict(keep_vars=True), cast)
 
 
-def fill(path: str, there: dict[str, Region], model: nn.Module, cast: bool = False) -> Counter:
-    """`load_weights` of a table of what `path` holds, by the model's names; its values have `file`, `like`, `read`."""
+def fill(path: str, there: dict[str, Region], state: dict[str, Tensor], cast: bool = False) -> Counter:
+    """`load_weights` of a table of what `path` holds, by the names of `state`, the tensors themselves of a state dict.
+    Values of the table have `file`, `like`, `read`."""
     owners = {}  # {id of a tensor: (the tensor, all its names)}
-    for name, t in model.state_dict(keep_vars=True).items():
+    for name, t in state.items():
         owners.setdefault(id(t), (t.detach(), []))[1].append(name)
     _check(path, there, [*owners.values()], cast)
     for t, names in owners.values():

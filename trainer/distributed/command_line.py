@@ -8,6 +8,7 @@ says the same in the form of all other errors. It imports no torch.
 """
 
 import io
+import os
 import re
 import sys
 import time
@@ -40,6 +41,13 @@ def as_given(name: str, value: Any) -> str:
     if name == "verbose":
         return "-" + "v" * value
     return flag(name if value else f"no_{name}") if isinstance(value, bool) else f"{flag(name)} {value}"
+
+
+def without_user(source: str) -> str:
+    """A source of data, or a path, as rows have it: of one outside the working directory the last part."""
+    kind, path = re.fullmatch("(text:|bin:)?(.*)", source, re.DOTALL).groups(default="")
+    path = os.path.normpath(path)
+    return kind + (os.path.basename(path) if path.startswith(("/", "~", "..")) else path)
 
 
 def default(text: str, metavar: str = "INT"):

@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ import numpy as np
 from trainer.data import HELD_OUT, generator, rows_of_a_rank, unusable
 from trainer.distributed.terminal import grouped as _n
 from trainer.finetuning.examples import tokenised, told
+from trainer.finetuning.sources import check_files, weighted
 from trainer.finetuning.templates import Rules
 
 if TYPE_CHECKING:
@@ -53,12 +55,17 @@ def pack(lengths: np.ndarray, capacity: int) -> list[list[int]]:
 
 
 class Examples:
-    """The examples of a source that have a label, cut to seqlen + 1 tokens. Raises DataError if there is none, or a
+    """The examples of sources that have a label, cut to seqlen + 1 tokens. Raises DataError if there is none, or a
     token outside the vocabulary."""
 
-    def __init__(self, source: str, flag: str, tokenizer: PreTrainedTokenizerFast, seqlen: int, vocab: int,
+    def __init__(self, sources: Sequence[str], flag: str, tokenizer: PreTrainedTokenizerFast, seqlen: int, vocab: int,
                  rules: Rules, cache: str | None):  # fmt: skip
-        self.source, (self.data, self.files) = source, tokenised(source, tokenizer, rules, cache, flag)
+        source = self.source = " ".join(sources)
+        found = [check_files(each, flag) for each in sources]
+        self.files = [*chain.from_iterable(found)]
+        if len({*map(Path.resolve, self.files)}) < len(self.files):
+            raise unusable(source, "each file once", "one twice", f"name it once in {flag}")
+        self.data = tokenised(self.files, tokenizer, rules, cache, flag)
         tokens, learned, ends, *_, about = self.data
         if (top := int(tokens.max())) >= vocab:
             fix = "name the tokenizer that belongs to the model, or resize the model's embedding"
@@ -70,6 +77,8 @@ class Examples:
         for each in cut:
             self.labels[each] = self[each][1][1:].sum()
         self.chosen = np.flatnonzero(self.labels)
+        file = np.searchsorted(np.cumsum(about["lines"]), self.data.lines, side="right")  # of each example
+        self.part = np.repeat(np.arange(len(found)), [*map(len, found)])[file]  # the number of its source
         notes = {f"cut to {_n(seqlen + 1)} tokens": len(cut),
                  "dropped for want of a label": len(ends) - len(self.chosen), **about["counts"],
                  "lines left out as bad": sum(about["reasons"].values())}  # fmt: skip
@@ -84,9 +93,9 @@ class Examples:
         part = slice(self.starts[number], self.starts[number] + self.inputs[number] + 1)
         return self.data.tokens[part], self.data.learned[part]
 
-    def cut(self) -> int:
-        """How many of the chosen ones are trained on if the last are held out. DataError if none would be."""
-        lines = self.data.lines[self.chosen]
+    def cut(self, chosen: np.ndarray) -> int:
+        """How many of these are trained on if the last are held out. DataError if none would be."""
+        lines = self.data.lines[chosen]
         first = int(np.searchsorted(lines, lines[-max(1, len(lines) // HELD_OUT)]))  # no line is on both sides
         if not first:
             fix = "add data, name --eval-data, or leave out --eval-every"
@@ -97,9 +106,11 @@ class Examples:
 class ChatBatches(Iterator):
     """Infinite iterator over (tokens [B, T], targets [B, T], more inputs of the model), int64 on the CPU; B =
     global_batch / world rows. The inputs are {"position_ids": [B, T]} with pad="pack", else none. Each epoch has its
-    own seeded order of the same rows, and a batch may hold the end of one and the beginning of the next. hold_out: the
-    last 1/64 of the examples, at least one line, is in no batch, but in `held_out`; with eval_source its examples are.
-    rules: of templates.Rules. cache: see `tokenised`. Raises ValueError for bad flags, DataError for bad data."""
+    own seeded order of the same rows, and a batch may hold the end of one and the beginning of the next. source: one or
+    several, with weights as sources.weighted has them: then an epoch, of as many rows as there are, has exactly these
+    shares of each source, which is passed as often as that needs. hold_out: the last 1/64 of the examples (of each
+    weighted source), at least one line, is in no batch, but in `held_out`; with eval_source its examples are. rules:
+    of templates.Rules. cache: see `tokenised`. Raises ValueError for bad flags, DataError for bad data."""
 
     bytes = overfit = False  # what Batches may be
     error = None  # no file is read while it trains
@@ -107,8 +118,8 @@ class ChatBatches(Iterator):
     def problem(self) -> None:
         """As that of Batches."""
 
-    def __init__(self, source: str, tokenizer: PreTrainedTokenizerFast, *, global_batch: int, seqlen: int, vocab: int,
-                 seed: int, rank: int = 0, world: int = 1, start: int = 0, pad: str = "fixed",
+    def __init__(self, source: str | Sequence[str], tokenizer: PreTrainedTokenizerFast, *, global_batch: int,
+                 seqlen: int, vocab: int, seed: int, rank: int = 0, world: int = 1, start: int = 0, pad: str = "fixed",
                  hold_out: bool = False, eval_source: str | None = None, cache: str | None = None,
                  **rules: Any):  # fmt: skip
         if pad not in PADS:
@@ -120,24 +131,40 @@ class ChatBatches(Iterator):
         self.filler = filler if filler is not None and filler < vocab else 0  # no label, and seen by no token before it
         self.tokenizer, self.rules = tokenizer, Rules(**rules)
         how = tokenizer, seqlen, vocab, self.rules, cache
-        self.data = self.other = Examples(source, "--data", *how)
-        chosen, held = self.data.chosen, self.data.chosen[:0]
+        paths, weights = zip(*weighted([source] if isinstance(source, str) else source), strict=True)
+        self.data = self.other = Examples(paths, "--data", *how)
+        held, groups = self.data.chosen[:0], [self.data.chosen]
+        if weights[0] is not None:
+            groups = [self.data.chosen[self.data.part[self.data.chosen] == part] for part in range(len(paths))]
+            if empty := [path for path, group in zip(paths, groups, strict=True) if not len(group)]:
+                raise unusable(empty[0], "an example with a label", "none", "leave it out, or raise --seqlen")
         if eval_source:
-            self.other = Examples(eval_source, "--eval-data", *how)
+            self.other = Examples([eval_source], "--eval-data", *how)
             if both := {*map(Path.resolve, self.data.files)} & {*map(Path.resolve, self.other.files)}:
                 raise ValueError(f"--eval-data {eval_source}: {min(both)} is also in --data; name other files")
             held = self.other.chosen
         elif hold_out:
-            chosen, held = np.split(chosen, [self.data.cut()])
-        self._train, self._held = self._in_rows(self.data, chosen), self._in_rows(self.other, held)
+            pairs = [np.split(group, [self.data.cut(group)]) for group in groups]
+            groups, held = [train for train, _ in pairs], np.concatenate([last for _, last in pairs])
+        chosen, parts = np.concatenate(groups), [self._in_rows(self.data, group) for group in groups]
+        self._train = parts[0] if len(parts) == 1 else [*chain.from_iterable(parts)]
+        self._held = self._in_rows(self.other, held)
         self.epoch_samples, self.held = len(self._train), range(len(self._held))
-        self.tokens, self.labels = (int(n[chosen].sum()) for n in (self.data.inputs, self.data.labels))  # of an epoch
+        self.sizes = [*map(len, parts)]
+        self.shares = _shares(paths, weights, self.epoch_samples) if weights[0] is not None else None
         self._epoch: tuple[int, Sequence[int]] = -1, ()  # number, order of the rows
+        first = chosen if self.shares is None else np.concatenate([self._train[i] for i in self._order(0)])
+        self.tokens, self.labels = (int(n[first].sum()) for n in (self.data.inputs, self.data.labels))  # of an epoch
         digests = [each.data.about["digest"] for each in (self.data, self.other)]
         same = digests, len(chosen), len(held), seqlen, pad == "pack"
+        same += () if self.shares is None else (self.sizes, self.shares)
         self.fingerprint = hashlib.blake2b(repr(same).encode(), digest_size=16).hexdigest()
-        self.description = f"{source}, {self.data.words}; {_n(len(chosen))} to train on"
+        self.description = f"{self.data.source}, {self.data.words}; {_n(len(chosen))} to train on"
         self.description += f" in {_n(self.epoch_samples)} rows of {_n(seqlen)}" * (pad == "pack")
+        if self.shares is not None:
+            parts = [f"{share / self.epoch_samples:.1%} from {path} ({share / size:.2f} passes)"
+                     for share, size, path in zip(self.shares, self.sizes, paths, strict=True)]  # fmt: skip
+            self.description += f", in an epoch {', '.join(parts)}"
         self.description += f", {_n(self.tokens)} tokens, of which {_n(self.labels)} ({self.labels / self.tokens:.1%}) "
         self.description += f"are learned, the longest of {_n(self.data.sizes[chosen].max())}"
         self.description += f"; {1 - self.tokens / self._room(chosen):.1%} of the rows is padding"
@@ -194,11 +221,27 @@ class ChatBatches(Iterator):
         """The number of the row that is sample number `sample`."""
         epoch, index = divmod(sample, self.epoch_samples)
         if self._epoch[0] != epoch:
-            import torch
-
-            drawn = generator("epoch", self.seed, epoch)
-            self._epoch = epoch, torch.randperm(self.epoch_samples, generator=drawn, device="cpu").tolist()
+            self._epoch = epoch, self._order(epoch)
         return self._epoch[1][index]
+
+    def _order(self, epoch: int) -> list[int]:
+        """Numbers of the rows of an epoch. Of weighted sources each goes on where the epoch before has left it."""
+        order = self._shuffled(self.epoch_samples, "epoch", epoch)
+        if self.shares is None:
+            return order.tolist()
+        part, rows, offset = np.repeat(np.arange(len(self.sizes)), self.shares)[order], np.empty_like(order), 0
+        for number, (size, share) in enumerate(zip(self.sizes, self.shares, strict=True)):
+            passes = range(epoch * share // size, ((epoch + 1) * share - 1) // size + 1)
+            drawn = np.concatenate([self._shuffled(size, f"source {number}", each) for each in passes])
+            begin = epoch * share - passes[0] * size
+            rows[part == number] = offset + drawn[begin : begin + share]
+            offset += size
+        return rows.tolist()
+
+    def _shuffled(self, size: int, what: str, number: int) -> np.ndarray:
+        import torch
+
+        return torch.randperm(size, generator=generator(what, self.seed, number), device="cpu").numpy()
 
     def _batch(self, examples: Examples, rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """This rank's part of a global batch of `rows`, which may be too few for it."""
@@ -222,6 +265,16 @@ class ChatBatches(Iterator):
             positions[i, at:] = np.arange(T - at)  # padding is a document of its own
         inputs = dict(position_ids=torch.from_numpy(positions)) if self.pad == "pack" else {}
         return torch.from_numpy(tokens), torch.from_numpy(targets), inputs
+
+
+def _shares(paths: Sequence[str], weights: Sequence[float], rows: int) -> list[int]:
+    """How many of an epoch's rows come from each source: its share, rounded so that the sum is right. ValueError: none
+    from one."""
+    ends = np.cumsum(weights) / np.sum(weights) * rows
+    shares = np.diff(np.round(ends).astype(int), prepend=0).tolist()
+    if none := [path for path, share in zip(paths, shares, strict=True) if not share]:
+        raise ValueError(f"--data {none[0]}: gives none of the {_n(rows)} rows of an epoch; raise its weight")
+    return shares
 
 
 def preview(example: Example, tokenizer: PreTrainedTokenizerFast, color: bool, most: int | None = None) -> str:

@@ -37,6 +37,11 @@ def check_folder(folder: str, weights: bool = True) -> None:
         config = json.loads(Path(folder, "config.json").read_bytes())
         if not isinstance(config, dict) or "model_type" not in config:
             raise DataError(f"{folder}/config.json: expected model_type, found none; use a folder of transformers")
+        parts = config, config.get("text_config") or {}
+        if quantised := next(filter(None, (part.get("quantization_config") for part in parts)), None):
+            how = str(quantised.get("quant_method")) + " in 4 bit" * bool(quantised.get("load_in_4bit"))
+            expected = f"expected weights as they are trained, found quantised ones ({how})"
+            raise DataError(f"{folder}/config.json: {expected}; name the folder of the model before it was quantised")
         path = weights_in(folder)
         if not weights:
             return
@@ -71,9 +76,9 @@ def copied(folder: str) -> list[str]:
 
 def check(c: Config, world: int) -> None:
     """ValueError, one line, for what resolved flags name and need outside, the contents of files apart."""
-    for name in ("transformers", "safetensors"):
-        if importlib.util.find_spec(name) is None:
-            raise ValueError(f"--model: needs {name}; pip install -e '.[hf]'")
+    for flag, name in (("model", "transformers"), ("model", "safetensors"), ("lora", "peft")):
+        if getattr(c, flag) and importlib.util.find_spec(name) is None:
+            raise ValueError(f"--{flag}: needs {name}; pip install -e '.[hf]'")
     if not os.path.isdir(c.model):
         raise ValueError(f"--model {c.model}: is no folder; name one with config.json, as save_pretrained() writes it")
     if c.export is not None and os.path.lexists(c.export):
@@ -88,16 +93,17 @@ def check_at_once(c: Config, world: int) -> None:
     """For rank 0, before torch is imported and with flags as they are given: what `check` finds, and what is wrong with
     the files of --model and --data as this rank sees them."""
     from trainer.data import DataError
-    from trainer.finetuning.examples import check_files
+    from trainer.finetuning.sources import check_files, weighted
 
     try:
         check(c, world)
         check_folder(c.model, weights=not c.random)
         if c.export is not None:
             copied(c.model)
-        for name in ("data", "eval_data"):
-            if getattr(c, name):
-                check_files(getattr(c, name), flags.flag(name))
+        for path, _ in weighted(c.data):
+            check_files(path)
+        if c.eval_data is not None:
+            check_files(c.eval_data, "--eval-data")
     except ValueError as e:
         fail(str(e), 0)
     except DataError as e:

@@ -13,14 +13,17 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal
 
-from tyro.conf import OmitArgPrefixes, Suppress
+from tyro.conf import OmitArgPrefixes, Suppress, arg
 
 from trainer import config as flags
 from trainer.distributed.command_line import default
 from trainer.distributed.terminal import fail
+from trainer.finetuning.columns import FORMATS, parsed
+from trainer.finetuning.sources import weighted
 
 _DESCRIPTION = """Fine-tunes a causal language model of Hugging Face under simple_fsdp; its checkpoint is a folder.
 One rank: python finetune.py --model DIR --data chat.jsonl. Several: torchrun --nproc-per-node 4 finetune.py ..."""
+ALL_LINEAR = "all-linear"
 DEFAULTS = {device: dict(batch=1, lr=1e-5, param_dtype=dtype)
             for device, dtype in (("cuda", "bf16"), ("cpu", "fp32"))}  # fmt: skip
 
@@ -33,15 +36,30 @@ class Tuning(flags.Optimization):
     """Folder of the model: config.json, *.safetensors (with an index if they are several), the tokenizer's files."""
     random: bool = False
     """Begin with random weights: the folder needs no *.safetensors. To measure, or to train from the beginning."""
-    data: str = ""
-    """JSONL file, or pattern of several. Each line has "messages" (a list of role and content, of which what the
-    assistant says is learned), "prompt" and "completion", or "text", all of which is learned."""
+    data: Annotated[tuple[str, ...], arg(metavar="PATH[:WEIGHT] ...")] = ()
+    """Files, folders or patterns: JSONL, arrays of JSON, parquet, Arrow, what datasets saves. Each line has "messages"
+    (a list of role and content, of which what the assistant says is learned), "prompt" and "completion", or "text", all
+    of which is learned; or the columns of --format. With weights (a.jsonl:0.7 b.parquet:0.3) these are the shares of
+    examples (of rows, with --pad pack) that come from each; without, all are one."""
+    format: Literal[FORMATS] = "auto"
+    """Columns of --data. auto: what a line has: messages, prompt and completion, conversations of from and value
+    (sharegpt), instruction, input and output (alpaca), text."""
+    columns: Annotated[tuple[str, ...], arg(metavar="NAME=COLUMN ...")] = ()
+    """Other names of these columns, and of role and content in a message: instruction=question output=answer."""
     eval_data: str | None = None
-    """The same, for --eval-every. Without it the last 1/64 of --data is held out."""
+    """A file, folder or pattern for --eval-every. Without it the last 1/64 of --data, of each weighted part, is held
+    out."""
     seqlen: int = 1024
     """Tokens per sequence. A longer example loses its end; one that then has nothing to learn is left out, counted."""
     batch: Annotated[int | None, default("1")] = None
     """Sequences per rank and micro-batch (or --micro-batch)."""
+    lora: int = 0
+    """Train adapters of this rank (LoRA) alone; the model stays as it is, in the dtype of its files. 0: train all."""
+    lora_targets: Annotated[tuple[str, ...], arg(metavar="NAME ...")] = (ALL_LINEAR,)
+    """Linear layers beside which they stand, by the ends of their names, such as q_proj v_proj; all-linear: all but the
+    head."""
+    lora_alpha: Annotated[float | None, default("2 x --lora", "FLOAT")] = None
+    """What adapters add is multiplied by this over their rank."""
     epochs: float = 1.0
     """Passes over the data, if --steps does not say how long."""
     steps: Annotated[int | None, default("as --epochs needs")] = None
@@ -96,7 +114,10 @@ class Output(flags.Output):
     """Where results go, what is saved and printed, and when a run gives up."""
 
     export: str | None = None
-    """New folder for the trained model, which from_pretrained() opens: config, tokenizer and dtypes as in --model."""
+    """New folder for the trained model, which from_pretrained() opens: config, tokenizer and dtypes as in --model. With
+    --lora it holds the adapters, which peft's PeftModel.from_pretrained() puts beside that model."""
+    merge: bool = False
+    """With --lora: --export the whole model with the adapters in its weights, instead of the adapters for peft."""
     max_shard_gb: float = 5.0
     """Largest size of a file of --export, in 10^9 bytes."""
     preview: bool = False
@@ -126,10 +147,22 @@ class Config(flags.Config):
             ("prepared", None not in (self.prepared, self.save)
              and os.path.realpath(self.prepared) == os.path.realpath(self.save), "is --save, too; name another folder"),
             ("prepared", self.random and self.prepared is not None, "is of a model with weights; leave out --random"),
+            ("lora_alpha", self.lora_alpha is not None and not self.lora, "needs --lora"),
+            ("lora_targets", self.lora_targets != (ALL_LINEAR,) and not self.lora, "needs --lora"),
+            ("lora_targets", not self.lora_targets, "needs a name, such as q_proj"),
+            ("lora", self.lora and self.optimizer == "muon", "Muon is for whole matrices; use --optimizer adamw"),
+            ("lora", self.lora and self.prepared is not None, "needs no --prepared: nothing is cast; leave that out"),
+            ("merge", self.merge and not (self.lora and self.export), "needs --lora and --export"),
             ("template_args", self.arguments is None, "must be a JSON object"),
             ("cuda_graph", self.cuda_graph and self.pad != "fixed", f"replays one shape without positions; {odd_rows}"),
             *flags.run_misfits(self, started, ranks), *flags.step_misfits(self),
         ]  # fmt: skip
+
+    @property
+    def adapters(self) -> dict:
+        """--lora and what belongs to it, as adapters.attach takes it; empty without."""
+        alpha, targets = self.lora_alpha or 2.0 * self.lora, sorted({*self.lora_targets})
+        return dict(lora=self.lora, lora_alpha=alpha, lora_targets=targets) if self.lora else {}
 
     @property
     def arguments(self) -> dict | None:
@@ -147,7 +180,12 @@ class Config(flags.Config):
 def parse(argv: Sequence[str], rank: int = 0, world: int | None = None) -> Config:
     """As trainer.config.parse; --model and --data have to be there."""
     c = flags.parse(argv, rank, world, Config, "finetune.py", _DESCRIPTION)
-    for name, what in (("model", "the folder of a model"), ("data", "a JSONL file")):
+    try:
+        weighted(c.data)
+        parsed(c.columns)
+    except ValueError as error:
+        fail(str(error), rank)
+    for name, what in (("model", "the folder of a model"), ("data", "files of examples")):
         if not getattr(c, name):
             fail(f"--{name}: needs {what}; --help lists all flags", rank)
     return c

@@ -1,10 +1,10 @@
 """Lines of chat data as token ids, and which of them the model learns; made once, then mapped by every process.
 
-    check_files("chat.jsonl")                             # DataError for files that are not there or empty; no torch
-    data, files = tokenised("chat.jsonl", tokenizer)      # DataError for the first bad line
+    data = tokenised(check_files("chat.jsonl"), tokenizer, Rules())      # DataError for the first bad line
 
-A line is {"messages": [..]}, {"prompt": .., "completion": ..} (strings or lists of messages) or {"text": ..}, looked
-for in this order; "tools" and "chat_template_kwargs" go to the template, other keys are named in the summary. Of
+What sources.py finds in files is a line here, whatever the file, once columns.py has brought it into one of three
+forms: {"messages": [..]}, {"prompt": .., "completion": ..} (strings or lists of messages) or {"text": ..}, looked for
+in this order; "tools" and "chat_template_kwargs" go to the template, other keys are named in the summary. Of
 messages the answers of the assistant are learned, each with the token that ends it, but for those with weight 0; of a
 completion and of a text all of it, and the tokenizer's eos after it. What comes after the last answer is cut off and
 counted. Anything else that a template does not render makes the line a bad one (templates.py).
@@ -17,7 +17,6 @@ it as a whole. A damaged file is made again. Without such a folder or lock, ever
 from __future__ import annotations
 
 import fcntl
-import glob
 import hashlib
 import json
 import os
@@ -25,7 +24,6 @@ import re
 import tempfile
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import suppress
 from functools import lru_cache
 from itertools import chain, pairwise
@@ -34,18 +32,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from trainer.data import DataError, files_below, readable, unusable
+from trainer.data import DataError, readable, unusable
 from trainer.distributed.terminal import grouped, one_line, tell
 from trainer.finetuning import messages as forms
+from trainer.finetuning.columns import Columns
 from trainer.finetuning.messages import SKIP, BadLine
+from trainer.finetuning.sources import LINE_BYTES, place, records
 from trainer.finetuning.templates import OF_CHATS, TEMPLATE, ChatTemplate, Example, Rules
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-FORMAT = 4  # of the cached file and of the rules by which it is made: a change of either needs another number
+FORMAT = 5  # of the cached file and of the rules by which it is made: a change of either needs another number
 NUMBER = re.compile(r" in message \d+")  # is not part of a reason
-LINE_BYTES = 10 << 20  # of a line at most
 CHUNK = 256  # examples that are tokenised together
 
 
@@ -55,51 +54,21 @@ class Tokenised(NamedTuple):  # N tokens of E examples
     ends: np.ndarray  # [E] int64: where each example ends
     lines: np.ndarray  # [E] int64: the line that it is of, counted over all files
     seams: np.ndarray  # [E] bool: whether a token of the text lies across the start of an answer
-    about: dict[str, Any]  # bad: [the first as `told` takes it], reasons and counts: {words: how many}
+    about: dict[str, Any]  # bad: [the first as `told` takes it], reasons and counts: {words: how many}, lines of files
 
 
 ARRAYS = Tokenised._fields[:-1]
 
 
-def check_files(source: str, flag: str = "--data") -> list[Path]:
-    """The .jsonl files of a path, a folder or a pattern. Raises DataError if there is none, or one that is empty or
-    cannot be read. Reads no line, imports no torch. flag: for the message."""
-    root = os.path.expanduser(source)
-    with readable(source, flag):
-        found = files_below(root, ".jsonl") if os.path.exists(root) else map(Path, glob.glob(root, recursive=True))
-        if not (files := sorted(found)):
-            raise unusable(root, "a .jsonl file, or a folder or pattern of them", "none", f"check {flag}")
-        for file in files:
-            if not file.is_file():
-                raise unusable(str(file), "a file", "a folder, pipe or device", f"name files in {flag}")
-            with open(file, "rb") as opened:
-                if not opened.read(1):
-                    raise unusable(str(file), "lines of JSON", "an empty file", f"leave it out of {flag}")
-    return files
-
-
 def told(files: list[Path], bad: tuple) -> DataError:
     """The error of a bad line. bad: number of its file, number of the line, expected, found, fix."""
     index, number, *why = bad
-    return unusable(f"{files[index]}, line {grouped(number)}", *why)
+    return unusable(place(files[index], number), *why)
 
 
-def _lines(files: list[Path]) -> Iterator[tuple[int, int, bytes]]:
-    """(number of the file, number of the line from 1, its bytes) without blank lines. A line that is too long comes as
-    its first LINE_BYTES + 1 bytes."""
-    for index, path in enumerate(files):
-        with open(path, "rb") as file:
-            number = 0
-            while line := file.readline(LINE_BYTES + 1):
-                number, rest = number + 1, line
-                line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line  # as Windows begins files
-                while len(rest) > LINE_BYTES and not rest.endswith(b"\n"):
-                    rest = file.readline(LINE_BYTES + 1)
-                if line.strip():
-                    yield index, number, line
-
-
-def _parsed(line: bytes) -> dict:
+def _parsed(line: bytes | dict) -> dict:
+    if isinstance(line, dict):
+        return line
     if len(line) > LINE_BYTES:
         raise BadLine(f"at most {grouped(LINE_BYTES)} bytes", "more", SKIP)
     try:
@@ -125,7 +94,7 @@ class _Reader:
     def __init__(self, tokenizer: PreTrainedTokenizerFast, rules: Rules):
         self.tokenizer, self.template = tokenizer, ChatTemplate(tokenizer, rules)
         self.counts, self.eos = self.template.counts, tokenizer.eos_token_id
-        self.seam = rules.seam
+        self.seam, self.columns = rules.seam, Columns(rules.format, rules.columns)
         self.prompt = lru_cache(CHUNK)(lambda text: self.tokens([text])[0][0])  # mostly the header of an answer
         self.ends = {*tokenizer.added_tokens_decoder, self.eos}  # tokens that may end a turn
         one = [tokenizer("a", add_special_tokens=each)["input_ids"] for each in (True, False)]
@@ -133,6 +102,8 @@ class _Reader:
 
     def examples(self, line: dict) -> list[Example]:
         """Those of a line. Raises BadLine; DataError if the tokenizer cannot do what any such line needs."""
+        line, recognised = self.columns.read(line)
+        self.counts.update([recognised] if recognised else [])
         prompt, completion, chat = line.get("prompt"), line.get("completion"), self.template.examples
         if line.get("messages") is not None:
             used, made = ["messages", *OF_CHATS], chat(line["messages"], 0, line)
@@ -144,7 +115,8 @@ class _Reader:
             used, made = ["text"], [self.plain(line["text"], -1, line["text"])]
         else:
             keys = ", ".join(line)[:200] or "no key"
-            raise BadLine("messages, prompt and completion (both strings or both lists), or text", keys, SKIP)
+            known = "messages, prompt and completion (both strings or both lists), columns of --format, or text"
+            raise BadLine(known, keys, SKIP)
         ignored = [key for key, value in line.items() if key not in used and forms.there(value)]
         self.counts.update(f"with {key[:40]!r} beside {used[0]}, which is not read" for key in ignored)
         return made
@@ -226,6 +198,7 @@ class _Reader:
 def read(files: list[Path], tokenizer: PreTrainedTokenizerFast, rules: Rules) -> Tokenised:
     """All examples of the files. DataError: the first bad line or, where these are skipped, no line is good."""
     reader, bad, done, waiting = _Reader(tokenizer, rules), [], [], []
+    numbers = [0] * len(files)  # of lines in each
 
     def refuse(index: int, number: int, why: BadLine) -> None:
         bad.append((index, number, *why.args))
@@ -238,7 +211,8 @@ def read(files: list[Path], tokenizer: PreTrainedTokenizerFast, rules: Rules) ->
             refuse(index, number, each) if isinstance(each, BadLine) else done.append((line, *each))
         waiting.clear()
 
-    for line, (index, number, text) in enumerate(_lines(files)):
+    for line, (index, number, text) in enumerate(records(files)):
+        numbers[index] += 1
         try:
             for example in reader.examples(_parsed(text)):
                 example.text.encode()
@@ -256,7 +230,8 @@ def read(files: list[Path], tokenizer: PreTrainedTokenizerFast, rules: Rules) ->
         raise told(files, bad[0]) if bad else unusable(str(files[0]), "lines of JSON", "blank ones", "name other files")
     lines, tokens, learned, seams = zip(*done, strict=True)
     ends = np.cumsum(list(map(len, tokens)))
-    about = dict(bad=bad[:1], reasons=Counter(NUMBER.sub("", each[2]) for each in bad), counts=reader.counts)
+    reasons = Counter(NUMBER.sub("", each[2]) for each in bad)
+    about = dict(bad=bad[:1], lines=numbers, reasons=reasons, counts=reader.counts)
     return Tokenised(np.concatenate(tokens), np.concatenate(learned), ends, np.array(lines), np.array(seams), about)
 
 
@@ -273,6 +248,7 @@ def _key(files: list[Path], tokenizer: PreTrainedTokenizerFast, rules: Rules) ->
 
     about = tokenizer.chat_template, tokenizer.special_tokens_map, transformers.__version__, tokenizers.__version__
     about += rules.unknown_keys, rules.seam, sorted(rules.template_args.items())
+    about += rules.format, sorted(rules.columns.items()), [file.suffix for file in files]
     made = hashlib.blake2b(repr((FORMAT, *about)).encode(), digest_size=16)
     made.update(tokenizer.backend_tokenizer.to_str().encode())
     for file in files:
@@ -306,14 +282,13 @@ def _save(path: Path, data: Tokenised) -> None:
         os.replace(f"{folder}/data", path)
 
 
-def tokenised(source: str, tokenizer: PreTrainedTokenizerFast, rules: Rules, cache: str | None = None,
-              flag: str = "--data") -> tuple[Tokenised, list[Path]]:  # fmt: skip
-    """The examples of a source, with `digest` in what is told about them, and its files. cache: a folder (None:
-    simple_fsdp in $XDG_CACHE_HOME or ~/.cache). flag: that of the source, for messages. Raises DataError for what
-    cannot be used."""
+def tokenised(files: list[Path], tokenizer: PreTrainedTokenizerFast, rules: Rules, cache: str | None = None,
+              flag: str = "--data") -> Tokenised:  # fmt: skip
+    """The examples of files, with `digest` in what is told about them. cache: a folder (None: simple_fsdp in
+    $XDG_CACHE_HOME or ~/.cache). flag: that of the files, for messages. Raises DataError for what cannot be used."""
     from safetensors import SafetensorError
 
-    files, found = check_files(source, flag), None
+    source, found = str(files[0]), None
     if not getattr(tokenizer, "is_fast", False):
         fix = "name a model with a tokenizer.json"
         raise unusable(source, "a fast tokenizer, which tells where its tokens lie", type(tokenizer).__name__, fix)
@@ -340,4 +315,4 @@ def tokenised(source: str, tokenizer: PreTrainedTokenizerFast, rules: Rules, cac
     except (OSError, SafetensorError) as error:
         tell(f"cache: {folder}: {one_line(error)}; every process tokenises the data for itself")
         found = found or make()
-    return found, files
+    return found

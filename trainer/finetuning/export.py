@@ -10,16 +10,16 @@ trainer.checkpoint.export.
 
 import argparse
 import json
+import math
 import os
 import secrets
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -36,58 +36,31 @@ from trainer.distributed.control import Signals
 from trainer.distributed.terminal import fail
 from trainer.finetuning.checks import check_folder, copied, weights_in
 from trainer.finetuning.config import Config
-from trainer.finetuning.load import own_tensors
-from trainer.finetuning.model import HuggingFaceModel, blank_model
+from trainer.finetuning.load import base_tensors, files_of, own_tensors, renamed
+from trainer.finetuning.model import HuggingFaceModel, blank_model, is_adapter
+
+SETTINGS = "adapter_config.json"  # of peft
 
 
-def files_of(inner: nn.Module, folder: str) -> dict[str, tuple[str, str, Tensor]]:
-    """{name in the files: (name in the model, name by transformers, tensor on the meta device)} of all that is saved of
-    `inner`. Dtypes are those of `folder`'s files, without any those of its config; names, too, where old files lack the
-    prefix of the model's base. CheckpointError: transformers cannot tell the names."""
-    path, usual = weights_in(folder), inner.config.dtype or torch.float32
-    stored = {name: region.like.dtype for name, region in weights.table(path).items()} if path else {}
-    state = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in own_tensors(inner).items()}
-    found, prefix = {}, f"{inner.base_model_prefix}."
-    for name, t in state.items():
-        for own, made in revert_weight_conversion(inner, {name: t}).items():
-            file = own.removeprefix(prefix) if own not in stored and own.removeprefix(prefix) in stored else own
-            dtype = stored.get(file, usual) if made.is_floating_point() else made.dtype
-            found[file] = name, own, made.to(dtype)
-    if {own for _, own, _ in found.values()} != (whole := revert_weight_conversion(inner, state)).keys():
-        wrong = sorted({own for _, own, _ in found.values()} ^ whole.keys())
-        raise CheckpointError(f"{type(inner).__name__}: {wrong[0]} is made of several tensors, which cannot be written")
-    return found
-
-
-def write_folder(out: str, inner: nn.Module, source: str, whole: Callable[[str], Tensor], shard_gb: float) -> str:
-    """Writes the new folder `out`; returns the line to print. whole: gives a tensor of the model, by its name; asked
-    for each once, in the order of `files_of`. Raises CheckpointError and DataError; then `out` is not there."""
+def write_folder(out: str, source: str, file: str, like: dict[str, Tensor], read: Callable[[str], Tensor],
+                 shard_gb: float, small: Iterable[str], finish: Callable[[str], Any]) -> str:  # fmt: skip
+    """Writes the new folder `out`; returns the line to print. file: that of the tensors; small: the names of the files
+    of `source` that are copied; finish: called with the folder's path before it has its name. Raises CheckpointError
+    and DataError; then `out` is not there."""
     out = os.path.normpath(out)  # not OUT/, beside which there would be no temporary folder
-    temporary, made = f"{out}.tmp-{secrets.token_hex(4)}", {}
-    tensors = files_of(inner, source)
-
-    def read(name: str) -> Tensor:
-        model_name, own, _ = tensors[name]
-        if own not in made:
-            made.clear()
-            made.update(revert_weight_conversion(inner, {model_name: whole(model_name)}))
-        return made[own].contiguous()
-
+    temporary = f"{out}.tmp-{secrets.token_hex(4)}"
     try:
         if os.path.lexists(out):
             raise CheckpointError(f"{out}: is there already; name a new folder")
         weights.tidy(out)
         os.mkdir(temporary)
         take(temporary)
-        for name in copied(source):
+        for name in small:
             target = os.path.join(temporary, name)
             os.makedirs(os.path.dirname(target), exist_ok=True)
             shutil.copy(os.path.join(source, name), target)
-        if json.loads(Path(source, "config.json").read_bytes())["model_type"] != (config := inner.config).model_type:
-            config.architectures = [type(inner).__name__]  # a text model, of the folder of one with images
-            config.save_pretrained(temporary)
-        like = {name: t for name, (*_, t) in tensors.items()}
-        files = weights.write(f"{temporary}/model.safetensors", like, read, dict(format="pt"), shard_gb * 1e9)
+        finish(temporary)
+        files = weights.write(f"{temporary}/{file}", like, read, dict(format="pt"), shard_gb * 1e9)
         drop(temporary)
         os.rename(temporary, out)
         sync(os.path.dirname(os.path.abspath(out)))
@@ -100,22 +73,66 @@ def write_folder(out: str, inner: nn.Module, source: str, whole: Callable[[str],
     return f"{out}: {len(like)} tensors, {gib:.2f} GiB in {len(files)} file{'s' * (len(files) > 1)}"
 
 
+def write_model(out: str, inner: nn.Module, source: str, whole: Callable[[str], Tensor], shard_gb: float) -> str:
+    """A new folder with all of a model, as `write_folder`. whole: gives a tensor of the model, by its name without
+    adapters; asked for each once, in the order of `own_tensors`."""
+    tensors, made = files_of(inner, source), {}
+
+    def read(name: str) -> Tensor:
+        model_name, own, _ = tensors[name]
+        if own not in made:
+            made.clear()
+            made.update(revert_weight_conversion(inner, {model_name: whole(model_name)}))
+        return made[own].contiguous()
+
+    def finish(folder: str) -> None:
+        if json.loads(Path(source, "config.json").read_bytes())["model_type"] != (config := inner.config).model_type:
+            config.architectures = [type(inner).__name__]  # a text model, of the folder of one with images
+            config.save_pretrained(folder)
+
+    like = {name: t for name, (*_, t) in tensors.items()}
+    return write_folder(out, source, "model.safetensors", like, read, shard_gb, copied(source), finish)
+
+
+def write_adapters(out: str, model: HuggingFaceModel, source: str, whole: Callable[[str], Tensor]) -> str:
+    """A new folder with the adapters as peft saves them, and the tokenizer's files, as `write_folder`. whole: gives an
+    adapter's tensor by its name in the model; asked for each once, in the order of the model."""
+    from trainer.finetuning.adapters import saved
+
+    made = saved(model, source)
+    small = [name for name in copied(source) if name not in ("config.json", "generation_config.json")]
+    read, finish = lambda name: whole(made.names[name]), lambda folder: Path(folder, SETTINGS).write_text(made.settings)
+    return write_folder(out, source, "adapter_model.safetensors", made.tensors, read, math.inf, small, finish)
+
+
 def export(c: Config, model: HuggingFaceModel, group: dist.ProcessGroup | None,
            between: Callable[[], Any] = lambda: None) -> str:  # fmt: skip
     """Writes --export of a run; returns the line to print. A collective: the ranks gather one tensor at a time, which
     rank 0 writes. between: called before each on all ranks. Raises CheckpointError on all ranks."""
-    state = own_tensors(model.model)
+    inner, alone = model.model, bool(c.lora and not c.merge)
+    adapters = {name: p.detach() for name, p in inner.named_parameters() if is_adapter(name)}
+    state = adapters if alone else own_tensors(inner)
+
+    def whole(t: Tensor) -> Tensor:
+        return t.full_tensor() if isinstance(t, DTensor) else t
 
     def gathered() -> Iterator[Tensor]:
-        for t in state.values():
+        for name, t in state.items():
             between()
-            yield (t.full_tensor() if isinstance(t, DTensor) else t).cpu()
+            tensor = whole(t)
+            yield (merged(inner, name, tensor, lambda own: whole(adapters[own])) if c.merge else tensor).cpu()
+
+    if c.merge:
+        from trainer.finetuning.adapters import merged
 
     tensors = gathered()
 
     def work() -> str:
-        if dist.get_rank() == 0:
-            return write_folder(c.export, model.model, c.model, lambda name: next(tensors), c.max_shard_gb)
+        if dist.get_rank() > 0:
+            return ""
+        if alone:
+            return write_adapters(c.export, model, c.model, lambda name: next(tensors))
+        return write_model(c.export, inner, c.model, lambda name: next(tensors), c.max_shard_gb)
 
     try:
         return checkpoint.on_all(lambda: _drained(work, tensors), group, f"{c.export}: ")[0]
@@ -134,18 +151,30 @@ def _drained(work: Callable[[], Any], tensors: Iterator[Tensor]) -> Any:
 
 def of_checkpoint(args: argparse.Namespace) -> str:
     """As the command line says; returns the line to print. Raises CheckpointError or DataError."""
-    check_folder(args.model, weights=False)
+    check_folder(args.model, weights=args.merge)
     model = blank_model(args.model)
     one_worker_thread()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # verifying is a collective
     try:
         found = checkpoint.find(args.checkpoint)
-        identity, trained = json.loads(json.dumps(model.identity)), found.about.get("model", {})
+        trained = found.about.get("model", {})
+        if args.merge and not trained.get("lora"):
+            raise CheckpointError(f"{found.path}: is of a run without --lora; leave out --merge")
+        if trained.get("lora"):
+            from trainer.finetuning import adapters
+
+            if args.merge and trained["frozen"] == adapters.DRAWN:
+                raise CheckpointError(f"{found.path}: frozen weights were random and are not kept; leave out --merge")
+            how = {name: trained[name] for name in ("lora", "lora_alpha", "lora_targets")}
+            adapters.attach(model, args.model, random=trained["frozen"] == adapters.DRAWN, **how)
+        identity = json.loads(json.dumps(model.identity))
         if differ := [n for n in sorted(identity.keys() | trained.keys()) if identity.get(n) != trained.get(n)]:
             told = ", ".join(f"{n} {trained.get(n)} ({args.model}: {identity.get(n)})" for n in differ[:3])
             raise CheckpointError(f"{found.path}: is of a model with {told}; name that one's folder")
         saved = {name.removeprefix("model."): [*t.shape] for name, t in checkpoint.parameters(found).items()}
-        if differ := [n for n, t in own_tensors(model.model).items() if saved.get(n) != [*t.shape]]:
+        own = dict(model.model.named_parameters()) if trained.get("lora") else own_tensors(model.model)
+        own = {name: t for name, t in own.items() if is_adapter(name) or not trained.get("lora")}
+        if differ := [n for n, t in own.items() if saved.get(n) != [*t.shape]]:
             raise CheckpointError(f"{found.path}: {differ[0]} is not there as {args.model} has it; name its model")
         with Signals(speak=False) as signals:
 
@@ -154,7 +183,19 @@ def of_checkpoint(args: argparse.Namespace) -> str:
                     stopped(args.out, signals.got)
                 return checkpoint.read(found, f"model.{name}")
 
-            return write_folder(args.out, model.model, args.model, read, args.max_shard_gb)
+            if not trained.get("lora"):
+                return write_model(args.out, model.model, args.model, read, args.max_shard_gb)
+            if not args.merge:
+                return write_adapters(args.out, model, args.model, read)
+            path = weights_in(args.model)
+            there, tensors = renamed(path, weights.table(path), model.model), base_tensors(model.model)
+            regions = {id(tensors[name]): region for name, region in there.items()}  # a tied weight has several names
+
+            def whole(name: str) -> Tensor:
+                region = regions[id(tensors[name])]
+                return adapters.merged(model.model, name, region.read(0, tuple(region.like.shape)), read)
+
+            return write_model(args.out, model.model, args.model, whole, args.max_shard_gb)
     finally:
         dist.destroy_process_group()
 
@@ -166,6 +207,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("checkpoint", metavar="DIR", help="a step's directory, or one of steps: its newest good one")
     parser.add_argument("out", metavar="OUT", help="a new folder")
     parser.add_argument("--model", required=True, metavar="DIR", help="the folder that finetune.py began with")
+    parser.add_argument("--merge", action="store_true", help="of a run with --lora: the whole model with the adapters "
+                        "in it, instead of the adapters")  # fmt: skip
     parser.add_argument("--max-shard-gb", type=float, default=5.0, metavar="GB", help="largest size of a file, in 10^9 "
                         "bytes (default: 5)")  # fmt: skip
     args = parser.parse_args(argv)

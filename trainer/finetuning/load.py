@@ -20,6 +20,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
@@ -34,7 +35,7 @@ from trainer.data import DataError
 from trainer.distributed.control import agree
 from trainer.finetuning.checks import weights_in
 from trainer.finetuning.config import Config
-from trainer.finetuning.model import HuggingFaceModel
+from trainer.finetuning.model import HuggingFaceModel, is_adapter
 
 STEP = "step-00000000"  # of --prepared
 
@@ -81,7 +82,7 @@ def renamed(path: str, there: dict, model: nn.Module) -> dict:
     converters = [each for each in transforms if isinstance(each, core_model_loading.WeightConverter)]
     renamings = [each for each in transforms if each not in converters]
     by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
-    own, found, groups, left = model.state_dict(), {}, {}, []
+    own, found, groups, left = base_tensors(model), {}, {}, []
     ignored = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$", r"\.masked_bias$"]
     for name in sorted(there, key=core_model_loading.dot_natural_key):
         rename = core_model_loading.rename_source_key
@@ -119,7 +120,7 @@ def load_weights(c: Config, model: HuggingFaceModel, group: dist.ProcessGroup | 
         _load_prepared(c.prepared, inner, source, group)
     else:
         def read() -> Counter:
-            return weights.fill(path, renamed(path, weights.table(path), inner), inner, cast=True)
+            return weights.fill(path, renamed(path, weights.table(path), inner), base_tensors(inner), cast=True)
 
         try:
             number = checkpoint.on_all(read, group, f"{path}: ")[0]
@@ -140,10 +141,35 @@ def _files(path: str) -> list[list]:
     return [[os.path.basename(file), os.stat(file).st_size, os.stat(file).st_mtime_ns] for file in files]
 
 
+def base_tensors(inner: nn.Module) -> dict[str, Tensor]:
+    """The state dict, of the tensors themselves, without adapters and by the names that there are without them."""
+    state = inner.state_dict(keep_vars=True).items()
+    return {name.replace(".base_layer.", "."): t for name, t in state if not is_adapter(name)}
+
+
 def own_tensors(inner: nn.Module) -> dict[str, Tensor]:
-    """The state dict with one name of each tensor."""
-    kept = {id(t): (name, t) for name, t in reversed(inner.state_dict(keep_vars=True).items())}
+    """`base_tensors` with one name of each tensor."""
+    kept = {id(t): (name, t) for name, t in reversed(base_tensors(inner).items())}
     return {name: t.detach() for name, t in kept.values()}
+
+
+def files_of(inner: nn.Module, folder: str) -> dict[str, tuple[str, str, Tensor]]:
+    """{name in the files: (name in the model, name by transformers, tensor on the meta device)} of all that is saved of
+    `inner`. Dtypes are those of `folder`'s files, without any those of its config; names, too, where old files lack the
+    prefix of the model's base. CheckpointError: transformers cannot tell the names."""
+    path, usual = weights_in(folder), inner.config.dtype or torch.float32
+    stored = {name: region.like.dtype for name, region in weights.table(path).items()} if path else {}
+    state = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in own_tensors(inner).items()}
+    found, prefix = {}, f"{inner.base_model_prefix}."
+    for name, t in state.items():
+        for own, made in core_model_loading.revert_weight_conversion(inner, {name: t}).items():
+            file = own.removeprefix(prefix) if own not in stored and own.removeprefix(prefix) in stored else own
+            dtype = stored.get(file, usual) if made.is_floating_point() else made.dtype
+            found[file] = name, own, made.to(dtype)
+    whole = core_model_loading.revert_weight_conversion(inner, state)
+    if wrong := sorted({own for _, own, _ in found.values()} ^ whole.keys()):
+        raise CheckpointError(f"{type(inner).__name__}: {wrong[0]} is made of several tensors, which cannot be written")
+    return found
 
 
 def _load_prepared(folder: str, inner: nn.Module, source: dict, group: dist.ProcessGroup | None) -> None:

@@ -38,12 +38,19 @@ class HuggingFaceModel(nn.Module):
         self.model = model.eval()  # without dropout and other noise, which a resumed run could not repeat
         self.plain_head = False  # until `look`
         self.drawn = True  # whether init_weights fills parameters; else buffers alone, which no file of weights holds
+        self.adapters: dict[str, Any] = {}  # of adapters.attach: then they alone are trained, and in checkpoints
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The configuration without what only names it, or is off."""
+        """The configuration without what only names it, or is off; and what adapters there are."""
         told = self.model.config.to_diff_dict().items()
-        return {name: v for name, v in told if not (re.fullmatch(self.NAMES, name) or self._is_noise(name))}
+        kept = {name: v for name, v in told if not (re.fullmatch(self.NAMES, name) or self._is_noise(name))}
+        return kept | self.adapters
+
+    def state_dict(self, *args, **kwargs) -> dict[str, Any]:
+        """What a checkpoint holds. With adapters these alone: the rest is in the folder that it is loaded from."""
+        state = super().state_dict(*args, **kwargs)
+        return {name: t for name, t in state.items() if is_adapter(name)} if self.adapters else state
 
     def _is_noise(self, name: str) -> bool:
         """Whether an entry of config.json says nothing to a model in eval(). PhiMoE uses its jitter there, too."""
@@ -86,8 +93,8 @@ class HuggingFaceModel(nn.Module):
         not do so with sharded parameters."""
         for each in (*self.model.modules(), *self.model.buffers()):
             each._is_hf_initialized = False  # of memory that is no longer there; else nothing is filled
-        for p in self.model.parameters():
-            p._is_hf_initialized = not self.drawn
+        for name, p in self.model.named_parameters():
+            p._is_hf_initialized = not self.drawn or is_adapter(name)
         tables = (module for module in self.model.modules() if isinstance(module, nn.Embedding))
         padded = [(table, table.padding_idx) for table in tables if table.padding_idx is not None]
         for module, _ in padded:
@@ -98,6 +105,9 @@ class HuggingFaceModel(nn.Module):
             module.padding_idx = row
             if self.drawn:
                 _zero_row(module.weight, row)
+        for module in self.model.modules() if self.adapters else ():
+            if hasattr(module, "reset_lora_parameters"):
+                module.reset_lora_parameters("default", True)
 
     @contextmanager
     def _sharded(self) -> Iterator[None]:
@@ -140,6 +150,11 @@ class HuggingFaceModel(nn.Module):
         if grad[:, :4].any():
             raise DataError(f"--pad pack: {type(self.model).__name__} does not keep apart the examples of a row; use "
                             "--pad longest")  # fmt: skip
+
+
+def is_adapter(name: str) -> bool:
+    """Whether this is the name of a parameter that peft has put beside a layer."""
+    return ".lora_" in name
 
 
 @torch.no_grad()

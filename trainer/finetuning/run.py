@@ -7,8 +7,10 @@ import torch
 from trainer.attention import DTYPES
 from trainer.checkpoint.load import say
 from trainer.finetuning.chat import ChatBatches
+from trainer.finetuning.columns import parsed
 from trainer.finetuning.config import Config
-from trainer.finetuning.export import export, files_of
+from trainer.finetuning.export import export
+from trainer.finetuning.load import files_of
 from trainer.finetuning.model import HuggingFaceModel, blank_model, tokenizer_of
 from trainer.run import Run
 
@@ -16,6 +18,7 @@ from trainer.run import Run
 def open_data(c: Config, vocab: int, rank: int = 0, world: int = 1) -> ChatBatches:
     """The examples of --data, as resolved flags cut and pad them. DataError for bad ones, or a bad tokenizer."""
     rules = dict(bad_lines=c.bad_lines, unknown_keys=c.unknown_keys, seam=c.seam, template_args=c.arguments)
+    rules |= dict(format=c.format, columns=parsed(c.columns))
     return ChatBatches(c.data, tokenizer_of(c.model), global_batch=c.effective_batch, seqlen=c.seqlen, vocab=vocab,
                        seed=c.seed, rank=rank, world=world, pad=c.pad, hold_out=c.eval_every > 0,
                        eval_source=c.eval_data, **rules)  # fmt: skip
@@ -25,6 +28,11 @@ def open_model(c: Config) -> tuple[HuggingFaceModel, int]:
     """The model of --model on the meta device, and the size of its vocabulary. ValueError for flags that it cannot do,
     and where --export could not be written."""
     model = blank_model(c.model, c.remat_ratio, DTYPES[c.param_dtype])
+    if c.lora:
+        from trainer.finetuning import adapters  # which imports peft
+
+        adapters.attach(model, c.model, random=c.random, **c.adapters)
+        say(adapters.in_words(model))
     model.drawn = c.random
     if c.export is not None:
         files_of(model.model, c.model)  # raises now, not after training
@@ -43,6 +51,8 @@ def to_count(c: Config, model: HuggingFaceModel) -> HuggingFaceModel | None:
     if c.pad == "longest":
         return None
     copy = deepcopy(model)  # longrope leaves a tensor on meta in what is run
+    for module in copy.modules():
+        vars(module).pop("forward", None)  # what is computed again is no work of the model
     copy.model.set_experts_implementation("batched_mm")  # as many products, and it runs on meta
     return copy
 

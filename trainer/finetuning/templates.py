@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from trainer.data import unusable
 from trainer.distributed.terminal import one_line
 from trainer.finetuning import messages as forms
+from trainer.finetuning.columns import FORMATS
 from trainer.finetuning.messages import SKIP, BadLine
 
 if TYPE_CHECKING:
@@ -44,9 +45,11 @@ class Rules:
     unknown_keys: str = "refuse"  # keys of messages that nothing reads, or "drop" them and count
     seam: str = "split"  # tokens across the start of an answer, or "say" and keep them, or "refuse" the line
     template_args: dict[str, Any] = field(default_factory=dict)  # for the chat template; those of a line go before
+    format: str = "auto"  # of columns.FORMATS: what a line is
+    columns: dict[str, str] = field(default_factory=dict)  # {name here: name in the data}
 
     VALUES: ClassVar = dict(bad_lines=("stop", "skip"), unknown_keys=("refuse", "drop"),
-                            seam=("split", "say", "refuse"))  # fmt: skip
+                            seam=("split", "say", "refuse"), format=FORMATS)  # fmt: skip
 
     def __post_init__(self):
         for name, values in self.VALUES.items():

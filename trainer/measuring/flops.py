@@ -4,9 +4,10 @@
         flops = count(Transformer(config), seqlen=4096)     # of a token's training step; nothing is computed
     flops.causal                                            # model FLOPs, the ruler of the rows' `mfu`
 
-A forward of T tokens costs a T + b T^2: the products with weights, and attention of all tokens to all. Two lengths give
-a and b exactly, and a third must lie on the curve. Backward multiplies twice what forward does. A mask is not looked
-into: attention within a window counts as attention to all.
+A pass over T tokens costs a T + b T^2: the products with weights, and attention of all tokens to all. Two lengths give
+a and b exactly, and a third must lie on the curve. Backward multiplies twice what forward does; where parameters are
+frozen it is counted, too, for it multiplies less. A mask is not looked into: attention within a window counts as
+attention to all.
 """
 
 from fractions import Fraction
@@ -30,27 +31,29 @@ class Flops(NamedTuple):
 
 def count(model: nn.Module, seqlen: int) -> Flops:
     """Of `model` on the meta device, called as model(tokens [B, T], targets [B, T]). ValueError, in one line, for a
-    model that does not run on meta, whose cost has another form (attention in blocks or windows, weights made by
-    products), or of which a parameter is frozen."""
+    model that does not run on meta, or whose cost has another form (attention in blocks or windows, weights made by
+    products)."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    frozen = len(trained) < len([*model.parameters()])
 
-    def forward(length: int) -> int:
+    def step(length: int) -> int:
         tokens = torch.zeros(1, length, dtype=torch.long, device="meta")
-        with FlopCounterMode(display=False) as counter, torch.no_grad():
-            model(tokens, tokens)
-        return counter.get_total_flops()
+        with FlopCounterMode(display=False) as counter, torch.set_grad_enabled(frozen):
+            loss = model(tokens, tokens)
+            if frozen:
+                torch.autograd.grad(loss, trained, allow_unused=True)
+        return counter.get_total_flops() * (1 if frozen else 3)
 
-    if not all(p.requires_grad for p in model.parameters()):
-        raise ValueError("a parameter is frozen, and backward multiplies less")
     short, middle, long = lengths = (1, 2, 3) if seqlen < 3 else (seqlen // 3, 2 * seqlen // 3, seqlen)
     try:
-        a_short, a_middle, a_long = (Fraction(forward(length), length) for length in lengths)  # each a + b T
+        a_short, a_middle, a_long = (Fraction(step(length), length) for length in lengths)  # each a + b T
     except Exception as error:  # whatever the model's code meets where there are no values
         raise ValueError(f"it does not run on meta: {type(error).__name__}: {str(error).splitlines()[0]}") from error
     pair = (a_long - a_short) / (long - short)  # of a query with a key
     weights = a_long - pair * long
     if weights + pair * middle != a_middle or weights < 0 or pair < 0:
-        raise ValueError(f"its forwards of {short}, {middle} and {long} tokens do not cost a T + b T^2")
-    linear, pair = float(3 * weights), float(3 * pair)
+        raise ValueError(f"its passes over {short}, {middle} and {long} tokens do not cost a T + b T^2")
+    linear, pair = float(weights), float(pair)
     return Flops(linear, linear + pair * seqlen, linear + pair * causal_keys(seqlen))
 
 

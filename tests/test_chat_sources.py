@@ -1,0 +1,314 @@
+"""Chat data in the files that people have: tables, arrays, folders, mixtures by weight, columns of other programs.
+
+    pytest tests/test_chat_sources.py        # seconds; tables where pyarrow is installed, no network
+
+Lines, labels and batches: tests/test_chat.py, tests/test_chat_batches.py.
+"""
+
+import importlib.util
+import json
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+from conversations import chats
+from running import one_line
+
+pytest.importorskip("transformers", reason="needs transformers: pip install -e '.[hf]'")
+
+from tiny_hf import lines, write_data
+
+from trainer.data import DataError
+from trainer.finetuning import sources
+from trainer.finetuning.chat import ChatBatches
+from trainer.finetuning.columns import Columns, parsed
+from trainer.finetuning.messages import BadLine
+from trainer.finetuning.sources import check_files, records, weighted
+
+pytestmark = pytest.mark.usefixtures("isolated")
+HOW = dict(global_batch=4, seqlen=64, vocab=512, seed=3)
+needs_pyarrow = pytest.mark.skipif(importlib.util.find_spec("pyarrow") is None, reason="needs pyarrow")
+TOOLS = [dict(messages=[dict(role="user", content="x"), dict(role="assistant", content="y", tool_calls=[
+    dict(type="function", function=dict(name="find", arguments=dict(a=1)))])], more=None)]  # fmt: skip
+
+
+def write(path: Path, rows: list[dict]) -> Path:
+    """Rows in the form that the suffix says; .stream: as Arrow's stream, in a .arrow file of a folder of datasets."""
+    if path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows, indent=1))
+    else:
+        import pyarrow
+        from pyarrow import ipc, parquet
+
+        table = pyarrow.Table.from_pylist(rows)
+        if path.suffix == ".parquet":
+            parquet.write_table(table, path, row_group_size=7)
+        elif path.suffix == ".arrow":
+            with ipc.new_file(path, table.schema) as file:
+                file.write_table(table, 7)
+        else:
+            path.mkdir()
+            for number in range(2):  # as datasets' save_to_disk does
+                part = table.slice(number * len(rows) // 2, len(rows) // 2)
+                with ipc.new_stream(path / f"data-0000{number}-of-00002.arrow", table.schema) as file:
+                    file.write_table(part, 7)
+            named = [dict(filename=f"data-0000{number}-of-00002.arrow") for number in range(2)]
+            (path / "state.json").write_text(json.dumps(dict(_data_files=named, _split="train")))
+            (path / "dataset_info.json").write_text("{}")
+    return path
+
+
+def batches_of(source, tokenizer, tmp_path, **changes):
+    return ChatBatches(source, tokenizer("qwen2.5"), cache=str(tmp_path / "cache"), **HOW | changes)
+
+
+def same(one, other, count=12):
+    pairs = zip(islice(one, count), islice(other, count), strict=True)
+    return all(torch.equal(a, b) for first, second in pairs for a, b in zip(first[:2], second[:2], strict=True))
+
+
+TABLES = [pytest.param(name, marks=needs_pyarrow) for name in ("a.parquet", "a.arrow", "a.stream")]
+
+
+@pytest.mark.parametrize("name", ["a.json", *TABLES])
+def test_the_same_examples_in_another_file_are_the_same_batches_and_may_go_on_a_run(name, tokenizer, tmp_path):
+    plain = batches_of(str(write(tmp_path / "a.jsonl", lines(40))), tokenizer, tmp_path)
+    other = batches_of(str(write(tmp_path / name, lines(40))), tokenizer, tmp_path)
+    assert same(plain, other) and plain.fingerprint == other.fingerprint
+
+
+@needs_pyarrow
+def test_a_folder_that_datasets_saves_is_read(tokenizer, tmp_path):
+    datasets = pytest.importorskip("datasets", reason="needs datasets")
+    import pyarrow
+
+    table = pyarrow.Table.from_pylist(lines(40))
+    saved = datasets.Dataset(table, fingerprint="a")
+    saved.save_to_disk(tmp_path / "saved", num_shards=3)
+    plain = batches_of(str(write(tmp_path / "a.jsonl", lines(40))), tokenizer, tmp_path)
+    assert same(plain, batches_of(str(tmp_path / "saved"), tokenizer, tmp_path))
+    datasets.DatasetDict(train=saved, test=saved).save_to_disk(tmp_path / "splits")
+    with pytest.raises(DataError, match="the splits test, train; name one of these folders"):
+        check_files(str(tmp_path / "splits"))
+
+
+@needs_pyarrow
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
+def test_what_a_row_of_a_table_lacks_is_not_there(name, tmp_path):
+    """In a table each call of a function has the arguments of all, most of them null."""
+    other = json.loads(json.dumps(TOOLS[0]).replace('"a": 1', '"b": [1.5, null]'))
+    found = [record for *_, record in records([write(tmp_path / name, [*TOOLS, other])])]
+    calls = [record["messages"][1]["tool_calls"][0]["function"]["arguments"] for record in found]
+    assert calls == [dict(a=1), dict(b=[1.5, None])] and "more" not in found[0]
+
+
+@needs_pyarrow
+def test_values_of_a_table_that_json_has_not_are_text(tmp_path):
+    from datetime import date
+
+    rows = [dict(text=b"a", when=date(2024, 7, 26)), dict(text=b"\xff", when=None)]
+    assert [each for *_, each in records([write(tmp_path / "a.parquet", rows)])] == [
+        dict(text="a", when="2024-07-26"), dict(text="\udcff")]  # fmt: skip
+
+
+@needs_pyarrow
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
+def test_a_damaged_table_and_a_bad_row_are_named(name, tokenizer, tmp_path):
+    path = write(tmp_path / name, [*lines(3), dict(messages=[dict(role="user", content="x")])])
+    with pytest.raises(DataError, match=rf"{name}, row 4: expected an answer"):
+        batches_of(str(path), tokenizer, tmp_path)
+    path.write_bytes(b"ARROW1" + bytes(99))
+    with pytest.raises(DataError, match=rf"{name}: expected a {path.suffix} file"):
+        batches_of(str(path), tokenizer, tmp_path)
+
+
+def test_tables_without_pyarrow_are_refused_before_they_are_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    with pytest.raises(DataError, match=r"a.parquet: expected pyarrow, to read it, found none; pip install"):
+        check_files(str(tmp_path / "a.parquet"))
+
+
+def test_arrays_are_read_a_part_at_a_time_and_what_is_wrong_in_one_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "PIECE", 16)
+    rows = [dict(text="ab" * n, more=[n, {"[": "]"}]) for n in range(30)]
+    path = tmp_path / "a.json"
+    for indent in (None, 2):
+        path.write_text("\ufeff " + json.dumps(rows, indent=indent))
+        assert [json.loads(each) for *_, each in records([path])] == rows
+    path.write_text('[{"text": "a"}, {"text": ]')
+    with pytest.raises(DataError, match=r"a.json, after element 1: expected an array of JSON, found Expecting value"):
+        list(records([path]))
+    path.write_text('[{"text": "a"}')
+    with pytest.raises(DataError, match=r"after element 1: expected an array"):
+        list(records([path]))
+    path.write_text('{"text": "a"}\n{"text": "b"}\n')  # lines, whatever it is called
+    assert [each for *_, each in records([path])] == [b'{"text": "a"}\n', b'{"text": "b"}\n']
+
+
+def test_a_folder_has_files_of_one_kind(tmp_path):
+    for name in ("a.jsonl", "about.json", "b.jsonl"):
+        (tmp_path / name).write_text("{}")
+    assert [each.name for each in check_files(str(tmp_path))] == ["a.jsonl", "b.jsonl"]
+    (tmp_path / "c.parquet").write_text("{}")
+    with pytest.raises(DataError, match=r"files of one kind, found .jsonl and .parquet; name a pattern in --data"):
+        check_files(str(tmp_path))
+    for name in ("train-0.jsonl", "test-0.jsonl"):
+        (tmp_path / "hub/data").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "hub/data" / name).write_text("{}")
+    with pytest.raises(DataError, match=r"of one split, found test and train; name .*hub/\*\*/train\*.jsonl"):
+        check_files(str(tmp_path / "hub"))
+    assert [each.name for each in check_files(f"{tmp_path}/hub/**/train*.jsonl")] == ["train-0.jsonl"]
+    (tmp_path / "splits/train").mkdir(parents=True)
+    (tmp_path / "splits/dataset_dict.json").write_text("{}")
+    with pytest.raises(DataError, match="expected one dataset, found the splits train; name one of these folders"):
+        check_files(str(tmp_path / "splits"))
+    (tmp_path / "saved").mkdir()
+    for name in ("state.json", "dataset_info.json"):
+        (tmp_path / "saved" / name).write_text("{}")
+    with pytest.raises(DataError, match=r"saved/state.json: expected what datasets saves, found KeyError"):
+        check_files(str(tmp_path / "saved"))
+
+
+# ------------------------------------------------------------------------------------------------- mixtures by weight
+
+
+@pytest.mark.parametrize("pad", ["fixed", "pack"])
+def test_each_epoch_of_a_mixture_has_exactly_its_shares_and_passes_each_source_evenly(pad, tokenizer, tmp_path):
+    paths = [write(tmp_path / "a.jsonl", lines(20)), write(tmp_path / "b.jsonl", chats(9))]
+    mixed = batches_of([f"{paths[0]}:3", f"{paths[1]}:1"], tokenizer, tmp_path, pad=pad)
+    rows, (a, b) = mixed.epoch_samples, mixed.sizes
+    assert mixed.shares == [round(rows * 0.75), rows - round(rows * 0.75)] and a + b == rows
+    counts = torch.zeros(rows, dtype=torch.long)
+    for epoch in range(6):
+        order = [mixed.position(epoch * rows + i) for i in range(rows)]
+        assert sum(each < a for each in order) == mixed.shares[0]
+        counts += torch.bincount(torch.tensor(order), minlength=rows)
+        for own in (counts[:a], counts[a:]):
+            assert own.max() - own.min() <= 1
+    assert f"{mixed.shares[0] / rows:.1%} from {paths[0]} ({mixed.shares[0] / a:.2f} passes)" in mixed.description
+
+
+@pytest.mark.parametrize("kind", [".jsonl", pytest.param(".parquet", marks=needs_pyarrow)])
+def test_a_mixture_is_the_same_on_any_number_of_ranks_after_a_resume_and_from_other_files(kind, tokenizer, tmp_path):
+    def mixed(suffix, **changes):
+        paths = [write(tmp_path / f"{n}{suffix}", rows) for n, rows in (("a", lines(30)), ("b", chats(12)))]
+        return batches_of([f"{paths[0]}:0.7", f"{paths[1]}:0.3"], tokenizer, tmp_path, hold_out=True, **changes)
+
+    one = [next(batches)[:2] for batches in [mixed(".jsonl")] for _ in range(25)]
+    ranks = [mixed(kind, rank=rank, world=2) for rank in range(2)]
+    resumed = mixed(kind, start=4 * 10)
+    for number, (tokens, targets) in enumerate(one):
+        parts = [next(each)[:2] for each in ranks]
+        assert torch.equal(torch.cat([part[0] for part in parts]), tokens)
+        if number >= 10:
+            assert torch.equal(next(resumed)[1], targets)
+    assert resumed.fingerprint == mixed(".jsonl").fingerprint and len(resumed.held) == 2  # one of each
+
+
+def test_without_weights_several_sources_are_one(tokenizer, tmp_path):
+    paths = [str(write(tmp_path / f"{n}.jsonl", rows)) for n, rows in (("a", lines(30)), ("b", chats(12)))]
+    both = batches_of(paths, tokenizer, tmp_path)
+    assert same(both, batches_of(f"{tmp_path}/*.jsonl", tokenizer, tmp_path)) and both.shares is None
+
+
+def test_weights_that_make_no_sense_are_one_line(tokenizer, tmp_path, tune):
+    assert weighted(["a", "b:c"]) == [("a", None), ("b:c", None)]
+    assert weighted(["a:2", "b:0.5"]) == [("a", 2.0), ("b", 0.5)]
+    a, b = (write_data(tmp_path / f"{n}.jsonl", 8) for n in "ab")
+    for words, said in (([f"{a}:0.5", b], f"--data {b}: has no weight, as others have; give each one ({b}:0.5)"),
+                        ([f"{a}:-1"], f"--data {a}:-1: a weight must be a positive number"),
+                        ([f"{a}:nan"], "a weight must be a positive number"),
+                        ([f"{a}:99", f"{b}:0.01"], f"--data {b}: gives none of the 16 rows of an epoch; raise its")):
+        done = tune("--steps", 1, "--data", *words)
+        assert done.code == 2 and said in one_line(done.err)
+    with pytest.raises(DataError, match="each file once, found one twice"):
+        batches_of([f"{a}:1", f"{tmp_path}/[ab].jsonl:1"], tokenizer, tmp_path)
+
+
+def test_a_run_of_a_mixture_is_resumed_bit_equal(tune, tmp_path):
+    a, b = (write_data(tmp_path / f"{n}.jsonl", count) for n, count in (("a", 30), ("b", 50)))
+    usual = "--data", f"{a}:0.8", f"{b}:0.2", "--log-every", 1, "--save", "s", "--save-every", 3, "--steps"
+    whole = tune(*usual, 6, "--eval-every", 3)
+    assert whole.code == 0, whole.err
+    assert whole.row["flags"]["data"] == ["a.jsonl:0.8", "b.jsonl:0.2"]
+    Path("s/step-00000006").rename("elsewhere")
+    again = tune(*usual, 6, "--eval-every", 3)
+    assert again.code == 0 and "the command line wins" not in again.out
+    expected = [s["loss"] for s in whole.steps if s["step"] > 3]
+    assert [s["loss"] for s in again.steps] == expected
+    other = tune("--data", f"{a}:0.7", f"{b}:0.3", *usual[3:], 8, "--eval-every", 3)
+    assert other.code == 3 and "expected the data of s/step-00000006" in one_line(other.err)
+
+
+# ------------------------------------------------------------------------------------------- columns of other programs
+
+
+TURNS = [dict(role="user", content="a"), dict(role="assistant", content="b")]
+SHARED = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+RENAMED = [dict(who="human", said="a"), dict(who="gpt", said="b")]
+CALL = dict(name="find", arguments=dict(x=1))
+READ = {  # --format, --columns, a line, what it is read as, and what is said of it
+    "own": ("auto", {}, dict(messages=TURNS), TURNS, ""),
+    "sharegpt": ("auto", {}, dict(conversations=SHARED), TURNS, "read as ShareGPT's: conversations of from and value"),
+    "conversations": ("auto", {}, dict(conversations=TURNS), TURNS, "conversations of role and content"),
+    "renamed": ("auto", dict(messages="chat", role="who", content="said"), dict(chat=RENAMED), TURNS, "who and said"),
+    "system": ("auto", {}, dict(conversations=SHARED, system="s"), [dict(role="system", content="s"), *TURNS], "Share"),
+    "call": ("auto", {}, dict(conversations=[SHARED[0], {"from": "function_call", "value": json.dumps(CALL)}]), [
+        TURNS[0], dict(role="assistant", content="", tool_calls=[dict(type="function", function=CALL)])], "ShareGPT"),
+    "alpaca": ("auto", {}, dict(instruction="a", input="", output="b", text="all"), TURNS, "read as Alpaca's: instr"),
+    "input": ("auto", {}, dict(instruction="a", input="c", output="b"),
+              [dict(TURNS[0], content="a\n\nc"), TURNS[1]], "Alpaca"),
+    "history": ("auto", {}, dict(instruction="a", output="b", history=[["a", "b"]]), TURNS * 2, "Alpaca"),
+    "question": ("auto", dict(instruction="q", output="r"), dict(q="a", r="b", id=1), TURNS, "Alpaca"),
+    "chosen": ("messages", {}, dict(instruction="x", output="y", messages=TURNS), TURNS, "as --format messages"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", READ)
+def test_columns_of_other_programs_are_read_and_it_is_said(kind):
+    form, columns, line, expected, said = READ[kind]
+    found, words = Columns(form, columns).read(line)
+    assert found["messages"] == expected and words.startswith("read as" if said else "") and said in words
+    assert line == READ[kind][2]  # not changed
+
+
+UNREAD = [
+    ("auto", {}, dict(conversations=[{"from": "narrator", "value": "a"}]), "a role of human", "'narrator' in"),
+    ("auto", {}, dict(conversations=[SHARED[0], {"from": "gpt"}]), "from and value in each message", "in message 2"),
+    ("auto", {}, dict(conversations="no JSON"), "conversations, a list of messages", "Expecting value"),
+    ("auto", {}, dict(conversations={"from": "gpt"}), "conversations, a list of messages", "something else"),
+    ("auto", dict(output="r"), dict(instruction="a"), "the column r of --columns", "instruction"),
+    ("alpaca", {}, dict(instruction="a"), "instruction and output (--format alpaca)", "no output"),
+    ("auto", {}, dict(instruction=["a"], output="b"), "instruction and input as text", "list"),
+    ("auto", {}, dict(instruction="a", output="b", history=["c"]), "history, a list of pairs", '["c"]'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("form", "columns", "line", "expected", "found"), UNREAD)
+def test_what_has_other_columns_is_a_bad_line(form, columns, line, expected, found):
+    with pytest.raises(BadLine) as error:
+        Columns(form, columns).read(line)
+    assert expected in error.value.args[0] and found in error.value.args[1]
+
+
+def test_a_run_says_what_it_recognised_and_trains_on_the_same(tune, tmp_path):
+    rows = lines(40)
+    alike = {
+        "a": [dict(conversations=[{"from": who, "value": turn["content"]} for who, turn in
+                                  zip(("human", "gpt"), row["messages"], strict=True)]) for row in rows],
+        "b": [dict(question=row["messages"][0]["content"], answer=row["messages"][1]["content"]) for row in rows],
+    }  # fmt: skip
+    usual = "--steps", 2, "--log-every", 1
+    plain = tune(*usual, data=write(tmp_path / "plain.jsonl", rows))
+    for name, more, said in (("a", (), "40 read as ShareGPT's: conversations of from and value"),
+                             ("b", ("--columns", "instruction=question", "output=answer"), "40 read as Alpaca's: ")):
+        other = tune(*usual, *more, data=write(tmp_path / f"{name}.jsonl", alike[name]))
+        assert other.code == 0 and said in other.out, other.err
+        assert [s["loss"] for s in other.steps] == [s["loss"] for s in plain.steps]
+    bad = tune(*usual, "--columns", "answer=output")
+    assert bad.code == 2 and "--columns answer=output: must be NAME=COLUMN, with a name of" in one_line(bad.err)
+    assert parsed(("output=a=b",)) == dict(output="a=b")

@@ -1,0 +1,290 @@
+"""finetune.py --lora: adapters beside a frozen model are those of peft, on any number of ranks, saved and exported.
+
+    pytest tests/test_lora.py            # one rank here, two in one spawn; no GPU, no network
+    pytest -m slow tests/test_lora.py    # compiled, and loading by resident memory
+"""
+
+import importlib.util
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import spawn
+from running import one_line
+
+pytest.importorskip("peft", reason="needs transformers and peft: pip install -e '.[hf]'")
+
+from peft import LoraConfig, PeftModel, get_peft_model
+from tiny_hf import TOKENS, edit_json, logits, write_model, write_tokenizer
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+
+from lab.planning.architecture import read
+from lab.planning.weights import trained
+from trainer import config as flags
+from trainer.finetuning import adapters, config, export, load
+from trainer.finetuning.model import blank_model, is_adapter
+from trainer.measuring import flops
+from trainer.parallelize import build
+
+pytestmark = pytest.mark.usefixtures("isolated")
+CPU = torch.device("cpu")
+LORA = "--lora", 4, "--lora-alpha", 8.0
+KINDS = "qwen2.5", "qwen3-moe", "mixtral", "gpt2"
+SEVEN = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def resolved(kind, world, *more):
+    argv = ["--model", f"{os.environ['MODELS']}/{kind}", "--data", "x", "--compile", "none", "--seqlen", "12", "--lr",
+            "1e-2", *LORA, *more]  # fmt: skip
+    return flags.resolve(config.parse(list(map(str, argv)), 0, world), "cpu", world)
+
+
+def built(c, world):
+    """A step with the weights of --model."""
+    model = blank_model(c.model, c.remat_ratio)
+    adapters.attach(model, c.model, **c.adapters)
+    model.drawn = False
+    step = build(c, CPU, world, model=model)
+    load.load_weights(c, step.model, None)
+    return step
+
+
+def whole(model):
+    """{name: adapter}."""
+    found = {name: p.detach() for name, p in model.named_parameters() if is_adapter(name)}
+    return {name: (p.full_tensor() if isinstance(p, DTensor) else p).clone() for name, p in found.items()}
+
+
+def train_every_kind(mesh):
+    """Saves adapters before and after three steps, losses, how parameters are stored, logits, and a line of export."""
+    told, rank = {}, dist.get_rank()
+    for kind in KINDS:
+        out = f"{os.environ['MODELS']}/out-{kind}"
+        step = built(c := resolved(kind, 2, "--export", out), 2)
+        before, losses = whole(step.model.model), []
+        for k in range(3):
+            tokens = (TOKENS + k)[rank : rank + 1]
+            losses.append(step(tokens, tokens.roll(-1, 1)).item())
+        export.export(c, step.model, None)
+        stored = {(p.dtype, p.requires_grad, isinstance(p, DTensor)) for p in step.model.parameters()}
+        with torch.no_grad():
+            found = step.model(TOKENS)
+        told[kind] = before, losses, whole(step.model.model), stored, found, export.export(
+            resolved(kind, 2, "--export", f"{out}-merged", "--merge"), step.model, None)  # fmt: skip
+    if not rank:
+        torch.save(told, f"{os.environ['MODELS']}/told.pt")
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    for kind in KINDS:
+        write_model(folder / kind, kind)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MODELS", str(folder))
+        spawn(2, [train_every_kind])
+        yield folder, torch.load(folder / "told.pt", weights_only=False)
+
+
+def of_peft(folder, kind, before):
+    """peft's own model on one process, with these adapters, and its names of them."""
+    targets = {"qwen2.5": SEVEN, "gpt2": ["c_attn", "c_proj", "c_fc"]}.get(kind, SEVEN[:4])
+    how = dict(task_type="CAUSAL_LM", target_modules=targets, fan_in_fan_out=kind == "gpt2")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, **how)).eval()
+    own = {name.removeprefix("base_model.model."): p for name, p in model.named_parameters() if p.requires_grad}
+    assert own.keys() == before.keys()
+    for name, p in own.items():
+        p.data.copy_(before[name])
+    return model, own
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_ranks_train_the_adapters_that_peft_trains_on_one_process(kind, two_ranks):
+    folder, told = two_ranks
+    before, losses, after, stored, *_ = told[kind]
+    model, own = of_peft(folder / kind, kind, before)
+    optimizer, expected = torch.optim.AdamW(own.values(), 1e-2, (0.9, 0.95), weight_decay=0.0), []
+    for k in range(3):
+        tokens = TOKENS + k
+        logits = model(input_ids=tokens).logits.flatten(0, 1)
+        loss = torch.nn.functional.cross_entropy(logits, tokens.roll(-1, 1).flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(own.values(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    assert losses == pytest.approx(expected, abs=2e-6) and losses[2] != pytest.approx(losses[0], abs=1e-3)
+    assert max((after[name] - p).abs().max().item() for name, p in own.items()) < 2e-5
+    assert stored == {(torch.bfloat16, False, True), (torch.float32, True, True)}
+
+
+def test_adapters_begin_as_peft_begins_them(two_ranks):
+    before = two_ranks[1]["qwen2.5"][0]
+    for name, p in before.items():
+        bound = p.shape[1] ** -0.5  # of a uniform distribution, as nn.Linear's
+        assert (not p.any()) if ".lora_B." in name else (0.8 * bound < p.abs().max() <= bound), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_export_is_opened_by_peft_and_a_merged_one_by_transformers_bit_equal(kind, two_ranks):
+    folder, told = two_ranks
+    _, _, after, _, ours, line = told[kind]
+    base = AutoModelForCausalLM.from_pretrained(folder / kind, dtype=torch.float32)
+    opened = PeftModel.from_pretrained(base, folder / f"out-{kind}").eval()
+    with torch.no_grad():
+        assert torch.equal(opened(input_ids=TOKENS).logits, ours)
+    stored = {name: p for name, p in opened.named_parameters() if is_adapter(name)}
+    assert all(torch.equal(p, after[name.removeprefix("base_model.model.")]) for name, p in stored.items())
+    settings = json.loads((folder / f"out-{kind}/adapter_config.json").read_text())
+    assert settings["r"] == 4 and settings["lora_alpha"] == 8 and settings["base_model_name_or_path"] == kind
+    base = AutoModelForCausalLM.from_pretrained(folder / kind, dtype=torch.bfloat16)
+    theirs = PeftModel.from_pretrained(base, folder / f"out-{kind}").merge_and_unload().eval()
+    merged = AutoModelForCausalLM.from_pretrained(folder / f"out-{kind}-merged")
+    assert merged.dtype == torch.bfloat16 and "merged" in line
+    for name, p in theirs.state_dict().items():
+        assert torch.equal(p, merged.state_dict()[name]), name
+    assert not torch.equal(logits(folder / f"out-{kind}-merged"), logits(folder / kind))
+
+
+def test_a_run_of_adapters_is_saved_resumed_bit_equal_evaluated_and_exported(tune, qwen, tmp_path, capfd):
+    usual = *LORA, "--lr", 1e-2, "--steps", 8, "--eval-every", 4, "--log-every", 1, "--remat-ratio", 0.5
+    whole = tune(*usual, "--save", "a", "--save-every", 4, "--export", "out")
+    assert whole.code == 0, whole.err
+    assert "LoRA of rank 4 beside q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj: 3'712 p" in whole.out
+    assert "28'448 are frozen in bfloat16" in whole.out and "0.149 MFLOP per token" in whole.out
+    assert whole.steps[-1]["loss"] < whole.steps[0]["loss"] - 0.1 and whole.row["eval_loss"] > 0
+    tensors = json.loads(Path("a/step-00000008/train_state.json").read_text())["tensors"]
+    assert all(is_adapter(name) for name in tensors if name != "t") and len(tensors) == 1 + 3 * 28  # nothing is frozen
+    os.makedirs("b")
+    shutil.copytree("a/step-00000004", "b/step-00000004")
+    again = tune(*usual, "--save", "b", "--export", "again")
+    assert again.code == 0 and again.row["resumed_after"] == 4 and again.row["loaded_from"] == "slices"
+    losses = [[s["loss"], s["grad_norm"]] for s in whole.steps if "grad_norm" in s]
+    assert [[s["loss"], s["grad_norm"]] for s in again.steps if "grad_norm" in s] == losses[4:]
+    names = "adapter_model.safetensors", "adapter_config.json"
+    assert all(Path("out", name).read_bytes() == Path("again", name).read_bytes() for name in names)
+    assert {"tokenizer.json", *names} <= {*os.listdir("out")} and "config.json" not in os.listdir("out")
+    merged = tune(*usual, "--save", "a", "--export", "merged", "--merge")
+    assert merged.code == 0 and "already done" in merged.out
+    for name, more in (("later", []), ("later-merged", ["--merge"])):
+        assert export.main(["a", name, "--model", str(qwen), *more]) == 0
+    assert Path("later", names[0]).read_bytes() == Path("out", names[0]).read_bytes()
+    assert Path("later-merged/model.safetensors").read_bytes() == Path("merged/model.safetensors").read_bytes()
+    assert torch.equal(logits("merged"), logits("later-merged")) and not torch.equal(logits("merged"), logits(qwen))
+
+
+def test_what_a_run_of_adapters_began_with_is_kept(tune, qwen, tmp_path, capfd):
+    usual = "--steps", 1, "--save", "a"
+    assert tune(*usual, *LORA).code == 0
+    for more, said in ((["--lora", 8], "--lora 4 (now 8)"), ([], "--lora 4 (now None)")):
+        refused = tune("--steps", 2, "--save", "a", *more)
+        assert refused.code == 4 and said in one_line(refused.err)
+    other = write_model(tmp_path / "other", rms_norm_eps=1e-6, initializer_range=0.03)
+    write_tokenizer(other)
+    edit_json(other / "config.json", initializer_range=0.02)
+    refused = tune("--steps", 2, "--save", "a", *LORA, model=other)
+    assert refused.code == 4 and "frozen 26 tensors of 56896 bytes, CRC-32 " in one_line(refused.err)
+    with pytest.raises(SystemExit, match="4"):
+        export.main(["a", "never", "--model", str(other), "--merge"])
+    assert "a model with frozen 26 tensors" in capfd.readouterr().err
+    assert tune("--steps", 1, "--save", "full").code == 0
+    with pytest.raises(SystemExit, match="4"):
+        export.main(["full", "never", "--model", str(qwen), "--merge"])
+    assert "is of a run without --lora; leave out --merge" in capfd.readouterr().err and not os.path.exists("never")
+
+
+def test_layers_are_chosen_by_the_ends_of_their_names_and_the_head_is_none(tune):
+    done = tune("--steps", 1, *LORA, "--lora-targets", "q_proj", "layers.1.mlp.up_proj", "--export", "out")
+    assert done.code == 0 and "LoRA of rank 4 beside q_proj, up_proj: 832 parameters" in done.out, done.err
+    named = json.loads(Path("out/adapter_config.json").read_text())["target_modules"]
+    assert named == [f"model.layers.{end}" for end in ("0.self_attn.q_proj", "1.mlp.up_proj", "1.self_attn.q_proj")]
+    for name in ("lm_head", "proj", "embed_tokens"):
+        refused = tune("--steps", 1, *LORA, "--lora-targets", name)
+        expected = f"--lora-targets {name}: names no linear layer of the model but its head; use down_proj"
+        assert refused.code == 2 and expected in one_line(refused.err)
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    ("--lora -1", "--lora -1: must be 0 or more"), ("--lora-alpha 8", "--lora-alpha 8.0: needs --lora"),
+    ("--lora-targets q_proj", "needs --lora"), ("--lora 4 --merge", "--merge: needs --lora and --export"),
+    ("--lora 4 --lora-alpha 0", "--lora-alpha 0.0: must be a positive number"),
+    ("--lora 4 --optimizer muon", "--lora 4: Muon is for whole matrices"),
+    ("--lora 4 --prepared ready", "--lora 4: needs no --prepared"),
+])  # fmt: skip
+def test_flags_that_do_not_go_with_adapters_are_one_line(words, said, tune):
+    done = tune(*words.split())
+    assert done.code == 2 and said in one_line(done.err)
+
+
+def test_without_peft_adapters_are_refused_in_one_line(tune, monkeypatch):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "peft" else found(name))
+    done = tune("--steps", 1, *LORA)
+    assert done.code == 2 and one_line(done.err) == "error: --lora: needs peft; pip install -e '.[hf]'"
+
+
+@pytest.mark.parametrize(("how", "named"), [
+    (dict(quant_method="bitsandbytes", load_in_4bit=True), "bitsandbytes in 4 bit"), (dict(quant_method="fp8"), "fp8"),
+])  # fmt: skip
+def test_quantised_weights_are_refused_by_name(how, named, tune, qwen, tmp_path):
+    folder = shutil.copytree(qwen, tmp_path / "q")
+    edit_json(folder / "config.json", quantization_config=how)
+    done = tune("--steps", 1, *LORA, model=folder)
+    assert done.code == 3 and f"found quantised ones ({named}); name the folder" in one_line(done.err)
+
+
+def test_random_weights_are_frozen_too_and_drawn_again_by_a_resumed_run(tune, qwen, capfd):
+    usual = "--random", *LORA, "--log-every", 1, "--save", "a", "--save-every", 2, "--steps"
+    whole = tune(*usual, 4)
+    shutil.rmtree("a/step-00000004")
+    again = tune(*usual, 4)
+    assert whole.code == again.code == 0 and again.row["resumed_after"] == 2, again.err
+    assert [s["loss"] for s in again.steps] == [s["loss"] for s in whole.steps[2:]]
+    assert export.main(["a", "out", "--model", str(qwen)]) == 0
+    with pytest.raises(SystemExit, match="4"):
+        export.main(["a", "never", "--model", str(qwen), "--merge"])
+    assert "frozen weights were random and are not kept; leave out --merge" in capfd.readouterr().err
+
+
+def test_gradients_of_frozen_weights_are_not_counted(qwen):
+    model = blank_model(str(qwen), 0.5)
+    for module in model.modules():
+        vars(module).pop("forward", None)
+    adapters.attach(model, str(qwen), 4, 8.0, ["all-linear"])
+    D, K, F, V, T, r = 32, 16, 48, 400, 48, 4  # multiplications of a token
+    first, rest = D * D + 2 * D * K, D * D + 3 * D * F  # q, k, v, of which nothing before is trained in block 0
+    weights, beside = 2 * (first + rest) + V * D, 2 * r * (3 * D + D + 2 * K + 2 * D + 2 * (D + F) + F + D)
+    expected = 4 * weights - 2 * first + 6 * beside - 2 * 3 * r * D
+    assert flops.count(model, T).linear == expected
+    assert flops.count(model, T).palm - expected == 2 * 3 * 4 * D * T  # attention: two products in two blocks, thrice
+
+
+@pytest.mark.parametrize("kind", ["qwen2.5", "qwen3-moe", "mixtral"])
+def test_the_planner_counts_the_parameters_that_are_trained_and_frozen(kind, tmp_path):
+    folder = write_model(tmp_path / "m", kind)
+    model, a = blank_model(str(folder)), read(str(folder))
+    adapters.attach(model, str(folder), 4, 8.0, ["all-linear"])
+    c = flags.resolve(config.parse(["--model", str(folder), "--data", "x", "--lora", "4"]), "cpu", 1)
+    sizes = {True: 0, False: 0}
+    for p in model.parameters():
+        sizes[p.requires_grad] += p.nbytes
+    assert sizes[True] == 4 * trained(c, a) and a.stored == 2
+    assert sizes[False] == 2 * a.parameters
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("argv", [
+    "fwdbwd --remat-ratio 0.5 --loss chunked", "blocks", "regions", "fwdbwd --accum-sync last --grad-accum 2",
+])  # fmt: skip
+def test_compiled_steps_of_adapters_have_the_losses_of_eager_ones(argv, tune):
+    usual = *LORA, "--steps", 3, "--log-every", 1
+    mode, *rest = argv.split()
+    compiled, eager = (tune(*usual, "--compile", each, *rest) for each in (mode, "none"))
+    assert compiled.code == 0, compiled.err
+    assert [s["loss"] for s in compiled.steps] == pytest.approx([s["loss"] for s in eager.steps], abs=5e-6)
