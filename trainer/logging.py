@@ -141,7 +141,7 @@ def page_flags(results: Path, run: str | None = None) -> list[str]:
 def write_page(results: Path, run: str | None = None) -> str:
     """Writes that page, by a process of its own; returns the line that says where it is, or why there is none."""
     own = page_flags(results.absolute(), run)
-    root = Path(__file__).resolve().parents[2]
+    root = Path(__file__).resolve().parents[1]
     done = subprocess.run([sys.executable, "-m", "lab.report", *own], cwd=root, capture_output=True, text=True)
     if done.returncode:
         why = (done.stderr.splitlines() or ["no reason given"])[-1]
