@@ -43,7 +43,7 @@ def _rank(
     if rank and "UNSEED" in env:
         torch.manual_seed = lambda seed, manual=torch.manual_seed: manual(seed + rank)
     if rank and "EVALUATE_ON_0" in env:
-        main.Run.evaluate = lambda run, sinks: None
+        main.Run.evaluate = lambda run: None
     if record:
         _record(Batches, f"{record}/{rank}.jsonl")
     if argv[:1] != ["finetune.py"]:

@@ -403,7 +403,7 @@ def test_two_ranks_print_the_header_the_steps_and_the_result_once(two_ranks):
                 r"step     .* ms median \[.*\] n 3, compile n/a s", r"speed    .* tok/s, .* tok/s/rank",
                 r"MFU, %   n/a: no peak is known of CPU .*", r"row      \S+\.jsonl", r"curve    \S+\.steps/\S+\.jsonl",
                 r"W&B      wandb sync \S+/offline-run-\S+",
-                r"draw it  \S+ -m trainer\.report \S+ --run \S+ --html \S+\.html"]  # fmt: skip
+                r"draw it  \S+ -m lab\.report \S+ --run \S+ --html \S+\.html"]  # fmt: skip
     assert len(lines) == len(expected), two_ranks.out
     for line, pattern in zip(lines, expected, strict=True):
         assert re.fullmatch(pattern, line), (pattern, line)
