@@ -23,7 +23,7 @@ import threading
 import weakref
 from collections import namedtuple
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import count, islice
 from types import SimpleNamespace
@@ -35,7 +35,9 @@ from torch.distributed import DeviceMesh, get_backend
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.traceback import get_current_meta
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils import checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode_temporarily
+from torch.utils._python_dispatch import _get_current_dispatch_mode as _top_mode
 from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -46,7 +48,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 # says which is missing. Not documented: what get_proxy_mode and get_current_meta give, and the meta of a graph's nodes.
 _c10d = torch.ops._c10d_functional
 _top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
-_modes = torch._C._len_torch_dispatch_stack  # how many dispatch modes are on
+_SELECTIVE = checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode  # modes of selective checkpoints
 _backward_runs = torch._C._current_graph_task_id  # -1: none on this thread
 _compiled_code_runs = torch._C._dynamo.eval_frame.get_eval_frame_callback  # None: none on this thread
 _transform = torch._C._functorch.peek_interpreter_stack  # None outside of torch.func's vmap, jvp, grad
@@ -139,13 +141,15 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, source, dtype: torch.dtype, reduce_dtype: torch.dtype, *params: DTensor):
-        """source: a note for the nodes of a graph (compiled code), a _Call (eager mode), None, or False: only shapes
-        are asked for."""
+        """source: a note for the nodes of a graph (compiled code), a _Call (eager mode), None, False: only shapes are
+        asked for, or a Tensor: what was gathered before."""
         ctx.source, ctx.reduce_dtype, ctx.params = source, reduce_dtype, params
         ctx.set_materialize_grads(False)
         sharded, ranks, group = _over(params[0], -1)
-        wholes = [p._local_tensor.to(dtype) for p in params]
-        if sharded and ranks > 1 and source is False:
+        wholes = [p._local_tensor.to(dtype) for p in params] if not isinstance(source, Tensor) else [source.detach()]
+        if isinstance(source, Tensor):
+            ctx.source = None
+        elif sharded and ranks > 1 and source is False:
             wholes = [t.new_empty(p.shape) for t, p in zip(wholes, params, strict=True)]
         elif sharded and ranks > 1:
             shards = [_padded(t, -(-len(p) // ranks)) for t, p in zip(wholes, params, strict=True)]
@@ -569,6 +573,7 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
+_calls = weakref.WeakValueDictionary()  # by _key: what has gathered a parameter last, as long as backward may need it
 _GatherAgain = namedtuple("_GatherAgain", "call index versions size stride offset")  # the last three are the view's
 
 
@@ -578,6 +583,24 @@ class _Call:
     def __init__(self, params: list[DTensor], *policy: torch.dtype | None):
         self.params, self.dtypes = params, _dtypes(params[0], *policy)
         self.needed, self.again, self.saved, self.used = set(), {}, 0, 0
+
+    def need(self, i: int) -> None:
+        """Backward will ask for the i-th once more."""
+        self.needed.add(i)
+        self.saved += 1
+
+    def whole(self, i: int) -> Tensor:
+        """The i-th, gathered again; at the first call with all others that backward needs."""
+        if i not in self.again:
+            needed = sorted(self.needed.union([i]))  # on all ranks in the same order
+            with torch.no_grad(), _unseen():
+                wholes = _Gather.apply(None, *self.dtypes, *(self.params[j] for j in needed))
+            self.again, self.used = dict(zip(needed, wholes, strict=True)), 0
+        whole = self.again[i]
+        self.used += 1
+        if self.used == self.saved:
+            self.again = {}
+        return whole
 
 
 def _memory(p: DTensor) -> int:
@@ -592,27 +615,16 @@ def _pack(saved: Tensor) -> Tensor | _GatherAgain:
     call, i = getattr(saved.untyped_storage(), "_sharded", (None, 0)) if saved.layout is torch.strided else (None, 0)
     if call is None or saved.dtype != call.dtypes[0] or saved.is_conj():  # as_strided could not make the latter again
         return saved
-    call.needed.add(i)
-    call.saved += 1
+    call.need(i)
     return _GatherAgain(call, i, _versions(call.params[i]), saved.size(), saved.stride(), saved.storage_offset())
 
 
 def _unpack(kept: Tensor | _GatherAgain) -> Tensor:
     if isinstance(kept, Tensor):
         return kept
-    call = kept.call
-    if _versions(call.params[kept.index]) != kept.versions:
+    if _versions(kept.call.params[kept.index]) != kept.versions:
         raise RuntimeError("a parameter was changed in place between its forward and its backward")
-    if kept.index not in call.again:
-        needed = sorted(call.needed)  # on all ranks in the same order
-        with torch.no_grad():
-            wholes = _Gather.apply(None, *call.dtypes, *(call.params[i] for i in needed))
-        call.again, call.used = dict(zip(needed, wholes, strict=True)), 0
-    whole = call.again[kept.index]
-    call.used += 1
-    if call.used == call.saved:
-        call.again = {}
-    return whole.as_strided(kept.size, kept.stride, kept.offset)
+    return kept.call.whole(kept.index).as_strided(kept.size, kept.stride, kept.offset)
 
 
 @contextmanager
@@ -633,15 +645,23 @@ def unsharded(module: nn.Module | None = None):
             yield
         finally:
             _thread.memo, _thread.module, _thread.mode = before
-    for whole, version, name in memo.values():
+    for whole, version, name, *_ in memo.values():
         if not whole.is_inference() and whole._version != version:
             raise RuntimeError(f"{name} was changed in place while it was gathered, which is lost: do it elsewhere")
 
 
+@contextmanager
+def _unseen():
+    """Inside it a selective checkpoint, which is a mode, sees nothing: its forward and what repeats that gather at
+    different places."""
+    with ExitStack() as stack:
+        while isinstance(_top_mode(), _SELECTIVE):
+            stack.enter_context(_pop_mode_temporarily())
+        yield
+
+
 def _mode() -> tuple:
-    # A weight gathered under no_grad has no backward. A selective checkpoint, which is a mode, must see in forward the
-    # gathers that it will see when that is repeated.
-    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), _modes()
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled()  # a weight gathered under no_grad has no backward
 
 
 def _key(p: DTensor, policy: tuple) -> tuple:
@@ -660,27 +680,37 @@ def _gather_into(memo: dict, modules: Iterable[nn.Module], only: DTensor | None 
                 alike[key] = p, f"{name} of {type(module).__name__}"
     for (*_, (dtype, reduce_dtype, reshard)), alike in sets.items():
         call = _Call([p for p, _ in alike.values()], dtype, reduce_dtype)
-        with _without_transforms() if _transform() is not None else nullcontext():
+        with _unseen(), _without_transforms() if _transform() is not None else nullcontext():
             wholes = _Gather.apply(call, *call.dtypes, *call.params)
         for i, (whole, (key, (p, name))) in enumerate(zip(wholes, alike.items(), strict=True)):
             storage = whole.untyped_storage()
             if reshard and storage._cdata != _memory(p):  # which it is on one rank without a cast
                 storage._sharded = call, i
-            memo[key] = whole, 0 if whole.is_inference() else whole._version, name
+            memo[key] = whole, 0 if whole.is_inference() else whole._version, name, call, i, reshard
+            _calls[key] = call
 
 
 def _read(module: nn.Module, p: DTensor) -> Tensor:
     """The gathered parameter inside of a forward, of backward and of recomputation; elsewhere the parameter itself."""
     memo, key = _thread.memo, _key(p, module._data_parallel)
+    if _backward_runs() != -1 and (call := _calls.get(key)):  # a checkpoint repeats a part of the forward
+        i = next(i for i, own in enumerate(call.params) if own is p)
+        with _unseen():
+            return _Gather.apply(call.whole(i), *call.dtypes, p)[0]
     if memo is None:
         if _backward_runs() == -1 and not _compiled_code_runs():
             return p
         memo = {}  # nothing would free what a memo holds
     elif key not in memo and _is_unit(type(_thread.module)) and _thread.mode == _mode():
         _gather_into(memo, _members(_thread.module))
-    if key not in memo:  # in a checkpoint, which began after the forward, one by one: so it is when that is repeated
+    if key not in memo:  # under another mode, as in no_grad, one by one
         _gather_into(memo, [module], None if module is _thread.module or _thread.mode == _mode() else p)
-    return memo[key][0]
+    whole, *_, call, i, reshard = memo[key]
+    if _top_saved_tensors_hooks(True) not in (None, (_pack, _unpack)):  # in a checkpoint, which will ask again
+        call.need(i)
+        if not reshard:
+            call.again[i] = whole.detach()
+    return whole
 
 
 CURES = {  # by words of torch's error: what to do where a model runs into it
