@@ -49,7 +49,7 @@ USES_THE_LAB = ["plan", "speed_mem_tests_mlp"]  # programs at the top for those 
 MOST_MODULES = {  # lab.studies: a module per study, what they share, what runs all of them
     "lab.studies": 12, "trainer": 13, "trainer.finetuning": 13,
 }  # fmt: skip
-MOST_LINES = {"simple_fsdp": 820, "overlap": 460, "trainer.config": 480}  # of a file; of others 450
+MOST_LINES = {"simple_fsdp": 1050, "overlap": 460, "trainer.config": 480}  # of a file; of others 450
 REGISTRATIONS = {  # calls at import that are allowed, with the reason
     "lean_mlp.register_autograd": "torch must know the gradients of an op of our own before the first model is built",
     "register_flop_formula(getattr(torch.ops, _LIBRARY).lean_mlp)": "torch's FLOP counter must know an op of our own",
