@@ -50,33 +50,27 @@ from torch.utils.weak import WeakTensorKeyDictionary
 # Tensor._backward_hooks, Tensor._post_accumulate_grad_hooks, UntypedStorage._cdata,
 # OpOverload._schema, DTensor._local_tensor, DTensor._spec, RNNBase._flat_weights,
 # RNNBase._flat_weights_names, aten._is_any_true, nn.init._no_grad_trunc_normal_. A test of each
-# says which is missing. Not documented: what get_proxy_mode and get_current_meta give, and the meta of a
-# graph's nodes.
+# says which is missing. Not documented: what get_proxy_mode and get_current_meta give, and the meta
+# of a graph's nodes.
 _c10d = torch.ops._c10d_functional
 _top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _backward_runs = torch._C._current_graph_task_id  # -1: none on this thread
-_compiled_code_runs = (
-    torch._C._dynamo.eval_frame.get_eval_frame_callback
-)  # None: none on this thread
-_transform = (
-    torch._C._functorch.peek_interpreter_stack
-)  # None outside of torch.func's vmap, jvp, grad
+# None: none on this thread.
+_compiled_code_runs = torch._C._dynamo.eval_frame.get_eval_frame_callback
+# None: outside of torch.func's vmap, jvp and grad.
+_transform = torch._C._functorch.peek_interpreter_stack
 _without_transforms = torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack
 _top_mode, _without_top_mode = dispatch._get_current_dispatch_mode, dispatch._pop_mode_temporarily
 # The modes of a selective checkpoint: in forward, and where it is repeated.
 _SELECTIVE = checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode
 # Of a functional tensor: brings it up to date with writes to its memory; gives what it stands for.
 _catch_up, _functional_value = torch._sync, torch._from_functional_tensor
-_handlers = (
-    DTensor._op_dispatcher._custom_op_handlers
-)  # of operations on DTensors; ours alone is added
+# Of operations on DTensors; two are added, for an operation of ours and for detect_anomaly.
+_handlers = DTensor._op_dispatcher._custom_op_handlers
 
 MODES = ("replicate", "fully_shard", "hybrid_shard")
-INITIALISE = (
-    "apply",
-    "reset_parameters",
-    "init_weights",
-)  # methods of modules that fill parameters
+# Methods of modules that fill parameters.
+INITIALISE = ("apply", "reset_parameters", "init_weights")
 
 # ================================================================================ part 1: the core
 
@@ -183,9 +177,8 @@ def _average(grads: list[Tensor], p: DTensor, cut) -> list[Tensor]:
     ranks = _shards_of(p)
     grads = [_pad(t, -(-len(t) // ranks) * ranks) if t.ndim else t for t in grads]
     flat = _join(grads, ranks)
-    for dim in reversed(
-        range(p.device_mesh.ndim)
-    ):  # hybrid_shard: scatters, then reduces the shards
+    # hybrid_shard: scatters, then reduces the shards.
+    for dim in reversed(range(p.device_mesh.ndim)):
         n = p.device_mesh.size(dim)
         if n == 1:
             continue
@@ -363,9 +356,7 @@ def _gather_all(params: list[DTensor], *policy) -> None:
 
 @torch.library.impl(_library, _NAME, "CompositeImplicitAutograd")
 def _gather_one(p: DTensor, *policy) -> Tensor:
-    if (
-        get_proxy_mode() is None
-    ):  # Dynamo, and AOTAutograd before it makes its graph, ask for shapes
+    if get_proxy_mode() is None:  # Dynamo, and AOTAutograd before it has a graph, ask for shapes
         return _Gather.apply(None, *_dtypes(p, policy), p)[0]
     _gather_all([p], *policy)
     return p._gathered[-1]
@@ -563,10 +554,11 @@ def _wrapped_class(cls: type, names: tuple[str, ...], kind: str, is_root: bool) 
     attributes |= {method: initialising(method) for method in INITIALISE if hasattr(cls, method)}
     if is_root:
         attributes["__call__"] = call
-    if issubclass(
-        cls, nn.RNNBase
-    ):  # the list that they keep and assign is ignored, it is read anew
-        weights = lambda self: [getattr(self, name, None) for name in self._flat_weights_names]  # noqa: E731
+    if issubclass(cls, nn.RNNBase):
+
+        def weights(self):  # the list that they keep and assign is ignored, it is read anew
+            return [getattr(self, name, None) for name in self._flat_weights_names]
+
         attributes["_flat_weights"] = property(weights, lambda self, value: None)
         # torch compiles none of them; not in pieces either
         attributes["forward"] = torch.compiler.disable(forward)
@@ -657,9 +649,7 @@ def _shard_own(module: nn.Module, mesh: DeviceMesh, mode: str, min_bytes: int) -
             _shards[p] = nn.Parameter(shard, p.requires_grad)
             _shards[p].__dict__.update(p.__dict__)  # attributes that others have set on it
         module._parameters[name] = _shards[p]
-    module.__dict__.pop(
-        "_flat_weights", None
-    )  # an RNN's list, which holds the unsharded parameters
+    module.__dict__.pop("_flat_weights", None)  # an RNN's list of the unsharded parameters
 
 
 @contextmanager
@@ -737,9 +727,8 @@ class _Bucket:
     def whole(self, p: DTensor) -> Tensor:
         """A parameter, for backward: gathered at the first call, with all others that it needs."""
         if p not in self.wholes:
-            needed = [
-                q for q in self.params if q is p or q in self.uses
-            ]  # in one order on all ranks
+            # In one order on all ranks.
+            needed = [q for q in self.params if q is p or q in self.uses]
             with torch.no_grad():
                 self.wholes = dict(zip(needed, self.gather(needed), strict=True))
             self.uses_left = self.uses.total()
@@ -844,9 +833,8 @@ def _gather_into(memo: dict, modules: Iterable[nn.Module]) -> None:
                 _buckets[key] = bucket
                 storage = whole.untyped_storage()
                 *_, reshard = policy
-                if reshard and storage._cdata != _address(
-                    p
-                ):  # which it is on one rank without a cast
+                # On one rank, without a cast, it is the shard's own memory.
+                if reshard and storage._cdata != _address(p):
                     storage._sharded = bucket, p
                 if whole.grad_fn:  # one for all: when it runs, backward has had each
                     whole.grad_fn.register_prehook(bucket.free)
@@ -870,15 +858,15 @@ def _read(module: nn.Module, p: DTensor) -> Tensor:
         members = _members(unit) if _is_unit(type(unit)) else ()
         _gather_into(memo, [*members, module])
     whole = memo[key]
-    if _top_saved_tensors_hooks(True) not in (
-        None,
-        (_pack, _unpack),
-    ):  # a checkpoint will ask again
+    # Somebody else's hooks are a checkpoint's, which will ask again.
+    if _top_saved_tensors_hooks(True) not in (None, (_pack, _unpack)):
         whole.bucket.uses[p] += 1
     return whole.tensor
 
 
 CURES = {  # by words of torch's error: what to do where a model runs into it
+    "is a view and its base or another view": "data_parallel: a parameter was changed in place "
+    "while it was gathered, which would be lost: do it elsewhere.",
     "mixed torch.Tensor and DTensor": "data_parallel: while the model runs, read a parameter as an "
     "attribute of its module, in the thread that called the model. What named_parameters() and "
     "get_parameter() give is the shard.",
@@ -911,6 +899,8 @@ _eager.read, _eager.run = _read, _run
 
 
 def _check(model: nn.Module, mesh: DeviceMesh, mode: str, policy: MixedPrecisionPolicy) -> None:
+    if not isinstance(mesh, DeviceMesh):
+        raise ValueError(f"device_mesh must be a DeviceMesh (init_device_mesh), got {mesh!r}")
     if not isinstance(policy, MixedPrecisionPolicy):
         raise ValueError(f"mp_policy must be simple_fsdp's MixedPrecisionPolicy, got {policy!r}")
     if mode not in MODES:
@@ -977,8 +967,10 @@ def _check_root(root: int) -> None:
 
 # What random values a DTensor gets depends on the number of ranks. Inside disable_data_parallel()
 # each rank draws the whole tensor, from its own seed, and keeps its shard.
-IN_PLACE = "normal_ uniform_ bernoulli_ exponential_ geometric_ log_normal_ cauchy_ random_"
-DRAWS = f"{IN_PLACE} rand_like randn_like randint_like eye".split()
+DRAWS = (
+    "normal_ uniform_ bernoulli_ exponential_ geometric_ log_normal_ cauchy_ random_ "
+    "rand_like randn_like randint_like eye"
+).split()
 
 
 class _Drawing(dispatch.TorchDispatchMode):
@@ -1001,22 +993,22 @@ class _Drawing(dispatch.TorchDispatchMode):
 
 def _draw_whole(draw, target: DTensor, args: tuple, kwargs: dict) -> DTensor:
     """Sends nothing."""
-    options = dict(dtype=target.dtype, device=target.device)
-    whole = torch.empty_strided(target.shape, target.stride(), **options)
+    whole = torch.empty_strided(
+        target.shape, target.stride(), dtype=target.dtype, device=target.device
+    )
     if "out" in kwargs:
         drawn = draw(*args, **kwargs | dict(out=whole))
     else:
         drawn = draw(whole, *args[1:], **kwargs)
-    mesh, placements = target.device_mesh, target.placements
-    shard = distribute_tensor(drawn, mesh, placements, src_data_rank=None)
+    shard = distribute_tensor(drawn, target.device_mesh, target.placements, src_data_rank=None)
     return target.copy_(shard) if drawn is whole else shard
 
 
 @contextmanager
 def _drawing() -> Iterator[None]:
     # nn.init.trunc_normal_ draws again until no value lies outside of the limits (since torch
-    # 2.12). Asked of a shard, ranks would draw a different number of times and then differ in all later
-    # values; torch 2.14 runs a collective.
+    # 2.12). Asked of a shard, ranks would draw a different number of times and then differ in all
+    # later values; torch 2.14 runs a collective.
     before = nn.init._no_grad_trunc_normal_
 
     @torch.no_grad()

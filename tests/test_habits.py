@@ -408,15 +408,20 @@ def test_unsharded_gathers_once_trains_and_refuses_changes_that_would_be_lost(fa
     assert isinstance(model[0].weight, DTensor)
 
 
-def test_a_forward_that_changes_a_weight_in_place_is_an_error(fake):
+@pytest.mark.parametrize("rows", [3, 4])
+def test_a_forward_that_changes_a_weight_in_place_is_an_error(fake, rows):
+    """Of rows that N does not divide, torch tells it first."""
+
     class Clamped(nn.Linear):
         def forward(self, x):
             with torch.no_grad():
                 self.weight.clamp_(-1, 1)
             return super().forward(x)
 
-    with pytest.raises(RuntimeError, match="weight of Clamped was changed in place while it was gathered"):
-        data_parallel(Clamped(6, 3), fake(2))(torch.randn(2, 6))
+    with pytest.raises(RuntimeError) as error:
+        data_parallel(Clamped(6, rows), fake(2))(torch.randn(2, 6))
+    told = "".join([str(error.value), *getattr(error.value, "__notes__", ())])
+    assert "was changed in place while it was gathered" in told and "do it elsewhere" in told
 
 
 def test_a_step_inside_unsharded_is_seen_by_the_next_read(fake):
