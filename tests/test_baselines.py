@@ -66,6 +66,8 @@ def half_precision(mesh):
 LABELS = {
     "one batch": "--batch 6", "three": "--batch 2 --grad-accum 3", "last": "--batch 2 --grad-accum 3 --accum-sync last",
     "replicate": "--batch 2 --grad-accum 3 --mode replicate", "chunked": "--batch 6 --loss chunked --chunk 5",
+    "shards": "--batch 2 --grad-accum 3 --mode hybrid_shard --replicas 2 --accum-sync shards",
+    "shards, fsdp2": "--batch 2 --grad-accum 3 --mode hybrid_shard --replicas 2 --accum-sync shards --wrapper fsdp2",
     "fsdp2": "--batch 2 --grad-accum 3 --wrapper fsdp2", "ddp": "--batch 2 --grad-accum 3 --wrapper ddp",
     "in backward": "--batch 6 --optim in-backward --clip 0",
 }  # fmt: skip

@@ -44,7 +44,7 @@ CELLS = {
         dict(compile="fwdbwd", backend="inductor", **SHALLOW),
         dict(compile="fwdbwd", remat="block", reshard=False, mlp="lean"),
         dict(compile="step", remat="both", **SHALLOW)],
-    4: [dict(EAGER, mode="hybrid_shard"), dict(EAGER, block="llama", remat="both", loss="chunked")],
+    4: [dict(EAGER, mode="hybrid_shard"), dict(EAGER, mode="hybrid_shard", accum=2, sync="shards"), dict(EAGER, block="llama", remat="both", loss="chunked")],
 }  # fmt: skip
 MORE = {  # other combinations, and the modes above that run as graphs with the code that Inductor generates
     1: [dict(EAGER, attn="flex", remat="both"), dict(compile="fwdbwd")],
@@ -57,7 +57,8 @@ MORE = {  # other combinations, and the modes above that run as graphs with the 
         dict(compile="fwdbwd", accum=2, remat="pointwise", loss="chunked"), dict(compile="fwdbwd", backend="inductor"),
         dict(compile="model", backend="inductor"), dict(compile="fwdbwd", block="llama", backend="inductor"),
         dict(compile="step", remat="both", backend="inductor")],
-    4: [EAGER, dict(EAGER, mode="hybrid_shard", accum=2, sync="last"), dict(EAGER, mode="replicate"),
+    4: [EAGER, dict(EAGER, mode="hybrid_shard", accum=2, sync="last"),
+        dict(compile="fwdbwd", mode="hybrid_shard", accum=2, sync="shards", remat="both"), dict(EAGER, mode="replicate"),
         dict(compile="step", mode="hybrid_shard"),
         dict(compile="regions", depth=3, mode="hybrid_shard", loss="chunked"),
         dict(compile="regions", depth=4, mode="hybrid_shard", ahead=3),
@@ -89,7 +90,8 @@ def run(mesh, steps, *, compile="none", attn="sdpa", remat="none", mode="fully_s
         mesh = dist.init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
     with torch.device("meta"):
         model = Transformer(ModelConfig(**SHAPE | config, attn=attn, remat=remat, remat_ratio=ratio))
-    data_parallel(model, mesh, mode, reshard_after_forward=reshard, min_bytes=min_bytes).to_empty(device="cpu")
+    over, mode = (mesh["shard"], "fully_shard") if sync == "shards" else (mesh, mode)
+    data_parallel(model, over, mode, reshard_after_forward=reshard, min_bytes=min_bytes).to_empty(device="cpu")
     with disable_data_parallel():
         model.init_weights()
     model.prepare(SEQLEN, "cpu")

@@ -194,6 +194,21 @@ def gradients(mesh):
     return [str(w) for w in wrong]
 
 
+def replicas_once(mesh):
+    """The recipe of docs/wrapper.md, two micro-batches a rank: largest difference to one process."""
+    torch.manual_seed(7)
+    inputs, plain = torch.randn(4, 2, 6, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 5))
+    mesh = two_d(mesh)
+    model = data_parallel(copy.deepcopy(plain), mesh["shard"])
+    for x in inputs[dist.get_rank()]:
+        model(x).square().sum().backward()
+    for p in model.parameters():
+        dist.all_reduce(p.grad.to_local(), dist.ReduceOp.AVG, group=mesh.get_group("replicate"))
+    (plain(inputs).square().sum() / 4).backward()
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    return max((whole(p.grad) - q.grad).abs().max().item() for p, q in pairs)
+
+
 class Phase(nn.Module):
     """A complex weight, used as it is, conjugated, and seen as real numbers."""
 
@@ -318,7 +333,7 @@ CHECKS = {
         equal_no_reshard_compiled, fsdp2_bitwise, gradients, complex_weights, from_rank_0, checkpoints, copies,
         initial],
     3: [equal_eager, equal_compiled, equal_min_bytes_eager, initial, orthogonal, inductor],
-    4: [equal_hybrid_eager, equal_hybrid_compiled, initial, inductor],
+    4: [equal_hybrid_eager, equal_hybrid_compiled, replicas_once, initial, inductor],
 }  # fmt: skip
 
 
@@ -384,6 +399,10 @@ def test_property_1_distributed_checkpoint_saves_and_loads_it(ranks):
 
 def test_property_2_gradients_are_the_mean_over_the_ranks_in_the_stored_dtype(ranks):
     assert ranks(2)["gradients"] == [[], []]
+
+
+def test_gradients_averaged_over_replicas_once_are_those_of_one_process(ranks):
+    assert max(ranks(4)["replicas_once"]) < 1e-5
 
 
 def test_property_2_values_are_those_of_rank_0(ranks):

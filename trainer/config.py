@@ -155,9 +155,10 @@ class System:
     """Gather weights again in backward instead of keeping them from forward: less memory, more communication."""
     keep_last: bool = False
     """Keep the last block's weights from forward on, as backward needs them at once. Costs their memory at the loss."""
-    accum_sync: Literal["every", "last"] = "every"
-    """every: reduce gradients after each micro-batch of --grad-accum; least memory. last: gather weights once per step,
-    keep whole gradients in fp32 and reduce them once; least communication."""
+    accum_sync: Literal["every", "shards", "last"] = "every"
+    """every: reduce gradients after each micro-batch of --grad-accum; least memory. shards: of --mode hybrid_shard, reduce
+    them within a replica after each micro-batch, across replicas once. last: gather weights once per step, keep whole
+    gradients in fp32 and reduce them once; least communication."""
     min_shard_mib: float = 0.0
     """Parameters smaller than this (MiB, in the dtype in which they are stored) are replicated instead of sharded."""
     compile: Literal["none", "blocks", "model", "fwdbwd", "regions", "step"] = "fwdbwd"
@@ -416,7 +417,8 @@ def step_misfits(c: Config) -> list[tuple]:
         ("flex_options", not flex and c.flex_options is not None, "needs --attn flex"),
         ("sdpa", cpu and c.sdpa in ("cudnn", "efficient"), "needs CUDA; use auto, flash or math on a CPU"),
         ("compile", one and c.grad_accum > 1, f"one graph cannot do --grad-accum {c.grad_accum}; use --compile fwdbwd"),
-        ("accum_sync", one and c.accum_sync == "last", "--compile step reduces in its graph; use --compile fwdbwd"),
+        ("accum_sync", c.accum_sync == "shards" and c.mode != "hybrid_shard", "shards needs --mode hybrid_shard"),
+        ("accum_sync", one and c.accum_sync != "every", "--compile step reduces in its graph; use --compile fwdbwd"),
         ("explain_memory", c.explain_memory and c.profile is not None, "not together with --profile; use one per run"),
         ("verbose", one and c.verbose > 1, "--compile step has no gradients outside its graph; use --compile fwdbwd"),
     ]  # fmt: skip

@@ -63,9 +63,12 @@ def wrap(model: nn.Module, c: flags.Config, device: torch.device, world: int) ->
     dtypes, small = (DTYPES[c.param_dtype], DTYPES[c.reduce_dtype]), int(c.min_shard_mib * 2**20)
     if c.wrapper == "simple":
         how = dict(mode=c.mode, mp_policy=MixedPrecisionPolicy(*dtypes), min_bytes=small)
+        over = mesh
+        if c.accum_sync == "shards":  # a replica knows nothing of the others: the step averages over them
+            over, how["mode"] = mesh["shard"], "fully_shard"
         for block in units_of(model)[-1:] if c.keep_last else ():
-            data_parallel(model.get_submodule(block), mesh, reshard_after_forward=False, **how)
-        data_parallel(model, mesh, reshard_after_forward=c.reshard, **how)
+            data_parallel(model.get_submodule(block), over, reshard_after_forward=False, **how)
+        data_parallel(model, over, reshard_after_forward=c.reshard, **how)
     elif c.wrapper == "fsdp2":
         how = dict(mesh=mesh, mp_policy=FSDP2Policy(*dtypes), reshard_after_forward=c.reshard)
         for block in units_of(model):
@@ -92,8 +95,10 @@ class HookedStep(Step):
     def __call__(self, tokens: Tensor, targets: Tensor, **inputs: Tensor) -> Tensor:
         share, total, ddp = self.share(targets), 0.0, isinstance(self.call, DistributedDataParallel)
         for i, (x, y, more) in enumerate(self.micro_batches(tokens, targets, inputs)):
-            sync = self.accum_sync == "every" or i == self.grad_accum - 1
-            if not ddp:
+            sync = self.accum_sync != "last" or i == self.grad_accum - 1
+            if self.accum_sync == "shards":
+                self.model.set_requires_all_reduce(i == self.grad_accum - 1)
+            elif not ddp:
                 self.model.set_requires_gradient_sync(sync)
             with self.call.no_sync() if ddp and not sync else nullcontext():
                 self.enter("fwd")

@@ -137,13 +137,15 @@ class Step:
         self.between, self.inspect = between or (lambda: None), inspect
         self.logits_alone = False  # mode "model": of the compiled model; the loss is eager, unless it is chunked
         self.mesh, self.whole_weights, self.compiled = mesh, None, {}
+        self.over_replicas = accum_sync == "shards"  # what backward leaves to the end of the step
         if accum_sync == "last" and mesh is not None:
             self.whole_weights = WholeWeights(model, optimizer, param_dtype, reduce_dtype or param_dtype)
         self.ranks = mesh.size() if mesh is not None else 1
         self.loss_fn, self.update_fn = self.loss_sum, self.update
         self.where = [shard_group(p) for p in optimizer.params]
-        sizes = enumerate(mesh.shape if mesh is not None else ())
-        self.replicated = [dim for dim, n in sizes if n > 1 and any(w is None or w[1] != dim for w in self.where)]
+        groups = {None if w is None else w[0].get_group(w[1]).group_name for w in self.where}
+        dims = [dim for dim, n in enumerate(mesh.shape if mesh is not None else ()) if n > 1]
+        self.replicated = [dim for dim in dims if groups != {mesh.get_group(dim).group_name}]
         self.grad_norm = self.bad = None  # until the first step
         self.phase = "fwd"  # "fwd", "bwd" or "step": for the message when memory runs out
         self.watcher: Callable[[str, list[Tensor]], None] | None = None
@@ -241,6 +243,10 @@ class Step:
             if self.whole_weights:
                 self.enter("reduce", grads)
                 grads = self.whole_weights.reduce_fn(grads)
+            if self.over_replicas:
+                self.enter("reduce", grads)
+                for i, grad in enumerate(grads):  # one by one: each may be freed
+                    grads[i] = self.over_ranks(grad, "avg", [0])
             return self.finish(total, grads)
 
     def backward(self, loss: Tensor, params: list[Tensor]) -> Sequence[Tensor]:
@@ -374,7 +380,8 @@ def make_step(mode: str, model: nn.Module, optimizer: AdamW, *, options: dict | 
               in_backward: bool = False, ahead: float = 1.0, compiled_update: bool | None = None,
               **kwargs) -> Step:  # fmt: skip
     """The step of a compile mode. kwargs: mesh, grad_accum, clip, chunk (tokens per chunk of the loss, 0: all at once),
-    accum_sync ("every" micro-batch or the "last"; the latter needs the wrapper's param_dtype and reduce_dtype),
+    accum_sync ("every" micro-batch; "shards": the replicas, dimension 0 of mesh, only once, which needs a model wrapped on
+    the other dimension alone; "last": all only once, which needs the wrapper's param_dtype and reduce_dtype),
     norm_limit (a step whose gradient norm is above is refused; 0: none), and Step's between and inspect.
     options: Inductor options on top of overlap.compile_options(ahead=ahead); {"plain": True} leaves those out.
     in_backward: the optimizer's step is part of backward (modes "none" and "blocks"). compiled_update: in modes fwdbwd

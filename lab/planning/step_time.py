@@ -180,6 +180,11 @@ def step_time(c, ranks: int, a: Architecture, gpu: Gpu, link: Link, across: Link
             moved += between.seconds("all_reduce", sent[1] / n, replicas)
         parts[EXPOSED] += moved
         seconds += moved
+    if c.accum_sync == "shards":
+        across, replicas = links_of(c, ranks, link, across)["across"]
+        moved = across.seconds("all_reduce", SIZE[getattr(c, "master_dtype", "fp32")] * trained(c, a) / (ranks // replicas), replicas)
+        parts[EXPOSED] += moved
+        seconds += moved
     update = gpu.passes * update_bytes(c, a, ranks) / gpu.bandwidth
     parts[UPDATE] += update
     if muon(c):

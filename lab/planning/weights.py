@@ -76,7 +76,7 @@ class Weights:
         self.c, self.a, self.ranks, self.whole = c, a, ranks, c.accum_sync == "last"
         self.shards = 1 if self.whole else shard_group(c, ranks)
         self.gathers = self.shards > 1
-        self.reduces = ranks > self.shards and not self.whole
+        self.reduces = ranks > self.shards and c.accum_sync == "every"
         self.eager = c.compile == "none"
         reuse = "allow_buffer_reuse=False" not in c.compile_options and not self.eager
         self.tape = Tape(reuse, self.gathers or self.reduces)
