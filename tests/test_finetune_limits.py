@@ -153,6 +153,7 @@ LINES = [
     ("--effective-batch 6", "--effective-batch 6: must be 1 rank x --batch 4 x a whole number"),
     ("--effective-batch 8 --grad-accum 3", "must be 1 rank x --batch 4 x a whole number (--grad-accum 3)"),
     ("--eval-data x.jsonl", "--eval-data x.jsonl: needs --eval-every"), ("--depth 3", "--depth: no such flag"),
+    ("--eval-every 1 --eval-data x.jsonl:0.7", "--eval-data x.jsonl:0.7: takes no weight; name a file, folder or pat"),
     ("--world 4 --export out", "--export out: simulated ranks hold no model"),
     ("--world 4 --prepared out", "--prepared out: simulated ranks hold no model"),
     ("--random --prepared out", "--prepared out: is of a model with weights; leave out --random"),

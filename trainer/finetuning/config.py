@@ -183,6 +183,8 @@ def parse(argv: Sequence[str], rank: int = 0, world: int | None = None) -> Confi
     try:
         weighted(c.data)
         parsed(c.columns)
+        if c.eval_data is not None and weighted([c.eval_data], "--eval-data")[0][1] is not None:
+            raise ValueError(f"--eval-data {c.eval_data}: takes no weight; name a file, folder or pattern")
     except ValueError as error:
         fail(str(error), rank)
     for name, what in (("model", "the folder of a model"), ("data", "files of examples")):
