@@ -80,6 +80,9 @@ class Tuning(flags.Optimization):
     """What to do where the tokenizer merges the end of a prompt with the start of its answer: cut the text there, as
     the model meets it when it is asked; keep such tokens, learn them whole and count their examples; or take the line
     for one that cannot be used."""
+    template: str | None = None
+    """File with the chat template to train with, such as a copy of the tokenizer's own with {% generation %} in it.
+    Where it writes another text than that one, a line says so."""
     template_args: str | None = None
     """JSON object of arguments for the chat template, such as '{"enable_thinking": false}'. Those that a line has as
     "chat_template_kwargs" go before."""

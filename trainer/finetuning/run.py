@@ -6,12 +6,14 @@ import torch
 
 from trainer.attention import DTYPES
 from trainer.checkpoint.load import say
+from trainer.distributed.terminal import tell
 from trainer.finetuning.chat import ChatBatches
 from trainer.finetuning.columns import parsed
 from trainer.finetuning.config import Config
 from trainer.finetuning.export import export
 from trainer.finetuning.load import files_of
 from trainer.finetuning.model import HuggingFaceModel, blank_model, tokenizer_of
+from trainer.finetuning.templates import replace_template
 from trainer.run import Run
 
 
@@ -19,7 +21,11 @@ def open_data(c: Config, vocab: int, rank: int = 0, world: int = 1) -> ChatBatch
     """The examples of --data, as resolved flags cut and pad them. DataError for bad ones, or a bad tokenizer."""
     rules = dict(bad_lines=c.bad_lines, unknown_keys=c.unknown_keys, seam=c.seam, template_args=c.arguments)
     rules |= dict(format=c.format, columns=parsed(c.columns))
-    return ChatBatches(c.data, tokenizer_of(c.model), global_batch=c.effective_batch, seqlen=c.seqlen, vocab=vocab,
+    tokenizer = tokenizer_of(c.model)
+    note = replace_template(tokenizer, c.template) if c.template is not None else ""
+    if note and rank == 0:
+        tell(note)
+    return ChatBatches(c.data, tokenizer, global_batch=c.effective_batch, seqlen=c.seqlen, vocab=vocab,
                        seed=c.seed, rank=rank, world=world, pad=c.pad, hold_out=c.eval_every > 0,
                        eval_source=c.eval_data, **rules)  # fmt: skip
 
