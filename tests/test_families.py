@@ -72,9 +72,9 @@ def train(folder: Path, out: Path) -> tuple[float, dict, str]:
         packed = "not packed"
     try:
         export.export(c, step.model, None)
-        return loss.item(), grads, packed
     except CheckpointError as error:
-        return loss.item(), grads, f"{packed}, not exported: {error}"
+        packed += f", not exported: {error}"
+    return loss.item(), grads, packed
 
 
 def differs(folder: Path, out: Path, loss: float, grads: dict) -> str:
@@ -169,3 +169,13 @@ def test_a_head_of_another_width_than_the_hidden_states_has_no_chunked_loss(tune
     assert tune("--steps", 1, model=tmp_path / "model").code == 0
     done = tune("--steps", 1, "--loss", "chunked", model=tmp_path / "model")
     assert done.code == 1 and "use --loss full" in one_line(done.err)
+
+
+def test_models_that_compute_a_part_in_fp32_train_in_bf16(tune, tmp_path):
+    for family, said in (("mamba", False), ("ernie4_5_moe", True)):
+        AutoModelForCausalLM.from_config(tiny(family)).save_pretrained(tmp_path / family)
+        write_tokenizer(tmp_path / family)
+        done = tune("--steps", 1, "--param-dtype", "bf16", model=tmp_path / family)
+        assert done.code == 0, done.err
+        assert ("keeps in fp32, are gathered in bf16, such as model.layers.1.mlp.gate.weight; use" in done.out) == said
+    assert "transformers keeps" not in tune("--steps", 1, model=tmp_path / "ernie4_5_moe").out

@@ -64,6 +64,12 @@ class HuggingFaceModel(nn.Module):
         return ", ".join(f"{name} {p}" for name, p in told if p and self._is_noise(name))
 
     @property
+    def kept_in_fp32(self) -> list[str]:
+        """Names of parameters that transformers keeps in fp32 where it loads the model in bf16."""
+        parts = self.model._keep_in_fp32_modules_strict
+        return [name for name, _ in self.model.named_parameters() if any(part in name for part in parts)]
+
+    @property
     def rotary(self) -> dict[str, Any]:
         """What the configuration says of rotary positions; empty without them."""
         return getattr(self.model.config, "rope_parameters", None) or {}
@@ -140,6 +146,7 @@ class HuggingFaceModel(nn.Module):
             logits, x = self(tokens).float(), self._hidden(tokens)
             with unsharded():
                 fits = not capped and head.bias is None and head.weight.shape[1:] == x.shape[-1:]
+                fits = fits and head.weight.dtype == x.dtype  # Mamba's hidden states may be in fp32
                 product = nn.functional.linear(x, head.weight).float() if fits else logits
         self.plain_head = fits and torch.allclose(logits, product, rtol=0.02, atol=1e-6)
         seen = self._seen(device, slice(None, 4))
@@ -217,7 +224,7 @@ def blank_model(folder: str, remat_ratio: float = 0.0, dtype: torch.dtype = torc
         if inner.config.get_text_config() is not inner.config:
             raise ValueError(f"a multimodal one, {config.model_type}")
         for p in [*inner.parameters()]:  # stored in fp32; those that were drawn on the CPU, as DiffLlama's, too
-            swap_tensors(p, nn.Parameter(torch.empty(p.shape, device="meta")))
+            swap_tensors(p, nn.Parameter(torch.empty(p.shape, device="meta"), p.requires_grad))
         for name, buffer in inner.named_buffers():
             if any(each in name for each in inner._keep_in_fp32_modules_strict):
                 buffer.data = buffer.data.float()  # as from_pretrained does; from_config does not

@@ -71,6 +71,9 @@ def look(run: Run, c: Config, model: HuggingFaceModel, device: torch.device) -> 
         model.check_packed(device)
     if model.noise:
         say(f"noise is off: {model.noise} of config.json")
+    if c.param_dtype != "fp32" and (kept := model.kept_in_fp32):
+        say(f"{len(kept)} parameters, which transformers keeps in fp32, are gathered in {c.param_dtype}, such as "
+            f"{kept[0]}; use --param-dtype fp32 to compute with them as it does")  # fmt: skip
     usual = model.rotary.get("original_max_position_embeddings")
     if model.rotary.get("rope_type") == "longrope" and c.seqlen > usual:
         say(f"longrope: rows of more than {usual} tokens have the long factors, also for shorter examples in them, "
