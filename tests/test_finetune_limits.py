@@ -23,7 +23,7 @@ from running import ROOT, module, read
 
 pytest.importorskip("transformers", reason="needs transformers: pip install -e '.[hf]'")
 
-from tiny_hf import KINDS, OTHERS, edit_json, logits, write_data, write_model, write_tokenizer
+from tiny_hf import KINDS, OTHERS, TEMPLATE, edit_json, logits, write_data, write_model, write_tokenizer
 from transformers import AutoModelForCausalLM
 
 import finetune
@@ -153,6 +153,7 @@ LINES = [
     ("--effective-batch 6", "--effective-batch 6: must be 1 rank x --batch 4 x a whole number"),
     ("--effective-batch 8 --grad-accum 3", "must be 1 rank x --batch 4 x a whole number (--grad-accum 3)"),
     ("--eval-data x.jsonl", "--eval-data x.jsonl: needs --eval-every"), ("--depth 3", "--depth: no such flag"),
+    ("--eval-every 1 --eval-data x.jsonl:0.7", "--eval-data x.jsonl:0.7: takes no weight; name a file, folder or pat"),
     ("--world 4 --export out", "--export out: simulated ranks hold no model"),
     ("--world 4 --prepared out", "--prepared out: simulated ranks hold no model"),
     ("--random --prepared out", "--prepared out: is of a model with weights; leave out --random"),
@@ -203,6 +204,37 @@ def test_a_preview_says_if_a_token_lies_across_the_start_of_what_is_learned(seam
     text = dict(split="What is 0 pl[[us 0?<|im_end|>]]", say="What is 0[[ plus 0?<|im_end|>]]", refuse="")[seam]
     assert text in shown and (f"over the start of an answer: --seam {seam}" in shown) == bool(text)
     assert ("expected a token that ends where an answer begins, found 't is 0 pl' + 'us 0?'" in error) == (not text)
+
+
+MARKED = ("{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}{% generation %}"
+          "{{ m.content + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}{% else %}{{ m.content + '<|im_end|>\n' }}"
+          "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
+THINKING = TEMPLATE.replace("assistant\n'", "assistant\n<think>\n'")  # which the answers do not begin with
+
+
+def test_a_template_that_is_refused_is_replaced_by_one_that_writes_the_same(tune, qwen, tmp_path):
+    (tmp_path / "own.jinja").write_text(MARKED)
+    same = [tune("--steps", 2, "--log-every", 1, *more) for more in ([], ["--template", tmp_path / "own.jinja"])]
+    assert same[0].steps[1]["loss"] == same[1].steps[1]["loss"] and "--template" not in same[1].out
+    folder = shutil.copytree(qwen, tmp_path / "copy")
+    (folder / "chat_template.jinja").write_text(THINKING)
+    refused = tune("--steps", 1, model=folder)
+    assert refused.code == 3 and "opens <think>" in refused.err and "and name it by --template" in refused.err
+    argv = "--steps", 2, "--log-every", 1, "--template", tmp_path / "own.jinja", "--export", "out"
+    done = tune(*argv, model=folder)
+    assert done.code == 0 and [s["loss"] for s in done.steps] == [s["loss"] for s in same[0].steps], done.err
+    (note,) = [line for line in done.out.splitlines() if line.startswith("--template ")]
+    assert re.search("writes '.*assistant.n<.im_start.*' where the model's own template writes '.*<think>", note)
+    assert Path("out/chat_template.jinja").read_text() == THINKING
+    argv = "--model", folder, "--data", qwen.parent / "chat.jsonl", "--template", tmp_path / "own.jinja", "--seqlen", 48
+    finetune.show(config.parse(list(map(str, argv))), 1)  # --preview
+
+
+def test_a_template_that_cannot_be_read_is_told_in_one_line(tune, tmp_path):
+    (tmp_path / "bytes").write_bytes(b"\xff")
+    for file in ("nowhere.jinja", tmp_path / "bytes", tmp_path):
+        done = tune("--steps", 1, "--template", file)
+        assert done.code == 2 and f"error: --template {file}: " in done.err, done.err
 
 
 def test_a_run_shows_its_first_example_and_what_the_data_holds_before_the_first_step(tune, tmp_path):

@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from forked import Job
 from harness import spawn
 from running import one_line
+from running import read as rows
 
 pytest.importorskip("peft", reason="needs transformers and peft: pip install -e '.[hf]'")
 
@@ -177,6 +179,19 @@ def test_a_run_of_adapters_is_saved_resumed_bit_equal_evaluated_and_exported(tun
     assert Path("later", names[0]).read_bytes() == Path("out", names[0]).read_bytes()
     assert Path("later-merged/model.safetensors").read_bytes() == Path("merged/model.safetensors").read_bytes()
     assert torch.equal(logits("merged"), logits("later-merged")) and not torch.equal(logits("merged"), logits(qwen))
+
+
+def test_adapters_that_two_ranks_saved_are_trained_on_by_one(tune, qwen, tmp_path):
+    usual = *LORA, "--lr", "1e-2", "--steps", 4, "--log-every", 1, "--save-every", 2, "--effective-batch", 4
+    argv = "--model", qwen, "--data", qwen.parent / "chat.jsonl", "--compile", "none", "--batch", 2, "--seqlen", 48
+    argv += "--warmup", 0, *usual, "--save", "two", "--results", "two.jsonl"
+    job = Job(2, ["finetune.py", *argv], "log", cwd=tmp_path)
+    assert job.wait() == [0, 0], Path(tmp_path, "log").read_text()
+    shutil.copytree(tmp_path / "two/step-00000002", "one/step-00000002")
+    one = tune(*usual, "--save", "one")
+    assert one.code == 0 and one.row["resumed_after"] == 2, one.err
+    _, steps = rows(str(tmp_path / "two.jsonl"))
+    assert [s["loss"] for s in one.steps] == pytest.approx([s["loss"] for s in steps[2:]], abs=2e-6)
 
 
 def test_what_a_run_of_adapters_began_with_is_kept(tune, qwen, tmp_path, capfd):

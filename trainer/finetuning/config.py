@@ -80,6 +80,9 @@ class Tuning(flags.Optimization):
     """What to do where the tokenizer merges the end of a prompt with the start of its answer: cut the text there, as
     the model meets it when it is asked; keep such tokens, learn them whole and count their examples; or take the line
     for one that cannot be used."""
+    template: str | None = None
+    """File with the chat template to train with, such as a copy of the tokenizer's own with {% generation %} in it.
+    Where it writes another text than that one, a line says so."""
     template_args: str | None = None
     """JSON object of arguments for the chat template, such as '{"enable_thinking": false}'. Those that a line has as
     "chat_template_kwargs" go before."""
@@ -183,6 +186,8 @@ def parse(argv: Sequence[str], rank: int = 0, world: int | None = None) -> Confi
     try:
         weighted(c.data)
         parsed(c.columns)
+        if c.eval_data is not None and weighted([c.eval_data], "--eval-data")[0][1] is not None:
+            raise ValueError(f"--eval-data {c.eval_data}: takes no weight; name a file, folder or pattern")
     except ValueError as error:
         fail(str(error), rank)
     for name, what in (("model", "the folder of a model"), ("data", "files of examples")):

@@ -167,7 +167,9 @@ def files_of(inner: nn.Module, folder: str) -> dict[str, tuple[str, str, Tensor]
             dtype = stored.get(file, usual) if made.is_floating_point() else made.dtype
             found[file] = name, own, made.to(dtype)
     whole = core_model_loading.revert_weight_conversion(inner, state)
-    if wrong := sorted({own for _, own, _ in found.values()} ^ whole.keys()):
+    made = {own: t.shape for _, own, t in found.values()}
+    if wrong := [own for own in sorted(made.keys() | whole.keys())
+                 if own not in made or own not in whole or made[own] != whole[own].shape]:
         raise CheckpointError(f"{type(inner).__name__}: {wrong[0]} is made of several tensors, which cannot be written")
     return found
 

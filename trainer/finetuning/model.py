@@ -64,6 +64,12 @@ class HuggingFaceModel(nn.Module):
         return ", ".join(f"{name} {p}" for name, p in told if p and self._is_noise(name))
 
     @property
+    def kept_in_fp32(self) -> list[str]:
+        """Names of parameters that transformers keeps in fp32 where it loads the model in bf16."""
+        parts = self.model._keep_in_fp32_modules_strict
+        return [name for name, _ in self.model.named_parameters() if any(part in name for part in parts)]
+
+    @property
     def rotary(self) -> dict[str, Any]:
         """What the configuration says of rotary positions; empty without them."""
         return getattr(self.model.config, "rope_parameters", None) or {}
@@ -91,15 +97,17 @@ class HuggingFaceModel(nn.Module):
     def init_weights(self) -> None:
         """Fills buffers and, unless they are to be loaded, parameters, as the model's own code does. DataError: it does
         not do so with sharded parameters."""
-        for each in (*self.model.modules(), *self.model.buffers()):
-            each._is_hf_initialized = False  # of memory that is no longer there; else nothing is filled
+        for module in self.model.modules():  # False: of memory that is no longer there; else nothing is filled
+            module._is_hf_initialized = not self.drawn and next(module.buffers(), None) is None
+        for buffer in self.model.buffers():
+            buffer._is_hf_initialized = False
         for name, p in self.model.named_parameters():
             p._is_hf_initialized = not self.drawn or is_adapter(name)
         tables = (module for module in self.model.modules() if isinstance(module, nn.Embedding))
         padded = [(table, table.padding_idx) for table in tables if table.padding_idx is not None]
         for module, _ in padded:
             module.padding_idx = None  # transformers would write into a row, which of a shard is a copy
-        with self._sharded():
+        with self._running():
             self.model.initialize_weights()
         for module, row in padded:
             module.padding_idx = row
@@ -110,15 +118,18 @@ class HuggingFaceModel(nn.Module):
                 module.reset_lora_parameters("default", True)
 
     @contextmanager
-    def _sharded(self) -> Iterator[None]:
-        """DataError for code of transformers that works on parameters in ways that sharded ones do not allow."""
+    def _running(self) -> Iterator[None]:
+        """DataError for code of transformers that does not run, as where it works on parameters in ways that sharded
+        ones do not allow."""
         try:
             yield
-        except RuntimeError as error:
-            if "DTensor" not in str(error):
+        except (RuntimeError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
+            sharded = any(words in str(error) for words in ("DTensor", "sharding strategy", "while it was gathered"))
+            if isinstance(error, DataError) or (type(error) is RuntimeError and not sharded):
                 raise
-            raise DataError(f"{type(self.model).__name__}: its code does not work with sharded parameters; use another "
-                            f"model ({one_line(error, 200, kind=False)})") from error  # fmt: skip
+            what = "does not work with sharded parameters" if sharded else "does not run here"
+            why = one_line(error, 200, kind=False)
+            raise DataError(f"{type(self.model).__name__}: its code {what}; use another model ({why})") from error
 
     def prepare(self, seqlen: int, device: torch.device) -> None:
         """`look`, unless weights are still to be loaded."""
@@ -126,30 +137,47 @@ class HuggingFaceModel(nn.Module):
             self.look(device)
 
     @torch.compiler.set_stance("force_eager")
-    @torch.no_grad()
     def look(self, device: torch.device) -> None:
-        """Tries on four tokens whether the model runs, and whether logits are hidden states times the head: some models
-        scale or cap them. DataError: it does not run on sharded parameters."""
+        """Tries on a few tokens whether the model runs, and whether logits are hidden states times the head: some
+        models scale or cap them. DataError: it does not run on sharded parameters, or a token sees later ones."""
         tokens, head = torch.arange(4, device=device)[None], self.model.get_output_embeddings()
         capped = getattr(self.model.config, "final_logit_softcapping", None)  # small logits do not show it
-        with self._sharded():
+        with torch.no_grad(), self._running():
             logits, x = self(tokens).float(), self._hidden(tokens)
-        with unsharded():
-            product = nn.functional.linear(x, head.weight).float()
-        self.plain_head = not capped and head.bias is None and torch.allclose(logits, product, rtol=0.02, atol=1e-6)
+            with unsharded():
+                fits = not capped and head.bias is None and head.weight.shape[1:] == x.shape[-1:]
+                fits = fits and head.weight.dtype == x.dtype  # Mamba's hidden states may be in fp32
+                product = nn.functional.linear(x, head.weight).float() if fits else logits
+        self.plain_head = fits and torch.allclose(logits, product, rtol=0.02, atol=1e-6)
+        seen = self._seen(device, slice(None, 4))
+        if seen[4:].max() > 1e-4 * seen.max():  # not above zero: Falcon-H1 sums up and subtracts again
+            raise DataError(f"{type(self.model).__name__}: its tokens see later ones, which they shall predict; use a "
+                            'causal model (some need "is_decoder": true in config.json)')  # fmt: skip
 
     @torch.compiler.set_stance("force_eager")
     def check_packed(self, device: torch.device) -> None:
-        """DataError unless all that mixes tokens keeps apart what position ids tell apart: unless the second of two
-        documents in a row has no gradient in the first."""
+        """DataError unless all that mixes tokens keeps apart what position ids tell apart."""
         positions = torch.arange(4, device=device).repeat(1, 2)  # [1, 8]
-        x = self.model.get_input_embeddings()(positions).detach().requires_grad_()  # [1, 8, D]
-        with self._sharded():
-            logits = self.model(inputs_embeds=x.clone(), position_ids=positions, use_cache=False).logits
-            (grad,) = torch.autograd.grad(logits[:, 4:].float().square().sum(), x)
-        if grad[:, :4].any():
+        if self._seen(device, slice(4, None), position_ids=positions)[:4].any():
             raise DataError(f"--pad pack: {type(self.model).__name__} does not keep apart the examples of a row; use "
                             "--pad longest")  # fmt: skip
+
+    def _seen(self, device: torch.device, part: slice, **inputs: Tensor) -> Tensor:
+        """[8]: how large a gradient the logits of a part of eight tokens have in each of them."""
+        embedded = []
+
+        def leaf(module: nn.Module, args: tuple, x: Tensor) -> Tensor:
+            embedded.append(x.detach().requires_grad_())  # [1, 8, D]
+            return embedded[-1].clone()
+
+        hook = self.model.get_input_embeddings().register_forward_hook(leaf)
+        try:
+            with self._running():
+                logits = self(torch.arange(8, device=device)[None], **inputs)
+                (grad,) = torch.autograd.grad(logits[:, part].float().square().sum(), embedded[:1])
+        finally:
+            hook.remove()
+        return grad.reshape(8, -1).abs().amax(-1)  # XLNet has [8, 1, D]
 
 
 def is_adapter(name: str) -> bool:
@@ -196,7 +224,7 @@ def blank_model(folder: str, remat_ratio: float = 0.0, dtype: torch.dtype = torc
         if inner.config.get_text_config() is not inner.config:
             raise ValueError(f"a multimodal one, {config.model_type}")
         for p in [*inner.parameters()]:  # stored in fp32; those that were drawn on the CPU, as DiffLlama's, too
-            swap_tensors(p, nn.Parameter(torch.empty(p.shape, device="meta")))
+            swap_tensors(p, nn.Parameter(torch.empty(p.shape, device="meta"), p.requires_grad))
         for name, buffer in inner.named_buffers():
             if any(each in name for each in inner._keep_in_fp32_modules_strict):
                 buffer.data = buffer.data.float()  # as from_pretrained does; from_config does not

@@ -6,12 +6,14 @@ import torch
 
 from trainer.attention import DTYPES
 from trainer.checkpoint.load import say
+from trainer.distributed.terminal import tell
 from trainer.finetuning.chat import ChatBatches
 from trainer.finetuning.columns import parsed
 from trainer.finetuning.config import Config
 from trainer.finetuning.export import export
 from trainer.finetuning.load import files_of
 from trainer.finetuning.model import HuggingFaceModel, blank_model, tokenizer_of
+from trainer.finetuning.templates import replace_template
 from trainer.run import Run
 
 
@@ -19,7 +21,11 @@ def open_data(c: Config, vocab: int, rank: int = 0, world: int = 1) -> ChatBatch
     """The examples of --data, as resolved flags cut and pad them. DataError for bad ones, or a bad tokenizer."""
     rules = dict(bad_lines=c.bad_lines, unknown_keys=c.unknown_keys, seam=c.seam, template_args=c.arguments)
     rules |= dict(format=c.format, columns=parsed(c.columns))
-    return ChatBatches(c.data, tokenizer_of(c.model), global_batch=c.effective_batch, seqlen=c.seqlen, vocab=vocab,
+    tokenizer = tokenizer_of(c.model)
+    note = replace_template(tokenizer, c.template) if c.template is not None else ""
+    if note and rank == 0:
+        tell(note)
+    return ChatBatches(c.data, tokenizer, global_batch=c.effective_batch, seqlen=c.seqlen, vocab=vocab,
                        seed=c.seed, rank=rank, world=world, pad=c.pad, hold_out=c.eval_every > 0,
                        eval_source=c.eval_data, **rules)  # fmt: skip
 
@@ -65,6 +71,9 @@ def look(run: Run, c: Config, model: HuggingFaceModel, device: torch.device) -> 
         model.check_packed(device)
     if model.noise:
         say(f"noise is off: {model.noise} of config.json")
+    if c.param_dtype != "fp32" and (kept := model.kept_in_fp32):
+        say(f"{len(kept)} parameters, which transformers keeps in fp32, are gathered in {c.param_dtype}, such as "
+            f"{kept[0]}; use --param-dtype fp32 to compute with them as it does")  # fmt: skip
     usual = model.rotary.get("original_max_position_embeddings")
     if model.rotary.get("rope_type") == "longrope" and c.seqlen > usual:
         say(f"longrope: rows of more than {usual} tokens have the long factors, also for shorter examples in them, "

@@ -13,12 +13,15 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import date
 from itertools import chain, product
+from os.path import commonprefix
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from trainer.data import unusable
+from trainer.data import DataError, unusable
 from trainer.distributed.terminal import one_line
 from trainer.finetuning import messages as forms
 from trainer.finetuning.columns import FORMATS
@@ -34,7 +37,8 @@ OF_CHATS = "tools", "chat_template_kwargs"  # keys of a line beside its messages
 OWN = "messages", "tools", "documents", "add_generation_prompt", "chat_template"  # which no template argument may be
 SWITCHES = "enable_thinking", "thinking"  # names of arguments that open or close <think> in the generation prompt
 RENDER = "give it a role and a key that the template writes, or leave such lines out with --bad-lines skip"
-TEMPLATE = "put {% generation %} and {% endgeneration %} into the template, around answers with their end-of-turn token"
+TEMPLATE = ("put {% generation %} and {% endgeneration %} into a copy of the template, around answers with their "
+            "end-of-turn token, and name it by --template")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,28 @@ def render(turns: list[dict], how: dict, **more: bool) -> tuple[str, list[tuple[
 def asked(turns: list[dict], how: dict) -> tuple[str, str]:
     """What a model is given that shall say the last message, and the conversation with that message."""
     return render(turns[:-1], how, add_generation_prompt=True)[0], render(turns, how)[0]
+
+
+def replace_template(tokenizer: PreTrainedTokenizerFast, file: str) -> str:
+    """Gives a tokenizer the chat template in a file. Returns where that writes an ordinary conversation in another way
+    than its own does, for people, or nothing. ValueError: the file is no text."""
+    turns = [dict(role=role, content=f"{role} speaks.") for role in ("user", "assistant", "user", "assistant")]
+    texts = []
+    try:
+        for template in (tokenizer.chat_template, Path(file).read_text(encoding="utf-8")):
+            tokenizer.chat_template, text = template, ""
+            with suppress(BadLine, DataError):  # without one of its own nothing is compared
+                how = ChatTemplate(tokenizer, Rules()).arguments({})
+                text = "".join(map("".join, asked(turns, how)))
+            texts.append(text)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"--template {file}: {one_line(error, kind=False)}") from error
+    own, new = texts
+    if not own or own == new:
+        return ""
+    at = max(0, len(commonprefix(texts)) - 20)
+    return (f"--template {file}: writes {new[at : at + 40]!r} where the model's own template writes "
+            f"{own[at : at + 40]!r}; --export keeps the model's own")  # fmt: skip
 
 
 class ChatTemplate:

@@ -1,0 +1,181 @@
+"""Every causal class of the installed transformers trains as the plain model does, or is refused in one sentence.
+
+    pytest -s -m slow tests/test_families.py    # a minute on two ranks; prints the table
+    pytest tests/test_families.py               # what is refused, one rank
+
+Gradients on two ranks are those of from_pretrained() on one process, in fp32; what is exported has the
+files' bits. Configurations: tests/families.py.
+"""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import spawn
+from running import one_line
+
+pytest.importorskip("transformers", reason="needs transformers: pip install -e '.[hf]'")
+
+from families import FAMILIES, tiny
+from tiny_hf import TOKENS, write_tokenizer
+from transformers import AutoModelForCausalLM
+
+from trainer import config as flags
+from trainer.checkpoint.manifest import CheckpointError
+from trainer.data import DataError
+from trainer.distributed.terminal import one_line as in_one_line
+from trainer.finetuning import config, export, load
+from trainer.finetuning.model import blank_model
+from trainer.parallelize import build
+
+pytestmark = pytest.mark.usefixtures("isolated")
+CPU = torch.device("cpu")
+TARGETS = TOKENS.roll(-1, 1)
+LARGEST = 8_000_000  # parameters
+RIGHT, REFUSED, NONE = "trained right", "refused", "no tiny model"
+
+
+def write(family: str, folder: Path) -> None:
+    """A tiny model whose weights are no constants; raises if it does not run in transformers itself."""
+    made = tiny(family)
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        size = sum(p.numel() for p in AutoModelForCausalLM.from_config(made).parameters())
+    if size > LARGEST:
+        raise ValueError(f"has {size} parameters")
+    model = AutoModelForCausalLM.from_config(made, dtype=torch.float32)
+    for p in model.parameters():
+        p.data += 0.05 * torch.randn_like(p)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()(input_ids=TOKENS, use_cache=False)
+
+
+def train(folder: Path, out: Path) -> tuple[float, dict, str]:
+    """The loss and the gradients of a model on two ranks, and why it is not exported."""
+    argv = ["--model", str(folder), "--data", "x", "--compile", "none", "--seqlen", "12", "--export", str(out)]
+    c = flags.resolve(config.parse(argv), "cpu", 2)
+    model = blank_model(str(folder))
+    model.drawn = False
+    step = build(c, CPU, 2, model=model)
+    load.load_weights(c, step.model, None)
+    step.model.look(CPU)
+    loss = step.model(TOKENS, TARGETS)
+    loss.backward()
+    grads = {n: p.grad.full_tensor() for n, p in step.model.model.named_parameters() if p.grad is not None}
+    try:
+        step.model.check_packed(CPU)
+        packed = "packed"
+    except DataError:
+        packed = "not packed"
+    try:
+        export.export(c, step.model, None)
+    except CheckpointError as error:
+        packed += f", not exported: {error}"
+    return loss.item(), grads, packed
+
+
+def differs(folder: Path, out: Path, loss: float, grads: dict) -> str:
+    """What is not as the plain model has it."""
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    logits = plain(input_ids=TOKENS, use_cache=False, return_dict=True).logits
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), TARGETS.flatten(), reduction="sum")
+    expected.backward()
+    own = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None and p.grad.any()}
+    if abs(loss - expected.item()) > 1e-3:
+        return f"loss {loss}, not {expected.item()}"
+    for name in sorted(own.keys() | grads.keys()):
+        one = own.get(name, torch.zeros(()))
+        if (grads.get(name, torch.zeros(())) - one).abs().max() > 1e-3 * one.abs().max():
+            return f"gradient of {name}"
+    if out.exists():
+        ours, theirs = (AutoModelForCausalLM.from_pretrained(each).state_dict() for each in (out, folder))
+        if any(not torch.equal(t, ours[name]) for name, t in theirs.items()):
+            return "the exported tensors"
+    return ""
+
+
+def scan(mesh) -> dict[str, tuple[str, str]]:
+    told, root = {}, Path(os.environ["MODELS"])
+    for family in FAMILIES:
+        folder, out, why = root / family, root / f"out-{family}", [None]
+        if not dist.get_rank():
+            try:
+                write(family, folder)
+            except Exception as error:  # whatever a class says against sizes that do not fit together
+                why = [in_one_line(error, 120)]
+        dist.broadcast_object_list(why)
+        if why[0] is not None:
+            told[family] = NONE, why[0]
+            continue
+        try:
+            loss, grads, words = train(folder, out)
+        except (DataError, ValueError) as error:
+            told[family] = REFUSED, str(error).replace(f"{root}/", "")
+        except Exception as error:
+            told[family] = "crashed", in_one_line(error, 300)
+        else:
+            wrong = "" if dist.get_rank() else differs(folder, out, loss, grads)
+            told[family] = (f"wrong: {wrong}" if wrong else RIGHT), words
+        dist.barrier()
+        if not dist.get_rank():
+            shutil.rmtree(folder)
+            shutil.rmtree(out, ignore_errors=True)
+    return told
+
+
+@pytest.mark.slow
+def test_every_causal_class_is_trained_right_or_refused_in_one_sentence(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("MODELS", str(tmp_path))
+    first, second = spawn(2, [scan], timeout=900)["scan"]
+    with capfd.disabled():
+        print()
+        for family, (outcome, words) in first.items():
+            print(f"{family:26} {outcome:14} {words[:150]}")
+    outcomes = [outcome for outcome, _ in first.values()]
+    print(f"{outcomes.count(RIGHT)} of {len(FAMILIES)} trained right, {outcomes.count(REFUSED)} refused")
+    assert [each for each in first.items() if each[1][0] not in (RIGHT, REFUSED, NONE)] == []
+    assert first.keys() == {*FAMILIES} and first == second
+    assert all("\n" not in words and len(words) < 600 for _, words in first.values())
+    assert outcomes.count(RIGHT) >= 0.8 * len(FAMILIES) and outcomes.count(NONE) <= 0.12 * len(FAMILIES)
+
+
+@pytest.mark.parametrize(("family", "how", "said"), [
+    ("bert", dict(is_decoder=False), "its tokens see later ones, which they shall predict; use a causal model (some "),
+    ("reformer", dict(vocab_size=400), "ReformerModelWithLMHead: its code does not run here; use another model ("),
+    ("rwkv", {}, "RwkvForCausalLM: its code does not work with sharded parameters; use another model ("),
+])  # fmt: skip
+def test_a_class_that_cannot_be_trained_is_refused_in_one_line(family, how, said, tune, tmp_path):
+    made = tiny(family)
+    vars(made).update(how)
+    AutoModelForCausalLM.from_config(made).save_pretrained(tmp_path / "model")
+    write_tokenizer(tmp_path / "model")
+    done = tune("--steps", 1, "--seqlen", 64, model=tmp_path / "model")
+    assert done.code == 3 and said in one_line(done.err)
+
+
+def test_a_model_whose_files_join_tensors_is_not_exported(tune, tmp_path):
+    AutoModelForCausalLM.from_config(tiny("hrm_text")).save_pretrained(tmp_path / "model")
+    write_tokenizer(tmp_path / "model")
+    done = tune("--steps", 1, "--export", "out", model=tmp_path / "model")
+    assert done.code == 4 and "gqkv_proj.weight is made of several tensors, which cannot be written" in done.err
+
+
+def test_a_head_of_another_width_than_the_hidden_states_has_no_chunked_loss(tune, tmp_path):
+    AutoModelForCausalLM.from_config(tiny("rembert")).save_pretrained(tmp_path / "model")
+    write_tokenizer(tmp_path / "model")
+    assert tune("--steps", 1, model=tmp_path / "model").code == 0
+    done = tune("--steps", 1, "--loss", "chunked", model=tmp_path / "model")
+    assert done.code == 1 and "use --loss full" in one_line(done.err)
+
+
+def test_models_that_compute_a_part_in_fp32_train_in_bf16(tune, tmp_path):
+    for family, said in (("mamba", False), ("ernie4_5_moe", True)):
+        AutoModelForCausalLM.from_config(tiny(family)).save_pretrained(tmp_path / family)
+        write_tokenizer(tmp_path / family)
+        done = tune("--steps", 1, "--param-dtype", "bf16", model=tmp_path / family)
+        assert done.code == 0, done.err
+        assert ("keeps in fp32, are gathered in bf16, such as model.layers.1.mlp.gate.weight; use" in done.out) == said
+    assert "transformers keeps" not in tune("--steps", 1, model=tmp_path / "ernie4_5_moe").out
