@@ -407,7 +407,8 @@ def before_it_is_moved(model, mesh):
     return model.to(torch.float64).to("meta").to_empty(device="cpu"), options
 
 
-OTHERS_OPTIONS = of_another_model, of_a_model_that_this_rank_has_alone, of_a_part, before_it_is_copied, before_it_is_moved
+OTHERS_OPTIONS = (of_another_model, of_a_model_that_this_rank_has_alone, of_a_part, before_it_is_copied,
+                  before_it_is_moved)  # fmt: skip
 
 
 def test_options_that_were_made_in_another_order_move_the_same_collectives(mesh_of):

@@ -43,7 +43,7 @@ def test_a_rank_that_refuses_is_named_and_gives_its_exit_code(tmp_path):
 
 @pytest.mark.parametrize(("nodes", "argv", "message"), [
     ("1", "--width 64", "--grouping 4: must divide the 2 heads (64 / 32), as --grouping 1"),
-    ("2", "--effective-batch 12", "--effective-batch 12: must be 4 ranks x --batch 8 x a whole number (--grad-accum 1)"),
+    ("2", "--effective-batch 9", "--effective-batch 9: must be 4 ranks x --batch 8 x a whole number (--grad-accum 1)"),
 ])  # fmt: skip
 def test_flags_that_do_not_fit_together_are_one_line_before_torchrun_starts(nodes, argv, message):
     env = ENV | dict(PYTHON=sys.executable, NO_INSTALL="1", NNODES=nodes, NPROC="2", CUDA_VISIBLE_DEVICES="")
