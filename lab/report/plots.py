@@ -301,11 +301,6 @@ def told(row: dict) -> dict:
     return told | {"ranks": published.label(row)}
 
 
-def options(row: dict) -> set[tuple[str, str]]:
-    """(name, value) of the flags that are not the shape of the model, nor without influence on memory and time."""
-    return {(name, str(value)) for name, value in told(row).items() if name not in (*published.SHAPE, "ranks")}
-
-
 def front(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
     """Of (ms, MiB) those that no other undercuts in both, fastest first."""
     best = []
@@ -319,7 +314,7 @@ def fronts(rows: list[dict], folder: Path, most: int = 8) -> list[Path]:
     """Time against memory for every setting (shape, device, torch, ranks) that at least three rows share. Of more than
     `most` variants those are named that no other beats in both."""
     settings, paths = {}, []
-    for row in published.newest(rows, lambda row: (published.shape(row), *sorted(options(row)))):
+    for row in published.newest(rows, lambda row: str(sorted(told(row).items()))):
         if published.figure(row, "step_ms") and published.figure(row, memory_of([row])[0]):
             key = published.shape(row), row.get("device"), row.get("torch"), published.label(row)
             settings.setdefault(key, []).append(row)
