@@ -170,9 +170,43 @@ def sharded_twice(mesh):
     return str(refused.value)
 
 
+def scaled(mesh):
+    """Scale and changed rows of three steps under a GradScaler; in the second the gradient of rank 1's shard is inf."""
+    model, found = data_parallel(nn.Linear(4, 4, bias=False), mesh), []
+    optimizer, scaler = torch.optim.SGD(model.parameters(), 0.1), torch.amp.GradScaler("cpu", init_scale=2.0)
+    for step in range(3):
+        before, loss = whole(model.weight).clone(), model(torch.ones(2, 4))
+        loss = (loss * torch.tensor([1, 1, 1, float("inf") if step == 1 else 1])).sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        found.append((scaler.get_scale(), (whole(model.weight) != before).any(1).tolist()))
+    return found
+
+
+def measured(mesh):
+    """The norm of a gradient: of this rank's shard, and of all."""
+    model = data_parallel(mlp(), mesh)
+    model(torch.ones(1, 6)).square().sum().backward()
+    grad = model[0].weight.grad
+    shard = grad.to_local().norm().item(), grad.norm().item()
+    return shard, whole(grad).norm().item(), grad.norm().full_tensor().item()
+
+
 @pytest.fixture(scope="module")
 def two():
-    return spawn(2, [initialised, lora, as_with_others, penalised_and_averaged, sharded_twice], timeout=240)
+    jobs = [initialised, lora, as_with_others, penalised_and_averaged, sharded_twice, scaled, measured]
+    return spawn(2, jobs, timeout=240)
+
+
+def test_a_gradient_that_is_not_finite_on_one_rank_stops_the_step_of_all(two):
+    assert two["scaled"] == [[(2.0, [True] * 4), (1.0, [False] * 4), (1.0, [True] * 4)]] * 2
+
+
+def test_the_norm_of_a_gradient_is_this_rank_s_part_until_it_is_whole(two):
+    for (local, item), *norms in two["measured"]:
+        assert norms == [pytest.approx(norms[0])] * 2 and item == pytest.approx(local) and item < norms[0]
 
 
 def test_an_optimizer_with_collectives_of_its_own_is_refused_by_torch(two):
