@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -162,6 +163,16 @@ def test_ctrl_c_is_two_quiet_lines_and_no_error(tmp_path):
         "Ctrl-C: stopping after this step; again: at once",
         f"stopped by SIGINT after step {step}; saved in {tmp_path}/run: the same command goes on",
     ]
+
+
+@pytest.mark.parametrize("seconds", [0.5, 1.5])
+def test_ctrl_c_while_torchrun_starts_has_no_traceback(seconds):
+    run = start(*TINY)
+    assert run.stdout.readline() == "starting torchrun\n"
+    time.sleep(seconds)
+    os.killpg(run.pid, signal.SIGINT)  # as a terminal does
+    _, err = run.communicate(timeout=100)  # until the process that forks has closed its end
+    assert "Traceback" not in err and run.returncode in (-signal.SIGINT, 130), err  # 130: the ranks were there already
 
 
 @pytest.mark.slow
