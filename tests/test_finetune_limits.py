@@ -98,6 +98,7 @@ def with_a_deep_index(folder):
 UP = "model.layers.1.mlp.up_proj.weight"
 FOLDERS = [  # what is done to a good folder, the exit code, what the message names
     (lambda f: os.remove(f / "config.json"), 3, ["config.json", "No such file"]),
+    (lambda f: os.rename(f / "config.json", f / "adapter_config.json"), 3, ["found adapters", "export with --merge"]),
     (lambda f: (f / "config.json").write_text("{"), 3, ["config.json", "no JSON"]),
     (lambda f: (f / "config.json").write_text('{"a":' * 10**5), 3, ["config.json", "no JSON"]),
     (lambda f: os.mkfifo(f / "merges.txt"), 3, ["merges.txt: expected a file, found a pipe"]),
