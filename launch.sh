@@ -87,7 +87,7 @@ install_cpu_torch() {
 }
 
 torchrun() {    # torchrun SCRIPT ARGS; a prefix (nsys) may stand in $wrap
-    local where="--standalone" how= word check=(-c 'import sys; from trainer.config import parse; parse(sys.argv[1:])' "${@:2}")
+    local where="--standalone" how= word nodes=${NNODES:-1} world
     [ "$gpus" -gt 0 ] || how="--start-method forkserver"    # sooner, and not for CUDA
     case ${NPROC:-1} in 0*|*[!0-9]*|?????*) die "NPROC=$NPROC: expected a number of processes" 2 ;; esac
     for word in "${@:2}"; do case $word in -h|--help) exec "$py" "$1" --help ;; esac; done
@@ -95,8 +95,9 @@ torchrun() {    # torchrun SCRIPT ARGS; a prefix (nsys) may stand in $wrap
         [[ ${!word:-0} =~ ^[0-9]{1,6}$ ]] || die "$word=${!word}: expected a number from 0 on" 2; done
     [[ ${MASTER_PORT:-1} =~ ^[1-9][0-9]{0,4}$ && ${MASTER_PORT:-1} -lt 65536 ]] || die "MASTER_PORT=$MASTER_PORT: expected 1 to 65535" 2
     case ${NNODES:-1} in 0*|*[!0-9:]*) die "NNODES=$NNODES: expected a number of nodes, or the least and the most, as 1:2" 2 ;; esac
-    [ "$1" = main.py ] || check=("$@" --check)
-    "$py" "${check[@]}" || exit
+    nodes=${nodes##*:} world=$((${NPROC:-$((gpus > 0 ? gpus : 4))} * 10#${nodes:-1}))
+    if [ "$1" = main.py ]; then "$py" -c 'import sys; from trainer.config import parse; parse(sys.argv[2:], 0, int(sys.argv[1]))' "$world" "${@:2}"
+    else "$py" "$@" --check; fi || exit
     if [ "${NNODES:-1}" != 1 ]; then
         : "${NODE_RANK:?several nodes: give each its NODE_RANK}" "${MASTER_ADDR:?several nodes: name the first as MASTER_ADDR}"
         where="--nnodes=$NNODES --node-rank=$NODE_RANK --master-addr=$MASTER_ADDR --master-port=${MASTER_PORT:-29500}"

@@ -4,10 +4,11 @@
     torchrun --nproc-per-node 4 main.py --depth 8 --compile fwdbwd      # the main job
 
 The loop is here, from top to bottom. What surrounds it (signals, hanging ranks, checkpoints, the log, the row) is
-trainer/run.py. Where to add what: a second loss term in `Step.loss_sum` of trainer/step.py, an optimizer in
-`make_optimizer` of trainer/parallelize.py, a schedule in `learning_rate` of trainer/optimizer.py (each with its name
-in trainer/config.py, where the flags are), a figure of each logged step as `run.log(k, loss, lr, name=value)`, a column
-of the row as `run.told["name"] = value`. Exit codes: trainer/fault_tolerance/errors.py.
+trainer/run.py. Where to add what: a second loss term in `cross_entropy` of model.py (a sum over tokens), an optimizer
+as a subclass of AdamW in trainer/optimizer.py with a `step` of its own, made in `make_optimizer` of
+trainer/parallelize.py, a schedule in `learning_rate` of trainer/optimizer.py (each with its name in trainer/config.py,
+where the flags are), a figure of each logged step as `run.log(k, loss, lr, name=value)`, a column of the row as
+`run.told["name"] = value`. Exit codes: trainer/fault_tolerance/errors.py.
 """
 
 import signal

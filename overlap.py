@@ -51,8 +51,8 @@ LAYOUT = {operator.getitem, aten.reshape.default, aten.clone.default, aten._to_c
 
 def compile_options(model: nn.Module, cap_mib: float = 128.0, whole_step: bool = False, ahead: float = 1.0,
                     by_size: bool = False) -> dict:  # fmt: skip
-    """Inductor options for any torch.compile of `model`, wrapped, of a part of it, or of a function around it. None on
-    a single rank, where Inductor's own order of a graph needs less memory.
+    """Inductor options for any torch.compile of `model`, wrapped, of a part of it, or of a function around it; those of
+    another wrapped model do as well. None on a single rank, where Inductor's own order of a graph needs less memory.
 
     cap_mib: most MiB of a bucket of
     parameters that lie in no block, such as embedding and head; one that is larger has a bucket of its own.
@@ -71,12 +71,11 @@ def passes(model: nn.Module, cap_mib=128.0, whole_step=False, ahead=1.0, by_size
     """What moves the collectives, and compile_options, of which it is a part on several ranks."""
     if not (0 <= ahead <= 1 or ahead % 1 == 0 < ahead):
         raise ValueError(f"ahead: {ahead}: must be between 0 and 1, or a whole number above 1")
-    sharded = [p for p in model.parameters() if isinstance(p, DTensor)]
-    if not sharded and any(True for _ in model.parameters()):
+    if not any(isinstance(p, DTensor) for p in model.parameters()):
         raise ValueError("model: no parameter is sharded: call data_parallel() first, then compile_options()")
     units = tuple(name for name, module in model.named_modules() if is_unit(type(module)))
     moves = Overlap(units, cap_mib, whole_step, ahead, by_size)
-    if not any(p.device_mesh.size() > 1 for p in sharded):
+    if torch.distributed.get_world_size() == 1:
         return moves, {}
     if inductor_config.post_grad_custom_post_pass is not None:
         raise ValueError("torch._inductor.config.post_grad_custom_post_pass is set, compile_options() would replace "

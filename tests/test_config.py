@@ -150,6 +150,7 @@ MISFITS = [  # what is wrong together: argv, world, what the message names
     ("--width 96 --head-dim 3", 1, ["--head-dim 3", "even"]),
     ("--grouping 3", 1, ["--grouping 3", "4 heads"]),
     ("--grouping 8", 1, ["--grouping 8", "4 heads"]),
+    ("--width 64", 1, ["--grouping 4: must divide the 2 heads (64 / 32), as --grouping 1"]),
     ("--vocab 255", 1, ["--vocab 255", "256", "stdlib"]),
     ("--vocab 100 --data overfit", 1, ["--vocab 100", "256", "overfit"]),
     ("--vocab 100 --data text:here", 1, ["--vocab 100", "256", "text:here"]),

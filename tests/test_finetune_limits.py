@@ -98,6 +98,7 @@ def with_a_deep_index(folder):
 UP = "model.layers.1.mlp.up_proj.weight"
 FOLDERS = [  # what is done to a good folder, the exit code, what the message names
     (lambda f: os.remove(f / "config.json"), 3, ["config.json", "No such file"]),
+    (lambda f: os.rename(f / "config.json", f / "adapter_config.json"), 3, ["found adapters", "export with --merge"]),
     (lambda f: (f / "config.json").write_text("{"), 3, ["config.json", "no JSON"]),
     (lambda f: (f / "config.json").write_text('{"a":' * 10**5), 3, ["config.json", "no JSON"]),
     (lambda f: os.mkfifo(f / "merges.txt"), 3, ["merges.txt: expected a file, found a pipe"]),
@@ -116,7 +117,8 @@ FOLDERS = [  # what is done to a good folder, the exit code, what the message na
     (retensor(lambda s: s.update({"lm_head.weight": s[UP].new_zeros(400, 32)})), 3, ["differ, but are one parameter"]),
     (lambda f: edit_json(f / "config.json", tie_word_embeddings=False), 3, ["1 tensors missing: lm_head.weight"]),
     (lambda f: edit_json(f / "config.json", vocab_size=200), 3, ["200"]),
-    (lambda f: edit_json(f / "config.json", max_position_embeddings=16), 2, ["--seqlen 48: the model knows 16"]),
+    (lambda f: edit_json(f / "config.json", max_position_embeddings=16), 2, ["--seqlen 48: the model knows 16",
+     "add --seqlen 16, or less"]),
     (lambda f: edit_json(f / "config.json", model_type="gemma3"), 3, ["a multimodal one, gemma3; use another model"]),
 ]  # fmt: skip
 
@@ -168,6 +170,19 @@ def test_bad_flags_are_told_in_one_line(argv, message, tune):
     done = tune(*argv.split())
     assert done.code == (3 if "nowhere.jsonl" in argv else 2) and done.err.count("error: ") == 1
     assert message in done.err
+
+
+def test_the_flags_of_other_programs_are_answered_by_the_one_that_stands_beside_them_in_the_docs(capsys):
+    table = (ROOT / "docs/coming_from.md").read_text().split("# Coming from TRL")[1]
+    rows = [line.split(" | ") for line in table.splitlines() if " | `--" in line and "interleave" not in line]
+    asked = [(name, ours) for *theirs, ours in rows for name in re.findall("`([a-z_]+)`", " ".join(theirs))]
+    assert len(asked) > 20
+    for name, ours in asked:
+        with pytest.raises(SystemExit):
+            config.parse([f"--{name}", "1"])
+        error, flags = capsys.readouterr().err, re.findall(r"--[a-z-]+", ours)
+        known = f"--{name}".replace("_", "-") in flags  # the same name here; then another flag is missing
+        assert known or any(f"did you mean {flag}?" in error for flag in flags), error
 
 
 @pytest.mark.parametrize("missing", ["--model", "--data"])

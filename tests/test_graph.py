@@ -98,6 +98,13 @@ def test_blocks_show_one_block(capsys):
     assert "block, forward: no collectives" in out and "per block and rank: 1 all-reduce, " in out
 
 
+def test_a_user_sees_no_warning_of_the_caches_that_are_left_out():
+    command = "-m lab.profiling.collectives --world 2 --depth 1 --width 32 --head-dim 8 --seqlen 8 --batch 1".split()
+    how = dict(capture_output=True, text=True, cwd=Path(graph.__file__).parents[2])
+    done = subprocess.run([sys.executable, *command], **how)
+    assert done.returncode == 0 and "dynamo_pgo" not in done.stderr, done.stderr
+
+
 @pytest.mark.parametrize("inputs", ["dict(input=torch.randn(2, 16))", "(torch.randn(2, 16),)", "torch.randn(2, 16)"])
 def test_your_own_model_by_module_and_function(capsys, tmp_path, monkeypatch, inputs):
     monkeypatch.delitem(sys.modules, "own", raising=False)

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import inspect
 import subprocess
 import sys
 import types
@@ -16,6 +17,7 @@ from running import ROOT
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy as FSDP2Policy
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -158,9 +160,66 @@ def penalised_and_averaged(mesh):
     return apart, (said[1] - said[0]).abs().max().item(), moved
 
 
+def sharded_twice(mesh):
+    """What an optimizer says that shares its parameters out among the ranks by collectives of its own."""
+    model = data_parallel(mlp(), mesh)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)
+    model(torch.ones(1, 6)).sum().backward()
+    with pytest.raises((NotImplementedError, RuntimeError)) as refused:
+        optimizer.step()
+    return str(refused.value)
+
+
+def scaled(mesh):
+    """Scale and changed rows of three steps under a GradScaler; in the second the gradient of rank 1's shard is inf."""
+    model, found = data_parallel(nn.Linear(4, 4, bias=False), mesh), []
+    optimizer, scaler = torch.optim.SGD(model.parameters(), 0.1), torch.amp.GradScaler("cpu", init_scale=2.0)
+    for step in range(3):
+        before, loss = whole(model.weight).clone(), model(torch.ones(2, 4))
+        loss = (loss * torch.tensor([1, 1, 1, float("inf") if step == 1 else 1])).sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        found.append((scaler.get_scale(), (whole(model.weight) != before).any(1).tolist()))
+    return found
+
+
+def measured(mesh):
+    """The norm of a gradient: of this rank's shard, and of all."""
+    model = data_parallel(mlp(), mesh)
+    model(torch.ones(1, 6)).square().sum().backward()
+    grad = model[0].weight.grad
+    shard = grad.to_local().norm().item(), grad.norm().item()
+    return shard, whole(grad).norm().item(), grad.norm().full_tensor().item()
+
+
 @pytest.fixture(scope="module")
 def two():
-    return spawn(2, [initialised, lora, as_with_others, penalised_and_averaged], timeout=240)
+    jobs = [initialised, lora, as_with_others, penalised_and_averaged, sharded_twice, scaled, measured]
+    return spawn(2, jobs, timeout=240)
+
+
+def test_a_gradient_that_is_not_finite_on_one_rank_stops_the_step_of_all(two):
+    assert two["scaled"] == [[(2.0, [True] * 4), (1.0, [False] * 4), (1.0, [True] * 4)]] * 2
+
+
+def test_the_norm_of_a_gradient_is_this_rank_s_part_until_it_is_whole(two):
+    for (local, item), *norms in two["measured"]:
+        assert norms == [pytest.approx(norms[0])] * 2 and item == pytest.approx(local) and item < norms[0]
+
+
+def test_an_optimizer_with_collectives_of_its_own_is_refused_by_torch(two):
+    assert all("c10d.broadcast_" in said for said in two["sharded_twice"]), two["sharded_twice"]
+
+
+def test_a_call_of_torchtitans_file_is_the_same_here_or_refused(fake):
+    names = [*inspect.signature(data_parallel).parameters]
+    assert names[:4] == ["model", "device_mesh", "mode", "mp_policy"]
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    assert isinstance(data_parallel(mlp(), fake(2), "fully_shard", mp_policy=policy)[0].weight, DTensor)
+    with pytest.raises(TypeError, match="ac_mode"):
+        data_parallel(mlp(), fake(2), "fully_shard", ac_mode="none")
 
 
 def test_gradients_of_gradients_and_moving_averages_are_those_of_one_process(two):
@@ -311,13 +370,20 @@ def test_what_lies_around_the_forward_of_the_class_reads_whole_parameters(fake, 
 
 @pytest.mark.parametrize("forward, note", [
     (lambda m, x: x + dict(m.named_parameters())["shift"], "read a parameter as an attribute of its module"),
+    (lambda m, x: x + [*m.parameters()][0], "read a parameter as an attribute of its module"),
     (lambda m, x: torch.func.grad(lambda x: m.head(m.body(x)).sum())(x), "call them around the model"),
-], ids=["named_parameters", "torch.func"])  # fmt: skip
+], ids=["named_parameters", "parameters", "torch.func"])  # fmt: skip
 def test_an_error_of_torch_that_our_wrapper_leads_to_says_what_to_do(fake, forward, note):
     model = data_parallel(type("Model", (Ends,), dict(forward=forward))(), fake(2))
     with pytest.raises(RuntimeError) as error:
         model(torch.ones(2, 3))
     assert note in error.value.__notes__[0] and len(error.value.__notes__) == 1
+
+
+def test_get_parameter_while_the_model_runs_finds_no_parameter(fake):
+    model = data_parallel(type("Model", (Ends,), dict(forward=lambda m, x: x + m.get_parameter("shift")))(), fake(2))
+    with pytest.raises(AttributeError, match="`shift` is not an nn.Parameter"):
+        model(torch.ones(2, 3))
 
 
 def test_late_adapters_on_the_mesh_of_hybrid_shard_are_replicated_over_all_of_it(fake):

@@ -20,17 +20,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from forked import Job
 from harness import ONE_GRAPH
 from running import TINY, one_line, read, torchrun
 
 import main
-from model import Transformer
+from model import Transformer, cross_entropy
 from trainer import config as flags
+from trainer import parallelize
 from trainer import run as runs
 from trainer import step as steps_of
 from trainer.data import Batches, DataError
-from trainer.optimizer import learning_rate
+from trainer.optimizer import AdamW, learning_rate
 from trainer.parallelize import compile_options
 
 pytestmark = pytest.mark.usefixtures("isolated")
@@ -117,6 +119,36 @@ def test_the_optimizers_flags_reach_it(train):
     for argv in ("--weight-decay 0", "--beta1 0.5", "--beta2 0.5", "--schedule constant --warmup 0"):
         other = train(*argv.split(), "--log-every", 1, "--steps", 6)
         assert other.code == 0 and other.steps[-1]["loss"] != plain.steps[-1]["loss"], argv
+
+
+@pytest.mark.parametrize("compile", ["none", pytest.param("model", marks=pytest.mark.slow)])
+def test_a_change_is_found_where_the_head_of_main_py_says(compile, train, monkeypatch):
+    """A second loss term, an optimizer, a figure of each step and a column of the row."""
+    plain = train("--log-every", 1, "--compile", compile)
+    told, log = runs.Run.training, runs.Run.log
+
+    def training(run, step):
+        run.told["mine"] = 7
+        return told(run, step)
+
+    def with_term(logits, targets):
+        loss = F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten(), reduction="sum")
+        return loss + logits.float().logsumexp(-1).square().sum()
+
+    class SGD(AdamW):
+        def step(self, grads, bad):
+            torch._foreach_sub_(self.shards, [self.lr * grad for grad in grads])
+
+    monkeypatch.setitem(cross_entropy.__globals__, "cross_entropy", with_term)  # model.py's name for it
+    monkeypatch.setattr(steps_of, "cross_entropy", with_term)
+    first = train("--log-every", 1, "--compile", compile, "--steps", 2)
+    monkeypatch.setattr(parallelize, "AdamW", SGD)
+    monkeypatch.setattr(runs.Run, "log", lambda run, k, loss, lr: log(run, k, loss, lr, mine=k))
+    monkeypatch.setattr(runs.Run, "training", training)
+    other = train("--log-every", 1, "--compile", compile, "--steps", 2)
+    assert first.steps[0]["loss"] > plain.steps[0]["loss"] + 1
+    assert other.steps[0]["loss"] == first.steps[0]["loss"] and other.steps[1]["loss"] != first.steps[1]["loss"]
+    assert [each["mine"] for each in other.steps] == [0, 1] and other.row["mine"] == 7
 
 
 def test_equal_global_batches_give_equal_losses_however_they_are_cut(train):

@@ -4,14 +4,16 @@ A fake process group of any size; the graphs of forward and backward are taken a
 and bytes alive in the code that Inductor then generates are in test_generated.py.
 """
 
+import copy
 import re
 from pathlib import Path
 
 import pytest
 import torch
-from models_for_wrapper import private_names
+from models_for_wrapper import Block, private_names
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed import DeviceMesh
 from torch.distributed._functional_collectives import all_gather_tensor, all_reduce
 
 import overlap
@@ -280,10 +282,8 @@ def test_a_norm_rides_along_with_a_head_larger_than_the_cap(mesh_of):
     assert count(graphs["backward"], "all-gather") == (2, 0)
 
 
-def test_a_plan_that_names_no_module_is_an_error_and_one_that_matches_nothing_a_warning(mesh_of):
+def test_options_for_a_graph_without_any_unit_are_a_warning(mesh_of):
     model = build(mesh_of(8), depth=1)
-    with pytest.raises(ValueError, match="model: no parameter is sharded: call data_parallel"):
-        compile_options(nn.Linear(2, 2))
     options = compile_options(model)
     tokens = torch.zeros(B, T, dtype=torch.long)
     with pytest.warns(UserWarning, match=r"overlap: a graph gathers nothing in a unit \(blocks.0 ..\), only in L\["):
@@ -375,3 +375,69 @@ def test_on_one_rank_inductor_orders_the_graph(mesh_of):
     assert compile_options(model, whole_step=True) == {}
     with pytest.raises(ValueError, match="ahead: 1.5: must be between 0 and 1"):
         compile_options(model, ahead=1.5)
+
+
+@pytest.mark.parametrize("world", [1, 8])
+@pytest.mark.parametrize("other", [nn.Linear(2, 2), nn.Identity(), torch.compile(nn.Linear(2, 2))],
+                         ids=["not wrapped", "without parameters", "compiled, not wrapped"])  # fmt: skip
+def test_options_of_what_is_not_wrapped_are_an_error_on_any_number_of_ranks(mesh_of, world, other):
+    build(mesh_of(world), depth=1)
+    with pytest.raises(ValueError, match="model: no parameter is sharded: call data_parallel"):
+        compile_options(other)
+
+
+def of_another_model(model, mesh):
+    return model, compile_options(data_parallel(nn.Linear(3, 3), mesh))
+
+
+def of_a_model_that_this_rank_has_alone(model, mesh):
+    return model, compile_options(data_parallel(nn.Linear(3, 3), DeviceMesh("cpu", [0])))
+
+
+def of_a_part(model, mesh):
+    return model, compile_options(model[0])
+
+
+def before_it_is_copied(model, mesh):
+    return copy.deepcopy(model), compile_options(model)
+
+
+def before_it_is_moved(model, mesh):
+    options = compile_options(model)
+    return model.to(torch.float64).to("meta").to_empty(device="cpu"), options
+
+
+OTHERS_OPTIONS = (of_another_model, of_a_model_that_this_rank_has_alone, of_a_part, before_it_is_copied,
+                  before_it_is_moved)  # fmt: skip
+
+
+def test_options_that_were_made_in_another_order_move_the_same_collectives(mesh_of):
+    mesh, x, gaps = mesh_of(8), torch.zeros(2, D, dtype=torch.float64), []
+    for of in (lambda model, mesh: (model, {}), lambda model, mesh: (model, compile_options(model)), *OTHERS_OPTIONS):
+        model = nn.Sequential(*(Block(D, D) for _ in range(4))).double()
+        model, options = of(data_parallel(model, mesh), mesh)
+        graphs = capture(lambda x, model=model: model(x).sum(), (x,), options)
+        gaps.append([(c.kind, c.gap) for gm in graphs.values() for c in collectives(gm)])
+    assert gaps[0] != gaps[1] and gaps[2:] == [gaps[1]] * len(OTHERS_OPTIONS)
+
+
+@pytest.mark.parametrize("of", OTHERS_OPTIONS)
+def test_options_that_were_made_in_another_order_are_none_on_one_rank(mesh_of, of):
+    mesh = mesh_of(1)
+    assert of(data_parallel(nn.Sequential(nn.Linear(4, 4)), mesh), mesh)[1] == {}
+
+
+@pytest.mark.parametrize("world", [1, 8])
+def test_a_function_compiled_and_run_before_the_wrap_is_compiled_again(mesh_of, world):
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.ones(2, 4)
+    kinds = []
+
+    def backend(gm, inputs):
+        kinds.append("gather" in gm.print_readable(print_output=False))
+        return gm
+
+    compiled = torch.compile(model.forward, backend=backend)
+    compiled(x)
+    data_parallel(model, mesh_of(world))
+    compiled(x)
+    assert kinds == [False, True]

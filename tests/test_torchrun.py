@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -39,6 +40,17 @@ def test_a_rank_that_refuses_is_named_and_gives_its_exit_code(tmp_path):
     ours, last = err.splitlines()
     assert run.returncode == 2 and ours.startswith("error: --data nothing: expected one of ")
     assert re.fullmatch(r"torchrun: rank 0, process \d+, ended with exit code 2, the first of this host to fail", last)
+
+
+@pytest.mark.parametrize(("nodes", "argv", "message"), [
+    ("1", "--width 64", "--grouping 4: must divide the 2 heads (64 / 32), as --grouping 1"),
+    ("2", "--effective-batch 9", "--effective-batch 9: must be 4 ranks x --batch 8 x a whole number (--grad-accum 1)"),
+])  # fmt: skip
+def test_flags_that_do_not_fit_together_are_one_line_before_torchrun_starts(nodes, argv, message):
+    env = ENV | dict(PYTHON=sys.executable, NO_INSTALL="1", NNODES=nodes, NPROC="2", CUDA_VISIBLE_DEVICES="")
+    command = [ROOT / "launch.sh", "run", "--device", "cpu", *argv.split()]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, one_line(done.stderr)) == (2, "", f"error: {message}")
 
 
 @pytest.mark.slow
@@ -151,6 +163,16 @@ def test_ctrl_c_is_two_quiet_lines_and_no_error(tmp_path):
         "Ctrl-C: stopping after this step; again: at once",
         f"stopped by SIGINT after step {step}; saved in {tmp_path}/run: the same command goes on",
     ]
+
+
+@pytest.mark.parametrize("seconds", [0.5, 1.5])
+def test_ctrl_c_while_torchrun_starts_has_no_traceback(seconds):
+    run = start(*TINY)
+    assert run.stdout.readline() == "starting torchrun\n"
+    time.sleep(seconds)
+    os.killpg(run.pid, signal.SIGINT)  # as a terminal does
+    _, err = run.communicate(timeout=100)  # until the process that forks has closed its end
+    assert "Traceback" not in err and run.returncode in (-signal.SIGINT, 130), err  # 130: the ranks were there already
 
 
 @pytest.mark.slow

@@ -154,6 +154,8 @@ def draw(rows: list[dict], path: str) -> None:
     ValueError without any."""
     from matplotlib.figure import Figure
 
+    from lab.report.plots import word
+
     shown = {(label(row), row["depth"]): row for row in rows if "lanes" in row}
     if not shown:
         raise ValueError("--results: no row of this benchmark in it; measure first, without --plot")
@@ -165,7 +167,9 @@ def draw(rows: list[dict], path: str) -> None:
                 lane, color, hatch = LOOKS[what]
                 ax.barh(lane, end - begin, left=begin, color=color, hatch=hatch, edgecolor="black", linewidth=0.4)
         ax.set_yticks([0, 1], ["computation", "link"])
-        ax.set_title(f"{name}, depth {depth}: {row['ratio']:.2f} of the longer of both", fontsize=9, loc="left")
+        cell, _, own = name.partition(" ")
+        title = ", ".join([*map(word, ("wrapper", "compile", "optimizer"), cell.split(":")), *filter(None, [own])])
+        ax.set_title(f"{title}, depth {depth}: {row['ratio']:.2f} times the longer of both", fontsize=9, loc="left")
     axes[-1].set_xlabel("ms of one step; links take as long as the computation")
     bars = [axes[0].barh(0, 0, color=color, hatch=hatch, edgecolor="black", label=what.replace("_", "-"))
             for what, (_, color, hatch) in LOOKS.items()]  # fmt: skip

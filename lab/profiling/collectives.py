@@ -30,6 +30,7 @@ import os
 import pkgutil
 import re
 import signal
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -118,7 +119,9 @@ def tracing() -> Iterator[None]:
         dynamo_config.patch({k: True for k in ("trace_autograd_ops",) if hasattr(dynamo_config, k)}),
         # FlexAttention on a CPU only refuses to train; its graph is the one that a GPU gets.
         mock.patch("torch.nn.attention.flex_attention._validate_device", lambda *_: None),
+        warnings.catch_warnings(),
     ):
+        warnings.filterwarnings("ignore", "dynamo_pgo force disabled")  # as asked for above
         yield
     torch._dynamo.reset()
 

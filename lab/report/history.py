@@ -13,6 +13,7 @@ from dataclasses import fields
 from math import isfinite
 from pathlib import Path
 
+from lab.report.published import simulated
 from trainer.config import Output
 from trainer.logging import read_jsonl
 
@@ -46,11 +47,6 @@ def learned_from(row: dict) -> tuple:
     """What two runs must share if their losses are to be compared: the program, its data, model and vocabulary."""
     flags = row.get("flags") or {}
     return ("depth" in flags, *(flags.get(name) for name in ("data", "model", "vocab")))
-
-
-def simulated(row: dict) -> bool:
-    """Whether one process played rank 0 of many, so that the loss means nothing."""
-    return "(sim" in str(row.get("world"))
 
 
 def comparable_curves(rows: list[dict]) -> list[tuple[dict, list[dict]]]:

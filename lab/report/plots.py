@@ -50,9 +50,13 @@ WORDS = {
     "mode": {"fully_shard": "sharded", "replicate": "replicated", "hybrid_shard": "hybrid"},
     "wrapper": {"simple": "SimpleFSDP", "fsdp2": "FSDP2", "ddp": "DDP", "none": "no wrapper"},
     "loss": {"full": "full loss", "chunked": "chunked loss"}, "mlp": {"lean": "lean MLP", "plain": "plain MLP"},
-    "compile_options": {"()": "overlap.py", "plain": "without overlap.py"},
+    "compile_options": {"()": "overlap.py", "plain": "without overlap.py",
+                        "allow_buffer_reuse=False": "no reuse of buffers"},
+    "way": {"whole": "DDP", "sharded": "ZeRO-1", "fully_shard": "FSDP"},
     "small": {"replicate": "small ones replicated", "shard": "all sharded"},
 }  # fmt: skip
+NAMES = {"lr": "learning rate", "reduce_dtype": "gradients reduced in", "mlp_chunk": "MLP in chunks of",
+         "cuda_graph": "CUDA graph"}  # fmt: skip
 
 
 class NoFigure(ValueError):
@@ -96,9 +100,9 @@ def word(name: str, value: object) -> str:
     """--NAME VALUE for people."""
     text = " ".join(map(str, value)) or "()" if isinstance(value, list | tuple) else str(value)
     if name == "ranks":
-        n, _, simulated = text.partition("(")
-        return f"{n} rank{'s' * (n != '1')}" + f" ({simulated}" * bool(simulated)
-    name, words = name.replace("_", " "), WORDS.get(name, {})
+        n, _, link = text.removesuffix(")").partition("(sim ")
+        return f"{n} simulated ranks, {link}" if link else f"{n} rank{'s' * (n != '1')}"
+    name, words = NAMES.get(name, name.replace("_", " ")), WORDS.get(name, {})
     if value is None or value is False:
         return f"no {name}"
     return name if value is True else words.get(text, f"{name} {text.replace('_', ' ')}")
@@ -237,7 +241,7 @@ def draw_bars(file: str, made: dict[str, dict], shown: list[tuple[str, str]], la
     """Panels side by side: a group of bars for each label, one for each curve of ours; what is published is a mark.
     What does not fit on a page has several files."""
     own, theirs = ([name for name in made if name.startswith("published") == yes] for yes in (False, True))
-    texts = {x: textwrap.fill(text, 24) for x, text in labels.items()}
+    texts = {x: textwrap.fill(text, 24, break_on_hyphens=False) for x, text in labels.items()}
     inside = {x: [name for name in own if x in made[name]] for x in texts}
     room = {x: 0.07 + max(0.12 * (1 + text.count("\n")), 0.13 * len(inside[x])) for x, text in texts.items()}  # inch
     if sum(room.values()) > PAGE:
@@ -268,7 +272,7 @@ def draw_bars(file: str, made: dict[str, dict], shown: list[tuple[str, str]], la
         ax.set_xlim(left=0)
         ax.set_yticks([*places.values()], [*texts.values()])
         ax.tick_params(axis="y", length=0)
-        ticks = MaxNLocator(2 if ax.get_xlim()[1] > 5000 else 3)  # long numbers would touch
+        ticks = MaxNLocator(3, steps=[1, 2, 5, 10])  # more of them would touch
         ax.xaxis.set(major_locator=ticks, major_formatter=lambda x, _: grouped(x, 0 if x == int(x) else 1))
         ax.grid(False, axis="y")
     spread = any(p.low for name in own for p in made[name].values()) and "ms" in dict(shown)
@@ -297,11 +301,6 @@ def told(row: dict) -> dict:
     return told | {"ranks": published.label(row)}
 
 
-def options(row: dict) -> set[tuple[str, str]]:
-    """(name, value) of the flags that are not the shape of the model, nor without influence on memory and time."""
-    return {(name, str(value)) for name, value in told(row).items() if name not in (*published.SHAPE, "ranks")}
-
-
 def front(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
     """Of (ms, MiB) those that no other undercuts in both, fastest first."""
     best = []
@@ -315,7 +314,7 @@ def fronts(rows: list[dict], folder: Path, most: int = 8) -> list[Path]:
     """Time against memory for every setting (shape, device, torch, ranks) that at least three rows share. Of more than
     `most` variants those are named that no other beats in both."""
     settings, paths = {}, []
-    for row in published.newest(rows, lambda row: (published.shape(row), *sorted(options(row)))):
+    for row in published.newest(rows, lambda row: str(sorted(told(row).items()))):
         if published.figure(row, "step_ms") and published.figure(row, memory_of([row])[0]):
             key = published.shape(row), row.get("device"), row.get("torch"), published.label(row)
             settings.setdefault(key, []).append(row)
@@ -332,7 +331,7 @@ def fronts(rows: list[dict], folder: Path, most: int = 8) -> list[Path]:
         ax, handles = plot.subplots(), {}
         ax.plot(*zip(*best, strict=True), "-", color="0.5", drawstyle="steps-post", zorder=1)
         for i, (at, text) in enumerate(zip(named, texts, strict=True)):
-            face = COLORS[i % len(COLORS)] if i < len(MARKERS) else "white"
+            face = "none" if i < len(MARKERS) else COLORS[i % len(COLORS)]  # none: a mark behind another is seen
             [handles[text]] = ax.plot(*points[at], MARKERS[i % len(MARKERS)], color=COLORS[i % len(COLORS)],
                                        markerfacecolor=face, markersize=5.5, linestyle="none")  # fmt: skip
         if others := [point for i, point in enumerate(points) if i not in named]:

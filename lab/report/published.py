@@ -22,6 +22,7 @@ REFERENCE = Path(__file__).resolve().parents[2] / "reference"
 NEUTRAL = sweep.OUTPUT | {f"--{name}" for name in "steps data lr warmup seed device world link".split()}
 SHAPE = "block depth width head_dim grouping grow vocab seqlen batch grad_accum param_dtype".split()
 QWEN_7B = 7_615_616_512  # parameters of Qwen2.5-7B
+LOSSES = "loss", "eval_loss", "eval_bpb"
 ANY = 10**9  # ranks of a line that names none
 REMARKS = {
     "fit": "planned: by plan.py, of a GPU's step in the order of compiled graphs; on a CPU with a process's own memory "
@@ -201,9 +202,15 @@ def comparable(ours: dict | None, theirs: dict | None) -> bool:
     return bool(full and theirs and on_gpu(ours) and ranks(ours) == theirs["ranks"])
 
 
+def simulated(row: dict) -> bool:
+    """Whether one process played rank 0 of many, so that the loss means nothing."""
+    return "(sim" in label(row)
+
+
 def figure(row: dict | None, key: str) -> float | None:
-    """The number of a row that is ok, or None."""
-    value = row.get(key) if row and row.get("outcome", "ok") == "ok" else None
+    """The number of a row that is ok, or None; of simulated ranks no loss is a number."""
+    unknown = not row or row.get("outcome", "ok") != "ok" or (key in LOSSES and simulated(row))
+    value = None if unknown else row.get(key)
     return value if isinstance(value, int | float) else None
 
 

@@ -8,7 +8,7 @@ from collections import Counter
 
 from lab.report import published
 from lab.report.columns import METRICS, Columns, column, outcomes, where
-from lab.report.history import comparable_curves, curves_of, setting, simulated
+from lab.report.history import comparable_curves, curves_of, setting
 from trainer.distributed.command_line import as_given
 from trainer.distributed.terminal import grouped
 
@@ -30,7 +30,7 @@ def loss(rows: list[dict]) -> tuple[list[dict], Columns]:
 def left_out(rows: list[dict]) -> str:
     """A line that says how many runs a table of losses leaves out; empty if it has them all."""
     others = len(curves_of(rows)) - len(comparable_curves(rows))
-    played = sum(map(simulated, rows))
+    played = sum(map(published.simulated, rows))
     lines = [f"Left out: {others} of other data, model or vocabulary than the last run's."] * bool(others)
     lines += [f"Left out: {played} of simulated ranks, whose loss means nothing."] * bool(played)
     return "\n".join(lines)
@@ -61,13 +61,12 @@ def runs(rows: list[dict]) -> tuple[list[dict], Columns]:
     columns = [("flags that differ", flags_apart([setting(row) for row in rows])), *where(rows), *outcomes(rows)]
     base = {}
     firsts = [base.setdefault((row.get("device"), row.get("torch")), row) for row in rows]
-    real = [None if simulated(row) else row for row in rows]  # as for the loss
     for title, key, digits, *_ in METRICS:
-        own = column(real if key == "loss" else rows, title, key, digits)
+        own = column(rows, title, key, digits)
         columns += own
         if own and len(rows) > 1 and (key == "step_ms" or key.startswith("peak")):
             columns += [("x the first", [published.ratio(*pair, key) for pair in zip(firsts, rows, strict=True)])]
-    return rows, columns + column(real, "held-out loss", "eval_loss", 4)
+    return rows, columns + column(rows, "held-out loss", "eval_loss", 4)
 
 
 def sent(rows: list[dict]) -> tuple[list[dict], Columns]:

@@ -277,7 +277,7 @@ def figure(rows: list[dict], folder) -> list:
         sizes = [row["moments"]["before the update" if piece == "gradients" else "after the update"][piece] / 2**20
                  for row in found]  # fmt: skip
         how = dict(facecolor=face, hatch=hatch, edgecolor="black", linewidth=0.5)
-        handles[piece] = ax.bar([row["setting"]["way"] for row in found], sizes, bottom=low, **how)
+        handles[piece] = ax.bar([plots.word("way", row["setting"]["way"]) for row in found], sizes, bottom=low, **how)
         low = [a + b for a, b in zip(low, sizes, strict=True)]
     ax.set_ylabel("MiB of a rank, counted")
     plots.legend(plot, handles, ncols=3)

@@ -227,7 +227,8 @@ def test_losses_of_several_runs_are_curves_over_tokens(folder, whole, capsys):
     assert command.main(["loss", "--results", str(path), "--plots", "plots"]) == 0
     assert "| a | 1.0 |" in capsys.readouterr().out.replace("run | lr", "")
     drawn = texts(folder / "plots/loss.svg")
-    assert all(each in drawn for each in ("lr 1.0", "lr 0.1", "loss (nats per token)", "tokens", "held-out data"))
+    words = "learning rate 1.0", "learning rate 0.1", "loss (nats per token)", "tokens", "held-out data"
+    assert all(each in drawn for each in words)
     assert "0.01" not in drawn  # has no steps
     logged(folder / "rows.steps", "a", [(1,), (5,)])
     with warnings.catch_warnings():
@@ -262,3 +263,17 @@ def test_explained_memory_is_a_figure_too_and_ends_no_run(train, tmp_path, monke
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     done = train("--steps", 6, "--explain-memory")
     assert done.code == 0 and "no figure of memory: " in done.out
+
+
+@needs_matplotlib
+def test_legends_name_what_a_reader_knows(folder):
+    from lab.report import plots
+    from lab.studies import zero1
+
+    made = [dict(outcome="ok", setting=dict(way=way), moments=dict.fromkeys(("before the update", "after the update"),
+            dict.fromkeys(zero1.PIECES, 2**20))) for way in zero1.WAYS]  # fmt: skip
+    zero1.figure(made, folder)
+    assert "DDP ZeRO-1 FSDP" in texts(folder / "study-zero1.svg")
+    assert plots.word("ranks", "8(sim ndr-ib)") == "8 simulated ranks, ndr-ib"
+    assert [plots.word(*each) for each in (("lr", 0.1), ("compile_options", ["allow_buffer_reuse=False"]))] == [
+        "learning rate 0.1", "no reuse of buffers"]  # fmt: skip

@@ -188,7 +188,8 @@ def test_simulated_ranks_are_told_in_the_table_and_above_it():
     assert "n = 2, 2(sim 20:370) ranks" in above and "N(sim LINK): one process in place of N" in above
     ours = [(each["n"], each[report.MS][:3]) for each in found if each["seqlen"] == "4096"]
     assert sorted(ours) == [("2", "700"), ("2(sim 20:370)", "600")]
-    [eight] = [each for each in table("gpus", [row(line("gpus", n=8), world="8(sim ndr-ib)")])[1] if each["loss"]]
+    [eight] = [each for each in table("gpus", [row(line("gpus", n=8), world="8(sim ndr-ib)")])[1]
+               if each["allocated MiB"]]
     assert (eight["n"], eight["published allocated MiB"]) == ("8(sim ndr-ib)", "10'373")
     died = {**sweep.failed_row(SIMULATED, "timeout"), "torch": "2.13.0+cu126"}
     assert rows.label(died) == "2(sim 20:370)"
@@ -491,6 +492,18 @@ def test_a_file_or_rows_that_are_no_runs_are_one_line(copy, capsys, words, said)
     with pytest.raises(SystemExit) as stopped:
         command.main(words)
     assert stopped.value.code == 2 and capsys.readouterr().err == f"report: {said}\n"
+
+
+def test_a_loss_of_simulated_ranks_stands_in_no_table(copy, capsys):
+    def made(ms):
+        return [row(line("depth", depth=4), ms=ms) | dict(cell=None, world=world, loss=loss, eval_loss=loss)
+                for world, loss in ((1, 2.5), ("8(sim ndr-ib)", 7.75))]  # fmt: skip
+
+    save(copy / "a.jsonl", made(10)), save(copy / "b.jsonl", made(20))
+    for argv in (["a.jsonl", "b.jsonl"], ["a.jsonl"]):
+        assert command.main(argv) == 0
+        out = capsys.readouterr().out
+        assert "8(sim ndr-ib)" in out and "2.5000" in out and "7.75" not in out, argv
 
 
 def test_losses_are_compared_that_can_be_and_a_line_says_what_is_left_out(copy, capsys):

@@ -28,7 +28,12 @@ FLAG = re.compile(r"--?[A-Za-z]")  # how a word begins that is no value: -1 is o
 HELP = "--help lists all flags"
 OTHERS = dict(batch_size="batch", micro_batch_size="batch", layers="depth", num_layers="depth", n_layers="depth",
               hidden_size="width", d_model="width", seq_len="seqlen", context_length="seqlen", learning_rate="lr",
-              vocab_size="vocab", max_steps="steps", gradient_accumulation_steps="grad_accum")  # other programs' names
+              vocab_size="vocab", max_steps="steps", gradient_accumulation_steps="grad_accum",
+              per_device_train_batch_size="batch", max_length="seqlen", sequence_len="seqlen", cutoff_len="seqlen",
+              num_train_epochs="epochs", num_epochs="epochs", model_name_or_path="model", base_model="model",
+              lora_r="lora", lora_rank="lora", target_modules="lora_targets", lora_target="lora_targets",
+              lora_target_modules="lora_targets", packing="pad", sample_packing="pad", neat_packing="pad",
+              gradient_checkpointing="remat_ratio", merge_and_unload="merge")  # other programs' names
 PROCESSES = {"--nproc", "--nproc-per-node", "--gpus", "--ngpus"}
 
 

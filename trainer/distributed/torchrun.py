@@ -26,6 +26,7 @@ PRELOAD = ["torch._inductor.compile_fx", "trainer.checkpoint.weights", "trainer.
 def rank(script: str, *argv: str) -> None:
     """What a forked process does: it runs the script as its own main module."""
     os.setsid()  # Ctrl-C reaches torchrun alone, which passes it on
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     for kind in SIGNALS:
         signal.signal(kind, signal.SIG_DFL if kind.name in os.environ[HANDLED] else signal.SIG_IGN)
     from torch.distributed.run import run_script_path
@@ -53,9 +54,9 @@ def main(argv: list[str]) -> int:
     os.environ[HANDLED] = "SIGTERM,SIGINT,SIGQUIT" + ",SIGHUP" * (not nohup)
     if fork := "forkserver" in argv[:script]:
         forkserver.set_forkserver_preload(PRELOAD)
-        # SLURM may send SIGTERM to every process, a terminal that closes SIGHUP. Without the one that forks, ranks that
-        # still save seem to have ended.
-        before = {kind: signal.signal(kind, signal.SIG_IGN) for kind in SIGNALS}
+        # SLURM may send SIGTERM to every process, a terminal that closes SIGHUP, Ctrl-C SIGINT. Without the one that
+        # forks, ranks that still save seem to have ended.
+        before = {kind: signal.signal(kind, signal.SIG_IGN) for kind in (signal.SIGINT, *SIGNALS)}
         forkserver.ensure_running()
         for kind, handler in before.items():
             signal.signal(kind, handler)
@@ -102,4 +103,5 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C has no traceback; torchrun's handler takes over
     sys.exit(main(sys.argv[1:]))

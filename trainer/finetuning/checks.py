@@ -34,6 +34,8 @@ def check_folder(folder: str, weights: bool = True) -> None:
     try:
         if pipes := [path for path in Path(folder).iterdir() if path.is_fifo()]:
             raise DataError(f"{pipes[0]}: expected a file, found a pipe, which would be read for ever; remove it")
+        if Path(folder, "adapter_config.json").exists() and not Path(folder, "config.json").exists():
+            raise DataError(f"{folder}: expected a model, found adapters (adapter_config.json); export with --merge")
         config = json.loads(Path(folder, "config.json").read_bytes())
         if not isinstance(config, dict) or "model_type" not in config:
             raise DataError(f"{folder}/config.json: expected model_type, found none; use a folder of transformers")

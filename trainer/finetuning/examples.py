@@ -116,7 +116,7 @@ class _Reader:
         else:
             keys = ", ".join(line)[:200] or "no key"
             known = "messages, prompt and completion (both strings or both lists), columns of --format, or text"
-            raise BadLine(known, keys, SKIP)
+            raise BadLine(known, keys, f"name its columns (--columns instruction=question output=answer), {SKIP}")
         ignored = [key for key, value in line.items() if key not in used and forms.there(value)]
         self.counts.update(f"with {key[:40]!r} beside {used[0]}, which is not read" for key in ignored)
         return made

@@ -45,7 +45,7 @@ def open_model(c: Config) -> tuple[HuggingFaceModel, int]:
     most = getattr(model.model.config, "max_position_embeddings", None)
     if most is not None and c.seqlen > most:
         raise ValueError(f"--seqlen {c.seqlen}: the model knows {most} positions (max_position_embeddings of its "
-                         "config.json); use as many at most")  # fmt: skip
+                         f"config.json); add --seqlen {most}, or less")  # fmt: skip
     if "dynamic" in str(model.rotary.get("rope_type")) and c.compile not in ("none", "blocks"):
         raise ValueError(f"--compile {c.compile}: rope_type dynamic of config.json branches on values, which one "
                          "graph cannot; use --compile none")  # fmt: skip
