@@ -394,6 +394,8 @@ def ends(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sweep, "main_setting", lambda _: {})
     monkeypatch.setattr(sweep, "commit", lambda: "c0")
     monkeypatch.setattr(sweep, "end_at_signals", lambda: None)
+    monkeypatch.setattr(sweep, "gpus", lambda: 0)
+    monkeypatch.setenv("SWEEP_GPUS", "0")  # --slurm sets it
 
     def ends(words):
         with pytest.raises(SystemExit) as stopped:
