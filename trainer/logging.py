@@ -33,6 +33,7 @@ FIGURES = frozenset("loss eval_loss step step_ms step_ms_min step_ms_max mfu sim
                     "first_step_peak_mib".split())  # fmt: skip
 SETTINGS = frozenset(("flags", "setting"))
 NOT_FINITE = ["nan", "inf", "-inf"]  # as `_plain` writes them
+DECODER = json.JSONDecoder(parse_constant={"NaN": "nan", "Infinity": "inf", "-Infinity": "-inf"}.get)
 LARGEST = 1e300  # of a figure: far above any, and statistics of it are still finite
 SECRET = re.compile(r"api_?key|private_?key|secret|passw|credential|(access|api|auth|hf)_?token|^token$", re.IGNORECASE)
 LINE = {"loss": "loss {:.4f}", "lr": "lr {:.3g}", "grad_norm": "|g| {:.3f}", "ms": "{:,.1f} ms",
@@ -101,7 +102,7 @@ def read_jsonl(path: Path, start: int = 0) -> list[dict]:
             for number, line in enumerate(file, 1):
                 row = None
                 with suppress(ValueError, RecursionError):
-                    row = json.loads(line)
+                    row = DECODER.decode(line.decode())
                 if not isinstance(row, dict):
                     continue
                 if odd := _odd_entry(row):
