@@ -249,7 +249,7 @@ def table(c: Config) -> int:
     n, results = c.nproc or torch.cuda.device_count() or 1, Path(c.results)
     [cells] = sweep.studies(str(CELLS / f"{c.table}.txt"), False, n, words).values()
     settings = {cell: setting(parse(shlex.split(cell)[1:])) for cell in cells}
-    how = dict(program=__file__, results=results, output=[], timeout=c.timeout, budget=math.inf, fresh=c.fresh)
+    how = dict(program=[__file__], results=results, output=[], timeout=c.timeout, budget=math.inf, fresh=c.fresh)
     finished = sweep.sweep({c.table: cells}, argparse.Namespace(**how, any_commit=False, report=False), settings)
     rows = sweep.read_rows(results)
     print(f"\n{beside_published(c.table, [rows[cell] for cell in cells])}")

@@ -182,7 +182,7 @@ def measured(own: Fit, words: list[str], cell: search.Cell, told: dict, limit: f
     """Runs what is needed to find the least ratio; the row that it is taken from, with `ratio` and all that was
     `tried`, as [ratio, MiB at the peak, outcome]. None: a run failed, and nothing is known."""
     rows = sweep.current(read_rows(Path(own.results)), own.any_commit)
-    args = Namespace(results=Path(own.results), program=shlex.quote(PROGRAM), output=[], timeout=own.timeout)
+    args = Namespace(results=Path(own.results), program=[PROGRAM], output=[], timeout=own.timeout)
     found: dict[float, dict] = {}
 
     def fits(ratio: float) -> bool | None:

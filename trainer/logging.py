@@ -15,6 +15,7 @@ import os
 import re
 import secrets
 import shlex
+import stat
 import subprocess
 import sys
 import time
@@ -26,6 +27,14 @@ from typing import Any, TextIO
 
 from trainer.distributed.terminal import grouped, tell
 
+# Entries of a row that decide what becomes of it, and what a run writes there; any of them may be null.
+TEXTS = frozenset("cell commit date device error outcome run study torch".split())
+FIGURES = frozenset("loss eval_loss step step_ms step_ms_min step_ms_max mfu simulated_mib peak_alloc_mib peak_rss_mib "
+                    "first_step_peak_mib".split())  # fmt: skip
+SETTINGS = frozenset(("flags", "setting"))
+NOT_FINITE = ["nan", "inf", "-inf"]  # as `_plain` writes them
+DECODER = json.JSONDecoder(parse_constant={"NaN": "nan", "Infinity": "inf", "-Infinity": "-inf"}.get)
+LARGEST = 1e300  # of a figure: far above any, and statistics of it are still finite
 SECRET = re.compile(r"api_?key|private_?key|secret|passw|credential|(access|api|auth|hf)_?token|^token$", re.IGNORECASE)
 LINE = {"loss": "loss {:.4f}", "lr": "lr {:.3g}", "grad_norm": "|g| {:.3f}", "ms": "{:,.1f} ms",
         "tok_s": "{:,.0f} tok/s", "eval_loss": "held-out loss {:.4f}", "eval_bpb": "{:.4f} bits per byte",
@@ -67,20 +76,48 @@ def _write(path: Path, text: str) -> None:
     path.write_text(text + "\n")
 
 
+def _odd_entry(row: dict) -> str:
+    """The first entry that decides what becomes of a row and is of another kind than a run writes; else empty."""
+    for name, value in row.items():
+        if name in TEXTS:
+            right = isinstance(value, str)
+        elif name in FIGURES:
+            right = value in NOT_FINITE or type(value) in (int, float) and abs(value) < LARGEST
+        else:
+            right = name not in SETTINGS or isinstance(value, dict)
+        if not right and value is not None:
+            return f"{name} {repr(value)[:40]}"
+    return ""
+
+
 def read_jsonl(path: Path, start: int = 0) -> list[dict]:
-    """The rows of a file after byte `start`. Lines cut short by a killed run are passed over."""
+    """The rows of a file after byte `start`. Lines cut short by a killed run are passed over. ValueError: no file, or
+    an entry of another kind than a run writes."""
     rows = []
-    with open(path, "rb") as file:
-        file.seek(start)
-        for line in file:
-            with suppress(ValueError, RecursionError):
-                rows.append(json.loads(line))
-    return [row for row in rows if isinstance(row, dict)]
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would be read for ever
+            raise ValueError(f"{path}: is no file; name a file of rows")
+        with open(path, "rb") as file:
+            file.seek(start)
+            for number, line in enumerate(file, 1):
+                row = None
+                with suppress(ValueError, RecursionError):
+                    row = DECODER.decode(line.decode())
+                if not isinstance(row, dict):
+                    continue
+                if odd := _odd_entry(row):
+                    place = f"{path}, line {number}" + f" from byte {start} on" * (start > 0)
+                    raise ValueError(f"{place}: {odd}: no run writes that; take the line out, or name other files")
+                rows.append(row)
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}; name a file of rows") from None
+    return rows
 
 
 def read_rows(path: Path, start: int = 0) -> dict[str, dict]:
     """Cell name -> its last row after byte `start`; empty without a file."""
-    return {row["cell"]: row for row in read_jsonl(path, start) if "cell" in row} if path.exists() else {}
+    rows = read_jsonl(path, start) if path.exists() else []
+    return {row["cell"]: row for row in rows if row.get("cell") and row.get("outcome")}
 
 
 def check_writable(path: str | Path, flag: str = "--results") -> None:

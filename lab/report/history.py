@@ -29,9 +29,12 @@ def parts(steps: Path) -> list[tuple[Path, float]]:
     found, last = [], float("inf")
     while steps.is_file() and steps not in [path for path, _ in found]:
         found.append((steps, last))
-        about = {}
+        file, about = steps.with_suffix(".settings.json"), {}
         with suppress(OSError, ValueError):  # none was written
-            about = json.loads(steps.with_suffix(".settings.json").read_text())
+            about = json.loads(file.read_text())
+        names = [name for name in ("continues", "after_step") if name in about] if isinstance(about, dict) else None
+        if names is None or [type(about[name]) for name in names] not in ([], [str, int]):
+            raise ValueError(f"{file}: no run writes such settings; take the file away, or name other rows")
         if not about.get("continues"):
             break
         steps, last = steps.with_name(f"{Path(about['continues']).name}.jsonl"), min(last, about["after_step"])

@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import multiprocessing
 import os
+import re
 import runpy
 import signal
 import subprocess
@@ -12,6 +13,27 @@ import threading
 from pathlib import Path
 
 GRACE_S = 10  # from SIGTERM to SIGKILL
+VMSTAT = Path("/proc/vmstat")
+
+
+def end_at_signals() -> None:
+    """At the first SIGINT, SIGTERM or SIGHUP that is not ignored this process ends by SystemExit; others do nothing."""
+
+    def end(signum, frame):
+        for each in ends:
+            signal.signal(each, signal.SIG_IGN)
+        raise SystemExit(128 + signum)
+
+    ends = [s for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(s) is not signal.SIG_IGN]
+    for each in ends:
+        signal.signal(each, end)
+
+
+def oom_kills() -> int:
+    """Processes that the kernel has ended to free memory since it started; 0 where it does not tell (not Linux)."""
+    with contextlib.suppress(OSError, TypeError):
+        return int(re.search(r"^oom_kill (\d+)", VMSTAT.read_text(), re.M)[1])
+    return 0
 
 
 def follow_parent() -> None:

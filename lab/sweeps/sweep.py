@@ -18,6 +18,7 @@ import functools
 import importlib.metadata
 import io
 import itertools
+import math
 import os
 import re
 import shlex
@@ -30,10 +31,10 @@ import zlib
 from pathlib import Path
 
 from lab.sweeps import slurm
-from lab.sweeps.processes import Forked, follow_parent, stop
+from lab.sweeps.processes import Forked, end_at_signals, follow_parent, oom_kills, stop
 from trainer import config
 from trainer.distributed.terminal import did_you_mean, grouped, markdown, tell
-from trainer.logging import append_jsonl, log_tables, page_command, read_rows, write_page
+from trainer.logging import append_jsonl, check_writable, log_tables, page_command, read_rows, write_page
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = "--device cpu --width 128 --depth 2 --head-dim 16 --vocab 512 --seqlen 64 --batch 2 --steps 6".split()
@@ -44,7 +45,7 @@ COLUMNS = {"simulated_mib": ("simulated MiB", 0), "peak_alloc_mib": ("peak MiB",
            "eval_loss": ("held-out loss", 4)}
 GRID = "grid"  # the name of a sweep without an axis: every combination of the flags' values
 LISTS = {"--compile-options"}  # takes several values in one run
-VMSTAT = Path("/proc/vmstat")
+MOST_CELLS = 10_000  # of one call: more are a slip, and would run for months
 Flags = dict[str, tuple[str, ...]]  # {"--depth": ("8",), "--no-reshard": ()}
 
 
@@ -74,10 +75,13 @@ def current(rows: dict[str, dict], relaxed: bool) -> dict[str, dict]:
     head, gpu = commit(), re.search(r"^GPU \d+: (.+?) \(", subprocess.getoutput("nvidia-smi -L") * bool(gpus()), re.M)
 
     def here(cell: str, row: dict) -> bool:  # a run that died names no device; what is simulated or counted has none
-        device, on_cpu = row.get("device"), parse(shlex.split(cell))[1].get("--device") == ("cpu",) or not gpus()
-        nowhere = device is None or device.startswith(("simulated", "no device"))
-        right = nowhere or device.startswith("CPU") == on_cpu and (on_cpu or not gpu or device == gpu[1])
-        return right and (relaxed or row.get("commit", head) == head)
+        with contextlib.suppress(ValueError):  # its cell is none of a sweep
+            flags, device = parse(shlex.split(cell))[1], row.get("device")
+            on_cpu = flags.get("--device") == ("cpu",) or not gpus()
+            nowhere = not device or device.startswith(("simulated", "no device"))
+            right = nowhere or device.startswith("CPU") == on_cpu and (on_cpu or not gpu or device == gpu[1])
+            return right and (relaxed or row.get("commit", head) == head)
+        return False
 
     return {cell: row for cell, row in rows.items() if here(cell, row)}
 
@@ -99,11 +103,14 @@ def parse(words: list[str]) -> tuple[int, Flags]:
             if last == "--results":
                 raise ValueError("--results is one for the whole sweep: give it on the command line")
             flags.pop(last.replace("--no-", "--") if last.startswith("--no-") else last.replace("--", "--no-"), None)
-            flags[last] = tuple(value)
+            flags[last] = value
         elif last is None:
             raise ValueError(f"expected nproc=N (N >= 1) or a flag, got '{word}'")
         else:
-            flags[last] += (word,)
+            flags[last].append(word)
+    if missing := [flag for flag in ("--world", "--link", "--wandb", "--group") if flags.get(flag) == []]:
+        raise ValueError(f"{missing[0]}: needs a value")
+    flags = {flag: tuple(values) for flag, values in flags.items()}
     return 1 if "--world" in flags else nproc, flags  # simulated ranks are one process
 
 
@@ -130,24 +137,33 @@ def cell_of(line: str, small: bool, nproc: int, extra: Flags) -> str:
     return f"nproc={n} {join(flags)}".strip()
 
 
+def check_number(number: int) -> None:
+    """ValueError for more cells than any sweep runs."""
+    if number > MOST_CELLS:
+        raise ValueError(f"more than {grouped(MOST_CELLS)} cells; name fewer values, or make files of fewer lines")
+
+
 def grid(flags: Flags) -> list[Flags]:
     """{"--lr": ("1e-3", "3e-3"), "--seed": ("0", "1")} -> the four combinations of one value each."""
-    apart = ([values] if flag in LISTS or len(values) < 2 else [(v,) for v in values] for flag, values in flags.items())
+    apart = [[values] if flag in LISTS or len(values) < 2 else [(v,) for v in values] for flag, values in flags.items()]
+    check_number(math.prod(map(len, apart)))
     return [dict(zip(flags, chosen, strict=True)) for chosen in itertools.product(*apart)]
 
 
 def cells_of(study: str, small: bool, nproc: int, extra: Flags) -> list[str]:
     """The cells of an axis or a file, each once: those of its lines for this size, with the flags that stand beside
     [full] or [small]; `--depth {2,4}` makes two of a line. ValueError names the file and the line."""
-    cells, shared, wanted = {}, "", True
-    for number, line in enumerate(axes().get(study, Path(study)).read_text().splitlines(), 1):
+    cells, shared, wanted, combinations, made = {}, "", True, grid(extra), 0
+    for number, line in enumerate(axes().get(study, Path(study)).read_text(errors="replace").splitlines(), 1):
         if section := re.match(r"\[(full|small)\]", line):
             shared, wanted = line[section.end() :], (section[1] == "small") == small
         elif wanted and line.strip() and not line.lstrip().startswith("#"):
             parts = re.split(r"\{(.*?)\}", f"{shared} {line}")  # every second one is a list of alternatives
             choices = [part.split(",") if i % 2 else [part] for i, part in enumerate(parts)]
             try:
-                for chosen, more in itertools.product(itertools.product(*choices), grid(extra)):
+                made += math.prod(map(len, choices)) * len(combinations)
+                check_number(made)
+                for chosen, more in itertools.product(itertools.product(*choices), combinations):
                     cells[cell_of("".join(chosen), small, nproc, more)] = None
             except ValueError as error:
                 raise ValueError(f"{study}:{number}: {error}") from None
@@ -176,13 +192,6 @@ def read_cells(target: str, small: bool, nproc: int, extra: list[str]) -> list[s
 def unfinished(cells: list[str], rows: dict[str, dict]) -> list[str]:
     """Cells without a row, or whose row says that the run failed. A bad shape and out of memory are results."""
     return [cell for cell in cells if not re.match(r"ok$|OOM|badshape", rows.get(cell, {}).get("outcome", ""))]
-
-
-def oom_kills() -> int:
-    """Processes that the kernel has ended to free memory since it started; 0 where it does not tell (not Linux)."""
-    with contextlib.suppress(OSError, TypeError):
-        return int(re.search(r"^oom_kill (\d+)", VMSTAT.read_text(), re.M)[1])
-    return 0
 
 
 def run(cell: str, program: list[str], timeout: float, log: Path, name: str = "") -> str | None:
@@ -260,7 +269,7 @@ def labels(cells: list[str]) -> tuple[str, dict[str, tuple[str, str]]]:
 
 def outcome(row: dict) -> str:
     """How a run ended, for a table: of a bad shape also why it is one."""
-    why = row.get("error", "").partition("error: ")[2]
+    why = (row.get("error") or "").partition("error: ")[2]
     return row["outcome"] + f": {why}" * (row["outcome"] == "badshape")
 
 
@@ -277,6 +286,15 @@ def table(cells: list[str], rows: dict[str, dict]) -> str:
     return f"all: {shared}\n\n" * bool(shared) + markdown(columns)
 
 
+def spread(figures: list[float | str], digits: int) -> str:
+    """Mean and sample standard deviation of two or more; where some are not finite, in how many runs."""
+    if odd := [each for each in figures if isinstance(each, str)]:
+        return f"{odd[0]} in {len(odd)} of {len(figures)}"
+    if len(figures) < 2:
+        return ""
+    return f"{grouped(statistics.mean(figures), digits)} +- {grouped(statistics.stdev(figures), digits)}"
+
+
 def over_seeds(cells: list[str], rows: dict[str, dict]) -> str:
     """Markdown, a line for the cells that differ in --seed alone: mean and sample standard deviation; else empty."""
     alike = {}
@@ -286,9 +304,8 @@ def over_seeds(cells: list[str], rows: dict[str, dict]) -> str:
     names = [flags for _, flags in labels([*alike])[1].values()] if alike else []
     columns = [("flags", names), ("seeds", [str(sum(c in rows for c in own)) for own in alike.values()])]
     for key, (title, digits) in COLUMNS.items():
-        found = [[rows[c][key] for c in own if rows.get(c, {}).get(key) is not None] for own in alike.values()]
-        texts = [f"{grouped(statistics.mean(each), digits)} +- {grouped(statistics.stdev(each), digits)}"
-                 if len(each) > 1 else "" for each in found]  # fmt: skip
+        figures = [[rows[c][key] for c in own if rows.get(c, {}).get(key) is not None] for own in alike.values()]
+        texts = [spread(each, digits) for each in figures]
         columns += [(title, texts)] * any(texts)
     return markdown(columns) if alike else ""
 
@@ -303,7 +320,7 @@ def attempt(cell: str, args: argparse.Namespace, limit: float, name: str, settin
     cut short by --budget. name, setting: as of `run` and `failed_row`."""
     size, started = args.results.stat().st_size if args.results.exists() else 0, time.monotonic()
     log = place(cell, args.results).with_suffix(".log")
-    end = run(cell, [*shlex.split(args.program), "--results", str(args.results), *args.output], limit, log, name)
+    end = run(cell, [*args.program, "--results", str(args.results), *args.output], limit, log, name)
     row = read_rows(args.results, size).get(cell)
     if row is None and end == "timeout" and limit < args.timeout:
         return print(f"    cut short by --budget {args.budget:g}: not counted")
@@ -360,8 +377,8 @@ def sweep(tables: dict[str, list[str]], args: argparse.Namespace, settings: dict
     return not missing
 
 
-def main() -> None:
-    """The command line. Exit codes: 0 every cell is finished, 1 some are not, 2 bad input, 128 + signal."""
+def command(argv: list[str]) -> int | None:
+    """The command line; returns the exit code. ValueError, one line, for bad input."""
     parser = argparse.ArgumentParser(allow_abbrev=False, usage="launch.sh sweep [AXIS|all|FILE] [options] [main.py's]")
     parser.add_argument("--small", action="store_true", help="sizes for a CPU")
     parser.add_argument("--results", type=Path, help="default: runs/sweep-AXIS.jsonl")
@@ -375,24 +392,30 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="print the cells, run nothing")
     parser.add_argument("--slurm", action="store_true", help="print an array of SLURM tasks, for sbatch (slurm.py)")
     parser.add_argument("--cell", help="this one of the cells alone, as such a task does")
-    target, *rest = sys.argv[1:] or ["-h"]
+    target, *rest = argv or ["-h"]
     if target.startswith("-") and target not in ("-h", "--help"):
-        target, rest = GRID, sys.argv[1:]
+        target, rest = GRID, argv
     args, extra = parser.parse_known_args([target, *rest] if target in ("-h", "--help") else rest)
+    for name in ("timeout", "budget"):
+        if not getattr(args, name) > 0:  # nor is nan
+            raise ValueError(f"--{name} {getattr(args, name):g}: must be seconds, more than 0; inf for no limit")
     try:
-        if args.slurm:  # the cells are those of its nodes, not of this machine
-            chosen, extra = slurm.split(extra)
-            options = slurm.for_cells(chosen, args.small, args.timeout)
-            os.environ["SWEEP_GPUS"] = str(slurm.gpus(options))
-            args.nproc = min(args.nproc, gpus() or args.nproc)
-        nproc, flags = parse([f"nproc={args.nproc}", *extra])
-        output = {flag: flags.pop(flag) for flag in OUTPUT & flags.keys()}
-        tables = studies(target, args.small, nproc, shlex.split(join(flags)))
-        cells = list(dict.fromkeys(itertools.chain(*tables.values())))
-        if args.cell is not None and args.cell not in cells:
-            raise ValueError(f"--cell '{args.cell}': is no cell of {target} where a machine has {gpus()} GPUs")
+        args.program = shlex.split(args.program)
     except ValueError as error:
-        parser.exit(2, f"sweep: {error}\n")
+        raise ValueError(f"--program {args.program}: {error}") from None
+    if not args.program:
+        raise ValueError("--program: needs a file, or -m MODULE")
+    if args.slurm:  # the cells are those of its nodes, not of this machine
+        chosen, extra = slurm.split(extra)
+        options = slurm.for_cells(chosen, args.small, args.timeout)
+        os.environ["SWEEP_GPUS"] = str(slurm.gpus(options))
+        args.nproc = min(args.nproc, gpus() or args.nproc)
+    nproc, flags = parse([f"nproc={args.nproc}", *extra])
+    output = {flag: flags.pop(flag) for flag in OUTPUT & flags.keys()}
+    tables = studies(target, args.small, nproc, shlex.split(join(flags)))
+    cells = list(dict.fromkeys(itertools.chain(*tables.values())))
+    if args.cell is not None and args.cell not in cells:
+        raise ValueError(f"--cell '{args.cell}': is no cell of {target} where a machine has {gpus()} GPUs")
     if args.list:
         return print("\n".join(cells))
     name = f"sweep-{Path(target).stem}{'-small' * args.small}"
@@ -407,18 +430,20 @@ def main() -> None:
         words = [target, *words, f"--nproc={nproc}", f"--timeout={args.timeout:g}"]
         tell(f"{len(cells)} cells, {len(cells) - len(todo)} finished before; rows in {args.results}", sys.stderr)
         return print(slurm.array(todo, options, words)) if todo else None
+    check_writable(args.results)
     if args.small:  # at such sizes threads wait for each other more than they compute
         os.environ.setdefault("OMP_NUM_THREADS", "1")
+    end_at_signals()  # run() stops its child on the way out
+    return 0 if sweep(tables, args, one=args.cell) else 1
 
-    def end(signum, frame):
-        for each in ends:
-            signal.signal(each, signal.SIG_IGN)
-        raise SystemExit(128 + signum)  # run() stops its child on the way out
 
-    ends = [s for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(s) is not signal.SIG_IGN]
-    for each in ends:
-        signal.signal(each, end)
-    sys.exit(0 if sweep(tables, args, one=args.cell) else 1)
+def main() -> None:
+    """The command line. Exit codes: 0 every cell is finished, 1 some are not, 2 bad input, 128 + signal."""
+    try:
+        sys.exit(command(sys.argv[1:]))
+    except (ValueError, OSError) as error:
+        tell(f"sweep: {error}", sys.stderr)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 from lab.report import __main__ as command
+from lab.report import history
 from lab.report import published as rows
 from lab.report import tables as report
 from lab.sweeps import sweep
@@ -247,6 +248,15 @@ def test_rows_with_odd_entries_are_a_report_or_one_line(tmp_path, capsys):
             err = capsys.readouterr().err
             assert codes[-1] in (0, 2) and len(err.splitlines()) == (codes[-1] == 2), (name, value, err)
     assert codes.count(0) > codes.count(2) > 5
+
+
+@pytest.mark.parametrize("about", [[], 3, {"continues": 1, "after_step": 2}, {"continues": "b"},
+                                   {"continues": "b", "after_step": "x"}])  # fmt: skip
+def test_settings_of_a_run_that_no_run_has_written_are_named(about, tmp_path):
+    (tmp_path / "a.jsonl").write_text("{}")
+    (tmp_path / "a.settings.json").write_text(json.dumps(about))
+    with pytest.raises(ValueError, match="a.settings.json: no run writes such settings"):
+        history.parts(tmp_path / "a.jsonl")
 
 
 def test_each_file_is_read_once_and_no_row_is_compared_with_another(tmp_path, monkeypatch, capsys):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import re
 import resource
 import shlex
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 from test_sinks import logged, tables
 
-from lab.sweeps import sweep
+from lab.sweeps import processes, sweep
 
 ROOT = Path(__file__).resolve().parents[2]
 SWEEP = [sys.executable, "-m", "lab.sweeps.sweep"]
@@ -296,7 +297,7 @@ def test_a_rank_that_runs_out_of_memory_before_the_first_is_told(call):
 def test_a_kill_while_the_kernel_frees_memory_is_told_apart(tmp_path, monkeypatch, cell, before, outcome):
     (tmp_path / "program.py").write_text(PROGRAM)
     (tmp_path / "vmstat").write_text(f"pgfault 5\noom_kill {before}\n")
-    monkeypatch.setattr(sweep, "VMSTAT", tmp_path / "vmstat")
+    monkeypatch.setattr(processes, "VMSTAT", tmp_path / "vmstat")
     monkeypatch.chdir(tmp_path)
     end = sweep.run(cell, ["program.py", "--results", "rows.jsonl"], 60, tmp_path / "log")
     assert sweep.failed_row(cell, end)["outcome"] == outcome
@@ -305,10 +306,10 @@ def test_a_kill_while_the_kernel_frees_memory_is_told_apart(tmp_path, monkeypatc
 
 def test_the_kernel_that_does_not_count_kills_has_made_none(tmp_path, monkeypatch):
     for text in (None, "pgfault 5\n"):
-        monkeypatch.setattr(sweep, "VMSTAT", tmp_path / str(text))
+        monkeypatch.setattr(processes, "VMSTAT", tmp_path / str(text))
         if text:
-            sweep.VMSTAT.write_text(text)
-        assert sweep.oom_kills() == 0
+            processes.VMSTAT.write_text(text)
+        assert processes.oom_kills() == 0
 
 
 def test_wandb_holds_a_run_per_cell_and_a_table_of_all_in_one_group(call, tmp_path):
@@ -383,6 +384,72 @@ def test_a_cell_of_one_rank_on_a_cpu_is_forked_where_torch_is_imported_already(t
 def test_several_processes_are_one_cell_under_torchrun(call):
     code, out, [row], starts = call(["nproc=2 --seed ok"])
     assert (code, row["outcome"], starts) == (0, "ok", {"ok": 2}), out
+
+
+@pytest.fixture
+def ends(tmp_path, monkeypatch, capsys):
+    """ends(words) -> (exit code, stdout, stderr) of a sweep in this process, whose cells all fail at once."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sweep, "run", lambda *_, **__: "exit 1: no")
+    monkeypatch.setattr(sweep, "main_setting", lambda _: {})
+    monkeypatch.setattr(sweep, "commit", lambda: "c0")
+    monkeypatch.setattr(sweep, "end_at_signals", lambda: None)
+    monkeypatch.setattr(sweep, "gpus", lambda: 0)
+    monkeypatch.setenv("SWEEP_GPUS", "0")  # --slurm sets it
+
+    def ends(words):
+        with pytest.raises(SystemExit) as stopped:
+            monkeypatch.setattr(sys, "argv", ["sweep", *words])
+            sweep.main()
+        return stopped.value.code, *capsys.readouterr()
+
+    return ends
+
+
+def test_rows_of_any_kind_are_a_table_or_one_line_that_names_the_row(ends, tmp_path):
+    odd = None, True, -5, 0, 10**30, 1e308, "nan", "inf", "x", "", [], [1], {}, {"a": 1}
+    good = dict(outcome="ok", device="CPU x", commit="c0", loss=1.0, step_ms=2.0, error=None, world=1, flags={})
+    names, codes, file = ["cell", *good], [], tmp_path / "rows.jsonl"
+    for number in range(150):
+        rng, cells = random.Random(number), [f"nproc=1 --device cpu --seed {seed}" for seed in (0, 1)]
+        lines = [dict(cell=cell, **good) | {rng.choice(names): rng.choice(odd)} for cell in cells]
+        for name in rng.sample(names, rng.randint(0, 2)):
+            del lines[0][name]
+        file.write_text("".join(json.dumps(each) + "\n" for each in lines))
+        code, _, err = ends(["--device", "cpu", "--seed", "0", "1", "--results", "rows.jsonl"])
+        assert not err if code in (0, 1) else err.count("\n") == 1 and "rows.jsonl, line " in err, (lines, err)
+        codes.append(code)
+    assert min(map(codes.count, (0, 1, 2))) > 10
+
+
+def test_a_loss_that_is_not_finite_is_counted_where_seeds_are_summed_up():
+    cells = [f"nproc=1 --seed {seed}" for seed in range(3)]
+    rows = {cell: {"loss": loss} for cell, loss in zip(cells, (1.0, "nan", 3.0), strict=True)}
+    assert "| nan in 1 of 3 |" in sweep.over_seeds(cells, rows)
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (["--seed", *map(str, range(200)), "--lr", *map(str, range(200))], "more than 10'000 cells"),
+    (["many"], "many:2: more than 10'000 cells"),
+    (["long"], "long:10001: more than 10'000 cells"),
+    (["bytes"], "bytes:1: expected nproc=N (N >= 1) or a flag, got '\ufffd'"),
+    (["--results", ""], "--results .: Is a directory"),
+    (["--results", "pipe"], "--results pipe: is a pipe"),
+    (["--results", "pipe", "--slurm"], "pipe: is no file"),
+    (["--program", "'"], "--program ': No closing quotation"),
+    (["--program", ""], "--program: needs a file"),
+    (["--timeout", "nan"], "--timeout nan: must be seconds"),
+    (["--budget", "-1"], "--budget -1: must be seconds"),
+    (["--wandb"], "--wandb: needs a value"),
+    (["--world", "4", "--link"], "--link: needs a value"),
+])
+def test_what_no_sweep_can_do_is_one_line_and_exit_2(ends, tmp_path, words, said):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "many").write_text("--seed 1\n--seed " + "{1,2}" * 28)
+    (tmp_path / "long").write_text("--seed 1\n" * 10**5)
+    (tmp_path / "bytes").write_bytes(b"\xff --seed 1")
+    code, _, err = ends(words)
+    assert code == 2 and err.count("\n") == 1 and err.startswith(f"sweep: {said}"), err
 
 
 @pytest.mark.parametrize(("lines", "said"), [
