@@ -81,12 +81,13 @@ def same_loss(m: Machine, own: dict) -> Verdict:
 
 
 def faulty(m: Machine, own: dict, folder: str) -> tuple[list[str], bool]:
-    """A run of 6 steps on all ranks, the last of which has a fault: its flags but those of its files, and whether it said
-    what the fault was. Raises a verdict for another exit code."""
+    """A run of 6 steps on all ranks, the last of which has a fault: its flags but those of its files, and whether it
+    said what the fault was. Raises a verdict for another exit code."""
     m.needs_ranks()
     more, last = ["--compile none --steps 6 --log-every 1", own["flags"]], m.ranks - 1
     files = f"--results {folder}/whole.jsonl --save {folder}/saved --save-every 3"
-    said = m.on_ranks(m.ranks, "main.py", *flags(m, m.ranks, *more, files).split(), code=own["code"], FAULT=f"{last}:{own['fault']}")
+    planted = dict(code=own["code"], FAULT=f"{last}:{own['fault']}")
+    said = m.on_ranks(m.ranks, "main.py", *flags(m, m.ranks, *more, files).split(), **planted)
     return more, own["named"].format(rank=last) in said
 
 
