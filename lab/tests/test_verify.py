@@ -7,8 +7,10 @@
 import argparse
 import gzip
 import json
+import os
 import re
 import socket
+import subprocess
 import time
 
 import pytest
@@ -91,7 +93,7 @@ def file_of(out) -> dict:
     ({}, dict(NPROC="x"), "NPROC=x: expected a number of processes below 100"),
     ({}, dict(NPROC="1"), "NPROC=1: one rank has nobody to talk to; NPROC=2, or --world 8 to simulate"),
     ({}, dict(NNODES="2"), "NNODES: verify is of one machine; for several: ./launch.sh nodes"),
-    (dict(only=["7"]), {}, "--only 7: must be 1 to 4, or of 1.1, 1.2, "),
+    (dict(only=["7"]), {}, "--only 7: must be 1 to 5, or of 1.1, 1.2, "),
     ({}, dict(OUT="/proc/none"), "--results /proc/none/verify.jsonl: "),
 ])  # fmt: skip
 def test_what_does_not_fit_is_one_line_and_exit_2(more, env, message, out, monkeypatch, capfd):
@@ -299,6 +301,56 @@ def test_a_row_is_run_once_and_found_again(tmp_path, monkeypatch):
     assert len(ran) == 1 and ran[0][:4] == ("--depth", "2", "--device", "cpu")
     m.about = ABOUT | dict(code="1")
     assert m.row("--depth 2")["cell"] == "c 1 2.13.0 CPU nproc=2 --depth 2" and len(ran) == 2
+
+
+@pytest.mark.parametrize(("cuda", "how"), [(True, "--device cuda"), (False, "--small")])
+def test_programs_of_one_gpu_run_with_8_simulated_ranks_and_their_rows_go_to_one_file(cuda, how, tmp_path, monkeypatch):
+    ran = []
+    monkeypatch.setattr(Machine, "run", lambda self, words, **env: ran.append(" ".join(words)) or "x\n12 cells\n\n")
+    m, checks = here(tmp_path, world=8, ranks=1, cuda=cuda, tiny=not cuda), SETTINGS["checks"]
+    parts = [checks[f"5.{k}"] for k in range(1, 19 if cuda else 18)]
+    found = [predicted.owed(m, part) for part in parts]
+    assert {each.status for each in found} == {"held" if cuda else "not measured"}, "skipped tests prove nothing"
+    assert {each.words for each in found} == {"12 cells" if cuda else "rehearsed: 12 cells"}
+    axis = checks["5.17"]["axis"]
+    file = tmp_path / ("gpu.jsonl" if cuda else "gpu-tiny.jsonl")
+    assert ran[16] == f"-m lab.sweeps.sweep {axis} --budget 450 --results {file} {how}"
+    assert all((ROOT / f"cells/axes/{part['axis']}.txt").exists() for part in parts if "axis" in part)
+    assert all(str(file) in words for words in ran[1:17])
+    if not cuda:
+        with pytest.raises(Verdict, match="--tiny leaves it out"):
+            predicted.owed(m, checks["5.18"])
+    m.world = 0
+    with pytest.raises(Verdict, match="./launch.sh gpu runs its 18 parts"):
+        predicted.owed(m, parts[0])
+
+
+def test_a_sweep_with_cells_left_is_not_run_and_a_test_that_fails_is_not_held(tmp_path, monkeypatch):
+    def run(self, words, **env):
+        raise Verdict("not held", "exit code 1, expected 0: 3 cells left")
+
+    monkeypatch.setattr(Machine, "run", run)
+    for number, status in (("5.17", "not run"), ("5.1", "not held")):
+        with pytest.raises(Verdict) as found:
+            predicted.owed(here(tmp_path, world=8), SETTINGS["checks"][number])
+        assert found.value.status == status
+
+
+def test_launch_gpu_is_verify_of_8_simulated_ranks(tmp_path):
+    told = tmp_path / "told"
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\necho "$@" > {told}\n')
+    python.chmod(0o755)
+    for words, more in (([], ""), (["--tiny"], " --tiny"), (["17", "--tiny"], " --only 5.17 --tiny")):
+        ended = launch(python, "gpu", *words)
+        assert ended.returncode == 0 and told.read_text() == f"-m lab.benchmarks.verify --world 8 --minutes 180{more}\n"
+    ended = launch(python, "gpu", "19")
+    assert (ended.returncode, ended.stderr) == (2, "launch.sh: gpu: no part '19', expected 1 to 18\n")
+
+
+def launch(python, *words):
+    env = os.environ | dict(NO_INSTALL="1", PYTHON=str(python))
+    return subprocess.run([ROOT / "launch.sh", *words], env=env, capture_output=True, text=True)
 
 
 def run(out, monkeypatch, ranks: int, numbers: list[str], *plants: str) -> dict[str, str]:
