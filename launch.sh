@@ -15,8 +15,8 @@
 #                                      the least recomputation that fits, planned, then measured (lab/fit.py)
 #   ./launch.sh verify [--minutes 10] [--only PART...] [--again] [--world N] [--device cpu] [--tiny]
 #                                      proves on several GPUs what was never run on any: one file to send (docs/verify.md)
-#   ./launch.sh gpu [1..17] [--tiny]   what needs one GPU: tests, attention kernels, the ladder of memory, MFU, twelve
-#                                      sweeps, saving; each part ends within 8 minutes and resumes; --tiny: on a CPU
+#   ./launch.sh gpu [1..18] [--tiny]   verify on one GPU, with 8 simulated ranks, and all else that needs one: tests, attention
+#                                      kernels, sweeps, saving; each part ends within 8 minutes and resumes; --tiny: on a CPU
 #   ./launch.sh studies [--small] [--only NAME...]    one study after the other; a second call does what is missing
 #   ./launch.sh profile [FLAGS]        a run with --profile DIR; NSYS=1 puts it under nsys
 #   ./launch.sh nodes [FLAGS]          which --mode pays on this network: links and steps measured, beside what was predicted
@@ -111,28 +111,6 @@ torchrun() {    # torchrun SCRIPT ARGS; a prefix (nsys) may stand in $wrap
     exec ${wrap:-} "$py" -m trainer.distributed.torchrun $how $where --nproc-per-node "${NPROC:-$((gpus > 0 ? gpus : 4))}" "$@"
 }
 
-gpu() {
-    local parts="1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17" out=${OUT:-runs}/gpu status=0 part code tiny= axes
-    axes=(- - - gpu-{ladder,mfu,compile,remat,memory} gpus wrappers variants attention seqlen depth width gpu-compile-depth - gpu-owed)
-    case ${1:-} in --*|'') ;; [1-9]|1[0-7]) parts=$1; shift ;; *) die "gpu: no part '$1', expected 1 to 17" 2 ;; esac
-    if [ "${1:-}" = --tiny ]; then shift; set -- --small "$@"; out=$out-tiny tiny=--small; else set -- --device cuda "$@"; fi
-    export NPROC=1 CELL_TIMEOUT=${CELL_TIMEOUT:-240}
-    trap 'kill "$!"; wait "$!" || true; exit 143' INT TERM HUP
-    for part in $parts; do
-        echo "== part $part"
-        case $part in
-            1)  timeout -k 10 470 "$py" -m pytest -q -m gpu & ;;
-            2)  { timeout 200 "$py" -m lab.studies.attention ${tiny:---sweep reference --repeat 20} --results "$out.jsonl"; [ -n "$tiny" ] ||
-                    timeout 250 "$py" -m lab.studies.attention --search --options "${out%/*}/flex_options.json"; } & ;;
-            16) [ -z "$tiny" ] || shift
-                timeout 470 "$py" -m lab.benchmarks.saving --check ${tiny:+"$tiny"} -- --results "$out.jsonl" "$@" & ;;
-            *)  "$py" -m lab.sweeps.sweep "${axes[part]}" --budget 450 --results "$out.jsonl" "$@" & ;;
-        esac
-        wait "$!" || { code=$?; [ "$code" -eq 5 ] || status=$code; }    # pytest's 5: no such test
-    done
-    return "$status"
-}
-
 profile() {
     local dir=${OUT:-profile} nsys="nsys profile --trace=cuda,nvtx --capture-range=cudaProfilerApi --capture-range-end=stop"
     nsys="$nsys --force-overwrite=true --output=$dir/nsys"
@@ -168,7 +146,12 @@ case $command in
              exec "$py" -m lab.sweeps.sweep "$@" ;;
     fit)     exec "$py" -m lab.fit "$@" ;;
     verify)  exec "$py" -m lab.benchmarks.verify "$@" ;;
-    gpu)     gpu "$@" ;;
+    gpu)     case ${1:-} in
+                 --*|'') ;;
+                 [1-9]|1[0-8]) set -- --only "5.$1" "${@:2}" ;;
+                 *) die "gpu: no part '$1', expected 1 to 18" 2 ;;
+             esac
+             exec "$py" -m lab.benchmarks.verify --world 8 --minutes 180 "$@" ;;
     nodes)   PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH} torchrun lab/benchmarks/nodes.py "$@" ;;
     studies) exec "$py" -m lab.studies "$@" ;;
     profile) profile "$@" ;;

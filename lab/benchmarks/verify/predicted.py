@@ -1,11 +1,14 @@
-"""3. As predicted, 4. Fast, 5: memory and steps beside what was planned, over measured links; what to use here."""
+"""3. As predicted, 4. Fast: memory and steps beside what was planned; what to use here. 5: programs of one GPU."""
 
+import os
 import re
 import tempfile
 
 from lab.benchmarks.verify.machine import Machine, Verdict, judged
 from lab.planning import hardware
 from trainer.logging import read_jsonl
+
+SWEEP = "-m lab.sweeps.sweep {axis} --budget 450 --results {out} {small} {cuda}"
 
 
 def number(pattern: str, said: str) -> float:
@@ -93,6 +96,28 @@ def fast(m: Machine, own: dict) -> Verdict:
     return Verdict(told.status, told.words, **figures)
 
 
-def owed(m: Machine, own: dict) -> Verdict:
-    """What one GPU can show and never has is a part of another command."""
+def elsewhere(m: Machine, own: dict) -> Verdict:
+    """What one GPU can show is not run on several."""
     raise Verdict("not run" if m.cuda else "not measured", own["said"])
+
+
+def owed(m: Machine, own: dict) -> Verdict:
+    """A program of one GPU, which appends rows and resumes. A sweep that leaves cells out is tried again by the next
+    call."""
+    if not m.world:
+        raise Verdict("not run", m.settings["checks"]["5"]["said"])
+    if not (m.cuda or m.tiny):
+        raise Verdict("not measured", "there is no GPU; --tiny rehearses it")
+    out, small, cuda = m.out / f"gpu{'-tiny' * m.tiny}.jsonl", "--small" * m.tiny, "--device cuda" * (not m.tiny)
+    words = f"{own.get('words', SWEEP)} {own.get('full', '') * (not m.tiny)}"
+    words = words.format(axis=own.get("axis"), out=out, folder=m.out, small=small, cuda=cuda).split()
+    if not words:
+        raise Verdict("not measured", "--tiny leaves it out")
+    try:
+        said = m.run(words, NPROC="1", CELL_TIMEOUT=os.environ.get("CELL_TIMEOUT", "240"))
+    except Verdict as verdict:
+        if "axis" in own:
+            verdict.status = "not run"
+        raise
+    last = next((line for line in reversed(said.splitlines()) if line.strip()), "it ended well")
+    return Verdict("not measured", f"rehearsed: {last}") if m.tiny else Verdict("held", last)

@@ -68,43 +68,52 @@ def same_loss(m: Machine, own: dict) -> Verdict:
     told = m.trained(m.ranks, {name: flags(m, n, words) for name, words in settings.items()})
     reference = told[f"{n} ranks"]
     if not m.world:
-        for fewer in range(1, n if "modes" in own else 1):
+        alone = {"1 ranks": flags(m, 1, eager)} if "modes" in own else {}
+        alone = m.trained(1, alone | {"one process": flags(m, 1, eager, "--wrapper none")})
+        reference = alone.pop("one process")
+        told |= alone
+        for fewer in range(2, n if alone else 2):
             if m.settings["tiny"]["sequences"] % fewer == 0:
                 told |= m.trained(fewer, {f"{fewer} ranks": flags(m, fewer, eager)})
-        reference = m.trained(1, {"": flags(m, 1, eager, "--wrapper none")})[""]
         if not reference["losses"][0] - reference["losses"][-1] > own["learned"]:
             raise Verdict("not held", "the loss of one process hardly falls: equal losses show nothing")
     return close(m, own, {name: (each, reference) for name, each in told.items()})
 
 
-def logged(results: Path) -> list[float]:
-    """The losses of the only run of a file, from its fourth step on."""
-    (file,) = results.with_suffix(".steps").glob("*.jsonl")
-    steps = map(json.loads, file.read_text().splitlines())
-    return [each["loss"] for each in steps if each["step"] > 3]
-
-
-def resumed(m: Machine, own: dict) -> Verdict:
-    """Saved on N ranks, resumed on half of them."""
+def faulty(m: Machine, own: dict, folder: str) -> tuple[list[str], bool]:
+    """A run of 6 steps on all ranks, the last of which has a fault: its flags but those of its files, and whether it
+    said what the fault was. Raises a verdict for another exit code."""
     m.needs_ranks()
-    half, more = m.ranks // 2, "--compile none --steps 6 --log-every 1"
-    with tempfile.TemporaryDirectory() as folder:
-        whole, rest = Path(folder, "whole.jsonl"), Path(folder, "rest.jsonl")
-        save = f"--results {whole} --save {folder}/saved --save-every 3"
-        m.on_ranks(m.ranks, "main.py", *flags(m, m.ranks, more, save).split())
-        go_on = f"--results {rest} --resume {folder}/saved/step-00000003"
-        m.on_ranks(half, "main.py", *flags(m, half, more, go_on).split())
-        off = apart(logged(whole), logged(rest))
-    most = m.settings["close"][m.kind]["loss"]
-    return judged(own, off <= most, off=off, most=most)
+    more, last = ["--compile none --steps 6 --log-every 1", own["flags"]], m.ranks - 1
+    files = f"--results {folder}/whole.jsonl --save {folder}/saved --save-every 3"
+    planted = dict(code=own["code"], FAULT=f"{last}:{own['fault']}")
+    said = m.on_ranks(m.ranks, "main.py", *flags(m, m.ranks, *more, files).split(), **planted)
+    return more, own["named"].format(rank=last) in said
 
 
 def fault(m: Machine, own: dict) -> Verdict:
-    """A run whose last rank has a fault in its third step must end with a code, and say what it was."""
-    m.needs_ranks()
+    """A run whose last rank has a fault must end with a code, and say what it was."""
     with tempfile.TemporaryDirectory() as folder:
-        more = f"--compile none --steps 6 --results {folder}/rows.jsonl {own['flags']}"
-        planted = dict(code=own["code"], FAULT=f"{m.ranks - 1}:3:forward:{own['fault']}")
-        said = m.on_ranks(m.ranks, "main.py", *flags(m, m.ranks, more).split(), **planted)
-    right = own["named"].format(rank=m.ranks - 1) in said
+        _, right = faulty(m, own, folder)
     return judged(own, right, right=right)
+
+
+def logged(results: Path) -> dict[int, float]:
+    """Step -> loss of the only run of a file."""
+    (file,) = results.with_suffix(".steps").glob("*.jsonl")
+    return {each["step"]: each["loss"] for each in map(json.loads, file.read_text().splitlines())}
+
+
+def resumed(m: Machine, own: dict) -> Verdict:
+    """The same, and half of the ranks go on from its checkpoint of step 3 as it did until its end."""
+    with tempfile.TemporaryDirectory() as folder:
+        more, right = faulty(m, own, folder)
+        half, rest = m.ranks // 2, Path(folder, "rest.jsonl")
+        go_on = f"--results {rest} --resume {folder}/saved/step-00000003"
+        m.on_ranks(half, "main.py", *flags(m, half, *more, go_on).split())
+        before, after = logged(rest.with_name("whole.jsonl")), logged(rest)
+    both = sorted(before.keys() & after.keys())
+    if not both:
+        raise Verdict("not held", "no step was logged by both runs")
+    off, most = apart([before[k] for k in both], [after[k] for k in both]), m.settings["close"][m.kind]["loss"]
+    return judged(own, right and off <= most, right=right, off=off, most=most)
