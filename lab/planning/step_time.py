@@ -182,7 +182,8 @@ def step_time(c, ranks: int, a: Architecture, gpu: Gpu, link: Link, across: Link
         seconds += moved
     if c.accum_sync == "shards":
         across, replicas = links_of(c, ranks, link, across)["across"]
-        moved = across.seconds("all_reduce", SIZE[getattr(c, "master_dtype", "fp32")] * trained(c, a) / (ranks // replicas), replicas)
+        size = SIZE[getattr(c, "master_dtype", "fp32")] * trained(c, a) / (ranks // replicas)
+        moved = across.seconds("all_reduce", size, replicas)
         parts[EXPOSED] += moved
         seconds += moved
     update = gpu.passes * update_bytes(c, a, ranks) / gpu.bandwidth
