@@ -44,7 +44,8 @@ CELLS = {
         dict(compile="fwdbwd", backend="inductor", **SHALLOW),
         dict(compile="fwdbwd", remat="block", reshard=False, mlp="lean"),
         dict(compile="step", remat="both", **SHALLOW)],
-    4: [dict(EAGER, mode="hybrid_shard"), dict(EAGER, mode="hybrid_shard", accum=2, sync="shards"), dict(EAGER, block="llama", remat="both", loss="chunked")],
+    4: [dict(EAGER, mode="hybrid_shard"), dict(EAGER, mode="hybrid_shard", accum=2, sync="shards"),
+        dict(EAGER, block="llama", remat="both", loss="chunked")],
 }  # fmt: skip
 MORE = {  # other combinations, and the modes above that run as graphs with the code that Inductor generates
     1: [dict(EAGER, attn="flex", remat="both"), dict(compile="fwdbwd")],
@@ -58,7 +59,8 @@ MORE = {  # other combinations, and the modes above that run as graphs with the 
         dict(compile="model", backend="inductor"), dict(compile="fwdbwd", block="llama", backend="inductor"),
         dict(compile="step", remat="both", backend="inductor")],
     4: [EAGER, dict(EAGER, mode="hybrid_shard", accum=2, sync="last"),
-        dict(compile="fwdbwd", mode="hybrid_shard", accum=2, sync="shards", remat="both"), dict(EAGER, mode="replicate"),
+        dict(compile="fwdbwd", mode="hybrid_shard", accum=2, sync="shards", remat="both"),
+        dict(EAGER, mode="replicate"),
         dict(compile="step", mode="hybrid_shard"),
         dict(compile="regions", depth=3, mode="hybrid_shard", loss="chunked"),
         dict(compile="regions", depth=4, mode="hybrid_shard", ahead=3),

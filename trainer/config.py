@@ -156,9 +156,9 @@ class System:
     keep_last: bool = False
     """Keep the last block's weights from forward on, as backward needs them at once. Costs their memory at the loss."""
     accum_sync: Literal["every", "shards", "last"] = "every"
-    """every: reduce gradients after each micro-batch of --grad-accum; least memory. shards: of --mode hybrid_shard, reduce
-    them within a replica after each micro-batch, across replicas once. last: gather weights once per step, keep whole
-    gradients in fp32 and reduce them once; least communication."""
+    """every: reduce gradients after each micro-batch of --grad-accum; least memory. shards (--mode
+    hybrid_shard): reduce within a replica after each micro-batch, across replicas once. last: gather weights once per
+    step, keep whole gradients in fp32 and reduce them once; least communication."""
     min_shard_mib: float = 0.0
     """Parameters smaller than this (MiB, in the dtype in which they are stored) are replicated instead of sharded."""
     compile: Literal["none", "blocks", "model", "fwdbwd", "regions", "step"] = "fwdbwd"

@@ -380,8 +380,8 @@ def make_step(mode: str, model: nn.Module, optimizer: AdamW, *, options: dict | 
               in_backward: bool = False, ahead: float = 1.0, compiled_update: bool | None = None,
               **kwargs) -> Step:  # fmt: skip
     """The step of a compile mode. kwargs: mesh, grad_accum, clip, chunk (tokens per chunk of the loss, 0: all at once),
-    accum_sync ("every" micro-batch; "shards": the replicas, dimension 0 of mesh, only once, which needs a model wrapped on
-    the other dimension alone; "last": all only once, which needs the wrapper's param_dtype and reduce_dtype),
+    accum_sync ("every" micro-batch; "shards": over replicas, dimension 0 of mesh, only once, which needs a model wrapped
+    on the other dimension alone; "last": all only once, which needs the wrapper's param_dtype and reduce_dtype),
     norm_limit (a step whose gradient norm is above is refused; 0: none), and Step's between and inspect.
     options: Inductor options on top of overlap.compile_options(ahead=ahead); {"plain": True} leaves those out.
     in_backward: the optimizer's step is part of backward (modes "none" and "blocks"). compiled_update: in modes fwdbwd
