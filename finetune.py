@@ -51,7 +51,9 @@ def show(c: config.Config, world: int) -> None:
         fail(str(error), 0, 3 if isinstance(error, DataError) else 2)
 
 
-def main(c: config.Config, rank: int, local_rank: int, world: int, progress: Progress | None = None) -> int:
+def main(
+    c: config.Config, rank: int, local_rank: int, world: int, progress: Progress | None = None
+) -> int:
     """One run of the flags; returns its exit code. B: rows of this rank in a batch, T: tokens of a row."""
     with Run(c, check, rank, local_rank, world, progress) as run:
         c, device, world = run.c, run.device, run.world
@@ -67,16 +69,20 @@ def main(c: config.Config, rank: int, local_rank: int, world: int, progress: Pro
                 return 0
         run.stages.add("model")
 
-        mesh = wrap(model, c, device, world)  # data_parallel: a parameter is this rank's shard, whole in forward
+        # data_parallel: a parameter is this rank's shard, whole in forward.
+        mesh = wrap(model, c, device, world)
         run.stages.add("wrap")
         materialise(model, c, device)  # memory on the device, and values
         run.stages.add("weights")
         optimizer = make_optimizer(c, model, mesh)
         run.stages.add("optimizer")
-        step = training_step(c, model, optimizer, mesh, run.between, run.norms if c.verbose > 1 else None)
+        step = training_step(
+            c, model, optimizer, mesh, run.between, run.norms if c.verbose > 1 else None
+        )
         step.dynamic = c.pad == "longest"
         run.agree_on_draws(model)
-        if not c.random and (c.lora or not run.found):  # a checkpoint of --lora holds the adapters alone
+        # A checkpoint of --lora holds the adapters alone.
+        if not c.random and (c.lora or not run.found):
             run.told |= load_weights(c, model, run.group)
         run.take(step)
         look(run, c, model, device)
@@ -87,12 +93,15 @@ def main(c: config.Config, rank: int, local_rank: int, world: int, progress: Pro
 
         with run.training(step) as train_step:
             if rank == 0:
-                tell(f"the first example, with [[what is learned]]:\n{data.preview(0, False, PREVIEW)}")
+                tell(
+                    f"the first example, with [[what is learned]]:\n{data.preview(0, False, PREVIEW)}"
+                )
             for k in range(run.first, c.steps):
                 optimizer.lr.fill_(lr := learning_rate(c, k))
                 with run.timed(k):
                     tokens, targets, inputs = run.batch()  # [B, T]
-                    loss = train_step(tokens, targets, inputs)  # of the whole batch, averaged over all ranks
+                    # Of the whole batch, averaged over all ranks.
+                    loss = train_step(tokens, targets, inputs)
                 run.log(k, loss, lr)
                 if c.eval_every and ((k + 1) % c.eval_every == 0 or k + 1 == c.steps):
                     run.evaluate()

@@ -25,7 +25,9 @@ def one_worker_thread() -> None:
     if getattr(original, "__module__", None) == __name__:
         return  # it is ours already
 
-    def init(self, store, rank: int, size: int, options=None, timeout: timedelta | None = None, **others) -> None:
+    def init(
+        self, store, rank: int, size: int, options=None, timeout: timedelta | None = None, **others
+    ) -> None:
         if isinstance(options, timedelta):  # torch also takes the timeout in fourth place
             options, timeout = None, options
         if options is None:

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 IGNORE = -100  # a target that is not trained on
-_LIBRARY = "simple_fsdp_" + __name__.replace(".", "_")  # of the ops below: two files must not register the same ones
+# Of the ops below: two files must not register the same ones.
+_LIBRARY = "simple_fsdp_" + __name__.replace(".", "_")
 aten = torch.ops.aten
 
 
@@ -36,7 +37,16 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 # output in fp32, and make the norm before attention, which reads x too, together with z.
 @torch.library.custom_op(f"{_LIBRARY}::lean_mlp", mutates_args=())
 def lean_mlp(
-    x: Tensor, y: Tensor, g: Tensor, b: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, eps: float, chunk: int
+    x: Tensor,
+    y: Tensor,
+    g: Tensor,
+    b: Tensor,
+    w1: Tensor,
+    b1: Tensor,
+    w2: Tensor,
+    b2: Tensor,
+    eps: float,
+    chunk: int,
 ) -> Tensor:
     """z + MLP(norm(z)) for z = x + y. Keeps its inputs alone, and at most two [C, F] tensors are alive at a time.
 
@@ -53,11 +63,23 @@ def lean_mlp(
 
 @torch.library.custom_op(f"{_LIBRARY}::lean_mlp_backward", mutates_args=())
 def lean_mlp_backward(
-    go: Tensor, x: Tensor, y: Tensor, g: Tensor, b: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, eps: float, chunk: int
+    go: Tensor,
+    x: Tensor,
+    y: Tensor,
+    g: Tensor,
+    b: Tensor,
+    w1: Tensor,
+    b1: Tensor,
+    w2: Tensor,
+    eps: float,
+    chunk: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """From the gradient `go` [.., D] of the output: that of x and of y, and those of g, b, w1, b1, w2, b2, in the dtype
     of x; sums over several chunks are made in fp32."""
-    gx, several = torch.empty_like(x, memory_format=torch.contiguous_format), 0 < chunk < x[..., 0].numel()
+    gx, several = (
+        torch.empty_like(x, memory_format=torch.contiguous_format),
+        0 < chunk < x[..., 0].numel(),
+    )
     dtype = torch.promote_types(x.dtype, torch.float32) if several else x.dtype
     sums = [torch.zeros_like(t, dtype=dtype) for t in (g, b, w1, b1, w2, b)]
     for xc, yc, oc, gc in _chunks(chunk, x, y, go, gx):
@@ -99,7 +121,9 @@ def _(x, y, g, b, w1, b1, w2, b2, eps, chunk):
 @lean_mlp_backward.register_fake
 def _(go, x, y, g, b, w1, b1, w2, eps, chunk):
     own = (x, g, b, w1, b1, w2)
-    return *(torch.empty_like(t, memory_format=torch.contiguous_format) for t in own), w2.new_empty(w2.shape[0])
+    return *(torch.empty_like(t, memory_format=torch.contiguous_format) for t in own), w2.new_empty(
+        w2.shape[0]
+    )
 
 
 def _keep_inputs(ctx, inputs, output):
@@ -128,7 +152,10 @@ def chunked_loss(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x [N, D], w [V, D], y [N] -> the summed loss, fp32; with `grad` also its gradients for x and, unless that is
     `frozen`, for w, in their dtypes, that of w accumulated in fp32; empty tensors in the place of others."""
-    loss, gx = torch.zeros((), dtype=torch.float32, device=x.device), torch.empty_like(x if grad else x[:0])
+    loss, gx = (
+        torch.zeros((), dtype=torch.float32, device=x.device),
+        torch.empty_like(x if grad else x[:0]),
+    )
     gw = torch.zeros_like(w if grad and not frozen else w[:0], dtype=torch.float32)
     for i in range(0, len(x), chunk):
         xc, yc = x[i : i + chunk], y[i : i + chunk].unsqueeze(1)
@@ -151,7 +178,10 @@ def chunked_loss(
 
 @chunked_loss.register_fake
 def _(x, w, y, chunk, grad, frozen=False):
-    gradients = torch.empty_like(x if grad else x[:0]), torch.empty_like(w if grad and not frozen else w[:0])
+    gradients = (
+        torch.empty_like(x if grad else x[:0]),
+        torch.empty_like(w if grad and not frozen else w[:0]),
+    )
     return x.new_empty((), dtype=torch.float32), *gradients
 
 
@@ -161,7 +191,9 @@ def _keep_gradients(ctx, inputs, output):
 
 def _scaled_gradients(ctx, go: Tensor, *_):
     if torch.is_grad_enabled():
-        raise RuntimeError("chunked loss: its gradients, made in forward, have none of their own; use --loss full")
+        raise RuntimeError(
+            "chunked loss: its gradients, made in forward, have none of their own; use --loss full"
+        )
     gx, gw = ctx.saved_tensors
     of_w = (gw * go).to(gw.dtype) if ctx.needs_input_grad[1] else None
     return (gx * go).to(gx.dtype), of_w, None, None, None, None
@@ -169,7 +201,9 @@ def _scaled_gradients(ctx, go: Tensor, *_):
 
 chunked_loss.register_autograd(_scaled_gradients, setup_context=_keep_gradients)
 register_flop_formula(getattr(torch.ops, _LIBRARY).chunked_loss)(
-    lambda x, w, y, chunk, grad, frozen=False, **kwargs: (1 + grad + (grad and not frozen)) * 2 * x[0] * math.prod(w)
+    lambda x, w, y, chunk, grad, frozen=False, **kwargs: (
+        (1 + grad + (grad and not frozen)) * 2 * x[0] * math.prod(w)
+    )
 )
 
 

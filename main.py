@@ -34,10 +34,13 @@ from trainer.parallelize import make_optimizer, materialise, reference_model, tr
 from trainer.run import Run
 
 
-def main(c: flags.Config, rank: int, local_rank: int, world: int, progress: Progress | None = None) -> int:
+def main(
+    c: flags.Config, rank: int, local_rank: int, world: int, progress: Progress | None = None
+) -> int:
     """One run of the flags; returns its exit code. B: rows of this rank in a batch, T: --seqlen."""
     with Run(c, check, rank, local_rank, world, progress) as run:
-        c, device, world = run.c, run.device, run.world  # every flag has a value; simulated ranks count
+        # Every flag has a value; simulated ranks count.
+        c, device, world = run.c, run.device, run.world
         attention = choose_kernel(c, device)[-1]
         data = Batches(c.data, global_batch=c.effective_batch, seqlen=c.seqlen, vocab=c.vocab, seed=c.seed, rank=rank,
                        world=world, hold_out=c.eval_every > 0)  # fmt: skip
@@ -47,13 +50,16 @@ def main(c: flags.Config, rank: int, local_rank: int, world: int, progress: Prog
             return run.already_done()
         run.stages.add("model")
 
-        mesh = wrap(model, c, device, world)  # data_parallel: a parameter is this rank's shard, whole in forward
+        # data_parallel: a parameter is this rank's shard, whole in forward.
+        mesh = wrap(model, c, device, world)
         run.stages.add("wrap")
         materialise(model, c, device)  # memory on the device, and values
         run.stages.add("weights")
         optimizer = make_optimizer(c, model, mesh)
         run.stages.add("optimizer")
-        step = training_step(c, model, optimizer, mesh, run.between, run.norms if c.verbose > 1 else None)
+        step = training_step(
+            c, model, optimizer, mesh, run.between, run.norms if c.verbose > 1 else None
+        )
         run.agree_on_draws(model)
         if c.init is not None:
             initialise(c, model, run.found, run.group)
@@ -64,7 +70,8 @@ def main(c: flags.Config, rank: int, local_rank: int, world: int, progress: Prog
                 optimizer.lr.fill_(lr := learning_rate(c, k))
                 with run.timed(k):
                     tokens, targets, inputs = run.batch()  # [B, T]
-                    loss = train_step(tokens, targets, inputs)  # of the whole batch, averaged over all ranks
+                    # Of the whole batch, averaged over all ranks.
+                    loss = train_step(tokens, targets, inputs)
                 run.log(k, loss, lr)
                 if c.eval_every and ((k + 1) % c.eval_every == 0 or k + 1 == c.steps):
                     run.evaluate()

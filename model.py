@@ -22,7 +22,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from lean import IGNORE, LEAN, chunked_cross_entropy, lean_mlp
 
@@ -35,11 +39,14 @@ ATTENTION = {
     aten._scaled_dot_product_cudnn_attention.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.higher_order.flex_attention,
-    torch.ops.higher_order.inductor_compiled_code,  # what compiled FlexAttention is in an eager region
+    # What compiled FlexAttention is in an eager region.
+    torch.ops.higher_order.inductor_compiled_code,
 }
 # Eager flex materialises the T x T scores, so it is always compiled (lazily: no work here), and wrapped so that a
 # selective checkpoint around it sees an op that it can keep.
-compiled_flex_attention = torch.compile(flex_attention, options={"wrap_inductor_compiled_regions": True})
+compiled_flex_attention = torch.compile(
+    flex_attention, options={"wrap_inductor_compiled_regions": True}
+)
 
 
 @dataclass(frozen=True)
@@ -66,7 +73,10 @@ class ModelConfig:
     @property
     def identity(self) -> dict[str, int]:
         """The fields that a checkpoint and the model that loads it must have in common."""
-        return {name: getattr(self, name) for name in "block depth width head_dim grouping grow vocab".split()}
+        return {
+            name: getattr(self, name)
+            for name in "block depth width head_dim grouping grow vocab".split()
+        }
 
     @property
     def heads(self) -> int:
@@ -105,9 +115,11 @@ attention_saved = partial(create_selective_checkpoint_contexts, _save_attention)
 _lean_saved = partial(create_selective_checkpoint_contexts, _save_lean)
 _products_saved = partial(create_selective_checkpoint_contexts, _save_products)
 _products_but_down_saved = partial(create_selective_checkpoint_contexts, _save_products_but_down)
-attention_saved.cache_hash, _products_saved.cache_hash = "attention-saved-1", "products-saved-1"  # for compile caches
+# For compile caches.
+attention_saved.cache_hash, _products_saved.cache_hash = "attention-saved-1", "products-saved-1"
 _lean_saved.cache_hash = "lean-saved-1"
-_remat = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)  # nothing in a block is random
+# Nothing in a block is random.
+_remat = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
 
 def sdpa_kernel(kernel: str, q: Tensor, k: Tensor, v: Tensor, causal: bool = True) -> Tensor:
@@ -121,15 +133,23 @@ def sdpa_kernel(kernel: str, q: Tensor, k: Tensor, v: Tensor, causal: bool = Tru
     if kernel == "default":
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouping > 1)
     if kernel == "math":
-        return aten._scaled_dot_product_attention_math(q, k, v, is_causal=causal, enable_gqa=grouping > 1)[0]
+        return aten._scaled_dot_product_attention_math(
+            q, k, v, is_causal=causal, enable_gqa=grouping > 1
+        )[0]
     if kernel == "cudnn":
         return aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, is_causal=causal)[0]
     if kernel == "efficient":  # not every torch groups in it
         k, v = (t.repeat_interleave(grouping, 1) if grouping > 1 else t for t in (k, v))
-        return aten._scaled_dot_product_efficient_attention(q, k, v, None, True, is_causal=causal)[0]
+        return aten._scaled_dot_product_efficient_attention(q, k, v, None, True, is_causal=causal)[
+            0
+        ]
     if kernel == "flash":
         cpu = q.device.type == "cpu"
-        op = aten._scaled_dot_product_flash_attention_for_cpu if cpu else aten._scaled_dot_product_flash_attention
+        op = (
+            aten._scaled_dot_product_flash_attention_for_cpu
+            if cpu
+            else aten._scaled_dot_product_flash_attention
+        )
         return op(q, k, v, is_causal=causal)[0]
     raise ValueError(f"no kernel {kernel!r}: expected default, cudnn, flash, efficient or math")
 
@@ -145,13 +165,19 @@ class Attention(nn.Module):
         self.o = nn.Linear(c.width, c.width, bias=False)
 
     def qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return tuple(f(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        return tuple(
+            f(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for f in (self.q, self.k, self.v)
+        )
 
-    def core(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, rope: Tensor | None = None) -> Tensor:
+    def core(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, rope: Tensor | None = None
+    ) -> Tensor:
         """q [B, H, T, d], k and v [B, K, T, d], rope [T, d] -> [B, T, D]"""
         if rope is not None:
             q, k = rotated(q, rope), rotated(k, rope)
-        if self.flex and not q.is_meta:  # on meta, where only shapes and FLOPs are asked for, it has no kernel
+        # On meta, where only shapes and FLOPs are asked for, it has no kernel.
+        if self.flex and not q.is_meta:
             how = dict(enable_gqa=self.grouped, kernel_options=self.flex_options)
             y = compiled_flex_attention(q, k, v, block_mask=mask, **how)
         else:
@@ -218,7 +244,9 @@ class Block(nn.Module):
     def after_core(self, x: Tensor, y: Tensor) -> Tensor:
         return self.add(x, self.attn.o(y))
 
-    def forward(self, x: Tensor, mask: BlockMask | None = None, rope: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, mask: BlockMask | None = None, rope: Tensor | None = None
+    ) -> Tensor:
         """x [B, T, D], rope [T, d] -> [B, T, D]. The norms lie inside the checkpointed regions, so a region keeps its
         input alone (remat_norm=False: the norm's output too); the output of attention is kept (dear to redo, small)
         unless remat_core. "pointwise" keeps every product as well."""
@@ -228,7 +256,8 @@ class Block(nn.Module):
         keep = lean if self.remat_core else dict(context_fn=attention_saved)
         if self.remat == "block":
             return _remat(self.whole, x, mask, rope, **keep)
-        if self.remat == "pointwise":  # attention lies between two regions: kept also where it is a compiled kernel
+        # Attention lies between two regions: kept also where it is a compiled kernel.
+        if self.remat == "pointwise":
             q, k, v = _remat(self.before_core, x, context_fn=_products_saved)
             # The last product's output is not needed in backward. Eager keeps what the policy says, so it must not be
             # named there. The compiler drops it by itself; told to recompute it, it might do so to save another sum.
@@ -245,21 +274,33 @@ class Block(nn.Module):
         if self.remat == "attn" or self.lean:  # the lean MLP recomputes itself
             return self.add(x, y)
         x = x + y
-        return x + (_remat(self.mlp_branch, x) if self.remat_norm else _remat(self.mlp, self.norm2(x)))
+        return x + (
+            _remat(self.mlp_branch, x) if self.remat_norm else _remat(self.mlp, self.norm2(x))
+        )
 
 
 def check_lean(c: ModelConfig) -> None:
     """Raises ValueError unless `lean_mlp` computes what a block's norm and MLP compute: it does not follow a change of
     the class MLP, such as a gate or another activation. Tried at width 8; not where tensors have no values."""
-    tiny, seeded = replace(c, width=8, head_dim=2, grouping=1, grow=2), torch.Generator().manual_seed(0)
-    with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad(), torch.autocast("cpu", enabled=False):
+    tiny, seeded = (
+        replace(c, width=8, head_dim=2, grouping=1, grow=2),
+        torch.Generator().manual_seed(0),
+    )
+    with (
+        torch.device("cpu"),
+        torch.random.fork_rng(devices=[]),
+        torch.no_grad(),
+        torch.autocast("cpu", enabled=False),
+    ):
         block, x = Block(tiny, "none"), torch.randn(1, 4, 8, generator=seeded)
         if type(x) is not Tensor:
             return
         for p in block.parameters():
             p.normal_(std=4, generator=seeded)
         try:
-            same = torch.allclose(block.add(x, x), 2 * x + block.mlp_branch(2 * x), rtol=1e-3, atol=1e-2)
+            same = torch.allclose(
+                block.add(x, x), 2 * x + block.mlp_branch(2 * x), rtol=1e-3, atol=1e-2
+            )
         except (AttributeError, TypeError, RuntimeError):  # no up or down, no bias, another shape
             same = False
     if not same:
@@ -277,8 +318,10 @@ def sinusoids(T: int, D: int, device: torch.device) -> Tensor:
 def rotated(x: Tensor, rope: Tensor) -> Tensor:
     """x [B, H, T, d] with entries i and i + d/2 turned by the angle of frequency i (Su et al. 2021), whose sines and
     cosines rope [T, d] has, as `sinusoids` gives them."""
-    (a, b), (sin, cos) = x.transpose(1, 2).chunk(2, -1), rope[:, None].chunk(2, -1)  # [B, T, H, d/2], [T, 1, d/2]
-    turned = torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)  # under autocast rope is wider than x
+    # [B, T, H, d/2], [T, 1, d/2].
+    (a, b), (sin, cos) = x.transpose(1, 2).chunk(2, -1), rope[:, None].chunk(2, -1)
+    # Under autocast rope is wider than x.
+    turned = torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
     return turned.transpose(1, 2)  # in the memory order of x
 
 
@@ -288,7 +331,9 @@ def causal_mask(T: int, device: torch.device) -> BlockMask:
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """logits [B, T, V], targets [B, T] -> fp32 sum over the targets that are not IGNORE."""
-    return F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten(), ignore_index=IGNORE, reduction="sum")
+    return F.cross_entropy(
+        logits.flatten(0, -2).float(), targets.flatten(), ignore_index=IGNORE, reduction="sum"
+    )
 
 
 class Transformer(nn.Module):

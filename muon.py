@@ -72,12 +72,16 @@ def layout_of(p, replicas=None) -> Layout:
     }  # fmt: skip
     for what, is_so in expected.items():
         if not is_so:
-            raise ValueError(f"Muon: {p.dtype} {[*p.shape]}: expected {what}; leave it to AdamW (groups_of: to_adamw)")
+            raise ValueError(
+                f"Muon: {p.dtype} {[*p.shape]}: expected {what}; leave it to AdamW (groups_of: to_adamw)"
+            )
     if mesh is None or last not in (Replicate(), rows):  # each rank has matrices of its own
         return Layout(local(p).shape)
     ranks = mesh.get_group() if mesh.ndim == 1 else group.WORLD
     if get_process_group_ranks(ranks) != mesh.mesh.flatten().tolist():
-        raise ValueError(f"Muon: {mesh}: expected ranks in order, and all of them where it has two dimensions")
+        raise ValueError(
+            f"Muon: {mesh}: expected ranks in order, and all of them where it has two dimensions"
+        )
     shards = mesh.size(-1) if last == rows else 1
     return Layout(p.shape, shards, ranks.group_name, ranks.size(), ranks.rank())
 
@@ -159,7 +163,8 @@ def _update(
         yield
         x = wait(x)  # [S k, .., rows, n]
 
-    x = x.unflatten(0, (S, k)).movedim(0, -3).flatten(-3, -2)  # [k, .., m, n], with the rows of zeros
+    # [k, .., m, n], with the rows of zeros.
+    x = x.unflatten(0, (S, k)).movedim(0, -3).flatten(-3, -2)
     x = newton_schulz(x.flatten(0, -3), ns_coefficients, ns_steps, eps).view_as(x)
     x = x.unflatten(-2, (S, rows)).movedim(-3, 0).flatten(0, 1)  # [S k, .., rows, n]
     if N > 1:
@@ -203,7 +208,9 @@ class Muon(torch.optim.Optimizer):
         replicas=None,
     ):
         if adjust_lr_fn not in (None, "original", "match_rms_adamw"):
-            raise ValueError(f"Muon: adjust_lr_fn {adjust_lr_fn}: must be original or match_rms_adamw")
+            raise ValueError(
+                f"Muon: adjust_lr_fn {adjust_lr_fn}: must be original or match_rms_adamw"
+            )
         super().__init__(
             params,
             dict(
@@ -233,17 +240,24 @@ class Muon(torch.optim.Optimizer):
             params = [p for p in each["params"] if p.grad is not None]
             shards = [local(p) for p in params]
             grads = [
-                p.grad.redistribute(placements=p.placements).to_local() if isinstance(p, DTensor) else p.grad
+                p.grad.redistribute(placements=p.placements).to_local()
+                if isinstance(p, DTensor)
+                else p.grad
                 for p in params
             ]
             names = ["momentum_buffer"] if each["use_muon"] else ["exp_avg", "exp_avg_sq", "step"]
             for p in params:  # states begin at zero
                 if not self.state[p]:
-                    self.state[p] = {name: torch.zeros(()) if name == "step" else torch.zeros_like(p) for name in names}
+                    self.state[p] = {
+                        name: torch.zeros(()) if name == "step" else torch.zeros_like(p)
+                        for name in names
+                    }
             # The last ones are the momenta of Muon, or AdamW's counts of steps.
             *moments, last = [[local(self.state[p][name]) for p in params] for name in names]
             if each["use_muon"]:
-                muon(plan([layout_of(p, self.replicas) for p in params]), shards, grads, last, **each)
+                muon(
+                    plan([layout_of(p, self.replicas) for p in params]), shards, grads, last, **each
+                )
             else:
                 beta1, beta2 = each["betas"]
                 adamw(

@@ -30,7 +30,8 @@ from torch.utils.flop_counter import flop_registry
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 GATHER, SCATTER = c10d.all_gather_into_tensor.default, c10d.reduce_scatter_tensor.default
 REDUCE, WAIT = c10d.all_reduce.default, c10d.wait_tensor.default
-STACKS = ("nn_module_stack", "fwd_nn_module_stack")  # where a node's module is noted: in forward and in backward graphs
+# Where a node's module is noted: in forward and in backward graphs.
+STACKS = ("nn_module_stack", "fwd_nn_module_stack")
 GATHER_AGAIN = CheckpointPolicy.PREFER_RECOMPUTE, CheckpointPolicy.MUST_RECOMPUTE
 # Inductor's own passes that reorder or merge collectives, after this file or before it, and the value that keeps each
 # out: torch 2.14 turns on enable_simple_overlap, global settings of others may turn on the rest. Options are keyed by
@@ -67,19 +68,25 @@ def compile_options(model: nn.Module, cap_mib: float = 128.0, whole_step: bool =
     return passes(model, cap_mib, whole_step, ahead, by_size)[1]
 
 
-def passes(model: nn.Module, cap_mib=128.0, whole_step=False, ahead=1.0, by_size=False) -> tuple["Overlap", dict]:
+def passes(
+    model: nn.Module, cap_mib=128.0, whole_step=False, ahead=1.0, by_size=False
+) -> tuple["Overlap", dict]:
     """What moves the collectives, and compile_options, of which it is a part on several ranks."""
     if not (0 <= ahead <= 1 or ahead % 1 == 0 < ahead):
         raise ValueError(f"ahead: {ahead}: must be between 0 and 1, or a whole number above 1")
     if not any(isinstance(p, DTensor) for p in model.parameters()):
-        raise ValueError("model: no parameter is sharded: call data_parallel() first, then compile_options()")
+        raise ValueError(
+            "model: no parameter is sharded: call data_parallel() first, then compile_options()"
+        )
     units = tuple(name for name, module in model.named_modules() if is_unit(type(module)))
     moves = Overlap(units, cap_mib, whole_step, ahead, by_size)
     if torch.distributed.get_world_size() == 1:
         return moves, {}
     if inductor_config.post_grad_custom_post_pass is not None:
-        raise ValueError("torch._inductor.config.post_grad_custom_post_pass is set, compile_options() would replace "
-                         "it: reset it, or call both passes from one of your own")
+        raise ValueError(
+            "torch._inductor.config.post_grad_custom_post_pass is set, compile_options() would replace "
+            "it: reset it, or call both passes from one of your own"
+        )
     return moves, dict(post_grad_custom_post_pass=moves) | OFF
 
 
@@ -91,10 +98,18 @@ def is_unit(cls: type) -> bool:
 class Overlap(CustomGraphPass):
     """Moves the collectives of one post-grad graph. A collective is named by the node that starts it."""
 
-    def __init__(self, units: tuple[str, ...], cap_mib: float, whole_step: bool, ahead: float, by_size: bool):
-        self.units, self.cap, self.whole_step, self.ahead = units, cap_mib * 2**20, whole_step, ahead
+    def __init__(
+        self, units: tuple[str, ...], cap_mib: float, whole_step: bool, ahead: float, by_size: bool
+    ):
+        self.units, self.cap, self.whole_step, self.ahead = (
+            units,
+            cap_mib * 2**20,
+            whole_step,
+            ahead,
+        )
         self.early, self.by_size = max(1, int(ahead)), by_size
-        self.warned = torch.distributed.is_initialized() and torch.distributed.get_rank() > 0  # one rank tells
+        # One rank tells.
+        self.warned = torch.distributed.is_initialized() and torch.distributed.get_rank() > 0
 
     def uuid(self):  # what the compile caches know of this pass: its source and its settings
         source = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
@@ -105,41 +120,63 @@ class Overlap(CustomGraphPass):
         starts = [n for n in g.nodes if is_ours(n) or (self.by_size and note_as_ours(n))]
         if not starts:
             return  # such as the subgraphs of FlexAttention
-        if undone := [name for name, value in OFF.items() if getattr(inductor_config, name) != value]:
-            warnings.warn(f"overlap: {', '.join(undone)}: set beside compile_options(), Inductor moves the collectives "
-                          "again. Leave it out of the options, or leave compile_options() out", stacklevel=2)
+        if undone := [
+            name for name, value in OFF.items() if getattr(inductor_config, name) != value
+        ]:
+            warnings.warn(
+                f"overlap: {', '.join(undone)}: set beside compile_options(), Inductor moves the collectives "
+                "again. Leave it out of the options, or leave compile_options() out",
+                stacklevel=2,
+            )
         for again in [n for start in starts for n in sorted(start.users)[1:] if n.target is WAIT]:
-            again.replace_all_uses_with(wait_of(again.args[0]))  # the compiler merges equal collectives, not the waits
+            # The compiler merges equal collectives, not the waits.
+            again.replace_all_uses_with(wait_of(again.args[0]))
             g.erase_node(again)
         self.warn(starts)
         backward = self.gather_again(g) if self.whole_step else None
-        found = [n for n in g.find_nodes(op="call_function", target=GATHER) if sources(n) is not None]
+        found = [
+            n for n in g.find_nodes(op="call_function", target=GATHER) if sources(n) is not None
+        ]
         found.sort(key=first_use)  # nodes compare by their places in the graph
         before_turn = [n for n in found if backward is None or wait_of(n) < backward]
-        self.merge_gathers(g, before_turn, next((n for n in g.nodes if n.op not in ("placeholder", "get_attr")), None))
+        self.merge_gathers(
+            g,
+            before_turn,
+            next((n for n in g.nodes if n.op not in ("placeholder", "get_attr")), None),
+        )
         self.merge_gathers(g, found[len(before_turn) :], backward)
         self.merge_reductions(g, SCATTER)
         stable_topological_sort(g)
-        self.merge_reductions(g, REDUCE)  # with hybrid_shard, of the shards that the reduce-scatters have made
+        # With hybrid_shard, of the shards that the reduce-scatters have made.
+        self.merge_reductions(g, REDUCE)
         stable_topological_sort(g)
         g.eliminate_dead_code()
         g.lint()
 
     def warn(self, starts: list[fx.Node]) -> None:
         if self.units and not self.warned and not any(map(unit_of, starts)):
-            seen, self.warned = ", ".join(sorted({module_of(n) or "no module" for n in starts})[:3]), True
-            warnings.warn(f"overlap: a graph gathers nothing in a unit ({self.units[0]} ..), only in {seen}: buckets "
-                          "by size. For one per unit compile what calls them, without graph breaks", stacklevel=2)
+            seen, self.warned = (
+                ", ".join(sorted({module_of(n) or "no module" for n in starts})[:3]),
+                True,
+            )
+            warnings.warn(
+                f"overlap: a graph gathers nothing in a unit ({self.units[0]} ..), only in {seen}: buckets "
+                "by size. For one per unit compile what calls them, without graph breaks",
+                stacklevel=2,
+            )
 
     def buckets(self, starts: list[fx.Node]) -> list[list[fx.Node]]:
         """Collectives to merge: those of a block, or neighbours of no block up to the cap; alike in dtype and group."""
-        buckets, run, size, largest = {}, 0, 0, 0  # of neighbours of no block: number of the run, bytes, most bytes
-        for start in (n for n in starts if all(type(size) is int for size in n.meta["val"].shape)):  # it may vary
+        # Of neighbours of no block: number of the run, bytes, most bytes.
+        buckets, run, size, largest = {}, 0, 0, 0
+        # It may vary.
+        for start in (n for n in starts if all(type(size) is int for size in n.meta["val"].shape)):
             block, tensor = unit_of(start), contents(start).meta["val"]
             size, largest = size + tensor.nbytes, max(largest, tensor.nbytes)
             if block:  # ends the run
                 run, size, largest = run + 1, 0, 0
-            elif size > max(self.cap, largest) * 17 / 16:  # a norm may join a head that exceeds the cap by itself
+            elif size > max(self.cap, largest) * 17 / 16:
+                # A norm may join a head that exceeds the cap by itself.
                 run, size, largest = run + 1, tensor.nbytes, tensor.nbytes
             key = block or run, start.meta["val"].dtype, *map(str, start.args[1:])
             buckets.setdefault(key, []).append(start)
@@ -153,15 +190,20 @@ class Overlap(CustomGraphPass):
         for start in g.find_nodes(op="call_function", target=GATHER):
             if (made_by := sources(start)) is None:
                 continue
-            inputs = frozenset(i for n in (start, *made_by) for i in n.all_input_nodes if i.op == "placeholder")
+            inputs = frozenset(
+                i for n in (start, *made_by) for i in n.all_input_nodes if i.op == "placeholder"
+            )
             key = inputs, start.meta["val"].dtype, *start.args[1:]
             if wait_of(start) in forward:
                 first.setdefault(key, wait_of(start))
                 waits.append(wait_of(start))
-            elif key in first:  # an activation checkpoint gathers again what is kept, or what is decided on below
+            elif key in first:
+                # An activation checkpoint gathers again what is kept, or what is decided on below.
                 replace([start], [first[key]])
         after = max(waits, default=next(iter(g.nodes)))
-        backward = next((n for n in g.nodes if n > after and n not in forward and is_product(n)), None)
+        backward = next(
+            (n for n in g.nodes if n > after and n not in forward and is_product(n)), None
+        )
         for wait in waits:  # what a checkpoint cut up again is what was cut up before
             cuts = sorted(filter(is_cut, layouts(wait)))
             for cut in cuts[1:]:
@@ -202,14 +244,20 @@ class Overlap(CustomGraphPass):
         for bucket, following in zip_longest(buckets, buckets[1:]):
             ranks, after = bucket[0].args[2] if op is SCATTER else 1, max(bucket).next
             start_at = behind_gather(after)
-            if following and max(following) < start_at:  # buckets start in the order in which they are waited for
+            # Buckets start in the order in which they are waited for.
+            if following and max(following) < start_at:
                 start_at = after
             with g.inserting_before(after):
-                flat = bucket[0].args[0] if len(bucket) == 1 else joined(g, [n.args[0] for n in bucket], ranks)
+                flat = (
+                    bucket[0].args[0]
+                    if len(bucket) == 1
+                    else joined(g, [n.args[0] for n in bucket], ranks)
+                )
             with g.inserting_before(start_at):
                 start = call(g, op, flat, *bucket[0].args[1:], like=bucket)
                 at = waits and self.ahead < 1 and part_of(waits[-1], start, self.ahead) or start
-                for wait in reversed(waits[-self.early :]):  # the caller sorts what uses them behind them
+                # The caller sorts what uses them behind them.
+                for wait in reversed(waits[-self.early :]):
                     at.append(wait)
                 waits.append(call(g, WAIT, start))
                 results = waits[-1:] if len(bucket) == 1 else taken_apart(g, waits[-1], bucket)
@@ -244,17 +292,23 @@ def part_of(first: fx.Node, last: fx.Node, part: float) -> fx.Node | None:
             between.append((first, flops_of(first)))
         first = first.next
     done = [*accumulate(flops for _, flops in between)]
-    return next((n for (n, _), flops in zip(between, done, strict=True) if flops >= part * done[-1]), None)
+    return next(
+        (n for (n, _), flops in zip(between, done, strict=True) if flops >= part * done[-1]), None
+    )
 
 
 def flops_of(product: fx.Node) -> float:
-    args, kwargs = fx.map_arg((product.args, product.kwargs), lambda n: n.meta.get("val"))  # none of a subgraph
+    # None of a subgraph.
+    args, kwargs = fx.map_arg((product.args, product.kwargs), lambda n: n.meta.get("val"))
     count = flop_registry[getattr(product.target, "overloadpacket", product.target)]
     try:
         return count(*args, **kwargs, out_val=product.meta["val"])
     except AssertionError:  # torch 2.11 counts attention only where k and v have as many heads as q
         heads, four = args[0].shape[1], [isinstance(t, torch.Tensor) and t.ndim == 4 for t in args]
-        args = [t.repeat_interleave(heads // t.shape[1], 1) if yes else t for t, yes in zip(args, four, strict=True)]
+        args = [
+            t.repeat_interleave(heads // t.shape[1], 1) if yes else t
+            for t, yes in zip(args, four, strict=True)
+        ]
         return count(*args, **kwargs, out_val=product.meta["val"])
 
 
@@ -265,7 +319,9 @@ def is_ours(n: fx.Node) -> bool:
 
 def note_as_ours(n: fx.Node) -> bool:
     """Notes another's gather, or average of more than a scalar, as simple_fsdp.py would."""
-    if n.target is GATHER or (n.target in (SCATTER, REDUCE) and n.args[1] == "avg" and n.meta["val"].ndim):
+    if n.target is GATHER or (
+        n.target in (SCATTER, REDUCE) and n.args[1] == "avg" and n.meta["val"].ndim
+    ):
         n.meta |= dict(unit="", bucket=[(module_of(n), tuple(contents(n).meta["val"].shape))])
     return is_ours(n)
 
@@ -286,7 +342,11 @@ def layouts(wait: fx.Node) -> list[fx.Node]:
     """What was waited for, and its views, casts, copies and parts."""
     whole = [wait]
     for n in whole:  # grows while it is walked
-        whole += [u for u in n.users if is_layout(u) and u not in whole and {*u.all_input_nodes} <= {*whole}]
+        whole += [
+            u
+            for u in n.users
+            if is_layout(u) and u not in whole and {*u.all_input_nodes} <= {*whole}
+        ]
     return whole
 
 
@@ -345,7 +405,9 @@ def gather_for_backward(g: fx.Graph, wait: fx.Node, forward: set[fx.Node]) -> No
     whole = layouts(wait)
     if any(n.meta.get("recompute") not in GATHER_AGAIN for n in (wait, *filter(is_cut, whole))):
         return  # it is to be kept
-    uses = [(user, n) for n in whole for user in n.users if user not in forward and user not in whole]
+    uses = [
+        (user, n) for n in whole for user in n.users if user not in forward and user not in whole
+    ]
     copies = {}
     for user, n in sorted(uses, key=lambda use: use[0]):
         with g.inserting_before(user):
@@ -358,7 +420,8 @@ def copied(g: fx.Graph, n: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
         for source in n.all_input_nodes:
             copied(g, source, copies)
         args, kwargs = fx.map_arg((n.args, n.kwargs), lambda m: copies.get(m, m))
-        copies[n] = g.call_function(n.target, args, kwargs)  # node_copy would take a name that AOT's remat gave twice
+        # node_copy would take a name that AOT's remat gave twice.
+        copies[n] = g.call_function(n.target, args, kwargs)
         copies[n].meta = dict(n.meta)
     return copies.get(n, n)
 
@@ -369,7 +432,9 @@ def call(g: fx.Graph, target, *args, like: Sequence[fx.Node] = ()) -> fx.Node:
     node.meta["val"] = target(*fx.map_arg(args, lambda n: n.meta["val"]))
     if like:
         node.meta |= {key: like[0].meta[key] for key in STACKS if key in like[0].meta}
-        node.meta |= dict(unit=like[0].meta["unit"], bucket=sum((n.meta["bucket"] for n in like), []))
+        node.meta |= dict(
+            unit=like[0].meta["unit"], bucket=sum((n.meta["bucket"] for n in like), [])
+        )
     return node
 
 
@@ -395,7 +460,10 @@ def split(g: fx.Graph, whole: fx.Node, starts: list[fx.Node]) -> list[fx.Node]:
     sizes = [n.meta["val"].numel() // starts[0].args[1] for n in starts]
     pieces = call(g, torch.ops.simple_fsdp.cut_0.default, rows, sizes)
     parts = [call(g, operator.getitem, pieces, i) for i in range(len(starts))]
-    return [call(g, aten.reshape.default, part, [*n.meta["val"].shape]) for part, n in zip(parts, starts, strict=True)]
+    return [
+        call(g, aten.reshape.default, part, [*n.meta["val"].shape])
+        for part, n in zip(parts, starts, strict=True)
+    ]
 
 
 def replace(starts: list[fx.Node], by: list[fx.Node]) -> None:

@@ -24,7 +24,8 @@ from trainer import config as flags
 from trainer.distributed.command_line import explain, flag
 from trainer.distributed.terminal import did_you_mean, fail, tell
 
-SWEPT = "gpu watts gpus nodes across hf logits master_dtype lora reserve_gib".split()  # by --what-if, of plan.py's own
+# By --what-if, of plan.py's own.
+SWEPT = "gpu watts gpus nodes across hf logits master_dtype lora reserve_gib".split()
 
 
 def sweep(own: Plan, words: list[str]) -> list[str]:
@@ -36,7 +37,9 @@ def sweep(own: Plan, words: list[str]) -> list[str]:
         raise ValueError(f"--what-if {name}: no such flag{like}")
     if not values or name not in {*SWEPT, *kinds}:
         known = ", ".join(SWEPT)
-        raise ValueError(f"--what-if {' '.join(own.what_if)}: name a flag of main.py, or {known}, and its values")
+        raise ValueError(
+            f"--what-if {' '.join(own.what_if)}: name a flag of main.py, or {known}, and its values"
+        )
     lines = [report.HEADING]
     for text in values:
         new, more = own, [flag(name), text]
@@ -59,17 +62,35 @@ def fit(own: Plan, q: search.Question) -> list[str]:
         raise ValueError(
             f"--fit {wrong}: must divide the {sequences} sequences of a step (--gpus x --batch x --grad-accum)"
         )
-    return report.fit_lines(search.fit_table(q, own.fit, (1, 2, 4, 8, 16, 32), sequences, limit), sequences)
+    return report.fit_lines(
+        search.fit_table(q, own.fit, (1, 2, 4, 8, 16, 32), sequences, limit), sequences
+    )
 
 
 def exact(own: Plan, q: search.Question, words: list[str]) -> int:
     """Runs lab.profiling.peak on the flags of main.py; returns its exit code."""
     if own.hf:
         raise ValueError("--exact: simulates the reference transformer; leave out --hf")
-    for name, usual in (("lora", 0), ("remat_ops", False), ("logits", "auto"), ("master_dtype", "fp32")):
+    for name, usual in (
+        ("lora", 0),
+        ("remat_ops", False),
+        ("logits", "auto"),
+        ("master_dtype", "fp32"),
+    ):
         if getattr(own, name) != usual:
-            raise ValueError(f"--exact: simulates what main.py runs, which has no {flag(name)}; leave it out")
-    command = [sys.executable, "-m", "lab.profiling.peak", "--world", str(q.ranks), "--arch", q.gpu.arch, *words]
+            raise ValueError(
+                f"--exact: simulates what main.py runs, which has no {flag(name)}; leave it out"
+            )
+    command = [
+        sys.executable,
+        "-m",
+        "lab.profiling.peak",
+        "--world",
+        str(q.ranks),
+        "--arch",
+        q.gpu.arch,
+        *words,
+    ]
     return subprocess.run(command).returncode
 
 
@@ -94,7 +115,11 @@ def main(argv: list[str]) -> int:
             lines = report.whole(q, own.reserve_gib, own.tokens, own.price)
     except ValueError as error:
         fail(str(error), 0)
-    for text in [*lines, *report.honesty(q, not (own.best or own.what_if or own.fit)), *unread(words)]:
+    for text in [
+        *lines,
+        *report.honesty(q, not (own.best or own.what_if or own.fit)),
+        *unread(words),
+    ]:
         tell(text)
     return 0
 

@@ -22,13 +22,26 @@ from torch.fx.node import map_aggregate
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from overlap import GATHER, STACKS, Overlap, passes, unit_of
-from trace_once import BODY, COLLECTIVES, Pass, TraceOnce, bodies, is_fixed, is_pure, is_tensor, like, numbered, told
+from trace_once import (
+    BODY,
+    COLLECTIVES,
+    Pass,
+    TraceOnce,
+    bodies,
+    is_fixed,
+    is_pure,
+    is_tensor,
+    like,
+    numbered,
+    told,
+)
 
 # All private names of torch that this file uses: the modules of what is imported above, torch._ops, torch._guards,
 # OpOverload._schema and, of storages, _cdata. Not documented: FakeTensor.fake_mode, and the keys of a node's meta that
 # are read and set below.
 CALL = torch.ops.higher_order.invoke_subgraph
-RESHAPE, VIEW = torch.ops.aten.reshape.default, torch.ops.aten.view.default  # the first: a view or a copy
+# The first: a view or a copy.
+RESHAPE, VIEW = torch.ops.aten.reshape.default, torch.ops.aten.view.default
 CAST = torch.ops.prims.convert_element_type.default
 FEWEST = 2  # operations, views aside, that are worth a call
 
@@ -99,7 +112,9 @@ def keep_inputs(g: fx.Graph) -> None:
     context = torch._guards.TracingContext.try_get()
     if context and context.fw_metadata and context.fw_metadata.bw_donated_idxs:
         most = max((len(n.args) - 2 for n in g.nodes if n.target is CALL), default=0)
-        context.fw_metadata.bw_donated_idxs = [i for i in context.fw_metadata.bw_donated_idxs if i >= most]
+        context.fw_metadata.bw_donated_idxs = [
+            i for i in context.fw_metadata.bw_donated_idxs if i >= most
+        ]
 
 
 def may_alias(n: fx.Node) -> bool:
@@ -142,9 +157,14 @@ def move_early(found: list[list[fx.Node]]) -> None:
     What is made of one tensor alone, and takes no more memory than that, goes to where nothing else needs it."""
     place = {n: i for i, nodes in enumerate(found) for n in nodes}
     for n in list(place):
-        pointwise = isinstance(n.target, torch._ops.OpOverload) and torch.Tag.pointwise in n.target.tags
+        pointwise = (
+            isinstance(n.target, torch._ops.OpOverload) and torch.Tag.pointwise in n.target.tags
+        )
         if pointwise and len(n.all_input_nodes) == 1 and (source := n.all_input_nodes[0]) in place:
-            at, alone = place[source], all(u is n or place.get(u) == place[source] for u in source.users)
+            at, alone = (
+                place[source],
+                all(u is n or place.get(u) == place[source] for u in source.users),
+            )
             if at < place[n] and alone and n.meta["val"].nbytes <= source.meta["val"].nbytes:
                 found[at][-1].append(n)
                 found[at].append(n)
@@ -183,10 +203,17 @@ class Stretch:
                 base = base.args[0]
             if base in place:
                 views[base].append(n)
-        self.outputs = [seen[0] if len(seen) == 1 and is_whole(seen[0], base) else base for base, seen in views.items()]
+        self.outputs = [
+            seen[0] if len(seen) == 1 and is_whole(seen[0], base) else base
+            for base, seen in views.items()
+        ]
         values = [n.meta.get("val") for n in (*self.inputs, *self.outputs)]
         numbers = [place[n] for n in (*self.used, *self.outputs)]
-        self.key = (*lines, *map(told, values), *numbers) if is_fixed(values) and self.inputs and self.outputs else None
+        self.key = (
+            (*lines, *map(told, values), *numbers)
+            if is_fixed(values) and self.inputs and self.outputs
+            else None
+        )
 
     def subgraph(self, new: dict[fx.Node, fx.Node]) -> fx.GraphModule | None:
         """Made of these nodes; None if two of its results, or a result and an input, would share memory."""
@@ -199,13 +226,17 @@ class Stretch:
             env[n] = g.call_function(n.target, args, kwargs)
             env[n].meta = dict(n.meta)
         out = g.output(tuple(env[n] for n in self.outputs))
-        out.meta["user_visible_output_idxs"] = list(range(len(self.outputs)))  # their strides are kept
+        # Their strides are kept.
+        out.meta["user_visible_output_idxs"] = list(range(len(self.outputs)))
         out.meta["original_output_strides"] = [n.meta["val"].stride() for n in self.outputs]
         g.eliminate_dead_code()
         made = fx.GraphModule(nn.Module(), g)
         values = [m.meta["val"] for m in self.inputs]
         with values[0].fake_mode:
-            given = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in values]
+            given = [
+                torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device)
+                for v in values
+            ]
             memory = Counter(t.untyped_storage()._cdata for t in (*given, *made(*given)))
         return made if max(memory.values()) == 1 else None
 
@@ -221,7 +252,9 @@ class Stretch:
             return env.get(n, n)
 
         with g.inserting_before(self.nodes[0]):
-            result = g.call_function(CALL, (g.get_attr(name), name, *(new.get(m, m) for m in self.inputs)))
+            result = g.call_function(
+                CALL, (g.get_attr(name), name, *(new.get(m, m) for m in self.inputs))
+            )
             result.meta["val"] = tuple(n.meta["val"] for n in self.outputs)
             for i, n in enumerate(self.outputs):
                 env[n] = g.call_function(operator.getitem, (result, i))
@@ -290,14 +323,24 @@ class Inline(Pass):
             found, given = bodies[call.args[1]], [n.meta["val"] for n in call.args[0]]
             lies = [t.untyped_storage() for t in given]
             # What a node computes has the same sizes in copies that are given the same, and lies where theirs does.
-            values, were = known.setdefault((found.graph, *map(told, given), *map(lies.index, lies)), ({}, lies))
+            values, were = known.setdefault(
+                (found.graph, *map(told, given), *map(lies.index, lies)), ({}, lies)
+            )
             again = copying(were, lies)
-            env = dict(zip(filter(is_tensor, found.graph.find_nodes(op="placeholder")), call.args[0], strict=True))
+            env = dict(
+                zip(
+                    filter(is_tensor, found.graph.find_nodes(op="placeholder")),
+                    call.args[0],
+                    strict=True,
+                )
+            )
 
             with g.inserting_before(call):
                 for n in (n for n in found.graph.nodes if n.op == "call_function"):
                     args, kwargs = fx.map_arg((n.args, n.kwargs), env.__getitem__)
-                    env[n] = g.call_function(RESHAPE if n.target is VIEW else n.target, args, kwargs)
+                    env[n] = g.call_function(
+                        RESHAPE if n.target is VIEW else n.target, args, kwargs
+                    )
                     if n in values or n.target in COLLECTIVES:
                         value = again(values.get(n, n.meta["val"]))
                     else:
@@ -307,10 +350,16 @@ class Inline(Pass):
                     values.setdefault(n, value)
                     env[n].meta = n.meta | dict(val=value)
                     for key in [key for key in STACKS if n.meta.get(key)]:
-                        env[n].meta[key] = {k: (found.paths.get(at, at), c) for k, (at, c) in n.meta[key].items()}
+                        env[n].meta[key] = {
+                            k: (found.paths.get(at, at), c) for k, (at, c) in n.meta[key].items()
+                        }
                     if "unit" in n.meta:
-                        bucket = [(found.paths.get(at, at), shape) for at, shape in n.meta["bucket"]]
-                        env[n].meta |= dict(unit=found.paths.get(n.meta["unit"], n.meta["unit"]), bucket=bucket)
+                        bucket = [
+                            (found.paths.get(at, at), shape) for at, shape in n.meta["bucket"]
+                        ]
+                        env[n].meta |= dict(
+                            unit=found.paths.get(n.meta["unit"], n.meta["unit"]), bucket=bucket
+                        )
             for user in list(call.users):
                 user.replace_all_uses_with(env[found.results[user.args[1]]])
                 g.erase_node(user)

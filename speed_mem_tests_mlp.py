@@ -31,11 +31,15 @@ from trainer.distributed.terminal import fail, grouped, markdown, ranks
 
 WARMUP = 3  # steps in no median, the compiling ones among them
 SIZES = "width seqlen blocks batch vocab grow steps".split()
-SWITCHES = "autocast data_parallel reshard compile compile_options param_dtype reduce_dtype init".split()
+SWITCHES = (
+    "autocast data_parallel reshard compile compile_options param_dtype reduce_dtype init".split()
+)
 SMALL = "--width 64 --seqlen 64 --blocks 2 --batch 2 --vocab 512 --steps 9".split()
-LARGE = "--width 4096 --seqlen 4096 --blocks 4".split()  # the sizes of every table but mlp_1024, whose are the defaults
+# The sizes of every table but mlp_1024, whose are the defaults.
+LARGE = "--width 4096 --seqlen 4096 --blocks 4".split()
 ALONE = "--no-data-parallel"
-CELLS = Path(__file__).parent / "cells" / "mlp"  # a file per published table: the switches of its rows, in its order
+# A file per published table: the switches of its rows, in its order.
+CELLS = Path(__file__).parent / "cells" / "mlp"
 
 
 @dataclass(frozen=True)
@@ -48,17 +52,20 @@ class Config:
     grow: int = 4  # Width inside a block, in units of --width.
     steps: int = 23  # Optimizer steps; the first 3 are warm-up.
     small: bool = False  # Sizes for a CPU, where no flag gives one.
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA where this torch sees a GPU, else the CPU.
+    # auto: CUDA where this torch sees a GPU, else the CPU.
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     autocast: bool = False  # Forward and loss under torch.autocast to bf16.
     data_parallel: bool = True  # Shard with simple_fsdp.data_parallel.
     reshard: bool = True  # Free gathered weights after forward and gather them again in backward.
     # model: the loss is eager. fwdbwd: forward and loss as a full graph, their backward as another. step: forward,
     # loss, backward and optimizer as one function, whose graph breaks at backward.
     compile: Literal["none", "model", "step", "fwdbwd"] = "none"
-    compile_options: tuple[str, ...] = ()  # Of Inductor, each NAME=VALUE; the word overlap adds those of overlap.py.
+    # Of Inductor, each NAME=VALUE; the word overlap adds those of overlap.py.
+    compile_options: tuple[str, ...] = ()
     param_dtype: Literal["fp32", "bf16"] = "fp32"  # Of gathered parameters and the computation.
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"  # Of the gradient reduction.
-    init: Literal["device", "meta"] = "device"  # meta: build on the meta device, shard, allocate, initialise.
+    # meta: build on the meta device, shard, allocate, initialise.
+    init: Literal["device", "meta"] = "device"
     world: int = 0  # Simulate this many ranks in one process (0: none).
     link: str = "h100-nvlink"  # Link of the simulated ranks, as in main.py.
     results: str = "runs/mlp.jsonl"  # JSONL file, one row appended per run.
@@ -72,13 +79,17 @@ class Config:
 
 def parse(argv: list[str], rank: int = 0, world: int = 1) -> Config:
     """Exit code 2 and a message for an unknown flag, a bad value, or values that do not fit."""
-    read = functools.partial(tyro.cli, Config, prog="speed_mem_tests_mlp.py", console_outputs=rank == 0)
+    read = functools.partial(
+        tyro.cli, Config, prog="speed_mem_tests_mlp.py", console_outputs=rank == 0
+    )
     c = read(args=argv, description=__doc__.partition("\n")[0])
     large = c.table not in (None, "mlp_1024")
     c = read(args=[*LARGE * large, *SMALL * c.small, *argv])  # of two equal flags the last counts
     low = [f"--{name} {getattr(c, name)}" for name in SIZES if getattr(c, name) < 1]
     set_too = [flags.flag(name) for name in SWITCHES if getattr(c, name) != getattr(Config, name)]
-    alone = [f"--{name}" for name in ("table", "world") if getattr(c, name)] + [ALONE] * (not c.data_parallel)
+    alone = [f"--{name}" for name in ("table", "world") if getattr(c, name)] + [ALONE] * (
+        not c.data_parallel
+    )
     for wrong, message in (
         (low, f"{' '.join(low)}: must be at least 1"),
         (c.steps <= WARMUP, f"--steps {c.steps}: must be above {WARMUP}, which are warm-up"),
@@ -122,7 +133,10 @@ class MLP(nn.Module):
     def __init__(self, c: Config):
         super().__init__()
         linear, wide = functools.partial(nn.Linear, bias=False), c.grow * c.width
-        blocks = (nn.Sequential(linear(c.width, wide), nn.GELU(), linear(wide, c.width)) for _ in range(c.blocks))
+        blocks = (
+            nn.Sequential(linear(c.width, wide), nn.GELU(), linear(wide, c.width))
+            for _ in range(c.blocks)
+        )
         self.embed, self.blocks = nn.Embedding(c.vocab, c.width), nn.ModuleList(blocks)
         self.head = linear(c.width, c.vocab)
 
@@ -157,19 +171,27 @@ class Step:
     """`run(tokens, targets)` -> loss, in every compile mode. `phase`: where it is, for when memory runs out."""
 
     def __init__(self, c: Config, model: nn.Module, device: torch.device):
-        self.optimizer, self.phase = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True), "fwd"
+        self.optimizer, self.phase = (
+            torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True),
+            "fwd",
+        )
         self.autocast = dict(device_type=device.type, dtype=torch.bfloat16, enabled=c.autocast)
         options = compile_options(c)
         options = (overlap.compile_options(model) if options.pop("overlap", None) else {}) | options
 
         def compiled(mode: str, f):
-            return torch.compile(f, fullgraph=mode != "step", options=options) if mode == c.compile else f
+            return (
+                torch.compile(f, fullgraph=mode != "step", options=options)
+                if mode == c.compile
+                else f
+            )
 
         self.model, self.loss_fn = compiled("model", model), compiled("fwdbwd", self.loss)
         self.run = compiled("step", self.step)
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(self.model(tokens).flatten(0, 1), targets.flatten())  # [B T, V], [B T]
+        # [B T, V], [B T].
+        return F.cross_entropy(self.model(tokens).flatten(0, 1), targets.flatten())
 
     def step(self, tokens: Tensor, targets: Tensor) -> Tensor:  # [B, T] each -> scalar
         """Forward, loss, backward, update; the loss."""
@@ -184,9 +206,13 @@ class Step:
         return loss.detach()
 
 
-def train(c: Config, step: Step, device: torch.device, timer: timing.StepTimer, stages: memory.Stages):
+def train(
+    c: Config, step: Step, device: torch.device, timer: timing.StepTimer, stages: memory.Stages
+):
     """Every step, on one batch: (the last loss, seconds of the warm-up). FloatingPointError: the loss is not finite."""
-    data = torch.randint(c.vocab, (c.batch, c.seqlen + 1), generator=torch.Generator().manual_seed(1)).to(device)
+    data = torch.randint(
+        c.vocab, (c.batch, c.seqlen + 1), generator=torch.Generator().manual_seed(1)
+    ).to(device)
     tokens, targets = data[:, :-1].contiguous(), data[:, 1:].contiguous()  # [B, T]
     start = time.perf_counter()
     for k in range(c.steps):
@@ -205,15 +231,25 @@ def main(c: Config, rank: int, local_rank: int, world: int) -> int:
     """One row. Exit codes: 0 done, 2 bad flags or environment, 5 non-finite, 6 out of memory, 1 anything else."""
     options, cuda = compile_options(c), c.device == "cuda" or torch.cuda.is_available()
     try:
-        if (c.device == "cpu" or not cuda) and (only := [name for name in options if name.startswith("triton.")]):
-            raise ValueError(f"--compile-options {' '.join(only)}: needs CUDA; leave it out on a CPU")
+        if (c.device == "cpu" or not cuda) and (
+            only := [name for name in options if name.startswith("triton.")]
+        ):
+            raise ValueError(
+                f"--compile-options {' '.join(only)}: needs CUDA; leave it out on a CPU"
+            )
         check_mode("none", {name: value for name, value in options.items() if name != "overlap"})
         check_writable(c.results)
         device = connect(c, rank, local_rank, world)
     except ValueError as e:
         fail(str(e), rank)
-    row = timing.environment(device) | dict(study="mlp", world=flags.world_label(c, world)) | setting(c)
-    row |= dict(flags=setting(c), cell=os.environ.get("SWEEP_CELL"), outcome="ok", loss=None, compile_s=None)
+    row = (
+        timing.environment(device)
+        | dict(study="mlp", world=flags.world_label(c, world))
+        | setting(c)
+    )
+    row |= dict(
+        flags=setting(c), cell=os.environ.get("SWEEP_CELL"), outcome="ok", loss=None, compile_s=None
+    )
     row |= timing.stats([])
     stages, timer, step, code = memory.Stages(device), timing.StepTimer(device), None, 0
     try:
@@ -227,10 +263,18 @@ def main(c: Config, rank: int, local_rank: int, world: int) -> int:
         text, oom = " ".join(f"{type(e).__name__}: {e}".split())[:500], memory.out_of_memory(e)
         row["outcome"] = f"OOM {step.phase if step else 'init'}" if oom else f"failed: {text}"
         code = 6 if oom else 5 if isinstance(e, FloatingPointError) else 1
-        print(f"error: rank {rank}: {row['outcome']}{f': {text}; lower --batch' * oom}", file=sys.stderr, flush=True)
+        print(
+            f"error: rank {rank}: {row['outcome']}{f': {text}; lower --batch' * oom}",
+            file=sys.stderr,
+            flush=True,
+        )
     peaks = {name: mib for name, _, mib in stages.rows}
-    started = {f"after_{name}_mib": mib for name, mib in peaks.items() if not name.startswith("step")}
-    row |= started | dict(init_mib=peaks.get("model"), pre_step0_mib=max(started.values(), default=None))
+    started = {
+        f"after_{name}_mib": mib for name, mib in peaks.items() if not name.startswith("step")
+    }
+    row |= started | dict(
+        init_mib=peaks.get("model"), pre_step0_mib=max(started.values(), default=None)
+    )
     row |= dict(first_step_peak_mib=peaks.get("step 1"), second_step_peak_mib=peaks.get("step 2"))
     row |= memory.peak(device) | timing.clocks(device)
     if rank == 0:
@@ -249,8 +293,17 @@ def table(c: Config) -> int:
     n, results = c.nproc or torch.cuda.device_count() or 1, Path(c.results)
     [cells] = sweep.studies(str(CELLS / f"{c.table}.txt"), False, n, words).values()
     settings = {cell: setting(parse(shlex.split(cell)[1:])) for cell in cells}
-    how = dict(program=[__file__], results=results, output=[], timeout=c.timeout, budget=math.inf, fresh=c.fresh)
-    finished = sweep.sweep({c.table: cells}, argparse.Namespace(**how, any_commit=False, report=False), settings)
+    how = dict(
+        program=[__file__],
+        results=results,
+        output=[],
+        timeout=c.timeout,
+        budget=math.inf,
+        fresh=c.fresh,
+    )
+    finished = sweep.sweep(
+        {c.table: cells}, argparse.Namespace(**how, any_commit=False, report=False), settings
+    )
     rows = sweep.read_rows(results)
     print(f"\n{beside_published(c.table, [rows[cell] for cell in cells])}")
     return 0 if finished else 1
@@ -263,17 +316,26 @@ def beside_published(name: str, rows: list[dict]) -> str:
     (label, *keys), cpu = published[0], any("peak_rss_mib" in row for row in rows)
     columns = [(label, [theirs[label] for theirs in published])]
     columns += [(key, [str(row[key]) for row in rows]) for key in ("outcome", "world")]
-    peaks = ["first_step_peak_mib", "second_step_peak_mib", "peak_rss_mib" if cpu else "peak_alloc_mib"]
+    peaks = [
+        "first_step_peak_mib",
+        "second_step_peak_mib",
+        "peak_rss_mib" if cpu else "peak_alloc_mib",
+    ]
     for key in keys:
         for own in peaks if key == "peak_mib" else [key]:
             columns.append((own, [grouped(row.get(own), 1, missing="") for row in rows]))
         columns.append(("published", [theirs[key] for theirs in published]))
-    told = [f"{row['device']}, torch {row['torch']}, commit {row['commit'][:12]}" for row in rows if "init_mib" in row]
+    told = [
+        f"{row['device']}, torch {row['torch']}, commit {row['commit'][:12]}"
+        for row in rows
+        if "init_mib" in row
+    ]
     kind = "resident on a CPU, to compare with nothing published" if cpu else "allocated"
     return f"{name}, MiB {kind}; ours: {'; '.join(dict.fromkeys(told))}\n\n{markdown(columns)}"
 
 
 if __name__ == "__main__":
     if CONFIG.table:
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # sweep.run ends its processes on the way out
+        # sweep.run ends its processes on the way out.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     sys.exit(table(CONFIG) if CONFIG.table else main(CONFIG, *RANKS))

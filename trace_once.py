@@ -32,24 +32,31 @@ from overlap import GATHER, REDUCE, SCATTER, STACKS, WAIT, Overlap, unit_of
 # OpOverload._schema, DTensor._local_tensor, DTensor._spec, Tensor._version and, of storages, _cdata. Not documented:
 # FakeTensor.fake_mode, and the keys of a node's meta that are read and set below.
 aten = torch.ops.aten
-STATIC = "_dynamo_static_input_type"  # a key of what a node's meta says of an input: of one that stays where it is
+# A key of what a node's meta says of an input: of one that stays where it is.
+STATIC = "_dynamo_static_input_type"
 COLLECTIVES = GATHER, SCATTER, REDUCE, WAIT
-KNOWN = torch._C._log_api_usage_once, operator.setitem  # functions without a result, of which is known what they do
+# Functions without a result, of which is known what they do.
+KNOWN = torch._C._log_api_usage_once, operator.setitem
 SHARED = "returns or keeps tensors that share memory"
-_LIBRARY = "simple_fsdp_" + __name__.replace(".", "_")  # a copy of this file beside it registers an op of its own
+# A copy of this file beside it registers an op of its own.
+_LIBRARY = "simple_fsdp_" + __name__.replace(".", "_")
 
 Halves = namedtuple("Halves", "forward backward outputs differentiable saved strides grads")
 # graph and results of each; number of the block's results; which have a gradient; what is kept for backward, (whether
 # it is an input, number of that or of forward's result); strides of backward's gradients; which inputs get one
-Body = namedtuple("Body", "graph results paths")  # nodes that are returned; {path of a module here: path in the copy}
-bodies: dict[str, Body] = {}  # by a hash of all that is in it, so that the compile caches know what an operation is.
+# Nodes that are returned; {path of a module here: path in the copy}.
+Body = namedtuple("Body", "graph results paths")
+# By a hash of all that is in it, so that the compile caches know what an operation is.
+bodies: dict[str, Body] = {}
 # They stay until the process ends: nobody knows when a backward, which is compiled late, needs its own no more.
 
 
 @torch.library.custom_op(f"{_LIBRARY}::body", mutates_args=())
 def body(inputs: list[Tensor], name: str) -> list[Tensor]:
     """Stands for a graph, until regions.Inline puts it there."""
-    raise RuntimeError("trace_once: a block is missing in the graph: give torch.compile all of regions.compile_options")
+    raise RuntimeError(
+        "trace_once: a block is missing in the graph: give torch.compile all of regions.compile_options"
+    )
 
 
 @body.register_fake
@@ -88,7 +95,10 @@ def is_pure(n: fx.Node) -> bool:
         return is_pure(n.args[0])
     if not isinstance(n.target, torch._ops.OpOverload) or n.target._schema.is_mutable:
         return False
-    draws = torch.Tag.nondeterministic_seeded in n.target.tags and "attention" not in n.target._schema.name
+    draws = (
+        torch.Tag.nondeterministic_seeded in n.target.tags
+        and "attention" not in n.target._schema.name
+    )
     return not draws and "c10d" not in n.target.namespace
 
 
@@ -109,7 +119,9 @@ def told(value) -> tuple:
         sizes = *value.shape, *value.stride(), value.storage_offset()
         known = sizes if all(type(i) is int for i in sizes) else repr(sizes)
         return known, value.ndim, value.dtype, value.device, value.is_conj(), value.is_neg()
-    return tuple(map(told, value)) if isinstance(value, list | tuple) else (type(value), repr(value))
+    return (
+        tuple(map(told, value)) if isinstance(value, list | tuple) else (type(value), repr(value))
+    )
 
 
 class _Name(str):
@@ -126,9 +138,12 @@ def numbered(nodes: list[fx.Node], key: str) -> tuple[list[fx.Node], list[tuple]
         for m in n.all_input_nodes:
             if m not in place:
                 inputs.setdefault(m, len(inputs))
-        names = fx.map_arg((n.args, n.kwargs), lambda m: _Name(f"%{place[m]}" if m in place else f"#{inputs[m]}"))
+        names = fx.map_arg(
+            (n.args, n.kwargs), lambda m: _Name(f"%{place[m]}" if m in place else f"#{inputs[m]}")
+        )
         what, inner = "" if n.op == "placeholder" else n.target, held(n)
-        if isinstance(inner, fx.GraphModule):  # such as what a checkpoint runs again, with its policy
+        # Such as what a checkpoint runs again, with its policy.
+        if isinstance(inner, fx.GraphModule):
             what = *numbered([*inner.graph.nodes], key)[1], repr(inner.meta)
         lines.append((n.op, what, repr(names), told(n.meta.get(key))))
     return list(inputs), lines
@@ -189,13 +204,18 @@ class _Block(torch.autograd.Function):
         ctx.halves, ctx.name, ctx.like = halves, names[1], inputs
         ctx.save_for_backward(*((given if is_input else made)[i] for is_input, i in halves.saved))
         results = made[: halves.outputs]
-        ctx.mark_non_differentiable(*(t for t, yes in zip(results, halves.differentiable, strict=True) if not yes))
+        ctx.mark_non_differentiable(
+            *(t for t, yes in zip(results, halves.differentiable, strict=True) if not yes)
+        )
         return tuple(results)
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
         given = [t for t, yes in zip(grads, ctx.halves.differentiable, strict=True) if yes]
-        given = [t if t.stride() == s else t.contiguous() for t, s in zip(given, ctx.halves.strides, strict=True)]
+        given = [
+            t if t.stride() == s else t.contiguous()
+            for t, s in zip(given, ctx.halves.strides, strict=True)
+        ]
         made = iter(BODY([*ctx.saved_tensors, *given], ctx.name))
         found = [next(made) if yes else None for yes in ctx.halves.grads]
         return None, None, *(DTensor(t, p._spec, requires_grad=False) if t is not None and isinstance(p, DTensor) else t
@@ -216,7 +236,9 @@ class Block:
         inputs = [(told(v), getattr(v, "requires_grad", None), repr(getattr(v, "_spec", None)), told(local(v)))
                   for v in given]  # fmt: skip
         results = *(i for i, n in enumerate(nodes) if n in self.used), *self.trains
-        tied = [isinstance(value_of(m), DTensor) and not inside >= m.users.keys() for m in self.inputs]
+        tied = [
+            isinstance(value_of(m), DTensor) and not inside >= m.users.keys() for m in self.inputs
+        ]
         self.key = *lines, *inputs, *results, *map(len, self.paths), *tied, in_mode
         if in_mode:
             self.why = "runs in a mode, or sets one, such as autocast or no_grad"
@@ -243,10 +265,14 @@ class Block:
             env[n] = g.node_copy(n, env.__getitem__)
         g.output(tuple(env[n] if yes else g.call_method("detach", (env[n],))
                        for n, yes in zip(self.used, self.trains, strict=True)))  # fmt: skip
-        values = [value_of(m).detach().requires_grad_(value_of(m).requires_grad) for m in self.inputs]
+        values = [
+            value_of(m).detach().requires_grad_(value_of(m).requires_grad) for m in self.inputs
+        ]
 
         def partition(joint: fx.GraphModule, inputs, **how):
-            graphs = compile_fx.partition_fn(joint, inputs, partitioner_fn_override=self.partition, **how)
+            graphs = compile_fx.partition_fn(
+                joint, inputs, partitioner_fn_override=self.partition, **how
+            )
             found.append(self.checked(*graphs, how["num_fwd_outputs"]))
             raise _Traced
 
@@ -265,12 +291,15 @@ class Block:
             self.why = f"cannot be traced alone ({type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''})"
             return None
 
-    def partition(self, joint: fx.GraphModule, inputs, **how) -> tuple[fx.GraphModule, fx.GraphModule]:
+    def partition(
+        self, joint: fx.GraphModule, inputs, **how
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Inductor keeps of a sum and a product of one size the sum, if what it adds to was computed. In the whole
         graph that is so of a block's inputs; here an operation stands for it, and is taken out again."""
         flat, static = joint.graph.find_nodes(op="placeholder"), []
         first = next(n for n in joint.graph.nodes if n.op != "placeholder")
-        for m, n in zip(self.inputs, filter(is_tensor, flat), strict=False):  # behind them: gradients
+        # Behind them: gradients.
+        for m, n in zip(self.inputs, filter(is_tensor, flat), strict=False):
             if m.op == "placeholder":  # parameters, which stay where they are
                 static += [flat.index(n)] * (STATIC in (m.meta.get("tensor_dict") or ()))
                 continue
@@ -280,20 +309,36 @@ class Block:
             n.replace_all_uses_with(made, delete_user_cb=lambda user, made=made: user is not made)
         how["static_lifetime_input_indices"] = static
         graphs = min_cut_rematerialization_partition(joint, inputs, compiler="inductor", **how)
-        for n in [n for gm in graphs for n in gm.graph.find_nodes(op="call_function", target=aten.add.Tensor)]:
+        for n in [
+            n
+            for gm in graphs
+            for n in gm.graph.find_nodes(op="call_function", target=aten.add.Tensor)
+        ]:
             if n.meta.get("stands_for_input"):
                 n.replace_all_uses_with(n.args[0])
                 n.graph.erase_node(n)
         return graphs
 
-    def checked(self, forward: fx.GraphModule, backward: fx.GraphModule, outputs: int) -> Halves | None:
+    def checked(
+        self, forward: fx.GraphModule, backward: fx.GraphModule, outputs: int
+    ) -> Halves | None:
         """What AOTAutograd made, without the meshes of DTensors; None: `why` says what is not as it has to be."""
         given, results = ([*filter(is_tensor, nodes)] for nodes in (
             forward.graph.find_nodes(op="placeholder"), forward.graph.output_node().args[0]))  # fmt: skip
-        grads = [grad for grad in backward.graph.output_node().args[0] if grad is None or is_tensor(grad)]
+        grads = [
+            grad for grad in backward.graph.output_node().args[0] if grad is None or is_tensor(grad)
+        ]
         made = [n for n in dict.fromkeys(results) if n not in given]
-        calls = [n for gm in (forward, backward) for n in gm.graph.nodes if n.op not in ("placeholder", "output")]
-        kept, taken = results[outputs:], [*filter(is_tensor, backward.graph.find_nodes(op="placeholder"))]
+        calls = [
+            n
+            for gm in (forward, backward)
+            for n in gm.graph.nodes
+            if n.op not in ("placeholder", "output")
+        ]
+        kept, taken = (
+            results[outputs:],
+            [*filter(is_tensor, backward.graph.find_nodes(op="placeholder"))],
+        )
         lies = lambda nodes: memory(n.meta["val"] for n in nodes if is_tensor(n))  # noqa: E731
         known = all(is_pure(n) or n.target in COLLECTIVES for n in calls)
         if not known or any(n.target is aten.as_strided.default for n in calls):
@@ -305,7 +350,8 @@ class Block:
             self.why = "has sizes that are not fixed"
         elif (len(lies(made[:outputs])) < outputs or lies(made[:outputs]) & lies(made[outputs:])
               or lies(made) & lies(given) or lies(grads) & lies(taken[: len(kept)])):  # fmt: skip
-            self.why = SHARED  # the whole graph would take each to lie for itself, and write over one that is read
+            # The whole graph would take each to lie for itself, and write over one that is read.
+            self.why = SHARED
         if self.why:
             return None
         kept = [(n in given, (given if n in given else made).index(n)) for n in kept]
@@ -316,7 +362,11 @@ class Block:
     def replace(self, like: "Block", halves: Halves, new: dict[fx.Node, fx.Node]) -> None:
         """A call instead of its nodes, which are equal to those of `like`. new: what took the place of others'."""
         g, inside = self.nodes[0].graph, set(self.nodes)
-        paths = {was: now for pair in zip(like.paths, self.paths, strict=True) for was, now in zip(*pair, strict=True)}
+        paths = {
+            was: now
+            for pair in zip(like.paths, self.paths, strict=True)
+            for was, now in zip(*pair, strict=True)
+        }
         names = tuple(kept(Body(*half, paths)) for half in (halves.forward, halves.backward))
 
         def block(*inputs: Tensor) -> tuple[Tensor, ...]:
@@ -341,7 +391,10 @@ def is_tensor(n: fx.Node) -> bool:
 
 def kept(found: Body) -> str:
     """A name for it that tells all that is in it."""
-    lines = [(str(n.target), repr((n.args, n.kwargs)), told(n.meta.get("val"))) for n in found.graph.nodes]
+    lines = [
+        (str(n.target), repr((n.args, n.kwargs)), told(n.meta.get("val")))
+        for n in found.graph.nodes
+    ]
     name = hashlib.sha256(repr((lines, found.results, found.paths)).encode()).hexdigest()
     bodies[name] = found
     return name
@@ -353,7 +406,9 @@ class TraceOnce(Pass):
     def __call__(self, g: fx.Graph) -> None:
         g = getattr(g, "graph", g)
         whole = "dynamo_compile_id" in g.owning_module.meta  # and not what a checkpoint runs again
-        if not (whole and torch.is_grad_enabled() and inductor_config.custom_partitioner_fn is None):
+        if not (
+            whole and torch.is_grad_enabled() and inductor_config.custom_partitioner_fn is None
+        ):
             return
         calls = [n for n in g.nodes if n.op not in ("placeholder", "output")]
         runs = [(name, list(run)) for name, run in groupby(calls, unit_of) if name]
@@ -365,14 +420,19 @@ class TraceOnce(Pass):
             block = Block([n for n in run if n not in outside], alive, not in_mode.isdisjoint(run))
             alike[block.key].append(block)
         several = [equal for equal in alike.values() if len(equal) > 1]
-        why = [f"runs in a graph that does more than to compute ({n})" for n in unknown[:1] if several]
-        halves = [None if unknown or first.why else first.halves() for first, *_ in several]  # of the graph as it is
+        why = [
+            f"runs in a graph that does more than to compute ({n})" for n in unknown[:1] if several
+        ]
+        # Of the graph as it is.
+        halves = [None if unknown or first.why else first.halves() for first, *_ in several]
         for equal, how in zip(several, halves, strict=True):
             why += [equal[0].why] * (how is None)
             for block in equal if how else ():
                 block.replace(equal[0], how, new)
         if why and not self.moves.warned:
-            warnings.warn(f"regions: equal blocks are traced one by one: each {why[0]}", stacklevel=2)
+            warnings.warn(
+                f"regions: equal blocks are traced one by one: each {why[0]}", stacklevel=2
+            )
 
     def modes(self, calls: list[fx.Node]) -> tuple[set[fx.Node], list[fx.Node]]:
         """What runs in another mode than the graph begins in, or sets one; and what computes nothing, so that nobody
@@ -395,7 +455,9 @@ class TraceOnce(Pass):
     def outside(self, runs: list[list[fx.Node]]) -> set[fx.Node]:
         """Of blocks: what is computed only from what several of them read, or from nothing, such as a mask, if nobody
         writes to it. It is the same in each, and stays in the whole graph, where it is merged."""
-        readers = Counter(m for run in runs for m in {m for n in run for m in n.all_input_nodes}.difference(run))
+        readers = Counter(
+            m for run in runs for m in {m for n in run for m in n.all_input_nodes}.difference(run)
+        )
         common = {m for m, count in readers.items() if count > 1 and is_constant(m)}
         found = set()
         for n in (n for run in runs for n in run if n.op != "get_attr" and is_constant(n)):
@@ -408,14 +470,23 @@ class TraceOnce(Pass):
         written to need not name the node that wrote: all nodes of that memory are reached at once."""
         found, todo, same = set(), [*g.output_node().all_input_nodes], defaultdict(list)
         for n in g.nodes:
-            for place in memory(v for v in tensors(n.args[0] if n.target is operator.setitem else n) if v._version):
+            for place in memory(
+                v for v in tensors(n.args[0] if n.target is operator.setitem else n) if v._version
+            ):
                 same[place].append(n)
         while todo:
             n = todo.pop()
-            silent = isinstance(n.target, torch._ops.HigherOrderOperator) or n.target is operator.setitem
-            if n not in found and (silent or n.op == "get_attr" or any(v.requires_grad for v in tensors(n))):
+            silent = (
+                isinstance(n.target, torch._ops.HigherOrderOperator) or n.target is operator.setitem
+            )
+            if n not in found and (
+                silent or n.op == "get_attr" or any(v.requires_grad for v in tensors(n))
+            ):
                 found.add(n)
-                todo += [*n.all_input_nodes, *(m for place in memory(tensors(n)) for m in same.get(place, ()))]
+                todo += [
+                    *n.all_input_nodes,
+                    *(m for place in memory(tensors(n)) for m in same.get(place, ())),
+                ]
         return found
 
 

@@ -34,7 +34,10 @@ class ShardedTrainer(Trainer):
         return whole(super()._get_grad_norm(model, grad_norm))
 
     def _save(self, output_dir=None, state_dict=None):
-        state_dict = {name: whole(value).cpu() for name, value in (state_dict or self.model.state_dict()).items()}
+        state_dict = {
+            name: whole(value).cpu()
+            for name, value in (state_dict or self.model.state_dict()).items()
+        }
         super()._save(output_dir, state_dict)
 
 
@@ -44,7 +47,8 @@ def tiny_llama() -> torch.nn.Module:
     return LlamaForCausalLM(LlamaConfig(vocab_size=256, num_hidden_layers=2, **shape))
 
 
-def samples(number: int, seed: int) -> list[dict]:  # your data set; here each token is the one before plus one
+# Your data set; here each token is the one before plus one.
+def samples(number: int, seed: int) -> list[dict]:
     first = torch.randint(256, (number, 1), generator=torch.Generator().manual_seed(seed))
     return [dict(input_ids=row, labels=row) for row in (first + torch.arange(16)) % 256]
 
@@ -58,7 +62,9 @@ if __name__ == "__main__":
         eval_steps=3, save_steps=6, save_only_model=True, disable_tqdm=True, report_to="none", **on_cpu)  # fmt: skip
     mesh = dist.init_device_mesh(args.device.type, (args.world_size,))
     model = data_parallel(tiny_llama().to(args.device), mesh)
-    trainer = ShardedTrainer(model, args, train_dataset=samples(64, seed=1), eval_dataset=samples(16, seed=2))
+    trainer = ShardedTrainer(
+        model, args, train_dataset=samples(64, seed=1), eval_dataset=samples(16, seed=2)
+    )
     trainer.train()
     if dist.get_rank() == 0:
         print(*map(json.dumps, trainer.state.log_history), sep="\n")

@@ -61,24 +61,30 @@ def main():
     blocks = [Block() for _ in range(DEPTH)]
     model = nn.Sequential(nn.Embedding(VOCAB, WIDTH), *blocks, nn.Linear(WIDTH, VOCAB)).to(device)
     model = data_parallel(model, mesh)  # <- in place of DistributedDataParallel(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)  # <- after it: the parameters are shards now
+    # <- after it: the parameters are shards now.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, (step + 1) / 10))
 
     def loss_of(x, y):
         return F.cross_entropy(model(x).flatten(0, 1), y.flatten())
 
-    compiled = torch.compile(loss_of, fullgraph=True, options=compile_options(model))  # <- loss and model together
+    # <- loss and model together.
+    compiled = torch.compile(loss_of, fullgraph=True, options=compile_options(model))
 
     whole = sorted(glob.glob(f"{FOLDER}/*/.metadata"))  # the file that is written last
     if whole:
         states, optimizers = get_state_dict(model, optimizer)
         saved = dict(model=states, optimizer=optimizers, schedule=schedule.state_dict())
-        dcp.load(saved, checkpoint_id=os.path.dirname(whole[-1]))  # <- its shards, saved by any number of ranks
-        set_state_dict(model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"])
+        # <- its shards, saved by any number of ranks.
+        dcp.load(saved, checkpoint_id=os.path.dirname(whole[-1]))
+        set_state_dict(
+            model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"]
+        )
         schedule.load_state_dict(saved["schedule"])
 
     for step in range(schedule.last_epoch, steps):
-        x, y = batch(seed=step * mesh.size() + mesh.get_rank(), device=device)  # each rank its own samples
+        # Each rank its own samples.
+        x, y = batch(seed=step * mesh.size() + mesh.get_rank(), device=device)
         loss = compiled(x, y)
         loss.backward()  # <- gradients come averaged over the ranks, as shards
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()  # <- of all ranks
@@ -91,7 +97,9 @@ def main():
                 held_out = mean(compiled(*batch(seed=-1 - mesh.get_rank(), device=device)))
             train_loss = mean(loss.detach())
             if mesh.get_rank() == 0:
-                print(f"step {step + 1}: loss {train_loss:.4f}, held out {held_out:.4f}, norm {norm.item():.3f}")
+                print(
+                    f"step {step + 1}: loss {train_loss:.4f}, held out {held_out:.4f}, norm {norm.item():.3f}"
+                )
             states, optimizers = get_state_dict(model, optimizer)  # <- every rank saves its shards
             saved = dict(model=states, optimizer=optimizers, schedule=schedule.state_dict())
             dcp.save(saved, checkpoint_id=f"{FOLDER}/{step + 1:06}")

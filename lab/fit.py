@@ -46,7 +46,8 @@ from trainer.logging import append_jsonl, check_writable, read_rows
 
 PROGRAM = str(sweep.ROOT / "finetune.py")
 FOUND = "--batch", "--remat-ratio", "--grad-accum"  # by this program
-NO_PART = "--export", "--save", "--resume", "--prepared", "--preview", "--eval-every"  # of what is measured
+# Of what is measured.
+NO_PART = "--export", "--save", "--resume", "--prepared", "--preview", "--eval-every"
 IMPORTED = "import trainer.finetuning.run; from trainer.measuring.memory import memory_now; print(memory_now('cpu'))"
 
 
@@ -80,17 +81,37 @@ class Fit:
 
 def parse(argv: Sequence[str]) -> tuple[Fit, list[str]]:
     """Its own flags, and finetune.py's as words. Ends the process with exit code 2 and one line for a bad one."""
-    own, words = parse_beside(Fit, (config.Tuning, config.System, config.Output, Fit), argv, "./launch.sh fit", __doc__)
-    for name, low in (("effective_batch", 1), ("micro_batch", 1), ("world", 1), ("memory_mib", 1), ("timeout", 1)):
-        values = getattr(own, name) if isinstance(getattr(own, name), tuple) else (getattr(own, name),)
+    own, words = parse_beside(
+        Fit, (config.Tuning, config.System, config.Output, Fit), argv, "./launch.sh fit", __doc__
+    )
+    for name, low in (
+        ("effective_batch", 1),
+        ("micro_batch", 1),
+        ("world", 1),
+        ("memory_mib", 1),
+        ("timeout", 1),
+    ):
+        values = (
+            getattr(own, name) if isinstance(getattr(own, name), tuple) else (getattr(own, name),)
+        )
         if wrong := [value for value in values if value is not None and not low <= value < 2**31]:
             fail(f"{flag(name)} {wrong[0]:g}: must be at least {low} and below 2**31", 0)
-    words = [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    words = [
+        part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])
+    ]
     words = [word.replace("_", "-") if word.startswith("--") else word for word in words]
     if refused := next((word for word in words if word in (*FOUND, *NO_PART)), None):
-        fail(f"{refused}: {'is what is looked for' if refused in FOUND else 'is no part of it'}; leave it out", 0)
-    if not any(own.effective_batch % (n * micro) == 0 for n in own.world for micro in own.micro_batch):
-        fail(f"--effective-batch {own.effective_batch}: no --world x --micro-batch divides it; name others", 0)
+        fail(
+            f"{refused}: {'is what is looked for' if refused in FOUND else 'is no part of it'}; leave it out",
+            0,
+        )
+    if not any(
+        own.effective_batch % (n * micro) == 0 for n in own.world for micro in own.micro_batch
+    ):
+        fail(
+            f"--effective-batch {own.effective_batch}: no --world x --micro-batch divides it; name others",
+            0,
+        )
     return own, words
 
 
@@ -129,7 +150,9 @@ def question(own: Fit, c: config.Config, runs: bool) -> search.Question | None:
     return search.Question(asked, a, gpu, 1, 10**9, link(c.link), link(c.link))
 
 
-def planned(q: search.Question | None, own: Fit, limit: float, base: float) -> list[tuple[search.Cell, dict[str, Any]]]:
+def planned(
+    q: search.Question | None, own: Fit, limit: float, base: float
+) -> list[tuple[search.Cell, dict[str, Any]]]:
     """A cell for each number of ranks and micro-batch that divide the effective batch, and its planned figures. Where
     no ratio fits, the peak is that of the highest. limit, base: MiB, of a process and of what is not the step's."""
     if q is None:
@@ -137,7 +160,9 @@ def planned(q: search.Question | None, own: Fit, limit: float, base: float) -> l
                 if own.effective_batch % (n * b) == 0]  # fmt: skip
         return [(cell, {}) for cell in made]
     found = []
-    for cell in search.fit_table(q, own.world, own.micro_batch, own.effective_batch, (limit - base) * 2**20):
+    for cell in search.fit_table(
+        q, own.world, own.micro_batch, own.effective_batch, (limit - base) * 2**20
+    ):
         ratio = 1.0 if cell.ratio is None else cell.ratio
         asked = replace(q.with_flags(batch=cell.micro, grad_accum=cell.accum, remat="block", remat_ratio=ratio),
                         ranks=cell.ranks)  # fmt: skip
@@ -149,7 +174,9 @@ def planned(q: search.Question | None, own: Fit, limit: float, base: float) -> l
     return found
 
 
-def row_of(own: Fit, c: config.Config, cell: search.Cell, limit: float, told: dict, run: dict | None = None) -> dict:
+def row_of(
+    own: Fit, c: config.Config, cell: search.Cell, limit: float, told: dict, run: dict | None = None
+) -> dict:
     """The row of an answer: planned, with what it was asked, and of `run`, the row of the run that it is taken from."""
     label = f"{cell.ranks}(sim {c.link})" if cell.ranks > 1 else 1
     asked = dict(model=Path(own.model).resolve().name, gpu=None if c.device == "cpu" else own.gpu, memory_mib=limit,
@@ -159,10 +186,17 @@ def row_of(own: Fit, c: config.Config, cell: search.Cell, limit: float, told: di
                  torch=importlib.metadata.version("torch"), outcome="planned",
                  flags=flags.setting(c) | dict(batch=cell.micro, grad_accum=cell.accum, remat_ratio=cell.ratio,
                                                world=cell.ranks if cell.ranks > 1 else None))  # fmt: skip
-    return {key: value for key, value in (run or about).items() if key != "cell"} | asked | told | dict(study="fit")
+    return (
+        {key: value for key, value in (run or about).items() if key != "cell"}
+        | asked
+        | told
+        | dict(study="fit")
+    )
 
 
-def least(grid: Sequence[float], first: float, fits: Callable[[float], bool | None]) -> float | None:
+def least(
+    grid: Sequence[float], first: float, fits: Callable[[float], bool | None]
+) -> float | None:
     """The least value of an ascending grid that fits, if all above one that fits do, too; else None. It is looked for
     from the first that is not below `first` on, in growing steps and then by halves. fits(value) None: not known, ends
     the search."""
@@ -178,7 +212,9 @@ def least(grid: Sequence[float], first: float, fits: Callable[[float], bool | No
     return grid[low] if low < len(grid) else None
 
 
-def measured(own: Fit, words: list[str], cell: search.Cell, told: dict, limit: float, depth: int) -> dict | None:
+def measured(
+    own: Fit, words: list[str], cell: search.Cell, told: dict, limit: float, depth: int
+) -> dict | None:
     """Runs what is needed to find the least ratio; the row that it is taken from, with `ratio` and all that was
     `tried`, as [ratio, MiB at the peak, outcome]. None: a run failed, and nothing is known."""
     rows = sweep.current(read_rows(Path(own.results)), own.any_commit)
@@ -189,7 +225,10 @@ def measured(own: Fit, words: list[str], cell: search.Cell, told: dict, limit: f
         line = [*line_of(own, words, cell.ranks, cell.micro), "--remat-ratio", f"{ratio:g}"]
         name = sweep.cell_of(shlex.join(line), False, 1, {})
         if sweep.unfinished([name], rows):
-            print(f"[{cell.ranks} ranks, micro-batch {cell.micro}] --remat-ratio {ratio:g}", flush=True)
+            print(
+                f"[{cell.ranks} ranks, micro-batch {cell.micro}] --remat-ratio {ratio:g}",
+                flush=True,
+            )
             rows[name] = sweep.attempt(name, args, own.timeout, f"fit n={cell.ranks} --batch {cell.micro} "
                                        f"--remat-ratio {ratio:g}", sweep.given(sweep.parse(line)[1]))  # fmt: skip
         found[ratio] = row = rows[name]
@@ -197,10 +236,15 @@ def measured(own: Fit, words: list[str], cell: search.Cell, told: dict, limit: f
             return None
         return row["outcome"] == "ok" and peak_of(row) <= limit
 
-    grid = [r for i, r in enumerate(search.GRID) if not i or round(r * depth) != round(search.GRID[i - 1] * depth)]
+    grid = [
+        r
+        for i, r in enumerate(search.GRID)
+        if not i or round(r * depth) != round(search.GRID[i - 1] * depth)
+    ]
     first = told.get("planned_ratio")
     ratio = least(grid, 1.0 if first is None and told else first or 0.0, fits)
-    if ratio and grid[0] not in found and fits(grid[0]):  # a little recomputation may take more memory than none
+    # A little recomputation may take more memory than none.
+    if ratio and grid[0] not in found and fits(grid[0]):
         ratio = grid[0]
     if any(sweep.unfinished([""], {"": row}) for row in found.values()):
         return None
@@ -219,11 +263,17 @@ def peak_of(row: dict) -> float | None:
 def limits(own: Fit, c: config.Config) -> tuple[float, float]:
     """(limit, of which are not the step's) in MiB. ValueError, one line, without a limit for a CPU."""
     if c.device != "cpu":
-        return own.memory_mib or hardware.gpu(own.gpu).memory / 2**20 - 2**10 * hardware.RESERVE_GIB, 0.0
+        return own.memory_mib or hardware.gpu(
+            own.gpu
+        ).memory / 2**20 - 2**10 * hardware.RESERVE_GIB, 0.0
     if own.memory_mib is None:
-        raise ValueError("--device cpu: needs --memory-mib, the limit of a process's resident memory")
+        raise ValueError(
+            "--device cpu: needs --memory-mib, the limit of a process's resident memory"
+        )
     command = [sys.executable, "-c", IMPORTED]
-    return own.memory_mib, float(subprocess.run(command, cwd=sweep.ROOT, capture_output=True, check=True).stdout)
+    return own.memory_mib, float(
+        subprocess.run(command, cwd=sweep.ROOT, capture_output=True, check=True).stdout
+    )
 
 
 def show(own: Fit) -> None:
@@ -238,27 +288,37 @@ def show(own: Fit) -> None:
         except plots.NoFigure as error:
             tell(f"no figure: {error}")
         except (ImportError, OSError) as error:
-            raise ValueError(f"--plots {own.plots}: {error}; it needs matplotlib and a folder") from error
+            raise ValueError(
+                f"--plots {own.plots}: {error}; it needs matplotlib and a folder"
+            ) from error
 
 
 def main(argv: list[str]) -> int:
     """Prints and records what is planned, measures it, prints the table; returns the exit code, 1 if a run failed."""
     own, words = parse(argv)
-    pairs = [(n, b) for n in own.world for b in own.micro_batch if own.effective_batch % (n * b) == 0]
-    c = [config.parse(line_of(own, words, n, b), 0, 1) for n, b in pairs][-1]  # says what is wrong with any
+    pairs = [
+        (n, b) for n in own.world for b in own.micro_batch if own.effective_batch % (n * b) == 0
+    ]
+    # Says what is wrong with any.
+    c = [config.parse(line_of(own, words, n, b), 0, 1) for n, b in pairs][-1]
     if others := {(n, b) for n in own.world for b in own.micro_batch} - {*pairs}:
         told = ", ".join(f"{n} x {b}" for n, b in sorted(others))
-        tell(f"left out, as they do not divide --effective-batch {own.effective_batch}: {told} (ranks x micro-batch)")
+        tell(
+            f"left out, as they do not divide --effective-batch {own.effective_batch}: {told} (ranks x micro-batch)"
+        )
     runs, failed = not own.plan and (c.device == "cpu" or sweep.gpus() > 0), 0
     c = flags.filled(c, "cpu" if c.device == "cpu" else "cuda")
     try:
         check_writable(own.results)
         if runs:
             if "--data" not in words:
-                data_of(own).write_text(json.dumps({"text": " ".join(map(str, range(c.seqlen + 1)))}) + "\n")
+                data_of(own).write_text(
+                    json.dumps({"text": " ".join(map(str, range(c.seqlen + 1)))}) + "\n"
+                )
             check_at_once(c, 1)
             if c.device == "cpu":
-                os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "65536")  # what is freed does not stay resident
+                # What is freed does not stay resident.
+                os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "65536")
         q, (limit, base) = question(own, c, runs), limits(own, c)
         cells = planned(q, own, limit, base)
         if q:
@@ -272,7 +332,10 @@ def main(argv: list[str]) -> int:
         old = published.read([Path(own.results)])
         for cell, told in cells if q else ():
             new = json.loads(json.dumps(row_of(own, c, cell, limit, told)))  # as it is read
-            if not any(row.get("study") == "fit" and (row | new) | {"date": 0} == row | {"date": 0} for row in old):
+            if not any(
+                row.get("study") == "fit" and (row | new) | {"date": 0} == row | {"date": 0}
+                for row in old
+            ):
                 append_jsonl(own.results, new)
         for cell, told in cells if runs else ():
             found = measured(own, words, cell, told, limit, q.a.depth if q else len(search.GRID))
@@ -280,16 +343,22 @@ def main(argv: list[str]) -> int:
             if found:
                 append_jsonl(own.results, row_of(own, c, cell, limit, told, found))
         if not (runs or own.plan):
-            tell("not measured: no GPU here; --device cpu --memory-mib N measures a small model's resident memory")
+            tell(
+                "not measured: no GPU here; --device cpu --memory-mib N measures a small model's resident memory"
+            )
         show(own)
     except (ValueError, OSError, subprocess.SubprocessError) as error:
         fail(str(error), 0)
     if failed:
-        tell(f"{failed} of {len(cells)} not measured, since a run failed; the same command tries again", sys.stderr)
+        tell(
+            f"{failed} of {len(cells)} not measured, since a run failed; the same command tries again",
+            sys.stderr,
+        )
     return int(failed > 0)
 
 
 if __name__ == "__main__":
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # | head
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback; the run under way follows its parent
+    # No traceback; the run under way follows its parent.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.exit(main(sys.argv[1:]))

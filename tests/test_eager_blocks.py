@@ -12,7 +12,16 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from models_for_wrapper import BF16, INFERENCE, Block, Blocks, Comms, Made, fake_ranks, with_one_thread
+from models_for_wrapper import (
+    BF16,
+    INFERENCE,
+    Block,
+    Blocks,
+    Comms,
+    Made,
+    fake_ranks,
+    with_one_thread,
+)
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 

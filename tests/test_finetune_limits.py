@@ -23,7 +23,16 @@ from running import ROOT, module, read
 
 pytest.importorskip("transformers", reason="needs transformers: pip install -e '.[hf]'")
 
-from tiny_hf import KINDS, OTHERS, TEMPLATE, edit_json, logits, write_data, write_model, write_tokenizer
+from tiny_hf import (
+    KINDS,
+    OTHERS,
+    TEMPLATE,
+    edit_json,
+    logits,
+    write_data,
+    write_model,
+    write_tokenizer,
+)
 from transformers import AutoModelForCausalLM
 
 import finetune

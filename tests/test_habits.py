@@ -15,7 +15,11 @@ from harness import spawn
 from models_for_wrapper import Block, Blocks, Comms, fake_ranks, whole, with_one_thread
 from running import ROOT
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 from torch.distributed.fsdp import MixedPrecisionPolicy as FSDP2Policy
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor

@@ -24,7 +24,11 @@ import torch
 import torch.distributed as dist
 from running import TINY, one_line
 from saved import contents, steps_in
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    TensorStorageMetadata,
+)
 
 from trainer import config as flags
 from trainer.checkpoint import load as checkpoint

@@ -17,7 +17,14 @@ from torch.distributed import DeviceMesh
 from torch.distributed._functional_collectives import all_gather_tensor, all_reduce
 
 import overlap
-from lab.profiling.collectives import block_inputs, capture, collectives, gathered_alive, of_step, saved
+from lab.profiling.collectives import (
+    block_inputs,
+    capture,
+    collectives,
+    gathered_alive,
+    of_step,
+    saved,
+)
 from model import ModelConfig, Transformer
 from overlap import compile_options
 from simple_fsdp import MixedPrecisionPolicy, data_parallel

@@ -24,7 +24,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import simple_fsdp
-from simple_fsdp import MixedPrecisionPolicy, data_parallel, describe, disable_data_parallel, unsharded
+from simple_fsdp import (
+    MixedPrecisionPolicy,
+    data_parallel,
+    describe,
+    disable_data_parallel,
+    unsharded,
+)
 
 one_thread = pytest.fixture(scope="module", autouse=True)(with_one_thread)
 fake = pytest.fixture(fake_ranks)

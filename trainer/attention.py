@@ -20,7 +20,8 @@ DTYPES = dict(fp32=torch.float32, bf16=torch.bfloat16)
 BACKENDS = dict(cudnn=SDPBackend.CUDNN_ATTENTION, flash=SDPBackend.FLASH_ATTENTION,
                 efficient=SDPBackend.EFFICIENT_ATTENTION, math=SDPBackend.MATH)  # fmt: skip
 CHOICE = torch._fused_sdp_choice  # private: what scaled_dot_product_attention would dispatch to
-CUDNN_ANY_LENGTH = 91501  # older versions read out of bounds where 128 does not divide the length (pytorch#169849)
+# Older versions read out of bounds where 128 does not divide the length (pytorch#169849).
+CUDNN_ANY_LENGTH = 91501
 
 
 class Shape(NamedTuple):
@@ -36,9 +37,13 @@ class Shape(NamedTuple):
     def __str__(self) -> str:
         return f"{self.dtype} q [{self.batch}, {self.heads}, {self.seqlen}, {self.head_dim}], {self.kv_heads} kv heads"
 
-    def empty(self, device: torch.device, kv_heads: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def empty(
+        self, device: torch.device, kv_heads: int | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """(q, k) for asking torch what it would run: one row of memory, expanded. kv_heads: of k, if not the own."""
-        row = torch.empty(self.head_dim, dtype=DTYPES[self.dtype], device=device, requires_grad=True)
+        row = torch.empty(
+            self.head_dim, dtype=DTYPES[self.dtype], device=device, requires_grad=True
+        )
         heads = self.heads, kv_heads or self.kv_heads
         return tuple(row.expand(self.batch, n, self.seqlen, self.head_dim) for n in heads)
 
@@ -58,7 +63,8 @@ def refusal(kernel: str, shape: Shape, device: torch.device) -> str | None:
     version = torch.backends.cudnn.version() or 0
     if kernel == "cudnn" and shape.seqlen % 128 and version < CUDNN_ANY_LENGTH:
         return f"cuDNN {version} is wrong where 128 does not divide the length, {shape.seqlen}"
-    q, k = shape.empty(device, shape.heads if kernel == "efficient" else None)  # model.py repeats k and v for this one
+    # model.py repeats k and v for this one.
+    q, k = shape.empty(device, shape.heads if kernel == "efficient" else None)
     with sdpa_kernel(BACKENDS[kernel]), warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         try:
@@ -67,9 +73,12 @@ def refusal(kernel: str, shape: Shape, device: torch.device) -> str | None:
             found, error = None, str(e).splitlines()[0]
     if found == int(BACKENDS[kernel]):
         return None
-    reasons = [str(w.message).split(" (Triggered")[0] for w in told]  # but of the others, switched off to ask for this:
+    # But of the others, switched off to ask for this:
+    reasons = [str(w.message).split(" (Triggered")[0] for w in told]
     reasons = [r for r in reasons if "not used because" not in r and "runtime disabled" not in r]
-    return " ".join((reasons or [error if found is None else f"torch would take {found}"])[0].split())
+    return " ".join(
+        (reasons or [error if found is None else f"torch would take {found}"])[0].split()
+    )
 
 
 def sdpa(asked: str, shape: Shape, device: torch.device) -> tuple[str, str]:
@@ -82,7 +91,10 @@ def sdpa(asked: str, shape: Shape, device: torch.device) -> tuple[str, str]:
     if device.type == "cpu":
         q, k = shape.empty(device)
         found = CHOICE(q, k, k, is_causal=True, enable_gqa=shape.heads != shape.kv_heads)
-        return "default", f"sdpa {next(name for name, backend in BACKENDS.items() if int(backend) == found)} (auto)"
+        return (
+            "default",
+            f"sdpa {next(name for name, backend in BACKENDS.items() if int(backend) == found)} (auto)",
+        )
     hopper, refused = torch.cuda.get_device_capability(device) >= (9, 0), []
     for kernel in ("cudnn",) * hopper + ("flash", "efficient", "math"):
         reason = refusal(kernel, shape, device)
@@ -107,21 +119,28 @@ def read_options(path: str | Path, missing_ok: bool = False) -> dict[str, dict]:
     except FileNotFoundError:
         if missing_ok:
             return {}
-        raise ValueError(f"{path}: no such file; python -m lab.studies.attention --search writes one") from None
+        raise ValueError(
+            f"{path}: no such file; python -m lab.studies.attention --search writes one"
+        ) from None
     except (OSError, ValueError) as e:
         raise ValueError(f"{path}: {e}") from e
     entries = found.values() if isinstance(found, dict) else [None]
     for entry in entries:
         options = entry.get("options") if isinstance(entry, dict) else None
         if not isinstance(options, dict) or not all(isinstance(v, int) for v in options.values()):
-            raise ValueError(f"{path}: expected KEY: {{\"options\": {{NAME: INTEGER}}}}, got {str(entry)[:80]}")
+            raise ValueError(
+                f'{path}: expected KEY: {{"options": {{NAME: INTEGER}}}}, got {str(entry)[:80]}'
+            )
     return found
 
 
-def choose_kernel(c: flags.Config, device: torch.device) -> tuple[str, tuple[tuple[str, int], ...], str]:
+def choose_kernel(
+    c: flags.Config, device: torch.device
+) -> tuple[str, tuple[tuple[str, int], ...], str]:
     """(ModelConfig.sdpa, .flex_options, what to print). ValueError: the kernel cannot run, or a broken file."""
     if c.attn == "sdpa":
-        if device.type != c.device and c.sdpa != "auto":  # graphs can be compiled for a device that is absent
+        # Graphs can be compiled for a device that is absent.
+        if device.type != c.device and c.sdpa != "auto":
             return c.sdpa, (), f"sdpa {c.sdpa}"
         kernel, text = sdpa(c.sdpa, shape_of(c), device)
         return kernel, (), text

@@ -1,8 +1,8 @@
 """What can be refused before anything is taken: data files, directories, more memory than there is. Imports no torch.
 
-    check_at_once(config, world)    # on rank 0: ends the process with one line and exit code 2 or 3, or returns
-    check(config, world)            # on each rank: ValueError
-    never_run(torch.__version__)    # a line for a torch that is not in TORCH
+check_at_once(config, world)    # on rank 0: ends the process with one line and exit code 2 or 3, or returns
+check(config, world)            # on each rank: ValueError
+never_run(torch.__version__)    # a line for a torch that is not in TORCH
 """
 
 import os
@@ -53,7 +53,9 @@ def check_at_once(c: flags.Config, world: int) -> None:
     wrong with the data files as this rank sees them. A rank that sees others says so when all have met."""
     from trainer.data import DataError, check_files
 
-    device = "cuda" if c.device == "auto" and costs.may_have_gpu() else c.device.replace("auto", "cpu")
+    device = (
+        "cuda" if c.device == "auto" and costs.may_have_gpu() else c.device.replace("auto", "cpu")
+    )
     try:
         check(flags.filled(c, device).on(c.world or world), world)
         seqlen = c.seqlen or min(each["seqlen"] for each in flags.DEFAULTS.values())
@@ -68,7 +70,10 @@ def available() -> int:
     """Bytes of the host's memory that this process and others may still take, by the system and by its container."""
     found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     with suppress(OSError, TypeError):  # macOS
-        found.append(int(re.search(r"^MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text(), re.M)[1]) * 1024)
+        found.append(
+            int(re.search(r"^MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text(), re.M)[1])
+            * 1024
+        )
     for file in memory_limits():
         with suppress(OSError, ValueError):  # "max"
             found.append(int(file.read_text()))
@@ -81,10 +86,13 @@ def memory_limits(cgroups: Path = Path("/proc/self/cgroup")) -> list[Path]:
     found = []
     for line in cgroups.read_text().splitlines() if cgroups.exists() else []:
         _, kinds, path = line.split(":", 2)
-        name = "memory.limit_in_bytes" if kinds else "memory.max"  # of cgroup 1, of cgroup 2, which names no kinds
+        # Of cgroup 1, of cgroup 2, which names no kinds.
+        name = "memory.limit_in_bytes" if kinds else "memory.max"
         root = Path("/sys/fs/cgroup", "memory" * (kinds != ""))
         if not kinds or "memory" in kinds.split(","):
-            found += [root / each.relative_to("/") / name for each in (Path(path), *Path(path).parents)]
+            found += [
+                root / each.relative_to("/") / name for each in (Path(path), *Path(path).parents)
+            ]
     return found
 
 
@@ -95,9 +103,15 @@ def check_fits(c: flags.Config, ranks: int, here: int) -> None:
     if c.device != "cpu" or c.force or needs <= free:
         return
     room = 0.8 * free  # a process also holds torch itself, and what the formula leaves out
-    most = bisect_right(range(c.batch), room, key=lambda batch: costs.step_bytes(c, ranks, batch)) - 1
+    most = (
+        bisect_right(range(c.batch), room, key=lambda batch: costs.step_bytes(c, ranks, batch)) - 1
+    )
     accum = -(-c.batch * c.grad_accum // max(1, most))
-    fix = f"--batch {most} --grad-accum {accum} would fit" if most > 0 else "use a smaller --width, --depth or --vocab"
+    fix = (
+        f"--batch {most} --grad-accum {accum} would fit"
+        if most > 0
+        else "use a smaller --width, --depth or --vocab"
+    )
     needs, has = (f"{grouped(nbytes / 2**30, 1)} GiB" for nbytes in (needs * here, free * here))
     who = f"{here} ranks" if here > 1 else "a step"
     raise ValueError(f"--batch {c.batch}: {who} would take about {needs}, this machine has {has} free; {fix}; --force "

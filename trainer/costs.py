@@ -40,7 +40,9 @@ def sent_bytes(op: str, nbytes: float, ranks: int) -> float:
     """Bytes that one rank of a ring sends: S (N-1)/N to gather or scatter S bytes, twice that to all-reduce them. Of an
     all-to-all nbytes are those of one rank, all of which it sends but what is for itself."""
     share = (ranks - 1) / ranks
-    parts = dict(all_gather=share, reduce_scatter=share, all_to_all=share, all_reduce=2 * share, barrier=0.0)
+    parts = dict(
+        all_gather=share, reduce_scatter=share, all_to_all=share, all_reduce=2 * share, barrier=0.0
+    )
     return nbytes * parts.get(op, 1.0)
 
 
@@ -64,11 +66,14 @@ def measured(text: str) -> str:
     fix = "python -m lab.studies.collectives --results FILE writes one"
     try:
         with open(file) as rows:
-            found = [row["link"] for row in map(json.loads, rows) if isinstance(row.get("link"), dict)]
+            found = [
+                row["link"] for row in map(json.loads, rows) if isinstance(row.get("link"), dict)
+            ]
         return f"{found[-1]['alpha_us']:.3f}:{found[-1]['gb_per_s']:.6f}"
     except OSError as error:
         raise ValueError(f"--link {text}: {error.strerror}; {fix}") from None
-    except (ValueError, LookupError, TypeError, AttributeError):  # also a link whose bandwidth was not seen
+    except (ValueError, LookupError, TypeError, AttributeError):
+        # Also a link whose bandwidth was not seen.
         raise ValueError(f"--link {text}: no line of it has a fitted link; {fix}") from None
 
 
@@ -80,7 +85,9 @@ def link(text: str, ports: bool = False) -> Link:
     if text == "none":
         return Link(0.0, float("inf"))
     found = re.fullmatch(r"(\d+\.?\d*):(?:(\d+)x)?(\d+\.?\d*)", text)
-    latency, many, bandwidth = found.groups() if found else (LATENCY_US, None, NAMED_GB_PER_S.get(text, 0.0))
+    latency, many, bandwidth = (
+        found.groups() if found else (LATENCY_US, None, NAMED_GB_PER_S.get(text, 0.0))
+    )
     if float(bandwidth) > 0 and (many is None or ports and int(many)):
         return Link(float(latency) * 1e-6, float(bandwidth) * 1e9, int(many or 0))
     raise ValueError(f"--link {text}: must be {', '.join(NAMED_GB_PER_S)}, none, alpha_us:GB_per_s such as 20:370, or "
@@ -92,14 +99,18 @@ def link(text: str, ports: bool = False) -> Link:
 PEAKS = {
     r"A100-(SXM4|PCIE)-(40|80)GB|A100 80GB PCIe": 312e12,
     r"H100 80GB HBM3|H200": 989e12,  # both SXM
-    r"H100 PCIe": 756e12, r"H100 NVL": 835e12,
+    r"H100 PCIe": 756e12,
+    r"H100 NVL": 835e12,
     r"GeForce RTX 4090": 165e12,  # fp32 accumulate
 }
 
 
 def device_peak(name: str) -> float | None:
     """Dense bf16 FLOP/s of a device named as `torch.cuda.get_device_name` names it; None where it is not known."""
-    return next((flops for names, flops in PEAKS.items() if re.fullmatch(f"(NVIDIA )?({names})", name)), None)
+    return next(
+        (flops for names, flops in PEAKS.items() if re.fullmatch(f"(NVIDIA )?({names})", name)),
+        None,
+    )
 
 
 def may_have_gpu() -> bool:
@@ -131,7 +142,9 @@ def flops_per_token(c, seqlen: int, convention: str = "causal") -> int | float:
     keys. "hardware": causal, plus what is multiplied again in backward: the scores inside the core's backward (7/6 of
     the core) and what recomputation and the lean MLP repeat, but the last product of a region, which nothing needs."""
     kv, wide = c.kv_heads * c.head_dim, c.grow * c.width
-    linear = 6 * (c.depth * c.width * (2 * c.width + 2 * kv + (2 + gated(c)) * wide) + c.width * c.vocab)
+    linear = 6 * (
+        c.depth * c.width * (2 * c.width + 2 * kv + (2 + gated(c)) * wide) + c.width * c.vocab
+    )
     keys = seqlen if convention == "palm" else causal_keys(seqlen)
     core = 3 * c.depth * attention_flops(c.heads, c.head_dim, keys)
     if convention == "linear":
@@ -142,7 +155,9 @@ def flops_per_token(c, seqlen: int, convention: str = "causal") -> int | float:
     once = core / (3 * c.depth) if c.remat_core else 0  # a forward of the core
     attention = dict(attn=qkv + once, both=qkv + once, block=qkv + o + once)
     again = sum(attention.get(c.remat_of(i), 0) for i in range(c.depth))
-    again += up * sum(c.mlp == "lean" or c.remat_of(i) in ("mlp", "both", "block") for i in range(c.depth))
+    again += up * sum(
+        c.mlp == "lean" or c.remat_of(i) in ("mlp", "both", "block") for i in range(c.depth)
+    )
     return linear + core * 7 / 6 + again
 
 
@@ -157,7 +172,8 @@ def kept_per_block(c, remat: str | None = None) -> float:
     attention = 4 + kv  # its input, the norm's output, q, k, v and attention's output
     if remat in ("attn", "both"):
         attention = 1 + (not c.remat_core) + (not c.remat_norm)
-    mlp = 2 + (2 + gated(c)) * c.grow  # its input, the norm's output, what is before and after the activation
+    # Its input, the norm's output, what is before and after the activation.
+    mlp = 2 + (2 + gated(c)) * c.grow
     if c.mlp == "lean":
         mlp = 1
     elif remat in ("mlp", "both"):
@@ -169,7 +185,8 @@ def parameters(c) -> int:
     """Of the reference transformer: weights and biases of products and norms, and the embedding."""
     kv = c.width // c.grouping
     weights = 2 * c.width + 2 * kv + (2 + gated(c)) * c.grow * c.width
-    vectors, last = (2, 1) if gated(c) else (c.grow + 5, 2)  # of a block and of the final norm, in units of width
+    # Of a block and of the final norm, in units of width.
+    vectors, last = (2, 1) if gated(c) else (c.grow + 5, 2)
     return c.depth * c.width * (weights + vectors) + (2 * c.vocab + last) * c.width
 
 
@@ -178,7 +195,9 @@ def step_bytes(c, ranks: int, batch: int) -> float:
     weights and Adam's moments, and whichever is more, what is kept for backward and the logits, or the gradients."""
     size = {"fp32": 4, "bf16": 2}
     sharded = c.wrapper != "none" and c.mode != "replicate"
-    own = parameters(c) / (ranks // (c.replicas if c.mode == "hybrid_shard" else 1) if sharded else 1)
+    own = parameters(c) / (
+        ranks // (c.replicas if c.mode == "hybrid_shard" else 1) if sharded else 1
+    )
     tokens, width = batch * c.seqlen, size[c.param_dtype]
     kept = c.remat_ratio * kept_per_block(c) + (1 - c.remat_ratio) * kept_per_block(c, "none")
     kept *= c.depth * tokens * c.width * width

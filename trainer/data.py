@@ -39,10 +39,13 @@ if TYPE_CHECKING:  # bad files are told before torch is imported, which takes se
 
 # Shapes: B rows of this rank in a batch, T tokens of a row (--seqlen)
 LLMC_HEADER = 1024  # bytes: 256 int32, of which three are used: magic, version, number of tokens
-LLMC_FORMATS = {20240520: (1, np.uint16), 20240801: (7, np.uint32)}  # magic -> version, dtype (GPT-2, Llama 3)
-LLMC_MAGICS = range(20240101, 20241232)  # llm.c's magic is a date; raw uint16 tokens would need an id above 54'000
+# Magic -> version, dtype (GPT-2, Llama 3).
+LLMC_FORMATS = {20240520: (1, np.uint16), 20240801: (7, np.uint32)}
+# llm.c's magic is a date; raw uint16 tokens would need an id above 54'000.
+LLMC_MAGICS = range(20240101, 20241232)
 HELD_OUT = 64  # one part in so many, the last, and at least one sample, is held out
-SCAN_BYTES = 64 << 20  # smaller streams are searched for ids outside the vocabulary when they are opened
+# Smaller streams are searched for ids outside the vocabulary when they are opened.
+SCAN_BYTES = 64 << 20
 # Folders that `stdlib` leaves out, because not every installation of Python has the same files in them.
 NOT_TEXT = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 
@@ -60,7 +63,9 @@ def check_source(source: str) -> None:
     if not re.fullmatch(r"stdlib|random|overfit|(text|bin):.+", source):
         like = did_you_mean(source, ("stdlib", "text:", "bin:", "random", "overfit"))
         like = f"; did you mean text:{source}?" if os.path.exists(source) else like
-        raise ValueError(f"--data {source}: expected one of stdlib, text:PATH, bin:GLOB, random, overfit{like}")
+        raise ValueError(
+            f"--data {source}: expected one of stdlib, text:PATH, bin:GLOB, random, overfit{like}"
+        )
 
 
 class Shard(NamedTuple):  # one file of tokens, or all files of a text source
@@ -106,6 +111,7 @@ class Stream:
 
 def files_below(root: str, suffix: str = "", skip: Collection[str] = ()) -> list[Path]:
     """`root` if it is no folder; else the files below it, sorted, without hidden ones and folders named in `skip`."""
+
     def stop(error: OSError):
         raise error
 
@@ -114,11 +120,20 @@ def files_below(root: str, suffix: str = "", skip: Collection[str] = ()) -> list
         return [Path(root)]
     for folder, folders, names in os.walk(root, onerror=stop):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in skip]
-        found += [Path(folder, name) for name in names if not name.startswith(".") and name.endswith(suffix)]
-    return sorted((file for file in found if file.is_file()), key=lambda file: file.relative_to(root).as_posix())
+        found += [
+            Path(folder, name)
+            for name in names
+            if not name.startswith(".") and name.endswith(suffix)
+        ]
+    return sorted(
+        (file for file in found if file.is_file()),
+        key=lambda file: file.relative_to(root).as_posix(),
+    )
 
 
-def _read_tokens(path: str, file: int, dtype: np.dtype, skipped: int, at: int, count: int) -> np.ndarray:
+def _read_tokens(
+    path: str, file: int, dtype: np.dtype, skipped: int, at: int, count: int
+) -> np.ndarray:
     """[count] tokens of an open file from number `at` on. Not by a mapping: a page that is no longer there, of a file
     that has shrunk, would end the process with SIGBUS. Raises DataError."""
     first = skipped + at * dtype.itemsize
@@ -126,7 +141,9 @@ def _read_tokens(path: str, file: int, dtype: np.dtype, skipped: int, at: int, c
         content = os.pread(file, count * dtype.itemsize, first)
     if len(content) < count * dtype.itemsize:
         where = f"{path}, byte {_n(first + len(content))}"
-        raise unusable(where, "what was there at the start", "the end", "the file has shrunk: write it again")
+        raise unusable(
+            where, "what was there at the start", "the end", "the file has shrunk: write it again"
+        )
     return np.frombuffer(content, dtype)
 
 
@@ -135,14 +152,21 @@ def _open_tokens(path: str) -> Shard:
     file = os.open(path, os.O_RDONLY)
     size, again = os.fstat(file).st_size, "copy or write the file again"
     if not size:
-        raise unusable(f"{path}, byte 0", "token ids", "an empty file", f"{again}, or leave it out of --data")
+        raise unusable(
+            f"{path}, byte 0", "token ids", "an empty file", f"{again}, or leave it out of --data"
+        )
     head = os.pread(file, 1024, 0)
     magic, version, count = struct.unpack_from("<3i", head) if size >= 12 else (0, 0, 0)
     skipped, known, dtype = LLMC_HEADER, *LLMC_FORMATS.get(magic, (1, np.uint16))
     if magic not in LLMC_MAGICS:
         skipped, count = 0, size // 2
         if size % 2:
-            raise unusable(f"{path}, byte {_n(size - 1)}", "an even number of bytes (raw uint16)", _n(size), again)
+            raise unusable(
+                f"{path}, byte {_n(size - 1)}",
+                "an even number of bytes (raw uint16)",
+                _n(size),
+                again,
+            )
     elif magic not in LLMC_FORMATS:
         expected = f"llm.c's magic for tokens ({' or '.join(map(str, LLMC_FORMATS))})"
         raise unusable(f"{path}, byte 0", expected, str(magic), "name files of tokens in --data")
@@ -151,7 +175,12 @@ def _open_tokens(path: str) -> Shard:
     dtype = np.dtype(dtype)
     whole = skipped + count * dtype.itemsize
     if count < 1 or size != whole:
-        raise unusable(f"{path}, byte 8", f"{_n(whole)} bytes for {_n(count)} tokens", f"{_n(size)} bytes", again)
+        raise unusable(
+            f"{path}, byte 8",
+            f"{_n(whole)} bytes for {_n(count)} tokens",
+            f"{_n(size)} bytes",
+            again,
+        )
     read = partial(_read_tokens, str(path), file, dtype, skipped)
     weakref.finalize(read, os.close, file)
     return Shard(path, count, dtype.itemsize, skipped, head, read)
@@ -163,11 +192,22 @@ def _found(source: str) -> tuple[str, list[Path]]:
     root = sysconfig.get_path("stdlib") if kind == "stdlib" else os.path.expanduser(where)
     if kind != "bin":
         if os.path.exists(root) and not os.path.isfile(root) and not os.path.isdir(root):
-            raise unusable(root, "a file or folder", "a pipe or device", "write what it gives to a file")
+            raise unusable(
+                root, "a file or folder", "a pipe or device", "write what it gives to a file"
+            )
         return root, files_below(root, ".py", NOT_TEXT) if kind == "stdlib" else files_below(root)
-    files = [root] if os.path.isfile(root) else sorted(filter(os.path.isfile, glob.glob(root, recursive=True)))
+    files = (
+        [root]
+        if os.path.isfile(root)
+        else sorted(filter(os.path.isfile, glob.glob(root, recursive=True)))
+    )
     if not files:
-        raise unusable(root, "at least one token file", "none", "check --data bin:GLOB (a folder: bin:DIR/*.bin)")
+        raise unusable(
+            root,
+            "at least one token file",
+            "none",
+            "check --data bin:GLOB (a folder: bin:DIR/*.bin)",
+        )
     return root, files
 
 
@@ -178,18 +218,27 @@ def readable(source: str, flag: str = "--data") -> Iterator[None]:
         yield
     except OSError as error:
         where, found = error.filename or source, error.strerror or str(error)
-        raise unusable(where, "readable data", found, f"check the path in {flag} and its permissions") from error
+        raise unusable(
+            where, "readable data", found, f"check the path in {flag} and its permissions"
+        ) from error
 
 
-def _check_length(source: str, root: str, files: list, tokens: int, seqlen: int = 0, hold_out: bool = False) -> None:
+def _check_length(
+    source: str, root: str, files: list, tokens: int, seqlen: int = 0, hold_out: bool = False
+) -> None:
     if not tokens:
         found = f"0 bytes in {_n(len(files))} file{'s' * (len(files) != 1)}"
         raise unusable(f"{root}, byte 0", "text", found, "name a file or folder with text")
     needed = (seqlen + 1) * (1 + hold_out)
     if tokens < needed:
-        again, fix = ", and as many that --eval-every holds out" * hold_out, " or leave out --eval-every" * hold_out
+        again, fix = (
+            ", and as many that --eval-every holds out" * hold_out,
+            " or leave out --eval-every" * hold_out,
+        )
         expected = f"at least {_n(needed)} tokens (--seqlen and one for the last target{again})"
-        raise unusable(f"{source}, token {_n(tokens)}", expected, "the end", f"add data or lower --seqlen{fix}")
+        raise unusable(
+            f"{source}, token {_n(tokens)}", expected, "the end", f"add data or lower --seqlen{fix}"
+        )
 
 
 def check_files(source: str, seqlen: int, hold_out: bool = False) -> None:
@@ -202,13 +251,17 @@ def check_files(source: str, seqlen: int, hold_out: bool = False) -> None:
             tokens = sum(_open_tokens(file).count for file in files)
             _check_length(source, root, files, tokens, seqlen, hold_out)
         else:
-            _check_length(source, root, files, sum(file.stat().st_size for file in files), seqlen, hold_out)
+            _check_length(
+                source, root, files, sum(file.stat().st_size for file in files), seqlen, hold_out
+            )
 
 
 def open_source(source: str, vocab: int) -> tuple[Stream, str]:
     """Tokens of any source but `random`, and a description. Raises ValueError for a small --vocab, and DataError."""
     if not source.startswith("bin:") and vocab < 256:
-        raise ValueError(f"--vocab {vocab}: --data {source} is bytes and needs at least 256; raise it or --data random")
+        raise ValueError(
+            f"--vocab {vocab}: --data {source} is bytes and needs at least 256; raise it or --data random"
+        )
     with readable(source):
         root, files = _found(source)
         if source.startswith("bin:"):
@@ -217,9 +270,16 @@ def open_source(source: str, vocab: int) -> tuple[Stream, str]:
             text = bytearray().join(file.read_bytes() for file in files)
             _check_length(source, root, files, len(text))
             ids = np.frombuffer(text, np.uint8)
-            shards = [Shard(root, len(ids), 1, 0, bytes(text[:1024]), lambda at, count: ids[at : at + count])]
+            shards = [
+                Shard(
+                    root, len(ids), 1, 0, bytes(text[:1024]), lambda at, count: ids[at : at + count]
+                )
+            ]
     stream = Stream(shards, vocab)
-    return stream, f"{source}, {_n(len(files))} file{'s' * (len(files) != 1)}, {_n(stream.ends[-1])} tokens"
+    return (
+        stream,
+        f"{source}, {_n(len(files))} file{'s' * (len(files) != 1)}, {_n(stream.ends[-1])} tokens",
+    )
 
 
 def generator(*key: str | int) -> torch.Generator:
@@ -234,8 +294,10 @@ def rows_of_a_rank(global_batch: int, world: int) -> int:
     """Rows of a global batch on each rank. ValueError if they do not divide."""
     rows, rest = divmod(global_batch, world)
     if rest or rows < 1:
-        raise ValueError(f"--batch: {global_batch} samples a step do not divide among {world} ranks "
-                         f"({global_batch} = {world} ranks x {rows} + {rest}); use a multiple of {world}")
+        raise ValueError(
+            f"--batch: {global_batch} samples a step do not divide among {world} ranks "
+            f"({global_batch} = {world} ranks x {rows} + {rest}); use a multiple of {world}"
+        )
     return rows
 
 
@@ -246,13 +308,29 @@ class Batches(Iterator):
     last 1/64 of the tokens, at least one sample, is in no batch (random: other tokens), but in `held_out`. Raises
     ValueError for bad flags, DataError for bad files: of large ones while iterating, on the rank that meets it."""
 
-    def __init__(self, source: str, *, global_batch: int, seqlen: int, vocab: int, seed: int,
-                 rank: int = 0, world: int = 1, start: int = 0, hold_out: bool = False):
+    def __init__(
+        self,
+        source: str,
+        *,
+        global_batch: int,
+        seqlen: int,
+        vocab: int,
+        seed: int,
+        rank: int = 0,
+        world: int = 1,
+        start: int = 0,
+        hold_out: bool = False,
+    ):
         check_source(source)
         self.global_batch, self.seqlen, self.vocab, self.seed = global_batch, seqlen, vocab, seed
-        self.rows, self.rank, self.overfit = rows_of_a_rank(global_batch, world), rank, source == "overfit"
+        self.rows, self.rank, self.overfit = (
+            rows_of_a_rank(global_batch, world),
+            rank,
+            source == "overfit",
+        )
         self.sample = start  # samples consumed so far by all ranks together; set it to resume
-        self.ahead: dict[int, Tensor] = {}  # batches that are read before they are needed, by their first sample
+        # Batches that are read before they are needed, by their first sample.
+        self.ahead: dict[int, Tensor] = {}
         self.error: DataError | None = None  # what could not be read
         self.fingerprint = source  # changes when the data does; to be saved beside `sample`
         self.stream, self.epoch_samples = None, None  # None: no epochs
@@ -266,7 +344,8 @@ class Batches(Iterator):
         _check_length(source, source, self.stream.shards, tokens, seqlen, hold_out)
         held = max(tokens // HELD_OUT, seqlen + 1) if hold_out else 0
         self.held, targets = range(tokens - held, tokens - seqlen, seqlen), tokens - held - 1
-        self.epoch_samples = max(1, (targets - seqlen + 1) // seqlen)  # the same number at every offset
+        # The same number at every offset.
+        self.epoch_samples = max(1, (targets - seqlen + 1) // seqlen)
         self._offsets = min(seqlen, targets - self.epoch_samples * seqlen + 1)
         self._epoch = -1, 0, ()  # number, offset of the grid, order of the chunks
         self.fingerprint = self.stream.fingerprint
@@ -297,7 +376,10 @@ class Batches(Iterator):
         if self.stream is not None and self.error is None:
             wanted = self.sample, self.sample + self.global_batch
             try:
-                self.ahead = {each: self.ahead[each] if each in self.ahead else self._batch(each) for each in wanted}
+                self.ahead = {
+                    each: self.ahead[each] if each in self.ahead else self._batch(each)
+                    for each in wanted
+                }
             except DataError as error:
                 self.error = error
         return self.error
@@ -311,7 +393,8 @@ class Batches(Iterator):
         from lean import IGNORE
 
         for first in range(0, min(count * self.global_batch, len(self.held)), self.global_batch):
-            out = torch.zeros(self.rows, self.seqlen + 1, dtype=torch.int64, device="cpu")  # [B, T+1]
+            # [B, T+1].
+            out = torch.zeros(self.rows, self.seqlen + 1, dtype=torch.int64, device="cpu")
             first += self.rank * self.rows
             there = max(0, min(self.rows, len(self.held) - first))
             try:
@@ -329,7 +412,11 @@ class Batches(Iterator):
 
         row = torch.empty(self.seqlen + 1, dtype=torch.int64, device="cpu")
         if self.stream is None:
-            row.random_(0, self.vocab, generator=generator("held out" if held else "random", self.seed, sample))
+            row.random_(
+                0,
+                self.vocab,
+                generator=generator("held out" if held else "random", self.seed, sample),
+            )
         else:
             self.stream.read(self.held[sample] if held else self.position(sample), row.numpy())
         return row

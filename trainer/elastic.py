@@ -29,7 +29,8 @@ def words(nproc: int, argv: list[str], env: Mapping[str, str]) -> list[str]:
         what = "--save DIR and --save-every N, to go on from, and --effective-batch N, to keep"
         fail(f"NNODES={nodes}: nodes that leave need {what}", 0)
     first, port, rank = env["MASTER_ADDR"], env.get("MASTER_PORT") or "29500", env["NODE_RANK"]
-    own = first if rank == "0" else f"{first}.{rank}"  # a name for the order alone, but for the first
+    # A name for the order alone, but for the first.
+    own = first if rank == "0" else f"{first}.{rank}"
     return [f"--nnodes={nodes}", "--rdzv-backend=c10d", f"--rdzv-endpoint={first}:{port}",
             f"--rdzv-conf=is_host={int(rank == '0')}", f"--local-addr={own}",
             f"--max-restarts={env.get('MAX_RESTARTS') or 9}"]  # fmt: skip

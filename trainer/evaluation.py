@@ -49,8 +49,15 @@ def evaluate(c: Config, step: Step, batches: Batches, device: torch.device,
             between()
             inputs = {name: t for each in more for name, t in each.items()}
             for x, y, own in step.micro_batches(tokens, targets, inputs):
-                x, y, own = x.to(device), y.to(device), {name: t.to(device) for name, t in own.items()}  # [B, T] each
-                total += torch.stack((step.model(x, y, c.chunk, **own).double(), (y != IGNORE).sum()))
+                # [B, T] each.
+                x, y, own = (
+                    x.to(device),
+                    y.to(device),
+                    {name: t.to(device) for name, t in own.items()},
+                )
+                total += torch.stack(
+                    (step.model(x, y, c.chunk, **own).double(), (y != IGNORE).sum())
+                )
         if batches.error:  # the next boundary ends the run
             total[0] = math.nan
         loss, count = step.over_ranks(total, "sum").tolist()
@@ -71,7 +78,8 @@ def sample(c: Config, step: Step, batches: Batches, device: torch.device,
         for _ in range(c.sample):
             between()
             seen = torch.tensor([ids[-T:]], device="cpu")  # [1, up to T]
-            window = torch.nn.functional.pad(seen, (0, T - seen.shape[1]))  # no token sees what follows it
+            # No token sees what follows it.
+            window = torch.nn.functional.pad(seen, (0, T - seen.shape[1]))
             logits: Tensor = step.model(window.to(device))[0, seen.shape[1] - 1, :vocab]
             chances = (logits.float().cpu().nan_to_num() / TEMPERATURE).softmax(0)
             ids.append(int(torch.multinomial(chances, 1, generator=generator)))

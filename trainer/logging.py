@@ -33,9 +33,14 @@ FIGURES = frozenset("loss eval_loss step step_ms step_ms_min step_ms_max mfu sim
                     "first_step_peak_mib".split())  # fmt: skip
 SETTINGS = frozenset(("flags", "setting"))
 NOT_FINITE = ["nan", "inf", "-inf"]  # as `_plain` writes them
-DECODER = json.JSONDecoder(parse_constant={"NaN": "nan", "Infinity": "inf", "-Infinity": "-inf"}.get)
+DECODER = json.JSONDecoder(
+    parse_constant={"NaN": "nan", "Infinity": "inf", "-Infinity": "-inf"}.get
+)
 LARGEST = 1e300  # of a figure: far above any, and statistics of it are still finite
-SECRET = re.compile(r"api_?key|private_?key|secret|passw|credential|(access|api|auth|hf)_?token|^token$", re.IGNORECASE)
+SECRET = re.compile(
+    r"api_?key|private_?key|secret|passw|credential|(access|api|auth|hf)_?token|^token$",
+    re.IGNORECASE,
+)
 LINE = {"loss": "loss {:.4f}", "lr": "lr {:.3g}", "grad_norm": "|g| {:.3f}", "ms": "{:,.1f} ms",
         "tok_s": "{:,.0f} tok/s", "eval_loss": "held-out loss {:.4f}", "eval_bpb": "{:.4f} bits per byte",
         "eval_ppl": "perplexity {:.3f}"}  # fmt: skip
@@ -46,7 +51,9 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else str(float(value))
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items() if not SECRET.search(str(key))}
+        return {
+            str(key): _plain(item) for key, item in value.items() if not SECRET.search(str(key))
+        }
     if isinstance(value, list | tuple | set):
         return [_plain(item) for item in value]
     return value if value is None or isinstance(value, str | int) else str(value)
@@ -60,7 +67,8 @@ def append_jsonl(path: str | Path, obj: dict, *, fsync: bool = False) -> None:
     file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
     try:
         with suppress(OSError):  # a file system without locks
-            fcntl.flock(file, fcntl.LOCK_EX)  # a line that another process is still writing is not unfinished
+            # A line that another process is still writing is not unfinished.
+            fcntl.flock(file, fcntl.LOCK_EX)
         if (size := os.fstat(file).st_size) and os.pread(file, 1, size - 1) != b"\n":
             line = b"\n" + line
         if os.write(file, line) != len(line):
@@ -107,7 +115,9 @@ def read_jsonl(path: Path, start: int = 0) -> list[dict]:
                     continue
                 if odd := _odd_entry(row):
                     place = f"{path}, line {number}" + f" from byte {start} on" * (start > 0)
-                    raise ValueError(f"{place}: {odd}: no run writes that; take the line out, or name other files")
+                    raise ValueError(
+                        f"{place}: {odd}: no run writes that; take the line out, or name other files"
+                    )
                 rows.append(row)
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}; name a file of rows") from None
@@ -128,20 +138,37 @@ def check_writable(path: str | Path, flag: str = "--results") -> None:
             raise ValueError(f"{flag} {path}: is a pipe; name a file")
         os.close(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644))
     except OSError as error:
-        raise ValueError(f"{flag} {path}: {error.strerror}; name a file in a folder that can be written") from None
+        raise ValueError(
+            f"{flag} {path}: {error.strerror}; name a file in a folder that can be written"
+        ) from None
 
 
 def final_lines(row: dict, warmup: int = 0) -> list[str]:
     """A row for people; the peak in use is named if the row has `peak_flops` (FLOP/s). warmup: steps not timed."""
-    kinds = dict(peak_alloc="allocated", peak_reserved="reserved", peak_rss="resident", first_step_peak="in step 1")
-    memory = [f"{grouped(row[f'{k}_mib'])} MiB {kind}" for k, kind in kinds.items() if row.get(f"{k}_mib") is not None]
+    kinds = dict(
+        peak_alloc="allocated",
+        peak_reserved="reserved",
+        peak_rss="resident",
+        first_step_peak="in step 1",
+    )
+    memory = [
+        f"{grouped(row[f'{k}_mib'])} MiB {kind}"
+        for k, kind in kinds.items()
+        if row.get(f"{k}_mib") is not None
+    ]
     memory += [row["peak_rss_note"]] if row.get("peak_rss_note") else []
     ms, low, high = (grouped(row.get(key), 1) for key in ("step_ms", "step_ms_min", "step_ms_max"))
-    causal, palm, hfu, seconds = (grouped(row.get(key), 1) for key in ("mfu", "mfu_palm", "hfu", "compile_s"))
+    causal, palm, hfu, seconds = (
+        grouped(row.get(key), 1) for key in ("mfu", "mfu_palm", "hfu", "compile_s")
+    )
     mfu = f"n/a: no peak is known of {row['device']}" if "device" in row else "n/a"
     if row.get("peak_flops"):
         mfu = f"{causal} causal, {palm} PaLM, {hfu} HFU of {row['peak_flops'] / 1e12:.0f} TFLOP/s"
-    skipped = f", {row['skipped']} update{'s' * (row['skipped'] > 1)} left out" if row.get("skipped") else ""
+    skipped = (
+        f", {row['skipped']} update{'s' * (row['skipped'] > 1)} left out"
+        if row.get("skipped")
+        else ""
+    )
     lines = [
         f"outcome  {row.get('outcome', 'n/a')}, loss {grouped(row.get('loss'), 4)}{skipped}",
         f"memory   {', '.join(memory) or 'n/a'}",
@@ -149,11 +176,17 @@ def final_lines(row: dict, warmup: int = 0) -> list[str]:
     if row.get("eval_loss") is not None:
         more = f", {grouped(row['eval_bpb'], 4)} bits per byte" * (row.get("eval_bpb") is not None)
         more += f", perplexity {grouped(row['eval_ppl'], 3)}" * (row.get("eval_ppl") is not None)
-        lines.insert(1, f"held out loss {grouped(row['eval_loss'], 4)}{more}, after step {row['eval_step']}; "
-                     f"best {grouped(row.get('best_eval_loss'), 4)}, after step {row.get('best_step')}")
+        lines.insert(
+            1,
+            f"held out loss {grouped(row['eval_loss'], 4)}{more}, after step {row['eval_step']}; "
+            f"best {grouped(row.get('best_eval_loss'), 4)}, after step {row.get('best_step')}",
+        )
     if row.get("outcome") == "ok" and warmup and not row.get("n"):
         untimed = f"the first {warmup} steps of a run (they compile and warm up) and those that a profiler watches"
-        return [*lines, f"step     n/a, as are speed and MFU: no step was timed; {untimed} never are; raise --steps"]
+        return [
+            *lines,
+            f"step     n/a, as are speed and MFU: no step was timed; {untimed} never are; raise --steps",
+        ]
     return [
         *lines,
         f"step     {ms} ms median [{low}-{high}] n {row.get('n', 0)}, compile {seconds} s",
@@ -172,14 +205,22 @@ def page_flags(results: Path, run: str | None = None) -> list[str]:
     """What lab.report is told to write the rows of a file, or one of its runs, as a page beside them."""
     if run is None:
         return [str(results), "--html", str(results.with_suffix(".html"))]
-    return [str(results), "--run", run, "--html", str(results.with_suffix(".steps") / f"{run}.html")]
+    return [
+        str(results),
+        "--run",
+        run,
+        "--html",
+        str(results.with_suffix(".steps") / f"{run}.html"),
+    ]
 
 
 def write_page(results: Path, run: str | None = None) -> str:
     """Writes that page, by a process of its own; returns the line that says where it is, or why there is none."""
     own = page_flags(results.absolute(), run)
     root = Path(__file__).resolve().parents[1]
-    done = subprocess.run([sys.executable, "-m", "lab.report", *own], cwd=root, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "lab.report", *own], cwd=root, capture_output=True, text=True
+    )
     if done.returncode:
         why = (done.stderr.splitlines() or ["no reason given"])[-1]
         return f"warning: no page is written: {why}"
@@ -204,18 +245,27 @@ class Sinks:
         if rank == 0 and wandb != "off":
             cell, tags = os.environ.get("SWEEP_NAME") or "", list(tags)
             if cell and job_type is None:
-                job_type, tags = "cell", list(dict.fromkeys([*tags, cell.partition(" n=")[0][:64]]))  # the study
+                # The study.
+                job_type, tags = "cell", list(dict.fromkeys([*tags, cell.partition(" n=")[0][:64]]))
             name = (name or cell)[:128] or None  # W&B takes no longer one, as of tags
             names = dict(group=group, name=name, tags=tags, job_type=job_type or "train")
             self._try("wandb", partial(self._start_wandb, wandb, **names))
 
-    def write_settings(self, settings: dict, continues: str | None = None, after_step: int = 0) -> Path | None:
+    def write_settings(
+        self, settings: dict, continues: str | None = None, after_step: int = 0
+    ) -> Path | None:
         """Writes the whole setting of the run beside its steps; returns the file, or None where there is none.
         continues: the name of the run that this one goes on with after that step."""
         path = self.steps and self.steps.with_suffix(".settings.json")
-        settings = settings | (dict(continues=continues, after_step=after_step) if continues else {})
+        settings = settings | (
+            dict(continues=continues, after_step=after_step) if continues else {}
+        )
         text = json.dumps(_plain(settings), indent=1, allow_nan=False)
-        return path if self.rank == 0 and path and self._try("settings file", lambda: _write(path, text)) else None
+        return (
+            path
+            if self.rank == 0 and path and self._try("settings file", lambda: _write(path, text))
+            else None
+        )
 
     def due(self, k: int) -> bool:
         """Whether step k (1 to n) is logged: the first, every `every`-th, the last. The same on every rank."""
@@ -237,12 +287,23 @@ class Sinks:
         it and not in the run's config."""
         row = {**row, "run": self.run}
         write = self.rank == 0 and self.results
-        if write and not self._try("results file", lambda: append_jsonl(self.results, row, fsync=True)):
-            tell(f"warning: the row that is not in {self.results}: {json.dumps(_plain(row))}", sys.stderr)
+        if write and not self._try(
+            "results file", lambda: append_jsonl(self.results, row, fsync=True)
+        ):
+            tell(
+                f"warning: the row that is not in {self.results}: {json.dumps(_plain(row))}",
+                sys.stderr,
+            )
         if self._wandb:
             known = {name: value for name, value in _plain(row).items() if value is not None}
-            again = {name for name in known if self.config.get(name) == known[name]} | {"flags", "loss_kind"}
-            self._try("wandb", lambda: self._wandb.summary.update({k: known[k] for k in known if k not in again}))
+            again = {name for name in known if self.config.get(name) == known[name]} | {
+                "flags",
+                "loss_kind",
+            }
+            self._try(
+                "wandb",
+                lambda: self._wandb.summary.update({k: known[k] for k in known if k not in again}),
+            )
 
     def left(self, page: bool = False) -> list[str]:
         """Where the run has left its row, its logged steps and its run in W&B, and the command that draws them, for
@@ -252,7 +313,11 @@ class Sinks:
         lines = [f"row      {self.results}", f"curve    {self.steps}"]
         if self.wandb_place:
             lines.append(f"W&B      {self.wandb_place}")
-        drawn = write_page(self.results, self.run) if page else f"draw it  {page_command(self.results, self.run)}"
+        drawn = (
+            write_page(self.results, self.run)
+            if page
+            else f"draw it  {page_command(self.results, self.run)}"
+        )
         return [*lines, drawn]
 
     def close(self) -> None:
@@ -280,28 +345,41 @@ class Sinks:
     def _start_wandb(self, mode: str, **names) -> None:
         import wandb
 
-        own = {"init_timeout": 20, "login_timeout": 20, "finish_timeout": 30}  # seconds; its own are minutes or endless
+        # Seconds; its own are minutes or endless.
+        own = {"init_timeout": 20, "login_timeout": 20, "finish_timeout": 30}
         # What W&B would add is the host, the user, the git remote, the command and paths; what matters is in the row.
-        own |= {"host": "", "disable_git": True, "disable_code": True, "x_disable_meta": True, "console": "off"}
-        settings = wandb.Settings(**{name: v for name, v in own.items() if name in wandb.Settings.model_fields})
+        own |= {
+            "host": "",
+            "disable_git": True,
+            "disable_code": True,
+            "x_disable_meta": True,
+            "console": "off",
+        }
+        settings = wandb.Settings(
+            **{name: v for name, v in own.items() if name in wandb.Settings.model_fields}
+        )
         wandb.setup(settings)
         folder = os.environ.get("WANDB_DIR") or (self.results.parent if self.results else ".")
         names["project"] = os.environ.get("WANDB_PROJECT") or "simple-fsdp-trainer"
         folder = os.path.relpath(folder)  # W&B logs the path of its logs
         os.makedirs(folder, exist_ok=True)
-        if self.wandb_id and not os.environ.get("WANDB_RUN_ID"):  # which W&B's agent sets, and whoever knows better
+        # Which W&B's agent sets, and whoever knows better.
+        if self.wandb_id and not os.environ.get("WANDB_RUN_ID"):
             names |= dict(id=self.wandb_id, resume="allow")
         run = wandb.init(mode=mode, dir=folder, config=self.config, settings=settings, **names)
         if run.disabled:
             raise RuntimeError("no login")
-        Path(run.dir).parent.joinpath("logs", "debug-core.log").unlink(missing_ok=True)  # a link into the user's home
+        # A link into the user's home.
+        Path(run.dir).parent.joinpath("logs", "debug-core.log").unlink(missing_ok=True)
         # Losses stand over tokens, by which runs of different batches compare, all else over steps.
         losses = dict.fromkeys(("loss", "eval_loss", "eval_bpb", "eval_ppl"), "tokens")
         over = {"step": None, "tokens": None, "*": "step"} | losses
         for name, axis in over.items():
             run.define_metric(name, step_metric=axis)
         self._wandb, self.wandb_id = run, run.id
-        self.wandb_place = getattr(run, "url", None) or f"wandb sync {os.path.relpath(Path(run.dir).parent)}"
+        self.wandb_place = (
+            getattr(run, "url", None) or f"wandb sync {os.path.relpath(Path(run.dir).parent)}"
+        )
 
 
 def log_tables(tables: dict[str, list[dict]], results: Path, wandb: str, group: str, tags: Sequence[str] = (),
@@ -315,18 +393,23 @@ def log_tables(tables: dict[str, list[dict]], results: Path, wandb: str, group: 
 
         columns = list(dict.fromkeys(key for row in rows for key in row))
         lines = [[row.get(key) for key in columns] for row in rows]
-        lines = [[json.dumps(each) if isinstance(each, dict | list) else each for each in line] for line in lines]
+        lines = [
+            [json.dumps(each) if isinstance(each, dict | list) else each for each in line]
+            for line in lines
+        ]
         sinks._wandb.log({study: wandb.Table(columns=columns, data=lines, allow_mixed_types=True)})
 
     def log_files() -> None:
         import wandb
 
-        folder = Path(os.path.relpath(sinks._wandb.dir)).parent / "report"  # W&B logs the paths, too
+        # W&B logs the paths, too.
+        folder = Path(os.path.relpath(sinks._wandb.dir)).parent / "report"
         artifact = wandb.Artifact(re.sub(r"[^\w.-]", "-", f"{group}-report")[:128], "report")
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
             (folder / name).write_bytes(content)
-            artifact.add_file(str(folder / name), policy="immutable")  # not by way of a copy in the user's home
+            # Not by way of a copy in the user's home.
+            artifact.add_file(str(folder / name), policy="immutable")
         sinks._wandb.log_artifact(artifact)
 
     for study, rows in tables.items():

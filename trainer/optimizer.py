@@ -44,7 +44,16 @@ class AdamW:
     parameters, moments and step count as they are, to the bit. moment_dtype: of both moments (None: the parameters'),
     not of the arithmetic. foreach: the form that torch.compile fuses, always taken for moments below fp32."""
 
-    def __init__(self, params, lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, moment_dtype=None, foreach=False):
+    def __init__(
+        self,
+        params,
+        lr,
+        betas=(0.9, 0.95),
+        eps=1e-8,
+        weight_decay=0.1,
+        moment_dtype=None,
+        foreach=False,
+    ):
         params = [p for p in params if p.requires_grad]
         self.params = sorted(params, key=lambda p: p.ndim < 2)  # those that decay first
         self.decaying = sum(p.ndim >= 2 for p in params)
@@ -59,7 +68,8 @@ class AdamW:
 
     def moments(self) -> Iterator[tuple[str, Tensor, Tensor]]:
         """(kind, parameter, local shard of the moment of that kind) of all moments."""
-        for p, m, v in zip(self.params, self.m, self.v, strict=False):  # a study of memory takes them away
+        # A study of memory takes them away.
+        for p, m, v in zip(self.params, self.m, self.v, strict=False):
             yield "m", p, m
             yield "v", p, v
 
@@ -69,17 +79,23 @@ class AdamW:
         self.t += 1 - bad
         if self.foreach and torch.compiler.is_compiling():
             self._foreach(slice(None), grads, self.decaying, bad)
-        elif self.foreach:  # eager: one by one, because its temporaries are as large as what it updates
+        elif self.foreach:
+            # eager: one by one, because its temporaries are as large as what it updates.
             for i, grad in enumerate(grads):
                 self.step_one(i, grad, bad)
         else:
-            for part, decays in ((slice(0, self.decaying), True), (slice(self.decaying, None), False)):
+            for part, decays in (
+                (slice(0, self.decaying), True),
+                (slice(self.decaying, None), False),
+            ):
                 self._fused(part, grads[part], decays, bad)
 
     @torch.no_grad()
     def step_one(self, i: int, grad: Tensor, bad: Tensor | None = None) -> None:
         """Updates the i-th of `self.params` alone. The caller adds 1 to `self.t` before the first one of a step."""
-        (self._foreach if self.foreach else self._fused)(slice(i, i + 1), [grad], i < self.decaying, bad)
+        (self._foreach if self.foreach else self._fused)(
+            slice(i, i + 1), [grad], i < self.decaying, bad
+        )
 
     def _fused(self, part: slice, grads: list[Tensor], decays: bool, bad: Tensor | None) -> None:
         if grads:
@@ -93,10 +109,12 @@ class AdamW:
         """Updates the parameters of `part`, the first `decaying` of which decay. In a bad step every sum below adds a
         zero (of the sign that leaves -0.0 as it is; no factor is -0.0, which Triton takes for 0.0) and every factor
         of what is kept is one."""
-        p = [local(p) for p in self.params[part]]  # not self.shards: a compiled graph has the parameters as inputs
+        # Not self.shards: a compiled graph has the parameters as inputs.
+        p = [local(p) for p in self.params[part]]
         m, v = self.m[part], self.v[part]
         bad = torch.zeros_like(self.t) if bad is None else bad
-        refused, t = bad.bool(), self.t + bad  # if the first step is bad t is 1, not 0, by which it would divide
+        # If the first step is bad t is 1, not 0, by which it would divide.
+        refused, t = bad.bool(), self.t + bad
         b1, b2 = self.betas
         stored, narrow = (m, v), m[0].dtype != p[0].dtype
         if narrow:
@@ -127,10 +145,22 @@ class Muon:
     always `ratio` times that. replicas: see muon.Muon. how: hyperparameters of muon.muon. adamw: arguments of AdamW;
     moment_dtype is the momentum's, too. ValueError for a model without matrices, or with nothing else."""
 
-    def __init__(self, model: nn.Module, lr: float, ratio: float, replicas: DeviceMesh | None, how: dict, **adamw):
-        groups = {group["use_muon"]: [p for _, p in group["params"]] for group in muon.groups_of(model)}
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float,
+        ratio: float,
+        replicas: DeviceMesh | None,
+        how: dict,
+        **adamw,
+    ):
+        groups = {
+            group["use_muon"]: [p for _, p in group["params"]] for group in muon.groups_of(model)
+        }
         if len(groups) < 2:
-            raise ValueError("--optimizer muon: needs matrices of hidden layers, and an embedding or vectors for AdamW")
+            raise ValueError(
+                "--optimizer muon: needs matrices of hidden layers, and an embedding or vectors for AdamW"
+            )
         self.matrices, self.ratio, self.how = groups[True], ratio, how
         self.adamw = AdamW(groups[False], lr, **adamw)
         self.params = [*self.matrices, *self.adamw.params]

@@ -54,17 +54,22 @@ def reference_model(c: flags.Config, device: torch.device) -> Transformer:
         return Transformer(model_config(c, device))
 
 
-def wrap(model: nn.Module, c: flags.Config, device: torch.device, world: int) -> dist.DeviceMesh | None:
+def wrap(
+    model: nn.Module, c: flags.Config, device: torch.device, world: int
+) -> dist.DeviceMesh | None:
     """Shards `model` as resolved flags say; returns the mesh of `world` ranks (wrapper "none": None)."""
     if c.wrapper == "none":
         return None
     shape = (c.replicas, world // c.replicas) if c.mode == "hybrid_shard" else (world,)
-    mesh = dist.init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    mesh = dist.init_device_mesh(
+        device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :]
+    )
     dtypes, small = (DTYPES[c.param_dtype], DTYPES[c.reduce_dtype]), int(c.min_shard_mib * 2**20)
     if c.wrapper == "simple":
         how = dict(mode=c.mode, mp_policy=MixedPrecisionPolicy(*dtypes), min_bytes=small)
         over = mesh
-        if c.accum_sync == "shards":  # a replica knows nothing of the others: the step averages over them
+        # A replica knows nothing of the others: the step averages over them.
+        if c.accum_sync == "shards":
             over, how["mode"] = mesh["shard"], "fully_shard"
         for block in units_of(model)[-1:] if c.keep_last else ():
             data_parallel(model.get_submodule(block), over, reshard_after_forward=False, **how)
@@ -73,20 +78,32 @@ def wrap(model: nn.Module, c: flags.Config, device: torch.device, world: int) ->
         how = dict(mesh=mesh, mp_policy=FSDP2Policy(*dtypes), reshard_after_forward=c.reshard)
         for block in units_of(model):
             fully_shard(model.get_submodule(block), **how)
-        fully_shard(model, mesh=mesh, mp_policy=FSDP2Policy(*dtypes))  # the root stays gathered, as is its default
+        # The root stays gathered, as is its default.
+        fully_shard(model, mesh=mesh, mp_policy=FSDP2Policy(*dtypes))
     return mesh
 
 
 class HookedStep(Step):
     """The step under FSDP2 and DDP, which communicate in backward's hooks and leave gradients in `.grad`."""
 
-    def __init__(self, c: flags.Config, model: nn.Module, optimizer: AdamW, options: dict, accum_sync: str, **kwargs):
+    def __init__(
+        self,
+        c: flags.Config,
+        model: nn.Module,
+        optimizer: AdamW,
+        options: dict,
+        accum_sync: str,
+        **kwargs,
+    ):
         super().__init__(model, optimizer, **kwargs)
         self.accum_sync = accum_sync
-        self.autocast = DTYPES[c.param_dtype] if c.wrapper == "ddp" and c.param_dtype != "fp32" else None
+        self.autocast = (
+            DTYPES[c.param_dtype] if c.wrapper == "ddp" and c.param_dtype != "fp32" else None
+        )
         own = {name: value for name, value in options.items() if name != "plain"}
         for block in blocks_to_compile(model, "none") if c.compile == "blocks" else ():
-            block.forward = torch.compile(block.forward, fullgraph=True, options=own)  # not its call: FSDP2's hooks
+            # Not its call: FSDP2's hooks.
+            block.forward = torch.compile(block.forward, fullgraph=True, options=own)
         if c.wrapper == "ddp":
             self.call = DistributedDataParallel(model, gradient_as_bucket_view=True)
             if c.reduce_dtype == "bf16":
@@ -102,7 +119,9 @@ class HookedStep(Step):
                 self.model.set_requires_gradient_sync(sync)
             with self.call.no_sync() if ddp and not sync else nullcontext():
                 self.enter("fwd")
-                with torch.autocast(x.device.type, self.autocast, enabled=self.autocast is not None):
+                with torch.autocast(
+                    x.device.type, self.autocast, enabled=self.autocast is not None
+                ):
                     loss = self.loss_fn(x, y, share, **more)
                 self.enter("bwd")
                 loss.backward()
@@ -126,7 +145,9 @@ def to_empty(model: nn.Module, device: torch.device) -> None:
 
 def make_optimizer(c: flags.Config, model: nn.Module, mesh: dist.DeviceMesh | None) -> AdamW | Muon:
     """Of resolved flags. ValueError, one line, for a model that --optimizer muon cannot train."""
-    adamw = dict(betas=(c.beta1, c.beta2), weight_decay=c.weight_decay, moment_dtype=DTYPES[c.adam_dtype])
+    adamw = dict(
+        betas=(c.beta1, c.beta2), weight_decay=c.weight_decay, moment_dtype=DTYPES[c.adam_dtype]
+    )
     if c.optimizer == "adamw":
         return AdamW(model.parameters(), c.lr, **adamw)
     how = dict(
@@ -139,10 +160,14 @@ def make_optimizer(c: flags.Config, model: nn.Module, mesh: dist.DeviceMesh | No
         adjust_lr_fn=c.muon_adjust_lr,
         ns_dtype=DTYPES[c.muon_dtype],
     )
-    return Muon(model, c.lr, (c.muon_lr or c.lr) / c.lr, mesh if c.wrapper == "ddp" else None, how, **adamw)
+    return Muon(
+        model, c.lr, (c.muon_lr or c.lr) / c.lr, mesh if c.wrapper == "ddp" else None, how, **adamw
+    )
 
 
-def materialise(model: LanguageModel, c: flags.Config, device: torch.device, draw: bool = True) -> None:
+def materialise(
+    model: LanguageModel, c: flags.Config, device: torch.device, draw: bool = True
+) -> None:
     """Gives the wrapped model, which is on meta, memory on `device`, and values drawn from --seed: the same for every
     number of ranks."""
     to_empty(model, device)
@@ -151,7 +176,8 @@ def materialise(model: LanguageModel, c: flags.Config, device: torch.device, dra
         with disable_data_parallel():
             model.init_weights()
     if isinstance(model, FSDPModule):
-        model.unshard()  # its first run pads uneven shards, into other memory than the optimizer would know
+        # Its first run pads uneven shards, into other memory than the optimizer would know.
+        model.unshard()
         model.reshard()
 
 
@@ -179,7 +205,11 @@ def build(c: flags.Config, device: torch.device, world: int, *, init: bool = Tru
     be lost, and as `training_step`."""
     model = reference_model(c, device) if model is None else model
     if not all(p.is_meta for p in model.parameters()):
-        raise ValueError("model: has values already, which would be lost; build it under torch.device('meta')")
+        raise ValueError(
+            "model: has values already, which would be lost; build it under torch.device('meta')"
+        )
     mesh = wrap(model, c, device, world)
     materialise(model, c, device, draw=init)
-    return training_step(c, model, make_optimizer(c, model, mesh), mesh, compiled_update=compiled_update)
+    return training_step(
+        c, model, make_optimizer(c, model, mesh), mesh, compiled_update=compiled_update
+    )

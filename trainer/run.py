@@ -59,8 +59,15 @@ class Run:
 
     def __init__(self, c: flags.Config, check: Callable[[flags.Config, int], None], rank: int, local_rank: int,
                  world: int, progress: Progress | None = None):  # fmt: skip
-        self.rank, self.progress, self.code, self.outcome = rank, progress or Progress(speak=False), 0, "ok"
-        device_type = ("cuda" if torch.cuda.is_available() else "cpu") if c.device == "auto" else c.device
+        self.rank, self.progress, self.code, self.outcome = (
+            rank,
+            progress or Progress(speak=False),
+            0,
+            "ok",
+        )
+        device_type = (
+            ("cuda" if torch.cuda.is_available() else "cpu") if c.device == "auto" else c.device
+        )
         try:
             self.c = c = flags.resolve(c, device_type, world)
             self.world = world = c.world or world  # simulated ranks, too
@@ -69,13 +76,19 @@ class Run:
             inject.faults(os.environ.get("FAULT"), c, world)
             check(c, world)
             set_deterministic(c.deterministic)
-            self.progress.stage("waiting for the other ranks" if world > 1 and not c.world else "starting")
-            patience = max(c.timeout, c.first_timeout) + 120 if c.timeout and c.first_timeout else 3e7
-            self.device = connect(c, rank, local_rank, world, patience)  # longer than the watchdog's
+            self.progress.stage(
+                "waiting for the other ranks" if world > 1 and not c.world else "starting"
+            )
+            patience = (
+                max(c.timeout, c.first_timeout) + 120 if c.timeout and c.first_timeout else 3e7
+            )
+            # Longer than the watchdog's.
+            self.device = connect(c, rank, local_rank, world, patience)
         except ValueError as error:
             fail(str(error), rank)
         self.opened, self.sinks, self.step, self.replayed = False, None, None, None
-        self.evaluated, self.sampled, self.told = {}, [], {}  # for the row: losses, lines at the end, more entries
+        # For the row: losses, lines at the end, more entries.
+        self.evaluated, self.sampled, self.told = {}, [], {}
         self.first_step_s = self.first_step_cpu_s = self.first_step_mib = None  # until it is done
 
     def __enter__(self) -> "Run":
@@ -83,12 +96,15 @@ class Run:
         hang, ranks = f"{os.path.splitext(c.results)[0]}.hang", 1 if c.world else self.world
         with ExitStack() as around:
             self.signals = around.enter_context(Signals(self.rank == 0))
-            self.watchdog = around.enter_context(Watchdog(c.first_timeout, self.rank, ranks, hang, self.signals))
+            self.watchdog = around.enter_context(
+                Watchdog(c.first_timeout, self.rank, ranks, hang, self.signals)
+            )
             self.group = None if c.world else control_group()
             self.around = around.pop_all()
         self.control = Control(self.signals, self.group)
         self.stages, self.timer = memory.Stages(self.device), timing.StepTimer(self.device)
-        self.environment = timing.environment(self.device)  # now: the checkout may change while it runs
+        # now: the checkout may change while it runs.
+        self.environment = timing.environment(self.device)
         self.progress.stage("reading the data")
         return self
 
@@ -136,17 +152,28 @@ class Run:
         self.collectives, self.peak = simulated_world.log() if c.world else None, {}
         self.finite = FiniteCheck(c, data, self.rank)
         # Rank 0 alone writes results and tells W&B, and a folder of traces may be one on each host.
-        same = {flags.flag(k): v for k, v in c.flat().items() if k not in ("results", "wandb", "group", "tags")}
+        same = {
+            flags.flag(k): v
+            for k, v in c.flat().items()
+            if k not in ("results", "wandb", "group", "tags")
+        }
         same |= {"--profile": c.profile is not None, "torch": torch.__version__}
-        same |= {"the code (a checksum)": timing.code_digest(), "data": (data.description, data.fingerprint)}
+        same |= {
+            "the code (a checksum)": timing.code_digest(),
+            "data": (data.description, data.fingerprint),
+        }
         agree(same, self.group)
         self.found = None if c.world else checkpoint.find_start(c, data, self.group, model.identity)
         self.state = self.found.state if self.found else checkpoint.TrainState()
         self.first = self.saved = self.state.step  # steps of earlier runs
         self.warm = self.first + WARMUP
         self.profile = timing.Profile(c.profile, self.warm, PROFILED, self.rank, self.device)
-        self.explained, self.explanation = min(self.warm, c.steps - 1) if c.explain_memory else None, []
-        self.step_tokens = None if counted is None else c.batch * c.grad_accum * c.seqlen  # of a step on one rank
+        self.explained, self.explanation = (
+            min(self.warm, c.steps - 1) if c.explain_memory else None,
+            [],
+        )
+        # Of a step on one rank.
+        self.step_tokens = None if counted is None else c.batch * c.grad_accum * c.seqlen
         self.flops, self.uncounted = count_flops(c, counted)
         self.opened = True
         if self.first < c.steps:
@@ -154,7 +181,9 @@ class Run:
 
     def already_done(self) -> int:
         """Says that the checkpoint has all steps; the exit code."""
-        self.say(f"already done: {self.found.path} has the {self.c.steps} steps of --steps, or more")
+        self.say(
+            f"already done: {self.found.path} has the {self.c.steps} steps of --steps, or more"
+        )
         return 0
 
     def _begin_log(self) -> None:
@@ -162,7 +191,8 @@ class Run:
         self.settings = flags.setting(c) | dict(world=flags.world_label(c, self.world))
         self.sinks = Sinks(c.results, c.wandb, c.group, None, self.settings, c.tags, self.rank, c.steps, c.log_every,
                            resume=self.state.wandb)  # fmt: skip
-        self.continues, self.state.run = self.state.run, self.sinks.run  # in each checkpoint from now on
+        # In each checkpoint from now on.
+        self.continues, self.state.run = self.state.run, self.sinks.run
         self.state.wandb = self.sinks.wandb_id
         self.watchdog.on_end = lambda outcome: self.sinks.row(row(self, outcome))
         self.progress.stage("building the model")
@@ -182,13 +212,19 @@ class Run:
     def agree_on_draws(self, model: LanguageModel) -> None:
         """Desync where ranks have drawn other initial values, or hold other parameters."""
         same = {n: ([*p.shape], str(p.dtype)) for n, p in model.named_parameters()}
-        drawn = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else torch.get_rng_state()
+        drawn = (
+            torch.cuda.get_rng_state(self.device)
+            if self.device.type == "cuda"
+            else torch.get_rng_state()
+        )
         agree(same | {"initial weights (random state)": zlib.crc32(drawn.numpy())}, self.group)
 
     def between(self) -> None:
         """Between two micro-batches: raises Stopped on all ranks if a signal has come to any, DataError if one cannot
         read on."""
-        self.control.boundary(self.state.step, failed=self.saver.failed(), problem=self.batches.error)
+        self.control.boundary(
+            self.state.step, failed=self.saver.failed(), problem=self.batches.error
+        )
 
     @contextmanager
     def training(self, step: Step) -> Iterator[Callable[..., Tensor]]:
@@ -199,7 +235,10 @@ class Run:
         settings = self.sinks.write_settings(self.settings, self.continues, self.first)
         self.say("\n".join(header(self, settings)))
         self.progress.stage(doing(self, self.progress.live is not None))
-        with inject.planted(os.environ.get("FAULT"), self.c, step, self.batches, self.first), self.saver:
+        with (
+            inject.planted(os.environ.get("FAULT"), self.c, step, self.batches, self.first),
+            self.saver,
+        ):
             try:
                 yield self._call
                 with suppress(Stopped, DataError):  # too late to matter
@@ -243,7 +282,9 @@ class Run:
         """tokens, targets [B, T] and more inputs by name: the next batch of this rank, on its device."""
         tokens, targets, *more = next(self.batches)
         tokens, targets = (t.to(self.device, non_blocking=True) for t in (tokens, targets))
-        inputs = {name: t.to(self.device, non_blocking=True) for each in more for name, t in each.items()}
+        inputs = {
+            name: t.to(self.device, non_blocking=True) for each in more for name, t in each.items()
+        }
         self.watchdog.beat(self.state.step + 1, "step")
         return tokens, targets, inputs
 
@@ -258,10 +299,14 @@ class Run:
         if k == self.first:
             self.finite.flush()  # waits for the step
             wall, cpu = self.started
-            self.first_step_s, self.first_step_mib = time.perf_counter() - wall, self.stages.add("first step")
+            self.first_step_s, self.first_step_mib = (
+                time.perf_counter() - wall,
+                self.stages.add("first step"),
+            )
             self.first_step_cpu_s = timing.cpu_seconds() - cpu
             self.watchdog.limit, self.watchdog.begun = self.c.timeout, True
-        if k == self.warm - 1 and k + 1 < self.c.steps:  # in a short run the peak is that of all steps
+        # In a short run the peak is that of all steps.
+        if k == self.warm - 1 and k + 1 < self.c.steps:
             memory.reset_peak(self.device)
             self.peak = {}
         self.state.step, self.state.samples = k + 1, self.batches.sample
@@ -272,7 +317,9 @@ class Run:
         with self.aside("eval") as between:
             found = evaluate(self.c, self.step, self.batches, self.device, between)
         state, self.evaluated = self.state, found | dict(eval_step=self.state.step)
-        better = math.isfinite(loss := found["eval_loss"]) and loss < (math.inf if state.best is None else state.best)
+        better = math.isfinite(loss := found["eval_loss"]) and loss < (
+            math.inf if state.best is None else state.best
+        )
         if better:
             state.best, state.best_step = loss, state.step
         self.evaluated |= dict(best_eval_loss=state.best, best_step=state.best_step)
@@ -285,11 +332,15 @@ class Run:
     def aside(self, place: str) -> Iterator[Callable[[], None]]:
         """What runs inside is no part of a step: not of the peak of memory, nor of the collectives that a row tells. It
         calls what this yields at every pause, where a signal ends it with Stopped on all ranks."""
+
         def between() -> None:
             self.watchdog.beat(self.state.step, place)
             self.between()
 
-        self.peak, listed = memory.highest(self.peak, memory.peak(self.device)), [*(self.collectives or ())]
+        self.peak, listed = (
+            memory.highest(self.peak, memory.peak(self.device)),
+            [*(self.collectives or ())],
+        )
         yield between
         with suppress(Stopped, DataError):  # the next boundary tells it again
             self.control.finish()
@@ -321,7 +372,9 @@ class Run:
             return
         names = {id(p): name for name, p in self.step.model.named_parameters()}
         for p, g in zip(params, grads, strict=True):
-            self.logged_norms["norm/" + names[id(p)]] = global_norm([shard_group(p)], [local(p.detach())]).item()
+            self.logged_norms["norm/" + names[id(p)]] = global_norm(
+                [shard_group(p)], [local(p.detach())]
+            ).item()
             self.logged_norms["grad/" + names[id(p)]] = global_norm([shard_group(p)], [g]).item()
 
 
@@ -335,7 +388,11 @@ def count_flops(c: flags.Config, model: LanguageModel | None) -> tuple[dict[str,
     except ValueError as error:
         return {}, f"FLOPs are not counted, MFU is n/a: {error}"
     found, shape = dict(causal=counted.causal, palm=counted.palm), getattr(model, "config", None)
-    odd = shape is None or shape.sdpa == "math" or (c.mlp, c.remat, c.compile) == ("lean", "block", "none")
+    odd = (
+        shape is None
+        or shape.sdpa == "math"
+        or (c.mlp, c.remat, c.compile) == ("lean", "block", "none")
+    )
     if not odd and counted.causal == costs.flops_per_token(shape, c.seqlen):
         found["hardware"] = costs.flops_per_token(shape, c.seqlen, "hardware")
     return {kind: each * c.batch * c.grad_accum * c.seqlen for kind, each in found.items()}, ""
@@ -345,7 +402,8 @@ def warn(c: flags.Config, rank: int) -> None:
     """On rank 0, in a line each: a torch that was never run, and one that lacks what --compile regions needs."""
     lines = [never_run(torch.__version__)]
     if c.compile == "regions" and torch.__version__ < (2, 13):
-        warnings.filterwarnings("ignore", "regions: need torch 2.13")  # the same by regions.py, on each rank
+        # The same by regions.py, on each rank.
+        warnings.filterwarnings("ignore", "regions: need torch 2.13")
         why = f"--compile regions needs torch 2.13, this is {torch.__version__}"
         lines.append(f"warning: {why}: each block is compiled, as by --compile fwdbwd")
     for line in filter(None, lines if rank == 0 else []):

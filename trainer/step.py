@@ -40,9 +40,12 @@ class LanguageModel(Protocol):
     """What the trainer needs of an nn.Module, as model.Transformer and finetuning.model.HuggingFaceModel have it. Its
     repeated blocks are found by simple_fsdp.units_of, its FLOPs counted by trainer/measuring/flops.py."""
 
-    identity: dict[str, Any]  # what a checkpoint and the model that loads it must have in common, by name
+    # What a checkpoint and the model that loads it must have in common, by name.
+    identity: dict[str, Any]
 
-    def __call__(self, tokens: Tensor, targets: Tensor | None = None, chunk: int = 0, **inputs: Tensor) -> Tensor:
+    def __call__(
+        self, tokens: Tensor, targets: Tensor | None = None, chunk: int = 0, **inputs: Tensor
+    ) -> Tensor:
         """tokens [B, T] -> logits [B, T, V]; with targets [B, T] the fp32 sum of the losses of those that are not
         IGNORE, by chunks of `chunk` tokens (0: at once). inputs: more of the batch, such as position_ids [B, T]."""
 
@@ -69,7 +72,9 @@ def global_norm(where: list, grads: list[Tensor]) -> Tensor:
         groups.setdefault(group, []).append(g)
     for group, shards in groups.items():
         square = torch.stack(torch._foreach_norm([g.float() for g in shards])).square().sum()
-        square = square if group is None else funcol.wait_tensor(funcol.all_reduce(square, "sum", group))
+        square = (
+            square if group is None else funcol.wait_tensor(funcol.all_reduce(square, "sum", group))
+        )
         total = square if total is None else total + square
     return total.sqrt()
 
@@ -79,7 +84,9 @@ class WholeWeights:
     holds, for the length of a step, the whole model in `param_dtype` and its whole gradient."""
 
     def __init__(self, model: nn.Module, optimizer: AdamW, param_dtype=None, reduce_dtype=None):
-        self.slots = [(m, n, p) for m in model.modules() for n, p in m._parameters.items() if p is not None]
+        self.slots = [
+            (m, n, p) for m in model.modules() for n, p in m._parameters.items() if p is not None
+        ]
         self.shards = list(model.parameters())
         self.trained, self.leaves = optimizer.params, None
         self.param_dtype, self.reduce_dtype = param_dtype, reduce_dtype
@@ -87,15 +94,21 @@ class WholeWeights:
 
     def gather(self) -> list[Tensor]:
         cast = dict(forward_dtype=self.param_dtype)
-        return [p.redistribute(placements=[Replicate()] * p.device_mesh.ndim, **cast).to_local() for p in self.shards]
+        return [
+            p.redistribute(placements=[Replicate()] * p.device_mesh.ndim, **cast).to_local()
+            for p in self.shards
+        ]
 
     def reduce(self, grads: list[Tensor]) -> list[Tensor]:
         """Whole gradients of this rank -> local shards of their average over ranks, in the stored dtype."""
         shards = []
         for p, g in zip(self.trained, grads, strict=True):
             mesh = p.device_mesh
-            d = DTensor.from_local(g.to(self.reduce_dtype), mesh, [Partial("avg")] * mesh.ndim, run_check=False)
-            for dim in reversed(range(mesh.ndim)):  # hybrid_shard: scattered inside, then the shard reduced across
+            d = DTensor.from_local(
+                g.to(self.reduce_dtype), mesh, [Partial("avg")] * mesh.ndim, run_check=False
+            )
+            # hybrid_shard: scattered inside, then the shard reduced across.
+            for dim in reversed(range(mesh.ndim)):
                 d = d.redistribute(placements=[*d.placements[:dim], *p.placements[dim:]])
             shards.append(d.to_local().to(p.dtype))
         return shards
@@ -108,7 +121,8 @@ class WholeWeights:
         if self.leaves is None:
             pairs = zip(self.shards, whole, strict=True)
             self.leaves = {id(p): w.detach().requires_grad_(p.requires_grad) for p, w in pairs}
-        for p, w in zip(self.shards, whole, strict=True):  # the same objects in every step: compiled code knows them
+        # The same objects in every step: compiled code knows them.
+        for p, w in zip(self.shards, whole, strict=True):
             self.leaves[id(p)].data = w
         del whole, w
         for module, name, p in self.slots:
@@ -133,13 +147,21 @@ class Step:
                  norm_limit: float = 0.0, between: Callable[[], Any] | None = None,
                  inspect: Callable[[list, list], Any] | None = None):  # fmt: skip
         self.model, self.call, self.optimizer = model, model, optimizer
-        self.grad_accum, self.clip, self.chunk, self.norm_limit = grad_accum, clip, chunk, norm_limit
+        self.grad_accum, self.clip, self.chunk, self.norm_limit = (
+            grad_accum,
+            clip,
+            chunk,
+            norm_limit,
+        )
         self.between, self.inspect = between or (lambda: None), inspect
-        self.logits_alone = False  # mode "model": of the compiled model; the loss is eager, unless it is chunked
+        # Mode "model": of the compiled model; the loss is eager, unless it is chunked.
+        self.logits_alone = False
         self.mesh, self.whole_weights, self.compiled = mesh, None, {}
         self.over_replicas = accum_sync == "shards"  # what backward leaves to the end of the step
         if accum_sync == "last" and mesh is not None:
-            self.whole_weights = WholeWeights(model, optimizer, param_dtype, reduce_dtype or param_dtype)
+            self.whole_weights = WholeWeights(
+                model, optimizer, param_dtype, reduce_dtype or param_dtype
+            )
         self.ranks = mesh.size() if mesh is not None else 1
         self.loss_fn, self.update_fn = self.loss_sum, self.update
         self.where = [shard_group(p) for p in optimizer.params]
@@ -172,14 +194,20 @@ class Step:
             return cross_entropy(self.call(tokens, **inputs), targets) / share
         return self.call(tokens, targets, self.chunk, **inputs) / share
 
-    def micro_batches(self, tokens: Tensor, targets: Tensor, inputs: dict[str, Tensor]) -> Iterator[tuple]:
+    def micro_batches(
+        self, tokens: Tensor, targets: Tensor, inputs: dict[str, Tensor]
+    ) -> Iterator[tuple]:
         """(tokens, targets, inputs) of each micro-batch, calling `between` between two of them."""
         parts = {name: t.chunk(self.grad_accum) for name, t in inputs.items()}
         pairs = zip(tokens.chunk(self.grad_accum), targets.chunk(self.grad_accum), strict=True)
         for i, (x, y) in enumerate(pairs):
             if i:
                 self.between()
-            yield self.marked(x), self.marked(y), {name: self.marked(part[i]) for name, part in parts.items()}
+            yield (
+                self.marked(x),
+                self.marked(y),
+                {name: self.marked(part[i]) for name, part in parts.items()},
+            )
 
     def marked(self, t: Tensor) -> Tensor:
         """[B, T], told to the compiler."""
@@ -191,7 +219,8 @@ class Step:
         """All-reduce over every rank of the mesh (both dimensions of a 2-D one), or along some of its dimensions."""
         for dim in range(self.mesh.ndim if self.mesh is not None else 0) if dims is None else dims:
             if self.mesh.size(dim) > 1:
-                t = funcol.wait_tensor(funcol.all_reduce(t, op, (self.mesh, dim)))  # on CUDA the stream waits
+                # On CUDA the stream waits.
+                t = funcol.wait_tensor(funcol.all_reduce(t, op, (self.mesh, dim)))
         return t
 
     def share(self, targets: Tensor) -> Tensor:
@@ -204,7 +233,9 @@ class Step:
         norm = global_norm(self.where, grads)
         if not self.replicated:
             return norm
-        norm, broken = self.over_ranks(torch.stack((norm, (~norm.isfinite()).float())), "max", self.replicated)
+        norm, broken = self.over_ranks(
+            torch.stack((norm, (~norm.isfinite()).float())), "max", self.replicated
+        )
         return torch.where(broken > 0, math.nan, norm)  # a maximum may pass over NaN
 
     def judge(self, loss: Tensor, norm: Tensor) -> Tensor:
@@ -224,7 +255,11 @@ class Step:
     def __call__(self, tokens: Tensor, targets: Tensor, **inputs: Tensor) -> Tensor:
         """tokens, targets [B, T] -> the loss of the whole batch. inputs: see LanguageModel."""
         share, total, grads = self.share(targets), 0.0, None
-        with self.whole_weights() if self.whole_weights else nullcontext(self.optimizer.params) as params:
+        with (
+            self.whole_weights()
+            if self.whole_weights
+            else nullcontext(self.optimizer.params) as params
+        ):
             for x, y, more in self.micro_batches(tokens, targets, inputs):
                 self.enter("fwd")
                 loss = self.loss_fn(x, y, share, **more)
@@ -250,7 +285,8 @@ class Step:
             return self.finish(total, grads)
 
     def backward(self, loss: Tensor, params: list[Tensor]) -> Sequence[Tensor]:
-        return torch.autograd.grad(loss, params)  # .grad would cost a dispatch through DTensor per parameter
+        # .grad would cost a dispatch through DTensor per parameter.
+        return torch.autograd.grad(loss, params)
 
     def finish(self, total: Tensor, grads: list[Tensor]) -> Tensor:
         """Updates with the gradients' local shards; returns the loss of the whole batch, averaged over ranks."""
@@ -269,7 +305,9 @@ class InBackwardStep(Step):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         if self.clip or self.grad_accum > 1 or self.whole_weights:
-            raise ValueError("in_backward: takes no clipping and no accumulation, which need every gradient first")
+            raise ValueError(
+                "in_backward: takes no clipping and no accumulation, which need every gradient first"
+            )
         self.norms: list[Tensor] = [torch.zeros(())] * len(self.optimizer.params)
         for i, p in enumerate(self.optimizer.params):
             p.register_post_accumulate_grad_hook(functools.partial(self.apply, i))
@@ -298,7 +336,9 @@ class OneGraph(Step):
         self.compiled["step"] = self.whole, options
         self.phase = "step"
 
-    def whole(self, tokens: Tensor, targets: Tensor, **inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def whole(
+        self, tokens: Tensor, targets: Tensor, **inputs: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         loss = self.loss_sum(tokens, targets, self.share(targets), **inputs)
         grads = [local(g) for g in torch.autograd.grad(loss, self.optimizer.params)]
         with torch.no_grad():
@@ -322,10 +362,13 @@ class Replayed:
 
     def __call__(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """tokens, targets [B, T] -> fp32 scalar, which the next call overwrites."""
-        self.inputs = self.inputs or (tokens.clone(), targets.clone())  # from the first on: other strides recompile
+        # From the first on: other strides recompile.
+        self.inputs = self.inputs or (tokens.clone(), targets.clone())
         for own, new in zip(self.inputs, (tokens, targets), strict=True):
             if own.shape != new.shape:
-                raise ValueError(f"--cuda-graph: captured for a batch {[*own.shape]}, got {[*new.shape]}")
+                raise ValueError(
+                    f"--cuda-graph: captured for a batch {[*own.shape]}, got {[*new.shape]}"
+                )
             own.copy_(new)
         self.calls += 1
         if self.calls <= CUDA_GRAPH_WARMUP:
@@ -338,7 +381,9 @@ class Replayed:
     def _capture(self) -> None:
         """Records the step without running it."""
         self.step.grad_norm = self.step.bad = None
-        gc.collect()  # torch then empties the allocator's cache: with the graph's own pool it would be twice the peak
+        # Torch then empties the allocator's cache: with the graph's own pool it would be twice the
+        # peak.
+        gc.collect()
         torch.cuda.reset_peak_memory_stats()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -364,7 +409,9 @@ def check_mode(mode: str, options: dict | None = None) -> None:
         raise ValueError(f"--compile-options: {problem}{like}") from e
     # 2.11 has torch._dynamo.config.trace_autograd_ops too, but fails an assertion with it.
     if mode == "step" and tuple(int(n) for n in torch.__version__.split(".")[:2]) < (2, 13):
-        raise ValueError(f"--compile step needs torch >= 2.13 (this is {torch.__version__}): use --compile fwdbwd")
+        raise ValueError(
+            f"--compile step needs torch >= 2.13 (this is {torch.__version__}): use --compile fwdbwd"
+        )
 
 
 def blocks_to_compile(model: nn.Module, otherwise: str) -> list[nn.Module]:
@@ -380,8 +427,8 @@ def make_step(mode: str, model: nn.Module, optimizer: AdamW, *, options: dict | 
               in_backward: bool = False, ahead: float = 1.0, compiled_update: bool | None = None,
               **kwargs) -> Step:  # fmt: skip
     """The step of a compile mode. kwargs: mesh, grad_accum, clip, chunk (tokens per chunk of the loss, 0: all at once),
-    accum_sync ("every" micro-batch; "shards": over replicas, dimension 0 of mesh, only once, which needs a model wrapped
-    on the other dimension alone; "last": all only once, which needs the wrapper's param_dtype and reduce_dtype),
+    accum_sync ("every" micro-batch; "shards": over replicas, dimension 0 of mesh, only once, for a model wrapped on
+    the other dimension alone; "last": all only once, which needs the wrapper's param_dtype and reduce_dtype),
     norm_limit (a step whose gradient norm is above is refused; 0: none), and Step's between and inspect.
     options: Inductor options on top of overlap.compile_options(ahead=ahead); {"plain": True} leaves those out.
     in_backward: the optimizer's step is part of backward (modes "none" and "blocks"). compiled_update: in modes fwdbwd
@@ -391,16 +438,28 @@ def make_step(mode: str, model: nn.Module, optimizer: AdamW, *, options: dict | 
     if kwargs.get("inspect") is not None and (mode == "step" or in_backward):
         raise ValueError("inspect: this step has no gradients outside its graph or its backward")
     if in_backward and mode not in ("none", "blocks"):
-        raise ValueError(f"in_backward: --compile {mode} makes all gradients at once; use blocks or none")
+        raise ValueError(
+            f"in_backward: --compile {mode} makes all gradients at once; use blocks or none"
+        )
     # Torch logs, on every rank, that a region with a context_fn must have no in-place op: ours have none.
-    logging.getLogger("torch._higher_order_ops.wrap").addFilter(lambda r: "context_fn is passed" not in str(r.msg))
-    if mode == "step" and (kwargs.get("grad_accum", 1) > 1 or kwargs.get("accum_sync", "every") != "every"):
-        raise ValueError("--compile step: one graph holds one micro-batch; use --compile fwdbwd to accumulate")
+    logging.getLogger("torch._higher_order_ops.wrap").addFilter(
+        lambda r: "context_fn is passed" not in str(r.msg)
+    )
+    if mode == "step" and (
+        kwargs.get("grad_accum", 1) > 1 or kwargs.get("accum_sync", "every") != "every"
+    ):
+        raise ValueError(
+            "--compile step: one graph holds one micro-batch; use --compile fwdbwd to accumulate"
+        )
     two_graphs = mode in ("fwdbwd", "regions")
-    compiled_update = two_graphs and (optimizer.lr.is_cuda if compiled_update is None else compiled_update)
+    compiled_update = two_graphs and (
+        optimizer.lr.is_cuda if compiled_update is None else compiled_update
+    )
     optimizer.foreach = optimizer.foreach or mode == "step" or compiled_update
     options = dict(options or {})
-    plain = options.pop("plain", False) or not any(isinstance(p, DTensor) for p in model.parameters())
+    plain = options.pop("plain", False) or not any(
+        isinstance(p, DTensor) for p in model.parameters()
+    )
 
     def with_overlap(part: nn.Module, **how) -> dict:
         source = regions if mode == "regions" else overlap
@@ -418,7 +477,10 @@ def make_step(mode: str, model: nn.Module, optimizer: AdamW, *, options: dict | 
     blocks = blocks_to_compile(model, "fwdbwd") if mode == "blocks" else []
     if whole := step.whole_weights:
         own = with_overlap(model, by_size=True)  # nothing in its graphs belongs to a module
-        whole.gather_fn, whole.reduce_fn = compiled("gather", whole.gather, own), compiled("reduce", whole.reduce, own)
+        whole.gather_fn, whole.reduce_fn = (
+            compiled("gather", whole.gather, own),
+            compiled("reduce", whole.reduce, own),
+        )
     else:
         options = with_overlap(blocks[0] if blocks else model)
     if mode == "blocks":
@@ -431,7 +493,11 @@ def make_step(mode: str, model: nn.Module, optimizer: AdamW, *, options: dict | 
         step.regions = options.get("post_grad_custom_post_pass") if mode == "regions" else None
         # Code of its own: Dynamo keeps what it compiled by code object, and would try another model's guards first.
         plain_loss = type(step).loss_sum
-        own = types.FunctionType(plain_loss.__code__.replace(), plain_loss.__globals__, plain_loss.__name__)
+        own = types.FunctionType(
+            plain_loss.__code__.replace(), plain_loss.__globals__, plain_loss.__name__
+        )
         step.loss_fn = compiled("loss", types.MethodType(own, step), options)
-        step.update_fn = torch.compile(step.update, fullgraph=True) if compiled_update else step.update
+        step.update_fn = (
+            torch.compile(step.update, fullgraph=True) if compiled_update else step.update
+        )
     return step

@@ -38,7 +38,8 @@ class ToldRun(RunView, Protocol):
     finite: FiniteCheck
     collectives: deque | None  # of the last step, on simulated ranks
     watchdog: Watchdog
-    evaluated: dict[str, float | int]  # eval_loss, eval_step, eval_bpb or eval_ppl, if it has been evaluated
+    # eval_loss, eval_step, eval_bpb or eval_ppl, if it has been evaluated.
+    evaluated: dict[str, float | int]
     peak: dict[str, float | str]  # of memory, before the last evaluation
     told: dict[str, Any]  # more for the row
     first_step_s: float | None
@@ -49,7 +50,8 @@ class ToldRun(RunView, Protocol):
 def _peak(run: ToldRun) -> dict[str, float | str]:
     """Memory at its peak so far, as a row has it."""
     found = memory.highest(run.peak, memory.peak(run.device))
-    if run.replayed is not None and run.replayed.peak_mib:  # since it was captured nothing was allocated
+    # Since it was captured nothing was allocated.
+    if run.replayed is not None and run.replayed.peak_mib:
         found["peak_alloc_mib"] = max(run.replayed.peak_mib, found["peak_alloc_mib"])
     return found
 
@@ -57,11 +59,19 @@ def _peak(run: ToldRun) -> dict[str, float | str]:
 def figures(run: ToldRun, ms: float) -> dict[str, float]:
     """What a logged step of `ms` tells beside its loss: tokens so far, tok/s of all ranks, MFU in percent and MiB at
     the peak so far; without what is not known."""
-    mfu = flops.utilisation(run.flops, ms / 1e3, costs.device_peak(run.environment["device"]))["mfu"]
+    mfu = flops.utilisation(run.flops, ms / 1e3, costs.device_peak(run.environment["device"]))[
+        "mfu"
+    ]
     found = dict(mfu=mfu)
     if run.step_tokens is not None:
-        found |= dict(tokens=run.batches.sample * run.c.seqlen, tok_s=run.world * run.step_tokens / ms * 1e3)
-    return {name: value for name, value in (found | _peak(run)).items() if isinstance(value, int | float)}
+        found |= dict(
+            tokens=run.batches.sample * run.c.seqlen, tok_s=run.world * run.step_tokens / ms * 1e3
+        )
+    return {
+        name: value
+        for name, value in (found | _peak(run)).items()
+        if isinstance(value, int | float)
+    }
 
 
 def row(run: ToldRun, outcome: str) -> dict:
@@ -69,16 +79,33 @@ def row(run: ToldRun, outcome: str) -> dict:
     c = run.c
     stats = timing.stats(run.timer.ms()) if outcome == "ok" else timing.stats([])
     seconds = stats["step_ms"] / 1e3 if stats["step_ms"] else None
-    tok_s = run.world * run.step_tokens / seconds if seconds and run.step_tokens is not None else None
+    tok_s = (
+        run.world * run.step_tokens / seconds if seconds and run.step_tokens is not None else None
+    )
     compiled = c.compile != "none" and run.first_step_s is not None and seconds is not None
     shown = "wrapper mode compile attn remat remat_ratio depth width seqlen batch grad_accum param_dtype reduce_dtype"
-    row = run.environment | timing.clocks(run.device) | dict(world=flags.world_label(c, run.world), loss_kind=c.loss)
-    row |= {name: getattr(c, name) for name in shown.split()} | dict(attention=run.attention, flags=flags.setting(c))
+    row = (
+        run.environment
+        | timing.clocks(run.device)
+        | dict(world=flags.world_label(c, run.world), loss_kind=c.loss)
+    )
+    row |= {name: getattr(c, name) for name in shown.split()} | dict(
+        attention=run.attention, flags=flags.setting(c)
+    )
     row |= dict(outcome=outcome, cell=os.environ.get("SWEEP_CELL"), skipped=run.finite.skipped)
-    row |= dict(resumed_after=run.first or None, compile_s=round(run.first_step_s - seconds, 2) if compiled else None)
-    row["first_step_cpu_s"] = round(run.first_step_cpu_s, 2) if run.first_step_cpu_s is not None else None
-    row |= dict.fromkeys("eval_loss eval_bpb eval_ppl eval_step best_eval_loss best_step".split()) | run.evaluated
-    if c.compile == "regions":  # calls of each shared subgraph; {}: none, as fwdbwd; None: compiled before, not counted
+    row |= dict(
+        resumed_after=run.first or None,
+        compile_s=round(run.first_step_s - seconds, 2) if compiled else None,
+    )
+    row["first_step_cpu_s"] = (
+        round(run.first_step_cpu_s, 2) if run.first_step_cpu_s is not None else None
+    )
+    row |= (
+        dict.fromkeys("eval_loss eval_bpb eval_ppl eval_step best_eval_loss best_step".split())
+        | run.evaluated
+    )
+    # Calls of each shared subgraph; {}: none, as fwdbwd; None: compiled before, not counted.
+    if c.compile == "regions":
         row["regions"] = getattr(getattr(run.step, "regions", None), "found", {})
     row |= _peak(run) | dict(first_step_peak_mib=run.first_step_mib) | stats
     row |= dict(tok_s=tok_s, tok_s_rank=tok_s / run.world if tok_s else None)
@@ -86,20 +113,28 @@ def row(run: ToldRun, outcome: str) -> dict:
         row["collectives"] = simulated_world.summary(run.collectives)
     peak = costs.device_peak(row["device"])
     row |= run.told
-    return row | flops.utilisation(run.flops, seconds, peak) | dict(peak_flops=peak, loss=run.finite.loss)
+    return (
+        row
+        | flops.utilisation(run.flops, seconds, peak)
+        | dict(peak_flops=peak, loss=run.finite.loss)
+    )
 
 
 COMPILED = dict(none="the first step", blocks="compiling a block", model="compiling the model",
                 fwdbwd="compiling forward and backward", regions="compiling forward and backward, equal blocks once",
                 step="compiling the whole step")  # fmt: skip
 
-ASIDE = dict(save=", saving", eval=", evaluating", sample=", writing a sample", export=", exporting")
+ASIDE = dict(
+    save=", saving", eval=", evaluating", sample=", writing a sample", export=", exporting"
+)
 
 
 def doing(run: ToldRun, live: bool) -> Callable[[], str]:
     """For Progress: what a run that trains is doing, in words. live: say it of every step, not of the first alone."""
     c, dog, began = run.c, run.watchdog, []
-    first = COMPILED[c.compile] + "; minutes the first time, seconds when cached" * (c.compile != "none")
+    first = COMPILED[c.compile] + "; minutes the first time, seconds when cached" * (
+        c.compile != "none"
+    )
 
     def words() -> str:
         if not dog.begun:
@@ -120,9 +155,13 @@ def notes(c: flags.Config) -> list[str]:
     found = []
     if c.warmup >= c.steps:
         top = c.lr * c.steps / c.warmup
-        found.append(f"--warmup {c.warmup} is not below --steps {c.steps}: the learning rate ends at {top:.3g}")
+        found.append(
+            f"--warmup {c.warmup} is not below --steps {c.steps}: the learning rate ends at {top:.3g}"
+        )
     if c.world:
-        found.append("ranks are simulated, and all hold the same: times and memory count, the loss is no result")
+        found.append(
+            "ranks are simulated, and all hold the same: times and memory count, the loss is no result"
+        )
     if c.wrapper == "ddp":
         found.append("--wrapper ddp shards nothing: --mode is replicate")
     return [f"note: {each}" for each in found]
@@ -135,7 +174,10 @@ def goes_where(step: Step) -> list[str]:
     names = {id(p): re.sub(r"\.\d+\.", ".*.", name) for name, p in step.model.named_parameters()}
     rest = step.optimizer.adamw.params
     both = step.optimizer.matrices, [p for p in rest if p.ndim > 1]
-    told = [f"{len(each)} matrices ({', '.join(dict.fromkeys(names[id(p)] for p in each))})" for each in both]
+    told = [
+        f"{len(each)} matrices ({', '.join(dict.fromkeys(names[id(p)] for p in each))})"
+        for each in both
+    ]
     return [f"muon for {told[0]}", f"adamw for {told[1]} and {len(rest) - len(both[1])} vectors"]
 
 
@@ -156,8 +198,14 @@ def header(run: ToldRun, settings: Path | None = None) -> list[str]:
     usual = flags.filled(usual, c.device).on(run.world)
     both = {**vars(c.training), **vars(c.system)}.items()
     different = [(name, value) for name, value in both if value != getattr(usual, name)]
-    changed = [f"{name}={' '.join(value) if isinstance(value, tuple) else value}" for name, value in different]
-    optimizer, still = run.step.optimizer, len(run.step.optimizer.params) - run.step.optimizer.decaying
+    changed = [
+        f"{name}={' '.join(value) if isinstance(value, tuple) else value}"
+        for name, value in different
+    ]
+    optimizer, still = (
+        run.step.optimizer,
+        len(run.step.optimizer.params) - run.step.optimizer.decaying,
+    )
     counted = run.uncounted
     if run.flops:
         causal, palm = (run.flops[kind] / run.step_tokens / 1e6 for kind in ("causal", "palm"))
@@ -166,11 +214,14 @@ def header(run: ToldRun, settings: Path | None = None) -> list[str]:
     lines = [
         f"commit {env['commit'][:12]}{' (dirty)' * bool(env['dirty'])}, torch {env['torch']}, {env['device']}, "
         f"{flags.world_label(c, run.world)} rank{'s' * (run.world > 1)}",
-        ("  ".join(changed) or "every flag has its default") + f"; all flags: {settings}" * (settings is not None),
+        ("  ".join(changed) or "every flag has its default")
+        + f"; all flags: {settings}" * (settings is not None),
         f"attention: {run.attention}",
         f"data {run.batches.description}",
         f"{parameters} parameters, {sum(r.local_bytes for r in rows) / 2**20:.1f} MiB on this rank; "
-        f"{len(whole)} of {len(rows)} replicated" + f": under {c.min_shard_mib} MiB" * (c.min_shard_mib > 0),
+        f"{len(whole)} of {len(rows)} replicated"
+        + f": under {c.min_shard_mib} MiB"
+        * (c.min_shard_mib > 0),
         f"weight decay {c.weight_decay:g} for {optimizer.decaying} parameters; none for the {still} with one dimension",
         counted,
         f"ln V = {math.log(c.vocab):.4f}",
@@ -178,6 +229,9 @@ def header(run: ToldRun, settings: Path | None = None) -> list[str]:
         *notes(c),
     ]
     if c.verbose:
-        lines += [f"  {r.name:<28}{r.shape!s:<16}{r.placement:<14}{r.local_shape!s:<16}{r.dtype}" for r in rows]
+        lines += [
+            f"  {r.name:<28}{r.shape!s:<16}{r.placement:<14}{r.local_shape!s:<16}{r.dtype}"
+            for r in rows
+        ]
         lines.append(units_in_words(rows, units_of(run.step.model)))
     return lines

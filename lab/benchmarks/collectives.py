@@ -54,8 +54,14 @@ def main(own: argparse.Namespace, c: flags.Config) -> int:
     except ValueError as e:
         flags.fail(str(e), 0)
     print("\n".join(collectives.report(model, graphs, c.grad_accum)))
-    made = {f"{name}, {part}": graph_row(gm) for name, pair in graphs.items() for part, gm in pair.items()}
-    row = timing.environment(torch.device("cpu")) | dict(device="no device, graphs", world=own.world)
+    made = {
+        f"{name}, {part}": graph_row(gm)
+        for name, pair in graphs.items()
+        for part, gm in pair.items()
+    }
+    row = timing.environment(torch.device("cpu")) | dict(
+        device="no device, graphs", world=own.world
+    )
     row |= dict(study="collectives", flags=flags.setting(c), outcome="ok", graphs=made)
     append_jsonl(c.results, row | dict(command=shlex.join(sys.argv[1:])))
     dist.destroy_process_group()

@@ -44,21 +44,30 @@ def estimate(name: str, step, tokens: torch.Tensor) -> float:
     with tracker:
         step(tokens, tokens)
     moments = sum(t.nbytes for t in step.optimizer.m + step.optimizer.v)
-    return (max(kinds["Total"] for kinds in tracker.get_tracker_snapshot("peak").values()) + moments) / 2**20
+    return (
+        max(kinds["Total"] for kinds in tracker.get_tracker_snapshot("peak").values()) + moments
+    ) / 2**20
 
 
 def row(run: Run) -> dict:
     """What each estimator says of a published run, beside it; with `errors` of those that failed."""
-    sizes = "depth width head_dim grouping grow vocab seqlen batch remat remat_core remat_norm".split()
+    sizes = (
+        "depth width head_dim grouping grow vocab seqlen batch remat remat_core remat_norm".split()
+    )
     words = ["--wrapper", "fsdp2", "--compile", "none"]
     for name in sizes:
         value = getattr(run.c, name)
-        words += [flag(name if value is not False else f"no_{name}")] + [str(value)] * (not isinstance(value, bool))
+        words += [flag(name if value is not False else f"no_{name}")] + [str(value)] * (
+            not isinstance(value, bool)
+        )
     dist.init_process_group("fake", rank=0, world_size=run.ranks, store=FakeStore())
     c, began = flags.resolve(flags.parse(words), "cuda", run.ranks), time.process_time()
-    found = timing.environment(torch.device("cpu")) | dict(study="estimators", run=run.name, flags=flags.setting(c))
+    found = timing.environment(torch.device("cpu")) | dict(
+        study="estimators", run=run.name, flags=flags.setting(c)
+    )
     found |= dict(world=run.ranks, published_mib=run.mib, published_ms=run.ms, errors={})
-    still = mock.patch.object(AdamW, "_fused", lambda *_: None)  # fake tensors run that one for real, on zeros
+    # Fake tensors run that one for real, on zeros.
+    still = mock.patch.object(AdamW, "_fused", lambda *_: None)
     with still, gpu_code.simulated(c, run.ranks, None) as (step, tokens, _):
         for name in ("RuntimeEstimator", "MemTracker", "FSDPMemTracker"):
             try:
@@ -73,13 +82,28 @@ def table(rows: list[dict]) -> str:
     """Markdown: published figures, estimates and their errors."""
 
     def cell(r: dict, name: str, truth: str) -> str:
-        return f"{grouped(r[name])} ({100 * (r[name] / r[truth] - 1):+.0f} %)" if name in r else "failed"
+        return (
+            f"{grouped(r[name])} ({100 * (r[name] / r[truth] - 1):+.0f} %)"
+            if name in r
+            else "failed"
+        )
 
-    columns = [("published run", [r["run"] for r in rows]), ("ranks", [str(r["world"]) for r in rows])]
+    columns = [
+        ("published run", [r["run"] for r in rows]),
+        ("ranks", [str(r["world"]) for r in rows]),
+    ]
     columns += [("MiB", [grouped(r["published_mib"]) for r in rows])]
-    columns += [(name, [cell(r, name, "published_mib") for r in rows]) for name in ("MemTracker", "FSDPMemTracker")]
+    columns += [
+        (name, [cell(r, name, "published_mib") for r in rows])
+        for name in ("MemTracker", "FSDPMemTracker")
+    ]
     columns += [("ms", [grouped(r["published_ms"]) for r in rows])]
-    return markdown([*columns, ("RuntimeEstimator", [cell(r, "RuntimeEstimator", "published_ms") for r in rows])])
+    return markdown(
+        [
+            *columns,
+            ("RuntimeEstimator", [cell(r, "RuntimeEstimator", "published_ms") for r in rows]),
+        ]
+    )
 
 
 def main(own: argparse.Namespace) -> int:

@@ -28,7 +28,9 @@ if __name__ == "__main__":  # before torch is imported, as in main.py
                                       formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     _parser.add_argument("cells", nargs="*", metavar="WRAPPER:COMPILE")
     _parser.add_argument("--results", default="runs/exposed.jsonl", metavar="FILE")
-    _parser.add_argument("--plot", metavar="FILE", help="draw `lanes` of the last row of each setting in --results")
+    _parser.add_argument(
+        "--plot", metavar="FILE", help="draw `lanes` of the last row of each setting in --results"
+    )
     OWN, CONFIG = _parser.parse_args(sys.argv[1:_cut]), flags.parse(sys.argv[_cut + 1 :])
 
 import torch
@@ -44,7 +46,9 @@ from trainer.measuring import timing
 from trainer.parallelize import build
 
 FACTORS = (0.5, 1.0, 2.0, 4.0)  # time of the links over time of the computation
-TRIALS = 4  # turns that tell how long the computation takes beside slow links, and steps to draw one of; not counted
+# Turns that tell how long the computation takes beside slow links, and steps to draw one of; not
+# counted.
+TRIALS = 4
 LOOKS = dict(all_gather=(1, "0.35", ""), reduce_scatter=(1, "0.7", ""), computation=(0, "white", "////"),
              waiting=(0, "0.9", ""))  # of a bar: its lane, colour, hatch  # fmt: skip
 Lane = tuple[str, float, float]  # one of LOOKS, or another collective; begin and end in ms
@@ -93,7 +97,9 @@ def measure(cells: list[str], c: flags.Config) -> list[dict]:
     c = configs[0]
     device = connect(c, 0, 0, 1)
     sizes = dict(global_batch=c.world * c.batch * c.grad_accum, seqlen=c.seqlen, vocab=c.vocab)
-    batch = [t.to(device) for t in next(Batches(c.data, **sizes, seed=c.seed, rank=0, world=c.world))]
+    batch = [
+        t.to(device) for t in next(Batches(c.data, **sizes, seed=c.seed, rank=0, world=c.world))
+    ]
     runs, ms, links, none = [], {}, {}, simulated_world.link("none")
     for cell, own in zip(cells, configs, strict=True):
         step = build(own, device, c.world)
@@ -104,10 +110,14 @@ def measure(cells: list[str], c: flags.Config) -> list[dict]:
         ms[cell, 0.0] = [timed(step, batch)]
         runs.append((cell, own, step, list(simulated_world.log())))
     for turn in range(-TRIALS, c.steps):
-        for cell, _, _, calls in runs if turn in (-TRIALS, 0) else ():  # how fast links are: by a step, then by trials
+        # How fast links are: by a step, then by trials.
+        for cell, _, _, calls in runs if turn in (-TRIALS, 0) else ():
             sent = sum(sent_bytes(call.op, call.nbytes, call.ranks) for call in calls)
             compute = statistics.median(ms.pop((cell, 0.0)))
-            links |= {(cell, f): Link(0.0, 1e3 * sent / (f * compute)) if f else none for f in (0.0, *FACTORS)}
+            links |= {
+                (cell, f): Link(0.0, 1e3 * sent / (f * compute)) if f else none
+                for f in (0.0, *FACTORS)
+            }
             ms |= {(cell, f): [] for f in (0.0, *FACTORS)}
         for cell, _, step, _ in runs:
             for factor in (0.0, *FACTORS):
@@ -117,15 +127,31 @@ def measure(cells: list[str], c: flags.Config) -> list[dict]:
     for cell, own, step, calls in runs:
         compute = statistics.median(ms[cell, 0.0])
         for factor in FACTORS:
-            seconds = [links[cell, factor].seconds(call.op, call.nbytes, call.ranks) for call in calls]
+            seconds = [
+                links[cell, factor].seconds(call.op, call.nbytes, call.ranks) for call in calls
+            ]
             longer = max(compute, 1e3 * sum(seconds))
-            row = timing.environment(device) | dict(study="exposed", cell=cell, flags=flags.setting(own), factor=factor)
-            row |= timing.stats(ms[cell, factor]) | dict(world=flags.world_label(own, c.world), depth=own.depth)
-            row |= dict(compute_ms=round(compute, 3), link_ms=round(1e3 * sum(seconds), 3), interleaved=cells)
-            row |= dict(ratio=round(row["step_ms"] / longer, 4), ends_ms=round(1e3 * ends(calls, seconds), 3))
-            if factor == 1 and kind == "cpu":  # on a GPU the profiler's CPU events do not tell when a kernel waits
+            row = timing.environment(device) | dict(
+                study="exposed", cell=cell, flags=flags.setting(own), factor=factor
+            )
+            row |= timing.stats(ms[cell, factor]) | dict(
+                world=flags.world_label(own, c.world), depth=own.depth
+            )
+            row |= dict(
+                compute_ms=round(compute, 3),
+                link_ms=round(1e3 * sum(seconds), 3),
+                interleaved=cells,
+            )
+            row |= dict(
+                ratio=round(row["step_ms"] / longer, 4),
+                ends_ms=round(1e3 * ends(calls, seconds), 3),
+            )
+            # On a GPU the profiler's CPU events do not tell when a kernel waits.
+            if factor == 1 and kind == "cpu":
                 simulated_world.use(links[cell, factor])
-                row["lanes"] = min((lanes(step, batch) for _ in range(TRIALS)), key=lambda found: found[0][2])
+                row["lanes"] = min(
+                    (lanes(step, batch) for _ in range(TRIALS)), key=lambda found: found[0][2]
+                )
             rows.append(row)
     return rows
 
@@ -139,7 +165,9 @@ def label(row: dict) -> str:
 def table(rows: list[dict]) -> str:
     """Markdown: a line per row. `all but the ends` is (step - ends) over the longer of computation and links."""
     longer = [max(row["compute_ms"], row["link_ms"]) for row in rows]
-    rest = [(row["step_ms"] - row["ends_ms"]) / most for row, most in zip(rows, longer, strict=True)]
+    rest = [
+        (row["step_ms"] - row["ends_ms"]) / most for row, most in zip(rows, longer, strict=True)
+    ]
     columns = [("", [*map(label, rows)]), ("depth", [str(row["depth"]) for row in rows])]
     columns.append(("links / computation", [f"{row['factor']:g}" for row in rows]))
     columns += [(name, [grouped(row[key], 1) for row in rows]) for name, key in
@@ -165,11 +193,25 @@ def draw(rows: list[dict], path: str) -> None:
         for what, begin, end in row["lanes"]:
             if what in LOOKS:
                 lane, color, hatch = LOOKS[what]
-                ax.barh(lane, end - begin, left=begin, color=color, hatch=hatch, edgecolor="black", linewidth=0.4)
+                ax.barh(
+                    lane,
+                    end - begin,
+                    left=begin,
+                    color=color,
+                    hatch=hatch,
+                    edgecolor="black",
+                    linewidth=0.4,
+                )
         ax.set_yticks([0, 1], ["computation", "link"])
         cell, _, own = name.partition(" ")
-        title = ", ".join([*map(word, ("wrapper", "compile", "optimizer"), cell.split(":")), *filter(None, [own])])
-        ax.set_title(f"{title}, depth {depth}: {row['ratio']:.2f} times the longer of both", fontsize=9, loc="left")
+        title = ", ".join(
+            [*map(word, ("wrapper", "compile", "optimizer"), cell.split(":")), *filter(None, [own])]
+        )
+        ax.set_title(
+            f"{title}, depth {depth}: {row['ratio']:.2f} times the longer of both",
+            fontsize=9,
+            loc="left",
+        )
     axes[-1].set_xlabel("ms of one step; links take as long as the computation")
     bars = [axes[0].barh(0, 0, color=color, hatch=hatch, edgecolor="black", label=what.replace("_", "-"))
             for what, (_, color, hatch) in LOOKS.items()]  # fmt: skip
@@ -183,7 +225,10 @@ def main(own: argparse.Namespace, c: flags.Config) -> int:
         check_writable(own.results)
         if own.plot:
             try_plot(own.plot)
-            draw([row for row in read_jsonl(Path(own.results)) if row.get("study") == "exposed"], own.plot)
+            draw(
+                [row for row in read_jsonl(Path(own.results)) if row.get("study") == "exposed"],
+                own.plot,
+            )
             return 0
         check_cells(own.cells, 0)
         rows = measure(own.cells, replace(c, system=replace(c.system, world=c.world or 8)))

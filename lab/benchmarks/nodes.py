@@ -40,8 +40,12 @@ if __name__ == "__main__":  # before torch is imported, as in main.py
     _parser.add_argument("--network", default="", metavar="WORDS", help="what it is, for the rows")
     _parser.add_argument("--modes", nargs="+", metavar="MODE", help="such as fully_shard hybrid_shard:4, which has 4 "
                          "replicas (default: all, with every number of replicas)")  # fmt: skip
-    _parser.add_argument("--mb", nargs="+", type=float, help="sizes for the links, 1e6 bytes of the whole tensor")
-    _parser.add_argument("--repeat", type=int, default=10, help="repetitions of each collective (default: 10)")
+    _parser.add_argument(
+        "--mb", nargs="+", type=float, help="sizes for the links, 1e6 bytes of the whole tensor"
+    )
+    _parser.add_argument(
+        "--repeat", type=int, default=10, help="repetitions of each collective (default: 10)"
+    )
     _parser.add_argument("--plot", metavar="FILE", help="draw the last rows of --results")
     _parser.add_argument("--check", action="store_true", help="look at the flags and do nothing")
     _parser.error = lambda message: fail(message.removeprefix("argument "), RANKS[0])
@@ -49,7 +53,9 @@ if __name__ == "__main__":  # before torch is imported, as in main.py
     CONFIG = flags.parse(_others, RANKS[0])
     _one = re.compile("replicate|fully_shard|hybrid_shard:[1-9][0-9]*")
     if _bad := [each for each in OWN.modes or () if not _one.fullmatch(each)]:
-        fail(f"--modes {_bad[0]}: must be replicate, fully_shard or hybrid_shard:REPLICAS", RANKS[0])
+        fail(
+            f"--modes {_bad[0]}: must be replicate, fully_shard or hybrid_shard:REPLICAS", RANKS[0]
+        )
     if OWN.repeat < 1 or not min(OWN.mb or [1]) > 0:
         fail(f"--repeat {OWN.repeat} --mb {OWN.mb}: must be above 0", RANKS[0])
     if OWN.check:
@@ -77,7 +83,9 @@ def kind(group: list[int], local: int) -> str:
     return "inside" if len(nodes) == 1 else "across" if len(nodes) == len(group) else "all"
 
 
-def cells(modes: list[str] | None, c: flags.Config, device: torch.device, world: int) -> dict[str, flags.Config]:
+def cells(
+    modes: list[str] | None, c: flags.Config, device: torch.device, world: int
+) -> dict[str, flags.Config]:
     """The settings by name. ValueError: one does not fit the ranks."""
     fits = [f"hybrid_shard:{n}" for n in range(2, world) if world % n == 0]
     found = {}
@@ -88,24 +96,50 @@ def cells(modes: list[str] | None, c: flags.Config, device: torch.device, world:
     return found
 
 
-def links(own: argparse.Namespace, device: torch.device, rank: int, world: int, local: int) -> dict[str, dict]:
+def links(
+    own: argparse.Namespace, device: torch.device, rank: int, world: int, local: int
+) -> dict[str, dict]:
     """The row, without environment, of each link. Collective."""
-    mesh = dist.init_device_mesh(device.type, (world // local, local), mesh_dim_names=("across", "inside"))
+    mesh = dist.init_device_mesh(
+        device.type, (world // local, local), mesh_dim_names=("across", "inside")
+    )
     groups = [mesh.get_group("inside"), mesh.get_group("across"), dist.group.WORLD]
-    groups = {kind(dist.get_process_group_ranks(group), local): group for group in groups if group.size() > 1}
-    mb, found = own.mb or ([0.01, 0.1, 1.0] if device.type == "cpu" else [0.1, 1.0, 10.0, 100.0]), {}
+    groups = {
+        kind(dist.get_process_group_ranks(group), local): group
+        for group in groups
+        if group.size() > 1
+    }
+    mb, found = (
+        own.mb or ([0.01, 0.1, 1.0] if device.type == "cpu" else [0.1, 1.0, 10.0, 100.0]),
+        {},
+    )
     for name, group in groups.items():
-        setting = dict(link=name, network=own.network, ranks=group.size(), nodes=world // local, mb=mb, dtype="fp32")
+        setting = dict(
+            link=name,
+            network=own.network,
+            ranks=group.size(),
+            nodes=world // local,
+            mb=mb,
+            dtype="fp32",
+        )
         setting |= dict(backend=dist.get_backend(group), pieces=1)
-        everyone = [None] * group.size()  # the others of this group: nobody waits for those of another
-        dist.all_gather_object(everyone, times(rank, device, setting, own.repeat, LIBRARY, group), group)
-        found[name] = dict(study="nodes", setting=setting, outcome="ok") | fitted(setting, everyone, own.repeat)
+        # The others of this group: nobody waits for those of another.
+        everyone = [None] * group.size()
+        dist.all_gather_object(
+            everyone, times(rank, device, setting, own.repeat, LIBRARY, group), group
+        )
+        found[name] = dict(study="nodes", setting=setting, outcome="ok") | fitted(
+            setting, everyone, own.repeat
+        )
     return found
 
 
 def meeting(world: int) -> Callable[[], None]:
     """What waits until all ranks have called it; it needs no process group."""
-    (store, *_), count = next(dist.rendezvous("env://", timeout=timedelta(hours=1))), itertools.count()
+    (store, *_), count = (
+        next(dist.rendezvous("env://", timeout=timedelta(hours=1))),
+        itertools.count(),
+    )
 
     def meet() -> None:
         key = f"nodes {os.environ.get('TORCHELASTIC_RESTART_COUNT')} {next(count)}"
@@ -122,12 +156,23 @@ def data(c: flags.Config, rank: int, world: int) -> Batches:
     return Batches(c.data, **sizes, seed=c.seed, rank=rank, world=world)
 
 
-def simulate(settings: dict[str, flags.Config], found: dict[str, dict], device, rank: int, world: int, local: int):
+def simulate(
+    settings: dict[str, flags.Config],
+    found: dict[str, dict],
+    device,
+    rank: int,
+    world: int,
+    local: int,
+):
     """Figures of each setting on simulated ranks, in a process of its own: torch's caches hold groups that ended."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    link = {name: row["link"] for name, row in found.items()}  # without a bandwidth that was seen: latency alone
-    link = {name: Link(1e-6 * fit["alpha_us"], 1e9 * (fit["gb_per_s"] or 1e9)) for name, fit in link.items()}
+    # Without a bandwidth that was seen: latency alone.
+    link = {name: row["link"] for name, row in found.items()}
+    link = {
+        name: Link(1e-6 * fit["alpha_us"], 1e9 * (fit["gb_per_s"] or 1e9))
+        for name, fit in link.items()
+    }
     simulated_world.start(world, none := Link(0.0, float("inf")), device, rank)
     c, meet = next(iter(settings.values())), meeting(world)
     steps = [build(each, device, world) for each in settings.values()]
@@ -135,7 +180,8 @@ def simulate(settings: dict[str, flags.Config], found: dict[str, dict], device, 
     for what, network in (("compute", none), ("simulated", lambda ranks: link[kind(ranks, local)])):
         simulated_world.use(network)
         timed = [(step, timing.StepTimer(device)) for step in steps]
-        interleave(timed, data(c, rank, world), c.steps, device, rank=1, begin=meet)  # rank 1 prints no loss
+        # Rank 1 prints no loss.
+        interleave(timed, data(c, rank, world), c.steps, device, rank=1, begin=meet)
         for row, (step, timer) in zip(rows, timed, strict=True):
             simulated_world.log().clear()
             step(*batch)
@@ -146,11 +192,16 @@ def simulate(settings: dict[str, flags.Config], found: dict[str, dict], device, 
     return rows
 
 
-def measure(own: argparse.Namespace, c: flags.Config, device: torch.device, rank: int, world: int) -> list[dict]:
+def measure(
+    own: argparse.Namespace, c: flags.Config, device: torch.device, rank: int, world: int
+) -> list[dict]:
     """The rows of links and modes. Ends the process group. ValueError, DataError or Desync: it cannot begin."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     same = dict(c.flat() | vars(own), ranks_of_a_node=local, torch=torch.__version__)
-    agree({name: value for name, value in same.items() if name not in ("results", "group", "tags")}, control_group())
+    agree(
+        {name: value for name, value in same.items() if name not in ("results", "group", "tags")},
+        control_group(),
+    )
     settings = cells(own.modes, c, device, world)
     about, found = timing.environment(device), links(own, device, rank, world, local)
     c, rows = next(iter(settings.values())), [about | row for row in found.values()]
@@ -164,9 +215,13 @@ def measure(own: argparse.Namespace, c: flags.Config, device: torch.device, rank
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), follow_parent) as process:
         told = process.submit(simulate, settings, found, device, rank, world, local).result()
     for name, ms, more in zip(settings, real, told, strict=True):
-        row = about | dict(study="nodes", cell=name, network=own.network, nodes=world // local, world=world)
+        row = about | dict(
+            study="nodes", cell=name, network=own.network, nodes=world // local, world=world
+        )
         row |= dict(outcome="ok", flags=flags.setting(settings[name]), interleaved=[*settings])
-        row |= dict(ratio=round(statistics.median(a / b for a, b in zip(ms, real[0], strict=True)), 4))
+        row |= dict(
+            ratio=round(statistics.median(a / b for a, b in zip(ms, real[0], strict=True)), 4)
+        )
         rows.append(row | more | timing.stats(ms))
     return rows
 
@@ -179,7 +234,9 @@ def told(rows: list[dict]) -> str:
     for row in others:
         than += f"; {row['cell']} takes {row['step_ms'] / best['step_ms']:.2f} times that"
         than += ", which cannot be told apart" * (row["step_ms_min"] <= best["step_ms"])
-    return "\n\n".join([*tables, f"{best['cell']} pays on this network: {best['step_ms']:.1f} ms a step{than}"])
+    return "\n\n".join(
+        [*tables, f"{best['cell']} pays on this network: {best['step_ms']:.1f} ms a step{than}"]
+    )
 
 
 def draw(rows: list[dict], path: str) -> None:
@@ -199,10 +256,25 @@ def draw(rows: list[dict], path: str) -> None:
             ms = dict(measured=[row["step_ms"] for row in own], simulated=[row["simulated_ms"] for row in own],
                       predicted=[row["compute_ms"] + row["link_ms"] for row in own])[label]  # fmt: skip
             places = [number + 0.27 * (at - 1) for number in range(len(own))]
-            ax.barh(places, ms, 0.25, color=color, hatch=hatch, edgecolor="black", linewidth=0.4, label=label)
-        ax.set(yticks=range(len(own)), yticklabels=[row["cell"] for row in own], title=network or "the network")
+            ax.barh(
+                places,
+                ms,
+                0.25,
+                color=color,
+                hatch=hatch,
+                edgecolor="black",
+                linewidth=0.4,
+                label=label,
+            )
+        ax.set(
+            yticks=range(len(own)),
+            yticklabels=[row["cell"] for row in own],
+            title=network or "the network",
+        )
     axes[-1].set_xlabel("ms of a step")
-    plot.legend(*axes[0].get_legend_handles_labels(), loc="outside upper right", ncols=3, fontsize=8)
+    plot.legend(
+        *axes[0].get_legend_handles_labels(), loc="outside upper right", ncols=3, fontsize=8
+    )
     plot.savefig(path, dpi=160)
 
 

@@ -25,8 +25,12 @@ from trainer import config as flags
 
 if __name__ == "__main__":  # before torch is imported, as in main.py
     _parser = tool("lab.benchmarks.peaks", __doc__)
-    _parser.add_argument("--arch", choices=("sm_80", "sm_90", "sm_100"), default="sm_90", help="GPU (default: sm_90)")
-    _parser.add_argument("--published", action="store_true", help="with the policy of the published runs")
+    _parser.add_argument(
+        "--arch", choices=("sm_80", "sm_90", "sm_100"), default="sm_90", help="GPU (default: sm_90)"
+    )
+    _parser.add_argument(
+        "--published", action="store_true", help="with the policy of the published runs"
+    )
     OWN, CONFIG = parse_tool(_parser)
 
 import torch
@@ -52,11 +56,14 @@ def published() -> Iterator[None]:
         regions = {"attn", "mlp"} if c.remat in ("both", "block") else {c.remat}
         for name, m in model.named_modules():
             if hasattr(m, "_data_parallel") and not regions & set(name.split(".")):
-                m._data_parallel = (*m._data_parallel[:-1], False)  # its dtypes, and whether it reshards after forward
+                # Its dtypes, and whether it reshards after forward.
+                m._data_parallel = (*m._data_parallel[:-1], False)
         return mesh
 
     def loss(logits, targets):
-        return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORE, reduction="sum")
+        return F.cross_entropy(
+            logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORE, reduction="sum"
+        )
 
     with (
         mock.patch.object(parallelize, "wrap", wrapped),
@@ -75,12 +82,31 @@ def row(own: argparse.Namespace, c: flags.Config, timeline: Timeline, meter: pea
     kernels = Counter()
     for code in meter.codes.values():
         kernels[code.name] += len(code.kernels)
-    found = timing.environment(torch.device("cpu")) | dict(device=f"simulated {own.arch}", world=own.world)
-    found |= dict(study="peak", cell=os.environ.get("SWEEP_CELL"), flags=flags.setting(c), published=own.published)
-    found |= dict(outcome="ok", simulated_mib=round(top.nbytes / 2**20 + allowance, 1), allowance_mib=allowance)
-    found |= dict(moment=top.moment, tflop=round(sum(work["flops"] for work in meter.work.values()) / 1e12, 4))
-    found |= dict(phases_mib={name: round(max(levels[a:b], default=0) / 2**20, 1) for (_, name), a, b in phases})
-    found |= dict(buffers=[[n, round(size / 2**20, 1), text] for n, size, text in largest(timeline)])
+    found = timing.environment(torch.device("cpu")) | dict(
+        device=f"simulated {own.arch}", world=own.world
+    )
+    found |= dict(
+        study="peak",
+        cell=os.environ.get("SWEEP_CELL"),
+        flags=flags.setting(c),
+        published=own.published,
+    )
+    found |= dict(
+        outcome="ok",
+        simulated_mib=round(top.nbytes / 2**20 + allowance, 1),
+        allowance_mib=allowance,
+    )
+    found |= dict(
+        moment=top.moment, tflop=round(sum(work["flops"] for work in meter.work.values()) / 1e12, 4)
+    )
+    found |= dict(
+        phases_mib={
+            name: round(max(levels[a:b], default=0) / 2**20, 1) for (_, name), a, b in phases
+        }
+    )
+    found |= dict(
+        buffers=[[n, round(size / 2**20, 1), text] for n, size, text in largest(timeline)]
+    )
     return found | dict(kernels=dict(kernels), command=shlex.join(sys.argv[1:]))
 
 

@@ -47,11 +47,18 @@ CHOICES = {
     "remat_norm": (True, True, False), "remat_core": (False, False, True), "mlp": ("plain", "lean"),
     "mlp_chunk": (0, 4096), "loss": ("full", "chunked"), "chunk": (2048,),
 }  # fmt: skip
-PEAKS = "plan_peaks_24.jsonl", "plan_peaks_23.jsonl", "plan_peaks.jsonl", "plan_peaks_seen.jsonl", "peaks.jsonl"
+PEAKS = (
+    "plan_peaks_24.jsonl",
+    "plan_peaks_23.jsonl",
+    "plan_peaks.jsonl",
+    "plan_peaks_seen.jsonl",
+    "peaks.jsonl",
+)
 WORLDS = (1, 2, 4, 8, 16, 64)
 SIZES = 4 * 2**30, 80 * 2**30
 A100 = 312e12  # FLOP/s
-FITTED = {  # of the published times: those on which the constants of a100-80 in hardware.toml are fitted
+# Of the published times: those on which the constants of a100-80 in hardware.toml are fitted.
+FITTED = {
     "seqlen 1024", "seqlen 16384", "depth 16", "width 8192", "gpus 8 8 1", "mfu sdpa fully_shard 4 4 4096 both 4",
     "small-params 32 128 4 shard",
 }  # fmt: skip
@@ -61,11 +68,16 @@ def draw(seed: int, settings: int) -> Iterator[list[str]]:
     """As many command lines of `lab.benchmarks.peaks`, of values that fit together. The same for the same seed."""
     rng, usual = random.Random(seed), flags.resolve(flags.parse([], world=1), "cuda", 64)
     while settings:
-        world, drawn = rng.choice(WORLDS), {name: rng.choice(values) for name, values in CHOICES.items()}
+        world, drawn = (
+            rng.choice(WORLDS),
+            {name: rng.choice(values) for name, values in CHOICES.items()},
+        )
         words = []
         for name, value in drawn.items():
             if value != getattr(usual, name):
-                words += [flag(name if value else f"no_{name}")] + [str(value)] * (not isinstance(value, bool))
+                words += [flag(name if value else f"no_{name}")] + [str(value)] * (
+                    not isinstance(value, bool)
+                )
         try:
             c = flags.resolve(flags.parse(words), "cuda", world)
         except ValueError:  # they do not fit together
@@ -87,9 +99,22 @@ def trade(gpu: str = "h100", ranks: int = 8) -> list[tuple[str, list[str]]]:
         for name in links:
             both = []
             for batch, accum, ratio in ((micro, 8, 0.0), (4 * micro, 2, 1.0)):
-                words = ["--depth", "8", "--width", width, "--seqlen", "1024", "--remat", "block", "--batch", batch]
+                words = [
+                    "--depth",
+                    "8",
+                    "--width",
+                    width,
+                    "--seqlen",
+                    "1024",
+                    "--remat",
+                    "block",
+                    "--batch",
+                    batch,
+                ]
                 words += ["--grad-accum", accum, "--remat-ratio", ratio]
-                c = SimpleNamespace(**flags.resolve(flags.parse([*map(str, words)]), "cuda", ranks).flat())
+                c = SimpleNamespace(
+                    **flags.resolve(flags.parse([*map(str, words)]), "cuda", ranks).flat()
+                )
                 q = search.Question(c, reference(c), own, ranks, ranks, link(name), link(name))
                 both.append(1e3 * q.answer().time.seconds)
             line.append(f"{grouped(both[0])} / {grouped(both[1])}" + "!" * (both[1] > both[0]))
@@ -120,7 +145,11 @@ def simulated(path: Path) -> list[Compared]:
     found = []
     for row in read_jsonl(path):
         c = SimpleNamespace(**row["flags"])
-        if row["outcome"] == "ok" and not row["published"] and (c.compile, c.wrapper) == ("fwdbwd", "simple"):
+        if (
+            row["outcome"] == "ok"
+            and not row["published"]
+            and (c.compile, c.wrapper) == ("fwdbwd", "simple")
+        ):
             peak = step_peak(c, row["world"], arch=row["device"].split()[-1]).nbytes / 2**20
             told = re.sub(r"--results \S+ ?", "", row["command"])
             found.append(Compared(told, peak, row["simulated_mib"]))
@@ -162,7 +191,9 @@ def runs() -> Iterator[Run]:
     usual = read_jsonl(ROOT / "results/published_peaks.jsonl")[0]["flags"] | {"seqlen": 4096}
     for axis in ("seqlen", "depth", "width", "gpus", "variants", "small-params", "mfu"):
         for key, p in published(axis).items():
-            changed = {name: p[name] for name in usual.keys() & p.keys() if name not in ("attn", "compile")}
+            changed = {
+                name: p[name] for name in usual.keys() & p.keys() if name not in ("attn", "compile")
+            }
             remat = p.get("remat", "both")
             changed |= dict(remat_core=remat in ("attn", "both"), remat_norm=remat == "none")
             changed |= dict(attn=p.get("attn", "flex")[:4], compile=p.get("compile", "fwdbwd"))
@@ -171,7 +202,9 @@ def runs() -> Iterator[Run]:
                 c.heads, c.kv_heads, c.remat_of = 32, 32 // c.grouping, partial(remat_of, c)
                 ms = 1e5 * flops_per_token(c, c.seqlen) * c.batch * c.seqlen / (p["mfu"] * A100)
             if "max-autotune" not in str(p.get("attn")) and (p["mib"] or ms):
-                yield Run(f"{axis} {' '.join(map(str, key))}", c, p["ranks"], p["device"], p["mib"], ms)
+                yield Run(
+                    f"{axis} {' '.join(map(str, key))}", c, p["ranks"], p["device"], p["mib"], ms
+                )
 
 
 def recounted() -> list[tuple[str, list[str]]]:
@@ -183,8 +216,12 @@ def recounted() -> list[tuple[str, list[str]]]:
     columns += [("published %", [p["text"]["mfu"].partition(",")[0] for p in theirs.values()])]
     columns += [("step ms", [f"{r.ms:.0f}" for r in found])]
     for title, convention in (("mfu %", "causal"), ("mfu_palm %", "palm"), ("hfu %", "hardware")):
-        done = [flops_per_token(r.c, r.c.seqlen, convention) * r.c.batch * r.c.seqlen for r in found]
-        columns.append((title, [f"{1e5 * n / (r.ms * A100):.1f}" for n, r in zip(done, found, strict=True)]))
+        done = [
+            flops_per_token(r.c, r.c.seqlen, convention) * r.c.batch * r.c.seqlen for r in found
+        ]
+        columns.append(
+            (title, [f"{1e5 * n / (r.ms * A100):.1f}" for n, r in zip(done, found, strict=True)])
+        )
     return columns
 
 
@@ -208,7 +245,8 @@ def table(title: str, found: list[Compared], digits: int = 0) -> list[str]:
     lines = [summary(title, found), "error %, predicted, truth, what"]
     ranked = sorted(found, key=lambda each: -abs(each.error))
     return lines + [
-        f"{100 * e.error:+6.2f}  {e.predicted:8.{digits}f}  {e.truth:8.{digits}f}  {e.name}" for e in ranked
+        f"{100 * e.error:+6.2f}  {e.predicted:8.{digits}f}  {e.truth:8.{digits}f}  {e.name}"
+        for e in ranked
     ]
 
 
@@ -221,8 +259,13 @@ def main(own: argparse.Namespace) -> None:
         return
     if own.trade:
         print(markdown(trade()))
-        told = ", ".join(f"{name} {grouped(hidden_from('h100', name))}" for name in ("h100-nvlink", "ndr-ib", "10:10"))
-        print(f"tokens from which on a link is hidden, by 8 (N-1)/N bytes and 6 FLOPs a parameter: {told}")
+        told = ", ".join(
+            f"{name} {grouped(hidden_from('h100', name))}"
+            for name in ("h100-nvlink", "ndr-ib", "10:10")
+        )
+        print(
+            f"tokens from which on a link is hidden, by 8 (N-1)/N bytes and 6 FLOPs a parameter: {told}"
+        )
         return
     if own.mfu:
         print(markdown(recounted()))
@@ -231,19 +274,36 @@ def main(own: argparse.Namespace) -> None:
     for path in paths:
         print(*table(f"peaks, {path.name}", simulated(path)), "", sep="\n")
     if not own.results:
-        peaks = [Compared(r.name, published_peak(r.c, r.ranks) / 2**20, r.mib) for r in runs() if r.mib]
+        peaks = [
+            Compared(r.name, published_peak(r.c, r.ranks) / 2**20, r.mib) for r in runs() if r.mib
+        ]
         print(*table("published peaks, MiB", peaks), "", sep="\n")
         times = published_times()
-        print(*table("published times, ms, not fitted", [t for t in times if t.name not in FITTED]), "", sep="\n")
-        print(*table("published times, ms, fitted", [t for t in times if t.name in FITTED]), "", sep="\n")
-        print(*table("published times, ms, RTX 4090", published_times("RTX4090", "rtx-4090")), sep="\n")
+        print(
+            *table("published times, ms, not fitted", [t for t in times if t.name not in FITTED]),
+            "",
+            sep="\n",
+        )
+        print(
+            *table("published times, ms, fitted", [t for t in times if t.name in FITTED]),
+            "",
+            sep="\n",
+        )
+        print(
+            *table("published times, ms, RTX 4090", published_times("RTX4090", "rtx-4090")),
+            sep="\n",
+        )
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser("python -m lab.benchmarks.plans", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    parser.add_argument("--mfu", action="store_true", help="print the published MFU table, recounted")
-    parser.add_argument("--trade", action="store_true", help="print larger micro-batches against less recomputation")
+    parser.add_argument(
+        "--mfu", action="store_true", help="print the published MFU table, recounted"
+    )
+    parser.add_argument(
+        "--trade", action="store_true", help="print larger micro-batches against less recomputation"
+    )
     parser.add_argument("--draw", type=int, metavar="INT", help="print so many drawn settings")
     parser.add_argument("--seed", type=int, default=18, metavar="INT")
     parser.add_argument("--results", metavar="FILE", help="rows of lab.benchmarks.peaks")

@@ -27,7 +27,9 @@ from trainer import config as flags
 from trainer.distributed.terminal import fail, ranks
 
 if __name__ == "__main__":  # before torch is imported, as in main.py
-    _parser = argparse.ArgumentParser(prog="saving", allow_abbrev=False, description=__doc__.split("\n")[0])
+    _parser = argparse.ArgumentParser(
+        prog="saving", allow_abbrev=False, description=__doc__.split("\n")[0]
+    )
     _parser.add_argument("--rounds", type=int, default=5)
     _parser.add_argument("--between", type=int, default=8, help="steps beside each save")
     _parser.add_argument("--check", action="store_true", help="bitwise resumption")
@@ -56,7 +58,9 @@ from trainer.step import local
 class Trained:
     """A step, its batches, and savers to FOLDER/sync and FOLDER/async."""
 
-    def __init__(self, c: flags.Config, device: torch.device, world: int, group, folder: str, seed: int = 0):
+    def __init__(
+        self, c: flags.Config, device: torch.device, world: int, group, folder: str, seed: int = 0
+    ):
         self.c, self.device, self.group, self.folder, self.k = c, device, group, folder, 0
         self.step = build(replace(c, training=replace(c.training, seed=seed)), device, world)
         shape = dict(global_batch=world * c.batch * c.grad_accum, seqlen=c.seqlen, vocab=c.vocab)
@@ -87,7 +91,10 @@ class Trained:
         """The last losses, and a hash of this rank's parameters, moments and step count."""
         found = hashlib.blake2b()
         for name, t in sorted(checkpoint.tensors(self.step).items()):
-            found.update(name.encode() + local(t).cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+            found.update(
+                name.encode()
+                + local(t).cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            )
         return self.losses, found.digest()
 
 
@@ -109,10 +116,15 @@ def costs(run: Trained, rounds: int, between: int) -> dict:
             times["sync"].append(run.ms(sync.save, run.k))
             peak("sync")
             times["step"] += run.train(between)
-            background, start = background or stack.enter_context(run.saver("async")), time.perf_counter()
+            background, start = (
+                background or stack.enter_context(run.saver("async")),
+                time.perf_counter(),
+            )
             times["async"].append(run.ms(background.save, run.k))
             future = background.pending[1]
-            future.add_done_callback(lambda _, at=start: times["written"].append(1e3 * (time.perf_counter() - at)))
+            future.add_done_callback(
+                lambda _, at=start: times["written"].append(1e3 * (time.perf_counter() - at))
+            )
             for _ in range(between if r else 0):
                 ms = run.train(1)
                 times["beside"] += ms if not future.done() else []
@@ -128,12 +140,22 @@ def costs(run: Trained, rounds: int, between: int) -> dict:
 def rates(run: Trained) -> dict:
     """MB/s of this rank's tensors, in steps of a save and a resumption."""
     state, rank, folder = checkpoint.tensors(run.step), dist.get_rank(), f"{run.folder}/sync"
-    size, saved = sum(local(t).nbytes for t in state.values()), f"{folder}/{checkpoint.steps_in(folder)[0]}"
+    size, saved = (
+        sum(local(t).nbytes for t in state.values()),
+        f"{folder}/{checkpoint.steps_in(folder)[0]}",
+    )
     new = checkpoint.on_rank_0(lambda: tempfile.mkdtemp(dir=folder), run.group)
-    ms = dict(write=run.ms(write_tensors, new, state, run.group), crc=run.ms(digest, f"{new}/__{rank}_0.distcp"))
+    ms = dict(
+        write=run.ms(write_tensors, new, state, run.group),
+        crc=run.ms(digest, f"{new}/__{rank}_0.distcp"),
+    )
     ms |= dict(verify=run.ms(verify, saved, rank, dist.get_world_size()))
-    ms |= dict(load=run.ms(checkpoint.load, checkpoint.newest([saved], run.group), run.step, run.group))
-    return dict(state_mib=round(size / 2**20, 1)) | {f"{k}_mb_s": round(size / t / 1e3, 1) for k, t in ms.items()}
+    ms |= dict(
+        load=run.ms(checkpoint.load, checkpoint.newest([saved], run.group), run.step, run.group)
+    )
+    return dict(state_mib=round(size / 2**20, 1)) | {
+        f"{k}_mb_s": round(size / t / 1e3, 1) for k, t in ms.items()
+    }
 
 
 def resumed(make) -> dict:
@@ -153,12 +175,17 @@ def resumed(make) -> dict:
     same = differed and run.bits() == saved
     run.train(5)
     every = checkpoint.on_all(lambda: (same, run.bits() == expected), run.group)
-    return dict(resumed_bitwise=all(state for state, _ in every), went_on_bitwise=all(steps for _, steps in every))
+    return dict(
+        resumed_bitwise=all(state for state, _ in every),
+        went_on_bitwise=all(steps for _, steps in every),
+    )
 
 
 def main(args: argparse.Namespace, c: flags.Config, rank: int, local_rank: int, world: int) -> int:
     """Measures, then checks if asked to. Exit codes: 0, 2 flags that do not fit, 4 resumed bits differ."""
-    device_type = ("cuda" if torch.cuda.is_available() else "cpu") if c.device == "auto" else c.device
+    device_type = (
+        ("cuda" if torch.cuda.is_available() else "cpu") if c.device == "auto" else c.device
+    )
     try:
         c = flags.resolve(c, device_type, world)
         check_directory(c.save or ".")
@@ -166,7 +193,8 @@ def main(args: argparse.Namespace, c: flags.Config, rank: int, local_rank: int, 
         device = connect(c, rank, local_rank, world)
     except ValueError as e:
         fail(str(e), rank)
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by way of what removes the folder
+    # By way of what removes the folder.
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     folder = checkpoint.on_rank_0(lambda: tempfile.mkdtemp(prefix="save-cost-", dir=c.save or "."))
     make = partial(Trained, c, device, world, control_group())
     row = timing.environment(device) | dict(study="save", world=world, flags=flags.setting(c))

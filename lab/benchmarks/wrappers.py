@@ -40,7 +40,9 @@ WARMUP = 3
 
 def check_cells(cells: list[str], rank: int) -> None:
     """Exit code 2 and one line for what is no cell."""
-    modes = dict(simple=COMPILE_MODES, none=COMPILE_MODES, fsdp2=("none", "blocks"), ddp=("none", "blocks"))
+    modes = dict(
+        simple=COMPILE_MODES, none=COMPILE_MODES, fsdp2=("none", "blocks"), ddp=("none", "blocks")
+    )
     bad = [cell for cell in cells if parts(cell)[1] not in modes.get(parts(cell)[0], ())]
     bad += [cell for cell in cells if parts(cell)[2] not in ("adamw", "muon", "torch-muon")]
     if bad or not cells:
@@ -78,7 +80,9 @@ class TorchMuon:
             p.grad = None
 
 
-def interleave(steps: list[tuple], batches: Batches, n: int, device: torch.device, rank: int = 0, begin=bool) -> None:
+def interleave(
+    steps: list[tuple], batches: Batches, n: int, device: torch.device, rank: int = 0, begin=bool
+) -> None:
     """Runs n steps of every (step, StepTimer), which take turns; warm-up does not count. begin: called before each."""
     for k in range(n):
         batch = [t.to(device) for t in next(batches)]
@@ -91,13 +95,23 @@ def interleave(steps: list[tuple], batches: Batches, n: int, device: torch.devic
             print(f"step {k + 1}: loss of the last cell {loss.item():.4f}", flush=True)
 
 
-def compare(cells: list[str], c: flags.Config, device: torch.device, rank: int = 0, world: int = 1) -> list[dict]:
+def compare(
+    cells: list[str], c: flags.Config, device: torch.device, rank: int = 0, world: int = 1
+) -> list[dict]:
     """Rows of every cell, in order; the first is what `ratio` refers to."""
     configs = []
     for wrapper, mode, optimizer in map(parts, cells):
         system = replace(c.system, wrapper=wrapper, compile=mode)
-        own = replace(c.training, optimizer=optimizer.removeprefix("torch-")) if optimizer != "adamw" else c.training
-        configs.append(flags.resolve(replace(c, system=system, training=own), device.type, 1 if c.world else world))
+        own = (
+            replace(c.training, optimizer=optimizer.removeprefix("torch-"))
+            if optimizer != "adamw"
+            else c.training
+        )
+        configs.append(
+            flags.resolve(
+                replace(c, system=system, training=own), device.type, 1 if c.world else world
+            )
+        )
     c = configs[0]
     steps = [(build(each, device, world), timing.StepTimer(device)) for each in configs]
     for (step, _), cell in zip(steps, cells, strict=True):
@@ -109,8 +123,12 @@ def compare(cells: list[str], c: flags.Config, device: torch.device, rank: int =
     rows, first = [], steps[0][1].ms()
     for cell, own, (_, timer) in zip(cells, configs, steps, strict=True):
         ratio = statistics.median(a / b for a, b in zip(timer.ms(), first, strict=True))
-        row = timing.environment(device) | dict(study="baselines", cell=cell, flags=flags.setting(own))
-        row |= timing.stats(timer.ms()) | dict(world=flags.world_label(c, world), ratio=round(ratio, 4))
+        row = timing.environment(device) | dict(
+            study="baselines", cell=cell, flags=flags.setting(own)
+        )
+        row |= timing.stats(timer.ms()) | dict(
+            world=flags.world_label(c, world), ratio=round(ratio, 4)
+        )
         rows.append(row | dict(against=cells[0], interleaved=cells))
     return rows
 

@@ -59,12 +59,14 @@ class Architecture:
     final_norm: int = 0
     experts: int = 0
     active: int = 0
-    dense_blocks: int = 0  # of a mixture of experts: blocks that have an MLP of width dense_hidden instead
+    # Of a mixture of experts: blocks that have an MLP of width dense_hidden instead.
+    dense_blocks: int = 0
     dense_hidden: int = 0
     window: int = 0
     every: int = 0
     shared: int = 0  # of a mixture of experts: hidden width of those that all tokens pass
-    latent: tuple[tuple[int, int], ...] = ()  # (rows, columns) of attention's matrices, if not the usual four
+    # (rows, columns) of attention's matrices, if not the usual four.
+    latent: tuple[tuple[int, int], ...] = ()
     stored: int = 4  # bytes of an element in the model's files, as which frozen weights stay
     note: str = ""
 
@@ -108,7 +110,12 @@ class Architecture:
     @property
     def block_parameters(self) -> int:
         """Of the largest block, which is what one all-gather of a block brings."""
-        return self.attention_parameters + self.biases + self.norms + self.mlp_parameters(self.experts, self.hidden)
+        return (
+            self.attention_parameters
+            + self.biases
+            + self.norms
+            + self.mlp_parameters(self.experts, self.hidden)
+        )
 
     @property
     def products(self) -> Counter:
@@ -135,7 +142,9 @@ class Architecture:
     @property
     def hidden_matrices(self) -> Counter:
         """Those and the routers: what --optimizer muon gives to Muon."""
-        routers = {(self.experts, self.width): self.depth - self.dense_blocks} if self.experts else {}
+        routers = (
+            {(self.experts, self.width): self.depth - self.dense_blocks} if self.experts else {}
+        )
         return self.products + Counter(routers)
 
     @property
@@ -154,9 +163,12 @@ class Architecture:
         whole = seqlen if convention == "palm" else costs.causal_keys(seqlen)
         if not self.window or self.window >= seqlen:
             return whole
-        near = self.window * (1 - (self.window - 1) / (2 * seqlen))  # the first of a sequence see fewer
+        # The first of a sequence see fewer.
+        near = self.window * (1 - (self.window - 1) / (2 * seqlen))
         full = self.depth // self.every if self.every else 0
-        return (full * whole + (self.depth - full) * (self.window if convention == "palm" else near)) / self.depth
+        return (
+            full * whole + (self.depth - full) * (self.window if convention == "palm" else near)
+        ) / self.depth
 
     def flops_per_token(self, seqlen: int, convention: str) -> float:
         """Of one token's training step: 6 per weight that it is multiplied with, and the attention core thrice.
@@ -186,7 +198,9 @@ def read(path: str) -> Architecture:
         config = json.loads(file.read_text())
     except (OSError, ValueError) as error:
         said = error.strerror if isinstance(error, OSError) else "is no JSON"
-        raise ValueError(f"--hf {path}: {said}; name a config.json or the folder that holds it") from error
+        raise ValueError(
+            f"--hf {path}: {said}; name a config.json or the folder that holds it"
+        ) from error
     if not isinstance(config, dict):
         raise ValueError(f"--hf {path}: holds no JSON object; name the config.json of a model")
     try:
@@ -195,31 +209,48 @@ def read(path: str) -> Architecture:
         return replace(architecture(config, file.resolve().parent.name), stored=stored)
     except ValueError as error:
         raise ValueError(f"--hf {path}: {error}") from error
-    except (AttributeError, KeyError, TypeError, ZeroDivisionError, OverflowError) as error:  # values of odd types
+    except (AttributeError, KeyError, TypeError, ZeroDivisionError, OverflowError) as error:
+        # Values of odd types.
         said = f"{type(error).__name__}: {error}"
-        raise ValueError(f"--hf {path}: holds values that no model of its kind has ({said}); mend the file") from error
+        raise ValueError(
+            f"--hf {path}: holds values that no model of its kind has ({said}); mend the file"
+        ) from error
 
 
 def architecture(config: dict, name: str = "model") -> Architecture:
     """Of the keys and values of a config.json. ValueError as `read`."""
     kind, note = config.get("model_type"), ""
     if isinstance(config.get("text_config"), dict) and f"{kind}_text" in KINDS:
-        config, note, kind = config["text_config"], "the text part alone: what sees is left out", f"{kind}_text"
+        config, note, kind = (
+            config["text_config"],
+            "the text part alone: what sees is left out",
+            f"{kind}_text",
+        )
     if kind not in KINDS:
         return built(config, name)
     own = KINDS[kind]
-    config = own.get("defaults", {}) | {key: value for key, value in config.items() if value is not None}
+    config = own.get("defaults", {}) | {
+        key: value for key, value in config.items() if value is not None
+    }
     experts_key = "n_routed_experts" if kind == "deepseek_v3" else "num_local_experts"
     experts_key = "num_experts" if "num_experts" in config else experts_key
     inner = "moe_intermediate_size" if kind in ("qwen3_moe", "deepseek_v3") else "intermediate_size"
-    needed = NEEDED + own.get("experts", False) * [experts_key, "num_experts_per_tok", inner] + own.get("needed", [])
+    needed = (
+        NEEDED
+        + own.get("experts", False) * [experts_key, "num_experts_per_tok", inner]
+        + own.get("needed", [])
+    )
     if missing := [key for key in dict.fromkeys(needed) if key not in config]:
-        raise ValueError(f"{', '.join(missing)} missing; add {'it' if len(missing) == 1 else 'them'} to config.json")
+        raise ValueError(
+            f"{', '.join(missing)} missing; add {'it' if len(missing) == 1 else 'them'} to config.json"
+        )
     D, F, L, H, V = (size(config, key) for key in NEEDED)
     K = size(config, "num_key_value_heads", H)
     d = size(config, "head_dim", own.get("head_dim") or D // H)
     if H % K or not d:
-        raise ValueError(f"{H} heads do not share {K} key/value heads evenly, or are more than {D} elements")
+        raise ValueError(
+            f"{H} heads do not share {K} key/value heads evenly, or are more than {D} elements"
+        )
     norms = D * own.get("norms", 2)
     norms += {"head": 2 * d, "whole": (H + K) * d}.get(own.get("qk_norms"), 0)
     biases = (H + 2 * K) * d if own.get("bias") or config.get("attention_bias") else 0
@@ -229,10 +260,15 @@ def architecture(config: dict, name: str = "model") -> Architecture:
     if own.get("experts"):
         E, active, F1 = (size(config, key) for key in (experts_key, "num_experts_per_tok", inner))
         if active > E:
-            raise ValueError(f"num_experts_per_tok {active}: a token cannot pass more than the {E} experts")
+            raise ValueError(
+                f"num_experts_per_tok {active}: a token cannot pass more than the {E} experts"
+            )
         dense, more = 0, dict(experts=E, active=active, dense_hidden=F)
         if kind == "qwen3_moe":
-            plain, step = config.get("mlp_only_layers") or [], size(config, "decoder_sparse_step", 1)
+            plain, step = (
+                config.get("mlp_only_layers") or [],
+                size(config, "decoder_sparse_step", 1),
+            )
             dense = sum(i in plain or (i + 1) % step > 0 for i in range(L))
         if kind == "deepseek_v3":
             dense = min(size(config, "first_k_dense_replace", 0, least=0), L)
@@ -256,7 +292,9 @@ def size(config: dict, key: str, usual: int | None = None, least: int = 1) -> in
     """A whole number of a config. ValueError for anything else, or one that no model has."""
     value = config.get(key, usual)
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= 10**7:
-        raise ValueError(f"{key} {str(value)[:40]}: must be a whole number from {least} to 10000000")
+        raise ValueError(
+            f"{key} {str(value)[:40]}: must be a whole number from {least} to 10000000"
+        )
     if key == "num_hidden_layers" and value > MOST_BLOCKS:
         raise ValueError(f"{key} {value}: more than {MOST_BLOCKS} blocks are not planned")
     return value
@@ -277,7 +315,9 @@ def built(config: dict, name: str) -> Architecture:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError:
         known = ", ".join(KINDS)
-        raise ValueError(f"model_type {kind} is not known without torch and transformers; known are {known}") from None
+        raise ValueError(
+            f"model_type {kind} is not known without torch and transformers; known are {known}"
+        ) from None
     try:
         own = AutoConfig.for_model(**config)
         with torch.device("meta"):
@@ -286,7 +326,9 @@ def built(config: dict, name: str) -> Architecture:
         return counted(model, own.get_text_config(), name, note)
     except Exception as error:
         said = " ".join(str(error).split())[:200]
-        raise ValueError(f"model_type {kind} is not known, and transformers cannot build it: {said}") from None
+        raise ValueError(
+            f"model_type {kind} is not known, and transformers cannot build it: {said}"
+        ) from None
 
 
 def counted(model, text, name: str, note: str) -> Architecture:
@@ -295,8 +337,13 @@ def counted(model, text, name: str, note: str) -> Architecture:
     table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     V, D = table.shape
     L, H = text.num_hidden_layers, text.num_attention_heads
-    weights = {each: p for each, p in model.named_parameters() if p.dim() > 1 and p is not table and p is not head}
-    weights = {each: p for each, p in weights.items() if re.search(r"\.\d+\.", each)}  # of blocks, not of positions
+    weights = {
+        each: p
+        for each, p in model.named_parameters()
+        if p.dim() > 1 and p is not table and p is not head
+    }
+    # Of blocks, not of positions.
+    weights = {each: p for each, p in weights.items() if re.search(r"\.\d+\.", each)}
     products = {each: p.numel() for each, p in weights.items()}
     E = next((getattr(text, key) for key in EXPERTS if getattr(text, key, None)), 0)
     spread = sum(n for each, n in products.items() if E and ".experts" in each)

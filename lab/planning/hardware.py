@@ -23,7 +23,8 @@ from trainer.costs import Link, link, sent_bytes
 from trainer.distributed.terminal import did_you_mean
 
 DATA, FIELD = (Path(__file__).with_name(name) for name in ("hardware.toml", "field.toml"))
-RESERVE_GIB = 3.0  # of a GPU: CUDA's context, NCCL's buffers, what the allocator cannot give out again
+# Of a GPU: CUDA's context, NCCL's buffers, what the allocator cannot give out again.
+RESERVE_GIB = 3.0
 MOST = 7  # samples that constants are fitted on
 ALONE = " without links"
 
@@ -37,18 +38,28 @@ def gpu(name: str, watts: float = 0.0) -> Gpu:
     have, or more watts than the GPU takes."""
     data = tomllib.loads(DATA.read_text())
     if name not in data:
-        raise ValueError(f"--gpu {name}: must be one of {', '.join(data)}{did_you_mean(name, data)}")
+        raise ValueError(
+            f"--gpu {name}: must be one of {', '.join(data)}{did_you_mean(name, data)}"
+        )
     own = data[name]
     if watts > own["watts"]:
         raise ValueError(f"--watts {watts:g}: {name} takes at most {own['watts']}; leave it out")
     like = data[own.get("like", name)]
-    reached, flops, memory = like["reached"], own["tflops"] / like["tflops"], own["tb_per_s"] / like["tb_per_s"]
+    reached, flops, memory = (
+        like["reached"],
+        own["tflops"] / like["tflops"],
+        own["tb_per_s"] / like["tb_per_s"],
+    )
     watts = watts or own["watts"]  # the clock goes about as the square root of the power
     flops *= min(1.0, watts / like["watts"] / (own["tflops"] / like["tflops"])) ** 0.5
     rates = {k: tuple(1e12 * flops * v for v in pair) for k, pair in reached["attention"].items()}
     limited = watts < own["watts"]
     scaled = "" if like is own else f"rates scaled from {own.get('like', name)}, not measured"
-    scaled = f"rates scaled to {watts:g} of {own['watts']} W, at which no run is published" if limited else scaled
+    scaled = (
+        f"rates scaled to {watts:g} of {own['watts']} W, at which no run is published"
+        if limited
+        else scaled
+    )
     return Gpu(
         name, 1e12 * own["tflops"], 1e12 * flops * reached["products"], 1e12 * memory * reached["tb_per_s"],
         2**20 * own["memory_mib"], own["sms"], rates, 1e-6 * reached["floor_us"], scaled, own["arch"], own["link"],
@@ -70,8 +81,12 @@ def field(gpu: Gpu, eager: bool, found: dict[str, float] | None = None) -> Gpu:
     def of(what: str) -> float:
         return found.get(f"{gpu.like} {what}", 1.0)
 
-    attention, floor = (of("eager attention"), 1e-6 * found["eager floor_us"]) if eager else (1.0, gpu.floor)
-    rates = {kernel: tuple(attention * rate for rate in pair) for kernel, pair in gpu.attention.items()}
+    attention, floor = (
+        (of("eager attention"), 1e-6 * found["eager floor_us"]) if eager else (1.0, gpu.floor)
+    )
+    rates = {
+        kernel: tuple(attention * rate for rate in pair) for kernel, pair in gpu.attention.items()
+    }
     return gpu._replace(products=of("products") * gpu.products, bandwidth=of("memory") * gpu.bandwidth, attention=rates,
                         floor=floor, passes=found["eager passes"] if eager else 1.0,
                         straggling=found["straggling"])  # fmt: skip
@@ -111,17 +126,25 @@ def sampled(number: int, row: dict, known: Sequence[float]) -> list[Sample]:
     """The samples of a row, or none. known: milliseconds of those before."""
     f = row.get("flags") or {}
     whole = {"depth", "remat", "ahead", "link", "compile_options"} <= f.keys()
-    planned = whole and f["compile"] == "fwdbwd" and f["wrapper"] == "simple" and not f.get("keep_last")
+    planned = (
+        whole and f["compile"] == "fwdbwd" and f["wrapper"] == "simple" and not f.get("keep_last")
+    )
     if not planned or f["ahead"] > 1 or not row.get("step_ms_min"):
         return []
     one = sample(
-        f"row {number}", SimpleNamespace(**f), f.get("world") or row["world"], link(f["link"]), row["step_ms_min"]
+        f"row {number}",
+        SimpleNamespace(**f),
+        f.get("world") or row["world"],
+        link(f["link"]),
+        row["step_ms_min"],
     )
     if row.get("study") != "exposed":
         return [one]
     alone = one._replace(name=f"row {number}{ALONE}", link=link("none"), ms=row["compute_ms"])
     speed = Link(0.0, 1e3 * sent(one) / row["link_ms"])
-    linked = one._replace(name=f"row {number}, links {row['factor']:g} x", link=speed, ms=row["step_ms"])
+    linked = one._replace(
+        name=f"row {number}, links {row['factor']:g} x", link=speed, ms=row["step_ms"]
+    )
     return [linked] if alone.ms in known else [alone, linked]
 
 
@@ -134,7 +157,9 @@ def samples(path: str, device: str) -> list[Sample]:
         rows = [json.loads(line) for line in Path(path).read_text().splitlines() if line.strip()]
     except (OSError, ValueError) as error:
         said = error.strerror if isinstance(error, OSError) else "holds a line that is no JSON"
-        raise ValueError(f"--calibrate {path}: {said}; name a JSONL file of main.py's rows") from error
+        raise ValueError(
+            f"--calibrate {path}: {said}; name a JSONL file of main.py's rows"
+        ) from error
     found: list[Sample] = []
     for number, row in enumerate(rows, 1):
         try:
@@ -145,7 +170,9 @@ def samples(path: str, device: str) -> list[Sample]:
             said = error if isinstance(error, ValueError) else "is no row of main.py; leave it out"
             raise ValueError(f"--calibrate {path}: row {number} {said}") from error
     if not found:
-        raise ValueError(f"--calibrate {path}: no row of --compile fwdbwd, --wrapper simple with a measured step")
+        raise ValueError(
+            f"--calibrate {path}: no row of --compile fwdbwd, --wrapper simple with a measured step"
+        )
     return found
 
 
@@ -185,7 +212,8 @@ def calibrate(found: Sequence[Sample], start: Gpu, fit_on: Sequence[Sample] = ()
     def loss(x: dict[str, float]) -> float:
         return sum((predict(s, made(x)) / s.ms - 1) ** 2 for s in chosen)
 
-    x, width, enough = dict.fromkeys(names, 1.0), 0.3, 1 - 1e-6  # less is not worth a step: it would creep for long
+    # Less is not worth a step: it would creep for long.
+    x, width, enough = dict.fromkeys(names, 1.0), 0.3, 1 - 1e-6
     best = loss(x)
     while width > 0.003:
         better = False
@@ -196,4 +224,8 @@ def calibrate(found: Sequence[Sample], start: Gpu, fit_on: Sequence[Sample] = ()
                     x, best, better = new, score, True
         width *= 1 if better else 0.5
     fitted = made(x)
-    return Fit(fitted, tuple(s.name for s in chosen), {s.name: predict(s, fitted) / s.ms - 1 for s in found})
+    return Fit(
+        fitted,
+        tuple(s.name for s in chosen),
+        {s.name: predict(s, fitted) / s.ms - 1 for s in found},
+    )

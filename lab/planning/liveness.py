@@ -120,7 +120,11 @@ class Tape:
             for m in op.makes:
                 key, where = (m.nbytes, m.key), m.name
                 if op.over and m is op.makes[0]:
-                    alike = [n for n in op.reads if n in gone and (lives[n].make.nbytes, lives[n].make.key) == key]
+                    alike = [
+                        n
+                        for n in op.reads
+                        if n in gone and (lives[n].make.nbytes, lives[n].make.key) == key
+                    ]
                     if alike:
                         where = home[alike[0]]
                         gone.remove(alike[0])
@@ -133,7 +137,8 @@ class Tape:
                             guess[j] += m.nbytes
                 home[m.name] = where
             for name in gone:
-                if lives[name].born >= start:  # what an earlier graph made is an input here, and is only freed
+                # What an earlier graph made is an input here, and is only freed.
+                if lives[name].born >= start:
                     pool[lives[name].make.nbytes, lives[name].make.key].append((i, name))
         return home
 
@@ -159,7 +164,9 @@ class Tape:
         pieces = Counter(base or {})
         for span in spans:
             if span.born <= top <= span.last:
-                kept = span.make.piece == WORKSPACE and self.ops[span.born].graph < self.ops[top].graph
+                kept = (
+                    span.make.piece == WORKSPACE and self.ops[span.born].graph < self.ops[top].graph
+                )
                 pieces[KEPT if kept else span.make.piece] += span.make.nbytes
         pieces[WORKSPACE] += self.ops[top].inside
         found = {piece: size for piece, size in pieces.most_common() if size}
@@ -167,7 +174,10 @@ class Tape:
 
     def flops(self, op: Op) -> float:
         """Of an operation's products, as torch's FLOP counter sees them."""
-        return sum(2 * w[1] * w[2] * w[3] if w[0] == "mm" else w[2] if w[0] == "attention" else 0 for w in op.work)
+        return sum(
+            2 * w[1] * w[2] * w[3] if w[0] == "mm" else w[2] if w[0] == "attention" else 0
+            for w in op.work
+        )
 
     def pull(self, late: str, early: str) -> None:
         """What leads to the buffer `late` comes before the operation that makes `early`: the compiler fuses the kernel
@@ -186,19 +196,25 @@ class Tape:
         """overlap.py's `ahead`: gathers but the first of a graph start later, and reductions are waited for sooner, so
         that each has this part of the products around it to hide behind."""
         for graph in range(self.number + 1):
-            names = [w[1] for op in self.ops if op.graph == graph for w in op.work if w[0] == "start"]
+            names = [
+                w[1] for op in self.ops if op.graph == graph for w in op.work if w[0] == "start"
+            ]
             for kind, wanted in (("all_gather", 1 - ahead), ("reduce", ahead), ("across", ahead)):
                 mine = [name for name in names if self._kind(name, graph) == kind]
                 for before, name in zip(mine, mine[1:], strict=False):
                     self._move(graph, before, name, kind, wanted)
 
     def _kind(self, name: str, graph: int) -> str:
-        op = next(w for op in self.ops if op.graph == graph for w in op.work if w[:2] == ("start", name))[2]
+        op = next(
+            w for op in self.ops if op.graph == graph for w in op.work if w[:2] == ("start", name)
+        )[2]
         return op if op == "all_gather" else "across" if op.endswith("across") else "reduce"
 
     def _at(self, graph: int, kind: str, name: str) -> int:
         return next(
-            i for i, op in enumerate(self.ops) if op.graph == graph and any(w[:2] == (kind, name) for w in op.work)
+            i
+            for i, op in enumerate(self.ops)
+            if op.graph == graph and any(w[:2] == (kind, name) for w in op.work)
         )
 
     def _move(self, graph: int, before: str, name: str, kind: str, part: float) -> None:
@@ -206,17 +222,26 @@ class Tape:
         first = self._at(graph, "wait" if gather else "start", before) + 1
         last = self._at(graph, "wait" if gather else "start", name)
         done = [*accumulate(self.flops(op) for op in self.ops[first:last])]
-        enough = (i for i in range(first, last) if self.flops(self.ops[i]) and done[i - first] >= part * done[-1])
+        enough = (
+            i
+            for i in range(first, last)
+            if self.flops(self.ops[i]) and done[i - first] >= part * done[-1]
+        )
         if (i := next(enough, None)) is None:
             return
         if gather:
             start = self._at(graph, "start", name)
             if i > start:  # with the shard that is sent
-                self.ops[start - 1 : i] = [*self.ops[start + 1 : i], *self.ops[start - 1 : start + 1]]
+                self.ops[start - 1 : i] = [
+                    *self.ops[start + 1 : i],
+                    *self.ops[start - 1 : start + 1],
+                ]
         else:
             wait = self._at(graph, "wait", before)
             if i + 1 < wait:
                 after = next(
-                    j for j in range(wait + 1, len(self.ops) + 1) if j == len(self.ops) or not self.ops[j].tied
+                    j
+                    for j in range(wait + 1, len(self.ops) + 1)
+                    if j == len(self.ops) or not self.ops[j].tied
                 )
                 self.ops[i + 1 : after] = [*self.ops[wait:after], *self.ops[i + 1 : wait]]

@@ -7,7 +7,8 @@ from lab.planning.step_time import Gpu
 from trainer.costs import muon
 from trainer.distributed.terminal import grouped, tell
 
-PEAK_ERROR = 0.01, 1.9, 67  # percent, percent, rows of all drawn settings: see lab.benchmarks.plans.PEAKS
+# Percent, percent, rows of all drawn settings: see lab.benchmarks.plans.PEAKS.
+PEAK_ERROR = 0.01, 1.9, 67
 GATED_ERROR = 2.3, 6  # percent, rows of --block llama: those of results/plan_peaks_llama.jsonl
 RESERVED = {  # over allocated: median, most, rows of results/h100.jsonl
     "compiled, one rank": (1.05, 1.08, 15), "compiled, several ranks": (1.11, 1.26, 13), "eager": (1.19, 1.33, 2),
@@ -48,7 +49,9 @@ def unlike(q: Question) -> list[str]:
     if getattr(q.c, "lora", 0) or muon(q.c):
         found.append("LoRA and Muon: no run with either is published here")
     if many := of_one_node(q):
-        found.append(f"{many} GPUs of one node: none is sold with so many; say --gpus {NODE} --nodes")
+        found.append(
+            f"{many} GPUs of one node: none is sold with so many; say --gpus {NODE} --nodes"
+        )
     return found
 
 
@@ -56,9 +59,13 @@ def doubts(q: Question, peak: float) -> list[str]:
     """Why an answer is extrapolated: what no run says that stands behind its figures."""
     found = [f"{q.gpu.name}: {q.gpu.scaled}"] * bool(q.gpu.scaled) + unlike(q)
     if q.a.gated and kind_of(q).startswith("eager") and q.ranks <= q.per_node:
-        found.append("eager blocks with a gate on one node: the three runs that are published were slower by a quarter")
+        found.append(
+            "eager blocks with a gate on one node: the three runs that are published were slower by a quarter"
+        )
     if reserved(q.c, q.ranks)[1] * peak > q.gpu.memory:
-        found.append("memory: so full that the allocator may free and ask again, which costs time that is not planned")
+        found.append(
+            "memory: so full that the allocator may free and ask again, which costs time that is not planned"
+        )
     return found
 
 
@@ -79,7 +86,13 @@ def mfu(q: Question, answer: Answer) -> dict[str, float]:
     tape = q.tape if c is q.c else Step(c, a, q.ranks).tape
     for op in tape.ops:
         for w in op.work:
-            done += 2 * w[1] * w[2] * w[3] if w[0] == "mm" else w[2] * seen if w[0] == "attention" else 0
+            done += (
+                2 * w[1] * w[2] * w[3]
+                if w[0] == "mm"
+                else w[2] * seen
+                if w[0] == "attention"
+                else 0
+            )
     flops["hfu"] = done * c.grad_accum
     return {name: 100 * n / answer.time.seconds / q.gpu.peak for name, n in flops.items()}
 
@@ -110,7 +123,9 @@ def whole(q: Question, reserve_gib: float, tokens: float, price: float) -> list[
         beyond, rows = hardware.field_data()["ran"]["beyond_limit"]
         text.append(f"that is within the reserve, which is an allowance: {beyond} of {rows} published runs, "
                     "all of which ran, is planned as close to the memory")  # fmt: skip
-    text += [f"  {mib(size):>10}  {piece}" for piece, size in answer.peak.pieces.items() if size >= 2**19]
+    text += [
+        f"  {mib(size):>10}  {piece}" for piece, size in answer.peak.pieces.items() if size >= 2**19
+    ]
     t = answer.time
     usual, most, rows = reserved(c, q.ranks)
     text.append(
@@ -121,8 +136,13 @@ def whole(q: Question, reserve_gib: float, tokens: float, price: float) -> list[
     if error := bar(q):
         low, high = (answer.tokens_per_second / (1 + sign * error[1]) for sign in (1, -1))
         within = f" ({grouped(low)} to {grouped(high)})"
-    text.append(f"step {grouped(1e3 * t.seconds, 1)} ms, {grouped(answer.tokens_per_second)} tokens/s{within}")
-    text += [f"  {grouped(1e3 * s, 1):>10}  {what}" for what, s in sorted(t.parts.items(), key=lambda each: -each[1])]
+    text.append(
+        f"step {grouped(1e3 * t.seconds, 1)} ms, {grouped(answer.tokens_per_second)} tokens/s{within}"
+    )
+    text += [
+        f"  {grouped(1e3 * s, 1):>10}  {what}"
+        for what, s in sorted(t.parts.items(), key=lambda each: -each[1])
+    ]
     if t.exposed > t.seconds / 2:
         text.append("bound by communication")
     text.append("  ".join(f"{name} {value:.1f} %" for name, value in mfu(q, answer).items())
@@ -130,12 +150,16 @@ def whole(q: Question, reserve_gib: float, tokens: float, price: float) -> list[
     if tokens:
         hours = tokens / answer.tokens_per_second / 3600
         cost = f", cost {grouped(hours * q.ranks * price)}" if price else ""
-        text.append(f"{tokens:g} tokens: {grouped(hours / 24, 1)} days, {grouped(hours * q.ranks)} GPU-hours{cost}")
+        text.append(
+            f"{tokens:g} tokens: {grouped(hours / 24, 1)} days, {grouped(hours * q.ranks)} GPU-hours{cost}"
+        )
     if not fits:
         text.append("what to turn first: MiB saved, ms lost a step, peak MiB, fits")
         for name, saved, lost, new in search.relief(q)[:8]:
             yes = "yes" if new.peak.nbytes <= limit else "no"
-            text.append(f"  {name}: {mib(saved)}, {grouped(1e3 * lost, 1)}, {mib(new.peak.nbytes)}, {yes}")
+            text.append(
+                f"  {name}: {mib(saved)}, {grouped(1e3 * lost, 1)}, {mib(new.peak.nbytes)}, {yes}"
+            )
         whole = q.per_node >= NODE
         text.append(f"  more GPUs: --what-if {'nodes 2 4 8 16' if whole else 'gpus 2 4 8'}")
     return text
@@ -148,7 +172,8 @@ def fit_lines(cells: list[Cell], sequences: int) -> list[str]:
         "gpus, micro-batch, ratio, grad-accum",
     ]
     return head + [
-        f"{c.ranks}, {c.micro}, {'-' if c.ratio is None else format(c.ratio, '.2f')}, {c.accum}" for c in cells
+        f"{c.ranks}, {c.micro}, {'-' if c.ratio is None else format(c.ratio, '.2f')}, {c.accum}"
+        for c in cells
     ]
 
 
@@ -160,7 +185,11 @@ def best_lines(q: Question, reserve_gib: float, plot: str | None) -> list[str]:
     top, front = search.best(q, limit)
     if plot:
         draw(front, plot, limit)
-    text = [HEADING, line("best: " + search.label(top.c, q.c), top, q, reserve_gib)] if top else ["no plan fits"]
+    text = (
+        [HEADING, line("best: " + search.label(top.c, q.c), top, q, reserve_gib)]
+        if top
+        else ["no plan fits"]
+    )
     text.append("front of memory against time:")
     return text + [line("  " + search.label(each.c, q.c), each, q, reserve_gib) for each in front]
 
@@ -179,7 +208,9 @@ def draw(front: list[Answer], path: str, limit: float) -> None:
         ax.legend()
         plot.savefig(path)
     except (ImportError, OSError, ValueError) as error:
-        raise ValueError(f"--plot {path}: {error}; name a .png or .svg in a folder that exists") from error
+        raise ValueError(
+            f"--plot {path}: {error}; name a .png or .svg in a folder that exists"
+        ) from error
 
 
 def bar(q: Question) -> tuple[int, float] | None:
@@ -190,7 +221,9 @@ def bar(q: Question) -> tuple[int, float] | None:
 
 def honesty(q: Question, single: bool = True) -> list[str]:
     """How far to trust an answer. single: to q alone, whose memory counts; tables say it of each line."""
-    text = ["time: predicted; extrapolated: there is no error bar, since no published run is of this kind"]
+    text = [
+        "time: predicted; extrapolated: there is no error bar, since no published run is of this kind"
+    ]
     if error := bar(q):
         text = [
             f"time: predicted; of {error[0]} published runs ({kind_of(q)}), by constants fitted without their "
@@ -203,7 +236,11 @@ def honesty(q: Question, single: bool = True) -> list[str]:
 def peak_error(q: Question) -> str:
     """How far to trust the peak: only compiled steps with AdamW were held against generated code."""
     c = q.c
-    others = [getattr(c, "lora", 0), getattr(c, "remat_ops", False), getattr(c, "logits", "auto") == "fp32"]
+    others = [
+        getattr(c, "lora", 0),
+        getattr(c, "remat_ops", False),
+        getattr(c, "logits", "auto") == "fp32",
+    ]
     others += [getattr(c, "master_dtype", "fp32") != "fp32", muon(c), q.a.experts, q.a.note]
     if c.compile == "none" or any(others):
         return "peak: predicted; that of such a step was never held against generated code (docs/PLANNER.md, Memory)"
@@ -222,8 +259,12 @@ def calibrated(path: str, start: Gpu) -> int:
     found = hardware.samples(path, start.name)
     fit = hardware.calibrate(found, start)
     g, errors = fit.gpu, fit.held_out()
-    rates = ", ".join(f"{k} = [{f / 1e12:.3g}, {b / 1e12:.3g}]" for k, (f, b) in g.attention.items())
-    tell(f"[{g.name}.reached]\nproducts = {g.products / 1e12:.4g}\ntb_per_s = {g.bandwidth / 1e12:.3g}")
+    rates = ", ".join(
+        f"{k} = [{f / 1e12:.3g}, {b / 1e12:.3g}]" for k, (f, b) in g.attention.items()
+    )
+    tell(
+        f"[{g.name}.reached]\nproducts = {g.products / 1e12:.4g}\ntb_per_s = {g.bandwidth / 1e12:.3g}"
+    )
     tell(f"floor_us = {1e6 * g.floor:.1f}\nattention = {{ {rates} }}")
     tell(f"fitted on {', '.join(fit.fitted)} of {path}; {len(errors)} others:")
     for name, error in fit.errors.items():

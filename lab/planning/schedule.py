@@ -61,8 +61,18 @@ class Step(Weights):
     def norm(self, i: int, where: str, out: str) -> None:
         """The norm of the input of block i; in it what the MLP before made is added to the residual."""
         if i and not self.lean:
-            before = [f"o{i - 1}", *self.inputs(i - 1)] if self.policies[i - 1] == "pointwise" else [f"m{i - 1}"]
-            self.op(where, [f"d{i - 1}", *before], self.make(f"x{i}", self.U), self.make(out, self.U), over=True)
+            before = (
+                [f"o{i - 1}", *self.inputs(i - 1)]
+                if self.policies[i - 1] == "pointwise"
+                else [f"m{i - 1}"]
+            )
+            self.op(
+                where,
+                [f"d{i - 1}", *before],
+                self.make(f"x{i}", self.U),
+                self.make(out, self.U),
+                over=True,
+            )
         else:
             self.op(where, self.inputs(i), self.make(out, self.U))
 
@@ -87,7 +97,12 @@ class Step(Weights):
             else:
                 self.op("norm of the MLP", [f"o{i}", *self.inputs(i)], added, normed, over=True)
             self.up(w, f"nn{i}", f"h{i}")
-            self.op("activation", self.hidden(f"h{i}"), self.make(f"g{i}", self.F), over=not self.a.gated)
+            self.op(
+                "activation",
+                self.hidden(f"h{i}"),
+                self.make(f"g{i}", self.F),
+                over=not self.a.gated,
+            )
             self.down(w, f"g{i}", f"d{i}")
         if i + 1 < self.a.depth:
             self.arrive(f"f{i + 1}", self.weights)
@@ -104,10 +119,18 @@ class Step(Weights):
     def qkv(self, w: str, x: str, to: str) -> None:
         for part in "qkv":
             if not self.keeps(part, to):
-                self.product(part, [x, self.weight(w, part)], part + to, self.n, self.a.width, self.outs[part])
+                self.product(
+                    part,
+                    [x, self.weight(w, part)],
+                    part + to,
+                    self.n,
+                    self.a.width,
+                    self.outs[part],
+                )
 
     def core(self, to: str) -> None:
-        a, own = self.a, self.c.attn != "flex"  # a kernel of the compiler's own writes where it is told
+        # A kernel of the compiler's own writes where it is told.
+        a, own = self.a, self.c.attn != "flex"
         out = self.make(f"a{to}", self.Q, own=own)
         stats = self.make(f"s{to}", 4 * self.n * a.heads, own=own, key="fp32")
         work = (("attention", "forward", 4 * self.n * self.c.seqlen * a.heads * a.head_dim),)
@@ -122,7 +145,11 @@ class Step(Weights):
     def lean_forward(self, i: int, w: str) -> None:
         D = self.a.width
         reads = [*self.inputs(i), f"o{i}", self.weight(w, "up"), self.weight(w, "down")]
-        work = (("mm", self.n, D, self.fan), ("mm", self.n, self.fan, D), ("bytes", 6 * self.U + 2 * self.F))
+        work = (
+            ("mm", self.n, D, self.fan),
+            ("mm", self.n, self.fan, D),
+            ("bytes", 6 * self.U + 2 * self.F),
+        )
         self.op("lean MLP", reads, self.make(f"x{i + 1}", self.U, own=True),
                 inside=self.rows() * (2 * self.U + self.F), work=work)  # fmt: skip
 
@@ -158,7 +185,11 @@ class Step(Weights):
         if self.c.loss == "full":
             V, D = self.a.vocab, self.a.width
             self.gather("bhead", whole)
-            made, at, wide = self.make("dz", self.logits, LOGITS), "gradient of the logits", fp32_logits(self.c)
+            made, at, wide = (
+                self.make("dz", self.logits, LOGITS),
+                "gradient of the logits",
+                fp32_logits(self.c),
+            )
             if self.eager and wide:  # of the negative log-likelihood, then of log_softmax
                 self.op(at, [], self.in_fp32("dzs"))
                 self.op(at, ["zs", "dzs"], self.in_fp32("dzf"))
@@ -169,7 +200,14 @@ class Step(Weights):
                 self.product("gradient of the head", ["dz", "nf"], "whead", V, self.n, D)
             self.arrive("bhead", {"head": self.head})
             self.gather(last, self.block)
-            self.product("gradient of the head's input", ["dz", self.weight("bhead", "head")], "go", self.n, V, D)
+            self.product(
+                "gradient of the head's input",
+                ["dz", self.weight("bhead", "head")],
+                "go",
+                self.n,
+                V,
+                D,
+            )
         else:
             self.gather(last, self.block)
         grad, go = ("whead", "go") if self.c.loss == "full" else ("gw", "gx")
@@ -180,7 +218,9 @@ class Step(Weights):
         if self.policies[-1] in ("pointwise", "block"):
             self.op("final norm again, in fp32", before, self.wide(f"normed {L}"))
             before = [f"normed {L}"]
-        self.op("gradient of the final norm", [go, *before], self.make(f"gr{L}", self.U), self.sums())
+        self.op(
+            "gradient of the final norm", [go, *before], self.make(f"gr{L}", self.U), self.sums()
+        )
         if local and self.c.loss != "full":
             self.landed(grad, self.head)
         self.bucket("head", whole, [grad] * (not self.lora))
@@ -199,7 +239,9 @@ class Step(Weights):
         self.crossed()
         if self.whole and self.c.grad_accum > 1 and not self.eager:
             self.op(
-                "gradients to be added", [], self.make("sum", self.m * trained(self.c, self.a), GRADIENTS, key="fp32")
+                "gradients to be added",
+                [],
+                self.make("sum", self.m * trained(self.c, self.a), GRADIENTS, key="fp32"),
             )
 
     def input_again(self, i: int) -> list[str]:
@@ -221,7 +263,9 @@ class Step(Weights):
 
     def o_again(self, i: int, w: str) -> None:
         a = f"a'{i}" if self.c.remat_core else f"a{i}"
-        self.product("o again", [a, self.weight(w, "o")], f"o'{i}", self.n, self.outs["q"], self.a.width)
+        self.product(
+            "o again", [a, self.weight(w, "o")], f"o'{i}", self.n, self.outs["q"], self.a.width
+        )
 
     def half_again(self, i: int, w: str) -> None:
         """o, the norm and up of a wholly recomputed block."""
@@ -258,8 +302,20 @@ class Step(Weights):
         """Gradients through the MLP, which may be made again first."""
         policy, gr, D = self.policies[i], f"gr{i + 1}", self.a.width
         again, early, mid = policy in AGAIN["mlp"], w in self.again_made, [f"m{i}"]
-        self.product("gradient of the hidden tensor", [gr, self.weight(w, "down")], f"dg{i}", self.n, D, self.fan)
-        h, nn, g, dh = f"h{i}", f"nn{i}", f"g{i}", [self.make(name, self.F) for name in self.hidden(f"dh{i}")]
+        self.product(
+            "gradient of the hidden tensor",
+            [gr, self.weight(w, "down")],
+            f"dg{i}",
+            self.n,
+            D,
+            self.fan,
+        )
+        h, nn, g, dh = (
+            f"h{i}",
+            f"nn{i}",
+            f"g{i}",
+            [self.make(name, self.F) for name in self.hidden(f"dh{i}")],
+        )
         if policy == "pointwise":
             mid = [*self.inputs(i), f"o{i}"]
         if policy == "block":
@@ -287,8 +343,12 @@ class Step(Weights):
         late = self.late(i)
         if not late:
             self.room(w, self.block)
-        for part, name, dn in zip(self.ups, self.hidden(f"dh{i}"), self.hidden(f"dn{i}"), strict=True):
-            self.product(f"gradient through {part}", [name, self.weight(w, part)], dn, self.n, self.fan, D)
+        for part, name, dn in zip(
+            self.ups, self.hidden(f"dh{i}"), self.hidden(f"dn{i}"), strict=True
+        ):
+            self.product(
+                f"gradient through {part}", [name, self.weight(w, part)], dn, self.n, self.fan, D
+            )
         if policy == "pointwise" and not late:
             self.op("norm again", mid, self.make(nn, self.U), self.wide("normed0"))
         if self.parted(i):
@@ -302,7 +362,9 @@ class Step(Weights):
             self.again_made.add(f"n'{i}")
             made.append(self.make(f"n'{i}", self.U))
             mid += self.inputs(i)
-        self.op("gradient of the MLP's norm", [gr, *self.hidden(f"dn{i}"), *mid], *made, over=not late)
+        self.op(
+            "gradient of the MLP's norm", [gr, *self.hidden(f"dn{i}"), *mid], *made, over=not late
+        )
         if late:
             self.room(w, self.block)
             self.wgrad_up(i, nn, grads)
@@ -335,9 +397,13 @@ class Step(Weights):
             self.o_again(i, w)
         reads = [f"gr{i + 1}", *self.inputs(i), o, self.weight(w, "up"), self.weight(w, "down")]
         mlp = 2 * self.weights["up"]
-        sums = (4 - self.p) * mlp if rows < 1 else 0  # those of several chunks are fp32 until they are cast
+        # Those of several chunks are fp32 until they are cast.
+        sums = (4 - self.p) * mlp if rows < 1 else 0
         made = [self.make(f"gm{i}", self.U, own=True)]
-        made += [self.make(f"w{part}{i}", self.weights[part] * self.p, own=True) for part in ("up", "down")]
+        made += [
+            self.make(f"w{part}{i}", self.weights[part] * self.p, own=True)
+            for part in ("up", "down")
+        ]
         work = (
             ("mm", self.n, D, self.fan),
             ("mm", self.n, D, self.fan),
@@ -362,7 +428,9 @@ class Step(Weights):
         if core and f"a'{i}" not in self.again_made:
             self.attention_again(i, w)
         self.wgrad("o", [gm, a], i, grads)
-        self.product("gradient of attention", [gm, self.weight(w, "o")], f"da{i}", self.n, D, self.outs["q"])
+        self.product(
+            "gradient of attention", [gm, self.weight(w, "o")], f"da{i}", self.n, D, self.outs["q"]
+        )
         if not core:
             self.attention_again(i, w)
         if f"n'{i}" in self.again_made or policy == "pointwise":
@@ -406,7 +474,11 @@ class Step(Weights):
             return
         if not i:  # one kernel with the sums of rows
             size = self.p if self.eager else 4
-            self.op("gradient of the embedding", summed, self.make("ge", self.head * size, GRADIENTS, key="fp32"))
+            self.op(
+                "gradient of the embedding",
+                summed,
+                self.make("ge", self.head * size, GRADIENTS, key="fp32"),
+            )
         elif policy != "pointwise":
             self.op("gradient of the norm", summed, gr, over=True)
 
@@ -427,15 +499,21 @@ class Step(Weights):
     def scratch(self) -> float:
         """Of a fused attention's backward: the gradient of q in fp32, and of grouped k and v for every head."""
         grouped = self.a.heads != self.a.kv_heads
-        return 0.0 if self.c.attn == "flex" else self.n * self.outs["q"] * (4 + 2 * self.p * grouped)
+        return (
+            0.0 if self.c.attn == "flex" else self.n * self.outs["q"] * (4 + 2 * self.p * grouped)
+        )
 
 
-def step_peak(c, ranks: int, a: Architecture | None = None, arch: str = "sm_90", tape: Tape | None = None) -> Peak:
+def step_peak(
+    c, ranks: int, a: Architecture | None = None, arch: str = "sm_90", tape: Tape | None = None
+) -> Peak:
     """The highest level of a step of resolved flags on one of `ranks`, allowances included. tape: of that step, if it
     is there already."""
     a = a or reference(c)
     peak = (tape or Step(c, a, ranks).tape).peak(before_step(c, a, ranks, arch))
-    return max(peak, muon_peak(c, ranks, a, arch), key=lambda each: each.nbytes) if muon(c) else peak
+    return (
+        max(peak, muon_peak(c, ranks, a, arch), key=lambda each: each.nbytes) if muon(c) else peak
+    )
 
 
 def muon_peak(c, ranks: int, a: Architecture, arch: str) -> Peak:
@@ -443,7 +521,14 @@ def muon_peak(c, ranks: int, a: Architecture, arch: str) -> Peak:
     the owner's matrices, the product with itself twice, the result and its norm."""
     pieces, shards = before_step(c, a, ranks, arch), shard_group(c, ranks)
     sent = SIZE[c.muon_dtype] * a.hidden_parameters * (1 / shards + 1 / ranks)
-    batches = (-(-count // ranks) * (2 * m * n + 2 * min(m, n) ** 2) for (m, n), count in a.hidden_matrices.items())
+    batches = (
+        -(-count // ranks) * (2 * m * n + 2 * min(m, n) ** 2)
+        for (m, n), count in a.hidden_matrices.items()
+    )
     pieces[GRADIENTS] = SIZE[getattr(c, "master_dtype", "fp32")] * a.parameters / shards
     pieces[WORKSPACE] = sent + SIZE[c.muon_dtype] * max(batches)
-    return Peak(sum(pieces.values()), "Muon's update", dict(sorted(pieces.items(), key=lambda each: -each[1])))
+    return Peak(
+        sum(pieces.values()),
+        "Muon's update",
+        dict(sorted(pieces.items(), key=lambda each: -each[1])),
+    )

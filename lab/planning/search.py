@@ -79,7 +79,11 @@ class Question:
     def shared(self) -> Link:
         """Of a GPU to the same GPU of other nodes: its part of the node's ports."""
         own = self.across
-        return own._replace(bytes_per_s=own.bytes_per_s * own.ports / self.per_node) if own.ports else own
+        return (
+            own._replace(bytes_per_s=own.bytes_per_s * own.ports / self.per_node)
+            if own.ports
+            else own
+        )
 
     def ring(self, inside: Link) -> Link:
         """Of a ring through all GPUs of several nodes: it enters and leaves a node once, through all of its ports."""
@@ -96,7 +100,13 @@ class Question:
         if self.gpu.serial_link and "plain" in self.c.compile_options:
             inside = link(self.gpu.serial_link)
         group = self.ranks // self.c.replicas if self.c.mode == "hybrid_shard" else self.ranks
-        across = inside if self.ranks <= self.per_node else self.ring(inside) if group == self.ranks else self.shared()
+        across = (
+            inside
+            if self.ranks <= self.per_node
+            else self.ring(inside)
+            if group == self.ranks
+            else self.shared()
+        )
         node = Node(self.per_node, inside, self.shared())
         if group > self.per_node:
             inside = self.ring(inside)
@@ -136,7 +146,13 @@ def label(c: SimpleNamespace, usual: SimpleNamespace) -> str:
     for name, value in vars(c).items():
         if value != getattr(usual, name):
             flag = "--" + name.replace("_", "-")
-            words.append(flag if value is True else f"--no-{flag[2:]}" if value is False else f"{flag} {value}")
+            words.append(
+                flag
+                if value is True
+                else f"--no-{flag[2:]}"
+                if value is False
+                else f"{flag} {value}"
+            )
     return " ".join(words) or "as asked"
 
 
@@ -168,12 +184,19 @@ def plans(q: Question) -> Iterator[Question]:
         modes.append(dict(mode="replicate"))
     if q.ranks > q.per_node and q.ranks % q.per_node == 0:
         modes.append(dict(mode="hybrid_shard", replicas=q.ranks // q.per_node))
-    remats = [dict(remat=kind, remat_core=False, remat_ratio=1.0) for kind in ("none", "pointwise", "both", "block")]
-    mlps = [dict(mlp="plain", mlp_chunk=0)] + ([] if q.a.gated else [dict(mlp="lean", mlp_chunk=4096)])
+    remats = [
+        dict(remat=kind, remat_core=False, remat_ratio=1.0)
+        for kind in ("none", "pointwise", "both", "block")
+    ]
+    mlps = [dict(mlp="plain", mlp_chunk=0)] + (
+        [] if q.a.gated else [dict(mlp="lean", mlp_chunk=4096)]
+    )
     for mode, remat, mlp, loss, batch in product(modes, remats, mlps, ("full", "chunked"), micro):
         accum = sequences // batch
         for sync in ("every", "last") if accum > 1 and q.ranks > 1 else ("every",):
-            yield q.with_flags(**mode, **remat, **mlp, loss=loss, batch=batch, grad_accum=accum, accum_sync=sync)
+            yield q.with_flags(
+                **mode, **remat, **mlp, loss=loss, batch=batch, grad_accum=accum, accum_sync=sync
+            )
 
 
 def nearby(q: Question) -> Iterator[Question]:
@@ -221,15 +244,25 @@ def best(q: Question, limit: float) -> tuple[Answer | None, list[Answer]]:
     """The fastest plan whose peak is at most `limit` bytes (None: there is none), and the front. With fp32 moments and
     with bf16: first a grid, then what is near the best of it."""
     wide = [q.with_flags(adam_dtype=dtype) for dtype in dict.fromkeys((q.c.adam_dtype, "bf16"))]
-    found = [estimate(plan) for each in wide for plan in plans(each) if not misfit(plan.c, q.a, q.ranks)]
-    top = sorted((each for each in found if each.nbytes <= limit), key=lambda each: each.seconds)[:3]
+    found = [
+        estimate(plan) for each in wide for plan in plans(each) if not misfit(plan.c, q.a, q.ranks)
+    ]
+    top = sorted((each for each in found if each.nbytes <= limit), key=lambda each: each.seconds)[
+        :3
+    ]
     for each in [*front(found), *top]:
         found += [estimate(plan) for plan in nearby(each.q) if not misfit(plan.c, q.a, q.ranks)]
     exact = {id(each): each.q.answer() for each in front(found)}
-    fitting = sorted((each for each in found if each.nbytes <= 1.02 * limit), key=lambda each: each.seconds)
+    fitting = sorted(
+        (each for each in found if each.nbytes <= 1.02 * limit), key=lambda each: each.seconds
+    )
     answers = (exact.get(id(each)) or each.q.answer() for each in fitting[:12])
     fastest = next((answer for answer in answers if answer.peak.nbytes <= limit), None)
-    shown = [Estimate(each.peak.nbytes, each.time.seconds, each) for each in (*exact.values(), fastest) if each]
+    shown = [
+        Estimate(each.peak.nbytes, each.time.seconds, each)
+        for each in (*exact.values(), fastest)
+        if each
+    ]
     return fastest, [each.q for each in front(shown)]
 
 
@@ -240,7 +273,9 @@ class Cell(NamedTuple):
     accum: int
 
 
-def fit_table(q: Question, gpus: Sequence[int], micro: Sequence[int], sequences: int, limit: float) -> list[Cell]:
+def fit_table(
+    q: Question, gpus: Sequence[int], micro: Sequence[int], sequences: int, limit: float
+) -> list[Cell]:
     """For every number of GPUs and sequences of a micro-batch that divide the `sequences` of a step: the least
     recomputation, on a grid of 0.05, with which a step fits into `limit` bytes, and the accumulation that follows."""
     cells = []
@@ -313,7 +348,9 @@ class Plan:
 def parse(argv: Sequence[str], about: str = "") -> tuple[Plan, list[str]]:
     """The flags of a command line, and main.py's, still as words. Ends the process with exit code 2 and one line
     for a bad one."""
-    own, others = parse_beside(Plan, (flags.Training, flags.System, flags.Output), argv, "plan.py", about)
+    own, others = parse_beside(
+        Plan, (flags.Training, flags.System, flags.Output), argv, "plan.py", about
+    )
     return checked(own), others
 
 
@@ -350,7 +387,9 @@ def unread(words: Sequence[str]) -> list[str]:
 
 def two_questions(own: Plan, words: Sequence[str]) -> str | None:
     """Why flags of plan.py do not go together, or None."""
-    kinds = [name for name in ("calibrate", "exact", "fit", "best", "what_if") if getattr(own, name)]
+    kinds = [
+        name for name in ("calibrate", "exact", "fit", "best", "what_if") if getattr(own, name)
+    ]
     if len(kinds) > 1:
         return f"{flag(kinds[0])} and {flag(kinds[1])}: are two questions; ask one at a time"
     if own.calibrate:
@@ -376,25 +415,41 @@ def question(own: Plan, words: Sequence[str]) -> Question:
     if c.world:
         raise ValueError(f"--world {c.world}: say --gpus and --nodes instead")
     if own.gpu == "cpu":
-        raise ValueError("--gpu cpu: is for --calibrate with rows of lab.benchmarks.exposed; name a GPU")
+        raise ValueError(
+            "--gpu cpu: is for --calibrate with rows of lab.benchmarks.exposed; name a GPU"
+        )
     if own.reserve_gib * 2**30 >= gpu.memory:
-        raise ValueError(f"--reserve-gib {own.reserve_gib:g}: {own.gpu} has {gpu.memory / 2**30:.1f} GiB in all")
+        raise ValueError(
+            f"--reserve-gib {own.reserve_gib:g}: {own.gpu} has {gpu.memory / 2**30:.1f} GiB in all"
+        )
     compiled = "none" if c.compile == "none" else "fwdbwd"
     wrapper = "fsdp2" if (c.wrapper, c.compile) == ("fsdp2", "none") else "simple"
-    planned = dict(wrapper=wrapper, compile=compiled, min_shard_mib=0.0, cuda_graph=False, keep_last=False)
-    planned |= dict(optim="after", deterministic=False, device="auto" if c.device == "cpu" else c.device)
+    planned = dict(
+        wrapper=wrapper, compile=compiled, min_shard_mib=0.0, cuda_graph=False, keep_last=False
+    )
+    planned |= dict(
+        optim="after", deterministic=False, device="auto" if c.device == "cpu" else c.device
+    )
     planned |= dict(ahead=min(c.ahead, 1.0))
     if wrong := next((name for name, value in planned.items() if getattr(c, name) != value), None):
-        value = f" {getattr(c, wrong)}" * (wrong not in ("cuda_graph", "keep_last", "deterministic"))
-        raise ValueError(f"{flag(wrong)}{value}: is not planned; leave it out, or python -m lab.profiling.peak")
+        value = f" {getattr(c, wrong)}" * (
+            wrong not in ("cuda_graph", "keep_last", "deterministic")
+        )
+        raise ValueError(
+            f"{flag(wrong)}{value}: is not planned; leave it out, or python -m lab.profiling.peak"
+        )
     if c.param_dtype == "fp32":
-        raise ValueError("--param-dtype fp32: rates and peaks are known of bf16 alone; leave it out")
+        raise ValueError(
+            "--param-dtype fp32: rates and peaks are known of bf16 alone; leave it out"
+        )
     c = flags.resolve(c, "cuda", ranks)
     if c.depth > MOST_BLOCKS:
         raise ValueError(f"--depth {c.depth}: more than {MOST_BLOCKS} blocks are not planned")
     a = read(own.hf) if own.hf else reference(c)
     shape = dict(depth=a.depth, width=a.width, head_dim=a.head_dim, vocab=a.vocab)
-    kept = dict(logits=own.logits, master_dtype=own.master_dtype, lora=own.lora, remat_ops=own.remat_ops)
+    kept = dict(
+        logits=own.logits, master_dtype=own.master_dtype, lora=own.lora, remat_ops=own.remat_ops
+    )
     plain = SimpleNamespace(**(c.flat() | shape | kept))
     if problem := misfit(plain, a, ranks):
         raise ValueError(problem)

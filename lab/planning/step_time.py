@@ -49,7 +49,8 @@ class Gpu(NamedTuple):
     source: str = ""
     like: str = ""  # the GPU whose fractions these are
     passes: float = 1.0  # bytes of elementwise work, over those of fused kernels
-    straggling: float = 0.0  # part of a step for which all wait for the slowest, each time the nodes double
+    # Part of a step for which all wait for the slowest, each time the nodes double.
+    straggling: float = 0.0
     limited: bool = False  # below the power that the maker states
 
 
@@ -64,7 +65,13 @@ class Time(NamedTuple):
         return self.parts.get(EXPOSED, 0.0)
 
 
-PRODUCTS, CORE, REST, UPDATE, EXPOSED = "products", "attention", "elementwise", "optimizer", "exposed communication"
+PRODUCTS, CORE, REST, UPDATE, EXPOSED = (
+    "products",
+    "attention",
+    "elementwise",
+    "optimizer",
+    "exposed communication",
+)
 ITERATION = "Muon's products"
 
 
@@ -92,19 +99,25 @@ def kernel_of(c, gpu: Gpu) -> str:
     automatic = "flash" if gpu.arch == "sm_80" else "cudnn"
     kernel = "flex" if c.attn == "flex" else automatic if c.sdpa == "auto" else c.sdpa
     if kernel not in gpu.attention:
-        raise ValueError(f"--sdpa {kernel}: no rate of it is known for {gpu.name}, but of {', '.join(gpu.attention)}")
+        raise ValueError(
+            f"--sdpa {kernel}: no rate of it is known for {gpu.name}, but of {', '.join(gpu.attention)}"
+        )
     return kernel
 
 
 class Clock:
     """Runs a tape. link(op, nbytes) -> seconds of a collective."""
 
-    def __init__(self, c, a: Architecture, gpu: Gpu, links: dict[str, tuple[Link, int]], serial: bool):
+    def __init__(
+        self, c, a: Architecture, gpu: Gpu, links: dict[str, tuple[Link, int]], serial: bool
+    ):
         self.c, self.a, self.gpu, self.links, self.serial = c, a, gpu, links, serial
         self.now = self.free = 0.0
         self.done: dict[str, float] = {}
         self.parts: Counter = Counter()
-        self.rates = dict(zip(("forward", "backward"), gpu.attention[kernel_of(c, gpu)], strict=True))
+        self.rates = dict(
+            zip(("forward", "backward"), gpu.attention[kernel_of(c, gpu)], strict=True)
+        )
         self.seen = (a.keys(c.seqlen, "causal") + BLOCK / 2) / c.seqlen
 
     def spend(self, what: str, seconds: float) -> None:
@@ -115,7 +128,11 @@ class Clock:
         link, ranks = self.links["across" if op.endswith("across") else "inside"]
         seconds = link.seconds(op.split()[0], nbytes, ranks)
         if self.serial and ranks > 1:  # one for each parameter
-            seconds += (PARAMETERS_OF_A_BLOCK - 1) * link.latency_s * ("emb" not in name and "head" not in name)
+            seconds += (
+                (PARAMETERS_OF_A_BLOCK - 1)
+                * link.latency_s
+                * ("emb" not in name and "head" not in name)
+            )
         self.free = max(self.now, self.free) + seconds
         self.done[name] = self.free
         if self.serial:
@@ -130,14 +147,22 @@ class Clock:
         sizes = {m.name: m.nbytes for op in tape.ops for m in op.makes}
         for op in tape.ops:
             for w in op.work or (
-                ("bytes", sum(m.nbytes for m in op.makes) + sum(sizes.get(name, 0) for name in op.reads)),
+                (
+                    "bytes",
+                    sum(m.nbytes for m in op.makes) + sum(sizes.get(name, 0) for name in op.reads),
+                ),
             ):
                 if w[0] == "mm":
                     self.spend(PRODUCTS, product_seconds(self.gpu, *w[1:]))
                 elif w[0] == "attention":
                     self.spend(CORE, max(w[2] * self.seen / self.rates[w[1]], self.gpu.floor))
                 elif w[0] == "bytes":
-                    self.spend(REST, max(self.gpu.passes * w[1] / self.gpu.bandwidth, self.gpu.floor) if w[1] else 0)
+                    self.spend(
+                        REST,
+                        max(self.gpu.passes * w[1] / self.gpu.bandwidth, self.gpu.floor)
+                        if w[1]
+                        else 0,
+                    )
                 elif w[0] == "start":
                     self.collective(*w[1:])
                 else:
@@ -168,12 +193,16 @@ def step_time(c, ranks: int, a: Architecture, gpu: Gpu, link: Link, across: Link
     serial = "plain" in c.compile_options
     clock = Clock(c, a, gpu, links_of(c, ranks, link, across), serial)
     clock.run(tape or Step(c, a, ranks).tape)
-    seconds, parts = clock.now * c.grad_accum, Counter({k: v * c.grad_accum for k, v in clock.parts.items()})
+    seconds, parts = (
+        clock.now * c.grad_accum,
+        Counter({k: v * c.grad_accum for k, v in clock.parts.items()}),
+    )
     if c.accum_sync == "last":  # gathered and reduced once, by themselves
         inside, n = links_of(c, ranks, link, across)["inside"]
         sent = SIZE[c.param_dtype] * a.parameters, SIZE[c.reduce_dtype] * trained(c, a)
         moved = sum(
-            inside.seconds(op, size, n) for op, size in zip(("all_gather", "reduce_scatter"), sent, strict=True)
+            inside.seconds(op, size, n)
+            for op, size in zip(("all_gather", "reduce_scatter"), sent, strict=True)
         )
         if ranks > n:  # hybrid_shard: the shards' gradients, over the replicas
             between, replicas = links_of(c, ranks, link, across)["across"]
@@ -206,7 +235,9 @@ def iteration_seconds(c, a: Architecture, ranks: int, gpu: Gpu) -> float:
         m, n = sorted((m, n))
         size = SIZE[c.muon_dtype]
         products = ((m, n, m), (m, m, m), (m, m, n))
-        costs += [c.muon_steps * sum(product_seconds(gpu, *each, size) for each in products)] * count
+        costs += [
+            c.muon_steps * sum(product_seconds(gpu, *each, size) for each in products)
+        ] * count
     heapq.heapify(loads)
     for cost in sorted(costs, reverse=True):
         heapq.heapreplace(loads, loads[0] + cost)
@@ -219,7 +250,11 @@ def exchange_seconds(c, a: Architecture, ranks: int, node: Node) -> float:
     sharded by experts send nothing."""
     shards = shard_group(c, ranks)
     still = shards > 1 and a.experts >= shards
-    shapes = {(m, n): count for (m, n), count in a.hidden_matrices.items() if not (still and a.hidden in (m, n))}
+    shapes = {
+        (m, n): count
+        for (m, n), count in a.hidden_matrices.items()
+        if not (still and a.hidden in (m, n))
+    }
     near = min(node.gpus, ranks)
     seconds = 0.0
     for (m, n), count in shapes.items():

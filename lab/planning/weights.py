@@ -9,11 +9,13 @@ from lab.planning.architecture import Architecture
 from lab.planning.liveness import GRADIENTS, WEIGHTS, Make, Tape
 from trainer.costs import muon
 
-CUBLAS_MIB = {"cpu": 0.0, "sm_80": 2 * 8.125, "sm_90": 2 * 32.0, "sm_100": 2 * 32.0}  # torch's, of two threads
+# Torch's, of two threads.
+CUBLAS_MIB = {"cpu": 0.0, "sm_80": 2 * 8.125, "sm_90": 2 * 32.0, "sm_100": 2 * 32.0}
 PARAMETERS, FROZEN, MOMENTS = "parameters", "frozen parameters", "Adam's moments"
 ALLOWANCE = "workspaces of cuBLAS, an allowance"
 SIZE = {"fp32": 4, "bf16": 2}
-IN_FP32 = 40  # bytes of an element of [B, T, D]: rotations in fp32, and the gate activated and multiplied apart
+# Bytes of an element of [B, T, D]: rotations in fp32, and the gate activated and multiplied apart.
+IN_FP32 = 40
 
 
 def remat_of(c, block: int) -> str:
@@ -39,12 +41,18 @@ def trained(c, a: Architecture) -> int:
     """Parameters that are trained: all; with LoRA two matrices [in, r] and [r, out] beside each product of a block,
     experts apart."""
     rank = getattr(c, "lora", 0)
-    return rank * sum((m + n) * count for (m, n), count in a.adapted.items()) if rank else a.parameters
+    return (
+        rank * sum((m + n) * count for (m, n), count in a.adapted.items()) if rank else a.parameters
+    )
 
 
 def before_step(c, a: Architecture, ranks: int, arch: str) -> dict[str, float]:
     """{piece: bytes} of what the last micro-batch finds."""
-    shards, stored, own = shard_group(c, ranks), SIZE[getattr(c, "master_dtype", "fp32")], trained(c, a)
+    shards, stored, own = (
+        shard_group(c, ranks),
+        SIZE[getattr(c, "master_dtype", "fp32")],
+        trained(c, a),
+    )
     frozen = a.parameters if own < a.parameters else 0
     base = {PARAMETERS: stored * own / shards, FROZEN: min(stored, a.stored) * frozen / shards,
             MOMENTS: moment_bytes(c, a) / shards, ALLOWANCE: CUBLAS_MIB[arch] * 2**20}  # fmt: skip
@@ -83,7 +91,8 @@ class Weights:
         self.p, self.r = SIZE[c.param_dtype], SIZE[c.reduce_dtype] if ranks > 1 else 4
         self.reduced = "fp32" if self.r == 4 else "bf16"
         self.m, self.lora = SIZE[getattr(c, "master_dtype", "fp32")], getattr(c, "lora", 0)
-        self.kept_products = {}  # name of a result that is made again -> that of the one that was kept
+        # Name of a result that is made again -> that of the one that was kept.
+        self.kept_products = {}
         n = self.n = c.batch * c.seqlen
         self.U, self.logits = n * self.p * a.width, n * self.p * a.vocab
         self.Q, self.KV = n * self.p * a.heads * a.head_dim, n * self.p * a.kv_heads * a.head_dim
@@ -107,7 +116,9 @@ class Weights:
 
     # Small things
 
-    def make(self, name: str, nbytes: float, piece: str = "workspace", own: bool = False, key: str = "") -> Make:
+    def make(
+        self, name: str, nbytes: float, piece: str = "workspace", own: bool = False, key: str = ""
+    ) -> Make:
         return Make(name, nbytes, piece, own, key or self.c.param_dtype)
 
     def op(self, where: str, reads, *makes: Make, over: bool = False, **more) -> None:
@@ -119,9 +130,23 @@ class Weights:
         self.op("taken", [name], self.make(f"{name} taken", 0), work=(("bytes", 0),))
         return f"{name} taken"
 
-    def product(self, where: str, reads, out: str, rows: int, inner: int, cols: int, piece: str = "workspace") -> None:
+    def product(
+        self,
+        where: str,
+        reads,
+        out: str,
+        rows: int,
+        inner: int,
+        cols: int,
+        piece: str = "workspace",
+    ) -> None:
         """out [rows, cols] = [rows, inner] @ [inner, cols]"""
-        self.op(where, reads, self.make(out, rows * cols * self.p, piece), work=(("mm", rows, inner, cols),))
+        self.op(
+            where,
+            reads,
+            self.make(out, rows * cols * self.p, piece),
+            work=(("mm", rows, inner, cols),),
+        )
 
     def sums(self, part: float = 1) -> Make:
         """Partial sums of the two gradients of a norm, fp32: 16 rows in one (or this part of it) where one kernel also
@@ -143,7 +168,9 @@ class Weights:
 
     def keeps(self, what: str, to: str) -> bool:
         """Whether a recomputed block keeps a product (--remat-ops): of those in its order every second one."""
-        if not (getattr(self.c, "remat_ops", False) and to[0] == "'" and what in ("q", "v", "gate h")):
+        if not (
+            getattr(self.c, "remat_ops", False) and to[0] == "'" and what in ("q", "v", "gate h")
+        ):
             return False
         self.kept_products[what + to] = what + to[1:]
         return True
@@ -152,13 +179,22 @@ class Weights:
         """What eager RMSNorms and rotations of a block move more than one kernel each would: both take their input to
         fp32 and back, step by step."""
         if self.eager and self.a.gated:
-            self.op("norms and rotations", [], work=(("bytes", times * IN_FP32 * self.n * self.a.width),))
+            self.op(
+                "norms and rotations",
+                [],
+                work=(("bytes", times * IN_FP32 * self.n * self.a.width),),
+            )
 
     def eager_keeps(self, i: int) -> None:
         """What an eager block keeps for backward and a compiled one makes again: the activated gate, and the inputs of
         the norms in fp32."""
         if self.eager and self.a.gated:
-            self.op("what it keeps", [], self.make(f"eager{i}", self.F + 4 * self.U), work=(("bytes", 0),))
+            self.op(
+                "what it keeps",
+                [],
+                self.make(f"eager{i}", self.F + 4 * self.U),
+                work=(("bytes", 0),),
+            )
 
     # Weights and their gradients
 
@@ -185,7 +221,10 @@ class Weights:
         if not self.gathers or self.there(name):
             return
         self.op(f"gather of {name}", [f"{name} sent", f"{name} bucket"], work=(("wait", name),))
-        made = [self.make(f"{name} {part}", size * self.p, WEIGHTS, True) for part, size in parts.items()]
+        made = [
+            self.make(f"{name} {part}", size * self.p, WEIGHTS, True)
+            for part, size in parts.items()
+        ]
         self.op(f"weights of {name}", [f"{name} bucket"], *made)
 
     def weight(self, name: str, part: str) -> str:
@@ -197,7 +236,9 @@ class Weights:
         if self.p < 4 and not self.whole and f"{name} {part}" not in self.again_made:
             self.again_made.add(f"{name} {part}")
             size = self.head if part == "head" else self.weights[part]
-            self.op(f"cast of {name} {part}", [], self.make(f"{name} {part}", size * self.p, WEIGHTS))
+            self.op(
+                f"cast of {name} {part}", [], self.make(f"{name} {part}", size * self.p, WEIGHTS)
+            )
         return f"{name} {part}"
 
     def wgrad(self, part: str, reads, i: int, grads: list[str]) -> None:
@@ -229,7 +270,11 @@ class Weights:
         if self.p == self.m or self.whole or self.lora:
             self.stays(name)
             return
-        self.op("gradients in fp32", [name], self.make(f"{name} fp32", elements * 4, GRADIENTS, key="fp32"))
+        self.op(
+            "gradients in fp32",
+            [name],
+            self.make(f"{name} fp32", elements * 4, GRADIENTS, key="fp32"),
+        )
         self.stays(f"{name} fp32")
 
     def start(self, name: str, elements: int) -> None:
@@ -278,7 +323,9 @@ class Weights:
         sizes = large | {"rest": elements - sum(large.values())}
         stored = {4: "fp32", 2: "bf16"}[self.m]
         made = [
-            self.make(f"{source} {part} {stored}", size * self.m / self.shards, GRADIENTS, key=stored)
+            self.make(
+                f"{source} {part} {stored}", size * self.m / self.shards, GRADIENTS, key=stored
+            )
             for part, size in sizes.items()
         ]
         self.op(f"{source} as it is stored", [source], *made, tied=True)
@@ -294,7 +341,9 @@ class Weights:
         if (self.gathers or self.reduces) and grads:
             late = name in self.roomy
             self.op(
-                f"bucket of {name}", [*grads, *[f"G {name}"] * late], *[] if late else [self.bucket_of(name, elements)]
+                f"bucket of {name}",
+                [*grads, *[f"G {name}"] * late],
+                *[] if late else [self.bucket_of(name, elements)],
             )
             self.start(name, elements)
 

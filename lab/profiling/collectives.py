@@ -22,7 +22,9 @@ from trainer.distributed.terminal import fail
 
 if __name__ == "__main__":  # before torch is imported, as in main.py
     _parser = tool("lab.profiling.collectives", __doc__)
-    _parser.add_argument("--model", metavar="MODULE:FUNCTION", help="your model (default: the trainer's)")
+    _parser.add_argument(
+        "--model", metavar="MODULE:FUNCTION", help="your model (default: the trainer's)"
+    )
     OWN, CONFIG = parse_tool(_parser)
 
 import operator
@@ -58,7 +60,8 @@ from trainer.parallelize import build, compile_options, reference_model, wrap
 from trainer.step import LanguageModel, Step
 
 KINDS = {GATHER: "all-gather", SCATTER: "reduce-scatter", REDUCE: "all-reduce"}
-MICRO_BATCH = ("loss", "model", "block")  # what runs once per micro-batch; block: and once per block
+# What runs once per micro-batch; block: and once per block.
+MICRO_BATCH = ("loss", "model", "block")
 MIB = 2**20
 
 
@@ -79,7 +82,10 @@ def inlined(gm: fx.GraphModule) -> fx.GraphModule:
     """A graph with what its subgraphs compute in the place of their calls, all values new fake tensors, so that what is
     asked of its nodes and their memory is answered for all of it; the graph itself if it calls none. Its
     meta["calls"]: {name of a subgraph: calls of it}."""
-    bodies = {n: gm.get_submodule(n.args[0].target) for n in gm.graph.find_nodes(op="call_function", target=CALL)}
+    bodies = {
+        n: gm.get_submodule(n.args[0].target)
+        for n in gm.graph.find_nodes(op="call_function", target=CALL)
+    }
     if not bodies:
         return gm
     g, env = fx.Graph(), {}
@@ -92,7 +98,9 @@ def inlined(gm: fx.GraphModule) -> fx.GraphModule:
     for n in gm.graph.nodes:
         if n in bodies:
             body = inlined(bodies[n]).graph
-            env.update(zip(body.find_nodes(op="placeholder"), (env[m] for m in n.args[2:]), strict=True))
+            env.update(
+                zip(body.find_nodes(op="placeholder"), (env[m] for m in n.args[2:]), strict=True)
+            )
             for m in body.nodes:
                 if m.op == "call_function":
                     copy(m)
@@ -116,7 +124,9 @@ def tracing() -> Iterator[None]:
     with (
         functorch_config.patch(force_non_lazy_backward_lowering=True, enable_autograd_cache=False),
         inductor_config.patch(force_disable_caches=True),
-        dynamo_config.patch({k: True for k in ("trace_autograd_ops",) if hasattr(dynamo_config, k)}),
+        dynamo_config.patch(
+            {k: True for k in ("trace_autograd_ops",) if hasattr(dynamo_config, k)}
+        ),
         # FlexAttention on a CPU only refuses to train; its graph is the one that a GPU gets.
         mock.patch("torch.nn.attention.flex_attention._validate_device", lambda *_: None),
         warnings.catch_warnings(),
@@ -126,7 +136,9 @@ def tracing() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def capture(function: Callable, args: tuple, options: dict | None = None) -> dict[str, fx.GraphModule]:
+def capture(
+    function: Callable, args: tuple, options: dict | None = None
+) -> dict[str, fx.GraphModule]:
     """The graphs {"forward": .., "backward": ..} of `function` under torch.compile(options=options), after Inductor's
     post-grad passes; "forward" alone where nothing needs a gradient or `function` takes it itself. Runs nothing."""
     graphs = {}
@@ -142,7 +154,9 @@ def capture(function: Callable, args: tuple, options: dict | None = None) -> dic
         return run
 
     with tracing(), inductor_config.patch(options or {}), suppress(Found):
-        torch.compile(function, fullgraph=True, backend=partial(compile_fx.compile_fx, inner_compile=inner))(*args)
+        torch.compile(
+            function, fullgraph=True, backend=partial(compile_fx.compile_fx, inner_compile=inner)
+        )(*args)
     return graphs
 
 
@@ -171,7 +185,10 @@ def collectives(gm: fx.GraphModule, modules: frozenset[str] = frozenset()) -> li
             gap = sum(map(is_product, nodes[place[n] : place[wait_of(n)]]))
             start = sum(map(is_product, nodes[: place[n]]))
             own = [(module_of(n), tuple(overlap.contents(n).meta["val"].shape))]
-            bucket = tuple(f"{_named(path, modules)} {[*shape]}".strip() for path, shape in n.meta.get("bucket", own))
+            bucket = tuple(
+                f"{_named(path, modules)} {[*shape]}".strip()
+                for path, shape in n.meta.get("bucket", own)
+            )
             found.append(Collective(kind, gap, sent, full, ranks, bucket, start))
     return found
 
@@ -186,7 +203,9 @@ def _named(path: str, modules: frozenset[str]) -> str:
 def _storage(n: fx.Node) -> list[tuple[int, int]]:
     """(identity, bytes) of the memory of each tensor that a node makes."""
     n = n.args[0] if n.target is WAIT else n
-    tensors = [t for t in torch.utils._pytree.tree_leaves(n.meta.get("val")) if isinstance(t, torch.Tensor)]
+    tensors = [
+        t for t in torch.utils._pytree.tree_leaves(n.meta.get("val")) if isinstance(t, torch.Tensor)
+    ]
     return [(t.untyped_storage()._cdata, t.untyped_storage().nbytes()) for t in tensors]
 
 
@@ -195,19 +214,25 @@ def gathered(gm: fx.GraphModule) -> set[fx.Node]:
     held = set()
     for n in gm.graph.nodes:
         inputs = n.all_input_nodes
-        if n.target is GATHER or (inputs and all(i in held for i in inputs) and (n.target is WAIT or is_layout(n))):
+        if n.target is GATHER or (
+            inputs and all(i in held for i in inputs) and (n.target is WAIT or is_layout(n))
+        ):
             held.add(n)
     return held
 
 
 def gathered_alive(gm: fx.GraphModule) -> int:
     """Most bytes of gathered parameters (buckets and what is cut from them) alive at once, in the graph's order."""
-    held, life = gathered(gm), {}  # life: storage -> numbers of the first and the last node that it is alive at, bytes
+    # life: storage -> numbers of the first and the last node that it is alive at, bytes.
+    held, life = gathered(gm), {}
     for i, n in enumerate(gm.graph.nodes):
         for m in {n, *n.all_input_nodes} & held:
             for key, size in _storage(m):
                 life[key] = life.get(key, (i,))[0], i, size
-    alive = [sum(size for first, last, size in life.values() if first <= i <= last) for i, _, _ in life.values()]
+    alive = [
+        sum(size for first, last, size in life.values() if first <= i <= last)
+        for i, _, _ in life.values()
+    ]
     return max(alive, default=0)
 
 
@@ -224,7 +249,15 @@ def saved(gm: fx.GraphModule) -> dict[str, int]:
                 for key, _ in _storage(n)}:  # fmt: skip
         n, size = origin[key]
         attention = "attention" in str(n.target)
-        kind = "inputs" if n.op == "placeholder" else "gathered" if n in held else "attention" if attention else None
+        kind = (
+            "inputs"
+            if n.op == "placeholder"
+            else "gathered"
+            if n in held
+            else "attention"
+            if attention
+            else None
+        )
         kinds[kind or ("products" if is_product(n) else "other")] += size
     return kinds
 
@@ -232,7 +265,9 @@ def saved(gm: fx.GraphModule) -> dict[str, int]:
 Graphs = dict[str, dict[str, fx.GraphModule]]  # what is compiled -> "forward", "backward" -> graph
 
 
-def block_inputs(model: LanguageModel, tokens: torch.Tensor, dtype: torch.dtype) -> tuple[tuple, dict]:
+def block_inputs(
+    model: LanguageModel, tokens: torch.Tensor, dtype: torch.dtype
+) -> tuple[tuple, dict]:
     """(args, kwargs) that the first block of `model`, on the meta device, is called with for tokens [B, T]; activations
     as tensors of `dtype` on the CPU that want a gradient, of memory that nobody touches."""
     found = []
@@ -254,18 +289,25 @@ def block_inputs(model: LanguageModel, tokens: torch.Tensor, dtype: torch.dtype)
     return torch.utils._pytree.tree_map(real, found[0])
 
 
-def of_step(step: Step, block: tuple[tuple, dict], tokens: torch.Tensor, dtype: torch.dtype) -> Graphs:
+def of_step(
+    step: Step, block: tuple[tuple, dict], tokens: torch.Tensor, dtype: torch.dtype
+) -> Graphs:
     """The graphs of all that a step compiles. block: of `block_inputs`; tokens [B, T]; dtype: that is gathered."""
     arguments = dict(loss=(tokens, tokens, torch.tensor(1.0)), model=(tokens,), step=(tokens, tokens), gather=(),
                      block=block[0])  # fmt: skip
     if whole := step.whole_weights:
         gradients = torch.float32 if step.grad_accum > 1 else dtype
-        arguments["reduce"] = ([torch.empty(p.shape, dtype=gradients) for p in step.optimizer.params],)
+        arguments["reduce"] = (
+            [torch.empty(p.shape, dtype=gradients) for p in step.optimizer.params],
+        )
         whole.gather_fn = lambda: [torch.empty(p.shape, dtype=dtype) for p in whole.shards]
     graphs = {}
     for name, (function, options) in step.compiled.items():
         micro_batch = name in MICRO_BATCH
-        with torch.set_grad_enabled(micro_batch or name == "step"), whole() if whole and micro_batch else nullcontext():
+        with (
+            torch.set_grad_enabled(micro_batch or name == "step"),
+            whole() if whole and micro_batch else nullcontext(),
+        ):
             function = getattr(function, "forward", function)  # a block's call is compiled
             function = partial(function, **block[1]) if name == "block" and block[1] else function
             graphs[name] = capture(function, arguments[name], options)
@@ -278,7 +320,8 @@ def of_trainer(c: flags.Config, world: int) -> tuple[nn.Module, Graphs]:
     dtype, blank = DTYPES[c.param_dtype], reference_model(c, device)
     blank.prepare(c.seqlen, device)
     inputs = block_inputs(blank, tokens, dtype)
-    with mock.patch("torch.zeros_like", torch.empty_like):  # AdamW's moments: not computed with, so not touched
+    # AdamW's moments: not computed with, so not touched.
+    with mock.patch("torch.zeros_like", torch.empty_like):
         step = build(c, device, world, init=False)
     return step.model, of_step(step, inputs, tokens, dtype)
 
@@ -290,12 +333,18 @@ def own_model(target: str, c: flags.Config, world: int) -> tuple[nn.Module, Call
     try:
         model, inputs = pkgutil.resolve_name(target)()
     except (ImportError, AttributeError, TypeError, ValueError) as e:
-        raise ValueError(f"--model {target}: {e}; give MODULE:FUNCTION, a function that returns (model, inputs)") from e
+        raise ValueError(
+            f"--model {target}: {e}; give MODULE:FUNCTION, a function that returns (model, inputs)"
+        ) from e
     wrap(model, c, torch.device("cpu"), world)
     if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
         model.to_empty(device="cpu")
     options = compile_options(c)
-    options = options if options.pop("plain", False) else overlap.compile_options(model, ahead=c.ahead) | options
+    options = (
+        options
+        if options.pop("plain", False)
+        else overlap.compile_options(model, ahead=c.ahead) | options
+    )
     inputs = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
     args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
     return model, lambda *args: model(*args, **kwargs), args, options
@@ -309,19 +358,29 @@ def of_module(target: str, c: flags.Config, world: int) -> tuple[nn.Module, Grap
 
 def report(model: nn.Module, graphs: Graphs, micro_batches: int = 1) -> list[str]:
     """The lines to print; `micro_batches`: how often a step runs the graphs of loss, model and block."""
-    modules, lines, sent, total = frozenset(n for n, _ in model.named_modules() if n), [], 0, Counter()
+    modules, lines, sent, total = (
+        frozenset(n for n, _ in model.named_modules() if n),
+        [],
+        0,
+        Counter(),
+    )
     for compiled, pair in graphs.items():
         times = micro_batches if compiled in MICRO_BATCH else 1
         for name, gm in pair.items():
-            found = [c for c in collectives(gm, modules) if c.full > 64]  # not the scalars of loss and norm
+            # Not the scalars of loss and norm.
+            found = [c for c in collectives(gm, modules) if c.full > 64]
             counts = Counter(c.kind for c in found)
             exposed = Counter(c.kind for c in found if not c.gap)
-            words = [f"{n} {kind}{'s' * (n > 1)} ({exposed[kind]} exposed)" for kind, n in counts.items()]
+            words = [
+                f"{n} {kind}{'s' * (n > 1)} ({exposed[kind]} exposed)" for kind, n in counts.items()
+            ]
             products = sum(is_product(n) for n in gm.graph.nodes)
             name = f"{compiled}, {name}" if "backward" in pair else compiled
             lines += ["", f"{name}: {', '.join(words) or 'no collectives'}; {products} products"]
             if shared := gm.meta.get("calls"):
-                lines.append(f"  compiled once, and called: {', '.join(f'{n} times' for n in shared.values())}")
+                lines.append(
+                    f"  compiled once, and called: {', '.join(f'{n} times' for n in shared.values())}"
+                )
             if found:
                 lines.append(f"  {'':<14} {'between':>7} {'MiB':>9} {'sent':>9}  bucket")
             for c in found:
@@ -330,16 +389,22 @@ def report(model: nn.Module, graphs: Graphs, micro_batches: int = 1) -> list[str
                 bucket = first if n == 1 else f"{first} .. {last} ({n})"
                 if n > 1 and unit == last.partition(" [")[0]:
                     bucket = f"{unit} ({n} parameters)"
-                lines.append(f"  {c.kind:<14} {c.gap:>7} {c.full / MIB:>9.3f} {c.sent / MIB:>9.3f}  {bucket}")
+                lines.append(
+                    f"  {c.kind:<14} {c.gap:>7} {c.full / MIB:>9.3f} {c.sent / MIB:>9.3f}  {bucket}"
+                )
             if counts["all-gather"]:
                 all_of_it = sum(c.full for c in found if c.kind == "all-gather")
-                lines.append(f"  gathered: {gathered_alive(gm) / MIB:.3f} MiB alive at most, of {all_of_it / MIB:.3f}")
+                lines.append(
+                    f"  gathered: {gathered_alive(gm) / MIB:.3f} MiB alive at most, of {all_of_it / MIB:.3f}"
+                )
             if "backward" in pair and gm is pair["forward"]:
                 kept = ", ".join(f"{kind} {size / MIB:.3f}" for kind, size in saved(gm).items())
                 lines.append(f"  kept for backward, MiB: {kept}")
             sent += times * sum(c.sent for c in found)
             total.update({kind: times * n for kind, n in counts.items()})
-    summary = ", ".join(f"{n} {kind}{'s' * (n > 1)}" for kind, n in total.items()) or "no collectives"
+    summary = (
+        ", ".join(f"{n} {kind}{'s' * (n > 1)}" for kind, n in total.items()) or "no collectives"
+    )
     per = "per block" if "block" in graphs else "per step"
     return [*lines, "", f"{per} and rank: {summary}, {sent / MIB:.3f} MiB sent"]
 
@@ -355,7 +420,10 @@ def main(target: str | None, world: int, c: flags.Config) -> int:
         model, graphs = of_module(target, c, world) if target else of_trainer(c, world)
     except ValueError as e:
         fail(str(e), 0)
-    about = target or f"depth={c.depth} width={c.width} vocab={c.vocab} seqlen={c.seqlen} batch={c.batch}"
+    about = (
+        target
+        or f"depth={c.depth} width={c.width} vocab={c.vocab} seqlen={c.seqlen} batch={c.batch}"
+    )
     print(f"{about}, {world} ranks, {c.mode}, reshard={c.reshard}, compile={c.compile}, remat={c.remat}, "
           f"{c.param_dtype} gathered, {c.reduce_dtype} reduced, torch {torch.__version__}")  # fmt: skip
     print("\n".join(report(model, graphs, c.grad_accum)))

@@ -1,8 +1,8 @@
 """The command lines of the tools about simulated ranks, which take main.py's flags beside their own. Imports no torch.
 
-    parser = tool("lab.profiling.peak", __doc__)
-    parser.add_argument("--kernels", type=int)
-    own, config = parse_tool(parser)
+parser = tool("lab.profiling.peak", __doc__)
+parser.add_argument("--kernels", type=int)
+own, config = parse_tool(parser)
 """
 
 import argparse
@@ -17,11 +17,15 @@ def tool(name: str, doc: str) -> argparse.ArgumentParser:
         f"python -m {name}", description=doc, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="All other flags are main.py's: python main.py --help lists them.",
     )  # fmt: skip
-    parser.add_argument("--world", type=int, default=8, metavar="INT", help="number of ranks (default: 8)")
+    parser.add_argument(
+        "--world", type=int, default=8, metavar="INT", help="number of ranks (default: 8)"
+    )
     return parser
 
 
-def parse_tool(parser: argparse.ArgumentParser, gpu: bool = False) -> tuple[argparse.Namespace, Config]:
+def parse_tool(
+    parser: argparse.ArgumentParser, gpu: bool = False
+) -> tuple[argparse.Namespace, Config]:
     """The flags of such a command, its own and main.py's. Ends the process with exit code 2 for bad ones; gpu: also for
     those that do not fit together on a GPU, unless --device cpu is among them."""
     own, others = parser.parse_known_args()

@@ -35,10 +35,18 @@ from trainer.distributed.terminal import fail
 
 if __name__ == "__main__":  # before torch is imported, as in main.py
     _parser = tool("lab.profiling.gpu_code", __doc__)
-    _parser.add_argument("--arch", choices=("sm_80", "sm_90", "sm_100"), default="sm_90", help="GPU (default: sm_90)")
-    _parser.add_argument("--model", metavar="MODULE:FUNCTION", help="your model (default: the trainer's)")
-    _parser.add_argument("--save", metavar="DIR", help="folder for the generated code, a file per graph and kernel")
-    _parser.add_argument("--no-kernels", action="store_true", help="generate code only; compile no kernel")
+    _parser.add_argument(
+        "--arch", choices=("sm_80", "sm_90", "sm_100"), default="sm_90", help="GPU (default: sm_90)"
+    )
+    _parser.add_argument(
+        "--model", metavar="MODULE:FUNCTION", help="your model (default: the trainer's)"
+    )
+    _parser.add_argument(
+        "--save", metavar="DIR", help="folder for the generated code, a file per graph and kernel"
+    )
+    _parser.add_argument(
+        "--no-kernels", action="store_true", help="generate code only; compile no kernel"
+    )
     OWN, CONFIG = parse_tool(_parser, gpu=True)
 
 import torch
@@ -110,7 +118,11 @@ def no_triton() -> str | None:
         import triton
     except ImportError:
         return "GPU code needs Triton: pip install 'simple-fsdp-trainer[gpucode]', or ./launch.sh install"
-    return None if triton.__version__ >= "3" else f"GPU code needs Triton 3 or newer, this is {triton.__version__}"
+    return (
+        None
+        if triton.__version__ >= "3"
+        else f"GPU code needs Triton 3 or newer, this is {triton.__version__}"
+    )
 
 
 def pretend(arch: str) -> None:
@@ -139,7 +151,8 @@ def pretend(arch: str) -> None:
         torch.version.cuda = "12.8"
         _load_guard()
     else:
-        torch._C._ensureCUDADeviceGuardSet()  # FakeTensorMode would, but believes in the GPU; with a real one, no-op
+        # FakeTensorMode would, but believes in the GPU; with a real one, no-op.
+        torch._C._ensureCUDADeviceGuardSet()
     if not hasattr(torch._C, "_cuda_getCurrentRawStream"):
         torch._C._cuda_getCurrentRawStream = lambda *_: 0
 
@@ -147,7 +160,9 @@ def pretend(arch: str) -> None:
     from triton.backends.nvidia.driver import CudaDriver
     from triton.runtime import driver
 
-    asked = dict(max_shared_mem=shared, multiprocessor_count=processors, warpSize=32, max_num_regs=65536)
+    asked = dict(
+        max_shared_mem=shared, multiprocessor_count=processors, warpSize=32, max_num_regs=65536
+    )
 
     class Driver(CudaDriver):
         def __init__(self):
@@ -176,9 +191,21 @@ def _load_guard() -> None:
     """Compiles GUARD and loads it into this process. RuntimeError, one line, without a compiler."""
     root = Path(torch.__file__).parent
     with tempfile.TemporaryDirectory() as folder:
-        command = ["g++", "-shared", "-fPIC", "-std=c++20", f"-I{root}/include", "-xc++", "-", f"-L{root}/lib", "-lc10"]
+        command = [
+            "g++",
+            "-shared",
+            "-fPIC",
+            "-std=c++20",
+            f"-I{root}/include",
+            "-xc++",
+            "-",
+            f"-L{root}/lib",
+            "-lc10",
+        ]
         try:
-            subprocess.run([*command, "-o", f"{folder}/guard.so"], input=GUARD, text=True, check=True)
+            subprocess.run(
+                [*command, "-o", f"{folder}/guard.so"], input=GUARD, text=True, check=True
+            )
         except (OSError, subprocess.CalledProcessError) as e:
             raise RuntimeError(f"torch's CPU build needs g++ to generate GPU code: {e}") from e
         ctypes.CDLL(f"{folder}/guard.so")
@@ -227,7 +254,10 @@ def _loaded(name: str, module: types.ModuleType, graph) -> Code:
     for buffer in graph.buffers:
         nodes = [*getattr(buffer, "origins", ())]
         path = next(filter(None, map(module_of, nodes)), "")  # L['self'].call.blocks.0.mlp.up
-        origins[buffer.get_name()] = re.sub(r"^.*?\bcall\.?", "", path), str(nodes[0].target) if nodes else ""
+        origins[buffer.get_name()] = (
+            re.sub(r"^.*?\bcall\.?", "", path),
+            str(nodes[0].target) if nodes else "",
+        )
     kernels = {k.name: k for k in vars(module).values() if isinstance(k, Kernel)}
     return Code(name, module, Path(module.__file__).read_text(), kernels, origins)
 
@@ -245,7 +275,10 @@ def generated(gpu: bool, name: Callable[[bool], str], run: bool = True) -> Itera
             codes.append(code)
             return code.module
 
-        with unset_fake_temporarily(), mock.patch.object(GraphLowering, "compile_to_module", loaded):
+        with (
+            unset_fake_temporarily(),
+            mock.patch.object(GraphLowering, "compile_to_module", loaded),
+        ):
             inputs = retarget(gm, inputs) if gpu else inputs
             compile_fx.compile_fx_inner(gm, inputs, **kwargs)
         module = codes[-1].module
@@ -267,8 +300,12 @@ def generated(gpu: bool, name: Callable[[bool], str], run: bool = True) -> Itera
     how = dict(inner_compile=inner)
     with (
         collectives.tracing(),
-        mock.patch.object(compile_fx, "compile_fx", lambda *args, **kwargs: lower(*args, **(kwargs | how))),
-        mock.patch.multiple(async_compile.AsyncCompile, triton=triton, cpp_pybinding=cpp, wait=lambda *_: None),
+        mock.patch.object(
+            compile_fx, "compile_fx", lambda *args, **kwargs: lower(*args, **(kwargs | how))
+        ),
+        mock.patch.multiple(
+            async_compile.AsyncCompile, triton=triton, cpp_pybinding=cpp, wait=lambda *_: None
+        ),
         # Attention counts as random. Made again, it would get the state of a CPU's generator where a GPU's takes none.
         mock.patch.object(partitioners, "has_recomputable_rng_ops", lambda gm: False),
         # torch 2.11 would fill a tensor of the GPU, believing that it is there.
@@ -290,16 +327,30 @@ def add_product(total, a, b) -> None:
 
 
 @contextmanager
-def simulated(c: flags.Config, world: int, arch: str | None) -> Iterator[tuple[Step, torch.Tensor, list[Code]]]:
+def simulated(
+    c: flags.Config, world: int, arch: str | None
+) -> Iterator[tuple[Step, torch.Tensor, list[Code]]]:
     """(step, tokens, codes): a step of resolved flags that has run once, on tensors without values, and the code that
     was generated for it; inside the block it may run again. Needs a process group of `world` fake ranks. arch: the GPU
     of `pretend`; None: this CPU. ValueError, one line, for what cannot be simulated."""
     for flag, given, why in (
         ("--wrapper ddp", c.wrapper == "ddp", "its reducer needs memory; use --mode replicate"),
-        ("--wrapper none", c.wrapper == "none", "a bare model is not simulated; use --mode replicate"),
-        ("--flex-options", c.flex_options is not None, "is read by the GPU that it was found for; leave it out"),
+        (
+            "--wrapper none",
+            c.wrapper == "none",
+            "a bare model is not simulated; use --mode replicate",
+        ),
+        (
+            "--flex-options",
+            c.flex_options is not None,
+            "is read by the GPU that it was found for; leave it out",
+        ),
         ("--deterministic", c.deterministic, "is not simulated; leave it out"),
-        (f"--sdpa {c.sdpa}", arch and c.param_dtype == "fp32" and c.sdpa in ("cudnn", "flash"), "needs bf16 or fp16"),
+        (
+            f"--sdpa {c.sdpa}",
+            arch and c.param_dtype == "fp32" and c.sdpa in ("cudnn", "flash"),
+            "needs bf16 or fp16",
+        ),
     ):
         if given:
             raise ValueError(f"{flag}: {why}")
@@ -310,10 +361,20 @@ def simulated(c: flags.Config, world: int, arch: str | None) -> Iterator[tuple[S
             return mesh(*args, **kwargs)
 
     def name(is_backward):
-        return "backward" if is_backward else dict(fwd="forward", step="update").get(step.phase, step.phase)
+        return (
+            "backward"
+            if is_backward
+            else dict(fwd="forward", step="update").get(step.phase, step.phase)
+        )
 
     if arch and c.attn == "sdpa" and c.sdpa == "auto":  # the first that main.py would try there
-        kernel = "efficient" if c.param_dtype == "fp32" else "flash" if arch < "sm_90" and len(arch) == 5 else "cudnn"
+        kernel = (
+            "efficient"
+            if c.param_dtype == "fp32"
+            else "flash"
+            if arch < "sm_90" and len(arch) == 5
+            else "cudnn"
+        )
         c = replace(c, system=replace(c.system, sdpa=kernel))
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
@@ -331,7 +392,9 @@ def simulated(c: flags.Config, world: int, arch: str | None) -> Iterator[tuple[S
 def of_module(target: str, c: flags.Config, world: int) -> list[Code]:
     """The code of forward and backward of the model that MODULE:FUNCTION names, see collectives.of_module."""
     _, function, args, options = collectives.own_model(target, c, world)
-    with generated(True, lambda is_backward: "backward" if is_backward else "forward", False) as codes:
+    with generated(
+        True, lambda is_backward: "backward" if is_backward else "forward", False
+    ) as codes:
         with suppress(collectives.Found):
             torch.compile(function, fullgraph=True, options=options)(*args)
     return codes
@@ -343,16 +406,23 @@ def resources(kernel: Kernel) -> list[dict]:
     import triton
 
     tool, found = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump", []
-    with inductor_config.patch(use_static_cuda_launcher=False), tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+    with (
+        inductor_config.patch(use_static_cuda_launcher=False),
+        tempfile.NamedTemporaryFile(suffix=".cubin") as file,
+    ):
         tuner = getattr(codecache.PyCodeCache.load(kernel.source), kernel.name)
         for i, how in enumerate(tuner.configs):
             row = dict(name=kernel.name, config=i, warps=how.num_warps, stages=how.num_stages)
             try:
                 binary = tuner._precompile_config(how).kernel
                 Path(file.name).write_bytes(binary.asm["cubin"])
-                says = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True)
+                says = subprocess.run(
+                    [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
+                )
                 used = {name: int(n) for name, n in re.findall(r"(REG|STACK):(\d+)", says.stdout)}
-                row |= dict(registers=used["REG"], stack=used["STACK"], shared=binary.metadata.shared)
+                row |= dict(
+                    registers=used["REG"], stack=used["STACK"], shared=binary.metadata.shared
+                )
             except Exception as e:  # whatever Triton and ptxas raise
                 row["error"] = f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
             found.append(row)
@@ -375,12 +445,16 @@ def compiled(codes: list[Code], arch: str) -> list[dict]:
 def table(rows: list[dict]) -> list[str]:
     """A line per kernel: the most that one of its configurations takes."""
     width = max((len(row["name"]) for row in rows), default=0)
-    text = [f"{'kernel':<{width}} {'configurations':>14} {'registers':>9} {'stack':>6} {'shared':>7}"]
+    text = [
+        f"{'kernel':<{width}} {'configurations':>14} {'registers':>9} {'stack':>6} {'shared':>7}"
+    ]
     for name, group in itertools.groupby(rows, key=lambda row: row["name"]):
         group = list(group)
         most = [max(row.get(what, 0) for row in group) for what in ("registers", "stack", "shared")]
         errors = [f"  {row['error']}" for row in group if "error" in row][:1]
-        text.append(f"{name:<{width}} {len(group):>14} {most[0]:>9} {most[1]:>6} {most[2]:>7}{''.join(errors)}")
+        text.append(
+            f"{name:<{width}} {len(group):>14} {most[0]:>9} {most[1]:>6} {most[2]:>7}{''.join(errors)}"
+        )
     return text
 
 
@@ -407,7 +481,9 @@ def main(own: argparse.Namespace, c: flags.Config) -> int:
         fail(str(e), 0)
     dist.destroy_process_group()
     for code in codes:
-        print(f"{code.name}: {len(code.kernels)} kernels, {len(code.source.splitlines())} lines of code")
+        print(
+            f"{code.name}: {len(code.kernels)} kernels, {len(code.source.splitlines())} lines of code"
+        )
     if own.save:
         for i, code in enumerate(codes):
             (Path(own.save) / f"{i}_{code.name}.py").write_text(code.source)

@@ -26,9 +26,19 @@ from trainer.distributed.terminal import fail
 
 if __name__ == "__main__":  # before torch is imported, as in main.py
     _parser = tool("lab.profiling.peak", __doc__)
-    _parser.add_argument("--arch", choices=("sm_80", "sm_90", "sm_100"), default="sm_90", help="GPU (default: sm_90)")
-    _parser.add_argument("--kernels", type=int, default=0, metavar="INT", help="list so many of the largest operations")
-    _parser.add_argument("--plot", metavar="FILE", help="draw memory over the step, coloured by piece")
+    _parser.add_argument(
+        "--arch", choices=("sm_80", "sm_90", "sm_100"), default="sm_90", help="GPU (default: sm_90)"
+    )
+    _parser.add_argument(
+        "--kernels",
+        type=int,
+        default=0,
+        metavar="INT",
+        help="list so many of the largest operations",
+    )
+    _parser.add_argument(
+        "--plot", metavar="FILE", help="draw memory over the step, coloured by piece"
+    )
     OWN, CONFIG = parse_tool(_parser, gpu=True)
 
 import torch
@@ -56,7 +66,8 @@ from trainer.measuring.timeline import (
 # Allowance: torch's default workspace (CUDAContextLight) for each of the threads of forward and backward.
 CUBLAS_MIB = {"sm_80": 2 * 8.125, "sm_90": 2 * 32, "sm_100": 2 * 32}
 WAIT = torch.ops._c10d_functional.wait_tensor.default
-FACTOR = {torch.ops.aten.mm: 1, torch.ops.aten.addmm: 2}  # which argument of a product may be a weight
+# Which argument of a product may be a weight.
+FACTOR = {torch.ops.aten.mm: 1, torch.ops.aten.addmm: 2}
 
 
 def storage_of(t: torch.Tensor) -> int:
@@ -82,7 +93,8 @@ class Meter(TorchDispatchMode):
         self.gpu, self.seqlen = gpu, seqlen
         self.events: list[Event] = []
         self.size = dict.fromkeys(known, 0)  # by storage
-        self.pending: dict[int, list] = {}  # output of a collective -> its inputs, which NCCL reads until the wait
+        # Output of a collective -> its inputs, which NCCL reads until the wait.
+        self.pending: dict[int, list] = {}
         self.work: dict[str, Counter] = defaultdict(Counter)  # operation -> calls, flops, nbytes
 
     @classmethod
@@ -107,7 +119,11 @@ class Meter(TorchDispatchMode):
         else:
             out = func(*args, **kwargs)
         made = [t for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
-        given = [t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        given = [
+            t
+            for t in torch.utils._pytree.tree_leaves((args, kwargs))
+            if isinstance(t, torch.Tensor)
+        ]
         for t in made:
             self.born(t, str(func))
         if piece := moved(func._schema.name):
@@ -115,23 +131,30 @@ class Meter(TorchDispatchMode):
                 self.pending |= {storage_of(t): given for t in made}
             for t in given + made:
                 self.read(t, piece)
-        elif func.overloadpacket in FACTOR and args[FACTOR[func.overloadpacket] - 1].stride(-1) == 1:
+        elif (
+            func.overloadpacket in FACTOR and args[FACTOR[func.overloadpacket] - 1].stride(-1) == 1
+        ):
             self.read(args[FACTOR[func.overloadpacket]], WEIGHTS)
         if self.gpu and "attention_backward" in func._schema.name:
             q, k = given[1:3]
             scratch = 4 * q.numel()  # the gradient of q, in fp32
             if q.shape[1] != k.shape[1]:  # those of k and v, spread over the heads
                 scratch += 2 * q.nbytes
-            self.events.append(Event(len(self.events), -1, scratch, "scratch of attention, an allowance"))
+            self.events.append(
+                Event(len(self.events), -1, scratch, "scratch of attention, an allowance")
+            )
             self.events.append(Event(len(self.events), -1, -scratch))
         count = flop_registry.get(func.overloadpacket)
         if count is not None and own is None:
-            shapes = [a for a in args if not isinstance(a, torch.dtype)]  # torch's formulas know no out_dtype
+            # Torch's formulas know no out_dtype.
+            shapes = [a for a in args if not isinstance(a, torch.dtype)]
             if "attention" in func._schema.name:  # torch 2.11's know no grouped heads
                 heads = max(t.shape[1] for t in given if t.dim() == 4)
                 shapes = [spread(a, heads) for a in shapes]
             moves = sum(t.nbytes for t in given + made)
-            self.work[str(func)].update(calls=1, flops=count(*shapes, **kwargs, out_val=out), nbytes=moves)
+            self.work[str(func)].update(
+                calls=1, flops=count(*shapes, **kwargs, out_val=out), nbytes=moves
+            )
         return out
 
     def born(self, t: torch.Tensor, op: str) -> None:
@@ -154,7 +177,9 @@ class Meter(TorchDispatchMode):
     def read(self, t: torch.Tensor, piece: str) -> None:
         if self.size.get(storage_of(t)):
             dtype = NAMES.get(t.dtype, "")
-            self.events.append(Event(len(self.events), storage_of(t), 0, "", piece, tuple(t.shape), dtype))
+            self.events.append(
+                Event(len(self.events), storage_of(t), 0, "", piece, tuple(t.shape), dtype)
+            )
 
     def where(self, op: str) -> str:
         """The operation, and the module that it belongs to, of the line of generated code that runs now."""
@@ -181,10 +206,13 @@ class Meter(TorchDispatchMode):
         def launched(kernel, args):
             tensors = [t for t in args if isinstance(t, torch.Tensor)]
             flops = 0
-            if kernel.name.startswith("triton_tem_") and "flex_attention" in kernel.name:  # as torch counts SDPA
+            # As torch counts SDPA.
+            if kernel.name.startswith("triton_tem_") and "flex_attention" in kernel.name:
                 elements = max(t.numel() for t in tensors)  # of q
                 flops = (10 if "backward" in kernel.name else 4) * elements * self.seqlen
-            self.work[kernel.name].update(calls=1, flops=flops, nbytes=sum(t.nbytes for t in tensors))
+            self.work[kernel.name].update(
+                calls=1, flops=flops, nbytes=sum(t.nbytes for t in tensors)
+            )
 
         with (
             mock.patch.object(torch.UntypedStorage, "resize_", resize),
@@ -221,7 +249,9 @@ def report(timeline: Timeline, meter: Meter, most: int) -> list[str]:
     flops = sum(count["flops"] for count in meter.work.values())
     text.append(f"products and attention: {flops / 1e12:.3f} TFLOP")
     for name, count in sorted(meter.work.items(), key=lambda item: -item[1]["nbytes"])[:most]:
-        text.append(f"  {name}: {count['calls']} times, {count['flops'] / 1e12:.3f} TFLOP, {mib(count['nbytes'])} MiB")
+        text.append(
+            f"  {name}: {count['calls']} times, {count['flops'] / 1e12:.3f} TFLOP, {mib(count['nbytes'])} MiB"
+        )
     return text
 
 

@@ -32,7 +32,8 @@ from lab.sweeps import sweep
 from trainer.distributed.terminal import one_line
 from trainer.logging import check_writable, log_tables
 
-FOLDERS = ("docs", "lab/notes")  # of pages whose marked tables are checked, beside README.md and NOTES.md
+# Of pages whose marked tables are checked, beside README.md and NOTES.md.
+FOLDERS = ("docs", "lab/notes")
 MARK = re.compile(r"^<!-- report: (.+) -->\n(?P<table>(?:\|.*\n?)*)", re.MULTILINE)
 
 
@@ -75,7 +76,9 @@ def check(documents: list[Path], write: bool = False) -> tuple[int, list[str]]:
                     table = studied(name, [root / file for file in files])[0]
                 else:
                     check_name(name)
-                    table = section(name, published.read([root / file for file in files]), "--small" in words)[1]
+                    table = section(
+                        name, published.read([root / file for file in files]), "--small" in words
+                    )[1]
             except ValueError as error:
                 raise ValueError(f"{document}:{line}: {error}") from None
             if found := difference(mark["table"].splitlines(), table.splitlines()):
@@ -87,16 +90,21 @@ def check(documents: list[Path], write: bool = False) -> tuple[int, list[str]]:
     return count, differing
 
 
-def studied(name: str, files: list[Path], folder: Path | None = None) -> tuple[str, str, list[Path]]:
+def studied(
+    name: str, files: list[Path], folder: Path | None = None
+) -> tuple[str, str, list[Path]]:
     """The table of a study, the text above it, and, where there is a folder, its plot. ValueError: no such study."""
-    shared = importlib.import_module("lab.studies.study")  # imports torch; of a floor above this one
+    # Imports torch; of a floor above this one.
+    shared = importlib.import_module("lab.studies.study")
     study = shared.study(name)
     rows = shared.newest(name, published.read(files))
     about, table = study.table(rows)
     return table, about, study.figure(rows, folder) if folder else []
 
 
-def found(name: str, args: argparse.Namespace, named: bool, read: Callable[[Path], list]) -> list[dict]:
+def found(
+    name: str, args: argparse.Namespace, named: bool, read: Callable[[Path], list]
+) -> list[dict]:
     """The rows that a table is made of, by `read` of each file. ValueError where there is none."""
     defaults = [Path(f"runs/sweep-{stem}{'-small' * args.small}.jsonl") for stem in ("all", name)]
     if name in ("loss", "runs", "sent"):
@@ -106,7 +114,9 @@ def found(name: str, args: argparse.Namespace, named: bool, read: Callable[[Path
     if args.run:
         rows = [row for row in rows if row.get("run") == args.run]
         if not rows:
-            raise ValueError(f"--run {args.run}: no row of it in {' '.join(map(str, args.results or there))}")
+            raise ValueError(
+                f"--run {args.run}: no row of it in {' '.join(map(str, args.results or there))}"
+            )
     return rows[-args.last :] if args.last else rows
 
 
@@ -123,8 +133,15 @@ def figures(name: str, rows: list[dict], args: argparse.Namespace, folder: Path)
         if name == "fit":
             return plots.fits(ours, folder)
         if name == "runs":
-            explained = [Path(row["history"]).with_suffix(".memory.svg") for row in ours if row.get("history")]
-            return [*filter(Path.is_file, explained), *plots.bars(name, [(None, row, None) for row in ours], folder)]
+            explained = [
+                Path(row["history"]).with_suffix(".memory.svg")
+                for row in ours
+                if row.get("history")
+            ]
+            return [
+                *filter(Path.is_file, explained),
+                *plots.bars(name, [(None, row, None) for row in ours], folder),
+            ]
         if ours:
             return plots.bars(name, [(None, row, published.measured(row)) for row in ours], folder)
         return plots.axis(name, published.entries(name, rows, args.small), folder)
@@ -139,9 +156,14 @@ def whole(args: argparse.Namespace, read: Callable[[Path], list]) -> list[str]:
     rows = found("runs", args, True, read)
     filled = [name for name in ("runs", "loss", "sent") if LAYOUTS[name](rows)[0]]
     if "runs" not in filled:
-        files, studies = " ".join(map(str, args.results)), sorted({str(row.get("study")) for row in rows})
+        files, studies = (
+            " ".join(map(str, args.results)),
+            sorted({str(row.get("study")) for row in rows}),
+        )
         told = f"its rows are of the study {', '.join(studies)}" if rows else "it has no row"
-        raise ValueError(f"{files}: no run of a training program is in it, {told}; name its table, --results {files}")
+        raise ValueError(
+            f"{files}: no run of a training program is in it, {told}; name its table, --results {files}"
+        )
     return filled
 
 
@@ -169,10 +191,15 @@ def report(args: argparse.Namespace, folder: Path | None, files: bool = False) -
         sections.append((name, about, table, figures(name, rows, args, folder) if folder else []))
     if not printed:
         where = " ".join(map(str, args.results)) or f"runs/sweep-*{'-small' * args.small}.jsonl"
-        raise ValueError(f"no row of any axis in {where}{'' if args.small else ' (at small sizes: --small)'}")
-    shaped = [row for row in printed.values() if "grow" in (row.get("flags") or {})]  # as finetune.py's models are not
+        raise ValueError(
+            f"no row of any axis in {where}{'' if args.small else ' (at small sizes: --small)'}"
+        )
+    # As finetune.py's models are not.
+    shaped = [row for row in printed.values() if "grow" in (row.get("flags") or {})]
     if folder and (drawn := figures("time against memory", shaped, args, folder)):
-        sections.append(("time against memory", "A grey line: nothing is better in both.", "", drawn))
+        sections.append(
+            ("time against memory", "A grey line: nothing is better in both.", "", drawn)
+        )
     drawn = [path for *_, paths in sections for path in paths]
     print(*drawn, sep="\n", end="\n" * bool(drawn and args.plots)) if args.plots else None
     if args.html:
@@ -180,7 +207,11 @@ def report(args: argparse.Namespace, folder: Path | None, files: bool = False) -
         print(args.html)
     if args.wandb != "off":
         group = f"sweep-{named[0] if len(named) == 1 else 'all'}{'-small' * args.small}"
-        files = {f"{name}.md": f"{about}\n\n{table}\n".encode() for name, about, table, _ in sections if table}
+        files = {
+            f"{name}.md": f"{about}\n\n{table}\n".encode()
+            for name, about, table, _ in sections
+            if table
+        }
         files |= {path.name: path.read_bytes() for path in drawn}
         files |= {args.html.name: args.html.read_bytes()} if args.html else {}
         log_tables({}, Path("runs/report.jsonl"), args.wandb, args.group or group, files=files)
@@ -188,25 +219,57 @@ def report(args: argparse.Namespace, folder: Path | None, files: bool = False) -
 
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns the exit code, or ends the process with 2 for bad input."""
-    parser = argparse.ArgumentParser(prog="report", allow_abbrev=False, description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="report", allow_abbrev=False, description=__doc__.split("\n")[0]
+    )
     names = f"all, an axis, {', '.join(LAYOUTS)}; a file of rows; two files or commits are compared"
     parser.add_argument("axis", nargs="*", metavar="AXIS", help=names)
-    parser.add_argument("--results", nargs="+", type=Path, default=[], metavar="FILE", help="JSONL files of rows")
+    parser.add_argument(
+        "--results", nargs="+", type=Path, default=[], metavar="FILE", help="JSONL files of rows"
+    )
     parser.add_argument("--run", metavar="NAME", help="of the rows only those of this run")
     parser.add_argument("--last", type=int, metavar="N", help="of the rows only the last N")
     parser.add_argument("--small", action="store_true", help="the axes at their sizes for a CPU")
-    parser.add_argument("--plots", type=Path, metavar="DIR", help="write figures there, PNG and SVG; needs matplotlib")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="one page with tables and figures; needs matplotlib")
-    parser.add_argument("--wandb", choices=("off", "offline", "online"), default="off", help="tables and plots, too")
+    parser.add_argument(
+        "--plots",
+        type=Path,
+        metavar="DIR",
+        help="write figures there, PNG and SVG; needs matplotlib",
+    )
+    parser.add_argument(
+        "--html",
+        type=Path,
+        metavar="FILE",
+        help="one page with tables and figures; needs matplotlib",
+    )
+    parser.add_argument(
+        "--wandb", choices=("off", "offline", "online"), default="off", help="tables and plots, too"
+    )
     parser.add_argument("--group", help="of the run in W&B (default: that of the axis's sweep)")
-    parser.add_argument("--study", metavar="NAME", help="one of studies/: --results, --small and --plots apply")
-    parser.add_argument("--check", action="store_true", help="compare marked tables of README, NOTES, docs, lab/notes")
+    parser.add_argument(
+        "--study", metavar="NAME", help="one of studies/: --results, --small and --plots apply"
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="compare marked tables of README, NOTES, docs, lab/notes",
+    )
     parser.add_argument("--write", action="store_true", help="put the marked tables right")
     args = parser.parse_args(argv)
     try:
-        others = args.axis or args.results or args.small or args.plots or args.html or args.group or args.wandb != "off"
+        others = (
+            args.axis
+            or args.results
+            or args.small
+            or args.plots
+            or args.html
+            or args.group
+            or args.wandb != "off"
+        )
         if (args.check or args.write) and (others or args.study):
-            raise ValueError("--check and --write stand alone: the marks in the documents name layouts and rows")
+            raise ValueError(
+                "--check and --write stand alone: the marks in the documents name layouts and rows"
+            )
         if args.study:
             if args.axis or args.html or args.group or args.wandb != "off":
                 raise ValueError("--study: takes --results, --small and --plots alone, and no axis")
@@ -214,7 +277,9 @@ def main(argv: list[str] | None = None) -> int:
             table, about, paths = studied(args.study, files, args.plots)
             print(about, "", table, *[""] * bool(paths), *paths, sep="\n")
             return 0
-        if len(args.axis) == 2 and all(Path(a).is_file() or re.fullmatch("[0-9a-f]{7,40}", a) for a in args.axis):
+        if len(args.axis) == 2 and all(
+            Path(a).is_file() or re.fullmatch("[0-9a-f]{7,40}", a) for a in args.axis
+        ):
             print(compared(args.axis, args.results or sorted(Path("runs").glob("*.jsonl"))))
             return 0
         if args.last is not None and args.last < 1:
@@ -230,7 +295,9 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         count, differing = check(documents(), args.write)
         if not count:
-            raise ValueError("no marked table in README.md, NOTES.md, docs/*.md, lab/notes/*.md here")
+            raise ValueError(
+                "no marked table in README.md, NOTES.md, docs/*.md, lab/notes/*.md here"
+            )
         done = "rewritten" if args.write else "differ"
         print(*differing, f"{count} marked tables, {len(differing)} {done}", sep="\n")
         return 1 if differing and not args.write else 0
@@ -240,7 +307,9 @@ def main(argv: list[str] | None = None) -> int:
         told = f"{one_line(error, 200)}; take it out, or name other files"
         parser.exit(2, f"report: a row has an entry of another kind than a run writes: {told}\n")
     except OSError as error:
-        parser.exit(2, f"report: {error.filename}: {error.strerror}; name a place that can be written\n")
+        parser.exit(
+            2, f"report: {error.filename}: {error.strerror}; name a place that can be written\n"
+        )
     except ImportError as error:  # matplotlib
         flag = "--plots" if args.plots else "--html"
         parser.exit(2, f"report: {flag}: {error}: pip install matplotlib, or the extra plot\n")

@@ -1,6 +1,6 @@
 """Columns of a table: (title, cells) pairs, made from the figures of rows. Imports no torch.
 
-    columns = [*where(rows), *outcomes(rows), *column(rows, MS, "step_ms", 1)]
+columns = [*where(rows), *outcomes(rows), *column(rows, MS, "step_ms", 1)]
 """
 
 import itertools
@@ -24,7 +24,10 @@ Columns = list[tuple[str, list[str]]]
 
 def shown(row: dict | None, key: str, digits: int) -> str:
     """A figure of a row with its range, 91.4 [75.3-219.9]; nothing where it has none."""
-    text, low, high = (grouped(published.figure(row, key + end), digits, missing="") for end in ("", "_min", "_max"))
+    text, low, high = (
+        grouped(published.figure(row, key + end), digits, missing="")
+        for end in ("", "_min", "_max")
+    )
     return text + f" [{low}-{high}]" * bool(low)
 
 
@@ -36,7 +39,11 @@ def column(rows: list[dict | None], title: str, key: str, digits: int) -> Column
 
 def memory(rows: list[dict]) -> Columns:
     """The columns of peak memory that the rows have."""
-    return [found for title, key, digits, *_ in METRICS[:2] for found in column(rows, f"peak {title}", key, digits)]
+    return [
+        found
+        for title, key, digits, *_ in METRICS[:2]
+        for found in column(rows, f"peak {title}", key, digits)
+    ]
 
 
 def outcomes(rows: list[dict | None]) -> Columns:
@@ -49,5 +56,8 @@ def where(rows: list[dict | None], always: bool = False) -> Columns:
     """Columns that tell rows apart: the ranks (unless all ran on one), device and torch where they differ."""
     found = [("n", [published.label(row) if row else "" for row in rows])]
     found += [(name, [(row or {}).get(name) or "" for row in rows]) for name in ("device", "torch")]
-    needed = [always or set(found[0][1]) != {"1"}, *(len(set(texts) - {""}) > 1 for _, texts in found[1:])]
+    needed = [
+        always or set(found[0][1]) != {"1"},
+        *(len(set(texts) - {""}) > 1 for _, texts in found[1:]),
+    ]
     return list(itertools.compress(found, needed))

@@ -32,18 +32,32 @@ def parts(steps: Path) -> list[tuple[Path, float]]:
         file, about = steps.with_suffix(".settings.json"), {}
         with suppress(OSError, ValueError):  # none was written
             about = json.loads(file.read_text())
-        names = [name for name in ("continues", "after_step") if name in about] if isinstance(about, dict) else None
+        names = (
+            [name for name in ("continues", "after_step") if name in about]
+            if isinstance(about, dict)
+            else None
+        )
         if names is None or [type(about[name]) for name in names] not in ([], [str, int]):
-            raise ValueError(f"{file}: no run writes such settings; take the file away, or name other rows")
+            raise ValueError(
+                f"{file}: no run writes such settings; take the file away, or name other rows"
+            )
         if not about.get("continues"):
             break
-        steps, last = steps.with_name(f"{Path(about['continues']).name}.jsonl"), min(last, about["after_step"])
+        steps, last = (
+            steps.with_name(f"{Path(about['continues']).name}.jsonl"),
+            min(last, about["after_step"]),
+        )
     return found[::-1]
 
 
 def history(steps: Path) -> list[dict]:
     """Every logged step of a run and of those that it continues, once and in order."""
-    return [each for path, last in parts(steps) for each in read_jsonl(path) if each.get("step", last + 1) <= last]
+    return [
+        each
+        for path, last in parts(steps)
+        for each in read_jsonl(path)
+        if each.get("step", last + 1) <= last
+    ]
 
 
 def learned_from(row: dict) -> tuple:
@@ -68,5 +82,9 @@ def curves_of(rows: list[dict]) -> list[tuple[dict, list[dict]]]:
         loss = each.get("eval_loss", each.get("loss"))
         return isinstance(loss, int | float) and isfinite(loss)
 
-    found = [(row, [*filter(told, history(Path(file)))]) for file, row in files.items() if file not in continued]
+    found = [
+        (row, [*filter(told, history(Path(file)))])
+        for file, row in files.items()
+        if file not in continued
+    ]
     return [(row, steps) for row, steps in found if any("eval_loss" not in each for each in steps)]

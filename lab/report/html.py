@@ -1,6 +1,6 @@
 """A report as one HTML page that needs no other file and no network: tables, and figures as SVG inside it.
 
-    text = page([("depth", "**depth**: commit ..", "| depth | ..", [Path("plots/depth-gpu.svg")])])
+text = page([("depth", "**depth**: commit ..", "| depth | ..", [Path("plots/depth-gpu.svg")])])
 """
 
 import base64
@@ -31,15 +31,26 @@ figcaption { font-size: 13px; color: #444 }
 
 def inline(text: str) -> str:
     """Markdown's `code` and **bold** in a line as HTML."""
-    return re.sub(r"\*\*(.+?)\*\*", r"<b>\1</b>", re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text, quote=False)))
+    return re.sub(
+        r"\*\*(.+?)\*\*",
+        r"<b>\1</b>",
+        re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text, quote=False)),
+    )
 
 
 def table(text: str) -> str:
     """A table in Markdown as HTML; columns whose second line ends with a colon stand to the right."""
-    head, marks, *body = ([cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines())
+    head, marks, *body = (
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()
+    )
     kinds = [' class="number"' if mark.endswith(":") else "" for mark in marks]
-    rows = ["".join(f"<td{kind}>{inline(cell)}</td>" for kind, cell in zip(kinds, line, strict=True)) for line in body]
-    titles = "".join(f"<th{kind}>{inline(title)}</th>" for kind, title in zip(kinds, head, strict=True))
+    rows = [
+        "".join(f"<td{kind}>{inline(cell)}</td>" for kind, cell in zip(kinds, line, strict=True))
+        for line in body
+    ]
+    titles = "".join(
+        f"<th{kind}>{inline(title)}</th>" for kind, title in zip(kinds, head, strict=True)
+    )
     return "\n".join([f"<table><thead><tr>{titles}</tr></thead><tbody>", *(f"<tr>{row}</tr>" for row in rows),
                       "</tbody></table>"])  # fmt: skip
 

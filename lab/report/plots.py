@@ -84,7 +84,13 @@ def column(height: float) -> Figure:
 def legend(plot: Figure, handles: dict, title: str | None = None, **how) -> None:
     """A legend below the axes: words -> what is drawn for them."""
     words = [textwrap.fill(text, 48) if len(text.split("\n")[0]) > 54 else text for text in handles]
-    plot.legend(handles.values(), words, title=title, title_fontsize=7, **(dict(loc="outside lower center") | how))
+    plot.legend(
+        handles.values(),
+        words,
+        title=title,
+        title_fontsize=7,
+        **(dict(loc="outside lower center") | how),
+    )
 
 
 def save(plot: Figure, folder: Path, name: str, dpi: int = 300) -> list[Path]:
@@ -114,11 +120,17 @@ def wording(settings: list[dict]) -> list[str]:
     names = dict.fromkeys(name for each in settings for name in each)
     values = {name: Counter(str(each.get(name)) for each in settings) for name in names}
     apart = {name: count.most_common(1)[0][0] for name, count in values.items() if len(count) > 1}
-    usual = {} if len(apart) <= 3 else {name: value for name, value in apart.items() if name != "ranks"}
+    usual = (
+        {} if len(apart) <= 3 else {name: value for name, value in apart.items() if name != "ranks"}
+    )
     texts = []
     for each in settings:
         own = [name for name in apart if name in each and str(each[name]) != usual.get(name)]
-        own = own if {*own} - {"ranks"} else [name for name in apart if name in each and name in (*WORDS, "ranks")]
+        own = (
+            own
+            if {*own} - {"ranks"}
+            else [name for name in apart if name in each and name in (*WORDS, "ranks")]
+        )
         texts.append(", ".join(word(name, each[name]) for name in own))
     return texts
 
@@ -126,11 +138,15 @@ def wording(settings: list[dict]) -> list[str]:
 def memory_of(rows: Iterable[dict]) -> tuple[str, str]:
     """(key, words) of the first kind of memory that any row has."""
     rows = [*rows]
-    return next((kind for kind in MEMORY if any(published.figure(row, kind[0]) for row in rows)), MEMORY[1])
+    return next(
+        (kind for kind in MEMORY if any(published.figure(row, kind[0]) for row in rows)), MEMORY[1]
+    )
 
 
 def ours(row: dict, mib: str) -> Point:
-    told = (published.figure(row, key) for key in (mib, "step_ms", "step_ms_min", "step_ms_max", "mfu"))
+    told = (
+        published.figure(row, key) for key in (mib, "step_ms", "step_ms_min", "step_ms_max", "mfu")
+    )
     return Point(*told, row.get("outcome", "ok"))
 
 
@@ -143,14 +159,28 @@ def curves(name: str, found: list, gpu: bool) -> dict[str, dict]:
         if o and published.on_gpu(o) == gpu:
             own.append((key, published.series(o, name), ours(o, mib)))
         if p:
-            point = Point(p["mib"], p["ms"], None, None, p.get("mfu"), "" if p["mib"] else p["text"]["mib"])
-            theirs.append((key, f"published {p['device']}" + f" n={p['ranks']}" * ("ranks" not in names), point))
+            point = Point(
+                p["mib"], p["ms"], None, None, p.get("mfu"), "" if p["mib"] else p["text"]["mib"]
+            )
+            theirs.append(
+                (
+                    key,
+                    f"published {p['device']}" + f" n={p['ranks']}" * ("ranks" not in names),
+                    point,
+                )
+            )
     for side in (own, theirs):
         for key, curve, point in side:
             x, parts = key[0] if len(names) == 1 else keys.index(key), [""]
             if name == "gpus":
-                x, least, most = key[2], min(each[0][0] for each in side), max(each[0][1] for each in side)
-                parts = [f", batch {least} a rank"] * (key[0] == least) + [f", batch {most} in all"] * (key[1] == most)
+                x, least, most = (
+                    key[2],
+                    min(each[0][0] for each in side),
+                    max(each[0][1] for each in side),
+                )
+                parts = [f", batch {least} a rank"] * (key[0] == least) + [
+                    f", batch {most} in all"
+                ] * (key[1] == most)
             for part in parts:
                 made.setdefault(curve + part, {})[x] = point
     return made
@@ -159,19 +189,41 @@ def curves(name: str, found: list, gpu: bool) -> dict[str, dict]:
 def panels(name: str, made: dict[str, dict], memory: str) -> list[tuple[str, str]]:
     """(field of Point, words) of what an axis shows: MFU of `mfu`, else memory and time; what no run of ours has is
     left out. NoFigure where nothing is left."""
-    wanted = [("mfu", "MFU (%)")] if name == "mfu" else [("mib", f"{memory} (MiB)"), ("ms", "time of a step (ms)")]
-    points = [point for curve, line in made.items() if not curve.startswith("published") for point in line.values()]
-    if found := [(key, words) for key, words in wanted if any(getattr(point, key) for point in points)]:
+    wanted = (
+        [("mfu", "MFU (%)")]
+        if name == "mfu"
+        else [("mib", f"{memory} (MiB)"), ("ms", "time of a step (ms)")]
+    )
+    points = [
+        point
+        for curve, line in made.items()
+        if not curve.startswith("published")
+        for point in line.values()
+    ]
+    if found := [
+        (key, words) for key, words in wanted if any(getattr(point, key) for point in points)
+    ]:
         return found
     ends = ", ".join(sorted({point.outcome[:40] for point in points} - {"ok", ""}))
-    lacks = "no run has an MFU: the peak of their device is not known" if name == "mfu" else "no run has a figure"
+    lacks = (
+        "no run has an MFU: the peak of their device is not known"
+        if name == "mfu"
+        else "no run has a figure"
+    )
     raise NoFigure(lacks + f" ({ends})" * bool(ends))
 
 
-def relative(curve: dict, keys: list[tuple[str, str]]) -> dict:  # over the first of its points that has the figure
-    first = {key: next((getattr(p, key) for _, p in sorted(curve.items()) if getattr(p, key)), 1) for key, _ in keys}
+# Over the first of its points that has the figure.
+def relative(curve: dict, keys: list[tuple[str, str]]) -> dict:
+    first = {
+        key: next((getattr(p, key) for _, p in sorted(curve.items()) if getattr(p, key)), 1)
+        for key, _ in keys
+    }
     base = first | dict(low=first.get("ms", 1), high=first.get("ms", 1))
-    return {x: p._replace(**{k: getattr(p, k) / n for k, n in base.items() if getattr(p, k)}) for x, p in curve.items()}
+    return {
+        x: p._replace(**{k: getattr(p, k) / n for k, n in base.items() if getattr(p, k)})
+        for x, p in curve.items()
+    }
 
 
 def axis(name: str, found: list, folder: Path) -> list[Path]:
@@ -181,71 +233,115 @@ def axis(name: str, found: list, folder: Path) -> list[Path]:
     for gpu in sorted({published.on_gpu(o) for _, o, _ in found if o}):
         here = {key for key, o, _ in found if o and published.on_gpu(o) == gpu}
         line = len(names) == 1 or name == "gpus"
-        some = [each for each in found if line or each[0] in here]  # no group of bars without one of ours
-        made, memory = curves(name, some, gpu), memory_of(o for _, o, _ in some if o and published.on_gpu(o) == gpu)[1]
+        # No group of bars without one of ours.
+        some = [each for each in found if line or each[0] in here]
+        made, memory = (
+            curves(name, some, gpu),
+            memory_of(o for _, o, _ in some if o and published.on_gpu(o) == gpu)[1],
+        )
         try:
             shown = panels(name, made, memory)
         except NoFigure as e:
             why.append(f"on a {'GPU' if gpu else 'CPU'} {e}")
             continue
         if not gpu and name != "mfu" and any(curve.startswith("published") for curve in made):
-            made = {curve: relative(points, shown) for curve, points in made.items() if len(points) > 1 or not line}
+            made = {
+                curve: relative(points, shown)
+                for curve, points in made.items()
+                if len(points) > 1 or not line
+            }
             words = {"mib": f"{memory} (published: allocated)", "ms": "time of a step"}
             shown = [(key, f"{words[key]}, relative to the first") for key, _ in shown]
         file, show = f"{name}-{'gpu' if gpu else 'cpu'}", lines if line else draw_bars
         keys = dict(enumerate(dict.fromkeys(key for key, *_ in some)))
         settings = [dict(zip(names, key, strict=True)) if names else sweep.given(sweep.parse(shlex.split(key[0]))[1])
                     for key in keys.values()]  # fmt: skip
-        labels = "ranks" if name == "gpus" else names[0] if line else dict(zip(keys, wording(settings), strict=True))
+        labels = (
+            "ranks"
+            if name == "gpus"
+            else names[0]
+            if line
+            else dict(zip(keys, wording(settings), strict=True))
+        )
         paths += show(file, made, shown, labels, folder)
     if not paths:
         raise NoFigure("; ".join(why) or "no run of ours")
     return paths
 
 
-def lines(file: str, made: dict[str, dict], shown: list[tuple[str, str]], label: str, folder: Path) -> list[Path]:
+def lines(
+    file: str, made: dict[str, dict], shown: list[tuple[str, str]], label: str, folder: Path
+) -> list[Path]:
     """A panel below the other, both axes logarithmic; bars from the least to the most. What has no figure is an x near
     the bottom, with its outcome, higher for each curve."""
     plot = column(0.7 + 1.7 * len(shown) + 0.15 * len(made))
     handles, ticks = {}, sorted({x for curve in made.values() for x in curve})
     middle = (ticks[0] * ticks[-1]) ** 0.5
-    for ax, (key, words) in zip(plot.subplots(len(shown), 1, sharex=True, squeeze=False)[:, 0], shown, strict=True):
+    for ax, (key, words) in zip(
+        plot.subplots(len(shown), 1, sharex=True, squeeze=False)[:, 0], shown, strict=True
+    ):
         for number, (name, curve) in enumerate(made.items()):
             color, line = COLORS[number % len(COLORS)], STYLES[number % len(STYLES)]
             how = dict(color=color, linestyle=line, marker=MARKERS[number % len(MARKERS)])
             how |= dict(markerfacecolor="white") if name.startswith("published") else {}
             if has := [(x, p) for x, p in sorted(curve.items()) if getattr(p, key)]:
-                ends = [(p.ms - (p.low or p.ms), (p.high or p.ms) - p.ms) for _, p in has] if key == "ms" else None
+                ends = (
+                    [(p.ms - (p.low or p.ms), (p.high or p.ms) - p.ms) for _, p in has]
+                    if key == "ms"
+                    else None
+                )
                 spread = [*zip(*ends, strict=True)] if ends and any(map(any, ends)) else None
-                handles[name] = ax.errorbar([x for x, _ in has], [getattr(p, key) for _, p in has], spread, **how)
+                handles[name] = ax.errorbar(
+                    [x for x, _ in has], [getattr(p, key) for _, p in has], spread, **how
+                )
             for x, p in curve.items():
                 if not getattr(p, key) and p.outcome not in ("", "ok"):
-                    low, across, side = 0.07 + 0.12 * (number % 6), ax.get_xaxis_transform(), 1 - 2 * (x > middle)
+                    low, across, side = (
+                        0.07 + 0.12 * (number % 6),
+                        ax.get_xaxis_transform(),
+                        1 - 2 * (x > middle),
+                    )
                     ax.plot([x], [low], "x", color=color, transform=across)
                     ax.annotate(p.outcome[:12], (x, low), (4 * side, 0), xycoords=across, textcoords="offset points",
                                 color=color, ha="left" if side > 0 else "right", va="center", fontsize=6)  # fmt: skip
         ax.set(xscale="log", yscale="log", ylabel=textwrap.fill(words, 24))
         ax.margins(0.08, 0.12)
-        ax.set_xticks(ticks, [str(x) for x in ticks], rotation=90 if sum(len(str(x)) for x in ticks) > 32 else 0)
+        ax.set_xticks(
+            ticks,
+            [str(x) for x in ticks],
+            rotation=90 if sum(len(str(x)) for x in ticks) > 32 else 0,
+        )
         ax.set_xticks([], minor=True)
         low, high = ax.get_ylim()
         subs = (1, 1.5, 2, 3, 5, 7) if high < 8 * low else (1, 3) if high < 500 * low else (1,)
         ax.yaxis.set(major_locator=LogLocator(subs=subs), minor_formatter=NullFormatter())
         ax.yaxis.set_major_formatter(lambda y, _: grouped(y, 0 if y == int(y) else 1))
-    ax.set_xlabel({"seqlen": "sequence length (tokens)", "depth": "depth (blocks)"}.get(label, label))
+    ax.set_xlabel(
+        {"seqlen": "sequence length (tokens)", "depth": "depth (blocks)"}.get(label, label)
+    )
     legend(plot, handles)
     return save(plot, folder, file)
 
 
-def draw_bars(file: str, made: dict[str, dict], shown: list[tuple[str, str]], labels: dict, folder: Path) -> list[Path]:
+def draw_bars(
+    file: str, made: dict[str, dict], shown: list[tuple[str, str]], labels: dict, folder: Path
+) -> list[Path]:
     """Panels side by side: a group of bars for each label, one for each curve of ours; what is published is a mark.
     What does not fit on a page has several files."""
-    own, theirs = ([name for name in made if name.startswith("published") == yes] for yes in (False, True))
+    own, theirs = (
+        [name for name in made if name.startswith("published") == yes] for yes in (False, True)
+    )
     texts = {x: textwrap.fill(text, 24, break_on_hyphens=False) for x, text in labels.items()}
     inside = {x: [name for name in own if x in made[name]] for x in texts}
-    room = {x: 0.07 + max(0.12 * (1 + text.count("\n")), 0.13 * len(inside[x])) for x, text in texts.items()}  # inch
+    # Inch.
+    room = {
+        x: 0.07 + max(0.12 * (1 + text.count("\n")), 0.13 * len(inside[x]))
+        for x, text in texts.items()
+    }
     if sum(room.values()) > PAGE:
-        page = {x: int(end // PAGE) for x, end in zip(texts, accumulate(room.values()), strict=True)}
+        page = {
+            x: int(end // PAGE) for x, end in zip(texts, accumulate(room.values()), strict=True)
+        }
         return [path for n in dict.fromkeys(page.values()) for path in draw_bars(
             f"{file}-{n + 1}", {name: {x: p for x, p in curve.items() if page[x] == n} for name, curve in made.items()},
             shown, {x: text for x, text in labels.items() if page[x] == n}, folder)]  # fmt: skip
@@ -254,17 +350,31 @@ def draw_bars(file: str, made: dict[str, dict], shown: list[tuple[str, str]], la
     axes, handles = plot.subplots(1, len(shown), sharey=True, squeeze=False)[0], {}
     for ax, (key, words) in zip(axes, shown, strict=True):
         for number, name in enumerate(own):
-            how = dict(color=FACES[number % len(FACES)], hatch=HATCHES[number % len(HATCHES)], edgecolor="black")
+            how = dict(
+                color=FACES[number % len(FACES)],
+                hatch=HATCHES[number % len(HATCHES)],
+                edgecolor="black",
+            )
             for x, p in made[name].items():
                 at = places[x] + 0.13 * (inside[x].index(name) - (len(inside[x]) - 1) / 2)
                 if value := (p.low or p.ms) if key == "ms" else getattr(p, key):
-                    ends = [[0], [p.ms - value]] if key == "ms" else None  # the largest would squeeze all others
+                    # The largest would squeeze all others.
+                    ends = [[0], [p.ms - value]] if key == "ms" else None
                     handles[name] = ax.barh(at, value, 0.115, xerr=ends, error_kw=dict(linewidth=0.7), linewidth=0.5,
                                             **how)  # fmt: skip
                 elif p.outcome not in ("", "ok"):
-                    ax.annotate(p.outcome[:14], (0, at), (2, 0), textcoords="offset points", va="center", fontsize=6)
+                    ax.annotate(
+                        p.outcome[:14],
+                        (0, at),
+                        (2, 0),
+                        textcoords="offset points",
+                        va="center",
+                        fontsize=6,
+                    )
         for number, name in enumerate(theirs):
-            if has := [(getattr(p, key), places[x]) for x, p in made[name].items() if getattr(p, key)]:
+            if has := [
+                (getattr(p, key), places[x]) for x, p in made[name].items() if getattr(p, key)
+            ]:
                 [handles[name]] = ax.plot(*zip(*has, strict=True), "Dv^s"[number % 4], color="black", markersize=4,
                                           markerfacecolor="white")  # fmt: skip
         ax.margins(x=0.08)
@@ -273,10 +383,14 @@ def draw_bars(file: str, made: dict[str, dict], shown: list[tuple[str, str]], la
         ax.set_yticks([*places.values()], [*texts.values()])
         ax.tick_params(axis="y", length=0)
         ticks = MaxNLocator(3, steps=[1, 2, 5, 10])  # more of them would touch
-        ax.xaxis.set(major_locator=ticks, major_formatter=lambda x, _: grouped(x, 0 if x == int(x) else 1))
+        ax.xaxis.set(
+            major_locator=ticks, major_formatter=lambda x, _: grouped(x, 0 if x == int(x) else 1)
+        )
         ax.grid(False, axis="y")
     spread = any(p.low for name in own for p in made[name].values()) and "ms" in dict(shown)
-    legend(plot, handles, "time: bars to the smallest step, lines to the median" if spread else None)
+    legend(
+        plot, handles, "time: bars to the smallest step, lines to the median" if spread else None
+    )
     return save(plot, folder, file)
 
 
@@ -297,7 +411,11 @@ def bars(name: str, found: list, folder: Path) -> list[Path]:
 
 def told(row: dict) -> dict:
     """The setting of a row that has an influence on memory and time, its shape and ranks among it."""
-    told = {name: value for name, value in setting(row).items() if config.flag(name) not in published.NEUTRAL}
+    told = {
+        name: value
+        for name, value in setting(row).items()
+        if config.flag(name) not in published.NEUTRAL
+    }
     return told | {"ranks": published.label(row)}
 
 
@@ -331,7 +449,8 @@ def fronts(rows: list[dict], folder: Path, most: int = 8) -> list[Path]:
         ax, handles = plot.subplots(), {}
         ax.plot(*zip(*best, strict=True), "-", color="0.5", drawstyle="steps-post", zorder=1)
         for i, (at, text) in enumerate(zip(named, texts, strict=True)):
-            face = "none" if i < len(MARKERS) else COLORS[i % len(COLORS)]  # none: a mark behind another is seen
+            # none: a mark behind another is seen.
+            face = "none" if i < len(MARKERS) else COLORS[i % len(COLORS)]
             [handles[text]] = ax.plot(*points[at], MARKERS[i % len(MARKERS)], color=COLORS[i % len(COLORS)],
                                        markerfacecolor=face, markersize=5.5, linestyle="none")  # fmt: skip
         if others := [point for i, point in enumerate(points) if i not in named]:
@@ -360,7 +479,9 @@ def losses(rows: list[dict], folder: Path) -> list[Path]:
     curve, from its first step on."""
     found = comparable_curves(rows)
     if not found:
-        raise NoFigure("no logged step of a run on real ranks lies beside the rows (FILE.steps/RUN.jsonl)")
+        raise NoFigure(
+            "no logged step of a run on real ranks lies beside the rows (FILE.steps/RUN.jsonl)"
+        )
     texts = wording([setting(row) for row, _ in found])
     texts = [text if texts.count(text) == 1 else f"{text} {row.get('run', i)}".strip() for i, (text, (row, _)) in
              enumerate(zip(texts, found, strict=True))]  # fmt: skip
@@ -373,7 +494,9 @@ def losses(rows: list[dict], folder: Path) -> list[Path]:
         tested = [(s[over], s["eval_loss"]) for s in steps if "eval_loss" in s]
         mark = MARKERS[i % len(MARKERS)] if tested else ""
         ax.plot(*zip(*train, strict=True), linestyle=line, color=color)
-        ax.plot(*zip(*tested, strict=True), mark, color=color, markerfacecolor="white") if tested else None
+        ax.plot(
+            *zip(*tested, strict=True), mark, color=color, markerfacecolor="white"
+        ) if tested else None
         [handles[textwrap.fill(text or "the run", 48)]] = ax.plot([], [], marker=mark, linestyle=line, color=color,
                                                                   markerfacecolor="white")  # fmt: skip
         held |= bool(tested)
@@ -388,13 +511,24 @@ def fits(rows: list[dict], folder: Path) -> list[Path]:
     plot = column(3.2)
     ax, handles = plot.subplots(), {}
     for i, label in enumerate(dict.fromkeys(map(published.label, rows))):
-        for line, words, x, y in (("-", "", "ratio", "step_ms"), ("--", ", planned", "planned_ratio", "planned_ms")):
-            found = [r for r in rows if published.label(r) == label and r.get(x) is not None and r.get(y)]
-            how = dict(linestyle=line, marker=MARKERS[i % len(MARKERS)], color=COLORS[i % len(COLORS)])
+        for line, words, x, y in (
+            ("-", "", "ratio", "step_ms"),
+            ("--", ", planned", "planned_ratio", "planned_ms"),
+        ):
+            found = [
+                r for r in rows if published.label(r) == label and r.get(x) is not None and r.get(y)
+            ]
+            how = dict(
+                linestyle=line, marker=MARKERS[i % len(MARKERS)], color=COLORS[i % len(COLORS)]
+            )
             if found:
-                [handles[word("ranks", label) + words]] = ax.plot([r[x] for r in found], [r[y] for r in found], **how)
+                [handles[word("ranks", label) + words]] = ax.plot(
+                    [r[x] for r in found], [r[y] for r in found], **how
+                )
             for r in found:
-                ax.annotate(r["batch"], (r[x], r[y]), (3, 3), textcoords="offset points", fontsize=6)
+                ax.annotate(
+                    r["batch"], (r[x], r[y]), (3, 3), textcoords="offset points", fontsize=6
+                )
     if not handles:
         raise NoFigure("no row has a ratio that fits and a time")
     ax.set(xlabel="recomputed share of the blocks", ylabel="time of a step (ms)")
@@ -416,7 +550,11 @@ def overlap(rows: list[dict], folder: Path) -> list[Path]:
     """Collectives of a step above its products, as lab/benchmarks/collectives.py counts them: the last row with plain
     Inductor options and the last with ours. A bar goes from start to wait; a cross has no product between. NoFigure
     without either row."""
-    shown = {"plain" in row["flags"]["compile_options"]: row for row in rows if row.get("study") == "collectives"}
+    shown = {
+        "plain" in row["flags"]["compile_options"]: row
+        for row in rows
+        if row.get("study") == "collectives"
+    }
     if len(shown) < 2:
         raise NoFigure("it takes a row with plain Inductor options and one without")
     names, looks = ("torch.compile alone", "with overlap.py"), {"all-gather": ("0.2", "weights gathered"),
@@ -426,21 +564,43 @@ def overlap(rows: list[dict], folder: Path) -> list[Path]:
                              strict=True):  # fmt: skip
         before, found = 0, []
         for part, graph in row["graphs"].items():
-            found += [(before + start, gap, kind, mib) for kind, start, gap, mib, _ in graph["collectives"]]
+            found += [
+                (before + start, gap, kind, mib)
+                for kind, start, gap, mib, _ in graph["collectives"]
+            ]
             ax.text(before + graph["products"] / 2, -1, f"{part.split(', ')[-1]}: {graph['products']} products",
                     ha="center", va="center")  # fmt: skip
-            ax.barh(-1, graph["products"] - 0.2, 0.9, before, color="0.92", edgecolor="0.5", align="center")
+            ax.barh(
+                -1,
+                graph["products"] - 0.2,
+                0.9,
+                before,
+                color="0.92",
+                edgecolor="0.5",
+                align="center",
+            )
             before += graph["products"]
-        for (start, gap, kind, mib), y in zip(found, lanes([(at, at + gap) for at, gap, *_ in found]), strict=True):
+        for (start, gap, kind, mib), y in zip(
+            found, lanes([(at, at + gap) for at, gap, *_ in found]), strict=True
+        ):
             color, label = looks[kind]
             if gap:
                 handles[label] = ax.barh(y, gap - 0.6, 0.8, start, color=color)
-                ink, text = "white" if color < "0.5" else "black", f"{mib:.0f} MiB" if gap > 4 else ""
-                ax.text(start + gap / 2 - 0.3, y, text, ha="center", va="center", fontsize=7, color=ink)
+                ink, text = (
+                    "white" if color < "0.5" else "black",
+                    f"{mib:.0f} MiB" if gap > 4 else "",
+                )
+                ax.text(
+                    start + gap / 2 - 0.3, y, text, ha="center", va="center", fontsize=7, color=ink
+                )
             else:
-                [handles[f"{label}, no product meanwhile"]] = ax.plot(start, y, "x", color=color, markersize=5)
+                [handles[f"{label}, no product meanwhile"]] = ax.plot(
+                    start, y, "x", color=color, markersize=5
+                )
         exposed = sum(not gap for _, gap, *_ in found)
-        ax.set_title(f"{name}: {len(found)} collectives, {exposed} of them exposed", fontsize=9, loc="left")
+        ax.set_title(
+            f"{name}: {len(found)} collectives, {exposed} of them exposed", fontsize=9, loc="left"
+        )
         ax.grid(False)
         ax.set(yticks=[], xlim=(-1, before + 1.5))
         ax.spines[["left", "right", "top"]].set_visible(False)

@@ -19,7 +19,9 @@ from trainer.distributed.terminal import grouped
 from trainer.logging import read_jsonl
 
 REFERENCE = Path(__file__).resolve().parents[2] / "reference"
-NEUTRAL = sweep.OUTPUT | {f"--{name}" for name in "steps data lr warmup seed device world link".split()}
+NEUTRAL = sweep.OUTPUT | {
+    f"--{name}" for name in "steps data lr warmup seed device world link".split()
+}
 SHAPE = "block depth width head_dim grouping grow vocab seqlen batch grad_accum param_dtype".split()
 QWEN_7B = 7_615_616_512  # parameters of Qwen2.5-7B
 LOSSES = "loss", "eval_loss", "eval_bpb"
@@ -39,8 +41,14 @@ def read(paths: list[Path]) -> list[dict]:
     """Every row of JSONL files, in order, with its `file` and, where it has logged steps, their file, `history`; lines
     cut short are passed over. ValueError: no file."""
     if missing := [path for path in paths if not path.is_file()]:
-        raise ValueError(f"no file {missing[0]}: ./launch.sh sweep AXIS writes one, --results names others")
-    return [whole(row) | {"file": path.name} | steps_of(path, row) for path in paths for row in read_jsonl(path)]
+        raise ValueError(
+            f"no file {missing[0]}: ./launch.sh sweep AXIS writes one, --results names others"
+        )
+    return [
+        whole(row) | {"file": path.name} | steps_of(path, row)
+        for path in paths
+        for row in read_jsonl(path)
+    ]
 
 
 def steps_of(path: Path, row: dict) -> dict[str, str]:
@@ -79,14 +87,22 @@ def core(cell: str | None) -> frozenset[tuple[str, tuple[str, ...]]] | None:
 
 def on_gpu(row: dict) -> bool:
     """Whether a run was on a GPU: by its memory, by its device, or, where it died before it knew, by its flags."""
-    told = "CPU" if "--device cpu" in str(row.get("cell")) or "+cpu" in str(row.get("torch")) else "GPU"
-    return "peak_alloc_mib" in row or not ("peak_rss_mib" in row or str(row.get("device", told)).startswith("CPU"))
+    told = (
+        "CPU"
+        if "--device cpu" in str(row.get("cell")) or "+cpu" in str(row.get("torch"))
+        else "GPU"
+    )
+    return "peak_alloc_mib" in row or not (
+        "peak_rss_mib" in row or str(row.get("device", told)).startswith("CPU")
+    )
 
 
 def setting(row: dict, name: str):
     """What --name was. ValueError if the row does not say: a default of today may be another than that of the run."""
     if name not in (row.get("flags") or {}):
-        raise ValueError(f"the row of '{row.get('cell')}' does not say what {name} was: run its cell again")
+        raise ValueError(
+            f"the row of '{row.get('cell')}' does not say what {name} was: run its cell again"
+        )
     return row["flags"][name]
 
 
@@ -123,15 +139,29 @@ def key_names(axis: str) -> list[str]:
 
 def key_of(row: dict, names: list[str]) -> tuple:
     """Their values in a row of ours."""
-    found = {name: setting(row, name) for name in "remat attn compile seqlen depth width batch grouping mode".split()}
-    found |= {"ranks": ranks(row), "small": "replicate" if setting(row, "min_shard_mib") else "shard"}
+    found = {
+        name: setting(row, name)
+        for name in "remat attn compile seqlen depth width batch grouping mode".split()
+    }
+    found |= {
+        "ranks": ranks(row),
+        "small": "replicate" if setting(row, "min_shard_mib") else "shard",
+    }
     found["global batch"] = found["ranks"] * found["batch"] * setting(row, "grad_accum")
     return tuple(found[name] for name in names)
 
 
 def flops_ratio(depth: int, seqlen: int, grouping: int) -> float:
     """FLOPs of a token, causal convention, over those of the published count: no width in the MLP, no grouping."""
-    c = SimpleNamespace(depth=depth, width=4096, heads=32, kv_heads=32 // grouping, head_dim=128, grow=4, vocab=32768)
+    c = SimpleNamespace(
+        depth=depth,
+        width=4096,
+        heads=32,
+        kv_heads=32 // grouping,
+        head_dim=128,
+        grow=4,
+        vocab=32768,
+    )
     core = flops_per_token(c, seqlen) - flops_per_token(c, seqlen, "linear")
     counted = 6 * (depth * (4 * c.width**2 + 2 * c.grow * c.width) + c.width * c.vocab) + core
     return flops_per_token(c, seqlen) / counted
@@ -140,7 +170,9 @@ def flops_ratio(depth: int, seqlen: int, grouping: int) -> float:
 def published(axis: str) -> dict[tuple, dict]:
     """Key -> published row: `device`, `ranks`, `mib`, `ms`, `mfu` (of a range the middle, None for words), `text`."""
     names, found = key_names(axis), {}
-    for line in csv.DictReader((REFERENCE / f"{axis}.csv").read_text().splitlines()) if names else ():
+    for line in (
+        csv.DictReader((REFERENCE / f"{axis}.csv").read_text().splitlines()) if names else ()
+    ):
         p = {name: int(value) if value.isdigit() else value for name, value in line.items()}
         n, _, device = line["on"].partition("x")
         p |= {"ranks": int(n), "device": device, "text": {}}
@@ -150,7 +182,11 @@ def published(axis: str) -> dict[tuple, dict]:
             p[name] = sum(map(int, ends)) / len(ends) if known else None
             p["text"][name] = "-".join(grouped(int(end)) if known else end for end in ends)
         counted = line.get("mfu")
-        p["mfu"] = float(counted) * flops_ratio(p["depth"], p["seqlen"], p["grouping"]) if counted else None
+        p["mfu"] = (
+            float(counted) * flops_ratio(p["depth"], p["seqlen"], p["grouping"])
+            if counted
+            else None
+        )
         p["text"]["mfu"] = f"{counted}, {grouped(p['mfu'], 1)}"
         found[tuple(p[name] for name in names)] = p
     return found
@@ -160,7 +196,14 @@ def fit_of(row: dict) -> float | None:
     """The published part of recomputed blocks beside a row of what fits, if it is of Qwen2.5-7B, or None."""
     key = [str(n) for n in (ranks(row), row["batch"], row["grad_accum"])]
     lines = csv.reader((REFERENCE / "fit_qwen7b.csv").read_text().splitlines())
-    return next((float(ac) for *own, ac, ga in lines if [*own, ga] == key and row.get("parameters") == QWEN_7B), None)
+    return next(
+        (
+            float(ac)
+            for *own, ac, ga in lines
+            if [*own, ga] == key and row.get("parameters") == QWEN_7B
+        ),
+        None,
+    )
 
 
 def measured(row: dict) -> float | None:
@@ -170,13 +213,17 @@ def measured(row: dict) -> float | None:
     for axis in ("seqlen", "depth", "width", "gpus", "variants"):
         for p in published(axis).values():
             theirs = usual | {name: p[name] for name in usual if name in p}
-            theirs["batch"] = p.get("global batch", theirs["batch"] * theirs["ranks"]) // theirs["ranks"]
+            theirs["batch"] = (
+                p.get("global batch", theirs["batch"] * theirs["ranks"]) // theirs["ranks"]
+            )
             if theirs == ours and p["mib"]:
                 return p["mib"]
     return None
 
 
-def entries(axis: str, rows: list[dict], small: bool) -> list[tuple[tuple, dict | None, dict | None]]:
+def entries(
+    axis: str, rows: list[dict], small: bool
+) -> list[tuple[tuple, dict | None, dict | None]]:
     """(key, our row, published row) of an axis; None for a row that is missing. ValueError where none is ours."""
     names, theirs, lines, found = key_names(axis), published(axis), {}, []
     for cell in sweep.read_cells(axis, small, ANY, []):
@@ -190,15 +237,25 @@ def entries(axis: str, rows: list[dict], small: bool) -> list[tuple[tuple, dict 
         for row in newest([row for row in told.get(flags, []) if n in (ANY, ranks(row))]):
             found.append((key_of(row, names) or (sweep.join(dict(flags - shared)),), row))
     if not found:
-        raise ValueError(f"{axis}: no row of it{'' if small else ' (at small sizes: --small)'} among {len(rows)} rows")
+        raise ValueError(
+            f"{axis}: no row of it{'' if small else ' (at small sizes: --small)'} among {len(rows)} rows"
+        )
     keys = list(dict.fromkeys([key for key, _ in found] + list(theirs)))
     keys = sorted(keys) if names and axis != "variants" else keys
-    return [(k, row, theirs.get(k)) for k in keys for row in [row for key, row in found if key == k] or [None]]
+    return [
+        (k, row, theirs.get(k))
+        for k in keys
+        for row in [row for key, row in found if key == k] or [None]
+    ]
 
 
 def comparable(ours: dict | None, theirs: dict | None) -> bool:
     """At the published setting (that of the axis' line at full size), on as many ranks, on a GPU."""
-    full = ours and [setting(ours, name) for name in ("block", "vocab", "param_dtype")] == ["gelu", 32768, "bf16"]
+    full = ours and [setting(ours, name) for name in ("block", "vocab", "param_dtype")] == [
+        "gelu",
+        32768,
+        "bf16",
+    ]
     return bool(full and theirs and on_gpu(ours) and ranks(ours) == theirs["ranks"])
 
 
@@ -221,7 +278,8 @@ def series(row: dict, axis: str) -> str:
 
 
 def _named(flags: dict | None) -> dict:
-    return {name: value for name, value in (flags or {}).items() if name != "effective_batch"}  # older rows lack it
+    # Older rows lack it.
+    return {name: value for name, value in (flags or {}).items() if name != "effective_batch"}
 
 
 def rows_of(side: str, files: list[Path]) -> dict[tuple, dict]:
@@ -231,14 +289,22 @@ def rows_of(side: str, files: list[Path]) -> dict[tuple, dict]:
     rows = read(files if commit else [Path(side)])
     rows = [row for row in rows if not commit or str(row.get("commit")).startswith(side)]
     if not rows:
-        raise ValueError(f"{side}: no row of this {'commit' if commit else 'file'}; --results names other files")
-    named = [(row, row.get("cell") or json.dumps(_named(row.get("flags")), sort_keys=True)) for row in rows]
-    named.sort(key=lambda each: not each[0].get("dirty"))  # the last one counts: that of a commit, if there is one
+        raise ValueError(
+            f"{side}: no row of this {'commit' if commit else 'file'}; --results names other files"
+        )
+    named = [
+        (row, row.get("cell") or json.dumps(_named(row.get("flags")), sort_keys=True))
+        for row in rows
+    ]
+    # The last one counts: that of a commit, if there is one.
+    named.sort(key=lambda each: not each[0].get("dirty"))
     return {(label(row), name): row for row, name in named}
 
 
 def ratio(a: dict, b: dict, name: str) -> str:
     """A figure of `b` over that of `a`, 0.963 [0.801-1.120]; nothing where one has none."""
-    x, low, high, y, least, most = (figure(row, name + end) for row in (a, b) for end in ("", "_min", "_max"))
+    x, low, high, y, least, most = (
+        figure(row, name + end) for row in (a, b) for end in ("", "_min", "_max")
+    )
     spread = f" [{least / high:.3f}-{most / low:.3f}]" if all((low, high, least, most)) else ""
     return f"{y / x:.3f}{spread}" if x and y else ""

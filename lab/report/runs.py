@@ -1,6 +1,6 @@
 """Tables of runs, whatever their settings: all figures of each, their losses, what they send. Imports no torch.
 
-    rows, columns = runs(published.read([Path("runs/results.jsonl")]))
+rows, columns = runs(published.read([Path("runs/results.jsonl")]))
 """
 
 import json
@@ -17,12 +17,24 @@ def loss(rows: list[dict]) -> tuple[list[dict], Columns]:
     """Runs with logged steps: what tells their settings apart, and their last losses, also on held-out data."""
     rows = [row for row, _ in comparable_curves(rows)]
     settings = [setting(row) for row in rows]
-    apart = [k for k in settings[0] if len({str(each.get(k)) for each in settings}) > 1] if rows else []
+    apart = (
+        [k for k in settings[0] if len({str(each.get(k)) for each in settings}) > 1] if rows else []
+    )
     apart = [k for k in apart if all(k in each for each in settings)]
     columns = [("run", [row["run"] for row in rows])]
-    columns += [(name, [str(each.get(name)) for each in settings]) for name in apart] + where(rows) + outcomes(rows)
-    columns += [("steps", [str(published.setting(row, "steps")) for row in rows])] * ("steps" not in apart)
-    for title, key in (("loss", "loss"), ("held-out loss", "eval_loss"), ("bits per byte", "eval_bpb")):
+    columns += (
+        [(name, [str(each.get(name)) for each in settings]) for name in apart]
+        + where(rows)
+        + outcomes(rows)
+    )
+    columns += [("steps", [str(published.setting(row, "steps")) for row in rows])] * (
+        "steps" not in apart
+    )
+    for title, key in (
+        ("loss", "loss"),
+        ("held-out loss", "eval_loss"),
+        ("bits per byte", "eval_bpb"),
+    ):
         columns += column(rows, title, key, 4)
     return rows, columns
 
@@ -31,7 +43,9 @@ def left_out(rows: list[dict]) -> str:
     """A line that says how many runs a table of losses leaves out; empty if it has them all."""
     others = len(curves_of(rows)) - len(comparable_curves(rows))
     played = sum(map(published.simulated, rows))
-    lines = [f"Left out: {others} of other data, model or vocabulary than the last run's."] * bool(others)
+    lines = [f"Left out: {others} of other data, model or vocabulary than the last run's."] * bool(
+        others
+    )
     lines += [f"Left out: {played} of simulated ranks, whose loss means nothing."] * bool(played)
     return "\n".join(lines)
 
@@ -39,14 +53,19 @@ def left_out(rows: list[dict]) -> str:
 def flags_apart(settings: list[dict]) -> list[str]:
     """Of settings, the flags that tell each from the others, as a command line has them. Of more than four flags only
     those whose value is not the one of most settings."""
-    values = {name: Counter(json.dumps(each.get(name)) for each in settings) for name in settings[0]}
+    values = {
+        name: Counter(json.dumps(each.get(name)) for each in settings) for name in settings[0]
+    }
     names = [name for name, count in values.items() if len(count) > 1]
     usual = {name: values[name].most_common(1)[0][0] for name in names} if len(names) > 4 else {}
 
     def words(name: str, value: object) -> str:
         return as_given(name, " ".join(map(str, value)) if isinstance(value, list) else value)
 
-    told = [{k: each.get(k) for k in names if json.dumps(each.get(k)) != usual.get(k)} for each in settings]
+    told = [
+        {k: each.get(k) for k in names if json.dumps(each.get(k)) != usual.get(k)}
+        for each in settings
+    ]
     texts = [" ".join(words(k, v) for k, v in each.items() if v not in (None, [])) for each in told]
     return [text or "those of most runs" * bool(usual) for text in texts]
 
@@ -58,14 +77,23 @@ def runs(rows: list[dict]) -> tuple[list[dict], Columns]:
     rows = published.newest(rows, lambda row: row.get("cell") or row.get("run"))
     if not rows:
         return [], []
-    columns = [("flags that differ", flags_apart([setting(row) for row in rows])), *where(rows), *outcomes(rows)]
+    columns = [
+        ("flags that differ", flags_apart([setting(row) for row in rows])),
+        *where(rows),
+        *outcomes(rows),
+    ]
     base = {}
     firsts = [base.setdefault((row.get("device"), row.get("torch")), row) for row in rows]
     for title, key, digits, *_ in METRICS:
         own = column(rows, title, key, digits)
         columns += own
         if own and len(rows) > 1 and (key == "step_ms" or key.startswith("peak")):
-            columns += [("x the first", [published.ratio(*pair, key) for pair in zip(firsts, rows, strict=True)])]
+            columns += [
+                (
+                    "x the first",
+                    [published.ratio(*pair, key) for pair in zip(firsts, rows, strict=True)],
+                )
+            ]
     return rows, columns + column(rows, "held-out loss", "eval_loss", 4)
 
 
@@ -75,6 +103,10 @@ def sent(rows: list[dict]) -> tuple[list[dict], Columns]:
     lines = [(row, kind, found) for row in rows for kind, found in row["collectives"].items()]
     columns = [("run", [row["run"] for row, *_ in lines]), *where([row for row, *_ in lines])]
     columns += [("collective", [kind.replace("_", "-") for _, kind, _ in lines])]
-    for title, key, digits in (("calls", "n", 0), ("MiB", "mib", 1), ("ms by the model of the link", "ms", 2)):
+    for title, key, digits in (
+        ("calls", "n", 0),
+        ("MiB", "mib", 1),
+        ("ms by the model of the link", "ms", 2),
+    ):
         columns += [(title, [grouped(found[key], digits) for *_, found in lines])]
     return rows, columns

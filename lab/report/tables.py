@@ -25,7 +25,10 @@ def relative(figures: list[float | None], names: list[str | None]) -> tuple[str,
     base = {}
     for name, value in zip(names, figures, strict=True):
         base.setdefault(name if value else None, value)
-    return "x", [grouped(value / base[name], 2) if value else "" for name, value in zip(names, figures, strict=True)]
+    return "x", [
+        grouped(value / base[name], 2) if value else ""
+        for name, value in zip(names, figures, strict=True)
+    ]
 
 
 def axis_columns(axis: str, found: Entries) -> Columns:
@@ -35,13 +38,19 @@ def axis_columns(axis: str, found: Entries) -> Columns:
     fair = [published.comparable(o, p) for _, o, p in found]
     columns = [(name, [str(key[i]) for key, *_ in found]) for i, name in enumerate(names)]
     if "ranks" in names:
-        columns[names.index("ranks")] = ("n", [published.label(o) if o else str(p["ranks"]) for _, o, p in found])
+        columns[names.index("ranks")] = (
+            "n",
+            [published.label(o) if o else str(p["ranks"]) for _, o, p in found],
+        )
     columns += where(ours, always=True)["ranks" in names :]
     if len({p["device"] for p in theirs if p}) > 1:
         columns.append(("published on", [p["device"] if p else "" for p in theirs]))
     columns += outcomes(ours)
     for title, key, digits, their_key, their_title in METRICS:
-        own, other = [published.figure(o, key) for o in ours], [p and p.get(their_key) for p in theirs]
+        own, other = (
+            [published.figure(o, key) for o in ours],
+            [p and p.get(their_key) for p in theirs],
+        )
         alone = any(theirs) and not any(fair) and ("mib" in key or key == "step_ms")
         if any(own):
             columns.append((title, [shown(o, key, digits) for o in ours]))
@@ -49,7 +58,10 @@ def axis_columns(axis: str, found: Entries) -> Columns:
         if any(other):
             columns.append((their_title, [p["text"][their_key] if p else "" for p in theirs]))
             columns += [relative(other, [p and p["device"] for p in theirs])] * alone
-            ratios = [f"{a / b:.3f}" if f and a and b else "" for a, b, f in zip(own, other, fair, strict=True)]
+            ratios = [
+                f"{a / b:.3f}" if f and a and b else ""
+                for a, b, f in zip(own, other, fair, strict=True)
+            ]
             columns += [("ours/published", ratios)] * any(ratios)
     return columns
 
@@ -57,14 +69,19 @@ def axis_columns(axis: str, found: Entries) -> Columns:
 def compile_modes(rows: list[dict]) -> tuple[list[dict], Columns]:
     """The rows and columns of a table of the --compile modes. ValueError if they differ in anything else."""
     order = ("none", "blocks", "model", "fwdbwd", "regions", "step")
-    rows = published.newest([row for row in rows if row.get("compile") in order], lambda row: row["compile"])
+    rows = published.newest(
+        [row for row in rows if row.get("compile") in order], lambda row: row["compile"]
+    )
     rows.sort(key=lambda row: order.index(row["compile"]))
     told = *published.SHAPE, "steps", "mode", "remat"
     if len({tuple(published.setting(row, name) for name in told) for row in rows}) > 1:
         raise ValueError("compile: the rows are of several settings; give a file of one")
     columns = [("`--compile`", [row["compile"] for row in rows]), *where(rows)]
     loss = f"loss, step {published.setting(rows[0], 'steps') if rows else ''}"
-    columns += [(loss, [shown(row, "loss", 4) or row["outcome"] for row in rows]), *column(rows, MS, "step_ms", 1)]
+    columns += [
+        (loss, [shown(row, "loss", 4) or row["outcome"] for row in rows]),
+        *column(rows, MS, "step_ms", 1),
+    ]
     columns += [("compile s", [shown(row, "compile_s", 1) or "n/a" for row in rows])]
     return rows, columns + memory(rows)
 
@@ -84,10 +101,15 @@ def baselines(rows: list[dict], split: bool = False) -> tuple[list[dict], Column
     rows = [row for row in rows if row["interleaved"] == last[place(row)]]
     rows = published.newest(rows, lambda row: (row["cell"], sizes(row)))
     shapes = zip(published.SHAPE, zip(*map(sizes, rows), strict=True), strict=False)
-    told = [(name, [str(value) for value in values]) for name, values in shapes if len(set(values)) > 1]
+    told = [
+        (name, [str(value) for value in values]) for name, values in shapes if len(set(values)) > 1
+    ]
     columns = [("wrapper:compile", [row["cell"] for row in rows])]
     if split:
-        columns = [(name, [row["cell"].split(":")[i] for row in rows]) for i, name in enumerate(("wrapper", "compile"))]
+        columns = [
+            (name, [row["cell"].split(":")[i] for row in rows])
+            for i, name in enumerate(("wrapper", "compile"))
+        ]
     columns += told + where(rows) + column(rows, MS, "step_ms", 1)
     return rows, columns + column(rows, "median ratio to the first", "ratio", 3)
 
@@ -95,9 +117,17 @@ def baselines(rows: list[dict], split: bool = False) -> tuple[list[dict], Column
 def attention(rows: list[dict]) -> tuple[list[dict], Columns]:
     """The rows and columns of lab/studies/attention.py; x: time over that of the fastest SDPA kernel beside it."""
     sizes = "seqlen batch heads kv_heads head_dim dtype causal".split()
-    rows = [{"causal": True} | row.get("setting", {}) | row for row in rows if row.get("study") == "attention"]
+    rows = [
+        {"causal": True} | row.get("setting", {}) | row
+        for row in rows
+        if row.get("study") == "attention"
+    ]
     rows = published.newest(rows, lambda row: (*(row[name] for name in sizes), row["backend"]))
-    told = [*(name for name in sizes[2:] if len({row[name] for row in rows}) > 1), *sizes[:2], "backend"]
+    told = [
+        *(name for name in sizes[2:] if len({row[name] for row in rows}) > 1),
+        *sizes[:2],
+        "backend",
+    ]
     columns = where(rows) + [(name, [str(row[name]) for row in rows]) for name in told]
     columns += outcomes(rows)
     beside = [tuple(row.get(name) for name in ("device", "torch", *sizes)) for row in rows]
@@ -110,7 +140,9 @@ def attention(rows: list[dict]) -> tuple[list[dict], Columns]:
         both = [(each, best.get(which)) for which, each in zip(beside, ms, strict=True)]
         columns += [(f"{name} ms, median [min-max]", [shown(row, f"{name}_ms", 3) for row in rows])]
         columns += [(f"{name} TFLOP/s", [f"{speed:.3g}" if speed else "" for speed in speeds])]
-        columns += [("x", [grouped(each / least, 2) if each and least else "" for each, least in both])]
+        columns += [
+            ("x", [grouped(each / least, 2) if each and least else "" for each, least in both])
+        ]
     return rows, columns + memory(rows)
 
 
@@ -119,7 +151,10 @@ def ladder(rows: list[dict]) -> tuple[list[dict], Columns]:
     rows = [row for row in rows if published.core(row.get("cell"))]
     rows = published.newest(rows, lambda row: published.core(row["cell"]))
     rows.sort(key=lambda row: (published.label(row), str(row.get("device")), row.get("date")))
-    cores, names = [published.core(row["cell"]) for row in rows], [published.series(row, "ladder") for row in rows]
+    cores, names = (
+        [published.core(row["cell"]) for row in rows],
+        [published.series(row, "ladder") for row in rows],
+    )
     common = frozenset.intersection(*cores) if rows else frozenset()
     columns = [("flags", [f"`{sweep.join(dict(own - common)) or 'the others'}`" for own in cores])]
     columns += where(rows) + outcomes(rows)
@@ -136,24 +171,40 @@ def links(rows: list[dict]) -> tuple[list[dict], Columns]:
                                    lambda row: published.core(row["cell"])), {}  # fmt: skip
     for row in rows:
         lines.setdefault(published.core(row["cell"]), {})[published.label(row)] = row
-    lines = {core: line for core, line in lines.items() if sum("(sim" in label for label in line) > 1}
-    lines = {core: line for core, line in lines.items() if len({published.ranks(line[n]) for n in line} - {1}) == 1}
+    lines = {
+        core: line for core, line in lines.items() if sum("(sim" in label for label in line) > 1
+    }
+    lines = {
+        core: line
+        for core, line in lines.items()
+        if len({published.ranks(line[n]) for n in line} - {1}) == 1
+    }
     labels = sorted({label for line in lines.values() for label in line})
     columns = [("flags", [f"`{sweep.join(dict(core))}`" for core in lines])]
     for label in labels:
-        columns += column([line.get(label) for line in lines.values()], f"n = {label}, ms", "step_ms_min", 1)
+        columns += column(
+            [line.get(label) for line in lines.values()], f"n = {label}, ms", "step_ms_min", 1
+        )
     most = [line[max(line)] for line in lines.values()]
-    columns += column(most, f"n = {published.ranks(most[0])}, peak MiB" if most else "", "peak_alloc_mib", 0)
+    columns += column(
+        most, f"n = {published.ranks(most[0])}, peak MiB" if most else "", "peak_alloc_mib", 0
+    )
     return [row for line in lines.values() for row in line.values()], columns
 
 
 def collectives(rows: list[dict]) -> tuple[list[dict], Columns]:
     """How many collectives a step runs, by kind; exposed: no product runs meanwhile (lab/benchmarks/collectives.py)."""
-    rows = [row for row in rows if row.get("study") == "collectives" and "graphs" in row]  # studies/ has one, too
+    # Studies/ has one, too.
+    rows = [row for row in rows if row.get("study") == "collectives" and "graphs" in row]
     rows = published.newest(rows, lambda row: str(row["flags"]))
-    found = [[each for graph in row["graphs"].values() for each in graph["collectives"]] for row in rows]
+    found = [
+        [each for graph in row["graphs"].values() for each in graph["collectives"]] for row in rows
+    ]
     names = [" ".join(row["flags"]["compile_options"]) or "those of `overlap.py`" for row in rows]
-    columns = [("Inductor options", names), ("`--compile`", [row["flags"]["compile"] for row in rows])]
+    columns = [
+        ("Inductor options", names),
+        ("`--compile`", [row["flags"]["compile"] for row in rows]),
+    ]
     for kind in dict.fromkeys(each[0] for own in found for each in own):
         of_kind = [[gap for name, _, gap, *_ in own if name == kind] for own in found]
         columns.append((f"{kind}s", [str(len(gaps)) for gaps in of_kind]))
@@ -168,14 +219,30 @@ def compile_depth(rows: list[dict]) -> tuple[list[dict], Columns]:
     rows = [row for row in rows if row.get("compile", "none") != "none" and row.get("device")]
     rows, lines = published.newest(rows, lambda row: (row["compile"], row["depth"])), {}
     for row in sorted(rows, key=lambda row: (published.label(row), row["device"], row["torch"])):
-        lines.setdefault((row["compile"], published.label(row), row["device"], row["torch"]), {})[row["depth"]] = row
-    firsts, depths = [[*line.values()][0] for line in lines.values()], sorted({row["depth"] for row in rows})
+        lines.setdefault((row["compile"], published.label(row), row["device"], row["torch"]), {})[
+            row["depth"]
+        ] = row
+    firsts, depths = (
+        [[*line.values()][0] for line in lines.values()],
+        sorted({row["depth"] for row in rows}),
+    )
     columns = [("`--compile`", [row["compile"] for row in firsts]), *where(firsts)]
     for depth in depths:
-        columns.append((f"depth {depth}, s", [shown(line.get(depth), "compile_s", 1) for line in lines.values()]))
-    seconds = [[published.figure(line.get(depth), "compile_s") for depth in depths] for line in lines.values()]
+        columns.append(
+            (
+                f"depth {depth}, s",
+                [shown(line.get(depth), "compile_s", 1) for line in lines.values()],
+            )
+        )
+    seconds = [
+        [published.figure(line.get(depth), "compile_s") for depth in depths]
+        for line in lines.values()
+    ]
     title = f"depth {depths[-1]} / depth {depths[0]}" if depths else ""
-    return rows, [*columns, (title, [grouped(s[-1] / s[0], 2) if s[0] and s[-1] else "" for s in seconds])]
+    return rows, [
+        *columns,
+        (title, [grouped(s[-1] / s[0], 2) if s[0] and s[-1] else "" for s in seconds]),
+    ]
 
 
 def peaks(rows: list[dict]) -> tuple[list[dict], Columns]:
@@ -187,9 +254,13 @@ def peaks(rows: list[dict]) -> tuple[list[dict], Columns]:
     shapes = Counter(map(published.shape, rows))
     for row in rows:
         if shapes[published.shape(row)] == max(shapes.values()) and row["outcome"] == "ok":
-            lines.setdefault((published.core(row["cell"]), row["torch"]), {})[published.ranks(row)] = row
+            lines.setdefault((published.core(row["cell"]), row["torch"]), {})[
+                published.ranks(row)
+            ] = row
     lines = {key: line for key, line in lines.items() if len(line) > 1}
-    counts = [n for n, k in sorted(Counter(n for line in lines.values() for n in line).items()) if k > 1]
+    counts = [
+        n for n, k in sorted(Counter(n for line in lines.values() for n in line).items()) if k > 1
+    ]
     lines = dict(sorted(lines.items(), key=lambda item: -item[1][max(item[1])]["simulated_mib"]))
     most = [line[max(line)] for line in lines.values()]  # the row of the most ranks
     columns = [("flags", [f"`{sweep.join(dict(core))}`" for core, _ in lines])]
@@ -199,18 +270,34 @@ def peaks(rows: list[dict]) -> tuple[list[dict], Columns]:
         columns += column([line.get(n) for line in lines.values()], f"N = {n}", "simulated_mib", 0)
     columns += [("TFLOP", [shown(row, "tflop", 1) for row in most])]
     found = [[published.measured(line[n]) for n in counts if n in line] for line in lines.values()]
-    texts = [", ".join(map(grouped, mib)) * own["published"] for mib, own in zip(found, most, strict=True)]
-    return [line[n] for line in lines.values() for n in counts if n in line], [*columns, ("published", texts)]
+    texts = [
+        ", ".join(map(grouped, mib)) * own["published"]
+        for mib, own in zip(found, most, strict=True)
+    ]
+    return [line[n] for line in lines.values() for n in counts if n in line], [
+        *columns,
+        ("published", texts),
+    ]
 
 
 def published_peaks(rows: list[dict]) -> tuple[list[dict], Columns]:
     """Simulated peaks of the published runs beside what was measured, in the order of the rows."""
     rows = [row for row in rows if row.get("published") and published.measured(row)]
-    common = frozenset.intersection(*(published.core(row["cell"]) for row in rows)) if rows else frozenset()
+    common = (
+        frozenset.intersection(*(published.core(row["cell"]) for row in rows))
+        if rows
+        else frozenset()
+    )
     flags = [sweep.join(dict(published.core(row["cell"]) - common)) for row in rows]
     both = [(row["simulated_mib"], published.measured(row)) for row in rows]
-    columns = [("n", [published.label(row) for row in rows]), ("flags", [f"`{text or 'no others'}`" for text in flags])]
-    columns += [(title, [grouped(pair[i]) for pair in both]) for i, title in enumerate(("simulated MiB", "published"))]
+    columns = [
+        ("n", [published.label(row) for row in rows]),
+        ("flags", [f"`{text or 'no others'}`" for text in flags]),
+    ]
+    columns += [
+        (title, [grouped(pair[i]) for pair in both])
+        for i, title in enumerate(("simulated MiB", "published"))
+    ]
     columns += [("off by %", [f"{100 * (ours / mib - 1):+.1f}" for ours, mib in both])]
     return rows, [*columns, ("moment of the peak", [row["moment"] for row in rows])]
 
@@ -221,16 +308,35 @@ def fit(rows: list[dict]) -> tuple[list[dict], Columns]:
     asked = "model", "memory_mib", "gpu", "effective_batch", "seqlen", "batch"
     rows = [row for row in rows if row.get("study") == "fit"]
     rows = published.newest(rows, lambda row: tuple(row[k] for k in asked))
-    rows.sort(key=lambda row: (row["model"], str(row["gpu"]), row["memory_mib"], published.ranks(row), row["batch"]))
+    rows.sort(
+        key=lambda row: (
+            row["model"],
+            str(row["gpu"]),
+            row["memory_mib"],
+            published.ranks(row),
+            row["batch"],
+        )
+    )
     apart = [k for k in asked[:-1] if len({str(row[k]) for row in rows}) > 1]
-    columns = [(k.replace("_", "-"), [grouped(row[k]) for row in rows]) for k in apart] + where(rows)
-    columns += [(k.replace("_", "-"), [str(row[k]) for row in rows]) for k in ("batch", "grad_accum")]
+    columns = [(k.replace("_", "-"), [grouped(row[k]) for row in rows]) for k in apart] + where(
+        rows
+    )
+    columns += [
+        (k.replace("_", "-"), [str(row[k]) for row in rows]) for k in ("batch", "grad_accum")
+    ]
     for title, key in (("planned ratio", "planned_ratio"), ("measured ratio", "ratio")):
         if any(key in row for row in rows):
-            columns.append((title, [grouped(row.get(key), 2, "none" if key in row else "") for row in rows]))
+            columns.append(
+                (title, [grouped(row.get(key), 2, "none" if key in row else "") for row in rows])
+            )
     beside = [published.fit_of(row) for row in rows]
-    columns += [("published ratio", [grouped(each, 2, "") for each in beside])] * (beside != [None] * len(rows))
-    columns += [("planned peak MiB", [grouped(row.get("planned_mib"), missing="") for row in rows]), *memory(rows)]
+    columns += [("published ratio", [grouped(each, 2, "") for each in beside])] * (
+        beside != [None] * len(rows)
+    )
+    columns += [
+        ("planned peak MiB", [grouped(row.get("planned_mib"), missing="") for row in rows]),
+        *memory(rows),
+    ]
     columns += [("planned step ms", [grouped(row.get("planned_ms"), missing="") for row in rows])]
     columns += column(rows, MS, "step_ms", 1) + column(rows, "tokens/s", "tok_s", 0)
     return rows, columns + outcomes(rows)
@@ -244,7 +350,9 @@ def nodes_links(rows: list[dict]) -> tuple[list[dict], Columns]:
     def fit(found: dict) -> str:
         return f"{grouped(found['alpha_us'])} us, {grouped(found['gb_per_s'], 4, 'no')} GB/s"
 
-    columns = [(name, [str(row["setting"][name]) for row in rows]) for name in ("network", "link", "ranks")]
+    columns = [
+        (name, [str(row["setting"][name]) for row in rows]) for name in ("network", "link", "ranks")
+    ]
     columns += [("latency, bandwidth of a rank", [fit(row["link"]) for row in rows])]
     columns += [("residual %", [grouped(100 * row["link"]["residual"]) for row in rows])]
     for op in rows[0]["ops"] if rows else ():
@@ -260,9 +368,14 @@ def nodes(rows: list[dict]) -> tuple[list[dict], Columns]:
     columns += where(rows) + column(rows, MS, "step_ms", 1) + column(rows, "x", "ratio", 2)
     columns += [(f"{name} ms", [grouped(row[key], 1) for row in rows])
                 for name, key in (("computation", "compute_ms"), ("links", "link_ms"))]  # fmt: skip
-    for title, parts in (("predicted", ("compute_ms", "link_ms")), ("simulated", ("simulated_ms",))):
+    for title, parts in (
+        ("predicted", ("compute_ms", "link_ms")),
+        ("simulated", ("simulated_ms",)),
+    ):
         ms = [sum(row[part] for part in parts) for row in rows]
-        off = [f"{100 * (each / row['step_ms'] - 1):+.0f}" for each, row in zip(ms, rows, strict=True)]
+        off = [
+            f"{100 * (each / row['step_ms'] - 1):+.0f}" for each, row in zip(ms, rows, strict=True)
+        ]
         columns += [(f"{title} ms", [grouped(each, 1) for each in ms]), ("off by %", off)]
     return rows, columns
 
@@ -270,7 +383,10 @@ def nodes(rows: list[dict]) -> tuple[list[dict], Columns]:
 def versions(rows: list[dict]) -> tuple[list[dict], Columns]:
     """The last row of each version of torch (tests/versions.py): its tests by result, and why not all have passed."""
     last = {row["setting"]["version"]: row for row in rows if row.get("study") == "versions"}
-    rows = [last[name] for name in sorted(last, key=lambda name: [int(n) for n in re.findall(r"\d+", name)])]
+    rows = [
+        last[name]
+        for name in sorted(last, key=lambda name: [int(n) for n in re.findall(r"\d+", name)])
+    ]
 
     def why(row: dict) -> str:
         outcome = [] if row["outcome"] == "ok" else [row["outcome"]]
@@ -278,10 +394,17 @@ def versions(rows: list[dict]) -> tuple[list[dict], Columns]:
         return "; ".join([*outcome, *row["failures"][:3], *reasons])
 
     columns = [("torch", [row["torch"] for row in rows])]
-    columns += [(key, [grouped(row[key]) for row in rows]) for key in ("passed", "failed", "skipped")]
+    columns += [
+        (key, [grouped(row[key]) for row in rows]) for key in ("passed", "failed", "skipped")
+    ]
     columns.append(("why not all passed", [why(row) for row in rows]))
-    columns.append(("minutes", [grouped(row["seconds"] / 60, 1) if row.get("seconds") else "" for row in rows]))
-    return rows, [*columns, ("environment, GB", [grouped(row["environment_gb"], 1, "") for row in rows])]
+    columns.append(
+        ("minutes", [grouped(row["seconds"] / 60, 1) if row.get("seconds") else "" for row in rows])
+    )
+    return rows, [
+        *columns,
+        ("environment, GB", [grouped(row["environment_gb"], 1, "") for row in rows]),
+    ]
 
 
 # Where there is no row for wrappers or attention, they are the axes of that name.
@@ -298,7 +421,10 @@ def about(name: str, ours: list[dict], found: Entries) -> str:
     def each(key):
         return ", ".join(sorted({str(row[key]) for row in ours if row.get(key)})) or "unknown"
 
-    n, commits = ", ".join(sorted({published.label(row) for row in ours})), {str(row.get("commit"))[:7] for row in ours}
+    n, commits = (
+        ", ".join(sorted({published.label(row) for row in ours})),
+        {str(row.get("commit"))[:7] for row in ours},
+    )
     dirty = " (uncommitted changes)" * any(row.get("dirty") for row in ours)
     lines = [f"**{name}**: commit {', '.join(sorted(commits))}{dirty}, torch {each('torch')}, {each('device')}, "
              f"n = {n} ranks, {each('n')} timed steps, {each('file')}."]  # fmt: skip
@@ -306,13 +432,19 @@ def about(name: str, ours: list[dict], found: Entries) -> str:
     if cores and (shared := frozenset.intersection(*cores)):
         lines += [f"All of ours: `{sweep.join(dict(shared))}`."]
     if "(sim" in n:
-        lines += ["N(sim LINK): one process in place of N, its collectives timed by a model of the link."]
+        lines += [
+            "N(sim LINK): one process in place of N, its collectives timed by a model of the link."
+        ]
     if theirs := [p for *_, p in found if p]:
-        machines = [f"{n}x{device}" for device, n in sorted({(p["device"], p["ranks"]) for p in theirs})]
+        machines = [
+            f"{n}x{device}" for device, n in sorted({(p["device"], p["ranks"]) for p in theirs})
+        ]
         how = "Ratios only at the published setting, on as many ranks of a GPU, whichever it is."
         if not any(published.comparable(o, p) for _, o, p in found):
             how = "No ratios to it: setting, ranks or device differ. x: relative to the first of each device and n."
-        lines += [f"Published by others on {', '.join(machines)}: reference/{name}.csv, not ours. {how}"]
+        lines += [
+            f"Published by others on {', '.join(machines)}: reference/{name}.csv, not ours. {how}"
+        ]
     return "\n".join([*lines, *filter(None, [published.REMARKS.get(name)])])
 
 
@@ -352,5 +484,7 @@ def compared(sides: list[str], files: list[Path]) -> str:
         if any(a) and any(b):
             texts = ([shown(rows[key], name, digits) for key in both] for rows in (first, second))
             columns += [(f"{title}, {side}", text) for side, text in zip(sides, texts, strict=True)]
-            columns += [("ratio", [published.ratio(first[key], second[key], name) for key in both])] * (name != "loss")
+            columns += [
+                ("ratio", [published.ratio(first[key], second[key], name) for key in both])
+            ] * (name != "loss")
     return markdown(columns)

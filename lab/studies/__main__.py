@@ -17,12 +17,16 @@ def main(argv: list[str]) -> int:
     """Each study is a process of its own: a group, a peak or a broken GPU of one is no other's."""
     parser = Parser(prog="studies", allow_abbrev=False, description=__doc__.split("\n")[0])
     parser.add_argument("--small", action="store_true", help="sizes for a CPU")
-    parser.add_argument("--only", nargs="+", choices=names(), default=names(), metavar="NAME", help="not all")
+    parser.add_argument(
+        "--only", nargs="+", choices=names(), default=names(), metavar="NAME", help="not all"
+    )
     parser.add_argument("flags", nargs="*", metavar="-- FLAGS", help="of every study")
     args, status = parser.parse_args(argv), 0
     for name in args.only:
         print(f"== {name}", flush=True)
-        done = subprocess.run([sys.executable, "-m", f"lab.studies.{name}", *["--small"] * args.small, *args.flags])
+        done = subprocess.run(
+            [sys.executable, "-m", f"lab.studies.{name}", *["--small"] * args.small, *args.flags]
+        )
         status = done.returncode or status
     return status
 

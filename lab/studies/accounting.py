@@ -40,14 +40,23 @@ def flags(parser) -> None:
     for name, default in XXL.items():
         flag = f"--{name.replace('_', '-')}"
         if isinstance(default, bool):
-            parser.add_argument(flag, action="store_true", default=None, help="count attention's four D x D matrices")
+            parser.add_argument(
+                flag,
+                action="store_true",
+                default=None,
+                help="count attention's four D x D matrices",
+            )
         else:
             parser.add_argument(flag, type=type(default), metavar="N")
 
 
 def settings(args) -> list[dict]:
     given = {name: getattr(args, name) for name in XXL if getattr(args, name) is not None}
-    return [dict(model="given") | XXL | given] if given else [dict(model=name) | own for name, own in SIZES.items()]
+    return (
+        [dict(model="given") | XXL | given]
+        if given
+        else [dict(model=name) | own for name, own in SIZES.items()]
+    )
 
 
 def block(c, batch: float) -> dict[str, float]:
@@ -75,10 +84,16 @@ def measure(setting: dict, args=None) -> dict:
     states = 16 * parameters
     values = c.width + c.mlp_width * (1 + 2 * (c.matrices == 3)) + c.attention * 5 * c.width
     kept = 2 * c.blocks * values  # bytes a token
-    devices = next(n for n in range(1, 10**7) if states / n + kept / 2 * (1 + 1 / n) <= GB * c.device_gb)
+    devices = next(
+        n for n in range(1, 10**7) if states / n + kept / 2 * (1 + 1 / n) <= GB * c.device_gb
+    )
     once = block(c, 1.0)
     sums = threshold(once["compute"], once["weights"], once["activations"])
-    overlapping = threshold(once["compute"], once["weights"], 0) if once["compute"] > once["activations"] else math.inf
+    overlapping = (
+        threshold(once["compute"], once["weights"], 0)
+        if once["compute"] > once["activations"]
+        else math.inf
+    )
     n = c.fsdp * c.tp
     found = {"parameters": parameters, "states GiB": states / GIB, "kept GiB per token": kept / GIB,
              "devices of 80": math.ceil(states / (80 * GB)), "devices of 80 GiB": math.ceil(states / (80 * GIB)),
@@ -112,11 +127,22 @@ def table(rows: list[dict]) -> tuple[str, str]:
         before = None
         for words, value in row["steps"] * case:
             factor = f"{value / before:.2f}" if before else ""
-            lines.append(("xxl", f"threshold: {words}", number(value), "" if before else "641", factor, ""))
+            lines.append(
+                ("xxl", f"threshold: {words}", number(value), "" if before else "641", factor, "")
+            )
             before = value
-    heads = ("model", "quantity", "ours", "published", "ours/published, or /line above", "of the published answer")
+    heads = (
+        "model",
+        "quantity",
+        "ours",
+        "published",
+        "ours/published, or /line above",
+        "of the published answer",
+    )
     text = "By formula: nothing was run. Units in the names; GB is 1e9 bytes, GiB 2**30."
-    return about(rows, text), markdown(list(zip(heads, map(list, zip(*lines, strict=True)), strict=True)))
+    return about(rows, text), markdown(
+        list(zip(heads, map(list, zip(*lines, strict=True)), strict=True))
+    )
 
 
 def number(value: float | str) -> str:
@@ -136,7 +162,14 @@ def figure(rows: list[dict], folder) -> list:
             for words, parts in lines.items()}  # fmt: skip
     marks = {"hidden from here on": float(found["batch tokens"])}
     marks = {words: place for words, place in marks.items() if place < math.inf}
-    return curves(folder, "accounting", made, "tokens of the batch", f"ms of a block's forward, {c.model}", marks)
+    return curves(
+        folder,
+        "accounting",
+        made,
+        "tokens of the batch",
+        f"ms of a block's forward, {c.model}",
+        marks,
+    )
 
 
 if __name__ == "__main__":

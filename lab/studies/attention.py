@@ -47,7 +47,8 @@ SWEEPS = {  # lists are combined; tokens: of a batch, whatever the length
     "small": dict(batch=[2], heads=[1], kv_heads=[1], head_dim=[16, 64], dtype=["fp32"], causal=[False, True],
                   seqlen=[128, 512], backend=["plain", "math", "flash"]),
 }  # fmt: skip
-GIVEN = "backend dtype seqlen head_dim heads kv_heads batch".split()  # flags that take the place of a sweep's values
+# Flags that take the place of a sweep's values.
+GIVEN = "backend dtype seqlen head_dim heads kv_heads batch".split()
 Options = dict[str, int]
 SQUARES = ((128, 64), (128, 128), (64, 128), (64, 64), (128, 32), (64, 32))
 # What --search tries, in this order. Every block divides the 128 of the block mask: the backward does not check it. M1
@@ -57,8 +58,17 @@ FORWARD = [
     for (m, n), warps, stages in itertools.product(SQUARES, (4, 8), (2, 3, 4))
 ]
 BACKWARD = [
-    dict(bwd_BLOCK_M1=m, bwd_BLOCK_N1=n, bwd_BLOCK_M2=n, bwd_BLOCK_N2=m, bwd_num_warps=warps, bwd_num_stages=stages)
-    for (m, n), warps, stages in itertools.product(((64, 128), (32, 128), (64, 64), (32, 64)), (4, 8), (1, 2, 3, 4))
+    dict(
+        bwd_BLOCK_M1=m,
+        bwd_BLOCK_N1=n,
+        bwd_BLOCK_M2=n,
+        bwd_BLOCK_N2=m,
+        bwd_num_warps=warps,
+        bwd_num_stages=stages,
+    )
+    for (m, n), warps, stages in itertools.product(
+        ((64, 128), (32, 128), (64, 64), (32, 64)), (4, 8), (1, 2, 3, 4)
+    )
 ]
 
 
@@ -67,7 +77,14 @@ def inputs(shape: Shape, device: torch.device) -> tuple[Tensor, Tensor, Tensor, 
     torch.manual_seed(0)
 
     def normal(heads):
-        made = torch.randn(shape.batch, shape.seqlen, heads, shape.head_dim, dtype=DTYPES[shape.dtype], device=device)
+        made = torch.randn(
+            shape.batch,
+            shape.seqlen,
+            heads,
+            shape.head_dim,
+            dtype=DTYPES[shape.dtype],
+            device=device,
+        )
         return made.transpose(1, 2)
 
     qkv = [normal(n).requires_grad_() for n in (shape.heads, shape.kv_heads, shape.kv_heads)]
@@ -85,7 +102,9 @@ def plain(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     return scores.softmax(-1) @ v
 
 
-def function(backend: str, shape: Shape, device: torch.device, options: Options, causal: bool = True) -> Callable:
+def function(
+    backend: str, shape: Shape, device: torch.device, options: Options, causal: bool = True
+) -> Callable:
     """(q, k, v) -> [B, H, T, d] by one of ALL; "flex" with `options`."""
     if backend in ("plain", "compiled"):
         torch._dynamo.reset()
@@ -94,11 +113,18 @@ def function(backend: str, shape: Shape, device: torch.device, options: Options,
     if backend != "flex":
         return partial(sdpa_kernel, backend, causal=causal)
     torch._dynamo.reset()  # a recompilation per search candidate would meet Dynamo's limit
-    mask, grouped = causal_mask(shape.seqlen, device) if causal else None, shape.heads > shape.kv_heads
-    return partial(compiled_flex_attention, block_mask=mask, enable_gqa=grouped, kernel_options=options or None)
+    mask, grouped = (
+        causal_mask(shape.seqlen, device) if causal else None,
+        shape.heads > shape.kv_heads,
+    )
+    return partial(
+        compiled_flex_attention, block_mask=mask, enable_gqa=grouped, kernel_options=options or None
+    )
 
 
-def milliseconds(run: Callable[..., Tensor], tensors: tuple, repeat: int, backward: bool = True) -> dict[str, list]:
+def milliseconds(
+    run: Callable[..., Tensor], tensors: tuple, repeat: int, backward: bool = True
+) -> dict[str, list]:
     """{"forward": [ms, ..], "backward": [ms, ..]}. Every backward follows its own forward, whose tensors it frees."""
     (*qkv, gradient), made = tensors, {}
     parts = {"forward": lambda: made.update(y=run(*qkv))}
@@ -140,7 +166,13 @@ def measure(setting: dict, args) -> dict:
     options = stored.get(options_key(shape, device), {}).get("options", {})
     row = dict(backend=backend, options=options) | shape._asdict()
     flex = "FlexAttention needs CUDA to train" if device.type == "cpu" else None
-    kernel = refusal(backend, shape, device) if backend in BACKENDS else flex if backend == "flex" else None
+    kernel = (
+        refusal(backend, shape, device)
+        if backend in BACKENDS
+        else flex
+        if backend == "flex"
+        else None
+    )
     if kernel:
         return row | dict(outcome=f"n/a: {kernel}")
     tensors = inputs(shape, device)
@@ -154,9 +186,16 @@ def measure(setting: dict, args) -> dict:
     for name, ms in times.items():
         row |= timing.stats(ms, name)
         row[f"{name}_tflops"] = round(flops[name] / max(row[f"{name}_ms"], 1e-3) / 1e9, 6)
-    moved = dict.fromkeys(flops, row["held_bytes"])  # forward writes what it holds, backward reads it
-    peak_of = "bf16" if backend == "efficient" else shape.dtype  # whose fp32 products run on tensor cores
-    return row | dict(flops=flops, moved_bytes=moved, peak_of=peak_of) | timing.clocks(device) | memory.peak(device)
+    # Forward writes what it holds, backward reads it.
+    moved = dict.fromkeys(flops, row["held_bytes"])
+    # Whose fp32 products run on tensor cores.
+    peak_of = "bf16" if backend == "efficient" else shape.dtype
+    return (
+        row
+        | dict(flops=flops, moved_bytes=moved, peak_of=peak_of)
+        | timing.clocks(device)
+        | memory.peak(device)
+    )
 
 
 def store(path: Path, key: str, entry: dict) -> None:
@@ -168,7 +207,9 @@ def store(path: Path, key: str, entry: dict) -> None:
     os.replace(draft, path)
 
 
-def search(time: Callable[[Options, str], float], path: Path, key: str, about: dict, say=print) -> dict:
+def search(
+    time: Callable[[Options, str], float], path: Path, key: str, about: dict, say=print
+) -> dict:
     """The best options and their ms, stored under `key` after each improvement. `time`: (options, "forward" or
     "backward") -> ms; an exception skips the candidate. The stored options are tried first, so that a search cut short
     cannot lose them, then torch's own. ValueError where no candidate of a direction runs."""
@@ -182,7 +223,9 @@ def search(time: Callable[[Options, str], float], path: Path, key: str, about: d
             try:
                 ms = time(other | options, direction)
             except Exception as e:
-                say(f"{direction} {options}: skipped, {type(e).__name__}: {' '.join(str(e).split())[:100]}")
+                say(
+                    f"{direction} {options}: skipped, {type(e).__name__}: {' '.join(str(e).split())[:100]}"
+                )
                 continue
             if not options:
                 entry[f"default_{direction}_ms"] = ms
@@ -197,7 +240,9 @@ def search(time: Callable[[Options, str], float], path: Path, key: str, about: d
     return entry
 
 
-def candidate_timer(shape: Shape, device: torch.device, repeat: int) -> Callable[[Options, str], float]:
+def candidate_timer(
+    shape: Shape, device: torch.device, repeat: int
+) -> Callable[[Options, str], float]:
     """What `search` calls on a GPU: the median. Raises for options whose results are not those of FlashAttention."""
     *qkv, gradient = tensors = inputs(shape, device)
     kernel = "flash" if refusal("flash", shape, device) is None else "efficient"
@@ -207,23 +252,32 @@ def candidate_timer(shape: Shape, device: torch.device, repeat: int) -> Callable
     def time(options: Options, direction: str) -> float:
         run = function("flex", shape, device, options)
         y = run(*qkv)
-        found = [y.detach(), *(torch.autograd.grad(y, qkv, gradient) if direction == "backward" else ())]
+        found = [
+            y.detach(),
+            *(torch.autograd.grad(y, qkv, gradient) if direction == "backward" else ()),
+        ]
         for a, b in zip(found, right, strict=False):  # forward: the output alone
             error = ((a - b).float().norm() / b.float().norm()).item()
             if not error < 0.02:
                 raise ValueError(f"wrong result: relative error {error:.3g}")
-        return timing.stats(milliseconds(run, tensors, repeat, direction == "backward")[direction])["step_ms"]
+        return timing.stats(milliseconds(run, tensors, repeat, direction == "backward")[direction])[
+            "step_ms"
+        ]
 
     return time
 
 
 def flags(parser) -> None:
-    parser.add_argument("--sweep", nargs="+", choices=list(SWEEPS), help="(default: published long, or small)")
+    parser.add_argument(
+        "--sweep", nargs="+", choices=list(SWEEPS), help="(default: published long, or small)"
+    )
     parser.add_argument("--backend", nargs="+", choices=ALL)
     parser.add_argument("--dtype", nargs="+", choices=list(DTYPES))
     for name in GIVEN[2:]:
         parser.add_argument(f"--{name.replace('_', '-')}", nargs="+", type=int, metavar="N")
-    parser.add_argument("--search", action="store_true", help="search FlexAttention's kernel options instead")
+    parser.add_argument(
+        "--search", action="store_true", help="search FlexAttention's kernel options instead"
+    )
     parser.add_argument("--options", type=Path, metavar="FILE", help="searched options: flex runs with them; --search "
                         "stores them there (default: results/flex_options.json)")  # fmt: skip
 
@@ -237,7 +291,9 @@ def check(args) -> None:
     if args.search and args.device == "cpu":
         raise ValueError("--search: needs CUDA; leave it out on a CPU")
     if args.device == "cpu" and not (args.small or args.seqlen or args.sweep == ["small"]):
-        raise ValueError("--device cpu: the default lengths are for a GPU; give --small, or --seqlen")
+        raise ValueError(
+            "--device cpu: the default lengths are for a GPU; give --small, or --seqlen"
+        )
     if args.options:
         try:
             read_options(args.options, missing_ok=args.search)
@@ -250,13 +306,17 @@ def settings(args) -> list[dict]:
     usual = ["small"] if args.small else ["reference"] if args.search else ["published", "long"]
     found = []
     for name in args.sweep or usual:
-        values = dict(SWEEPS[name]) | {key: getattr(args, key) for key in GIVEN if getattr(args, key)}
+        values = dict(SWEEPS[name]) | {
+            key: getattr(args, key) for key in GIVEN if getattr(args, key)
+        }
         tokens = values.pop("tokens", 0)
         for each in product(*values.values()):
             c = dict(zip(values, each, strict=True))
             if "batch" not in c:
                 if tokens % c["seqlen"]:
-                    raise ValueError(f"--seqlen {c['seqlen']}: must divide the {tokens} tokens; or give --batch")
+                    raise ValueError(
+                        f"--seqlen {c['seqlen']}: must divide the {tokens} tokens; or give --batch"
+                    )
                 c["batch"] = tokens // c["seqlen"]
             found += [c] if c not in found else []
     return found
@@ -273,7 +333,12 @@ def instead(args) -> bool:
         if c["backend"] == "flex" and c["causal"]:
             key = options_key(shape, device)
             try:
-                found = search(candidate_timer(shape, device, args.repeat), path, key, about | dict(batch=shape.batch))
+                found = search(
+                    candidate_timer(shape, device, args.repeat),
+                    path,
+                    key,
+                    about | dict(batch=shape.batch),
+                )
             except ValueError as error:
                 fail(f"--search: {error}", 0)
             print(key, found, sep="\n", flush=True)
@@ -282,21 +347,43 @@ def instead(args) -> bool:
 
 def table(rows: list[dict]) -> tuple[str, str]:
     """A line per row; published times of the same shape beside it, marked where they cannot be true."""
-    theirs = {(int(line["head_dim"]), int(line["seq"])): line for line in published("attention_h100")}
+    theirs = {
+        (int(line["head_dim"]), int(line["seq"])): line for line in published("attention_h100")
+    }
     lines, seen = [], set()
     for row in rows:
         c, text = row["setting"], ["", "", ""]
         key = (c["head_dim"], c["seqlen"])
-        if key in theirs and (c["backend"], c["dtype"], c["batch"], c["causal"]) == ("plain", "fp32", 8, False):
+        if key in theirs and (c["backend"], c["dtype"], c["batch"], c["causal"]) == (
+            "plain",
+            "fp32",
+            8,
+            False,
+        ):
             seen.add(key)
             text = beside(theirs[key])
-        what = (str(c["head_dim"]), str(c["seqlen"]), c["dtype"], "yes" if c["causal"] else "no", c["backend"])
+        what = (
+            str(c["head_dim"]),
+            str(c["seqlen"]),
+            c["dtype"],
+            "yes" if c["causal"] else "no",
+            c["backend"],
+        )
         if row["outcome"] != "ok":
             lines.append((*what, row["outcome"], *[""] * 4, *text))
             continue
         both = grouped(row["forward_ms"] + row["backward_ms"], 3)
         kib = [grouped(row[name] / 2**10) for name in ("held_bytes", "formula_bytes")]
-        lines.append((*what, grouped(row["forward_ms"], 3), grouped(row["backward_ms"], 3), both, *kib, *text))
+        lines.append(
+            (
+                *what,
+                grouped(row["forward_ms"], 3),
+                grouped(row["backward_ms"], 3),
+                both,
+                *kib,
+                *text,
+            )
+        )
     for (d, T), line in theirs.items():
         if (d, T) not in seen:
             lines.append((str(d), str(T), "fp32", "no", "", *[""] * 5, *beside(line)))
@@ -304,31 +391,44 @@ def table(rows: list[dict]) -> tuple[str, str]:
              "published forward + backward, ms", "held, GB", "of its forward")  # fmt: skip
     batches = ", ".join(sorted({str(row["setting"]["batch"]) for row in rows}))
     text = f"Batch {batches} (published: 8, one head, H100). Medians. Held: between forward and backward."
-    return about(rows, text), markdown(list(zip(heads, map(list, zip(*lines, strict=True)), strict=True)))
+    return about(rows, text), markdown(
+        list(zip(heads, map(list, zip(*lines, strict=True)), strict=True))
+    )
 
 
 def beside(line: dict[str, str]) -> list[str]:
-    both = " + ".join(grouped(1e3 * float(line[f"{name}_s"]), 3) for name in ("forward", "backward"))
+    both = " + ".join(
+        grouped(1e3 * float(line[f"{name}_s"]), 3) for name in ("forward", "backward")
+    )
     return [both, grouped(float(line["mem_gb"]), 2), suspicious(line)]
 
 
 def suspicious(line: dict[str, str]) -> str:
     """What cannot be true of a published forward, b = 8, one head, fp32, on an H100: what study.impossible says."""
     T, d, ms = int(line["seq"]), int(line["head_dim"]), 1e3 * float(line["forward_s"])
-    why = impossible("H100 80GB HBM3", 8 * T * attention_flops(1, d, T), ms, 1e9 * float(line["mem_gb"]), "fp32")
+    why = impossible(
+        "H100 80GB HBM3", 8 * T * attention_flops(1, d, T), ms, 1e9 * float(line["mem_gb"]), "fp32"
+    )
     return f"impossible: {why}" if why else ""
 
 
 def figure(rows: list[dict], folder) -> list[Path]:
     """Forward and backward over the length, by backend, at the largest head dimension, in the first dtype."""
     done = [row for row in rows if row["outcome"] == "ok"]
-    most, dtype = max((row["head_dim"] for row in done), default=0), done[0]["dtype"] if done else ""
+    most, dtype = (
+        max((row["head_dim"] for row in done), default=0),
+        done[0]["dtype"] if done else "",
+    )
     made = {}
     for row in done:
         if (row["head_dim"], row["dtype"]) == (most, dtype):
             name = f"{row['backend']}{', causal' * row['setting']['causal']}"
-            made.setdefault(name, []).append((row["seqlen"], row["forward_ms"] + row["backward_ms"]))
-    return curves(folder, "attention", made, f"tokens, d = {most}, {dtype}", "ms, forward and backward")
+            made.setdefault(name, []).append(
+                (row["seqlen"], row["forward_ms"] + row["backward_ms"])
+            )
+    return curves(
+        folder, "attention", made, f"tokens, d = {most}, {dtype}", "ms, forward and backward"
+    )
 
 
 if __name__ == "__main__":

@@ -47,7 +47,12 @@ def flags(parser) -> None:
     parser.add_argument("--mb", type=float, nargs="+", help="sizes of the whole tensor, 1e6 bytes")
     parser.add_argument("--dtypes", nargs="+", choices=list(KINDS), default=["fp32"])
     parser.add_argument("--backend", help="gloo or nccl (default: nccl on a GPU)")
-    parser.add_argument("--pieces", type=int, default=4, help="of a chunk of the ring, each sent on once it is added")
+    parser.add_argument(
+        "--pieces",
+        type=int,
+        default=4,
+        help="of a chunk of the ring, each sent on once it is added",
+    )
 
 
 def check(args) -> None:
@@ -60,7 +65,9 @@ def check(args) -> None:
     known = [name for name in ("gloo", "nccl") if dist.is_backend_available(name)]
     if args.backend not in known or (args.backend == "nccl") > (args.device == "cuda"):
         there = [name for name in known if name != "nccl" or args.device == "cuda"]
-        raise ValueError(f"--backend {args.backend}: not there for {args.device}; use {' or '.join(there)}")
+        raise ValueError(
+            f"--backend {args.backend}: not there for {args.device}; use {' or '.join(there)}"
+        )
 
 
 def settings(args) -> list[dict]:
@@ -74,11 +81,15 @@ def ring_all_reduce(t: Tensor, op: str = "sum", pieces: int = 4, group=None) -> 
     each of which is sent on as soon as it has been added, while the next is still on its way. Any size, also one that
     does not divide, or none. ValueError: another op, or the mean of integers, which has no exact result."""
     if op not in ("sum", "avg") or (op == "avg" and not t.is_floating_point()):
-        raise ValueError(f"ring all-reduce, op {op} of {t.dtype}: expected sum, or avg of floating point numbers")
+        raise ValueError(
+            f"ring all-reduce, op {op} of {t.dtype}: expected sum, or avg of floating point numbers"
+        )
     n, rank = dist.get_world_size(group), dist.get_rank(group)
     flat = t.detach().reshape(-1)  # [S], a copy where `t` is not contiguous
     chunks = [chunk.tensor_split(pieces) for chunk in flat.tensor_split(n)]
-    left, right = (dist.get_global_rank(group or dist.group.WORLD, (rank + by) % n) for by in (-1, 1))
+    left, right = (
+        dist.get_global_rank(group or dist.group.WORLD, (rank + by) % n) for by in (-1, 1)
+    )
     space = [torch.empty_like(piece) for piece in chunks[0]]  # the first chunk is as large as any
 
     def start(out: Tensor, into: Tensor, tag: int) -> list:
@@ -113,7 +124,9 @@ def ring_all_reduce(t: Tensor, op: str = "sum", pieces: int = 4, group=None) -> 
         t.detach().copy_(flat.view_as(t))
 
 
-def operation(op: str, numel: int, dtype: torch.dtype, device: torch.device, pieces: int, group=None):
+def operation(
+    op: str, numel: int, dtype: torch.dtype, device: torch.device, pieces: int, group=None
+):
     """A function without arguments that runs the collective once, on tensors of its own. group: not for "exchange"."""
     n, rank = dist.get_world_size(group), dist.get_rank(group)
     whole = torch.randn(numel, device=device).to(dtype)
@@ -131,14 +144,19 @@ def operation(op: str, numel: int, dtype: torch.dtype, device: torch.device, pie
             "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole, **how)}[op]  # fmt: skip
 
 
-def times(rank: int, device: torch.device, c: dict, repeat: int, ops=OPS, group=None) -> dict[str, list[list[float]]]:
+def times(
+    rank: int, device: torch.device, c: dict, repeat: int, ops=OPS, group=None
+) -> dict[str, list[list[float]]]:
     """{op: [ms, ..] per size}, on each rank. All begin together, also those of several groups."""
-    warnings.filterwarnings("ignore", category=FutureWarning)  # torch 2.13 has other names for two of them
+    # Torch 2.13 has other names for two of them.
+    warnings.filterwarnings("ignore", category=FutureWarning)
     found = {}
     for op in ops:
         for numel in numels(c):
             work = operation(op, numel, KINDS[c["dtype"]], device, c["pieces"], group)
-            found.setdefault(op, []).append(milliseconds({"begin": dist.barrier, op: work}, device, repeat)[op])
+            found.setdefault(op, []).append(
+                milliseconds({"begin": dist.barrier, op: work}, device, repeat)[op]
+            )
     return found
 
 
@@ -151,7 +169,9 @@ def numels(c: dict) -> list[int]:
 def measure(setting: dict, args) -> dict:
     """As `fitted`, of ranks that are started for it."""
     how = dict(device=args.device, backend=setting["backend"])
-    return fitted(setting, on_ranks(setting["ranks"], times, setting, args.repeat, **how), args.repeat)
+    return fitted(
+        setting, on_ranks(setting["ranks"], times, setting, args.repeat, **how), args.repeat
+    )
 
 
 def fitted(setting: dict, ranks: list[dict], repeat: int) -> dict:
@@ -172,7 +192,11 @@ def fitted(setting: dict, ranks: list[dict], repeat: int) -> dict:
 
 def sent(op: str, nbytes: float, ranks: int) -> float:
     """Bytes that a rank sends."""
-    return nbytes if op == "exchange" else sent_bytes("all_reduce" if op == "ring" else op, nbytes, ranks)
+    return (
+        nbytes
+        if op == "exchange"
+        else sent_bytes("all_reduce" if op == "ring" else op, nbytes, ranks)
+    )
 
 
 def fit(points: list[tuple[float, float]]) -> dict[str, float]:
@@ -180,9 +204,19 @@ def fit(points: list[tuple[float, float]]) -> dict[str, float]:
     zero; and the residual. W is None where it cannot be seen. points: (bytes, seconds)."""
     a11 = a12 = a22 = b1 = b2 = 0.0  # the normal equations of (alpha + x s) / t = 1
     for x, t in points:
-        a11, a12, a22, b1, b2 = a11 + 1 / t**2, a12 + x / t**2, a22 + x**2 / t**2, b1 + 1 / t, b2 + x / t
+        a11, a12, a22, b1, b2 = (
+            a11 + 1 / t**2,
+            a12 + x / t**2,
+            a22 + x**2 / t**2,
+            b1 + 1 / t,
+            b2 + x / t,
+        )
     det = a11 * a22 - a12**2
-    alpha, slope = ((a22 * b1 - a12 * b2) / det, (a11 * b2 - a12 * b1) / det) if det > 1e-9 * a11 * a22 else (-1, 1)
+    alpha, slope = (
+        ((a22 * b1 - a12 * b2) / det, (a11 * b2 - a12 * b1) / det)
+        if det > 1e-9 * a11 * a22
+        else (-1, 1)
+    )
     if slope <= 0:  # times that do not grow with the bytes show no bandwidth
         alpha, slope = b1 / a11, 0.0
     elif alpha < 0:  # or there is only one size
@@ -195,7 +229,9 @@ def fit(points: list[tuple[float, float]]) -> dict[str, float]:
 
 def by_fit(found: dict, nbytes: float) -> float:
     """Milliseconds of `nbytes` sent."""
-    return 1e-3 * found["alpha_us"] + (1e-6 * nbytes / found["gb_per_s"] if found["gb_per_s"] else 0)
+    return 1e-3 * found["alpha_us"] + (
+        1e-6 * nbytes / found["gb_per_s"] if found["gb_per_s"] else 0
+    )
 
 
 def ring_ms(row: dict, nbytes: float) -> float:
@@ -206,7 +242,10 @@ def ring_ms(row: dict, nbytes: float) -> float:
 
 def table(rows: list[dict]) -> tuple[str, str]:
     """A line per collective and size, then the published table and what two of its sizes say."""
-    theirs = {(float(p["mb"]), int(p["processes"]), p["backend"]): float(p["mean_s"]) for p in published("allreduce")}
+    theirs = {
+        (float(p["mb"]), int(p["processes"]), p["backend"]): float(p["mean_s"])
+        for p in published("allreduce")
+    }
     lines = []
     for row in rows:
         c, n = row["setting"], row["setting"]["ranks"]
@@ -215,11 +254,22 @@ def table(rows: list[dict]) -> tuple[str, str]:
         for op, found in row.get("ops", {}).items():
             speed = f"{found['gb_per_s']:.3g}" if found["gb_per_s"] else "no"
             for mb, nbytes, ms in zip(c["mb"], row["nbytes"], found["ms"], strict=True):
-                formula = ring_ms(row, nbytes) if op == "ring" else by_fit(found, sent(op, nbytes, n))
+                formula = (
+                    ring_ms(row, nbytes) if op == "ring" else by_fit(found, sent(op, nbytes, n))
+                )
                 told = theirs.get((mb, n, c["backend"])) if op == "all_reduce" else None
                 rates = (f"{size / 1e6 / ms:.3f}" for size in (nbytes, sent(op, nbytes, n)))
-                fitted = f"{found['alpha_us']:.0f} us, {speed} GB/s, {100 * found['residual']:.0f} %"
-                line = op.replace("_", "-"), str(n), f"{mb:g} {c['dtype']}", f"{ms:.3f}", *rates, f"{formula:.3f}"
+                fitted = (
+                    f"{found['alpha_us']:.0f} us, {speed} GB/s, {100 * found['residual']:.0f} %"
+                )
+                line = (
+                    op.replace("_", "-"),
+                    str(n),
+                    f"{mb:g} {c['dtype']}",
+                    f"{ms:.3f}",
+                    *rates,
+                    f"{formula:.3f}",
+                )
                 lines.append((*line, fitted, grouped(told and 1e3 * told, 0, missing="")))
     for (mb, n, backend), seconds in theirs.items():
         first, rate = theirs.get((1, n, backend)), ""
@@ -232,14 +282,22 @@ def table(rows: list[dict]) -> tuple[str, str]:
              "alpha, W, residual", "published ms")  # fmt: skip
     last = next((row["link"] for row in reversed(rows) if "link" in row), None)
     speed = f"{last['gb_per_s']} GB/s" if last and last["gb_per_s"] else "no bandwidth to be seen"
-    told = f"The link that was fitted last: {last['alpha_us']} us and {speed}." if last else "No link was fitted."
+    told = (
+        f"The link that was fitted last: {last['alpha_us']} us and {speed}."
+        if last
+        else "No link was fitted."
+    )
     text = f"Backend {rows[0]['setting']['backend']}; ranks of one machine. {told}"
     return about(rows, text), table_of(heads, lines)
 
 
 def figure(rows: list[dict], folder) -> list:
     """Milliseconds over the size at the most ranks; the ring also by formula."""
-    row = max((row for row in rows if row["outcome"] == "ok"), key=lambda row: row["setting"]["ranks"], default=None)
+    row = max(
+        (row for row in rows if row["outcome"] == "ok"),
+        key=lambda row: row["setting"]["ranks"],
+        default=None,
+    )
     made = {op.replace("_", "-"): list(zip(row["setting"]["mb"], found["ms"], strict=True))
             for op, found in (row or {}).get("ops", {}).items()}  # fmt: skip
     if row:

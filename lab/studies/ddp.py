@@ -25,7 +25,16 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lab.studies.collectives import fit
-from lab.studies.study import about, check_ranks, curves, main, milliseconds, on_ranks, published, table_of
+from lab.studies.study import (
+    about,
+    check_ranks,
+    curves,
+    main,
+    milliseconds,
+    on_ranks,
+    published,
+    table_of,
+)
 from model import Transformer
 from trainer import config as config_flags
 from trainer.costs import link, measured, sent_bytes
@@ -35,7 +44,8 @@ from trainer.measuring.timing import stats
 from trainer.parallelize import build, model_config
 
 SMALL = dict(block="llama", depth=2, width=128, head_dim=32, vocab=1024, seqlen=64, batch=4)
-FULL = dict(block="llama", depth=48, width=1600, head_dim=64, vocab=10000, seqlen=128, batch=4)  # the xl model
+# The xl model.
+FULL = dict(block="llama", depth=48, width=1600, head_dim=64, vocab=10000, seqlen=128, batch=4)
 SAME = *SMALL, "link"
 WAYS = "naive", "flat", "overlap", "bucketed", "ddp", "ours"
 THEIRS = {"naive": "naive (one all-reduce per parameter)", "flat": "flat (one all-reduce of all gradients)",
@@ -45,8 +55,16 @@ THEIRS = {"naive": "naive (one all-reduce per parameter)", "flat": "flat (one al
 def flags(parser) -> None:
     parser.add_argument("--world", type=int, help="simulated ranks (8)")
     parser.add_argument("--ranks", type=int, help="real ranks (2)")
-    parser.add_argument("--link", help="of simulated ranks, as main.py names it (small: 500:0.2, else ndr-ib)")
-    parser.add_argument("--buckets", type=float, nargs="+", metavar="MB", help="(small: 0.2 0.5 1 2, else 1 to 1000)")
+    parser.add_argument(
+        "--link", help="of simulated ranks, as main.py names it (small: 500:0.2, else ndr-ib)"
+    )
+    parser.add_argument(
+        "--buckets",
+        type=float,
+        nargs="+",
+        metavar="MB",
+        help="(small: 0.2 0.5 1 2, else 1 to 1000)",
+    )
 
 
 def check(args) -> None:
@@ -55,11 +73,14 @@ def check(args) -> None:
         check_ranks([args.ranks], args.device)
     if args.world == 1:
         raise ValueError("--world 1: one rank has nobody to talk to; give 2 or more")
-    args.world, args.ranks = args.world or 8, args.ranks or 2  # with one GPU there are simulated ranks alone
+    # With one GPU there are simulated ranks alone.
+    args.world, args.ranks = args.world or 8, args.ranks or 2
     args.link = measured(args.link or ("500:0.2" if args.small else "ndr-ib"))
     args.buckets = args.buckets or ([0.2, 0.5, 1, 2] if args.small else [1, 10, 100, 1000])
     if not link(args.link).latency_s or link(args.link).bytes_per_s == math.inf:
-        raise ValueError(f"--link {args.link}: has no latency or takes no time; the best bucket needs both")
+        raise ValueError(
+            f"--link {args.link}: has no latency or takes no time; the best bucket needs both"
+        )
 
 
 def settings(args) -> list[dict]:
@@ -71,7 +92,9 @@ def settings(args) -> list[dict]:
         buckets = args.buckets if kind == "simulated" or not args.small else args.buckets[1:2]
         for way in WAYS:
             for mb in buckets if way == "bucketed" else [None]:
-                own = dict(kind=kind, ranks=n, link=args.link if kind == "simulated" else None, way=way)
+                own = dict(
+                    kind=kind, ranks=n, link=args.link if kind == "simulated" else None, way=way
+                )
                 found.append(own | ({"mb": mb} if mb else {}) | shape)
     return found
 
@@ -91,7 +114,9 @@ class Reducer:
         self.number = {p: i for i, bucket in enumerate(self.buckets) for p in bucket}
         self.on, self.works = True, []
         self.left = [len(bucket) for bucket in self.buckets]
-        if overlap:  # a hook that held this object would keep the parameters alive: autograd's hooks are not collected
+        # A hook that held this object would keep the parameters alive: autograd's hooks are not
+        # collected.
+        if overlap:
             ready = weakref.WeakMethod(self.ready)
             for p in params:
                 p.register_post_accumulate_grad_hook(lambda p: (own := ready()) and own(p))
@@ -104,7 +129,9 @@ class Reducer:
 
     def send(self) -> None:
         """The next bucket."""
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.buckets[len(self.works)]]
+        grads = [
+            torch.zeros_like(p) if p.grad is None else p.grad for p in self.buckets[len(self.works)]
+        ]
         flat = torch.cat([g.reshape(-1) for g in grads]) if len(grads) > 1 else grads[0]
         work = dist.all_reduce(flat, async_op=True)
         if not self.overlap:
@@ -115,16 +142,22 @@ class Reducer:
         """After backward: the gradients are the mean over the ranks."""
         while self.on and len(self.works) < len(self.buckets):
             self.send()
-        for bucket, (work, flat, grads) in zip(self.buckets, self.works, strict=False):  # none, if it is off
+        # None, if it is off.
+        for bucket, (work, flat, grads) in zip(self.buckets, self.works, strict=False):
             work.wait()
             flat /= dist.get_world_size()
-            for p, g, mean in zip(bucket, grads, flat.view(-1).split([g.numel() for g in grads]), strict=True):
+            for p, g, mean in zip(
+                bucket, grads, flat.view(-1).split([g.numel() for g in grads]), strict=True
+            ):
                 p.grad = g if flat is g else g.copy_(mean.view_as(g))
         self.works, self.left = [], [len(bucket) for bucket in self.buckets]
 
     def alone(self) -> list[tuple[int, Callable]]:
         """(bytes, all-reduce) of every bucket, on memory of its own."""
-        flats = [torch.zeros(sum(p.numel() for p in b), dtype=b[0].dtype, device=b[0].device) for b in self.buckets]
+        flats = [
+            torch.zeros(sum(p.numel() for p in b), dtype=b[0].dtype, device=b[0].device)
+            for b in self.buckets
+        ]
         return [(flat.nbytes, lambda flat=flat: dist.all_reduce(flat)) for flat in flats]
 
 
@@ -152,8 +185,14 @@ def trainer(c: dict, device: torch.device) -> tuple[Callable, Callable | None, R
     model.init_weights()
     params = list(model.parameters())
     optimizer = torch.optim.AdamW(params, lr=1e-3, fused=True)
-    call = DistributedDataParallel(model, gradient_as_bucket_view=True) if c["way"] == "ddp" else model
-    reducer = None if c["way"] == "ddp" else Reducer(params, cap[c["way"]], c["way"] in ("overlap", "bucketed"))
+    call = (
+        DistributedDataParallel(model, gradient_as_bucket_view=True) if c["way"] == "ddp" else model
+    )
+    reducer = (
+        None
+        if c["way"] == "ddp"
+        else Reducer(params, cap[c["way"]], c["way"] in ("overlap", "bucketed"))
+    )
 
     def step(on: bool = True) -> None:
         if reducer:
@@ -186,7 +225,9 @@ def simulated(c: dict, repeat: int, device: torch.device) -> dict:
             simulated_world.use(link(which))
             step()
 
-        times = milliseconds({"step": lambda: on(c["link"]), "none": lambda: on("none")}, device, repeat)
+        times = milliseconds(
+            {"step": lambda: on(c["link"]), "none": lambda: on("none")}, device, repeat
+        )
         simulated_world.log().clear()
         on(c["link"])
         calls = [call for call in simulated_world.log() if call.op == "all_reduce"]
@@ -201,11 +242,16 @@ def simulated(c: dict, repeat: int, device: torch.device) -> dict:
 def real(rank: int, device: torch.device, c: dict, repeat: int) -> dict:
     """The same on ranks; communication is that of the buckets by themselves, one after the other."""
     step, without, reducer = trainer(c, device)
-    parts = {"begin": dist.barrier, "step": step} | ({"again": dist.barrier, "none": without} if without else {})
+    parts = {"begin": dist.barrier, "step": step} | (
+        {"again": dist.barrier, "none": without} if without else {}
+    )
     times = milliseconds(parts, device, repeat)
     found = figures(times["step"], times.get("none"))
     if reducer:
-        points = [(size, milliseconds({"all": work}, device, 3, 1)["all"]) for size, work in reducer.alone()]
+        points = [
+            (size, milliseconds({"all": work}, device, 3, 1)["all"])
+            for size, work in reducer.alone()
+        ]
         points = [(size, statistics.median(ms)) for size, ms in points]
         found |= dict(points=points, calls=len(points), nbytes=sum(size for size, _ in points),
                       communication_ms=round(sum(ms for _, ms in points), 3))  # fmt: skip
@@ -238,8 +284,14 @@ def constants(rows: list[dict]) -> tuple[float, float] | None:
     if c["kind"] == "simulated":
         own = link(c["link"])
         return own.latency_s, own.bytes_per_s / sent_bytes("all_reduce", 1.0, c["ranks"])
-    found = fit([(size, 1e-3 * ms) for row in rows for size, ms in row.get("points", [])] or [(1.0, 1.0)])
-    return (1e-6 * found["alpha_us"], 1e9 * found["gb_per_s"]) if found["alpha_us"] and found["gb_per_s"] else None
+    found = fit(
+        [(size, 1e-3 * ms) for row in rows for size, ms in row.get("points", [])] or [(1.0, 1.0)]
+    )
+    return (
+        (1e-6 * found["alpha_us"], 1e9 * found["gb_per_s"])
+        if found["alpha_us"] and found["gb_per_s"]
+        else None
+    )
 
 
 def table(rows: list[dict]) -> tuple[str, str]:
@@ -256,9 +308,18 @@ def table(rows: list[dict]) -> tuple[str, str]:
             c = row["setting"]
             name = f"{c['way']} {c['mb']:g} MB" if "mb" in c else c["way"]
             other = theirs.get(THEIRS.get(c["way"], name), {})
-            step, exposed, sent = (row.get(key) for key in ("step_ms", "exposed_ms", "communication_ms"))
-            share = [f"{100 * each / step:.0f}" if each is not None and step else "" for each in (sent, exposed)]
-            model = 1e3 * overhead(row["calls"], nbytes, *found) if c["way"] == "bucketed" and found and step else None
+            step, exposed, sent = (
+                row.get(key) for key in ("step_ms", "exposed_ms", "communication_ms")
+            )
+            share = [
+                f"{100 * each / step:.0f}" if each is not None and step else ""
+                for each in (sent, exposed)
+            ]
+            model = (
+                1e3 * overhead(row["calls"], nbytes, *found)
+                if c["way"] == "bucketed" and found and step
+                else None
+            )
             lines.append((f"{kind}, {ranks}", name, grouped(step or row["outcome"], 1), str(row.get("calls", "")),
                           *share, grouped(exposed, 1, ""), grouped(model, 1, ""), seconds(other)))  # fmt: skip
             used.add(other.get("variant"))
@@ -267,7 +328,11 @@ def table(rows: list[dict]) -> tuple[str, str]:
             least = grouped(1e3 * overhead(n, nbytes, *found), 1)
             words = f"best by formula: {size / 1e6:.2g} MB"
             lines.append((f"{kind}, {ranks}", words, "", f"{n:.1f}", "", "", "", least, ""))
-    lines += [("published, 2", name, *[""] * 6, seconds(p)) for name, p in theirs.items() if name not in used]
+    lines += [
+        ("published, 2", name, *[""] * 6, seconds(p))
+        for name, p in theirs.items()
+        if name not in used
+    ]
     heads = ("ranks", "way", "step ms", "all-reduces", "communication %", "exposed %", "exposed ms", "by formula, ms",
              "published step s")  # fmt: skip
     c = rows[0]["setting"]
@@ -286,7 +351,11 @@ def figure(rows: list[dict], folder) -> list:
     own = [row for row in rows if row["setting"]["kind"] == "simulated" and row["outcome"] == "ok"]
     found = constants(own) if own else None
     nbytes = max((row["nbytes"] for row in own), default=0)
-    made = {"measured": [(row["setting"]["mb"], row["exposed_ms"]) for row in own if "mb" in row["setting"]]}
+    made = {
+        "measured": [
+            (row["setting"]["mb"], row["exposed_ms"]) for row in own if "mb" in row["setting"]
+        ]
+    }
     made["n o + s / (n w)"] = [(row["setting"]["mb"], 1e3 * overhead(row["calls"], nbytes, *found))
                                for row in own if found and "mb" in row["setting"]]  # fmt: skip
     marks = {"best by formula": best(nbytes, *found)[1] / 1e6} if found else {}

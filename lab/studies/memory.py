@@ -27,13 +27,16 @@ from trainer.measuring import timeline
 from trainer.parallelize import build
 
 PARTS = "inference", "forward", "forward + backward", "step"
-PUBLISHED = {"forward": "forward_gb", "step": "full_step_gb"}  # columns of reference/memory_2p7b.csv
+# Columns of reference/memory_2p7b.csv.
+PUBLISHED = {"forward": "forward_gb", "step": "full_step_gb"}
 SAME = "size", "batch"
 
 
 def flags(parser) -> None:
     parser.add_argument("--size", choices=list(SIZES), help="(default: 2.7b, with --small tiny)")
-    parser.add_argument("--context", nargs="+", type=int, help="tokens of a sequence (default: 128 256 512)")
+    parser.add_argument(
+        "--context", nargs="+", type=int, help="tokens of a sequence (default: 128 256 512)"
+    )
     parser.add_argument("--batch", type=int, default=4, help="sequences")
 
 
@@ -48,14 +51,20 @@ def settings(args) -> list[dict]:
     contexts = args.context or ([8, 64] if args.small else [128, 256, 512])
     base = dict(size=args.size or ("tiny" if args.small else "2.7b"), batch=args.batch)
     cells = [(context, "fp32") for context in contexts] + [(max(contexts), "mixed")]
-    return [base | dict(context=t, precision=precision, part=part) for t, precision in cells for part in PARTS]
+    return [
+        base | dict(context=t, precision=precision, part=part)
+        for t, precision in cells
+        for part in PARTS
+    ]
 
 
 def measure(setting: dict, args) -> dict:
     """The figures of a setting, from a new process, which also draws its memory."""
     folder = args.plots or args.results.parent / "plots"
     folder.mkdir(parents=True, exist_ok=True)
-    return on_ranks(1, work, setting, str(folder / f"study-memory-{name_of(setting)}"), device=args.device)[0]
+    return on_ranks(
+        1, work, setting, str(folder / f"study-memory-{name_of(setting)}"), device=args.device
+    )[0]
 
 
 def name_of(setting: dict) -> str:
@@ -90,8 +99,11 @@ def of_trainer(c: dict, device: torch.device) -> config.Config:
     width, depth, heads = SIZES[c["size"]]
     words = dict(block="llama", width=width, depth=depth, head_dim=width // heads, grouping=1, vocab=VOCAB,
                  seqlen=c["context"], batch=c["batch"], compile="none", data="random", clip=0)  # fmt: skip
-    words |= dict(wrapper="simple", param_dtype="bf16") if c["precision"] == "mixed" else dict(wrapper="none",
-                                                                                              param_dtype="fp32")
+    words |= (
+        dict(wrapper="simple", param_dtype="bf16")
+        if c["precision"] == "mixed"
+        else dict(wrapper="none", param_dtype="fp32")
+    )
     argv = [word for name, value in words.items() for word in (config.flag(name), str(value))]
     return config.resolve(config.parse(argv), device.type, 1)
 
@@ -103,13 +115,21 @@ def work(rank: int, device: torch.device, c: dict, stem: str) -> dict:
     tokens, targets = torch.randint(VOCAB, (2, c["batch"], c["context"]), device=device)
     part(tokens, targets)
     streams = []
-    with part.model.blocks[0].register_forward_hook(lambda module, inputs, y: streams.append(y.nbytes)):
+    with part.model.blocks[0].register_forward_hook(
+        lambda module, inputs, y: streams.append(y.nbytes)
+    ):
         _, found, _ = timeline.watch(told, part, tokens, targets)
     top, mib = found.peaks(1)[0], 2**20
     row = dict(peak_mib=round(top.nbytes / mib, 3), moment=top.moment, residual_bytes=streams[-1])
-    row |= dict(parameters=parameters(Namespace(**told.flat())), state_bytes=sum(dict(states(top)).values()))
-    row |= dict(pieces_mib={name: round(size / mib, 3) for name, size in top.pieces.items() if size})
-    row |= dict(largest=[[n, round(size / mib, 3), text] for n, size, text in timeline.largest(found, 3)])
+    row |= dict(
+        parameters=parameters(Namespace(**told.flat())), state_bytes=sum(dict(states(top)).values())
+    )
+    row |= dict(
+        pieces_mib={name: round(size / mib, 3) for name, size in top.pieces.items() if size}
+    )
+    row |= dict(
+        largest=[[n, round(size / mib, 3), text] for n, size, text in timeline.largest(found, 3)]
+    )
     name, weight = max(part.model.named_parameters(), key=lambda each: each[1].numel())
     row |= dict(largest_weight=[name, round(weight.numel() * weight.element_size() / mib, 3)])
     return row | dict(pictures=[Path(path).name for path in timeline.drawn(found, stem)])
@@ -117,7 +137,10 @@ def work(rank: int, device: torch.device, c: dict, stem: str) -> dict:
 
 def states(top: timeline.Peak) -> Iterator[tuple[str, int]]:
     """Bytes of weights, moments and gradients at a peak."""
-    return ((name, top.pieces[name]) for name in (timeline.PARAMETERS, timeline.MOMENTS, timeline.GRADIENTS))
+    return (
+        (name, top.pieces[name])
+        for name in (timeline.PARAMETERS, timeline.MOMENTS, timeline.GRADIENTS)
+    )
 
 
 def table(rows: list[dict]) -> tuple[str, str]:
@@ -137,7 +160,9 @@ def table(rows: list[dict]) -> tuple[str, str]:
         stream = f"{grouped(row['residual_bytes'] / 2**20, 2)}"
         formula = grouped(16 * row["parameters"] / 2**20, 1) if c["part"] == "step" else ""
         where = row["moment"].partition(" in ")[0]
-        lines.append((*told(c), grouped(row["peak_mib"], 1), formula, where, largest, stream, beside))
+        lines.append(
+            (*told(c), grouped(row["peak_mib"], 1), formula, where, largest, stream, beside)
+        )
     for (part, context), gb in theirs.items():
         if (part, context) not in seen:
             lines.append(("2.7b", str(context), "fp32", part, *[""] * 5, gb))
@@ -146,7 +171,9 @@ def table(rows: list[dict]) -> tuple[str, str]:
             f"{grouped(mib, 2)} MiB, and so are its gradient and each of its moments.")  # fmt: skip
     heads = ("size", "context", "precision", "part", "peak MiB", "16 bytes a parameter, MiB", "peak at",
              "largest of this run there, MiB", "residual stream, MiB", "published GB")  # fmt: skip
-    return about(rows, text), markdown(list(zip(heads, map(list, zip(*lines, strict=True)), strict=True)))
+    return about(rows, text), markdown(
+        list(zip(heads, map(list, zip(*lines, strict=True)), strict=True))
+    )
 
 
 def told(c: dict) -> tuple[str, ...]:
@@ -158,7 +185,9 @@ def figure(rows: list[dict], folder) -> list:
     made = {}
     for row in rows:
         if row["outcome"] == "ok" and row["setting"]["precision"] == "fp32":
-            made.setdefault(row["setting"]["part"], []).append((row["setting"]["context"], row["peak_mib"]))
+            made.setdefault(row["setting"]["part"], []).append(
+                (row["setting"]["context"], row["peak_mib"])
+            )
     return curves(folder, "memory", made, "tokens of a sequence", "peak MiB")
 
 

@@ -18,7 +18,16 @@ from contextlib import nullcontext
 import torch
 from torch._inductor.utils import fresh_cache
 
-from lab.studies.study import SIZES, about, curves, main, milliseconds, on_ranks, published, transformer
+from lab.studies.study import (
+    SIZES,
+    about,
+    curves,
+    main,
+    milliseconds,
+    on_ranks,
+    published,
+    transformer,
+)
 from trainer.costs import flops_per_token, parameters
 from trainer.distributed.terminal import grouped, markdown
 from trainer.measuring.timing import stats
@@ -39,7 +48,9 @@ NAMES = {"med": "medium", "xlarge": "xl"}  # what one of them calls these sizes
 
 
 def flags(parser) -> None:
-    parser.add_argument("--sizes", nargs="+", choices=list(SIZES), help="(default: the published five)")
+    parser.add_argument(
+        "--sizes", nargs="+", choices=list(SIZES), help="(default: the published five)"
+    )
     parser.add_argument("--batch", type=int, default=4, help="sequences")
     parser.add_argument("--context", type=int, default=128, help="tokens of a sequence")
 
@@ -53,10 +64,15 @@ def check(args) -> None:
 def settings(args) -> list[dict]:
     """Every size in both precisions, eager and compiled, warmed up; the first also with less warm-up. --small: one row
     is compiled, that of the first size without warm-up, since it takes as long as all others."""
-    sizes = args.sizes or (["tiny"] if args.small else [name for name in SIZES if SIZES[name][0] >= 768])
+    sizes = args.sizes or (
+        ["tiny"] if args.small else [name for name in SIZES if SIZES[name][0] >= 768]
+    )
     base = dict(batch=args.batch, context=args.context, repeat=args.repeat)
-    found = [dict(size=sizes[0], precision="fp32", compiled=compiled, warmup=warmup)
-             for compiled in (False, True) for warmup in WARMUPS[:-1]]
+    found = [
+        dict(size=sizes[0], precision="fp32", compiled=compiled, warmup=warmup)
+        for compiled in (False, True)
+        for warmup in WARMUPS[:-1]
+    ]
     found += [dict(size=size, precision=precision, compiled=compiled, warmup=WARMUPS[-1])
               for size in sizes for precision in ("fp32", "bf16") for compiled in (False, True)]  # fmt: skip
     if args.small:
@@ -81,7 +97,10 @@ def starts(device: torch.device) -> dict:
     if device.type == "cpu":  # the C library may have the bytes, and the product starts nothing
         return {}
     a, b = (torch.randn(256, 256, device=device) for _ in range(2))
-    parts = {"allocation": lambda: torch.empty(2**24, device=device).fill_(0.0), "product": lambda: a @ b}
+    parts = {
+        "allocation": lambda: torch.empty(2**24, device=device).fill_(0.0),
+        "product": lambda: a @ b,
+    }
     first = milliseconds(parts, device, repeat=2, warmup=0)
     return {f"first_{name}_excess_ms": round(a - b, 3) for name, (a, b) in first.items()}
 
@@ -89,8 +108,13 @@ def starts(device: torch.device) -> dict:
 def phases(device: torch.device, c: dict) -> dict:
     """Times of the parts, and by what they are checked: parameters are read, gradients and states written."""
     model = transformer(c["size"], device)
-    optimizer, call = AdamW(model.parameters(), lr=1e-4), torch.compile(model) if c["compiled"] else model
-    tokens, targets = torch.randint(model.config.vocab, (2, c["batch"], c["context"]), device=device)
+    optimizer, call = (
+        AdamW(model.parameters(), lr=1e-4),
+        torch.compile(model) if c["compiled"] else model,
+    )
+    tokens, targets = torch.randint(
+        model.config.vocab, (2, c["batch"], c["context"]), device=device
+    )
     made, bad = {}, torch.zeros((), device=device)
 
     def forward():
@@ -100,10 +124,19 @@ def phases(device: torch.device, c: dict) -> dict:
     def backward():
         made.update(grads=torch.autograd.grad(made.pop("loss"), optimizer.params))
 
-    parts = dict(zip(PARTS, (forward, backward, lambda: optimizer.step([*made.pop("grads")], bad)), strict=True))
+    parts = dict(
+        zip(
+            PARTS,
+            (forward, backward, lambda: optimizer.step([*made.pop("grads")], bad)),
+            strict=True,
+        )
+    )
     times = milliseconds(parts, device, c["repeat"], c["warmup"])
     forward_flops = flops_per_token(model.config, c["context"]) / 3 * tokens.numel()
-    row = dict(parameters=parameters(model.config), flops=dict(forward=forward_flops, backward=2 * forward_flops))
+    row = dict(
+        parameters=parameters(model.config),
+        flops=dict(forward=forward_flops, backward=2 * forward_flops),
+    )
     moved = dict(backward=4 * row["parameters"], optimizer=28 * row["parameters"])
     row |= dict(moved_bytes=moved, peak_of=c["precision"])
     for part, ms in times.items():
@@ -115,7 +148,9 @@ def summary(part: str, ms: list[float]) -> dict:
     """Median, minimum, maximum, mean and deviation, and by how much the first is above the median of the others."""
     row = stats(ms, part) | {f"{part}_mean_ms": round(statistics.mean(ms), 3)}
     row |= {f"{part}_std_ms": round(statistics.stdev(ms), 3)} if len(ms) > 1 else {}
-    return row | ({f"{part}_excess_ms": round(ms[0] - statistics.median(ms[1:]), 3)} if len(ms) > 1 else {})
+    return row | (
+        {f"{part}_excess_ms": round(ms[0] - statistics.median(ms[1:]), 3)} if len(ms) > 1 else {}
+    )
 
 
 def theirs(size: str, precision: str, compiled: bool) -> str:
@@ -124,7 +159,10 @@ def theirs(size: str, precision: str, compiled: bool) -> str:
     for name, device, own, compiles, columns in PUBLISHED:
         for line in published(name) if (own, compiles) == (precision, compiled) else ():
             if NAMES.get(line["size"], line["size"]) == size:
-                found.append(" + ".join(grouped(1e3 * float(line[key]), 1) for key in columns.split()) + f" ({device})")
+                found.append(
+                    " + ".join(grouped(1e3 * float(line[key]), 1) for key in columns.split())
+                    + f" ({device})"
+                )
     return "; ".join(found)
 
 
@@ -155,20 +193,30 @@ def table(rows: list[dict]) -> tuple[str, str]:
             "than the median of the others.")  # fmt: skip
     heads = ("size", "how", "warm-up", *(f"{part}, ms" for part in PARTS), *["excess: allocation, product, ms"] * gpu,
              "excess: step, ms", "published forward + backward, ms")  # fmt: skip
-    return about(rows, text), markdown(list(zip(heads, map(list, zip(*lines, strict=True)), strict=True)))
+    return about(rows, text), markdown(
+        list(zip(heads, map(list, zip(*lines, strict=True)), strict=True))
+    )
 
 
 def figure(rows: list[dict], folder) -> list:
     """Excess of the first step that counts over the steps of warm-up before it."""
     made = {}
     for row in rows:
-        if row["outcome"] == "ok" and row["setting"]["precision"] == "fp32" and "forward_excess_ms" in row:
-            name = f"{row['setting']['size']}, {'compiled' if row['setting']['compiled'] else 'eager'}"
+        if (
+            row["outcome"] == "ok"
+            and row["setting"]["precision"] == "fp32"
+            and "forward_excess_ms" in row
+        ):
+            name = (
+                f"{row['setting']['size']}, {'compiled' if row['setting']['compiled'] else 'eager'}"
+            )
             excess = sum(row[f"{part}_excess_ms"] for part in PARTS)
             made.setdefault(name, []).append((row["setting"]["warmup"], max(excess, 0)))
     made = {name: sorted(line) for name, line in made.items() if len(line) > 1}
     axes = dict(xscale="linear", yscale="symlog")
-    return curves(folder, "phases", made, "steps of warm-up", "excess of the first step, ms", **axes)
+    return curves(
+        folder, "phases", made, "steps of warm-up", "excess of the first step, ms", **axes
+    )
 
 
 if __name__ == "__main__":

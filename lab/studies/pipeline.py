@@ -29,7 +29,8 @@ from trainer.distributed.terminal import grouped
 from trainer.measuring.timing import stats
 
 SMALL = dict(stages=4, replicas=2, batch=16, width=128, head_dim=32, layers=6, seqlen=32)
-FULL = dict(stages=4, replicas=2, batch=64, width=1600, head_dim=64, layers=12, seqlen=128)  # xl: 48 layers
+# xl: 48 layers.
+FULL = dict(stages=4, replicas=2, batch=64, width=1600, head_dim=64, layers=12, seqlen=128)
 
 SAME = tuple(SMALL)
 
@@ -49,20 +50,26 @@ def check(args) -> None:
     c = setting(args)
     for name, part in (("batch", "replicas"), ("width", "head_dim")):
         if c[name] % c[part]:
-            raise ValueError(f"--{name} {c[name]}: must be a multiple of --{part.replace('_', '-')} {c[part]}")
+            raise ValueError(
+                f"--{name} {c[name]}: must be a multiple of --{part.replace('_', '-')} {c[part]}"
+            )
 
 
 def settings(args) -> list[dict]:
     """A row for each micro-batch, and one for the checkpoints."""
     c = setting(args)
     own = c["batch"] // c["replicas"]
-    return [c | dict(micro_batch=b) for b in range(1, own + 1) if own % b == 0] + [c | dict(checkpoints=True)]
+    return [c | dict(micro_batch=b) for b in range(1, own + 1) if own % b == 0] + [
+        c | dict(checkpoints=True)
+    ]
 
 
 def stage(c: dict, device) -> tuple[torch.nn.Sequential, ModelConfig]:
     torch.manual_seed(0)
     config = ModelConfig(depth=c["layers"], width=c["width"], head_dim=c["head_dim"], grouping=1)
-    return torch.nn.Sequential(*(Block(config, "none") for _ in range(c["layers"]))).to(device), config
+    return torch.nn.Sequential(*(Block(config, "none") for _ in range(c["layers"]))).to(
+        device
+    ), config
 
 
 def measure(setting: dict, args) -> dict:
@@ -73,7 +80,10 @@ def measure(setting: dict, args) -> dict:
     if "checkpoints" in setting:
         return checkpoints(blocks, x) | dict(by_formula=kept_per_block(config))
     made = {}
-    parts = {"forward": lambda: made.update(y=blocks(x)), "backward": lambda: made.pop("y").sum().backward()}
+    parts = {
+        "forward": lambda: made.update(y=blocks(x)),
+        "backward": lambda: made.pop("y").sum().backward(),
+    }
     times = milliseconds(parts, args.device, args.repeat)
     row = stats(times["forward"], "forward") | stats(times["backward"], "backward")
     p, m = setting["stages"], setting["batch"] // setting["replicas"] // setting["micro_batch"]
@@ -102,7 +112,9 @@ def one_forward_one_backward(stage: int, p: int, m: int) -> list[tuple[str, int]
 SCHEDULES = {"gpipe": gpipe, "1f1b": one_forward_one_backward}
 
 
-def simulate(schedule: str, p: int, m: int, forward: float, backward: float) -> tuple[float, list[int]]:
+def simulate(
+    schedule: str, p: int, m: int, forward: float, backward: float
+) -> tuple[float, list[int]]:
     """(time of m micro-batches on p stages, most micro-batches that each stage keeps at once). A slot begins when its
     stage is free and the micro-batch has arrived: from the stage before, or in backward from the stage after."""
     orders = [SCHEDULES[schedule](s, p, m) for s in range(p)]
@@ -113,7 +125,9 @@ def simulate(schedule: str, p: int, m: int, forward: float, backward: float) -> 
             while at[s] < len(orders[s]):
                 phase, i = orders[s][at[s]]
                 other = s - 1 if phase == "F" else s + 1
-                needs = (phase, other, i) if 0 <= other < p else ("F", s, i) if phase == "B" else None
+                needs = (
+                    (phase, other, i) if 0 <= other < p else ("F", s, i) if phase == "B" else None
+                )
                 if needs and needs not in done:
                     break
                 start = max(free[s], done[needs] if needs else 0.0)
@@ -168,7 +182,8 @@ def held(blocks: torch.nn.Sequential, x: torch.Tensor, c: int) -> int:
 
     def segment(first: int):
         def run(x):
-            with counter.hooks():  # of what is computed again in backward; in forward nothing is saved here
+            # Of what is computed again in backward; in forward nothing is saved here.
+            with counter.hooks():
                 return torch.nn.Sequential(*layers[first : first + size])(x)
 
         return run
@@ -195,12 +210,16 @@ def formula(row: dict, c: int) -> tuple[float, float]:
     layers, inside, outside = row["setting"]["layers"], row["a_int"], row["a_in"]
     size = math.ceil(layers / c)
     segments = [min(size, layers - first) for first in range(0, layers, size)]
-    return c * outside + layers / c * inside, max(n * outside + own * inside for n, own in enumerate(segments))
+    return c * outside + layers / c * inside, max(
+        n * outside + own * inside for n, own in enumerate(segments)
+    )
 
 
 def fastest(rows: list[dict]) -> dict | None:
     """The row of the best micro-batch."""
-    return min((row for row in rows if "batch_ms" in row), key=lambda row: row["batch_ms"], default=None)
+    return min(
+        (row for row in rows if "batch_ms" in row), key=lambda row: row["batch_ms"], default=None
+    )
 
 
 def table(rows: list[dict]) -> tuple[str, str]:
@@ -213,15 +232,31 @@ def table(rows: list[dict]) -> tuple[str, str]:
         elif "micro_batch" in c:
             kept = f"the first stage keeps {row['gpipe_kept'][0]} micro-batches, by 1F1B {row['1f1b_kept'][0]}"
             kept += "; least time" * (row is fastest(rows))
-            found = f"{grouped(row['gpipe_ms'], 1)} GPipe, {grouped(row['1f1b_ms'], 1)} 1F1B, simulated"
+            found = (
+                f"{grouped(row['gpipe_ms'], 1)} GPipe, {grouped(row['1f1b_ms'], 1)} 1F1B, simulated"
+            )
             times = f"{grouped(row['forward_ms'], 2)} + {grouped(row['backward_ms'], 2)}"
-            lines.append((f"b = {c['micro_batch']}, m = {row['micro_batches']}", times,
-                          f"{grouped(row['batch_ms'], 1)} ms, bubble {100 * row['bubble']:.0f} %", found, kept))
+            lines.append(
+                (
+                    f"b = {c['micro_batch']}, m = {row['micro_batches']}",
+                    times,
+                    f"{grouped(row['batch_ms'], 1)} ms, bubble {100 * row['bubble']:.0f} %",
+                    found,
+                    kept,
+                )
+            )
         else:
             kib = {int(n): size / 2**10 for n, size in row["counted"].items()}
             least = min(kib, key=kib.get)
-            lines.append((f"l = {c['layers']}, none", "", f"{c['layers'] * row['a_int'] / 2**10:.0f} KiB",
-                          f"{row['none'] / 2**10:.0f} KiB", f"A_int / A_in = {row['a_int'] / row['a_in']:.2f}"))
+            lines.append(
+                (
+                    f"l = {c['layers']}, none",
+                    "",
+                    f"{c['layers'] * row['a_int'] / 2**10:.0f} KiB",
+                    f"{row['none'] / 2**10:.0f} KiB",
+                    f"A_int / A_in = {row['a_int'] / row['a_in']:.2f}",
+                )
+            )
             for n, size in kib.items():
                 published, exact = (each / 2**10 for each in formula(row, n))
                 best = f"least; sqrt(l A_int / A_in) = {row['best']:.1f}" * (n == least)
@@ -238,7 +273,9 @@ def figure(rows: list[dict], folder) -> list:
     """Time of the batch over the micro-batch, the bubble in it, and its best."""
     found = [row for row in rows if row["outcome"] == "ok" and "micro_batch" in row["setting"]]
     made = {"batch": [(row["setting"]["micro_batch"], row["batch_ms"]) for row in found]}
-    made["of it bubble"] = [(row["setting"]["micro_batch"], row["batch_ms"] * row["bubble"]) for row in found]
+    made["of it bubble"] = [
+        (row["setting"]["micro_batch"], row["batch_ms"] * row["bubble"]) for row in found
+    ]
     best = fastest(rows)
     marks = {"best": best["setting"]["micro_batch"]} if best else {}
     return curves(folder, "pipeline", made, "sequences of a micro-batch", "ms", marks)

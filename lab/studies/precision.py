@@ -31,7 +31,9 @@ def settings(args) -> list[dict]:
     """A row per part. At full size the sums and the gradients are longer, since low precision loses with length."""
     most = 64 if args.small else 1024
     counts = [n for n in (1, 4, 16, 64, 256, 1024) if n <= most]
-    norm = [dict(part="norm", mean=mean, scale=scale) for mean, scale in ((0, 1), (0, 300), (100, 1))]
+    norm = [
+        dict(part="norm", mean=mean, scale=scale) for mean, scale in ((0, 1), (0, 300), (100, 1))
+    ]
     return [dict(part="sums", terms=1000), dict(part="dtypes"), *norm,
             *(dict(part="gradients", micro_batches=n) for n in counts)]  # fmt: skip
 
@@ -40,7 +42,11 @@ def measure(setting: dict, args) -> dict:
     """{"lines": [(what, {"fp32": found, ..})]}"""
     torch.manual_seed(0)
     part, *own = setting.values()
-    return dict(lines=dict(sums=sums, dtypes=dtypes, norm=norm, gradients=gradients)[part](args.device, *own))
+    return dict(
+        lines=dict(sums=sums, dtypes=dtypes, norm=norm, gradients=gradients)[part](
+            args.device, *own
+        )
+    )
 
 
 def each(work) -> dict:
@@ -125,8 +131,14 @@ def under_autocast(device: str, dtype: torch.dtype) -> dict[str, str]:
     model = Toy()
     with nullcontext() if real else FakeTensorMode(), nullcontext() if real else torch.no_grad():
         # Without CUDA its fake tensors can be made and used, but neither copied nor differentiated.
-        own = {name: torch.empty(p.shape, device=device, requires_grad=real) for name, p in model.named_parameters()}
-        x, targets = torch.empty(4, 16, device=device), torch.zeros(4, dtype=torch.long, device=device)
+        own = {
+            name: torch.empty(p.shape, device=device, requires_grad=real)
+            for name, p in model.named_parameters()
+        }
+        x, targets = (
+            torch.empty(4, 16, device=device),
+            torch.zeros(4, dtype=torch.long, device=device),
+        )
         with autocast(device, dtype):
             found = torch.func.functional_call(model, own, (x, targets))
         if real:
@@ -138,11 +150,18 @@ def under_policy(dtype: torch.dtype, device: str) -> dict[str, str]:
     """The same under our policy: parameters gathered in `dtype`, gradients reduced in fp32. Inputs are the caller's."""
     mesh, policy = dist.init_device_mesh(device, (1,)), MixedPrecisionPolicy(dtype, torch.float32)
     model = data_parallel(Toy().to(device), mesh, mp_policy=policy)
-    x, targets = torch.ones(4, 16, dtype=dtype, device=device), torch.zeros(4, dtype=torch.long, device=device)
+    x, targets = (
+        torch.ones(4, 16, dtype=dtype, device=device),
+        torch.zeros(4, dtype=torch.long, device=device),
+    )
     found = model(x, targets)
     found["loss"].backward()
     stored = next(model.parameters())
-    found |= {"parameters, gathered": found["parameters"], "parameters": stored, "gradients": stored.grad}
+    found |= {
+        "parameters, gathered": found["parameters"],
+        "parameters": stored,
+        "gradients": stored.grad,
+    }
     return {name: SHORT[t.dtype] for name, t in found.items()}
 
 
@@ -150,12 +169,16 @@ def dtypes(device: str) -> list:
     """A line per tensor and way: autocast by CUDA's rules, by a CPU's, our policy."""
     alone = not dist.is_initialized()
     if alone:
-        dist.init_process_group("nccl" if device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(
+            "nccl" if device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
+        )
     try:
         ways = {"autocast, CUDA": lambda dtype: under_autocast("cuda", dtype),
                 "autocast, CPU": lambda dtype: under_autocast("cpu", dtype),
                 "MixedPrecisionPolicy": lambda dtype: under_policy(dtype, device)}  # fmt: skip
-        found = {way: {name: run(KINDS[name]) for name in ("fp16", "bf16")} for way, run in ways.items()}
+        found = {
+            way: {name: run(KINDS[name]) for name in ("fp16", "bf16")} for way, run in ways.items()
+        }
     finally:
         if alone:
             dist.destroy_process_group()
@@ -173,14 +196,21 @@ def norm(device: str, mean: float, scale: float) -> list:
         return (own.square().mean() - own.mean().square()).item()
 
     words = f"{'' if scale == 1 else f'{scale} x '}N({mean}, 1)"
-    return [(f"variance of {words}, in the dtype", each(inside)),
-            (f"variance of {words}, in fp32", each(lambda dtype: x.to(dtype).float().var(unbiased=False).item()))]
+    return [
+        (f"variance of {words}, in the dtype", each(inside)),
+        (
+            f"variance of {words}, in fp32",
+            each(lambda dtype: x.to(dtype).float().var(unbiased=False).item()),
+        ),
+    ]
 
 
 def gradients(device: str, micro_batches: int) -> list:
     """The norm of a gradient summed over micro-batches in each dtype, over that of the sum in fp64, less one. Terms
     have a mean, as gradients have; their deviation is four times as large."""
-    terms = 0.25 * torch.randn(4096, device=device) + torch.randn(micro_batches, 4096, device=device)
+    terms = 0.25 * torch.randn(4096, device=device) + torch.randn(
+        micro_batches, 4096, device=device
+    )
     right = terms.double().sum(0)
 
     def summed(dtype: torch.dtype) -> Tensor:
@@ -221,7 +251,9 @@ def table(rows: list[dict]) -> tuple[str, str]:
 
 def figure(rows: list[dict], folder) -> list:
     """Relative error of an accumulated gradient over the micro-batches, by the dtype of the sum."""
-    found = [row for row in rows if row["setting"]["part"] == "gradients" and row["outcome"] == "ok"]
+    found = [
+        row for row in rows if row["setting"]["part"] == "gradients" and row["outcome"] == "ok"
+    ]
     made = {f"summed in {name}": [(row["setting"]["micro_batches"], row["lines"][1][1][name]) for row in found]
             for name in KINDS}  # fmt: skip
     return curves(folder, "precision", made, "micro-batches", "relative error of the gradient")

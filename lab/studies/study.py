@@ -52,7 +52,8 @@ LIMITS = {
     r"A100-(SXM4|PCIE)-40GB": (19.5, 1.555), r"A100-(SXM4|PCIE)-80GB|A100 80GB PCIe": (19.5, 2.039),
     r"H100 80GB HBM3": (67, 3.35), r"H200": (67, 4.8), r"H100 PCIe": (51, 2.0), r"GeForce RTX 4090": (82.6, 1.008),
 }  # fmt: skip
-CACHED = 80e6  # bytes that may be in a cache, and not in memory: more than the second level of any of these holds
+# Bytes that may be in a cache, and not in memory: more than the second level of any of these holds.
+CACHED = 80e6
 
 
 class Parser(argparse.ArgumentParser):
@@ -60,20 +61,40 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str):
         told = re.sub(r"^argument (\S+): (.*)$", r"\1: \2; --help lists all flags", message)
-        fail(re.sub(r"^unrecognized arguments: (\S+).*$", r"\1: no such flag; --help lists all flags", told), 0)
+        fail(
+            re.sub(
+                r"^unrecognized arguments: (\S+).*$",
+                r"\1: no such flag; --help lists all flags",
+                told,
+            ),
+            0,
+        )
 
 
 def arguments(study: ModuleType, argv: list[str]) -> argparse.Namespace:
     """The command line of a study, checked. Ends the process with exit code 2 and one line for what does not fit."""
     name = name_of(study)
-    parser = Parser(prog=f"lab.studies.{name}", allow_abbrev=False, description=study.__doc__.split("\n")[0])
+    parser = Parser(
+        prog=f"lab.studies.{name}", allow_abbrev=False, description=study.__doc__.split("\n")[0]
+    )
     parser.add_argument("--small", action="store_true", help="sizes for a CPU: under a minute")
-    parser.add_argument("--results", type=Path, metavar="FILE", help=f"rows (runs/study-{name}.jsonl, or -small)")
+    parser.add_argument(
+        "--results", type=Path, metavar="FILE", help=f"rows (runs/study-{name}.jsonl, or -small)"
+    )
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    parser.add_argument("--repeat", type=int, default=10, help="timed repetitions, after the warm-up")
+    parser.add_argument(
+        "--repeat", type=int, default=10, help="timed repetitions, after the warm-up"
+    )
     parser.add_argument("--again", action="store_true", help="measure also what has a row")
-    parser.add_argument("--any-commit", action="store_true", help="rows of other commits count as measured, too")
-    parser.add_argument("--plots", type=Path, metavar="DIR", help="folder of the plot (default: plots beside the rows)")
+    parser.add_argument(
+        "--any-commit", action="store_true", help="rows of other commits count as measured, too"
+    )
+    parser.add_argument(
+        "--plots",
+        type=Path,
+        metavar="DIR",
+        help="folder of the plot (default: plots beside the rows)",
+    )
     getattr(study, "flags", bool)(parser)
     args = parser.parse_args(argv)
     args.results = args.results or default_results(name, args.small)
@@ -81,13 +102,23 @@ def arguments(study: ModuleType, argv: list[str]) -> argparse.Namespace:
     try:
         for flag, value in vars(args).items():
             for each in value if isinstance(value, list) else [value]:
-                if isinstance(each, int | float) and not isinstance(each, bool) and not 0 < each < 2**53:
+                if (
+                    isinstance(each, int | float)
+                    and not isinstance(each, bool)
+                    and not 0 < each < 2**53
+                ):
                     least = "at least 1" if isinstance(each, int) else "above 0"
-                    raise ValueError(f"--{flag.replace('_', '-')} {each:g}: must be {least} and below 2**53")
+                    raise ValueError(
+                        f"--{flag.replace('_', '-')} {each:g}: must be {least} and below 2**53"
+                    )
         if args.device == "cuda" and not cuda:
-            raise ValueError(f"--device cuda: torch {torch.__version__} sees no GPU; use --device cpu")
+            raise ValueError(
+                f"--device cuda: torch {torch.__version__} sees no GPU; use --device cpu"
+            )
         if ranks()[2] > 1:
-            raise ValueError(f"a study starts its own ranks: run python -m lab.studies.{name}, without torchrun")
+            raise ValueError(
+                f"a study starts its own ranks: run python -m lab.studies.{name}, without torchrun"
+            )
         args.device = ("cuda" if cuda else "cpu") if args.device == "auto" else args.device
         getattr(study, "check", bool)(args)
         check_writable(args.results)
@@ -104,7 +135,9 @@ def check_folder(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=path).close()
     except OSError as error:
-        raise ValueError(f"--plots {path}: {error.strerror}; name a folder that can be written") from None
+        raise ValueError(
+            f"--plots {path}: {error.strerror}; name a folder that can be written"
+        ) from None
 
 
 def default_results(name: str, small: bool) -> Path:
@@ -124,7 +157,9 @@ def names() -> list[str]:
 def study(name: str) -> ModuleType:
     """The module of a study. ValueError, one line, for a name that is none."""
     if name not in names():
-        raise ValueError(f"--study {name}: must be one of {', '.join(names())}{did_you_mean(name, names())}")
+        raise ValueError(
+            f"--study {name}: must be one of {', '.join(names())}{did_you_mean(name, names())}"
+        )
     return importlib.import_module(f"lab.studies.{name}")
 
 
@@ -133,7 +168,12 @@ def newest(name: str, rows: Iterable[dict]) -> list[dict]:
     be as it was last, for all rows that have it. ValueError if there is no row."""
     last, same = {}, getattr(study(name), "SAME", ()) if name in names() else ()
     own = [row for row in rows if row.get("study") == name and "setting" in row]
-    alike = {key: value for row in own for key, value in row["setting"].items() if key in same and value is not None}
+    alike = {
+        key: value
+        for row in own
+        for key, value in row["setting"].items()
+        if key in same and value is not None
+    }
     for row in own:
         if all(row["setting"].get(key) in (None, value) for key, value in alike.items()):
             key = json.dumps([row["setting"], row["device"], row["torch"]], sort_keys=True)
@@ -161,7 +201,11 @@ def run(name: str, settings: list[dict], measure: Callable, args: argparse.Names
         known = done.get(json.dumps(setting, sort_keys=True))
         if known is None:
             start = time.monotonic()
-            row = timing.environment(device) | dict(study=name, setting=setting) | outcome(measure, setting, args)
+            row = (
+                timing.environment(device)
+                | dict(study=name, setting=setting)
+                | outcome(measure, setting, args)
+            )
             append_jsonl(args.results, row)
         took = "there already" if known else f"{time.monotonic() - start:.1f} s"
         rows.append(known or row)
@@ -179,7 +223,13 @@ def outcome(measure: Callable, setting: dict, args: argparse.Namespace) -> dict:
     try:
         found = {"outcome": "ok"} | measure(setting, args)
     except Exception as error:  # is a result; the other settings still run
-        kind = "OOM" if memory.out_of_memory(error) else "n/a:" if isinstance(error, NoRanks) else "failed:"
+        kind = (
+            "OOM"
+            if memory.out_of_memory(error)
+            else "n/a:"
+            if isinstance(error, NoRanks)
+            else "failed:"
+        )
         return {"outcome": f"{kind} {one_line(error)}"}
     told = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     flops, moved = (found.get(key, {}) for key in ("flops", "moved_bytes"))
@@ -187,15 +237,22 @@ def outcome(measure: Callable, setting: dict, args: argparse.Namespace) -> dict:
         ms = found.get(f"{name}_ms_min", found.get(f"{name}_ms"))
         work = flops.get(name, 0), ms, moved.get(name, 0), found.get("peak_of", "bf16")
         if reason := impossible(told, *work):
-            return {"outcome": f"refused: {name} in {ms:g} ms would be {reason}: was it synchronised?", "flops": flops}
+            return {
+                "outcome": f"refused: {name} in {ms:g} ms would be {reason}: was it synchronised?",
+                "flops": flops,
+            }
     return found
 
 
-def impossible(device: str, flops: float, ms: float | None, nbytes: float = 0, dtype: str = "bf16") -> str | None:
+def impossible(
+    device: str, flops: float, ms: float | None, nbytes: float = 0, dtype: str = "bf16"
+) -> str | None:
     """Why a time cannot be true on a device, named as torch.cuda.get_device_name does, whose products in `dtype` are
     `flops` and whose memory `nbytes` go to or come from; None where it can, or where the device's limits are not
     known. Products in fp32 are taken for those of tensor cores where torch is told to use TF32."""
-    own = (limits for names, limits in LIMITS.items() if re.fullmatch(f"(NVIDIA )?({names})", device))
+    own = (
+        limits for names, limits in LIMITS.items() if re.fullmatch(f"(NVIDIA )?({names})", device)
+    )
     fp32, tb_per_s = next(own, (0, 0))
     whole = dtype == "fp32" and torch.get_float32_matmul_precision() == "highest"
     peak = 1e12 * fp32 if whole and fp32 else device_peak(device)
@@ -209,7 +266,9 @@ def impossible(device: str, flops: float, ms: float | None, nbytes: float = 0, d
     return ", ".join(found) or None
 
 
-def milliseconds(parts: dict[str, Callable[[], object]], device, repeat: int, warmup: int = 3) -> dict[str, list]:
+def milliseconds(
+    parts: dict[str, Callable[[], object]], device, repeat: int, warmup: int = 3
+) -> dict[str, list]:
     """{name: ms of each of `repeat` calls}. The parts run one after the other, each timed by itself, `warmup` rounds
     before it counts."""
     timers = {name: timing.StepTimer(device) for name in parts}
@@ -241,8 +300,14 @@ def check_ranks(numbers: list[int], device: str, flag: str = "--ranks", least: i
     if min(numbers) < least:
         raise NoRanks(f"{flag} {min(numbers)}: one rank has nobody to talk to; give 2 or more")
     if max(numbers) > most:
-        there = f"GPUs there are: {most}" if device == "cuda" else f"a study starts {most} processes at most"
-        raise NoRanks(f"{flag} {max(numbers)}: {there}; {f'give {most} or less' if most > 1 else 'use --device cpu'}")
+        there = (
+            f"GPUs there are: {most}"
+            if device == "cuda"
+            else f"a study starts {most} processes at most"
+        )
+        raise NoRanks(
+            f"{flag} {max(numbers)}: {there}; {f'give {most} or less' if most > 1 else 'use --device cpu'}"
+        )
 
 
 def default_ranks(numbers: list[int], device: str) -> list[int]:
@@ -251,7 +316,9 @@ def default_ranks(numbers: list[int], device: str) -> list[int]:
     return [n for n in numbers if n <= most] or numbers[:1]
 
 
-def on_ranks(n: int, work: Callable, *args, device: str = "cpu", backend: str | None = None) -> list:
+def on_ranks(
+    n: int, work: Callable, *args, device: str = "cpu", backend: str | None = None
+) -> list:
     """work(rank, torch.device, *args) on n new processes, the ranks of a process group; what each returns. `work` is a
     function of a module. A rank's exception ends all of them and is raised here as a RuntimeError of one line.
     NoRanks: more ranks than check_ranks allows."""
@@ -266,11 +333,22 @@ def on_ranks(n: int, work: Callable, *args, device: str = "cpu", backend: str | 
             multiprocessing.start_processes(_rank, all_args, n, start_method="forkserver")
         except multiprocessing.ProcessRaisedException as error:
             last = str(error).rpartition("Traceback (most recent call last):")[2].splitlines()
-            raise RuntimeError(next(line for line in last if line.strip() and line[0] != " ")) from error
+            raise RuntimeError(
+                next(line for line in last if line.strip() and line[0] != " ")
+            ) from error
         return [pickle.loads((Path(folder) / f"{rank}").read_bytes()) for rank in range(n)]
 
 
-def _rank(rank: int, n: int, folder: str, device: str, backend: str, threads: int, work: Callable, args: tuple):
+def _rank(
+    rank: int,
+    n: int,
+    folder: str,
+    device: str,
+    backend: str,
+    threads: int,
+    work: Callable,
+    args: tuple,
+):
     torch.set_num_threads(threads)
     here = torch.device(device, rank) if device == "cuda" else torch.device(device)
     if device == "cuda":
@@ -314,7 +392,10 @@ def curves(folder: Path, name: str, made: dict[str, list[tuple]], x: str, y: str
     from lab.report import plots
 
     least = 0 if axes.get("yscale", "log") == "log" else -math.inf  # a logarithm has no zero
-    found = {words: [(a, b) for a, b in line if b is not None and b > least] for words, line in made.items()}
+    found = {
+        words: [(a, b) for a, b in line if b is not None and b > least]
+        for words, line in made.items()
+    }
     if not any(found.values()):
         raise plots.NoFigure("no row has a figure")
     plot, handles = plots.column(2.2 + 0.13 * (len(found) + len(marks or ()))), {}
@@ -322,7 +403,9 @@ def curves(folder: Path, name: str, made: dict[str, list[tuple]], x: str, y: str
     for number, (words, line) in enumerate(found.items()):
         if line:
             style, marker = (each[number % len(each)] for each in (plots.STYLES, plots.MARKERS))
-            how = dict(color=plots.COLORS[number % len(plots.COLORS)], linestyle=style, marker=marker)
+            how = dict(
+                color=plots.COLORS[number % len(plots.COLORS)], linestyle=style, marker=marker
+            )
             handles[words] = ax.plot(*zip(*line, strict=True), **how)[0]
     for number, (words, place) in enumerate((marks or {}).items()):
         style = plots.STYLES[(number + 1) % len(plots.STYLES)]
@@ -335,7 +418,11 @@ def curves(folder: Path, name: str, made: dict[str, list[tuple]], x: str, y: str
     if ax.get_yscale() == "log":
         low, high = ax.get_ylim()
         subs = (1, 1.5, 2, 3, 5, 7) if high < 8 * low else (1, 3) if high < 500 * low else (1,)
-        ax.yaxis.set(major_locator=LogLocator(subs=subs), major_formatter="{x:g}", minor_formatter=NullFormatter())
+        ax.yaxis.set(
+            major_locator=LogLocator(subs=subs),
+            major_formatter="{x:g}",
+            minor_formatter=NullFormatter(),
+        )
     plots.legend(plot, handles)
     return plots.save(plot, folder, f"study-{name}")
 

@@ -46,7 +46,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
     this rank's parameters and hands them out. `state` and `state_dict` are of this rank's alone, and only a rank that
     owns the same parameters can load them."""
 
-    def __init__(self, params: Iterable, kind: type[torch.optim.Optimizer], group=None, bucket_mb=25.0, **options):
+    def __init__(
+        self,
+        params: Iterable,
+        kind: type[torch.optim.Optimizer],
+        group=None,
+        bucket_mb=25.0,
+        **options,
+    ):
         self.kind, self.options, self.group, self.cap = kind, options, group, 1e6 * bucket_mb
         self.loads = [0] * dist.get_world_size(group)  # bytes of parameters
         self.rank, self.owner, self.own, self.pairs = dist.get_rank(group), {}, None, []
@@ -55,12 +62,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Also called for each group that __init__ is given."""
         params = param_group["params"]
-        param_group["params"] = list(dict.fromkeys([params] if isinstance(params, Tensor) else params))
+        param_group["params"] = list(
+            dict.fromkeys([params] if isinstance(params, Tensor) else params)
+        )
         super().add_param_group(param_group)
         for p in sorted(param_group["params"], key=lambda p: -p.nbytes):
             self.owner[p] = self.loads.index(min(self.loads))
             self.loads[self.owner[p]] += p.nbytes
-        mine = param_group | dict(params=[p for p in param_group["params"] if self.owner[p] == self.rank])
+        mine = param_group | dict(
+            params=[p for p in param_group["params"] if self.owner[p] == self.rank]
+        )
         if mine["params"]:
             if self.own is None:
                 self.own = self.kind([mine], **self.options)
@@ -117,7 +128,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """What `state_dict` gave on this rank of as many ranks. ValueError for states of other parameters."""
         owners = [self.owner[p] for group in self.param_groups for p in group["params"]]
         if others := [i for i in state_dict["state"] if i >= len(owners) or owners[i] != self.rank]:
-            raise ValueError(f"rank {self.rank} of {len(self.loads)} does not own parameters {others[:3]}")
+            raise ValueError(
+                f"rank {self.rank} of {len(self.loads)} does not own parameters {others[:3]}"
+            )
         super().load_state_dict(state_dict)
         if self.own:
             self.own.state = self.state
@@ -139,14 +152,24 @@ def settings(args) -> list[dict]:
     return [dict(kind="real", ranks=args.ranks, way=way) | shape for way in WAYS]
 
 
-def held(params: list[Tensor], grads: list[Tensor] | None, states: Iterable[Tensor], device) -> dict[str, float]:
+def held(
+    params: list[Tensor], grads: list[Tensor] | None, states: Iterable[Tensor], device
+) -> dict[str, float]:
     """Bytes that this rank holds of each piece that is given, and MiB in use."""
-    given = {name: each for name, each in zip(PIECES, (params, grads, states), strict=True) if each is not None}
-    found = {name: sum(local(t).nbytes for t in each if t is not None) for name, each in given.items()}
+    given = {
+        name: each
+        for name, each in zip(PIECES, (params, grads, states), strict=True)
+        if each is not None
+    }
+    found = {
+        name: sum(local(t).nbytes for t in each if t is not None) for name, each in given.items()
+    }
     return found | dict(now_mib=memory_now(device))
 
 
-def trainer(c: dict, device: torch.device) -> tuple[Callable[[], Any], Callable[[], Any], dict[str, dict]]:
+def trainer(
+    c: dict, device: torch.device
+) -> tuple[Callable[[], Any], Callable[[], Any], dict[str, dict]]:
     """(a step, one that notes what is held, what it noted by moments); "after init" is there at once."""
     torch.manual_seed(dist.get_rank())
     tokens = torch.randint(0, c["vocab"], (c["batch"], c["seqlen"] + 1), device=device)
@@ -164,19 +187,24 @@ def trainer(c: dict, device: torch.device) -> tuple[Callable[[], Any], Callable[
         def noted() -> None:
             with step.watched(watcher):
                 step(x, y)
-            moments["after the update"] = held(params, None, states, device)  # what is left of gradients is not counted
+            # What is left of gradients is not counted.
+            moments["after the update"] = held(params, None, states, device)
 
         return lambda: step(x, y), noted, moments
     torch.manual_seed(0)
     model = Transformer(model_config(own, device)).to(device)
     model.init_weights()
-    params, kind, how = list(model.parameters()), torch.optim.AdamW, dict(lr=1e-3, fused=True)  # as main.py's is
-    optimizer = kind(params, **how) if c["way"] == "whole" else ShardedOptimizer(params, kind, **how)
+    # As main.py's is.
+    params, kind, how = list(model.parameters()), torch.optim.AdamW, dict(lr=1e-3, fused=True)
+    optimizer = (
+        kind(params, **how) if c["way"] == "whole" else ShardedOptimizer(params, kind, **how)
+    )
     reducer = Reducer(params, 25e6, True)
     moments = {}
 
     def note(name: str) -> None:
-        states = [t for state in optimizer.state.values() for t in state.values() if t.ndim]  # no step counters
+        # No step counters.
+        states = [t for state in optimizer.state.values() for t in state.values() if t.ndim]
         moments[name] = held(params, [p.grad for p in params], states, device)
 
     def one_step(look: Callable[[str], None] = len) -> None:
@@ -191,14 +219,20 @@ def trainer(c: dict, device: torch.device) -> tuple[Callable[[], Any], Callable[
     return one_step, lambda: one_step(note), moments
 
 
-def on_rank(rank: int, device: torch.device, c: dict, repeat: int) -> tuple[dict, list[float], dict]:
+def on_rank(
+    rank: int, device: torch.device, c: dict, repeat: int
+) -> tuple[dict, list[float], dict]:
     """(what is held at each moment of the first step, ms of later steps, the peak of the second)"""
     step, noted, moments = trainer(c, device)
     noted()
     reset_peak(device)
     step()
     most = peak(device)
-    return moments, milliseconds({"begin": dist.barrier, "step": step}, device, repeat, 1)["step"], most
+    return (
+        moments,
+        milliseconds({"begin": dist.barrier, "step": step}, device, repeat, 1)["step"],
+        most,
+    )
 
 
 def measure(setting: dict, args) -> dict:
@@ -206,7 +240,11 @@ def measure(setting: dict, args) -> dict:
     a step, counted."""
     ranks = on_ranks(setting["ranks"], on_rank, setting, args.repeat, device=args.device)
     most, _, top = max(ranks, key=lambda rank: rank[0]["after the update"]["states"])
-    return stats(ranks[0][1]) | dict(moments=most, sent=counted(setting, torch.device(args.device))) | top
+    return (
+        stats(ranks[0][1])
+        | dict(moments=most, sent=counted(setting, torch.device(args.device)))
+        | top
+    )
 
 
 def counted(c: dict, device: torch.device) -> dict[str, float]:
@@ -219,8 +257,13 @@ def counted(c: dict, device: torch.device) -> dict[str, float]:
         step()
         found: dict[str, float] = {}
         for call in simulated_world.log():
-            share = (call.ranks - 1) / call.ranks  # of a broadcast: the last of a ring sends nothing on
-            own = share * call.nbytes if call.op == "broadcast" else sent_bytes(call.op, call.nbytes, call.ranks)
+            # Of a broadcast: the last of a ring sends nothing on.
+            share = (call.ranks - 1) / call.ranks
+            own = (
+                share * call.nbytes
+                if call.op == "broadcast"
+                else sent_bytes(call.op, call.nbytes, call.ranks)
+            )
             found[call.op] = found.get(call.op, 0.0) + own
     finally:
         simulated_world.stop()
@@ -243,24 +286,54 @@ def table(rows: list[dict]) -> tuple[str, str]:
             lines.append((c["way"], row["outcome"], *[""] * 9))
             continue
         total = sum(row["sent"].values()) / mib
-        parameters = next(r for r in rows if r["outcome"] == "ok")["moments"]["after init"]["parameters"] / 4
-        formula = " + ".join(f"{size / mib:.2f}" for size in arithmetic(c["way"], parameters, c["ranks"]))
+        parameters = (
+            next(r for r in rows if r["outcome"] == "ok")["moments"]["after init"]["parameters"] / 4
+        )
+        formula = " + ".join(
+            f"{size / mib:.2f}" for size in arithmetic(c["way"], parameters, c["ranks"])
+        )
         for moment, found in row["moments"].items():
             last, first = moment == "after the update", moment == "after init"
             sizes = [found[piece] / mib if piece in found else None for piece in PIECES]
             rest = None if None in sizes else found["now_mib"] - sum(sizes)
             top = row.get("peak_alloc_mib", row.get("peak_rss_mib"))
             other = theirs.get(THEIRS.get(c["way"]), {}) if last else {}
-            lines.append((c["way"], moment, *(grouped(size, 2, "") for size in sizes), formula * last,
-                          grouped(rest, 1, ""), grouped(top, 1, "") * last, grouped(row["step_ms"], 1) * last,
-                          f"{total:.2f}" * first, f"{other['peak_gb']} GB, {other['step_s']} s" if other else ""))
+            lines.append(
+                (
+                    c["way"],
+                    moment,
+                    *(grouped(size, 2, "") for size in sizes),
+                    formula * last,
+                    grouped(rest, 1, ""),
+                    grouped(top, 1, "") * last,
+                    grouped(row["step_ms"], 1) * last,
+                    f"{total:.2f}" * first,
+                    f"{other['peak_gb']} GB, {other['step_s']} s" if other else "",
+                )
+            )
     c = rows[0]["setting"]
-    size = max((r["moments"]["after init"]["parameters"] for r in rows if r["outcome"] == "ok"), default=0) / mib
+    size = (
+        max(
+            (r["moments"]["after init"]["parameters"] for r in rows if r["outcome"] == "ok"),
+            default=0,
+        )
+        / mib
+    )
     stage_1 = 2 * (c["ranks"] - 1) / c["ranks"] * size
     text = (f"{c['ranks']} ranks, depth {c['depth']}, width {c['width']}, fp32, MiB of the rank with most states. ZeRO "
             f"stage 1 as published would send {stage_1:.2f} MiB a step. The rest is of the device's allocator, or on a "
             "CPU of the whole process, as is the peak, of the second step.")  # fmt: skip
-    heads = ("way", "moment", *PIECES, "by arithmetic", "rest", "peak", "step ms", "sent MiB", "published")
+    heads = (
+        "way",
+        "moment",
+        *PIECES,
+        "by arithmetic",
+        "rest",
+        "peak",
+        "step ms",
+        "sent MiB",
+        "published",
+    )
     return about(rows, text), table_of(heads, lines)
 
 
@@ -277,7 +350,9 @@ def figure(rows: list[dict], folder) -> list:
         sizes = [row["moments"]["before the update" if piece == "gradients" else "after the update"][piece] / 2**20
                  for row in found]  # fmt: skip
         how = dict(facecolor=face, hatch=hatch, edgecolor="black", linewidth=0.5)
-        handles[piece] = ax.bar([plots.word("way", row["setting"]["way"]) for row in found], sizes, bottom=low, **how)
+        handles[piece] = ax.bar(
+            [plots.word("way", row["setting"]["way"]) for row in found], sizes, bottom=low, **how
+        )
         low = [a + b for a, b in zip(low, sizes, strict=True)]
     ax.set_ylabel("MiB of a rank, counted")
     plots.legend(plot, handles, ncols=3)

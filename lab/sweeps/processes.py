@@ -24,7 +24,11 @@ def end_at_signals() -> None:
             signal.signal(each, signal.SIG_IGN)
         raise SystemExit(128 + signum)
 
-    ends = [s for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(s) is not signal.SIG_IGN]
+    ends = [
+        s
+        for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(s) is not signal.SIG_IGN
+    ]
     for each in ends:
         signal.signal(each, end)
 
@@ -49,15 +53,21 @@ class Forked:
     def __init__(self, argv: list[str], out, env: dict[str, str]):
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["trainer.run"])
-        self.argv, self.process = argv, context.Process(target=Forked.begin, args=(argv, out.name, os.getcwd(), env))
+        self.argv, self.process = (
+            argv,
+            context.Process(target=Forked.begin, args=(argv, out.name, os.getcwd(), env)),
+        )
         self.process.start()
         self.pid = self.process.pid
 
     @staticmethod
     def begin(argv: list[str], log: str, folder: str, env: dict[str, str]) -> None:
         """What the new process does."""
-        sweep = multiprocessing.parent_process()  # the process that forks is another one, and lives longer
-        threading.Thread(target=lambda: (sweep.join(), os.kill(os.getpid(), signal.SIGTERM)), daemon=True).start()
+        # The process that forks is another one, and lives longer.
+        sweep = multiprocessing.parent_process()
+        threading.Thread(
+            target=lambda: (sweep.join(), os.kill(os.getpid(), signal.SIGTERM)), daemon=True
+        ).start()
         os.setsid()
         os.chdir(folder)
         out, nothing = os.open(log, os.O_WRONLY | os.O_APPEND), os.open(os.devnull, os.O_RDONLY)
@@ -84,10 +94,12 @@ class Forked:
 def stop(child: subprocess.Popen | Forked, token: str) -> None:
     """End a cell's processes. torchrun's workers lead sessions of their own: they are found by their environment."""
     if child.poll() is None:
-        with contextlib.suppress(subprocess.TimeoutExpired, ProcessLookupError):  # it may not lead its group yet
+        # It may not lead its group yet.
+        with contextlib.suppress(subprocess.TimeoutExpired, ProcessLookupError):
             os.killpg(child.pid, signal.SIGTERM)
             child.wait(GRACE_S)
-    for environ in Path("/proc").glob("[0-9]*/environ"):  # none on macOS, where the process group has to do
+    # None on macOS, where the process group has to do.
+    for environ in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
             if token.encode() in environ.read_bytes():
                 os.kill(int(environ.parent.name), signal.SIGKILL)

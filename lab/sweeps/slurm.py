@@ -34,9 +34,15 @@ OPTIONS = {  # what a value looks like, and in words
     "--time": (r"\d+(:[0-5]\d){0,2}|\d+-\d+(:[0-5]\d){0,2}", "minutes, hours:mm:ss or days-hours"),
     **dict.fromkeys(("--mem", "--partition", "--account", "--qos", "--constraint", "--container"), WORD),
 }  # fmt: skip
-DEFAULTS = {"--job-name": "simple-fsdp", "--nodes": "2", "--gpus-per-node": "8", "--time": "01:00:00"}
+DEFAULTS = {
+    "--job-name": "simple-fsdp",
+    "--nodes": "2",
+    "--gpus-per-node": "8",
+    "--time": "01:00:00",
+}
 WARNING_S = 120  # before the time limit SIGTERM comes; SLURM may send it up to 60 s earlier
-SAVING_S = 100  # after SIGTERM torchrun kills ranks that still save; torch before 2.13 may know 30 s alone
+# After SIGTERM torchrun kills ranks that still save; torch before 2.13 may know 30 s alone.
+SAVING_S = 100
 
 
 def split(words: list[str]) -> tuple[dict[str, str], list[str]]:
@@ -66,7 +72,8 @@ def gpus(options: dict[str, str]) -> int:
 
 def script(options: dict[str, str], more: list[str], body: list[str]) -> str:
     """A batch script. more: options that are no user's; body: its lines, whose last one is the command."""
-    os.makedirs(ROOT / "runs", exist_ok=True)  # for the job's output, without which it fails and says nothing
+    # For the job's output, without which it fails and says nothing.
+    os.makedirs(ROOT / "runs", exist_ok=True)
     shown = {name: value for name, value in options.items() if name != "--container"}
     if not gpus(options):
         del shown["--gpus-per-node"]
@@ -75,7 +82,10 @@ def script(options: dict[str, str], more: list[str], body: list[str]) -> str:
     lines += [f"--chdir={shlex.quote(str(ROOT))}", "--open-mode=append", "--requeue", *more]
     python = sys.executable if "--container" not in options else "python3"
     install = "TORCH=cuda " * bool(gpus(options)) + "./launch.sh install"
-    first = ["# Every node must see this folder and this Python, which must have what this installs:", f"#   {install}"]
+    first = [
+        "# Every node must see this folder and this Python, which must have what this installs:",
+        f"#   {install}",
+    ]
     first += [f"export NO_INSTALL=1 PYTHON={shlex.quote(python)}"]
     return "\n".join(["#!/bin/bash", *(f"#SBATCH {line}" for line in lines), *first, *body])
 
@@ -84,7 +94,9 @@ def command(options: dict[str, str], words: list[str]) -> str:
     """The line that starts `words` once on every node of a job, if need be in a container. SLURM may send signals to
     the process of the task alone: that is ours, by exec. When one node fails, SIGTERM ends the others."""
     srun = ["srun", "--kill-on-bad-exit=1"]
-    srun += [f"--cpus-per-task={options['--cpus-per-task']}"] if "--cpus-per-task" in options else []
+    srun += (
+        [f"--cpus-per-task={options['--cpus-per-task']}"] if "--cpus-per-task" in options else []
+    )
     if "--container" in options:
         place = ["--bind", str(ROOT), "--pwd", str(ROOT), options["--container"]]
         words = ["apptainer", "exec", *["--nv"] * bool(gpus(options)), *place, *words]
@@ -97,7 +109,9 @@ def training(words: list[str]) -> str:
     options = DEFAULTS | given
     own = {flag(name) for name in kinds_of(*get_type_hints(config.Config).values())}
     for name in (word.partition("=")[0] for word in flags if word.startswith("--")):
-        meant = "; did you mean --gpus-per-node?" if name in PROCESSES else did_you_mean(name, OPTIONS)
+        meant = (
+            "; did you mean --gpus-per-node?" if name in PROCESSES else did_you_mean(name, OPTIONS)
+        )
         if meant and not {name, name.replace("--no-", "--")} & own:
             raise ValueError(f"{name}: no such flag{meant}")
     flags = flags or ["--depth", "8", "--compile", "fwdbwd"]
@@ -106,7 +120,10 @@ def training(words: list[str]) -> str:
     c = config.parse(flags, world=int(options["--nodes"]) * gpus(options) or None)
     if c.save is None:
         tell("note: without --save, a job that is stopped or requeued begins afresh", sys.stderr)
-    more = [f"--signal=TERM@{WARNING_S}", f"--output={shlex.quote(str(ROOT / 'runs'))}/slurm-%j.out"]
+    more = [
+        f"--signal=TERM@{WARNING_S}",
+        f"--output={shlex.quote(str(ROOT / 'runs'))}/slurm-%j.out",
+    ]
     return script(options, more, [
         "export NPROC=${NPROC:-${SLURM_GPUS_ON_NODE:-}} NNODES=$SLURM_NNODES",
         "export MASTER_ADDR=$(hostname) MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))  # of the first node",
@@ -126,10 +143,15 @@ def for_cells(given: dict[str, str], small: bool, seconds: float) -> dict[str, s
 
 def array(cells: list[str], options: dict[str, str], words: list[str]) -> str:
     """The script of an array with a task for each of `cells`. words: the arguments of the sweep that has them."""
-    more = [f"--array=0-{len(cells) - 1}", f"--output={shlex.quote(str(ROOT / 'runs'))}/slurm-%A_%a.out"]
+    more = [
+        f"--array=0-{len(cells) - 1}",
+        f"--output={shlex.quote(str(ROOT / 'runs'))}/slurm-%A_%a.out",
+    ]
     task = command(options, ["./launch.sh", "sweep", *words, "--cell"])
     own = [f"  {shlex.quote(cell)}" for cell in cells]
-    return script(options, more, ["cells=(", *own, ")", f'{task} "${{cells[SLURM_ARRAY_TASK_ID]}}"'])
+    return script(
+        options, more, ["cells=(", *own, ")", f'{task} "${{cells[SLURM_ARRAY_TASK_ID]}}"']
+    )
 
 
 @contextlib.contextmanager

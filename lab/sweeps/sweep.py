@@ -34,15 +34,38 @@ from lab.sweeps import slurm
 from lab.sweeps.processes import Forked, end_at_signals, follow_parent, oom_kills, stop
 from trainer import config
 from trainer.distributed.terminal import did_you_mean, grouped, markdown, tell
-from trainer.logging import append_jsonl, check_writable, log_tables, page_command, read_rows, write_page
+from trainer.logging import (
+    append_jsonl,
+    check_writable,
+    log_tables,
+    page_command,
+    read_rows,
+    write_page,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = "--device cpu --width 128 --depth 2 --head-dim 16 --vocab 512 --seqlen 64 --batch 2 --steps 6".split()
 # These flags are no part of a cell's name. Given on the command line they go to every run.
-OUTPUT = {"--wandb", "--group", "--tags", "--profile", "--log-every", "--verbose", "-v", "-vv", "--debug"}
-COLUMNS = {"simulated_mib": ("simulated MiB", 0), "peak_alloc_mib": ("peak MiB", 0),
-           "peak_rss_mib": ("peak RSS MiB", 0), "step_ms": ("step ms", 1), "mfu": ("MFU %", 1), "loss": ("loss", 4),
-           "eval_loss": ("held-out loss", 4)}
+OUTPUT = {
+    "--wandb",
+    "--group",
+    "--tags",
+    "--profile",
+    "--log-every",
+    "--verbose",
+    "-v",
+    "-vv",
+    "--debug",
+}
+COLUMNS = {
+    "simulated_mib": ("simulated MiB", 0),
+    "peak_alloc_mib": ("peak MiB", 0),
+    "peak_rss_mib": ("peak RSS MiB", 0),
+    "step_ms": ("step ms", 1),
+    "mfu": ("MFU %", 1),
+    "loss": ("loss", 4),
+    "eval_loss": ("held-out loss", 4),
+}
 GRID = "grid"  # the name of a sweep without an axis: every combination of the flags' values
 LISTS = {"--compile-options"}  # takes several values in one run
 MOST_CELLS = 10_000  # of one call: more are a slip, and would run for months
@@ -61,7 +84,9 @@ def gpus() -> int:
         return int(told)
     seen = len(re.findall("^GPU", subprocess.getoutput("nvidia-smi -L"), re.M))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return seen if not seen or visible is None else len([each for each in visible.split(",") if each])
+    return (
+        seen if not seen or visible is None else len([each for each in visible.split(",") if each])
+    )
 
 
 def commit() -> str:
@@ -72,14 +97,24 @@ def commit() -> str:
 
 def current(rows: dict[str, dict], relaxed: bool) -> dict[str, dict]:
     """The rows that count as results of this checkout on this machine. relaxed: those of other commits too."""
-    head, gpu = commit(), re.search(r"^GPU \d+: (.+?) \(", subprocess.getoutput("nvidia-smi -L") * bool(gpus()), re.M)
+    head, gpu = (
+        commit(),
+        re.search(
+            r"^GPU \d+: (.+?) \(", subprocess.getoutput("nvidia-smi -L") * bool(gpus()), re.M
+        ),
+    )
 
-    def here(cell: str, row: dict) -> bool:  # a run that died names no device; what is simulated or counted has none
+    # A run that died names no device; what is simulated or counted has none.
+    def here(cell: str, row: dict) -> bool:
         with contextlib.suppress(ValueError):  # its cell is none of a sweep
             flags, device = parse(shlex.split(cell))[1], row.get("device")
             on_cpu = flags.get("--device") == ("cpu",) or not gpus()
             nowhere = not device or device.startswith(("simulated", "no device"))
-            right = nowhere or device.startswith("CPU") == on_cpu and (on_cpu or not gpu or device == gpu[1])
+            right = (
+                nowhere
+                or device.startswith("CPU") == on_cpu
+                and (on_cpu or not gpu or device == gpu[1])
+            )
             return right and (relaxed or row.get("commit", head) == head)
         return False
 
@@ -101,14 +136,23 @@ def parse(words: list[str]) -> tuple[int, Flags]:
             name, *value = word.split("=", 1)
             last = name.replace("_", "-")
             if last == "--results":
-                raise ValueError("--results is one for the whole sweep: give it on the command line")
-            flags.pop(last.replace("--no-", "--") if last.startswith("--no-") else last.replace("--", "--no-"), None)
+                raise ValueError(
+                    "--results is one for the whole sweep: give it on the command line"
+                )
+            flags.pop(
+                last.replace("--no-", "--")
+                if last.startswith("--no-")
+                else last.replace("--", "--no-"),
+                None,
+            )
             flags[last] = value
         elif last is None:
             raise ValueError(f"expected nproc=N (N >= 1) or a flag, got '{word}'")
         else:
             flags[last].append(word)
-    if missing := [flag for flag in ("--world", "--link", "--wandb", "--group") if flags.get(flag) == []]:
+    if missing := [
+        flag for flag in ("--world", "--link", "--wandb", "--group") if flags.get(flag) == []
+    ]:
         raise ValueError(f"{missing[0]}: needs a value")
     flags = {flag: tuple(values) for flag, values in flags.items()}
     return 1 if "--world" in flags else nproc, flags  # simulated ranks are one process
@@ -116,7 +160,11 @@ def parse(words: list[str]) -> tuple[int, Flags]:
 
 def world(nproc: int, flags: Flags) -> int | str:
     """Ranks of a cell; of simulated ones "8(sim h100-nvlink)", as main.py writes it."""
-    return f"{flags['--world'][-1]}(sim {flags.get('--link', ['h100-nvlink'])[-1]})" if "--world" in flags else nproc
+    return (
+        f"{flags['--world'][-1]}(sim {flags.get('--link', ['h100-nvlink'])[-1]})"
+        if "--world" in flags
+        else nproc
+    )
 
 
 def cell_of(line: str, small: bool, nproc: int, extra: Flags) -> str:
@@ -133,19 +181,26 @@ def cell_of(line: str, small: bool, nproc: int, extra: Flags) -> str:
     more = {flag: value for flag, value in extra.items() if flag != "--world" or not named}
     n, flags = parse([f"nproc={nproc}"] + TINY * small + own + shlex.split(join(more)))
     if small:  # FlexAttention does not train on a CPU
-        flags |= {"--device": ("cpu",)} | ({"--attn": ("sdpa",)} if flags.get("--attn") == ("flex",) else {})
+        flags |= {"--device": ("cpu",)} | (
+            {"--attn": ("sdpa",)} if flags.get("--attn") == ("flex",) else {}
+        )
     return f"nproc={n} {join(flags)}".strip()
 
 
 def check_number(number: int) -> None:
     """ValueError for more cells than any sweep runs."""
     if number > MOST_CELLS:
-        raise ValueError(f"more than {grouped(MOST_CELLS)} cells; name fewer values, or make files of fewer lines")
+        raise ValueError(
+            f"more than {grouped(MOST_CELLS)} cells; name fewer values, or make files of fewer lines"
+        )
 
 
 def grid(flags: Flags) -> list[Flags]:
     """{"--lr": ("1e-3", "3e-3"), "--seed": ("0", "1")} -> the four combinations of one value each."""
-    apart = [[values] if flag in LISTS or len(values) < 2 else [(v,) for v in values] for flag, values in flags.items()]
+    apart = [
+        [values] if flag in LISTS or len(values) < 2 else [(v,) for v in values]
+        for flag, values in flags.items()
+    ]
     check_number(math.prod(map(len, apart)))
     return [dict(zip(flags, chosen, strict=True)) for chosen in itertools.product(*apart)]
 
@@ -154,11 +209,14 @@ def cells_of(study: str, small: bool, nproc: int, extra: Flags) -> list[str]:
     """The cells of an axis or a file, each once: those of its lines for this size, with the flags that stand beside
     [full] or [small]; `--depth {2,4}` makes two of a line. ValueError names the file and the line."""
     cells, shared, wanted, combinations, made = {}, "", True, grid(extra), 0
-    for number, line in enumerate(axes().get(study, Path(study)).read_text(errors="replace").splitlines(), 1):
+    for number, line in enumerate(
+        axes().get(study, Path(study)).read_text(errors="replace").splitlines(), 1
+    ):
         if section := re.match(r"\[(full|small)\]", line):
             shared, wanted = line[section.end() :], (section[1] == "small") == small
         elif wanted and line.strip() and not line.lstrip().startswith("#"):
-            parts = re.split(r"\{(.*?)\}", f"{shared} {line}")  # every second one is a list of alternatives
+            # Every second one is a list of alternatives.
+            parts = re.split(r"\{(.*?)\}", f"{shared} {line}")
             choices = [part.split(",") if i % 2 else [part] for i, part in enumerate(parts)]
             try:
                 made += math.prod(map(len, choices)) * len(combinations)
@@ -175,12 +233,20 @@ def cells_of(study: str, small: bool, nproc: int, extra: Flags) -> list[str]:
 def studies(target: str, small: bool, nproc: int, extra: list[str]) -> dict[str, list[str]]:
     """Study -> cells of an axis, of a file, or (`all`) of each axis but ./launch.sh gpu's. ValueError as `cells_of`."""
     if target == GRID:
-        return {GRID: list(dict.fromkeys(cell_of("", small, nproc, each) for each in grid(parse(extra)[1])))}
+        return {
+            GRID: list(
+                dict.fromkeys(cell_of("", small, nproc, each) for each in grid(parse(extra)[1]))
+            )
+        }
     named = axes()
     if target not in {"all", *named} and not Path(target).is_file():
         like = did_you_mean(target, ["all", *named, *map(str, Path(target).parent.glob("*.txt"))])
-        raise ValueError(f"unknown axis '{target}': expected a file, all, or one of {', '.join(named)}{like}")
-    chosen = [axis for axis in named if not axis.startswith("gpu-")] if target == "all" else [target]
+        raise ValueError(
+            f"unknown axis '{target}': expected a file, all, or one of {', '.join(named)}{like}"
+        )
+    chosen = (
+        [axis for axis in named if not axis.startswith("gpu-")] if target == "all" else [target]
+    )
     return {Path(study).stem: cells_of(study, small, nproc, parse(extra)[1]) for study in chosen}
 
 
@@ -191,13 +257,22 @@ def read_cells(target: str, small: bool, nproc: int, extra: list[str]) -> list[s
 
 def unfinished(cells: list[str], rows: dict[str, dict]) -> list[str]:
     """Cells without a row, or whose row says that the run failed. A bad shape and out of memory are results."""
-    return [cell for cell in cells if not re.match(r"ok$|OOM|badshape", rows.get(cell, {}).get("outcome", ""))]
+    return [
+        cell
+        for cell in cells
+        if not re.match(r"ok$|OOM|badshape", rows.get(cell, {}).get("outcome", ""))
+    ]
 
 
 def run(cell: str, program: list[str], timeout: float, log: Path, name: str = "") -> str | None:
     """Run one cell, for W&B under `name`. Returns None if it ended with status 0, else in a few words how it ended."""
     (nproc, flags), token = parse(shlex.split(cell)), f"{os.getpid()}.{time.time_ns()}"
-    env = os.environ | {"SWEEP_CELL": cell, "SWEEP_NAME": name, "SWEEP_TOKEN": token, "PYTHONUNBUFFERED": "1"}
+    env = os.environ | {
+        "SWEEP_CELL": cell,
+        "SWEEP_NAME": name,
+        "SWEEP_TOKEN": token,
+        "PYTHONUNBUFFERED": "1",
+    }
     kills, command = oom_kills(), [sys.executable, *program, *shlex.split(join(flags))]
     on_cpu = flags.get("--device") == ("cpu",) or not gpus()
     if nproc > 1:
@@ -208,7 +283,12 @@ def run(cell: str, program: list[str], timeout: float, log: Path, name: str = ""
         if nproc == 1 and on_cpu and program[0] == str(ROOT / "main.py"):
             child = Forked(command[1:], out, env)
         else:
-            start = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": out, "start_new_session": True}
+            start = {
+                "stdin": subprocess.DEVNULL,
+                "stdout": out,
+                "stderr": out,
+                "start_new_session": True,
+            }
             child = subprocess.Popen(command, preexec_fn=follow_parent, env=env, **start)
     try:
         code = child.wait(timeout)
@@ -218,12 +298,19 @@ def run(cell: str, program: list[str], timeout: float, log: Path, name: str = ""
         stop(child, token)
     text = log.read_text(errors="replace")
     lines = [line.strip() for line in text.splitlines() if line.strip(" =-")]
-    says = re.compile(r"(\[.*?\]:? *)?(error:|[\w.]*(Error|Exception)\b(?<!ChildFailedError))")  # torchrun says that
+    # Torchrun says that.
+    says = re.compile(r"(\[.*?\]:? *)?(error:|[\w.]*(Error|Exception)\b(?<!ChildFailedError))")
     errors = [line for line in lines if says.match(line)]
     reason = (errors or lines or ["no output"])[-1].replace(f"{ROOT}/", "")[:200]
     killed = code == -signal.SIGKILL or code and "exitcode: -9" in text  # torchrun's word for it
-    reason = f"while the kernel freed memory: {reason}" if killed and oom_kills() > kills else reason
-    return f"exit {code}{f' ({signal.Signals(-code).name})' if code < 0 else ''}: {reason}" if code else None
+    reason = (
+        f"while the kernel freed memory: {reason}" if killed and oom_kills() > kills else reason
+    )
+    return (
+        f"exit {code}{f' ({signal.Signals(-code).name})' if code < 0 else ''}: {reason}"
+        if code
+        else None
+    )
 
 
 def main_setting(cell: str) -> dict:
@@ -231,7 +318,9 @@ def main_setting(cell: str) -> dict:
     with contextlib.suppress(SystemExit), contextlib.redirect_stderr(io.StringIO()):
         nproc, flags = parse(shlex.split(cell))
         c, machine = config.parse(shlex.split(join(flags))), "cuda" if gpus() else "cpu"
-        return config.setting(config.filled(c, machine if c.device == "auto" else c.device).on(c.world or nproc))
+        return config.setting(
+            config.filled(c, machine if c.device == "auto" else c.device).on(c.world or nproc)
+        )
     return {}
 
 
@@ -239,8 +328,12 @@ def given(flags: Flags) -> dict:
     """{"--depth": ("8",), "--no-reshard": ()} -> {"depth": 8, "reshard": False}."""
     found = {}
     for flag, texts in flags.items():
-        values = [int(text) if text.isdigit() else text for text in texts] or [not flag.startswith("--no-")]
-        found[flag.strip("-").removeprefix("no-").replace("-", "_")] = values[0] if len(values) == 1 else values
+        values = [int(text) if text.isdigit() else text for text in texts] or [
+            not flag.startswith("--no-")
+        ]
+        found[flag.strip("-").removeprefix("no-").replace("-", "_")] = (
+            values[0] if len(values) == 1 else values
+        )
     return found
 
 
@@ -249,22 +342,43 @@ def failed_row(cell: str, end: str, setting: dict | None = None) -> dict:
     nproc, flags = parse(shlex.split(cell))
     setting = setting or main_setting(cell) or main_setting("") | given(flags)
     # As in main.py's rows, where `device` is a machine's, `world` says whether it is simulated, and `loss` is a figure.
-    known = {{"loss": "loss_kind"}.get(name, name): value for name, value in setting.items() if name != "device"}
+    known = {
+        {"loss": "loss_kind"}.get(name, name): value
+        for name, value in setting.items()
+        if name != "device"
+    }
     known |= {"world": world(nproc, flags), "flags": setting, "error": end, "cell": cell}
     about = {"date": time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime())}
     about |= {"commit": commit(), "torch": importlib.metadata.version("torch")}
-    oom = "OOM ?" if "while the kernel freed memory" in end else re.search(r"error: rank \d+: (OOM \w+)|$", end)[1]
-    outcome = "badshape" if re.search(r"error: --(width|head-dim|grouping) ", end) else oom or f"failed: {end}"
+    oom = (
+        "OOM ?"
+        if "while the kernel freed memory" in end
+        else re.search(r"error: rank \d+: (OOM \w+)|$", end)[1]
+    )
+    outcome = (
+        "badshape"
+        if re.search(r"error: --(width|head-dim|grouping) ", end)
+        else oom or f"failed: {end}"
+    )
     return about | known | {"outcome": outcome}
 
 
 def labels(cells: list[str]) -> tuple[str, dict[str, tuple[str, str]]]:
     """The flags that all cells share; of each cell its ranks and its other flags."""
     parsed = {cell: parse(shlex.split(cell)) for cell in cells}
-    shared = set.intersection(*(set(flags.items()) for _, flags in parsed.values())) if len(parsed) > 1 else set()
+    shared = (
+        set.intersection(*(set(flags.items()) for _, flags in parsed.values()))
+        if len(parsed) > 1
+        else set()
+    )
     apart = {flag for flag, _ in shared} | {"--world", "--link"}
-    own = {cell: join({k: v for k, v in flags.items() if k not in apart}) for cell, (_, flags) in parsed.items()}
-    return join(dict(shared)), {cell: (str(world(*parsed[cell])), flags) for cell, flags in own.items()}
+    own = {
+        cell: join({k: v for k, v in flags.items() if k not in apart})
+        for cell, (_, flags) in parsed.items()
+    }
+    return join(dict(shared)), {
+        cell: (str(world(*parsed[cell])), flags) for cell, flags in own.items()
+    }
 
 
 def outcome(row: dict) -> str:
@@ -302,9 +416,15 @@ def over_seeds(cells: list[str], rows: dict[str, dict]) -> str:
         alike.setdefault(re.sub(r" --seed \S+", "", cell), []).append(cell)
     alike = {name: own for name, own in alike.items() if len(own) > 1}
     names = [flags for _, flags in labels([*alike])[1].values()] if alike else []
-    columns = [("flags", names), ("seeds", [str(sum(c in rows for c in own)) for own in alike.values()])]
+    columns = [
+        ("flags", names),
+        ("seeds", [str(sum(c in rows for c in own)) for own in alike.values()]),
+    ]
     for key, (title, digits) in COLUMNS.items():
-        figures = [[rows[c][key] for c in own if rows.get(c, {}).get(key) is not None] for own in alike.values()]
+        figures = [
+            [rows[c][key] for c in own if rows.get(c, {}).get(key) is not None]
+            for own in alike.values()
+        ]
         texts = [spread(each, digits) for each in figures]
         columns += [(title, texts)] * any(texts)
     return markdown(columns) if alike else ""
@@ -315,7 +435,9 @@ def place(cell: str, results: Path) -> Path:
     return results.parent / "runs" / results.stem / f"{zlib.crc32(cell.encode()):08x}"
 
 
-def attempt(cell: str, args: argparse.Namespace, limit: float, name: str, setting: dict | None = None) -> dict | None:
+def attempt(
+    cell: str, args: argparse.Namespace, limit: float, name: str, setting: dict | None = None
+) -> dict | None:
     """Run one cell for at most `limit` seconds: the row that it leaves, if need be one of this program. None: it was
     cut short by --budget. name, setting: as of `run` and `failed_row`."""
     size, started = args.results.stat().st_size if args.results.exists() else 0, time.monotonic()
@@ -340,12 +462,19 @@ def sweep(tables: dict[str, list[str]], args: argparse.Namespace, settings: dict
     while others are for the others."""
     names, stored = {}, read_rows(args.results)
     for study, own in tables.items():
-        names = {cell: f"{study} n={n} {flags}" for cell, (n, flags) in labels(own)[1].items()} | names
+        names = {
+            cell: f"{study} n={n} {flags}" for cell, (n, flags) in labels(own)[1].items()
+        } | names
     tables = {study: [one] for study, own in tables.items() if one in own} if one else tables
-    cells, rows = list(dict.fromkeys(itertools.chain(*tables.values()))), current(stored, args.any_commit)
+    cells, rows = (
+        list(dict.fromkeys(itertools.chain(*tables.values()))),
+        current(stored, args.any_commit),
+    )
     todo = cells if args.fresh else sorted(unfinished(cells, rows), key=lambda cell: cell in rows)
     others = sum(cell in stored and cell not in rows for cell in todo)
-    others = f", {others} by another commit or device (--any-commit keeps other commits')" * bool(others)
+    others = f", {others} by another commit or device (--any-commit keeps other commits')" * bool(
+        others
+    )
     done = f"{len(cells) - len(todo)} finished before{others}"
     print(f"{len(cells)} cells, {done}; rows in {args.results}", flush=True)
     deadline = time.monotonic() + args.budget
@@ -355,7 +484,9 @@ def sweep(tables: dict[str, list[str]], args: argparse.Namespace, settings: dict
             break
         print(f"[{i}/{len(todo)}] {names[cell]}", flush=True)
         with slurm.claimed(place(cell, args.results), wait=one is not None) as free:
-            known = {} if args.fresh or not free else current(read_rows(args.results), args.any_commit)
+            known = (
+                {} if args.fresh or not free else current(read_rows(args.results), args.any_commit)
+            )
             if free and unfinished([cell], known):  # no other call has finished it meanwhile
                 if attempt(cell, args, left, names[cell], (settings or {}).get(cell)) is None:
                     break
@@ -365,11 +496,15 @@ def sweep(tables: dict[str, list[str]], args: argparse.Namespace, settings: dict
     for study, text in texts.items():
         print(f"\n## {study}\n" * (len(tables) > 1) + f"\n{text}", flush=True)
     if "--wandb" in (output := parse(args.output)[1]) and not one:
-        found = {study: [rows[cell] for cell in own if cell in rows] for study, own in tables.items()}
+        found = {
+            study: [rows[cell] for cell in own if cell in rows] for study, own in tables.items()
+        }
         log_tables(found, args.results, output["--wandb"][-1], output["--group"][-1], output.get("--tags", ()),
                    {f"{study}.md": f"{text}\n".encode() for study, text in texts.items()})  # fmt: skip
     if missing := unfinished(cells, rows):
-        print(f"\n{len(missing)} of {len(cells)} cells without a result: the same command tries them again")
+        print(
+            f"\n{len(missing)} of {len(cells)} cells without a result: the same command tries them again"
+        )
     if args.report:
         print(write_page(args.results))
     elif any(cell in rows for cell in cells):
@@ -379,18 +514,37 @@ def sweep(tables: dict[str, list[str]], args: argparse.Namespace, settings: dict
 
 def command(argv: list[str]) -> int | None:
     """The command line; returns the exit code. ValueError, one line, for bad input."""
-    parser = argparse.ArgumentParser(allow_abbrev=False, usage="launch.sh sweep [AXIS|all|FILE] [options] [main.py's]")
+    parser = argparse.ArgumentParser(
+        allow_abbrev=False, usage="launch.sh sweep [AXIS|all|FILE] [options] [main.py's]"
+    )
     parser.add_argument("--small", action="store_true", help="sizes for a CPU")
     parser.add_argument("--results", type=Path, help="default: runs/sweep-AXIS.jsonl")
-    parser.add_argument("--nproc", type=int, default=os.environ.get("NPROC", 1), help="for cells that name none")
-    parser.add_argument("--timeout", type=float, default=os.environ.get("CELL_TIMEOUT", 1800), help="seconds, a cell")
-    parser.add_argument("--budget", type=float, default="inf", help="seconds, the call; the next one goes on")
-    parser.add_argument("--program", default=str(ROOT / "main.py"), help="a file, or -m MODULE (default: main.py)")
+    parser.add_argument(
+        "--nproc", type=int, default=os.environ.get("NPROC", 1), help="for cells that name none"
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=os.environ.get("CELL_TIMEOUT", 1800),
+        help="seconds, a cell",
+    )
+    parser.add_argument(
+        "--budget", type=float, default="inf", help="seconds, the call; the next one goes on"
+    )
+    parser.add_argument(
+        "--program", default=str(ROOT / "main.py"), help="a file, or -m MODULE (default: main.py)"
+    )
     parser.add_argument("--fresh", action="store_true", help="run finished cells too")
-    parser.add_argument("--any-commit", action="store_true", help="rows of other commits count as results too")
-    parser.add_argument("--report", action="store_true", help="in the end write a page of all: RESULTS.html")
+    parser.add_argument(
+        "--any-commit", action="store_true", help="rows of other commits count as results too"
+    )
+    parser.add_argument(
+        "--report", action="store_true", help="in the end write a page of all: RESULTS.html"
+    )
     parser.add_argument("--list", action="store_true", help="print the cells, run nothing")
-    parser.add_argument("--slurm", action="store_true", help="print an array of SLURM tasks, for sbatch (slurm.py)")
+    parser.add_argument(
+        "--slurm", action="store_true", help="print an array of SLURM tasks, for sbatch (slurm.py)"
+    )
     parser.add_argument("--cell", help="this one of the cells alone, as such a task does")
     target, *rest = argv or ["-h"]
     if target.startswith("-") and target not in ("-h", "--help"):
@@ -398,7 +552,9 @@ def command(argv: list[str]) -> int | None:
     args, extra = parser.parse_known_args([target, *rest] if target in ("-h", "--help") else rest)
     for name in ("timeout", "budget"):
         if not getattr(args, name) > 0:  # nor is nan
-            raise ValueError(f"--{name} {getattr(args, name):g}: must be seconds, more than 0; inf for no limit")
+            raise ValueError(
+                f"--{name} {getattr(args, name):g}: must be seconds, more than 0; inf for no limit"
+            )
     try:
         args.program = shlex.split(args.program)
     except ValueError as error:
@@ -415,7 +571,9 @@ def command(argv: list[str]) -> int | None:
     tables = studies(target, args.small, nproc, shlex.split(join(flags)))
     cells = list(dict.fromkeys(itertools.chain(*tables.values())))
     if args.cell is not None and args.cell not in cells:
-        raise ValueError(f"--cell '{args.cell}': is no cell of {target} where a machine has {gpus()} GPUs")
+        raise ValueError(
+            f"--cell '{args.cell}': is no cell of {target} where a machine has {gpus()} GPUs"
+        )
     if args.list:
         return print("\n".join(cells))
     name = f"sweep-{Path(target).stem}{'-small' * args.small}"
@@ -425,10 +583,15 @@ def command(argv: list[str]) -> int | None:
     args.output = shlex.split(join(output))
     if args.slurm:
         rows = current(read_rows(args.results), args.any_commit)
-        todo = cells if args.fresh else sorted(unfinished(cells, rows), key=lambda cell: cell in rows)
+        todo = (
+            cells if args.fresh else sorted(unfinished(cells, rows), key=lambda cell: cell in rows)
+        )
         words = [word for word in slurm.split(rest)[1] if word != "--slurm"]
         words = [target, *words, f"--nproc={nproc}", f"--timeout={args.timeout:g}"]
-        tell(f"{len(cells)} cells, {len(cells) - len(todo)} finished before; rows in {args.results}", sys.stderr)
+        tell(
+            f"{len(cells)} cells, {len(cells) - len(todo)} finished before; rows in {args.results}",
+            sys.stderr,
+        )
         return print(slurm.array(todo, options, words)) if todo else None
     check_writable(args.results)
     if args.small:  # at such sizes threads wait for each other more than they compute

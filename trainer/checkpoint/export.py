@@ -41,17 +41,20 @@ def export(args: argparse.Namespace) -> str:
 
     weights.check_output(args.out, args.overwrite)
     one_worker_thread()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # verifying is a collective
+    # Verifying is a collective.
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         found = checkpoint.find(args.checkpoint)
         tensors = checkpoint.parameters(found)
         if args.dtype == "bf16":
             tensors = {name: t.bfloat16() for name, t in tensors.items()}
-        training = {k: v for k, v in found.about["training"].items() if k not in ("data", "init")}  # paths, perhaps
+        # Paths, perhaps.
+        training = {k: v for k, v in found.about["training"].items() if k not in ("data", "init")}
         about = {name: str(found.about[name]) for name in ("step", "samples", "torch")}
         about |= dict(format="pt", training=json.dumps(training))
         limit = float("inf") if args.out.endswith(".pt") else args.shard_gb * 1e9
-        with Signals(speak=False) as signals:  # signals wait, so that all files get their names or none does
+        # Signals wait, so that all files get their names or none does.
+        with Signals(speak=False) as signals:
             made = weights.write(args.out, tensors, read, about, limit)
     finally:
         dist.destroy_process_group()
@@ -66,8 +69,12 @@ def stopped(out: str, signum: int) -> NoReturn:
 
 def main(argv: list[str] | None = None) -> int:
     """Exports as the command line says; returns 0, or ends the process with a line and another exit code."""
-    parser = argparse.ArgumentParser(prog="export", allow_abbrev=False, description=__doc__.split("\n")[0])
-    parser.add_argument("checkpoint", metavar="DIR", help="a step's directory, or one of steps: its newest good one")
+    parser = argparse.ArgumentParser(
+        prog="export", allow_abbrev=False, description=__doc__.split("\n")[0]
+    )
+    parser.add_argument(
+        "checkpoint", metavar="DIR", help="a step's directory, or one of steps: its newest good one"
+    )
     parser.add_argument("out", metavar="OUT", help="a name that ends in .safetensors or .pt")
     parser.add_argument("--shard-gb", type=float, default=5.0, metavar="GB", help="largest size of a .safetensors, in "
                         "10^9 bytes; more become several and an index (default: 5)")  # fmt: skip

@@ -41,15 +41,19 @@ FORMAT = 1  # of train_state.json; a newer one is refused
 STEP = re.compile(r"step-[0-9]{8}")
 TEMPORARY = re.compile(r"tmp-step-[0-9]{8}-[0-9a-f]{8}")
 ASIDE = re.compile(r"damaged-step-[0-9]{8}-[0-9a-f]{8}")
-ENTRIES = dict(format=int, step=int, samples=int, tensors=dict)  # that each train_state.json has, and their types
-OF_RUNS = dict(global_batch=int, world=int, torch=str, training=dict, data=dict)  # but for those of --prepared
-LATER = dict(model=dict, origin=str, best=(int, float), wandb=str, run=str, best_step=int)  # that it may have
+# That each train_state.json has, and their types.
+ENTRIES = dict(format=int, step=int, samples=int, tensors=dict)
+# But for those of --prepared.
+OF_RUNS = dict(global_batch=int, world=int, torch=str, training=dict, data=dict)
+# That it may have.
+LATER = dict(model=dict, origin=str, best=(int, float), wandb=str, run=str, best_step=int)
 HELD = "held-out data"
 # What a resumed run must keep beside the model's identity, by the names that `_check` uses, and hints for the error.
 FIXED = {"--seqlen": "", "--seed": "", "--optimizer": "", "--adam-dtype": "--cast converts to another --adam-dtype",
          HELD: "--eval-every above 0 holds out a part of --data, 0 trains on all",
          "--effective-batch": "--grad-accum follows from it and the number of ranks"}  # fmt: skip
-ALLOWED = {("torch", name) for name in ("Size", "float32", "bfloat16")} | {  # all that `.metadata` may name
+# All that `.metadata` may name.
+ALLOWED = {("torch", name) for name in ("Size", "float32", "bfloat16")} | {
     ("torch.serialization", "_get_layout"), ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     *(("torch.distributed.checkpoint.metadata", name) for name in ("Metadata", "MetadataIndex", "TensorStorageMetadata",
       "ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING")),
@@ -72,7 +76,11 @@ class TrainState:  # how far a run is
     @classmethod
     def from_dict(cls, about: dict) -> "TrainState":
         """From a whole train_state.json, of this program or of an older one. KeyError without step or samples."""
-        return cls(about["step"], about["samples"], *map(about.get, ("origin", "best", "wandb", "run", "best_step")))
+        return cls(
+            about["step"],
+            about["samples"],
+            *map(about.get, ("origin", "best", "wandb", "run", "best_step")),
+        )
 
 
 class Found(NamedTuple):  # a verified checkpoint, its tensors not yet read
@@ -88,7 +96,8 @@ def on_all(work: Callable[[], Any], group: dist.ProcessGroup | None = None, what
     error = value = None
     try:
         value = work()
-    except (Exception, CheckpointException) as e:  # DCP's is a BaseException, around {rank: (exception, stack)}
+    except (Exception, CheckpointException) as e:
+        # DCP's is a BaseException, around {rank: (exception, stack)}.
         error = next(iter(e.failures.values()))[0] if isinstance(e, CheckpointException) else e
         if not isinstance(error, CheckpointError | Refused):
             error = CheckpointError(what + one_line(error))
@@ -100,7 +109,9 @@ def on_all(work: Callable[[], Any], group: dist.ProcessGroup | None = None, what
     return [value for _, value in everyone]
 
 
-def on_rank_0(work: Callable[[], Any], group: dist.ProcessGroup | None = None, what: str = "") -> Any:
+def on_rank_0(
+    work: Callable[[], Any], group: dist.ProcessGroup | None = None, what: str = ""
+) -> Any:
     """What `work` returns on rank 0, where alone it runs, on all ranks. Raises as `on_all` does."""
     return on_all(lambda: work() if dist.get_rank() == 0 else None, group, what)[0]
 
@@ -118,7 +129,9 @@ def steps_in(folder: str) -> list[str]:
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str):
         if (module, name) not in ALLOWED:
-            raise pickle.UnpicklingError(f"names {module}.{name}, which no checkpoint needs; it was not run")
+            raise pickle.UnpicklingError(
+                f"names {module}.{name}, which no checkpoint needs; it was not run"
+            )
         return super().find_class(module, name)
 
 
@@ -170,7 +183,9 @@ def _open(path: str, files: dict) -> Found:
     try:
         about = json.loads(Path(where).read_bytes())
         if about["format"] > FORMAT:
-            raise CheckpointError(f"{where}: format {about['format']} is newer than {FORMAT}; use a newer program")
+            raise CheckpointError(
+                f"{where}: format {about['format']} is newer than {FORMAT}; use a newer program"
+            )
         _check_entries(about)
         state = TrainState.from_dict(about)
         if os.path.basename(path) != f"step-{state.step:08d}":
@@ -178,9 +193,15 @@ def _open(path: str, files: dict) -> Found:
         where = os.path.join(path, ".metadata")
         with open(where, "rb") as file:
             metadata = _Unpickler(file).load()
-        if not all(isinstance(each, TensorStorageMetadata) for each in metadata.state_dict_metadata.values()):
+        if not all(
+            isinstance(each, TensorStorageMetadata)
+            for each in metadata.state_dict_metadata.values()
+        ):
             raise ValueError("holds more than tensors")
-        table = {name: [list(t.size), str(t.properties.dtype)] for name, t in metadata.state_dict_metadata.items()}
+        table = {
+            name: [list(t.size), str(t.properties.dtype)]
+            for name, t in metadata.state_dict_metadata.items()
+        }
         if table != about["tensors"]:
             raise ValueError("differs from the tensors in train_state.json")
         _check_chunks(metadata, files)
@@ -193,7 +214,9 @@ def _open(path: str, files: dict) -> Found:
     return Found(path, about, state, metadata)
 
 
-def find_start(c: Config, batches: Batches, group: dist.ProcessGroup | None, identity: dict[str, Any]) -> Found | None:
+def find_start(
+    c: Config, batches: Batches, group: dist.ProcessGroup | None, identity: dict[str, Any]
+) -> Found | None:
     """The step that --resume and --save mean, verified and fit for these flags; None: start fresh. Locks --save until
     `drop`, and removes what killed runs left in it. identity: of the LanguageModel that will be loaded.
     Raises CheckpointError, also where --save holds steps later than the one to start from, DataError for other data
@@ -218,7 +241,9 @@ def _claim(folder: str, group: dist.ProcessGroup | None) -> None:
                       "directory that all nodes share")  # fmt: skip
 
 
-def _find_start(c: Config, batches: Batches, group: dist.ProcessGroup | None, identity: dict) -> Found | None:
+def _find_start(
+    c: Config, batches: Batches, group: dist.ProcessGroup | None, identity: dict
+) -> Found | None:
     folder = dict(auto=c.save, never=None).get(c.resume, c.resume)
     present, paths, again = on_rank_0(partial(_look, c.save, folder), group)
     found = newest(paths, group)
@@ -229,7 +254,8 @@ def _find_start(c: Config, batches: Batches, group: dist.ProcessGroup | None, id
         say(f"{found.path}: resuming after step {found.state.step}, sample {found.state.samples}")
         if c.save is None or not on_rank_0(partial(_within, found.path, c.save), group):
             found.state.origin = on_rank_0(partial(_mark, found.path), group)
-            found.state.wandb = found.state.run = None  # several runs may begin here, each of its own in W&B and files
+            # Several runs may begin here, each of its own in W&B and files.
+            found.state.wandb = found.state.run = None
     elif c.resume not in ("auto", "never"):
         raise CheckpointError(f"--resume {folder}: holds no checkpoint (step-<8 digits>)")
     elif c.save is not None and not present:
@@ -321,9 +347,14 @@ def newest(paths: list[str], group: dist.ProcessGroup | None = None) -> Found | 
 def _verified(path: str, group: dist.ProcessGroup | None) -> Found:
     """Opens a step after checking each of its files on one rank, or on every rank if the nodes have copies of their
     own. Raises Damaged, or CheckpointError where these are not copies of one step."""
+
     def share() -> tuple[dict, tuple[int, int]]:
-        files, manifest = verify(path, dist.get_rank(), dist.get_world_size()), os.stat(f"{path}/manifest.json")
-        return files, (manifest.st_ino, manifest.st_ctime_ns)  # of one file: the same on all nodes that share it
+        files, manifest = (
+            verify(path, dist.get_rank(), dist.get_world_size()),
+            os.stat(f"{path}/manifest.json"),
+        )
+        # Of one file: the same on all nodes that share it.
+        return files, (manifest.st_ino, manifest.st_ctime_ns)
 
     (files, first), *others = on_all(share, group)
     for rank, (theirs, _) in enumerate(others, 1):
@@ -341,20 +372,36 @@ def _verified(path: str, group: dist.ProcessGroup | None) -> Found:
 def _check(found: Found, c: Config, batches: Batches, identity: dict[str, Any]) -> None:
     """Raises CheckpointError or DataError where these flags cannot go on from `found`; else says which have changed."""
     about = found.about
-    flags, usual = (json.loads(json.dumps(asdict(each))) for each in (c.training, type(c.training)()))
+    flags, usual = (
+        json.loads(json.dumps(asdict(each))) for each in (c.training, type(c.training)())
+    )
     saved = about.get("model", about["training"])  # older checkpoints have the flags alone
     identity = json.loads(json.dumps(identity))  # as train_state.json gives it back
     names = sorted(identity.keys() | about.get("model", {}).keys())
     before = usual | about["training"]  # an older checkpoint lacks newer flags
-    same = {flag(k) if k in flags else k: (saved.get(k, before.get(k)), identity.get(k)) for k in names}
+    same = {
+        flag(k) if k in flags else k: (saved.get(k, before.get(k)), identity.get(k)) for k in names
+    }
     both = {flag(k): (before[k], v) for k, v in flags.items() if k != "init"} | same
     both |= {"--effective-batch": (about["global_batch"], batches.global_batch)}
-    both |= {HELD: tuple("yes" if every else "no" for every in (before["eval_every"], c.eval_every))}
-    both |= {"torch": (about["torch"], torch.__version__), "ranks": (about["world"], dist.get_world_size())}
+    both |= {
+        HELD: tuple("yes" if every else "no" for every in (before["eval_every"], c.eval_every))
+    }
+    both |= {
+        "torch": (about["torch"], torch.__version__),
+        "ranks": (about["world"], dist.get_world_size()),
+    }
     changed = {name: f"{name} {old} (now {new})" for name, (old, new) in both.items() if old != new}
     cast = c.cast and "--adam-dtype" in changed
-    if fixed := [name for name in changed if name in (*same, *FIXED) and not (cast and name == "--adam-dtype")]:
-        told, hints = ", ".join(changed[name] for name in fixed), "; ".join(filter(None, map(FIXED.get, fixed)))
+    if fixed := [
+        name
+        for name in changed
+        if name in (*same, *FIXED) and not (cast and name == "--adam-dtype")
+    ]:
+        told, hints = (
+            ", ".join(changed[name] for name in fixed),
+            "; ".join(filter(None, map(FIXED.get, fixed))),
+        )
         where = "name another directory in --save" if c.resume == "auto" else "leave out --resume"
         raise CheckpointError(f"{found.path}: was saved with {told}, which a resumed run must keep"
                               + f" ({hints})" * (hints != "") + f"; to begin afresh, {where}")  # fmt: skip
@@ -365,10 +412,13 @@ def _check(found: Found, c: Config, batches: Batches, identity: dict[str, Any]) 
     if changed:
         say(f"was saved with {', '.join(changed.values())}; the command line wins")
     if cast:
-        say(f"--cast: Adam's moments are converted from {about['training']['adam_dtype']} to {c.adam_dtype}")
+        say(
+            f"--cast: Adam's moments are converted from {about['training']['adam_dtype']} to {c.adam_dtype}"
+        )
         for name, entry in about["tensors"].items():
             if name[:2] in ("m.", "v."):
-                entry[1] = str(DTYPES[c.adam_dtype])  # what `load` expects; DCP converts what it copies
+                # What `load` expects; DCP converts what it copies.
+                entry[1] = str(DTYPES[c.adam_dtype])
 
 
 def tensors(step: Step) -> dict[str, Tensor]:
@@ -395,23 +445,39 @@ def load(found: Found, step: Step, group: dist.ProcessGroup | None = None) -> No
     """Fills parameters, moments and step count of `step` in place. A collective. Raises CheckpointError."""
     state = tensors(step)
     saved, now = found.about["tensors"], table_of(state)
-    if differ := sorted(name for name in saved.keys() | now.keys() if saved.get(name) != now.get(name)):
+    if differ := sorted(
+        name for name in saved.keys() | now.keys() if saved.get(name) != now.get(name)
+    ):
         told = ", ".join(f"{name} {saved.get(name)} (now {now.get(name)})" for name in differ[:5])
-        raise CheckpointError(f"{found.path}: {len(differ)} tensors differ from what was saved: {told}")
-    on_all(partial(dcp.load, state, storage_reader=reader(found), process_group=group), group, f"{found.path}: ")
+        raise CheckpointError(
+            f"{found.path}: {len(differ)} tensors differ from what was saved: {told}"
+        )
+    on_all(
+        partial(dcp.load, state, storage_reader=reader(found), process_group=group),
+        group,
+        f"{found.path}: ",
+    )
 
 
 def reader(found: Found) -> dcp.FileSystemReader:
     made = dcp.FileSystemReader(found.path)
-    made.read_metadata = lambda *_, **__: found.metadata  # its own would unpickle the file again, without a check
+    # Its own would unpickle the file again, without a check.
+    made.read_metadata = lambda *_, **__: found.metadata
     return made
 
 
 def parameters(found: Found) -> dict[str, Tensor]:
     """What the checkpoint holds of the model, without the optimizer's tensors, on the meta device."""
     saved = found.metadata.state_dict_metadata
-    own = [name for name in saved if name != "t" and not (name[:2] in ("m.", "v.") and name[2:] in saved)]
-    return {name: torch.empty(saved[name].size, dtype=saved[name].properties.dtype, device="meta") for name in own}
+    own = [
+        name
+        for name in saved
+        if name != "t" and not (name[:2] in ("m.", "v.") and name[2:] in saved)
+    ]
+    return {
+        name: torch.empty(saved[name].size, dtype=saved[name].properties.dtype, device="meta")
+        for name in own
+    }
 
 
 def read(found: Found, name: str) -> Tensor:

@@ -23,9 +23,11 @@ from pathlib import Path
 from trainer.checkpoint.manifest import CheckpointError, Refused
 from trainer.distributed.terminal import tell
 
-SIGN, STALE = 30, 180  # seconds between signs of life; without one until another machine's lock is taken over
+# Seconds between signs of life; without one until another machine's lock is taken over.
+SIGN, STALE = 30, 180
 POLL = 2  # seconds between looks for a sign
-_held: dict[str, tuple[str, threading.Event]] = {}  # {absolute path of the folder: (content of its lock, end of signs)}
+# {absolute path of the folder: (content of its lock, end of signs)}.
+_held: dict[str, tuple[str, threading.Event]] = {}
 
 
 def take(folder: str, patient: bool = True) -> str | None:
@@ -41,9 +43,13 @@ def take(folder: str, patient: bool = True) -> str | None:
         said = _evict(folder, path, patient) if os.path.lexists(path) else None
         _create(path, text)
     except FileExistsError:
-        raise Refused(f"--save {folder}: another run has just begun to write there; save elsewhere") from None
+        raise Refused(
+            f"--save {folder}: another run has just begun to write there; save elsewhere"
+        ) from None
     except OSError as error:
-        raise Refused(f"--save {folder}: lock: {error.strerror}; name a directory that can be written") from None
+        raise Refused(
+            f"--save {folder}: lock: {error.strerror}; name a directory that can be written"
+        ) from None
     _held[key] = text, over
     threading.Thread(target=_signs, args=(key, over), daemon=True).start()
     return said
@@ -121,16 +127,22 @@ def _evict(folder: str, path: str, patient: bool) -> str | None:
         text = _read(path)
         here = _owner(text).get("machine") == _machine()
         if _alive(_owner(text)) if here else _signs_again(folder, path, text, patient):
-            raise Refused(f"--save {folder}: {_who(_read(path))} is writing there; wait, stop it, or save elsewhere")
+            raise Refused(
+                f"--save {folder}: {_who(_read(path))} is writing there; wait, stop it, or save elsewhere"
+            )
     except FileNotFoundError:  # its run has just ended
         return None
     aside = f"{path}-{secrets.token_hex(4)}"
     os.rename(path, aside)
     if _read(aside) != text:  # another run that starts now was faster: what was moved is its lock
         os.rename(aside, path)
-        raise Refused(f"--save {folder}: {_who(_read(path))} has just begun to write there; save elsewhere")
+        raise Refused(
+            f"--save {folder}: {_who(_read(path))} has just begun to write there; save elsewhere"
+        )
     os.unlink(aside)
-    return f"took over the lock of {_who(text)}, " + ("which is gone" if here else f"silent for {STALE} s")
+    return f"took over the lock of {_who(text)}, " + (
+        "which is gone" if here else f"silent for {STALE} s"
+    )
 
 
 def _signs_again(folder: str, path: str, text: str, patient: bool) -> bool:
@@ -147,7 +159,8 @@ def _signs_again(folder: str, path: str, text: str, patient: bool) -> bool:
     until = time.monotonic() + left
     while time.monotonic() < until:
         time.sleep(POLL)
-        if _read(path) != text or os.stat(path).st_mtime != mark:  # opening it makes NFS ask for its times again
+        # Opening it makes NFS ask for its times again.
+        if _read(path) != text or os.stat(path).st_mtime != mark:
             return True
     return False
 
@@ -156,14 +169,18 @@ def _machine() -> str:
     """Where a pid has a meaning: a host since its boot and, where containers have pids of their own, a container."""
     told = [socket.gethostname()]
     with suppress(OSError):
-        told += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")]
+        told += [
+            Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+            os.readlink("/proc/self/ns/pid"),
+        ]
     return " ".join(told)
 
 
 def start_ticks(pid: int) -> str | None:
     """When a process began, in clock ticks since boot; None if it is gone or a zombie, or where there is no /proc."""
     with suppress(OSError):
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()  # from the 3rd on
+        # From the 3rd on.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
         return None if fields[0] in "ZX" else fields[19]
     return None
 

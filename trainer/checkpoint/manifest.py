@@ -1,7 +1,7 @@
 """The files of a checkpoint: synced, listed with size and CRC-32 in manifest.json, verified against it. No torch.
 
-    write_manifest(path, {name: digest(os.path.join(path, name)) for name in names})
-    verify(path)                        # Damaged: "path/__0_0.distcp: checksum differs"
+write_manifest(path, {name: digest(os.path.join(path, name)) for name in names})
+verify(path)                        # Damaged: "path/__0_0.distcp: checksum differs"
 """
 
 import errno
@@ -17,8 +17,10 @@ from pathlib import Path
 
 from trainer.distributed.terminal import tell
 
-FILE = re.compile(r"\.metadata|train_state\.json|__[0-9]+_[0-9]+\.distcp")  # all that a manifest may name
-DAMAGE = errno.ENOENT, errno.ENOTDIR, errno.EIO  # other errors of reading may pass, and the file may be whole
+# All that a manifest may name.
+FILE = re.compile(r"\.metadata|train_state\.json|__[0-9]+_[0-9]+\.distcp")
+# Other errors of reading may pass, and the file may be whole.
+DAMAGE = errno.ENOENT, errno.ENOTDIR, errno.EIO
 
 
 class CheckpointError(Exception):
@@ -44,7 +46,9 @@ def check_directory(path: str, flag: str = "--save") -> None:
             sync(each.parent)  # so that it survives a power cut
         tempfile.TemporaryFile(dir=path).close()
     except OSError as error:
-        raise ValueError(f"{flag} {path}: {error.strerror}; name a directory that can be written") from None
+        raise ValueError(
+            f"{flag} {path}: {error.strerror}; name a directory that can be written"
+        ) from None
 
 
 def sync(path: str | Path) -> None:
@@ -62,7 +66,10 @@ def discard(path: str, aside: str | None = None) -> bool:
             os.rename(path, aside)
         shutil.rmtree(aside or path)
     except OSError as error:
-        tell(f"warning: {path}: is not wholly removed ({error.strerror}: {error.filename})", sys.stderr)
+        tell(
+            f"warning: {path}: is not wholly removed ({error.strerror}: {error.filename})",
+            sys.stderr,
+        )
         return False
     return True
 
@@ -83,7 +90,9 @@ def digest(path: str) -> list[int]:
             while block := file.read(16 << 20):
                 size, crc = size + len(block), zlib.crc32(block, crc)
     except OSError as error:
-        raise (Damaged if error.errno in DAMAGE else CheckpointError)(f"{path}: {error.strerror}") from error
+        raise (Damaged if error.errno in DAMAGE else CheckpointError)(
+            f"{path}: {error.strerror}"
+        ) from error
     return [size, crc]
 
 
@@ -119,6 +128,10 @@ def verify(path: str, rank: int = 0, world: int = 1) -> dict[str, list[int]]:
     for name in names[rank::world]:
         size, crc = digest(os.path.join(path, name))
         if [size, crc] != files[name]:
-            how = "checksum differs" if size == sizes[name] else f"{size} bytes instead of {sizes[name]}"
+            how = (
+                "checksum differs"
+                if size == sizes[name]
+                else f"{size} bytes instead of {sizes[name]}"
+            )
             raise Damaged(f"{os.path.join(path, name)}: {how}")
     return files

@@ -24,9 +24,24 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from trainer.checkpoint.load import FORMAT, TrainState, on_all, on_rank_0, steps_in, table_of, tensors
+from trainer.checkpoint.load import (
+    FORMAT,
+    TrainState,
+    on_all,
+    on_rank_0,
+    steps_in,
+    table_of,
+    tensors,
+)
 from trainer.checkpoint.lock import drop, renew
-from trainer.checkpoint.manifest import CheckpointError, digest, discard, sync, write_json, write_manifest
+from trainer.checkpoint.manifest import (
+    CheckpointError,
+    digest,
+    discard,
+    sync,
+    write_json,
+    write_manifest,
+)
 from trainer.config import Config
 from trainer.data import Batches
 from trainer.distributed.control import control_group
@@ -90,7 +105,11 @@ class Saver(AbstractContextManager):
 
     def failed(self) -> bool:
         """Whether the save in flight has ended with an error, as far as this rank knows; does not wait."""
-        return self.pending is not None and self.pending[1].done() and self.pending[1].exception() is not None
+        return (
+            self.pending is not None
+            and self.pending[1].done()
+            and self.pending[1].exception() is not None
+        )
 
     def wait(self) -> None:
         """Ends the save in flight; raises as `save` does."""
@@ -122,9 +141,14 @@ class Saver(AbstractContextManager):
                 tell(f"warning: {lost}", sys.stderr)
 
 
-def save_step(c: Config, name: str, about: dict, group: dist.ProcessGroup | None, state: dict[str, Tensor]) -> None:
+def save_step(
+    c: Config, name: str, about: dict, group: dist.ProcessGroup | None, state: dict[str, Tensor]
+) -> None:
     """Writes and commits a step under --save, then removes older ones (`_commit`). Raises CheckpointError."""
-    needs, where = sum(t.numel() * t.element_size() for t in state.values()), f"{os.path.join(c.save, name)}: "
+    needs, where = (
+        sum(t.numel() * t.element_size() for t in state.values()),
+        f"{os.path.join(c.save, name)}: ",
+    )
     temporary = on_rank_0(partial(_begin, c.save, name, needs), group, where)
     try:
         files = {}
@@ -144,27 +168,39 @@ def _begin(folder: str, name: str, needs: int) -> str:
     if os.path.lexists(final):
         raise CheckpointError(f"{final}: is there already and is not written over; save elsewhere")
     if needs > has:
-        raise CheckpointError(f"{final}: disk full: needs {needs / 2**20:.1f} MiB, has {has / 2**20:.1f} MiB")
+        raise CheckpointError(
+            f"{final}: disk full: needs {needs / 2**20:.1f} MiB, has {has / 2**20:.1f} MiB"
+        )
     temporary = os.path.join(folder, f"tmp-{name}-{secrets.token_hex(4)}")
     os.mkdir(temporary)
     return temporary
 
 
-def write_tensors(temporary: str, state: dict[str, Tensor], group: dist.ProcessGroup | None) -> None:
+def write_tensors(
+    temporary: str, state: dict[str, Tensor], group: dist.ProcessGroup | None
+) -> None:
     """Writes and syncs the files of this rank, on rank 0 `.metadata` as well. A collective over `group`."""
     # Without copying ahead there is no stream to wait for: a thread must not disturb the capture of a CUDA graph.
     writer = dcp.FileSystemWriter(temporary, sync_files=True, per_thread_copy_ahead=0)
-    writer.storage_meta = lambda: None  # its own would put the directory's whole path into `.metadata`
+    # Its own would put the directory's whole path into `.metadata`.
+    writer.storage_meta = lambda: None
     dcp.save(state, storage_writer=writer, process_group=group)
     if dist.get_rank() == 0:
-        sync(os.path.join(temporary, ".metadata"))  # torch syncs it before Python's buffer is flushed
+        # Torch syncs it before Python's buffer is flushed.
+        sync(os.path.join(temporary, ".metadata"))
 
 
-def _write(temporary: str, state: dict[str, Tensor], group: dist.ProcessGroup | None) -> dict[str, list[int]]:
+def _write(
+    temporary: str, state: dict[str, Tensor], group: dist.ProcessGroup | None
+) -> dict[str, list[int]]:
     """Writes this rank's files and reads them back; returns their {file: [bytes, CRC-32]}."""
     write_tensors(temporary, state, group)
     own = f"__{dist.get_rank()}_"
-    return {name: digest(os.path.join(temporary, name)) for name in os.listdir(temporary) if name.startswith(own)}
+    return {
+        name: digest(os.path.join(temporary, name))
+        for name in os.listdir(temporary)
+        if name.startswith(own)
+    }
 
 
 def _commit(c: Config, name: str, temporary: str, files: dict[str, list[int]], about: dict) -> None:
@@ -175,7 +211,9 @@ def _commit(c: Config, name: str, temporary: str, files: dict[str, list[int]], a
         files[own] = digest(os.path.join(temporary, own))
     for file, (size, _) in files.items():
         if os.stat(os.path.join(temporary, file)).st_size != size:
-            raise CheckpointError(f"{temporary}/{file}: another rank sees it otherwise; ranks must share --save")
+            raise CheckpointError(
+                f"{temporary}/{file}: another rank sees it otherwise; ranks must share --save"
+            )
     write_manifest(temporary, files)
     renew(c.save)  # a process that was stopped meanwhile may have lost the lock
     os.rename(temporary, os.path.join(c.save, name))
@@ -183,4 +221,6 @@ def _commit(c: Config, name: str, temporary: str, files: dict[str, list[int]], a
     best = f"step-{about.get('best_step', 0):08d}" if c.keep_best else None
     for old in (each for each in steps_in(c.save)[c.keep :] if each != best):
         # Renamed first: a removal that is killed leaves no half of a step.
-        discard(os.path.join(c.save, old), os.path.join(c.save, f"tmp-{old}-{secrets.token_hex(4)}"))
+        discard(
+            os.path.join(c.save, old), os.path.join(c.save, f"tmp-{old}-{secrets.token_hex(4)}")
+        )

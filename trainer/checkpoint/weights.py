@@ -72,15 +72,26 @@ def table(path: str) -> dict[str, Region]:
     if os.path.exists(path) and not os.path.isfile(path):
         raise CheckpointError(f"{path}: is no file, but a folder, pipe or device")
     try:
-        return (_indexed if path.endswith(INDEX) else _pt if path.endswith((".pt", ".bin")) else _safetensors)(path)
+        return (
+            _indexed
+            if path.endswith(INDEX)
+            else _pt
+            if path.endswith((".pt", ".bin"))
+            else _safetensors
+        )(path)
     except CheckpointError:
         raise
     except OSError as error:
         raise CheckpointError(f"{error.filename or path}: {error.strerror}") from error
     except SafetensorError as error:
-        raise CheckpointError(f"{path}: is damaged, cut short or no safetensors file ({error})") from error
-    except pickle.UnpicklingError as error:  # torch's own text would tell the user how to run the code in it
-        raise CheckpointError(f"{path}: holds more than tensors, and nothing of it was run") from error
+        raise CheckpointError(
+            f"{path}: is damaged, cut short or no safetensors file ({error})"
+        ) from error
+    except pickle.UnpicklingError as error:
+        # Torch's own text would tell the user how to run the code in it.
+        raise CheckpointError(
+            f"{path}: holds more than tensors, and nothing of it was run"
+        ) from error
     except ValueError as error:
         raise CheckpointError(f"{path}: {one_line(error, kind=False)}") from error
     except Exception as error:  # whatever strange bytes lead to
@@ -89,13 +100,16 @@ def table(path: str) -> dict[str, Region]:
 
 def _safetensors(path: str) -> dict[str, Region]:
     regions = {}
-    with open(path, "rb") as file, safe_open(path, "pt"):  # which raises SafetensorError unless the header fits
+    # Which raises SafetensorError unless the header fits.
+    with open(path, "rb") as file, safe_open(path, "pt"):
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))
     header.pop("__metadata__", None)
     for name, entry in header.items():
         if entry["dtype"] not in DTYPES:
-            raise ValueError(f"{name} is of dtype {entry['dtype']}; expected one of {', '.join(DTYPES)}")
+            raise ValueError(
+                f"{name} is of dtype {entry['dtype']}; expected one of {', '.join(DTYPES)}"
+            )
         like = torch.empty(entry["shape"], dtype=DTYPES[entry["dtype"]], device="meta")
         regions[name] = Region(path, 8 + size + entry["data_offsets"][0], like)
     return regions
@@ -108,8 +122,12 @@ def _indexed(path: str) -> dict[str, Region]:
             raise ValueError(f"names {file!r}, which is no .safetensors beside it")
         regions |= table(os.path.join(os.path.dirname(path), file))
     there = {name: os.path.basename(region.file) for name, region in regions.items()}
-    if wrong := sorted(name for name in told.keys() | there.keys() if told.get(name) != there.get(name)):
-        raise ValueError(f"has {wrong[0]} in {told.get(wrong[0])}, but it is in {there.get(wrong[0])}")
+    if wrong := sorted(
+        name for name in told.keys() | there.keys() if told.get(name) != there.get(name)
+    ):
+        raise ValueError(
+            f"has {wrong[0]} in {told.get(wrong[0])}, but it is in {there.get(wrong[0])}"
+        )
     return regions
 
 
@@ -121,13 +139,19 @@ def _pt(path: str) -> dict[str, Region]:
     for name, t in state.items():
         offset = t.untyped_storage()._checkpoint_offset
         if offset is None or not t.is_contiguous():
-            what = f"{name} is not contiguous" if offset is not None else "is in a format older than torch 1.6"
+            what = (
+                f"{name} is not contiguous"
+                if offset is not None
+                else "is in a format older than torch 1.6"
+            )
             raise ValueError(f"{what}; save it again")
         regions[name] = Region(path, offset + t.storage_offset() * t.itemsize, t)
     return regions
 
 
-def initialise(c: Config, model: nn.Module, found: Found | None, group: dist.ProcessGroup | None = None) -> None:
+def initialise(
+    c: Config, model: nn.Module, found: Found | None, group: dist.ProcessGroup | None = None
+) -> None:
     """Loads the weights of --init into `model` in place, unless the run goes on from the checkpoint `found`. Raises, on
     all ranks, CheckpointError for a file that is bad or does not fit, and Desync where ranks see different files."""
     if found is not None:
@@ -135,7 +159,9 @@ def initialise(c: Config, model: nn.Module, found: Found | None, group: dist.Pro
         return
     agree({f"--init {c.init}": glimpse(c.init)}, group)
     number = on_all(partial(load_weights, c.init, model, c.cast), group)[0]
-    say(f"--init {c.init}: {', '.join(f'{n} tensors of {dtype}' for dtype, n in number.items())}; fresh moments")
+    say(
+        f"--init {c.init}: {', '.join(f'{n} tensors of {dtype}' for dtype, n in number.items())}; fresh moments"
+    )
 
 
 def glimpse(path: str) -> str:
@@ -160,7 +186,9 @@ def load_weights(path: str, model: nn.Module, cast: bool = False) -> Counter:
     return fill(path, table(path), model.state_dict(keep_vars=True), cast)
 
 
-def fill(path: str, there: dict[str, Region], state: dict[str, Tensor], cast: bool = False) -> Counter:
+def fill(
+    path: str, there: dict[str, Region], state: dict[str, Tensor], cast: bool = False
+) -> Counter:
     """`load_weights` of a table of what `path` holds, by the names of `state`, the tensors themselves of a state dict.
     Values of the table have `file`, `like`, `read`."""
     owners = {}  # {id of a tensor: (the tensor, all its names)}
@@ -172,7 +200,9 @@ def fill(path: str, there: dict[str, Region], state: dict[str, Tensor], cast: bo
     return Counter(_name(region.like) for region in there.values())
 
 
-def _check(path: str, there: dict[str, Region], owners: list[tuple[Tensor, list[str]]], cast: bool) -> None:
+def _check(
+    path: str, there: dict[str, Region], owners: list[tuple[Tensor, list[str]]], cast: bool
+) -> None:
     here = {name: t for t, names in owners for name in names}
     both = [(name, there[name].like, t) for name, t in here.items() if name in there]
     told = {
@@ -182,7 +212,9 @@ def _check(path: str, there: dict[str, Region], owners: list[tuple[Tensor, list[
         "of another dtype": [f"{n} {_name(r)} (the model: {_name(t)}{'; --cast converts' * _floats(r, t)})"
                              for n, r, t in both if r.dtype != t.dtype and not (cast and _floats(r, t))],
     }  # fmt: skip
-    if problems := [f"{len(n)} tensors {how}: {', '.join(map(str, n[:5]))}" for how, n in told.items() if n]:
+    if problems := [
+        f"{len(n)} tensors {how}: {', '.join(map(str, n[:5]))}" for how, n in told.items() if n
+    ]:
         raise CheckpointError(f"{path}: does not fit the model: {'; '.join(problems)}")
 
 
@@ -204,11 +236,17 @@ def _fill(t: Tensor, regions: dict[str, Region]) -> None:
         first = chunk.offsets[0] if t.ndim else 0
     for name, region in regions.items():
         part = region.read(first, tuple(local.shape))
-        if part.numel() and part.is_floating_point() and not all(end.to(t.dtype).isfinite() for end in part.aminmax()):
+        if (
+            part.numel()
+            and part.is_floating_point()
+            and not all(end.to(t.dtype).isfinite() for end in part.aminmax())
+        ):
             raise CheckpointError(f"{region.file}: {name} is not finite in {_name(t)}")
         if before is not None and not torch.equal(part, before):
             other = next(iter(regions))
-            raise CheckpointError(f"{region.file}: {name} and {other} differ, but are one parameter of the model")
+            raise CheckpointError(
+                f"{region.file}: {name} and {other} differ, but are one parameter of the model"
+            )
         before = part
     local.copy_(before)
 
@@ -223,7 +261,9 @@ def check_output(path: str, overwrite: bool) -> None:
     if os.path.isdir(path):
         raise ValueError(f"{path}: is a directory; name a file")
     if (there := _outputs(path)) and not overwrite:
-        raise ValueError(f"{os.path.join(folder, there[0])}: is there already; add --overwrite, or name another")
+        raise ValueError(
+            f"{os.path.join(folder, there[0])}: is there already; add --overwrite, or name another"
+        )
 
 
 def _outputs(path: str) -> list[str]:
@@ -245,24 +285,35 @@ def write(path: str, tensors: dict[str, Tensor], read: Callable[[str], Tensor], 
     try:
         tidy(path)
         if total > (has := shutil.disk_usage(folder).free):
-            raise CheckpointError(f"{path}: disk full: needs {total / 2**20:.1f} MiB, has {has / 2**20:.1f} MiB")
+            raise CheckpointError(
+                f"{path}: disk full: needs {total / 2**20:.1f} MiB, has {has / 2**20:.1f} MiB"
+            )
         os.mkdir(temporary)
         take(temporary)
         for file, names in files.items():
-            _write_file(os.path.join(temporary, file), {name: tensors[name] for name in names}, read, about)
+            _write_file(
+                os.path.join(temporary, file), {name: tensors[name] for name in names}, read, about
+            )
         made = list(files)
         if len(made) > 1:
             made.append(os.path.basename(path) + INDEX)
             index = dict(weight_map={name: file for file, names in files.items() for name in names})
-            write_json(os.path.join(temporary, made[-1]), index | dict(metadata=dict(total_size=total)))
+            write_json(
+                os.path.join(temporary, made[-1]), index | dict(metadata=dict(total_size=total))
+            )
         for old in _outputs(path):
-            if old not in made or old.endswith(INDEX):  # an index must never name files of two exports
+            # An index must never name files of two exports.
+            if old not in made or old.endswith(INDEX):
                 os.remove(os.path.join(folder, old))
         for file in made:
             os.replace(os.path.join(temporary, file), os.path.join(folder, file))
         sync(folder)
-    except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError on a full disk, without the reason
-        text = getattr(error, "strerror", None) or f"torch.save failed, as on a full disk ({str(error)[:200]})"
+    except (OSError, RuntimeError) as error:
+        # torch.save raises RuntimeError on a full disk, without the reason.
+        text = (
+            getattr(error, "strerror", None)
+            or f"torch.save failed, as on a full disk ({str(error)[:200]})"
+        )
         raise CheckpointError(f"{path}: {text}; it was not written") from error
     finally:
         drop(temporary)
@@ -272,7 +323,10 @@ def write(path: str, tensors: dict[str, Tensor], read: Callable[[str], Tensor], 
 
 def tidy(path: str) -> None:
     """Removes the directories of exports to `path` that were killed. One that is being written is locked and stays."""
-    folder, left = os.path.dirname(path) or ".", re.compile(re.escape(os.path.basename(path)) + r"\.tmp-[0-9a-f]{8}")
+    folder, left = (
+        os.path.dirname(path) or ".",
+        re.compile(re.escape(os.path.basename(path)) + r"\.tmp-[0-9a-f]{8}"),
+    )
     for name in filter(left.fullmatch, os.listdir(folder)):
         with suppress(Refused):
             take(os.path.join(folder, name), patient=False)
@@ -294,10 +348,15 @@ def _plan(path: str, tensors: dict[str, Tensor], shard_bytes: float) -> dict[str
     if len(groups) == 1:
         return {base: groups[0]}
     stem = base.removesuffix(".safetensors")
-    return {f"{stem}-{i:05d}-of-{len(groups):05d}.safetensors": names for i, names in enumerate(groups, 1)}
+    return {
+        f"{stem}-{i:05d}-of-{len(groups):05d}.safetensors": names
+        for i, names in enumerate(groups, 1)
+    }
 
 
-def _write_file(path: str, tensors: dict[str, Tensor], read: Callable[[str], Tensor], about: dict[str, str]) -> None:
+def _write_file(
+    path: str, tensors: dict[str, Tensor], read: Callable[[str], Tensor], about: dict[str, str]
+) -> None:
     """First the file without the tensors' bytes, then those, one tensor at a time, each at its offset."""
     if path.endswith(".pt"):
         with FakeTensorMode():
@@ -305,7 +364,11 @@ def _write_file(path: str, tensors: dict[str, Tensor], read: Callable[[str], Ten
         with torch.serialization.skip_data(materialize_fake_tensors=True):
             torch.save(state, path)
     else:
-        names, header, end = {dtype: name for name, dtype in DTYPES.items()}, {"__metadata__": about}, 0
+        names, header, end = (
+            {dtype: name for name, dtype in DTYPES.items()},
+            {"__metadata__": about},
+            0,
+        )
         for name, t in tensors.items():
             begin, end = end, end + t.nbytes
             header[name] = dict(dtype=names[t.dtype], shape=t.shape, data_offsets=[begin, end])

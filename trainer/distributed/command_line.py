@@ -26,14 +26,40 @@ from trainer.distributed.terminal import did_you_mean, fail
 
 FLAG = re.compile(r"--?[A-Za-z]")  # how a word begins that is no value: -1 is one
 HELP = "--help lists all flags"
-OTHERS = dict(batch_size="batch", micro_batch_size="batch", layers="depth", num_layers="depth", n_layers="depth",
-              hidden_size="width", d_model="width", seq_len="seqlen", context_length="seqlen", learning_rate="lr",
-              vocab_size="vocab", max_steps="steps", gradient_accumulation_steps="grad_accum",
-              per_device_train_batch_size="batch", max_length="seqlen", sequence_len="seqlen", cutoff_len="seqlen",
-              num_train_epochs="epochs", num_epochs="epochs", model_name_or_path="model", base_model="model",
-              lora_r="lora", lora_rank="lora", target_modules="lora_targets", lora_target="lora_targets",
-              lora_target_modules="lora_targets", packing="pad", sample_packing="pad", neat_packing="pad",
-              gradient_checkpointing="remat_ratio", merge_and_unload="merge")  # other programs' names
+OTHERS = dict(
+    batch_size="batch",
+    micro_batch_size="batch",
+    layers="depth",
+    num_layers="depth",
+    n_layers="depth",
+    hidden_size="width",
+    d_model="width",
+    seq_len="seqlen",
+    context_length="seqlen",
+    learning_rate="lr",
+    vocab_size="vocab",
+    max_steps="steps",
+    gradient_accumulation_steps="grad_accum",
+    per_device_train_batch_size="batch",
+    max_length="seqlen",
+    sequence_len="seqlen",
+    cutoff_len="seqlen",
+    num_train_epochs="epochs",
+    num_epochs="epochs",
+    model_name_or_path="model",
+    base_model="model",
+    lora_r="lora",
+    lora_rank="lora",
+    target_modules="lora_targets",
+    lora_target="lora_targets",
+    lora_target_modules="lora_targets",
+    packing="pad",
+    sample_packing="pad",
+    neat_packing="pad",
+    # Other programs' names.
+    gradient_checkpointing="remat_ratio",
+    merge_and_unload="merge",
+)
 PROCESSES = {"--nproc", "--nproc-per-node", "--gpus", "--ngpus"}
 
 
@@ -45,7 +71,11 @@ def as_given(name: str, value: Any) -> str:
     """A flag as a command line has it: --width 100, --remat-core, --no-remat-norm, -vv."""
     if name == "verbose":
         return "-" + "v" * value
-    return flag(name if value else f"no_{name}") if isinstance(value, bool) else f"{flag(name)} {value}"
+    return (
+        flag(name if value else f"no_{name}")
+        if isinstance(value, bool)
+        else f"{flag(name)} {value}"
+    )
 
 
 def without_user(source: str) -> str:
@@ -68,7 +98,9 @@ def parse(kind: type, argv: Sequence[str], check: Callable[[Any], Any], prog: st
     argv = [re.sub("^--micro[-_]batch(?=$|=)", "--batch", word) for word in argv]
     try:
         with redirect_stderr(boxes):
-            c = tyro.cli(kind, args=argv, prog=prog, description=description, console_outputs=rank == 0)
+            c = tyro.cli(
+                kind, args=argv, prog=prog, description=description, console_outputs=rank == 0
+            )
         check(c)
         return c
     except (SystemExit, ValueError) as error:
@@ -88,7 +120,9 @@ def parse_beside(own: type, others: Sequence[type], argv: Sequence[str], prog: s
     boxes, kinds = io.StringIO(), kinds_of(*others, own)
     try:
         with redirect_stderr(boxes):
-            found, words = tyro.cli(own, args=list(argv), prog=prog, description=description, return_unknown_args=True)
+            found, words = tyro.cli(
+                own, args=list(argv), prog=prog, description=description, return_unknown_args=True
+            )
     except SystemExit as error:
         if not error.code:  # --help
             raise
@@ -102,8 +136,13 @@ def kinds_of(*groups: type) -> dict[str, Any]:
     """The type of each flag of the groups, by name; without those that a help text does not show."""
     found = {}
     for group in filter(is_dataclass, groups):
-        marks = {n: getattr(t, "__metadata__", ()) for n, t in get_type_hints(group, include_extras=True).items()}
-        found |= {n: t for n, t in get_type_hints(group).items() if tyro.conf.Suppress not in marks[n]}
+        marks = {
+            n: getattr(t, "__metadata__", ())
+            for n, t in get_type_hints(group, include_extras=True).items()
+        }
+        found |= {
+            n: t for n, t in get_type_hints(group).items() if tyro.conf.Suppress not in marks[n]
+        }
     return found
 
 
@@ -116,7 +155,11 @@ def any_of(choices: Sequence) -> str:
 def unfit(value: str, kind: Any) -> str | None:
     """Why `value` is no value of a type: int, float, str, a Literal, or one or None or several of them. None: it is."""
     kind = get_args(kind)[0] if get_origin(kind) is tuple else kind
-    kind = next((each for each in get_args(kind) if each is not NoneType), kind) if NoneType in get_args(kind) else kind
+    kind = (
+        next((each for each in get_args(kind) if each is not NoneType), kind)
+        if NoneType in get_args(kind)
+        else kind
+    )
     if get_origin(kind) is Literal and value not in (choices := get_args(kind)):
         return f"must be {any_of(choices)}{did_you_mean(value, choices)}"
     if kind in (int, float):
@@ -132,7 +175,9 @@ def explain(argv: Sequence[str], kinds: dict[str, Any], counters: Sequence[str] 
     takes any number of values, bool none. counters: those that take none either, as -v does."""
     own, words = {flag(name): kind for name, kind in kinds.items()}, deque(argv)
     names = [*own, *(flag(f"no_{name}") for name, kind in kinds.items() if kind is bool)]
-    bare = {flag(name) for name in counters} | {name for name in names if own.get(name, bool) is bool}
+    bare = {flag(name) for name in counters} | {
+        name for name in names if own.get(name, bool) is bool
+    }
     while words:
         word = words.popleft()
         name, given, value = word.partition("=")
@@ -153,7 +198,11 @@ def explain(argv: Sequence[str], kinds: dict[str, Any], counters: Sequence[str] 
             values.append(words.popleft())
         if name in bare:
             if values:
-                both = name if own.get(name) is not bool else f"{name} or {name.replace('--', '--no-', 1)}"
+                both = (
+                    name
+                    if own.get(name) is not bool
+                    else f"{name} or {name.replace('--', '--no-', 1)}"
+                )
                 return f"{name} {values[0]}: takes no value; write {both}"
         elif not values and most == 1:
             return f"{name}: needs a value"
@@ -166,7 +215,11 @@ def explain(argv: Sequence[str], kinds: dict[str, Any], counters: Sequence[str] 
 def _stray(word: str, own: dict[str, Any]) -> str:
     """What is wrong with a word where a flag should stand."""
     name, given, value = word.partition("=")
-    meant = flag(name) if flag(name) in own else did_you_mean(name, own).removeprefix("; did you mean ").rstrip("?")
+    meant = (
+        flag(name)
+        if flag(name) in own
+        else did_you_mean(name, own).removeprefix("; did you mean ").rstrip("?")
+    )
     if given and meant:
         return f"flags begin with --; did you mean {meant} {value}?"
     return f"belongs to no flag{did_you_mean(name, own) or '; ' + HELP}"

@@ -45,13 +45,17 @@ from torch.distributed.tensor import DTensor, Shard
 
 from overlap import OFF
 
-BEGIN_S, END_S = 120.0, 1200.0  # how long a rank waits for another to begin compiling, and to end: then it compiles
+# How long a rank waits for another to begin compiling, and to end: then it compiles.
+BEGIN_S, END_S = 120.0, 1200.0
 POLL_S = 0.2
 ALLOCATIONS = 50_000  # between collections of Python's garbage; its default is 700
-PYTHON_GUARDS = "use_lamba_guard_for_object_aliasing"  # sic; left alone where the next one is on, which torch 2.13 has
-SKIPS_GUARDS = "use_recursive_dict_tags_for_guards"  # off: with it guards may be skipped, whether these is not known
+# Sic; left alone where the next one is on, which torch 2.13 has.
+PYTHON_GUARDS = "use_lamba_guard_for_object_aliasing"
+# off: with it guards may be skipped, whether these is not known.
+SKIPS_GUARDS = "use_recursive_dict_tags_for_guards"
 PIECE = 4 << 20  # bytes; torch's store takes 8 MiB at once
-PASSES = {"pre_grad_custom_pass", "post_grad_custom_pre_pass", "post_grad_custom_post_pass"}  # of overlap, regions
+# Of overlap, regions.
+PASSES = {"pre_grad_custom_pass", "post_grad_custom_pre_pass", "post_grad_custom_post_pass"}
 _all_isas = cpu_vec_isa.valid_vec_isa_list.__wrapped__  # which would keep its first result
 PLAIN = Tensor | int | float | torch.SymInt | torch.SymFloat | torch.SymBool | None  # not a mesh
 
@@ -64,7 +68,10 @@ def _of_rank(node: fx.Node, value: Any) -> bool:
     name = str(node.target)
     if name == "to_local":  # its backward would cut
         return value.requires_grad
-    ours = re.fullmatch(r"simple_fsdp\.gather_(unit_)?\d\S*", name) or name == "tag_activation_checkpoint"
+    ours = (
+        re.fullmatch(r"simple_fsdp\.gather_(unit_)?\d\S*", name)
+        or name == "tag_activation_checkpoint"
+    )
     return not (ours or node.target is torch.autograd.grad or "getitem" in name)
 
 
@@ -84,9 +91,17 @@ def described(gm: fx.GraphModule, options: dict | None) -> str | None:
             value, *more = [n.meta.get("example_value") for n in (node, *node.all_input_nodes)]
             if node.op == "placeholder" and not isinstance(value, PLAIN):
                 return None
-            if node.op != "output" and any(isinstance(v, DTensor) for v in (value, *more)) and _of_rank(node, value):
+            if (
+                node.op != "output"
+                and any(isinstance(v, DTensor) for v in (value, *more))
+                and _of_rank(node, value)
+            ):
                 return None
-            told.append(f"{node.format_node()} {value.shape, value.dtype}" if isinstance(value, Tensor) else "")
+            told.append(
+                f"{node.format_node()} {value.shape, value.dtype}"
+                if isinstance(value, Tensor)
+                else ""
+            )
     return "\n".join(told)
 
 
@@ -104,14 +119,21 @@ def first_isa() -> list:
 def ready(device: torch.device) -> Iterator[None]:
     """Inside it a thread finds the instruction set and compiles Inductor's C++ header while Inductor still traces. Not
     where a user names the set, which need not be the first."""
-    if device.type != "cpu" or os.environ.get("ATEN_CPU_CAPABILITY") or inductor_config.cpp.simdlen is not None:
+    if (
+        device.type != "cpu"
+        or os.environ.get("ATEN_CPU_CAPABILITY")
+        or inductor_config.cpp.simdlen is not None
+    ):
         yield
         return
-    empty = '#include <torch/csrc/inductor/cpp_prefix.h>\nextern "C" void kernel() {} // at::vec::\n'
+    empty = (
+        '#include <torch/csrc/inductor/cpp_prefix.h>\nextern "C" void kernel() {} // at::vec::\n'
+    )
     with ThreadPoolExecutor(1) as pool:
         found = pool.submit(copy_context().run, first_isa)
         with patch.object(cpu_vec_isa, "valid_vec_isa_list", found.result):
-            header = CppPythonBindingsCodeCache.load_pybinding_async  # all but the kernel, of which nothing is compiled
+            # All but the kernel, of which nothing is compiled.
+            header = CppPythonBindingsCodeCache.load_pybinding_async
             pool.submit(copy_context().run, lambda: header([], empty, submit_fn=lambda work: None))
             yield
 
@@ -131,7 +153,15 @@ class _Sharing:
     """Stands in for Inductor's compile_fx. device: of this rank. leader: the rank to wait for, None: this one compiles.
     fetch: the leader has another directory. send: another directory waits for what this rank compiles."""
 
-    def __init__(self, device: torch.device, store: dist.Store, rank: int, leader: int | None, fetch: bool, send: bool):
+    def __init__(
+        self,
+        device: torch.device,
+        store: dist.Store,
+        rank: int,
+        leader: int | None,
+        fetch: bool,
+        send: bool,
+    ):
         self.device, self.store, self.rank = device, store, rank
         self.leader, self.fetch, self.send = leader, fetch, send
         self.plain, self.count = inductor.compile_fx, 0
@@ -155,7 +185,8 @@ class _Sharing:
                 with suppress(Exception):  # of the store: this rank must compile in any case
                     self.store.set(f"begin {self.rank} {self.count}", digest)
                     self.wait(digest)
-                with functorch.patch(force_non_lazy_backward_lowering=True):  # it is in the key: on all ranks
+                # It is in the key: on all ranks.
+                with functorch.patch(force_non_lazy_backward_lowering=True):
                     yield
         finally:
             cache_config.cache_key_tag = tag
@@ -176,7 +207,9 @@ class _Sharing:
             time.sleep(POLL_S)
         if self.leader is not None and self.fetch:
             pieces = range(int(self.store.get(end)))
-            torch.compiler.load_cache_artifacts(b"".join(self.store.get(f"{self.count} {i}") for i in pieces))
+            torch.compiler.load_cache_artifacts(
+                b"".join(self.store.get(f"{self.count} {i}") for i in pieces)
+            )
 
     def end(self) -> None:
         """Tells those who wait that this rank has compiled, with the artifacts for other directories."""
@@ -216,17 +249,27 @@ def _shared(device: torch.device, group: dist.ProcessGroup | None) -> Iterator[N
     usable = functorch.enable_autograd_cache and inductor_config.fx_graph_cache
     usable = usable and not cache_config.force_disable_caches and not inductor_config.max_autotune
     usable = usable and torch.__version__ >= (2, 13)  # 2.11 caches no graph with a gather
-    kind = str(device), torch.backends.cpu.get_cpu_capability(), _without_rank(cache_config.cache_key_tag), usable
+    kind = (
+        str(device),
+        torch.backends.cpu.get_cpu_capability(),
+        _without_rank(cache_config.cache_key_tag),
+        usable,
+    )
     own = kind, (socket.gethostname(), cache_dir()), secrets.token_hex(8)
     dist.all_gather_object(everyone, own, group=group)
     kinds, places = [each[0] for each in everyone], [each[:2] for each in everyone]
-    source, first = kinds.index(kind), places.index(own[:2])  # of all, of those who share this directory
+    # Of all, of those who share this directory.
+    source, first = kinds.index(kind), places.index(own[:2])
     if not usable or kinds.count(kind) == 1:
         yield
         return
-    store = dist.PrefixStore(f"compile once {everyone[0][2]} {source}", dist.distributed_c10d._get_default_store())
+    store = dist.PrefixStore(
+        f"compile once {everyone[0][2]} {source}", dist.distributed_c10d._get_default_store()
+    )
     leader = None if rank == source else source if rank == first else first
-    send = rank == source and any(k == kind and p != own[:2] for k, p in zip(kinds, places, strict=True))
+    send = rank == source and any(
+        k == kind and p != own[:2] for k, p in zip(kinds, places, strict=True)
+    )
     sharing = _Sharing(device, store, rank, leader, leader == source != first, send)
     inductor.compile_fx = sharing.compile_fx
     try:

@@ -22,8 +22,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-AGAIN_S = 0.5  # s; a signal this soon after the first is taken for the same, sent by both the launcher and the terminal
-NORM_TOLERANCE = 1e-3  # relative, between the gradient norms that the ranks have computed for one step
+# S; a signal this soon after the first is taken for the same, sent by both the launcher and the
+# terminal.
+AGAIN_S = 0.5
+# Relative, between the gradient norms that the ranks have computed for one step.
+NORM_TOLERANCE = 1e-3
 
 
 class Desync(Exception):
@@ -55,12 +58,16 @@ def agree(facts: dict[str, Any], group: dist.ProcessGroup | None) -> None:
     dist.all_gather_object(everyone, facts, group=group)
     first, lines = everyone[0], []
     for name in sorted({name for each in everyone for name in each}):
-        if others := [rank for rank, each in enumerate(everyone) if each.get(name) != first.get(name)]:
+        if others := [
+            rank for rank, each in enumerate(everyone) if each.get(name) != first.get(name)
+        ]:
             lines.append(f"{name}: rank 0 has {first.get(name)}, rank {others[0]} {everyone[others[0]].get(name)}"
                          + f" ({len(others)} ranks differ)" * (len(others) > 1))  # fmt: skip
     if lines:
         more = f"; and {len(lines) - 3} more" * (len(lines) > 3)
-        raise Desync(f"ranks differ in {'; '.join(lines[:3])}{more}; start all ranks with the same command and files")
+        raise Desync(
+            f"ranks differ in {'; '.join(lines[:3])}{more}; start all ranks with the same command and files"
+        )
 
 
 class Signals:
@@ -93,8 +100,12 @@ class Signals:
         if not self.got:
             self.got, self.at = signum, time.monotonic()
             if self.speak and signum == signal.SIGINT:  # somebody sits at the terminal
-                with suppress(Exception):  # stderr may be a pipe to `tee`, which the same Ctrl-C has ended
-                    os.write(sys.__stderr__.fileno(), b"Ctrl-C: stopping after this step; again: at once\n")
+                # Stderr may be a pipe to `tee`, which the same Ctrl-C has ended.
+                with suppress(Exception):
+                    os.write(
+                        sys.__stderr__.fileno(),
+                        b"Ctrl-C: stopping after this step; again: at once\n",
+                    )
         elif time.monotonic() - self.at > AGAIN_S:
             signal.signal(signum, signal.SIG_DFL)
             os.kill(os.getpid(), signum)
@@ -114,7 +125,8 @@ class Control:
         gradient that the host has read, or -1. failed: an asynchronous save of this rank has failed. Returns whether
         one has on any rank. problem: raised on all ranks. Raises Stopped if any rank got a signal, and Desync for ranks
         at other steps or norms."""
-        norm = norm if math.isfinite(norm) else -1.0  # the maximum of NaN and a number is not defined
+        # The maximum of NaN and a number is not defined.
+        norm = norm if math.isfinite(norm) else -1.0
         if self.group is None:
             if self.signals.got:
                 raise Stopped(self.signals.got)
@@ -122,9 +134,14 @@ class Control:
                 raise problem
             return failed
         failed_before = self.finish()
-        self.problem, told = problem, [k, -k, norm, -norm, failed, self.signals.got, problem is not None]
+        self.problem, told = (
+            problem,
+            [k, -k, norm, -norm, failed, self.signals.got, problem is not None],
+        )
         self.numbers = torch.tensor(told, dtype=torch.float64, device="cpu")
-        self.work = dist.all_reduce(self.numbers, dist.ReduceOp.MAX, group=self.group, async_op=True)
+        self.work = dist.all_reduce(
+            self.numbers, dist.ReduceOp.MAX, group=self.group, async_op=True
+        )
         return failed_before
 
     def finish(self) -> bool:
@@ -137,7 +154,9 @@ class Control:
         if k != -fewest:
             raise Desync(f"ranks are at different steps: {-fewest:.0f} to {k:.0f} are done")
         if norm + least > NORM_TOLERANCE * abs(norm):
-            raise Desync(f"gradient norms differ between ranks, {-least} to {norm}, when {k:.0f} steps were done")
+            raise Desync(
+                f"gradient norms differ between ranks, {-least} to {norm}, when {k:.0f} steps were done"
+            )
         if signum:
             raise Stopped(int(signum))
         if problem:

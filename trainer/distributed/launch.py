@@ -26,8 +26,10 @@ from trainer.distributed.terminal import has_launcher
 def set_deterministic(on: bool) -> None:
     """Whether all that runs from now on must give the same bits every time. RuntimeError if an operator cannot."""
     torch.use_deterministic_algorithms(on)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # no code here reads uninitialized memory
-    inductor.deterministic = on  # it would else time kernels, and the one it picks may add in another order
+    # No code here reads uninitialized memory.
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    # It would else time kernels, and the one it picks may add in another order.
+    inductor.deterministic = on
     if on:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
@@ -41,16 +43,24 @@ def connect(c, rank: int, local_rank: int, world: int, timeout: float = 0) -> to
     how = {} if torchrun else dict(store=dist.HashStore(), rank=0, world_size=1)
     if cuda:
         if not torch.cuda.is_available():
-            raise ValueError(f"--device cuda: torch {torch.__version__} sees no GPU; use --device cpu")
-        n, ranks = torch.cuda.device_count(), int(torchrun and os.environ.get("LOCAL_WORLD_SIZE") or local_rank + 1)
+            raise ValueError(
+                f"--device cuda: torch {torch.__version__} sees no GPU; use --device cpu"
+            )
+        n, ranks = (
+            torch.cuda.device_count(),
+            int(torchrun and os.environ.get("LOCAL_WORLD_SIZE") or local_rank + 1),
+        )
         if ranks > n:  # every rank raises it, also one that would have a GPU
             raise ValueError(f"--nproc-per-node {ranks}: there are {n} GPUs; start {n} at most")
         if not c.world and not dist.is_nccl_available():
-            raise ValueError(f"--device cuda: torch {torch.__version__} has no NCCL; use --device cpu")
+            raise ValueError(
+                f"--device cuda: torch {torch.__version__} has no NCCL; use --device cpu"
+            )
         device = how["device_id"] = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
     one_worker_thread()
-    if timeout:  # the default of groups that are made later: the dimensions of a mesh, the host's control group
+    # The default of groups that are made later: the dimensions of a mesh, the host's control group.
+    if timeout:
         c10d, limit["timeout"] = dist.distributed_c10d, timedelta(seconds=timeout)
         c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = limit["timeout"]
     if c.world:
@@ -64,8 +74,15 @@ def connect(c, rank: int, local_rank: int, world: int, timeout: float = 0) -> to
             how |= dict(store=fresh(store, rank, world), rank=rank, world_size=world)
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", **how, **limit)
     except (dist.DistNetworkError, dist.DistStoreError) as e:
-        address, told = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}", str(e).splitlines()[0]
-        fix = "choose another port" if "in use" in told else "is it the first rank's address, and do all ranks run?"
+        address, told = (
+            f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}",
+            str(e).splitlines()[0],
+        )
+        fix = (
+            "choose another port"
+            if "in use" in told
+            else "is it the first rank's address, and do all ranks run?"
+        )
         raise ValueError(f"MASTER_ADDR:MASTER_PORT {address}: {told}; {fix}") from e
     finally:
         connected.set()
@@ -93,7 +110,9 @@ def fresh(store: dist.Store, rank: int, world: int) -> dist.Store:
     missing, until = set(range(1, world)), time.monotonic() + store.timeout.total_seconds()
     while missing:
         if time.monotonic() > until:
-            raise dist.DistStoreError(f"no word of ranks {', '.join(map(str, sorted(missing)[:8]))}")
+            raise dist.DistStoreError(
+                f"no word of ranks {', '.join(map(str, sorted(missing)[:8]))}"
+            )
         for other in missing:
             if talk.check([f"word of {other}"]):
                 talk.set(talk.get(f"word of {other}").decode(), prefix)

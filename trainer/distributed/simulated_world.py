@@ -30,7 +30,12 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import FakeProcessGroup, FakeWork, ProcessGroup, _create_work_from_future
+from torch._C._distributed_c10d import (
+    FakeProcessGroup,
+    FakeWork,
+    ProcessGroup,
+    _create_work_from_future,
+)
 
 from trainer.costs import Link, link
 
@@ -39,10 +44,13 @@ NAME = "sim"  # of the backend; not "fake", which Inductor treats in its own way
 
 
 class CollectiveCall(NamedTuple):  # as `log` lists it
-    op: str  # "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "scatter", "gather", "barrier"
+    # "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "scatter", "gather",
+    # "barrier".
+    op: str
     group: str
     ranks: int
-    nbytes: int  # of the whole, unsharded tensors; of an all-to-all what a rank has to send or to receive
+    # Of the whole, unsharded tensors; of an all-to-all what a rank has to send or to receive.
+    nbytes: int
     async_op: bool
     seconds: float  # as modelled; the copy may have taken longer
 
@@ -51,9 +59,11 @@ class _World:
     def __init__(self, link: Link | Callable[[list[int]], Link]):
         self.link, self.log = link, deque(maxlen=1_000_000)
         self.streams, self.clock = {}, None  # on CUDA
-        self.workers, self.busy = {}, {}  # on a CPU, by group: the link's thread, and until when it is busy
+        # On a CPU, by group: the link's thread, and until when it is busy.
+        self.workers, self.busy = {}, {}
         self.library = torch.library.Library("c10d", "IMPL")
-        with warnings.catch_warnings(action="ignore"):  # torch warns that kernels are overridden, which is wanted
+        # Torch warns that kernels are overridden, which is wanted.
+        with warnings.catch_warnings(action="ignore"):
             for device in ("CPU", "CUDA"):
                 for name, kernel in _KERNELS.items():
                     self.library.impl(name, kernel, device, allow_override=True)
@@ -67,7 +77,9 @@ def start(world: int, link: Link, device: torch.device | str = "cpu", rank: int 
     device: where collectives will run. Raises RuntimeError if there already is a process group."""
     global _world
     if dist.is_initialized():
-        raise RuntimeError("a simulated world needs a process of its own: there already is a process group")
+        raise RuntimeError(
+            "a simulated world needs a process of its own: there already is a process group"
+        )
     if "SIM" not in dist.Backend._plugins:
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
     _world = _World(link)
@@ -114,7 +126,8 @@ def summary(collectives) -> dict[str, dict]:
 
 def _gather(out: Tensor, own: Tensor, ranks: int, rank: int) -> None:
     """Fills `out` with what `ranks` ranks hold of which this one, `rank`, holds `own`."""
-    out.view(ranks, -1).copy_(own.reshape(1, -1).expand(ranks, -1))  # `own` may be a chunk of `out`, as in FSDP2
+    # `own` may be a chunk of `out`, as in FSDP2.
+    out.view(ranks, -1).copy_(own.reshape(1, -1).expand(ranks, -1))
 
 
 def _reduce(t: Tensor, op, ranks: int) -> None:
@@ -143,9 +156,13 @@ class _Clock:
 
     def __init__(self):  # compiled before any CUDA graph is captured
         from torch.utils import cpp_extension  # imports setuptools
+
         # Torch's compiler wants the headers of a toolkit, which pip's packages are not and these kernels do not need.
         with mock.patch.object(cpp_extension, "CUDA_HOME", cpp_extension.CUDA_HOME or "/usr"):
-            made = [torch.cuda._compile_kernel(self.SOURCE, name) for name in ("set_deadline", "wait_deadline")]
+            made = [
+                torch.cuda._compile_kernel(self.SOURCE, name)
+                for name in ("set_deadline", "wait_deadline")
+            ]
         self.set, self.wait = made
         self.deadlines = {}
 
@@ -162,9 +179,17 @@ class _Clock:
         self.wait(one, one, (self.deadlines[key],))
 
 
-def _on_cuda(pg: ProcessGroup, device: torch.device, seconds: float, async_op: bool, copy: Callable, value: list):
+def _on_cuda(
+    pg: ProcessGroup,
+    device: torch.device,
+    seconds: float,
+    async_op: bool,
+    copy: Callable,
+    value: list,
+):
     current, clock = torch.cuda.current_stream(device), _world.clock
-    if not async_op:  # like NCCL since torch 2.8: it runs on the current stream, and wait() does nothing
+    # Like NCCL since torch 2.8: it runs on the current stream, and wait() does nothing.
+    if not async_op:
         clock.occupy(device, seconds, copy)
         return FakeWork()
     key = pg.group_name, device
@@ -175,7 +200,8 @@ def _on_cuda(pg: ProcessGroup, device: torch.device, seconds: float, async_op: b
     with torch.cuda.stream(stream):
         clock.occupy(device, seconds, copy)
         future = torch.futures.Future(devices=[device])
-        future.set_result(value)  # records an event on `stream`, for which wait() makes the then current one wait
+        # Records an event on `stream`, for which wait() makes the then current one wait.
+        future.set_result(value)
     return _create_work_from_future(future)
 
 
@@ -207,7 +233,15 @@ def _on_cpu(pg: ProcessGroup, seconds: float, async_op: bool, copy: Callable, va
     return _create_work_from_future(future)
 
 
-def _run(op: str, group, outs: list, ins: list, async_op: bool, body: Callable[[int, int], None], nbytes: int):
+def _run(
+    op: str,
+    group,
+    outs: list,
+    ins: list,
+    async_op: bool,
+    body: Callable[[int, int], None],
+    nbytes: int,
+):
     """Logs a collective and runs `body(ranks, rank)`, which fills `outs`, for the link's time. Returns boxed Work."""
     pg = _unboxed(group)
     link = _world.link(dist.get_process_group_ranks(pg)) if callable(_world.link) else _world.link
@@ -278,8 +312,12 @@ def _broadcast(tensors, group, root, root_tensor, async_op=True, *_):
 def _scatter(outs, ins, group, root, async_op=True, *_):
     """Only the root knows what it scatters, so this rank must be the root; it receives its own chunk."""
     if _unboxed(group).rank() != root:
-        raise NotImplementedError("a simulated rank does not know what another scatters: pass src_data_rank=None")
-    return _run("scatter", group, outs, ins, async_op, lambda n, r: outs[0].copy_(ins[0][r]), _nbytes(ins))
+        raise NotImplementedError(
+            "a simulated rank does not know what another scatters: pass src_data_rank=None"
+        )
+    return _run(
+        "scatter", group, outs, ins, async_op, lambda n, r: outs[0].copy_(ins[0][r]), _nbytes(ins)
+    )
 
 
 def _gather_to(outs, ins, group, root, async_op=True, *_):
@@ -292,11 +330,14 @@ def _gather_to(outs, ins, group, root, async_op=True, *_):
 
 def _all_to_all(out, own, group, out_sizes, own_sizes, async_op=True, *_):
     def body(n, r):
-        sizes, sent = (each or [len(t) // n] * n for each, t in ((out_sizes, out), (own_sizes, own)))
+        sizes, sent = (
+            each or [len(t) // n] * n for each, t in ((out_sizes, out), (own_sizes, own))
+        )
         mine = own.split(sent)[r].flatten()
         for t in out.split(sizes):
             if t.numel():
-                source = mine if len(mine) else own.flatten()  # it owns nothing: any values of that size
+                # It owns nothing: any values of that size.
+                source = mine if len(mine) else own.flatten()
                 source = source if len(source) else t.new_zeros(1)
                 t.copy_(source.repeat(-(-t.numel() // len(source)))[: t.numel()].view_as(t))
 

@@ -26,12 +26,19 @@ def ranks() -> tuple[int, int, int]:
     """(rank, local rank, world) by torchrun's environment, (0, 0, 1) without; exits with 2 if that makes no sense."""
     names = "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
     told = {name: os.environ[name] for name in (*names, "LOCAL_WORLD_SIZE") if os.environ.get(name)}
-    there, missing = [name for name in names[:3] if name in told], [name for name in names if name not in told]
+    there, missing = (
+        [name for name in names[:3] if name in told],
+        [name for name in names if name not in told],
+    )
     if not there:
         return 0, 0, 1
     if missing:
-        fail(f"{', '.join(there)} set but not {', '.join(missing)}: start with torchrun, or unset them for one rank", 0)
-    check_host(told.pop("MASTER_ADDR"), int(os.environ.get("LOCAL_RANK") != "0"))  # the others are numbers
+        fail(
+            f"{', '.join(there)} set but not {', '.join(missing)}: start with torchrun, or unset them for one rank",
+            0,
+        )
+    # The others are numbers.
+    check_host(told.pop("MASTER_ADDR"), int(os.environ.get("LOCAL_RANK") != "0"))
     n = {name: int(text) if text.isdecimal() else -1 for name, text in told.items()}
     if min(n.values()) < 0 or n["RANK"] >= n["WORLD_SIZE"] or not 0 < n["MASTER_PORT"] < 2**16:
         wrong = ", ".join(f"{name} {text}" for name, text in told.items())
@@ -44,7 +51,10 @@ def check_host(name: str, rank: int = 0) -> None:
     try:
         socket.getaddrinfo(name, None)
     except (OSError, UnicodeError) as error:
-        fail(f"MASTER_ADDR {name}: {error}; name the first host by an address, or as this one knows it", rank)
+        fail(
+            f"MASTER_ADDR {name}: {error}; name the first host by an address, or as this one knows it",
+            rank,
+        )
 
 
 def has_launcher() -> bool:
@@ -58,7 +68,9 @@ def has_launcher() -> bool:
 def fail(message: str, rank: int, code: int = 2) -> NoReturn:
     """Ends the process with one line on stderr and an exit code."""
     if rank:
-        time.sleep(5)  # if rank 0 fails as well, torchrun ends this rank meanwhile, and the line is printed only once
+        # If rank 0 fails as well, torchrun ends this rank meanwhile, and the line is printed only
+        # once.
+        time.sleep(5)
     tell(f"error: {message}", sys.stderr)
     sys.exit(code)
 
@@ -71,17 +83,21 @@ def tell(text: str, stream: TextIO | None = None) -> None:
         encoding = getattr(stream, "encoding", None) or "utf-8"
         print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
     except (OSError, ValueError) as error:
-        with suppress(OSError, ValueError):  # else Python would fail at exit, with code 120, on what is buffered
+        # Else Python would fail at exit, with code 120, on what is buffered.
+        with suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         if stream is not sys.stderr:
             tell(f"warning: terminal: {type(error).__name__}: {error}; the run goes on", sys.stderr)
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
-    """"; did you mean X?" with up to three of `choices` that are spelled like `word` or hold it, or an empty string."""
+    """ "; did you mean X?" with up to three of `choices` that are spelled like `word` or hold it, or an empty one."""
     found = {choice.strip("-").replace("-", "_"): choice for choice in choices if choice != word}
     key = word.strip("-").replace("-", "_")
-    like = get_close_matches(key, found, 3, 0.7) or [each for each in found if len(key) > 2 and f"_{key}" in each][:3]
+    like = (
+        get_close_matches(key, found, 3, 0.7)
+        or [each for each in found if len(key) > 2 and f"_{key}" in each][:3]
+    )
     return f"; did you mean {' or '.join(found[each] for each in like)}?" if like else ""
 
 
@@ -99,10 +115,17 @@ def grouped(value: float | str | None, digits: int = 0, missing: str = "n/a") ->
 
 def markdown(columns: list[tuple[str, list[str]]]) -> str:
     """A Markdown table of (title, cells) columns. One with a number in it stands to the right, but for the first."""
-    right = [i > 0 and any(text[:1].isdigit() for text in texts) for i, (_, texts) in enumerate(columns)]
-    head = [f"| {' | '.join(title for title, _ in columns)} |", f"|{''.join('---:|' if r else '---|' for r in right)}"]
+    right = [
+        i > 0 and any(text[:1].isdigit() for text in texts) for i, (_, texts) in enumerate(columns)
+    ]
+    head = [
+        f"| {' | '.join(title for title, _ in columns)} |",
+        f"|{''.join('---:|' if r else '---|' for r in right)}",
+    ]
     lines = zip(*(texts for _, texts in columns), strict=True)
-    return "\n".join(head + [f"| {' | '.join(text.replace('|', '/') for text in line)} |" for line in lines])
+    return "\n".join(
+        head + [f"| {' | '.join(text.replace('|', '/') for text in line)} |" for line in lines]
+    )
 
 
 class Progress(AbstractContextManager):
@@ -117,7 +140,8 @@ class Progress(AbstractContextManager):
     def __init__(self, stage: str = "", speak: bool = True, stream: TextIO | None = None):
         self.stream, self.live, self.over = stream or sys.stdout, None, threading.Event()
         self.stage(stage)
-        if not speak or self.stream is None:  # a process may have been started without standard output
+        # A process may have been started without standard output.
+        if not speak or self.stream is None:
             return
         if self.stream.isatty() and os.environ.get("TERM") != "dumb":
             from rich.console import Console

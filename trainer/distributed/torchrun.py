@@ -18,8 +18,10 @@ from multiprocessing import forkserver
 from trainer.distributed.terminal import Progress, check_host, one_line, tell
 
 SIGNALS = signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT
-HANDLED = "TORCHELASTIC_SIGNALS_TO_HANDLE"  # what torchrun passes on to the ranks; they read it, too
-FOLLOWING = 7, 143, -signal.SIGTERM  # how ranks end after another one: in the same second, or ended by torchrun
+# What torchrun passes on to the ranks; they read it, too.
+HANDLED = "TORCHELASTIC_SIGNALS_TO_HANDLE"
+# How ranks end after another one: in the same second, or ended by torchrun.
+FOLLOWING = 7, 143, -signal.SIGTERM
 PRELOAD = ["torch._inductor.compile_fx", "trainer.checkpoint.weights", "trainer.run", "tyro"]
 
 
@@ -43,7 +45,8 @@ def rank(script: str, *argv: str) -> None:
         sys.exit(1)
     finally:
         atexit._run_exitfuncs()  # which multiprocessing leaves out: such as to give a lock back
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun has it wait for the others, or be ended with them
+    # Torchrun has it wait for the others, or be ended with them.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def main(argv: list[str]) -> int:
@@ -71,7 +74,8 @@ def main(argv: list[str]) -> int:
             first.start()
             first.join()
     for name in ("torch.distributed.elastic.multiprocessing.api", "torch.multiprocessing.spawn"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)  # they tell of a failed rank what is told below
+        # They tell of a failed rank what is told below.
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     # Its warning of a signal, such as Ctrl-C, would stand above what the run says of it.
     logging.getLogger("torch.distributed.elastic.agent.server.api").setLevel(logging.ERROR)
     args = run.parse_args(argv)
@@ -84,10 +88,17 @@ def main(argv: list[str]) -> int:
     except SignalException as e:
         return 128 + e.sigval
     except ChildFailedError as e:
-        own = {number: each for number, each in e.failures.items() if each.exitcode not in FOLLOWING} or e.failures
-        number, failure = min(own.items(), key=lambda each: each[1].timestamp)  # whose clock ticks in seconds
+        own = {
+            number: each for number, each in e.failures.items() if each.exitcode not in FOLLOWING
+        } or e.failures
+        # Whose clock ticks in seconds.
+        number, failure = min(own.items(), key=lambda each: each[1].timestamp)
         signalled = failure.exitcode < 0
-        what = f"was ended by {failure.signal_name()}" if signalled else f"ended with exit code {failure.exitcode}"
+        what = (
+            f"was ended by {failure.signal_name()}"
+            if signalled
+            else f"ended with exit code {failure.exitcode}"
+        )
         what += ", the first of this host to fail"
         if failure.exitcode == -signal.SIGKILL:
             what += "; the kernel does so when the machine or a limit of its job has no memory left (see dmesg)"
@@ -103,5 +114,6 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C has no traceback; torchrun's handler takes over
+    # Ctrl-C has no traceback; torchrun's handler takes over.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.exit(main(sys.argv[1:]))

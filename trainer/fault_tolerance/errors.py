@@ -28,8 +28,10 @@ from trainer.fault_tolerance.watchdog import Watchdog
 from trainer.measuring import memory
 from trainer.step import Step
 
-LOST = re.compile(r"gloo|NCCL|[Cc]onnection (closed|reset)|Broken pipe")  # torch has no type for a peer that is gone
-COMPILER = re.compile(r"CppCompileError|\.so: ")  # the C++ compiler failed, or what it made could not be loaded
+# Torch has no type for a peer that is gone.
+LOST = re.compile(r"gloo|NCCL|[Cc]onnection (closed|reset)|Broken pipe")
+# The C++ compiler failed, or what it made could not be loaded.
+COMPILER = re.compile(r"CppCompileError|\.so: ")
 PHASES = dict(fwd="forward", bwd="backward", step="the update", init="init", eval="evaluation")
 
 
@@ -54,52 +56,72 @@ class RunView(Protocol):  # what has to be known of a trainer.run.Run to say how
     step: Step | None  # None until Run.take
 
 
-def ended_by(error: BaseException, run: RunView | None, watchdog: Watchdog, debug: bool) -> tuple[str, int]:
+def ended_by(
+    error: BaseException, run: RunView | None, watchdog: Watchdog, debug: bool
+) -> tuple[str, int]:
     """Tells people and the other ranks why this rank ends; returns the row's outcome and the exit code, or ends the
     process if another rank is gone or a signal came before the first step was done. run: None before there is one."""
     stopped, signum = isinstance(error, Stopped), watchdog.signals.got
     if debug and not stopped:
         traceback.print_exception(error)
     if signum and run is not None and not (watchdog.begun or stopped):
-        watchdog.stop(signum)  # Ctrl-C ends the compiler as well, which then looks like an error of its own
+        # Ctrl-C ends the compiler as well, which then looks like an error of its own.
+        watchdog.stop(signum)
     if watchdog.world > 1 and lost_connection(error):
-        watchdog.roll_call("lost the connection to another rank", f"; torch says: {one_line(error, kind=False)}")
+        watchdog.roll_call(
+            "lost the connection to another rank", f"; torch says: {one_line(error, kind=False)}"
+        )
     outcome, code, line, common = outcome_of(error, run, watchdog.folder)
     first = watchdog.leave(line, code)
     if watchdog.rank == 0 if common else first:
         who = "error: " if run is None else f"error: rank {watchdog.rank}: "
-        tell(line if stopped else who + line, sys.stderr)  # somebody asked for the end: that is no error
+        # Somebody asked for the end: that is no error.
+        tell(line if stopped else who + line, sys.stderr)
     return outcome, code
 
 
-def outcome_of(error: BaseException, run: RunView | None = None, folder: Path = Path(".")) -> Outcome:
+def outcome_of(
+    error: BaseException, run: RunView | None = None, folder: Path = Path(".")
+) -> Outcome:
     """What an error means for the row, the exit code and people. run: None before there is one, where a ValueError
     means bad flags; folder: for the allocator's state, written if memory ran out on a GPU."""
     if memory.out_of_memory(error):
         return _out_of_memory(error, run, folder)
     if isinstance(error, Stopped):
-        saved = f"saved in {run.c.save}: the same command goes on" if run.c.save else "nothing is saved without --save"
+        saved = (
+            f"saved in {run.c.save}: the same command goes on"
+            if run.c.save
+            else "nothing is saved without --save"
+        )
         saved = saved if run.state.step > run.first else "there is nothing to save"
         line = f"stopped by {error} after step {run.state.step}; {saved}"
         return Outcome(f"stopped: {error}", 128 + error.signum, line, True)
     text = one_line(error, 500, kind=False)
     for kind, code, common in KINDS if run is not None else (*KINDS, (ValueError, 2, False)):
         if isinstance(error, kind):
-            return Outcome(f"failed: {text}", code, text if run is None else f"failed: {text}", common)
+            return Outcome(
+                f"failed: {text}", code, text if run is None else f"failed: {text}", common
+            )
     get_error_handler().record_exception(error)  # torchrun's summary shows the traceback
     text = f"failed: {one_line(error, 500)}"
     line = f"{text} (--debug shows where)"
-    if "No space left" in str(error):  # perhaps behind a compiler's command of a thousand characters
+    # Perhaps behind a compiler's command of a thousand characters.
+    if "No space left" in str(error):
         text += "; No space left on device"
         line += f"; No space left on device: free some in {cache_dir()} and {gettempdir()}, or name another in TMPDIR"
-    elif COMPILER.search(str(error)):  # a killed compiler leaves half a library, with which each later run fails
+    elif COMPILER.search(str(error)):
+        # A killed compiler leaves half a library, with which each later run fails.
         line += f"; if a compilation was killed before, delete {cache_dir()} and start again"
     return Outcome(text, 1, line, False)
 
 
 def lost_connection(error: BaseException) -> bool:
     """Whether a collective failed because another rank is gone."""
-    known = isinstance(error, dist.DistError) or isinstance(error, RuntimeError) and LOST.search(str(error))
+    known = (
+        isinstance(error, dist.DistError)
+        or isinstance(error, RuntimeError)
+        and LOST.search(str(error))
+    )
     return bool(known) and not memory.out_of_memory(error)  # NCCL allocates too
 
 
@@ -109,7 +131,9 @@ def _out_of_memory(error: BaseException, run: RunView | None, folder: Path) -> O
     device = run.device if run is not None else torch.device("cpu")
     peak = memory.peak(device)
     has = peak.get("peak_alloc_mib") or peak.get("peak_rss_mib")
-    where = PHASES[phase] + " of the first step, which compiles" * (phase != "init" and run.state.step == run.first)
+    where = PHASES[phase] + " of the first step, which compiles" * (
+        phase != "init" and run.state.step == run.first
+    )
     line = f"OOM {phase} ({where}): wanted {wanted[1] if wanted else 'an unknown amount'} more, peak {has} MiB; "
     fix = "lower --batch (raise --grad-accum), recompute (--remat block, --loss chunked), or "
     line += f"{fix if phase != 'init' else 'use a smaller model, or '}start more ranks"

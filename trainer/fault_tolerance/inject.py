@@ -29,7 +29,10 @@ from trainer.data import Batches
 from trainer.step import Step
 
 WHERE = "data", "forward", "backward", "update", "save", "write", "commit"
-SIGNALS = {name: signal.Signals[f"SIG{name.upper()}"] for name in ("kill", "stop", "term", "int", "hup", "quit")}
+SIGNALS = {
+    name: signal.Signals[f"SIG{name.upper()}"]
+    for name in ("kill", "stop", "term", "int", "hup", "quit")
+}
 ERRORS = {
     "raise": lambda: RuntimeError("an injected fault"),
     "enospc": lambda: OSError(28, "No space left on device"),
@@ -45,18 +48,26 @@ class Fault(NamedTuple):
     kind: str
 
 
-def _problem(rank: str, step: str, where: str, kind: str, c: Config, world: int | None) -> str | None:
+def _problem(
+    rank: str, step: str, where: str, kind: str, c: Config, world: int | None
+) -> str | None:
     """What is wrong with the four parts of a fault for a run of `c` on `world` ranks, or None."""
     number = int(step) if step.isdecimal() else 0
     inside = where in ("backward", "update") or kind in ("nan", "inf")
     rows = [  # whether it is wrong, what to say
         (rank != "*" and not rank.isdecimal(), f"rank {rank!r} is neither a number nor *"),
-        (rank.isdecimal() and world and int(rank) >= world, f"there is no rank {rank} among {world}"),
+        (
+            rank.isdecimal() and world and int(rank) >= world,
+            f"there is no rank {rank} among {world}",
+        ),
         (number < 1, f"step {step!r} is not a number from 1 on"),
         (number > c.steps, f"there is no step {step} of --steps {c.steps}"),
         (where not in WHERE, f"where {where!r} is none of {', '.join(WHERE)}"),
         (kind not in KINDS, f"kind {kind!r} is none of {', '.join(KINDS)}"),
-        (kind in ("nan", "inf") and where != "forward", f"{kind} is of the forward, not of {where!r}"),
+        (
+            kind in ("nan", "inf") and where != "forward",
+            f"{kind} is of the forward, not of {where!r}",
+        ),
         (inside and c.compile == "step", "--compile step has no such place outside its graph"),
         (where == "update" and c.optim == "in-backward", "--optim in-backward has no update apart"),
         (c.cuda_graph and (inside or where == "forward"), "--cuda-graph has no such place"),
@@ -69,9 +80,13 @@ def faults(text: str | None, c: Config, world: int | None = None) -> list[Fault]
     found = []
     for part in filter(None, (text or "").split(",")):
         rank, step, where, kind = (*part.split(":", 3), "", "", "")[:4]
-        problem = "more than four parts" if ":" in kind else _problem(rank, step, where, kind, c, world)
+        problem = (
+            "more than four parts" if ":" in kind else _problem(rank, step, where, kind, c, world)
+        )
         if problem:
-            raise ValueError(f"FAULT {part}: {problem}; expected rank:step:where:kind (see {__name__})")
+            raise ValueError(
+                f"FAULT {part}: {problem}; expected rank:step:where:kind (see {__name__})"
+            )
         found.append(Fault(rank, int(step), where, kind))
     return found
 
@@ -104,10 +119,13 @@ class _Faults:  # of one rank
 
     def around(self, where: str, work: Callable, loss: bool) -> Callable:
         """`work` after the fault of this place, or before it if that is "write". loss: whether it returns the loss."""
+
         def faulty(*args, **kwargs):
             self.step += where == "data"
             # A save in the background may be of an earlier step: its path says of which.
-            saved = re.findall(r"step-(\d{8})", " ".join(arg for arg in args if isinstance(arg, str)))
+            saved = re.findall(
+                r"step-(\d{8})", " ".join(arg for arg in args if isinstance(arg, str))
+            )
             step = int(saved[-1]) if saved else self.step
             kind = self.fire(where, step) if where != "write" else None
             result = work(*args, **kwargs)
@@ -130,8 +148,15 @@ def planted(text: str | None, c: Config, step: Step, batches: Batches, first: in
         yield
         return
     waiting = _Faults(mine, first)
-    places = [("data", type(batches), "__next__"), ("save", saver, "_begin"), ("write", saver, "_write")]
-    places += [("commit", saver, "_commit"), ("forward", step, "graph" if c.compile == "step" else "loss_fn")]
+    places = [
+        ("data", type(batches), "__next__"),
+        ("save", saver, "_begin"),
+        ("write", saver, "_write"),
+    ]
+    places += [
+        ("commit", saver, "_commit"),
+        ("forward", step, "graph" if c.compile == "step" else "loss_fn"),
+    ]
     places += [("update", step, "update_fn")] if c.compile != "step" else []
     with ExitStack() as stack:
         for where, owner, name in places:

@@ -31,20 +31,27 @@ from trainer.checkpoint.lock import drop_all
 from trainer.distributed.control import Signals
 from trainer.distributed.terminal import has_launcher, tell
 
-POLL_S, ANSWER_S = 1.0, 5.0  # between looks at the clock and at the store; for the answers of the others
-GRACE_S = 25.0  # more than one turn of the watchdog's loop takes while the store does not answer (two questions: 21 s)
-PATIENCE_S = 10.0  # without progress, after another rank has left or a signal came; launchers wait for 30
+# Between looks at the clock and at the store; for the answers of the others.
+POLL_S, ANSWER_S = 1.0, 5.0
+# More than one turn of the watchdog's loop takes while the store does not answer (two questions: 21
+# s).
+GRACE_S = 25.0
+# Without progress, after another rank has left or a signal came; launchers wait for 30.
+PATIENCE_S = 10.0
 ROOT, LIBRARY = Path(__file__).parents[2], Path(os.__file__).parent  # of this project, of Python
 
 
 def _collectives() -> tuple[bytes, int, str]:
     """(flight recorder of the default group, collectives begun in all groups, name of the default group's newest)."""
-    dumps = [torch._C._distributed_c10d._dump_fr_trace()]  # of groups that are not NCCL's, which has its own
+    # Of groups that are not NCCL's, which has its own.
+    dumps = [torch._C._distributed_c10d._dump_fr_trace()]
     if dist.is_initialized() and dist.get_backend() == "nccl":
         dumps.insert(0, torch._C._distributed_c10d._dump_nccl_trace())
     traces = [pickle.loads(dump) for dump in dumps]
     newest = [entry["profiling_name"] for entry in traces[0]["entries"] if entry["pg_id"] == 0][-1:]
-    begun = sum(each["last_enqueued_collective"] for trace in traces for each in trace["pg_status"].values())
+    begun = sum(
+        each["last_enqueued_collective"] for trace in traces for each in trace["pg_status"].values()
+    )
     return dumps[0], begun, "".join(newest)
 
 
@@ -67,12 +74,18 @@ class Watchdog(AbstractContextManager):
         self.limit, self.rank, self.world, self.folder = limit, rank, world, Path(folder)
         self.signals, self.begun, self.leaving = signals or Signals(), False, False
         self.step, self.place, self.at = 0, "start", time.monotonic()
-        self.main, self.ended, self.lock = threading.get_ident(), threading.Event(), threading.Lock()
+        self.main, self.ended, self.lock = (
+            threading.get_ident(),
+            threading.Event(),
+            threading.Lock(),
+        )
         self.on_end: Callable[[str], None] = lambda outcome: None
         self.end = os._exit
         self.store, self.asking, self.silent = None, threading.Lock(), False
         if world > 1:  # a connection of its own: the main thread may be waiting in the group's
-            self.store = dist.PrefixStore("watchdog", dist.distributed_c10d._get_default_store().clone())
+            self.store = dist.PrefixStore(
+                "watchdog", dist.distributed_c10d._get_default_store().clone()
+            )
         self._arm(limit)  # the thread may never come to its first turn
         self.thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self.thread.start()
@@ -95,11 +108,13 @@ class Watchdog(AbstractContextManager):
             faulthandler.dump_traceback_later(max(0, seconds) + GRACE_S, file=sys.__stderr__)
 
     def _watch(self) -> None:
-        left = probed = 0.0  # when another rank was seen to have left; when it was asked who is there
+        # When another rank was seen to have left; when it was asked who is there.
+        left = probed = 0.0
         before = time.monotonic()
         while not self.ended.wait(POLL_S):
             now = time.monotonic()
-            if now - before > 10 * POLL_S:  # this process was stopped, as by Ctrl-Z, and its main thread with it
+            # This process was stopped, as by Ctrl-Z, and its main thread with it.
+            if now - before > 10 * POLL_S:
                 self.at = min(self.at + now - before, now)
             if not self.signals.got and not has_launcher():
                 self.signals.note(signal.SIGTERM)
@@ -113,17 +128,28 @@ class Watchdog(AbstractContextManager):
                 self._ask(lambda: self.store.set(f"here {self.rank}", ""))
             if self.limit and still > self.limit:
                 self.roll_call(f"no progress for {self.limit:g} s")
-            elif roll is not None or left and not self.leaving and min(still, now - left) > PATIENCE_S:
+            elif (
+                roll is not None
+                or left
+                and not self.leaving
+                and min(still, now - left) > PATIENCE_S
+            ):
                 self.roll_call(None)
             elif self.leaving or not got:
                 pass
             elif not self.begun and now - self.signals.at > ANSWER_S:
                 self.stop(got)
-            elif self.store is not None and not probed and min(still, now - self.signals.at) > PATIENCE_S:
+            elif (
+                self.store is not None
+                and not probed
+                and min(still, now - self.signals.at) > PATIENCE_S
+            ):
                 probed = now
                 self._ask(lambda: self.store.set("probe", ""))
             elif probed and still > now - probed > ANSWER_S:
-                if not self._ask(lambda: self.store.check([f"here {rank}" for rank in range(self.world)])):
+                if not self._ask(
+                    lambda: self.store.check([f"here {rank}" for rank in range(self.world)])
+                ):
                     self.roll_call(f"{signal.Signals(got).name} came, and nothing moves since")
             before = time.monotonic()
 
@@ -146,7 +172,11 @@ class Watchdog(AbstractContextManager):
 
     def _heard(self, *keys: str) -> list[str | None]:
         """The values of these keys in the store; None for a key that it does not have."""
-        read = lambda: [self.store.get(key).decode() if self.store.check([key]) else None for key in keys]  # noqa: E731
+
+        def read() -> list[str | None]:
+            has = self.store.check
+            return [self.store.get(key).decode() if has([key]) else None for key in keys]
+
         return self._ask(read) or [None] * len(keys)
 
     def leave(self, why: str, code: int) -> bool:
@@ -180,7 +210,12 @@ class Watchdog(AbstractContextManager):
             if self._heard("left") != [None]:
                 return self._follow()
             answers = self._answers(why)
-            text = self._verdict(answers, next((a["why"] for a in answers.values() if a["why"]), "called")) + more
+            text = (
+                self._verdict(
+                    answers, next((a["why"] for a in answers.values() if a["why"]), "called")
+                )
+                + more
+            )
             self._end(f"error: {text}" if self.rank == min(answers) else None, f"failed: {text}", 7)
 
     def _follow(self) -> None:
@@ -194,7 +229,8 @@ class Watchdog(AbstractContextManager):
         def last() -> None:
             if line is not None:
                 tell(line, sys.stderr)
-            drop_all()  # os._exit calls no exit handler, which would give the locks of directories back
+            # os._exit calls no exit handler, which would give the locks of directories back.
+            drop_all()
             self.on_end(outcome)
             with suppress(OSError, ValueError):
                 sys.stdout.flush()
@@ -206,7 +242,12 @@ class Watchdog(AbstractContextManager):
 
     def _answers(self, why: str | None) -> dict[int, dict]:
         """{rank: what it says of itself}, of ranks that answer in ANSWER_S. Writes this one's stacks and recorder."""
-        own, trace = dict(step=self.step, place=self.place, why=why, at=_where(self.main), begun=0, newest=""), b""
+        own, trace = (
+            dict(
+                step=self.step, place=self.place, why=why, at=_where(self.main), begun=0, newest=""
+            ),
+            b"",
+        )
         with suppress(Exception):
             trace, own["begun"], own["newest"] = _collectives()
         with suppress(OSError):
@@ -229,7 +270,8 @@ class Watchdog(AbstractContextManager):
         silent = sorted(set(range(self.world)) - answers.keys())
         progress = {rank: (a["step"], a["begun"]) for rank, a in sorted(answers.items())}
         behind = [rank for rank, far in progress.items() if far == min(progress.values())]
-        newest = {(a["begun"], a["newest"]) for a in answers.values()}  # as many collectives begun, but others
+        # As many collectives begun, but others.
+        newest = {(a["begun"], a["newest"]) for a in answers.values()}
         places = {a["place"] for a in answers.values()} - {"start", "data"}
         apart = len(places) > 1 or len(newest) > len({a["begun"] for a in answers.values()})
         if not silent and apart:
@@ -242,7 +284,9 @@ class Watchdog(AbstractContextManager):
         shown = [*behind[:2], *(rank for rank in answers if rank not in behind)][:3]
         told = []
         for rank, a in ((rank, answers[rank]) for rank in shown):
-            begun = f"{a['begun']} collectives begun" + f", the last {a['newest']}" * bool(a["newest"])
+            begun = f"{a['begun']} collectives begun" + f", the last {a['newest']}" * bool(
+                a["newest"]
+            )
             told.append(f"rank {rank}: step {a['step']}, {a['place']}, {a['at']}, {begun}")
         advice = "; a slow step? raise --timeout" * ("no progress" in why)
         if apart:  # a habit of DDP, where it works

@@ -39,14 +39,22 @@ def attach(model: HuggingFaceModel, folder: str, lora: int, lora_alpha: float, l
     names. random: the frozen weights are drawn, not those of `folder`. ValueError: a target names no linear layer."""
     inner = model.model
     dtypes = {name: t.dtype for name, _, t in files_of(inner, folder).values()}
-    how = dict(bias="none", lora_dropout=0.0, task_type="CAUSAL_LM", fan_in_fan_out=_has_conv1d(inner))
-    settings = LoraConfig(r=lora, lora_alpha=lora_alpha, target_modules=_targets(inner, lora_targets), **how)
+    how = dict(
+        bias="none", lora_dropout=0.0, task_type="CAUSAL_LM", fan_in_fan_out=_has_conv1d(inner)
+    )
+    settings = LoraConfig(
+        r=lora, lora_alpha=lora_alpha, target_modules=_targets(inner, lora_targets), **how
+    )
     inject_adapter_in_model(settings, inner, ADAPTER, low_cpu_mem_usage=True)
     for name, p in [*inner.named_parameters()]:
         dtype = torch.float32 if is_adapter(name) else dtypes[name.replace(".base_layer.", ".")]
-        swap_tensors(p, nn.Parameter(torch.empty(p.shape, dtype=dtype, device="meta"), is_adapter(name)))
+        swap_tensors(
+            p, nn.Parameter(torch.empty(p.shape, dtype=dtype, device="meta"), is_adapter(name))
+        )
     frozen = DRAWN if random else weights.glimpse(weights_in(folder))
-    model.adapters = dict(lora=lora, lora_alpha=lora_alpha, lora_targets=sorted(lora_targets), frozen=frozen)
+    model.adapters = dict(
+        lora=lora, lora_alpha=lora_alpha, lora_targets=sorted(lora_targets), frozen=frozen
+    )
 
 
 def _has_conv1d(inner: nn.Module) -> bool:
@@ -58,13 +66,21 @@ def _targets(inner: nn.Module, names: list[str]) -> list[str]:
     """What peft is told to find exactly the linear layers of `names`, of which the head is none."""
     modules = dict(inner.named_modules())
     head = inner.get_output_embeddings()
-    linear = [name for name, m in modules.items() if isinstance(m, nn.Linear | Conv1D) and m is not head]
+    linear = [
+        name for name, m in modules.items() if isinstance(m, nn.Linear | Conv1D) and m is not head
+    ]
     chosen = set()
     for each in names:
-        own = [name for name in linear if each == ALL_LINEAR or name == each or name.endswith(f".{each}")]
+        own = [
+            name
+            for name in linear
+            if each == ALL_LINEAR or name == each or name.endswith(f".{each}")
+        ]
         if not own:
             ends = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
-            raise ValueError(f"--lora-targets {each}: names no linear layer of the model but its head; use {ends}")
+            raise ValueError(
+                f"--lora-targets {each}: names no linear layer of the model but its head; use {ends}"
+            )
         chosen.update(own)
     last = {name.rpartition(".")[2] for name in chosen}
     alike = {name for name in modules if name.rpartition(".")[2] in last}
@@ -74,10 +90,14 @@ def _targets(inner: nn.Module, names: list[str]) -> list[str]:
 def in_words(model: HuggingFaceModel) -> str:
     """What is trained, for people."""
     inner = model.model
-    layers = {name.rpartition(".")[2]: 0 for name, m in inner.named_modules() if isinstance(m, LoraLayer)}
+    layers = {
+        name.rpartition(".")[2]: 0 for name, m in inner.named_modules() if isinstance(m, LoraLayer)
+    }
     sizes = [(is_adapter(name), p) for name, p in inner.named_parameters()]
     own, rest = (sum(p.numel() for mine, p in sizes if mine == kind) for kind in (True, False))
-    dtypes = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for mine, p in sizes if not mine}))
+    dtypes = ", ".join(
+        sorted({str(p.dtype).removeprefix("torch.") for mine, p in sizes if not mine})
+    )
     stacked = any(p.ndim > 2 and "expert" in name for name, p in inner.named_parameters())
     text = f"LoRA of rank {model.adapters['lora']} beside {', '.join(layers)}: {grouped(own)} parameters are trained, "
     text += f"{grouped(rest)} are frozen in {dtypes}"
@@ -98,7 +118,9 @@ def saved(model: HuggingFaceModel, base: str) -> Saved:
     own = {name: p for name, p in inner.named_parameters() if is_adapter(name)}
     names = {f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": name for name in own}
     settings = inner.peft_config[ADAPTER].to_dict() | dict(inference_mode=True)
-    settings["base_model_name_or_path"] = os.path.basename(os.path.normpath(base)) if os.path.isabs(base) else base
+    settings["base_model_name_or_path"] = (
+        os.path.basename(os.path.normpath(base)) if os.path.isabs(base) else base
+    )
     settings["target_modules"] = sorted(settings["target_modules"])
     text = json.dumps(settings, indent=2, sort_keys=True, default=sorted)
     return Saved(names, {file: own[name] for file, name in names.items()}, text)

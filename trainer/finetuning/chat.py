@@ -69,25 +69,38 @@ class Examples:
         tokens, learned, ends, *_, about = self.data
         if (top := int(tokens.max())) >= vocab:
             fix = "name the tokenizer that belongs to the model, or resize the model's embedding"
-            raise unusable(source, f"token ids below the model's vocabulary of {_n(vocab)}", _n(top), fix)
+            raise unusable(
+                source, f"token ids below the model's vocabulary of {_n(vocab)}", _n(top), fix
+            )
         self.starts, self.sizes = np.r_[0, ends[:-1]], np.diff(ends, prepend=0)
-        self.inputs = np.minimum(self.sizes - 1, seqlen)  # tokens of each but its last, which is a target alone
+        # Tokens of each but its last, which is a target alone.
+        self.inputs = np.minimum(self.sizes - 1, seqlen)
         self.labels = np.add.reduceat(learned, self.starts, dtype=np.int64) - learned[self.starts]
         cut = np.flatnonzero(self.sizes > seqlen + 1)
         for each in cut:
             self.labels[each] = self[each][1][1:].sum()
         self.chosen = np.flatnonzero(self.labels)
-        file = np.searchsorted(np.cumsum(about["lines"]), self.data.lines, side="right")  # of each example
-        self.part = np.repeat(np.arange(len(found)), [*map(len, found)])[file]  # the number of its source
+        # Of each example.
+        file = np.searchsorted(np.cumsum(about["lines"]), self.data.lines, side="right")
+        # The number of its source.
+        self.part = np.repeat(np.arange(len(found)), [*map(len, found)])[file]
         notes = {f"cut to {_n(seqlen + 1)} tokens": len(cut),
                  "dropped for want of a label": len(ends) - len(self.chosen), **about["counts"],
                  "lines left out as bad": sum(about["reasons"].values())}  # fmt: skip
-        self.words = f"{_n(len(self.files))} file{'s' * (len(self.files) != 1)}, {_n(len(ends))} examples"
+        self.words = (
+            f"{_n(len(self.files))} file{'s' * (len(self.files) != 1)}, {_n(len(ends))} examples"
+        )
         self.words += "".join(f", {_n(count)} {what}" for what, count in notes.items() if count)
-        reasons = "".join(f"expected {reason}: {_n(count)}; " for reason, count in about["reasons"].items())
-        self.words += "".join(f" ({reasons}the first: {told(self.files, first)})" for first in about["bad"])
+        reasons = "".join(
+            f"expected {reason}: {_n(count)}; " for reason, count in about["reasons"].items()
+        )
+        self.words += "".join(
+            f" ({reasons}the first: {told(self.files, first)})" for first in about["bad"]
+        )
         if not len(self.chosen):
-            raise unusable(source, "an example with a label", self.words, "raise --seqlen or name other data")
+            raise unusable(
+                source, "an example with a label", self.words, "raise --seqlen or name other data"
+            )
 
     def __getitem__(self, number: int) -> Example:
         part = slice(self.starts[number], self.starts[number] + self.inputs[number] + 1)
@@ -96,7 +109,8 @@ class Examples:
     def cut(self, chosen: np.ndarray) -> int:
         """How many of these are trained on if the last are held out. DataError if none would be."""
         lines = self.data.lines[chosen]
-        first = int(np.searchsorted(lines, lines[-max(1, len(lines) // HELD_OUT)]))  # no line is on both sides
+        # No line is on both sides.
+        first = int(np.searchsorted(lines, lines[-max(1, len(lines) // HELD_OUT)]))
         if not first:
             fix = "add data, name --eval-data, or leave out --eval-every"
             raise unusable(self.source, "two lines with a label, one to be held out", "one", fix)
@@ -124,37 +138,70 @@ class ChatBatches(Iterator):
                  **rules: Any):  # fmt: skip
         if pad not in PADS:
             raise ValueError(f"--pad {pad}: expected one of {', '.join(PADS)}")
-        self.global_batch, self.seqlen, self.vocab, self.seed, self.pad = global_batch, seqlen, vocab, seed, pad
+        self.global_batch, self.seqlen, self.vocab, self.seed, self.pad = (
+            global_batch,
+            seqlen,
+            vocab,
+            seed,
+            pad,
+        )
         self.rows, self.rank = rows_of_a_rank(global_batch, world), rank
         self.sample = start  # rows consumed so far by all ranks together; set it to resume
         filler = tokenizer.pad_token_id
-        self.filler = filler if filler is not None and filler < vocab else 0  # no label, and seen by no token before it
+        # No label, and seen by no token before it.
+        self.filler = filler if filler is not None and filler < vocab else 0
         self.tokenizer, self.rules = tokenizer, Rules(**rules)
         how = tokenizer, seqlen, vocab, self.rules, cache
-        paths, weights = zip(*weighted([source] if isinstance(source, str) else source), strict=True)
+        paths, weights = zip(
+            *weighted([source] if isinstance(source, str) else source), strict=True
+        )
         self.data = self.other = Examples(paths, "--data", *how)
         held, groups = self.data.chosen[:0], [self.data.chosen]
         if weights[0] is not None:
-            groups = [self.data.chosen[self.data.part[self.data.chosen] == part] for part in range(len(paths))]
+            groups = [
+                self.data.chosen[self.data.part[self.data.chosen] == part]
+                for part in range(len(paths))
+            ]
             if empty := [path for path, group in zip(paths, groups, strict=True) if not len(group)]:
-                raise unusable(empty[0], "an example with a label", "none", "leave it out, or raise --seqlen")
+                raise unusable(
+                    empty[0], "an example with a label", "none", "leave it out, or raise --seqlen"
+                )
         if eval_source:
             self.other = Examples([eval_source], "--eval-data", *how)
-            if both := {*map(Path.resolve, self.data.files)} & {*map(Path.resolve, self.other.files)}:
-                raise ValueError(f"--eval-data {eval_source}: {min(both)} is also in --data; name other files")
+            if both := {*map(Path.resolve, self.data.files)} & {
+                *map(Path.resolve, self.other.files)
+            }:
+                raise ValueError(
+                    f"--eval-data {eval_source}: {min(both)} is also in --data; name other files"
+                )
             held = self.other.chosen
         elif hold_out:
             pairs = [np.split(group, [self.data.cut(group)]) for group in groups]
-            groups, held = [train for train, _ in pairs], np.concatenate([last for _, last in pairs])
-        chosen, parts = np.concatenate(groups), [self._in_rows(self.data, group) for group in groups]
+            groups, held = (
+                [train for train, _ in pairs],
+                np.concatenate([last for _, last in pairs]),
+            )
+        chosen, parts = (
+            np.concatenate(groups),
+            [self._in_rows(self.data, group) for group in groups],
+        )
         self._train = parts[0] if len(parts) == 1 else [*chain.from_iterable(parts)]
         self._held = self._in_rows(self.other, held)
         self.epoch_samples, self.held = len(self._train), range(len(self._held))
         self.sizes = [*map(len, parts)]
-        self.shares = _shares(paths, weights, self.epoch_samples) if weights[0] is not None else None
+        self.shares = (
+            _shares(paths, weights, self.epoch_samples) if weights[0] is not None else None
+        )
         self._epoch: tuple[int, Sequence[int]] = -1, ()  # number, order of the rows
-        first = chosen if self.shares is None else np.concatenate([self._train[i] for i in self._order(0)])
-        self.tokens, self.labels = (int(n[first].sum()) for n in (self.data.inputs, self.data.labels))  # of an epoch
+        first = (
+            chosen
+            if self.shares is None
+            else np.concatenate([self._train[i] for i in self._order(0)])
+        )
+        # Of an epoch.
+        self.tokens, self.labels = (
+            int(n[first].sum()) for n in (self.data.inputs, self.data.labels)
+        )
         digests = [each.data.about["digest"] for each in (self.data, self.other)]
         same = digests, len(chosen), len(held), seqlen, pad == "pack"
         same += () if self.shares is None else (self.sizes, self.shares)
@@ -192,7 +239,9 @@ class ChatBatches(Iterator):
 
     def __next__(self) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         first, self.sample = self.sample, self.sample + self.global_batch
-        return self._batch(self.data, [self._train[self.position(first + i)] for i in range(self.global_batch)])
+        return self._batch(
+            self.data, [self._train[self.position(first + i)] for i in range(self.global_batch)]
+        )
 
     def held_out(self, count: int) -> Iterator[tuple[Tensor, Tensor, dict[str, Tensor]]]:
         """The first `count` batches of what is held out, always the same, as `next` gives them. Where less is held out
@@ -214,7 +263,11 @@ class ChatBatches(Iterator):
         """[n]: ids of the first example of a row that is trained on or, if `held`, that is held out."""
         import torch
 
-        examples, row = (self.other, self._held[sample]) if held else (self.data, self._train[self.position(sample)])
+        examples, row = (
+            (self.other, self._held[sample])
+            if held
+            else (self.data, self._train[self.position(sample)])
+        )
         return torch.from_numpy(examples[row[0]][0].astype(np.int64))
 
     def position(self, sample: int) -> int:
@@ -229,10 +282,16 @@ class ChatBatches(Iterator):
         order = self._shuffled(self.epoch_samples, "epoch", epoch)
         if self.shares is None:
             return order.tolist()
-        part, rows, offset = np.repeat(np.arange(len(self.sizes)), self.shares)[order], np.empty_like(order), 0
+        part, rows, offset = (
+            np.repeat(np.arange(len(self.sizes)), self.shares)[order],
+            np.empty_like(order),
+            0,
+        )
         for number, (size, share) in enumerate(zip(self.sizes, self.shares, strict=True)):
             passes = range(epoch * share // size, ((epoch + 1) * share - 1) // size + 1)
-            drawn = np.concatenate([self._shuffled(size, f"source {number}", each) for each in passes])
+            drawn = np.concatenate(
+                [self._shuffled(size, f"source {number}", each) for each in passes]
+            )
             begin = epoch * share - passes[0] * size
             rows[part == number] = offset + drawn[begin : begin + share]
             offset += size
@@ -241,9 +300,13 @@ class ChatBatches(Iterator):
     def _shuffled(self, size: int, what: str, number: int) -> np.ndarray:
         import torch
 
-        return torch.randperm(size, generator=generator(what, self.seed, number), device="cpu").numpy()
+        return torch.randperm(
+            size, generator=generator(what, self.seed, number), device="cpu"
+        ).numpy()
 
-    def _batch(self, examples: Examples, rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    def _batch(
+        self, examples: Examples, rows: Sequence[Sequence[int]]
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """This rank's part of a global batch of `rows`, which may be too few for it."""
         import torch
 
@@ -273,18 +336,24 @@ def _shares(paths: Sequence[str], weights: Sequence[float], rows: int) -> list[i
     ends = np.cumsum(weights) / np.sum(weights) * rows
     shares = np.diff(np.round(ends).astype(int), prepend=0).tolist()
     if none := [path for path, share in zip(paths, shares, strict=True) if not share]:
-        raise ValueError(f"--data {none[0]}: gives none of the {_n(rows)} rows of an epoch; raise its weight")
+        raise ValueError(
+            f"--data {none[0]}: gives none of the {_n(rows)} rows of an epoch; raise its weight"
+        )
     return shares
 
 
-def preview(example: Example, tokenizer: PreTrainedTokenizerFast, color: bool, most: int | None = None) -> str:
+def preview(
+    example: Example, tokenizer: PreTrainedTokenizerFast, color: bool, most: int | None = None
+) -> str:
     """The text of (ids, learned), what is learned in green or, without color, in double brackets. What would control a
     terminal is shown as a replacement character. most: characters of each part; more are left out of its middle."""
     ids, learned = example
     edges, text = np.flatnonzero(np.diff(learned)) + 1, ""
     for part, on in zip(np.split(ids, edges), learned[np.r_[0, edges]], strict=True):
         words = tokenizer.decode(part.tolist(), clean_up_tokenization_spaces=False)
-        words = "".join(each if each.isprintable() or each in "\n\t" else "\ufffd" for each in words)
+        words = "".join(
+            each if each.isprintable() or each in "\n\t" else "\ufffd" for each in words
+        )
         if most is not None and len(words) > most:
             words = f"{words[: most // 2]} .. {words[-most // 2 :]}"
         text += f"\x1b[32m{words}\x1b[0m" if on and color else f"[[{words}]]" if on else words

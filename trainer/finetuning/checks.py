@@ -1,7 +1,7 @@
 """What can be refused before anything is taken: --model's folder, --data's files, memory. Imports no torch.
 
-    check_at_once(config, world)    # on rank 0: ends the process with one line and exit code 2 or 3, or returns
-    check(config, world)            # on each rank: ValueError
+check_at_once(config, world)    # on rank 0: ends the process with one line and exit code 2 or 3, or returns
+check(config, world)            # on each rank: ValueError
 """
 
 import importlib.util
@@ -17,14 +17,18 @@ from trainer.distributed.terminal import fail
 from trainer.finetuning.config import Config
 
 FILES = "model.safetensors", "pytorch_model.bin"  # the first that is there, or its index
-COPIED = re.compile(r"(?!.*\.index\.json)(.*\.(json|jinja|model|txt)|(LICENSE|NOTICE).*)")  # by --export
+# By --export.
+COPIED = re.compile(r"(?!.*\.index\.json)(.*\.(json|jinja|model|txt)|(LICENSE|NOTICE).*)")
 TEMPLATES = "additional_chat_templates"  # the only folder that is copied
 
 
 def weights_in(folder: str) -> str | None:
     """The path of the file of weights of a folder, which may have an index instead; None: there is none."""
     paths = (os.path.join(folder, name) for name in FILES)
-    return next((path for path in paths if os.path.exists(path) or os.path.exists(f"{path}.index.json")), None)
+    return next(
+        (path for path in paths if os.path.exists(path) or os.path.exists(f"{path}.index.json")),
+        None,
+    )
 
 
 def check_folder(folder: str, weights: bool = True) -> None:
@@ -33,17 +37,32 @@ def check_folder(folder: str, weights: bool = True) -> None:
 
     try:
         if pipes := [path for path in Path(folder).iterdir() if path.is_fifo()]:
-            raise DataError(f"{pipes[0]}: expected a file, found a pipe, which would be read for ever; remove it")
-        if Path(folder, "adapter_config.json").exists() and not Path(folder, "config.json").exists():
-            raise DataError(f"{folder}: expected a model, found adapters (adapter_config.json); export with --merge")
+            raise DataError(
+                f"{pipes[0]}: expected a file, found a pipe, which would be read for ever; remove it"
+            )
+        if (
+            Path(folder, "adapter_config.json").exists()
+            and not Path(folder, "config.json").exists()
+        ):
+            raise DataError(
+                f"{folder}: expected a model, found adapters (adapter_config.json); export with --merge"
+            )
         config = json.loads(Path(folder, "config.json").read_bytes())
         if not isinstance(config, dict) or "model_type" not in config:
-            raise DataError(f"{folder}/config.json: expected model_type, found none; use a folder of transformers")
+            raise DataError(
+                f"{folder}/config.json: expected model_type, found none; use a folder of transformers"
+            )
         parts = config, config.get("text_config") or {}
-        if quantised := next(filter(None, (part.get("quantization_config") for part in parts)), None):
-            how = str(quantised.get("quant_method")) + " in 4 bit" * bool(quantised.get("load_in_4bit"))
+        if quantised := next(
+            filter(None, (part.get("quantization_config") for part in parts)), None
+        ):
+            how = str(quantised.get("quant_method")) + " in 4 bit" * bool(
+                quantised.get("load_in_4bit")
+            )
             expected = f"expected weights as they are trained, found quantised ones ({how})"
-            raise DataError(f"{folder}/config.json: {expected}; name the folder of the model before it was quantised")
+            raise DataError(
+                f"{folder}/config.json: {expected}; name the folder of the model before it was quantised"
+            )
         path = weights_in(folder)
         if not weights:
             return
@@ -52,13 +71,19 @@ def check_folder(folder: str, weights: bool = True) -> None:
                             "weights, or add --random")  # fmt: skip
         if not os.path.exists(path):
             named = set(json.loads(Path(f"{path}.index.json").read_bytes())["weight_map"].values())
-            if absent := sorted(name for name in named if not os.path.exists(os.path.join(folder, name))):
+            if absent := sorted(
+                name for name in named if not os.path.exists(os.path.join(folder, name))
+            ):
                 raise DataError(f"{path}.index.json: names {len(absent)} files that are not there: "
                                 f"{', '.join(absent[:5])}; download them")  # fmt: skip
     except OSError as error:
-        raise DataError(f"{error.filename}: {error.strerror}; use a folder of transformers") from error
+        raise DataError(
+            f"{error.filename}: {error.strerror}; use a folder of transformers"
+        ) from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DataError(f"{folder}: config.json or an index is no JSON of transformers ({error})") from error
+        raise DataError(
+            f"{folder}: config.json or an index is no JSON of transformers ({error})"
+        ) from error
 
 
 def copied(folder: str) -> list[str]:
@@ -71,7 +96,9 @@ def copied(folder: str) -> list[str]:
     for path in sorted([*top.iterdir(), *top.glob(f"{TEMPLATES}/*")]):
         if path.is_file() and (COPIED.fullmatch(path.name) or path.parent.name == TEMPLATES):
             if not any(path.resolve().is_relative_to(home) for home in homes):
-                raise DataError(f"{path}: is a link out of its folder, which --export does not copy; copy the file")
+                raise DataError(
+                    f"{path}: is a link out of its folder, which --export does not copy; copy the file"
+                )
             paths.append(str(path.relative_to(top)))
     return paths
 
@@ -82,12 +109,17 @@ def check(c: Config, world: int) -> None:
         if getattr(c, flag) and importlib.util.find_spec(name) is None:
             raise ValueError(f"--{flag}: needs {name}; pip install -e '.[hf]'")
     if not os.path.isdir(c.model):
-        raise ValueError(f"--model {c.model}: is no folder; name one with config.json, as save_pretrained() writes it")
+        raise ValueError(
+            f"--model {c.model}: is no folder; name one with config.json, as save_pretrained() writes it"
+        )
     if c.export is not None and os.path.lexists(c.export):
         raise ValueError(f"--export {c.export}: is there already; name a new folder")
     for name in ("prepared", "export"):
         if (path := getattr(c, name)) is not None:
-            check_directory(path if name == "prepared" else os.path.dirname(os.path.abspath(path)), flags.flag(name))
+            check_directory(
+                path if name == "prepared" else os.path.dirname(os.path.abspath(path)),
+                flags.flag(name),
+            )
     checks.check_outputs(c)
 
 

@@ -29,7 +29,9 @@ def parsed(words: tuple[str, ...]) -> dict[str, str]:
     for word in words:
         name, equals, column = word.partition("=")
         if name not in NAMES or not equals or not column:
-            raise ValueError(f"--columns {word}: must be NAME=COLUMN, with a name of {', '.join(NAMES)}")
+            raise ValueError(
+                f"--columns {word}: must be NAME=COLUMN, with a name of {', '.join(NAMES)}"
+            )
         found[name] = column
     return found
 
@@ -42,10 +44,17 @@ class Columns(NamedTuple):
 
     def read(self, line: dict) -> tuple[dict, str]:
         """A line in the form of examples.py, and what it was. Raises BadLine."""
-        line, own = dict(line), {name: column for name, column in self.columns.items() if name not in OF_MESSAGES}
+        line, own = (
+            dict(line),
+            {name: column for name, column in self.columns.items() if name not in OF_MESSAGES},
+        )
         optional = ("system", "input", "history", "tools")
-        if absent := [column for name, column in own.items() if column not in line and name not in optional]:
-            raise BadLine(f"the column {absent[0]} of --columns", ", ".join(line)[:200] or "no key", SKIP)
+        if absent := [
+            column for name, column in own.items() if column not in line and name not in optional
+        ]:
+            raise BadLine(
+                f"the column {absent[0]} of --columns", ", ".join(line)[:200] or "no key", SKIP
+            )
         values = {name: line[column] for name, column in own.items() if column in line}
         line = {key: value for key, value in line.items() if key not in own.values()} | values
         kind = self.format if self.format != "auto" else _kind(line)
@@ -60,15 +69,23 @@ class Columns(NamedTuple):
         if self.format == "auto":
             return line, ""
         others = {name for other, names in NEEDED.items() if other != kind for name in names}
-        return {key: value for key, value in line.items() if key not in others}, f"read as --format {kind} says"
+        return {
+            key: value for key, value in line.items() if key not in others
+        }, f"read as --format {kind} says"
 
     def of_conversations(self, line: dict, key: str = "conversations") -> tuple[dict, str]:
         """A line of which a key holds the messages, under names of ShareGPT or of --columns."""
         turns = forms.loaded(line.pop(key), f"{key}, a list of messages")
-        if not isinstance(turns, list) or not turns or not all(isinstance(turn, dict) for turn in turns):
+        if (
+            not isinstance(turns, list)
+            or not turns
+            or not all(isinstance(turn, dict) for turn in turns)
+        ):
             raise BadLine(f"{key}, a list of messages", "none or something else", SKIP)
         usual = ("from", "value") if "from" in turns[0] else OF_MESSAGES
-        names = [self.columns.get(name, other) for name, other in zip(OF_MESSAGES, usual, strict=True)]
+        names = [
+            self.columns.get(name, other) for name, other in zip(OF_MESSAGES, usual, strict=True)
+        ]
         made = [_message(turn, number, *names) for number, turn in enumerate(turns, 1)]
         return _with_system(line, made), f"read as ShareGPT's: {key} of {names[0]} and {names[1]}"
 
@@ -92,27 +109,42 @@ def _with_system(line: dict, turns: list[dict]) -> dict:
 def _message(turn: dict, number: int, role: str, content: str) -> dict:
     """A message by the names of this program. Raises BadLine."""
     if role not in turn or content not in turn and "tool_calls" not in turn:
-        raise BadLine(f"{role} and {content} in each message", f"{', '.join(turn)[:100]} in message {number}", SKIP)
+        raise BadLine(
+            f"{role} and {content} in each message",
+            f"{', '.join(turn)[:100]} in message {number}",
+            SKIP,
+        )
     said = turn[role]
     if said not in ROLES:
-        raise BadLine(f"a role of {', '.join(ROLES)}", f"{str(said)[:40]!r} in message {number}", SKIP)
+        raise BadLine(
+            f"a role of {', '.join(ROLES)}", f"{str(said)[:40]!r} in message {number}", SKIP
+        )
     rest = {key: value for key, value in turn.items() if key not in (role, content)}
     if said != "function_call":
         return dict(role=ROLES[said], content=turn.get(content)) | rest
     calls = forms.loaded(turn[content], f"a call or calls of functions as JSON in message {number}")
-    made = [dict(type="function", function=call) for call in (calls if isinstance(calls, list) else [calls])]
+    made = [
+        dict(type="function", function=call)
+        for call in (calls if isinstance(calls, list) else [calls])
+    ]
     return dict(role="assistant", content="", tool_calls=made) | rest
 
 
 def _of_alpaca(line: dict) -> tuple[dict, str]:
     """Instruction and input are the question, a blank line between them; history holds earlier pairs."""
     pairs = line.pop("history", None) or []
-    if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+    if not isinstance(pairs, list) or not all(
+        isinstance(pair, list) and len(pair) == 2 for pair in pairs
+    ):
         raise BadLine("history, a list of pairs", json.dumps(pairs)[:60], SKIP)
     asked: Any = [line.pop("instruction"), line.pop("input", None)]
     parts = [part for part in asked if forms.there(part)]
     if not all(isinstance(part, str) for part in parts):
-        raise BadLine("instruction and input as text", " and ".join(type(part).__name__ for part in parts), SKIP)
+        raise BadLine(
+            "instruction and input as text",
+            " and ".join(type(part).__name__ for part in parts),
+            SKIP,
+        )
     turns = []
     for question, answer in [*pairs, ("\n\n".join(parts), line.pop("output"))]:
         turns += [dict(role="user", content=question), dict(role="assistant", content=answer)]

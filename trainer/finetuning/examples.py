@@ -43,7 +43,8 @@ from trainer.finetuning.templates import OF_CHATS, TEMPLATE, ChatTemplate, Examp
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-FORMAT = 5  # of the cached file and of the rules by which it is made: a change of either needs another number
+# Of the cached file and of the rules by which it is made: a change of either needs another number.
+FORMAT = 5
 NUMBER = re.compile(r" in message \d+")  # is not part of a reason
 CHUNK = 256  # examples that are tokenised together
 
@@ -54,7 +55,8 @@ class Tokenised(NamedTuple):  # N tokens of E examples
     ends: np.ndarray  # [E] int64: where each example ends
     lines: np.ndarray  # [E] int64: the line that it is of, counted over all files
     seams: np.ndarray  # [E] bool: whether a token of the text lies across the start of an answer
-    about: dict[str, Any]  # bad: [the first as `told` takes it], reasons and counts: {words: how many}, lines of files
+    # bad: [the first as `told` takes it], reasons and counts: {words: how many}, lines of files.
+    about: dict[str, Any]
 
 
 ARRAYS = Tokenised._fields[:-1]
@@ -74,7 +76,9 @@ def _parsed(line: bytes | dict) -> dict:
     try:
         found = forms.loaded(line.decode(), "a JSON object")
     except UnicodeDecodeError as error:
-        raise BadLine("UTF-8", f"byte 0x{line[error.start]:02x} at {grouped(error.start)} of the line", SKIP) from error
+        raise BadLine(
+            "UTF-8", f"byte 0x{line[error.start]:02x} at {grouped(error.start)} of the line", SKIP
+        ) from error
     if not isinstance(found, dict):
         raise BadLine("a JSON object", type(found).__name__, SKIP)
     return found
@@ -95,30 +99,49 @@ class _Reader:
         self.tokenizer, self.template = tokenizer, ChatTemplate(tokenizer, rules)
         self.counts, self.eos = self.template.counts, tokenizer.eos_token_id
         self.seam, self.columns = rules.seam, Columns(rules.format, rules.columns)
-        self.prompt = lru_cache(CHUNK)(lambda text: self.tokens([text])[0][0])  # mostly the header of an answer
+        # Mostly the header of an answer.
+        self.prompt = lru_cache(CHUNK)(lambda text: self.tokens([text])[0][0])
         self.ends = {*tokenizer.added_tokens_decoder, self.eos}  # tokens that may end a turn
         one = [tokenizer("a", add_special_tokens=each)["input_ids"] for each in (True, False)]
-        self.bos = [tokenizer.bos_token_id] if one[0][:1] == [tokenizer.bos_token_id] != one[1][:1] else []
+        self.bos = (
+            [tokenizer.bos_token_id] if one[0][:1] == [tokenizer.bos_token_id] != one[1][:1] else []
+        )
 
     def examples(self, line: dict) -> list[Example]:
         """Those of a line. Raises BadLine; DataError if the tokenizer cannot do what any such line needs."""
         line, recognised = self.columns.read(line)
         self.counts.update([recognised] if recognised else [])
-        prompt, completion, chat = line.get("prompt"), line.get("completion"), self.template.examples
+        prompt, completion, chat = (
+            line.get("prompt"),
+            line.get("completion"),
+            self.template.examples,
+        )
         if line.get("messages") is not None:
             used, made = ["messages", *OF_CHATS], chat(line["messages"], 0, line)
         elif isinstance(prompt, list) and isinstance(completion, list):
-            used, made = ["prompt", "completion", *OF_CHATS], chat(prompt + completion, len(prompt), line)
+            used, made = (
+                ["prompt", "completion", *OF_CHATS],
+                chat(prompt + completion, len(prompt), line),
+            )
         elif isinstance(prompt, str) and isinstance(completion, str):
-            used, made = ["prompt", "completion"], [self.plain(completion, len(prompt), prompt + completion)]
+            used, made = (
+                ["prompt", "completion"],
+                [self.plain(completion, len(prompt), prompt + completion)],
+            )
         elif "text" in line and prompt is completion is None:
             used, made = ["text"], [self.plain(line["text"], -1, line["text"])]
         else:
             keys = ", ".join(line)[:200] or "no key"
             known = "messages, prompt and completion (both strings or both lists), columns of --format, or text"
-            raise BadLine(known, keys, f"name its columns (--columns instruction=question output=answer), {SKIP}")
+            raise BadLine(
+                known,
+                keys,
+                f"name its columns (--columns instruction=question output=answer), {SKIP}",
+            )
         ignored = [key for key, value in line.items() if key not in used and forms.there(value)]
-        self.counts.update(f"with {key[:40]!r} beside {used[0]}, which is not read" for key in ignored)
+        self.counts.update(
+            f"with {key[:40]!r} beside {used[0]}, which is not read" for key in ignored
+        )
         return made
 
     def plain(self, learned: Any, start: int, text: str) -> Example:
@@ -127,27 +150,39 @@ class _Reader:
             found = "empty content" if isinstance(learned, str) else type(learned).__name__
             raise BadLine("text to learn", found, SKIP)
         if self.eos is None:
-            raise unusable(self.template.name, "an eos token, to end a text with", "none", "set tokenizer.eos_token")
+            raise unusable(
+                self.template.name,
+                "an eos token, to end a text with",
+                "none",
+                "set tokenizer.eos_token",
+            )
         return Example(text, [(start, len(text) + 1)], False)
 
     def tokens(self, texts: list[str]) -> tuple[list[list[int]], list[np.ndarray]]:
         """Of each text its ids and [n, 2], where each of them begins and ends in the text."""
         out = self.tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, padding=False,
                              truncation=False, return_attention_mask=False, verbose=False)  # fmt: skip
-        ends = [np.fromiter(chain.from_iterable(each), np.int64).reshape(-1, 2) for each in out["offset_mapping"]]
+        ends = [
+            np.fromiter(chain.from_iterable(each), np.int64).reshape(-1, 2)
+            for each in out["offset_mapping"]
+        ]
         return out["input_ids"], ends
 
     def encode(self, examples: list[Example]) -> list[Encoded | BadLine]:
         """Each as tokens, or what is wrong with it."""
         made = []
-        for example, ids, at in zip(examples, *self.tokens([each.text for each in examples]), strict=True):
+        for example, ids, at in zip(
+            examples, *self.tokens([each.text for each in examples]), strict=True
+        ):
             try:
                 made.append(self.masked(example, ids, at))
             except BadLine as why:
                 made.append(why)
         return made
 
-    def begins(self, text: str, ids: list[int], at: np.ndarray, special: list[int], start: int) -> bool:
+    def begins(
+        self, text: str, ids: list[int], at: np.ndarray, special: list[int], start: int
+    ) -> bool:
         """Whether the tokens before a character are those of the text before it: what a model is given that shall go on
         from there. special: numbers of the special tokens. No token is merged with one of these, so the last before
         the character is where what is compared begins."""
@@ -161,9 +196,16 @@ class _Reader:
         edges = [0, *starts, len(text)]
         parts, places = self.tokens([text[a:b] for a, b in pairwise(edges)])
         joined = [*chain.from_iterable(parts)]
-        if self.tokenizer.decode(joined) != self.tokenizer.decode(ids):  # it writes a space before each text
-            raise BadLine("a tokenizer that can go on within a text", "one that cannot", "use --seam say or refuse")
-        return joined, np.concatenate([each + edge for each, edge in zip(places, edges, strict=False)])
+        # It writes a space before each text.
+        if self.tokenizer.decode(joined) != self.tokenizer.decode(ids):
+            raise BadLine(
+                "a tokenizer that can go on within a text",
+                "one that cannot",
+                "use --seam say or refuse",
+            )
+        return joined, np.concatenate(
+            [each + edge for each, edge in zip(places, edges, strict=False)]
+        )
 
     def masked(self, example: Example, ids: list[int], at: np.ndarray) -> Encoded:
         """An example with what is learned of it. at [n, 2]: where its tokens lie in its text. Raises BadLine."""
@@ -172,26 +214,44 @@ class _Reader:
         across = [start for start in starts if not self.begins(text, ids, at, special, start)]
         if across:
             if self.seam == "refuse":
-                found = repr(text[max(across[0] - 9, 0) : across[0]]) + " + " + repr(text[across[0] : across[0] + 9])
-                raise BadLine("a token that ends where an answer begins", found, "use --seam split or say")
-            self.counts["with tokens across the start of an answer" + ", cut there" * (self.seam == "split")] += 1
+                found = (
+                    repr(text[max(across[0] - 9, 0) : across[0]])
+                    + " + "
+                    + repr(text[across[0] : across[0] + 9])
+                )
+                raise BadLine(
+                    "a token that ends where an answer begins", found, "use --seam split or say"
+                )
+            self.counts[
+                "with tokens across the start of an answer" + ", cut there" * (self.seam == "split")
+            ] += 1
             if self.seam == "split":
                 ids, at = self.cut(text, ids, starts)
         learned = np.zeros(len(ids), dtype=bool)
         for start, end in example.spans:
             learned |= (at[:, 0] < end) & (at[:, 1] > start)
         if not example.chat:
-            before, after = self.bos if ids[:1] != self.bos else [], [self.eos] if ids[-1:] != [self.eos] else []
-            learned = np.r_[np.zeros(len(before), dtype=bool), learned, np.ones(len(after), dtype=bool)]
+            before, after = (
+                self.bos if ids[:1] != self.bos else [],
+                [self.eos] if ids[-1:] != [self.eos] else [],
+            )
+            learned = np.r_[
+                np.zeros(len(before), dtype=bool), learned, np.ones(len(after), dtype=bool)
+            ]
             return Encoded(np.array(before + ids + after, dtype=np.int32), learned, bool(across))
         if not learned.any():
             raise BadLine("learned tokens", "none", TEMPLATE)
         for last in np.flatnonzero(learned & ~np.append(learned[1:], False)):
-            while learned[last] and not text[slice(*at[last])].strip():  # a line break after the turn
+            # A line break after the turn.
+            while learned[last] and not text[slice(*at[last])].strip():
                 last -= 1
             if not learned[last] or ids[last] not in self.ends:
                 found = f"one that ends with {self.tokenizer.decode(ids[max(0, last - 3) : last + 1])!r}"
-                raise BadLine("a special token at the end of each answer, which teaches to stop", found, TEMPLATE)
+                raise BadLine(
+                    "a special token at the end of each answer, which teaches to stop",
+                    found,
+                    TEMPLATE,
+                )
         return Encoded(np.array(ids, dtype=np.int32), learned, bool(across))
 
 
@@ -220,19 +280,34 @@ def read(files: list[Path], tokenizer: PreTrainedTokenizerFast, rules: Rules) ->
         except BadLine as why:
             refuse(index, number, why)
         except UnicodeEncodeError:
-            refuse(index, number, BadLine("text", "half of a surrogate pair (\\ud800 to \\udfff)", SKIP))
+            refuse(
+                index,
+                number,
+                BadLine("text", "half of a surrogate pair (\\ud800 to \\udfff)", SKIP),
+            )
         except RecursionError:
             refuse(index, number, BadLine("values that Python can nest", "deeper ones", SKIP))
         if len(waiting) >= CHUNK:
             encode()
     encode()
     if not done:
-        raise told(files, bad[0]) if bad else unusable(str(files[0]), "lines of JSON", "blank ones", "name other files")
+        raise (
+            told(files, bad[0])
+            if bad
+            else unusable(str(files[0]), "lines of JSON", "blank ones", "name other files")
+        )
     lines, tokens, learned, seams = zip(*done, strict=True)
     ends = np.cumsum(list(map(len, tokens)))
     reasons = Counter(NUMBER.sub("", each[2]) for each in bad)
     about = dict(bad=bad[:1], lines=numbers, reasons=reasons, counts=reader.counts)
-    return Tokenised(np.concatenate(tokens), np.concatenate(learned), ends, np.array(lines), np.array(seams), about)
+    return Tokenised(
+        np.concatenate(tokens),
+        np.concatenate(learned),
+        ends,
+        np.array(lines),
+        np.array(seams),
+        about,
+    )
 
 
 def _digest(data: Tokenised) -> str:
@@ -246,7 +321,12 @@ def _key(files: list[Path], tokenizer: PreTrainedTokenizerFast, rules: Rules) ->
     import tokenizers
     import transformers
 
-    about = tokenizer.chat_template, tokenizer.special_tokens_map, transformers.__version__, tokenizers.__version__
+    about = (
+        tokenizer.chat_template,
+        tokenizer.special_tokens_map,
+        transformers.__version__,
+        tokenizers.__version__,
+    )
     about += rules.unknown_keys, rules.seam, sorted(rules.template_args.items())
     about += rules.format, sorted(rules.columns.items()), [file.suffix for file in files]
     made = hashlib.blake2b(repr((FORMAT, *about)).encode(), digest_size=16)
@@ -291,7 +371,12 @@ def tokenised(files: list[Path], tokenizer: PreTrainedTokenizerFast, rules: Rule
     source, found = str(files[0]), None
     if not getattr(tokenizer, "is_fast", False):
         fix = "name a model with a tokenizer.json"
-        raise unusable(source, "a fast tokenizer, which tells where its tokens lie", type(tokenizer).__name__, fix)
+        raise unusable(
+            source,
+            "a fast tokenizer, which tells where its tokens lie",
+            type(tokenizer).__name__,
+            fix,
+        )
 
     def make() -> Tokenised:
         with readable(source, flag):
@@ -300,7 +385,9 @@ def tokenised(files: list[Path], tokenizer: PreTrainedTokenizerFast, rules: Rule
 
     with readable(source, flag):
         name = f"chat-{_key(files, tokenizer, rules)}"
-    folder = Path(cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "simple_fsdp"))
+    folder = Path(
+        cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "simple_fsdp")
+    )
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with open(folder / f"{name}.lock", "w") as lock:

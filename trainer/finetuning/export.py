@@ -73,7 +73,9 @@ def write_folder(out: str, source: str, file: str, like: dict[str, Tensor], read
     return f"{out}: {len(like)} tensors, {gib:.2f} GiB in {len(files)} file{'s' * (len(files) > 1)}"
 
 
-def write_model(out: str, inner: nn.Module, source: str, whole: Callable[[str], Tensor], shard_gb: float) -> str:
+def write_model(
+    out: str, inner: nn.Module, source: str, whole: Callable[[str], Tensor], shard_gb: float
+) -> str:
     """A new folder with all of a model, as `write_folder`. whole: gives a tensor of the model, by its name without
     adapters; asked for each once, in the order of `own_tensors`."""
     tensors, made = files_of(inner, source), {}
@@ -86,23 +88,38 @@ def write_model(out: str, inner: nn.Module, source: str, whole: Callable[[str], 
         return made[own].contiguous()
 
     def finish(folder: str) -> None:
-        if json.loads(Path(source, "config.json").read_bytes())["model_type"] != (config := inner.config).model_type:
-            config.architectures = [type(inner).__name__]  # a text model, of the folder of one with images
+        if (
+            json.loads(Path(source, "config.json").read_bytes())["model_type"]
+            != (config := inner.config).model_type
+        ):
+            # A text model, of the folder of one with images.
+            config.architectures = [type(inner).__name__]
             config.save_pretrained(folder)
 
     like = {name: t for name, (*_, t) in tensors.items()}
-    return write_folder(out, source, "model.safetensors", like, read, shard_gb, copied(source), finish)
+    return write_folder(
+        out, source, "model.safetensors", like, read, shard_gb, copied(source), finish
+    )
 
 
-def write_adapters(out: str, model: HuggingFaceModel, source: str, whole: Callable[[str], Tensor]) -> str:
+def write_adapters(
+    out: str, model: HuggingFaceModel, source: str, whole: Callable[[str], Tensor]
+) -> str:
     """A new folder with the adapters as peft saves them, and the tokenizer's files, as `write_folder`. whole: gives an
     adapter's tensor by its name in the model; asked for each once, in the order of the model."""
     from trainer.finetuning.adapters import saved
 
     made = saved(model, source)
-    small = [name for name in copied(source) if name not in ("config.json", "generation_config.json")]
-    read, finish = lambda name: whole(made.names[name]), lambda folder: Path(folder, SETTINGS).write_text(made.settings)
-    return write_folder(out, source, "adapter_model.safetensors", made.tensors, read, math.inf, small, finish)
+    small = [
+        name for name in copied(source) if name not in ("config.json", "generation_config.json")
+    ]
+    read, finish = (
+        lambda name: whole(made.names[name]),
+        lambda folder: Path(folder, SETTINGS).write_text(made.settings),
+    )
+    return write_folder(
+        out, source, "adapter_model.safetensors", made.tensors, read, math.inf, small, finish
+    )
 
 
 def export(c: Config, model: HuggingFaceModel, group: dist.ProcessGroup | None,
@@ -120,7 +137,9 @@ def export(c: Config, model: HuggingFaceModel, group: dist.ProcessGroup | None,
         for name, t in state.items():
             between()
             tensor = whole(t)
-            yield (merged(inner, name, tensor, lambda own: whole(adapters[own])) if c.merge else tensor).cpu()
+            yield (
+                merged(inner, name, tensor, lambda own: whole(adapters[own])) if c.merge else tensor
+            ).cpu()
 
     if c.merge:
         from trainer.finetuning.adapters import merged
@@ -154,7 +173,8 @@ def of_checkpoint(args: argparse.Namespace) -> str:
     check_folder(args.model, weights=args.merge)
     model = blank_model(args.model)
     one_worker_thread()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # verifying is a collective
+    # Verifying is a collective.
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         found = checkpoint.find(args.checkpoint)
         trained = found.about.get("model", {})
@@ -164,18 +184,35 @@ def of_checkpoint(args: argparse.Namespace) -> str:
             from trainer.finetuning import adapters
 
             if args.merge and trained["frozen"] == adapters.DRAWN:
-                raise CheckpointError(f"{found.path}: frozen weights were random and are not kept; leave out --merge")
+                raise CheckpointError(
+                    f"{found.path}: frozen weights were random and are not kept; leave out --merge"
+                )
             how = {name: trained[name] for name in ("lora", "lora_alpha", "lora_targets")}
             adapters.attach(model, args.model, random=trained["frozen"] == adapters.DRAWN, **how)
         identity = json.loads(json.dumps(model.identity))
-        if differ := [n for n in sorted(identity.keys() | trained.keys()) if identity.get(n) != trained.get(n)]:
-            told = ", ".join(f"{n} {trained.get(n)} ({args.model}: {identity.get(n)})" for n in differ[:3])
-            raise CheckpointError(f"{found.path}: is of a model with {told}; name that one's folder")
-        saved = {name.removeprefix("model."): [*t.shape] for name, t in checkpoint.parameters(found).items()}
-        own = dict(model.model.named_parameters()) if trained.get("lora") else own_tensors(model.model)
+        if differ := [
+            n for n in sorted(identity.keys() | trained.keys()) if identity.get(n) != trained.get(n)
+        ]:
+            told = ", ".join(
+                f"{n} {trained.get(n)} ({args.model}: {identity.get(n)})" for n in differ[:3]
+            )
+            raise CheckpointError(
+                f"{found.path}: is of a model with {told}; name that one's folder"
+            )
+        saved = {
+            name.removeprefix("model."): [*t.shape]
+            for name, t in checkpoint.parameters(found).items()
+        }
+        own = (
+            dict(model.model.named_parameters())
+            if trained.get("lora")
+            else own_tensors(model.model)
+        )
         own = {name: t for name, t in own.items() if is_adapter(name) or not trained.get("lora")}
         if differ := [n for n, t in own.items() if saved.get(n) != [*t.shape]]:
-            raise CheckpointError(f"{found.path}: {differ[0]} is not there as {args.model} has it; name its model")
+            raise CheckpointError(
+                f"{found.path}: {differ[0]} is not there as {args.model} has it; name its model"
+            )
         with Signals(speak=False) as signals:
 
             def read(name: str) -> Tensor:
@@ -188,12 +225,18 @@ def of_checkpoint(args: argparse.Namespace) -> str:
             if not args.merge:
                 return write_adapters(args.out, model, args.model, read)
             path = weights_in(args.model)
-            there, tensors = renamed(path, weights.table(path), model.model), base_tensors(model.model)
-            regions = {id(tensors[name]): region for name, region in there.items()}  # a tied weight has several names
+            there, tensors = (
+                renamed(path, weights.table(path), model.model),
+                base_tensors(model.model),
+            )
+            # A tied weight has several names.
+            regions = {id(tensors[name]): region for name, region in there.items()}
 
             def whole(name: str) -> Tensor:
                 region = regions[id(tensors[name])]
-                return adapters.merged(model.model, name, region.read(0, tuple(region.like.shape)), read)
+                return adapters.merged(
+                    model.model, name, region.read(0, tuple(region.like.shape)), read
+                )
 
             return write_model(args.out, model.model, args.model, whole, args.max_shard_gb)
     finally:
@@ -204,9 +247,13 @@ def main(argv: list[str] | None = None) -> int:
     """Exports as the command line says; returns 0, or ends the process with a line and another exit code."""
     parser = argparse.ArgumentParser("python -m trainer.finetuning.export", allow_abbrev=False,
                                      description=__doc__.split("\n")[0])  # fmt: skip
-    parser.add_argument("checkpoint", metavar="DIR", help="a step's directory, or one of steps: its newest good one")
+    parser.add_argument(
+        "checkpoint", metavar="DIR", help="a step's directory, or one of steps: its newest good one"
+    )
     parser.add_argument("out", metavar="OUT", help="a new folder")
-    parser.add_argument("--model", required=True, metavar="DIR", help="the folder that finetune.py began with")
+    parser.add_argument(
+        "--model", required=True, metavar="DIR", help="the folder that finetune.py began with"
+    )
     parser.add_argument("--merge", action="store_true", help="of a run with --lora: the whole model with the adapters "
                         "in it, instead of the adapters")  # fmt: skip
     parser.add_argument("--max-shard-gb", type=float, default=5.0, metavar="GB", help="largest size of a file, in 10^9 "
@@ -215,7 +262,9 @@ def main(argv: list[str] | None = None) -> int:
     if not args.max_shard_gb > 0:
         parser.error(f"--max-shard-gb {args.max_shard_gb}: must be a positive number")
     if not os.path.isdir(args.model):
-        parser.error(f"--model {args.model}: is no folder; name the one that finetune.py began with")
+        parser.error(
+            f"--model {args.model}: is no folder; name the one that finetune.py began with"
+        )
     try:
         print(of_checkpoint(args))
     except (DataError, CheckpointError) as error:

@@ -64,7 +64,10 @@ class Converted(NamedTuple):
         return self._made(self.sources)[first : first + shape[0]].contiguous()
 
     def _made(self, sources: Iterable[tuple]) -> Tensor:
-        read = ((pattern, name, region.read(0, tuple(region.like.shape))) for pattern, name, region in sources)
+        read = (
+            (pattern, name, region.read(0, tuple(region.like.shape)))
+            for pattern, name, region in sources
+        )
         return convert(self.converter, self.first, read)[self.name]
 
 
@@ -79,11 +82,17 @@ def convert(converter, first: str, sources: Iterable[tuple]) -> dict[str, Tensor
 def renamed(path: str, there: dict, model: nn.Module) -> dict:
     """A table of `path`, {name in the file: Region}, by the names of `model`; what it is known to ignore left out."""
     transforms = conversion_mapping.get_model_conversion_mapping(model)
-    converters = [each for each in transforms if isinstance(each, core_model_loading.WeightConverter)]
+    converters = [
+        each for each in transforms if isinstance(each, core_model_loading.WeightConverter)
+    ]
     renamings = [each for each in transforms if each not in converters]
     by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
     own, found, groups, left = base_tensors(model), {}, {}, []
-    ignored = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$", r"\.masked_bias$"]
+    ignored = [
+        *(model._keys_to_ignore_on_load_unexpected or ()),
+        r"rotary_emb\.inv_freq$",
+        r"\.masked_bias$",
+    ]
     for name in sorted(there, key=core_model_loading.dot_natural_key):
         rename = core_model_loading.rename_source_key
         new, pattern = rename(name, renamings, converters, model.base_model_prefix, own)
@@ -94,19 +103,29 @@ def renamed(path: str, there: dict, model: nn.Module) -> dict:
         else:
             left.append(name)
     if left:
-        checkpoint.say(f"{path}: {len(left)} tensors that the model does not use are left out: {', '.join(left[:3])}")
+        checkpoint.say(
+            f"{path}: {len(left)} tensors that the model does not use are left out: {', '.join(left[:3])}"
+        )
     for new, sources in groups.items():
         converter = by_pattern[sources[0][0]]
         try:
-            made = convert(converter, new, ((pattern, name, region.like) for pattern, name, region in sources))
+            made = convert(
+                converter, new, ((pattern, name, region.like) for pattern, name, region in sources)
+            )
         except (RuntimeError, ValueError) as error:  # of other shapes, or one is missing
             names = ", ".join(name for _, name, _ in sources[:5])
-            raise CheckpointError(f"{path}: does not fit the model: {names}, .. do not make {new}: {error}") from error
-        found |= {n: Converted(path, like, n, new, converter, tuple(sources)) for n, like in made.items()}
+            raise CheckpointError(
+                f"{path}: does not fit the model: {names}, .. do not make {new}: {error}"
+            ) from error
+        found |= {
+            n: Converted(path, like, n, new, converter, tuple(sources)) for n, like in made.items()
+        }
     return found
 
 
-def load_weights(c: Config, model: HuggingFaceModel, group: dist.ProcessGroup | None) -> dict[str, Any]:
+def load_weights(
+    c: Config, model: HuggingFaceModel, group: dist.ProcessGroup | None
+) -> dict[str, Any]:
     """Fills the sharded parameters of `model` in place; returns load_s and loaded_from for the row. A collective.
     Raises, on all ranks, DataError for a bad folder, Desync where ranks see different files, CheckpointError for
     --prepared."""
@@ -115,12 +134,17 @@ def load_weights(c: Config, model: HuggingFaceModel, group: dist.ProcessGroup | 
     agree({f"--model {c.model}": seen}, group)
     files = checkpoint.on_rank_0(partial(_files, path), group) if c.prepared is not None else None
     source = dict(model=json.loads(json.dumps(model.identity)), source=[seen, files])
-    prepared = c.prepared is not None and checkpoint.on_rank_0(partial(os.path.exists, f"{c.prepared}/{STEP}"), group)
+    prepared = c.prepared is not None and checkpoint.on_rank_0(
+        partial(os.path.exists, f"{c.prepared}/{STEP}"), group
+    )
     if prepared:
         _load_prepared(c.prepared, inner, source, group)
     else:
+
         def read() -> Counter:
-            return weights.fill(path, renamed(path, weights.table(path), inner), base_tensors(inner), cast=True)
+            return weights.fill(
+                path, renamed(path, weights.table(path), inner), base_tensors(inner), cast=True
+            )
 
         try:
             number = checkpoint.on_all(read, group, f"{path}: ")[0]
@@ -130,7 +154,10 @@ def load_weights(c: Config, model: HuggingFaceModel, group: dist.ProcessGroup | 
         checkpoint.say(f"{path}: {told}, each rank its rows")
         if c.prepared is not None:
             _save_prepared(c.prepared, inner, source, group)
-    return dict(load_s=round(time.perf_counter() - began, 4), loaded_from="prepared" if prepared else "slices")
+    return dict(
+        load_s=round(time.perf_counter() - began, 4),
+        loaded_from="prepared" if prepared else "slices",
+    )
 
 
 def _files(path: str) -> list[list]:
@@ -138,7 +165,9 @@ def _files(path: str) -> list[list]:
     files = []
     with suppress(CheckpointError):  # loading raises it
         files = sorted({region.file for region in weights.table(path).values()})
-    return [[os.path.basename(file), os.stat(file).st_size, os.stat(file).st_mtime_ns] for file in files]
+    return [
+        [os.path.basename(file), os.stat(file).st_size, os.stat(file).st_mtime_ns] for file in files
+    ]
 
 
 def base_tensors(inner: nn.Module) -> dict[str, Tensor]:
@@ -158,32 +187,53 @@ def files_of(inner: nn.Module, folder: str) -> dict[str, tuple[str, str, Tensor]
     `inner`. Dtypes are those of `folder`'s files, without any those of its config; names, too, where old files lack the
     prefix of the model's base. CheckpointError: transformers cannot tell the names."""
     path, usual = weights_in(folder), inner.config.dtype or torch.float32
-    stored = {name: region.like.dtype for name, region in weights.table(path).items()} if path else {}
-    state = {name: torch.empty(t.shape, dtype=t.dtype, device="meta") for name, t in own_tensors(inner).items()}
+    stored = (
+        {name: region.like.dtype for name, region in weights.table(path).items()} if path else {}
+    )
+    state = {
+        name: torch.empty(t.shape, dtype=t.dtype, device="meta")
+        for name, t in own_tensors(inner).items()
+    }
     found, prefix = {}, f"{inner.base_model_prefix}."
     for name, t in state.items():
         for own, made in core_model_loading.revert_weight_conversion(inner, {name: t}).items():
-            file = own.removeprefix(prefix) if own not in stored and own.removeprefix(prefix) in stored else own
+            file = (
+                own.removeprefix(prefix)
+                if own not in stored and own.removeprefix(prefix) in stored
+                else own
+            )
             dtype = stored.get(file, usual) if made.is_floating_point() else made.dtype
             found[file] = name, own, made.to(dtype)
     whole = core_model_loading.revert_weight_conversion(inner, state)
     made = {own: t.shape for _, own, t in found.values()}
-    if wrong := [own for own in sorted(made.keys() | whole.keys())
-                 if own not in made or own not in whole or made[own] != whole[own].shape]:
-        raise CheckpointError(f"{type(inner).__name__}: {wrong[0]} is made of several tensors, which cannot be written")
+    if wrong := [
+        own
+        for own in sorted(made.keys() | whole.keys())
+        if own not in made or own not in whole or made[own] != whole[own].shape
+    ]:
+        raise CheckpointError(
+            f"{type(inner).__name__}: {wrong[0]} is made of several tensors, which cannot be written"
+        )
     return found
 
 
-def _load_prepared(folder: str, inner: nn.Module, source: dict, group: dist.ProcessGroup | None) -> None:
+def _load_prepared(
+    folder: str, inner: nn.Module, source: dict, group: dist.ProcessGroup | None
+) -> None:
     again = f"name another folder, or delete {STEP} in it to make it again"
     try:
         found = checkpoint.newest([os.path.join(folder, STEP)], group)
         if {name: found.about.get(name) for name in source} != source:
-            raise CheckpointError("was made of another --model, or of one that was changed or copied since")
+            raise CheckpointError(
+                "was made of another --model, or of one that was changed or copied since"
+            )
         state = own_tensors(inner)
         if found.about["tensors"] != checkpoint.table_of(state):
             raise CheckpointError("holds other tensors than the model has")
-        checkpoint.on_all(partial(dcp.load, state, storage_reader=checkpoint.reader(found), process_group=group), group)
+        checkpoint.on_all(
+            partial(dcp.load, state, storage_reader=checkpoint.reader(found), process_group=group),
+            group,
+        )
     except CheckpointError as error:
         raise CheckpointError(f"--prepared {folder}: {error}; {again}") from error
     checkpoint.say(f"--prepared {folder}: loaded")
@@ -197,20 +247,32 @@ def _claim(folder: str) -> str | None:
         return "another start is saving it"
     if there := [name for name in checkpoint.steps_in(folder) if name != STEP]:
         drop(folder)
-        raise CheckpointError(f"--prepared {folder}: holds {there[0]}, a checkpoint of a run; name another folder")
+        raise CheckpointError(
+            f"--prepared {folder}: holds {there[0]}, a checkpoint of a run; name another folder"
+        )
     if os.path.exists(os.path.join(folder, STEP)):
         drop(folder)
         return "another start has saved it"
 
 
-def _save_prepared(folder: str, inner: nn.Module, source: dict, group: dist.ProcessGroup | None) -> None:
+def _save_prepared(
+    folder: str, inner: nn.Module, source: dict, group: dist.ProcessGroup | None
+) -> None:
     if why := checkpoint.on_rank_0(partial(_claim, folder), group):
         checkpoint.say(f"--prepared {folder}: not saved, {why}")
         return
     state = own_tensors(inner)
-    about = source | dict(format=checkpoint.FORMAT, step=0, samples=0, tensors=checkpoint.table_of(state))
+    about = source | dict(
+        format=checkpoint.FORMAT, step=0, samples=0, tensors=checkpoint.table_of(state)
+    )
     try:
-        save_step(SimpleNamespace(save=folder, keep=sys.maxsize, keep_best=False), STEP, about, group, state)
+        save_step(
+            SimpleNamespace(save=folder, keep=sys.maxsize, keep_best=False),
+            STEP,
+            about,
+            group,
+            state,
+        )
     finally:
         drop(folder)
     checkpoint.say(f"--prepared {folder}: saved; the next start loads it")

@@ -19,11 +19,14 @@ from typing import Any, NamedTuple
 from trainer.distributed.terminal import one_line
 
 ROLES = "system", "developer", "user", "assistant", "tool"
-PROSE = "content", "reasoning_content", "reasoning", "thinking"  # the last three: names of one thing
+# The last three: names of one thing.
+PROSE = "content", "reasoning_content", "reasoning", "thinking"
 FLAGS = "weight", "train"  # of a message: 0 or false if it is not learned
-LINKS = "tool_call_id", "id", "type", "index"  # tell which result belongs to which call; templates need not write them
+# Tell which result belongs to which call; templates need not write them.
+LINKS = "tool_call_id", "id", "type", "index"
 SKIP = "mend the line, or leave such lines out with --bad-lines skip"
-FIRST_MARK, MARKS = 0x17000, 0x1000  # letters of Tangut: printable, so that no escape is made of them
+# Letters of Tangut: printable, so that no escape is made of them.
+FIRST_MARK, MARKS = 0x17000, 0x1000
 MARK = re.compile(f"[{chr(FIRST_MARK)}-{chr(FIRST_MARK + MARKS - 1)}]")
 TAG = re.compile(r"(</?\w+>|\[/?\w+\])")  # where templates cut a text: before and after <think>
 CORE = re.compile(r"\S(?:.*\S)?", re.DOTALL)  # what is left by templates that strip a text
@@ -45,7 +48,11 @@ class Text(NamedTuple):
         """Whether it is there: as it is, or as it stands in a string of JSON or Python."""
         mark = self.mark if marked else ""
         forms = [json.dumps(self.text, ensure_ascii=ascii)[1:-1] for ascii in (False, True)]
-        forms += [self.text, repr(self.text)[1:-1], dict(true="True", false="False").get(self.text, self.text)]
+        forms += [
+            self.text,
+            repr(self.text)[1:-1],
+            dict(true="True", false="False").get(self.text, self.text),
+        ]
         return any(mark + each + mark in rendering for each in forms)
 
 
@@ -96,8 +103,14 @@ def there(value: Any) -> bool:
 def is_learned(message: dict, number: int) -> bool:
     """Whether the flags of a message, if it has some, say that it is learned. Raises BadLine for others than those."""
     flags = {name: message[name] for name in FLAGS if message.get(name) is not None}
-    told = ", ".join(f"{name} {value!r}"[:60] for name, value in flags.items()) + f" in message {number}"
-    if any(value not in (0, 1) for value in flags.values()) or len({*map(bool, flags.values())}) > 1:
+    told = (
+        ", ".join(f"{name} {value!r}"[:60] for name, value in flags.items())
+        + f" in message {number}"
+    )
+    if (
+        any(value not in (0, 1) for value in flags.values())
+        or len({*map(bool, flags.values())}) > 1
+    ):
         raise BadLine("weight 0 or 1, train true or false", told, SKIP)
     if any(flags.values()) and message["role"] != "assistant":
         raise BadLine("weight 0 or no weight for what the assistant does not say", told, SKIP)
@@ -118,7 +131,9 @@ def cleaned(message: dict, number: int) -> dict:
         elif key not in FLAGS:
             turn[key] = value
     turn = {key: value for key, value in turn.items() if there(value) or key == "content"}
-    if not any(_is_text(key, value) and any(map(str.strip, strings(value))) for key, value in turn.items()):
+    if not any(
+        _is_text(key, value) and any(map(str.strip, strings(value))) for key, value in turn.items()
+    ):
         raise BadLine("text as content", "empty content" + where, SKIP)
     return turn
 
@@ -151,7 +166,9 @@ def _call(call: dict, where: str) -> dict:
         return call | dict(function=_call(function, where))
     if "arguments" in call:
         expected = f"arguments of a tool call{where}, an object or its JSON"
-        call["arguments"] = loaded(call["arguments"] if there(call["arguments"]) else "{}", expected)
+        call["arguments"] = loaded(
+            call["arguments"] if there(call["arguments"]) else "{}", expected
+        )
         if not isinstance(call["arguments"], dict):
             raise BadLine(expected, type(call["arguments"]).__name__, SKIP)
     return call
@@ -167,17 +184,25 @@ def as_sent(turn: dict) -> dict:
             return call | dict(function=sent(call["function"]))
         return call | dict(arguments=json.dumps(call.get("arguments", {}), ensure_ascii=False))
 
-    return turn | dict(content=turn["content"] or None, tool_calls=[sent(call) for call in turn["tool_calls"]])
+    return turn | dict(
+        content=turn["content"] or None, tool_calls=[sent(call) for call in turn["tool_calls"]]
+    )
 
 
 def _is_text(key: str, value: Any) -> bool:
     """Whether a key of a message holds text, which has to be rendered. Other names with one value may be switches."""
-    return key in (*PROSE, "tool_calls") or (key not in ("role", *LINKS) and isinstance(value, list | dict))
+    return key in (*PROSE, "tool_calls") or (
+        key not in ("role", *LINKS) and isinstance(value, list | dict)
+    )
 
 
 def switches(turn: dict) -> list[str]:
     """Keys of a message with one value that no one here knows."""
-    return [key for key, value in turn.items() if key not in ("role", *LINKS) and not _is_text(key, value)]
+    return [
+        key
+        for key, value in turn.items()
+        if key not in ("role", *LINKS) and not _is_text(key, value)
+    ]
 
 
 def with_marks(turns: list[dict]) -> tuple[list[dict], list[Text]]:
@@ -188,7 +213,9 @@ def with_marks(turns: list[dict]) -> tuple[list[dict], list[Text]]:
         marked.append(dict(turn))
         for key, value in turn.items():
             if _is_text(key, value):
-                marked[-1][key] = _Marker(number, key, texts).mark(value, links=LINKS if key == "tool_calls" else ())
+                marked[-1][key] = _Marker(number, key, texts).mark(
+                    value, links=LINKS if key == "tool_calls" else ()
+                )
     return marked, texts
 
 
@@ -201,7 +228,10 @@ class _Marker(NamedTuple):
         """A value of JSON with marks around its strings. links: keys of the objects in a list that are left alone."""
         if isinstance(value, str):
             pieces = TAG.split(value) if TAG.sub("", value).strip() else [value]
-            return "".join(self.keep(each) if i % 2 else CORE.sub(self.wrap, each) for i, each in enumerate(pieces))
+            return "".join(
+                self.keep(each) if i % 2 else CORE.sub(self.wrap, each)
+                for i, each in enumerate(pieces)
+            )
         if isinstance(value, list):
             return [self.mark(each, links) for each in value]
         if isinstance(value, dict):

@@ -35,22 +35,31 @@ class HuggingFaceModel(nn.Module):
 
     def __init__(self, model: nn.Module):
         super().__init__()
-        self.model = model.eval()  # without dropout and other noise, which a resumed run could not repeat
+        # Without dropout and other noise, which a resumed run could not repeat.
+        self.model = model.eval()
         self.plain_head = False  # until `look`
-        self.drawn = True  # whether init_weights fills parameters; else buffers alone, which no file of weights holds
-        self.adapters: dict[str, Any] = {}  # of adapters.attach: then they alone are trained, and in checkpoints
+        # Whether init_weights fills parameters; else buffers alone, which no file of weights holds.
+        self.drawn = True
+        # Of adapters.attach: then they alone are trained, and in checkpoints.
+        self.adapters: dict[str, Any] = {}
 
     @property
     def identity(self) -> dict[str, Any]:
         """The configuration without what only names it, or is off; and what adapters there are."""
         told = self.model.config.to_diff_dict().items()
-        kept = {name: v for name, v in told if not (re.fullmatch(self.NAMES, name) or self._is_noise(name))}
+        kept = {
+            name: v
+            for name, v in told
+            if not (re.fullmatch(self.NAMES, name) or self._is_noise(name))
+        }
         return kept | self.adapters
 
     def state_dict(self, *args, **kwargs) -> dict[str, Any]:
         """What a checkpoint holds. With adapters these alone: the rest is in the folder that it is loaded from."""
         state = super().state_dict(*args, **kwargs)
-        return {name: t for name, t in state.items() if is_adapter(name)} if self.adapters else state
+        return (
+            {name: t for name, t in state.items() if is_adapter(name)} if self.adapters else state
+        )
 
     def _is_noise(self, name: str) -> bool:
         """Whether an entry of config.json says nothing to a model in eval(). PhiMoE uses its jitter there, too."""
@@ -67,18 +76,26 @@ class HuggingFaceModel(nn.Module):
     def kept_in_fp32(self) -> list[str]:
         """Names of parameters that transformers keeps in fp32 where it loads the model in bf16."""
         parts = self.model._keep_in_fp32_modules_strict
-        return [name for name, _ in self.model.named_parameters() if any(part in name for part in parts)]
+        return [
+            name for name, _ in self.model.named_parameters() if any(part in name for part in parts)
+        ]
 
     @property
     def rotary(self) -> dict[str, Any]:
         """What the configuration says of rotary positions; empty without them."""
         return getattr(self.model.config, "rope_parameters", None) or {}
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None, chunk: int = 0, **inputs: Tensor) -> Tensor:
+    def forward(
+        self, tokens: Tensor, targets: Tensor | None = None, chunk: int = 0, **inputs: Tensor
+    ) -> Tensor:
         """tokens [B, T] -> logits [B, T, V]; with targets [B, T] their summed loss. ValueError: no chunked loss."""
-        if tokens.is_meta:  # unless it is told the mask, transformers looks for documents in the values of positions
+        # Unless it is told the mask, transformers looks for documents in the values of positions.
+        if tokens.is_meta:
             B, T = tokens.shape
-            inputs = dict(attention_mask=torch.ones(B, 1, T, T, dtype=torch.bool, device="meta")) | inputs
+            inputs = (
+                dict(attention_mask=torch.ones(B, 1, T, T, dtype=torch.bool, device="meta"))
+                | inputs
+            )
         if targets is None or not chunk:
             logits = self.model(input_ids=tokens, use_cache=False, **inputs).logits
             return logits if targets is None else cross_entropy(logits, targets)
@@ -97,7 +114,8 @@ class HuggingFaceModel(nn.Module):
     def init_weights(self) -> None:
         """Fills buffers and, unless they are to be loaded, parameters, as the model's own code does. DataError: it does
         not do so with sharded parameters."""
-        for module in self.model.modules():  # False: of memory that is no longer there; else nothing is filled
+        # False: of memory that is no longer there; else nothing is filled.
+        for module in self.model.modules():
             module._is_hf_initialized = not self.drawn and next(module.buffers(), None) is None
         for buffer in self.model.buffers():
             buffer._is_hf_initialized = False
@@ -106,7 +124,8 @@ class HuggingFaceModel(nn.Module):
         tables = (module for module in self.model.modules() if isinstance(module, nn.Embedding))
         padded = [(table, table.padding_idx) for table in tables if table.padding_idx is not None]
         for module, _ in padded:
-            module.padding_idx = None  # transformers would write into a row, which of a shard is a copy
+            # Transformers would write into a row, which of a shard is a copy.
+            module.padding_idx = None
         with self._running():
             self.model.initialize_weights()
         for module, row in padded:
@@ -123,13 +142,25 @@ class HuggingFaceModel(nn.Module):
         ones do not allow."""
         try:
             yield
-        except (RuntimeError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
-            sharded = any(words in str(error) for words in ("DTensor", "sharding strategy", "while it was gathered"))
+        except (
+            RuntimeError,
+            AssertionError,
+            AttributeError,
+            LookupError,
+            TypeError,
+            ValueError,
+        ) as error:
+            sharded = any(
+                words in str(error)
+                for words in ("DTensor", "sharding strategy", "while it was gathered")
+            )
             if isinstance(error, DataError) or (type(error) is RuntimeError and not sharded):
                 raise
             what = "does not work with sharded parameters" if sharded else "does not run here"
             why = one_line(error, 200, kind=False)
-            raise DataError(f"{type(self.model).__name__}: its code {what}; use another model ({why})") from error
+            raise DataError(
+                f"{type(self.model).__name__}: its code {what}; use another model ({why})"
+            ) from error
 
     def prepare(self, seqlen: int, device: torch.device) -> None:
         """`look`, unless weights are still to be loaded."""
@@ -141,7 +172,8 @@ class HuggingFaceModel(nn.Module):
         """Tries on a few tokens whether the model runs, and whether logits are hidden states times the head: some
         models scale or cap them. DataError: it does not run on sharded parameters, or a token sees later ones."""
         tokens, head = torch.arange(4, device=device)[None], self.model.get_output_embeddings()
-        capped = getattr(self.model.config, "final_logit_softcapping", None)  # small logits do not show it
+        # Small logits do not show it.
+        capped = getattr(self.model.config, "final_logit_softcapping", None)
         with torch.no_grad(), self._running():
             logits, x = self(tokens).float(), self._hidden(tokens)
             with unsharded():
@@ -150,7 +182,8 @@ class HuggingFaceModel(nn.Module):
                 product = nn.functional.linear(x, head.weight).float() if fits else logits
         self.plain_head = fits and torch.allclose(logits, product, rtol=0.02, atol=1e-6)
         seen = self._seen(device, slice(None, 4))
-        if seen[4:].max() > 1e-4 * seen.max():  # not above zero: Falcon-H1 sums up and subtracts again
+        # Not above zero: Falcon-H1 sums up and subtracts again.
+        if seen[4:].max() > 1e-4 * seen.max():
             raise DataError(f"{type(self.model).__name__}: its tokens see later ones, which they shall predict; use a "
                             'causal model (some need "is_decoder": true in config.json)')  # fmt: skip
 
@@ -206,33 +239,46 @@ def _recomputed(block: nn.Module) -> MethodType:
     return MethodType(again, block)
 
 
-def blank_model(folder: str, remat_ratio: float = 0.0, dtype: torch.dtype = torch.float32) -> HuggingFaceModel:
+def blank_model(
+    folder: str, remat_ratio: float = 0.0, dtype: torch.dtype = torch.float32
+) -> HuggingFaceModel:
     """The model of `folder`/config.json in fp32 to be computed in `dtype`, on the meta device; `remat_ratio` of its
     blocks, evenly spread, are computed again in backward. DataError: transformers lacks it."""
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError:
-        raise ValueError("--model: needs transformers 5 and safetensors; pip install -e '.[hf]'") from None
+        raise ValueError(
+            "--model: needs transformers 5 and safetensors; pip install -e '.[hf]'"
+        ) from None
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        if (layers := getattr(config, "num_hidden_layers", 0)) > 10_000:  # each takes a millisecond to build
+        # Each takes a millisecond to build.
+        if (layers := getattr(config, "num_hidden_layers", 0)) > 10_000:
             raise ValueError(f"num_hidden_layers {layers}")
         usual = config.get_text_config().dtype or config.dtype
-        chosen = dict(attn_implementation=None, experts_implementation=None)  # by transformers: the file's may be code
+        # By transformers: the file's may be code.
+        chosen = dict(attn_implementation=None, experts_implementation=None)
         with torch.device("meta"):
-            inner = AutoModelForCausalLM.from_config(config, dtype=dtype, **chosen)  # some buffers have its dtype
+            # Some buffers have its dtype.
+            inner = AutoModelForCausalLM.from_config(config, dtype=dtype, **chosen)
         if inner.config.get_text_config() is not inner.config:
             raise ValueError(f"a multimodal one, {config.model_type}")
-        for p in [*inner.parameters()]:  # stored in fp32; those that were drawn on the CPU, as DiffLlama's, too
+        # Stored in fp32; those that were drawn on the CPU, as DiffLlama's, too.
+        for p in [*inner.parameters()]:
             swap_tensors(p, nn.Parameter(torch.empty(p.shape, device="meta"), p.requires_grad))
         for name, buffer in inner.named_buffers():
             if any(each in name for each in inner._keep_in_fp32_modules_strict):
                 buffer.data = buffer.data.float()  # as from_pretrained does; from_config does not
-        inner.config.dtype, inner.config.return_dict = usual, True  # of exports without weights in `folder`
+        # Of exports without weights in `folder`.
+        inner.config.dtype, inner.config.return_dict = usual, True
     except Exception as error:  # whatever a strange config.json leads to
         why = one_line(error, 200, kind=False)
-        expected = "expected a causal language model that transformers knows, without code of its own"
-        raise DataError(f"{folder}/config.json: {expected}, found: {why}; use another model") from error
+        expected = (
+            "expected a causal language model that transformers knows, without code of its own"
+        )
+        raise DataError(
+            f"{folder}/config.json: {expected}, found: {why}; use another model"
+        ) from error
     model = HuggingFaceModel(inner)
     names = units_of(inner)
     count = round(remat_ratio * len(names))
@@ -250,8 +296,11 @@ def tokenizer_of(folder: str):
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        if not tokenizer.encode("a", add_special_tokens=False):  # what transformers makes of a folder without its files
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+        # What transformers makes of a folder without its files.
+        if not tokenizer.encode("a", add_special_tokens=False):
             raise ValueError("one that knows no token")
         return tokenizer
     except Exception as error:  # whatever strange files lead to

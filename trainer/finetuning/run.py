@@ -19,7 +19,9 @@ from trainer.run import Run
 
 def open_data(c: Config, vocab: int, rank: int = 0, world: int = 1) -> ChatBatches:
     """The examples of --data, as resolved flags cut and pad them. DataError for bad ones, or a bad tokenizer."""
-    rules = dict(bad_lines=c.bad_lines, unknown_keys=c.unknown_keys, seam=c.seam, template_args=c.arguments)
+    rules = dict(
+        bad_lines=c.bad_lines, unknown_keys=c.unknown_keys, seam=c.seam, template_args=c.arguments
+    )
     rules |= dict(format=c.format, columns=parsed(c.columns))
     tokenizer = tokenizer_of(c.model)
     note = replace_template(tokenizer, c.template) if c.template is not None else ""
@@ -86,4 +88,6 @@ def look(run: Run, c: Config, model: HuggingFaceModel, device: torch.device) -> 
 
 def exported(run: Run, c: Config, model: HuggingFaceModel) -> str:
     """Writes --export; returns the line to print. Raises CheckpointError."""
-    return "export   " + export(c, model, run.group, lambda: run.watchdog.beat(run.state.step, "export"))
+    return "export   " + export(
+        c, model, run.group, lambda: run.watchdog.beat(run.state.step, "export")
+    )

@@ -26,7 +26,8 @@ PIECE = 1 << 16  # characters that are read of an array at a time, at first
 ROWS = 256  # of a table at a time
 TABLES = ".parquet", ".arrow"
 KINDS = ".jsonl", *TABLES, ".json"
-SPLIT = re.compile(r"(train|test|validation|valid|val|dev|eval)(?=[-_.])")  # how names of its files begin
+# How names of its files begin.
+SPLIT = re.compile(r"(train|test|validation|valid|val|dev|eval)(?=[-_.])")
 PLACES = {".jsonl": "line", ".json": "element", ".parquet": "row", ".arrow": "row"}
 
 
@@ -36,7 +37,9 @@ def weighted(sources: Sequence[str], flag: str = "--data") -> list[tuple[str, fl
     for source in sources:
         path, _, last = source.rpartition(":")
         try:
-            weight = float(last) if path and not os.path.exists(os.path.expanduser(source)) else None
+            weight = (
+                float(last) if path and not os.path.exists(os.path.expanduser(source)) else None
+            )
         except ValueError:
             weight = None
         if weight is not None and not 0 < weight < math.inf:
@@ -44,7 +47,9 @@ def weighted(sources: Sequence[str], flag: str = "--data") -> list[tuple[str, fl
         pairs.append((source if weight is None else path, weight))
     if len({weight is None for _, weight in pairs}) > 1:
         bare = next(path for path, weight in pairs if weight is None)
-        raise ValueError(f"{flag} {bare}: has no weight, as others have; give each one ({bare}:0.5), or none")
+        raise ValueError(
+            f"{flag} {bare}: has no weight, as others have; give each one ({bare}:0.5), or none"
+        )
     return pairs
 
 
@@ -53,19 +58,40 @@ def check_files(source: str, flag: str = "--data") -> list[Path]:
     read. Reads no record, imports no torch. flag: for the message."""
     root = os.path.expanduser(source)
     with readable(source, flag):
-        found = _inside(root, flag) if os.path.exists(root) else sorted(map(Path, glob.glob(root, recursive=True)))
-        files = [file for each in found for file in (_inside(str(each), flag) if each.is_dir() else [each])]
+        found = (
+            _inside(root, flag)
+            if os.path.exists(root)
+            else sorted(map(Path, glob.glob(root, recursive=True)))
+        )
+        files = [
+            file
+            for each in found
+            for file in (_inside(str(each), flag) if each.is_dir() else [each])
+        ]
         if not files:
             what = "a .jsonl, .json, .parquet or .arrow file, or a folder or pattern of them"
             raise unusable(root, what, "none", f"check {flag}")
         for file in files:
             if not file.is_file():
-                raise unusable(str(file), "a file", "a folder, pipe or device", f"name files in {flag}")
+                raise unusable(
+                    str(file), "a file", "a folder, pipe or device", f"name files in {flag}"
+                )
             with open(file, "rb") as opened:
                 if not opened.read(1):
-                    raise unusable(str(file), "lines of JSON", "an empty file", f"leave it out of {flag}")
-    if tables := [str(file) for file in files if file.suffix in TABLES and importlib.util.find_spec("pyarrow") is None]:
-        raise unusable(tables[0], "pyarrow, to read it", "none", "pip install -e '.[hf]', or give lines of JSON")
+                    raise unusable(
+                        str(file), "lines of JSON", "an empty file", f"leave it out of {flag}"
+                    )
+    if tables := [
+        str(file)
+        for file in files
+        if file.suffix in TABLES and importlib.util.find_spec("pyarrow") is None
+    ]:
+        raise unusable(
+            tables[0],
+            "pyarrow, to read it",
+            "none",
+            "pip install -e '.[hf]', or give lines of JSON",
+        )
     return files
 
 
@@ -76,15 +102,20 @@ def _inside(root: str, flag: str) -> list[Path]:
         return [folder]
     if (folder / "dataset_dict.json").is_file():
         splits = ", ".join(sorted(each.name for each in folder.iterdir() if each.is_dir()))
-        raise unusable(root, "one dataset", f"the splits {splits}", f"name one of these folders in {flag}")
+        raise unusable(
+            root, "one dataset", f"the splits {splits}", f"name one of these folders in {flag}"
+        )
     if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file():
         try:
             named = json.loads((folder / "state.json").read_bytes())["_data_files"]
             return [folder / each["filename"] for each in named]
         except (ValueError, KeyError, TypeError) as error:
-            raise unusable(f"{root}/state.json", "what datasets saves", one_line(error), "save it again") from error
+            raise unusable(
+                f"{root}/state.json", "what datasets saves", one_line(error), "save it again"
+            ) from error
     kinds = {kind: files_below(root, kind) for kind in KINDS}
-    there = [kind for kind in KINDS[:-1] if kinds[kind]] or [KINDS[-1]]  # a .json may be about the others
+    # A .json may be about the others.
+    there = [kind for kind in KINDS[:-1] if kinds[kind]] or [KINDS[-1]]
     if len(there) > 1:
         fix = f"name a pattern in {flag}, such as {root}/*{there[0]}"
         raise unusable(root, "files of one kind", " and ".join(there), fix)
@@ -119,7 +150,8 @@ def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
         number = 0
         while line := opened.readline(LINE_BYTES + 1):
             number, rest = number + 1, line
-            line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line  # as Windows begins files
+            # As Windows begins files.
+            line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
             while len(rest) > LINE_BYTES and not rest.endswith(b"\n"):
                 rest = opened.readline(LINE_BYTES + 1)
             if line.strip():
@@ -136,7 +168,8 @@ def _begins_an_array(file: Path) -> bool:
 def _elements(file: Path) -> Iterator[bytes]:
     """Those of an array of JSON, of which a part is in memory at a time."""
     decoder, number = json.JSONDecoder(), 0
-    with open(file, encoding="utf-8-sig", errors="surrogateescape") as opened:  # a bad byte is told by its element
+    # A bad byte is told by its element.
+    with open(file, encoding="utf-8-sig", errors="surrogateescape") as opened:
         text = opened.read(PIECE).lstrip()[1:]
         while True:
             text = text.lstrip(" \t\r\n,")
@@ -148,7 +181,9 @@ def _elements(file: Path) -> Iterator[bytes]:
                 more = opened.read(max(PIECE, len(text)))
                 if not more or len(text) > LINE_BYTES:
                     where = f"{file}, after element {grouped(number)}"
-                    raise unusable(where, "an array of JSON", one_line(error, kind=False), "mend the file") from error
+                    raise unusable(
+                        where, "an array of JSON", one_line(error, kind=False), "mend the file"
+                    ) from error
                 text += more
                 continue
             number += 1
@@ -171,12 +206,18 @@ def _rows(file: Path) -> Iterator[dict[str, Any]]:
             kind = ipc.open_file if opened.read(6) == b"ARROW1" else ipc.open_stream
             opened.seek(0)
             table = kind(opened)
-            batches = map(table.get_batch, range(table.num_record_batches)) if kind is ipc.open_file else table
+            batches = (
+                map(table.get_batch, range(table.num_record_batches))
+                if kind is ipc.open_file
+                else table
+            )
             for batch in batches:
                 for first in range(0, len(batch), ROWS):
                     yield from map(_without_nulls, batch.slice(first, ROWS).to_pylist())
     except pyarrow.ArrowException as error:
-        raise unusable(str(file), f"a {file.suffix} file", one_line(error, 200), "save it again") from error
+        raise unusable(
+            str(file), f"a {file.suffix} file", one_line(error, 200), "save it again"
+        ) from error
 
 
 def _without_nulls(value: Any) -> Any:

@@ -34,8 +34,10 @@ DATE = date(2024, 7, 26)  # that which Llama's templates have by themselves
 NOW = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
 MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 OF_CHATS = "tools", "chat_template_kwargs"  # keys of a line beside its messages
-OWN = "messages", "tools", "documents", "add_generation_prompt", "chat_template"  # which no template argument may be
-SWITCHES = "enable_thinking", "thinking"  # names of arguments that open or close <think> in the generation prompt
+# Which no template argument may be.
+OWN = "messages", "tools", "documents", "add_generation_prompt", "chat_template"
+# Names of arguments that open or close <think> in the generation prompt.
+SWITCHES = "enable_thinking", "thinking"
 RENDER = "give it a role and a key that the template writes, or leave such lines out with --bad-lines skip"
 TEMPLATE = ("put {% generation %} and {% endgeneration %} into a copy of the template, around answers with their "
             "end-of-turn token, and name it by --template")  # fmt: skip
@@ -47,8 +49,10 @@ class Rules:
 
     bad_lines: str = "stop"  # at the first, or "skip" them and count
     unknown_keys: str = "refuse"  # keys of messages that nothing reads, or "drop" them and count
-    seam: str = "split"  # tokens across the start of an answer, or "say" and keep them, or "refuse" the line
-    template_args: dict[str, Any] = field(default_factory=dict)  # for the chat template; those of a line go before
+    # Tokens across the start of an answer, or "say" and keep them, or "refuse" the line.
+    seam: str = "split"
+    # For the chat template; those of a line go before.
+    template_args: dict[str, Any] = field(default_factory=dict)
     format: str = "auto"  # of columns.FORMATS: what a line is
     columns: dict[str, str] = field(default_factory=dict)  # {name here: name in the data}
 
@@ -58,7 +62,9 @@ class Rules:
     def __post_init__(self):
         for name, values in self.VALUES.items():
             if (value := getattr(self, name)) not in values:
-                raise ValueError(f"--{name.replace('_', '-')} {value}: expected one of {', '.join(values)}")
+                raise ValueError(
+                    f"--{name.replace('_', '-')} {value}: expected one of {', '.join(values)}"
+                )
 
 
 class Example(NamedTuple):
@@ -74,10 +80,18 @@ def render(turns: list[dict], how: dict, **more: bool) -> tuple[str, list[tuple[
 
     try:
         (text,), spans = render_jinja_template([turns], **how, **more)
-    except (TemplateError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+    except (
+        TemplateError,
+        ValueError,
+        TypeError,
+        LookupError,
+        AttributeError,
+        RecursionError,
+    ) as error:
         raise BadLine("what the chat template takes", one_line(error), SKIP) from error
     counts = Counter(chain(*chain.from_iterable(spans)))
-    edges = sorted(edge for edge, count in counts.items() if count % 2)  # not where a span ends and another begins
+    # Not where a span ends and another begins.
+    edges = sorted(edge for edge, count in counts.items() if count % 2)
     return text, [*zip(edges[::2], edges[1::2], strict=True)]
 
 
@@ -89,7 +103,10 @@ def asked(turns: list[dict], how: dict) -> tuple[str, str]:
 def replace_template(tokenizer: PreTrainedTokenizerFast, file: str) -> str:
     """Gives a tokenizer the chat template in a file. Returns where that writes an ordinary conversation in another way
     than its own does, for people, or nothing. ValueError: the file is no text."""
-    turns = [dict(role=role, content=f"{role} speaks.") for role in ("user", "assistant", "user", "assistant")]
+    turns = [
+        dict(role=role, content=f"{role} speaks.")
+        for role in ("user", "assistant", "user", "assistant")
+    ]
     texts = []
     try:
         for template in (tokenizer.chat_template, Path(file).read_text(encoding="utf-8")):
@@ -114,19 +131,31 @@ class ChatTemplate:
     def __init__(self, tokenizer: PreTrainedTokenizerFast, rules: Rules):
         self.tokenizer, self.rules, self.counts = tokenizer, rules, Counter()
         self.name = tokenizer.name_or_path or "the tokenizer"
-        special = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
-        self.special = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)")
+        special = (
+            token.content for token in tokenizer.added_tokens_decoder.values() if token.special
+        )
+        self.special = re.compile(
+            "|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)"
+        )
 
     def examples(self, messages: Any, first: int, line: dict) -> list[Example]:
         """Those of a conversation, of which the answers from message number `first` on are learned."""
-        if not isinstance(messages, list) or not messages or not all(isinstance(each, dict) for each in messages):
+        if (
+            not isinstance(messages, list)
+            or not messages
+            or not all(isinstance(each, dict) for each in messages)
+        ):
             raise BadLine("messages, a list of {role, content}", "none or something else", SKIP)
         turns = [forms.cleaned(message, number) for number, message in enumerate(messages, 1)]
         for number, turn in enumerate(turns, 1):
             if held := self.special.search("\n".join(forms.strings(list(turn.values())))):
                 found = f"{held[0]} in message {number}"
                 raise BadLine("content without the tokenizer's special tokens", found, SKIP)
-        answers = [i for i, message in enumerate(messages) if forms.is_learned(message, i + 1) and i >= first]
+        answers = [
+            i
+            for i, message in enumerate(messages)
+            if forms.is_learned(message, i + 1) and i >= first
+        ]
         if not answers:
             raise BadLine("an answer (role assistant) that is learned", "none", SKIP)
         how = self.arguments(line)
@@ -141,13 +170,18 @@ class ChatTemplate:
                 failures.append(error)
         else:
             raise failures[0]
-        self.counts["with messages after the last answer, which are left out"] += answers[-1] < len(messages) - 1
+        self.counts["with messages after the last answer, which are left out"] += (
+            answers[-1] < len(messages) - 1
+        )
         self.counts["split, as the template rewrites answers"] += len(made) > 1
         return made
 
     def arguments(self, line: dict) -> dict[str, Any]:
         """What a conversation is rendered with. Raises DataError and, if the line asks for more than that, BadLine."""
-        tools, own = line.get("tools"), forms.loaded(line.get("chat_template_kwargs"), f"{OF_CHATS[1]}, an object")
+        tools, own = (
+            line.get("tools"),
+            forms.loaded(line.get("chat_template_kwargs"), f"{OF_CHATS[1]}, an object"),
+        )
         tools = forms.objects(tools, "tools") if forms.there(tools) else None
         if own is not None and not isinstance(own, dict):
             raise BadLine(f"{OF_CHATS[1]}, an object", type(own).__name__, SKIP)
@@ -158,14 +192,20 @@ class ChatTemplate:
         text = NOW.sub(lambda call: repr(DATE.strftime(call[2])), text)
         if "strftime_now(" in text:
             fix = "put a date into it: examples must be the same on every day"
-            raise unusable(self.name, "a chat template without today's date", "strftime_now of a variable", fix)
+            raise unusable(
+                self.name, "a chat template without today's date", "strftime_now of a variable", fix
+            )
         args = self.rules.template_args | (own or {})
         for name in [*args, "tools"] if tools else args:
             if not re.search(rf"\b{re.escape(name)}\b", text) or (name in args and name in OWN):
-                raise BadLine("what the chat template knows", f"{name[:40]}, which it does not", SKIP)
+                raise BadLine(
+                    "what the chat template knows", f"{name[:40]}, which it does not", SKIP
+                )
         return self.tokenizer.special_tokens_map | args | dict(chat_template=text, tools=tools)
 
-    def rendered(self, turns: list[dict], answers: list[int], how: dict, marked: bool) -> list[Example]:
+    def rendered(
+        self, turns: list[dict], answers: list[int], how: dict, marked: bool
+    ) -> list[Example]:
         """The examples of messages in one form. marked: by what the template has in {% generation %}, else prefix by
         prefix. Raises BadLine for a text that is in no example, and what a template raises."""
         if marked:
@@ -174,11 +214,17 @@ class ChatTemplate:
         else:
             made = self.by_prefix(turns, answers, how)
         if unread := self.unread(turns, made, how):
-            kept = [{key: each for key, each in turn.items() if (i, key) not in unread} for i, turn in enumerate(turns)]
+            kept = [
+                {key: each for key, each in turn.items() if (i, key) not in unread}
+                for i, turn in enumerate(turns)
+            ]
             for number, turn in enumerate(kept, 1):
                 forms.cleaned(turn, number)  # raises for one that has lost all text
             examples = self.rendered(kept, answers, how, marked)
-            self.counts.update(f"with {key[:40]!r} of a message dropped" for key in sorted({key for _, key in unread}))
+            self.counts.update(
+                f"with {key[:40]!r} of a message dropped"
+                for key in sorted({key for _, key in unread})
+            )
             return examples
         return [made[i] for i in sorted(made)]
 
@@ -188,7 +234,8 @@ class ChatTemplate:
         for i in reversed(answers):
             before, whole = asked(turns[: i + 1], how)
             good, content = whole.startswith(before), (turns[i]["content"] or "").strip()
-            if "add_generation_prompt" not in how["chat_template"]:  # a header would count as part of the answer
+            # A header would count as part of the answer.
+            if "add_generation_prompt" not in how["chat_template"]:
                 good &= whole[len(before) :].lstrip().startswith(content)
             if not good:
                 raise self.why(turns[: i + 1], how, before, whole)
@@ -202,19 +249,27 @@ class ChatTemplate:
     def why(self, turns: list[dict], how: dict, before: str, whole: str) -> BadLine:
         """What is wrong with a template that asks for the last message with `before` and then writes `whole`."""
         history, _ = render(turns[:-1], how)
-        if not (before.startswith(history) and whole.startswith(history)) or whole.startswith(before):
+        if not (before.startswith(history) and whole.startswith(history)) or whole.startswith(
+            before
+        ):
             found = f"another text before or around message {len(turns)}"
-            return BadLine("a template that only adds an answer to what comes before it", found, TEMPLATE)
+            return BadLine(
+                "a template that only adds an answer to what comes before it", found, TEMPLATE
+            )
         prompt, fix = before[len(history) :], TEMPLATE
         found = f"{prompt!r}, then {whole[len(history) :][: len(prompt) + 20]!r} as message {len(turns)}"
-        thinks = ", which closes <think>" * ("</think>" in prompt) or ", which opens <think>" * ("<think>" in prompt)
+        thinks = ", which closes <think>" * ("</think>" in prompt) or ", which opens <think>" * (
+            "<think>" in prompt
+        )
         for name, value in product(SWITCHES, (True, False)):
             before, whole = asked(turns, how | {name: value})
             if name in how["chat_template"] and whole.startswith(before):
                 fix = f"""add "chat_template_kwargs": {{"{name}": {str(value).lower()}}} to the line"""
         return BadLine(f"an answer that begins as the generation prompt{thinks}", found, fix)
 
-    def unread(self, turns: list[dict], made: dict[int, Example], how: dict) -> set[tuple[int, str]]:
+    def unread(
+        self, turns: list[dict], made: dict[int, Example], how: dict
+    ) -> set[tuple[int, str]]:
         """{(number of a message, key)} of keys that nothing reads and that shall be dropped. Raises BadLine for those
         that shall not, and for a text that is in no example."""
         seen = turns[: max(made) + 1]
@@ -229,18 +284,29 @@ class ChatTemplate:
             pages.append((page, True) if faithful else (example.text, False))
         lost = {(text.number - 1, text.key): text for text in reversed(texts)
                 if not any(text.is_in(*page) for page in pages)}  # fmt: skip
-        keys = lost.keys() | {(i, key) for i, turn in enumerate(seen) for key in forms.switches(turn)}
-        unread = {(i, key) for i, key in keys if key != "content" and not self.is_read(seen, i, key, made, how)}
+        keys = lost.keys() | {
+            (i, key) for i, turn in enumerate(seen) for key in forms.switches(turn)
+        }
+        unread = {
+            (i, key)
+            for i, key in keys
+            if key != "content" and not self.is_read(seen, i, key, made, how)
+        }
         for i, key in sorted(keys):
             if (i, key) in unread and self.rules.unknown_keys == "refuse":
-                found, fix = f"{key[:40]!r} in message {i + 1}", "leave it out, or add --unknown-keys drop"
+                found, fix = (
+                    f"{key[:40]!r} in message {i + 1}",
+                    "leave it out, or add --unknown-keys drop",
+                )
                 raise BadLine("keys that the chat template reads", found, fix)
             if (i, key) in lost and (i, key) not in unread:
                 found = f"no {lost[i, key].text[:60]!r} of the {key[:40]} in message {i + 1} ({turns[i]['role']})"
                 raise BadLine("a chat template that renders all texts", found, RENDER)
         return unread
 
-    def is_read(self, turns: list[dict], i: int, key: str, made: dict[int, Example], how: dict) -> bool:
+    def is_read(
+        self, turns: list[dict], i: int, key: str, made: dict[int, Example], how: dict
+    ) -> bool:
         """Whether the template makes another text of message i, or none, without the key."""
         last = min(each for each in made if each >= i)
         less = {name: value for name, value in turns[i].items() if name != key}

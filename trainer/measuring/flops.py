@@ -44,21 +44,33 @@ def count(model: nn.Module, seqlen: int) -> Flops:
                 torch.autograd.grad(loss, trained, allow_unused=True)
         return counter.get_total_flops() * (1 if frozen else 3)
 
-    short, middle, long = lengths = (1, 2, 3) if seqlen < 3 else (seqlen // 3, 2 * seqlen // 3, seqlen)
+    short, middle, long = lengths = (
+        (1, 2, 3) if seqlen < 3 else (seqlen // 3, 2 * seqlen // 3, seqlen)
+    )
     try:
-        a_short, a_middle, a_long = (Fraction(step(length), length) for length in lengths)  # each a + b T
+        # Each a + b T.
+        a_short, a_middle, a_long = (Fraction(step(length), length) for length in lengths)
     except Exception as error:  # whatever the model's code meets where there are no values
-        raise ValueError(f"it does not run on meta: {type(error).__name__}: {str(error).splitlines()[0]}") from error
+        raise ValueError(
+            f"it does not run on meta: {type(error).__name__}: {str(error).splitlines()[0]}"
+        ) from error
     pair = (a_long - a_short) / (long - short)  # of a query with a key
     weights = a_long - pair * long
     if weights + pair * middle != a_middle or weights < 0 or pair < 0:
-        raise ValueError(f"its passes over {short}, {middle} and {long} tokens do not cost a T + b T^2")
+        raise ValueError(
+            f"its passes over {short}, {middle} and {long} tokens do not cost a T + b T^2"
+        )
     linear, pair = float(weights), float(pair)
     return Flops(linear, linear + pair * seqlen, linear + pair * causal_keys(seqlen))
 
 
-def utilisation(flops: dict[str, float | None], seconds: float | None, peak: float | None) -> dict[str, float | None]:
+def utilisation(
+    flops: dict[str, float | None], seconds: float | None, peak: float | None
+) -> dict[str, float | None]:
     """Percent of `peak` (FLOP/s) that a step of `seconds` and `flops`, of one device each, reaches; None if unknown."""
     known = {kind: n for kind, n in flops.items() if n and seconds and peak}
     kinds = dict(mfu="causal", mfu_palm="palm", hfu="hardware")
-    return {key: round(100 * known[kind] / seconds / peak, 2) if kind in known else None for key, kind in kinds.items()}
+    return {
+        key: round(100 * known[kind] / seconds / peak, 2) if kind in known else None
+        for key, kind in kinds.items()
+    }

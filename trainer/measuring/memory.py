@@ -31,8 +31,16 @@ def is_cuda(device: Device) -> bool:
 def _resident(field: str) -> float:
     """Resident MiB: VmRSS (now) or VmHWM (peak). Without /proc (macOS) both are the peak since the process started."""
     with suppress(OSError, IndexError):
-        return round(int(Path("/proc/self/status").read_text().partition(f"\n{field}:")[2].split()[0]) / 2**10, 1)
-    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10), 1)
+        return round(
+            int(Path("/proc/self/status").read_text().partition(f"\n{field}:")[2].split()[0])
+            / 2**10,
+            1,
+        )
+    return round(
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        / (2**20 if sys.platform == "darwin" else 2**10),
+        1,
+    )
 
 
 def reset_peak(device: Device) -> None:
@@ -47,11 +55,19 @@ def reset_peak(device: Device) -> None:
 def peak(device: Device) -> dict[str, float | str]:
     """MiB at the peak since `reset_peak`; `peak_rss_note` says where a CPU's counts from the start of the process."""
     if is_cuda(device):
-        top = {"alloc": torch.cuda.max_memory_allocated(device), "reserved": torch.cuda.max_memory_reserved(device)}
+        top = {
+            "alloc": torch.cuda.max_memory_allocated(device),
+            "reserved": torch.cuda.max_memory_reserved(device),
+        }
         return {f"peak_{kind}_mib": round(size / 2**20, 1) for kind, size in top.items()}
     notes = ["since the process started: no reset here"] * (not os.access(CLEAR_REFS, os.W_OK))
-    notes += ["without those imports of the sweep that this run did not use"] * ("SWEEP_FORKED" in os.environ)
-    return {"peak_rss_mib": _resident("VmHWM"), **({"peak_rss_note": "; ".join(notes)} if notes else {})}
+    notes += ["without those imports of the sweep that this run did not use"] * (
+        "SWEEP_FORKED" in os.environ
+    )
+    return {
+        "peak_rss_mib": _resident("VmHWM"),
+        **({"peak_rss_note": "; ".join(notes)} if notes else {}),
+    }
 
 
 def highest(a: dict, b: dict) -> dict[str, float | str]:
@@ -61,7 +77,11 @@ def highest(a: dict, b: dict) -> dict[str, float | str]:
 
 def memory_now(device: Device) -> float:
     """MiB in use now: allocated on CUDA, resident on a CPU."""
-    return round(torch.cuda.memory_allocated(device) / 2**20, 1) if is_cuda(device) else _resident("VmRSS")
+    return (
+        round(torch.cuda.memory_allocated(device) / 2**20, 1)
+        if is_cuda(device)
+        else _resident("VmRSS")
+    )
 
 
 class Stages:
@@ -79,7 +99,10 @@ class Stages:
 
     def lines(self) -> list[str]:
         head = f"{'after':<12}{'allocated' if is_cuda(self.device) else 'resident':>12}{'peak':>12}  MiB"
-        return [head, *(f"{name:<12}{grouped(now):>12}{grouped(top):>12}" for name, now, top in self.rows)]
+        return [
+            head,
+            *(f"{name:<12}{grouped(now):>12}{grouped(top):>12}" for name, now, top in self.rows),
+        ]
 
 
 def out_of_memory(error: BaseException) -> bool:
@@ -95,8 +118,12 @@ def dump_snapshot(path: str) -> None:
     """Writes what CUDA's allocator holds and did, for pytorch.org/memory_viz. Its paths do not name the user's home."""
     snapshot, home = torch.cuda.memory._snapshot(), os.path.expanduser("~/")
     entries = [entry for trace in snapshot["device_traces"] for entry in trace]
-    entries += [entry for segment in snapshot["segments"] for entry in (segment, *segment["blocks"])]
-    for frame in {id(frame): frame for entry in entries for frame in entry.get("frames", ())}.values():
+    entries += [
+        entry for segment in snapshot["segments"] for entry in (segment, *segment["blocks"])
+    ]
+    for frame in {
+        id(frame): frame for entry in entries for frame in entry.get("frames", ())
+    }.values():
         if frame["filename"].startswith(home):
             frame["filename"] = f"~/{frame['filename'].removeprefix(home)}"
     with open(path, "wb") as file:

@@ -43,7 +43,17 @@ PIECES = ("parameters", "Adam's moments", "other from before the step", "saved f
 PARAMETERS, MOMENTS, OTHER, SAVED, WEIGHTS, LOGITS, GRADIENTS, WORKSPACE = PIECES
 MARK, MODULE = "memory: ", "module: "
 GRAPH, NODE = "## Call CompiledFxGraph", "autograd::engine::evaluate_function: "
-AROUND = (MARK, MODULE, GRAPH, NODE, "TorchDynamo", "Torch-Compiled", "AOTDispatcher", "Pregraph", "CompiledFunction")
+AROUND = (
+    MARK,
+    MODULE,
+    GRAPH,
+    NODE,
+    "TorchDynamo",
+    "Torch-Compiled",
+    "AOTDispatcher",
+    "Pregraph",
+    "CompiledFunction",
+)
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 FACTOR = {"aten::mm": 1, "aten::addmm": 2, "aten::embedding": 0}  # the input that is a weight
 
@@ -93,15 +103,20 @@ class Sizes(NamedTuple):
 
     def fit(self, nbytes: int, elements: int, dtype: str) -> bool:
         """Whether a block of `nbytes` can be what the allocator gives to so many elements."""
-        most = 0 if not self.rounded else 511 if nbytes <= 2**20 else 2**20 + 511  # a large block's rest stays with it
+        # A large block's rest stays with it.
+        most = 0 if not self.rounded else 511 if nbytes <= 2**20 else 2**20 + 511
         return dtype in DTYPES and 0 <= nbytes - elements * DTYPES[dtype].itemsize <= most
 
     def of(self, b: Block) -> list[str]:
         """Every name that fits the bytes of a block and, where an op has shown it, its dtype."""
-        return [f"{n} {d}" for n, e, d in self.names if b.dtype in ("", d) and self.fit(b.nbytes, e, d)]
+        return [
+            f"{n} {d}" for n, e, d in self.names if b.dtype in ("", d) and self.fit(b.nbytes, e, d)
+        ]
 
     def name(self, b: Block) -> str:
-        return " or ".join(self.of(b)) or (f"{[*b.shape]} {b.dtype}".replace(", ", ",") if b.shape else "")
+        return " or ".join(self.of(b)) or (
+            f"{[*b.shape]} {b.dtype}".replace(", ", ",") if b.shape else ""
+        )
 
     def logits(self, b: Block) -> bool:
         return any(",V]" in name for name in self.of(b)) and (not b.shape or self.vocab in b.shape)
@@ -111,12 +126,16 @@ class Timeline:
     """The blocks, levels and peaks of one step. events: in any order. marks: (ns, phase), in order, for the begin of
     each phase ("fwd", "bwd", "step"), or none. base: {piece: bytes} alive before it. sizes: names of blocks."""
 
-    def __init__(self, events: list[Event], marks: list[tuple[int, str]], base: dict[str, int], sizes: Sizes):
+    def __init__(
+        self, events: list[Event], marks: list[tuple[int, str]], base: dict[str, int], sizes: Sizes
+    ):
         self.events = sorted(events, key=lambda e: e.time)  # stable: equal times stay in order
         self.base, self.sizes, self.marks = base, sizes, marks
-        self.starts = [bisect_left(self.events, t, key=lambda e: e.time) for t, _ in marks]  # first event of a phase
+        # First event of a phase.
+        self.starts = [bisect_left(self.events, t, key=lambda e: e.time) for t, _ in marks]
         self.blocks: list[Block] = []
-        self.unknown: list[tuple[int, int]] = []  # (index, bytes) of frees of blocks from before the step
+        # (index, bytes) of frees of blocks from before the step.
+        self.unknown: list[tuple[int, int]] = []
         self.unseen = 0  # number of blocks whose free was not reported
         live: dict[int, Block] = {}
         for i, e in enumerate(self.events):
@@ -148,9 +167,11 @@ class Timeline:
     def _piece(self, b: Block) -> str:
         n = self.phase(b.born)
         phase = self.marks[n][1] if n >= 0 else ""
-        if GRADIENTS in b.claims and phase in ("bwd", ""):  # other reductions: of labels, of the norm
+        # Other reductions: of labels, of the norm.
+        if GRADIENTS in b.claims and phase in ("bwd", ""):
             return GRADIENTS
-        if WEIGHTS in b.claims or re.search(r" in _Gather(,|$)", b.where):  # simple_fsdp.py's, in eager forward
+        # simple_fsdp.py's, in eager forward.
+        if WEIGHTS in b.claims or re.search(r" in _Gather(,|$)", b.where):
             return WEIGHTS
         if self.sizes.logits(b):
             return LOGITS
@@ -209,8 +230,13 @@ def largest(timeline: Timeline, most: int = 10) -> list[tuple[int, int, str]]:
     rows = Counter()
     for b in timeline.alive(timeline.peaks(1)[0].index) if timeline.levels() else ():
         born, freed = (re.sub(r"\.\d+\b", ".*", place) for place in (b.where, b.freed))
-        rows[b.nbytes, f"{timeline.sizes.name(b) or '(no name fits)'}; {b.piece}; {born} -> {freed}"] += 1
-    return [(n, size, text) for (size, text), n in sorted(rows.items(), key=lambda row: -row[0][0])[:most]]
+        rows[
+            b.nbytes, f"{timeline.sizes.name(b) or '(no name fits)'}; {b.piece}; {born} -> {freed}"
+        ] += 1
+    return [
+        (n, size, text)
+        for (size, text), n in sorted(rows.items(), key=lambda row: -row[0][0])[:most]
+    ]
 
 
 def lines(timeline: Timeline, notes: Iterable[str] = (), step: int = 1) -> list[str]:
@@ -219,16 +245,30 @@ def lines(timeline: Timeline, notes: Iterable[str] = (), step: int = 1) -> list[
     text = [f"peaks of memory in step {step}, MiB (pieces under 0.05 are left out)"]
     for n, p in enumerate(timeline.peaks(), 1):
         text.append(f"{n}. {mib(p.nbytes):>10}  {p.moment}")
-        text += [f"   {mib(size):>10}  {piece}" for piece, size in p.pieces.items() if size >= 0.05 * 2**20]
-    text.append("largest buffers at the first peak, MiB each: name by size; piece; allocated -> freed")
+        text += [
+            f"   {mib(size):>10}  {piece}"
+            for piece, size in p.pieces.items()
+            if size >= 0.05 * 2**20
+        ]
+    text.append(
+        "largest buffers at the first peak, MiB each: name by size; piece; allocated -> freed"
+    )
     text += [f"   {n:>3} x {mib(size):>8}  {what}" for n, size, what in largest(timeline)]
     if timeline.unknown:
         size = mib(sum(n for _, n in timeline.unknown))
-        text.append(f"{len(timeline.unknown)} blocks from before the step, {size} MiB, were freed in it")
+        text.append(
+            f"{len(timeline.unknown)} blocks from before the step, {size} MiB, were freed in it"
+        )
     if timeline.unseen:
-        text.append(f"{timeline.unseen} blocks were freed unseen: they count until their address is given out again")
-    if double := sum(b.nbytes for b in timeline.blocks if b.piece == LOGITS and len(timeline.sizes.of(b)) > 1):
-        text.append(f"logits: {mib(double)} MiB of them, over the whole step, fit another name by their size as well")
+        text.append(
+            f"{timeline.unseen} blocks were freed unseen: they count until their address is given out again"
+        )
+    if double := sum(
+        b.nbytes for b in timeline.blocks if b.piece == LOGITS and len(timeline.sizes.of(b)) > 1
+    ):
+        text.append(
+            f"logits: {mib(double)} MiB of them, over the whole step, fit another name by their size as well"
+        )
     return [*text, *notes]
 
 
@@ -246,18 +286,40 @@ def draw(timeline: Timeline, path: str, label: str = "MiB") -> None:
                 change[min(n, b.died)] -= b.nbytes
         if any(change):
             bands[piece] = [size / 2**20 for size in accumulate(change[:n])]
-    how = {"font.size": 8, "legend.fontsize": 7, "hatch.linewidth": 0.4, "svg.fonttype": "none", "svg.hashsalt": "a"}
+    how = {
+        "font.size": 8,
+        "legend.fontsize": 7,
+        "hatch.linewidth": 0.4,
+        "svg.fonttype": "none",
+        "svg.hashsalt": "a",
+    }
     with matplotlib.rc_context(how):
         plot = Figure(figsize=(3.4, 3.1 + 0.08 * len(bands)), layout="constrained")
         ax = plot.subplots()
-        for i, area in enumerate(ax.stackplot(range(n), *bands.values(), labels=bands, step="post")):
-            grey, hatch = ("0.3", "0.75", "0.5", "0.95")[i % 4], ("", "....", "////", "xxxx")[(i + i // 4) % 4]
-            area.set(facecolor=grey, hatch=hatch, edgecolor="white" if grey < "0.4" else "0.1", linewidth=0.2)
-        ax.set(xlabel="allocations and frees of one step, in order", ylabel=label, xlim=(0, max(1, n - 1)))
+        for i, area in enumerate(
+            ax.stackplot(range(n), *bands.values(), labels=bands, step="post")
+        ):
+            grey, hatch = (
+                ("0.3", "0.75", "0.5", "0.95")[i % 4],
+                ("", "....", "////", "xxxx")[(i + i // 4) % 4],
+            )
+            area.set(
+                facecolor=grey,
+                hatch=hatch,
+                edgecolor="white" if grey < "0.4" else "0.1",
+                linewidth=0.2,
+            )
+        ax.set(
+            xlabel="allocations and frees of one step, in order",
+            ylabel=label,
+            xlim=(0, max(1, n - 1)),
+        )
         for start, (_, phase) in zip(timeline.starts, timeline.marks, strict=True):
             ax.axvline(start, color="black", linewidth=0.7, linestyle=":")
             words = dict(fwd="forward", bwd="backward", step="optimizer")[phase]
-            ax.annotate(words, (start, 1), (1, 2), ax.get_xaxis_transform(), "offset points", fontsize=7)
+            ax.annotate(
+                words, (start, 1), (1, 2), ax.get_xaxis_transform(), "offset points", fontsize=7
+            )
         plot.legend(loc="outside lower center", ncols=2)
         plot.savefig(path, dpi=300, metadata={"Date": None} if path.endswith(".svg") else {})
 
@@ -276,7 +338,8 @@ def _where(names: list[str], following: str, module: str) -> str:
     """Where an event is, in words: the ranges around it, outermost first; the op that starts after it; its module."""
     node = next((n.removeprefix(NODE) for n in names if n.startswith(NODE)), "")
     own = [n for n in names if not n.startswith(AROUND) and n != node]
-    inside = node or next((n for n in own if "::" not in n), "")  # the latter an autograd.Function of Python
+    # The latter an autograd.Function of Python.
+    inside = node or next((n for n in own if "::" not in n), "")
     if any(n.startswith(GRAPH) for n in names):
         inside = "compiled backward" if node else "compiled code"
     op = next((n for n in own if "::" in n), f"before {following}" if following else "")
@@ -288,7 +351,9 @@ def _label(e) -> str:
     """The name of an op; of a matrix product with its shapes, which in compiled code tell which product it is."""
     if e.name not in ("aten::mm", "aten::addmm"):
         return e.name
-    shapes = [[*t.sizes] for t in e.typed[1].inputs if isinstance(t, _TensorMetadata) and len(t.sizes) > 1]
+    shapes = [
+        [*t.sizes] for t in e.typed[1].inputs if isinstance(t, _TensorMetadata) and len(t.sizes) > 1
+    ]
     return f"{e.name} " + " ".join(str(shape).replace(" ", "") for shape in shapes[:2])
 
 
@@ -305,14 +370,29 @@ def _reads(e, shapes: set[tuple[int, ...]]) -> Iterator[Event]:
     for i, given in enumerate(inputs):
         for t in given if isinstance(given, list) else [given]:
             if isinstance(t, _TensorMetadata) and t.storage_data_ptr:
-                weight = i == at and tuple(sorted(t.sizes)) in shapes and (not i or inputs[i - 1].strides[-1] == 1)
+                weight = (
+                    i == at
+                    and tuple(sorted(t.sizes)) in shapes
+                    and (not i or inputs[i - 1].strides[-1] == 1)
+                )
                 piece = WEIGHTS if weight else moved(e.name)
-                yield Event(e.start_time_ns, t.storage_data_ptr, 0, "", piece, tuple(t.sizes), NAMES.get(t.dtype, ""))
+                yield Event(
+                    e.start_time_ns,
+                    t.storage_data_ptr,
+                    0,
+                    "",
+                    piece,
+                    tuple(t.sizes),
+                    NAMES.get(t.dtype, ""),
+                )
 
 
-def read(roots: list, device: str, shapes: set[tuple[int, ...]]) -> tuple[list[Event], list[tuple[int, str]]]:
+def read(
+    roots: list, device: str, shapes: set[tuple[int, ...]]
+) -> tuple[list[Event], list[tuple[int, str]]]:
     """(events, marks) for a Timeline. roots: the profiler's trees; device: whose blocks count; shapes: as `_reads`."""
-    events, marks, modules = [], [], {}  # modules: sequence number of an autograd node -> its module
+    # modules: sequence number of an autograd node -> its module.
+    events, marks, modules = [], [], {}
 
     def walk(siblings: list, names: list[str], module: str) -> None:
         following, after = "", []
@@ -324,7 +404,11 @@ def read(roots: list, device: str, shapes: set[tuple[int, ...]]) -> tuple[list[E
             if e.tag == _EventType.Allocation:
                 a = e.typed[1]
                 if a.device.type == device:
-                    events.append(Event(e.start_time_ns, a.ptr, a.alloc_size, _where(names, following, module)))
+                    events.append(
+                        Event(
+                            e.start_time_ns, a.ptr, a.alloc_size, _where(names, following, module)
+                        )
+                    )
             elif e.tag == _EventType.TorchOp:
                 number, own = e.typed[1].sequence_number, module
                 if e.name.startswith(MARK):
@@ -367,10 +451,13 @@ def _observed(step: Step, modules: bool) -> Iterator[list[dict[int, int]]]:
     with ExitStack() as stack:
         if not isinstance(step, OneGraph):
             _mark("fwd")
-        stack.enter_context(step.watched(note))  # not in the model: compiled code has guards on what it reads of it
+        # Not in the model: compiled code has guards on what it reads of it.
+        stack.enter_context(step.watched(note))
         for name, m in step.model.named_modules() if modules else ():
             stack.enter_context(m.register_forward_pre_hook(partial(enter, name or "the model")))
-            leave = m.register_forward_hook(lambda *_: ranges.pop().__exit__(None, None, None), always_call=True)
+            leave = m.register_forward_hook(
+                lambda *_: ranges.pop().__exit__(None, None, None), always_call=True
+            )
             stack.enter_context(leave)
         yield seen
 
@@ -391,7 +478,11 @@ def sizes_of(c: Config, world: int) -> Sizes:
     if world > 1:
         elements |= {f"{name}/{world}": -(-n // world) for name, n in weights.items()}
     dtypes = dict.fromkeys((c.param_dtype, "fp32"))
-    return Sizes(tuple((name, n, d) for name, n in elements.items() for d in dtypes), V, rounded=c.device == "cuda")
+    return Sizes(
+        tuple((name, n, d) for name, n in elements.items() for d in dtypes),
+        V,
+        rounded=c.device == "cuda",
+    )
 
 
 def address(t: Tensor) -> int:
@@ -412,20 +503,28 @@ def before(
                 known.add(key(t))
                 total[piece] += t.untyped_storage().nbytes()
     if tokens.is_cuda:
-        total[OTHER] = torch.cuda.memory_allocated(tokens.device) - total[PARAMETERS] - total[MOMENTS]
+        total[OTHER] = (
+            torch.cuda.memory_allocated(tokens.device) - total[PARAMETERS] - total[MOMENTS]
+        )
     return dict(total), known
 
 
-def watch(c: Config, step: Step, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Timeline, list[str]]:
+def watch(
+    c: Config, step: Step, tokens: Tensor, targets: Tensor
+) -> tuple[Tensor, Timeline, list[str]]:
     """Runs step(tokens, targets), [B, T] each, built of flags `c`: (loss, Timeline, notes on what it does not know)."""
     base, known = before(step, tokens, targets)
     if tokens.is_cuda:
         torch.cuda.reset_peak_memory_stats(tokens.device)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True) as profiler:
+    with profile(
+        activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True
+    ) as profiler:
         with _observed(step, modules=c.compile == "none") as seen:
             loss = step(tokens, targets)
     shapes = {tuple(sorted(p.shape)) for p in step.model.parameters() if p.ndim == 2}
-    events, marks = read(profiler.profiler.kineto_results.experimental_event_tree(), c.device, shapes)
+    events, marks = read(
+        profiler.profiler.kineto_results.experimental_event_tree(), c.device, shapes
+    )
     for time, grads in zip([time for time, name in marks if name == GRADIENTS], seen, strict=True):
         events += [Event(time, ptr, 0, piece=GRADIENTS) for ptr in grads]
     made = {e.ptr for e in events if e.nbytes > 0} | known
@@ -439,7 +538,9 @@ def watch(c: Config, step: Step, tokens: Tensor, targets: Tensor) -> tuple[Tenso
              "the resident memory of this run holds the profiler's events as well"]  # fmt: skip
     if tokens.is_cuda:
         base[OTHER] -= kept
-        notes = [f"torch.cuda.max_memory_allocated {mib(torch.cuda.max_memory_allocated(tokens.device))}"]
+        notes = [
+            f"torch.cuda.max_memory_allocated {mib(torch.cuda.max_memory_allocated(tokens.device))}"
+        ]
     if not phases:
         notes.append("one graph, no phases: what is saved for backward cannot be told from temporaries, nor gradients "
                      "that no collective reads; both are workspace")  # fmt: skip

@@ -1,12 +1,12 @@
 """How long steps take, the machine they ran on, and profiles of a few of them.
 
-    timer = StepTimer(device)
-    profile = Profile(directory, first=3, count=2, rank=rank, device=device)
-    profile.names = Names(step)            # of phases, blocks and collectives in the trace; before the first step
-    for k in range(steps):
-        with timer.step(excluded=k < warmup or profile.covers(k)), profile.step(k):
-            train_step()
-    row = environment(device) | stats(timer.ms())
+timer = StepTimer(device)
+profile = Profile(directory, first=3, count=2, rank=rank, device=device)
+profile.names = Names(step)            # of phases, blocks and collectives in the trace; before the first step
+for k in range(steps):
+    with timer.step(excluded=k < warmup or profile.covers(k)), profile.step(k):
+        train_step()
+row = environment(device) | stats(timer.ms())
 """
 
 import ast
@@ -51,7 +51,8 @@ class StepTimer:
     stream enclose a step, so that the host need not wait. A step that raises is not recorded."""
 
     def __init__(self, device: Device):
-        self.cuda, self._done, self._pending = is_cuda(device), [], deque()  # (ms, excluded), (start, end, excluded)
+        # (ms, excluded), (start, end, excluded).
+        self.cuda, self._done, self._pending = is_cuda(device), [], deque()
 
     @contextmanager
     def step(self, excluded: bool = False) -> Iterator[None]:
@@ -90,9 +91,14 @@ def stats(ms: list[float], name: str = "step") -> dict[str, float | int | None]:
 
 def _output(*command: str) -> str | None:
     """What a command prints; None if it is missing, fails or takes over 5 seconds."""
-    env = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}  # a git hook sets GIT_DIR to its own
+    # A git hook sets GIT_DIR to its own.
+    env = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")}
     with suppress(OSError, subprocess.SubprocessError):
-        return subprocess.run(command, capture_output=True, check=True, timeout=5, env=env).stdout.decode().strip()
+        return (
+            subprocess.run(command, capture_output=True, check=True, timeout=5, env=env)
+            .stdout.decode()
+            .strip()
+        )
 
 
 def checkout(file: str | Path = __file__) -> dict[str, str | bool | None]:
@@ -101,7 +107,10 @@ def checkout(file: str | Path = __file__) -> dict[str, str | bool | None]:
     sha = _output(*git, "rev-parse", "HEAD")
     if not sha or not _output(*git, "ls-files", "--", Path(file).name):
         return {"commit": "unknown", "dirty": None}
-    changed = _output(*git, "status", "--porcelain", "-uno", "--", ":(top)", ":(top,exclude)results")  # where rows go
+    # Where rows go.
+    changed = _output(
+        *git, "status", "--porcelain", "-uno", "--", ":(top)", ":(top,exclude)results"
+    )
     return {"commit": sha, "dirty": None if changed is None else bool(changed)}
 
 
@@ -115,20 +124,40 @@ def code_digest() -> str:
 
 def clocks(device: Device) -> dict[str, float | None]:
     """The SM clock (call it right after work), its limit, the power limit in watts; None where nvidia-smi has none."""
-    keys = {"clock_mhz": "clocks.sm", "clock_max_mhz": "clocks.max.sm", "power_limit_w": "power.limit"}
+    keys = {
+        "clock_mhz": "clocks.sm",
+        "clock_max_mhz": "clocks.max.sm",
+        "power_limit_w": "power.limit",
+    }
     query = [f"--query-gpu={','.join(keys.values())}", "--format=csv,noheader,nounits"]
-    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None) if is_cuda(device) else None
+    uuid = (
+        getattr(torch.cuda.get_device_properties(device), "uuid", None) if is_cuda(device) else None
+    )
     text = (uuid and _output("nvidia-smi", f"--id=GPU-{uuid}", *query) or "") + ",,"
-    return {k: float(v) if re.fullmatch(r" *[\d.]+", v) else None for k, v in zip(keys, text.split(","), strict=False)}
+    return {
+        k: float(v) if re.fullmatch(r" *[\d.]+", v) else None
+        for k, v in zip(keys, text.split(","), strict=False)
+    }
 
 
 def environment(device: Device) -> dict:
     """What a row of results says about code and machine."""
     info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     cpu = re.search(r"^model name\s*:\s*(.+)$|\Z", info, re.MULTILINE)[1] or os.uname().machine
-    name = torch.cuda.get_device_name(device) if is_cuda(device) else f"CPU {cpu}, {torch.get_num_threads()} threads"
-    return {"date": time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime()), **checkout(), "torch": torch.__version__,
-            "cuda": torch.version.cuda, "python": sys.version.split()[0], "device": name, **clocks(device)}
+    name = (
+        torch.cuda.get_device_name(device)
+        if is_cuda(device)
+        else f"CPU {cpu}, {torch.get_num_threads()} threads"
+    )
+    return {
+        "date": time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime()),
+        **checkout(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "python": sys.version.split()[0],
+        "device": name,
+        **clocks(device),
+    }
 
 
 def _write_trace(trace: profile, path: str) -> None:
@@ -137,7 +166,9 @@ def _write_trace(trace: profile, path: str) -> None:
         whole = os.path.join(folder, "trace.json")
         trace.export_chrome_trace(whole)
         with open(whole, "rb") as lines, gzip.open(path, "wb") as out:
-            out.writelines(re.sub(rb'"(host_name|traceName)": "[^"]*"', rb'"\1": ""', line) for line in lines)
+            out.writelines(
+                re.sub(rb'"(host_name|traceName)": "[^"]*"', rb'"\1": ""', line) for line in lines
+            )
 
 
 class Profile:
@@ -145,11 +176,23 @@ class Profile:
     rank<r>.trace.json.gz (perfetto.dev) and, on CUDA, rank<r>.memory.pickle (pytorch.org/memory_viz). `nsys profile
     --capture-range=cudaProfilerApi` records these steps alone. `paths` says what was written, `notes` what not."""
 
-    def __init__(self, directory: str | Path | None, first: int, count: int, rank: int, device: Device):
-        self.stem, self.cuda, self._recording = f"{directory}/rank{rank}", is_cuda(device), ExitStack()
+    def __init__(
+        self, directory: str | Path | None, first: int, count: int, rank: int, device: Device
+    ):
+        self.stem, self.cuda, self._recording = (
+            f"{directory}/rank{rank}",
+            is_cuda(device),
+            ExitStack(),
+        )
         self.steps = range(first, first + count if directory else first)
         self.nsys = self.cuda and "NSYS_PROFILING_SESSION_ID" in os.environ
-        absent = "trace: nsys holds CUPTI" if self.nsys else "" if self.cuda else "memory snapshot: it needs CUDA"
+        absent = (
+            "trace: nsys holds CUPTI"
+            if self.nsys
+            else ""
+            if self.cuda
+            else "memory snapshot: it needs CUDA"
+        )
         self.paths, self.notes = [], [f"no {absent}"] if directory and absent else []
         self.names: Names | None = None
 
@@ -167,7 +210,10 @@ class Profile:
             self._recording.enter_context(self._record())
         with ExitStack() as ending:
             ending.callback(self.close)
-            with torch.cuda.nvtx.range(f"step {k}") if self.cuda else nullcontext(), record_function(f"step {k}"):
+            with (
+                torch.cuda.nvtx.range(f"step {k}") if self.cuda else nullcontext(),
+                record_function(f"step {k}"),
+            ):
                 with self.names.shown() if self.names else nullcontext():
                     yield
             if k != self.steps[-1]:
@@ -181,7 +227,9 @@ class Profile:
 
     @contextmanager
     def _record(self) -> Iterator[None]:
-        activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA] if self.cuda else [ProfilerActivity.CPU]
+        activities = (
+            [ProfilerActivity.CPU, ProfilerActivity.CUDA] if self.cuda else [ProfilerActivity.CPU]
+        )
         trace, files = None if self.nsys else profile(activities=activities), {}
         if self.cuda:
             torch.cuda.synchronize()
@@ -210,7 +258,8 @@ class Profile:
 
 KINDS = {GATHER: "all-gather", SCATTER: "reduce-scatter", REDUCE: "all-reduce"}
 PHASES = dict(fwd="forward", bwd="backward", reduce="backward", step="optimizer")
-TAG = "named-in-traces"  # of compiled code whose buffers are noted; what was compiled without has another cache key
+# Of compiled code whose buffers are noted; what was compiled without has another cache key.
+TAG = "named-in-traces"
 
 
 class Track:
@@ -245,7 +294,9 @@ class Track:
 
 def words_of(path: str) -> tuple[str, ...]:
     """L['self']._modules['blocks'].0.mlp -> L, self, blocks, 0, mlp: Dynamo writes paths in several ways."""
-    return tuple(word for word in re.split(r"\W+", path) if word and word not in ("_modules", "_orig_mod"))
+    return tuple(
+        word for word in re.split(r"\W+", path) if word and word not in ("_modules", "_orig_mod")
+    )
 
 
 class Names:
@@ -262,10 +313,15 @@ class Names:
         for name, _ in step.model.named_modules(remove_duplicate=False):
             inside = [block for block in blocks if f"{name}.".startswith(f"{block}.")]
             self.places[words_of(name)] = max(inside, key=len, default=name)
-        self.parameters = {id(p): self.place(name.rpartition(".")[0]) for name, p in step.model.named_parameters()}
+        self.parameters = {
+            id(p): self.place(name.rpartition(".")[0]) for name, p in step.model.named_parameters()
+        }
         self.shown_modules = {name: m for name, m in step.model.named_modules() if name in blocks or (
             not [*m.children()] and self.places[words_of(name)] == name and name)}  # fmt: skip
-        self.plain, config.cache_key_tag = GraphLowering.compile_to_module, f"{config.cache_key_tag} {TAG}".strip()
+        self.plain, config.cache_key_tag = (
+            GraphLowering.compile_to_module,
+            f"{config.cache_key_tag} {TAG}".strip(),
+        )
         noted = functools.partialmethod(Names.note, names=self)
         GraphLowering.compile_to_module = noted
 
@@ -279,7 +335,9 @@ class Names:
     def place(self, path: str) -> str:
         """The block, or the module in none, of a path in a graph or in the model; "" if it is not known."""
         words = words_of(path)
-        return next((self.places[words[i:]] for i in range(len(words)) if words[i:] in self.places), "")
+        return next(
+            (self.places[words[i:]] for i in range(len(words)) if words[i:] in self.places), ""
+        )
 
     @staticmethod
     def some(places: Iterable[str]) -> str:
@@ -297,7 +355,8 @@ class Names:
             if start is not None:
                 moved = [path for path, _ in start.meta.get("bucket", ())] or [module_of(start)]
                 what = f"{KINDS[start.target]} {names.some(map(names.place, moved))}".strip()
-                for each in (buffer, *(getattr(buffer, "inputs", None) or ())):  # an all-reduce is written in place
+                # An all-reduce is written in place.
+                for each in (buffer, *(getattr(buffer, "inputs", None) or ())):
                     found.setdefault(each.get_name(), ["", what])
             elif place := next(filter(None, (names.place(module_of(n)) for n in nodes)), ""):
                 found.setdefault(buffer.get_name(), [place, ""])
@@ -308,16 +367,25 @@ class Names:
     @contextmanager
     def shown(self) -> Iterator[None]:
         """Inside it a step has names in a trace."""
-        track, swapped, gather, reduce = self.track, [], simple_fsdp._Gather.forward, simple_fsdp._Reduce.forward
+        track, swapped, gather, reduce = (
+            self.track,
+            [],
+            simple_fsdp._Gather.forward,
+            simple_fsdp._Reduce.forward,
+        )
         moved = lambda params: self.some(self.parameters.get(id(p), "") for p in params)  # noqa: E731
         gathers = track.collective(gather, lambda args: f"all-gather {moved(args[4:])}")
         reduces = track.collective(reduce, lambda args: f"reduce {moved(args[3])}")
         with self.step.watched(lambda phase, _: track.to(0, PHASES[phase])), ExitStack() as stack:
             stack.callback(track.to, 0, None)
-            simple_fsdp._Gather.forward, simple_fsdp._Reduce.forward = staticmethod(gathers), staticmethod(reduces)
+            simple_fsdp._Gather.forward, simple_fsdp._Reduce.forward = (
+                staticmethod(gathers),
+                staticmethod(reduces),
+            )
             stack.callback(setattr, simple_fsdp._Gather, "forward", staticmethod(gather))
             stack.callback(setattr, simple_fsdp._Reduce, "forward", staticmethod(reduce))
-            for name, module in self.shown_modules.items():  # where torch looks first, and no compiled code
+            # Where torch looks first, and no compiled code.
+            for name, module in self.shown_modules.items():
                 before = module._compiled_call_impl
                 module._compiled_call_impl = self.named(name, before or module._call_impl)
                 stack.callback(setattr, module, "_compiled_call_impl", before)
@@ -354,7 +422,11 @@ def instrumented(module: ModuleType) -> CodeType | None:
     with suppress(OSError, ValueError, AttributeError, StopIteration):
         noted = json.loads(Path(f"{module.__file__}.names.json").read_text())
         tree = ast.parse(Path(module.__file__).read_text())
-        runner = next(n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == type(module.runner).__name__)
+        runner = next(
+            n
+            for n in tree.body
+            if isinstance(n, ast.ClassDef) and n.name == type(module.runner).__name__
+        )
         call = next(n for n in runner.body if isinstance(n, ast.FunctionDef) and n.name == "call")
         call.body = _with_ranges(call.body, noted)
         todo = [compile(ast.fix_missing_locations(tree), module.__file__, "exec")]
@@ -374,13 +446,17 @@ def _with_ranges(body: list[ast.stmt], noted: dict[str, list[str]]) -> list[ast.
             made.append(_call("to", 1, None))
         elif isinstance(line, ast.Expr | ast.Assign):
             text = ast.unparse(line)
-            found = [noted[n.id] for n in ast.walk(line) if isinstance(n, ast.Name) and n.id in noted]
+            found = [
+                noted[n.id] for n in ast.walk(line) if isinstance(n, ast.Name) and n.id in noted
+            ]
             moves = re.search(r"(^|= )torch\.ops\._c10d_functional\.", text)
             if moves and (what := next((what for _, what in found if what), "")):
                 waits = "wait for " * (".wait_tensor" in text)
                 made += [_call("to", 2, waits + what), line, _call("to", 2, None)]
                 continue
-            calls = isinstance(line.value, ast.Call) and not re.match(r"assert_|buf\w+ = (empty|reinterpret)", text)
+            calls = isinstance(line.value, ast.Call) and not re.match(
+                r"assert_|buf\w+ = (empty|reinterpret)", text
+            )
             if calls and (places := [place for place, _ in found if place]):
                 made.append(_call("to", 1, places[-1]))
         made.append(line)

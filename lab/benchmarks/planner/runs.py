@@ -72,7 +72,9 @@ def published() -> tuple[Row, ...]:
             own, words = parse(r["flags"].replace("reference/", f"{ROOT}/reference/").split())
             q = question(own, words)
             source = r.get("source", "llm-foundry MPT")
-            setting = r.get("setting") or " ".join(r[key] for key in ("model", "seqlen", "gpus", "gpu", "micro_batch"))
+            setting = r.get("setting") or " ".join(
+                r[key] for key in ("model", "seqlen", "gpus", "gpu", "micro_batch")
+            )
             memory = float(r["memory_gib"]) if r.get("memory_gib") else None
             tape = q.tape
             peak = step_peak(q.c, q.ranks, q.a, q.gpu.arch, tape).nbytes
@@ -107,10 +109,20 @@ def fit(rows: Sequence[Row]) -> dict[str, float]:
             like, eager = row.q.gpu.like, row.q.c.compile == "none"
             passes = (x["eager passes"] if eager else 1.0) / x[f"{like} memory"]
             core = x[f"{like} eager attention"] if eager else 1.0
-            seconds = own[PRODUCTS] / x[f"{like} products"] + own[CORE] / core + passes * (own[REST] + own[UPDATE])
-            seconds += sum(s for what, s in own.items() if what not in (PRODUCTS, CORE, REST, UPDATE, SLOWEST))
+            seconds = (
+                own[PRODUCTS] / x[f"{like} products"]
+                + own[CORE] / core
+                + passes * (own[REST] + own[UPDATE])
+            )
+            seconds += sum(
+                s for what, s in own.items() if what not in (PRODUCTS, CORE, REST, UPDATE, SLOWEST)
+            )
             seconds *= 1 + x["straggling"] * math.log2(max(row.q.ranks / row.q.per_node, 1))
-            off += abs(math.log(seconds * row.tokens / (row.q.c.batch * row.q.c.grad_accum * row.q.c.seqlen)))
+            off += abs(
+                math.log(
+                    seconds * row.tokens / (row.q.c.batch * row.q.c.grad_accum * row.q.c.seqlen)
+                )
+            )
         return off
 
     x, step = dict(start), 0.2
@@ -119,7 +131,11 @@ def fit(rows: Sequence[Row]) -> dict[str, float]:
         better = False
         for name in NEUTRAL:
             for sign in (1, -1):
-                moved = x[name] + sign * step / 10 if name == "straggling" else x[name] * (1 + step) ** sign
+                moved = (
+                    x[name] + sign * step / 10
+                    if name == "straggling"
+                    else x[name] * (1 + step) ** sign
+                )
                 if moved >= 0 and (score := loss(x | {name: moved})) < best:
                     x, best, better = x | {name: moved}, score, True
         step *= 1 if better else 0.5
@@ -210,12 +226,23 @@ def sizes() -> dict[str, list[tuple[float, float, str]]]:
             found["published, compiled, max allocated"].append((planned, run.mib / 2**10, run.name))
     for number, r in enumerate(read_jsonl(ROOT / "results/h100.jsonl"), 1):
         c = SimpleNamespace(**(r.get("flags") or {"compile": ""}))
-        if r.get("peak_reserved_mib") and c.compile in ("none", "fwdbwd") and {"remat", "ahead"} <= vars(c).keys():
+        if (
+            r.get("peak_reserved_mib")
+            and c.compile in ("none", "fwdbwd")
+            and {"remat", "ahead"} <= vars(c).keys()
+        ):
             ranks, name = c.world or r["world"], f"row {number} of results/h100.jsonl"
-            kind, peak = "eager" if c.compile == "none" else "compiled", step_peak(c, ranks).nbytes / 2**30
+            kind, peak = (
+                "eager" if c.compile == "none" else "compiled",
+                step_peak(c, ranks).nbytes / 2**30,
+            )
             about = reserved(c, ranks)[0] * peak
-            found[f"one H100, {kind}, max allocated"].append((peak, r["peak_alloc_mib"] / 2**10, name))
-            found[f"one H100, {kind}, max reserved"].append((about, r["peak_reserved_mib"] / 2**10, name))
+            found[f"one H100, {kind}, max allocated"].append(
+                (peak, r["peak_alloc_mib"] / 2**10, name)
+            )
+            found[f"one H100, {kind}, max reserved"].append(
+                (about, r["peak_reserved_mib"] / 2**10, name)
+            )
     return found
 
 
@@ -254,11 +281,18 @@ def errors(rows: Sequence[Row]) -> list[tuple[Row, float]]:
 def show() -> None:
     """Prints all tables."""
     found = errors(published())
-    print(*summary(found), "", "the same, each publication predicted by constants fitted to the others", sep="\n")
+    print(
+        *summary(found),
+        "",
+        "the same, each publication predicted by constants fitted to the others",
+        sep="\n",
+    )
     print(*summary(left_out()), "", *memory(), "", too_full(published()), sep="\n")
     print("", "tokens/s, error %, row, why extrapolated", sep="\n")
     for row, error in sorted(found, key=lambda each: -abs(each[1])):
-        print(f"{100 * error:+.1f}, {row.publication}, {row.name}, {row.setting}, {'; '.join(doubted(row))}")
+        print(
+            f"{100 * error:+.1f}, {row.publication}, {row.name}, {row.setting}, {'; '.join(doubted(row))}"
+        )
 
 
 if __name__ == "__main__":

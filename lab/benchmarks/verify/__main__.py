@@ -28,15 +28,27 @@ if __name__ == "__main__":  # before torch is imported, as in main.py
     _parser = argparse.ArgumentParser("verify", description=__doc__, allow_abbrev=False,
                                       formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     _parser.add_argument("--minutes", type=float, default=10.0, help="for all of it (default: 10)")
-    _parser.add_argument("--only", nargs="+", metavar="PART", default=[], help="such as 1.5, or 1 for all of part 1")
+    _parser.add_argument(
+        "--only", nargs="+", metavar="PART", default=[], help="such as 1.5, or 1 for all of part 1"
+    )
     _parser.add_argument("--again", action="store_true", help="also what has a verdict already")
-    _parser.add_argument("--world", type=int, default=0, metavar="N", help="simulate N ranks in one process")
-    _parser.add_argument("--device", choices=("auto", "cpu"), default="auto", help="cpu: as if there were no GPU")
-    _parser.add_argument("--tiny", action="store_true", help="small settings, for CPUs; part 1 compiles nothing")
+    _parser.add_argument(
+        "--world", type=int, default=0, metavar="N", help="simulate N ranks in one process"
+    )
+    _parser.add_argument(
+        "--device", choices=("auto", "cpu"), default="auto", help="cpu: as if there were no GPU"
+    )
+    _parser.add_argument(
+        "--tiny", action="store_true", help="small settings, for CPUs; part 1 compiles nothing"
+    )
     _parser.error = lambda message: fail(message.removeprefix("argument "), 0)
     OWN = _parser.parse_args()
     SETTINGS = tomllib.loads(Path(__file__).with_name("settings.toml").read_text())
-    IDS = [name for name in SETTINGS["checks"] if not OWN.only or {name, name.partition(".")[0]} & {*OWN.only}]
+    IDS = [
+        name
+        for name in SETTINGS["checks"]
+        if not OWN.only or {name, name.partition(".")[0]} & {*OWN.only}
+    ]
 
 import torch
 
@@ -56,21 +68,40 @@ def machine(own: argparse.Namespace, settings: dict, there: int) -> Machine:
         (not 0 < own.minutes < 1e5, f"--minutes {own.minutes:g}: must be above 0"),
         (own.world and own.world < 2, f"--world {own.world}: must be at least 2"),
         (not ranks, f"NPROC={said}: expected a number of processes below 100"),
-        (os.environ.get("NNODES", "1") != "1", "NNODES: verify is of one machine; for several: ./launch.sh nodes"),
-        (ranks == 1 and not world, "NPROC=1: one rank has nobody to talk to; NPROC=2, or --world 8 to simulate"),
-        (there and not torch.cuda.is_available(), "torch sees no GPU: TORCH=cuda ./launch.sh install, or --device cpu"),
-        (there and ranks > there, f"NPROC={ranks}: there are {there} GPUs; give {there} at most, or --device cpu"),
+        (
+            os.environ.get("NNODES", "1") != "1",
+            "NNODES: verify is of one machine; for several: ./launch.sh nodes",
+        ),
+        (
+            ranks == 1 and not world,
+            "NPROC=1: one rank has nobody to talk to; NPROC=2, or --world 8 to simulate",
+        ),
+        (
+            there and not torch.cuda.is_available(),
+            "torch sees no GPU: TORCH=cuda ./launch.sh install, or --device cpu",
+        ),
+        (
+            there and ranks > there,
+            f"NPROC={ranks}: there are {there} GPUs; give {there} at most, or --device cpu",
+        ),
     ]
     if problem := next((text for wrong, text in problems if wrong), None):
         raise ValueError(problem)
-    out, device = Path(os.environ.get("OUT") or "runs").resolve(), torch.device("cuda" if there else "cpu")
+    out, device = (
+        Path(os.environ.get("OUT") or "runs").resolve(),
+        torch.device("cuda" if there else "cpu"),
+    )
     check_writable(str(out / "verify.jsonl"))
-    about = timing.environment(device) | dict(code=timing.code_digest(), gpus=there, arch="sm_90", nccl=None)
+    about = timing.environment(device) | dict(
+        code=timing.code_digest(), gpus=there, arch="sm_90", nccl=None
+    )
     if there:
         major, _ = torch.cuda.get_device_capability()
         about |= dict(arch=f"sm_{min(major, 10)}0", nccl=torch.cuda.nccl.version())
     until = time.monotonic() + 60 * own.minutes
-    return Machine(1 if world else ranks, world, bool(there), own.tiny, out, until, settings, about, {})
+    return Machine(
+        1 if world else ranks, world, bool(there), own.tiny, out, until, settings, about, {}
+    )
 
 
 def checked(m: Machine, number: str) -> dict:
@@ -83,21 +114,29 @@ def checked(m: Machine, number: str) -> dict:
             found = verdict
     words = NAMED.sub("", found.words).replace(socket.gethostname(), "HOST")
     seconds = round(time.monotonic() - start, 1)
-    return dict(name=own["name"], status=found.status, words=words, figures=found.figures, seconds=seconds)
+    return dict(
+        name=own["name"], status=found.status, words=words, figures=found.figures, seconds=seconds
+    )
 
 
 def main(own: argparse.Namespace, settings: dict, numbers: list[str]) -> int:
     """Checks, tells, writes the file; returns the exit code."""
     try:
         if not numbers:
-            raise ValueError(f"--only {' '.join(own.only)}: must be 1 to 5, or of {', '.join(settings['checks'])}")
+            raise ValueError(
+                f"--only {' '.join(own.only)}: must be 1 to 5, or of {', '.join(settings['checks'])}"
+            )
         m = machine(own, settings, 0 if own.device == "cpu" else gpus())
     except ValueError as error:
         fail(str(error), 0)
     if not own.only:  # what one GPU can show is one line elsewhere
-        numbers = [name for name in numbers if not (name == "5" if m.world else name.startswith("5."))]
+        numbers = [
+            name for name in numbers if not (name == "5" if m.world else name.startswith("5."))
+        ]
     kind = re.sub("[^A-Za-z0-9]+", "-", m.about["device"]) if m.cuda else "CPU"
-    path = m.out / f"verify-{kind}-{m.all_ranks}{'-simulated' * bool(m.world)}{'-tiny' * m.tiny}.json"
+    path = (
+        m.out / f"verify-{kind}-{m.all_ranks}{'-simulated' * bool(m.world)}{'-tiny' * m.tiny}.json"
+    )
     before = json.loads(path.read_text()) if path.exists() else {}
     verdicts = m.verdicts = before["verdicts"] if before.get("mark") == m.mark else {}
     tell(
@@ -107,14 +146,20 @@ def main(own: argparse.Namespace, settings: dict, numbers: list[str]) -> int:
         known = number in verdicts and verdicts[number]["status"] != "not run" and not own.again
         if not known:
             verdicts[number] = checked(m, number)
-            path.write_text(json.dumps(dict(mark=m.mark, about=m.about, verdicts=verdicts), indent=1, sort_keys=True))
+            path.write_text(
+                json.dumps(
+                    dict(mark=m.mark, about=m.about, verdicts=verdicts), indent=1, sort_keys=True
+                )
+            )
         told = verdicts[number]
         tell(f"{number} {told['name']}: {told['status']}: {told['words']}" + " (as before)" * known)
     shown = {name: verdicts[name] for name in settings["checks"] if name in verdicts}
     columns = [("part", [*shown])]
     for title, key in (("what", "name"), ("verdict", "status"), ("s", "seconds")):
         columns.append((title, [str(told[key]) for told in shown.values()]))
-    tell(f"\n{markdown(columns)}\n\n{path}: paste it into an issue of the project, whatever it says; docs/verify.md")
+    tell(
+        f"\n{markdown(columns)}\n\n{path}: paste it into an issue of the project, whatever it says; docs/verify.md"
+    )
     return int(any(told["status"] == "not held" for told in verdicts.values()))
 
 

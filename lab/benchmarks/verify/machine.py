@@ -68,7 +68,9 @@ class Machine:
         if not self.cuda:
             raise Verdict("not measured", "there is no GPU")
 
-    def run(self, words: list[str], code: int = 0, program: str = sys.executable, **env: str) -> str:
+    def run(
+        self, words: list[str], code: int = 0, program: str = sys.executable, **env: str
+    ) -> str:
         """What a program prints. Raises a verdict if it ends with another code, or not in time."""
         limit, left = self.settings["limits"]["program"], self.until - time.monotonic()
         token = f"{os.getpid()}.{time.time_ns()}"
@@ -76,7 +78,9 @@ class Machine:
         env = os.environ | dict(OMP_NUM_THREADS="1", PYTHONPATH=paths, SWEEP_TOKEN=token) | env
         with tempfile.TemporaryFile("w+", errors="replace") as log:
             how = dict(stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
-            child = subprocess.Popen([program, *words], cwd=ROOT, env=env, preexec_fn=follow_parent, **how)
+            child = subprocess.Popen(
+                [program, *words], cwd=ROOT, env=env, preexec_fn=follow_parent, **how
+            )
             try:
                 ended = child.wait(max(0, min(limit, left)))
             except subprocess.TimeoutExpired:
@@ -100,12 +104,21 @@ class Machine:
             start += ["--start-method", "forkserver"]
         return self.run([*(start if n > 1 else []), script, *words], **how)
 
-    def trained(self, n: int, settings: dict[str, str], steps: int = 10, traces: str = "") -> dict[str, dict]:
+    def trained(
+        self, n: int, settings: dict[str, str], steps: int = 10, traces: str = ""
+    ) -> dict[str, dict]:
         """What ranks.py tells of settings, given as flags of main.py."""
         limits = self.settings["limits"]
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "told.json"
-            asked = dict(settings=settings, steps=steps, traces=traces, world=self.world, folder=folder, limits=limits)
+            asked = dict(
+                settings=settings,
+                steps=steps,
+                traces=traces,
+                world=self.world,
+                folder=folder,
+                limits=limits,
+            )
             self.on_ranks(n, "lab/benchmarks/verify/ranks.py", str(file), json.dumps(asked))
             return json.loads(file.read_text())
 

@@ -32,7 +32,13 @@ def order(m: Machine, own: dict) -> Verdict:
     at_once = letters([kind for kind, between in found if not between])
     gathers, reductions = at_once.count("G"), at_once.count("R")
     within = max(gathers, reductions) <= own["at_once"]
-    return judged(own, within, gathers=gathers, reductions=reductions, order=letters([kind for kind, _ in found]))
+    return judged(
+        own,
+        within,
+        gathers=gathers,
+        reductions=reductions,
+        order=letters([kind for kind, _ in found]),
+    )
 
 
 class Kernel(NamedTuple):
@@ -60,7 +66,9 @@ def kernels(trace: Path) -> list[Kernel]:
     for each in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]:
         if each.get("cat") == "kernel" and each["dur"] > 0:
             own, begin = each["args"], each["ts"]
-            found.append(Kernel(each["name"], begin, begin + each["dur"], own["stream"], own["grid"][0]))
+            found.append(
+                Kernel(each["name"], begin, begin + each["dur"], own["stream"], own["grid"][0])
+            )
     return sorted(found, key=lambda kernel: kernel.begin)
 
 
@@ -78,7 +86,11 @@ def looked_at(found: list[Kernel]) -> dict:
     for kernel in products:
         place = times.setdefault(kernel.name, {}).setdefault(kernel.beside(nccl) > 0.5, [])
         place.append(kernel.end - kernel.begin)
-    ratios = [statistics.median(own[True]) / statistics.median(own[False]) for own in times.values() if len(own) == 2]
+    ratios = [
+        statistics.median(own[True]) / statistics.median(own[False])
+        for own in times.values()
+        if len(own) == 2
+    ]
     return dict(
         nccl_ms=sum(ms) / PROFILED,
         exposed_ms=(sum(ms) - hidden) / PROFILED,
@@ -96,12 +108,16 @@ def timed(m: Machine, own: dict) -> Verdict:
     m.needs_gpus()
     with tempfile.TemporaryDirectory() as folder:
         told = m.trained(m.ranks, own["settings"], own["steps"], traces=folder)
-        found = {name: looked_at(kernels(Path(folder, name, "rank0.trace.json.gz"))) for name in told}
+        found = {
+            name: looked_at(kernels(Path(folder, name, "rank0.trace.json.gz"))) for name in told
+        }
     for name, each in found.items():
         each["step_ms"] = statistics.median(told[name]["ms"])
     ours, graph = found["ours"], letters([kind for kind, _ in counted(m, "")])
     exposed = {name: found[name]["exposed_ms"] for name in ("fsdp2", "plain")}
-    within = ours["share"] >= own["least"] and ours["exposed_ms"] <= own["exposed"] * exposed["fsdp2"]
+    within = (
+        ours["share"] >= own["least"] and ours["exposed_ms"] <= own["exposed"] * exposed["fsdp2"]
+    )
     within = within and ours["order"] == graph and ours["own_streams"] > 0
     told = judged(own | exposed | ours, within, graph=graph)
     return Verdict(told.status, told.words, **found)

@@ -28,11 +28,18 @@ def planned(m: Machine, *words: str) -> str:
 def peak(m: Machine, own: dict) -> Verdict:
     """The peak of generated code beside the planned one. No GPU is used."""
     flags, ranks = own["small"] if m.tiny else m.settings["reference"]["flags"], str(m.all_ranks)
-    said = m.run(["-m", "lab.profiling.peak", "--world", ranks, "--arch", m.about["arch"], *flags.split()])
+    said = m.run(
+        ["-m", "lab.profiling.peak", "--world", ranks, "--arch", m.about["arch"], *flags.split()]
+    )
     simulated = number(r"simulated, not measured: .*cuBLAS ([\d'.]+)", said)
-    plan = number(r"(?m)^peak ([\d'.]+) MiB", m.run(["plan.py", "--gpu", "h100", "--gpus", ranks, *flags.split()]))
+    plan = number(
+        r"(?m)^peak ([\d'.]+) MiB",
+        m.run(["plan.py", "--gpu", "h100", "--gpus", ranks, *flags.split()]),
+    )
     off = simulated / plan - 1
-    return judged(own, abs(off) <= own["planned"], simulated_mib=simulated, planned_mib=plan, off=off)
+    return judged(
+        own, abs(off) <= own["planned"], simulated_mib=simulated, planned_mib=plan, off=off
+    )
 
 
 def allocated(m: Machine, own: dict) -> Verdict:
@@ -44,7 +51,9 @@ def allocated(m: Machine, own: dict) -> Verdict:
     simulated = m.verdicts["3.1"]["figures"]["simulated_mib"]
     mib = m.row(m.settings["reference"]["flags"])["peak_alloc_mib"]
     off = mib / simulated - 1
-    return judged(own, abs(off) <= own["simulated"], allocated_mib=mib, simulated_mib=simulated, off=off)
+    return judged(
+        own, abs(off) <= own["simulated"], allocated_mib=mib, simulated_mib=simulated, off=off
+    )
 
 
 def links(m: Machine, own: dict) -> Verdict:
@@ -60,7 +69,9 @@ def links(m: Machine, own: dict) -> Verdict:
     link = row["link"]
     found = judged(own, link["gb_per_s"] is not None and link["residual"] <= own["most"], **link)
     if not m.cuda:
-        raise Verdict("not measured", f"ranks on one CPU have no links; what stands for them: {found.words}")
+        raise Verdict(
+            "not measured", f"ranks on one CPU have no links; what stands for them: {found.words}"
+        )
     return found
 
 
@@ -92,7 +103,9 @@ def fast(m: Machine, own: dict) -> Verdict:
     ratio = rows[best]["step_ms_min"] / rows[theirs]["step_ms_min"]
     keys = "step_ms", "step_ms_min", "tok_s", "mfu", "peak_alloc_mib", "peak_reserved_mib"
     figures = {more or "defaults": {key: row[key] for key in keys} for more, row in rows.items()}
-    told = judged(own | rows[best], ratio <= own["most"], best=f"{flags} {best}".strip(), ratio=ratio)
+    told = judged(
+        own | rows[best], ratio <= own["most"], best=f"{flags} {best}".strip(), ratio=ratio
+    )
     return Verdict(told.status, told.words, **figures)
 
 
@@ -108,9 +121,15 @@ def owed(m: Machine, own: dict) -> Verdict:
         raise Verdict("not run", m.settings["checks"]["5"]["said"])
     if not (m.cuda or m.tiny):
         raise Verdict("not measured", "there is no GPU; --tiny rehearses it")
-    out, small, cuda = m.out / f"gpu{'-tiny' * m.tiny}.jsonl", "--small" * m.tiny, "--device cuda" * (not m.tiny)
+    out, small, cuda = (
+        m.out / f"gpu{'-tiny' * m.tiny}.jsonl",
+        "--small" * m.tiny,
+        "--device cuda" * (not m.tiny),
+    )
     words = f"{own.get('words', SWEEP)} {own.get('full', '') * (not m.tiny)}"
-    words = words.format(axis=own.get("axis"), out=out, folder=m.out, small=small, cuda=cuda).split()
+    words = words.format(
+        axis=own.get("axis"), out=out, folder=m.out, small=small, cuda=cuda
+    ).split()
     if not words:
         raise Verdict("not measured", "--tiny leaves it out")
     try:

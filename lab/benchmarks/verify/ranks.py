@@ -47,7 +47,9 @@ def checksum(step: Step) -> int:
 class Trained:
     """The step of a setting, which notes losses and norms and does not wait for the device."""
 
-    def __init__(self, c: flags.Config, device: torch.device, world: int, watchdog: Watchdog, limits: dict):
+    def __init__(
+        self, c: flags.Config, device: torch.device, world: int, watchdog: Watchdog, limits: dict
+    ):
         self.c, self.device, self.watchdog, self.limits = c, device, watchdog, limits
         self.step, self.timer = build(c, device, world), timing.StepTimer(device)
         self.losses, self.norms = [], []
@@ -74,9 +76,17 @@ def train(asked: dict, configs: dict[str, flags.Config], device: torch.device, r
     told = {}
     for names in [[*configs]] if asked["traces"] else [[name] for name in configs]:
         torch._dynamo.reset()
-        trained = {name: Trained(configs[name], device, world, watchdog, asked["limits"]) for name in names}
+        trained = {
+            name: Trained(configs[name], device, world, watchdog, asked["limits"]) for name in names
+        }
         batches = data(configs[names[0]], rank, world)
-        interleave([(each, each.timer) for each in trained.values()], batches, asked["steps"], device, rank=1)
+        interleave(
+            [(each, each.timer) for each in trained.values()],
+            batches,
+            asked["steps"],
+            device,
+            rank=1,
+        )
         for name, each in trained.items():
             told[name] = each.told()
             first = len(each.losses)
@@ -93,7 +103,12 @@ def main(file: str, asked: dict, rank: int, local_rank: int, processes: int) -> 
     parsed = {name: flags.parse(words.split(), rank) for name, words in asked["settings"].items()}
     c = next(iter(parsed.values()))
     set_deterministic(c.deterministic)
-    device = connect(replace(c, system=replace(c.system, world=asked["world"] or None)), rank, local_rank, processes)
+    device = connect(
+        replace(c, system=replace(c.system, world=asked["world"] or None)),
+        rank,
+        local_rank,
+        processes,
+    )
     configs = {name: flags.resolve(each, device.type, processes) for name, each in parsed.items()}
     with Watchdog(asked["limits"]["first_step"], rank, processes, asked["folder"]) as watchdog:
         told = train(asked, configs, device, rank, world, watchdog)

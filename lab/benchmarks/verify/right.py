@@ -42,7 +42,10 @@ def pairs(m: Machine, own: dict) -> Verdict:
     """10 steps beside FSDP2 and DDP."""
     asked = {}
     for side in ("ours", "theirs"):
-        asked |= {f"{side} {name}": flags(m, m.all_ranks, "--compile none", each) for name, each in own[side].items()}
+        asked |= {
+            f"{side} {name}": flags(m, m.all_ranks, "--compile none", each)
+            for name, each in own[side].items()
+        }
     told = m.trained(m.ranks, asked)
     both = {name: (told[f"ours {name}"], told[f"theirs {name}"]) for name in own["ours"]}
     equal = [name for name, (ours, theirs) in both.items() if ours["bits"] == theirs["bits"]]
@@ -76,7 +79,9 @@ def same_loss(m: Machine, own: dict) -> Verdict:
             if m.settings["tiny"]["sequences"] % fewer == 0:
                 told |= m.trained(fewer, {f"{fewer} ranks": flags(m, fewer, eager)})
         if not reference["losses"][0] - reference["losses"][-1] > own["learned"]:
-            raise Verdict("not held", "the loss of one process hardly falls: equal losses show nothing")
+            raise Verdict(
+                "not held", "the loss of one process hardly falls: equal losses show nothing"
+            )
     return close(m, own, {name: (each, reference) for name, each in told.items()})
 
 
@@ -115,5 +120,8 @@ def resumed(m: Machine, own: dict) -> Verdict:
     both = sorted(before.keys() & after.keys())
     if not both:
         raise Verdict("not held", "no step was logged by both runs")
-    off, most = apart([before[k] for k in both], [after[k] for k in both]), m.settings["close"][m.kind]["loss"]
+    off, most = (
+        apart([before[k] for k in both], [after[k] for k in both]),
+        m.settings["close"][m.kind]["loss"],
+    )
     return judged(own, right and off <= most, right=right, off=off, most=most)
