@@ -56,8 +56,8 @@ OTHERS = dict(
     packing="pad",
     sample_packing="pad",
     neat_packing="pad",
-    # Other programs' names.
     gradient_checkpointing="remat_ratio",
+    disable_gradient_checkpointing="remat_ratio",
     merge_and_unload="merge",
 )
 PROCESSES = {"--nproc", "--nproc-per-node", "--gpus", "--ngpus"}
