@@ -140,7 +140,7 @@ def test_the_measured_ratio_is_the_least_that_neither_runs_out_nor_is_above_the_
     assert all("--random" in cell and "--world 4" in cell and "--batch 8" in cell for cell in ran)
     assert (folder / "plots/fit.png").stat().st_size > 5000
     text = (folder / "plots/fit.svg").read_text()
-    assert "recomputed share" in text and "4 ranks (sim h100-nvlink), planned" in text
+    assert "recomputed share" in text and "4 simulated ranks, h100-nvlink, planned" in text
     instead(0.6)
     before = len(rows_in(folder / "rows.jsonl"))
     ran = instead(0.6)
