@@ -25,8 +25,8 @@ SETTINGS = verify.tomllib.loads((ROOT / "lab/benchmarks/verify/settings.toml").r
 ABOUT = dict(commit="c", code="0", torch="2.13.0", device="CPU", arch="sm_90")
 NONE = dict(minutes=10.0, only=[], again=False, world=0, device="cpu", tiny=True)
 PLANTS = {  # what is changed in a module once it is imported, in every process
-    "sum": ("simple_fsdp", "was = m._averaged\n"
-            "m._averaged = lambda grads, like, cut: [like.device_mesh.size() * t for t in was(grads, like, cut)]"),
+    "sum": ("simple_fsdp", "was = m._average\n"
+            "m._average = lambda grads, like, cut: [like.device_mesh.size() * t for t in was(grads, like, cut)]"),
     "wait": ("overlap", "was = m.Overlap.__call__\n"
              "def call(self, g):\n"
              "    was(self, g)\n"
