@@ -232,3 +232,9 @@ def test_the_file_does_nothing_at_import():
     docstring, *statements = ast.parse(SOURCE).body
     assert isinstance(docstring.value, ast.Constant)
     assert [ast.unparse(s) for s in statements if not isinstance(s, allowed)] == []
+
+
+@pytest.mark.parametrize("mesh", [2, None, "cpu"])
+def test_a_mesh_that_is_none_is_refused_in_one_line(mesh):
+    with pytest.raises(ValueError, match=r"^device_mesh must be a DeviceMesh .init_device_mesh., got "):
+        data_parallel(torch.nn.Linear(4, 4), mesh)
