@@ -167,7 +167,7 @@ class Overlap(CustomGraphPass):
 
     def buckets(self, starts: list[fx.Node]) -> list[list[fx.Node]]:
         """Collectives to merge: those of a block, or neighbours of no block up to the cap; alike in dtype and group."""
-        # Of neighbours of no block: number of the run, bytes, most bytes.
+        # A run is of neighbours that lie in no block: its number, bytes, most bytes.
         buckets, run, size, largest = {}, 0, 0, 0
         # It may vary.
         for start in (n for n in starts if all(type(size) is int for size in n.meta["val"].shape)):

@@ -423,7 +423,7 @@ class TraceOnce(Pass):
         why = [
             f"runs in a graph that does more than to compute ({n})" for n in unknown[:1] if several
         ]
-        # Of the graph as it is.
+        # Both halves are made of the graph as it is.
         halves = [None if unknown or first.why else first.halves() for first, *_ in several]
         for equal, how in zip(several, halves, strict=True):
             why += [equal[0].why] * (how is None)

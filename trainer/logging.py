@@ -363,7 +363,7 @@ class Sinks:
         names["project"] = os.environ.get("WANDB_PROJECT") or "simple-fsdp-trainer"
         folder = os.path.relpath(folder)  # W&B logs the path of its logs
         os.makedirs(folder, exist_ok=True)
-        # Which W&B's agent sets, and whoever knows better.
+        # W&B's agent sets WANDB_RUN_ID, and so does whoever knows better.
         if self.wandb_id and not os.environ.get("WANDB_RUN_ID"):
             names |= dict(id=self.wandb_id, resume="allow")
         run = wandb.init(mode=mode, dir=folder, config=self.config, settings=settings, **names)

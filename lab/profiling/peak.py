@@ -66,7 +66,7 @@ from trainer.measuring.timeline import (
 # Allowance: torch's default workspace (CUDAContextLight) for each of the threads of forward and backward.
 CUBLAS_MIB = {"sm_80": 2 * 8.125, "sm_90": 2 * 32, "sm_100": 2 * 32}
 WAIT = torch.ops._c10d_functional.wait_tensor.default
-# Which argument of a product may be a weight.
+# Which argument of a product may be a weight, by operation.
 FACTOR = {torch.ops.aten.mm: 1, torch.ops.aten.addmm: 2}
 
 

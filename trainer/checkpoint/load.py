@@ -41,11 +41,11 @@ FORMAT = 1  # of train_state.json; a newer one is refused
 STEP = re.compile(r"step-[0-9]{8}")
 TEMPORARY = re.compile(r"tmp-step-[0-9]{8}-[0-9a-f]{8}")
 ASIDE = re.compile(r"damaged-step-[0-9]{8}-[0-9a-f]{8}")
-# That each train_state.json has, and their types.
+# Entries that each train_state.json has, and their types.
 ENTRIES = dict(format=int, step=int, samples=int, tensors=dict)
-# But for those of --prepared.
+# Those that each has but for the ones of --prepared.
 OF_RUNS = dict(global_batch=int, world=int, torch=str, training=dict, data=dict)
-# That it may have.
+# Those that it may have.
 LATER = dict(model=dict, origin=str, best=(int, float), wandb=str, run=str, best_step=int)
 HELD = "held-out data"
 # What a resumed run must keep beside the model's identity, by the names that `_check` uses, and hints for the error.

@@ -270,7 +270,7 @@ class Watchdog(AbstractContextManager):
         silent = sorted(set(range(self.world)) - answers.keys())
         progress = {rank: (a["step"], a["begun"]) for rank, a in sorted(answers.items())}
         behind = [rank for rank, far in progress.items() if far == min(progress.values())]
-        # As many collectives begun, but others.
+        # Ranks that have begun as many collectives, but other ones.
         newest = {(a["begun"], a["newest"]) for a in answers.values()}
         places = {a["place"] for a in answers.values()} - {"start", "data"}
         apart = len(places) > 1 or len(newest) > len({a["begun"] for a in answers.values()})

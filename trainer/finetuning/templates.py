@@ -34,7 +34,7 @@ DATE = date(2024, 7, 26)  # that which Llama's templates have by themselves
 NOW = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
 MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 OF_CHATS = "tools", "chat_template_kwargs"  # keys of a line beside its messages
-# Which no template argument may be.
+# Names that no template argument may have.
 OWN = "messages", "tools", "documents", "add_generation_prompt", "chat_template"
 # Names of arguments that open or close <think> in the generation prompt.
 SWITCHES = "enable_thinking", "thinking"
