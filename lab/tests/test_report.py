@@ -540,12 +540,6 @@ def test_without_an_axis_all_that_have_rows_are_printed(copy, capsys):
     assert [each for each in capsys.readouterr().out.split() if each.startswith("**")] == ["**depth**:", "**width**:"]
 
 
-def test_the_marked_tables_are_those_of_the_rows():
-    command = [sys.executable, "-m", "lab.report", "--check"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stdout[-len("0 differ\n") :]) == (0, "0 differ\n"), done.stdout
-
-
 def test_the_command_imports_neither_torch_nor_matplotlib():
     rows = ["compile", "--results", "results/cpu_modes.jsonl"]
     command = [sys.executable, "-X", "importtime", "-m", "lab.report", *rows]
