@@ -9,9 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 from harness import free_port
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import main
 from lab.profiling.gpu_code import no_triton
@@ -86,19 +84,3 @@ def end_of_signal(err):
     [line] = err.splitlines()
     assert line.startswith("stopped by SIG"), err
     return line
-
-
-def saved(step, whole=False):
-    """The parameters of a saved step, with `whole` all of its tensors, by name, read by torch's own reader."""
-    path = step.parent.parent / "whole.pt"
-    dcp_to_torch_save(step, path)
-    state = torch.load(path)
-    os.remove(path)
-    return {n: t for n, t in state.items() if whole or n.startswith(("emb.", "blocks.", "norm.", "head."))}
-
-
-def assert_bitwise(a, b):
-    """Of dicts of tensors."""
-    assert a.keys() == b.keys() and len(a) > 3
-    for name, t in a.items():
-        assert t.dtype == b[name].dtype and torch.equal(t, b[name]), name

@@ -23,6 +23,10 @@ def contents(step: Path) -> dict[str, torch.Tensor]:
     return torch.load(whole)
 
 
+def parameters(step: Path) -> dict[str, torch.Tensor]:
+    return {n: t for n, t in contents(step).items() if n.startswith(("emb.", "blocks.", "norm.", "head."))}
+
+
 def assert_bitwise(a: dict, b: dict) -> None:
     assert a.keys() == b.keys() and len(a) > 3
     for name, t in a.items():

@@ -23,9 +23,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import spawn
-from running import ROOT, TINY, assert_bitwise, one_line, saved
+from running import ROOT, TINY, one_line
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from saved import assert_bitwise, made, parameters, raw
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -85,7 +86,7 @@ def test_the_safetensors_library_reads_what_was_saved(run, saved_run, tmp_path):
     out = tmp_path / "out.safetensors"
     done = run(saved_run, out)
     assert done.code == 0 and done.err == "" and "16 tensors of " in done.out and "step-00000006" in done.out
-    assert_bitwise(load_file(out), saved(saved_run / "step-00000006"))
+    assert_bitwise(load_file(out), parameters(saved_run / "step-00000006"))
     assert [path.name for path in tmp_path.iterdir()] == ["out.safetensors"]
     with safe_open(out, "pt") as file:
         about = file.metadata()
@@ -97,7 +98,7 @@ def test_the_safetensors_library_reads_what_was_saved(run, saved_run, tmp_path):
 
 def test_torch_reads_a_plain_state_dict_with_nothing_but_weights_and_mapped(run, saved_run, tmp_path):
     assert run(saved_run / "step-00000004", tmp_path / "out.pt").code == 0
-    expected = saved(saved_run / "step-00000004")
+    expected = parameters(saved_run / "step-00000004")
     for mmap in (True, False):
         state = torch.load(tmp_path / "out.pt", weights_only=True, mmap=mmap)
         assert type(state) is dict and all(t.device.type == "cpu" for t in state.values())
@@ -112,7 +113,7 @@ def test_above_a_size_there_are_several_files_and_an_index(run, saved_run, tmp_p
     for name in names:
         sizes = [t.nbytes for t in load_file(tmp_path / name).values()]
         assert sum(sizes) <= 20_000 or len(sizes) == 1
-    expected = saved(saved_run / "step-00000006")
+    expected = parameters(saved_run / "step-00000006")
     assert_bitwise(through_index(tmp_path / "out.safetensors.index.json"), expected)
     for path in ("out.safetensors", "out.safetensors.index.json"):
         model = model_of()
@@ -122,7 +123,7 @@ def test_above_a_size_there_are_several_files_and_an_index(run, saved_run, tmp_p
 
 def test_bf16_is_rounded_and_says_so(run, saved_run, tmp_path):
     assert run(saved_run, tmp_path / "out.safetensors", "--dtype", "bf16").code == 0
-    expected = saved(saved_run / "step-00000006")
+    expected = parameters(saved_run / "step-00000006")
     assert_bitwise(load_file(tmp_path / "out.safetensors"), {name: t.bfloat16() for name, t in expected.items()})
 
 
@@ -130,7 +131,7 @@ def test_a_damaged_step_is_passed_over_said_and_never_exported(run, folder, tmp_
     os.truncate(folder / "step-00000006/__0_0.distcp", 1000)
     done = run(folder, tmp_path / "out.safetensors")
     assert done.code == 0 and "step-00000006/__0_0.distcp: " in done.out and "going back to" in done.out
-    assert_bitwise(load_file(tmp_path / "out.safetensors"), saved(folder / "step-00000004"))
+    assert_bitwise(load_file(tmp_path / "out.safetensors"), parameters(folder / "step-00000004"))
     done = run(folder / "step-00000006", tmp_path / "bad.safetensors")
     assert done.code == 4 and "__0_0.distcp: 1000 bytes" in one_line(done.err)
     assert not (tmp_path / "bad.safetensors").exists()
@@ -171,7 +172,7 @@ def test_overwrite_leaves_the_files_of_one_export(run, saved_run, tmp_path):
         assert run(saved_run, out, *argv, "--overwrite").code == 0
         assert len([*tmp_path.iterdir()]) == files + 2, argv
         assert weights.table(str(out)).keys() == weights.table(str(out)).keys() and run(saved_run, out).code == 2
-    assert_bitwise(load_file(out), saved(saved_run / "step-00000006"))
+    assert_bitwise(load_file(out), parameters(saved_run / "step-00000006"))
 
 
 FULL = "disk full: needs 0.1 MiB, has 0.0 MiB", "File too large|torch.save failed, as on a full disk"
@@ -217,7 +218,7 @@ def test_a_signal_among_the_renames_comes_too_late(run, saved_run, tmp_path, mon
     replace = os.replace
     monkeypatch.setattr(os, "replace", lambda *args: (os.kill(os.getpid(), signal.SIGTERM), replace(*args)))
     assert run(saved_run, tmp_path / "out.safetensors", "--shard-gb", "20e-6").code == 0
-    assert_bitwise(through_index(tmp_path / "out.safetensors.index.json"), saved(saved_run / "step-00000006"))
+    assert_bitwise(through_index(tmp_path / "out.safetensors.index.json"), parameters(saved_run / "step-00000006"))
 
 
 def test_what_a_killed_export_left_is_removed_by_the_next_and_nothing_else_is(run, saved_run, tmp_path, monkeypatch):
@@ -253,17 +254,9 @@ LAYOUTS = ["", "--mode hybrid_shard", "--mode replicate", "--wrapper fsdp2", "--
 FORMS = {"one": "out.safetensors", "several": "cut.safetensors", "pt": "out.pt"}
 
 
-def made(world, *argv):
-    """Config, step and batches; 257 rows of the embedding: 129 and 128."""
-    c = flags.resolve(flags.parse([*TINY, "--vocab", "257", "--steps", "2", *map(str, argv)]), "cpu", world)
-    rank = dist.get_rank()
-    batches = Batches("random", global_batch=4, seqlen=c.seqlen, vocab=c.vocab, seed=0, rank=rank, world=world)
-    return c, build(c, torch.device("cpu"), world), batches
-
-
 def whole(model) -> dict[str, bytes]:
     state = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in model.state_dict().items()}
-    return {n: t.reshape(-1).view(torch.uint8).numpy().tobytes() for n, t in state.items()}
+    return {n: raw(t) for n, t in state.items()}
 
 
 def save_and_export(mesh):

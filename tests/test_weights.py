@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from running import assert_bitwise, one_line, saved
+from running import one_line
 from safetensors.torch import save_file
+from saved import assert_bitwise, contents, parameters
 from torch import nn
 
 from simple_fsdp import data_parallel, unsharded
@@ -29,14 +30,14 @@ pytestmark = pytest.mark.usefixtures("isolated")
 
 
 def test_init_starts_at_step_0_with_the_same_bits_and_fresh_moments(train, exported, saved_run, tmp_path):
-    straight = saved(saved_run / "step-00000006")
+    straight = parameters(saved_run / "step-00000006")
     for form, path in exported.items():  # a learning rate that changes no bit
         done = train("--init", path, "--steps", 1, "--lr", 1e-30, "--save", tmp_path / form, "--seed", 7)
         assert done.code == 0 and f"--init {path}: 16 tensors of float32; fresh moments" in done.out, done.err
-        assert_bitwise(saved(tmp_path / form / "step-00000001"), straight)
+        assert_bitwise(parameters(tmp_path / form / "step-00000001"), straight)
         about = json.loads((tmp_path / form / "step-00000001/train_state.json").read_text())
         assert about["step"] == 1 and about["samples"] == 2
-        state = saved(tmp_path / form / "step-00000001", whole=True)
+        state = contents(tmp_path / form / "step-00000001")
         m, v = state["m.head.weight"], state["v.head.weight"]  # 0.1 g and 0.05 g^2 after one step from zero
         assert state["t"] == 1 and m.any() and torch.allclose(v, 5 * m**2)
     assert done.row["resumed_after"] is None and done.row["flags"]["init"] == exported["pt"].name
@@ -57,8 +58,8 @@ def test_weights_of_another_dtype_need_cast(train, saved_run, tmp_path):
     done = train("--init", out, "--steps", 1, "--cast", "--lr", 1e-30, "--save", tmp_path / "run")
     assert done.code == 0 and "16 tensors of bfloat16" in done.out
     assert_bitwise(
-        saved(tmp_path / "run/step-00000001"),
-        {name: t.bfloat16().float() for name, t in saved(saved_run / "step-00000006").items()},
+        parameters(tmp_path / "run/step-00000001"),
+        {name: t.bfloat16().float() for name, t in parameters(saved_run / "step-00000006").items()},
     )
 
 
