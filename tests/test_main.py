@@ -30,7 +30,6 @@ from trainer import config as flags
 from trainer import parallelize
 from trainer import run as runs
 from trainer import step as steps_of
-from trainer.data import Batches, DataError
 from trainer.optimizer import AdamW, learning_rate
 from trainer.parallelize import compile_options
 
@@ -357,15 +356,6 @@ def test_any_other_error_is_one_line_exit_1_and_a_row(train, monkeypatch):
     assert done.code == 1 and done.row["outcome"] == "failed: ValueError: planted in two lines"
     assert "ValueError: planted in two lines" in one_line(done.err)
     assert done.row["loss"] == done.steps[0]["loss"] and len(done.steps) == 1
-
-
-def test_data_that_turns_out_bad_in_mid_run_exits_3_with_a_row(train, monkeypatch):
-    def bad(self):
-        raise DataError("file.bin, token 5: expected an id below --vocab 256, found 300")
-
-    monkeypatch.setattr(Batches, "__next__", bad)
-    done = train()
-    assert done.code == 3 and "file.bin, token 5" in one_line(done.err) and "file.bin, token 5" in done.row["outcome"]
 
 
 def test_a_results_file_that_is_lost_in_mid_run_costs_a_warning_and_not_the_run(train, monkeypatch):
