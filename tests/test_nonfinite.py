@@ -22,7 +22,7 @@ from trainer import config as flags
 from trainer.data import Batches
 from trainer.distributed.launch import connect
 from trainer.fault_tolerance.nonfinite import SETTLED, WINDOW, FiniteCheck, NonFinite
-from trainer.optimizer import AdamW
+from trainer.optimizer import AdamW, local
 from trainer.parallelize import build
 from trainer.step import Replayed, Step
 
@@ -49,7 +49,7 @@ def made(argv: str, world=1, device="cpu"):
     c = flags.resolve(flags.parse([*TINY, "--device", device, *argv.split()]), device, world)
     if not dist.is_initialized():
         connect(c, 0, 0, 1)
-    step = build(c, torch.device(device), world)
+    step = build(c, torch.device(device), world, compiled_update=True if c.compile == "fwdbwd" else None)
     step.poison = torch.tensor([1.0, 0.0], device=device)
     run = Replayed(step) if c.cuda_graph else step
     rank = dist.get_rank()
@@ -59,7 +59,8 @@ def made(argv: str, world=1, device="cpu"):
 
 
 def tensors(step) -> list[torch.Tensor]:
-    return [*step.optimizer.shards, *step.optimizer.m, *step.optimizer.v, step.optimizer.t]
+    shards = [local(p.detach()) for p in step.optimizer.params]
+    return [*shards, *(t for *_, t in step.optimizer.moments()), step.optimizer.t]
 
 
 def state(step) -> list[bytes]:
@@ -69,7 +70,8 @@ def state(step) -> list[bytes]:
 
 def plant_zeros(step) -> None:
     """Negative ones, as a bf16 checkpoint may have them."""
-    for t in (*step.optimizer.shards, *step.optimizer.m):
+    first = [t for kind, _, t in step.optimizer.moments() if kind == "m"]
+    for t in (*tensors(step)[: len(step.optimizer.params)], *first):
         t.reshape(-1)[0] = -0.0
 
 
@@ -112,11 +114,12 @@ SETTINGS = {
     "fsdp2": "--compile none --wrapper fsdp2", "ddp": "--compile none --wrapper ddp",
     "accumulated": "--compile none --grad-accum 2",
     "accumulated last": "--compile none --grad-accum 2 --accum-sync last",
+    "muon": "--compile none --optimizer muon", "bf16 muon": "--compile none --optimizer muon --adam-dtype bf16",
 }  # fmt: skip
 COMPILED = [
     "--compile blocks", "--compile model", "--compile fwdbwd", pytest.param("--compile step", marks=ONE_GRAPH),
     pytest.param("--compile step --adam-dtype bf16", marks=ONE_GRAPH),
-    "--compile fwdbwd --grad-accum 2 --accum-sync last",
+    "--compile fwdbwd --grad-accum 2 --accum-sync last", "--compile fwdbwd --optimizer muon",
 ]  # fmt: skip
 
 
@@ -148,7 +151,8 @@ def test_so_does_a_gpu(argv, poison):
     assert_refused((told, same, True))
 
 
-@pytest.mark.parametrize("moments", [pytest.param(None, marks=pytest.mark.slow), torch.bfloat16])
+@pytest.mark.slow
+@pytest.mark.parametrize("moments", [None, torch.bfloat16])
 def test_inductors_update_keeps_every_bit_of_a_refused_step(moments):
     """The optimizer's graph alone; on a GPU that of --compile fwdbwd."""
     torch.manual_seed(0)
@@ -211,7 +215,7 @@ def test_the_decision_costs_no_collective(train):
 
 RANKS = [f"--compile none {argv}" for argv in (
     "--adam-dtype bf16", "--wrapper fsdp2", "--wrapper ddp", "--mode replicate --grad-accum 2 --accum-sync last",
-    "--mode hybrid_shard --min-shard-mib 0.001")]  # fmt: skip
+    "--mode hybrid_shard --min-shard-mib 0.001", "--optimizer muon")]  # fmt: skip
 
 
 def nan_on_rank_1(mesh):
