@@ -3,15 +3,14 @@
     pytest tests/test_attention.py        # under a minute, no GPU: kernels of a GPU run in tests/test_gpu.py
 """
 
-from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
+from small_model import Ops
 from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import main
 import model as model_file
@@ -30,22 +29,6 @@ FLASH, BACKWARD = "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_pr
 pytestmark = pytest.mark.usefixtures("isolated")
 
 
-class Ops(TorchDispatchMode):
-    """How often each ATen op runs."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = Counter()
-
-    @classmethod
-    def is_infra_mode(cls):  # or compiled code would not run inside it
-        return True
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.seen[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
-
-
 def step(compile=False, **changes):
     """(flash ops in forward, in backward, loss, gradients) of a small model; a compiled one is compiled before."""
     torch.manual_seed(0)
@@ -58,9 +41,9 @@ def step(compile=False, **changes):
         model.zero_grad()
     with Ops() as ops:
         loss = f(tokens, tokens)
-        forward = ops.seen[FLASH]
+        forward = ops.count[FLASH]
         loss.backward()
-    return forward, ops.seen[FLASH] - forward, ops.seen[BACKWARD], loss.detach(), [p.grad for p in model.parameters()]
+    return forward, ops.count[FLASH] - forward, ops.count[BACKWARD], loss.detach(), [p.grad for p in model.parameters()]
 
 
 def assert_close(a, b):
@@ -71,9 +54,10 @@ def assert_close(a, b):
 # ------------------------------------------------------------------------------------------------- the kernel that runs
 
 
+@pytest.mark.parametrize("block", ["gelu", "llama"])
 @pytest.mark.parametrize("remat", REMAT)
-def test_in_eager_the_named_kernel_runs_in_every_region_and_all_agree(remat):
-    default, flash, math = (step(remat=remat, sdpa=kernel) for kernel in ("default", "flash", "math"))
+def test_in_eager_the_named_kernel_runs_in_every_region_and_all_agree(remat, block):
+    default, flash, math = (step(remat=remat, sdpa=kernel, block=block) for kernel in ("default", "flash", "math"))
     assert default[:3] == flash[:3] == (2, 0, 2)  # once per block, also where a region is recomputed
     assert math[:3] == (0, 0, 0)
     assert torch.equal(flash[-2], default[-2])
@@ -103,7 +87,7 @@ def test_one_compile_cache_keeps_the_kernels_apart_and_finds_each_again():
             hits.append(bool(counters["aot_autograd"]["autograd_cache_hit"]))
             with Ops() as ops:
                 f(q)
-            ran.append(ops.seen[FLASH])
+            ran.append(ops.count[FLASH])
     assert ran == [1, 1, 0] * 2
     assert hits[3:] == [True] * 3 and not hits[2]
 
@@ -119,7 +103,7 @@ def test_the_ops_of_a_gpu_take_these_arguments(kernel, op):
         y = sdpa_kernel(kernel, q, k, k)
         gradients = torch.autograd.grad(y, (q, k), torch.empty_like(y))
     assert y.shape == q.shape and [g.shape for g in gradients] == [q.shape, k.shape]
-    assert ops.seen[op] == ops.seen[f"{op}_backward"] == 1
+    assert ops.count[op] == ops.count[f"{op}_backward"] == 1
     assert getattr(torch.ops.aten, op).default in model_file.ATTENTION  # what recomputation keeps
 
 
