@@ -16,26 +16,18 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from running import ROOT as REPO
+from running import rows_of as rows
 
 from trainer import logging as sinks
 from trainer.logging import Sinks, append_jsonl, check_writable, final_lines
 
-REPO = Path(__file__).resolve().parents[1]
 STEP = {"loss": 3.21, "lr": 3e-4, "grad_norm": 1.25, "ms": 360.12, "tok_s": 91022.4}
 
 
 class Terminal(io.StringIO):
     def isatty(self):
         return True
-
-
-def rows(path):
-    """The lines of a file as strict JSON, which knows no NaN."""
-
-    def refuse(word):
-        raise AssertionError(f"{word} is no JSON")
-
-    return [json.loads(line, parse_constant=refuse) for line in Path(path).read_text().splitlines()]
 
 
 def python(code, tmp_path, **env):

@@ -11,7 +11,7 @@ import sys
 
 import pytest
 from running import ROOT, TINY, rows_of
-from test_sinks import STEP, FakeWandb, logged, rows, warnings_of
+from test_sinks import STEP, FakeWandb, logged, warnings_of
 
 from lab.report.__main__ import main as report
 from trainer import config, costs
@@ -146,7 +146,7 @@ def test_wandb_that_breaks_anywhere_warns_once_and_the_run_goes_on(tmp_path, cap
     run.close()
     warned = warnings_of(capsys)
     assert len(warned) == (breaks is not None) and all(line.startswith("warning: wandb: ") for line in warned)
-    assert len(rows(run.steps)) == 3 and len(rows(tmp_path / "rows.jsonl")) == 1
+    assert len(rows_of(run.steps)) == 3 and len(rows_of(tmp_path / "rows.jsonl")) == 1
     assert run.stream.getvalue().count("\n") == 3
     if breaks in (None, "summary", "finish"):
         assert fake.logged == [(k, {"step": k, **STEP}) for k in (1, 2, 3)]
