@@ -64,8 +64,8 @@ def slow(*case, marks=()):
 
 
 CASES = [
-    ("fwdbwd", "fully_shard", 1), ("fwdbwd", "replicate", 1), ("fwdbwd", "hybrid_shard", 1),
-    ("fwdbwd", "fully_shard", 2), pytest.param("regions", "fully_shard", 1, marks=needs_213),
+    ("fwdbwd", "fully_shard", 1), slow("fwdbwd", "replicate", 1), slow("fwdbwd", "hybrid_shard", 1),
+    slow("fwdbwd", "fully_shard", 2), pytest.param("regions", "fully_shard", 1, marks=needs_213),
     pytest.param("step", "fully_shard", 1, marks=ONE_GRAPH), slow("fwdbwd", "replicate", 2),
     slow("fwdbwd", "hybrid_shard", 2), slow("fwdbwd", "fully_shard", 3),
     slow("regions", "hybrid_shard", 1, marks=[needs_213]), slow("step", "replicate", 1, marks=[ONE_GRAPH]),
@@ -103,6 +103,7 @@ def test_one_bucket_per_block_in_order_and_few_bytes_alive(compile, mode, ahead)
         assert code.alive(GRADIENTS) <= gradients + more, code
 
 
+@pytest.mark.slow
 def test_less_ahead_holds_one_bucket_less():
     code, block, matrices, embedding = found("fwdbwd", "fully_shard", 0.3)
     assert code.alive(GRADIENTS) == 4 * block + 2 * matrices + COPIED * embedding, code

@@ -12,7 +12,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from running import ROOT, TINY, TORCHRUN, python, torchrun
+from running import ROOT, TINY, TORCHRUN, python
 
 from trainer import checks, summary
 from trainer import config as flags
@@ -191,17 +191,6 @@ def test_what_may_have_been_meant():
     assert did_you_mean("--mdoe", ["--mode", "--depth"]) == "; did you mean --mode?"
     assert did_you_mean("dtype", ["adam_dtype", "lr"]) == "; did you mean adam_dtype?"
     assert did_you_mean("x", ["y"]) == did_you_mean("", ["y"]) == ""
-
-
-@pytest.mark.slow
-def test_two_ranks_on_pipes_say_it_once_and_the_log_is_what_it_was(tmp_path):
-    done = torchrun(*TINY, "--steps", 2, "--results", tmp_path / "rows.jsonl")
-    assert done.code == 0, done.err
-    lines = done.out.splitlines()
-    assert lines[0] == "importing torch" and lines.count("importing torch") == 1
-    lines = [line for line in lines if not re.fullmatch(r"[a-z ]+(, \d+ s)?", line)]  # a slow machine has more of them
-    assert lines[0].startswith("commit ")
-    assert "raise --steps" in lines[-4] and [each.split()[0] for each in lines[-3:]] == ["row", "curve", "draw"]
 
 
 def test_on_a_real_terminal_a_run_ends_with_its_result_and_a_clean_line(tmp_path):

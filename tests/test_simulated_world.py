@@ -5,7 +5,6 @@ import copy
 import re
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -130,12 +129,11 @@ def coded_gather(out: torch.Tensor, own: torch.Tensor, ranks: int, rank: int) ->
     out.view(ranks, -1).copy_(own.reshape(1, -1).expand(ranks, -1) * factors)
 
 
-def check_gradients(mode: str, compile: str, steps: int = 3, limit: float = 0.0, device: str = "cpu",
-                    gather=coded_gather) -> None:  # fmt: skip
+def check_gradients(mode: str, compile: str, steps: int = 3, limit: float = 0.0, device: str = "cpu") -> None:
     """Gradients, losses and updated parameters of rank 0 of 8 are those of one process whose parameters are equal
     chunks, made equal again after each step. The eps of AdamW is far above the rounding of a gradient: else an entry
     whose gradient is nearly 0 would move by any part of the learning rate."""
-    with mock.patch.object(sim, "_gather", gather):
+    with mock.patch.object(sim, "_gather", coded_gather):
         sim.start(8, sim.link("none"), device)
         c, shards = configured(f"--device {device} --mode {mode} --compile {compile}", 8), MODES[mode]
         step, seen = build(c, torch.device(device), 8), []
@@ -183,24 +181,6 @@ def test_compiled_gradients_at_world_8_are_those_of_one_process(mode, monkeypatc
 @pytest.mark.slow
 def test_gradients_of_generated_code_at_world_8_are_those_of_one_process():
     check_gradients("fully_shard", "blocks", limit=5e-6)
-
-
-def test_a_wrong_order_in_the_gather_is_caught():
-    def wrong(out, own, ranks, rank):
-        coded_gather(out, own, ranks, rank)
-        out.copy_(out.view(ranks, -1).roll(1, 0).view(out.shape))
-
-    with pytest.raises(AssertionError, match="step 0"):
-        check_gradients("fully_shard", "none", limit=1e-6, gather=wrong)
-
-
-def test_a_missing_division_by_the_world_size_is_caught(monkeypatch):
-    real = simple_fsdp._c10d
-    wrong = {name: getattr(real, name) for name in ("wait_tensor", "all_gather_into_tensor", "all_reduce")}
-    wrong["reduce_scatter_tensor"] = lambda t, average, *group: real.reduce_scatter_tensor(t, "sum", *group)
-    monkeypatch.setattr(simple_fsdp, "_c10d", SimpleNamespace(**wrong))
-    with pytest.raises(AssertionError, match="step 0: .*"):
-        check_gradients("fully_shard", "none", limit=1e-6)
 
 
 @pytest.mark.parametrize("rank", [3, 5])

@@ -425,6 +425,7 @@ def test_units_in_one_line():
 
 
 HUGGING_FACE = dict(
+    Llama=(dict(num_hidden_layers=3, hidden_size=32, intermediate_size=48, vocab_size=64), 3, "layers.2"),
     T5=(dict(num_layers=2, d_model=32, d_kv=8, d_ff=32), 4, "decoder.block.1"),
     Swin=(dict(embed_dim=16, depths=[2, 2, 3, 2], num_heads=[1, 2, 4, 8]), 13, "encoder.layers.3.blocks.1"),
     Mixtral=(dict(num_hidden_layers=2, hidden_size=32, intermediate_size=32, vocab_size=64), 2, "layers.1"),
