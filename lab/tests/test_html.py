@@ -90,16 +90,6 @@ def test_a_place_that_cannot_be_written_is_one_line_and_exit_2(tmp_path, monkeyp
     assert stopped.value.code == 2 and told.count("\n") == 1 and told.startswith("report: ") and said in told
 
 
-def test_without_matplotlib_the_page_is_one_line_and_exit_2(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.delitem(sys.modules, "lab.report.plots", raising=False)
-    with pytest.raises(SystemExit) as stopped:
-        command.main(["compile", "--results", str(ROOT / "results/cpu_modes.jsonl"), "--html", "page.html"])
-    told = capsys.readouterr()
-    assert stopped.value.code == 2 and told.out == "" and "--html" in told.err and "matplotlib" in told.err
-
-
 def opened(page, width=1280):
     """The headings and rows of tables that a browser shows of a page, which asks for nothing and cuts nothing."""
     with Browser() as browser:

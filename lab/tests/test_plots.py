@@ -28,13 +28,15 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_plots_without_matplotlib_are_one_line_and_exit_2(folder, monkeypatch, capsys):
+@pytest.mark.parametrize(("flag", "name"), [("--plots", "plots"), ("--html", "page.html")])
+def test_without_matplotlib_figures_are_one_line_and_exit_2(folder, monkeypatch, capsys, flag, name):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.delitem(sys.modules, "lab.report.plots", raising=False)
     with pytest.raises(SystemExit) as stopped:
-        command.main(["compile", "--results", str(ROOT / "results/cpu_modes.jsonl"), "--plots", "plots"])
+        command.main(["compile", "--results", str(ROOT / "results/cpu_modes.jsonl"), flag, name])
     told = capsys.readouterr()
-    assert (stopped.value.code, told.out, told.err.count("\n")) == (2, "", 1) and "matplotlib" in told.err
+    assert (stopped.value.code, told.out, told.err.count("\n")) == (2, "", 1)
+    assert flag in told.err and "matplotlib" in told.err
 
 
 @pytest.fixture

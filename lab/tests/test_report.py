@@ -74,13 +74,9 @@ def save(path, made):
 
 BESIDE = [
     ("seqlen", 2, dict(seqlen=8192), ("23'257", "2'722"), ("0.430", "0.184")),
-    ("depth", 2, dict(depth=8), ("22'681", "2'104"), ("0.441", "0.238")),
-    ("width", 2, dict(width=6144), ("23'782", "2'130"), ("0.420", "0.235")),
-    ("gpus", 4, dict(batch=16), ("20'472", "2'196"), ("0.488", "0.228")),
     ("gpus", 8, dict(batch=8), ("10'373", "1'114"), ("0.964", "0.449")),
     ("variants", 2, dict(remat="attn", attn="flex", compile="fwdbwd"), ("23'765", "1'039"), ("0.421", "0.481")),
     ("small-params", 4, dict(depth=32, seqlen=128, min_shard_mib=1), ("22'884", "548-557"), ("0.437", "0.905")),
-    ("small-params", 8, dict(depth=4, min_shard_mib=0), ("10'373", "4'604-4'612"), ("0.964", "0.109")),
 ]
 
 

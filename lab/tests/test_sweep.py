@@ -132,13 +132,6 @@ def test_every_end_of_a_cell_leaves_one_row(call):
     assert "5 of 9 cells without a result" in out
 
 
-def test_the_row_of_a_dead_cell_says_what_it_was(call):
-    _, _, [row], _ = call(["nproc=1 --seed kill --depth 3 --loss chunked --no-reshard"])
-    assert row["cell"] == "nproc=1 --depth 3 --loss chunked --no-reshard --seed kill"
-    assert (row["depth"], row["loss_kind"], row["reshard"], row["world"]) == (3, "chunked", False, 1)
-    assert {"date", "commit", "torch", "flags"} <= row.keys()
-
-
 def test_a_cell_over_its_time_is_ended_with_all_its_processes(call, tmp_path):
     code, _, [row], _ = call(seeds("hang"), "--timeout", "4")
     assert (code, row["outcome"]) == (1, "failed: timeout")
