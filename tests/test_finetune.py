@@ -147,13 +147,6 @@ def test_a_signal_ends_a_later_export_and_nothing_is_left(tune, qwen, monkeypatc
     assert not [name for name in os.listdir() if name.startswith("out")]
 
 
-@pytest.mark.parametrize(("kind", "code"), [("hup", 129), ("quit", 131)])
-def test_a_terminal_that_closes_stops_it_after_saving(kind, code, tune, monkeypatch):
-    monkeypatch.setenv("FAULT", f"0:2:data:{kind}")
-    done = tune("--steps", 4, "--save", "a", "--export", "out")
-    assert done.code == code and os.path.exists("a/step-00000002") and not os.path.exists("out"), done.err
-
-
 def test_what_a_killed_export_left_is_removed_by_the_next_and_no_lock_is_exported(tune, qwen, tmp_path):
     for name in ("out.tmp-00000000", "out.tmp-12345678", "out.tmp-mine"):
         shutil.copytree(qwen, tmp_path / name)
