@@ -111,12 +111,14 @@ def test_less_ahead_holds_one_bucket_less():
     assert code.gaps("R").count(0) == code.gaps("G").count(0) == 2 and max(code.gaps("R")) < 4, code
 
 
+@pytest.mark.slow
 def test_without_reshard_backward_gathers_nothing_and_all_stays():
     code, block, _, _ = found("fwdbwd", "fully_shard", reshard=False)
     assert only("Gg", code.order[0]) == ahead_by(1, "G", BUCKETS) and "G" not in code.order[1], code
     assert code.alive(GATHERED) > DEPTH * 2 * block, code
 
 
+@pytest.mark.slow
 def test_one_compiled_block_gathers_and_reduces_once():
     code = found("blocks", "fully_shard")[0]
     assert code.order[0].count("Ggmm" * DEPTH) == code.order[1].count("GgmmmmRr" * DEPTH) == 1, code
