@@ -17,7 +17,7 @@ from lab.benchmarks import collectives as rows
 from lab.profiling import collectives as graph
 from trainer import config as flags
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SMALL = "--device cpu --depth 2 --width 64 --head-dim 16 --vocab 512 --seqlen 16 --batch 2"
 
 
