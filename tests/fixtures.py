@@ -33,12 +33,11 @@ os.environ["TORCHINDUCTOR_VEC_ISA_OK"], inductor.cpp.vec_isa_ok = "1", True
 
 # The files whose tests take longest, in that order; what is not here takes a few seconds.
 LONGEST = """
-peak equivalence overlap generated gpu_code other_models regions hosts plan sweep simple_fsdp_ranks baselines
-simulated_world
-slurm speed_mem_mlp remat rungs soak
-nonfinite main
-checkpoint checkpoint_ranks control config simple_fsdp_cost killed faults export simple_fsdp sinks compile_cache data
-compile_once graph timeline cells structures
+peak simple_fsdp_ranks overlap equivalence gpu_code plan sweep muon graph compile_once other_models hosts generated
+faults finetune config lora trace_once regions slurm speed_mem_mlp
+main finetune_limits muon_trainer simple_fsdp remat inputs checkpoint timeline nonfinite manifest
+compile_cache baselines habits evaluation data simple_fsdp_cost contract torchrun killed soak rungs
+checkpoint_ranks simulated_world control structures export sinks cells
 """.split()
 
 
