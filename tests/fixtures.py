@@ -176,17 +176,25 @@ def call_study(isolated, capfd):
     return call
 
 
-@pytest.fixture(scope="module")
-def backend():
-    """A byte-level BPE of a small vocabulary, trained on the turns. It puts <|begin|> before texts, as Llama's does."""
+def byte_level(texts, vocab_size, **how):
+    """A byte-level BPE of a small vocabulary, trained on texts. how: of what cuts them before."""
     import tokenizers
 
-    made = tokenizers.Tokenizer(tokenizers.models.BPE())
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made, pre = tokenizers.Tokenizer(tokenizers.models.BPE()), tokenizers.pre_tokenizers.ByteLevel
+    made.pre_tokenizer = pre(add_prefix_space=False, **how)
     made.decoder = tokenizers.decoders.ByteLevel()
-    how = dict(special_tokens=SPECIAL, initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=500, show_progress=False, **how)
-    made.train_from_iterator([repr(TURNS + chats(9)), "system user assistant model You are kind.", "\n\n"], trainer)
+    known = dict(special_tokens=SPECIAL, initial_alphabet=pre.alphabet())
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=vocab_size, show_progress=False, **known)
+    made.train_from_iterator(texts, trainer)
+    return made
+
+
+@pytest.fixture(scope="module")
+def backend():
+    """A byte-level BPE, trained on the turns. It puts <|begin|> before texts, as Llama's does."""
+    import tokenizers
+
+    made = byte_level([repr(TURNS + chats(9)), "system user assistant model You are kind.", "\n\n"], 500)
     begins = dict(single="<|begin|> $A", special_tokens=[("<|begin|>", 0)])
     made.post_processor = tokenizers.processors.TemplateProcessing(**begins)
     return made.to_str()

@@ -10,6 +10,7 @@ import re
 
 import pytest
 from conversations import PROMPT, SPECIAL, TURNS
+from fixtures import byte_level
 from test_chat import learned_text
 
 from trainer.data import DataError
@@ -36,17 +37,11 @@ WAYS = {name: EACH.replace("%s", each) + PROMPT.replace("%s", begin) for name, (
 @pytest.fixture(scope="module")
 def merging():
     """A byte-level BPE that was trained on texts without a cut at words."""
-    made = tokenizers.Tokenizer(tokenizers.models.BPE())
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
-    how = dict(special_tokens=SPECIAL, initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=700, show_progress=False, **how)
     drawn = random.Random(0)
     texts = ["".join(drawn.choices(PIECES, k=12)) for _ in range(900)]
     roles = [f"{role}{between}{text[:9]}" for role in ("user", "assistant") for between in ("", ":", ": ", "\n")
              for text in texts]  # fmt: skip
-    made.train_from_iterator(texts + roles, trainer)
-    return made
+    return byte_level(texts + roles, 700, use_regex=False)
 
 
 def text_of(drawn):

@@ -54,30 +54,29 @@ def modes(*quick: str) -> list:
     return [mode if mode in quick else pytest.param(mode, marks=pytest.mark.slow) for mode in COMPILE_MODES]
 
 
+def as_in_eager(train, compile, *words):
+    """The runs of a compile mode and of eager code, whose losses are the same."""
+    runs = [train(*words, "--log-every", 1, "--steps", 4, "--compile", mode) for mode in (compile, "none")]
+    assert runs[0].code == 0, runs[0].err
+    for a, b in zip(*(run.steps for run in runs), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], abs=2e-5)
+    return runs
+
+
 @pytest.mark.parametrize("compile", modes("fwdbwd"))
 def test_a_llama_block_trains_in_every_mode_as_in_eager(compile, graphs, train):
-    words = "--block", "llama", "--depth", 2, "--log-every", 1, "--steps", 4
-    steps, eager = train(*words, "--compile", compile), train(*words, "--compile", "none")
-    assert steps.code == 0, steps.err
-    for a, b in zip(steps.steps, eager.steps, strict=True):
-        assert a["loss"] == pytest.approx(b["loss"], abs=2e-5)
+    steps, _ = as_in_eager(train, compile, "--block", "llama", "--depth", 2)
     assert steps.row["flags"]["block"] == "llama"
     c = ModelConfig(block="llama", depth=2, width=32, head_dim=16, grouping=2, vocab=256)
     assert f"{costs.flops_per_token(c, 16) / 1e6:.3f} MFLOP per token (causal" in steps.out
 
 
-@pytest.mark.parametrize("compile", ["none", "fwdbwd"])
-def test_a_gated_mlp_trains_with_its_own_flops(compile, gated, graphs, train):
-    steps = train("--compile", compile, "--log-every", 1, "--steps", 4)
-    assert steps.code == 0, steps.err
-    eager = train("--compile", "none", "--log-every", 1, "--steps", 4)
-    for a, b in zip(steps.steps, eager.steps, strict=True):
-        assert a["loss"] == pytest.approx(b["loss"], abs=2e-5)
+def test_a_gated_mlp_trains_with_its_own_flops(gated, graphs, train):
     resolved = flags.resolve(flags.parse(list(TINY)), "cpu", 1)
     c = ModelConfig(**{name: getattr(resolved, name) for name in ("depth", "width", "head_dim", "grouping", "vocab")})
-    told = counted_by_hand(c, steps.row["seqlen"]) / 1e6
-    assert f"{told:.3f} MFLOP per token (causal" in steps.out
-    assert steps.row["hfu"] is None
+    for run in as_in_eager(train, "fwdbwd"):
+        assert f"{counted_by_hand(c, run.row['seqlen']) / 1e6:.3f} MFLOP per token (causal" in run.out
+        assert run.row["hfu"] is None
 
 
 def test_the_lean_mlp_refuses_what_it_does_not_compute(gated, train):
