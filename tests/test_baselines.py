@@ -150,8 +150,8 @@ def test_unequal_labels_on_ranks_and_micro_batches_train_as_one_batch(setting, t
 
 
 @pytest.mark.parametrize("mode", COMPILE_MODES)
-def test_unequal_labels_train_as_one_batch_in_every_mode(mode, one_shot, monkeypatch):
-    """Also in micro-batches, of which one has none, where the mode takes them."""
+def test_a_batch_without_labels_is_no_nan_in_any_mode(mode, one_shot, monkeypatch):
+    """Unequal labels train as one batch, also in micro-batches, of which one has none, where the mode takes them."""
     monkeypatch.setattr(torch, "compile", lambda f, **_: f)  # the arithmetic, not the compiler
     monkeypatch.setattr(torch.nn.Module, "compile", lambda *_, **__: None)
     monkeypatch.setattr("trainer.step.check_mode", lambda *_: None)
