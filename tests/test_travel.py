@@ -18,34 +18,35 @@ FILES = "simple_fsdp", "overlap", "regions", "trace_once", "gloo", "lean", "muon
 TRAIN = '''
 import json, os, sys
 import torch, torch.nn.functional as F
+import overlap, regions
 from gloo import one_worker_thread
 from muon import Muon, groups_of
-from overlap import compile_options
 from simple_fsdp import data_parallel
 
-kind = sys.argv[1]
+def run(kind):
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    encoder = torch.nn.TransformerEncoder(layer, 2)
+    model = data_parallel(torch.nn.Sequential(torch.nn.Embedding(32, 16), encoder, torch.nn.Linear(16, 32)), mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    if kind == "muon":
+        optimizer = Muon(groups_of(model, lr=0.01), lr=0.01)
+    loss_of = lambda x: F.cross_entropy(model(x[:, :-1]).flatten(0, 1), x[:, 1:].flatten())
+    if kind in ("overlap", "regions"):
+        source = dict(overlap=overlap, regions=regions)[kind]
+        loss_of = torch.compile(loss_of, fullgraph=True, options=source.compile_options(model))
+    tokens, losses = torch.randint(32, (4, 9)), []
+    for _ in range(8):
+        loss = loss_of(tokens)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
 one_worker_thread()
 mesh = torch.distributed.init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),))
-torch.manual_seed(0)
-layer = torch.nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
-model = torch.nn.Sequential(torch.nn.Embedding(32, 16), torch.nn.TransformerEncoder(layer, 2), torch.nn.Linear(16, 32))
-model = data_parallel(model, mesh)
-if kind == "regions":
-    from regions import compile_options
-optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-if kind == "muon":
-    optimizer = Muon(groups_of(model, lr=0.01), lr=0.01)
-loss_of = lambda x: F.cross_entropy(model(x[:, :-1]).flatten(0, 1), x[:, 1:].flatten())
-if kind in ("overlap", "regions"):
-    loss_of = torch.compile(loss_of, fullgraph=True, options=compile_options(model))
-tokens, losses = torch.randint(32, (4, 9)), []
-for _ in range(8):
-    loss = loss_of(tokens)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    losses.append(loss.item())
-print(json.dumps(losses))
+print(json.dumps({kind: run(kind) for kind in sys.argv[1:]}))
 torch.distributed.destroy_process_group()
 '''
 
@@ -59,14 +60,14 @@ def folder(tmp_path_factory):
     return folder
 
 
-def trained(folder, kind, world=2):
-    """The losses of each rank. Both see the same tokens, so they are those of one process."""
+def trained(folder, *kinds, world=2):
+    """{kind: losses} of each rank. Both see the same tokens, so they are those of one process."""
     port, keep = free_port(), ("PATH", "HOME", "TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_VEC_ISA_OK")
     ranks = []
     for rank in range(world):
         env = {name: os.environ[name] for name in keep if name in os.environ} | dict(OMP_NUM_THREADS="1")
         env |= dict(RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-        command = [sys.executable, "train.py", kind]
+        command = [sys.executable, "train.py", *kinds]
         ranks.append(subprocess.Popen(command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE))
     done = [rank.communicate(timeout=240) for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0] * world, done[0][1].decode()[-2000:]
@@ -75,23 +76,29 @@ def trained(folder, kind, world=2):
 
 @pytest.fixture(scope="module")
 def alone(folder):
-    [losses] = trained(folder, "eager", world=1)
-    return losses
+    [found] = trained(folder, "eager", world=1)
+    return found["eager"]
 
 
-def test_copied_files_train_in_eager_mode_as_one_process(folder, alone):
-    for losses in trained(folder, "eager"):
-        assert losses == pytest.approx(alone, rel=1e-5) and losses[-1] < losses[0] - 1
+@pytest.fixture(scope="module")
+def two(folder):
+    return trained(folder, "eager", "muon", "overlap")
 
 
-@pytest.mark.parametrize("kind", ["overlap", pytest.param("regions", marks=pytest.mark.slow)])
-def test_copied_files_train_compiled_as_in_eager_mode(folder, alone, kind):
-    for losses in trained(folder, kind):
-        assert losses == pytest.approx(alone, rel=1e-5)
+@pytest.mark.parametrize("kind", ["eager", "overlap"])
+def test_copied_files_train_in_eager_mode_and_compiled_as_one_process(two, alone, kind):
+    for found in two:
+        assert found[kind] == pytest.approx(alone, rel=1e-5) and alone[-1] < alone[0] - 1
 
 
-def test_copied_files_train_with_muon(folder):
-    first, second = trained(folder, "muon")
+@pytest.mark.slow
+def test_copied_files_train_in_regions_as_one_process(folder, alone):
+    for found in trained(folder, "regions"):
+        assert found["regions"] == pytest.approx(alone, rel=1e-5)
+
+
+def test_copied_files_train_with_muon(two):
+    first, second = (found["muon"] for found in two)
     assert first == second and first[-1] < first[0] - 0.5
 
 
