@@ -3,12 +3,19 @@
     pytest tests/test_faults_around.py        # no GPU; a few seconds
 """
 
+import json
+import os
+import shutil
 import socket
+import subprocess
 import threading
 
 import pytest
+from running import one_line
 
+from trainer.data import DataError, readable
 from trainer.distributed import launch
+from trainer.finetuning import examples, sources
 
 pytestmark = pytest.mark.usefixtures("isolated")
 
@@ -27,3 +34,77 @@ def test_a_rank_whose_launcher_was_killed_before_it_could_know_it_ends(alive, mo
         threading.Timer(2 if alive else 60, connected.set).start()
         launch.end_without_launcher(connected)
     assert ended.is_set() == (not alive)
+
+
+# ------------------------------------------------------------------------------------------------- homes, caches, disks
+
+
+def tokens(folder, tokenizer, **cache):
+    """Of one line of chat data, by another tokenizer if the folder has another name."""
+    path = folder / "chat.jsonl"
+    path.write_text(json.dumps(dict(text="What is kept in a cache?")) + "\n")
+    return examples.tokenised([path], tokenizer, examples.Rules(), **cache).tokens.tolist()
+
+
+def test_without_a_home_each_process_tokenises_for_itself(tmp_path, tokenizer, monkeypatch, capsys):
+    """As of a user whom a container does not know."""
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    assert tokens(tmp_path, tokenizer("qwen2.5")) and not (tmp_path / "~").exists()
+    assert "no home is known; set HOME or XDG_CACHE_HOME" in capsys.readouterr().out
+
+
+def test_a_cache_under_the_name_of_another_is_made_again(tmp_path, tokenizer, capsys):
+    one, other = tokenizer("qwen2.5"), tokenizer("qwen2.5", eos="<|begin|>")
+    cache = tmp_path / "cache"
+    right = tokens(tmp_path, one, cache=str(cache))
+    (first,) = cache.glob("*.safetensors")
+    assert tokens(tmp_path, other, cache=str(cache)) != right
+    (second,) = {*cache.glob("*.safetensors")} - {first}
+    shutil.copy(second, first)
+    assert tokens(tmp_path, one, cache=str(cache)) == right and "is made again" in capsys.readouterr().out
+
+
+def test_a_table_that_shrinks_while_it_is_read_is_named(tmp_path):
+    """A mapped file would end the process with SIGBUS."""
+    pyarrow = pytest.importorskip("pyarrow")
+    table, path = pyarrow.table({"text": [f"{i}" * 99 for i in range(9999)]}), tmp_path / "a.arrow"
+    with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_file(file, table.schema) as out:
+        out.write_table(table, max_chunksize=99)
+    found = sources.records([path])
+    next(found)
+    os.truncate(path, path.stat().st_size // 3)
+    with pytest.raises(DataError, match=f"{path}: expected readable data, found File too short"), readable("others"):
+        list(found)
+
+
+@pytest.fixture
+def full(tmp_path):
+    """A folder on a disk that is full."""
+    (tmp_path / "full").mkdir()
+    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", tmp_path / "full"], capture_output=True)
+    if mount.returncode:
+        pytest.skip("needs root, to mount a small disk")
+    (tmp_path / "full/room").write_bytes(bytes(64 << 10))
+    yield tmp_path / "full"
+    subprocess.run(["umount", "-l", tmp_path / "full"], check=True)
+
+
+def test_a_disk_without_room_for_a_lock_is_named_and_leaves_none(full, train):
+    done = train("--save", full / "run")
+    assert done.code == 4 and f"{full}/run/lock: No space left on device" in one_line(done.err)
+    assert not (full / "run/lock").exists(), "an empty one would be waited for"
+
+
+def test_an_export_onto_a_full_disk_exits_4_and_is_not_taken_for_another_run(full, tune):
+    done = tune("--steps", 1, "--export", full / "out")
+    assert done.code == 4 and "No space left on device" in done.err, done.err
+    done = tune("--steps", 1, "--prepared", full / "prepared")
+    assert done.code == 4 and "No space left on device" in done.err and "another start" not in done.out, done.err
+
+
+def test_a_folder_of_traces_that_cannot_be_written_is_refused_at_the_start(train, tmp_path):
+    (tmp_path / "file").write_text("")
+    done = train("--profile", tmp_path / "file")
+    assert done.code == 2 and f"error: --profile {tmp_path}/file: Not a directory" in one_line(done.err)

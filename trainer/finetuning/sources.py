@@ -202,7 +202,7 @@ def _rows(file: Path) -> Iterator[dict[str, Any]]:
                 for batch in opened.iter_batches(ROWS):
                     yield from map(_without_nulls, batch.to_pylist())
             return
-        with pyarrow.memory_map(str(file)) as opened:
+        with pyarrow.OSFile(str(file)) as opened:
             kind = ipc.open_file if opened.read(6) == b"ARROW1" else ipc.open_stream
             opened.seek(0)
             table = kind(opened)
@@ -218,6 +218,8 @@ def _rows(file: Path) -> Iterator[dict[str, Any]]:
         raise unusable(
             str(file), f"a {file.suffix} file", one_line(error, 200), "save it again"
         ) from error
+    except OSError as error:  # pyarrow's own do not say of which file
+        raise OSError(error.errno, str(error), str(file)) from error
 
 
 def _without_nulls(value: Any) -> Any:
