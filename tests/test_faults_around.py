@@ -5,16 +5,25 @@
 
 import json
 import os
+import random
+import re
 import shutil
 import socket
 import subprocess
 import threading
+import typing
 
 import pytest
 from running import one_line
 
+import plan
+from lab.planning.search import Plan
+from trainer import checks
+from trainer import config as flags
 from trainer.data import DataError, readable
 from trainer.distributed import launch
+from trainer.distributed.command_line import flag, kinds_of
+from trainer.finetuning import config as tuning
 from trainer.finetuning import examples, sources
 
 pytestmark = pytest.mark.usefixtures("isolated")
@@ -108,3 +117,49 @@ def test_a_folder_of_traces_that_cannot_be_written_is_refused_at_the_start(train
     (tmp_path / "file").write_text("")
     done = train("--profile", tmp_path / "file")
     assert done.code == 2 and f"error: --profile {tmp_path}/file: Not a directory" in one_line(done.err)
+
+
+# -------------------------------------------------------------------------------------------------------------- numbers
+
+
+ODD = ["nan", "inf", "-inf", "-1", "0", "-0.0", "0.5", "1e-320", "1e308", "1_0", "0x10", "", "True", "-" + "9" * 30]
+HUGE = ["1" * 30, "9" * 4000, str(2**31 - 1), str(2**31), str(2**64)]
+
+
+def number_of(kind):
+    """int or float, of a flag whose values are such; else None."""
+    return next((each for each in (kind, *typing.get_args(kind)) if each in (int, float)), None)
+
+
+def start(c):
+    """What refuses values of main.py's flags before a model is built."""
+    checks.check_fits(flags.resolve(c, "cpu", 1), 1, 1)
+
+
+HF = ["--model", "absent", "--data", "absent"]
+PROGRAMS = {  # groups of flags; what reads them
+    "main.py": ([flags.Training, flags.System, flags.Output], lambda words: start(flags.parse(words, 0, 1))),
+    "finetune.py": ([tuning.Tuning, tuning.System, tuning.Output],
+                    lambda words: flags.resolve(tuning.parse([*HF, *words], 0, 1), "cpu", 1)),
+    "plan.py": ([flags.Training, flags.System, Plan], plan.main),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("program", ["main.py", *(pytest.param(p, marks=pytest.mark.slow) for p in [*PROGRAMS][1:])])
+def test_any_number_of_any_flag_is_taken_or_refused_in_one_line_that_names_a_flag(program, capsys):
+    groups, read = PROGRAMS[program]
+    names = [name for name, kind in kinds_of(*groups).items() if number_of(kind) and name != "verbose"]
+    for name in names:
+        for value in (*random.Random(name).sample(ODD, 2), *random.Random(name).sample(HUGE, 2)):
+            told = []
+            try:
+                read([f"{flag(name)}={value}"])
+            except ValueError as error:  # of `resolve`, which programs print
+                told = [f"error: {error}"]
+            except SystemExit as error:
+                told = capsys.readouterr().err.splitlines()
+                assert error.code == 2, (name, value, told)
+            assert len(told) < 2 and all(re.match("error: .{0,90}--", line) for line in told), (name, value, told)
+            assert len("".join(told)) < 500, (name, value, told)
+            capsys.readouterr()
+    assert len(names) > 25
