@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 # Of the cached file and of the rules by which it is made: a change of either needs another number.
-FORMAT = 5
+FORMAT = 6
 NUMBER = re.compile(r" in message \d+")  # is not part of a reason
 CHUNK = 256  # examples that are tokenised together
 
