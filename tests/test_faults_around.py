@@ -21,6 +21,7 @@ from lab.planning.search import Plan
 from trainer import checks
 from trainer import config as flags
 from trainer.data import DataError, readable
+from trainer.data import check_files as check_data
 from trainer.distributed import launch
 from trainer.distributed.command_line import flag, kinds_of
 from trainer.finetuning import config as tuning
@@ -163,3 +164,20 @@ def test_any_number_of_any_flag_is_taken_or_refused_in_one_line_that_names_a_fla
             assert len("".join(told)) < 500, (name, value, told)
             capsys.readouterr()
     assert len(names) > 25
+
+
+# ---------------------------------------------------------------------------------------------------------------- links
+
+
+def test_a_pattern_takes_each_file_once_and_no_link_leads_in_circles(tmp_path):
+    (tmp_path / "sub").mkdir()
+    for name in ("a.jsonl", "sub/b.jsonl"):
+        (tmp_path / name).write_text("{}\n")
+    files = [tmp_path / "a.jsonl", tmp_path / "sub/b.jsonl"]
+    for pattern in ("**", "**/*.jsonl"):
+        assert sorted(sources.check_files(f"{tmp_path}/{pattern}")) == files
+    for name in ("one", "other"):  # by both there are more paths than anybody can count
+        (tmp_path / "sub" / name).symlink_to(tmp_path)
+    for find in (sources.check_files, lambda pattern: check_data(f"bin:{pattern}", 16)):
+        with pytest.raises(DataError, match="expected each file once, found .* which are one; remove the link"):
+            find(f"{tmp_path}/**/*")
