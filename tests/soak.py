@@ -74,13 +74,14 @@ def check(holds: bool, problem: str) -> None:
 
 
 def wait(log: Path, until: Callable[[str], bool]) -> None:
-    """Until what `log` says is enough. Wrong if it says nothing new for STUCK seconds."""
-    told, since = "", time.monotonic()
+    """Until what `log` says is enough. Wrong if it says nothing new for STUCK seconds but that ranks wait."""
+    told, before, since = "", "", time.monotonic()
     while not until(told):
         time.sleep(0.01)
-        now = log.read_text() if log.exists() else ""
-        if len(now) != len(told):
-            told, since = now, time.monotonic()
+        told = log.read_text() if log.exists() else ""
+        now = re.sub("^waiting for the other ranks.*\n", "", told, flags=re.M)
+        if len(now) != len(before):
+            before, since = now, time.monotonic()
         check(time.monotonic() - since < STUCK, f"no output for {STUCK} s; see {log}")
 
 

@@ -95,7 +95,7 @@ def test_memory_that_the_machine_lacks_is_refused_with_what_would_fit_unless_for
     with pytest.raises(ValueError, match=f"--batch {batch}: 4 ranks would take"):
         asked(f"--batch {batch}", ranks=4, here=4)
     asked(f"--batch {batch}", ranks=4)  # on four machines
-    with pytest.raises(ValueError, match="use a smaller --width"):
+    with pytest.raises(ValueError, match="lower one of them"):
         asked("--width 32768 --depth 8")
 
 

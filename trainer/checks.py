@@ -14,6 +14,7 @@ from pathlib import Path
 from trainer import config as flags
 from trainer import costs
 from trainer.checkpoint.manifest import check_directory
+from trainer.distributed.command_line import as_given
 from trainer.distributed.terminal import fail, grouped
 from trainer.logging import check_writable
 
@@ -42,10 +43,11 @@ def check(c: flags.Config, world: int) -> None:
 
 
 def check_outputs(c: flags.Config) -> None:
-    """ValueError where --results or --save cannot be written."""
+    """ValueError where --results, --save or --profile cannot be written."""
     check_writable(c.results)
-    if c.save is not None:
-        check_directory(c.save)
+    for flag, path in (("--save", c.save), ("--profile", c.profile)):
+        if path is not None:
+            check_directory(path, flag)
 
 
 def check_at_once(c: flags.Config, world: int) -> None:
@@ -106,13 +108,11 @@ def check_fits(c: flags.Config, ranks: int, here: int) -> None:
     most = (
         bisect_right(range(c.batch), room, key=lambda batch: costs.step_bytes(c, ranks, batch)) - 1
     )
+    sizes = ("batch",) if most > 0 else ("depth", "width", "grow", "vocab", "seqlen")
     accum = -(-c.batch * c.grad_accum // max(1, most))
-    fix = (
-        f"--batch {most} --grad-accum {accum} would fit"
-        if most > 0
-        else "use a smaller --width, --depth or --vocab"
-    )
+    fix = f"--batch {most} --grad-accum {accum} would fit" if most > 0 else "lower one of them"
     needs, has = (f"{grouped(nbytes / 2**30, 1)} GiB" for nbytes in (needs * here, free * here))
     who = f"{here} ranks" if here > 1 else "a step"
-    raise ValueError(f"--batch {c.batch}: {who} would take about {needs}, this machine has {has} free; {fix}; --force "
+    asked = " ".join(as_given(name, getattr(c, name)) for name in sizes)
+    raise ValueError(f"{asked}: {who} would take about {needs}, this machine has {has} free; {fix}; --force "
                      "tries it")  # fmt: skip

@@ -309,10 +309,11 @@ def check_ranges(c: Config) -> None:
     for names, fits, allowed in _RANGES:
         for name in names.split():
             if (value := getattr(c, name, None)) is not None and not fits(value):
-                raise ValueError(f"{flag(name)} {value}: must be {allowed}")
+                raise ValueError(f"{flag(name)} {str(value)[:50]}: must be {allowed}")
     for name, value in c.flat().items():
         if isinstance(value, int | float) and value >= 2**31 and name not in ("lr", "clip", "seed"):
-            raise ValueError(f"{flag(name)} {value}: must be below 2**31")
+            whose = " (ranks x --batch x --grad-accum)" * (name == "effective_batch")
+            raise ValueError(f"{flag(name)} {str(value)[:50]}{whose}: must be below 2**31")
     link(c.link)
     for option in c.compile_options:
         if "=" not in option and option != "plain":

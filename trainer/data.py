@@ -131,6 +131,18 @@ def files_below(root: str, suffix: str = "", skip: Collection[str] = ()) -> list
     )
 
 
+def matching(pattern: str) -> list[str]:
+    """The paths of a pattern, sorted. DataError where ** comes to one twice, as by a link to a folder around it."""
+    found, first = [], {}
+    for path in glob.iglob(pattern, recursive=True):
+        other = first.setdefault(os.path.realpath(path), path)
+        if "**" in pattern and os.path.normpath(other) != os.path.normpath(path):
+            fix = "remove the link, or name a pattern without **"
+            raise unusable(pattern, "each file once", f"{other} and {path}, which are one", fix)
+        found.append(path)
+    return sorted(found)
+
+
 def _read_tokens(
     path: str, file: int, dtype: np.dtype, skipped: int, at: int, count: int
 ) -> np.ndarray:
@@ -199,7 +211,7 @@ def _found(source: str) -> tuple[str, list[Path]]:
     files = (
         [root]
         if os.path.isfile(root)
-        else sorted(filter(os.path.isfile, glob.glob(root, recursive=True)))
+        else [path for path in matching(root) if os.path.isfile(path)]
     )
     if not files:
         raise unusable(

@@ -196,7 +196,7 @@ def read(path: str) -> Architecture:
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     try:
         config = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         said = error.strerror if isinstance(error, OSError) else "is no JSON"
         raise ValueError(
             f"--hf {path}: {said}; name a config.json or the folder that holds it"

@@ -217,6 +217,12 @@ def report(args: argparse.Namespace, folder: Path | None, files: bool = False) -
         log_tables({}, Path("runs/report.jsonl"), args.wandb, args.group or group, files=files)
 
 
+def with_files(text: str, files: list[Path]) -> str:
+    """A line about rows, behind it the files that they were read from if it names none of them."""
+    named = any(str(file) in text for file in files)
+    return text + f" (rows of {' '.join(map(str, files))})" * (bool(files) and not named)
+
+
 def main(argv: list[str] | None = None) -> int:
     """The command line; returns the exit code, or ends the process with 2 for bad input."""
     parser = argparse.ArgumentParser(
@@ -302,10 +308,11 @@ def main(argv: list[str] | None = None) -> int:
         print(*differing, f"{count} marked tables, {len(differing)} {done}", sep="\n")
         return 1 if differing and not args.write else 0
     except ValueError as error:
-        parser.exit(2, f"report: {error}\n")
+        parser.exit(2, f"report: {with_files(str(error), args.results)}\n")
     except (TypeError, LookupError, AttributeError, ArithmeticError) as error:
         told = f"{one_line(error, 200)}; take it out, or name other files"
-        parser.exit(2, f"report: a row has an entry of another kind than a run writes: {told}\n")
+        told = f"a row has an entry of another kind than a run writes: {told}"
+        parser.exit(2, f"report: {with_files(told, args.results)}\n")
     except OSError as error:
         parser.exit(
             2, f"report: {error.filename}: {error.strerror}; name a place that can be written\n"

@@ -382,6 +382,9 @@ def test_a_config_without_its_keys_is_named(tmp_path):
         file.write_text(json.dumps(config))
         with pytest.raises(ValueError, match=said):
             read(str(file))
+    file.write_text("[" * 10**5)
+    with pytest.raises(ValueError, match="is no JSON"):
+        read(str(file))
 
 
 def test_the_table_of_torchs_estimators_is_made_of_rows():

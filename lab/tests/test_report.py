@@ -243,6 +243,7 @@ def test_rows_with_odd_entries_are_a_report_or_one_line(tmp_path, capsys):
                 codes.append(end.code)
             err = capsys.readouterr().err
             assert codes[-1] in (0, 2) and len(err.splitlines()) == (codes[-1] == 2), (name, value, err)
+            assert codes[-1] == 0 or str(file) in err, (name, value, err)
     assert codes.count(0) > codes.count(2) > 5
 
 

@@ -33,7 +33,7 @@ _held: dict[str, tuple[str, threading.Event]] = {}
 def take(folder: str, patient: bool = True) -> str | None:
     """Takes the lock of `folder`, unless this process has it already; returns a line to print if another run had it.
     Waits up to 180 s for a sign of another machine's lock; without `patient`, that lock refuses at once unless it is
-    stale. Raises Refused, in one line that names host and pid."""
+    stale. Raises Refused, in one line that names host and pid, and CheckpointError where no lock can be written."""
     key, path, over = os.path.abspath(folder), os.path.join(folder, "lock"), threading.Event()
     if key in _held:
         return None
@@ -47,9 +47,8 @@ def take(folder: str, patient: bool = True) -> str | None:
             f"--save {folder}: another run has just begun to write there; save elsewhere"
         ) from None
     except OSError as error:
-        raise Refused(
-            f"--save {folder}: lock: {error.strerror}; name a directory that can be written"
-        ) from None
+        fix = "free some space, or name a directory that can be written"
+        raise CheckpointError(f"{path}: {error.strerror}; {fix}") from None
     _held[key] = text, over
     threading.Thread(target=_signs, args=(key, over), daemon=True).start()
     return said
@@ -101,7 +100,12 @@ def content(folder: str) -> str | None:
 
 def _create(path: str, text: str) -> None:
     with open(path, "x") as file:
-        file.write(text)
+        try:
+            file.write(text)
+            file.flush()
+        except OSError:  # a full disk; an empty lock would be waited for
+            os.unlink(path)
+            raise
 
 
 def _read(path: str) -> str:

@@ -328,7 +328,7 @@ def tidy(path: str) -> None:
         re.compile(re.escape(os.path.basename(path)) + r"\.tmp-[0-9a-f]{8}"),
     )
     for name in filter(left.fullmatch, os.listdir(folder)):
-        with suppress(Refused):
+        with suppress(Refused, CheckpointError):
             take(os.path.join(folder, name), patient=False)
             shutil.rmtree(os.path.join(folder, name))
             drop(os.path.join(folder, name))

@@ -208,7 +208,7 @@ def explain(argv: Sequence[str], kinds: dict[str, Any], counters: Sequence[str] 
             return f"{name}: needs a value"
         for each in values if name not in bare else ():
             if problem := unfit(each, own[name]):
-                return f"{name} {each}: {problem}"
+                return f"{name} {each[:50]}: {problem}"
     return None
 
 

@@ -10,6 +10,7 @@ rank; with --world it is a simulated one (trainer/distributed/simulated_world.py
 
 import os
 import secrets
+import socket
 import threading
 import time
 from datetime import timedelta
@@ -91,9 +92,24 @@ def connect(c, rank: int, local_rank: int, world: int, timeout: float = 0) -> to
 
 def end_without_launcher(connected: threading.Event) -> None:
     """Ends a process that still waits for the others when torchrun, by which they meet, is gone."""
+    before = not store_answers()  # it was killed before this process could know whose child it is
     while not connected.wait(1):
-        if not has_launcher():
+        if before or not has_launcher():
             os._exit(143)
+
+
+def store_answers() -> bool:
+    """Whether anybody listens where ranks meet, if torchrun does: it does so before it starts them, until its end."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return True
+    try:
+        place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        socket.create_connection(place, timeout=60).close()
+    except ConnectionRefusedError:
+        return False
+    except OSError:  # a slow network: torch itself tells what is wrong with it
+        pass
+    return True
 
 
 def fresh(store: dist.Store, rank: int, world: int) -> dist.Store:

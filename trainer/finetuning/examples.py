@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 # Of the cached file and of the rules by which it is made: a change of either needs another number.
-FORMAT = 5
+FORMAT = 6
 NUMBER = re.compile(r" in message \d+")  # is not part of a reason
 CHUNK = 256  # examples that are tokenised together
 
@@ -347,7 +347,7 @@ def _load(path: Path) -> Tokenised | None:
         with safe_open(path, "pt") as file:
             about = json.loads(file.metadata()["about"])
             found = Tokenised(*(file.get_tensor(name).numpy() for name in ARRAYS), about)
-        if _digest(found) == about["digest"]:
+        if _digest(found) == about["digest"] and about["name"] == path.name:
             return found
     tell(f"cache: {path} is damaged and is made again")
     return None
@@ -357,7 +357,7 @@ def _save(path: Path, data: Tokenised) -> None:
     from safetensors.numpy import save_file
 
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        about = dict(about=json.dumps(data.about))
+        about = dict(about=json.dumps(data.about | dict(name=path.name)))
         save_file({name: getattr(data, name) for name in ARRAYS}, f"{folder}/data", metadata=about)
         os.replace(f"{folder}/data", path)
 
@@ -385,10 +385,11 @@ def tokenised(files: list[Path], tokenizer: PreTrainedTokenizerFast, rules: Rule
 
     with readable(source, flag):
         name = f"chat-{_key(files, tokenizer, rules)}"
-    folder = Path(
-        cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "simple_fsdp")
-    )
+    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    folder = Path(cache or f"{caches}/simple_fsdp")
     try:
+        if folder.parts[0] == "~":
+            raise OSError("no home is known; set HOME or XDG_CACHE_HOME")
         folder.mkdir(parents=True, exist_ok=True)
         with open(folder / f"{name}.lock", "w") as lock:
             with suppress(OSError):  # a file system without locks

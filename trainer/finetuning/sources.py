@@ -8,7 +8,6 @@ A record is the bytes of an object of JSON, or a row of a table as a dict, which
 null is also what a row lacks that others have. Tables are read by pyarrow, a part at a time.
 """
 
-import glob
 import importlib.util
 import json
 import math
@@ -18,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.data import files_below, readable, unusable
+from trainer.data import files_below, matching, readable, unusable
 from trainer.distributed.terminal import grouped, one_line
 
 LINE_BYTES = 10 << 20  # of a record of JSON at most
@@ -58,16 +57,13 @@ def check_files(source: str, flag: str = "--data") -> list[Path]:
     read. Reads no record, imports no torch. flag: for the message."""
     root = os.path.expanduser(source)
     with readable(source, flag):
-        found = (
-            _inside(root, flag)
-            if os.path.exists(root)
-            else sorted(map(Path, glob.glob(root, recursive=True)))
-        )
+        found = _inside(root, flag) if os.path.exists(root) else [*map(Path, matching(root))]
         files = [
             file
             for each in found
             for file in (_inside(str(each), flag) if each.is_dir() else [each])
         ]
+        files = [*dict.fromkeys(files)]  # ** matches folders and what is in them
         if not files:
             what = "a .jsonl, .json, .parquet or .arrow file, or a folder or pattern of them"
             raise unusable(root, what, "none", f"check {flag}")
@@ -202,7 +198,7 @@ def _rows(file: Path) -> Iterator[dict[str, Any]]:
                 for batch in opened.iter_batches(ROWS):
                     yield from map(_without_nulls, batch.to_pylist())
             return
-        with pyarrow.memory_map(str(file)) as opened:
+        with pyarrow.OSFile(str(file)) as opened:
             kind = ipc.open_file if opened.read(6) == b"ARROW1" else ipc.open_stream
             opened.seek(0)
             table = kind(opened)
@@ -218,6 +214,8 @@ def _rows(file: Path) -> Iterator[dict[str, Any]]:
         raise unusable(
             str(file), f"a {file.suffix} file", one_line(error, 200), "save it again"
         ) from error
+    except OSError as error:  # pyarrow's own do not say of which file
+        raise OSError(error.errno, str(error), str(file)) from error
 
 
 def _without_nulls(value: Any) -> Any:

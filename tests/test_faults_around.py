@@ -1,0 +1,183 @@
+"""What lies around a run and breaks: torchrun, homes, caches, numbers of a command line.
+
+    pytest tests/test_faults_around.py        # no GPU; a few seconds
+"""
+
+import json
+import os
+import random
+import re
+import shutil
+import socket
+import subprocess
+import threading
+import typing
+
+import pytest
+from running import one_line
+
+import plan
+from lab.planning.search import Plan
+from trainer import checks
+from trainer import config as flags
+from trainer.data import DataError, readable
+from trainer.data import check_files as check_data
+from trainer.distributed import launch
+from trainer.distributed.command_line import flag, kinds_of
+from trainer.finetuning import config as tuning
+from trainer.finetuning import examples, sources
+
+pytestmark = pytest.mark.usefixtures("isolated")
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_a_rank_whose_launcher_was_killed_before_it_could_know_it_ends(alive, monkeypatch):
+    """It was a child of another process from its first line on; the store of torchrun tells."""
+    ended, connected = threading.Event(), threading.Event()
+    monkeypatch.setattr("os._exit", lambda code: (ended.set(), connected.set()))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+        for name, value in dict(TORCHELASTIC_USE_AGENT_STORE="True", MASTER_ADDR="127.0.0.1", MASTER_PORT=port).items():
+            monkeypatch.setenv(name, value)
+        if not alive:
+            server.close()
+        threading.Timer(2 if alive else 60, connected.set).start()
+        launch.end_without_launcher(connected)
+    assert ended.is_set() == (not alive)
+
+
+# ------------------------------------------------------------------------------------------------- homes, caches, disks
+
+
+def tokens(folder, tokenizer, **cache):
+    """Of one line of chat data, by another tokenizer if the folder has another name."""
+    path = folder / "chat.jsonl"
+    path.write_text(json.dumps(dict(text="What is kept in a cache?")) + "\n")
+    return examples.tokenised([path], tokenizer, examples.Rules(), **cache).tokens.tolist()
+
+
+def test_without_a_home_each_process_tokenises_for_itself(tmp_path, tokenizer, monkeypatch, capsys):
+    """As of a user whom a container does not know."""
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    assert tokens(tmp_path, tokenizer("qwen2.5")) and not (tmp_path / "~").exists()
+    assert "no home is known; set HOME or XDG_CACHE_HOME" in capsys.readouterr().out
+
+
+def test_a_cache_under_the_name_of_another_is_made_again(tmp_path, tokenizer, capsys):
+    one, other = tokenizer("qwen2.5"), tokenizer("qwen2.5", eos="<|begin|>")
+    cache = tmp_path / "cache"
+    right = tokens(tmp_path, one, cache=str(cache))
+    (first,) = cache.glob("*.safetensors")
+    assert tokens(tmp_path, other, cache=str(cache)) != right
+    (second,) = {*cache.glob("*.safetensors")} - {first}
+    shutil.copy(second, first)
+    assert tokens(tmp_path, one, cache=str(cache)) == right and "is made again" in capsys.readouterr().out
+
+
+def test_a_table_that_shrinks_while_it_is_read_is_named(tmp_path):
+    """A mapped file would end the process with SIGBUS."""
+    pyarrow = pytest.importorskip("pyarrow")
+    table, path = pyarrow.table({"text": [f"{i}" * 99 for i in range(9999)]}), tmp_path / "a.arrow"
+    with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_file(file, table.schema) as out:
+        out.write_table(table, max_chunksize=99)
+    found = sources.records([path])
+    next(found)
+    os.truncate(path, path.stat().st_size // 3)
+    with pytest.raises(DataError, match=f"{path}: expected readable data, found File too short"), readable("others"):
+        list(found)
+
+
+@pytest.fixture
+def full(tmp_path):
+    """A folder on a disk that is full."""
+    (tmp_path / "full").mkdir()
+    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", tmp_path / "full"], capture_output=True)
+    if mount.returncode:
+        pytest.skip("needs root, to mount a small disk")
+    (tmp_path / "full/room").write_bytes(bytes(64 << 10))
+    yield tmp_path / "full"
+    subprocess.run(["umount", "-l", tmp_path / "full"], check=True)
+
+
+def test_a_disk_without_room_for_a_lock_is_named_and_leaves_none(full, train):
+    done = train("--save", full / "run")
+    assert done.code == 4 and f"{full}/run/lock: No space left on device" in one_line(done.err)
+    assert not (full / "run/lock").exists(), "an empty one would be waited for"
+
+
+def test_an_export_onto_a_full_disk_exits_4_and_is_not_taken_for_another_run(full, tune):
+    done = tune("--steps", 1, "--export", full / "out")
+    assert done.code == 4 and "No space left on device" in done.err, done.err
+    done = tune("--steps", 1, "--prepared", full / "prepared")
+    assert done.code == 4 and "No space left on device" in done.err and "another start" not in done.out, done.err
+
+
+def test_a_folder_of_traces_that_cannot_be_written_is_refused_at_the_start(train, tmp_path):
+    (tmp_path / "file").write_text("")
+    done = train("--profile", tmp_path / "file")
+    assert done.code == 2 and f"error: --profile {tmp_path}/file: Not a directory" in one_line(done.err)
+
+
+# -------------------------------------------------------------------------------------------------------------- numbers
+
+
+ODD = ["nan", "inf", "-inf", "-1", "0", "-0.0", "0.5", "1e-320", "1e308", "1_0", "0x10", "", "True", "-" + "9" * 30]
+HUGE = ["1" * 30, "9" * 4000, str(2**31 - 1), str(2**31), str(2**64)]
+
+
+def number_of(kind):
+    """int or float, of a flag whose values are such; else None."""
+    return next((each for each in (kind, *typing.get_args(kind)) if each in (int, float)), None)
+
+
+def start(c):
+    """What refuses values of main.py's flags before a model is built."""
+    checks.check_fits(flags.resolve(c, "cpu", 1), 1, 1)
+
+
+HF = ["--model", "absent", "--data", "absent"]
+PROGRAMS = {  # groups of flags; what reads them
+    "main.py": ([flags.Training, flags.System, flags.Output], lambda words: start(flags.parse(words, 0, 1))),
+    "finetune.py": ([tuning.Tuning, tuning.System, tuning.Output],
+                    lambda words: flags.resolve(tuning.parse([*HF, *words], 0, 1), "cpu", 1)),
+    "plan.py": ([flags.Training, flags.System, Plan], plan.main),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("program", ["main.py", *(pytest.param(p, marks=pytest.mark.slow) for p in [*PROGRAMS][1:])])
+def test_any_number_of_any_flag_is_taken_or_refused_in_one_line_that_names_a_flag(program, capsys):
+    groups, read = PROGRAMS[program]
+    names = [name for name, kind in kinds_of(*groups).items() if number_of(kind) and name != "verbose"]
+    for name in names:
+        for value in (*random.Random(name).sample(ODD, 2), *random.Random(name).sample(HUGE, 2)):
+            told = []
+            try:
+                read([f"{flag(name)}={value}"])
+            except ValueError as error:  # of `resolve`, which programs print
+                told = [f"error: {error}"]
+            except SystemExit as error:
+                told = capsys.readouterr().err.splitlines()
+                assert error.code == 2, (name, value, told)
+            assert len(told) < 2 and all(re.match("error: .{0,90}--", line) for line in told), (name, value, told)
+            assert len("".join(told)) < 500, (name, value, told)
+            capsys.readouterr()
+    assert len(names) > 25
+
+
+# ---------------------------------------------------------------------------------------------------------------- links
+
+
+def test_a_pattern_takes_each_file_once_and_no_link_leads_in_circles(tmp_path):
+    (tmp_path / "sub").mkdir()
+    for name in ("a.jsonl", "sub/b.jsonl"):
+        (tmp_path / name).write_text("{}\n")
+    files = [tmp_path / "a.jsonl", tmp_path / "sub/b.jsonl"]
+    for pattern in ("**", "**/*.jsonl"):
+        assert sorted(sources.check_files(f"{tmp_path}/{pattern}")) == files
+    for name in ("one", "other"):  # by both there are more paths than anybody can count
+        (tmp_path / "sub" / name).symlink_to(tmp_path)
+    for find in (sources.check_files, lambda pattern: check_data(f"bin:{pattern}", 16)):
+        with pytest.raises(DataError, match="expected each file once, found .* which are one; remove the link"):
+            find(f"{tmp_path}/**/*")
