@@ -9,7 +9,7 @@ Its code is transformers' own; code that comes with a model is not run.
 import functools
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import MethodType
 from typing import Any
 
@@ -161,6 +161,18 @@ class HuggingFaceModel(nn.Module):
             raise DataError(
                 f"{type(self.model).__name__}: its code {what}; use another model ({why})"
             ) from error
+
+    def without_gradient(self, seqlen: int) -> list[str]:
+        """Names of trained parameters on which the loss of so many tokens does not depend, whatever their values, such
+        as attention to an encoder that is not there. Of a model on meta; none are known where its code needs values."""
+        tokens = torch.zeros(1, seqlen, dtype=torch.long, device="meta")
+        trained = {name: p for name, p in self.named_parameters() if p.requires_grad}
+        for inputs in ({}, dict(attention_mask=None)):  # some take no mask of four dimensions
+            with suppress(Exception):  # whatever the model's code meets where there are no values
+                loss = self(tokens, tokens, **inputs)
+                grads = torch.autograd.grad(loss, [*trained.values()], allow_unused=True)
+                return [name for name, grad in zip(trained, grads, strict=True) if grad is None]
+        return []
 
     def prepare(self, seqlen: int, device: torch.device) -> None:
         """`look`, unless weights are still to be loaded."""

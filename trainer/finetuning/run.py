@@ -1,5 +1,6 @@
 """What finetune.py does beside the loop: opens data and model, looks at the loaded model, says what is odd, exports."""
 
+import re
 from copy import deepcopy
 
 import torch
@@ -15,6 +16,8 @@ from trainer.finetuning.load import files_of
 from trainer.finetuning.model import HuggingFaceModel, blank_model, tokenizer_of
 from trainer.finetuning.templates import replace_template
 from trainer.run import Run
+
+NAMED = 6  # parameters in a line
 
 
 def open_data(c: Config, vocab: int, rank: int = 0, world: int = 1) -> ChatBatches:
@@ -41,6 +44,7 @@ def open_model(c: Config) -> tuple[HuggingFaceModel, int]:
 
         adapters.attach(model, c.model, random=c.random, **c.adapters)
         say(adapters.in_words(model))
+    freeze_what_has_no_gradient(model, c.seqlen)
     model.drawn = c.random
     if c.export is not None:
         files_of(model.model, c.model)  # raises now, not after training
@@ -54,11 +58,31 @@ def open_model(c: Config) -> tuple[HuggingFaceModel, int]:
     return model, model.model.get_input_embeddings().num_embeddings
 
 
+def freeze_what_has_no_gradient(model: HuggingFaceModel, seqlen: int) -> None:
+    """Takes parameters out of training on which the loss does not depend, and names them: they stay as they are and do
+    not decay."""
+    names = copy_on_meta(model).without_gradient(seqlen)
+    for name in names:
+        model.get_parameter(name).requires_grad_(False)
+    if names:
+        say(f"{len(names)} parameters get no gradient from text of {seqlen} tokens and stay as they are, without "
+            f"weight decay: {', '.join(in_short(names))}")  # fmt: skip
+
+
+def in_short(names: list[str]) -> list[str]:
+    """Names without the number of their block, each once; of many the first."""
+    kinds = [*dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names)]
+    return [*kinds[:NAMED], f"and {len(kinds) - NAMED} more kinds"] if len(kinds) > NAMED else kinds
+
+
 def to_count(c: Config, model: HuggingFaceModel) -> HuggingFaceModel | None:
-    """A copy on meta to count FLOPs on; None where rows have no one length."""
-    if c.pad == "longest":
-        return None
-    copy = deepcopy(model)  # longrope leaves a tensor on meta in what is run
+    """A copy to count FLOPs on; None where rows have no one length."""
+    return None if c.pad == "longest" else copy_on_meta(model)
+
+
+def copy_on_meta(model: HuggingFaceModel) -> HuggingFaceModel:
+    """A copy of a model on meta, to be run there: longrope leaves a tensor on meta in what is run."""
+    copy = deepcopy(model)
     for module in copy.modules():
         vars(module).pop("forward", None)  # what is computed again is no work of the model
     copy.model.set_experts_implementation("batched_mm")  # as many products, and it runs on meta
