@@ -38,7 +38,7 @@ from trainer.finetuning import messages as forms
 from trainer.finetuning.columns import Columns
 from trainer.finetuning.messages import SKIP, BadLine
 from trainer.finetuning.sources import LINE_BYTES, place, records
-from trainer.finetuning.templates import OF_CHATS, TEMPLATE, ChatTemplate, Example, Rules
+from trainer.finetuning.templates import OF_CHATS, TEMPLATE, ChatTemplate, Example, Rules, way_on
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -250,7 +250,7 @@ class _Reader:
                 raise BadLine(
                     "a special token at the end of each answer, which teaches to stop",
                     found,
-                    TEMPLATE,
+                    way_on(self.tokenizer.chat_template),
                 )
         return Encoded(np.array(ids, dtype=np.int32), learned, bool(across))
 
