@@ -9,6 +9,7 @@ import json
 import re
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from conversations import TURNS, chats, steps_of
 
 from model import IGNORE
 from trainer.data import DataError
+from trainer.evaluation import sample
 from trainer.finetuning import chat, examples
 from trainer.finetuning.chat import pack
 
@@ -165,8 +167,37 @@ def test_what_is_held_out_is_never_trained_on_and_the_same_for_any_number_of_ran
             assert torch.equal(tokens, whole[rank : rank + 1]) and torch.equal(targets, all_targets[rank : rank + 1])
     assert stream.fingerprint != everything.fingerprint
     assert not everything.held and not list(everything.held_out(9))
-    assert torch.equal(stream.row(0, held=True)[:9], held[0][0][0, :9])
-    assert torch.equal(stream.row(stream.sample)[:9], next(stream)[0][0, :9])
+    for each, first in ((stream, held[0]), (everything, next(everything))):  # --sample has what is before an answer
+        tokens, targets, _ = first
+        given = int((targets[0] != IGNORE).nonzero()[0]) + 1
+        assert each.prompt(99) == tokens[0, :given].tolist() and each.prompt(3) == each.prompt(99)[-3:]
+
+
+class Says(torch.nn.Module):
+    """A model that says a word of two tokens and then ends, whatever it is asked."""
+
+    def __init__(self, given, words):
+        super().__init__()
+        self.given, self.words = given, words
+
+    def forward(self, tokens):
+        logits = torch.zeros(*tokens.shape, 512)
+        for i, word in enumerate(self.words):
+            logits[0, self.given + i - 1, word] = 99.0
+        return logits
+
+
+def test_a_sample_answers_a_prompt_and_stops_where_the_answer_ends(batches, tokenizer):
+    stream, end = batches(chats(200), hold_out=True), tokenizer().convert_tokens_to_ids("<|im_end|>")
+    prompt = stream.prompt(64)
+    c = SimpleNamespace(seqlen=128, seed=0, sample=9, vocab=512, attn="sdpa")
+    step = SimpleNamespace(model=Says(len(prompt), [60, 61, end, 62, 63, 64, 65, 66, 67]), phase="fwd")
+    head, text = sample(c, step, stream, torch.device("cpu"))
+    assert head == f"sample   {len(prompt)} tokens of held-out data, then after | 3 that the model wrote:"
+    assert text.startswith("<|im_start|>system\nYou are kind.<|im_end|>\n<|im_start|>user\nQuestion 197?<|im_end|>\n")
+    assert text.endswith(f"<|im_start|>assistant\n|{stream.tokenizer.decode([60, 61])}<|im_end|>")
+    whole = batches([dict(text="One. " * 9)] * 9)  # which is learned from its beginning
+    assert whole.prompt(5) == whole.example(0)[0][:5].tolist()
 
 
 def test_a_line_is_never_on_both_sides(batches):

@@ -34,6 +34,15 @@ pytestmark = pytest.mark.usefixtures("isolated")
 CPU = torch.device("cpu")
 
 
+def test_a_held_out_prompt_is_answered_after_each_evaluation(tune):
+    done = tune("--steps", 3, "--eval-every", 2, "--sample", 5)
+    assert done.code == 0, done.err
+    heads = re.findall(r"^sample   (\d+) tokens of held-out data, then after \| (\d) that", done.out, re.M)
+    assert len(heads) == 2 and heads[0][0] == heads[1][0] and 1 <= int(heads[0][1]) <= 5
+    assert len(re.findall(r"^<\|im_start\|>user\nWhat is .*\n<\|im_start\|>assistant\n\|", done.out, re.M)) == 2
+    assert "sample  " not in tune("--steps", 3, "--eval-every", 2).out
+
+
 # ------------------------------------------------------------------------------------------------- loading and saving
 
 
