@@ -5,9 +5,12 @@
 On a CPU, with the tokenizer and the templates of tests/test_chat.py.
 """
 
+import errno
 import json
 import re
 import threading
+import tracemalloc
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,6 +24,7 @@ from trainer.data import DataError
 from trainer.evaluation import sample
 from trainer.finetuning import chat, examples
 from trainer.finetuning.chat import pack
+from trainer.finetuning.templates import Rules
 
 pytest.importorskip("transformers", reason="needs transformers: pip install -e '.[hf]'")
 pytestmark = pytest.mark.filterwarnings("error")
@@ -256,6 +260,32 @@ def test_the_cache_is_used_until_something_changes(batches, tokenizer, tmp_path,
     batches(chats(10))
     assert len(reads) == 5
     assert {each.suffix for each in (tmp_path / "cache").iterdir()} == {".safetensors", ".lock"}
+
+
+def test_memory_while_tokenising_does_not_grow_with_the_tokens(tokenizer, tmp_path):
+    def made(number):
+        """(most bytes that Python held, bytes of tokens)"""
+        path = tmp_path / f"{number}.jsonl"
+        path.write_text((json.dumps(dict(text="What is two and two? " * 60)) + "\n") * number)
+        tracemalloc.start()
+        data = examples.tokenised([path], tokenizer(), Rules(), str(tmp_path / "cache"))
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert len(data.ends) == number and data.tokens.size > 300 * number
+        return peak, data.tokens.nbytes + data.learned.nbytes
+
+    made(3)  # what is imported and kept
+    (peak, size), (higher, more) = made(examples.CHUNK), made(4 * examples.CHUNK)
+    assert higher - peak < (more - size) / 4, (higher - peak, more - size)
+
+
+def test_a_disk_without_room_for_tokens_is_told_in_one_line(batches, monkeypatch):
+    def full(self, *_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(examples.tempfile, "TemporaryFile", lambda dir: nullcontext(SimpleNamespace(write=full)))
+    with pytest.raises(DataError, match="cache: expected room for the token ids, found .*No space left on device; fre"):
+        batches(chats(3))
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "emptied"])
