@@ -119,12 +119,13 @@ class Examples:
 
 class ChatBatches(Iterator):
     """Infinite iterator over (tokens [B, T], targets [B, T], more inputs of the model), int64 on the CPU; B =
-    global_batch / world rows. The inputs are {"position_ids": [B, T]} with pad="pack", else none. Each epoch has its
-    own seeded order of the same rows, and a batch may hold the end of one and the beginning of the next. source: one or
-    several, with weights as sources.weighted has them: then an epoch, of as many rows as there are, has exactly these
-    shares of each source, which is passed as often as that needs. hold_out: the last 1/64 of the examples (of each
-    weighted source), at least one line, is in no batch, but in `held_out`; with eval_source its examples are. rules:
-    of templates.Rules. cache: see `tokenised`. Raises ValueError for bad flags, DataError for bad data."""
+    global_batch / world rows. The inputs are {"position_ids": [B, T]} with pad="pack" or positions, else none: from 0
+    on for each example, 0 for padding. Each epoch has its own seeded order of the same rows, and a batch may
+    hold the end of one and the beginning of the next. source: one or several, with weights as sources.weighted has
+    them: then an epoch, of as many rows as there are, has exactly these shares of each source, which is passed as often
+    as that needs. hold_out: the last 1/64 of the examples (of each weighted source), at least one line, is in no batch,
+    but in `held_out`; with eval_source its examples are. rules: of templates.Rules. cache: see `tokenised`. Raises
+    ValueError for bad flags, DataError for bad data."""
 
     bytes = overfit = False  # what Batches may be
     unit = "tokens"
@@ -136,6 +137,7 @@ class ChatBatches(Iterator):
     def __init__(self, source: str | Sequence[str], tokenizer: PreTrainedTokenizerFast, *, global_batch: int,
                  seqlen: int, vocab: int, seed: int, rank: int = 0, world: int = 1, start: int = 0, pad: str = "fixed",
                  hold_out: bool = False, eval_source: str | None = None, cache: str | None = None,
+                 positions: bool = False,
                  **rules: Any):  # fmt: skip
         if pad not in PADS:
             raise ValueError(f"--pad {pad}: expected one of {', '.join(PADS)}")
@@ -147,6 +149,7 @@ class ChatBatches(Iterator):
             pad,
         )
         self.rows, self.rank = rows_of_a_rank(global_batch, world), rank
+        self.positions = positions or pad == "pack"
         self.sample = start  # rows consumed so far by all ranks together; set it to resume
         filler = tokenizer.pad_token_id
         # No label, and seen by no token before it.
@@ -335,8 +338,8 @@ class ChatBatches(Iterator):
                 targets[i, at:end] = np.where(learned[1:], ids[1:], IGNORE)
                 positions[i, at:end] = np.arange(end - at)
                 at = end
-            positions[i, at:] = np.arange(T - at)  # padding is a document of its own
-        inputs = dict(position_ids=torch.from_numpy(positions)) if self.pad == "pack" else {}
+            positions[i, at:] = 0  # each token of padding is a document of its own
+        inputs = dict(position_ids=torch.from_numpy(positions)) if self.positions else {}
         return torch.from_numpy(tokens), torch.from_numpy(targets), inputs
 
 

@@ -85,6 +85,12 @@ class HuggingFaceModel(nn.Module):
         """What the configuration says of rotary positions; empty without them."""
         return getattr(self.model.config, "rope_parameters", None) or {}
 
+    def longest_short(self, seqlen: int) -> int:
+        """Of longrope, the largest number of positions that have the short factors, where rows of so many tokens may
+        have the long ones; else 0."""
+        usual = self.rotary.get("original_max_position_embeddings") or seqlen
+        return usual if self.rotary.get("rope_type") == "longrope" and seqlen > usual else 0
+
     def forward(
         self, tokens: Tensor, targets: Tensor | None = None, chunk: int = 0, **inputs: Tensor
     ) -> Tensor:

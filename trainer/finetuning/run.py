@@ -20,7 +20,9 @@ from trainer.run import Run
 NAMED = 6  # parameters in a line
 
 
-def open_data(c: Config, vocab: int, rank: int = 0, world: int = 1) -> ChatBatches:
+def open_data(
+    c: Config, vocab: int, rank: int = 0, world: int = 1, positions: bool = False
+) -> ChatBatches:
     """The examples of --data, as resolved flags cut and pad them. DataError for bad ones, or a bad tokenizer."""
     rules = dict(
         bad_lines=c.bad_lines, unknown_keys=c.unknown_keys, seam=c.seam, template_args=c.arguments
@@ -32,7 +34,7 @@ def open_data(c: Config, vocab: int, rank: int = 0, world: int = 1) -> ChatBatch
         tell(note)
     return ChatBatches(c.data, tokenizer, global_batch=c.effective_batch, seqlen=c.seqlen, vocab=vocab,
                        seed=c.seed, rank=rank, world=world, pad=c.pad, hold_out=c.eval_every > 0,
-                       eval_source=c.eval_data, **rules)  # fmt: skip
+                       eval_source=c.eval_data, positions=positions, **rules)  # fmt: skip
 
 
 def open_model(c: Config) -> tuple[HuggingFaceModel, int]:
@@ -55,6 +57,9 @@ def open_model(c: Config) -> tuple[HuggingFaceModel, int]:
     if "dynamic" in str(model.rotary.get("rope_type")) and c.compile not in ("none", "blocks"):
         raise ValueError(f"--compile {c.compile}: rope_type dynamic of config.json branches on values, which one "
                          "graph cannot; use --compile none")  # fmt: skip
+    if c.cuda_graph and (usual := model.longest_short(c.seqlen)):
+        raise ValueError("--cuda-graph: takes no positions, by which longrope chooses its factors; use --seqlen "
+                         f"{usual}, or leave it out")  # fmt: skip
     return model, model.model.get_input_embeddings().num_embeddings
 
 
@@ -100,10 +105,9 @@ def look(run: Run, c: Config, model: HuggingFaceModel, device: torch.device) -> 
     if c.param_dtype != "fp32" and (kept := model.kept_in_fp32):
         say(f"{len(kept)} parameters, which transformers keeps in fp32, are gathered in {c.param_dtype}, such as "
             f"{kept[0]}; use --param-dtype fp32 to compute with them as it does")  # fmt: skip
-    usual = model.rotary.get("original_max_position_embeddings")
-    if model.rotary.get("rope_type") == "longrope" and c.seqlen > usual:
-        say(f"longrope: rows of more than {usual} tokens have the long factors, also for shorter examples in them, "
-            f"which inference gives the short ones; use --seqlen {usual} at most for these")  # fmt: skip
+    if usual := model.longest_short(c.seqlen):
+        say(f"longrope: a micro-batch has the long factors where an example in it is longer than {usual} tokens, else "
+            "the short ones, as in inference; where lengths are mixed, --batch 1 gives each its own")  # fmt: skip
     passes = c.effective_batch / run.batches.epoch_samples
     if passes > 1:
         say(f"each step passes {passes:.1f} times over all {run.batches.epoch_samples} rows of --data; "
