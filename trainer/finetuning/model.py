@@ -76,9 +76,18 @@ class HuggingFaceModel(nn.Module):
     def kept_in_fp32(self) -> list[str]:
         """Names of parameters that transformers keeps in fp32 where it loads the model in bf16."""
         parts = self.model._keep_in_fp32_modules_strict
-        return [
-            name for name, _ in self.model.named_parameters() if any(part in name for part in parts)
-        ]
+        return [name for name, _ in self.named_parameters() if any(part in name for part in parts)]
+
+    @property
+    def parts_in_fp32(self) -> dict[str, list[str]]:
+        """{name of a module: names of its parameters} where all of them are kept in fp32."""
+        kept, found = {*self.kept_in_fp32}, {}
+        for path in sorted({name.rpartition(".")[0] for name in kept}):
+            own = [f"{path}.{name}" for name, _ in self.get_submodule(path).named_parameters()]
+            inside = any(path.startswith(f"{other}.") for other in found)
+            if kept.issuperset(own) and not inside:
+                found[path] = own
+        return found
 
     @property
     def rotary(self) -> dict[str, Any]:

@@ -102,7 +102,9 @@ def look(run: Run, c: Config, model: HuggingFaceModel, device: torch.device) -> 
         model.check_packed(device)
     if model.noise:
         say(f"noise is off: {model.noise} of config.json")
-    if c.param_dtype != "fp32" and (kept := model.kept_in_fp32):
+    in_fp32 = {name for own in model.parts_in_fp32.values() for name in own}
+    kept = [name for name in model.kept_in_fp32 if c.accum_sync == "last" or name not in in_fp32]
+    if c.param_dtype != "fp32" and kept:
         say(f"{len(kept)} parameters, which transformers keeps in fp32, are gathered in {c.param_dtype}, such as "
             f"{kept[0]}; use --param-dtype fp32 to compute with them as it does")  # fmt: skip
     if usual := model.longest_short(c.seqlen):
