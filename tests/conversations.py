@@ -29,6 +29,15 @@ TEMPLATES = {  # of the structure of the known ones, without tools
     "{% else %}{{ m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
     + PROMPT.replace("%s", "<|im_start|>assistant\n"),
 }
+REFUSED = {  # of the structure of known ones that are refused, by the name of what trains instead
+    "deepseek-r1": "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}"
+    "{{ '<｜Assistant｜>' + m.content.split('</think>')[-1] + '<｜end▁of▁sentence｜>' }}"
+    "{% else %}{{ '<｜User｜>' * (m.role == 'user') + m.content }}{% endif %}{% endfor %}"
+    + PROMPT.replace("%s", "<｜Assistant｜><think>\n"),
+    "glm-4.5": "[gMASK]<sop>{% for m in messages %}{{ '<|' + m.role + '|>\n' }}{% if m.role == 'assistant' %}"
+    "{{ '<think>' + (m.reasoning_content or '') + '</think>\n' }}{% endif %}{{ m.content }}{% endfor %}"
+    + PROMPT.replace("%s", "<|assistant|>"),
+}
 TURNS = [dict(role="user", content="What is two and two?"), dict(role="assistant", content="Four, my friend."),
          dict(role="user", content="And three?"), dict(role="assistant", content="Five, I think.")]  # fmt: skip
 

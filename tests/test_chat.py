@@ -11,9 +11,11 @@ import os
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
-from conversations import PROMPT, TEMPLATES, TURNS, chats, steps_of
+from conversations import PROMPT, REFUSED, SPECIAL, TEMPLATES, TURNS, chats, steps_of
 from running import ROOT
 
 from model import IGNORE
@@ -21,10 +23,12 @@ from trainer.data import DataError
 from trainer.finetuning.chat import preview
 from trainer.finetuning.examples import LINE_BYTES
 from trainer.finetuning.sources import check_files
+from trainer.finetuning.templates import NAMED, render, replace_template
 
 pytest.importorskip("transformers", reason="needs transformers: pip install -e '.[hf]'")
 tokenizers = pytest.importorskip("tokenizers")
 pytestmark = pytest.mark.filterwarnings("error")
+TRL = find_spec("trl")  # its templates are read where it is there; not imported
 
 
 def learned_text(stream, made, number=0):
@@ -175,6 +179,48 @@ def test_a_template_that_asks_for_thoughts_and_answers_without_says_so_and_what_
     other = each.replace("%s", "") + PROMPT.replace("%s", "<|im_start|>model\n")
     with pytest.raises(DataError, match="begins as the generation prompt, found '<.im_start.>model.n', then '<.im_sta"):
         batches([line], other)
+
+
+def owns(name):
+    """Templates of a refused family: one of its structure, and those of TRL where it is there."""
+    files = {"deepseek-r1": ["deepseek_r1_distill", "deepseekv3"], "glm-4.5": ["glm4moe"]}[name] if TRL else []
+    return [REFUSED[name], *((Path(TRL.origin).parent / f"chat_templates/{each}.jinja").read_text() for each in files)]
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_family_whose_own_template_is_refused_is_trained_with_one_of_ours(batches, tokenizer, name):
+    again = [*TURNS, *TURNS[:2]]  # the first question twice
+    thought = [TURNS[0], TURNS[1] | dict(reasoning_content="Add them.")]
+    texts = {
+        "deepseek-r1": (["\n</think>\n\nFour, my friend.<｜end▁of▁sentence｜>"],
+                        ["Add them.\n</think>\n\nFour, my friend.<｜end▁of▁sentence｜>"]),
+        "glm-4.5": (["\n<think></think>\nFour, my friend.<|user|>", "\n<think></think>\nFive, I think.<|user|>",
+                     "\n<think></think>\nFour, my friend.<|user|>"],
+                    ["\n<think>Add them.</think>\nFour, my friend.<|user|>"]),
+    }[name]  # fmt: skip
+    tokens = [*SPECIAL[3:], "<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>", "<|user|>", "<|assistant|>"]
+    for own in owns(name):
+        made = tokenizer(own, additional_special_tokens=tokens)
+        with pytest.raises(DataError, match=f"; add --template {name}$"):
+            batches([dict(messages=TURNS)], made=made)
+        assert f"--template {name}: writes " in replace_template(made, name)
+        for messages, text in zip((again, thought), texts, strict=True):
+            stream = batches([dict(messages=messages)], made=made, vocab=999)
+            assert learned_text(stream, made, len(stream.data.chosen) - 1) == text
+        for end in (1, 3, 5):  # what a model is asked with is as the family has it
+            both = [render([dict(role="system", content="Be kind.")] * (own in REFUSED.values()) + again[:end],
+                           dict(chat_template=each, bos_token="<s>"), add_generation_prompt=True)[0]
+                    for each in (own, made.chat_template)]  # fmt: skip
+            assert both[0] == both[1]
+    with pytest.raises(ValueError, match=f"--template {name}: the model's own template has no "):
+        replace_template(tokenizer("qwen2.5"), name)
+
+
+def test_what_a_template_of_ours_does_not_know_is_refused(batches, tokenizer):
+    made = tokenizer(REFUSED["deepseek-r1"], additional_special_tokens=["<｜end▁of▁sentence｜>"])
+    replace_template(made, "deepseek-r1")
+    with pytest.raises(DataError, match="a template without the role tool"):
+        batches([dict(messages=[*TURNS, dict(role="tool", content="Sun."), TURNS[1]])], made=made)
 
 
 def test_a_tokenizer_that_cannot_do_it_is_refused(batches, tokenizer):

@@ -5,10 +5,14 @@
 On a CPU, with the tokenizer and the templates of tests/test_chat.py.
 """
 
+import errno
 import json
 import re
 import threading
+import tracemalloc
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,8 +21,10 @@ from conversations import TURNS, chats, steps_of
 
 from model import IGNORE
 from trainer.data import DataError
+from trainer.evaluation import sample
 from trainer.finetuning import chat, examples
 from trainer.finetuning.chat import pack
+from trainer.finetuning.templates import Rules
 
 pytest.importorskip("transformers", reason="needs transformers: pip install -e '.[hf]'")
 pytestmark = pytest.mark.filterwarnings("error")
@@ -165,8 +171,37 @@ def test_what_is_held_out_is_never_trained_on_and_the_same_for_any_number_of_ran
             assert torch.equal(tokens, whole[rank : rank + 1]) and torch.equal(targets, all_targets[rank : rank + 1])
     assert stream.fingerprint != everything.fingerprint
     assert not everything.held and not list(everything.held_out(9))
-    assert torch.equal(stream.row(0, held=True)[:9], held[0][0][0, :9])
-    assert torch.equal(stream.row(stream.sample)[:9], next(stream)[0][0, :9])
+    for each, first in ((stream, held[0]), (everything, next(everything))):  # --sample has what is before an answer
+        tokens, targets, _ = first
+        given = int((targets[0] != IGNORE).nonzero()[0]) + 1
+        assert each.prompt(99) == tokens[0, :given].tolist() and each.prompt(3) == each.prompt(99)[-3:]
+
+
+class Says(torch.nn.Module):
+    """A model that says a word of two tokens and then ends, whatever it is asked."""
+
+    def __init__(self, given, words):
+        super().__init__()
+        self.given, self.words = given, words
+
+    def forward(self, tokens):
+        logits = torch.zeros(*tokens.shape, 512)
+        for i, word in enumerate(self.words):
+            logits[0, self.given + i - 1, word] = 99.0
+        return logits
+
+
+def test_a_sample_answers_a_prompt_and_stops_where_the_answer_ends(batches, tokenizer):
+    stream, end = batches(chats(200), hold_out=True), tokenizer().convert_tokens_to_ids("<|im_end|>")
+    prompt = stream.prompt(64)
+    c = SimpleNamespace(seqlen=128, seed=0, sample=9, vocab=512, attn="sdpa")
+    step = SimpleNamespace(model=Says(len(prompt), [60, 61, end, 62, 63, 64, 65, 66, 67]), phase="fwd")
+    head, text = sample(c, step, stream, torch.device("cpu"))
+    assert head == f"sample   {len(prompt)} tokens of held-out data, then after | 3 that the model wrote:"
+    assert text.startswith("<|im_start|>system\nYou are kind.<|im_end|>\n<|im_start|>user\nQuestion 197?<|im_end|>\n")
+    assert text.endswith(f"<|im_start|>assistant\n|{stream.tokenizer.decode([60, 61])}<|im_end|>")
+    whole = batches([dict(text="One. " * 9)] * 9)  # which is learned from its beginning
+    assert whole.prompt(5) == whole.example(0)[0][:5].tolist()
 
 
 def test_a_line_is_never_on_both_sides(batches):
@@ -225,6 +260,32 @@ def test_the_cache_is_used_until_something_changes(batches, tokenizer, tmp_path,
     batches(chats(10))
     assert len(reads) == 5
     assert {each.suffix for each in (tmp_path / "cache").iterdir()} == {".safetensors", ".lock"}
+
+
+def test_memory_while_tokenising_does_not_grow_with_the_tokens(tokenizer, tmp_path):
+    def made(number):
+        """(most bytes that Python held, bytes of tokens)"""
+        path = tmp_path / f"{number}.jsonl"
+        path.write_text((json.dumps(dict(text="What is two and two? " * 60)) + "\n") * number)
+        tracemalloc.start()
+        data = examples.tokenised([path], tokenizer(), Rules(), str(tmp_path / "cache"))
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert len(data.ends) == number and data.tokens.size > 300 * number
+        return peak, data.tokens.nbytes + data.learned.nbytes
+
+    made(3)  # what is imported and kept
+    (peak, size), (higher, more) = made(examples.CHUNK), made(4 * examples.CHUNK)
+    assert higher - peak < (more - size) / 4, (higher - peak, more - size)
+
+
+def test_a_disk_without_room_for_tokens_is_told_in_one_line(batches, monkeypatch):
+    def full(self, *_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(examples.tempfile, "TemporaryFile", lambda dir: nullcontext(SimpleNamespace(write=full)))
+    with pytest.raises(DataError, match="cache: expected room for the token ids, found .*No space left on device; fre"):
+        batches(chats(3))
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "emptied"])

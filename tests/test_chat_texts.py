@@ -8,12 +8,11 @@ On a CPU, with templates that do as known families do. Which tokens are learned:
 import json
 import random
 import re
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from conversations import FAMILIES, TEMPLATES, TURNS
-from test_chat import learned_text
+from test_chat import TRL, learned_text
 
 from trainer.data import DataError
 from trainer.finetuning.chat import preview
@@ -21,7 +20,6 @@ from trainer.finetuning.chat import preview
 pytest.importorskip("transformers", reason="needs transformers: pip install -e '.[hf]'")
 pytestmark = pytest.mark.filterwarnings("error")
 
-TRL = find_spec("trl")  # not imported
 USER, ANSWER = TURNS[:2]
 CALL = dict(id="c1", type="function", function=dict(name="weather", arguments='{"city": "Par\\"is", "days": 3}'))
 

@@ -13,6 +13,7 @@ import shutil
 import signal
 import struct
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,7 +25,6 @@ from saved import steps_in
 from lean import IGNORE
 from trainer import run as runs
 from trainer.data import Batches, DataError, check_files
-from trainer.evaluation import _readable
 from trainer.logging import Sinks
 from trainer.measuring import memory
 
@@ -272,8 +272,8 @@ def test_two_ranks_evaluate_and_write_as_one(train, tmp_path, sources):
     found = {s["step"]: s["eval_loss"] for s in steps if "eval_loss" in s}
     assert found == pytest.approx(evaluations(one), rel=1e-6)
     head, text = "sample   4 bytes of held-out data, then after | 40 that the model wrote:\n", out.read_text()
-    assert text.count(head) == 1 and "3 more held out" in text
-    assert text.split(head)[1].split("\noutcome")[0] == one.out.split(head)[1].split("\noutcome")[0]
+    assert text.count(head) == 3 and "3 more held out" in text  # after steps 2, 4 and 6
+    assert text.split(head)[3].split("\noutcome")[0] == one.out.split(head)[3].split("\noutcome")[0]
 
 
 def test_simulated_ranks_evaluate_and_list_the_collectives_of_a_step(train):
@@ -331,7 +331,8 @@ def test_a_model_writes_what_it_has_learnt(train, tmp_path):
 
 
 def test_what_a_model_writes_controls_no_terminal():
-    assert _readable([*b"a\tb\n\x1b[2J\r\x07\xff", *"é".encode()]) == "a\tb\n\ufffd[2J\ufffd\ufffd\ufffdé"
+    ids = [*b"a\tb\n\x1b[2J\r\x07\xff", *"é".encode()]
+    assert Batches.readable(SimpleNamespace(bytes=True), ids) == "a\tb\n\ufffd[2J\ufffd\ufffd\ufffdé"
 
 
 # ------------------------------------------------------------------------------------------------- what is compiled

@@ -20,6 +20,7 @@ from running import one_line
 pytest.importorskip("transformers", reason="needs transformers: pip install -e '.[hf]'")
 
 from families import FAMILIES, tiny
+from safetensors.torch import load_file
 from tiny_hf import TOKENS, write_tokenizer
 from transformers import AutoModelForCausalLM
 
@@ -28,7 +29,8 @@ from trainer.checkpoint.manifest import CheckpointError
 from trainer.data import DataError
 from trainer.distributed.terminal import one_line as in_one_line
 from trainer.finetuning import config, export, load
-from trainer.finetuning.model import blank_model
+from trainer.finetuning.model import HuggingFaceModel, blank_model
+from trainer.finetuning.run import freeze_what_has_no_gradient
 from trainer.parallelize import build
 
 pytestmark = pytest.mark.usefixtures("isolated")
@@ -59,6 +61,7 @@ def train(folder: Path, out: Path) -> tuple[float, dict, str]:
     c = flags.resolve(config.parse(argv), "cpu", 2)
     model = blank_model(str(folder))
     model.drawn = False
+    freeze_what_has_no_gradient(model, c.seqlen)
     step = build(c, CPU, 2, model=model)
     load.load_weights(c, step.model, None)
     step.model.look(CPU)
@@ -74,6 +77,7 @@ def train(folder: Path, out: Path) -> tuple[float, dict, str]:
         export.export(c, step.model, None)
     except CheckpointError as error:
         packed += f", not exported: {error}"
+    assert step(TOKENS, TARGETS).isfinite() and not step.bad
     return loss.item(), grads, packed
 
 
@@ -171,11 +175,42 @@ def test_a_head_of_another_width_than_the_hidden_states_has_no_chunked_loss(tune
     assert done.code == 1 and "use --loss full" in one_line(done.err)
 
 
-def test_models_that_compute_a_part_in_fp32_train_in_bf16(tune, tmp_path):
-    for family, said in (("mamba", False), ("ernie4_5_moe", True)):
+def test_parameters_without_a_gradient_are_named_and_stay_as_they_are(tune, tmp_path):
+    folder, name = tmp_path / "model", "model.decoder.layers.{}.encoder_attn.k_proj.weight"
+    AutoModelForCausalLM.from_config(tiny("bart")).save_pretrained(folder)
+    write_tokenizer(folder)
+    for out, more in ((tmp_path / "all", []), (tmp_path / "adapters", ["--lora", 2])):
+        done = tune("--steps", 2, "--weight-decay", 0.5, "--export", out, *more, model=folder)
+        assert done.code == 0, done.err
+        (line,) = [each for each in done.out.splitlines() if "get no gradient" in each]
+        assert "without weight decay: model." + name.format("*").rpartition(".")[0] in line
+        if not more:
+            before, after = (load_file(each / "model.safetensors") for each in (folder, out))
+            same = {each for each, t in before.items() if torch.equal(t, after[each])}
+            assert name.format(0) in same and all(".encoder_attn" in each for each in same)
+            assert f"{len(same)} parameters get no gradient" in line
+    assert "get no gradient" not in tune("--steps", 1).out
+
+
+def test_models_that_compute_a_part_in_fp32_train_in_bf16(tune, tmp_path, monkeypatch):
+    seen, look = {}, HuggingFaceModel.look
+
+    def watched(self, device):
+        for name, module in self.model.named_modules():
+            if name.endswith(("mlp.gate", "q_proj")):
+                last = name.rpartition(".")[2]
+                module.register_forward_pre_hook(lambda m, _, last=last: seen.update({last: m.weight.dtype}))
+        look(self, device)
+
+    monkeypatch.setattr(HuggingFaceModel, "look", watched)
+    for family in ("mamba", "ernie4_5_moe"):
         AutoModelForCausalLM.from_config(tiny(family)).save_pretrained(tmp_path / family)
         write_tokenizer(tmp_path / family)
         done = tune("--steps", 1, "--param-dtype", "bf16", model=tmp_path / family)
-        assert done.code == 0, done.err
-        assert ("keeps in fp32, are gathered in bf16, such as model.layers.1.mlp.gate.weight; use" in done.out) == said
+        assert done.code == 0 and "transformers keeps" not in done.out, done.err
+    assert seen == dict(gate=torch.float32, q_proj=torch.bfloat16)
+    argv = "--steps", 1, "--param-dtype", "bf16", "--batch", 2, "--grad-accum", 2, "--accum-sync", "last"
+    last = tune(*argv, model=tmp_path / "ernie4_5_moe")
+    assert last.code == 0, last.err
+    assert "keeps in fp32, are gathered in bf16, such as model.model.layers.1.mlp.gate.weight; use" in last.out
     assert "transformers keeps" not in tune("--steps", 1, model=tmp_path / "ernie4_5_moe").out

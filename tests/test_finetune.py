@@ -5,6 +5,7 @@
 What it refuses, compiled steps and large models: tests/test_finetune_limits.py. The data: tests/test_chat.py.
 """
 
+import json
 import os
 import re
 import shutil
@@ -28,10 +29,20 @@ from trainer.data import DataError
 from trainer.finetuning import config, export, load
 from trainer.finetuning.chat import ChatBatches
 from trainer.finetuning.model import HuggingFaceModel, blank_model
+from trainer.finetuning.run import open_model
 from trainer.parallelize import build
 
 pytestmark = pytest.mark.usefixtures("isolated")
 CPU = torch.device("cpu")
+
+
+def test_a_held_out_prompt_is_answered_after_each_evaluation(tune):
+    done = tune("--steps", 3, "--eval-every", 2, "--sample", 5)
+    assert done.code == 0, done.err
+    heads = re.findall(r"^sample   (\d+) tokens of held-out data, then after \| (\d) that", done.out, re.M)
+    assert len(heads) == 2 and heads[0][0] == heads[1][0] and 1 <= int(heads[0][1]) <= 5
+    assert len(re.findall(r"^<\|im_start\|>user\nWhat is .*\n<\|im_start\|>assistant\n\|", done.out, re.M)) == 2
+    assert "sample  " not in tune("--steps", 3, "--eval-every", 2).out
 
 
 # ------------------------------------------------------------------------------------------------- loading and saving
@@ -209,7 +220,11 @@ def loss_of_transformers(folder, dtype=torch.float32):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, return_dict=True).eval()
     assert (targets[:, -1] == -100).all(), "else the last target would be lost"
     labels = torch.cat([torch.full((8, 1), -100), targets[:, :-1]], 1)  # transformers moves them on itself
-    return model(input_ids=tokens, labels=labels).loss.item()
+    losses, counts = [], (labels != -100).sum(1)
+    for row, own in zip(tokens, labels, strict=True):  # without padding, by whose length longrope would choose
+        n = int((own != -100).nonzero()[-1]) + 1
+        losses.append(model(input_ids=row[None, :n], labels=own[None, :n]).loss.item())
+    return (torch.tensor(losses) @ counts.float() / counts.sum()).item()
 
 
 def test_the_first_loss_is_that_of_transformers(tune, qwen):
@@ -235,10 +250,31 @@ def test_other_families_have_the_losses_of_transformers_and_are_exported(kind, t
         assert done.steps[0]["loss"] == pytest.approx(loss_of_transformers(folder, torch_dtype), abs=apart)
         before, after = (logits(each, return_dict=True) for each in (folder, out))
         assert torch.allclose(before, after, rtol=0, atol=1e-20)  # not equal: rows of 0 are trained, too
-        assert ("longrope: rows of more than 32 tokens" in done.out) == (kind == "longrope")
+        assert ("longrope: a micro-batch has the long" in done.out) == (kind == "longrope")
         assert ("tensors that the model does not use are left out: model.visual." in done.out) == (kind == "qwen3.5")
     names = [AutoConfig.from_pretrained(each).model_type for each in (folder, out)]
     assert names == (["qwen3_5", "qwen3_5_text"] if kind == "qwen3.5" else names[:1] * 2)
+
+
+def test_longrope_chooses_its_factors_by_the_examples_and_not_by_their_padding(tune, tmp_path):
+    folder = write_model(tmp_path / "m", "longrope")
+    write_tokenizer(folder)
+    weights = {name: 9 * t if "proj" in name else t for name, t in load_file(folder / "model.safetensors").items()}
+    save_file(weights, folder / "model.safetensors", metadata=dict(format="pt"))  # so that attention looks at positions
+    data = tmp_path / "short.jsonl"
+    data.write_text((json.dumps(dict(text="7 plus 9 is 16, 9 plus 7 is 16.")) + "\n") * 4)
+    argv = "--steps", 1, "--log-every", 1, "--batch", 2
+    first = {
+        (n, pad): tune(*argv, "--seqlen", n, "--pad", pad, model=folder, data=data).steps[0]["loss"]
+        for n, pad in ((32, "fixed"), (48, "fixed"), (48, "longest"))
+    }
+    assert first[48, "fixed"] == pytest.approx(first[32, "fixed"], abs=1e-5) == first[48, "longest"]
+    model, ids = HuggingFaceModel(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)), TOKENS[:1]
+    long = model(ids, ids, position_ids=torch.arange(12)[None] + 30)  # what a row with padding had
+    assert abs(long - model(ids, ids)) > 0.01
+    with pytest.raises(ValueError, match="--cuda-graph: takes no positions, .* use --seqlen 32"):
+        argv = ["--model", str(folder), "--data", "x", "--cuda-graph", "--seqlen", "48", "--device", "cuda"]
+        open_model(flags.resolve(config.parse(argv), "cuda", 1))
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "bloom", "opt"])

@@ -251,7 +251,7 @@ class Output:
     report: bool = False
     """In the end, write one page of the run's table, curve, memory and collectives beside its steps."""
     sample: int = 0
-    """Tokens (of text: bytes) that the model writes after the last step, to be printed."""
+    """Tokens (of text: bytes) that the model writes after each evaluation and the last step, to be printed."""
     verbose: Annotated[UseCounterAction[int], arg(aliases=["-v"], help_behavior_hint="(default: 0, repeatable)")] = 0
     """-v: print memory by stages and the placement of parameters, too. -vv: also all norms at logged steps (slow)."""
     force: bool = False

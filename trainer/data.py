@@ -46,6 +46,7 @@ LLMC_MAGICS = range(20240101, 20241232)
 HELD_OUT = 64  # one part in so many, the last, and at least one sample, is held out
 # Smaller streams are searched for ids outside the vocabulary when they are opened.
 SCAN_BYTES = 64 << 20
+PROMPT = 64  # tokens before what --sample writes, at most
 # Folders that `stdlib` leaves out, because not every installation of Python has the same files in them.
 NOT_TEXT = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 
@@ -313,12 +314,19 @@ def rows_of_a_rank(global_batch: int, world: int) -> int:
     return rows
 
 
+def shown(text: str) -> str:
+    """A text for a terminal: what would control that is a replacement character."""
+    return "".join(each if each.isprintable() or each in "\n\t" else "\ufffd" for each in text)
+
+
 class Batches(Iterator):
     """Infinite iterator over (tokens [B, T], targets [B, T]), int64 on the CPU; B = global_batch / world rows. A sample
     is T+1 tokens, and those of an epoch lie on a grid with step T: the last target of one is the first token of the
     next. Each epoch has its own seeded order and offset of the grid; fewer than 2T tokens are left out. hold_out: the
     last 1/64 of the tokens, at least one sample, is in no batch (random: other tokens), but in `held_out`. Raises
     ValueError for bad flags, DataError for bad files: of large ones while iterating, on the rank that meets it."""
+
+    ends: Collection[int] = ()  # tokens that end what --sample writes
 
     def __init__(
         self,
@@ -347,6 +355,7 @@ class Batches(Iterator):
         self.fingerprint = source  # changes when the data does; to be saved beside `sample`
         self.stream, self.epoch_samples = None, None  # None: no epochs
         self.bytes = source != "random" and not source.startswith("bin:")  # a token is a byte
+        self.unit = "bytes" if self.bytes else "token ids"
         self.held = range(hold_out << 31)  # what is held out: of a stream, where each sample begins
         if source == "random":
             self.description = f"random: fresh tokens below {_n(vocab)}, no epochs"
@@ -417,6 +426,16 @@ class Batches(Iterator):
             tokens, targets = out[:, :-1].contiguous(), out[:, 1:].contiguous()  # [B, T], [B, T]
             targets[there:] = IGNORE
             yield tokens, targets
+
+    def prompt(self, most: int) -> list[int]:
+        """What --sample goes on from: the first tokens of what is held out or, without it, of what is trained on."""
+        return self.row(0, held=len(self.held) > 0)[: min(most, PROMPT)].tolist()
+
+    def readable(self, ids: list[int]) -> str:
+        """Bytes as text, other tokens as their ids."""
+        if not self.bytes:
+            return f" {' '.join(map(str, ids))} "
+        return shown(bytes(ids).decode("utf-8", "replace"))
 
     def row(self, sample: int, held: bool = False) -> Tensor:
         """[T+1]: a sample that is trained on or, if `held`, one that is held out."""

@@ -21,7 +21,6 @@ from trainer.data import Batches
 from trainer.step import Step
 
 TEMPERATURE = 0.8  # of --sample: below 1, likely tokens are drawn more often than the model says
-PROMPT = 64  # tokens, at most half of --seqlen
 
 
 @contextmanager
@@ -69,10 +68,10 @@ def evaluate(c: Config, step: Step, batches: Batches, device: torch.device,
 
 def sample(c: Config, step: Step, batches: Batches, device: torch.device,
            between: Callable[[], None] = lambda: None) -> list[str]:  # fmt: skip
-    """Lines with --sample tokens that the model writes after a prompt, of held-out data where there is some: as text of
-    data that is bytes, else as ids. Each token costs a forward of --seqlen tokens. between: called before each."""
+    """Lines with --sample tokens that the model writes after a prompt, of held-out data where there is some, without
+    those after one that ends an answer. Each costs a forward of --seqlen tokens. between: called before each."""
     T, generator = c.seqlen, torch.Generator(device="cpu").manual_seed(c.seed)
-    ids = batches.row(0, held=len(batches.held) > 0)[: max(1, min(PROMPT, T // 2))].tolist()
+    ids = batches.prompt(max(1, T // 2))
     given, vocab = len(ids), 256 if batches.bytes else c.vocab
     with _inference(c, step, device):
         for _ in range(c.sample):
@@ -83,14 +82,11 @@ def sample(c: Config, step: Step, batches: Batches, device: torch.device,
             logits: Tensor = step.model(window.to(device))[0, seen.shape[1] - 1, :vocab]
             chances = (logits.float().cpu().nan_to_num() / TEMPERATURE).softmax(0)
             ids.append(int(torch.multinomial(chances, 1, generator=generator)))
-    of, what = "held-out" if batches.held else "training", "bytes" if batches.bytes else "token ids"
-    head = f"sample   {given} {what} of {of} data, then after | {c.sample} that the model wrote:"
-    if not batches.bytes:
-        return [head, f"{' '.join(map(str, ids[:given]))} | {' '.join(map(str, ids[given:]))}"]
-    return [head, f"{_readable(ids[:given])}|{_readable(ids[given:])}"]
-
-
-def _readable(ids: list[int]) -> str:
-    """Bytes as text; what is no UTF-8 or would control a terminal is shown as a replacement character."""
-    text = bytes(ids).decode("utf-8", "replace")
-    return "".join(each if each.isprintable() or each in "\n\t" else "\ufffd" for each in text)
+    # All are written first: ranks that stopped at different ones would wait for each other.
+    ends = [i for i in range(given, len(ids)) if ids[i] in batches.ends]
+    written = ids[given : ends[0] + 1 if ends else None]
+    of = "held-out" if batches.held else "training"
+    return [
+        f"sample   {given} {batches.unit} of {of} data, then after | {len(written)} that the model wrote:",
+        f"{batches.readable(ids[:given])}|{batches.readable(written)}",
+    ]

@@ -71,6 +71,10 @@ def wrap(
         # A replica knows nothing of the others: the step averages over them.
         if c.accum_sync == "shards":
             over, how["mode"] = mesh["shard"], "fully_shard"
+        # Routers of experts and the like, which transformers keeps in fp32.
+        for part in getattr(model, "parts_in_fp32", ()) if c.param_dtype != "fp32" else ():
+            exact = how | dict(mp_policy=MixedPrecisionPolicy(torch.float32, dtypes[1]))
+            data_parallel(model.get_submodule(part), over, reshard_after_forward=c.reshard, **exact)
         for block in units_of(model)[-1:] if c.keep_last else ():
             data_parallel(model.get_submodule(block), over, reshard_after_forward=False, **how)
         data_parallel(model, over, reshard_after_forward=c.reshard, **how)

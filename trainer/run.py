@@ -251,8 +251,7 @@ class Run:
                 raise
             self.save()
             if self.c.sample:
-                with self.aside("sample") as between:
-                    self.sampled = sample(self.c, step, self.batches, self.device, between)
+                self.sampled = self.sample()
 
     def _call(self, tokens: Tensor, targets: Tensor, inputs: dict[str, Tensor]) -> Tensor:
         k = self.state.step
@@ -327,6 +326,13 @@ class Run:
         self.sinks.step(told | found)
         if better and self.c.keep_best:
             self.save()
+        if self.c.sample and state.step < self.c.steps:  # else `training` writes one
+            self.say("\n".join(self.sample()))
+
+    def sample(self) -> list[str]:
+        """Lines with what the model writes after the step that is done."""
+        with self.aside("sample") as between:
+            return sample(self.c, self.step, self.batches, self.device, between)
 
     @contextmanager
     def aside(self, place: str) -> Iterator[Callable[[], None]]:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trainer.data import HELD_OUT, generator, rows_of_a_rank, unusable
+from trainer.data import HELD_OUT, PROMPT, generator, rows_of_a_rank, shown, unusable
 from trainer.distributed.terminal import grouped as _n
 from trainer.finetuning.examples import tokenised, told
 from trainer.finetuning.sources import check_files, weighted
@@ -119,14 +119,16 @@ class Examples:
 
 class ChatBatches(Iterator):
     """Infinite iterator over (tokens [B, T], targets [B, T], more inputs of the model), int64 on the CPU; B =
-    global_batch / world rows. The inputs are {"position_ids": [B, T]} with pad="pack", else none. Each epoch has its
-    own seeded order of the same rows, and a batch may hold the end of one and the beginning of the next. source: one or
-    several, with weights as sources.weighted has them: then an epoch, of as many rows as there are, has exactly these
-    shares of each source, which is passed as often as that needs. hold_out: the last 1/64 of the examples (of each
-    weighted source), at least one line, is in no batch, but in `held_out`; with eval_source its examples are. rules:
-    of templates.Rules. cache: see `tokenised`. Raises ValueError for bad flags, DataError for bad data."""
+    global_batch / world rows. The inputs are {"position_ids": [B, T]} with pad="pack" or positions, else none: from 0
+    on for each example, 0 for padding. Each epoch has its own seeded order of the same rows, and a batch may
+    hold the end of one and the beginning of the next. source: one or several, with weights as sources.weighted has
+    them: then an epoch, of as many rows as there are, has exactly these shares of each source, which is passed as often
+    as that needs. hold_out: the last 1/64 of the examples (of each weighted source), at least one line, is in no batch,
+    but in `held_out`; with eval_source its examples are. rules: of templates.Rules. cache: see `tokenised`. Raises
+    ValueError for bad flags, DataError for bad data."""
 
     bytes = overfit = False  # what Batches may be
+    unit = "tokens"
     error = None  # no file is read while it trains
 
     def problem(self) -> None:
@@ -135,6 +137,7 @@ class ChatBatches(Iterator):
     def __init__(self, source: str | Sequence[str], tokenizer: PreTrainedTokenizerFast, *, global_batch: int,
                  seqlen: int, vocab: int, seed: int, rank: int = 0, world: int = 1, start: int = 0, pad: str = "fixed",
                  hold_out: bool = False, eval_source: str | None = None, cache: str | None = None,
+                 positions: bool = False,
                  **rules: Any):  # fmt: skip
         if pad not in PADS:
             raise ValueError(f"--pad {pad}: expected one of {', '.join(PADS)}")
@@ -146,6 +149,7 @@ class ChatBatches(Iterator):
             pad,
         )
         self.rows, self.rank = rows_of_a_rank(global_batch, world), rank
+        self.positions = positions or pad == "pack"
         self.sample = start  # rows consumed so far by all ranks together; set it to resume
         filler = tokenizer.pad_token_id
         # No label, and seen by no token before it.
@@ -259,16 +263,25 @@ class ChatBatches(Iterator):
         note = f"\nthe tokenizer merges text over the start of an answer: --seam {self.rules.seam}"
         return text + note * bool(self.data.data.seams[self.data.chosen[number]])
 
-    def row(self, sample: int, held: bool = False) -> Tensor:
-        """[n]: ids of the first example of a row that is trained on or, if `held`, that is held out."""
-        import torch
+    @property
+    def ends(self) -> set[int]:
+        """Tokens that end what --sample writes."""
+        added = self.tokenizer.added_tokens_decoder.items()
+        return {self.tokenizer.eos_token_id, *(i for i, token in added if token.special)}
 
+    def prompt(self, most: int) -> list[int]:
+        """What --sample answers: the last tokens before the first answer of what is held out or, without it, of what is
+        trained on; the beginning of a text that is learned as a whole."""
         examples, row = (
-            (self.other, self._held[sample])
-            if held
-            else (self.data, self._train[self.position(sample)])
+            (self.other, self._held[0]) if self.held else (self.data, self._train[self.position(0)])
         )
-        return torch.from_numpy(examples[row[0]][0].astype(np.int64))
+        ids, learned = examples[row[0]]
+        before = ids[: learned.argmax()].tolist()[-most:]
+        return before if len(before) > 1 else ids[: min(most, PROMPT)].tolist()
+
+    def readable(self, ids: list[int]) -> str:
+        """The text of tokens, special ones too."""
+        return preview((np.array(ids), np.zeros(len(ids), dtype=bool)), self.tokenizer, False)
 
     def position(self, sample: int) -> int:
         """The number of the row that is sample number `sample`."""
@@ -325,8 +338,8 @@ class ChatBatches(Iterator):
                 targets[i, at:end] = np.where(learned[1:], ids[1:], IGNORE)
                 positions[i, at:end] = np.arange(end - at)
                 at = end
-            positions[i, at:] = np.arange(T - at)  # padding is a document of its own
-        inputs = dict(position_ids=torch.from_numpy(positions)) if self.pad == "pack" else {}
+            positions[i, at:] = 0  # each token of padding is a document of its own
+        inputs = dict(position_ids=torch.from_numpy(positions)) if self.positions else {}
         return torch.from_numpy(tokens), torch.from_numpy(targets), inputs
 
 
@@ -351,9 +364,7 @@ def preview(
     edges, text = np.flatnonzero(np.diff(learned)) + 1, ""
     for part, on in zip(np.split(ids, edges), learned[np.r_[0, edges]], strict=True):
         words = tokenizer.decode(part.tolist(), clean_up_tokenization_spaces=False)
-        words = "".join(
-            each if each.isprintable() or each in "\n\t" else "\ufffd" for each in words
-        )
+        words = shown(words)
         if most is not None and len(words) > most:
             words = f"{words[: most // 2]} .. {words[-most // 2 :]}"
         text += f"\x1b[32m{words}\x1b[0m" if on and color else f"[[{words}]]" if on else words

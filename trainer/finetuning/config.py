@@ -81,8 +81,8 @@ class Tuning(flags.Optimization):
     the model meets it when it is asked; keep such tokens, learn them whole and count their examples; or take the line
     for one that cannot be used."""
     template: str | None = None
-    """File with the chat template to train with, such as a copy of the tokenizer's own with {% generation %} in it.
-    Where it writes another text than that one, a line says so."""
+    """File with the chat template to train with, such as a copy of the tokenizer's own with {% generation %} in it, or
+    the name of one of ours: deepseek-r1, glm-4.5. Where it writes another text than the tokenizer's, a line says so."""
     template_args: str | None = None
     """JSON object of arguments for the chat template, such as '{"enable_thinking": false}'. Those that a line has as
     "chat_template_kwargs" go before."""
@@ -127,7 +127,9 @@ class Output(flags.Output):
     """Print an example of --data with what is learned of it marked, and end."""
     explain_memory: Suppress[bool] = False
     cast: Suppress[bool] = False
-    sample: Suppress[int] = 0
+    sample: int = 0
+    """Tokens, at most, with which the model answers a prompt, held out with --eval-every, after each evaluation and the
+    last step, to be printed."""
 
 
 @dataclass(frozen=True)

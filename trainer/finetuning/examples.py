@@ -9,9 +9,10 @@ messages the answers of the assistant are learned, each with the token that ends
 completion and of a text all of it, and the tokenizer's eos after it. What comes after the last answer is cut off and
 counted. Anything else that a template does not render makes the line a bad one (templates.py).
 
-What is made is kept in one file, named by a hash of all that it depends on: the content of the data, the tokenizer with
-its template, versions. A process that makes it holds a lock, so that the other ranks and jobs wait for it, and writes
-it as a whole. A damaged file is made again. Without such a folder or lock, every process tokenises for itself.
+What is made goes to disk at once, so that memory does not grow with the tokens. It is kept in one file, named by a hash
+of all that it depends on: the content of the data, the tokenizer with its template, versions. A process that makes it
+holds a lock, so that the other ranks and jobs wait for it, and writes it as a whole. A damaged file is made again.
+Without such a folder or lock, every process tokenises for itself.
 """
 
 from __future__ import annotations
@@ -22,13 +23,15 @@ import json
 import os
 import re
 import tempfile
+from array import array
 from bisect import bisect_right
 from collections import Counter
-from contextlib import suppress
-from functools import lru_cache
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import lru_cache, partial
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -38,7 +41,7 @@ from trainer.finetuning import messages as forms
 from trainer.finetuning.columns import Columns
 from trainer.finetuning.messages import SKIP, BadLine
 from trainer.finetuning.sources import LINE_BYTES, place, records
-from trainer.finetuning.templates import OF_CHATS, TEMPLATE, ChatTemplate, Example, Rules
+from trainer.finetuning.templates import OF_CHATS, TEMPLATE, ChatTemplate, Example, Rules, way_on
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -60,6 +63,7 @@ class Tokenised(NamedTuple):  # N tokens of E examples
 
 
 ARRAYS = Tokenised._fields[:-1]
+KINDS = {8: "I64", 4: "I32", 1: "BOOL"}  # of safetensors, by bytes of an element
 
 
 def told(files: list[Path], bad: tuple) -> DataError:
@@ -250,25 +254,78 @@ class _Reader:
                 raise BadLine(
                     "a special token at the end of each answer, which teaches to stop",
                     found,
-                    TEMPLATE,
+                    way_on(self.tokenizer.chat_template),
                 )
         return Encoded(np.array(ids, dtype=np.int32), learned, bool(across))
 
 
-def read(files: list[Path], tokenizer: PreTrainedTokenizerFast, rules: Rules) -> Tokenised:
-    """All examples of the files. DataError: the first bad line or, where these are skipped, no line is good."""
-    reader, bad, done, waiting = _Reader(tokenizer, rules), [], [], []
+class _Made:
+    """Examples as they are made. Their tokens go to two files: memory holds 17 bytes of an example."""
+
+    def __init__(self, folder: str, tokens: BinaryIO, learned: BinaryIO):
+        self.folder, self.tokens, self.learned = folder, tokens, learned
+        self.lines, self.ends, self.seams = array("q"), array("q"), bytearray()
+
+    def add(self, line: int, each: Encoded) -> None:
+        with self.room():
+            self.tokens.write(each.ids)
+            self.learned.write(each.learned)
+        self.ends.append(len(each.ids) + (self.ends[-1] if self.ends else 0))
+        self.lines.append(line)
+        self.seams.append(each.across)
+
+    @contextmanager
+    def room(self) -> Iterator[None]:
+        """Inside it an OSError is a DataError about the folder of the files."""
+        try:
+            yield
+        except OSError as error:
+            fix = "free some, or name another folder by XDG_CACHE_HOME"
+            found = one_line(error, kind=False)
+            raise unusable(self.folder, "room for the token ids", found, fix) from error
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Those of Tokenised, the tokens mapped."""
+        mapped = dict(tokens=(self.tokens, np.int32), learned=(self.learned, bool))
+        small = dict(ends=self.ends, lines=self.lines, seams=self.seams)
+        found = {name: np.frombuffer(each, dtype=bool if name == "seams" else np.int64)
+                 for name, each in small.items()}  # fmt: skip
+        for name, (file, dtype) in mapped.items():
+            with self.room():
+                file.flush()
+            found[name] = np.memmap(file, dtype, "r")
+        return found
+
+
+def read(
+    files: list[Path], tokenizer: PreTrainedTokenizerFast, rules: Rules, folder: Path | None
+) -> Tokenised:
+    """All examples of the files. folder: where their tokens are put, None: where temporary files are. DataError: the
+    first bad line or, where these are skipped, no line is good."""
+    temporary = partial(tempfile.TemporaryFile, dir=folder)
+    with temporary() as tokens, temporary() as learned:
+        made = _Made(str(folder or tempfile.gettempdir()), tokens, learned)
+        about = _read(files, _Reader(tokenizer, rules), rules, made)
+        return Tokenised(**made.arrays(), about=about)
+
+
+def _read(files: list[Path], reader: _Reader, rules: Rules, made: _Made) -> dict[str, Any]:
+    """Adds all examples of the files to `made`; returns what is told about them."""
+    waiting = []
+    bad, reasons = [], Counter()  # the first one, and how many for each reason
     numbers = [0] * len(files)  # of lines in each
 
     def refuse(index: int, number: int, why: BadLine) -> None:
         bad.append((index, number, *why.args))
         if rules.bad_lines == "stop":
             raise told(files, bad[-1])
+        del bad[1:]
+        reasons[NUMBER.sub("", why.args[0])] += 1
 
     def encode() -> None:
         found = reader.encode([each for *_, each in waiting]) if waiting else []
         for (line, index, number, _), each in zip(waiting, found, strict=True):
-            refuse(index, number, each) if isinstance(each, BadLine) else done.append((line, *each))
+            refuse(index, number, each) if isinstance(each, BadLine) else made.add(line, each)
         waiting.clear()
 
     for line, (index, number, text) in enumerate(records(files)):
@@ -290,24 +347,13 @@ def read(files: list[Path], tokenizer: PreTrainedTokenizerFast, rules: Rules) ->
         if len(waiting) >= CHUNK:
             encode()
     encode()
-    if not done:
+    if not made.lines:
         raise (
             told(files, bad[0])
             if bad
             else unusable(str(files[0]), "lines of JSON", "blank ones", "name other files")
         )
-    lines, tokens, learned, seams = zip(*done, strict=True)
-    ends = np.cumsum(list(map(len, tokens)))
-    reasons = Counter(NUMBER.sub("", each[2]) for each in bad)
-    about = dict(bad=bad[:1], lines=numbers, reasons=reasons, counts=reader.counts)
-    return Tokenised(
-        np.concatenate(tokens),
-        np.concatenate(learned),
-        ends,
-        np.array(lines),
-        np.array(seams),
-        about,
-    )
+    return dict(bad=bad, lines=numbers, reasons=reasons, counts=reader.counts)
 
 
 def _digest(data: Tokenised) -> str:
@@ -354,11 +400,22 @@ def _load(path: Path) -> Tokenised | None:
 
 
 def _save(path: Path, data: Tokenised) -> None:
-    from safetensors.numpy import save_file
-
+    """Writes a file of safetensors, whose own function would copy all into memory first."""
+    about = json.dumps(data.about | dict(name=path.name))
+    header, end = dict(__metadata__=dict(about=about)), 0
+    # int64 first: each tensor begins where its dtype may.
+    names = sorted(ARRAYS, key=lambda name: -getattr(data, name).itemsize)
+    for name in names:
+        t, begin = getattr(data, name), end
+        end += t.nbytes
+        header[name] = dict(dtype=KINDS[t.itemsize], shape=t.shape, data_offsets=(begin, end))
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        about = dict(about=json.dumps(data.about | dict(name=path.name)))
-        save_file({name: getattr(data, name) for name in ARRAYS}, f"{folder}/data", metadata=about)
+        with open(f"{folder}/data", "wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            for name in names:
+                file.write(getattr(data, name))
         os.replace(f"{folder}/data", path)
 
 
@@ -378,9 +435,9 @@ def tokenised(files: list[Path], tokenizer: PreTrainedTokenizerFast, rules: Rule
             fix,
         )
 
-    def make() -> Tokenised:
+    def make(where: Path | None = None) -> Tokenised:
         with readable(source, flag):
-            made = read(files, tokenizer, rules)
+            made = read(files, tokenizer, rules, where)
         return made._replace(about=made.about | dict(digest=_digest(made)))
 
     with readable(source, flag):
@@ -397,7 +454,7 @@ def tokenised(files: list[Path], tokenizer: PreTrainedTokenizerFast, rules: Rule
             path = folder / f"{name}.safetensors"
             found = _load(path)
             if found is None or (rules.bad_lines == "stop" and found.about["bad"]):
-                found = make()
+                found = make(folder)
                 _save(path, found)
                 found = _load(path) or found
     except (OSError, SafetensorError) as error:

@@ -9,7 +9,7 @@ Its code is transformers' own; code that comes with a model is not run.
 import functools
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import MethodType
 from typing import Any
 
@@ -76,14 +76,29 @@ class HuggingFaceModel(nn.Module):
     def kept_in_fp32(self) -> list[str]:
         """Names of parameters that transformers keeps in fp32 where it loads the model in bf16."""
         parts = self.model._keep_in_fp32_modules_strict
-        return [
-            name for name, _ in self.model.named_parameters() if any(part in name for part in parts)
-        ]
+        return [name for name, _ in self.named_parameters() if any(part in name for part in parts)]
+
+    @property
+    def parts_in_fp32(self) -> dict[str, list[str]]:
+        """{name of a module: names of its parameters} where all of them are kept in fp32."""
+        kept, found = {*self.kept_in_fp32}, {}
+        for path in sorted({name.rpartition(".")[0] for name in kept}):
+            own = [f"{path}.{name}" for name, _ in self.get_submodule(path).named_parameters()]
+            inside = any(path.startswith(f"{other}.") for other in found)
+            if kept.issuperset(own) and not inside:
+                found[path] = own
+        return found
 
     @property
     def rotary(self) -> dict[str, Any]:
         """What the configuration says of rotary positions; empty without them."""
         return getattr(self.model.config, "rope_parameters", None) or {}
+
+    def longest_short(self, seqlen: int) -> int:
+        """Of longrope, the largest number of positions that have the short factors, where rows of so many tokens may
+        have the long ones; else 0."""
+        usual = self.rotary.get("original_max_position_embeddings") or seqlen
+        return usual if self.rotary.get("rope_type") == "longrope" and seqlen > usual else 0
 
     def forward(
         self, tokens: Tensor, targets: Tensor | None = None, chunk: int = 0, **inputs: Tensor
@@ -161,6 +176,18 @@ class HuggingFaceModel(nn.Module):
             raise DataError(
                 f"{type(self.model).__name__}: its code {what}; use another model ({why})"
             ) from error
+
+    def without_gradient(self, seqlen: int) -> list[str]:
+        """Names of trained parameters on which the loss of so many tokens does not depend, whatever their values, such
+        as attention to an encoder that is not there. Of a model on meta; none are known where its code needs values."""
+        tokens = torch.zeros(1, seqlen, dtype=torch.long, device="meta")
+        trained = {name: p for name, p in self.named_parameters() if p.requires_grad}
+        for inputs in ({}, dict(attention_mask=None)):  # some take no mask of four dimensions
+            with suppress(Exception):  # whatever the model's code meets where there are no values
+                loss = self(tokens, tokens, **inputs)
+                grads = torch.autograd.grad(loss, [*trained.values()], allow_unused=True)
+                return [name for name, grad in zip(trained, grads, strict=True) if grad is None]
+        return []
 
     def prepare(self, seqlen: int, device: torch.device) -> None:
         """`look`, unless weights are still to be loaded."""

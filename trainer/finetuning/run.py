@@ -1,5 +1,6 @@
 """What finetune.py does beside the loop: opens data and model, looks at the loaded model, says what is odd, exports."""
 
+import re
 from copy import deepcopy
 
 import torch
@@ -16,8 +17,12 @@ from trainer.finetuning.model import HuggingFaceModel, blank_model, tokenizer_of
 from trainer.finetuning.templates import replace_template
 from trainer.run import Run
 
+NAMED = 6  # parameters in a line
 
-def open_data(c: Config, vocab: int, rank: int = 0, world: int = 1) -> ChatBatches:
+
+def open_data(
+    c: Config, vocab: int, rank: int = 0, world: int = 1, positions: bool = False
+) -> ChatBatches:
     """The examples of --data, as resolved flags cut and pad them. DataError for bad ones, or a bad tokenizer."""
     rules = dict(
         bad_lines=c.bad_lines, unknown_keys=c.unknown_keys, seam=c.seam, template_args=c.arguments
@@ -29,7 +34,7 @@ def open_data(c: Config, vocab: int, rank: int = 0, world: int = 1) -> ChatBatch
         tell(note)
     return ChatBatches(c.data, tokenizer, global_batch=c.effective_batch, seqlen=c.seqlen, vocab=vocab,
                        seed=c.seed, rank=rank, world=world, pad=c.pad, hold_out=c.eval_every > 0,
-                       eval_source=c.eval_data, **rules)  # fmt: skip
+                       eval_source=c.eval_data, positions=positions, **rules)  # fmt: skip
 
 
 def open_model(c: Config) -> tuple[HuggingFaceModel, int]:
@@ -41,6 +46,7 @@ def open_model(c: Config) -> tuple[HuggingFaceModel, int]:
 
         adapters.attach(model, c.model, random=c.random, **c.adapters)
         say(adapters.in_words(model))
+    freeze_what_has_no_gradient(model, c.seqlen)
     model.drawn = c.random
     if c.export is not None:
         files_of(model.model, c.model)  # raises now, not after training
@@ -51,14 +57,37 @@ def open_model(c: Config) -> tuple[HuggingFaceModel, int]:
     if "dynamic" in str(model.rotary.get("rope_type")) and c.compile not in ("none", "blocks"):
         raise ValueError(f"--compile {c.compile}: rope_type dynamic of config.json branches on values, which one "
                          "graph cannot; use --compile none")  # fmt: skip
+    if c.cuda_graph and (usual := model.longest_short(c.seqlen)):
+        raise ValueError("--cuda-graph: takes no positions, by which longrope chooses its factors; use --seqlen "
+                         f"{usual}, or leave it out")  # fmt: skip
     return model, model.model.get_input_embeddings().num_embeddings
 
 
+def freeze_what_has_no_gradient(model: HuggingFaceModel, seqlen: int) -> None:
+    """Takes parameters out of training on which the loss does not depend, and names them: they stay as they are and do
+    not decay."""
+    names = copy_on_meta(model).without_gradient(seqlen)
+    for name in names:
+        model.get_parameter(name).requires_grad_(False)
+    if names:
+        say(f"{len(names)} parameters get no gradient from text of {seqlen} tokens and stay as they are, without "
+            f"weight decay: {', '.join(in_short(names))}")  # fmt: skip
+
+
+def in_short(names: list[str]) -> list[str]:
+    """Names without the number of their block, each once; of many the first."""
+    kinds = [*dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names)]
+    return [*kinds[:NAMED], f"and {len(kinds) - NAMED} more kinds"] if len(kinds) > NAMED else kinds
+
+
 def to_count(c: Config, model: HuggingFaceModel) -> HuggingFaceModel | None:
-    """A copy on meta to count FLOPs on; None where rows have no one length."""
-    if c.pad == "longest":
-        return None
-    copy = deepcopy(model)  # longrope leaves a tensor on meta in what is run
+    """A copy to count FLOPs on; None where rows have no one length."""
+    return None if c.pad == "longest" else copy_on_meta(model)
+
+
+def copy_on_meta(model: HuggingFaceModel) -> HuggingFaceModel:
+    """A copy of a model on meta, to be run there: longrope leaves a tensor on meta in what is run."""
+    copy = deepcopy(model)
     for module in copy.modules():
         vars(module).pop("forward", None)  # what is computed again is no work of the model
     copy.model.set_experts_implementation("batched_mm")  # as many products, and it runs on meta
@@ -73,13 +102,14 @@ def look(run: Run, c: Config, model: HuggingFaceModel, device: torch.device) -> 
         model.check_packed(device)
     if model.noise:
         say(f"noise is off: {model.noise} of config.json")
-    if c.param_dtype != "fp32" and (kept := model.kept_in_fp32):
+    in_fp32 = {name for own in model.parts_in_fp32.values() for name in own}
+    kept = [name for name in model.kept_in_fp32 if c.accum_sync == "last" or name not in in_fp32]
+    if c.param_dtype != "fp32" and kept:
         say(f"{len(kept)} parameters, which transformers keeps in fp32, are gathered in {c.param_dtype}, such as "
             f"{kept[0]}; use --param-dtype fp32 to compute with them as it does")  # fmt: skip
-    usual = model.rotary.get("original_max_position_embeddings")
-    if model.rotary.get("rope_type") == "longrope" and c.seqlen > usual:
-        say(f"longrope: rows of more than {usual} tokens have the long factors, also for shorter examples in them, "
-            f"which inference gives the short ones; use --seqlen {usual} at most for these")  # fmt: skip
+    if usual := model.longest_short(c.seqlen):
+        say(f"longrope: a micro-batch has the long factors where an example in it is longer than {usual} tokens, else "
+            "the short ones, as in inference; where lengths are mixed, --batch 1 gives each its own")  # fmt: skip
     passes = c.effective_batch / run.batches.epoch_samples
     if passes > 1:
         say(f"each step passes {passes:.1f} times over all {run.batches.epoch_samples} rows of --data; "

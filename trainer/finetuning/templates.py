@@ -41,6 +41,43 @@ SWITCHES = "enable_thinking", "thinking"
 RENDER = "give it a role and a key that the template writes, or leave such lines out with --bad-lines skip"
 TEMPLATE = ("put {% generation %} and {% endgeneration %} into a copy of the template, around answers with their "
             "end-of-turn token, and name it by --template")  # fmt: skip
+# --template NAME, of families whose own template is refused: {name: (words by which their own is known, the template)};
+# OWN_TEXT stands for their own one.
+OWN_TEXT = "{{ own }}"
+NAMED = {
+    # The last answer begins with its thoughts, as a model that is asked goes on; those before have lost them.
+    "deepseek-r1": ("<｜Assistant｜>", """{%- set asked = namespace(last=-1) -%}
+{%- for m in messages %}{% if m.role == 'user' %}{% set asked.last = loop.index0 %}{% endif %}{% endfor -%}
+{{- bos_token + messages | selectattr('role', 'equalto', 'system') | map(attribute='content') | join('\n\n') -}}
+{%- for m in messages -%}
+    {%- if m.role == 'user' -%}
+        {{- '<｜User｜>' + m.content -}}
+    {%- elif m.role == 'assistant' -%}
+        {%- set thoughts, _, answer = ('</think>' + m.content).rpartition('</think>') -%}
+        {{- '<｜Assistant｜>' -}}
+        {%- if loop.index0 > asked.last -%}
+            {%- set thoughts = thoughts[8:].removeprefix('<think>').strip('\n') -%}
+            {{- '<think>\n' + (m.reasoning_content or thoughts) + '\n</think>\n\n' -}}
+            {%- set answer = answer.lstrip('\n') -%}
+        {%- endif -%}
+        {{- answer + '<｜end▁of▁sentence｜>' -}}
+    {%- elif m.role != 'system' -%}
+        {{- raise_exception('a template without the role ' + m.role) -}}
+    {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt %}{{ '<｜Assistant｜><think>\n' }}{% endif -%}"""),
+    # A turn ends where the next one begins, with a token at which generation stops.
+    "glm-4.5": ("[gMASK]", OWN_TEXT + """{%- set last = messages[-1] -%}
+{%- if last.role == 'assistant' and not add_generation_prompt -%}
+    {{- '<|observation|>' if last.tool_calls else '<|user|>' -}}
+{%- endif -%}"""),
+}  # fmt: skip
+
+
+def way_on(template: str) -> str:
+    """What to do where this one is refused."""
+    names = [name for name, (sign, _) in NAMED.items() if sign in template]
+    return f"add --template {names[0]}" if names else TEMPLATE
 
 
 @dataclass(frozen=True)
@@ -101,15 +138,16 @@ def asked(turns: list[dict], how: dict) -> tuple[str, str]:
 
 
 def replace_template(tokenizer: PreTrainedTokenizerFast, file: str) -> str:
-    """Gives a tokenizer the chat template in a file. Returns where that writes an ordinary conversation in another way
-    than its own does, for people, or nothing. ValueError: the file is no text."""
+    """Gives a tokenizer the chat template in a file, or of a name in NAMED. Returns where that writes an ordinary
+    conversation in another way than its own does, for people, or nothing. ValueError: the file is no text, or the name
+    is of another family."""
     turns = [
         dict(role=role, content=f"{role} speaks.")
         for role in ("user", "assistant", "user", "assistant")
     ]
     texts = []
     try:
-        for template in (tokenizer.chat_template, Path(file).read_text(encoding="utf-8")):
+        for template in (tokenizer.chat_template, _template_of(file, tokenizer.chat_template)):
             tokenizer.chat_template, text = template, ""
             with suppress(BadLine, DataError):  # without one of its own nothing is compared
                 how = ChatTemplate(tokenizer, Rules()).arguments({})
@@ -123,6 +161,17 @@ def replace_template(tokenizer: PreTrainedTokenizerFast, file: str) -> str:
     at = max(0, len(commonprefix(texts)) - 20)
     return (f"--template {file}: writes {new[at : at + 40]!r} where the model's own template writes "
             f"{own[at : at + 40]!r}; --export keeps the model's own")  # fmt: skip
+
+
+def _template_of(file: str, own: str | None) -> str:
+    if file not in NAMED:
+        return Path(file).read_text(encoding="utf-8")
+    sign, text = NAMED[file]
+    if sign not in (own or ""):
+        raise ValueError(
+            f"--template {file}: the model's own template has no {sign}; name a file, or the model's family"
+        )
+    return text.replace(OWN_TEXT, own)
 
 
 class ChatTemplate:
@@ -256,7 +305,7 @@ class ChatTemplate:
             return BadLine(
                 "a template that only adds an answer to what comes before it", found, TEMPLATE
             )
-        prompt, fix = before[len(history) :], TEMPLATE
+        prompt, fix = before[len(history) :], way_on(how["chat_template"])
         found = f"{prompt!r}, then {whole[len(history) :][: len(prompt) + 20]!r} as message {len(turns)}"
         thinks = ", which closes <think>" * ("</think>" in prompt) or ", which opens <think>" * (
             "<think>" in prompt
