@@ -64,8 +64,7 @@ def main(
         c = c.completed(shape.num_hidden_layers, shape.hidden_size, vocab, data.epoch_samples)
         attention = f"{shape._attn_implementation} of transformers"
         run.open(data, model, attention, c=c, counted=to_count(c, model))
-        done = run.first >= c.steps
-        if done:
+        if run.done:
             run.already_done()
             if c.export is None:
                 return 0
@@ -88,7 +87,7 @@ def main(
             run.told |= load_weights(c, model, run.group)
         run.take(step)
         look(run, c, model, device)
-        if done:
+        if run.done:
             with run.saver:
                 run.say(exported(run, c, model))
             return 0

@@ -46,7 +46,7 @@ def main(
                        world=world, hold_out=c.eval_every > 0)  # fmt: skip
         model = reference_model(c, device)  # on the meta device: no parameter has memory yet
         run.open(data, model, attention, counted=model)
-        if run.first >= c.steps:
+        if run.done:
             return run.already_done()
         run.stages.add("model")
 

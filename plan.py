@@ -118,7 +118,7 @@ def main(argv: list[str]) -> int:
     for text in [
         *lines,
         *report.honesty(q, not (own.best or own.what_if or own.fit)),
-        *unread(words),
+        *unread([*words, *(flag(name.lstrip("-")) for name in own.what_if[:1])]),
     ]:
         tell(text)
     return 0

@@ -1,6 +1,7 @@
 """A training loop of your own under simple_fsdp: compile, clip, schedule, evaluate, save, go on from what was saved.
 
     torchrun --nproc-per-node 2 examples/own_loop.py [STEPS]    # a laptop's CPU, or GPUs; the same line again goes on
+    python examples/own_loop.py [STEPS]                         # one rank; it goes on from what two have saved, too
 
 What differs from a loop for DDP is marked with <-. Needs simple_fsdp.py, overlap.py and gloo.py: copied beside this
 file, or this project installed."""
@@ -22,6 +23,8 @@ from simple_fsdp import data_parallel
 
 FOLDER = "runs/own_loop"  # a folder for each saved step in it
 VOCAB, WIDTH, DEPTH = 64, 64, 2
+# What torchrun tells each rank; without torchrun there is one.
+ALONE = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT="0")
 
 
 class Block(nn.Module):
@@ -50,6 +53,7 @@ def mean(value):
 
 def main():
     steps = int(sys.argv[1]) if len(sys.argv) > 1 else 60
+    os.environ.update(ALONE | os.environ)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

@@ -73,7 +73,7 @@ def test_defaults_by_device_are_those_of_the_help(help_entries):
 
 BAD = [  # what is wrong by itself: argv, the flag and the value that the message names
     *((f"--{name} {value}", value) for value in (0, -3) for name in
-      "depth width head-dim grouping grow vocab seqlen batch grad-accum effective-batch steps world replicas chunk "
+      "depth width head-dim grouping grow vocab seqlen batch grad-accum effective-batch world replicas chunk "
       "log-every".split()),
     ("--keep 0", 0), ("--save-errors skip", "skip"), ("--keep -3", -3), ("--save-every -1", -1),
     ("--init runs/a", "runs/a"),
@@ -86,7 +86,7 @@ BAD = [  # what is wrong by itself: argv, the flag and the value that the messag
       for value in ("-1", "nan", "inf")),
     *((f"--remat-ratio {value}", value) for value in ("-0.1", "1.5", "nan", "inf")),
     *((f"--ahead {value}", value) for value in ("1.5", "-0.1", "-2", "nan", "inf")),
-    ("--warmup -1", -1), ("--seed -1", -1), (f"--seed {2**64}", 2**64),
+    ("--warmup -1", -1), ("--steps -1", -1), ("--seed -1", -1), (f"--seed {2**64}", 2**64),
     ("--compile-options max_autotune", "max_autotune"),
     *((f"--{name} {value}", value) for name, value in dict(
         device="tpu", wrapper="zero", mode="zero3", compile="all", attn="eager", sdpa="fast", remat="all", loss="half",

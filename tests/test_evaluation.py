@@ -179,6 +179,27 @@ def test_an_evaluation_is_logged_beside_the_loss_and_in_no_steps_time_or_memory(
         assert done.row["peak_rss_mib"] < memory.memory_now("cpu") + 200
 
 
+def test_zero_steps_evaluate_a_checkpoint_and_leave_it_as_it_is(train, tmp_path):
+    saved = train(*EVERY_2, "--steps", 4, "--save", f"{tmp_path}/run")
+    files = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
+    done = train(*EVERY_2, "--steps", 0, "--resume", f"{tmp_path}/run", "--sample", 3)
+    assert done.code == 0 and done.err == "" and done.row["eval_loss"] == saved.row["eval_loss"] < 5.5
+    assert done.row["loss"] is None and done.row["resumed_after"] == 4
+    assert "step 4/4  held-out loss" in done.out and "sample   8 bytes of held-out data" in done.out
+    assert "learning rate ends" not in done.out and "no step was timed" not in done.out
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == files
+
+
+@pytest.mark.parametrize(("flags", "message"), [
+    ("", "--steps 0: trains nothing; add --eval-every 1 to evaluate, or give steps"),
+    ("--eval-every 1 --save runs/a", "--save runs/a: --steps 0 saves nothing; name what to evaluate by --resume"),
+    ("--eval-every 1 --explain-memory", "--steps 0: has no step to look into"),
+])  # fmt: skip
+def test_zero_steps_without_anything_to_evaluate_are_refused(train, flags, message):
+    done = train("--steps", 0, *flags.split())
+    assert done.code == 2 and message in one_line(done.err)
+
+
 def test_without_evaluations_a_row_says_so_and_holds_nothing_out(train):
     done = train()
     assert [done.row[key] for key in ("eval_loss", "eval_bpb", "eval_step")] == [None] * 3

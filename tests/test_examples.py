@@ -23,11 +23,12 @@ def test_the_script_is_short(script, lines):
     assert len(script.read_text().splitlines()) <= lines
 
 
-def on_two_ranks(script: Path, *argv, cwd: Path | None = None) -> str:
-    """What it prints, once it has ended well."""
+def on_two_ranks(script: Path, *argv, cwd: Path | None = None, alone: bool = False) -> str:
+    """What it prints, once it has ended well. alone: as `python SCRIPT`, without torchrun."""
     env = os.environ | dict(OMP_NUM_THREADS="1", PYTHONPATH=str(TRAINER.parents[1]), CUDA_VISIBLE_DEVICES="")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", f"--master-port={free_port()}"]
-    done = subprocess.run([*torchrun, script, *argv], env=env, capture_output=True, text=True, timeout=280, cwd=cwd)
+    how = [sys.executable] if alone else torchrun
+    done = subprocess.run([*how, script, *argv], env=env, capture_output=True, text=True, timeout=280, cwd=cwd)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -79,6 +80,8 @@ def test_a_loop_of_your_own_trains_as_one_process_and_goes_on_from_what_it_saved
     parts = [steps_of(on_two_ranks(OWN_LOOP, steps, cwd=cut)) for steps in ("40", "60")]
     assert [len(part) for part in parts] == [2, 1], "the second one did not go on"
     assert sum(parts, []) == whole
+    ((step, loss, *_),) = steps_of(on_two_ranks(OWN_LOOP, "80", cwd=cut, alone=True))
+    assert step == 80 and loss < whole[-1][1], "one rank did not go on from what two have saved"
 
     own = runpy.run_path(str(OWN_LOOP))
     torch.manual_seed(0)

@@ -440,3 +440,12 @@ def test_data_of_its_own_is_evaluated_and_not_trained_on(tune, tmp_path):
     assert done.code == 0 and "64 to train on" in done.out and "6 held out of eval.jsonl" in done.out
     found = [s["eval_loss"] for s in done.steps if "eval_loss" in s]
     assert len(found) == 2 and done.row["eval_loss"] == found[1] == done.row["best_eval_loss"] < found[0]
+
+
+def test_zero_steps_evaluate_the_model_as_it_is_and_train_nothing(tune, tmp_path):
+    """Its loss is the one with which training begins."""
+    write_data(tmp_path / "eval.jsonl", 6)
+    flags = "--eval-every", 1, "--eval-data", "eval.jsonl", "--log-every", 1
+    model, trained = tune(*flags, "--steps", 0), tune(*flags, "--steps", 1, "--lr", "1e-30")
+    assert model.code == 0 and model.row["loss"] is None and model.row["eval_step"] == 0
+    assert model.row["eval_loss"] == pytest.approx(trained.row["eval_loss"], abs=1e-6)

@@ -42,6 +42,20 @@ def test_a_rank_that_refuses_is_named_and_gives_its_exit_code(tmp_path):
     assert re.fullmatch(r"torchrun: rank 0, process \d+, ended with exit code 2, the first of this host to fail", last)
 
 
+@pytest.mark.parametrize(("argv", "message"), [
+    ("--width 33", "error: --width 33: must be a multiple of --head-dim 16"),
+    ("--init no.pt", "error: rank 0: failed: no.pt: No such file or directory"),
+])  # fmt: skip
+def test_the_last_lines_of_torchs_own_torchrun_say_what_was_wrong(argv, message, tmp_path, train, monkeypatch):
+    """They are made of the file that this rank leaves, also when the run had begun."""
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    done = train(*argv.split())
+    failure = ProcessFailure(0, os.getpid(), done.code, str(file))
+    assert done.code > 0 and one_line(done.err).startswith(message)
+    assert f"traceback : {done.err}" in str(ChildFailedError("main.py", {0: failure}))
+
+
 @pytest.mark.parametrize(("nodes", "argv", "message"), [
     ("1", "--width 64", "--grouping 4: must divide the 2 heads (64 / 32), as --grouping 1"),
     ("2", "--effective-batch 9", "--effective-batch 9: must be 4 ranks x --batch 8 x a whole number (--grad-accum 1)"),

@@ -74,7 +74,7 @@ class Optimization:
     eval_batches: int = 8
     """Batches of an evaluation, the same each time; all that is held out if that is less."""
     steps: Annotated[int | None, _by_device("steps", "INT")] = None
-    """Optimizer steps."""
+    """Optimizer steps. 0: train nothing, but evaluate --init or --resume; needs --eval-every."""
     lr: Annotated[float | None, _by_device("lr", "FLOAT")] = None
     """Peak learning rate. After --warmup it follows --schedule."""
     warmup: int = 10
@@ -288,10 +288,10 @@ class Config:
 
 
 _RANGES = [
-    ("depth width head_dim grouping grow vocab seqlen batch grad_accum steps world replicas chunk log_every keep "
+    ("depth width head_dim grouping grow vocab seqlen batch grad_accum world replicas chunk log_every keep "
      "max_skips eval_batches effective_batch muon_steps", lambda v: v >= 1, "at least 1"),
     ("lr muon_lr epochs max_shard_gb lora_alpha", lambda v: 0 < v < 1e38, "a positive number below 1e38"),
-    ("warmup mlp_chunk save_every eval_every sample lora", lambda v: v >= 0, "0 or more"),
+    ("steps warmup mlp_chunk save_every eval_every sample lora", lambda v: v >= 0, "0 or more"),
     ("seed", lambda v: 0 <= v < 2**64, "0 or more and below 2**64"),
     ("clip weight_decay min_shard_mib norm_limit spike timeout first_timeout",
      lambda v: 0 <= v < math.inf, "0 or a positive number"),
@@ -349,6 +349,10 @@ def run_misfits(c: Config, started: int, ranks: int) -> list[tuple]:
          "simulated ranks hold no model worth saving or asking; leave out --save, --resume, --init and --sample"),
         ("eval_batches", not c.eval_every and c.eval_batches != Training.eval_batches, "needs --eval-every"),
         ("init", c.init is not None and named, f"--resume {c.resume} has weights of its own; leave one of them out"),
+        ("steps", c.steps == 0 and not c.eval_every, "trains nothing; add --eval-every 1 to evaluate, or give steps"),
+        ("save", c.steps == 0 and c.save is not None, "--steps 0 saves nothing; name what to evaluate by --resume"),
+        ("steps", c.steps == 0 and (c.explain_memory or c.profile is not None),
+         "has no step to look into; leave out --explain-memory and --profile"),
         # Sizes and ranks
         ("effective_batch", c.effective_batch != ranks * c.batch * c.grad_accum,
          f"must be {ranks} rank{'s' * (ranks > 1)} x --batch {c.batch} x a whole number (--grad-accum {c.grad_accum})"),

@@ -181,6 +181,8 @@ def final_lines(row: dict, warmup: int = 0) -> list[str]:
             f"held out loss {grouped(row['eval_loss'], 4)}{more}, after step {row['eval_step']}; "
             f"best {grouped(row.get('best_eval_loss'), 4)}, after step {row.get('best_step')}",
         )
+    if (row.get("flags") or {}).get("steps") == 0:  # which only evaluates
+        return lines
     if row.get("outcome") == "ok" and warmup and not row.get("n"):
         untimed = f"the first {warmup} steps of a run (they compile and warm up) and those that a profiler watches"
         return [

@@ -175,8 +175,8 @@ class Run:
         # Of a step on one rank.
         self.step_tokens = None if counted is None else c.batch * c.grad_accum * c.seqlen
         self.flops, self.uncounted = count_flops(c, counted)
-        self.opened = True
-        if self.first < c.steps:
+        self.opened, self.done = True, self.first >= c.steps > 0
+        if not self.done:
             self._begin_log()
 
     def already_done(self) -> int:
@@ -189,8 +189,8 @@ class Run:
     def _begin_log(self) -> None:
         c = self.c
         self.settings = flags.setting(c) | dict(world=flags.world_label(c, self.world))
-        self.sinks = Sinks(c.results, c.wandb, c.group, None, self.settings, c.tags, self.rank, c.steps, c.log_every,
-                           resume=self.state.wandb)  # fmt: skip
+        self.sinks = Sinks(c.results, c.wandb, c.group, None, self.settings, c.tags, self.rank,
+                           max(c.steps, self.first), c.log_every, resume=self.state.wandb)  # fmt: skip
         # In each checkpoint from now on.
         self.continues, self.state.run = self.state.run, self.sinks.run
         self.state.wandb = self.sinks.wandb_id
@@ -230,7 +230,7 @@ class Run:
     def training(self, step: Step) -> Iterator[Callable[..., Tensor]]:
         """Around the loop. Yields what to call for each batch: the step, with --cuda-graph replayed, and watched once
         with --explain-memory. At its end, and when a signal has come to any rank (Stopped) or one cannot read on
-        (DataError), the run is saved. Then --sample writes."""
+        (DataError), the run is saved. Then --sample writes. With --steps 0 it evaluates."""
         self.replayed = Replayed(step) if self.c.cuda_graph else None
         settings = self.sinks.write_settings(self.settings, self.continues, self.first)
         self.say("\n".join(header(self, settings)))
@@ -240,6 +240,8 @@ class Run:
             self.saver,
         ):
             try:
+                if not self.c.steps:
+                    self.evaluate()
                 yield self._call
                 with suppress(Stopped, DataError):  # too late to matter
                     self.control.finish()

@@ -138,7 +138,7 @@ def doing(run: ToldRun, live: bool) -> Callable[[], str]:
 
     def words() -> str:
         if not dog.begun:
-            return first
+            return first if c.steps else "evaluating"
         began[:] = began or [(time.monotonic(), dog.step)]
         (start, step), aside = began[0], ASIDE.get(dog.place, "")
         left = (time.monotonic() - start) / max(1, dog.step - step) * (c.steps - dog.step + 1)
@@ -153,7 +153,7 @@ def doing(run: ToldRun, live: bool) -> Callable[[], str]:
 def notes(c: flags.Config) -> list[str]:
     """What resolved flags ask for and will not get, though that is no error."""
     found = []
-    if c.warmup >= c.steps:
+    if c.warmup >= c.steps > 0:
         top = c.lr * c.steps / c.warmup
         found.append(
             f"--warmup {c.warmup} is not below --steps {c.steps}: the learning rate ends at {top:.3g}"

@@ -73,6 +73,11 @@ def mib(nbytes: float) -> str:
     return grouped(nbytes / 2**20)
 
 
+def small(value: float) -> str:
+    """A number of which at least two digits are seen: 5'888, 15.3, 0.36."""
+    return grouped(value, 0 if value >= 100 else 1 if value >= 10 else 2)
+
+
 def mfu(q: Question, answer: Answer) -> dict[str, float]:
     """Percent of the GPU's peak: mfu counts attention to unmasked keys, mfu_palm to all, hfu all that is multiplied."""
     c, a = answer.c, q.a
@@ -149,9 +154,10 @@ def whole(q: Question, reserve_gib: float, tokens: float, price: float) -> list[
                 + f" of {q.gpu.peak / 1e12:g} TFLOP/s")  # fmt: skip
     if tokens:
         hours = tokens / answer.tokens_per_second / 3600
-        cost = f", cost {grouped(hours * q.ranks * price)}" if price else ""
+        bill = f", cost {small(hours * q.ranks * price)}" if price else ""
+        lasts = f"{small(hours / 24)} days" if hours > 48 else f"{small(hours)} hours"
         text.append(
-            f"{tokens:g} tokens: {grouped(hours / 24, 1)} days, {grouped(hours * q.ranks)} GPU-hours{cost}"
+            f"{search.written(tokens)} tokens: {lasts}, {small(hours * q.ranks)} GPU-hours{bill}"
         )
     if not fits:
         text.append("what to turn first: MiB saved, ms lost a step, peak MiB, fits")

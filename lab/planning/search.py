@@ -10,6 +10,7 @@ says.
 """
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -351,7 +352,18 @@ def parse(argv: Sequence[str], about: str = "") -> tuple[Plan, list[str]]:
     own, others = parse_beside(
         Plan, (flags.Training, flags.System, flags.Output), argv, "plan.py", about
     )
+    for name, usage in dict(fit="--fit 8 16", what_if="--what-if seqlen 2048 4096").items():
+        if flag(name) in argv and not getattr(own, name):
+            fail(f"{flag(name)}: needs values after it, as {usage}", 0)
     return checked(own), others
+
+
+def written(value: float | str) -> str:
+    """A number as a person writes it: 1e12, 2, 0.25, and 123456789, of which 1.23457e8 would lose digits."""
+    if isinstance(value, str):
+        return value
+    short = f"{value:g}"
+    return re.sub(r"e\+0*", "e", short if float(short) == value else f"{value:.12g}")
 
 
 def checked(own: Plan) -> Plan:
@@ -361,7 +373,7 @@ def checked(own: Plan) -> Plan:
         value = getattr(own, name)
         if not low <= value < 1e18:
             wanted = f"must be at least {low}" if value < low else "must be a number below 1e18"
-            fail(f"{flag(name)} {str(value)[:50]}: {wanted}", 0)
+            fail(f"{flag(name)} {written(value)[:50]}: {wanted}", 0)
     for name in ("hf", "plot", "calibrate"):
         if getattr(own, name) == "":
             fail(f"{flag(name)}: names no file; name one, or leave it out", 0)
@@ -400,8 +412,8 @@ def two_questions(own: Plan, words: Sequence[str]) -> str | None:
     single = not kinds
     for name, wanted, reason in (("plot", own.best, "--best"), ("price", own.tokens, "--tokens"),
                                  ("tokens", single, "a single plan")):  # fmt: skip
-        if getattr(own, name) and not wanted:
-            return f"{flag(name)} {getattr(own, name)}: is for {reason}"
+        if (value := getattr(own, name)) and not wanted:
+            return f"{flag(name)} {written(value)}: is for {reason}"
     shape = {f.name for f in fields(flags.Shape)}
     if own.hf and (wrong := next((name for name in named(words) if name in shape), None)):
         return f"{flag(wrong)}: the shape is that of --hf {own.hf}; leave out one of the two"
@@ -432,9 +444,8 @@ def question(own: Plan, words: Sequence[str]) -> Question:
     )
     planned |= dict(ahead=min(c.ahead, 1.0))
     if wrong := next((name for name, value in planned.items() if getattr(c, name) != value), None):
-        value = f" {getattr(c, wrong)}" * (
-            wrong not in ("cuda_graph", "keep_last", "deterministic")
-        )
+        value = getattr(c, wrong)
+        value = "" if isinstance(value, bool) else f" {written(value)}"
         raise ValueError(
             f"{flag(wrong)}{value}: is not planned; leave it out, or python -m lab.profiling.peak"
         )

@@ -5,6 +5,7 @@ pytest lab/tests/test_plan.py              # seconds; what simulates two setting
 
 import csv
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -216,6 +217,19 @@ def test_an_answer_without_torch_says_how_far_to_trust_it(tmp_path):
         assert said in done.stdout
 
 
+@pytest.mark.parametrize(("tokens", "said"), [
+    ("1e12", r"1e12 tokens: \d\d\.\d days, \d'\d{3} GPU-hours, cost \d'\d{3}"),
+    ("123456789", r"123456789 tokens: 0\.\d\d hours, 0\.\d\d GPU-hours, cost 0\.\d\d"),
+])  # fmt: skip
+def test_tokens_are_as_they_were_typed_and_their_time_and_cost_have_two_digits_at_least(tokens, said, plan):
+    printed = plan("--gpus", "8", "--tokens", tokens, "--price", "2")[1]
+    assert re.search(f"^{said}$", printed, re.MULTILINE), printed
+
+
+def test_a_flag_that_no_answer_depends_on_is_named_by_what_if_too(plan):
+    assert "no part of a plan: --lr" in plan("--what-if", "lr", "1e-3", "1e-2")[1]
+
+
 def test_what_to_turn_first_if_it_does_not_fit(plan):
     said = plan("--gpu", "rtx-4090", "--gpus", "2")[1]
     assert "DOES NOT FIT" in said and "--remat pointwise" in said.partition("what to turn first")[2]
@@ -328,13 +342,16 @@ def test_the_least_recomputation_that_fits():
     (["--wrapper", "fsdp2"], "--wrapper fsdp2: is not planned; leave it out"),
     (["--cuda-graph"], "--cuda-graph: is not planned; leave it out"),
     (["--keep-last"], "--keep-last: is not planned; leave it out"),
-    (["--ahead", "2"], "--ahead 2.0: is not planned; leave it out"),
+    (["--ahead", "2"], "--ahead 2: is not planned; leave it out"),
     (["--param-dtype", "fp32"], "--param-dtype fp32: rates and peaks are known of bf16 alone"),
     (["--gpu", "a100-80", "--sdpa", "math"], "--sdpa math: no rate of it is known for a100-80"),
     (["--what-if", "sqlen", "3"], "--what-if sqlen: no such flag; did you mean seqlen?"),
     (["--what-if", "seqln"], "--what-if seqln: no such flag; did you mean seqlen?"),
     (["--what-if", "seqlen"], "--what-if seqlen: name a flag of main.py, or gpu, "),
-    (["--best", "--tokens", "1e12", "--price", "2"], "--tokens 1000000000000.0: is for a single plan"),
+    (["--best", "--tokens", "1e12", "--price", "2"], "--tokens 1e12: is for a single plan"),
+    (["--tokens", "-123456789"], "--tokens -123456789: must be at least 0"),
+    (["--what-if", "--lr", "1e-3"], "--what-if: needs values after it, as --what-if seqlen 2048 4096"),
+    (["--fit"], "--fit: needs values after it, as --fit 8 16"),
     (["--what-if", "seqlen", "many"], "--seqlen many: must be a whole number"),
     (["--what-if", "batch", "0"], "--batch 0: must be at least 1"),
     (["--what-if", "gpus", "0"], "--gpus 0: must be at least 1"),

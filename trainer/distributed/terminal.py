@@ -8,6 +8,7 @@
 Imports no torch, so that bad flags are answered at once.
 """
 
+import json
 import multiprocessing
 import os
 import socket
@@ -71,8 +72,19 @@ def fail(message: str, rank: int, code: int = 2) -> NoReturn:
         # If rank 0 fails as well, torchrun ends this rank meanwhile, and the line is printed only
         # once.
         time.sleep(5)
-    tell(f"error: {message}", sys.stderr)
+    tell_error(f"error: {message}")
     sys.exit(code)
+
+
+def tell_error(line: str) -> None:
+    """Prints on stderr why this rank ends, and leaves it where torchrun's last lines repeat it: its own traceback of
+    thirty lines would else be all that is seen."""
+    tell(line, sys.stderr)
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
+    if file and not os.path.exists(file):
+        told = dict(extraInfo=dict(py_callstack=line, timestamp=int(time.time())))
+        with suppress(OSError), open(file, "w") as stream:
+            json.dump(dict(message=told), stream)
 
 
 def tell(text: str, stream: TextIO | None = None) -> None:

@@ -6,7 +6,6 @@ Ctrl-C, 129: by SIGHUP, 131: by SIGQUIT) after saving.
 """
 
 import re
-import sys
 import traceback
 from pathlib import Path
 from tempfile import gettempdir
@@ -22,7 +21,7 @@ from trainer.checkpoint.manifest import CheckpointError
 from trainer.config import Config
 from trainer.data import DataError
 from trainer.distributed.control import Desync, Stopped
-from trainer.distributed.terminal import one_line, tell
+from trainer.distributed.terminal import one_line, tell_error
 from trainer.fault_tolerance.nonfinite import NonFinite
 from trainer.fault_tolerance.watchdog import Watchdog
 from trainer.measuring import memory
@@ -76,7 +75,7 @@ def ended_by(
     if watchdog.rank == 0 if common else first:
         who = "error: " if run is None else f"error: rank {watchdog.rank}: "
         # Somebody asked for the end: that is no error.
-        tell(line if stopped else who + line, sys.stderr)
+        tell_error(line if stopped else who + line)
     return outcome, code
 
 

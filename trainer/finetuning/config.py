@@ -63,7 +63,7 @@ class Tuning(flags.Optimization):
     epochs: float = 1.0
     """Passes over the data, if --steps does not say how long."""
     steps: Annotated[int | None, default("as --epochs needs")] = None
-    """Optimizer steps."""
+    """Optimizer steps. 0: train nothing, but evaluate --model or --resume; needs --eval-every."""
     lr: Annotated[float | None, default("1e-05", "FLOAT")] = None
     """Peak learning rate. After --warmup it follows --schedule."""
     weight_decay: float = 0.0
@@ -178,7 +178,8 @@ class Config(flags.Config):
 
     def completed(self, depth: int, width: int, vocab: int, rows: int) -> "Config":
         """With the model's shape, and the steps that --epochs of an epoch of so many rows take."""
-        steps = self.steps or max(1, math.ceil(self.epochs * rows / self.effective_batch))
+        needed = max(1, math.ceil(self.epochs * rows / self.effective_batch))
+        steps = needed if self.steps is None else self.steps
         return replace(self, training=replace(self.training, depth=depth, width=width, vocab=vocab, steps=steps))
 
 
