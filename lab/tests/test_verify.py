@@ -156,6 +156,15 @@ def test_a_verdict_is_kept_until_again_or_other_code_and_what_was_not_run_is_run
     assert verify.main(own(), SETTINGS, ["3.1"]) == 0 and [*file_of(out)["verdicts"]] == ["3.1"]
 
 
+def test_the_name_by_which_nodes_meet_is_not_in_the_file(tmp_path, monkeypatch):
+    def check(m, told):
+        raise Verdict("not run", f"first.example and {socket.gethostname()} are gone")
+
+    monkeypatch.setattr(verify.pkgutil, "resolve_name", lambda name: check)
+    m = here(tmp_path, cluster=Cluster(2, 0, "first.example", 29500))
+    assert verify.checked(m, "3.3")["words"] == "HOST and HOST are gone"
+
+
 def test_a_program_is_bounded_and_its_end_is_a_verdict(tmp_path):
     short = SETTINGS | dict(limits=dict(program=1))
 
@@ -185,10 +194,12 @@ def two_nodes(then, same=("code a", "code a")):
     with ThreadPoolExecutor() as threads:
         other = threads.submit(lambda: (both[1].meet(same[1]), then(both[1])))
         both[0].meet(same[0])
-        yield both[0], other
-        for peer in both[0].peers:
-            peer.connection.close()
-            peer.lines.close()
+        try:
+            yield both[0], other
+        finally:
+            for peer in both[0].peers:
+                peer.lines.close()
+                peer.connection.close()
 
 
 def test_other_nodes_run_what_node_0_says_at_the_same_time_and_end_as_it_does(tmp_path):
@@ -198,18 +209,20 @@ pathlib.Path(sys.argv[1], f"{own}").touch()
 while not pathlib.Path(sys.argv[1], f"{1 - own}").exists():
     time.sleep(0.01)
 print("node", own)
-sys.exit(own * int(os.environ["CODE"]))"""
+sys.exit(int(os.environ["CODES"].split()[own]))"""
     with two_nodes(lambda node: node.follow(60.0)) as (first, other):
         m = here(tmp_path, cluster=first)
-        assert sorted(m.run(["-c", meet, str(tmp_path)], on_all=True, CODE="0").split()) == ["0", "1", "node", "node"]
+        assert sorted(m.run(["-c", meet, str(tmp_path)], on_all=True, CODES="0 0").split()) == ["0", "1", "node", "node"]
         assert m.run(["-c", "print(1)"]) == "1\n", "on node 0 alone"
-        for code, told in ((137, "exit code 137"), (7, "exit code 7"), (5, "exit code 5")):
-            with pytest.raises(Verdict, match=f"{told}, expected 0: node "):
-                m.run(["-c", meet, str(tmp_path)], on_all=True, CODE=str(code))
-            m.run(["-c", meet, str(tmp_path)], code, on_all=True, CODE=str(code))
+        name = ["-c", "import socket; print(socket.gethostname())"]
+        assert m.run(name, on_all=True) == f"{socket.gethostname()}\nHOST\n", "other hosts tell no names"
+        for codes, first_to_fail in (("7 137", 137), ("0 7", 7), ("7 5", 5), ("143 5", 5), ("5 0", 5)):
+            with pytest.raises(Verdict, match=f"exit code {first_to_fail}, expected 0: node "):
+                m.run(["-c", meet, str(tmp_path)], on_all=True, CODES=codes)
+            m.run(["-c", meet, str(tmp_path)], first_to_fail, on_all=True, CODES=codes)
         m.until = time.monotonic()
         with pytest.raises(Verdict, match=machine.LATE):
-            m.run(["-c", meet, str(tmp_path)], on_all=True, CODE="0")
+            m.run(["-c", meet, str(tmp_path)], on_all=True, CODES="0 0")
         assert first.end(1) == 1 and other.result(60) == (None, 1)
 
 

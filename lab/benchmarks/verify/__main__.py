@@ -115,7 +115,9 @@ def checked(m: Machine, number: str) -> dict:
             found = pkgutil.resolve_name(f"lab.benchmarks.verify.{own['check']}")(m, own)
         except Verdict as verdict:
             found = verdict
-    words = NAMED.sub("", found.words).replace(socket.gethostname(), "HOST")
+    words = NAMED.sub("", found.words)
+    for host in filter(None, (socket.gethostname(), m.cluster.address)):
+        words = words.replace(host, "HOST")
     seconds = round(time.monotonic() - start, 1)
     return dict(
         name=own["name"], status=found.status, words=words, figures=found.figures, seconds=seconds

@@ -170,5 +170,6 @@ class Cluster:
         """Runs what node 0 sends, for so long at most; returns the exit code that it tells."""
         until, (first,) = time.monotonic() + seconds, self.peers
         while "code" not in (job := first.receive(until - time.monotonic())):
-            first.send(self.execute(**job))
+            code, said = self.execute(**job)
+            first.send([code, said.replace(socket.gethostname(), "HOST")])
         return job["code"]
