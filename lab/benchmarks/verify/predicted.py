@@ -130,5 +130,5 @@ def owed(m: Machine, own: dict) -> Verdict:
             verdict.status = "not run"
         raise
     lines = [line for line in said.splitlines() if line.strip()] or ["nothing"]
-    last = f"it ended well, and said last: {lines[-1]}"
-    return Verdict("not measured" if m.tiny else "held", last)
+    line = next((line for line in lines if re.match(r"\d+ cells", line)), lines[-1])
+    return Verdict("not measured" if m.tiny else "held", f"it ended well: {line}")
