@@ -246,8 +246,9 @@ def test_fewer_ranks_run_on_one_node_or_on_all_and_ranks_that_do_not_divide_are_
     with pytest.raises(Verdict, match="4 ranks do not divide among 3 nodes"):
         m.on_ranks(4, "main.py")
     m.cuda = True
-    for check in (predicted.links, predicted.step):
-        with pytest.raises(Verdict) as found:
+    (tmp_path / "verify-links-6.jsonl").write_text("{}")
+    for check, why in ((predicted.links, "./launch.sh nodes measures"), (predicted.step, "it needs the links of 3.3")):
+        with pytest.raises(Verdict, match=why) as found:
             check(m, SETTINGS["checks"]["3.3"])
         assert found.value.status == "not run"
 
