@@ -3,6 +3,7 @@
     python -m lab.benchmarks.verify [--minutes 10]         # all GPUs of this machine; without one NPROC ranks on CPUs
     python -m lab.benchmarks.verify --only 1.5 2 --again   # some parts, also those that have a verdict
     python -m lab.benchmarks.verify --world 8              # simulated ranks in one process, which one GPU does anyway
+    NNODES=2 NODE_RANK=0 MASTER_ADDR=first python -m lab.benchmarks.verify   # the same on each node, as `run`
 
 A line for each check, then a table and one file, verify-*.json, without names of hosts and folders. A second call does
 what has no verdict yet of this code on this machine. Exit codes: 0, 1 if a check is not held, 2 for what does not fit.
@@ -21,7 +22,7 @@ import tomllib
 from pathlib import Path
 
 from lab.sweeps.sweep import gpus
-from trainer.distributed.terminal import Progress, fail, markdown, tell
+from trainer.distributed.terminal import Progress, fail, markdown, one_line, tell
 from trainer.logging import check_writable
 
 if __name__ == "__main__":  # before torch is imported, as in main.py
@@ -52,6 +53,7 @@ if __name__ == "__main__":  # before torch is imported, as in main.py
 
 import torch
 
+from lab.benchmarks.verify.cluster import Cluster
 from lab.benchmarks.verify.machine import Machine, Verdict
 from trainer.measuring import timing
 
@@ -61,47 +63,48 @@ NAMED = re.compile(r"(?<![\w.])~?/(?:[^\s:'\",()/]+/)*")  # the folders of a pat
 
 def machine(own: argparse.Namespace, settings: dict, there: int) -> Machine:
     """Where to run, of so many GPUs. ValueError, one line, for ranks that there are not."""
+    cluster = Cluster.of(os.environ)
     said = os.environ.get("NPROC") or str(there or 4)
     ranks = int(said) if re.fullmatch("[1-9][0-9]?", said) else 0
-    world = own.world or (SIMULATED if there == ranks == 1 else 0)
-    problems = [
-        (not 0 < own.minutes < 1e5, f"--minutes {own.minutes:g}: must be above 0"),
-        (own.world and own.world < 2, f"--world {own.world}: must be at least 2"),
-        (not ranks, f"NPROC={said}: expected a number of processes below 100"),
-        (
-            os.environ.get("NNODES", "1") != "1",
-            "NNODES: verify is of one machine; for several: ./launch.sh nodes",
+    several = cluster.nodes > 1
+    alone = ranks == 1 and not several
+    world = own.world or (SIMULATED if there and alone else 0)
+    problems = {
+        f"--minutes {own.minutes:g}: must be above 0": not 0 < own.minutes < 1e5,
+        f"--world {own.world}: must be at least 2": world == 1 or world < 0,
+        f"--world {own.world}: one process simulates all; leave NNODES out": world and several,
+        f"NPROC={said}: expected a number of processes below 100": not ranks,
+        "NPROC=1: one rank has nobody to talk to; NPROC=2, or --world 8 to simulate": (
+            alone and not world
         ),
-        (
-            ranks == 1 and not world,
-            "NPROC=1: one rank has nobody to talk to; NPROC=2, or --world 8 to simulate",
+        "torch sees no GPU: TORCH=cuda ./launch.sh install, or --device cpu": (
+            there and not torch.cuda.is_available()
         ),
-        (
-            there and not torch.cuda.is_available(),
-            "torch sees no GPU: TORCH=cuda ./launch.sh install, or --device cpu",
+        f"NPROC={ranks}: there are {there} GPUs; give {there} at most, or --device cpu": (
+            there and ranks > there
         ),
-        (
-            there and ranks > there,
-            f"NPROC={ranks}: there are {there} GPUs; give {there} at most, or --device cpu",
-        ),
-    ]
-    if problem := next((text for wrong, text in problems if wrong), None):
-        raise ValueError(problem)
-    out, device = (
-        Path(os.environ.get("OUT") or "runs").resolve(),
-        torch.device("cuda" if there else "cpu"),
-    )
+    }
+    for problem, is_there in problems.items():
+        if is_there:
+            raise ValueError(problem)
+    out = Path(os.environ.get("OUT") or "runs").resolve()
     check_writable(str(out / "verify.jsonl"))
-    about = timing.environment(device) | dict(
-        code=timing.code_digest(), gpus=there, arch="sm_90", nccl=None
-    )
+    about = timing.environment(torch.device("cuda" if there else "cpu"))
+    about |= dict(code=timing.code_digest(), gpus=there, arch="sm_90", nccl=None)
+    about |= dict(nodes=cluster.nodes)
     if there:
         major, _ = torch.cuda.get_device_capability()
         about |= dict(arch=f"sm_{min(major, 10)}0", nccl=torch.cuda.nccl.version())
-    until = time.monotonic() + 60 * own.minutes
-    return Machine(
-        1 if world else ranks, world, bool(there), own.tiny, out, until, settings, about, {}
-    )
+    processes = 1 if world else ranks * cluster.nodes
+    m = Machine(processes, world, bool(there), own.tiny, out, 0.0, settings, about, {}, cluster)
+    if several:
+        where = f"{cluster.address}:{cluster.port}"
+        tell(
+            f"node {cluster.node} of {cluster.nodes}, which meet at {where}; node 0 has the verdicts"
+        )
+        cluster.meet(f"{m.mark}, NPROC={ranks}{', --tiny' * m.tiny}")
+    m.until = time.monotonic() + 60 * own.minutes
+    return m
 
 
 def checked(m: Machine, number: str) -> dict:
@@ -112,55 +115,65 @@ def checked(m: Machine, number: str) -> dict:
             found = pkgutil.resolve_name(f"lab.benchmarks.verify.{own['check']}")(m, own)
         except Verdict as verdict:
             found = verdict
-    words = NAMED.sub("", found.words).replace(socket.gethostname(), "HOST")
+    words = NAMED.sub("", found.words)
+    for host in filter(None, (socket.gethostname(), m.cluster.address)):
+        words = words.replace(host, "HOST")
     seconds = round(time.monotonic() - start, 1)
     return dict(
         name=own["name"], status=found.status, words=words, figures=found.figures, seconds=seconds
     )
 
 
+def name_of(m: Machine) -> str:
+    """Of the file of a machine's verdicts."""
+    kind = re.sub("[^A-Za-z0-9]+", "-", m.about["device"]) if m.cuda else "CPU"
+    how = "-simulated" * bool(m.world) + "-tiny" * m.tiny
+    nodes = f"-on-{m.cluster.nodes}-nodes" * (m.cluster.nodes > 1)
+    return f"verify-{kind}-{m.all_ranks}{nodes}{how}.json"
+
+
+def table(verdicts: dict) -> str:
+    """A row for each check."""
+    keys = dict(what="name", verdict="status", s="seconds")
+    columns = [
+        (title, [str(told[key]) for told in verdicts.values()]) for title, key in keys.items()
+    ]
+    return markdown([("part", [*verdicts]), *columns])
+
+
 def main(own: argparse.Namespace, settings: dict, numbers: list[str]) -> int:
     """Checks, tells, writes the file; returns the exit code."""
+    known = settings["checks"]
     try:
         if not numbers:
             raise ValueError(
-                f"--only {' '.join(own.only)}: must be 1 to 5, or of {', '.join(settings['checks'])}"
+                f"--only {' '.join(own.only)}: must be 1 to 5, or of {', '.join(known)}"
             )
         m = machine(own, settings, 0 if own.device == "cpu" else gpus())
     except ValueError as error:
         fail(str(error), 0)
-    if not own.only:  # what one GPU can show is one line elsewhere
-        numbers = [
-            name for name in numbers if not (name == "5" if m.world else name.startswith("5."))
-        ]
-    kind = re.sub("[^A-Za-z0-9]+", "-", m.about["device"]) if m.cuda else "CPU"
-    path = (
-        m.out / f"verify-{kind}-{m.all_ranks}{'-simulated' * bool(m.world)}{'-tiny' * m.tiny}.json"
-    )
+    if m.cluster.node:
+        return m.cluster.follow(60 * own.minutes)
+    if not own.only and not m.world:
+        numbers = [number for number in numbers if not number.startswith("5.")]
+    path = m.out / name_of(m)
     before = json.loads(path.read_text()) if path.exists() else {}
-    verdicts = m.verdicts = before["verdicts"] if before.get("mark") == m.mark else {}
-    tell(
-        f"verify on {m.all_ranks} ranks{' (simulated)' * bool(m.world)}, {m.about['device']}, torch {m.about['torch']}"
-    )
+    if before.get("mark") == m.mark:
+        m.verdicts = before["verdicts"]
+    simulated = " (simulated)" * bool(m.world)
+    tell(f"verify on {m.all_ranks} ranks{simulated}, {m.about['device']}, torch {m.about['torch']}")
     for number in numbers:
-        known = number in verdicts and verdicts[number]["status"] != "not run" and not own.again
-        if not known:
-            verdicts[number] = checked(m, number)
-            path.write_text(
-                json.dumps(
-                    dict(mark=m.mark, about=m.about, verdicts=verdicts), indent=1, sort_keys=True
-                )
-            )
-        told = verdicts[number]
-        tell(f"{number} {told['name']}: {told['status']}: {told['words']}" + " (as before)" * known)
-    shown = {name: verdicts[name] for name in settings["checks"] if name in verdicts}
-    columns = [("part", [*shown])]
-    for title, key in (("what", "name"), ("verdict", "status"), ("s", "seconds")):
-        columns.append((title, [str(told[key]) for told in shown.values()]))
-    tell(
-        f"\n{markdown(columns)}\n\n{path}: paste it into an issue of the project, whatever it says; docs/verify.md"
-    )
-    return int(any(told["status"] == "not held" for told in verdicts.values()))
+        again = own.again or m.verdicts.get(number, {}).get("status", "not run") == "not run"
+        if again:
+            m.verdicts[number] = checked(m, number)
+            all_told = dict(mark=m.mark, about=m.about, verdicts=m.verdicts)
+            path.write_text(json.dumps(all_told, indent=1, sort_keys=True))
+        told = m.verdicts[number]
+        line = f"{number} {told['name']}: {told['status']}: {told['words']}"
+        tell(line + " (as before)" * (not again))
+    tell(f"\n{table({name: m.verdicts[name] for name in known if name in m.verdicts})}")
+    tell(f"\n{path}: paste it into an issue of the project, whatever it says; docs/verify.md")
+    return m.cluster.end(int(any(told["status"] == "not held" for told in m.verdicts.values())))
 
 
 if __name__ == "__main__":
@@ -168,3 +181,9 @@ if __name__ == "__main__":
         sys.exit(main(OWN, SETTINGS, IDS))
     except KeyboardInterrupt:  # what has a verdict has one
         sys.exit(130)
+    except (ConnectionError, TimeoutError) as error:
+        fail(
+            f"a node has gone: {one_line(error)}; the same line on all nodes goes on from here",
+            0,
+            1,
+        )

@@ -1,19 +1,18 @@
 """Programs of this project as processes with a limit, and verdicts on what they did."""
 
 import json
-import os
-import subprocess
-import sys
+import re
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from lab.sweeps.processes import follow_parent, stop
+from lab.benchmarks.verify.cluster import Cluster
+from trainer.distributed.torchrun import FOLLOWING
 from trainer.logging import read_jsonl
 
-ROOT = Path(__file__).parents[3]
 NO_FAULT = 2, 6  # exit codes: flags that were refused, memory that is too small
+WHY = re.compile(r"error: |\d+ of \d+ cells without")  # of a program, of a sweep
 LATE = "the time of --minutes is over; the same line goes on from here"
 
 
@@ -30,11 +29,17 @@ def judged(own: dict, within: bool, **figures) -> Verdict:
     return Verdict("held" if within else "not held", own["said"].format(**own | figures), **figures)
 
 
+def beside(own: dict, value: float, reference: float, **figures) -> Verdict:
+    """Of a check that holds if a value is off the reference by `most` of it."""
+    off = value / reference - 1
+    return judged(own, abs(off) <= own["most"], off=off, **figures)
+
+
 @dataclass
 class Machine:
     """Where checks run."""
 
-    ranks: int  # processes
+    ranks: int  # processes, on all nodes
     world: int  # ranks that one process simulates; 0: none
     cuda: bool
     tiny: bool
@@ -43,6 +48,7 @@ class Machine:
     settings: dict  # settings.toml
     about: dict  # of timing.environment
     verdicts: dict  # by the numbers of checks
+    cluster: Cluster = field(default_factory=Cluster)
 
     @property
     def all_ranks(self) -> int:
@@ -68,48 +74,51 @@ class Machine:
         if not self.cuda:
             raise Verdict("not measured", "there is no GPU")
 
-    def run(
-        self, words: list[str], code: int = 0, program: str = sys.executable, **env: str
-    ) -> str:
+    def folder(self) -> tempfile.TemporaryDirectory:
+        """For the files of a check, which ranks on other nodes may have to see."""
+        return tempfile.TemporaryDirectory(dir=self.out if self.cluster.nodes > 1 else None)
+
+    def run(self, words: list[str], code: int = 0, on_all: bool = False, **env: str) -> str:
         """What a program prints. Raises a verdict if it ends with another code, or not in time."""
         limit, left = self.settings["limits"]["program"], self.until - time.monotonic()
-        token = f"{os.getpid()}.{time.time_ns()}"
-        paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        env = os.environ | dict(OMP_NUM_THREADS="1", PYTHONPATH=paths, SWEEP_TOKEN=token) | env
-        with tempfile.TemporaryFile("w+", errors="replace") as log:
-            how = dict(stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
-            child = subprocess.Popen(
-                [program, *words], cwd=ROOT, env=env, preexec_fn=follow_parent, **how
-            )
-            try:
-                ended = child.wait(max(0, min(limit, left)))
-            except subprocess.TimeoutExpired:
-                hung = Verdict("not held", f"{words[0]} did not end within {limit} s")
-                raise hung if limit < left else Verdict("not run", LATE) from None
-            finally:
-                stop(child, token)
-            log.seek(0)
-            said = log.read()
+        how = dict(limit=max(0, min(limit, left)), env=env, on_all=on_all)
+        codes, said = self.cluster.run(words=words, **how)
+        if None in codes:
+            if limit < left:
+                raise Verdict("not held", f"{words[0]} did not end within {limit} s")
+            raise Verdict("not run", LATE)
+        # Of the node that failed first: others follow.
+        ended = max(codes, key=lambda each: (each not in (0, *FOLLOWING), each))
         if ended != code:
             lines = [line for line in said.splitlines() if line.strip()] or ["it said nothing"]
-            line = next((line for line in lines if line.startswith("error: ")), lines[-1])
+            line = next((line for line in lines if WHY.match(line)), lines[-1])
             status = "not run" if ended in NO_FAULT or "OutOfMemoryError" in said else "not held"
             raise Verdict(status, f"exit code {ended}, expected {code}: {line[:300]}")
         return said
 
+    def nodes_of(self, n: int) -> int:
+        """1 or all, by which n ranks run on as many nodes; 0 if they cannot, with as many on each."""
+        nodes = self.cluster.nodes
+        if n <= self.ranks // nodes:
+            return 1
+        return 0 if n % nodes else nodes
+
     def on_ranks(self, n: int, script: str, *words: str, **how) -> str:
         """The same of a script on n ranks."""
-        start = ["-m", "trainer.distributed.torchrun", "--standalone", "--nproc-per-node", str(n)]
-        if not self.cuda:
-            start += ["--start-method", "forkserver"]
-        return self.run([*(start if n > 1 else []), script, *words], **how)
+        nodes = self.nodes_of(n)
+        if not nodes:
+            raise Verdict("not run", f"{n} ranks do not divide among {self.cluster.nodes} nodes")
+        start = []
+        if n > 1:
+            start = self.cluster.torchrun(n // nodes, nodes > 1)
+            start += ["--start-method", "forkserver"] * (not self.cuda)
+        return self.run([*start, script, *words], on_all=nodes > 1, **how)
 
     def trained(
         self, n: int, settings: dict[str, str], steps: int = 10, traces: str = ""
     ) -> dict[str, dict]:
         """What ranks.py tells of settings, given as flags of main.py."""
-        limits = self.settings["limits"]
-        with tempfile.TemporaryDirectory() as folder:
+        with self.folder() as folder:
             file = Path(folder) / "told.json"
             asked = dict(
                 settings=settings,
@@ -117,7 +126,7 @@ class Machine:
                 traces=traces,
                 world=self.world,
                 folder=folder,
-                limits=limits,
+                limits=self.settings["limits"],
             )
             self.on_ranks(n, "lab/benchmarks/verify/ranks.py", str(file), json.dumps(asked))
             return json.loads(file.read_text())

@@ -4,7 +4,6 @@ import gzip
 import json
 import re
 import statistics
-import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -106,18 +105,21 @@ def looked_at(found: list[Kernel]) -> dict:
 def timed(m: Machine, own: dict) -> Verdict:
     """Ours, FSDP2 compiled by blocks, and ours without overlap.py, interleaved."""
     m.needs_gpus()
-    with tempfile.TemporaryDirectory() as folder:
-        told = m.trained(m.ranks, own["settings"], own["steps"], traces=folder)
-        found = {
-            name: looked_at(kernels(Path(folder, name, "rank0.trace.json.gz"))) for name in told
-        }
-    for name, each in found.items():
-        each["step_ms"] = statistics.median(told[name]["ms"])
-    ours, graph = found["ours"], letters([kind for kind, _ in counted(m, "")])
+    found = {}
+    with m.folder() as folder:
+        trained = m.trained(m.ranks, own["settings"], own["steps"], traces=folder)
+        for name, each in trained.items():
+            found[name] = looked_at(kernels(Path(folder, name, "rank0.trace.json.gz")))
+            found[name]["step_ms"] = statistics.median(each["ms"])
+    ours = found["ours"]
+    graph = letters([kind for kind, _ in counted(m, "")])
     exposed = {name: found[name]["exposed_ms"] for name in ("fsdp2", "plain")}
     within = (
-        ours["share"] >= own["least"] and ours["exposed_ms"] <= own["exposed"] * exposed["fsdp2"]
+        ours["share"] >= own["least"]
+        and ours["exposed_ms"] <= own["exposed"] * exposed["fsdp2"]
+        and ours["order"] == graph
+        and ours["own_streams"] > 0
     )
-    within = within and ours["order"] == graph and ours["own_streams"] > 0
-    told = judged(own | exposed | ours, within, graph=graph)
-    return Verdict(told.status, told.words, **found)
+    verdict = judged(own | exposed | ours, within, graph=graph)
+    verdict.figures = found
+    return verdict

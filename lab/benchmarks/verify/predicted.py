@@ -2,9 +2,8 @@
 
 import os
 import re
-import tempfile
 
-from lab.benchmarks.verify.machine import Machine, Verdict, judged
+from lab.benchmarks.verify.machine import Machine, Verdict, beside, judged
 from lab.planning import hardware
 from trainer.logging import read_jsonl
 
@@ -27,19 +26,14 @@ def planned(m: Machine, *words: str) -> str:
 
 def peak(m: Machine, own: dict) -> Verdict:
     """The peak of generated code beside the planned one. No GPU is used."""
-    flags, ranks = own["small"] if m.tiny else m.settings["reference"]["flags"], str(m.all_ranks)
-    said = m.run(
-        ["-m", "lab.profiling.peak", "--world", ranks, "--arch", m.about["arch"], *flags.split()]
-    )
-    simulated = number(r"simulated, not measured: .*cuBLAS ([\d'.]+)", said)
-    plan = number(
-        r"(?m)^peak ([\d'.]+) MiB",
-        m.run(["plan.py", "--gpu", "h100", "--gpus", ranks, *flags.split()]),
-    )
-    off = simulated / plan - 1
-    return judged(
-        own, abs(off) <= own["planned"], simulated_mib=simulated, planned_mib=plan, off=off
-    )
+    flags = own["small"] if m.tiny else m.settings["reference"]["flags"]
+    ranks = str(m.all_ranks)
+    peaks = ["-m", "lab.profiling.peak", "--world", ranks, "--arch", m.about["arch"]]
+    plans = ["plan.py", "--gpu", "h100", "--gpus", ranks]
+    told = m.run([*peaks, *flags.split()])
+    simulated = number(r"simulated, not measured: .*cuBLAS ([\d'.]+)", told)
+    planned = number(r"(?m)^peak ([\d'.]+) MiB", m.run([*plans, *flags.split()]))
+    return beside(own, simulated, planned, simulated_mib=simulated, planned_mib=planned)
 
 
 def allocated(m: Machine, own: dict) -> Verdict:
@@ -50,40 +44,36 @@ def allocated(m: Machine, own: dict) -> Verdict:
         raise Verdict("not run", "it needs 3.1, without --tiny")
     simulated = m.verdicts["3.1"]["figures"]["simulated_mib"]
     mib = m.row(m.settings["reference"]["flags"])["peak_alloc_mib"]
-    off = mib / simulated - 1
-    return judged(
-        own, abs(off) <= own["simulated"], allocated_mib=mib, simulated_mib=simulated, off=off
-    )
+    return beside(own, mib, simulated, allocated_mib=mib, simulated_mib=simulated)
 
 
 def links(m: Machine, own: dict) -> Verdict:
     """Latency and bandwidth among all ranks, fitted to collectives of several sizes."""
-    m.needs_ranks()
+    m.needs_gpus()
+    if m.cluster.nodes > 1:
+        raise Verdict("not run", "./launch.sh nodes measures the links of several nodes")
     results = m.out / f"verify-links-{m.ranks}.jsonl"
-    with tempfile.TemporaryDirectory() as plots:
-        words = f"-m lab.studies.collectives --ranks {m.ranks} --device {m.kind} --mb {own['sizes'][m.kind]}"
+    with m.folder() as plots:
+        words = f"-m lab.studies.collectives --ranks {m.ranks} --device cuda --mb {own['sizes']}"
         m.run([*words.split(), "--results", str(results), "--plots", plots])
     row = read_jsonl(results)[-1]
     if row["outcome"] != "ok":
         raise Verdict("not run", row["outcome"])
     link = row["link"]
-    found = judged(own, link["gb_per_s"] is not None and link["residual"] <= own["most"], **link)
-    if not m.cuda:
-        raise Verdict(
-            "not measured", f"ranks on one CPU have no links; what stands for them: {found.words}"
-        )
-    return found
+    within = link["gb_per_s"] is not None and link["residual"] <= own["most"]
+    return judged(own, within, **link)
 
 
 def step(m: Machine, own: dict) -> Verdict:
     """A step of the reference setting beside the planned one, over the links of 3.3."""
     m.needs_gpus()
+    results = m.out / f"verify-links-{m.ranks}.jsonl"
+    if m.cluster.nodes > 1 or not results.exists():
+        raise Verdict("not run", "it needs the links of 3.3")
     flags = m.settings["reference"]["flags"]
-    link = f"measured:{m.out}/verify-links-{m.ranks}.jsonl"
-    plan = number(r"(?m)^step ([\d'.]+) ms", planned(m, "--link", link, *flags.split()))
-    least = m.row(flags)["step_ms_min"]
-    off = plan / least - 1
-    return judged(own, abs(off) <= own["planned"], planned_ms=plan, step_ms_min=least, off=off)
+    plan = planned(m, "--link", f"measured:{results}", *flags.split())
+    ms, least = number(r"(?m)^step ([\d'.]+) ms", plan), m.row(flags)["step_ms_min"]
+    return beside(own, ms, least, planned_ms=ms, step_ms_min=least)
 
 
 def fast(m: Machine, own: dict) -> Verdict:
@@ -109,34 +99,36 @@ def fast(m: Machine, own: dict) -> Verdict:
     return Verdict(told.status, told.words, **figures)
 
 
-def elsewhere(m: Machine, own: dict) -> Verdict:
-    """What one GPU can show is not run on several."""
-    raise Verdict("not run" if m.cuda else "not measured", own["said"])
-
-
 def owed(m: Machine, own: dict) -> Verdict:
     """A program of one GPU, which appends rows and resumes. A sweep that leaves cells out is tried again by the next
     call."""
     if not m.world:
-        raise Verdict("not run", m.settings["checks"]["5"]["said"])
+        raise Verdict("not run", "it needs one GPU: ./launch.sh gpu")
     if not (m.cuda or m.tiny):
         raise Verdict("not measured", "there is no GPU; --tiny rehearses it")
-    out, small, cuda = (
-        m.out / f"gpu{'-tiny' * m.tiny}.jsonl",
-        "--small" * m.tiny,
-        "--device cuda" * (not m.tiny),
-    )
-    words = f"{own.get('words', SWEEP)} {own.get('full', '') * (not m.tiny)}"
+    if m.tiny and own.get("axis", "").startswith("gpu-"):
+        raise Verdict(
+            "not measured", "--tiny leaves it out: no cell of it is small enough for a CPU"
+        )
+    words = own.get("words", SWEEP)
+    if not m.tiny:
+        words += " " + own.get("full", "")
     words = words.format(
-        axis=own.get("axis"), out=out, folder=m.out, small=small, cuda=cuda
-    ).split()
+        axis=own.get("axis"),
+        out=m.out / ("gpu-tiny.jsonl" if m.tiny else "gpu.jsonl"),
+        folder=m.out,
+        small="--small" if m.tiny else "",
+        cuda="" if m.tiny else "--device cuda",
+    )
     if not words:
         raise Verdict("not measured", "--tiny leaves it out")
+    limit = os.environ.get("CELL_TIMEOUT", "240")
     try:
-        said = m.run(words, NPROC="1", CELL_TIMEOUT=os.environ.get("CELL_TIMEOUT", "240"))
+        said = m.run(words.split(), NPROC="1", CELL_TIMEOUT=limit)
     except Verdict as verdict:
         if "axis" in own:
             verdict.status = "not run"
         raise
-    last = next((line for line in reversed(said.splitlines()) if line.strip()), "it ended well")
-    return Verdict("not measured", f"rehearsed: {last}") if m.tiny else Verdict("held", last)
+    lines = [line for line in said.splitlines() if line.strip()] or ["nothing"]
+    line = next((line for line in lines if re.match(r"\d+ cells", line)), lines[-1])
+    return Verdict("not measured" if m.tiny else "held", f"it ended well: {line}")

@@ -4,8 +4,8 @@
 
 ASKED, as JSON: {"settings": {name: flags of main.py}, "steps": 10, "traces": a folder or "", "world": simulated ranks
 or 0, "limits": {"first_step", "step"}: seconds without progress, "folder": where stacks go then}. With traces, the
-steps of settings take turns, so that a busy machine slows all alike, and two more of each are profiled. TOLD.json gets
-{name: {"losses", "norms": of each step, "bits": a checksum of all parameters, "ms": of the steps after warm-up}}.
+steps of settings take turns, so that a busy machine slows all alike, and rank 0 profiles two more of each. TOLD.json
+gets {name: {"losses", "norms": of each step, "bits": a checksum of all parameters, "ms": of the steps after warm-up}}.
 """
 
 import json
@@ -90,7 +90,8 @@ def train(asked: dict, configs: dict[str, flags.Config], device: torch.device, r
         for name, each in trained.items():
             told[name] = each.told()
             first = len(each.losses)
-            profile = timing.Profile(f"{asked['traces']}/{name}", first, PROFILED, rank, device)
+            folder = f"{asked['traces']}/{name}" if rank == 0 else None
+            profile = timing.Profile(folder, first, PROFILED, rank, device)
             for k in range(first, first + PROFILED if asked["traces"] else first):
                 with profile.step(k):
                     each(*(t.to(device) for t in next(batches)))
