@@ -1,11 +1,14 @@
-"""Few collectives, early: what to hand to torch.compile so that a model under simple_fsdp.py overlaps. Copy it along.
+"""Few collectives, early: what to hand to torch.compile so that a model under simple_fsdp.py
+overlaps. Copy it along.
 
-    step = torch.compile(forward_and_loss, fullgraph=True, options=compile_options(model))
+    options = compile_options(model)
+    step = torch.compile(forward_and_loss, fullgraph=True, options=options)
 
-Left alone, Inductor runs one collective per parameter and waits for it at once. With these options: one all-gather and
-one reduce-scatter (and one all-reduce of what is replicated) per block; the next block's all-gather starts as soon as
-this block's has arrived, in forward and backward, so that the weights of two blocks exist at most; a reduction is
-waited for one block later. Needs Inductor (torch 2.11 to 2.14).
+Left alone, Inductor waits for each collective at once. With these options a block has one
+all-gather and one reduce-scatter (and one all-reduce of what is replicated); the next block's
+all-gather starts as soon as this block's has arrived, in forward and backward, so that the weights
+of two blocks exist at most; a reduction is waited for one block later. Needs Inductor (torch 2.11
+to 2.14).
 """
 
 import hashlib
@@ -24,18 +27,19 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.flop_counter import flop_registry
 
-# All private names of torch that this file uses are imported above or read here, before compile_options(). Torch
-# documents neither FakeTensor.fake_mode nor the keys "val", "recompute" and STACKS of a node's meta, which are used
-# below. What simple_fsdp.py notes there: "unit" and "bucket".
+# All private names of torch that this file uses are imported above or read here, before
+# compile_options(). Torch documents neither FakeTensor.fake_mode nor the keys "val", "recompute"
+# and STACKS of a node's meta, which are used below. What simple_fsdp.py notes there: "unit" and
+# "bucket".
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 GATHER, SCATTER = c10d.all_gather_into_tensor.default, c10d.reduce_scatter_tensor.default
 REDUCE, WAIT = c10d.all_reduce.default, c10d.wait_tensor.default
 # Where a node's module is noted: in forward and in backward graphs.
 STACKS = ("nn_module_stack", "fwd_nn_module_stack")
 GATHER_AGAIN = CheckpointPolicy.PREFER_RECOMPUTE, CheckpointPolicy.MUST_RECOMPUTE
-# Inductor's own passes that reorder or merge collectives, after this file or before it, and the value that keeps each
-# out: torch 2.14 turns on enable_simple_overlap, global settings of others may turn on the rest. Options are keyed by
-# name, and torch.compile refuses one that it does not know.
+# Inductor's own passes that reorder or merge collectives, after this file or before it, and the
+# value that keeps each out: torch 2.14 turns on enable_simple_overlap, global settings of others
+# may turn on the rest. torch.compile refuses an option that it does not know.
 OFF = {
     "reorder_for_peak_memory": False,
     "reorder_for_compute_comm_overlap": False,
@@ -46,25 +50,40 @@ OFF = {
     "bucket_all_reduces_fx": "none",
 }
 OFF = {name: value for name, value in OFF.items() if hasattr(inductor_config, name)}
-LAYOUT = {operator.getitem, aten.reshape.default, aten.clone.default, aten._to_copy.default, aten.cat.default,
-          aten._unsafe_view.default, torch.ops.prims.convert_element_type.default}  # fmt: skip
+LAYOUT = {
+    operator.getitem,
+    aten.reshape.default,
+    aten.clone.default,
+    aten._to_copy.default,
+    aten.cat.default,
+    aten._unsafe_view.default,
+    torch.ops.prims.convert_element_type.default,
+}
 
 
-def compile_options(model: nn.Module, cap_mib: float = 128.0, whole_step: bool = False, ahead: float = 1.0,
-                    by_size: bool = False) -> dict:  # fmt: skip
-    """Inductor options for any torch.compile of `model`, wrapped, of a part of it, or of a function around it; those of
-    another wrapped model do as well. None on a single rank, where Inductor's own order of a graph needs less memory.
+def compile_options(
+    model: nn.Module,
+    cap_mib: float = 128.0,
+    whole_step: bool = False,
+    ahead: float = 1.0,
+    by_size: bool = False,
+) -> dict:
+    """Inductor options for any torch.compile of `model`, wrapped, of a part of it, or of a function
+    around it; those of another wrapped model do as well. None on a single rank, where Inductor's
+    own order of a graph needs less memory.
 
-    cap_mib: most MiB of a bucket of
-    parameters that lie in no block, such as embedding and head; one that is larger has a bucket of its own.
-    whole_step: what is compiled is a whole training step, which returns its loss first and updates the parameters.
-    ahead: the part of a block's FLOPs that a collective has to hide behind. 1: a gather starts when the one before has
-    arrived, a reduction is waited for when the next one starts. Less takes less memory, and needs a faster network. 2,
-    3 ..: that many buckets (one per block, as a rule), for slow networks; each holds weights and gradients of one more.
-    by_size: what is compiled moves parameters by itself: gathers and averages that are not simple_fsdp.py's, too, go
-    into buckets by size.
-    Raises ValueError for a model that is not wrapped, or another `ahead`. Warns, while compiling, of a graph without
-    any unit."""
+    cap_mib: most MiB of a bucket of parameters that lie in no block, such as embedding and head;
+    one that is larger has a bucket of its own.
+    whole_step: what is compiled is a whole training step, which returns its loss first and updates
+    the parameters.
+    ahead: the part of a block's FLOPs that a collective has to hide behind. With 1 a gather starts
+    when the one before has arrived, and a reduction is waited for when the next one starts. Less
+    takes less memory, and needs a faster network. 2, 3 ..: that many buckets (one per block, as a
+    rule), for slow networks; each holds the weights and gradients of one more.
+    by_size: what is compiled moves parameters by itself. Gathers and averages that are not
+    simple_fsdp.py's go into buckets by size, too.
+    Raises ValueError for a model that is not wrapped, or another `ahead`. Warns, while compiling,
+    of a graph without any unit."""
     return passes(model, cap_mib, whole_step, ahead, by_size)[1]
 
 
@@ -96,22 +115,23 @@ def is_unit(cls: type) -> bool:
 
 
 class Overlap(CustomGraphPass):
-    """Moves the collectives of one post-grad graph. A collective is named by the node that starts it."""
+    """Moves the collectives of one post-grad graph. A collective is named by the node that starts
+    it."""
 
     def __init__(
         self, units: tuple[str, ...], cap_mib: float, whole_step: bool, ahead: float, by_size: bool
     ):
-        self.units, self.cap, self.whole_step, self.ahead = (
-            units,
-            cap_mib * 2**20,
-            whole_step,
-            ahead,
-        )
-        self.early, self.by_size = max(1, int(ahead)), by_size
+        self.units = units
+        self.cap = cap_mib * 2**20
+        self.whole_step = whole_step
+        self.ahead = ahead
+        self.early = max(1, int(ahead))
+        self.by_size = by_size
         # One rank tells.
         self.warned = torch.distributed.is_initialized() and torch.distributed.get_rank() > 0
 
-    def uuid(self):  # what the compile caches know of this pass: its source and its settings
+    def uuid(self):
+        """What the compile caches know of this pass: its source and its settings."""
         source = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
         return source, self.units, self.cap, self.whole_step, self.ahead, self.by_size
 
@@ -155,10 +175,8 @@ class Overlap(CustomGraphPass):
 
     def warn(self, starts: list[fx.Node]) -> None:
         if self.units and not self.warned and not any(map(unit_of, starts)):
-            seen, self.warned = (
-                ", ".join(sorted({module_of(n) or "no module" for n in starts})[:3]),
-                True,
-            )
+            self.warned = True
+            seen = ", ".join(sorted({module_of(n) or "no module" for n in starts})[:3])
             warnings.warn(
                 f"overlap: a graph gathers nothing in a unit ({self.units[0]} ..), only in {seen}: buckets "
                 "by size. For one per unit compile what calls them, without graph breaks",
@@ -166,7 +184,8 @@ class Overlap(CustomGraphPass):
             )
 
     def buckets(self, starts: list[fx.Node]) -> list[list[fx.Node]]:
-        """Collectives to merge: those of a block, or neighbours of no block up to the cap; alike in dtype and group."""
+        """Collectives to merge: those of a block, or neighbours of no block up to the cap; alike in
+        dtype and group."""
         # A run is of neighbours that lie in no block: its number, bytes, most bytes.
         buckets, run, size, largest = {}, 0, 0, 0
         # It may vary.
@@ -183,8 +202,9 @@ class Overlap(CustomGraphPass):
         return list(buckets.values())
 
     def gather_again(self, g: fx.Graph) -> fx.Node | None:
-        """In a whole step: gathers again for backward the weights that it needs. Not those behind the last block, whose
-        backward comes at once, and not those that are to be kept. Returns the first product of backward."""
+        """In a whole step: gathers again for backward the weights that it needs. Not those behind
+        the last block, whose backward comes at once, and not those that are to be kept. Returns the
+        first product of backward."""
         forward = ancestors(g.output_node().args[0][0])  # the loss and all that it is computed from
         waits, first = [], {}
         for start in g.find_nodes(op="call_function", target=GATHER):
@@ -217,8 +237,8 @@ class Overlap(CustomGraphPass):
         return backward
 
     def merge_gathers(self, g: fx.Graph, found: list[fx.Node], before: fx.Node | None) -> None:
-        """found: in the order of their uses. The first bucket starts at `before`, another when the one before it (or
-        `ahead` before it) is cut up, or `ahead` of its wait."""
+        """found: in the order of their uses. The first bucket starts at `before`, another when the
+        one before it (or `ahead` before it) is cut up, or `ahead` of its wait."""
         cut_up, start = [], None
         for i, bucket in enumerate(self.buckets(found)):
             first_wait = min(map(first_use, bucket))
@@ -237,8 +257,8 @@ class Overlap(CustomGraphPass):
             cut_up.append(cut_at_once(results[-1]))
 
     def merge_reductions(self, g: fx.Graph, op) -> None:
-        """Reduce-scatters, or all-reduces, of gradients. A bucket starts when all of
-        its gradients are there, and is waited for when the next one (or the one `ahead` of it) has started."""
+        """Reduce-scatters, or all-reduces, of gradients. A bucket starts when all of its gradients
+        are there, and is waited for when the next one (or the one `ahead` of it) has started."""
         found = [n for n in g.find_nodes(op="call_function", target=op) if is_ours(n)]
         waits, buckets = [], sorted(self.buckets(found), key=max)
         for bucket, following in zip_longest(buckets, buckets[1:]):
@@ -265,7 +285,8 @@ class Overlap(CustomGraphPass):
 
 
 def cut_at_once(wait: fx.Node) -> fx.Node:
-    """The last of the nodes that cut up what was gathered, which come to lie right behind the wait."""
+    """The last of the nodes that cut up what was gathered, which come to lie right behind the
+    wait."""
     last = wait
     for view in [user for user in wait.users if any(is_cut(n) for n in user.users)]:
         for n in (view, *filter(is_cut, view.users)):
@@ -276,7 +297,8 @@ def cut_at_once(wait: fx.Node) -> fx.Node:
 
 
 def behind_gather(first: fx.Node) -> fx.Node:
-    """`first`, or what follows a gather before the next product: what is waited for first goes first over a link."""
+    """`first`, or what follows a gather before the next product: what is waited for first goes
+    first over a link."""
     n = at = first
     while n.op != "output" and not is_product(n):
         n = n.next
@@ -285,7 +307,8 @@ def behind_gather(first: fx.Node) -> fx.Node:
 
 
 def part_of(first: fx.Node, last: fx.Node, part: float) -> fx.Node | None:
-    """The product between two nodes of a graph with which this part of the FLOPs between them is reached."""
+    """The product between two nodes of a graph with which this part of the FLOPs between them is
+    reached."""
     between = []
     while first is not last:
         if is_product(first):
@@ -298,7 +321,6 @@ def part_of(first: fx.Node, last: fx.Node, part: float) -> fx.Node | None:
 
 
 def flops_of(product: fx.Node) -> float:
-    # None of a subgraph.
     args, kwargs = fx.map_arg((product.args, product.kwargs), lambda n: n.meta.get("val"))
     count = flop_registry[getattr(product.target, "overloadpacket", product.target)]
     try:
@@ -327,7 +349,8 @@ def note_as_ours(n: fx.Node) -> bool:
 
 
 def unit_of(n: fx.Node) -> str:
-    """Path in the graph of the unit that a node comes from, the innermost if there are several; "": none."""
+    """Path in the graph of the unit that a node comes from, the innermost if there are several; "":
+    none."""
     if "unit" in n.meta:
         return n.meta["unit"]
     stack = next((n.meta[key] for key in STACKS if n.meta.get(key)), {})
@@ -351,13 +374,15 @@ def layouts(wait: fx.Node) -> list[fx.Node]:
 
 
 def first_use(start: fx.Node) -> fx.Node:
-    """What first computes with what a gather gives. Inductor moves some waits there, and leaves others."""
+    """What first computes with what a gather gives. Inductor moves some waits there, and leaves
+    others."""
     whole = layouts(wait_of(start))
     return min((user for n in whole for user in n.users if user not in whole), default=whole[0])
 
 
 def contents(start: fx.Node) -> fx.Node:
-    """The whole tensor of a collective: a reduction's is its input, a gather's what is waited for."""
+    """The whole tensor of a collective: a reduction's is its input, a gather's what is waited
+    for."""
     return wait_of(start) if start.target is GATHER else start.args[0]
 
 
@@ -377,7 +402,8 @@ def is_cut(n: fx.Node) -> bool:
 
 
 def module_of(node: fx.Node) -> str:
-    """The innermost module that a node, or else what alone feeds it, comes from: L['self'].blocks.0.mlp.up"""
+    """The innermost module that a node, or else what alone feeds it, comes from:
+    L['self'].blocks.0.mlp.up"""
     if stack := next((node.meta[key] for key in STACKS if node.meta.get(key)), None):
         return list(stack.values())[-1][0]
     return module_of(node.all_input_nodes[0]) if len(node.all_input_nodes) == 1 else ""
@@ -395,13 +421,15 @@ def ancestors(node: fx.Node) -> set[fx.Node]:
 
 
 def sources(start: fx.Node) -> list[fx.Node] | None:
-    """What lies between the parameters and our gather of them; None of another's, or if it waits for something."""
+    """What lies between the parameters and our gather of them; None of another's, or if it waits
+    for something."""
     found = [n for n in ancestors(start.args[0]) if n.op == "call_function"]
     return None if not is_ours(start) or any(n.target is WAIT for n in found) else found
 
 
 def gather_for_backward(g: fx.Graph, wait: fx.Node, forward: set[fx.Node]) -> None:
-    """What backward reads of a gathered weight becomes a copy of it, gather included, at the first such use."""
+    """What backward reads of a gathered weight becomes a copy of it, gather included, at the first
+    such use."""
     whole = layouts(wait)
     if any(n.meta.get("recompute") not in GATHER_AGAIN for n in (wait, *filter(is_cut, whole))):
         return  # it is to be kept
@@ -415,7 +443,8 @@ def gather_for_backward(g: fx.Graph, wait: fx.Node, forward: set[fx.Node]) -> No
 
 
 def copied(g: fx.Graph, n: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
-    """`n` and what it is made from, again at the graph's insertion point; what `copies` has already is used again."""
+    """`n` and what it is made from, again at the graph's insertion point; what `copies` has already
+    is used again."""
     if n.op == "call_function" and n not in copies:
         for source in n.all_input_nodes:
             copied(g, source, copies)
@@ -427,7 +456,8 @@ def copied(g: fx.Graph, n: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
 
 
 def call(g: fx.Graph, target, *args, like: Sequence[fx.Node] = ()) -> fx.Node:
-    """A new node with its fake value; `like`: what it merges, noted with the modules that they come from."""
+    """A new node with its fake value; `like`: what it merges, noted with the modules that they come
+    from."""
     node = g.call_function(target, args)
     node.meta["val"] = target(*fx.map_arg(args, lambda n: n.meta["val"]))
     if like:
@@ -448,8 +478,10 @@ def taken_apart(g: fx.Graph, whole: fx.Node, starts: list[fx.Node]) -> list[fx.N
     """What each of `starts` would have given: views of what they give together."""
     values = [n.meta["val"].contiguous() for n in starts]
     ends = accumulate(v.numel() for v in values)
-    return [call(g, aten.as_strided.default, whole, [*v.shape], [*v.stride()], end - v.numel())
-            for v, end in zip(values, ends, strict=True)]  # fmt: skip
+    return [
+        call(g, aten.as_strided.default, whole, [*v.shape], [*v.stride()], end - v.numel())
+        for v, end in zip(values, ends, strict=True)
+    ]
 
 
 def split(g: fx.Graph, whole: fx.Node, starts: list[fx.Node]) -> list[fx.Node]:
@@ -467,7 +499,8 @@ def split(g: fx.Graph, whole: fx.Node, starts: list[fx.Node]) -> list[fx.Node]:
 
 
 def replace(starts: list[fx.Node], by: list[fx.Node]) -> None:
-    """Each of `by` takes the place of what its collective was waited for; collectives and waits are erased."""
+    """Each of `by` takes the place of what its collective was waited for; collectives and waits are
+    erased."""
     for start, new in zip(starts, by, strict=True):
         wait = wait_of(start)
         wait.replace_all_uses_with(new)
