@@ -210,7 +210,7 @@ MISFITS = [  # what is wrong together: argv, world, what the message names
     ("--world 2 --sample 9", 1, ["--world 2", "--sample"]), ("--eval-batches 2", 1, ["--eval-batches 2: needs"]),
     ("--resume x --init a.pt", 1, ["--init a.pt", "--resume x"]),
     ("--batch 100000000", 1, ["--batch 100000000", "GiB", "--grad-accum", "would fit", "--force"]),
-    ("--width 1048576 --batch 1 --depth 100", 1, ["--batch 1", "GiB", "smaller --width"]),
+    ("--width 1048576 --batch 1 --depth 100", 1, ["--width 1048576", "GiB", "lower one of them"]),
     ("--save {tmp}/file", 1, ["--save {tmp}/file", "Not a directory"]),
     ("--save {tmp}/file/deep", 1, ["--save {tmp}/file/deep", "directory"]),
 ]  # fmt: skip

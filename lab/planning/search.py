@@ -360,8 +360,8 @@ def parse(argv: Sequence[str], about: str = "") -> tuple[Plan, list[str]]:
 
 def written(value: float | str) -> str:
     """A number as a person writes it: 1e12, 2, 0.25, and 123456789, of which 1.23457e8 would lose digits."""
-    if isinstance(value, str):
-        return value
+    if isinstance(value, str) or not abs(value) < 1e18:
+        return str(value)[:50]
     short = f"{value:g}"
     return re.sub(r"e\+0*", "e", short if float(short) == value else f"{value:.12g}")
 
@@ -373,7 +373,7 @@ def checked(own: Plan) -> Plan:
         value = getattr(own, name)
         if not low <= value < 1e18:
             wanted = f"must be at least {low}" if value < low else "must be a number below 1e18"
-            fail(f"{flag(name)} {written(value)[:50]}: {wanted}", 0)
+            fail(f"{flag(name)} {written(value)}: {wanted}", 0)
     for name in ("hf", "plot", "calibrate"):
         if getattr(own, name) == "":
             fail(f"{flag(name)}: names no file; name one, or leave it out", 0)
