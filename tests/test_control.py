@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -280,7 +281,7 @@ def test_a_rank_that_does_not_answer_is_named_and_one_that_has_said_why_is_not(d
     assert "error: lost the connection to another rank: no answer from ranks 0, 2; rank 1: " in capfd.readouterr().err
     other = dog(0, 0, 2)
     assert other.leave("had enough", 5) and not mine.leave("had it, too", 5), "who leaves first speaks"
-    with pytest.raises(Ended):
+    with suppress(Ended):  # its own thread may be first
         other.roll_call("lost the connection to another rank")
     assert capfd.readouterr().err == "" and other.ends == [7] and other.told == ["failed: rank 0: had enough"]
 
