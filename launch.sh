@@ -14,7 +14,7 @@
 #   ./launch.sh fit --model DIR [FLAGS]
 #                                      the least recomputation that fits, planned, then measured (lab/fit.py)
 #   ./launch.sh verify [--minutes 10] [--only PART...] [--again] [--world N] [--device cpu] [--tiny]
-#                                      proves on several GPUs what was never run on any: one file to send (docs/verify.md)
+#                                      proves on several GPUs, or nodes, what was never run: one file to send (docs/verify.md)
 #   ./launch.sh gpu [1..18] [--tiny]   verify on one GPU, with 8 simulated ranks, and all else that needs one: tests, attention
 #                                      kernels, sweeps, saving; each part ends within 8 minutes and resumes; --tiny: on a CPU
 #   ./launch.sh studies [--small] [--only NAME...]    one study after the other; a second call does what is missing
