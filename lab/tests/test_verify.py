@@ -15,13 +15,14 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import pytest
 from harness import free_port
 from running import ROOT, one_line
 
 from lab.benchmarks.verify import __main__ as verify
-from lab.benchmarks.verify import machine, overlapped, predicted, right
+from lab.benchmarks.verify import cluster, machine, overlapped, predicted, right
 from lab.benchmarks.verify.cluster import Cluster
 from lab.benchmarks.verify.machine import Machine, Verdict
 from trainer import config as flags
@@ -188,10 +189,11 @@ def test_a_program_is_bounded_and_its_end_is_a_verdict(tmp_path):
 
 @contextlib.contextmanager
 def two_nodes(then, same=("code a", "code a")):
-    """Node 0, once it has met node 1, which is a thread that meets and does what `then` says."""
+    """Node 0, once it has met node 1, which is a thread that meets and does what `then` says. A fork that runs Python
+    (follow_parent) from a thread ends what the main thread keeps, and waits for ever where that holds a gloo group."""
     both = [Cluster(2, node, "127.0.0.1", free_port()) for node in range(2)]
     both[1].port = both[0].port
-    with ThreadPoolExecutor() as threads:
+    with mock.patch.object(cluster, "follow_parent", None), ThreadPoolExecutor() as threads:
         other = threads.submit(lambda: (both[1].meet(same[1]), then(both[1])))
         both[0].meet(same[0])
         try:
