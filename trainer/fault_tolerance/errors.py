@@ -61,7 +61,9 @@ def ended_by(
     """Tells people and the other ranks why this rank ends; returns the row's outcome and the exit code, or ends the
     process if another rank is gone or a signal came before the first step was done. run: None before there is one."""
     stopped, signum = isinstance(error, Stopped), watchdog.signals.got
-    if debug and not stopped:
+    if stopped:  # perhaps by another rank, which has seen it first
+        watchdog.follow_launcher()
+    elif debug:
         traceback.print_exception(error)
     if signum and run is not None and not (watchdog.begun or stopped):
         # Ctrl-C ends the compiler as well, which then looks like an error of its own.

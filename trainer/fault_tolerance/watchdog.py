@@ -74,6 +74,7 @@ class Watchdog(AbstractContextManager):
         self.limit, self.rank, self.world, self.folder = limit, rank, world, Path(folder)
         self.signals, self.begun, self.leaving = signals or Signals(), False, False
         self.step, self.place, self.at = 0, "start", time.monotonic()
+        self.orphaned = threading.Lock()  # held once it is known that torchrun is gone
         self.main, self.ended, self.lock = (
             threading.get_ident(),
             threading.Event(),
@@ -116,10 +117,7 @@ class Watchdog(AbstractContextManager):
             # This process was stopped, as by Ctrl-Z, and its main thread with it.
             if now - before > 10 * POLL_S:
                 self.at = min(self.at + now - before, now)
-            if not self.signals.got and not has_launcher():
-                self.signals.note(signal.SIGTERM)
-                if os.environ.get("LOCAL_RANK") == "0":
-                    tell("warning: torchrun is gone: its ranks stop, as at SIGTERM", sys.stderr)
+            self.follow_launcher()
             still, got = now - self.at, self.signals.got
             self._arm(self.limit - still)
             roll, gone, probe = self._heard("roll", "left", "probe")
@@ -152,6 +150,15 @@ class Watchdog(AbstractContextManager):
                 ):
                     self.roll_call(f"{signal.Signals(got).name} came, and nothing moves since")
             before = time.monotonic()
+
+    def follow_launcher(self) -> None:
+        """Stops, as at SIGTERM, when torchrun is gone, and says so once."""
+        if has_launcher() or not self.orphaned.acquire(blocking=False):
+            return
+        if not self.signals.got:
+            self.signals.note(signal.SIGTERM)
+        if os.environ.get("LOCAL_RANK") == "0":
+            tell("warning: torchrun is gone: its ranks stop, as at SIGTERM", sys.stderr)
 
     def _ask(self, work: Callable[[], Any]) -> Any:
         """What `work` gets from the store; None if it fails or takes ANSWER_S, as when the store's machine is gone."""
