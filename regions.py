@@ -18,13 +18,12 @@ import torch
 from torch import Tensor, fx, nn
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.fx.node import map_aggregate
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from overlap import GATHER, STACKS, Overlap, passes, unit_of
+from overlap import GATHER, Overlap, passes
 from trace_once import (
     BODY,
     COLLECTIVES,
+    STACKS,
     Pass,
     TraceOnce,
     bodies,
@@ -34,6 +33,7 @@ from trace_once import (
     like,
     numbered,
     told,
+    unit_of,
 )
 
 # All private names of torch that this file uses: the modules of what is imported above, torch._ops, torch._guards,
@@ -70,7 +70,7 @@ class Regions(Pass):
 
     def __call__(self, g: fx.Graph) -> None:
         g = getattr(g, "graph", g)
-        with unset_fake_temporarily(), Remembered():
+        with unset_fake_temporarily():
             self.moves(g)
         gathers = g.find_nodes(op="call_function", target=GATHER)
         cuts = set() if gathers else self.borders(g)
@@ -286,31 +286,6 @@ def copying(were: list[torch.UntypedStorage], lie: list[torch.UntypedStorage]):
         return like(value, V.fake_mode, memory[was._cdata])
 
     return again
-
-
-class Remembered(TorchDispatchMode):
-    """Inside it fake values of an operation on inputs as others before are made like those. They lie in memory of their
-    own, as others count who lies with whom."""
-
-    def __init__(self):
-        super().__init__()
-        self.known = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.prim.device.default:
-            return args[0].device
-        given = []
-        noted = lambda a: (given.append(a) or Tensor) if isinstance(a, Tensor) else a  # noqa: E731
-        rest = map_aggregate((args, kwargs or {}), noted)
-        lie = [t.untyped_storage() for t in given]
-        key = func, repr(rest), *map(told, given), *map(lie.index, lie)
-        if key in self.known:
-            value, were = self.known[key]
-            return copying(were, lie)(value)
-        value = func(*args, **kwargs or {})
-        if is_fixed(given):
-            self.known[key] = value, lie
-        return value
 
 
 class Inline(Pass):

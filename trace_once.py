@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from overlap import GATHER, REDUCE, SCATTER, STACKS, WAIT, Overlap, unit_of
+from overlap import GATHER, REDUCE, SCATTER, WAIT, Overlap
 
 # All private names of torch that this file uses: the modules of what is imported above, torch._ops, torch._guards,
 # OpOverload._schema, DTensor._local_tensor, DTensor._spec, Tensor._version and, of storages, _cdata. Not documented:
@@ -35,6 +35,8 @@ aten = torch.ops.aten
 # A key of what a node's meta says of an input: of one that stays where it is.
 STATIC = "_dynamo_static_input_type"
 COLLECTIVES = GATHER, SCATTER, REDUCE, WAIT
+# Where a node's module is noted: in forward and in backward graphs.
+STACKS = ("nn_module_stack", "fwd_nn_module_stack")
 # Functions without a result, of which is known what they do.
 KNOWN = torch._C._log_api_usage_once, operator.setitem
 SHARED = "returns or keeps tensors that share memory"
@@ -85,6 +87,16 @@ class Pass(CustomGraphPass):
     def uuid(self):
         files = Path(__file__).read_bytes(), Path(__file__).with_name("regions.py").read_bytes()
         return type(self).__name__, hashlib.sha256(b"".join(files)).hexdigest(), self.moves.uuid()
+
+
+def unit_of(n: fx.Node) -> str:
+    """Path in the graph of the unit that a node comes from, the innermost if there are several; "":
+    none."""
+    if "unit" in n.meta:
+        return n.meta["unit"]
+    stack = next((n.meta[key] for key in STACKS if n.meta.get(key)), {})
+    stack = reversed(stack.values())
+    return next((path for path, cls in stack if getattr(cls, "_data_parallel_unit", False)), "")
 
 
 def is_pure(n: fx.Node) -> bool:

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from models_for_wrapper import Block, private_names
-from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch import nn
 from torch.distributed import DeviceMesh
 from torch.distributed._functional_collectives import all_gather_tensor, all_reduce
 
@@ -121,9 +120,9 @@ def test_what_ahead_may_be(mesh_of):
 @pytest.mark.parametrize(("world", "remat", "depth"), [(64, "both", 2), slow(64, "both", 3), slow(8, "none", 3)])
 def test_one_graph_of_the_whole_step_gathers_again_and_overlaps(mesh_of, world, remat, depth):
     gm = step_graphs(mesh_of(world), "step", depth=depth, remat=remat)["forward"]
-    # forward: blocks and 2, then each block again (norm and head are kept: their backward comes at once)
-    assert count(gm, "all-gather") == (2 * depth + 2, 2)
-    assert count(gm, "reduce-scatter") == (depth + 2, 2)
+    # forward: blocks and 3, then each block again (norm and head are kept: their backward comes at once)
+    assert count(gm, "all-gather") == (2 * depth + 3, 2)
+    assert count(gm, "reduce-scatter") == (depth + 3, 2)
     assert gathered_alive(gm) <= two_blocks(world)
 
 
@@ -131,18 +130,18 @@ def test_one_graph_of_the_whole_step_gathers_again_and_overlaps(mesh_of, world, 
 @pytest.mark.usefixtures("needs_step")
 def test_one_graph_without_reshard_gathers_once(mesh_of):
     gm = step_graphs(mesh_of(8), "step", depth=3, reshard=False, remat="both")["forward"]
-    assert count(gm, "all-gather") == (5, 2)
-    assert count(gm, "reduce-scatter") == (5, 2)
+    assert count(gm, "all-gather") == (6, 2)
+    assert count(gm, "reduce-scatter") == (6, 2)
 
 
 @pytest.mark.usefixtures("needs_step")
 @pytest.mark.parametrize(("mode", "replicas"), [slow("replicate", 1), slow("hybrid_shard", 2)])
 def test_one_graph_reduces_in_buckets_of_blocks(mesh_of, mode, replicas):
     gm = step_graphs(mesh_of(8, replicas), "step", depth=3, mode=mode)["forward"]
-    assert count(gm, "reduce-scatter")[0] == (5 if mode == "hybrid_shard" else 0)
+    assert count(gm, "reduce-scatter")[0] == (6 if mode == "hybrid_shard" else 0)
     reduced = [c.bucket for c in collectives(gm) if c.kind == "all-reduce" and c.full > 64]
     held = [{"".join(re.findall(r"blocks\.(\d)", member)) for member in bucket} for bucket in reduced]
-    assert held == [{""}, {"2"}, {"1"}, {"0"}, {""}]  # head and norm, a block each, embedding
+    assert held == [{""}, {""}, {"2"}, {"1"}, {"0"}, {""}]  # head, norm, a block each, embedding
 
 
 @pytest.mark.parametrize(("remat", "reshard", "world"), [
@@ -152,30 +151,30 @@ def test_one_graph_reduces_in_buckets_of_blocks(mesh_of, mode, replicas):
 ])  # fmt: skip
 def test_remat_changes_neither_buckets_nor_resharding(mesh_of, remat, reshard, world):
     graphs = step_graphs(mesh_of(world), remat=remat, reshard=reshard, depth=2)
-    assert count(graphs["forward"], "all-gather") == (4, 2)
+    assert count(graphs["forward"], "all-gather") == (5, 2)
     gathers, exposed = count(graphs["backward"], "all-gather")
     # block 0's input may be recomputed from the embedding, which is then gathered again
-    assert gathers in ((3, 4) if reshard else (0,)) and exposed <= (gathers == 4)
-    assert count(graphs["backward"], "reduce-scatter") == (4, 2)
+    assert gathers in ((4, 5) if reshard else (0,)) and exposed <= (gathers == 5)
+    assert count(graphs["backward"], "reduce-scatter") == (5, 2)
     assert (gathered_bytes_saved(graphs) == 0) == reshard
     assert not reshard or max(map(gathered_alive, graphs.values())) <= two_blocks(world)
-    full = 6 * size(2) - (0 if gathers == 4 else 2 * V * D) if reshard else 4 * size(2)
+    full = 6 * size(2) - (0 if gathers == 5 else 2 * V * D) if reshard else 4 * size(2)
     assert sent(graphs) == pytest.approx(full * (world - 1) / world, rel=0.05)
 
 
 def test_replicate_reduces_once_per_block(mesh_of):
     graphs = step_graphs(mesh_of(8), mode="replicate", depth=2)
     assert count(graphs["forward"], "all-gather") == (0, 0)
-    assert count(graphs["backward"], "all-reduce") == (4, 2)
+    assert count(graphs["backward"], "all-reduce") == (5, 2)
     assert sent(graphs) == pytest.approx(4 * size(2) * 7 / 8, rel=0.001)
 
 
 @pytest.mark.slow
 def test_hybrid_reduces_across_only_the_shard(mesh_of):
     graphs = step_graphs(mesh_of(8, replicas=2), mode="hybrid_shard")
-    assert count(graphs["forward"], "all-gather") == (6, 2)
+    assert count(graphs["forward"], "all-gather") == (7, 2)
     scattered, reduced = ([c for c in collectives(graphs["backward"]) if c.kind == k] for k in KINDS)
-    assert len(scattered) == len(reduced) == 6
+    assert len(scattered) == len(reduced) == 7
     assert sum(c.full for c in reduced) == sum(c.full for c in scattered) // 4  # gradient bytes / shard degree
 
 
@@ -256,46 +255,41 @@ def test_small_replicated_parameters_are_reduced_in_buckets(mesh_of):
     assert count(graphs["backward"], "all-reduce")[0] <= 6
 
 
-def test_what_is_not_contiguous_leaves_a_bucket_as_it_came():
-    class Alone(fx.Interpreter):  # the one rank of a group
-        def call_function(self, target, args, kwargs):
-            alone = target in (overlap.REDUCE, overlap.WAIT)
-            return args[0].clone() if alone else super().call_function(target, args, kwargs)
-
-    given, g, mode = [torch.rand(2, 3), torch.rand(4, 5, 6)], fx.Graph(), FakeTensorMode()
-    nodes = [g.placeholder(f"x{i}") for i in range(2)]
-    for n, t in zip(nodes, given, strict=True):
-        n.meta["val"] = mode.from_tensor(t)
-    turned = [overlap.call(g, torch.ops.aten.transpose.int, n, 0, 1) for n in nodes]
-    starts = [overlap.call(g, overlap.REDUCE, n, "avg", "0") for n in turned]
-    for start, n in zip(starts, turned, strict=True):
-        start.meta["val"] = n.meta["val"]  # as if the collective kept strides, which is for torch to say
-    g.output(tuple(overlap.call(g, overlap.WAIT, n) for n in starts))
-    gm = fx.GraphModule(nn.Module(), g)
-    overlap.Overlap((), 128.0, False, 1.0, True)(g)
-    gm.recompile()
-    assert len(g.find_nodes(op="call_function", target=overlap.REDUCE)) == 1
-    for t, result in zip(given, Alone(gm).run(*given), strict=True):
-        assert torch.equal(result, t.transpose(0, 1))
-
-
-def test_a_norm_rides_along_with_a_head_larger_than_the_cap(mesh_of):
-    """As at the reference setting: 256 MiB of head, cap 128 MiB."""
-    model = build(mesh_of(8), depth=1)
+def test_a_norm_starts_and_is_waited_for_with_the_head_beside_it(mesh_of):
+    """In forward both gathers start a block early; in backward the head's reduction, too, is waited for only when the
+    last block's has started, though the norm's starts in between."""
+    model = build(mesh_of(8), depth=2)
     function = lambda x: model(x).float().sum()  # noqa: E731
-    options = compile_options(model, cap_mib=2 * V * D / 2**20 / 2)
-    graphs = capture(function, (torch.zeros(B, T, dtype=torch.long),), options)
-    assert count(graphs["forward"], "all-gather") == (3, 2)
-    assert count(graphs["backward"], "all-gather") == (2, 0)
+    graphs = capture(function, (torch.zeros(B, T, dtype=torch.long),), compile_options(model))
+    *_, block, norm, head = [c for c in collectives(graphs["forward"]) if c.kind == "all-gather"]
+    assert norm.bucket[0].startswith("norm") and head.bucket[0].startswith("head")
+    assert norm.start == head.start == block.start + block.gap and min(norm.gap, head.gap) > 0
+    head, norm, block, *_ = [c for c in collectives(graphs["backward"]) if c.kind == "reduce-scatter"]
+    assert norm.bucket[0].startswith("norm") and head.bucket[0].startswith("head")
+    assert head.start + head.gap == norm.start + norm.gap == block.start
+
+
+def test_neighbours_in_no_unit_that_are_alike_are_gathered_one_ahead(mesh_of):
+    model = data_parallel(nn.ModuleList(nn.Linear(D, D, bias=False) for _ in range(4)), mesh_of(8))
+    x = torch.zeros(B, T, D, requires_grad=True)
+
+    def loss(x):
+        for layer in model:
+            x = layer(x).relu()
+        return x.sum()
+
+    graphs = capture(loss, (x,), compile_options(model))
+    assert [(c.start, c.gap) for c in collectives(graphs["forward"])] == [(0, 0), (0, 1), (1, 1), (2, 1)]
+    assert gathered_alive(graphs["forward"]) == 2 * 4 * D * D
 
 
 def test_options_for_a_graph_without_any_unit_are_a_warning(mesh_of):
     model = build(mesh_of(8), depth=1)
     options = compile_options(model)
     tokens = torch.zeros(B, T, dtype=torch.long)
-    with pytest.warns(UserWarning, match=r"overlap: a graph gathers nothing in a unit \(blocks.0 ..\), only in L\["):
+    with pytest.warns(UserWarning, match=r"overlap: a graph gathers nothing in a unit, only in L\["):
         graphs = capture(lambda x: model.head(model.emb(x)).float().sum(), (tokens,), options)
-    assert count(graphs["forward"], "all-gather")[0] == count(graphs["backward"], "reduce-scatter")[0] == 1
+    assert count(graphs["forward"], "all-gather")[0] == count(graphs["backward"], "reduce-scatter")[0] == 2
 
 
 class GlobalNorm(nn.Module):
@@ -349,20 +343,10 @@ def test_one_block_alone_is_one_bucket(mesh_of):
     assert count(graphs["backward"], "all-gather")[0] == count(graphs["backward"], "reduce-scatter")[0] == 1
 
 
-def test_the_cap_limits_a_bucket_of_no_block(mesh_of):
-    layers = [nn.Linear(D, width * D, bias=False) for width in (1, 1, 4)]
-    model = data_parallel(nn.ModuleList(layers), mesh_of(8))
-    x, cap = torch.zeros(B, T, D, requires_grad=True), 4 * D * D * 9 / 8 / 2**20
-    for cap_mib, sizes in ((128.0, [6]), (cap, [1, 1, 4]), (2 * cap, [2, 4])):  # one may be larger than the cap
-        options = compile_options(model, cap_mib=cap_mib)
-        graphs = capture(lambda x: sum(layer(x).sum() for layer in model), (x,), options)
-        assert [c.full for c in collectives(graphs["forward"])] == [n * 4 * D * D for n in sizes]
-
-
 def test_plan_and_source_are_in_the_cache_key(mesh_of):
     model = build(mesh_of(8), depth=2)
     keys = {compile_options(model, **kw)["post_grad_custom_post_pass"].uuid()
-            for kw in ({}, dict(cap_mib=1.0), dict(ahead=0.5))}  # fmt: skip
+            for kw in ({}, dict(whole_step=True), dict(ahead=0.5))}  # fmt: skip
     assert len(keys) == 3
 
 

@@ -33,6 +33,10 @@ from trainer.distributed.terminal import did_you_mean
 from trainer.optimizer import AdamW, local
 
 COMPILE_MODES = ("none", "blocks", "model", "fwdbwd", "regions", "step")
+# Inductor's own buckets, of what neighbours in a graph send.
+BUCKETS = {
+    f"bucket_{kind}_fx": "all" for kind in ("all_gathers", "reduce_scatters", "all_reduces")
+}
 CUDA_GRAPH_WARMUP = 2  # steps that run as they are: they compile, and start cuBLAS, cuDNN and NCCL
 
 
@@ -476,7 +480,8 @@ def make_step(mode: str, model: nn.Module, optimizer: AdamW, *, options: dict | 
         return step
     blocks = blocks_to_compile(model, "fwdbwd") if mode == "blocks" else []
     if whole := step.whole_weights:
-        own = with_overlap(model, by_size=True)  # nothing in its graphs belongs to a module
+        # All parameters are gathered at once, without units to overlap with.
+        own = ({} if plain else BUCKETS) | options
         whole.gather_fn, whole.reduce_fn = (
             compiled("gather", whole.gather, own),
             compiled("reduce", whole.reduce, own),

@@ -52,14 +52,17 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import overlap
-from overlap import GATHER, REDUCE, SCATTER, WAIT, is_layout, is_product, module_of, wait_of
+from overlap import GATHER, REDUCE, SCATTER, WAIT, is_layout, is_product, wait_of
 from regions import CALL
 from trainer.attention import DTYPES
 from trainer.costs import sent_bytes
+from trainer.measuring.timing import module_of
 from trainer.parallelize import build, compile_options, reference_model, wrap
 from trainer.step import LanguageModel, Step
 
 KINDS = {GATHER: "all-gather", SCATTER: "reduce-scatter", REDUCE: "all-reduce"}
+# Of Inductor's own buckets.
+KINDS[torch.ops._c10d_functional.all_gather_into_tensor_out.default] = "all-gather"
 # What runs once per micro-batch; block: and once per block.
 MICRO_BATCH = ("loss", "model", "block")
 MIB = 2**20
@@ -184,7 +187,8 @@ def collectives(gm: fx.GraphModule, modules: frozenset[str] = frozenset()) -> li
             sent = int(sent_bytes(kind.replace("-", "_"), full, ranks))
             gap = sum(map(is_product, nodes[place[n] : place[wait_of(n)]]))
             start = sum(map(is_product, nodes[: place[n]]))
-            own = [(module_of(n), tuple(overlap.contents(n).meta["val"].shape))]
+            whole = n.args[0] if n.target is SCATTER else n
+            own = [(module_of(n), tuple(whole.meta["val"].shape))]
             bucket = tuple(
                 f"{_named(path, modules)} {[*shape]}".strip()
                 for path, shape in n.meta.get("bucket", own)

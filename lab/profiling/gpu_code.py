@@ -65,7 +65,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import lean
 import model as model_file
 from lab.profiling import collectives
-from overlap import module_of
+from trainer.measuring.timing import module_of
 from trainer.parallelize import build
 from trainer.step import Step
 

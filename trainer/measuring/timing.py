@@ -30,12 +30,13 @@ from pathlib import Path
 from types import CodeType, ModuleType
 
 import torch
+from torch import fx
 from torch._inductor.codecache import PyCodeCache
 from torch._inductor.graph import GraphLowering
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import simple_fsdp
-from overlap import GATHER, REDUCE, SCATTER, module_of
+from overlap import GATHER, REDUCE, SCATTER
 from trainer.measuring.memory import Device, dump_snapshot, is_cuda
 
 
@@ -297,6 +298,15 @@ def words_of(path: str) -> tuple[str, ...]:
     return tuple(
         word for word in re.split(r"\W+", path) if word and word not in ("_modules", "_orig_mod")
     )
+
+
+def module_of(node: fx.Node) -> str:
+    """The innermost module that a node of a compiled graph, or else what alone feeds it, comes
+    from: L['self'].blocks.0.mlp.up"""
+    for key in ("nn_module_stack", "fwd_nn_module_stack"):  # of forward, of backward
+        if node.meta.get(key):
+            return list(node.meta[key].values())[-1][0]
+    return module_of(node.all_input_nodes[0]) if len(node.all_input_nodes) == 1 else ""
 
 
 class Names:
