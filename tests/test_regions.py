@@ -16,7 +16,6 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 import overlap
 import regions
-import simple_fsdp
 from lab.profiling.collectives import capture, collectives, gathered_alive, inlined, report, saved
 from model import ModelConfig, Transformer
 from simple_fsdp import MixedPrecisionPolicy, data_parallel
