@@ -52,17 +52,14 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import overlap
-from overlap import GATHER, REDUCE, SCATTER, WAIT, is_layout, is_product, wait_of
+from overlap import SCATTER, WAIT, is_layout, is_product, wait_of
 from regions import CALL
 from trainer.attention import DTYPES
 from trainer.costs import sent_bytes
-from trainer.measuring.timing import module_of
+from trainer.measuring.timing import GATHERS, KINDS, module_of
 from trainer.parallelize import build, compile_options, reference_model, wrap
 from trainer.step import LanguageModel, Step
 
-KINDS = {GATHER: "all-gather", SCATTER: "reduce-scatter", REDUCE: "all-reduce"}
-# Of Inductor's own buckets.
-KINDS[torch.ops._c10d_functional.all_gather_into_tensor_out.default] = "all-gather"
 # What runs once per micro-batch; block: and once per block.
 MICRO_BATCH = ("loss", "model", "block")
 MIB = 2**20
@@ -218,7 +215,7 @@ def gathered(gm: fx.GraphModule) -> set[fx.Node]:
     held = set()
     for n in gm.graph.nodes:
         inputs = n.all_input_nodes
-        if n.target is GATHER or (
+        if n.target in GATHERS or (
             inputs and all(i in held for i in inputs) and (n.target is WAIT or is_layout(n))
         ):
             held.add(n)

@@ -257,7 +257,9 @@ class Profile:
             torch.cuda.memory._record_memory_history(enabled=None)
 
 
-KINDS = {GATHER: "all-gather", SCATTER: "reduce-scatter", REDUCE: "all-reduce"}
+GATHERS = GATHER, torch.ops._c10d_functional.all_gather_into_tensor_out.default
+# The second: of Inductor's own buckets.
+KINDS = dict.fromkeys(GATHERS, "all-gather") | {SCATTER: "reduce-scatter", REDUCE: "all-reduce"}
 PHASES = dict(fwd="forward", bwd="backward", reduce="backward", step="optimizer")
 # Of compiled code whose buffers are noted; what was compiled without has another cache key.
 TAG = "named-in-traces"
