@@ -24,8 +24,8 @@ from trainer.data import DataError, readable
 from trainer.data import check_files as check_data
 from trainer.distributed import launch
 from trainer.distributed.command_line import flag, kinds_of
+from trainer.finetuning import chat, examples, sources
 from trainer.finetuning import config as tuning
-from trainer.finetuning import examples, sources
 
 pytestmark = pytest.mark.usefixtures("isolated")
 
@@ -53,7 +53,8 @@ def tokens(folder, tokenizer, **cache):
     """Of one line of chat data, by another tokenizer if the folder has another name."""
     path = folder / "chat.jsonl"
     path.write_text(json.dumps(dict(text="What is kept in a cache?")) + "\n")
-    return examples.tokenised([path], tokenizer, examples.Rules(), **cache).tokens.tolist()
+    data = examples.tokenised([path], tokenizer, examples.Rules(), **cache)
+    return data.tokens(0, int(data.ends[-1])).tolist()
 
 
 def test_without_a_home_each_process_tokenises_for_itself(tmp_path, tokenizer, monkeypatch, capsys):
@@ -74,6 +75,29 @@ def test_a_cache_under_the_name_of_another_is_made_again(tmp_path, tokenizer, ca
     (second,) = {*cache.glob("*.safetensors")} - {first}
     shutil.copy(second, first)
     assert tokens(tmp_path, one, cache=str(cache)) == right and "is made again" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("cut", [0, 0.5])
+@pytest.mark.parametrize("flags", [[], ["--eval-every", 1]])
+def test_a_cache_that_shrinks_while_it_is_read_exits_3_after_saving(cut, flags, tune, tmp_path, monkeypatch):
+    """It is read by offset; a mapped file would end the process with SIGBUS."""
+    monkeypatch.setenv("XDG_CACHE_HOME", f"{tmp_path}/cache")
+    real = chat.ChatBatches.__next__
+
+    def shrink(self):
+        if self.sample == 8:
+            (path,) = (tmp_path / "cache").rglob("*.safetensors")
+            os.truncate(path, int(cut * path.stat().st_size))
+        return real(self)
+
+    monkeypatch.setattr(chat.ChatBatches, "__next__", shrink)
+    done = tune("--steps", 1000, "--log-every", 1, "--save", tmp_path / "run", *flags)
+    assert done.code == 3 and "the file has shrunk: the same command makes it again" in one_line(done.err)
+    (step,) = (tmp_path / "run").glob("step-*")
+    assert f"failed: {tmp_path}/cache/simple_fsdp/chat-" in done.err and done.steps[-1]["step"] == int(step.name[5:])
+    monkeypatch.setattr(chat.ChatBatches, "__next__", real)
+    again = tune("--steps", int(step.name[5:]) + 2, "--save", tmp_path / "run", *flags)
+    assert again.code == 0 and "is damaged and is made again" in again.out
 
 
 def test_a_table_that_shrinks_while_it_is_read_is_named(tmp_path):
