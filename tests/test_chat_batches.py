@@ -11,7 +11,6 @@ import re
 import threading
 import tracemalloc
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np

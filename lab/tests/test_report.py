@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tracemalloc
 from copy import deepcopy as copy_of
 from pathlib import Path
 from types import SimpleNamespace
@@ -269,6 +270,27 @@ def test_each_file_is_read_once_and_no_row_is_compared_with_another(tmp_path, mo
     file.write_text("".join(json.dumps(row(cells[i % 2], run=f"{i}")) + "\n" for i in range(8)))
     assert command.main(["--results", str(file)]) == 0 and files == [file]
     assert "depth" in capsys.readouterr().out
+
+
+def test_memory_is_that_of_the_rows_that_tables_show_and_what_rows_share_is_held_once(tmp_path):
+    def peak(*made):
+        """Most bytes that Python held while it read these rows, and the file's."""
+        file = tmp_path / "rows.jsonl"
+        file.write_text("".join(json.dumps(each) + "\n" for each in made))
+        tracemalloc.start()
+        found = rows.read([file])
+        held = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return len(found), held, file.stat().st_size
+
+    def run(number):
+        return row(line("depth"), run=f"{number}", **{f"entry {i}": "of each row" for i in range(99)})
+
+    others = [dict(step=i, text=f"{i} " * 99) for i in range(4000)]
+    (one, held, size), (still, more, larger) = peak(run(0), *others[:99]), peak(run(0), *others)
+    assert one == still == 1 and larger > 30 * size and more < held + size / 2, (held, more)
+    count, held, size = peak(*map(run, range(500)))
+    assert count == 500 and held < 4 * size, held / size
 
 
 def test_wrappers_are_the_last_comparison_of_each_machine():
