@@ -636,6 +636,17 @@ def _tag_compile_cache(mesh: DeviceMesh) -> None:
     torch.compiler.config.cache_key_tag = " ".join(sorted(tags))
 
 
+class _Replaced(nn.Parameter):
+    """A parameter whose place a shard has taken: an optimizer that still has it trains nothing."""
+
+    def _refuse(self, *value):
+        raise RuntimeError(
+            "this parameter was replaced by its shard: build the optimizer after data_parallel()"
+        )
+
+    grad = property(_refuse, _refuse)
+
+
 def _shard_own(module: nn.Module, mesh: DeviceMesh, mode: str, min_bytes: int) -> None:
     """Puts a DTensor in the place of each parameter that a module itself holds."""
     for name, p in module._parameters.items():
@@ -648,6 +659,8 @@ def _shard_own(module: nn.Module, mesh: DeviceMesh, mode: str, min_bytes: int) -
             shard = distribute_tensor(p.detach(), mesh, placements)
             _shards[p] = nn.Parameter(shard, p.requires_grad)
             _shards[p].__dict__.update(p.__dict__)  # attributes that others have set on it
+            if p.requires_grad and not is_fake(p):
+                p.__class__ = _Replaced
         module._parameters[name] = _shards[p]
     module.__dict__.pop("_flat_weights", None)  # an RNN's list of the unsharded parameters
 
@@ -938,7 +951,7 @@ def _why_not(module: nn.Module, p: nn.Parameter) -> str:
         return "its hooks would be lost, register them after data_parallel()"
     if isinstance(p, nn.parameter.UninitializedParameter):
         return "it has no shape yet, run one forward before wrapping"
-    if type(p) is not nn.Parameter and not is_fake(p):
+    if type(p) not in (nn.Parameter, _Replaced) and not is_fake(p):
         return f"its class {type(p).__name__} would be lost, make it a plain nn.Parameter"
     if getattr(module, "sparse", False) is True:
         return "its gradient is sparse, build the embedding with sparse=False"
