@@ -39,6 +39,7 @@
 # Relative paths in FLAGS start at the repository.
 
 set -euo pipefail
+export PYTHONUTF8="${PYTHONUTF8:-1}"    # torch 2.13 cannot be imported where texts are ASCII or of some other encodings
 caller=$PWD
 CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")"
 

@@ -12,9 +12,11 @@ import socket
 import subprocess
 import threading
 import typing
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
-from running import one_line
+from running import TINY, one_line
 
 import plan
 from lab.planning.search import Plan
@@ -25,6 +27,7 @@ from trainer.data import check_files as check_data
 from trainer.distributed import launch
 from trainer.distributed.command_line import flag, kinds_of
 from trainer.finetuning import chat, examples, sources
+from trainer.finetuning import checks as own
 from trainer.finetuning import config as tuning
 
 pytestmark = pytest.mark.usefixtures("isolated")
@@ -205,3 +208,47 @@ def test_a_pattern_takes_each_file_once_and_no_link_leads_in_circles(tmp_path):
     for find in (sources.check_files, lambda pattern: check_data(f"bin:{pattern}", 16)):
         with pytest.raises(DataError, match="expected each file once, found .* which are one; remove the link"):
             find(f"{tmp_path}/**/*")
+
+
+@pytest.mark.parametrize(("argv", "told"), [
+    ("--data text:own --save own/run", "--save own/run: lies in own, whose files are the data"),
+    ("--data text:link --save own/deep/run", "--save own/deep/run: lies in link, "),
+    ("--data text:own --save own", "--save own: lies in own, "),
+    ("--data text:own --save run --profile own/traces", "--profile own/traces: lies in own, "),
+    ("--data text:own --save run --results own/rows.jsonl", "--results own/rows.jsonl: lies in own, "),
+    ("--data text:own/t.pt --results own/t.pt", "--results own/t.pt: is a file that this run reads"),
+    ("--data bin:o*n/*.pt --results link/t.pt", "--results link/t.pt: is a file that this run reads"),
+    ("--init own/t.pt --results own/t.pt", "--results own/t.pt: is a file that this run reads"),
+    ("--data text:own --save own-too/run", ""),
+    ("--data text:own --save own/.run --results own/.rows", ""),
+    ("--data text:own --results own/rows.jsonl", ""),  # nothing is resumed
+])  # fmt: skip
+def test_what_a_run_writes_is_none_of_what_it_reads(argv, told, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own").mkdir()
+    (tmp_path / "link").symlink_to("own")
+    (tmp_path / "own/t.pt").write_bytes(bytes(9000))
+    with suppress(SystemExit):
+        checks.check_at_once(flags.parse([*TINY, *argv.split(), *["--results", "r"] * ("--results" not in argv)]), 1)
+    err = capsys.readouterr().err
+    assert err.startswith(f"error: {told}") if told else err == "", err
+    assert (tmp_path / "own/t.pt").read_bytes() == bytes(9000)
+    assert not told or sorted(each.name for each in tmp_path.iterdir()) == ["link", "own"]
+
+
+def test_finetune_writes_none_of_what_it_reads(qwen, tmp_path, capsys):
+    (tmp_path / "own").mkdir()
+    file = Path(shutil.copy(qwen.parent / "chat.jsonl", tmp_path / "own"))
+    before = file.read_bytes()
+    for argv, told in ((["--results", file], f"--results {file}: is a file that this run reads"),
+                       (["--data", file.parent, "--save", file.parent / "run"], f"--save {file.parent}/run: lies in ")):
+        with pytest.raises(SystemExit, match="2"):
+            words = ["--model", qwen, "--data", file, "--results", tmp_path / "rows", *argv]
+            own.check_at_once(tuning.parse([*map(str, words)], 0, 1), 1)
+        assert f"error: {told}" in one_line(capsys.readouterr().err) and file.read_bytes() == before
+
+
+def test_the_name_of_a_file_controls_no_terminal(tmp_path, train):
+    done = train("--data", f"text:{tmp_path}/\x1b]52;c;eA==\x07\x9b2J\udcff")
+    assert done.code == 3 and "]52;c;eA==" in one_line(done.err) and "\\udcff" in done.err
+    assert not {*done.err} & {*"\x1b\x07\x9b"}

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from trainer.distributed.terminal import did_you_mean
+from trainer.distributed.terminal import did_you_mean, shown
 from trainer.distributed.terminal import grouped as _n
 
 if TYPE_CHECKING:  # bad files are told before torch is imported, which takes seconds
@@ -227,6 +227,15 @@ def _found(source: str) -> tuple[str, list[Path]]:
     return root, files
 
 
+def inputs(source: str) -> list[str | Path]:
+    """What a source of files reads: its folder, or its files."""
+    if not source.startswith(("text:", "bin:")):
+        return []
+    with readable(source):
+        root, files = _found(source)
+    return [root] if os.path.isdir(root) else files
+
+
 @contextmanager
 def readable(source: str, flag: str = "--data") -> Iterator[None]:
     """Inside it an OSError is a DataError."""
@@ -315,11 +324,6 @@ def rows_of_a_rank(global_batch: int, world: int) -> int:
             f"({global_batch} = {world} ranks x {rows} + {rest}); use a multiple of {world}"
         )
     return rows
-
-
-def shown(text: str) -> str:
-    """A text for a terminal: what would control that is a replacement character."""
-    return "".join(each if each.isprintable() or each in "\n\t" else "\ufffd" for each in text)
 
 
 class ReadAhead(Iterator):

@@ -272,6 +272,18 @@ def test_each_file_is_read_once_and_no_row_is_compared_with_another(tmp_path, mo
     assert "depth" in capsys.readouterr().out
 
 
+def test_what_rows_say_controls_no_terminal(tmp_path, capsys):
+    """An escape sequence writes into a clipboard or over what was printed."""
+    file, odd = tmp_path / "rows.jsonl", "\x1b]52;c;eA==\x07\x9b2J\u202e"
+    made = [row(line("seqlen"), run=f"{i}{odd}", outcome=f"failed: {odd}", torch=f"{i}{odd}") for i in range(2)]
+    file.write_text("".join(json.dumps(each) + "\n" for each in made))
+    assert command.main([str(file)]) == 0 and command.main([str(file), str(file)]) == 0
+    with pytest.raises(SystemExit):
+        command.main([str(file), "--run", odd])
+    told = "".join(capsys.readouterr())
+    assert "]52;c;eA==" in told and not {*told} & {*odd} - {*"]52;c;eA==2J"}
+
+
 def test_memory_is_that_of_the_rows_that_tables_show_and_what_rows_share_is_held_once(tmp_path):
     def peak(*made):
         """Most bytes that Python held while it read these rows, and the file's."""

@@ -76,10 +76,16 @@ def fail(message: str, rank: int, code: int = 2) -> NoReturn:
     sys.exit(code)
 
 
+def shown(text: str) -> str:
+    """A text for a terminal: what would control that is a replacement character, half a character an escape."""
+    text = text.encode("utf-8", "backslashreplace").decode()
+    return "".join(each if each.isprintable() or each in "\n\t" else "\ufffd" for each in text)
+
+
 def tell_error(line: str) -> None:
     """Prints on stderr why this rank ends, and leaves it where torchrun's last lines repeat it: its own traceback of
-    thirty lines would else be all that is seen."""
-    tell(line, sys.stderr)
+    thirty lines would else be all that is seen. What the line names may come from a stranger's files."""
+    tell(shown(line), sys.stderr)
     file = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     if file and not os.path.exists(file):
         told = dict(extraInfo=dict(py_callstack=line, timestamp=int(time.time())))

@@ -30,10 +30,10 @@ from trainer.data import (
     ReadAhead,
     generator,
     rows_of_a_rank,
-    shown,
     unusable,
 )
 from trainer.distributed.terminal import grouped as _n
+from trainer.distributed.terminal import shown
 from trainer.finetuning.examples import tokenised, told
 from trainer.finetuning.sources import check_files, weighted
 from trainer.finetuning.templates import Rules

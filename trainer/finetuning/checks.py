@@ -134,10 +134,12 @@ def check_at_once(c: Config, world: int) -> None:
         check_folder(c.model, weights=not c.random)
         if c.export is not None:
             copied(c.model)
-        for path, _ in weighted(c.data):
-            check_files(path)
+        sources = [path for path, _ in weighted(c.data)]
+        files = [file for path in sources for file in check_files(path)]
         if c.eval_data is not None:
-            check_files(c.eval_data, "--eval-data")
+            sources.append(c.eval_data)
+            files += check_files(c.eval_data, "--eval-data")
+        checks.check_apart(c, [*files, *filter(os.path.isdir, map(os.path.expanduser, sources))])
     except ValueError as e:
         fail(str(e), 0)
     except DataError as e:
