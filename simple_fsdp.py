@@ -901,18 +901,18 @@ def _versions(p: DTensor) -> tuple[int, int]:
 def _pack(saved: Tensor) -> Tensor | _SavedView:
     if saved.layout is not torch.strided or saved.is_conj():  # as_strided could not make it again
         return saved
-    bucket, p = getattr(saved.untyped_storage(), "_sharded", (None, None))
+    bucket, p, versions = getattr(saved.untyped_storage(), "_sharded", (None, None, None))
     if bucket is None or saved.dtype != bucket.dtypes[0]:
         return saved
     bucket.uses[p] += 1
     view = saved.size(), saved.stride(), saved.storage_offset()
-    return _SavedView(bucket, p, _versions(p), *view)
+    return _SavedView(bucket, p, versions, *view)
 
 
 def _unpack(kept: Tensor | _SavedView) -> Tensor:
     if isinstance(kept, Tensor):
         return kept
-    if _versions(kept.param) != kept.versions:
+    if [*_versions(kept.param)] != kept.versions:
         raise RuntimeError("a parameter was changed in place between its forward and its backward")
     return kept.bucket.whole(kept.param).as_strided(kept.size, kept.stride, kept.offset)
 
@@ -970,44 +970,44 @@ class _Course:
         at = len(self.order)
         if self.last[at - 1 : at] != self.order[-1:]:
             self.last = []
-        for follower in self.last[at:]:
-            if size > 0 and (module := follower()) is not None:
-                if module not in self.begun:
-                    self.begun[module] = self.begin(memo, _gathers(module))
-                size -= sum(_size(bucket.params) for bucket, *_ in self.begun[module])
+        followers = islice(self.last, at, None)
+        while size > 0 and (module := next(followers, lambda: None)()) is not None:
+            if module not in self.begun:
+                self.begun[module] = self.begin(memo, _gathers(module))
+            size -= sum(_size(bucket.params) for bucket, *_ in self.begun[module])
 
     def begin(self, memo: dict, modules: Iterable[nn.Module]) -> list[tuple]:
         """Begins to gather the modules' own parameters, those that are alike by one collective."""
-        names, begun = {}, []  # by policy: {parameter: its name}
+        sets, begun = {}, []  # by policy: {parameter: (its key, its name)}
         for module in modules:
             policy = module.__dict__.get("_data_parallel")
             for name, p in module._parameters.items() if policy else ():
-                if isinstance(p, DTensor) and _key(p, policy) not in memo:
-                    names.setdefault(policy, {})[p] = f"{name} of {type(module).__name__}"
-        for policy, name_of in names.items():
-            for params in _alike(name_of):
+                if isinstance(p, DTensor) and (key := _key(p, policy)) not in memo:
+                    name = f"{name} of {type(module).__name__}"
+                    sets.setdefault(policy, {})[p] = key, name
+        for policy, about in sets.items():
+            for params in _alike(about):
                 bucket = _Bucket(params, policy)
+                # With gradients, also where forward reads a parameter without them before.
                 with _hidden(grad=True):
                     token = _Begin.apply(bucket, *params)
-                keys = [_key(p, policy) for p in params]
-                begun.append((bucket, token, keys, [name_of[p] for p in params]))
+                begun.append((bucket, token, [about[p] for p in params]))
         return begun
 
     def end(self, memo: dict, begun: Iterable[tuple]) -> int:
         """Into the memo. Gives the number of elements."""
-        for bucket, token, keys, names in begun:
+        for bucket, token, about in begun:
             bucket.before, self.before = self.before, weakref.ref(bucket)
-            # With gradients, also where forward reads a parameter without them before.
             with _hidden(grad=True):
                 wholes = _End.apply(bucket, token, *bucket.params)
-            for key, name, p, whole in zip(keys, names, bucket.params, wholes, strict=True):
+            for (key, name), p, whole in zip(about, bucket.params, wholes, strict=True):
                 memo[key] = _Whole(whole, whole._version, name, bucket)
                 _buckets[key] = bucket
                 storage = whole.untyped_storage()
-                _, (*_, reshard), *_ = key
+                _, (*_, reshard), *versions, _ = key
                 # On one rank, without a cast, it is the shard's own memory.
                 if reshard and storage._cdata != _address(p):
-                    storage._sharded = bucket, p
+                    storage._sharded = bucket, p, versions
                 if whole.grad_fn:  # one for all: when it runs, backward has had each
                     whole.grad_fn.register_prehook(bucket.free)
         return sum(_size(bucket.params) for bucket, *_ in begun)

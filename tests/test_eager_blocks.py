@@ -450,3 +450,41 @@ def test_a_compiled_block_whose_code_fails_has_its_shards_again(fake):
     with pytest.raises(ZeroDivisionError):
         model(torch.randn(2, 4, 8))
     assert all(isinstance(p, DTensor) for p in model.parameters()) and simple_fsdp._thread.memo is None
+
+
+@pytest.mark.parametrize("when", ["before it is used", "after it was used", "while it is on its way"])
+def test_a_shard_that_changes_during_the_forward(fake, when):
+    """Backward would gather the new weight: an error. What was on its way for a later module is gathered anew."""
+
+    class Changing(nn.Linear):
+        def forward(self, x):
+            weight = self.weight
+            if when == "before it is used":
+                change()
+            out = F.linear(x, weight)
+            change() if when == "after it was used" else None
+            return out
+
+    class Model(nn.Sequential):
+        def forward(self, x):
+            x = self[0](x)
+            if when == "while it is on its way":
+                change()
+            return self[1](x)
+
+    def change():
+        with torch.no_grad():
+            shard._local_tensor.mul_(1.5)
+
+    model = data_parallel(Model(Changing(8, 8, bias=False), nn.Linear(8, 8, bias=False)), fake(2))
+    shard, x = model[0].weight, torch.randn(2, 8, requires_grad=True)
+    if when == "while it is on its way":
+        shard = model[1].weight
+        model(x)  # now it knows what comes next
+        seen = Turns(model, [])
+        with mock.patch.object(simple_fsdp, "_c10d", seen):
+            model(x).sum().backward()
+        assert seen.seen[:6] == ["G", "-G", "G", "-G", "G", "-G"] and not seen.on_its_way
+    else:
+        with pytest.raises(RuntimeError, match="changed in place between its forward and its backward"):
+            model(x).sum().backward()
