@@ -763,13 +763,13 @@ _Whole = namedtuple("_Whole", "tensor version name bucket")  # a gathered parame
 _SavedView = namedtuple("_SavedView", "bucket param versions size stride offset")
 
 
-def _may_overlap(p: DTensor) -> bool:
-    """Whether collectives of its mesh may run beside each other. Torch's gloo gives groups two
-    worker threads, which then break the heap."""
-    device = torch.device(p.device_mesh.device_type)
-    backends = [group._get_backend(device) for group in p.device_mesh.get_all_groups()]
+def _may_overlap(mesh: DeviceMesh) -> bool:
+    """Whether its collectives may run beside each other. Torch's gloo gives groups two worker
+    threads, which then break the heap."""
+    device = torch.device(mesh.device_type)
+    backends = [group._get_backend(device) for group in mesh.get_all_groups()]
     threads = [getattr(getattr(each, "options", None), "_threads", 1) for each in backends]
-    return p.device_mesh.size() > 1 and max(threads) == 1
+    return mesh.size() > 1 and max(threads) == 1
 
 
 @contextmanager
@@ -792,6 +792,7 @@ class _Bucket:
 
     def __init__(self, params: list[DTensor], policy: tuple):
         self.params, self.dtypes = params, _dtypes(params[0], policy)
+        self.may_overlap = _may_overlap(params[0].device_mesh)
         self.uses = Counter()  # by parameter: how often backward will ask for it
         self.wholes = {}  # by parameter: those that were gathered again
         self.uses_left = 0  # of these
@@ -803,7 +804,7 @@ class _Bucket:
         """Begins to gather these."""
         self.coming = dict.fromkeys(params)
         self.work = _all_gather(params, self.dtypes[0])
-        if _may_overlap(params[0]):
+        if self.may_overlap:
             next(self.work)
 
     def whole(self, p: DTensor) -> Tensor:
@@ -832,7 +833,7 @@ class _Bucket:
             size -= _size(needed)
             bucket = bucket.before()
 
-    def free(self, *_) -> None:
+    def free(self) -> None:
         self.wholes, self.work = {}, None
 
 
@@ -868,7 +869,8 @@ class _End(_Gather):
 
     @staticmethod
     def backward(ctx, *grads):
-        if torch.is_grad_enabled() or not _may_overlap(ctx.params[0]):
+        ctx.bucket.free()  # backward has had each
+        if torch.is_grad_enabled() or not ctx.bucket.may_overlap:
             return _Gather.backward(ctx, *grads)[1:]
 
         def begin(params, *grads):
@@ -961,11 +963,12 @@ class _Course:
         if module is not None:
             self.last, _orders[module] = _orders.get(module, []), self.order
 
-    def gather(self, memo: dict, owner: nn.Module, modules: list[nn.Module]) -> None:
-        """Gathers what `modules` hold, for a unit or a module of no unit. Begins to gather what
-        comes next, as much."""
+    def gather(self, memo: dict, key: tuple, owner: nn.Module, module: nn.Module) -> None:
+        """Gathers a parameter of `module` with all that `owner`, its unit or itself, gathers.
+        Begins to gather what comes next, as much."""
         size = self.end(memo, self.begun.pop(owner, ()))
-        size += self.end(memo, self.begin(memo, modules))
+        if key not in memo:
+            size += self.end(memo, self.begin(memo, [*_gathers(owner), module]))
         self.order.append(weakref.ref(owner))
         at = len(self.order)
         if self.last[at - 1 : at] != self.order[-1:]:
@@ -1008,8 +1011,6 @@ class _Course:
                 # On one rank, without a cast, it is the shard's own memory.
                 if reshard and storage._cdata != _address(p):
                     storage._sharded = bucket, p, versions
-                if whole.grad_fn:  # one for all: when it runs, backward has had each
-                    whole.grad_fn.register_prehook(bucket.free)
         return sum(_size(bucket.params) for bucket, *_ in begun)
 
 
@@ -1029,7 +1030,7 @@ def _read(module: nn.Module, p: DTensor) -> Tensor:
     if key not in memo:
         owner = _thread.module if _is_unit(type(_thread.module)) else module
         course = _thread.course or _Course(None)
-        course.gather(memo, owner, [*_gathers(owner), module])
+        course.gather(memo, key, owner, module)
     whole = memo[key]
     # Somebody else's hooks are a checkpoint's, which will ask again.
     if _top_saved_tensors_hooks(True) not in (None, (_pack, _unpack)):
