@@ -18,7 +18,7 @@ reduced by one: as a rule a block of the model (`units_of`). A module in no unit
 parameters.
 
 Three parts. The core is all that compiled code needs. Eager mode gathers units while Python runs,
-and again in backward. Strictness refuses what would be silently wrong, and draws initial values as
+each while the one before computes, and again in backward. Strictness refuses what would be silently wrong, and draws initial values as
 one process would.
 """
 
@@ -563,7 +563,7 @@ def _wrapped_class(cls: type, names: tuple[str, ...], kind: str, is_root: bool) 
             return plain_call(*args, **kwargs)
         return _eager.run(self, plain_call, args, kwargs)
 
-    def compile(self, *args, **kwargs):
+    def compile(self, *args, **kwargs):  # around code that is compiled for this unit alone
         super(wrapped, self).compile(*args, **kwargs)
         code = self._compiled_call_impl
         run = lambda *args, **kwargs: _eager.run_compiled(self, code, args, kwargs)  # noqa: E731
