@@ -18,8 +18,8 @@ reduced by one: as a rule a block of the model (`units_of`). A module in no unit
 parameters.
 
 Three parts. The core is all that compiled code needs. Eager mode gathers units while Python runs,
-each while the one before computes, and again in backward. Strictness refuses what would be silently wrong, and draws initial values as
-one process would.
+each while the one before computes, and again in backward. Strictness refuses what would be silently
+wrong, and draws initial values as one process would.
 """
 
 import functools
