@@ -10,13 +10,14 @@ import re
 import shutil
 import socket
 import subprocess
+import sys
 import threading
 import typing
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from running import TINY, one_line
+from running import ROOT, TINY, one_line
 
 import plan
 from lab.planning.search import Plan
@@ -145,6 +146,16 @@ def test_a_folder_of_traces_that_cannot_be_written_is_refused_at_the_start(train
     (tmp_path / "file").write_text("")
     done = train("--profile", tmp_path / "file")
     assert done.code == 2 and f"error: --profile {tmp_path}/file: Not a directory" in one_line(done.err)
+
+
+def test_a_compile_cache_that_cannot_be_made_is_one_line_and_no_traceback_of_torchs_import(tmp_path):
+    (tmp_path / "file").write_text("")
+    env = os.environ | dict(TORCHINDUCTOR_CACHE_DIR=f"{tmp_path}/file/x", NPROC="1")
+    env |= dict(PYTHON=sys.executable, NO_INSTALL="1")
+    for command in ([sys.executable, "main.py"], ["./launch.sh", "run"]):
+        done = subprocess.run([*command, *TINY], cwd=ROOT, env=env, capture_output=True, text=True)
+        (line,) = done.stderr.splitlines()
+        assert done.returncode == 2 and re.search(f"TORCHINDUCTOR_CACHE_DIR.{tmp_path}/file/x: ", line), line
 
 
 # -------------------------------------------------------------------------------------------------------------- numbers

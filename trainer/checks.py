@@ -20,6 +20,7 @@ from trainer.distributed.terminal import fail, grouped
 from trainer.logging import check_writable
 
 WRITTEN = "save", "profile", "prepared", "export"  # flags of folders that a run writes
+CACHE = "TORCHINDUCTOR_CACHE_DIR"  # where torch cannot make it, it cannot be imported
 HIDDEN = re.compile(r"\..")  # how names begin that are no data
 TORCH = "2.11.0", "2.12.1", "2.13.0", "2.14.1"  # the table of docs/wrapper.md has a row of each
 
@@ -46,9 +47,10 @@ def check(c: flags.Config, world: int) -> None:
 
 
 def check_outputs(c: flags.Config) -> None:
-    """ValueError where --results, --save or --profile cannot be written."""
+    """ValueError where --results, --save, --profile or the folder of torch's compile cache cannot be written."""
     check_writable(c.results)
-    for flag, path in (("--save", c.save), ("--profile", c.profile)):
+    cache = os.environ.get(CACHE) or None
+    for flag, path in (("--save", c.save), ("--profile", c.profile), (CACHE, cache)):
         if path is not None:
             check_directory(path, flag)
 
