@@ -8,6 +8,7 @@ import os
 import random
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -20,16 +21,22 @@ import pytest
 from running import ROOT, TINY, one_line
 
 import plan
+from lab.planning import architecture, hardware
 from lab.planning.search import Plan
+from lab.report import history
 from trainer import checks
 from trainer import config as flags
+from trainer.attention import read_options
+from trainer.costs import measured
 from trainer.data import DataError, readable
 from trainer.data import check_files as check_data
 from trainer.distributed import launch
 from trainer.distributed.command_line import flag, kinds_of
-from trainer.finetuning import chat, examples, sources
+from trainer.distributed.terminal import regular
+from trainer.finetuning import chat, examples, sources, templates
 from trainer.finetuning import checks as own
 from trainer.finetuning import config as tuning
+from trainer.logging import check_writable
 
 pytestmark = pytest.mark.usefixtures("isolated")
 
@@ -263,3 +270,38 @@ def test_the_name_of_a_file_controls_no_terminal(tmp_path, train):
     done = train("--data", f"text:{tmp_path}/\x1b]52;c;eA==\x07\x9b2J\udcff")
     assert done.code == 3 and "]52;c;eA==" in one_line(done.err) and "\\udcff" in done.err
     assert not {*done.err} & {*"\x1b\x07\x9b"}
+
+
+READERS = {  # what opens a file that a flag or a folder names
+    "--link": lambda path: measured(f"measured:{path}"),
+    "--flex-options": read_options,
+    "--hf": architecture.read,
+    "--calibrate": lambda path: hardware.samples(path, "cpu"),
+    "--template": lambda path: templates._template_of(path, None),
+    "--results": check_writable,
+    "--model": lambda path: own.check_folder(os.path.dirname(path)),
+    "a folder of templates": lambda path: own.check_folder(os.path.dirname(os.path.dirname(path))),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_pipe_or_device_in_place_of_a_file_is_refused_and_not_read_for_ever(name, tmp_path):
+    """A stranger's archive may hold links to devices, too."""
+    folder = tmp_path / own.TEMPLATES
+    folder.mkdir()
+    os.mkfifo(folder / "a.json")
+    signal.alarm(60)  # ends the process, where opening a pipe waits for its other end
+    with pytest.raises((ValueError, OSError, DataError), match="a.json.* is a pipe|is a pipe or device.*a.json"):
+        READERS[name](f"{folder}/a.json")
+    signal.alarm(0)
+    (folder / "b.json").symlink_to("/dev/zero")
+    with pytest.raises(OSError, match="is a pipe or device"):
+        regular(folder / "b.json")
+
+
+def test_settings_of_a_run_that_are_a_pipe_are_as_none(tmp_path):
+    (tmp_path / "a.jsonl").write_text("{}\n")
+    os.mkfifo(tmp_path / "a.settings.json")
+    signal.alarm(60)
+    assert history.parts(tmp_path / "a.jsonl") == [(tmp_path / "a.jsonl", float("inf"))]
+    signal.alarm(0)

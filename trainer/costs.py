@@ -14,6 +14,8 @@ import re
 from contextlib import suppress
 from typing import NamedTuple
 
+from trainer.distributed.terminal import regular
+
 LATENCY_US = 20.0
 NAMED_GB_PER_S = {
     "a100-nvlink": 300.0,
@@ -65,7 +67,7 @@ def measured(text: str) -> str:
         return text
     fix = "python -m lab.studies.collectives --results FILE writes one"
     try:
-        with open(file) as rows:
+        with open(regular(file)) as rows:
             found = [
                 row["link"] for row in map(json.loads, rows) if isinstance(row.get("link"), dict)
             ]

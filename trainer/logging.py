@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
-from trainer.distributed.terminal import grouped, tell
+from trainer.distributed.terminal import grouped, regular, tell
 
 # Entries of a row that decide what becomes of it, and what a run writes there; any of them may be null.
 TEXTS = frozenset("cell commit date device error outcome run study torch".split())
@@ -147,8 +147,7 @@ def check_writable(path: str | Path, flag: str = "--results") -> None:
     """Raise ValueError naming `flag` if nothing can be appended to `path`. Creates the file."""
     try:
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-        if Path(path).is_fifo():  # whose reader may be gone, or slower than the run
-            raise ValueError(f"{flag} {path}: is a pipe; name a file")
+        regular(path)  # the reader of a pipe may be gone, or slower than the run
         os.close(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644))
     except OSError as error:
         raise ValueError(
