@@ -14,8 +14,6 @@ import re
 from contextlib import suppress
 from typing import NamedTuple
 
-from trainer.distributed.terminal import regular
-
 LATENCY_US = 20.0
 NAMED_GB_PER_S = {
     "a100-nvlink": 300.0,
@@ -66,8 +64,10 @@ def measured(text: str) -> str:
     if kind != "measured":
         return text
     fix = "python -m lab.studies.collectives --results FILE writes one"
+    if os.path.exists(file) and not os.path.isfile(file):  # it might be read for ever
+        raise ValueError(f"--link {text}: is a pipe or device; {fix}")
     try:
-        with open(regular(file)) as rows:
+        with open(file) as rows:
             found = [
                 row["link"] for row in map(json.loads, rows) if isinstance(row.get("link"), dict)
             ]
