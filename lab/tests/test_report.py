@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 
 from lab.report import __main__ as command
-from lab.report import history
+from lab.report import history, runs
 from lab.report import published as rows
 from lab.report import tables as report
 from lab.sweeps import sweep
@@ -353,6 +353,15 @@ def test_rows_of_studies_with_the_name_of_a_layout_are_no_error():
         "| True | 64 | 1 | plain | OOM no",
         "| False | 64 | 1 | flash | ok",
     ]
+
+
+def test_rows_of_other_programs_are_not_runs_whose_collectives_are_shown():
+    """Those of lab.benchmarks.nodes stand in the same file, have collectives and no run."""
+    own = dict(run="a", world="2(sim none)", flags={}, collectives=dict(all_gather=dict(n=1, mib=2.0, ms=3.0)))
+    other = {name: value for name, value in own.items() if name != "run"} | dict(study="nodes")
+    found, columns = runs.sent([other, own])
+    assert found == [own] and ("run", ["a"]) in columns
+    assert runs.sent([other])[0] == []
 
 
 def test_collectives_are_counted_by_kind_and_those_without_a_product_meanwhile():
