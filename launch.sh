@@ -39,6 +39,7 @@
 # Relative paths in FLAGS start at the repository.
 
 set -euo pipefail
+export PYTHONUTF8="${PYTHONUTF8:-1}"    # torch 2.13 cannot be imported where texts are ASCII or of some other encodings
 caller=$PWD
 CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")"
 
@@ -94,6 +95,8 @@ torchrun() {    # torchrun SCRIPT ARGS; a prefix (nsys) may stand in $wrap
     for word in MAX_RESTARTS NODE_RANK; do
         [[ ${!word:-0} =~ ^[0-9]{1,6}$ ]] || die "$word=${!word}: expected a number from 0 on" 2; done
     [[ ${MASTER_PORT:-1} =~ ^[1-9][0-9]{0,4}$ && ${MASTER_PORT:-1} -lt 65536 ]] || die "MASTER_PORT=$MASTER_PORT: expected 1 to 65535" 2
+    [ -z "${TORCHINDUCTOR_CACHE_DIR:-}" ] || { mkdir -p "$TORCHINDUCTOR_CACHE_DIR" && [ -w "$TORCHINDUCTOR_CACHE_DIR" ]; } 2>&- ||
+        die "TORCHINDUCTOR_CACHE_DIR=$TORCHINDUCTOR_CACHE_DIR: nothing can be written there; name another folder" 2
     case ${NNODES:-1} in 0*|*[!0-9:]*) die "NNODES=$NNODES: expected a number of nodes, or the least and the most, as 1:2" 2 ;; esac
     nodes=${nodes##*:} world=$((${NPROC:-$((gpus > 0 ? gpus : 4))} * 10#${nodes:-1}))
     if [ "$1" = main.py ]; then "$py" -c 'import sys; from trainer.config import parse; parse(sys.argv[2:], 0, int(sys.argv[1]))' "$world" "${@:2}"

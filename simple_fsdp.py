@@ -18,8 +18,8 @@ reduced by one: as a rule a block of the model (`units_of`). A module in no unit
 parameters.
 
 Three parts. The core is all that compiled code needs. Eager mode gathers units while Python runs,
-and again in backward. Strictness refuses what would be silently wrong, and draws initial values as
-one process would.
+each while the one before computes, and again in backward. Strictness refuses what would be silently
+wrong, and draws initial values as one process would.
 """
 
 import functools
@@ -27,7 +27,7 @@ import operator
 import threading
 import weakref
 from collections import Counter, namedtuple
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import count, islice
@@ -46,9 +46,10 @@ from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.weak import WeakTensorKeyDictionary
 
 # All that this file uses of torch's private names: the modules of is_fake and dispatch, the names
-# below, and the attributes Module._parameters, Tensor._base, Tensor._version,
-# Tensor._backward_hooks, Tensor._post_accumulate_grad_hooks, UntypedStorage._cdata,
-# OpOverload._schema, DTensor._local_tensor, DTensor._spec, RNNBase._flat_weights,
+# below, and the attributes Module._parameters, Module._compiled_call_impl, Tensor._base,
+# Tensor._version, Tensor._backward_hooks, Tensor._post_accumulate_grad_hooks,
+# UntypedStorage._cdata, OpOverload._schema, DTensor._local_tensor, DTensor._spec,
+# ProcessGroup._get_backend, ProcessGroupGloo.Options._threads, RNNBase._flat_weights,
 # RNNBase._flat_weights_names, aten._is_any_true, nn.init._no_grad_trunc_normal_. A test of each
 # says which is missing. Not documented: what get_proxy_mode and get_current_meta give, and the meta
 # of a graph's nodes.
@@ -86,6 +87,7 @@ class MixedPrecisionPolicy:
     reduce_dtype: torch.dtype | None = None
 
 
+Work = Generator[None, None, list[Tensor]]
 _enabled = True  # False inside disable_data_parallel()
 _roots = weakref.WeakValueDictionary()  # by id: the modules given to data_parallel()
 _shards = WeakTensorKeyDictionary()  # by unsharded parameter: one that modules share stays shared
@@ -94,6 +96,7 @@ _shards = WeakTensorKeyDictionary()  # by unsharded parameter: one that modules 
 _eager = SimpleNamespace(
     read=lambda module, p: p,
     run=lambda module, call, args, kwargs: call(*args, **kwargs),
+    run_compiled=lambda module, call, args, kwargs: call(*args, **kwargs),
 )
 _strict = SimpleNamespace(
     check=lambda *args: None,
@@ -156,38 +159,78 @@ def _part(flat: Tensor, rows: int, sizes: list[int], cut) -> list[Tensor]:
     return [flat] if len(sizes) == 1 else cut(flat.view(rows, -1), sizes, 1)
 
 
-def _all_gather(params: list[DTensor], dtype: torch.dtype) -> list[Tensor]:
+# Both are generators, which stop once where a collective is on its way, so that eager mode can
+# compute before it waits. One that is dropped there waits, too.
+
+
+def _all_gather(params: list[DTensor], dtype: torch.dtype) -> Work:
     """Parameters that are alike -> whole tensors."""
     shards = [p._local_tensor.to(dtype) for p in params]
     pairs = zip(shards, params, strict=True)
     ranks = _shards_of(params[0])
     if ranks == 1:
+        yield
         # Without a cast this is the shard: a view of it, so that autograd tells them apart.
         return [t.view_as(t) if t is p._local_tensor else t for t, p in pairs]
     shards = [_pad(t, -(-len(p) // ranks)) for t, p in pairs]  # each [n / N, ..]
     flat = _join(shards, 1)
     flat = _c10d.all_gather_into_tensor(flat, ranks, _group(params[0], -1))
-    sizes = [t.numel() for t in shards]
-    parts = _part(_c10d.wait_tensor(flat), ranks, sizes, _cut)
+    try:
+        yield
+    finally:
+        flat = _c10d.wait_tensor(flat)
+    parts = _part(flat, ranks, [t.numel() for t in shards], _cut)
     return [_fit(t, p.shape) for t, p in zip(parts, params, strict=True)]
 
 
-def _average(grads: list[Tensor], p: DTensor, cut) -> list[Tensor]:
+def _average(grads: list[Tensor], p: DTensor, cut) -> Work:
     """Whole gradients, of parameters like `p` -> flat averages over the ranks, of the shards."""
     ranks = _shards_of(p)
     grads = [_pad(t, -(-len(t) // ranks) * ranks) if t.ndim else t for t in grads]
     flat = _join(grads, ranks)
     # hybrid_shard: scatters, then reduces the shards.
-    for dim in reversed(range(p.device_mesh.ndim)):
-        n = p.device_mesh.size(dim)
-        if n == 1:
-            continue
+    dims = [dim for dim in reversed(range(p.device_mesh.ndim)) if p.device_mesh.size(dim) > 1]
+    for dim in dims:
         if p.placements[dim].is_shard():
+            n = p.device_mesh.size(dim)
             flat = _c10d.reduce_scatter_tensor(flat, "avg", n, _group(p, dim))
         else:
             flat = _c10d.all_reduce(flat, "avg", _group(p, dim))
-        flat = _c10d.wait_tensor(flat)
+        try:
+            if dim == dims[-1]:
+                yield
+        finally:
+            flat = _c10d.wait_tensor(flat)
     return _part(flat, 1, [t.numel() // ranks for t in grads], cut)
+
+
+def _reduce(note: dict | None, dtype: torch.dtype, params, *grads: Tensor) -> Work:
+    """What _Reduce does."""
+    with _noted(note):
+        shards = [grad.to(dtype) for grad in grads]
+        if params[0].device_mesh.size() > 1:
+            # Graphs get views, and copy where the optimizer reads. In eager mode a view would hold
+            # the gradients of the whole unit.
+            cut = torch.split_with_sizes if note else torch.split_with_sizes_copy
+            shards = yield from _average(shards, params[0], cut)
+        pairs = zip(shards, params, strict=True)
+        shards = [_fit(t, p._local_tensor.shape).to(p.dtype) for t, p in pairs]
+    if note is None:
+        # Autograd may give several the same memory, or a whole tensor that is one element.
+        copy = functools.partial(torch.clone, memory_format=torch.contiguous_format)
+        pairs = zip(shards, grads, strict=True)
+        shards = [copy(t) if t is grad else t for t, grad in pairs]
+    pairs = zip(shards, params, strict=True)
+    return tuple(DTensor(t, p._spec, requires_grad=False) for t, p in pairs)
+
+
+def _result(work: Work):
+    """Runs it to its end."""
+    while True:
+        try:
+            next(work)
+        except StopIteration as end:
+            return end.value
 
 
 def _apply_to_given(apply, grads, params) -> list:
@@ -200,13 +243,14 @@ def _apply_to_given(apply, grads, params) -> list:
 
 class _Gather(torch.autograd.Function):
     """Parameters, alike in dtypes, mesh and placements -> whole plain tensors in `dtype`, by one
-    all-gather. note: for the nodes that a graph gets in backward (compiled code), or None."""
+    all-gather. note: for the nodes that a graph gets in backward (compiled code), or None. work:
+    the gather, if it has begun."""
 
     @staticmethod
-    def forward(ctx, note, dtype, reduce_dtype, *params: DTensor):
-        ctx.note, ctx.reduce_dtype, ctx.params = note, reduce_dtype, params
+    def forward(ctx, note, dtypes, work, *params: DTensor):
+        ctx.note, (dtype, ctx.reduce_dtype), ctx.params = note, dtypes, params
         ctx.set_materialize_grads(False)
-        wholes = _all_gather(params, dtype)
+        wholes = _result(work or _all_gather(params, dtype))
         frozen = [t for t, p in zip(wholes, params, strict=True) if not p.requires_grad]
         ctx.mark_non_differentiable(*frozen)
         return tuple(wholes)
@@ -225,29 +269,14 @@ class _Reduce(torch.autograd.Function):
     def forward(ctx, note, dtype, params, *grads: Tensor):
         ctx.dtypes, ctx.params = (grads[0].dtype, dtype), params
         ctx.set_materialize_grads(False)
-        with _noted(note):
-            shards = [grad.to(dtype) for grad in grads]
-            if params[0].device_mesh.size() > 1:
-                # Graphs get views, and copy where the optimizer reads. In eager mode a view would
-                # hold the gradients of the whole unit.
-                cut = torch.split_with_sizes if note else torch.split_with_sizes_copy
-                shards = _average(shards, params[0], cut)
-            pairs = zip(shards, params, strict=True)
-            shards = [_fit(t, p._local_tensor.shape).to(p.dtype) for t, p in pairs]
-        if note is None:
-            # Autograd may give several the same memory, or a whole tensor that is one element.
-            copy = functools.partial(torch.clone, memory_format=torch.contiguous_format)
-            pairs = zip(shards, grads, strict=True)
-            shards = [copy(t) if t is grad else t for t, grad in pairs]
-        pairs = zip(shards, params, strict=True)
-        return tuple(DTensor(t, p._spec, requires_grad=False) for t, p in pairs)
+        return _result(_reduce(note, dtype, params, *grads))
 
     @staticmethod
     def backward(ctx, *grads):
         def gather(params, *grads):
             pairs = zip(grads, params, strict=True)
             shards = [grad.redistribute(placements=p.placements) for grad, p in pairs]
-            return _Gather.apply(None, *ctx.dtypes, *shards)
+            return _Gather.apply(None, ctx.dtypes, None, *shards)
 
         return None, None, None, *_apply_to_given(gather, grads, ctx.params)
 
@@ -312,7 +341,7 @@ def _traced_gather(params: list[DTensor], policy: tuple) -> tuple[Tensor, ...]:
         unit = path if _is_unit(cls) else unit
     note = dict(unit=unit, bucket=[(unit or path, tuple(p.shape)) for p in params])
     with _noted(note) as nodes:
-        wholes = _Gather.apply(note, *_dtypes(params[0], policy), *params)
+        wholes = _Gather.apply(note, _dtypes(params[0], policy), None, *params)
 
     # Backward gathers again, as it would under a checkpoint. What else is saved are the parts, not
     # the rows that they were cut from.
@@ -357,7 +386,7 @@ def _gather_all(params: list[DTensor], *policy) -> None:
 @torch.library.impl(_library, _NAME, "CompositeImplicitAutograd")
 def _gather_one(p: DTensor, *policy) -> Tensor:
     if get_proxy_mode() is None:  # Dynamo, and AOTAutograd before it has a graph, ask for shapes
-        return _Gather.apply(None, *_dtypes(p, policy), p)[0]
+        return _Gather.apply(None, _dtypes(p, policy), None, p)[0]
     _gather_all([p], *policy)
     return p._gathered[-1]
 
@@ -473,6 +502,11 @@ def _members(unit: nn.Module) -> Iterator[nn.Module]:
             yield from _members(child)
 
 
+def _gathers(owner: nn.Module) -> list[nn.Module]:
+    """The modules whose parameters a unit, or a module of no unit, gathers."""
+    return [*_members(owner)] if _is_unit(type(owner)) else [owner]
+
+
 # ---------------------------------------------------------------- the class that gathers on reading
 
 
@@ -529,6 +563,12 @@ def _wrapped_class(cls: type, names: tuple[str, ...], kind: str, is_root: bool) 
             return plain_call(*args, **kwargs)
         return _eager.run(self, plain_call, args, kwargs)
 
+    def compile(self, *args, **kwargs):  # around code that is compiled for this unit alone
+        super(wrapped, self).compile(*args, **kwargs)
+        code = self._compiled_call_impl
+        run = lambda *args, **kwargs: _eager.run_compiled(self, code, args, kwargs)  # noqa: E731
+        self._compiled_call_impl = run
+
     def initialising(method):
         def run(self, *args, **kwargs):
             with disable_data_parallel():
@@ -554,6 +594,8 @@ def _wrapped_class(cls: type, names: tuple[str, ...], kind: str, is_root: bool) 
     attributes |= {method: initialising(method) for method in INITIALISE if hasattr(cls, method)}
     if is_root:
         attributes["__call__"] = call
+    if kind == "unit":
+        attributes["compile"] = compile
     if issubclass(cls, nn.RNNBase):
 
         def weights(self):  # the list that they keep and assign is ignored, it is read anew
@@ -576,7 +618,7 @@ def _gather_members(module: nn.Module) -> None:
     """In compiled code: gathers what a unit gathers, or a module its own parameters, those of one
     policy at once."""
     sets = {}
-    for member in _members(module) if _is_unit(type(module)) else (module,):
+    for member in _gathers(module):
         own = [p for p in member._parameters.values() if isinstance(p, DTensor)]
         if own:
             sets.setdefault(member._data_parallel, []).extend(own)
@@ -636,6 +678,17 @@ def _tag_compile_cache(mesh: DeviceMesh) -> None:
     torch.compiler.config.cache_key_tag = " ".join(sorted(tags))
 
 
+class _Replaced(nn.Parameter):
+    """A parameter whose place a shard has taken: an optimizer that still has it trains nothing."""
+
+    def _refuse(self, *value):
+        raise RuntimeError(
+            "this parameter was replaced by its shard: build the optimizer after data_parallel()"
+        )
+
+    grad = property(_refuse, _refuse)
+
+
 def _shard_own(module: nn.Module, mesh: DeviceMesh, mode: str, min_bytes: int) -> None:
     """Puts a DTensor in the place of each parameter that a module itself holds."""
     for name, p in module._parameters.items():
@@ -648,6 +701,8 @@ def _shard_own(module: nn.Module, mesh: DeviceMesh, mode: str, min_bytes: int) -
             shard = distribute_tensor(p.detach(), mesh, placements)
             _shards[p] = nn.Parameter(shard, p.requires_grad)
             _shards[p].__dict__.update(p.__dict__)  # attributes that others have set on it
+            if p.requires_grad and not is_fake(p):
+                p.__class__ = _Replaced
         module._parameters[name] = _shards[p]
     module.__dict__.pop("_flat_weights", None)  # an RNN's list of the unsharded parameters
 
@@ -688,7 +743,8 @@ def describe(model: nn.Module) -> list[ParameterRow]:
 # ============================================================================ part 2: eager mode
 #
 # A unit's parameters are gathered when its forward first reads one of them, kept in a memo, and
-# freed when it ends. A layer saves its gathered weight for backward; hooks have autograd keep a
+# freed when it ends. From the second forward on their gather began one unit before: a _Course knows
+# what comes next. A layer saves its gathered weight for backward; hooks have autograd keep a
 # _SavedView instead. The _Bucket that gathered it hangs on the storage of the weight, where every
 # view of it finds it and with which it is freed. A checkpoint, which repeats a part of a forward
 # while backward runs, finds the bucket by the parameter.
@@ -697,12 +753,38 @@ def describe(model: nn.Module) -> list[ParameterRow]:
 class _Thread(threading.local):
     memo = None  # by _key: what the innermost running forward has gathered; None outside of any
     module = None  # whose forward that is
+    course = None  # the _Course of the outermost
 
 
 _thread = _Thread()
 _buckets = weakref.WeakValueDictionary()  # by _key: the last to gather it, while backward may ask
+_orders = weakref.WeakKeyDictionary()  # by module: which modules its last forward gathered, in turn
 _Whole = namedtuple("_Whole", "tensor version name bucket")  # a gathered parameter
 _SavedView = namedtuple("_SavedView", "bucket param versions size stride offset")
+
+
+def _may_overlap(mesh: DeviceMesh) -> bool:
+    """Whether its collectives may run beside each other. Torch's gloo gives groups two worker
+    threads, which then break the heap."""
+    device = torch.device(mesh.device_type)
+    backends = [group._get_backend(device) for group in mesh.get_all_groups()]
+    threads = [getattr(getattr(each, "options", None), "_threads", 1) for each in backends]
+    return mesh.size() > 1 and max(threads) == 1
+
+
+@contextmanager
+def _hidden(grad: bool) -> Iterator[None]:
+    """With or without gradients, whatever runs. torch.func's transforms do not see it, nor does a
+    selective checkpoint, which is a mode: forward and what repeats it gather at different
+    places."""
+    with ExitStack() as stack:
+        if _transform() is not None:
+            stack.enter_context(_without_transforms())
+        while isinstance(_top_mode(), _SELECTIVE):
+            stack.enter_context(_without_top_mode())
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.set_grad_enabled(grad))
+        yield
 
 
 class _Bucket:
@@ -710,44 +792,102 @@ class _Bucket:
 
     def __init__(self, params: list[DTensor], policy: tuple):
         self.params, self.dtypes = params, _dtypes(params[0], policy)
+        self.may_overlap = _may_overlap(params[0].device_mesh)
         self.uses = Counter()  # by parameter: how often backward will ask for it
         self.wholes = {}  # by parameter: those that were gathered again
         self.uses_left = 0  # of these
+        self.work = None  # a gather that is on its way, or
+        self.reduction = None  # (parameters, a reduction that is)
+        self.before = lambda: None  # the bucket that forward gathered before
 
-    def gather(self, params: list[DTensor]) -> tuple[Tensor, ...]:
-        """Whole tensors of these. torch.func's transforms do not see it, nor does a selective
-        checkpoint, which is a mode: forward and what repeats it gather at different places."""
-        with ExitStack() as stack:
-            if _transform() is not None:
-                stack.enter_context(_without_transforms())
-            while isinstance(_top_mode(), _SELECTIVE):
-                stack.enter_context(_without_top_mode())
-            return _Gather.apply(None, *self.dtypes, *params)
+    def begin(self, params: list[DTensor]) -> None:
+        """Begins to gather these."""
+        self.coming = dict.fromkeys(params)
+        self.work = _all_gather(params, self.dtypes[0])
+        if self.may_overlap:
+            next(self.work)
 
     def whole(self, p: DTensor) -> Tensor:
         """A parameter, for backward: gathered at the first call, with all others that it needs."""
         if p not in self.wholes:
-            # In one order on all ranks.
-            needed = [q for q in self.params if q is p or q in self.uses]
-            with torch.no_grad():
-                self.wholes = dict(zip(needed, self.gather(needed), strict=True))
-            self.uses_left = self.uses.total()
+            with _hidden(grad=False):
+                if self.work is None or p not in self.coming:
+                    # In one order on all ranks.
+                    self.begin([q for q in self.params if q is p or q in self.uses])
+                self.wholes = dict(zip(self.coming, _result(self.work), strict=True))
+                self.work, self.uses_left = None, self.uses.total()
+                self.begin_next()
         whole = self.wholes[p]
         self.uses_left -= 1
         if self.uses_left == 0:
             self.free()
         return whole
 
-    def free(self, *_) -> None:
-        self.wholes = {}
+    def begin_next(self) -> None:
+        """Begins to gather what backward needs next, as much as it has here."""
+        size, bucket = _size(self.wholes), self.before()
+        while size > 0 and bucket is not None:
+            needed = [q for q in bucket.params if q in bucket.uses]
+            if needed and bucket.work is None and not bucket.wholes:
+                bucket.begin(needed)
+            size -= _size(needed)
+            bucket = bucket.before()
+
+    def free(self) -> None:
+        self.wholes, self.work = {}, None
+
+
+def _size(params: Iterable[DTensor]) -> int:
+    return sum(p.numel() for p in params)
+
+
+class _Begin(torch.autograd.Function):
+    """Parameters -> a token. Forward begins a gather, which _End waits for. Backward waits for the
+    reduction that _End's has begun: as late as it can, since backward runs the latest nodes first,
+    so that of a module that ran between the two comes between theirs."""
+
+    @staticmethod
+    def forward(ctx, bucket: _Bucket, *params: DTensor):
+        ctx.bucket, ctx.params = bucket, params
+        bucket.begin(params)
+        return torch.empty(0)
+
+    @staticmethod
+    def backward(ctx, _):
+        (params, work), ctx.bucket.reduction = ctx.bucket.reduction or ((), iter(())), None
+        averages = dict(zip(params, _result(work) or (), strict=True))
+        return None, *(averages.get(p) for p in ctx.params)
+
+
+class _End(_Gather):
+    """A token and its parameters -> whole tensors."""
+
+    @staticmethod
+    def forward(ctx, bucket: _Bucket, token: Tensor, *params: DTensor):
+        ctx.bucket, work, bucket.work = bucket, bucket.work, None
+        return _Gather.forward(ctx, None, bucket.dtypes, work, *params)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        ctx.bucket.free()  # backward has had each
+        if torch.is_grad_enabled() or not ctx.bucket.may_overlap:
+            return _Gather.backward(ctx, *grads)[1:]
+
+        def begin(params, *grads):
+            work = _reduce(None, ctx.reduce_dtype, params, *grads)
+            next(work)
+            ctx.bucket.reduction = params, work
+            return [None] * len(params)
+
+        return None, None, *_apply_to_given(begin, grads, ctx.params)
 
 
 class _Attach(_Gather):
     """A parameter that was gathered without gradients before -> the same tensor, with them."""
 
     @staticmethod
-    def forward(ctx, whole: Tensor, dtype, reduce_dtype, p: DTensor):
-        ctx.note, ctx.reduce_dtype, ctx.params = None, reduce_dtype, (p,)
+    def forward(ctx, whole: Tensor, dtypes, _, p: DTensor):
+        ctx.note, (_, ctx.reduce_dtype), ctx.params = None, dtypes, (p,)
         return whole.detach()
 
 
@@ -763,18 +903,18 @@ def _versions(p: DTensor) -> tuple[int, int]:
 def _pack(saved: Tensor) -> Tensor | _SavedView:
     if saved.layout is not torch.strided or saved.is_conj():  # as_strided could not make it again
         return saved
-    bucket, p = getattr(saved.untyped_storage(), "_sharded", (None, None))
+    bucket, p, versions = getattr(saved.untyped_storage(), "_sharded", (None, None, None))
     if bucket is None or saved.dtype != bucket.dtypes[0]:
         return saved
     bucket.uses[p] += 1
     view = saved.size(), saved.stride(), saved.storage_offset()
-    return _SavedView(bucket, p, _versions(p), *view)
+    return _SavedView(bucket, p, versions, *view)
 
 
 def _unpack(kept: Tensor | _SavedView) -> Tensor:
     if isinstance(kept, Tensor):
         return kept
-    if _versions(kept.param) != kept.versions:
+    if [*_versions(kept.param)] != kept.versions:
         raise RuntimeError("a parameter was changed in place between its forward and its backward")
     return kept.bucket.whole(kept.param).as_strided(kept.size, kept.stride, kept.offset)
 
@@ -794,14 +934,15 @@ def unsharded(module: nn.Module | None = None):
     hooks = nullcontext()
     if free and torch.is_grad_enabled():
         hooks = torch.autograd.graph.saved_tensors_hooks(_pack, _unpack)
-    before = _thread.memo, _thread.module
+    before = _thread.memo, _thread.module, _thread.course
     memo = dict(_thread.memo or ())
     with hooks:
         _thread.memo, _thread.module = memo, module
+        _thread.course = _thread.course or _Course(module)
         try:
             yield
         finally:
-            _thread.memo, _thread.module = before
+            _thread.memo, _thread.module, _thread.course = before
     for whole in memo.values():
         if whole.tensor._version != whole.version:
             what = f"{whole.name} was changed in place while it was gathered"
@@ -813,31 +954,64 @@ def _key(p: DTensor, policy: tuple) -> tuple:
     return id(p), policy, *_versions(p), p.requires_grad
 
 
-def _gather_into(memo: dict, modules: Iterable[nn.Module]) -> None:
-    """Gathers the modules' own parameters, those that are alike by one collective."""
-    names = {}  # by policy: {parameter: its name}
-    for module in modules:
-        policy = module.__dict__.get("_data_parallel")
-        for name, p in module._parameters.items() if policy else ():
-            if isinstance(p, DTensor) and _key(p, policy) not in memo:
-                names.setdefault(policy, {})[p] = f"{name} of {type(module).__name__}"
-    for policy, name_of in names.items():
-        for params in _alike(name_of):
-            bucket = _Bucket(params, policy)
-            # With gradients, also where forward reads a parameter without them before.
-            with torch.inference_mode(False), torch.enable_grad():
-                wholes = bucket.gather(params)
-            for p, whole in zip(params, wholes, strict=True):
-                key = _key(p, policy)
-                memo[key] = _Whole(whole, whole._version, name_of[p], bucket)
+class _Course:
+    """Of an outermost forward: which modules gathered so far, and what is on its way for those that
+    followed the last time. All ranks must take the same course."""
+
+    def __init__(self, module: nn.Module | None):
+        self.last, self.order, self.begun, self.before = [], [], {}, lambda: None
+        if module is not None:
+            self.last, _orders[module] = _orders.get(module, []), self.order
+
+    def gather(self, memo: dict, key: tuple, owner: nn.Module, module: nn.Module) -> None:
+        """Gathers a parameter of `module` with all that `owner`, its unit or itself, gathers.
+        Begins to gather what comes next, as much."""
+        size = self.end(memo, self.begun.pop(owner, ()))
+        if key not in memo:
+            size += self.end(memo, self.begin(memo, [*_gathers(owner), module]))
+        self.order.append(weakref.ref(owner))
+        at = len(self.order)
+        if self.last[at - 1 : at] != self.order[-1:]:
+            self.last = []
+        followers = islice(self.last, at, None)
+        while size > 0 and (module := next(followers, lambda: None)()) is not None:
+            if module not in self.begun:
+                self.begun[module] = self.begin(memo, _gathers(module))
+            size -= sum(_size(bucket.params) for bucket, *_ in self.begun[module])
+
+    def begin(self, memo: dict, modules: Iterable[nn.Module]) -> list[tuple]:
+        """Begins to gather the modules' own parameters, those that are alike by one collective."""
+        sets, begun = {}, []  # by policy: {parameter: (its key, its name)}
+        for module in modules:
+            policy = module.__dict__.get("_data_parallel")
+            for name, p in module._parameters.items() if policy else ():
+                if isinstance(p, DTensor) and (key := _key(p, policy)) not in memo:
+                    name = f"{name} of {type(module).__name__}"
+                    sets.setdefault(policy, {})[p] = key, name
+        for policy, about in sets.items():
+            for params in _alike(about):
+                bucket = _Bucket(params, policy)
+                # With gradients, also where forward reads a parameter without them before.
+                with _hidden(grad=True):
+                    token = _Begin.apply(bucket, *params)
+                begun.append((bucket, token, [about[p] for p in params]))
+        return begun
+
+    def end(self, memo: dict, begun: Iterable[tuple]) -> int:
+        """Into the memo. Gives the number of elements."""
+        for bucket, token, about in begun:
+            bucket.before, self.before = self.before, weakref.ref(bucket)
+            with _hidden(grad=True):
+                wholes = _End.apply(bucket, token, *bucket.params)
+            for (key, name), p, whole in zip(about, bucket.params, wholes, strict=True):
+                memo[key] = _Whole(whole, whole._version, name, bucket)
                 _buckets[key] = bucket
                 storage = whole.untyped_storage()
-                *_, reshard = policy
+                _, (*_, reshard), *versions, _ = key
                 # On one rank, without a cast, it is the shard's own memory.
                 if reshard and storage._cdata != _address(p):
-                    storage._sharded = bucket, p
-                if whole.grad_fn:  # one for all: when it runs, backward has had each
-                    whole.grad_fn.register_prehook(bucket.free)
+                    storage._sharded = bucket, p, versions
+        return sum(_size(bucket.params) for bucket, *_ in begun)
 
 
 def _read(module: nn.Module, p: DTensor) -> Tensor:
@@ -848,15 +1022,15 @@ def _read(module: nn.Module, p: DTensor) -> Tensor:
     in_backward = _backward_runs() != -1
     bucket = _buckets.get(key)
     if in_backward and bucket:  # a checkpoint repeats a part of the forward
-        return _Attach.apply(bucket.whole(p), *bucket.dtypes, p)
+        return _Attach.apply(bucket.whole(p), bucket.dtypes, None, p)
     if memo is None:
         if not in_backward and not _compiled_code_runs():
             return p
         memo = {}  # nothing would free what the thread's holds
     if key not in memo:
-        unit = _thread.module
-        members = _members(unit) if _is_unit(type(unit)) else ()
-        _gather_into(memo, [*members, module])
+        owner = _thread.module if _is_unit(type(_thread.module)) else module
+        course = _thread.course or _Course(None)
+        course.gather(memo, key, owner, module)
     whole = memo[key]
     # Somebody else's hooks are a checkpoint's, which will ask again.
     if _top_saved_tensors_hooks(True) not in (None, (_pack, _unpack)):
@@ -873,6 +1047,24 @@ CURES = {  # by words of torch's error: what to do where a model runs into it
     "yet support saved tensor hooks": "data_parallel: inside of a forward torch.func.grad, vjp and "
     "jacrev do not work: call them around the model, or torch.autograd.grad inside of it.",
 }
+
+
+def _run_compiled(module: nn.Module, call, args: tuple, kwargs: dict):
+    """Runs a unit that was compiled by itself. It is gathered before its code, and reduced behind
+    it, as in eager mode; equal units then share their code."""
+    if not _enabled or torch.compiler.is_compiling():
+        return call(*args, **kwargs)
+    with unsharded(module):
+        members = [(m, m._parameters) for m in _gathers(module) if "_data_parallel" in m.__dict__]
+        shards = [dict(own) for _, own in members]
+        for member, own in members:
+            for name, p in own.items():
+                own[name] = _read(member, p) if isinstance(p, DTensor) else p
+        try:
+            return call(*args, **kwargs)
+        finally:
+            for (_, own), before in zip(members, shards, strict=True):
+                own.update(before)
 
 
 def _run(module: nn.Module, call, args: tuple, kwargs: dict):
@@ -893,7 +1085,7 @@ def _run(module: nn.Module, call, args: tuple, kwargs: dict):
         raise
 
 
-_eager.read, _eager.run = _read, _run
+_eager.read, _eager.run, _eager.run_compiled = _read, _run, _run_compiled
 
 # ============================================================================ part 3: strictness
 
@@ -938,7 +1130,7 @@ def _why_not(module: nn.Module, p: nn.Parameter) -> str:
         return "its hooks would be lost, register them after data_parallel()"
     if isinstance(p, nn.parameter.UninitializedParameter):
         return "it has no shape yet, run one forward before wrapping"
-    if type(p) is not nn.Parameter and not is_fake(p):
+    if type(p) not in (nn.Parameter, _Replaced) and not is_fake(p):
         return f"its class {type(p).__name__} would be lost, make it a plain nn.Parameter"
     if getattr(module, "sparse", False) is True:
         return "its gradient is sparse, build the embedding with sparse=False"

@@ -230,7 +230,8 @@ def test_a_tokenizer_that_cannot_do_it_is_refused(batches, tokenizer):
         with pytest.raises(DataError, match="expected an eos token"):
             batches([dict(text="a")], made=tokenizer(eos=None), bad_lines=skip)
     batches([dict(text="a")], None)  # needs none
-    top = int(batches(chats(3)).data.data.tokens.max())
+    data = batches(chats(3)).data.data
+    top = int(data.tokens(0, int(data.ends[-1])).max())
     assert batches(chats(3), vocab=top + 1)
     with pytest.raises(DataError, match=f"below the model's vocabulary of {top}, found {top}; name the tokenizer"):
         batches(chats(3), vocab=top)

@@ -8,6 +8,7 @@ import functools
 import gc
 import importlib.util
 import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -23,6 +24,8 @@ from models_for_wrapper import (
     with_one_thread,
 )
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import simple_fsdp
@@ -242,3 +245,246 @@ def test_what_is_gathered_again_has_an_order_that_does_not_depend_on_use(fake):
             loss.backward()
         asked.append(inputs)
     assert asked[0] == asked[1] == [[False, True]] * 2  # the first block needs none
+
+
+# ------------------------------------------------------------------------------ collectives beside the computation
+
+
+class Turns:
+    """What happens in turn, in `seen`: a collective begins (G: all-gather, S: reduce-scatter, R: all-reduce) or ends
+    ("-" before it), or one of `units` runs, forward or backward, by the last letter of its name. Compiled code is not
+    seen."""
+
+    def __init__(self, model, units):
+        self.seen, self.on_its_way, self.hooks = [], {}, []
+        for name in units:
+            hook, unit = lambda *_, name=name: self.seen.append(name[-1]), model.get_submodule(name)
+            self.hooks += unit.register_forward_pre_hook(hook), unit.register_full_backward_pre_hook(hook)
+
+    def __getattr__(self, name):
+        """Takes the place of torch.ops._c10d_functional in simple_fsdp.py."""
+        operation = getattr(torch.ops._c10d_functional, name)
+
+        def run(tensor, *args):
+            out, letter = operation(tensor, *args), dict(all_ga="G", reduce="S", all_re="R", wait_t="-")[name[:6]]
+            if letter == "-":
+                letter += self.on_its_way.pop(tensor.data_ptr())
+            else:
+                self.on_its_way[out.data_ptr()] = letter
+            self.seen.append(letter)
+            return out
+
+        return run
+
+    def step(self, model, x):
+        with mock.patch.object(simple_fsdp, "_c10d", self):
+            model(x).backward()
+        for hook in self.hooks:
+            hook.remove()
+        assert not self.on_its_way
+        return " ".join(self.seen)
+
+
+def turns(model, units=None):
+    """Those of a step, in words."""
+    units = simple_fsdp.units_of(model) if units is None else units
+    return Turns(model, units).step(model, torch.randn(2, 4, 8).requires_grad_())
+
+
+OVERLAPPED = "0 G -G G 1 -G G 2 -G 2 G -G G S 1 -G G -S S 0 -G -S S -S"
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_a_gather_begins_one_unit_early_and_a_reduction_ends_one_unit_late(fake, remat):
+    model = data_parallel(Blocks(3, remat=remat), fake(4))
+    # Nobody knows yet what forward gathers next; each reduction is waited for where its gather began.
+    assert turns(model) == "0 G -G 1 G -G 2 G -G 2 G -G G S -S 1 -G G S -S 0 -G S -S"
+    assert turns(model) == turns(model) == OVERLAPPED
+
+
+@pytest.mark.parametrize("mode, replicas, expected", [
+    ("hybrid_shard", 2, "0 G -G G 1 -G G 2 -G 2 G -G G S -S R 1 -G G -R S -S R 0 -G -R S -S R -R"),
+    ("replicate", None, "0 1 2 2 R 1 -R R 0 -R R -R"),
+])  # fmt: skip
+def test_collectives_of_other_modes_run_beside_the_computation(fake, mode, replicas, expected):
+    model = data_parallel(Blocks(3), fake(4, replicas=replicas), mode)
+    turns(model)
+    assert turns(model) == expected
+
+
+def test_a_unit_that_keeps_its_weights_gathers_once_and_one_rank_never(fake):
+    model = data_parallel(Blocks(3), fake(4), reshard_after_forward=False)
+    turns(model)
+    assert turns(model) == "0 G -G G 1 -G G 2 -G 2 S 1 -S S 0 -S S -S"
+    model = data_parallel(Blocks(3), fake(1))
+    assert turns(model) == turns(model) == "0 1 2 2 1 0"
+
+
+class Headed(Blocks):
+    """A norm, which gives no time to hide the head's gather in, before a head as large as a block."""
+
+    def __init__(self):
+        super().__init__(2)
+        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 32)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x)).sum()
+
+
+def test_what_follows_a_small_module_is_on_its_way_too(fake):
+    model = data_parallel(Headed(), fake(4))
+    turns(model)
+    assert turns(model).split()[:9] == "0 G -G G 1 -G G G -G".split()  # norm and head
+    assert turns(model).split()[9:15] == "-G G -G G G S".split()  # head, then norm and block 1; head's gradient
+
+
+class Course(nn.Module):
+    """Four blocks in the order that one asks for."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks, self.order = nn.ModuleList([Block() for _ in range(4)]), [0, 1, 2, 3]
+
+    def forward(self, x):
+        for i in self.order:
+            x = self.blocks[i](x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("order, too_many", [([0, 2, 1, 3], 0), ([0, 1, 3], 1), ([0, 2], 1), ([3, 2, 1, 0], 0),
+                                             ([0, 0, 1, 1], 0), ([0, 1, 2, 3, 0, 1], 0)])  # fmt: skip
+def test_a_forward_that_goes_another_way_than_the_last_gathers_what_it_needs(fake, order, too_many):
+    model = data_parallel(Course(), fake(4))
+    turns(model)
+    model.order = order
+    first, then = (turns(model).split().count("G") for _ in range(2))
+    assert first - then == too_many and then == turns(model).split().count("G") == len(order) * 2
+
+
+def test_an_error_in_the_middle_leaves_no_collective_behind(fake):
+    model = data_parallel(Blocks(3), fake(4))
+    turns(model)
+    seen, broken = Turns(model, []), model.blocks[1].register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        seen.step(model, torch.randn(2, 4, 8))
+    broken.remove()
+    gc.collect()
+    assert not seen.on_its_way and simple_fsdp._thread.course is None
+    turns(model)
+    assert turns(model) == OVERLAPPED
+
+
+@pytest.mark.parametrize("how", ["input", "one bias", "retained"])
+def test_a_backward_of_a_part_waits_for_all_that_it_began(fake, how):
+    model, x = data_parallel(Blocks(4), fake(4)), torch.randn(2, 4, 8).requires_grad_()
+    turns(model)
+    seen = Turns(model, [])
+    with mock.patch.object(simple_fsdp, "_c10d", seen):
+        loss, bias = model(x), model.blocks[2].down.bias
+        for _ in range(2 if how == "retained" else 1):
+            torch.autograd.grad(loss, x if how == "input" else bias, retain_graph=how == "retained")
+        del loss
+    assert not seen.on_its_way
+
+
+# ------------------------------------------------------------------------------------------- blocks that are compiled
+
+
+def compile_blocks(model, backend="aot_eager"):
+    for block in model.blocks:
+        block.compile(backend=backend, fullgraph=True)
+    return model
+
+
+def test_blocks_compiled_alone_gather_before_their_code_which_they_share(fake):
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    plain = Blocks(3)
+    model = compile_blocks(data_parallel(copy.deepcopy(plain), fake(4)), counter)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        turns(model, [])
+        assert turns(model, []) == " ".join(each for each in OVERLAPPED.split() if not each.isdigit())
+    assert counter.frame_count == 1
+    weights, gather = [], simple_fsdp._Gather.forward
+
+    def seen(*args):
+        wholes = gather(*args)
+        weights.extend(StorageWeakRef(t.untyped_storage()) for t in wholes)
+        return wholes
+
+    with mock.patch.object(simple_fsdp._Gather, "forward", staticmethod(seen)):
+        loss = model(torch.randn(2, 4, 8).requires_grad_())
+    assert loss.requires_grad and len(weights) == 18 and all(each.expired() for each in weights)
+    assert all(isinstance(p, DTensor) for p in model.parameters())
+    one = compile_blocks(data_parallel(copy.deepcopy(plain), fake(1)))
+    x = torch.randn(2, 4, 8)
+    for m in (plain, one):
+        m(x).backward()
+    for p, q in zip(one.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p.grad.to_local(), q.grad)
+
+
+CALLS = dict(
+    checkpoint=lambda m, x: functools.reduce(lambda x, b: checkpoint(b, x, use_reentrant=False), m.blocks, x),
+    copy=lambda m, x: compile_blocks(copy.deepcopy(m))(x),
+    compiled=lambda m, x: torch.compile(m, backend="aot_eager", fullgraph=True)(x),
+    no_grad=lambda m, x: torch.no_grad()(m)(x),
+    block=lambda m, x: m.blocks[0](x),
+)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_compiled_block_is_called_in_other_ways(fake, call):
+    plain, x = Blocks(2), torch.randn(2, 4, 8).requires_grad_()
+    model = compile_blocks(data_parallel(copy.deepcopy(plain), fake(1)))
+    expected, given = CALLS[call](copy.deepcopy(plain), x), CALLS[call](model, x)
+    assert torch.allclose(given, expected, atol=1e-6)
+    if call != "no_grad":
+        grads = [torch.autograd.grad(out.sum(), x)[0] for out in (expected, given)]
+        assert torch.allclose(*grads, atol=1e-6)
+
+def test_a_compiled_block_whose_code_fails_has_its_shards_again(fake):
+    model = data_parallel(Blocks(2), fake(4))
+    compile_blocks(model, lambda gm, inputs: lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(torch.randn(2, 4, 8))
+    assert all(isinstance(p, DTensor) for p in model.parameters()) and simple_fsdp._thread.memo is None
+
+
+@pytest.mark.parametrize("when", ["before it is used", "after it was used", "while it is on its way"])
+def test_a_shard_that_changes_during_the_forward(fake, when):
+    """Backward would gather the new weight: an error. What was on its way for a later module is gathered anew."""
+
+    class Changing(nn.Linear):
+        def forward(self, x):
+            weight = self.weight
+            if when == "before it is used":
+                change()
+            out = F.linear(x, weight)
+            change() if when == "after it was used" else None
+            return out
+
+    class Model(nn.Sequential):
+        def forward(self, x):
+            x = self[0](x)
+            if when == "while it is on its way":
+                change()
+            return self[1](x)
+
+    def change():
+        with torch.no_grad():
+            shard._local_tensor.mul_(1.5)
+
+    model = data_parallel(Model(Changing(8, 8, bias=False), nn.Linear(8, 8, bias=False)), fake(2))
+    shard, x = model[0].weight, torch.randn(2, 8, requires_grad=True)
+    if when == "while it is on its way":
+        shard = model[1].weight
+        model(x)  # now it knows what comes next
+        seen = Turns(model, [])
+        with mock.patch.object(simple_fsdp, "_c10d", seen):
+            model(x).sum().backward()
+        assert seen.seen[:6] == ["G", "-G", "G", "-G", "G", "-G"] and not seen.on_its_way
+    else:
+        with pytest.raises(RuntimeError, match="changed in place between its forward and its backward"):
+            model(x).sum().backward()

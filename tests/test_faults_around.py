@@ -8,24 +8,35 @@ import os
 import random
 import re
 import shutil
+import signal
 import socket
 import subprocess
+import sys
 import threading
 import typing
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
-from running import one_line
+from running import ROOT, TINY, one_line
 
 import plan
+from lab.planning import architecture, hardware
 from lab.planning.search import Plan
+from lab.report import history
 from trainer import checks
 from trainer import config as flags
+from trainer.attention import read_options
+from trainer.costs import measured
 from trainer.data import DataError, readable
 from trainer.data import check_files as check_data
 from trainer.distributed import launch
 from trainer.distributed.command_line import flag, kinds_of
+from trainer.distributed.terminal import regular
+from trainer.finetuning import chat, examples, sources, templates
+from trainer.finetuning import checks as own
 from trainer.finetuning import config as tuning
-from trainer.finetuning import examples, sources
+from trainer.logging import check_writable
 
 pytestmark = pytest.mark.usefixtures("isolated")
 
@@ -53,7 +64,8 @@ def tokens(folder, tokenizer, **cache):
     """Of one line of chat data, by another tokenizer if the folder has another name."""
     path = folder / "chat.jsonl"
     path.write_text(json.dumps(dict(text="What is kept in a cache?")) + "\n")
-    return examples.tokenised([path], tokenizer, examples.Rules(), **cache).tokens.tolist()
+    data = examples.tokenised([path], tokenizer, examples.Rules(), **cache)
+    return data.tokens(0, int(data.ends[-1])).tolist()
 
 
 def test_without_a_home_each_process_tokenises_for_itself(tmp_path, tokenizer, monkeypatch, capsys):
@@ -74,6 +86,29 @@ def test_a_cache_under_the_name_of_another_is_made_again(tmp_path, tokenizer, ca
     (second,) = {*cache.glob("*.safetensors")} - {first}
     shutil.copy(second, first)
     assert tokens(tmp_path, one, cache=str(cache)) == right and "is made again" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("cut", [0, 0.5])
+@pytest.mark.parametrize("flags", [[], ["--eval-every", 1]])
+def test_a_cache_that_shrinks_while_it_is_read_exits_3_after_saving(cut, flags, tune, tmp_path, monkeypatch):
+    """It is read by offset; a mapped file would end the process with SIGBUS."""
+    monkeypatch.setenv("XDG_CACHE_HOME", f"{tmp_path}/cache")
+    real = chat.ChatBatches.__next__
+
+    def shrink(self):
+        if self.sample == 8:
+            (path,) = (tmp_path / "cache").rglob("*.safetensors")
+            os.truncate(path, int(cut * path.stat().st_size))
+        return real(self)
+
+    monkeypatch.setattr(chat.ChatBatches, "__next__", shrink)
+    done = tune("--steps", 1000, "--log-every", 1, "--save", tmp_path / "run", *flags)
+    assert done.code == 3 and "the file has shrunk: the same command makes it again" in one_line(done.err)
+    (step,) = (tmp_path / "run").glob("step-*")
+    assert f"failed: {tmp_path}/cache/simple_fsdp/chat-" in done.err and done.steps[-1]["step"] == int(step.name[5:])
+    monkeypatch.setattr(chat.ChatBatches, "__next__", real)
+    again = tune("--steps", int(step.name[5:]) + 2, "--save", tmp_path / "run", *flags)
+    assert again.code == 0 and "is damaged and is made again" in again.out
 
 
 def test_a_table_that_shrinks_while_it_is_read_is_named(tmp_path):
@@ -118,6 +153,16 @@ def test_a_folder_of_traces_that_cannot_be_written_is_refused_at_the_start(train
     (tmp_path / "file").write_text("")
     done = train("--profile", tmp_path / "file")
     assert done.code == 2 and f"error: --profile {tmp_path}/file: Not a directory" in one_line(done.err)
+
+
+def test_a_compile_cache_that_cannot_be_made_is_one_line_and_no_traceback_of_torchs_import(tmp_path):
+    (tmp_path / "file").write_text("")
+    env = os.environ | dict(TORCHINDUCTOR_CACHE_DIR=f"{tmp_path}/file/x", NPROC="1")
+    env |= dict(PYTHON=sys.executable, NO_INSTALL="1")
+    for command in ([sys.executable, "main.py"], ["./launch.sh", "run"]):
+        done = subprocess.run([*command, *TINY], cwd=ROOT, env=env, capture_output=True, text=True)
+        (line,) = done.stderr.splitlines()
+        assert done.returncode == 2 and re.search(f"TORCHINDUCTOR_CACHE_DIR.{tmp_path}/file/x: ", line), line
 
 
 # -------------------------------------------------------------------------------------------------------------- numbers
@@ -181,3 +226,82 @@ def test_a_pattern_takes_each_file_once_and_no_link_leads_in_circles(tmp_path):
     for find in (sources.check_files, lambda pattern: check_data(f"bin:{pattern}", 16)):
         with pytest.raises(DataError, match="expected each file once, found .* which are one; remove the link"):
             find(f"{tmp_path}/**/*")
+
+
+@pytest.mark.parametrize(("argv", "told"), [
+    ("--data text:own --save own/run", "--save own/run: lies in own, whose files are the data"),
+    ("--data text:link --save own/deep/run", "--save own/deep/run: lies in link, "),
+    ("--data text:own --save own", "--save own: lies in own, "),
+    ("--data text:own --save run --profile own/traces", "--profile own/traces: lies in own, "),
+    ("--data text:own --save run --results own/rows.jsonl", "--results own/rows.jsonl: lies in own, "),
+    ("--data text:own/t.pt --results own/t.pt", "--results own/t.pt: is a file that this run reads"),
+    ("--data bin:o*n/*.pt --results link/t.pt", "--results link/t.pt: is a file that this run reads"),
+    ("--init own/t.pt --results own/t.pt", "--results own/t.pt: is a file that this run reads"),
+    ("--data text:own --save own-too/run", ""),
+    ("--data text:own --save own/.run --results own/.rows", ""),
+    ("--data text:own --results own/rows.jsonl", ""),  # nothing is resumed
+])  # fmt: skip
+def test_what_a_run_writes_is_none_of_what_it_reads(argv, told, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own").mkdir()
+    (tmp_path / "link").symlink_to("own")
+    (tmp_path / "own/t.pt").write_bytes(bytes(9000))
+    with suppress(SystemExit):
+        checks.check_at_once(flags.parse([*TINY, *argv.split(), *["--results", "r"] * ("--results" not in argv)]), 1)
+    err = capsys.readouterr().err
+    assert err.startswith(f"error: {told}") if told else err == "", err
+    assert (tmp_path / "own/t.pt").read_bytes() == bytes(9000)
+    assert not told or sorted(each.name for each in tmp_path.iterdir()) == ["link", "own"]
+
+
+def test_finetune_writes_none_of_what_it_reads(qwen, tmp_path, capsys):
+    (tmp_path / "own").mkdir()
+    file = Path(shutil.copy(qwen.parent / "chat.jsonl", tmp_path / "own"))
+    before = file.read_bytes()
+    for argv, told in ((["--results", file], f"--results {file}: is a file that this run reads"),
+                       (["--data", file.parent, "--save", file.parent / "run"], f"--save {file.parent}/run: lies in ")):
+        with pytest.raises(SystemExit, match="2"):
+            words = ["--model", qwen, "--data", file, "--results", tmp_path / "rows", *argv]
+            own.check_at_once(tuning.parse([*map(str, words)], 0, 1), 1)
+        assert f"error: {told}" in one_line(capsys.readouterr().err) and file.read_bytes() == before
+
+
+def test_the_name_of_a_file_controls_no_terminal(tmp_path, train):
+    done = train("--data", f"text:{tmp_path}/\x1b]52;c;eA==\x07\x9b2J\udcff")
+    assert done.code == 3 and "]52;c;eA==" in one_line(done.err) and "\\udcff" in done.err
+    assert not {*done.err} & {*"\x1b\x07\x9b"}
+
+
+READERS = {  # what opens a file that a flag or a folder names
+    "--link": lambda path: measured(f"measured:{path}"),
+    "--flex-options": read_options,
+    "--hf": architecture.read,
+    "--calibrate": lambda path: hardware.samples(path, "cpu"),
+    "--template": lambda path: templates._template_of(path, None),
+    "--results": check_writable,
+    "--model": lambda path: own.check_folder(os.path.dirname(path)),
+    "a folder of templates": lambda path: own.check_folder(os.path.dirname(os.path.dirname(path))),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_pipe_or_device_in_place_of_a_file_is_refused_and_not_read_for_ever(name, tmp_path):
+    """A stranger's archive may hold links to devices, too."""
+    folder = tmp_path / own.TEMPLATES
+    folder.mkdir()
+    os.mkfifo(folder / "a.json")
+    signal.alarm(60)  # ends the process, where opening a pipe waits for its other end
+    with pytest.raises((ValueError, OSError, DataError), match="a.json.* is a pipe|is a pipe or device.*a.json"):
+        READERS[name](f"{folder}/a.json")
+    signal.alarm(0)
+    (folder / "b.json").symlink_to("/dev/zero")
+    with pytest.raises(OSError, match="is a pipe or device"):
+        regular(folder / "b.json")
+
+
+def test_settings_of_a_run_that_are_a_pipe_are_as_none(tmp_path):
+    (tmp_path / "a.jsonl").write_text("{}\n")
+    os.mkfifo(tmp_path / "a.settings.json")
+    signal.alarm(60)
+    assert history.parts(tmp_path / "a.jsonl") == [(tmp_path / "a.jsonl", float("inf"))]
+    signal.alarm(0)

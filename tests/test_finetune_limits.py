@@ -110,7 +110,7 @@ FOLDERS = [  # what is done to a good folder, the exit code, what the message na
     (lambda f: os.rename(f / "config.json", f / "adapter_config.json"), 3, ["found adapters", "export with --merge"]),
     (lambda f: (f / "config.json").write_text("{"), 3, ["config.json", "no JSON"]),
     (lambda f: (f / "config.json").write_text('{"a":' * 10**5), 3, ["config.json", "no JSON"]),
-    (lambda f: os.mkfifo(f / "merges.txt"), 3, ["merges.txt: expected a file, found a pipe"]),
+    (lambda f: os.mkfifo(f / "merges.txt"), 3, ["merges.txt: is a pipe or device"]),
     (with_a_deep_index, 3, ["an index is no JSON"]),
     (lambda f: edit_json(f / "config.json", vocab_size=10**15), 6, ["OOM init", "use a smaller model, or start more"]),
     (lambda f: edit_json(f / "config.json", num_hidden_layers=10**6, layer_types=None), 3, ["found: num_hidden"]),

@@ -2,10 +2,15 @@
 
 import contextlib
 import copy
+import gc
 import inspect
+import itertools
+import pickle
+import re
 import subprocess
 import sys
 import types
+import weakref
 
 import pytest
 import torch
@@ -174,6 +179,57 @@ def sharded_twice(mesh):
     return str(refused.value)
 
 
+def optimizers():
+    """By name: all of torch's, built for these parameters."""
+    classes = {name: cls for name, cls in vars(torch.optim).items() if isinstance(cls, type)}
+    matrices = dict(Muon=lambda params: torch.optim.Muon([p for p in params if p.ndim == 2], 0.1))
+    made = {name: lambda params, cls=cls: cls(params, lr=0.1) for name, cls in classes.items()
+            if issubclass(cls, torch.optim.Optimizer) and cls is not torch.optim.Optimizer}  # fmt: skip
+    return made | matrices
+
+
+def trained_by_each(mesh):
+    """By optimizer and mode: how far weights are from the plain model's after three steps; or the error."""
+    found = {}
+    for (name, make), mode in itertools.product(optimizers().items(), ("fully_shard", "replicate")):
+        models = mlp(), data_parallel(mlp(), mesh, mode)
+        try:
+            for model in models:
+                optimizer, x = make(model.parameters()), torch.linspace(-1, 1, 24).view(4, 6)
+                for _ in range(3):
+                    optimizer.zero_grad()
+                    (loss := model(x).square().mean()).backward()
+                    optimizer.step(*([loss.detach] if name == "LBFGS" else []))
+            pairs = zip(*(model.parameters() for model in models), strict=True)
+            found[name, mode] = max((whole(q) - p).abs().max().item() for p, q in pairs)
+        except RuntimeError as error:
+            found[name, mode] = str(error)
+    return found
+
+
+REPLACED = "this parameter was replaced by its shard: build the optimizer after data_parallel()"
+
+
+def built_before(mesh):
+    """What an optimizer says that was built before the wrap, eager and compiled; and how far one goes that was built
+    before it, too, but was given the shards."""
+    said = []
+    for compile in (False, True):
+        model = mlp()
+        early = torch.optim.AdamW(model.parameters())
+        data_parallel(model, mesh)
+        loss = torch.compile(lambda x, model=model: model(x).sum(), backend="aot_eager", disable=not compile)
+        loss(torch.ones(2, 6)).backward()
+        for use in (early.step, early.zero_grad):
+            with pytest.raises(RuntimeError) as error:
+                use()
+            said.append(str(error.value))
+    early.param_groups[0]["params"] = [*model.parameters()]
+    before = whole(model[0].weight).clone()
+    early.step()
+    return said, (whole(model[0].weight) - before).abs().max().item()
+
+
 def scaled(mesh):
     """Scale and changed rows of three steps under a GradScaler; in the second the gradient of rank 1's shard is inf."""
     model, found = data_parallel(nn.Linear(4, 4, bias=False), mesh), []
@@ -200,7 +256,8 @@ def measured(mesh):
 
 @pytest.fixture(scope="module")
 def two():
-    jobs = [initialised, lora, as_with_others, penalised_and_averaged, sharded_twice, scaled, measured]
+    jobs = [initialised, lora, as_with_others, penalised_and_averaged, sharded_twice, scaled, measured, built_before]
+    jobs.append(trained_by_each)
     return spawn(2, jobs, timeout=240)
 
 
@@ -215,6 +272,71 @@ def test_the_norm_of_a_gradient_is_this_rank_s_part_until_it_is_whole(two):
 
 def test_an_optimizer_with_collectives_of_its_own_is_refused_by_torch(two):
     assert all("c10d.broadcast_" in said for said in two["sharded_twice"]), two["sharded_twice"]
+
+
+def test_each_of_torch_s_optimizers_trains_as_on_one_process_or_ends_in_an_error_of_torch_s(two):
+    """SparseAdam refuses gradients that are not sparse."""
+    refused = dict(Adafactor="placement changes are not supported", Rprop="placement changes are not supported",
+                   LBFGS="Cannot flatten unevenly sharded tensor")  # fmt: skip
+    for found in two["trained_by_each"]:
+        for mode in ("fully_shard", "replicate"):
+            assert "does not support dense gradients" in found.pop(("SparseAdam", mode))
+        for name, words in refused.items():
+            assert words in found.pop((name, "fully_shard"))
+        assert not {name for name, apart in found.items() if isinstance(apart, str) or apart > 1e-5} and found
+
+
+def test_an_optimizer_that_was_built_before_the_wrap_is_refused_at_its_first_step(two):
+    for said, moved in two["built_before"]:
+        assert said == [REPLACED] * 4 and moved == pytest.approx(1e-3, rel=0.1)
+
+
+@pytest.mark.parametrize("name", [*optimizers(), "foreach", "fused", "capturable"])
+def test_every_optimizer_refuses_a_parameter_that_was_replaced(fake, name):
+    make = optimizers().get(name) or (lambda params: torch.optim.AdamW(params, **{name: True}))
+    model = mlp()
+    optimizer, old = make(model.parameters()), [*model.parameters()]
+    data_parallel(model, fake(2))(torch.ones(2, 6)).sum().backward()
+    step = (lambda: optimizer.step(lambda: torch.ones(()))) if name == "LBFGS" else optimizer.step
+    uses = [step, optimizer.zero_grad, lambda: optimizer.zero_grad(set_to_none=False),
+            lambda: setattr(old[0], "grad", None), lambda: nn.utils.clip_grad_norm_(old, 1.0)]  # fmt: skip
+    for use in uses:
+        with pytest.raises(RuntimeError, match=re.escape(REPLACED)):
+            use()
+
+
+def test_a_replaced_parameter_is_read_copied_saved_and_freed_as_before(fake):
+    model = mlp()
+    model[2].requires_grad_(False)
+    average, old = copy.deepcopy(model), [*model.parameters()]
+    values = [p.detach().clone() for p in old]
+    data_parallel(model, fake(1))
+    average(torch.ones(1, 6)).sum().backward()
+    assert average[0].weight.grad is not None
+    assert all(torch.equal(p, value) for p, value in zip(old, values, strict=True))
+    assert old[2].grad is None and type(old[2]) is nn.Parameter  # frozen ones are nothing that an optimizer would train
+    assert type(pickle.loads(pickle.dumps(old[0]))) is nn.Parameter
+    assert torch.equal(copy.deepcopy(old[0]), values[0])
+    data_parallel(nn.ParameterList([copy.deepcopy(old[0])]), fake(1))
+    held = [weakref.ref(p) for p in old]
+    del old
+    gc.collect()
+    assert [each() for each in held] == [None] * 4
+
+
+@pytest.mark.parametrize("meta", [False, True])
+def test_an_optimizer_of_tied_parameters_that_was_built_before_is_refused(fake, meta):
+    """Also if one of two that are tied was wrapped: its other place is no longer the same parameter."""
+    for both in (True, False):
+        with torch.device("meta" if meta else "cpu"):
+            model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8, bias=False))
+        model[1].weight = model[0].weight
+        early = torch.optim.SGD(model.parameters(), 0.1)
+        data_parallel(model if both else model[0], fake(2))
+        late = torch.optim.SGD(model.parameters(), 0.1)
+        for optimizer in (early, late)[: 1 if both else 2]:
+            with pytest.raises(RuntimeError, match=re.escape(REPLACED)):
+                optimizer.step()
 
 
 def test_a_call_of_torchtitans_file_is_the_same_here_or_refused(fake):

@@ -7,6 +7,7 @@ import io
 import os
 import pty
 import re
+import subprocess
 import sys
 import time
 from types import SimpleNamespace
@@ -47,6 +48,24 @@ def stub(tmp_path):
 def test_something_is_said_before_torch_is_imported(stub):
     done = python(env=stub, trace=False)
     assert (done.out, done.err) == ("importing torch\n", "torch is being imported\n")
+
+
+LARGE = "torch", "numpy", "triton", "pandas", "pyarrow", "matplotlib", "transformers", "wandb"
+
+
+def test_launch_says_its_first_line_before_anything_is_imported_that_takes_seconds(tmp_path):
+    """Each of LARGE ends what imports it; flags are checked before any of them, too."""
+    for name in LARGE:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(f"""raise SystemExit("{name} is being imported")\n""")
+    env = os.environ | dict(PYTHONPATH=str(tmp_path), NO_INSTALL="1", PYTHON=sys.executable, NPROC="2")
+    for flags_given, out, err in (([], "starting torchrun\n", {"torch is being imported"}),
+                                  (["--width", "65"], "", set())):  # fmt: skip
+        command = ["bash", "launch.sh", "run", "--device", "cpu", *flags_given]
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+        said = set(done.stderr.splitlines())
+        assert done.stdout == out and {line for line in said if "imported" in line} == err, done.stderr
+        assert flags_given == [] or "error: --width 65: must be" in done.stderr
 
 
 def test_other_ranks_say_nothing(stub):

@@ -203,6 +203,24 @@ def test_ranks_whose_launcher_is_killed_stop_after_saving(program, tmp_path):
     assert [*(tmp_path / "run").glob(f"step-{steps[-1]['step']:08d}")], err
 
 
+@pytest.mark.slow
+def test_ranks_whose_forking_process_is_killed_stop_after_saving(tmp_path):
+    """As by the kernel when memory runs out; nobody but the launcher knows."""
+    flags = [*TINY, "--steps", "400000", "--log-every", "1", "--save", f"{tmp_path}/run"]
+    run = start(*flags, "--results", f"{tmp_path}/rows")
+    wait_for_step(run)
+    ranks = ranks_of(run)
+    (server,) = {parent for pid, parent, _ in table() if pid in ranks}
+    os.kill(server, signal.SIGKILL)
+    _, err = run.communicate(timeout=200)
+    assert run.returncode == 255 and "as when the process that has forked the ranks is killed; the kernel" in err, err
+    until = time.monotonic() + 60
+    while {pid for pid, *_ in table()} & {*ranks} and time.monotonic() < until:
+        time.sleep(0.1)
+    row, steps = read(tmp_path / "rows")
+    assert row["outcome"].startswith("stopped: ") and [*(tmp_path / "run").glob(f"step-*{steps[-1]['step']}")]
+
+
 def wait_for_step(run):
     for line in run.stdout:
         if line.startswith("step "):

@@ -15,6 +15,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trainer import config as flags
+from trainer.distributed.terminal import regular
 
 DTYPES = dict(fp32=torch.float32, bf16=torch.bfloat16)
 BACKENDS = dict(cudnn=SDPBackend.CUDNN_ATTENTION, flash=SDPBackend.FLASH_ATTENTION,
@@ -115,7 +116,7 @@ def read_options(path: str | Path, missing_ok: bool = False) -> dict[str, dict]:
     """`options_key` -> {"options": {name: int}, "forward_ms": .., "backward_ms": ..}, by lab/studies/attention.py.
     missing_ok: a missing file is an empty one. Raises ValueError, one line, for a file that is missing or broken."""
     try:
-        found = json.loads(Path(path).read_text())
+        found = json.loads(regular(path).read_text())
     except FileNotFoundError:
         if missing_ok:
             return {}

@@ -8,6 +8,7 @@ never_run(torch.__version__)    # a line for a torch that is not in TORCH
 import os
 import re
 from bisect import bisect_right
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,6 +19,9 @@ from trainer.distributed.command_line import as_given
 from trainer.distributed.terminal import fail, grouped
 from trainer.logging import check_writable
 
+WRITTEN = "save", "profile", "prepared", "export"  # flags of folders that a run writes
+CACHE = "TORCHINDUCTOR_CACHE_DIR"  # where torch cannot make it, it cannot be imported
+HIDDEN = re.compile(r"\..")  # how names begin that are no data
 TORCH = "2.11.0", "2.12.1", "2.13.0", "2.14.1"  # the table of docs/wrapper.md has a row of each
 
 
@@ -43,22 +47,44 @@ def check(c: flags.Config, world: int) -> None:
 
 
 def check_outputs(c: flags.Config) -> None:
-    """ValueError where --results, --save or --profile cannot be written."""
+    """ValueError where --results, --save, --profile or the folder of torch's compile cache cannot be written."""
     check_writable(c.results)
-    for flag, path in (("--save", c.save), ("--profile", c.profile)):
+    cache = os.environ.get(CACHE) or None
+    for flag, path in (("--save", c.save), ("--profile", c.profile), (CACHE, cache)):
         if path is not None:
             check_directory(path, flag)
+
+
+def check_apart(c: flags.Config, read: Iterable[str | Path]) -> None:
+    """ValueError where what a run writes is one of the files that it reads, `read`, or lies in such a folder of data
+    and so changes it: a run that saves could not be resumed."""
+    for name in ("results", *WRITTEN):
+        if (path := getattr(c, name, None)) is None:
+            continue
+        for each in read:
+            source, target = os.path.realpath(each), os.path.realpath(path)
+            if target == source and os.path.isfile(source):
+                raise ValueError(
+                    f"{flags.flag(name)} {path}: is a file that this run reads; name another"
+                )
+            inside = Path(os.path.relpath(target, source)).parts  # the first is .. if it is not
+            if c.save and os.path.isdir(source) and not any(map(HIDDEN.match, inside)):
+                raise ValueError(
+                    f"{flags.flag(name)} {path}: lies in {each}, whose files are the data, which must not change "
+                    "if the run is to go on from --save; name a place outside, or a hidden folder in it"
+                )
 
 
 def check_at_once(c: flags.Config, world: int) -> None:
     """For rank 0, before torch is imported and with flags as they are given: tells what `check` finds, and what is
     wrong with the data files as this rank sees them. A rank that sees others says so when all have met."""
-    from trainer.data import DataError, check_files
+    from trainer.data import DataError, check_files, inputs
 
     device = (
         "cuda" if c.device == "auto" and costs.may_have_gpu() else c.device.replace("auto", "cpu")
     )
     try:
+        check_apart(c, [*inputs(c.data), *filter(None, [c.init])])
         check(flags.filled(c, device).on(c.world or world), world)
         seqlen = c.seqlen or min(each["seqlen"] for each in flags.DEFAULTS.values())
         check_files(c.data, seqlen, hold_out=c.eval_every > 0)

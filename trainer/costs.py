@@ -64,6 +64,8 @@ def measured(text: str) -> str:
     if kind != "measured":
         return text
     fix = "python -m lab.studies.collectives --results FILE writes one"
+    if os.path.exists(file) and not os.path.isfile(file):  # it might be read for ever
+        raise ValueError(f"--link {text}: is a pipe or device; {fix}")
     try:
         with open(file) as rows:
             found = [

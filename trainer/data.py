@@ -23,14 +23,13 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from trainer.distributed.terminal import did_you_mean
+from trainer.distributed.terminal import did_you_mean, shown
 from trainer.distributed.terminal import grouped as _n
 
 if TYPE_CHECKING:  # bad files are told before torch is imported, which takes seconds
@@ -144,20 +143,25 @@ def matching(pattern: str) -> list[str]:
     return sorted(found)
 
 
-def _read_tokens(
-    path: str, file: int, dtype: np.dtype, skipped: int, at: int, count: int
-) -> np.ndarray:
-    """[count] tokens of an open file from number `at` on. Not by a mapping: a page that is no longer there, of a file
-    that has shrunk, would end the process with SIGBUS. Raises DataError."""
-    first = skipped + at * dtype.itemsize
-    with readable(path):
-        content = os.pread(file, count * dtype.itemsize, first)
-    if len(content) < count * dtype.itemsize:
-        where = f"{path}, byte {_n(first + len(content))}"
-        raise unusable(
-            where, "what was there at the start", "the end", "the file has shrunk: write it again"
-        )
-    return np.frombuffer(content, dtype)
+def reader(
+    path: str, file: int, dtype: np.dtype, skipped: int, fix: str = "write it again"
+) -> Callable[[int, int], np.ndarray]:
+    """What reads tokens of an open file: (first token, how many) -> [n], or DataError. Not by a mapping: a page that is
+    no longer there, of a file that has shrunk, would end the process with SIGBUS. Closes the file with itself."""
+
+    def read(at: int, count: int) -> np.ndarray:
+        first = skipped + at * dtype.itemsize
+        with readable(path):
+            content = os.pread(file, count * dtype.itemsize, first)
+        if len(content) < count * dtype.itemsize:
+            where, found = f"{path}, byte {_n(first + len(content))}", "the end"
+            raise unusable(
+                where, "what was there at the start", found, f"the file has shrunk: {fix}"
+            )
+        return np.frombuffer(content, dtype)
+
+    weakref.finalize(read, os.close, file)
+    return read
 
 
 def _open_tokens(path: str) -> Shard:
@@ -194,8 +198,7 @@ def _open_tokens(path: str) -> Shard:
             f"{_n(size)} bytes",
             again,
         )
-    read = partial(_read_tokens, str(path), file, dtype, skipped)
-    weakref.finalize(read, os.close, file)
+    read = reader(str(path), file, dtype, skipped)
     return Shard(path, count, dtype.itemsize, skipped, head, read)
 
 
@@ -222,6 +225,15 @@ def _found(source: str) -> tuple[str, list[Path]]:
             "check --data bin:GLOB (a folder: bin:DIR/*.bin)",
         )
     return root, files
+
+
+def inputs(source: str) -> list[str | Path]:
+    """What a source of files reads: its folder, or its files."""
+    if not source.startswith(("text:", "bin:")):
+        return []
+    with readable(source):
+        root, files = _found(source)
+    return [root] if os.path.isdir(root) else files
 
 
 @contextmanager
@@ -314,12 +326,35 @@ def rows_of_a_rank(global_batch: int, world: int) -> int:
     return rows
 
 
-def shown(text: str) -> str:
-    """A text for a terminal: what would control that is a replacement character."""
-    return "".join(each if each.isprintable() or each in "\n\t" else "\ufffd" for each in text)
+class ReadAhead(Iterator):
+    """Batches of which two are read before they are needed, so that all ranks end together where one cannot read on."""
+
+    ahead: dict[int, Any] = {}  # batches that were read, by their first sample
+    error: DataError | None = None  # what could not be read
+
+    def taken(self) -> Any:
+        """The batch that begins with `sample`, which goes on to the next one."""
+        out = self.ahead.pop(self.sample, None)
+        out = self._batch(self.sample) if out is None else out
+        self.sample += self.global_batch
+        return out
+
+    def problem(self) -> DataError | None:
+        """Why this rank cannot go on to the batch after the next one, which is read now, with the next one: all ranks
+        can then end together, at a boundary that comes before any of them needs it."""
+        if self.error is None:
+            wanted = self.sample, self.sample + self.global_batch
+            try:
+                self.ahead = {
+                    each: self.ahead[each] if each in self.ahead else self._batch(each)
+                    for each in wanted
+                }
+            except DataError as error:
+                self.error = error
+        return self.error
 
 
-class Batches(Iterator):
+class Batches(ReadAhead):
     """Infinite iterator over (tokens [B, T], targets [B, T]), int64 on the CPU; B = global_batch / world rows. A sample
     is T+1 tokens, and those of an epoch lie on a grid with step T: the last target of one is the first token of the
     next. Each epoch has its own seeded order and offset of the grid; fewer than 2T tokens are left out. hold_out: the
@@ -349,9 +384,6 @@ class Batches(Iterator):
             source == "overfit",
         )
         self.sample = start  # samples consumed so far by all ranks together; set it to resume
-        # Batches that are read before they are needed, by their first sample.
-        self.ahead: dict[int, Tensor] = {}
-        self.error: DataError | None = None  # what could not be read
         self.fingerprint = source  # changes when the data does; to be saved beside `sample`
         self.stream, self.epoch_samples = None, None  # None: no epochs
         self.bytes = source != "random" and not source.startswith("bin:")  # a token is a byte
@@ -379,9 +411,7 @@ class Batches(Iterator):
             self.fingerprint += f", the first {global_batch}"
 
     def __next__(self) -> tuple[Tensor, Tensor]:
-        out = self.ahead.pop(self.sample, None)
-        out = self._batch(self.sample) if out is None else out  # [B, T+1]
-        self.sample += self.global_batch
+        out = self.taken()  # [B, T+1]
         return out[:, :-1].contiguous(), out[:, 1:].contiguous()  # [B, T], [B, T]
 
     def _batch(self, sample: int) -> Tensor:
@@ -390,20 +420,6 @@ class Batches(Iterator):
 
         first = (0 if self.overfit else sample) + self.rank * self.rows
         return torch.stack([self.row(each) for each in range(first, first + self.rows)])
-
-    def problem(self) -> DataError | None:
-        """Why this rank cannot go on to the batch after the next one, which is read now, with the next one: all ranks
-        can then end together, at a boundary that comes before any of them needs it."""
-        if self.stream is not None and self.error is None:
-            wanted = self.sample, self.sample + self.global_batch
-            try:
-                self.ahead = {
-                    each: self.ahead[each] if each in self.ahead else self._batch(each)
-                    for each in wanted
-                }
-            except DataError as error:
-                self.error = error
-        return self.error
 
     def held_out(self, count: int) -> Iterator[tuple[Tensor, Tensor]]:
         """The first `count` batches of what is held out, always the same: (tokens [B, T], targets [B, T]) of this rank.

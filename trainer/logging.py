@@ -19,13 +19,13 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
-from trainer.distributed.terminal import grouped, tell
+from trainer.distributed.terminal import grouped, regular, tell
 
 # Entries of a row that decide what becomes of it, and what a run writes there; any of them may be null.
 TEXTS = frozenset("cell commit date device error outcome run study torch".split())
@@ -33,8 +33,18 @@ FIGURES = frozenset("loss eval_loss step step_ms step_ms_min step_ms_max mfu sim
                     "first_step_peak_mib".split())  # fmt: skip
 SETTINGS = frozenset(("flags", "setting"))
 NOT_FINITE = ["nan", "inf", "-inf"]  # as `_plain` writes them
+
+
+def _shared(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A dictionary whose short texts, most of them the same in each row, are in memory once."""
+    return {
+        sys.intern(k): sys.intern(v) if type(v) is str and len(v) < 100 else v for k, v in pairs
+    }
+
+
 DECODER = json.JSONDecoder(
-    parse_constant={"NaN": "nan", "Infinity": "inf", "-Infinity": "-inf"}.get
+    object_pairs_hook=_shared,
+    parse_constant={"NaN": "nan", "Infinity": "inf", "-Infinity": "-inf"}.get,
 )
 LARGEST = 1e300  # of a figure: far above any, and statistics of it are still finite
 SECRET = re.compile(
@@ -99,9 +109,13 @@ def _odd_entry(row: dict) -> str:
 
 
 def read_jsonl(path: Path, start: int = 0) -> list[dict]:
-    """The rows of a file after byte `start`. Lines cut short by a killed run are passed over. ValueError: no file, or
-    an entry of another kind than a run writes."""
-    rows = []
+    """The rows of `each_row`."""
+    return [*each_row(path, start)]
+
+
+def each_row(path: Path, start: int = 0) -> Iterator[dict]:
+    """The rows of a file after byte `start`, of which one is held. Lines cut short by a killed run are passed over.
+    ValueError: no file, or an entry of another kind than a run writes."""
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would be read for ever
             raise ValueError(f"{path}: is no file; name a file of rows")
@@ -118,10 +132,9 @@ def read_jsonl(path: Path, start: int = 0) -> list[dict]:
                     raise ValueError(
                         f"{place}: {odd}: no run writes that; take the line out, or name other files"
                     )
-                rows.append(row)
+                yield row
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}; name a file of rows") from None
-    return rows
 
 
 def read_rows(path: Path, start: int = 0) -> dict[str, dict]:
@@ -134,8 +147,7 @@ def check_writable(path: str | Path, flag: str = "--results") -> None:
     """Raise ValueError naming `flag` if nothing can be appended to `path`. Creates the file."""
     try:
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-        if Path(path).is_fifo():  # whose reader may be gone, or slower than the run
-            raise ValueError(f"{flag} {path}: is a pipe; name a file")
+        regular(path)  # the reader of a pipe may be gone, or slower than the run
         os.close(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644))
     except OSError as error:
         raise ValueError(

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trainer import costs
+from trainer.distributed.terminal import regular
 
 NEEDED = "hidden_size intermediate_size num_hidden_layers num_attention_heads vocab_size".split()
 LATENT = "q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim".split()
@@ -195,7 +196,7 @@ def read(path: str) -> Architecture:
     model that is not known, a key that is missing, or sizes that do not fit together."""
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     try:
-        config = json.loads(file.read_text())
+        config = json.loads(regular(file).read_text())
     except (OSError, ValueError, RecursionError) as error:
         said = error.strerror if isinstance(error, OSError) else "is no JSON"
         raise ValueError(

@@ -20,7 +20,7 @@ from lab.planning.liveness import Tape
 from lab.planning.schedule import Step
 from lab.planning.step_time import Gpu, step_time
 from trainer.costs import Link, link, sent_bytes
-from trainer.distributed.terminal import did_you_mean
+from trainer.distributed.terminal import did_you_mean, regular
 
 DATA, FIELD = (Path(__file__).with_name(name) for name in ("hardware.toml", "field.toml"))
 # Of a GPU: CUDA's context, NCCL's buffers, what the allocator cannot give out again.
@@ -154,7 +154,7 @@ def samples(path: str, device: str) -> list[Sample]:
     others took turns with a step without links, which is a sample ALONE. ValueError, one line, if there are
     none, or if a CPU made them and `device` is a GPU."""
     try:
-        rows = [json.loads(line) for line in Path(path).read_text().splitlines() if line.strip()]
+        rows = [json.loads(line) for line in regular(path).read_text().splitlines() if line.strip()]
     except (OSError, ValueError) as error:
         said = error.strerror if isinstance(error, OSError) else "holds a line that is no JSON"
         raise ValueError(

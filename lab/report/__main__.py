@@ -29,7 +29,7 @@ from lab.report import published
 from lab.report.html import page
 from lab.report.tables import LAYOUTS, check_name, compared, section
 from lab.sweeps import sweep
-from trainer.distributed.terminal import one_line
+from trainer.distributed.terminal import one_line, shown
 from trainer.logging import check_writable, log_tables
 
 # Of pages whose marked tables are checked, beside README.md and NOTES.md.
@@ -186,7 +186,7 @@ def report(args: argparse.Namespace, folder: Path | None, files: bool = False) -
             if named:
                 raise
             continue
-        print(about, table, sep="\n\n", end="\n\n")
+        print(shown(about), shown(table), sep="\n\n", end="\n\n")
         printed |= {id(row): row for row in rows}
         sections.append((name, about, table, figures(name, rows, args, folder) if folder else []))
     if not printed:
@@ -281,12 +281,12 @@ def main(argv: list[str] | None = None) -> int:
                 raise ValueError("--study: takes --results, --small and --plots alone, and no axis")
             files = args.results or [Path(f"runs/study-{args.study}{'-small' * args.small}.jsonl")]
             table, about, paths = studied(args.study, files, args.plots)
-            print(about, "", table, *[""] * bool(paths), *paths, sep="\n")
+            print(shown(about), "", shown(table), *[""] * bool(paths), *paths, sep="\n")
             return 0
         if len(args.axis) == 2 and all(
             Path(a).is_file() or re.fullmatch("[0-9a-f]{7,40}", a) for a in args.axis
         ):
-            print(compared(args.axis, args.results or sorted(Path("runs").glob("*.jsonl"))))
+            print(shown(compared(args.axis, args.results or sorted(Path("runs").glob("*.jsonl")))))
             return 0
         if args.last is not None and args.last < 1:
             raise ValueError(f"--last {args.last}: must be at least 1")
@@ -308,14 +308,15 @@ def main(argv: list[str] | None = None) -> int:
         print(*differing, f"{count} marked tables, {len(differing)} {done}", sep="\n")
         return 1 if differing and not args.write else 0
     except ValueError as error:
-        parser.exit(2, f"report: {with_files(str(error), args.results)}\n")
+        parser.exit(2, f"report: {shown(with_files(str(error), args.results))}\n")
     except (TypeError, LookupError, AttributeError, ArithmeticError) as error:
         told = f"{one_line(error, 200)}; take it out, or name other files"
         told = f"a row has an entry of another kind than a run writes: {told}"
-        parser.exit(2, f"report: {with_files(told, args.results)}\n")
+        parser.exit(2, f"report: {shown(with_files(told, args.results))}\n")
     except OSError as error:
         parser.exit(
-            2, f"report: {error.filename}: {error.strerror}; name a place that can be written\n"
+            2,
+            f"report: {error.filename or 'standard output'}: {error.strerror}; name a place that can be written\n",
         )
     except ImportError as error:  # matplotlib
         flag = "--plots" if args.plots else "--html"

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from lab.report.published import simulated
 from trainer.config import Output
+from trainer.distributed.terminal import regular
 from trainer.logging import read_jsonl
 
 
@@ -31,7 +32,7 @@ def parts(steps: Path) -> list[tuple[Path, float]]:
         found.append((steps, last))
         file, about = steps.with_suffix(".settings.json"), {}
         with suppress(OSError, ValueError):  # none was written
-            about = json.loads(file.read_text())
+            about = json.loads(regular(file).read_text())
         names = (
             [name for name in ("continues", "after_step") if name in about]
             if isinstance(about, dict)

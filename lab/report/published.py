@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from lab.sweeps import sweep
 from trainer.costs import flops_per_token
 from trainer.distributed.terminal import grouped
-from trainer.logging import read_jsonl
+from trainer.logging import each_row
 
 REFERENCE = Path(__file__).resolve().parents[2] / "reference"
 NEUTRAL = sweep.OUTPUT | {
@@ -24,6 +24,8 @@ NEUTRAL = sweep.OUTPUT | {
 }
 SHAPE = "block depth width head_dim grouping grow vocab seqlen batch grad_accum param_dtype".split()
 QWEN_7B = 7_615_616_512  # parameters of Qwen2.5-7B
+# Entries of which a row has one if it is of a run or of a study.
+SHOWN = "run", "cell", "flags", "study", "setting", "outcome", "device"
 LOSSES = "loss", "eval_loss", "eval_bpb"
 ANY = 10**9  # ranks of a line that names none
 REMARKS = {
@@ -38,8 +40,8 @@ REMARKS = {
 
 
 def read(paths: list[Path]) -> list[dict]:
-    """Every row of JSONL files, in order, with its `file` and, where it has logged steps, their file, `history`; lines
-    cut short are passed over. ValueError: no file."""
+    """The rows of JSONL files that a table may show, in order, with `file` and, where there are logged steps, their
+    file, `history`; lines cut short are passed over. ValueError: no file."""
     if missing := [path for path in paths if not path.is_file()]:
         raise ValueError(
             f"no file {missing[0]}: ./launch.sh sweep AXIS writes one, --results names others"
@@ -47,7 +49,8 @@ def read(paths: list[Path]) -> list[dict]:
     return [
         whole(row) | {"file": path.name} | steps_of(path, row)
         for path in paths
-        for row in read_jsonl(path)
+        for row in each_row(path)
+        if not row.keys().isdisjoint(SHOWN)
     ]
 
 

@@ -99,6 +99,7 @@ def runs(rows: list[dict]) -> tuple[list[dict], Columns]:
 
 def sent(rows: list[dict]) -> tuple[list[dict], Columns]:
     """The collectives of the last step of each run of simulated ranks: how many, what they send, how long they take."""
+    rows = [row for row in rows if "run" in row]  # other programs count them, too
     rows = [row for row in rows if isinstance(row.get("collectives"), dict) and row["collectives"]]
     lines = [(row, kind, found) for row in rows for kind, found in row["collectives"].items()]
     columns = [("run", [row["run"] for row, *_ in lines]), *where([row for row, *_ in lines])]

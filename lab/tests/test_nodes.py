@@ -52,6 +52,17 @@ def test_launch_sh_heeds_no_cdpath_and_takes_no_value_for_help(tmp_path):
     assert (done.returncode, one_line(done.stderr)) == (2, "error: --depth 0: must be at least 1"), done.stdout
 
 
+def test_launch_sh_reads_texts_as_utf_8_whatever_the_locale_unless_told(tmp_path):
+    """A program of ASCII cannot import torch 2.13."""
+    (tmp_path / "python").write_text("#!/bin/sh\necho $PYTHONUTF8\n")
+    (tmp_path / "python").chmod(0o755)
+    for own, told in (({}, "1"), (dict(PYTHONUTF8="0"), "0")):
+        env = {k: v for k, v in os.environ.items() if k != "PYTHONUTF8"} | own
+        env |= dict(PYTHON=f"{tmp_path}/python", NO_INSTALL="1", LC_ALL="ja_JP.eucJP")
+        done = subprocess.run(["bash", ROOT / "launch.sh", "studies"], env=env, capture_output=True, text=True)
+        assert done.stdout == f"{told}\n", done.stderr
+
+
 @pytest.mark.parametrize(("argv", "world", "message"), [
     ("", 1, "--world 1: one rank has nobody to talk to; NPROC=2 ./launch.sh nodes"),
     ("--world 8", 2, "--world 8: real ranks are compared with simulated ones; leave it out"),

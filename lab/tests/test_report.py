@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tracemalloc
 from copy import deepcopy as copy_of
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 
 from lab.report import __main__ as command
-from lab.report import history
+from lab.report import history, runs
 from lab.report import published as rows
 from lab.report import tables as report
 from lab.sweeps import sweep
@@ -271,6 +272,39 @@ def test_each_file_is_read_once_and_no_row_is_compared_with_another(tmp_path, mo
     assert "depth" in capsys.readouterr().out
 
 
+def test_what_rows_say_controls_no_terminal(tmp_path, capsys):
+    """An escape sequence writes into a clipboard or over what was printed."""
+    file, odd = tmp_path / "rows.jsonl", "\x1b]52;c;eA==\x07\x9b2J\u202e"
+    made = [row(line("seqlen"), run=f"{i}{odd}", outcome=f"failed: {odd}", torch=f"{i}{odd}") for i in range(2)]
+    file.write_text("".join(json.dumps(each) + "\n" for each in made))
+    assert command.main([str(file)]) == 0 and command.main([str(file), str(file)]) == 0
+    with pytest.raises(SystemExit):
+        command.main([str(file), "--run", odd])
+    told = "".join(capsys.readouterr())
+    assert "]52;c;eA==" in told and not {*told} & {*odd} - {*"]52;c;eA==2J"}
+
+
+def test_memory_is_that_of_the_rows_that_tables_show_and_what_rows_share_is_held_once(tmp_path):
+    def peak(*made):
+        """Most bytes that Python held while it read these rows, and the file's."""
+        file = tmp_path / "rows.jsonl"
+        file.write_text("".join(json.dumps(each) + "\n" for each in made))
+        tracemalloc.start()
+        found = rows.read([file])
+        held = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return len(found), held, file.stat().st_size
+
+    def run(number):
+        return row(line("depth"), run=f"{number}", **{f"entry {i}": "of each row" for i in range(99)})
+
+    others = [dict(step=i, text=f"{i} " * 99) for i in range(4000)]
+    (one, held, size), (still, more, larger) = peak(run(0), *others[:99]), peak(run(0), *others)
+    assert one == still == 1 and larger > 30 * size and more < held + size / 2, (held, more)
+    count, held, size = peak(*map(run, range(500)))
+    assert count == 500 and held < 4 * size, held / size
+
+
 def test_wrappers_are_the_last_comparison_of_each_machine():
     cells = ["simple:blocks", "fsdp2:blocks", "ddp:blocks", "none:blocks"]
     made = compared(["simple:model", "none:model"]) + compared(cells) + compared(cells[:3], world="8(sim ndr-ib)")
@@ -319,6 +353,15 @@ def test_rows_of_studies_with_the_name_of_a_layout_are_no_error():
         "| True | 64 | 1 | plain | OOM no",
         "| False | 64 | 1 | flash | ok",
     ]
+
+
+def test_rows_of_other_programs_are_not_runs_whose_collectives_are_shown():
+    """Those of lab.benchmarks.nodes stand in the same file, have collectives and no run."""
+    own = dict(run="a", world="2(sim none)", flags={}, collectives=dict(all_gather=dict(n=1, mib=2.0, ms=3.0)))
+    other = {name: value for name, value in own.items() if name != "run"} | dict(study="nodes")
+    found, columns = runs.sent([other, own])
+    assert found == [own] and ("run", ["a"]) in columns
+    assert runs.sent([other])[0] == []
 
 
 def test_collectives_are_counted_by_kind_and_those_without_a_product_meanwhile():

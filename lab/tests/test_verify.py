@@ -32,7 +32,9 @@ ABOUT = dict(commit="c", code="0", torch="2.13.0", device="CPU", arch="sm_90")
 NONE = dict(minutes=10.0, only=[], again=False, world=0, device="cpu", tiny=True)
 PLANTS = {  # what is changed in a module once it is imported, in every process
     "sum": ("simple_fsdp", "was = m._average\n"
-            "m._average = lambda grads, like, cut: [like.device_mesh.size() * t for t in was(grads, like, cut)]"),
+            "def average(grads, like, cut):\n"
+            "    return [like.device_mesh.size() * t for t in (yield from was(grads, like, cut))]\n"
+            "m._average = average"),
     "wait": ("overlap", "was = m.Overlap.__call__\n"
              "def call(self, g):\n"
              "    was(self, g)\n"

@@ -8,6 +8,7 @@
 Imports no torch, so that bad flags are answered at once.
 """
 
+import errno
 import json
 import multiprocessing
 import os
@@ -18,6 +19,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, suppress
 from difflib import get_close_matches
+from pathlib import Path
 from typing import NoReturn, TextIO
 
 PARENT = os.getppid()  # now: it may be gone when torch is imported
@@ -76,10 +78,16 @@ def fail(message: str, rank: int, code: int = 2) -> NoReturn:
     sys.exit(code)
 
 
+def shown(text: str) -> str:
+    """A text for a terminal: what would control that is a replacement character, half a character an escape."""
+    text = text.encode("utf-8", "backslashreplace").decode()
+    return "".join(each if each.isprintable() or each in "\n\t" else "\ufffd" for each in text)
+
+
 def tell_error(line: str) -> None:
     """Prints on stderr why this rank ends, and leaves it where torchrun's last lines repeat it: its own traceback of
-    thirty lines would else be all that is seen."""
-    tell(line, sys.stderr)
+    thirty lines would else be all that is seen. What the line names may come from a stranger's files."""
+    tell(shown(line), sys.stderr)
     file = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     if file and not os.path.exists(file):
         told = dict(extraInfo=dict(py_callstack=line, timestamp=int(time.time())))
@@ -100,6 +108,13 @@ def tell(text: str, stream: TextIO | None = None) -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         if stream is not sys.stderr:
             tell(f"warning: terminal: {type(error).__name__}: {error}; the run goes on", sys.stderr)
+
+
+def regular(path: str | Path) -> Path:
+    """The path of a file that is to be read. OSError for a pipe or device, or a link to one, which has no end."""
+    if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
+        raise OSError(errno.EINVAL, "is a pipe or device", str(path))
+    return Path(path)
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:

@@ -22,6 +22,7 @@ SIGNALS = signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT
 HANDLED = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 # How ranks end after another one: in the same second, or ended by torchrun.
 FOLLOWING = 7, 143, -signal.SIGTERM
+GONE = 255  # exit code of all ranks for multiprocessing once the process that forks them is gone
 PRELOAD = ["torch._inductor.compile_fx", "trainer.checkpoint.weights", "trainer.run", "tyro"]
 
 
@@ -100,7 +101,9 @@ def main(argv: list[str]) -> int:
             else f"ended with exit code {failure.exitcode}"
         )
         what += ", the first of this host to fail"
-        if failure.exitcode == -signal.SIGKILL:
+        if failure.exitcode == GONE and fork:
+            what += ", as when the process that has forked the ranks is killed"
+        if failure.exitcode in (-signal.SIGKILL, GONE):
             what += "; the kernel does so when the machine or a limit of its job has no memory left (see dmesg)"
         tell(f"torchrun: rank {number}, process {failure.pid}, {what}", sys.stderr)
         return 128 - failure.exitcode if signalled else failure.exitcode

@@ -23,8 +23,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trainer.data import HELD_OUT, PROMPT, generator, rows_of_a_rank, shown, unusable
+from trainer.data import (
+    HELD_OUT,
+    PROMPT,
+    DataError,
+    ReadAhead,
+    generator,
+    rows_of_a_rank,
+    unusable,
+)
 from trainer.distributed.terminal import grouped as _n
+from trainer.distributed.terminal import shown
 from trainer.finetuning.examples import tokenised, told
 from trainer.finetuning.sources import check_files, weighted
 from trainer.finetuning.templates import Rules
@@ -66,8 +75,8 @@ class Examples:
         if len({*map(Path.resolve, self.files)}) < len(self.files):
             raise unusable(source, "each file once", "one twice", f"name it once in {flag}")
         self.data = tokenised(self.files, tokenizer, rules, cache, flag)
-        tokens, learned, ends, *_, about = self.data
-        if (top := int(tokens.max())) >= vocab:
+        ends, about = self.data.ends, self.data.about
+        if (top := about["top"]) >= vocab:
             fix = "name the tokenizer that belongs to the model, or resize the model's embedding"
             raise unusable(
                 source, f"token ids below the model's vocabulary of {_n(vocab)}", _n(top), fix
@@ -75,7 +84,7 @@ class Examples:
         self.starts, self.sizes = np.r_[0, ends[:-1]], np.diff(ends, prepend=0)
         # Tokens of each but its last, which is a target alone.
         self.inputs = np.minimum(self.sizes - 1, seqlen)
-        self.labels = np.add.reduceat(learned, self.starts, dtype=np.int64) - learned[self.starts]
+        self.labels = self.data.labels.copy()
         cut = np.flatnonzero(self.sizes > seqlen + 1)
         for each in cut:
             self.labels[each] = self[each][1][1:].sum()
@@ -103,8 +112,8 @@ class Examples:
             )
 
     def __getitem__(self, number: int) -> Example:
-        part = slice(self.starts[number], self.starts[number] + self.inputs[number] + 1)
-        return self.data.tokens[part], self.data.learned[part]
+        part = int(self.starts[number]), int(self.inputs[number]) + 1
+        return self.data.tokens(*part), self.data.learned(*part)
 
     def cut(self, chosen: np.ndarray) -> int:
         """How many of these are trained on if the last are held out. DataError if none would be."""
@@ -117,7 +126,7 @@ class Examples:
         return first
 
 
-class ChatBatches(Iterator):
+class ChatBatches(ReadAhead):
     """Infinite iterator over (tokens [B, T], targets [B, T], more inputs of the model), int64 on the CPU; B =
     global_batch / world rows. The inputs are {"position_ids": [B, T]} with pad="pack" or positions, else none: from 0
     on for each example, 0 for padding. Each epoch has its own seeded order of the same rows, and a batch may
@@ -129,10 +138,6 @@ class ChatBatches(Iterator):
 
     bytes = overfit = False  # what Batches may be
     unit = "tokens"
-    error = None  # no file is read while it trains
-
-    def problem(self) -> None:
-        """As that of Batches."""
 
     def __init__(self, source: str | Sequence[str], tokenizer: PreTrainedTokenizerFast, *, global_batch: int,
                  seqlen: int, vocab: int, seed: int, rank: int = 0, world: int = 1, start: int = 0, pad: str = "fixed",
@@ -242,16 +247,23 @@ class ChatBatches(Iterator):
         return int(widths @ np.diff(firsts, append=len(order)))
 
     def __next__(self) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        first, self.sample = self.sample, self.sample + self.global_batch
-        return self._batch(
-            self.data, [self._train[self.position(first + i)] for i in range(self.global_batch)]
-        )
+        return self.taken()
+
+    def _batch(self, sample: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        rows = [self._train[self.position(sample + i)] for i in range(self.global_batch)]
+        return self._part(self.data, rows)
 
     def held_out(self, count: int) -> Iterator[tuple[Tensor, Tensor, dict[str, Tensor]]]:
         """The first `count` batches of what is held out, always the same, as `next` gives them. Where less is held out
-        there are fewer, and targets that the last one lacks are IGNORE."""
+        there are fewer, and targets that the last one lacks are IGNORE. What cannot be read is left out, too, and noted
+        in `error`: the other ranks wait for this one."""
         for first in range(0, min(count * self.global_batch, len(self.held)), self.global_batch):
-            yield self._batch(self.other, self._held[first : first + self.global_batch])
+            rows = self._held[first : first + self.global_batch]
+            try:
+                yield self._part(self.other, rows)
+            except DataError as error:
+                self.error = error
+                yield self._part(self.other, rows, blank=True)
 
     def example(self, number: int) -> Example:
         """(ids [n], learned [n]) of an example that is trained on, in the order of the files."""
@@ -317,10 +329,10 @@ class ChatBatches(Iterator):
             size, generator=generator(what, self.seed, number), device="cpu"
         ).numpy()
 
-    def _batch(
-        self, examples: Examples, rows: Sequence[Sequence[int]]
+    def _part(
+        self, examples: Examples, rows: Sequence[Sequence[int]], blank: bool = False
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """This rank's part of a global batch of `rows`, which may be too few for it."""
+        """This rank's part of a global batch of `rows`, which may be too few for it; blank: padding alone."""
         import torch
 
         from lean import IGNORE
@@ -330,7 +342,8 @@ class ChatBatches(Iterator):
             T = int(self._width(max(examples.inputs[row].sum() for row in rows)))
         tokens, targets = np.full((B, T), self.filler), np.full((B, T), IGNORE)
         positions = np.tile(np.arange(T), (B, 1))
-        for i, row in enumerate(rows[self.rank * B : (self.rank + 1) * B]):
+        own = [] if blank else rows[self.rank * B : (self.rank + 1) * B]
+        for i, row in enumerate(own):
             at = 0
             for ids, learned in map(examples.__getitem__, row):
                 end = at + len(ids) - 1

@@ -13,7 +13,7 @@ from pathlib import Path
 from trainer import checks
 from trainer import config as flags
 from trainer.checkpoint.manifest import check_directory
-from trainer.distributed.terminal import fail
+from trainer.distributed.terminal import fail, regular
 from trainer.finetuning.config import Config
 
 FILES = "model.safetensors", "pytorch_model.bin"  # the first that is there, or its index
@@ -36,10 +36,8 @@ def check_folder(folder: str, weights: bool = True) -> None:
     from trainer.data import DataError
 
     try:
-        if pipes := [path for path in Path(folder).iterdir() if path.is_fifo()]:
-            raise DataError(
-                f"{pipes[0]}: expected a file, found a pipe, which would be read for ever; remove it"
-            )
+        for path in (*Path(folder).iterdir(), *Path(folder, TEMPLATES).glob("*")):
+            regular(path)
         if (
             Path(folder, "adapter_config.json").exists()
             and not Path(folder, "config.json").exists()
@@ -134,10 +132,12 @@ def check_at_once(c: Config, world: int) -> None:
         check_folder(c.model, weights=not c.random)
         if c.export is not None:
             copied(c.model)
-        for path, _ in weighted(c.data):
-            check_files(path)
+        sources = [path for path, _ in weighted(c.data)]
+        files = [file for path in sources for file in check_files(path)]
         if c.eval_data is not None:
-            check_files(c.eval_data, "--eval-data")
+            sources.append(c.eval_data)
+            files += check_files(c.eval_data, "--eval-data")
+        checks.check_apart(c, [*files, *filter(os.path.isdir, map(os.path.expanduser, sources))])
     except ValueError as e:
         fail(str(e), 0)
     except DataError as e:

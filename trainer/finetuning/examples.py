@@ -1,4 +1,4 @@
-"""Lines of chat data as token ids, and which of them the model learns; made once, then mapped by every process.
+"""Lines of chat data as token ids, and which of them the model learns; made once, then read from disk by every process.
 
     data = tokenised(check_files("chat.jsonl"), tokenizer, Rules())      # DataError for the first bad line
 
@@ -26,7 +26,7 @@ import tempfile
 from array import array
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import lru_cache, partial
 from itertools import chain, pairwise
@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from trainer.data import DataError, readable, unusable
+from trainer.data import DataError, readable, reader, unusable
 from trainer.distributed.terminal import grouped, one_line, tell
 from trainer.finetuning import messages as forms
 from trainer.finetuning.columns import Columns
@@ -47,23 +47,43 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 # Of the cached file and of the rules by which it is made: a change of either needs another number.
-FORMAT = 6
+FORMAT = 7
 NUMBER = re.compile(r" in message \d+")  # is not part of a reason
 CHUNK = 256  # examples that are tokenised together
 
 
+# (first token, how many) -> [n]; DataError where the file has shrunk.
+Read = Callable[[int, int], np.ndarray]
+
+
 class Tokenised(NamedTuple):  # N tokens of E examples
-    tokens: np.ndarray  # [N] int32
-    learned: np.ndarray  # [N] bool
     ends: np.ndarray  # [E] int64: where each example ends
     lines: np.ndarray  # [E] int64: the line that it is of, counted over all files
+    labels: np.ndarray  # [E] int64: how many tokens of it are learned, but for its first
+    tokens: Read  # -> [n] int32
+    learned: Read  # -> [n] bool
     seams: np.ndarray  # [E] bool: whether a token of the text lies across the start of an answer
-    # bad: [the first as `told` takes it], reasons and counts: {words: how many}, lines of files.
+    # bad: [the first as `told` takes it], reasons and counts: {words: how many}, lines of files, top: the largest id.
     about: dict[str, Any]
 
+    def parts(self, *names: str) -> Iterator[np.ndarray]:
+        """These arrays one after the other, the tokens in pieces."""
+        for name in names:
+            array, count = getattr(self, name), int(self.ends[-1])
+            if name in BY_TOKEN:
+                yield from (array(at, min(PIECE, count - at)) for at in range(0, count, PIECE))
+            else:
+                yield array
 
-ARRAYS = Tokenised._fields[:-1]
-KINDS = {8: "I64", 4: "I32", 1: "BOOL"}  # of safetensors, by bytes of an element
+
+# Of safetensors; the largest first, so that each begins where its dtype may.
+ARRAYS = dict(ends="I64", lines="I64", labels="I64", tokens="I32", learned="BOOL", seams="BOOL")
+DTYPES = {
+    name: np.dtype(dtype) for name, dtype in dict(I64=np.int64, I32=np.int32, BOOL=bool).items()
+}
+BY_TOKEN = "tokens", "learned"  # what has N elements and is not held in memory
+PIECE = 1 << 20  # tokens
+AGAIN = "the same command makes it again"
 
 
 def told(files: list[Path], bad: tuple) -> DataError:
@@ -260,11 +280,16 @@ class _Reader:
 
 
 class _Made:
-    """Examples as they are made. Their tokens go to two files: memory holds 17 bytes of an example."""
+    """Examples as they are made. Their tokens go to two files: memory holds 25 bytes of an example."""
 
     def __init__(self, folder: str, tokens: BinaryIO, learned: BinaryIO):
-        self.folder, self.tokens, self.learned = folder, tokens, learned
-        self.lines, self.ends, self.seams = array("q"), array("q"), bytearray()
+        self.folder, self.tokens, self.learned, self.top = folder, tokens, learned, 0
+        self.lines, self.ends, self.labels, self.seams = (
+            array("q"),
+            array("q"),
+            array("q"),
+            bytearray(),
+        )
 
     def add(self, line: int, each: Encoded) -> None:
         with self.room():
@@ -272,7 +297,9 @@ class _Made:
             self.learned.write(each.learned)
         self.ends.append(len(each.ids) + (self.ends[-1] if self.ends else 0))
         self.lines.append(line)
+        self.labels.append(int(each.learned[1:].sum()))
         self.seams.append(each.across)
+        self.top = max(self.top, int(each.ids.max()))
 
     @contextmanager
     def room(self) -> Iterator[None]:
@@ -284,16 +311,17 @@ class _Made:
             found = one_line(error, kind=False)
             raise unusable(self.folder, "room for the token ids", found, fix) from error
 
-    def arrays(self) -> dict[str, np.ndarray]:
-        """Those of Tokenised, the tokens mapped."""
-        mapped = dict(tokens=(self.tokens, np.int32), learned=(self.learned, bool))
-        small = dict(ends=self.ends, lines=self.lines, seams=self.seams)
-        found = {name: np.frombuffer(each, dtype=bool if name == "seams" else np.int64)
-                 for name, each in small.items()}  # fmt: skip
-        for name, (file, dtype) in mapped.items():
+    def arrays(self) -> dict[str, np.ndarray | Read]:
+        """Those of Tokenised."""
+        found = {}
+        for name, kind in ARRAYS.items():
+            own, dtype = getattr(self, name), DTYPES[kind]
+            if name not in BY_TOKEN:
+                found[name] = np.frombuffer(own, dtype)
+                continue
             with self.room():
-                file.flush()
-            found[name] = np.memmap(file, dtype, "r")
+                own.flush()
+            found[name] = reader(self.folder, os.dup(own.fileno()), dtype, 0, AGAIN)
         return found
 
 
@@ -353,14 +381,21 @@ def _read(files: list[Path], reader: _Reader, rules: Rules, made: _Made) -> dict
             if bad
             else unusable(str(files[0]), "lines of JSON", "blank ones", "name other files")
         )
-    return dict(bad=bad, lines=numbers, reasons=reasons, counts=reader.counts)
+    return dict(bad=bad, lines=numbers, reasons=reasons, counts=reader.counts, top=made.top)
 
 
-def _digest(data: Tokenised) -> str:
+def _digests(data: Tokenised) -> dict[str, str]:
+    """digest: of the examples, by which a checkpoint knows its data. whole: of all that a file of the cache holds."""
     made = hashlib.blake2b(digest_size=16)
-    for name in ARRAYS:
-        made.update(np.ascontiguousarray(getattr(data, name)))
-    return made.hexdigest()
+    for part in data.parts("tokens", "learned", "ends", "lines", "seams"):
+        made.update(part)
+    digest = made.hexdigest()
+    made.update(data.labels)
+    about = {
+        name: each for name, each in data.about.items() if name not in ("name", "digest", "whole")
+    }
+    made.update(json.dumps(about, sort_keys=True).encode())
+    return dict(digest=digest, whole=made.hexdigest())
 
 
 def _key(files: list[Path], tokenizer: PreTrainedTokenizerFast, rules: Rules) -> str:
@@ -384,17 +419,26 @@ def _key(files: list[Path], tokenizer: PreTrainedTokenizerFast, rules: Rules) ->
 
 
 def _load(path: Path) -> Tokenised | None:
-    """What is in the file, mapped into memory; None if it is not there or is not as it was written."""
-    from safetensors import SafetensorError, safe_open
-
+    """What is in the file; None if it is not there or is not as it was written."""
     if not path.exists():
         return None
-    with suppress(SafetensorError, OSError, ValueError, KeyError, TypeError):
-        with safe_open(path, "pt") as file:
-            about = json.loads(file.metadata()["about"])
-            found = Tokenised(*(file.get_tensor(name).numpy() for name in ARRAYS), about)
-        if _digest(found) == about["digest"] and about["name"] == path.name:
-            return found
+    with suppress(Exception):  # whatever strange bytes lead to
+        with open(path, "rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(min(size, os.fstat(file.fileno()).st_size)))
+            found = {}
+            for name, kind in ARRAYS.items():
+                begin, end = header[name]["data_offsets"]
+                read = reader(
+                    str(path), os.dup(file.fileno()), DTYPES[kind], 8 + size + begin, AGAIN
+                )
+                found[name] = (
+                    read if name in BY_TOKEN else read(0, (end - begin) // DTYPES[kind].itemsize)
+                )
+        data = Tokenised(**found, about=json.loads(header["__metadata__"]["about"]))
+        signed = _digests(data) | dict(name=path.name)
+        if data.about == data.about | signed:
+            return data
     tell(f"cache: {path} is damaged and is made again")
     return None
 
@@ -403,19 +447,17 @@ def _save(path: Path, data: Tokenised) -> None:
     """Writes a file of safetensors, whose own function would copy all into memory first."""
     about = json.dumps(data.about | dict(name=path.name))
     header, end = dict(__metadata__=dict(about=about)), 0
-    # int64 first: each tensor begins where its dtype may.
-    names = sorted(ARRAYS, key=lambda name: -getattr(data, name).itemsize)
-    for name in names:
-        t, begin = getattr(data, name), end
-        end += t.nbytes
-        header[name] = dict(dtype=KINDS[t.itemsize], shape=t.shape, data_offsets=(begin, end))
+    for name, kind in ARRAYS.items():
+        count = int(data.ends[-1]) if name in BY_TOKEN else len(data.ends)
+        begin, end = end, end + count * DTYPES[kind].itemsize
+        header[name] = dict(dtype=kind, shape=[count], data_offsets=(begin, end))
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         with open(f"{folder}/data", "wb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
-            for name in names:
-                file.write(getattr(data, name))
+            for part in data.parts(*ARRAYS):
+                file.write(part)
         os.replace(f"{folder}/data", path)
 
 
@@ -423,8 +465,6 @@ def tokenised(files: list[Path], tokenizer: PreTrainedTokenizerFast, rules: Rule
               flag: str = "--data") -> Tokenised:  # fmt: skip
     """The examples of files, with `digest` in what is told about them. cache: a folder (None: simple_fsdp in
     $XDG_CACHE_HOME or ~/.cache). flag: that of the files, for messages. Raises DataError for what cannot be used."""
-    from safetensors import SafetensorError
-
     source, found = str(files[0]), None
     if not getattr(tokenizer, "is_fast", False):
         fix = "name a model with a tokenizer.json"
@@ -438,7 +478,7 @@ def tokenised(files: list[Path], tokenizer: PreTrainedTokenizerFast, rules: Rule
     def make(where: Path | None = None) -> Tokenised:
         with readable(source, flag):
             made = read(files, tokenizer, rules, where)
-        return made._replace(about=made.about | dict(digest=_digest(made)))
+        return made._replace(about=made.about | _digests(made))
 
     with readable(source, flag):
         name = f"chat-{_key(files, tokenizer, rules)}"
@@ -457,7 +497,7 @@ def tokenised(files: list[Path], tokenizer: PreTrainedTokenizerFast, rules: Rule
                 found = make(folder)
                 _save(path, found)
                 found = _load(path) or found
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         tell(f"cache: {folder}: {one_line(error)}; every process tokenises the data for itself")
         found = found or make()
     return found

@@ -18,11 +18,10 @@ from dataclasses import dataclass, field
 from datetime import date
 from itertools import chain, product
 from os.path import commonprefix
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from trainer.data import DataError, unusable
-from trainer.distributed.terminal import one_line
+from trainer.distributed.terminal import one_line, regular
 from trainer.finetuning import messages as forms
 from trainer.finetuning.columns import FORMATS
 from trainer.finetuning.messages import SKIP, BadLine
@@ -165,7 +164,7 @@ def replace_template(tokenizer: PreTrainedTokenizerFast, file: str) -> str:
 
 def _template_of(file: str, own: str | None) -> str:
     if file not in NAMED:
-        return Path(file).read_text(encoding="utf-8")
+        return regular(file).read_text(encoding="utf-8")
     sign, text = NAMED[file]
     if sign not in (own or ""):
         raise ValueError(

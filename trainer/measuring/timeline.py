@@ -171,7 +171,7 @@ class Timeline:
         if GRADIENTS in b.claims and phase in ("bwd", ""):
             return GRADIENTS
         # simple_fsdp.py's, in eager forward.
-        if WEIGHTS in b.claims or re.search(r" in _Gather(,|$)", b.where):
+        if WEIGHTS in b.claims or re.search(r" in _(Gather|Begin|End)(,|$)", b.where):
             return WEIGHTS
         if self.sizes.logits(b):
             return LOGITS

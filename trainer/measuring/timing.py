@@ -283,14 +283,21 @@ class Track:
         return before
 
     def collective(self, function: Callable, name: Callable[[tuple], str]) -> Callable:
-        """`function` in a range that is called by its arguments."""
+        """`function`, a generator that stops while its collective runs, in a range called by its arguments each time
+        that it goes on."""
 
         def named(*args):
-            self.to(2, name(args))
-            try:
-                return function(*args)
-            finally:
-                self.to(2, None)
+            what, work = name(args), function(*args)
+            del args  # gradients, which it frees before it ends
+            while True:
+                self.to(2, what)
+                try:
+                    next(work)
+                except StopIteration as end:
+                    return end.value
+                finally:
+                    self.to(2, None)
+                yield
 
         return named
 
@@ -379,23 +386,16 @@ class Names:
     @contextmanager
     def shown(self) -> Iterator[None]:
         """Inside it a step has names in a trace."""
-        track, swapped, gather, reduce = (
-            self.track,
-            [],
-            simple_fsdp._Gather.forward,
-            simple_fsdp._Reduce.forward,
-        )
+        track, swapped = self.track, []
         moved = lambda params: self.some(self.parameters.get(id(p), "") for p in params)  # noqa: E731
-        gathers = track.collective(gather, lambda args: f"all-gather {moved(args[4:])}")
-        reduces = track.collective(reduce, lambda args: f"reduce {moved(args[3])}")
+        names = dict(_all_gather=lambda args: f"all-gather {moved(args[0])}",
+                     _reduce=lambda args: f"reduce {moved(args[2])}")  # fmt: skip
         with self.step.watched(lambda phase, _: track.to(0, PHASES[phase])), ExitStack() as stack:
             stack.callback(track.to, 0, None)
-            simple_fsdp._Gather.forward, simple_fsdp._Reduce.forward = (
-                staticmethod(gathers),
-                staticmethod(reduces),
-            )
-            stack.callback(setattr, simple_fsdp._Gather, "forward", staticmethod(gather))
-            stack.callback(setattr, simple_fsdp._Reduce, "forward", staticmethod(reduce))
+            for name, says in names.items():
+                plain = getattr(simple_fsdp, name)
+                setattr(simple_fsdp, name, track.collective(plain, says))
+                stack.callback(setattr, simple_fsdp, name, plain)
             # Where torch looks first, and no compiled code.
             for name, module in self.shown_modules.items():
                 before = module._compiled_call_impl
