@@ -396,5 +396,5 @@ def test_the_private_names_of_torch_stand_at_the_head_of_the_file():
     assert private_names(Path(trace_once.__file__).read_text()) == {
         "_C", "_cdata", "_dynamo_static_input_type", "_enter_autocast", "_exit_autocast", "_functorch", "_guards",
         "_inductor", "_local_tensor", "_log_api_usage_once", "_ops", "_pytree", "_schema", "_set_grad_enabled", "_spec",
-        "_subclasses", "_version",
+        "_subclasses", "_version", "_data_parallel_unit",  # the last: simple_fsdp.py's
     }  # fmt: skip
