@@ -30,7 +30,8 @@ from overlap import GATHER, REDUCE, SCATTER, WAIT, Overlap
 
 # All private names of torch that this file uses: the modules of what is imported above, torch._ops, torch._guards,
 # OpOverload._schema, DTensor._local_tensor, DTensor._spec, Tensor._version and, of storages, _cdata. Not documented:
-# FakeTensor.fake_mode, and the keys of a node's meta that are read and set below. simple_fsdp.py's: _data_parallel_unit of a class.
+# FakeTensor.fake_mode, and the keys of a node's meta that are read and set below.
+# simple_fsdp.py's: _data_parallel_unit of a class.
 aten = torch.ops.aten
 # A key of what a node's meta says of an input: of one that stays where it is.
 STATIC = "_dynamo_static_input_type"
