@@ -757,6 +757,7 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
+_swapping = threading.RLock()  # for the time that a unit's modules hold whole tensors
 _buckets = weakref.WeakValueDictionary()  # by _key: the last to gather it, while backward may ask
 _orders = weakref.WeakKeyDictionary()  # by module: which modules its last forward gathered, in turn
 _Whole = namedtuple("_Whole", "tensor version name bucket")  # a gathered parameter
@@ -790,6 +791,8 @@ def _hidden(grad: bool) -> Iterator[None]:
 class _Bucket:
     """Parameters that are gathered at once; and again in backward, until it has had each."""
 
+    before = None  # the bucket that forward gathered before. Held, so that no rank lacks it
+
     def __init__(self, params: list[DTensor], policy: tuple):
         self.params, self.dtypes = params, _dtypes(params[0], policy)
         self.may_overlap = _may_overlap(params[0].device_mesh)
@@ -798,7 +801,6 @@ class _Bucket:
         self.uses_left = 0  # of these
         self.work = None  # a gather that is on its way, or
         self.reduction = None  # (parameters, a reduction that is)
-        self.before = lambda: None  # the bucket that forward gathered before
 
     def begin(self, params: list[DTensor]) -> None:
         """Begins to gather these."""
@@ -825,13 +827,13 @@ class _Bucket:
 
     def begin_next(self) -> None:
         """Begins to gather what backward needs next, as much as it has here."""
-        size, bucket = _size(self.wholes), self.before()
+        size, bucket = _size(self.wholes), self.before
         while size > 0 and bucket is not None:
             needed = [q for q in bucket.params if q in bucket.uses]
             if needed and bucket.work is None and not bucket.wholes:
                 bucket.begin(needed)
             size -= _size(needed)
-            bucket = bucket.before()
+            bucket = bucket.before
 
     def free(self) -> None:
         self.wholes, self.work = {}, None
@@ -841,16 +843,21 @@ def _size(params: Iterable[DTensor]) -> int:
     return sum(p.numel() for p in params)
 
 
+def _token(p: DTensor) -> Tensor:
+    """Nothing, on the device of `p`: autograd has a thread, and an order, for each device."""
+    return torch.empty(0, device=p._local_tensor.device)
+
+
 class _Begin(torch.autograd.Function):
     """Parameters -> a token. Forward begins a gather, which _End waits for. Backward waits for the
-    reduction that _End's has begun: as late as it can, since backward runs the latest nodes first,
-    so that of a module that ran between the two comes between theirs."""
+    reduction that _End's has begun. Autograd runs the latest nodes first: what forward ran between
+    _Begin and _End has its backward between theirs."""
 
     @staticmethod
     def forward(ctx, bucket: _Bucket, *params: DTensor):
         ctx.bucket, ctx.params = bucket, params
         bucket.begin(params)
-        return torch.empty(0)
+        return _token(params[0])
 
     @staticmethod
     def backward(ctx, _):
@@ -870,6 +877,7 @@ class _End(_Gather):
     @staticmethod
     def backward(ctx, *grads):
         ctx.bucket.free()  # backward has had each
+        ctx.bucket.reduction = None  # of a backward that failed
         if torch.is_grad_enabled() or not ctx.bucket.may_overlap:
             return _Gather.backward(ctx, *grads)[1:]
 
@@ -879,7 +887,7 @@ class _End(_Gather):
             ctx.bucket.reduction = params, work
             return [None] * len(params)
 
-        return None, None, *_apply_to_given(begin, grads, ctx.params)
+        return None, _token(ctx.params[0]), *_apply_to_given(begin, grads, ctx.params)
 
 
 class _Attach(_Gather):
@@ -959,9 +967,16 @@ class _Course:
     followed the last time. All ranks must take the same course."""
 
     def __init__(self, module: nn.Module | None):
-        self.last, self.order, self.begun, self.before = [], [], {}, lambda: None
+        self.last, self.order, self.begun, self.before = [], [], {}, None
         if module is not None:
-            self.last, _orders[module] = _orders.get(module, []), self.order
+            # What was taken out is None on all ranks, whether or not it still exists on this one.
+            inside = [module]
+            for each in inside:
+                inside += each.children()
+            inside = {id(each) for each in inside}
+            last = [each() for each in _orders.get(module, ())]
+            self.last = [each if id(each) in inside else None for each in last]
+            _orders[module] = self.order
 
     def gather(self, memo: dict, key: tuple, owner: nn.Module, module: nn.Module) -> None:
         """Gathers a parameter of `module` with all that `owner`, its unit or itself, gathers.
@@ -971,10 +986,10 @@ class _Course:
             size += self.end(memo, self.begin(memo, [*_gathers(owner), module]))
         self.order.append(weakref.ref(owner))
         at = len(self.order)
-        if self.last[at - 1 : at] != self.order[-1:]:
+        if self.last[at - 1 : at] not in ([owner], [None]):
             self.last = []
         followers = islice(self.last, at, None)
-        while size > 0 and (module := next(followers, lambda: None)()) is not None:
+        while size > 0 and (module := next(followers, None)) is not None:
             if module not in self.begun:
                 self.begun[module] = self.begin(memo, _gathers(module))
             size -= sum(_size(bucket.params) for bucket, *_ in self.begun[module])
@@ -1000,7 +1015,7 @@ class _Course:
     def end(self, memo: dict, begun: Iterable[tuple]) -> int:
         """Into the memo. Gives the number of elements."""
         for bucket, token, about in begun:
-            bucket.before, self.before = self.before, weakref.ref(bucket)
+            bucket.before, self.before = self.before, bucket
             with _hidden(grad=True):
                 wholes = _End.apply(bucket, token, *bucket.params)
             for (key, name), p, whole in zip(about, bucket.params, wholes, strict=True):
@@ -1039,7 +1054,7 @@ def _read(module: nn.Module, p: DTensor) -> Tensor:
 
 
 CURES = {  # by words of torch's error: what to do where a model runs into it
-    "is a view and its base or another view": "data_parallel: a parameter was changed in place "
+    "is a view and i": "data_parallel: a parameter was changed in place "
     "while it was gathered, which would be lost: do it elsewhere.",
     "mixed torch.Tensor and DTensor": "data_parallel: while the model runs, read a parameter as an "
     "attribute of its module, in the thread that called the model. What named_parameters() and "
@@ -1054,7 +1069,7 @@ def _run_compiled(module: nn.Module, call, args: tuple, kwargs: dict):
     it, as in eager mode; equal units then share their code."""
     if not _enabled or torch.compiler.is_compiling():
         return call(*args, **kwargs)
-    with unsharded(module):
+    with unsharded(module), _swapping:
         members = [(m, m._parameters) for m in _gathers(module) if "_data_parallel" in m.__dict__]
         shards = [dict(own) for _, own in members]
         for member, own in members:

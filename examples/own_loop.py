@@ -65,8 +65,7 @@ def main():
     blocks = [Block() for _ in range(DEPTH)]
     model = nn.Sequential(nn.Embedding(VOCAB, WIDTH), *blocks, nn.Linear(WIDTH, VOCAB)).to(device)
     model = data_parallel(model, mesh)  # <- in place of DistributedDataParallel(model)
-    # <- after it: the parameters are shards now.
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)  # <- after it: of the shards
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, (step + 1) / 10))
 
     def loss_of(x, y):
@@ -79,12 +78,13 @@ def main():
     if whole:
         states, optimizers = get_state_dict(model, optimizer)
         saved = dict(model=states, optimizer=optimizers, schedule=schedule.state_dict())
-        # <- its shards, saved by any number of ranks.
-        dcp.load(saved, checkpoint_id=os.path.dirname(whole[-1]))
+        dcp.load(saved, checkpoint_id=os.path.dirname(whole[-1]))  # <- by any number of ranks
         set_state_dict(
             model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"]
         )
         schedule.load_state_dict(saved["schedule"])
+        if mesh.get_rank() == 0:
+            print(f"after step {schedule.last_epoch} of {steps}, which {FOLDER} holds")
 
     for step in range(schedule.last_epoch, steps):
         # Each rank its own samples.

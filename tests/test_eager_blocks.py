@@ -7,6 +7,8 @@ import copy
 import functools
 import gc
 import importlib.util
+import threading
+import time
 import weakref
 from unittest import mock
 
@@ -488,3 +490,90 @@ def test_a_shard_that_changes_during_the_forward(fake, when):
     else:
         with pytest.raises(RuntimeError, match="changed in place between its forward and its backward"):
             model(x).sum().backward()
+
+
+# ------------------------------------------------------------------ what must not depend on a rank, or on a step before
+
+
+class Side(nn.Module):
+    """A unit whose output the loss does not use."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.side, self.last = Block(), Block(hidden=33), Block()
+
+    def forward(self, x):
+        x = self.first(x)
+        self.kept = self.side(x.detach()) if self.keeps else self.side(x.detach()).detach()
+        return self.last(x).square().mean()
+
+
+def test_backward_gathers_the_same_whether_or_not_a_rank_keeps_an_output(fake):
+    model, seen = data_parallel(Side(), fake(4)), []
+    for model.keeps in (True, False):
+        with Comms() as comms:
+            model(torch.ones(2, 4, 8)).backward()
+        seen.append(comms.log)
+    assert seen[0] == seen[1]
+
+
+def test_a_block_that_was_taken_out_is_begun_no_more_whether_or_not_it_was_collected(fake):
+    model = compile_blocks(data_parallel(Blocks(4), fake(4)))  # compiled, a module is in a reference cycle
+    turns(model, [])
+    gc.disable()
+    try:
+        alive = weakref.ref(model.blocks[2])
+        del model.blocks[2]
+        first = turns(model, [])
+        assert alive() is not None and first.split().count("G") == 6
+    finally:
+        gc.enable()
+
+
+def test_a_backward_that_failed_leaves_no_gradient_to_the_next(fake):
+    model, broken = data_parallel(Blocks(3), fake(2)), []
+    model.blocks[0].register_full_backward_pre_hook(lambda *_: 1 / len(broken) and None)
+    broken += [1]
+    x, params = torch.randn(2, 4, 8).requires_grad_(), list(model.parameters())
+    model(x)
+    loss = model(x)
+    good = torch.autograd.grad(loss, params, create_graph=True)
+    broken.clear()
+    with pytest.raises(ZeroDivisionError):
+        torch.autograd.grad(loss, params, retain_graph=True)
+    broken += [1]
+    again = torch.autograd.grad(loss, params, create_graph=True)
+    assert all(torch.equal(a.to_local(), b.to_local()) for a, b in zip(good, again, strict=True))
+
+
+def test_tokens_of_autograd_lie_where_the_parameters_do(fake):
+    """On another device autograd would run them in another thread, in an order of its own."""
+    model = data_parallel(nn.Linear(4, 4).to("meta"), fake(2))
+    token = simple_fsdp._Begin.apply(simple_fsdp._Bucket([model.weight], model._data_parallel), model.weight)
+    assert token.device.type == "meta" and token.requires_grad
+
+
+def test_threads_take_turns_in_a_compiled_block(fake):
+    model, inside = data_parallel(Blocks(1), fake(1)), []
+
+    def backend(gm, inputs):
+        def run(*args):
+            inside.append(1)
+            time.sleep(0.05)
+            together.append(len(inside))
+            out = gm(*args)
+            inside.pop()
+            return out
+
+        return run
+
+    together, x = [], torch.randn(2, 4, 8)
+    model.blocks[0].compile(backend=backend)
+    call = torch.no_grad()(lambda: model(x))
+    call()
+    threads = [threading.Thread(target=call) for _ in range(3)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert together == [1] * 4 and all(isinstance(p, DTensor) for p in model.parameters())

@@ -27,6 +27,7 @@ from lab.report import history
 from trainer import checks
 from trainer import config as flags
 from trainer.attention import read_options
+from trainer.checkpoint import lock
 from trainer.costs import measured
 from trainer.data import DataError, readable
 from trainer.data import check_files as check_data
@@ -279,6 +280,7 @@ READERS = {  # what opens a file that a flag or a folder names
     "--calibrate": lambda path: hardware.samples(path, "cpu"),
     "--template": lambda path: templates._template_of(path, None),
     "--results": check_writable,
+    "a lock of --save": lambda path: lock._read(path),
     "--model": lambda path: own.check_folder(os.path.dirname(path)),
     "a folder of templates": lambda path: own.check_folder(os.path.dirname(os.path.dirname(path))),
 }

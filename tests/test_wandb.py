@@ -7,7 +7,12 @@ import io
 import itertools
 import json
 import os
+import shutil
+import signal
+import subprocess
 import sys
+import threading
+from types import SimpleNamespace
 
 import pytest
 from running import ROOT, TINY, rows_of
@@ -176,3 +181,17 @@ def test_a_run_without_a_name_is_called_what_the_sweep_calls_it(monkeypatch, giv
     Sinks(None, "online", name=given, tags=["mine"], stream=io.StringIO()).close()
     assert fake.named["name"] == name and fake.named["job_type"] == ("cell" if told else "train")
     assert fake.named["tags"] == ["mine", *[told.partition(" n=")[0][:64]] * bool(told)]
+
+
+def test_a_service_that_hangs_at_the_end_costs_a_warning_and_is_ended(tmp_path, monkeypatch, capsys):
+    """Python's exit would wait for it, and signals are heeded no more."""
+    monkeypatch.setattr("trainer.logging.FINISH_S", 0.2)
+    shutil.copy("/bin/sleep", tmp_path / "wandb-core")
+    own, other = (subprocess.Popen([each, "600"]) for each in (tmp_path / "wandb-core", "/bin/sleep"))
+    sinks, never = Sinks(tmp_path / "rows.jsonl"), threading.Event()
+    sinks._wandb = SimpleNamespace(finish=never.wait)
+    sinks.close()
+    assert own.wait(20) == -signal.SIGKILL and other.poll() is None
+    assert capsys.readouterr().err == "warning: wandb: no answer for 0.2 s; what it has not kept is lost\n"
+    other.kill()
+    never.set()

@@ -15,9 +15,11 @@ import os
 import re
 import secrets
 import shlex
+import signal
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -46,6 +48,7 @@ DECODER = json.JSONDecoder(
     object_pairs_hook=_shared,
     parse_constant={"NaN": "nan", "Infinity": "inf", "-Infinity": "-inf"}.get,
 )
+FINISH_S = 60  # for W&B's end, which has limits of its own, of 30 s
 LARGEST = 1e300  # of a figure: far above any, and statistics of it are still finite
 SECRET = re.compile(
     r"api_?key|private_?key|secret|passw|credential|(access|api|auth|hf)_?token|^token$",
@@ -92,6 +95,15 @@ def append_jsonl(path: str | Path, obj: dict, *, fsync: bool = False) -> None:
 def _write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text + "\n")
+
+
+def _kill_service() -> None:
+    """Ends W&B's process, which Python would else wait for at its exit."""
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended meanwhile
+            name, _, about = file.read_text().partition("(")[2].rpartition(") ")
+            if name == "wandb-core" and int(about.split()[1]) == os.getpid():
+                os.kill(int(file.parent.name), signal.SIGKILL)
 
 
 def _odd_entry(row: dict) -> str:
@@ -335,9 +347,19 @@ class Sinks:
         return [*lines, drawn]
 
     def close(self) -> None:
-        """End the W&B run; a second call does nothing."""
+        """End the W&B run; a second call does nothing. W&B's own process may hang: it then ends, too."""
         run, self._wandb = self._wandb, None
-        self._try("wandb", run.finish if run else bool)
+        if run is None:
+            return
+        ending = threading.Thread(target=self._try, args=("wandb", run.finish), daemon=True)
+        ending.start()
+        ending.join(FINISH_S)
+        if ending.is_alive():
+            tell(
+                f"warning: wandb: no answer for {FINISH_S} s; what it has not kept is lost",
+                sys.stderr,
+            )
+            _kill_service()
 
     def _try(self, sink: str, action: Callable[[], Any]) -> bool:
         try:

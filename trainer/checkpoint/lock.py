@@ -21,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from trainer.checkpoint.manifest import CheckpointError, Refused
-from trainer.distributed.terminal import tell
+from trainer.distributed.terminal import regular, tell
 
 # Seconds between signs of life; without one until another machine's lock is taken over.
 SIGN, STALE = 30, 180
@@ -109,7 +109,7 @@ def _create(path: str, text: str) -> None:
 
 
 def _read(path: str) -> str:
-    return Path(path).read_text("utf-8", "replace")
+    return regular(path).read_text("utf-8", "replace")
 
 
 def _owner(text: str) -> dict:
