@@ -27,6 +27,7 @@ from simple_fsdp import data_parallel
 
 DEPTH = 4
 BUCKETS = DEPTH + 2  # embedding, a block each, norm and head, which start and are waited for together
+NORM = 128  # elements of the last norm
 COPIED = 4 * (torch.__version__ < (2, 13))  # bytes an element: older ones hold the head's fp32 gradient once more
 needs_213 = pytest.mark.skipif(torch.__version__ < (2, 13), reason="regions need torch 2.13")
 
@@ -107,7 +108,9 @@ def test_one_bucket_per_block_in_order_and_few_bytes_alive(compile, mode, ahead)
         assert code.alive(GRADIENTS) == gradients, code
     else:  # what is all-reduced is copied once more; with hybrid_shard shards are, a fourth of a bucket
         more = (ahead + 2) * block if mode == "hybrid_shard" else 4 * block
-        assert code.alive(GRADIENTS) <= gradients + more, code
+        # Two ahead, the norm's bucket in fp32 stays beside the blocks', and twice its shards, a fourth of that.
+        norm = 6 * NORM * (mode == "hybrid_shard" and ahead > 1)
+        assert code.alive(GRADIENTS) <= gradients + more + norm, code
 
 
 @pytest.mark.slow
@@ -267,8 +270,9 @@ def test_code_for_a_gpu_has_the_same_order_and_bytes():
     order, numbers = done.out.splitlines()[-2:]
     forward, backward = order.split("|")[1:3]
     gathered, gradients, block, matrices = map(int, numbers.split())
-    assert only("Gg", forward) == ahead_by(1, "G", BUCKETS) and only("Gg", backward) == ahead_by(1, "G", BUCKETS - 1)
-    assert only("Rr", backward) == ahead_by(1, "R", BUCKETS), backward
+    assert only("Gg", forward) == doubled(ahead_by(1, "G", BUCKETS), DEPTH + 1), forward
+    assert only("Gg", backward) == "G" + ahead_by(1, "G", BUCKETS - 1).replace("gG", "gGg", 1), backward
+    assert only("Rr", backward) == doubled(ahead_by(1, "R", BUCKETS), 0), backward
     assert 4 * block <= gathered <= 4 * block + 2 * 512 * 128, numbers
     assert gradients <= 2 * 4 * block + 2 * matrices + 512, numbers
     assert re.search("m", forward)
