@@ -333,6 +333,8 @@ def own_model(target: str, c: flags.Config, world: int) -> tuple[nn.Module, Call
     sys.path.insert(0, os.getcwd())
     try:
         model, inputs = pkgutil.resolve_name(target)()
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"{type(model).__name__} is no nn.Module")
     except (ImportError, AttributeError, TypeError, ValueError) as e:
         raise ValueError(
             f"--model {target}: {e}; give MODULE:FUNCTION, a function that returns (model, inputs)"

@@ -128,6 +128,7 @@ def test_your_own_model_by_module_and_function(capsys, tmp_path, monkeypatch, in
     ("no_such_module:f", "", "--model no_such_module:f: No module named 'no_such_module'"),
     ("model:nothing", "", "--model model:nothing: module 'model' has no attribute 'nothing'"),
     ("model:sinusoids", "", "--model model:sinusoids: .*give MODULE:FUNCTION"),
+    ("platform:architecture", "", "--model platform:architecture: str is no nn.Module; give MODULE:FUNCTION"),
     ("torch.nn:Sequential", "", "--model torch.nn:Sequential: not enough values to unpack .*give MODULE:FUNCTION"),
 ])  # fmt: skip
 def test_bad_input_is_one_line_and_exit_code_2(capsys, target, line, message):
