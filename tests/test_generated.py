@@ -129,9 +129,11 @@ def test_without_reshard_backward_gathers_nothing_and_all_stays():
 
 
 @pytest.mark.slow
-def test_one_compiled_block_gathers_and_reduces_once():
+def test_compiled_blocks_gather_one_unit_ahead_and_wait_for_reductions_one_unit_late():
+    """Around their code: embedding, blocks, norm and head together. The last product is the head's."""
     code = found("blocks", "fully_shard")[0]
-    assert code.order[0].count("Ggmm" * DEPTH) == code.order[1].count("GgmmmmRr" * DEPTH) == 1, code
+    assert code.order[0] == "GgG" + "gGmm" * (DEPTH - 1) + "gGGmmggm", code
+    assert code.order[1] == "GgGGmmRgRgGmmmmrr" + "RgGmmmmr" * (DEPTH - 2) + "RgmmmmrRrRr", code
 
 
 UNDONE = [
