@@ -270,6 +270,11 @@ class Watchdog(AbstractContextManager):
             told = zip(silent, self._heard(*map(str, silent)), strict=True)
             answers |= {rank: json.loads(text) for rank, text in told if text is not None}
             time.sleep(0.1)
+        # The rank that speaks may hold the store, which the others still ask.
+        self._ask(lambda: self.store.set(f"heard {self.rank}", "1"))
+        heard = [f"heard {rank}" for rank in answers if self.rank == min(answers) < rank]
+        while None in self._heard(*heard) and time.monotonic() < until:
+            time.sleep(0.1)
         return answers
 
     def _verdict(self, answers: dict[int, dict], why: str) -> str:
