@@ -799,8 +799,8 @@ class _Bucket:
         self.uses = Counter()  # by parameter: how often backward will ask for it
         self.wholes = {}  # by parameter: those that were gathered again
         self.uses_left = 0  # of these
-        self.work = None  # a gather that is on its way, or
-        self.reduction = None  # (parameters, a reduction that is)
+        self.coming, self.work = {}, None  # parameters, and the gather of them that is on its way
+        self.reduction = None  # (parameters, a reduction that is on its way)
 
     def begin(self, params: list[DTensor]) -> None:
         """Begins to gather these."""
@@ -861,8 +861,11 @@ class _Begin(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, _):
-        (params, work), ctx.bucket.reduction = ctx.bucket.reduction or ((), iter(())), None
-        averages = dict(zip(params, _result(work) or (), strict=True))
+        averages = {}
+        if ctx.bucket.reduction is not None:
+            params, work = ctx.bucket.reduction
+            ctx.bucket.reduction = None
+            averages = dict(zip(params, _result(work), strict=True))
         return None, *(averages.get(p) for p in ctx.params)
 
 

@@ -586,10 +586,9 @@ def overlap(rows: list[dict], folder: Path) -> list[Path]:
             color, label = looks[kind]
             if gap:
                 handles[label] = ax.barh(y, gap - 0.6, 0.8, start, color=color)
-                ink, text = (
-                    "white" if color < "0.5" else "black",
-                    f"{mib:.0f} MiB" if gap > 4 else "",
-                )
+                ink = "white" if color < "0.5" else "black"
+                size = f"{mib:.0f} MiB" if mib >= 1 else "< 1 MiB"
+                text = size if gap > 4 else ""
                 ax.text(
                     start + gap / 2 - 0.3, y, text, ha="center", va="center", fontsize=7, color=ink
                 )
