@@ -60,7 +60,8 @@ def main(
         model, vocab = open_model(c)  # on the meta device: no parameter has memory yet
         # longrope chooses its factors by the positions that there are, without padding.
         positions = model.longest_short(c.seqlen) > 0
-        data, shape = open_data(c, vocab, rank, world, positions), model.model.config
+        data = open_data(c, vocab, rank, world, positions, model.takes_until)
+        shape = model.model.config
         c = c.completed(shape.num_hidden_layers, shape.hidden_size, vocab, data.epoch_samples)
         attention = f"{shape._attn_implementation} of transformers"
         run.open(data, model, attention, c=c, counted=to_count(c, model))

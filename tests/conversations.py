@@ -49,6 +49,14 @@ def chats(n, answer="Yes. "):
             for i in range(n)]  # fmt: skip
 
 
+def long_chats(n):
+    """Conversations of which Qwen3's template makes several examples, of two answers one where a tool comes between."""
+    answers = [dict(role="assistant", content=f"<think>\nHm {i}.\n</think>\n\nIt is {i}.") for i in range(9)]
+    question = dict(role="user", content="What is it?")
+    turns = [[question, answers[i], dict(question, role="tool"), answers[i - 1]] for i in range(n)]
+    return [dict(messages=[dict(role="system", content=f"Chat {i}."), *sum(turns[:i], [])]) for i in range(1, n + 1)]
+
+
 def steps_of(stream, count):
     return [next(stream) for _ in range(count)]
 

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conversations import TURNS, chats, steps_of
+from conversations import TURNS, chats, long_chats, steps_of
 
 from model import IGNORE
 from trainer.data import DataError
@@ -35,8 +35,12 @@ def pairs(stream, steps):
     for _, (tokens, targets, inputs) in zip(range(steps), stream, strict=False):
         positions = inputs.get("position_ids", torch.arange(tokens.shape[1]).expand_as(tokens))
         for row, column in (targets != IGNORE).nonzero().tolist():
-            first = column - int(positions[row, column])
-            found.append((tokens[row, first : column + 1].tolist(), int(targets[row, column])))
+            if "until" in inputs:
+                seen = (inputs["until"][row, : column + 1] > column).nonzero()[:, 0]
+            else:
+                seen = torch.arange(column - int(positions[row, column]), column + 1)
+            assert positions[row, seen].tolist() == [*range(len(seen))]
+            found.append((tokens[row, seen].tolist(), int(targets[row, column])))
     return sorted(found)
 
 
@@ -111,6 +115,38 @@ def test_the_summary_tells_the_learned_share_the_longest_and_the_padding(batches
         ids, mask = stream.example(number)
         tokens, learned = tokens + len(ids) - 1, learned + mask[1:].sum()
     assert told.groups() == (f"{learned / tokens:.1%}"[:-1], "142", f"{1 - tokens / room:.1%}"[:-1])
+
+
+def test_examples_of_one_line_that_begin_alike_share_their_beginnings_in_packed_rows(batches):
+    lines = [*chats(9), *long_chats(6), dict(text="Some text.")]
+    how = dict(template="qwen3", pad="pack")
+    for seqlen in (300, 900):  # of a long chat not all examples have room in a short row
+        apart, shared = (batches(lines, seqlen=seqlen, until=until, **how) for until in (False, True))
+        examples = len(apart.data.chosen)
+        assert examples == 9 + sum(range(1, 7)) + 1  # two answers around a tool's result are one
+        expected = pairs(apart, apart.epoch_samples)
+        assert pairs(shared, shared.epoch_samples) == expected and len(expected) == apart.labels == shared.labels
+        assert shared.tokens < apart.tokens and shared.epoch_samples < apart.epoch_samples
+        words = r"what is split has (.*) tokens in place of (.*) \((.*) times\), (.*) in rows that share"
+        many, whole, times, left = re.search(words, shared.description).groups()
+        number = {name: int(each.replace("'", "")) for name, each in dict(many=many, whole=whole, left=left).items()}
+        assert number["many"] - number["left"] == apart.tokens - shared.tokens
+        assert number["whole"] < number["left"] and times == f"{number['many'] / number['whole']:.1f}"
+        assert f"{many} tokens in place of {whole} ({times} times)" in apart.description
+        assert "share beginnings" not in apart.description and apart.fingerprint != shared.fingerprint
+        ranks = [batches(None, seqlen=seqlen, until=True, global_batch=2, rank=i, world=2, **how) for i in range(2)]
+        both = batches(None, seqlen=seqlen, until=True, global_batch=2, **how)
+        for _ in range(3):
+            halves, whole_batch = [next(each)[2] for each in ranks], next(both)[2]
+            for name, each in whole_batch.items():
+                assert torch.equal(torch.cat([half[name] for half in halves]), each)
+
+
+def test_rows_of_examples_that_share_nothing_are_as_they_were(batches):
+    one, other = (batches([*chats(9), dict(text="Some text.")], pad="pack", until=until) for until in (False, True))
+    assert one.description == other.description and one.fingerprint == other.fingerprint
+    for (a, b, c), (x, y, z) in zip(steps_of(one, 4), steps_of(other, 4), strict=True):
+        assert torch.equal(a, x) and torch.equal(b, y) and c.keys() == z.keys()
 
 
 # Order

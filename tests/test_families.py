@@ -9,6 +9,7 @@ files' bits. Configurations: tests/families.py.
 
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -144,6 +145,28 @@ def test_every_causal_class_is_trained_right_or_refused_in_one_sentence(tmp_path
     assert first.keys() == {*FAMILIES} and first == second
     assert all("\n" not in words and len(words) < 600 for _, words in first.values())
     assert outcomes.count(RIGHT) >= 0.8 * len(FAMILIES) and outcomes.count(NONE) <= 0.12 * len(FAMILIES)
+
+
+@pytest.mark.slow
+def test_every_class_that_is_given_shared_beginnings_computes_what_it_does_with_separate_rows():
+    until, positions = torch.tensor([[8, 8, 4, 4, 8, 8, 8, 8]]), torch.tensor([[0, 1, 2, 3, 2, 3, 4, 5]])
+    tokens, differ = TOKENS[:1, :8], {}
+    for family in FAMILIES:
+        torch.manual_seed(0)
+        with suppress(Exception):  # what the test above is about
+            inner = AutoModelForCausalLM.from_config(tiny(family), dtype=torch.float32)
+            for p in inner.parameters():
+                p.data += 0.05 * torch.randn_like(p)
+            model = HuggingFaceModel(inner)
+            model.check_packed(CPU)
+            if model.takes_until:
+                differ[family] = torch.inf
+                with torch.no_grad():
+                    logits = model(tokens, position_ids=positions, until=until)
+                    branch, rest = model(tokens[:, :4]), model(tokens[:, [0, 1, 4, 5, 6, 7]])[:, 2:]
+                largest = (logits - torch.cat((branch, rest), 1)).abs().max()
+                differ[family] = (largest / logits.abs().max()).item()
+    assert len(differ) > 50 and max(differ.values()) < 1e-5, differ
 
 
 @pytest.mark.parametrize(("family", "how", "said"), [

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from conversations import TEMPLATES, long_chats
 from harness import spawn
 from running import one_line
 
@@ -325,6 +326,27 @@ def test_packed_padded_and_shorter_rows_have_the_same_loss(tune):
     losses = [each.steps[0]["loss"] for each in (*found.values(), packed)]
     assert rows < 64 and max(losses) - min(losses) < 2e-6, losses
     assert found["longest"].row["tok_s"] is None and "tok_s" in found["fixed"].steps[0]
+
+
+@pytest.mark.parametrize(("kind", "more"), [
+    ("qwen3", ("--compile", "fwdbwd", "--remat-ratio", 0.5)), ("qwen3-moe", ("--loss", "chunked")), ("mistral", ()),
+])  # fmt: skip
+def test_examples_of_a_chat_that_share_their_beginning_have_the_loss_and_gradients_of_separate_ones(
+        kind, more, tune, tmp_path):  # fmt: skip
+    folder, data = write_model(tmp_path / "m", kind, max_position_embeddings=512), tmp_path / "long.jsonl"
+    write_tokenizer(folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATES["qwen3"])
+    data.write_text("".join(json.dumps(each) + "\n" for each in long_chats(4)))
+    how = dict(model=folder, data=data)
+    usual = "--steps", 2, "--log-every", 1, "--seqlen", 512, "--lr", "1e-2", "--batch"
+    apart, packed = tune(*usual, 10, "--pad", "longest", **how), tune(*usual, 1, "--pad", "pack", **how)
+    rows = int(re.search(r"in (\d+) rows of 512", packed.out)[1])
+    packed = tune(*usual, rows, "--pad", "pack", *more, **how)
+    assert rows < 9 and "10 examples" in apart.out and re.search(r"split has .* \(\d\.\d times\)", apart.out)
+    assert ("in rows that share beginnings" in packed.out) == (kind != "mistral")  # which has sliding windows
+    for one, other in zip(apart.steps, packed.steps, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
+        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
 
 
 def test_recomputed_blocks_and_the_chunked_loss_change_nothing(tune):

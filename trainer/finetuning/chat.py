@@ -7,9 +7,10 @@
     print(batches.preview(0, color=True))       # an example, with what is learned of it marked
 
 pad: "fixed" gives an example a row of seqlen tokens; "longest" one as long as the global batch needs, of at most eight
-lengths; "pack" puts several examples into a row, each with position ids from 0, by which a model keeps them apart. The
-first seqlen + 1 tokens of an example are used, the last as a target alone. What a line may be, and which of its tokens
-are learned, is told in examples.py.
+lengths; "pack" puts several examples into a row, each with position ids from 0, by which a model keeps them apart. With
+`until` the examples of one line that begin alike (a template that rewrites answers makes one for each answer) have
+their common beginning once in a row. The first seqlen + 1 tokens of an example are used, the last as a target alone.
+What a line may be, and which of its tokens are learned, is told in examples.py.
 """
 
 from __future__ import annotations
@@ -89,6 +90,8 @@ class Examples:
         for each in cut:
             self.labels[each] = self[each][1][1:].sum()
         self.chosen = np.flatnonzero(self.labels)
+        # Tokens that stand in a row for an example and for others: of none until `families`.
+        self.shared = np.zeros_like(self.inputs)
         # Of each example.
         file = np.searchsorted(np.cumsum(about["lines"]), self.data.lines, side="right")
         # The number of its source.
@@ -112,8 +115,56 @@ class Examples:
             )
 
     def __getitem__(self, number: int) -> Example:
-        part = int(self.starts[number]), int(self.inputs[number]) + 1
+        return self.piece(number, 0, int(self.inputs[number]))
+
+    def piece(self, number: int, start: int, end: int) -> Example:
+        """The inputs from number `start` to `end` of an example, and the target of the last."""
+        part = int(self.starts[number]) + start, end - start + 1
         return self.data.tokens(*part), self.data.learned(*part)
+
+    def families(self, chosen: np.ndarray, room: int) -> list[list[int]]:
+        """Examples of one line that begin alike and together have room in a row, the last one of them last: the others
+        share `shared` tokens with it, and stand by how many."""
+        found: list[list[int]] = []
+        left = 0
+        for number in chosen[::-1].tolist():
+            if found and self.data.lines[number] == self.data.lines[last := found[-1][-1]]:
+                shared = self._alike(number, last)
+                if 0 < shared and (own := self.inputs[number] - shared) <= left:
+                    self.shared[number], left = shared, left - own
+                    found[-1].insert(0, number)
+                    continue
+            found.append([number])
+            left = room - self.inputs[number]
+        return [sorted(each, key=lambda i: self.shared[i] or room) for each in reversed(found)]
+
+    def _alike(self, number: int, last: int) -> int:
+        """How many inputs of an example are those of another one and have no label in it."""
+        (ids, learned), (others, _) = self[number], self[last]
+        count = min(len(ids), len(others))
+        differ = np.append(ids[:count] != others[:count], True)
+        # Its own input predicts the first token that is not shared.
+        return max(0, min(differ.argmax(), learned.argmax()) - 1)
+
+    def pieces(self, row: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
+        """A packed row from left to right: (example, its inputs from .. to, how far what follows in the row may see
+        them). A branch stands where it leaves what it shares."""
+        at, family = 0, []
+        for number in row:
+            family.append(number)
+            if self.shared[number]:
+                continue
+            end, done = at + int((self.inputs - self.shared)[family].sum()), 0
+            for branch in family:
+                stop = int(self.shared[branch] or self.inputs[number])
+                yield number, done, stop, end
+                at += stop - done
+                if branch != number:
+                    size = int(self.inputs[branch]) - stop
+                    yield branch, stop, stop + size, at + size
+                    at += size
+                done = stop
+            family = []
 
     def cut(self, chosen: np.ndarray) -> int:
         """How many of these are trained on if the last are held out. DataError if none would be."""
@@ -129,7 +180,8 @@ class Examples:
 class ChatBatches(ReadAhead):
     """Infinite iterator over (tokens [B, T], targets [B, T], more inputs of the model), int64 on the CPU; B =
     global_batch / world rows. The inputs are {"position_ids": [B, T]} with pad="pack" or positions, else none: from 0
-    on for each example, 0 for padding. Each epoch has its own seeded order of the same rows, and a batch may
+    on for each example, 0 for padding. Where examples share a beginning also {"until": [B, T]}: the tokens before that
+    column, from its own on, see a token. Each epoch has its own seeded order of the same rows, and a batch may
     hold the end of one and the beginning of the next. source: one or several, with weights as sources.weighted has
     them: then an epoch, of as many rows as there are, has exactly these shares of each source, which is passed as often
     as that needs. hold_out: the last 1/64 of the examples (of each weighted source), at least one line, is in no batch,
@@ -142,7 +194,7 @@ class ChatBatches(ReadAhead):
     def __init__(self, source: str | Sequence[str], tokenizer: PreTrainedTokenizerFast, *, global_batch: int,
                  seqlen: int, vocab: int, seed: int, rank: int = 0, world: int = 1, start: int = 0, pad: str = "fixed",
                  hold_out: bool = False, eval_source: str | None = None, cache: str | None = None,
-                 positions: bool = False,
+                 positions: bool = False, until: bool = False,
                  **rules: Any):  # fmt: skip
         if pad not in PADS:
             raise ValueError(f"--pad {pad}: expected one of {', '.join(PADS)}")
@@ -154,7 +206,7 @@ class ChatBatches(ReadAhead):
             pad,
         )
         self.rows, self.rank = rows_of_a_rank(global_batch, world), rank
-        self.positions = positions or pad == "pack"
+        self.positions, self.may_share = positions or pad == "pack", until
         self.sample = start  # rows consumed so far by all ranks together; set it to resume
         filler = tokenizer.pad_token_id
         # No label, and seen by no token before it.
@@ -207,30 +259,56 @@ class ChatBatches(ReadAhead):
             if self.shares is None
             else np.concatenate([self._train[i] for i in self._order(0)])
         )
+        # Whether any row has `until`; then all have.
+        self.until = bool(self.data.shared.any() or self.other.shared.any())
         # Of an epoch.
         self.tokens, self.labels = (
-            int(n[first].sum()) for n in (self.data.inputs, self.data.labels)
+            int(n[first].sum()) for n in (self.data.inputs - self.data.shared, self.data.labels)
         )
         digests = [each.data.about["digest"] for each in (self.data, self.other)]
         same = digests, len(chosen), len(held), seqlen, pad == "pack"
         same += () if self.shares is None else (self.sizes, self.shares)
+        same += ("shared",) * self.until
         self.fingerprint = hashlib.blake2b(repr(same).encode(), digest_size=16).hexdigest()
-        self.description = f"{self.data.source}, {self.data.words}; {_n(len(chosen))} to train on"
-        self.description += f" in {_n(self.epoch_samples)} rows of {_n(seqlen)}" * (pad == "pack")
+        self.description = self._described(paths, chosen)
+        self.description += f"; {_n(len(held))} held out" * (len(held) > 0)
+        self.description += f" of {eval_source}, {self.other.words}" * bool(eval_source)
+
+    def _described(self, paths: Sequence[str], chosen: np.ndarray) -> str:
+        """What is trained on, for people."""
+        words = f"{self.data.source}, {self.data.words}; {_n(len(chosen))} to train on"
+        words += f" in {_n(self.epoch_samples)} rows of {_n(self.seqlen)}" * (self.pad == "pack")
         if self.shares is not None:
             parts = [f"{share / self.epoch_samples:.1%} from {path} ({share / size:.2f} passes)"
                      for share, size, path in zip(self.shares, self.sizes, paths, strict=True)]  # fmt: skip
-            self.description += f", in an epoch {', '.join(parts)}"
-        self.description += f", {_n(self.tokens)} tokens, of which {_n(self.labels)} ({self.labels / self.tokens:.1%}) "
-        self.description += f"are learned, the longest of {_n(self.data.sizes[chosen].max())}"
-        self.description += f"; {1 - self.tokens / self._room(chosen):.1%} of the rows is padding"
-        self.description += f"; {_n(len(held))} held out" * (len(held) > 0)
-        self.description += f" of {eval_source}, {self.other.words}" * bool(eval_source)
+            words += f", in an epoch {', '.join(parts)}"
+        words += f", {_n(self.tokens)} tokens, of which {_n(self.labels)} ({self.labels / self.tokens:.1%}) "
+        words += f"are learned, the longest of {_n(self.data.sizes[chosen].max())}"
+        words += f"; {1 - self.tokens / self._room(chosen):.1%} of the rows is padding"
+        return words + self._split(chosen)
 
     def _in_rows(self, examples: Examples, chosen: np.ndarray) -> Sequence[Sequence[int]]:
         if self.pad != "pack":
             return chosen[:, None]
-        return [chosen[row] for row in pack(examples.inputs[chosen], self.seqlen)]
+        if not self.may_share:
+            return [chosen[row] for row in pack(examples.inputs[chosen], self.seqlen)]
+        families = examples.families(chosen, self.seqlen)
+        own = examples.inputs - examples.shared
+        rows = pack(np.array([own[each].sum() for each in families]), self.seqlen)
+        return [np.concatenate([families[i] for i in row]) for row in rows]
+
+    def _split(self, chosen: np.ndarray) -> str:
+        """What the lines cost that are several examples, for people."""
+        lines = self.data.data.lines
+        _, line, counts = np.unique(lines[chosen], return_inverse=True, return_counts=True)
+        split = chosen[counts[line] > 1]
+        if not len(split):
+            return ""
+        tokens, shared = (int(n[split].sum()) for n in (self.data.inputs, self.data.shared))
+        last = np.diff(lines[split], append=-1) != 0
+        whole = int(self.data.inputs[split[last]].sum())
+        words = f"; what is split has {_n(tokens)} tokens in place of {_n(whole)} ({tokens / whole:.1f} times)"
+        return words + f", {_n(tokens - shared)} in rows that share beginnings" * (shared > 0)
 
     def _width(self, longest: np.ndarray) -> np.ndarray:
         """Tokens in a row of each batch of pad="longest", of the tokens of its longest row."""
@@ -342,17 +420,21 @@ class ChatBatches(ReadAhead):
             T = int(self._width(max(examples.inputs[row].sum() for row in rows)))
         tokens, targets = np.full((B, T), self.filler), np.full((B, T), IGNORE)
         positions = np.tile(np.arange(T), (B, 1))
+        until = positions + 1
         own = [] if blank else rows[self.rank * B : (self.rank + 1) * B]
         for i, row in enumerate(own):
             at = 0
-            for ids, learned in map(examples.__getitem__, row):
-                end = at + len(ids) - 1
+            for number, first, stop, last in examples.pieces(row):
+                ids, learned = examples.piece(number, first, stop)
+                end = at + stop - first
                 tokens[i, at:end] = ids[:-1]
                 targets[i, at:end] = np.where(learned[1:], ids[1:], IGNORE)
-                positions[i, at:end] = np.arange(end - at)
+                positions[i, at:end] = np.arange(first, stop)
+                until[i, at:end] = last
                 at = end
             positions[i, at:] = 0  # each token of padding is a document of its own
         inputs = dict(position_ids=torch.from_numpy(positions)) if self.positions else {}
+        inputs |= dict(until=torch.from_numpy(until)) if self.until else {}
         return torch.from_numpy(tokens), torch.from_numpy(targets), inputs
 
 

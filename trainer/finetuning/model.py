@@ -100,10 +100,27 @@ class HuggingFaceModel(nn.Module):
         usual = self.rotary.get("original_max_position_embeddings") or seqlen
         return usual if self.rotary.get("rope_type") == "longrope" and seqlen > usual else 0
 
+    @property
+    def takes_until(self) -> bool:
+        """Whether all that tells a token its place are positions and one mask for all layers: then examples of a row
+        can share a beginning."""
+        config = self.model.config
+        kinds = {*(getattr(config, "layer_types", None) or ())} <= {"full_attention"}
+        windows = any(
+            getattr(config, each, None) for each in ("sliding_window", "attention_chunk_size")
+        )
+        sdpa = config._attn_implementation == "sdpa"  # which takes such a mask
+        return bool(self.rotary) and kinds and not windows and sdpa
+
     def forward(
-        self, tokens: Tensor, targets: Tensor | None = None, chunk: int = 0, **inputs: Tensor
-    ) -> Tensor:
-        """tokens [B, T] -> logits [B, T, V]; with targets [B, T] their summed loss. ValueError: no chunked loss."""
+        self, tokens: Tensor, targets: Tensor | None = None, chunk: int = 0, until: Tensor | None = None,
+        **inputs: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """tokens [B, T] -> logits [B, T, V]; with targets [B, T] their summed loss. until [B, T]: the column before
+        which a token is seen by those from its own on, in place of what positions tell apart. ValueError: no chunked
+        loss."""
+        if until is not None:
+            inputs["attention_mask"] = _seen_until(until)
         # Unless it is told the mask, transformers looks for documents in the values of positions.
         if tokens.is_meta:
             B, T = tokens.shape
@@ -215,10 +232,13 @@ class HuggingFaceModel(nn.Module):
                             'causal model (some need "is_decoder": true in config.json)')  # fmt: skip
 
     @torch.compiler.set_stance("force_eager")
-    def check_packed(self, device: torch.device) -> None:
-        """DataError unless all that mixes tokens keeps apart what position ids tell apart."""
+    def check_packed(self, device: torch.device, until: bool = False) -> None:
+        """DataError unless all that mixes tokens keeps apart what position ids tell apart or, with `until`, that."""
         positions = torch.arange(4, device=device).repeat(1, 2)  # [1, 8]
-        if self._seen(device, slice(4, None), position_ids=positions)[:4].any():
+        inputs = dict(position_ids=positions)
+        if until:
+            inputs["until"] = 4 * (1 + torch.arange(8, device=device)[None] // 4)
+        if self._seen(device, slice(4, None), **inputs)[:4].any():
             raise DataError(f"--pad pack: {type(self.model).__name__} does not keep apart the examples of a row; use "
                             "--pad longest")  # fmt: skip
 
@@ -243,6 +263,12 @@ class HuggingFaceModel(nn.Module):
 def is_adapter(name: str) -> bool:
     """Whether this is the name of a parameter that peft has put beside a layer."""
     return ".lora_" in name
+
+
+def _seen_until(until: Tensor) -> Tensor:
+    """[B, T] -> [B, 1, T, T]: whether a token (row) sees another (column)."""
+    at = torch.arange(until.shape[1], device=until.device)
+    return ((at[:, None] >= at) & (at[:, None] < until[:, None]))[:, None]
 
 
 @torch.no_grad()

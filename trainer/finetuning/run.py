@@ -21,9 +21,10 @@ NAMED = 6  # parameters in a line
 
 
 def open_data(
-    c: Config, vocab: int, rank: int = 0, world: int = 1, positions: bool = False
-) -> ChatBatches:
-    """The examples of --data, as resolved flags cut and pad them. DataError for bad ones, or a bad tokenizer."""
+    c: Config, vocab: int, rank: int = 0, world: int = 1, positions: bool = False, until: bool = False
+) -> ChatBatches:  # fmt: skip
+    """The examples of --data, as resolved flags cut and pad them. positions, until: what the model needs, and may be
+    given. DataError for bad ones, or a bad tokenizer."""
     rules = dict(
         bad_lines=c.bad_lines, unknown_keys=c.unknown_keys, seam=c.seam, template_args=c.arguments
     )
@@ -34,7 +35,7 @@ def open_data(
         tell(note)
     return ChatBatches(c.data, tokenizer, global_batch=c.effective_batch, seqlen=c.seqlen, vocab=vocab,
                        seed=c.seed, rank=rank, world=world, pad=c.pad, hold_out=c.eval_every > 0,
-                       eval_source=c.eval_data, positions=positions, **rules)  # fmt: skip
+                       eval_source=c.eval_data, positions=positions, until=until, **rules)  # fmt: skip
 
 
 def open_model(c: Config) -> tuple[HuggingFaceModel, int]:
@@ -99,7 +100,7 @@ def look(run: Run, c: Config, model: HuggingFaceModel, device: torch.device) -> 
     if not c.random:  # else it has been done
         model.look(device)
     if c.pad == "pack":
-        model.check_packed(device)
+        model.check_packed(device, run.batches.until)
     if model.noise:
         say(f"noise is off: {model.noise} of config.json")
     in_fp32 = {name for own in model.parts_in_fp32.values() for name in own}
