@@ -56,7 +56,7 @@ def losses(results: Path) -> list[float]:
     return [step["loss"] for step in rows_of(steps)]
 
 
-@pytest.mark.parametrize("mode", ["fwdbwd", "regions"])
+@pytest.mark.parametrize("mode", ["fwdbwd", "blocks"])
 def test_the_main_job_learns(mode, tmp_path):
     results = tmp_path / "rows.jsonl"
     flags = f"--depth 8 --compile {mode} --steps 12 --log-every 1 --results {results}"
@@ -73,11 +73,7 @@ def test_the_main_job_learns(mode, tmp_path):
     assert len(steps) == 12
     assert steps[-1] < steps[0] - 0.5
     said = [line for line in done.stderr.splitlines() if "torch 2.13" in line]
-    if mode == "regions" and torch.__version__ < (2, 13):
-        (line,) = said
-        assert line.startswith("warning: --compile regions needs torch 2.13, this is")
-    else:
-        assert said == []
+    assert said == []
 
 
 def test_one_graph_trains_or_says_what_it_needs(tmp_path):

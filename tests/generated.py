@@ -14,7 +14,6 @@ death, on one of eight ranks of which the others are not there.
 
 import argparse
 import ast
-import importlib
 import re
 import weakref
 from collections.abc import Callable
@@ -35,6 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+import overlap
 from simple_fsdp import MixedPrecisionPolicy, data_parallel
 
 SYMBOLS = {"all_gather": "G", "reduce_scatter": "R", "all_reduce": "A"}
@@ -288,8 +288,7 @@ def small(compile: str, mode: str = "fully_shard", depth: int = 6, options: dict
     def own(part: nn.Module, **more) -> dict:
         if compile == "plain":
             return dict(options or {})
-        source = importlib.import_module("regions" if compile == "regions" else "overlap")
-        return source.compile_options(part, **how, **more) | (options or {})
+        return overlap.compile_options(part, **how, **more) | (options or {})
 
     def step(tokens: Tensor) -> Tensor:
         loss = model(tokens)
@@ -322,7 +321,7 @@ def small(compile: str, mode: str = "fully_shard", depth: int = 6, options: dict
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--compile", choices=("plain", "fwdbwd", "blocks", "regions", "step"), default="fwdbwd")
+    parser.add_argument("--compile", choices=("plain", "fwdbwd", "blocks", "step"), default="fwdbwd")
     parser.add_argument("--mode", choices=("fully_shard", "replicate", "hybrid_shard"), default="fully_shard")
     parser.add_argument("--depth", type=int, default=6)
     parser.add_argument("--ahead", type=float)

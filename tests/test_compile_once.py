@@ -22,7 +22,6 @@ from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-import regions
 from overlap import compile_options
 from simple_fsdp import data_parallel
 from trainer.distributed import compile_once as module
@@ -79,10 +78,6 @@ def one_compiles_the_other_finds_it(mesh):
     torch._dynamo.reset()
     counters.clear()
     return first, step(mesh, name="the same again")
-
-
-def regions_are_shared_too(mesh):
-    return step(mesh, options=regions.compile_options)
 
 
 def uneven_shards_are_compiled_by_each(mesh):
@@ -264,11 +259,9 @@ def test_afterwards_all_is_as_before(ranks):
 
 @pytest.mark.slow
 def test_more_that_differs_is_compiled_by_each_and_another_directory_is_sent_the_artifacts():
-    found = spawn(2, [*APART, regions_are_shared_too, two_directories])
+    found = spawn(2, [*APART, two_directories])
     for check in APART:
         assert right(found[check.__name__]) == [COMPILED, COMPILED], check
-    if torch.__version__ >= (2, 13):
-        assert right(found["regions_are_shared_too"]) == [COMPILED, FOUND]
     first, again = zip(*found["two_directories"], strict=True)
     assert right(first) == [COMPILED, FOUND]
     assert right(again) == [FOUND, FOUND]

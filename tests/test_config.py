@@ -171,7 +171,6 @@ MISFITS = [  # what is wrong together: argv, world, what the message names
     ("--compile step --grad-accum 2", 1, ["--compile step", "--grad-accum", "2"]),
     ("--compile step --accum-sync last", 1, ["--accum-sync last", "--compile step"]),
     ("--accum-sync shards --grad-accum 2", 4, ["--accum-sync shards", "--mode hybrid_shard"]),
-    ("--compile regions --compile-options plain", 1, ["--compile-options", "leave out plain with regions"]),
     ("--compile blocks --ahead 0.1", 1, ["--ahead 0.1", "--compile blocks"]),
     ("--compile none --ahead 2", 1, ["--ahead 2", "--compile none"]),
     ("--wrapper fsdp2 --compile fwdbwd", 1, ["--wrapper fsdp2", "--compile fwdbwd", "blocks"]),

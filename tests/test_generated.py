@@ -21,7 +21,6 @@ from torch.distributed import _functional_collectives as funcol
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import overlap
-import regions
 from overlap import OFF, compile_options
 from simple_fsdp import data_parallel
 
@@ -29,7 +28,6 @@ DEPTH = 4
 BUCKETS = DEPTH + 2  # embedding, a block each, norm and head, which start and are waited for together
 NORM = 128  # elements of the last norm
 COPIED = 4 * (torch.__version__ < (2, 13))  # bytes an element: older ones hold the head's fp32 gradient once more
-needs_213 = pytest.mark.skipif(torch.__version__ < (2, 13), reason="regions need torch 2.13")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -71,10 +69,10 @@ def slow(*case, marks=()):
 
 CASES = [
     ("fwdbwd", "fully_shard", 1), slow("fwdbwd", "replicate", 1), slow("fwdbwd", "hybrid_shard", 1),
-    slow("fwdbwd", "fully_shard", 2), pytest.param("regions", "fully_shard", 1, marks=needs_213),
+    slow("fwdbwd", "fully_shard", 2),
     pytest.param("step", "fully_shard", 1, marks=ONE_GRAPH), slow("fwdbwd", "replicate", 2),
     slow("fwdbwd", "hybrid_shard", 2), slow("fwdbwd", "fully_shard", 3),
-    slow("regions", "hybrid_shard", 1, marks=[needs_213]), slow("step", "replicate", 1, marks=[ONE_GRAPH]),
+    slow("step", "replicate", 1, marks=[ONE_GRAPH]),
     slow("step", "hybrid_shard", 1, marks=[ONE_GRAPH]),
 ]  # fmt: skip
 
@@ -187,7 +185,7 @@ def test_a_version_is_given_only_the_options_that_it_has():
 
 def test_options_of_a_model_that_is_not_wrapped_yet_are_refused():
     model = nn.Sequential(nn.Linear(8, 8))
-    for source, given in (overlap, model), (regions, model), (overlap, nn.Sequential(nn.ReLU())):
+    for source, given in (overlap, model), (overlap, nn.Sequential(nn.ReLU())):
         with pytest.raises(ValueError, match="model: no parameter is sharded: call data_parallel.. first"):
             source.compile_options(given)
 

@@ -18,8 +18,6 @@ ROOT = Path(__file__).parents[1]
 MOVED = ["studies", "benchmarks", "fit", "trainer.report", "trainer.profiling", "trainer.experiments"]  # say where to
 FLOORS = [  # from the bottom; an entry is a module or a package. First the product, then the lab, then the programs
     ["simple_fsdp", "overlap", "gloo", "lean", "muon", "trainer.costs"],
-    ["trace_once"],
-    ["regions"],
     ["model"],
     ["trainer.distributed"],
     ["trainer.config"],
@@ -34,6 +32,7 @@ FLOORS = [  # from the bottom; an entry is a module or a package. First the prod
     ["trainer.run"],
     ["trainer.finetuning"],
     ["main", "finetune"],
+    ["lab.regions"],
     ["lab.profiling"],
     ["lab.sweeps"],
     ["lab.report"],

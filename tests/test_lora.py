@@ -295,7 +295,7 @@ def test_the_planner_counts_the_parameters_that_are_trained_and_frozen(kind, tmp
 
 @pytest.mark.slow
 @pytest.mark.parametrize("argv", [
-    "fwdbwd --remat-ratio 0.5 --loss chunked", "blocks", "regions", "fwdbwd --accum-sync last --grad-accum 2",
+    "fwdbwd --remat-ratio 0.5 --loss chunked", "blocks", "fwdbwd --accum-sync last --grad-accum 2",
 ])  # fmt: skip
 def test_compiled_steps_of_adapters_have_the_losses_of_eager_ones(argv, tune):
     usual = *LORA, "--steps", 3, "--log-every", 1

@@ -331,7 +331,7 @@ def test_out_of_memory_exits_6_with_the_phase_in_the_row_and_what_to_turn(where,
 
 def test_weights_that_are_bad_leave_a_row_in_every_compile_mode(train, tmp_path):
     (tmp_path / "bad.safetensors").write_bytes(b"no weights")
-    for compile in ("none", "regions") if torch.__version__ >= (2, 13) else ("none", "blocks"):
+    for compile in "none", "fwdbwd":
         done = train("--init", tmp_path / "bad.safetensors", "--compile", compile)
         assert done.code == 4 and done.row["outcome"].startswith("failed: ") and "bad.safetensors" in one_line(done.err)
 

@@ -14,11 +14,11 @@ import pytest
 from harness import free_port
 from running import ROOT
 
-FILES = "simple_fsdp", "overlap", "regions", "trace_once", "gloo", "lean", "muon"
+FILES = "simple_fsdp", "overlap", "gloo", "lean", "muon"
 TRAIN = '''
 import json, os, sys
 import torch, torch.nn.functional as F
-import overlap, regions
+import overlap
 from gloo import one_worker_thread
 from muon import Muon, groups_of
 from simple_fsdp import data_parallel
@@ -32,9 +32,8 @@ def run(kind):
     if kind == "muon":
         optimizer = Muon(groups_of(model, lr=0.01), lr=0.01)
     loss_of = lambda x: F.cross_entropy(model(x[:, :-1]).flatten(0, 1), x[:, 1:].flatten())
-    if kind in ("overlap", "regions"):
-        source = dict(overlap=overlap, regions=regions)[kind]
-        loss_of = torch.compile(loss_of, fullgraph=True, options=source.compile_options(model))
+    if kind == "overlap":
+        loss_of = torch.compile(loss_of, fullgraph=True, options=overlap.compile_options(model))
     tokens, losses = torch.randint(32, (4, 9)), []
     for _ in range(8):
         loss = loss_of(tokens)
@@ -89,12 +88,6 @@ def two(folder):
 def test_copied_files_train_in_eager_mode_and_compiled_as_one_process(two, alone, kind):
     for found in two:
         assert found[kind] == pytest.approx(alone, rel=1e-5) and alone[-1] < alone[0] - 1
-
-
-@pytest.mark.slow
-def test_copied_files_train_in_regions_as_one_process(folder, alone):
-    for found in trained(folder, "regions"):
-        assert found["regions"] == pytest.approx(alone, rel=1e-5)
 
 
 def test_copied_files_train_with_muon(two):

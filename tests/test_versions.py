@@ -4,7 +4,6 @@
 """
 
 import sys
-import warnings
 from pathlib import Path
 
 import pytest
@@ -13,9 +12,7 @@ import versions
 from running import ROOT, rows_of
 from torch.torch_version import TorchVersion
 
-from trainer import config as flags
 from trainer.checks import TORCH
-from trainer.run import warn
 
 OUTCOMES = """
 import pytest
@@ -142,17 +139,3 @@ def test_a_torch_that_was_never_run_is_told_in_one_line(monkeypatch, train):
     (line,) = done.err.splitlines()
     assert line.startswith("warning: torch 2.99.0+cu999 was never run with this program")
     assert line.endswith("./launch.sh test versions 2.99.0 tests it")
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_an_older_torch_tells_once_and_in_one_line_what_regions_need(rank, monkeypatch, capfd):
-    monkeypatch.setattr(torch, "__version__", TorchVersion("2.12.1+cu130"))
-    c = flags.resolve(flags.parse(["--compile", "regions"]), "cpu", 2)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        warn(c, rank)
-        warnings.warn("regions: need torch 2.13, this is 2.12.1", stacklevel=1)
-    said = capfd.readouterr().err.splitlines()
-    assert len(said) == (rank == 0)
-    assert not said or said[0].startswith("warning: --compile regions needs torch 2.13, this is 2.12.1+cu130: each")
-    assert caught == []

@@ -161,11 +161,11 @@ class System:
     step, keep whole gradients in fp32 and reduce them once; least communication."""
     min_shard_mib: float = 0.0
     """Parameters smaller than this (MiB, in the dtype in which they are stored) are replicated instead of sharded."""
-    compile: Literal["none", "blocks", "model", "fwdbwd", "regions", "step"] = "fwdbwd"
-    """none: eager. blocks: one compiled block that all blocks share; nothing is prefetched across blocks. model: the
-    model as one graph, the loss eager. fwdbwd: one graph for forward and loss, one for backward, on a GPU one for the
-    optimizer; recommended. regions: as fwdbwd, but equal blocks are one subgraph, so deep models compile sooner; torch
-    2.13. step: the whole training step as one graph; needs torch 2.13 and --grad-accum 1."""
+    compile: Literal["none", "blocks", "model", "fwdbwd", "step"] = "fwdbwd"
+    """none: eager. blocks: one compiled block that all blocks share, and the loss; compiles as fast at any depth, so
+    recommended for deep models. model: the model as one graph, the loss eager. fwdbwd: one graph for forward and loss,
+    one for backward, on a GPU one for the optimizer; recommended. step: the whole training step as one graph; needs
+    torch 2.13 and --grad-accum 1."""
     compile_options: tuple[str, ...] = ()
     """Inductor options for the model's graphs, each NAME=VALUE, such as max_autotune=True. They are added to those of
     overlap.py, which bucket collectives per block and start them early; the word plain leaves those out."""
@@ -392,8 +392,7 @@ def step_misfits(c: Config) -> list[tuple]:
         ("remat_core", c.remat_core and cpu and c.compile != "none" and c.wrapper != "none",
          f"on a CPU torch cannot compile it over shards (--compile {c.compile}); use --compile none"),
         ("ahead", c.ahead != 1 and (c.compile in ("none", "blocks") or "plain" in c.compile_options),
-         f"moves nothing of --compile {c.compile}; use it with fwdbwd, regions, model or step, without plain"),
-        ("compile_options", c.compile == "regions" and "plain" in c.compile_options, "leave out plain with regions"),
+         f"moves nothing of --compile {c.compile}; use it with fwdbwd, model or step, without plain"),
         ("keep_last", c.keep_last and (not c.reshard or c.wrapper != "simple" or c.accum_sync == "last"
          or c.mode == "replicate"), "needs --wrapper simple, --mode fully_shard, --reshard, --accum-sync every"),
         # Refused steps, and the optimizer inside backward

@@ -17,7 +17,6 @@ import math
 import os
 import sys
 import time
-import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
@@ -407,12 +406,6 @@ def count_flops(c: flags.Config, model: LanguageModel | None) -> tuple[dict[str,
 
 
 def warn(c: flags.Config, rank: int) -> None:
-    """On rank 0, in a line each: a torch that was never run, and one that lacks what --compile regions needs."""
-    lines = [never_run(torch.__version__)]
-    if c.compile == "regions" and torch.__version__ < (2, 13):
-        # The same by regions.py, on each rank.
-        warnings.filterwarnings("ignore", "regions: need torch 2.13")
-        why = f"--compile regions needs torch 2.13, this is {torch.__version__}"
-        lines.append(f"warning: {why}: each block is compiled, as by --compile fwdbwd")
-    for line in filter(None, lines if rank == 0 else []):
+    """On rank 0, in a line: a torch that was never run."""
+    if (line := never_run(torch.__version__)) and rank == 0:
         tell(line, sys.stderr)

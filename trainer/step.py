@@ -26,17 +26,14 @@ from torch.distributed import _functional_collectives as funcol
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 import overlap
-import regions
 from model import IGNORE, cross_entropy
 from simple_fsdp import units_of
 from trainer.distributed.terminal import did_you_mean
 from trainer.optimizer import AdamW, local
 
-COMPILE_MODES = ("none", "blocks", "model", "fwdbwd", "regions", "step")
+COMPILE_MODES = ("none", "blocks", "model", "fwdbwd", "step")
 # Inductor's own buckets, of what neighbours in a graph send.
-BUCKETS = {
-    f"bucket_{kind}_fx": "all" for kind in ("all_gathers", "reduce_scatters", "all_reduces")
-}
+BUCKETS = {f"bucket_{kind}_fx": "all" for kind in ("all_gathers", "reduce_scatters", "all_reduces")}
 CUDA_GRAPH_WARMUP = 2  # steps that run as they are: they compile, and start cuBLAS, cuDNN and NCCL
 
 
@@ -158,8 +155,8 @@ class Step:
             norm_limit,
         )
         self.between, self.inspect = between or (lambda: None), inspect
-        # Mode "model": of the compiled model; the loss is eager, unless it is chunked.
-        self.logits_alone = False
+        # Modes "model" and "blocks": the model gives logits, unless the loss is chunked.
+        self.logits_alone, self.cross_entropy = False, cross_entropy
         self.mesh, self.whole_weights, self.compiled = mesh, None, {}
         self.over_replicas = accum_sync == "shards"  # what backward leaves to the end of the step
         if accum_sync == "last" and mesh is not None:
@@ -176,7 +173,6 @@ class Step:
         self.phase = "fwd"  # "fwd", "bwd" or "step": for the message when memory runs out
         self.watcher: Callable[[str, list[Tensor]], None] | None = None
         self.dynamic = False  # whether batches differ in T: one graph for all, from the first on
-        self.regions: Any = None  # mode "regions": the pass that tells what equal blocks share
 
     @contextmanager
     def watched(self, watcher: Callable[[str, list[Tensor]], None]) -> Iterator[None]:
@@ -195,7 +191,7 @@ class Step:
 
     def loss_sum(self, tokens: Tensor, targets: Tensor, share: Tensor, **inputs: Tensor) -> Tensor:
         if self.logits_alone and not self.chunk:
-            return cross_entropy(self.call(tokens, **inputs), targets) / share
+            return self.cross_entropy(self.call(tokens, **inputs), targets) / share
         return self.call(tokens, targets, self.chunk, **inputs) / share
 
     def micro_batches(
@@ -435,8 +431,8 @@ def make_step(mode: str, model: nn.Module, optimizer: AdamW, *, options: dict | 
     the other dimension alone; "last": all only once, which needs the wrapper's param_dtype and reduce_dtype),
     norm_limit (a step whose gradient norm is above is refused; 0: none), and Step's between and inspect.
     options: Inductor options on top of overlap.compile_options(ahead=ahead); {"plain": True} leaves those out.
-    in_backward: the optimizer's step is part of backward (modes "none" and "blocks"). compiled_update: in modes fwdbwd
-    and regions; None: on CUDA, since on a CPU the fused kernel is as fast and need not be compiled, for a minute.
+    in_backward: the optimizer's step is part of backward (modes "none" and "blocks"). compiled_update: in mode
+    fwdbwd; None: on CUDA, since on a CPU the fused kernel is as fast and need not be compiled, for a minute.
     ValueError for what mode or torch cannot do."""
     check_mode(mode, options)
     if kwargs.get("inspect") is not None and (mode == "step" or in_backward):
@@ -455,8 +451,7 @@ def make_step(mode: str, model: nn.Module, optimizer: AdamW, *, options: dict | 
         raise ValueError(
             "--compile step: one graph holds one micro-batch; use --compile fwdbwd to accumulate"
         )
-    two_graphs = mode in ("fwdbwd", "regions")
-    compiled_update = two_graphs and (
+    compiled_update = mode == "fwdbwd" and (
         optimizer.lr.is_cuda if compiled_update is None else compiled_update
     )
     optimizer.foreach = optimizer.foreach or mode == "step" or compiled_update
@@ -466,8 +461,7 @@ def make_step(mode: str, model: nn.Module, optimizer: AdamW, *, options: dict | 
     )
 
     def with_overlap(part: nn.Module, **how) -> dict:
-        source = regions if mode == "regions" else overlap
-        return ({} if plain else source.compile_options(part, ahead=ahead, **how)) | options
+        return ({} if plain else overlap.compile_options(part, ahead=ahead, **how)) | options
 
     def compiled(name: str, function: Callable, options: dict) -> Callable:
         step.compiled[name] = function, options
@@ -492,10 +486,11 @@ def make_step(mode: str, model: nn.Module, optimizer: AdamW, *, options: dict | 
         step.compiled["block"] = blocks[0], options
         for block in blocks:
             block.compile(fullgraph=True, options=options)
+        step.cross_entropy = torch.compile(cross_entropy, fullgraph=True, options=options)
+        step.logits_alone = True
     elif mode == "model":
         step.call, step.logits_alone = compiled("model", model, options), True
-    elif two_graphs:
-        step.regions = options.get("post_grad_custom_post_pass") if mode == "regions" else None
+    elif mode == "fwdbwd":
         # Code of its own: Dynamo keeps what it compiled by code object, and would try another model's guards first.
         plain_loss = type(step).loss_sum
         own = types.FunctionType(

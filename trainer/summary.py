@@ -104,9 +104,6 @@ def row(run: ToldRun, outcome: str) -> dict:
         dict.fromkeys("eval_loss eval_bpb eval_ppl eval_step best_eval_loss best_step".split())
         | run.evaluated
     )
-    # Calls of each shared subgraph; {}: none, as fwdbwd; None: compiled before, not counted.
-    if c.compile == "regions":
-        row["regions"] = getattr(getattr(run.step, "regions", None), "found", {})
     row |= _peak(run) | dict(first_step_peak_mib=run.first_step_mib) | stats
     row |= dict(tok_s=tok_s, tok_s_rank=tok_s / run.world if tok_s else None)
     if run.collectives is not None:
@@ -120,9 +117,8 @@ def row(run: ToldRun, outcome: str) -> dict:
     )
 
 
-COMPILED = dict(none="the first step", blocks="compiling a block", model="compiling the model",
-                fwdbwd="compiling forward and backward", regions="compiling forward and backward, equal blocks once",
-                step="compiling the whole step")  # fmt: skip
+COMPILED = dict(none="the first step", blocks="compiling a block and the loss", model="compiling the model",
+                fwdbwd="compiling forward and backward", step="compiling the whole step")  # fmt: skip
 
 ASIDE = dict(
     save=", saving", eval=", evaluating", sample=", writing a sample", export=", exporting"

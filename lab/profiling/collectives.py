@@ -52,8 +52,8 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import overlap
+from lab.regions.regions import CALL
 from overlap import SCATTER, WAIT, is_layout, is_product, wait_of
-from regions import CALL
 from trainer.attention import DTYPES
 from trainer.costs import sent_bytes
 from trainer.measuring.timing import GATHERS, KINDS, module_of

@@ -22,9 +22,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import overlap
-import regions
-import trace_once
 from lab.profiling.collectives import inductor_passes, tracing
+from lab.regions import regions, trace_once
 from simple_fsdp import data_parallel
 
 pytestmark = pytest.mark.skipif(torch.__version__ < (2, 13), reason="regions need torch 2.13")

@@ -15,8 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 import overlap
-import regions
 from lab.profiling.collectives import capture, collectives, gathered_alive, inlined, report, saved
+from lab.regions import regions
 from model import ModelConfig, Transformer
 from simple_fsdp import MixedPrecisionPolicy, data_parallel
 

@@ -1,4 +1,4 @@
-"""Equal blocks traced once, for regions.py, which calls this. Copy it along with regions.py and overlap.py.
+"""Equal blocks traced once, for regions.py, which calls this.
 
 The graph that Dynamo makes has all blocks one behind the other, gathers included. Of those that are equal one is
 traced, differentiated and cut into forward and backward by AOTAutograd, alone; the whole graph holds two operations for

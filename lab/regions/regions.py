@@ -1,5 +1,4 @@
-"""Equal blocks compiled once, in one graph that still overlaps, for simple_fsdp.py. Copy it along with overlap.py
-and trace_once.py.
+"""Equal blocks compiled once, in one graph that still overlaps, for simple_fsdp.py: a result, no file to copy.
 
     step = torch.compile(forward_and_loss, fullgraph=True, options=regions.compile_options(model))
 
@@ -19,8 +18,7 @@ from torch import Tensor, fx, nn
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from overlap import GATHER, Overlap, passes
-from trace_once import (
+from lab.regions.trace_once import (
     BODY,
     COLLECTIVES,
     STACKS,
@@ -35,6 +33,7 @@ from trace_once import (
     told,
     unit_of,
 )
+from overlap import GATHER, Overlap, passes
 
 # All private names of torch that this file uses: the modules of what is imported above, torch._ops, torch._guards,
 # OpOverload._schema and, of storages, _cdata. Not documented: FakeTensor.fake_mode, and the keys of a node's meta that
