@@ -4,7 +4,7 @@
     mesh = torch.distributed.init_device_mesh("cuda", (world_size,))
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     model = data_parallel(model, mesh, mp_policy=policy)
-    options = overlap.compile_options(model)
+    options = overlap.compile_options(model)          # of overlap.py, a second file: or leave it out
     model = torch.compile(model, fullgraph=True, options=options)      # or stay eager
 
 While the model runs, reading `module.weight` gives the whole parameter; elsewhere it gives the
@@ -115,7 +115,8 @@ _strict = SimpleNamespace(
 
 
 def _dtypes(p: DTensor, policy: tuple) -> tuple:
-    """The dtype that `p` is gathered in and the one that its gradient is reduced in."""
+    """The dtype that `p` is gathered in and the one that its gradient is reduced in. policy:
+    (param_dtype, reduce_dtype, reshard_after_forward), as data_parallel() got them."""
     param_dtype, reduce_dtype, _ = policy
     if not p.dtype.is_floating_point:
         return p.dtype, p.dtype
@@ -123,12 +124,12 @@ def _dtypes(p: DTensor, policy: tuple) -> tuple:
     return dtype, reduce_dtype or dtype
 
 
-def _shards_of(p: DTensor) -> int:
+def _shard_count(p: DTensor) -> int:
     """Into how many shards a parameter is cut."""
     return p.device_mesh.size(-1) if p.placements[-1].is_shard() else 1
 
 
-def _group(p: DTensor, dim: int) -> str:
+def _group_name(p: DTensor, dim: int) -> str:
     """Name of the process group of a dimension of the mesh."""
     return p.device_mesh.get_group(dim).group_name
 
@@ -148,33 +149,33 @@ def _fit(t: Tensor, shape: torch.Size) -> Tensor:
 
 
 def _join(tensors: list[Tensor], rows: int) -> Tensor:
-    """Tensors side by side, each as [rows, n], as one flat tensor."""
+    """Tensors side by side, each as [rows, n], as one flat tensor; one alone as it is."""
     if len(tensors) == 1:
         return tensors[0]
     return torch.cat([t.view(rows, -1) for t in tensors], 1).view(-1)
 
 
 def _part(flat: Tensor, rows: int, sizes: list[int], cut) -> list[Tensor]:
-    """The reverse of `_join`: of each tensor [rows, size]."""
+    """What `_join` laid side by side, cut up again into [rows, size] for each size."""
     return [flat] if len(sizes) == 1 else cut(flat.view(rows, -1), sizes, 1)
 
 
-# Both are generators, which stop once where a collective is on its way, so that eager mode can
-# compute before it waits. One that is dropped there waits, too.
+# The next three are generators, which stop once where a collective is on its way, so that eager mode
+# can compute before it waits. One that is dropped there waits, too.
 
 
 def _all_gather(params: list[DTensor], dtype: torch.dtype) -> Work:
     """Parameters that are alike -> whole tensors."""
     shards = [p._local_tensor.to(dtype) for p in params]
     pairs = zip(shards, params, strict=True)
-    ranks = _shards_of(params[0])
+    ranks = _shard_count(params[0])
     if ranks == 1:
         yield
         # Without a cast this is the shard: a view of it, so that autograd tells them apart.
         return [t.view_as(t) if t is p._local_tensor else t for t, p in pairs]
     shards = [_pad(t, -(-len(p) // ranks)) for t, p in pairs]  # each [n / N, ..]
     flat = _join(shards, 1)
-    flat = _c10d.all_gather_into_tensor(flat, ranks, _group(params[0], -1))
+    flat = _c10d.all_gather_into_tensor(flat, ranks, _group_name(params[0], -1))
     try:
         yield
     finally:
@@ -185,7 +186,7 @@ def _all_gather(params: list[DTensor], dtype: torch.dtype) -> Work:
 
 def _average(grads: list[Tensor], p: DTensor, cut) -> Work:
     """Whole gradients, of parameters like `p` -> flat averages over the ranks, of the shards."""
-    ranks = _shards_of(p)
+    ranks = _shard_count(p)
     grads = [_pad(t, -(-len(t) // ranks) * ranks) if t.ndim else t for t in grads]
     flat = _join(grads, ranks)
     # hybrid_shard: scatters, then reduces the shards.
@@ -193,9 +194,9 @@ def _average(grads: list[Tensor], p: DTensor, cut) -> Work:
     for dim in dims:
         if p.placements[dim].is_shard():
             n = p.device_mesh.size(dim)
-            flat = _c10d.reduce_scatter_tensor(flat, "avg", n, _group(p, dim))
+            flat = _c10d.reduce_scatter_tensor(flat, "avg", n, _group_name(p, dim))
         else:
-            flat = _c10d.all_reduce(flat, "avg", _group(p, dim))
+            flat = _c10d.all_reduce(flat, "avg", _group_name(p, dim))
         try:
             if dim == dims[-1]:
                 yield
@@ -205,8 +206,8 @@ def _average(grads: list[Tensor], p: DTensor, cut) -> Work:
 
 
 def _reduce(note: dict | None, dtype: torch.dtype, params, *grads: Tensor) -> Work:
-    """What _Reduce does."""
-    with _noted(note):
+    """Whole gradients -> averages over the ranks, as shards in the stored dtype."""
+    with _annotated(note):
         shards = [grad.to(dtype) for grad in grads]
         if params[0].device_mesh.size() > 1:
             # Graphs get views, and copy where the optimizer reads. In eager mode a view would hold
@@ -216,7 +217,8 @@ def _reduce(note: dict | None, dtype: torch.dtype, params, *grads: Tensor) -> Wo
         pairs = zip(shards, params, strict=True)
         shards = [_fit(t, p._local_tensor.shape).to(p.dtype) for t, p in pairs]
     if note is None:
-        # Autograd may give several the same memory, or a whole tensor that is one element.
+        # On one rank, without a cast, nothing was copied: autograd may have given several the same
+        # memory, or an expanded tensor that is one element.
         copy = functools.partial(torch.clone, memory_format=torch.contiguous_format)
         pairs = zip(shards, grads, strict=True)
         shards = [copy(t) if t is grad else t for t, grad in pairs]
@@ -234,7 +236,8 @@ def _result(work: Work):
 
 
 def _apply_to_given(apply, grads, params) -> list:
-    """What `apply` makes of the gradients that are not None, each in the place of its own."""
+    """What `apply` makes of the gradients that are not None, each in the place of its own. All
+    ranks must lack the same ones: what they send together would not match."""
     given = [grad for grad in grads if grad is not None]
     params = [p for grad, p in zip(grads, params, strict=True) if grad is not None]
     results = iter(apply(params, *given) if given else ())
@@ -291,7 +294,8 @@ class _Reduce(torch.autograd.Function):
 _library = torch.library.Library("simple_fsdp", "FRAGMENT")
 _operations = torch.ops.simple_fsdp
 _loader = globals().get("__loader__")
-# Of this file's source, for the compile caches; pasted into a notebook, it has none.
+# Of this file's source, for the compile caches; pasted into a notebook, it has none. Of a number,
+# since hashes of bytes differ from process to process.
 _readable = hasattr(_loader, "get_data")
 _VERSION = hash(int.from_bytes(_loader.get_data(__file__))) if _readable else id(_library)
 # Which copy of this file it is in the process: each has operations of its own.
@@ -319,7 +323,7 @@ def _cut_shapes(rows: Tensor, sizes: list[int], dim: int = 1) -> list[Tensor]:
 
 
 @contextmanager
-def _noted(note: dict | None) -> Iterator[list]:
+def _annotated(note: dict | None) -> Iterator[list]:
     """Notes whose they are at the nodes that AOTAutograd's graph gets inside of it; gives a list of
     them, too."""
     nodes = []
@@ -340,11 +344,11 @@ def _traced_gather(params: list[DTensor], policy: tuple) -> tuple[Tensor, ...]:
     for path, cls in modules:
         unit = path if _is_unit(cls) else unit
     note = dict(unit=unit, bucket=[(unit or path, tuple(p.shape)) for p in params])
-    with _noted(note) as nodes:
+    with _annotated(note) as nodes:
         wholes = _Gather.apply(note, _dtypes(params[0], policy), None, *params)
 
-    # Backward gathers again, as it would under a checkpoint. What else is saved are the parts, not
-    # the rows that they were cut from.
+    # Backward gathers again, as it would under a checkpoint. Without reshard_after_forward the parts
+    # are saved, not the rows that they were cut from.
     *_, reshard = policy
     parts = (_cut, operator.getitem) if len(params) > 1 else (_c10d.wait_tensor.default,)
     for node in nodes:
@@ -352,17 +356,18 @@ def _traced_gather(params: list[DTensor], policy: tuple) -> tuple[Tensor, ...]:
         node.meta["recompute"] = (
             CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
         )
-        # A region id of its own: otherwise the partitioner takes the gather for a part of some
-        # other checkpoint, and saves that one's input.
+        # Larger than the id of any checkpoint in the graph: the partitioner saves what a node of a
+        # larger id reads, and would save that checkpoint's input for this gather.
         node.meta["ac_graph_id"] = 1 << 60
     return wholes
 
 
-def _moment(p: DTensor, policy: tuple) -> tuple:
+def _gather_key(p: DTensor, policy: tuple) -> tuple:
     """(key, shard). The key says in which trace, how, and how differentiable a parameter is
-    gathered: under another key it is another tensor. The shard is what functionalization has for
-    it: another tensor once anything has written to that memory. Its id is part of the key, and is
-    its own as long as it is kept."""
+    gathered: under another key it is another tensor. Graphs inside of a graph (torch.cond, a
+    checkpoint) share the parameter, hence the tracer's id. The shard is what functionalization has
+    for it: another tensor once anything has written to that memory. Its id is part of the key, and
+    is its own as long as it is kept."""
     _catch_up(p._local_tensor)
     shard = _functional_value(p._local_tensor.elem)
     trace = id(get_proxy_mode().tracer)
@@ -375,24 +380,27 @@ def _gather_all(params: list[DTensor], *policy) -> None:
         return
     # A unit that runs twice is gathered once, and reduces the sum of its gradients. So is a tied
     # parameter.
-    keys = {p: _moment(p, policy)[0] for p in params}
+    keys = {p: _gather_key(p, policy)[0] for p in params}
     new = [p for p in keys if getattr(p, "_gathered", (None,))[0] != keys[p]]
     for alike in _alike(new):
         wholes = _traced_gather(alike, policy)
         for p, whole in zip(alike, wholes, strict=True):
-            p._gathered = *_moment(p, policy), whole
+            p._gathered = *_gather_key(p, policy), whole
 
 
 @torch.library.impl(_library, _NAME, "CompositeImplicitAutograd")
 def _gather_one(p: DTensor, *policy) -> Tensor:
-    if get_proxy_mode() is None:  # Dynamo, and AOTAutograd before it has a graph, ask for shapes
+    # Dynamo, and AOTAutograd before it has a graph, ask for shapes. backend="eager" makes no graph:
+    # there each parameter is gathered alone, and kept for backward.
+    if get_proxy_mode() is None:
         return _Gather.apply(None, _dtypes(p, policy), None, p)[0]
     _gather_all([p], *policy)
     return p._gathered[-1]
 
 
-_handlers[_gather] = lambda op, args, _: _gather_one(*args)  # in inference mode
-# detect_anomaly asks each gradient, and ours are DTensors, which lack this operation.
+_handlers[_gather] = lambda op, args, _: _gather_one(*args)  # in inference mode, backend="eager"
+# detect_anomaly asks each gradient, and ours are DTensors, which lack this operation. A rank asks of
+# its own shard, and raises alone.
 _handlers[torch.ops.aten._is_any_true.default] = lambda op, args, _: op(args[0].to_local())
 
 
@@ -429,9 +437,9 @@ def _is_built(module: nn.Module) -> bool:
 
 def _holds_blocks(module: nn.Module, listed: bool) -> bool:
     """Whether a module holds a list of blocks: built modules, of which two have one class, or just
-    one. A member of a list counts as a stage only if the blocks in it are made of built modules; an
-    attribute also if nothing built stands beside its list, as attention does beside a list of
-    experts."""
+    one. Such are a model's `layers`, and the stages of a vision model, each with blocks of its own.
+    A block that holds a list of experts is none: attention stands beside that list. A member of a
+    list (`listed`) counts as a stage only if the blocks in it are made of built modules."""
     built = [m for m in module.modules() if m is not module and _is_built(m) and not _is_list(m)]
     for each in filter(_is_list, module.modules()):
         blocks = [m for m in each.children() if m in built]
@@ -460,8 +468,9 @@ def _parts(parent: nn.Module, listed: bool = False) -> Iterator[tuple]:
 
 def units_of(model: nn.Module) -> list[str]:
     """Names of the units of a model: the outermost modules, made of others, that hold no list of
-    blocks, and such that were given to data_parallel() before the model; no Sequential of layers
-    that is a third of the model. Of a wrapped model those that data_parallel() took."""
+    blocks, and such that were given to data_parallel() before the model. Looked into instead are a
+    Sequential of layers that is a third of the model or more, which would be whole at once, and the
+    only part that a module has. Of a wrapped model those that data_parallel() took."""
     units = [m for m in model.modules() if _is_unit(type(m))]
     if not any("_data_parallel" in m.__dict__ for m in model.modules()):
         units = _find_units(model)
@@ -648,7 +657,7 @@ def data_parallel(
     alone.
     Raises ValueError, before anything is changed, for a wrong argument or a parameter that cannot
     be sharded."""
-    _strict.check(model, device_mesh, mode, mp_policy)
+    _strict.check(model, device_mesh, mode, mp_policy, min_bytes)
     _tag_compile_cache(device_mesh)
     policy = mp_policy.param_dtype, mp_policy.reduce_dtype, reshard_after_forward
     units = _find_units(model)
@@ -709,9 +718,10 @@ def _shard_own(module: nn.Module, mesh: DeviceMesh, mode: str, min_bytes: int) -
 
 @contextmanager
 def disable_data_parallel():
-    """Inside it a parameter is its own sharded DTensor in forward too, and nothing communicates:
-    for initialisation, checkpoint helpers, inspection. Values are drawn as one process would.
-    Re-entrant; for the whole process."""
+    """Inside it a parameter is its own sharded DTensor in forward too, and reading it gathers
+    nothing: for initialisation, checkpoint helpers, inspection. Values are drawn as one process
+    would, if all ranks have one seed: with a seed for each rank, replicas would be other models.
+    Re-entrant. Reading changes for the whole process, drawing for this thread."""
     global _enabled
     before = _enabled
     _enabled = False
@@ -791,14 +801,16 @@ def _hidden(grad: bool) -> Iterator[None]:
 class _Bucket:
     """Parameters that are gathered at once; and again in backward, until it has had each."""
 
-    before = None  # the bucket that forward gathered before. Held, so that no rank lacks it
+    # The bucket that forward gathered before. Held: else each rank's garbage collector would decide
+    # whether its backward begins it ahead.
+    before = None
 
     def __init__(self, params: list[DTensor], policy: tuple):
         self.params, self.dtypes = params, _dtypes(params[0], policy)
         self.may_overlap = _may_overlap(params[0].device_mesh)
         self.uses = Counter()  # by parameter: how often backward will ask for it
         self.wholes = {}  # by parameter: those that were gathered again
-        self.uses_left = 0  # of these
+        self.uses_left = 0  # of these; below 0 if nobody counted: the end of backward frees them
         self.coming, self.work = {}, None  # parameters, and the gather of them that is on its way
         self.reduction = None  # (parameters, a reduction that is on its way)
 
@@ -972,7 +984,7 @@ class _Course:
     def __init__(self, module: nn.Module | None):
         self.last, self.order, self.begun, self.before = [], [], {}, None
         if module is not None:
-            # What was taken out is None on all ranks, whether or not it still exists on this one.
+            # A module that was taken out of the model is None, also on a rank where it still exists.
             inside = [module]
             for each in inside:
                 inside += each.children()
@@ -992,10 +1004,10 @@ class _Course:
         if self.last[at - 1 : at] not in ([owner], [None]):
             self.last = []
         followers = islice(self.last, at, None)
-        while size > 0 and (module := next(followers, None)) is not None:
-            if module not in self.begun:
-                self.begun[module] = self.begin(memo, _gathers(module))
-            size -= sum(_size(bucket.params) for bucket, *_ in self.begun[module])
+        while size > 0 and (follower := next(followers, None)) is not None:
+            if follower not in self.begun:
+                self.begun[follower] = self.begin(memo, _gathers(follower))
+            size -= sum(_size(bucket.params) for bucket, *_ in self.begun[follower])
 
     def begin(self, memo: dict, modules: Iterable[nn.Module]) -> list[tuple]:
         """Begins to gather the modules' own parameters, those that are alike by one collective."""
@@ -1026,8 +1038,9 @@ class _Course:
                 _buckets[key] = bucket
                 storage = whole.untyped_storage()
                 _, (*_, reshard), *versions, _ = key
-                # On one rank, without a cast, it is the shard's own memory.
-                if reshard and storage._cdata != _address(p):
+                # On one rank, without a cast, it is the shard's own memory. What a reentrant
+                # checkpoint gathers again, backward reads at once.
+                if reshard and _backward_runs() == -1 and storage._cdata != _address(p):
                     storage._sharded = bucket, p, versions
         return sum(_size(bucket.params) for bucket, *_ in begun)
 
@@ -1039,7 +1052,8 @@ def _read(module: nn.Module, p: DTensor) -> Tensor:
     key = _key(p, module._data_parallel)
     in_backward = _backward_runs() != -1
     bucket = _buckets.get(key)
-    if in_backward and bucket:  # a checkpoint repeats a part of the forward
+    # A checkpoint repeats a part of the forward. A reentrant one gathers anew, into the memo.
+    if in_backward and bucket and key not in (memo or ()):
         return _Attach.apply(bucket.whole(p), bucket.dtypes, None, p)
     if memo is None:
         if not in_backward and not _compiled_code_runs():
@@ -1050,7 +1064,7 @@ def _read(module: nn.Module, p: DTensor) -> Tensor:
         course = _thread.course or _Course(None)
         course.gather(memo, key, owner, module)
     whole = memo[key]
-    # Somebody else's hooks are a checkpoint's, which will ask again.
+    # Somebody else's hooks are taken for a checkpoint's, which will ask again.
     if _top_saved_tensors_hooks(True) not in (None, (_pack, _unpack)):
         whole.bucket.uses[p] += 1
     return whole.tensor
@@ -1108,11 +1122,16 @@ _eager.read, _eager.run, _eager.run_compiled = _read, _run, _run_compiled
 # ============================================================================ part 3: strictness
 
 
-def _check(model: nn.Module, mesh: DeviceMesh, mode: str, policy: MixedPrecisionPolicy) -> None:
+def _check(model: nn.Module, mesh: DeviceMesh, mode: str, policy, min_bytes: int) -> None:
     if not isinstance(mesh, DeviceMesh):
         raise ValueError(f"device_mesh must be a DeviceMesh (init_device_mesh), got {mesh!r}")
     if not isinstance(policy, MixedPrecisionPolicy):
         raise ValueError(f"mp_policy must be simple_fsdp's MixedPrecisionPolicy, got {policy!r}")
+    for name, dtype in vars(policy).items():
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ValueError(f"{name} must be a floating-point torch.dtype or None, got {dtype!r}")
+    if not isinstance(min_bytes, int | float):
+        raise ValueError(f"min_bytes must be a number of bytes, got {min_bytes!r}")
     if mode not in MODES:
         raise ValueError(f"mode={mode!r} does not exist: use one of {', '.join(MODES)}")
     got = f"got {mesh.ndim}-D, names {mesh.mesh_dim_names}"
@@ -1121,7 +1140,7 @@ def _check(model: nn.Module, mesh: DeviceMesh, mode: str, policy: MixedPrecision
     if mode == "hybrid_shard" and (mesh.ndim != 2 or not mesh.mesh_dim_names):
         raise ValueError(f"mode={mode!r} needs a 2-D mesh with mesh_dim_names, {got}")
     wrapped = {"_data_parallel" in m.__dict__ for m in model.modules() if m._parameters}
-    if wrapped == {True}:
+    if wrapped == {True} and "_data_parallel" in model.__dict__:
         raise ValueError(
             "every module with parameters is wrapped already: call data_parallel() once"
         )
@@ -1176,7 +1195,8 @@ def _check_root(root: int) -> None:
 
 
 # What random values a DTensor gets depends on the number of ranks. Inside disable_data_parallel()
-# each rank draws the whole tensor, from its own seed, and keeps its shard.
+# each rank draws the whole tensor and keeps its shard; nothing is sent, so all ranks must have
+# been seeded alike. What DRAWS lacks (torch.normal, multinomial), DTensor refuses.
 DRAWS = (
     "normal_ uniform_ bernoulli_ exponential_ geometric_ log_normal_ cauchy_ random_ "
     "rand_like randn_like randint_like eye"
@@ -1192,6 +1212,7 @@ class _Drawing(dispatch.TorchDispatchMode):
         name = func.overloadpacket.__name__
         base = target._base  # of a view; an index gives a copy of a shard
         lost = isinstance(base, DTensor) and base.is_leaf and _address(base) != _address(target)
+        # bernoulli, without _, would read a shard.
         if (lost and func._schema.is_mutable) or name == "bernoulli":
             what = f"{func._schema.name} would not reach the sharded tensor"
             raise RuntimeError(f"{what}: fill it in place and as a whole")

@@ -304,6 +304,22 @@ def test_a_gather_begins_one_unit_early_and_a_reduction_ends_one_unit_late(fake,
     assert turns(model) == turns(model) == OVERLAPPED
 
 
+def test_a_reentrant_checkpoint_gathers_a_block_again_at_once(fake):
+    model = data_parallel(Blocks(3), fake(4))
+
+    def step():
+        x = torch.randn(2, 4, 8).requires_grad_()
+        for block in model.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        x.sum().backward()
+
+    step()
+    with Comms() as comms:
+        step()
+    kinds = [name for name, *_ in comms.log]
+    assert len(kinds) == 9 and sum("gather" in kind for kind in kinds) == 6, kinds
+
+
 @pytest.mark.parametrize("mode, replicas, expected", [
     ("hybrid_shard", 2, "0 G -G G 1 -G G 2 -G 2 G -G G S -S R 1 -G G -R S -S R 0 -G -R S -S R -R"),
     ("replicate", None, "0 1 2 2 R 1 -R R 0 -R R -R"),

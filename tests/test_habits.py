@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import simple_fsdp
-from simple_fsdp import MixedPrecisionPolicy, data_parallel, disable_data_parallel, unsharded
+from simple_fsdp import MixedPrecisionPolicy, data_parallel, disable_data_parallel, units_of, unsharded
 
 one_thread = pytest.fixture(scope="module", autouse=True)(with_one_thread)
 fake = pytest.fixture(fake_ranks)
@@ -553,6 +553,16 @@ def test_wrapping_again_takes_what_is_new_and_keeps_ties(fake):
     model["emb"].weight = nn.Parameter(torch.ones(8, 4))
     model["new"] = nn.Linear(2, 2)
     with pytest.raises(ValueError, match=r"emb\.weight.*copy it into the old parameter"):
+        data_parallel(model, mesh)
+
+
+def test_a_model_whose_parts_hold_every_parameter_is_wrapped_last(fake):
+    mesh, model = fake(2), nn.Sequential(mlp(), mlp())
+    for part in model:
+        data_parallel(part, mesh)
+    data_parallel(model, mesh)
+    assert units_of(model) == ["0", "1"] and isinstance(model[0][0].weight, DTensor)
+    with pytest.raises(ValueError, match="wrapped already"):
         data_parallel(model, mesh)
 
 

@@ -287,6 +287,9 @@ REFUSED = dict(
     second_wrap=(lambda mesh: data_parallel(Blocks(), mesh["shard"]), {}, "wrapped already"),
     dtensor=(lambda mesh: with_dtensor(mesh["shard"]), {}, r"blocks\.2\.up\.weight.*DTensor"),
     mode=(blocks, dict(mode="zero3"), "zero3.*replicate, fully_shard, hybrid_shard"),
+    dtype=(blocks, dict(mp_policy=MixedPrecisionPolicy("bfloat16")), "param_dtype must be a floating.*got 'bfloat16'"),
+    whole_dtype=(blocks, dict(mp_policy=MixedPrecisionPolicy(None, torch.int8)), "reduce_dtype must be a floating"),
+    min_bytes=(blocks, dict(min_bytes="1 MiB"), "min_bytes must be a number of bytes, got '1 MiB'"),
     mesh_2d=(blocks, dict(mesh="2-D"), "fully_shard.*1-D.*2-D"),
     mesh_1d=(blocks, dict(mode="hybrid_shard"), "hybrid_shard.*2-D.*1-D"),
     mesh_without_names=(blocks, dict(mesh="unnamed", mode="hybrid_shard"), "hybrid_shard.*mesh_dim_names"),
@@ -312,7 +315,7 @@ def test_property_4_what_cannot_work_is_one_value_error_and_changes_nothing(fake
 
     before = look()
     with pytest.raises(ValueError, match=message), Comms() as comms:
-        data_parallel(model, meshes[kwargs.get("mesh", "1-D")], kwargs.get("mode", "fully_shard"))
+        data_parallel(model, meshes[kwargs.get("mesh", "1-D")], **{k: v for k, v in kwargs.items() if k != "mesh"})
     assert look() == before and comms.log == []
 
 
