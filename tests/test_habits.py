@@ -31,7 +31,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import simple_fsdp
-from simple_fsdp import MixedPrecisionPolicy, data_parallel, disable_data_parallel, units_of, unsharded
+from simple_fsdp import (
+    MixedPrecisionPolicy,
+    data_parallel,
+    disable_data_parallel,
+    units_of,
+    unsharded,
+)
 
 one_thread = pytest.fixture(scope="module", autouse=True)(with_one_thread)
 fake = pytest.fixture(fake_ranks)
