@@ -5,8 +5,8 @@
 On a CPU, with templates that do as known families do. Which tokens are learned: tests/test_chat.py.
 """
 
+import itertools
 import json
-import random
 import re
 from pathlib import Path
 
@@ -18,6 +18,10 @@ from trainer.data import DataError
 from trainer.finetuning.chat import preview
 
 pytest.importorskip("transformers", reason="needs transformers: pip install -e '.[hf]'")
+pytest.importorskip("hypothesis", reason="needs hypothesis: ./launch.sh install")
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
 pytestmark = pytest.mark.filterwarnings("error")
 
 USER, ANSWER = TURNS[:2]
@@ -28,88 +32,66 @@ def called(**changes):
     return dict(role="assistant", content=None, tool_calls=[CALL | changes])
 
 
-# Texts that nobody foresaw
+# Texts that nobody foresaw: each @ of a line becomes a word of its own
 
 
-class Random:
-    """Messages with a new word in each place that may hold text; `words` has them all."""
-
-    def __init__(self, seed):
-        self.random, self.words = random.Random(seed), []
-
-    def one_of(self, *choices):
-        return self.random.choice(choices)
-
-    def text(self):
-        self.words.append(f"w{len(self.words)}x")
-        word = self.words[-1]
-        return self.one_of(word, f" {word}\n", f"{word} <b>", f"<think>{word}</think> a", f'a "{word}" \\ ü',
-                           f"{word}\n\n", f"<think>\na\n</think>\n\n{word}", f"assistant {word} a\ta")  # fmt: skip
-
-    def value(self, depth=0):
-        kinds = [self.text, self.text, self.text, lambda: [self.value(depth + 1)],
-                 lambda: {self.text().strip(): self.value(depth + 1)}, lambda: self.random.randrange(9), lambda: None,
-                 lambda: True]  # fmt: skip
-        return self.one_of(*kinds[: 8 if depth < 2 else 3])()
-
-    def call(self):
-        arguments = {self.text(): self.value() for _ in range(self.random.randrange(3))}
-        function = dict(name=f"f{self.random.randrange(99)}", arguments=self.one_of(arguments, json.dumps(arguments)))
-        return self.one_of(function, dict(id="c", type="function", function=function))
-
-    def message(self, role):
-        message = dict(role=role, content=self.one_of(self.text, self.text, self.text, lambda: [
-            dict(type="text", text=self.text()), self.text()])())  # fmt: skip
-        more = dict(reasoning_content=self.text, thinking=self.text, name=self.text, function_call=self.value,
-                    tool_call_id=lambda: "c", other=self.value, weight=lambda: int(role == "assistant"))  # fmt: skip
-        for key in self.random.sample([*more], self.one_of(0, 0, 0, 1, 2)):
-            message[key] = more[key]()
-        if role == "assistant" and self.one_of(True, False, False):
-            message |= dict(tool_calls=[self.call() for _ in range(self.one_of(1, 2))])
-            if self.one_of(True, False):
-                message["content"] = None
-        return message
-
-    def line(self):
-        roles = ["system"] * self.one_of(0, 1) + ["developer"] * self.one_of(0, 0, 1)
-        for _ in range(self.one_of(1, 2, 3)):
-            roles += ["user", *["assistant", "tool"] * self.one_of(0, 0, 1), "assistant"]
-        return dict(messages=[self.message(role) for role in roles])
+OTHER = st.text(st.characters(codec="utf-8", exclude_characters="@"), max_size=3)
+TEXT = st.builds("{}@{}".format, OTHER, OTHER) | st.sampled_from([
+    "@", " @\n", "@ <b>", "<think>@</think> a", 'a "@" \\ ü', "@\n\n", "<think>\na\n</think>\n\n@", "assistant @ a\ta"])
+VALUE = st.recursive(TEXT | st.sampled_from([7, None, True]), lambda each: (
+    st.lists(each, max_size=2) | st.dictionaries(TEXT.map(str.strip), each, max_size=2)), max_leaves=4)  # fmt: skip
+ARGUMENTS = st.dictionaries(TEXT, VALUE, max_size=2)
+FUNCTION = st.builds(dict, name=st.sampled_from(["f1", "f2"]), arguments=ARGUMENTS | ARGUMENTS.map(json.dumps))
+CALL_OF = st.builds(dict, id=st.just("c"), type=st.just("function"), function=FUNCTION)
+CALLS = st.lists(FUNCTION | CALL_OF, min_size=1, max_size=2)
+CONTENT = TEXT | st.tuples(st.builds(dict, type=st.just("text"), text=TEXT), TEXT)
+OF_ASSISTANT = dict(reasoning_content=TEXT, tool_calls=CALLS)
+OTHERS = dict(thinking=TEXT, name=TEXT, function_call=VALUE, tool_call_id=st.just("c"), other=VALUE, weight=st.just(1))
+TURNS_OF = st.lists(st.sampled_from(["user assistant ", "user assistant tool assistant "]), min_size=1, max_size=3)
+ROLES = st.builds("".join, st.tuples(st.sampled_from(["", "system ", "developer "]), TURNS_OF.map("".join)))
 
 
-def plain(line, drawn):
-    """A line most of whose texts stand where most templates look for them."""
-    roles = "system", "user", "assistant", *["tool"] * drawn.one_of(0, 1)
-    keys = "role", "content", *drawn.random.sample(["tool_calls", "reasoning_content"], drawn.one_of(0, 1, 2))
-    turns = [{key: each for key, each in turn.items() if key in keys} for turn in line["messages"]]
-    turns = [turn | dict(content=turn["content"] or drawn.text()) for turn in turns if turn["role"] in roles]
-    return dict(messages=turns)
+@st.composite
+def lines(draw):
+    messages = []
+    others = draw(st.sampled_from([0, 0, 1, 2]))  # keys that few templates know
+    for role in draw(ROLES).split():
+        known = OF_ASSISTANT if role == "assistant" and draw(st.booleans()) else {}
+        messages.append(draw(st.fixed_dictionaries(dict(role=st.just(role), content=CONTENT), optional=known)))
+    for key in draw(st.lists(st.sampled_from([*OTHERS]), min_size=others, max_size=others)):
+        draw(st.sampled_from(messages))[key] = draw(OTHERS[key])
+    count = itertools.count()
+    return dict(messages=json.loads(re.sub("@", lambda _: f"w{next(count)}x", json.dumps(messages))))
 
 
 def good_lines(batches, made, count):
-    """Of so many random lines those that are not reported; asserts that each of their texts is in an example, but for
+    """Of so many lines those that are not reported; asserts that each of their words is in an example, but for
     those of keys that were asked to be dropped and are counted."""
-    for seed in range(count):
-        drawn = Random(f"{made.chat_template} {seed}")
-        line = drawn.line()
-        line, rule = plain(line, drawn) if seed % 2 else line, drawn.one_of("drop", "refuse")
+    good = []
+
+    @settings(max_examples=count, derandomize=True, deadline=None, database=None, suppress_health_check=HealthCheck,
+              phases=[Phase.generate, Phase.shrink])  # fmt: skip
+    @given(lines(), st.sampled_from(["drop", "refuse"]))
+    def check(line, rule):
         try:
             stream = batches([line], made=made, seqlen=10_000, vocab=9999, unknown_keys=rule)
         except DataError as error:
             assert re.search(r"line 1: expected .*(message \d+|answer|template)", str(error)), error
-            continue
+            return
         dropped = re.findall("with '(.*?)' of a message dropped", stream.description)
         assert rule == "drop" or not dropped
         kept = [{key: each for key, each in turn.items() if key not in dropped} for turn in line["messages"]]
         shown = "\n".join(preview(stream.example(i), made, False) for i in range(len(stream.data.chosen)))
-        lost = [word for word in drawn.words if word in json.dumps(kept) and word not in shown]
-        assert not lost, (lost, line, shown)
-        yield line
+        assert not [word for word in re.findall(r"w\d+x", json.dumps(kept)) if word not in shown], shown
+        good.append(line)
+
+    check()
+    return good
 
 
 @pytest.mark.parametrize("template", FAMILIES)
 def test_any_text_in_any_field_is_in_an_example_or_its_line_is_reported(batches, tokenizer, template):
-    good = [*good_lines(batches, tokenizer(template), 150)]
+    good = good_lines(batches, tokenizer(template), 150)
     assert len(good) > 20 or template == "short", len(good)
 
 
@@ -121,7 +103,7 @@ def test_any_text_is_in_an_example_or_reported_with_the_templates_of_known_famil
         template = path.read_text()
         special = {*re.findall(r"<[|｜][^<>|｜]+[|｜]>|<\w+\|>|<\|\w+>|<\w+_of_\w+>|\[/?INST\]|\[\w+\]", template)}
         made = tokenizer(template, additional_special_tokens=sorted(special))
-        total += len([*good_lines(batches, made, 60)])
+        total += len(good_lines(batches, made, 60))
     assert total > 1000, total
 
 
