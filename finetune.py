@@ -14,7 +14,7 @@ import os
 import signal
 import sys
 
-from trainer.distributed.terminal import Progress, fail, ranks, tell
+from trainer.distributed.terminal import Progress, answering, fail, import_torch, put, ranks, tell
 from trainer.finetuning import config
 from trainer.finetuning.checks import check_at_once
 
@@ -27,6 +27,7 @@ if __name__ == "__main__":  # before torch is imported: --help and bad flags ans
     if RANKS[0] == 0:
         check_at_once(CONFIG, RANKS[2])
     PROGRESS = Progress("importing torch and transformers", speak=RANKS[0] == 0)
+    import_torch(RANKS[0], CONFIG.debug)
 
 from trainer import config as flags
 from trainer.data import DataError
@@ -46,7 +47,8 @@ def show(c: config.Config, world: int) -> None:
     try:
         c = flags.resolve(c, "cpu", world)
         vocab = blank_model(c.model).model.get_input_embeddings().num_embeddings
-        tell(open_data(c, vocab).preview(0, color=sys.stdout.isatty()))
+        with answering():
+            put(open_data(c, vocab).preview(0, color=sys.stdout.isatty()))
     except (ValueError, DataError) as error:
         fail(str(error), 0, 3 if isinstance(error, DataError) else 2)
 

@@ -43,7 +43,13 @@ def _default_options(gloo: type, timeout: timedelta | None, others: dict):
     options = gloo._Options()
     interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
     if len(interfaces) > 1:
-        options._devices = [gloo.create_device(interface=name) for name in interfaces.split(",")]
+        try:
+            devices = [gloo.create_device(interface=name) for name in interfaces.split(",")]
+        except RuntimeError as error:
+            raise ValueError(
+                f"GLOO_SOCKET_IFNAME={interfaces}: gloo finds no address of it here; name interfaces of this machine"
+            ) from error
+        options._devices = devices
     else:
         options._devices = [gloo.create_default_device()]
     if timeout is not None:

@@ -16,7 +16,7 @@ import sys
 
 from trainer import config as flags
 from trainer.checks import check, check_at_once
-from trainer.distributed.terminal import Progress, ranks
+from trainer.distributed.terminal import Progress, import_torch, ranks
 
 if __name__ == "__main__":  # before torch is imported: --help and bad flags answer at once
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C has no traceback; Signals takes over
@@ -25,6 +25,7 @@ if __name__ == "__main__":  # before torch is imported: --help and bad flags ans
     if RANKS[0] == 0:
         check_at_once(CONFIG, RANKS[2])
     PROGRESS = Progress("importing torch", speak=RANKS[0] == 0)
+    import_torch(RANKS[0], CONFIG.debug)
 
 from trainer.attention import choose_kernel
 from trainer.checkpoint.weights import initialise

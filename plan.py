@@ -12,7 +12,6 @@ Peak memory is a closed form, held against the memory of generated code; time is
 --exact.
 """
 
-import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -22,7 +21,7 @@ from lab.planning import hardware, report, search
 from lab.planning.search import Plan, parse, question, two_questions, unread
 from trainer import config as flags
 from trainer.distributed.command_line import explain, flag
-from trainer.distributed.terminal import did_you_mean, fail, tell
+from trainer.distributed.terminal import answering, did_you_mean, fail, put
 
 # By --what-if, of plan.py's own.
 SWEPT = "gpu watts gpus nodes across hf logits master_dtype lora reserve_gib".split()
@@ -120,10 +119,10 @@ def main(argv: list[str]) -> int:
         *report.honesty(q, not (own.best or own.what_if or own.fit)),
         *unread([*words, *(flag(name.lstrip("-")) for name in own.what_if[:1])]),
     ]:
-        tell(text)
+        put(text)
     return 0
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # | head
-    sys.exit(main(sys.argv[1:]))
+    with answering():
+        sys.exit(main(sys.argv[1:]))

@@ -36,6 +36,25 @@ def test_a_signal_is_noted_and_the_handlers_come_back():
     assert [signal.getsignal(kind) for kind in Signals.KINDS] == before
 
 
+def test_a_signal_is_seen_by_another_thread_while_the_main_one_is_in_c_and_counts_once(monkeypatch):
+    """As in a collective with a rank that hangs. Nothing holds this thread in C: its handler comes late by hand."""
+    monkeypatch.setattr(control, "AGAIN_S", 0.0)
+    later = []
+    monkeypatch.setattr(Signals, "_handle", lambda self, *told: later.append(told))
+    with Signals(speak=False) as signals:
+        signals.look()
+        assert not signals.got
+        os.kill(os.getpid(), signal.SIGTERM)
+        signals.look()
+        assert signals.got == signal.SIGTERM and len(later) == 1
+        monkeypatch.undo()
+        time.sleep(0.6)
+        signals._handle(*later[0])  # a second signal would end the process
+        os.kill(os.getpid(), signal.SIGWINCH)
+        signals.look()
+    assert signals.got == signal.SIGTERM
+
+
 @pytest.mark.parametrize("passed_on", ["", "SIGTERM,SIGINT", "SIGTERM,SIGHUP"])
 def test_under_nohup_a_hangup_is_ignored_unless_torchrun_passes_it_on(passed_on, monkeypatch):
     """Torchrun handles SIGHUP under nohup, too: it sends it to the ranks, and kills them 30 s later."""

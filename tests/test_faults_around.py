@@ -166,6 +166,49 @@ def test_a_compile_cache_that_cannot_be_made_is_one_line_and_no_traceback_of_tor
         assert done.returncode == 2 and re.search(f"TORCHINDUCTOR_CACHE_DIR.{tmp_path}/file/x: ", line), line
 
 
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize("words", ["main.py --help", *(pytest.param(words, marks=slow) for words in (
+    "finetune.py --help", "plan.py --help", "plan.py --gpus 8", "-m lab.report --help"))])  # fmt: skip
+def test_an_answer_that_nobody_can_read_is_one_line_or_none_and_no_success(words):
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}  # with it argparse itself is silent
+    read, unread = os.pipe()
+    os.close(read)
+    for out, code, told in ((os.open("/dev/full", os.O_WRONLY), 2, "error: standard output: No space left on device"),
+                            (unread, 128 + signal.SIGPIPE, "")):  # fmt: skip
+        done = subprocess.run([sys.executable, *words.split()], cwd=ROOT, env=env, stdout=out, stderr=subprocess.PIPE)
+        os.close(out)
+        line = done.stderr.decode()
+        assert (done.returncode, line.count("\n")) == (code, int(code == 2)) and line.startswith(told), line
+
+
+@pytest.mark.parametrize(("name", "value", "told"), [
+    ("TORCH_DISTRIBUTED_DEBUG", "some", "must be OFF, INFO, or DETAIL.; correct the environment variables of torch"),
+    pytest.param("TORCH_LOGS", "some", "Invalid log settings: some, ", marks=slow),
+    pytest.param("PYTHONUTF8", "0", "'ascii' codec can't decode .*; set PYTHONUTF8=1", marks=slow),
+])  # fmt: skip
+@pytest.mark.parametrize("program", [["main.py"], pytest.param(["./launch.sh", "run"], marks=slow)])
+def test_a_torch_that_cannot_be_imported_in_this_environment_is_one_line(program, name, value, told):
+    env = os.environ | dict(LC_ALL="C", PYTHONCOERCECLOCALE="0", PYTHON=sys.executable, NO_INSTALL="1", NPROC="2")
+    command = [*[sys.executable] * (program == ["main.py"]), *program, *TINY]
+    done = subprocess.run(command, cwd=ROOT, env=env | {name: value}, capture_output=True, text=True)
+    assert done.returncode == 2 and re.match(f"error: torch cannot be imported: .*{told}", one_line(done.stderr))
+
+
+def test_a_network_interface_that_is_not_there_is_named(train, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none0")
+    done = train()
+    assert done.code == 2 and one_line(done.err).startswith("error: GLOO_SOCKET_IFNAME=none0: gloo finds no address")
+
+
+def test_a_word_that_the_locale_has_no_bytes_for_is_named(capsys):
+    """As in a locale of EUC-JP, in which Python reads some names of UTF-8 as texts that it cannot write."""
+    with pytest.raises(SystemExit, match="2"):
+        flags.parse(["--data", "text:\ud800"])
+    assert "is no text in utf-8, the encoding of this locale; set PYTHONUTF8=1" in one_line(capsys.readouterr().err)
+
+
 # -------------------------------------------------------------------------------------------------------------- numbers
 
 

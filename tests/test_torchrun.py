@@ -179,6 +179,34 @@ def test_ctrl_c_is_two_quiet_lines_and_no_error(tmp_path):
     ]
 
 
+@pytest.mark.parametrize("program", [OURS, pytest.param(OURS[:1], marks=pytest.mark.slow)])
+def test_told_to_end_the_exit_code_is_that_of_a_last_save_that_fails(program, tmp_path):
+    """Torchrun itself knows no more than that it has passed a signal on."""
+    flags = [*TINY, "--steps", "400000", "--log-every", "1", "--save", f"{tmp_path}/run", "--results"]
+    run = start(*flags, f"{tmp_path}/rows", program=program)
+    wait_for_step(run)
+    (tmp_path / "run").rename(tmp_path / "away")
+    os.kill(run.pid, signal.SIGTERM)
+    _, err = run.communicate(timeout=200)
+    first, last = err.splitlines()
+    assert first.startswith(f"error: rank 0: failed: {tmp_path}/run/"), err
+    assert re.fullmatch(r"torchrun: rank [01], process \d+, ended with exit code 4 after SIGTERM", last)
+    assert run.returncode == 4
+
+
+@pytest.mark.slow
+def test_told_to_end_a_rank_that_has_not_saved_after_30_s_is_named(tmp_path):
+    run = start(*TINY, "--steps", "400000", "--log-every", "1", "--results", f"{tmp_path}/rows")
+    wait_for_step(run)
+    stopped = ranks_of(run)[-1]
+    os.kill(stopped, signal.SIGSTOP)
+    os.kill(run.pid, signal.SIGTERM)
+    _, err = run.communicate(timeout=200)
+    assert "error: SIGTERM came, and nothing moves since: no answer from rank" in err, err
+    told = r"torchrun: rank \d, process (\d+), was ended by SIGKILL after SIGTERM; torchrun does so 30 s after it: "
+    assert re.match(told, err.splitlines()[-1])[1] == str(stopped) and run.returncode == 137
+
+
 @pytest.mark.parametrize("seconds", [0.5, 1.5])
 def test_ctrl_c_while_torchrun_starts_has_no_traceback(seconds):
     run = start(*TINY)

@@ -64,7 +64,7 @@ def test_weights_of_another_dtype_need_cast(train, saved_run, tmp_path):
 
 
 CAST = {  # what is not converted but refused
-    "int8": (torch.ones(2, 3, dtype=torch.int8), "1 tensors of another dtype: weight int8 (the model: float32)"),
+    "int8": (torch.ones(2, 3, dtype=torch.int8), "1 tensor of another dtype: weight int8 (the model: float32)"),
     "complex": (torch.ones(2, 3).to(torch.complex64), "weight complex64 (the model: float32)"),
     "large": (torch.full((2, 3), -1e300, dtype=torch.float64), "weight is not finite in float32"),
     "nan": (torch.full((2, 3), float("nan"), dtype=torch.bfloat16), "weight is not finite in float32"),
@@ -138,10 +138,10 @@ BAD = {  # what is planted, what the line says besides the path
     "size.safetensors": (entry(shape=[2, 4]), f"{LIBRARY}invalid shape"),
     "negative.safetensors": (entry(shape=[-2, -3]), f"{LIBRARY}invalid JSON"),
     "nan.safetensors": (edited(bias=NAN), "bias is not finite"), "inf.safetensors": (edited(bias=INF), "bias is not"),
-    "shape.safetensors": (edited(bias=torch.ones(3)), "1 tensors of another shape: bias [3] (the model: [2])"),
+    "shape.safetensors": (edited(bias=torch.ones(3)), "1 tensor of another shape: bias [3] (the model: [2])"),
     "dtype.safetensors": (edited(bias=torch.ones(2).double()), "bias float64 (the model: float32; --cast converts)"),
-    "more.safetensors": (edited(scale=torch.ones(2)), "1 tensors unexpected: scale"),
-    "less.safetensors": (edited(bias=None), "1 tensors missing: bias"),
+    "more.safetensors": (edited(scale=torch.ones(2)), "1 tensor unexpected: scale"),
+    "less.safetensors": (edited(bias=None), "1 tensor missing: bias"),
     "gone.safetensors": (lambda path: index(path, weight=A, bias="c.safetensors"), "c.safetensors: No such file"),
     "out.safetensors": (lambda path: index(path, weight=A, bias=f"../{B}"), f"names '../{B}', which is no"),
     "linked.safetensors": (lambda path: index(path, weight=A, bias="b.pt"), "names 'b.pt', which is no .safetensors"),

@@ -5,7 +5,7 @@ from lab.planning.schedule import Step
 from lab.planning.search import Answer, Cell, Question
 from lab.planning.step_time import Gpu
 from trainer.costs import muon
-from trainer.distributed.terminal import grouped, tell
+from trainer.distributed.terminal import grouped, put
 
 # Percent, percent, rows of all drawn settings: see lab.benchmarks.plans.PEAKS.
 PEAK_ERROR = 0.01, 2.2, 67
@@ -268,13 +268,13 @@ def calibrated(path: str, start: Gpu) -> int:
     rates = ", ".join(
         f"{k} = [{f / 1e12:.3g}, {b / 1e12:.3g}]" for k, (f, b) in g.attention.items()
     )
-    tell(
+    put(
         f"[{g.name}.reached]\nproducts = {g.products / 1e12:.4g}\ntb_per_s = {g.bandwidth / 1e12:.3g}"
     )
-    tell(f"floor_us = {1e6 * g.floor:.1f}\nattention = {{ {rates} }}")
-    tell(f"fitted on {', '.join(fit.fitted)} of {path}; {len(errors)} others:")
+    put(f"floor_us = {1e6 * g.floor:.1f}\nattention = {{ {rates} }}")
+    put(f"fitted on {', '.join(fit.fitted)} of {path}; {len(errors)} others:")
     for name, error in fit.errors.items():
-        tell(f"  {name}: {100 * error:+.1f} %{' (fitted)' * (name in fit.fitted)}")
+        put(f"  {name}: {100 * error:+.1f} %{' (fitted)' * (name in fit.fitted)}")
     if errors:
-        tell(f"error = [{errors[len(errors) // 2]:.3f}, {errors[-1]:.3f}, {len(errors)}]")
+        put(f"error = [{errors[len(errors) // 2]:.3f}, {errors[-1]:.3f}, {len(errors)}]")
     return 0

@@ -29,7 +29,7 @@ from lab.report import published
 from lab.report.html import page
 from lab.report.tables import LAYOUTS, check_name, compared, section
 from lab.sweeps import sweep
-from trainer.distributed.terminal import one_line, shown
+from trainer.distributed.terminal import answering, one_line, shown
 from trainer.logging import check_writable, log_tables
 
 # Of pages whose marked tables are checked, beside README.md and NOTES.md.
@@ -324,4 +324,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with answering():
+        sys.exit(main())

@@ -36,7 +36,7 @@ from trainer.checkpoint.lock import drop, take
 from trainer.checkpoint.manifest import CheckpointError, Refused, sync, write_json
 from trainer.config import Config
 from trainer.distributed.control import agree
-from trainer.distributed.terminal import one_line
+from trainer.distributed.terminal import counted, one_line
 
 DTYPES = {  # by safetensors' names
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -159,9 +159,12 @@ def initialise(
         return
     agree({f"--init {c.init}": glimpse(c.init)}, group)
     number = on_all(partial(load_weights, c.init, model, c.cast), group)[0]
-    say(
-        f"--init {c.init}: {', '.join(f'{n} tensors of {dtype}' for dtype, n in number.items())}; fresh moments"
-    )
+    say(f"--init {c.init}: {listed(number)}; fresh moments")
+
+
+def listed(number: Counter) -> str:
+    """Of how many tensors of each dtype, for people."""
+    return ", ".join(f"{counted(n, 'tensor')} of {dtype}" for dtype, n in number.items())
 
 
 def glimpse(path: str) -> str:
@@ -176,7 +179,7 @@ def glimpse(path: str) -> str:
                     crc = zlib.crc32(file.read(min(GLIMPSE, like.nbytes)), crc)
     except (CheckpointError, OSError) as error:
         return f"nothing ({error})"
-    return f"{len(there)} tensors of {sum(r.like.nbytes for r in there.values())} bytes, CRC-32 {crc:08x}"
+    return f"{counted(len(there), 'tensor')} of {sum(r.like.nbytes for r in there.values())} bytes, CRC-32 {crc:08x}"
 
 
 def load_weights(path: str, model: nn.Module, cast: bool = False) -> Counter:
@@ -213,7 +216,9 @@ def _check(
                              for n, r, t in both if r.dtype != t.dtype and not (cast and _floats(r, t))],
     }  # fmt: skip
     if problems := [
-        f"{len(n)} tensors {how}: {', '.join(map(str, n[:5]))}" for how, n in told.items() if n
+        f"{counted(len(n), 'tensor')} {how}: {', '.join(map(str, n[:5]))}"
+        for how, n in told.items()
+        if n
     ]:
         raise CheckpointError(f"{path}: does not fit the model: {'; '.join(problems)}")
 

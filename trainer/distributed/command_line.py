@@ -22,7 +22,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import tyro
 from tyro.conf import arg
 
-from trainer.distributed.terminal import did_you_mean, fail
+from trainer.distributed.terminal import answering, did_you_mean, fail
 
 FLAG = re.compile(r"--?[A-Za-z]")  # how a word begins that is no value: -1 is one
 HELP = "--help lists all flags"
@@ -90,11 +90,20 @@ def default(text: str, metavar: str = "INT"):
     return arg(metavar=metavar, help_behavior_hint=f"(default: {text})")
 
 
+@answering()
 def parse(kind: type, argv: Sequence[str], check: Callable[[Any], Any], prog: str, description: str,
           rank: int = 0) -> Any:  # fmt: skip
     """A `kind`, whose fields are groups of flags, from a command line. Ends the process with one line, which rank 0
     prints, and exit code 2 for a bad one, also where `check` raises a ValueError."""
     boxes = io.StringIO()  # of tyro, to which our own line is preferred
+    for word in argv:
+        try:
+            os.fsencode(word)
+        except UnicodeError:  # then no file of this name can be opened
+            code = sys.getfilesystemencoding()
+            fail(
+                f"{word}: is no text in {code}, the encoding of this locale; set PYTHONUTF8=1", rank
+            )
     argv = [re.sub("^--micro[-_]batch(?=$|=)", "--batch", word) for word in argv]
     try:
         with redirect_stderr(boxes):
@@ -113,6 +122,7 @@ def parse(kind: type, argv: Sequence[str], check: Callable[[Any], Any], prog: st
     fail(said or " ".join(re.sub("[\u2500-\u257f]", " ", boxes.getvalue()).split()), rank)
 
 
+@answering()
 def parse_beside(own: type, others: Sequence[type], argv: Sequence[str], prog: str,
                  description: str) -> tuple[Any, list[str]]:  # fmt: skip
     """An `own`, and the words of a command line that are flags of `others`, groups of another program, whose values may

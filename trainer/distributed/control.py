@@ -73,27 +73,50 @@ def agree(facts: dict[str, Any], group: dist.ProcessGroup | None) -> None:
 class Signals:
     """Notes SIGTERM, SIGINT, SIGHUP (of a terminal that closes) and SIGQUIT in `got`; a second one, later than AGAIN_S,
     ends the process. Under nohup SIGHUP stays ignored, unless torchrun passes it on and then ends who ignores it. Main
-    thread only."""
+    thread only; but Python calls no handler while that is in C, as in a collective: another thread may `look`."""
 
     KINDS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT
     CODES = tuple(128 + kind for kind in KINDS)
 
     def __init__(self, speak: bool = True):  # whether to answer Ctrl-C with a line on stderr
-        self.got, self.at, self.speak, self.before = 0, 0.0, speak, {}
+        self.got, self.at, self.speak, self.before, self.pipe = 0, 0.0, speak, {}, None
         self.over = False  # set to True when nothing is left to stop: signals are then ignored
+        self.early = 0  # a signal that `look` has seen before its handler
 
     def __enter__(self):
         passed = "SIGHUP" in os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "")
         nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN and not passed
         kinds = [kind for kind in self.KINDS if not (nohup and kind == signal.SIGHUP)]
-        self.before = {kind: signal.signal(kind, self.note) for kind in kinds}
+        self.before = {kind: signal.signal(kind, self._handle) for kind in kinds}
+        self.pipe = os.pipe()  # gets the number of each signal that comes
+        for end in self.pipe:
+            os.set_blocking(end, False)
+        self.others = signal.set_wakeup_fd(self.pipe[1], warn_on_full_buffer=False)
         return self
 
     def __exit__(self, *_):
+        signal.set_wakeup_fd(self.others)
         for kind, handler in self.before.items():
             signal.signal(kind, handler)
+        for end in self.pipe:
+            os.close(end)
 
-    def note(self, signum: int, _frame=None) -> None:
+    def look(self) -> None:
+        """Notes a first signal whose handler has not been called yet. For a thread beside the main."""
+        came = set()
+        with suppress(BlockingIOError):
+            came = {*os.read(self.pipe[0], 512)} & self.before.keys() if self.pipe else came
+        for signum in came if not self.got else ():
+            self.early = signum
+            self.note(signum)
+
+    def _handle(self, signum: int, _frame) -> None:
+        if signum == self.early:
+            self.early = 0
+        else:
+            self.note(signum)
+
+    def note(self, signum: int) -> None:
         """What a signal does; also called by a thread that has seen a reason to stop."""
         if self.over:
             return

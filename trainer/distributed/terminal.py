@@ -12,23 +12,25 @@ import errno
 import json
 import multiprocessing
 import os
+import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from difflib import get_close_matches
 from pathlib import Path
 from typing import NoReturn, TextIO
 
+MORE = "LOCAL_WORLD_SIZE", "TORCHELASTIC_MAX_RESTARTS"  # numbers that torchrun also sets
 PARENT = os.getppid()  # now: it may be gone when torch is imported
 
 
 def ranks() -> tuple[int, int, int]:
     """(rank, local rank, world) by torchrun's environment, (0, 0, 1) without; exits with 2 if that makes no sense."""
     names = "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
-    told = {name: os.environ[name] for name in (*names, "LOCAL_WORLD_SIZE") if os.environ.get(name)}
+    told = {name: os.environ[name] for name in (*names, *MORE) if os.environ.get(name)}
     there, missing = (
         [name for name in names[:3] if name in told],
         [name for name in names if name not in told],
@@ -78,6 +80,19 @@ def fail(message: str, rank: int, code: int = 2) -> NoReturn:
     sys.exit(code)
 
 
+def import_torch(rank: int, debug: bool = False) -> None:
+    """Imports the greater part of torch. Ends the process in one line if that fails, as under some locales and where an
+    environment variable of torch has a value that it does not know."""
+    try:
+        import torch._inductor.compile_fx  # noqa: F401
+    except Exception as error:
+        if debug:
+            raise
+        fix = "correct the environment variables of torch"
+        fix = "set PYTHONUTF8=1" if isinstance(error, UnicodeError) else fix
+        fail(f"torch cannot be imported: {one_line(error, 200)}; {fix} (--debug shows where)", rank)
+
+
 def shown(text: str) -> str:
     """A text for a terminal: what would control that is a replacement character, half a character an escape."""
     text = text.encode("utf-8", "backslashreplace").decode()
@@ -100,14 +115,44 @@ def tell(text: str, stream: TextIO | None = None) -> None:
     more, because its reader has left or its disk is full, this costs one warning, and all after that is lost."""
     stream = stream or sys.stdout
     try:
-        encoding = getattr(stream, "encoding", None) or "utf-8"
-        print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
+        put(text, stream)
     except (OSError, ValueError) as error:
-        # Else Python would fail at exit, with code 120, on what is buffered.
-        with suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        _mute(stream)
         if stream is not sys.stderr:
             tell(f"warning: terminal: {type(error).__name__}: {error}; the run goes on", sys.stderr)
+
+
+def put(text: str, stream: TextIO | None = None) -> None:
+    """As `tell`, but raises OSError or ValueError if the stream takes no more."""
+    stream = stream or sys.stdout
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
+
+
+def _mute(stream: TextIO) -> None:
+    """All that a stream still gets is lost; else Python would fail at exit, with code 120, on what is buffered."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+@contextmanager
+def answering() -> Iterator[None]:
+    """Around a program, or its --help, whose whole work is what it prints on stdout. If that takes no more, it ends in
+    one line with exit code 2, and without a word, as SIGPIPE would end it, if its reader has left."""
+    # A process may have been started without.
+    sys.stdout = sys.stdout or open(os.devnull, "w")
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        _mute(sys.stdout)
+        if error.errno == errno.EPIPE:
+            sys.exit(128 + signal.SIGPIPE)
+        fail(f"standard output: {error.strerror}; free some space, or name another file", 0)
 
 
 def regular(path: str | Path) -> Path:
@@ -138,6 +183,11 @@ def grouped(value: float | str | None, digits: int = 0, missing: str = "n/a") ->
     if value is None:
         return missing
     return value if isinstance(value, str) else f"{value:,.{digits}f}".replace(",", "'")
+
+
+def counted(number: int, what: str) -> str:
+    """1 line; 14'550 lines."""
+    return f"{grouped(number)} {what}{'s' * (number != 1)}"
 
 
 def markdown(columns: list[tuple[str, list[str]]]) -> str:

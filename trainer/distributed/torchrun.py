@@ -7,22 +7,31 @@ has imported torch, which costs seconds only once, and does so while torchrun st
 """
 
 import atexit
+import locale
 import logging
 import multiprocessing
 import os
 import signal
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing import forkserver
+from unittest import mock
 
-from trainer.distributed.terminal import Progress, check_host, one_line, tell
+from trainer.distributed.terminal import Progress, check_host, import_torch, one_line, tell
 
 SIGNALS = signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT
 # What torchrun passes on to the ranks; they read it, too.
 HANDLED = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 # How ranks end after another one: in the same second, or ended by torchrun.
 FOLLOWING = 7, 143, -signal.SIGTERM
+# How ranks end that have heeded a signal, after saving. None: they cannot be ended, as on a dead disk.
+STOPPED = {None, 0} | {end for kind in (signal.SIGINT, *SIGNALS) for end in (-kind, 128 + kind)}
 GONE = 255  # exit code of all ranks for multiprocessing once the process that forks them is gone
+MEMORY = (
+    "; the kernel does so when the machine or a limit of its job has no memory left (see dmesg)"
+)
 PRELOAD = ["torch._inductor.compile_fx", "trainer.checkpoint.weights", "trainer.run", "tyro"]
 
 
@@ -50,12 +59,55 @@ def rank(script: str, *argv: str) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
+@contextmanager
+def failures_of_ranks() -> Iterator[dict]:
+    """Yields a dict in which torchrun's record of each rank that it ends stands by its number, unless the rank has
+    STOPPED: for a signal torchrun itself raises an exception that tells nothing of ranks."""
+    from torch.distributed.elastic.multiprocessing.api import PContext
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+    failures, close = {}, PContext.close
+
+    def close_and_note(ranks: PContext, *args, **kwargs) -> None:
+        close(ranks, *args, **kwargs)
+        failures.clear()  # of ranks that were started anew
+        if hasattr(ranks, "subprocess_handlers"):
+            codes = {n: each.proc.returncode for n, each in ranks.subprocess_handlers.items()}
+        else:
+            codes = {n: each.exitcode for n, each in enumerate(ranks._pc.processes)}
+        for n, code in codes.items():
+            if code not in STOPPED:
+                own = ProcessFailure(n, ranks.pids()[n], code, ranks.error_files[n])
+                failures[int(ranks.envs[n]["RANK"])] = own
+
+    with mock.patch.object(PContext, "close", close_and_note):
+        yield failures
+
+
+def tell_first(failures: dict, when: str, hints: dict[int, str]) -> int:
+    """Says which rank the others have followed, with the hint for its exit code; returns that code, 128 + N if signal N
+    ended the rank. failures: torchrun's records, by rank."""
+    own = {
+        number: each for number, each in failures.items() if each.exitcode not in FOLLOWING
+    } or failures
+    # Whose clock ticks in seconds.
+    number, failure = min(own.items(), key=lambda each: each[1].timestamp)
+    code = failure.exitcode
+    what = f"was ended by {failure.signal_name()}" if code < 0 else f"ended with exit code {code}"
+    what += f"{when}{hints.get(code, '')}"
+    tell(f"torchrun: rank {number}, process {failure.pid}, {what}", sys.stderr)
+    return 128 - code if code < 0 else code
+
+
 def main(argv: list[str]) -> int:
     """torchrun with these flags; returns the exit code: 0, that of the first rank that failed (128 + N if signal N
-    ended it), 128 + N if signal N ended torchrun."""
+    ended it), 128 + N if signal N ended torchrun and no rank failed at that."""
     script = next((i for i, word in enumerate(argv) if word.endswith(".py")), len(argv))
     nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     os.environ[HANDLED] = "SIGTERM,SIGINT,SIGQUIT" + ",SIGHUP" * (not nohup)
+    odd = locale.getpreferredencoding(False).lower() != "utf-8"
+    if odd or any(name.startswith("TORCH_") for name in os.environ):
+        import_torch(0)  # first: if it fails, the process that forks would show a traceback of it
     if fork := "forkserver" in argv[:script]:
         forkserver.set_forkserver_preload(PRELOAD)
         # SLURM may send SIGTERM to every process, a terminal that closes SIGHUP, Ctrl-C SIGINT. Without the one that
@@ -85,28 +137,18 @@ def main(argv: list[str]) -> int:
         args.run_path, run.run_script_path = True, rank
     check_host(args.rdzv_endpoint.rpartition(":")[0].strip("[]") or args.master_addr)
     try:
-        run.run(args)
+        with failures_of_ranks() as failures:
+            run.run(args)
     except SignalException as e:
-        return 128 + e.sigval
+        late = "; torchrun does so 30 s after it: what the rank had not saved is lost"
+        name = signal.Signals(e.sigval).name
+        if not failures:
+            return 128 + e.sigval
+        return tell_first(failures, f" after {name}", {-signal.SIGKILL: late})
     except ChildFailedError as e:
-        own = {
-            number: each for number, each in e.failures.items() if each.exitcode not in FOLLOWING
-        } or e.failures
-        # Whose clock ticks in seconds.
-        number, failure = min(own.items(), key=lambda each: each[1].timestamp)
-        signalled = failure.exitcode < 0
-        what = (
-            f"was ended by {failure.signal_name()}"
-            if signalled
-            else f"ended with exit code {failure.exitcode}"
-        )
-        what += ", the first of this host to fail"
-        if failure.exitcode == GONE and fork:
-            what += ", as when the process that has forked the ranks is killed"
-        if failure.exitcode in (-signal.SIGKILL, GONE):
-            what += "; the kernel does so when the machine or a limit of its job has no memory left (see dmesg)"
-        tell(f"torchrun: rank {number}, process {failure.pid}, {what}", sys.stderr)
-        return 128 - failure.exitcode if signalled else failure.exitcode
+        forked = ", as when the process that has forked the ranks is killed" * fork
+        hints = {-signal.SIGKILL: MEMORY, GONE: forked + MEMORY}
+        return tell_first(e.failures, ", the first of this host to fail", hints)
     except (DistError, RendezvousError) as e:
         told = "the first host, by which all meet, does not answer; start all again with the same lines"
         if "EADDRINUSE" in str(e) or "in use" in str(e):

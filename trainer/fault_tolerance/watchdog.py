@@ -118,6 +118,7 @@ class Watchdog(AbstractContextManager):
             if now - before > 10 * POLL_S:
                 self.at = min(self.at + now - before, now)
             self.follow_launcher()
+            self.signals.look()
             still, got = now - self.at, self.signals.got
             self._arm(self.limit - still)
             roll, gone, probe = self._heard("roll", "left", "probe")

@@ -33,8 +33,8 @@ from trainer.data import (
     rows_of_a_rank,
     unusable,
 )
+from trainer.distributed.terminal import counted, shown
 from trainer.distributed.terminal import grouped as _n
-from trainer.distributed.terminal import shown
 from trainer.finetuning.examples import tokenised, told
 from trainer.finetuning.sources import check_files, weighted
 from trainer.finetuning.templates import Rules
@@ -97,12 +97,11 @@ class Examples:
         # The number of its source.
         self.part = np.repeat(np.arange(len(found)), [*map(len, found)])[file]
         notes = {f"cut to {_n(seqlen + 1)} tokens": len(cut),
-                 "dropped for want of a label": len(ends) - len(self.chosen), **about["counts"],
-                 "lines left out as bad": sum(about["reasons"].values())}  # fmt: skip
-        self.words = (
-            f"{_n(len(self.files))} file{'s' * (len(self.files) != 1)}, {_n(len(ends))} examples"
-        )
+                 "dropped for want of a label": len(ends) - len(self.chosen), **about["counts"]}  # fmt: skip
+        self.words = f"{counted(len(self.files), 'file')}, {counted(len(ends), 'example')}"
         self.words += "".join(f", {_n(count)} {what}" for what, count in notes.items() if count)
+        if bad := sum(about["reasons"].values()):
+            self.words += f", {counted(bad, 'line')} left out as bad"
         reasons = "".join(
             f"expected {reason}: {_n(count)}; " for reason, count in about["reasons"].items()
         )

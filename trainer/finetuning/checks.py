@@ -13,7 +13,7 @@ from pathlib import Path
 from trainer import checks
 from trainer import config as flags
 from trainer.checkpoint.manifest import check_directory
-from trainer.distributed.terminal import fail, regular
+from trainer.distributed.terminal import counted, fail, regular
 from trainer.finetuning.config import Config
 
 FILES = "model.safetensors", "pytorch_model.bin"  # the first that is there, or its index
@@ -72,7 +72,7 @@ def check_folder(folder: str, weights: bool = True) -> None:
             if absent := sorted(
                 name for name in named if not os.path.exists(os.path.join(folder, name))
             ):
-                raise DataError(f"{path}.index.json: names {len(absent)} files that are not there: "
+                raise DataError(f"{path}.index.json: names {counted(len(absent), 'absent file')}: "
                                 f"{', '.join(absent[:5])}; download them")  # fmt: skip
     except OSError as error:
         raise DataError(

@@ -150,8 +150,7 @@ def load_weights(
             number = checkpoint.on_all(read, group, f"{path}: ")[0]
         except CheckpointError as error:
             raise DataError(f"{error}; use the files of config.json's model") from error
-        told = ", ".join(f"{n} tensors of {dtype}" for dtype, n in number.items())
-        checkpoint.say(f"{path}: {told}, each rank its rows")
+        checkpoint.say(f"{path}: {weights.listed(number)}, each rank its rows")
         if c.prepared is not None:
             _save_prepared(c.prepared, inner, source, group)
     return dict(
