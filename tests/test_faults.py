@@ -6,6 +6,7 @@
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 from pathlib import Path
@@ -194,6 +195,20 @@ def test_each_part_of_a_save_may_fail_and_the_older_steps_stay(train, tmp_path, 
         done = train("--save", tmp_path / str(i), "--save-every", 2)
         assert done.code == 4 and "No space left on device" in one_line(done.err), where
         assert steps_in(tmp_path / str(i)) == [2] and len([*(tmp_path / str(i)).iterdir()]) == 1, where
+
+
+def test_a_limit_of_the_size_of_files_is_told_and_the_older_steps_stay(train, tmp_path):
+    """Torch itself tells of an unexpected position."""
+    assert train("--save", tmp_path / "run", "--steps", 2).code == 0
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4000, before[1]))
+    try:
+        done = train("--save", tmp_path / "run")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert done.code == 4 and steps_in(tmp_path / "run") == [2]
+    told = "step-00000006: disk full, or a limit of the size of a file (ulimit -f): "
+    assert f"failed: {tmp_path}/run/{told}" in done.err
 
 
 @pytest.mark.parametrize("fault, told", {

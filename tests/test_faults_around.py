@@ -202,6 +202,17 @@ def test_a_network_interface_that_is_not_there_is_named(train, monkeypatch):
     assert done.code == 2 and one_line(done.err).startswith("error: GLOO_SOCKET_IFNAME=none0: gloo finds no address")
 
 
+def test_a_limit_of_threads_is_told_where_ranks_meet(train, monkeypatch):
+    """As of ulimit -u or -v, which nothing can set for root, or for this process alone."""
+
+    def refuse(*_, **__):
+        raise RuntimeError("Resource temporarily unavailable")
+
+    monkeypatch.setattr("torch.distributed.init_process_group", refuse)
+    done = train()
+    assert done.code == 2 and "Resource temporarily unavailable; raise the limits of files" in one_line(done.err)
+
+
 def test_a_word_that_the_locale_has_no_bytes_for_is_named(capsys):
     """As in a locale of EUC-JP, in which Python reads some names of UTF-8 as texts that it cannot write."""
     with pytest.raises(SystemExit, match="2"):
@@ -308,6 +319,11 @@ def test_finetune_writes_none_of_what_it_reads(qwen, tmp_path, capsys):
             words = ["--model", qwen, "--data", file, "--results", tmp_path / "rows", *argv]
             own.check_at_once(tuning.parse([*map(str, words)], 0, 1), 1)
         assert f"error: {told}" in one_line(capsys.readouterr().err) and file.read_bytes() == before
+
+
+def test_an_error_is_one_line_whatever_a_file_is_called(train):
+    done = train("--data", "a\nb")
+    assert done.code == 2 and one_line(done.err).startswith("error: --data a\\nb: expected one of ")
 
 
 def test_the_name_of_a_file_controls_no_terminal(tmp_path, train):

@@ -155,9 +155,14 @@ def save_step(
         for written in on_all(partial(_write, temporary, state, group), group, where):
             files |= written
         on_rank_0(partial(_commit, c, name, temporary, files, about), group, where)
-    except CheckpointError:
+    except CheckpointError as error:
         if dist.get_rank() == 0:
             shutil.rmtree(temporary, ignore_errors=True)
+        if "unexpected pos" in str(
+            error
+        ):  # torch's words for a file that has taken less than it was given
+            why = "disk full, or a limit of the size of a file (ulimit -f)"
+            raise CheckpointError(f"{where}{why}: {str(error).removeprefix(where)}") from error
         raise
 
 

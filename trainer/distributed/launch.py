@@ -21,7 +21,7 @@ from torch._inductor import config as inductor
 
 from gloo import one_worker_thread
 from trainer.distributed import simulated_world
-from trainer.distributed.terminal import has_launcher
+from trainer.distributed.terminal import LIMIT, LIMITS, has_launcher
 
 
 def set_deterministic(on: bool) -> None:
@@ -74,17 +74,16 @@ def connect(c, rank: int, local_rank: int, world: int, timeout: float = 0) -> to
             store, *_ = next(dist.rendezvous("env://", **limit))
             how |= dict(store=fresh(store, rank, world), rank=rank, world_size=world)
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", **how, **limit)
-    except (dist.DistNetworkError, dist.DistStoreError) as e:
-        address, told = (
-            f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}",
-            str(e).splitlines()[0],
-        )
-        fix = (
-            "choose another port"
-            if "in use" in told
-            else "is it the first rank's address, and do all ranks run?"
-        )
-        raise ValueError(f"MASTER_ADDR:MASTER_PORT {address}: {told}; {fix}") from e
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as e:
+        address = [os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT")]
+        where = f"MASTER_ADDR:MASTER_PORT {':'.join(address)}: " * torchrun
+        told = str(e).splitlines()[0]
+        fix = "is it the first rank's address, and do all ranks run?"
+        if "in use" in told or LIMIT.search(told):
+            fix = "choose another port" if "in use" in told else LIMITS
+        raise ValueError(f"{where}{told}; {fix}") from e
     finally:
         connected.set()
     return device

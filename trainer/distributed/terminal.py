@@ -12,6 +12,7 @@ import errno
 import json
 import multiprocessing
 import os
+import re
 import signal
 import socket
 import sys
@@ -24,6 +25,11 @@ from pathlib import Path
 from typing import NoReturn, TextIO
 
 MORE = "LOCAL_WORLD_SIZE", "TORCHELASTIC_MAX_RESTARTS"  # numbers that torchrun also sets
+# What the system says where a process may open no more files, or start no more threads.
+LIMIT = re.compile(
+    "EMFILE|too many open files|Resource temporarily unavailable|Cannot allocate memory"
+)
+LIMITS = "raise the limits of files, processes and memory (ulimit -a), or end other programs"
 PARENT = os.getppid()  # now: it may be gone when torch is imported
 
 
@@ -88,7 +94,7 @@ def import_torch(rank: int, debug: bool = False) -> None:
     except Exception as error:
         if debug:
             raise
-        fix = "correct the environment variables of torch"
+        fix = "correct the environment variables of torch or Python"
         fix = "set PYTHONUTF8=1" if isinstance(error, UnicodeError) else fix
         fail(f"torch cannot be imported: {one_line(error, 200)}; {fix} (--debug shows where)", rank)
 
@@ -102,6 +108,7 @@ def shown(text: str) -> str:
 def tell_error(line: str) -> None:
     """Prints on stderr why this rank ends, and leaves it where torchrun's last lines repeat it: its own traceback of
     thirty lines would else be all that is seen. What the line names may come from a stranger's files."""
+    line = line.replace("\n", "\\n")  # of a file's name
     tell(shown(line), sys.stderr)
     file = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     if file and not os.path.exists(file):

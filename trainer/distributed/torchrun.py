@@ -19,7 +19,15 @@ from contextlib import contextmanager
 from multiprocessing import forkserver
 from unittest import mock
 
-from trainer.distributed.terminal import Progress, check_host, import_torch, one_line, tell
+from trainer.distributed.terminal import (
+    LIMIT,
+    LIMITS,
+    Progress,
+    check_host,
+    import_torch,
+    one_line,
+    tell,
+)
 
 SIGNALS = signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT
 # What torchrun passes on to the ranks; they read it, too.
@@ -153,6 +161,8 @@ def main(argv: list[str]) -> int:
         told = "the first host, by which all meet, does not answer; start all again with the same lines"
         if "EADDRINUSE" in str(e) or "in use" in str(e):
             told = "another program uses the port by which all meet; choose another MASTER_PORT"
+        if LIMIT.search(str(e)):
+            told = LIMITS
         tell(f"torchrun: {told}: {one_line(e)}", sys.stderr)
         return 1
     return 0
