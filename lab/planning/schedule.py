@@ -54,7 +54,7 @@ class Step(Weights):
         for i in range(L):
             self.forward_block(i)
         self.at = ""
-        self.arrive("fhead", {"head": self.head})
+        self.arrive("fhead", {})
         self.norm(L, "final norm", "nf")
         self.loss()
 
@@ -80,8 +80,10 @@ class Step(Weights):
         """Attention, then the MLP; the next gather starts after the norm."""
         w, D, self.at = f"f{i}", self.a.width, f"forward, block {i}, "
         self.norm(i, "norm", f"n{i}")
-        last, end = i + 1 == self.a.depth, self.head + self.a.final_norm
-        self.gather("fhead" if last else f"f{i + 1}", end if last else self.block)
+        last = (
+            i + 1 == self.a.depth
+        )  # the last norm is gathered beside the head: too small to count
+        self.gather("fhead" if last else f"f{i + 1}", self.head if last else self.block)
         self.moved_in_fp32(1)
         if self.policies[i] not in AGAIN["mlp"]:
             self.eager_keeps(i)
@@ -181,10 +183,9 @@ class Step(Weights):
         """From the loss to the embedding, block by block."""
         L, last = self.a.depth, f"b{self.a.depth - 1}"
         self.tape.graph()
-        whole = self.head + self.a.final_norm
         if self.c.loss == "full":
             V, D = self.a.vocab, self.a.width
-            self.gather("bhead", whole)
+            self.gather("bhead", self.head)
             made, at, wide = (
                 self.make("dz", self.logits, LOGITS),
                 "gradient of the logits",
@@ -198,7 +199,7 @@ class Step(Weights):
                 self.op(at, ["z", *["zf"] * wide], made, over=not wide)
             if not self.lora:
                 self.product("gradient of the head", ["dz", "nf"], "whead", V, self.n, D)
-            self.arrive("bhead", {"head": self.head})
+            self.arrive("bhead", {})
             self.gather(last, self.block)
             self.product(
                 "gradient of the head's input",
@@ -223,7 +224,7 @@ class Step(Weights):
         )
         if local and self.c.loss != "full":
             self.landed(grad, self.head)
-        self.bucket("head", whole, [grad] * (not self.lora))
+        self.bucket("head", self.head, [grad] * (not self.lora))
         if last not in self.again_made:
             self.arrive(last, self.weights)
         for i in reversed(range(L)):

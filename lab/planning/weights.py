@@ -217,7 +217,7 @@ class Weights:
         )
 
     def arrive(self, name: str, parts: dict[str, int]) -> None:
-        """Waits for it, and cuts the bucket into weights."""
+        """Waits for it, and cuts the bucket into weights, unless it is the head's alone."""
         if not self.gathers or self.there(name):
             return
         self.op(f"gather of {name}", [f"{name} sent", f"{name} bucket"], work=(("wait", name),))
@@ -232,7 +232,8 @@ class Weights:
         if self.root and part == "head":
             return "emb bucket"
         if self.gathers:
-            return f"{name} {part}" if self.c.reshard else f"f{name[1:]} {part}"
+            where = name if self.c.reshard else f"f{name[1:]}"
+            return f"{where} {'bucket' if part == 'head' else part}"
         if self.p < 4 and not self.whole and f"{name} {part}" not in self.again_made:
             self.again_made.add(f"{name} {part}")
             size = self.head if part == "head" else self.weights[part]
@@ -344,6 +345,7 @@ class Weights:
                 f"bucket of {name}",
                 [*grads, *[f"G {name}"] * late],
                 *[] if late else [self.bucket_of(name, elements)],
+                over=name == "head",  # alone, and computed once: its own bucket
             )
             self.start(name, elements)
 

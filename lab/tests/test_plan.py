@@ -22,7 +22,7 @@ from trainer import costs
 ROOT = Path(__file__).parents[2]
 EXPOSED = ROOT / "results/exposed.jsonl"
 LLAMA = ROOT / "reference/models/llama3-8b.json"
-FAR = 2  # rows of results/ that the closed form misses by more than 1 %; docs/PLANNER.md names them
+FAR = 3  # rows of results/ that the closed form misses by more than 1 %; docs/PLANNER.md names them
 CONFIGS = {  # name: (config.json, parameters)
     "Llama 3 8B": (dict(model_type="llama", hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
                         num_attention_heads=32, num_key_value_heads=8, vocab_size=128256), 8_030_261_248),
