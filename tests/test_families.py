@@ -8,6 +8,7 @@ files' bits. Configurations: tests/families.py.
 """
 
 import os
+import re
 import shutil
 from contextlib import suppress
 from pathlib import Path
@@ -213,6 +214,21 @@ def test_parameters_without_a_gradient_are_named_and_stay_as_they_are(tune, tmp_
             assert name.format(0) in same and all(".encoder_attn" in each for each in same)
             assert f"{len(same)} parameters get no gradient" in line
     assert "get no gradient" not in tune("--steps", 1).out
+
+
+def test_rows_that_are_too_short_for_a_part_of_the_model_are_refused_before_the_first_step(tune, tmp_path):
+    made, folder = tiny("deepseek_v4"), tmp_path / "model"  # one of its compressors begins at 128 tokens
+    made.max_position_embeddings = 1024
+    made.save_pretrained(folder)
+    write_tokenizer(folder)
+    how = dict(model=folder)
+    refused = tune("--random", "--steps", 1, "--pad", "longest", "--seqlen", 1016, **how)
+    assert refused.code == 2 and refused.err.count("error: ") == 1
+    assert re.search(r"--pad longest: may have rows of 127 tokens, in which \d+ parameters get no gradient \(.*\."
+                     r"compressor\.position_bias, .*\); use --pad fixed", refused.err)  # fmt: skip
+    for pad, seqlen in (("longest", 1024), ("fixed", 128)):
+        done = tune("--random", "--steps", 1, "--batch", 1, "--pad", pad, "--seqlen", seqlen, **how)
+        assert done.code == 0, done.err
 
 
 def test_models_that_compute_a_part_in_fp32_train_in_bf16(tune, tmp_path, monkeypatch):

@@ -48,6 +48,11 @@ PADS = "fixed", "longest", "pack"
 LENGTHS = 8  # of rows with pad="longest", at most: each is another shape to compile
 
 
+def shortest_of(seqlen: int) -> int:
+    """Tokens in the shortest rows of pad="longest"; others have multiples of it."""
+    return -(-seqlen // LENGTHS)
+
+
 def pack(lengths: np.ndarray, capacity: int) -> list[list[int]]:
     """Numbers of `lengths` in rows no longer than `capacity`: the longest first, each where the least room is left."""
     rows: list[list[int]] = []
@@ -311,7 +316,7 @@ class ChatBatches(ReadAhead):
 
     def _width(self, longest: np.ndarray) -> np.ndarray:
         """Tokens in a row of each batch of pad="longest", of the tokens of its longest row."""
-        unit = -(-self.seqlen // LENGTHS)
+        unit = shortest_of(self.seqlen)
         return np.minimum(self.seqlen, -(-longest // unit) * unit)
 
     def _room(self, chosen: np.ndarray) -> int:

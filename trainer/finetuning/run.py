@@ -8,7 +8,7 @@ import torch
 from trainer.attention import DTYPES
 from trainer.checkpoint.load import say
 from trainer.distributed.terminal import tell
-from trainer.finetuning.chat import ChatBatches
+from trainer.finetuning.chat import ChatBatches, shortest_of
 from trainer.finetuning.columns import parsed
 from trainer.finetuning.config import Config
 from trainer.finetuning.export import export
@@ -48,6 +48,8 @@ def open_model(c: Config) -> tuple[HuggingFaceModel, int]:
         adapters.attach(model, c.model, random=c.random, **c.adapters)
         say(adapters.in_words(model))
     freeze_what_has_no_gradient(model, c.seqlen)
+    if c.pad == "longest":
+        check_short_rows(model, c.seqlen)
     model.drawn = c.random
     if c.export is not None:
         files_of(model.model, c.model)  # raises now, not after training
@@ -73,6 +75,14 @@ def freeze_what_has_no_gradient(model: HuggingFaceModel, seqlen: int) -> None:
     if names:
         say(f"{len(names)} parameters get no gradient from text of {seqlen} tokens and stay as they are, without "
             f"weight decay: {', '.join(in_short(names))}")  # fmt: skip
+
+
+def check_short_rows(model: HuggingFaceModel, seqlen: int) -> None:
+    """ValueError where rows of --pad longest can be so short that some parameters have no gradient then."""
+    shortest = shortest_of(seqlen)
+    if names := copy_on_meta(model).without_gradient(shortest):
+        raise ValueError(f"--pad longest: may have rows of {shortest} tokens, in which {len(names)} parameters get no "
+                         f"gradient ({', '.join(in_short(names))}); use --pad fixed")  # fmt: skip
 
 
 def in_short(names: list[str]) -> list[str]:
