@@ -34,7 +34,7 @@ from trainer.data import DataError
 from trainer.finetuning.checks import check
 from trainer.finetuning.load import load_weights
 from trainer.finetuning.model import blank_model
-from trainer.finetuning.run import exported, look, open_data, open_model, to_count
+from trainer.finetuning.run import check_memory, exported, look, open_data, open_model, to_count
 from trainer.optimizer import learning_rate
 from trainer.parallelize import make_optimizer, materialise, training_step, wrap
 from trainer.run import Run
@@ -65,6 +65,7 @@ def main(
         data = open_data(c, vocab, rank, world, positions, model.takes_until)
         shape = model.model.config
         c = c.completed(shape.num_hidden_layers, shape.hidden_size, vocab, data.epoch_samples)
+        check_memory(c, model, world)
         attention = f"{shape._attn_implementation} of transformers"
         run.open(data, model, attention, c=c, counted=to_count(c, model))
         if run.done:

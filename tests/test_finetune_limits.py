@@ -19,7 +19,7 @@ import pytest
 import torch
 from forked import Job
 from harness import spawn
-from running import ROOT, module, read
+from running import ROOT, module, one_line, read
 
 pytest.importorskip("transformers", reason="needs transformers: pip install -e '.[hf]'")
 
@@ -36,6 +36,7 @@ from tiny_hf import (
 from transformers import AutoModelForCausalLM
 
 import finetune
+from trainer import checks
 from trainer import config as flags
 from trainer.finetuning import config, export, load
 from trainer.finetuning.adapters import attach
@@ -208,6 +209,19 @@ def test_epochs_and_effective_batch_decide_steps_and_accumulation(tune):
     assert "each step passes" not in done.out
     few = tune("--effective-batch", 96)
     assert few.code == 0 and "each step passes 1.5 times over all 64 rows of --data" in few.out
+
+
+def test_a_batch_that_the_machine_has_no_memory_for_is_refused_with_one_that_fits(tune, monkeypatch):
+    most = 2**31 - 1
+    done = tune("--batch", most)
+    assert done.code == 2 and "--batch 2147483647: a step would take about " in one_line(done.err)
+    batch, accum = map(int, re.search(r"--batch (\d+) --grad-accum (\d+) would fit", done.err).groups())
+    assert 0 <= batch * accum - most < batch
+    monkeypatch.setattr(checks, "available", lambda: 1 << 16)  # bytes
+    for more in ([], ["--lora", 2]):  # whose frozen weights have to lie somewhere, too
+        done = tune("--steps", 1, "--batch", 1, "--seqlen", 64, *more)
+        assert done.code == 2 and "--batch 1 --seqlen 64: a step would take" in one_line(done.err)
+        assert tune("--steps", 1, "--force", *more).code == 0
 
 
 def test_a_preview_marks_what_is_learned(qwen, capsys):

@@ -21,6 +21,7 @@ from trainer.logging import check_writable
 
 WRITTEN = "save", "profile", "prepared", "export"  # flags of folders that a run writes
 CACHE = "TORCHINDUCTOR_CACHE_DIR"  # where torch cannot make it, it cannot be imported
+SHAPE = "depth", "width", "grow", "vocab", "seqlen"  # flags of the size of a model and its rows
 HIDDEN = re.compile(r"\..")  # how names begin that are no data
 TORCH = "2.11.0", "2.12.1", "2.13.0", "2.14.1"  # the table of docs/wrapper.md has a row of each
 
@@ -42,8 +43,7 @@ def check(c: flags.Config, world: int) -> None:
 
     check_source(c.data)
     check_outputs(c)
-    several = world > 1 and not c.world
-    check_fits(c, c.world or world, int(os.environ.get("LOCAL_WORLD_SIZE") or 1) if several else 1)
+    check_fits(c, *ranks_here(c, world))
 
 
 def check_outputs(c: flags.Config) -> None:
@@ -124,17 +124,24 @@ def memory_limits(cgroups: Path = Path("/proc/self/cgroup")) -> list[Path]:
     return found
 
 
-def check_fits(c: flags.Config, ranks: int, here: int) -> None:
+def ranks_here(c: flags.Config, world: int) -> tuple[int, int]:
+    """How many ranks there are, and how many of them this machine runs; of simulated ones it runs one."""
+    several = world > 1 and not c.world
+    return c.world or world, int(os.environ.get("LOCAL_WORLD_SIZE") or 1) if several else 1
+
+
+def check_fits(
+    c: flags.Config, ranks: int, here: int, step_bytes=costs.step_bytes, shape: Iterable[str] = SHAPE
+) -> None:  # fmt: skip
     """ValueError with the batch that would fit, if a step of resolved flags on `ranks`, of which `here` run on this
-    machine, needs more than the host has. For a CPU alone: a GPU's allocator says so itself, and harms nobody."""
-    free, needs = available() / here, costs.step_bytes(c, ranks, c.batch)
+    machine, needs more than the host has. For a CPU alone: a GPU's allocator says so itself, and harms nobody. shape:
+    the flags to lower where no batch fits."""
+    free, needs = available() / here, step_bytes(c, ranks, c.batch)
     if c.device != "cpu" or c.force or needs <= free:
         return
     room = 0.8 * free  # a process also holds torch itself, and what the formula leaves out
-    most = (
-        bisect_right(range(c.batch), room, key=lambda batch: costs.step_bytes(c, ranks, batch)) - 1
-    )
-    sizes = ("batch",) if most > 0 else ("depth", "width", "grow", "vocab", "seqlen")
+    most = bisect_right(range(c.batch), room, key=lambda batch: step_bytes(c, ranks, batch)) - 1
+    sizes = ("batch",) if most > 0 else shape
     accum = -(-c.batch * c.grad_accum // max(1, most))
     fix = f"--batch {most} --grad-accum {accum} would fit" if most > 0 else "lower one of them"
     needs, has = (f"{grouped(nbytes / 2**30, 1)} GiB" for nbytes in (needs * here, free * here))

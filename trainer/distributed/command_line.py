@@ -59,6 +59,12 @@ OTHERS = dict(
     gradient_checkpointing="remat_ratio",
     disable_gradient_checkpointing="remat_ratio",
     merge_and_unload="merge",
+    chat_template_path="template",
+    chat_template="template",
+    chat_template_jinja="template",
+    chat_template_kwargs="template_args",
+    enable_thinking="template_args",
+    preserve_thinking="template_args",
 )
 PROCESSES = {"--nproc", "--nproc-per-node", "--gpus", "--ngpus"}
 

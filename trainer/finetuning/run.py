@@ -7,6 +7,7 @@ import torch
 
 from trainer.attention import DTYPES
 from trainer.checkpoint.load import say
+from trainer.checks import check_fits, ranks_here
 from trainer.distributed.terminal import tell
 from trainer.finetuning.chat import ChatBatches, shortest_of
 from trainer.finetuning.columns import parsed
@@ -89,6 +90,25 @@ def in_short(names: list[str]) -> list[str]:
     """Names without the number of their block, each once; of many the first."""
     kinds = [*dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names)]
     return [*kinds[:NAMED], f"and {len(kinds) - NAMED} more kinds"] if len(kinds) > NAMED else kinds
+
+
+def check_memory(c: Config, model: HuggingFaceModel, world: int) -> None:
+    """ValueError where a step on a CPU needs more than the host has. c: with the model's shape. Counted are the weights
+    with their moments and gradients, the inputs of all blocks and the logits: what is inside of blocks comes on top."""
+    size = {"fp32": 4, "bf16": 2}
+    parts = [*model.parameters()]
+    trained = sum(p.numel() for p in parts if p.requires_grad)
+    frozen = sum(p.numel() * p.element_size() for p in parts if not p.requires_grad)
+
+    def step_bytes(c: Config, ranks: int, batch: int) -> float:
+        sharded = ranks if c.mode != "replicate" else 1
+        tokens, width = batch * c.seqlen, size[c.param_dtype]
+        logits = c.vocab * (tokens if c.loss == "full" else min(tokens, c.chunk))
+        kept = (c.depth * c.width * tokens + logits) * width
+        own = frozen + trained * (4 + 2 * size[c.adam_dtype])
+        return own / sharded + max(kept, 4 * trained / sharded)
+
+    check_fits(c, *ranks_here(c, world), step_bytes, ("model", "batch", "seqlen"))
 
 
 def to_count(c: Config, model: HuggingFaceModel) -> HuggingFaceModel | None:
