@@ -471,3 +471,6 @@ def test_zero_steps_evaluate_the_model_as_it_is_and_train_nothing(tune, tmp_path
     model, trained = tune(*flags, "--steps", 0), tune(*flags, "--steps", 1, "--lr", "1e-30")
     assert model.code == 0 and model.row["loss"] is None and model.row["eval_step"] == 0
     assert model.row["eval_loss"] == pytest.approx(trained.row["eval_loss"], abs=1e-6)
+    saved = tune(*flags, "--steps", 2, "--save", "run")
+    again = tune(*flags, "--steps", 0, "--resume", "run")
+    assert again.code == 0 and again.row["eval_step"] == 2 and again.row["eval_loss"] == saved.row["eval_loss"]
