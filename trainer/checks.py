@@ -135,13 +135,14 @@ def check_fits(
 ) -> None:  # fmt: skip
     """ValueError with the batch that would fit, if a step of resolved flags on `ranks`, of which `here` run on this
     machine, needs more than the host has. For a CPU alone: a GPU's allocator says so itself, and harms nobody. shape:
-    the flags to lower where no batch fits."""
+    the flags to lower where no batch fits; without them such a run is left to fail by itself."""
     free, needs = available() / here, step_bytes(c, ranks, c.batch)
     if c.device != "cpu" or c.force or needs <= free:
         return
     room = 0.8 * free  # a process also holds torch itself, and what the formula leaves out
     most = bisect_right(range(c.batch), room, key=lambda batch: step_bytes(c, ranks, batch)) - 1
-    sizes = ("batch",) if most > 0 else shape
+    if not (sizes := ("batch",) if most > 0 else shape):
+        return
     accum = -(-c.batch * c.grad_accum // max(1, most))
     fix = f"--batch {most} --grad-accum {accum} would fit" if most > 0 else "lower one of them"
     needs, has = (f"{grouped(nbytes / 2**30, 1)} GiB" for nbytes in (needs * here, free * here))

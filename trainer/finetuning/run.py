@@ -93,8 +93,9 @@ def in_short(names: list[str]) -> list[str]:
 
 
 def check_memory(c: Config, model: HuggingFaceModel, world: int) -> None:
-    """ValueError where a step on a CPU needs more than the host has. c: with the model's shape. Counted are the weights
-    with their moments and gradients, the inputs of all blocks and the logits: what is inside of blocks comes on top."""
+    """ValueError where a batch on a CPU needs more than the host has, and a smaller one would not. c: with the model's
+    shape. Counted are the weights with their moments and gradients, the inputs of all blocks and the logits: what is
+    inside of blocks comes on top."""
     size = {"fp32": 4, "bf16": 2}
     parts = [*model.parameters()]
     trained = sum(p.numel() for p in parts if p.requires_grad)
@@ -108,7 +109,7 @@ def check_memory(c: Config, model: HuggingFaceModel, world: int) -> None:
         own = frozen + trained * (4 + 2 * size[c.adam_dtype])
         return own / sharded + max(kept, 4 * trained / sharded)
 
-    check_fits(c, *ranks_here(c, world), step_bytes, ("model", "batch", "seqlen"))
+    check_fits(c, *ranks_here(c, world), step_bytes, shape=())
 
 
 def to_count(c: Config, model: HuggingFaceModel) -> HuggingFaceModel | None:
