@@ -20,7 +20,8 @@ from typing import get_type_hints
 from lab.planning import hardware, report, search
 from lab.planning.search import Plan, parse, question, two_questions, unread
 from trainer import config as flags
-from trainer.distributed.command_line import explain, flag
+from trainer.distributed.command_line import explain
+from trainer.distributed.spelling import flag, unfold
 from trainer.distributed.terminal import answering, did_you_mean, fail, put
 
 # By --what-if, of plan.py's own.
@@ -44,7 +45,7 @@ def sweep(own: Plan, words: list[str]) -> list[str]:
         new, more = own, [flag(name), text]
         if name in SWEPT:
             new, more = replace(own, **{name: getattr(parse(more)[0], name)}), []
-        elif problem := explain(more, kinds):
+        elif problem := explain(unfold(more, flags.PARTS)[0], kinds):
             raise ValueError(problem)
         q = question(new, [*words, *more])
         lines.append(report.line(f"{name} {text}", q.answer(), q, new.reserve_gib))

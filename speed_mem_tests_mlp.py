@@ -27,6 +27,7 @@ import tyro
 
 from lab.sweeps import sweep
 from trainer import config as flags
+from trainer.distributed.spelling import flag
 from trainer.distributed.terminal import fail, grouped, markdown, ranks
 
 WARMUP = 3  # steps in no median, the compiling ones among them
@@ -86,7 +87,7 @@ def parse(argv: list[str], rank: int = 0, world: int = 1) -> Config:
     large = c.table not in (None, "mlp_1024")
     c = read(args=[*LARGE * large, *SMALL * c.small, *argv])  # of two equal flags the last counts
     low = [f"--{name} {getattr(c, name)}" for name in SIZES if getattr(c, name) < 1]
-    set_too = [flags.flag(name) for name in SWITCHES if getattr(c, name) != getattr(Config, name)]
+    set_too = [flag(name) for name in SWITCHES if getattr(c, name) != getattr(Config, name)]
     alone = [f"--{name}" for name in ("table", "world") if getattr(c, name)] + [ALONE] * (
         not c.data_parallel
     )
@@ -289,7 +290,7 @@ def table(c: Config) -> int:
     """Sweeps the rows of --table and prints them beside the published ones. 0: every row ended, if only with OOM."""
     check_writable(c.results)
     handed = [*SIZES, "device"] + ["world", "link"] * (c.world > 0)
-    words = [word for name in handed for word in (flags.flag(name), str(getattr(c, name)))]
+    words = [word for name in handed for word in (flag(name), str(getattr(c, name)))]
     n, results = c.nproc or torch.cuda.device_count() or 1, Path(c.results)
     [cells] = sweep.studies(str(CELLS / f"{c.table}.txt"), False, n, words).values()
     settings = {cell: setting(parse(shlex.split(cell)[1:])) for cell in cells}

@@ -4,9 +4,9 @@
     ./launch.sh fit --model DIR --plan --gpu a100-80                                      # planned alone, in seconds
     ./launch.sh fit --model TINY --device cpu --memory-mib 900 --compile none --steps 4   # resident memory, on a CPU
 
-For each number of ranks and sequences of a micro-batch the planner (plan.py) says which --remat-ratio is the least that
-fits. On a GPU, runs of finetune.py then begin there, with simulated ranks and random weights, and go up or down until
-the least is found: one row for each run, and one for each answer. A second call runs what has no row yet.
+For each number of ranks and sequences of a micro-batch the planner (plan.py) says which --remat block:RATIO is the
+least that fits. On a GPU, runs of finetune.py then begin there, with simulated ranks and random weights, and go up or
+down until the least is found: one row for each run, and one for each answer. A second call runs what has no row yet.
 
 The limit is one of what torch has allocated on a GPU, by default the GPU's memory less what is not the step's. On a CPU
 (--device cpu, with --memory-mib) it is one of the resident memory of the run's process, Python and libraries among it,
@@ -38,14 +38,15 @@ from lab.report import published, tables
 from lab.sweeps import sweep
 from trainer import config as flags
 from trainer.costs import link
-from trainer.distributed.command_line import flag, parse_beside
+from trainer.distributed.command_line import parse_beside
+from trainer.distributed.spelling import flag
 from trainer.distributed.terminal import fail, grouped, tell
 from trainer.finetuning import config
 from trainer.finetuning.checks import check_at_once
 from trainer.logging import append_jsonl, check_writable, read_rows
 
 PROGRAM = str(sweep.ROOT / "finetune.py")
-FOUND = "--batch", "--remat-ratio", "--grad-accum"  # by this program
+FOUND = "--batch", "--remat", "--grad-accum"  # by this program
 # Of what is measured.
 NO_PART = "--export", "--save", "--resume", "--prepared", "--preview", "--eval-every"
 IMPORTED = "import trainer.finetuning.run; from trainer.measuring.memory import memory_now; print(memory_now('cpu'))"
@@ -116,7 +117,7 @@ def parse(argv: Sequence[str]) -> tuple[Fit, list[str]]:
 
 
 def line_of(own: Fit, words: list[str], ranks: int, micro: int) -> list[str]:
-    """The flags of a run of finetune.py, but --remat-ratio."""
+    """The flags of a run of finetune.py, but --remat."""
     data = [] if "--data" in words else ["--data", str(data_of(own))]
     steps = [] if "--steps" in words else ["--steps", "6"]
     simulated = ["--world", str(ranks)] if ranks > 1 else []
@@ -184,8 +185,9 @@ def row_of(
                  world=label)  # fmt: skip
     about = dict(date=time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime()), commit=sweep.commit(),
                  torch=importlib.metadata.version("torch"), outcome="planned",
-                 flags=flags.setting(c) | dict(batch=cell.micro, grad_accum=cell.accum, remat_ratio=cell.ratio,
-                                               world=cell.ranks if cell.ranks > 1 else None))  # fmt: skip
+                 flags=flags.setting(c) | dict(batch=cell.micro, grad_accum=cell.accum, remat="block",
+                                               remat_ratio=cell.ratio, world=cell.ranks if cell.ranks > 1 else None),
+                 )  # fmt: skip
     return (
         {key: value for key, value in (run or about).items() if key != "cell"}
         | asked
@@ -222,15 +224,15 @@ def measured(
     found: dict[float, dict] = {}
 
     def fits(ratio: float) -> bool | None:
-        line = [*line_of(own, words, cell.ranks, cell.micro), "--remat-ratio", f"{ratio:g}"]
+        line = [*line_of(own, words, cell.ranks, cell.micro), "--remat", f"block:{ratio:g}"]
         name = sweep.cell_of(shlex.join(line), False, 1, {})
         if sweep.unfinished([name], rows):
             print(
-                f"[{cell.ranks} ranks, micro-batch {cell.micro}] --remat-ratio {ratio:g}",
+                f"[{cell.ranks} ranks, micro-batch {cell.micro}] --remat block:{ratio:g}",
                 flush=True,
             )
             rows[name] = sweep.attempt(name, args, own.timeout, f"fit n={cell.ranks} --batch {cell.micro} "
-                                       f"--remat-ratio {ratio:g}", sweep.given(sweep.parse(line)[1]))  # fmt: skip
+                                       f"--remat block:{ratio:g}", sweep.given(sweep.parse(line)[1]))  # fmt: skip
         found[ratio] = row = rows[name]
         if sweep.unfinished([name], rows):
             return None

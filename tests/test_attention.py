@@ -159,7 +159,7 @@ def test_an_old_cudnn_gets_no_length_that_it_gets_wrong(monkeypatch, version, se
     shape = SHAPE._replace(seqlen=seqlen, dtype="bf16")
     assert kernels.sdpa("auto", shape, CUDA)[0] == kernel
     if kernel == "flash":
-        with pytest.raises(ValueError, match="^--sdpa cudnn: .*91002.*100"):
+        with pytest.raises(ValueError, match="^--attn cudnn: .*91002.*100"):
             kernels.sdpa("cudnn", shape, CUDA)
 
 
@@ -168,7 +168,7 @@ def test_the_reason_is_torchs_own(monkeypatch):
     with pytest.raises(ValueError) as error:
         kernels.sdpa("flash", SHAPE._replace(dtype="fp8"), CPU)
     assert "\n" not in str(error.value)
-    assert str(error.value).startswith("--sdpa flash: cannot run on fp8 q [2, 4, 16, 8], 2 kv heads: Expected query, ")
+    assert str(error.value).startswith("--attn flash: cannot run on fp8 q [2, 4, 16, 8], 2 kv heads: Expected query, ")
 
 
 def test_asking_changes_nothing_in_the_process():
@@ -203,7 +203,7 @@ def test_a_broken_or_missing_file_of_options_is_one_line(tmp_path, text):
         path.write_text(text)
     with pytest.raises(ValueError) as error:
         kernels.choose_kernel(flex_config(path), CPU)
-    assert str(error.value).startswith(f"--flex-options {path}: ") and "\n" not in str(error.value)
+    assert str(error.value).startswith(f"--attn flex:{path}: ") and "\n" not in str(error.value)
 
 
 def test_options_are_in_the_graph_of_the_model(monkeypatch):
@@ -223,10 +223,10 @@ def test_options_are_in_the_graph_of_the_model(monkeypatch):
 
 def test_a_kernel_that_cannot_run_ends_main_before_training(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(kernels, "refusal", lambda *_: "it is Saturday")
-    c = config.parse(["--device", "cpu", "--sdpa", "flash", "--results", str(tmp_path / "rows.jsonl")])
+    c = config.parse(["--device", "cpu", "--attn", "flash", "--results", str(tmp_path / "rows.jsonl")])
     code = main.main(c, 0, 0, 1)
     dist.destroy_process_group()
     out, err = capsys.readouterr()
     assert code == 2 and out == "" and (tmp_path / "rows.jsonl").read_text() == ""
-    assert err.startswith("error: --sdpa flash: cannot run on fp32 q [8, 4, 192, 32], 1 kv heads: it is Saturday")
+    assert err.startswith("error: --attn flash: cannot run on fp32 q [8, 4, 192, 32], 1 kv heads: it is Saturday")
     assert err.count("\n") == 1

@@ -25,7 +25,7 @@ from trainer.step import COMPILE_MODES
 
 ROOT = Path(__file__).parents[1]
 SMALL = "--device cpu --depth 2 --width 64 --head-dim 16 --vocab 257 --seqlen 32 --batch 4 --compile none".split()
-CELLS = ["simple", "fsdp2", "fsdp2 --no-reshard", "fsdp2 --compile blocks", "ddp", "ddp --loss chunked --chunk 10",
+CELLS = ["simple", "fsdp2", "fsdp2 --no-reshard", "fsdp2 --compile blocks", "ddp", "ddp --loss chunked:10",
          "ddp --compile blocks"]  # fmt: skip
 ACCUMULATING = ["simple", *(f"{w} --accum-sync {s}" for w in ("fsdp2", "ddp") for s in ("every", "last"))]
 
@@ -65,11 +65,10 @@ def half_precision(mesh):
 
 LABELS = {
     "one batch": "--batch 6", "three": "--batch 2 --grad-accum 3", "last": "--batch 2 --grad-accum 3 --accum-sync last",
-    "replicate": "--batch 2 --grad-accum 3 --mode replicate", "chunked": "--batch 6 --loss chunked --chunk 5",
-    "shards": "--batch 2 --grad-accum 3 --mode hybrid_shard --replicas 2 --accum-sync shards",
-    "shards, fsdp2": "--batch 2 --grad-accum 3 --mode hybrid_shard --replicas 2 --accum-sync shards --wrapper fsdp2",
+    "replicate": "--batch 2 --grad-accum 3 --mode replicate", "chunked": "--batch 6 --loss chunked:5",
+    "shards": "--batch 2 --grad-accum 3 --mode hybrid_shard:2 --accum-sync shards",
+    "shards, fsdp2": "--batch 2 --grad-accum 3 --mode hybrid_shard:2 --accum-sync shards --wrapper fsdp2",
     "fsdp2": "--batch 2 --grad-accum 3 --wrapper fsdp2", "ddp": "--batch 2 --grad-accum 3 --wrapper ddp",
-    "in backward": "--batch 6 --optim in-backward --clip 0",
 }  # fmt: skip
 
 
@@ -128,25 +127,22 @@ def two_ranks():
 
 @pytest.fixture(scope="module")
 def one_shot():
-    """The same steps in one pass over the whole batch, on one rank without a wrapper; updates in backward go their own
-    way, as they cannot leave out the step without labels."""
-    plain, own = "--batch 12 --wrapper none", "--optim in-backward --clip 0"
-    return {how: trained(f"{plain} {how}") for how in ("", own)}
+    """The same steps in one pass over the whole batch, on one rank without a wrapper."""
+    return trained("--batch 12 --wrapper none")
 
 
 @pytest.mark.parametrize("setting", LABELS)
 def test_unequal_labels_on_ranks_and_micro_batches_train_as_one_batch(setting, two_ranks, one_shot):
     """Also where a micro-batch or a whole rank has none; where nobody has any, loss and norm are 0, and nothing NaN."""
-    expected = one_shot["--optim in-backward --clip 0" if setting == "in backward" else ""]
     for rank in two_ranks["labels"]:
-        for k, (ours, theirs) in enumerate(zip(rank[setting], expected, strict=True)):
-            assert len(ours) == (2 if setting == "in backward" and k < 3 else len(theirs))  # it keeps no gradients
+        for k, (ours, theirs) in enumerate(zip(rank[setting], one_shot, strict=True)):
+            assert len(ours) == len(theirs)
             for name, value in ours.items():
                 value = torch.as_tensor(value)
                 assert value.isfinite().all(), (k, name)
                 torch.testing.assert_close(value, theirs[name], rtol=1e-4, atol=2e-6, msg=f"step {k + 1}: {name}")
         assert rank[setting][2]["loss"] == rank[setting][2]["norm"] == 0
-    assert len(one_shot[""][0]) > 15 and expected[1]["norm"] > 0.1 and expected[0]["loss"] > 5
+    assert len(one_shot[0]) > 15 and one_shot[1]["norm"] > 0.1 and one_shot[0]["loss"] > 5
 
 
 @pytest.mark.parametrize("mode", COMPILE_MODES)
@@ -157,7 +153,7 @@ def test_a_batch_without_labels_is_no_nan_in_any_mode(mode, one_shot, monkeypatc
     monkeypatch.setattr("trainer.step.check_mode", lambda *_: None)
     cut = "--batch 12" if mode == "step" else "--batch 4 --grad-accum 3"
     steps = trained(f"--wrapper none {cut} --compile {mode}")
-    for k, (ours, theirs) in enumerate(zip(steps, one_shot[""], strict=True)):
+    for k, (ours, theirs) in enumerate(zip(steps, one_shot, strict=True)):
         for name, value in ours.items():
             torch.testing.assert_close(value, theirs[name], rtol=1e-4, atol=2e-6, msg=f"step {k + 1}: {name}")
 

@@ -110,7 +110,7 @@ def save_beside_training(mesh):
     """What a background save wrote while rank 1's writer was late and both went on; what both raise where it fails."""
     rank, write, folder = dist.get_rank(), saver._write, f"{os.environ['CHECKPOINTS']}/async"
     opened = threading.Event()
-    c, step, batches = made(2, "--batch", 2, "--steps", 9, "--save", folder, "--save-async")
+    c, step, batches = made(2, "--batch", 2, "--steps", 9, "--save", folder, "--save-every", "0:async")
     check_directory(folder)
     checkpoint.find_start(c, batches, None, step.model.identity)
     step(*next(batches))

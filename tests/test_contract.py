@@ -132,7 +132,7 @@ def whole(t: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("compile", modes("none", "blocks"))
 @pytest.mark.parametrize("loss", ["full", "chunked"])
 def test_a_hugging_face_model_trains_as_by_hand(compile, loss, graphs):
-    c = flags.resolve(flags.parse([*TINY, "--seqlen", "16", "--compile", compile, "--loss", loss, "--chunk", "8",
+    c = flags.resolve(flags.parse([*TINY, "--seqlen", "16", "--compile", compile, "--loss", loss.replace("d", "d:8"),
                                    "--clip", "0"]), "cpu", 1)  # fmt: skip
     if not dist.is_initialized():
         connect(c, 0, 0, 1)

@@ -31,7 +31,7 @@ from trainer.measuring import memory
 pytestmark = pytest.mark.usefixtures("isolated", "one_thread")
 
 T = 16
-EVERY_2 = "--eval-every 2 --eval-batches 3 --log-every 1".split()
+EVERY_2 = "--eval-every 2:3 --log-every 1".split()
 
 
 def batches(source, **changes):
@@ -159,7 +159,7 @@ def test_an_evaluation_is_logged_beside_the_loss_and_in_no_steps_time_or_memory(
             self.log, self.summary, self.finish = lambda *args: told.append(args), {}, lambda: None
 
     monkeypatch.setattr(Sinks, "_start_wandb", lambda sinks, *_, **__: setattr(sinks, "_wandb", Wandb()))
-    once = train("--eval-every", 1000, *EVERY_2[2:], "--steps", 7)
+    once = train("--eval-every", "1000:3", *EVERY_2[2:], "--steps", 7)
     done = train(*EVERY_2, "--steps", 7, "--wandb", "offline")
     assert once.code == done.code == 0 and done.err == ""
     assert lines(done) == lines(once)  # training does not notice
@@ -192,8 +192,8 @@ def test_zero_steps_evaluate_a_checkpoint_and_leave_it_as_it_is(train, tmp_path)
 
 @pytest.mark.parametrize(("flags", "message"), [
     ("", "--steps 0: trains nothing; add --eval-every 1 to evaluate, or give steps"),
-    ("--eval-every 1 --save runs/a", "--save runs/a: --steps 0 saves nothing; name what to evaluate by --resume"),
-    ("--eval-every 1 --explain-memory", "--steps 0: has no step to look into"),
+    ("--eval-every 1 --save runs/a", "--steps 0: not with --save runs/a: evaluates alone: nothing is saved"),
+    ("--eval-every 1 --profile memory", "--steps 0: not with --profile memory: evaluates alone: "),
 ])  # fmt: skip
 def test_zero_steps_without_anything_to_evaluate_are_refused(train, flags, message):
     done = train("--steps", 0, *flags.split())
@@ -247,8 +247,8 @@ def test_the_best_step_is_kept_named_and_still_the_best_after_resuming(train, tm
     losses = dict(zip(range(1, 9), (5.0, 3.0, 4.0, 3.5, 3.0, 4.0, 2.0, 6.0), strict=True))
     monkeypatch.setattr(runs, "evaluate", lambda c, step, *_: dict(eval_loss=losses[int(step.optimizer.t)]))
     folder = tmp_path / "run"
-    argv = "--save", folder, "--keep-best", "--keep", 1, "--eval-every", 1
-    first = train(*argv, "--save-every", 2, "--steps", 4, "--save-async")
+    argv = "--save", folder, "--keep", "1:best", "--eval-every", 1
+    first = train(*argv, "--save-every", "2:async", "--steps", 4)
     assert first.code == 0 and (first.row["best_step"], first.row["best_eval_loss"]) == (2, 3.0)
     assert steps_in(folder) == [2, 4] and "best 3.0000, after step 2" in first.out
     assert train("--resume", folder / "step-00000002", "--eval-every", 1, "--steps", 3).row["resumed_after"] == 2
@@ -261,12 +261,12 @@ def test_the_best_step_is_kept_named_and_still_the_best_after_resuming(train, tm
 
 
 @pytest.mark.parametrize(("argv", "told"), [
-    ("--eval-every 1", "needs --save DIR"), ("--save run", "needs --eval-every and --save-errors stop"),
-    ("--save run --eval-every 1 --save-errors warn", "needs --eval-every and --save-errors stop"),
+    ("--eval-every 1", "needs --save DIR"), ("--save run", "best needs --eval-every, and --save-every without warn"),
+    ("--save run --eval-every 1 --save-every 0:warn", "best needs --eval-every, and --save-every without warn"),
 ])  # fmt: skip
 def test_keep_best_needs_evaluations_and_somewhere_to_save(argv, told, train):
-    done = train("--keep-best", *argv.split())
-    assert done.code == 2 and one_line(done.err) == f"error: --keep-best: {told}"
+    done = train("--keep", "3:best", *argv.split())
+    assert done.code == 2 and one_line(done.err) == f"error: --keep 3:best: {told}"
 
 
 def test_a_run_goes_on_only_with_the_same_split(train, folder, tmp_path):
@@ -277,7 +277,7 @@ def test_a_run_goes_on_only_with_the_same_split(train, folder, tmp_path):
     assert train(*argv, "--eval-every", 2).code == 0
     refused = train(*argv, "--steps", 8)
     assert refused.code == 4 and "held-out data yes (now no)" in one_line(refused.err)
-    other = train(*argv, "--steps", 8, "--eval-every", 1, "--eval-batches", 2)
+    other = train(*argv, "--steps", 8, "--eval-every", "1:2")
     assert other.code == 0 and "--eval-every 2 (now 1)" in other.out and [*evaluations(other)] == [7, 8]
 
 

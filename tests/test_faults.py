@@ -102,7 +102,7 @@ def test_a_signal_in_a_save_waits_for_its_end(train, tmp_path, monkeypatch):
     verify(str(tmp_path / "run/step-00000002"))
 
 
-@pytest.mark.parametrize("argv", ["--no-save-async", "--save-async", "--save-async --save-errors warn"])
+@pytest.mark.parametrize("argv", ["", "--save-every 0:async", "--save-every 0:async:warn"])
 def test_a_signal_whose_save_fails_is_no_stop_after_saving(argv, train, tmp_path, monkeypatch):
     monkeypatch.setenv("FAULT", "0:3:data:term,0:3:write:enospc")
     done = train("--save", tmp_path / "run", *argv.split())
@@ -121,7 +121,7 @@ def test_a_background_save_that_fails_is_seen_with_accumulation_too(train, tmp_p
     monkeypatch.setattr("trainer.run.Control", several)
     monkeypatch.setattr("trainer.run.Saver.failed", lambda saver: saver.pending is not None)
     monkeypatch.setenv("FAULT", "0:2:write:enospc")
-    argv = "--save", tmp_path / "run", "--save-async", "--save-every", 2, "--steps", 4, "--log-every", 1
+    argv = "--save", tmp_path / "run", "--save-every", "2:async", "--steps", 4, "--log-every", 1
     done = train(*argv, "--grad-accum", 2)
     assert done.code == 4 and len(done.steps) == 3, "of the 4 after which the next save comes"
 
@@ -131,7 +131,7 @@ def test_each_save_has_its_own_time(train, tmp_path, monkeypatch):
     order, beat, wait = [], Watchdog.beat, saver.wait
     monkeypatch.setattr(Watchdog, "beat", lambda *args: order.append(args[-1]) or beat(*args))
     monkeypatch.setattr(saver, "wait", lambda futures: order.append("wait") or wait(futures))
-    assert train("--save", tmp_path / "run", "--save-async", "--save-every", 5).code == 0
+    assert train("--save", tmp_path / "run", "--save-every", "5:async").code == 0
     assert order[-5:] == ["save", "wait", "save", "wait", "save"]
 
 
@@ -222,7 +222,7 @@ def test_a_fault_that_says_nothing_is_refused(fault, told, train, monkeypatch):
     assert done.code == 2 and told in one_line(done.err) and "expected rank:step:where:kind" in done.err
 
 
-@pytest.mark.parametrize("argv", [pytest.param("--compile step", marks=ONE_GRAPH), "--optim in-backward --clip 0"])
+@pytest.mark.parametrize("argv", [pytest.param("--compile step", marks=ONE_GRAPH)])
 def test_a_fault_where_the_run_has_no_such_place_is_refused(argv, train, monkeypatch):
     monkeypatch.setenv("FAULT", "0:1:update:raise")
     done = train(*argv.split())

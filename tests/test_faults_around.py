@@ -32,7 +32,8 @@ from trainer.costs import measured
 from trainer.data import DataError, readable
 from trainer.data import check_files as check_data
 from trainer.distributed import launch
-from trainer.distributed.command_line import flag, kinds_of
+from trainer.distributed.command_line import kinds_of
+from trainer.distributed.spelling import flag
 from trainer.distributed.terminal import regular
 from trainer.finetuning import chat, examples, sources, templates
 from trainer.finetuning import checks as own
@@ -334,7 +335,7 @@ def test_the_name_of_a_file_controls_no_terminal(tmp_path, train):
 
 READERS = {  # what opens a file that a flag or a folder names
     "--link": lambda path: measured(f"measured:{path}"),
-    "--flex-options": read_options,
+    "--attn": read_options,
     "--hf": architecture.read,
     "--calibrate": lambda path: hardware.samples(path, "cpu"),
     "--template": lambda path: templates._template_of(path, None),

@@ -329,7 +329,7 @@ def test_packed_padded_and_shorter_rows_have_the_same_loss(tune):
 
 
 @pytest.mark.parametrize(("kind", "more"), [
-    ("qwen3", ("--compile", "fwdbwd", "--remat-ratio", 0.5)), ("qwen3-moe", ("--loss", "chunked")), ("mistral", ()),
+    ("qwen3", ("--compile", "fwdbwd", "--remat", "block:0.5")), ("qwen3-moe", ("--loss", "chunked")), ("mistral", ()),
 ])  # fmt: skip
 def test_examples_of_a_chat_that_share_their_beginning_have_the_loss_and_gradients_of_separate_ones(
         kind, more, tune, tmp_path):  # fmt: skip
@@ -351,7 +351,7 @@ def test_examples_of_a_chat_that_share_their_beginning_have_the_loss_and_gradien
 
 def test_recomputed_blocks_and_the_chunked_loss_change_nothing(tune):
     plain = tune("--steps", 2, "--log-every", 1)
-    for more in (["--remat-ratio", 0.5], ["--remat-ratio", 1, "--loss", "chunked", "--chunk", 32]):
+    for more in (["--remat", "block:0.5"], ["--remat", "block", "--loss", "chunked:32"]):
         other = tune("--steps", 2, "--log-every", 1, *more)
         assert [s["loss"] for s in other.steps] == pytest.approx([s["loss"] for s in plain.steps], abs=2e-6)
 
@@ -419,13 +419,13 @@ def test_random_weights_need_no_files_of_weights_and_an_export_is_that_of_the_co
 def test_noise_of_the_config_is_off_and_said(tune, tmp_path):
     folder = write_model(tmp_path / "noisy", "mixtral", attention_dropout=0.25)
     write_tokenizer(folder)
-    argv = "--steps", 4, "--log-every", 1, "--save", "a", "--remat-ratio", 1
+    argv = "--steps", 4, "--log-every", 1, "--save", "a", "--remat", "block"
     done = tune(*argv, "--save-every", 2, model=folder)
     assert done.code == 0 and "noise is off: attention_dropout 0.25, router_jitter_noise 0.1 of" in done.out
     shutil.rmtree("a/step-00000004")
     again = tune(*argv, model=folder)
     assert [s["loss"] for s in again.steps] == [s["loss"] for s in done.steps[2:]]
-    kept = tune(*argv[:4], "--remat-ratio", 0, model=folder)
+    kept = tune(*argv[:4], "--remat", "none", model=folder)
     assert [s["grad_norm"] for s in kept.steps] == pytest.approx([s["grad_norm"] for s in done.steps], rel=1e-4)
 
 

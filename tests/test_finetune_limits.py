@@ -171,7 +171,7 @@ LINES = [
     ("--random --prepared out", "--prepared out: is of a model with weights; leave out --random"),
     ("--pad pack --cuda-graph", "replays one shape without positions; use --pad fixed"),
     ("--epochs 0", "--epochs 0.0: must be a positive number"), ("--pad packed", "--pad packed: must be fixed, longest"),
-    ("--data nowhere.jsonl", "nowhere.jsonl"), ("--remat-ratio 2", "--remat-ratio 2.0: must be between 0 and 1"),
+    ("--data nowhere.jsonl", "nowhere.jsonl"), ("--remat block:2", "--remat block:2.0: RATIO must be between 0 and 1"),
 ]  # fmt: skip
 
 
@@ -326,7 +326,7 @@ def test_bad_flags_answer_before_torch_is_imported(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("argv", ["--compile fwdbwd --pad pack --remat-ratio 0.5", "--compile blocks --loss chunked"])
+@pytest.mark.parametrize("argv", ["--compile fwdbwd --pad pack --remat block:0.5", "--compile blocks --loss chunked"])
 def test_compiled_steps_have_the_losses_of_eager_ones(argv, tune):
     rest = argv.split()[2:]
     compiled, eager = (tune("--steps", 3, "--log-every", 1, *more) for more in (argv.split(), rest))
@@ -341,7 +341,7 @@ def test_other_kinds_train_packed_on_two_ranks_resume_bit_equal_and_are_exported
     write_tokenizer(folder)
     usual = ["finetune.py", "--model", folder, "--data", write_data(tmp_path / "chat.jsonl"), "--compile", "none"]
     usual += ["--pad", "pack", "--seqlen", 96, "--batch", 2, "--lr", "3e-3", "--warmup", 0, "--steps", 6]
-    usual += ["--remat-ratio", 0.5, "--log-every", 1, "--save-every", 3]
+    usual += ["--remat", "block:0.5", "--log-every", 1, "--save-every", 3]
 
     def run(name):
         job = Job(2, [*usual, "--results", tmp_path / f"{name}.jsonl", "--save", tmp_path / name, "--export",

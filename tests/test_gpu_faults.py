@@ -13,9 +13,9 @@ GPU = "--device cuda --depth 2 --width 256 --head-dim 64 --seqlen 256 --vocab 25
 
 
 @pytest.mark.parametrize("compile", ["none", "blocks", "fwdbwd"])
-@pytest.mark.parametrize("how", ["--no-save-async", "--save-async"])
+@pytest.mark.parametrize("how", ["0", "0:async"])
 def test_ten_steps_are_five_and_five_bit_for_bit(compile, how, train, tmp_path, monkeypatch):
-    argv = [*GPU, "--compile", compile, "--deterministic", "--log-every", 1, how, "--save"]
+    argv = [*GPU, "--compile", compile, "--deterministic", "--log-every", 1, "--save-every", how, "--save"]
     monkeypatch.setenv("FAULT", "0:5:update:term")
     stopped = train(*argv, tmp_path / "run")
     monkeypatch.delenv("FAULT")

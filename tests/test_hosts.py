@@ -54,14 +54,14 @@ def losses(text):
 
 
 def test_two_hosts_train_to_the_losses_of_one(apart, tmp_path):
-    modes = dict(fully_shard="--steps 4", hybrid_shard="--steps 4 --mode hybrid_shard --replicas 2")
+    modes = dict(fully_shard="--steps 4", hybrid_shard="--steps 4 --mode hybrid_shard:2")
     found, now = {}, [float(host.run("date", "+%s")) for host in apart]
     assert abs(now[1] - now[0] - AHEAD_S) < 60, now
     for mode, flags in modes.items():
         alone = tmp_path / f"{mode}.txt"
         argv = [*TINY.split(), *flags.split(), "--results", str(tmp_path / f"{mode}.jsonl")]
         assert Job(4, argv, alone).wait(200) == [0] * 4, alone.read_text()
-        start(apart, f"{flags} --profile HOST/traces --group HOST")  # what rank 0 or a host alone uses may be its own
+        start(apart, f"{flags} --profile HOST/traces")  # what rank 0 or a host alone uses may be its own
         assert ends(apart) == [(0, set()), (0, set())], [host.said()[-2000:] for host in apart]
         found[mode] = losses(alone.read_text())
         assert len(found[mode]) == 4 and losses(apart[0].said()) == found[mode], alone.read_text()

@@ -155,7 +155,7 @@ def test_the_export_is_opened_by_peft_and_a_merged_one_by_transformers_bit_equal
 
 
 def test_a_run_of_adapters_is_saved_resumed_bit_equal_evaluated_and_exported(tune, qwen, tmp_path, capfd):
-    usual = *LORA, "--lr", 1e-2, "--steps", 8, "--eval-every", 4, "--log-every", 1, "--remat-ratio", 0.5
+    usual = *LORA, "--lr", 1e-2, "--steps", 8, "--eval-every", 4, "--log-every", 1, "--remat", "block:0.5"
     whole = tune(*usual, "--save", "a", "--save-every", 4, "--export", "out")
     assert whole.code == 0, whole.err
     assert "LoRA of rank 4 beside q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj: 3'712 p" in whole.out
@@ -295,7 +295,7 @@ def test_the_planner_counts_the_parameters_that_are_trained_and_frozen(kind, tmp
 
 @pytest.mark.slow
 @pytest.mark.parametrize("argv", [
-    "fwdbwd --remat-ratio 0.5 --loss chunked", "blocks", "fwdbwd --accum-sync last --grad-accum 2",
+    "fwdbwd --remat block:0.5 --loss chunked", "blocks", "fwdbwd --accum-sync last --grad-accum 2",
 ])  # fmt: skip
 def test_compiled_steps_of_adapters_have_the_losses_of_eager_ones(argv, tune):
     usual = *LORA, "--steps", 3, "--log-every", 1

@@ -104,9 +104,10 @@ def test_schedules_other_than_the_cosine():
 
 def test_the_optimizers_flags_reach_it(train):
     plain = train("--log-every", 1)
-    same = train(*"--weight-decay 0.1 --beta1 0.9 --beta2 0.95 --schedule cosine --log-every 1".split())
+    same = train(*"--weight-decay 0.1 --optimizer adamw:beta1=0.9:beta2=0.95 --schedule cosine --log-every 1".split())
     assert [s["loss"] for s in plain.steps] == [s["loss"] for s in same.steps]
-    for argv in ("--weight-decay 0", "--beta1 0.5", "--beta2 0.5", "--schedule constant --warmup 0"):
+    for argv in ("--weight-decay 0", "--optimizer adamw:beta1=0.5", "--optimizer adamw:beta2=0.5",
+                  "--schedule constant --warmup 0"):
         other = train(*argv.split(), "--log-every", 1, "--steps", 6)
         assert other.code == 0 and other.steps[-1]["loss"] != plain.steps[-1]["loss"], argv
 
@@ -143,12 +144,12 @@ def test_a_change_is_found_where_the_head_of_main_py_says(compile, train, monkey
 
 SYSTEM = {  # flags that must not change the loss: values, relative tolerance over six steps
     "wrapper none": ("--wrapper none", 0), "replicate": ("--mode replicate", 0),
-    "hybrid": ("--mode hybrid_shard --replicas 1", 0), "no reshard": ("--no-reshard", 0),
+    "hybrid": ("--mode hybrid_shard:1", 0), "no reshard": ("--no-reshard", 0),
     "keep last": ("--keep-last", 0), "min shard": ("--min-shard-mib 0.001", 0),
     "mlp": ("--remat mlp", 0), "attn": ("--remat attn", 0),
     "both": ("--remat both", 0), "block": ("--remat block", 0), "pointwise": ("--remat pointwise", 0),
-    "half": ("--depth 2 --remat block --remat-ratio 0.5", 0), "chunked": ("--loss chunked --chunk 7", 1e-6),
-    "flash": ("--sdpa flash", 0), "math": ("--sdpa math --remat block", 1e-5),
+    "half": ("--depth 2 --remat block:0.5", 0), "chunked": ("--loss chunked:7", 1e-6),
+    "flash": ("--attn flash", 0), "math": ("--attn math --remat block", 1e-5),
 }  # fmt: skip
 
 
@@ -253,7 +254,7 @@ def test_debug_shows_the_traceback(train, monkeypatch):
     assert done.code == 1 and done.row["outcome"] == "failed: RuntimeError: planted"
 
 
-@pytest.mark.parametrize("how", ["", "--wrapper fsdp2", "--wrapper ddp", "--mode hybrid_shard --replicas 2"])
+@pytest.mark.parametrize("how", ["", "--wrapper fsdp2", "--wrapper ddp", "--mode hybrid_shard:2"])
 def test_a_simulated_world_trains_and_its_row_says_so(how, train):
     done = train("--world", 8, "--link", "20:370", "--steps", 5, "--compile", "none", *how.split())
     assert done.code == 0 and done.row["outcome"] == "ok", done.err
@@ -381,7 +382,7 @@ def two_ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two")
     out, err, results = folder / "out", folder / "err", folder / "deep" / "rows.jsonl"
     argv = [*TINY, "--keep-last", "--log-every", 1, "--results", results]
-    argv += ["--wandb", "offline", "--tags", "a", "b", "--group", "g"]
+    argv += ["--wandb", "offline:g:tags=a,b"]
     assert Job(2, argv, out, err=err, cwd=folder, COLUMNS="100").wait() == [0, 0], err.read_text()
     return SimpleNamespace(out=out.read_text(), err=err.read_text(), folder=folder, results=results)
 

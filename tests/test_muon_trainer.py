@@ -28,7 +28,7 @@ from trainer.optimizer import local
 from trainer.parallelize import build, reference_model
 
 pytestmark = pytest.mark.usefixtures("isolated")
-MUON = "--optimizer muon --muon-dtype fp32 --muon-lr 0.02 --lr 0.01".split()
+MUON = "--optimizer muon:dtype=fp32:lr=0.02 --lr 0.01".split()
 SETTINGS = {
     "none": "--compile none",
     "bf16 momentum": "--compile none --adam-dtype bf16",
@@ -164,7 +164,7 @@ def test_eight_simulated_ranks_each_update_what_they_own_as_torch_does(mode):
 
 
 def test_a_run_says_what_goes_where_and_its_row_holds_the_setting(train):
-    done = train("--optimizer", "muon", "--muon-lr", "0.01", "--steps", "3")
+    done = train("--optimizer", "muon:lr=0.01", "--steps", "3")
     assert done.code == 0 and done.row["outcome"] == "ok"
     assert done.row["flags"]["optimizer"] == "muon" and done.row["flags"]["muon_lr"] == 0.01
     assert "muon for 6 matrices (blocks.*.attn.q.weight, blocks.*.attn.k.weight" in done.out
@@ -177,11 +177,9 @@ def test_a_simulated_world_runs_it(train):
 
 
 @pytest.mark.parametrize(("argv", "said"), [
-    ("--muon-lr 0.1", "--muon-lr 0.1: needs --optimizer muon"),
-    ("--muon-dtype fp32", "--muon-dtype fp32: needs --optimizer muon"),
-    ("--optimizer muon --optim in-backward --clip 0", "--optimizer muon: needs every gradient of a shape"),
-    ("--optimizer muon --muon-momentum 1", "--muon-momentum 1.0: must be 0 or more and below 1"),
-    ("--optimizer muon --muon-steps 0", "--muon-steps 0: must be at least 1"),
+    ("--optimizer adamw:lr=0.1", "--optimizer adamw:lr=0.1: 'lr=0.1' is no part of adamw; there are "),
+    ("--optimizer muon:momentum=1.0", "--optimizer muon:momentum=1.0: momentum=MOMENTUM must be 0 or more and below 1"),
+    ("--optimizer muon:steps=0", "--optimizer muon:steps=0: steps=STEPS must be at least 1"),
     ("--optimizer muo", "--optimizer"),
 ])  # fmt: skip
 def test_bad_flags_end_in_one_line(train, argv, said):

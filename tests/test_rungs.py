@@ -6,13 +6,11 @@
 import pytest
 import torch
 import torch.distributed as dist
-from harness import spawn
-from small_model import SMALL, B, Ops, T, assert_bitwise, assert_close, batch, build, train
+from small_model import B, Ops, T, assert_bitwise, assert_close, batch, build, train
 
 from lab.profiling.collectives import inductor_passes
 from lean import lean_mlp, lean_mlp_backward
-from model import ModelConfig, Transformer
-from simple_fsdp import MixedPrecisionPolicy, data_parallel, disable_data_parallel
+from simple_fsdp import MixedPrecisionPolicy, data_parallel
 from simple_fsdp import _cut as cut
 from trainer.step import AdamW, make_step
 
@@ -130,98 +128,6 @@ def graphs_of(found: dict):
         return run
 
     return lambda f, options=None, **how: real(f, backend=lambda *a: compile_fx(*a, inner_compile=inner), **how)
-
-
-# ------------------------------------------------------------------------------------------------ optimizer in backward
-
-
-def stepped(mesh, in_backward, mode="none", moments=None, steps=3):
-    """Losses, norms and final parameters; and the most bytes of gradients alive at once, over those of all."""
-    torch.manual_seed(0)
-    model = Transformer(ModelConfig(**SMALL))
-    data_parallel(model, mesh)
-    with disable_data_parallel():
-        model.init_weights()
-    optimizer = AdamW(model.parameters(), 1e-2, moment_dtype=moments)
-    step = make_step(mode, model, optimizer, mesh=mesh, in_backward=in_backward)
-    alive, update = [], optimizer.step_one
-
-    def watched(i, grad):
-        alive.append(sum(p.grad.to_local().nbytes for p in optimizer.params if p.grad is not None) + grad.nbytes)
-        update(i, grad)
-
-    if in_backward:
-        optimizer.step_one = watched
-    values = [(step(*batch(rows=2, seqlen=8)).item(), step.grad_norm.item()) for _ in range(steps)]
-    with torch.no_grad():
-        whole = [p.full_tensor() for p in model.parameters()]
-    return values, whole, max(alive, default=0) / sum(p.nbytes for p in optimizer.shards)
-
-
-def in_backward_on_ranks(mesh):
-    found = []
-    for moments in (None, torch.bfloat16):
-        after, during = stepped(mesh, False, moments=moments), stepped(mesh, True, moments=moments)
-        same = all(torch.equal(a, b) for a, b in zip(after[1], during[1], strict=True))
-        found.append((after[0] == during[0], same, during[2]))
-    return found
-
-
-@pytest.mark.slow
-def test_updating_in_backward_changes_no_bit_and_holds_one_gradient_at_a_time():
-    for values, parameters, alive in [each for rank in spawn(2, [in_backward_on_ranks])["in_backward_on_ranks"]
-                                      for each in rank]:  # fmt: skip
-        assert values and parameters
-        assert alive < 0.25, f"{alive:.0%} of the gradients were alive at once"
-
-
-@pytest.mark.parametrize("mode", ["none", "blocks"])
-def test_gradients_go_as_they_come_also_with_compiled_blocks(mode, monkeypatch):
-    real = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda f, options=None, **how: real(f, backend="aot_eager", **how))
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        mesh, after, during = dist.init_device_mesh("cpu", (1,)), {}, {}
-        for in_backward, held in ((False, after), (True, during)):
-            torch.manual_seed(0)
-            model = data_parallel(Transformer(ModelConfig(**SMALL)), mesh)
-            step = make_step(mode, model, AdamW(model.parameters(), 1e-2), mesh=mesh, in_backward=in_backward)
-            data = batch(rows=1, seqlen=4)  # activations are few
-            step(*data)  # compiles
-            held["loss"] = step(*data).item()
-            held["bytes"] = peak_of(lambda step=step, data=data: step(*data))
-    finally:
-        torch._dynamo.reset()
-        dist.destroy_process_group()
-    parameters = sum(p.nbytes for p in model.parameters())
-    assert during["loss"] == after["loss"]
-    together = 3 if mode == "none" else 2  # in eager mode a block's gradients come at once
-    assert during["bytes"] < after["bytes"] - parameters / together, (after, during, parameters)
-
-
-def peak_of(function) -> int:
-    """Most bytes of new storages alive at once while `function` runs."""
-    most = 0
-
-    class Peak(Ops):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            nonlocal most
-            out = super().__torch_dispatch__(func, types, args, kwargs)
-            most = max(most, sum(n for s, n in self.made.values() if not s.expired()))
-            return out
-
-    with Peak():
-        function()
-    return most
-
-
-@pytest.mark.parametrize("wrong", [dict(clip=1.0), dict(grad_accum=2)])
-def test_in_backward_refuses_what_needs_every_gradient(wrong):
-    model = build()
-    with pytest.raises(ValueError, match="in_backward: takes no clipping and no accumulation"):
-        make_step("none", model, AdamW(model.parameters(), 1e-3), in_backward=True, **wrong)
-    with pytest.raises(ValueError, match="in_backward: --compile fwdbwd makes all gradients at once"):
-        make_step("fwdbwd", model, AdamW(model.parameters(), 1e-3), in_backward=True)
 
 
 def test_moments_in_bf16_train_as_in_fp32():

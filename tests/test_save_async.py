@@ -1,4 +1,4 @@
-"""--save-async and --save-errors: what is saved is what was there at the call, and no error of a save is lost.
+"""--save-every N:async:warn: what is saved is what was there at the call, and no error of a save is lost.
 
     pytest tests/test_save_async.py        # no GPU; seconds; two ranks: tests/test_checkpoint_ranks.py
 """
@@ -44,7 +44,7 @@ def group():
 @pytest.fixture
 def run(group, tmp_path):
     """A run that saves in the background, after one step; `step()` makes one more."""
-    c, step, batches = made(1, "--batch", 4, "--steps", 9, "--save", tmp_path / "run", "--save-async")
+    c, step, batches = made(1, "--batch", 4, "--steps", 9, "--save", tmp_path / "run", "--save-every", "0:async")
     (tmp_path / "run").mkdir()
     with Saver(c, step, batches) as s:
         run = SimpleNamespace(saver=s, folder=tmp_path / "run", step=lambda: step(*next(batches)))
@@ -87,9 +87,9 @@ def failing(monkeypatch, *names):
 
 
 def test_what_is_saved_in_the_background_is_bitwise_what_is_saved_at_once(train, tmp_path):
-    argv = "--save-every", 2, "--steps", 6, "--log-every", 1
-    sync, background = (train(*argv, "--save", tmp_path / name, *more) for name, more in
-                        (("sync", []), ("async", ["--save-async"])))  # fmt: skip
+    argv = "--steps", 6, "--log-every", 1
+    sync, background = (train(*argv, "--save", tmp_path / name, "--save-every", every) for name, every in
+                        (("sync", "2"), ("async", "2:async")))  # fmt: skip
     assert sync.code == background.code == 0 and steps_in(tmp_path / "async") == [2, 4, 6]
     assert [s["loss"] for s in sync.steps] == [s["loss"] for s in background.steps]
     for k in (2, 4, 6):
@@ -98,7 +98,8 @@ def test_what_is_saved_in_the_background_is_bitwise_what_is_saved_at_once(train,
         assert_bitwise(contents(a), contents(b))
         one, two = (json.loads((step / "train_state.json").read_text()) for step in (a, b))
         assert one.pop("run") != two.pop("run") and one == two
-    resumed = train(*argv, "--resume", tmp_path / "async/step-00000002", "--save", tmp_path / "on", "--save-async")
+    resumed = train(*argv, "--resume", tmp_path / "async/step-00000002", "--save", tmp_path / "on", "--save-every",
+                    "2:async")  # fmt: skip
     assert [s["loss"] for s in resumed.steps] == [s["loss"] for s in sync.steps[2:]]
     assert_bitwise(contents(tmp_path / "sync/step-00000006"), contents(tmp_path / "on/step-00000006"))
 
@@ -149,7 +150,7 @@ def test_shards_over_a_mesh_of_gpus_are_staged_and_written_from_host_memory(grou
     mesh = DeviceMesh("cuda", [0], _init_backend=False)
     shard = torch.empty(5, 3, device="meta")  # stands in for one on a GPU
     state = {"w": DTensor.from_local(shard, mesh, [Shard(0)], run_check=False, shape=(5, 3), stride=(3, 1))}
-    c, step, batches = made(1, "--batch", 4, "--save", tmp_path, "--save-async")
+    c, step, batches = made(1, "--batch", 4, "--save", tmp_path, "--save-every", "0:async")
     monkeypatch.setattr(saver, "tensors", lambda _: state)
     with Saver(c, step, batches) as s:
         staged = s.staged["w"]
@@ -225,20 +226,20 @@ def test_an_interrupted_wait_does_not_lose_the_error(run, gate, monkeypatch):
         run.saver.close()
 
 
-MODES = [(), ("--save-async",)]
+MODES = ["", ":async"]
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("fails", "errors", "left"), [
-    (4, "stop", [2]), (4, "warn", [2, 6]), (6, "warn", [2, 4]),
+    (4, "", [2]), (4, ":warn", [2, 6]), (6, ":warn", [2, 4]),
 ])  # fmt: skip
 def test_a_save_that_fails_stops_the_run_or_costs_a_line_and_the_last_one_must_do(
     fails, errors, left, mode, train, tmp_path, monkeypatch
 ):
     failing(monkeypatch, f"step-0000000{fails}")
-    done = train("--save", tmp_path / "run", "--save-every", 2, "--save-errors", errors, "--log-every", 1, *mode)
+    done = train("--save", tmp_path / "run", "--save-every", f"2{mode}{errors}", "--log-every", 1)
     assert steps_in(tmp_path / "run") == left and len([*(tmp_path / "run").iterdir()]) == len(left)
-    if errors == "warn" and fails < 6:
+    if errors and fails < 6:
         assert done.code == 0 and done.row["outcome"] == "ok" and len(done.steps) == 6
         step = tmp_path / f"run/step-0000000{fails}"
         assert done.err.splitlines() == [f"warning: step {fails} was not saved: {step}: OSError: {FULL}"]
@@ -249,18 +250,18 @@ def test_a_save_that_fails_stops_the_run_or_costs_a_line_and_the_last_one_must_d
 
 def test_a_run_that_ends_by_another_error_still_tells_what_its_last_save_met(train, tmp_path, monkeypatch):
     failing(monkeypatch, "step-00000001")
-    argv = "--lr", "1e20", "--save-every", 1, "--save-async", "--save-errors", "warn", "--log-every", 1
-    done = train("--save", tmp_path / "run", *argv)
+    argv = "--lr", "1e20", "--log-every", 1, "--save-every", "1:async"
+    done = train("--save", tmp_path / "run", *argv[:-1], "1:async:warn")
     told, error = done.err.splitlines()
     assert done.code == 5 and told.startswith("warning: step 1 was not saved: ") and error.startswith("error: ")
     monkeypatch.setattr(Saver, "failed", lambda _: False)  # nobody learns of it before the run ends
-    done = train("--save", tmp_path / "run", *[each for each in argv if each not in ("--save-errors", "warn")])
+    done = train("--save", tmp_path / "run", *argv)
     assert done.code == 5 and "warning: " in done.err and "No space left" in done.err
 
 
 def test_a_fault_planted_in_the_last_save_in_the_background_happens(train, tmp_path, monkeypatch):
     monkeypatch.setenv("FAULT", "0:6:commit:enospc")
-    done = train("--save", tmp_path / "run", "--save-async")
+    done = train("--save", tmp_path / "run", "--save-every", "0:async")
     assert done.code == 4 and "No space left on device" in one_line(done.err) and steps_in(tmp_path / "run") == []
 
 
@@ -314,7 +315,7 @@ def test_on_a_gpu_the_buffer_is_pinned_and_what_is_saved_is_bitwise(wrapper, tra
         told.append((pinned, {name: local(t).cpu() for name, t in state.items()}))
 
     monkeypatch.setattr(Saver, "_stage", recorded)
-    argv = "--device", "cuda", "--save-every", 2, "--save-async", "--wrapper", wrapper
+    argv = "--device", "cuda", "--save-every", "2:async", "--wrapper", wrapper
     assert train(*argv, "--save", tmp_path / "run").code == 0
     for k, (pinned, state) in zip((2, 4, 6), told, strict=True):
         assert all(pinned)

@@ -283,7 +283,7 @@ def run(capfd, tmp_path, *argv):
 
 @pytest.mark.parametrize(("steps", "counted"), [(6, 2), (2, 0)])
 def test_main_explains_one_step_that_no_statistic_covers(capfd, tmp_path, steps, counted):
-    code, out, _, row = run(capfd, tmp_path, "--steps", str(steps), "--explain-memory", "--batch", "64")
+    code, out, _, row = run(capfd, tmp_path, "--steps", str(steps), "--profile", "memory", "--batch", "64")
     assert code == 0 and row["n"] == counted and row["flags"]["explain_memory"] is True
     text = out.splitlines()
     start = next(i for i, line in enumerate(text) if line.startswith(f"peaks of memory in step {min(4, steps)}, MiB"))
@@ -304,5 +304,5 @@ def test_one_profiler_at_a_time(capfd, tmp_path):
     code, out, err, row = run(capfd, tmp_path, "--explain-memory", "--profile", "p")
     assert (code, out, row) == (2, "", None)
     assert err.splitlines() == [
-        "error: --explain-memory: not together with --profile; use one per run"
+        "error: --explain-memory: is written --profile memory now, this is --profile p"
     ]

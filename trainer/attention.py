@@ -1,4 +1,4 @@
-"""Which attention kernel a run uses: --sdpa is resolved and put to torch, --flex-options are read.
+"""Which attention kernel a run uses: --attn is resolved and put to torch, kernel options of flex are read.
 
     sdpa, flex_options, text = choose_kernel(config, device)      # ("cudnn", (), "sdpa cudnn (auto)")
 
@@ -83,11 +83,11 @@ def refusal(kernel: str, shape: Shape, device: torch.device) -> str | None:
 
 
 def sdpa(asked: str, shape: Shape, device: torch.device) -> tuple[str, str]:
-    """(ModelConfig.sdpa, what to print) for the value of --sdpa on this device. Raises ValueError, one line with the
+    """(ModelConfig.sdpa, what to print) for the value of --attn on this device. Raises ValueError, one line with the
     reason and the fix, for a kernel that cannot run; "auto" takes the first that can."""
     if asked != "auto":
         if reason := refusal(asked, shape, device):
-            raise ValueError(f"--sdpa {asked}: cannot run on {shape}: {reason}; use --sdpa auto")
+            raise ValueError(f"--attn {asked}: cannot run on {shape}: {reason}; use --attn auto")
         return asked, f"sdpa {asked}"
     if device.type == "cpu":
         q, k = shape.empty(device)
@@ -102,7 +102,7 @@ def sdpa(asked: str, shape: Shape, device: torch.device) -> tuple[str, str]:
         if reason is None:
             return kernel, f"sdpa {kernel} (auto{''.join(f'; not {r}' for r in refused)})"
         refused.append(f"{kernel}: {reason}")
-    raise ValueError(f"--sdpa auto: no kernel runs on {shape}: {'; '.join(refused)}")
+    raise ValueError(f"--attn auto: no kernel runs on {shape}: {'; '.join(refused)}")
 
 
 def options_key(shape: Shape, device: torch.device) -> str:
@@ -150,7 +150,7 @@ def choose_kernel(
     try:
         stored = read_options(c.flex_options)
     except ValueError as e:
-        raise ValueError(f"--flex-options {e}") from e
+        raise ValueError(f"--attn flex:{e}") from e
     key = options_key(shape_of(c), device)
     if key not in stored:
         return "default", (), f"flex, default kernel options: {c.flex_options} has none for {key}"

@@ -65,12 +65,12 @@ def check_apart(c: flags.Config, read: Iterable[str | Path]) -> None:
             source, target = os.path.realpath(each), os.path.realpath(path)
             if target == source and os.path.isfile(source):
                 raise ValueError(
-                    f"{flags.flag(name)} {path}: is a file that this run reads; name another"
+                    f"{as_given(name, path)}: is a file that this run reads; name another"
                 )
             inside = Path(os.path.relpath(target, source)).parts  # the first is .. if it is not
             if c.save and os.path.isdir(source) and not any(map(HIDDEN.match, inside)):
                 raise ValueError(
-                    f"{flags.flag(name)} {path}: lies in {each}, whose files are the data, which must not change "
+                    f"{as_given(name, path)}: lies in {each}, whose files are the data, which must not change "
                     "if the run is to go on from --save; name a place outside, or a hidden folder in it"
                 )
 
@@ -147,6 +147,6 @@ def check_fits(
     fix = f"--batch {most} --grad-accum {accum} would fit" if most > 0 else "lower one of them"
     needs, has = (f"{grouped(nbytes / 2**30, 1)} GiB" for nbytes in (needs * here, free * here))
     who = f"{here} ranks" if here > 1 else "a step"
-    asked = " ".join(as_given(name, getattr(c, name)) for name in sizes)
+    asked = flags.written(c, *sizes)
     raise ValueError(f"{asked}: {who} would take about {needs}, this machine has {has} free; {fix}; --force "
                      "tries it")  # fmt: skip

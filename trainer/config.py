@@ -8,19 +8,21 @@ A field's docstring is its help text, _RANGES limits its values, `_..._misfits` 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from tyro.conf import OmitArgPrefixes, UseCounterAction, arg
+from tyro.conf import OmitArgPrefixes, Suppress, UseCounterAction, arg
 
 from trainer.costs import link, may_have_gpu, measured
 from trainer.distributed import command_line
-from trainer.distributed.command_line import as_given, default, flag, without_user
+from trainer.distributed.command_line import as_given, default, without_user
+from trainer.distributed.spelling import Part, Parts, folded, parts_of, shown
 from trainer.distributed.terminal import fail
 
 _DESCRIPTION = """Trains the transformer of model.py under simple_fsdp and appends a row of results.
 One rank: python main.py. Several: torchrun --nproc-per-node 4 main.py --depth 8 --compile fwdbwd"""
+KERNELS = "auto", "cudnn", "flash", "efficient", "math"  # of torch's scaled_dot_product_attention
 DEFAULTS = dict(  # the reference setting on a GPU, a small one on a CPU
     cuda=dict(depth=4, width=4096, head_dim=128, vocab=32768, seqlen=4096, batch=8, steps=50, lr=3e-4,
               param_dtype="bf16"),
@@ -70,9 +72,9 @@ class Optimization:
     uint16 or as llm.c writes them. random: new random tokens in each step. overfit: the same batch in each step."""
     eval_every: int = 0
     """Steps between evaluations, each eager and in no step's time; one follows the last step. 0: none, all data trains.
-    Otherwise the last 1/64 of --data, at least one sequence, is held out. A resumed run must hold out the same."""
-    eval_batches: int = 8
-    """Batches of an evaluation, the same each time; all that is held out if that is less."""
+    Otherwise the last 1/64 of --data, at least one sequence, is held out. A resumed run must hold out the same. 50:4
+    evaluates 4 batches (or all that is held out, if that is less), the same each time; without, 8."""
+    eval_batches: Annotated[int, Suppress, Part("eval_every", "[1-9].*")] = 8
     steps: Annotated[int | None, _by_device("steps", "INT")] = None
     """Optimizer steps. 0: train nothing, but evaluate --init or --resume; needs --eval-every."""
     lr: Annotated[float | None, _by_device("lr", "FLOAT")] = None
@@ -84,21 +86,16 @@ class Optimization:
     linearly to a tenth in the last fifth of the steps. constant: stays."""
     weight_decay: float = 0.1
     """Of matrices alone: norms and biases do not decay."""
-    beta1: float = 0.9
-    """Decay of Adam's mean of gradients."""
-    beta2: float = 0.95
-    """Decay of Adam's mean of squared gradients."""
     clip: float = 1.0
     """Gradients whose global norm is larger are scaled down to this norm. 0: no clipping."""
     nonfinite: Literal["stop", "skip"] = "stop"
     """A step whose loss or gradient norm is not finite updates nothing. stop: end with exit code 5; the last checkpoint
-    is good. skip: go on with the next batch; not for --optim in-backward, which updates before the norm is known."""
-    max_skips: int = 3
-    """Steps in a row that --nonfinite skip leaves out; one more ends the run. A resumed run counts from 0."""
-    norm_limit: float = 0.0
-    """A step whose gradient norm, before clipping, is above this is treated as not finite. 0: no limit."""
-    spike: float = 10.0
-    """Print a line for a step whose gradient norm is above this many times the mean of the last 100. 0: never."""
+    is good. skip: go on with the next batch; after 3 such steps in a row, skip:5 after 5, one more ends the run (a
+    resumed run counts from 0). stop:limit=X also does so with a gradient norm above X, before clipping. stop:warn=10
+    prints a line for a norm above 10 times the mean of the last 100, as is the default; warn=0 none."""
+    max_skips: Annotated[int, Suppress, Part("nonfinite", "skip")] = 3
+    norm_limit: Annotated[float, Suppress, Part("nonfinite", "stop|skip", "limit=")] = 0.0
+    spike: Annotated[float, Suppress, Part("nonfinite", "stop|skip", "warn=")] = 10.0
     seed: int = 0
     """Seed of the initial weights and of the order of the data."""
     init: str | None = None
@@ -111,18 +108,19 @@ class Optimization:
     adam_dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype of Adam's two moments, and of Muon's momentum."""
     optimizer: Literal["adamw", "muon"] = "adamw"
-    """muon: that of muon.py for the matrices in blocks; AdamW updates embedding, head and vectors."""
-    muon_lr: Annotated[float | None, default("that of --lr", "FLOAT")] = None
-    """Muon's peak learning rate; it follows the schedule of --lr."""
-    muon_adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
-    """What multiplies that rate for a matrix [m, n]. match_rms_adamw: 0.2 sqrt(max(m, n)), which makes updates about as
-    large as AdamW's. original: sqrt(max(1, m / n))."""
-    muon_momentum: float = 0.95
-    """Decay of Muon's mean of gradients."""
-    muon_steps: int = 5
-    """Newton-Schulz steps of Muon."""
-    muon_dtype: Literal["fp32", "bf16"] = "bf16"
-    """Dtype of the Newton-Schulz iteration, and of what it sends."""
+    """adamw, or adamw:beta1=0.9:beta2=0.95, the decay of Adam's two means. muon: that of muon.py for the matrices in
+    blocks; AdamW, with the same betas, updates embedding, head and vectors. muon:lr=X: its peak learning rate, which
+    follows the schedule of --lr (default: that of --lr). :adjust=match_rms_adamw multiplies it for a matrix [m, n] by
+    0.2 sqrt(max(m, n)), which makes updates about as large as AdamW's, :adjust=original by sqrt(max(1, m / n)).
+    :momentum=0.95, the decay of its mean of gradients. :steps=5, of Newton-Schulz, computed and sent in :dtype=bf16."""
+    beta1: Annotated[float, Suppress, Part("optimizer", "adamw|muon", "beta1=")] = 0.9
+    beta2: Annotated[float, Suppress, Part("optimizer", "adamw|muon", "beta2=")] = 0.95
+    muon_lr: Annotated[float | None, Suppress, Part("optimizer", "muon", "lr=")] = None
+    muon_adjust_lr: Annotated[Literal["match_rms_adamw", "original"], Suppress,
+                              Part("optimizer", "muon", "adjust=")] = "match_rms_adamw"
+    muon_momentum: Annotated[float, Suppress, Part("optimizer", "muon", "momentum=")] = 0.95
+    muon_steps: Annotated[int, Suppress, Part("optimizer", "muon", "steps=")] = 5
+    muon_dtype: Annotated[Literal["fp32", "bf16"], Suppress, Part("optimizer", "muon", "dtype=")] = "bf16"
 
 
 @dataclass(frozen=True)
@@ -148,9 +146,9 @@ class System:
     (torch's DistributedDataParallel, bf16 by autocast), none (the bare model, on one rank only)."""
     mode: Literal["replicate", "fully_shard", "hybrid_shard"] = "fully_shard"
     """replicate: each rank holds the whole model (DDP). fully_shard: each rank holds a part of it (ZeRO-3).
-    hybrid_shard: ranks form --replicas groups; the model is sharded within a group and replicated across groups."""
-    replicas: int = 2
-    """Number of replicas of --mode hybrid_shard. Must divide the number of ranks."""
+    hybrid_shard:4: ranks form 4 groups (default: 2); the model is sharded within a group and replicated across
+    groups. Their number must divide that of the ranks."""
+    replicas: Annotated[int, Suppress, Part("mode", "hybrid_shard")] = 2
     reshard: bool = True
     """Gather weights again in backward instead of keeping them from forward: less memory, more communication."""
     keep_last: bool = False
@@ -178,35 +176,31 @@ class System:
     deterministic: bool = False
     """Get the same bits each time the same command runs or resumes. Without it the order of some sums varies: of the
     embedding's gradient in compiled code on several CPU threads or a GPU, and of attention's gradient on a GPU."""
-    attn: Literal["sdpa", "flex"] = "sdpa"
-    """Attention backend: torch's scaled_dot_product_attention, or compiled FlexAttention, which needs CUDA to train."""
-    sdpa: Literal["auto", "cudnn", "flash", "efficient", "math"] = "auto"
-    """Kernel of --attn sdpa; one that cannot run is an error. auto: cuDNN on Hopper and newer GPUs, otherwise
+    attn: Annotated[Literal[*KERNELS, "flex", "sdpa"], default("auto", "|".join((*KERNELS, "flex[:FILE]")))] = "sdpa"
+    """Kernel of attention; one that cannot run is an error. auto: cuDNN on Hopper and newer GPUs, otherwise
     FlashAttention; where neither can run (in fp32) efficient, then math; on a CPU what torch picks. efficient repeats K
-    and V for each query head. math stores the scores, seqlen x seqlen, and with --remat computes them again."""
-    flex_options: str | None = None
-    """File of tuned kernel options for --attn flex, written by python -m lab.studies.attention --search."""
+    and V for each query head. math stores the scores, seqlen x seqlen, and with --remat computes them again. flex:
+    compiled FlexAttention, which needs CUDA to train; flex:FILE with the tuned kernel options of a file that python -m
+    lab.studies.attention --search writes."""
+    sdpa: Annotated[Literal[*KERNELS], Suppress, Part("attn", "sdpa|auto", whole=True)] = "auto"
+    flex_options: Annotated[str | None, Suppress, Part("attn", "flex")] = None
     remat: Literal["none", "mlp", "attn", "both", "block", "pointwise"] = "none"
     """What backward computes again instead of keeping it. mlp: the MLP. attn: the attention branch. both: the two of
-    them. block: whole blocks. pointwise: all but matrix products. The output of attention is kept in each case."""
-    remat_ratio: float = 1.0
-    """Fraction of the blocks that --remat applies to, evenly spread: 0.5 is every other block."""
-    remat_norm: bool = True
-    """Recompute the norm before a recomputed branch, too. --no-remat-norm keeps its output, as the published run."""
-    remat_core: bool = False
-    """Recompute attention, too, instead of keeping its output: less memory, more time."""
+    them. block: whole blocks. pointwise: all but matrix products. both:0.5: in that fraction of the blocks, evenly
+    spread. The output of attention is kept; block:core computes attention again, too: less memory, more time.
+    both:keep-norm keeps the output of the norm before a recomputed branch, as the published run."""
+    remat_ratio: Annotated[float, Suppress, Part("remat", "mlp|attn|both|block|pointwise")] = 1.0
+    remat_core: Annotated[bool, Suppress, Part("remat", "attn|both|block", "core")] = False
+    remat_norm: Annotated[bool, Suppress, Part("remat", "mlp|attn|both", "keep-norm", False)] = True
     mlp: Literal["plain", "lean"] = "plain"
     """plain: norm, two products and an activation. lean: all of it as one operation that keeps only its input and
-    recomputes the rest; its backward holds two tensors of the MLP's hidden width at a time, others hold three."""
-    mlp_chunk: int = 0
-    """Tokens that --mlp lean computes at a time; 0: all. The gradients of several chunks are summed in fp32."""
-    optim: Literal["after", "in-backward"] = "after"
-    """after: update parameters after backward. in-backward: update each, and free its gradient, as soon as backward has
-    made it; needs --clip 0, --grad-accum 1 and --compile none or blocks (other graphs return all gradients at once)."""
+    recomputes the rest; its backward holds two tensors of the MLP's hidden width at a time, others hold three.
+    lean:4096: by so many tokens at a time; the gradients of several chunks are summed in fp32."""
+    mlp_chunk: Annotated[int, Suppress, Part("mlp", "lean")] = 0
     loss: Literal["full", "chunked"] = "full"
-    """full: all logits at once. chunked: output layer and cross-entropy by chunks of tokens; never all the logits."""
-    chunk: int = 2048
-    """Tokens per chunk of --loss chunked."""
+    """full: all logits at once. chunked: output layer and cross-entropy by chunks of 2048 tokens, chunked:512 of 512;
+    never all the logits."""
+    chunk: Annotated[int, Suppress, Part("loss", "chunked")] = 2048
 
 
 @dataclass(frozen=True)
@@ -220,34 +214,33 @@ class Output:
     save: str | None = None
     """Directory for checkpoints; each run needs its own. The last step is always saved."""
     save_every: int = 0
-    """Steps between checkpoints; 0: only after the last step."""
-    save_async: bool = False
-    """Stop training only to copy the state to host memory (a buffer of its size); a thread then writes it."""
-    save_errors: Literal["stop", "warn"] = "stop"
-    """What to do if saving fails. stop: end the run. warn: print a line and go on; only the last step must be saved."""
+    """Steps between checkpoints; 0: only after the last step. 100:async stops training only to copy the state to host
+    memory (a buffer of its size); a thread then writes it. 100:warn: if saving fails, print a line and go on instead
+    of ending the run; only the last step must be saved."""
+    save_async: Annotated[bool, Suppress, Part("save_every", ".+", "async")] = False
+    save_errors: Annotated[Literal["stop", "warn"], Suppress, Part("save_every", ".+", "warn", "warn")] = "stop"
     keep: int = 3
-    """Number of checkpoints to keep. Older ones are removed."""
-    keep_best: bool = False
-    """Also save after an evaluation with a lower loss than any before, and keep that step until another is better."""
+    """Number of checkpoints to keep. Older ones are removed. 3:best: also save after an evaluation with a lower loss
+    than any before, and keep that step until another is better."""
+    keep_best: Annotated[bool, Suppress, Part("keep", ".+", "best")] = False
     resume: Annotated[str, arg(metavar="{auto,never}|PATH")] = "auto"
     """auto: resume from the newest good checkpoint in --save, if any. never: start afresh. PATH: resume from a step's
     directory, or the newest step in a directory. --steps counts both runs; data, --seed and global batch must stay."""
     timeout: float = 600.0
-    """Seconds until a step or a save ends the run, with exit code 7 and all stacks beside --results. 0: no limit."""
-    first_timeout: float = 3600.0
-    """The same limit until the first step, which compiles, is done."""
+    """Seconds until a step or a save ends the run, with exit code 7 and all stacks beside --results. 0: no limit. Until
+    the first step, which compiles, is done: 3600 seconds; 600:7200: 7200."""
+    first_timeout: Annotated[float, Suppress, Part("timeout", ".+")] = 3600.0
     cast: bool = False
     """Also resume from another --adam-dtype, or --init from weights of another dtype, and convert them."""
     wandb: Literal["off", "offline", "online"] = "off"
-    """Log to Weights & Biases as well. It never ends a run; the JSONL files are the record."""
-    group: str | None = None
-    """W&B group of the run."""
-    tags: tuple[str, ...] = ()
-    """W&B tags of the run."""
+    """Log to Weights & Biases as well, online:NAME in the group NAME, online:tags=a,b with tags. It never ends a run;
+    the JSONL files are the record."""
+    group: Annotated[str | None, Suppress, Part("wandb", "offline|online")] = None
+    tags: Annotated[tuple[str, ...], Suppress, Part("wandb", "offline|online", "tags=")] = ()
     profile: str | None = None
-    """Folder for traces (on CUDA also a memory snapshot) of three steps after warm-up, which enter no statistic."""
-    explain_memory: bool = False
-    """Print, and draw beside the steps, what memory holds in one step after warm-up, which enters no statistic."""
+    """Folder for traces (on CUDA also a memory snapshot) of three steps after warm-up, which enter no statistic. The
+    word memory instead: print, and draw beside the steps, what memory holds in one such step."""
+    explain_memory: Annotated[bool, Suppress, Part("profile", "None", "memory", whole=True)] = False
     report: bool = False
     """In the end, write one page of the run's table, curve, memory and collectives beside its steps."""
     sample: int = 0
@@ -276,6 +269,11 @@ class Config:
     def __post_init__(self):
         vars(self).update(self.flat())  # config.depth is config.training.depth; no field has the name of another
 
+    @property
+    def parts(self) -> Parts:
+        """The fields that values of other flags carry."""
+        return parts_of(type(self.training), type(self.system), type(self.output))
+
     def on(self, ranks: int) -> "Config":
         """With --grad-accum and --effective-batch, each as the other one and so many ranks need it."""
         t, rows = self.training, ranks * self.batch
@@ -283,8 +281,17 @@ class Config:
         return replace(self, training=replace(t, grad_accum=accum, effective_batch=t.effective_batch or rows * accum))
 
     def misfits(self, started: int) -> list[tuple]:
-        """Of resolved values on so many processes: rows (flag, whether it does not fit, what is wrong and the fix)."""
+        """Of resolved values on so many processes: rows (flag, whether it does not fit, or {other flag: whether it does
+        not fit that}, what is wrong and the fix)."""
         return [*_shape_misfits(self), *run_misfits(self, started, self.world or started), *step_misfits(self)]
+
+
+PARTS = parts_of(Training, System, Output)  # the fields that values of other flags carry
+
+
+def command(values: Mapping[str, Any]) -> list[str]:
+    """Values of fields as words of a command line."""
+    return " ".join(as_given(name, value) for name, value in folded(values, PARTS).items()).split()
 
 
 _RANGES = [
@@ -304,16 +311,23 @@ _RANGES = [
 ]  # fmt: skip
 
 
+def written(c: Config, *names: str) -> str:
+    """Flags as a command line has them, each with what its value carries; of a part the flag that carries it."""
+    values, owners = folded(c.flat(), c.parts), [c.parts[n].part.of if n in c.parts else n for n in names]
+    return " ".join(as_given(name, values[name]) for name in dict.fromkeys(owners))
+
+
 def check_ranges(c: Config) -> None:
     """ValueError, one line, for the first flag whose value is none for any other flags."""
     for names, fits, allowed in _RANGES:
         for name in names.split():
             if (value := getattr(c, name, None)) is not None and not fits(value):
-                raise ValueError(f"{flag(name)} {str(value)[:50]}: must be {allowed}")
+                what = f"{shown(name, c.parts[name])} " if name in c.parts else ""
+                raise ValueError(f"{written(c, name)[:80]}: {what}must be {allowed}")
     for name, value in c.flat().items():
         if isinstance(value, int | float) and value >= 2**31 and name not in ("lr", "clip", "seed"):
             whose = " (ranks x --batch x --grad-accum)" * (name == "effective_batch")
-            raise ValueError(f"{flag(name)} {str(value)[:50]}{whose}: must be below 2**31")
+            raise ValueError(f"{written(c, name)[:80]}{whose}: must be below 2**31")
     link(c.link)
     for option in c.compile_options:
         if "=" not in option and option != "plain":
@@ -322,7 +336,11 @@ def check_ranges(c: Config) -> None:
 
 def _misfit(c: Config, started: int) -> str | None:
     """The first thing that is wrong with resolved values together, or None."""
-    return next((f"{as_given(name, getattr(c, name))}: {why}" for name, bad, why in c.misfits(started) if bad), None)
+    for name, bad, why in c.misfits(started):
+        wrong = [each for each, odd in bad.items() if odd] if isinstance(bad, dict) else []
+        if wrong or bad and not isinstance(bad, dict):
+            return f"{written(c, name)}: {f'not with {written(c, *wrong)}: ' * bool(wrong)}{why}"
+    return None
 
 
 def _shape_misfits(c: Config) -> list[tuple]:
@@ -337,94 +355,56 @@ def _shape_misfits(c: Config) -> list[tuple]:
 
 def run_misfits(c: Config, started: int, ranks: int) -> list[tuple]:
     """Rows, as Config.misfits gives them, of where a run begins and ends, its ranks and their wrapper."""
-    hooked, named = c.wrapper in ("fsdp2", "ddp"), c.resume not in ("auto", "never")
+    named, unsaved = c.resume not in ("auto", "never"), c.save is None
     modes = dict(fsdp2=("fully_shard", "hybrid_shard"), ddp=("replicate",)).get(c.wrapper, (c.mode,))
+    hooked, bare, n = c.wrapper in ("fsdp2", "ddp"), c.wrapper == "none", f"{ranks} rank{'s' * (ranks > 1)}"
     return [
-        # Saving and resuming
-        *[(name, c.save is None and getattr(c, name) != getattr(Output, name), "needs --save DIR")
-          for name in ("save_every", "keep", "keep_best", "save_async", "save_errors")],
-        ("keep_best", c.keep_best and (not c.eval_every or c.save_errors == "warn"),
-         "needs --eval-every and --save-errors stop"),
-        ("world", c.world and (c.save is not None or c.init is not None or named or c.sample),
-         "simulated ranks hold no model worth saving or asking; leave out --save, --resume, --init and --sample"),
-        ("eval_batches", not c.eval_every and c.eval_batches != Training.eval_batches, "needs --eval-every"),
-        ("init", c.init is not None and named, f"--resume {c.resume} has weights of its own; leave one of them out"),
+        ("save_every", unsaved and (c.save_every or c.save_async or c.save_errors != "stop"), "needs --save DIR"),
+        ("keep", unsaved and (c.keep != Output.keep or c.keep_best), "needs --save DIR"),
+        ("keep", c.keep_best and (not c.eval_every or c.save_errors == "warn"),
+         "best needs --eval-every, and --save-every without warn"),
+        ("world", c.world and dict(save=not unsaved, init=c.init is not None, resume=named, sample=c.sample),
+         "simulated ranks hold no model worth saving or asking"),
+        ("init", dict(resume=c.init is not None and named), "both have weights; leave one of them out"),
         ("steps", c.steps == 0 and not c.eval_every, "trains nothing; add --eval-every 1 to evaluate, or give steps"),
-        ("save", c.steps == 0 and c.save is not None, "--steps 0 saves nothing; name what to evaluate by --resume"),
-        ("steps", c.steps == 0 and (c.explain_memory or c.profile is not None),
-         "has no step to look into; leave out --explain-memory and --profile"),
-        # Sizes and ranks
+        ("steps", c.steps == 0 and dict(save=not unsaved, explain_memory=c.explain_memory, profile=c.profile),
+         "evaluates alone: nothing is saved, and no step looked into; name by --resume what to evaluate"),
         ("effective_batch", c.effective_batch != ranks * c.batch * c.grad_accum,
-         f"must be {ranks} rank{'s' * (ranks > 1)} x --batch {c.batch} x a whole number (--grad-accum {c.grad_accum})"),
+         f"must be {n} x --batch {c.batch} x a whole number (--grad-accum {c.grad_accum})"),
         ("world", c.world and started not in (1, c.world),
          f"simulates ranks in one process, here are {started}; start it without torchrun"),
         ("replicas", c.mode == "hybrid_shard" and ranks % c.replicas,
-         f"must divide the {ranks} rank{'s' * (ranks > 1)} of --mode hybrid_shard"),
-        # Wrappers
-        ("wrapper", c.wrapper == "none" and ranks > 1, f"works on one rank, this is {ranks}; use --wrapper simple"),
-        ("wrapper", c.wrapper == "none" and c.param_dtype != "fp32",
-         f"computes in the stored fp32; add --param-dtype fp32 (now {c.param_dtype})"),
-        ("wrapper", hooked and c.compile not in ("none", "blocks"),
-         f"is compiled per block, not by --compile {c.compile}; use blocks or none"),
-        ("wrapper", c.mode not in modes, f"does not do --mode {c.mode}; leave --mode out, or use --wrapper simple"),
-        ("wrapper", hooked and c.min_shard_mib, f"has no --min-shard-mib (now {c.min_shard_mib}); leave it out"),
-        ("wrapper", c.wrapper == "ddp" and c.reduce_dtype == "bf16" and c.device == "cpu",
-         "--reduce-dtype bf16 needs CUDA (a hook of DDP's); use --reduce-dtype fp32"),
+         f"its {c.replicas} replicas must divide the {n}; write hybrid_shard:N"),
+        ("wrapper", bare and (ranks > 1 or c.param_dtype != "fp32"),
+         f"works on one rank, this is {ranks}, with --param-dtype fp32, this is {c.param_dtype}"),
+        ("wrapper", hooked and dict(compile=c.compile not in ("none", "blocks"), mode=c.mode not in modes,
+         min_shard_mib=c.min_shard_mib, cuda_graph=c.cuda_graph,
+         reduce_dtype=c.wrapper == "ddp" and c.reduce_dtype == "bf16" and c.device == "cpu"),
+         f"takes --compile none or blocks and --mode {' or '.join(modes)}, and bf16 is reduced by ddp on CUDA alone; "
+         "use that, or --wrapper simple"),
     ]  # fmt: skip
 
 
 def step_misfits(c: Config) -> list[tuple]:
     """Rows of what a step is made of."""
-    lean, early, hooked = c.mlp == "lean", c.optim == "in-backward", c.wrapper in ("fsdp2", "ddp")
-    replayed, flex, cpu, one = c.cuda_graph, c.attn == "flex", c.device == "cpu", c.compile == "step"
-    too_late = "--optim in-backward has updated before the gradient norm is known; use --optim after"
-    no_moment = "a replayed step has no moment for {}; leave one of them out"
+    cpu, bf16, uncut = c.device == "cpu", c.param_dtype == "bf16", "plain" in c.compile_options
     return [
-        # The MLP and recomputation
-        ("mlp", lean and c.remat == "pointwise", "recomputes what --remat pointwise keeps; use one of the two"),
-        ("mlp", lean and c.wrapper == "ddp" and c.param_dtype == "bf16",
-         "is not cast by the autocast of --wrapper ddp; use --param-dtype fp32 or --wrapper fsdp2"),
-        ("mlp_chunk", c.mlp_chunk and not lean, f"is for --mlp lean, this is --mlp {c.mlp}"),
-        ("remat_core", c.remat_core and c.remat not in ("attn", "both", "block"),
-         f"changes nothing of --remat {c.remat}; use it with attn, both or block"),
-        ("remat_norm", not c.remat_norm and c.remat not in ("attn", "mlp", "both"),
-         f"changes nothing of --remat {c.remat}; use it with attn, mlp or both"),
-        ("remat_core", c.remat_core and cpu and c.compile != "none" and c.wrapper != "none",
-         f"on a CPU torch cannot compile it over shards (--compile {c.compile}); use --compile none"),
-        ("ahead", c.ahead != 1 and (c.compile in ("none", "blocks") or "plain" in c.compile_options),
-         f"moves nothing of --compile {c.compile}; use it with fwdbwd, model or step, without plain"),
-        ("keep_last", c.keep_last and (not c.reshard or c.wrapper != "simple" or c.accum_sync == "last"
-         or c.mode == "replicate"), "needs --wrapper simple, --mode fully_shard, --reshard, --accum-sync every"),
-        # Refused steps, and the optimizer inside backward
-        ("max_skips", c.nonfinite == "stop" and c.max_skips != Training.max_skips, "needs --nonfinite skip"),
-        ("norm_limit", early and c.norm_limit, too_late),
-        ("nonfinite", early and c.nonfinite == "skip", too_late),
-        ("optim", early and c.clip, f"--clip {c.clip} needs every gradient before the first update; add --clip 0"),
-        ("optim", early and c.grad_accum > 1, f"updates in each of --grad-accum {c.grad_accum} micro-batches; use 1"),
-        ("optim", early and c.compile not in ("none", "blocks"),
-         f"--compile {c.compile} makes all gradients at once; use --compile blocks"),
-        ("optimizer", early and c.optimizer == "muon",
-         "needs every gradient of a shape before the first update; use --optim after"),
-        *[(name, c.optimizer == "adamw" and getattr(c, name) != getattr(Optimization, name), "needs --optimizer muon")
-          for name in ("muon_lr", "muon_adjust_lr", "muon_momentum", "muon_steps", "muon_dtype")],
-        ("optim", early and hooked, f"is not for --wrapper {c.wrapper}; use --wrapper simple"),
-        ("verbose", early and c.verbose > 1, "--optim in-backward keeps no gradients for norms; use --optim after"),
-        # The step as a CUDA graph
-        ("cuda_graph", replayed and cpu, "needs CUDA; leave it out on a CPU"),
-        ("cuda_graph", replayed and hooked, f"cannot capture the hooks of --wrapper {c.wrapper}; use --wrapper simple"),
-        ("cuda_graph", replayed and c.world, f"the host times the links of --world {c.world}; leave one of them out"),
-        *(("cuda_graph", replayed and given, no_moment.format(flag)) for flag, given in (
-            ("--explain-memory", c.explain_memory), ("-vv", c.verbose > 1), ("--optim in-backward", early))),
-        # Attention
-        ("attn", flex and cpu, "FlexAttention needs CUDA to train; use --attn sdpa on a CPU"),
-        ("sdpa", flex and c.sdpa != "auto", "is a kernel of --attn sdpa; leave it out with --attn flex"),
-        ("flex_options", not flex and c.flex_options is not None, "needs --attn flex"),
-        ("sdpa", cpu and c.sdpa in ("cudnn", "efficient"), "needs CUDA; use auto, flash or math on a CPU"),
-        ("compile", one and c.grad_accum > 1, f"one graph cannot do --grad-accum {c.grad_accum}; use --compile fwdbwd"),
+        ("mlp", c.mlp == "lean" and dict(remat=c.remat == "pointwise", wrapper=c.wrapper == "ddp" and bf16),
+         "it recomputes what pointwise keeps, and ddp's autocast does not cast it; add --param-dtype fp32"),
+        ("remat", c.remat_core and cpu and c.compile != "none" and c.wrapper != "none",
+         f"on a CPU torch cannot compile core over shards (--compile {c.compile}); use --compile none"),
+        ("ahead", c.ahead != 1 and dict(compile=c.compile in ("none", "blocks"), compile_options=uncut),
+         "moves nothing there; use it with --compile fwdbwd, model or step, without plain"),
+        ("keep_last", c.keep_last and dict(reshard=not c.reshard, wrapper=c.wrapper != "simple",
+         accum_sync=c.accum_sync == "last", mode=c.mode == "replicate"),
+         "needs --wrapper simple, --mode fully_shard, --reshard, --accum-sync every"),
+        ("cuda_graph", c.cuda_graph and dict(device=cpu, world=c.world, explain_memory=c.explain_memory,
+         verbose=c.verbose > 1), "needs CUDA, and has no moment for the host in a step; leave one of them out"),
+        ("compile", c.compile == "step" and dict(grad_accum=c.grad_accum > 1, accum_sync=c.accum_sync != "every",
+         verbose=c.verbose > 1), "is one graph of one micro-batch, which gives no gradients; use --compile fwdbwd"),
         ("accum_sync", c.accum_sync == "shards" and c.mode != "hybrid_shard", "shards needs --mode hybrid_shard"),
-        ("accum_sync", one and c.accum_sync != "every", "--compile step reduces in its graph; use --compile fwdbwd"),
-        ("explain_memory", c.explain_memory and c.profile is not None, "not together with --profile; use one per run"),
-        ("verbose", one and c.verbose > 1, "--compile step has no gradients outside its graph; use --compile fwdbwd"),
+        ("attn", cpu and (c.attn == "flex" or c.sdpa in ("cudnn", "efficient")),
+         "needs CUDA to train; use auto, flash or math on a CPU"),
     ]  # fmt: skip
 
 

@@ -39,7 +39,7 @@ def _inference(c: Config, step: Step, device: torch.device) -> Iterator[None]:
 
 def evaluate(c: Config, step: Step, batches: Batches, device: torch.device,
              between: Callable[[], None] = lambda: None) -> dict[str, float]:  # fmt: skip
-    """eval_loss, nats per token of --eval-batches batches that are held out, with eval_bpb, bits per byte, of data that
+    """eval_loss, nats per token of --eval-every's held-out batches, with eval_bpb, bits per byte, of data that
     is bytes and eval_ppl, perplexity, of other data. The same on every rank, and but for rounding on any number of
     ranks. between: called at every batch."""
     total = torch.zeros(2, dtype=torch.float64, device=device)  # summed losses, tokens

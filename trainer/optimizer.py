@@ -82,20 +82,13 @@ class AdamW:
         elif self.foreach:
             # eager: one by one, because its temporaries are as large as what it updates.
             for i, grad in enumerate(grads):
-                self.step_one(i, grad, bad)
+                self._foreach(slice(i, i + 1), [grad], i < self.decaying, bad)
         else:
             for part, decays in (
                 (slice(0, self.decaying), True),
                 (slice(self.decaying, None), False),
             ):
                 self._fused(part, grads[part], decays, bad)
-
-    @torch.no_grad()
-    def step_one(self, i: int, grad: Tensor, bad: Tensor | None = None) -> None:
-        """Updates the i-th of `self.params` alone. The caller adds 1 to `self.t` before the first one of a step."""
-        (self._foreach if self.foreach else self._fused)(
-            slice(i, i + 1), [grad], i < self.decaying, bad
-        )
 
     def _fused(self, part: slice, grads: list[Tensor], decays: bool, bad: Tensor | None) -> None:
         if grads:

@@ -197,7 +197,7 @@ def training_step(c: flags.Config, model: LanguageModel, optimizer: AdamW | Muon
                   inspect=inspect)  # fmt: skip
     if c.wrapper in ("fsdp2", "ddp"):
         return HookedStep(c, model, optimizer, **kwargs)
-    how = dict(in_backward=c.optim == "in-backward", ahead=c.ahead, compiled_update=compiled_update)
+    how = dict(ahead=c.ahead, compiled_update=compiled_update)
     return make_step(c.compile, model, optimizer, **how, **kwargs)
 
 

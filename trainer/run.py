@@ -34,6 +34,7 @@ from trainer.distributed import simulated_world
 from trainer.distributed.compile_once import compile_once
 from trainer.distributed.control import Control, Signals, Stopped, agree, control_group
 from trainer.distributed.launch import connect, set_deterministic, shutdown
+from trainer.distributed.spelling import label
 from trainer.distributed.terminal import Progress, fail, tell
 from trainer.evaluation import evaluate, sample
 from trainer.fault_tolerance import inject
@@ -152,7 +153,7 @@ class Run:
         self.finite = FiniteCheck(c, data, self.rank)
         # Rank 0 alone writes results and tells W&B, and a folder of traces may be one on each host.
         same = {
-            flags.flag(k): v
+            label(k, c.parts): v
             for k, v in c.flat().items()
             if k not in ("results", "wandb", "group", "tags")
         }
@@ -228,7 +229,7 @@ class Run:
     @contextmanager
     def training(self, step: Step) -> Iterator[Callable[..., Tensor]]:
         """Around the loop. Yields what to call for each batch: the step, with --cuda-graph replayed, and watched once
-        with --explain-memory. At its end, and when a signal has come to any rank (Stopped) or one cannot read on
+        with --profile memory. At its end, and when a signal has come to any rank (Stopped) or one cannot read on
         (DataError), the run is saved. Then --sample writes. With --steps 0 it evaluates."""
         self.replayed = Replayed(step) if self.c.cuda_graph else None
         settings = self.sinks.write_settings(self.settings, self.continues, self.first)

@@ -10,7 +10,6 @@ Loss and norm are those of all ranks, so that all refuse the same updates. Every
 loss, the norm or `bad` is the only host sync.
 """
 
-import functools
 import gc
 import logging
 import math
@@ -291,40 +290,11 @@ class Step:
     def finish(self, total: Tensor, grads: list[Tensor]) -> Tensor:
         """Updates with the gradients' local shards; returns the loss of the whole batch, averaged over ranks."""
         self.enter("step", grads)
-        if self.inspect is not None and grads:  # an update in backward leaves none
+        if self.inspect is not None:
             self.inspect(self.optimizer.params, grads)
         loss = self.over_ranks(total, "avg")
         self.grad_norm, self.bad = self.update_fn(grads, loss)
         return loss
-
-
-class InBackwardStep(Step):
-    """Updates each parameter as soon as backward has made its gradient, which is then freed. Modes "none" and "blocks",
-    as larger graphs return all gradients at once. The norm is known too late to refuse a step: `bad` only tells."""
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        if self.clip or self.grad_accum > 1 or self.whole_weights:
-            raise ValueError(
-                "in_backward: takes no clipping and no accumulation, which need every gradient first"
-            )
-        self.norms: list[Tensor] = [torch.zeros(())] * len(self.optimizer.params)
-        for i, p in enumerate(self.optimizer.params):
-            p.register_post_accumulate_grad_hook(functools.partial(self.apply, i))
-
-    def apply(self, i: int, p: Tensor) -> None:
-        grad, p.grad = local(p.grad), None
-        self.norms[i] = torch.linalg.vector_norm(grad, dtype=torch.float32)
-        self.optimizer.step_one(i, grad)
-
-    def backward(self, loss: Tensor, params: list[Tensor]) -> Sequence[Tensor]:
-        self.optimizer.t += 1
-        loss.backward()
-        return []
-
-    def update(self, grads: list[Tensor], loss: Tensor) -> tuple[Tensor, Tensor]:
-        norm = self.norm_of(self.norms)  # the norm of norms
-        return norm, self.judge(loss, norm)
 
 
 class OneGraph(Step):
@@ -424,23 +394,19 @@ def blocks_to_compile(model: nn.Module, otherwise: str) -> list[nn.Module]:
 
 
 def make_step(mode: str, model: nn.Module, optimizer: AdamW, *, options: dict | None = None,
-              in_backward: bool = False, ahead: float = 1.0, compiled_update: bool | None = None,
+              ahead: float = 1.0, compiled_update: bool | None = None,
               **kwargs) -> Step:  # fmt: skip
     """The step of a compile mode. kwargs: mesh, grad_accum, clip, chunk (tokens per chunk of the loss, 0: all at once),
     accum_sync ("every" micro-batch; "shards": over replicas, dimension 0 of mesh, only once, for a model wrapped on
     the other dimension alone; "last": all only once, which needs the wrapper's param_dtype and reduce_dtype),
     norm_limit (a step whose gradient norm is above is refused; 0: none), and Step's between and inspect.
     options: Inductor options on top of overlap.compile_options(ahead=ahead); {"plain": True} leaves those out.
-    in_backward: the optimizer's step is part of backward (modes "none" and "blocks"). compiled_update: in mode
-    fwdbwd; None: on CUDA, since on a CPU the fused kernel is as fast and need not be compiled, for a minute.
+    compiled_update: in mode fwdbwd; None: on CUDA, since on a CPU the fused kernel is as fast and need not be compiled,
+    for a minute.
     ValueError for what mode or torch cannot do."""
     check_mode(mode, options)
-    if kwargs.get("inspect") is not None and (mode == "step" or in_backward):
-        raise ValueError("inspect: this step has no gradients outside its graph or its backward")
-    if in_backward and mode not in ("none", "blocks"):
-        raise ValueError(
-            f"in_backward: --compile {mode} makes all gradients at once; use blocks or none"
-        )
+    if kwargs.get("inspect") is not None and mode == "step":
+        raise ValueError("inspect: this step has no gradients outside its graph")
     # Torch logs, on every rank, that a region with a context_fn must have no in-place op: ours have none.
     logging.getLogger("torch._higher_order_ops.wrap").addFilter(
         lambda r: "context_fn is passed" not in str(r.msg)
@@ -469,7 +435,7 @@ def make_step(mode: str, model: nn.Module, optimizer: AdamW, *, options: dict | 
 
     if mode == "step":
         return OneGraph(model, optimizer, options=with_overlap(model, whole_step=True), **kwargs)
-    step = (InBackwardStep if in_backward else Step)(model, optimizer, **kwargs)
+    step = Step(model, optimizer, **kwargs)
     if mode == "none":
         return step
     blocks = blocks_to_compile(model, "fwdbwd") if mode == "blocks" else []

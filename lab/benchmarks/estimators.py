@@ -22,7 +22,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from lab.benchmarks.plans import Run, runs
 from lab.profiling import gpu_code
 from trainer import config as flags
-from trainer.distributed.command_line import flag
 from trainer.distributed.terminal import grouped, markdown
 from trainer.logging import append_jsonl
 from trainer.measuring import timing
@@ -54,12 +53,9 @@ def row(run: Run) -> dict:
     sizes = (
         "depth width head_dim grouping grow vocab seqlen batch remat remat_core remat_norm".split()
     )
-    words = ["--wrapper", "fsdp2", "--compile", "none"]
-    for name in sizes:
-        value = getattr(run.c, name)
-        words += [flag(name if value is not False else f"no_{name}")] + [str(value)] * (
-            not isinstance(value, bool)
-        )
+    words = flags.command(
+        dict(wrapper="fsdp2", compile="none") | {name: getattr(run.c, name) for name in sizes}
+    )
     dist.init_process_group("fake", rank=0, world_size=run.ranks, store=FakeStore())
     c, began = flags.resolve(flags.parse(words), "cuda", run.ranks), time.process_time()
     found = timing.environment(torch.device("cpu")) | dict(

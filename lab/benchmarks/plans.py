@@ -30,7 +30,6 @@ from lab.planning.weights import remat_of
 from lab.report.published import key_names, published
 from trainer import config as flags
 from trainer.costs import flops_per_token, kept_per_block, link, step_bytes
-from trainer.distributed.command_line import flag
 from trainer.distributed.terminal import grouped, markdown
 from trainer.logging import read_jsonl
 
@@ -72,12 +71,15 @@ def draw(seed: int, settings: int) -> Iterator[list[str]]:
             rng.choice(WORLDS),
             {name: rng.choice(values) for name, values in CHOICES.items()},
         )
-        words = []
-        for name, value in drawn.items():
-            if value != getattr(usual, name):
-                words += [flag(name if value else f"no_{name}")] + [str(value)] * (
-                    not isinstance(value, bool)
-                )
+        odd = {name: value for name, value in drawn.items() if value != getattr(usual, name)}
+        parts = {name: flags.PARTS[name] for name in odd if name in flags.PARTS}
+        if any(
+            not each.fits(drawn[each.part.of])
+            for name, each in parts.items()
+            if name != "remat_ratio"
+        ):
+            continue  # without the one flag the other means nothing
+        words = flags.command(odd)
         try:
             c = flags.resolve(flags.parse(words), "cuda", world)
         except ValueError:  # they do not fit together
@@ -107,11 +109,11 @@ def trade(gpu: str = "h100", ranks: int = 8) -> list[tuple[str, list[str]]]:
                     "--seqlen",
                     "1024",
                     "--remat",
-                    "block",
+                    f"block:{ratio}",
                     "--batch",
                     batch,
                 ]
-                words += ["--grad-accum", accum, "--remat-ratio", ratio]
+                words += ["--grad-accum", accum]
                 c = SimpleNamespace(
                     **flags.resolve(flags.parse([*map(str, words)]), "cuda", ranks).flat()
                 )

@@ -1,4 +1,4 @@
-"""What saving costs at the flags of main.py: steps without it, in the foreground, with --save-async, in one run.
+"""What saving costs at the flags of main.py: steps without it, in the foreground, with :async, in one run.
 
     python -m lab.benchmarks.saving [--rounds 5] [--between 8] [--check] [--small] [-- FLAGS of main.py]
     torchrun --nproc-per-node 8 -m lab.benchmarks.saving --check -- --save /shared/disk

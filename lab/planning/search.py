@@ -27,10 +27,11 @@ from lab.planning.schedule import Step, step_peak
 from lab.planning.step_time import SLOWEST, Gpu, Node, Time, step_time
 from trainer import config as flags
 from trainer.costs import Link, link, muon
-from trainer.distributed.command_line import flag, parse_beside
+from trainer.distributed.command_line import as_given, parse_beside
+from trainer.distributed.spelling import flag, folded
 from trainer.distributed.terminal import fail
 
-GRID = [round(0.05 * i, 2) for i in range(21)]  # of --remat-ratio
+GRID = [round(0.05 * i, 2) for i in range(21)]  # of --remat block:RATIO
 FASTER_FIRST = [  # what lowers memory, about from cheap to dear
     dict(adam_dtype="bf16"), dict(ahead=0.05), dict(reshard=True), dict(mode="fully_shard"), dict(accum_sync="every"),
     dict(remat="pointwise"), dict(remat="mlp"), dict(remat="both"), dict(remat="block"), dict(loss="chunked"),
@@ -120,13 +121,13 @@ def misfit(c: SimpleNamespace, a: Architecture, ranks: int) -> str | None:
     """Why flags do not go together, or None: the rules of config.py that a plan can break, and those of an
     architecture."""
     if c.mode == "hybrid_shard" and ranks % c.replicas:
-        return f"--replicas {c.replicas}: must divide the {ranks} GPUs of --mode hybrid_shard"
+        return f"--mode hybrid_shard:{c.replicas}: must divide the {ranks} GPUs"
     if c.mlp == "lean" and (a.gated or a.experts):
         return "--mlp lean: computes LayerNorm, up, GELU and down, which is not what this MLP computes; use --mlp plain"
     if c.mlp == "lean" and c.remat == "pointwise":
         return "--mlp lean: recomputes what --remat pointwise keeps; use one of the two"
     if getattr(c, "remat_ops", False) and (c.remat != "block" or c.remat_core):
-        return "--remat-ops: is for --remat block, without --remat-core"
+        return "--remat-ops: is for --remat block, without :core"
     lora = getattr(c, "lora", 0)
     if lora and (c.mlp == "lean" or muon(c)):
         return f"--lora {lora}: adapters are planned for --mlp plain and --optimizer adamw"
@@ -135,26 +136,19 @@ def misfit(c: SimpleNamespace, a: Architecture, ranks: int) -> str | None:
     if lora > min(a.width, a.hidden):
         return f"--lora {lora}: a rank above the {min(a.width, a.hidden)} of the smallest matrix"
     if c.mlp_chunk and c.mlp != "lean":
-        return f"--mlp-chunk {c.mlp_chunk}: is for --mlp lean"
+        return f"--mlp {c.mlp}:{c.mlp_chunk}: is for --mlp lean"
     if c.remat_core and c.remat not in ("attn", "both", "block"):
-        return f"--remat-core: changes nothing of --remat {c.remat}"
+        return f"--remat {c.remat}:core: core changes nothing of it"
     return None
 
 
 def label(c: SimpleNamespace, usual: SimpleNamespace) -> str:
     """The flags by which `c` differs from `usual`."""
-    words = []
-    for name, value in vars(c).items():
-        if value != getattr(usual, name):
-            flag = "--" + name.replace("_", "-")
-            words.append(
-                flag
-                if value is True
-                else f"--no-{flag[2:]}"
-                if value is False
-                else f"{flag} {value}"
-            )
-    return " ".join(words) or "as asked"
+    before = folded(vars(usual), flags.PARTS)
+    changed = {
+        name: value for name, value in folded(vars(c), flags.PARTS).items() if value != before[name]
+    }
+    return " ".join(as_given(name, value) for name, value in changed.items()) or "as asked"
 
 
 def relief(q: Question) -> list[tuple[str, float, float, Answer]]:
@@ -381,8 +375,7 @@ def checked(own: Plan) -> Plan:
 
 
 UNREAD = set(
-    "data eval_every eval_batches steps lr warmup schedule weight_decay clip nonfinite max_skips norm_limit spike seed "
-    "init flex_options".split()
+    "data eval_every steps lr warmup schedule weight_decay clip nonfinite seed init".split()
 ) | {f.name for f in fields(flags.Output)}
 
 
@@ -439,9 +432,7 @@ def question(own: Plan, words: Sequence[str]) -> Question:
     planned = dict(
         wrapper=wrapper, compile=compiled, min_shard_mib=0.0, cuda_graph=False, keep_last=False
     )
-    planned |= dict(
-        optim="after", deterministic=False, device="auto" if c.device == "cpu" else c.device
-    )
+    planned |= dict(deterministic=False, device="auto" if c.device == "cpu" else c.device)
     planned |= dict(ahead=min(c.ahead, 1.0))
     if wrong := next((name for name, value in planned.items() if getattr(c, name) != value), None):
         value = getattr(c, wrong)

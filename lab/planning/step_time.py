@@ -100,7 +100,7 @@ def kernel_of(c, gpu: Gpu) -> str:
     kernel = "flex" if c.attn == "flex" else automatic if c.sdpa == "auto" else c.sdpa
     if kernel not in gpu.attention:
         raise ValueError(
-            f"--sdpa {kernel}: no rate of it is known for {gpu.name}, but of {', '.join(gpu.attention)}"
+            f"--attn {kernel}: no rate of it is known for {gpu.name}, but of {', '.join(gpu.attention)}"
         )
     return kernel
 

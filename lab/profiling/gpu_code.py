@@ -341,13 +341,13 @@ def simulated(
             "a bare model is not simulated; use --mode replicate",
         ),
         (
-            "--flex-options",
+            f"--attn flex:{c.flex_options}",
             c.flex_options is not None,
             "is read by the GPU that it was found for; leave it out",
         ),
         ("--deterministic", c.deterministic, "is not simulated; leave it out"),
         (
-            f"--sdpa {c.sdpa}",
+            f"--attn {c.sdpa}",
             arch and c.param_dtype == "fp32" and c.sdpa in ("cudnn", "flash"),
             "needs bf16 or fp16",
         ),

@@ -24,7 +24,7 @@ from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatt
 from lab.report import published
 from lab.report.history import comparable_curves, setting
 from lab.sweeps import sweep
-from trainer import config
+from trainer.distributed.spelling import flag
 from trainer.distributed.terminal import grouped
 
 WIDTH, PAGE = 3.4, 7.5  # inch; a page's height without axes and legend
@@ -412,9 +412,7 @@ def bars(name: str, found: list, folder: Path) -> list[Path]:
 def told(row: dict) -> dict:
     """The setting of a row that has an influence on memory and time, its shape and ranks among it."""
     told = {
-        name: value
-        for name, value in setting(row).items()
-        if config.flag(name) not in published.NEUTRAL
+        name: value for name, value in setting(row).items() if flag(name) not in published.NEUTRAL
     }
     return told | {"ranks": published.label(row)}
 

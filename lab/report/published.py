@@ -20,7 +20,7 @@ from trainer.logging import each_row
 
 REFERENCE = Path(__file__).resolve().parents[2] / "reference"
 NEUTRAL = sweep.OUTPUT | {
-    f"--{name}" for name in "steps data lr warmup seed device world link".split()
+    f"--{name}" for name in "steps data lr warmup seed device world link group tags".split()
 }
 SHAPE = "block depth width head_dim grouping grow vocab seqlen batch grad_accum param_dtype".split()
 QWEN_7B = 7_615_616_512  # parameters of Qwen2.5-7B
@@ -86,6 +86,13 @@ def core(cell: str | None) -> frozenset[tuple[str, tuple[str, ...]]] | None:
         flags = sweep.parse(shlex.split(cell or "none"))[1]
         return frozenset((flag, values) for flag, values in flags.items() if flag not in NEUTRAL)
     return None
+
+
+def cell_of(row: dict) -> str | None:
+    """The cell of a row, as it is written now."""
+    with suppress(ValueError):
+        return row.get("cell") and sweep.name_of(row["cell"])
+    return row["cell"]
 
 
 def on_gpu(row: dict) -> bool:
@@ -296,8 +303,7 @@ def rows_of(side: str, files: list[Path]) -> dict[tuple, dict]:
             f"{side}: no row of this {'commit' if commit else 'file'}; --results names other files"
         )
     named = [
-        (row, row.get("cell") or json.dumps(_named(row.get("flags")), sort_keys=True))
-        for row in rows
+        (row, cell_of(row) or json.dumps(_named(row.get("flags")), sort_keys=True)) for row in rows
     ]
     # The last one counts: that of a commit, if there is one.
     named.sort(key=lambda each: not each[0].get("dirty"))

@@ -9,7 +9,9 @@ from collections import Counter
 from lab.report import published
 from lab.report.columns import METRICS, Columns, column, outcomes, where
 from lab.report.history import comparable_curves, curves_of, setting
+from trainer.config import PARTS
 from trainer.distributed.command_line import as_given
+from trainer.distributed.spelling import folded
 from trainer.distributed.terminal import grouped
 
 
@@ -53,20 +55,20 @@ def left_out(rows: list[dict]) -> str:
 def flags_apart(settings: list[dict]) -> list[str]:
     """Of settings, the flags that tell each from the others, as a command line has them. Of more than four flags only
     those whose value is not the one of most settings."""
+    settings = [folded(each, PARTS) for each in settings]
     values = {
         name: Counter(json.dumps(each.get(name)) for each in settings) for name in settings[0]
     }
     names = [name for name, count in values.items() if len(count) > 1]
     usual = {name: values[name].most_common(1)[0][0] for name in names} if len(names) > 4 else {}
 
-    def words(name: str, value: object) -> str:
-        return as_given(name, " ".join(map(str, value)) if isinstance(value, list) else value)
-
     told = [
         {k: each.get(k) for k in names if json.dumps(each.get(k)) != usual.get(k)}
         for each in settings
     ]
-    texts = [" ".join(words(k, v) for k, v in each.items() if v not in (None, [])) for each in told]
+    texts = [
+        " ".join(as_given(k, v) for k, v in each.items() if v not in (None, [])) for each in told
+    ]
     return [text or "those of most runs" * bool(usual) for text in texts]
 
 
@@ -74,7 +76,7 @@ def runs(rows: list[dict]) -> tuple[list[dict], Columns]:
     """The runs of files, whatever their settings: what tells these apart, every figure, and memory and time over
     those of the first run on the same device and torch; of times also the least and the most that both ranges allow."""
     rows = [row for row in rows if row.get("flags") and "outcome" in row and "study" not in row]
-    rows = published.newest(rows, lambda row: row.get("cell") or row.get("run"))
+    rows = published.newest(rows, lambda row: published.cell_of(row) or row.get("run"))
     if not rows:
         return [], []
     columns = [

@@ -3,7 +3,7 @@
     python -m lab.studies.attention --small
     python -m lab.studies.attention --sweep published long --device cuda
     python -m lab.studies.attention --sweep reference --results results/attention.jsonl
-    python -m lab.studies.attention --search --options results/flex_options.json     # then: main.py --flex-options FILE
+    python -m lab.studies.attention --search --options results/flex_options.json     # then: main.py --attn flex:FILE
 
 plain: softmax(q k^T / sqrt d) v, whose [T, T] matrices exist; compiled: the same under torch.compile; the others are
 kernels of SDPA and FlexAttention. Between forward and backward plain holds its probabilities, s b H T^2 bytes where

@@ -104,8 +104,7 @@ def of_trainer(c: dict, device: torch.device) -> config.Config:
         if c["precision"] == "mixed"
         else dict(wrapper="none", param_dtype="fp32")
     )
-    argv = [word for name, value in words.items() for word in (config.flag(name), str(value))]
-    return config.resolve(config.parse(argv), device.type, 1)
+    return config.resolve(config.parse(config.command(words)), device.type, 1)
 
 
 def work(rank: int, device: torch.device, c: dict, stem: str) -> dict:

@@ -1,7 +1,7 @@
 """Pipeline stages: the best micro-batch, the bubble of two schedules, and how many layers to checkpoint together.
 
     python -m lab.studies.pipeline --small
-    python -m lab.studies.pipeline --stages 8 --replicas 4 --batch 128 --width 1600 --layers 6 --device cuda
+    python -m lab.studies.pipeline --stages 8 --batch 128 --width 1600 --layers 6 --device cuda
 
 p stages of `--layers` blocks each, a batch of B sequences over d replicas, so b' = B / d for each, in m = b' / b
 micro-batches of b. A batch takes (b' / b + p - 1) (t_f(b) + t_b(b)), of which p - 1 slots are the bubble; t_f and t_b,

@@ -33,7 +33,9 @@ from pathlib import Path
 from lab.sweeps import slurm
 from lab.sweeps.processes import Forked, end_at_signals, follow_parent, oom_kills, stop
 from trainer import config
+from trainer.distributed.spelling import modern, parts_of, unfold
 from trainer.distributed.terminal import did_you_mean, grouped, markdown, tell
+from trainer.finetuning.config import System
 from trainer.logging import (
     append_jsonl,
     check_writable,
@@ -48,8 +50,6 @@ TINY = "--device cpu --width 128 --depth 2 --head-dim 16 --vocab 512 --seqlen 64
 # These flags are no part of a cell's name. Given on the command line they go to every run.
 OUTPUT = {
     "--wandb",
-    "--group",
-    "--tags",
     "--profile",
     "--log-every",
     "--verbose",
@@ -67,6 +67,7 @@ COLUMNS = {
     "eval_loss": ("held-out loss", 4),
 }
 GRID = "grid"  # the name of a sweep without an axis: every combination of the flags' values
+TUNED = config.PARTS | parts_of(System)  # of finetune.py, whose flags name a --model
 LISTS = {"--compile-options"}  # takes several values in one run
 MOST_CELLS = 10_000  # of one call: more are a slip, and would run for months
 Flags = dict[str, tuple[str, ...]]  # {"--depth": ("8",), "--no-reshard": ()}
@@ -118,7 +119,13 @@ def current(rows: dict[str, dict], relaxed: bool) -> dict[str, dict]:
             return right and (relaxed or row.get("commit", head) == head)
         return False
 
-    return {cell: row for cell, row in rows.items() if here(cell, row)}
+    return {name_of(cell): row for cell, row in rows.items() if here(cell, row)}
+
+
+def name_of(cell: str) -> str:
+    """A cell as it is written now."""
+    nproc, flags = parse(shlex.split(cell))
+    return f"nproc={nproc} {join(flags)}".strip()
 
 
 def axes() -> dict[str, Path]:
@@ -127,9 +134,10 @@ def axes() -> dict[str, Path]:
 
 
 def parse(words: list[str]) -> tuple[int, Flags]:
-    """nproc=2 --depth 8 --no-reshard -> (2, {"--depth": ("8",), "--no-reshard": ()}); of two equal flags the last."""
+    """nproc=2 --depth 8 --no-reshard -> (2, {"--depth": ("8",), "--no-reshard": ()}); of two equal flags the last. Old
+    flags are read as they are written now, so that a cell has the same name as in rows of before."""
     nproc, flags, last = 1, {}, None
-    for word in words:
+    for word in modern(words, TUNED if "--model" in words else config.PARTS)[0]:
         if re.fullmatch(r"nproc=[1-9]\d*", word):
             nproc, last = int(word[6:]), None
         elif re.match(r"--?[A-Za-z]", word):
@@ -150,9 +158,7 @@ def parse(words: list[str]) -> tuple[int, Flags]:
             raise ValueError(f"expected nproc=N (N >= 1) or a flag, got '{word}'")
         else:
             flags[last].append(word)
-    if missing := [
-        flag for flag in ("--world", "--link", "--wandb", "--group") if flags.get(flag) == []
-    ]:
+    if missing := [flag for flag in ("--world", "--link", "--wandb") if flags.get(flag) == []]:
         raise ValueError(f"{missing[0]}: needs a value")
     flags = {flag: tuple(values) for flag, values in flags.items()}
     return 1 if "--world" in flags else nproc, flags  # simulated ranks are one process
@@ -182,7 +188,7 @@ def cell_of(line: str, small: bool, nproc: int, extra: Flags) -> str:
     n, flags = parse([f"nproc={nproc}"] + TINY * small + own + shlex.split(join(more)))
     if small:  # FlexAttention does not train on a CPU
         flags |= {"--device": ("cpu",)} | (
-            {"--attn": ("sdpa",)} if flags.get("--attn") == ("flex",) else {}
+            {"--attn": ("auto",)} if flags.get("--attn", ("",))[0].startswith("flex") else {}
         )
     return f"nproc={n} {join(flags)}".strip()
 
@@ -326,15 +332,16 @@ def main_setting(cell: str) -> dict:
 
 def given(flags: Flags) -> dict:
     """{"--depth": ("8",), "--no-reshard": ()} -> {"depth": 8, "reshard": False}."""
+    words, parts = unfold(shlex.split(join(flags)), config.PARTS)
     found = {}
-    for flag, texts in flags.items():
+    for flag, texts in parse(words)[1].items():
         values = [int(text) if text.isdigit() else text for text in texts] or [
             not flag.startswith("--no-")
         ]
         found[flag.strip("-").removeprefix("no-").replace("-", "_")] = (
             values[0] if len(values) == 1 else values
         )
-    return found
+    return found | parts
 
 
 def failed_row(cell: str, end: str, setting: dict | None = None) -> dict:
@@ -495,11 +502,12 @@ def sweep(tables: dict[str, list[str]], args: argparse.Namespace, settings: dict
              for study, own in tables.items()}  # fmt: skip
     for study, text in texts.items():
         print(f"\n## {study}\n" * (len(tables) > 1) + f"\n{text}", flush=True)
-    if "--wandb" in (output := parse(args.output)[1]) and not one:
+    output = config.parse(args.output)
+    if output.wandb != "off" and not one:
         found = {
             study: [rows[cell] for cell in own if cell in rows] for study, own in tables.items()
         }
-        log_tables(found, args.results, output["--wandb"][-1], output["--group"][-1], output.get("--tags", ()),
+        log_tables(found, args.results, output.wandb, output.group, output.tags,
                    {f"{study}.md": f"{text}\n".encode() for study, text in texts.items()})  # fmt: skip
     if missing := unfinished(cells, rows):
         print(
@@ -578,8 +586,10 @@ def command(argv: list[str]) -> int | None:
         return print("\n".join(cells))
     name = f"sweep-{Path(target).stem}{'-small' * args.small}"
     args.results = args.results or Path(f"runs/{name}.jsonl")
-    if "--wandb" in output:
-        output.setdefault("--group", (name,))
+    logged = config.parse(shlex.split(join(output)))
+    if logged.wandb != "off" and logged.group is None:
+        mode, *rest = output["--wandb"][-1].split(":")
+        output["--wandb"] = (":".join([mode, name, *rest]),)
     args.output = shlex.split(join(output))
     if args.slurm:
         rows = current(read_rows(args.results), args.any_commit)

@@ -1,6 +1,6 @@
 """A step whose generated GPU code runs on a CPU, its Triton kernels by Triton's interpreter, beside the eager step.
 
-    python lab/tests/interpreted.py --sdpa cudnn --loss chunked      # flags of main.py; a tiny setting; needs Triton
+    python lab/tests/interpreted.py --attn cudnn --loss chunked      # flags of main.py; a tiny setting; needs Triton
 
 Prints a line of JSON: relative errors of loss, gradients and update, and the kernels that ran. Of two simulated ranks,
 whose collectives move real values. Products run by ATen, cuDNN's attention by its definition; everything else is what
@@ -30,7 +30,7 @@ from trainer.distributed import simulated_world
 from trainer.parallelize import build
 
 TINY = "--depth 1 --width 64 --head-dim 16 --grouping 2 --vocab 256 --seqlen 16 --batch 2 --reduce-dtype fp32".split()
-EAGER = "--compile none --attn sdpa --sdpa math --ahead 1"
+EAGER = "--compile none --attn math --ahead 1"
 WORLD = 2
 
 

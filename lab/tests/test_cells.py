@@ -41,6 +41,7 @@ def test_braces_and_sections_make_the_cells_of_a_file(tmp_path, monkeypatch):
 def test_the_small_cells_are_those_that_have_been_run():
     """A cell that were called otherwise would be run again."""
     rows = sweep.read_rows(ROOT / "results" / "sweep-all-small.jsonl")
+    rows = {sweep.name_of(cell): row for cell, row in rows.items()}
     for axis, cells in sweep.studies("all", True, 2, []).items():
         assert axis == "attention" or sweep.unfinished(cells, rows) == [], axis  # of which some have not been run
 
@@ -67,7 +68,8 @@ def resolved(cell, device):
     for flag, values in flags.items():
         name, given = flag[2:].removeprefix("no-").replace("-", "_"), parsed(flag, *values)
         group = next(group for group, value in groups.items() if name in {field.name for field in fields(value)})
-        groups[group] = replace(groups[group], **{name: getattr(given, name)})
+        names = [name, *(part for part, known in config.PARTS.items() if known.part.of == name)]
+        groups[group] = replace(groups[group], **{name: getattr(given, name) for name in names})
     return config.resolve(config.Config(**groups), device, nproc), nproc
 
 
@@ -100,8 +102,8 @@ def test_the_published_tables_are_covered(monkeypatch):
 
     def ours(axis, *flags):
         found = [sweep.parse(shlex.split(cell)) for cell in sweep.read_cells(axis, False, 2, [])]
-        return {tuple(own[flag][0] if flag != "n" else own.get("--world", [str(n)])[0] for flag in flags)
-                for n, own in found}  # fmt: skip
+        named = [own | {"n": own.get("--world", [str(n)])} for n, own in found]
+        return {tuple(own[flag][0].replace("auto", "sdpa") for flag in flags) for own in named}
 
     monkeypatch.setattr(sweep, "gpus", lambda: 1)
     for axis in ("seqlen", "depth", "width"):

@@ -51,8 +51,8 @@ def test_what_is_planned_is_the_planners_table_with_its_peaks_and_times(folder, 
     told = [(row["batch"], row["planned_ratio"], row["grad_accum"]) for row in rows]
     assert told == [(cell.micro, cell.ratio, cell.accum) for cell in cells]
     for row, cell in zip(rows, cells, strict=True):
-        asked = search.replace(q.with_flags(batch=cell.micro, grad_accum=cell.accum, remat_ratio=cell.ratio),
-                               ranks=cell.ranks)  # fmt: skip
+        asked = search.replace(q.with_flags(batch=cell.micro, grad_accum=cell.accum, remat="block",
+                                            remat_ratio=cell.ratio), ranks=cell.ranks)  # fmt: skip
         answer = asked.answer()
         assert row["planned_mib"] == round(answer.peak.nbytes / 2**20, 1) <= row["memory_mib"] == limit / 2**20
         assert row["planned_ms"] == round(1e3 * answer.time.seconds, 1)
@@ -112,7 +112,7 @@ def instead(folder, monkeypatch):
         def attempt(cell, args, limit, name, setting):
             n, flags = sweep.parse(shlex.split(cell))
             ran.append(cell)
-            good = (ratio := float(flags["--remat-ratio"][0])) >= fits_from or ratio in also
+            good = (ratio := float(flags["--remat"][0].removeprefix("block:"))) >= fits_from or ratio in also
             row = dict(cell=cell, outcome="ok" if good or not out_of_memory else outcome, device="a GPU", date="2026",
                        torch=fit.importlib.metadata.version("torch"), world=sweep.world(n, flags), flags=dict(seed=0),
                        peak_alloc_mib=70_000.0 if good else 79_000.0, step_ms=1500.0, tok_s=9.0)  # fmt: skip
@@ -184,7 +184,7 @@ def test_the_table_has_the_measured_beside_the_planned_and_the_published(folder,
     (["--world", "0"], "--world 0: must be at least 1"),
     (["--world", "two"], "--world two: must be a whole number"),
     (["--world", "3", "5"], "--effective-batch 64: no --world x --micro-batch divides it"),
-    (["--remat-ratio", "0.5"], "--remat-ratio: is what is looked for; leave it out"),
+    (["--remat", "block:0.5"], "--remat: is what is looked for; leave it out"),
     (["--save", "x"], "--save: is no part of it; leave it out"),
     (["--memory-mib", "0"], "--memory-mib 0: must be at least 1"),
     (["--micro-bach", "2"], "--micro-bach: no such flag; did you mean --micro-batch"),
@@ -230,7 +230,7 @@ def test_a_run_on_a_cpu_is_measured_and_not_run_again(tmp_path):
         env = os.environ | dict(PYTHONPATH=str(ROOT))
         done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
-        assert ("--remat-ratio 0" in done.stdout) != again
+        assert ("--remat block:0" in done.stdout) != again
         rows = rows_in(tmp_path / "rows.jsonl")
         [run], answer = [row for row in rows if row.get("study") != "fit"], rows[-1]
         assert rows[0]["outcome"] == "planned" and run["outcome"] == "ok"

@@ -17,9 +17,9 @@ SMALL = "--depth 1 --width 512 --seqlen 512 --batch 4 --vocab 4096"
 COMMAND = "lab.profiling.gpu_code"
 INTERPRETED = Path(__file__).with_name("interpreted.py")
 CELLS = {  # flags -> kernels, most bytes of stack; with torch 2.13.0 and triton 3.7.1
-    "--arch sm_90 --sdpa cudnn --remat both": (49, 32),
+    "--arch sm_90 --remat both --attn cudnn": (49, 32),
     "--arch sm_80 --attn flex --remat both": (52, 600),  # its backward spills; all but attention's are as with sdpa
-    "--arch sm_90 --attn flex --loss chunked --remat block --mlp lean --mlp-chunk 1024 --ahead 0.05": (40, 248),
+    "--arch sm_90 --attn flex --loss chunked --remat block --mlp lean:1024 --ahead 0.05": (40, 248),
 }
 
 
@@ -67,8 +67,8 @@ def test_code_of_your_own_model_is_saved_by_graph_and_kernel(mine):
 @needs_triton
 @pytest.mark.parametrize("line", [
     "--param-dtype fp32 --attn flex --remat both",
-    "--param-dtype bf16 --sdpa cudnn --remat both",
-    "--param-dtype bf16 --sdpa cudnn --loss chunked --chunk 16 --remat block --mlp lean --mlp-chunk 16 --ahead 0.05",
+    "--param-dtype bf16 --remat both --attn cudnn",
+    "--param-dtype bf16 --loss chunked:16 --remat block --mlp lean:16 --ahead 0.05 --attn cudnn",
 ])  # fmt: skip
 def test_generated_kernels_compute_what_eager_code_does(line):
     """In Triton's interpreter, as exact as an eager step of the same dtypes. Every kernel of these steps runs in it."""
@@ -103,8 +103,8 @@ def test_a_kernel_that_exceeds_the_gpu_is_named_and_ends_with_1(mine):
 
 @needs_triton
 def test_what_is_no_setting_of_a_gpu_is_refused_in_one_line():
-    done = module(COMMAND, "--sdpa", "flash", "--attn", "flex")
-    assert done.code == 2 and "--sdpa flash" in one_line(done.err)
+    done = module(COMMAND, "--attn", "flash", "--param-dtype", "fp32")
+    assert done.code == 2 and "--attn flash" in one_line(done.err)
 
 
 def test_without_triton_one_line_says_what_to_install(monkeypatch):

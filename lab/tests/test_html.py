@@ -104,7 +104,7 @@ def opened(page, width=1280):
 
 def test_report_of_a_run_is_a_page_of_that_run_and_without_it_the_run_says_what_it_left(train, tmp_path):
     train("--log-every", 1)
-    done = train("--log-every", 1, "--report", "--explain-memory")
+    done = train("--log-every", 1, "--report", "--profile", "memory")
     [said] = [each for each in done.out.splitlines() if each.startswith("page ")]
     page, name = Path(said.split()[1]), done.row["run"]
     assert page.name == f"{name}.html" and page.parent.suffix == ".steps"

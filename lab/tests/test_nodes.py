@@ -48,7 +48,7 @@ def test_launch_sh_heeds_no_cdpath_and_takes_no_value_for_help(tmp_path):
     how = dict(cwd=ROOT.parent, env=env, capture_output=True, text=True)
     done = subprocess.run(["bash", f"{ROOT.name}/launch.sh", "help"], **how)
     assert done.stdout.startswith("Install once") and done.stderr == ""
-    done = subprocess.run(["bash", f"{ROOT.name}/launch.sh", "run", "--group", "a -h b", "--depth", "0"], **how)
+    done = subprocess.run(["bash", f"{ROOT.name}/launch.sh", "run", "--wandb", "offline:a -h b", "--depth", "0"], **how)
     assert (done.returncode, one_line(done.stderr)) == (2, "error: --depth 0: must be at least 1"), done.stdout
 
 
@@ -79,7 +79,7 @@ def test_modes_are_those_that_fit_the_ranks():
     found = nodes.cells(None, c, cpu, 6)
     assert [*found] == ["replicate", "fully_shard", "hybrid_shard:2", "hybrid_shard:3"]
     assert [(own.mode, own.replicas) for own in found.values()][2:] == [("hybrid_shard", 2), ("hybrid_shard", 3)]
-    with pytest.raises(ValueError, match="^--replicas 4: must divide the 6 ranks"):
+    with pytest.raises(ValueError, match="^--mode hybrid_shard:4: its 4 replicas must divide the 6 ranks"):
         nodes.cells(["hybrid_shard:4"], c, cpu, 6)
 
 

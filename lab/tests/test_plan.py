@@ -298,7 +298,7 @@ def test_the_published_table_of_what_fits(tmp_path):
     """All cells of several GPUs but the one that the others contradict (below), within one step of 0.05, and one within
     two, for 4096 tokens (not published), logits kept in fp32, and 5 GiB that are not the step's."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS["Qwen 2.5 7B"][0]))
-    q = question("--hf", str(tmp_path), "--seqlen", "4096", "--remat", "block", "--remat-core", ranks=8)
+    q = question("--hf", str(tmp_path), "--seqlen", "4096", "--remat", "block:core", ranks=8)
     limit = q.gpu.memory - 5 * 2**30
 
     def fits(ranks: int, micro: int, ratio: float) -> bool:
@@ -337,14 +337,14 @@ def test_the_least_recomputation_that_fits():
     (["--gpus", "0"], "--gpus 0: must be at least 1"),
     (["--gpus", "x"], "--gpus x: must be a whole number"),
     (["--gpuz", "3"], "--gpuz: no such flag; did you mean --gpu"),
-    (["--gpus", "3", "--mode", "hybrid_shard"], "--replicas 2: must divide the 3 ranks"),
+    (["--gpus", "3", "--mode", "hybrid_shard"], "--mode hybrid_shard: its 2 replicas must divide the 3 ranks"),
     (["--hf", "/nowhere"], "--hf /nowhere: No such file or directory"),
     (["--wrapper", "fsdp2"], "--wrapper fsdp2: is not planned; leave it out"),
     (["--cuda-graph"], "--cuda-graph: is not planned; leave it out"),
     (["--keep-last"], "--keep-last: is not planned; leave it out"),
     (["--ahead", "2"], "--ahead 2: is not planned; leave it out"),
     (["--param-dtype", "fp32"], "--param-dtype fp32: rates and peaks are known of bf16 alone"),
-    (["--gpu", "a100-80", "--sdpa", "math"], "--sdpa math: no rate of it is known for a100-80"),
+    (["--gpu", "a100-80", "--attn", "math"], "--attn math: no rate of it is known for a100-80"),
     (["--what-if", "sqlen", "3"], "--what-if sqlen: no such flag; did you mean seqlen?"),
     (["--what-if", "seqln"], "--what-if seqln: no such flag; did you mean seqlen?"),
     (["--what-if", "seqlen"], "--what-if seqlen: name a flag of main.py, or gpu, "),
@@ -364,8 +364,7 @@ def test_the_least_recomputation_that_fits():
     (["--watts", "nan"], "--watts nan: must be a number below 1e18"),
     (["--watts", "701"], "--watts 701: h100 takes at most 700"),
     (["--reserve-gib", "1000"], "--reserve-gib 1000: h100 has 79.6 GiB in all"),
-    (["--muon-steps", "3"], "--muon-steps 3: needs --optimizer muon"),
-    (["--hf", str(LLAMA), "--gpus", "8", "--muon-steps", "3"], "--muon-steps 3: needs --optimizer muon"),
+    (["--muon-steps", "3"], "--muon-steps 3: is written --optimizer muon:steps=3 now"),
     (["--calibrate", str(EXPOSED), "--gpus", "8"], "--gpus: --calibrate reads the settings of its rows"),
     (["--calibrate", str(EXPOSED), "--batch", "2"], "--batch: --calibrate reads the settings of its rows"),
     (["--wrapper", "fsdp2", "--compile", "blocks"], "--wrapper fsdp2: is not planned; leave it out"),

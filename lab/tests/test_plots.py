@@ -153,11 +153,11 @@ def test_variants_are_bars_with_a_range_beside_the_published_mark(folder, whole)
 
 @needs_matplotlib
 def test_what_would_show_nothing_says_why_in_one_line(folder, capsys):
-    path = save(folder / "rows.jsonl", [row(line("mfu", n=4, remat="none", attn="sdpa"))])
+    path = save(folder / "rows.jsonl", [row(line("mfu", n=4, remat="none", attn="auto"))])
     assert command.main(["mfu", "--results", str(path), "--plots", "plots"]) == 0
     why = "no figure of mfu: on a GPU no run has an MFU: the peak of their device is not known"
     assert why in capsys.readouterr().out.splitlines()
-    path = save(folder / "rows.jsonl", [row(line("mfu", n=4, remat="none", attn="sdpa"), mfu=41.0)])
+    path = save(folder / "rows.jsonl", [row(line("mfu", n=4, remat="none", attn="auto"), mfu=41.0)])
     assert command.main(["mfu", "--results", str(path), "--plots", "plots"]) == 0
     drawn = texts(folder / "plots/mfu-gpu.svg")
     assert "MFU (%)" in drawn and "time" not in drawn and "no figure of mfu" not in capsys.readouterr().out
@@ -257,13 +257,13 @@ def test_a_resumed_run_of_the_trainer_has_one_history(train, tmp_path, monkeypat
 
 @needs_matplotlib
 def test_explained_memory_is_a_figure_too_and_ends_no_run(train, tmp_path, monkeypatch):
-    done = train("--steps", 6, "--explain-memory")
+    done = train("--steps", 6, "--profile", "memory")
     [png], [svg] = (list(tmp_path.glob(f"*.steps/*.memory.{end}")) for end in ("png", "svg"))
     drawn = texts(svg)
     assert done.code == 0 and str(png) in done.out and "MiB" in drawn
     assert all(word in drawn for word in ("forward", "backward", "optimizer", "parameters", "saved for backward"))
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    done = train("--steps", 6, "--explain-memory")
+    done = train("--steps", 6, "--profile", "memory")
     assert done.code == 0 and "no figure of memory: " in done.out
 
 

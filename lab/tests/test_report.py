@@ -139,7 +139,7 @@ def test_mfu_stands_beside_the_recomputed_one():
 
 
 def test_uncompiled_flex_is_nobodys_neighbour():
-    above, found = table("variants", [row(line("variants", remat="none", attn="sdpa", compile="fwdbwd"))])
+    above, found = table("variants", [row(line("variants", remat="none", attn="auto", compile="fwdbwd"))])
     assert "flex, not compiled: not by itself" in above
     assert [each["published allocated MiB"] for each in found if each["allocated MiB"]] == [""]
     assert [each["allocated MiB"] for each in found if each["attn"] == "flex, not compiled"] == [""] * 9

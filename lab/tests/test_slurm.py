@@ -118,7 +118,7 @@ def test_the_script_names_resources_by_slurms_names_and_trains_on_gpus_alone_unl
     ("slurm --partion x", "error: --partion: no such flag; did you mean --partition?"),
     ("slurm --depht 2", "error: --depht: no such flag; did you mean --depth?"),
     ("slurm --depth 2.5", "error: --depth 2.5: must be a whole number"),
-    ("slurm --nodes 3 --gpus-per-node 1 --mode hybrid_shard", "error: --replicas 2: must divide the 3 ranks"),
+    ("slurm --nodes 3 --gpus-per-node 1 --mode hybrid_shard", "error: --mode hybrid_shard: its 2 replicas"),
     ("sweep depth --slurm --nodes 2", "sweep: --nodes 2: a cell runs on one node; leave it out"),
     ("sweep depth --slurm --time 1h", "sweep: --time 1h: must be minutes, hours:mm:ss or days-hours"),
     ("sweep depth --small --cell x", "sweep: --cell 'x': is no cell of depth where a machine has 0 GPUs"),

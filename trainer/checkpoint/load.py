@@ -32,8 +32,9 @@ from torch.distributed.tensor import DTensor
 from trainer.attention import DTYPES
 from trainer.checkpoint.lock import content, drop, take
 from trainer.checkpoint.manifest import CheckpointError, Damaged, Refused, discard, verify
-from trainer.config import Config, flag
+from trainer.config import Config
 from trainer.data import Batches, DataError
+from trainer.distributed.spelling import label
 from trainer.distributed.terminal import did_you_mean, one_line, tell
 from trainer.step import Step
 
@@ -380,9 +381,10 @@ def _check(found: Found, c: Config, batches: Batches, identity: dict[str, Any]) 
     names = sorted(identity.keys() | about.get("model", {}).keys())
     before = usual | about["training"]  # an older checkpoint lacks newer flags
     same = {
-        flag(k) if k in flags else k: (saved.get(k, before.get(k)), identity.get(k)) for k in names
+        label(k, c.parts) if k in flags else k: (saved.get(k, before.get(k)), identity.get(k))
+        for k in names
     }
-    both = {flag(k): (before[k], v) for k, v in flags.items() if k != "init"} | same
+    both = {label(k, c.parts): (before[k], v) for k, v in flags.items() if k != "init"} | same
     both |= {"--effective-batch": (about["global_batch"], batches.global_batch)}
     both |= {
         HELD: tuple("yes" if every else "no" for every in (before["eval_every"], c.eval_every))

@@ -15,16 +15,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr
-from dataclasses import is_dataclass
-from types import NoneType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from dataclasses import is_dataclass, replace
+from typing import Any, get_origin, get_type_hints
 
 import tyro
 from tyro.conf import arg
 
-from trainer.distributed.terminal import answering, did_you_mean, fail
+from trainer.distributed.spelling import FLAG, flag, modern, parts_of, unfit, unfold
+from trainer.distributed.terminal import answering, did_you_mean, fail, tell
 
-FLAG = re.compile(r"--?[A-Za-z]")  # how a word begins that is no value: -1 is one
 HELP = "--help lists all flags"
 OTHERS = dict(
     batch_size="batch",
@@ -56,8 +55,8 @@ OTHERS = dict(
     packing="pad",
     sample_packing="pad",
     neat_packing="pad",
-    gradient_checkpointing="remat_ratio",
-    disable_gradient_checkpointing="remat_ratio",
+    gradient_checkpointing="remat",
+    disable_gradient_checkpointing="remat",
     merge_and_unload="merge",
     chat_template_path="template",
     chat_template="template",
@@ -66,17 +65,18 @@ OTHERS = dict(
     enable_thinking="template_args",
     preserve_thinking="template_args",
 )
+GONE = {  # flags of before
+    "--optim": "is gone: in-backward had no clipping, no accumulation and no whole graphs; leave it out",
+}
 PROCESSES = {"--nproc", "--nproc-per-node", "--gpus", "--ngpus"}
 
 
-def flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
 def as_given(name: str, value: Any) -> str:
-    """A flag as a command line has it: --width 100, --remat-core, --no-remat-norm, -vv."""
+    """A flag as a command line has it: --width 100, --reshard, --no-reshard, --compile-options a=1 b=2, -vv."""
     if name == "verbose":
         return "-" + "v" * value
+    if isinstance(value, list | tuple):
+        value = " ".join(map(str, value))
     return (
         flag(name if value else f"no_{name}")
         if isinstance(value, bool)
@@ -111,12 +111,21 @@ def parse(kind: type, argv: Sequence[str], check: Callable[[Any], Any], prog: st
                 f"{word}: is no text in {code}, the encoding of this locale; set PYTHONUTF8=1", rank
             )
     argv = [re.sub("^--micro[-_]batch(?=$|=)", "--batch", word) for word in argv]
+    parts = parts_of(*get_type_hints(kind).values())
     try:
+        words, lines = modern(argv, parts)
+        words, own = unfold(words, parts)
         with redirect_stderr(boxes):
             c = tyro.cli(
-                kind, args=argv, prog=prog, description=description, console_outputs=rank == 0
+                kind, args=words, prog=prog, description=description, console_outputs=rank == 0
             )
+        for name, group in vars(c).items():
+            if is_dataclass(group):
+                mine = {each: own[each] for each in own if hasattr(group, each)}
+                c = replace(c, **{name: replace(group, **mine)})
         check(c)
+        for line in lines * (rank == 0):
+            tell(f"note: {line}", sys.stderr)
         return c
     except (SystemExit, ValueError) as error:
         if rank:
@@ -124,7 +133,7 @@ def parse(kind: type, argv: Sequence[str], check: Callable[[Any], Any], prog: st
         if rank or not getattr(error, "code", 2):  # --help
             sys.exit(getattr(error, "code", 2))
         kinds = kinds_of(*get_type_hints(kind).values())
-        said = str(error) if isinstance(error, ValueError) else explain(argv, kinds, ["verbose"])
+        said = str(error) if isinstance(error, ValueError) else explain(words, kinds, ["verbose"])
     fail(said or " ".join(re.sub("[\u2500-\u257f]", " ", boxes.getvalue()).split()), rank)
 
 
@@ -133,18 +142,23 @@ def parse_beside(own: type, others: Sequence[type], argv: Sequence[str], prog: s
                  description: str) -> tuple[Any, list[str]]:  # fmt: skip
     """An `own`, and the words of a command line that are flags of `others`, groups of another program, whose values may
     still be wrong together. Ends the process with exit code 2 and one line for a bad flag or value."""
-    boxes, kinds = io.StringIO(), kinds_of(*others, own)
+    boxes, kinds, parts = io.StringIO(), kinds_of(*others, own), parts_of(*others)
     try:
+        argv, lines = modern(argv, parts)
+        problem = explain(unfold(argv, parts)[0], kinds, ["verbose"])
         with redirect_stderr(boxes):
             found, words = tyro.cli(
-                own, args=list(argv), prog=prog, description=description, return_unknown_args=True
+                own, args=argv, prog=prog, description=description, return_unknown_args=True
             )
-    except SystemExit as error:
-        if not error.code:  # --help
+    except (SystemExit, ValueError) as error:
+        if not getattr(error, "code", 2):  # --help
             raise
-        fail(explain(argv, kinds, ["verbose"]) or " ".join(boxes.getvalue().split()), 0)
-    if problem := explain(argv, kinds, ["verbose"]):
+        said = str(error) if isinstance(error, ValueError) else problem
+        fail(said or " ".join(boxes.getvalue().split()), 0)
+    if problem:
         fail(problem, 0)
+    for line in lines:
+        tell(f"note: {line}", sys.stderr)
     return found, words
 
 
@@ -160,30 +174,6 @@ def kinds_of(*groups: type) -> dict[str, Any]:
             n: t for n, t in get_type_hints(group).items() if tyro.conf.Suppress not in marks[n]
         }
     return found
-
-
-def any_of(choices: Sequence) -> str:
-    """("a", "b", "c") -> a, b or c."""
-    *most, last = map(str, choices)
-    return f"{', '.join(most)} or {last}" if most else last
-
-
-def unfit(value: str, kind: Any) -> str | None:
-    """Why `value` is no value of a type: int, float, str, a Literal, or one or None or several of them. None: it is."""
-    kind = get_args(kind)[0] if get_origin(kind) is tuple else kind
-    kind = (
-        next((each for each in get_args(kind) if each is not NoneType), kind)
-        if NoneType in get_args(kind)
-        else kind
-    )
-    if get_origin(kind) is Literal and value not in (choices := get_args(kind)):
-        return f"must be {any_of(choices)}{did_you_mean(value, choices)}"
-    if kind in (int, float):
-        try:
-            kind(value)
-        except ValueError:
-            return f"must be a {'whole ' * (kind is int)}number"
-    return None
 
 
 def explain(argv: Sequence[str], kinds: dict[str, Any], counters: Sequence[str] = ()) -> str | None:
@@ -205,6 +195,8 @@ def explain(argv: Sequence[str], kinds: dict[str, Any], counters: Sequence[str] 
         if name not in names:
             if name in PROCESSES:
                 return f"{name}: no flag of this program: NPROC=N ./launch.sh run, or torchrun --nproc-per-node N"
+            if name in GONE:
+                return f"{name}: {GONE[name]}"
             other = flag(OTHERS.get(name[2:].replace("-", "_"), ""))
             meant = f"; did you mean {other}?" if other in names else did_you_mean(name, names)
             return f"{name}: no such flag{meant or '; ' + HELP}"

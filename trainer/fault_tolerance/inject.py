@@ -69,7 +69,6 @@ def _problem(
             f"{kind} is of the forward, not of {where!r}",
         ),
         (inside and c.compile == "step", "--compile step has no such place outside its graph"),
-        (where == "update" and c.optim == "in-backward", "--optim in-backward has no update apart"),
         (c.cuda_graph and (inside or where == "forward"), "--cuda-graph has no such place"),
     ]
     return next((problem for wrong, problem in rows if wrong), None)

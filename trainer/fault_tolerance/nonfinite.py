@@ -1,4 +1,4 @@
-"""The host's part in steps that are not finite, and in spikes of the gradient norm: --nonfinite, --max-skips, --spike.
+"""The host's part in steps that are not finite, and in spikes of the gradient norm: --nonfinite.
 
     check = FiniteCheck(config, batches, rank)
     check.put(k, step, loss)        # after the launch of step k (from 1); raises NonFinite if the run must end
@@ -15,7 +15,7 @@ from collections import deque
 import torch
 from torch import Tensor
 
-from trainer.config import Config
+from trainer.config import Config, written
 from trainer.data import Batches
 from trainer.distributed.terminal import tell
 from trainer.step import Step
@@ -70,19 +70,21 @@ class FiniteCheck:
         """Tells and counts a step whose update the device has left out; raises NonFinite where the flags say so."""
         c, finite = self.c, math.isfinite(self.loss + norm)
         if finite and norm == 0:
-            self.skipped += c.optim != "in-backward"
-            self._say(f"step {k}: gradient norm 0, as of a batch without labels, {samples}"
-                      + ": update left out on all ranks" * (c.optim != "in-backward"))  # fmt: skip
+            self.skipped += 1
+            self._say(
+                f"step {k}: gradient norm 0, as of a batch without labels, {samples}: update left out on all ranks"
+            )
             return
-        what = f"gradient norm above --norm-limit {c.norm_limit}" if finite else "not finite"
+        flag = written(c, "nonfinite")
+        what = f"gradient norm above {flag}" if finite else "not finite"
         told = f"step {k}: {what} (loss {self.loss:.4g}, gradient norm {norm:.4g}), {samples}"
         if c.nonfinite == "stop":
-            other = ", or leave such steps out with --nonfinite skip" * (c.optim != "in-backward")
-            raise NonFinite(f"{told}: lower --lr {c.lr}{other}")
+            other = "or leave such steps out with --nonfinite skip"
+            raise NonFinite(f"{told}: lower --lr {c.lr}, {other}")
         self.skipped, self.in_a_row = self.skipped + 1, self.in_a_row + 1
         if self.in_a_row > c.max_skips:
-            raise NonFinite(f"{told}: {self.in_a_row} updates in a row left out, more than --max-skips {c.max_skips}; "
-                            f"lower --lr {c.lr}")  # fmt: skip
+            raise NonFinite(f"{told}: {self.in_a_row} updates in a row left out, more than the {c.max_skips} of "
+                            f"{flag}; lower --lr {c.lr}")  # fmt: skip
         self._say(f"{told}: update left out on all ranks ({self.in_a_row} in a row)")
 
     def _say(self, text: str) -> None:

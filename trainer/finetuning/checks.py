@@ -11,7 +11,6 @@ import re
 from pathlib import Path
 
 from trainer import checks
-from trainer import config as flags
 from trainer.checkpoint.manifest import check_directory
 from trainer.distributed.terminal import counted, fail, regular
 from trainer.finetuning.config import Config
@@ -116,7 +115,7 @@ def check(c: Config, world: int) -> None:
         if (path := getattr(c, name)) is not None:
             check_directory(
                 path if name == "prepared" else os.path.dirname(os.path.abspath(path)),
-                flags.flag(name),
+                f"--{name}",
             )
     checks.check_outputs(c)
 

@@ -17,6 +17,7 @@ from tyro.conf import OmitArgPrefixes, Suppress, arg
 
 from trainer import config as flags
 from trainer.distributed.command_line import default
+from trainer.distributed.spelling import Part
 from trainer.distributed.terminal import fail
 from trainer.finetuning.columns import FORMATS, parsed
 from trainer.finetuning.sources import weighted
@@ -96,14 +97,14 @@ class Tuning(flags.Optimization):
 class System(flags.System):
     """Must not change the loss by more than rounding."""
 
-    remat_ratio: float = 0.0
-    """Fraction of the model's blocks, evenly spread, that backward computes again, but for the output of attention,
-    instead of keeping what is inside."""
+    remat: Literal["none", "block"] = "none"
+    """block: backward computes the model's blocks again, but for the output of attention, instead of keeping what is
+    inside; block:0.5 that fraction of them, evenly spread."""
+    remat_ratio: Annotated[float, Suppress, Part("remat", "block", alone="block")] = 1.0
     prepared: str | None = None
     """Folder in which the first start saves the model as it shards it; later ones, of any number of ranks, load it."""
     wrapper: Suppress[str] = "simple"
     attn: Suppress[str] = "sdpa"
-    remat: Suppress[str] = "block"
     remat_norm: Suppress[bool] = True
     remat_core: Suppress[bool] = False
     sdpa: Suppress[str] = "auto"

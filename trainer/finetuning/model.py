@@ -336,7 +336,9 @@ def blank_model(
     names = units_of(inner)
     count = round(remat_ratio * len(names))
     if remat_ratio and not names:
-        raise DataError(f"{folder}: expected repeated blocks for --remat-ratio, found none; use 0")
+        raise DataError(
+            f"{folder}: expected repeated blocks for --remat block, found none; use --remat none"
+        )
     for i, name in enumerate(names):
         if (i + 1) * count // len(names) > i * count // len(names):
             block = inner.get_submodule(name)

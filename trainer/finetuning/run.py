@@ -42,7 +42,8 @@ def open_data(
 def open_model(c: Config) -> tuple[HuggingFaceModel, int]:
     """The model of --model on the meta device, and the size of its vocabulary. ValueError for flags that it cannot do,
     and where --export could not be written."""
-    model = blank_model(c.model, c.remat_ratio, DTYPES[c.param_dtype])
+    ratio = c.remat_ratio if c.remat == "block" else 0.0
+    model = blank_model(c.model, ratio, DTYPES[c.param_dtype])
     if c.lora:
         from trainer.finetuning import adapters  # which imports peft
 

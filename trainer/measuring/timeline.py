@@ -1,4 +1,4 @@
-"""`--explain-memory`: what the peaks of memory in one step consist of, from the allocator's events to blocks and words.
+"""`--profile memory`: what the peaks of memory in one step consist of, from the allocator's events to blocks and words.
 
     loss, timeline, notes = watch(config, step, tokens, targets)      # runs the step
     print(*lines(timeline, notes), sep="\\n")
