@@ -71,7 +71,8 @@ class Tuning(flags.Optimization):
     """Of matrices alone: norms and biases do not decay."""
     pad: Literal["fixed", "longest", "pack"] = "fixed"
     """fixed: rows of --seqlen. longest: as long as the longest of a step, rounded up to an eighth of --seqlen.
-    pack: several examples in a row, which attention keeps apart."""
+    pack: several examples in a row, which attention keeps apart; those of one chat, where a template splits it, share
+    their beginning."""
     bad_lines: Literal["stop", "skip"] = "stop"
     """What to do with a line of --data that cannot be used: end with exit code 3 and its number, or count it."""
     unknown_keys: Literal["refuse", "drop"] = "refuse"
