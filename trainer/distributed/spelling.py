@@ -10,7 +10,6 @@ A part was a flag of its own before, with the name of its field. Code and rows g
 
 import functools
 import re
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass
 from types import NoneType
@@ -114,51 +113,46 @@ def typed(text: str, kind: Any) -> Any:
 def unfold(argv: Sequence[str], parts: Parts) -> tuple[list[str], dict[str, Any]]:
     """The words of a command line without the parts that values carry, and these by name. Of a flag that comes twice
     the last one counts, with its parts. ValueError for a part that is none."""
-    owners, rest = {known.part.of for known in parts.values()}, deque(argv)
-    words, found = [], {}  # words: pairs (field that has parts, its words)
-    while rest:
-        word = rest.popleft()
-        name, given, text = word.partition("=")
-        owner = name[2:].replace("-", "_") if name.startswith("--") else ""
-        if owner not in owners or not given and (not rest or FLAG.match(rest[0])):
-            words.append(("", [word]))
-            continue
-        own = {name: known for name, known in parts.items() if known.part.of == owner}
-        value, values = _read(owner, text if given else rest.popleft(), own)
-        words = [each for each in words if each[0] != owner]
-        words.append((owner, [] if value is None else [flag(owner), value]))
-        found = {name: each for name, each in found.items() if name not in own} | values
-    return [word for _, each in words for word in each], found
+    items, found = [], {}
+    for name, *values in _items(argv):
+        own = {field: known for field, known in parts.items() if flag(known.part.of) == name}
+        if own and values:
+            value, read = _read(name, values[0], own)
+            items = [item for item in items if item[0] != name]
+            found = {field: each for field, each in found.items() if field not in own} | read
+            values[0] = value
+        items += [[name, *values]] if values[:1] != [None] else []
+    return [word for item in items for word in item], found
 
 
-def _read(owner: str, text: str, own: Parts) -> tuple[str | None, dict[str, Any]]:
+def _read(name: str, text: str, own: Parts) -> tuple[str | None, dict[str, Any]]:
     """The value of a flag itself, None for its default, and of its parts."""
-    for name, (part, kind, *_) in own.items():
+    for field, (part, kind, *_) in own.items():
         values = {part.word: part.value} if part.word else {each: each for each in get_args(kind)}
         if part.whole and text in values:
-            return None, {name: values[text]}
-    beside = {name: known for name, known in own.items() if not known.part.whole}
-    value, *rest = text.split(":") if beside else [text]
-    written = {known.part.word: name for name, known in beside.items() if known.fits(value)}
-    found = {}
+            return None, {field: values[text]}
+    own = {field: known for field, known in own.items() if not known.part.whole}
+    value, *rest = text.split(":") if own else [text]
+    written = {known.part.word: field for field, known in own.items() if known.fits(value)}
+    found, problem = {}, ""
     for each in rest:
         key, given, _ = each.partition("=")
-        name = (written.get(key + given) or written.get(given)) if each else None
-        if name in found:
-            raise ValueError(f"{flag(owner)} {text}: {shown(name, own[name])} stands there twice")
-        if name is None:
-            usage = [f"{known.carriers}:{shown(name, known)}" for name, known in beside.items()]
-            raise ValueError(f"{flag(owner)} {text}: '{each}' is no part of {value}; there are {', '.join(usage)}"
-                             + did_you_mean(each, written))  # fmt: skip
-        known = own[name]
-        content = each.removeprefix(known.part.word)
-        if each == known.part.word:
-            found[name] = known.part.value
-        elif problem := unfit(content, known.kind):
-            like = did_you_mean(each, written)
-            raise ValueError(f"{flag(owner)} {text}: {shown(name, known)} {problem}{like}")
+        field = (written.get(key + given) or written.get(given)) if each else None
+        if field is None:
+            usage = [f"{known.carriers}:{shown(other, known)}" for other, known in own.items()]
+            problem = f"'{each}' is no part of {value}; there are {', '.join(usage)}"
+        elif field in found:
+            problem = f"{shown(field, own[field])} stands there twice"
+        elif each == own[field].part.word:
+            found[field] = own[field].part.value
         else:
-            found[name] = typed(content, known.kind)
+            content = each.removeprefix(own[field].part.word)
+            if why := unfit(content, own[field].kind):
+                problem = f"{shown(field, own[field])} {why}"
+            else:
+                found[field] = typed(content, own[field].kind)
+        if problem:
+            raise ValueError(f"{name} {text}: {problem}{did_you_mean(each, written)}")
     return value, found
 
 
