@@ -33,7 +33,7 @@ from trainer.data import DataError, readable
 from trainer.data import check_files as check_data
 from trainer.distributed import launch
 from trainer.distributed.command_line import kinds_of
-from trainer.distributed.spelling import flag
+from trainer.distributed.spelling import flag, parts_of
 from trainer.distributed.terminal import regular
 from trainer.finetuning import chat, examples, sources, templates
 from trainer.finetuning import checks as own
@@ -251,11 +251,16 @@ PROGRAMS = {  # groups of flags; what reads them
 def test_any_number_of_any_flag_is_taken_or_refused_in_one_line_that_names_a_flag(program, capsys):
     groups, read = PROGRAMS[program]
     names = [name for name, kind in kinds_of(*groups).items() if number_of(kind) and name != "verbose"]
-    for name in names:
+    words = {name: f"{flag(name)}=" for name in names}
+    for name, known in parts_of(*groups).items():
+        if number_of(known.kind):  # a number in the value of another flag
+            carrier = known.carriers.split("|")[0].replace("VALUE", "5")
+            words[name] = f"{flag(known.part.of)}={carrier}:{known.part.word}"
+    for name, word in words.items():
         for value in (*random.Random(name).sample(ODD, 2), *random.Random(name).sample(HUGE, 2)):
             told = []
             try:
-                read([f"{flag(name)}={value}"])
+                read([f"{word}{value}"])
             except ValueError as error:  # of `resolve`, which programs print
                 told = [f"error: {error}"]
             except SystemExit as error:
@@ -264,7 +269,7 @@ def test_any_number_of_any_flag_is_taken_or_refused_in_one_line_that_names_a_fla
             assert len(told) < 2 and all(re.match("error: .{0,90}--", line) for line in told), (name, value, told)
             assert len("".join(told)) < 500, (name, value, told)
             capsys.readouterr()
-    assert len(names) > 25
+    assert len(words) > 25
 
 
 # ---------------------------------------------------------------------------------------------------------------- links

@@ -140,7 +140,7 @@ def _read(name: str, text: str, own: Parts) -> tuple[str | None, dict[str, Any]]
         field = (written.get(key + given) or written.get(given)) if each else None
         if field is None:
             usage = [f"{known.carriers}:{shown(other, known)}" for other, known in own.items()]
-            problem = f"'{each}' is no part of {value}; there are {', '.join(usage)}"
+            problem = f"'{each[:50]}' is no part of {value}; there are {', '.join(usage)}"
         elif field in found:
             problem = f"{shown(field, own[field])} stands there twice"
         elif each == own[field].part.word:
@@ -152,7 +152,7 @@ def _read(name: str, text: str, own: Parts) -> tuple[str | None, dict[str, Any]]
             else:
                 found[field] = typed(content, own[field].kind)
         if problem:
-            raise ValueError(f"{name} {text}: {problem}{did_you_mean(each, written)}")
+            raise ValueError(f"{name} {text[:50]}: {problem}{did_you_mean(each, written)}")
     return value, found
 
 
@@ -199,7 +199,7 @@ def modern(argv: Sequence[str], parts: Parts) -> tuple[list[str], list[str]]:
             continue
         kind = parts[field].kind
         most = 0 if kind is bool else len(values) if get_origin(kind) is tuple else 1
-        said = " ".join([name, *values])
+        said = " ".join([name, *values])[:80]
         if len(values) != most:
             raise ValueError(f"{said}: takes {['no', 'one'][min(most, 1)]} value")
         for each in values:
