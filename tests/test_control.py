@@ -20,7 +20,7 @@ from running import ROOT
 
 from trainer.distributed import control
 from trainer.distributed.control import Control, Desync, Signals, Stopped, agree
-from trainer.distributed.launch import fresh
+from trainer.distributed.launch import first_here, fresh
 from trainer.fault_tolerance import watchdog
 from trainer.fault_tolerance.watchdog import Watchdog
 
@@ -424,3 +424,12 @@ def test_a_call_that_hangs_with_the_interpreters_lock_shows_its_stacks_all_the_s
     assert ("main thread hangs" in done.stderr and "in hold" in (tmp_path / "hang/rank-0.txt").read_text()
             if kind == "free" else not (tmp_path / "hang").exists())  # fmt: skip
     assert ("went on" in done.stdout) == (kind != "free") and time.monotonic() - before < 55
+
+
+def test_a_rank_that_another_run_has_where_it_meets_the_others_is_refused():
+    """As where two runs on one machine were given one MASTER_PORT: it would wait for an hour."""
+    store = dist.HashStore()
+    for rank in (0, 1):
+        first_here(store, rank)
+    with pytest.raises(dist.DistStoreError, match="rank 1 is there already: two runs meet at one port"):
+        first_here(store, 1)

@@ -70,9 +70,11 @@ def connect(c, rank: int, local_rank: int, world: int, timeout: float = 0) -> to
     connected = threading.Event()
     threading.Thread(target=end_without_launcher, args=(connected,), daemon=True).start()
     try:
-        if torchrun and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0):
+        if torchrun:
             store, *_ = next(dist.rendezvous("env://", **limit))
-            how |= dict(store=fresh(store, rank, world), rank=rank, world_size=world)
+            restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or 0)
+            store = fresh(store, rank, world) if restarts else first_here(store, rank)
+            how |= dict(store=store, rank=rank, world_size=world)
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", **how, **limit)
     except torch.OutOfMemoryError:
         raise
@@ -109,6 +111,15 @@ def store_answers() -> bool:
     except OSError:  # a slow network: torch itself tells what is wrong with it
         pass
     return True
+
+
+def first_here(store: dist.Store, rank: int) -> dist.Store:
+    """The `store` by which ranks meet that are started once. DistStoreError: another run has such a rank there."""
+    if store.add(f"rank {rank} has come", 1) > 1:
+        raise dist.DistStoreError(
+            f"rank {rank} is there already: two runs meet at one port, which is in use by another"
+        )
+    return dist.PrefixStore("run", store)
 
 
 def fresh(store: dist.Store, rank: int, world: int) -> dist.Store:
