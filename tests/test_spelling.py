@@ -136,6 +136,7 @@ OLD = {  # an old command line -> as it is written now
     "--no-remat-norm --remat both --remat-norm --no-remat-core": "--remat both",
     "--remat none --remat both:core --remat-ratio 0.5": "--remat none --remat both:core:0.5",
     "--mlp lean --mlp-chunk 64": "--mlp lean:64",
+    "--compile regions": "--compile blocks",
     "--attn sdpa": "--attn auto", "--attn sdpa --sdpa flash": "--attn flash", "--sdpa math": "--attn math",
     "--attn flex --flex-options a.json": "--attn flex:a.json",
     "--beta1 0.8 --beta2 0.9": "--optimizer adamw:beta1=0.8:beta2=0.9",

@@ -18,6 +18,8 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hint
 from trainer.distributed.terminal import did_you_mean
 
 FLAG = re.compile(r"--?[A-Za-z]")  # how a word begins that is no value: -1 is one
+# Values of before: (field, value) -> today's.
+RENAMED = {("attn", "sdpa"): "auto", ("compile", "regions"): "blocks"}
 # Before, these meant nothing beside some values, and no rule said so: such commands still run.
 IDLE = {"chunk", "replicas", "remat_ratio", "group", "tags"}
 
@@ -191,9 +193,9 @@ def modern(argv: Sequence[str], parts: Parts) -> tuple[list[str], list[str]]:
     words, lines, old = [], [], {}
     for name, *values in _items(argv):
         field = name.replace("-", "_").removeprefix("__").removeprefix("no_")
-        if field == "attn" and values[:1] == ["sdpa"]:
-            lines.append("--attn sdpa: is written --attn auto now")
-            values[0] = "auto"
+        if now := RENAMED.get((field, *values)):
+            lines.append(f"{name} {values[0]}: is written {name} {now} now")
+            values = [now]
         if field not in parts or not name.startswith("--"):
             words += [name, *values]
             continue
