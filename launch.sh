@@ -137,8 +137,8 @@ case $command in
     test)    # a suite: two files at a time, one thread each, the longest files first (tests/fixtures.py)
              [ "${1:-}" != versions ] || exec "$py" tests/versions.py "${@:2}"
              case ${1:-quick} in
-                 quick) suite='not slow' folders=tests ;; lab) suite='not slow' folders=lab/tests ;;
-                 slow)  suite='slow and not gpu' ;;       all) suite='not gpu' ;;
+                 quick) suite='not slow and not long' folders=tests ;; lab) suite='not slow' folders=lab/tests ;;
+                 slow)  suite='(slow or long) and not gpu' ;;          all) suite='not gpu' ;;
              esac    # shellcheck disable=SC2086  # no folder: both
              [ -z "$suite" ] ||
                  set -- -n 2 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder -m "$suite" $folders "${@:2}"
