@@ -9,8 +9,8 @@
 
 While the model runs, reading `module.weight` gives the whole parameter; elsewhere it gives the
 sharded DTensor itself. Its gradient arrives sharded, in the stored dtype, and **averaged** over the
-ranks (torchtitan's sums now): a loss normalised by a token count divides by the mean count per
-rank. Inputs are not cast. Not for tensor or pipeline parallelism. Imports only torch, 2.11 to 2.14,
+ranks (torchtitan's sums now): a loss that is normalised by a token count must be divided by the
+mean count per rank. Inputs are not cast. Not for tensor or pipeline parallelism. Imports only torch, 2.11 to 2.14,
 Python 3.11 or later. Paper: arXiv:2411.00284.
 
 A **unit** is a module whose parameters are gathered by one collective and whose gradients are
@@ -89,7 +89,8 @@ class MixedPrecisionPolicy:
 
 Work = Generator[None, None, list[Tensor]]
 _enabled = True  # False inside disable_data_parallel()
-_roots = weakref.WeakValueDictionary()  # by id: the modules given to data_parallel()
+# By id: the modules given to data_parallel(), and copies of wrapped ones.
+_roots = weakref.WeakValueDictionary()
 _shards = WeakTensorKeyDictionary()  # by unsharded parameter: one that modules share stays shared
 # What the other two parts replace. Without them parameters read as shards in eager mode, and
 # nothing is checked.
@@ -160,8 +161,9 @@ def _part(flat: Tensor, rows: int, sizes: list[int], cut) -> list[Tensor]:
     return [flat] if len(sizes) == 1 else cut(flat.view(rows, -1), sizes, 1)
 
 
-# The next three are generators, which stop once where a collective is on its way, so that eager mode
-# can compute before it waits. One that is dropped there waits, too.
+# The next three are generators, which stop once where their last collective is on its way, so that
+# eager mode can compute before it waits. One that is dropped there waits, too. On one rank _reduce
+# does not stop.
 
 
 def _all_gather(params: list[DTensor], dtype: torch.dtype) -> Work:
@@ -338,7 +340,7 @@ def _annotated(note: dict | None) -> Iterator[list]:
 def _traced_gather(params: list[DTensor], policy: tuple) -> tuple[Tensor, ...]:
     """Gathers, in the graph that AOTAutograd makes, parameters that are alike. overlap.py reads
     what is noted: the path of the unit in the graph, "" for what lies in none, and of each
-    parameter a path and its shape."""
+    parameter that path, or else its module's, and its shape."""
     modules = (get_current_meta().get("nn_module_stack") or {}).values()  # from the outermost on
     path = unit = ""
     for path, cls in modules:
@@ -356,8 +358,8 @@ def _traced_gather(params: list[DTensor], policy: tuple) -> tuple[Tensor, ...]:
         node.meta["recompute"] = (
             CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
         )
-        # Larger than the id of any checkpoint in the graph: the partitioner saves what a node of a
-        # larger id reads, and would save that checkpoint's input for this gather.
+        # Larger than the id of any checkpoint in the graph: the partitioner saves a node of which a
+        # reader has a larger id, which would be the gathered weight.
         node.meta["ac_graph_id"] = 1 << 60
     return wholes
 
@@ -368,7 +370,7 @@ def _gather_key(p: DTensor, policy: tuple) -> tuple:
     checkpoint) share the parameter, hence the tracer's id. The shard is what functionalization has
     for it: another tensor once anything has written to that memory. Its id is part of the key, and
     is its own as long as it is kept."""
-    _catch_up(p._local_tensor)
+    _catch_up(p._local_tensor)  # which is a functional tensor while AOTAutograd traces
     shard = _functional_value(p._local_tensor.elem)
     trace = id(get_proxy_mode().tracer)
     return (trace, policy, torch.is_grad_enabled(), p.requires_grad, id(shard)), shard
@@ -438,15 +440,17 @@ def _is_built(module: nn.Module) -> bool:
 def _holds_blocks(module: nn.Module, listed: bool) -> bool:
     """Whether a module holds a list of blocks: built modules, of which two have one class, or just
     one. Such are a model's `layers`, and the stages of a vision model, each with blocks of its own.
-    A block that holds a list of experts is none: attention stands beside that list. A member of a
-    list (`listed`) counts as a stage only if the blocks in it are made of built modules."""
+    A block that holds a list of experts is none: attention stands beside that list, and experts are
+    made of layers, or of a Sequential of them. A member of a list (`listed`) counts as a stage only
+    if the blocks in it are made of built modules."""
     built = [m for m in module.modules() if m is not module and _is_built(m) and not _is_list(m)]
     for each in filter(_is_list, module.modules()):
         blocks = [m for m in each.children() if m in built]
         classes = {_plain(m) for m in blocks}
         if len(blocks) != 1 and len(classes) == len(blocks):
             continue  # a list of different things
-        if any(_is_built(child) for m in blocks for child in m.children()):
+        inner = [child for m in blocks for child in m.children()]
+        if any(_is_built(child) and not _is_list(child) for child in inner):
             return True
         inside = set(each.modules())
         beside = [m for m in built if m not in inside and each not in set(m.modules())]
@@ -632,7 +636,7 @@ def _gather_members(module: nn.Module) -> None:
         if own:
             sets.setdefault(member._data_parallel, []).extend(own)
     for policy, params in sets.items():
-        if len(params) > 1:
+        if len(params) > 1:  # one alone is gathered where it is read
             _gather_unit(params, *policy)
 
 
@@ -646,9 +650,9 @@ def data_parallel(
     min_bytes: int = 0,
 ) -> nn.Module:
     """Shards every parameter of `model` in place over `device_mesh` and returns it; values are
-    those of rank 0. Modules that are wrapped already stay as they are. A part that is wrapped
-    before its model, say with another policy, is a unit, unless it holds blocks. A second call for
-    the model is for what was added since, such as adapters.
+    those of rank 0. Modules that are wrapped already keep their shards and policy. A part that is
+    wrapped before its model, say with another policy, is a unit if it is made of others, unless it
+    holds blocks. A second call for the model is for what was added since, such as adapters.
 
     mode: "replicate" (DDP, a mesh of any shape), "fully_shard" (ZeRO-3, on dimension 0),
     "hybrid_shard" (2-D mesh: replicate, shard).

@@ -139,10 +139,21 @@ def unet():
     return net(inner, **{name: Block(*size) for name, size in sizes.items()})
 
 
+class Wrapped(nn.Module):
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, x):
+        return self.net(x)
+
+
 class Experts(nn.Module):
-    def __init__(self):
+    def __init__(self, mlps=False):
         super().__init__()
         self.attn, self.router, self.experts = Block(), nn.Linear(D, 2, bias=False), blocks(2)
+        if mlps:
+            self.experts = nn.ModuleList(Wrapped(mlp()) for _ in range(2))
 
     def forward(self, x):
         x = self.attn(x)
@@ -389,6 +400,8 @@ def mlp():
 
 FOUND = dict(
     one_layer_of_experts=(lambda: layers_of(Experts()), ["layers.0"]),
+    # Each rank runs experts of its own choice: they must not be units, also if their layers are a Sequential.
+    experts_of_sequentials=(lambda: layers_of(Experts(mlps=True), Experts(mlps=True)), ["layers.0", "layers.1"]),
     dense_and_experts=(lambda: layers_of(Block(), Experts()), ["layers.0", "layers.1"]),
     experts_by_attribute=(lambda: attributes(a=Experts(), b=Experts(), c=Experts()), ["a", "b", "c"]),
     two_experts_by_attribute=(lambda: attributes(a=Experts(), b=Experts()), ["a", "b"]),
