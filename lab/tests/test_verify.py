@@ -526,7 +526,7 @@ def test_planted_faults_are_found_each_by_its_part_and_by_as_much_as_was_planted
     norms, order, peak = (told["figures"] for _, told in sorted(file_of(out)["verdicts"].items()))
     assert {name: float(figure.split()[1]) for name, figure in norms.items()} == pytest.approx(
         dict.fromkeys(["fsdp2", "ddp", "bf16", "muon"], 1.0), rel=0.05), "twice the norm on two ranks"  # fmt: skip
-    assert order == dict(gathers=7, reductions=4, order="G" * 7 + "R" * 4), "all wait at once, in the order that it was"
+    assert order == dict(gathers=9, reductions=5, order="G" * 9 + "R" * 5), "all wait at once, in the order that it was"
     assert abs((peak["simulated_mib"] - 80) / peak["planned_mib"] - 1) < 0.02 < peak["off"]
 
 
