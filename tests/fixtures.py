@@ -34,7 +34,7 @@ os.environ["TORCHINDUCTOR_VEC_ISA_OK"], inductor.cpp.vec_isa_ok = "1", True
 # The files whose tests take longest, in that order; what is not here takes a few seconds.
 LONGEST = """
 peak simple_fsdp_ranks overlap equivalence gpu_code plan sweep muon graph compile_once other_models hosts generated
-travel faults finetune config lora trace_once regions slurm speed_mem_mlp
+travel faults finetune config lora slurm speed_mem_mlp
 main finetune_limits muon_trainer simple_fsdp remat inputs checkpoint timeline nonfinite manifest
 compile_cache baselines habits evaluation data simple_fsdp_cost contract torchrun killed soak rungs
 checkpoint_ranks simulated_world control structures export sinks cells

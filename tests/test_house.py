@@ -32,7 +32,6 @@ FLOORS = [  # from the bottom; an entry is a module or a package. First the prod
     ["trainer.run"],
     ["trainer.finetuning"],
     ["main", "finetune"],
-    ["lab.regions"],
     ["lab.profiling"],
     ["lab.sweeps"],
     ["lab.report"],

@@ -6,7 +6,7 @@
 MODULE:FUNCTION names a function of no arguments that returns (model, inputs): an unwrapped nn.Module and a tuple or
 dict of its arguments. `--device cuda` takes the defaults of a GPU (no GPU is used). Nothing is computed and no code is
 generated: the graphs are those that Inductor schedules, whose order "alive" and "between" mean; the generated code may
-still fuse and move what is not a collective. Subgraphs, as of --compile regions, are written out where they are called.
+still fuse and move what is not a collective.
 
 For each graph: its collectives (kind, products between start and wait, MiB of the whole tensor, MiB that a rank of a
 ring sends, what is in the bucket), those that are exposed (no product in between), the most gathered bytes alive at
@@ -27,7 +27,6 @@ if __name__ == "__main__":  # before torch is imported, as in main.py
     )
     OWN, CONFIG = parse_tool(_parser)
 
-import operator
 import os
 import pkgutil
 import re
@@ -47,12 +46,9 @@ import torch._inductor.compile_fx as compile_fx
 import torch._inductor.config as inductor_config
 import torch.distributed as dist
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import overlap
-from lab.regions.regions import CALL
 from overlap import SCATTER, WAIT, is_layout, is_product, wait_of
 from trainer.attention import DTYPES
 from trainer.costs import sent_bytes
@@ -76,45 +72,6 @@ def inductor_passes(gm: fx.GraphModule, inputs, is_inference: bool) -> None:
     reinplace = "torch._inductor.fx_passes.post_grad.reinplace_inplaceable_ops"
     with compile_fx.V.set_fake_mode(fake_mode), mock.patch(reinplace, lambda *_, **__: None):
         compile_fx._recursive_post_grad_passes(gm, is_inference=is_inference)
-
-
-def inlined(gm: fx.GraphModule) -> fx.GraphModule:
-    """A graph with what its subgraphs compute in the place of their calls, all values new fake tensors, so that what is
-    asked of its nodes and their memory is answered for all of it; the graph itself if it calls none. Its
-    meta["calls"]: {name of a subgraph: calls of it}."""
-    bodies = {
-        n: gm.get_submodule(n.args[0].target)
-        for n in gm.graph.find_nodes(op="call_function", target=CALL)
-    }
-    if not bodies:
-        return gm
-    g, env = fx.Graph(), {}
-
-    def copy(n: fx.Node) -> None:
-        args, kwargs = fx.map_arg((n.args, n.kwargs), env.__getitem__)
-        env[n] = g.create_node(n.op, n.target, args, kwargs)
-        env[n].meta = dict(n.meta)
-
-    for n in gm.graph.nodes:
-        if n in bodies:
-            body = inlined(bodies[n]).graph
-            env.update(
-                zip(body.find_nodes(op="placeholder"), (env[m] for m in n.args[2:]), strict=True)
-            )
-            for m in body.nodes:
-                if m.op == "call_function":
-                    copy(m)
-            env[n] = [env[m] if isinstance(m, fx.Node) else m for m in body.output_node().args[0]]
-        elif n.target is operator.getitem and n.args[0] in bodies:
-            env[n] = env[n.args[0]][n.args[1]]
-        elif not (n.op == "get_attr" and n.users and {*n.users} <= bodies.keys()):
-            copy(n)
-    flat = fx.GraphModule(gm, g)
-    inputs = [n.meta.get("val") for n in g.find_nodes(op="placeholder")]
-    mode = next(v.fake_mode for v in inputs if isinstance(v, FakeTensor))
-    FakeTensorProp(flat, mode).propagate_dont_convert_inputs(*inputs)
-    flat.meta["calls"] = Counter(n.args[1] for n in bodies)
-    return flat
 
 
 @contextmanager
@@ -145,7 +102,7 @@ def capture(
 
     def inner(gm, inputs, *, is_backward=False, is_inference=False, **_):
         inductor_passes(gm, inputs, is_inference)
-        graphs["backward" if is_backward else "forward"] = inlined(gm)
+        graphs["backward" if is_backward else "forward"] = gm
 
         def run(args):
             raise Found
@@ -380,10 +337,6 @@ def report(model: nn.Module, graphs: Graphs, micro_batches: int = 1) -> list[str
             products = sum(is_product(n) for n in gm.graph.nodes)
             name = f"{compiled}, {name}" if "backward" in pair else compiled
             lines += ["", f"{name}: {', '.join(words) or 'no collectives'}; {products} products"]
-            if shared := gm.meta.get("calls"):
-                lines.append(
-                    f"  compiled once, and called: {', '.join(f'{n} times' for n in shared.values())}"
-                )
             if found:
                 lines.append(f"  {'':<14} {'between':>7} {'MiB':>9} {'sent':>9}  bucket")
             for c in found:

@@ -54,8 +54,7 @@ PYTHON_GUARDS = "use_lamba_guard_for_object_aliasing"
 # off: with it guards may be skipped, whether these is not known.
 SKIPS_GUARDS = "use_recursive_dict_tags_for_guards"
 PIECE = 4 << 20  # bytes; torch's store takes 8 MiB at once
-# Of overlap.py and lab/regions.
-PASSES = {"pre_grad_custom_pass", "post_grad_custom_pre_pass", "post_grad_custom_post_pass"}
+OVERLAP = "post_grad_custom_post_pass"  # the option that overlap.py sets
 _all_isas = cpu_vec_isa.valid_vec_isa_list.__wrapped__  # which would keep its first result
 PLAIN = Tensor | int | float | torch.SymInt | torch.SymFloat | torch.SymBool | None  # not a mesh
 
@@ -82,7 +81,7 @@ def described(gm: fx.GraphModule, options: dict | None) -> str | None:
         check_cacheable(gm)
     except BypassAOTAutogradCache:
         return None
-    others = {name: value for name, value in (options or {}).items() if name not in PASSES}
+    others = {name: value for name, value in (options or {}).items() if name != OVERLAP}
     if not others.items() <= OFF.items():  # torch's own buckets know the rank
         return None
     told = []
