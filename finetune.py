@@ -30,11 +30,19 @@ if __name__ == "__main__":  # before torch is imported: --help and bad flags ans
     import_torch(RANKS[0], CONFIG.debug)
 
 from trainer import config as flags
+from trainer.checkpoint.load import on_rank_0
 from trainer.data import DataError
-from trainer.finetuning.checks import check
+from trainer.finetuning.checks import check, check_export, was_exported
 from trainer.finetuning.load import load_weights
 from trainer.finetuning.model import blank_model
-from trainer.finetuning.run import check_memory, exported, look, open_data, open_model, to_count
+from trainer.finetuning.run import (
+    check_memory,
+    exported,
+    look,
+    open_data,
+    open_model,
+    to_count,
+)
 from trainer.optimizer import learning_rate
 from trainer.parallelize import make_optimizer, materialise, training_step, wrap
 from trainer.run import Run
@@ -66,11 +74,12 @@ def main(
         shape = model.model.config
         c = c.completed(shape.num_hidden_layers, shape.hidden_size, vocab, data.epoch_samples)
         check_memory(c, model, world)
+        check_export(c)  # again: --epochs are steps now
         attention = f"{shape._attn_implementation} of transformers"
         run.open(data, model, attention, c=c, counted=to_count(c, model))
         if run.done:
             run.already_done()
-            if c.export is None:
+            if c.export is None or on_rank_0(lambda: was_exported(c), run.group):
                 return 0
         run.stages.add("model")
 

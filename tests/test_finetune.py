@@ -201,6 +201,11 @@ def test_an_export_that_failed_is_made_by_the_same_command(tune, monkeypatch):
             assert failed.code == 4 and "out: No space left" in failed.err and not os.path.exists("out")
     again = tune(*argv)
     assert again.code == 0 and "already done" in again.out and "export   out: 26 tensors" in again.out
+    once_more = tune(*argv)  # a job that is queued again: nothing is left to do, or to refuse
+    assert once_more.code == 0 and "already done" in once_more.out and "export   " not in once_more.out
+    for longer in (("--steps", 3, "--save", "a", "--export", "out"), ("--steps", 2, "--save", "b", "--export", "out")):
+        refused = tune(*longer)  # not when it would train, nor for another run
+        assert refused.code == 2 and "--export out: is there already; name a new folder" in one_line(refused.err)
     assert tune("--steps", 2, "--export", "straight").code == 0
     assert Path("out/model.safetensors").read_bytes() == Path("straight/model.safetensors").read_bytes()
 

@@ -19,6 +19,7 @@ FILES = "model.safetensors", "pytorch_model.bin"  # the first that is there, or 
 # By --export.
 COPIED = re.compile(r"(?!.*\.index\.json)(.*\.(json|jinja|model|txt)|(LICENSE|NOTICE).*)")
 TEMPLATES = "additional_chat_templates"  # the only folder that is copied
+EXPORTED = "exported"  # in --save: after how many steps --export was written, and its path
 
 
 def weights_in(folder: str) -> str | None:
@@ -100,6 +101,23 @@ def copied(folder: str) -> list[str]:
     return paths
 
 
+def was_exported(c: Config) -> bool:
+    """Whether the run that --save names has all steps and wrote --export: queued once more, it has nothing to do. c:
+    without steps these are not asked about."""
+    try:
+        steps, folder = Path(c.save or "/dev/null", EXPORTED).read_text().split("\n", 1)
+        done = int(steps) >= (c.steps or 0)
+    except (OSError, ValueError):
+        return False
+    return done and folder == os.path.realpath(c.export or "") and os.path.lexists(folder)
+
+
+def check_export(c: Config) -> None:
+    """ValueError where --export is there and is not what this run has written in its end."""
+    if c.export is not None and os.path.lexists(c.export) and not was_exported(c):
+        raise ValueError(f"--export {c.export}: is there already; name a new folder")
+
+
 def check(c: Config, world: int) -> None:
     """ValueError, one line, for what resolved flags name and need outside, the contents of files apart."""
     for flag, name in (("model", "transformers"), ("model", "safetensors"), ("lora", "peft")):
@@ -109,8 +127,7 @@ def check(c: Config, world: int) -> None:
         raise ValueError(
             f"--model {c.model}: is no folder; name one with config.json, as save_pretrained() writes it"
         )
-    if c.export is not None and os.path.lexists(c.export):
-        raise ValueError(f"--export {c.export}: is there already; name a new folder")
+    check_export(c)
     for name in ("prepared", "export"):
         if (path := getattr(c, name)) is not None:
             check_directory(

@@ -1,7 +1,10 @@
 """What finetune.py does beside the loop: opens data and model, looks at the loaded model, says what is odd, exports."""
 
+import os
 import re
+from contextlib import suppress
 from copy import deepcopy
+from pathlib import Path
 
 import torch
 
@@ -10,6 +13,7 @@ from trainer.checkpoint.load import say
 from trainer.checks import check_fits, ranks_here
 from trainer.distributed.terminal import tell
 from trainer.finetuning.chat import ChatBatches, shortest_of
+from trainer.finetuning.checks import EXPORTED
 from trainer.finetuning.columns import parsed
 from trainer.finetuning.config import Config
 from trainer.finetuning.export import export
@@ -151,6 +155,9 @@ def look(run: Run, c: Config, model: HuggingFaceModel, device: torch.device) -> 
 
 def exported(run: Run, c: Config, model: HuggingFaceModel) -> str:
     """Writes --export; returns the line to print. Raises CheckpointError."""
-    return "export   " + export(
-        c, model, run.group, lambda: run.watchdog.beat(run.state.step, "export")
-    )
+    line = export(c, model, run.group, lambda: run.watchdog.beat(run.state.step, "export"))
+    if run.rank == 0 and c.save is not None:
+        # The export is whole: without this the same command would only refuse it.
+        with suppress(OSError, UnicodeError):
+            Path(c.save, EXPORTED).write_text(f"{run.state.step}\n{os.path.realpath(c.export)}")
+    return f"export   {line}"
