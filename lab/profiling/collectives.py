@@ -267,7 +267,9 @@ def of_step(
             whole() if whole and micro_batch else nullcontext(),
         ):
             function = getattr(function, "forward", function)  # a block's call is compiled
-            function = partial(function, **block[1]) if name == "block" and block[1] else function
+            if name == "block":
+                # Where its collectives stand in its own graph says nothing: there they are not moved.
+                function, options = partial(function, **block[1]), {}
             graphs[name] = capture(function, arguments[name], options)
     return graphs
 
@@ -331,12 +333,19 @@ def report(model: nn.Module, graphs: Graphs, micro_batches: int = 1) -> list[str
             found = [c for c in collectives(gm, modules) if c.full > 64]
             counts = Counter(c.kind for c in found)
             exposed = Counter(c.kind for c in found if not c.gap)
+            # Of a block by itself they run around its code, and the next begins before the last ends.
+            around = compiled == "block"
             words = [
-                f"{n} {kind}{'s' * (n > 1)} ({exposed[kind]} exposed)" for kind, n in counts.items()
+                f"{n} {kind}{'s' * (n > 1)}" + ("" if around else f" ({exposed[kind]} exposed)")
+                for kind, n in counts.items()
             ]
             products = sum(is_product(n) for n in gm.graph.nodes)
             name = f"{compiled}, {name}" if "backward" in pair else compiled
             lines += ["", f"{name}: {', '.join(words) or 'no collectives'}; {products} products"]
+            if around and found:
+                lines.append(
+                    "  around the compiled code, one block early or late, as in eager mode"
+                )
             if found:
                 lines.append(f"  {'':<14} {'between':>7} {'MiB':>9} {'sent':>9}  bucket")
             for c in found:
@@ -346,9 +355,9 @@ def report(model: nn.Module, graphs: Graphs, micro_batches: int = 1) -> list[str
                 if n > 1 and unit == last.partition(" [")[0]:
                     bucket = f"{unit} ({n} parameters)"
                 lines.append(
-                    f"  {c.kind:<14} {c.gap:>7} {c.full / MIB:>9.3f} {c.sent / MIB:>9.3f}  {bucket}"
+                    f"  {c.kind:<14} {'-' if around else c.gap:>7} {c.full / MIB:>9.3f} {c.sent / MIB:>9.3f}  {bucket}"
                 )
-            if counts["all-gather"]:
+            if counts["all-gather"] and not around:
                 all_of_it = sum(c.full for c in found if c.kind == "all-gather")
                 lines.append(
                     f"  gathered: {gathered_alive(gm) / MIB:.3f} MiB alive at most, of {all_of_it / MIB:.3f}"

@@ -96,6 +96,9 @@ def test_ahead_starts_gathers_later_and_ends_reductions_sooner(capsys):
 def test_blocks_show_one_block(capsys):
     out = printed(capsys, "--compile blocks --mode replicate")
     assert "block, forward: no collectives" in out and "per block and rank: 1 all-reduce, " in out
+    out = printed(capsys, "--compile blocks")
+    assert "exposed)" not in out and "alive at most" not in out and out.count("around the compiled code") == 2
+    assert "per block and rank: 2 all-gathers, 1 reduce-scatter, " in out
 
 
 def test_a_user_sees_no_warning_of_the_caches_that_are_left_out():
