@@ -165,6 +165,7 @@ PRIVATE = {
     "torch._C._autograd": lambda: torch._C._autograd,
     "_autograd._top_saved_tensors_default_hooks": lambda: torch._C._autograd._top_saved_tensors_default_hooks(True),
     "_C._current_graph_task_id": lambda: torch._C._current_graph_task_id() == -1,
+    "_C._AutoDispatchBelowAutograd": lambda: torch._C._AutoDispatchBelowAutograd().__enter__,
     "_C._functorch": lambda: torch._C._functorch.peek_interpreter_stack(),
     "checkpoint._CachingTorchDispatchMode": lambda: torch.utils.checkpoint._CachingTorchDispatchMode,
     "checkpoint._CachedTorchDispatchMode": lambda: torch.utils.checkpoint._CachedTorchDispatchMode,
