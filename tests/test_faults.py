@@ -9,6 +9,8 @@ import re
 import resource
 import shutil
 import signal
+import time
+from multiprocessing import connection
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,7 +26,7 @@ from simple_fsdp import data_parallel
 from trainer.checkpoint import save as saver
 from trainer.checkpoint.manifest import verify
 from trainer.distributed.control import Control, control_group
-from trainer.fault_tolerance import errors, inject
+from trainer.fault_tolerance import errors, inject, watchdog
 from trainer.fault_tolerance.watchdog import Watchdog
 
 pytestmark = pytest.mark.usefixtures("isolated")
@@ -312,6 +314,7 @@ def own_program(rank: int, port: int, folder: Path) -> None:
     os.dup2(os.open(folder / "log", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644), 2)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     model = data_parallel(torch.nn.Linear(8, 8), dist.init_device_mesh("cpu", (2,)))
+    speak, watchdog.tell = watchdog.tell, lambda *line: (time.sleep(2), speak(*line))  # on a busy machine
     with Watchdog(2, rank, 2, folder / "hang"):
         if rank == 0:
             model(torch.ones(2, 8))
@@ -324,11 +327,13 @@ def test_a_watchdog_in_a_program_of_ones_own_says_which_rank_waits_where(tmp_pat
     ranks = [processes.Process(target=own_program, args=(r, port, tmp_path), daemon=True) for r in range(2)]
     for each in ranks:
         each.start()
-    for each in ranks:
+    connection.wait([each.sentinel for each in ranks], 60)
+    for each in ranks:  # as torchrun does once a rank has ended
+        each.terminate()
         each.join(60)
     lines = (tmp_path / "log").read_text().splitlines()
     (line,) = (each for each in lines if each.startswith("error: "))  # one rank speaks
-    assert [each.exitcode for each in ranks] == [7, 7], line
+    assert {7} <= {each.exitcode for each in ranks} <= {7, -signal.SIGTERM}, line
     assert "the ranks do different things; rank 0: step 0, start, simple_fsdp.py:" in line and line.endswith(APART)
     assert "the last gloo:all_gather; rank 1: step 0, start, tests/test_faults.py:" in line
 

@@ -224,7 +224,11 @@ class Watchdog(AbstractContextManager):
                 )
                 + more
             )
-            self._end(f"error: {text}" if self.rank == min(answers) else None, f"failed: {text}", 7)
+            if speaks := self.rank == min(answers):
+                self._wait_for(*(f"heard {rank}" for rank in answers if rank != self.rank))
+            else:  # launchers end the others as soon as one is gone
+                self._wait_for("told")
+            self._end(f"error: {text}" if speaks else None, f"failed: {text}", 7)
 
     def _follow(self) -> None:
         """Ends for the reason of the rank that was the first to leave, which has told it."""
@@ -242,6 +246,8 @@ class Watchdog(AbstractContextManager):
             self.on_end(outcome)
             with suppress(OSError, ValueError):
                 sys.stdout.flush()
+            if line is not None:
+                self._ask(lambda: self.store.set("told", ""))
 
         spoken = threading.Thread(target=last, daemon=True)  # a thread, because it may hang as well
         spoken.start()
@@ -273,10 +279,13 @@ class Watchdog(AbstractContextManager):
             time.sleep(0.1)
         # The rank that speaks may hold the store, which the others still ask.
         self._ask(lambda: self.store.set(f"heard {self.rank}", "1"))
-        heard = [f"heard {rank}" for rank in answers if self.rank == min(answers) < rank]
-        while None in self._heard(*heard) and time.monotonic() < until:
-            time.sleep(0.1)
         return answers
+
+    def _wait_for(self, *keys: str) -> None:
+        """Until the store has them, or ANSWER_S are over."""
+        until = time.monotonic() + ANSWER_S
+        while None in self._heard(*keys) and time.monotonic() < until:
+            time.sleep(0.1)
 
     def _verdict(self, answers: dict[int, dict], why: str) -> str:
         """The line for people: which ranks are behind or silent, and where they and one of the others are."""
