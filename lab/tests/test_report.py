@@ -368,7 +368,9 @@ def test_collectives_are_counted_by_kind_and_those_without_a_product_meanwhile()
     graph = {"products": 3, "gathered_mib": 6.0, "collectives": [
         ["all-gather", 0, 0, 4, 2], ["all-gather", 0, 2, 4, 2], ["reduce-scatter", 3, 0, 8, 4]]}  # fmt: skip
     flags = {"seed": 0, "compile": "fwdbwd", "compile_options": ["plain"]}
-    found = table("collectives", [dict(study="collectives", world=8, flags=flags, graphs={"loss, forward": graph})])[1]
+    row = dict(study="collectives", world=8, flags=flags, graphs={"loss, forward": graph})
+    about, found = table("collectives", [row])
+    assert "timed" not in about
     assert found == [{"Inductor options": "plain", "`--compile`": "fwdbwd", "all-gathers": "2",
                       "all-gathers of them exposed": "1", "reduce-scatters": "1",
                       "reduce-scatters of them exposed": "1", "MiB sent": "8",
