@@ -210,6 +210,19 @@ def test_a_table_has_the_held_out_loss_and_why_a_shape_is_bad():
     assert "badshape: --width 96: must be a multiple of --head-dim 64" in text and "| 2.0000 | 2.2500 |" in text
 
 
+def test_the_loss_of_simulated_ranks_stands_in_no_table_of_a_sweep():
+    cells = [f"nproc=1 --seed {seed}" for seed in (0, 1)]
+    real = {cell: dict(outcome="ok", step_ms=3.0, loss=2.0, world=1) for cell in cells}
+    played = {cell: row | dict(world="8(sim ndr-ib)") for cell, row in real.items()}
+    for text in (sweep.table, sweep.over_seeds):
+        assert "loss" in text(cells, real) and "step ms" in text(cells, played) and "loss" not in text(cells, played)
+
+
+def test_what_a_cell_printed_lies_in_one_folder_of_runs():
+    for results in ("runs/sweep-a.jsonl", "sweep-a.jsonl"):
+        assert str(sweep.place("nproc=1", sweep.Path(results)).parent) == "runs/sweep-a"
+
+
 def wait_for(there, seconds=60):
     until = time.monotonic() + seconds
     while not there():
