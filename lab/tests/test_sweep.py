@@ -198,9 +198,9 @@ def test_the_example_of_the_docs_is_a_file_of_cells(tmp_path, monkeypatch):
     monkeypatch.setattr(sweep, "gpus", lambda: 0)
     text = (ROOT / "docs/commands.md").read_text()
     (tmp_path / "mine.txt").write_text(text.partition("```text\n")[2].partition("```")[0])
-    assert sweep.read_cells(str(tmp_path / "mine.txt"), False, 1, []) == [
-        "nproc=1 --depth 2 --lr 3e-3", "nproc=1 --depth 4 --lr 3e-3", "nproc=1 --block llama --depth 2 --lr 3e-3",
-        "nproc=2 --depth 2 --lr 3e-3"]  # fmt: skip
+    assert sweep.read_cells(str(tmp_path / "mine.txt"), False, 2, []) == [
+        "nproc=2 --depth 2 --lr 3e-3", "nproc=2 --depth 4 --lr 3e-3", "nproc=2 --block llama --depth 2 --lr 3e-3",
+        "nproc=1 --depth 2 --lr 3e-3"]  # fmt: skip
 
 
 def test_a_table_has_the_held_out_loss_and_why_a_shape_is_bad():
