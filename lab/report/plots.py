@@ -531,7 +531,9 @@ def fits(rows: list[dict], folder: Path) -> list[Path]:
                 )
     if not handles:
         raise NoFigure("no row has a ratio that fits and a time")
-    ax.set(xlabel="recomputed share of the blocks", ylabel="time of a step (ms)")
+    ax.set(
+        xlabel="recomputed share of the blocks", ylabel="time of a step (ms)", xlim=(-0.05, 1.05)
+    )
     legend(plot, handles, "numbers: sequences of a micro-batch")
     return save(plot, folder, "fit")
 

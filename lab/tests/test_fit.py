@@ -141,6 +141,7 @@ def test_the_measured_ratio_is_the_least_that_neither_runs_out_nor_is_above_the_
     assert (folder / "plots/fit.png").stat().st_size > 5000
     text = (folder / "plots/fit.svg").read_text()
     assert "recomputed share" in text and "4 simulated ranks, h100-nvlink, planned" in text
+    assert all(f">{share}</text>" in text for share in ("0.0", "1.0")), "shares are from 0 to 1"
     instead(0.6)
     before = len(rows_in(folder / "rows.jsonl"))
     ran = instead(0.6)
