@@ -38,7 +38,7 @@ from lab.report import published, tables
 from lab.sweeps import sweep
 from trainer import config as flags
 from trainer.costs import link
-from trainer.distributed.command_line import parse_beside
+from trainer.distributed.command_line import default, parse_beside
 from trainer.distributed.spelling import flag
 from trainer.distributed.terminal import fail, grouped, tell
 from trainer.finetuning import config
@@ -64,8 +64,11 @@ class Fit:
     """Sequences per rank and micro-batch, in turn."""
     world: Annotated[tuple[int, ...], arg(metavar="INT ...")] = (1, 4, 8, 16)
     """Numbers of ranks, in turn; more than one are simulated, over --link."""
-    memory_mib: float | None = None
-    """Limit of memory on a rank. (default: of a GPU its memory less what is not the step's, as plan.py reserves it)"""
+    memory_mib: Annotated[
+        float | None,
+        default("of a GPU its memory less what is not the step's, as plan.py reserves it", "FLOAT"),
+    ] = None
+    """Limit of memory on a rank."""
     gpu: str = "h100"
     """GPU that is planned for, as plan.py names it."""
     plan: bool = False

@@ -1,4 +1,4 @@
-"""The commands that README.md and docs/ name, each given to its program as far as the flags are read; nothing is run.
+"""The commands that the two README.md and docs/ name, each given to its program up to its flags; nothing is run.
 
     python tests/documented.py [COMMAND..]    # a line for each that is refused: page, command, reason; some seconds
 
@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-SHELL = re.compile(r"```(?:bash|sh)?\n(.*?)```", re.DOTALL)
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)  # its language and its text
 INLINE = re.compile(r"`([^`\n]+)`")
 CELL = re.compile("n=|nproc=|ranks=")
 ASSIGNED = re.compile(r"[A-Z_]+=\S*")
@@ -41,9 +41,10 @@ class Read(BaseException):
 def commands() -> list[tuple[str, str]]:
     """(page, command) of all that a shell would run."""
     found = {}
-    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+    for path in (ROOT / "README.md", ROOT / "lab/README.md", *sorted((ROOT / "docs").glob("*.md"))):
         text, page = path.read_text(), str(path.relative_to(ROOT))
-        blocks = [block.replace("\\\n", " ").splitlines() for block in SHELL.findall(text)]
+        shell = [block for language, block in FENCE.findall(text) if language in ("", "bash", "sh")]
+        blocks = [block.replace("\\\n", " ").splitlines() for block in shell]
         inline = INLINE.findall(re.sub("```.*?```", "", text, flags=re.DOTALL))
         # In a sentence a command without flags is the name of a program.
         lines = [line for block in blocks for line in block] + [line for line in inline if " --" in line]

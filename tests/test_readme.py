@@ -14,13 +14,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from documented import commands
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))}
 FAULTS = re.findall(r"^\| (\d+) \| .+ \| (.+) \|$", PAGES["docs/faults.md"], re.MULTILINE)
 PROMISED = range(1, 85)
-NOT_OURS = {"my_file.py", "out.pt", "chat.jsonl", "config.json", "tokenizer.json",  # of the reader
+NOT_OURS = {"my_file.py", "out.pt", "front.png", "chat.jsonl", "config.json", "tokenizer.json",  # of the reader
             "adapter_config.json", "a.jsonl", "b.jsonl"}  # fmt: skip
 TORCHRUN = {"--nproc-per-node", "--max-restarts", "--standalone", "--nnodes"}
 CODE = re.compile(r"```.*?```|`[^`\n]+`", re.DOTALL)
@@ -141,6 +142,12 @@ def test_every_command_of_readme_and_docs_is_one_that_its_program_reads():
     """But for files that an earlier command writes, and what needs a GPU."""
     elsewhere = re.compile("; python -m lab.studies.coll|--attn flex: needs CUDA to train")
     assert not [line for line in refused() if not elsewhere.search(line)]
+
+
+def test_commands_behind_a_block_of_another_language_are_among_them():
+    found = {command for page, command in commands() if page in ("README.md", "lab/README.md", "docs/commands.md")}
+    assert {"./launch.sh run --compile none --depth 1", "python plan.py --best --gpus 8",
+            "./launch.sh sweep depth --slurm --gpus-per-node 8"} <= found  # fmt: skip
 
 
 def test_a_command_that_its_program_would_refuse_is_found():

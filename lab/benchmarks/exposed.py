@@ -180,13 +180,14 @@ def table(rows: list[dict]) -> str:
 def draw(rows: list[dict], path: str) -> None:
     """The `lanes` of the last row of each label and depth that has them: the link above, the computation below.
     ValueError without any."""
+    shown = {(label(row), row["depth"]): row for row in rows if "lanes" in row}
+    if not shown:
+        raise ValueError("--results: no row of this benchmark in it; measure first, without --plot")
+    try_plot(path)
     from matplotlib.figure import Figure
 
     from lab.report.plots import word
 
-    shown = {(label(row), row["depth"]): row for row in rows if "lanes" in row}
-    if not shown:
-        raise ValueError("--results: no row of this benchmark in it; measure first, without --plot")
     plot = Figure(figsize=(7, 0.9 + 0.8 * len(shown)), layout="constrained")
     axes = plot.subplots(len(shown), sharex=True, squeeze=False)[:, 0]
     for ax, ((name, depth), row) in zip(axes, shown.items(), strict=True):
@@ -222,14 +223,13 @@ def draw(rows: list[dict], path: str) -> None:
 def main(own: argparse.Namespace, c: flags.Config) -> int:
     """Measures and prints, or draws. Exit codes: 0, 2 cells or flags that do not fit."""
     try:
-        check_writable(own.results)
         if own.plot:
-            try_plot(own.plot)
             draw(
                 [row for row in read_jsonl(Path(own.results)) if row.get("study") == "exposed"],
                 own.plot,
             )
             return 0
+        check_writable(own.results)
         check_cells(own.cells, 0)
         rows = measure(own.cells, replace(c, system=replace(c.system, world=c.world or 8)))
     except ValueError as e:

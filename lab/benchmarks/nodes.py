@@ -241,11 +241,12 @@ def told(rows: list[dict]) -> str:
 
 def draw(rows: list[dict], path: str) -> None:
     """Bars for each mode and network: measured, predicted, simulated. ValueError without rows."""
-    from matplotlib.figure import Figure
-
     rows = LAYOUTS["nodes"](rows)[0]
     if not rows:
         raise ValueError("--results: no row of this benchmark in it; measure first, without --plot")
+    try_plot(path)
+    from matplotlib.figure import Figure
+
     networks = list(dict.fromkeys(row["network"] for row in rows))
     plot = Figure(figsize=(7, 0.8 + 1.3 * len(networks)), layout="constrained")
     axes = plot.subplots(len(networks), squeeze=False)[:, 0]
@@ -281,12 +282,11 @@ def draw(rows: list[dict], path: str) -> None:
 def main(own: argparse.Namespace, c: flags.Config, rank: int, local_rank: int, world: int) -> int:
     """Measures, or draws. Exit codes: 0, 2 flags or ranks that do not fit, 3 bad data, 7 ranks that differ."""
     try:
-        check_writable(c.results)
         if own.plot:
             if rank == 0:
-                try_plot(own.plot)
                 draw(read_jsonl(Path(c.results)), own.plot)
             return 0
+        check_writable(c.results)
         if c.world or world < 2:
             alone = "one rank has nobody to talk to; NPROC=2 ./launch.sh nodes"
             both = "real ranks are compared with simulated ones; leave it out"

@@ -4,9 +4,8 @@
     python -m lab.benchmarks.plans --mfu                          # the published MFU table, recounted
     python -m lab.benchmarks.plans --trade                        # less recomputed, or a larger micro-batch
     python -m lab.benchmarks.plans --draw 36 --seed 18 > cells/plan_peaks.txt         # settings, drawn over all options
-    python -m lab.sweeps.sweep cells/plan_peaks.txt --program "-m lab.benchmarks.peaks" --results
-    results/plan_peaks.jsonl python -m lab.benchmarks.plans --results results/plan_peaks.jsonl               # the peaks
-    of one file
+    python -m lab.sweeps.sweep cells/plan_peaks.txt --program "-m lab.benchmarks.peaks" --results FILE
+    python -m lab.benchmarks.plans --results FILE                 # how far off the peaks of one file are
 
 Sizes that are drawn are those of real training: by the floor of `trainer.costs.step_bytes`, between 4 and 80 GiB on a
 rank.
@@ -30,6 +29,7 @@ from lab.planning.weights import remat_of
 from lab.report.published import key_names, published
 from trainer import config as flags
 from trainer.costs import flops_per_token, kept_per_block, link, step_bytes
+from trainer.distributed.spelling import modern
 from trainer.distributed.terminal import grouped, markdown
 from trainer.logging import read_jsonl
 
@@ -153,7 +153,8 @@ def simulated(path: Path) -> list[Compared]:
             and (c.compile, c.wrapper) == ("fwdbwd", "simple")
         ):
             peak = step_peak(c, row["world"], arch=row["device"].split()[-1]).nbytes / 2**20
-            told = re.sub(r"--results \S+ ?", "", row["command"])
+            words = re.sub(r"--results \S+ ?", "", row["command"]).split()
+            told = " ".join(modern(words, flags.PARTS)[0])  # as such a line is written now
             found.append(Compared(told, peak, row["simulated_mib"]))
     return found
 

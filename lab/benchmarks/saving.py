@@ -203,7 +203,8 @@ def main(args: argparse.Namespace, c: flags.Config, rank: int, local_rank: int, 
     def tell(row: dict) -> None:
         if rank == 0:
             append_jsonl(c.results, row)
-            print("\n".join(f"{key:<20} {value}" for key, value in row.items()), flush=True)
+            shown = {key: value for key, value in row.items() if key != "flags"}
+            print("\n".join(f"{key:<20} {value}" for key, value in shown.items()), flush=True)
 
     try:
         run = make(folder)

@@ -8,6 +8,7 @@ enable_overlap_scheduling and collective_bucketing, with times by formula. Both 
 an H100's datasheet. They are the same graphs otherwise: a unit's parameters come by one collective. Torch 2.13.
 """
 
+import argparse
 import runpy
 import sys
 
@@ -66,11 +67,15 @@ def without_a_gpu() -> None:
 
 
 if __name__ == "__main__":
-    without_a_gpu()
-    how, program = sys.argv[1:3]
+    parser = argparse.ArgumentParser("python -m lab.profiling.upstream", description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.add_argument("how", choices=("manual", "automatic"))
+    parser.add_argument("program", help="such as lab.benchmarks.collectives; its flags follow")
+    own = parser.parse_args(sys.argv[1:3])
     sys.argv[1:3] = []
-    if how == "manual":
+    without_a_gpu()
+    if own.how == "manual":
         overlap.Overlap.__call__ = manual
     else:
         overlap.compile_options = automatic
-    runpy.run_module(program, run_name="__main__", alter_sys=True)
+    runpy.run_module(own.program, run_name="__main__", alter_sys=True)

@@ -457,6 +457,8 @@ def fronts(rows: list[dict], folder: Path, most: int = 8) -> list[Path]:
         ax.set(xlabel="time of the smallest step (ms)", ylabel=f"{unit} (MiB)")
         about = f"{str(device).split(',')[0]}, torch {torch}, {word('ranks', n)}, {where(those[0])}"
         plot.suptitle(textwrap.fill(about, 54), fontsize=8)
+        # Whole MiB: of ticks at halves two would have one label.
+        ax.yaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 2.5, 5, 10], integer=True))
         ax.yaxis.set_major_formatter(lambda y, _: grouped(y))
         ax.margins(0.1)
         legend(plot, handles, loc="outside lower left", fontsize=6.5)
@@ -529,7 +531,9 @@ def fits(rows: list[dict], folder: Path) -> list[Path]:
                 )
     if not handles:
         raise NoFigure("no row has a ratio that fits and a time")
-    ax.set(xlabel="recomputed share of the blocks", ylabel="time of a step (ms)")
+    ax.set(
+        xlabel="recomputed share of the blocks", ylabel="time of a step (ms)", xlim=(-0.05, 1.05)
+    )
     legend(plot, handles, "numbers: sequences of a micro-batch")
     return save(plot, folder, "fit")
 

@@ -44,7 +44,7 @@ def read(paths: list[Path]) -> list[dict]:
     file, `history`; lines cut short are passed over. ValueError: no file."""
     if missing := [path for path in paths if not path.is_file()]:
         raise ValueError(
-            f"no file {missing[0]}: ./launch.sh sweep AXIS writes one, --results names others"
+            f"no file {missing[0]}: runs, sweeps and fits write such files, --results names others"
         )
     return [
         whole(row) | {"file": path.name} | steps_of(path, row)

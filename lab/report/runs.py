@@ -25,7 +25,10 @@ def loss(rows: list[dict]) -> tuple[list[dict], Columns]:
     apart = [k for k in apart if all(k in each for each in settings)]
     columns = [("run", [row["run"] for row in rows])]
     columns += (
-        [(name, [str(each.get(name)) for each in settings]) for name in apart]
+        [
+            (name, ["" if each[name] is None else str(each[name]) for each in settings])
+            for name in apart
+        ]
         + where(rows)
         + outcomes(rows)
     )
@@ -56,8 +59,9 @@ def flags_apart(settings: list[dict]) -> list[str]:
     """Of settings, the flags that tell each from the others, as a command line has them. Of more than four flags only
     those whose value is not the one of most settings."""
     settings = [folded(each, PARTS) for each in settings]
+    names = {name: None for each in settings for name in each}  # of one program's, too
     values = {
-        name: Counter(json.dumps(each.get(name)) for each in settings) for name in settings[0]
+        name: Counter(json.dumps(each[name]) for each in settings if name in each) for name in names
     }
     names = [name for name, count in values.items() if len(count) > 1]
     usual = {name: values[name].most_common(1)[0][0] for name in names} if len(names) > 4 else {}

@@ -426,8 +426,10 @@ def about(name: str, ours: list[dict], found: Entries) -> str:
         {str(row.get("commit"))[:7] for row in ours},
     )
     dirty = " (uncommitted changes)" * any(row.get("dirty") for row in ours)
+    # Counts and plans have none.
+    steps = f"{each('n')} timed steps, " * any(row.get("n") for row in ours)
     lines = [f"**{name}**: commit {', '.join(sorted(commits))}{dirty}, torch {each('torch')}, {each('device')}, "
-             f"n = {n} ranks, {each('n')} timed steps, {each('file')}."]  # fmt: skip
+             f"n = {n} ranks, {steps}{each('file')}."]  # fmt: skip
     cores = [published.core(row.get("cell")) or frozenset() for row in ours]
     if cores and (shared := frozenset.intersection(*cores)):
         lines += [f"All of ours: `{sweep.join(dict(shared))}`."]

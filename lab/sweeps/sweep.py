@@ -394,6 +394,11 @@ def outcome(row: dict) -> str:
     return row["outcome"] + f": {why}" * (row["outcome"] == "badshape")
 
 
+def figure(row: dict, key: str) -> float | str | None:
+    """An entry of a row for a table; of simulated ranks, which all hold the same, no loss."""
+    return None if "loss" in key and "(sim" in str(row.get("world")) else row.get(key)
+
+
 def table(cells: list[str], rows: dict[str, dict]) -> str:
     """Markdown, a line per cell; flags that all share stand once above it, columns without a value are left out."""
     found = [rows.get(cell, {"outcome": "not run"}) for cell in cells]
@@ -402,8 +407,10 @@ def table(cells: list[str], rows: dict[str, dict]) -> str:
     columns = [("n", ranks), ("flags", [names[cell][1] for cell in cells])]
     columns.append(("outcome", [outcome(row) for row in found]))
     for key, (title, digits) in COLUMNS.items():
-        if any(row.get(key) is not None for row in found):
-            columns.append((title, [grouped(row.get(key), digits, missing="") for row in found]))
+        if any(figure(row, key) is not None for row in found):
+            columns.append(
+                (title, [grouped(figure(row, key), digits, missing="") for row in found])
+            )
     return f"all: {shared}\n\n" * bool(shared) + markdown(columns)
 
 
@@ -429,7 +436,7 @@ def over_seeds(cells: list[str], rows: dict[str, dict]) -> str:
     ]
     for key, (title, digits) in COLUMNS.items():
         figures = [
-            [rows[c][key] for c in own if rows.get(c, {}).get(key) is not None]
+            [rows[c][key] for c in own if figure(rows.get(c, {}), key) is not None]
             for own in alike.values()
         ]
         texts = [spread(each, digits) for each in figures]
@@ -439,7 +446,8 @@ def over_seeds(cells: list[str], rows: dict[str, dict]) -> str:
 
 def place(cell: str, results: Path) -> Path:
     """The folder of a cell's lock; what its run printed is beside it, with the suffix .log."""
-    return results.parent / "runs" / results.stem / f"{zlib.crc32(cell.encode()):08x}"
+    folder = results.parent / "runs" if results.parent.name != "runs" else results.parent
+    return folder / results.stem / f"{zlib.crc32(cell.encode()):08x}"
 
 
 def attempt(

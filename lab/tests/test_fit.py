@@ -11,7 +11,7 @@ import subprocess
 import sys
 
 import pytest
-from running import ROOT
+from running import ROOT, module
 from tiny_hf import write_model, write_tokenizer
 
 from lab import fit
@@ -141,6 +141,7 @@ def test_the_measured_ratio_is_the_least_that_neither_runs_out_nor_is_above_the_
     assert (folder / "plots/fit.png").stat().st_size > 5000
     text = (folder / "plots/fit.svg").read_text()
     assert "recomputed share" in text and "4 simulated ranks, h100-nvlink, planned" in text
+    assert all(f">{share}</text>" in text for share in ("0.0", "1.0")), "shares are from 0 to 1"
     instead(0.6)
     before = len(rows_in(folder / "rows.jsonl"))
     ran = instead(0.6)
@@ -248,3 +249,8 @@ def test_memory_that_rises_with_a_little_recomputation_does_not_hide_that_none_i
 def test_the_peak_of_a_run_is_also_that_of_its_start():
     assert fit.peak_of(dict(peak_alloc_mib=5.0, first_step_peak_mib=9.0)) == 9.0 == fit.peak_of(dict(peak_rss_mib=9.0))
     assert fit.peak_of(dict(outcome="OOM fwd")) is None
+
+
+def test_help_names_one_default_of_the_limit():
+    entry = module("lab.fit", "--help").out.partition("│ --memory-mib")[2].partition("│ --gpu")[0]
+    assert entry.count("(default: ") == 1 and "as plan.py reserves it)" in " ".join(entry.replace("│", " ").split())

@@ -163,6 +163,13 @@ def test_saved_bytes_are_by_kind_and_counted_once():
     assert kinds["inputs"] == 4 * 8 * 4
 
 
+def test_a_scheduler_that_torch_lacks_is_refused():
+    """And not taken for the automatic one."""
+    command = [sys.executable, "-m", "lab.profiling.upstream", "manul", "lab.benchmarks.collectives"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and "invalid choice: 'manul'" in done.stderr, done.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("how", "gathers", "exposed"), [("manual", (5, 4), (4, 3)), ("automatic", (3, 4), (2, 1))])
 def test_torch_s_own_schedulers_are_counted_beside_ours(tmp_path, how, gathers, exposed):

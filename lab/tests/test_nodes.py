@@ -132,3 +132,10 @@ def test_two_ranks_of_one_host_are_one_link_two_modes_and_what_was_predicted_of_
     assert modes[1]["collectives"].keys() == {"all_reduce", "all_gather", "reduce_scatter"}
     figure = module("lab.benchmarks.nodes", "--results", str(results), "--plot", "none/a.png")
     assert figure.code == 2 and one_line(figure.err).startswith("error: --plot none/a.png: ")
+
+
+@pytest.mark.parametrize("program", ["nodes", "exposed"])
+def test_a_picture_without_rows_is_refused_and_leaves_no_file(tmp_path, program):
+    files = "--results", str(tmp_path / "rows.jsonl"), "--plot", str(tmp_path / "a.png")
+    done = module(f"lab.benchmarks.{program}", *files)
+    assert done.code == 2 and "rows.jsonl" in one_line(done.err) and not [*tmp_path.iterdir()]

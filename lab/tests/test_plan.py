@@ -18,6 +18,7 @@ from lab.planning import hardware, report, search
 from lab.planning.architecture import architecture, read, reference
 from lab.planning.liveness import Make, Tape
 from trainer import costs
+from trainer.distributed.spelling import modern
 
 ROOT = Path(__file__).parents[2]
 EXPOSED = ROOT / "results/exposed.jsonl"
@@ -116,6 +117,7 @@ def test_peaks_of_generated_code():
     far = [f"{100 * each.error:+.2f} % {each.name}" for each in found if abs(each.error) > 0.01]
     assert len(found) >= 127 and len(far) <= FAR, "\n".join(far)
     assert max(abs(each.error) for each in found) < 0.02
+    assert not [old for each in found for old in modern(each.name.split(), plans.flags.PARTS)[1]]
 
 
 def test_the_error_of_a_peak_is_what_the_drawn_settings_say():

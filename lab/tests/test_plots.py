@@ -180,6 +180,8 @@ def test_the_front_is_of_one_setting_and_names_its_points(folder, whole):
                  "peak allocated memory (MiB)", "time of the smallest step (ms)"):  # fmt: skip
         assert text in drawn, text
     assert "block" not in drawn and "sim" not in drawn and "flex" not in drawn
+    ticks = re.findall(r">(\d+)</text>", svg.read_text().partition('id="matplotlib.axis_2"')[2])
+    assert "2" in ticks and len(ticks) == len({*ticks}), "two ticks of one label"
     drawn = texts(plots.fronts(made, folder, most=2)[0])
     assert "1 others: one of these is as good or better in both" in drawn and "compiled model" not in drawn
 

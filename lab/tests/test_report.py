@@ -368,7 +368,9 @@ def test_collectives_are_counted_by_kind_and_those_without_a_product_meanwhile()
     graph = {"products": 3, "gathered_mib": 6.0, "collectives": [
         ["all-gather", 0, 0, 4, 2], ["all-gather", 0, 2, 4, 2], ["reduce-scatter", 3, 0, 8, 4]]}  # fmt: skip
     flags = {"seed": 0, "compile": "fwdbwd", "compile_options": ["plain"]}
-    found = table("collectives", [dict(study="collectives", world=8, flags=flags, graphs={"loss, forward": graph})])[1]
+    row = dict(study="collectives", world=8, flags=flags, graphs={"loss, forward": graph})
+    about, found = table("collectives", [row])
+    assert "timed" not in about
     assert found == [{"Inductor options": "plain", "`--compile`": "fwdbwd", "all-gathers": "2",
                       "all-gathers of them exposed": "1", "reduce-scatters": "1",
                       "reduce-scatters of them exposed": "1", "MiB sent": "8",
@@ -554,6 +556,20 @@ def test_a_loss_of_simulated_ranks_stands_in_no_table(copy, capsys):
         assert command.main(argv) == 0
         out = capsys.readouterr().out
         assert "8(sim ndr-ib)" in out and "2.5000" in out and "7.75" not in out, argv
+
+
+def test_runs_are_told_apart_by_flags_that_the_first_has_not_and_by_none_where_there_is_no_value(copy, capsys):
+    """Rows of main.py and of finetune.py stand in one file."""
+    made = told_runs(dict(seed=0), dict(seed=1), dict(init="a.pt"), dict(init=None))
+    made[0]["flags"].pop("init", None), made[1]["flags"].pop("init", None)
+    save(copy / "rows.jsonl", made), save(copy / "two.jsonl", made[2:])
+    for each in made:
+        save(copy / f"two.steps/{each['run']}.jsonl", [dict(step=1, loss=3.0)])
+    assert command.main(["rows.jsonl"]) == 0
+    assert capsys.readouterr().out.count("--init a.pt |") == 1
+    assert command.main(["loss", "--results", "two.jsonl"]) == 0
+    out = capsys.readouterr().out
+    assert "| run-2 | a.pt |" in out and "| run-3 |  |" in out, out
 
 
 def test_losses_are_compared_that_can_be_and_a_line_says_what_is_left_out(copy, capsys):

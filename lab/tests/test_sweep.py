@@ -198,9 +198,9 @@ def test_the_example_of_the_docs_is_a_file_of_cells(tmp_path, monkeypatch):
     monkeypatch.setattr(sweep, "gpus", lambda: 0)
     text = (ROOT / "docs/commands.md").read_text()
     (tmp_path / "mine.txt").write_text(text.partition("```text\n")[2].partition("```")[0])
-    assert sweep.read_cells(str(tmp_path / "mine.txt"), False, 1, []) == [
-        "nproc=1 --depth 2 --lr 3e-3", "nproc=1 --depth 4 --lr 3e-3", "nproc=1 --block llama --depth 2 --lr 3e-3",
-        "nproc=2 --depth 2 --lr 3e-3"]  # fmt: skip
+    assert sweep.read_cells(str(tmp_path / "mine.txt"), False, 2, []) == [
+        "nproc=2 --depth 2 --lr 3e-3", "nproc=2 --depth 4 --lr 3e-3", "nproc=2 --block llama --depth 2 --lr 3e-3",
+        "nproc=1 --depth 2 --lr 3e-3"]  # fmt: skip
 
 
 def test_a_table_has_the_held_out_loss_and_why_a_shape_is_bad():
@@ -208,6 +208,19 @@ def test_a_table_has_the_held_out_loss_and_why_a_shape_is_bad():
     bad = sweep.failed_row(cells[0], "exit 2: error: --width 96: must be a multiple of --head-dim 64")
     text = sweep.table(cells, {cells[0]: bad, cells[1]: dict(outcome="ok", loss=2.0, eval_loss=2.25)})
     assert "badshape: --width 96: must be a multiple of --head-dim 64" in text and "| 2.0000 | 2.2500 |" in text
+
+
+def test_the_loss_of_simulated_ranks_stands_in_no_table_of_a_sweep():
+    cells = [f"nproc=1 --seed {seed}" for seed in (0, 1)]
+    real = {cell: dict(outcome="ok", step_ms=3.0, loss=2.0, world=1) for cell in cells}
+    played = {cell: row | dict(world="8(sim ndr-ib)") for cell, row in real.items()}
+    for text in (sweep.table, sweep.over_seeds):
+        assert "loss" in text(cells, real) and "step ms" in text(cells, played) and "loss" not in text(cells, played)
+
+
+def test_what_a_cell_printed_lies_in_one_folder_of_runs():
+    for results in ("runs/sweep-a.jsonl", "sweep-a.jsonl"):
+        assert str(sweep.place("nproc=1", sweep.Path(results)).parent) == "runs/sweep-a"
 
 
 def wait_for(there, seconds=60):
