@@ -26,7 +26,7 @@ import functools
 import operator
 import threading
 import weakref
-from collections import Counter, namedtuple
+from collections import namedtuple
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -812,28 +812,27 @@ class _Bucket:
     def __init__(self, params: list[DTensor], policy: tuple):
         self.params, self.dtypes = params, _dtypes(params[0], policy)
         self.may_overlap = _may_overlap(params[0].device_mesh)
-        self.uses = Counter()  # by parameter: how often backward will ask for it
-        self.wholes = {}  # by parameter: those that were gathered again
+        self.uses = 0  # how often backward will ask for one
+        self.wholes = {}  # by parameter, once they were gathered again
         self.uses_left = 0  # of these; below 0 if nobody counted: the end of backward frees them
-        self.coming, self.work = {}, None  # parameters, and the gather of them that is on its way
+        self.work = None  # a gather that is on its way
         self.reduction = None  # (parameters, a reduction that is on its way)
 
-    def begin(self, params: list[DTensor]) -> None:
-        """Begins to gather these."""
-        self.coming = dict.fromkeys(params)
-        self.work = _all_gather(params, self.dtypes[0])
+    def begin(self) -> None:
+        """Begins to gather."""
+        self.work = _all_gather(self.params, self.dtypes[0])
         if self.may_overlap:
             next(self.work)
 
     def whole(self, p: DTensor) -> Tensor:
-        """A parameter, for backward: gathered at the first call, with all others that it needs."""
-        if p not in self.wholes:
+        """A parameter, for backward: gathered at the first call. All others are gathered with it,
+        whichever it needs here: another rank may need others."""
+        if not self.wholes:
             with _hidden(grad=False):
-                if self.work is None or p not in self.coming:
-                    # In one order on all ranks.
-                    self.begin([q for q in self.params if q is p or q in self.uses])
-                self.wholes = dict(zip(self.coming, _result(self.work), strict=True))
-                self.work, self.uses_left = None, self.uses.total()
+                if self.work is None:
+                    self.begin()
+                self.wholes = dict(zip(self.params, _result(self.work), strict=True))
+                self.work, self.uses_left = None, self.uses
                 self.begin_next()
         whole = self.wholes[p]
         self.uses_left -= 1
@@ -843,12 +842,12 @@ class _Bucket:
 
     def begin_next(self) -> None:
         """Begins to gather what backward needs next, as much as it has here."""
-        size, bucket = _size(self.wholes), self.before
+        size, bucket = _size(self.params), self.before
         while size > 0 and bucket is not None:
-            needed = [q for q in bucket.params if q in bucket.uses]
-            if needed and bucket.work is None and not bucket.wholes:
-                bucket.begin(needed)
-            size -= _size(needed)
+            if bucket.uses > 0:
+                size -= _size(bucket.params)
+                if bucket.work is None and not bucket.wholes:
+                    bucket.begin()
             bucket = bucket.before
 
     def free(self) -> None:
@@ -872,7 +871,7 @@ class _Begin(torch.autograd.Function):
     @staticmethod
     def forward(ctx, bucket: _Bucket, *params: DTensor):
         ctx.bucket, ctx.params = bucket, params
-        bucket.begin(params)
+        bucket.begin()
         return _token(params[0])
 
     @staticmethod
@@ -927,20 +926,25 @@ def _versions(p: DTensor) -> tuple[int, int]:
     return p._version, p._local_tensor._version
 
 
-def _pack(saved: Tensor) -> Tensor | _SavedView:
+def _pack(saved: Tensor) -> tuple[Tensor, int] | _SavedView:
+    kept = saved, saved._version  # of what goes through hooks, torch does not check the version
     if saved.layout is not torch.strided or saved.is_conj():  # as_strided could not make it again
-        return saved
+        return kept
     bucket, p, versions = getattr(saved.untyped_storage(), "_sharded", (None, None, None))
     if bucket is None or saved.dtype != bucket.dtypes[0]:
-        return saved
-    bucket.uses[p] += 1
+        return kept
+    bucket.uses += 1
     view = saved.size(), saved.stride(), saved.storage_offset()
     return _SavedView(bucket, p, versions, *view)
 
 
-def _unpack(kept: Tensor | _SavedView) -> Tensor:
-    if isinstance(kept, Tensor):
-        return kept
+def _unpack(kept: tuple[Tensor, int] | _SavedView) -> Tensor:
+    if not isinstance(kept, _SavedView):
+        saved, version = kept
+        if saved._version != version:
+            what = f"a tensor of {saved.shape} was changed in place"
+            raise RuntimeError(f"{what}, but backward needs it as it was")
+        return saved
     if [*_versions(kept.param)] != kept.versions:
         raise RuntimeError("a parameter was changed in place between its forward and its backward")
     return kept.bucket.whole(kept.param).as_strided(kept.size, kept.stride, kept.offset)
@@ -1070,7 +1074,7 @@ def _read(module: nn.Module, p: DTensor) -> Tensor:
     whole = memo[key]
     # Somebody else's hooks are taken for a checkpoint's, which will ask again.
     if _top_saved_tensors_hooks(True) not in (None, (_pack, _unpack)):
-        whole.bucket.uses[p] += 1
+        whole.bucket.uses += 1
     return whole.tensor
 
 

@@ -260,11 +260,52 @@ def measured(mesh):
     return shard, whole(grad).norm().item(), grad.norm().full_tensor().item()
 
 
+class Routed(nn.Module):
+    """Each rank runs another expert, and takes the other's parameters times zero, as one does under DDP."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = nn.Linear(6, 6), nn.LayerNorm(6)
+        self.experts = nn.ModuleList([nn.Linear(6, 6) for _ in range(2)])
+
+    def forward(self, x, rank):
+        used, other = self.experts[rank], self.experts[1 - rank]
+        return used(self.norm(self.first(x))) + 0 * (other.weight.sum() + other.bias.sum())
+
+
+class Routes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Routed() for _ in range(3)])
+
+    def forward(self, x, rank):
+        for layer in self.layers:
+            x = layer(x, rank)
+        return x.square().sum()
+
+
+def routed(mesh):
+    """How far gradients are from those of one process, where ranks need other weights of a block in backward."""
+    torch.manual_seed(1)
+    plain = Routes()
+    sharded = data_parallel(copy.deepcopy(plain), mesh)
+    inputs = torch.randn(2, 4, 6)
+    for rank, x in enumerate(inputs):
+        (plain(x, rank) / 2).backward()
+    sharded(inputs[dist.get_rank()], dist.get_rank()).backward()
+    pairs = zip(sharded.parameters(), plain.parameters(), strict=True)
+    return max((whole(p.grad) - q.grad).abs().max().item() for p, q in pairs)
+
+
 @pytest.fixture(scope="module")
 def two():
     jobs = [initialised, lora, as_with_others, penalised_and_averaged, sharded_twice, scaled, measured, built_before]
-    jobs.append(trained_by_each)
+    jobs += [trained_by_each, routed]
     return spawn(2, jobs, timeout=240)
+
+
+def test_ranks_that_run_other_experts_and_the_rest_times_zero_have_the_gradients_of_one_process(two):
+    assert max(two["routed"]) < 1e-5
 
 
 def test_a_gradient_that_is_not_finite_on_one_rank_stops_the_step_of_all(two):
