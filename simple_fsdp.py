@@ -126,8 +126,12 @@ def _dtypes(p: DTensor, policy: tuple) -> tuple:
 
 
 def _shard_count(p: DTensor) -> int:
-    """Into how many shards a parameter is cut."""
-    return p.device_mesh.size(-1) if p.placements[-1].is_shard() else 1
+    """Into how many shards a parameter is cut: its rows, over the last dimension of the mesh."""
+    *copies, last = p.placements
+    if Shard(0) in copies or not {*copies, last} <= {Shard(0), Replicate()}:
+        what = f"cannot gather a parameter with placements {p.placements}"
+        raise RuntimeError(f"{what}: redistribute() it as data_parallel() does")
+    return p.device_mesh.size(-1) if last.is_shard() else 1
 
 
 def _group_name(p: DTensor, dim: int) -> str:
@@ -692,11 +696,13 @@ def _tag_compile_cache(mesh: DeviceMesh) -> None:
 
 
 class _Replaced(nn.Parameter):
-    """A parameter whose place a shard has taken: an optimizer that still has it trains nothing."""
+    """A parameter whose place a shard has taken: an optimizer that still has it trains nothing, nor
+    does a backward to it, of a loss that holds it or of a model that shared it."""
 
     def _refuse(self, *value):
         raise RuntimeError(
-            "this parameter was replaced by its shard: build the optimizer after data_parallel()"
+            "this parameter was replaced by its shard: build the optimizer after data_parallel(), "
+            "and read the parameter as an attribute of its module"
         )
 
     grad = property(_refuse, _refuse)
@@ -716,6 +722,7 @@ def _shard_own(module: nn.Module, mesh: DeviceMesh, mode: str, min_bytes: int) -
             _shards[p].__dict__.update(p.__dict__)  # attributes that others have set on it
             if p.requires_grad and not is_fake(p):
                 p.__class__ = _Replaced
+                p.register_post_accumulate_grad_hook(_Replaced._refuse)
         module._parameters[name] = _shards[p]
     module.__dict__.pop("_flat_weights", None)  # an RNN's list of the unsharded parameters
 
@@ -993,10 +1000,7 @@ class _Course:
         self.last, self.order, self.begun, self.before = [], [], {}, None
         if module is not None:
             # A module that was taken out of the model is None, also on a rank where it still exists.
-            inside = [module]
-            for each in inside:
-                inside += each.children()
-            inside = {id(each) for each in inside}
+            inside = {id(each) for each in module.modules()}
             last = [each() for each in _orders.get(module, ())]
             self.last = [each if id(each) in inside else None for each in last]
             _orders[module] = self.order
@@ -1171,7 +1175,7 @@ def _why_not(module: nn.Module, p: nn.Parameter) -> str:
         return "its module is wrapped already, copy it into the old parameter"
     if isinstance(p, DTensor):
         return f"it already is a DTensor with placements {p.placements}"
-    if p._backward_hooks or p._post_accumulate_grad_hooks:
+    if p._backward_hooks or (p._post_accumulate_grad_hooks and type(p) is not _Replaced):
         return "its hooks would be lost, register them after data_parallel()"
     if isinstance(p, nn.parameter.UninitializedParameter):
         return "it has no shape yet, run one forward before wrapping"

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import MixedPrecisionPolicy as FSDP2Policy
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import simple_fsdp
@@ -213,7 +213,10 @@ def trained_by_each(mesh):
     return found
 
 
-REPLACED = "this parameter was replaced by its shard: build the optimizer after data_parallel()"
+REPLACED = (
+    "this parameter was replaced by its shard: build the optimizer after data_parallel(), "
+    "and read the parameter as an attribute of its module"
+)
 
 
 def built_before(mesh):
@@ -570,6 +573,34 @@ def test_late_adapters_on_the_mesh_of_hybrid_shard_are_replicated_over_all_of_it
     assert sorted(reduced) == [(10, 2), (10, 2), (10, 2)]  # the adapter whole, over each dimension; half of the other
     assert {p.device_mesh for p in model.parameters()} == {mesh}
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def test_a_loss_that_holds_a_parameter_from_before_the_wrap_is_refused_in_backward(fake):
+    model, other = mlp(), nn.Linear(3, 5, bias=False)
+    other.weight = model[0].weight  # [5, 6]: as the weight of a head that a loss of its own computes with
+    data_parallel(model, fake(2))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=re.escape(REPLACED)):
+            F.linear(torch.ones(2, 6), other.weight).sum().backward()
+    data_parallel(other, fake(2))  # unless it is wrapped, too: then it has the model's shard
+    assert other.weight is model[0].weight
+    assert other(torch.ones(2, 6)).sum().backward() is None and other.weight.grad is not None
+
+
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("placements", [[Shard(1)], [Partial()], [Shard(0), Replicate()], [Shard(0), Shard(0)]])
+def test_a_parameter_that_is_cut_another_way_is_refused_and_not_read_as_rows(fake, placements, compile):
+    mesh, replicas = fake(4), len(placements)
+    if replicas == 2:
+        mesh = fake(4, replicas=2)
+    model = data_parallel(nn.Linear(8, 8), mesh, ["fully_shard", "hybrid_shard"][replicas - 1])
+    other = DTensor.from_local(torch.ones(8, 8), mesh, placements, run_check=False)
+    run = torch.compile(model, backend="aot_eager") if compile else model
+    with pytest.raises(RuntimeError, match="cannot gather a parameter with placements"):
+        torch.func.functional_call(run, {"_orig_mod.weight" if compile else "weight": other}, torch.ones(1, 8))
+    model.weight = nn.Parameter(other)
+    with pytest.raises(RuntimeError, match="cannot gather a parameter with placements"):
+        run(torch.ones(1, 8))
 
 
 @pytest.mark.parametrize("change", [
