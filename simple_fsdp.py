@@ -243,7 +243,8 @@ def _result(work: Work):
 
 def _apply_to_given(apply, grads, params) -> list:
     """What `apply` makes of the gradients that are not None, each in the place of its own. All
-    ranks must lack the same ones: what they send together would not match."""
+    ranks must lack the same ones: else sizes do not match or, unseen, gradients of different
+    parameters are averaged. Experts that got no token need a gradient of zeros."""
     given = [grad for grad in grads if grad is not None]
     params = [p for grad, p in zip(grads, params, strict=True) if grad is not None]
     results = iter(apply(params, *given) if given else ())
@@ -1013,6 +1014,7 @@ class _Course:
             size += self.end(memo, self.begin(memo, [*_gathers(owner), module]))
         self.order.append(weakref.ref(owner))
         at = len(self.order)
+        # This forward goes another way than the last (a None is a module that is gone).
         if self.last[at - 1 : at] not in ([owner], [None]):
             self.last = []
         followers = islice(self.last, at, None)
@@ -1033,7 +1035,7 @@ class _Course:
         for policy, about in sets.items():
             for params in _alike(about):
                 bucket = _Bucket(params, policy)
-                # With gradients, also where forward reads a parameter without them before.
+                # With gradients, even under no_grad: forward may read it outside of that, too.
                 with _hidden(grad=True):
                     token = _Begin.apply(bucket, *params)
                 begun.append((bucket, token, [about[p] for p in params]))
