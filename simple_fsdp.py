@@ -703,7 +703,7 @@ class _Replaced(nn.Parameter):
     def _refuse(self, *value):
         raise RuntimeError(
             "this parameter was replaced by its shard: build the optimizer after data_parallel(), "
-            "and read the parameter as an attribute of its module"
+            "and wrap all else that holds it, too"
         )
 
     grad = property(_refuse, _refuse)
