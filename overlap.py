@@ -62,8 +62,8 @@ LAYOUT = {
 
 def compile_options(model: nn.Module, whole_step: bool = False, ahead: float = 1.0) -> dict:
     """Inductor options for any torch.compile of `model`, wrapped, of a part of it, or of a function
-    around it; those of another wrapped model do as well. None on a single rank, where Inductor's
-    own order of a graph needs less memory.
+    around it; those of another wrapped model do as well. {} on a single rank, where Inductor's own
+    order of a graph needs less memory.
 
     whole_step: what is compiled is a whole training step, which returns its loss first and updates
     the parameters.

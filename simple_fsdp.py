@@ -26,7 +26,7 @@ import functools
 import operator
 import threading
 import weakref
-from collections import Counter, namedtuple
+from collections import namedtuple
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -127,8 +127,12 @@ def _dtypes(p: DTensor, policy: tuple) -> tuple:
 
 
 def _shard_count(p: DTensor) -> int:
-    """Into how many shards a parameter is cut."""
-    return p.device_mesh.size(-1) if p.placements[-1].is_shard() else 1
+    """Into how many shards a parameter is cut: its rows, over the last dimension of the mesh."""
+    *copies, last = p.placements
+    if Shard(0) in copies or not {*copies, last} <= {Shard(0), Replicate()}:
+        what = f"cannot gather a parameter with placements {p.placements}"
+        raise RuntimeError(f"{what}: redistribute() it as data_parallel() does")
+    return p.device_mesh.size(-1) if last.is_shard() else 1
 
 
 def _pad(t: Tensor, rows: int) -> Tensor:
@@ -247,7 +251,8 @@ def _result(work: Work):
 
 def _apply_to_given(apply, grads, params) -> list:
     """What `apply` makes of the gradients that are not None, each in the place of its own. All
-    ranks must lack the same ones: what they send together would not match."""
+    ranks must lack the same ones: else sizes do not match or, unseen, gradients of different
+    parameters are averaged. Experts that got no token need a gradient of zeros."""
     given = [grad for grad in grads if grad is not None]
     params = [p for grad, p in zip(grads, params, strict=True) if grad is not None]
     results = iter(apply(params, *given) if given else ())
@@ -560,12 +565,14 @@ def _reader(name: str) -> property:
 
 
 @functools.cache
-def _wrapped_class(cls: type, names: tuple[str, ...], kind: str, is_root: bool) -> type:
+def _wrapped_class(cls: type, names: tuple[tuple, ...], kind: str, is_root: bool) -> type:
     """The subclass of `cls` that gathers the parameters `names` when they are read. kind: "unit",
     "part" of one, or "alone". There is one class for each set of arguments, with all else on the
-    instance, so that equal blocks share one compiled frame. Registries, such as those of Hugging
-    Face, know a class by its name and module: they stay. `cls` is asked for its methods at each
-    call: one that is replaced later, as kernel libraries do, is the one that runs."""
+    instance, so that equal blocks share one compiled frame. Beside each name is the shape: of a
+    DTensor Dynamo guards the shard's alone, which 5 and 6 rows on two ranks have in common.
+    Registries, such as those of Hugging Face, know a class by its name and module: they stay. `cls`
+    is asked for its methods at each call: one that is replaced later, as kernel libraries do, is
+    the one that runs."""
 
     @functools.wraps(cls.forward)  # tools read the names of the arguments
     def forward(self, *args, **kwargs):
@@ -611,7 +618,7 @@ def _wrapped_class(cls: type, names: tuple[str, ...], kind: str, is_root: bool) 
         _data_parallel_unit=kind == "unit",
         _data_parallel_root=is_root,
     )
-    attributes |= {name: _reader(name) for name in names}
+    attributes |= {name: _reader(name) for name, _ in names}
     attributes |= {method: initialising(method) for method in INITIALISE if hasattr(cls, method)}
     if is_root:
         attributes["__call__"] = call
@@ -681,7 +688,7 @@ def data_parallel(
             _shard_own(module, device_mesh, mode, min_bytes)
             module._data_parallel = policy
         cls = type(module)
-        own = tuple(name for name, p in module._parameters.items() if p is not None)
+        own = tuple((name, p.shape) for name, p in module._parameters.items() if p is not None)
         names = getattr(cls, "_data_parallel_names", own)
         kind = "unit" if module in units else "part" if module in inside else "alone"
         is_root = module is model or getattr(cls, "_data_parallel_root", False)
@@ -700,11 +707,13 @@ def _tag_compile_cache(mesh: DeviceMesh) -> None:
 
 
 class _Replaced(nn.Parameter):
-    """A parameter whose place a shard has taken: an optimizer that still has it trains nothing."""
+    """A parameter whose place a shard has taken: an optimizer that still has it trains nothing, nor
+    does a backward to it, of a loss that holds it or of a model that shared it."""
 
     def _refuse(self, *value):
         raise RuntimeError(
-            "this parameter was replaced by its shard: build the optimizer after data_parallel()"
+            "this parameter was replaced by its shard: build the optimizer after data_parallel(), "
+            "and wrap all else that holds it, too"
         )
 
     grad = property(_refuse, _refuse)
@@ -724,6 +733,7 @@ def _shard_own(module: nn.Module, mesh: DeviceMesh, mode: str, min_bytes: int) -
             _shards[p].__dict__.update(p.__dict__)  # attributes that others have set on it
             if p.requires_grad and not is_fake(p):
                 p.__class__ = _Replaced
+                p.register_post_accumulate_grad_hook(_Replaced._refuse)
         module._parameters[name] = _shards[p]
     module.__dict__.pop("_flat_weights", None)  # an RNN's list of the unsharded parameters
 
@@ -820,28 +830,27 @@ class _Bucket:
     def __init__(self, params: list[DTensor], policy: tuple):
         self.params, self.dtypes = params, _dtypes(params[0], policy)
         self.may_overlap = _may_overlap(params[0].device_mesh)
-        self.uses = Counter()  # by parameter: how often backward will ask for it
-        self.wholes = {}  # by parameter: those that were gathered again
+        self.uses = 0  # how often backward will ask for one
+        self.wholes = {}  # by parameter, once they were gathered again
         self.uses_left = 0  # of these; below 0 if nobody counted: the end of backward frees them
-        self.coming, self.work = {}, None  # parameters, and the gather of them that is on its way
+        self.work = None  # a gather that is on its way
         self.reduction = None  # (parameters, a reduction that is on its way)
 
-    def begin(self, params: list[DTensor]) -> None:
-        """Begins to gather these."""
-        self.coming = dict.fromkeys(params)
-        self.work = _all_gather(params, self.dtypes[0])
+    def begin(self) -> None:
+        """Begins to gather."""
+        self.work = _all_gather(self.params, self.dtypes[0])
         if self.may_overlap:
             next(self.work)
 
     def whole(self, p: DTensor) -> Tensor:
-        """A parameter, for backward: gathered at the first call, with all others that it needs."""
-        if p not in self.wholes:
+        """A parameter, for backward: gathered at the first call. All others are gathered with it,
+        whichever it needs here: another rank may need others."""
+        if not self.wholes:
             with _hidden(grad=False):
-                if self.work is None or p not in self.coming:
-                    # In one order on all ranks.
-                    self.begin([q for q in self.params if q is p or q in self.uses])
-                self.wholes = dict(zip(self.coming, _result(self.work), strict=True))
-                self.work, self.uses_left = None, self.uses.total()
+                if self.work is None:
+                    self.begin()
+                self.wholes = dict(zip(self.params, _result(self.work), strict=True))
+                self.work, self.uses_left = None, self.uses
                 self.begin_next()
         whole = self.wholes[p]
         self.uses_left -= 1
@@ -851,12 +860,12 @@ class _Bucket:
 
     def begin_next(self) -> None:
         """Begins to gather what backward needs next, as much as it has here."""
-        size, bucket = _size(self.wholes), self.before
+        size, bucket = _size(self.params), self.before
         while size > 0 and bucket is not None:
-            needed = [q for q in bucket.params if q in bucket.uses]
-            if needed and bucket.work is None and not bucket.wholes:
-                bucket.begin(needed)
-            size -= _size(needed)
+            if bucket.uses > 0:
+                size -= _size(bucket.params)
+                if bucket.work is None and not bucket.wholes:
+                    bucket.begin()
             bucket = bucket.before
 
     def free(self) -> None:
@@ -880,7 +889,7 @@ class _Begin(torch.autograd.Function):
     @staticmethod
     def forward(ctx, bucket: _Bucket, *params: DTensor):
         ctx.bucket, ctx.params = bucket, params
-        bucket.begin(params)
+        bucket.begin()
         return _token(params[0])
 
     @staticmethod
@@ -935,20 +944,25 @@ def _versions(p: DTensor) -> tuple[int, int]:
     return p._version, p._local_tensor._version
 
 
-def _pack(saved: Tensor) -> Tensor | _SavedView:
+def _pack(saved: Tensor) -> tuple[Tensor, int] | _SavedView:
+    kept = saved, saved._version  # of what goes through hooks, torch does not check the version
     if saved.layout is not torch.strided or saved.is_conj():  # as_strided could not make it again
-        return saved
+        return kept
     bucket, p, versions = getattr(saved.untyped_storage(), "_sharded", (None, None, None))
     if bucket is None or saved.dtype != bucket.dtypes[0]:
-        return saved
-    bucket.uses[p] += 1
+        return kept
+    bucket.uses += 1
     view = saved.size(), saved.stride(), saved.storage_offset()
     return _SavedView(bucket, p, versions, *view)
 
 
-def _unpack(kept: Tensor | _SavedView) -> Tensor:
-    if isinstance(kept, Tensor):
-        return kept
+def _unpack(kept: tuple[Tensor, int] | _SavedView) -> Tensor:
+    if not isinstance(kept, _SavedView):
+        saved, version = kept
+        if saved._version != version:
+            what = f"a tensor of {saved.shape} was changed in place"
+            raise RuntimeError(f"{what}, but backward needs it as it was")
+        return saved
     if [*_versions(kept.param)] != kept.versions:
         raise RuntimeError("a parameter was changed in place between its forward and its backward")
     return kept.bucket.whole(kept.param).as_strided(kept.size, kept.stride, kept.offset)
@@ -997,10 +1011,7 @@ class _Course:
         self.last, self.order, self.begun, self.before = [], [], {}, None
         if module is not None:
             # A module that was taken out of the model is None, also on a rank where it still exists.
-            inside = [module]
-            for each in inside:
-                inside += each.children()
-            inside = {id(each) for each in inside}
+            inside = {id(each) for each in module.modules()}
             last = [each() for each in _orders.get(module, ())]
             self.last = [each if id(each) in inside else None for each in last]
             _orders[module] = self.order
@@ -1013,6 +1024,7 @@ class _Course:
             size += self.end(memo, self.begin(memo, [*_gathers(owner), module]))
         self.order.append(weakref.ref(owner))
         at = len(self.order)
+        # This forward goes another way than the last (a None is a module that is gone).
         if self.last[at - 1 : at] not in ([owner], [None]):
             self.last = []
         followers = islice(self.last, at, None)
@@ -1033,7 +1045,7 @@ class _Course:
         for policy, about in sets.items():
             for params in _alike(about):
                 bucket = _Bucket(params, policy)
-                # With gradients, also where forward reads a parameter without them before.
+                # With gradients, even under no_grad: forward may read it outside of that, too.
                 with _hidden(grad=True):
                     token = _Begin.apply(bucket, *params)
                 begun.append((bucket, token, [about[p] for p in params]))
@@ -1078,7 +1090,7 @@ def _read(module: nn.Module, p: DTensor) -> Tensor:
     whole = memo[key]
     # Somebody else's hooks are taken for a checkpoint's, which will ask again.
     if _top_saved_tensors_hooks(True) not in (None, (_pack, _unpack)):
-        whole.bucket.uses[p] += 1
+        whole.bucket.uses += 1
     return whole.tensor
 
 
@@ -1175,7 +1187,7 @@ def _why_not(module: nn.Module, p: nn.Parameter) -> str:
         return "its module is wrapped already, copy it into the old parameter"
     if isinstance(p, DTensor):
         return f"it already is a DTensor with placements {p.placements}"
-    if p._backward_hooks or p._post_accumulate_grad_hooks:
+    if p._backward_hooks or (p._post_accumulate_grad_hooks and type(p) is not _Replaced):
         return "its hooks would be lost, register them after data_parallel()"
     if isinstance(p, nn.parameter.UninitializedParameter):
         return "it has no shape yet, run one forward before wrapping"
@@ -1193,7 +1205,7 @@ def _check_root(root: int) -> None:
     if root not in _roots or not torch.is_grad_enabled():
         return
     for path, module in _roots[root].named_modules():
-        wrapped = getattr(module, "_data_parallel_names", ())
+        wrapped = dict(getattr(module, "_data_parallel_names", ()))
         for name, p in module._parameters.items():
             if isinstance(p, DTensor) and name in wrapped:
                 continue

@@ -228,7 +228,7 @@ class Experts(nn.Module):
         return F.gelu(first(x)) + F.gelu(second(x * 2))
 
 
-def test_what_is_gathered_again_has_an_order_that_does_not_depend_on_use(fake):
+def test_what_is_gathered_again_and_its_order_do_not_depend_on_use(fake):
     asked = []
     for turned in (False, True):
         model = data_parallel(nn.Sequential(*[Experts() for _ in range(3)]), fake(4))
@@ -240,13 +240,13 @@ def test_what_is_gathered_again_has_an_order_that_does_not_depend_on_use(fake):
         class Inputs(Comms):
             def __torch_dispatch__(self, func, types, args=(), kwargs=None, inputs=inputs):
                 if "all_gather" in func.name():
-                    inputs.append([t.mean().item() == 7.0 for t in args[0].chunk(2)])
+                    inputs.append([t.mean().item() == 7.0 for t in args[0].split([16, 2, 16, 2])])
                 return super().__torch_dispatch__(func, types, args, kwargs)
 
         with Inputs():
             loss.backward()
         asked.append(inputs)
-    assert asked[0] == asked[1] == [[False, True]] * 2  # the first block needs none
+    assert asked[0] == asked[1] == [[False, False, True, False]] * 2  # the first block needs none
 
 
 # ------------------------------------------------------------------------------ collectives beside the computation
@@ -529,6 +529,25 @@ def test_backward_gathers_the_same_whether_or_not_a_rank_keeps_an_output(fake):
     for model.keeps in (True, False):
         with Comms() as comms:
             model(torch.ones(2, 4, 8)).backward()
+        seen.append(comms.log)
+    assert seen[0] == seen[1]
+
+
+class Layers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.down(self.up(x).tanh())
+
+
+def test_backward_gathers_the_same_whether_or_not_the_input_needs_a_gradient(fake):
+    """As where another rank's batch has no images: a block's first layer saves its weight, or not."""
+    model, seen = data_parallel(nn.Sequential(*[Layers() for _ in range(2)]), fake(4)), []
+    for needs in (True, False):
+        with Comms() as comms:
+            model(torch.ones(2, 8, requires_grad=needs)).sum().backward()
         seen.append(comms.log)
     assert seen[0] == seen[1]
 

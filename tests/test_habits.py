@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import MixedPrecisionPolicy as FSDP2Policy
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import simple_fsdp
@@ -213,7 +213,10 @@ def trained_by_each(mesh):
     return found
 
 
-REPLACED = "this parameter was replaced by its shard: build the optimizer after data_parallel()"
+REPLACED = (
+    "this parameter was replaced by its shard: build the optimizer after data_parallel(), "
+    "and wrap all else that holds it, too"
+)
 
 
 def built_before(mesh):
@@ -260,11 +263,52 @@ def measured(mesh):
     return shard, whole(grad).norm().item(), grad.norm().full_tensor().item()
 
 
+class Routed(nn.Module):
+    """Each rank runs another expert, and takes the other's parameters times zero, as one does under DDP."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = nn.Linear(6, 6), nn.LayerNorm(6)
+        self.experts = nn.ModuleList([nn.Linear(6, 6) for _ in range(2)])
+
+    def forward(self, x, rank):
+        used, other = self.experts[rank], self.experts[1 - rank]
+        return used(self.norm(self.first(x))) + 0 * (other.weight.sum() + other.bias.sum())
+
+
+class Routes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Routed() for _ in range(3)])
+
+    def forward(self, x, rank):
+        for layer in self.layers:
+            x = layer(x, rank)
+        return x.square().sum()
+
+
+def routed(mesh):
+    """How far gradients are from those of one process, where ranks need other weights of a block in backward."""
+    torch.manual_seed(1)
+    plain = Routes()
+    sharded = data_parallel(copy.deepcopy(plain), mesh)
+    inputs = torch.randn(2, 4, 6)
+    for rank, x in enumerate(inputs):
+        (plain(x, rank) / 2).backward()
+    sharded(inputs[dist.get_rank()], dist.get_rank()).backward()
+    pairs = zip(sharded.parameters(), plain.parameters(), strict=True)
+    return max((whole(p.grad) - q.grad).abs().max().item() for p, q in pairs)
+
+
 @pytest.fixture(scope="module")
 def two():
     jobs = [initialised, lora, as_with_others, penalised_and_averaged, sharded_twice, scaled, measured, built_before]
-    jobs.append(trained_by_each)
+    jobs += [trained_by_each, routed]
     return spawn(2, jobs, timeout=240)
+
+
+def test_ranks_that_run_other_experts_and_the_rest_times_zero_have_the_gradients_of_one_process(two):
+    assert max(two["routed"]) < 1e-5
 
 
 def test_a_gradient_that_is_not_finite_on_one_rank_stops_the_step_of_all(two):
@@ -529,6 +573,34 @@ def test_late_adapters_on_the_mesh_of_hybrid_shard_are_replicated_over_all_of_it
     assert sorted(reduced) == [(10, 2), (10, 2), (10, 2)]  # the adapter whole, over each dimension; half of the other
     assert {p.device_mesh for p in model.parameters()} == {mesh}
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def test_a_loss_that_holds_a_parameter_from_before_the_wrap_is_refused_in_backward(fake):
+    model, other = mlp(), nn.Linear(3, 5, bias=False)
+    other.weight = model[0].weight  # [5, 6]: as the weight of a head that a loss of its own computes with
+    data_parallel(model, fake(2))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=re.escape(REPLACED)):
+            F.linear(torch.ones(2, 6), other.weight).sum().backward()
+    data_parallel(other, fake(2))  # unless it is wrapped, too: then it has the model's shard
+    assert other.weight is model[0].weight
+    assert other(torch.ones(2, 6)).sum().backward() is None and other.weight.grad is not None
+
+
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("placements", [[Shard(1)], [Partial()], [Shard(0), Replicate()], [Shard(0), Shard(0)]])
+def test_a_parameter_that_is_cut_another_way_is_refused_and_not_read_as_rows(fake, placements, compile):
+    mesh, replicas = fake(4), len(placements)
+    if replicas == 2:
+        mesh = fake(4, replicas=2)
+    model = data_parallel(nn.Linear(8, 8), mesh, ["fully_shard", "hybrid_shard"][replicas - 1])
+    other = DTensor.from_local(torch.ones(8, 8), mesh, placements, run_check=False)
+    run = torch.compile(model, backend="aot_eager") if compile else model
+    with pytest.raises(RuntimeError, match="cannot gather a parameter with placements"):
+        torch.func.functional_call(run, {"_orig_mod.weight" if compile else "weight": other}, torch.ones(1, 8))
+    model.weight = nn.Parameter(other)
+    with pytest.raises(RuntimeError, match="cannot gather a parameter with placements"):
+        run(torch.ones(1, 8))
 
 
 @pytest.mark.parametrize("change", [

@@ -164,9 +164,11 @@ def test_property_3_ties_stay_ties_frozen_stays_frozen_buffers_and_classes_are_k
 def test_property_3_equal_modules_share_one_class(fake):
     model = data_parallel(Blocks(), fake(4))
     assert type(model.get_submodule("blocks.0")) is type(model.get_submodule("blocks.1"))
-    assert type(model.get_submodule("blocks.0.up")) is type(model.get_submodule("blocks.2.down"))
+    assert type(model.get_submodule("blocks.0.up")) is type(model.get_submodule("blocks.2.up"))
+    # Of another shape, it must not share compiled code: see below.
+    assert type(model.get_submodule("blocks.0.up")) is not type(model.get_submodule("blocks.0.down"))
     other = data_parallel(Blocks(), fake(4), mp_policy=BF16)
-    assert type(other.get_submodule("blocks.1.down")) is type(model.get_submodule("blocks.0.up"))
+    assert type(other.get_submodule("blocks.1.up")) is type(model.get_submodule("blocks.0.up"))
 
 
 def test_property_3_every_parameter_has_its_own_reader(fake):
@@ -464,3 +466,21 @@ def test_a_tied_weight_has_the_dtype_of_the_module_that_reads_it(fake, call):
     data_parallel(model.block, fake(2), mp_policy=BF16)
     data_parallel(model, fake(2))
     assert [t.dtype for t in call(model)(torch.ones(()))] == [torch.bfloat16, torch.float32]
+
+
+class Rows(nn.Module):
+    def __init__(self, rows):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(rows))
+
+    def forward(self, x):
+        return x * self.weight
+
+
+def test_parameters_with_equal_shards_and_other_shapes_do_not_share_compiled_code(fake):
+    """Dynamo guards the shape of a DTensor's shard, not its own."""
+    model = data_parallel(nn.ModuleList([Rows(6), Rows(5)]), fake(2))
+    assert {each.weight.to_local().shape for each in model} == {torch.Size([3])}
+    run = torch.compile(lambda each: each(torch.ones(())), backend="aot_eager", fullgraph=True)
+    assert [run(each).shape for each in model] == [(6,), (5,)]
+    assert data_parallel(Rows(6), fake(2)).__class__ is data_parallel(Rows(6), fake(2)).__class__

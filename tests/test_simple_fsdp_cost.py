@@ -221,15 +221,14 @@ def step(model, *inputs):
 
 
 @pytest.mark.parametrize("remat", [False, True])
-def test_property_8_eager_gathers_again_in_backward_only_what_backward_needs_and_only_if_asked(fake, remat):
+def test_property_8_eager_gathers_again_in_backward_only_if_asked(fake, remat):
     inputs, reshard = batch(3), data_parallel(Blocks(remat=remat), fake(4))
     forward, backward = step(reshard, *inputs)
     assert forward.count("all_gather_into_tensor") == 3
     assert backward.count("all_gather_into_tensor") == 3  # a checkpoint in a block asks three times, gathered is once
     assert backward.count("reduce_scatter_tensor") == 3
-    biases = 5 + 2  # elements of up and down's in a shard, which only a checkpoint needs again
     once, again = (sum(n for name, n, *_ in c.log if "gather" in name) for c in (forward, backward))
-    assert once - again == (0 if remat else 3 * biases)
+    assert once == again  # all of a block: what one rank's backward does not need, another's may
     keep = data_parallel(Blocks(remat=remat), fake(4), reshard_after_forward=False)
     forward, backward = step(keep, *inputs)
     assert forward.count("all_gather_into_tensor") == 3

@@ -66,6 +66,32 @@ def test_a_parameter_that_changes_in_place_between_forward_and_backward_is_an_er
             loss.backward()
 
 
+class Edited(nn.Module):
+    """Changes the result of an exp in place, which backward would need as it was."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last, self.edits = nn.Linear(8, 8), nn.Linear(8, 8), True
+
+    def forward(self, x):
+        x = self.first(x).exp()
+        y = x * 2
+        if self.edits:
+            x.add_(1)
+        return self.last(y).sum()
+
+
+@pytest.mark.parametrize("mode", ["replicate", "fully_shard"])
+@pytest.mark.parametrize("world", [1, 4])
+def test_an_activation_that_changes_in_place_before_its_backward_is_an_error_as_in_plain_torch(fake, world, mode):
+    for model in (Edited(), data_parallel(Edited(), fake(world), mode=mode)):
+        loss = model(torch.randn(3, 8))
+        with pytest.raises(RuntimeError, match="in.?place"):
+            loss.backward()
+        model.edits = False
+        model(torch.randn(3, 8)).backward()
+
+
 def test_an_attribute_error_while_gathering_is_a_runtime_error_and_never_hands_out_the_shard(fake):
     model = data_parallel(nn.Linear(8, 8), fake(4))
     del model._data_parallel
