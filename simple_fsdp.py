@@ -129,7 +129,7 @@ def _dtypes(p: DTensor, policy: tuple) -> tuple:
 def _shard_count(p: DTensor) -> int:
     """Into how many shards a parameter is cut: its rows, over the last dimension of the mesh."""
     *copies, last = p.placements
-    if Shard(0) in copies or not {*copies, last} <= {Shard(0), Replicate()}:
+    if not (last.is_shard(0) or last.is_replicate()) or any(each.is_shard() for each in copies):
         what = f"cannot gather a parameter with placements {p.placements}"
         raise RuntimeError(f"{what}: redistribute() it as data_parallel() does")
     return p.device_mesh.size(-1) if last.is_shard() else 1
@@ -767,8 +767,8 @@ def describe(model: nn.Module) -> list[ParameterRow]:
         placement = "-" if local is p else repr(p.placements[-1])
         around = [unit for unit in units if name.startswith(f"{unit}.")]
         unit = max(around, key=len, default="")
-        held = tuple(local.shape), local.nbytes
-        rows.append(ParameterRow(name, tuple(p.shape), p.dtype, placement, *held, unit))
+        about = name, tuple(p.shape), p.dtype, placement, tuple(local.shape), local.nbytes, unit
+        rows.append(ParameterRow(*about))
     return rows
 
 
@@ -860,10 +860,10 @@ class _Bucket:
 
     def begin_next(self) -> None:
         """Begins to gather what backward needs next, as much as it has here."""
-        size, bucket = _size(self.params), self.before
+        size, bucket = _size([self]), self.before
         while size > 0 and bucket is not None:
             if bucket.uses > 0:
-                size -= _size(bucket.params)
+                size -= _size([bucket])
                 if bucket.work is None and not bucket.wholes:
                     bucket.begin()
             bucket = bucket.before
@@ -872,8 +872,9 @@ class _Bucket:
         self.wholes, self.work = {}, None
 
 
-def _size(params: Iterable[DTensor]) -> int:
-    return sum(p.numel() for p in params)
+def _size(buckets: Iterable[_Bucket]) -> int:
+    """How many elements they gather."""
+    return sum(p.numel() for bucket in buckets for p in bucket.params)
 
 
 def _token(p: DTensor) -> Tensor:
@@ -1031,7 +1032,7 @@ class _Course:
         while size > 0 and (follower := next(followers, None)) is not None:
             if follower not in self.begun:
                 self.begun[follower] = self.begin(memo, _gathers(follower))
-            size -= sum(_size(bucket.params) for bucket, *_ in self.begun[follower])
+            size -= _size(bucket for bucket, *_ in self.begun[follower])
 
     def begin(self, memo: dict, modules: Iterable[nn.Module]) -> list[tuple]:
         """Begins to gather the modules' own parameters, those that are alike by one collective."""
@@ -1066,7 +1067,7 @@ class _Course:
                 # checkpoint gathers again, backward reads at once.
                 if reshard and _backward_runs() == -1 and storage._cdata != _address(p):
                     storage._sharded = bucket, p, versions
-        return sum(_size(bucket.params) for bucket, *_ in begun)
+        return _size(bucket for bucket, *_ in begun)
 
 
 def _read(module: nn.Module, p: DTensor) -> Tensor:
