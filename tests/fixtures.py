@@ -1,10 +1,12 @@
 """Fixtures of several files."""
 
+import ast
 import gc
 import json
 import os
 import shutil
 import signal
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,6 +28,17 @@ from trainer.distributed.compile_once import ALLOCATIONS
 from trainer.finetuning.chat import ChatBatches
 
 one_worker_thread()
+
+# In CPython 3.11 two threads that parse at once, as inspect and printing a traceback do, may end in a SystemError.
+_parsing, _parse = threading.RLock(), ast.parse
+
+
+def parse_alone(*args, **kwargs) -> ast.AST:
+    with _parsing:
+        return _parse(*args, **kwargs)
+
+
+ast.parse = parse_alone
 
 # Or torch would compile a probe for each kind of vector instructions in each cache directory, and load it in a process
 # of its own for each process that compiles. The variable is for processes that import torch later.
