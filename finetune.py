@@ -30,14 +30,14 @@ if __name__ == "__main__":  # before torch is imported: --help and bad flags ans
     import_torch(RANKS[0], CONFIG.debug)
 
 from trainer import config as flags
-from trainer.checkpoint.load import on_rank_0
 from trainer.data import DataError
-from trainer.finetuning.checks import check, check_export, was_exported
+from trainer.finetuning.checks import check, check_export
 from trainer.finetuning.load import load_weights
 from trainer.finetuning.model import blank_model
 from trainer.finetuning.run import (
     check_memory,
     exported,
+    has_exported,
     look,
     open_data,
     open_model,
@@ -77,9 +77,10 @@ def main(
         check_export(c)  # again: --epochs are steps now
         attention = f"{shape._attn_implementation} of transformers"
         run.open(data, model, attention, c=c, counted=to_count(c, model))
+        written = has_exported(run, c)
         if run.done:
             run.already_done()
-            if c.export is None or on_rank_0(lambda: was_exported(c), run.group):
+            if c.export is None or written:
                 return 0
         run.stages.add("model")
 

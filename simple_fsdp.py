@@ -713,7 +713,7 @@ class _Replaced(nn.Parameter):
     def _refuse(self, *value):
         raise RuntimeError(
             "this parameter was replaced by its shard: build the optimizer after data_parallel(), "
-            "and wrap all else that holds it, too"
+            "and wrap all else that holds it, or detach it"
         )
 
     grad = property(_refuse, _refuse)

@@ -206,6 +206,9 @@ def test_an_export_that_failed_is_made_by_the_same_command(tune, monkeypatch):
     for longer in (("--steps", 3, "--save", "a", "--export", "out"), ("--steps", 2, "--save", "b", "--export", "out")):
         refused = tune(*longer)  # not when it would train, nor for another run
         assert refused.code == 2 and "--export out: is there already; name a new folder" in one_line(refused.err)
+    shutil.copytree("a", "c", ignore=shutil.ignore_patterns("step-*"))  # its checkpoint is gone: it would train
+    refused = tune("--steps", 2, "--save", "c", "--export", "out")
+    assert refused.code == 2 and "--export out: is there already; name a new folder" in one_line(refused.err)
     assert tune("--steps", 2, "--export", "straight").code == 0
     assert Path("out/model.safetensors").read_bytes() == Path("straight/model.safetensors").read_bytes()
 

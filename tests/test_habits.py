@@ -595,7 +595,7 @@ def test_a_parameter_that_is_cut_another_way_is_refused_and_not_read_as_rows(fak
         mesh = fake(4, replicas=2)
     model = data_parallel(nn.Linear(8, 8), mesh, ["fully_shard", "hybrid_shard"][replicas - 1])
     other = DTensor.from_local(torch.ones(8, 8), mesh, placements, run_check=False)
-    run = torch.compile(model, backend="aot_eager") if compile else model
+    run = torch.compile(model, backend="aot_eager", fullgraph=True) if compile else model
     with pytest.raises(RuntimeError, match="cannot gather a parameter with placements"):
         torch.func.functional_call(run, {"_orig_mod.weight" if compile else "weight": other}, torch.ones(1, 8))
     model.weight = nn.Parameter(other)

@@ -174,6 +174,8 @@ def test_a_run_of_adapters_is_saved_resumed_bit_equal_evaluated_and_exported(tun
     assert {"tokenizer.json", *names} <= {*os.listdir("out")} and "config.json" not in os.listdir("out")
     merged = tune(*usual, "--save", "a", "--export", "merged", "--merge")
     assert merged.code == 0 and "already done" in merged.out
+    other = tune(*usual, "--save", "a", "--export", "merged")  # the same folder, but not what is there
+    assert other.code == 2 and "--export merged: is there already" in other.err
     for name, more in (("later", []), ("later-merged", ["--merge"])):
         assert export.main(["a", name, "--model", str(qwen), *more]) == 0
     assert Path("later", names[0]).read_bytes() == Path("out", names[0]).read_bytes()

@@ -6,7 +6,7 @@
 MODULE:FUNCTION names a function of no arguments that returns (model, inputs): an unwrapped nn.Module and a tuple or
 dict of its arguments. `--device cuda` takes the defaults of a GPU (no GPU is used). Nothing is computed and no code is
 generated: the graphs are those that Inductor schedules, whose order "alive" and "between" mean; the generated code may
-still fuse and move what is not a collective.
+still fuse and move what is not a collective. Of a compiled block they run around its code: no order is shown.
 
 For each graph: its collectives (kind, products between start and wait, MiB of the whole tensor, MiB that a rank of a
 ring sends, what is in the bucket), those that are exposed (no product in between), the most gathered bytes alive at

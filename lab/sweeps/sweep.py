@@ -446,7 +446,7 @@ def over_seeds(cells: list[str], rows: dict[str, dict]) -> str:
 
 def place(cell: str, results: Path) -> Path:
     """The folder of a cell's lock; what its run printed is beside it, with the suffix .log."""
-    folder = results.parent / "runs" if results.parent.name != "runs" else results.parent
+    folder = results.parent / "runs" if results.absolute().parent.name != "runs" else results.parent
     return folder / results.stem / f"{zlib.crc32(cell.encode()):08x}"
 
 

@@ -17,7 +17,7 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from trainer.checkpoint.load import TrainState
-from trainer.checkpoint.manifest import CheckpointError
+from trainer.checkpoint.manifest import CheckpointError, Refused
 from trainer.config import Config
 from trainer.data import DataError
 from trainer.distributed.control import Desync, Stopped
@@ -42,7 +42,7 @@ class Outcome(NamedTuple):
 
 
 KINDS = (  # type, exit code, whether all ranks raise it together
-    (DataError, 3, False), (CheckpointError, 4, True), (NonFinite, 5, True), (Desync, 7, True),
+    (DataError, 3, False), (CheckpointError, 4, True), (Refused, 2, False), (NonFinite, 5, True), (Desync, 7, True),
 )  # fmt: skip
 
 

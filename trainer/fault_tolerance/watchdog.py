@@ -225,9 +225,10 @@ class Watchdog(AbstractContextManager):
                 + more
             )
             if speaks := self.rank == min(answers):
-                self._wait_for(*(f"heard {rank}" for rank in answers if rank != self.rank))
+                heard = [f"heard {rank}" for rank in answers if rank != self.rank]
+                self._wait_for(heard, ANSWER_S)
             else:  # launchers end the others as soon as one is gone
-                self._wait_for("told")
+                self._wait_for(["told"], 3 * ANSWER_S)  # it waits, then may need 2 * ANSWER_S
             self._end(f"error: {text}" if speaks else None, f"failed: {text}", 7)
 
     def _follow(self) -> None:
@@ -281,9 +282,9 @@ class Watchdog(AbstractContextManager):
         self._ask(lambda: self.store.set(f"heard {self.rank}", "1"))
         return answers
 
-    def _wait_for(self, *keys: str) -> None:
-        """Until the store has them, or ANSWER_S are over."""
-        until = time.monotonic() + ANSWER_S
+    def _wait_for(self, keys: list[str], seconds: float) -> None:
+        """Until the store has them, so long at most."""
+        until = time.monotonic() + seconds
         while None in self._heard(*keys) and time.monotonic() < until:
             time.sleep(0.1)
 

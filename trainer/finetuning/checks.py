@@ -19,7 +19,7 @@ FILES = "model.safetensors", "pytorch_model.bin"  # the first that is there, or 
 # By --export.
 COPIED = re.compile(r"(?!.*\.index\.json)(.*\.(json|jinja|model|txt)|(LICENSE|NOTICE).*)")
 TEMPLATES = "additional_chat_templates"  # the only folder that is copied
-EXPORTED = "exported"  # in --save: after how many steps --export was written, and its path
+EXPORTED = "exported"  # in --save: after how many steps --export was written, and its `export_mark`
 
 
 def weights_in(folder: str) -> str | None:
@@ -101,19 +101,26 @@ def copied(folder: str) -> list[str]:
     return paths
 
 
+def export_mark(c: Config) -> str:
+    """What --export asks for, and which folder is there. OSError: none that an export has written."""
+    file = "adapter_config.json" if c.lora and not c.merge else "config.json"
+    folder = os.path.realpath(c.export or "")
+    written = os.stat(os.path.join(folder, file)).st_mtime_ns
+    return f"{folder} merge={c.merge} max_shard_gb={c.max_shard_gb} {written}"
+
+
 def was_exported(c: Config) -> bool:
-    """Whether the run that --save names has all steps and wrote --export: queued once more, it has nothing to do. c:
+    """Whether the run that --save names wrote --export after as many steps: queued once more, it has nothing to do. c:
     without steps these are not asked about."""
     try:
-        steps, folder = Path(c.save or "/dev/null", EXPORTED).read_text().split("\n", 1)
-        done = int(steps) >= (c.steps or 0)
+        steps, mark = Path(c.save or "/dev/null", EXPORTED).read_text().split("\n", 1)
+        return int(steps) >= (c.steps or 0) and mark == export_mark(c)
     except (OSError, ValueError):
         return False
-    return done and folder == os.path.realpath(c.export or "") and os.path.lexists(folder)
 
 
 def check_export(c: Config) -> None:
-    """ValueError where --export is there and is not what this run has written in its end."""
+    """ValueError where --export is there and the run that --save names did not write it."""
     if c.export is not None and os.path.lexists(c.export) and not was_exported(c):
         raise ValueError(f"--export {c.export}: is there already; name a new folder")
 

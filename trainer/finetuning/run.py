@@ -9,11 +9,12 @@ from pathlib import Path
 import torch
 
 from trainer.attention import DTYPES
-from trainer.checkpoint.load import say
+from trainer.checkpoint.load import on_rank_0, say
+from trainer.checkpoint.manifest import Refused
 from trainer.checks import check_fits, ranks_here
 from trainer.distributed.terminal import tell
 from trainer.finetuning.chat import ChatBatches, shortest_of
-from trainer.finetuning.checks import EXPORTED
+from trainer.finetuning.checks import EXPORTED, export_mark, was_exported
 from trainer.finetuning.columns import parsed
 from trainer.finetuning.config import Config
 from trainer.finetuning.export import export
@@ -153,11 +154,23 @@ def look(run: Run, c: Config, model: HuggingFaceModel, device: torch.device) -> 
             "--effective-batch says how many rows it takes")  # fmt: skip
 
 
+def has_exported(run: Run, c: Config) -> bool:
+    """Whether this run, which has no steps left, wrote --export, as rank 0 sees it. Refused on all ranks where it has
+    some, in the end of which --export would be in the way."""
+
+    def look() -> bool:
+        if not run.done and os.path.lexists(c.export):
+            raise Refused(f"--export {c.export}: is there already; name a new folder")
+        return was_exported(c)
+
+    return c.export is not None and on_rank_0(look, run.group)
+
+
 def exported(run: Run, c: Config, model: HuggingFaceModel) -> str:
     """Writes --export; returns the line to print. Raises CheckpointError."""
     line = export(c, model, run.group, lambda: run.watchdog.beat(run.state.step, "export"))
     if run.rank == 0 and c.save is not None:
         # The export is whole: without this the same command would only refuse it.
         with suppress(OSError, UnicodeError):
-            Path(c.save, EXPORTED).write_text(f"{run.state.step}\n{os.path.realpath(c.export)}")
+            Path(c.save, EXPORTED).write_text(f"{run.state.step}\n{export_mark(c)}")
     return f"export   {line}"
