@@ -215,7 +215,7 @@ def trained_by_each(mesh):
 
 REPLACED = (
     "this parameter was replaced by its shard: build the optimizer after data_parallel(), "
-    "and wrap all else that holds it, too"
+    "and wrap all else that holds it, or detach it"
 )
 
 
