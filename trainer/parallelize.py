@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp import MixedPrecisionPolicy as FSDP2Policy
 from torch.nn.parallel import DistributedDataParallel
 
-from model import ModelConfig, Transformer
+from model import ModelConfig, Transformer, cross_entropy
 from muon import COEFFICIENTS
 from simple_fsdp import MixedPrecisionPolicy, data_parallel, disable_data_parallel, units_of
 from trainer import config as flags
@@ -108,6 +108,9 @@ class HookedStep(Step):
         for block in blocks_to_compile(model, "none") if c.compile == "blocks" else ():
             # Not its call: FSDP2's hooks.
             block.forward = torch.compile(block.forward, fullgraph=True, options=own)
+        if c.compile == "blocks":  # the loss, too, as ours
+            self.cross_entropy = torch.compile(cross_entropy, fullgraph=True, options=own)
+            self.logits_alone = True
         if c.wrapper == "ddp":
             self.call = DistributedDataParallel(model, gradient_as_bucket_view=True)
             if c.reduce_dtype == "bf16":
