@@ -30,11 +30,12 @@ def end():
 
 
 def ms(work, n=10) -> float:
-    """Median ms of `work` on the device, after one warm-up."""
+    """Median ms of `work` on the device, after one warm-up; the device has other work until the CPU asked for it."""
     work()
     times = []
     for _ in range(n):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(20_000_000)  # cycles, some 10 ms
         start.record()
         work()
         end.record()
