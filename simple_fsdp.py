@@ -93,16 +93,19 @@ _enabled = True  # False inside disable_data_parallel()
 # By id: the modules given to data_parallel(), and copies of wrapped ones.
 _roots = weakref.WeakValueDictionary()
 _shards = WeakTensorKeyDictionary()  # by unsharded parameter: one that modules share stays shared
+
+
+def _run_only(module, call, args, kwargs):
+    return call(*args, **kwargs)
+
+
 # What the other two parts replace. Without them parameters read as shards in eager mode, and
 # nothing is checked.
-_eager = SimpleNamespace(
-    read=lambda module, p: p,
-    run=lambda module, call, args, kwargs: call(*args, **kwargs),
-    run_compiled=lambda module, call, args, kwargs: call(*args, **kwargs),
-)
+_eager = SimpleNamespace(read=lambda module, p: p, run=_run_only, run_compiled=_run_only)
 _strict = SimpleNamespace(
     check=lambda *args: None,
     check_root=lambda root: None,
+    check_saved=lambda *args: None,
     drawing=nullcontext,
 )
 
@@ -130,8 +133,10 @@ def _shard_count(p: DTensor) -> int:
     """Into how many shards a parameter is cut: its rows, over the last dimension of the mesh."""
     *copies, last = p.placements
     if not (last.is_shard(0) or last.is_replicate()) or any(each.is_shard() for each in copies):
-        what = f"cannot gather a parameter with placements {p.placements}"
-        raise RuntimeError(f"{what}: redistribute() it as data_parallel() does")
+        raise RuntimeError(
+            f"cannot gather a parameter with placements {p.placements}: redistribute() it as "
+            "data_parallel() does"
+        )
     return p.device_mesh.size(-1) if last.is_shard() else 1
 
 
@@ -228,16 +233,17 @@ def _reduce(note: dict | None, dtype: torch.dtype, params, *grads: Tensor) -> Wo
             # the gradients of the whole unit.
             cut = torch.split_with_sizes if note else torch.split_with_sizes_copy
             shards = yield from _average(shards, params[0], cut)
-        pairs = zip(shards, params, strict=True)
-        shards = [_fit(t, p._local_tensor.shape).to(p.dtype) for t, p in pairs]
+        shards = [
+            _fit(t, p._local_tensor.shape).to(p.dtype) for t, p in zip(shards, params, strict=True)
+        ]
     if note is None:
         # On one rank, without a cast, nothing was copied: autograd may have given several the same
         # memory, or an expanded tensor that is one element.
         copy = functools.partial(torch.clone, memory_format=torch.contiguous_format)
-        pairs = zip(shards, grads, strict=True)
-        shards = [copy(t) if t is grad else t for t, grad in pairs]
-    pairs = zip(shards, params, strict=True)
-    return tuple(DTensor(t, p._spec, requires_grad=False) for t, p in pairs)
+        shards = [copy(t) if t is grad else t for t, grad in zip(shards, grads, strict=True)]
+    return tuple(
+        DTensor(t, p._spec, requires_grad=False) for t, p in zip(shards, params, strict=True)
+    )
 
 
 def _result(work: Work):
@@ -292,8 +298,10 @@ class _Reduce(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         def gather(params, *grads):
-            pairs = zip(grads, params, strict=True)
-            shards = [grad.redistribute(placements=p.placements) for grad, p in pairs]
+            shards = [
+                grad.redistribute(placements=p.placements)
+                for grad, p in zip(grads, params, strict=True)
+            ]
             return _Gather.apply(None, ctx.dtypes, None, *shards)
 
         return None, None, None, *_apply_to_given(gather, grads, ctx.params)
@@ -693,6 +701,7 @@ def data_parallel(
         kind = "unit" if module in units else "part" if module in inside else "alone"
         is_root = module is model or getattr(cls, "_data_parallel_root", False)
         module.__class__ = _wrapped_class(_plain(module), names, kind, is_root)
+    model.register_load_state_dict_pre_hook(_strict.check_saved)
     _roots[id(model)] = model
     return model
 
@@ -767,8 +776,11 @@ def describe(model: nn.Module) -> list[ParameterRow]:
         placement = "-" if local is p else repr(p.placements[-1])
         around = [unit for unit in units if name.startswith(f"{unit}.")]
         unit = max(around, key=len, default="")
-        about = name, tuple(p.shape), p.dtype, placement, tuple(local.shape), local.nbytes, unit
-        rows.append(ParameterRow(*about))
+        rows.append(
+            ParameterRow(
+                name, tuple(p.shape), p.dtype, placement, tuple(local.shape), local.nbytes, unit
+            )
+        )
     return rows
 
 
@@ -800,8 +812,10 @@ def _may_overlap(mesh: DeviceMesh) -> bool:
     """Whether its collectives may run beside each other. Torch's gloo gives groups two worker
     threads, which then break the heap."""
     device = torch.device(mesh.device_type)
-    backends = [group._get_backend(device) for group in mesh.get_all_groups()]
-    threads = [getattr(getattr(each, "options", None), "_threads", 1) for each in backends]
+    threads = [
+        getattr(getattr(group._get_backend(device), "options", None), "_threads", 1)
+        for group in mesh.get_all_groups()
+    ]
     return mesh.size() > 1 and max(threads) == 1
 
 
@@ -953,16 +967,16 @@ def _pack(saved: Tensor) -> tuple[Tensor, int] | _SavedView:
     if bucket is None or saved.dtype != bucket.dtypes[0]:
         return kept
     bucket.uses += 1
-    view = saved.size(), saved.stride(), saved.storage_offset()
-    return _SavedView(bucket, p, versions, *view)
+    return _SavedView(bucket, p, versions, saved.size(), saved.stride(), saved.storage_offset())
 
 
 def _unpack(kept: tuple[Tensor, int] | _SavedView) -> Tensor:
     if not isinstance(kept, _SavedView):
         saved, version = kept
         if saved._version != version:
-            what = f"a tensor of {saved.shape} was changed in place"
-            raise RuntimeError(f"{what}, but backward needs it as it was")
+            raise RuntimeError(
+                f"a tensor of {saved.shape} was changed in place, but backward needs it as it was"
+            )
         return saved
     if [*_versions(kept.param)] != kept.versions:
         raise RuntimeError("a parameter was changed in place between its forward and its backward")
@@ -995,8 +1009,10 @@ def unsharded(module: nn.Module | None = None):
             _thread.memo, _thread.module, _thread.course = before
     for whole in memo.values():
         if whole.tensor._version != whole.version:
-            what = f"{whole.name} was changed in place while it was gathered"
-            raise RuntimeError(f"{what}, which is lost: do it elsewhere")
+            raise RuntimeError(
+                f"{whole.name} was changed in place while it was gathered, which is lost: do it "
+                "elsewhere"
+            )
 
 
 def _key(p: DTensor, policy: tuple) -> tuple:
@@ -1041,8 +1057,7 @@ class _Course:
             policy = module.__dict__.get("_data_parallel")
             for name, p in module._parameters.items() if policy else ():
                 if isinstance(p, DTensor) and (key := _key(p, policy)) not in memo:
-                    name = f"{name} of {type(module).__name__}"
-                    sets.setdefault(policy, {})[p] = key, name
+                    sets.setdefault(policy, {})[p] = key, f"{name} of {type(module).__name__}"
         for policy, about in sets.items():
             for params in _alike(about):
                 bucket = _Bucket(params, policy)
@@ -1103,6 +1118,8 @@ CURES = {  # by words of torch's error: what to do where a model runs into it
     "get_parameter() give is the shard.",
     "yet support saved tensor hooks": "data_parallel: inside of a forward torch.func.grad, vjp and "
     "jacrev do not work: call them around the model, or torch.autograd.grad inside of it.",
+    "closed by peer": "data_parallel: another rank has ended, or does something else. Every rank "
+    "calls the model as often as the others, to evaluate, too.",
 }
 
 
@@ -1171,8 +1188,10 @@ def _check(model: nn.Module, mesh: DeviceMesh, mode: str, policy, min_bytes: int
         )
     for path, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
-            what = f"cannot shard {path or 'the model'}"
-            raise ValueError(f"{what}: a ScriptModule cannot be wrapped, wrap its source")
+            raise ValueError(
+                f"cannot shard {path or 'the model'}: a ScriptModule cannot be wrapped, wrap its "
+                "source"
+            )
         for name, p in module._parameters.items():
             why = _why_not(module, p) if p is not None else ""
             if why:
@@ -1219,6 +1238,21 @@ def _check_root(root: int) -> None:
                 )
 
 
+def _check_saved(model: nn.Module, state: dict, *_) -> None:
+    """RuntimeError for shards that another rank has saved: what a file of rank 0 alone gives all
+    the others."""
+    for name, p in model.named_parameters():
+        saved = state.get(name)
+        if isinstance(saved, DTensor) and Shard(0) in saved.placements:
+            # A mesh that comes from a file knows whose it was.
+            if saved.device_mesh.get_coordinate()[-1] != p.device_mesh.get_coordinate()[-1]:
+                raise RuntimeError(
+                    f"{name} is the shard of another rank: torch.save() wrote the shards of one. "
+                    "Save whole tensors (get_model_state_dict with full_state_dict=True), or by "
+                    "torch.distributed.checkpoint on every rank"
+                )
+
+
 # What random values a DTensor gets depends on the number of ranks. Inside disable_data_parallel()
 # each rank draws the whole tensor and keeps its shard; nothing is sent, so all ranks must have
 # been seeded alike. What DRAWS lacks (torch.normal, multinomial), DTensor refuses.
@@ -1239,8 +1273,10 @@ class _Drawing(dispatch.TorchDispatchMode):
         lost = isinstance(base, DTensor) and base.is_leaf and _address(base) != _address(target)
         # bernoulli, without _, would read a shard.
         if (lost and func._schema.is_mutable) or name == "bernoulli":
-            what = f"{func._schema.name} would not reach the sharded tensor"
-            raise RuntimeError(f"{what}: fill it in place and as a whole")
+            raise RuntimeError(
+                f"{func._schema.name} would not reach the sharded tensor: fill it in place and as "
+                "a whole"
+            )
         tensors = sum(isinstance(arg, Tensor) for arg in args)
         if name in DRAWS and tensors < 2:
             return _draw_whole(func, target, args, kwargs)
@@ -1282,3 +1318,4 @@ def _drawing() -> Iterator[None]:
 
 
 _strict.check, _strict.check_root, _strict.drawing = _check, _check_root, _drawing
+_strict.check_saved = _check_saved

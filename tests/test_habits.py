@@ -9,6 +9,7 @@ import pickle
 import re
 import subprocess
 import sys
+import tempfile
 import types
 import weakref
 
@@ -263,6 +264,45 @@ def measured(mesh):
     return shard, whole(grad).norm().item(), grad.norm().full_tensor().item()
 
 
+def raised(words):
+    raise RuntimeError(words)
+
+
+def normed(mesh):
+    """The running mean of batch norm, before and after the recipe of the docs."""
+    model = data_parallel(nn.BatchNorm1d(2), mesh)
+    model(torch.full((3, 2), 1.0 + dist.get_rank()))
+    before = model.running_mean.tolist()
+    for b in model.buffers():
+        dist.broadcast(b, 0)
+    return before, model.running_mean.tolist()
+
+
+def saved_by_one(mesh):
+    """What becomes of files that torch.save() wrote of a state_dict: each rank's own, rank 0's alone, rank 0's of
+    replicas, all as ({mode}, {file}): whether the values are those that were saved, or the words of the refusal."""
+    found, where = {}, [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(where)
+    replicas = dist.init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    meshes = dict(hybrid_shard=replicas)
+    for mode, mine in (("fully_shard", True), ("fully_shard", False), ("replicate", False), ("hybrid_shard", False)):
+        model = data_parallel(mlp(), meshes.get(mode, mesh), mode=mode)
+        path = f"{where[0]}/{mode}{mine * dist.get_rank()}"
+        values = [whole(p).clone() for p in model.parameters()]
+        if mine or dist.get_rank() == 0:
+            torch.save(model.state_dict(), path)
+        dist.barrier()
+        with torch.no_grad():
+            [p.zero_() for p in model.parameters()]
+        try:
+            model.load_state_dict(torch.load(path))
+        except RuntimeError as e:
+            found[mode, mine] = str(e)
+        loaded = [whole(p) for p in model.parameters()]
+        found.setdefault((mode, mine), all(map(torch.equal, loaded, values)))
+    return found
+
+
 class Routed(nn.Module):
     """Each rank runs another expert, and takes the other's parameters times zero, as one does under DDP."""
 
@@ -303,12 +343,31 @@ def routed(mesh):
 @pytest.fixture(scope="module")
 def two():
     jobs = [initialised, lora, as_with_others, penalised_and_averaged, sharded_twice, scaled, measured, built_before]
-    jobs += [trained_by_each, routed]
+    jobs += [trained_by_each, routed, saved_by_one, normed]
     return spawn(2, jobs, timeout=240)
 
 
 def test_ranks_that_run_other_experts_and_the_rest_times_zero_have_the_gradients_of_one_process(two):
     assert max(two["routed"]) < 1e-5
+
+
+def test_running_statistics_are_each_rank_s_own_until_they_are_broadcast(two):
+    (first, same), (second, also) = two["normed"]
+    assert first != second and same == also == first
+
+
+def test_zero_times_parameters_outside_of_the_forward_is_a_sum_of_shards(fake):
+    model, tokens = data_parallel(mlp(), fake(2)), torch.zeros(4, dtype=torch.long)
+    loss = F.cross_entropy(model(torch.randn(4, 6)), tokens) + 0 * sum(p.sum() for p in model[0].parameters())
+    with pytest.raises(RuntimeError, match="got mixed torch.Tensor and DTensor"):
+        loss.backward()
+
+
+def test_a_shard_of_another_rank_is_not_loaded_as_this_rank_s_own(two):
+    for rank, found in enumerate(two["saved_by_one"]):
+        assert found["fully_shard", True] is found["replicate", False] is found["hybrid_shard", False] is True
+        refusal = found["fully_shard", False]
+        assert "0.weight is the shard of another rank: torch.save()" in refusal if rank else refusal is False
 
 
 def test_a_gradient_that_is_not_finite_on_one_rank_stops_the_step_of_all(two):
@@ -548,7 +607,8 @@ def test_what_lies_around_the_forward_of_the_class_reads_whole_parameters(fake, 
     (lambda m, x: x + dict(m.named_parameters())["shift"], "read a parameter as an attribute of its module"),
     (lambda m, x: x + [*m.parameters()][0], "read a parameter as an attribute of its module"),
     (lambda m, x: torch.func.grad(lambda x: m.head(m.body(x)).sum())(x), "call them around the model"),
-], ids=["named_parameters", "parameters", "torch.func"])  # fmt: skip
+    (lambda m, x: raised("Connection closed by peer [127.0.0.1]:1"), "Every rank calls the model"),
+], ids=["named_parameters", "parameters", "torch.func", "gloo"])  # fmt: skip
 def test_an_error_of_torch_that_our_wrapper_leads_to_says_what_to_do(fake, forward, note):
     model = data_parallel(type("Model", (Ends,), dict(forward=forward))(), fake(2))
     with pytest.raises(RuntimeError) as error:
