@@ -310,6 +310,7 @@ def test_a_bad_line_is_named_or_counted(batches, kind):
     assert fix in str(error.value) and "\n" not in str(error.value)
     stream = batches(lines, bad_lines="skip")
     reasons = re.search(r"3 examples, 1 line left out as bad \((.*): 1; the first: .*line 2: ", stream.description)[1]
+    assert "--bad-lines" not in stream.description  # it was given
     assert reasons.startswith("expected ") and not re.search(r"in message \d", reasons)
     assert "left out" not in batches([lines[0], b" ", *lines[2:]]).description  # a blank line is none
     with pytest.raises(DataError, match="line 1: expected"):

@@ -6,6 +6,7 @@
 import errno
 import io
 import json
+import math
 import os
 import re
 import shutil
@@ -15,7 +16,9 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
 from running import ROOT as REPO
 from running import rows_of as rows
 
@@ -53,6 +56,11 @@ def test_lines_of_two_processes_never_mix(tmp_path):
     read = rows(tmp_path / "rows.jsonl")
     assert len(read) == 600 and all(row["long"] == row["who"] * 5000 for row in read)
     assert [row["k"] for row in read if row["who"] == "a"] == list(range(300))
+
+
+def test_a_loss_that_is_still_a_tensor_is_written_as_its_number(tmp_path):
+    append_jsonl(tmp_path / "rows.jsonl", dict(half=torch.tensor(0.5), bad=torch.tensor(math.inf), count=np.int64(3)))
+    assert rows(tmp_path / "rows.jsonl") == [dict(half=0.5, bad="inf", count=3)]
 
 
 def test_a_row_stays_strict_json_and_tells_what_was_not_finite(tmp_path):

@@ -60,7 +60,10 @@ LINE = {"loss": "loss {:.4f}", "lr": "lr {:.3g}", "grad_norm": "|g| {:.3f}", "ms
 
 
 def _plain(value: Any) -> Any:
-    """`value` as strict JSON: nan becomes "nan", unknown types their str. Entries named like a secret are left out."""
+    """`value` as strict JSON: nan becomes "nan", a tensor without dimensions its number, unknown types their str.
+    Entries named like a secret are left out."""
+    if getattr(value, "ndim", None) == 0:
+        value = value.item()
     if isinstance(value, float):
         return value if math.isfinite(value) else str(float(value))
     if isinstance(value, dict):

@@ -36,6 +36,7 @@ from trainer.data import (
 from trainer.distributed.terminal import counted, shown
 from trainer.distributed.terminal import grouped as _n
 from trainer.finetuning.examples import tokenised, told
+from trainer.finetuning.messages import LEAVE_OUT
 from trainer.finetuning.sources import check_files, weighted
 from trainer.finetuning.templates import Rules
 
@@ -110,9 +111,9 @@ class Examples:
         reasons = "".join(
             f"expected {reason}: {_n(count)}; " for reason, count in about["reasons"].items()
         )
-        self.words += "".join(
-            f" ({reasons}the first: {told(self.files, first)})" for first in about["bad"]
-        )
+        for first in about["bad"]:
+            why = str(told(self.files, first)).removesuffix(LEAVE_OUT)
+            self.words += f" ({reasons}the first: {why})"
         if not len(self.chosen):
             raise unusable(
                 source, "an example with a label", self.words, "raise --seqlen or name other data"

@@ -24,7 +24,8 @@ PROSE = "content", "reasoning_content", "reasoning", "thinking"
 FLAGS = "weight", "train"  # of a message: 0 or false if it is not learned
 # Tell which result belongs to which call; templates need not write them.
 LINKS = "tool_call_id", "id", "type", "index"
-SKIP = "mend the line, or leave such lines out with --bad-lines skip"
+LEAVE_OUT = ", or leave such lines out with --bad-lines skip"  # who left them out is not told so
+SKIP = f"mend the line{LEAVE_OUT}"
 # Letters of Tangut: printable, so that no escape is made of them.
 FIRST_MARK, MARKS = 0x17000, 0x1000
 MARK = re.compile(f"[{chr(FIRST_MARK)}-{chr(FIRST_MARK + MARKS - 1)}]")

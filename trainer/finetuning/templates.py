@@ -24,7 +24,7 @@ from trainer.data import DataError, unusable
 from trainer.distributed.terminal import one_line, regular
 from trainer.finetuning import messages as forms
 from trainer.finetuning.columns import FORMATS
-from trainer.finetuning.messages import SKIP, BadLine
+from trainer.finetuning.messages import LEAVE_OUT, SKIP, BadLine
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -37,7 +37,7 @@ OF_CHATS = "tools", "chat_template_kwargs"  # keys of a line beside its messages
 OWN = "messages", "tools", "documents", "add_generation_prompt", "chat_template"
 # Names of arguments that open or close <think> in the generation prompt.
 SWITCHES = "enable_thinking", "thinking"
-RENDER = "give it a role and a key that the template writes, or leave such lines out with --bad-lines skip"
+RENDER = f"give it a role and a key that the template writes{LEAVE_OUT}"
 TEMPLATE = ("put {% generation %} and {% endgeneration %} into a copy of the template, around answers with their "
             "end-of-turn token, and name it by --template")  # fmt: skip
 # --template NAME, of families whose own template is refused: {name: (words by which their own is known, the template)};
