@@ -71,8 +71,7 @@ def main():
     def loss_of(x, y):
         return F.cross_entropy(model(x).flatten(0, 1), y.flatten())
 
-    # <- loss and model together.
-    compiled = torch.compile(loss_of, fullgraph=True, options=compile_options(model))
+    compiled = torch.compile(loss_of, fullgraph=True, options=compile_options(model))  # <- as one
 
     whole = sorted(glob.glob(f"{FOLDER}/*/.metadata"))  # the file that is written last
     if whole:
@@ -86,9 +85,10 @@ def main():
         if mesh.get_rank() == 0:
             print(f"after step {schedule.last_epoch} of {steps}, which {FOLDER} holds")
 
+    if mesh.get_rank() == 0 and schedule.last_epoch < steps:
+        print("compiling; minutes the first time, seconds when cached", flush=True)
     for step in range(schedule.last_epoch, steps):
-        # Each rank its own samples.
-        x, y = batch(seed=step * mesh.size() + mesh.get_rank(), device=device)
+        x, y = batch(seed=step * mesh.size() + mesh.get_rank(), device=device)  # this rank's own
         loss = compiled(x, y)
         loss.backward()  # <- gradients come averaged over the ranks, as shards
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()  # <- of all ranks

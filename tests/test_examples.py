@@ -78,6 +78,7 @@ def test_a_loop_of_your_own_trains_as_one_process_and_goes_on_from_what_it_saved
     cut.mkdir()
     whole = steps_of(on_two_ranks(OWN_LOOP, "60", cwd=tmp_path))
     texts = [on_two_ranks(OWN_LOOP, steps, cwd=cut) for steps in ("40", "60")]
+    assert all("compiling; " in text for text in texts), "nothing is said while the compiler works"
     assert "after step" not in texts[0] and texts[1].startswith("after step 40 of 60, which runs/own_loop holds\n")
     parts = [*map(steps_of, texts)]
     assert [len(part) for part in parts] == [2, 1], "the second one did not go on"
