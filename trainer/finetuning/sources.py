@@ -25,6 +25,7 @@ PIECE = 1 << 16  # characters that are read of an array at a time, at first
 ROWS = 256  # of a table at a time
 TABLES = ".parquet", ".arrow"
 KINDS = ".jsonl", *TABLES, ".json"
+FILES = "a .jsonl, .json, .parquet or .arrow file"
 # How names of its files begin.
 SPLIT = re.compile(r"(train|test|validation|valid|val|dev|eval)(?=[-_.])")
 PLACES = {".jsonl": "line", ".json": "element", ".parquet": "row", ".arrow": "row"}
@@ -65,13 +66,17 @@ def check_files(source: str, flag: str = "--data") -> list[Path]:
         ]
         files = [*dict.fromkeys(files)]  # ** matches folders and what is in them
         if not files:
-            what = "a .jsonl, .json, .parquet or .arrow file, or a folder or pattern of them"
-            raise unusable(root, what, "none", f"check {flag}")
+            raise unusable(
+                root, f"{FILES}, or a folder or pattern of them", "none", f"check {flag}"
+            )
         for file in files:
             if not file.is_file():
                 raise unusable(
                     str(file), "a file", "a folder, pipe or device", f"name files in {flag}"
                 )
+            if file.suffix in (".csv", ".tsv", ".xlsx"):
+                fix = "save it as lines of JSON, such as by to_json(.., orient='records', lines=True) of pandas"
+                raise unusable(str(file), FILES, f"a {file.suffix} one", fix)
             with open(file, "rb") as opened:
                 if not opened.read(1):
                     raise unusable(
