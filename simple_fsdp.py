@@ -1238,12 +1238,12 @@ def _check_root(root: int) -> None:
                 )
 
 
-def _check_saved(model: nn.Module, state: dict, *_) -> None:
+def _check_saved(model, state, prefix, *_) -> None:
     """RuntimeError for shards that another rank has saved: what a file of rank 0 alone gives all
     the others."""
-    for name, p in model.named_parameters():
+    for name, p in model.named_parameters(prefix[:-1]):
         saved = state.get(name)
-        if isinstance(saved, DTensor) and Shard(0) in saved.placements:
+        if Shard(0) in getattr(saved, "placements", ()):
             # A mesh that comes from a file knows whose it was.
             if saved.device_mesh.get_coordinate()[-1] != p.device_mesh.get_coordinate()[-1]:
                 raise RuntimeError(

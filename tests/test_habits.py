@@ -286,7 +286,7 @@ def saved_by_one(mesh):
     replicas = dist.init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     meshes = dict(hybrid_shard=replicas)
     for mode, mine in (("fully_shard", True), ("fully_shard", False), ("replicate", False), ("hybrid_shard", False)):
-        model = data_parallel(mlp(), meshes.get(mode, mesh), mode=mode)
+        model = nn.Sequential(data_parallel(mlp(), meshes.get(mode, mesh), mode=mode))  # inside of another
         path = f"{where[0]}/{mode}{mine * dist.get_rank()}"
         values = [whole(p).clone() for p in model.parameters()]
         if mine or dist.get_rank() == 0:
@@ -367,7 +367,7 @@ def test_a_shard_of_another_rank_is_not_loaded_as_this_rank_s_own(two):
     for rank, found in enumerate(two["saved_by_one"]):
         assert found["fully_shard", True] is found["replicate", False] is found["hybrid_shard", False] is True
         refusal = found["fully_shard", False]
-        assert "0.weight is the shard of another rank: torch.save()" in refusal if rank else refusal is False
+        assert "0.0.weight is the shard of another rank: torch.save()" in refusal if rank else refusal is False
 
 
 def test_a_gradient_that_is_not_finite_on_one_rank_stops_the_step_of_all(two):
