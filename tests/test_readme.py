@@ -176,13 +176,13 @@ def test_the_picture_is_of_the_committed_rows(tmp_path):
                                                       ("links", "h100", "time-memory-1")])  # fmt: skip
 def test_the_figures_of_docs_are_of_the_committed_rows(tmp_path, name, rows, figure):
     plots = pytest.importorskip("lab.report.plots", exc_type=ImportError)
-    from lab.report import published, tables
+    from lab.report import published, runs, tables
 
     found = published.read([ROOT / f"results/{rows}.jsonl"])
     if figure == "links":
         plots.bars(name, [(None, row, published.measured(row)) for row in tables.links(found)[0]], tmp_path)
     else:
-        (plots.losses if figure == "loss" else plots.fronts)(found, tmp_path)
+        plots.losses(found, tmp_path) if figure == "loss" else plots.fronts(runs.shared(found), tmp_path)
     texts = [re.findall(r"<text[^>]*>([^<]+)<", (folder / f"{figure}.svg").read_text()) for folder in
              (tmp_path, ROOT / "docs")]  # fmt: skip
     assert texts[0] == texts[1] and len(texts[0]) > 10

@@ -27,9 +27,10 @@ from pathlib import Path
 
 from lab.report import published
 from lab.report.html import page
-from lab.report.tables import LAYOUTS, check_name, compared, section
+from lab.report.runs import shared
+from lab.report.tables import LAYOUTS, check_name, compared, layout, section
 from lab.sweeps import sweep
-from trainer.distributed.terminal import answering, one_line, shown
+from trainer.distributed.terminal import answering, grouped, one_line, shown
 from trainer.logging import check_writable, log_tables
 
 # Of pages whose marked tables are checked, beside README.md and NOTES.md.
@@ -120,41 +121,55 @@ def found(
     return rows[-args.last :] if args.last else rows
 
 
-def figures(name: str, rows: list[dict], args: argparse.Namespace, folder: Path) -> list[Path]:
-    """Draws what there is to draw of a table; says in a line why there is nothing."""
+def figures(
+    name: str, ours: list, rows: list[dict], args: argparse.Namespace, folder: Path
+) -> tuple[list[Path], str]:
+    """Draws what there is to draw of a table, of many of its rows, `ours`, the last ones; says in a line what it leaves
+    out."""
     plots = importlib.import_module("lab.report.plots")
-    own = {"loss": plots.losses, "collectives": plots.overlap, "time against memory": plots.fronts}
+    fronts = name == "time against memory"
     if name == "sent":
-        return []
+        return [], ""
+    most = plots.SETTINGS if fronts else plots.MOST
+    left = f"Drawn: the last {most} of {grouped(len(ours))} {'settings' if fronts else 'rows'}."
+    left *= len(ours) > most
+    shown_alone = args.html and not args.plots and args.wandb == "off"  # a page holds no PNG
     try:
-        if name in own:
-            return own[name](rows, folder)
-        ours = LAYOUTS[name](rows)[0] if name in LAYOUTS else []
-        if name == "fit":
-            return plots.fits(ours, folder)
-        if name == "runs":
-            explained = [
-                Path(row["history"]).with_suffix(".memory.svg")
-                for row in ours
-                if row.get("history")
-            ]
-            return [
-                *filter(Path.is_file, explained),
-                *plots.bars(name, [(None, row, None) for row in ours], folder),
-            ]
-        if ours:
-            return plots.bars(name, [(None, row, published.measured(row)) for row in ours], folder)
-        return plots.axis(name, published.entries(name, rows, args.small), folder)
+        with plots.matplotlib.rc_context({"savefig.format": "svg"} if shown_alone else {}):
+            return draw(name, ours[-most:], rows, args, folder), left
     except plots.NoFigure as e:
-        print(f"no figure of {name}: {e}", end="\n\n")
-        return []
+        return [], f"no figure of {name}: {e}"
 
 
-def whole(args: argparse.Namespace, read: Callable[[Path], list]) -> list[str]:
-    """The tables of files that are named without a table's name: those of runs, as far as their rows fill them.
-    ValueError where they have no run."""
+def draw(
+    name: str, ours: list, rows: list[dict], args: argparse.Namespace, folder: Path
+) -> list[Path]:
+    """The figures of `ours`: rows of a table, or settings. Of `rows`: what takes no more of them than it needs."""
+    plots = importlib.import_module("lab.report.plots")
+    own = {"loss": plots.losses, "fit": plots.fits, "time against memory": plots.fronts}
+    if name in own:
+        return own[name](ours, folder)
+    if name == "collectives":
+        return plots.overlap(rows, folder)
+    if name == "runs":
+        explained = [
+            Path(row["history"]).with_suffix(".memory.svg") for row in ours if row.get("history")
+        ]
+        return [
+            *filter(Path.is_file, explained),
+            *plots.bars(name, [(None, row, None) for row in ours], folder),
+        ]
+    if ours:
+        return plots.bars(name, [(None, row, published.measured(row)) for row in ours], folder)
+    return plots.axis(name, published.entries(name, rows, args.small), folder)
+
+
+def whole(args: argparse.Namespace, read: Callable[[Path], list]) -> dict[str, tuple]:
+    """The tables of files that are named without a table's name, their rows and columns: those of runs, as far as their
+    rows fill them. ValueError where they have no run."""
     rows = found("runs", args, True, read)
-    filled = [name for name in ("runs", "loss", "sent") if LAYOUTS[name](rows)[0]]
+    made = {name: layout(name, rows) for name in ("runs", "loss", "sent")}
+    filled = {name: each for name, each in made.items() if each[0]}
     if "runs" not in filled:
         files, studies = (
             " ".join(map(str, args.results)),
@@ -176,19 +191,22 @@ def report(args: argparse.Namespace, folder: Path | None, files: bool = False) -
     read = functools.cache(lambda path: published.read([path]))  # each file once, for all tables
     for name in named:
         check_name(name)
-    if files:
-        named = whole(args, read)
+    filled = whole(args, read) if files else {}
+    named += filled
     for name in named or [*sweep.axes(), "loss"]:
         rows = found(name, args, bool(named), read)
         try:
-            about, table = section(name, rows, args.small)
+            made = filled.get(name) or layout(name, rows)
+            about, table = section(name, rows, args.small, made)
         except ValueError:
             if named:
                 raise
             continue
+        paths, left = figures(name, made[0], rows, args, folder) if folder else ([], "")
+        about += f"\n{left}" * bool(left)
         print(shown(about), shown(table), sep="\n\n", end="\n\n")
         printed |= {id(row): row for row in rows}
-        sections.append((name, about, table, figures(name, rows, args, folder) if folder else []))
+        sections.append((name, about, table, paths))
     if not printed:
         where = " ".join(map(str, args.results)) or f"runs/sweep-*{'-small' * args.small}.jsonl"
         raise ValueError(
@@ -196,10 +214,11 @@ def report(args: argparse.Namespace, folder: Path | None, files: bool = False) -
         )
     # As finetune.py's models are not.
     shaped = [row for row in printed.values() if "grow" in (row.get("flags") or {})]
-    if folder and (drawn := figures("time against memory", shaped, args, folder)):
-        sections.append(
-            ("time against memory", "A grey line: nothing is better in both.", "", drawn)
-        )
+    if folder:
+        name, about = "time against memory", "A grey line: nothing is better in both."
+        paths, left = figures(name, shared(shaped), shaped, args, folder)
+        print(shown(left), end="\n\n" * bool(left))
+        sections += [(name, f"{about}\n{left}", "", paths)] * bool(paths)
     drawn = [path for *_, paths in sections for path in paths]
     print(*drawn, sep="\n", end="\n" * bool(drawn and args.plots)) if args.plots else None
     if args.html:

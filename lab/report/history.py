@@ -8,6 +8,7 @@ a step stands once in a history, also where a killed run had logged steps after 
 """
 
 import json
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import fields
 from math import isfinite
@@ -67,15 +68,15 @@ def learned_from(row: dict) -> tuple:
     return ("depth" in flags, *(flags.get(name) for name in ("data", "model", "vocab")))
 
 
-def comparable_curves(rows: list[dict]) -> list[tuple[dict, list[dict]]]:
-    """The curves of the runs whose loss can be compared with that of the last one."""
-    found = curves_of(rows)
-    return [(row, steps) for row, steps in found if learned_from(row) == learned_from(found[-1][0])]
+def comparable(rows: list[dict]) -> list[dict]:
+    """The runs that have a curve, and whose loss can be compared with that of the last one of them."""
+    found = [row for row, _ in curves_of(rows)]
+    return [row for row in found if learned_from(row) == learned_from(found[-1])]
 
 
-def curves_of(rows: list[dict]) -> list[tuple[dict, list[dict]]]:
+def curves_of(rows: list[dict]) -> Iterator[tuple[dict, list[dict]]]:
     """(row, its history) of every row that has one, without steps whose loss is not finite. A run that another
-    continues has no curve of its own, nor has one of simulated ranks."""
+    continues has no curve of its own, nor has one of simulated ranks. The steps of one run are held."""
     files = {row["history"]: row for row in rows if row.get("history") and not simulated(row)}
     continued = {str(path) for file in files for path, _ in parts(Path(file))[:-1]}
 
@@ -83,9 +84,7 @@ def curves_of(rows: list[dict]) -> list[tuple[dict, list[dict]]]:
         loss = each.get("eval_loss", each.get("loss"))
         return isinstance(loss, int | float) and isfinite(loss)
 
-    found = [
-        (row, [*filter(told, history(Path(file)))])
-        for file, row in files.items()
-        if file not in continued
-    ]
-    return [(row, steps) for row, steps in found if any("eval_loss" not in each for each in steps)]
+    for file in filter(lambda file: file not in continued, files):
+        steps = [*filter(told, history(Path(file)))]
+        if any("eval_loss" not in each for each in steps):
+            yield files[file], steps

@@ -2,7 +2,7 @@
 
     axis("depth", published.entries("depth", rows, small=False), folder)    # lines; of an axis of names bars
     bars("links", [(None, row, None) for row in rows], folder)              # memory and time, a bar for each row
-    fronts(rows, folder)                                                    # time against memory
+    fronts(runs.shared(rows), folder)                                       # time against memory
     losses(rows, folder)                                                    # curves of training and held-out loss
     overlap(rows, folder)                                                   # the collectives of a step
 
@@ -12,7 +12,6 @@ Each returns the files that it wrote, an SVG before its PNG. What would show not
 import shlex
 import textwrap
 from collections import Counter
-from collections.abc import Iterable
 from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
@@ -22,25 +21,25 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from lab.report import published
-from lab.report.history import comparable_curves, setting
+from lab.report.history import comparable, curves_of, setting
+from lab.report.runs import memory_of, told
 from lab.sweeps import sweep
-from trainer.distributed.spelling import flag
 from trainer.distributed.terminal import grouped
 
 WIDTH, PAGE = 3.4, 7.5  # inch; a page's height without axes and legend
+# Most rows of a table that are drawn, most settings with a figure each, most points named in it: of 100 MB of rows the
+# figures would take minutes, and nobody turns so many pages.
+MOST, SETTINGS, NAMED = 100, 20, 40
 matplotlib.rcParams |= {
     "svg.fonttype": "none", "svg.hashsalt": "report", "font.size": 8, "axes.titlesize": 8, "legend.fontsize": 7,
     "xtick.labelsize": 7, "ytick.labelsize": 7, "axes.grid": True, "grid.alpha": 0.3, "axes.axisbelow": True,
     "lines.linewidth": 1, "lines.markersize": 4, "hatch.linewidth": 0.5, "errorbar.capsize": 1.5,
-    "legend.handlelength": 2.6,
+    "legend.handlelength": 2.6, "savefig.format": "png",
 }  # fmt: skip
 COLORS = ("black", "#d55e00", "#0072b2", "#009e73", "0.55", "#cc79a7")
 STYLES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
 MARKERS = "osD^vPX*<>hp"
 FACES, HATCHES = ("0.7", "white", "0.9", "0.5"), ("", "/////", ".....", "xxxxx", "-----")
-# What is drawn of rows: of memory the first that any has. Key of ours, field of a Point, words for an axis.
-MEMORY = (("simulated_mib", "simulated peak memory"), ("peak_alloc_mib", "peak allocated memory"),
-          ("peak_rss_mib", "peak resident memory"))  # fmt: skip
 WORDS = {
     "attn": {"flex": "FlexAttention", "sdpa": "SDPA"},
     "compile": {"none": "eager", "blocks": "compiled blocks", "model": "compiled model", "fwdbwd": "compiled fwd + bwd",
@@ -94,8 +93,9 @@ def legend(plot: Figure, handles: dict, title: str | None = None, **how) -> None
 
 
 def save(plot: Figure, folder: Path, name: str, dpi: int = 300) -> list[Path]:
-    """Writes NAME.svg and NAME.png into a folder, which is made."""
-    paths = [folder / f"{name}.{end}" for end in ("svg", "png")]
+    """Writes NAME.svg and NAME.png, or what savefig.format says, into a folder, which is made."""
+    ends = dict.fromkeys(("svg", matplotlib.rcParams["savefig.format"]))
+    paths = [folder / f"{name}.{end}" for end in ends]
     folder.mkdir(parents=True, exist_ok=True)
     for path in paths:
         plot.savefig(path, dpi=dpi, metadata={"Date": None} if path.suffix == ".svg" else {})
@@ -133,14 +133,6 @@ def wording(settings: list[dict]) -> list[str]:
         )
         texts.append(", ".join(word(name, each[name]) for name in own))
     return texts
-
-
-def memory_of(rows: Iterable[dict]) -> tuple[str, str]:
-    """(key, words) of the first kind of memory that any row has."""
-    rows = [*rows]
-    return next(
-        (kind for kind in MEMORY if any(published.figure(row, kind[0]) for row in rows)), MEMORY[1]
-    )
 
 
 def ours(row: dict, mib: str) -> Point:
@@ -409,14 +401,6 @@ def bars(name: str, found: list, folder: Path) -> list[Path]:
     return draw_bars(name, made, panels(name, made, memory), labels, folder)
 
 
-def told(row: dict) -> dict:
-    """The setting of a row that has an influence on memory and time, its shape and ranks among it."""
-    told = {
-        name: value for name, value in setting(row).items() if flag(name) not in published.NEUTRAL
-    }
-    return told | {"ranks": published.label(row)}
-
-
 def front(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
     """Of (ms, MiB) those that no other undercuts in both, fastest first."""
     best = []
@@ -426,22 +410,18 @@ def front(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
     return best
 
 
-def fronts(rows: list[dict], folder: Path, most: int = 8) -> list[Path]:
-    """Time against memory for every setting (shape, device, torch, ranks) that at least three rows share. Of more than
-    `most` variants those are named that no other beats in both."""
-    settings, paths = {}, []
-    for row in published.newest(rows, lambda row: str(sorted(told(row).items()))):
-        if published.figure(row, "step_ms") and published.figure(row, memory_of([row])[0]):
-            key = published.shape(row), row.get("device"), row.get("torch"), published.label(row)
-            settings.setdefault(key, []).append(row)
-    for (_, device, torch, n), those in settings.items():
-        if len(those) < 3:
-            continue
+def fronts(settings: list[list[dict]], folder: Path, most: int = 8) -> list[Path]:
+    """Time against memory of the rows of each setting. Of more than `most` variants those are named that no other beats
+    in both, of these the NAMED fastest."""
+    paths = []
+    for number, those in enumerate(settings, 1):
+        device, torch, n = those[0].get("device"), those[0].get("torch"), published.label(those[0])
         key, unit = memory_of(those)
         points = [(row.get("step_ms_min", row["step_ms"]), row[key]) for row in those]
         best = front(points)
-        named = [i for i, point in enumerate(points) if len(those) <= most or point in best]
-        named.sort(key=lambda i: points[i])
+        few = {*points} if len(those) <= most else {*best}
+        good = sorted((i for i, point in enumerate(points) if point in few), key=points.__getitem__)
+        named = good[:NAMED]
         texts = [textwrap.fill(text, 54) for text in wording([told(those[i]) for i in named])]
         plot = column(2.9 + 0.115 * sum(2 + text.count("\n") for text in texts))
         ax, handles = plot.subplots(), {}
@@ -452,8 +432,16 @@ def fronts(rows: list[dict], folder: Path, most: int = 8) -> list[Path]:
             [handles[text]] = ax.plot(*points[at], MARKERS[i % len(MARKERS)], color=COLORS[i % len(COLORS)],
                                        markerfacecolor=face, markersize=5.5, linestyle="none")  # fmt: skip
         if others := [point for i, point in enumerate(points) if i not in named]:
-            [dots] = ax.plot(*zip(*others, strict=True), ".", color="0.5", zorder=0)
-            handles[f"{len(others)} others: one of these is as good or better in both"] = dots
+            # As an image: in an SVG each dot of thousands would be an element.
+            [dots] = ax.plot(
+                *zip(*others, strict=True),
+                ".",
+                color="0.5",
+                zorder=0,
+                rasterized=len(others) > MOST,
+            )
+            better = ": one of these is as good or better in both" * (good == named)
+            handles[f"{len(others)} others{better}"] = dots
         ax.set(xlabel="time of the smallest step (ms)", ylabel=f"{unit} (MiB)")
         about = f"{str(device).split(',')[0]}, torch {torch}, {word('ranks', n)}, {where(those[0])}"
         plot.suptitle(textwrap.fill(about, 54), fontsize=8)
@@ -462,8 +450,8 @@ def fronts(rows: list[dict], folder: Path, most: int = 8) -> list[Path]:
         ax.yaxis.set_major_formatter(lambda y, _: grouped(y))
         ax.margins(0.1)
         legend(plot, handles, loc="outside lower left", fontsize=6.5)
-        paths += save(plot, folder, f"time-memory-{len(paths) // 2 + 1}")
-    if not paths:
+        paths += save(plot, folder, f"time-memory-{number}")
+    if not settings:
         raise NoFigure("no three runs share shape, device, torch and ranks")
     return paths
 
@@ -477,7 +465,7 @@ def where(row: dict) -> str:
 def losses(rows: list[dict], folder: Path) -> list[Path]:
     """Loss over tokens, a curve for each run: lines of training, marks of held-out data. A run that was resumed is one
     curve, from its first step on."""
-    found = comparable_curves(rows)
+    found = [*curves_of(comparable(rows))]
     if not found:
         raise NoFigure(
             "no logged step of a run on real ranks lies beside the rows (FILE.steps/RUN.jsonl)"

@@ -80,19 +80,25 @@ def defaults_d817189() -> dict:
 
 
 @functools.cache
+def name_of(cell: str) -> str:
+    """A cell as it is written now, or as it is where it is not a line of flags."""
+    with suppress(ValueError):
+        return sweep.name_of(cell)
+    return cell
+
+
+@functools.cache
 def core(cell: str | None) -> frozenset[tuple[str, tuple[str, ...]]] | None:
     """The flags of a row's cell that have an influence on memory and time; None where it is not a line of flags."""
     with suppress(ValueError):
-        flags = sweep.parse(shlex.split(cell or "none"))[1]
+        flags = sweep.parse(sweep.words(cell or "none"))[1]
         return frozenset((flag, values) for flag, values in flags.items() if flag not in NEUTRAL)
     return None
 
 
 def cell_of(row: dict) -> str | None:
     """The cell of a row, as it is written now."""
-    with suppress(ValueError):
-        return row.get("cell") and sweep.name_of(row["cell"])
-    return row["cell"]
+    return row.get("cell") and name_of(row["cell"])
 
 
 def on_gpu(row: dict) -> bool:
@@ -177,6 +183,7 @@ def flops_ratio(depth: int, seqlen: int, grouping: int) -> float:
     return flops_per_token(c, seqlen) / counted
 
 
+@functools.cache
 def published(axis: str) -> dict[tuple, dict]:
     """Key -> published row: `device`, `ranks`, `mib`, `ms`, `mfu` (of a range the middle, None for words), `text`."""
     names, found = key_names(axis), {}
@@ -250,13 +257,12 @@ def entries(
         raise ValueError(
             f"{axis}: no row of it{'' if small else ' (at small sizes: --small)'} among {len(rows)} rows"
         )
-    keys = list(dict.fromkeys([key for key, _ in found] + list(theirs)))
+    ours = {}
+    for key, row in found:
+        ours.setdefault(key, []).append(row)
+    keys = dict.fromkeys([*ours, *theirs])
     keys = sorted(keys) if names and axis != "variants" else keys
-    return [
-        (k, row, theirs.get(k))
-        for k in keys
-        for row in [row for key, row in found if key == k] or [None]
-    ]
+    return [(k, row, theirs.get(k)) for k in keys for row in ours.get(k, [None])]
 
 
 def comparable(ours: dict | None, theirs: dict | None) -> bool:

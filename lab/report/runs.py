@@ -3,21 +3,25 @@
 rows, columns = runs(published.read([Path("runs/results.jsonl")]))
 """
 
-import json
 from collections import Counter
+from collections.abc import Iterable
 
 from lab.report import published
 from lab.report.columns import METRICS, Columns, column, outcomes, where
-from lab.report.history import comparable_curves, curves_of, setting
+from lab.report.history import comparable, curves_of, learned_from, setting
 from trainer.config import PARTS
 from trainer.distributed.command_line import as_given
-from trainer.distributed.spelling import folded
+from trainer.distributed.spelling import flag, folded
 from trainer.distributed.terminal import grouped
+
+# What is drawn of rows: of memory the first that any has. Key of ours, field of a Point, words for an axis.
+MEMORY = (("simulated_mib", "simulated peak memory"), ("peak_alloc_mib", "peak allocated memory"),
+          ("peak_rss_mib", "peak resident memory"))  # fmt: skip
 
 
 def loss(rows: list[dict]) -> tuple[list[dict], Columns]:
     """Runs with logged steps: what tells their settings apart, and their last losses, also on held-out data."""
-    rows = [row for row, _ in comparable_curves(rows)]
+    rows = comparable(rows)
     settings = [setting(row) for row in rows]
     apart = (
         [k for k in settings[0] if len({str(each.get(k)) for each in settings}) > 1] if rows else []
@@ -46,7 +50,8 @@ def loss(rows: list[dict]) -> tuple[list[dict], Columns]:
 
 def left_out(rows: list[dict]) -> str:
     """A line that says how many runs a table of losses leaves out; empty if it has them all."""
-    others = len(curves_of(rows)) - len(comparable_curves(rows))
+    found = [learned_from(row) for row, _ in curves_of(rows)]
+    others = sum(each != found[-1] for each in found)
     played = sum(map(published.simulated, rows))
     lines = [f"Left out: {others} of other data, model or vocabulary than the last run's."] * bool(
         others
@@ -61,14 +66,13 @@ def flags_apart(settings: list[dict]) -> list[str]:
     settings = [folded(each, PARTS) for each in settings]
     names = {name: None for each in settings for name in each}  # of one program's, too
     values = {
-        name: Counter(json.dumps(each[name]) for each in settings if name in each) for name in names
+        name: Counter(repr(each[name]) for each in settings if name in each) for name in names
     }
     names = [name for name, count in values.items() if len(count) > 1]
     usual = {name: values[name].most_common(1)[0][0] for name in names} if len(names) > 4 else {}
 
     told = [
-        {k: each.get(k) for k in names if json.dumps(each.get(k)) != usual.get(k)}
-        for each in settings
+        {k: each.get(k) for k in names if repr(each.get(k)) != usual.get(k)} for each in settings
     ]
     texts = [
         " ".join(as_given(k, v) for k, v in each.items() if v not in (None, [])) for each in told
@@ -117,3 +121,29 @@ def sent(rows: list[dict]) -> tuple[list[dict], Columns]:
     ):
         columns += [(title, [grouped(found[key], digits) for *_, found in lines])]
     return rows, columns
+
+
+def memory_of(rows: Iterable[dict]) -> tuple[str, str]:
+    """(key, words) of the first kind of memory that any row has."""
+    rows = [*rows]
+    return next(
+        (kind for kind in MEMORY if any(published.figure(row, kind[0]) for row in rows)), MEMORY[1]
+    )
+
+
+def told(row: dict) -> dict:
+    """The setting of a row that has an influence on memory and time, its shape and ranks among it."""
+    told = {
+        name: value for name, value in setting(row).items() if flag(name) not in published.NEUTRAL
+    }
+    return told | {"ranks": published.label(row)}
+
+
+def shared(rows: list[dict]) -> list[list[dict]]:
+    """The rows, with time and memory, of every setting (shape, device, torch, ranks) that at least three share."""
+    settings = {}
+    for row in published.newest(rows, lambda row: str(sorted(told(row).items()))):
+        if published.figure(row, "step_ms") and published.figure(row, memory_of([row])[0]):
+            key = published.shape(row), row.get("device"), row.get("torch"), published.label(row)
+            settings.setdefault(key, []).append(row)
+    return [those for those in settings.values() if len(those) > 2]

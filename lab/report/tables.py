@@ -252,8 +252,9 @@ def peaks(rows: list[dict]) -> tuple[list[dict], Columns]:
     of_sweeps = [row for row in rows if row.get("study") == "peak" and row.get("cell")]
     rows, lines = published.newest(of_sweeps, lambda row: row["cell"]), {}
     shapes = Counter(map(published.shape, rows))
+    usual = max(shapes.values(), default=0)
     for row in rows:
-        if shapes[published.shape(row)] == max(shapes.values()) and row["outcome"] == "ok":
+        if shapes[published.shape(row)] == usual and row["outcome"] == "ok":
             lines.setdefault((published.core(row["cell"]), row["torch"]), {})[
                 published.ranks(row)
             ] = row
@@ -457,9 +458,16 @@ def check_name(name: str) -> None:
         raise ValueError(f"unknown axis '{name}': expected all or one of {', '.join(known)}")
 
 
-def section(name: str, rows: list[dict], small: bool) -> tuple[str, str]:
-    """The text above a table, and the table. Raises ValueError where it has no row."""
-    ours, columns = LAYOUTS[name](rows) if name in LAYOUTS else ([], [])
+def layout(name: str, rows: list[dict]) -> tuple[list[dict], Columns]:
+    """The rows and columns of a table; none of an axis that is no layout, too."""
+    return LAYOUTS[name](rows) if name in LAYOUTS else ([], [])
+
+
+def section(
+    name: str, rows: list[dict], small: bool, made: tuple[list[dict], Columns] | None = None
+) -> tuple[str, str]:
+    """The text above a table, and the table. made: what `layout` has given. Raises ValueError where it has no row."""
+    ours, columns = made or layout(name, rows)
     if ours:
         others = left_out(rows) if name == "loss" else ""
         return about(name, ours, []) + f"\n{others}" * bool(others), markdown(columns)

@@ -8,6 +8,7 @@ import importlib.util
 import json
 import re
 import sys
+import tracemalloc
 import warnings
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from test_report import CPU, SIMULATED, line, row, save
 
 from lab.report import __main__ as command
 from lab.report import published as rows
+from lab.report import runs, tables
 
 needs_matplotlib = pytest.mark.skipif(not importlib.util.find_spec("matplotlib"), reason="matplotlib is not installed")
 
@@ -174,7 +176,7 @@ def test_the_front_is_of_one_setting_and_names_its_points(folder, whole):
     points = (("none", "fwdbwd", 3, 1), ("mlp", "fwdbwd", 2, 2), ("both", "model", 3, 2))
     made = [row(line("variants", remat=r, compile=c, attn="flex"), mib=mib, ms=ms) for r, c, mib, ms in points]
     made += [row(line("depth", depth=8)), row(SIMULATED), row(line("variants", remat="block"), outcome="OOM bwd")]
-    svg, png = plots.fronts(made, folder)
+    svg, png = plots.fronts(runs.shared(made), folder)
     drawn = texts(svg)
     for text in ("compiled model, MLP, attention recomputed", "compiled fwd + bwd, MLP recomputed", "2 ranks, depth 4",
                  "peak allocated memory (MiB)", "time of the smallest step (ms)"):  # fmt: skip
@@ -182,7 +184,7 @@ def test_the_front_is_of_one_setting_and_names_its_points(folder, whole):
     assert "block" not in drawn and "sim" not in drawn and "flex" not in drawn
     ticks = re.findall(r">(\d+)</text>", svg.read_text().partition('id="matplotlib.axis_2"')[2])
     assert "2" in ticks and len(ticks) == len({*ticks}), "two ticks of one label"
-    drawn = texts(plots.fronts(made, folder, most=2)[0])
+    drawn = texts(plots.fronts(runs.shared(made), folder, most=2)[0])
     assert "1 others: one of these is as good or better in both" in drawn and "compiled model" not in drawn
 
 
@@ -212,8 +214,8 @@ def test_a_history_has_every_step_once_across_kills_and_resuming(tmp_path):
     found = history(steps / "c.jsonl")
     assert [each["step"] for each in found] == [1, 5, 5, 8, 10, 11, 15, 15]
     path = save(tmp_path / "rows.jsonl", [dict(run=run, flags=dict(lr=1, seed=0), study="mlp") for run in "abc"])
-    (own, [*told]) = curves_of(rows.read([path]))[0]
-    assert own["run"] == "c" and told == found and len(curves_of(rows.read([path]))) == 1
+    [(own, [*told])] = curves_of(rows.read([path]))
+    assert own["run"] == "c" and told == found
     (steps / "c.settings.json").write_text("{cut off")
     assert [each["step"] for each in history(steps / "c.jsonl")] == [11, 15, 15]
 
@@ -254,7 +256,7 @@ def test_a_resumed_run_of_the_trainer_has_one_history(train, tmp_path, monkeypat
     assert [each["step"] for each in steps if "eval_loss" in each] == [2, 4]
     elsewhere = ["--save", tmp_path / "b", "--resume", tmp_path / "run", "--eval-every", 2, "--results"]
     assert train(*elsewhere, tmp_path / "rows.jsonl", "--steps", 6).code == 0  # several runs may begin there
-    assert len(curves_of(rows.read([tmp_path / "rows.jsonl"]))) == 2
+    assert len([*curves_of(rows.read([tmp_path / "rows.jsonl"]))]) == 2
 
 
 @needs_matplotlib
@@ -267,6 +269,100 @@ def test_explained_memory_is_a_figure_too_and_ends_no_run(train, tmp_path, monke
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     done = train("--steps", 6, "--profile", "memory")
     assert done.code == 0 and "no figure of memory: " in done.out
+
+
+def counted(monkeypatch, module, name):
+    """The first argument of each call of a function from now on."""
+    plain, seen = getattr(module, name), []
+    monkeypatch.setattr(module, name, lambda first, *rest: seen.append(first) or plain(first, *rest))
+    return seen
+
+
+@needs_matplotlib
+def test_of_many_rows_the_last_are_drawn_and_all_work_grows_as_the_rows_do(folder, monkeypatch, capsys):
+    """Counts, not seconds: twice as many more rows take twice as many more calls, four times were their square. Each
+    line is decoded and checked once, each cell parsed at most twice, the table made once, and the figures are as many
+    as of few rows."""
+    from matplotlib.figure import Figure
+
+    from lab.report import plots
+    from lab.sweeps import sweep
+    from trainer import logging
+
+    limits = dict(MOST=4, SETTINGS=2, NAMED=3)
+    for name, most in limits.items():
+        monkeypatch.setattr(plots, name, most)
+    checked, parsed, saved = counted(monkeypatch, logging, "_odd_entry"), counted(monkeypatch, sweep, "parse"), []
+    told_apart = counted(monkeypatch, runs, "flags_apart")
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **how: (saved.append(path.name), path.touch()))
+
+    def calls(count, start):
+        """Of functions, for the page of so many rows, each of a setting of its own: no cache knows its cell."""
+        cell = line("depth", True, depth=1)
+        sent = {"all_gather": dict(n=1, mib=1, ms=1)}
+        made = [row(f"{cell} --lr {start + i}", CPU, mib=9999 - i, ms=1 + i, width=128 + i // 9, remat_ratio=i % 9 / 10,
+                    run=f"{start + i}", collectives=sent) for i in range(count)]  # fmt: skip
+        for each in made[::3]:
+            each["cell"] = None
+        for each in made[-6:]:
+            logged(folder / "rows.steps", each["run"], [(1,), (5,)])
+        path, number = save(folder / "rows.jsonl", made), 0
+        [each.clear() for each in (checked, parsed, saved, told_apart)]
+
+        def count_it(frame, event, argument):
+            nonlocal number
+            number += event in ("call", "c_call")
+
+        sys.setprofile(count_it)
+        try:
+            assert command.main([str(path), "--html", "page.html"]) == 0
+        finally:
+            sys.setprofile(None)
+        assert sum("flags" in each for each in checked) == count and len(parsed) <= 2 * count
+        assert [len(each) for each in told_apart] == [count], "the table is made once"
+        assert sorted(saved) == ["loss.svg", "runs.svg", "time-memory-1.svg", "time-memory-2.svg"]
+        return number
+
+    calls(30, 0)  # imports, fonts
+    few, some, many = calls(100, 100), calls(200, 300), calls(400, 600)
+    assert (many - some) / (some - few) < 2.2, (few, some, many)
+    said, text = capsys.readouterr().out, (folder / "page.html").read_text()
+    for told in ("Drawn: the last 4 of 400 rows.", "Drawn: the last 4 of 6 rows.",
+                 "Drawn: the last 2 of 45 settings."):  # fmt: skip
+        assert told in said and told in text
+    assert text.count("<tr>") == 1 + 400 + 1 + 6 + 1 + 400, "of tables nothing is left out"
+
+
+@needs_matplotlib
+def test_of_a_long_front_the_fastest_are_named_and_dots_of_many_are_an_image(folder, monkeypatch):
+    from lab.report import plots
+
+    monkeypatch.setattr(plots, "NAMED", 3)
+    monkeypatch.setattr(plots, "MOST", 10)
+
+    def made(count, front):
+        found = [row(line("depth", depth=4), remat_ratio=i / 99, ms=10 + i) for i in range(count)]
+        return [each | dict(peak_alloc_mib=9000 - i * (i < front)) for i, each in enumerate(found)]
+
+    [few] = [path for path in plots.fronts(runs.shared(made(12, 3)), folder) if path.suffix == ".svg"]
+    assert "9 others: one of these is as good or better in both" in texts(few) and "<image" not in few.read_text()
+    [many] = [path for path in plots.fronts(runs.shared(made(40, 20)), folder) if path.suffix == ".svg"]
+    assert "37 others" in texts(many) and "as good" not in texts(many) and "<image" in many.read_text()
+
+
+def test_a_table_of_losses_holds_the_steps_of_one_run(folder):
+    def peak(count):
+        made = [row(line("depth", depth=4)) | dict(run=f"{i}") for i in range(count)]
+        for each in made:
+            logged(folder / "rows.steps", each["run"], [(i,) for i in range(300)])
+        found = rows.read([save(folder / "rows.jsonl", made)])
+        tracemalloc.start()
+        tables.section("loss", found, False)
+        held = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return held
+
+    assert peak(40) < 2 * peak(4)
 
 
 @needs_matplotlib

@@ -468,3 +468,12 @@ def test_what_no_sweep_can_do_is_one_line_and_exit_2(ends, tmp_path, words, said
 ])
 def test_a_bad_file_is_one_line_and_exit_2(call, lines, said):
     assert call(lines)[:2] == (2, f"sweep: {said}\n")
+
+
+def test_the_words_of_a_cell_are_those_of_a_shell():
+    odd = ["", "  a  b ", "a\\ b", "'a b' c", '"a b"c', "a#b", "a\tb\nc", "a\x0bb\x1cc", "a\u2003b", "k=[1] ~/{x}|y&z"]
+    odd += [json.loads(line)["cell"] or "" for line in (sweep.ROOT / "results/h100.jsonl").read_text().splitlines()]
+    for cell in odd:
+        assert sweep.words(cell) == shlex.split(cell), cell
+    with pytest.raises(ValueError, match="No closing quotation"):
+        sweep.words("a 'b")
