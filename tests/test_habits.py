@@ -385,13 +385,13 @@ def test_an_optimizer_with_collectives_of_its_own_is_refused_by_torch(two):
 
 def test_each_of_torch_s_optimizers_trains_as_on_one_process_or_ends_in_an_error_of_torch_s(two):
     """SparseAdam refuses gradients that are not sparse."""
-    refused = dict(Adafactor="placement changes are not supported", Rprop="placement changes are not supported",
-                   LBFGS="Cannot flatten unevenly sharded tensor")  # fmt: skip
+    changed = "placement changes are not supported|does not have a sharding strategy"  # torch 2.13; 2.11's Rprop
+    refused = dict(Adafactor=changed, Rprop=changed, LBFGS="flatten unevenly sharded")
     for found in two["trained_by_each"]:
         for mode in ("fully_shard", "replicate"):
             assert "does not support dense gradients" in found.pop(("SparseAdam", mode))
         for name, words in refused.items():
-            assert words in found.pop((name, "fully_shard"))
+            assert re.search(words, found.pop((name, "fully_shard")))
         assert not {name for name, apart in found.items() if isinstance(apart, str) or apart > 1e-5} and found
 
 

@@ -24,6 +24,7 @@ import re
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
@@ -332,14 +333,22 @@ def on_ranks(
             all_args = (n, folder, device, backend, threads, work, args)
             multiprocessing.start_processes(_rank, all_args, n, start_method="forkserver")
         except multiprocessing.ProcessRaisedException as error:
-            last = str(error).rpartition("Traceback (most recent call last):")[2].splitlines()
-            raise RuntimeError(
-                next(line for line in last if line.strip() and line[0] != " ")
-            ) from error
+            # The first in time: others fail next, since they wait for it.
+            first = min(Path(folder).glob("failed-*"))
+            raise RuntimeError(first.read_text()) from error
         return [pickle.loads((Path(folder) / f"{rank}").read_bytes()) for rank in range(n)]
 
 
-def _rank(
+def _rank(rank: int, n: int, folder: str, *how):
+    try:
+        _work(rank, n, folder, *how)
+    except Exception as error:
+        words = traceback.format_exception_only(error)[0].splitlines()[0]
+        (Path(folder) / f"failed-{time.time_ns()}-{rank}").write_text(words)
+        raise
+
+
+def _work(
     rank: int,
     n: int,
     folder: str,
