@@ -565,6 +565,7 @@ def test_a_block_that_was_taken_out_is_begun_no_more_whether_or_not_it_was_colle
         gc.enable()
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="a fake group scatters nothing before torch 2.13")
 def test_a_backward_that_failed_leaves_no_gradient_to_the_next(fake):
     model, broken = data_parallel(Blocks(3), fake(2)), []
     model.blocks[0].register_full_backward_pre_hook(lambda *_: 1 / len(broken) and None)

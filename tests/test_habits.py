@@ -392,6 +392,8 @@ def test_each_of_torch_s_optimizers_trains_as_on_one_process_or_ends_in_an_error
             assert "does not support dense gradients" in found.pop(("SparseAdam", mode))
         for name, words in refused.items():
             assert re.search(words, found.pop((name, "fully_shard")))
+        if torch.__version__.startswith("2.11"):  # which has no rule for what Rprop does, however it is sharded
+            assert re.search(changed, found.pop(("Rprop", "replicate")))
         assert not {name for name, apart in found.items() if isinstance(apart, str) or apart > 1e-5} and found
 
 
