@@ -695,13 +695,13 @@ def data_parallel(
                 continue
             _shard_own(module, device_mesh, mode, min_bytes)
             module._data_parallel = policy
+            module.register_load_state_dict_pre_hook(_strict.check_saved)
         cls = type(module)
         own = tuple((name, p.shape) for name, p in module._parameters.items() if p is not None)
         names = getattr(cls, "_data_parallel_names", own)
         kind = "unit" if module in units else "part" if module in inside else "alone"
         is_root = module is model or getattr(cls, "_data_parallel_root", False)
         module.__class__ = _wrapped_class(_plain(module), names, kind, is_root)
-    model.register_load_state_dict_pre_hook(_strict.check_saved)
     _roots[id(model)] = model
     return model
 
@@ -1118,8 +1118,8 @@ CURES = {  # by words of torch's error: what to do where a model runs into it
     "get_parameter() give is the shard.",
     "yet support saved tensor hooks": "data_parallel: inside of a forward torch.func.grad, vjp and "
     "jacrev do not work: call them around the model, or torch.autograd.grad inside of it.",
-    "closed by peer": "data_parallel: another rank has ended, or does something else. Every rank "
-    "calls the model as often as the others, to evaluate, too.",
+    "closed by peer": "data_parallel: probably another rank has ended, or does something else. "
+    "Every rank calls the model as often as the others, to evaluate, too.",
 }
 
 
@@ -1238,10 +1238,10 @@ def _check_root(root: int) -> None:
                 )
 
 
-def _check_saved(model, state, prefix, *_) -> None:
+def _check_saved(module, state, prefix, *_) -> None:
     """RuntimeError for shards that another rank has saved: what a file of rank 0 alone gives all
     the others."""
-    for name, p in model.named_parameters(prefix[:-1]):
+    for name, p in module.named_parameters(prefix[:-1], False):  # its own
         saved = state.get(name)
         if Shard(0) in getattr(saved, "placements", ()):
             # A mesh that comes from a file knows whose it was.

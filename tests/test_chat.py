@@ -361,7 +361,7 @@ def test_files_are_found_and_those_that_cannot_be_used_named_before_anything_hea
     assert check_files(str(tmp_path)) == check_files(f"{tmp_path}/*.jsonl") == both
     assert check_files(f"{tmp_path}/notes.txt") == [tmp_path / "notes.txt"]
     (tmp_path / "empty.jsonl").touch()
-    (tmp_path / "a.csv").write_text("prompt,completion\n")
+    (tmp_path / "a.CSV").write_text("prompt,completion\n")
     os.mkfifo(tmp_path / "pipe")
     code = ("import sys; from trainer.data import DataError; from trainer.finetuning import chat\n"
             "from trainer.finetuning.sources import check_files\n"
@@ -369,12 +369,12 @@ def test_files_are_found_and_those_that_cannot_be_used_named_before_anything_hea
             "    try: check_files(source, '--eval-data')\n"
             "    except DataError as error: print(error)\n"
             "assert not {'torch', 'transformers', 'tokenizers', 'jinja2', 'safetensors'} & {*sys.modules}")  # fmt: skip
-    sources = [f"{tmp_path}/{name}" for name in ("empty.jsonl", "missing.jsonl", "*.json", "pipe", "a.csv")]
+    sources = [f"{tmp_path}/{name}" for name in ("empty.jsonl", "missing.jsonl", "*.json", "pipe", "a.CSV")]
     run = subprocess.run([sys.executable, "-c", code, *sources], env=os.environ | dict(PYTHONPATH=str(ROOT)),
                          capture_output=True, text=True, check=True, timeout=60)  # fmt: skip
     found = run.stdout.splitlines()
     assert len(found) == 5 and all("--eval-data" in each for each in found[:4])
-    assert re.search(r"a\.csv: expected a \.jsonl, .* found a \.csv one; save it as lines of JSON", found[4])
+    assert re.search(r"a\.CSV: expected a \.jsonl, .* found a \.CSV one; save it as lines of JSON", found[4])
     assert "empty file" in found[0] and "found none" in found[1] and "found none" in found[2] and "pipe" in found[3]
     with pytest.raises(DataError, match="lines of JSON, found blank ones"):
         batches([b" "])

@@ -63,7 +63,8 @@ def _plain(value: Any) -> Any:
     """`value` as strict JSON: nan becomes "nan", a tensor without dimensions its number, unknown types their str.
     Entries named like a secret are left out."""
     if getattr(value, "ndim", None) == 0:
-        value = value.item()
+        with suppress(Exception):  # one without a value, as on meta
+            value = value.item()
     if isinstance(value, float):
         return value if math.isfinite(value) else str(float(value))
     if isinstance(value, dict):

@@ -132,7 +132,7 @@ def figures(
         return [], ""
     most = plots.SETTINGS if fronts else plots.MOST
     left = f"Drawn: the last {most} of {grouped(len(ours))} {'settings' if fronts else 'rows'}."
-    left *= len(ours) > most
+    left *= len(ours) > most and name != "collectives"  # it draws two of all
     shown_alone = args.html and not args.plots and args.wandb == "off"  # a page holds no PNG
     try:
         with plots.matplotlib.rc_context({"savefig.format": "svg"} if shown_alone else {}):
@@ -202,9 +202,10 @@ def report(args: argparse.Namespace, folder: Path | None, files: bool = False) -
             if named:
                 raise
             continue
-        paths, left = figures(name, made[0], rows, args, folder) if folder else ([], "")
-        about += f"\n{left}" * bool(left)
         print(shown(about), shown(table), sep="\n\n", end="\n\n")
+        paths, left = figures(name, made[0], rows, args, folder) if folder else ([], "")
+        print(shown(left), end="\n\n" * bool(left))
+        about += f"\n{left}" * bool(left)
         printed |= {id(row): row for row in rows}
         sections.append((name, about, table, paths))
     if not printed:

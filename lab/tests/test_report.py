@@ -603,3 +603,8 @@ def test_the_command_imports_neither_torch_nor_matplotlib():
     imported = {each.split("|")[-1].strip() for each in done.stderr.splitlines()}
     assert done.returncode == 0 and "**compile**" in done.stdout
     assert "lab.report.published" in imported and not imported & {"torch", "matplotlib"}
+
+
+def test_a_simulated_peak_s_cell_names_its_ranks():
+    rows = [json.loads(line) for line in (ROOT / "results/peaks.jsonl").read_text().splitlines()]
+    assert len(rows) > 60 and [row["cell"] for row in rows if f"--world {row['world']}" not in row["cell"]] == []

@@ -74,7 +74,7 @@ def check_files(source: str, flag: str = "--data") -> list[Path]:
                 raise unusable(
                     str(file), "a file", "a folder, pipe or device", f"name files in {flag}"
                 )
-            if file.suffix in (".csv", ".tsv", ".xlsx"):
+            if {".csv", ".tsv", ".xlsx"} & {suffix.lower() for suffix in file.suffixes}:
                 fix = "save it as lines of JSON, such as by to_json(.., orient='records', lines=True) of pandas"
                 raise unusable(str(file), FILES, f"a {file.suffix} one", fix)
             with open(file, "rb") as opened:
