@@ -283,9 +283,9 @@ class Watchdog(AbstractContextManager):
         return answers
 
     def _wait_for(self, keys: list[str], seconds: float) -> None:
-        """Until the store has them, so long at most."""
+        """Until the store has them, so long at most. A store that is gone, with the rank that has spoken, ends it."""
         until = time.monotonic() + seconds
-        while None in self._heard(*keys) and time.monotonic() < until:
+        while self._ask(lambda: self.store.check(keys)) is False and time.monotonic() < until:
             time.sleep(0.1)
 
     def _verdict(self, answers: dict[int, dict], why: str) -> str:
