@@ -41,7 +41,9 @@ def main(
     """One run of the flags; returns its exit code. B: rows of this rank in a batch, T: --seqlen."""
     with Run(c, check, rank, local_rank, world, progress) as run:
         # Every flag has a value; simulated ranks count.
-        c, device, world = run.c, run.device, run.world
+        c = run.c
+        device = run.device
+        world = run.world
         attention = choose_kernel(c, device)[-1]
         data = Batches(c.data, global_batch=c.effective_batch, seqlen=c.seqlen, vocab=c.vocab, seed=c.seed, rank=rank,
                        world=world, hold_out=c.eval_every > 0)  # fmt: skip

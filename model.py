@@ -116,7 +116,8 @@ _lean_saved = partial(create_selective_checkpoint_contexts, _save_lean)
 _products_saved = partial(create_selective_checkpoint_contexts, _save_products)
 _products_but_down_saved = partial(create_selective_checkpoint_contexts, _save_products_but_down)
 # For compile caches.
-attention_saved.cache_hash, _products_saved.cache_hash = "attention-saved-1", "products-saved-1"
+attention_saved.cache_hash = "attention-saved-1"
+_products_saved.cache_hash = "products-saved-1"
 _lean_saved.cache_hash = "lean-saved-1"
 # Nothing in a block is random.
 _remat = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
@@ -157,8 +158,11 @@ def sdpa_kernel(kernel: str, q: Tensor, k: Tensor, v: Tensor, causal: bool = Tru
 class Attention(nn.Module):
     def __init__(self, c: ModelConfig):
         super().__init__()
-        self.head_dim, self.flex, self.grouped = c.head_dim, c.attn == "flex", c.grouping > 1
-        self.sdpa, self.flex_options = c.sdpa, dict(c.flex_options) or None
+        self.head_dim = c.head_dim
+        self.flex = c.attn == "flex"
+        self.grouped = c.grouping > 1
+        self.sdpa = c.sdpa
+        self.flex_options = dict(c.flex_options) or None
         self.q = nn.Linear(c.width, c.width, bias=False)
         self.k = nn.Linear(c.width, c.kv_heads * c.head_dim, bias=False)
         self.v = nn.Linear(c.width, c.kv_heads * c.head_dim, bias=False)
@@ -175,7 +179,8 @@ class Attention(nn.Module):
     ) -> Tensor:
         """q [B, H, T, d], k and v [B, K, T, d], rope [T, d] -> [B, T, D]"""
         if rope is not None:
-            q, k = rotated(q, rope), rotated(k, rope)
+            q = rotated(q, rope)
+            k = rotated(k, rope)
         # On meta, where only shapes and FLOPs are asked for, it has no kernel.
         if self.flex and not q.is_meta:
             how = dict(enable_gqa=self.grouped, kernel_options=self.flex_options)
@@ -215,10 +220,15 @@ def norm(c: ModelConfig) -> nn.Module:
 class Block(nn.Module):
     def __init__(self, c: ModelConfig, remat: str):
         super().__init__()
-        self.remat, self.remat_norm, self.remat_core = remat, c.remat_norm, c.remat_core
-        self.lean, self.mlp_chunk = c.mlp == "lean", c.mlp_chunk
-        self.norm1, self.attn = norm(c), Attention(c)
-        self.norm2, self.mlp = norm(c), SwiGLU(c) if c.block == "llama" else MLP(c)
+        self.remat = remat
+        self.remat_norm = c.remat_norm
+        self.remat_core = c.remat_core
+        self.lean = c.mlp == "lean"
+        self.mlp_chunk = c.mlp_chunk
+        self.norm1 = norm(c)
+        self.attn = Attention(c)
+        self.norm2 = norm(c)
+        self.mlp = SwiGLU(c) if c.block == "llama" else MLP(c)
 
     def attn_branch(self, x: Tensor, mask: BlockMask | None, rope: Tensor | None) -> Tensor:
         return self.attn(self.norm1(x), mask, rope)
@@ -231,7 +241,9 @@ class Block(nn.Module):
         if not self.lean:
             x = x + y
             return x + self.mlp_branch(x)
-        norm, up, down = self.norm2, self.mlp.up, self.mlp.down
+        norm = self.norm2
+        up = self.mlp.up
+        down = self.mlp.down
         weights = norm.weight, norm.bias, up.weight, up.bias, down.weight, down.bias
         return lean_mlp(x, y, *weights, norm.eps, self.mlp_chunk)
 
@@ -282,17 +294,16 @@ class Block(nn.Module):
 def check_lean(c: ModelConfig) -> None:
     """Raises ValueError unless `lean_mlp` computes what a block's norm and MLP compute: it does not follow a change of
     the class MLP, such as a gate or another activation. Tried at width 8; not where tensors have no values."""
-    tiny, seeded = (
-        replace(c, width=8, head_dim=2, grouping=1, grow=2),
-        torch.Generator().manual_seed(0),
-    )
+    tiny = replace(c, width=8, head_dim=2, grouping=1, grow=2)
+    seeded = torch.Generator().manual_seed(0)
     with (
         torch.device("cpu"),
         torch.random.fork_rng(devices=[]),
         torch.no_grad(),
         torch.autocast("cpu", enabled=False),
     ):
-        block, x = Block(tiny, "none"), torch.randn(1, 4, 8, generator=seeded)
+        block = Block(tiny, "none")
+        x = torch.randn(1, 4, 8, generator=seeded)
         if type(x) is not Tensor:
             return
         for p in block.parameters():
@@ -339,7 +350,9 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 class Transformer(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
-        c, self.config, self.identity = config, config, config.identity
+        c = config
+        self.config = config
+        self.identity = config.identity
         if c.mlp == "lean":
             check_lean(c)
         self.emb = nn.Embedding(c.vocab, c.width)
@@ -366,7 +379,9 @@ class Transformer(nn.Module):
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, chunk: int = 0) -> Tensor:
         """tokens [B, T] -> logits [B, T, V]; with targets [B, T] the summed loss, `chunk` tokens at a time if not 0."""
-        T, D, rope = tokens.shape[1], self.config.width, None
+        T = tokens.shape[1]
+        D = self.config.width
+        rope = None
         flex = self.config.attn == "flex" and not tokens.is_meta
         if flex and (self.mask is None or self.mask.seq_lengths[0] != T):
             raise ValueError(f"no block mask for seqlen {T}: call prepare({T}, device) first")

@@ -90,10 +90,12 @@ def test_one_graph_trains_or_says_what_it_needs(tmp_path):
 @pytest.mark.skipif(PINNED == sys.executable, reason="the pinned torch has no other beside it")
 @pytest.mark.parametrize("saved_by", ["the pinned version", "this version"])
 def test_a_checkpoint_is_resumed_by_the_other_version(saved_by, tmp_path):
-    first, second = PINNED, sys.executable
+    first = PINNED
+    second = sys.executable
     if saved_by == "this version":
         first, second = second, first
-    before, after = tmp_path / "before.jsonl", tmp_path / "after.jsonl"
+    before = tmp_path / "before.jsonl"
+    after = tmp_path / "after.jsonl"
     job = ["main.py", *TINY, "--save-every", "2"]
     on_two_ranks(first, *job, "--save", tmp_path / "saved", "--results", before)
     shutil.copytree(tmp_path / "saved", tmp_path / "resumed")
@@ -101,7 +103,8 @@ def test_a_checkpoint_is_resumed_by_the_other_version(saved_by, tmp_path):
     on_two_ranks(second, *job, "--save", tmp_path / "resumed", "--results", after)
 
     assert rows_of(before)[0]["torch"] != rows_of(after)[0]["torch"]
-    whole, resumed = losses(before), losses(after)
+    whole = losses(before)
+    resumed = losses(after)
     assert len(whole) == 4
     assert resumed == pytest.approx(whole[2:], abs=1e-5)  # the last step's needs AdamW's moments, too
 

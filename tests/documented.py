@@ -42,7 +42,8 @@ def commands() -> list[tuple[str, str]]:
     """(page, command) of all that a shell would run."""
     found = {}
     for path in (ROOT / "README.md", ROOT / "lab/README.md", *sorted((ROOT / "docs").glob("*.md"))):
-        text, page = path.read_text(), str(path.relative_to(ROOT))
+        text = path.read_text()
+        page = str(path.relative_to(ROOT))
         shell = [block for language, block in FENCE.findall(text) if language in ("", "bash", "sh")]
         blocks = [block.replace("\\\n", " ").splitlines() for block in shell]
         inline = INLINE.findall(re.sub("```.*?```", "", text, flags=re.DOTALL))
@@ -75,10 +76,13 @@ def program(command: str) -> list[str] | None:
 
 def read(words: list[str]) -> str:
     """What a program says of flags that it refuses; empty where it has read them."""
-    name, argv, said = words[0], sys.argv, io.StringIO()
+    name = words[0]
+    argv = sys.argv
+    said = io.StringIO()
     sweeps = name == "lab.sweeps.sweep" and "--slurm" not in words
     words = [*words, "--list"] if sweeps else words
-    before, modules = argparse.ArgumentParser.parse_args, dict(sys.modules)
+    before = argparse.ArgumentParser.parse_args
+    modules = dict(sys.modules)
 
     def parse_args(parser, *args, **kwargs):
         found = before(parser, *args, **kwargs)
@@ -125,7 +129,9 @@ def refusals(asked: list[tuple[str, str]]) -> list[tuple[str, str, str]]:
     from trainer.distributed import command_line
     from trainer.finetuning import config as finetuning
 
-    parse, parse_beside, of_models = config.parse, command_line.parse_beside, finetuning.parse
+    parse = config.parse
+    parse_beside = command_line.parse_beside
+    of_models = finetuning.parse
 
     def parse_and_end(*args, **kwargs):
         found = parse(*args, **kwargs)
@@ -143,7 +149,8 @@ def refusals(asked: list[tuple[str, str]]) -> list[tuple[str, str, str]]:
             raise Read
         return found
 
-    config.parse, command_line.parse_beside = parse_and_end, parse_beside_and_end
+    config.parse = parse_and_end
+    command_line.parse_beside = parse_beside_and_end
     finetuning.parse = parse_of_models_and_end
     sys.meta_path.insert(0, NoTorch)
     found = []

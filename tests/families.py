@@ -59,7 +59,8 @@ def _small(name: str, value):
 def smaller(entries: dict) -> dict:
     """Entries of a configuration; of lists with an item for each layer there remain two items, of two kinds if they
     have two."""
-    layers, made = next((entries[name] for name in LAYERS if name in entries), None), {}
+    layers = next((entries[name] for name in LAYERS if name in entries), None)
+    made = {}
     for name, value in entries.items():
         if isinstance(value, list) and layers and len(value) == layers:
             kinds = [each for i, each in enumerate(value) if each not in value[:i]]

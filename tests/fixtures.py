@@ -9,12 +9,13 @@ import signal
 import threading
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from conversations import SPECIAL, TEMPLATES, TURNS, chats
-from running import TINY, TORCHRUN, read
+from running import TINY, TORCHRUN, read, resolved
 from torch._inductor import config as inductor
 from torch.nn.attention import flex_attention as flex
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -25,12 +26,14 @@ from gloo import one_worker_thread
 from trainer import config as flags
 from trainer.checkpoint import export
 from trainer.distributed.compile_once import ALLOCATIONS
+from trainer.distributed.launch import connect
 from trainer.finetuning.chat import ChatBatches
 
 one_worker_thread()
 
 # In CPython 3.11 two threads that parse at once, as inspect and printing a traceback do, may end in a SystemError.
-_parsing, _parse = threading.RLock(), ast.parse
+_parsing = threading.RLock()
+_parse = ast.parse
 
 
 def parse_alone(*args, **kwargs) -> ast.AST:
@@ -167,6 +170,29 @@ def isolated(monkeypatch, tmp_path):
 
 
 @pytest.fixture
+def environ(monkeypatch):
+    """environ(NAME="value"): of this process, until the test ends."""
+
+    def environ(**values):
+        for name, value in values.items():
+            monkeypatch.setenv(name, value)
+
+    return environ
+
+
+@pytest.fixture
+def alone(isolated):
+    """A process group of one rank."""
+    connect(resolved(), 0, 0, 1)
+
+
+@pytest.fixture
+def no_model(monkeypatch):
+    """A run that builds one fails."""
+    monkeypatch.setattr("main.wrap", lambda *_, **__: pytest.fail("a model was built"))
+
+
+@pytest.fixture
 def flex_on_cpu(monkeypatch):
     """FlexAttention that trains on a CPU: torch's dense stand-in, without the private check that refuses it."""
     monkeypatch.setattr(flex, "_validate_device", lambda *_: None)
@@ -184,17 +210,19 @@ def outcome(capfd, call, results=None):
         dist.destroy_process_group()
     out, err = capfd.readouterr()
     row, steps = read(results) if results and results.is_file() and results.stat().st_size else (None, [])
-    return SimpleNamespace(code=code, out=out, err=err, row=row, steps=steps)
+    logged, losses = ([step.get(key) for step in steps] for key in ("step", "loss"))
+    return SimpleNamespace(code=code, out=out, err=err, row=row, steps=steps, logged=logged, losses=losses)
 
 
 @pytest.fixture
 def train(capfd, tmp_path):
     """Run main.main on one rank in this process: its exit code, both outputs, its row and steps if it has them."""
 
-    def train(*argv, rank=0, world=1):
+    def train(*argv, rank=0, world=1, **env):
         results = tmp_path / f"{len(list(tmp_path.iterdir()))}.jsonl"
         argv = [*TINY, "--results", str(results), *map(str, argv)]
-        return outcome(capfd, lambda: main.main(flags.parse(argv), rank, rank, world), results)
+        with mock.patch.dict(os.environ, env):
+            return outcome(capfd, lambda: main.main(flags.parse(argv), rank, rank, world), results)
 
     return train
 
@@ -239,7 +267,8 @@ def byte_level(texts, vocab_size, **how):
     """A byte-level BPE of a small vocabulary, trained on texts. how: of what cuts them before."""
     import tokenizers
 
-    made, pre = tokenizers.Tokenizer(tokenizers.models.BPE()), tokenizers.pre_tokenizers.ByteLevel
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    pre = tokenizers.pre_tokenizers.ByteLevel
     made.pre_tokenizer = pre(add_prefix_space=False, **how)
     made.decoder = tokenizers.decoders.ByteLevel()
     known = dict(special_tokens=SPECIAL, initial_alphabet=pre.alphabet())

@@ -80,7 +80,9 @@ class Job:
         self, world: int, argv: Iterable, log: str | Path, record: str | Path | None = None, *,
         err: str | Path | None = None, cwd: str | Path | None = None, **env: str,
     ):  # fmt: skip
-        outputs, folder, samples = (str(log), str(err or log)), cwd and str(cwd), record and str(record)
+        outputs = (str(log), str(err or log))
+        folder = cwd and str(cwd)
+        samples = record and str(record)
         args = world, free_port(), [*map(str, argv)], outputs, folder, samples, start_server() | env
         self.ranks = [processes.Process(target=_rank, args=(rank, *args), daemon=True) for rank in range(world)]
         for process in self.ranks:

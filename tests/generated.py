@@ -40,7 +40,8 @@ from simple_fsdp import MixedPrecisionPolicy, data_parallel
 SYMBOLS = {"all_gather": "G", "reduce_scatter": "R", "all_reduce": "A"}
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 SCALAR = 64  # bytes: a loss, a norm, a count of labels
-GATHERED, GRADIENTS = "gathered", "gradients"
+GATHERED = "gathered"
+GRADIENTS = "gradients"
 
 
 @dataclass
@@ -104,7 +105,9 @@ class Reader(TorchDispatchMode):
 
     def __init__(self, shapes: set[tuple[int, ...]]):
         super().__init__()
-        self.shapes, self.found, self.now = shapes, Found(), 0
+        self.shapes = shapes
+        self.found = Found()
+        self.now = 0
         self.contents: dict[int, Content] = {}  # by storage; none of what was there before
         self.pending: dict[int, tuple[str, list[Tensor]]] = {}  # output of a collective -> its symbol, its inputs
 
@@ -125,7 +128,9 @@ class Reader(TorchDispatchMode):
             func(*args)  # otherwise torch warns, at the end, of collectives that nobody waited for
             return args[0]
         out = self.run(func, args, kwargs)
-        given, made, written = of_all((args, kwargs)), of_all(out), of_all(kwargs.get("out"))
+        given = of_all((args, kwargs))
+        made = of_all(out)
+        written = of_all(kwargs.get("out"))
         inputs = [t for t in given if not any(t is w for w in written)]
         for t in made:
             if memory(t) not in map(memory, given):
@@ -254,7 +259,9 @@ def read(run: Callable[[Callable[[], None]], None], model: nn.Module) -> Found:
 class Block(nn.Module):
     def __init__(self, width: int):
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 3 * width), nn.Linear(3 * width, width)
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 3 * width)
+        self.down = nn.Linear(3 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(F.gelu(self.up(self.norm(x))))
@@ -265,7 +272,9 @@ class Net(nn.Module):
 
     def __init__(self, depth: int, width: int = 64, vocab: int = 80):
         super().__init__()
-        self.emb, self.norm, self.head = nn.Embedding(vocab, width), nn.LayerNorm(width), nn.Linear(width, vocab, False)
+        self.emb = nn.Embedding(vocab, width)
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocab, False)
         self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -283,7 +292,8 @@ def small(compile: str, mode: str = "fully_shard", depth: int = 6, options: dict
     mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     dtypes = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     model = data_parallel(Net(depth), mesh, mode, dtypes, reshard_after_forward=reshard)
-    tokens, params = torch.zeros(2, 8, dtype=torch.long), [*model.parameters()]
+    tokens = torch.zeros(2, 8, dtype=torch.long)
+    params = [*model.parameters()]
 
     def own(part: nn.Module, **more) -> dict:
         if compile == "plain":

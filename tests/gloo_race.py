@@ -25,7 +25,9 @@ def _rank(rank: int, port: int, collectives: int, one: bool) -> None:
     if one:
         one_worker_thread()
     dist.init_process_group("gloo", rank=rank, world_size=2)
-    ops, group, x = torch.ops._c10d_functional, dist.group.WORLD.group_name, torch.ones(64)
+    ops = torch.ops._c10d_functional
+    group = dist.group.WORLD.group_name
+    x = torch.ones(64)
     for _ in range(collectives // 8):
         both = ((ops.all_gather_into_tensor(x, 2, group), ops.all_reduce(x, "sum", group)) for _ in range(4))
         for t in [t for pair in both for t in pair]:

@@ -82,17 +82,21 @@ class Results(dict):
 
 def spawn(world: int, checks: list, timeout: float = 300, threads: int = 1) -> Results:
     """Results of every check, by its name, one value per rank. Ends its processes after `timeout` seconds."""
-    queue, port = processes.Queue(), free_port()
+    queue = processes.Queue()
+    port = free_port()
     args = [(rank, world, port, checks, queue, threads, start_server()) for rank in range(world)]
     ranks = [processes.Process(target=_worker, args=a, daemon=True) for a in args]
     for p in ranks:
         p.start()
-    results, left, failed = Results(), len(checks) * world, False
+    results = Results()
+    left = len(checks) * world
+    failed = False
     try:
         while left and not failed:
             name, rank, ok, value = queue.get(timeout=timeout)
             results.setdefault(name, {})[rank] = ok, value
-            left, failed = left - 1, not ok
+            left = left - 1
+            failed = not ok
         with suppress(Empty):  # what the other ranks say to that: one of them knows the cause
             while failed:
                 name, rank, *result = queue.get(timeout=10)

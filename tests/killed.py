@@ -30,7 +30,8 @@ MOMENTS = {  # what is about to be called, for which time with a last argument t
 
 
 def plant(where, name: str, nth: int, ending: str) -> None:
-    real, calls = getattr(where, name), []
+    real = getattr(where, name)
+    calls = []
 
     def call(*args, **kwargs):
         calls.extend(re.findall(f"{ending}$", str(args[-1])))

@@ -17,7 +17,10 @@ from torch import nn
 
 from simple_fsdp import unsharded
 
-SAMPLES, TOKENS, VOCAB, WIDTH = 4, 8, 61, 32
+SAMPLES = 4
+TOKENS = 8
+VOCAB = 61
+WIDTH = 32
 Inputs = dict[str, torch.Tensor]
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from harness import free_port
 
 import main
@@ -17,6 +18,12 @@ from lab.profiling.gpu_code import no_triton
 ROOT = Path(main.__file__).parent
 TINY = "--compile none --depth 1 --width 32 --head-dim 16 --grouping 2 --seqlen 16 --steps 6 --batch 2".split()
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SWEEP_CELL")
+
+
+def on_gpu(test):
+    """A test, or all of a file, that needs a GPU."""
+    needs = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+    return pytest.mark.gpu(needs(test))
 
 
 needs_triton = pytest.mark.skipif(no_triton() is not None, reason=no_triton() or "")
@@ -38,38 +45,44 @@ def read(results):
     return row, rows_of(steps) if steps.exists() else []
 
 
-def python(*argv, env=(), trace=True, timeout=400):
-    """main.py in a process of its own. `imports`, if asked for, are the modules that it imported; `err` is the rest."""
-    environment = {k: v for k, v in os.environ.items() if k not in TORCHRUN}
-    environment |= {"OMP_NUM_THREADS": "1", "COLUMNS": "100"} | dict(env)
-    command = [sys.executable, *["-X", "importtime"] * trace, str(ROOT / "main.py"), *map(str, argv)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
-    lines = done.stderr.splitlines(keepends=True)
-    imports = {line.split("|")[-1].strip() for line in lines if line.startswith("import time:")}
-    err = "".join(line for line in lines if not line.startswith("import time:"))
-    return SimpleNamespace(code=done.returncode, out=done.stdout, err=err, imports=imports)
+def resolved(argv=(), world=1, device="cpu"):
+    """All flags of main.py, of a text or of words."""
+    words = argv.split() if isinstance(argv, str) else map(str, argv)
+    return main.flags.resolve(main.flags.parse([*words]), device, world)
+
+
+def ran(*command, cwd=ROOT, timeout=400, **env):
+    """A command in a process of its own: its exit code and both outputs."""
+    environment = {k: v for k, v in os.environ.items() if k not in TORCHRUN} | {"COLUMNS": "100"} | env
+    how = dict(capture_output=True, text=True, timeout=timeout)
+    done = subprocess.run([*map(str, command)], env=environment, cwd=cwd, **how)
+    return SimpleNamespace(code=done.returncode, out=done.stdout, err=done.stderr)
+
+
+def python(*argv, env=(), trace=True):
+    """main.py in this folder. `imports`, if asked for, are the modules that it imported; `err` is the rest."""
+    command = [sys.executable, *["-X", "importtime"] * trace, ROOT / "main.py", *argv]
+    done = ran(*command, cwd=None, **dict(OMP_NUM_THREADS="1") | dict(env))
+    lines = done.err.splitlines(keepends=True)
+    done.imports = {line.split("|")[-1].strip() for line in lines if line.startswith("import time:")}
+    done.err = "".join(line for line in lines if not line.startswith("import time:"))
+    return done
 
 
 def module(*command, timeout=600, cwd=ROOT):
     """python -m COMMAND in a process of its own; or, if it begins with a line break, this text with what follows."""
-    how = ["-c"] if command[0].startswith("\n") else ["-m"]
-    environment = os.environ | {"COLUMNS": "100", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-W", "ignore", *how, *command]
-    done = subprocess.run(command, env=environment, cwd=cwd, capture_output=True, text=True, timeout=timeout)
-    return SimpleNamespace(code=done.returncode, out=done.stdout, err=done.stderr)
+    how = "-c" if command[0].startswith("\n") else "-m"
+    return ran(sys.executable, "-W", "ignore", how, *command, cwd=cwd, timeout=timeout, PYTHONPATH=str(ROOT))
 
 
-def torchrun(*argv, ranks=2, cwd=None):
-    """main.py on gloo ranks. `code` is that of the first rank that failed, as torchrun reports it; `err` is ours."""
-    environment = {k: v for k, v in os.environ.items() if k not in TORCHRUN}
-    environment |= {"OMP_NUM_THREADS": "1", "COLUMNS": "100"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-    command += ["--master-port", str(free_port()), str(ROOT / "main.py"), *map(str, argv)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, cwd=cwd)
-    report = done.stderr.partition("Root Cause")[2]
-    code = int(re.search(r"exitcode\s*: (-?\d+)", report)[1]) if report else done.returncode
-    ours = re.split(r"^[WE]\d{4} .*torch/distributed/elastic", done.stderr, maxsplit=1, flags=re.MULTILINE)[0]
-    return SimpleNamespace(code=code, out=done.stdout, err=ours)
+def torchrun(*argv):
+    """main.py on two gloo ranks. `code`: of the first rank that failed, as torchrun reports it; `err`: ours."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 2, "--master-port", free_port()]
+    done = ran(*command, ROOT / "main.py", *argv, cwd=None, OMP_NUM_THREADS="1")
+    if report := done.err.partition("Root Cause")[2]:
+        done.code = int(re.search(r"exitcode\s*: (-?\d+)", report)[1])
+    done.err = re.split(r"^[WE]\d{4} .*torch/distributed/elastic", done.err, maxsplit=1, flags=re.MULTILINE)[0]
+    return done
 
 
 def one_line(err):
@@ -77,6 +90,13 @@ def one_line(err):
     lines = err.splitlines()
     assert len(lines) == 1 and lines[0].startswith("error: "), err
     return lines[0]
+
+
+def fails(done, code, *words):
+    """The line with which a run ended, with this code, which is all that it said on stderr and holds these words."""
+    line = one_line(done.err)
+    assert done.code == code and all(word in line for word in words), (done.code, line, words)
+    return line
 
 
 def end_of_signal(err):

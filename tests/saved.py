@@ -1,14 +1,14 @@
 """What is in a saved step, and a model to save: for the tests of checkpoints."""
 
+import json
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from running import TINY
+from running import TINY, resolved
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.tensor import DTensor
 
-from trainer import config as flags
 from trainer.checkpoint import load as checkpoint
 from trainer.data import Batches
 from trainer.parallelize import build
@@ -37,9 +37,19 @@ def steps_in(folder: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("step-")) for path in folder.glob("step-????????"))
 
 
+def state_of(step: Path) -> dict:
+    """What a saved step's train_state.json says."""
+    return json.loads((step / "train_state.json").read_text())
+
+
+def start_of(c, step, batches):
+    """The checkpoint that a run of these begins at."""
+    return checkpoint.find_start(c, batches, None, step.model.identity)
+
+
 def made(world, *argv, seed=0):
     """Config, step and batches, on `world` ranks of a group that is there."""
-    c = flags.resolve(flags.parse([*TINY, *UNEVEN, *map(str, argv)]), "cpu", world)
+    c = resolved([*TINY, *UNEVEN, *argv], world)
     rank = dist.get_rank()
     batches = Batches("random", global_batch=4, seqlen=c.seqlen, vocab=c.vocab, seed=0, rank=rank, world=world)
     torch.manual_seed(seed)

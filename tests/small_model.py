@@ -12,7 +12,8 @@ from model import IGNORE, ModelConfig, Transformer
 
 # B batch, T tokens, D width, H heads, K key/value heads, d head dimension, V vocabulary, N = B T
 SMALL = dict(depth=3, width=32, head_dim=8, grouping=2, grow=3, vocab=80)
-B, T = 2, 12
+B = 2
+T = 12
 
 
 def build(seed=0, dtype=torch.float32, seqlen=T, **changes):
@@ -66,14 +67,17 @@ class Ops(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.count, self.largest, self.made = Counter(), 0, {}
+        self.count = Counter()
+        self.largest = 0
+        self.made = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         self.count[func.name().removeprefix("aten::").split(".")[0]] += 1
         for t in tree_leaves(out):
             if isinstance(t, torch.Tensor):
-                self.largest, storage = max(self.largest, t.numel()), t.untyped_storage()
+                self.largest = max(self.largest, t.numel())
+                storage = t.untyped_storage()
                 self.made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         return out
 

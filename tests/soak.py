@@ -41,7 +41,8 @@ if __name__ == "__main__":  # before torch is imported: --help answers at once
     how = dict(formatter_class=argparse.RawDescriptionHelpFormatter)
     parser = argparse.ArgumentParser(usage="soak.py {run,saves} [OPTIONS] [-- FLAGS]", description=__doc__, **how)
     commands = parser.add_subparsers(dest="command", required=True, help="soak.py run --help: its options")
-    run, saves = commands.add_parser("run"), commands.add_parser("saves")
+    run = commands.add_parser("run")
+    saves = commands.add_parser("saves")
     run.add_argument("--steps", type=int, default=400)
     run.add_argument("--kills", type=int, default=8)
     run.add_argument("--seconds", type=float, default=100, help="of training, over which the kills are spread")
@@ -50,17 +51,20 @@ if __name__ == "__main__":  # before torch is imported: --help answers at once
         command.add_argument("--ranks", type=int, default=2)
         command.add_argument("--seed", type=int, default=0, help="of what is killed and when")
         command.add_argument("--folder", type=Path, help="new; kept (default: a temporary one, kept on failure)")
-    ARGS, FLAGS = vars(parser.parse_args(sys.argv[1:cut])), sys.argv[cut + 1 :]
+    ARGS = vars(parser.parse_args(sys.argv[1:cut]))
+    FLAGS = sys.argv[cut + 1 :]
 
 import torch
 import torch.distributed.checkpoint as dcp
 from forked import Job
 from harness import free_port
 from running import TINY, TORCHRUN
+from saved import state_of
 
 from trainer.checkpoint.manifest import CheckpointError, verify
 
-STEP, UNFINISHED = re.compile(r"step-\d{8}"), re.compile("tmp.*")
+STEP = re.compile(r"step-\d{8}")
+UNFINISHED = re.compile("tmp.*")
 STUCK = 300  # seconds without a line of output after which a job counts as hung; one that compiles is silent for long
 
 
@@ -75,13 +79,16 @@ def check(holds: bool, problem: str) -> None:
 
 def wait(log: Path, until: Callable[[str], bool]) -> None:
     """Until what `log` says is enough. Wrong if it says nothing new for STUCK seconds but that ranks wait."""
-    told, before, since = "", "", time.monotonic()
+    told = ""
+    before = ""
+    since = time.monotonic()
     while not until(told):
         time.sleep(0.01)
         told = log.read_text() if log.exists() else ""
         now = re.sub("^waiting for the other ranks.*\n", "", told, flags=re.M)
         if len(now) != len(before):
-            before, since = now, time.monotonic()
+            before = now
+            since = time.monotonic()
         check(time.monotonic() - since < STUCK, f"no output for {STUCK} s; see {log}")
 
 
@@ -156,13 +163,15 @@ def compare(killed: Path, alone: Path) -> str:
     last = max(Saved(alone / "run").steps())
     one, two = (folder / f"run/step-{last:08d}" for folder in (killed, alone))
     check(one.exists(), f"{one}: is not there")
-    a, b = hashes(one), hashes(two)
+    a = hashes(one)
+    b = hashes(two)
     differ = [name for name in a.keys() | b.keys() if a.get(name) != b.get(name)]
     check(not differ, f"step {last}: {len(differ)} of {len(a)} tensors differ: {differ[:5]}")
-    states = [json.loads((step / "train_state.json").read_text()) for step in (one, two)]
+    states = [state_of(step) for step in (one, two)]
     check(states[0].pop("run") and states[1].pop("run"), "train_state.json names no run")
     check(states[0] == states[1], f"train_state.json: {states[0]}, undisturbed {states[1]}")
-    expected, logged = dict(losses(alone)), losses(killed)
+    expected = dict(losses(alone))
+    logged = losses(killed)
     check({step for step, _ in logged} == expected.keys(), "not every step was logged")
     for step, loss in logged:
         check(loss == expected[step], f"step {step}: loss {loss}, undisturbed {expected[step]}")
@@ -175,7 +184,9 @@ def compare(killed: Path, alone: Path) -> str:
 
 def saves(folder: Path, ranks: int, count: int, seed: int, argv: list[str]) -> str:
     """Wrong, or the line that says what was seen."""
-    rng, saved, killed = random.Random(seed), Saved(folder / "killed/run"), True
+    rng = random.Random(seed)
+    saved = Saved(folder / "killed/run")
+    killed = True
     flags = [*TINY, "--data", "stdlib", "--log-every", 1, "--keep", count, "--steps", count, *argv]
     while killed:
         log = folder / f"{saved.seen['lives']}.log"
@@ -187,10 +198,12 @@ def saves(folder: Path, ranks: int, count: int, seed: int, argv: list[str]) -> s
         saved.verify()
         saved.note()
         saved.seen.update(lives=1, kills=int(killed), unfinished=int(len(saved.left) > 0))
-    log, output = folder / "alone.log", ["--results", folder / "alone/rows.jsonl", "--save", folder / "alone/run"]
+    log = folder / "alone.log"
+    output = ["--results", folder / "alone/rows.jsonl", "--save", folder / "alone/run"]
     codes = Job(ranks, [*flags, *output], log).wait(600)
     check(not any(codes), f"the undisturbed job: exit codes {codes}; see {log}")
-    seen, equal = saved.seen, compare(folder / "killed", folder / "alone")
+    seen = saved.seen
+    equal = compare(folder / "killed", folder / "alone")
     return (f"{saved.newest} saves committed, {len(saved.verified)} of them verified; {seen['kills']} kills of all "
             f"{ranks} ranks, {seen['unfinished']} left an unfinished save; {seen['starts']} starts seen, "
             f"{seen['resumed']} resumed, each from the newest; {equal}")  # fmt: skip
@@ -199,7 +212,8 @@ def saves(folder: Path, ranks: int, count: int, seed: int, argv: list[str]) -> s
 def life(job: Job, saved: Saved, log: Path, rng: random.Random) -> list[int]:
     """Kills the ranks of a job in the step after a random one of its first saves, one time in ten while it starts; now
     and then one of them a little before the others. Exit codes: -9 among them unless the job came to its end first."""
-    goal, starting = saved.newest + rng.randrange(5), rng.random() < 0.1
+    goal = saved.newest + rng.randrange(5)
+    starting = rng.random() < 0.1
     if not starting:
         wait(log, lambda told: job.ended() or "ln V" in told and max(saved.steps(), default=0) >= goal)
     times = [(saved.folder / name).stat().st_mtime for name in saved.names(STEP)[-9:]]
@@ -218,7 +232,8 @@ class Torchrun:
     """A job under torchrun that can be hit; `starts` counts its own starts, `log` gets all output."""
 
     def __init__(self, folder: Path, ranks: int, restarts: int, argv: list):
-        self.log, self.process = folder.with_suffix(".log"), None
+        self.log = folder.with_suffix(".log")
+        self.process = None
         self.command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
         self.command += ["--max-restarts", str(restarts), "--master-port"]
         output = ["--results", folder / "rows.jsonl", "--save", folder / "run"]
@@ -271,7 +286,10 @@ def runs(pid: int) -> bool:
 
 def run(folder: Path, ranks: int, steps: int, kills: int, seconds: float, seed: int, argv: list[str]) -> str:
     """Wrong, or the line that says what was seen."""
-    rng, saved, hits, began = random.Random(seed), Saved(folder / "killed/run"), Counter(), time.monotonic()
+    rng = random.Random(seed)
+    saved = Saved(folder / "killed/run")
+    hits = Counter()
+    began = time.monotonic()
     flags = [*TINY, "--data", "stdlib", "--log-every", 1, "--steps", steps, "--save-every", 5, *argv]
     with closing(Torchrun(folder / "killed", ranks, kills, flags)) as job:
         job.start()
@@ -285,7 +303,8 @@ def run(folder: Path, ranks: int, steps: int, kills: int, seconds: float, seed: 
             told = job.log.read_text()
             saved.check_starts(told[mark:], exact=False)
             saved.note()
-            mark, what = len(told), rng.choices(HITS, [4, 1, 1, 2, 2, 1, 1])[0]
+            mark = len(told)
+            what = rng.choices(HITS, [4, 1, 1, 2, 2, 1, 1])[0]
             job.hit(what, rng)
             hits[what] += 1
             if job.ended():
@@ -300,7 +319,8 @@ def run(folder: Path, ranks: int, steps: int, kills: int, seconds: float, seed: 
         wait(alone.log, lambda _: alone.ended())
         check(not alone.process.returncode, f"undisturbed: exit code {alone.process.returncode}; see {alone.log}")
     told = ", ".join(f"{n} {what}" for what, n in hits.items())
-    seen, equal = saved.seen, compare(folder / "killed", folder / "alone")
+    seen = saved.seen
+    equal = compare(folder / "killed", folder / "alone")
     return (f"{sum(hits.values())} hits ({told}) in {took:.0f} s; {seen['starts']} starts seen, {seen['resumed']} "
             f"resumed, each from the newest; {equal}")  # fmt: skip
 
@@ -309,7 +329,8 @@ HITS = ["one", "all", "torchrun", "torchrun alone", "SIGTERM", "SIGHUP", "SIGQUI
 
 
 def main(command: str, folder: Path | None, flags: list[str], **own) -> int:
-    kept, folder = folder is not None, folder or Path(tempfile.mkdtemp(prefix="soak-"))
+    kept = folder is not None
+    folder = folder or Path(tempfile.mkdtemp(prefix="soak-"))
     (folder / "killed").mkdir(parents=True)
     try:
         told = dict(run=run, saves=saves)[command](folder.resolve(), argv=flags, **own)

@@ -22,8 +22,10 @@ from trainer.attention import Shape
 
 SHAPE = Shape(2, 4, 2, 16, 8, "fp32")
 SMALL = dict(depth=2, width=32, head_dim=8, grouping=2, vocab=64)
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-FLASH, BACKWARD = "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward"
+CPU = torch.device("cpu")
+CUDA = torch.device("cuda")
+FLASH = "_scaled_dot_product_flash_attention_for_cpu"
+BACKWARD = "_scaled_dot_product_flash_attention_for_cpu_backward"
 
 
 pytestmark = pytest.mark.usefixtures("isolated")
@@ -75,7 +77,9 @@ def test_compiled_the_named_kernel_runs_in_regions_and_another_model_keeps_its_o
 @pytest.mark.slow
 def test_one_compile_cache_keeps_the_kernels_apart_and_finds_each_again():
     """With torch's own context manager in place of the ops the last line fails: AOTAutograd does not cache it."""
-    q, hits, ran = torch.randn(1, 2, 16, 8, requires_grad=True), [], []
+    q = torch.randn(1, 2, 16, 8, requires_grad=True)
+    hits = []
+    ran = []
     with fresh_cache():
         for kernel in ("default", "flash", "math") * 2:
             torch._dynamo.reset()
@@ -184,7 +188,8 @@ def flex_config(path):
 
 
 def test_stored_options_are_those_of_device_and_shape(tmp_path):
-    path, c = tmp_path / "options.json", flex_config(tmp_path / "options.json")
+    path = tmp_path / "options.json"
+    c = flex_config(tmp_path / "options.json")
     key = kernels.options_key(kernels.shape_of(c), CPU)
     attention.store(path, "another device", {"options": {"fwd_BLOCK_M": 16}})
     *chosen, text = kernels.choose_kernel(c, CPU)

@@ -2,18 +2,16 @@
 
 import importlib.util
 import itertools
-import json
-import os
 import re
-import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from fixtures import outcome
 from harness import free_port, spawn
+from running import ROOT, fails, module, ran, resolved, rows_of
 from torch.distributed.tensor import DTensor
 
 from lab.benchmarks import exposed, wrappers
@@ -24,7 +22,6 @@ from trainer.distributed import simulated_world as sim
 from trainer.parallelize import build
 from trainer.step import COMPILE_MODES
 
-ROOT = Path(__file__).parents[1]
 SMALL = "--device cpu --depth 2 --width 64 --head-dim 16 --vocab 257 --seqlen 32 --batch 4 --compile none".split()
 CELLS = ["simple", "fsdp2", "fsdp2 --no-reshard", "fsdp2 --compile blocks", "ddp", "ddp --loss chunked:10",
          "ddp --compile blocks"]  # fmt: skip
@@ -42,8 +39,9 @@ def without_code(function, options=None, **how):
 def train(argv: str, steps=4) -> list[tuple[float, float]]:
     torch._dynamo.reset()
     torch.compile = without_code
-    rank, world = dist.get_rank(), dist.get_world_size()
-    c = flags.resolve(flags.parse([*SMALL, "--wrapper", *argv.split()]), "cpu", world)
+    rank = dist.get_rank()
+    world = dist.get_world_size()
+    c = resolved([*SMALL, "--wrapper", *argv.split()], world)
     step = build(c, torch.device("cpu"), world)
     step.optimizer.lr.fill_(3e-3)
     total = world * c.batch
@@ -76,7 +74,8 @@ LABELS = {
 def masked() -> list[tuple[torch.Tensor, torch.Tensor]]:
     """[12, 8] tokens and targets of three steps: unequal labels and a micro-batch of two without any; the second half,
     that of rank 1, without any; none at all."""
-    generator, batches = torch.Generator().manual_seed(5), []
+    generator = torch.Generator().manual_seed(5)
+    batches = []
     for k in range(3):
         tokens, targets = torch.randint(257, (2, 12, 8), generator=generator)
         if k == 0:
@@ -100,7 +99,8 @@ def trained(argv: str, rank: int = 0, world: int = 1) -> list[dict[str, torch.Te
     The eps of AdamW is far above the rounding of a gradient, about 1e-8. At its default, 1e-8, an entry whose gradient
     is that small moves by any part of the learning rate, depending on the order in which a CPU sums."""
     sizes = [*SMALL, "--depth", "1", "--width", "32", "--grouping", "2", "--seqlen", "8"]
-    c, told = flags.resolve(flags.parse([*sizes, *argv.split()]), "cpu", world), []
+    c = resolved([*sizes, *argv.split()], world)
+    told = []
     step = build(c, torch.device("cpu"), world)
     step.optimizer.eps = 1e-4
     names = {id(p): name for name, p in step.model.named_parameters()}
@@ -173,30 +173,27 @@ def test_every_wrapper_has_the_losses_and_norms_of_ours(two_ranks, check, limit)
 
 @pytest.mark.slow
 def test_one_command_compares_them_in_one_process_group(tmp_path):
-    cells, rows = ["simple:none", "fsdp2:none", "ddp:none"], tmp_path / "rows.jsonl"
-    env = os.environ | dict(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
+    cells = ["simple:none", "fsdp2:none", "ddp:none"]
+    rows = tmp_path / "rows.jsonl"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", f"--master-port={free_port()}"]
     small = [*SMALL, "--steps", "6", "--results", str(rows)]
     argv = [*torchrun, "-m", "lab.benchmarks.wrappers", *cells, "--", *small]
-    done = subprocess.run(argv, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    written = [json.loads(line) for line in rows.read_text().splitlines()]
+    done = ran(*argv, cwd=tmp_path, OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
+    assert done.code == 0, done.err
+    written = rows_of(rows)
     assert [row["cell"] for row in written] == cells and {row["world"] for row in written} == {2}
     assert written[0]["ratio"] == 1 and all(row["n"] == 3 and row["ratio"] > 0 for row in written)
-    assert all(cell in done.stdout for cell in cells)
+    assert all(cell in done.out for cell in cells)
 
 
 @pytest.mark.slow
 def test_links_of_any_speed_and_what_is_exposed_of_their_time(tmp_path):
-    env, results = os.environ | dict(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT)), ["--results", "rows.jsonl"]
-
     def call(*argv):
-        argv = [sys.executable, "-m", "lab.benchmarks.exposed", *results, *argv]
-        return subprocess.run(argv, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+        return module("lab.benchmarks.exposed", "--results", "rows.jsonl", *argv, cwd=tmp_path)
 
     done = call("simple:none", "fsdp2:none", "--", *SMALL, "--steps", "3", "--device", "cpu")
-    assert done.returncode == 0 and "ratio without the ends" in done.stdout, done.stderr
-    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert done.code == 0 and "ratio without the ends" in done.out, done.err
+    rows = rows_of(tmp_path / "rows.jsonl")
     assert [(row["cell"], row["factor"]) for row in rows] == list(itertools.product(
         ["simple:none", "fsdp2:none"], [0.5, 1, 2, 4]))  # fmt: skip
     for row in rows:
@@ -206,14 +203,12 @@ def test_links_of_any_speed_and_what_is_exposed_of_their_time(tmp_path):
         carried = [(a, b) for what, a, b in row.get("lanes", ()) if what in ("all_gather", "reduce_scatter")]
         assert all(a[1] <= b[0] + 0.02 for a, b in itertools.pairwise(carried))  # the link brings one at a time
     assert [bool(row.get("lanes")) for row in rows] == 2 * [False, True, False, False]
-    missing = call("--plot", "none/a.png")
-    assert missing.returncode == 2 and missing.stderr.startswith("error: --plot none/a.png: "), missing.stderr
-    bad = call("simple:blocks_", "--", *SMALL)
-    assert bad.returncode == 2 and "cells simple:blocks_: give WRAPPER:COMPILE" in bad.stderr
+    fails(call("--plot", "none/a.png"), 2, "error: --plot none/a.png: ")
+    fails(call("simple:blocks_", "--", *SMALL), 2, "cells simple:blocks_: give WRAPPER:COMPILE")
     row = dict(cell="simple:fwdbwd", flags=dict(ahead=2.0, keep_last=True))
     assert exposed.label(row) == "simple:fwdbwd --keep-last --ahead 2"
     if importlib.util.find_spec("matplotlib"):
-        assert call("--plot", "a.png").returncode == 0 and (tmp_path / "a.png").stat().st_size > 5000
+        assert call("--plot", "a.png").code == 0 and (tmp_path / "a.png").stat().st_size > 5000
 
 
 @pytest.mark.parametrize(("cells", "argv", "message"), [
@@ -221,14 +216,12 @@ def test_links_of_any_speed_and_what_is_exposed_of_their_time(tmp_path):
 ])  # fmt: skip
 def test_what_cannot_be_compared_is_one_line(cells, argv, message, capfd, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit) as ended:
-        wrappers.main(cells.split(), flags.parse(argv.split()), 0, 0, 1)
-    err = capfd.readouterr().err
-    assert ended.value.code == 2 and err.count("\n") == 1 and re.search(message, err), err
+    done = outcome(capfd, lambda: wrappers.main(cells.split(), flags.parse(argv.split()), 0, 0, 1))
+    assert re.search(message, fails(done, 2))
 
 
 def test_fsdp2_at_one_rank_and_its_name_in_the_configuration():
-    c = flags.resolve(flags.parse([*SMALL, "--wrapper", "fsdp2"]), "cpu", 1)
+    c = resolved([*SMALL, "--wrapper", "fsdp2"])
     assert c.wrapper == "fsdp2" and flags.setting(c)["wrapper"] == "fsdp2"
     assert flags.resolve(replace(c, system=replace(c.system, wrapper="ddp")), "cpu", 1).mode == "replicate"
 
@@ -240,7 +233,7 @@ def test_the_loss_is_compiled_in_all_that_compile_their_blocks(monkeypatch):
     for wrapper in ("simple", "fsdp2", "ddp"):
         seen = names[wrapper] = []
         monkeypatch.setattr(torch, "compile", lambda f, seen=seen, **how: seen.append(f.__name__) or f)
-        c = flags.resolve(flags.parse([*SMALL, "--compile", "blocks", "--wrapper", wrapper]), "cpu", 2)
+        c = resolved([*SMALL, "--compile", "blocks", "--wrapper", wrapper], 2)
         build(c, torch.device("cpu"), 2)
     sim.stop()
     assert all("cross_entropy" in seen for seen in names.values()), names

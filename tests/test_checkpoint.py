@@ -5,7 +5,6 @@
 Runs are those of main.py, eager and tiny, in this process.
 """
 
-import json
 import os
 import shutil
 from unittest import mock
@@ -14,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import ONE_GRAPH
-from running import one_line
-from saved import assert_bitwise, contents, steps_in
+from running import fails
+from saved import assert_bitwise, contents, state_of, steps_in
 from torch.distributed.checkpoint import filesystem
 
 from trainer.checkpoint import load as checkpoint
@@ -37,30 +36,36 @@ COMPILED["fwdbwd in the background"] = "--compile fwdbwd"
 ALL = [*SETTINGS, *(pytest.param(k, marks=[pytest.mark.slow, *[ONE_GRAPH] * (k == "step")]) for k in COMPILED)]
 
 
+def trained(done):
+    """What a run logged, without times."""
+    return [[step[key] for key in ("loss", "lr", "grad_norm")] for step in done.steps]
+
+
 @pytest.mark.parametrize("setting", ALL)
 def test_a_run_that_was_stopped_and_resumed_is_bitwise_the_run_that_was_not(setting, train, tmp_path):
     argv = (SETTINGS | COMPILED)[setting].split() + "--warmup 2 --steps 10 --log-every 1".split()
-    straight, cut, how = tmp_path / "straight", tmp_path / "cut", ":async" * ("background" in setting)
+    straight = tmp_path / "straight"
+    cut = tmp_path / "cut"
+    how = ":async" * ("background" in setting)
     whole = train(*argv, "--save", straight, "--save-every", f"0{how}")
     assert train(*argv, "--save", cut, "--save-every", f"5{how}").code == 0 and steps_in(cut) == [5, 10]
     shutil.rmtree(cut / "step-00000010")
     resumed = train(*argv, "--save", cut, "--save-every", f"5{how}")
     assert whole.code == resumed.code == 0, resumed.err
     assert "resuming after step 5" in resumed.out and resumed.row["resumed_after"] == 5
-    assert [s["step"] for s in resumed.steps] == [6, 7, 8, 9, 10]
-    for a, b in zip(whole.steps[5:], resumed.steps, strict=True):
-        assert all(a[key] == b[key] for key in ("loss", "lr", "grad_norm")), (a, b)
+    assert resumed.logged == [6, 7, 8, 9, 10]
+    assert trained(resumed) == trained(whole)[5:]
     assert_bitwise(contents(straight / "step-00000010"), contents(cut / "step-00000010"))
-    told, expected = (json.loads((f / "step-00000010/train_state.json").read_text()) for f in (cut, straight))
+    told, expected = (state_of(f / "step-00000010") for f in (cut, straight))
     assert told.pop("run") != expected.pop("run")  # a name of each
     assert told == expected and told["step"] == 10 and told["samples"] == 10 * told["global_batch"]
 
 
 def test_with_no_checkpoint_a_run_is_the_one_without_the_flags(train, tmp_path):
-    plain, saving = train("--log-every", 1), train("--log-every", 1, "--save", tmp_path / "new", "--save-every", 1)
+    plain = train("--log-every", 1)
+    saving = train("--log-every", 1, "--save", tmp_path / "new", "--save-every", 1)
     assert "checkpoint:" not in plain.out and f"none in {tmp_path / 'new'}: starting fresh" in saving.out
-    for a, b in zip(plain.steps, saving.steps, strict=True):
-        assert all(a[key] == b[key] for key in ("loss", "lr", "grad_norm"))
+    assert trained(plain) == trained(saving)
 
 
 def test_a_run_that_is_done_says_so(train, folder):
@@ -72,7 +77,7 @@ def test_a_run_that_is_done_says_so(train, folder):
 
 def test_more_steps_go_on_from_the_end_and_a_changed_flag_is_told(train, folder):
     done = train("--save", folder, "--steps", 8, "--lr", 0.001, "--log-every", 1)
-    assert done.code == 0 and [s["step"] for s in done.steps] == [7, 8]
+    assert done.code == 0 and done.logged == [7, 8]
     assert "--lr 0.003 (now 0.001)" in done.out and "--steps 6 (now 8)" in done.out
     assert done.steps[0]["lr"] == pytest.approx(0.001 * 7 / 10)
 
@@ -91,7 +96,8 @@ def test_resume_takes_a_step_or_a_directory_of_steps(what, train, folder, tmp_pa
 def test_a_named_checkpoint_that_is_not_there_exits_4(where, train, tmp_path):
     (tmp_path / "empty").mkdir()
     done = train("--resume", where and tmp_path / where)
-    assert done.code == 4 and done.row is None and f"--resume {where and tmp_path / where}" in one_line(done.err)
+    fails(done, 4, f"--resume {where and tmp_path / where}")
+    assert done.row is None
 
 
 MISFITS = {  # flags of the resumed run, what the line says
@@ -104,10 +110,9 @@ MISFITS = {  # flags of the resumed run, what the line says
 
 
 @pytest.mark.parametrize("argv", MISFITS)
-def test_a_flag_that_must_stay_exits_4_saved_and_asked(argv, train, folder, monkeypatch):
-    monkeypatch.setattr("main.wrap", lambda *_, **__: pytest.fail("a model was built"))
+def test_a_flag_that_must_stay_exits_4_saved_and_asked(argv, train, folder, no_model):
     done = train("--save", folder, "--steps", 8, *argv.split())
-    assert done.code == 4 and MISFITS[argv] in one_line(done.err) and "step-00000006" in done.err
+    fails(done, 4, MISFITS[argv], "step-00000006")
 
 
 def test_the_same_global_batch_may_be_cut_otherwise(train, folder):
@@ -120,9 +125,13 @@ def test_cast_converts_the_moments_alone_and_says_so(old, new, train, tmp_path):
     assert train("--save", tmp_path / "old", "--adam-dtype", old).code == 0
     argv = "--resume", tmp_path / "old", "--steps", 7, "--save", tmp_path / "new", "--adam-dtype", new
     refused = train(*argv)
-    assert refused.code == 4 and f"--adam-dtype {old} (now {new})" in one_line(refused.err) and "--cast" in refused.err
-    seen, tensors = [], lambda step: {n: local(t).clone() for n, t in checkpoint.tensors(step).items()}
-    note = lambda c, step, *_, **__: seen.append(tensors(step)) or mock.MagicMock()  # noqa: E731
+    fails(refused, 4, f"--adam-dtype {old} (now {new})", "--cast")
+    seen = []
+
+    def note(c, step, *_):
+        seen.append({n: local(t).clone() for n, t in checkpoint.tensors(step).items()})
+        return mock.MagicMock()
+
     with mock.patch("trainer.run.Saver", side_effect=note):
         done = train(*argv, "--cast")
     assert done.code == 0 and f"--cast: Adam's moments are converted from {old} to {new}" in done.out
@@ -140,7 +149,7 @@ def test_other_data_exits_3(train, tmp_path):
     assert train(*argv).code == 0
     text.write_bytes(b"some words " * 51)
     done = train(*argv, "--steps", 7)
-    assert done.code == 3 and f"--data text:{text}" in one_line(done.err) and "561 tokens" in done.err
+    fails(done, 3, f"--data text:{text}", "561 tokens")
 
 
 @pytest.mark.parametrize("change", ["missing", "more"])
@@ -155,8 +164,8 @@ def test_tensors_that_the_model_does_not_have_or_lacks_are_named(change, train, 
 
     monkeypatch.setattr(checkpoint, "tensors", other)
     done = train("--save", folder, "--steps", 7)
-    assert done.code == 4 and done.row["outcome"].startswith("failed: ")
-    assert ("m.norm.weight" if change == "missing" else "norm.scale None (now [[3]") in one_line(done.err)
+    fails(done, 4, "m.norm.weight" if change == "missing" else "norm.scale None (now [[3]")
+    assert done.row["outcome"].startswith("failed: ")
 
 
 def test_auto_goes_back_to_the_older_step_says_so_and_sets_the_damaged_one_aside(train, folder):
@@ -177,7 +186,8 @@ def test_with_only_damaged_steps_auto_does_not_begin_again(train, folder):
     for step in folder.glob("step-*"):
         os.truncate(step / ".metadata", 1000)
     done = train("--save", folder, "--steps", 8)
-    assert done.code == 4 and "step-00000006/.metadata" in one_line(done.err) and steps_in(folder) == [2, 4, 6]
+    fails(done, 4, "step-00000006/.metadata")
+    assert steps_in(folder) == [2, 4, 6]
 
 
 # ---------------------------------------------------------------------------------------------------------------- save
@@ -222,7 +232,8 @@ def test_a_step_that_is_there_is_not_written_over(train, tmp_path, monkeypatch):
 
     monkeypatch.setattr(checkpoint, "find_start", choose)
     done = train("--save", tmp_path / "run")
-    assert done.code == 4 and f"{planted}: is there already" in one_line(done.err) and not [*planted.iterdir()]
+    fails(done, 4, f"{planted}: is there already")
+    assert not [*planted.iterdir()]
 
 
 @pytest.mark.parametrize("fault", ["no room", "no room in mid-write"])
@@ -234,10 +245,9 @@ def test_a_save_that_fails_exits_4_with_a_row_and_leaves_the_older_steps(fault, 
         else:
             patch.setattr(filesystem, "_write_item", mock.Mock(side_effect=full))
         done = train("--save", folder, "--steps", 8)
-    line = one_line(done.err)
-    assert done.code == 4 and done.row["outcome"].startswith("failed: ")
-    assert ("disk full: needs 0.3 MiB, has 0.1 MiB" if fault == "no room" else "No space left") in line
-    assert f"{folder}/step-00000008: " in line
+    why = "disk full: needs 0.3 MiB, has 0.1 MiB" if fault == "no room" else "No space left"
+    fails(done, 4, f"{folder}/step-00000008: ", why)
+    assert done.row["outcome"].startswith("failed: ")
     assert steps_in(folder) == [2, 4, 6] and len([*folder.iterdir()]) == 3
     assert train("--save", folder, "--steps", 7).row["resumed_after"] == 6
 

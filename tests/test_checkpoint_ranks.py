@@ -14,16 +14,14 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 from harness import spawn
-from saved import contents, made, raw, steps_in, whole
+from saved import contents, made, raw, start_of, steps_in, whole
 from torch.distributed.checkpoint import filesystem
 
-from trainer import config as flags
 from trainer.checkpoint import load as checkpoint
 from trainer.checkpoint import lock
 from trainer.checkpoint import save as saver
 from trainer.checkpoint.manifest import CheckpointError, Damaged, Refused, check_directory
 from trainer.checkpoint.save import Saver
-from trainer.distributed.launch import connect
 
 pytestmark = pytest.mark.usefixtures("isolated")
 
@@ -51,14 +49,15 @@ def load_into_every_other_layout(mesh):
         for layout, argv in LAYOUTS.items():
             resume = "--resume", f"{os.environ['CHECKPOINTS']}/{origin}", "--steps", 3
             c, step, batches = made(2, "--batch", 2, *argv.split(), *resume)
-            checkpoint.load(checkpoint.find_start(c, batches, None, step.model.identity), step)
+            checkpoint.load(start_of(c, step, batches), step)
             states[origin, layout] = whole(step)
     return states
 
 
 def fail_on_rank_1(mesh):
     """What both ranks raise where only rank 1 cannot write, and where only it sees a damaged shard."""
-    folder, told = f"{os.environ['CHECKPOINTS']}/fails", []
+    folder = f"{os.environ['CHECKPOINTS']}/fails"
+    told = []
     c, step, batches = made(2, "--batch", 2, "--save", folder)
     check_directory(folder)
     full = mock.Mock(side_effect=OSError(28, "No space left on device"))
@@ -75,7 +74,7 @@ def fail_on_rank_1(mesh):
         os.truncate(f"{folder}/step-00000001/__1_0.distcp", 1000)
     dist.barrier()
     try:
-        checkpoint.find_start(c, batches, None, step.model.identity)
+        start_of(c, step, batches)
     except CheckpointError as e:
         told.append(str(e))
     return told
@@ -84,7 +83,9 @@ def fail_on_rank_1(mesh):
 def read_what_differs_on_rank_1(mesh):
     """The step that both load where rank 1 alone refuses the newest one when it is verified; what both raise where each
     has a copy of its own, of which rank 1's is damaged where rank 0 looks, and where it is of another run."""
-    rank, told, folder = dist.get_rank(), [], Path(os.environ["CHECKPOINTS"])
+    rank = dist.get_rank()
+    told = []
+    folder = Path(os.environ["CHECKPOINTS"])
     for lr, name in ((0.1, "a"), (0.2, "b")):
         c, step, batches = made(2, "--batch", 2, "--save", folder / name, "--steps", 9, "--lr", lr)
         check_directory(c.save)
@@ -94,7 +95,7 @@ def read_what_differs_on_rank_1(mesh):
     once = dict(wraps=checkpoint._open, side_effect=[Damaged("another file"), mock.DEFAULT])
     with mock.patch.object(checkpoint, "_open", **once) if rank else mock.MagicMock():
         c, step, batches = made(2, "--batch", 2, "--resume", folder / "a")
-        told.append(checkpoint.find_start(c, batches, None, step.model.identity).state.step)
+        told.append(start_of(c, step, batches).state.step)
     for name in "ab":
         own = shutil.copytree(folder / (name if rank else "a"), folder / f"{name}-node{rank}")
         if rank and name == "a":
@@ -108,13 +109,16 @@ def read_what_differs_on_rank_1(mesh):
 
 def save_beside_training(mesh):
     """What a background save wrote while rank 1's writer was late and both went on; what both raise where it fails."""
-    rank, write, folder = dist.get_rank(), saver._write, f"{os.environ['CHECKPOINTS']}/async"
+    rank = dist.get_rank()
+    write = saver._write
+    folder = f"{os.environ['CHECKPOINTS']}/async"
     opened = threading.Event()
     c, step, batches = made(2, "--batch", 2, "--steps", 9, "--save", folder, "--save-every", "0:async")
     check_directory(folder)
-    checkpoint.find_start(c, batches, None, step.model.identity)
+    start_of(c, step, batches)
     step(*next(batches))
-    state, seen = whole(step), []
+    state = whole(step)
+    seen = []
     with Saver(c, step, batches) as s:
         with mock.patch.object(saver, "_write", lambda *a: (rank == 0 or opened.wait(60)) and write(*a)):
             s.save(1)
@@ -140,12 +144,13 @@ def save_beside_training(mesh):
 
 def claim_directories(mesh):
     """What both raise where each has a directory of its own; who holds the lock of one that they share."""
-    told, folder = [], os.environ["CHECKPOINTS"]
+    told = []
+    folder = os.environ["CHECKPOINTS"]
     for where in (f"{folder}/node{dist.get_rank()}", f"{folder}/shared"):
         c, step, batches = made(2, "--batch", 2, "--steps", 9, "--save", where)
         check_directory(where)
         try:
-            checkpoint.find_start(c, batches, None, step.model.identity)
+            start_of(c, step, batches)
         except Refused as e:
             told.append(str(e))
         told.append(os.listdir(where))
@@ -207,14 +212,12 @@ def test_any_layout_loads_what_another_saved_bit_by_bit(two_ranks):
 
 
 @pytest.mark.parametrize("wrapper", ["simple", "none"])
-def test_one_rank_loads_what_two_saved_bit_by_bit(wrapper, two_ranks):
+def test_one_rank_loads_what_two_saved_bit_by_bit(wrapper, two_ranks, alone):
     folder, results = two_ranks
     for layout in LAYOUTS:
         argv = "--batch", 4, "--wrapper", wrapper, "--adam-dtype", "bf16", "--resume", folder / layout, "--steps", 3
-        if not dist.is_initialized():
-            connect(flags.resolve(flags.parse([]), "cpu", 1), 0, 0, 1)
         c, step, batches = made(1, *argv)
-        found = checkpoint.find_start(c, batches, None, step.model.identity)
+        found = start_of(c, step, batches)
         checkpoint.load(found, step)
         assert whole(step) == results["save_in_every_layout"][0][layout], layout
         assert found.state.samples == 8 and step.optimizer.t == 2 and any(v.any() for v in step.optimizer.v)

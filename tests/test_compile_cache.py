@@ -48,7 +48,8 @@ def step(mesh, *, reshard=True, rows=8, options=compile_options) -> tuple[list, 
     torch.manual_seed(0)
     mode = "hybrid_shard" if mesh.ndim == 2 else "fully_shard"
     model = data_parallel(nn.Linear(8, rows, bias=False), mesh, mode, reshard_after_forward=reshard)
-    x, g = torch.ones(2, 8, requires_grad=True), torch.ones(2, rows)
+    x = torch.ones(2, 8, requires_grad=True)
+    g = torch.ones(2, rows)
     f = torch.compile(lambda x: model(x), fullgraph=True, options=options(model))
     f(x).backward(g)
     with Collectives() as forward:
@@ -90,7 +91,8 @@ def of_two_dimensions(tag, groups_before, rank):
 
 
 def in_processes_of_their_own(check, *settings):
-    tag, runs = nobody_elses(), []
+    tag = nobody_elses()
+    runs = []
     start_server()
     for setting in settings:
         with ProcessPoolExecutor(1, mp_context=processes) as one:
@@ -115,6 +117,7 @@ def test_hybrid_shard_is_found_again_and_not_taken_for_that_of_other_groups():
     assert runs[0][0] == runs[2][0] != runs[1][0]
     for (across, within), (forward, backward, _) in runs:
         seen = [(name.split("::")[1].rstrip("_"), group) for name, group in forward + backward]
-        gather, scatter = ("all_gather_into_tensor", within), ("reduce_scatter_tensor", within)
+        gather = ("all_gather_into_tensor", within)
+        scatter = ("reduce_scatter_tensor", within)
         assert seen == [gather, gather, scatter, ("all_reduce", across)]
     assert [hit for _, (*_, hit) in runs] == [False, False, True]

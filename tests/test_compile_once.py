@@ -60,11 +60,13 @@ def step(mesh, rows=8, scale=1, batch=2, name="", options=compile_options, **how
     """(caches, largest error of output and gradient, tag) of one step, compiled inside compile_once."""
     if not name:
         fresh()
-    model, x = layer(mesh, rows, **how), torch.arange(4.0 * batch).view(batch, 4)
+    model = layer(mesh, rows, **how)
+    x = torch.arange(4.0 * batch).view(batch, 4)
     y = once(torch.compile(lambda x: model(x) * scale, fullgraph=True, options=options(model)), x)
     tag = torch.compiler.config.cache_key_tag
     y.sum().backward()
-    whole, grad = model.weight.full_tensor().detach(), model.weight.grad.full_tensor()
+    whole = model.weight.full_tensor().detach()
+    grad = model.weight.grad.full_tensor()
     wrong = (y - x @ whole.T * scale).abs().max()
     scales = torch.tensor([float(x.sum(0).max() * scale)])
     dist.all_reduce(scales)
@@ -120,7 +122,8 @@ class Doubled(torch.autograd.Function):
 
 def a_graph_that_torch_does_not_cache(mesh):
     fresh()
-    x, told = torch.ones(3, requires_grad=True), []
+    x = torch.ones(3, requires_grad=True)
+    told = []
     described = lambda *args: told.append(module_described(*args)) or told[-1]  # noqa: E731
     with mock.patch.object(module, "described", described):
         return once(torch.compile(lambda x: Doubled.apply(x) + 1), x).tolist(), told, counters["aot_autograd"]
@@ -140,7 +143,8 @@ def a_tensor_that_is_cut_at_the_rank_s_place(mesh):
 
 def more_graphs_on_one_rank(mesh):
     fresh()
-    x, more = torch.ones(3), mesh.get_local_rank()
+    x = torch.ones(3)
+    more = mesh.get_local_rank()
     with compile_once(CPU, dist.group.WORLD), mock.patch.object(module, "BEGIN_S", 1.0):
         values = [torch.compile(lambda x, i=i: x * (2 + i))(x).sum().item() for i in range(1 + more)]
         values.append(torch.compile(lambda x: x.sin().cos())(x * 0).sum().item())
@@ -180,7 +184,8 @@ def two_directories(mesh):
 
 def nothing_is_left(mesh):
     fresh()
-    plain, f = torch._inductor.compile_fx.compile_fx, torch.compile(lambda x: x + 1)
+    plain = torch._inductor.compile_fx.compile_fx
+    f = torch.compile(lambda x: x + 1)
     once(f, torch.ones(3))
     left = torch._inductor.compile_fx.compile_fx is plain, torch._functorch.config.force_non_lazy_backward_lowering
     if mesh.get_local_rank() == 1:  # a recompile: the others have none, and are not asked
@@ -195,7 +200,8 @@ CHECKS = [
     a_tensor_that_is_cut_at_the_rank_s_place, more_graphs_on_one_rank, the_first_rank_fails, nothing_is_left,
     a_graph_that_torch_does_not_cache,
 ]  # fmt: skip
-FOUND, COMPILED = (1, 0), (0, 1)
+FOUND = (1, 0)
+COMPILED = (0, 1)
 
 
 @pytest.fixture(scope="module")
@@ -284,7 +290,8 @@ def test_a_leader_that_is_late_busy_or_gone_costs_only_time(monkeypatch, told):
     if told == {"end 0 1": "3"}:  # artifacts that never came
         store.set_timeout(timedelta(seconds=0.2))
     sharing = module._Sharing(torch.device("cuda"), store, rank=1, leader=0, fetch=True, send=True)
-    begun, before = time.monotonic(), torch.compiler.config.cache_key_tag
+    begun = time.monotonic()
+    before = torch.compiler.config.cache_key_tag
     with sharing.turn("abc"):
         assert time.monotonic() - begun < 30
     assert torch.compiler.config.cache_key_tag == before
@@ -350,8 +357,10 @@ def test_what_was_shared_and_no_longer_is_compiles_anew(skips):
     if not hasattr(module.dynamo, module.SKIPS_GUARDS):
         pytest.skip(f"this torch has no {module.SKIPS_GUARDS}")
     torch._dynamo.reset()
-    model, x = Act(), torch.randn(2, 4)
-    compiled, written = torch.compile(model, backend="eager"), []
+    model = Act()
+    x = torch.randn(2, 4)
+    compiled = torch.compile(model, backend="eager")
+    written = []
     how = {} if skips is None else {module.SKIPS_GUARDS: skips, module.PYTHON_GUARDS: True}
     with module.dynamo.patch(how):
         with compile_once(CPU, None):

@@ -7,9 +7,8 @@ import json
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from running import TINY
+from running import TINY, resolved
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
@@ -17,9 +16,7 @@ from without_code import WithoutCode
 
 import model as model_file
 from model import ModelConfig, Transformer
-from trainer import config as flags
 from trainer import costs
-from trainer.distributed.launch import connect
 from trainer.finetuning.model import HuggingFaceModel
 from trainer.measuring import flops
 from trainer.optimizer import AdamW
@@ -72,8 +69,8 @@ def test_a_llama_block_trains_in_every_mode_as_in_eager(compile, graphs, train):
 
 
 def test_a_gated_mlp_trains_with_its_own_flops(gated, graphs, train):
-    resolved = flags.resolve(flags.parse(list(TINY)), "cpu", 1)
-    c = ModelConfig(**{name: getattr(resolved, name) for name in ("depth", "width", "head_dim", "grouping", "vocab")})
+    flags = resolved(TINY)
+    c = ModelConfig(**{name: getattr(flags, name) for name in ("depth", "width", "head_dim", "grouping", "vocab")})
     for run in as_in_eager(train, "fwdbwd"):
         assert f"{counted_by_hand(c, run.row['seqlen']) / 1e6:.3f} MFLOP per token (causal" in run.out
         assert run.row["hfu"] is None
@@ -131,11 +128,8 @@ def whole(t: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("compile", modes("none", "blocks"))
 @pytest.mark.parametrize("loss", ["full", "chunked"])
-def test_a_hugging_face_model_trains_as_by_hand(compile, loss, graphs):
-    c = flags.resolve(flags.parse([*TINY, "--seqlen", "16", "--compile", compile, "--loss", loss.replace("d", "d:8"),
-                                   "--clip", "0"]), "cpu", 1)  # fmt: skip
-    if not dist.is_initialized():
-        connect(c, 0, 0, 1)
+def test_a_hugging_face_model_trains_as_by_hand(compile, loss, graphs, alone):
+    c = resolved([*TINY, "--compile", compile, "--loss", loss.replace("d", "d:8"), "--clip", "0"])
     torch.manual_seed(3)
     tokens, targets = (torch.randint(256, (2, 16)) for _ in range(2))
     positions = torch.arange(16).expand(2, 16) + 5
@@ -159,10 +153,8 @@ def test_a_hugging_face_models_flops_and_identity():
     assert model.identity["hidden_size"] == 32
 
 
-def test_tied_weights_stay_tied_and_train():
-    c = flags.resolve(flags.parse([*TINY, "--seqlen", "16", "--compile", "none"]), "cpu", 1)
-    if not dist.is_initialized():
-        connect(c, 0, 0, 1)
+def test_tied_weights_stay_tied_and_train(alone):
+    c = resolved(TINY)
     for init in (True, False):
         model = build(c, CPU, 1, model=llama(tie_word_embeddings=True), init=init).model.model
         assert model.lm_head._parameters["weight"] is model.model.embed_tokens._parameters["weight"]
@@ -170,7 +162,8 @@ def test_tied_weights_stay_tied_and_train():
 
 @pytest.mark.parametrize("kind", ["capped", "scaled", "not prepared"])
 def test_a_head_that_is_more_than_a_product_refuses_the_chunked_loss(kind):
-    model, tokens = llama("cpu"), torch.zeros(1, 4, dtype=torch.long)
+    model = llama("cpu")
+    tokens = torch.zeros(1, 4, dtype=torch.long)
     if kind == "scaled":  # as Granite and Cohere do
         model.model.lm_head.register_forward_hook(lambda module, args, logits: logits / 8)
     if kind == "capped":
@@ -190,7 +183,7 @@ def test_a_configuration_with_other_names_and_versions_is_the_same_identity():
 
 
 def test_a_model_with_values_is_not_emptied():
-    c = flags.resolve(flags.parse([*TINY, "--compile", "none"]), "cpu", 1)
+    c = resolved(TINY)
     with pytest.raises(ValueError, match="model: has values already"):
         build(c, CPU, 1, model=llama("cpu"))
 
@@ -206,7 +199,8 @@ class Windows(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.emb, self.head = nn.Embedding(16, 4), nn.Linear(4, 16)
+        self.emb = nn.Embedding(16, 4)
+        self.head = nn.Linear(4, 16)
 
     def forward(self, tokens, targets=None, chunk=0):
         x = F.pad(self.emb(tokens), (0, 0, 0, -tokens.shape[1] % 8)).unflatten(1, (-1, 8))

@@ -5,7 +5,6 @@ import json
 import os
 import pickle
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -16,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from running import ROOT
+from running import module
 
 from trainer.distributed import control
 from trainer.distributed.control import Control, Desync, Signals, Stopped, agree
@@ -196,7 +195,8 @@ class Ended(BaseException):
 @pytest.fixture
 def dog(monkeypatch, tmp_path):
     """dog(limit, rank, world): a watchdog that looks every 10 ms, and puts (exit code, what it told) into `ends`."""
-    dogs, store = [], dist.HashStore()
+    dogs = []
+    store = dist.HashStore()
     monkeypatch.setattr(watchdog, "POLL_S", 0.01)
     monkeypatch.setattr(watchdog, "ANSWER_S", 1.0)  # a loaded machine may hold a thread up for tenths of a second
     monkeypatch.setattr(watchdog, "PATIENCE_S", 2.0)
@@ -205,16 +205,27 @@ def dog(monkeypatch, tmp_path):
 
     def make(limit, rank=0, world=1):
         made = Watchdog(limit, rank, 1, tmp_path / "hang")
-        made.world, made.ends, made.told = world, [], []
+        made.world = world
+        made.ends = []
+        made.told = []
         made.store = store if world > 1 else None
 
         def end(code):
             made.ends.append(code)
             raise Ended
 
-        made.end, made.on_end = end, made.told.append
+        made.end = end
+        made.on_end = made.told.append
         dogs.append(made)
         return made
+
+    def ended(*these):
+        """What each has ended with and told, in the end."""
+        for each in these:
+            each.thread.join(20)
+        return [(each.ends, each.told) for each in these]
+
+    make.ended = ended
 
     yield make
     for each in dogs:
@@ -243,8 +254,8 @@ def test_a_launcher_that_is_gone_is_a_signal_and_a_shell_that_is_gone_is_none(to
 def test_no_progress_ends_the_process_with_the_place_and_the_stacks_in_a_file(dog, tmp_path, capfd):
     mine = dog(0.2)
     mine.beat(7, "data")
-    mine.thread.join(10)
-    assert mine.ends == [7] and len(mine.told) == 1
+    [(ends, told)] = dog.ended(mine)
+    assert ends == [7] and len(told) == 1
     line = capfd.readouterr().err
     assert f"failed: {line.removeprefix('error: ')}" == f"{mine.told[0]}\n"
     assert "no progress for 0.2 s: the main thread hangs; rank 0: step 7, data" in line
@@ -269,7 +280,8 @@ def test_nccl_has_a_flight_recorder_of_its_own(backend, newest, begun, monkeypat
 
 
 def test_progress_or_no_limit_ends_nothing(dog):
-    never, often = dog(0), dog(2.0)
+    never = dog(0)
+    often = dog(2.0)
     for k in range(250):
         often.beat(k, "step")
         time.sleep(0.01)
@@ -281,12 +293,11 @@ def test_progress_or_no_limit_ends_nothing(dog):
 ])  # fmt: skip
 def test_the_rank_behind_is_named_by_the_first_that_answers(place, who, dog, capfd, monkeypatch):
     monkeypatch.setattr(watchdog, "ANSWER_S", 10.0)  # both do, and nothing waits for longer
-    ahead, behind = dog(0.1, 0, 2), dog(0, 1, 2)
+    ahead = dog(0.1, 0, 2)
+    behind = dog(0, 1, 2)
     ahead.beat(5, "step")
     behind.beat(4, place)
-    for each in (ahead, behind):
-        each.thread.join(20)
-    assert ahead.ends == behind.ends == [7], "the second has no limit: it was called"
+    assert [ends for ends, _ in dog.ended(ahead, behind)] == [[7], [7]], "the second has no limit: it was called"
     (line,) = capfd.readouterr().err.splitlines()
     assert f"no progress for 0.1 s: {who}; rank 1: step 4, {place}" in line
     assert "rank 0: step 5" in line and ("every rank must call it" in line) == (place == "eval")
@@ -307,7 +318,8 @@ def test_a_rank_that_does_not_answer_is_named_and_one_that_has_said_why_is_not(d
 
 def test_a_store_that_never_answers_keeps_no_rank_from_ending(dog, capfd):
     """That of a machine that is gone: no connection is closed, and a call waits for ever."""
-    mine, for_ever = dog(0.2, 1, 2), threading.Event()
+    mine = dog(0.2, 1, 2)
+    for_ever = threading.Event()
     mine.store = SimpleNamespace(**dict.fromkeys(("check", "get", "set", "compare_set"), lambda *_: for_ever.wait(60)))
     mine.thread.join(20)
     for_ever.set()
@@ -315,29 +327,30 @@ def test_a_store_that_never_answers_keeps_no_rank_from_ending(dog, capfd):
 
 
 def test_a_rank_that_waits_for_one_that_has_left_ends_with_its_reason(dog, capfd):
-    left, waits, works = dog(0, 0, 3), dog(0, 1, 3), dog(0, 2, 3)
+    left = dog(0, 0, 3)
+    waits = dog(0, 1, 3)
+    works = dog(0, 2, 3)
     works.at += 1000
     left.leave("failed: ValueError: a", 1)
     signalled = dog(0, 3, 4)  # by the launcher, for that reason
     signalled.signals.note(signal.SIGTERM)
-    for each in (waits, signalled):
-        each.thread.join(20)
-        assert each.ends == [7] and each.told == ["failed: rank 0: failed: ValueError: a"]
+    assert dog.ended(waits, signalled) == [([7], ["failed: rank 0: failed: ValueError: a"])] * 2
     assert not works.ends and works.thread.is_alive(), "it will come to see it"
     assert not left.ends and left.thread.is_alive(), "it is on its way"
     assert capfd.readouterr().err == ""
 
 
 def test_a_signal_before_the_first_step_is_done_ends_all_ranks_with_its_code(dog, capfd):
-    signalled, other, late = dog(0, 0, 3), dog(0, 1, 3), dog(0, 2, 3)
+    signalled = dog(0, 0, 3)
+    other = dog(0, 1, 3)
+    late = dog(0, 2, 3)
     late.begun = True  # the others have it behind them, too, but do not know it yet
     signalled.signals.note(signal.SIGTERM)
-    for each in (signalled, other, late):
-        each.thread.join(20)
-        assert each.ends == [143] and each.told == ["stopped: SIGTERM"]
+    assert dog.ended(signalled, other, late) == [([143], ["stopped: SIGTERM"])] * 3
     line = "stopped by SIGTERM before the first step was done: nothing was saved\n"
     assert capfd.readouterr().err == line
-    alone, leaves = dog(0), dog(0)
+    alone = dog(0)
+    leaves = dog(0)
     leaves.signals.note(signal.SIGTERM)
     leaves.leave("failed: out of data", 3)
     alone.signals.note(signal.SIGINT)
@@ -350,7 +363,9 @@ def test_a_signal_before_the_first_step_is_done_ends_all_ranks_with_its_code(dog
 
 def test_a_signal_and_no_progress_asks_who_is_there_and_names_who_is_not(dog, capfd):
     """A launcher sends it when a rank was killed, which a device that waits for it does not notice."""
-    single, first, second = dog(0), dog(0, 0, 2), dog(0, 1, 2)
+    single = dog(0)
+    first = dog(0, 0, 2)
+    second = dog(0, 1, 2)
     first.store.set("here 1", "")  # it answers at once
     for each in (single, first):
         each.begun = True
@@ -372,11 +387,13 @@ def test_time_in_which_the_process_was_stopped_does_not_count(dog, monkeypatch):
     clock = SimpleNamespace(ahead=0.0, jump=0.0)
     fake = SimpleNamespace(monotonic=lambda: time.monotonic() + clock.ahead, sleep=time.sleep)
     monkeypatch.setattr(watchdog, "time", fake)
-    mine, looked = dog(100), threading.Semaphore(0)
+    mine = dog(100)
+    looked = threading.Semaphore(0)
     wait = mine.ended.wait
 
     def stopped(seconds):
-        clock.ahead, clock.jump = clock.ahead + clock.jump, 0.0
+        clock.ahead = clock.ahead + clock.jump
+        clock.jump = 0.0
         looked.release()
         return wait(seconds)
 
@@ -417,13 +434,12 @@ def test_a_call_that_hangs_with_the_interpreters_lock_shows_its_stacks_all_the_s
     """PyDLL keeps the lock in a call, CDLL gives it back, so that the watchdog can call the roll. A call that ends
     after all is forgiven: the watchdog stood still too, as in a process that was stopped."""
     before = time.monotonic()
-    argv = [sys.executable, "-c", HELD, kind, str(tmp_path / "hang")]
-    done = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT, timeout=120)
-    assert done.returncode == code, done.stderr
-    assert ("Timeout (" in done.stderr and "in hold" in done.stderr) == (kind == "held")
-    assert ("main thread hangs" in done.stderr and "in hold" in (tmp_path / "hang/rank-0.txt").read_text()
+    done = module(HELD, kind, tmp_path / "hang", timeout=120)
+    assert done.code == code, done.err
+    assert ("Timeout (" in done.err and "in hold" in done.err) == (kind == "held")
+    assert ("main thread hangs" in done.err and "in hold" in (tmp_path / "hang/rank-0.txt").read_text()
             if kind == "free" else not (tmp_path / "hang").exists())  # fmt: skip
-    assert ("went on" in done.stdout) == (kind != "free") and time.monotonic() - before < 55
+    assert ("went on" in done.out) == (kind != "free") and time.monotonic() - before < 55
 
 
 def test_a_rank_that_another_run_has_where_it_meets_the_others_is_refused():

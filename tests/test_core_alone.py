@@ -32,10 +32,12 @@ def core(tmp_path):
 def trained(module, mesh):
     """(loss, gradients, gathers in forward and backward, reductions) of a compiled model that `module` has wrapped."""
     torch.manual_seed(0)
-    model, backend = module.data_parallel(Blocks(3), mesh), Graphs()
+    model = module.data_parallel(Blocks(3), mesh)
+    backend = Graphs()
     loss = compiled(model, backend)(torch.ones(2, 4, 8))
     loss.backward()
-    forward, backward = backend.forward[-1], backend.backward[-1]
+    forward = backend.forward[-1]
+    backward = backend.backward[-1]
     counts = [count(graph, "all_gather_into_tensor") for graph in (forward, backward)]
     counts.append(count(backward, "reduce_scatter_tensor"))
     return loss.item(), [p.grad.to_local() for p in model.parameters()], counts

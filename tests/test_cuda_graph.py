@@ -16,7 +16,8 @@ class Graph:
     capturing = None
 
     def __init__(self):
-        self.calls, self.was_reset = [], False
+        self.calls = []
+        self.was_reset = False
 
     def replay(self):
         for function, args, out in self.calls:
@@ -41,7 +42,8 @@ def step(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, value)
 
     class Step:
-        grad_norm, eager = None, 0
+        grad_norm = None
+        eager = 0
         optimizer = SimpleNamespace(lr=torch.tensor(0.5))
 
         def __call__(self, tokens, targets):
@@ -60,7 +62,8 @@ def test_two_steps_run_as_they_are_then_one_is_captured_and_all_later_ones_are_r
     replayed = Replayed(step)
     for k in range(6):
         step.optimizer.lr.fill_(k)
-        x, y = torch.full((2, 3), 1.0 + k), torch.full((2, 3), 10.0 * k)
+        x = torch.full((2, 3), 1.0 + k)
+        y = torch.full((2, 3), 10.0 * k)
         assert replayed(x, y).item() == 6 * ((1 + k) * k + 10 * k), k
         assert step.eager == min(k + 1, WARM) and (replayed.graph is None) == (k < WARM)
     assert len(replayed.graph.calls) == 1 and replayed.peak_mib == 3.0

@@ -11,13 +11,13 @@ import os
 import re
 import resource
 import struct
-import subprocess
 import sys
 import sysconfig
 from pathlib import Path
 
 import pytest
 import torch
+from running import ROOT, ran
 
 from trainer import data
 from trainer.data import Batches, DataError, check_source
@@ -26,7 +26,6 @@ pytestmark = pytest.mark.filterwarnings("error")
 
 T = 16
 SOURCES = ["stdlib", "text", "bin", "random", "overfit"]
-ROOT = Path(data.__file__).parent.parent
 
 
 def batches(source, **changes):
@@ -44,6 +43,12 @@ def llmc(path, ids, magic=20240520, version=1, count=None, code="H"):
     header = struct.pack("<3i", magic, version, len(ids) if count is None else count)
     path.write_bytes(header.ljust(1024, b"\0") + struct.pack(f"<{len(ids)}{code}", *ids))
     return path
+
+
+@pytest.fixture
+def batches_of(tmp_path):
+    """batches_of(ids) -> batches of a file of them, tmp_path/a.bin."""
+    return lambda ids, **changes: batches(f"bin:{raw(tmp_path / 'a.bin', ids)}", **changes)
 
 
 def tokens_of(stream, steps):
@@ -126,15 +131,14 @@ def test_batches_do_not_depend_on_hash_seed_threads_optimised_python_or_working_
         "    stream = Batches(source, global_batch=8, seqlen=16, vocab=65536, seed=3, start=80)\n"
         "    print(hashlib.sha256(repr(next(stream)[0].tolist()).encode()).hexdigest(), stream.fingerprint)"
     )
-    env = {**os.environ, "PYTHONHASHSEED": "77", "OMP_NUM_THREADS": "2", "LC_ALL": "C", "PYTHONPATH": str(ROOT)}
-    run = subprocess.run([sys.executable, "-O", "-c", code, *sources.values()], env=env, cwd=tmp_path,
-                         capture_output=True, text=True, check=True, timeout=120)
+    env = dict(PYTHONHASHSEED="77", OMP_NUM_THREADS="2", LC_ALL="C", PYTHONPATH=str(ROOT))
+    done = ran(sys.executable, "-O", "-c", code, *sources.values(), cwd=tmp_path, **env)
     here = []
     for source in sources.values():
         stream = batches(source, start=80)
         digest = hashlib.sha256(repr(next(stream)[0].tolist()).encode()).hexdigest()
         here.append(f"{digest} {stream.fingerprint}")
-    assert run.stdout.split("\n")[:-1] == here
+    assert done.out.split("\n")[:-1] == here
 
 
 # Epochs
@@ -167,18 +171,15 @@ def test_every_offset_of_the_grid_is_drawn(counting):
     assert {stream.position(epoch * n) % T for epoch in range(200)} == set(range(T))
 
 
-def test_a_global_batch_may_be_larger_than_an_epoch(tmp_path):
-    raw(tmp_path / "a.bin", range(3 * T))
-    stream = batches(f"bin:{tmp_path}/a.bin", global_batch=64)
+def test_a_global_batch_may_be_larger_than_an_epoch(batches_of):
+    stream = batches_of(range(3 * T), global_batch=64)
     assert stream.epoch_samples == 2
     assert len({tuple(row.tolist()) for row in next(stream)[0]}) > 4
 
 
 @pytest.mark.parametrize("extra", range(1, 2 * T + 2))
-def test_no_sample_leaves_a_small_file(tmp_path, extra):
-    raw(tmp_path / "a.bin", range(T + extra))
-    stream = batches(f"bin:{tmp_path}/a.bin", global_batch=64)
-    tokens, targets = next(stream)
+def test_no_sample_leaves_a_small_file(batches_of, extra):
+    tokens, targets = next(batches_of(range(T + extra), global_batch=64))
     assert torch.equal(targets, tokens + 1) and int(targets.max()) < T + extra
 
 
@@ -293,12 +294,11 @@ def test_token_files_are_mapped_and_not_read(tmp_path):
     assert not tokens.any() and grown < 64 << 10, f"{grown} KiB more"
 
 
-def test_the_fingerprint_follows_the_data_and_not_its_place(tmp_path):
+def test_the_fingerprint_follows_the_data_and_not_its_place(tmp_path, batches_of):
     (tmp_path / "b").mkdir()
-    first = batches(f"bin:{raw(tmp_path / 'a.bin', range(1000))}").fingerprint
+    first = batches_of(range(1000)).fingerprint
     assert batches(f"bin:{raw(tmp_path / 'b/c.bin', range(1000))}").fingerprint == first
-    longer = batches(f"bin:{raw(tmp_path / 'a.bin', range(1001))}").fingerprint
-    other = batches(f"bin:{raw(tmp_path / 'a.bin', range(1, 1001))}").fingerprint
+    longer, other = (batches_of(ids).fingerprint for ids in (range(1001), range(1, 1001)))
     with_header = batches(f"bin:{llmc(tmp_path / 'a.bin', range(1000))}").fingerprint
     assert len({first, longer, other, with_header, *(batches(s).fingerprint for s in ("stdlib", "overfit"))}) == 6
 
@@ -419,7 +419,6 @@ def test_in_a_file_too_large_to_scan_a_bad_id_is_found_when_drawn(tmp_path, monk
     assert stream.sample == before < stream.epoch_samples + 1  # nothing was consumed by the sample that failed
 
 
-def test_the_scan_names_the_first_bad_id(tmp_path):
-    raw(tmp_path / "a.bin", range(100))
+def test_the_scan_names_the_first_bad_id(batches_of):
     with pytest.raises(DataError, match=r"token 50 \(byte 100\): expected an id below --vocab 50, found 50;"):
-        batches(f"bin:{tmp_path}/a.bin", vocab=50)
+        batches_of(range(100), vocab=50)

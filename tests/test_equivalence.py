@@ -28,10 +28,14 @@ from trainer.distributed.compile_once import compile_once
 from trainer.distributed.control import control_group
 from trainer.step import AdamW, check_mode, make_step
 
-GLOBAL_BATCH, SEQLEN, TOLERANCE, NORM_TOLERANCE = 8, 32, 2e-6, 1e-5
+GLOBAL_BATCH = 8
+SEQLEN = 32
+TOLERANCE = 2e-6
+NORM_TOLERANCE = 1e-5
 FEW, MANY = 4, 20  # steps
 SHAPE = dict(depth=2, width=64, head_dim=16, grouping=2, vocab=256)
-EAGER, SHALLOW = dict(compile="none"), dict(depth=1)
+EAGER = dict(compile="none")
+SHALLOW = dict(depth=1)
 CELLS = {
     1: [EAGER, dict(EAGER, loss="chunked"), dict(EAGER, attn="flex", remat="block"),
         *(dict(EAGER, remat=r) for r in ("mlp", "attn", "both", "block", "pointwise")),
@@ -138,7 +142,8 @@ def reference(depth: int, block: str = "gelu") -> list[tuple[float, float]]:
     rest = [p for p in model.parameters() if p.ndim < 2]
     groups = [dict(params=matrices, weight_decay=0.1), dict(params=rest, weight_decay=0.0)]
     optimizer = torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95), eps=1e-8)
-    batches, out = Batches("stdlib", global_batch=GLOBAL_BATCH, seqlen=SEQLEN, vocab=256, seed=0), []
+    batches = Batches("stdlib", global_batch=GLOBAL_BATCH, seqlen=SEQLEN, vocab=256, seed=0)
+    out = []
     for _ in range(MANY):
         loss = model(*next(batches)) / (GLOBAL_BATCH * SEQLEN)
         loss.backward()
@@ -151,7 +156,8 @@ def reference(depth: int, block: str = "gelu") -> list[tuple[float, float]]:
 
 def compare(check, world: int, cells: list[dict], steps: int) -> None:
     """`check` gives the values of `cells`, in order, on every rank; the first values of the reference are the same."""
-    table, ranks = {}, spawn(world, [check], timeout=600)[check.__name__]
+    table = {}
+    ranks = spawn(world, [check], timeout=600)[check.__name__]
     for cell, values, *others in zip(cells, *ranks, strict=True):
         assert all(v == values for v in others), f"{name(world, cell)}: ranks disagree"
         expected = reference(cell.get("depth", SHAPE["depth"]), cell.get("block", "gelu"))[:steps]

@@ -6,7 +6,6 @@ The split is that of trainer/data.py; runs are those of main.py, eager and tiny,
 forked.
 """
 
-import json
 import math
 import os
 import shutil
@@ -19,8 +18,8 @@ import pytest
 import torch
 from forked import Job
 from harness import ONE_GRAPH
-from running import TINY, end_of_signal, one_line, read
-from saved import steps_in
+from running import TINY, end_of_signal, fails, read
+from saved import state_of, steps_in
 
 from lean import IGNORE
 from trainer import run as runs
@@ -111,7 +110,8 @@ def test_rows_that_the_last_batch_lacks_have_no_label(sources):
 @pytest.mark.parametrize("kind", ["text", "bin"])
 def test_data_too_short_to_hold_out_a_sequence_is_refused_before_torch_is_there(kind, tmp_path, train):
     path = tmp_path / "short"
-    path.write_bytes(bytes((2 * T + 1) * (2 if kind == "bin" else 1)))
+    size = 2 if kind == "bin" else 1
+    path.write_bytes(bytes((2 * T + 1) * size))
     message = f"{kind}:{path}, token 33: expected at least 34 tokens .*--eval-every holds out.*leave out --eval-every"
     with pytest.raises(DataError, match=message):
         check_files(f"{kind}:{path}", T, hold_out=True)
@@ -120,8 +120,8 @@ def test_data_too_short_to_hold_out_a_sequence_is_refused_before_torch_is_there(
     check_files(f"{kind}:{path}", T)
     if kind == "bin":
         done = train("--data", f"bin:{path}", "--eval-every", 1)
-        assert done.code == 3 and "--eval-every" in one_line(done.err) and str(path) in done.err
-    path.write_bytes(bytes((2 * T + 2) * (2 if kind == "bin" else 1)))
+        fails(done, 3, "--eval-every", str(path))
+    path.write_bytes(bytes((2 * T + 2) * size))
     stream = batches(f"{kind}:{path}", hold_out=True)
     assert (stream.epoch_samples, len(stream.held)) == (1, 1) and stream.held[0] == T + 1
 
@@ -156,7 +156,9 @@ def test_an_evaluation_is_logged_beside_the_loss_and_in_no_steps_time_or_memory(
 
     class Wandb:
         def __init__(self):
-            self.log, self.summary, self.finish = lambda *args: told.append(args), {}, lambda: None
+            self.log = lambda *args: told.append(args)
+            self.summary = {}
+            self.finish = lambda: None
 
     monkeypatch.setattr(Sinks, "_start_wandb", lambda sinks, *_, **__: setattr(sinks, "_wandb", Wandb()))
     once = train("--eval-every", "1000:3", *EVERY_2[2:], "--steps", 7)
@@ -197,7 +199,7 @@ def test_zero_steps_evaluate_a_checkpoint_and_leave_it_as_it_is(train, tmp_path)
 ])  # fmt: skip
 def test_zero_steps_without_anything_to_evaluate_are_refused(train, flags, message):
     done = train("--steps", 0, *flags.split())
-    assert done.code == 2 and message in one_line(done.err)
+    fails(done, 2, message)
 
 
 def test_without_evaluations_a_row_says_so_and_holds_nothing_out(train):
@@ -210,7 +212,8 @@ def test_the_loss_is_that_of_the_model_on_what_is_held_out(train, tmp_path):
     """At a learning rate of almost nothing: that of the weights it began with."""
     path = tmp_path / "ids.bin"
     path.write_bytes(struct.pack("<4000H", *[int(t) for t in torch.randint(300, (4000,))]))
-    took, models = runs.Run.take, []
+    took = runs.Run.take
+    models = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runs.Run, "take", lambda run, step: (took(run, step), models.append(run)))
         done = train("--data", f"bin:{path}", "--vocab", 300, "--lr", "1e-30", "--eval-every", 3, "--wrapper", "none")
@@ -239,7 +242,7 @@ def test_a_resumed_run_evaluates_as_the_run_that_was_not_stopped(how, train, tmp
     assert whole.code == resumed.code == 0 and "resuming after step 3" in resumed.out
     assert evaluations(resumed) == {k: each for k, each in evaluations(whole).items() if k > 3}
     assert lines(resumed) == lines(whole)[3:]
-    state = json.loads((tmp_path / "whole/step-00000007/train_state.json").read_text())
+    state = state_of(tmp_path / "whole/step-00000007")
     assert state["best"] == min(evaluations(whole).values())
 
 
@@ -266,17 +269,17 @@ def test_the_best_step_is_kept_named_and_still_the_best_after_resuming(train, tm
 ])  # fmt: skip
 def test_keep_best_needs_evaluations_and_somewhere_to_save(argv, told, train):
     done = train("--keep", "3:best", *argv.split())
-    assert done.code == 2 and one_line(done.err) == f"error: --keep 3:best: {told}"
+    assert fails(done, 2) == f"error: --keep 3:best: {told}"
 
 
 def test_a_run_goes_on_only_with_the_same_split(train, folder, tmp_path):
     refused = train("--save", folder, "--steps", 8, "--eval-every", 2)
-    assert refused.code == 4 and "held-out data no (now yes)" in one_line(refused.err)
+    fails(refused, 4, "held-out data no (now yes)")
     assert "--eval-every" in refused.err and "evaluated" not in refused.out
     argv = "--save", tmp_path / "split"
     assert train(*argv, "--eval-every", 2).code == 0
     refused = train(*argv, "--steps", 8)
-    assert refused.code == 4 and "held-out data yes (now no)" in one_line(refused.err)
+    fails(refused, 4, "held-out data yes (now no)")
     other = train(*argv, "--steps", 8, "--eval-every", "1:2")
     assert other.code == 0 and "--eval-every 2 (now 1)" in other.out and [*evaluations(other)] == [7, 8]
 
@@ -284,7 +287,9 @@ def test_a_run_goes_on_only_with_the_same_split(train, folder, tmp_path):
 def test_two_ranks_evaluate_and_write_as_one(train, tmp_path, sources):
     """The text holds out three samples: a batch of four lacks one, and rank 1 has a micro-batch without a label."""
     argv = [*EVERY_2, "--sample", 40, "--data", sources["text"], "--seqlen", 8]
-    out, err, results = tmp_path / "out", tmp_path / "err", tmp_path / "two" / "rows.jsonl"
+    out = tmp_path / "out"
+    err = tmp_path / "err"
+    results = tmp_path / "two" / "rows.jsonl"
     job = Job(2, [*TINY, *argv, *"--batch 1 --grad-accum 2".split(), "--results", results], out, err=err)
     one = train(*argv, "--batch", 4)
     assert job.wait() == [0, 0] and one.code == 0, err.read_text()
@@ -292,7 +297,8 @@ def test_two_ranks_evaluate_and_write_as_one(train, tmp_path, sources):
     assert [*evaluations(one)] == [2, 4, 6] and row["eval_loss"] == steps[-1]["eval_loss"]
     found = {s["step"]: s["eval_loss"] for s in steps if "eval_loss" in s}
     assert found == pytest.approx(evaluations(one), rel=1e-6)
-    head, text = "sample   4 bytes of held-out data, then after | 40 that the model wrote:\n", out.read_text()
+    head = "sample   4 bytes of held-out data, then after | 40 that the model wrote:\n"
+    text = out.read_text()
     assert text.count(head) == 3 and "3 more held out" in text  # after steps 2, 4 and 6
     assert text.split(head)[3].split("\noutcome")[0] == one.out.split(head)[3].split("\noutcome")[0]
 
@@ -328,7 +334,8 @@ def test_memory_that_runs_out_in_an_evaluation_says_where(train, monkeypatch):
 
     monkeypatch.setattr(Batches, "held_out", forward)
     done = train(*EVERY_2)
-    assert done.code == 6 and done.row["outcome"] == "OOM eval" and "(evaluation)" in one_line(done.err)
+    fails(done, 6, "(evaluation)")
+    assert done.row["outcome"] == "OOM eval"
 
 
 # -------------------------------------------------------------------------------------------------------------- samples
@@ -338,7 +345,8 @@ def test_a_sample_of_token_ids_goes_on_beyond_the_length_of_a_sequence(train, so
     done = train("--data", sources["bin"], "--vocab", 2000, "--sample", 30)
     assert done.code == 0 and "sample   8 token ids of training data, then after | 30 that" in done.out
     given, _, written = done.out.split("wrote:\n")[1].split("\n")[0].partition(" | ")
-    given, written = [int(word) for word in given.split()], [int(word) for word in written.split()]
+    given = [int(word) for word in given.split()]
+    written = [int(word) for word in written.split()]
     assert given == [*range(given[0], given[0] + 8)] and len(written) == 30 and max(written) < 2000
     assert train("--data", sources["bin"], "--vocab", 2000, "--sample", 30).out.count(" ".join(map(str, written))) == 1
 

@@ -1,10 +1,8 @@
 """examples/: the scripts run as they are, and a Llama's collectives are bucketed per decoder layer."""
 
 import json
-import os
 import re
 import runpy
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from harness import free_port
+from running import ROOT, ran
 
-TRAINER, OWN_LOOP = (Path(__file__).parents[1] / "examples" / name for name in ("hf_trainer.py", "own_loop.py"))
+TRAINER, OWN_LOOP = (ROOT / "examples" / name for name in ("hf_trainer.py", "own_loop.py"))
 without = not find_spec("transformers")
 needs_transformers = pytest.mark.skipif(without, reason="needs transformers: pip install -e '.[hf]'")
 
@@ -25,12 +24,11 @@ def test_the_script_is_short(script, lines):
 
 def on_two_ranks(script: Path, *argv, cwd: Path | None = None, alone: bool = False) -> str:
     """What it prints, once it has ended well. alone: as `python SCRIPT`, without torchrun."""
-    env = os.environ | dict(OMP_NUM_THREADS="1", PYTHONPATH=str(TRAINER.parents[1]), CUDA_VISIBLE_DEVICES="")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", f"--master-port={free_port()}"]
-    how = [sys.executable] if alone else torchrun
-    done = subprocess.run([*how, script, *argv], env=env, capture_output=True, text=True, timeout=280, cwd=cwd)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", f"--master-port={free_port()}"]
+    env = dict(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT), CUDA_VISIBLE_DEVICES="")
+    done = ran(sys.executable, *torchrun * (not alone), script, *argv, cwd=cwd, **env)
+    assert done.code == 0, done.err
+    return done.out
 
 
 @pytest.mark.slow
@@ -47,7 +45,9 @@ def test_the_trainer_does_what_a_loop_in_one_process_does(tmp_path):
     data, held_out = (torch.stack([row["labels"] for row in rows]) for rows in samples)
     model = script["tiny_llama"]()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
-    losses, norms, evaluations = [], [], []
+    losses = []
+    norms = []
+    evaluations = []
     for tokens in data[:48].split(8):  # of each 8, rank 0 takes the first 4
         losses.append(model(tokens, labels=tokens).loss)
         losses[-1].backward()
@@ -91,7 +91,8 @@ def test_a_loop_of_your_own_trains_as_one_process_and_goes_on_from_what_it_saved
     own = runpy.run_path(str(OWN_LOOP))
     torch.manual_seed(0)
     blocks = [own["Block"]() for _ in range(own["DEPTH"])]
-    vocab, width = own["VOCAB"], own["WIDTH"]
+    vocab = own["VOCAB"]
+    width = own["WIDTH"]
     model = torch.nn.Sequential(torch.nn.Embedding(vocab, width), *blocks, torch.nn.Linear(width, vocab))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for step in range(20):

@@ -3,7 +3,6 @@
     pytest tests/test_faults.py        # no GPU; a minute on one core; kill -9 at random moments: tests/test_soak.py
 """
 
-import json
 import os
 import re
 import resource
@@ -19,8 +18,8 @@ import torch
 import torch.distributed as dist
 from forked import Job
 from harness import ONE_GRAPH, free_port, processes, start_server
-from running import TINY, end_of_signal, one_line, read
-from saved import assert_bitwise, contents, steps_in
+from running import TINY, end_of_signal, fails, read
+from saved import assert_bitwise, contents, state_of, steps_in
 
 from simple_fsdp import data_parallel
 from trainer.checkpoint import save as saver
@@ -40,42 +39,41 @@ pytestmark = pytest.mark.usefixtures("isolated")
     ("0:3:forward:quit", 131),
 ])  # fmt: skip
 def test_a_signal_ends_the_run_after_its_step_saved_and_what_resumes_is_bitwise_the_run(
-    fault, code, train, tmp_path, monkeypatch
+    fault, code, train, tmp_path
 ):
     argv = "--log-every", 1, "--save"
-    monkeypatch.setenv("FAULT", fault)
-    stopped = train(*argv, tmp_path / "run")
+    stopped = train(*argv, tmp_path / "run", FAULT=fault)
     assert stopped.code == code and steps_in(tmp_path / "run") == [3]
     name = signal.Signals(code - 128).name
     assert stopped.row["outcome"] == f"stopped: {name}" and f"stopped by {name} after step 3" in stopped.err
     assert len(stopped.err.splitlines()) == (2 if name == "SIGINT" else 1), stopped.err
-    monkeypatch.delenv("FAULT")
-    resumed, whole = train(*argv, tmp_path / "run"), train(*argv, tmp_path / "whole")
+    resumed = assert_goes_on(stopped, argv, train, tmp_path)
     assert resumed.row["resumed_after"] == 3
-    assert [s["loss"] for s in whole.steps] == [s["loss"] for s in stopped.steps + resumed.steps]
-    assert_bitwise(contents(tmp_path / "run/step-00000006"), contents(tmp_path / "whole/step-00000006"))
+
+
+def assert_goes_on(stopped, argv, train, folder):
+    """The same command in `folder`/run trains on to what a run that nothing stops has; returns what it did."""
+    resumed = train(*argv, folder / "run")
+    whole = train(*argv, folder / "whole")
+    assert whole.losses == stopped.losses + resumed.losses
+    assert_bitwise(contents(folder / "run/step-00000006"), contents(folder / "whole/step-00000006"))
+    return resumed
 
 
 @pytest.mark.parametrize("sync", ["every", "last"])
-def test_a_signal_between_micro_batches_drops_the_step_that_was_begun(sync, train, tmp_path, monkeypatch):
+def test_a_signal_between_micro_batches_drops_the_step_that_was_begun(sync, train, tmp_path):
     argv = "--grad-accum", 3, "--accum-sync", sync, "--log-every", 1, "--save"
-    monkeypatch.setenv("FAULT", "0:3:forward:term")
-    stopped = train(*argv, tmp_path / "run")
+    stopped = train(*argv, tmp_path / "run", FAULT="0:3:forward:term")
     assert stopped.code == 143 and steps_in(tmp_path / "run") == [2] and len(stopped.steps) == 2
-    assert json.loads((tmp_path / "run/step-00000002/train_state.json").read_text())["samples"] == 2 * 6
-    monkeypatch.delenv("FAULT")
-    resumed, whole = train(*argv, tmp_path / "run"), train(*argv, tmp_path / "whole")
-    assert [s["loss"] for s in whole.steps] == [s["loss"] for s in stopped.steps + resumed.steps]
-    assert_bitwise(contents(tmp_path / "run/step-00000006"), contents(tmp_path / "whole/step-00000006"))
+    assert state_of(tmp_path / "run/step-00000002")["samples"] == 2 * 6
+    assert_goes_on(stopped, argv, train, tmp_path)
 
 
 def test_a_signal_without_save_or_before_a_step_or_at_the_end(train, tmp_path, monkeypatch):
-    monkeypatch.setenv("FAULT", "0:2:data:term")
-    unsaved = train()
+    unsaved = train(FAULT="0:2:data:term")
     assert unsaved.code == 143 and "after step 2; nothing is saved without --save" in end_of_signal(unsaved.err)
-    monkeypatch.setenv("FAULT", "0:6:update:term")
-    assert train("--save", tmp_path / "end").code == 0 and steps_in(tmp_path / "end") == [6], "it had come to its end"
-    monkeypatch.delenv("FAULT")
+    end = train("--save", tmp_path / "end", FAULT="0:6:update:term")
+    assert end.code == 0 and steps_in(tmp_path / "end") == [6], "it had come to its end"
     monkeypatch.setattr("trainer.run.header", lambda *_: os.kill(os.getpid(), signal.SIGTERM) or [])
     early = train("--save", tmp_path / "early")
     assert early.code == 143 and steps_in(tmp_path / "early") == []
@@ -89,27 +87,23 @@ def test_what_ctrl_c_does_to_the_compiler_is_no_error_of_the_run(train, tmp_path
         raise SystemExit(code)
 
     monkeypatch.setattr(os, "_exit", ended)
-    monkeypatch.setenv("FAULT", "0:1:forward:int,0:1:backward:raise")
-    done = train("--save", tmp_path / "run")
+    done = train("--save", tmp_path / "run", FAULT="0:1:forward:int,0:1:backward:raise")
     assert done.code == 130 and done.row["outcome"] == "stopped: SIGINT" and [*(tmp_path / "run").iterdir()] == []
     assert done.err.splitlines()[1:] == ["stopped by SIGINT before the first step was done: nothing was saved"]
-    monkeypatch.setenv("FAULT", "0:2:forward:int,0:2:backward:raise")
-    assert train().code == 1, "there was something to save"
+    assert train(FAULT="0:2:forward:int,0:2:backward:raise").code == 1, "there was something to save"
 
 
-def test_a_signal_in_a_save_waits_for_its_end(train, tmp_path, monkeypatch):
-    monkeypatch.setenv("FAULT", "0:2:write:term")
-    done = train("--save", tmp_path / "run", "--save-every", 2)
+def test_a_signal_in_a_save_waits_for_its_end(train, tmp_path):
+    done = train("--save", tmp_path / "run", "--save-every", 2, FAULT="0:2:write:term")
     assert done.code == 143 and steps_in(tmp_path / "run") == [2] and "after step 2" in end_of_signal(done.err)
     verify(str(tmp_path / "run/step-00000002"))
 
 
 @pytest.mark.parametrize("argv", ["", "--save-every 0:async", "--save-every 0:async:warn"])
-def test_a_signal_whose_save_fails_is_no_stop_after_saving(argv, train, tmp_path, monkeypatch):
-    monkeypatch.setenv("FAULT", "0:3:data:term,0:3:write:enospc")
-    done = train("--save", tmp_path / "run", *argv.split())
-    assert done.code == 4 and steps_in(tmp_path / "run") == []
-    assert "No space left on device" in one_line(done.err)
+def test_a_signal_whose_save_fails_is_no_stop_after_saving(argv, train, tmp_path):
+    done = train("--save", tmp_path / "run", *argv.split(), FAULT="0:3:data:term,0:3:write:enospc")
+    fails(done, 4, "No space left on device")
+    assert steps_in(tmp_path / "run") == []
 
 
 def test_a_background_save_that_fails_is_seen_with_accumulation_too(train, tmp_path, monkeypatch):
@@ -122,15 +116,16 @@ def test_a_background_save_that_fails_is_seen_with_accumulation_too(train, tmp_p
 
     monkeypatch.setattr("trainer.run.Control", several)
     monkeypatch.setattr("trainer.run.Saver.failed", lambda saver: saver.pending is not None)
-    monkeypatch.setenv("FAULT", "0:2:write:enospc")
     argv = "--save", tmp_path / "run", "--save-every", "2:async", "--steps", 4, "--log-every", 1
-    done = train(*argv, "--grad-accum", 2)
+    done = train(*argv, "--grad-accum", 2, FAULT="0:2:write:enospc")
     assert done.code == 4 and len(done.steps) == 3, "of the 4 after which the next save comes"
 
 
 def test_each_save_has_its_own_time(train, tmp_path, monkeypatch):
     """The last one may wait for the one before."""
-    order, beat, wait = [], Watchdog.beat, saver.wait
+    order = []
+    beat = Watchdog.beat
+    wait = saver.wait
     monkeypatch.setattr(Watchdog, "beat", lambda *args: order.append(args[-1]) or beat(*args))
     monkeypatch.setattr(saver, "wait", lambda futures: order.append("wait") or wait(futures))
     assert train("--save", tmp_path / "run", "--save-every", "5:async").code == 0
@@ -146,7 +141,8 @@ def test_a_run_that_hangs_when_its_row_is_written_gets_no_second_one(train, monk
 
 @pytest.mark.parametrize("argv, seconds", [("", 3720), ("--timeout 5000", 5120), ("--timeout 0", 3e7)])
 def test_no_group_gives_up_before_the_watchdog(argv, seconds, train, monkeypatch):
-    limits, make = [], control_group
+    limits = []
+    make = control_group
 
     def note():
         for group in (make(), dist.new_group()):
@@ -158,15 +154,13 @@ def test_no_group_gives_up_before_the_watchdog(argv, seconds, train, monkeypatch
 
 
 @pytest.mark.parametrize("where, stage", [("forward", "fwd"), ("backward", "bwd"), ("update", "step")])
-def test_out_of_memory_says_where_how_much_and_what_to_do(where, stage, train, monkeypatch):
+def test_out_of_memory_says_where_how_much_and_what_to_do(where, stage, train):
     for step in (1, 3):
-        monkeypatch.setenv("FAULT", f"0:{step}:{where}:oom")
-        done = train()
-        line = one_line(done.err)
-        assert done.code == 6 and done.row["outcome"] == f"OOM {stage}" and f"OOM {stage}" in line
-        assert "wanted 1.00 GiB more, peak " in line and ("first step, which compiles" in line) == (step == 1)
-        for knob in ("--batch", "--remat", "more ranks"):
-            assert knob in line
+        done = train("--log-every", 1, FAULT=f"0:{step}:{where}:oom")
+        said = f"OOM {stage}", "wanted 1.00 GiB more, peak ", "--batch", "--remat", "more ranks"
+        assert ("first step, which compiles" in fails(done, 6, *said)) == (step == 1)
+        assert done.row["outcome"] == f"OOM {stage}" and done.logged == [*range(1, step)]
+        assert done.row["n"] == 0 and done.row["step_ms"] is None and done.row["world"] == 1
 
 
 def test_a_connection_for_which_there_is_no_memory_is_not_lost():
@@ -178,7 +172,8 @@ def test_a_connection_for_which_there_is_no_memory_is_not_lost():
 def test_the_snapshot_of_a_gpu_out_of_memory_has_no_path_of_this_machine(tmp_path, monkeypatch):
     monkeypatch.setattr("trainer.measuring.memory.peak", lambda device: dict(peak_alloc_mib=1))
     monkeypatch.setattr("trainer.measuring.memory.dump_snapshot", lambda path: Path(path).touch())
-    state, step = SimpleNamespace(step=1), SimpleNamespace(phase="bwd")
+    state = SimpleNamespace(step=1)
+    step = SimpleNamespace(phase="bwd")
     run = SimpleNamespace(device=torch.device("cuda"), rank=3, step=step, state=state, first=0)
     told = errors.outcome_of(torch.OutOfMemoryError("Tried to allocate 2.00 GiB"), run, tmp_path / "hang")
     assert told.code == 6 and f"memory_viz in {tmp_path}/hang" in told.line
@@ -188,15 +183,15 @@ def test_the_snapshot_of_a_gpu_out_of_memory_has_no_path_of_this_machine(tmp_pat
 def test_memory_that_runs_out_while_building_is_told_as_such(train, monkeypatch):
     monkeypatch.setattr("main.materialise", lambda *_: inject._happen("oom"))
     done = train()
-    assert done.code == 6 and done.row["outcome"] == "OOM init" and "OOM init (init): wanted 1.00 GiB" in done.err
+    fails(done, 6, "OOM init (init): wanted 1.00 GiB", "smaller model", "ranks")
+    assert done.row["outcome"] == "OOM init" and done.steps == []
 
 
-def test_each_part_of_a_save_may_fail_and_the_older_steps_stay(train, tmp_path, monkeypatch):
-    for i, where in enumerate(("save", "write", "commit")):
-        monkeypatch.setenv("FAULT", f"0:4:{where}:enospc")
-        done = train("--save", tmp_path / str(i), "--save-every", 2)
-        assert done.code == 4 and "No space left on device" in one_line(done.err), where
-        assert steps_in(tmp_path / str(i)) == [2] and len([*(tmp_path / str(i)).iterdir()]) == 1, where
+@pytest.mark.parametrize("where", ["save", "write", "commit"])
+def test_each_part_of_a_save_may_fail_and_the_older_steps_stay(where, train, tmp_path):
+    done = train("--save", tmp_path / "run", "--save-every", 2, FAULT=f"0:4:{where}:enospc")
+    fails(done, 4, "No space left on device")
+    assert steps_in(tmp_path / "run") == [2] and len([*(tmp_path / "run").iterdir()]) == 1
 
 
 def test_a_limit_of_the_size_of_files_is_told_and_the_older_steps_stay(train, tmp_path):
@@ -218,27 +213,23 @@ def test_a_limit_of_the_size_of_files_is_told_and_the_older_steps_stay(train, tm
     "0:1:data:kil": "kind 'kil'", "0:1:data": "kind ''", "0:1:data:kill:9": "more than four", "0:1:data:nan": "forward",
     "0:1:data:raise,junk": "rank 'junk'", "1:1:data:kill": "no rank 1 among 1", "*:7:data:kill": "no step 7 of",
 }.items())  # fmt: skip
-def test_a_fault_that_says_nothing_is_refused(fault, told, train, monkeypatch):
-    monkeypatch.setenv("FAULT", fault)
-    done = train()
-    assert done.code == 2 and told in one_line(done.err) and "expected rank:step:where:kind" in done.err
+def test_a_fault_that_says_nothing_is_refused(fault, told, train):
+    fails(train(FAULT=fault), 2, told, "expected rank:step:where:kind")
 
 
-@pytest.mark.parametrize("argv", [pytest.param("--compile step", marks=ONE_GRAPH)])
-def test_a_fault_where_the_run_has_no_such_place_is_refused(argv, train, monkeypatch):
-    monkeypatch.setenv("FAULT", "0:1:update:raise")
-    done = train(*argv.split())
-    assert done.code == 2 and "FAULT 0:1:update:raise: " in one_line(done.err)
+@ONE_GRAPH
+def test_a_fault_where_the_run_has_no_such_place_is_refused(train):
+    fails(train("--compile", "step", FAULT="0:1:update:raise"), 2, "FAULT 0:1:update:raise: ")
 
 
 def test_without_the_variable_nothing_is_wrapped_and_with_it_only_inside(train, monkeypatch):
-    happened, before = [], inject.Batches.__next__
+    happened = []
+    before = inject.Batches.__next__
     monkeypatch.setattr(inject, "_happen", happened.append)
     plain = train("--log-every", 1)
-    monkeypatch.setenv("FAULT", "0:3:forward:kill,*:4:data:stop")
-    planted = train("--log-every", 1)
+    planted = train("--log-every", 1, FAULT="0:3:forward:kill,*:4:data:stop")
     assert happened == ["kill", "stop"] and inject.Batches.__next__ is before
-    assert [s["loss"] for s in plain.steps] == [s["loss"] for s in planted.steps]
+    assert plain.losses == planted.losses
 
 
 # ----------------------------------------------------------------------------------------------------------- two ranks
@@ -246,7 +237,8 @@ def test_without_the_variable_nothing_is_wrapped_and_with_it_only_inside(train, 
 
 def two(tmp_path: Path, *argv, ranks=2, **env) -> SimpleNamespace:
     """A job of main.py: exit codes, what both said, the row."""
-    log, results = tmp_path / "log", tmp_path / "rows.jsonl"
+    log = tmp_path / "log"
+    results = tmp_path / "rows.jsonl"
     log.unlink(missing_ok=True)
     flags = [*TINY, "--save", tmp_path / "run", "--save-every", "2", *argv]
     codes = Job(ranks, [*flags, "--results", results], log, **env).wait(90)

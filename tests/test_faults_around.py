@@ -16,9 +16,11 @@ import threading
 import typing
 from contextlib import suppress
 from pathlib import Path
+from unittest import mock
 
 import pytest
-from running import ROOT, TINY, one_line
+from fixtures import outcome
+from running import ROOT, TINY, fails, ran
 
 import plan
 from lab.planning import architecture, hardware
@@ -41,17 +43,18 @@ from trainer.finetuning import config as tuning
 from trainer.logging import check_writable
 
 pytestmark = pytest.mark.usefixtures("isolated")
+LAUNCH = dict(PYTHON=sys.executable, NO_INSTALL="1")  # the environment of ./launch.sh
 
 
 @pytest.mark.parametrize("alive", [True, False])
-def test_a_rank_whose_launcher_was_killed_before_it_could_know_it_ends(alive, monkeypatch):
+def test_a_rank_whose_launcher_was_killed_before_it_could_know_it_ends(alive, monkeypatch, environ):
     """It was a child of another process from its first line on; the store of torchrun tells."""
-    ended, connected = threading.Event(), threading.Event()
+    ended = threading.Event()
+    connected = threading.Event()
     monkeypatch.setattr("os._exit", lambda code: (ended.set(), connected.set()))
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
-        for name, value in dict(TORCHELASTIC_USE_AGENT_STORE="True", MASTER_ADDR="127.0.0.1", MASTER_PORT=port).items():
-            monkeypatch.setenv(name, value)
+        environ(TORCHELASTIC_USE_AGENT_STORE="True", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
         if not alive:
             server.close()
         threading.Timer(2 if alive else 60, connected.set).start()
@@ -80,7 +83,8 @@ def test_without_a_home_each_process_tokenises_for_itself(tmp_path, tokenizer, m
 
 
 def test_a_cache_under_the_name_of_another_is_made_again(tmp_path, tokenizer, capsys):
-    one, other = tokenizer("qwen2.5"), tokenizer("qwen2.5", eos="<|begin|>")
+    one = tokenizer("qwen2.5")
+    other = tokenizer("qwen2.5", eos="<|begin|>")
     cache = tmp_path / "cache"
     right = tokens(tmp_path, one, cache=str(cache))
     (first,) = cache.glob("*.safetensors")
@@ -105,7 +109,7 @@ def test_a_cache_that_shrinks_while_it_is_read_exits_3_after_saving(cut, flags, 
 
     monkeypatch.setattr(chat.ChatBatches, "__next__", shrink)
     done = tune("--steps", 1000, "--log-every", 1, "--save", tmp_path / "run", *flags)
-    assert done.code == 3 and "the file has shrunk: the same command makes it again" in one_line(done.err)
+    fails(done, 3, "the file has shrunk: the same command makes it again")
     (step,) = (tmp_path / "run").glob("step-*")
     assert f"failed: {tmp_path}/cache/simple_fsdp/chat-" in done.err and done.steps[-1]["step"] == int(step.name[5:])
     monkeypatch.setattr(chat.ChatBatches, "__next__", real)
@@ -116,7 +120,8 @@ def test_a_cache_that_shrinks_while_it_is_read_exits_3_after_saving(cut, flags, 
 def test_a_table_that_shrinks_while_it_is_read_is_named(tmp_path):
     """A mapped file would end the process with SIGBUS."""
     pyarrow = pytest.importorskip("pyarrow")
-    table, path = pyarrow.table({"text": [f"{i}" * 99 for i in range(9999)]}), tmp_path / "a.arrow"
+    table = pyarrow.table({"text": [f"{i}" * 99 for i in range(9999)]})
+    path = tmp_path / "a.arrow"
     with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_file(file, table.schema) as out:
         out.write_table(table, max_chunksize=99)
     found = sources.records([path])
@@ -140,31 +145,30 @@ def full(tmp_path):
 
 def test_a_disk_without_room_for_a_lock_is_named_and_leaves_none(full, train):
     done = train("--save", full / "run")
-    assert done.code == 4 and f"{full}/run/lock: No space left on device" in one_line(done.err)
+    fails(done, 4, f"{full}/run/lock: No space left on device")
     assert not (full / "run/lock").exists(), "an empty one would be waited for"
 
 
 def test_an_export_onto_a_full_disk_exits_4_and_is_not_taken_for_another_run(full, tune):
-    done = tune("--steps", 1, "--export", full / "out")
-    assert done.code == 4 and "No space left on device" in done.err, done.err
-    done = tune("--steps", 1, "--prepared", full / "prepared")
-    assert done.code == 4 and "No space left on device" in done.err and "another start" not in done.out, done.err
+    for argv in (["--export", full / "out"], ["--prepared", full / "prepared"]):
+        done = tune("--steps", 1, *argv)
+        assert done.code == 4 and "No space left on device" in done.err and "another start" not in done.out, done.err
 
 
 def test_a_folder_of_traces_that_cannot_be_written_is_refused_at_the_start(train, tmp_path):
     (tmp_path / "file").write_text("")
     done = train("--profile", tmp_path / "file")
-    assert done.code == 2 and f"error: --profile {tmp_path}/file: Not a directory" in one_line(done.err)
+    fails(done, 2, f"error: --profile {tmp_path}/file: Not a directory")
 
 
 def test_a_compile_cache_that_cannot_be_made_is_one_line_and_no_traceback_of_torchs_import(tmp_path):
     (tmp_path / "file").write_text("")
-    env = os.environ | dict(TORCHINDUCTOR_CACHE_DIR=f"{tmp_path}/file/x", NPROC="1")
-    env |= dict(PYTHON=sys.executable, NO_INSTALL="1")
+    env = LAUNCH | dict(TORCHINDUCTOR_CACHE_DIR=f"{tmp_path}/file/x", NPROC="1")
     for command in ([sys.executable, "main.py"], ["./launch.sh", "run"]):
-        done = subprocess.run([*command, *TINY], cwd=ROOT, env=env, capture_output=True, text=True)
-        (line,) = done.stderr.splitlines()
-        assert done.returncode == 2 and re.search(f"TORCHINDUCTOR_CACHE_DIR.{tmp_path}/file/x: ", line), line
+        done = ran(*command, *TINY, **env)
+        (line,) = done.err.splitlines()  # launch.sh's own begins with its name
+        assert done.code == 2
+        assert re.search(f"TORCHINDUCTOR_CACHE_DIR.{tmp_path}/file/x: ", line), line
 
 
 slow = pytest.mark.slow
@@ -191,34 +195,27 @@ def test_an_answer_that_nobody_can_read_is_one_line_or_none_and_no_success(words
 ])  # fmt: skip
 @pytest.mark.parametrize("program", [["main.py"], pytest.param(["./launch.sh", "run"], marks=slow)])
 def test_a_torch_that_cannot_be_imported_in_this_environment_is_one_line(program, name, value, told):
-    env = os.environ | dict(LC_ALL="C", PYTHONCOERCECLOCALE="0", PYTHON=sys.executable, NO_INSTALL="1", NPROC="2")
-    command = [*[sys.executable] * (program == ["main.py"]), *program, *TINY]
-    done = subprocess.run(command, cwd=ROOT, env=env | {name: value}, capture_output=True, text=True)
-    assert done.returncode == 2 and re.match(f"error: torch cannot be imported: .*{told}", one_line(done.stderr))
+    env = LAUNCH | dict(LC_ALL="C", PYTHONCOERCECLOCALE="0", NPROC="2") | {name: value}
+    done = ran(*[sys.executable] * (program == ["main.py"]), *program, *TINY, **env)
+    assert re.match(f"error: torch cannot be imported: .*{told}", fails(done, 2))
 
 
-def test_a_network_interface_that_is_not_there_is_named(train, monkeypatch):
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none0")
-    done = train()
-    assert done.code == 2 and one_line(done.err).startswith("error: GLOO_SOCKET_IFNAME=none0: gloo finds no address")
+def test_a_network_interface_that_is_not_there_is_named(train):
+    fails(train(GLOO_SOCKET_IFNAME="none0"), 2, "error: GLOO_SOCKET_IFNAME=none0: gloo finds no address")
 
 
 def test_a_limit_of_threads_is_told_where_ranks_meet(train, monkeypatch):
     """As of ulimit -u or -v, which nothing can set for root, or for this process alone."""
 
-    def refuse(*_, **__):
-        raise RuntimeError("Resource temporarily unavailable")
-
+    refuse = mock.Mock(side_effect=RuntimeError("Resource temporarily unavailable"))
     monkeypatch.setattr("torch.distributed.init_process_group", refuse)
-    done = train()
-    assert done.code == 2 and "Resource temporarily unavailable; raise the limits of files" in one_line(done.err)
+    fails(train(), 2, "Resource temporarily unavailable; raise the limits of files")
 
 
-def test_a_word_that_the_locale_has_no_bytes_for_is_named(capsys):
+def test_a_word_that_the_locale_has_no_bytes_for_is_named(capfd):
     """As in a locale of EUC-JP, in which Python reads some names of UTF-8 as texts that it cannot write."""
-    with pytest.raises(SystemExit, match="2"):
-        flags.parse(["--data", "text:\ud800"])
-    assert "is no text in utf-8, the encoding of this locale; set PYTHONUTF8=1" in one_line(capsys.readouterr().err)
+    done = outcome(capfd, lambda: flags.parse(["--data", "text:\ud800"]))
+    fails(done, 2, "is no text in utf-8, the encoding of this locale; set PYTHONUTF8=1")
 
 
 # -------------------------------------------------------------------------------------------------------------- numbers
@@ -315,26 +312,24 @@ def test_what_a_run_writes_is_none_of_what_it_reads(argv, told, tmp_path, monkey
     assert not told or sorted(each.name for each in tmp_path.iterdir()) == ["link", "own"]
 
 
-def test_finetune_writes_none_of_what_it_reads(qwen, tmp_path, capsys):
+def test_finetune_writes_none_of_what_it_reads(qwen, tmp_path, capfd):
     (tmp_path / "own").mkdir()
     file = Path(shutil.copy(qwen.parent / "chat.jsonl", tmp_path / "own"))
     before = file.read_bytes()
     for argv, told in ((["--results", file], f"--results {file}: is a file that this run reads"),
                        (["--data", file.parent, "--save", file.parent / "run"], f"--save {file.parent}/run: lies in ")):
-        with pytest.raises(SystemExit, match="2"):
-            words = ["--model", qwen, "--data", file, "--results", tmp_path / "rows", *argv]
-            own.check_at_once(tuning.parse([*map(str, words)], 0, 1), 1)
-        assert f"error: {told}" in one_line(capsys.readouterr().err) and file.read_bytes() == before
+        words = [*map(str, ["--model", qwen, "--data", file, "--results", tmp_path / "rows", *argv])]
+        done = outcome(capfd, lambda words=words: own.check_at_once(tuning.parse(words, 0, 1), 1))
+        assert fails(done, 2, f"error: {told}") and file.read_bytes() == before
 
 
 def test_an_error_is_one_line_whatever_a_file_is_called(train):
-    done = train("--data", "a\nb")
-    assert done.code == 2 and one_line(done.err).startswith("error: --data a\\nb: expected one of ")
+    fails(train("--data", "a\nb"), 2, "error: --data a\\nb: expected one of ")
 
 
 def test_the_name_of_a_file_controls_no_terminal(tmp_path, train):
     done = train("--data", f"text:{tmp_path}/\x1b]52;c;eA==\x07\x9b2J\udcff")
-    assert done.code == 3 and "]52;c;eA==" in one_line(done.err) and "\\udcff" in done.err
+    fails(done, 3, "]52;c;eA==", "\\udcff")
     assert not {*done.err} & {*"\x1b\x07\x9b"}
 
 

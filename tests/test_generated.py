@@ -80,7 +80,8 @@ CASES = [
 @pytest.mark.parametrize(("compile", "mode", "ahead"), CASES)
 def test_one_bucket_per_block_in_order_and_few_bytes_alive(compile, mode, ahead):
     code, block, matrices, embedding = found(compile, mode, ahead)
-    reduction, gathers = "A" if mode == "replicate" else "R", 0 if mode == "replicate" else BUCKETS
+    reduction = "A" if mode == "replicate" else "R"
+    gathers = 0 if mode == "replicate" else BUCKETS
     if compile == "step":  # norm and head are kept: their backward comes at once
         assert only("Gg", code.order[0]) == doubled(ahead_by(ahead, "G", gathers and gathers + DEPTH), DEPTH + 1), code
     else:
@@ -201,7 +202,8 @@ def test_another_pass_that_would_be_replaced_is_refused():
 
 
 def test_the_reader_sees_what_lives_from_when_to_when():
-    name, x = dist.group.WORLD.group_name, torch.randn(16, 32)
+    name = dist.group.WORLD.group_name
+    x = torch.randn(16, 32)
 
     def run(mark):
         whole = funcol.wait_tensor(torch.ops._c10d_functional.all_gather_into_tensor(x, 8, name))  # [128, 32]

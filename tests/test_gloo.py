@@ -30,11 +30,12 @@ def _there(env, work, *args):
 
 def groups(timeout: float) -> set[tuple]:
     """Of all groups: worker threads, timeout in seconds, devices."""
-    from trainer import config as flags
+    from running import resolved
+
     from trainer.distributed.control import control_group
     from trainer.distributed.launch import connect, shutdown
 
-    connect(flags.resolve(flags.parse(["--device", "cpu"]), "cpu", 1), 0, 0, 1, timeout)
+    connect(resolved("--device cpu"), 0, 0, 1, timeout)
     control_group()
     told = pickle.loads(torch._C._distributed_c10d._dump_fr_trace())["pg_status"]
     assert len(told) == 1, "a thread must not be the first to use a control group"
@@ -80,7 +81,8 @@ def test_every_command_asks_for_it_before_its_first_group(command, tmp_path):
 
 
 def test_options_that_somebody_gives_keep_all_but_their_threads():
-    store, options = dist.HashStore(), dist.ProcessGroupGloo._Options()
+    store = dist.HashStore()
+    options = dist.ProcessGroupGloo._Options()
     options._devices = [dist.ProcessGroupGloo.create_device(interface="lo")] * 2
     options._threads = 4
     gloo.one_worker_thread()  # again: nothing

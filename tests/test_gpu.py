@@ -117,7 +117,8 @@ def test_every_kernel_of_sdpa_trains_also_where_regions_are_recomputed(mesh, eag
 
 
 def test_auto_is_cudnn_on_hopper_flash_before_it_and_efficient_in_fp32(mesh):
-    device, hopper = torch.device("cuda", 0), torch.cuda.get_device_capability() >= (9, 0)
+    device = torch.device("cuda", 0)
+    hopper = torch.cuda.get_device_capability() >= (9, 0)
     if torch.cuda.get_device_capability() < (8, 0):
         pytest.skip("flash and bf16 need compute capability 8.0")
     kernel, text = kernels.sdpa("auto", SDPA, device)

@@ -57,7 +57,8 @@ def test_1_a_collective_takes_what_its_link_says(us):
 def test_2_independent_products_hide_it(groups):
     sim.start(8, sim.link("3000:1000000"), "cuda")
     others = [dist.group.WORLD, dist.new_group(range(8))][:groups]
-    a, t = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16), torch.randn(8, device="cuda")
+    a = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    t = torch.randn(8, device="cuda")
     out = torch.empty_like(a)
 
     def compute():
@@ -72,14 +73,17 @@ def test_2_independent_products_hide_it(groups):
         compute()
         [w.wait() for w in works]
 
-    alone, link, together = ms(compute), ms(lambda: [w.wait() for w in communicate()]), ms(both)
+    alone = ms(compute)
+    link = ms(lambda: [w.wait() for w in communicate()])
+    together = ms(both)
     print(f"\n{groups} groups: compute {alone:.2f} ms, link {link:.2f}, together {together:.2f}")
     assert together < 1.1 * max(alone, link) + 0.1
 
 
 def test_3_waiting_costs_a_concurrent_product_nothing():
     sim.start(8, sim.link("20000:1000000"), "cuda")
-    a, t = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16), torch.randn(8, device="cuda")
+    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    t = torch.randn(8, device="cuda")
     out = torch.empty_like(a)
     alone = ms(lambda: torch.mm(a, a, out=out))
     work = dist.all_reduce(t, op=dist.ReduceOp.AVG, async_op=True)
@@ -91,7 +95,8 @@ def test_3_waiting_costs_a_concurrent_product_nothing():
 
 def test_4_the_copy_is_shorter_than_the_link():
     mib = 256
-    own, out = torch.randn(mib * 2**15, device="cuda"), torch.empty(8 * mib * 2**15, device="cuda")
+    own = torch.randn(mib * 2**15, device="cuda")
+    out = torch.empty(8 * mib * 2**15, device="cuda")
     times = {}
     for name in ("none", "h100-nvlink"):
         sim.start(8, sim.link(name), "cuda")

@@ -7,8 +7,6 @@ import inspect
 import itertools
 import pickle
 import re
-import subprocess
-import sys
 import tempfile
 import types
 import weakref
@@ -19,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from harness import spawn
 from models_for_wrapper import Block, Blocks, Comms, fake_ranks, whole, with_one_thread
-from running import ROOT
+from running import module
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -49,9 +47,27 @@ def mlp():
     return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
 
 
+@pytest.fixture
+def model(fake):
+    """That, cut for 2 ranks."""
+    return data_parallel(mlp(), fake(2))
+
+
+def apart(sharded, plain, of=lambda p: p):
+    """The largest difference of two models' parameters, or of what `of` makes of each."""
+    pairs = zip(sharded.parameters(), plain.parameters(), strict=True)
+    return max((whole(of(q)) - of(p)).abs().max().item() for q, p in pairs)
+
+
+def run_of(model, compile, backend="aot_eager"):
+    """What runs a model: itself, or code of one graph."""
+    return torch.compile(model, backend=backend, fullgraph=True, disable=not compile)
+
+
 def filled(fill, mesh):
     """What `fill(model)` makes of two equal models, one of them sharded: [(whole, plain) of each parameter]."""
-    plain, sharded = mlp(), data_parallel(mlp(), mesh)
+    plain = mlp()
+    sharded = data_parallel(mlp(), mesh)
     for model in (plain, sharded):
         torch.manual_seed(7)
         with contextlib.nullcontext() if fill in OF_MODULES else disable_data_parallel():
@@ -120,8 +136,11 @@ def lora(mesh):
 
 def as_with_others(mesh):
     """Habits that FSDP2 and DDP bring: whole state dicts, gradients that add up, autocast, checkpoints, DDP on top."""
-    plain, x = mlp(), torch.randn(8, 6, generator=torch.Generator().manual_seed(dist.get_rank()))
-    model, found, full = data_parallel(mlp(), mesh), {}, StateDictOptions(full_state_dict=True)
+    plain = mlp()
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(dist.get_rank()))
+    model = data_parallel(mlp(), mesh)
+    found = {}
+    full = StateDictOptions(full_state_dict=True)
     values = {name: torch.full_like(value, 0.25) for name, value in plain.state_dict().items()}
     with pytest.raises(RuntimeError, match="mixed torch.Tensor and DTensor"):
         model.load_state_dict(values)
@@ -154,7 +173,8 @@ def as_with_others(mesh):
 def penalised_and_averaged(mesh):
     """Three steps of a gradient penalty with a moving average of the weights, beside one process with all samples: the
     differences of the weights, of their averages and of what the averaged model says."""
-    plain, model = mlp(), data_parallel(mlp(), mesh)
+    plain = mlp()
+    model = data_parallel(mlp(), mesh)
     every = torch.randn(mesh.size(), 4, 6, generator=torch.Generator().manual_seed(0))
     averages = []
     for m, samples in ((plain, every.flatten(0, 1)), (model, every[dist.get_rank()])):
@@ -168,12 +188,10 @@ def penalised_and_averaged(mesh):
             optimizer.zero_grad()
             average.update_parameters(m)
         averages.append(average)
-    pairs = [*zip(model.parameters(), plain.parameters(), strict=True)]
-    pairs += zip(averages[1].module.parameters(), averages[0].module.parameters(), strict=True)
-    apart = max((whole(p) - q).abs().max().item() for p, q in pairs)
+    far = max(apart(model, plain), apart(averages[1].module, averages[0].module))
     said = [average(every[0]) for average in averages]
     moved = (plain[0].weight - mlp()[0].weight).abs().max().item()
-    return apart, (said[1] - said[0]).abs().max().item(), moved
+    return far, (said[1] - said[0]).abs().max().item(), moved
 
 
 def sharded_twice(mesh):
@@ -199,16 +217,17 @@ def trained_by_each(mesh):
     """By optimizer and mode: how far weights are from the plain model's after three steps; or the error."""
     found = {}
     for (name, make), mode in itertools.product(optimizers().items(), ("fully_shard", "replicate")):
-        models = mlp(), data_parallel(mlp(), mesh, mode)
+        plain = mlp()
+        sharded = data_parallel(mlp(), mesh, mode)
         try:
-            for model in models:
-                optimizer, x = make(model.parameters()), torch.linspace(-1, 1, 24).view(4, 6)
+            for model in (plain, sharded):
+                optimizer = make(model.parameters())
+                x = torch.linspace(-1, 1, 24).view(4, 6)
                 for _ in range(3):
                     optimizer.zero_grad()
                     (loss := model(x).square().mean()).backward()
                     optimizer.step(*([loss.detach] if name == "LBFGS" else []))
-            pairs = zip(*(model.parameters() for model in models), strict=True)
-            found[name, mode] = max((whole(q) - p).abs().max().item() for p, q in pairs)
+            found[name, mode] = apart(sharded, plain)
         except RuntimeError as error:
             found[name, mode] = str(error)
     return found
@@ -218,6 +237,10 @@ REPLACED = (
     "this parameter was replaced by its shard: build the optimizer after data_parallel(), "
     "and wrap all else that holds it, or detach it"
 )
+
+
+def replaced():
+    return pytest.raises(RuntimeError, match=re.escape(REPLACED))
 
 
 def built_before(mesh):
@@ -242,10 +265,13 @@ def built_before(mesh):
 
 def scaled(mesh):
     """Scale and changed rows of three steps under a GradScaler; in the second the gradient of rank 1's shard is inf."""
-    model, found = data_parallel(nn.Linear(4, 4, bias=False), mesh), []
-    optimizer, scaler = torch.optim.SGD(model.parameters(), 0.1), torch.amp.GradScaler("cpu", init_scale=2.0)
+    model = data_parallel(nn.Linear(4, 4, bias=False), mesh)
+    found = []
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     for step in range(3):
-        before, loss = whole(model.weight).clone(), model(torch.ones(2, 4))
+        before = whole(model.weight).clone()
+        loss = model(torch.ones(2, 4))
         loss = (loss * torch.tensor([1, 1, 1, float("inf") if step == 1 else 1])).sum()
         scaler.scale(loss).backward()
         scaler.step(optimizer)
@@ -281,7 +307,8 @@ def normed(mesh):
 def saved_by_one(mesh):
     """What becomes of files that torch.save() wrote of a state_dict: each rank's own, rank 0's alone, rank 0's of
     replicas, all as ({mode}, {file}): whether the values are those that were saved, or the words of the refusal."""
-    found, where = {}, [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    found = {}
+    where = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(where)
     replicas = dist.init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     meshes = dict(hybrid_shard=replicas)
@@ -310,11 +337,13 @@ class Routed(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.norm = nn.Linear(6, 6), nn.LayerNorm(6)
+        self.first = nn.Linear(6, 6)
+        self.norm = nn.LayerNorm(6)
         self.experts = nn.ModuleList([nn.Linear(6, 6) for _ in range(2)])
 
     def forward(self, x, rank):
-        used, other = self.experts[rank], self.experts[1 - rank]
+        used = self.experts[rank]
+        other = self.experts[1 - rank]
         return used(self.norm(self.first(x))) + 0 * (other.weight.sum() + other.bias.sum())
 
 
@@ -338,8 +367,7 @@ def routed(mesh):
     for rank, x in enumerate(inputs):
         (plain(x, rank) / 2).backward()
     sharded(inputs[dist.get_rank()], dist.get_rank()).backward()
-    pairs = zip(sharded.parameters(), plain.parameters(), strict=True)
-    return max((whole(p.grad) - q.grad).abs().max().item() for p, q in pairs)
+    return apart(sharded, plain, lambda p: p.grad)
 
 
 @pytest.fixture(scope="module")
@@ -358,8 +386,8 @@ def test_running_statistics_are_each_rank_s_own_until_they_are_broadcast(two):
     assert first != second and same == also == first
 
 
-def test_zero_times_parameters_outside_of_the_forward_is_a_sum_of_shards(fake):
-    model, tokens = data_parallel(mlp(), fake(2)), torch.zeros(4, dtype=torch.long)
+def test_zero_times_parameters_outside_of_the_forward_is_a_sum_of_shards(model):
+    tokens = torch.zeros(4, dtype=torch.long)
     loss = F.cross_entropy(model(torch.randn(4, 6)), tokens) + 0 * sum(p.sum() for p in model[0].parameters())
     with pytest.raises(RuntimeError, match="got mixed torch.Tensor and DTensor"):
         loss.backward()
@@ -397,7 +425,7 @@ def test_each_of_torch_s_optimizers_trains_as_on_one_process_or_ends_in_an_error
             assert re.search(words, found.pop((name, "fully_shard")))
         if torch.__version__.startswith("2.11"):  # which has no rule for what Rprop does, however it is sharded
             assert re.search(changed, found.pop(("Rprop", "replicate")))
-        assert not {name for name, apart in found.items() if isinstance(apart, str) or apart > 1e-5} and found
+        assert not {name for name, far in found.items() if isinstance(far, str) or far > 1e-5} and found
 
 
 def test_an_optimizer_that_was_built_before_the_wrap_is_refused_at_its_first_step(two):
@@ -409,20 +437,22 @@ def test_an_optimizer_that_was_built_before_the_wrap_is_refused_at_its_first_ste
 def test_every_optimizer_refuses_a_parameter_that_was_replaced(fake, name):
     make = optimizers().get(name) or (lambda params: torch.optim.AdamW(params, **{name: True}))
     model = mlp()
-    optimizer, old = make(model.parameters()), [*model.parameters()]
+    optimizer = make(model.parameters())
+    old = [*model.parameters()]
     data_parallel(model, fake(2))(torch.ones(2, 6)).sum().backward()
     step = (lambda: optimizer.step(lambda: torch.ones(()))) if name == "LBFGS" else optimizer.step
     uses = [step, optimizer.zero_grad, lambda: optimizer.zero_grad(set_to_none=False),
             lambda: setattr(old[0], "grad", None), lambda: nn.utils.clip_grad_norm_(old, 1.0)]  # fmt: skip
     for use in uses:
-        with pytest.raises(RuntimeError, match=re.escape(REPLACED)):
+        with replaced():
             use()
 
 
 def test_a_replaced_parameter_is_read_copied_saved_and_freed_as_before(fake):
     model = mlp()
     model[2].requires_grad_(False)
-    average, old = copy.deepcopy(model), [*model.parameters()]
+    average = copy.deepcopy(model)
+    old = [*model.parameters()]
     values = [p.detach().clone() for p in old]
     data_parallel(model, fake(1))
     average(torch.ones(1, 6)).sum().backward()
@@ -449,7 +479,7 @@ def test_an_optimizer_of_tied_parameters_that_was_built_before_is_refused(fake, 
         data_parallel(model if both else model[0], fake(2))
         late = torch.optim.SGD(model.parameters(), 0.1)
         for optimizer in (early, late)[: 1 if both else 2]:
-            with pytest.raises(RuntimeError, match=re.escape(REPLACED)):
+            with replaced():
                 optimizer.step()
 
 
@@ -463,8 +493,8 @@ def test_a_call_of_torchtitans_file_is_the_same_here_or_refused(fake):
 
 
 def test_gradients_of_gradients_and_moving_averages_are_those_of_one_process(two):
-    for apart, said, moved in two["penalised_and_averaged"]:
-        assert apart < 1e-5 and said < 1e-5 and moved > 0.01
+    for far, said, moved in two["penalised_and_averaged"]:
+        assert far < 1e-5 and said < 1e-5 and moved > 0.01
 
 
 def test_whole_state_dicts_accumulation_autocast_and_checkpoints_work_and_ddp_on_top_is_refused(two):
@@ -490,8 +520,7 @@ def test_late_adapters_are_refused_then_adopted_train_alike_and_merge(two):
         assert "lora_A" in refused and "mode='replicate'" in refused and held == [True, True, True]
 
 
-def test_groups_freezing_and_gradients_by_attribute_are_those_of_the_parameter(fake):
-    model = data_parallel(mlp(), fake(2))
+def test_groups_freezing_and_gradients_by_attribute_are_those_of_the_parameter(model):
     assert [id(m.weight) for m in (model[0], model[2])] == [id(p) for n, p in model.named_parameters() if "weight" in n]
     model[0].weight.requires_grad_(False)
     model(torch.randn(2, 6)).sum().backward()
@@ -530,7 +559,8 @@ class Late(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.blocks, self.head = nn.ModuleList([Once() for _ in range(3)]), nn.Linear(8, 1).requires_grad_(False)
+        self.blocks = nn.ModuleList([Once() for _ in range(3)])
+        self.head = nn.Linear(8, 1).requires_grad_(False)
 
     def forward(self, x):
         self.head.requires_grad_(True)
@@ -541,32 +571,40 @@ class Late(nn.Module):
 
 @pytest.mark.parametrize("make", [Adversarial, Late])
 def test_what_forward_freezes_or_unfreezes_is_seen_at_the_next_read(fake, make):
-    plain, x = make(), torch.randn(2, 4, 8)
+    plain = make()
+    x = torch.randn(2, 4, 8)
     model = data_parallel(copy.deepcopy(plain), fake(1))
     for m in (plain, model):
         m(x).backward()
+    assert_gradients(model, plain, rtol=0, atol=0)
+    assert any(p.grad is None for p in plain.parameters())
+
+
+def assert_gradients(model, plain, **limits):
+    """The same of both, or none, of a model on one rank."""
     for (name, p), q in zip(plain.named_parameters(), model.parameters(), strict=True):
         assert (p.grad is None) == (q.grad is None), name
-        assert p.grad is None or torch.equal(q.grad.to_local(), p.grad), name
-    assert any(p.grad is None for p in plain.parameters())
+        assert p.grad is None or torch.allclose(q.grad.to_local(), p.grad, **limits), name
 
 
 @pytest.mark.parametrize("compile", [False, True])
 def test_a_forward_that_is_replaced_in_the_class_later_is_the_one_that_runs(fake, compile):
     """As libraries of faster kernels do, before or after the wrap; also of a class that was wrapped before."""
     cls = type("Layer", (nn.Linear,), dict(forward=lambda self, x: F.linear(x, self.weight, self.bias)))
-    before, after = data_parallel(cls(3, 2), fake(2)), cls(3, 2)
+    before = data_parallel(cls(3, 2), fake(2))
+    after = cls(3, 2)
     cls.forward = lambda self, x: F.linear(x, self.weight) + 7
     data_parallel(after, fake(2))
     for model in (before, after):
-        run = torch.compile(model, backend="aot_eager", fullgraph=True) if compile else model
-        assert torch.equal(run(torch.zeros(1, 3)), torch.full((1, 2), 7.0))
+        assert torch.equal(run_of(model, compile)(torch.zeros(1, 3)), torch.full((1, 2), 7.0))
 
 
 class Ends(nn.Module):
     def __init__(self):
         super().__init__()
-        self.body, self.head, self.shift = nn.Linear(3, 3), nn.Linear(3, 2), nn.Parameter(torch.ones(3))
+        self.body = nn.Linear(3, 3)
+        self.head = nn.Linear(3, 2)
+        self.shift = nn.Parameter(torch.ones(3))
 
     def forward(self, x):
         return self.head(self.body(x + self.shift))
@@ -600,12 +638,9 @@ def test_what_lies_around_the_forward_of_the_class_reads_whole_parameters(fake, 
         torch.manual_seed(2)
         AROUND[around](m)
     data_parallel(model, fake(1))
-    run = torch.compile(model, backend="aot_eager", fullgraph=True) if compile else model
-    for m in (plain, run):
+    for m in (plain, run_of(model, compile)):
         m(x).square().sum().backward()
-    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
-        assert (p.grad is None) == (q.grad is None)
-        assert p.grad is None or torch.allclose(q.grad.to_local(), p.grad, rtol=1e-5, atol=1e-6)
+    assert_gradients(model, plain, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("forward, note", [
@@ -641,11 +676,12 @@ def test_late_adapters_on_the_mesh_of_hybrid_shard_are_replicated_over_all_of_it
 
 
 def test_a_loss_that_holds_a_parameter_from_before_the_wrap_is_refused_in_backward(fake):
-    model, other = mlp(), nn.Linear(3, 5, bias=False)
+    model = mlp()
+    other = nn.Linear(3, 5, bias=False)
     other.weight = model[0].weight  # [5, 6]: as the weight of a head that a loss of its own computes with
     data_parallel(model, fake(2))
     for _ in range(2):
-        with pytest.raises(RuntimeError, match=re.escape(REPLACED)):
+        with replaced():
             F.linear(torch.ones(2, 6), other.weight).sum().backward()
     data_parallel(other, fake(2))  # unless it is wrapped, too: then it has the model's shard
     assert other.weight is model[0].weight
@@ -655,16 +691,16 @@ def test_a_loss_that_holds_a_parameter_from_before_the_wrap_is_refused_in_backwa
 @pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("placements", [[Shard(1)], [Partial()], [Shard(0), Replicate()], [Shard(0), Shard(0)]])
 def test_a_parameter_that_is_cut_another_way_is_refused_and_not_read_as_rows(fake, placements, compile):
-    mesh, replicas = fake(4), len(placements)
-    if replicas == 2:
-        mesh = fake(4, replicas=2)
+    replicas = len(placements)
+    mesh = fake(4, replicas=2 if replicas == 2 else None)
     model = data_parallel(nn.Linear(8, 8), mesh, ["fully_shard", "hybrid_shard"][replicas - 1])
     other = DTensor.from_local(torch.ones(8, 8), mesh, placements, run_check=False)
-    run = torch.compile(model, backend="aot_eager", fullgraph=True) if compile else model
-    with pytest.raises(RuntimeError, match="cannot gather a parameter with placements"):
+    run = run_of(model, compile)
+    refused = "cannot gather a parameter with placements"
+    with pytest.raises(RuntimeError, match=refused):
         torch.func.functional_call(run, {"_orig_mod.weight" if compile else "weight": other}, torch.ones(1, 8))
     model.weight = nn.Parameter(other)
-    with pytest.raises(RuntimeError, match="cannot gather a parameter with placements"):
+    with pytest.raises(RuntimeError, match=refused):
         run(torch.ones(1, 8))
 
 
@@ -676,12 +712,10 @@ def test_a_parameter_that_is_cut_another_way_is_refused_and_not_read_as_rows(fak
     lambda m: nn.utils.parametrize.register_parametrization(m[0], "weight", nn.Identity()),
 ], ids=["assigned", "loaded", "module", "parameter", "parametrized"])  # fmt: skip
 @pytest.mark.parametrize("compile", [False, True])
-def test_a_parameter_that_would_train_unsharded_is_named(fake, change, compile):
-    model = data_parallel(mlp(), fake(2))
+def test_a_parameter_that_would_train_unsharded_is_named(model, change, compile):
     change(model)
-    run = torch.compile(model, backend="eager", fullgraph=True) if compile else model
     with pytest.raises(Exception, match=r"(0|3)\.\S+ is not sharded: it came after data_parallel.*again for new mod"):
-        run(torch.randn(2, 6))
+        run_of(model, compile, "eager")(torch.randn(2, 6))
 
 
 def test_wrapping_again_takes_what_is_new_and_keeps_ties(fake):
@@ -700,7 +734,8 @@ def test_wrapping_again_takes_what_is_new_and_keeps_ties(fake):
 
 
 def test_a_model_whose_parts_hold_every_parameter_is_wrapped_last(fake):
-    mesh, model = fake(2), nn.Sequential(mlp(), mlp())
+    mesh = fake(2)
+    model = nn.Sequential(mlp(), mlp())
     for part in model:
         data_parallel(part, mesh)
     data_parallel(model, mesh)
@@ -716,7 +751,8 @@ def test_a_model_whose_parts_hold_every_parameter_is_wrapped_last(fake):
 def test_weights_that_are_computed_are_put_there_before_the_wrap(fake, what):
     import torch.nn.utils.prune  # noqa: F401
 
-    x, plain = torch.randn(2, 6), mlp()
+    x = torch.randn(2, 6)
+    plain = mlp()
     what(plain)
     expected = plain(x).detach()
     early = data_parallel(plain, fake(1))
@@ -728,10 +764,12 @@ def test_weights_that_are_computed_are_put_there_before_the_wrap(fake, what):
 
 
 def test_vmap_jvp_and_detect_anomaly_work(fake):
-    plain, model, x = mlp(), data_parallel(mlp(), fake(1)), torch.randn(4, 6)
-    for module in (plain, model):
-        module.got = [torch.vmap(module)(x), *torch.func.jvp(module, (x,), (x,)), torch.func.jacrev(module)(x[0]),
-                      torch.func.grad(lambda y, module=module: module(y).square().sum())(x)]  # fmt: skip
+    plain = mlp()
+    model = data_parallel(mlp(), fake(1))
+    x = torch.randn(4, 6)
+    for m in (plain, model):
+        m.got = [torch.vmap(m)(x), *torch.func.jvp(m, (x,), (x,)), torch.func.jacrev(m)(x[0]),
+                 torch.func.grad(lambda y, m=m: m(y).square().sum())(x)]  # fmt: skip
     assert all(torch.allclose(a, b) for a, b in zip(plain.got, model.got, strict=True))
     with torch.autograd.detect_anomaly(check_nan=True):
         model(x).sum().backward()
@@ -785,7 +823,8 @@ def test_a_step_inside_unsharded_is_seen_by_the_next_read(fake):
 
 def test_functional_call_with_shards_that_live_no_longer_has_gradients(fake):
     """One step of MAML: the updated parameters are temporary."""
-    x, grads = torch.randn(4, 6), []
+    x = torch.randn(4, 6)
+    grads = []
     for model in (mlp().double(), data_parallel(mlp(), fake(1), mp_policy=MixedPrecisionPolicy(torch.float64))):
         params = dict(model.named_parameters())
         inner = torch.autograd.grad(model(x.double()).square().sum(), [*params.values()], create_graph=True)
@@ -795,8 +834,8 @@ def test_functional_call_with_shards_that_live_no_longer_has_gradients(fake):
     assert all(torch.allclose(a.double(), b.double(), rtol=1e-4, atol=1e-5) for a, b in zip(*grads, strict=True))
 
 
-def test_a_copy_is_checked_as_the_original_and_hooks_are_not_lost(fake):
-    model = copy.deepcopy(data_parallel(mlp(), fake(2)))
+def test_a_copy_is_checked_as_the_original_and_hooks_are_not_lost(model, fake):
+    model = copy.deepcopy(model)
     model.append(nn.Linear(3, 3))
     with pytest.raises(RuntimeError, match="3.weight is not sharded"):
         model(torch.randn(2, 6))
@@ -834,7 +873,8 @@ def test_a_write_that_would_not_reach_the_parameter_is_refused(fake, write):
 
 def test_outside_of_disable_data_parallel_dtensors_act_as_torch_has_them(fake):
     """Nothing is patched: handlers of DTensor's operations are those from before, but for operations of our own."""
-    model, init = data_parallel(nn.Linear(3, 4), fake(2)), nn.init._no_grad_trunc_normal_
+    model = data_parallel(nn.Linear(3, 4), fake(2))
+    init = nn.init._no_grad_trunc_normal_
     handlers = set(simple_fsdp._handlers)
     with disable_data_parallel():
         assert torch._C._len_torch_dispatch_stack() == 1 and set(simple_fsdp._handlers) == handlers
@@ -857,10 +897,7 @@ def test_the_file_adds_handlers_of_its_own_operations_and_of_one_of_torch():
         assert all(handlers[op] is before[op] for op in before)
         print(*sorted(op.namespace for op in handlers.keys() - before.keys()))
         print(*(op for op in handlers.keys() - before.keys() if op.namespace == "aten"))"""
-    run = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, timeout=300
-    )
-    assert run.stdout.split("\n")[:2] == ["aten simple_fsdp", "aten._is_any_true.default"]
+    assert module("\n" + code).out.split("\n")[:2] == ["aten simple_fsdp", "aten._is_any_true.default"]
 
 
 def test_a_draw_has_the_order_in_memory_of_the_plain_parameter(fake):
@@ -875,8 +912,8 @@ def test_a_draw_has_the_order_in_memory_of_the_plain_parameter(fake):
     assert torch.equal(drawn[0], whole(drawn[1]))
 
 
-def test_names_of_classes_are_those_of_the_plain_model(fake):
-    plain, model = mlp(), data_parallel(mlp(), fake(2))
+def test_names_of_classes_are_those_of_the_plain_model(model):
+    plain = mlp()
     assert repr(plain) == repr(model) and str(type(model[0])) == str(nn.Linear) and type(model[0]) is not nn.Linear
     assert isinstance(model[0], nn.Linear) and type(model[0]).__module__ == nn.Linear.__module__
 
@@ -898,7 +935,8 @@ def test_a_method_that_computes_with_a_weight_outside_of_forward_needs_unsharded
         def forward(self, x):
             return self.score(self.features(x))
 
-    model, x = data_parallel(Model(), fake(2)), torch.randn(2, 6)
+    model = data_parallel(Model(), fake(2))
+    x = torch.randn(2, 6)
     assert model(x).shape == model.features(x).shape == (2, 6)
     with pytest.raises(RuntimeError, match="mixed torch.Tensor and DTensor"):
         model.score(x)

@@ -1,7 +1,6 @@
 """Training on two hosts (tests/two_hosts.py), mostly with clocks ten minutes apart: the losses of one, what a pulled
 cable and a dead host lead to, how a host comes back; and what the speed test of a network says of a slow one."""
 
-import json
 import re
 import signal
 import time
@@ -10,6 +9,8 @@ from pathlib import Path
 import pytest
 import soak
 from forked import Job
+from running import rows_of
+from saved import state_of
 from two_hosts import AHEAD_S, missing, two_hosts
 
 pytestmark = [pytest.mark.slow, pytest.mark.hosts]
@@ -49,24 +50,30 @@ def asked_to_end(pid):
     return int(waiting, 16) >> signal.SIGTERM - 1 & 1
 
 
+def tails(hosts):
+    """The end of what each has said, for a failure."""
+    return [host.said()[-3000:] for host in hosts]
+
+
 def losses(text):
     return dict(re.findall(r"^step +(\d+)/\d+ +loss ([\d.]+)", text, re.M))
 
 
 def test_two_hosts_train_to_the_losses_of_one(apart, tmp_path):
     modes = dict(fully_shard="--steps 4", hybrid_shard="--steps 4 --mode hybrid_shard:2")
-    found, now = {}, [float(host.run("date", "+%s")) for host in apart]
+    found = {}
+    now = [float(host.run("date", "+%s")) for host in apart]
     assert abs(now[1] - now[0] - AHEAD_S) < 60, now
     for mode, flags in modes.items():
         alone = tmp_path / f"{mode}.txt"
         argv = [*TINY.split(), *flags.split(), "--results", str(tmp_path / f"{mode}.jsonl")]
         assert Job(4, argv, alone).wait(200) == [0] * 4, alone.read_text()
         start(apart, f"{flags} --profile HOST/traces")  # what rank 0 or a host alone uses may be its own
-        assert ends(apart) == [(0, set()), (0, set())], [host.said()[-2000:] for host in apart]
+        assert ends(apart) == [(0, set()), (0, set())], tails(apart)
         found[mode] = losses(alone.read_text())
         assert len(found[mode]) == 4 and losses(apart[0].said()) == found[mode], alone.read_text()
         (apart[0].folder / "out.txt").write_text("")
-    rows = [json.loads(line) for line in (apart[0].folder / "rows.jsonl").read_text().splitlines()]
+    rows = rows_of(apart[0].folder / "rows.jsonl")
     assert [(row["mode"], row["world"], row["outcome"]) for row in rows] == [(mode, 4, "ok") for mode in modes]
     assert (apart[1].folder / "rows.jsonl").read_text() == ""  # rank 0 alone writes, and its path may be of its host
     traces = [sorted(path.name[:5] for path in host.folder.glob("traces/*.trace.json.gz")) for host in apart]
@@ -91,10 +98,11 @@ def test_a_cable_out_for_five_seconds_costs_these_and_one_that_stays_out_ends_bo
         told = re.search("^error: (no progress|lost the connection).* ranks? [0-9]", host.said(), re.M)
         assert code == 7 and "7" in ranks and told, host.said()[-3000:]
     apart[1].link("up")
-    seen, saved = losses(apart[0].said()), max(int(path.name[5:]) for path in (tmp_path / "saved").glob("step-*"))
+    seen = losses(apart[0].said())
+    saved = max(int(path.name[5:]) for path in (tmp_path / "saved").glob("step-*"))
     (apart[0].folder / "out.txt").write_text("")
     start(apart, flags)
-    assert [code for code, _ in ends(apart, 240)] == [0, 0], [host.said()[-3000:] for host in apart]
+    assert [code for code, _ in ends(apart, 240)] == [0, 0], tails(apart)
     again = losses(apart[0].said())
     first = min(map(int, again))
     assert first == saved + 1 > 10 and len(again) == 200 - saved
@@ -108,7 +116,8 @@ def test_a_dead_host_comes_back_by_its_own_line_and_without_the_first_both_end_a
     apart[0].wait_for(" 7/150 ")
     apart[1].die()
     said = apart[0].wait_for("error: lost the connection to ")
-    seen, named = losses(said), re.findall(gone, said, re.M)
+    seen = losses(said)
+    named = re.findall(gone, said, re.M)
     assert named and {*named[0].split(", ")} >= {"2", "3"}, said[-3000:]
     start(apart[1:], flags, MAX_RESTARTS="1")  # the host is there again
     said = apart[0].wait_for(f" {max(map(int, seen)) + 3}/150 ")[len(said) :]
@@ -120,10 +129,11 @@ def test_a_dead_host_comes_back_by_its_own_line_and_without_the_first_both_end_a
     told = re.findall("^torchrun: the first host, by which all meet, does not answer; ", apart[1].said(), re.M)
     named = re.findall(gone, apart[1].said(), re.M)
     assert told and named and {*named[0].split(", ")} >= {"0", "1"}, apart[1].said()[-3000:]
-    last, saved = losses(apart[0].said()), max(int(path.name[5:]) for path in (tmp_path / "saved").glob("step-*"))
+    last = losses(apart[0].said())
+    saved = max(int(path.name[5:]) for path in (tmp_path / "saved").glob("step-*"))
     (apart[0].folder / "out.txt").write_text("")
     start(apart, flags)
-    assert [code for code, _ in ends(apart)] == [0, 0], [host.said()[-3000:] for host in apart]
+    assert [code for code, _ in ends(apart)] == [0, 0], tails(apart)
     again = losses(apart[0].said())
     assert min(map(int, again)) == saved + 1 > 5 and len(again) == 150 - saved
     assert all(again[k] == last[k] for k in again.keys() & last.keys())
@@ -133,9 +143,10 @@ def test_the_speed_test_of_a_slow_network_takes_the_time_of_its_bytes(pair):
     for host in pair:
         host.throttle(0.01)
     start(pair, "--network slow --mb 0.1 1 --repeat 3 --steps 5", command="nodes")
-    assert [code for code, _ in ends(pair, 240)] == [0, 0], [host.said()[-3000:] for host in pair]
-    rows = [json.loads(line) for line in (pair[0].folder / "rows.jsonl").read_text().splitlines()]
-    links, modes = [row for row in rows if "setting" in row], [row for row in rows if "cell" in row]
+    assert [code for code, _ in ends(pair, 240)] == [0, 0], tails(pair)
+    rows = rows_of(pair[0].folder / "rows.jsonl")
+    links = [row for row in rows if "setting" in row]
+    modes = [row for row in rows if "cell" in row]
     assert [(row["setting"]["link"], row["setting"]["ranks"]) for row in links] == [
         ("inside", 2), ("across", 2), ("all", 4)]  # fmt: skip
     for row in links[1:]:  # half a megabyte or more crosses the cable, 16 KiB of it at once
@@ -150,7 +161,9 @@ def test_the_speed_test_of_a_slow_network_takes_the_time_of_its_bytes(pair):
 
 def test_a_host_that_dies_and_comes_back_leaves_the_losses_of_the_undisturbed_run(pair, tmp_path):
     """A rank on each, then one alone, then two again: each step has the same 8 samples and their loss."""
-    flags, one, how = "--steps 150 --effective-batch 8", tmp_path / "one", dict(NNODES="1:2", NPROC="1")
+    flags = "--steps 150 --effective-batch 8"
+    one = tmp_path / "one"
+    how = dict(NNODES="1:2", NPROC="1")
     one.mkdir()
     assert Job(2, [*TINY.split(), *flags.split(), "--results", one / "rows.jsonl"], one / "log").wait(200) == [0, 0]
     flags += f" --save {tmp_path}/saved --save-every 5"
@@ -166,14 +179,14 @@ def test_a_host_that_dies_and_comes_back_leaves_the_losses_of_the_undisturbed_ru
         while not all(asked_to_end(rank) for rank in ranks):
             assert pair[1].runs[-1].poll() is None, pair[1].said()[-3000:]
             time.sleep(0.1)
-    assert ends(pair) == [(0, set()), (0, set())], [host.said()[-3000:] for host in pair]
+    assert ends(pair) == [(0, set()), (0, set())], tails(pair)
     begun = [int(step) for step in re.findall("resuming after step ([0-9]+)", pair[0].said())]
     assert len(begun) == 2 and 10 <= begun[0] < begun[1] < 150, pair[0].said()[-3000:]
     expected, found = dict(soak.losses(one)), soak.losses(pair[0].folder)  # steps that were done twice, too
     off = max(abs(loss / expected[step] - 1) for step, loss in found)
     print(f"2 ranks, 1 from step {begun[0]} on, 2 from {begun[1]}: losses within {off:.1e} of the undisturbed run")
     assert dict(found).keys() == expected.keys() and off <= 2e-6
-    state = json.loads((tmp_path / "saved/step-00000150/train_state.json").read_text())
+    state = state_of(tmp_path / "saved/step-00000150")
     assert state["samples"] == 150 * 8 and state["global_batch"] == 8
 
 
@@ -182,4 +195,4 @@ def test_a_folder_for_checkpoints_that_is_another_on_each_host_is_refused(pair, 
     start(pair, f"--steps 4 --save {tmp_path}/saved", private=tmp_path / "saved")
     assert ends(pair) == [(2, {"2"})] * 2
     told = "what rank 0 wrote there is not seen by rank 2, 3; name a directory that all nodes share"
-    assert any(told in host.said() for host in pair), [host.said()[-3000:] for host in pair]
+    assert any(told in host.said() for host in pair), tails(pair)

@@ -7,14 +7,13 @@ packages share therefore lies below both. Tests, examples and scripts are no par
 """
 
 import ast
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+from running import ROOT, fails, module
 
-ROOT = Path(__file__).parents[1]
 MOVED = ["studies", "benchmarks", "fit", "trainer.report", "trainer.profiling", "trainer.experiments"]  # say where to
 FLOORS = [  # from the bottom; an entry is a module or a package. First the product, then the lab, then the programs
     ["simple_fsdp", "overlap", "gloo", "lean", "muon", "trainer.costs"],
@@ -61,7 +60,8 @@ REGISTRATIONS = {  # calls at import that are allowed, with the reason
 
 def _size(source: str) -> tuple[int, int]:
     """Syntax nodes, and the lines that hold them (docstrings apart)."""
-    tree, lines = ast.parse(source), set()
+    tree = ast.parse(source)
+    lines = set()
     for node in ast.walk(tree):
         own = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)  # a docstring
         if isinstance(node, ast.expr | ast.stmt | ast.arg) and not own:
@@ -166,9 +166,8 @@ def test_imports_go_downwards(name):
 
 @pytest.mark.parametrize("name", [*MOVED, "studies.memory", "benchmarks.planner.runs", "trainer.experiments.sweep"])
 def test_a_name_that_has_moved_says_the_new_one(name):
-    run = subprocess.run([sys.executable, "-m", name], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    [line] = run.stderr.splitlines()
-    assert run.returncode == 1 and line.startswith("error: moved: ") and not run.stdout
+    done = module(name)
+    assert fails(done, 1, "error: moved: ") and not done.out
 
 
 def test_the_installed_package_holds_every_program_and_package():

@@ -71,7 +71,8 @@ def tensors_of(value):
 
 def assert_same(plain, wrapped):
     assert type(plain) is type(wrapped)
-    plain, wrapped = flat(plain), flat(wrapped)
+    plain = flat(plain)
+    wrapped = flat(wrapped)
     assert list(plain) == list(wrapped)
     for place, value in plain.items():
         assert type(wrapped[place]) is torch.Tensor and torch.equal(value, wrapped[place]), place

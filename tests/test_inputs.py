@@ -14,12 +14,14 @@ import sys
 import time
 from pathlib import Path
 from typing import get_type_hints
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from fixtures import outcome
 from forked import Job
-from running import ROOT, TINY, one_line, python, read
+from running import ROOT, TINY, fails, python, read
 from saved import steps_in
 
 from trainer import config as flags
@@ -34,13 +36,11 @@ from trainer.measuring import memory
 pytestmark = pytest.mark.usefixtures("isolated")
 
 
-def refused(argv, capsys, **how) -> str:
+def refused(argv, capfd, **how) -> str:
     """What the parser says to a command line that ends in exit code 2."""
-    with pytest.raises(SystemExit) as exit:
-        flags.parse(argv, **how)
-    out, err = capsys.readouterr()
-    assert exit.value.code == 2 and out == ""
-    return err
+    done = outcome(capfd, lambda: flags.parse(argv, **how))
+    assert done.out == ""
+    return fails(done, 2)
 
 
 # --------------------------------------------------------------------------------------------------------- environment
@@ -50,28 +50,22 @@ GOOD = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", M
 
 @pytest.mark.parametrize(("name", "value"), [
     ("MASTER_PORT", "http"), ("MASTER_PORT", "0"), ("MASTER_PORT", "65536"), ("MASTER_PORT", "-1"),
-    ("LOCAL_WORLD_SIZE", "two"), ("LOCAL_RANK", "-1"), ("WORLD_SIZE", "1.5"),
+    ("LOCAL_WORLD_SIZE", "two"), ("LOCAL_RANK", "-1"), ("WORLD_SIZE", "1.5"), ("WORLD_SIZE", "0"), ("RANK", "one"),
+    ("RANK", "2"),
 ])  # fmt: skip
-def test_a_number_of_torchruns_that_is_none_is_named(name, value, monkeypatch, capsys):
-    for key, text in (GOOD | {name: value}).items():
-        monkeypatch.setenv(key, text)
-    with pytest.raises(SystemExit) as exit:
-        ranks()
-    assert exit.value.code == 2 and f"{name} {value}" in one_line(capsys.readouterr().err)
+def test_a_number_of_torchruns_that_is_none_is_named(name, value, environ, capfd):
+    environ(**GOOD | {name: value})
+    fails(outcome(capfd, ranks), 2, f"{name} {value}")
 
 
 @pytest.mark.parametrize("name", ["no-such-host.invalid", "a" * 80 + ".b", "-"])
-def test_a_first_host_that_nobody_knows_is_one_line_at_once(name, monkeypatch, capsys):
-    for key, value in (GOOD | dict(MASTER_ADDR=name)).items():
-        monkeypatch.setenv(key, value)
-    with pytest.raises(SystemExit, match="2"):
-        ranks()
-    assert one_line(capsys.readouterr().err).startswith(f"error: MASTER_ADDR {name}: ")
+def test_a_first_host_that_nobody_knows_is_one_line_at_once(name, environ, capfd):
+    environ(**GOOD | dict(MASTER_ADDR=name))
+    fails(outcome(capfd, ranks), 2, f"error: MASTER_ADDR {name}: ")
 
 
-def test_without_torchrun_what_it_left_behind_does_not_count(train, monkeypatch):
-    for name, value in dict(LOCAL_WORLD_SIZE="x", MASTER_ADDR="nowhere", MASTER_PORT="http", RANK="").items():
-        monkeypatch.setenv(name, value)
+def test_without_torchrun_what_it_left_behind_does_not_count(train, environ):
+    environ(LOCAL_WORLD_SIZE="x", MASTER_ADDR="nowhere", MASTER_PORT="http", RANK="")
     assert ranks() == (0, 0, 1)
     assert train("--steps", 1).row["world"] == 1
 
@@ -82,25 +76,17 @@ def test_without_torchrun_what_it_left_behind_does_not_count(train, monkeypatch)
     (dist.DistNetworkError("... port: 29511 ... EADDRINUSE: address already in use"), "choose another port"),
 ])  # fmt: skip
 def test_ranks_that_do_not_meet_are_told_the_address(error, fix, train, monkeypatch):
-    for name, value in GOOD.items():
-        monkeypatch.setenv(name, value)
-
-    def fails(*_, **__):
-        raise error
-
     monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(dist.HashStore(), 0, 2)]))
-    monkeypatch.setattr(dist, "init_process_group", fails)
-    done = train(world=2)
-    line = one_line(done.err)
-    assert done.code == 2 and "127.0.0.1:29511" in line and str(error).splitlines()[0] in line and fix in line
+    monkeypatch.setattr(dist, "init_process_group", mock.Mock(side_effect=error))
+    fails(train(world=2, **GOOD), 2, "127.0.0.1:29511", str(error).splitlines()[0], fix)
 
 
-def test_a_gpu_without_nccl_is_not_left_for_the_cpu_unasked(train, monkeypatch):
+@pytest.mark.parametrize("argv", [[], ["--device", "cuda"]])
+def test_a_gpu_without_nccl_is_not_left_for_the_cpu_unasked(argv, train, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
-    done = train()  # --device auto
-    assert done.code == 2 and "NCCL; use --device cpu" in one_line(done.err)
+    fails(train(*argv), 2, "NCCL; use --device cpu")
     assert train("--device", "cpu", "--steps", 1).code == 0
 
 
@@ -116,17 +102,19 @@ def test_nothing_in_the_environment_changes_a_bit_of_the_training(optimise, trai
     argv = [*TINY, "--log-every", 1, "--data", f"text:{text}"]
     other = python(*argv, "--results", tmp_path / "other.jsonl", env=env, trace=False)  # in tmp_path
     assert (other.code, other.err) == (0, "") and "d\\xe4ta.txt" in other.out
-    here, there = train(*argv).steps, read(tmp_path / "other.jsonl")[1]
+    here = train(*argv).steps
+    there = read(tmp_path / "other.jsonl")[1]
     assert len(here) == len(there) == 6
     for a, b in zip(here, there, strict=True):
         assert all(a[key] == b[key] for key in ("loss", "lr", "grad_norm")), (a, b)
 
 
 def test_the_number_of_threads_changes_no_more_than_the_order_of_sums(train):
-    one = train("--log-every", 1).steps
+    one = train("--log-every", 1)
     torch.set_num_threads(3)
-    for a, b in zip(one, train("--log-every", 1).steps, strict=True):
-        assert b["loss"] == pytest.approx(a["loss"], rel=1e-6) and b["lr"] == a["lr"]
+    other = train("--log-every", 1)
+    assert other.losses == pytest.approx(one.losses, rel=1e-6)
+    assert [s["lr"] for s in one.steps] == [s["lr"] for s in other.steps]
 
 
 def test_no_check_is_an_assert_that_python_O_removes():
@@ -151,10 +139,10 @@ def test_a_pipe_that_is_named_as_a_file_is_refused_and_not_read_for_ever(flag, n
     signal.alarm(60)  # ends the process, where opening a pipe waits for its other end
     done = train(flag, name)
     signal.alarm(0)
-    assert done.code == code and "pipe" in one_line(done.err), done.err
+    fails(done, code, "pipe")
 
 
-def test_a_number_too_large_for_any_machine_is_refused_by_its_flag(capsys):
+def test_a_number_too_large_for_any_machine_is_refused_by_its_flag(capfd):
     kinds = {k: v for group in (Training, System, Output) for k, v in get_type_hints(group).items()}
     bounded = {name for name, kind in kinds.items() if kind in (int, int | None)} - {"seed", "verbose"}
     assert {"depth", "steps", "chunk", "mlp_chunk", "keep"} < bounded
@@ -163,9 +151,9 @@ def test_a_number_too_large_for_any_machine_is_refused_by_its_flag(capsys):
         if known := flags.PARTS.get(name):
             carrier = known.carriers.split("|")[0].replace("VALUE", "5")
             words = flags.command({known.part.of: carrier, name: 2**31})
-        err = refused(words, capsys)
+        err = refused(words, capfd)
         assert words[0] in err and f"{2**31}" in err.replace(".0", "") and "must be below 2**31" in err, name
-    assert "--lr 1e+38: must be a positive number below 1e38" in refused(["--lr", "1e38"], capsys)
+    assert "--lr 1e+38: must be a positive number below 1e38" in refused(["--lr", "1e38"], capfd)
     c = flags.parse(["--steps", str(2**31 - 1), "--lr", "9e37", "--clip", "1e300", "--seed", str(2**64 - 1)])
     assert c.steps == 2**31 - 1
 
@@ -177,8 +165,8 @@ def test_a_number_too_large_for_any_machine_is_refused_by_its_flag(capsys):
     ("--mode hybrid_shard", 3, "--mode hybrid_shard: its 2 replicas must divide the 3 ranks; .*"),
     ("--wrapper none --param-dtype fp32", 2, "--wrapper none: works on one rank, this is 2, .*"),
 ])  # fmt: skip
-def test_values_that_fit_on_no_device_end_before_torch_is_asked_for_one(argv, world, says, capsys):
-    assert re.fullmatch(f"error: {says}", one_line(refused(argv.split(), capsys, world=world)))
+def test_values_that_fit_on_no_device_end_before_torch_is_asked_for_one(argv, world, says, capfd):
+    assert re.fullmatch(f"error: {says}", refused(argv.split(), capfd, world=world))
 
 
 @pytest.mark.parametrize("argv", ["--width 128", "--attn flex", "--grouping 8", ""])
@@ -189,7 +177,7 @@ def test_values_whose_fit_hangs_on_the_device_wait_for_it(argv, monkeypatch):
 
 def test_values_that_do_not_fit_are_told_without_torch():
     done = python("--depth", 2, "--width", 100, "--head-dim", 24)
-    assert done.code == 2 and one_line(done.err) and "tyro" in done.imports and "torch" not in done.imports
+    assert fails(done, 2) and "tyro" in done.imports and "torch" not in done.imports
 
 
 # ---------------------------------------------------------------------------------------------------------------- data
@@ -206,16 +194,16 @@ def test_a_bad_id_that_only_training_meets_exits_3_with_file_and_byte_and_a_row(
     at = Batches(f"bin:{path}", global_batch=2, seqlen=16, vocab=256, seed=0).position(2 * 3 + 1)  # of step 4
     planted(path, [7] * (at + 5) + [256] + [7] * (400 - at - 6))
     done = train("--data", f"bin:{path}", "--log-every", 1)
-    line = one_line(done.err)
-    assert done.code == 3 and f"{path}, token {at + 5} (byte {2 * (at + 5)})" in line
-    assert [s["step"] for s in done.steps] == [1, 2] and done.row["outcome"].startswith(f"failed: {path}")
+    fails(done, 3, f"{path}, token {at + 5} (byte {2 * (at + 5)})")
+    assert done.logged == [1, 2] and done.row["outcome"].startswith(f"failed: {path}")
 
 
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("cut", [2 * 30_000, 0, None])
 def test_a_data_file_that_shrinks_while_it_is_read_exits_3_with_its_name_after_saving(cut, world, tmp_path):
     """A mapped page that is no longer there would end every rank with SIGBUS, unsaved."""
-    path, rows = planted(tmp_path / "a.bin", [7] * 60_000), tmp_path / "rows.jsonl"
+    path = planted(tmp_path / "a.bin", [7] * 60_000)
+    rows = tmp_path / "rows.jsonl"
     argv = [*TINY, "--data", f"bin:{path}", "--steps", 1_000_000, "--log-every", 1, "--save", tmp_path / "run"]
     evaluated = ["--eval-every", "1:3"] if cut is None else []
     job = Job(world, [*argv, "--results", rows, *evaluated], tmp_path / "log", ANSWER_S="5")
@@ -248,9 +236,7 @@ def test_data_that_changed_since_the_save_exits_3(change, train, tmp_path):
     assert train(*argv, "--steps", 1).code == 0
     CHANGES[change](*files)
     done = train(*argv, "--steps", 2)
-    assert done.code == 3 and done.row is None
-    line = one_line(done.err)
-    assert f"--data bin:{tmp_path}/?.bin" in line and "step-00000001" in line and "give the same files" in line
+    assert fails(done, 3, f"--data bin:{tmp_path}/?.bin", "step-00000001", "give the same files") and done.row is None
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -271,13 +257,9 @@ def test_no_rank_runs_out_before_another_whatever_the_shards(world, tmp_path):
 # ------------------------------------------------------------------------------------------------------- what is output
 
 
-def test_a_reader_that_leaves_costs_one_warning_and_not_the_run(train, monkeypatch):
-    gone, pipe = os.pipe()
-    os.close(gone)
-    with open(pipe, "w") as stdout:
-        monkeypatch.setattr(sys, "stdout", stdout)
-        done = train("--log-every", 1, "--save", "run", "-v")
-        stdout.flush()  # what Python does at exit
+def test_a_reader_that_leaves_costs_one_warning_and_not_the_run(train, monkeypatch, unread):
+    monkeypatch.setattr(sys, "stdout", unread)
+    done = train("--log-every", 1, "--save", "run", "-v")
     assert done.code == 0 and done.row["outcome"] == "ok" and len(done.steps) == 6
     assert done.err == "warning: terminal: BrokenPipeError: [Errno 32] Broken pipe; the run goes on\n"
 
@@ -291,14 +273,20 @@ def test_a_full_disk_under_the_terminal_costs_one_warning_and_not_the_run(train,
     assert len(done.err.splitlines()) == 1 and "No space left on device; the run goes on" in done.err
 
 
-@pytest.mark.parametrize(("argv", "code"), [("--lr 1e20", 5), ("--data text:absent", 3), ("--head-dim 3", 2)])
-def test_an_error_that_nobody_reads_keeps_its_exit_code(argv, code, train, monkeypatch):
+@pytest.fixture
+def unread():
+    """A stream whose reader has left."""
     gone, pipe = os.pipe()
     os.close(gone)
-    with open(pipe, "w") as stderr:
-        monkeypatch.setattr(sys, "stderr", stderr)
-        assert train(*argv.split()).code == code
-        stderr.flush()
+    with open(pipe, "w") as stream:
+        yield stream
+        stream.flush()  # what Python does at exit
+
+
+@pytest.mark.parametrize(("argv", "code"), [("--lr 1e20", 5), ("--data text:absent", 3), ("--head-dim 3", 2)])
+def test_an_error_that_nobody_reads_keeps_its_exit_code(argv, code, train, monkeypatch, unread):
+    monkeypatch.setattr(sys, "stderr", unread)
+    assert train(*argv.split()).code == code
 
 
 def test_what_an_encoding_lacks_is_escaped(tmp_path):
@@ -307,17 +295,17 @@ def test_what_an_encoding_lacks_is_escaped(tmp_path):
     assert (tmp_path / "out").read_text() == "|g| \\xe4 \\udcff\n"
 
 
-def test_no_secret_and_no_path_of_this_machine_is_in_what_a_run_leaves(train, tmp_path, monkeypatch):
+def test_no_secret_and_no_path_of_this_machine_is_in_what_a_run_leaves(train, tmp_path, monkeypatch, environ):
     home = tmp_path / "home-of-ann"
     home.mkdir()
     monkeypatch.chdir(home)
     keys = dict.fromkeys("WANDB_API_KEY HF_TOKEN HUGGING_FACE_HUB_TOKEN AWS_SECRET_ACCESS_KEY".split(), "sesame" * 8)
-    for name, value in (keys | dict(HOME=str(home))).items():
-        monkeypatch.setenv(name, value)
+    environ(**keys, HOME=str(home))
     # data and profile are in the row as they are typed; a save does not need to be
     (home / "data.txt").write_text("some words " * 50)
     argv = "--save", home / "run", "--save-every", 3, "--profile", "traces", "--data", "text:data.txt"
-    done, failed = train(*argv, "-vv"), train("--lr", "1e20")
+    done = train(*argv, "-vv")
+    failed = train("--lr", "1e20")
     assert done.code == 0 and failed.code == 5
     left = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     left |= {path: gzip.decompress(content) for path, content in left.items() if path.suffix == ".gz"}

@@ -5,16 +5,14 @@ A power cut: what is committed was synced before.
 """
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import killed
 import pytest
 import torch
-import torch.distributed as dist
 from harness import free_port
-from running import ROOT, TORCHRUN
+from running import ROOT, ran
 from saved import assert_bitwise, contents, steps_in
 
 from trainer.checkpoint import save as saver
@@ -29,11 +27,8 @@ ALL = EVERYDAY | {
 SCRIPT = str(Path(killed.__file__))
 
 
-def started(*command, timeout=120) -> list[str]:
-    environment = {k: v for k, v in os.environ.items() if k not in TORCHRUN}
-    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, timeout=timeout)
-    return done.stdout.splitlines()
+def started(*command) -> list[str]:
+    return ran(sys.executable, *command, cwd=None, OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT)).out.splitlines()
 
 
 @pytest.mark.parametrize("moments", [EVERYDAY, pytest.param(ALL, marks=pytest.mark.slow)], ids=["everyday", "all"])
@@ -57,7 +52,8 @@ def test_killed_at_any_moment_of_a_save_leaves_whole_steps_alone_and_the_run_goe
 @pytest.fixture
 def synced(monkeypatch):
     """{inode: bytes of it that were synced}."""
-    sizes, fsync = {}, os.fsync
+    sizes = {}
+    fsync = os.fsync
 
     def noted(file):
         fsync(file)
@@ -68,7 +64,8 @@ def synced(monkeypatch):
 
 
 def test_all_of_a_step_and_the_way_to_it_are_synced_before_it_has_its_name(train, tmp_path, synced, monkeypatch):
-    rename, seen = os.rename, []
+    rename = os.rename
+    seen = []
 
     def checked(a, b):
         if Path(b).name == "step-00000006":
@@ -83,10 +80,8 @@ def test_all_of_a_step_and_the_way_to_it_are_synced_before_it_has_its_name(train
         assert path.stat().st_ino in synced, path
 
 
-def test_metadata_that_fits_into_a_buffer_of_python_is_synced_too(tmp_path, synced):
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+def test_metadata_that_fits_into_a_buffer_of_python_is_synced_too(tmp_path, synced, alone):
     saver.write_tensors(str(tmp_path), {"w": torch.zeros(3)}, None)
-    dist.destroy_process_group()
     for path in tmp_path.iterdir():
         assert synced[path.stat().st_ino] == path.stat().st_size > 0, path.name
 

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 import pytest
-from running import ROOT, one_line
+from running import fails, module
 from saved import steps_in
 
 from trainer.checkpoint import lock
@@ -43,7 +43,8 @@ class Clock:
     """In place of the lock's `time`: nobody waits. `then`: {seconds: what happens}."""
 
     def __init__(self):
-        self.now, self.then = 0, {}
+        self.now = 0
+        self.then = {}
 
     def monotonic(self) -> float:
         return self.now
@@ -71,13 +72,14 @@ def gone() -> int:
     return process.pid
 
 
-def test_a_second_run_exits_2_with_host_and_pid_and_leaves_everything(train, folder, monkeypatch):
-    monkeypatch.setattr("main.wrap", lambda *_, **__: pytest.fail("a model was built"))
-    path, pid = foreign(folder, **here(os.getppid())), os.getppid()
+def test_a_second_run_exits_2_with_host_and_pid_and_leaves_everything(train, folder, no_model):
+    path = foreign(folder, **here(os.getppid()))
+    pid = os.getppid()
     (folder / "tmp-step-00000008-12345678").mkdir()
     before = path.read_text(), sorted(folder.iterdir())
     done = train("--save", folder, "--steps", 8)
-    assert done.code == 2 and done.row is None and f"--save {folder}: pid {pid} on host this" in one_line(done.err)
+    fails(done, 2, f"--save {folder}: pid {pid} on host this")
+    assert done.row is None
     assert (path.read_text(), sorted(folder.iterdir())) == before
 
 
@@ -137,7 +139,8 @@ def test_a_sign_of_another_machine_refuses_the_run_that_waits_and_leaves_everyth
     clock.then[20] = lambda: change(path)
     before = sorted(folder.iterdir())
     done = train("--save", folder, "--steps", 8)
-    assert done.code == 2 and f"--save {folder}: {who} is writing there; " in one_line(done.err) and clock.now == 20
+    fails(done, 2, f"--save {folder}: {who} is writing there; ")
+    assert clock.now == 20
     assert sorted(folder.iterdir()) == before and "node7" in path.read_text() and done.row is None
 
 
@@ -188,16 +191,16 @@ def test_a_run_that_ends_by_itself_leaves_no_lock(end, train, folder, monkeypatc
 def test_an_exit_in_between_leaves_no_lock_and_signs_keep_no_process_alive(tmp_path):
     code = "import os, sys; from trainer.checkpoint import lock; d = sys.argv[1]; lock.take(d); "
     code += "print(os.listdir(d)); sys.exit(3)"
-    command = [sys.executable, "-c", code, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=20, cwd=ROOT)
-    assert done.returncode == 3 and done.stdout == "['lock']\n" and not [*tmp_path.iterdir()]
+    done = module("\n" + code, tmp_path, timeout=20)
+    assert (done.code, done.out) == (3, "['lock']\n") and not [*tmp_path.iterdir()]
 
 
 def test_signs_are_given_in_between_and_with_each_save(train, tmp_path, monkeypatch):
     old = 1e9
     monkeypatch.setattr(lock, "SIGN", 0.01)
     lock.take(tmp_path / ".")
-    path, until = tmp_path / "lock", time.monotonic() + 20
+    path = tmp_path / "lock"
+    until = time.monotonic() + 20
     os.utime(path, (old, old))
     while path.stat().st_mtime == old:
         assert time.monotonic() < until
@@ -217,7 +220,7 @@ def test_a_run_whose_directory_was_taken_over_saves_no_more_and_leaves_the_other
     real = getattr(saver, before)
     monkeypatch.setattr(saver, before, lambda *args: foreign(folder) and real(*args))
     done = train("--save", folder, "--steps", 7)
-    assert done.code == 4 and "pid 4711 on host node7 has taken this directory over" in one_line(done.err)
+    fails(done, 4, "pid 4711 on host node7 has taken this directory over")
     assert steps_in(folder) == [2, 4, 6] and "node7" in (folder / "lock").read_text()
     assert not [*folder.glob("tmp-*")]
 
@@ -236,24 +239,19 @@ def test_a_lock_that_somebody_removed_is_written_again(tmp_path):
 # ------------------------------------------------------------------------------- directories that cannot be written to
 
 
-def assert_refused(done, folder):
-    assert done.code == 2 and done.row is None and f"--save {folder}: " in one_line(done.err)
-
-
 def test_a_directory_without_permission_exits_2(train, tmp_path):
     (tmp_path / "closed").mkdir(mode=0o500)
     if os.access(tmp_path / "closed", os.W_OK):
         pytest.skip("this user may write to any directory: root")
     for where in ("closed", "closed/deep"):
         done = train("--save", tmp_path / where)
-        assert_refused(done, tmp_path / where)
-        assert "Permission denied" in done.err
+        assert fails(done, 2, f"--save {tmp_path / where}: ", "Permission denied") and done.row is None
 
 
 @pytest.mark.parametrize("call", ["mkdir", "TemporaryFile", "open"])
-def test_a_read_only_file_system_exits_2_before_a_model_is_built(call, train, tmp_path, monkeypatch):
-    monkeypatch.setattr("main.wrap", lambda *_, **__: pytest.fail("a model was built"))
-    where, before = tmp_path / "run", getattr(tempfile if call == "TemporaryFile" else os, call)
+def test_a_read_only_file_system_exits_2_before_a_model_is_built(call, train, tmp_path, monkeypatch, no_model):
+    where = tmp_path / "run"
+    before = getattr(tempfile if call == "TemporaryFile" else os, call)
 
     def read_only(path=None, *args, **kwargs):
         if str(where) in (f"{path}", f"{kwargs.get('dir')}", os.path.dirname(f"{path}")):
@@ -262,5 +260,4 @@ def test_a_read_only_file_system_exits_2_before_a_model_is_built(call, train, tm
 
     monkeypatch.setattr(tempfile if call == "TemporaryFile" else os, call, read_only)
     done = train("--save", where)
-    assert_refused(done, where)
-    assert "Read-only file system" in done.err
+    assert fails(done, 2, f"--save {where}: ", "Read-only file system") and done.row is None

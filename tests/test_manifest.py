@@ -21,16 +21,14 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
-from running import TINY, one_line
-from saved import contents, steps_in
+from running import TINY, fails, resolved
+from saved import contents, state_of, steps_in
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
     TensorStorageMetadata,
 )
 
-from trainer import config as flags
 from trainer.checkpoint import load as checkpoint
 from trainer.checkpoint.load import TrainState
 from trainer.checkpoint.manifest import CheckpointError, Damaged, discard, verify
@@ -48,20 +46,30 @@ def sign(step: Path) -> None:
     write_manifest(step, files)
 
 
+def restate(step: Path, **changed) -> Path:
+    """Other entries in a step's train_state.json, which is signed; the file."""
+    path = step / "train_state.json"
+    path.write_text(json.dumps(state_of(step) | changed))
+    sign(step)
+    return path
+
+
 def write_manifest(step: Path, files: dict) -> None:
     digest = zlib.crc32(json.dumps(files, sort_keys=True).encode())
     (step / "manifest.json").write_text(json.dumps({"crc32": digest, "files": files}))
 
 
 def test_100_flipped_bits_anywhere_are_100_refusals(folder):
-    step, rng = folder / "step-00000006", random.Random(0)
+    step = folder / "step-00000006"
+    rng = random.Random(0)
     paths = sorted(step.iterdir())
     assert [p.name for p in paths] == [".metadata", "__0_0.distcp", "manifest.json", "train_state.json"]
     verify(str(step))
     for i in range(100):
         path = paths[i % len(paths)]
         content = bytearray(path.read_bytes())
-        at, bit = rng.randrange(len(content)), rng.randrange(8)
+        at = rng.randrange(len(content))
+        bit = rng.randrange(8)
         path.write_bytes(bytes(content[:at]) + bytes([content[at] ^ 1 << bit]) + bytes(content[at + 1 :]))
         with pytest.raises(Damaged, match=path.name):
             verify(str(step))
@@ -117,13 +125,14 @@ def test_a_damaged_step_is_refused_by_the_name_of_its_file(how, folder):
 def test_a_step_under_another_name_is_refused(train, folder):
     (folder / "step-00000006").rename(folder / "step-00000008")
     done = train("--resume", folder / "step-00000008", "--steps", 9)
-    assert done.code == 4 and "step-00000008/train_state.json: ValueError: is of step 6" in one_line(done.err)
+    fails(done, 4, "step-00000008/train_state.json: ValueError: is of step 6")
 
 
 @pytest.mark.parametrize(("number", "code"), [(errno.EIO, 0), (errno.ESTALE, 4), (errno.EMFILE, 4)])
 @pytest.mark.parametrize("name", ["__0_0.distcp", "train_state.json"])
 def test_a_step_that_cannot_be_read_just_now_is_not_taken_for_damaged(number, code, name, train, folder, monkeypatch):
-    read, path = open, str(folder / "step-00000006" / name)
+    read = open
+    path = str(folder / "step-00000006" / name)
 
     def unreadable(file, *args, **kwargs):
         if str(file) == path:
@@ -145,7 +154,7 @@ def test_a_planted_pickle_is_refused_by_name_and_does_not_run(train, folder):
     (folder / "step-00000006/.metadata").write_bytes(pickle.dumps(Planted()))
     sign(folder / "step-00000006")
     done = train("--resume", folder / "step-00000006", "--steps", 7)
-    assert done.code == 4 and ".metadata: " in one_line(done.err) and "posix.system" in done.err
+    fails(done, 4, ".metadata: ", "posix.system")
     assert not Path("ran").exists()
     pickle.loads((folder / "step-00000006/.metadata").read_bytes())  # what was planted does work
     assert Path("ran").exists()
@@ -173,7 +182,7 @@ def pickled_entry(metadata):
 def test_metadata_that_leads_elsewhere_is_refused(change, named, train, folder):
     forged(folder / "step-00000006", change)
     done = train("--resume", folder / "step-00000006", "--steps", 7)
-    assert done.code == 4 and ".metadata: " in one_line(done.err) and named in done.err
+    fails(done, 4, ".metadata: ", named)
 
 
 # ------------------------------------------------------------------------------------- well signed, and of another kind
@@ -182,16 +191,14 @@ ODD = "missing", None, True, -5, 0, 7, 10**30, 0.5, float("nan"), float("inf"), 
 ACCEPTED = {"format 0", "world 0", "world 7", "torch x", "torch ", "training {}", "training {'a': 1}"}
 
 
-@pytest.fixture
-def group(isolated):
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-
-
-def test_every_entry_of_a_train_state_that_is_missing_or_odd_is_damage_or_means_nothing(folder, group):
+def test_every_entry_of_a_train_state_that_is_missing_or_odd_is_damage_or_means_nothing(folder, alone):
     """Also those of its entries, which are compared with flags."""
-    step, c = folder / "step-00000006", flags.resolve(flags.parse(TINY), "cpu", 1)
-    files, about = verify(str(step)), json.loads((step / "train_state.json").read_text())
-    batches, accepted = SimpleNamespace(global_batch=2, **about["data"]), set()
+    step = folder / "step-00000006"
+    c = resolved(TINY)
+    files = verify(str(step))
+    about = state_of(step)
+    batches = SimpleNamespace(global_batch=2, **about["data"])
+    accepted = set()
     cases = [(within, name, odd) for within in ("", "training", "data", "model", "tensors")
              for name in (about[within] if within else about) for odd in ODD]  # fmt: skip
     for within, name, odd in cases:
@@ -213,8 +220,9 @@ def test_every_entry_of_a_train_state_that_is_missing_or_odd_is_damage_or_means_
     assert len(cases) > 500 and accepted - means_nothing == ACCEPTED
 
 
-def test_other_json_than_a_step_has_is_damage(folder, group):
-    step, files = folder / "step-00000006", verify(str(folder / "step-00000006"))
+def test_other_json_than_a_step_has_is_damage(folder, alone):
+    step = folder / "step-00000006"
+    files = verify(str(folder / "step-00000006"))
     for name, odd in itertools.product(("manifest.json", "train_state.json"), (*ODD, "[" * 10**5, '{"a":' * 10**5)):
         kept = (step / name).read_bytes()
         (step / name).write_text(odd if isinstance(odd, str) else json.dumps(odd))
@@ -228,19 +236,19 @@ def test_other_json_than_a_step_has_is_damage(folder, group):
 
 
 def test_a_signed_step_with_odd_samples_is_refused_and_the_step_before_is_resumed(train, folder):
-    path = folder / "step-00000006/train_state.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"samples": 5}))
-    sign(path.parent)
+    path = restate(folder / "step-00000006", samples=5)
     done = train("--resume", path.parent, "--steps", 7)
-    assert done.code == 4 and f"{path}: ValueError: samples is 5, expected 12" in one_line(done.err)
+    fails(done, 4, f"{path}: ValueError: samples is 5, expected 12")
     assert train("--save", folder, "--steps", 7).row["resumed_after"] == 4
 
 
 def edit(metadata, rng):
     """Changes one thing of a random chunk, its tensor or its place in a file; or cuts or doubles the list of chunks."""
     name = rng.choice(sorted(metadata.state_dict_metadata))
-    t, stored = metadata.state_dict_metadata[name], metadata.storage_data
-    chunk, info = rng.choice(t.chunks or [None]), stored[rng.choice(sorted(stored, key=str))]
+    t = metadata.state_dict_metadata[name]
+    stored = metadata.storage_data
+    chunk = rng.choice(t.chunks or [None])
+    info = stored[rng.choice(sorted(stored, key=str))]
     what = rng.choice(["chunks", "offsets", "sizes", "size", "stored", "offset", "length", "split"])
     number = rng.choice([-1, 0, 1, 2, 16, 10**9])
     if what == "chunks":
@@ -253,16 +261,20 @@ def edit(metadata, rng):
         half = torch.Size([max(1, t.size[0] // 2), *t.size[1:]])
         t.chunks = [ChunkStorageMetadata(chunk.offsets, half)]
     elif t.size:
-        owner, at = t if what == "size" else chunk, rng.randrange(len(t.size))
+        owner = t if what == "size" else chunk
+        at = rng.randrange(len(t.size))
         changed = [*getattr(owner, what)]
         changed[at] = number
         setattr(owner, what, torch.Size(changed))
 
 
-def test_metadata_that_does_not_say_where_each_element_lies_is_damage(folder, group):
+def test_metadata_that_does_not_say_where_each_element_lies_is_damage(folder, alone):
     """What is read is bit for bit what was saved, or nothing is."""
-    step, rng, refused = folder / "step-00000006", random.Random(0), 0
-    original, files = (step / ".metadata").read_bytes(), verify(str(folder / "step-00000006"))
+    step = folder / "step-00000006"
+    rng = random.Random(0)
+    refused = 0
+    original = (step / ".metadata").read_bytes()
+    files = verify(str(folder / "step-00000006"))
     whole = contents(step)
     for _ in range(300):
         metadata = pickle.loads(original)
@@ -279,7 +291,8 @@ def test_metadata_that_does_not_say_where_each_element_lies_is_damage(folder, gr
 
 def test_chunks_are_whole_where_every_element_is_in_one_of_them():
     """All ways to cut small shapes along a dimension, and chunks at random."""
-    rng, outcomes = random.Random(0), set()
+    rng = random.Random(0)
+    outcomes = set()
     for shape in ((), (0,), (5,), (3, 2), (2, 3, 4)):
         for d, parts in itertools.product(range(len(shape)), (1, 2, 3)):
             pieces = torch.arange(math.prod(shape)).view(shape).tensor_split(parts, d)
@@ -289,7 +302,8 @@ def test_chunks_are_whole_where_every_element_is_in_one_of_them():
             assert checkpoint._is_covered(tensor_of(shape, rng.sample(cut, parts))), (shape, cut)
         for _ in range(300):
             drawn = [tuple(rng.randint(0, n) for n in shape) for _ in range(6)]
-            count, chunks = torch.zeros(shape), [*zip(drawn[:3], drawn[3:], strict=True)][: rng.randint(0, 3)]
+            count = torch.zeros(shape)
+            chunks = [*zip(drawn[:3], drawn[3:], strict=True)][: rng.randint(0, 3)]
             for offsets, sizes in chunks:
                 count[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))] += 1
             inside = all(o + n <= most for each in chunks if 0 not in each[1]
@@ -306,24 +320,21 @@ def tensor_of(shape, chunks):
 
 
 def test_a_newer_format_exits_4_and_an_older_step_is_no_way_out(train, folder):
-    path = folder / "step-00000006/train_state.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": checkpoint.FORMAT + 1}))
-    sign(folder / "step-00000006")
+    path = restate(folder / "step-00000006", format=checkpoint.FORMAT + 1)
     done = train("--save", folder, "--steps", 7)
-    assert done.code == 4 and f"{path}: format 2 is newer" in one_line(done.err)
+    fails(done, 4, f"{path}: format 2 is newer")
 
 
 def test_another_torch_is_told(train, folder):
-    path = folder / "step-00000006/train_state.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"torch": "2.9.0"}))
-    sign(folder / "step-00000006")
+    restate(folder / "step-00000006", torch="2.9.0")
     done = train("--resume", folder / "step-00000006", "--steps", 7)
     assert done.code == 0 and "torch 2.9.0 (now " in done.out
 
 
 def test_the_allow_list_is_what_our_checkpoints_name_and_no_more(train, folder, tmp_path, monkeypatch):
     assert train("--save", tmp_path / "bf16", "--adam-dtype", "bf16").code == 0
-    named, find = set(), checkpoint._Unpickler.find_class
+    named = set()
+    find = checkpoint._Unpickler.find_class
 
     def record(self, *name):
         named.add(name)
@@ -347,7 +358,8 @@ def test_the_newest_stay(train, tmp_path):
 def test_a_directory_of_another_run_is_refused_at_the_start(train, folder, tmp_path):
     for argv in (["--resume", "never"], ["--resume", folder / "step-00000002"]):
         done = train("--save", folder, *argv)
-        assert done.code == 4 and "holds step-00000006" in one_line(done.err) and done.row is None
+        fails(done, 4, "holds step-00000006")
+        assert done.row is None
         assert "starting fresh" not in done.out
     assert train("--save", tmp_path / "new", "--resume", "never").code == 0
 
@@ -358,28 +370,26 @@ def test_steps_of_another_run_are_not_counted_by_keep_but_refused(train, folder,
     assert train("--save", tmp_path / "one").code == 0
     argv = "--save", folder, "--keep", 1, "--steps", 7, "--resume"
     done = train(*argv, tmp_path / "one")
-    assert done.code == 4 and "holds step-00000002 already, --resume" in one_line(done.err)
+    fails(done, 4, "holds step-00000002 already, --resume")
     assert steps_in(folder) == [2]
     (tmp_path / "same").symlink_to(folder)
     assert train(*argv, tmp_path / "same/step-00000002").code == 0 and steps_in(folder) == [7]
 
 
 @pytest.mark.parametrize("path", ["", "/step-00000004"])
-def test_a_run_that_began_elsewhere_is_resumed_by_the_same_command(path, train, folder, tmp_path, monkeypatch):
+def test_a_run_that_began_elsewhere_is_resumed_by_the_same_command(path, train, folder, tmp_path):
     """As its launcher does: the directory that it began from still holds what it held."""
     shutil.rmtree(folder / "step-00000006")
     argv = "--resume", f"{folder}{path}", "--steps", 9, "--save-every", 2, "--log-every", 1, "--save"
     whole = train(*argv, tmp_path / "whole")
-    monkeypatch.setenv("FAULT", "0:7:data:raise")
-    assert train(*argv, tmp_path / "new").code == 1 and steps_in(tmp_path / "new") == [6]
-    monkeypatch.delenv("FAULT")
+    assert train(*argv, tmp_path / "new", FAULT="0:7:data:raise").code == 1 and steps_in(tmp_path / "new") == [6]
     again = train(*argv, tmp_path / "new")
     assert again.code == 0 and f"new: began at --resume {folder}{path}; going on from there" in again.out
     assert again.row["resumed_after"] == 6 and steps_in(tmp_path / "new") == [6, 8, 9] and steps_in(folder) == [2, 4]
-    assert [s["loss"] for s in again.steps] == [s["loss"] for s in whole.steps[2:]]
+    assert again.losses == whole.losses[2:]
     assert train(*argv, tmp_path / "new").code == 0  # done
     other = train(*argv[:1], folder / "step-00000002", *argv[2:], tmp_path / "new")
-    assert other.code == 4 and "holds step-00000009 already, --resume" in one_line(other.err)
+    fails(other, 4, "holds step-00000009 already, --resume")
 
 
 def test_what_cannot_be_removed_costs_a_warning_and_neither_the_run_nor_the_next(train, folder, monkeypatch):
@@ -399,7 +409,7 @@ def test_what_cannot_be_removed_costs_a_warning_and_neither_the_run_nor_the_next
 def test_how_far_a_run_is_survives_train_state_json_also_one_without_the_newer_entries(folder):
     for state in (TrainState(3, 24), TrainState(3, 24, origin="a", best=0.5), TrainState(3, 24, best=0.0)):
         assert TrainState.from_dict(json.loads(json.dumps(state.as_dict() | dict(world=2)))) == state
-    saved = json.loads((folder / "step-00000006/train_state.json").read_text())
+    saved = state_of(folder / "step-00000006")
     assert not {"origin", "best"} & saved.keys() and TrainState.from_dict(saved) == TrainState(6, 12, run=saved["run"])
     with pytest.raises(KeyError):
         TrainState.from_dict(dict(step=3))

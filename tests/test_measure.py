@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from running import on_gpu
 
 from trainer.costs import device_peak
 from trainer.measuring import memory, timing
@@ -120,7 +121,10 @@ class FakeDevice:
     """A stream that runs behind its host: `now` is the host's clock, an event is passed once `reached` is past it."""
 
     def __init__(self, monkeypatch):
-        self.now, self.reached, self.waits, device = 0.0, 0.0, 0, self
+        self.now = 0.0
+        self.reached = 0.0
+        self.waits = 0
+        device = self
 
         class Event:
             def __init__(self, enable_timing):
@@ -185,7 +189,8 @@ def test_the_commit_is_that_of_the_checkout_which_tracks_the_file(tmp_path, monk
     unknown = {"commit": "unknown", "dirty": None}
     (tmp_path / "trainer").mkdir()
     (tmp_path / "results").mkdir()
-    code, row = tmp_path / "trainer" / "code.py", tmp_path / "results" / "rows.jsonl"
+    code = tmp_path / "trainer" / "code.py"
+    row = tmp_path / "results" / "rows.jsonl"
     code.write_text("1\n")
     row.write_text("{}\n")
     assert timing.checkout(code) == unknown  # no checkout
@@ -286,7 +291,8 @@ def run_steps(profile, timer, steps):
 
 def test_without_a_folder_nothing_is_profiled(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    profile, timer = Profile(None, 0, 3, 0, "cpu"), StepTimer("cpu")
+    profile = Profile(None, 0, 3, 0, "cpu")
+    timer = StepTimer("cpu")
     run_steps(profile, timer, 3)
     profile.close()
     assert len(timer.ms()) == 3 and profile.paths == profile.notes == [] and not list(tmp_path.iterdir())
@@ -305,7 +311,8 @@ def test_a_profile_that_is_cut_short_is_written_all_the_same(tmp_path):
 
 def test_a_profile_that_cannot_be_written_ends_no_run(tmp_path):
     (tmp_path / "file").write_text("")
-    profile, timer = Profile(tmp_path / "file" / "folder", 1, 1, 0, "cpu"), StepTimer("cpu")
+    profile = Profile(tmp_path / "file" / "folder", 1, 1, 0, "cpu")
+    timer = StepTimer("cpu")
     run_steps(profile, timer, 3)
     assert len(timer.ms()) == 2 and not profile.paths and "could not write" in profile.notes[-1]
 
@@ -357,10 +364,11 @@ def test_on_cuda_the_steps_are_ranges_inside_one_capture(monkeypatch, tmp_path, 
     assert profile.notes == (["no trace: nsys holds CUPTI"] if nsys else [])
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@on_gpu
 def test_on_a_gpu_memory_time_and_profile_are_real(tmp_path):
-    stages, timer, profile = Stages("cuda"), StepTimer("cuda"), Profile(tmp_path, 1, 1, 0, "cuda")
+    stages = Stages("cuda")
+    timer = StepTimer("cuda")
+    profile = Profile(tmp_path, 1, 1, 0, "cuda")
     block = torch.ones(64 * MIB // 4, device="cuda")
     assert stages.add("block") >= 64 and memory.memory_now("cuda") >= 64
     for k in range(4):

@@ -57,7 +57,8 @@ def test_a_llama_block_is_that_of_transformers():
     """Loss and gradients of LlamaForCausalLM with the same weights, its embedding scaled as ours is."""
     transformers = pytest.importorskip("transformers", reason="needs the extra hf")
     ours, (tokens, targets) = build(block="llama"), batch(ignored=True)
-    c, scale = ours.config, math.sqrt(ours.config.width)
+    c = ours.config
+    scale = math.sqrt(ours.config.width)
     sizes = dict(hidden_size=c.width, intermediate_size=c.grow * c.width, num_attention_heads=c.heads,
                  num_key_value_heads=c.kv_heads, num_hidden_layers=c.depth, vocab_size=c.vocab)  # fmt: skip
     theirs = transformers.LlamaForCausalLM(
@@ -99,7 +100,8 @@ def test_logits_do_not_depend_on_later_tokens(block):
     later = tokens.clone()
     later[:, 7:] = (tokens[:, 7:] + 1) % SMALL["vocab"]
     with torch.no_grad():
-        before, after = model(tokens), model(later)
+        before = model(tokens)
+        after = model(later)
     assert before.shape == (B, T, SMALL["vocab"])
     assert torch.equal(before[:, :7], after[:, :7]) and not torch.equal(before[:, 7], after[:, 7])
 
@@ -107,7 +109,8 @@ def test_logits_do_not_depend_on_later_tokens(block):
 def test_the_loss_is_the_fp32_sum_over_the_labels_that_count():
     model, (tokens, targets) = build(dtype=torch.bfloat16), batch(ignored=True)
     with torch.no_grad():
-        loss, logits = model(tokens, targets), model(tokens)
+        loss = model(tokens, targets)
+        logits = model(tokens)
     keep = targets != IGNORE
     expected = -logits.float().log_softmax(-1)[keep].gather(1, targets[keep, None]).sum()
     assert loss.dtype == torch.float32 and 0 < keep.sum() < keep.numel()
@@ -143,7 +146,9 @@ def test_initial_standard_deviations_are_those_of_the_docstring():
 
 
 def test_initial_values_come_from_the_default_generator_in_the_order_of_the_parameters():
-    model, again, other = build(7), build(7), build(8)
+    model = build(7)
+    again = build(7)
+    other = build(8)
     torch.manual_seed(7)
     Transformer(model.config)  # what building draws comes before
     for (name, p), q, r in zip(model.named_parameters(), again.parameters(), other.parameters(), strict=True):
@@ -244,13 +249,15 @@ def test_flex_and_sdpa_agree_within_1e_5(remat, grouping, block, flex_on_cpu, mo
 @pytest.mark.parametrize("ignored", [False, True])
 @pytest.mark.parametrize("chunk", [1, 7, 12, B * T, 1000])
 def test_the_chunked_loss_equals_the_full_one_within_2e_6(chunk, ignored):
-    model, data = build(), batch(ignored=ignored)
+    model = build()
+    data = batch(ignored=ignored)
     assert_close(train(model, *data, chunk), train(model, *data), 2e-6)
 
 
 @pytest.mark.parametrize("chunk", [7, 1000])
 def test_a_chunk_gives_the_same_value_without_gradients(chunk):
-    model, data = build(), batch(ignored=True)
+    model = build()
+    data = batch(ignored=True)
     expected = model(*data, chunk)
     with torch.no_grad(), FlopCounterMode(display=False) as flops:
         value = model(*data, chunk)
@@ -298,7 +305,8 @@ def test_in_bf16_the_chunked_loss_is_as_near_to_fp64_as_the_full_one():
         assert loss.dtype == torch.float32 and all(g.dtype == torch.bfloat16 for g in grads)
         return [abs(loss - exact) / exact, *((g - t).norm() / t.norm() for g, t in zip(grads, truth, strict=True))]
 
-    chunked, full = errors(chunked_loss(x, w, y)), errors(cross_entropy(F.linear(x, w), y))
+    chunked = errors(chunked_loss(x, w, y))
+    full = errors(cross_entropy(F.linear(x, w), y))
     assert chunked[0] < 1e-4 and max(chunked[1:]) < 6e-3, chunked
     assert all(a <= 1.5 * b + 1e-6 for a, b in zip(chunked, full, strict=True)), (chunked, full)
 
@@ -322,7 +330,8 @@ def test_the_chunked_gradients_scale_with_the_incoming_one():
 def test_the_form_that_is_compiled_equals_eager_bit_for_bit():
     x, w, y = rows(torch.float32, n=130)
     compiled = torch.compile(chunked_loss, backend="aot_eager", fullgraph=True)
-    loss, other = chunked_loss(x, w, y), compiled(x, w, y)
+    loss = chunked_loss(x, w, y)
+    other = compiled(x, w, y)
     assert torch.equal(loss, other)
     for a, b in zip(torch.autograd.grad(loss, (x, w)), torch.autograd.grad(other, (x, w)), strict=True):
         assert torch.equal(a, b), (a - b).abs().max()

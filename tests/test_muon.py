@@ -101,7 +101,8 @@ def expected(dtype=torch.bfloat16, adjust="original"):
     matrices = [p for _, p in groups[0]["params"] if p.ndim == 2]
     others = torch.optim.AdamW([p for _, p in groups[1]["params"]], **ADAMW)
     theirs = torch.optim.Muon(matrices + experts, adjust_lr_fn=adjust, **HOW)
-    before, kept = torch.Tensor.bfloat16, torch.Tensor.float
+    before = torch.Tensor.bfloat16
+    kept = torch.Tensor.float
     for step in range(STEPS):
         grads = gradients(model, step)
         give(model, grads)
@@ -121,7 +122,8 @@ def distance(ours, theirs):
     start = dict(model_of().named_parameters())
     far = {}
     for name, value in ours.items():
-        change, difference = theirs[name] - start[name].detach(), value - theirs[name]
+        change = theirs[name] - start[name].detach()
+        difference = value - theirs[name]
         far[name] = (difference.norm() / change.norm().clamp(min=1e-9)).item()
     return far
 
@@ -131,7 +133,8 @@ def noise():
     """How far torch.optim.Muon's bf16 iteration moves when the order of its sums does: of `wide` [96, 200] the columns
     are permuted, which permutes the update and changes nothing else."""
     order = torch.randperm(200, generator=torch.Generator().manual_seed(9))
-    start, ends = model_of().wide.weight.detach(), []
+    start = model_of().wide.weight.detach()
+    ends = []
     for columns in (torch.arange(200), order):
         p = nn.Parameter(start[:, columns].clone())
         optimizer = torch.optim.Muon([p], **HOW)
@@ -283,6 +286,7 @@ def resume(mesh):
 
 
 CHECKS = [fully_shard_of_ours, replicate_of_ours, small_ones_replicated, fsdp2, experts_cut_by_rows, ddp, collectives]
+HYBRID = [hybrid_of_ours, hybrid_small_ones_replicated, hybrid_fsdp2]
 UNEVEN = [fully_shard_of_ours, experts_cut_by_rows]  # what 3 ranks shard otherwise than 2
 
 
@@ -305,37 +309,28 @@ def three(two):
 
 @pytest.fixture(scope="module")
 def four():
-    return spawn(4, [hybrid_of_ours, hybrid_small_ones_replicated, hybrid_fsdp2])
+    return spawn(4, HYBRID)
 
 
-def same_on_all(results):
+def assert_as_torch(results):
+    """What all ranks have is the same, and that of torch on one process."""
     first, *others = [{dtype: received(values) for dtype, values in each.items()} for each in results]
-    for other in others:
-        for dtype in DTYPES:
-            assert all(torch.equal(other[dtype][name], value) for name, value in first[dtype].items())
-    return first
-
-
-@pytest.mark.parametrize(("world", "check"), [*product(["two"], CHECKS[:5]), *product(["three"], UNEVEN)])
-def test_ranks_equal_torch_on_one_process(world, check, request):
-    values = same_on_all(request.getfixturevalue(world)[check.__name__])
     for dtype in DTYPES:
-        assert_equal(values[dtype], dtype)
+        for other in others:
+            assert all(torch.equal(other[dtype][name], value) for name, value in first[dtype].items())
+        assert_equal(first[dtype], dtype)
+
+
+@pytest.mark.parametrize(("world", "check"), [*product(["two"], CHECKS[:5]), *product(["three"], UNEVEN),
+                                              *product(["four"], HYBRID)])  # fmt: skip
+def test_ranks_equal_torch_on_one_process(world, check, request):
+    assert_as_torch(request.getfixturevalue(world)[check.__name__])
 
 
 @pytest.mark.parametrize("how", ["shared", "alone"])
 @pytest.mark.parametrize("world", ["two", "three"])
 def test_replicas_of_ddp_equal_torch_on_one_process(world, how, request):
-    values = same_on_all([each[how] for each in request.getfixturevalue(world)["ddp"]])
-    for dtype in DTYPES:
-        assert_equal(values[dtype], dtype)
-
-
-@pytest.mark.parametrize("check", [hybrid_of_ours, hybrid_small_ones_replicated, hybrid_fsdp2])
-def test_two_dimensions_equal_torch_on_one_process(four, check):
-    values = same_on_all(four[check.__name__])
-    for dtype in DTYPES:
-        assert_equal(values[dtype], dtype)
+    assert_as_torch([each[how] for each in request.getfixturevalue(world)["ddp"]])
 
 
 @pytest.mark.parametrize("world", ["two", "three"])
@@ -348,7 +343,8 @@ def test_two_all_to_alls_for_a_set_of_alike_matrices_and_nothing_else(world, req
 
 
 def test_state_is_resumed_on_another_number_of_ranks_under_another_wrapper(two, three):
-    before, after = received(two["save"][0]), received(three["resume"][0])
+    before = received(two["save"][0])
+    after = received(three["resume"][0])
     assert before.keys() == after.keys()
     assert_equal(before, torch.float32)
     assert_equal(after, torch.float32)
@@ -371,10 +367,8 @@ def test_the_noise_of_the_iteration_is_no_licence():
 
 def test_without_nesterov_and_by_groups_equals_torch():
     torch.manual_seed(0)
-    ours, theirs = ([nn.Parameter(w.clone()) for w in torch.randn(3, 8, 6)] for _ in range(2))
-    torch.manual_seed(0)
-    for p, q in zip(ours, theirs, strict=True):
-        q.data.copy_(p.data)
+    start = torch.randn(3, 8, 6)
+    ours, theirs = ([nn.Parameter(w.clone()) for w in start] for _ in range(2))
     how = dict(nesterov=False, ns_steps=3, eps=1e-6, ns_coefficients=(2.0, -1.5, 0.5), lr=0.1)
     groups = lambda params: [dict(params=params[:1], lr=0.3, momentum=0.5), dict(params=params[1:])]  # noqa: E731
     optimizers = Muon(groups(ours), **how), torch.optim.Muon(groups(theirs), **how)
@@ -420,12 +414,14 @@ def test_a_copy_and_a_pickled_one_go_on_alike():
     other, second = copy.deepcopy((model, optimizer))
     third = muon_of(model_of(), torch.bfloat16)
     third.load_state_dict(optimizer.state_dict())
-    a, b = trained(model, optimizer), trained(other, second)
+    a = trained(model, optimizer)
+    b = trained(other, second)
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
 def test_a_gradient_that_is_not_placed_as_its_parameter_is_redistributed(mesh_of):
-    whole, mesh = torch.randn(6, 4), mesh_of(1)
+    whole = torch.randn(6, 4)
+    mesh = mesh_of(1)
     p = nn.Parameter(distribute_tensor(torch.zeros(6, 4), mesh, [Shard(0)], src_data_rank=None))
     p.grad = DTensor.from_local(whole.clone(), mesh, [Partial()])
     q = nn.Parameter(torch.zeros(6, 4))

@@ -11,19 +11,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import spawn
-from saved import made, whole
+from running import resolved
+from saved import made, start_of, whole
 
 import plan as plan_program
 from lab.benchmarks import wrappers
 from lab.planning import architecture, step_time
 from muon import groups_of, layout_of, muon, newton_schulz, plan
-from trainer import config as flags
 from trainer.checkpoint import load as checkpoint
 from trainer.checkpoint.manifest import CheckpointError
 from trainer.checkpoint.save import Saver
 from trainer.costs import newton_schulz_flops
 from trainer.distributed import simulated_world as sim
-from trainer.distributed.launch import connect
 from trainer.optimizer import local
 from trainer.parallelize import build, reference_model
 
@@ -80,11 +79,6 @@ def two(folder):
     return spawn(2, [every_setting, saved_by_two])
 
 
-@pytest.fixture
-def alone():
-    connect(flags.resolve(flags.parse([]), "cpu", 1), 0, 0, 1)
-
-
 def assert_as_one_process(found):
     """found: losses of every setting."""
     adamw = losses(1, "--compile none", how=["--lr", "0.01"])
@@ -110,7 +104,7 @@ def test_two_compiled_ranks_train_as_one_process_does(alone):
 def test_one_rank_resumes_to_the_bit_what_two_saved(two, alone, folder):
     argv = ["--batch", 4, *MUON, "--adam-dtype", "bf16", "--resume", folder, "--steps", 3]
     c, step, batches = made(1, *argv, seed=5)
-    found = checkpoint.find_start(c, batches, None, step.model.identity)
+    found = start_of(c, step, batches)
     checkpoint.load(found, step)
     state = whole(step)
     assert state == two["saved_by_two"][0] == two["saved_by_two"][1]
@@ -118,7 +112,7 @@ def test_one_rank_resumes_to_the_bit_what_two_saved(two, alone, folder):
     assert state["m.blocks.0.attn.q.weight"][0] == "torch.bfloat16"
     c, step, batches = made(1, "--batch", 4, "--adam-dtype", "bf16", "--resume", folder, "--steps", 3)
     with pytest.raises(CheckpointError, match="was saved with --optimizer muon .now adamw., which a resumed run must"):
-        checkpoint.find_start(c, batches, None, step.model.identity)
+        start_of(c, step, batches)
 
 
 # ---------------------------------------------------------------------------------------------------- simulated ranks
@@ -127,11 +121,14 @@ def test_one_rank_resumes_to_the_bit_what_two_saved(two, alone, folder):
 @pytest.mark.parametrize("mode", ["fully_shard", "replicate", "hybrid_shard"])
 def test_eight_simulated_ranks_each_update_what_they_own_as_torch_does(mode):
     """Each rank in turn, in a world whose ranks hold equal shards: of what it owns it knows the result."""
-    shapes, done, lr = [(32, 16)] * 5 + [(16, 48)] * 3 + [(8, 8)], set(), 0.1
+    shapes = [(32, 16)] * 5 + [(16, 48)] * 3 + [(8, 8)]
+    done = set()
+    lr = 0.1
     shards = {"fully_shard": 8, "replicate": 1, "hybrid_shard": 4}[mode]
     generator = torch.Generator().manual_seed(0)
     draw = lambda shape: torch.randn(shape[0] // shards, shape[1], generator=generator)  # noqa: E731
-    values, gradients = [draw(shape) for shape in shapes], [draw(shape) for shape in shapes]
+    values = [draw(shape) for shape in shapes]
+    gradients = [draw(shape) for shape in shapes]
     expected = [torch.nn.Parameter(p.repeat(shards, 1)) for p in values]
     theirs = torch.optim.Muon(expected, lr=lr)
     for p, g in zip(expected, gradients, strict=True):
@@ -142,7 +139,8 @@ def test_eight_simulated_ranks_each_update_what_they_own_as_torch_does(mode):
         layouts = [layout_of(torch.empty(shape, device="meta")) for shape in shapes]
         group = dist.group.WORLD.group_name
         layouts = [each._replace(shards=shards, group=group, ranks=8, me=rank) for each in layouts]
-        sets, params = list(plan(layouts)), [p.clone() for p in values]
+        sets = list(plan(layouts))
+        params = [p.clone() for p in values]
         hyper = dict(lr=lr, weight_decay=0.1, momentum=0.95, nesterov=True, ns_coefficients=(3.4445, -4.7750, 2.0315))
         hyper |= dict(eps=1e-7, ns_steps=5, adjust_lr_fn=None, ns_dtype=torch.bfloat16)
         muon(sets, params, gradients, [torch.zeros_like(p) for p in params], **hyper)
@@ -227,14 +225,15 @@ def planned(*argv, gpus=8):
 
 @pytest.mark.parametrize("block", ["gelu", "llama"])
 def test_the_planner_knows_which_matrices_are_muons(block):
-    c = flags.resolve(flags.parse(["--block", block]), "cpu", 1)
+    c = resolved(["--block", block])
     model = reference_model(c, torch.device("cpu"))
     matrices = [tuple(p.shape) for _, p in groups_of(model)[0]["params"]]
     assert Counter(matrices) == architecture.reference(c).hidden_matrices
 
 
 def test_a_planned_step_of_eight_h100s_is_at_most_a_tenth_longer_than_adamws():
-    adamw, muon_ = planned(), planned("--optimizer", "muon")
+    adamw = planned()
+    muon_ = planned("--optimizer", "muon")
     assert 1 < muon_.time.seconds / adamw.time.seconds < 1.1
     one = planned("--optimizer", "muon", gpus=1).time.parts[step_time.ITERATION]
     D = 4096

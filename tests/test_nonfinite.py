@@ -13,12 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import ONE_GRAPH, spawn
-from running import TINY, one_line
+from running import TINY, fails, on_gpu, resolved
 from test_checkpoint import assert_bitwise, contents, steps_in
 
 import main
 from model import IGNORE
-from trainer import config as flags
 from trainer.data import Batches
 from trainer.distributed.launch import connect
 from trainer.fault_tolerance.nonfinite import SETTLED, WINDOW, FiniteCheck, NonFinite
@@ -27,7 +26,8 @@ from trainer.parallelize import build
 from trainer.step import Replayed, Step
 
 pytestmark = pytest.mark.usefixtures("isolated")
-NAN, INF = math.nan, math.inf
+NAN = math.nan
+INF = math.inf
 
 # ------------------------------------------------------------------------------------------------------------ the step
 
@@ -46,7 +46,7 @@ def poison(monkeypatch):
 
 def made(argv: str, world=1, device="cpu"):
     """A step of flags, what runs it, and its batches."""
-    c = flags.resolve(flags.parse([*TINY, "--device", device, *argv.split()]), device, world)
+    c = resolved([*TINY, "--device", device, *argv.split()], world, device)
     if not dist.is_initialized():
         connect(c, 0, 0, 1)
     step = build(c, torch.device(device), world, compiled_update=True if c.compile == "fwdbwd" else None)
@@ -80,8 +80,10 @@ def refused(argv: str, bad: float, world=1, on=0, device="cpu") -> tuple:
     the good steps alone."""
     step, run, batches = made(argv, world, device)
     start = [t.clone() for t in tensors(step)]
-    first, second = next(batches), next(batches)
-    told, same = [], []
+    first = next(batches)
+    second = next(batches)
+    told = []
+    same = []
     for poison, batch in (((bad, 0.0), second), ((1.0, 0.0), first), ((1.0, bad), second), ((1.0, 0.0), second)):
         plant_zeros(step)
         before = state(step)
@@ -143,8 +145,7 @@ def test_so_does_every_compiled_step(argv, poison):
         assert_refused(refused(argv, NAN))
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@on_gpu
 @pytest.mark.parametrize("argv", [*SETTINGS.values(), *COMPILED, "--compile fwdbwd --cuda-graph"])
 def test_so_does_a_gpu(argv, poison):
     told, same, _ = refused(argv, NAN, device="cuda")  # its sums are not always in one order
@@ -161,7 +162,8 @@ def test_inductors_update_keeps_every_bit_of_a_refused_step(moments):
     step = Step(torch.nn.Identity(), optimizer, clip=1.0)
     step.optimizer.shards[0][0, :8] = torch.tensor([0.0, -0.0] * 4)
     compiled = torch.compile(step.update, fullgraph=True)
-    good, bad = [torch.randn_like(w) for w in weights], [torch.full_like(w, NAN) for w in weights]
+    good = [torch.randn_like(w) for w in weights]
+    bad = [torch.full_like(w, NAN) for w in weights]
     for grads, loss, expected in ((bad, 1.0, 1), (good, 1.0, 0), (bad, 1.0, 1), (good, INF, 1), (good, 1.0, 0)):
         before = state(step)
         _, told = compiled(grads, torch.tensor(loss))
@@ -253,7 +255,8 @@ def test_what_one_rank_has_all_refuse(on_two_ranks):
 
 def planted(monkeypatch, steps, factor=NAN):
     """Multiplies the loss of these steps (from 1)."""
-    took, count = main.Run.take, itertools.count(1)
+    took = main.Run.take
+    count = itertools.count(1)
 
     def plant(run, step):
         took(run, step)
@@ -268,9 +271,9 @@ def test_stop_exits_5_naming_step_batch_and_fix_and_keeps_the_last_good_checkpoi
     with monkeypatch.context() as patch:
         planted(patch, {4})
         done = train(*saving)
-    assert done.code == 5 and done.row["outcome"].startswith("failed: ") and done.row["skipped"] == 0
-    assert done.row["loss"] == "nan" and [s["loss"] for s in done.steps][-1] == "nan" and len(done.steps) == 4
-    assert one_line(done.err) == (
+    assert done.row["outcome"].startswith("failed: ") and done.row["skipped"] == 0
+    assert done.row["loss"] == done.losses[-1] == "nan" and len(done.steps) == 4
+    assert fails(done, 5) == (
         "error: rank 0: failed: step 4: not finite (loss nan, gradient norm nan), samples 6-7: lower --lr 0.003, or "
         "leave such steps out with --nonfinite skip"
     )
@@ -299,15 +302,15 @@ def test_skip_leaves_the_update_out_says_so_counts_it_and_goes_on(train, tmp_pat
 def test_more_in_a_row_than_max_skips_exit_5(train, monkeypatch):
     planted(monkeypatch, {1, 3, 4, 5, 6})
     done = train("--nonfinite", "skip:2")
-    assert done.code == 5 and done.row["skipped"] == 4 and done.out.count("left out on all ranks") == 3
-    assert "step 5: not finite" in (line := one_line(done.err)) and "3 updates in a row left out" in line
-    assert "more than the 2 of --nonfinite skip:2; lower --lr 0.003" in line
+    assert done.row["skipped"] == 4 and done.out.count("left out on all ranks") == 3
+    fails(done, 5, "step 5: not finite", "3 updates in a row left out",
+          "more than the 2 of --nonfinite skip:2; lower --lr 0.003")
 
 
 @pytest.mark.parametrize(("argv", "step"), [("", 2), ("--nonfinite skip", 5)])
 def test_a_learning_rate_that_is_far_too_high_ends_the_run(argv, step, train):
     done = train("--lr", "1e20", *argv.split())
-    assert done.code == 5 and f"step {step}: not finite" in one_line(done.err) and "lower --lr 1e+20" in done.err
+    fails(done, 5, f"step {step}: not finite", "lower --lr 1e+20")
 
 
 def test_only_rank_0_tells(train):
@@ -319,7 +322,7 @@ def test_a_norm_above_the_limit_is_refused_like_one_that_is_not_finite(train, mo
     planted(monkeypatch, {3}, 1000.0)
     stop = train("--nonfinite", "stop:limit=50")
     told = "step 3: gradient norm above --nonfinite stop:limit=50.0 (loss 5"
-    assert stop.code == 5 and told in one_line(stop.err)
+    fails(stop, 5, told)
     planted(monkeypatch, {3}, 1000.0)
     skip = train("--nonfinite", "skip:limit=50", "--log-every", 1)
     assert skip.code == 0 and skip.row["skipped"] == 1 and skip.steps[2]["loss"] > 5000
@@ -344,7 +347,7 @@ def late(monkeypatch):
 def test_read_late_a_bad_step_ends_the_run_before_the_end_of_the_next(bad, late, train, monkeypatch):
     planted(monkeypatch, {bad})
     done = train("--log-every", 100)
-    assert done.code == 5 and f"step {bad}: not finite" in one_line(done.err)
+    fails(done, 5, f"step {bad}: not finite")
     assert train("--log-every", 100).row["outcome"] == "ok"
 
 
@@ -368,8 +371,7 @@ def numbers(norm=1.0, bad=0.0, loss=2.0):
 
 
 def checking(argv="", late=False):
-    c = flags.resolve(flags.parse(argv.split()), "cpu", 1)
-    check = FiniteCheck(c, SimpleNamespace(sample=8, global_batch=8, overfit=False))
+    check = FiniteCheck(resolved(argv), SimpleNamespace(sample=8, global_batch=8, overfit=False))
     check.late = late
     return check
 
@@ -415,4 +417,4 @@ def test_the_batch_of_overfit_is_always_the_first():
 
 def test_what_fits_is_accepted():
     for argv in ("--nonfinite skip:5:limit=2:warn=0", "--nonfinite stop:limit=0:warn=3"):
-        flags.resolve(flags.parse(argv.split()), "cpu", 1)
+        resolved(argv)

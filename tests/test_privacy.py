@@ -12,11 +12,13 @@ import subprocess
 import sys
 
 import pytest
-from running import ROOT, TINY
+from running import ROOT, TINY, ran
 from test_sinks import records
 
 # In no random name of a run or a trace, which have lower case letters, or upper case ones up to F.
-HOST, USER, REMOTE = "Zq", "Qxj", "Wk9-remote"
+HOST = "Zq"
+USER = "Qxj"
+REMOTE = "Wk9-remote"
 RUN = """
 import socket, sys
 if sys.argv[1]:
@@ -40,13 +42,15 @@ def left(tmp_path_factory):
     (home / "data.txt").write_text("some words " * 200)
     apart = ["unshare", "--map-root-user", "--uts"]
     planted = bool(shutil.which("unshare")) and subprocess.run([*apart, "true"], capture_output=True).returncode == 0
-    env = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
-    env |= dict(HOME=str(home), USER=USER, LOGNAME=USER, PYTHONPATH=str(ROOT), TMPDIR=str(home), WANDB_SILENT="true")
+    env = dict(HOME=str(home), USER=USER, LOGNAME=USER, PYTHONPATH=str(ROOT), TMPDIR=str(home), WANDB_SILENT="true")
     argv = [*TINY, "--results", f"{where}/out/rows.jsonl", "--profile", f"{where}/traces", "--wandb", "offline"]
     argv += ["--data", f"text:{home}/data.txt", "--log-every", "1"]
     command = [*apart * planted, sys.executable, "-c", RUN, HOST * planted, *argv]
-    done = subprocess.run(command, cwd=where, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0 and "warning: " not in done.stderr, done.stderr
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith("WANDB_")]:
+            patch.delenv(name)
+        done = ran(*command, cwd=where, **env)
+    assert done.code == 0 and "warning: " not in done.err, done.err
     found = {}
     for path in where.rglob("*"):
         name = str(path.relative_to(where))

@@ -7,16 +7,14 @@ import io
 import os
 import pty
 import re
-import subprocess
 import sys
 import time
 from types import SimpleNamespace
 
 import pytest
-from running import ROOT, TINY, TORCHRUN, python
+from running import ROOT, TINY, TORCHRUN, python, ran, resolved
 
 from trainer import checks, summary
-from trainer import config as flags
 from trainer.distributed import terminal
 from trainer.distributed.terminal import Progress, did_you_mean, tell
 from trainer.summary import doing, notes
@@ -58,14 +56,13 @@ def test_launch_says_its_first_line_before_anything_is_imported_that_takes_secon
     for name in LARGE:
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text(f"""raise SystemExit("{name} is being imported")\n""")
-    env = os.environ | dict(PYTHONPATH=str(tmp_path), NO_INSTALL="1", PYTHON=sys.executable, NPROC="2")
+    env = dict(PYTHONPATH=str(tmp_path), NO_INSTALL="1", PYTHON=sys.executable, NPROC="2")
     for flags_given, out, err in (([], "starting torchrun\n", {"torch is being imported"}),
                                   (["--width", "65"], "", set())):  # fmt: skip
-        command = ["bash", "launch.sh", "run", "--device", "cpu", *flags_given]
-        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
-        said = set(done.stderr.splitlines())
-        assert done.stdout == out and {line for line in said if "imported" in line} == err, done.stderr
-        assert flags_given == [] or "error: --width 65: must be" in done.stderr
+        done = ran("bash", "launch.sh", "run", "--device", "cpu", *flags_given, **env)
+        said = set(done.err.splitlines())
+        assert done.out == out and {line for line in said if "imported" in line} == err, done.err
+        assert flags_given == [] or "error: --width 65: must be" in done.err
 
 
 def test_other_ranks_say_nothing(stub):
@@ -91,17 +88,9 @@ def test_what_torch_is_not_needed_for_is_answered_before_it_is_imported(argv, co
     assert done.code == code and done.out == "" and done.err.startswith("error: ") and says in done.err, done.err
 
 
-def test_a_pipe_is_no_empty_file(tmp_path):
-    from trainer.data import DataError, check_files
-
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(DataError, match="expected a file or folder, found a pipe"):
-        check_files(f"text:{tmp_path}/pipe", 16)  # which would wait for a writer if it read
-
-
 def test_memory_that_the_machine_lacks_is_refused_with_what_would_fit_unless_forced(monkeypatch):
     def asked(argv, ranks=1, here=1, device="cpu"):
-        checks.check_fits(flags.resolve(flags.parse(argv.split()), device, ranks), ranks, here)
+        checks.check_fits(resolved(argv, ranks, device), ranks, here)
 
     monkeypatch.setattr(checks, "available", lambda: 8 << 30)
     with pytest.raises(ValueError, match=r"--batch 100000: a step would take about 5\d\d\.\d GiB, .* 8\.0 GiB") as told:
@@ -179,14 +168,16 @@ def test_a_dumb_terminal_gets_lines_and_another_rank_nothing(name, xterm, monkey
 
 
 def test_what_a_run_does_is_told_from_its_watchdog(monkeypatch):
-    c = flags.resolve(flags.parse(["--steps", "400"]), "cpu", 1)
+    c = resolved("--steps 400")
     dog = SimpleNamespace(begun=False, step=1, place="step")
     run = SimpleNamespace(c=c, watchdog=dog, finite=SimpleNamespace(loss=None))
     now = SimpleNamespace(monotonic=lambda: 0.2 * dog.step)
     monkeypatch.setattr(summary, "time", now)
-    shown, piped = doing(run, True), doing(run, False)
+    shown = doing(run, True)
+    piped = doing(run, False)
     assert shown() == piped() == "compiling forward and backward; minutes the first time, seconds when cached"
-    dog.begun, dog.step = True, 2
+    dog.begun = True
+    dog.step = 2
     assert shown() == "step 2/400" and piped() == ""
     dog.step, dog.place, run.finite.loss = 12, "save", 3.25
     assert shown() == "step 12/400, loss 3.2500, about 78 s left, saving"
@@ -197,7 +188,7 @@ def test_what_a_run_does_is_told_from_its_watchdog(monkeypatch):
 
 def test_flags_that_do_less_than_they_say_are_noted():
     def told(argv):
-        return notes(flags.resolve(flags.parse(argv.split()), "cpu", 1))
+        return notes(resolved(argv))
 
     assert told("") == told("--warmup 10 --steps 11") == []
     assert told("--warmup 50 --steps 10 --lr 1") == [

@@ -5,8 +5,6 @@
 
 import ast
 import functools
-import json
-import os
 import re
 import shutil
 import subprocess
@@ -15,8 +13,8 @@ from pathlib import Path
 
 import pytest
 from documented import commands
+from running import ROOT, module, ran, rows_of
 
-ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))}
 FAULTS = re.findall(r"^\| (\d+) \| .+ \| (.+) \|$", PAGES["docs/faults.md"], re.MULTILINE)
@@ -44,9 +42,7 @@ def anchors(page: str) -> set[str]:
 
 @functools.cache
 def flags_of_main(program: str = "main.py") -> set[str]:
-    command = [sys.executable, "-m", program.removesuffix(".py").replace("/", "."), "--help"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    return set(FLAG.findall(done.stdout))
+    return set(FLAG.findall(module(program.removesuffix(".py").replace("/", "."), "--help").out))
 
 
 def source(module: str) -> str:
@@ -113,8 +109,8 @@ def test_files_and_modules_that_are_named_exist(page):
         for file in set(FILE.findall(code)) - NOT_OURS:
             places = (ROOT / folder / file for folder in ("", "tests", "lab/tests", "docs"))
             assert file.startswith("runs/") or any(path.exists() for path in places), (page, file)
-        for module in re.findall(r"-m ((?:trainer|benchmarks|studies)(?:\.\w+)+)", code):
-            assert (ROOT / source(module)).is_file(), (page, module)
+        for name in re.findall(r"-m ((?:trainer|benchmarks|studies)(?:\.\w+)+)", code):
+            assert (ROOT / source(name)).is_file(), (page, name)
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -132,10 +128,9 @@ def test_flags_that_are_named_are_flags_of_main_or_of_a_command_in_the_same_sect
 
 def refused(*commands: str) -> list[str]:
     """What programs say of these commands, by default of all that docs name, without running them."""
-    run = [sys.executable, "tests/documented.py", *commands]
-    done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+    done = ran(sys.executable, "tests/documented.py", *commands, timeout=600)
+    assert done.code == 0, done.err
+    return done.out.splitlines()
 
 
 def test_every_command_of_readme_and_docs_is_one_that_its_program_reads():
@@ -162,7 +157,7 @@ def test_a_command_that_its_program_would_refuse_is_found():
 
 def test_the_picture_is_of_the_committed_rows(tmp_path):
     plots = pytest.importorskip("lab.report.plots", exc_type=ImportError)
-    rows = [json.loads(line) for line in (ROOT / "results/collectives.jsonl").read_text().splitlines()]
+    rows = rows_of(ROOT / "results/collectives.jsonl")
     svg, png = plots.overlap(rows, tmp_path)
     texts = [re.findall(r"<text[^>]*>([^<]+)<", path.read_text()) for path in (svg, ROOT / "docs" / svg.name)]
     assert texts[0] == texts[1] and "torch.compile alone: 20 collectives, 20 of them exposed" in texts[0]
@@ -191,7 +186,7 @@ def test_the_figures_of_docs_are_of_the_committed_rows(tmp_path, name, rows, fig
 
 def test_the_figures_in_sentences_are_those_of_the_rows():
     def rows(name):
-        return [json.loads(line) for line in (ROOT / "results" / name).read_text().splitlines()]
+        return rows_of(ROOT / "results" / name)
 
     ratios = [row["ratio"] for row in rows("cpu_eager_ahead.jsonl") if row["cell"] == "simple:none"]
     said = f"{min(ratios):.2f} to {max(ratios):.2f} of"
@@ -240,8 +235,6 @@ def test_an_environment_that_launch_did_not_make_is_left_alone(tmp_path, kind):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/work.txt").write_text("mine")
     (tmp_path / ".venv").symlink_to("mine") if kind == "link" else (tmp_path / "mine").rename(tmp_path / ".venv")
-    command = ["bash", "launch.sh", "install"]
-    env = os.environ | {"PYTHON": sys.executable}
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=env)
-    assert (done.returncode, (tmp_path / ".venv/work.txt").read_text()) == (1, "mine")
-    assert done.stderr.splitlines()[-1].startswith("launch.sh: .venv was not made by launch.sh, which would empty it")
+    done = ran("bash", "launch.sh", "install", cwd=tmp_path, PYTHON=sys.executable)
+    assert (done.code, (tmp_path / ".venv/work.txt").read_text()) == (1, "mine")
+    assert done.err.splitlines()[-1].startswith("launch.sh: .venv was not made by launch.sh, which would empty it")

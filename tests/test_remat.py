@@ -80,7 +80,8 @@ def test_every_remat_gives_the_loss_and_gradients_of_none_bit_for_bit(remat, rat
 
 @pytest.mark.parametrize(("depth", "block", "products"), [(1, "gelu", 6), (3, "gelu", 6), (3, "llama", 7)])
 def test_pointwise_does_no_product_twice(depth, block, products):
-    model, data = build(depth=depth, remat="pointwise", block=block), batch()
+    model = build(depth=depth, remat="pointwise", block=block)
+    data = batch()
     with Ops() as forward:
         loss = model(*data)
     with Ops() as backward:
@@ -165,7 +166,8 @@ def kept_bytes(policy: str, eager: bool = False) -> int:
     """Bytes that a block of SHAPE keeps from forward to backward. eager: with silu(gate), which the compiler makes
     again, and of torch's RMSNorm on a CPU two fp32 tensors instead of its bf16 input."""
     settings, units, attentions, norms, _ = KEPT[policy]
-    tokens, heads = B * 32, 64 // 16
+    tokens = B * 32
+    heads = 64 // 16
     statistics = attentions * heads * 4 + norms * 2 * 2  # of a token: log-sum-exp in fp32; mean and 1/std in bf16
     if eager and settings.get("block") == "llama":  # (of RMSNorm 1/rms in fp32)
         units += 3 * norms + 4 * (settings.get("remat", "attn") == "attn")
@@ -193,7 +195,8 @@ def test_bytes_that_a_block_keeps_in_eager(policy):
 @pytest.mark.parametrize("policy", KEPT_COMPILED)
 def test_bytes_that_a_block_keeps_and_products_of_its_backward_compiled(policy):
     settings, *_, products = KEPT[policy]
-    held, made = {}, {}
+    held = {}
+    made = {}
     for depth in (1, 2):
         model = build(depth=depth, **SHAPE, **settings)
         graphs = capture(lambda tokens, model=model: model(tokens, tokens), batch(96, seqlen=32)[:1])

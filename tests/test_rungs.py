@@ -138,7 +138,8 @@ def test_moments_in_bf16_train_as_in_fp32():
         assert all(t.dtype == (dtype or torch.float32) for t in (*step.optimizer.m, *step.optimizer.v))
         return values
 
-    full, half = losses(None), losses(torch.bfloat16)
+    full = losses(None)
+    half = losses(torch.bfloat16)
     assert full[-1] < full[0] - 1 and max(abs(a - b) for a, b in zip(full, half, strict=True)) < 0.02
 
 

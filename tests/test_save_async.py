@@ -5,11 +5,8 @@
 
 import errno
 import inspect
-import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -17,8 +14,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from running import ROOT, TINY, one_line, rows_of
-from saved import assert_bitwise, contents, made, steps_in
+from running import TINY, fails, module, on_gpu, rows_of
+from saved import assert_bitwise, contents, made, state_of, steps_in
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -29,7 +26,6 @@ from trainer.checkpoint import load as checkpoint
 from trainer.checkpoint import save as saver
 from trainer.checkpoint.manifest import CheckpointError, verify
 from trainer.checkpoint.save import Saver
-from trainer.distributed.launch import connect
 from trainer.step import local
 
 pytestmark = pytest.mark.usefixtures("isolated")
@@ -37,12 +33,7 @@ FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 @pytest.fixture
-def group():
-    connect(flags.resolve(flags.parse([]), "cpu", 1), 0, 0, 1)
-
-
-@pytest.fixture
-def run(group, tmp_path):
+def run(alone, tmp_path):
     """A run that saves in the background, after one step; `step()` makes one more."""
     c, step, batches = made(1, "--batch", 4, "--steps", 9, "--save", tmp_path / "run", "--save-every", "0:async")
     (tmp_path / "run").mkdir()
@@ -57,7 +48,10 @@ class Gate:
     """In place of the writer: waits until it is opened, then writes."""
 
     def __init__(self, write):
-        self.write, self.opened, self.now, self.most = write, threading.Event(), 0, 0
+        self.write = write
+        self.opened = threading.Event()
+        self.now = 0
+        self.most = 0
 
     def __call__(self, *args):
         self.now += 1
@@ -91,16 +85,16 @@ def test_what_is_saved_in_the_background_is_bitwise_what_is_saved_at_once(train,
     sync, background = (train(*argv, "--save", tmp_path / name, "--save-every", every) for name, every in
                         (("sync", "2"), ("async", "2:async")))  # fmt: skip
     assert sync.code == background.code == 0 and steps_in(tmp_path / "async") == [2, 4, 6]
-    assert [s["loss"] for s in sync.steps] == [s["loss"] for s in background.steps]
+    assert sync.losses == background.losses
     for k in (2, 4, 6):
         a, b = (tmp_path / name / f"step-0000000{k}" for name in ("sync", "async"))
         verify(str(b))
         assert_bitwise(contents(a), contents(b))
-        one, two = (json.loads((step / "train_state.json").read_text()) for step in (a, b))
+        one, two = map(state_of, (a, b))
         assert one.pop("run") != two.pop("run") and one == two
     resumed = train(*argv, "--resume", tmp_path / "async/step-00000002", "--save", tmp_path / "on", "--save-every",
                     "2:async")  # fmt: skip
-    assert [s["loss"] for s in resumed.steps] == [s["loss"] for s in sync.steps[2:]]
+    assert resumed.losses == sync.losses[2:]
     assert_bitwise(contents(tmp_path / "sync/step-00000006"), contents(tmp_path / "on/step-00000006"))
 
 
@@ -138,7 +132,8 @@ def test_every_save_fills_the_same_buffer_of_the_size_of_the_state(run):
         shards = {name: local(t) for name, t in run.saver.staged.items()}
         return {name: (t.data_ptr(), t.untyped_storage().nbytes()) for name, t in shards.items()}
 
-    first, state = buffers(), run.state()
+    first = buffers()
+    state = run.state()
     assert {name: size for name, (_, size) in first.items()} == {name: t.nbytes for name, t in state.items()}
     for k in (1, 2):
         run.saver.save(k)
@@ -146,7 +141,7 @@ def test_every_save_fills_the_same_buffer_of_the_size_of_the_state(run):
     assert not {pointer for pointer, _ in first.values()} & {t.data_ptr() for t in state.values()}
 
 
-def test_shards_over_a_mesh_of_gpus_are_staged_and_written_from_host_memory(group, tmp_path, monkeypatch):
+def test_shards_over_a_mesh_of_gpus_are_staged_and_written_from_host_memory(alone, tmp_path, monkeypatch):
     mesh = DeviceMesh("cuda", [0], _init_backend=False)
     shard = torch.empty(5, 3, device="meta")  # stands in for one on a GPU
     state = {"w": DTensor.from_local(shard, mesh, [Shard(0)], run_check=False, shape=(5, 3), stride=(3, 1))}
@@ -163,7 +158,8 @@ def test_shards_over_a_mesh_of_gpus_are_staged_and_written_from_host_memory(grou
 
 
 def test_collectives_of_a_background_save_have_a_group_of_their_own_that_is_given_back(run, monkeypatch):
-    groups, threads = [], []
+    groups = []
+    threads = []
 
     def recorded(real):
         def call(*args, **kwargs):
@@ -230,21 +226,21 @@ MODES = ["", ":async"]
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("fails", "errors", "left"), [
+@pytest.mark.parametrize(("k", "errors", "left"), [
     (4, "", [2]), (4, ":warn", [2, 6]), (6, ":warn", [2, 4]),
 ])  # fmt: skip
 def test_a_save_that_fails_stops_the_run_or_costs_a_line_and_the_last_one_must_do(
-    fails, errors, left, mode, train, tmp_path, monkeypatch
+    k, errors, left, mode, train, tmp_path, monkeypatch
 ):
-    failing(monkeypatch, f"step-0000000{fails}")
+    failing(monkeypatch, f"step-0000000{k}")
     done = train("--save", tmp_path / "run", "--save-every", f"2{mode}{errors}", "--log-every", 1)
     assert steps_in(tmp_path / "run") == left and len([*(tmp_path / "run").iterdir()]) == len(left)
-    if errors and fails < 6:
+    if errors and k < 6:
         assert done.code == 0 and done.row["outcome"] == "ok" and len(done.steps) == 6
-        step = tmp_path / f"run/step-0000000{fails}"
-        assert done.err.splitlines() == [f"warning: step {fails} was not saved: {step}: OSError: {FULL}"]
+        step = tmp_path / f"run/step-0000000{k}"
+        assert done.err.splitlines() == [f"warning: step {k} was not saved: {step}: OSError: {FULL}"]
     else:
-        assert done.code == 4 and "No space left on device" in one_line(done.err)
+        fails(done, 4, "No space left on device")
         assert done.row["outcome"].startswith("failed: ")
 
 
@@ -259,16 +255,14 @@ def test_a_run_that_ends_by_another_error_still_tells_what_its_last_save_met(tra
     assert done.code == 5 and "warning: " in done.err and "No space left" in done.err
 
 
-def test_a_fault_planted_in_the_last_save_in_the_background_happens(train, tmp_path, monkeypatch):
-    monkeypatch.setenv("FAULT", "0:6:commit:enospc")
-    done = train("--save", tmp_path / "run", "--save-every", "0:async")
-    assert done.code == 4 and "No space left on device" in one_line(done.err) and steps_in(tmp_path / "run") == []
+def test_a_fault_planted_in_the_last_save_in_the_background_happens(train, tmp_path):
+    done = train("--save", tmp_path / "run", "--save-every", "0:async", FAULT="0:6:commit:enospc")
+    fails(done, 4, "No space left on device")
+    assert steps_in(tmp_path / "run") == []
 
 
 def test_save_cost_without_rounds_is_refused():
-    argv = [sys.executable, "-m", "lab.benchmarks.saving", "--rounds", "0"]
-    done = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT, timeout=60)
-    assert done.returncode == 2 and one_line(done.stderr) == "error: --rounds 0: must be at least 1"
+    fails(module("lab.benchmarks.saving", "--rounds", "0"), 2, "error: --rounds 0: must be at least 1")
 
 
 def test_save_cost_measures_both_kinds_checks_the_bits_and_leaves_nothing(tmp_path):
@@ -284,7 +278,9 @@ def test_save_cost_measures_both_kinds_checks_the_bits_and_leaves_nothing(tmp_pa
 
 def test_save_cost_that_is_stopped_while_it_saves_leaves_nothing(tmp_path, monkeypatch):
     argv = [*TINY, "--save", str(tmp_path / "here"), "--results", str(tmp_path / "rows.jsonl")]
-    begun, write, real = threading.Event(), saver._write, saving.Trained.train
+    begun = threading.Event()
+    write = saver._write
+    real = saving.Trained.train
 
     def slow(*args):
         begun.set()
@@ -303,11 +299,11 @@ def test_save_cost_that_is_stopped_while_it_saves_leaves_nothing(tmp_path, monke
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("save")]  # could still write
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@on_gpu
 @pytest.mark.parametrize("wrapper", ["simple", "fsdp2"])
 def test_on_a_gpu_the_buffer_is_pinned_and_what_is_saved_is_bitwise(wrapper, train, tmp_path, monkeypatch):
-    told, stage = [], Saver._stage
+    told = []
+    stage = Saver._stage
 
     def recorded(self, state):
         stage(self, state)

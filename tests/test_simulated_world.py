@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import spawn
+from running import resolved
 from test_equivalence import without_code
 from torch import nn
 from torch.utils import cpp_extension
@@ -25,7 +26,8 @@ from trainer.step import local
 
 SMALL = "--depth 1 --width 64 --head-dim 16 --grouping 2 --vocab 256 --seqlen 16 --batch 2 --clip 0 --param-dtype fp32"
 MODES = {"fully_shard": 8, "replicate": 1, "hybrid_shard:2": 4}  # shards of 8 ranks
-CPU, EPS = torch.device("cpu"), 1e-4
+CPU = torch.device("cpu")
+EPS = 1e-4
 
 
 @pytest.fixture(autouse=True)
@@ -35,17 +37,22 @@ def end():
     sim.stop()
 
 
-def configured(argv: str, world: int = 1) -> flags.Config:
-    c = flags.parse(f"--device cpu {SMALL} {argv}".split())
-    return flags.resolve(c, c.device, world)
+def start(world: int, rank: int = 0) -> None:
+    """Whose links take no time."""
+    sim.start(world, sim.link("none"), rank=rank)
+
+
+def configured(argv: str, world: int = 1, device: str = "cpu") -> flags.Config:
+    return resolved(f"--device {device} {SMALL} {argv}", world, device)
 
 
 # ---------------------------------------------------------------- values
 
 
 def test_every_collective_gives_what_equal_ranks_give():
-    sim.start(4, sim.link("none"), rank=2)
-    own, whole = torch.arange(3.0), torch.arange(12.0)
+    start(4, 2)
+    own = torch.arange(3.0)
+    whole = torch.arange(12.0)
     out = torch.empty(12)
     dist.all_gather_into_tensor(out, own)
     assert out.tolist() == [0, 1, 2] * 4
@@ -56,7 +63,8 @@ def test_every_collective_gives_what_equal_ranks_give():
     assert all(p.tolist() == [0, 1, 2] for p in parts)
     dist.gather(own, dst=0)  # to another rank
     for op, factor in ((dist.ReduceOp.SUM, 4), (dist.ReduceOp.AVG, 1), (dist.ReduceOp.MAX, 1)):
-        shard, both = torch.empty(3), own.clone()
+        shard = torch.empty(3)
+        both = own.clone()
         dist.reduce_scatter_tensor(shard, whole, op=op)
         dist.all_reduce(both, op=op)
         assert shard.tolist() == [factor * v for v in (6, 7, 8)] and both.tolist() == [factor * v for v in (0, 1, 2)]
@@ -80,21 +88,22 @@ def test_every_collective_gives_what_equal_ranks_give():
 
 
 def test_what_it_cannot_know_is_refused():
-    sim.start(4, sim.link("none"), rank=1)
-    with pytest.raises(NotImplementedError, match="reduction by .*BXOR"):
-        dist.all_reduce(torch.ones(2, dtype=torch.int64), op=dist.ReduceOp.BXOR)
-    with pytest.raises(NotImplementedError, match="has no c10d::alltoall_"):
-        dist.all_to_all([*torch.ones(4, 1)], [*torch.ones(4, 1)])
-    with pytest.raises(NotImplementedError, match="has no c10d::send"):
-        dist.send(torch.ones(4), 0)
-    with pytest.raises(NotImplementedError, match="src_data_rank=None"):
-        dist.scatter(torch.ones(1), src=0)
+    start(4, 1)
+    refused = {
+        "reduction by .*BXOR": lambda: dist.all_reduce(torch.ones(2, dtype=torch.int64), op=dist.ReduceOp.BXOR),
+        "has no c10d::alltoall_": lambda: dist.all_to_all([*torch.ones(4, 1)], [*torch.ones(4, 1)]),
+        "has no c10d::send": lambda: dist.send(torch.ones(4), 0),
+        "src_data_rank=None": lambda: dist.scatter(torch.ones(1), src=0),
+    }
+    for told, call in refused.items():
+        with pytest.raises(NotImplementedError, match=told):
+            call()
     with pytest.raises(RuntimeError, match="process of its own"):
-        sim.start(8, sim.link("none"))
+        start(8)
 
 
 def test_afterwards_real_groups_work_again():
-    sim.start(4, sim.link("none"))
+    start(4)
     dist.all_reduce(t := torch.ones(2))
     assert t.tolist() == [4, 4]
     sim.stop()
@@ -135,8 +144,10 @@ def check_gradients(mode: str, compile: str, steps: int = 3, limit: float = 0.0,
     whose gradient is nearly 0 would move by any part of the learning rate."""
     with mock.patch.object(sim, "_gather", coded_gather):
         sim.start(8, sim.link("none"), device)
-        c, shards = configured(f"--device {device} --mode {mode} --compile {compile}", 8), MODES[mode]
-        step, seen = build(c, torch.device(device), 8), []
+        c = configured(f"--mode {mode} --compile {compile}", 8, device)
+        shards = MODES[mode]
+        step = build(c, torch.device(device), 8)
+        seen = []
         step.inspect = lambda params, grads: seen.append([g.clone() for g in grads])
         wholes = {n: whole_of(local(p.detach()), shards) for n, p in step.model.named_parameters()}
         step.optimizer.lr.fill_(1e-2)
@@ -148,7 +159,7 @@ def check_gradients(mode: str, compile: str, steps: int = 3, limit: float = 0.0,
         torch._dynamo.reset()
         sim.stop()
 
-    one = build(configured(f"--device {device} --wrapper none --compile none"), torch.device(device), 1)
+    one = build(configured("--wrapper none --compile none", device=device), torch.device(device), 1)
     one.inspect = lambda params, grads: expected.append([g.clone() for g in grads])
     one.model.load_state_dict(wholes)
     one.optimizer.lr.fill_(1e-2)
@@ -186,12 +197,13 @@ def test_gradients_of_generated_code_at_world_8_are_those_of_one_process():
 @pytest.mark.parametrize("rank", [3, 5])
 def test_another_rank_holds_its_own_rows(rank):
     torch.manual_seed(0)
-    net, x = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 8)), torch.randn(4, 16)
+    net = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 8))
+    x = torch.randn(4, 16)
     for p in net.parameters():
         tile_(p.data, 8)
     one = copy.deepcopy(net)
     one(x).square().mean().backward()
-    sim.start(8, sim.link("none"), rank=rank)
+    start(8, rank)
     for module in net.modules():  # distribute_tensor would have rank 0 scatter, which this rank cannot receive
         for name, p in list(module._parameters.items()):
             module._parameters[name] = nn.Parameter(p.detach().to("meta"))
@@ -205,22 +217,29 @@ def test_another_rank_holds_its_own_rows(rank):
         assert torch.equal(local(p.grad), whole.grad.chunk(8)[rank])
 
 
+@torch.no_grad()
+def layer(shard, rows, mesh, **how):
+    """A sharded Linear(16, rows) of which this rank holds `shard`."""
+    with torch.device("meta"):
+        net = nn.Linear(16, rows, bias=False)
+    data_parallel(net, mesh, **how).to_empty(device="cpu")
+    local(net._parameters["weight"]).copy_(shard)
+    return net
+
+
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
 @pytest.mark.parametrize(("rank", "rows"), [(0, 2), (49, 2), (50, 0)])
 def test_uneven_shards_of_many_ranks(rank, rows, backend, dtype):
     """100 rows over 96 ranks: 50 ranks have two, the rest none; above 64 ranks the wrapper pads them itself."""
     torch.manual_seed(0)
-    first, x = torch.randn(2, 16), torch.randn(4, 16)
+    first = torch.randn(2, 16)
+    x = torch.randn(4, 16)
     whole = first.repeat(50, 1).requires_grad_()
     (x.to(dtype) @ whole.to(dtype).T).float().square().mean().backward()
-    sim.start(96, sim.link("none"), rank=rank)
-    with torch.device("meta"):
-        net = nn.Linear(16, 100, bias=False)
+    start(96, rank)
     policy = simple_fsdp.MixedPrecisionPolicy(dtype, torch.float32)
-    data_parallel(net, dist.init_device_mesh("cpu", (96,)), mp_policy=policy).to_empty(device="cpu")
-    with torch.no_grad():
-        local(net._parameters["weight"]).copy_(first[:rows])
+    net = layer(first[:rows], 100, dist.init_device_mesh("cpu", (96,)), mp_policy=policy)
     run = torch.compile(net, backend=backend, fullgraph=True) if backend else net
     run(x.to(dtype)).float().square().mean().backward()
     grad = net._parameters["weight"].grad
@@ -231,15 +250,12 @@ def test_uneven_shards_of_many_ranks(rank, rows, backend, dtype):
 
 def test_1024_ranks_on_a_mesh_of_two_dimensions():
     torch.manual_seed(0)
-    whole, x = torch.randn(1, 16).repeat(256, 1).requires_grad_(), torch.randn(4, 16)
+    whole = torch.randn(1, 16).repeat(256, 1).requires_grad_()
+    x = torch.randn(4, 16)
     (x @ whole.T).square().mean().backward()
-    sim.start(1024, sim.link("none"), rank=700)
-    with torch.device("meta"):
-        net = nn.Linear(16, 256, bias=False)
+    start(1024, 700)
     mesh = dist.init_device_mesh("cpu", (4, 256), mesh_dim_names=("replicate", "shard"))
-    data_parallel(net, mesh, "hybrid_shard").to_empty(device="cpu")
-    with torch.no_grad():
-        local(net._parameters["weight"]).copy_(whole[:1])
+    net = layer(whole[:1], 256, mesh, mode="hybrid_shard")
     net(x).square().mean().backward()
     torch.testing.assert_close(local(net._parameters["weight"].grad), whole.grad[:1], rtol=0, atol=1e-7)
     sizes = {(each.op, each.ranks) for each in sim.log()}
@@ -269,7 +285,9 @@ def two_ranks(mesh=None) -> dict:
     results = {}
     for wrapper in ("simple", "fsdp2"):
         step = build(configured(f"--wrapper {wrapper} --compile none --depth 2", 2), CPU, 2)
-        shards, values, calls = [local(p.detach()) for p in step.optimizer.params], [], []
+        shards = [local(p.detach()) for p in step.optimizer.params]
+        values = []
+        calls = []
         step.inspect = lambda _, grads, to=values: to.append(torch.stack(torch._foreach_norm(grads)).norm().item())
         for k in range(3):
             for shard in shards:
@@ -286,7 +304,7 @@ def test_two_simulated_ranks_equal_two_real_ones_to_the_bit():
     real = spawn(2, [two_ranks])["two_ranks"]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    sim.start(2, sim.link("none"))
+    start(2)
     try:
         simulated = two_ranks()
     finally:
@@ -315,7 +333,8 @@ def test_a_link_takes_latency_and_bytes_sent_over_bandwidth():
 def test_independent_work_hides_a_collective_and_dependent_work_does_not():
     """17 ms of link and 25 ms of computing. Best of 5, because other work on the machine only makes it longer."""
     sim.start(8, sim.link("1000:1"))
-    out, own = torch.empty(8, 571_428), torch.ones(571_428)
+    out = torch.empty(8, 571_428)
+    own = torch.ones(571_428)
 
     def measure(independent: bool) -> float:
         start = time.perf_counter()

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 from running import ROOT as REPO
+from running import ran
 from running import rows_of as rows
 
 from trainer import logging as sinks
@@ -28,19 +29,27 @@ from trainer.logging import Sinks, append_jsonl, check_writable, final_lines
 STEP = {"loss": 3.21, "lr": 3e-4, "grad_norm": 1.25, "ms": 360.12, "tok_s": 91022.4}
 
 
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
 def python(code, tmp_path, **env):
     """Run `code` in a process of its own whose home, and whatever W&B knows of the user, is empty."""
-    clean = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")}
-    clean |= {"PYTHONPATH": str(REPO), "HOME": str(tmp_path), "PYTHONWARNINGS": "ignore"} | env
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=tmp_path, env=clean, timeout=60, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    env |= {"PYTHONPATH": str(REPO), "HOME": str(tmp_path), "PYTHONWARNINGS": "ignore"}
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith("WANDB_")]:
+            patch.delenv(name)
+        done = ran(sys.executable, "-c", code, cwd=tmp_path, **env)
+    assert done.code == 0, done.err
     return done
+
+
+@pytest.fixture
+def sinks_of(tmp_path):
+    """sinks_of(total) -> Sinks of so many steps, with `log(k)`, which tells them of step k."""
+
+    def make(total, results=tmp_path / "rows.jsonl", *argv, **how):
+        run = Sinks(results, *argv, total_steps=total, **dict(stream=io.StringIO()) | how)
+        run.log = lambda *steps, **more: [run.step({"step": k, **STEP, **more}) for k in steps]
+        return run
+
+    return make
 
 
 def warnings_of(capsys):
@@ -81,10 +90,9 @@ def test_a_line_that_was_left_unfinished_spoils_no_other(tmp_path):
     assert path.read_text() == '{"k": 1}\n{"k": 2, "lo\n{"k": 3}\n{"k": 4}\n'
 
 
-def test_steps_and_row_go_to_files_that_name_each_other(tmp_path):
-    run = Sinks(tmp_path / "rows.jsonl", total_steps=2, stream=io.StringIO())
-    for k in (1, 2):
-        run.step({"step": k, **STEP, "norm/blocks.0.mlp": 0.5})
+def test_steps_and_row_go_to_files_that_name_each_other(tmp_path, sinks_of):
+    run = sinks_of(2)
+    run.log(1, 2, **{"norm/blocks.0.mlp": 0.5})
     run.row({"outcome": "ok", "loss": 3.21})
     run.close()
     (row,) = rows(tmp_path / "rows.jsonl")
@@ -93,33 +101,33 @@ def test_steps_and_row_go_to_files_that_name_each_other(tmp_path):
     assert steps == [{"step": k, **STEP, "norm/blocks.0.mlp": 0.5} for k in (1, 2)]
 
 
-def test_a_step_is_in_the_file_before_the_next_one_begins(tmp_path):
-    run = Sinks(tmp_path / "rows.jsonl", total_steps=2, stream=io.StringIO())
-    run.step({"step": 1, **STEP})
+def test_a_step_is_in_the_file_before_the_next_one_begins(sinks_of):
+    run = sinks_of(2)
+    run.log(1)
     assert len(rows(run.steps)) == 1  # no close, no flush: a kill loses nothing
 
 
-def test_ranks_other_than_the_first_write_nothing(tmp_path, capsys, monkeypatch):
+def test_ranks_other_than_the_first_write_nothing(tmp_path, capsys, monkeypatch, sinks_of):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    run = Sinks(tmp_path / "rows.jsonl", "online", rank=1, total_steps=1, stream=Terminal())
-    run.step({"step": 1, **STEP})
+    run = sinks_of(1, tmp_path / "rows.jsonl", "online", rank=1)
+    run.log(1)
     run.row({"outcome": "ok"})
     run.close()
     assert not list(tmp_path.iterdir()) and capsys.readouterr() == ("", "") and run.stream.getvalue() == ""
 
 
-def test_without_results_only_the_terminal_is_written(tmp_path, monkeypatch):
+def test_without_results_only_the_terminal_is_written(tmp_path, monkeypatch, sinks_of):
     monkeypatch.chdir(tmp_path)
-    run = Sinks(None, total_steps=1, stream=io.StringIO())
-    run.step({"step": 1, **STEP})
+    run = sinks_of(1, None)
+    run.log(1)
     run.row({"outcome": "ok"})
     run.close()
     assert not list(tmp_path.iterdir()) and "loss 3.2100" in run.stream.getvalue()
 
 
-def test_first_last_and_every_nth_step_are_due_on_every_rank():
+def test_first_last_and_every_nth_step_are_due_on_every_rank(sinks_of):
     for rank in (0, 1):
-        run = Sinks(None, rank=rank, total_steps=25, every=10, stream=io.StringIO())
+        run = sinks_of(25, None, rank=rank, every=10)
         assert [k for k in range(1, 26) if run.due(k)] == [1, 10, 20, 25]
 
 
@@ -149,15 +157,14 @@ def full_disk(monkeypatch, written=0):
 
 
 @pytest.mark.parametrize("written", [0, 5])
-def test_a_full_disk_costs_one_warning_per_file_and_the_row_is_shown(tmp_path, capsys, monkeypatch, written):
-    run = Sinks(tmp_path / "rows.jsonl", total_steps=5, stream=io.StringIO())
-    run.step({"step": 1, **STEP})
+def test_a_full_disk_costs_one_warning_per_file_and_the_row_is_shown(sinks_of, capsys, monkeypatch, written):
+    run = sinks_of(5)
+    run.log(1)
     with monkeypatch.context() as patch:
         full_disk(patch, written)
-        for k in (2, 3, 4):
-            run.step({"step": k, **STEP})
+        run.log(2, 3, 4)
     assert len(warnings_of(capsys)) == 1
-    run.step({"step": 5, **STEP})  # there is room again
+    run.log(5)  # there is room again
     with monkeypatch.context() as patch:
         full_disk(patch)
         run.row({"outcome": "ok", "loss": float("nan")})
@@ -169,41 +176,39 @@ def test_a_full_disk_costs_one_warning_per_file_and_the_row_is_shown(tmp_path, c
     assert [json.loads(line)["step"] for line in whole] == [1, 5]
 
 
-def test_a_folder_that_turns_into_a_file_in_mid_run_costs_one_warning(tmp_path, capsys):
-    run = Sinks(tmp_path / "rows.jsonl", total_steps=4, stream=io.StringIO())
-    run.step({"step": 1, **STEP})
+def test_a_folder_that_turns_into_a_file_in_mid_run_costs_one_warning(tmp_path, capsys, sinks_of):
+    run = sinks_of(4)
+    run.log(1)
     shutil.rmtree(run.steps.parent)
     run.steps.parent.write_text("in the way")
-    for k in (2, 3, 4):
-        run.step({"step": k, **STEP})
+    run.log(2, 3, 4)
     run.row({"outcome": "ok"})
     assert len(warnings_of(capsys)) == 1 and len(rows(tmp_path / "rows.jsonl")) == 1
 
 
-def test_a_folder_that_is_removed_in_mid_run_is_made_again(tmp_path, capsys):
-    run = Sinks(tmp_path / "deep" / "rows.jsonl", total_steps=2, stream=io.StringIO())
-    run.step({"step": 1, **STEP})
+def test_a_folder_that_is_removed_in_mid_run_is_made_again(tmp_path, capsys, sinks_of):
+    run = sinks_of(2, tmp_path / "deep" / "rows.jsonl")
+    run.log(1)
     shutil.rmtree(tmp_path / "deep")
-    run.step({"step": 2, **STEP})
+    run.log(2)
     assert [row["step"] for row in rows(run.steps)] == [2] and not warnings_of(capsys)
 
 
-def test_a_reader_that_leaves_the_pipe_does_not_end_the_run(tmp_path, capsys):
+def test_a_reader_that_leaves_the_pipe_does_not_end_the_run(capsys, sinks_of):
     reader, writer = os.pipe()
     with open(writer, "w") as stream:
-        run = Sinks(tmp_path / "rows.jsonl", total_steps=3, stream=stream)
-        run.step({"step": 1, **STEP})
+        run = sinks_of(3, stream=stream)
+        run.log(1)
         os.close(reader)
-        for k in (2, 3):
-            run.step({"step": k, **STEP})
+        run.log(2, 3)
         run.close()
         stream.flush()  # as Python does at exit: what was buffered must not fail again
     assert len(warnings_of(capsys)) == 1 and len(rows(run.steps)) == 3
 
 
-def test_off_a_terminal_a_step_is_a_line():
-    run = Sinks(None, total_steps=200, stream=io.StringIO())
-    run.step({"step": 7, **STEP})
+def test_off_a_terminal_a_step_is_a_line(sinks_of):
+    run = sinks_of(200, None)
+    run.log(7)
     run.step({"step": 200, "loss": float("nan"), "lr": 0.0, "ms": None})
     run.close()
     assert run.stream.getvalue().splitlines() == [
@@ -216,20 +221,23 @@ def test_neither_torch_nor_wandb_nor_rich_is_imported_unasked(tmp_path):
     code = "import sys\nfrom trainer.logging import Sinks\n"
     code += "s = Sinks('rows.jsonl', total_steps=1)\ns.step({'step': 1})\n"
     code += "s.close()\nprint({'torch', 'wandb', 'rich'} & set(sys.modules))"
-    assert python(code, tmp_path).stdout.splitlines()[-1] == "set()"
+    assert python(code, tmp_path).out.splitlines()[-1] == "set()"
 
 
 def records(path):
     """Those of a W&B log: a header of 7 bytes, then records in blocks of 32 KiB, as LevelDB writes them."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    data, at, part = path.read_bytes(), 7, b""
+    data = path.read_bytes()
+    at = 7
+    part = b""
     while at + 7 <= len(data):
         if (left := 2**15 - at % 2**15) < 7:  # no header fits: the block ends in zeros
             at += left
             continue
         _, size, kind = struct.unpack_from("<IHB", data, at)
-        part, at = part + data[at + 7 : at + 7 + size], at + 7 + size
+        part = part + data[at + 7 : at + 7 + size]
+        at = at + 7 + size
         if kind in (1, 4):  # whole, or the last part
             yield Record.FromString(part)
             part = b""
@@ -239,7 +247,8 @@ def logged(folder):
     """(run, its logged steps as dicts) of every offline W&B run in `folder`."""
     found = []
     for path in sorted(folder.glob("offline-run-*/*.wandb")):
-        run, steps = None, []
+        run = None
+        steps = []
         for record in records(path):
             run = record.run if record.WhichOneof("record_type") == "run" else run
             if record.WhichOneof("record_type") == "history":
@@ -272,7 +281,7 @@ def test_wandb_offline_leaves_a_run_beside_the_rows_without_secrets(tmp_path):
     pytest.importorskip("wandb")
     # the flag overrides WANDB_MODE; a key in the environment is nobody's business
     done = python(OFFLINE, tmp_path, WANDB_MODE="online", WANDB_API_KEY="sesame-4" + "x" * 32, WANDB_SILENT="true")
-    assert "warning: " not in done.stderr, done.stderr
+    assert "warning: " not in done.err, done.err
     (folder,) = (tmp_path / "out" / "wandb").glob("offline-run-*")
     (log,) = folder.glob("*.wandb")
     assert b"width" in log.read_bytes() and len(rows(tmp_path / "out" / "rows.jsonl")) == 1
@@ -296,7 +305,7 @@ def test_wandb_offline_leaves_a_run_beside_the_rows_without_secrets(tmp_path):
         assert b"sesame" not in path.read_bytes(), path
     for word in (sys.executable, str(REPO), f"{tmp_path}/out", os.uname().nodename):  # more in test_privacy.py
         assert not re.search(rb"(?<!\w)%b(?!\w)" % re.escape(word.encode()), log.read_bytes()), word
-    assert "sesame" not in done.stdout + done.stderr
+    assert "sesame" not in done.out + done.err
 
 
 TABLES = """
@@ -312,7 +321,7 @@ log_tables({"depth": rows, "width": rows[:1], "nothing": []}, Path("out/rows.jso
 def test_wandb_tables_hold_every_row_and_no_secret(tmp_path):
     pytest.importorskip("wandb")
     done = python(TABLES, tmp_path, WANDB_SILENT="true", SWEEP_NAME="a cell's")
-    assert "warning: " not in done.stderr, done.stderr
+    assert "warning: " not in done.err, done.err
     ((run, _),) = logged(tmp_path / "out" / "wandb")
     assert (run.display_name, run.run_group, run.job_type, [*run.tags]) == ("a group", "a group", "table", ["tag"])
     (log,) = (tmp_path / "out" / "wandb").glob("offline-run-*/*.wandb")
@@ -335,8 +344,8 @@ def test_wandb_online_without_a_login_or_a_server_is_a_warning(tmp_path):
     pytest.importorskip("wandb")
     code = OFFLINE.replace('"offline"', '"online"')
     done = python(code, tmp_path, WANDB_BASE_URL="http://127.0.0.1:9", WANDB_SILENT="true")
-    warned = [line for line in done.stderr.splitlines() if line.startswith("warning: ")]
-    assert len(warned) == 1 and warned[0].startswith("warning: wandb: "), done.stderr
+    warned = [line for line in done.err.splitlines() if line.startswith("warning: ")]
+    assert len(warned) == 1 and warned[0].startswith("warning: wandb: "), done.err
     assert len(rows(tmp_path / "out" / "rows.jsonl")) == 1
 
 
@@ -347,7 +356,8 @@ class FakeWandb:
         self.breaks, self.logged, self.axes, self.id, self.starting_step = breaks, [], {}, "new", 0
         known = {"init_timeout": 0, "console": ""}
         self.Settings = type("Settings", (), {"model_fields": known, "__init__": FakeWandb.settings})
-        self.summary, self.disabled = SimpleNamespace(update=lambda row: self.do("summary")), False
+        self.summary = SimpleNamespace(update=lambda row: self.do("summary"))
+        self.disabled = False
         self.dir = "wandb/run/files"
 
     def settings(self, **given):

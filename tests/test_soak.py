@@ -17,6 +17,7 @@ import pytest
 import soak
 from forked import Job
 from running import TINY
+from saved import state_of
 
 slow = pytest.mark.slow
 
@@ -45,7 +46,8 @@ def test_a_job_that_torchrun_restarts_ends_as_the_one_that_nobody_killed(tmp_pat
 def trained(tmp_path_factory):
     """trained(steps, every, *parts): a job per part, "RANKS FLAGS", each but the first going on where the one before
     had done `every` steps more. What they trained on and logged, each in its part, and the step saved at the end."""
-    root, flags = tmp_path_factory.mktemp("jobs"), "--data stdlib --log-every 1 --warmup 2 --keep 9".split()
+    root = tmp_path_factory.mktemp("jobs")
+    flags = "--data stdlib --log-every 1 --warmup 2 --keep 9".split()
 
     @functools.cache
     def job(steps: int, every: int, *parts: str) -> Path:
@@ -60,11 +62,12 @@ def trained(tmp_path_factory):
         return folder
 
     def trained(steps: int, every: int, *parts: str) -> SimpleNamespace:
-        losses, samples = {}, {}
+        losses = {}
+        samples = {}
         for i in range(len(parts)):
             folder = job(steps, every, *parts[: i + 1])
             last = folder / f"run/step-{steps:08d}"
-            state = json.loads((last / "train_state.json").read_text())
+            state = state_of(last)
             part = range(every * i, every * (i + 1) if i + 1 < len(parts) else steps)  # in steps, from 0
             losses |= {step: loss for step, loss in soak.losses(folder) if step - 1 in part}
             lines = [json.loads(line) for file in folder.glob("samples/*") for line in file.read_text().splitlines()]
@@ -78,8 +81,10 @@ def trained(tmp_path_factory):
 @pytest.mark.parametrize("compile", [pytest.param(each, marks=slow) for each in ("none", "fwdbwd")])
 def test_ten_steps_are_five_and_five_by_hash_of_parameters_moments_and_losses(compile, trained):
     two = f"2 --compile {compile}"
-    straight, resumed = trained(10, 0, two), trained(10, 5, two, two)
-    tensors, again = soak.hashes(straight.last), soak.hashes(resumed.last)
+    straight = trained(10, 0, two)
+    resumed = trained(10, 5, two, two)
+    tensors = soak.hashes(straight.last)
+    again = soak.hashes(resumed.last)
     moments = {name for name in tensors if re.match(r"[mv]\.|t$", name)}
     found = [{"parameters": digest(sorted((k, v) for k, v in hashes.items() if k not in moments)),
               "moments": digest(sorted((k, v) for k, v in hashes.items() if k in moments)),
@@ -103,7 +108,8 @@ PARTS = {  # global batch 4 or 12
 @pytest.mark.parametrize("name", ["2-1", *(pytest.param(name, marks=slow) for name in PARTS if name != "2-1")])
 def test_on_other_ranks_the_losses_and_samples_are_those_of_the_undisturbed_run(name, trained):
     steps, every, *parts = PARTS[name]
-    alone, changed = trained(steps, 0, parts[0]), trained(steps, every, *parts)
+    alone = trained(steps, 0, parts[0])
+    changed = trained(steps, every, *parts)
     differ = {step: abs(loss - alone.losses[step]) for step, loss in changed.losses.items()}
     print(f"\n{name}: losses within {max(differ.values()):.1e} of the undisturbed run, {len(alone.samples)} samples")
     assert differ.keys() == set(range(1, steps + 1)) and max(differ.values()) <= 1e-5, differ

@@ -4,20 +4,19 @@
 """
 
 import dataclasses
-import json
+import functools
 import re
 import shlex
-from pathlib import Path
 
 import pytest
-from running import one_line, python
+from fixtures import outcome
+from running import ROOT, fails, python, rows_of
 
 from trainer import config as flags
 from trainer.distributed import spelling
 from trainer.distributed.command_line import explain, kinds_of
 from trainer.finetuning import config as finetuning
 
-ROOT = Path(__file__).parents[1]
 FIELDS = {f.name: f.default for group in (flags.Training, flags.System, flags.Output)
           for f in dataclasses.fields(group)}  # fmt: skip
 OWNERS = {known.part.of for known in flags.PARTS.values()}
@@ -107,10 +106,9 @@ BAD = {
 
 
 @pytest.mark.parametrize("text", BAD)
-def test_a_part_that_is_none_is_one_line_with_the_flag_the_part_and_what_there_is(text, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        flags.parse(text.split())
-    assert one_line(capsys.readouterr().err).startswith(f"error: {BAD[text]}")
+def test_a_part_that_is_none_is_one_line_with_the_flag_the_part_and_what_there_is(text, capfd):
+    done = outcome(capfd, lambda: flags.parse(text.split()))
+    fails(done, 2, f"error: {BAD[text]}")
 
 
 def test_in_finetune_blocks_alone_are_computed_again():
@@ -185,10 +183,9 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("text", REFUSED)
-def test_an_old_flag_that_cannot_be_written_now_is_one_line_that_says_why(text, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        flags.parse(text.split())
-    assert one_line(capsys.readouterr().err).startswith(f"error: {REFUSED[text]}")
+def test_an_old_flag_that_cannot_be_written_now_is_one_line_that_says_why(text, capfd):
+    done = outcome(capfd, lambda: flags.parse(text.split()))
+    fails(done, 2, f"error: {REFUSED[text]}")
 
 
 def test_an_old_line_of_finetune_recomputes_blocks():
@@ -198,14 +195,15 @@ def test_an_old_line_of_finetune_recomputes_blocks():
 
 def test_a_note_is_of_rank_0_and_ends_no_run(tmp_path):
     done = python("--chunk", 2048, "--depth", 0, trace=False)
-    assert done.code == 2 and one_line(done.err).startswith("error: --depth 0")  # a wrong line is one line
+    fails(done, 2, "error: --depth 0")  # a wrong line is one line
 
 
 # ----------------------------------------------------------------------------------------------------- rows and cells
 
 
+@functools.cache
 def rows():
-    return [json.loads(line) for path in RESULTS for line in path.read_text().splitlines()]
+    return [row for path in RESULTS for row in rows_of(path)]
 
 
 def test_every_field_of_a_row_of_before_is_one_of_today():
@@ -220,7 +218,8 @@ def test_every_field_of_a_row_of_before_is_one_of_today():
 
 def test_the_setting_of_every_row_of_before_can_be_written_and_read_again():
     """A row -> a command line as it is written today -> the same values; of a part that means nothing its default."""
-    usual, seen = {name: known.usual for name, known in flags.PARTS.items()}, 0
+    usual = {name: known.usual for name, known in flags.PARTS.items()}
+    seen = 0
     for row in rows():
         values = {n: v for n, v in row.get("flags", {}).items() if n in {*flags.PARTS, *OWNERS} and v is not None}
         if "remat" not in values or "model" in row["flags"] or row.get("study") in ("mlp", "estimators"):

@@ -3,7 +3,6 @@
     pytest tests/test_timeline.py        # the last test of the step needs CUDA
 """
 
-import json
 import math
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,9 +11,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from running import on_gpu, resolved
 
-import main
-from trainer import config as flags
 from trainer import parallelize
 from trainer.distributed import simulated_world
 from trainer.distributed.launch import connect
@@ -58,7 +56,8 @@ def test_three_peaks_highest_first_each_with_its_moment_and_pieces():
     t = timeline(
         (1, 50, "a"), (2, 20, "b"), (2, -20, "c"), (3, 30, "d"), (3, -30, "e"), (4, 60, "f"), (4, -60, "g"),
         (5, 10, "h"), (5, -10, "i"), (1, -50, "j"),
-        base={PARAMETERS: 100, MOMENTS: 200}, marks=[(0, "fwd"), (4, "bwd"), (7, "step")],
+        base={PARAMETERS: 100, MOMENTS: 200},
+        marks=[(0, "fwd"), (4, "bwd"), (7, "step")],
     )  # fmt: skip
     assert [(p.nbytes, p.moment) for p in t.peaks()] == [(410, "bwd, f"), (380, "fwd, d"), (370, "fwd, b")]
     fixed = dict.fromkeys(PIECES, 0) | {PARAMETERS: 100, MOMENTS: 200, SAVED: 50}
@@ -94,9 +93,8 @@ def test_an_address_given_out_twice_was_freed_unseen():
 
 def test_saved_is_what_is_alive_when_its_own_backward_begins():
     marks = [(0, "fwd"), (3, "bwd"), (5, "fwd"), (7, "bwd"), (9, "step")]
-    t = timeline(
-        (1, 8), (2, 8), (2, -8), (3, 8), (1, -8), (4, 8), (3, -8), (5, 8), (5, -8), (4, -8), marks=marks,
-    )  # fmt: skip
+    story = (1, 8), (2, 8), (2, -8), (3, 8), (1, -8), (4, 8), (3, -8), (5, 8), (5, -8), (4, -8)
+    t = timeline(*story, marks=marks)
     assert [b.piece for b in t.blocks] == [SAVED, WORKSPACE, WORKSPACE, SAVED, WORKSPACE]
     assert {b.piece for b in timeline((1, 8), (2, 8), (2, -8), (1, -8)).blocks} == {WORKSPACE}  # phases not known
 
@@ -105,9 +103,13 @@ def test_what_an_op_says_comes_before_lifetime_and_size():
     sizes = Sizes((("[B,T,V]", 8, "fp32"), ("[V,D]", 8, "fp32")), vocab=4)
     marks = [(0, "fwd"), (9, "bwd")]
     reads = dict(
-        none=(LOGITS, ()), right=(LOGITS, ("", "", (2, 4), "fp32")), other=(SAVED, ("", "", (8, 1), "fp32")),
-        half=(SAVED, ("", "", (4, 4), "bf16")), weight=(WEIGHTS, ("", WEIGHTS)), norm=(LOGITS, ("", GRADIENTS)),
-    )  # fmt: skip
+        none=(LOGITS, ()),
+        right=(LOGITS, ("", "", (2, 4), "fp32")),
+        other=(SAVED, ("", "", (8, 1), "fp32")),
+        half=(SAVED, ("", "", (4, 4), "bf16")),
+        weight=(WEIGHTS, ("", WEIGHTS)),
+        norm=(LOGITS, ("", GRADIENTS)),
+    )
     for name, (piece, said) in reads.items():
         t = timeline((1, 32), (1, 0, *said), *[(2, 1), (2, -1)] * 4, marks=marks, sizes=sizes)
         assert t.blocks[0].piece == piece, name
@@ -122,7 +124,8 @@ def test_names_by_size_are_exact_on_a_cpu_and_rounded_up_on_cuda():
     for rounded, fit in ((False, [0]), (True, [0, 511])):
         sizes = Sizes(names, rounded=rounded)
         assert [n for n in (-1, 0, 511, 512) if sizes.fit(400 + n, 100, "fp32")] == fit
-    assert sizes.fit(5 * MIB, MIB, "fp32") and not sizes.fit(5 * MIB + 512, MIB, "fp32")
+    assert sizes.fit(5 * MIB, MIB, "fp32")
+    assert not sizes.fit(5 * MIB + 512, MIB, "fp32")
     assert not sizes.fit(400, 100, "int64")
 
 
@@ -132,7 +135,7 @@ def test_names_by_size_are_exact_on_a_cpu_and_rounded_up_on_cuda():
 @contextmanager
 def ready(extra="", steps=1, device="cpu"):
     """(config, step, batch) of the small model, after `steps` steps."""
-    c = flags.resolve(flags.parse([*SMALL.split(), "--device", device, *extra.split()]), device, 1)
+    c = resolved(f"{SMALL} --device {device} {extra}", device=device)
     try:
         device = connect(c, 0, 0, 1)
         step = build(c, device, c.world or 1)
@@ -179,10 +182,12 @@ def test_an_eager_step_to_the_byte():
     assert t.base[PARAMETERS] == 4 * count and t.base[MOMENTS] == 8 * count  # 12 bytes per parameter
     assert t.base[GRADIENTS] == 0 and t.unknown == []
     highest = t.peaks()[0]
-    assert highest.pieces[LOGITS] == 3 * logits and highest.moment.startswith("bwd, aten::_log_softmax_backward_data")
+    assert highest.pieces[LOGITS] == 3 * logits
+    assert highest.moment.startswith("bwd, aten::_log_softmax_backward_data")
     assert at(t, "bwd")[LOGITS] == logits  # the log-probabilities
     update = at(t, "step")
-    assert update[GRADIENTS] == 4 * count and update[LOGITS] == update[WEIGHTS] == 0
+    assert update[GRADIENTS] == 4 * count
+    assert update[LOGITS] == update[WEIGHTS] == 0
     assert 0 < update[SAVED] <= 16, "the loss and the labels' share"
     left = t.levels()[-1] - sum(t.base.values())
     assert 0 < left <= 16, "the loss, the norm and whether it was bad outlive the step"
@@ -212,7 +217,8 @@ def test_casts_on_one_rank_count_as_weights():
 def test_activations_of_a_parameters_shape_are_no_weights():
     """B T = V: the head's input, [V, D], is the second factor of the product that makes the head's gradient."""
     _, t, _, _ = watched(f"--compile none --batch {V // 32}")
-    assert any(b.shape == (V, D) for b in t.blocks) and not any(b.piece == WEIGHTS for b in t.blocks)
+    assert any(b.shape == (V, D) for b in t.blocks)
+    assert not any(b.piece == WEIGHTS for b in t.blocks)
 
 
 def test_whole_gradients_of_the_last_reduction_are_gradients():
@@ -247,62 +253,42 @@ def test_compiled_code_is_seen_and_not_compiled_again(monkeypatch, depth):
     assert [name for _, name in t.marks] == ["fwd", "bwd", "step"]
     assert at(t, "step")[GRADIENTS] == 4 * count / 2 + 4  # and the loss, which is reduced
     saved = at(t, "bwd")
-    assert 15 * depth <= saved[SAVED] / (2 * BT * D) <= 15.2 * depth + 2.5 and saved[LOGITS] == 2 * BT * V
+    assert 15 * depth <= saved[SAVED] / (2 * BT * D) <= 15.2 * depth + 2.5
+    assert saved[LOGITS] == 2 * BT * V
     whole = [b for b in t.blocks if b.piece == WEIGHTS and "in compiled code" in b.where]
     assert sum(b.nbytes for b in whole) >= 2 * count
     assert any("in compiled backward" in b.where for b in t.blocks)
     assert t.levels()[-1] - sum(t.base.values()) <= 16
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@on_gpu
 @pytest.mark.parametrize("mode", ["none", "fwdbwd"])
 def test_on_cuda_the_highest_peak_is_that_of_the_allocator(mode):
     with ready(f"--compile {mode} --param-dtype bf16 --batch 64", steps=2, device="cuda") as (c, step, batch):
         _, t, _ = watch(c, step, *batch)
         assert t.peaks()[0].nbytes == torch.cuda.max_memory_allocated()
-    assert at(t, "bwd")[SAVED] > 15 * 2 * 64 * 32 * D and at(t, "bwd")[LOGITS] > 0
+    assert at(t, "bwd")[SAVED] > 15 * 2 * 64 * 32 * D
+    assert at(t, "bwd")[LOGITS] > 0
 
 
 # ------------------------------------------------------------------------------------------------------------ main.py
 
 
-def run(capfd, tmp_path, *argv):
-    """Exit code, output, errors and row of main.py on one rank in this process."""
-    rows = tmp_path / "results.jsonl"
-    argv = [*SMALL.split(), "--device", "cpu", "--compile", "none", "--results", str(rows), *argv]
-    try:
-        code = main.main(flags.parse(argv), 0, 0, 1)
-    except SystemExit as e:
-        code = e.code
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    out, err = capfd.readouterr()
-    return code, out, err, json.loads(rows.read_text()) if rows.exists() and rows.read_text() else None
-
-
 @pytest.mark.parametrize(("steps", "counted"), [(6, 2), (2, 0)])
-def test_main_explains_one_step_that_no_statistic_covers(capfd, tmp_path, steps, counted):
-    code, out, _, row = run(capfd, tmp_path, "--steps", str(steps), "--profile", "memory", "--batch", "64")
-    assert code == 0 and row["n"] == counted and row["flags"]["explain_memory"] is True
-    text = out.splitlines()
+def test_main_explains_one_step_that_no_statistic_covers(train, steps, counted):
+    done = train(*SMALL.split(), "--steps", steps, "--profile", "memory", "--batch", 64)
+    assert done.code == 0 and done.row["n"] == counted and done.row["flags"]["explain_memory"] is True
+    text = done.out.splitlines()
     start = next(i for i, line in enumerate(text) if line.startswith(f"peaks of memory in step {min(4, steps)}, MiB"))
-    assert text[start + 1].split()[0] == "1." and "bwd, aten::_log_softmax_backward_data" in text[start + 1]
+    assert text[start + 1].split()[0] == "1."
+    assert "bwd, aten::_log_softmax_backward_data" in text[start + 1]
     assert "        12.0  logits" in "\n".join(text[start : start + 8])  # 3 x [64, 32, 512] fp32
     assert sum(line.startswith(f"{n}. ") for n in (1, 2, 3) for line in text) == 3
     assert sum(" x " in line and " -> " in line for line in text) == 10
-    assert "[B,T,V] fp32; logits; fwd, aten::cross_entropy_loss" in out
+    assert "[B,T,V] fp32; logits; fwd, aten::cross_entropy_loss" in done.out
 
 
-def test_without_the_flag_nothing_is_watched(capfd, tmp_path):
+def test_without_the_flag_nothing_is_watched(train):
     with mock.patch("trainer.measuring.timeline.watch", side_effect=AssertionError):
-        code, out, _, _ = run(capfd, tmp_path, "--steps", "2")
-    assert code == 0 and "peaks of memory" not in out
-
-
-def test_one_profiler_at_a_time(capfd, tmp_path):
-    code, out, err, row = run(capfd, tmp_path, "--explain-memory", "--profile", "p")
-    assert (code, out, row) == (2, "", None)
-    assert err.splitlines() == [
-        "error: --explain-memory: is written --profile memory now, this is --profile p"
-    ]
+        done = train("--steps", 2)
+    assert done.code == 0 and "peaks of memory" not in done.out

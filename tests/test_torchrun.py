@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from harness import free_port
-from running import ROOT, TINY, TORCHRUN, one_line, read
+from running import ROOT, TINY, TORCHRUN, fails, ran, read
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from trainer.distributed import torchrun
@@ -34,10 +34,21 @@ def start(*flags, ranks=2, program=OURS, **how):
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **how)
 
 
+def trains(folder, results="rows", **how):
+    """A run that ends only when it is ended, after its first step."""
+    run = start(*TINY, *f"--steps 400000 --log-every 1 --save {folder}/run --results {folder}/{results}".split(), **how)
+    wait_for_step(run)
+    return run
+
+
+def said(run):
+    """What a run that is ending says on stderr."""
+    return run.communicate(timeout=200)[1]
+
+
 def test_a_rank_that_refuses_is_named_and_gives_its_exit_code(tmp_path):
     run = start(*TINY, "--data", "nothing")
-    out, err = run.communicate(timeout=200)
-    ours, last = err.splitlines()
+    ours, last = said(run).splitlines()
     assert run.returncode == 2 and ours.startswith("error: --data nothing: expected one of ")
     assert re.fullmatch(r"torchrun: rank 0, process \d+, ended with exit code 2, the first of this host to fail", last)
 
@@ -46,13 +57,12 @@ def test_a_rank_that_refuses_is_named_and_gives_its_exit_code(tmp_path):
     ("--width 33", "error: --width 33: must be a multiple of --head-dim 16"),
     ("--init no.pt", "error: rank 0: failed: no.pt: No such file or directory"),
 ])  # fmt: skip
-def test_the_last_lines_of_torchs_own_torchrun_say_what_was_wrong(argv, message, tmp_path, train, monkeypatch):
+def test_the_last_lines_of_torchs_own_torchrun_say_what_was_wrong(argv, message, tmp_path, train):
     """They are made of the file that this rank leaves, also when the run had begun."""
     file = tmp_path / "error.json"
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
-    done = train(*argv.split())
+    done = train(*argv.split(), TORCHELASTIC_ERROR_FILE=str(file))
     failure = ProcessFailure(0, os.getpid(), done.code, str(file))
-    assert done.code > 0 and one_line(done.err).startswith(message)
+    assert done.code > 0 and fails(done, done.code).startswith(message)
     assert f"traceback : {done.err}" in str(ChildFailedError("main.py", {0: failure}))
 
 
@@ -61,17 +71,15 @@ def test_the_last_lines_of_torchs_own_torchrun_say_what_was_wrong(argv, message,
     ("2", "--effective-batch 9", "--effective-batch 9: must be 4 ranks x --batch 8 x a whole number (--grad-accum 1)"),
 ])  # fmt: skip
 def test_flags_that_do_not_fit_together_are_one_line_before_torchrun_starts(nodes, argv, message):
-    env = ENV | dict(PYTHON=sys.executable, NO_INSTALL="1", NNODES=nodes, NPROC="2", CUDA_VISIBLE_DEVICES="")
-    command = [ROOT / "launch.sh", "run", "--device", "cpu", *argv.split()]
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert (done.returncode, done.stdout, one_line(done.stderr)) == (2, "", f"error: {message}")
+    env = dict(PYTHON=sys.executable, NO_INSTALL="1", NNODES=nodes, NPROC="2", CUDA_VISIBLE_DEVICES="")
+    done = ran(ROOT / "launch.sh", "run", "--device", "cpu", *argv.split(), cwd=None, **env)
+    assert fails(done, 2) == f"error: {message}" and done.out == ""
 
 
 @pytest.mark.slow
 def test_a_first_host_that_nobody_knows_is_one_line():
-    command = [sys.executable, "-m", *OURS, "--nnodes", "2", "--master-addr", "no-such-host.invalid", "main.py"]
-    done = subprocess.run(command, env=ENV, cwd=ROOT, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 2 and one_line(done.stderr).startswith("error: MASTER_ADDR no-such-host.invalid: ")
+    done = ran(sys.executable, "-m", *OURS, "--nnodes", 2, "--master-addr", "no-such-host.invalid", "main.py")
+    fails(done, 2, "error: MASTER_ADDR no-such-host.invalid: ")
 
 
 @pytest.mark.parametrize(("codes", "first"), [({0: 7, 1: 1}, 1), ({0: 7, 1: 7}, 0), ({0: -15, 1: -9, 2: 7}, 1)])
@@ -94,24 +102,21 @@ def test_the_exit_code_is_that_of_the_rank_that_the_others_followed(codes, first
 @pytest.mark.slow
 def test_ctrl_c_and_a_killed_rank(tmp_path):
     """Ctrl-C goes to all processes of a terminal's foreground group: here to torchrun's, in which no rank is."""
-    flags = [*TINY, "--steps", "4000", "--log-every", "1", "--save", f"{tmp_path}/run", "--results", f"{tmp_path}/rows"]
-    run = start(*flags)
-    wait_for_step(run)
+    run = trains(tmp_path)
     servers = servers_of(run)
     for server in servers:
         os.kill(server, signal.SIGTERM)  # as SLURM does to every process
     wait_for_step(run)
     assert len(servers) > 1 and servers_of(run) == servers
     os.killpg(run.pid, signal.SIGINT)
-    out, err = run.communicate(timeout=200)
+    err = said(run)
     assert run.returncode == 130 and "Traceback" not in err, err
     row, _ = read(tmp_path / "rows")
     assert row["outcome"] == "stopped: SIGINT" and row["world"] == 2 and [*(tmp_path / "run").glob("step-*")]
-    run = start(*flags)  # resumes
-    wait_for_step(run)
+    run = trains(tmp_path)  # resumes
     killed = ranks_of(run)[-1]
     os.kill(killed, signal.SIGKILL)
-    out, err = run.communicate(timeout=200)
+    err = said(run)
     first = re.findall(r"^torchrun: rank \d, process (\d+), (.*), the first of this host to fail(?:; .*)?$", err, re.M)
     assert first == [(str(killed), "was ended by SIGKILL")] and run.returncode == 137 and "Traceback" not in err, err
 
@@ -128,7 +133,8 @@ def test_ranks_that_run_other_code_do_not_begin(tmp_path):
     env = ENV | dict(WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
     runs = []
     for rank, root in enumerate((ROOT, other)):
-        own, command = env | {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}"}, [sys.executable, root / "main.py", *TINY]
+        own = env | {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}"}
+        command = [sys.executable, root / "main.py", *TINY]
         how = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=tmp_path, text=True)
         runs.append(subprocess.Popen(command, env=own, **how))
     told = [run.communicate(timeout=200)[0] for run in runs]
@@ -141,11 +147,9 @@ def test_ranks_that_run_other_code_do_not_begin(tmp_path):
 @pytest.mark.parametrize("program", [OURS, TORCHS])
 def test_a_terminal_that_closes_stops_the_ranks_after_saving_and_nohup_keeps_them(program, kind, tmp_path):
     """The signal goes to every process of the session, and torchrun passes it on."""
-    flags = [*TINY, "--steps", "400000", "--log-every", "1", "--save", f"{tmp_path}/run", "--results"]
-    run = start(*flags, f"{tmp_path}/rows", program=program)
-    wait_for_step(run)
+    run = trains(tmp_path, program=program)
     os.killpg(run.pid, kind)
-    _, err = run.communicate(timeout=200)
+    err = said(run)
     row, steps = read(tmp_path / "rows")
     assert row["outcome"] == f"stopped: {kind.name}" and f"stopped by {kind.name} after step" in err
     assert [*(tmp_path / "run").glob(f"step-{steps[-1]['step']:08d}")], err
@@ -153,25 +157,22 @@ def test_a_terminal_that_closes_stops_the_ranks_after_saving_and_nohup_keeps_the
         assert run.returncode == 128 + kind
     if kind == signal.SIGHUP:
         ignore = lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)  # noqa: E731
-        run = start(*flags, f"{tmp_path}/more", program=program, preexec_fn=ignore)
-        wait_for_step(run)
+        run = trains(tmp_path, "more", program=program, preexec_fn=ignore)
         os.killpg(run.pid, kind)
         if program is OURS:
             for _ in range(20):
                 wait_for_step(run)
             os.kill(run.pid, signal.SIGTERM)
-        run.communicate(timeout=200)
+        said(run)
         row, _ = read(tmp_path / "more")
         assert row["outcome"] == f"stopped: {'SIGTERM' if program is OURS else 'SIGHUP'}"
 
 
 def test_ctrl_c_is_two_quiet_lines_and_no_error(tmp_path):
     """It goes to torchrun alone, which passes it on; torch's torchrun would warn of it."""
-    flags = [*TINY, "--steps", "400000", "--log-every", "1", "--save", f"{tmp_path}/run", "--results"]
-    run = start(*flags, f"{tmp_path}/rows")
-    wait_for_step(run)
+    run = trains(tmp_path)
     os.kill(run.pid, signal.SIGINT)
-    _, err = run.communicate(timeout=200)
+    err = said(run)
     step = read(tmp_path / "rows")[1][-1]["step"]
     assert run.returncode == 130 and err.splitlines() == [
         "Ctrl-C: stopping after this step; again: at once",
@@ -182,26 +183,22 @@ def test_ctrl_c_is_two_quiet_lines_and_no_error(tmp_path):
 @pytest.mark.parametrize("program", [OURS, pytest.param(OURS[:1], marks=pytest.mark.slow)])
 def test_told_to_end_the_exit_code_is_that_of_a_last_save_that_fails(program, tmp_path):
     """Torchrun itself knows no more than that it has passed a signal on."""
-    flags = [*TINY, "--steps", "400000", "--log-every", "1", "--save", f"{tmp_path}/run", "--results"]
-    run = start(*flags, f"{tmp_path}/rows", program=program)
-    wait_for_step(run)
+    run = trains(tmp_path, program=program)
     (tmp_path / "run").rename(tmp_path / "away")
     os.kill(run.pid, signal.SIGTERM)
-    _, err = run.communicate(timeout=200)
-    first, last = err.splitlines()
-    assert first.startswith(f"error: rank 0: failed: {tmp_path}/run/"), err
+    first, last = said(run).splitlines()
+    assert first.startswith(f"error: rank 0: failed: {tmp_path}/run/"), first
     assert re.fullmatch(r"torchrun: rank [01], process \d+, ended with exit code 4 after SIGTERM", last)
     assert run.returncode == 4
 
 
 @pytest.mark.slow
 def test_told_to_end_a_rank_that_has_not_saved_after_30_s_is_named(tmp_path):
-    run = start(*TINY, "--steps", "400000", "--log-every", "1", "--results", f"{tmp_path}/rows")
-    wait_for_step(run)
+    run = trains(tmp_path)
     stopped = ranks_of(run)[-1]
     os.kill(stopped, signal.SIGSTOP)
     os.kill(run.pid, signal.SIGTERM)
-    _, err = run.communicate(timeout=200)
+    err = said(run)
     assert "error: SIGTERM came, and nothing moves since: no answer from rank" in err, err
     told = r"torchrun: rank \d, process (\d+), was ended by SIGKILL after SIGTERM; torchrun does so 30 s after it: "
     assert re.match(told, err.splitlines()[-1])[1] == str(stopped) and run.returncode == 137
@@ -213,7 +210,7 @@ def test_ctrl_c_while_torchrun_starts_has_no_traceback(seconds):
     assert run.stdout.readline() == "starting torchrun\n"
     time.sleep(seconds)
     os.killpg(run.pid, signal.SIGINT)  # as a terminal does
-    _, err = run.communicate(timeout=100)  # until the process that forks has closed its end
+    err = said(run)  # until the process that forks has closed its end
     assert "Traceback" not in err and run.returncode in (-signal.SIGINT, 130), err  # 130: the ranks were there already
 
 
@@ -221,11 +218,9 @@ def test_ctrl_c_while_torchrun_starts_has_no_traceback(seconds):
 @pytest.mark.parametrize("program", [OURS, TORCHS])
 def test_ranks_whose_launcher_is_killed_stop_after_saving(program, tmp_path):
     """As by the kernel when memory runs out: nobody else would ever end them."""
-    flags = [*TINY, "--steps", "400000", "--log-every", "1", "--save", f"{tmp_path}/run", "--results"]
-    run = start(*flags, f"{tmp_path}/rows", program=program)
-    wait_for_step(run)
+    run = trains(tmp_path, program=program)
     os.kill(run.pid, signal.SIGKILL)
-    _, err = run.communicate(timeout=100)  # until the last rank has closed its end
+    err = said(run)  # until the last rank has closed its end
     row, steps = read(tmp_path / "rows")
     assert row["outcome"] == "stopped: SIGTERM" and err.count("torchrun is gone") == 1, err
     assert [*(tmp_path / "run").glob(f"step-{steps[-1]['step']:08d}")], err
@@ -234,13 +229,11 @@ def test_ranks_whose_launcher_is_killed_stop_after_saving(program, tmp_path):
 @pytest.mark.slow
 def test_ranks_whose_forking_process_is_killed_stop_after_saving(tmp_path):
     """As by the kernel when memory runs out; nobody but the launcher knows."""
-    flags = [*TINY, "--steps", "400000", "--log-every", "1", "--save", f"{tmp_path}/run"]
-    run = start(*flags, "--results", f"{tmp_path}/rows")
-    wait_for_step(run)
+    run = trains(tmp_path)
     ranks = ranks_of(run)
     (server,) = {parent for pid, parent, _ in table() if pid in ranks}
     os.kill(server, signal.SIGKILL)
-    _, err = run.communicate(timeout=200)
+    err = said(run)
     assert run.returncode == 255 and "as when the process that has forked the ranks is killed; the kernel" in err, err
     until = time.monotonic() + 60
     while {pid for pid, *_ in table()} & {*ranks} and time.monotonic() < until:

@@ -25,9 +25,11 @@ def nested(path, number):
     events = json.loads(gzip.open(path).read())["traceEvents"]
     events = [e for e in events if e.get("ph") == "X" and e.get("cat") == "user_annotation"]
     events = [e for e in events if not e["name"].startswith("DistributedDataParallel")]
+    assert {e["name"] for e in events if e["name"].startswith("step ")} == {"step 3", "step 4", "step 5"}
     events.sort(key=lambda e: (e["ts"], -e["dur"]))
     (step,) = (e for e in events if e["name"] == f"step {number}")
-    found, open_ = [], []
+    found = []
+    open_ = []
     for e in events:  # gloo's own thread has ranges too, which nest in nothing
         if e["tid"] == step["tid"] and step["ts"] < e["ts"] < step["ts"] + step["dur"]:
             open_ = [each for each in open_ if e["ts"] + e["dur"] <= each["ts"] + each["dur"]]
@@ -46,7 +48,9 @@ def traced(train, tmp_path):
         assert done.code == 0 and done.row["n"] == 3, done.err  # neither warm-up nor what is profiled is timed
         assert (GraphLowering.compile_to_module, simple_fsdp._all_gather, simple_fsdp._reduce) == PLAIN
         assert timing.TAG not in torch.compiler.config.cache_key_tag
-        return nested(tmp_path / "traces/rank0.trace.json.gz", 5)
+        trace = tmp_path / "traces/rank0.trace.json.gz"
+        assert str(trace) in done.out and "memory snapshot: it needs CUDA" in done.out
+        return nested(trace, 5)
 
     return run
 
@@ -94,7 +98,9 @@ def test_other_eager_steps_are_named_too(traced, argv):
 
 
 def test_only_profiled_steps_have_ranges_and_none_is_left(train, tmp_path, monkeypatch):
-    seen, steps, call = [], [], timing.Track.to
+    seen = []
+    steps = []
+    call = timing.Track.to
     monkeypatch.setattr(timing.Track, "to", lambda track, *args: (seen.append(len(steps)), call(track, *args))[1])
     plain = timing.StepTimer.step
     counted = lambda timer, excluded: (steps.append(excluded), plain(timer, excluded))[1]  # noqa: E731

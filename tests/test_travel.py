@@ -61,7 +61,8 @@ def folder(tmp_path_factory):
 
 def trained(folder, *kinds, world=2):
     """{kind: losses} of each rank. Both see the same tokens, so they are those of one process."""
-    port, keep = free_port(), ("PATH", "HOME", "TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_VEC_ISA_OK")
+    port = free_port()
+    keep = ("PATH", "HOME", "TMPDIR", "TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_VEC_ISA_OK")
     ranks = []
     for rank in range(world):
         env = {name: os.environ[name] for name in keep if name in os.environ} | dict(OMP_NUM_THREADS="1")

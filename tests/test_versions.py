@@ -53,13 +53,18 @@ def command(monkeypatch, tmp_path):
     return call
 
 
+@pytest.fixture
+def installed(monkeypatch):
+    """Each version is this one."""
+    monkeypatch.setattr(versions, "interpreter", lambda version, pinned: Path(sys.executable))
+
+
 def only_row(folder: Path) -> dict:
     (row,) = rows_of(folder / "rows.jsonl")
     return row
 
 
-def test_outcomes_are_counted_named_and_given_a_reason(command, monkeypatch, tmp_path, capfd):
-    monkeypatch.setattr(versions, "interpreter", lambda version, pinned: Path(sys.executable))
+def test_outcomes_are_counted_named_and_given_a_reason(command, installed, tmp_path, capfd):
     assert command("2.14.1") == 1
     row = only_row(tmp_path)
     assert (row["passed"], row["failed"], row["skipped"]) == (1, 1, 1)
@@ -69,8 +74,7 @@ def test_outcomes_are_counted_named_and_given_a_reason(command, monkeypatch, tmp
     assert "tests.test_three::test_fails; needs a moon: 1" in capfd.readouterr().out.splitlines()[-1]
 
 
-def test_a_part_that_has_passed_at_a_commit_is_not_run_again(command, monkeypatch, tmp_path):
-    monkeypatch.setattr(versions, "interpreter", lambda version, pinned: Path(sys.executable))
+def test_a_part_that_has_passed_at_a_commit_is_not_run_again(command, installed, monkeypatch, tmp_path):
     ran = []
     run = versions.run
     monkeypatch.setattr(versions, "run", lambda *args: ran.append(args) or run(*args))
@@ -82,8 +86,7 @@ def test_a_part_that_has_passed_at_a_commit_is_not_run_again(command, monkeypatc
     assert [row["passed"] for row in rows_of(tmp_path / "rows.jsonl")] == [1, 2, 2]
 
 
-def test_a_part_that_is_out_of_time_has_failed(command, monkeypatch, tmp_path):
-    monkeypatch.setattr(versions, "interpreter", lambda version, pinned: Path(sys.executable))
+def test_a_part_that_is_out_of_time_has_failed(command, installed, tmp_path):
     assert command("2.14.1", "--limit", "0") == 1
     row = only_row(tmp_path)
     assert (row["passed"], row["failed"]) == (0, 1)

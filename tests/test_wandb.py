@@ -5,7 +5,6 @@
 
 import io
 import itertools
-import json
 import os
 import shutil
 import signal
@@ -16,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 from running import ROOT, TINY, rows_of
+from saved import state_of
 from test_sinks import STEP, FakeWandb, logged, warnings_of
 
 from lab.report.__main__ import main as report
@@ -26,15 +26,26 @@ pytestmark = pytest.mark.usefixtures("isolated")
 
 
 @pytest.fixture
-def wandb(monkeypatch):
-    fake = FakeWandb(None)
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    return fake
+def broken(monkeypatch):
+    """broken(where): a W&B that breaks there, or nowhere."""
+
+    def make(breaks):
+        fake = FakeWandb(breaks)
+        fake.disabled = breaks == "disabled"  # what a login that timed out leaves
+        monkeypatch.setitem(sys.modules, "wandb", None if breaks == "import" else fake)
+        return fake
+
+    return make
+
+
+@pytest.fixture
+def wandb(broken):
+    return broken(None)
 
 
 def told(step):
     """The id in W&B that a saved step holds, or None."""
-    return json.loads((step / "train_state.json").read_text()).get("wandb")
+    return state_of(step).get("wandb")
 
 
 def test_a_resumed_run_goes_on_in_the_same_run_of_wandb(train, wandb, tmp_path, monkeypatch):
@@ -53,7 +64,7 @@ def test_a_resumed_run_goes_on_in_the_same_run_of_wandb(train, wandb, tmp_path, 
     wandb.logged, wandb.starting_step = [], 6  # W&B has five steps: the run was killed after its last save
     again = train(*saving, "--steps", 7)
     assert again.code == 0 and (wandb.named["id"], wandb.named["resume"]) == ("new", "allow")
-    assert [step for step, _ in wandb.logged] == [6, 7] and [s["step"] for s in again.steps] == [4, 5, 6, 7]
+    assert [step for step, _ in wandb.logged] == [6, 7] and again.logged == [4, 5, 6, 7]
     assert told(tmp_path / "a/step-00000007") == "new"
 
 
@@ -76,10 +87,10 @@ def test_wandb_that_fails_on_resume_costs_a_warning_and_the_id_is_kept(train, wa
     assert done.code == 0 and done.err.count("warning: wandb: ") == 1 and told(tmp_path / "a/step-00000003") == "new"
 
 
-def test_the_id_that_an_agent_gives_goes_before_that_of_the_checkpoint(train, wandb, tmp_path, monkeypatch):
-    assert train("--save", tmp_path / "a", "--wandb", "online", "--steps", 2).code == 0
-    monkeypatch.setenv("WANDB_RUN_ID", "agents")
-    assert train("--save", tmp_path / "a", "--wandb", "online", "--steps", 3).code == 0 and "id" not in wandb.named
+def test_the_id_that_an_agent_gives_goes_before_that_of_the_checkpoint(train, wandb, tmp_path):
+    argv = "--save", tmp_path / "a", "--wandb", "online", "--steps"
+    assert train(*argv, 2).code == 0
+    assert train(*argv, 3, WANDB_RUN_ID="agents").code == 0 and "id" not in wandb.named
 
 
 def sweep_yaml():
@@ -108,15 +119,18 @@ def test_every_value_of_the_sweep_is_a_flag_of_main():
 
 
 @pytest.mark.slow
-def test_what_the_agent_starts_trains_and_leaves_what_it_waits_for(tmp_path, monkeypatch):
-    sweep, module = sweep_yaml(), pytest.importorskip("wandb.wandb_agent")
+def test_what_the_agent_starts_trains_and_leaves_what_it_waits_for(tmp_path, environ):
+    sweep = sweep_yaml()
+    module = pytest.importorskip("wandb.wandb_agent")
     told = dict(WANDB_RUN_ID="", WANDB_SWEEP_PARAM_PATH="")  # the agent sets them
     told |= dict(WANDB_SWEEP_ID="s1", WANDB_SILENT="true", HOME=str(tmp_path))
     path = os.pathsep.join((os.path.dirname(sys.executable), os.environ["PATH"]))
-    for name, value in dict(told, PATH=path, OMP_NUM_THREADS="1").items():
-        monkeypatch.setenv(name, value)
+    environ(**told, PATH=path, OMP_NUM_THREADS="1")
     agent = object.__new__(module.Agent)  # W&B's own, without the server that would tell it what to run
-    agent._in_jupyter, agent._function, agent._forward_signals, agent._run_processes = False, None, False, {}
+    agent._in_jupyter = False
+    agent._function = None
+    agent._forward_signals = False
+    agent._run_processes = {}
     agent._sweep_command = [{"--wandb=online": "--wandb=offline"}.get(word, word) for word in sweep["command"]]
     agent._sweep_command += [*TINY, "--eval-every=3"]
     values = dict(lr=dict(value=0.001), seed=dict(value=1))
@@ -139,10 +153,8 @@ def test_the_report_gives_its_tables_and_figures_to_wandb(tmp_path, wandb, capsy
 
 @pytest.mark.parametrize("breaks", ["import", "setup", "init", "disabled", "define_metric", "log", "summary", "finish",
                                     None])  # fmt: skip
-def test_wandb_that_breaks_anywhere_warns_once_and_the_run_goes_on(tmp_path, capsys, monkeypatch, breaks):
-    fake = FakeWandb(breaks)
-    fake.disabled = breaks == "disabled"  # what a login that timed out leaves
-    monkeypatch.setitem(sys.modules, "wandb", None if breaks == "import" else fake)
+def test_wandb_that_breaks_anywhere_warns_once_and_the_run_goes_on(tmp_path, capsys, broken, breaks):
+    fake = broken(breaks)
     run = Sinks(tmp_path / "rows.jsonl", "online", total_steps=3, stream=io.StringIO())
     for k in (1, 2, 3):
         run.step({"step": k, **STEP})
@@ -159,11 +171,8 @@ def test_wandb_that_breaks_anywhere_warns_once_and_the_run_goes_on(tmp_path, cap
 
 @pytest.mark.parametrize("breaks", ["import", "init", "disabled", "Table", "log", "Artifact", "log_artifact", "finish",
                                     None])  # fmt: skip
-def test_wandb_tables_that_break_anywhere_warn_once(tmp_path, capsys, monkeypatch, breaks):
-    fake = FakeWandb(breaks)
-    fake.disabled = breaks == "disabled"
-    monkeypatch.setitem(sys.modules, "wandb", None if breaks == "import" else fake)
-    monkeypatch.chdir(tmp_path)
+def test_wandb_tables_that_break_anywhere_warn_once(tmp_path, capsys, broken, breaks):
+    fake = broken(breaks)
     tables = {"a": [{"k": 1}], "b": [{"k": 2}]}
     log_tables(tables, tmp_path / "rows.jsonl", "online", "group", files={"a.md": b""})
     assert len(warnings_of(capsys)) == (breaks is not None)
@@ -174,13 +183,11 @@ def test_wandb_tables_that_break_anywhere_warn_once(tmp_path, capsys, monkeypatc
 @pytest.mark.parametrize(("given", "told", "name"), [
     (None, "seqlen n=2", "seqlen n=2"), ("mine", "seqlen n=2", "mine"), (None, "", None), (None, "n" * 200, "n" * 128),
 ])
-def test_a_run_without_a_name_is_called_what_the_sweep_calls_it(monkeypatch, given, told, name):
-    fake = FakeWandb(None)
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    monkeypatch.setenv("SWEEP_NAME", told)
+def test_a_run_without_a_name_is_called_what_the_sweep_calls_it(environ, wandb, given, told, name):
+    environ(SWEEP_NAME=told)
     Sinks(None, "online", name=given, tags=["mine"], stream=io.StringIO()).close()
-    assert fake.named["name"] == name and fake.named["job_type"] == ("cell" if told else "train")
-    assert fake.named["tags"] == ["mine", *[told.partition(" n=")[0][:64]] * bool(told)]
+    assert wandb.named["name"] == name and wandb.named["job_type"] == ("cell" if told else "train")
+    assert wandb.named["tags"] == ["mine", *[told.partition(" n=")[0][:64]] * bool(told)]
 
 
 def test_a_service_that_hangs_at_the_end_costs_a_warning_and_is_ended(tmp_path, monkeypatch, capsys):
@@ -188,7 +195,8 @@ def test_a_service_that_hangs_at_the_end_costs_a_warning_and_is_ended(tmp_path, 
     monkeypatch.setattr("trainer.logging.FINISH_S", 0.2)
     shutil.copy("/bin/sleep", tmp_path / "wandb-core")
     own, other = (subprocess.Popen([each, "600"]) for each in (tmp_path / "wandb-core", "/bin/sleep"))
-    sinks, never = Sinks(tmp_path / "rows.jsonl"), threading.Event()
+    sinks = Sinks(tmp_path / "rows.jsonl")
+    never = threading.Event()
     sinks._wandb = SimpleNamespace(finish=never.wait)
     sinks.close()
     assert own.wait(20) == -signal.SIGKILL and other.poll() is None

@@ -15,16 +15,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from running import one_line
+from running import fails
 from safetensors.torch import save_file
-from saved import assert_bitwise, contents, parameters
+from saved import assert_bitwise, contents, parameters, state_of
 from torch import nn
 
 from simple_fsdp import data_parallel, unsharded
-from trainer import config as flags
 from trainer.checkpoint import export, weights
 from trainer.checkpoint.manifest import CheckpointError
-from trainer.distributed.launch import connect
 
 pytestmark = pytest.mark.usefixtures("isolated")
 
@@ -35,7 +33,7 @@ def test_init_starts_at_step_0_with_the_same_bits_and_fresh_moments(train, expor
         done = train("--init", path, "--steps", 1, "--lr", 1e-30, "--save", tmp_path / form, "--seed", 7)
         assert done.code == 0 and f"--init {path}: 16 tensors of float32; fresh moments" in done.out, done.err
         assert_bitwise(parameters(tmp_path / form / "step-00000001"), straight)
-        about = json.loads((tmp_path / form / "step-00000001/train_state.json").read_text())
+        about = state_of(tmp_path / form / "step-00000001")
         assert about["step"] == 1 and about["samples"] == 2
         state = contents(tmp_path / form / "step-00000001")
         m, v = state["m.head.weight"], state["v.head.weight"]  # 0.1 g and 0.05 g^2 after one step from zero
@@ -53,7 +51,7 @@ def test_weights_of_another_dtype_need_cast(train, saved_run, tmp_path):
     out = tmp_path / "out.safetensors"
     assert export.main([str(saved_run), str(out), "--dtype", "bf16"]) == 0
     done = train("--init", out, "--steps", 1)
-    assert done.code == 4 and "16 tensors of another dtype: emb.weight bfloat16" in one_line(done.err)
+    fails(done, 4, "16 tensors of another dtype: emb.weight bfloat16")
     assert "--cast" in done.err and done.row["outcome"].startswith("failed: ")
     done = train("--init", out, "--steps", 1, "--cast", "--lr", 1e-30, "--save", tmp_path / "run")
     assert done.code == 0 and "16 tensors of bfloat16" in done.out
@@ -91,7 +89,8 @@ def planted(path: Path, header: dict | bytes, data: bytes = b"") -> None:
     path.write_bytes(len(text).to_bytes(8, "little") + text + data)
 
 
-A, B = "a.safetensors", "b.safetensors"
+A = "a.safetensors"
+B = "b.safetensors"
 
 
 def index(path: Path, **weight_map: str) -> None:
@@ -122,7 +121,9 @@ def torch_file(content, **how):
 
 
 LIBRARY = "is damaged, cut short or no safetensors file (Error while deserializing header: "
-WEIGHT, NAN, INF = torch.ones(2, 3), torch.tensor([1.0, float("nan")]), torch.tensor([1.0, -float("inf")])
+WEIGHT = torch.ones(2, 3)
+NAN = torch.tensor([1.0, float("nan")])
+INF = torch.tensor([1.0, -float("inf")])
 BAD = {  # what is planted, what the line says besides the path
     "absent.safetensors": (lambda path: None, "absent.safetensors: No such file"),
     "cut.safetensors": (cut, f"{LIBRARY}incomplete metadata, file not fully covered"),
@@ -178,22 +179,25 @@ def test_a_bad_file_is_refused_in_one_line_and_nothing_in_it_runs(name, tmp_path
 def test_init_with_a_bad_file_exits_4_with_one_line_and_a_row(name, train, tmp_path):
     BAD[name][0](tmp_path / name)
     done = train("--init", tmp_path / name)
-    assert done.code == 4 and str(tmp_path / name) in one_line(done.err) and done.row["outcome"].startswith("failed: ")
+    fails(done, 4, str(tmp_path / name))
+    assert done.row["outcome"].startswith("failed: ")
 
 
 class Tied(nn.Module):
     def __init__(self):
         super().__init__()
-        self.emb, self.head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
+        self.emb = nn.Embedding(5, 3)
+        self.head = nn.Linear(3, 5, bias=False)
         self.head.weight = self.emb.weight
         self.register_buffer("scale", torch.tensor(2.0))
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_a_tied_parameter_needs_one_of_its_names_and_no_two_values(sharded, tmp_path):
-    model, path, values = Tied(), tmp_path / "tied.safetensors", torch.arange(15.0).reshape(5, 3)
+def test_a_tied_parameter_needs_one_of_its_names_and_no_two_values(sharded, tmp_path, alone):
+    model = Tied()
+    path = tmp_path / "tied.safetensors"
+    values = torch.arange(15.0).reshape(5, 3)
     if sharded:
-        connect(flags.resolve(flags.parse([]), "cpu", 1), 0, 0, 1)
         model = data_parallel(model, dist.init_device_mesh("cpu", (1,)))
     for names in (["emb.weight"], ["head.weight"], ["emb.weight", "head.weight"]):
         with torch.no_grad():

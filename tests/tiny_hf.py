@@ -65,7 +65,8 @@ def write_data(path: Path, number: int = 64) -> Path:
 def write_tokenizer(folder: Path, vocab: int = 400) -> None:
     """A byte-level BPE of at most `vocab` tokens, 0 for padding, 1 for the end of a turn, with a chat template."""
     made = Tokenizer(models.BPE())
-    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
     special = ["<|pad|>", "<|im_end|>", "<|im_start|>"]
     made.train_from_iterator(map(json.dumps, lines(200)), trainers.BpeTrainer(
         vocab_size=vocab, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),

@@ -74,8 +74,12 @@ class Host:
     """A network namespace with one card, `card`, at `address`. env: of all that is started here."""
 
     def __init__(self, rank: int, folder: Path):
-        self.rank, self.name = rank, f"fsdp{os.getpid()}n{next(COUNT)}"
-        self.card, self.address, self.folder, self.runs = f"e{self.name[4:]}", f"10.77.0.{rank + 1}", folder, []
+        self.rank = rank
+        self.name = f"fsdp{os.getpid()}n{next(COUNT)}"
+        self.card = f"e{self.name[4:]}"
+        self.address = f"10.77.0.{rank + 1}"
+        self.folder = folder
+        self.runs = []
         self.env = {}
         folder.mkdir(parents=True, exist_ok=True)
 
@@ -97,7 +101,8 @@ class Host:
 
     def run(self, *command: str) -> str:
         """What a short command prints here."""
-        command, env = ("ip", "netns", "exec", self.name, *command), os.environ | self.env
+        command = ("ip", "netns", "exec", self.name, *command)
+        env = os.environ | self.env
         return subprocess.run(command, env=env, check=True, capture_output=True, text=True).stdout
 
     def start(self, flags: str, port: int = 29555, private: Path | None = None, command: str = "run",

@@ -71,7 +71,8 @@ def refusal(kernel: str, shape: Shape, device: torch.device) -> str | None:
         try:
             found = CHOICE(q, k, k, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
         except RuntimeError as e:
-            found, error = None, str(e).splitlines()[0]
+            found = None
+            error = str(e).splitlines()[0]
     if found == int(BACKENDS[kernel]):
         return None
     # But of the others, switched off to ask for this:
@@ -96,7 +97,8 @@ def sdpa(asked: str, shape: Shape, device: torch.device) -> tuple[str, str]:
             "default",
             f"sdpa {next(name for name, backend in BACKENDS.items() if int(backend) == found)} (auto)",
         )
-    hopper, refused = torch.cuda.get_device_capability(device) >= (9, 0), []
+    hopper = torch.cuda.get_device_capability(device) >= (9, 0)
+    refused = []
     for kernel in ("cudnn",) * hopper + ("flash", "efficient", "math"):
         reason = refusal(kernel, shape, device)
         if reason is None:

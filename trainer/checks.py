@@ -28,7 +28,8 @@ TORCH = "2.11.0", "2.12.1", "2.13.0", "2.14.1"  # the table of docs/wrapper.md h
 
 def never_run(version: str) -> str:
     """A warning where no version of torch with these first two numbers was ever run; empty elsewhere."""
-    public, minors = version.partition("+")[0], {each.rpartition(".")[0] for each in TORCH}
+    public = version.partition("+")[0]
+    minors = {each.rpartition(".")[0] for each in TORCH}
     if ".".join(public.split(".")[:2]) in minors:
         return ""
     return (
@@ -62,7 +63,8 @@ def check_apart(c: flags.Config, read: Iterable[str | Path]) -> None:
         if (path := getattr(c, name, None)) is None:
             continue
         for each in read:
-            source, target = os.path.realpath(each), os.path.realpath(path)
+            source = os.path.realpath(each)
+            target = os.path.realpath(path)
             if target == source and os.path.isfile(source):
                 raise ValueError(
                     f"{as_given(name, path)}: is a file that this run reads; name another"
@@ -136,7 +138,8 @@ def check_fits(
     """ValueError with the batch that would fit, if a step of resolved flags on `ranks`, of which `here` run on this
     machine, needs more than the host has. For a CPU alone: a GPU's allocator says so itself, and harms nobody. shape:
     the flags to lower where no batch fits; without them such a run is left to fail by itself."""
-    free, needs = available() / here, step_bytes(c, ranks, c.batch)
+    free = available() / here
+    needs = step_bytes(c, ranks, c.batch)
     if c.device != "cpu" or c.force or needs <= free:
         return
     room = 0.8 * free  # a process also holds torch itself, and what the formula leaves out

@@ -31,7 +31,8 @@ DEFAULTS = dict(  # the reference setting on a GPU, a small one on a CPU
 
 
 def _by_device(name: str, metavar: str):
-    gpu, cpu = DEFAULTS["cuda"][name], DEFAULTS["cpu"][name]
+    gpu = DEFAULTS["cuda"][name]
+    cpu = DEFAULTS["cpu"][name]
     return default(f"{gpu}" if gpu == cpu else f"{gpu}, on a CPU {cpu}", metavar)
 
 
@@ -276,7 +277,8 @@ class Config:
 
     def on(self, ranks: int) -> "Config":
         """With --grad-accum and --effective-batch, each as the other one and so many ranks need it."""
-        t, rows = self.training, ranks * self.batch
+        t = self.training
+        rows = ranks * self.batch
         accum = t.grad_accum or max(1, (t.effective_batch or rows) // rows)
         return replace(self, training=replace(t, grad_accum=accum, effective_batch=t.effective_batch or rows * accum))
 
@@ -313,7 +315,8 @@ _RANGES = [
 
 def written(c: Config, *names: str) -> str:
     """Flags as a command line has them, each with what its value carries; of a part the flag that carries it."""
-    values, owners = folded(c.flat(), c.parts), [c.parts[n].part.of if n in c.parts else n for n in names]
+    values = folded(c.flat(), c.parts)
+    owners = [c.parts[n].part.of if n in c.parts else n for n in names]
     return " ".join(as_given(name, values[name]) for name in dict.fromkeys(owners))
 
 
@@ -344,7 +347,8 @@ def _misfit(c: Config, started: int) -> str | None:
 
 
 def _shape_misfits(c: Config) -> list[tuple]:
-    heads, is_bytes = c.width // c.head_dim, c.data.split(":")[0] in ("stdlib", "text", "overfit")
+    heads = c.width // c.head_dim
+    is_bytes = c.data.split(":")[0] in ("stdlib", "text", "overfit")
     return [
         ("width", c.width % c.head_dim, f"must be a multiple of --head-dim {c.head_dim}"),
         ("head_dim", c.head_dim % 2, "must be even"),
@@ -355,9 +359,12 @@ def _shape_misfits(c: Config) -> list[tuple]:
 
 def run_misfits(c: Config, started: int, ranks: int) -> list[tuple]:
     """Rows, as Config.misfits gives them, of where a run begins and ends, its ranks and their wrapper."""
-    named, unsaved = c.resume not in ("auto", "never"), c.save is None
+    named = c.resume not in ("auto", "never")
+    unsaved = c.save is None
     modes = dict(fsdp2=("fully_shard", "hybrid_shard"), ddp=("replicate",)).get(c.wrapper, (c.mode,))
-    hooked, bare, n = c.wrapper in ("fsdp2", "ddp"), c.wrapper == "none", f"{ranks} rank{'s' * (ranks > 1)}"
+    hooked = c.wrapper in ("fsdp2", "ddp")
+    bare = c.wrapper == "none"
+    n = f"{ranks} rank{'s' * (ranks > 1)}"
     return [
         ("save_every", unsaved and (c.save_every or c.save_async or c.save_errors != "stop"), "needs --save DIR"),
         ("keep", unsaved and (c.keep != Output.keep or c.keep_best), "needs --save DIR"),
@@ -387,7 +394,9 @@ def run_misfits(c: Config, started: int, ranks: int) -> list[tuple]:
 
 def step_misfits(c: Config) -> list[tuple]:
     """Rows of what a step is made of."""
-    cpu, bf16, uncut = c.device == "cpu", c.param_dtype == "bf16", "plain" in c.compile_options
+    cpu = c.device == "cpu"
+    bf16 = c.param_dtype == "bf16"
+    uncut = "plain" in c.compile_options
     return [
         ("mlp", c.mlp == "lean" and dict(remat=c.remat == "pointwise", wrapper=c.wrapper == "ddp" and bf16),
          "it recomputes what pointwise keeps, and ddp's autocast does not cast it; add --param-dtype fp32"),

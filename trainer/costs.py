@@ -143,7 +143,8 @@ def flops_per_token(c, seqlen: int, convention: str = "causal") -> int | float:
     core over all keys (Chowdhery et al. 2022, appendix B). "causal": plus the core over the mean number of unmasked
     keys. "hardware": causal, plus what is multiplied again in backward: the scores inside the core's backward (7/6 of
     the core) and what recomputation and the lean MLP repeat, but the last product of a region, which nothing needs."""
-    kv, wide = c.kv_heads * c.head_dim, c.grow * c.width
+    kv = c.kv_heads * c.head_dim
+    wide = c.grow * c.width
     linear = 6 * (
         c.depth * c.width * (2 * c.width + 2 * kv + (2 + gated(c)) * wide) + c.width * c.vocab
     )
@@ -166,7 +167,8 @@ def flops_per_token(c, seqlen: int, convention: str = "causal") -> int | float:
 def kept_per_block(c, remat: str | None = None) -> float:
     """What a block of the reference transformer, under `remat` (None: that of c), keeps for backward, in tensors
     [B, T, D]; no statistics (< 0.1). Of --block llama in compiled code: eager keeps silu(gate), too, `grow` more."""
-    kv, remat = 2 / c.grouping, remat or c.remat
+    kv = 2 / c.grouping
+    remat = remat or c.remat
     if remat == "block":
         return 1 if c.remat_core else 2
     if remat == "pointwise":  # the block's input, q, k, v, attention's output, o, up (and gate)
@@ -200,7 +202,8 @@ def step_bytes(c, ranks: int, batch: int) -> float:
     own = parameters(c) / (
         ranks // (c.replicas if c.mode == "hybrid_shard" else 1) if sharded else 1
     )
-    tokens, width = batch * c.seqlen, size[c.param_dtype]
+    tokens = batch * c.seqlen
+    width = size[c.param_dtype]
     kept = c.remat_ratio * kept_per_block(c) + (1 - c.remat_ratio) * kept_per_block(c, "none")
     kept *= c.depth * tokens * c.width * width
     logits = 2 * c.vocab * (tokens if c.loss == "full" else min(tokens, c.chunk)) * width

@@ -81,7 +81,8 @@ class Stream:
     """Several shards as one long sequence of token ids; a read may cross from one shard into the next."""
 
     def __init__(self, shards: list[Shard], vocab: int):
-        self.shards, self.vocab = shards, vocab
+        self.shards = shards
+        self.vocab = vocab
         self.ends = list(accumulate(shard.count for shard in shards))
         shape = [(shard.skipped + shard.count * shard.itemsize, shard.head) for shard in shards]
         self.fingerprint = hashlib.blake2b(repr(shape).encode(), digest_size=16).hexdigest()
@@ -91,14 +92,16 @@ class Stream:
 
     def read(self, start: int, out: np.ndarray) -> None:
         """Fills `out` [T+1] with the ids from position `start` on. DataError for one outside the vocabulary."""
-        done, index = 0, bisect_right(self.ends, start)
+        done = 0
+        index = bisect_right(self.ends, start)
         while done < len(out):
             shard = self.shards[index]
             at = start + done - self.ends[index] + shard.count
             ids = shard.read(at, min(len(out) - done, shard.count - at))
             self._check(shard, at, ids)
             out[done : done + len(ids)] = ids
-            done, index = done + len(ids), index + 1
+            done = done + len(ids)
+            index = index + 1
 
     def _check(self, shard: Shard, at: int, ids: np.ndarray) -> None:
         if ids.max() < self.vocab:
@@ -133,7 +136,8 @@ def files_below(root: str, suffix: str = "", skip: Collection[str] = ()) -> list
 
 def matching(pattern: str) -> list[str]:
     """The paths of a pattern, sorted. DataError where ** comes to one twice, as by a link to a folder around it."""
-    found, first = [], {}
+    found = []
+    first = {}
     for path in glob.iglob(pattern, recursive=True):
         other = first.setdefault(os.path.realpath(path), path)
         if "**" in pattern and os.path.normpath(other) != os.path.normpath(path):
@@ -154,7 +158,8 @@ def reader(
         with readable(path):
             content = os.pread(file, count * dtype.itemsize, first)
         if len(content) < count * dtype.itemsize:
-            where, found = f"{path}, byte {_n(first + len(content))}", "the end"
+            where = f"{path}, byte {_n(first + len(content))}"
+            found = "the end"
             raise unusable(
                 where, "what was there at the start", found, f"the file has shrunk: {fix}"
             )
@@ -167,7 +172,8 @@ def reader(
 def _open_tokens(path: str) -> Shard:
     """Opens a token file of nanoGPT (raw uint16) or llm.c (header, uint16 or uint32). Raises OSError and DataError."""
     file = os.open(path, os.O_RDONLY)
-    size, again = os.fstat(file).st_size, "copy or write the file again"
+    size = os.fstat(file).st_size
+    again = "copy or write the file again"
     if not size:
         raise unusable(
             f"{path}, byte 0", "token ids", "an empty file", f"{again}, or leave it out of --data"
@@ -176,7 +182,8 @@ def _open_tokens(path: str) -> Shard:
     magic, version, count = struct.unpack_from("<3i", head) if size >= 12 else (0, 0, 0)
     skipped, known, dtype = LLMC_HEADER, *LLMC_FORMATS.get(magic, (1, np.uint16))
     if magic not in LLMC_MAGICS:
-        skipped, count = 0, size // 2
+        skipped = 0
+        count = size // 2
         if size % 2:
             raise unusable(
                 f"{path}, byte {_n(size - 1)}",
@@ -242,7 +249,8 @@ def readable(source: str, flag: str = "--data") -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        where, found = error.filename or source, error.strerror or str(error)
+        where = error.filename or source
+        found = error.strerror or str(error)
         raise unusable(
             where, "readable data", found, f"check the path in {flag} and its permissions"
         ) from error
@@ -256,10 +264,8 @@ def _check_length(
         raise unusable(f"{root}, byte 0", "text", found, "name a file or folder with text")
     needed = (seqlen + 1) * (1 + hold_out)
     if tokens < needed:
-        again, fix = (
-            ", and as many that --eval-every holds out" * hold_out,
-            " or leave out --eval-every" * hold_out,
-        )
+        again = ", and as many that --eval-every holds out" * hold_out
+        fix = " or leave out --eval-every" * hold_out
         expected = f"at least {_n(needed)} tokens (--seqlen and one for the last target{again})"
         raise unusable(
             f"{source}, token {_n(tokens)}", expected, "the end", f"add data or lower --seqlen{fix}"
@@ -377,12 +383,13 @@ class Batches(ReadAhead):
         hold_out: bool = False,
     ):
         check_source(source)
-        self.global_batch, self.seqlen, self.vocab, self.seed = global_batch, seqlen, vocab, seed
-        self.rows, self.rank, self.overfit = (
-            rows_of_a_rank(global_batch, world),
-            rank,
-            source == "overfit",
-        )
+        self.global_batch = global_batch
+        self.seqlen = seqlen
+        self.vocab = vocab
+        self.seed = seed
+        self.rows = rows_of_a_rank(global_batch, world)
+        self.rank = rank
+        self.overfit = source == "overfit"
         self.sample = start  # samples consumed so far by all ranks together; set it to resume
         self.fingerprint = source  # changes when the data does; to be saved beside `sample`
         self.stream, self.epoch_samples = None, None  # None: no epochs
@@ -396,7 +403,8 @@ class Batches(ReadAhead):
         tokens = self.stream.ends[-1]
         _check_length(source, source, self.stream.shards, tokens, seqlen, hold_out)
         held = max(tokens // HELD_OUT, seqlen + 1) if hold_out else 0
-        self.held, targets = range(tokens - held, tokens - seqlen, seqlen), tokens - held - 1
+        self.held = range(tokens - held, tokens - seqlen, seqlen)
+        targets = tokens - held - 1
         # The same number at every offset.
         self.epoch_samples = max(1, (targets - seqlen + 1) // seqlen)
         self._offsets = min(seqlen, targets - self.epoch_samples * seqlen + 1)
@@ -438,7 +446,8 @@ class Batches(ReadAhead):
                 for i in range(there):
                     out[i] = self.row(first + i, held=True)
             except DataError as error:
-                self.error, there = error, 0
+                self.error = error
+                there = 0
             tokens, targets = out[:, :-1].contiguous(), out[:, 1:].contiguous()  # [B, T], [B, T]
             targets[there:] = IGNORE
             yield tokens, targets

@@ -19,7 +19,8 @@ from trainer.distributed.terminal import fail
 def words(nproc: int, argv: list[str], env: Mapping[str, str]) -> list[str]:
     """Flags of torchrun. argv: those of main.py, for `nproc` ranks on each node. Ends the process with one line and
     exit code 2 where they do not do for one of the numbers of nodes, or could not go on with another."""
-    nodes, found = env["NNODES"], re.fullmatch("([1-9][0-9]*):([1-9][0-9]*)", env["NNODES"])
+    nodes = env["NNODES"]
+    found = re.fullmatch("([1-9][0-9]*):([1-9][0-9]*)", env["NNODES"])
     least, most = map(int, found.groups()) if found else (1, 0)
     if least > most:
         fail(f"NNODES={nodes}: expected the least and the most nodes, as 1:2", 0)
@@ -28,7 +29,9 @@ def words(nproc: int, argv: list[str], env: Mapping[str, str]) -> list[str]:
     if c.save is None or not c.save_every or c.effective_batch is None:
         what = "--save DIR and --save-every N, to go on from, and --effective-batch N, to keep"
         fail(f"NNODES={nodes}: nodes that leave need {what}", 0)
-    first, port, rank = env["MASTER_ADDR"], env.get("MASTER_PORT") or "29500", env["NODE_RANK"]
+    first = env["MASTER_ADDR"]
+    port = env.get("MASTER_PORT") or "29500"
+    rank = env["NODE_RANK"]
     # A name for the order alone, but for the first.
     own = first if rank == "0" else f"{first}.{rank}"
     return [f"--nnodes={nodes}", "--rdzv-backend=c10d", f"--rdzv-endpoint={first}:{port}",

@@ -49,11 +49,9 @@ def evaluate(c: Config, step: Step, batches: Batches, device: torch.device,
             inputs = {name: t for each in more for name, t in each.items()}
             for x, y, own in step.micro_batches(tokens, targets, inputs):
                 # [B, T] each.
-                x, y, own = (
-                    x.to(device),
-                    y.to(device),
-                    {name: t.to(device) for name, t in own.items()},
-                )
+                x = x.to(device)
+                y = y.to(device)
+                own = {name: t.to(device) for name, t in own.items()}
                 total += torch.stack(
                     (step.model(x, y, c.chunk, **own).double(), (y != IGNORE).sum())
                 )
@@ -70,9 +68,11 @@ def sample(c: Config, step: Step, batches: Batches, device: torch.device,
            between: Callable[[], None] = lambda: None) -> list[str]:  # fmt: skip
     """Lines with --sample tokens that the model writes after a prompt, of held-out data where there is some, without
     those after one that ends an answer. Each costs a forward of --seqlen tokens. between: called before each."""
-    T, generator = c.seqlen, torch.Generator(device="cpu").manual_seed(c.seed)
+    T = c.seqlen
+    generator = torch.Generator(device="cpu").manual_seed(c.seed)
     ids = batches.prompt(max(1, T // 2))
-    given, vocab = len(ids), 256 if batches.bytes else c.vocab
+    given = len(ids)
+    vocab = 256 if batches.bytes else c.vocab
     with _inference(c, step, device):
         for _ in range(c.sample):
             between()

@@ -265,18 +265,25 @@ class Sinks:
                  name: str | None = None, config: dict | None = None, tags: Sequence[str] = (), rank: int = 0,
                  total_steps: int = 0, every: int = 1, stream: TextIO | None = None, job_type: str | None = None,
                  resume: str | None = None):  # fmt: skip
-        self.rank, self.total, self.every = rank, total_steps, max(1, every)
+        self.rank = rank
+        self.total = total_steps
+        self.every = max(1, every)
         self.run = f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{secrets.token_hex(3)}"
         self.results = Path(results) if results else None
         self.steps = self.results.with_suffix(".steps") / f"{self.run}.jsonl" if results else None
-        self.stream, self._warned, self._wandb = stream or sys.stdout, set(), None
-        self.wandb_id, self.config = resume, _plain(config or {})
+        self.stream = stream or sys.stdout
+        self._warned = set()
+        self._wandb = None
+        self.wandb_id = resume
+        self.config = _plain(config or {})
         self.wandb_place = None  # what a person opens or types to see the run in W&B
         if rank == 0 and wandb != "off":
-            cell, tags = os.environ.get("SWEEP_NAME") or "", list(tags)
+            cell = os.environ.get("SWEEP_NAME") or ""
+            tags = list(tags)
             if cell and job_type is None:
                 # The study.
-                job_type, tags = "cell", list(dict.fromkeys([*tags, cell.partition(" n=")[0][:64]]))
+                job_type = "cell"
+                tags = list(dict.fromkeys([*tags, cell.partition(" n=")[0][:64]]))
             name = (name or cell)[:128] or None  # W&B takes no longer one, as of tags
             names = dict(group=group, name=name, tags=tags, job_type=job_type or "train")
             self._try("wandb", partial(self._start_wandb, wandb, **names))
@@ -352,7 +359,8 @@ class Sinks:
 
     def close(self) -> None:
         """End the W&B run; a second call does nothing. W&B's own process may hang: it then ends, too."""
-        run, self._wandb = self._wandb, None
+        run = self._wandb
+        self._wandb = None
         if run is None:
             return
         ending = threading.Thread(target=self._try, args=("wandb", run.finish), daemon=True)
@@ -416,7 +424,8 @@ class Sinks:
         over = {"step": None, "tokens": None, "*": "step"} | losses
         for name, axis in over.items():
             run.define_metric(name, step_metric=axis)
-        self._wandb, self.wandb_id = run, run.id
+        self._wandb = run
+        self.wandb_id = run.id
         self.wandb_place = (
             getattr(run, "url", None) or f"wandb sync {os.path.relpath(Path(run.dir).parent)}"
         )

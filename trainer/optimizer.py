@@ -63,7 +63,9 @@ class AdamW:
         device = shards[0].device
         self.t = torch.zeros((), device=device)
         self.lr = torch.tensor(float(lr), device=device)
-        self.betas, self.eps, self.weight_decay = betas, eps, weight_decay
+        self.betas = betas
+        self.eps = eps
+        self.weight_decay = weight_decay
         self.foreach = foreach or moment_dtype not in (None, torch.float32)
 
     def moments(self) -> Iterator[tuple[str, Tensor, Tensor]]:
@@ -104,14 +106,18 @@ class AdamW:
         of what is kept is one."""
         # Not self.shards: a compiled graph has the parameters as inputs.
         p = [local(p) for p in self.params[part]]
-        m, v = self.m[part], self.v[part]
+        m = self.m[part]
+        v = self.v[part]
         bad = torch.zeros_like(self.t) if bad is None else bad
         # If the first step is bad t is 1, not 0, by which it would divide.
-        refused, t = bad.bool(), self.t + bad
+        refused = bad.bool()
+        t = self.t + bad
         b1, b2 = self.betas
-        stored, narrow = (m, v), m[0].dtype != p[0].dtype
+        stored = (m, v)
+        narrow = m[0].dtype != p[0].dtype
         if narrow:
-            m, v = [x.to(p[0].dtype) for x in m], [x.to(p[0].dtype) for x in v]
+            m = [x.to(p[0].dtype) for x in m]
+            v = [x.to(p[0].dtype) for x in v]
         g = [x.masked_fill(refused, 0.0) for x in g]
         change = torch._foreach_sub(m, g)
         torch._foreach_mul_(change, torch.where(refused, 0.0, b1 - 1))
@@ -154,7 +160,9 @@ class Muon:
             raise ValueError(
                 "--optimizer muon: needs matrices of hidden layers, and an embedding or vectors for AdamW"
             )
-        self.matrices, self.ratio, self.how = groups[True], ratio, how
+        self.matrices = groups[True]
+        self.ratio = ratio
+        self.how = how
         self.adamw = AdamW(groups[False], lr, **adamw)
         self.params = [*self.matrices, *self.adamw.params]
         self.sets = list(muon.plan([muon.layout_of(p, replicas) for p in self.matrices]))
@@ -162,14 +170,6 @@ class Muon:
         self.momenta = [torch.zeros_like(local(p.detach()), dtype=dtype) for p in self.matrices]
         self.decaying = len(self.matrices) + self.adamw.decaying
         self.t, self.lr = self.adamw.t, self.adamw.lr  # the same tensors
-
-    @property
-    def foreach(self) -> bool:
-        return self.adamw.foreach
-
-    @foreach.setter
-    def foreach(self, value: bool) -> None:
-        self.adamw.foreach = value
 
     def moments(self) -> Iterator[tuple[str, Tensor, Tensor]]:
         """As AdamW's; a matrix has one, "m"."""

@@ -64,7 +64,8 @@ def wrap(
     mesh = dist.init_device_mesh(
         device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :]
     )
-    dtypes, small = (DTYPES[c.param_dtype], DTYPES[c.reduce_dtype]), int(c.min_shard_mib * 2**20)
+    dtypes = (DTYPES[c.param_dtype], DTYPES[c.reduce_dtype])
+    small = int(c.min_shard_mib * 2**20)
     if c.wrapper == "simple":
         how = dict(mode=c.mode, mp_policy=MixedPrecisionPolicy(*dtypes), min_bytes=small)
         over = mesh
@@ -117,7 +118,9 @@ class HookedStep(Step):
                 self.call.register_comm_hook(None, bf16_compress_hook)
 
     def __call__(self, tokens: Tensor, targets: Tensor, **inputs: Tensor) -> Tensor:
-        share, total, ddp = self.share(targets), 0.0, isinstance(self.call, DistributedDataParallel)
+        share = self.share(targets)
+        total = 0.0
+        ddp = isinstance(self.call, DistributedDataParallel)
         for i, (x, y, more) in enumerate(self.micro_batches(tokens, targets, inputs)):
             sync = self.accum_sync != "last" or i == self.grad_accum - 1
             if self.accum_sync == "shards":

@@ -59,12 +59,10 @@ class Run:
 
     def __init__(self, c: flags.Config, check: Callable[[flags.Config, int], None], rank: int, local_rank: int,
                  world: int, progress: Progress | None = None):  # fmt: skip
-        self.rank, self.progress, self.code, self.outcome = (
-            rank,
-            progress or Progress(speak=False),
-            0,
-            "ok",
-        )
+        self.rank = rank
+        self.progress = progress or Progress(speak=False)
+        self.code = 0
+        self.outcome = "ok"
         device_type = (
             ("cuda" if torch.cuda.is_available() else "cpu") if c.device == "auto" else c.device
         )
@@ -86,14 +84,20 @@ class Run:
             self.device = connect(c, rank, local_rank, world, patience)
         except ValueError as error:
             fail(str(error), rank)
-        self.opened, self.sinks, self.step, self.replayed = False, None, None, None
+        self.opened = False
+        self.sinks = None
+        self.step = None
+        self.replayed = None
         # For the row: losses, lines at the end, more entries.
-        self.evaluated, self.sampled, self.told = {}, [], {}
+        self.evaluated = {}
+        self.sampled = []
+        self.told = {}
         self.first_step_s = self.first_step_cpu_s = self.first_step_mib = None  # until it is done
 
     def __enter__(self) -> "Run":
         c = self.c
-        hang, ranks = f"{os.path.splitext(c.results)[0]}.hang", 1 if c.world else self.world
+        hang = f"{os.path.splitext(c.results)[0]}.hang"
+        ranks = 1 if c.world else self.world
         with ExitStack() as around:
             self.signals = around.enter_context(Signals(self.rank == 0))
             self.watchdog = around.enter_context(
@@ -148,8 +152,10 @@ class Run:
         the model has completed them. counted: what FLOPs are counted on; None: on nothing, since batches differ.
         DataError, CheckpointError, Desync or ValueError: the run cannot begin."""
         self.c = c = c or self.c
-        self.batches, self.attention = data, attention
-        self.collectives, self.peak = simulated_world.log() if c.world else None, {}
+        self.batches = data
+        self.attention = attention
+        self.collectives = simulated_world.log() if c.world else None
+        self.peak = {}
         self.finite = FiniteCheck(c, data, self.rank)
         # Rank 0 alone writes results and tells W&B, and a folder of traces may be one on each host.
         same = {
@@ -168,14 +174,13 @@ class Run:
         self.first = self.saved = self.state.step  # steps of earlier runs
         self.warm = self.first + WARMUP
         self.profile = timing.Profile(c.profile, self.warm, PROFILED, self.rank, self.device)
-        self.explained, self.explanation = (
-            min(self.warm, c.steps - 1) if c.explain_memory else None,
-            [],
-        )
+        self.explained = min(self.warm, c.steps - 1) if c.explain_memory else None
+        self.explanation = []
         # Of a step on one rank.
         self.step_tokens = None if counted is None else c.batch * c.grad_accum * c.seqlen
         self.flops, self.uncounted = count_flops(c, counted)
-        self.opened, self.done = True, self.first >= c.steps > 0
+        self.opened = True
+        self.done = self.first >= c.steps > 0
         if not self.done:
             self._begin_log()
 
@@ -200,7 +205,8 @@ class Run:
     def take(self, step: Step) -> None:
         """The step that will be trained and saved, whose model has its first values: loads the checkpoint into it if
         there is one."""
-        c, self.step = self.c, step
+        c = self.c
+        self.step = step
         if c.profile:
             self.profile.names = timing.Names(step)
         if self.found:
@@ -268,7 +274,8 @@ class Run:
         """Around step k, from 0 on: timed, profiled, and ended with Stopped where a signal has come to any rank."""
         if k == self.first:
             self.started = time.perf_counter(), timing.cpu_seconds()
-        self.logged, self.logged_norms = self.sinks.due(k + 1), {}
+        self.logged = self.sinks.due(k + 1)
+        self.logged_norms = {}
         if self.collectives:
             self.collectives.clear()  # the row tells those of the last step
         excluded = k < self.warm or self.profile.covers(k) or k == self.explained
@@ -293,7 +300,8 @@ class Run:
         """Step k is done: its line if it is logged, with `more` in files and W&B, and NonFinite if the run must end for
         it. What is saved, evaluated and stopped from now on is after this step."""
         if self.logged:
-            norm, ms = self.step.grad_norm.item(), self.timer.last()
+            norm = self.step.grad_norm.item()
+            ms = self.timer.last()
             told = dict(step=k + 1, loss=loss.item(), lr=lr, grad_norm=norm, ms=ms)
             self.sinks.step(told | more | figures(self, ms) | self.logged_norms)
         self.finite.put(k + 1, self.step, loss, wait=self.logged)
@@ -317,12 +325,13 @@ class Run:
         self.finite.flush()
         with self.aside("eval") as between:
             found = evaluate(self.c, self.step, self.batches, self.device, between)
-        state, self.evaluated = self.state, found | dict(eval_step=self.state.step)
-        better = math.isfinite(loss := found["eval_loss"]) and loss < (
-            math.inf if state.best is None else state.best
-        )
-        if better:
-            state.best, state.best_step = loss, state.step
+        state = self.state
+        self.evaluated = found | dict(eval_step=self.state.step)
+        loss = found["eval_loss"]
+        best = math.inf if state.best is None else state.best
+        if better := loss < best:  # which no NaN is
+            state.best = loss
+            state.best_step = state.step
         self.evaluated |= dict(best_eval_loss=state.best, best_step=state.best_step)
         told = dict(step=state.step, tokens=state.samples * self.c.seqlen, loss=self.finite.loss)
         self.sinks.step(told | found)
@@ -345,10 +354,8 @@ class Run:
             self.watchdog.beat(self.state.step, place)
             self.between()
 
-        self.peak, listed = (
-            memory.highest(self.peak, memory.peak(self.device)),
-            [*(self.collectives or ())],
-        )
+        self.peak = memory.highest(self.peak, memory.peak(self.device))
+        listed = [*(self.collectives or ())]
         yield between
         with suppress(Stopped, DataError):  # the next boundary tells it again
             self.control.finish()
@@ -380,10 +387,9 @@ class Run:
             return
         names = {id(p): name for name, p in self.step.model.named_parameters()}
         for p, g in zip(params, grads, strict=True):
-            self.logged_norms["norm/" + names[id(p)]] = global_norm(
-                [shard_group(p)], [local(p.detach())]
-            ).item()
-            self.logged_norms["grad/" + names[id(p)]] = global_norm([shard_group(p)], [g]).item()
+            for kind, shard in (("norm", local(p.detach())), ("grad", g)):
+                norm = global_norm([shard_group(p)], [shard])
+                self.logged_norms[f"{kind}/{names[id(p)]}"] = norm.item()
 
 
 def count_flops(c: flags.Config, model: LanguageModel | None) -> tuple[dict[str, float], str]:
@@ -395,7 +401,8 @@ def count_flops(c: flags.Config, model: LanguageModel | None) -> tuple[dict[str,
         counted = flops.count(model, c.seqlen)
     except ValueError as error:
         return {}, f"FLOPs are not counted, MFU is n/a: {error}"
-    found, shape = dict(causal=counted.causal, palm=counted.palm), getattr(model, "config", None)
+    found = dict(causal=counted.causal, palm=counted.palm)
+    shape = getattr(model, "config", None)
     odd = (
         shape is None
         or shape.sdpa == "math"

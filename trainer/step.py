@@ -67,7 +67,8 @@ def shard_group(p: Tensor):
 
 def global_norm(where: list, grads: list[Tensor]) -> Tensor:
     """2-norm of the whole gradient from its local shards, fp32 scalar. where: `shard_group` of each parameter."""
-    total, groups = None, {}
+    total = None
+    groups = {}
     for group, g in zip(where, grads, strict=True):
         groups.setdefault(group, []).append(g)
     for group, shards in groups.items():
@@ -88,9 +89,12 @@ class WholeWeights:
             (m, n, p) for m in model.modules() for n, p in m._parameters.items() if p is not None
         ]
         self.shards = list(model.parameters())
-        self.trained, self.leaves = optimizer.params, None
-        self.param_dtype, self.reduce_dtype = param_dtype, reduce_dtype
-        self.gather_fn, self.reduce_fn = self.gather, self.reduce
+        self.trained = optimizer.params
+        self.leaves = None
+        self.param_dtype = param_dtype
+        self.reduce_dtype = reduce_dtype
+        self.gather_fn = self.gather
+        self.reduce_fn = self.reduce
 
     def gather(self) -> list[Tensor]:
         cast = dict(forward_dtype=self.param_dtype)
@@ -146,24 +150,29 @@ class Step:
                  chunk: int = 0, accum_sync: str = "every", param_dtype=None, reduce_dtype=None,
                  norm_limit: float = 0.0, between: Callable[[], Any] | None = None,
                  inspect: Callable[[list, list], Any] | None = None):  # fmt: skip
-        self.model, self.call, self.optimizer = model, model, optimizer
-        self.grad_accum, self.clip, self.chunk, self.norm_limit = (
-            grad_accum,
-            clip,
-            chunk,
-            norm_limit,
-        )
-        self.between, self.inspect = between or (lambda: None), inspect
+        self.model = model
+        self.call = model
+        self.optimizer = optimizer
+        self.grad_accum = grad_accum
+        self.clip = clip
+        self.chunk = chunk
+        self.norm_limit = norm_limit
+        self.between = between or (lambda: None)
+        self.inspect = inspect
         # Modes "model" and "blocks": the model gives logits, unless the loss is chunked.
-        self.logits_alone, self.cross_entropy = False, cross_entropy
-        self.mesh, self.whole_weights, self.compiled = mesh, None, {}
+        self.logits_alone = False
+        self.cross_entropy = cross_entropy
+        self.mesh = mesh
+        self.whole_weights = None
+        self.compiled = {}
         self.over_replicas = accum_sync == "shards"  # what backward leaves to the end of the step
         if accum_sync == "last" and mesh is not None:
             self.whole_weights = WholeWeights(
                 model, optimizer, param_dtype, reduce_dtype or param_dtype
             )
         self.ranks = mesh.size() if mesh is not None else 1
-        self.loss_fn, self.update_fn = self.loss_sum, self.update
+        self.loss_fn = self.loss_sum
+        self.update_fn = self.update
         self.where = [shard_group(p) for p in optimizer.params]
         groups = {None if w is None else w[0].get_group(w[1]).group_name for w in self.where}
         dims = [dim for dim, n in enumerate(mesh.shape if mesh is not None else ()) if n > 1]
@@ -253,7 +262,9 @@ class Step:
 
     def __call__(self, tokens: Tensor, targets: Tensor, **inputs: Tensor) -> Tensor:
         """tokens, targets [B, T] -> the loss of the whole batch. inputs: see LanguageModel."""
-        share, total, grads = self.share(targets), 0.0, None
+        share = self.share(targets)
+        total = 0.0
+        grads = None
         with (
             self.whole_weights()
             if self.whole_weights
@@ -316,7 +327,8 @@ class OneGraph(Step):
             return loss, *self.update(grads, loss)
 
     def __call__(self, tokens: Tensor, targets: Tensor, **inputs: Tensor) -> Tensor:
-        tokens, targets = self.marked(tokens), self.marked(targets)
+        tokens = self.marked(tokens)
+        targets = self.marked(targets)
         with torch._dynamo.config.patch(trace_autograd_ops=True):
             loss, self.grad_norm, self.bad = self.graph(tokens, targets, **inputs)
         return loss
@@ -358,7 +370,8 @@ class Replayed:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             self.loss = self.step(*self.inputs)
-        self.graph, self.peak_mib = graph, round(torch.cuda.max_memory_allocated() / 2**20, 1)
+        self.graph = graph
+        self.peak_mib = round(torch.cuda.max_memory_allocated() / 2**20, 1)
 
     def close(self) -> None:
         """Before the process group ends: NCCL waits for graphs that hold its collectives."""
@@ -420,7 +433,8 @@ def make_step(mode: str, model: nn.Module, optimizer: AdamW, *, options: dict | 
     compiled_update = mode == "fwdbwd" and (
         optimizer.lr.is_cuda if compiled_update is None else compiled_update
     )
-    optimizer.foreach = optimizer.foreach or mode == "step" or compiled_update
+    if mode == "step" or compiled_update:
+        getattr(optimizer, "adamw", optimizer).foreach = True
     options = dict(options or {})
     plain = options.pop("plain", False) or not any(
         isinstance(p, DTensor) for p in model.parameters()
@@ -455,7 +469,8 @@ def make_step(mode: str, model: nn.Module, optimizer: AdamW, *, options: dict | 
         step.cross_entropy = torch.compile(cross_entropy, fullgraph=True, options=options)
         step.logits_alone = True
     elif mode == "model":
-        step.call, step.logits_alone = compiled("model", model, options), True
+        step.call = compiled("model", model, options)
+        step.logits_alone = True
     elif mode == "fwdbwd":
         # Code of its own: Dynamo keeps what it compiled by code object, and would try another model's guards first.
         plain_loss = type(step).loss_sum

@@ -127,7 +127,9 @@ ASIDE = dict(
 
 def doing(run: ToldRun, live: bool) -> Callable[[], str]:
     """For Progress: what a run that trains is doing, in words. live: say it of every step, not of the first alone."""
-    c, dog, began = run.c, run.watchdog, []
+    c = run.c
+    dog = run.watchdog
+    began = []
     first = COMPILED[c.compile] + "; minutes the first time, seconds when cached" * (
         c.compile != "none"
     )
@@ -180,13 +182,15 @@ def goes_where(step: Step) -> list[str]:
 def units_in_words(rows: list, units: list[str]) -> str:
     """What is gathered at once, and how many parameters lie in no unit."""
     outside = [math.prod(r.shape) for r in rows if not r.unit]
-    ends, elements = " to ".join(units[:1] + units[1:][-1:]), f"{sum(outside):,}".replace(",", "'")
+    ends = " to ".join(units[:1] + units[1:][-1:])
+    elements = f"{sum(outside):,}".replace(",", "'")
     return f"units ({len(units)}): {ends}; in none: {len(outside)} of {len(rows)} parameters, {elements} elements"
 
 
 def header(run: ToldRun, settings: Path | None = None) -> list[str]:
     """The anchors of sanity that a run prints before its first step. settings: the file that holds all flags."""
-    c, env = run.c, run.environment
+    c = run.c
+    env = run.environment
     rows = describe(run.step.model)
     parameters = grouped(sum(math.prod(r.shape) for r in rows))
     whole = [r for r in rows if r.placement.startswith("Replicate")]
@@ -198,10 +202,8 @@ def header(run: ToldRun, settings: Path | None = None) -> list[str]:
         f"{name}={' '.join(value) if isinstance(value, tuple) else value}"
         for name, value in different
     ]
-    optimizer, still = (
-        run.step.optimizer,
-        len(run.step.optimizer.params) - run.step.optimizer.decaying,
-    )
+    optimizer = run.step.optimizer
+    still = len(run.step.optimizer.params) - run.step.optimizer.decaying
     counted = run.uncounted
     if run.flops:
         causal, palm = (run.flops[kind] / run.step_tokens / 1e6 for kind in ("causal", "palm"))

@@ -34,6 +34,7 @@ from trainer.checkpoint.lock import content, drop, take
 from trainer.checkpoint.manifest import CheckpointError, Damaged, Refused, discard, verify
 from trainer.config import Config
 from trainer.data import Batches, DataError
+from trainer.distributed.control import Group
 from trainer.distributed.spelling import label
 from trainer.distributed.terminal import did_you_mean, one_line, tell
 from trainer.step import Step
@@ -91,10 +92,11 @@ class Found(NamedTuple):  # a verified checkpoint, its tensors not yet read
     metadata: Metadata  # DCP's
 
 
-def on_all(work: Callable[[], Any], group: dist.ProcessGroup | None = None, what: str = "") -> list:
+def on_all(work: Callable[[], Any], group: Group = None, what: str = "") -> list:
     """A list of what `work` returns on each rank. If it fails on any rank, all ranks raise the first failure: Refused
     and CheckpointError as they are, others as a CheckpointError that begins with `what`."""
-    error = value = None
+    error = None
+    value = None
     try:
         value = work()
     except (Exception, CheckpointException) as e:
@@ -110,9 +112,7 @@ def on_all(work: Callable[[], Any], group: dist.ProcessGroup | None = None, what
     return [value for _, value in everyone]
 
 
-def on_rank_0(
-    work: Callable[[], Any], group: dist.ProcessGroup | None = None, what: str = ""
-) -> Any:
+def on_rank_0(work: Callable[[], Any], group: Group = None, what: str = "") -> Any:
     """What `work` returns on rank 0, where alone it runs, on all ranks. Raises as `on_all` does."""
     return on_all(lambda: work() if dist.get_rank() == 0 else None, group, what)[0]
 
@@ -157,7 +157,9 @@ def _is_covered(t: TensorStorageMetadata) -> bool:
     if not chunks:
         return 0 in size
     along = next((d for d, n in enumerate(size) if chunks[0][1][d] != n), 0)
-    start, slice_size, reached = [0] * len(size), [*size], 0
+    start = [0] * len(size)
+    slice_size = [*size]
+    reached = 0
     for offsets, sizes in chunks:
         start[along], slice_size[along] = reached, sizes[along]
         if offsets != start or sizes != slice_size or sizes[along] < 0:
@@ -168,7 +170,8 @@ def _is_covered(t: TensorStorageMetadata) -> bool:
 
 def _check_chunks(metadata: Metadata, files: dict) -> None:
     """ValueError, naming the tensor, where chunks do not cover it, or files do not hold them."""
-    tensors, stored = metadata.state_dict_metadata, metadata.storage_data
+    tensors = metadata.state_dict_metadata
+    stored = metadata.storage_data
     if bare := [name for name, t in tensors.items() if not _is_covered(t)]:
         raise ValueError(f"the chunks of {bare[0]} are not the whole tensor, each element once")
     chunks = {MetadataIndex(name, c.offsets) for name, t in tensors.items() for c in t.chunks}
@@ -215,9 +218,7 @@ def _open(path: str, files: dict) -> Found:
     return Found(path, about, state, metadata)
 
 
-def find_start(
-    c: Config, batches: Batches, group: dist.ProcessGroup | None, identity: dict[str, Any]
-) -> Found | None:
+def find_start(c: Config, batches: Batches, group: Group, identity: dict[str, Any]) -> Found | None:
     """The step that --resume and --save mean, verified and fit for these flags; None: start fresh. Locks --save until
     `drop`, and removes what killed runs left in it. identity: of the LanguageModel that will be loaded.
     Raises CheckpointError, also where --save holds steps later than the one to start from, DataError for other data
@@ -232,7 +233,7 @@ def find_start(
     return found
 
 
-def _claim(folder: str, group: dist.ProcessGroup | None) -> None:
+def _claim(folder: str, group: Group) -> None:
     """Locks --save on rank 0, and checks that all ranks see this lock, whose content no other has. Raises Refused."""
     if said := on_rank_0(partial(take, folder), group):
         say(said)
@@ -242,9 +243,7 @@ def _claim(folder: str, group: dist.ProcessGroup | None) -> None:
                       "directory that all nodes share")  # fmt: skip
 
 
-def _find_start(
-    c: Config, batches: Batches, group: dist.ProcessGroup | None, identity: dict
-) -> Found | None:
+def _find_start(c: Config, batches: Batches, group: Group, identity: dict) -> Found | None:
     folder = dict(auto=c.save, never=None).get(c.resume, c.resume)
     present, paths, again = on_rank_0(partial(_look, c.save, folder), group)
     found = newest(paths, group)
@@ -289,7 +288,8 @@ def _look(save: str | None, folder: str | None) -> tuple[list[str], list[str], b
     present = steps_in(save) if save is not None else []
     paths = _offered(folder, "--resume ") if folder is not None else []
     if present and paths and not _within(paths[0], save):  # --keep would remove these
-        own, marks = [os.path.join(save, name) for name in present], {_mark(path) for path in paths}
+        own = [os.path.join(save, name) for name in present]
+        marks = {_mark(path) for path in paths}
         for path in own:
             with suppress(Exception):  # a damaged one
                 if json.loads(Path(path, "train_state.json").read_bytes()).get("origin") in marks:
@@ -329,7 +329,7 @@ def find(folder: str) -> Found:
     return found
 
 
-def newest(paths: list[str], group: dist.ProcessGroup | None = None) -> Found | None:
+def newest(paths: list[str], group: Group = None) -> Found | None:
     """The first of these steps whose files are as they were saved; None without paths. Raises Damaged if all are."""
     damaged = []
     for path in paths:
@@ -345,15 +345,13 @@ def newest(paths: list[str], group: dist.ProcessGroup | None = None) -> Found | 
         raise damaged[0]
 
 
-def _verified(path: str, group: dist.ProcessGroup | None) -> Found:
+def _verified(path: str, group: Group) -> Found:
     """Opens a step after checking each of its files on one rank, or on every rank if the nodes have copies of their
     own. Raises Damaged, or CheckpointError where these are not copies of one step."""
 
     def share() -> tuple[dict, tuple[int, int]]:
-        files, manifest = (
-            verify(path, dist.get_rank(), dist.get_world_size()),
-            os.stat(f"{path}/manifest.json"),
-        )
+        files = verify(path, dist.get_rank(), dist.get_world_size())
+        manifest = os.stat(f"{path}/manifest.json")
         # Of one file: the same on all nodes that share it.
         return files, (manifest.st_ino, manifest.st_ctime_ns)
 
@@ -385,11 +383,9 @@ def _check(found: Found, c: Config, batches: Batches, identity: dict[str, Any]) 
         for k in names
     }
     both = {label(k, c.parts): (before[k], v) for k, v in flags.items() if k != "init"} | same
-    both |= {"--effective-batch": (about["global_batch"], batches.global_batch)}
     both |= {
-        HELD: tuple("yes" if every else "no" for every in (before["eval_every"], c.eval_every))
-    }
-    both |= {
+        "--effective-batch": (about["global_batch"], batches.global_batch),
+        HELD: tuple("yes" if every else "no" for every in (before["eval_every"], c.eval_every)),
         "torch": (about["torch"], torch.__version__),
         "ranks": (about["world"], dist.get_world_size()),
     }
@@ -400,10 +396,8 @@ def _check(found: Found, c: Config, batches: Batches, identity: dict[str, Any]) 
         for name in changed
         if name in (*same, *FIXED) and not (cast and name == "--adam-dtype")
     ]:
-        told, hints = (
-            ", ".join(changed[name] for name in fixed),
-            "; ".join(filter(None, map(FIXED.get, fixed))),
-        )
+        told = ", ".join(changed[name] for name in fixed)
+        hints = "; ".join(filter(None, map(FIXED.get, fixed)))
         where = "name another directory in --save" if c.resume == "auto" else "leave out --resume"
         raise CheckpointError(f"{found.path}: was saved with {told}, which a resumed run must keep"
                               + f" ({hints})" * (hints != "") + f"; to begin afresh, {where}")  # fmt: skip
@@ -443,10 +437,11 @@ def table_of(state: dict[str, Tensor]) -> dict[str, list]:
     return {name: [[*t.shape], str(t.dtype)] for name, t in state.items()}
 
 
-def load(found: Found, step: Step, group: dist.ProcessGroup | None = None) -> None:
+def load(found: Found, step: Step, group: Group = None) -> None:
     """Fills parameters, moments and step count of `step` in place. A collective. Raises CheckpointError."""
     state = tensors(step)
-    saved, now = found.about["tensors"], table_of(state)
+    saved = found.about["tensors"]
+    now = table_of(state)
     if differ := sorted(
         name for name in saved.keys() | now.keys() if saved.get(name) != now.get(name)
     ):

@@ -24,7 +24,8 @@ from trainer.checkpoint.manifest import CheckpointError, Refused
 from trainer.distributed.terminal import regular, tell
 
 # Seconds between signs of life; without one until another machine's lock is taken over.
-SIGN, STALE = 30, 180
+SIGN = 30
+STALE = 180
 POLL = 2  # seconds between looks for a sign
 # {absolute path of the folder: (content of its lock, end of signs)}.
 _held: dict[str, tuple[str, threading.Event]] = {}
@@ -34,7 +35,9 @@ def take(folder: str, patient: bool = True) -> str | None:
     """Takes the lock of `folder`, unless this process has it already; returns a line to print if another run had it.
     Waits up to 180 s for a sign of another machine's lock; without `patient`, that lock refuses at once unless it is
     stale. Raises Refused, in one line that names host and pid, and CheckpointError where no lock can be written."""
-    key, path, over = os.path.abspath(folder), os.path.join(folder, "lock"), threading.Event()
+    key = os.path.abspath(folder)
+    path = os.path.join(folder, "lock")
+    over = threading.Event()
     if key in _held:
         return None
     text = json.dumps(dict(host=socket.gethostname(), pid=os.getpid(), start=start_ticks(os.getpid()),

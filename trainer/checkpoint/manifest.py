@@ -88,7 +88,8 @@ def digest(path: str) -> list[int]:
             raise Damaged(f"{path}: is not a plain file")
         with open(path, "rb") as file:
             while block := file.read(16 << 20):
-                size, crc = size + len(block), zlib.crc32(block, crc)
+                size = size + len(block)
+                crc = zlib.crc32(block, crc)
     except OSError as error:
         raise (Damaged if error.errno in DAMAGE else CheckpointError)(
             f"{path}: {error.strerror}"
@@ -114,7 +115,8 @@ def verify(path: str, rank: int = 0, world: int = 1) -> dict[str, list[int]]:
     digest(where)  # raises if it is not a plain file
     try:
         manifest = json.loads(Path(where).read_bytes())
-        files, told = manifest["files"], manifest["crc32"]
+        files = manifest["files"]
+        told = manifest["crc32"]
         names = sorted(files.keys())
         sizes = {name: size for name, (size, _) in files.items()}
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:

@@ -44,7 +44,7 @@ from trainer.checkpoint.manifest import (
 )
 from trainer.config import Config
 from trainer.data import Batches
-from trainer.distributed.control import control_group
+from trainer.distributed.control import Group, control_group
 from trainer.distributed.terminal import tell
 from trainer.optimizer import local
 from trainer.step import Step
@@ -53,10 +53,14 @@ from trainer.step import Step
 class Saver(AbstractContextManager):
     """group: for collectives of foreground saves. state: the run's, for its origin. beat: called after each save."""
 
-    def __init__(self, c: Config, step: Step, batches: Batches, group: dist.ProcessGroup | None = None,
+    def __init__(self, c: Config, step: Step, batches: Batches, group: Group = None,
                  state: TrainState | None = None, beat: Callable[[], Any] = lambda: None):  # fmt: skip
-        self.c, self.step, self.batches, self.group = c, step, batches, group
-        self.state, self.beat = state or TrainState(), beat
+        self.c = c
+        self.step = step
+        self.batches = batches
+        self.group = group
+        self.state = state or TrainState()
+        self.beat = beat
         self.thread: ThreadPoolExecutor | None = None
         self.pending: tuple[int, Future] | None = None  # the step in flight
         self.ending = False  # the next save is the last
@@ -72,7 +76,8 @@ class Saver(AbstractContextManager):
         """Saves the state after k steps; returns when it is committed, with --save-every N:async when it is copied.
         Raises CheckpointError; with --save-every N:warn only if k is the last step or the run is `ending`."""
         self.wait()
-        state, batches = tensors(self.step), self.batches
+        state = tensors(self.step)
+        batches = self.batches
         about = replace(self.state, step=k, samples=batches.sample).as_dict() | dict(
             format=FORMAT, global_batch=batches.global_batch, training=asdict(self.c.training),
             model=self.step.model.identity, torch=torch.__version__, world=dist.get_world_size(),
@@ -127,7 +132,8 @@ class Saver(AbstractContextManager):
             if self.thread is not None:
                 self.thread.shutdown()
                 dist.destroy_process_group(self.group)
-                self.thread, self.staged = None, {}
+                self.thread = None
+                self.staged = {}
             if self.c.save is not None:
                 drop(self.c.save)
 
@@ -141,14 +147,10 @@ class Saver(AbstractContextManager):
                 tell(f"warning: {lost}", sys.stderr)
 
 
-def save_step(
-    c: Config, name: str, about: dict, group: dist.ProcessGroup | None, state: dict[str, Tensor]
-) -> None:
+def save_step(c: Config, name: str, about: dict, group: Group, state: dict[str, Tensor]) -> None:
     """Writes and commits a step under --save, then removes older ones (`_commit`). Raises CheckpointError."""
-    needs, where = (
-        sum(t.numel() * t.element_size() for t in state.values()),
-        f"{os.path.join(c.save, name)}: ",
-    )
+    needs = sum(t.numel() * t.element_size() for t in state.values())
+    where = f"{os.path.join(c.save, name)}: "
     temporary = on_rank_0(partial(_begin, c.save, name, needs), group, where)
     try:
         files = {}
@@ -169,7 +171,8 @@ def save_step(
 def _begin(folder: str, name: str, needs: int) -> str:
     """A new temporary directory in `folder` for a step of `needs` bytes. CheckpointError: no space, or it exists."""
     renew(folder)
-    final, has = os.path.join(folder, name), shutil.disk_usage(folder).free
+    final = os.path.join(folder, name)
+    has = shutil.disk_usage(folder).free
     if os.path.lexists(final):
         raise CheckpointError(f"{final}: is there already and is not written over; save elsewhere")
     if needs > has:
@@ -181,9 +184,7 @@ def _begin(folder: str, name: str, needs: int) -> str:
     return temporary
 
 
-def write_tensors(
-    temporary: str, state: dict[str, Tensor], group: dist.ProcessGroup | None
-) -> None:
+def write_tensors(temporary: str, state: dict[str, Tensor], group: Group) -> None:
     """Writes and syncs the files of this rank, on rank 0 `.metadata` as well. A collective over `group`."""
     # Without copying ahead there is no stream to wait for: a thread must not disturb the capture of a CUDA graph.
     writer = dcp.FileSystemWriter(temporary, sync_files=True, per_thread_copy_ahead=0)
@@ -195,9 +196,7 @@ def write_tensors(
         sync(os.path.join(temporary, ".metadata"))
 
 
-def _write(
-    temporary: str, state: dict[str, Tensor], group: dist.ProcessGroup | None
-) -> dict[str, list[int]]:
+def _write(temporary: str, state: dict[str, Tensor], group: Group) -> dict[str, list[int]]:
     """Writes this rank's files and reads them back; returns their {file: [bytes, CRC-32]}."""
     write_tensors(temporary, state, group)
     own = f"__{dist.get_rank()}_"

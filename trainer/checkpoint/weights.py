@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -35,7 +34,7 @@ from trainer.checkpoint.load import Found, on_all, say
 from trainer.checkpoint.lock import drop, take
 from trainer.checkpoint.manifest import CheckpointError, Refused, sync, write_json
 from trainer.config import Config
-from trainer.distributed.control import agree
+from trainer.distributed.control import Group, agree
 from trainer.distributed.terminal import counted, one_line
 
 DTYPES = {  # by safetensors' names
@@ -116,7 +115,8 @@ def _safetensors(path: str) -> dict[str, Region]:
 
 
 def _indexed(path: str) -> dict[str, Region]:
-    told, regions = json.loads(Path(path).read_bytes())["weight_map"], {}
+    told = json.loads(Path(path).read_bytes())["weight_map"]
+    regions = {}
     for file in sorted(set(told.values())):
         if os.path.basename(file) != file or not file.endswith((".safetensors", ".bin")):
             raise ValueError(f"names {file!r}, which is no .safetensors beside it")
@@ -133,7 +133,8 @@ def _indexed(path: str) -> dict[str, Region]:
 
 def _pt(path: str) -> dict[str, Region]:
     with warnings.catch_warnings(action="ignore"):  # of a strange pickle's protocol
-        state, regions = torch.load(path, map_location="meta", weights_only=True), {}
+        state = torch.load(path, map_location="meta", weights_only=True)
+        regions = {}
     if not isinstance(state, dict) or not all(isinstance(t, Tensor) for t in state.values()):
         raise ValueError("holds more than tensors by name; save model.state_dict() alone")
     for name, t in state.items():
@@ -149,9 +150,7 @@ def _pt(path: str) -> dict[str, Region]:
     return regions
 
 
-def initialise(
-    c: Config, model: nn.Module, found: Found | None, group: dist.ProcessGroup | None = None
-) -> None:
+def initialise(c: Config, model: nn.Module, found: Found | None, group: Group = None) -> None:
     """Loads the weights of --init into `model` in place, unless the run goes on from the checkpoint `found`. Raises, on
     all ranks, CheckpointError for a file that is bad or does not fit, and Desync where ranks see different files."""
     if found is not None:
@@ -170,7 +169,8 @@ def listed(number: Counter) -> str:
 def glimpse(path: str) -> str:
     """What this rank sees at `path`, from the table and some bytes of each tensor; or why it sees nothing."""
     try:
-        there, crc = table(path), 0
+        there = table(path)
+        crc = 0
         for name, (path, offset, like) in there.items():
             crc = zlib.crc32(f"{name} {like.shape} {like.dtype}".encode(), crc)
             with open(path, "rb") as file:
@@ -233,7 +233,9 @@ def _name(t: Tensor) -> str:
 
 
 def _fill(t: Tensor, regions: dict[str, Region]) -> None:
-    local, first, before = t, 0, None
+    local = t
+    first = 0
+    before = None
     if isinstance(t, DTensor):
         (chunk,), local = t.__create_chunk_list__(), t.to_local()
         if chunk.sizes[1:] != t.shape[1:]:
@@ -285,8 +287,10 @@ def write(path: str, tensors: dict[str, Tensor], read: Callable[[str], Tensor], 
     """Writes what `read` returns for each name, replacing what is at `path`; returns the names of the files. tensors:
     their shapes and dtypes, on the meta device. about: the metadata of a .safetensors. Above `shard_bytes` this becomes
     several and an index. All are complete in a temporary directory before they are renamed. Raises CheckpointError."""
-    files, folder = _plan(path, tensors, shard_bytes), os.path.dirname(path) or "."
-    temporary, total = f"{path}.tmp-{secrets.token_hex(4)}", sum(t.nbytes for t in tensors.values())
+    files = _plan(path, tensors, shard_bytes)
+    folder = os.path.dirname(path) or "."
+    temporary = f"{path}.tmp-{secrets.token_hex(4)}"
+    total = sum(t.nbytes for t in tensors.values())
     try:
         tidy(path)
         if total > (has := shutil.disk_usage(folder).free):
@@ -328,10 +332,8 @@ def write(path: str, tensors: dict[str, Tensor], read: Callable[[str], Tensor], 
 
 def tidy(path: str) -> None:
     """Removes the directories of exports to `path` that were killed. One that is being written is locked and stays."""
-    folder, left = (
-        os.path.dirname(path) or ".",
-        re.compile(re.escape(os.path.basename(path)) + r"\.tmp-[0-9a-f]{8}"),
-    )
+    folder = os.path.dirname(path) or "."
+    left = re.compile(re.escape(os.path.basename(path)) + r"\.tmp-[0-9a-f]{8}")
     for name in filter(left.fullmatch, os.listdir(folder)):
         with suppress(Refused, CheckpointError):
             take(os.path.join(folder, name), patient=False)
@@ -342,7 +344,8 @@ def tidy(path: str) -> None:
 
 def _plan(path: str, tensors: dict[str, Tensor], shard_bytes: float) -> dict[str, list[str]]:
     """{file: names of its tensors}, in order, each file filled until the next tensor would exceed `shard_bytes`."""
-    groups, size = [[]], 0
+    groups = [[]]
+    size = 0
     for name, t in tensors.items():
         size += t.nbytes
         if groups[-1] and size > shard_bytes:
@@ -369,13 +372,12 @@ def _write_file(
         with torch.serialization.skip_data(materialize_fake_tensors=True):
             torch.save(state, path)
     else:
-        names, header, end = (
-            {dtype: name for name, dtype in DTYPES.items()},
-            {"__metadata__": about},
-            0,
-        )
+        names = {dtype: name for name, dtype in DTYPES.items()}
+        header = {"__metadata__": about}
+        end = 0
         for name, t in tensors.items():
-            begin, end = end, end + t.nbytes
+            begin = end
+            end = end + t.nbytes
             header[name] = dict(dtype=names[t.dtype], shape=t.shape, data_offsets=[begin, end])
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)

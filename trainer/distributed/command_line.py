@@ -142,7 +142,9 @@ def parse_beside(own: type, others: Sequence[type], argv: Sequence[str], prog: s
                  description: str) -> tuple[Any, list[str]]:  # fmt: skip
     """An `own`, and the words of a command line that are flags of `others`, groups of another program, whose values may
     still be wrong together. Ends the process with exit code 2 and one line for a bad flag or value."""
-    boxes, kinds, parts = io.StringIO(), kinds_of(*others, own), parts_of(*others)
+    boxes = io.StringIO()
+    kinds = kinds_of(*others, own)
+    parts = parts_of(*others)
     try:
         argv, lines = modern(argv, parts)
         problem = explain(unfold(argv, parts)[0], kinds, ["verbose"])
@@ -179,7 +181,8 @@ def kinds_of(*groups: type) -> dict[str, Any]:
 def explain(argv: Sequence[str], kinds: dict[str, Any], counters: Sequence[str] = ()) -> str | None:
     """The first thing that is wrong with a command line, or None. kinds: the type of each flag's field; tuple[...]
     takes any number of values, bool none. counters: those that take none either, as -v does."""
-    own, words = {flag(name): kind for name, kind in kinds.items()}, deque(argv)
+    own = {flag(name): kind for name, kind in kinds.items()}
+    words = deque(argv)
     names = [*own, *(flag(f"no_{name}") for name, kind in kinds.items() if kind is bool)]
     bare = {flag(name) for name in counters} | {
         name for name in names if own.get(name, bool) is bool

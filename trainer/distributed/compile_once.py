@@ -44,9 +44,11 @@ from torch.compiler import config as cache_config
 from torch.distributed.tensor import DTensor, Shard
 
 from overlap import OFF
+from trainer.distributed.control import Group
 
 # How long a rank waits for another to begin compiling, and to end: then it compiles.
-BEGIN_S, END_S = 120.0, 1200.0
+BEGIN_S = 120.0
+END_S = 1200.0
 POLL_S = 0.2
 ALLOCATIONS = 50_000  # between collections of Python's garbage; its default is 700
 # Sic; left alone where the next one is on, which torch 2.13 has.
@@ -161,9 +163,14 @@ class _Sharing:
         fetch: bool,
         send: bool,
     ):
-        self.device, self.store, self.rank = device, store, rank
-        self.leader, self.fetch, self.send = leader, fetch, send
-        self.plain, self.count = inductor.compile_fx, 0
+        self.device = device
+        self.store = store
+        self.rank = rank
+        self.leader = leader
+        self.fetch = fetch
+        self.send = send
+        self.plain = inductor.compile_fx
+        self.count = 0
 
     def compile_fx(self, gm: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
         inductor.compile_fx = self.plain  # it calls itself
@@ -177,7 +184,8 @@ class _Sharing:
     @contextmanager
     def turn(self, digest: str) -> Iterator[None]:
         """Begins when it is this rank's turn to compile, or to find what the leader has compiled."""
-        self.count, tag = self.count + 1, cache_config.cache_key_tag
+        self.count = self.count + 1
+        tag = cache_config.cache_key_tag
         cache_config.cache_key_tag = _without_rank(tag)
         try:
             with ready(self.device), kernels_later(self.device):
@@ -195,10 +203,12 @@ class _Sharing:
     def wait(self, digest: str) -> None:
         """Returns when the leader has compiled this, compiles something else, or cannot be waited for any longer."""
         begin, end = (f"{what} {self.leader} {self.count}" for what in ("begin", "end"))
-        begun, until = False, time.monotonic() + BEGIN_S
+        begun = False
+        until = time.monotonic() + BEGIN_S
         while self.leader is not None and not self.store.check([end]):
             if not begun and self.store.check([begin]):
-                begun, until = True, time.monotonic() + END_S
+                begun = True
+                until = time.monotonic() + END_S
                 if self.store.get(begin).decode() != digest:
                     return
             if time.monotonic() > until:
@@ -225,7 +235,7 @@ def _without_rank(tag: str) -> str:
 
 
 @contextmanager
-def compile_once(device: torch.device, group: dist.ProcessGroup | None) -> Iterator[None]:
+def compile_once(device: torch.device, group: Group) -> Iterator[None]:
     """Inside it equal graphs are compiled once. Collective, as it begins. device: of this rank; group: of all ranks
     (None: there is one). Nobody waits for ever: not for a rank that compiles other graphs, fails or has died."""
     before = gc.get_threshold()
@@ -239,12 +249,13 @@ def compile_once(device: torch.device, group: dist.ProcessGroup | None) -> Itera
 
 
 @contextmanager
-def _shared(device: torch.device, group: dist.ProcessGroup | None) -> Iterator[None]:
+def _shared(device: torch.device, group: Group) -> Iterator[None]:
     if group is None or group.size() == 1:
         with ready(device):
             yield
         return
-    rank, everyone = dist.get_rank(group), [None] * dist.get_world_size(group)
+    rank = dist.get_rank(group)
+    everyone = [None] * dist.get_world_size(group)
     usable = functorch.enable_autograd_cache and inductor_config.fx_graph_cache
     usable = usable and not cache_config.force_disable_caches and not inductor_config.max_autotune
     usable = usable and torch.__version__ >= (2, 13)  # 2.11 caches no graph with a gather
@@ -256,9 +267,11 @@ def _shared(device: torch.device, group: dist.ProcessGroup | None) -> Iterator[N
     )
     own = kind, (socket.gethostname(), cache_dir()), secrets.token_hex(8)
     dist.all_gather_object(everyone, own, group=group)
-    kinds, places = [each[0] for each in everyone], [each[:2] for each in everyone]
+    kinds = [each[0] for each in everyone]
+    places = [each[:2] for each in everyone]
     # Of all, of those who share this directory.
-    source, first = kinds.index(kind), places.index(own[:2])
+    source = kinds.index(kind)
+    first = places.index(own[:2])
     if not usable or kinds.count(kind) == 1:
         yield
         return

@@ -29,6 +29,9 @@ AGAIN_S = 0.5
 NORM_TOLERANCE = 1e-3
 
 
+Group = dist.ProcessGroup | None  # None: there is one rank
+
+
 class Desync(Exception):
     """The ranks do not run the same thing."""
 
@@ -49,14 +52,15 @@ def control_group() -> dist.ProcessGroup:
     return group
 
 
-def agree(facts: dict[str, Any], group: dist.ProcessGroup | None) -> None:
+def agree(facts: dict[str, Any], group: Group) -> None:
     """Raises Desync, naming up to three differences, on all ranks if one has other facts than rank 0. facts: objects
     that can be pickled and compared, by name. Collective; with a group of None it does nothing."""
     if group is None:
         return
     everyone: list[dict] = [{}] * dist.get_world_size(group)
     dist.all_gather_object(everyone, facts, group=group)
-    first, lines = everyone[0], []
+    first = everyone[0]
+    lines = []
     for name in sorted({name for each in everyone for name in each}):
         if others := [
             rank for rank, each in enumerate(everyone) if each.get(name) != first.get(name)
@@ -121,7 +125,8 @@ class Signals:
         if self.over:
             return
         if not self.got:
-            self.got, self.at = signum, time.monotonic()
+            self.got = signum
+            self.at = time.monotonic()
             if self.speak and signum == signal.SIGINT:  # somebody sits at the terminal
                 # Stderr may be a pipe to `tee`, which the same Ctrl-C has ended.
                 with suppress(Exception):
@@ -137,8 +142,10 @@ class Signals:
 class Control:
     """Every rank calls `boundary` equally often, and `finish` once after the last. group: None if there is one rank."""
 
-    def __init__(self, signals: Signals, group: dist.ProcessGroup | None):
-        self.signals, self.work, self.numbers = signals, None, None
+    def __init__(self, signals: Signals, group: Group):
+        self.signals = signals
+        self.work = None
+        self.numbers = None
         self.group = group if group is not None and group.size() > 1 else None
 
     def boundary(
@@ -157,10 +164,8 @@ class Control:
                 raise problem
             return failed
         failed_before = self.finish()
-        self.problem, told = (
-            problem,
-            [k, -k, norm, -norm, failed, self.signals.got, problem is not None],
-        )
+        self.problem = problem
+        told = [k, -k, norm, -norm, failed, self.signals.got, problem is not None]
         self.numbers = torch.tensor(told, dtype=torch.float64, device="cpu")
         self.work = dist.all_reduce(
             self.numbers, dist.ReduceOp.MAX, group=self.group, async_op=True
@@ -171,7 +176,8 @@ class Control:
         """Reads the exchange that the last boundary began; returns and raises as `boundary` does."""
         if self.work is None:
             return False
-        work, self.work = self.work, None
+        work = self.work
+        self.work = None
         work.wait()
         k, fewest, norm, least, failed, signum, problem = self.numbers.tolist()
         if k != -fewest:

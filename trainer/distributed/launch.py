@@ -40,17 +40,17 @@ def connect(c, rank: int, local_rank: int, world: int, timeout: float = 0) -> to
     `world` and `link`. timeout: seconds that a collective may take, in groups made later too; 0: torch's own limit.
     Raises ValueError, one line with the fix: a device that is not there, too few GPUs, ranks that do not meet."""
     cuda = torch.cuda.is_available() if c.device == "auto" else c.device == "cuda"
-    torchrun, device, limit = bool(os.environ.get("RANK")), torch.device("cpu"), {}
+    torchrun = bool(os.environ.get("RANK"))
+    device = torch.device("cpu")
+    limit = {}
     how = {} if torchrun else dict(store=dist.HashStore(), rank=0, world_size=1)
     if cuda:
         if not torch.cuda.is_available():
             raise ValueError(
                 f"--device cuda: torch {torch.__version__} sees no GPU; use --device cpu"
             )
-        n, ranks = (
-            torch.cuda.device_count(),
-            int(torchrun and os.environ.get("LOCAL_WORLD_SIZE") or local_rank + 1),
-        )
+        n = torch.cuda.device_count()
+        ranks = int(torchrun and os.environ.get("LOCAL_WORLD_SIZE") or local_rank + 1)
         if ranks > n:  # every rank raises it, also one that would have a GPU
             raise ValueError(f"--nproc-per-node {ranks}: there are {n} GPUs; start {n} at most")
         if not c.world and not dist.is_nccl_available():
@@ -126,14 +126,16 @@ def fresh(store: dist.Store, rank: int, world: int) -> dist.Store:
     """torchrun's `store` under a new prefix: after a restart it still holds the addresses of the ranks before. Rank 0
     chooses the prefix. Each rank sends a random word and waits for the answer to it, so that the words of dead ranks do
     no harm, until all have confirmed. Collective. DistStoreError: a rank does not come within the store's timeout."""
-    talk, prefix = dist.PrefixStore("start", store), secrets.token_hex(8)
+    talk = dist.PrefixStore("start", store)
+    prefix = secrets.token_hex(8)
     if rank:
         word = secrets.token_hex(8)
         talk.set(f"word of {rank}", word)
         prefix = talk.get(word).decode()  # waits for it
         talk.set(f"{prefix} {rank}", "")
         return dist.PrefixStore(prefix, store)
-    missing, until = set(range(1, world)), time.monotonic() + store.timeout.total_seconds()
+    missing = set(range(1, world))
+    until = time.monotonic() + store.timeout.total_seconds()
     while missing:
         if time.monotonic() > until:
             raise dist.DistStoreError(

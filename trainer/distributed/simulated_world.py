@@ -57,10 +57,12 @@ class CollectiveCall(NamedTuple):  # as `log` lists it
 
 class _World:
     def __init__(self, link: Link | Callable[[list[int]], Link]):
-        self.link, self.log = link, deque(maxlen=1_000_000)
+        self.link = link
+        self.log = deque(maxlen=1_000_000)
         self.streams, self.clock = {}, None  # on CUDA
         # On a CPU, by group: the link's thread, and until when it is busy.
-        self.workers, self.busy = {}, {}
+        self.workers = {}
+        self.busy = {}
         self.library = torch.library.Library("c10d", "IMPL")
         # Torch warns that kernels are overridden, which is wanted.
         with warnings.catch_warnings(action="ignore"):
@@ -132,7 +134,8 @@ def _gather(out: Tensor, own: Tensor, ranks: int, rank: int) -> None:
 
 def _reduce(t: Tensor, op, ranks: int) -> None:
     """Reduces `ranks` tensors that are all equal to `t`, into `t`. op: a ReduceOp, or one in a box."""
-    kinds, op = dist.ReduceOp.RedOpType, op.op() if hasattr(op, "op") else op
+    kinds = dist.ReduceOp.RedOpType
+    op = op.op() if hasattr(op, "op") else op
     if op == kinds.SUM:
         t.mul_(ranks)
     elif op == kinds.PRODUCT:
@@ -171,7 +174,8 @@ class _Clock:
         if seconds <= 0:
             copy()
             return
-        key, one = (device, torch.cuda.current_stream(device).stream_id), (1, 1, 1)
+        key = (device, torch.cuda.current_stream(device).stream_id)
+        one = (1, 1, 1)
         if key not in self.deadlines:
             self.deadlines[key] = torch.zeros(1, dtype=torch.int64, device=device)
         self.set(one, one, (self.deadlines[key], max(1, round(seconds * 1e6))))
@@ -187,7 +191,8 @@ def _on_cuda(
     copy: Callable,
     value: list,
 ):
-    current, clock = torch.cuda.current_stream(device), _world.clock
+    current = torch.cuda.current_stream(device)
+    clock = _world.clock
     # Like NCCL since torch 2.8: it runs on the current stream, and wait() does nothing.
     if not async_op:
         clock.occupy(device, seconds, copy)

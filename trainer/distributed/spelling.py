@@ -115,7 +115,8 @@ def typed(text: str, kind: Any) -> Any:
 def unfold(argv: Sequence[str], parts: Parts) -> tuple[list[str], dict[str, Any]]:
     """The words of a command line without the parts that values carry, and these by name. Of a flag that comes twice
     the last one counts, with its parts. ValueError for a part that is none."""
-    items, found = [], {}
+    items = []
+    found = {}
     for name, *values in _items(argv):
         own = {field: known for field, known in parts.items() if flag(known.part.of) == name}
         if own and values:
@@ -136,7 +137,8 @@ def _read(name: str, text: str, own: Parts) -> tuple[str | None, dict[str, Any]]
     own = {field: known for field, known in own.items() if not known.part.whole}
     value, *rest = text.split(":") if own else [text]
     written = {known.part.word: field for field, known in own.items() if known.fits(value)}
-    found, problem = {}, ""
+    found = {}
+    problem = ""
     for each in rest:
         key, given, _ = each.partition("=")
         field = (written.get(key + given) or written.get(given)) if each else None
@@ -176,7 +178,8 @@ def folded(values: Mapping[str, Any], parts: Parts) -> dict[str, Any]:
     that has no such part mean nothing, and are left out."""
     found = {name: value for name, value in values.items() if name not in parts}
     for name, known in parts.items():
-        part, value = known.part, values.get(name, known.usual)
+        part = known.part
+        value = values.get(name, known.usual)
         value = tuple(value) if isinstance(value, list) else value
         if part.of not in values or not known.fits(values[part.of]) or value is None:
             continue
@@ -190,7 +193,9 @@ def folded(values: Mapping[str, Any], parts: Parts) -> dict[str, Any]:
 def modern(argv: Sequence[str], parts: Parts) -> tuple[list[str], list[str]]:
     """An old command line in today's spelling, and a line for each flag that is written anew. ValueError for one that
     cannot be: its flag, as given, does not have that part."""
-    words, lines, old = [], [], {}
+    words = []
+    lines = []
+    old = {}
     for name, *values in _items(argv):
         field = name.replace("-", "_").removeprefix("__").removeprefix("no_")
         if now := RENAMED.get((field, *values)):
@@ -236,7 +241,9 @@ def _items(argv: Sequence[str]) -> list[list[str]]:
 
 def _put(words: list[str], field: str, said: str, value: Any, known: Known) -> str:
     """Puts the value of an old flag, `said`, into that of the flag that carries it now; says what it has become."""
-    name, text, own = flag(known.part.of), known.text(value), known.owner
+    name = flag(known.part.of)
+    text = known.text(value)
+    own = known.owner
     if value == known.usual:
         return f"leave it out, it is the default of what {name} carries now"
     if name in words[:-1]:

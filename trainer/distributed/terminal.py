@@ -37,10 +37,8 @@ def ranks() -> tuple[int, int, int]:
     """(rank, local rank, world) by torchrun's environment, (0, 0, 1) without; exits with 2 if that makes no sense."""
     names = "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
     told = {name: os.environ[name] for name in (*names, *MORE) if os.environ.get(name)}
-    there, missing = (
-        [name for name in names[:3] if name in told],
-        [name for name in names if name not in told],
-    )
+    there = [name for name in names[:3] if name in told]
+    missing = [name for name in names if name not in told]
     if not there:
         return 0, 0, 1
     if missing:
@@ -222,7 +220,9 @@ class Progress(AbstractContextManager):
     EVERY_S = 10.0
 
     def __init__(self, stage: str = "", speak: bool = True, stream: TextIO | None = None):
-        self.stream, self.live, self.over = stream or sys.stdout, None, threading.Event()
+        self.stream = stream or sys.stdout
+        self.live = None
+        self.over = threading.Event()
         self.stage(stage)
         # A process may have been started without standard output.
         if not speak or self.stream is None:
@@ -243,13 +243,16 @@ class Progress(AbstractContextManager):
 
     def stage(self, stage: str | Callable[[], str]) -> None:
         """What is done from now on."""
-        self.words, self.said, self.since = stage, None, 0.0
+        self.words = stage
+        self.said = None
+        self.since = 0.0
         str(self)
 
     def __str__(self) -> str:
         words = self.words() if callable(self.words) else self.words
         if words != self.said:
-            self.said, self.since = words, time.monotonic()
+            self.said = words
+            self.since = time.monotonic()
         what, mark, hint = words.partition("; ")
         seconds = int(time.monotonic() - self.since)
         return what + f", {seconds} s" * (seconds > 0 and what != "") + mark + hint

@@ -74,7 +74,8 @@ def failures_of_ranks() -> Iterator[dict]:
     from torch.distributed.elastic.multiprocessing.api import PContext
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-    failures, close = {}, PContext.close
+    failures = {}
+    close = PContext.close
 
     def close_and_note(ranks: PContext, *args, **kwargs) -> None:
         close(ranks, *args, **kwargs)
@@ -142,7 +143,8 @@ def main(argv: list[str]) -> int:
     args = run.parse_args(argv)
     args.signals_to_handle = os.environ[HANDLED]
     if fork:
-        args.run_path, run.run_script_path = True, rank
+        args.run_path = True
+        run.run_script_path = rank
     check_host(args.rdzv_endpoint.rpartition(":")[0].strip("[]") or args.master_addr)
     try:
         with failures_of_ranks() as failures:

@@ -60,7 +60,8 @@ def ended_by(
 ) -> tuple[str, int]:
     """Tells people and the other ranks why this rank ends; returns the row's outcome and the exit code, or ends the
     process if another rank is gone or a signal came before the first step was done. run: None before there is one."""
-    stopped, signum = isinstance(error, Stopped), watchdog.signals.got
+    stopped = isinstance(error, Stopped)
+    signum = watchdog.signals.got
     if stopped:  # perhaps by another rank, which has seen it first
         watchdog.follow_launcher()
     elif debug:
@@ -127,7 +128,8 @@ def lost_connection(error: BaseException) -> bool:
 
 
 def _out_of_memory(error: BaseException, run: RunView | None, folder: Path) -> Outcome:
-    phase, text = run.step.phase if run and run.step else "init", one_line(error, 400, kind=False)
+    phase = run.step.phase if run and run.step else "init"
+    text = one_line(error, 400, kind=False)
     wanted = re.search(r"[Tt]ried to allocate ([0-9.]+ [KMG]iB|[0-9]+ bytes)", text)
     device = run.device if run is not None else torch.device("cpu")
     peak = memory.peak(device)

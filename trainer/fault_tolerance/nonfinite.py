@@ -30,18 +30,24 @@ class NonFinite(Exception):
 
 class FiniteCheck:
     def __init__(self, c: Config, batches: Batches, rank: int = 0):
-        self.c, self.batches, self.rank, self.late = c, batches, rank, c.device == "cuda"
+        self.c = c
+        self.batches = batches
+        self.rank = rank
+        self.late = c.device == "cuda"
         self.loss, self.norm = None, -1.0  # of the newest step that was read
         self.skipped = self.in_a_row = 0  # updates left out
-        self.norms, self.pending = deque(maxlen=WINDOW), None
+        self.norms = deque(maxlen=WINDOW)
+        self.pending = None
 
     def put(self, k: int, step: Step, loss: Tensor, wait: bool = False) -> None:
         """Takes the numbers of step k, which `step` has just launched, and reads those of the step before it; with
         `wait`, or on a CPU, also those of step k. loss: fp32 scalar. Raises NonFinite."""
         self.flush()
-        numbers, event = torch.stack((loss, step.grad_norm, step.bad)), None
+        numbers = torch.stack((loss, step.grad_norm, step.bad))
+        event = None
         if self.late:
-            numbers, event = numbers.to("cpu", non_blocking=True), torch.cuda.Event()
+            numbers = numbers.to("cpu", non_blocking=True)
+            event = torch.cuda.Event()
             event.record()
         first = 0 if self.batches.overfit else self.batches.sample - self.batches.global_batch
         self.pending = k, numbers, event, f"samples {first}-{first + self.batches.global_batch - 1}"
@@ -68,7 +74,8 @@ class FiniteCheck:
 
     def _refused(self, k: int, norm: float, samples: str) -> None:
         """Tells and counts a step whose update the device has left out; raises NonFinite where the flags say so."""
-        c, finite = self.c, math.isfinite(self.loss + norm)
+        c = self.c
+        finite = math.isfinite(self.loss + norm)
         if finite and norm == 0:
             self.skipped += 1
             self._say(
@@ -81,7 +88,8 @@ class FiniteCheck:
         if c.nonfinite == "stop":
             other = "or leave such steps out with --nonfinite skip"
             raise NonFinite(f"{told}: lower --lr {c.lr}, {other}")
-        self.skipped, self.in_a_row = self.skipped + 1, self.in_a_row + 1
+        self.skipped = self.skipped + 1
+        self.in_a_row = self.in_a_row + 1
         if self.in_a_row > c.max_skips:
             raise NonFinite(f"{told}: {self.in_a_row} updates in a row left out, more than the {c.max_skips} of "
                             f"{flag}; lower --lr {c.lr}")  # fmt: skip

@@ -32,7 +32,8 @@ from trainer.distributed.control import Signals
 from trainer.distributed.terminal import has_launcher, tell
 
 # Between looks at the clock and at the store; for the answers of the others.
-POLL_S, ANSWER_S = 1.0, 5.0
+POLL_S = 1.0
+ANSWER_S = 5.0
 # More than one turn of the watchdog's loop takes while the store does not answer (two questions: 21
 # s).
 GRACE_S = 25.0
@@ -71,18 +72,25 @@ class Watchdog(AbstractContextManager):
 
     def __init__(self, limit: float, rank: int = 0, world: int = 1, folder: str | Path = ".",
                  signals: Signals | None = None):  # fmt: skip
-        self.limit, self.rank, self.world, self.folder = limit, rank, world, Path(folder)
-        self.signals, self.begun, self.leaving = signals or Signals(), False, False
-        self.step, self.place, self.at = 0, "start", time.monotonic()
+        self.limit = limit
+        self.rank = rank
+        self.world = world
+        self.folder = Path(folder)
+        self.signals = signals or Signals()
+        self.begun = False
+        self.leaving = False
+        self.step = 0
+        self.place = "start"
+        self.at = time.monotonic()
         self.orphaned = threading.Lock()  # held once it is known that torchrun is gone
-        self.main, self.ended, self.lock = (
-            threading.get_ident(),
-            threading.Event(),
-            threading.Lock(),
-        )
+        self.main = threading.get_ident()
+        self.ended = threading.Event()
+        self.lock = threading.Lock()
         self.on_end: Callable[[str], None] = lambda outcome: None
         self.end = os._exit
-        self.store, self.asking, self.silent = None, threading.Lock(), False
+        self.store = None
+        self.asking = threading.Lock()
+        self.silent = False
         if world > 1:  # a connection of its own: the main thread may be waiting in the group's
             self.store = dist.PrefixStore(
                 "watchdog", dist.distributed_c10d._get_default_store().clone()
@@ -93,7 +101,9 @@ class Watchdog(AbstractContextManager):
 
     def beat(self, step: int, place: str) -> None:
         """Notes progress. step: the one that is being done, from 1 on; place: what of it, as "data"."""
-        self.step, self.place, self.at = step, place, time.monotonic()
+        self.step = step
+        self.place = place
+        self.at = time.monotonic()
 
     def __exit__(self, *_) -> None:
         self.ended.set()
@@ -119,7 +129,8 @@ class Watchdog(AbstractContextManager):
                 self.at = min(self.at + now - before, now)
             self.follow_launcher()
             self.signals.look()
-            still, got = now - self.at, self.signals.got
+            still = now - self.at
+            got = self.signals.got
             self._arm(self.limit - still)
             roll, gone, probe = self._heard("roll", "left", "probe")
             left = left or now * (gone is not None)
@@ -257,12 +268,10 @@ class Watchdog(AbstractContextManager):
 
     def _answers(self, why: str | None) -> dict[int, dict]:
         """{rank: what it says of itself}, of ranks that answer in ANSWER_S. Writes this one's stacks and recorder."""
-        own, trace = (
-            dict(
-                step=self.step, place=self.place, why=why, at=_where(self.main), begun=0, newest=""
-            ),
-            b"",
+        own = dict(
+            step=self.step, place=self.place, why=why, at=_where(self.main), begun=0, newest=""
         )
+        trace = b""
         with suppress(Exception):
             trace, own["begun"], own["newest"] = _collectives()
         with suppress(OSError):
@@ -271,7 +280,8 @@ class Watchdog(AbstractContextManager):
                 print(json.dumps(own), file=file, flush=True)
                 faulthandler.dump_traceback(file, all_threads=True)
             (self.folder / f"flight-{self.rank}").write_bytes(trace)
-        answers, until = {self.rank: own}, time.monotonic() + ANSWER_S
+        answers = {self.rank: own}
+        until = time.monotonic() + ANSWER_S
         self._ask(lambda: self.store.set(str(self.rank), json.dumps(own)))
         while len(answers) < self.world and time.monotonic() < until:
             silent = [rank for rank in range(self.world) if rank not in answers]
@@ -300,7 +310,8 @@ class Watchdog(AbstractContextManager):
         if not silent and apart:
             who = "the ranks do different things"
         elif silent or len(behind) < len(answers):
-            ranks, does = silent or behind, "no answer from" if silent else "the others wait for"
+            ranks = silent or behind
+            does = "no answer from" if silent else "the others wait for"
             who = f"{does} rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:8]))}"
         else:
             who = "all ranks hang at the same place" if self.world > 1 else "the main thread hangs"

@@ -60,7 +60,8 @@ def count(model: nn.Module, seqlen: int) -> Flops:
         raise ValueError(
             f"its passes over {short}, {middle} and {long} tokens do not cost a T + b T^2"
         )
-    linear, pair = float(weights), float(pair)
+    linear = float(weights)
+    pair = float(pair)
     return Flops(linear, linear + pair * seqlen, linear + pair * causal_keys(seqlen))
 
 

@@ -88,7 +88,8 @@ class Stages:
     """Memory by stages of starting up; `rows` of (name, MiB at the end of the stage, MiB at its own peak)."""
 
     def __init__(self, device: Device):
-        self.device, self.rows = device, []
+        self.device = device
+        self.rows = []
         reset_peak(device)
 
     def add(self, name: str) -> float:
@@ -116,7 +117,8 @@ def out_of_memory(error: BaseException) -> bool:
 
 def dump_snapshot(path: str) -> None:
     """Writes what CUDA's allocator holds and did, for pytorch.org/memory_viz. Its paths do not name the user's home."""
-    snapshot, home = torch.cuda.memory._snapshot(), os.path.expanduser("~/")
+    snapshot = torch.cuda.memory._snapshot()
+    home = os.path.expanduser("~/")
     entries = [entry for trace in snapshot["device_traces"] for entry in trace]
     entries += [
         entry for segment in snapshot["segments"] for entry in (segment, *segment["blocks"])

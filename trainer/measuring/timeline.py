@@ -41,8 +41,10 @@ DIP = 0.02  # as a fraction of what the step adds at its highest peak
 PIECES = ("parameters", "Adam's moments", "other from before the step", "saved for backward",
           "weights, gathered or cast", "logits", "gradients", "workspace")  # fmt: skip
 PARAMETERS, MOMENTS, OTHER, SAVED, WEIGHTS, LOGITS, GRADIENTS, WORKSPACE = PIECES
-MARK, MODULE = "memory: ", "module: "
-GRAPH, NODE = "## Call CompiledFxGraph", "autograd::engine::evaluate_function: "
+MARK = "memory: "
+MODULE = "module: "
+GRAPH = "## Call CompiledFxGraph"
+NODE = "autograd::engine::evaluate_function: "
 AROUND = (
     MARK,
     MODULE,
@@ -130,7 +132,9 @@ class Timeline:
         self, events: list[Event], marks: list[tuple[int, str]], base: dict[str, int], sizes: Sizes
     ):
         self.events = sorted(events, key=lambda e: e.time)  # stable: equal times stay in order
-        self.base, self.sizes, self.marks = base, sizes, marks
+        self.base = base
+        self.sizes = sizes
+        self.marks = marks
         # First event of a phase.
         self.starts = [bisect_left(self.events, t, key=lambda e: e.time) for t, _ in marks]
         self.blocks: list[Block] = []
@@ -141,18 +145,22 @@ class Timeline:
         for i, e in enumerate(self.events):
             if e.nbytes > 0:
                 if old := live.get(e.ptr):
-                    old.died, old.freed, self.unseen = i, "unseen", self.unseen + 1
+                    old.died = i
+                    old.freed = "unseen"
+                    self.unseen = self.unseen + 1
                 live[e.ptr] = Block(e.nbytes, i, self.place(i))
                 self.blocks.append(live[e.ptr])
             elif e.nbytes < 0 and e.ptr in live:
                 b = live.pop(e.ptr)
-                b.died, b.freed = i, self.place(i)
+                b.died = i
+                b.freed = self.place(i)
             elif e.nbytes < 0:
                 self.unknown.append((i, -e.nbytes))
             elif b := live.get(e.ptr):
                 b.claims |= {e.piece} - {""}
                 if not b.shape and self.sizes.fit(b.nbytes, math.prod(e.shape), e.dtype):
-                    b.shape, b.dtype = e.shape, e.dtype
+                    b.shape = e.shape
+                    b.dtype = e.dtype
         for b in self.blocks:
             b.piece = self._piece(b)
 
@@ -161,7 +169,8 @@ class Timeline:
         return bisect_right(self.starts, index) - 1
 
     def place(self, index: int) -> str:
-        n, where = self.phase(index), self.events[index].where or "outside any op"
+        n = self.phase(index)
+        where = self.events[index].where or "outside any op"
         return f"{self.marks[n][1]}, {where}" if n >= 0 else where
 
     def _piece(self, b: Block) -> str:
@@ -205,16 +214,21 @@ class Timeline:
         if not levels:
             return []
         dip = DIP * (max(levels) - sum(self.base.values()))
-        tops, rising, top, low = [], True, 0, 0
+        tops = []
+        rising = True
+        top = 0
+        low = 0
         for i, n in enumerate(levels):
             if rising and n > levels[top]:
                 top = i
             elif rising and n < levels[top] - dip:
                 tops.append(top)
-                rising, low = False, n
+                rising = False
+                low = n
             elif not rising:
                 low = min(low, n)
-                rising, top = n > low + dip, i
+                rising = n > low + dip
+                top = i
         tops += [top] if rising else []
         tops = sorted(tops, key=lambda i: -levels[i])[:most]  # stable: the earlier of equals first
         return [Peak(levels[i], i, self.place(i), self.pieces(i)) for i in tops]
@@ -272,12 +286,13 @@ def lines(timeline: Timeline, notes: Iterable[str] = (), step: int = 1) -> list[
     return [*text, *notes]
 
 
-def draw(timeline: Timeline, path: str, label: str = "MiB") -> None:
+def draw(timeline: Timeline, path: str) -> None:
     """Memory over the events of the step, a band per piece, for a column of a paper. Needs matplotlib."""
     import matplotlib
     from matplotlib.figure import Figure
 
-    n, bands = len(timeline.events), {}
+    n = len(timeline.events)
+    bands = {}
     for piece in PIECES:
         change = [timeline.base.get(piece, 0)] + [0] * n
         for b in timeline.blocks if piece != OTHER else ():
@@ -299,10 +314,8 @@ def draw(timeline: Timeline, path: str, label: str = "MiB") -> None:
         for i, area in enumerate(
             ax.stackplot(range(n), *bands.values(), labels=bands, step="post")
         ):
-            grey, hatch = (
-                ("0.3", "0.75", "0.5", "0.95")[i % 4],
-                ("", "....", "////", "xxxx")[(i + i // 4) % 4],
-            )
+            grey = ("0.3", "0.75", "0.5", "0.95")[i % 4]
+            hatch = ("", "....", "////", "xxxx")[(i + i // 4) % 4]
             area.set(
                 facecolor=grey,
                 hatch=hatch,
@@ -311,7 +324,7 @@ def draw(timeline: Timeline, path: str, label: str = "MiB") -> None:
             )
         ax.set(
             xlabel="allocations and frees of one step, in order",
-            ylabel=label,
+            ylabel="MiB",
             xlim=(0, max(1, n - 1)),
         )
         for start, (_, phase) in zip(timeline.starts, timeline.marks, strict=True):
@@ -366,7 +379,8 @@ def moved(op: str) -> str:
 
 def _reads(e, shapes: set[tuple[int, ...]]) -> Iterator[Event]:
     """What the inputs of an op tell of the blocks that they lie in. shapes: of the parameters, each sorted."""
-    inputs, at = e.typed[1].inputs, FACTOR.get(e.name)
+    inputs = e.typed[1].inputs
+    at = FACTOR.get(e.name)
     for i, given in enumerate(inputs):
         for t in given if isinstance(given, list) else [given]:
             if isinstance(t, _TensorMetadata) and t.storage_data_ptr:
@@ -392,10 +406,13 @@ def read(
 ) -> tuple[list[Event], list[tuple[int, str]]]:
     """(events, marks) for a Timeline. roots: the profiler's trees; device: whose blocks count; shapes: as `_reads`."""
     # modules: sequence number of an autograd node -> its module.
-    events, marks, modules = [], [], {}
+    events = []
+    marks = []
+    modules = {}
 
     def walk(siblings: list, names: list[str], module: str) -> None:
-        following, after = "", []
+        following = ""
+        after = []
         for e in reversed(siblings):
             after.append(following)
             if e.tag == _EventType.TorchOp and not e.name.startswith(AROUND):
@@ -410,7 +427,8 @@ def read(
                         )
                     )
             elif e.tag == _EventType.TorchOp:
-                number, own = e.typed[1].sequence_number, module
+                number = e.typed[1].sequence_number
+                own = module
                 if e.name.startswith(MARK):
                     marks.append((e.start_time_ns, e.name.removeprefix(MARK)))
                 if e.name.startswith(MODULE):
@@ -434,7 +452,8 @@ def _mark(name: str) -> None:
 @contextmanager
 def _observed(step: Step, modules: bool) -> Iterator[list[dict[int, int]]]:
     """Marks the phases of a step, and an eager one's modules. Yields {address: bytes} of the gradients at each mark."""
-    seen, ranges = [], []
+    seen = []
+    ranges = []
 
     def note(phase: str, grads: list[Tensor]) -> None:
         if phase != "reduce":  # which belongs to backward
@@ -465,7 +484,10 @@ def _observed(step: Step, modules: bool) -> Iterator[list[dict[int, int]]]:
 def sizes_of(c: Config, world: int) -> Sizes:
     """The names of tensors for resolved flags: logits, activations of a micro-batch, parameters and their shards on
     `world` ranks. B sequences, T tokens, D width, V vocabulary, C tokens of a chunk of the loss."""
-    tokens, D, V, kv = c.batch * c.seqlen, c.width, c.vocab, c.width // c.grouping
+    tokens = c.batch * c.seqlen
+    D = c.width
+    V = c.vocab
+    kv = c.width // c.grouping
     rows = {"[B,T,V]": tokens}
     if c.loss == "chunked":
         rows = {"[C,V]": min(c.chunk, tokens), "[last C,V]": tokens % c.chunk}
@@ -494,7 +516,9 @@ def before(
 ) -> tuple[dict[str, int], set[int]]:
     """({piece: bytes}, keys of the storages) of what is alive before a step; of OTHER on a CPU only what is known to be
     there."""
-    o, total, known = step.optimizer, Counter(), set()
+    o = step.optimizer
+    total = Counter()
+    known = set()
     groups = {PARAMETERS: step.model.parameters(), MOMENTS: [t for *_, t in o.moments()],
               OTHER: [*step.model.buffers(), o.t, o.lr, tokens, targets]}  # fmt: skip
     for piece, tensors in groups.items():

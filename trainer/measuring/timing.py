@@ -53,13 +53,16 @@ class StepTimer:
 
     def __init__(self, device: Device):
         # (ms, excluded), (start, end, excluded).
-        self.cuda, self._done, self._pending = is_cuda(device), [], deque()
+        self.cuda = is_cuda(device)
+        self._done = []
+        self._pending = deque()
 
     @contextmanager
     def step(self, excluded: bool = False) -> Iterator[None]:
         """Times one step. excluded: it is a step of warm-up or profiled; `last` tells its time, `ms` leaves it out."""
         if self.cuda:
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
             start.record()
             yield
             end.record()
@@ -117,7 +120,8 @@ def checkout(file: str | Path = __file__) -> dict[str, str | bool | None]:
 
 def code_digest() -> str:
     """A checksum of the program's files, which says, also without git, whether two ranks run the same code."""
-    root, whole = Path(__file__).parents[2], 0
+    root = Path(__file__).parents[2]
+    whole = 0
     for path in sorted([*root.glob("*.py"), *root.glob("trainer/**/*.py")]):
         whole = zlib.crc32(path.read_bytes(), whole)
     return f"{whole:08x}"
@@ -180,11 +184,9 @@ class Profile:
     def __init__(
         self, directory: str | Path | None, first: int, count: int, rank: int, device: Device
     ):
-        self.stem, self.cuda, self._recording = (
-            f"{directory}/rank{rank}",
-            is_cuda(device),
-            ExitStack(),
-        )
+        self.stem = f"{directory}/rank{rank}"
+        self.cuda = is_cuda(device)
+        self._recording = ExitStack()
         self.steps = range(first, first + count if directory else first)
         self.nsys = self.cuda and "NSYS_PROFILING_SESSION_ID" in os.environ
         absent = (
@@ -194,7 +196,8 @@ class Profile:
             if self.cuda
             else "memory snapshot: it needs CUDA"
         )
-        self.paths, self.notes = [], [f"no {absent}"] if directory and absent else []
+        self.paths = []
+        self.notes = [f"no {absent}"] if directory and absent else []
         self.names: Names | None = None
 
     def covers(self, k: int) -> bool:
@@ -231,7 +234,8 @@ class Profile:
         activities = (
             [ProfilerActivity.CPU, ProfilerActivity.CUDA] if self.cuda else [ProfilerActivity.CPU]
         )
-        trace, files = None if self.nsys else profile(activities=activities), {}
+        trace = None if self.nsys else profile(activities=activities)
+        files = {}
         if self.cuda:
             torch.cuda.synchronize()
             torch.cuda.memory._record_memory_history(max_entries=200_000, stacks="python")
@@ -287,7 +291,8 @@ class Track:
         that it goes on."""
 
         def named(*args):
-            what, work = name(args), function(*args)
+            what = name(args)
+            work = function(*args)
             del args  # gradients, which it frees before it ends
             while True:
                 self.to(2, what)
@@ -327,8 +332,11 @@ class Names:
     first step, and `close` it."""
 
     def __init__(self, step):
-        self.step, self.track, config = step, Track(), torch.compiler.config
-        blocks, self.places = simple_fsdp.units_of(step.model), {}
+        self.step = step
+        self.track = Track()
+        config = torch.compiler.config
+        blocks = simple_fsdp.units_of(step.model)
+        self.places = {}
         for name, _ in step.model.named_modules(remove_duplicate=False):
             inside = [block for block in blocks if f"{name}.".startswith(f"{block}.")]
             self.places[words_of(name)] = max(inside, key=len, default=name)
@@ -337,17 +345,16 @@ class Names:
         }
         self.shown_modules = {name: m for name, m in step.model.named_modules() if name in blocks or (
             not [*m.children()] and self.places[words_of(name)] == name and name)}  # fmt: skip
-        self.plain, config.cache_key_tag = (
-            GraphLowering.compile_to_module,
-            f"{config.cache_key_tag} {TAG}".strip(),
-        )
+        self.plain = GraphLowering.compile_to_module
+        config.cache_key_tag = f"{config.cache_key_tag} {TAG}".strip()
         noted = functools.partialmethod(Names.note, names=self)
         GraphLowering.compile_to_module = noted
 
     def close(self) -> None:
         """Generated code is noted no longer. A second call does nothing."""
         if self.plain:
-            GraphLowering.compile_to_module, self.plain = self.plain, None
+            GraphLowering.compile_to_module = self.plain
+            self.plain = None
             words = torch.compiler.config.cache_key_tag.split()
             torch.compiler.config.cache_key_tag = " ".join(word for word in words if word != TAG)
 
@@ -367,7 +374,8 @@ class Names:
 
     def note(graph: GraphLowering, names: "Names"):
         """Takes the place of a method of GraphLowering: also writes {buffer: [place, collective or ""]}."""
-        module, found = names.plain(graph), {}
+        module = names.plain(graph)
+        found = {}
         for buffer in [*graph.buffers, *graph.operations]:
             nodes = [*(getattr(buffer, "origins", None) or ())]
             start = next((n for n in nodes if n.target in KINDS), None)
@@ -386,7 +394,8 @@ class Names:
     @contextmanager
     def shown(self) -> Iterator[None]:
         """Inside it a step has names in a trace."""
-        track, swapped = self.track, []
+        track = self.track
+        swapped = []
         moved = lambda params: self.some(self.parameters.get(id(p), "") for p in params)  # noqa: E731
         names = dict(_all_gather=lambda args: f"all-gather {moved(args[0])}",
                      _reduce=lambda args: f"reduce {moved(args[2])}")  # fmt: skip
