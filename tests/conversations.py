@@ -1,5 +1,9 @@
 """Conversations, and chat templates of the structure of known models, for the tests of chat data."""
 
+import pytest
+
+from trainer.data import DataError
+
 SPECIAL = ["<|begin|>", "<|end|>", "<|pad|>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>",
            "<|eot_id|>", "<start_of_turn>", "<end_of_turn>", "[INST]", "[/INST]"]  # fmt: skip
 PROMPT = "{% if add_generation_prompt %}%s{% endif %}"
@@ -55,6 +59,12 @@ def long_chats(n):
     question = dict(role="user", content="What is it?")
     turns = [[question, answers[i], dict(question, role="tool"), answers[i - 1]] for i in range(n)]
     return [dict(messages=[dict(role="system", content=f"Chat {i}."), *sum(turns[:i], [])]) for i in range(1, n + 1)]
+
+
+def refuse(words, make, *given, **how):
+    """Asserts that data cannot be used, by what is said."""
+    with pytest.raises(DataError, match=words):
+        make(*given, **how)
 
 
 def steps_of(stream, count):

@@ -15,12 +15,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from conversations import PROMPT, REFUSED, SPECIAL, TEMPLATES, TURNS, chats, steps_of
+from conversations import PROMPT, REFUSED, SPECIAL, TEMPLATES, TURNS, chats, refuse, steps_of
 from running import ROOT
 
 from model import IGNORE
 from trainer.data import DataError
-from trainer.finetuning.chat import preview
 from trainer.finetuning.examples import LINE_BYTES
 from trainer.finetuning.sources import check_files
 from trainer.finetuning.templates import NAMED, render, replace_template
@@ -31,9 +30,9 @@ pytestmark = pytest.mark.filterwarnings("error")
 TRL = find_spec("trl")  # its templates are read where it is there; not imported
 
 
-def learned_text(stream, made, number=0):
+def learned_text(stream, number=0):
     """What is learned of an example, run by run."""
-    return [part.partition("]]")[0] for part in preview(stream.example(number), made, False).split("[[")[1:]]
+    return [part.partition("]]")[0] for part in stream.preview(number, False).split("[[")[1:]]
 
 
 # What is learned
@@ -52,7 +51,7 @@ LEARNED = {
 def test_of_messages_the_answers_are_learned_with_the_token_that_ends_each(batches, tokenizer, template):
     made = tokenizer(template)
     stream = batches([dict(messages=TURNS)], template, seam="say")
-    assert learned_text(stream, made) == LEARNED[template] == learned_text(batches(None, template), made)
+    assert learned_text(stream) == LEARNED[template] == learned_text(batches(None, template))
     ids, learned = stream.example(0)
     whole = made.apply_chat_template(TURNS, tokenize=True)["input_ids"]
     assert ids.tolist() == whole  # the template's own tokens, so no second bos
@@ -79,7 +78,7 @@ def test_an_answer_that_the_template_rewrites_later_is_learned_as_it_was_asked_f
                for each in TURNS]  # fmt: skip
     made, stream = tokenizer("qwen3"), batches([dict(messages=thought)], "qwen3")
     for number, answer in enumerate(["Four, my friend.", "Five, I think."]):
-        assert learned_text(stream, made, number) == [f"<think>\nHm.\n</think>\n\n{answer}<|im_end|>"]
+        assert learned_text(stream, number) == [f"<think>\nHm.\n</think>\n\n{answer}<|im_end|>"]
         asked = made.apply_chat_template(thought[: 2 * number + 1], add_generation_prompt=True, tokenize=True)
         n = len(asked["input_ids"])
         ids, learned = stream.example(number)
@@ -87,10 +86,10 @@ def test_an_answer_that_the_template_rewrites_later_is_learned_as_it_was_asked_f
     assert "1 split, as the template" in stream.description
 
 
-def test_what_follows_the_last_answer_is_cut_off_and_counted(batches, tokenizer):
+def test_what_follows_the_last_answer_is_cut_off_and_counted(batches):
     stream = batches([dict(messages=TURNS[:3])])
-    assert learned_text(stream, tokenizer("qwen2.5")) == ["Four, my friend.<|im_end|>"]
-    assert "three" not in preview(stream.example(0), tokenizer(), False)
+    assert learned_text(stream) == ["Four, my friend.<|im_end|>"]
+    assert "three" not in stream.preview(0, False)
     assert "1 with messages after the last answer" in stream.description
 
 
@@ -115,7 +114,7 @@ def test_a_completion_of_messages_is_learned_alone(batches, tokenizer):
     prompt has and 1 for the rest, and labels are -100 where it is 0 and in padding."""
     for template in ("qwen2.5", "markers"):
         made, stream = tokenizer(template), batches([dict(prompt=TURNS[:3], completion=TURNS[3:])], template)
-        assert learned_text(stream, made) == ["Five, I think.<|im_end|>"]
+        assert learned_text(stream) == ["Five, I think.<|im_end|>"]
         prompt = made.apply_chat_template(TURNS[:3], add_generation_prompt=True)["input_ids"]
         whole = made.apply_chat_template(TURNS)["input_ids"]
         after = made("\n", add_special_tokens=False)["input_ids"]  # TRL learns the line break after the turn as well
@@ -177,8 +176,7 @@ def test_a_template_that_asks_for_thoughts_and_answers_without_says_so_and_what_
             assert f'; add "chat_template_kwargs": {json.dumps(fix)} to the line' in str(error.value)
             batches([bad | dict(chat_template_kwargs=fix)], template)
     other = each.replace("%s", "") + PROMPT.replace("%s", "<|im_start|>model\n")
-    with pytest.raises(DataError, match="begins as the generation prompt, found '<.im_start.>model.n', then '<.im_sta"):
-        batches([line], other)
+    refuse("begins as the generation prompt, found '<.im_start.>model.n', then '<.im_sta", batches, [line], other)
 
 
 def owns(name):
@@ -201,12 +199,11 @@ def test_a_family_whose_own_template_is_refused_is_trained_with_one_of_ours(batc
     tokens = [*SPECIAL[3:], "<｜User｜>", "<｜Assistant｜>", "<｜end▁of▁sentence｜>", "<|user|>", "<|assistant|>"]
     for own in owns(name):
         made = tokenizer(own, additional_special_tokens=tokens)
-        with pytest.raises(DataError, match=f"; add --template {name}$"):
-            batches([dict(messages=TURNS)], made=made)
+        refuse(f"; add --template {name}$", batches, [dict(messages=TURNS)], made=made)
         assert f"--template {name}: writes " in replace_template(made, name)
         for messages, text in zip((again, thought), texts, strict=True):
             stream = batches([dict(messages=messages)], made=made, vocab=999)
-            assert learned_text(stream, made, len(stream.data.chosen) - 1) == text
+            assert learned_text(stream, len(stream.data.chosen) - 1) == text
         for end in (1, 3, 5):  # what a model is asked with is as the family has it
             both = [render([dict(role="system", content="Be kind.")] * (own in REFUSED.values()) + again[:end],
                            dict(chat_template=each, bos_token="<s>"), add_generation_prompt=True)[0]
@@ -219,30 +216,28 @@ def test_a_family_whose_own_template_is_refused_is_trained_with_one_of_ours(batc
 def test_what_a_template_of_ours_does_not_know_is_refused(batches, tokenizer):
     made = tokenizer(REFUSED["deepseek-r1"], additional_special_tokens=["<｜end▁of▁sentence｜>"])
     replace_template(made, "deepseek-r1")
-    with pytest.raises(DataError, match="a template without the role tool"):
-        batches([dict(messages=[*TURNS, dict(role="tool", content="Sun."), TURNS[1]])], made=made)
+    refuse("a template without the role tool",
+        batches, [dict(messages=[*TURNS, dict(role="tool", content="Sun."), TURNS[1]])], made=made)
 
 
 def test_a_tokenizer_that_cannot_do_it_is_refused(batches, tokenizer):
     for skip in ("stop", "skip"):
-        with pytest.raises(DataError, match="expected a chat template, .* found none; name the tokenizer of"):
-            batches([dict(messages=TURNS)], None, bad_lines=skip)
-        with pytest.raises(DataError, match="expected an eos token"):
-            batches([dict(text="a")], made=tokenizer(eos=None), bad_lines=skip)
+        refuse("expected a chat template, .* found none; name the tokenizer of",
+            batches, [dict(messages=TURNS)], None, bad_lines=skip)
+        refuse("expected an eos token", batches, [dict(text="a")], made=tokenizer(eos=None), bad_lines=skip)
     batches([dict(text="a")], None)  # needs none
     data = batches(chats(3)).data.data
-    top = int(data.tokens(0, int(data.ends[-1])).max())
+    top = int(data.tokens(0, int(data.ends[-1])).max()) >> 1
     assert batches(chats(3), vocab=top + 1)
-    with pytest.raises(DataError, match=f"below the model's vocabulary of {top}, found {top}; name the tokenizer"):
-        batches(chats(3), vocab=top)
+    refuse(f"below the model's vocabulary of {top}, found {top}; name the tokenizer", batches, chats(3), vocab=top)
 
 
-def test_a_preview_shows_what_is_learned_and_does_not_control_the_terminal(batches, tokenizer):
+def test_a_preview_shows_what_is_learned_and_does_not_control_the_terminal(batches):
     turns = [TURNS[0], dict(role="assistant", content="a\x1b[2Jb")]
-    made, stream = tokenizer("qwen2.5"), batches([dict(messages=turns)])
-    shown = preview(stream.example(0), made, color=True)
+    stream = batches([dict(messages=turns)])
+    shown = stream.preview(0, True)
     assert "\x1b[32ma\ufffd[2Jb<|im_end|>\x1b[0m\n" in shown
-    assert "[[a\ufffd[2Jb<|im_end|>]]\n" in preview(stream.example(0), made, color=False)
+    assert "[[a\ufffd[2Jb<|im_end|>]]\n" in stream.preview(0, False)
 
 
 # Bad lines
@@ -313,18 +308,16 @@ def test_a_bad_line_is_named_or_counted(batches, kind):
     assert "--bad-lines" not in stream.description  # it was given
     assert reasons.startswith("expected ") and not re.search(r"in message \d", reasons)
     assert "left out" not in batches([lines[0], b" ", *lines[2:]]).description  # a blank line is none
-    with pytest.raises(DataError, match="line 1: expected"):
-        batches([bad], bad_lines="skip")
+    refuse("line 1: expected", batches, [bad], bad_lines="skip")
 
 
 def test_tools_too_deep_for_python_are_a_bad_line(batches):
     tools = json.loads('[{"a": ' * 450 + "1" + "}]" * 450)
     template = TEMPLATES["qwen2.5"] + "{% if tools %}{{ tools | tojson }}{% endif %}"
-    with pytest.raises(DataError, match="line 1: expected"):
-        batches([dict(messages=TURNS, tools=tools)], template)
+    refuse("line 1: expected", batches, [dict(messages=TURNS, tools=tools)], template)
 
 
-def test_what_others_write_into_lines_changes_nothing(batches, tokenizer):
+def test_what_others_write_into_lines_changes_nothing(batches):
     """A mark of the byte order before the first line, as Windows writes it, and null for what is not there."""
     plain = batches([dict(messages=TURNS), dict(text="Two.")])
     nulls = dict(messages=[dict(each, weight=None) for each in TURNS], prompt=None)
@@ -333,25 +326,24 @@ def test_what_others_write_into_lines_changes_nothing(batches, tokenizer):
     assert other.fingerprint == plain.fingerprint
 
 
-def test_a_template_that_writes_the_date_writes_the_same_every_day(batches, tokenizer):
+def test_a_template_that_writes_the_date_writes_the_same_every_day(batches):
     for marks in (("", ""), ("{% generation %}", "{% endgeneration %}")):
         template = "{% if strftime_now is defined %}{{ strftime_now('%d %b %Y') }}|{% endif %}"
         template += '{{ strftime_now("%Y-%m-%d") }}'
         template += "{% for m in messages %}{{ '<|im_start|>' + m.role }}" + marks[0] + "{{ m.content + '<|im_end|>' }}"
         template += marks[1] + "{% endfor %}" + PROMPT.replace("%s", "<|im_start|>assistant")
         stream = batches([dict(messages=TURNS)], template)
-        assert preview(stream.example(0), tokenizer(), False).startswith("26 Jul 2024|2024-07-26<|im_start|>user")
+        assert stream.preview(0, False).startswith("26 Jul 2024|2024-07-26<|im_start|>user")
 
 
 def test_a_template_whose_date_cannot_be_fixed_is_refused(batches):
-    with pytest.raises(DataError, match="a chat template without today's date, found strftime_now of a variable"):
-        batches([dict(messages=TURNS)], "{% set how = '%Y' %}{{ strftime_now(how) }}" + TEMPLATES["qwen2.5"])
+    refuse("a chat template without today's date, found strftime_now of a variable",
+        batches, [dict(messages=TURNS)], "{% set how = '%Y' %}{{ strftime_now(how) }}" + TEMPLATES["qwen2.5"])
 
 
 def test_a_template_may_refuse_a_conversation(batches):
     twice = dict(messages=[TURNS[0], *TURNS[:2]])
-    with pytest.raises(DataError, match="line 2: .* found TemplateError: roles must alternate"):
-        batches([chats(1)[0], twice], "gemma3")
+    refuse("line 2: .* found TemplateError: roles must alternate", batches, [chats(1)[0], twice], "gemma3")
 
 
 def test_files_are_found_and_those_that_cannot_be_used_named_before_anything_heavy_is_imported(tmp_path, batches):
@@ -376,5 +368,4 @@ def test_files_are_found_and_those_that_cannot_be_used_named_before_anything_hea
     assert len(found) == 5 and all("--eval-data" in each for each in found[:4])
     assert re.search(r"a\.CSV: expected a \.jsonl, .* found a \.CSV one; save it as lines of JSON", found[4])
     assert "empty file" in found[0] and "found none" in found[1] and "found none" in found[2] and "pipe" in found[3]
-    with pytest.raises(DataError, match="lines of JSON, found blank ones"):
-        batches([b" "])
+    refuse("lines of JSON, found blank ones", batches, [b" "])

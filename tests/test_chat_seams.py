@@ -9,12 +9,9 @@ import random
 import re
 
 import pytest
-from conversations import PROMPT, SPECIAL, TURNS
+from conversations import PROMPT, SPECIAL, TURNS, refuse
 from fixtures import byte_level
 from test_chat import learned_text
-
-from trainer.data import DataError
-from trainer.finetuning.chat import preview
 
 pytest.importorskip("transformers", reason="needs transformers: pip install -e '.[hf]'")
 tokenizers = pytest.importorskip("tokenizers")
@@ -66,7 +63,7 @@ def test_an_answer_begins_after_the_tokens_of_its_prompt_whatever_stands_there(b
         assert plain.tolist() == begin + ids_of(whole)
         ends = dict(strings=["<|end|>"], special=["<|im_end|>"] * 2).get(way, ["<|end|>"] * 2)
         answers = [content + end for content, end in zip(contents[1::2], ends, strict=False)]
-        assert learned_text(streams["split"], made) == answers, (contents, plain)
+        assert learned_text(streams["split"]) == answers, (contents, plain)
         edges = (~learned[:-1] & learned[1:]).nonzero()[0] + 1
         prompts = [made.decode(split[len(begin) : edge], clean_up_tokenization_spaces=False) for edge in edges]
         for edge, prompt in zip(edges, prompts, strict=True):  # from the last special token, as none is merged with it
@@ -80,8 +77,8 @@ def test_an_answer_begins_after_the_tokens_of_its_prompt_whatever_stands_there(b
         assert (f"{words}, cut there" in streams["split"].description) == across
         assert (f"{words};" in streams["say"].description) == across
         if across:
-            with pytest.raises(DataError, match="line 1: expected a token that ends where an answer begins, found '"):
-                batches([line], made=made, seam="refuse")
+            refuse("line 1: expected a token that ends where an answer begins, found '",
+                batches, [line], made=made, seam="refuse")
         else:
             refusing = batches([line], made=made, seqlen=999, vocab=999, seam="refuse")
             assert refusing.fingerprint == streams["say"].fingerprint and split.tolist() == plain.tolist()
@@ -91,10 +88,9 @@ def test_what_is_kept_across_the_start_is_learned_whole(batches, tokenizer):
     line, made = dict(prompt="What is the ans", completion="wer"), tokenizer()
     trained = tokenizers.trainers.BpeTrainer(vocab_size=330, special_tokens=SPECIAL, show_progress=False)
     made.backend_tokenizer.train_from_iterator(["answer"] * 9, trained)
-    assert "[[answer<|end|>]]" in preview(batches([line], made=made, seam="say").example(0), made, False)
-    assert "ans[[wer<|end|>]]" in preview(batches([line], made=made).example(0), made, False)
-    with pytest.raises(DataError, match="found 's the ans' . 'wer'; use --seam split or say"):
-        batches([line], made=made, seam="refuse")
+    assert "[[answer<|end|>]]" in batches([line], made=made, seam="say").preview(0, False)
+    assert "ans[[wer<|end|>]]" in batches([line], made=made).preview(0, False)
+    refuse("found 's the ans' . 'wer'; use --seam split or say", batches, [line], made=made, seam="refuse")
 
 
 def test_a_tokenizer_that_puts_a_space_before_each_text_is_not_cut(batches, tokenizer):
@@ -104,6 +100,5 @@ def test_a_tokenizer_that_puts_a_space_before_each_text_is_not_cut(batches, toke
     trained = tokenizers.trainers.BpeTrainer(vocab_size=330, special_tokens=SPECIAL, show_progress=False)
     made.backend_tokenizer.train_from_iterator(["answer"] * 9, trained)
     line = dict(prompt="an", completion="swer")
-    with pytest.raises(DataError, match="a tokenizer that can go on within a text, .* use --seam say or refuse"):
-        batches([line], made=made)
-    assert "answer" in preview(batches([line], made=made, seam="say").example(0), made, False)
+    refuse("a tokenizer that can go on within a text, .* use --seam say or refuse", batches, [line], made=made)
+    assert "answer" in batches([line], made=made, seam="say").preview(0, False)

@@ -12,14 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from conversations import chats
-from running import one_line
+from conversations import chats, refuse
+from outcomes import fine, losses, refused
 
 pytest.importorskip("transformers", reason="needs transformers: pip install -e '.[hf]'")
 
 from tiny_hf import lines, write_data
 
-from trainer.data import DataError
 from trainer.finetuning import sources
 from trainer.finetuning.chat import ChatBatches
 from trainer.finetuning.columns import Columns, parsed
@@ -91,8 +90,7 @@ def test_a_folder_that_datasets_saves_is_read(tokenizer, tmp_path):
     plain = batches_of(str(write(tmp_path / "a.jsonl", lines(40))), tokenizer, tmp_path)
     assert same(plain, batches_of(str(tmp_path / "saved"), tokenizer, tmp_path))
     datasets.DatasetDict(train=saved, test=saved).save_to_disk(tmp_path / "splits")
-    with pytest.raises(DataError, match="the splits test, train; name one of these folders"):
-        check_files(str(tmp_path / "splits"))
+    refuse("the splits test, train; name one of these folders", check_files, str(tmp_path / "splits"))
 
 
 @needs_pyarrow
@@ -118,18 +116,16 @@ def test_values_of_a_table_that_json_has_not_are_text(tmp_path):
 @pytest.mark.parametrize("name", ["a.parquet", "a.arrow"])
 def test_a_damaged_table_and_a_bad_row_are_named(name, tokenizer, tmp_path):
     path = write(tmp_path / name, [*lines(3), dict(messages=[dict(role="user", content="x")])])
-    with pytest.raises(DataError, match=rf"{name}, row 4: expected an answer"):
-        batches_of(str(path), tokenizer, tmp_path)
+    refuse(rf"{name}, row 4: expected an answer", batches_of, str(path), tokenizer, tmp_path)
     path.write_bytes(b"ARROW1" + bytes(99))
-    with pytest.raises(DataError, match=rf"{name}: expected a {path.suffix} file"):
-        batches_of(str(path), tokenizer, tmp_path)
+    refuse(rf"{name}: expected a {path.suffix} file", batches_of, str(path), tokenizer, tmp_path)
 
 
 def test_tables_without_pyarrow_are_refused_before_they_are_read(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
-    with pytest.raises(DataError, match=r"a.parquet: expected pyarrow, to read it, found none; pip install"):
-        check_files(str(tmp_path / "a.parquet"))
+    refuse(r"a.parquet: expected pyarrow, to read it, found none; pip install",
+        check_files, str(tmp_path / "a.parquet"))
 
 
 def test_arrays_are_read_a_part_at_a_time_and_what_is_wrong_in_one_is_named(tmp_path, monkeypatch):
@@ -140,11 +136,9 @@ def test_arrays_are_read_a_part_at_a_time_and_what_is_wrong_in_one_is_named(tmp_
         path.write_text("\ufeff " + json.dumps(rows, indent=indent))
         assert [json.loads(each) for *_, each in records([path])] == rows
     path.write_text('[{"text": "a"}, {"text": ]')
-    with pytest.raises(DataError, match=r"a.json, after element 1: expected an array of JSON, found Expecting value"):
-        list(records([path]))
+    refuse("a.json, after element 1: expected an array of JSON, found Expecting value", list, records([path]))
     path.write_text('[{"text": "a"}')
-    with pytest.raises(DataError, match=r"after element 1: expected an array"):
-        list(records([path]))
+    refuse("after element 1: expected an array", list, records([path]))
     path.write_text('{"text": "a"}\n{"text": "b"}\n')  # lines, whatever it is called
     assert [each for *_, each in records([path])] == [b'{"text": "a"}\n', b'{"text": "b"}\n']
 
@@ -154,23 +148,20 @@ def test_a_folder_has_files_of_one_kind(tmp_path):
         (tmp_path / name).write_text("{}")
     assert [each.name for each in check_files(str(tmp_path))] == ["a.jsonl", "b.jsonl"]
     (tmp_path / "c.parquet").write_text("{}")
-    with pytest.raises(DataError, match=r"files of one kind, found .jsonl and .parquet; name a pattern in --data"):
-        check_files(str(tmp_path))
+    refuse(r"files of one kind, found .jsonl and .parquet; name a pattern in --data", check_files, str(tmp_path))
     for name in ("train-0.jsonl", "test-0.jsonl"):
         (tmp_path / "hub/data").mkdir(parents=True, exist_ok=True)
         (tmp_path / "hub/data" / name).write_text("{}")
-    with pytest.raises(DataError, match=r"of one split, found test and train; name .*hub/\*\*/train\*.jsonl"):
-        check_files(str(tmp_path / "hub"))
+    refuse(r"of one split, found test and train; name .*hub/\*\*/train\*.jsonl", check_files, str(tmp_path / "hub"))
     assert [each.name for each in check_files(f"{tmp_path}/hub/**/train*.jsonl")] == ["train-0.jsonl"]
     (tmp_path / "splits/train").mkdir(parents=True)
     (tmp_path / "splits/dataset_dict.json").write_text("{}")
-    with pytest.raises(DataError, match="expected one dataset, found the splits train; name one of these folders"):
-        check_files(str(tmp_path / "splits"))
+    refuse("expected one dataset, found the splits train; name one of these folders",
+        check_files, str(tmp_path / "splits"))
     (tmp_path / "saved").mkdir()
     for name in ("state.json", "dataset_info.json"):
         (tmp_path / "saved" / name).write_text("{}")
-    with pytest.raises(DataError, match=r"saved/state.json: expected what datasets saves, found KeyError"):
-        check_files(str(tmp_path / "saved"))
+    refuse(r"saved/state.json: expected what datasets saves, found KeyError", check_files, str(tmp_path / "saved"))
 
 
 # ------------------------------------------------------------------------------------------------- mixtures by weight
@@ -200,7 +191,8 @@ def test_a_mixture_is_the_same_on_any_number_of_ranks_after_a_resume_and_from_ot
 
     one = [next(batches)[:2] for batches in [mixed(".jsonl")] for _ in range(25)]
     ranks = [mixed(kind, rank=rank, world=2) for rank in range(2)]
-    resumed = mixed(kind, start=4 * 10)
+    resumed = mixed(kind)
+    resumed.sample = 4 * 10
     for number, (tokens, targets) in enumerate(one):
         parts = [next(each)[:2] for each in ranks]
         assert torch.equal(torch.cat([part[0] for part in parts]), tokens)
@@ -223,25 +215,22 @@ def test_weights_that_make_no_sense_are_one_line(tokenizer, tmp_path, tune):
                         ([f"{a}:-1"], f"--data {a}:-1: a weight must be a positive number"),
                         ([f"{a}:nan"], "a weight must be a positive number"),
                         ([f"{a}:99", f"{b}:0.01"], f"--data {b}: gives none of the 16 rows of an epoch; raise its")):
-        done = tune("--steps", 1, "--data", *words)
-        assert done.code == 2 and said in one_line(done.err)
-    with pytest.raises(DataError, match="each file once, found one twice"):
-        batches_of([f"{a}:1", f"{tmp_path}/[ab].jsonl:1"], tokenizer, tmp_path)
+        refused(2, said, tune("--steps", 1, "--data", *words))
+    refuse("each file once, found one twice", batches_of, [f"{a}:1", f"{tmp_path}/[ab].jsonl:1"], tokenizer, tmp_path)
 
 
 def test_a_run_of_a_mixture_is_resumed_bit_equal(tune, tmp_path):
     a, b = (write_data(tmp_path / f"{n}.jsonl", count) for n, count in (("a", 30), ("b", 50)))
     usual = "--data", f"{a}:0.8", f"{b}:0.2", "--log-every", 1, "--save", "s", "--save-every", 3, "--steps"
-    whole = tune(*usual, 6, "--eval-every", 3)
-    assert whole.code == 0, whole.err
+    whole = fine(tune(*usual, 6, "--eval-every", 3))
     assert whole.row["flags"]["data"] == ["a.jsonl:0.8", "b.jsonl:0.2"]
     Path("s/step-00000006").rename("elsewhere")
-    again = tune(*usual, 6, "--eval-every", 3)
-    assert again.code == 0 and "the command line wins" not in again.out
+    again = fine(tune(*usual, 6, "--eval-every", 3))
+    assert "the command line wins" not in again.out
     expected = [s["loss"] for s in whole.steps if s["step"] > 3]
-    assert [s["loss"] for s in again.steps] == expected
-    other = tune("--data", f"{a}:0.7", f"{b}:0.3", *usual[3:], 8, "--eval-every", 3)
-    assert other.code == 3 and "expected the data of s/step-00000006" in one_line(other.err)
+    assert losses(again) == expected
+    refused(3, "expected the data of s/step-00000006",
+        tune("--data", f"{a}:0.7", f"{b}:0.3", *usual[3:], 8, "--eval-every", 3))
 
 
 # ------------------------------------------------------------------------------------------- columns of other programs
@@ -306,9 +295,9 @@ def test_a_run_says_what_it_recognised_and_trains_on_the_same(tune, tmp_path):
     plain = tune(*usual, data=write(tmp_path / "plain.jsonl", rows))
     for name, more, said in (("a", (), "40 read as ShareGPT's: conversations of from and value"),
                              ("b", ("--columns", "instruction=question", "output=answer"), "40 read as Alpaca's: ")):
-        other = tune(*usual, *more, data=write(tmp_path / f"{name}.jsonl", alike[name]))
-        assert other.code == 0 and said in other.out, other.err
-        assert [s["loss"] for s in other.steps] == [s["loss"] for s in plain.steps]
-    bad = tune(*usual, "--columns", "answer=output")
-    assert bad.code == 2 and "--columns answer=output: must be NAME=COLUMN, with a name of" in one_line(bad.err)
+        other = fine(tune(*usual, *more, data=write(tmp_path / f"{name}.jsonl", alike[name])))
+        assert said in other.out, other.err
+        assert losses(other) == losses(plain)
+    refused(2, "--columns answer=output: must be NAME=COLUMN, with a name of",
+        tune(*usual, "--columns", "answer=output"))
     assert parsed(("output=a=b",)) == dict(output="a=b")

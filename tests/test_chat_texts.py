@@ -11,11 +11,10 @@ import re
 from pathlib import Path
 
 import pytest
-from conversations import FAMILIES, TEMPLATES, TURNS
+from conversations import FAMILIES, TEMPLATES, TURNS, refuse
 from test_chat import TRL, learned_text
 
 from trainer.data import DataError
-from trainer.finetuning.chat import preview
 
 pytest.importorskip("transformers", reason="needs transformers: pip install -e '.[hf]'")
 pytest.importorskip("hypothesis", reason="needs hypothesis: ./launch.sh install")
@@ -81,7 +80,7 @@ def good_lines(batches, made, count):
         dropped = re.findall("with '(.*?)' of a message dropped", stream.description)
         assert rule == "drop" or not dropped
         kept = [{key: each for key, each in turn.items() if key not in dropped} for turn in line["messages"]]
-        shown = "\n".join(preview(stream.example(i), made, False) for i in range(len(stream.data.chosen)))
+        shown = "\n".join(stream.preview(i, False) for i in range(len(stream.data.chosen)))
         assert not [word for word in re.findall(r"w\d+x", json.dumps(kept)) if word not in shown], shown
         good.append(line)
 
@@ -126,15 +125,14 @@ DROPPED = [
 
 @pytest.mark.parametrize(("template", "messages", "found"), DROPPED)
 def test_what_a_template_drops_is_named_even_where_the_same_words_stand_elsewhere(batches, template, messages, found):
-    with pytest.raises(DataError, match=re.escape(found)):
-        batches([dict(messages=messages)], template)
+    refuse(re.escape(found), batches, [dict(messages=messages)], template)
     good = dict(messages=[dict(role=role, content="a") for role in ("user", "assistant")])
     stream = batches([good, dict(messages=messages), dict(messages=messages)], template, bad_lines="skip")
     assert re.search(r"2 lines left out as bad \(expected [^;]*: 2; the first: ", stream.description)
     assert found in stream.description
 
 
-def test_unknown_keys_are_dropped_where_that_is_asked_for_and_counted_by_name(batches, tokenizer):
+def test_unknown_keys_are_dropped_where_that_is_asked_for_and_counted_by_name(batches):
     named = [dict(role=each["role"], content=each["content"], name="Bob", uid=7) for each in TURNS]
     stream = batches([dict(messages=named), dict(messages=TURNS)], "content alone", unknown_keys="drop")
     plain = batches([dict(messages=TURNS)] * 2, "content alone")
@@ -144,30 +142,32 @@ def test_unknown_keys_are_dropped_where_that_is_asked_for_and_counted_by_name(ba
     dropped = batches(thoughts, "content alone", unknown_keys="drop")
     assert "1 with 'reasoning_content' of a message dropped" in dropped.description
     assert "a message dropped" not in batches(thoughts, "all", unknown_keys="drop").description  # it is read there
-    with pytest.raises(DataError, match="no '<think>' of the content in message 2"):  # content is no key to be dropped
-        batches([dict(messages=[USER, ANSWER | dict(content="<think>a</think>b")])], "no thoughts", unknown_keys="drop")
-    with pytest.raises(DataError, match="empty content in message 2"):  # nothing is left of it
-        batches([dict(messages=[USER, called()])], "content alone", unknown_keys="drop")
+    # Content is no key to be dropped.
+    thought = [dict(messages=[USER, ANSWER | dict(content="<think>a</think>b")])]
+    refuse("no '<think>' of the content in message 2", batches, thought, "no thoughts", unknown_keys="drop")
+    # Nothing is left of it.
+    refuse("empty content in message 2",
+        batches, [dict(messages=[USER, called()])], "content alone", unknown_keys="drop")
 
 
-def test_a_switch_that_a_template_reads_is_no_text(batches, tokenizer):
+def test_a_switch_that_a_template_reads_is_no_text(batches):
     template = TEMPLATES["content alone"].replace("m.content", "(m.content.upper() if m.loud == 'yes' else m.content)")
-    with pytest.raises(DataError, match="found 'loud' in message 1"):
-        batches([dict(messages=[USER | dict(loud="no"), ANSWER])], template)
-    with pytest.raises(DataError, match="no 'What is two and two.' of the content in message 1"):  # it is changed
-        batches([dict(messages=[USER | dict(loud="yes"), ANSWER])], template)
+    refuse("found 'loud' in message 1", batches, [dict(messages=[USER | dict(loud="no"), ANSWER])], template)
+    # It is changed.
+    refuse("no 'What is two and two.' of the content in message 1",
+        batches, [dict(messages=[USER | dict(loud="yes"), ANSWER])], template)
     template = TEMPLATES["content alone"].replace("m.content", "m.content + ('!' if m.loud == 'yes' else '')")
     stream = batches([dict(messages=[USER | dict(loud="yes"), ANSWER])], template)
-    assert "What is two and two?!" in preview(stream.example(0), tokenizer(), False)
+    assert "What is two and two?!" in stream.preview(0, False)
 
 
-def test_thoughts_that_a_template_drops_later_are_in_the_example_of_their_own_answer(batches, tokenizer):
+def test_thoughts_that_a_template_drops_later_are_in_the_example_of_their_own_answer(batches):
     turns = [dict(each, content="<think>Hm.</think>" * (i % 2) + each["content"]) for i, each in enumerate(TURNS)]
     stream = batches([dict(messages=turns)], "thoughts of the last")
-    made = tokenizer("thoughts of the last")
-    assert [learned_text(stream, made, i)[0][:18] for i in range(2)] == ["<think>Hm.</think>"] * 2
-    with pytest.raises(DataError, match="no 'Hm.' of the content in message 2"):  # no example of its own
-        batches([dict(messages=[turns[0], turns[1] | dict(weight=0), *turns[2:]])], "thoughts of the last")
+    assert [learned_text(stream, i)[0][:18] for i in range(2)] == ["<think>Hm.</think>"] * 2
+    # No example of its own.
+    refuse("no 'Hm.' of the content in message 2",
+        batches, [dict(messages=[turns[0], turns[1] | dict(weight=0), *turns[2:]])], "thoughts of the last")
 
 
 # Values of other types
@@ -181,16 +181,16 @@ def test_arguments_and_tools_as_strings_of_json_are_what_they_hold(batches, toke
     both = [dict(messages=[USER, called(), sun | dict(tool_call_id="c1"), ANSWER], tools=json.dumps(tools)),
             dict(messages=[USER, called(**parsed) | dict(content=""), sun, ANSWER], tools=tools)]  # fmt: skip
     stream = batches(both, template, seqlen=300)
-    one, other = (preview(stream.example(i), tokenizer(template), False) for i in range(2))
+    one, other = (stream.preview(i, False) for i in range(2))
     assert one == other and '<call>weather {"city": "Par\\"is", "days": 3}' in one and '"name": "weather", "par' in one
     sent = batches([dict(messages=[USER, called(**parsed)])], "arguments as sent")  # some templates add strings
-    assert learned_text(sent, tokenizer(), 0) == ['<call>weather {"city": "Par\\"is", "days": 3}<|im_end|>']
+    assert learned_text(sent, 0) == ['<call>weather {"city": "Par\\"is", "days": 3}<|im_end|>']
     empty = CALL | dict(function=dict(name="now", arguments=""))
     sent = batches([dict(messages=[USER, called(**empty)])], "all")
-    assert learned_text(sent, tokenizer()) == ["<call>now {}<|im_end|>"]
+    assert learned_text(sent) == ["<call>now {}<|im_end|>"]
 
 
-def test_content_in_parts_is_one_text(batches, tokenizer):
+def test_content_in_parts_is_one_text(batches):
     parts = [dict(type="text", text="What is "), "two", dict(type="text", text=" and two?", extra=None)]
     users = [dict(role="user", content=each) for each in (USER["content"], parts)]
     whole, cut = (batches([dict(messages=[user, ANSWER])]) for user in users)
@@ -200,16 +200,16 @@ def test_content_in_parts_is_one_text(batches, tokenizer):
 # What a line says of its own
 
 
-def test_messages_of_weight_0_are_read_and_not_learned(batches, tokenizer):
+def test_messages_of_weight_0_are_read_and_not_learned(batches):
     for template in ("qwen2.5", "markers"):
         for flag in (dict(weight=0), dict(train=False)):
             turns = [TURNS[0], TURNS[1] | flag, TURNS[2], TURNS[3] | dict(weight=1)]
             stream = batches([dict(messages=turns)], template)
-            assert learned_text(stream, tokenizer(template)) == ["Five, I think.<|im_end|>"]
-            assert "Four, my friend." in preview(stream.example(0), tokenizer(template), False)
+            assert learned_text(stream) == ["Five, I think.<|im_end|>"]
+            assert "Four, my friend." in stream.preview(0, False)
             first = batches([dict(messages=[*TURNS[:3], TURNS[3] | flag])], template)
             assert "1 with messages after the last answer" in first.description
-            assert "Five" not in preview(first.example(0), tokenizer(template), False)
+            assert "Five" not in first.preview(0, False)
 
 
 def test_template_arguments_of_a_line_go_before_those_of_the_flag(batches, tokenizer):
@@ -217,10 +217,10 @@ def test_template_arguments_of_a_line_go_before_those_of_the_flag(batches, token
     lines = [dict(messages=TURNS), dict(messages=TURNS, chat_template_kwargs=dict(mood="loud"))]
     for arguments, found in (({}, ["plain", "loud"]), (dict(mood="calm"), ["calm", "loud"])):
         stream = batches(lines, template, template_args=arguments)
-        assert [preview(stream.example(i), tokenizer(), False).split("|")[0] for i in range(2)] == found
+        assert [stream.preview(i, False).split("|")[0] for i in range(2)] == found
     for wrong in (dict(tone="a"), dict(messages=[])):
-        with pytest.raises(DataError, match=f"expected what the chat template knows, found {[*wrong][0]}, which"):
-            batches(lines, template, template_args=wrong)
+        refuse(f"expected what the chat template knows, found {[*wrong][0]}, which",
+            batches, lines, template, template_args=wrong)
 
 
 def test_other_keys_of_a_line_are_named_in_the_summary(batches):

@@ -22,7 +22,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from fixtures import outcome
 from harness import spawn
+from outcomes import fine, refused
 from running import ROOT, TINY, one_line
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -49,14 +51,13 @@ def run(capfd):
     """python -m trainer.checkpoint.export in this process: its exit code and both outputs."""
 
     def run(*argv):
-        capfd.readouterr()
-        try:
-            code = export.main([*map(str, argv)])
-        except SystemExit as exit:
-            code = exit.code
-        assert not dist.is_initialized()
-        out, err = capfd.readouterr()
-        return SimpleNamespace(code=code, out=out, err=err)
+        def call():
+            try:
+                return export.main([*map(str, argv)])
+            finally:
+                assert not dist.is_initialized()
+
+        return outcome(capfd, call)
 
     return run
 
@@ -84,8 +85,8 @@ def through_index(index: Path) -> dict[str, torch.Tensor]:
 
 def test_the_safetensors_library_reads_what_was_saved(run, saved_run, tmp_path):
     out = tmp_path / "out.safetensors"
-    done = run(saved_run, out)
-    assert done.code == 0 and done.err == "" and "16 tensors of " in done.out and "step-00000006" in done.out
+    done = fine(run(saved_run, out))
+    assert done.err == "" and "16 tensors of " in done.out and "step-00000006" in done.out
     assert_bitwise(load_file(out), parameters(saved_run / "step-00000006"))
     assert [path.name for path in tmp_path.iterdir()] == ["out.safetensors"]
     with safe_open(out, "pt") as file:
@@ -97,7 +98,7 @@ def test_the_safetensors_library_reads_what_was_saved(run, saved_run, tmp_path):
 
 
 def test_torch_reads_a_plain_state_dict_with_nothing_but_weights_and_mapped(run, saved_run, tmp_path):
-    assert run(saved_run / "step-00000004", tmp_path / "out.pt").code == 0
+    fine(run(saved_run / "step-00000004", tmp_path / "out.pt"))
     expected = parameters(saved_run / "step-00000004")
     for mmap in (True, False):
         state = torch.load(tmp_path / "out.pt", weights_only=True, mmap=mmap)
@@ -122,32 +123,29 @@ def test_above_a_size_there_are_several_files_and_an_index(run, saved_run, tmp_p
 
 
 def test_bf16_is_rounded_and_says_so(run, saved_run, tmp_path):
-    assert run(saved_run, tmp_path / "out.safetensors", "--dtype", "bf16").code == 0
+    fine(run(saved_run, tmp_path / "out.safetensors", "--dtype", "bf16"))
     expected = parameters(saved_run / "step-00000006")
     assert_bitwise(load_file(tmp_path / "out.safetensors"), {name: t.bfloat16() for name, t in expected.items()})
 
 
 def test_a_damaged_step_is_passed_over_said_and_never_exported(run, folder, tmp_path):
     os.truncate(folder / "step-00000006/__0_0.distcp", 1000)
-    done = run(folder, tmp_path / "out.safetensors")
-    assert done.code == 0 and "step-00000006/__0_0.distcp: " in done.out and "going back to" in done.out
+    done = fine(run(folder, tmp_path / "out.safetensors"))
+    assert "step-00000006/__0_0.distcp: " in done.out and "going back to" in done.out
     assert_bitwise(load_file(tmp_path / "out.safetensors"), parameters(folder / "step-00000004"))
-    done = run(folder / "step-00000006", tmp_path / "bad.safetensors")
-    assert done.code == 4 and "__0_0.distcp: 1000 bytes" in one_line(done.err)
+    refused(4, "__0_0.distcp: 1000 bytes", run(folder / "step-00000006", tmp_path / "bad.safetensors"))
     assert not (tmp_path / "bad.safetensors").exists()
 
 
 def test_a_step_that_its_run_removes_meanwhile_is_told(run, folder, tmp_path, monkeypatch):
     read = checkpoint.read
     monkeypatch.setattr(checkpoint, "read", lambda *args: (shutil.rmtree(folder, ignore_errors=True), read(*args))[1])
-    done = run(folder, tmp_path / "out.safetensors")
-    assert done.code == 4 and "step-00000006: is gone, as by --keep" in one_line(done.err)
+    refused(4, "step-00000006: is gone, as by --keep", run(folder, tmp_path / "out.safetensors"))
 
 
 @pytest.mark.parametrize("where", ["absent", "", "step-00000009"])
 def test_where_there_is_no_checkpoint_the_exit_code_is_4(where, run, tmp_path):
-    done = run(tmp_path / where, tmp_path / "out.pt")
-    assert done.code == 4 and str(tmp_path / where) in one_line(done.err)
+    refused(4, str(tmp_path / where), run(tmp_path / where, tmp_path / "out.pt"))
 
 
 OUTPUTS = {"out.bin": "must end in", "absent/out.pt": "absent is no directory", "file/out.pt": "file is no directory",
@@ -169,7 +167,7 @@ def test_overwrite_leaves_the_files_of_one_export(run, saved_run, tmp_path):
     assert run(saved_run, out).code == 2
     (tmp_path / "outer.safetensors").touch(), (tmp_path / "out-1.safetensors").touch()  # others'
     for argv, files in (((), 1), (several, 6), (("--shard-gb", "40e-6"), 4), ((), 1)):
-        assert run(saved_run, out, *argv, "--overwrite").code == 0
+        fine(run(saved_run, out, *argv, "--overwrite"))
         assert len([*tmp_path.iterdir()]) == files + 2, argv
         assert weights.table(str(out)).keys() == weights.table(str(out)).keys() and run(saved_run, out).code == 2
     assert_bitwise(load_file(out), parameters(saved_run / "step-00000006"))
@@ -217,7 +215,7 @@ def test_a_stopped_export_leaves_nothing_and_nothing_has_the_final_name_before_i
 def test_a_signal_among_the_renames_comes_too_late(run, saved_run, tmp_path, monkeypatch):
     replace = os.replace
     monkeypatch.setattr(os, "replace", lambda *args: (os.kill(os.getpid(), signal.SIGTERM), replace(*args)))
-    assert run(saved_run, tmp_path / "out.safetensors", "--shard-gb", "20e-6").code == 0
+    fine(run(saved_run, tmp_path / "out.safetensors", "--shard-gb", "20e-6"))
     assert_bitwise(through_index(tmp_path / "out.safetensors.index.json"), parameters(saved_run / "step-00000006"))
 
 
@@ -233,8 +231,8 @@ def test_what_a_killed_export_left_is_removed_by_the_next_and_nothing_else_is(ru
     for name in keep:
         (tmp_path / name).mkdir()
     (tmp_path / "out.pt.tmp-12345678/lock").write_text('{"pid": 1, "machine": "another"}')  # a sign of life
-    done = run(saved_run, tmp_path / "out.pt")
-    assert done.code == 0 and f"removed {left.name}, which an export" in done.out
+    done = fine(run(saved_run, tmp_path / "out.pt"))
+    assert f"removed {left.name}, which an export" in done.out
     assert {path.name for path in tmp_path.iterdir()} == keep | {"out.pt"}
 
 
@@ -362,7 +360,7 @@ def test_ranks_that_see_different_files_are_told_which_rank_sees_what(two_ranks)
 
 def test_one_rank_exports_and_starts_from_what_two_saved(two_ranks, run, tmp_path):
     folder, results = two_ranks
-    assert run(folder / "run", tmp_path / "out.safetensors").code == 0
+    fine(run(folder / "run", tmp_path / "out.safetensors"))
     assert_bitwise(load_file(tmp_path / "out.safetensors"), load_file(folder / "1/out.safetensors"))
     for argv in ("", "--mode replicate", "--mode hybrid_shard:1", "--wrapper none", "--wrapper fsdp2"):
         for form in FORMS.values():

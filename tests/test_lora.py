@@ -15,59 +15,42 @@ import torch
 import torch.distributed as dist
 from forked import Job
 from harness import spawn
-from running import one_line
+from outcomes import fine, later, losses, refused
 from running import read as rows
 
 pytest.importorskip("peft", reason="needs transformers and peft: pip install -e '.[hf]'")
 
 from peft import LoraConfig, PeftModel, get_peft_model
-from tiny_hf import TOKENS, edit_json, logits, write_model, write_tokenizer
+from tiny_hf import TOKENS, built, edit_json, logits, resolved, write_model
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from lab.planning.architecture import read
 from lab.planning.weights import trained
-from trainer import config as flags
-from trainer.finetuning import adapters, config, export, load
-from trainer.finetuning.model import blank_model, is_adapter
+from trainer.finetuning import adapters, export, load
+from trainer.finetuning.model import adapters_in, blank_model, is_adapter
 from trainer.measuring import flops
-from trainer.parallelize import build
 
 pytestmark = pytest.mark.usefixtures("isolated")
-CPU = torch.device("cpu")
 LORA = "--lora", 4, "--lora-alpha", 8.0
 KINDS = "qwen2.5", "qwen3-moe", "mixtral", "gpt2"
 SEVEN = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
-def resolved(kind, world, *more):
-    argv = ["--model", f"{os.environ['MODELS']}/{kind}", "--data", "x", "--compile", "none", "--seqlen", "12", "--lr",
-            "1e-2", *LORA, *more]  # fmt: skip
-    return flags.resolve(config.parse(list(map(str, argv)), 0, world), "cpu", world)
-
-
-def built(c, world):
-    """A step with the weights of --model."""
-    model = blank_model(c.model, c.remat_ratio)
-    adapters.attach(model, c.model, **c.adapters)
-    model.drawn = False
-    step = build(c, CPU, world, model=model)
-    load.load_weights(c, step.model, None)
-    return step
-
-
 def whole(model):
-    """{name: adapter}."""
-    found = {name: p.detach() for name, p in model.named_parameters() if is_adapter(name)}
-    return {name: (p.full_tensor() if isinstance(p, DTensor) else p).clone() for name, p in found.items()}
+    """{name: adapter}, of sharded ones."""
+    found = adapters_in(model.named_parameters())
+    return {name: p.detach().full_tensor().clone() for name, p in found.items()}
 
 
 def train_every_kind(mesh):
     """Saves adapters before and after three steps, losses, how parameters are stored, logits, and a line of export."""
     told, rank = {}, dist.get_rank()
     for kind in KINDS:
-        out = f"{os.environ['MODELS']}/out-{kind}"
-        step = built(c := resolved(kind, 2, "--export", out), 2)
+        folder, out = f"{os.environ['MODELS']}/{kind}", f"{os.environ['MODELS']}/out-{kind}"
+        usual = folder, "--seqlen", 12, "--lr", "1e-2", *LORA, "--export"
+        step = built(c := resolved(*usual, out))
+        load.load_weights(c, step.model, None)
         before, losses = whole(step.model.model), []
         for k in range(3):
             tokens = (TOKENS + k)[rank : rank + 1]
@@ -77,7 +60,7 @@ def train_every_kind(mesh):
         with torch.no_grad():
             found = step.model(TOKENS)
         told[kind] = before, losses, whole(step.model.model), stored, found, export.export(
-            resolved(kind, 2, "--export", f"{out}-merged", "--merge"), step.model, None)  # fmt: skip
+            resolved(*usual, f"{out}-merged", "--merge"), step.model, None)  # fmt: skip
     if not rank:
         torch.save(told, f"{os.environ['MODELS']}/told.pt")
 
@@ -156,8 +139,7 @@ def test_the_export_is_opened_by_peft_and_a_merged_one_by_transformers_bit_equal
 
 def test_a_run_of_adapters_is_saved_resumed_bit_equal_evaluated_and_exported(tune, qwen, tmp_path, capfd):
     usual = *LORA, "--lr", 1e-2, "--steps", 8, "--eval-every", 4, "--log-every", 1, "--remat", "block:0.5"
-    whole = tune(*usual, "--save", "a", "--save-every", 4, "--export", "out")
-    assert whole.code == 0, whole.err
+    whole = fine(tune(*usual, "--save", "a", "--save-every", 4, "--export", "out"))
     assert "LoRA of rank 4 beside q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj: 3'712 p" in whole.out
     assert "28'448 are frozen in bfloat16" in whole.out and "0.149 MFLOP per token" in whole.out
     assert whole.steps[-1]["loss"] < whole.steps[0]["loss"] - 0.1 and whole.row["eval_loss"] > 0
@@ -165,19 +147,19 @@ def test_a_run_of_adapters_is_saved_resumed_bit_equal_evaluated_and_exported(tun
     assert all(is_adapter(name) for name in tensors if name != "t") and len(tensors) == 1 + 3 * 28  # nothing is frozen
     os.makedirs("b")
     shutil.copytree("a/step-00000004", "b/step-00000004")
-    again = tune(*usual, "--save", "b", "--export", "again")
-    assert again.code == 0 and again.row["resumed_after"] == 4 and again.row["loaded_from"] == "slices"
+    again = fine(tune(*usual, "--save", "b", "--export", "again"))
+    assert again.row["resumed_after"] == 4 and again.row["loaded_from"] == "slices"
     losses = [[s["loss"], s["grad_norm"]] for s in whole.steps if "grad_norm" in s]
     assert [[s["loss"], s["grad_norm"]] for s in again.steps if "grad_norm" in s] == losses[4:]
     names = "adapter_model.safetensors", "adapter_config.json"
     assert all(Path("out", name).read_bytes() == Path("again", name).read_bytes() for name in names)
     assert {"tokenizer.json", *names} <= {*os.listdir("out")} and "config.json" not in os.listdir("out")
-    merged = tune(*usual, "--save", "a", "--export", "merged", "--merge")
-    assert merged.code == 0 and "already done" in merged.out
-    other = tune(*usual, "--save", "a", "--export", "merged")  # the same folder, but not what is there
-    assert other.code == 2 and "--export merged: is there already" in other.err
+    merged = fine(tune(*usual, "--save", "a", "--export", "merged", "--merge"))
+    assert "already done" in merged.out
+    # The same folder, but not what is there.
+    refused(2, "--export merged: is there already", tune(*usual, "--save", "a", "--export", "merged"))
     for name, more in (("later", []), ("later-merged", ["--merge"])):
-        assert export.main(["a", name, "--model", str(qwen), *more]) == 0
+        fine(later(capfd, "a", name, "--model", qwen, *more))
     assert Path("later", names[0]).read_bytes() == Path("out", names[0]).read_bytes()
     assert Path("later-merged/model.safetensors").read_bytes() == Path("merged/model.safetensors").read_bytes()
     assert torch.equal(logits("merged"), logits("later-merged")) and not torch.equal(logits("merged"), logits(qwen))
@@ -190,60 +172,54 @@ def test_adapters_that_two_ranks_saved_are_trained_on_by_one(tune, qwen, tmp_pat
     job = Job(2, ["finetune.py", *argv], "log", cwd=tmp_path)
     assert job.wait() == [0, 0], Path(tmp_path, "log").read_text()
     shutil.copytree(tmp_path / "two/step-00000002", "one/step-00000002")
-    one = tune(*usual, "--save", "one")
-    assert one.code == 0 and one.row["resumed_after"] == 2, one.err
+    one = fine(tune(*usual, "--save", "one"))
+    assert one.row["resumed_after"] == 2, one.err
     _, steps = rows(str(tmp_path / "two.jsonl"))
-    assert [s["loss"] for s in one.steps] == pytest.approx([s["loss"] for s in steps[2:]], abs=2e-6)
+    assert losses(one) == pytest.approx([s["loss"] for s in steps[2:]], abs=2e-6)
 
 
 def test_what_a_run_of_adapters_began_with_is_kept(tune, qwen, tmp_path, capfd):
     usual = "--steps", 1, "--save", "a"
-    assert tune(*usual, *LORA).code == 0
+    fine(tune(*usual, *LORA))
     for more, said in ((["--lora", 8], "--lora 4 (now 8)"), ([], "--lora 4 (now None)")):
-        refused = tune("--steps", 2, "--save", "a", *more)
-        assert refused.code == 4 and said in one_line(refused.err)
+        refused(4, said, tune("--steps", 2, "--save", "a", *more))
     other = write_model(tmp_path / "other", rms_norm_eps=1e-6, initializer_range=0.03)
-    write_tokenizer(other)
     edit_json(other / "config.json", initializer_range=0.02)
-    refused = tune("--steps", 2, "--save", "a", *LORA, model=other)
-    assert refused.code == 4 and "frozen 26 tensors of 56896 bytes, CRC-32 " in one_line(refused.err)
-    with pytest.raises(SystemExit, match="4"):
-        export.main(["a", "never", "--model", str(other), "--merge"])
-    assert "a model with frozen 26 tensors" in capfd.readouterr().err
-    assert tune("--steps", 1, "--save", "full").code == 0
-    with pytest.raises(SystemExit, match="4"):
-        export.main(["full", "never", "--model", str(qwen), "--merge"])
-    assert "is of a run without --lora; leave out --merge" in capfd.readouterr().err and not os.path.exists("never")
+    refused(4, "frozen 26 tensors of 56896 bytes, CRC-32 ", tune("--steps", 2, "--save", "a", *LORA, model=other))
+    refused(4, "a model with frozen 26 tensors", later(capfd, "a", "never", "--model", other, "--merge"))
+    fine(tune("--steps", 1, "--save", "full"))
+    words = "is of a run without --lora; leave out --merge"
+    refused(4, words, later(capfd, "full", "never", "--model", qwen, "--merge"))
+    assert not os.path.exists("never")
 
 
 def test_layers_are_chosen_by_the_ends_of_their_names_and_the_head_is_none(tune):
-    done = tune("--steps", 1, *LORA, "--lora-targets", "q_proj", "layers.1.mlp.up_proj", "--export", "out")
-    assert done.code == 0 and "LoRA of rank 4 beside q_proj, up_proj: 832 parameters" in done.out, done.err
+    done = fine(tune("--steps", 1, *LORA, "--lora-targets", "q_proj", "layers.1.mlp.up_proj", "--export", "out"))
+    assert "LoRA of rank 4 beside q_proj, up_proj: 832 parameters" in done.out, done.err
     named = json.loads(Path("out/adapter_config.json").read_text())["target_modules"]
     assert named == [f"model.layers.{end}" for end in ("0.self_attn.q_proj", "1.mlp.up_proj", "1.self_attn.q_proj")]
     for name in ("lm_head", "proj", "embed_tokens"):
-        refused = tune("--steps", 1, *LORA, "--lora-targets", name)
         expected = f"--lora-targets {name}: names no linear layer of the model but its head; use down_proj"
-        assert refused.code == 2 and expected in one_line(refused.err)
+        refused(2, expected, tune("--steps", 1, *LORA, "--lora-targets", name))
 
 
 @pytest.mark.parametrize(("words", "said"), [
-    ("--lora -1", "--lora -1: must be 0 or more"), ("--lora-alpha 8", "--lora-alpha 8.0: needs --lora"),
-    ("--lora-targets q_proj", "needs --lora"), ("--lora 4 --merge", "--merge: needs --lora and --export"),
+    ("--lora -1", "--lora -1: must be 0 or more"), ("--lora-alpha 8", "--lora 0: not with --lora-alpha 8.0: that"),
+    ("--lora-targets q_proj", "--lora 0: not with --lora-targets q_proj: that is of adapters; add --lora RANK"),
+    ("--merge --export out", "--lora 0: not with --merge: that is"), ("--lora 4 --merge", "--merge: needs --export"),
+    ("--lora 4 --lora-targets", "--lora-targets: needs a name, such as q_proj; --help lists all flags"),
     ("--lora 4 --lora-alpha 0", "--lora-alpha 0.0: must be a positive number"),
     ("--lora 4 --optimizer muon", "--lora 4: Muon is for whole matrices"),
-    ("--lora 4 --prepared ready", "--lora 4: needs no --prepared"),
+    ("--lora 4 --prepared ready", "--prepared ready: not with --lora 4: saves weights of files, cast"),
 ])  # fmt: skip
 def test_flags_that_do_not_go_with_adapters_are_one_line(words, said, tune):
-    done = tune(*words.split())
-    assert done.code == 2 and said in one_line(done.err)
+    refused(2, said, tune(*words.split()))
 
 
 def test_without_peft_adapters_are_refused_in_one_line(tune, monkeypatch):
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "peft" else found(name))
-    done = tune("--steps", 1, *LORA)
-    assert done.code == 2 and one_line(done.err) == "error: --lora: needs peft; pip install -e '.[hf]'"
+    refused(2, "error: --lora: needs peft; pip install -e '.[hf]'", tune("--steps", 1, *LORA))
 
 
 @pytest.mark.parametrize(("how", "named"), [
@@ -252,21 +228,18 @@ def test_without_peft_adapters_are_refused_in_one_line(tune, monkeypatch):
 def test_quantised_weights_are_refused_by_name(how, named, tune, qwen, tmp_path):
     folder = shutil.copytree(qwen, tmp_path / "q")
     edit_json(folder / "config.json", quantization_config=how)
-    done = tune("--steps", 1, *LORA, model=folder)
-    assert done.code == 3 and f"found quantised ones ({named}); name the folder" in one_line(done.err)
+    refused(3, f"found quantised ones ({named}); name the folder", tune("--steps", 1, *LORA, model=folder))
 
 
 def test_random_weights_are_frozen_too_and_drawn_again_by_a_resumed_run(tune, qwen, capfd):
     usual = "--random", *LORA, "--log-every", 1, "--save", "a", "--save-every", 2, "--steps"
-    whole = tune(*usual, 4)
+    whole = fine(tune(*usual, 4))
     shutil.rmtree("a/step-00000004")
-    again = tune(*usual, 4)
-    assert whole.code == again.code == 0 and again.row["resumed_after"] == 2, again.err
-    assert [s["loss"] for s in again.steps] == [s["loss"] for s in whole.steps[2:]]
-    assert export.main(["a", "out", "--model", str(qwen)]) == 0
-    with pytest.raises(SystemExit, match="4"):
-        export.main(["a", "never", "--model", str(qwen), "--merge"])
-    assert "frozen weights were random and are not kept; leave out --merge" in capfd.readouterr().err
+    again = fine(tune(*usual, 4))
+    assert again.row["resumed_after"] == 2 and losses(again) == losses(whole)[2:]
+    fine(later(capfd, "a", "out", "--model", qwen))
+    words = "frozen weights were random and are not kept; leave out --merge"
+    refused(4, words, later(capfd, "a", "never", "--model", qwen, "--merge"))
 
 
 def test_gradients_of_frozen_weights_are_not_counted(qwen):
@@ -287,21 +260,9 @@ def test_the_planner_counts_the_parameters_that_are_trained_and_frozen(kind, tmp
     folder = write_model(tmp_path / "m", kind)
     model, a = blank_model(str(folder)), read(str(folder))
     adapters.attach(model, str(folder), 4, 8.0, ["all-linear"])
-    c = flags.resolve(config.parse(["--model", str(folder), "--data", "x", "--lora", "4"]), "cpu", 1)
+    c = resolved(folder, "--lora", 4, world=1)
     sizes = {True: 0, False: 0}
     for p in model.parameters():
         sizes[p.requires_grad] += p.nbytes
     assert sizes[True] == 4 * trained(c, a) and a.stored == 2
     assert sizes[False] == 2 * a.parameters
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("argv", [
-    "fwdbwd --remat block:0.5 --loss chunked", "blocks", "fwdbwd --accum-sync last --grad-accum 2",
-])  # fmt: skip
-def test_compiled_steps_of_adapters_have_the_losses_of_eager_ones(argv, tune):
-    usual = *LORA, "--steps", 3, "--log-every", 1
-    mode, *rest = argv.split()
-    compiled, eager = (tune(*usual, "--compile", each, *rest) for each in (mode, "none"))
-    assert compiled.code == 0, compiled.err
-    assert [s["loss"] for s in compiled.steps] == pytest.approx([s["loss"] for s in eager.steps], abs=5e-6)

@@ -1,4 +1,4 @@
-"""Tiny models of Hugging Face with random weights, and a tokenizer that is trained here, in folders."""
+"""Tiny models of Hugging Face with random weights, and a tokenizer that is trained here, in folders; runs of them."""
 
 import json
 from pathlib import Path
@@ -12,6 +12,11 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 from transformers.utils import logging
+
+from trainer import config as flags
+from trainer.finetuning import config
+from trainer.finetuning.run import open_model
+from trainer.parallelize import build
 
 logging.set_verbosity_error()
 logging.disable_progress_bar()
@@ -77,12 +82,13 @@ def write_tokenizer(folder: Path, vocab: int = 400) -> None:
 
 
 def write_model(folder: Path, kind: str = "qwen2.5", vocab: int = 400, **more) -> Path:
-    """Saves a model of one of KINDS or OTHERS, its weights of random numbers in bf16, in a new folder."""
+    """Saves a model of one of KINDS or OTHERS, its weights of random numbers in bf16, and the tokenizer."""
     model_type, own = (KINDS | OTHERS)[kind]
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **SMALL | IDS | dict(vocab_size=vocab) | own | more)
     kinds = AutoModelForImageTextToText if "text_config" in own else AutoModelForCausalLM
     kinds.from_config(config).to(torch.bfloat16).save_pretrained(folder)
+    write_tokenizer(folder)
     return folder
 
 
@@ -93,3 +99,14 @@ def edit_json(path, **changes):
 def logits(folder, **how):
     with torch.no_grad():
         return AutoModelForCausalLM.from_pretrained(folder, **how).eval()(input_ids=TOKENS).logits
+
+
+def resolved(folder, *argv, world=2):
+    """The flags of finetune.py for a model."""
+    words = "--model", folder, "--data", "x", "--compile", "none", *argv
+    return flags.resolve(config.parse([*map(str, words)]), "cpu", world)
+
+
+def built(c, world=2):
+    """The step of these flags, whose weights are still to be loaded."""
+    return build(c, torch.device("cpu"), world, model=open_model(c)[0])

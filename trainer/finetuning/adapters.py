@@ -27,7 +27,7 @@ from trainer.distributed.terminal import grouped
 from trainer.finetuning.checks import weights_in
 from trainer.finetuning.config import ALL_LINEAR
 from trainer.finetuning.load import files_of
-from trainer.finetuning.model import HuggingFaceModel, is_adapter
+from trainer.finetuning.model import HuggingFaceModel, adapters_in, is_adapter
 
 ADAPTER = "default"  # its name in peft
 DRAWN = "drawn from --seed"  # what a checkpoint says of frozen weights that were not loaded
@@ -115,7 +115,7 @@ class Saved(NamedTuple):
 def saved(model: HuggingFaceModel, base: str) -> Saved:
     """What is to be written. base: the folder of the frozen model, of which an absolute path is not told."""
     inner = model.model
-    own = {name: p for name, p in inner.named_parameters() if is_adapter(name)}
+    own = adapters_in(inner.named_parameters())
     names = {f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}": name for name in own}
     settings = inner.peft_config[ADAPTER].to_dict() | dict(inference_mode=True)
     settings["base_model_name_or_path"] = (

@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 Example = tuple[np.ndarray, np.ndarray]  # ids [n], learned [n]
-PADS = "fixed", "longest", "pack"
 LENGTHS = 8  # of rows with pad="longest", at most: each is another shape to compile
 
 
@@ -124,8 +123,8 @@ class Examples:
 
     def piece(self, number: int, start: int, end: int) -> Example:
         """The inputs from number `start` to `end` of an example, and the target of the last."""
-        part = int(self.starts[number]) + start, end - start + 1
-        return self.data.tokens(*part), self.data.learned(*part)
+        tokens = self.data.tokens(int(self.starts[number]) + start, end - start + 1)
+        return tokens >> 1, tokens & 1 == 1
 
     def families(self, chosen: np.ndarray, room: int) -> list[list[int]]:
         """Examples of one line that begin alike and together have room in a row, the last one of them last: the others
@@ -197,12 +196,10 @@ class ChatBatches(ReadAhead):
     unit = "tokens"
 
     def __init__(self, source: str | Sequence[str], tokenizer: PreTrainedTokenizerFast, *, global_batch: int,
-                 seqlen: int, vocab: int, seed: int, rank: int = 0, world: int = 1, start: int = 0, pad: str = "fixed",
+                 seqlen: int, vocab: int, seed: int, rank: int = 0, world: int = 1, pad: str = "fixed",
                  hold_out: bool = False, eval_source: str | None = None, cache: str | None = None,
                  positions: bool = False, until: bool = False,
                  **rules: Any):  # fmt: skip
-        if pad not in PADS:
-            raise ValueError(f"--pad {pad}: expected one of {', '.join(PADS)}")
         self.global_batch, self.seqlen, self.vocab, self.seed, self.pad = (
             global_batch,
             seqlen,
@@ -212,7 +209,7 @@ class ChatBatches(ReadAhead):
         )
         self.rows, self.rank = rows_of_a_rank(global_batch, world), rank
         self.positions, self.may_share = positions or pad == "pack", until
-        self.sample = start  # rows consumed so far by all ranks together; set it to resume
+        self.sample = 0  # rows consumed so far by all ranks together; set it to resume
         filler = tokenizer.pad_token_id
         # No label, and seen by no token before it.
         self.filler = filler if filler is not None and filler < vocab else 0
@@ -353,8 +350,15 @@ class ChatBatches(ReadAhead):
         return self.data[self.data.chosen[number]]
 
     def preview(self, number: int, color: bool, most: int | None = None) -> str:
-        """The text of that example as `preview` shows it, and whether a token lies across the start of an answer."""
-        text = preview(self.example(number), self.tokenizer, color, most)
+        """The text of that example, what is learned in green or, without color, in double brackets, and whether a token
+        lies across the start of an answer. most: characters of each part; more are left out of its middle."""
+        ids, learned = self.example(number)
+        edges, text = np.flatnonzero(np.diff(learned)) + 1, ""
+        for part, on in zip(np.split(ids, edges), learned[np.r_[0, edges]], strict=True):
+            words = self.readable(part.tolist())
+            if most is not None and len(words) > most:
+                words = f"{words[: most // 2]} .. {words[-most // 2 :]}"
+            text += f"\x1b[32m{words}\x1b[0m" if on and color else f"[[{words}]]" if on else words
         note = f"\nthe tokenizer merges text over the start of an answer: --seam {self.rules.seam}"
         return text + note * bool(self.data.data.seams[self.data.chosen[number]])
 
@@ -375,8 +379,8 @@ class ChatBatches(ReadAhead):
         return before if len(before) > 1 else ids[: min(most, PROMPT)].tolist()
 
     def readable(self, ids: list[int]) -> str:
-        """The text of tokens, special ones too."""
-        return preview((np.array(ids), np.zeros(len(ids), dtype=bool)), self.tokenizer, False)
+        """The text of tokens, special ones too. What would control a terminal is a replacement character."""
+        return shown(self.tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
     def position(self, sample: int) -> int:
         """The number of the row that is sample number `sample`."""
@@ -453,19 +457,3 @@ def _shares(paths: Sequence[str], weights: Sequence[float], rows: int) -> list[i
             f"--data {none[0]}: gives none of the {_n(rows)} rows of an epoch; raise its weight"
         )
     return shares
-
-
-def preview(
-    example: Example, tokenizer: PreTrainedTokenizerFast, color: bool, most: int | None = None
-) -> str:
-    """The text of (ids, learned), what is learned in green or, without color, in double brackets. What would control a
-    terminal is shown as a replacement character. most: characters of each part; more are left out of its middle."""
-    ids, learned = example
-    edges, text = np.flatnonzero(np.diff(learned)) + 1, ""
-    for part, on in zip(np.split(ids, edges), learned[np.r_[0, edges]], strict=True):
-        words = tokenizer.decode(part.tolist(), clean_up_tokenization_spaces=False)
-        words = shown(words)
-        if most is not None and len(words) > most:
-            words = f"{words[: most // 2]} .. {words[-most // 2 :]}"
-        text += f"\x1b[32m{words}\x1b[0m" if on and color else f"[[{words}]]" if on else words
-    return text

@@ -144,25 +144,22 @@ class Config(flags.Config):
     output: OmitArgPrefixes[Output]
 
     def misfits(self, started: int) -> list[tuple]:
-        """As of main.py's flags, without those of a shape."""
-        ranks = self.world or started
-        no_model, odd_rows = "simulated ranks hold no model worth saving; leave it out", "use --pad fixed"
+        """As of main.py's flags, without those of a shape and of flags that finetune.py does not have."""
+        shared = [*flags.run_misfits(self, started, self.world or started), *flags.step_misfits(self)]
+        same = None not in (self.prepared, self.save) and os.path.realpath(self.prepared) == os.path.realpath(self.save)
         return [
             ("eval_data", self.eval_data is not None and not self.eval_every, "needs --eval-every"),
-            ("export", self.world and self.export is not None, no_model),
-            ("prepared", self.world and self.prepared is not None, no_model),
-            ("prepared", None not in (self.prepared, self.save)
-             and os.path.realpath(self.prepared) == os.path.realpath(self.save), "is --save, too; name another folder"),
-            ("prepared", self.random and self.prepared is not None, "is of a model with weights; leave out --random"),
-            ("lora_alpha", self.lora_alpha is not None and not self.lora, "needs --lora"),
-            ("lora_targets", self.lora_targets != (ALL_LINEAR,) and not self.lora, "needs --lora"),
-            ("lora_targets", not self.lora_targets, "needs a name, such as q_proj"),
+            ("export", self.export is not None and dict(world=self.world),
+             "simulated ranks hold no model worth saving; leave it out"),
+            ("prepared", self.prepared is not None and dict(save=same, world=self.world, random=self.random,
+             lora=self.lora), "saves weights of files, cast, in a folder of its own; leave out one of them"),
+            ("lora", not self.lora and dict(lora_alpha=self.lora_alpha is not None, merge=self.merge,
+             lora_targets=self.lora_targets != (ALL_LINEAR,)), "that is of adapters; add --lora RANK"),
             ("lora", self.lora and self.optimizer == "muon", "Muon is for whole matrices; use --optimizer adamw"),
-            ("lora", self.lora and self.prepared is not None, "needs no --prepared: nothing is cast; leave that out"),
-            ("merge", self.merge and not (self.lora and self.export), "needs --lora and --export"),
-            ("template_args", self.arguments is None, "must be a JSON object"),
-            ("cuda_graph", self.cuda_graph and self.pad != "fixed", f"replays one shape without positions; {odd_rows}"),
-            *flags.run_misfits(self, started, ranks), *flags.step_misfits(self),
+            ("merge", self.merge and self.export is None, "needs --export"),
+            ("cuda_graph", self.cuda_graph and self.pad != "fixed",
+             "replays one shape without positions; use --pad fixed"),
+            *(rule for rule in shared if rule[0] not in ("init", "wrapper", "mlp", "attn")),
         ]  # fmt: skip
 
     @property
@@ -191,11 +188,14 @@ def parse(argv: Sequence[str], rank: int = 0, world: int | None = None) -> Confi
     try:
         weighted(c.data)
         parsed(c.columns)
+        if c.arguments is None:
+            raise ValueError(f"{flags.written(c, 'template_args')}: must be a JSON object")
         if c.eval_data is not None and weighted([c.eval_data], "--eval-data")[0][1] is not None:
             raise ValueError(f"--eval-data {c.eval_data}: takes no weight; name a file, folder or pattern")
     except ValueError as error:
         fail(str(error), rank)
-    for name, what in (("model", "the folder of a model"), ("data", "files of examples")):
+    for name, what in (("model", "the folder of a model"), ("data", "files of examples"),
+                       ("lora_targets", "a name, such as q_proj")):  # fmt: skip
         if not getattr(c, name):
-            fail(f"--{name}: needs {what}; --help lists all flags", rank)
+            fail(f"--{name.replace('_', '-')}: needs {what}; --help lists all flags", rank)
     return c

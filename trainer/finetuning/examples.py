@@ -20,6 +20,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import math
 import os
 import re
 import tempfile
@@ -28,7 +29,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 # Of the cached file and of the rules by which it is made: a change of either needs another number.
-FORMAT = 7
+FORMAT = 8
 NUMBER = re.compile(r" in message \d+")  # is not part of a reason
 CHUNK = 256  # examples that are tokenised together
 
@@ -56,32 +57,22 @@ CHUNK = 256  # examples that are tokenised together
 Read = Callable[[int, int], np.ndarray]
 
 
-class Tokenised(NamedTuple):  # N tokens of E examples
-    ends: np.ndarray  # [E] int64: where each example ends
-    lines: np.ndarray  # [E] int64: the line that it is of, counted over all files
-    labels: np.ndarray  # [E] int64: how many tokens of it are learned, but for its first
-    tokens: Read  # -> [n] int32
-    learned: Read  # -> [n] bool
-    seams: np.ndarray  # [E] bool: whether a token of the text lies across the start of an answer
+class Tokenised(NamedTuple):  # N tokens of E examples, each of these of int64
+    ends: np.ndarray  # [E]: where each example ends
+    lines: np.ndarray  # [E]: the line that it is of, counted over all files
+    labels: np.ndarray  # [E]: how many tokens of it are learned, but for its first
+    seams: np.ndarray  # [E]: 1 if a token of the text lies across the start of an answer
+    tokens: Read  # -> [n] int32: ids, doubled, and one more where a token is learned
     # bad: [the first as `told` takes it], reasons and counts: {words: how many}, lines of files, top: the largest id.
     about: dict[str, Any]
 
-    def parts(self, *names: str) -> Iterator[np.ndarray]:
-        """These arrays one after the other, the tokens in pieces."""
-        for name in names:
-            array, count = getattr(self, name), int(self.ends[-1])
-            if name in BY_TOKEN:
-                yield from (array(at, min(PIECE, count - at)) for at in range(0, count, PIECE))
-            else:
-                yield array
+    def parts(self) -> Iterator[np.ndarray]:
+        """What a file holds: [E, 4], then the tokens in pieces."""
+        yield np.stack(self[:4], 1)
+        count = int(self.ends[-1])
+        yield from (self.tokens(at, min(PIECE, count - at)) for at in range(0, count, PIECE))
 
 
-# Of safetensors; the largest first, so that each begins where its dtype may.
-ARRAYS = dict(ends="I64", lines="I64", labels="I64", tokens="I32", learned="BOOL", seams="BOOL")
-DTYPES = {
-    name: np.dtype(dtype) for name, dtype in dict(I64=np.int64, I32=np.int32, BOOL=bool).items()
-}
-BY_TOKEN = "tokens", "learned"  # what has N elements and is not held in memory
 PIECE = 1 << 20  # tokens
 AGAIN = "the same command makes it again"
 
@@ -108,12 +99,8 @@ def _parsed(line: bytes | dict) -> dict:
     return found
 
 
-class Encoded(NamedTuple):
-    """An example of n tokens."""
-
-    ids: np.ndarray  # [n] int32
-    learned: np.ndarray  # [n] bool
-    across: bool  # whether a token of the text lies across the start of an answer
+# ids [n], which of them are learned [n], whether a token of the text lies across the start of an answer.
+Encoded = tuple[np.ndarray, np.ndarray, bool]
 
 
 class _Reader:
@@ -192,18 +179,6 @@ class _Reader:
         ]
         return out["input_ids"], ends
 
-    def encode(self, examples: list[Example]) -> list[Encoded | BadLine]:
-        """Each as tokens, or what is wrong with it."""
-        made = []
-        for example, ids, at in zip(
-            examples, *self.tokens([each.text for each in examples]), strict=True
-        ):
-            try:
-                made.append(self.masked(example, ids, at))
-            except BadLine as why:
-                made.append(why)
-        return made
-
     def begins(
         self, text: str, ids: list[int], at: np.ndarray, special: list[int], start: int
     ) -> bool:
@@ -262,7 +237,7 @@ class _Reader:
             learned = np.r_[
                 np.zeros(len(before), dtype=bool), learned, np.ones(len(after), dtype=bool)
             ]
-            return Encoded(np.array(before + ids + after, dtype=np.int32), learned, bool(across))
+            return np.array(before + ids + after, np.int32), learned, bool(across)
         if not learned.any():
             raise BadLine("learned tokens", "none", TEMPLATE)
         for last in np.flatnonzero(learned & ~np.append(learned[1:], False)):
@@ -276,34 +251,25 @@ class _Reader:
                     found,
                     way_on(self.tokenizer.chat_template),
                 )
-        return Encoded(np.array(ids, dtype=np.int32), learned, bool(across))
+        return np.array(ids, np.int32), learned, bool(across)
 
 
 class _Made:
-    """Examples as they are made. Their tokens go to two files: memory holds 25 bytes of an example."""
+    """Examples as they are made. Their tokens go to a file: memory holds 32 bytes of an example."""
 
-    def __init__(self, folder: str, tokens: BinaryIO, learned: BinaryIO):
-        self.folder, self.tokens, self.learned, self.top = folder, tokens, learned, 0
-        self.lines, self.ends, self.labels, self.seams = (
-            array("q"),
-            array("q"),
-            array("q"),
-            bytearray(),
-        )
+    def __init__(self, folder: str, file: BinaryIO):
+        self.folder, self.file, self.table, self.top = folder, file, array("q"), 0
 
-    def add(self, line: int, each: Encoded) -> None:
+    def add(self, line: int, ids: np.ndarray, learned: np.ndarray, across: bool) -> None:
         with self.room():
-            self.tokens.write(each.ids)
-            self.learned.write(each.learned)
-        self.ends.append(len(each.ids) + (self.ends[-1] if self.ends else 0))
-        self.lines.append(line)
-        self.labels.append(int(each.learned[1:].sum()))
-        self.seams.append(each.across)
-        self.top = max(self.top, int(each.ids.max()))
+            self.file.write(2 * ids + learned)
+        end = len(ids) + (self.table[-4] if self.table else 0)
+        self.table.extend((end, line, int(learned[1:].sum()), across))
+        self.top = max(self.top, int(ids.max()))
 
     @contextmanager
     def room(self) -> Iterator[None]:
-        """Inside it an OSError is a DataError about the folder of the files."""
+        """Inside it an OSError is a DataError about the folder of the file."""
         try:
             yield
         except OSError as error:
@@ -311,30 +277,26 @@ class _Made:
             found = one_line(error, kind=False)
             raise unusable(self.folder, "room for the token ids", found, fix) from error
 
-    def arrays(self) -> dict[str, np.ndarray | Read]:
-        """Those of Tokenised."""
-        found = {}
-        for name, kind in ARRAYS.items():
-            own, dtype = getattr(self, name), DTYPES[kind]
-            if name not in BY_TOKEN:
-                found[name] = np.frombuffer(own, dtype)
-                continue
-            with self.room():
-                own.flush()
-            found[name] = reader(self.folder, os.dup(own.fileno()), dtype, 0, AGAIN)
-        return found
-
 
 def read(
     files: list[Path], tokenizer: PreTrainedTokenizerFast, rules: Rules, folder: Path | None
 ) -> Tokenised:
     """All examples of the files. folder: where their tokens are put, None: where temporary files are. DataError: the
     first bad line or, where these are skipped, no line is good."""
-    temporary = partial(tempfile.TemporaryFile, dir=folder)
-    with temporary() as tokens, temporary() as learned:
-        made = _Made(str(folder or tempfile.gettempdir()), tokens, learned)
+    with tempfile.TemporaryFile(dir=folder) as file:
+        made = _Made(str(folder or tempfile.gettempdir()), file)
         about = _read(files, _Reader(tokenizer, rules), rules, made)
-        return Tokenised(**made.arrays(), about=about)
+        with made.room():
+            file.flush()
+        return _of_table(made.table, made.folder, file, 0, about)
+
+
+def _of_table(
+    table: array | bytes, path: str, file: BinaryIO, begin: int, about: dict
+) -> Tokenised:
+    """Examples of which the tokens begin at a byte of a file."""
+    tokens = reader(path, os.dup(file.fileno()), np.dtype(np.int32), begin, AGAIN)
+    return Tokenised(*np.frombuffer(table, np.int64).reshape(-1, 4).T, tokens, about)
 
 
 def _read(files: list[Path], reader: _Reader, rules: Rules, made: _Made) -> dict[str, Any]:
@@ -351,9 +313,12 @@ def _read(files: list[Path], reader: _Reader, rules: Rules, made: _Made) -> dict
         reasons[NUMBER.sub("", why.args[0])] += 1
 
     def encode() -> None:
-        found = reader.encode([each for *_, each in waiting]) if waiting else []
-        for (line, index, number, _), each in zip(waiting, found, strict=True):
-            refuse(index, number, each) if isinstance(each, BadLine) else made.add(line, each)
+        coded = reader.tokens([example.text for *_, example in waiting]) if waiting else ([], [])
+        for (line, index, number, example), ids, at in zip(waiting, *coded, strict=True):
+            try:
+                made.add(line, *reader.masked(example, ids, at))
+            except BadLine as why:
+                refuse(index, number, why)
         waiting.clear()
 
     for line, (index, number, text) in enumerate(records(files)):
@@ -375,7 +340,7 @@ def _read(files: list[Path], reader: _Reader, rules: Rules, made: _Made) -> dict
         if len(waiting) >= CHUNK:
             encode()
     encode()
-    if not made.lines:
+    if not made.table:
         raise (
             told(files, bad[0])
             if bad
@@ -387,10 +352,9 @@ def _read(files: list[Path], reader: _Reader, rules: Rules, made: _Made) -> dict
 def _digests(data: Tokenised) -> dict[str, str]:
     """digest: of the examples, by which a checkpoint knows its data. whole: of all that a file of the cache holds."""
     made = hashlib.blake2b(digest_size=16)
-    for part in data.parts("tokens", "learned", "ends", "lines", "seams"):
+    for part in data.parts():
         made.update(part)
     digest = made.hexdigest()
-    made.update(data.labels)
     about = {
         name: each for name, each in data.about.items() if name not in ("name", "digest", "whole")
     }
@@ -407,9 +371,9 @@ def _key(files: list[Path], tokenizer: PreTrainedTokenizerFast, rules: Rules) ->
         tokenizer.special_tokens_map,
         transformers.__version__,
         tokenizers.__version__,
+        rules._replace(bad_lines=""),
+        [file.suffix for file in files],
     )
-    about += rules.unknown_keys, rules.seam, sorted(rules.template_args.items())
-    about += rules.format, sorted(rules.columns.items()), [file.suffix for file in files]
     made = hashlib.blake2b(repr((FORMAT, *about)).encode(), digest_size=16)
     made.update(tokenizer.backend_tokenizer.to_str().encode())
     for file in files:
@@ -426,18 +390,10 @@ def _load(path: Path) -> Tokenised | None:
         with open(path, "rb") as file:
             size = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(min(size, os.fstat(file.fileno()).st_size)))
-            found = {}
-            for name, kind in ARRAYS.items():
-                begin, end = header[name]["data_offsets"]
-                read = reader(
-                    str(path), os.dup(file.fileno()), DTYPES[kind], 8 + size + begin, AGAIN
-                )
-                found[name] = (
-                    read if name in BY_TOKEN else read(0, (end - begin) // DTYPES[kind].itemsize)
-                )
-        data = Tokenised(**found, about=json.loads(header["__metadata__"]["about"]))
-        signed = _digests(data) | dict(name=path.name)
-        if data.about == data.about | signed:
+            table = file.read(header["examples"]["data_offsets"][1])
+            about = json.loads(header["__metadata__"]["about"])
+            data = _of_table(table, str(path), file, file.tell(), about)
+        if about == about | _digests(data) | dict(name=path.name):
             return data
     tell(f"cache: {path} is damaged and is made again")
     return None
@@ -446,17 +402,19 @@ def _load(path: Path) -> Tokenised | None:
 def _save(path: Path, data: Tokenised) -> None:
     """Writes a file of safetensors, whose own function would copy all into memory first."""
     about = json.dumps(data.about | dict(name=path.name))
-    header, end = dict(__metadata__=dict(about=about)), 0
-    for name, kind in ARRAYS.items():
-        count = int(data.ends[-1]) if name in BY_TOKEN else len(data.ends)
-        begin, end = end, end + count * DTYPES[kind].itemsize
-        header[name] = dict(dtype=kind, shape=[count], data_offsets=(begin, end))
+    shape, count = (len(data.ends), 4), int(data.ends[-1])
+    begin = 8 * math.prod(shape)
+    header = dict(
+        __metadata__=dict(about=about),
+        examples=dict(dtype="I64", shape=shape, data_offsets=(0, begin)),
+        tokens=dict(dtype="I32", shape=[count], data_offsets=(begin, begin + 4 * count)),
+    )
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         with open(f"{folder}/data", "wb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
-            for part in data.parts(*ARRAYS):
+            for part in data.parts():
                 file.write(part)
         os.replace(f"{folder}/data", path)
 

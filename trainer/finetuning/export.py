@@ -37,13 +37,21 @@ from trainer.distributed.terminal import fail
 from trainer.finetuning.checks import check_folder, copied, weights_in
 from trainer.finetuning.config import Config
 from trainer.finetuning.load import base_tensors, files_of, own_tensors, renamed
-from trainer.finetuning.model import HuggingFaceModel, blank_model, is_adapter
+from trainer.finetuning.model import HuggingFaceModel, adapters_in, blank_model
 
 SETTINGS = "adapter_config.json"  # of peft
 
 
-def write_folder(out: str, source: str, file: str, like: dict[str, Tensor], read: Callable[[str], Tensor],
-                 shard_gb: float, small: Iterable[str], finish: Callable[[str], Any]) -> str:  # fmt: skip
+def write_folder(
+    out: str,
+    source: str,
+    file: str,
+    like: dict[str, Tensor],
+    read: Callable[[str], Tensor],
+    shard_gb: float,
+    small: Iterable[str],
+    finish: Callable[[str], Any],
+) -> str:
     """Writes the new folder `out`; returns the line to print. file: that of the tensors; small: the names of the files
     of `source` that are copied; finish: called with the folder's path before it has its name. Raises CheckpointError
     and DataError; then `out` is not there."""
@@ -122,16 +130,20 @@ def write_adapters(
     )
 
 
-def export(c: Config, model: HuggingFaceModel, group: dist.ProcessGroup | None,
-           between: Callable[[], Any] = lambda: None) -> str:  # fmt: skip
+def export(
+    c: Config,
+    model: HuggingFaceModel,
+    group: dist.ProcessGroup | None,
+    between: Callable[[], Any] = lambda: None,
+) -> str:
     """Writes --export of a run; returns the line to print. A collective: the ranks gather one tensor at a time, which
     rank 0 writes. between: called before each on all ranks. Raises CheckpointError on all ranks."""
     inner, alone = model.model, bool(c.lora and not c.merge)
-    adapters = {name: p.detach() for name, p in inner.named_parameters() if is_adapter(name)}
+    adapters = adapters_in(inner.named_parameters())
     state = adapters if alone else own_tensors(inner)
 
     def whole(t: Tensor) -> Tensor:
-        return t.full_tensor() if isinstance(t, DTensor) else t
+        return t.detach().full_tensor() if isinstance(t, DTensor) else t.detach()
 
     def gathered() -> Iterator[Tensor]:
         for name, t in state.items():
@@ -178,9 +190,10 @@ def of_checkpoint(args: argparse.Namespace) -> str:
     try:
         found = checkpoint.find(args.checkpoint)
         trained = found.about.get("model", {})
-        if args.merge and not trained.get("lora"):
+        lora = trained.get("lora")
+        if args.merge and not lora:
             raise CheckpointError(f"{found.path}: is of a run without --lora; leave out --merge")
-        if trained.get("lora"):
+        if lora:
             from trainer.finetuning import adapters
 
             if args.merge and trained["frozen"] == adapters.DRAWN:
@@ -203,12 +216,8 @@ def of_checkpoint(args: argparse.Namespace) -> str:
             name.removeprefix("model."): [*t.shape]
             for name, t in checkpoint.parameters(found).items()
         }
-        own = (
-            dict(model.model.named_parameters())
-            if trained.get("lora")
-            else own_tensors(model.model)
-        )
-        own = {name: t for name, t in own.items() if is_adapter(name) or not trained.get("lora")}
+        inner = model.model
+        own = adapters_in(inner.named_parameters()) if lora else own_tensors(inner)
         if differ := [n for n, t in own.items() if saved.get(n) != [*t.shape]]:
             raise CheckpointError(
                 f"{found.path}: {differ[0]} is not there as {args.model} has it; name its model"
@@ -220,33 +229,31 @@ def of_checkpoint(args: argparse.Namespace) -> str:
                     stopped(args.out, signals.got)
                 return checkpoint.read(found, f"model.{name}")
 
-            if not trained.get("lora"):
-                return write_model(args.out, model.model, args.model, read, args.max_shard_gb)
+            if not lora:
+                return write_model(args.out, inner, args.model, read, args.max_shard_gb)
             if not args.merge:
                 return write_adapters(args.out, model, args.model, read)
             path = weights_in(args.model)
-            there, tensors = (
-                renamed(path, weights.table(path), model.model),
-                base_tensors(model.model),
-            )
+            there, tensors = renamed(path, weights.table(path), inner), base_tensors(inner)
             # A tied weight has several names.
             regions = {id(tensors[name]): region for name, region in there.items()}
 
             def whole(name: str) -> Tensor:
                 region = regions[id(tensors[name])]
-                return adapters.merged(
-                    model.model, name, region.read(0, tuple(region.like.shape)), read
-                )
+                return adapters.merged(inner, name, region.read(0, tuple(region.like.shape)), read)
 
-            return write_model(args.out, model.model, args.model, whole, args.max_shard_gb)
+            return write_model(args.out, inner, args.model, whole, args.max_shard_gb)
     finally:
         dist.destroy_process_group()
 
 
 def main(argv: list[str] | None = None) -> int:
     """Exports as the command line says; returns 0, or ends the process with a line and another exit code."""
-    parser = argparse.ArgumentParser("python -m trainer.finetuning.export", allow_abbrev=False,
-                                     description=__doc__.split("\n")[0])  # fmt: skip
+    parser = argparse.ArgumentParser(
+        "python -m trainer.finetuning.export",
+        allow_abbrev=False,
+        description=__doc__.split("\n")[0],
+    )
     parser.add_argument(
         "checkpoint", metavar="DIR", help="a step's directory, or one of steps: its newest good one"
     )
@@ -254,10 +261,19 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--model", required=True, metavar="DIR", help="the folder that finetune.py began with"
     )
-    parser.add_argument("--merge", action="store_true", help="of a run with --lora: the whole model with the adapters "
-                        "in it, instead of the adapters")  # fmt: skip
-    parser.add_argument("--max-shard-gb", type=float, default=5.0, metavar="GB", help="largest size of a file, in 10^9 "
-                        "bytes (default: 5)")  # fmt: skip
+    parser.add_argument(
+        "--merge",
+        action="store_true",
+        help="of a run with --lora: the whole model with the adapters "
+        "in it, instead of the adapters",
+    )
+    parser.add_argument(
+        "--max-shard-gb",
+        type=float,
+        default=5.0,
+        metavar="GB",
+        help="largest size of a file, in 10^9 bytes (default: 5)",
+    )
     args = parser.parse_args(argv)
     if not args.max_shard_gb > 0:
         parser.error(f"--max-shard-gb {args.max_shard_gb}: must be a positive number")

@@ -8,7 +8,7 @@ Its code is transformers' own; code that comes with a model is not run.
 
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from types import MethodType
 from typing import Any
@@ -57,9 +57,7 @@ class HuggingFaceModel(nn.Module):
     def state_dict(self, *args, **kwargs) -> dict[str, Any]:
         """What a checkpoint holds. With adapters these alone: the rest is in the folder that it is loaded from."""
         state = super().state_dict(*args, **kwargs)
-        return (
-            {name: t for name, t in state.items() if is_adapter(name)} if self.adapters else state
-        )
+        return adapters_in(state.items()) if self.adapters else state
 
     def _is_noise(self, name: str) -> bool:
         """Whether an entry of config.json says nothing to a model in eval(). PhiMoE uses its jitter there, too."""
@@ -113,9 +111,13 @@ class HuggingFaceModel(nn.Module):
         return bool(self.rotary) and kinds and not windows and sdpa
 
     def forward(
-        self, tokens: Tensor, targets: Tensor | None = None, chunk: int = 0, until: Tensor | None = None,
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        chunk: int = 0,
+        until: Tensor | None = None,
         **inputs: Tensor,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """tokens [B, T] -> logits [B, T, V]; with targets [B, T] their summed loss. until [B, T]: the column before
         which a token is seen by those from its own on, in place of what positions tell apart. ValueError: no chunked
         loss."""
@@ -132,8 +134,10 @@ class HuggingFaceModel(nn.Module):
             logits = self.model(input_ids=tokens, use_cache=False, **inputs).logits
             return logits if targets is None else cross_entropy(logits, targets)
         if not self.plain_head:
-            raise ValueError("--loss chunked: the logits of this model are not its head's product alone, or `prepare` "
-                             "has not been called; use --loss full")  # fmt: skip
+            raise ValueError(
+                "--loss chunked: the logits of this model are not its head's product alone, or `prepare` "
+                "has not been called; use --loss full"
+            )
         x = self._hidden(tokens, **inputs)  # [B, T, D]
         return chunked_cross_entropy(x, self.model.get_output_embeddings().weight, targets, chunk)
 
@@ -174,14 +178,7 @@ class HuggingFaceModel(nn.Module):
         ones do not allow."""
         try:
             yield
-        except (
-            RuntimeError,
-            AssertionError,
-            AttributeError,
-            LookupError,
-            TypeError,
-            ValueError,
-        ) as error:
+        except Exception as error:
             sharded = any(
                 words in str(error)
                 for words in ("DTensor", "sharding strategy", "while it was gathered")
@@ -228,8 +225,10 @@ class HuggingFaceModel(nn.Module):
         seen = self._seen(device, slice(None, 4))
         # Not above zero: Falcon-H1 sums up and subtracts again.
         if seen[4:].max() > 1e-4 * seen.max():
-            raise DataError(f"{type(self.model).__name__}: its tokens see later ones, which they shall predict; use a "
-                            'causal model (some need "is_decoder": true in config.json)')  # fmt: skip
+            raise DataError(
+                f"{type(self.model).__name__}: its tokens see later ones, which they shall predict; use a "
+                'causal model (some need "is_decoder": true in config.json)'
+            )
 
     @torch.compiler.set_stance("force_eager")
     def check_packed(self, device: torch.device, until: bool = False) -> None:
@@ -239,8 +238,10 @@ class HuggingFaceModel(nn.Module):
         if until:
             inputs["until"] = 4 * (1 + torch.arange(8, device=device)[None] // 4)
         if self._seen(device, slice(4, None), **inputs)[:4].any():
-            raise DataError(f"--pad pack: {type(self.model).__name__} does not keep apart the examples of a row; use "
-                            "--pad longest")  # fmt: skip
+            raise DataError(
+                f"--pad pack: {type(self.model).__name__} does not keep apart the examples of a row; use "
+                "--pad longest"
+            )
 
     def _seen(self, device: torch.device, part: slice, **inputs: Tensor) -> Tensor:
         """[8]: how large a gradient the logits of a part of eight tokens have in each of them."""
@@ -263,6 +264,11 @@ class HuggingFaceModel(nn.Module):
 def is_adapter(name: str) -> bool:
     """Whether this is the name of a parameter that peft has put beside a layer."""
     return ".lora_" in name
+
+
+def adapters_in(named: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Those of named tensors that are adapters."""
+    return {name: t for name, t in named if is_adapter(name)}
 
 
 def _seen_until(until: Tensor) -> Tensor:
@@ -359,5 +365,7 @@ def tokenizer_of(folder: str):
             raise ValueError("one that knows no token")
         return tokenizer
     except Exception as error:  # whatever strange files lead to
-        raise DataError(f"{folder}: expected a tokenizer (tokenizer.json), found: {one_line(error, 200, kind=False)}; "
-                        "copy the tokenizer's files there") from error  # fmt: skip
+        raise DataError(
+            f"{folder}: expected a tokenizer (tokenizer.json), found: {one_line(error, 200, kind=False)}; "
+            "copy the tokenizer's files there"
+        ) from error

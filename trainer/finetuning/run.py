@@ -27,21 +27,40 @@ NAMED = 6  # parameters in a line
 
 
 def open_data(
-    c: Config, vocab: int, rank: int = 0, world: int = 1, positions: bool = False, until: bool = False
-) -> ChatBatches:  # fmt: skip
+    c: Config,
+    vocab: int,
+    rank: int = 0,
+    world: int = 1,
+    positions: bool = False,
+    until: bool = False,
+) -> ChatBatches:
     """The examples of --data, as resolved flags cut and pad them. positions, until: what the model needs, and may be
     given. DataError for bad ones, or a bad tokenizer."""
-    rules = dict(
-        bad_lines=c.bad_lines, unknown_keys=c.unknown_keys, seam=c.seam, template_args=c.arguments
-    )
-    rules |= dict(format=c.format, columns=parsed(c.columns))
     tokenizer = tokenizer_of(c.model)
     note = replace_template(tokenizer, c.template) if c.template is not None else ""
     if note and rank == 0:
         tell(note)
-    return ChatBatches(c.data, tokenizer, global_batch=c.effective_batch, seqlen=c.seqlen, vocab=vocab,
-                       seed=c.seed, rank=rank, world=world, pad=c.pad, hold_out=c.eval_every > 0,
-                       eval_source=c.eval_data, positions=positions, until=until, **rules)  # fmt: skip
+    return ChatBatches(
+        c.data,
+        tokenizer,
+        global_batch=c.effective_batch,
+        seqlen=c.seqlen,
+        vocab=vocab,
+        seed=c.seed,
+        rank=rank,
+        world=world,
+        pad=c.pad,
+        hold_out=c.eval_every > 0,
+        eval_source=c.eval_data,
+        positions=positions,
+        until=until,
+        bad_lines=c.bad_lines,
+        unknown_keys=c.unknown_keys,
+        seam=c.seam,
+        template_args=c.arguments,
+        format=c.format,
+        columns=parsed(c.columns),
+    )
 
 
 def open_model(c: Config) -> tuple[HuggingFaceModel, int]:
@@ -62,14 +81,20 @@ def open_model(c: Config) -> tuple[HuggingFaceModel, int]:
         files_of(model.model, c.model)  # raises now, not after training
     most = getattr(model.model.config, "max_position_embeddings", None)
     if most is not None and c.seqlen > most:
-        raise ValueError(f"--seqlen {c.seqlen}: the model knows {most} positions (max_position_embeddings of its "
-                         f"config.json); add --seqlen {most}, or less")  # fmt: skip
+        raise ValueError(
+            f"--seqlen {c.seqlen}: the model knows {most} positions (max_position_embeddings of its "
+            f"config.json); add --seqlen {most}, or less"
+        )
     if "dynamic" in str(model.rotary.get("rope_type")) and c.compile not in ("none", "blocks"):
-        raise ValueError(f"--compile {c.compile}: rope_type dynamic of config.json branches on values, which one "
-                         "graph cannot; use --compile none")  # fmt: skip
+        raise ValueError(
+            f"--compile {c.compile}: rope_type dynamic of config.json branches on values, which one "
+            "graph cannot; use --compile none"
+        )
     if c.cuda_graph and (usual := model.longest_short(c.seqlen)):
-        raise ValueError("--cuda-graph: takes no positions, by which longrope chooses its factors; use --seqlen "
-                         f"{usual}, or leave it out")  # fmt: skip
+        raise ValueError(
+            "--cuda-graph: takes no positions, by which longrope chooses its factors; use --seqlen "
+            f"{usual}, or leave it out"
+        )
     return model, model.model.get_input_embeddings().num_embeddings
 
 
@@ -80,16 +105,20 @@ def freeze_what_has_no_gradient(model: HuggingFaceModel, seqlen: int) -> None:
     for name in names:
         model.get_parameter(name).requires_grad_(False)
     if names:
-        say(f"{len(names)} parameters get no gradient from text of {seqlen} tokens and stay as they are, without "
-            f"weight decay: {', '.join(in_short(names))}")  # fmt: skip
+        say(
+            f"{len(names)} parameters get no gradient from text of {seqlen} tokens and stay as they are, without "
+            f"weight decay: {', '.join(in_short(names))}"
+        )
 
 
 def check_short_rows(model: HuggingFaceModel, seqlen: int) -> None:
     """ValueError where rows of --pad longest can be so short that some parameters have no gradient then."""
     shortest = shortest_of(seqlen)
     if names := copy_on_meta(model).without_gradient(shortest):
-        raise ValueError(f"--pad longest: may have rows of {shortest} tokens, in which {len(names)} parameters get no "
-                         f"gradient ({', '.join(in_short(names))}); use --pad fixed")  # fmt: skip
+        raise ValueError(
+            f"--pad longest: may have rows of {shortest} tokens, in which {len(names)} parameters get no "
+            f"gradient ({', '.join(in_short(names))}); use --pad fixed"
+        )
 
 
 def in_short(names: list[str]) -> list[str]:
@@ -143,15 +172,21 @@ def look(run: Run, c: Config, model: HuggingFaceModel, device: torch.device) -> 
     in_fp32 = {name for own in model.parts_in_fp32.values() for name in own}
     kept = [name for name in model.kept_in_fp32 if c.accum_sync == "last" or name not in in_fp32]
     if c.param_dtype != "fp32" and kept:
-        say(f"{len(kept)} parameters, which transformers keeps in fp32, are gathered in {c.param_dtype}, such as "
-            f"{kept[0]}; use --param-dtype fp32 to compute with them as it does")  # fmt: skip
+        say(
+            f"{len(kept)} parameters, which transformers keeps in fp32, are gathered in {c.param_dtype}, such as "
+            f"{kept[0]}; use --param-dtype fp32 to compute with them as it does"
+        )
     if usual := model.longest_short(c.seqlen):
-        say(f"longrope: a micro-batch has the long factors where an example in it is longer than {usual} tokens, else "
-            "the short ones, as in inference; where lengths are mixed, --batch 1 gives each its own")  # fmt: skip
+        say(
+            f"longrope: a micro-batch has the long factors where an example in it is longer than {usual} tokens, else "
+            "the short ones, as in inference; where lengths are mixed, --batch 1 gives each its own"
+        )
     passes = c.effective_batch / run.batches.epoch_samples
     if passes > 1:
-        say(f"each step passes {passes:.1f} times over all {run.batches.epoch_samples} rows of --data; "
-            "--effective-batch says how many rows it takes")  # fmt: skip
+        say(
+            f"each step passes {passes:.1f} times over all {run.batches.epoch_samples} rows of --data; "
+            "--effective-batch says how many rows it takes"
+        )
 
 
 def has_exported(run: Run, c: Config) -> bool:

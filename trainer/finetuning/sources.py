@@ -58,13 +58,9 @@ def check_files(source: str, flag: str = "--data") -> list[Path]:
     read. Reads no record, imports no torch. flag: for the message."""
     root = os.path.expanduser(source)
     with readable(source, flag):
-        found = _inside(root, flag) if os.path.exists(root) else [*map(Path, matching(root))]
-        files = [
-            file
-            for each in found
-            for file in (_inside(str(each), flag) if each.is_dir() else [each])
-        ]
-        files = [*dict.fromkeys(files)]  # ** matches folders and what is in them
+        found = [root] if os.path.exists(root) else matching(root)
+        # ** matches folders and what is in them.
+        files = [*dict.fromkeys(file for each in found for file in _inside(str(each), flag))]
         if not files:
             raise unusable(
                 root, f"{FILES}, or a folder or pattern of them", "none", f"check {flag}"
@@ -82,17 +78,9 @@ def check_files(source: str, flag: str = "--data") -> list[Path]:
                     raise unusable(
                         str(file), "lines of JSON", "an empty file", f"leave it out of {flag}"
                     )
-    if tables := [
-        str(file)
-        for file in files
-        if file.suffix in TABLES and importlib.util.find_spec("pyarrow") is None
-    ]:
-        raise unusable(
-            tables[0],
-            "pyarrow, to read it",
-            "none",
-            "pip install -e '.[hf]', or give lines of JSON",
-        )
+            if file.suffix in TABLES and importlib.util.find_spec("pyarrow") is None:
+                fix = "pip install -e '.[hf]', or give lines of JSON"
+                raise unusable(str(file), "pyarrow, to read it", "none", fix)
     return files
 
 

@@ -14,16 +14,14 @@ from __future__ import annotations
 import re
 from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass, field
 from datetime import date
 from itertools import chain, product
 from os.path import commonprefix
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainer.data import DataError, unusable
 from trainer.distributed.terminal import one_line, regular
 from trainer.finetuning import messages as forms
-from trainer.finetuning.columns import FORMATS
 from trainer.finetuning.messages import LEAVE_OUT, SKIP, BadLine
 
 if TYPE_CHECKING:
@@ -38,14 +36,18 @@ OWN = "messages", "tools", "documents", "add_generation_prompt", "chat_template"
 # Names of arguments that open or close <think> in the generation prompt.
 SWITCHES = "enable_thinking", "thinking"
 RENDER = f"give it a role and a key that the template writes{LEAVE_OUT}"
-TEMPLATE = ("put {% generation %} and {% endgeneration %} into a copy of the template, around answers with their "
-            "end-of-turn token, and name it by --template")  # fmt: skip
+TEMPLATE = (
+    "put {% generation %} and {% endgeneration %} into a copy of the template, around answers with their "
+    "end-of-turn token, and name it by --template"
+)
 # --template NAME, of families whose own template is refused: {name: (words by which their own is known, the template)};
 # OWN_TEXT stands for their own one.
 OWN_TEXT = "{{ own }}"
 NAMED = {
     # The last answer begins with its thoughts, as a model that is asked goes on; those before have lost them.
-    "deepseek-r1": ("<｜Assistant｜>", """{%- set asked = namespace(last=-1) -%}
+    "deepseek-r1": (
+        "<｜Assistant｜>",
+        """{%- set asked = namespace(last=-1) -%}
 {%- for m in messages %}{% if m.role == 'user' %}{% set asked.last = loop.index0 %}{% endif %}{% endfor -%}
 {{- bos_token + messages | selectattr('role', 'equalto', 'system') | map(attribute='content') | join('\n\n') -}}
 {%- for m in messages -%}
@@ -64,13 +66,18 @@ NAMED = {
         {{- raise_exception('a template without the role ' + m.role) -}}
     {%- endif -%}
 {%- endfor -%}
-{%- if add_generation_prompt %}{{ '<｜Assistant｜><think>\n' }}{% endif -%}"""),
+{%- if add_generation_prompt %}{{ '<｜Assistant｜><think>\n' }}{% endif -%}""",
+    ),
     # A turn ends where the next one begins, with a token at which generation stops.
-    "glm-4.5": ("[gMASK]", OWN_TEXT + """{%- set last = messages[-1] -%}
+    "glm-4.5": (
+        "[gMASK]",
+        OWN_TEXT
+        + """{%- set last = messages[-1] -%}
 {%- if last.role == 'assistant' and not add_generation_prompt -%}
     {{- '<|observation|>' if last.tool_calls else '<|user|>' -}}
-{%- endif -%}"""),
-}  # fmt: skip
+{%- endif -%}""",
+    ),
+}
 
 
 def way_on(template: str) -> str:
@@ -79,28 +86,17 @@ def way_on(template: str) -> str:
     return f"add --template {names[0]}" if names else TEMPLATE
 
 
-@dataclass(frozen=True)
-class Rules:
-    """How lines are read. Raises ValueError for a value that there is not."""
+class Rules(NamedTuple):
+    """How lines are read."""
 
     bad_lines: str = "stop"  # at the first, or "skip" them and count
     unknown_keys: str = "refuse"  # keys of messages that nothing reads, or "drop" them and count
     # Tokens across the start of an answer, or "say" and keep them, or "refuse" the line.
     seam: str = "split"
     # For the chat template; those of a line go before.
-    template_args: dict[str, Any] = field(default_factory=dict)
+    template_args: dict[str, Any] = {}
     format: str = "auto"  # of columns.FORMATS: what a line is
-    columns: dict[str, str] = field(default_factory=dict)  # {name here: name in the data}
-
-    VALUES: ClassVar = dict(bad_lines=("stop", "skip"), unknown_keys=("refuse", "drop"),
-                            seam=("split", "say", "refuse"), format=FORMATS)  # fmt: skip
-
-    def __post_init__(self):
-        for name, values in self.VALUES.items():
-            if (value := getattr(self, name)) not in values:
-                raise ValueError(
-                    f"--{name.replace('_', '-')} {value}: expected one of {', '.join(values)}"
-                )
+    columns: dict[str, str] = {}  # {name here: name in the data}
 
 
 class Example(NamedTuple):
@@ -111,19 +107,11 @@ class Example(NamedTuple):
 
 def render(turns: list[dict], how: dict, **more: bool) -> tuple[str, list[tuple[int, int]]]:
     """A conversation as the template writes it, and what it has in {% generation %}. BadLine: the template raises."""
-    from jinja2 import TemplateError
     from transformers.utils.chat_template_utils import render_jinja_template
 
     try:
         (text,), spans = render_jinja_template([turns], **how, **more)
-    except (
-        TemplateError,
-        ValueError,
-        TypeError,
-        LookupError,
-        AttributeError,
-        RecursionError,
-    ) as error:
+    except Exception as error:  # whatever a template does with what it is given
         raise BadLine("what the chat template takes", one_line(error), SKIP) from error
     counts = Counter(chain(*chain.from_iterable(spans)))
     # Not where a span ends and another begins.
@@ -158,8 +146,10 @@ def replace_template(tokenizer: PreTrainedTokenizerFast, file: str) -> str:
     if not own or own == new:
         return ""
     at = max(0, len(commonprefix(texts)) - 20)
-    return (f"--template {file}: writes {new[at : at + 40]!r} where the model's own template writes "
-            f"{own[at : at + 40]!r}; --export keeps the model's own")  # fmt: skip
+    return (
+        f"--template {file}: writes {new[at : at + 40]!r} where the model's own template writes "
+        f"{own[at : at + 40]!r}; --export keeps the model's own"
+    )
 
 
 def _template_of(file: str, own: str | None) -> str:
@@ -209,15 +199,14 @@ class ChatTemplate:
         how = self.arguments(line)
         said = [i for i, turn in enumerate(turns[: answers[-1] + 1]) if turn["role"] == "assistant"]
         marked = bool(MARKER.search(how["chat_template"])) and not first and said == answers
-        attempts, failures = [turns, list(map(forms.as_sent, turns))], []
-        for attempt in attempts[: 1 + (attempts[0] != attempts[1])]:
-            try:
-                made = self.rendered(attempt, answers, how, marked)
-                break
-            except BadLine as error:
-                failures.append(error)
-        else:
-            raise failures[0]
+        made = []
+        try:
+            made = self.rendered(turns, answers, how, marked)
+        except BadLine:
+            with suppress(BadLine):
+                made = self.rendered([*map(forms.as_sent, turns)], answers, how, marked)
+            if not made:
+                raise
         self.counts["with messages after the last answer, which are left out"] += (
             answers[-1] < len(messages) - 1
         )
@@ -330,8 +319,11 @@ class ChatTemplate:
                 page = ""
             faithful = forms.MARK.sub("", page) == forms.MARK.sub("", example.text)
             pages.append((page, True) if faithful else (example.text, False))
-        lost = {(text.number - 1, text.key): text for text in reversed(texts)
-                if not any(text.is_in(*page) for page in pages)}  # fmt: skip
+        lost = {
+            (text.number - 1, text.key): text
+            for text in reversed(texts)
+            if not any(text.is_in(*page) for page in pages)
+        }
         keys = lost.keys() | {
             (i, key) for i, turn in enumerate(seen) for key in forms.switches(turn)
         }
