@@ -1,5 +1,7 @@
 """Conversations, and chat templates of the structure of known models, for the tests of chat data."""
 
+import json
+
 import pytest
 
 from trainer.data import DataError
@@ -59,6 +61,12 @@ def long_chats(n):
     question = dict(role="user", content="What is it?")
     turns = [[question, answers[i], dict(question, role="tool"), answers[i - 1]] for i in range(n)]
     return [dict(messages=[dict(role="system", content=f"Chat {i}."), *sum(turns[:i], [])]) for i in range(1, n + 1)]
+
+
+def jsonl(path, rows):
+    """Writes a file of these lines."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
 
 
 def refuse(words, make, *given, **how):

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conversations import TURNS, chats, long_chats, refuse, steps_of
+from conversations import TURNS, chats, jsonl, long_chats, refuse, steps_of
 
 from model import IGNORE
 from trainer.evaluation import sample
@@ -246,8 +246,7 @@ def test_a_line_is_never_on_both_sides(batches):
 
 
 def test_a_second_source_is_held_out(batches, tokenizer, tmp_path):
-    other = tmp_path / "eval.jsonl"
-    other.write_text("".join(json.dumps(each) + "\n" for each in chats(3, "No. ")))
+    other = jsonl(tmp_path / "eval.jsonl", chats(3, "No. "))
     stream = batches(chats(9), eval_source=str(other), hold_out=True, global_batch=2)
     assert stream.epoch_samples == 9 and len(stream.held) == 3 and f"3 held out of {other}" in stream.description
     one, two = stream.held_out(5)
@@ -290,8 +289,7 @@ def test_the_cache_is_used_until_something_changes(batches, tokenizer, tmp_path,
 def test_memory_while_tokenising_does_not_grow_with_the_tokens(tokenizer, tmp_path):
     def made(number):
         """(most bytes that Python held, bytes of tokens)"""
-        path = tmp_path / f"{number}.jsonl"
-        path.write_text((json.dumps(dict(text="What is two and two? " * 60)) + "\n") * number)
+        path = jsonl(tmp_path / f"{number}.jsonl", [dict(text="What is two and two? " * 60)] * number)
         tracemalloc.start()
         data = examples.tokenised([path], tokenizer(), Rules(), str(tmp_path / "cache"))
         peak = tracemalloc.get_traced_memory()[1]

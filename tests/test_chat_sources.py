@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conversations import chats, refuse
+from conversations import chats, jsonl, refuse
 from outcomes import fine, losses, refused
 
 pytest.importorskip("transformers", reason="needs transformers: pip install -e '.[hf]'")
@@ -35,7 +35,7 @@ TOOLS = [dict(messages=[dict(role="user", content="x"), dict(role="assistant", c
 def write(path: Path, rows: list[dict]) -> Path:
     """Rows in the form that the suffix says; .stream: as Arrow's stream, in a .arrow file of a folder of datasets."""
     if path.suffix == ".jsonl":
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        jsonl(path, rows)
     elif path.suffix == ".json":
         path.write_text(json.dumps(rows, indent=1))
     else:
@@ -185,9 +185,10 @@ def test_each_epoch_of_a_mixture_has_exactly_its_shares_and_passes_each_source_e
 
 @pytest.mark.parametrize("kind", [".jsonl", pytest.param(".parquet", marks=needs_pyarrow)])
 def test_a_mixture_is_the_same_on_any_number_of_ranks_after_a_resume_and_from_other_files(kind, tokenizer, tmp_path):
-    def mixed(suffix, **changes):
+    def mixed(suffix, share=0.7, **changes):
         paths = [write(tmp_path / f"{n}{suffix}", rows) for n, rows in (("a", lines(30)), ("b", chats(12)))]
-        return batches_of([f"{paths[0]}:0.7", f"{paths[1]}:0.3"], tokenizer, tmp_path, hold_out=True, **changes)
+        mixture = [f"{paths[0]}:{share}", f"{paths[1]}:{1 - share}"]
+        return batches_of(mixture, tokenizer, tmp_path, hold_out=True, **changes)
 
     one = [next(batches)[:2] for batches in [mixed(".jsonl")] for _ in range(25)]
     ranks = [mixed(kind, rank=rank, world=2) for rank in range(2)]
@@ -199,6 +200,7 @@ def test_a_mixture_is_the_same_on_any_number_of_ranks_after_a_resume_and_from_ot
         if number >= 10:
             assert torch.equal(next(resumed)[1], targets)
     assert resumed.fingerprint == mixed(".jsonl").fingerprint and len(resumed.held) == 2  # one of each
+    assert mixed(".jsonl", 0.5).fingerprint != resumed.fingerprint  # which a run that goes on is refused for
 
 
 def test_without_weights_several_sources_are_one(tokenizer, tmp_path):
@@ -217,20 +219,6 @@ def test_weights_that_make_no_sense_are_one_line(tokenizer, tmp_path, tune):
                         ([f"{a}:99", f"{b}:0.01"], f"--data {b}: gives none of the 16 rows of an epoch; raise its")):
         refused(2, said, tune("--steps", 1, "--data", *words))
     refuse("each file once, found one twice", batches_of, [f"{a}:1", f"{tmp_path}/[ab].jsonl:1"], tokenizer, tmp_path)
-
-
-def test_a_run_of_a_mixture_is_resumed_bit_equal(tune, tmp_path):
-    a, b = (write_data(tmp_path / f"{n}.jsonl", count) for n, count in (("a", 30), ("b", 50)))
-    usual = "--data", f"{a}:0.8", f"{b}:0.2", "--log-every", 1, "--save", "s", "--save-every", 3, "--steps"
-    whole = fine(tune(*usual, 6, "--eval-every", 3))
-    assert whole.row["flags"]["data"] == ["a.jsonl:0.8", "b.jsonl:0.2"]
-    Path("s/step-00000006").rename("elsewhere")
-    again = fine(tune(*usual, 6, "--eval-every", 3))
-    assert "the command line wins" not in again.out
-    expected = [s["loss"] for s in whole.steps if s["step"] > 3]
-    assert losses(again) == expected
-    refused(3, "expected the data of s/step-00000006",
-        tune("--data", f"{a}:0.7", f"{b}:0.3", *usual[3:], 8, "--eval-every", 3))
 
 
 # ------------------------------------------------------------------------------------------- columns of other programs

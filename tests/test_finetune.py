@@ -5,7 +5,6 @@
 What it refuses, compiled steps and large models: tests/test_finetune_limits.py. The data: tests/test_chat.py.
 """
 
-import json
 import os
 import re
 import shutil
@@ -15,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from conversations import TEMPLATES, long_chats
+from conversations import TEMPLATES, jsonl, long_chats
 from harness import spawn
 from outcomes import fine, later, losses, refused
 
@@ -253,7 +252,7 @@ def test_longrope_chooses_its_factors_by_the_examples_and_not_by_their_padding(t
     weights = {name: 9 * t if "proj" in name else t for name, t in load_file(folder / "model.safetensors").items()}
     save_file(weights, folder / "model.safetensors", metadata=dict(format="pt"))  # so that attention looks at positions
     data = tmp_path / "short.jsonl"
-    data.write_text((json.dumps(dict(text="7 plus 9 is 16, 9 plus 7 is 16.")) + "\n") * 4)
+    jsonl(data, [dict(text="7 plus 9 is 16, 9 plus 7 is 16.")] * 4)
     argv = "--steps", 1, "--log-every", 1, "--batch", 2
     first = {
         (n, pad): tune(*argv, "--seqlen", n, "--pad", pad, model=folder, data=data).steps[0]["loss"]
@@ -303,18 +302,6 @@ def test_a_graph_of_a_whole_step_is_refused_where_positions_branch_on_values(tun
     fine(tune("--steps", 1, model=folder))
 
 
-def test_packed_padded_and_shorter_rows_have_the_same_loss(tune):
-    """The same examples in one step, whatever rows they lie in."""
-    whole = "--steps", 1, "--log-every", 1, "--batch", 64, "--pad"
-    found = {pad: tune(*whole, pad) for pad in ("fixed", "longest")}
-    packed = tune("--steps", 1, "--pad", "pack", "--seqlen", 96, "--log-every", 1, "--batch", 1)
-    rows = int(re.search(r"in (\d+) rows of 96", packed.out)[1])
-    packed = tune("--steps", 1, "--pad", "pack", "--seqlen", 96, "--log-every", 1, "--batch", rows)
-    losses = [each.steps[0]["loss"] for each in (*found.values(), packed)]
-    assert rows < 64 and max(losses) - min(losses) < 2e-6, losses
-    assert found["longest"].row["tok_s"] is None and "tok_s" in found["fixed"].steps[0]
-
-
 @pytest.mark.parametrize(("kind", "more"), [
     ("qwen3", ("--compile", "fwdbwd", "--remat", "block:0.5")), ("qwen3-moe", ("--loss", "chunked")), ("mistral", ()),
 ])  # fmt: skip
@@ -322,7 +309,7 @@ def test_examples_of_a_chat_that_share_their_beginning_have_the_loss_and_gradien
         kind, more, tune, tmp_path):  # fmt: skip
     folder, data = write_model(tmp_path / "m", kind, max_position_embeddings=512), tmp_path / "long.jsonl"
     (folder / "chat_template.jinja").write_text(TEMPLATES["qwen3"])
-    data.write_text("".join(json.dumps(each) + "\n" for each in long_chats(4)))
+    jsonl(data, long_chats(4))
     how = dict(model=folder, data=data)
     usual = "--steps", 2, "--log-every", 1, "--seqlen", 512, "--lr", "1e-2", "--batch"
     apart, packed = tune(*usual, 10, "--pad", "longest", **how), tune(*usual, 1, "--pad", "pack", **how)
@@ -330,6 +317,7 @@ def test_examples_of_a_chat_that_share_their_beginning_have_the_loss_and_gradien
     packed = tune(*usual, rows, "--pad", "pack", *more, **how)
     assert rows < 9 and "10 examples" in apart.out and re.search(r"split has .* \(\d\.\d times\)", apart.out)
     assert ("in rows that share beginnings" in packed.out) == (kind != "mistral")  # which has sliding windows
+    assert "tok_s" in packed.steps[0] and "tok_s" not in apart.steps[0]  # whose rows have different lengths
     for one, other in zip(apart.steps, packed.steps, strict=True):
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
         assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)

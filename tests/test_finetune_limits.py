@@ -6,7 +6,6 @@
 Loading, training and exporting: tests/test_finetune.py.
 """
 
-import json
 import os
 import re
 import shutil
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conversations import jsonl
 from forked import Job
 from harness import spawn
 from outcomes import fine, later, losses, refused
@@ -127,6 +127,10 @@ FOLDERS = [  # what is done to a good folder, the exit code, what the message na
     (lambda f: edit_json(f / "config.json", vocab_size=200), 3, ["200"]),
     (lambda f: edit_json(f / "config.json", max_position_embeddings=16), 2, ["--seqlen 48: the model knows 16",
      "add --seqlen 16, or less"]),
+    (lambda f: edit_json(f / "config.json", quantization_config=dict(quant_method="bitsandbytes", load_in_4bit=True)),
+     3, ["found quantised ones (bitsandbytes in 4 bit); name the folder"]),
+    (lambda f: edit_json(f / "config.json", text_config=dict(quantization_config=dict(quant_method="fp8"))), 3,
+     ["found quantised ones (fp8); name the folder"]),
     (lambda f: edit_json(f / "config.json", model_type="gemma3"), 3, ["a multimodal one, gemma3; use another model"]),
 ]  # fmt: skip
 
@@ -167,6 +171,14 @@ LINES = [
     ("--world 4 --prepared out", "--prepared out: not with --world 4: saves weights of files, cast, in a folder of"),
     ("--random --prepared out", "--prepared out: not with --random: saves weights of files"),
     ("--template-args [1]", "--template-args [1]: must be a JSON object"),
+    ("--model=", "--model: needs the folder of a model"), ("--data", "--data: needs files of examples;"),
+    ("--lora -1", "--lora -1: must be 0 or more"), ("--lora-alpha 8", "--lora 0: not with --lora-alpha 8.0: that"),
+    ("--lora-targets q_proj", "--lora 0: not with --lora-targets q_proj: that is of adapters; add --lora RANK"),
+    ("--merge --export out", "--lora 0: not with --merge: that is"), ("--lora 4 --merge", "--merge: needs --export"),
+    ("--lora 4 --lora-targets", "--lora-targets: needs a name, such as q_proj; --help lists all flags"),
+    ("--lora 4 --lora-alpha 0", "--lora-alpha 0.0: must be a positive number"),
+    ("--lora 4 --optimizer muon", "--lora 4: Muon is for whole matrices"),
+    ("--lora 4 --prepared ready", "--prepared ready: not with --lora 4: saves weights of files, cast"),
     ("--pad pack --cuda-graph", "replays one shape without positions; use --pad fixed"),
     ("--epochs 0", "--epochs 0.0: must be a positive number"), ("--pad packed", "--pad packed: must be fixed, longest"),
     ("--data nowhere.jsonl", "nowhere.jsonl"), ("--remat block:2", "--remat block:2.0: RATIO must be between 0 and 1"),
@@ -189,14 +201,6 @@ def test_the_flags_of_other_programs_are_answered_by_the_one_that_stands_beside_
         error, flags = capsys.readouterr().err, re.findall(r"--[a-z-]+", ours)
         known = f"--{name}".replace("_", "-") in flags  # the same name here; then another flag is missing
         assert known or any(f"did you mean {flag}?" in error for flag in flags), error
-
-
-@pytest.mark.parametrize("missing", ["--model", "--data"])
-def test_model_and_data_have_to_be_named(missing, capsys):
-    argv = dict([("--model", "a"), ("--data", "b")]) | {missing: ""}
-    with pytest.raises(SystemExit) as exit:
-        config.parse([f"{name}={value}" for name, value in argv.items() if value], 0, 1)
-    assert exit.value.code == 2 and f"error: {missing}: needs" in capsys.readouterr().err
 
 
 def test_epochs_and_effective_batch_decide_steps_and_accumulation(tune):
@@ -275,7 +279,7 @@ def test_a_template_that_cannot_be_read_is_told_in_one_line(tune, tmp_path):
 def test_a_run_shows_its_first_example_and_what_the_data_holds_before_the_first_step(tune, tmp_path):
     turns = [dict(role="user", content="why? " * 90), dict(role="assistant", content="So.")]
     lines = [dict(messages=turns), dict(messages=[]), dict(text=""), dict(text=3)]
-    (tmp_path / "few.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    jsonl(tmp_path / "few.jsonl", lines)
     argv = "--steps", 1, "--seqlen", 512, "--bad-lines", "skip", "--log-every", 1, "--data", tmp_path / "few.jsonl"
     done = fine(tune(*argv, "--batch", 1))
     before, _, _ = done.out.partition("step 1/1 ")
@@ -298,13 +302,13 @@ def test_a_model_is_looked_at_once_and_by_no_compiled_code(tune, monkeypatch):
 @pytest.mark.slow
 def test_rows_of_any_length_are_one_graph(tune, tmp_path, monkeypatch):
     lines = [dict(prompt="What?", completion="a b c d " * (i + 1)) for i in range(8)]
-    (tmp_path / "text.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    data = jsonl(tmp_path / "text.jsonl", lines)
     compiled, compile = [], torch.compile
     eager = lambda graph, _: compiled.append(graph) or graph.forward  # noqa: E731
     monkeypatch.setattr(torch, "compile", lambda function, **_: compile(function, fullgraph=True, backend=eager))
     argv = "--pad", "longest", "--batch", 1, "--steps", 8, "--log-every", 1
-    done = fine(tune("--compile", "fwdbwd", *argv, data=tmp_path / "text.jsonl"))
-    eager = tune(*argv, data=tmp_path / "text.jsonl")
+    done = fine(tune("--compile", "fwdbwd", *argv, data=data))
+    eager = tune(*argv, data=data)
     assert len(compiled) == 1
     assert losses(done) == pytest.approx(losses(eager), abs=5e-6)
 

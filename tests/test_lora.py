@@ -203,32 +203,10 @@ def test_layers_are_chosen_by_the_ends_of_their_names_and_the_head_is_none(tune)
         refused(2, expected, tune("--steps", 1, *LORA, "--lora-targets", name))
 
 
-@pytest.mark.parametrize(("words", "said"), [
-    ("--lora -1", "--lora -1: must be 0 or more"), ("--lora-alpha 8", "--lora 0: not with --lora-alpha 8.0: that"),
-    ("--lora-targets q_proj", "--lora 0: not with --lora-targets q_proj: that is of adapters; add --lora RANK"),
-    ("--merge --export out", "--lora 0: not with --merge: that is"), ("--lora 4 --merge", "--merge: needs --export"),
-    ("--lora 4 --lora-targets", "--lora-targets: needs a name, such as q_proj; --help lists all flags"),
-    ("--lora 4 --lora-alpha 0", "--lora-alpha 0.0: must be a positive number"),
-    ("--lora 4 --optimizer muon", "--lora 4: Muon is for whole matrices"),
-    ("--lora 4 --prepared ready", "--prepared ready: not with --lora 4: saves weights of files, cast"),
-])  # fmt: skip
-def test_flags_that_do_not_go_with_adapters_are_one_line(words, said, tune):
-    refused(2, said, tune(*words.split()))
-
-
 def test_without_peft_adapters_are_refused_in_one_line(tune, monkeypatch):
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "peft" else found(name))
     refused(2, "error: --lora: needs peft; pip install -e '.[hf]'", tune("--steps", 1, *LORA))
-
-
-@pytest.mark.parametrize(("how", "named"), [
-    (dict(quant_method="bitsandbytes", load_in_4bit=True), "bitsandbytes in 4 bit"), (dict(quant_method="fp8"), "fp8"),
-])  # fmt: skip
-def test_quantised_weights_are_refused_by_name(how, named, tune, qwen, tmp_path):
-    folder = shutil.copytree(qwen, tmp_path / "q")
-    edit_json(folder / "config.json", quantization_config=how)
-    refused(3, f"found quantised ones ({named}); name the folder", tune("--steps", 1, *LORA, model=folder))
 
 
 def test_random_weights_are_frozen_too_and_drawn_again_by_a_resumed_run(tune, qwen, capfd):

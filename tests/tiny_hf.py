@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import torch
+from conversations import jsonl
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoConfig,
@@ -63,8 +64,7 @@ def lines(number: int) -> list[dict]:
 
 
 def write_data(path: Path, number: int = 64) -> Path:
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines(number)))
-    return path
+    return jsonl(path, lines(number))
 
 
 def write_tokenizer(folder: Path, vocab: int = 400) -> None:

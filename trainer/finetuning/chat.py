@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerFast
 
+    Batch = tuple[Tensor, Tensor, dict[str, Tensor]]  # tokens [B, T], targets [B, T], more inputs
+
 Example = tuple[np.ndarray, np.ndarray]  # ids [n], learned [n]
 LENGTHS = 8  # of rows with pad="longest", at most: each is another shape to compile
 
@@ -239,15 +241,11 @@ class ChatBatches(ReadAhead):
                 )
             held = self.other.chosen
         elif hold_out:
-            pairs = [np.split(group, [self.data.cut(group)]) for group in groups]
-            groups, held = (
-                [train for train, _ in pairs],
-                np.concatenate([last for _, last in pairs]),
-            )
-        chosen, parts = (
-            np.concatenate(groups),
-            [self._in_rows(self.data, group) for group in groups],
-        )
+            pairs = (np.split(group, [self.data.cut(group)]) for group in groups)
+            groups, lasts = zip(*pairs, strict=True)
+            held = np.concatenate(lasts)
+        chosen = np.concatenate(groups)
+        parts = [self._in_rows(self.data, group) for group in groups]
         self._train = parts[0] if len(parts) == 1 else [*chain.from_iterable(parts)]
         self._held = self._in_rows(self.other, held)
         self.epoch_samples, self.held = len(self._train), range(len(self._held))
@@ -292,9 +290,7 @@ class ChatBatches(ReadAhead):
     def _in_rows(self, examples: Examples, chosen: np.ndarray) -> Sequence[Sequence[int]]:
         if self.pad != "pack":
             return chosen[:, None]
-        if not self.may_share:
-            return [chosen[row] for row in pack(examples.inputs[chosen], self.seqlen)]
-        families = examples.families(chosen, self.seqlen)
+        families = examples.families(chosen, self.seqlen) if self.may_share else chosen[:, None]
         own = examples.inputs - examples.shared
         rows = pack(np.array([own[each].sum() for each in families]), self.seqlen)
         return [np.concatenate([families[i] for i in row]) for row in rows]
@@ -326,14 +322,13 @@ class ChatBatches(ReadAhead):
         widths = self._width(np.maximum.reduceat(self.data.inputs[order], firsts))
         return int(widths @ np.diff(firsts, append=len(order)))
 
-    def __next__(self) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        return self.taken()
+    __next__ = ReadAhead.taken
 
-    def _batch(self, sample: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    def _batch(self, sample: int) -> Batch:
         rows = [self._train[self.position(sample + i)] for i in range(self.global_batch)]
         return self._part(self.data, rows)
 
-    def held_out(self, count: int) -> Iterator[tuple[Tensor, Tensor, dict[str, Tensor]]]:
+    def held_out(self, count: int) -> Iterator[Batch]:
         """The first `count` batches of what is held out, always the same, as `next` gives them. Where less is held out
         there are fewer, and targets that the last one lacks are IGNORE. What cannot be read is left out, too, and noted
         in `error`: the other ranks wait for this one."""
@@ -418,7 +413,7 @@ class ChatBatches(ReadAhead):
 
     def _part(
         self, examples: Examples, rows: Sequence[Sequence[int]], blank: bool = False
-    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    ) -> Batch:
         """This rank's part of a global batch of `rows`, which may be too few for it; blank: padding alone."""
         import torch
 
