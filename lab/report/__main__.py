@@ -100,7 +100,7 @@ def studied(
     study = shared.study(name)
     rows = shared.newest(name, published.read(files))
     about, table = study.table(rows)
-    return table, about, study.figure(rows, folder) if folder else []
+    return table, about, shared.figure(study, rows, folder) if folder else []
 
 
 def found(

@@ -28,11 +28,11 @@ import torch
 from torch import Tensor
 
 from lab.studies import study
-from lab.studies.study import about, curves, impossible, published
+from lab.studies.study import curves, impossible, published, section
 from model import causal_mask, compiled_flex_attention, sdpa_kernel
 from trainer.attention import BACKENDS, DTYPES, Shape, options_key, read_options, refusal
 from trainer.costs import attention_flops, causal_keys
-from trainer.distributed.terminal import fail, grouped, markdown
+from trainer.distributed.terminal import fail, grouped
 from trainer.measuring import memory, timing
 
 WHOLE = "plain", "compiled", "math"  # hold [T, T]
@@ -352,7 +352,7 @@ def table(rows: list[dict]) -> tuple[str, str]:
     }
     lines, seen = [], set()
     for row in rows:
-        c, text = row["setting"], ["", "", ""]
+        c, text = row["setting"], []
         key = (c["head_dim"], c["seqlen"])
         if key in theirs and (c["backend"], c["dtype"], c["batch"], c["causal"]) == (
             "plain",
@@ -387,13 +387,13 @@ def table(rows: list[dict]) -> tuple[str, str]:
     for (d, T), line in theirs.items():
         if (d, T) not in seen:
             lines.append((str(d), str(T), "fp32", "no", "", *[""] * 5, *beside(line)))
-    heads = ("d", "T", "dtype", "causal", "backend", "forward ms", "backward ms", "both", "held KiB", "by formula",
-             "published forward + backward, ms", "held, GB", "of its forward")  # fmt: skip
+    heads = (
+        "d | T | dtype | causal | backend | forward ms | backward ms | both | held KiB | by formula"
+        " | published forward + backward, ms | held, GB | of its forward"
+    )
     batches = ", ".join(sorted({str(row["setting"]["batch"]) for row in rows}))
     text = f"Batch {batches} (published: 8, one head, H100). Medians. Held: between forward and backward."
-    return about(rows, text), markdown(
-        list(zip(heads, map(list, zip(*lines, strict=True)), strict=True))
-    )
+    return section(rows, text, heads, lines)
 
 
 def beside(line: dict[str, str]) -> list[str]:
@@ -414,13 +414,10 @@ def suspicious(line: dict[str, str]) -> str:
 
 def figure(rows: list[dict], folder) -> list[Path]:
     """Forward and backward over the length, by backend, at the largest head dimension, in the first dtype."""
-    done = [row for row in rows if row["outcome"] == "ok"]
-    most, dtype = (
-        max((row["head_dim"] for row in done), default=0),
-        done[0]["dtype"] if done else "",
-    )
+    most = max((row["head_dim"] for row in rows), default=0)
+    dtype = rows[0]["dtype"] if rows else ""
     made = {}
-    for row in done:
+    for row in rows:
         if (row["head_dim"], row["dtype"]) == (most, dtype):
             name = f"{row['backend']}{', causal' * row['setting']['causal']}"
             made.setdefault(name, []).append(

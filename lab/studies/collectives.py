@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lab.studies.study import (
-    about,
     check_ranks,
     curves,
     default_ranks,
@@ -30,7 +29,7 @@ from lab.studies.study import (
     milliseconds,
     on_ranks,
     published,
-    table_of,
+    section,
 )
 from trainer.attention import DTYPES
 from trainer.costs import sent_bytes
@@ -250,7 +249,7 @@ def table(rows: list[dict]) -> tuple[str, str]:
     for row in rows:
         c, n = row["setting"], row["setting"]["ranks"]
         if row["outcome"] != "ok":
-            lines.append((row["outcome"], str(n), *[""] * 7))
+            lines.append((row["outcome"], str(n)))
         for op, found in row.get("ops", {}).items():
             speed = f"{found['gb_per_s']:.3g}" if found["gb_per_s"] else "no"
             for mb, nbytes, ms in zip(c["mb"], row["nbytes"], found["ms"], strict=True):
@@ -278,8 +277,10 @@ def table(rows: list[dict]) -> tuple[str, str]:
             rate = f"{1e3 * first:.0f} ms of start-up, and {speed:.1f} GB/s from 1 to 1000 MB"
         line = f"published {backend}", str(n), f"{mb:g}", "", "", "", "", rate
         lines.append((*line, grouped(1e3 * seconds)))
-    heads = ("collective", "n", "MB, dtype", "ms, median", "algorithm GB/s", "bus GB/s", "by fit; ring: by formula, ms",
-             "alpha, W, residual", "published ms")  # fmt: skip
+    heads = (
+        "collective | n | MB, dtype | ms, median | algorithm GB/s | bus GB/s"
+        " | by fit; ring: by formula, ms | alpha, W, residual | published ms"
+    )
     last = next((row["link"] for row in reversed(rows) if "link" in row), None)
     speed = f"{last['gb_per_s']} GB/s" if last and last["gb_per_s"] else "no bandwidth to be seen"
     told = (
@@ -288,16 +289,12 @@ def table(rows: list[dict]) -> tuple[str, str]:
         else "No link was fitted."
     )
     text = f"Backend {rows[0]['setting']['backend']}; ranks of one machine. {told}"
-    return about(rows, text), table_of(heads, lines)
+    return section(rows, text, heads, lines)
 
 
 def figure(rows: list[dict], folder) -> list:
     """Milliseconds over the size at the most ranks; the ring also by formula."""
-    row = max(
-        (row for row in rows if row["outcome"] == "ok"),
-        key=lambda row: row["setting"]["ranks"],
-        default=None,
-    )
+    row = max(rows, key=lambda row: row["setting"]["ranks"], default=None)
     made = {op.replace("_", "-"): list(zip(row["setting"]["mb"], found["ms"], strict=True))
             for op, found in (row or {}).get("ops", {}).items()}  # fmt: skip
     if row:

@@ -19,10 +19,10 @@ from pathlib import Path
 
 import torch
 
-from lab.studies.study import SIZES, VOCAB, about, curves, main, on_ranks, published
+from lab.studies.study import SIZES, VOCAB, curves, main, on_ranks, published, section
 from trainer import config
 from trainer.costs import parameters
-from trainer.distributed.terminal import grouped, markdown
+from trainer.distributed.terminal import grouped
 from trainer.measuring import timeline
 from trainer.parallelize import build
 
@@ -168,11 +168,11 @@ def table(rows: list[dict]) -> tuple[str, str]:
     n, mib = rows[0].get("largest_weight", ["", 0])
     text = (f"Batch {rows[0]['setting']['batch']}. The largest weight of {rows[0]['setting']['size']} is {n}, "
             f"{grouped(mib, 2)} MiB, and so are its gradient and each of its moments.")  # fmt: skip
-    heads = ("size", "context", "precision", "part", "peak MiB", "16 bytes a parameter, MiB", "peak at",
-             "largest of this run there, MiB", "residual stream, MiB", "published GB")  # fmt: skip
-    return about(rows, text), markdown(
-        list(zip(heads, map(list, zip(*lines, strict=True)), strict=True))
+    heads = (
+        "size | context | precision | part | peak MiB | 16 bytes a parameter, MiB | peak at"
+        " | largest of this run there, MiB | residual stream, MiB | published GB"
     )
+    return section(rows, text, heads, lines)
 
 
 def told(c: dict) -> tuple[str, ...]:
@@ -183,7 +183,7 @@ def figure(rows: list[dict], folder) -> list:
     """Peak over context by part, in fp32; the picture of each run was drawn when it ran."""
     made = {}
     for row in rows:
-        if row["outcome"] == "ok" and row["setting"]["precision"] == "fp32":
+        if row["setting"]["precision"] == "fp32":
             made.setdefault(row["setting"]["part"], []).append(
                 (row["setting"]["context"], row["peak_mib"])
             )

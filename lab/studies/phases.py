@@ -20,16 +20,16 @@ from torch._inductor.utils import fresh_cache
 
 from lab.studies.study import (
     SIZES,
-    about,
     curves,
     main,
     milliseconds,
     on_ranks,
     published,
+    section,
     transformer,
 )
 from trainer.costs import flops_per_token, parameters
-from trainer.distributed.terminal import grouped, markdown
+from trainer.distributed.terminal import grouped
 from trainer.measuring.timing import stats
 from trainer.optimizer import AdamW
 
@@ -191,22 +191,19 @@ def table(rows: list[dict]) -> tuple[str, str]:
     text = (f"{c['batch']} x {c['context']} tokens, {c['repeat']} steps; mean ± standard deviation, median. Excess: "
             f"what the first {'allocation and product take more than the second, and the first ' * gpu}step takes more "
             "than the median of the others.")  # fmt: skip
-    heads = ("size", "how", "warm-up", *(f"{part}, ms" for part in PARTS), *["excess: allocation, product, ms"] * gpu,
-             "excess: step, ms", "published forward + backward, ms")  # fmt: skip
-    return about(rows, text), markdown(
-        list(zip(heads, map(list, zip(*lines, strict=True)), strict=True))
+    heads = (
+        "size | how | warm-up | forward, ms | backward, ms | optimizer, ms"
+        f"{' | excess: allocation, product, ms' * gpu} | excess: step, ms"
+        " | published forward + backward, ms"
     )
+    return section(rows, text, heads, lines)
 
 
 def figure(rows: list[dict], folder) -> list:
     """Excess of the first step that counts over the steps of warm-up before it."""
     made = {}
     for row in rows:
-        if (
-            row["outcome"] == "ok"
-            and row["setting"]["precision"] == "fp32"
-            and "forward_excess_ms" in row
-        ):
+        if row["setting"]["precision"] == "fp32" and "forward_excess_ms" in row:
             name = (
                 f"{row['setting']['size']}, {'compiled' if row['setting']['compiled'] else 'eager'}"
             )

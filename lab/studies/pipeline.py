@@ -22,7 +22,7 @@ from collections import Counter
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from lab.studies.study import about, curves, main, milliseconds, table_of
+from lab.studies.study import curves, main, milliseconds, section
 from model import Block, ModelConfig
 from trainer.costs import kept_per_block
 from trainer.distributed.terminal import grouped
@@ -228,7 +228,7 @@ def table(rows: list[dict]) -> tuple[str, str]:
     for row in rows:
         c = row["setting"]
         if row["outcome"] != "ok":
-            lines.append((f"b = {c.get('micro_batch', '')}", "", "", row["outcome"], ""))
+            lines.append((f"b = {c.get('micro_batch', '')}", "", "", row["outcome"]))
         elif "micro_batch" in c:
             kept = f"the first stage keeps {row['gpipe_kept'][0]} micro-batches, by 1F1B {row['1f1b_kept'][0]}"
             kept += "; least time" * (row is fastest(rows))
@@ -265,13 +265,13 @@ def table(rows: list[dict]) -> tuple[str, str]:
     c = rows[0]["setting"]
     text = (f"{c['stages']} stages of {c['layers']} layers, width {c['width']}, {c['seqlen']} tokens, a batch of "
             f"{c['batch']} over {c['replicas']} replicas. t_f and t_b are medians of one stage.")  # fmt: skip
-    heads = "setting", "t_f + t_b, ms", "by formula", "simulated, or counted", "note"
-    return about(rows, text), table_of(heads, lines)
+    heads = "setting | t_f + t_b, ms | by formula | simulated, or counted | note"
+    return section(rows, text, heads, lines)
 
 
 def figure(rows: list[dict], folder) -> list:
     """Time of the batch over the micro-batch, the bubble in it, and its best."""
-    found = [row for row in rows if row["outcome"] == "ok" and "micro_batch" in row["setting"]]
+    found = [row for row in rows if "micro_batch" in row["setting"]]
     made = {"batch": [(row["setting"]["micro_batch"], row["batch_ms"]) for row in found]}
     made["of it bubble"] = [
         (row["setting"]["micro_batch"], row["batch_ms"] * row["bubble"]) for row in found

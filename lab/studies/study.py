@@ -5,7 +5,7 @@ A study is a module of this folder: a question, its formula, its measurement, an
     settings(args) -> [dict]            # plain values; a row each
     measure(setting, args) -> dict      # the figures of a row. An exception becomes the row's outcome, OOM or failed
     table(rows) -> (about, markdown)    # of rows that `newest` has chosen, published figures beside ours
-    figure(rows, folder) -> [Path]      # one plot; plots.NoFigure says why there is none
+    figure(rows, folder) -> [Path]      # one plot, of rows that are ok; plots.NoFigure says why there is none
     flags(parser), check(args)          # if it has flags of its own; check raises ValueError, one line with the fix
     instead(args) -> bool               # if it can do something else than measure: whether it has
     SAME = "batch",                     # what settings of one table have in common, if there is any
@@ -27,6 +27,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable
 from datetime import timedelta
+from itertools import zip_longest
 from pathlib import Path
 from types import ModuleType
 
@@ -376,19 +377,28 @@ def published(name: str) -> list[dict[str, str]]:
     return list(csv.DictReader((REFERENCE / f"{name}.csv").read_text().splitlines()))
 
 
-def about(rows: list[dict], text: str) -> str:
-    """The text above a table: the study, where its rows come from, and what it asks."""
+def section(
+    rows: list[dict], text: str, heads: str, lines: list[tuple[str, ...]]
+) -> tuple[str, str]:
+    """The text above a table: the study, where its rows come from, and what it asks; and the table."""
 
     def each(key: str) -> str:
         return ", ".join(sorted({str(row[key])[: 7 if key == "commit" else None] for row in rows}))
 
     dirty = " (uncommitted changes)" * any(row.get("dirty") for row in rows)
-    return f"**{rows[0]['study']}**: commit {each('commit')}{dirty}, torch {each('torch')}, {each('device')}. {text}"
+    about = f"**{rows[0]['study']}**: commit {each('commit')}{dirty}, torch {each('torch')}, {each('device')}."
+    return f"{about} {text}", table_of(heads, lines)
 
 
-def table_of(heads: Iterable[str], lines: list[tuple[str, ...]]) -> str:
-    """A Markdown table of titles and lines, of which there may be none."""
-    return markdown([(title, [line[i] for line in lines]) for i, title in enumerate(heads)])
+def table_of(heads: str, lines: list[tuple[str, ...]]) -> str:
+    """A Markdown table of titles, with " | " between them, and lines, which may end early; there may be none."""
+    columns = zip_longest(heads.split(" | "), *lines, fillvalue="")
+    return markdown([(title, cells) for title, *cells in columns])
+
+
+def figure(study: ModuleType, rows: list[dict], folder: Path) -> list[Path]:
+    """The plot of what is ok. NoFigure: it would show nothing."""
+    return study.figure([row for row in rows if row["outcome"] == "ok"], folder)
 
 
 def curves(folder: Path, name: str, made: dict[str, list[tuple]], x: str, y: str, marks: dict[str, float] | None = None,
@@ -446,7 +456,7 @@ def main(module: ModuleType, argv: list[str] | None = None) -> int:
     told, text = module.table(rows)
     print("", told, "", text, "", sep="\n")
     try:
-        print(*module.figure(rows, args.plots), sep="\n")
+        print(*figure(module, rows, args.plots), sep="\n")
     except ImportError as error:  # matplotlib
         print(f"no plot: {error}; pip install matplotlib, or the extra plot")
     except ValueError as error:  # plots.NoFigure, which only matplotlib's users can import

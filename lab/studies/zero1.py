@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lab.studies.ddp import FULL, SMALL, Reducer, words
-from lab.studies.study import about, check_ranks, main, milliseconds, on_ranks, published, table_of
+from lab.studies.study import check_ranks, main, milliseconds, on_ranks, published, section
 from model import Transformer
 from trainer.costs import link, sent_bytes
 from trainer.distributed import simulated_world
@@ -283,7 +283,7 @@ def table(rows: list[dict]) -> tuple[str, str]:
     for row in rows:
         c = row["setting"]
         if row["outcome"] != "ok":
-            lines.append((c["way"], row["outcome"], *[""] * 9))
+            lines.append((c["way"], row["outcome"]))
             continue
         total = sum(row["sent"].values()) / mib
         parameters = (
@@ -324,34 +324,26 @@ def table(rows: list[dict]) -> tuple[str, str]:
             f"stage 1 as published would send {stage_1:.2f} MiB a step. The rest is of the device's allocator, or on a "
             "CPU of the whole process, as is the peak, of the second step.")  # fmt: skip
     heads = (
-        "way",
-        "moment",
-        *PIECES,
-        "by arithmetic",
-        "rest",
-        "peak",
-        "step ms",
-        "sent MiB",
-        "published",
+        "way | moment | parameters | gradients | states | by arithmetic | rest | peak | step ms"
+        " | sent MiB | published"
     )
-    return about(rows, text), table_of(heads, lines)
+    return section(rows, text, heads, lines)
 
 
 def figure(rows: list[dict], folder) -> list:
     """What a rank holds after an update, way by way."""
     from lab.report import plots
 
-    found = [row for row in rows if row["outcome"] == "ok"]
-    if not found:
+    if not rows:
         raise plots.NoFigure("no row has a figure")
     plot = plots.column(2.4)
-    ax, low, handles = plot.subplots(), [0.0] * len(found), {}
+    ax, low, handles = plot.subplots(), [0.0] * len(rows), {}
     for piece, face, hatch in zip(PIECES, plots.FACES, plots.HATCHES, strict=False):
         sizes = [row["moments"]["before the update" if piece == "gradients" else "after the update"][piece] / 2**20
-                 for row in found]  # fmt: skip
+                 for row in rows]  # fmt: skip
         how = dict(facecolor=face, hatch=hatch, edgecolor="black", linewidth=0.5)
         handles[piece] = ax.bar(
-            [plots.word("way", row["setting"]["way"]) for row in found], sizes, bottom=low, **how
+            [plots.word("way", row["setting"]["way"]) for row in rows], sizes, bottom=low, **how
         )
         low = [a + b for a, b in zip(low, sizes, strict=True)]
     ax.set_ylabel("MiB of a rank, counted")

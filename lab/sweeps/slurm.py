@@ -116,7 +116,7 @@ def training(words: list[str]) -> str:
         )
         if meant and not {name, name.replace("--no-", "--")} & own:
             raise ValueError(f"{name}: no such flag{meant}")
-    flags = flags or ["--depth", "8", "--compile", "fwdbwd"]
+    flags = flags or "--depth 8 --compile fwdbwd".split()
     if gpus(options) and not {"--device", "--world"} & {word.partition("=")[0] for word in flags}:
         flags += ["--device", "cuda"]  # never a CPU unasked
     c = config.parse(flags, world=int(options["--nodes"]) * gpus(options) or None)

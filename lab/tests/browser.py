@@ -21,7 +21,7 @@ class Browser:
     def __enter__(self):
         self.folder, self.number, self.events, self.rest = tempfile.TemporaryDirectory(), 0, [], b""
         command, (self.read, out), (given, self.write) = [PROGRAM], os.pipe(), os.pipe()
-        command += ["--headless", "--no-sandbox", "--disable-gpu", "--remote-debugging-pipe"]
+        command += "--headless --no-sandbox --disable-gpu --remote-debugging-pipe".split()
         command += [f"--user-data-dir={self.folder.name}", "--no-first-run", "about:blank"]
         # The browser reads from descriptor 3 and writes to 4.
         words = ["bash", "-c", f'exec "$@" 3<&{given} 4>&{out}', "bash", *command]

@@ -1,3 +1,46 @@
-"""The fixtures of tests/fixtures.py, which the tests of the product and of the lab share."""
+"""The fixtures of tests/fixtures.py, which product and lab share; and programs run in this process."""
 
+import shlex
+
+import pytest
 from fixtures import *  # noqa: F403
+
+from lab.report import __main__ as command
+
+
+@pytest.fixture
+def ended(capsys):
+    """ended(main, words) -> (exit code, stdout, stderr) of a program."""
+
+    def ended(main, words):
+        try:
+            code = main(shlex.split(words))
+        except SystemExit as end:
+            code = end.code
+        return code, *capsys.readouterr()
+
+    return ended
+
+
+@pytest.fixture
+def report(ended):
+    """report(words) -> what `python -m lab.report WORDS` prints, which ends well."""
+
+    def report(words):
+        code, out, _ = ended(command.main, words)
+        assert code == 0
+        return out
+
+    return report
+
+
+@pytest.fixture
+def refused(ended):
+    """refused(main, words) -> the line by which a program refuses them, with exit code 2."""
+
+    def refused(main, words):
+        code, _, err = ended(main, words)
+        assert (code, err.count("\n")) == (2, 1), err
+        return err
+
+    return refused

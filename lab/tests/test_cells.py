@@ -120,7 +120,7 @@ def test_the_published_tables_are_covered(monkeypatch):
     assert published("variants.csv", "remat", "compile") < ours("variants", "--remat", "--compile")
 
 
-@pytest.mark.parametrize(("listed", "visible", "gpus"), [
+@pytest.mark.parametrize("listed, visible, gpus", [
     ("GPU 0: A\nGPU 1: A\nGPU 2: A\n", None, 3), ("GPU 0: A\nGPU 1: A\nGPU 2: A\n", "0,2", 2),
     ("GPU 0: A\n", "", 0), ("No devices were found\n", "0", 0), (None, "0", 0),
 ])
@@ -145,7 +145,7 @@ def test_ranks_that_the_machine_lacks_are_simulated(tmp_path, monkeypatch, liste
 def test_world_on_the_command_line_is_for_cells_that_name_no_ranks(tmp_path):
     file = tmp_path / "cells"
     file.write_text("--depth 1\nnproc=2 --depth 2\n--world 4 --depth 3\n")
-    assert sweep.read_cells(str(file), False, 2, ["--world", "8", "--link", "none"]) == [
+    assert sweep.read_cells(str(file), False, 2, "--world 8 --link none".split()) == [
         "nproc=1 --depth 1 --link none --world 8", "nproc=2 --depth 2 --link none",
         "nproc=1 --depth 3 --link none --world 4",
     ]  # fmt: skip

@@ -16,7 +16,6 @@ from tiny_hf import write_model, write_tokenizer
 
 from lab import fit
 from lab.planning import search
-from lab.report import __main__ as report
 from lab.sweeps import sweep
 
 QWEN = dict(model_type="qwen2", hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
@@ -29,24 +28,31 @@ def folder(tmp_path):
     return tmp_path
 
 
-def rows_in(path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+def rows_in(folder):
+    return [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
 
 
-def call(folder, *words):
-    """lab/fit.py on a model's folder; rows go to FOLDER/rows.jsonl."""
-    return fit.main(["--model", str(folder), "--results", str(folder / "rows.jsonl"), *words])
+@pytest.fixture
+def call(folder, ended):
+    """call(words) -> (exit code, stdout, stderr) of lab/fit.py on a model's folder; rows go to FOLDER/rows.jsonl."""
+    return lambda words: ended(fit.main, f"--model {folder} --results {folder}/rows.jsonl {words}")
 
 
-PLAN = "--plan --effective-batch 64 --micro-batch 2 8 --world 4 --seqlen 4096".split()
+def question(folder, words):
+    """(a question to the planner, of words) as lab/fit.py makes it."""
+    own, others = fit.parse(["--model", str(folder), *words.split()])
+    c = fit.flags.filled(fit.config.parse(fit.line_of(own, others, 4, 2), 0, 1), "cuda")
+    return fit.question(own, c, False)
 
 
-def test_what_is_planned_is_the_planners_table_with_its_peaks_and_times(folder, capsys):
-    assert call(folder, *PLAN) == 0
-    rows = rows_in(folder / "rows.jsonl")
-    own, words = fit.parse(["--model", str(folder), "--results", str(folder / "rows.jsonl"), *PLAN])
-    c = fit.flags.filled(fit.config.parse(fit.line_of(own, words, 4, 2), 0, 1), "cuda")
-    q, limit = fit.question(own, c, False), (81_559 - 3 * 2**10) * 2**20
+PLAN = "--plan --effective-batch 64 --micro-batch 2 8 --world 4 --seqlen 4096"
+
+
+def test_what_is_planned_is_the_planners_table_with_its_peaks_and_times(folder, call):
+    code, said, _ = call(PLAN)
+    assert code == 0
+    rows = rows_in(folder)
+    q, limit = question(folder, PLAN), (81_559 - 3 * 2**10) * 2**20
     cells = search.fit_table(q, (4,), (2, 8), 64, limit)
     told = [(row["batch"], row["planned_ratio"], row["grad_accum"]) for row in rows]
     assert told == [(cell.micro, cell.ratio, cell.accum) for cell in cells]
@@ -60,29 +66,23 @@ def test_what_is_planned_is_the_planners_table_with_its_peaks_and_times(folder, 
         assert cell.ratio == 0 or less.peak().nbytes > limit
     shape = [[row["flags"][name] for name in ("depth", "width", "batch", "remat_ratio", "world")] for row in rows]
     assert shape == [[28, 3584, cell.micro, cell.ratio, 4] for cell in cells]
-    said = capsys.readouterr().out
     assert "left out" not in said
     assert all(part in said for part in ("published ratio", "85 % were within", "planned step ms"))
-    call(folder, *PLAN)
-    assert rows_in(folder / "rows.jsonl") == rows  # the same answers are not written twice
+    call(PLAN)
+    assert rows_in(folder) == rows  # the same answers are not written twice
 
 
-def test_adapters_are_planned_beside_a_model_that_stays_in_the_dtype_of_its_files(folder, capsys):
+def test_adapters_are_planned_beside_a_model_that_stays_in_the_dtype_of_its_files(folder, call):
     (folder / "config.json").write_text(json.dumps(QWEN | dict(dtype="bfloat16")))
-    own, words = fit.parse(["--model", str(folder), *PLAN, "--lora", "16"])
-    c = fit.flags.filled(fit.config.parse(fit.line_of(own, words, 4, 2), 0, 1), "cuda")
-    asked = search.replace(fit.question(own, c, False), ranks=4)
+    asked = search.replace(question(folder, f"{PLAN} --lora 16"), ranks=4)
     pieces = asked.with_flags(grad_accum=1, remat_ratio=0.5).peak().pieces
     assert pieces["frozen parameters"] == 2 * asked.a.parameters / 4
     adapters = 28 * 16 * (2 * (3584 + 3584) + 2 * (3584 + 512) + 3 * (3584 + 18944))
     assert pieces["parameters"] == 4 * adapters / 4 and pieces["Adam's moments"] == 8 * adapters / 4
-    assert call(folder, *PLAN, "--lora", "16") == 0
-    assert rows_in(folder / "rows.jsonl")[0]["planned_ratio"] == 0.0
-    with pytest.raises(SystemExit):
-        call(folder, *PLAN, "--lora", "16", "--lora-targets", "q_proj")
-    assert "error: --lora-targets q_proj: adapters are planned beside all linear layers; leave it out" in (
-        capsys.readouterr().err
-    )
+    assert call(f"{PLAN} --lora 16")[0] == 0
+    assert rows_in(folder)[0]["planned_ratio"] == 0.0
+    said = "error: --lora-targets q_proj: adapters are planned beside all linear layers; leave it out\n"
+    assert call(f"{PLAN} --lora 16 --lora-targets q_proj")[2] == said
 
 
 @pytest.mark.parametrize("fits_from", [0.0, 0.05, 0.3, 0.7, 1.0, 2.0])
@@ -125,14 +125,14 @@ def instead(folder, monkeypatch):
     return begin
 
 
-ONE = "--micro-batch 8 --world 4 --seqlen 4096".split()
+ONE = "--micro-batch 8 --world 4 --seqlen 4096"
 
 
 @pytest.mark.parametrize("out_of_memory", [True, False])
-def test_the_measured_ratio_is_the_least_that_neither_runs_out_nor_is_above_the_limit(folder, instead, out_of_memory):
+def test_the_measured_ratio_is_the_least_that_fits(folder, instead, call, out_of_memory):
     ran = instead(0.6, out_of_memory=out_of_memory)
-    assert call(folder, *ONE, "--plots", str(folder / "plots")) == 0
-    planned, *_, answer = rows_in(folder / "rows.jsonl")
+    assert call(f"{ONE} --plots {folder}/plots")[0] == 0
+    planned, *_, answer = rows_in(folder)
     assert (planned["outcome"], planned["planned_ratio"]) == ("planned", 0.85)
     assert (answer["ratio"], answer["outcome"], answer["peak_alloc_mib"]) == (0.6, "ok", 70_000)
     tried = {ratio: end for ratio, _, end in answer["tried"]}
@@ -142,82 +142,70 @@ def test_the_measured_ratio_is_the_least_that_neither_runs_out_nor_is_above_the_
     text = (folder / "plots/fit.svg").read_text()
     assert "recomputed share" in text and "4 simulated ranks, h100-nvlink, planned" in text
     assert all(f">{share}</text>" in text for share in ("0.0", "1.0")), "shares are from 0 to 1"
-    instead(0.6)
-    before = len(rows_in(folder / "rows.jsonl"))
+    before = len(rows_in(folder))
     ran = instead(0.6)
-    call(folder, *ONE)
-    assert not ran and len(rows_in(folder / "rows.jsonl")) == before + 1  # the answer alone
+    call(ONE)
+    assert not ran and len(rows_in(folder)) == before + 1  # the answer alone
 
 
-def test_a_file_of_data_that_is_given_is_left_alone(folder, instead):
+def test_a_file_of_data_that_is_given_is_left_alone(folder, instead, call):
     ran = instead(0.0)
     (folder / "mine.jsonl").write_text("mine")
-    assert call(folder, *ONE, f"--data={folder / 'mine.jsonl'}") == 0
+    assert call(f"{ONE} --data={folder}/mine.jsonl")[0] == 0
     assert (folder / "mine.jsonl").read_text() == "mine" and all("mine.jsonl" in cell for cell in ran)
     assert not (folder / "rows.data.jsonl").exists()
 
 
-def test_what_never_fits_and_what_fails_is_told(folder, instead, capsys):
+def test_what_never_fits_and_what_fails_is_told(folder, instead, call):
     instead(2.0)
-    assert call(folder, *ONE) == 0
-    answer = rows_in(folder / "rows.jsonl")[-1]
+    code, said, _ = call(ONE)
+    answer = rows_in(folder)[-1]
     assert (answer["ratio"], answer["outcome"], answer["tried"][-1][0]) == (None, "does not fit", 1.0)
-    assert "| none |" in capsys.readouterr().out
+    assert code == 0 and "| none |" in said
     (folder / "rows.jsonl").unlink()
     instead(2.0, outcome="failed: exit 1")
-    assert call(folder, *ONE) == 1
-    assert "1 of 1 not measured" in capsys.readouterr().err
+    code, _, said = call(ONE)
+    assert code == 1 and "1 of 1 not measured" in said
 
 
-def test_the_table_has_the_measured_beside_the_planned_and_the_published(folder, instead, capsys):
+def test_the_table_has_the_measured_beside_the_planned_and_the_published(folder, instead, call, report):
     instead(0.9)
-    call(folder, *ONE)
-    capsys.readouterr()
-    assert report.main(["fit", "--results", str(folder / "rows.jsonl"), "--plots", str(folder / "plots")]) == 0
-    head, _, line = (each for each in capsys.readouterr().out.splitlines() if each.startswith("|"))
+    call(ONE)
+    said = report(f"fit --results {folder}/rows.jsonl --plots {folder}/plots")
+    head, _, line = (each for each in said.splitlines() if each.startswith("|"))
     found = dict(zip([t.strip() for t in head.split("|")], [t.strip() for t in line.split("|")], strict=True))
     told = {"n": "4(sim h100-nvlink)", "batch": "8", "grad-accum": "2", "planned ratio": "0.85",
             "measured ratio": "0.90", "published ratio": "0.95", "peak allocated MiB": "70'000"}  # fmt: skip
     assert told.items() <= found.items() and found["planned peak MiB"] and found["planned step ms"]
 
 
-@pytest.mark.parametrize(("words", "said"), [
-    (["--world", "0"], "--world 0: must be at least 1"),
-    (["--world", "two"], "--world two: must be a whole number"),
-    (["--world", "3", "5"], "--effective-batch 64: no --world x --micro-batch divides it"),
-    (["--remat", "block:0.5"], "--remat: is what is looked for; leave it out"),
-    (["--save", "x"], "--save: is no part of it; leave it out"),
-    (["--memory-mib", "0"], "--memory-mib 0: must be at least 1"),
-    (["--micro-bach", "2"], "--micro-bach: no such flag; did you mean --micro-batch"),
-    (["--gpu", "h1000"], "--gpu h1000: must be one of a100-80"),
-    (["--device", "cpu"], "--device cpu: needs --memory-mib"),
-    (["--seqlen", "0"], "--seqlen 0: must be at least 1"),
-    (["--link", "fast"], "--link fast: must be a100-nvlink"),
-    (["--results", "/proc/x.jsonl"], "--results /proc/x.jsonl: "),
+@pytest.mark.parametrize("words, said", [
+    ("--model nowhere", "--model nowhere: No such file"),
+    ("--world 0", "--world 0: must be at least 1"),
+    ("--world two", "--world two: must be a whole number"),
+    ("--world 3 5", "--effective-batch 64: no --world x --micro-batch divides it"),
+    ("--remat block:0.5", "--remat: is what is looked for; leave it out"),
+    ("--save x", "--save: is no part of it; leave it out"),
+    ("--memory-mib 0", "--memory-mib 0: must be at least 1"),
+    ("--micro-bach 2", "--micro-bach: no such flag; did you mean --micro-batch"),
+    ("--gpu h1000", "--gpu h1000: must be one of a100-80"),
+    ("--device cpu", "--device cpu: needs --memory-mib"),
+    ("--seqlen 0", "--seqlen 0: must be at least 1"),
+    ("--link fast", "--link fast: must be a100-nvlink"),
+    ("--results /proc/x.jsonl", "--results /proc/x.jsonl: "),
 ])  # fmt: skip
-def test_bad_input_ends_in_one_line(folder, capsys, words, said):
-    with pytest.raises(SystemExit) as stopped:
-        call(folder, "--plan", *words)
-    captured = capsys.readouterr()
-    assert stopped.value.code == 2
-    assert captured.err.startswith(f"error: {said}") and captured.err.count("\n") == 1, captured.err
+def test_bad_input_ends_in_one_line(folder, refused, words, said):
+    files = f"--model {folder} --results {folder}/rows.jsonl"
+    assert refused(fit.main, f"{files} --plan --world 4 {words}").startswith(f"error: {said}")
 
 
-def test_a_folder_without_a_model_ends_in_one_line(tmp_path, capsys):
-    with pytest.raises(SystemExit) as stopped:
-        call(tmp_path / "nowhere", "--plan", "--results", str(tmp_path / "rows.jsonl"), "--world", "4")
-    said = capsys.readouterr().err
-    assert stopped.value.code == 2 and said.startswith(f"error: --model {tmp_path / 'nowhere'}: No such file")
-    assert said.count("\n") == 1
-
-
-def test_a_model_that_the_planner_does_not_know_is_measured_all_the_same(folder, instead, capsys):
+def test_a_model_that_the_planner_does_not_know_is_measured_all_the_same(folder, instead, call):
     (folder / "config.json").write_text(json.dumps(QWEN | dict(model_type="no_such")))
     ran = instead(0.6)
-    assert call(folder, *ONE) == 0
-    answer = rows_in(folder / "rows.jsonl")[-1]
+    code, said, _ = call(ONE)
+    answer = rows_in(folder)[-1]
     assert answer["ratio"] == 0.6 and "planned_ratio" not in answer and len(ran) < 10
-    assert "not planned: --model" in capsys.readouterr().out
+    assert code == 0 and "not planned: --model" in said
 
 
 @pytest.mark.slow
@@ -232,7 +220,7 @@ def test_a_run_on_a_cpu_is_measured_and_not_run_again(tmp_path):
         done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
         assert ("--remat block:0" in done.stdout) != again
-        rows = rows_in(tmp_path / "rows.jsonl")
+        rows = rows_in(tmp_path)
         [run], answer = [row for row in rows if row.get("study") != "fit"], rows[-1]
         assert rows[0]["outcome"] == "planned" and run["outcome"] == "ok"
     assert answer["ratio"] == 0 and answer["world"] == "2(sim h100-nvlink)" and answer["flags"]["random"]
@@ -240,10 +228,10 @@ def test_a_run_on_a_cpu_is_measured_and_not_run_again(tmp_path):
     assert (tmp_path / "plots/fit.png").exists()
 
 
-def test_memory_that_rises_with_a_little_recomputation_does_not_hide_that_none_is_needed(folder, instead):
+def test_memory_that_rises_with_a_little_recomputation_does_not_hide_that_none_is_needed(folder, instead, call):
     instead(0.6, also=(0.0,))
-    assert call(folder, *ONE) == 0
-    assert rows_in(folder / "rows.jsonl")[-1]["ratio"] == 0.0
+    assert call(ONE)[0] == 0
+    assert rows_in(folder)[-1]["ratio"] == 0.0
 
 
 def test_the_peak_of_a_run_is_also_that_of_its_start():

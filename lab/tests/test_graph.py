@@ -125,7 +125,7 @@ def test_your_own_model_by_module_and_function(capsys, tmp_path, monkeypatch, in
     assert re.findall(r"^  reduce-scatter .*  (\d) \(2 parameters\)$", out, re.M) == ["2", "1", "0"], out
 
 
-@pytest.mark.parametrize(("target", "line", "message"), [
+@pytest.mark.parametrize("target, line, message", [
     (None, "--compile none", "--compile none: there is no graph"),
     (None, "--mode hybrid_shard:3", "--mode hybrid_shard:3: its 3 replicas must divide the 8 ranks"),
     ("no_such_module:f", "", "--model no_such_module:f: No module named 'no_such_module'"),
@@ -171,7 +171,7 @@ def test_a_scheduler_that_torch_lacks_is_refused():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("how", "gathers", "exposed"), [("manual", (5, 4), (4, 3)), ("automatic", (3, 4), (2, 1))])
+@pytest.mark.parametrize("how, gathers, exposed", [("manual", (5, 4), (4, 3)), ("automatic", (3, 4), (2, 1))])
 def test_torch_s_own_schedulers_are_counted_beside_ours(tmp_path, how, gathers, exposed):
     """The manual one moves no unit, whose gather is of several parameters; the automatic one merges small ones."""
     small = "--device cuda --world 8 --depth 2 --width 512 --seqlen 512 --batch 2 --vocab 8192".split()

@@ -19,7 +19,7 @@ TINY = "--device cpu --width 64 --depth 2 --head-dim 16 --vocab 257 --seqlen 32 
 ROWS = ROOT / "results/nodes_cpu.jsonl"
 
 
-@pytest.mark.parametrize(("argv", "message"), [
+@pytest.mark.parametrize("argv, message", [
     ("--modes replicate hybrid_shard", "--modes hybrid_shard: must be replicate, fully_shard or hybrid_shard:REPLICAS"),
     ("--repeat 0", "--repeat 0 --mb None: must be above 0"), ("--mb 0", "--repeat 10 --mb [0.0]: must be above 0"),
     ("--repeat x", "--repeat: invalid int value: 'x'"), ("--depht 2", "--depht: no such flag; did you mean --depth?"),
@@ -30,7 +30,7 @@ def test_bad_flags_are_one_line_of_launch_sh_which_starts_nothing(argv, message)
     assert (done.returncode, one_line(done.stderr)) == (2, f"error: {message}")
 
 
-@pytest.mark.parametrize(("name", "value", "expected"), [
+@pytest.mark.parametrize("name, value, expected", [
     ("MAX_RESTARTS", "often", "a number from 0 on"), ("NPROC", "00", "a number of processes"),
     ("NPROC", "9" * 20, "a number of processes"), ("NODE_RANK", "-1", "a number from 0 on"),
     *(("MASTER_PORT", port, "1 to 65535") for port in ("99999", "0", "65536", "65540", "x")),
@@ -63,7 +63,7 @@ def test_launch_sh_reads_texts_as_utf_8_whatever_the_locale_unless_told(tmp_path
         assert done.stdout == f"{told}\n", done.stderr
 
 
-@pytest.mark.parametrize(("argv", "world", "message"), [
+@pytest.mark.parametrize("argv, world, message", [
     ("", 1, "--world 1: one rank has nobody to talk to; NPROC=2 ./launch.sh nodes"),
     ("--world 8", 2, "--world 8: real ranks are compared with simulated ones; leave it out"),
 ])  # fmt: skip
@@ -77,7 +77,7 @@ def test_ranks_that_cannot_be_compared_are_one_line(argv, world, message, capfd,
 def test_modes_are_those_that_fit_the_ranks():
     c, cpu = flags.parse(TINY), torch.device("cpu")
     found = nodes.cells(None, c, cpu, 6)
-    assert [*found] == ["replicate", "fully_shard", "hybrid_shard:2", "hybrid_shard:3"]
+    assert [*found] == "replicate fully_shard hybrid_shard:2 hybrid_shard:3".split()
     assert [(own.mode, own.replicas) for own in found.values()][2:] == [("hybrid_shard", 2), ("hybrid_shard", 3)]
     with pytest.raises(ValueError, match="^--mode hybrid_shard:4: its 4 replicas must divide the 6 ranks"):
         nodes.cells(["hybrid_shard:4"], c, cpu, 6)

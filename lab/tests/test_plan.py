@@ -43,17 +43,9 @@ CONFIGS = {  # name: (config.json, parameters)
 
 
 @pytest.fixture
-def plan(capsys):
+def plan(ended):
     """plan(words) -> (exit code, stdout, stderr) of the program, in this process."""
-
-    def run(*words: str) -> tuple[int, str, str]:
-        try:
-            code = program.main(list(words))
-        except SystemExit as end:
-            code = end.code
-        return code, *capsys.readouterr()
-
-    return run
+    return lambda words: ended(program.main, words)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -140,9 +132,9 @@ def test_peaks_of_llama_blocks():
 
 
 def test_a_plan_of_llama_blocks_says_how_far_to_trust_it(plan):
-    code, said, _ = plan("--gpus", "8", "--block", "llama", "--remat", "both")
+    code, said, _ = plan("--gpus 8 --block llama --remat both")
     assert code == 0 and "peak: predicted; with a gated MLP it was off by at most" in said
-    assert plan("--gpus", "8", "--block", "llama", "--mlp", "lean")[0] == 2
+    assert plan("--gpus 8 --block llama --mlp lean")[0] == 2
 
 
 def test_published_peaks_within_two_percent():
@@ -173,8 +165,8 @@ def test_the_published_mfu_table_is_recounted_in_three_conventions():
 
 def test_published_times_of_a_slow_link_are_bound_by_it(plan):
     assert all(abs(each.error) < 0.15 for each in plans.published_times("RTX4090", "rtx-4090"))
-    words = "--gpu rtx-4090 --gpus 8 --remat both --reduce-dtype bf16 --compile-options plain".split()
-    assert "bound by communication" in plan(*words)[1]
+    words = "--gpu rtx-4090 --gpus 8 --remat both --reduce-dtype bf16 --compile-options plain"
+    assert "bound by communication" in plan(words)[1]
 
 
 def test_the_error_of_a_gpu_is_what_its_rows_say():
@@ -197,7 +189,7 @@ def test_calibration_finds_the_rates_that_made_the_rows():
 @pytest.mark.parametrize("name", [name for name in hardware.names() if name != "cpu"])
 def test_every_gpu_answers_and_says_where_its_figures_are_from(name, plan):
     assert hardware.gpu(name).source
-    code, said, _ = plan("--gpu", name, "--gpus", "8", "--batch", "1")
+    code, said, _ = plan(f"--gpu {name} --gpus 8 --batch 1")
     assert code == 0 and ("EXTRAPOLATED" in said) == (name not in ("a100-80", "h100"))
 
 
@@ -219,45 +211,45 @@ def test_an_answer_without_torch_says_how_far_to_trust_it(tmp_path):
         assert said in done.stdout
 
 
-@pytest.mark.parametrize(("tokens", "said"), [
+@pytest.mark.parametrize("tokens, said", [
     ("1e12", r"1e12 tokens: \d\d\.\d days, \d'\d{3} GPU-hours, cost \d'\d{3}"),
     ("123456789", r"123456789 tokens: 0\.\d\d hours, 0\.\d\d GPU-hours, cost 0\.\d\d"),
 ])  # fmt: skip
 def test_tokens_are_as_they_were_typed_and_their_time_and_cost_have_two_digits_at_least(tokens, said, plan):
-    printed = plan("--gpus", "8", "--tokens", tokens, "--price", "2")[1]
+    printed = plan(f"--gpus 8 --tokens {tokens} --price 2")[1]
     assert re.search(f"^{said}$", printed, re.MULTILINE), printed
 
 
 def test_a_flag_that_no_answer_depends_on_is_named_by_what_if_too(plan):
-    assert "no part of a plan: --lr" in plan("--what-if", "lr", "1e-3", "1e-2")[1]
+    assert "no part of a plan: --lr" in plan("--what-if lr 1e-3 1e-2")[1]
 
 
 def test_what_to_turn_first_if_it_does_not_fit(plan):
-    said = plan("--gpu", "rtx-4090", "--gpus", "2")[1]
+    said = plan("--gpu rtx-4090 --gpus 2")[1]
     assert "DOES NOT FIT" in said and "--remat pointwise" in said.partition("what to turn first")[2]
 
 
 def test_sweeps_and_searches(plan, tmp_path):
-    said = plan("--gpus", "8", "--what-if", "seqlen", "2048", "4096")[1].splitlines()
+    said = plan("--gpus 8 --what-if seqlen 2048 4096")[1].splitlines()
     assert [row.split(":")[0] for row in said[1:3]] == ["seqlen 2048", "seqlen 4096"]
-    assert plan("--gpus", "2", "--what-if", "gpus", "2", "4")[0] == 0
+    assert plan("--gpus 2 --what-if gpus 2 4")[0] == 0
     pytest.importorskip("matplotlib")
-    best = plan("--gpus", "8", "--batch", "2", "--best", "--plot", str(tmp_path / "front.png"))[1]
+    best = plan(f"--gpus 8 --batch 2 --best --plot {tmp_path / 'front.png'}")[1]
     assert "best: " in best and "front of memory against time" in best and (tmp_path / "front.png").exists()
-    assert "ratio, grad-accum" in plan("--gpus", "8", "--remat", "block", "--fit", "4", "8")[1]
+    assert "ratio, grad-accum" in plan("--gpus 8 --remat block --fit 4 8")[1]
 
 
 def test_exact_hands_the_flags_to_the_tool_that_simulates(plan, monkeypatch):
     given = []
     done = subprocess.CompletedProcess([], 0)
     monkeypatch.setattr(program.subprocess, "run", lambda command: given.append(command) or done)
-    assert plan("--gpu", "a100-80", "--gpus", "4", "--nodes", "2", "--remat", "both", "--exact")[0] == 0
+    assert plan("--gpu a100-80 --gpus 4 --nodes 2 --remat both --exact")[0] == 0
     words = "-m lab.profiling.peak --world 8 --arch sm_80 --remat both".split()
     assert given[0][1:] == words
 
 
 def test_constants_of_rows_are_printed(plan):
-    code, said, _ = plan("--calibrate", str(ROOT / "results/h100.jsonl"))
+    code, said, _ = plan(f"--calibrate {ROOT / 'results/h100.jsonl'}")
     assert code == 0 and "[h100.reached]" in said and "fitted on row" in said and "error = [" in said
 
 
@@ -266,7 +258,7 @@ def test_steps_with_simulated_links_are_predicted_from_those_without(plan):
     fit = hardware.calibrate(hardware.samples(str(EXPOSED), "cpu"), hardware.gpu("cpu"))
     assert len(fit.held_out()) >= 4 and fit.held_out()[-1] < 0.1
     assert all(name.endswith(hardware.ALONE) for name in fit.fitted)
-    code, said, _ = plan("--gpu", "cpu", "--calibrate", str(EXPOSED))
+    code, said, _ = plan(f"--gpu cpu --calibrate {EXPOSED}")
     lines = [line.strip() for line in said.splitlines() if line.startswith("  row ")]
     assert code == 0 and "[cpu.reached]" in said and "\n".join(lines) in (ROOT / "docs/PLANNER.md").read_text()
 
@@ -334,58 +326,57 @@ def test_the_least_recomputation_that_fits():
 
 
 @pytest.mark.parametrize("words, said", [
-    (["--gpu", "h1000"], "--gpu h1000: must be one of a100-80, a100-40, h100"),
-    (["--gpu", "cpu"], "--gpu cpu: is for --calibrate with rows of lab.benchmarks.exposed"),
-    (["--gpus", "0"], "--gpus 0: must be at least 1"),
-    (["--gpus", "x"], "--gpus x: must be a whole number"),
-    (["--gpuz", "3"], "--gpuz: no such flag; did you mean --gpu"),
-    (["--gpus", "3", "--mode", "hybrid_shard"], "--mode hybrid_shard: its 2 replicas must divide the 3 ranks"),
-    (["--hf", "/nowhere"], "--hf /nowhere: No such file or directory"),
-    (["--wrapper", "fsdp2"], "--wrapper fsdp2: is not planned; leave it out"),
-    (["--cuda-graph"], "--cuda-graph: is not planned; leave it out"),
-    (["--keep-last"], "--keep-last: is not planned; leave it out"),
-    (["--ahead", "2"], "--ahead 2: is not planned; leave it out"),
-    (["--param-dtype", "fp32"], "--param-dtype fp32: rates and peaks are known of bf16 alone"),
-    (["--gpu", "a100-80", "--attn", "math"], "--attn math: no rate of it is known for a100-80"),
-    (["--what-if", "sqlen", "3"], "--what-if sqlen: no such flag; did you mean seqlen?"),
-    (["--what-if", "seqln"], "--what-if seqln: no such flag; did you mean seqlen?"),
-    (["--what-if", "seqlen"], "--what-if seqlen: name a flag of main.py, or gpu, "),
-    (["--best", "--tokens", "1e12", "--price", "2"], "--tokens 1e12: is for a single plan"),
-    (["--tokens", "-123456789"], "--tokens -123456789: must be at least 0"),
-    (["--what-if", "--lr", "1e-3"], "--what-if: needs values after it, as --what-if seqlen 2048 4096"),
-    (["--fit"], "--fit: needs values after it, as --fit 8 16"),
-    (["--what-if", "seqlen", "many"], "--seqlen many: must be a whole number"),
-    (["--what-if", "batch", "0"], "--batch 0: must be at least 1"),
-    (["--what-if", "gpus", "0"], "--gpus 0: must be at least 1"),
-    (["--gpus", "8", "--fit", "3"], "--fit 3: must divide the 64 sequences of a step"),
-    (["--world", "8"], "--world 8: say --gpus and --nodes instead"),
-    (["--across", "string"], "--across string: must be"),
-    (["--what-if", "across", "20:4x50", "string"], "--across string: must be"),
-    (["--what-if", "lora", "x"], "--lora x: must be a whole number"),
-    (["--what-if", "plot", "x"], "--what-if plot x: name a flag"),
-    (["--watts", "nan"], "--watts nan: must be a number below 1e18"),
-    (["--watts", "701"], "--watts 701: h100 takes at most 700"),
-    (["--reserve-gib", "1000"], "--reserve-gib 1000: h100 has 79.6 GiB in all"),
-    (["--muon-steps", "3"], "--muon-steps 3: is written --optimizer muon:steps=3 now"),
-    (["--calibrate", str(EXPOSED), "--gpus", "8"], "--gpus: --calibrate reads the settings of its rows"),
-    (["--calibrate", str(EXPOSED), "--batch", "2"], "--batch: --calibrate reads the settings of its rows"),
-    (["--wrapper", "fsdp2", "--compile", "blocks"], "--wrapper fsdp2: is not planned; leave it out"),
-    (["--calibrate", "/nowhere"], "--calibrate /nowhere: No such file or directory"),
-    (["--calibrate", str(EXPOSED)], f"--calibrate {EXPOSED}: row 1 is of a CPU; say --gpu cpu"),
-    (["--hf", ""], "--hf: names no file"),
-    (["--best", "--plot", ""], "--plot: names no file"),
-    (["--calibrate", ""], "--calibrate: names no file"),
-    (["--depth", "2001"], "--depth 2001: more than 2000 blocks are not planned"),
-    (["--best", "--plot", "/nowhere/a.png"], "--plot /nowhere/a.png: "),
+    ("--gpu h1000", "--gpu h1000: must be one of a100-80, a100-40, h100"),
+    ("--gpu cpu", "--gpu cpu: is for --calibrate with rows of lab.benchmarks.exposed"),
+    ("--gpus 0", "--gpus 0: must be at least 1"),
+    ("--gpus x", "--gpus x: must be a whole number"),
+    ("--gpuz 3", "--gpuz: no such flag; did you mean --gpu"),
+    ("--gpus 3 --mode hybrid_shard", "--mode hybrid_shard: its 2 replicas must divide the 3 ranks"),
+    ("--hf /nowhere", "--hf /nowhere: No such file or directory"),
+    ("--wrapper fsdp2", "--wrapper fsdp2: is not planned; leave it out"),
+    ("--cuda-graph", "--cuda-graph: is not planned; leave it out"),
+    ("--keep-last", "--keep-last: is not planned; leave it out"),
+    ("--ahead 2", "--ahead 2: is not planned; leave it out"),
+    ("--param-dtype fp32", "--param-dtype fp32: rates and peaks are known of bf16 alone"),
+    ("--gpu a100-80 --attn math", "--attn math: no rate of it is known for a100-80"),
+    ("--what-if sqlen 3", "--what-if sqlen: no such flag; did you mean seqlen?"),
+    ("--what-if seqln", "--what-if seqln: no such flag; did you mean seqlen?"),
+    ("--what-if seqlen", "--what-if seqlen: name a flag of main.py, or gpu, "),
+    ("--best --tokens 1e12 --price 2", "--tokens 1e12: is for a single plan"),
+    ("--tokens -123456789", "--tokens -123456789: must be at least 0"),
+    ("--what-if --lr 1e-3", "--what-if: needs values after it, as --what-if seqlen 2048 4096"),
+    ("--fit", "--fit: needs values after it, as --fit 8 16"),
+    ("--what-if seqlen many", "--seqlen many: must be a whole number"),
+    ("--what-if batch 0", "--batch 0: must be at least 1"),
+    ("--what-if gpus 0", "--gpus 0: must be at least 1"),
+    ("--gpus 8 --fit 3", "--fit 3: must divide the 64 sequences of a step"),
+    ("--world 8", "--world 8: say --gpus and --nodes instead"),
+    ("--across string", "--across string: must be"),
+    ("--what-if across 20:4x50 string", "--across string: must be"),
+    ("--what-if lora x", "--lora x: must be a whole number"),
+    ("--what-if plot x", "--what-if plot x: name a flag"),
+    ("--watts nan", "--watts nan: must be a number below 1e18"),
+    ("--watts 701", "--watts 701: h100 takes at most 700"),
+    ("--reserve-gib 1000", "--reserve-gib 1000: h100 has 79.6 GiB in all"),
+    ("--muon-steps 3", "--muon-steps 3: is written --optimizer muon:steps=3 now"),
+    (f"--calibrate {EXPOSED} --gpus 8", "--gpus: --calibrate reads the settings of its rows"),
+    (f"--calibrate {EXPOSED} --batch 2", "--batch: --calibrate reads the settings of its rows"),
+    ("--wrapper fsdp2 --compile blocks", "--wrapper fsdp2: is not planned; leave it out"),
+    ("--calibrate /nowhere", "--calibrate /nowhere: No such file or directory"),
+    (f"--calibrate {EXPOSED}", f"--calibrate {EXPOSED}: row 1 is of a CPU; say --gpu cpu"),
+    ("--hf ''", "--hf: names no file"),
+    ("--best --plot ''", "--plot: names no file"),
+    ("--calibrate ''", "--calibrate: names no file"),
+    ("--depth 2001", "--depth 2001: more than 2000 blocks are not planned"),
+    ("--best --plot /nowhere/a.png", "--plot /nowhere/a.png: "),
 ])  # fmt: skip
-def test_bad_input_ends_in_one_line(words, said, plan):
-    code, _, error = plan(*words)
-    assert code == 2 and error.startswith(f"error: {said}") and error.count("\n") == 1, error
+def test_bad_input_ends_in_one_line(words, said, refused):
+    assert refused(program.main, words).startswith(f"error: {said}")
 
 
 def test_sequences_of_a_step_that_the_gpus_cannot_share_are_refused_of_a_folder_too(plan, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIGS["Qwen 2.5 7B"][0]))
-    code, _, error = plan("--hf", str(tmp_path), *"--gpus 8 --batch 1 --effective-batch 12".split())
+    code, _, error = plan(f"--hf {tmp_path} --gpus 8 --batch 1 --effective-batch 12")
     assert code == 2 and error.startswith("error: --effective-batch 12: must be 8 ranks x --batch 1 x a whole number")
 
 
@@ -447,7 +438,7 @@ ODD = dict(depth=1, remat=1, ahead="1", link="none", compile_options="", compile
 @pytest.mark.parametrize("row", [[1], {"flags": 3}, {"flags": ODD, "step_ms_min": 2}])
 def test_a_row_that_main_did_not_write_is_named(row, plan, tmp_path):
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
-    code, _, error = plan("--calibrate", str(tmp_path / "rows.jsonl"))
+    code, _, error = plan(f"--calibrate {tmp_path / 'rows.jsonl'}")
     assert (
         code == 2 and error == f"error: --calibrate {tmp_path}/rows.jsonl: row 1 is no row of main.py; leave it out\n"
     )

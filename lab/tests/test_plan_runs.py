@@ -282,7 +282,7 @@ def test_a_kind_that_is_not_known_is_counted_on_its_model():
 
 
 @pytest.mark.parametrize("value", [None, [], "x", 0, -4, 10**12, float("inf"), True])
-@pytest.mark.parametrize("key", ["hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"])
+@pytest.mark.parametrize("key", "hidden_size num_hidden_layers num_attention_heads vocab_size".split())
 def test_a_damaged_size_is_one_line(key, value):
     config = json.loads((ROOT / "reference/models/llama3-8b.json").read_text()) | {key: value}
     with pytest.raises(ValueError, match=key) as caught:

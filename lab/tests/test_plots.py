@@ -30,15 +30,12 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.parametrize(("flag", "name"), [("--plots", "plots"), ("--html", "page.html")])
-def test_without_matplotlib_figures_are_one_line_and_exit_2(folder, monkeypatch, capsys, flag, name):
+@pytest.mark.parametrize("flag, name", [("--plots", "plots"), ("--html", "page.html")])
+def test_without_matplotlib_figures_are_one_line_and_exit_2(folder, monkeypatch, ended, flag, name):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.delitem(sys.modules, "lab.report.plots", raising=False)
-    with pytest.raises(SystemExit) as stopped:
-        command.main(["compile", "--results", str(ROOT / "results/cpu_modes.jsonl"), flag, name])
-    told = capsys.readouterr()
-    assert (stopped.value.code, told.out, told.err.count("\n")) == (2, "", 1)
-    assert flag in told.err and "matplotlib" in told.err
+    code, out, err = ended(command.main, f"compile --results {ROOT / 'results/cpu_modes.jsonl'} {flag} {name}")
+    assert (code, out, err.count("\n")) == (2, "", 1) and flag in err and "matplotlib" in err
 
 
 @pytest.fixture
@@ -85,12 +82,11 @@ def texts(path):
 
 
 @needs_matplotlib
-def test_plots_show_published_figures_simulated_ranks_and_outcomes(folder, capsys, whole):
+def test_plots_show_published_figures_simulated_ranks_and_outcomes(folder, report, whole):
     made = [row(line("seqlen", seqlen=T), mib=T, ms=T / 4) for T in (512, 4096)]
     made += [row(line("seqlen", seqlen=8192), outcome="OOM fwd"), row(SIMULATED)]
     path = save(folder / "rows.jsonl", made)
-    assert command.main(["seqlen", "--results", str(path), "--plots", "plots"]) == 0
-    told = capsys.readouterr().out
+    told = report(f"seqlen --results {path} --plots plots")
     assert "plots/seqlen-gpu.svg\nplots/seqlen-gpu.png" in told and whole == ["seqlen-gpu.svg", "seqlen-gpu.png"]
     assert "no figure of time against memory: no three runs share shape, device, torch and ranks" in told
     drawn = texts(folder / "plots/seqlen-gpu.svg")
@@ -154,18 +150,17 @@ def test_variants_are_bars_with_a_range_beside_the_published_mark(folder, whole)
 
 
 @needs_matplotlib
-def test_what_would_show_nothing_says_why_in_one_line(folder, capsys):
+def test_what_would_show_nothing_says_why_in_one_line(folder, report):
     path = save(folder / "rows.jsonl", [row(line("mfu", n=4, remat="none", attn="auto"))])
-    assert command.main(["mfu", "--results", str(path), "--plots", "plots"]) == 0
     why = "no figure of mfu: on a GPU no run has an MFU: the peak of their device is not known"
-    assert why in capsys.readouterr().out.splitlines()
+    assert why in report(f"mfu --results {path} --plots plots").splitlines()
     path = save(folder / "rows.jsonl", [row(line("mfu", n=4, remat="none", attn="auto"), mfu=41.0)])
-    assert command.main(["mfu", "--results", str(path), "--plots", "plots"]) == 0
+    assert "no figure of mfu" not in report(f"mfu --results {path} --plots plots")
     drawn = texts(folder / "plots/mfu-gpu.svg")
-    assert "MFU (%)" in drawn and "time" not in drawn and "no figure of mfu" not in capsys.readouterr().out
+    assert "MFU (%)" in drawn and "time" not in drawn
     path = save(folder / "rows.jsonl", [row(line("depth", depth=8), outcome="OOM fwd")])
-    assert command.main(["depth", "--results", str(path), "--plots", "plots"]) == 0
-    assert "no figure of depth: on a GPU no run has a figure (OOM fwd)" in capsys.readouterr().out.splitlines()
+    told = report(f"depth --results {path} --plots plots").splitlines()
+    assert "no figure of depth: on a GPU no run has a figure (OOM fwd)" in told
 
 
 @needs_matplotlib
@@ -189,11 +184,11 @@ def test_the_front_is_of_one_setting_and_names_its_points(folder, whole):
 
 
 @needs_matplotlib
-@pytest.mark.parametrize("name", ["h100", "cpu_modes", "cpu_ladder", "peaks", "published_peaks", "cpu_wrappers"])
-def test_figures_of_our_rows_cut_nothing(folder, whole, name):
+@pytest.mark.parametrize("name", "h100 cpu_modes cpu_ladder peaks published_peaks cpu_wrappers".split())
+def test_figures_of_our_rows_cut_nothing(folder, whole, report, name):
     layout = dict(h100="links", cpu_modes="compile", cpu_ladder="ladder", cpu_wrappers="wrappers")
-    words = [layout.get(name, name.replace("_", "-")), "--results", str(ROOT / f"results/{name}.jsonl")]
-    assert command.main([*words, "--plots", "plots"]) == 0 and whole
+    report(f"{layout.get(name, name.replace('_', '-'))} --results {ROOT}/results/{name}.jsonl --plots plots")
+    assert whole
 
 
 def logged(folder, run, steps, **settings):
@@ -221,7 +216,7 @@ def test_a_history_has_every_step_once_across_kills_and_resuming(tmp_path):
 
 
 @needs_matplotlib
-def test_losses_of_several_runs_are_curves_over_tokens(folder, whole, capsys):
+def test_losses_of_several_runs_are_curves_over_tokens(folder, whole, report):
     from lab.report import plots
 
     made = [row(line("depth", depth=4)) | dict(run=run) for run in ("a", "b", "c")]
@@ -230,8 +225,7 @@ def test_losses_of_several_runs_are_curves_over_tokens(folder, whole, capsys):
     for run, last in (("a", 8.0), ("b", float("nan"))):
         logged(folder / "rows.steps", run, [(1,), (5,), (5, last), (9,), (9, 7.5)])
     path = save(folder / "rows.jsonl", made)
-    assert command.main(["loss", "--results", str(path), "--plots", "plots"]) == 0
-    assert "| a | 1.0 |" in capsys.readouterr().out.replace("run | lr", "")
+    assert "| a | 1.0 |" in report(f"loss --results {path} --plots plots")
     drawn = texts(folder / "plots/loss.svg")
     words = "learning rate 1.0", "learning rate 0.1", "loss (nats per token)", "tokens", "held-out data"
     assert all(each in drawn for each in words)
@@ -279,7 +273,7 @@ def counted(monkeypatch, module, name):
 
 
 @needs_matplotlib
-def test_of_many_rows_the_last_are_drawn_and_all_work_grows_as_the_rows_do(folder, monkeypatch, capsys):
+def test_of_many_rows_the_last_are_drawn_and_all_work_grows_as_the_rows_do(folder, monkeypatch, report):
     """Counts, not seconds: twice as many more rows take twice as many more calls, four times were their square. Each
     line is decoded and checked once, each cell parsed at most twice, the table made once, and the figures are as many
     as of few rows."""
@@ -315,18 +309,18 @@ def test_of_many_rows_the_last_are_drawn_and_all_work_grows_as_the_rows_do(folde
 
         sys.setprofile(count_it)
         try:
-            assert command.main([str(path), "--html", "page.html"]) == 0
+            said = report(f"{path} --html page.html")
         finally:
             sys.setprofile(None)
         assert sum("flags" in each for each in checked) == count and len(parsed) <= 2 * count
         assert [len(each) for each in told_apart] == [count], "the table is made once"
-        assert sorted(saved) == ["loss.svg", "runs.svg", "time-memory-1.svg", "time-memory-2.svg"]
-        return number
+        assert sorted(saved) == "loss.svg runs.svg time-memory-1.svg time-memory-2.svg".split()
+        return number, said
 
     calls(30, 0)  # imports, fonts
-    few, some, many = calls(100, 100), calls(200, 300), calls(400, 600)
+    (few, _), (some, _), (many, said) = calls(100, 100), calls(200, 300), calls(400, 600)
     assert (many - some) / (some - few) < 2.2, (few, some, many)
-    said, text = capsys.readouterr().out, (folder / "page.html").read_text()
+    text = (folder / "page.html").read_text()
     for told in ("Drawn: the last 4 of 400 rows.", "Drawn: the last 4 of 6 rows.",
                  "Drawn: the last 2 of 45 settings."):  # fmt: skip
         assert told in said and told in text

@@ -17,9 +17,8 @@ from types import SimpleNamespace
 import pytest
 
 from lab.report import __main__ as command
-from lab.report import history, runs
+from lab.report import history, runs, tables
 from lab.report import published as rows
-from lab.report import tables as report
 from lab.sweeps import sweep
 from trainer import config
 from trainer.costs import flops_per_token
@@ -61,7 +60,7 @@ def row(cell, on=GPU, outcome="ok", mib=10_000, ms=500, **more):
 
 def table(axis, made, small=False):
     """(text above, rows as dicts of column -> cell; a title that comes again has the one before it in front)."""
-    above, text = report.section(axis, made, small)
+    above, text = tables.section(axis, made, small)
     head, _, *body = ([cell.strip() for cell in each.split("|")[1:-1]] for each in text.split("\n"))
     head = [f"{head[i - 1]} {title}" if head.count(title) > 1 else title for i, title in enumerate(head)]
     return above, [dict(zip(head, each, strict=True)) for each in body]
@@ -81,7 +80,7 @@ BESIDE = [
 ]
 
 
-@pytest.mark.parametrize(("axis", "n", "flags", "published", "ratios"), BESIDE)
+@pytest.mark.parametrize("axis, n, flags, published, ratios", BESIDE)
 def test_a_row_stands_beside_the_published_one_of_its_key(axis, n, flags, published, ratios):
     above, found = table(axis, [row(line(axis, n=n, **flags))])
     [beside] = [each for each in found if each["allocated MiB"]]
@@ -96,7 +95,7 @@ def test_a_row_stands_beside_the_published_one_of_its_key(axis, n, flags, publis
 @pytest.mark.parametrize("small", [False, True])
 def test_every_line_of_every_axis_finds_its_row(small):
     for axis in sweep.axes():
-        cells = sweep.read_cells(axis, small, 2, ["--steps", "7", "--seed", "3"])
+        cells = sweep.read_cells(axis, small, 2, "--steps 7 --seed 3".split())
         made = [row(cell, CPU if small else GPU, mib=1000 + i) for i, cell in enumerate(cells)]
         found = [ours for _, ours, _ in rows.entries(axis, made, small) if ours]
         assert sorted(ours["cell"] for ours in found) == sorted(cells), axis
@@ -111,7 +110,7 @@ def test_a_line_that_names_its_ranks_takes_no_other():
         rows.entries("gpus", [row(cell, world=5)], False)
 
 
-@pytest.mark.parametrize(("counted", "correct", "key"), [
+@pytest.mark.parametrize("counted, correct, key", [
     (26.0, 50.1, ("flex", "fully_shard", 4, 4, 4096, "both", 4)),
     (30.5, 58.8, ("sdpa", "fully_shard", 4, 4, 4096, "both", 4)),
     (35.3, 68.1, ("sdpa", "fully_shard", 4, 4, 4096, "none", 4)),
@@ -155,7 +154,7 @@ def test_a_doubtful_published_figure_enters_no_ratio():
 V = {"vocab": 512}
 
 
-@pytest.mark.parametrize(("made", "small"), [
+@pytest.mark.parametrize("made, small", [
     ([row(line("depth", True, depth=4), CPU), row(line("depth", True, depth=2), CPU, mib=2000, ms=100)], True),
     ([row(line("depth", depth=4, n=1)), row(line("depth", depth=2, n=1), mib=2000, ms=100)], False),
     ([row(line("depth", depth=4), CPU, vocab=32768), row(line("depth", depth=2), CPU, mib=2000, ms=100)], False),
@@ -184,7 +183,7 @@ def test_simulated_ranks_are_told_in_the_table_and_above_it():
     real = row(line("seqlen", n=2, seqlen=4096), ms=700)
     above, found = table("seqlen", [row(SIMULATED, ms=600), real])
     assert "n = 2, 2(sim 20:370) ranks" in above and "N(sim LINK): one process in place of N" in above
-    ours = [(each["n"], each[report.MS][:3]) for each in found if each["seqlen"] == "4096"]
+    ours = [(each["n"], each[tables.MS][:3]) for each in found if each["seqlen"] == "4096"]
     assert sorted(ours) == [("2", "700"), ("2(sim 20:370)", "600")]
     [eight] = [each for each in table("gpus", [row(line("gpus", n=8), world="8(sim ndr-ib)")])[1]
                if each["allocated MiB"]]
@@ -226,7 +225,7 @@ def compared(cells, **more):
             for i, c in enumerate(cells)]  # fmt: skip
 
 
-def test_rows_with_odd_entries_are_a_report_or_one_line(tmp_path, capsys):
+def test_rows_with_odd_entries_are_a_report_or_one_line(tmp_path, ended):
     """Every entry of a row and of its flags without it and with each odd value, and lines nested deeply, by turns."""
     odd = "missing", None, True, -5, 0, 10**30, 0.5, float("nan"), float("inf"), "x", "", [], [1], {}, {"a": 1}
     good, file, codes = row(line("seqlen")), tmp_path / "rows.jsonl", []
@@ -238,13 +237,10 @@ def test_rows_with_odd_entries_are_a_report_or_one_line(tmp_path, capsys):
             if value == "missing":
                 del (changed[within] if within else changed)[name]
             file.write_text("".join(json.dumps(each) + "\n" for each in (changed, good)) + "[" * 10**5 + "\n")
-            try:
-                codes.append(command.main(["seqlen", "--results", str(file)]))
-            except SystemExit as end:
-                codes.append(end.code)
-            err = capsys.readouterr().err
-            assert codes[-1] in (0, 2) and len(err.splitlines()) == (codes[-1] == 2), (name, value, err)
-            assert codes[-1] == 0 or str(file) in err, (name, value, err)
+            code, _, err = ended(command.main, f"seqlen --results {file}")
+            assert code in (0, 2) and len(err.splitlines()) == (code == 2), (name, value, err)
+            assert code == 0 or str(file) in err, (name, value, err)
+            codes.append(code)
     assert codes.count(0) > codes.count(2) > 5
 
 
@@ -257,7 +253,7 @@ def test_settings_of_a_run_that_no_run_has_written_are_named(about, tmp_path):
         history.parts(tmp_path / "a.jsonl")
 
 
-def test_each_file_is_read_once_and_no_row_is_compared_with_another(tmp_path, monkeypatch, capsys):
+def test_each_file_is_read_once_and_no_row_is_compared_with_another(tmp_path, monkeypatch, report):
     """So that the time grows as the rows do, not as their square."""
     class Row(dict):
         def __eq__(self, other):
@@ -268,19 +264,15 @@ def test_each_file_is_read_once_and_no_row_is_compared_with_another(tmp_path, mo
     file = tmp_path / "rows.jsonl"
     cells = [line("seqlen"), line("depth")]
     file.write_text("".join(json.dumps(row(cells[i % 2], run=f"{i}")) + "\n" for i in range(8)))
-    assert command.main(["--results", str(file)]) == 0 and files == [file]
-    assert "depth" in capsys.readouterr().out
+    assert "depth" in report(f"--results {file}") and files == [file]
 
 
-def test_what_rows_say_controls_no_terminal(tmp_path, capsys):
+def test_what_rows_say_controls_no_terminal(tmp_path, report, refused):
     """An escape sequence writes into a clipboard or over what was printed."""
     file, odd = tmp_path / "rows.jsonl", "\x1b]52;c;eA==\x07\x9b2J\u202e"
     made = [row(line("seqlen"), run=f"{i}{odd}", outcome=f"failed: {odd}", torch=f"{i}{odd}") for i in range(2)]
     file.write_text("".join(json.dumps(each) + "\n" for each in made))
-    assert command.main([str(file)]) == 0 and command.main([str(file), str(file)]) == 0
-    with pytest.raises(SystemExit):
-        command.main([str(file), "--run", odd])
-    told = "".join(capsys.readouterr())
+    told = report(f"{file}") + report(f"{file} {file}") + refused(command.main, f"{file} --run '{odd}'")
     assert "]52;c;eA==" in told and not {*told} & {*odd} - {*"]52;c;eA==2J"}
 
 
@@ -306,14 +298,14 @@ def test_memory_is_that_of_the_rows_that_tables_show_and_what_rows_share_is_held
 
 
 def test_wrappers_are_the_last_comparison_of_each_machine():
-    cells = ["simple:blocks", "fsdp2:blocks", "ddp:blocks", "none:blocks"]
+    cells = "simple:blocks fsdp2:blocks ddp:blocks none:blocks".split()
     made = compared(["simple:model", "none:model"]) + compared(cells) + compared(cells[:3], world="8(sim ndr-ib)")
     found = table("wrappers", made)[1]
     assert [(each["wrapper"], each["n"]) for each in found] == [
         ("simple", "1"), ("fsdp2", "1"), ("ddp", "1"), ("none", "1"),
         *((name, "8(sim ndr-ib)") for name in ("simple", "fsdp2", "ddp")),
     ]  # fmt: skip
-    assert [each["median ratio to the first"] for each in found[:4]] == ["1.000", "1.250", "1.500", "1.750"]
+    assert [each["median ratio to the first"] for each in found[:4]] == "1.000 1.250 1.500 1.750".split()
     assert "n" not in table("baselines", compared(cells))[1][0]
 
 
@@ -340,14 +332,14 @@ def test_runs_over_several_links_stand_in_one_line():
 def test_rows_of_studies_with_the_name_of_a_layout_are_no_error():
     here = dict(commit="a" * 40, torch="2", device="GPU", date="d", outcome="ok")
     with pytest.raises(ValueError, match="no row of it"):
-        report.section("collectives", [here | dict(study="collectives", setting=dict(ranks=2), ops={})], False)
+        tables.section("collectives", [here | dict(study="collectives", setting=dict(ranks=2), ops={})], False)
     sizes = dict(seqlen=64, batch=1, heads=2, kv_heads=2, head_dim=8, dtype="bf16")
     made = [here | dict(study="attention", backend="flash", forward_ms=2.0, **sizes)]
     setting = dict(backend="plain", causal=True, **sizes)
     made += [here | dict(study="attention", setting=setting, outcome="OOM no")]
     made += [here | dict(study="attention", setting=setting | dict(backend="flash", causal=False), forward_ms=1.0)
              | dict(backend="flash", **sizes)]  # fmt: skip
-    text = report.section("attention", made, False)[1]
+    text = tables.section("attention", made, False)[1]
     assert [" | ".join(line.split(" | ")[:5]) for line in text.splitlines()[2:]] == [
         "| True | 64 | 1 | flash | ok",
         "| True | 64 | 1 | plain | OOM no",
@@ -418,22 +410,23 @@ def test_the_tables_of_readme_notes_and_docs_are_what_their_rows_give():
 
 
 @pytest.mark.parametrize("name", ["docs/measuring.md", "lab/notes/2026-11.md"])
-def test_a_changed_digit_is_found_and_written_back(copy, capsys, name):
+def test_a_changed_digit_is_found_and_written_back(copy, ended, name):
     page, text = copy / name, (copy / name).read_text()
     assert text.count("| 91.4 [75.3-219.9] |") == 1
     page.write_text(text.replace("| 91.4 [75.3-219.9] |", "| 91.5 [75.3-219.9] |"))
     number = page.read_text().split("\n").index("| blocks | 2.5289 | 91.5 [75.3-219.9] | 6.3 | 486 |") + 1
     said = f"{name}:{number}: compile: column 'step ms, median [min-max]' has '91.5 [75.3-219.9]'"
     said += " where the rows give '91.4 [75.3-219.9]'"
-    assert (command.main(["--check"]), capsys.readouterr().out.splitlines()[:-1]) == (1, [said])
-    assert (command.main(["--write"]), capsys.readouterr().out.splitlines()[0]) == (0, said)
-    assert (page.read_text(), command.main(["--check"])) == (text, 0)
+    for words, code in (("--check", 1), ("--write", 0)):
+        status, out, _ = ended(command.main, words)
+        assert (status, out.splitlines()[:-1]) == (code, [said])
+    assert page.read_text() == text and ended(command.main, "--check")[0] == 0
 
 
-def test_a_new_mark_is_filled_and_a_line_too_few_or_too_many_found(copy):
+def test_a_new_mark_is_filled_and_a_line_too_few_or_too_many_found(copy, report):
     save(copy / "results/new.jsonl", [row(line("depth", depth=4))])
     (copy / "NOTES.md").write_text("a\n<!-- report: depth results/new.jsonl -->\n\nb\n")
-    assert command.main(["--write"]) == 0
+    report("--write")
     text = (copy / "NOTES.md").read_text().split("\n")
     assert text[2].startswith("| depth | n | allocated MiB |") and text[-3:] == ["", "b", ""]
     (copy / "NOTES.md").write_text("\n".join(text[:-4] + text[-3:]))
@@ -443,43 +436,36 @@ def test_a_new_mark_is_filled_and_a_line_too_few_or_too_many_found(copy):
     assert (count, said.split(": ", 1)[1]) == (1, "depth: 11 lines where the rows give 10")
 
 
-@pytest.mark.parametrize(("words", "said"), [
-    (["colour"], "report: unknown axis 'colour': expected all or one of "),
-    (["depth"], "report: no file runs/sweep-depth.jsonl: "),
-    ([], "report: no row of any axis in runs/sweep-*.jsonl (at small sizes: --small)"),
-    (["--results", "none.jsonl"], "report: no file none.jsonl: "),
-    (["seqlen", "--results", "results/cpu_modes.jsonl"], "report: seqlen: no row of it (at small sizes: --small)"),
-    (["baselines", "--results", "results/cpu_modes.jsonl"], "report: baselines: no row of it among 5 rows"),
-    (["compile", "--results", "results/cpu_modes.jsonl", "results/main_job.jsonl"], "report: compile: the rows are of"),
-    (["depth", "--check"], "report: --check and --write stand alone"),
-    (["--results", "results/cpu_modes.jsonl"], "report: no row of any axis in results/cpu_modes.jsonl"),
+@pytest.mark.parametrize("words, said", [
+    ("colour", "unknown axis 'colour': expected all or one of "),
+    ("depth", "no file runs/sweep-depth.jsonl: "),
+    ("", "no row of any axis in runs/sweep-*.jsonl (at small sizes: --small)"),
+    ("--results none.jsonl", "no file none.jsonl: "),
+    ("seqlen --results results/cpu_modes.jsonl", "seqlen: no row of it (at small sizes: --small)"),
+    ("baselines --results results/cpu_modes.jsonl", "baselines: no row of it among 5 rows"),
+    ("compile --results results/cpu_modes.jsonl results/main_job.jsonl", "compile: the rows are of"),
+    ("depth --check", "--check and --write stand alone"),
+    ("--results results/cpu_modes.jsonl", "no row of any axis in results/cpu_modes.jsonl"),
 ])
-def test_bad_input_is_one_line_and_exit_2(copy, monkeypatch, capsys, words, said):
-    with pytest.raises(SystemExit) as stopped:
-        command.main(words)
-    told = capsys.readouterr().err
-    assert (stopped.value.code, told.count("\n")) == (2, 1) and told.startswith(said)
+def test_bad_input_is_one_line_and_exit_2(copy, refused, words, said):
+    assert refused(command.main, words).startswith(f"report: {said}")
 
 
-@pytest.mark.parametrize(("mark", "said"), [
+@pytest.mark.parametrize("mark, said", [
     ("colour results/cpu_modes.jsonl", "unknown axis 'colour'"), ("compile gone.jsonl", "no file gone.jsonl"),
 ])
-def test_a_bad_mark_is_named_with_its_line(copy, capsys, mark, said):
+def test_a_bad_mark_is_named_with_its_line(copy, refused, mark, said):
     (copy / "README.md").write_text(f"\n<!-- report: {mark} -->\n")
-    with pytest.raises(SystemExit) as stopped:
-        command.main(["--check"])
-    told = capsys.readouterr().err
-    assert stopped.value.code == 2 and told.startswith(f"report: README.md:2: {said}")
+    assert refused(command.main, "--check").startswith(f"report: README.md:2: {said}")
     (copy / "README.md").write_text("")
     (copy / "NOTES.md").unlink()
     shutil.rmtree(copy / "docs")
     shutil.rmtree(copy / "lab")
-    with pytest.raises(SystemExit):
-        command.main(["--check"])
-    assert capsys.readouterr().err == "report: no marked table in README.md, NOTES.md, docs/*.md, lab/notes/*.md here\n"
+    none = "report: no marked table in README.md, NOTES.md, docs/*.md, lab/notes/*.md here\n"
+    assert refused(command.main, "--check") == none
 
 
-def test_two_files_or_two_commits_are_compared_setting_by_setting(copy, capsys):
+def test_two_files_or_two_commits_are_compared_setting_by_setting(copy, report, refused):
     def made(commit, ms, **flags):
         measured = dict(step_ms=ms, step_ms_min=ms - 1, step_ms_max=ms + 1)
         return row(line("depth", **flags)) | dict(commit=commit * 10, cell=None) | measured
@@ -487,27 +473,22 @@ def test_two_files_or_two_commits_are_compared_setting_by_setting(copy, capsys):
     old = [made("aaaa", 9.0, depth=2), made("aaaa", 10.0, depth=4)]
     new = [made("bbbb", 5.0, depth=4), made("bbbb", 7.0, depth=8)]
     save(copy / "old.jsonl", old), save(copy / "new.jsonl", new), save(copy / "runs/all.jsonl", old + new)
-    for sides in (["old.jsonl", "new.jsonl"], ["aaaaaaa", "bbbbbbb"]):
-        assert command.main(sides) == 0
-        title, _, *lines = capsys.readouterr().out.strip().splitlines()
-        assert len(lines) == 1 and f"{report.MS}, {sides[0]}" in title
+    for sides in ("old.jsonl new.jsonl", "aaaaaaa bbbbbbb"):
+        title, _, *lines = report(sides).strip().splitlines()
+        assert len(lines) == 1 and f"{tables.MS}, {sides.split()[0]}" in title
         assert "| 10.0 [9.0-11.0] | 5.0 [4.0-6.0] | 0.500 [0.364-0.667] |" in lines[0]
-    for sides, said in ((["aaaaaaa", "ccccccc"], "ccccccc: no row of this commit"),
-                        (["old.jsonl", "7.jsonl"], "no file 7.jsonl"),
-                        (["old.jsonl", "seven.jsonl"], "no setting is in both")):  # fmt: skip
-        save(copy / "seven.jsonl", [made("cccc", 1.0, depth=16)])
-        with pytest.raises(SystemExit) as stopped:
-            command.main(sides)
-        assert stopped.value.code == 2 and said in capsys.readouterr().err
+    save(copy / "seven.jsonl", [made("cccc", 1.0, depth=16)])
+    for sides, said in (("aaaaaaa ccccccc", "ccccccc: no row of this commit"), ("old.jsonl 7.jsonl", "no file 7.jsonl"),
+                        ("old.jsonl seven.jsonl", "no setting is in both")):  # fmt: skip
+        assert said in refused(command.main, sides)
 
 
-def test_a_row_of_a_commit_counts_before_a_later_one_of_uncommitted_changes_which_is_marked(copy, capsys):
+def test_a_row_of_a_commit_counts_before_a_later_one_of_uncommitted_changes_which_is_marked(copy, report):
     def made(ms, dirty):
         return row(line("depth", depth=4), ms=ms) | dict(cell=None, dirty=dirty, world=1)
 
     save(copy / "clean.jsonl", [made(10, False), made(20, True)]), save(copy / "dirty.jsonl", [made(5, True)])
-    assert command.main(["clean.jsonl", "dirty.jsonl"]) == 0
-    title, _, only = capsys.readouterr().out.strip().splitlines()
+    title, _, only = report("clean.jsonl dirty.jsonl").strip().splitlines()
     assert "10.0 [9.0-11.0]" in only and "20.0" not in only
     assert "with uncommitted changes" in title and "| dirty.jsonl |" in only
 
@@ -518,82 +499,72 @@ def told_runs(*settings):
     return [each | dict(cell=None, run=f"run-{i}") for i, each in enumerate(rows)]
 
 
-def test_a_file_is_a_table_of_its_runs_over_the_first_with_the_range_of_the_ratio(copy, capsys):
+def test_a_file_is_a_table_of_its_runs_over_the_first_with_the_range_of_the_ratio(copy, report):
     made = told_runs(dict(remat="none", ms=100, eval_loss=2.5), dict(remat="block", ms=120, mib=5_000),
                      dict(remat="block"))  # fmt: skip
     made[2] |= dict(world="8(sim h100-nvlink)", collectives=dict(all_gather=dict(n=3, mib=12.0, ms=0.5)))
     save(copy / "rows.jsonl", made)
-    assert command.main(["rows.jsonl"]) == 0
-    out = capsys.readouterr().out
+    out = report("rows.jsonl")
     assert "| --remat none | 1 | 10'000 | 1.000 | 100.0 [99.0-101.0] | 1.000 [0.980-1.020] | 10.4000 | 2.5000 |" in out
     assert "| --remat block | 1 | 5'000 | 0.500 | 120.0 [119.0-121.0] | 1.200 [1.178-1.222] | 10.4000 |  |" in out
     simulated = next(each for each in out.splitlines() if "8(sim h100-nvlink) | 10'000 |" in each)
     assert "10.4" not in simulated, "the loss of simulated ranks"
     assert "| run-2 | 8(sim h100-nvlink) | all-gather | 3 | 12.0 | 0.50 |" in out
-    assert command.main(["rows.jsonl", "--last", "1"]) == command.main(["rows.jsonl", "--run", "run-2"]) == 0
-    assert "100.0 [" not in capsys.readouterr().out
+    assert "100.0 [" not in report("rows.jsonl --last 1") + report("rows.jsonl --run run-2")
 
 
-@pytest.mark.parametrize(("words", "said"), [
-    (["results/collectives.jsonl"], "results/collectives.jsonl: no run of a training program is in it, its rows are of "
+@pytest.mark.parametrize("words, said", [
+    ("results/collectives.jsonl", "results/collectives.jsonl: no run of a training program is in it, its rows are of "
      "the study collectives; name its table, --results results/collectives.jsonl"),
-    (["results/cpu_modes.jsonl", "--last", "0"], "--last 0: must be at least 1"),
-    (["results/cpu_modes.jsonl", "--run", "mine"], "--run mine: no row of it in results/cpu_modes.jsonl"),
+    ("results/cpu_modes.jsonl --last 0", "--last 0: must be at least 1"),
+    ("results/cpu_modes.jsonl --run mine", "--run mine: no row of it in results/cpu_modes.jsonl"),
 ])  # fmt: skip
-def test_a_file_or_rows_that_are_no_runs_are_one_line(copy, capsys, words, said):
-    with pytest.raises(SystemExit) as stopped:
-        command.main(words)
-    assert stopped.value.code == 2 and capsys.readouterr().err == f"report: {said}\n"
+def test_a_file_or_rows_that_are_no_runs_are_one_line(copy, refused, words, said):
+    assert refused(command.main, words) == f"report: {said}\n"
 
 
-def test_a_loss_of_simulated_ranks_stands_in_no_table(copy, capsys):
+def test_a_loss_of_simulated_ranks_stands_in_no_table(copy, report):
     def made(ms):
         return [row(line("depth", depth=4), ms=ms) | dict(cell=None, world=world, loss=loss, eval_loss=loss)
                 for world, loss in ((1, 2.5), ("8(sim ndr-ib)", 7.75))]  # fmt: skip
 
     save(copy / "a.jsonl", made(10)), save(copy / "b.jsonl", made(20))
-    for argv in (["a.jsonl", "b.jsonl"], ["a.jsonl"]):
-        assert command.main(argv) == 0
-        out = capsys.readouterr().out
+    for argv in ("a.jsonl b.jsonl", "a.jsonl"):
+        out = report(argv)
         assert "8(sim ndr-ib)" in out and "2.5000" in out and "7.75" not in out, argv
 
 
-def test_runs_are_told_apart_by_flags_that_the_first_has_not_and_by_none_where_there_is_no_value(copy, capsys):
+def test_runs_are_told_apart_by_flags_that_the_first_has_not_and_by_none_where_there_is_no_value(copy, report):
     """Rows of main.py and of finetune.py stand in one file."""
     made = told_runs(dict(seed=0), dict(seed=1), dict(init="a.pt"), dict(init=None))
     made[0]["flags"].pop("init", None), made[1]["flags"].pop("init", None)
     save(copy / "rows.jsonl", made), save(copy / "two.jsonl", made[2:])
     for each in made:
         save(copy / f"two.steps/{each['run']}.jsonl", [dict(step=1, loss=3.0)])
-    assert command.main(["rows.jsonl"]) == 0
-    assert capsys.readouterr().out.count("--init a.pt |") == 1
-    assert command.main(["loss", "--results", "two.jsonl"]) == 0
-    out = capsys.readouterr().out
+    assert report("rows.jsonl").count("--init a.pt |") == 1
+    out = report("loss --results two.jsonl")
     assert "| run-2 | a.pt |" in out and "| run-3 |  |" in out, out
 
 
-def test_losses_are_compared_that_can_be_and_a_line_says_what_is_left_out(copy, capsys):
+def test_losses_are_compared_that_can_be_and_a_line_says_what_is_left_out(copy, report):
     tuned = {"model": "tiny", "data": "chat.jsonl", "vocab": None, "rank": 8}
     made = told_runs(dict(seed=0), dict(seed=1), dict(seed=2), dict(seed=3))
     made[1]["flags"], made[3]["world"] = tuned, "8(sim h100-nvlink)"
     save(copy / "rows.jsonl", made)
     for each in made:
         save(copy / f"rows.steps/{each['run']}.jsonl", [dict(step=1, loss=3.0)])
-    assert command.main(["loss", "--results", "rows.jsonl"]) == 0
-    out = capsys.readouterr().out
+    out = report("loss --results rows.jsonl")
     assert "| run-0 | 0 |" in out and "| run-2 | 2 |" in out and "run-1" not in out and "run-3" not in out
     assert "None" not in out
     assert "Left out: 1 of other data, model or vocabulary than the last run's." in out
     assert "Left out: 1 of simulated ranks, whose loss means nothing." in out
-    assert command.main(["loss", "--results", "rows.jsonl", "--last", "2"]) == 0
-    assert "run-0" not in capsys.readouterr().out
+    assert "run-0" not in report("loss --results rows.jsonl --last 2")
 
 
-def test_without_an_axis_all_that_have_rows_are_printed(copy, capsys):
+def test_without_an_axis_all_that_have_rows_are_printed(copy, report):
     save(copy / "runs/sweep-depth.jsonl", [row(line("depth", depth=4))])
     save(copy / "runs/sweep-all.jsonl", [row(line("width", width=2048))])
-    assert command.main([]) == 0
-    assert [each for each in capsys.readouterr().out.split() if each.startswith("**")] == ["**depth**:", "**width**:"]
+    assert [each for each in report("").split() if each.startswith("**")] == ["**depth**:", "**width**:"]
 
 
 def test_the_command_imports_neither_torch_nor_matplotlib():

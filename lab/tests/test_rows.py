@@ -11,7 +11,7 @@ from lab.report import published as rows
 from trainer import config
 from trainer.attention import Shape
 
-NEW = config.setting(config.filled(config.parse(["--depth", "8", "--loss", "chunked"]), "cpu"))
+NEW = config.setting(config.filled(config.parse("--depth 8 --loss chunked".split()), "cpu"))
 
 
 def test_a_default_that_changes_changes_no_setting_of_a_row(monkeypatch):
@@ -59,7 +59,7 @@ def test_every_row_here_holds_its_whole_setting():
                 assert {*rows.SHAPE, *"steps lr compile remat mode device seed".split()} <= row["flags"].keys()
 
 
-@pytest.mark.parametrize(("argv", "kept"), [
+@pytest.mark.parametrize("argv, kept", [
     ("--data text:/home/ann/words.txt", dict(data="text:words.txt")), ("--data bin:/a/b/*.bin", dict(data="bin:*.bin")),
     ("--data text:../ann/corpus/", dict(data="text:corpus")), ("--data bin:a/*.bin", dict(data="bin:a/*.bin")),
     ("--init ~/ann/w.pt --profile /tmp/ann", dict(init="w.pt", profile="ann")), ("", dict(data="stdlib", init=None)),

@@ -109,7 +109,7 @@ def test_the_script_names_resources_by_slurms_names_and_trains_on_gpus_alone_unl
     assert "gpus" not in on_cpus.lower().replace("slurm_gpus_on_node", "") and on_cpus.endswith("run --depth 2\n")
 
 
-@pytest.mark.parametrize(("words", "said"), [
+@pytest.mark.parametrize("words, said", [
     ("slurm --time 1h", "error: --time 1h: must be minutes, hours:mm:ss or days-hours"),
     ("slurm --nodes 0", "error: --nodes 0: must be a number from 1 on"),
     ("slurm --depth 2 --nodes", "error: --nodes: needs a value"),

@@ -62,7 +62,7 @@ def published(name: str) -> list[dict]:
 # ---------------------------------------------------------------- the published figures
 
 
-@pytest.mark.parametrize(("table", "mib"), [("mlp_1024", 352), ("mlp_4096", 3072)])
+@pytest.mark.parametrize("table, mib", [("mlp_1024", 352), ("mlp_4096", 3072)])
 def test_parameters_are_the_published_ones(table, mib):
     with torch.device("meta"):
         model = mlp.MLP(mlp.parse(["--table", table]))
@@ -90,7 +90,7 @@ def counted_peak(switches: str, ranks: int, monkeypatch) -> float:
     return sum(sizes["Total"] for sizes in tracker.get_tracker_snapshot("peak").values()) / MIB
 
 
-@pytest.mark.parametrize(("row", "ranks", "cuda"), [(0, 1, 0), (1, 1, -2048), (4, 4, 0)])
+@pytest.mark.parametrize("row, ranks, cuda", [(0, 1, 0), (1, 1, -2048), (4, 4, 0)])
 def test_eager_peaks_are_the_published_ones(monkeypatch, row, ranks, cuda):
     """cuda: there, under autocast, the gradient of the bf16 logits is never fp32. Above the count stand 16 MiB each."""
     counted = counted_peak(switches_of("mlp_4096")[row], ranks, monkeypatch) + cuda
@@ -163,7 +163,7 @@ def test_simulated_ranks_are_told_apart():
     assert row["world"] == "4(sim none)" and math.isfinite(row["loss"]) and row["outcome"] == "ok"
 
 
-@pytest.mark.parametrize(("phase", "error", "code", "outcome"), [
+@pytest.mark.parametrize("phase, error, code, outcome", [
     ("build", torch.OutOfMemoryError("CUDA out of memory."), 6, "OOM init"),
     ("loss", torch.OutOfMemoryError("CUDA out of memory."), 6, "OOM fwd"),
     ("loss", ValueError("no | such"), 1, "failed: ValueError: no | such"),
@@ -181,7 +181,7 @@ def test_every_end_is_a_row(monkeypatch, capsys, phase, error, code, outcome):
     assert capsys.readouterr().err.startswith(f"error: rank 0: {outcome}")
 
 
-@pytest.mark.parametrize(("argv", "said"), [
+@pytest.mark.parametrize("argv, said", [
     ("--width 0", "--width 0: must be at least 1"),
     ("--steps 3", "--steps 3: must be above 3, which are warm-up"),
     ("--nproc -1", "--world, --nproc, --timeout: must not be negative"),
@@ -236,7 +236,7 @@ def test_a_table_runs_its_rows_on_two_ranks_and_records_the_bad_one(monkeypatch,
     assert mlp.table(mlp.parse([*TINY, "--table", "meta_init", "--nproc", "2", "--results", "rows.jsonl"])) == 1
     title, _, head, _, first, second = capsys.readouterr().out.splitlines()[-6:]
     assert "resident on a CPU" in title
-    assert cells_of(head)[:5] == ["init", "outcome", "world", "after_model_mib", "published"]
+    assert cells_of(head)[:5] == "init outcome world after_model_mib published".split()
     assert cells_of(first)[:3] == ["cuda", "ok", "2"] and cells_of(first)[-2:][1] == "559"
     assert cells_of(second)[1].startswith("failed: exit 2: error: --compile-options triton.cudagraphs: needs CUDA")
     assert cells_of(second)[3:5] == ["", "0"] and cells_of(second)[-1] == "496"

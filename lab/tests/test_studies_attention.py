@@ -55,7 +55,7 @@ def test_a_backend_that_fails_is_a_row_and_the_next_one_runs(monkeypatch):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("backend", "backward"), [("math", 2), ("flash", 2.5)])
+@pytest.mark.parametrize("backend, backward", [("math", 2), ("flash", 2.5)])
 def test_flops_are_those_of_the_pairs_that_attention_sees(backend, backward, causal, monkeypatch):
     monkeypatch.setattr(attention, "milliseconds", lambda *_: {"forward": [2.0], "backward": [10.0]})
     B, H, T, d = 2, 4, 96, 8
@@ -109,7 +109,7 @@ def test_a_row_of_ours_that_is_as_fast_as_those_is_refused(monkeypatch):
         assert outcome.startswith("refused: forward in" if attention.suspicious(line) else "ok")
 
 
-@pytest.mark.parametrize(("backend", "peak_of"), [("plain", "fp32"), ("flash", "fp32"), ("efficient", "bf16")])
+@pytest.mark.parametrize("backend, peak_of", [("plain", "fp32"), ("flash", "fp32"), ("efficient", "bf16")])
 def test_a_row_names_the_dtype_of_its_products_and_the_bytes_that_it_moves(backend, peak_of, monkeypatch):
     monkeypatch.setattr(attention, "refusal", lambda *_: None)
     if backend == "efficient":  # is of a GPU
@@ -136,7 +136,7 @@ def test_ratios_are_to_the_fastest_sdpa_of_the_same_shape_and_device():
     assert ratios == ["1.50", "2.00", "1.00", "", "1.00"]
 
 
-@pytest.mark.parametrize(("argv", "said"), [
+@pytest.mark.parametrize("argv, said", [
     ("--sweep reference --seqlen 1000", "--seqlen 1000: must divide the 32768 tokens"),
     ("--head-dim 0", "--head-dim 0: must be at least 1"),
     ("--heads 32 --kv-heads 5", "--kv-heads 5: must divide the 32"), ("--search", "--search: needs CUDA"),

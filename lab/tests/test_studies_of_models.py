@@ -102,7 +102,7 @@ def test_the_published_2_7b_row_is_not_of_the_precision_of_xl():
     assert round(work["2.7b"] / work["xl"], 1) == 1.7 and round(seconds["2.7b"] / seconds["xl"], 1) == 0.6
 
 
-@pytest.mark.parametrize(("context", "moment"), [(8, "bwd, aten::embedding_backward"), (64, "bwd, aten::_log_softmax")])
+@pytest.mark.parametrize("context, moment", [(8, "bwd, aten::embedding_backward"), (64, "bwd, aten::_log_softmax")])
 def test_memory_names_the_moment_of_the_peak(context, moment, isolated, one_thread, tmp_path):
     """Of few tokens that of the last gradient: with states 16 bytes a parameter. Of many that of the logits."""
     c = dict(size="tiny", batch=4, context=context, precision="fp32", part="step")
@@ -160,7 +160,7 @@ def test_on_a_cpu_phases_leave_out_what_is_noise_there(args):
         assert len({line.count("|") for line in text.splitlines()}) == 1
 
 
-@pytest.mark.parametrize(("module", "flag", "value"), [
+@pytest.mark.parametrize("module, flag, value", [
     (phases, "--sizes", "tiny"), (memory, "--size", "tiny"), (attention, "--seqlen", "64"),
 ])  # fmt: skip
 def test_sizes_of_a_gpu_are_not_begun_on_a_cpu(module, flag, value, call_study, monkeypatch):

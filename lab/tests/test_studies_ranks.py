@@ -91,7 +91,7 @@ def test_a_study_starts_ranks_and_an_exception_of_one_ends_all(isolated):
     assert str(error.value) == "torch.OutOfMemoryError: CUDA out of memory" and study.memory.out_of_memory(error.value)
 
 
-@pytest.mark.parametrize(("alpha", "rate"), [(20e-6, 1e9), (0, 5e8), (3e-3, 1e11)])
+@pytest.mark.parametrize("alpha, rate", [(20e-6, 1e9), (0, 5e8), (3e-3, 1e11)])
 def test_a_fit_finds_the_latency_and_bandwidth_that_times_were_made_of(alpha, rate):
     found = collectives.fit([(x, alpha + x / rate) for x in (1e4, 1e6, 1e8)])
     assert found["alpha_us"] == pytest.approx(1e6 * alpha, abs=1e-2) and found["residual"] < 1e-3
@@ -152,7 +152,7 @@ def test_plan_takes_a_measured_link(tmp_path, capsys):
     assert texts[0] == texts[1] and "step" in texts[0]
 
 
-@pytest.mark.parametrize(("text", "told"), [
+@pytest.mark.parametrize("text, told", [
     (None, "No such file"), ("", "no line of it has a fitted link"), ("{not json", "no line of it has a fitted link"),
     ('{"link": {"alpha_us": 1, "gb_per_s": null}}', "no line of it"), ('{"link": "20:370"}', "no line of it"),
 ])  # fmt: skip
@@ -164,7 +164,7 @@ def test_a_file_without_a_link_is_one_line(train, tmp_path, text, told):
     assert run.code == 2 and f"--link measured:{path}: {told}" in one_line(run.err)
 
 
-@pytest.mark.parametrize(("module", "words", "told"), [
+@pytest.mark.parametrize("module, words, told", [
     (collectives, "--ranks 17", "--ranks 17: a study starts 16 processes at most"),
     (collectives, "--ranks 0", "--ranks 0: must be at"), (collectives, "--ranks 1", "--ranks 1: one rank has nobody"),
     (collectives, "--mb -1", "--mb -1: must be above 0"), (collectives, "--dtypes int3", "--dtypes: invalid choice"),
@@ -218,4 +218,4 @@ def test_a_table_of_rows_that_failed_says_so(module):
     assert table.count("failed: no") == len(module.settings(args)) and "None" not in told
     plots = pytest.importorskip("lab.report.plots", exc_type=ImportError)
     with pytest.raises(plots.NoFigure):
-        module.figure([row | dict(setting=c) for c in module.settings(args)], None)
+        study.figure(module, [row | dict(setting=c) for c in module.settings(args)], None)

@@ -74,7 +74,7 @@ def test_every_way_to_average_gradients_gives_those_of_one_process(two_ranks):
 
 
 @pytest.mark.parametrize("nbytes", [1e6, 3.3e8, 8e9])
-@pytest.mark.parametrize(("o", "w"), [(2e-5, 1e10), (5e-4, 1e8), (1e-2, 5e10)])
+@pytest.mark.parametrize("o, w", [(2e-5, 1e10), (5e-4, 1e8), (1e-2, 5e10)])
 def test_the_best_bucket_is_the_least_of_the_same_model(nbytes, o, w):
     n, size = ddp.best(nbytes, o, w)
     assert n * size == pytest.approx(nbytes)
@@ -83,7 +83,7 @@ def test_the_best_bucket_is_the_least_of_the_same_model(nbytes, o, w):
     assert ddp.overhead(n, nbytes, o, w) <= ddp.overhead(least, nbytes, o, w) * (1 + 1e-12)
 
 
-@pytest.mark.parametrize(("way", "calls"), [("naive", None), ("flat", 1), ("bucketed", 4), ("ddp", 1)])
+@pytest.mark.parametrize("way, calls", [("naive", None), ("flat", 1), ("bucketed", 4), ("ddp", 1)])
 def test_a_simulated_step_sends_every_gradient_once(isolated, way, calls):
     c = dict(kind="simulated", ranks=8, link="100:1", way=way, mb=0.01) | DIMS
     row = ddp.simulated(c, 1, torch.device("cpu"))

@@ -294,7 +294,7 @@ def test_a_rank_that_runs_out_of_memory_before_the_first_is_told(call):
     assert (code, row["outcome"]) == (0, "OOM bwd"), out
 
 
-@pytest.mark.parametrize(("cell", "before", "outcome"), [
+@pytest.mark.parametrize("cell, before, outcome", [
     ("--seed starved", 7, "OOM ?"),
     ("nproc=2 --seed starved", 7, "OOM ?"),
     ("--seed starved", 8, "failed: exit -9 (SIGKILL): no output"),  # the kernel ended nobody meanwhile
@@ -422,7 +422,7 @@ def test_rows_of_any_kind_are_a_table_or_one_line_that_names_the_row(ends, tmp_p
         for name in rng.sample(names, rng.randint(0, 2)):
             del lines[0][name]
         file.write_text("".join(json.dumps(each) + "\n" for each in lines))
-        code, _, err = ends(["--device", "cpu", "--seed", "0", "1", "--results", "rows.jsonl"])
+        code, _, err = ends("--device cpu --seed 0 1 --results rows.jsonl")
         assert not err if code in (0, 1) else err.count("\n") == 1 and "rows.jsonl, line " in err, (lines, err)
         codes.append(code)
     assert min(map(codes.count, (0, 1, 2))) > 10
@@ -434,20 +434,20 @@ def test_a_loss_that_is_not_finite_is_counted_where_seeds_are_summed_up():
     assert "| nan in 1 of 3 |" in sweep.over_seeds(cells, rows)
 
 
-@pytest.mark.parametrize(("words", "said"), [
+@pytest.mark.parametrize("words, said", [
     (["--seed", *map(str, range(200)), "--lr", *map(str, range(200))], "more than 10'000 cells"),
-    (["many"], "many:2: more than 10'000 cells"),
-    (["long"], "long:10001: more than 10'000 cells"),
-    (["bytes"], "bytes:1: expected nproc=N (N >= 1) or a flag, got '\ufffd'"),
-    (["--results", ""], "--results .: Is a directory"),
-    (["--results", "pipe"], "--results pipe: is a pipe"),
-    (["--results", "pipe", "--slurm"], "pipe: is no file"),
+    ("many", "many:2: more than 10'000 cells"),
+    ("long", "long:10001: more than 10'000 cells"),
+    ("bytes", "bytes:1: expected nproc=N (N >= 1) or a flag, got '\ufffd'"),
+    ("--results ''", "--results .: Is a directory"),
+    ("--results pipe", "--results pipe: is a pipe"),
+    ("--results pipe --slurm", "pipe: is no file"),
     (["--program", "'"], "--program ': No closing quotation"),
-    (["--program", ""], "--program: needs a file"),
-    (["--timeout", "nan"], "--timeout nan: must be seconds"),
-    (["--budget", "-1"], "--budget -1: must be seconds"),
-    (["--wandb"], "--wandb: needs a value"),
-    (["--world", "4", "--link"], "--link: needs a value"),
+    ("--program ''", "--program: needs a file"),
+    ("--timeout nan", "--timeout nan: must be seconds"),
+    ("--budget -1", "--budget -1: must be seconds"),
+    ("--wandb", "--wandb: needs a value"),
+    ("--world 4 --link", "--link: needs a value"),
 ])
 def test_what_no_sweep_can_do_is_one_line_and_exit_2(ends, tmp_path, words, said):
     os.mkfifo(tmp_path / "pipe")
@@ -458,7 +458,7 @@ def test_what_no_sweep_can_do_is_one_line_and_exit_2(ends, tmp_path, words, said
     assert code == 2 and err.count("\n") == 1 and err.startswith(f"sweep: {said}"), err
 
 
-@pytest.mark.parametrize(("lines", "said"), [
+@pytest.mark.parametrize("lines, said", [
     (["--depth 8", "depth 4"], "cells.txt:2: expected nproc=N (N >= 1) or a flag, got 'depth'"),
     (["# none", "", "nproc=2 8"], "cells.txt:3: expected nproc=N (N >= 1) or a flag, got '8'"),
     (["nproc=0 --depth 8"], "cells.txt:1: expected nproc=N (N >= 1) or a flag, got 'nproc=0'"),

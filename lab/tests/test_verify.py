@@ -97,7 +97,7 @@ def file_of(out) -> dict:
 NODES = dict(NNODES="2", NODE_RANK="0", MASTER_ADDR="127.0.0.1")
 
 
-@pytest.mark.parametrize(("more", "env", "message"), [
+@pytest.mark.parametrize("more, env, message", [
     (dict(minutes=0.0), {}, "--minutes 0: must be above 0"),
     (dict(minutes=float("nan")), {}, "--minutes nan: must be above 0"),
     (dict(world=1), {}, "--world 1: must be at least 2"),
@@ -341,7 +341,7 @@ def test_what_kernels_say_is_shares_exposed_time_order_streams_and_slower_produc
         overlapped.looked_at(overlapped.kernels(tmp_path / "b.gz"))
 
 
-@pytest.mark.parametrize(("late", "status"), [(0, "held"), (1000, "not held")])
+@pytest.mark.parametrize("late, status", [(0, "held"), (1000, "not held")])
 def test_a_trace_whose_collectives_wait_is_not_held(tmp_path, monkeypatch, late, status):
     two = [(name, a + 100 * k, b + 100 * k, stream) for k in range(2) for name, a, b, stream in
            [(GATHER, 0, 10, 9), ("gemm", 0, 60, 7), (SCATTER, 20, 50, 9)]]  # fmt: skip
@@ -359,7 +359,7 @@ def test_a_trace_whose_collectives_wait_is_not_held(tmp_path, monkeypatch, late,
     assert found.words.startswith(f"{0 if late else 1:.2f} of NCCL's 0.0 ms hidden (at least 0.6), "), found.words
 
 
-@pytest.mark.parametrize(("device", "name"), [
+@pytest.mark.parametrize("device, name", [
     ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H100 PCIe", "h100-pcie"), ("NVIDIA GH200 480GB", "gh200"),
     ("NVIDIA A100-SXM4-80GB", "a100-80"), ("NVIDIA A100-PCIE-40GB", "a100-40"), ("NVIDIA H200", "h200"),
     ("NVIDIA GeForce RTX 4090", "rtx-4090"), ("NVIDIA B200", "b200"), ("Some TPU", None),
@@ -415,7 +415,7 @@ def test_a_row_is_run_once_and_found_again(tmp_path, monkeypatch):
     assert m.row("--depth 2")["cell"] == "c 1 2.13.0 CPU nproc=2 --depth 2" and len(ran) == 2
 
 
-@pytest.mark.parametrize(("cuda", "how"), [(True, "--device cuda"), (False, "--small")])
+@pytest.mark.parametrize("cuda, how", [(True, "--device cuda"), (False, "--small")])
 def test_programs_of_one_gpu_run_with_8_simulated_ranks_and_their_rows_go_to_one_file(cuda, how, tmp_path, monkeypatch):
     ran = []
 
@@ -494,7 +494,7 @@ def test_on_cpu_ranks_all_that_they_can_show_is_held(ranks, out, monkeypatch):
     """The whole list. How long that takes is the log's (--durations) to say: it hangs on what else the machine does."""
     found = run(out, monkeypatch, ranks, [*SETTINGS["checks"]])
     shown = [number for number, status in found.items() if status == "held"]
-    assert shown == ["1.1", "1.2", "1.4", "1.5", "1.6", "2.1", "3.1"], file_of(out)
+    assert shown == "1.1 1.2 1.4 1.5 1.6 2.1 3.1".split(), file_of(out)
     assert {found[number] for number in found.keys() - {*shown}} == {"not measured"}
     (path,) = out.glob("verify-*.json")
     text = path.read_text()
@@ -525,7 +525,7 @@ def test_planted_faults_are_found_each_by_its_part_and_by_as_much_as_was_planted
     assert {*found.values()} == {"not held"}, file_of(out)
     norms, order, peak = (told["figures"] for _, told in sorted(file_of(out)["verdicts"].items()))
     assert {name: float(figure.split()[1]) for name, figure in norms.items()} == pytest.approx(
-        dict.fromkeys(["fsdp2", "ddp", "bf16", "muon"], 1.0), rel=0.05), "twice the norm on two ranks"  # fmt: skip
+        dict.fromkeys("fsdp2 ddp bf16 muon".split(), 1.0), rel=0.05), "twice the norm on two ranks"  # fmt: skip
     assert order == dict(gathers=9, reductions=5, order="G" * 9 + "R" * 5), "all wait at once, in the order that it was"
     assert abs((peak["simulated_mib"] - 80) / peak["planned_mib"] - 1) < 0.02 < peak["off"]
 
