@@ -32,10 +32,10 @@ def test_a_study_has_what_the_shared_part_calls(name):
     ("--device gpu", "--device: invalid choice"),
     ("--small --results /proc/none/x.jsonl", "--results /proc/none/x.jsonl"),
     ("--small --plots /proc/none", "--plots /proc/none: "),
-    (["--small", "--plots", __file__], f"--plots {__file__}: File exists"),
+    (f"--small --plots {__file__}", f"--plots {__file__}: File exists"),
 ])  # fmt: skip
 def test_a_bad_flag_is_one_line(call_study, name, words, told):
-    done = call_study(study.study(name), *words)
+    done = call_study(study.study(name), *words.split())
     assert done.code == 2 and told in one_line(done.err)
 
 
@@ -116,7 +116,7 @@ def test_report_prints_the_table_of_a_study_and_checks_it(call_study, tmp_path, 
     results = tmp_path / "rows.jsonl"
     done = call_study(accounting, "--small", "--results", results)
     assert done.code == 0 and "| xxl | states GiB | 3'276 |" in done.out and "plots/study-accounting.png" in done.out
-    assert report.main(f"--study accounting --results {results} --plots {tmp_path}") == 0
+    assert report.main(f"--study accounting --results {results} --plots {tmp_path}".split()) == 0
     out = capfd.readouterr().out
     table = "\n".join(line for line in out.splitlines() if line.startswith("|"))
     assert table in done.out and (tmp_path / "study-accounting.svg").stat().st_size > 5000
@@ -134,7 +134,7 @@ def test_report_prints_the_table_of_a_study_and_checks_it(call_study, tmp_path, 
 ])  # fmt: skip
 def test_report_refuses_what_is_no_study(isolated, capfd, argv, told):
     with pytest.raises(SystemExit) as exit:
-        report.main(argv)
+        report.main(argv.split())
     assert exit.value.code == 2 and told in capfd.readouterr().err
 
 
@@ -157,7 +157,7 @@ def test_all_studies_run_one_after_the_other(monkeypatch, code):
 ])  # fmt: skip
 def test_a_bad_flag_of_all_studies_is_one_line(capfd, words, told):
     with pytest.raises(SystemExit) as exit:
-        everything.main(words)
+        everything.main(words.split())
     assert exit.value.code == 2 and told in one_line(capfd.readouterr().err)
 
 
@@ -287,7 +287,7 @@ def test_pipeline_finds_the_best_micro_batch_and_refuses_what_does_not_divide(ca
         assert math.isclose(row["gpipe_ms"], row["batch_ms"]) and math.isclose(row["1f1b_ms"], row["batch_ms"])
     least = min(rows[:-1], key=lambda row: row["batch_ms"])["setting"]["micro_batch"]
     assert [line.split()[3] for line in done.out.splitlines() if "; least time" in line] == [f"{least},"]
-    done = call_study(pipeline, "--small --batch 7")
+    done = call_study(pipeline, *"--small --batch 7".split())
     assert done.code == 2 and "--batch 7: must be a multiple of --replicas 2" in one_line(done.err)
 
 

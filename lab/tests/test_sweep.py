@@ -405,7 +405,7 @@ def ends(tmp_path, monkeypatch, capsys):
 
     def ends(words):
         with pytest.raises(SystemExit) as stopped:
-            monkeypatch.setattr(sys, "argv", ["sweep", *words])
+            monkeypatch.setattr(sys, "argv", ["sweep", *shlex.split(words)])
             sweep.main()
         return stopped.value.code, *capsys.readouterr()
 
@@ -435,14 +435,14 @@ def test_a_loss_that_is_not_finite_is_counted_where_seeds_are_summed_up():
 
 
 @pytest.mark.parametrize("words, said", [
-    (["--seed", *map(str, range(200)), "--lr", *map(str, range(200))], "more than 10'000 cells"),
+    (f"--seed {' '.join(map(str, range(200)))} --lr {' '.join(map(str, range(200)))}", "more than 10'000 cells"),
     ("many", "many:2: more than 10'000 cells"),
     ("long", "long:10001: more than 10'000 cells"),
     ("bytes", "bytes:1: expected nproc=N (N >= 1) or a flag, got '\ufffd'"),
     ("--results ''", "--results .: Is a directory"),
     ("--results pipe", "--results pipe: is a pipe"),
     ("--results pipe --slurm", "pipe: is no file"),
-    (["--program", "'"], "--program ': No closing quotation"),
+    ("--program \\'", "--program ': No closing quotation"),
     ("--program ''", "--program: needs a file"),
     ("--timeout nan", "--timeout nan: must be seconds"),
     ("--budget -1", "--budget -1: must be seconds"),
