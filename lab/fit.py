@@ -171,9 +171,12 @@ def planned(
         asked = replace(q.with_flags(batch=cell.micro, grad_accum=cell.accum, remat="block", remat_ratio=ratio),
                         ranks=cell.ranks)  # fmt: skip
         timed = q.gpu.arch != "cpu" and cell.ratio is not None
-        told = dict(parameters=q.a.parameters, planned_ratio=cell.ratio)
-        told |= dict(planned_mib=round(asked.peak().nbytes / 2**20 + base, 1))
-        told |= dict(planned_ms=round(1e3 * asked.answer().time.seconds, 1) if timed else None)
+        told = dict(
+            parameters=q.a.parameters,
+            planned_ratio=cell.ratio,
+            planned_mib=round(asked.peak().nbytes / 2**20 + base, 1),
+            planned_ms=round(1e3 * asked.answer().time.seconds, 1) if timed else None,
+        )
         found.append((cell, told))
     return found
 
@@ -205,7 +208,9 @@ def least(
     """The least value of an ascending grid that fits, if all above one that fits do, too; else None. It is looked for
     from the first that is not below `first` on, in growing steps and then by halves. fits(value) None: not known, ends
     the search."""
-    low, high, step = 0, len(grid), 1
+    low = 0
+    high = len(grid)
+    step = 1
     at = next((i for i, value in enumerate(grid) if value >= first), len(grid) - 1)
     while low < high:
         at = at if low <= at < high else (low + high) // 2
@@ -311,7 +316,8 @@ def main(argv: list[str]) -> int:
         tell(
             f"left out, as they do not divide --effective-batch {own.effective_batch}: {told} (ranks x micro-batch)"
         )
-    runs, failed = not own.plan and (c.device == "cpu" or sweep.gpus() > 0), 0
+    runs = not own.plan and (c.device == "cpu" or sweep.gpus() > 0)
+    failed = 0
     c = flags.filled(c, "cpu" if c.device == "cpu" else "cuda")
     try:
         check_writable(own.results)

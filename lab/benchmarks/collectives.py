@@ -60,9 +60,13 @@ def main(own: argparse.Namespace, c: flags.Config) -> int:
         for part, gm in pair.items()
     }
     row = timing.environment(torch.device("cpu")) | dict(
-        device="no device, graphs", world=own.world
+        device="no device, graphs",
+        world=own.world,
+        study="collectives",
+        flags=flags.setting(c),
+        outcome="ok",
+        graphs=made,
     )
-    row |= dict(study="collectives", flags=flags.setting(c), outcome="ok", graphs=made)
     append_jsonl(c.results, row | dict(command=shlex.join(sys.argv[1:])))
     dist.destroy_process_group()
     return 0

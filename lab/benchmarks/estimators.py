@@ -57,11 +57,17 @@ def row(run: Run) -> dict:
         dict(wrapper="fsdp2", compile="none") | {name: getattr(run.c, name) for name in sizes}
     )
     dist.init_process_group("fake", rank=0, world_size=run.ranks, store=FakeStore())
-    c, began = flags.resolve(flags.parse(words), "cuda", run.ranks), time.process_time()
+    c = flags.resolve(flags.parse(words), "cuda", run.ranks)
+    began = time.process_time()
     found = timing.environment(torch.device("cpu")) | dict(
-        study="estimators", run=run.name, flags=flags.setting(c)
+        study="estimators",
+        run=run.name,
+        flags=flags.setting(c),
+        world=run.ranks,
+        published_mib=run.mib,
+        published_ms=run.ms,
+        errors={},
     )
-    found |= dict(world=run.ranks, published_mib=run.mib, published_ms=run.ms, errors={})
     # Fake tensors run that one for real, on zeros.
     still = mock.patch.object(AdamW, "_fused", lambda *_: None)
     with still, gpu_code.simulated(c, run.ranks, None) as (step, tokens, _):
@@ -87,8 +93,8 @@ def table(rows: list[dict]) -> str:
     columns = [
         ("published run", [r["run"] for r in rows]),
         ("ranks", [str(r["world"]) for r in rows]),
+        ("MiB", [grouped(r["published_mib"]) for r in rows]),
     ]
-    columns += [("MiB", [grouped(r["published_mib"]) for r in rows])]
     columns += [
         (name, [cell(r, name, "published_mib") for r in rows])
         for name in ("MemTracker", "FSDPMemTracker")

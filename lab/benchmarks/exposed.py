@@ -31,7 +31,8 @@ if __name__ == "__main__":  # before torch is imported, as in main.py
     _parser.add_argument(
         "--plot", metavar="FILE", help="draw `lanes` of the last row of each setting in --results"
     )
-    OWN, CONFIG = _parser.parse_args(sys.argv[1:_cut]), flags.parse(sys.argv[_cut + 1 :])
+    OWN = _parser.parse_args(sys.argv[1:_cut])
+    CONFIG = flags.parse(sys.argv[_cut + 1 :])
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -67,7 +68,9 @@ def lanes(step, batch: list[torch.Tensor]) -> list[Lane]:
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         took = timed(step, batch)
     events = sorted(profiler.events(), key=lambda event: event.time_range.start)
-    calls, found, free = iter(simulated_world.log()), [("computation", 0.0, took)], 0.0
+    calls = iter(simulated_world.log())
+    found = [("computation", 0.0, took)]
+    free = 0.0
     for event in events:
         start = (event.time_range.start - events[0].time_range.start) / 1e3
         if event.name.startswith("sim::"):
@@ -100,7 +103,10 @@ def measure(cells: list[str], c: flags.Config) -> list[dict]:
     batch = [
         t.to(device) for t in next(Batches(c.data, **sizes, seed=c.seed, rank=0, world=c.world))
     ]
-    runs, ms, links, none = [], {}, {}, simulated_world.link("none")
+    runs = []
+    ms = {}
+    links = {}
+    none = simulated_world.link("none")
     for cell, own in zip(cells, configs, strict=True):
         step = build(own, device, c.world)
         simulated_world.use(none)
@@ -135,9 +141,8 @@ def measure(cells: list[str], c: flags.Config) -> list[dict]:
                 study="exposed", cell=cell, flags=flags.setting(own), factor=factor
             )
             row |= timing.stats(ms[cell, factor]) | dict(
-                world=flags.world_label(own, c.world), depth=own.depth
-            )
-            row |= dict(
+                world=flags.world_label(own, c.world),
+                depth=own.depth,
                 compute_ms=round(compute, 3),
                 link_ms=round(1e3 * sum(seconds), 3),
                 interleaved=cells,
@@ -158,7 +163,8 @@ def measure(cells: list[str], c: flags.Config) -> list[dict]:
 
 def label(row: dict) -> str:
     """The cell, with the flags that change its schedule."""
-    ahead, kept = row["flags"]["ahead"], row["flags"]["keep_last"]
+    ahead = row["flags"]["ahead"]
+    kept = row["flags"]["keep_last"]
     return row["cell"] + " --keep-last" * kept + f" --ahead {ahead:g}" * (ahead != 1)
 
 
@@ -168,8 +174,11 @@ def table(rows: list[dict]) -> str:
     rest = [
         (row["step_ms"] - row["ends_ms"]) / most for row, most in zip(rows, longer, strict=True)
     ]
-    columns = [("", [*map(label, rows)]), ("depth", [str(row["depth"]) for row in rows])]
-    columns.append(("links / computation", [f"{row['factor']:g}" for row in rows]))
+    columns = [
+        ("", [*map(label, rows)]),
+        ("depth", [str(row["depth"]) for row in rows]),
+        ("links / computation", [f"{row['factor']:g}" for row in rows]),
+    ]
     columns += [(name, [grouped(row[key], 1) for row in rows]) for name, key in
                 (("computation ms", "compute_ms"), ("links ms", "link_ms"), ("step ms", "step_ms"))]  # fmt: skip
     columns.append(("ratio", [f"{row['ratio']:.3f}" for row in rows]))

@@ -109,10 +109,8 @@ def links(
         for group in groups
         if group.size() > 1
     }
-    mb, found = (
-        own.mb or ([0.01, 0.1, 1.0] if device.type == "cpu" else [0.1, 1.0, 10.0, 100.0]),
-        {},
-    )
+    mb = own.mb or ([0.01, 0.1, 1.0] if device.type == "cpu" else [0.1, 1.0, 10.0, 100.0])
+    found = {}
     for name, group in groups.items():
         setting = dict(
             link=name,
@@ -121,8 +119,9 @@ def links(
             nodes=world // local,
             mb=mb,
             dtype="fp32",
+            backend=dist.get_backend(group),
+            pieces=1,
         )
-        setting |= dict(backend=dist.get_backend(group), pieces=1)
         # The others of this group: nobody waits for those of another.
         everyone = [None] * group.size()
         dist.all_gather_object(
@@ -174,9 +173,11 @@ def simulate(
         for name, fit in link.items()
     }
     simulated_world.start(world, none := Link(0.0, float("inf")), device, rank)
-    c, meet = next(iter(settings.values())), meeting(world)
+    c = next(iter(settings.values()))
+    meet = meeting(world)
     steps = [build(each, device, world) for each in settings.values()]
-    rows, batch = [{} for _ in steps], [t.to(device) for t in next(data(c, rank, world))]
+    rows = [{} for _ in steps]
+    batch = [t.to(device) for t in next(data(c, rank, world))]
     for what, network in (("compute", none), ("simulated", lambda ranks: link[kind(ranks, local)])):
         simulated_world.use(network)
         timed = [(step, timing.StepTimer(device)) for step in steps]
@@ -186,8 +187,10 @@ def simulate(
             simulated_world.log().clear()
             step(*batch)
             calls = [*simulated_world.log()]
-            row |= timing.stats(timer.ms(), what) | dict(collectives=simulated_world.summary(calls))
-            row |= dict(link_ms=round(1e3 * sum(call.seconds for call in calls), 3))
+            row |= timing.stats(timer.ms(), what) | dict(
+                collectives=simulated_world.summary(calls),
+                link_ms=round(1e3 * sum(call.seconds for call in calls), 3),
+            )
     simulated_world.stop()
     return rows
 
@@ -203,8 +206,10 @@ def measure(
         control_group(),
     )
     settings = cells(own.modes, c, device, world)
-    about, found = timing.environment(device), links(own, device, rank, world, local)
-    c, rows = next(iter(settings.values())), [about | row for row in found.values()]
+    about = timing.environment(device)
+    found = links(own, device, rank, world, local)
+    c = next(iter(settings.values()))
+    rows = [about | row for row in found.values()]
     real = [(build(each, device, world), timing.StepTimer(device)) for each in settings.values()]
     interleave(real, data(c, rank, world), c.steps, device, rank)
     real = [timer.ms() for _, timer in real]
@@ -216,11 +221,15 @@ def measure(
         told = process.submit(simulate, settings, found, device, rank, world, local).result()
     for name, ms, more in zip(settings, real, told, strict=True):
         row = about | dict(
-            study="nodes", cell=name, network=own.network, nodes=world // local, world=world
-        )
-        row |= dict(outcome="ok", flags=flags.setting(settings[name]), interleaved=[*settings])
-        row |= dict(
-            ratio=round(statistics.median(a / b for a, b in zip(ms, real[0], strict=True)), 4)
+            study="nodes",
+            cell=name,
+            network=own.network,
+            nodes=world // local,
+            world=world,
+            outcome="ok",
+            flags=flags.setting(settings[name]),
+            interleaved=[*settings],
+            ratio=round(statistics.median(a / b for a, b in zip(ms, real[0], strict=True)), 4),
         )
         rows.append(row | more | timing.stats(ms))
     return rows

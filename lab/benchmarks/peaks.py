@@ -83,29 +83,21 @@ def row(own: argparse.Namespace, c: flags.Config, timeline: Timeline, meter: pea
     for code in meter.codes.values():
         kernels[code.name] += len(code.kernels)
     found = timing.environment(torch.device("cpu")) | dict(
-        device=f"simulated {own.arch}", world=own.world
-    )
-    found |= dict(
+        device=f"simulated {own.arch}",
+        world=own.world,
         study="peak",
         cell=os.environ.get("SWEEP_CELL"),
         flags=flags.setting(c),
         published=own.published,
-    )
-    found |= dict(
         outcome="ok",
         simulated_mib=round(top.nbytes / 2**20 + allowance, 1),
         allowance_mib=allowance,
-    )
-    found |= dict(
-        moment=top.moment, tflop=round(sum(work["flops"] for work in meter.work.values()) / 1e12, 4)
-    )
-    found |= dict(
+        moment=top.moment,
+        tflop=round(sum(work["flops"] for work in meter.work.values()) / 1e12, 4),
         phases_mib={
             name: round(max(levels[a:b], default=0) / 2**20, 1) for (_, name), a, b in phases
-        }
-    )
-    found |= dict(
-        buffers=[[n, round(size / 2**20, 1), text] for n, size, text in largest(timeline)]
+        },
+        buffers=[[n, round(size / 2**20, 1), text] for n, size, text in largest(timeline)],
     )
     return found | dict(kernels=dict(kernels), command=shlex.join(sys.argv[1:]))
 

@@ -65,12 +65,11 @@ FITTED = {
 
 def draw(seed: int, settings: int) -> Iterator[list[str]]:
     """As many command lines of `lab.benchmarks.peaks`, of values that fit together. The same for the same seed."""
-    rng, usual = random.Random(seed), flags.resolve(flags.parse([], world=1), "cuda", 64)
+    rng = random.Random(seed)
+    usual = flags.resolve(flags.parse([], world=1), "cuda", 64)
     while settings:
-        world, drawn = (
-            rng.choice(WORLDS),
-            {name: rng.choice(values) for name, values in CHOICES.items()},
-        )
+        world = rng.choice(WORLDS)
+        drawn = {name: rng.choice(values) for name, values in CHOICES.items()}
         odd = {name: value for name, value in drawn.items() if value != getattr(usual, name)}
         parts = {name: flags.PARTS[name] for name in odd if name in flags.PARTS}
         if any(
@@ -95,7 +94,9 @@ def trade(gpu: str = "h100", ranks: int = 8) -> list[tuple[str, list[str]]]:
     """Planned ms of a step as (title, cells), for each width, tokens of a micro-batch and link: 8 micro-batches with
     nothing recomputed / 2 micro-batches of four times the tokens with all blocks recomputed but attention's core. A !
     marks where the second is slower. Sequences of 1024 tokens, depth 8; the reference transformer."""
-    links, own, lines = ("none", "h100-nvlink", "ndr-ib", "10:10"), hardware.gpu(gpu), []
+    links = ("none", "h100-nvlink", "ndr-ib", "10:10")
+    own = hardware.gpu(gpu)
+    lines = []
     for width, micro in product((1024, 4096, 8192), (1, 2, 4, 8, 16, 32)):
         line = [f"{width}", f"{1024 * micro}"]
         for name in links:
@@ -112,8 +113,9 @@ def trade(gpu: str = "h100", ranks: int = 8) -> list[tuple[str, list[str]]]:
                     f"block:{ratio}",
                     "--batch",
                     batch,
+                    "--grad-accum",
+                    accum,
                 ]
-                words += ["--grad-accum", accum]
                 c = SimpleNamespace(
                     **flags.resolve(flags.parse([*map(str, words)]), "cuda", ranks).flat()
                 )
@@ -167,8 +169,10 @@ def published_peak(c, ranks: int) -> float:
     U, W = 2 * c.batch * c.seqlen * c.width, 2 * c.width * a.hidden  # of one of the MLP's weights
     block = 4 * a.block_parameters / ranks  # gradients of a block
     held = dict(none=a.attention_parameters + W, attn=W, mlp=a.attention_parameters).get(c.remat, 0)
-    states, whole = 12 * a.parameters / ranks + 21 * 2**20, 2 * c.width * c.vocab
-    kept, logits = kept_per_block(c) * U, 2 * c.batch * c.seqlen * c.vocab
+    states = 12 * a.parameters / ranks + 21 * 2**20
+    whole = 2 * c.width * c.vocab
+    kept = kept_per_block(c) * U
+    logits = 2 * c.batch * c.seqlen * c.vocab
     at_loss = c.depth * (kept + 2 * held) + (2 + (c.compile == "model")) * logits + 2 * U + whole
     head = 2 * whole / ranks
     at_mlp = [
@@ -198,9 +202,14 @@ def runs() -> Iterator[Run]:
                 name: p[name] for name in usual.keys() & p.keys() if name not in ("attn", "compile")
             }
             remat = p.get("remat", "both")
-            changed |= dict(remat_core=remat in ("attn", "both"), remat_norm=remat == "none")
-            changed |= dict(attn=p.get("attn", "flex")[:4], compile=p.get("compile", "fwdbwd"))
-            c, ms = SimpleNamespace(**(usual | changed)), p["ms"]
+            changed |= dict(
+                remat_core=remat in ("attn", "both"),
+                remat_norm=remat == "none",
+                attn=p.get("attn", "flex")[:4],
+                compile=p.get("compile", "fwdbwd"),
+            )
+            c = SimpleNamespace(**(usual | changed))
+            ms = p["ms"]
             if axis == "mfu":
                 c.heads, c.kv_heads, c.remat_of = 32, 32 // c.grouping, partial(remat_of, c)
                 ms = 1e5 * flops_per_token(c, c.seqlen) * c.batch * c.seqlen / (p["mfu"] * A100)
@@ -216,8 +225,10 @@ def recounted() -> list[tuple[str, list[str]]]:
     found = [r for r in runs() if r.name.startswith("mfu ")]
     theirs = published("mfu")
     columns = [(name, [str(key[i]) for key in theirs]) for i, name in enumerate(key_names("mfu"))]
-    columns += [("published %", [p["text"]["mfu"].partition(",")[0] for p in theirs.values()])]
-    columns += [("step ms", [f"{r.ms:.0f}" for r in found])]
+    columns += [
+        ("published %", [p["text"]["mfu"].partition(",")[0] for p in theirs.values()]),
+        ("step ms", [f"{r.ms:.0f}" for r in found]),
+    ]
     for title, convention in (("mfu %", "causal"), ("mfu_palm %", "palm"), ("hfu %", "hardware")):
         done = [
             flops_per_token(r.c, r.c.seqlen, convention) * r.c.batch * r.c.seqlen for r in found

@@ -35,7 +35,8 @@ if __name__ == "__main__":  # before torch is imported, as in main.py
     _parser.add_argument("--check", action="store_true", help="bitwise resumption")
     _parser.add_argument("--small", action="store_true", help="toy sizes on a CPU, to try it out")
     _parser.add_argument("flags", nargs="*", metavar="-- FLAGS", help="of main.py")
-    RANKS, ARGS = ranks(), _parser.parse_args()
+    RANKS = ranks()
+    ARGS = _parser.parse_args()
     if ARGS.rounds < 1:
         fail(f"--rounds {ARGS.rounds}: must be at least 1", RANKS[0])
     CONFIG = flags.parse([*TINY * ARGS.small, *ARGS.flags], RANKS[0])
@@ -76,7 +77,9 @@ class Trained:
 
     def train(self, n: int) -> list[float]:
         """ms of n steps; `losses` are theirs."""
-        times, self.losses, self.k = [], [], self.k + n
+        times = []
+        self.losses = []
+        self.k = self.k + n
         for _ in range(n):
             times.append(self.ms(self.step, *(t.to(self.device) for t in next(self.batches))))
             self.losses.append(self.result.item())
@@ -101,7 +104,9 @@ class Trained:
 def costs(run: Trained, rounds: int, between: int) -> dict:
     """ms of steps and saves, MiB resident."""
     run.train(3)
-    sync, background, peaks = run.saver("sync"), None, {}
+    sync = run.saver("sync")
+    background = None
+    peaks = {}
     times = {kind: [] for kind in ("step", "sync", "async", "beside", "written")}
 
     def peak(kind: str) -> None:  # since the last call
@@ -116,10 +121,8 @@ def costs(run: Trained, rounds: int, between: int) -> dict:
             times["sync"].append(run.ms(sync.save, run.k))
             peak("sync")
             times["step"] += run.train(between)
-            background, start = (
-                background or stack.enter_context(run.saver("async")),
-                time.perf_counter(),
-            )
+            background = background or stack.enter_context(run.saver("async"))
+            start = time.perf_counter()
             times["async"].append(run.ms(background.save, run.k))
             future = background.pending[1]
             future.add_done_callback(
@@ -139,19 +142,17 @@ def costs(run: Trained, rounds: int, between: int) -> dict:
 
 def rates(run: Trained) -> dict:
     """MB/s of this rank's tensors, in steps of a save and a resumption."""
-    state, rank, folder = checkpoint.tensors(run.step), dist.get_rank(), f"{run.folder}/sync"
-    size, saved = (
-        sum(local(t).nbytes for t in state.values()),
-        f"{folder}/{checkpoint.steps_in(folder)[0]}",
-    )
+    state = checkpoint.tensors(run.step)
+    rank = dist.get_rank()
+    folder = f"{run.folder}/sync"
+    size = sum(local(t).nbytes for t in state.values())
+    saved = f"{folder}/{checkpoint.steps_in(folder)[0]}"
     new = checkpoint.on_rank_0(lambda: tempfile.mkdtemp(dir=folder), run.group)
     ms = dict(
         write=run.ms(write_tensors, new, state, run.group),
         crc=run.ms(digest, f"{new}/__{rank}_0.distcp"),
-    )
-    ms |= dict(verify=run.ms(verify, saved, rank, dist.get_world_size()))
-    ms |= dict(
-        load=run.ms(checkpoint.load, checkpoint.newest([saved], run.group), run.step, run.group)
+        verify=run.ms(verify, saved, rank, dist.get_world_size()),
+        load=run.ms(checkpoint.load, checkpoint.newest([saved], run.group), run.step, run.group),
     )
     return dict(state_mib=round(size / 2**20, 1)) | {
         f"{k}_mb_s": round(size / t / 1e3, 1) for k, t in ms.items()
@@ -166,10 +167,13 @@ def resumed(make) -> dict:
         saver.save(run.k)
         saved = run.bits()
         run.train(5)
-    expected, path = run.bits(), f"{run.folder}/async/step-00000003"
+    expected = run.bits()
+    path = f"{run.folder}/async/step-00000003"
     del saver, run
-    run, found = make(seed=1), checkpoint.newest([path])
-    run.losses, run.batches.sample = saved[0], found.about["samples"]
+    run = make(seed=1)
+    found = checkpoint.newest([path])
+    run.losses = saved[0]
+    run.batches.sample = found.about["samples"]
     differed = run.bits() != saved
     checkpoint.load(found, run.step, run.group)
     same = differed and run.bits() == saved

@@ -22,7 +22,8 @@ if __name__ == "__main__":  # before torch is imported, as in main.py
     if {"-h", "--help"} & {*sys.argv[1:_cut]}:
         sys.exit(print(__doc__))
     RANKS = ranks()
-    CELLS, CONFIG = sys.argv[1:_cut], flags.parse(sys.argv[_cut + 1 :], RANKS[0])
+    CELLS = sys.argv[1:_cut]
+    CONFIG = flags.parse(sys.argv[_cut + 1 :], RANKS[0])
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -120,7 +121,8 @@ def compare(
     sizes = dict(global_batch=world * c.batch * c.grad_accum, seqlen=c.seqlen, vocab=c.vocab)
     batches = Batches(c.data, **sizes, seed=c.seed, rank=rank, world=world)
     interleave(steps, batches, c.steps, device, rank)
-    rows, first = [], steps[0][1].ms()
+    rows = []
+    first = steps[0][1].ms()
     for cell, own, (_, timer) in zip(cells, configs, steps, strict=True):
         ratio = statistics.median(a / b for a, b in zip(timer.ms(), first, strict=True))
         row = timing.environment(device) | dict(

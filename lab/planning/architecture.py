@@ -74,7 +74,9 @@ class Architecture:
     @property
     def attention_shapes(self) -> tuple[tuple[int, int], ...]:
         """(rows, columns) of attention's matrices in a block."""
-        D, q, kv = self.width, self.heads * self.head_dim, self.kv_heads * self.head_dim
+        D = self.width
+        q = self.heads * self.head_dim
+        kv = self.kv_heads * self.head_dim
         return self.latent or ((q, D), (kv, D), (kv, D), (D, q))
 
     @property
@@ -129,7 +131,8 @@ class Architecture:
         return self._products(0 if self.experts else 1)
 
     def _products(self, mlps_of_a_block: int) -> Counter:
-        D, sparse = self.width, self.depth - self.dense_blocks
+        D = self.width
+        sparse = self.depth - self.dense_blocks
         found: Counter = Counter()
         for shape in self.attention_shapes:
             found[shape] += self.depth
@@ -183,7 +186,8 @@ class Architecture:
 
 def reference(c) -> Architecture:
     """The transformer of model.py at resolved flags."""
-    heads, gated = c.width // c.head_dim, costs.gated(c)
+    heads = c.width // c.head_dim
+    gated = costs.gated(c)
     return Architecture(
         "reference", c.depth, c.width, heads, heads // c.grouping, c.head_dim, c.grow * c.width, c.vocab,
         gated=gated, biases=0 if gated else (c.grow + 1) * c.width, norms=(2 if gated else 4) * c.width,
@@ -220,13 +224,12 @@ def read(path: str) -> Architecture:
 
 def architecture(config: dict, name: str = "model") -> Architecture:
     """Of the keys and values of a config.json. ValueError as `read`."""
-    kind, note = config.get("model_type"), ""
+    kind = config.get("model_type")
+    note = ""
     if isinstance(config.get("text_config"), dict) and f"{kind}_text" in KINDS:
-        config, note, kind = (
-            config["text_config"],
-            "the text part alone: what sees is left out",
-            f"{kind}_text",
-        )
+        config = config["text_config"]
+        note = "the text part alone: what sees is left out"
+        kind = f"{kind}_text"
     if kind not in KINDS:
         return built(config, name)
     own = KINDS[kind]
@@ -264,17 +267,18 @@ def architecture(config: dict, name: str = "model") -> Architecture:
             raise ValueError(
                 f"num_experts_per_tok {active}: a token cannot pass more than the {E} experts"
             )
-        dense, more = 0, dict(experts=E, active=active, dense_hidden=F)
+        dense = 0
+        more = dict(experts=E, active=active, dense_hidden=F)
         if kind == "qwen3_moe":
-            plain, step = (
-                config.get("mlp_only_layers") or [],
-                size(config, "decoder_sparse_step", 1),
-            )
+            plain = config.get("mlp_only_layers") or []
+            step = size(config, "decoder_sparse_step", 1)
             dense = sum(i in plain or (i + 1) % step > 0 for i in range(L))
         if kind == "deepseek_v3":
             dense = min(size(config, "first_k_dense_replace", 0, least=0), L)
-            more |= dict(shared=F1 * size(config, "n_shared_experts", 0, least=0))
-            more |= dict(latent=latent_attention(config, D, H))
+            more |= dict(
+                shared=F1 * size(config, "n_shared_experts", 0, least=0),
+                latent=latent_attention(config, D, H),
+            )
             norms += size(config, "q_lora_rank") + size(config, "kv_lora_rank")
         if kind == "gpt_oss":
             biases += H + E + E * (2 * F1 + D)
@@ -335,9 +339,11 @@ def built(config: dict, name: str) -> Architecture:
 def counted(model, text, name: str, note: str) -> Architecture:
     """Of a model and the config of its text part. A weight that is neither an expert's nor of an MLP of the stated
     width is counted with attention's."""
-    table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    table = model.get_input_embeddings().weight
+    head = model.get_output_embeddings().weight
     V, D = table.shape
-    L, H = text.num_hidden_layers, text.num_attention_heads
+    L = text.num_hidden_layers
+    H = text.num_attention_heads
     weights = {
         each: p
         for each, p in model.named_parameters()
@@ -350,7 +356,8 @@ def counted(model, text, name: str, note: str) -> Architecture:
     spread = sum(n for each, n in products.items() if E and ".experts" in each)
     others = sum(products.values()) - spread
     if spread:
-        hidden, gated = spread // (3 * D * E * L), True
+        hidden = spread // (3 * D * E * L)
+        gated = True
         attention = others // L - E * D
     else:
         hidden = getattr(text, "intermediate_size", None) or 4 * D

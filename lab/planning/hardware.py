@@ -45,11 +45,9 @@ def gpu(name: str, watts: float = 0.0) -> Gpu:
     if watts > own["watts"]:
         raise ValueError(f"--watts {watts:g}: {name} takes at most {own['watts']}; leave it out")
     like = data[own.get("like", name)]
-    reached, flops, memory = (
-        like["reached"],
-        own["tflops"] / like["tflops"],
-        own["tb_per_s"] / like["tb_per_s"],
-    )
+    reached = like["reached"]
+    flops = own["tflops"] / like["tflops"]
+    memory = own["tb_per_s"] / like["tb_per_s"]
     watts = watts or own["watts"]  # the clock goes about as the square root of the power
     flops *= min(1.0, watts / like["watts"] / (own["tflops"] / like["tflops"])) ** 0.5
     rates = {k: tuple(1e12 * flops * v for v in pair) for k, pair in reached["attention"].items()}
@@ -213,7 +211,9 @@ def calibrate(found: Sequence[Sample], start: Gpu, fit_on: Sequence[Sample] = ()
         return sum((predict(s, made(x)) / s.ms - 1) ** 2 for s in chosen)
 
     # Less is not worth a step: it would creep for long.
-    x, width, enough = dict.fromkeys(names, 1.0), 0.3, 1 - 1e-6
+    x = dict.fromkeys(names, 1.0)
+    width = 0.3
+    enough = 1 - 1e-6
     best = loss(x)
     while width > 0.003:
         better = False
@@ -221,7 +221,9 @@ def calibrate(found: Sequence[Sample], start: Gpu, fit_on: Sequence[Sample] = ()
             for factor in (1 + width, 1 / (1 + width)):
                 new = x | {name: x[name] * factor}
                 if made(new).products <= start.peak and (score := loss(new)) < best * enough:
-                    x, best, better = new, score, True
+                    x = new
+                    best = score
+                    better = True
         width *= 1 if better else 0.5
     fitted = made(x)
     return Fit(

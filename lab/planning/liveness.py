@@ -15,8 +15,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-KEPT, WEIGHTS, GRADIENTS = "saved for backward", "gathered weights", "gradients"
-LOGITS, WORKSPACE = "logits", "workspace"
+KEPT = "saved for backward"
+WEIGHTS = "gathered weights"
+GRADIENTS = "gradients"
+LOGITS = "logits"
+WORKSPACE = "workspace"
 
 
 class Make(NamedTuple):
@@ -81,7 +84,9 @@ class Tape:
 
     def lives(self) -> dict[str, Life]:
         """Every buffer by name, from the operation that makes it to the last one that reads it."""
-        made, last, end = {}, {}, len(self.ops)
+        made = {}
+        last = {}
+        end = len(self.ops)
         for i, op in enumerate(self.ops):
             for m in op.makes:
                 made[m.name], last[m.name] = (m, i), i
@@ -106,19 +111,23 @@ class Tape:
 
     def homes(self, lives: dict[str, Life]) -> dict[str, str]:
         """Buffer -> the buffer in whose memory it lies, itself or an earlier one."""
-        home, pool = {}, defaultdict(list)
+        home = {}
+        pool = defaultdict(list)
         dies = defaultdict(list)
         for name, life in lives.items():
             dies[life.last].append(name)
         graph = None
         for i, op in enumerate(self.ops):
             if op.graph != graph:
-                graph, start, guess = op.graph, i, self.inputs(lives, op.graph)
+                graph = op.graph
+                start = i
+                guess = self.inputs(lives, op.graph)
                 limit = max(guess[j] for j in range(i, len(self.ops)) if self.ops[j].graph == graph)
                 pool.clear()
             gone = list(dies[i])
             for m in op.makes:
-                key, where = (m.nbytes, m.key), m.name
+                key = (m.nbytes, m.key)
+                where = m.name
                 if op.over and m is op.makes[0]:
                     alike = [
                         n
@@ -183,7 +192,9 @@ class Tape:
         """What leads to the buffer `late` comes before the operation that makes `early`: the compiler fuses the kernel
         that makes `late` with one that stands before it."""
         made = {m.name: i for i, op in enumerate(self.ops) for m in op.makes}
-        first, last, needed = made[early], made[late], set()
+        first = made[early]
+        last = made[late]
+        needed = set()
         wanted = [last]
         while wanted:
             if (i := wanted.pop()) >= first and i not in needed:

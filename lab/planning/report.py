@@ -80,14 +80,16 @@ def small(value: float) -> str:
 
 def mfu(q: Question, answer: Answer) -> dict[str, float]:
     """Percent of the GPU's peak: mfu counts attention to unmasked keys, mfu_palm to all, hfu all that is multiplied."""
-    c, a = answer.c, q.a
+    c = answer.c
+    a = q.a
     tokens = c.batch * c.seqlen * c.grad_accum
     frozen = 2 * tokens * a.multiplied if getattr(c, "lora", 0) else 0  # has no gradient
     flops = {
         "mfu": tokens * a.flops_per_token(c.seqlen, "causal") - frozen,
         "mfu_palm": tokens * a.flops_per_token(c.seqlen, "palm") - frozen,
     }
-    seen, done = a.keys(c.seqlen, "causal") / c.seqlen, 0.0
+    seen = a.keys(c.seqlen, "causal") / c.seqlen
+    done = 0.0
     tape = q.tape if c is q.c else Step(c, a, q.ranks).tape
     for op in tape.ops:
         for w in op.work:
@@ -104,7 +106,8 @@ def mfu(q: Question, answer: Answer) -> dict[str, float]:
 
 def line(name: str, answer: Answer, q: Question, reserve_gib: float) -> str:
     fits = "yes" if answer.peak.nbytes <= q.gpu.memory - reserve_gib * 2**30 else "no"
-    t, error = answer.time, bar(q)
+    t = answer.time
+    error = bar(q)
     within = f"+-{100 * error[1]:.0f}" if error else "not known"
     return (f"{name}: {mib(answer.peak.nbytes)}, {fits}, {grouped(1e3 * t.seconds, 1)}, {grouped(1e3 * t.exposed, 1)}, "
             f"{grouped(answer.tokens_per_second)}, {within}, {mfu(q, answer)['mfu']:.1f}, "
@@ -113,7 +116,9 @@ def line(name: str, answer: Answer, q: Question, reserve_gib: float) -> str:
 
 def whole(q: Question, reserve_gib: float, tokens: float, price: float) -> list[str]:
     """The answer to one plan."""
-    a, c, answer = q.a, q.c, q.answer()
+    a = q.a
+    c = q.c
+    answer = q.answer()
     limit = q.gpu.memory - reserve_gib * 2**30
     text = [f"model {a.name}: {grouped(a.parameters)} parameters"]
     if a.experts:
@@ -246,8 +251,11 @@ def peak_error(q: Question) -> str:
         getattr(c, "lora", 0),
         getattr(c, "remat_ops", False),
         getattr(c, "logits", "auto") == "fp32",
+        getattr(c, "master_dtype", "fp32") != "fp32",
+        muon(c),
+        q.a.experts,
+        q.a.note,
     ]
-    others += [getattr(c, "master_dtype", "fp32") != "fp32", muon(c), q.a.experts, q.a.note]
     if c.compile == "none" or any(others):
         return "peak: predicted; that of such a step was never held against generated code (docs/PLANNER.md, Memory)"
     if q.a.gated:
@@ -264,7 +272,8 @@ def calibrated(path: str, start: Gpu) -> int:
     """Prints the constants that fit a file's rows. ValueError for a file without such rows."""
     found = hardware.samples(path, start.name)
     fit = hardware.calibrate(found, start)
-    g, errors = fit.gpu, fit.held_out()
+    g = fit.gpu
+    errors = fit.held_out()
     rates = ", ".join(
         f"{k} = [{f / 1e12:.3g}, {b / 1e12:.3g}]" for k, (f, b) in g.attention.items()
     )

@@ -35,7 +35,8 @@ class Step(Weights):
 
     def forward(self) -> None:
         """Embedding, blocks, final norm, loss."""
-        L, a = self.a.depth, self.a
+        L = self.a.depth
+        a = self.a
         self.gather("emb", self.ends)
         self.tape.keep(*["emb bucket"] * self.root)
         self.gather("f0", self.block)
@@ -78,7 +79,9 @@ class Step(Weights):
 
     def forward_block(self, i: int) -> None:
         """Attention, then the MLP; the next gather starts after the norm."""
-        w, D, self.at = f"f{i}", self.a.width, f"forward, block {i}, "
+        w = f"f{i}"
+        D = self.a.width
+        self.at = f"forward, block {i}, "
         self.norm(i, "norm", f"n{i}")
         last = (
             i + 1 == self.a.depth
@@ -93,7 +96,8 @@ class Step(Weights):
         if self.lean:
             self.lean_forward(i, w)
         else:
-            added, normed = self.make(f"m{i}", self.U), self.make(f"nn{i}", self.U)
+            added = self.make(f"m{i}", self.U)
+            normed = self.make(f"nn{i}", self.U)
             if self.policies[i] == "pointwise":  # what is kept is o itself
                 self.op("norm of the MLP", [f"o{i}", *self.inputs(i)], normed)
             else:
@@ -132,7 +136,8 @@ class Step(Weights):
 
     def core(self, to: str) -> None:
         # A kernel of the compiler's own writes where it is told.
-        a, own = self.a, self.c.attn != "flex"
+        a = self.a
+        own = self.c.attn != "flex"
         out = self.make(f"a{to}", self.Q, own=own)
         stats = self.make(f"s{to}", 4 * self.n * a.heads, own=own, key="fp32")
         work = (("attention", "forward", 4 * self.n * self.c.seqlen * a.heads * a.head_dim),)
@@ -157,7 +162,9 @@ class Step(Weights):
 
     def loss(self) -> None:
         """The head and the loss: all logits at once, or one operation that makes its gradients as well."""
-        head, V, D = self.weight("fhead", "head"), self.a.vocab, self.a.width
+        head = self.weight("fhead", "head")
+        V = self.a.vocab
+        D = self.a.width
         if self.c.loss == "full":
             self.product("head", ["nf", head], "z", self.n, D, V, LOGITS)
             wide = fp32_logits(self.c)
@@ -181,16 +188,16 @@ class Step(Weights):
 
     def backward(self) -> None:
         """From the loss to the embedding, block by block."""
-        L, last = self.a.depth, f"b{self.a.depth - 1}"
+        L = self.a.depth
+        last = f"b{self.a.depth - 1}"
         self.tape.graph()
         if self.c.loss == "full":
-            V, D = self.a.vocab, self.a.width
+            V = self.a.vocab
+            D = self.a.width
             self.gather("bhead", self.head)
-            made, at, wide = (
-                self.make("dz", self.logits, LOGITS),
-                "gradient of the logits",
-                fp32_logits(self.c),
-            )
+            made = self.make("dz", self.logits, LOGITS)
+            at = "gradient of the logits"
+            wide = fp32_logits(self.c)
             if self.eager and wide:  # of the negative log-likelihood, then of log_softmax
                 self.op(at, [], self.in_fp32("dzs"))
                 self.op(at, ["zs", "dzs"], self.in_fp32("dzf"))
@@ -250,7 +257,8 @@ class Step(Weights):
         next block is as well, whose input is kept."""
         if self.lean or self.policies[i] != "block" or "block" in self.policies[i + 1 : i + 2]:
             return self.inputs(i + 1)
-        w, before = f"b{i}", self.at
+        w = f"b{i}"
+        before = self.at
         self.at = f"backward, block {i}, "
         self.again_made.add(w)
         self.arrive(w, self.weights)
@@ -284,7 +292,9 @@ class Step(Weights):
 
     def backward_block(self, i: int) -> None:
         """The MLP, then attention; the block's bucket, and the weights of the block before."""
-        w, grads, self.at = f"b{i}", [], f"backward, block {i}, "
+        w = f"b{i}"
+        grads = []
+        self.at = f"backward, block {i}, "
         again = self.policies[i] in AGAIN["mlp"]
         self.moved_in_fp32(2 + again)
         if again:
@@ -301,8 +311,12 @@ class Step(Weights):
 
     def mlp_backward(self, i: int, w: str, grads: list[str]) -> None:
         """Gradients through the MLP, which may be made again first."""
-        policy, gr, D = self.policies[i], f"gr{i + 1}", self.a.width
-        again, early, mid = policy in AGAIN["mlp"], w in self.again_made, [f"m{i}"]
+        policy = self.policies[i]
+        gr = f"gr{i + 1}"
+        D = self.a.width
+        again = policy in AGAIN["mlp"]
+        early = w in self.again_made
+        mid = [f"m{i}"]
         self.product(
             "gradient of the hidden tensor",
             [gr, self.weight(w, "down")],
@@ -311,17 +325,17 @@ class Step(Weights):
             D,
             self.fan,
         )
-        h, nn, g, dh = (
-            f"h{i}",
-            f"nn{i}",
-            f"g{i}",
-            [self.make(name, self.F) for name in self.hidden(f"dh{i}")],
-        )
+        h = f"h{i}"
+        nn = f"nn{i}"
+        g = f"g{i}"
+        dh = [self.make(name, self.F) for name in self.hidden(f"dh{i}")]
         if policy == "pointwise":
             mid = [*self.inputs(i), f"o{i}"]
         if policy == "block":
             mid = [*self.inputs(i), f"o'{i}"]
-            h, nn, g = f"h'{i}", f"nn'{i}", f"g'{i}"
+            h = f"h'{i}"
+            nn = f"nn'{i}"
+            g = f"g'{i}"
             if not early:
                 self.half_again(i, w)
         elif again:
@@ -390,7 +404,9 @@ class Step(Weights):
 
     def lean_backward(self, i: int, w: str, grads: list[str]) -> None:
         """One operation, after o and what leads to it have been made again."""
-        o, D, rows = f"o{i}", self.a.width, self.rows()
+        o = f"o{i}"
+        D = self.a.width
+        rows = self.rows()
         if self.policies[i] in AGAIN["attn"]:
             o = f"o'{i}"
             if self.c.remat_core:
@@ -422,9 +438,14 @@ class Step(Weights):
 
     def attention_backward(self, i: int, w: str, grads: list[str]) -> None:
         """Gradients through attention, which may be made again first."""
-        policy, gm, a, D = self.policies[i], f"gm{i}", f"a{i}", self.a.width
+        policy = self.policies[i]
+        gm = f"gm{i}"
+        a = f"a{i}"
+        D = self.a.width
         again = policy in AGAIN["attn"]
-        core, n1, to = again and self.c.remat_core, f"n{i}", f"'{i}" if again else str(i)
+        core = again and self.c.remat_core
+        n1 = f"n{i}"
+        to = f"'{i}" if again else str(i)
         a = f"a'{i}" if core else a
         if core and f"a'{i}" not in self.again_made:
             self.attention_again(i, w)
@@ -442,7 +463,8 @@ class Step(Weights):
             for part, size in zip("qkv", (self.Q, self.KV, self.KV), strict=True)
         ]
         work = (("attention", "backward", 10 * self.n * self.c.seqlen * self.outs["q"]),)
-        reads, fused = [f"da{i}", *(part + to for part in "qkv"), stats], self.c.attn == "flex"
+        reads = [f"da{i}", *(part + to for part in "qkv"), stats]
+        fused = self.c.attn == "flex"
         if fused:  # a kernel of its own sums up what the gradient needs of the output
             delta = self.make(f"delta{i}", 4 * self.n * self.a.heads, key="fp32")
             self.op("sums of attention", [f"da{i}", a], delta)
@@ -451,7 +473,8 @@ class Step(Weights):
         parts = []
         for part in "vkq":
             self.wgrad(part, [f"d{part}{i}", n1], i, grads)
-            made, reads = f"dx{part}{i}", [f"d{part}{i}", self.weight(w, part)]
+            made = f"dx{part}{i}"
+            reads = [f"d{part}{i}", self.weight(w, part)]
             if not fused:
                 reads.append(self.taken(f"d{part}{i}"))
             self.product(f"gradient through {part}", reads, made, self.n, self.outs[part], D)
@@ -460,9 +483,11 @@ class Step(Weights):
         if len(x) > 1 and i:
             self.op("norm again, in fp32", x, self.wide(f"normed {i}"))
             x = [f"normed {i}"]
-        summed, late = [gm, *parts, *x], self.late(i)
+        summed = [gm, *parts, *x]
+        late = self.late(i)
         sums = self.sums({"block": 2, "pointwise": 512 / self.n}[policy] if late else 1)
-        reads, gr = summed, self.make(f"gr{i}", self.U)
+        reads = summed
+        gr = self.make(f"gr{i}", self.U)
         if policy == "pointwise":  # one kernel makes the norm again and the gradient
             self.op("gradient of the norm", summed, self.make(n1, self.U), *[gr] * (i > 0))
             reads = [*summed, n1]
@@ -485,7 +510,8 @@ class Step(Weights):
 
     def attention_again(self, i: int, w: str) -> None:
         """What backward makes again of the attention branch: the norm, q, k and v, attention itself."""
-        policy, n1 = self.policies[i], f"n{i}"
+        policy = self.policies[i]
+        n1 = f"n{i}"
         if policy in AGAIN["attn"] and (self.c.remat_norm or policy == "block"):
             n1 = f"n'{i}"
             if n1 not in self.again_made:
@@ -520,7 +546,8 @@ def step_peak(
 def muon_peak(c, ranks: int, a: Architecture, arch: str) -> Peak:
     """Muon's update: every gradient is there; of all matrices what was sent and has come; of the shape that takes most,
     the owner's matrices, the product with itself twice, the result and its norm."""
-    pieces, shards = before_step(c, a, ranks, arch), shard_group(c, ranks)
+    pieces = before_step(c, a, ranks, arch)
+    shards = shard_group(c, ranks)
     sent = SIZE[c.muon_dtype] * a.hidden_parameters * (1 / shards + 1 / ranks)
     batches = (
         -(-count // ranks) * (2 * m * n + 2 * min(m, n) ** 2)

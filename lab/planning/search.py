@@ -154,7 +154,8 @@ def label(c: SimpleNamespace, usual: SimpleNamespace) -> str:
 def relief(q: Question) -> list[tuple[str, float, float, Answer]]:
     """What lowers the peak of a plan: (flags, bytes saved, seconds lost, answer), least time lost for a byte saved
     first."""
-    now, found = q.answer(), []
+    now = q.answer()
+    found = []
     options = [*FASTER_FIRST]
     if q.c.batch % 2 == 0:
         options.append(dict(batch=q.c.batch // 2, grad_accum=2 * q.c.grad_accum))
@@ -163,7 +164,8 @@ def relief(q: Question) -> list[tuple[str, float, float, Answer]]:
         if vars(new.c) == vars(q.c) or misfit(new.c, q.a, q.ranks):
             continue
         answer = new.answer()
-        saved, lost = now.peak.nbytes - answer.peak.nbytes, answer.time.seconds - now.time.seconds
+        saved = now.peak.nbytes - answer.peak.nbytes
+        lost = answer.time.seconds - now.time.seconds
         if saved > 0:
             found.append((label(new.c, q.c), saved, lost, answer))
     return sorted(found, key=lambda each: max(each[2], 0) / each[1])
@@ -215,7 +217,8 @@ class Estimate(NamedTuple):
 
 def estimate(q: Question) -> Estimate:
     """Of a deep model from two shallow ones: blocks are alike, so both figures grow by the same for each."""
-    deep, few = q.a.depth, (4, 8)
+    deep = q.a.depth
+    few = (4, 8)
     if deep <= 2 * few[1]:
         answer = q.answer()
         return Estimate(answer.peak.nbytes, answer.time.seconds, q)
@@ -415,7 +418,8 @@ def two_questions(own: Plan, words: Sequence[str]) -> str | None:
 
 def question(own: Plan, words: Sequence[str]) -> Question:
     """words: the flags of main.py. ValueError, one line, for flags that do not fit together."""
-    c, ranks = flags.parse(words), own.gpus * own.nodes
+    c = flags.parse(words)
+    ranks = own.gpus * own.nodes
     gpu = hardware.field(hardware.gpu(own.gpu, own.watts), c.compile == "none")
     if c.world:
         raise ValueError(f"--world {c.world}: say --gpus and --nodes instead")
@@ -430,10 +434,15 @@ def question(own: Plan, words: Sequence[str]) -> Question:
     compiled = "none" if c.compile == "none" else "fwdbwd"
     wrapper = "fsdp2" if (c.wrapper, c.compile) == ("fsdp2", "none") else "simple"
     planned = dict(
-        wrapper=wrapper, compile=compiled, min_shard_mib=0.0, cuda_graph=False, keep_last=False
+        wrapper=wrapper,
+        compile=compiled,
+        min_shard_mib=0.0,
+        cuda_graph=False,
+        keep_last=False,
+        deterministic=False,
+        device="auto" if c.device == "cpu" else c.device,
+        ahead=min(c.ahead, 1.0),
     )
-    planned |= dict(deterministic=False, device="auto" if c.device == "cpu" else c.device)
-    planned |= dict(ahead=min(c.ahead, 1.0))
     if wrong := next((name for name, value in planned.items() if getattr(c, name) != value), None):
         value = getattr(c, wrong)
         value = "" if isinstance(value, bool) else f" {written(value)}"

@@ -193,10 +193,8 @@ def step_time(c, ranks: int, a: Architecture, gpu: Gpu, link: Link, across: Link
     serial = "plain" in c.compile_options
     clock = Clock(c, a, gpu, links_of(c, ranks, link, across), serial)
     clock.run(tape or Step(c, a, ranks).tape)
-    seconds, parts = (
-        clock.now * c.grad_accum,
-        Counter({k: v * c.grad_accum for k, v in clock.parts.items()}),
-    )
+    seconds = clock.now * c.grad_accum
+    parts = Counter({k: v * c.grad_accum for k, v in clock.parts.items()})
     if c.accum_sync == "last":  # gathered and reduced once, by themselves
         inside, n = links_of(c, ranks, link, across)["inside"]
         sent = SIZE[c.param_dtype] * a.parameters, SIZE[c.reduce_dtype] * trained(c, a)

@@ -11,7 +11,9 @@ from trainer.costs import muon
 
 # Torch's, of two threads.
 CUBLAS_MIB = {"cpu": 0.0, "sm_80": 2 * 8.125, "sm_90": 2 * 32.0, "sm_100": 2 * 32.0}
-PARAMETERS, FROZEN, MOMENTS = "parameters", "frozen parameters", "Adam's moments"
+PARAMETERS = "parameters"
+FROZEN = "frozen parameters"
+MOMENTS = "Adam's moments"
 ALLOWANCE = "workspaces of cuBLAS, an allowance"
 SIZE = {"fp32": 4, "bf16": 2}
 # Bytes of an element of [B, T, D]: rotations in fp32, and the gate activated and multiplied apart.
@@ -48,11 +50,9 @@ def trained(c, a: Architecture) -> int:
 
 def before_step(c, a: Architecture, ranks: int, arch: str) -> dict[str, float]:
     """{piece: bytes} of what the last micro-batch finds."""
-    shards, stored, own = (
-        shard_group(c, ranks),
-        SIZE[getattr(c, "master_dtype", "fp32")],
-        trained(c, a),
-    )
+    shards = shard_group(c, ranks)
+    stored = SIZE[getattr(c, "master_dtype", "fp32")]
+    own = trained(c, a)
     frozen = a.parameters if own < a.parameters else 0
     base = {PARAMETERS: stored * own / shards, FROZEN: min(stored, a.stored) * frozen / shards,
             MOMENTS: moment_bytes(c, a) / shards, ALLOWANCE: CUBLAS_MIB[arch] * 2**20}  # fmt: skip
@@ -81,33 +81,42 @@ class Weights:
     (--accum-sync last)."""
 
     def __init__(self, c, a: Architecture, ranks: int):
-        self.c, self.a, self.ranks, self.whole = c, a, ranks, c.accum_sync == "last"
+        self.c = c
+        self.a = a
+        self.ranks = ranks
+        self.whole = c.accum_sync == "last"
         self.shards = 1 if self.whole else shard_group(c, ranks)
         self.gathers = self.shards > 1
         self.reduces = ranks > self.shards and c.accum_sync == "every"
         self.eager = c.compile == "none"
         reuse = "allow_buffer_reuse=False" not in c.compile_options and not self.eager
         self.tape = Tape(reuse, self.gathers or self.reduces)
-        self.p, self.r = SIZE[c.param_dtype], SIZE[c.reduce_dtype] if ranks > 1 else 4
+        self.p = SIZE[c.param_dtype]
+        self.r = SIZE[c.reduce_dtype] if ranks > 1 else 4
         self.reduced = "fp32" if self.r == 4 else "bf16"
         self.m, self.lora = SIZE[getattr(c, "master_dtype", "fp32")], getattr(c, "lora", 0)
         # Name of a result that is made again -> that of the one that was kept.
         self.kept_products = {}
         n = self.n = c.batch * c.seqlen
-        self.U, self.logits = n * self.p * a.width, n * self.p * a.vocab
-        self.Q, self.KV = n * self.p * a.heads * a.head_dim, n * self.p * a.kv_heads * a.head_dim
+        self.U = n * self.p * a.width
+        self.logits = n * self.p * a.vocab
+        self.Q = n * self.p * a.heads * a.head_dim
+        self.KV = n * self.p * a.kv_heads * a.head_dim
         self.fan = a.hidden * max(a.active, 1) + a.shared  # hidden elements of a token
         self.F = n * self.p * self.fan
-        q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
+        q = a.heads * a.head_dim
+        kv = a.kv_heads * a.head_dim
         self.outs = dict(q=q, k=kv, v=kv)
         mlp = a.width * (a.hidden * max(a.experts, 1) + a.shared)
         self.ups = ("gate", "up") if a.gated else ("up",)
         self.weights = dict(q=a.width * q, k=a.width * kv, v=a.width * kv, o=a.width * q)
         self.weights |= dict.fromkeys((*self.ups, "down"), mlp)
-        self.block, self.head = a.block_parameters, a.width * a.vocab
+        self.block = a.block_parameters
+        self.head = a.width * a.vocab
         # FSDP2's root group: embedding, last norm and head, gathered together for the whole step, reduced together last
         self.root = c.wrapper == "fsdp2" and self.gathers
-        self.ends, self.root_grads = 2 * self.head + a.final_norm if self.root else self.head, []
+        self.ends = 2 * self.head + a.final_norm if self.root else self.head
+        self.root_grads = []
         self.lean, self.policies = c.mlp == "lean", [remat_of(c, i) for i in range(a.depth)]
         self.sums_made, self.again_made, self.roomy = 0, set(), set()
         self.together = []  # see Tape.pull
@@ -152,7 +161,8 @@ class Weights:
         """Partial sums of the two gradients of a norm, fp32: 16 rows in one (or this part of it) where one kernel also
         computes the rows, as the compiler has it for many and large ones; else 32 in all."""
         self.sums_made += 1
-        n, D = self.n, self.a.width
+        n = self.n
+        D = self.a.width
         rows = part * (n // 16) if n >= max(2 * D, 4096) and n * D >= 5 * 2**20 else 32
         return self.make(f"sums{self.sums_made}", 8 * D * rows, key="fp32")
 
@@ -244,7 +254,8 @@ class Weights:
 
     def wgrad(self, part: str, reads, i: int, grads: list[str]) -> None:
         """The gradient of a block's weight, [out, n] @ [n, in]."""
-        name, D = f"w{part}{i}", self.a.width
+        name = f"w{part}{i}"
+        D = self.a.width
         if self.lora and self.a.experts and part in (*self.ups, "down"):
             return  # frozen, without an adapter
         cols = {"o": self.outs["q"], "down": self.fan}.get(part, D)
@@ -280,7 +291,8 @@ class Weights:
 
     def start(self, name: str, elements: int) -> None:
         """Starts the reduction of a bucket, and waits for the one before."""
-        work, made = ("start", f"G {name}", "all_reduce", elements * self.r), []
+        work = ("start", f"G {name}", "all_reduce", elements * self.r)
+        made = []
         if self.gathers:
             work = ("start", f"G {name}", "reduce_scatter", elements * self.r)
             size = elements * self.r / self.shards
@@ -338,7 +350,8 @@ class Weights:
             elements = trained(self.c, self.a) // self.a.depth
         if self.root and name in ("head", "emb"):
             self.root_grads += grads
-            elements, grads = self.ends, self.root_grads * (name == "emb")
+            elements = self.ends
+            grads = self.root_grads * (name == "emb")
         if (self.gathers or self.reduces) and grads:
             late = name in self.roomy
             self.op(

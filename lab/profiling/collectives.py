@@ -131,11 +131,13 @@ class Collective(NamedTuple):
 
 def collectives(gm: fx.GraphModule, modules: frozenset[str] = frozenset()) -> list[Collective]:
     """Those of a captured graph, in order of their starts. `modules`: names that stand for the compiler's paths."""
-    nodes, found = list(gm.graph.nodes), []
+    nodes = list(gm.graph.nodes)
+    found = []
     place = {n: i for i, n in enumerate(nodes)}
     for n in nodes:
         if n.target in KINDS:
-            kind, value = KINDS[n.target], n.meta["val"]
+            kind = KINDS[n.target]
+            value = n.meta["val"]
             ranks = dist.get_world_size(dist.distributed_c10d._resolve_process_group(n.args[-1]))
             full = (n.args[0].meta["val"] if n.target is SCATTER else value).nbytes
             sent = int(sent_bytes(kind.replace("-", "_"), full, ranks))
@@ -182,7 +184,8 @@ def gathered(gm: fx.GraphModule) -> set[fx.Node]:
 def gathered_alive(gm: fx.GraphModule) -> int:
     """Most bytes of gathered parameters (buckets and what is cut from them) alive at once, in the graph's order."""
     # life: storage -> numbers of the first and the last node that it is alive at, bytes.
-    held, life = gathered(gm), {}
+    held = gathered(gm)
+    life = {}
     for i, n in enumerate(gm.graph.nodes):
         for m in {n, *n.all_input_nodes} & held:
             for key, size in _storage(m):
@@ -196,7 +199,8 @@ def gathered_alive(gm: fx.GraphModule) -> int:
 
 def saved(gm: fx.GraphModule) -> dict[str, int]:
     """Bytes that a forward graph keeps for backward, by kind; "inputs": what exists anyway (shards, tokens)."""
-    held, origin = gathered(gm), {}
+    held = gathered(gm)
+    origin = {}
     for n in gm.graph.nodes:
         for key, size in _storage(n):
             origin.setdefault(key, (n, size))
@@ -269,15 +273,18 @@ def of_step(
             function = getattr(function, "forward", function)  # a block's call is compiled
             if name == "block":
                 # Where its collectives stand in its own graph says nothing: there they are not moved.
-                function, options = partial(function, **block[1]), {}
+                function = partial(function, **block[1])
+                options = {}
             graphs[name] = capture(function, arguments[name], options)
     return graphs
 
 
 def of_trainer(c: flags.Config, world: int) -> tuple[nn.Module, Graphs]:
     """The model of resolved flags and the graphs of its step."""
-    device, tokens = torch.device("cpu"), torch.zeros(c.batch, c.seqlen, dtype=torch.long)
-    dtype, blank = DTYPES[c.param_dtype], reference_model(c, device)
+    device = torch.device("cpu")
+    tokens = torch.zeros(c.batch, c.seqlen, dtype=torch.long)
+    dtype = DTYPES[c.param_dtype]
+    blank = reference_model(c, device)
     blank.prepare(c.seqlen, device)
     inputs = block_inputs(blank, tokens, dtype)
     # AdamW's moments: not computed with, so not touched.
@@ -320,12 +327,10 @@ def of_module(target: str, c: flags.Config, world: int) -> tuple[nn.Module, Grap
 
 def report(model: nn.Module, graphs: Graphs, micro_batches: int = 1) -> list[str]:
     """The lines to print; `micro_batches`: how often a step runs the graphs of loss, model and block."""
-    modules, lines, sent, total = (
-        frozenset(n for n, _ in model.named_modules() if n),
-        [],
-        0,
-        Counter(),
-    )
+    modules = frozenset(n for n, _ in model.named_modules() if n)
+    lines = []
+    sent = 0
+    total = Counter()
     for compiled, pair in graphs.items():
         times = micro_batches if compiled in MICRO_BATCH else 1
         for name, gm in pair.items():
@@ -349,8 +354,10 @@ def report(model: nn.Module, graphs: Graphs, micro_batches: int = 1) -> list[str
             if found:
                 lines.append(f"  {'':<14} {'between':>7} {'MiB':>9} {'sent':>9}  bucket")
             for c in found:
-                first, last = c.bucket[0], c.bucket[-1]
-                unit, n = first.partition(" [")[0], len(c.bucket)
+                first = c.bucket[0]
+                last = c.bucket[-1]
+                unit = first.partition(" [")[0]
+                n = len(c.bucket)
                 bucket = first if n == 1 else f"{first} .. {last} ({n})"
                 if n > 1 and unit == last.partition(" [")[0]:
                     bucket = f"{unit} ({n} parameters)"

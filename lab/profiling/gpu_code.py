@@ -213,7 +213,8 @@ def _load_guard() -> None:
 
 def retarget(gm: torch.fx.GraphModule, inputs: list) -> list:
     """Moves a graph that was traced on a CPU to fake tensors of a GPU, in place. Returns its new inputs."""
-    gpu, mode = torch.device("cuda", 0), torch._guards.detect_fake_mode(inputs)
+    gpu = torch.device("cuda", 0)
+    mode = torch._guards.detect_fake_mode(inputs)
 
     def moved(value):
         if isinstance(value, torch.device):
@@ -267,7 +268,9 @@ def generated(gpu: bool, name: Callable[[bool], str], run: bool = True) -> Itera
     """Inside it whatever torch.compile is given becomes Code, which the compiled function then runs on tensors without
     values; or, without `run`, raises collectives.Found when it is called. gpu: for the GPU of `pretend`; otherwise for
     this CPU. name(is_backward): of what is being compiled."""
-    codes, lower, load = [], compile_fx.compile_fx, GraphLowering.compile_to_module
+    codes = []
+    lower = compile_fx.compile_fx
+    load = GraphLowering.compile_to_module
 
     def inner(gm, inputs, **kwargs):
         def loaded(graph):
@@ -354,7 +357,8 @@ def simulated(
     ):
         if given:
             raise ValueError(f"{flag}: {why}")
-    mesh, cpu = dist.init_device_mesh, torch.device("cpu")
+    mesh = dist.init_device_mesh
+    cpu = torch.device("cpu")
 
     def real_mesh(*args, **kwargs):
         with unset_fake_temporarily():
@@ -405,7 +409,8 @@ def resources(kernel: Kernel) -> list[dict]:
     stack, bytes of shared memory of a block; or `error`, why it does not compile. Runs in a process of its own."""
     import triton
 
-    tool, found = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump", []
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    found = []
     with (
         inductor_config.patch(use_static_cuda_launcher=False),
         tempfile.NamedTemporaryFile(suffix=".cubin") as file,

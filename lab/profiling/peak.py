@@ -89,8 +89,10 @@ class Meter(TorchDispatchMode):
 
     def __init__(self, codes: list[gpu_code.Code], known: set[int], gpu: bool, seqlen: int):
         super().__init__()
-        self.codes, self.known = {code.module.__file__: code for code in codes}, known
-        self.gpu, self.seqlen = gpu, seqlen
+        self.codes = {code.module.__file__: code for code in codes}
+        self.known = known
+        self.gpu = gpu
+        self.seqlen = seqlen
         self.events: list[Event] = []
         self.size = dict.fromkeys(known, 0)  # by storage
         # Output of a collective -> its inputs, which NCCL reads until the wait.
@@ -107,7 +109,8 @@ class Meter(TorchDispatchMode):
         if func is WAIT:
             self.pending.pop(storage_of(args[0]), None)
             return args[0]
-        kwargs, own = kwargs or {}, torch._library.custom_ops.OPDEFS.get(func._schema.name)
+        kwargs = kwargs or {}
+        own = torch._library.custom_ops.OPDEFS.get(func._schema.name)
         if func.namespace == "aten" and func.overloadpacket not in flop_registry:
             with self:  # inside a custom op linear, matmul and the like come whole
                 out = func.decompose(*args, **kwargs)
@@ -242,7 +245,8 @@ def simulate(c: flags.Config, world: int, arch: str | None) -> tuple[Timeline, M
 
 def report(timeline: Timeline, meter: Meter, most: int) -> list[str]:
     """The lines to print. most: how many of the largest operations to list."""
-    levels, text = timeline.levels(), lines(timeline, step=2)
+    levels = timeline.levels()
+    text = lines(timeline, step=2)
     ends = [*timeline.starts[1:], len(levels)]
     for (_, phase), first, end in zip(timeline.marks, timeline.starts, ends, strict=True):
         text.append(f"peak of {phase}: {mib(max(levels[first:end], default=0))} MiB")
@@ -283,7 +287,8 @@ def run(own: argparse.Namespace, c: flags.Config) -> tuple[flags.Config, Timelin
         fail(str(e), 0)
     dist.destroy_process_group()
     print(*report(timeline, meter, own.kernels), sep="\n")
-    top, more = timeline.peaks(1)[0].nbytes, CUBLAS_MIB.get(arch, 0)
+    top = timeline.peaks(1)[0].nbytes
+    more = CUBLAS_MIB.get(arch, 0)
     allowed = f"; with {more:g} for cuBLAS {mib(top + more * 2**20)}" * bool(more)
     print(f"simulated, not measured: {mib(top)} MiB{allowed}")
     if own.plot:

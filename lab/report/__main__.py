@@ -64,11 +64,15 @@ def root_of(document: Path) -> Path:
 
 def check(documents: list[Path], write: bool = False) -> tuple[int, list[str]]:
     """(number of marked tables, a line for each that its rows contradict). `write` corrects. ValueError: a bad mark."""
-    count, differing = 0, []
+    count = 0
+    differing = []
     for document in documents:
-        old, new, end = document.read_text(), "", 0
+        old = document.read_text()
+        new = ""
+        end = 0
         for mark in MARK.finditer(old):
-            line, words = old.count("\n", 0, mark.start()) + 1, mark[1].split()
+            line = old.count("\n", 0, mark.start()) + 1
+            words = mark[1].split()
             name, *files = [word for word in words if word != "--small"]
             root = root_of(document)
             try:
@@ -85,7 +89,8 @@ def check(documents: list[Path], write: bool = False) -> tuple[int, list[str]]:
             if found := difference(mark["table"].splitlines(), table.splitlines()):
                 differing.append(f"{document}:{line + 1 + found[0]}: {name}: {found[1]}")
             new += f"{old[end : mark.start('table')]}{table}\n"
-            count, end = count + 1, mark.end()
+            count = count + 1
+            end = mark.end()
         if write and new + old[end:] != old:
             document.write_text(new + old[end:])
     return count, differing
@@ -171,10 +176,8 @@ def whole(args: argparse.Namespace, read: Callable[[Path], list]) -> dict[str, t
     made = {name: layout(name, rows) for name in ("runs", "loss", "sent")}
     filled = {name: each for name, each in made.items() if each[0]}
     if "runs" not in filled:
-        files, studies = (
-            " ".join(map(str, args.results)),
-            sorted({str(row.get("study")) for row in rows}),
-        )
+        files = " ".join(map(str, args.results))
+        studies = sorted({str(row.get("study")) for row in rows})
         told = f"its rows are of the study {', '.join(studies)}" if rows else "it has no row"
         raise ValueError(
             f"{files}: no run of a training program is in it, {told}; name its table, --results {files}"
@@ -187,7 +190,9 @@ def report(args: argparse.Namespace, folder: Path | None, files: bool = False) -
     that the rows of --results fill. Raises ValueError where an axis that was named, or every axis, has no row."""
     if folder:
         importlib.import_module("lab.report.plots")  # before anything is printed
-    named, sections, printed = [name for name in args.axis if name != "all"], [], {}
+    named = [name for name in args.axis if name != "all"]
+    sections = []
+    printed = {}
     read = functools.cache(lambda path: published.read([path]))  # each file once, for all tables
     for name in named:
         check_name(name)
@@ -216,7 +221,8 @@ def report(args: argparse.Namespace, folder: Path | None, files: bool = False) -
     # As finetune.py's models are not.
     shaped = [row for row in printed.values() if "grow" in (row.get("flags") or {})]
     if folder:
-        name, about = "time against memory", "A grey line: nothing is better in both."
+        name = "time against memory"
+        about = "A grey line: nothing is better in both."
         paths, left = figures(name, shared(shaped), shaped, args, folder)
         print(shown(left), end="\n\n" * bool(left))
         sections += [(name, f"{about}\n{left}", "", paths)] * bool(paths)
@@ -312,7 +318,8 @@ def main(argv: list[str] | None = None) -> int:
             raise ValueError(f"--last {args.last}: must be at least 1")
         files = bool(args.axis) and all(name.endswith(".jsonl") for name in args.axis)
         if files:
-            args.results, args.axis = [*map(Path, args.axis), *args.results], []
+            args.results = [*map(Path, args.axis), *args.results]
+            args.axis = []
         if not args.check and not args.write:
             if args.html:
                 check_writable(args.html, "--html")

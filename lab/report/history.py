@@ -28,10 +28,12 @@ def setting(row: dict) -> dict:
 
 def parts(steps: Path) -> list[tuple[Path, float]]:
     """(file, its last step that counts) of a run and of those that it continues, the earliest first."""
-    found, last = [], float("inf")
+    found = []
+    last = float("inf")
     while steps.is_file() and steps not in [path for path, _ in found]:
         found.append((steps, last))
-        file, about = steps.with_suffix(".settings.json"), {}
+        file = steps.with_suffix(".settings.json")
+        about = {}
         with suppress(OSError, ValueError):  # none was written
             about = json.loads(regular(file).read_text())
         names = (
@@ -45,10 +47,8 @@ def parts(steps: Path) -> list[tuple[Path, float]]:
             )
         if not about.get("continues"):
             break
-        steps, last = (
-            steps.with_name(f"{Path(about['continues']).name}.jsonl"),
-            min(last, about["after_step"]),
-        )
+        steps = steps.with_name(f"{Path(about['continues']).name}.jsonl")
+        last = min(last, about["after_step"])
     return found[::-1]
 
 

@@ -57,7 +57,8 @@ def table(text: str) -> str:
 
 def figure(path: Path) -> str:
     """An SVG file as part of the page."""
-    data, name = base64.b64encode(path.read_bytes()).decode(), escape(path.stem)
+    data = base64.b64encode(path.read_bytes()).decode()
+    name = escape(path.stem)
     return f'<figure><img alt="{name}" src="data:image/svg+xml;base64,{data}"><figcaption>{name}</figcaption></figure>'
 
 

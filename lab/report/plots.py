@@ -29,7 +29,9 @@ from trainer.distributed.terminal import grouped
 WIDTH, PAGE = 3.4, 7.5  # inch; a page's height without axes and legend
 # Most rows of a table that are drawn, most settings with a figure each, most points named in it: of 100 MB of rows the
 # figures would take minutes, and nobody turns so many pages.
-MOST, SETTINGS, NAMED = 100, 20, 40
+MOST = 100
+SETTINGS = 20
+NAMED = 40
 matplotlib.rcParams |= {
     "svg.fonttype": "none", "svg.hashsalt": "report", "font.size": 8, "axes.titlesize": 8, "legend.fontsize": 7,
     "xtick.labelsize": 7, "ytick.labelsize": 7, "axes.grid": True, "grid.alpha": 0.3, "axes.axisbelow": True,
@@ -39,7 +41,8 @@ matplotlib.rcParams |= {
 COLORS = ("black", "#d55e00", "#0072b2", "#009e73", "0.55", "#cc79a7")
 STYLES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
 MARKERS = "osD^vPX*<>hp"
-FACES, HATCHES = ("0.7", "white", "0.9", "0.5"), ("", "/////", ".....", "xxxxx", "-----")
+FACES = ("0.7", "white", "0.9", "0.5")
+HATCHES = ("", "/////", ".....", "xxxxx", "-----")
 WORDS = {
     "attn": {"flex": "FlexAttention", "sdpa": "SDPA"},
     "compile": {"none": "eager", "blocks": "compiled blocks", "model": "compiled model", "fwdbwd": "compiled fwd + bwd",
@@ -144,8 +147,11 @@ def ours(row: dict, mib: str) -> Point:
 
 def curves(name: str, found: list, gpu: bool) -> dict[str, dict]:
     """Name of a curve -> {x: Point}. Of the axis gpus there are two each: one batch a rank, one in all."""
-    names, made = published.key_names(name), {}
-    keys, own, theirs = list(dict.fromkeys(key for key, *_ in found)), [], []
+    names = published.key_names(name)
+    made = {}
+    keys = list(dict.fromkeys(key for key, *_ in found))
+    own = []
+    theirs = []
     mib = memory_of(o for _, o, _ in found if o and published.on_gpu(o) == gpu)[0]
     for key, o, p in found:
         if o and published.on_gpu(o) == gpu:
@@ -163,13 +169,12 @@ def curves(name: str, found: list, gpu: bool) -> dict[str, dict]:
             )
     for side in (own, theirs):
         for key, curve, point in side:
-            x, parts = key[0] if len(names) == 1 else keys.index(key), [""]
+            x = key[0] if len(names) == 1 else keys.index(key)
+            parts = [""]
             if name == "gpus":
-                x, least, most = (
-                    key[2],
-                    min(each[0][0] for each in side),
-                    max(each[0][1] for each in side),
-                )
+                x = key[2]
+                least = min(each[0][0] for each in side)
+                most = max(each[0][1] for each in side)
                 parts = [f", batch {least} a rank"] * (key[0] == least) + [
                     f", batch {most} in all"
                 ] * (key[1] == most)
@@ -221,16 +226,16 @@ def relative(curve: dict, keys: list[tuple[str, str]]) -> dict:
 def axis(name: str, found: list, folder: Path) -> list[Path]:
     """What an axis shows, one figure for GPUs and one for CPUs. Beside published figures a CPU's stand relative to
     their first, as those do: resident and allocated memory, or their times, compare as shapes only."""
-    names, paths, why = published.key_names(name), [], []
+    names = published.key_names(name)
+    paths = []
+    why = []
     for gpu in sorted({published.on_gpu(o) for _, o, _ in found if o}):
         here = {key for key, o, _ in found if o and published.on_gpu(o) == gpu}
         line = len(names) == 1 or name == "gpus"
         # No group of bars without one of ours.
         some = [each for each in found if line or each[0] in here]
-        made, memory = (
-            curves(name, some, gpu),
-            memory_of(o for _, o, _ in some if o and published.on_gpu(o) == gpu)[1],
-        )
+        made = curves(name, some, gpu)
+        memory = memory_of(o for _, o, _ in some if o and published.on_gpu(o) == gpu)[1]
         try:
             shown = panels(name, made, memory)
         except NoFigure as e:
@@ -244,7 +249,8 @@ def axis(name: str, found: list, folder: Path) -> list[Path]:
             }
             words = {"mib": f"{memory} (published: allocated)", "ms": "time of a step"}
             shown = [(key, f"{words[key]}, relative to the first") for key, _ in shown]
-        file, show = f"{name}-{'gpu' if gpu else 'cpu'}", lines if line else draw_bars
+        file = f"{name}-{'gpu' if gpu else 'cpu'}"
+        show = lines if line else draw_bars
         keys = dict(enumerate(dict.fromkeys(key for key, *_ in some)))
         settings = [dict(zip(names, key, strict=True)) if names else sweep.given(sweep.parse(shlex.split(key[0]))[1])
                     for key in keys.values()]  # fmt: skip
@@ -267,13 +273,15 @@ def lines(
     """A panel below the other, both axes logarithmic; bars from the least to the most. What has no figure is an x near
     the bottom, with its outcome, higher for each curve."""
     plot = column(0.7 + 1.7 * len(shown) + 0.15 * len(made))
-    handles, ticks = {}, sorted({x for curve in made.values() for x in curve})
+    handles = {}
+    ticks = sorted({x for curve in made.values() for x in curve})
     middle = (ticks[0] * ticks[-1]) ** 0.5
     for ax, (key, words) in zip(
         plot.subplots(len(shown), 1, sharex=True, squeeze=False)[:, 0], shown, strict=True
     ):
         for number, (name, curve) in enumerate(made.items()):
-            color, line = COLORS[number % len(COLORS)], STYLES[number % len(STYLES)]
+            color = COLORS[number % len(COLORS)]
+            line = STYLES[number % len(STYLES)]
             how = dict(color=color, linestyle=line, marker=MARKERS[number % len(MARKERS)])
             how |= dict(markerfacecolor="white") if name.startswith("published") else {}
             if has := [(x, p) for x, p in sorted(curve.items()) if getattr(p, key)]:
@@ -288,11 +296,9 @@ def lines(
                 )
             for x, p in curve.items():
                 if not getattr(p, key) and p.outcome not in ("", "ok"):
-                    low, across, side = (
-                        0.07 + 0.12 * (number % 6),
-                        ax.get_xaxis_transform(),
-                        1 - 2 * (x > middle),
-                    )
+                    low = 0.07 + 0.12 * (number % 6)
+                    across = ax.get_xaxis_transform()
+                    side = 1 - 2 * (x > middle)
                     ax.plot([x], [low], "x", color=color, transform=across)
                     ax.annotate(p.outcome[:12], (x, low), (4 * side, 0), xycoords=across, textcoords="offset points",
                                 color=color, ha="left" if side > 0 else "right", va="center", fontsize=6)  # fmt: skip
@@ -339,7 +345,8 @@ def draw_bars(
             shown, {x: text for x, text in labels.items() if page[x] == n}, folder)]  # fmt: skip
     places = {x: end - room[x] / 2 for x, end in zip(texts, accumulate(room.values()), strict=True)}
     plot = column(0.85 + sum(room.values()) + 0.15 * len(made))
-    axes, handles = plot.subplots(1, len(shown), sharey=True, squeeze=False)[0], {}
+    axes = plot.subplots(1, len(shown), sharey=True, squeeze=False)[0]
+    handles = {}
     for ax, (key, words) in zip(axes, shown, strict=True):
         for number, name in enumerate(own):
             how = dict(
@@ -415,7 +422,9 @@ def fronts(settings: list[list[dict]], folder: Path, most: int = 8) -> list[Path
     in both, of these the NAMED fastest."""
     paths = []
     for number, those in enumerate(settings, 1):
-        device, torch, n = those[0].get("device"), those[0].get("torch"), published.label(those[0])
+        device = those[0].get("device")
+        torch = those[0].get("torch")
+        n = published.label(those[0])
         key, unit = memory_of(those)
         points = [(row.get("step_ms_min", row["step_ms"]), row[key]) for row in those]
         best = front(points)
@@ -424,7 +433,8 @@ def fronts(settings: list[list[dict]], folder: Path, most: int = 8) -> list[Path
         named = good[:NAMED]
         texts = [textwrap.fill(text, 54) for text in wording([told(those[i]) for i in named])]
         plot = column(2.9 + 0.115 * sum(2 + text.count("\n") for text in texts))
-        ax, handles = plot.subplots(), {}
+        ax = plot.subplots()
+        handles = {}
         ax.plot(*zip(*best, strict=True), "-", color="0.5", drawstyle="steps-post", zorder=1)
         for i, (at, text) in enumerate(zip(named, texts, strict=True)):
             # none: a mark behind another is seen.
@@ -475,9 +485,12 @@ def losses(rows: list[dict], folder: Path) -> list[Path]:
              enumerate(zip(texts, found, strict=True))]  # fmt: skip
     over = "tokens" if all("tokens" in s for _, steps in found for s in steps) else "step"
     plot = column(2.4 + 0.15 * len(found))
-    ax, handles, held = plot.subplots(), {}, False
+    ax = plot.subplots()
+    handles = {}
+    held = False
     for i, (text, (_, steps)) in enumerate(zip(texts, found, strict=True)):
-        color, line = COLORS[i % len(COLORS)], STYLES[i % len(STYLES)]
+        color = COLORS[i % len(COLORS)]
+        line = STYLES[i % len(STYLES)]
         train = [(s[over], s["loss"]) for s in steps if "eval_loss" not in s]
         tested = [(s[over], s["eval_loss"]) for s in steps if "eval_loss" in s]
         mark = MARKERS[i % len(MARKERS)] if tested else ""
@@ -497,7 +510,8 @@ def losses(rows: list[dict], folder: Path) -> list[Path]:
 def fits(rows: list[dict], folder: Path) -> list[Path]:
     """Time of a step against the recomputed share of what fits, a line for each number of ranks; dashed: planned."""
     plot = column(3.2)
-    ax, handles = plot.subplots(), {}
+    ax = plot.subplots()
+    handles = {}
     for i, label in enumerate(dict.fromkeys(map(published.label, rows))):
         for line, words, x, y in (
             ("-", "", "ratio", "step_ms"),
@@ -528,7 +542,8 @@ def fits(rows: list[dict], folder: Path) -> list[Path]:
 
 def lanes(spans: list[tuple[int, int]]) -> list[int]:
     """For spans (start, end), the lowest lane of each in which none before it is in its way."""
-    taken, found = [], []
+    taken = []
+    found = []
     for start, end in spans:
         free = next((i for i, until in enumerate(taken) if until <= start), len(taken))
         taken[free:] = [max(end, start + 1), *taken[free + 1 :]]
@@ -547,12 +562,18 @@ def overlap(rows: list[dict], folder: Path) -> list[Path]:
     }
     if len(shown) < 2:
         raise NoFigure("it takes a row with plain Inductor options and one without")
-    names, looks = ("torch.compile alone", "with overlap.py"), {"all-gather": ("0.2", "weights gathered"),
-             "reduce-scatter": ("0.6", "gradients reduced"), "all-reduce": ("0.8", "gradients summed")}  # fmt: skip
-    plot, handles = Figure(figsize=(6.5, 4.4), layout="constrained"), {}
+    names = ("torch.compile alone", "with overlap.py")
+    looks = {
+        "all-gather": ("0.2", "weights gathered"),
+        "reduce-scatter": ("0.6", "gradients reduced"),
+        "all-reduce": ("0.8", "gradients summed"),
+    }
+    plot = Figure(figsize=(6.5, 4.4), layout="constrained")
+    handles = {}
     for ax, row, name in zip(plot.subplots(2, 1, sharex=True, height_ratios=(8, 4)), (shown[True], shown[False]), names,
                              strict=True):  # fmt: skip
-        before, found = 0, []
+        before = 0
+        found = []
         for part, graph in row["graphs"].items():
             found += [
                 (before + start, gap, kind, mib)

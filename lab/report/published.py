@@ -186,7 +186,8 @@ def flops_ratio(depth: int, seqlen: int, grouping: int) -> float:
 @functools.cache
 def published(axis: str) -> dict[tuple, dict]:
     """Key -> published row: `device`, `ranks`, `mib`, `ms`, `mfu` (of a range the middle, None for words), `text`."""
-    names, found = key_names(axis), {}
+    names = key_names(axis)
+    found = {}
     for line in (
         csv.DictReader((REFERENCE / f"{axis}.csv").read_text().splitlines()) if names else ()
     ):
@@ -242,7 +243,10 @@ def entries(
     axis: str, rows: list[dict], small: bool
 ) -> list[tuple[tuple, dict | None, dict | None]]:
     """(key, our row, published row) of an axis; None for a row that is missing. ValueError where none is ours."""
-    names, theirs, lines, found = key_names(axis), published(axis), {}, []
+    names = key_names(axis)
+    theirs = published(axis)
+    lines = {}
+    found = []
     for cell in sweep.read_cells(axis, small, ANY, []):
         n, flags = sweep.parse(shlex.split(cell))
         lines[int(flags.get("--world", [n])[0]), core(cell)] = None

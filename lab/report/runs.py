@@ -112,8 +112,11 @@ def sent(rows: list[dict]) -> tuple[list[dict], Columns]:
     rows = [row for row in rows if "run" in row]  # other programs count them, too
     rows = [row for row in rows if isinstance(row.get("collectives"), dict) and row["collectives"]]
     lines = [(row, kind, found) for row in rows for kind, found in row["collectives"].items()]
-    columns = [("run", [row["run"] for row, *_ in lines]), *where([row for row, *_ in lines])]
-    columns += [("collective", [kind.replace("_", "-") for _, kind, _ in lines])]
+    columns = [
+        ("run", [row["run"] for row, *_ in lines]),
+        *where([row for row, *_ in lines]),
+        ("collective", [kind.replace("_", "-") for _, kind, _ in lines]),
+    ]
     for title, key, digits in (
         ("calls", "n", 0),
         ("MiB", "mib", 1),

@@ -34,7 +34,8 @@ def relative(figures: list[float | None], names: list[str | None]) -> tuple[str,
 def axis_columns(axis: str, found: Entries) -> Columns:
     """Ours, published and their ratios; where nothing is comparable, both relative to their first instead."""
     names = published.key_names(axis) or ["flags"]
-    ours, theirs = [o for _, o, _ in found], [p for *_, p in found]
+    ours = [o for _, o, _ in found]
+    theirs = [p for *_, p in found]
     fair = [published.comparable(o, p) for _, o, p in found]
     columns = [(name, [str(key[i]) for key, *_ in found]) for i, name in enumerate(names)]
     if "ranks" in names:
@@ -47,10 +48,8 @@ def axis_columns(axis: str, found: Entries) -> Columns:
         columns.append(("published on", [p["device"] if p else "" for p in theirs]))
     columns += outcomes(ours)
     for title, key, digits, their_key, their_title in METRICS:
-        own, other = (
-            [published.figure(o, key) for o in ours],
-            [p and p.get(their_key) for p in theirs],
-        )
+        own = [published.figure(o, key) for o in ours]
+        other = [p and p.get(their_key) for p in theirs]
         alone = any(theirs) and not any(fair) and ("mib" in key or key == "step_ms")
         if any(own):
             columns.append((title, [shown(o, key, digits) for o in ours]))
@@ -81,8 +80,8 @@ def compile_modes(rows: list[dict]) -> tuple[list[dict], Columns]:
     columns += [
         (loss, [shown(row, "loss", 4) or row["outcome"] for row in rows]),
         *column(rows, MS, "step_ms", 1),
+        ("compile s", [shown(row, "compile_s", 1) or "n/a" for row in rows]),
     ]
-    columns += [("compile s", [shown(row, "compile_s", 1) or "n/a" for row in rows])]
     return rows, columns + memory(rows)
 
 
@@ -132,16 +131,17 @@ def attention(rows: list[dict]) -> tuple[list[dict], Columns]:
     columns += outcomes(rows)
     beside = [tuple(row.get(name) for name in ("device", "torch", *sizes)) for row in rows]
     for name in ("forward", "backward"):
-        ms, best = [published.figure(row, f"{name}_ms") for row in rows], {}
+        ms = [published.figure(row, f"{name}_ms") for row in rows]
+        best = {}
         for which, row, each in zip(beside, rows, ms, strict=True):
             if row["backend"] != "flex" and each:
                 best[which] = min(each, best.get(which, each))
         speeds = [published.figure(row, f"{name}_tflops") for row in rows]
         both = [(each, best.get(which)) for which, each in zip(beside, ms, strict=True)]
-        columns += [(f"{name} ms, median [min-max]", [shown(row, f"{name}_ms", 3) for row in rows])]
-        columns += [(f"{name} TFLOP/s", [f"{speed:.3g}" if speed else "" for speed in speeds])]
         columns += [
-            ("x", [grouped(each / least, 2) if each and least else "" for each, least in both])
+            (f"{name} ms, median [min-max]", [shown(row, f"{name}_ms", 3) for row in rows]),
+            (f"{name} TFLOP/s", [f"{speed:.3g}" if speed else "" for speed in speeds]),
+            ("x", [grouped(each / least, 2) if each and least else "" for each, least in both]),
         ]
     return rows, columns + memory(rows)
 
@@ -151,10 +151,8 @@ def ladder(rows: list[dict]) -> tuple[list[dict], Columns]:
     rows = [row for row in rows if published.core(row.get("cell"))]
     rows = published.newest(rows, lambda row: published.core(row["cell"]))
     rows.sort(key=lambda row: (published.label(row), str(row.get("device")), row.get("date")))
-    cores, names = (
-        [published.core(row["cell"]) for row in rows],
-        [published.series(row, "ladder") for row in rows],
-    )
+    cores = [published.core(row["cell"]) for row in rows]
+    names = [published.series(row, "ladder") for row in rows]
     common = frozenset.intersection(*cores) if rows else frozenset()
     columns = [("flags", [f"`{sweep.join(dict(own - common)) or 'the others'}`" for own in cores])]
     columns += where(rows) + outcomes(rows)
@@ -167,8 +165,11 @@ def ladder(rows: list[dict]) -> tuple[list[dict], Columns]:
 def links(rows: list[dict]) -> tuple[list[dict], Columns]:
     """Runs that differ in their ranks and links alone: a line each, a column of smallest steps for each number of ranks
     and link. Only what ran on more than one link; what stands in the column of one rank has the same flags."""
-    rows, lines = published.newest([row for row in rows if published.core(row.get("cell"))],
-                                   lambda row: published.core(row["cell"])), {}  # fmt: skip
+    rows = published.newest(
+        [row for row in rows if published.core(row.get("cell"))],
+        lambda row: published.core(row["cell"]),
+    )
+    lines = {}
     for row in rows:
         lines.setdefault(published.core(row["cell"]), {})[published.label(row)] = row
     lines = {
@@ -217,15 +218,14 @@ def collectives(rows: list[dict]) -> tuple[list[dict], Columns]:
 def compile_depth(rows: list[dict]) -> tuple[list[dict], Columns]:
     """The rows of several depths of each --compile mode, and columns: seconds to compile, and over the least depth."""
     rows = [row for row in rows if row.get("compile", "none") != "none" and row.get("device")]
-    rows, lines = published.newest(rows, lambda row: (row["compile"], row["depth"])), {}
+    rows = published.newest(rows, lambda row: (row["compile"], row["depth"]))
+    lines = {}
     for row in sorted(rows, key=lambda row: (published.label(row), row["device"], row["torch"])):
         lines.setdefault((row["compile"], published.label(row), row["device"], row["torch"]), {})[
             row["depth"]
         ] = row
-    firsts, depths = (
-        [[*line.values()][0] for line in lines.values()],
-        sorted({row["depth"] for row in rows}),
-    )
+    firsts = [[*line.values()][0] for line in lines.values()]
+    depths = sorted({row["depth"] for row in rows})
     columns = [("`--compile`", [row["compile"] for row in firsts]), *where(firsts)]
     for depth in depths:
         columns.append(
@@ -250,7 +250,8 @@ def peaks(rows: list[dict]) -> tuple[list[dict], Columns]:
     several of them have; what a block keeps in [B,T,D], TFLOP of a rank's step, and the published peaks of the recipe.
     """
     of_sweeps = [row for row in rows if row.get("study") == "peak" and row.get("cell")]
-    rows, lines = published.newest(of_sweeps, lambda row: row["cell"]), {}
+    rows = published.newest(of_sweeps, lambda row: row["cell"])
+    lines = {}
     shapes = Counter(map(published.shape, rows))
     usual = max(shapes.values(), default=0)
     for row in rows:
@@ -337,8 +338,8 @@ def fit(rows: list[dict]) -> tuple[list[dict], Columns]:
     columns += [
         ("planned peak MiB", [grouped(row.get("planned_mib"), missing="") for row in rows]),
         *memory(rows),
+        ("planned step ms", [grouped(row.get("planned_ms"), missing="") for row in rows]),
     ]
-    columns += [("planned step ms", [grouped(row.get("planned_ms"), missing="") for row in rows])]
     columns += column(rows, MS, "step_ms", 1) + column(rows, "tokens/s", "tok_s", 0)
     return rows, columns + outcomes(rows)
 
@@ -354,8 +355,10 @@ def nodes_links(rows: list[dict]) -> tuple[list[dict], Columns]:
     columns = [
         (name, [str(row["setting"][name]) for row in rows]) for name in ("network", "link", "ranks")
     ]
-    columns += [("latency, bandwidth of a rank", [fit(row["link"]) for row in rows])]
-    columns += [("residual %", [grouped(100 * row["link"]["residual"]) for row in rows])]
+    columns += [
+        ("latency, bandwidth of a rank", [fit(row["link"]) for row in rows]),
+        ("residual %", [grouped(100 * row["link"]["residual"]) for row in rows]),
+    ]
     for op in rows[0]["ops"] if rows else ():
         columns += [(op.replace("_", "-"), [fit(row["ops"][op]) for row in rows])]
     return rows, columns
@@ -422,10 +425,8 @@ def about(name: str, ours: list[dict], found: Entries) -> str:
     def each(key):
         return ", ".join(sorted({str(row[key]) for row in ours if row.get(key)})) or "unknown"
 
-    n, commits = (
-        ", ".join(sorted({published.label(row) for row in ours})),
-        {str(row.get("commit"))[:7] for row in ours},
-    )
+    n = ", ".join(sorted({published.label(row) for row in ours}))
+    commits = {str(row.get("commit"))[:7] for row in ours}
     dirty = " (uncommitted changes)" * any(row.get("dirty") for row in ours)
     # Counts and plans have none.
     steps = f"{each('n')} timed steps, " * any(row.get("n") for row in ours)

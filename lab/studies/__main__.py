@@ -21,7 +21,8 @@ def main(argv: list[str]) -> int:
         "--only", nargs="+", choices=names(), default=names(), metavar="NAME", help="not all"
     )
     parser.add_argument("flags", nargs="*", metavar="-- FLAGS", help="of every study")
-    args, status = parser.parse_args(argv), 0
+    args = parser.parse_args(argv)
+    status = 0
     for name in args.only:
         print(f"== {name}", flush=True)
         done = subprocess.run(

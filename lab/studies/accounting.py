@@ -25,7 +25,8 @@ XXL = dict(width=16384, mlp_width=53248, blocks=126, matrices=2, attention=False
            tflops=460.0, gb_per_s=180.0, fsdp_axes=2, tp_axes=1, device_gb=95.0)  # fmt: skip
 LLAMA = dict(width=2560, mlp_width=10240, blocks=32, matrices=3, attention=True, vocab=10000)
 SIZES = {"xxl": XXL, "2.7b": XXL | LLAMA}
-GIB, GB = 2**30, 1e9
+GIB = 2**30
+GB = 1e9
 WRONG = {  # of the published answer
     "kept GiB per token": "right; called the memory of batch 1",
     "devices of 80": "GiB taken for GB",
@@ -61,7 +62,9 @@ def settings(args) -> list[dict]:
 
 def block(c, batch: float) -> dict[str, float]:
     """Seconds of a block's forward over `batch` tokens, by what they are for."""
-    w, peak, link = weights(c), 1e12 * c.tflops, GB * c.gb_per_s
+    w = weights(c)
+    peak = 1e12 * c.tflops
+    link = GB * c.gb_per_s
     moved = 4 * (1 + c.attention) * batch * c.width / (c.fsdp * link * c.tp_axes)
     return {"compute": 2 * w * batch / (c.fsdp * c.tp * peak), "weights": 2 * w / (c.tp * link * c.fsdp_axes),
             "activations": moved * (c.tp > 1)}  # fmt: skip
@@ -105,7 +108,9 @@ def measure(setting: dict, args=None) -> dict:
 
 def steps(once: dict[str, float], devices: int) -> list[tuple[str, float]]:
     """The published threshold, and what it becomes as one mistake after the other is mended: (words, tokens)."""
-    compute, gather, moved = once["compute"], once["weights"], once["activations"]
+    compute = once["compute"]
+    gather = once["weights"]
+    moved = once["activations"]
     first = threshold(compute * devices / 2, gather, moved / 2)
     return [("2 B D F / C = 4 D F / (Y W M_X) + 2 B D / (X W M_Y)", first),
             ("FLOPs divided by the devices", threshold(compute / 2, gather, moved / 2)),
@@ -115,7 +120,8 @@ def steps(once: dict[str, float], devices: int) -> list[tuple[str, float]]:
 
 def table(rows: list[dict]) -> tuple[str, str]:
     """A line per figure and, of the published case, one per step of its threshold."""
-    theirs, lines = {line["quantity"]: float(line["value"]) for line in published("accounting")}, []
+    theirs = {line["quantity"]: float(line["value"]) for line in published("accounting")}
+    lines = []
     for row in (row for row in rows if row["outcome"] == "ok"):
         case = row["setting"] == {"model": "xxl"} | XXL
         for name, value in row["figures"].items():
@@ -149,7 +155,8 @@ def number(value: float | str) -> str:
 def figure(rows: list[dict], folder) -> list:
     """Compute and links of a block of the first model by the tokens of the batch; where they cross."""
     row = rows[0]
-    c, found = SimpleNamespace(**row["setting"]), row["figures"]
+    c = SimpleNamespace(**row["setting"])
+    found = row["figures"]
     lines = {"compute": ["compute"], "gathering the weights alone": ["weights"],
              "links, one after the other": ["weights", "activations"]}  # fmt: skip
     made = {words: [(b, sum(1e3 * block(c, b)[part] for part in parts)) for b in (2**i for i in range(8, 18))]

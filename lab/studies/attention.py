@@ -113,10 +113,8 @@ def function(
     if backend != "flex":
         return partial(sdpa_kernel, backend, causal=causal)
     torch._dynamo.reset()  # a recompilation per search candidate would meet Dynamo's limit
-    mask, grouped = (
-        causal_mask(shape.seqlen, device) if causal else None,
-        shape.heads > shape.kv_heads,
-    )
+    mask = causal_mask(shape.seqlen, device) if causal else None
+    grouped = shape.heads > shape.kv_heads
     return partial(
         compiled_flex_attention, block_mask=mask, enable_gqa=grouped, kernel_options=options or None
     )
@@ -135,7 +133,8 @@ def milliseconds(
 
 def held(run: Callable[..., Tensor], qkv: list[Tensor]) -> int:
     """Bytes that autograd saves for backward, inputs left out, each storage once."""
-    own, kept = {t.untyped_storage().data_ptr() for t in qkv}, {}
+    own = {t.untyped_storage().data_ptr() for t in qkv}
+    kept = {}
 
     def keep(t: Tensor) -> Tensor:
         storage = t.untyped_storage()
@@ -150,7 +149,8 @@ def held(run: Callable[..., Tensor], qkv: list[Tensor]) -> int:
 
 def formula(backend: str, shape: Shape, causal: bool) -> int:
     """Bytes held by the formula of the docstring."""
-    size, rows = DTYPES[shape.dtype].itemsize, shape.batch * shape.heads * shape.seqlen
+    size = DTYPES[shape.dtype].itemsize
+    rows = shape.batch * shape.heads * shape.seqlen
     if backend == "math":
         return 4 * rows * (shape.seqlen + (2 if size == 4 else 3) * shape.head_dim)
     if backend in WHOLE:
@@ -160,7 +160,9 @@ def formula(backend: str, shape: Shape, causal: bool) -> int:
 
 def measure(setting: dict, args) -> dict:
     """The figures of one backend; its `outcome` is ok, or "n/a: why" where the kernel does not run."""
-    device, causal, backend = torch.device(args.device), setting["causal"], setting["backend"]
+    device = torch.device(args.device)
+    causal = setting["causal"]
+    backend = setting["backend"]
     shape = Shape(**{name: setting[name] for name in Shape._fields})
     stored = read_options(args.options) if args.options and backend == "flex" else {}
     options = stored.get(options_key(shape, device), {}).get("options", {})
@@ -230,7 +232,8 @@ def search(
             if not options:
                 entry[f"default_{direction}_ms"] = ms
             if ms < best:
-                best, chosen = ms, other | options
+                best = ms
+                chosen = other | options
                 entry |= {"options": chosen, f"{direction}_ms": ms}
                 store(path, key, entry)
                 say(f"{direction} {options}: {ms:.3f} ms")
@@ -326,7 +329,8 @@ def instead(args) -> bool:
     """--search: finds options for every shape and stores them."""
     if not args.search:
         return False
-    device, path = torch.device(args.device), args.options or Path("results/flex_options.json")
+    device = torch.device(args.device)
+    path = args.options or Path("results/flex_options.json")
     about = {k: timing.environment(device)[k] for k in ("date", "commit")}
     for c in settings(args):
         shape = Shape(**{name: c[name] for name in Shape._fields})
@@ -350,9 +354,11 @@ def table(rows: list[dict]) -> tuple[str, str]:
     theirs = {
         (int(line["head_dim"]), int(line["seq"])): line for line in published("attention_h100")
     }
-    lines, seen = [], set()
+    lines = []
+    seen = set()
     for row in rows:
-        c, text = row["setting"], []
+        c = row["setting"]
+        text = []
         key = (c["head_dim"], c["seqlen"])
         if key in theirs and (c["backend"], c["dtype"], c["batch"], c["causal"]) == (
             "plain",
@@ -405,7 +411,9 @@ def beside(line: dict[str, str]) -> list[str]:
 
 def suspicious(line: dict[str, str]) -> str:
     """What cannot be true of a published forward, b = 8, one head, fp32, on an H100: what study.impossible says."""
-    T, d, ms = int(line["seq"]), int(line["head_dim"]), 1e3 * float(line["forward_s"])
+    T = int(line["seq"])
+    d = int(line["head_dim"])
+    ms = 1e3 * float(line["forward_s"])
     why = impossible(
         "H100 80GB HBM3", 8 * T * attention_flops(1, d, T), ms, 1e9 * float(line["mem_gb"]), "fp32"
     )

@@ -83,7 +83,8 @@ def ring_all_reduce(t: Tensor, op: str = "sum", pieces: int = 4, group=None) -> 
         raise ValueError(
             f"ring all-reduce, op {op} of {t.dtype}: expected sum, or avg of floating point numbers"
         )
-    n, rank = dist.get_world_size(group), dist.get_rank(group)
+    n = dist.get_world_size(group)
+    rank = dist.get_rank(group)
     flat = t.detach().reshape(-1)  # [S], a copy where `t` is not contiguous
     chunks = [chunk.tensor_split(pieces) for chunk in flat.tensor_split(n)]
     left, right = (
@@ -102,7 +103,8 @@ def ring_all_reduce(t: Tensor, op: str = "sum", pieces: int = 4, group=None) -> 
         works = {}
         for s in range(n - 1):
             for j in range(pieces):
-                own, other = chunks[(first - s) % n][j], chunks[(first - s - 1) % n][j]
+                own = chunks[(first - s) % n][j]
+                other = chunks[(first - s - 1) % n][j]
                 for work in works.get(j, ()):
                     work.wait()
                 if s and add:
@@ -127,13 +129,16 @@ def operation(
     op: str, numel: int, dtype: torch.dtype, device: torch.device, pieces: int, group=None
 ):
     """A function without arguments that runs the collective once, on tensors of its own. group: not for "exchange"."""
-    n, rank = dist.get_world_size(group), dist.get_rank(group)
+    n = dist.get_world_size(group)
+    rank = dist.get_rank(group)
     whole = torch.randn(numel, device=device).to(dtype)
     part = whole.tensor_split(n)[rank].clone()
     if op == "ring":
         return lambda: ring_all_reduce(whole, "avg", pieces, group)
     if op == "exchange":
-        other, left, right = torch.empty_like(whole), (rank - 1) % n, (rank + 1) % n
+        other = torch.empty_like(whole)
+        left = (rank - 1) % n
+        right = (rank + 1) % n
         ops = [dist.P2POp(dist.isend, whole, right), dist.P2POp(dist.irecv, other, left)]
         return lambda: [work.wait() for work in dist.batch_isend_irecv(ops)]
     how = dict(group=group)
@@ -178,7 +183,8 @@ def fitted(setting: dict, ranks: list[dict], repeat: int) -> dict:
     the `times` of ranks."""
     n = setting["ranks"]
     nbytes = [numel * KINDS[setting["dtype"]].itemsize for numel in numels(setting)]
-    found, points = {}, []
+    found = {}
+    points = []
     for op in ranks[0]:
         slowest = [[max(each) for each in zip(*of_ranks, strict=True)]
                    for of_ranks in zip(*(rank[op] for rank in ranks), strict=True)]  # fmt: skip
@@ -217,9 +223,11 @@ def fit(points: list[tuple[float, float]]) -> dict[str, float]:
         else (-1, 1)
     )
     if slope <= 0:  # times that do not grow with the bytes show no bandwidth
-        alpha, slope = b1 / a11, 0.0
+        alpha = b1 / a11
+        slope = 0.0
     elif alpha < 0:  # or there is only one size
-        alpha, slope = 0.0, b2 / a22
+        alpha = 0.0
+        slope = b2 / a22
     errors = [(alpha + x * slope) / t - 1 for x, t in points]
     rms = math.sqrt(sum(error**2 for error in errors) / len(errors))
     speed = float(f"{1e-9 / slope:.6g}") if slope else None
@@ -235,7 +243,8 @@ def by_fit(found: dict, nbytes: float) -> float:
 
 def ring_ms(row: dict, nbytes: float) -> float:
     """By formula, from the fit of one exchange."""
-    n, link = row["setting"]["ranks"], row["ops"]["exchange"]
+    n = row["setting"]["ranks"]
+    link = row["ops"]["exchange"]
     return 2 * (n - 1) * by_fit(link, nbytes / n)
 
 
@@ -247,7 +256,8 @@ def table(rows: list[dict]) -> tuple[str, str]:
     }
     lines = []
     for row in rows:
-        c, n = row["setting"], row["setting"]["ranks"]
+        c = row["setting"]
+        n = row["setting"]["ranks"]
         if row["outcome"] != "ok":
             lines.append((row["outcome"], str(n)))
         for op, found in row.get("ops", {}).items():
@@ -271,7 +281,8 @@ def table(rows: list[dict]) -> tuple[str, str]:
                 )
                 lines.append((*line, fitted, grouped(told and 1e3 * told, 0, missing="")))
     for (mb, n, backend), seconds in theirs.items():
-        first, rate = theirs.get((1, n, backend)), ""
+        first = theirs.get((1, n, backend))
+        rate = ""
         if first and mb == 1000:  # W, as of ours, is of what a rank sends
             speed = sent_bytes("all_reduce", 0.999, n) / (seconds - first)
             rate = f"{1e3 * first:.0f} ms of start-up, and {speed:.1f} GB/s from 1 to 1000 MB"

@@ -73,7 +73,8 @@ def check(args) -> None:
     if args.world == 1:
         raise ValueError("--world 1: one rank has nobody to talk to; give 2 or more")
     # With one GPU there are simulated ranks alone.
-    args.world, args.ranks = args.world or 8, args.ranks or 2
+    args.world = args.world or 8
+    args.ranks = args.ranks or 2
     args.link = measured(args.link or ("500:0.2" if args.small else "ndr-ib"))
     args.buckets = args.buckets or ([0.2, 0.5, 1, 2] if args.small else [1, 10, 100, 1000])
     if not link(args.link).latency_s or link(args.link).bytes_per_s == math.inf:
@@ -85,7 +86,8 @@ def check(args) -> None:
 def settings(args) -> list[dict]:
     """Simulated ranks with every bucket; real ranks, which a CPU is slow to start, with two. Where GPUs are fewer than
     ranks there are only simulated ones."""
-    shape, found = SMALL if args.small else FULL, []
+    shape = SMALL if args.small else FULL
+    found = []
     real = args.device == "cpu" or torch.cuda.device_count() >= args.ranks
     for kind, n in [("simulated", args.world)] + [("real", args.ranks)] * real:
         buckets = args.buckets if kind == "simulated" or not args.small else args.buckets[1:2]
@@ -103,7 +105,8 @@ class Reducer:
     overlap: a bucket is sent as soon as backward has made its gradients, in the same order on all ranks."""
 
     def __init__(self, params: list[nn.Parameter], cap: float | None, overlap: bool):
-        self.buckets, filled = [], math.inf
+        self.buckets = []
+        filled = math.inf
         for p in reversed(params):  # about the order in which gradients come
             if filled + p.nbytes > (math.inf if cap is None else cap) or not self.buckets:
                 self.buckets.append([])
@@ -111,7 +114,8 @@ class Reducer:
             self.buckets[-1].append(p)
             filled += p.nbytes
         self.number = {p: i for i, bucket in enumerate(self.buckets) for p in bucket}
-        self.on, self.works = True, []
+        self.on = True
+        self.works = []
         self.left = [len(bucket) for bucket in self.buckets]
         # A hook that held this object would keep the parameters alive: autograd's hooks are not
         # collected.
@@ -174,7 +178,8 @@ def trainer(c: dict, device: torch.device) -> tuple[Callable, Callable | None, R
     cap = {"naive": 0, "overlap": 0, "flat": None, "bucketed": 1e6 * c.get("mb", 0)}
     torch.manual_seed(dist.get_rank())
     tokens = torch.randint(0, c["vocab"], (c["batch"], c["seqlen"] + 1), device=device)
-    x, y = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    x = tokens[:, :-1].contiguous()
+    y = tokens[:, 1:].contiguous()
     own = words(c, device.type, c["kind"] == "simulated")
     if c["way"] == "ours":
         step = build(own, device, c["ranks"])
@@ -295,14 +300,17 @@ def constants(rows: list[dict]) -> tuple[float, float] | None:
 
 def table(rows: list[dict]) -> tuple[str, str]:
     """A line per way, then the best bucket by formula; published steps are of other sizes and no ratio is taken."""
-    theirs, lines, used = {p["variant"]: p for p in published("ddp")}, [], set()
+    theirs = {p["variant"]: p for p in published("ddp")}
+    lines = []
+    used = set()
 
     def place(row: dict) -> tuple[str, int]:
         return row["setting"]["kind"], row["setting"]["ranks"]
 
     for kind, ranks in dict.fromkeys(map(place, rows)):
         own = [row for row in rows if place(row) == (kind, ranks)]
-        found, nbytes = constants(own), max(row.get("nbytes", 0) for row in own)
+        found = constants(own)
+        nbytes = max(row.get("nbytes", 0) for row in own)
         for row in own:
             c = row["setting"]
             name = f"{c['way']} {c['mb']:g} MB" if "mb" in c else c["way"]

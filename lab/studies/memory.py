@@ -75,10 +75,14 @@ class Part:
     """Of a step the part that is asked for, which timeline.watch looks into as into a whole one."""
 
     def __init__(self, step, part: str):
-        self.step, self.part = step, part
-        self.model, self.optimizer, self.watched = step.model, step.optimizer, step.watched
+        self.step = step
+        self.part = part
+        self.model = step.model
+        self.optimizer = step.optimizer
+        self.watched = step.watched
         if part != "step":
-            self.optimizer.m, self.optimizer.v = [], []
+            self.optimizer.m = []
+            self.optimizer.v = []
 
     def __call__(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """tokens, targets [B, T] -> the loss."""
@@ -118,16 +122,16 @@ def work(rank: int, device: torch.device, c: dict, stem: str) -> dict:
         lambda module, inputs, y: streams.append(y.nbytes)
     ):
         _, found, _ = timeline.watch(told, part, tokens, targets)
-    top, mib = found.peaks(1)[0], 2**20
-    row = dict(peak_mib=round(top.nbytes / mib, 3), moment=top.moment, residual_bytes=streams[-1])
-    row |= dict(
-        parameters=parameters(Namespace(**told.flat())), state_bytes=sum(dict(states(top)).values())
-    )
-    row |= dict(
-        pieces_mib={name: round(size / mib, 3) for name, size in top.pieces.items() if size}
-    )
-    row |= dict(
-        largest=[[n, round(size / mib, 3), text] for n, size, text in timeline.largest(found, 3)]
+    top = found.peaks(1)[0]
+    mib = 2**20
+    row = dict(
+        peak_mib=round(top.nbytes / mib, 3),
+        moment=top.moment,
+        residual_bytes=streams[-1],
+        parameters=parameters(Namespace(**told.flat())),
+        state_bytes=sum(dict(states(top)).values()),
+        pieces_mib={name: round(size / mib, 3) for name, size in top.pieces.items() if size},
+        largest=[[n, round(size / mib, 3), text] for n, size, text in timeline.largest(found, 3)],
     )
     name, weight = max(part.model.named_parameters(), key=lambda each: each[1].numel())
     row |= dict(largest_weight=[name, round(weight.numel() * weight.element_size() / mib, 3)])
@@ -146,9 +150,11 @@ def table(rows: list[dict]) -> tuple[str, str]:
     """A line per row; published peaks beside those of the same size, part and context."""
     theirs = {(part, int(line["context"])): line[column] for line in published("memory_2p7b")
               for part, column in PUBLISHED.items()}  # fmt: skip
-    lines, seen = [], set()
+    lines = []
+    seen = set()
     for row in rows:
-        c, key = row["setting"], (row["setting"]["part"], row["setting"]["context"])
+        c = row["setting"]
+        key = (row["setting"]["part"], row["setting"]["context"])
         beside = theirs.get(key, "") if (c["size"], c["precision"]) == ("2.7b", "fp32") else ""
         seen |= {key} if beside else set()
         if row["outcome"] != "ok":

@@ -108,14 +108,13 @@ def starts(device: torch.device) -> dict:
 def phases(device: torch.device, c: dict) -> dict:
     """Times of the parts, and by what they are checked: parameters are read, gradients and states written."""
     model = transformer(c["size"], device)
-    optimizer, call = (
-        AdamW(model.parameters(), lr=1e-4),
-        torch.compile(model) if c["compiled"] else model,
-    )
+    optimizer = AdamW(model.parameters(), lr=1e-4)
+    call = torch.compile(model) if c["compiled"] else model
     tokens, targets = torch.randint(
         model.config.vocab, (2, c["batch"], c["context"]), device=device
     )
-    made, bad = {}, torch.zeros((), device=device)
+    made = {}
+    bad = torch.zeros((), device=device)
 
     def forward():
         with torch.autocast(device.type, torch.bfloat16, enabled=c["precision"] == "bf16"):
@@ -168,11 +167,13 @@ def theirs(size: str, precision: str, compiled: bool) -> str:
 
 def table(rows: list[dict]) -> tuple[str, str]:
     """A line per row, mean, deviation and median; published means beside what was warmed up."""
-    lines, gpu = [], any(not row["device"].startswith("CPU") for row in rows)
+    lines = []
+    gpu = any(not row["device"].startswith("CPU") for row in rows)
     for row in rows:
         c = row["setting"]
         how = f"{c['precision']}, {'compiled' if c['compiled'] else 'eager'}"
-        ok, warm = row["outcome"] == "ok", c["warmup"] == WARMUPS[-1]
+        ok = row["outcome"] == "ok"
+        warm = c["warmup"] == WARMUPS[-1]
         cells = [row["outcome"], "", ""] if not ok else [
             f"{grouped(row[f'{part}_mean_ms'], 2)} ± {grouped(row.get(f'{part}_std_ms', 0), 2)}, "
             f"{grouped(row[f'{part}_ms'], 2)}" for part in PARTS]  # fmt: skip

@@ -86,7 +86,8 @@ def measure(setting: dict, args) -> dict:
     }
     times = milliseconds(parts, args.device, args.repeat)
     row = stats(times["forward"], "forward") | stats(times["backward"], "backward")
-    p, m = setting["stages"], setting["batch"] // setting["replicas"] // setting["micro_batch"]
+    p = setting["stages"]
+    m = setting["batch"] // setting["replicas"] // setting["micro_batch"]
     slot = row["forward_ms"] + row["backward_ms"]
     row |= dict(micro_batches=m, batch_ms=(m + p - 1) * slot, bubble=(p - 1) / (m + p - 1))
     for name in SCHEDULES:
@@ -118,7 +119,9 @@ def simulate(
     """(time of m micro-batches on p stages, most micro-batches that each stage keeps at once). A slot begins when its
     stage is free and the micro-batch has arrived: from the stage before, or in backward from the stage after."""
     orders = [SCHEDULES[schedule](s, p, m) for s in range(p)]
-    done, free, at = {}, [0.0] * p, [0] * p
+    done = {}
+    free = [0.0] * p
+    at = [0] * p
     while any(at[s] < len(orders[s]) for s in range(p)):
         before = list(at)
         for s in range(p):
@@ -150,14 +153,18 @@ class Held:
 
     def __init__(self, module: torch.nn.Module):
         self.own = {p.untyped_storage().data_ptr() for p in module.parameters()}
-        self.users, self.now, self.most = Counter(), 0, 0
+        self.users = Counter()
+        self.now = 0
+        self.most = 0
 
     def hooks(self):
         return torch.autograd.graph.saved_tensors_hooks(self.pack, lambda box: box.tensor)
 
     def pack(self, t: torch.Tensor):
         storage = t.untyped_storage()
-        key, nbytes, box = storage.data_ptr(), storage.nbytes(), _Box(t)
+        key = storage.data_ptr()
+        nbytes = storage.nbytes()
+        box = _Box(t)
         if key not in self.own:
             self.users[key] += 1
             self.now += nbytes * (self.users[key] == 1)
@@ -177,7 +184,8 @@ class _Box:
 
 def held(blocks: torch.nn.Sequential, x: torch.Tensor, c: int) -> int:
     """Most bytes that autograd holds in a step with c checkpoints, 0: with none."""
-    counter, layers = Held(blocks), list(blocks)
+    counter = Held(blocks)
+    layers = list(blocks)
     size = math.ceil(len(layers) / c) if c else len(layers)
 
     def segment(first: int):
@@ -199,7 +207,8 @@ def held(blocks: torch.nn.Sequential, x: torch.Tensor, c: int) -> int:
 def checkpoints(blocks: torch.nn.Sequential, x: torch.Tensor) -> dict:
     """Bytes counted for every number of checkpoints that is some ceil(l / n), and by formula."""
     layers = len(blocks)
-    inside, outside = held(blocks[:1], x, 0), x.untyped_storage().nbytes()
+    inside = held(blocks[:1], x, 0)
+    outside = x.untyped_storage().nbytes()
     numbers = sorted({math.ceil(layers / math.ceil(layers / c)) for c in range(1, layers + 1)})
     return dict(a_in=outside, a_int=inside, counted={c: held(blocks, x, c) for c in numbers}, none=held(blocks, x, 0),
                 best=math.sqrt(layers * inside / outside))  # fmt: skip
@@ -207,7 +216,9 @@ def checkpoints(blocks: torch.nn.Sequential, x: torch.Tensor) -> dict:
 
 def formula(row: dict, c: int) -> tuple[float, float]:
     """Bytes with c checkpoints: as published; and without counting the input of the segment in work twice."""
-    layers, inside, outside = row["setting"]["layers"], row["a_int"], row["a_in"]
+    layers = row["setting"]["layers"]
+    inside = row["a_int"]
+    outside = row["a_in"]
     size = math.ceil(layers / c)
     segments = [min(size, layers - first) for first in range(0, layers, size)]
     return c * outside + layers / c * inside, max(

@@ -59,7 +59,8 @@ def kahan(term: float, terms: int, dtype: torch.dtype) -> float:
     for _ in range(terms):
         own = torch.tensor(term, dtype=dtype) - lost
         new = total + own
-        lost, total = (new - total) - own, new
+        lost = (new - total) - own
+        total = new
     return total.item()
 
 
@@ -73,7 +74,8 @@ def stochastic(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def plain(term: float, terms: int, dtype: torch.dtype, of: torch.dtype | None = None) -> float:
     """The sum in `dtype` of a term that was rounded to `of` before."""
-    total, own = torch.zeros((), dtype=dtype), torch.tensor(term, dtype=of or dtype)
+    total = torch.zeros((), dtype=dtype)
+    own = torch.tensor(term, dtype=of or dtype)
     for _ in range(terms):
         total += own
     return total.item()
@@ -112,7 +114,8 @@ class autocast:
     """torch.autocast, which turns itself off for CUDA on a machine that has none; not to be nested."""
 
     def __init__(self, device: str, dtype: torch.dtype):
-        self.device, self.dtype = device, dtype
+        self.device = device
+        self.dtype = dtype
 
     def __enter__(self):
         self.before = torch.get_autocast_dtype(self.device)
@@ -135,10 +138,8 @@ def under_autocast(device: str, dtype: torch.dtype) -> dict[str, str]:
             name: torch.empty(p.shape, device=device, requires_grad=real)
             for name, p in model.named_parameters()
         }
-        x, targets = (
-            torch.empty(4, 16, device=device),
-            torch.zeros(4, dtype=torch.long, device=device),
-        )
+        x = torch.empty(4, 16, device=device)
+        targets = torch.zeros(4, dtype=torch.long, device=device)
         with autocast(device, dtype):
             found = torch.func.functional_call(model, own, (x, targets))
         if real:
@@ -148,12 +149,11 @@ def under_autocast(device: str, dtype: torch.dtype) -> dict[str, str]:
 
 def under_policy(dtype: torch.dtype, device: str) -> dict[str, str]:
     """The same under our policy: parameters gathered in `dtype`, gradients reduced in fp32. Inputs are the caller's."""
-    mesh, policy = dist.init_device_mesh(device, (1,)), MixedPrecisionPolicy(dtype, torch.float32)
+    mesh = dist.init_device_mesh(device, (1,))
+    policy = MixedPrecisionPolicy(dtype, torch.float32)
     model = data_parallel(Toy().to(device), mesh, mp_policy=policy)
-    x, targets = (
-        torch.ones(4, 16, dtype=dtype, device=device),
-        torch.zeros(4, dtype=torch.long, device=device),
-    )
+    x = torch.ones(4, 16, dtype=dtype, device=device)
+    targets = torch.zeros(4, dtype=torch.long, device=device)
     found = model(x, targets)
     found["loss"].backward()
     stored = next(model.parameters())
@@ -219,7 +219,8 @@ def gradients(device: str, micro_batches: int) -> list:
             total += term.to(dtype)
         return total.double()
 
-    found, where = each(summed), f"gradient of {micro_batches} micro-batches"
+    found = each(summed)
+    where = f"gradient of {micro_batches} micro-batches"
     drift = {name: abs(total.norm() / right.norm() - 1).item() for name, total in found.items()}
     error = {name: ((total - right).norm() / right.norm()).item() for name, total in found.items()}
     return [(f"{where}: drift of the norm", drift), (f"{where}: relative error", error)]
@@ -235,7 +236,8 @@ def number(value: object) -> str:
 
 def table(rows: list[dict]) -> tuple[str, str]:
     """A line each; the published figures are of fp16, of autocast on a GPU."""
-    theirs, lines = {line["what"]: line for line in published("precision")}, []
+    theirs = {line["what"]: line for line in published("precision")}
+    lines = []
     for row in rows:
         for what, found in row.get("lines", []):
             other = theirs.get(what.removeprefix("autocast, CUDA: "))

@@ -168,7 +168,8 @@ def study(name: str) -> ModuleType:
 def newest(name: str, rows: Iterable[dict]) -> list[dict]:
     """The last row of each setting on each device and torch, in the order of the first. What SAME of a study names must
     be as it was last, for all rows that have it. ValueError if there is no row."""
-    last, same = {}, getattr(study(name), "SAME", ()) if name in names() else ()
+    last = {}
+    same = getattr(study(name), "SAME", ()) if name in names() else ()
     own = [row for row in rows if row.get("study") == name and "setting" in row]
     alike = {
         key: value
@@ -260,7 +261,8 @@ def impossible(
     peak = 1e12 * fp32 if whole and fp32 else device_peak(device)
     if ms is None:
         return None
-    seconds, found = max(1e-3 * ms, 1e-12), []
+    seconds = max(1e-3 * ms, 1e-12)
+    found = []
     if peak and flops > seconds * peak:
         found.append(f"{flops / seconds / 1e12:.0f} TFLOP/s of at most {peak / 1e12:.0f}")
     if tb_per_s and nbytes - CACHED > 1e12 * seconds * tb_per_s:
@@ -417,7 +419,8 @@ def curves(folder: Path, name: str, made: dict[str, list[tuple]], x: str, y: str
     }
     if not any(found.values()):
         raise plots.NoFigure("no row has a figure")
-    plot, handles = plots.column(2.2 + 0.13 * (len(found) + len(marks or ()))), {}
+    plot = plots.column(2.2 + 0.13 * (len(found) + len(marks or ())))
+    handles = {}
     ax = plot.subplots()
     for number, (words, line) in enumerate(found.items()):
         if line:

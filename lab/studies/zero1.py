@@ -54,9 +54,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
         bucket_mb=25.0,
         **options,
     ):
-        self.kind, self.options, self.group, self.cap = kind, options, group, 1e6 * bucket_mb
+        self.kind = kind
+        self.options = options
+        self.group = group
+        self.cap = 1e6 * bucket_mb
         self.loads = [0] * dist.get_world_size(group)  # bytes of parameters
-        self.rank, self.owner, self.own, self.pairs = dist.get_rank(group), {}, None, []
+        self.rank = dist.get_rank(group)
+        self.owner = {}
+        self.own = None
+        self.pairs = []
         super().__init__(params, kind([torch.zeros(1)], **options).defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -112,11 +118,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def buckets(self) -> Iterable[tuple[int, list[Tensor]]]:
         """(owner, parameters) of each broadcast: of one dtype, and at most `bucket_mb`, unless one alone has more."""
         for (owner, _), params in groupby(sorted(self.owner, key=self.place), key=self.place):
-            bucket, filled = [], 0
+            bucket = []
+            filled = 0
             for p in params:
                 if bucket and filled + p.nbytes > self.cap:
                     yield owner, bucket
-                    bucket, filled = [], 0
+                    bucket = []
+                    filled = 0
                 bucket.append(p)
                 filled += p.nbytes
             yield owner, bucket
@@ -173,11 +181,13 @@ def trainer(
     """(a step, one that notes what is held, what it noted by moments); "after init" is there at once."""
     torch.manual_seed(dist.get_rank())
     tokens = torch.randint(0, c["vocab"], (c["batch"], c["seqlen"] + 1), device=device)
-    x, y = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    x = tokens[:, :-1].contiguous()
+    y = tokens[:, 1:].contiguous()
     own = words(c, device.type, False, "fully_shard")
     if c["way"] == "fully_shard":
         step = build(own, device, c["ranks"])
-        params, states = step.optimizer.params, [*step.optimizer.m, *step.optimizer.v]
+        params = step.optimizer.params
+        states = [*step.optimizer.m, *step.optimizer.v]
         moments = {"after init": held(params, [p.grad for p in params], states, device)}
 
         def watcher(phase: str, grads: list[Tensor]) -> None:
@@ -195,7 +205,9 @@ def trainer(
     model = Transformer(model_config(own, device)).to(device)
     model.init_weights()
     # As main.py's is.
-    params, kind, how = list(model.parameters()), torch.optim.AdamW, dict(lr=1e-3, fused=True)
+    params = list(model.parameters())
+    kind = torch.optim.AdamW
+    how = dict(lr=1e-3, fused=True)
     optimizer = (
         kind(params, **how) if c["way"] == "whole" else ShardedOptimizer(params, kind, **how)
     )
@@ -272,14 +284,17 @@ def counted(c: dict, device: torch.device) -> dict[str, float]:
 
 def arithmetic(way: str, parameters: float, n: int) -> tuple[float, float, float]:
     """Bytes of parameters, gradients and states on a rank."""
-    whole, part = 4 * parameters, 4 * parameters / n
+    whole = 4 * parameters
+    part = 4 * parameters / n
     rest = part if way == "fully_shard" else whole
     return rest, rest, 2 * (whole if way == "whole" else part)
 
 
 def table(rows: list[dict]) -> tuple[str, str]:
     """A line per way and moment; bytes sent beside those of ZeRO stage 1."""
-    theirs, lines, mib = {p["optimizer_state"]: p for p in published("zero1")}, [], 2**20
+    theirs = {p["optimizer_state"]: p for p in published("zero1")}
+    lines = []
+    mib = 2**20
     for row in rows:
         c = row["setting"]
         if row["outcome"] != "ok":
@@ -293,7 +308,8 @@ def table(rows: list[dict]) -> tuple[str, str]:
             f"{size / mib:.2f}" for size in arithmetic(c["way"], parameters, c["ranks"])
         )
         for moment, found in row["moments"].items():
-            last, first = moment == "after the update", moment == "after init"
+            last = moment == "after the update"
+            first = moment == "after init"
             sizes = [found[piece] / mib if piece in found else None for piece in PIECES]
             rest = None if None in sizes else found["now_mib"] - sum(sizes)
             top = row.get("peak_alloc_mib", row.get("peak_rss_mib"))
@@ -337,7 +353,9 @@ def figure(rows: list[dict], folder) -> list:
     if not rows:
         raise plots.NoFigure("no row has a figure")
     plot = plots.column(2.4)
-    ax, low, handles = plot.subplots(), [0.0] * len(rows), {}
+    ax = plot.subplots()
+    low = [0.0] * len(rows)
+    handles = {}
     for piece, face, hatch in zip(PIECES, plots.FACES, plots.HATCHES, strict=False):
         sizes = [row["moments"]["before the update" if piece == "gradients" else "after the update"][piece] / 2**20
                  for row in rows]  # fmt: skip

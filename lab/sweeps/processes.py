@@ -70,7 +70,8 @@ class Forked:
         ).start()
         os.setsid()
         os.chdir(folder)
-        out, nothing = os.open(log, os.O_WRONLY | os.O_APPEND), os.open(os.devnull, os.O_RDONLY)
+        out = os.open(log, os.O_WRONLY | os.O_APPEND)
+        nothing = os.open(os.devnull, os.O_RDONLY)
         for target, source in enumerate((nothing, out, out)):
             os.dup2(source, target)
         sys.stdout, sys.stderr = (open(n, "w", buffering=1, closefd=False) for n in (1, 2))

@@ -48,7 +48,9 @@ SAVING_S = 100
 
 def split(words: list[str]) -> tuple[dict[str, str], list[str]]:
     """{"--nodes": "2"} of the options among `words`, and the other words. ValueError for a bad value, or none."""
-    found, others, left = {}, [], deque(words)
+    found = {}
+    others = []
+    left = deque(words)
     while left:
         word = left.popleft()
         name, given, value = word.partition("=")
@@ -86,8 +88,8 @@ def script(options: dict[str, str], more: list[str], body: list[str]) -> str:
     first = [
         "# Every node must see this folder and this Python, which must have what this installs:",
         f"#   {install}",
+        f"export NO_INSTALL=1 PYTHON={shlex.quote(python)}",
     ]
-    first += [f"export NO_INSTALL=1 PYTHON={shlex.quote(python)}"]
     return "\n".join(["#!/bin/bash", *(f"#SBATCH {line}" for line in lines), *first, *body])
 
 

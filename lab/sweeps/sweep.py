@@ -98,17 +98,16 @@ def commit() -> str:
 
 def current(rows: dict[str, dict], relaxed: bool) -> dict[str, dict]:
     """The rows that count as results of this checkout on this machine. relaxed: those of other commits too."""
-    head, gpu = (
-        commit(),
-        re.search(
-            r"^GPU \d+: (.+?) \(", subprocess.getoutput("nvidia-smi -L") * bool(gpus()), re.M
-        ),
+    head = commit()
+    gpu = re.search(
+        r"^GPU \d+: (.+?) \(", subprocess.getoutput("nvidia-smi -L") * bool(gpus()), re.M
     )
 
     # A run that died names no device; what is simulated or counted has none.
     def here(cell: str, row: dict) -> bool:
         with contextlib.suppress(ValueError):  # its cell is none of a sweep
-            flags, device = parse(shlex.split(cell))[1], row.get("device")
+            flags = parse(shlex.split(cell))[1]
+            device = row.get("device")
             on_cpu = flags.get("--device") == ("cpu",) or not gpus()
             nowhere = not device or device.startswith(("simulated", "no device"))
             right = (
@@ -141,10 +140,13 @@ def axes() -> dict[str, Path]:
 def parse(words: list[str]) -> tuple[int, Flags]:
     """nproc=2 --depth 8 --no-reshard -> (2, {"--depth": ("8",), "--no-reshard": ()}); of two equal flags the last. Old
     flags are read as they are written now, so that a cell has the same name as in rows of before."""
-    nproc, flags, last = 1, {}, None
+    nproc = 1
+    flags = {}
+    last = None
     for word in modern(words, TUNED if "--model" in words else config.PARTS)[0]:
         if re.fullmatch(r"nproc=[1-9]\d*", word):
-            nproc, last = int(word[6:]), None
+            nproc = int(word[6:])
+            last = None
         elif re.match(r"--?[A-Za-z]", word):
             name, *value = word.split("=", 1)
             last = name.replace("_", "-")
@@ -224,7 +226,8 @@ def cells_of(study: str, small: bool, nproc: int, extra: Flags) -> list[str]:
         axes().get(study, Path(study)).read_text(errors="replace").splitlines(), 1
     ):
         if section := re.match(r"\[(full|small)\]", line):
-            shared, wanted = line[section.end() :], (section[1] == "small") == small
+            shared = line[section.end() :]
+            wanted = (section[1] == "small") == small
         elif wanted and line.strip() and not line.lstrip().startswith("#"):
             # Every second one is a list of alternatives.
             parts = re.split(r"\{(.*?)\}", f"{shared} {line}")
@@ -284,7 +287,8 @@ def run(cell: str, program: list[str], timeout: float, log: Path, name: str = ""
         "SWEEP_TOKEN": token,
         "PYTHONUNBUFFERED": "1",
     }
-    kills, command = oom_kills(), [sys.executable, *program, *shlex.split(join(flags))]
+    kills = oom_kills()
+    command = [sys.executable, *program, *shlex.split(join(flags))]
     on_cpu = flags.get("--device") == ("cpu",) or not gpus()
     if nproc > 1:
         env.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
@@ -328,7 +332,8 @@ def main_setting(cell: str) -> dict:
     """What main.py makes of a cell's flags, as its own row would say it; empty where it does not accept them."""
     with contextlib.suppress(SystemExit), contextlib.redirect_stderr(io.StringIO()):
         nproc, flags = parse(shlex.split(cell))
-        c, machine = config.parse(shlex.split(join(flags))), "cuda" if gpus() else "cpu"
+        c = config.parse(shlex.split(join(flags)))
+        machine = "cuda" if gpus() else "cpu"
         return config.setting(
             config.filled(c, machine if c.device == "auto" else c.device).on(c.world or nproc)
         )
@@ -409,8 +414,11 @@ def table(cells: list[str], rows: dict[str, dict]) -> str:
     found = [rows.get(cell, {"outcome": "not run"}) for cell in cells]
     shared, names = labels(cells)
     ranks = [str(row.get("world", names[cell][0])) for cell, row in zip(cells, found, strict=True)]
-    columns = [("n", ranks), ("flags", [names[cell][1] for cell in cells])]
-    columns.append(("outcome", [outcome(row) for row in found]))
+    columns = [
+        ("n", ranks),
+        ("flags", [names[cell][1] for cell in cells]),
+        ("outcome", [outcome(row) for row in found]),
+    ]
     for key, (title, digits) in COLUMNS.items():
         if any(figure(row, key) is not None for row in found):
             columns.append(
@@ -460,7 +468,8 @@ def attempt(
 ) -> dict | None:
     """Run one cell for at most `limit` seconds: the row that it leaves, if need be one of this program. None: it was
     cut short by --budget. name, setting: as of `run` and `failed_row`."""
-    size, started = args.results.stat().st_size if args.results.exists() else 0, time.monotonic()
+    size = args.results.stat().st_size if args.results.exists() else 0
+    started = time.monotonic()
     log = place(cell, args.results).with_suffix(".log")
     end = run(cell, [*args.program, "--results", str(args.results), *args.output], limit, log, name)
     row = read_rows(args.results, size).get(cell)
@@ -480,16 +489,15 @@ def sweep(tables: dict[str, list[str]], args: argparse.Namespace, settings: dict
     """Run every cell that has no finished row (--fresh: every cell), those never tried first. True: all are finished.
     `settings`: cell -> its resolved flags, if the program is not main.py. one: the only cell that this call is for,
     while others are for the others."""
-    names, stored = {}, read_rows(args.results)
+    names = {}
+    stored = read_rows(args.results)
     for study, own in tables.items():
         names = {
             cell: f"{study} n={n} {flags}" for cell, (n, flags) in labels(own)[1].items()
         } | names
     tables = {study: [one] for study, own in tables.items() if one in own} if one else tables
-    cells, rows = (
-        list(dict.fromkeys(itertools.chain(*tables.values()))),
-        current(stored, args.any_commit),
-    )
+    cells = list(dict.fromkeys(itertools.chain(*tables.values())))
+    rows = current(stored, args.any_commit)
     todo = cells if args.fresh else sorted(unfinished(cells, rows), key=lambda cell: cell in rows)
     others = sum(cell in stored and cell not in rows for cell in todo)
     others = f", {others} by another commit or device (--any-commit keeps other commits')" * bool(
@@ -569,7 +577,8 @@ def command(argv: list[str]) -> int | None:
     parser.add_argument("--cell", help="this one of the cells alone, as such a task does")
     target, *rest = argv or ["-h"]
     if target.startswith("-") and target not in ("-h", "--help"):
-        target, rest = GRID, argv
+        target = GRID
+        rest = argv
     args, extra = parser.parse_known_args([target, *rest] if target in ("-h", "--help") else rest)
     for name in ("timeout", "budget"):
         if not getattr(args, name) > 0:  # nor is nan

@@ -19,7 +19,10 @@ PROGRAM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "
 
 class Browser:
     def __enter__(self):
-        self.folder, self.number, self.events, self.rest = tempfile.TemporaryDirectory(), 0, [], b""
+        self.folder = tempfile.TemporaryDirectory()
+        self.number = 0
+        self.events = []
+        self.rest = b""
         command, (self.read, out), (given, self.write) = [PROGRAM], os.pipe(), os.pipe()
         command += "--headless --no-sandbox --disable-gpu --remote-debugging-pipe".split()
         command += [f"--user-data-dir={self.folder.name}", "--no-first-run", "about:blank"]

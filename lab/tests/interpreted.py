@@ -67,7 +67,8 @@ def in_fp32(handle):
 
 def mend() -> None:
     builder = interpreter.InterpreterBuilder
-    dot, cast = builder.create_dot, builder.cast_impl
+    dot = builder.create_dot
+    cast = builder.cast_impl
 
     def rounded(self, t, to):
         if (t.dtype.scalar, to.scalar) != (tl.float32, tl.bfloat16):
@@ -91,7 +92,8 @@ def attention(q, k, v, bias=None, lse=True, dropout=0.0, is_causal=True, debug=F
 def gradients(go, q, k, v, out, lse, *more, **kwargs):
     """Its backward: gradients of q, k, v, from the saved output and logsumexp."""
     scale, logits = weights(q, k)
-    p, go = (logits - lse).exp(), go.float()
+    p = (logits - lse).exp()
+    go = go.float()
     gs = p * (go @ spread(v, q).mT - (go * out.float()).sum(-1, keepdim=True)) * scale
     each = gs @ spread(k, q), gs.mT @ q.float(), p.mT @ go
     grouped = [g.unflatten(1, (t.shape[1], -1)).sum(2) for g, t in zip(each, (q, k, v), strict=True)]
@@ -103,7 +105,8 @@ def spread(t, q):
 
 
 def weights(q, k):
-    scale, T = q.shape[-1] ** -0.5, q.shape[2]
+    scale = q.shape[-1] ** -0.5
+    T = q.shape[2]
     logits = scale * (q.float() @ spread(k, q).mT)
     return scale, logits.masked_fill(torch.ones(T, T, dtype=torch.bool).triu(1), -torch.inf)
 
@@ -111,7 +114,8 @@ def weights(q, k):
 def step_of(c: flags.Config):
     """(loss, gradients, the step that has run once)."""
     torch._dynamo.reset()
-    step, found = build(c, torch.device("cpu"), WORLD, compiled_update=c.compile != "none"), []
+    step = build(c, torch.device("cpu"), WORLD, compiled_update=c.compile != "none")
+    found = []
     tokens = torch.randint(c.vocab, (c.batch, c.seqlen), generator=torch.Generator().manual_seed(0))
     with step.watched(lambda phase, grads: found.extend(g.clone() for g in grads or ()) if phase == "step" else None):
         loss = step(tokens, tokens.roll(-1, 1))

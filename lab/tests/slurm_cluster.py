@@ -64,7 +64,8 @@ class Slurm:
     """What a user of the cluster types; `folder` holds the logs of its daemons."""
 
     def __init__(self, folder: Path):
-        self.folder, self.env = folder, os.environ | {"SLURM_CONF": f"{folder}/slurm.conf", "PATH": PATH}
+        self.folder = folder
+        self.env = os.environ | {"SLURM_CONF": f"{folder}/slurm.conf", "PATH": PATH}
         for name in [name for name in self.env if name.startswith(("SBATCH_", "SLURM_")) and name != "SLURM_CONF"]:
             del self.env[name]
 
@@ -110,7 +111,8 @@ def slurm(folder: Path, track: str = "linuxproc"):
     (folder / "slurm.conf").write_text(config)
     (folder / "munge.key").write_bytes(secrets.token_bytes(128))
     (folder / "munge.key").chmod(0o600)
-    cluster, daemons = Slurm(folder), []
+    cluster = Slurm(folder)
+    daemons = []
     munge = dict(key_file="munge.key", socket="munge.socket", pid_file="munged.pid", seed_file="munge.seed",
                  log_file="munged.log")  # fmt: skip
     options = [f"--{name.replace('_', '-')}={folder}/{file}" for name, file in munge.items()]

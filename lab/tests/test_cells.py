@@ -65,7 +65,8 @@ def resolved(cell, device):
     nproc, flags = sweep.parse(shlex.split(cell))
     groups = {name: getattr(parsed(), name) for name in ("training", "system", "output")}
     for flag, values in flags.items():
-        name, given = flag[2:].removeprefix("no-").replace("-", "_"), parsed(flag, *values)
+        name = flag[2:].removeprefix("no-").replace("-", "_")
+        given = parsed(flag, *values)
         group = next(group for group, value in groups.items() if name in {field.name for field in fields(value)})
         names = [name, *(part for part, known in config.PARTS.items() if known.part.of == name)]
         groups[group] = replace(groups[group], **{name: getattr(given, name) for name in names})
@@ -74,7 +75,9 @@ def resolved(cell, device):
 
 @pytest.mark.parametrize("gpus", ["small", 1, 4, 8])
 def test_main_accepts_every_cell_of_every_axis_but_the_bad_shapes_and_no_two_are_the_same(monkeypatch, gpus):
-    small, refused, seen = gpus == "small", set(), {}
+    small = gpus == "small"
+    refused = set()
+    seen = {}
     monkeypatch.setattr(sweep, "gpus", lambda: 0 if small else gpus)
     everything = sweep.read_cells("all", small, 2, [])
     for axis in sweep.axes():

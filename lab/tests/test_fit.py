@@ -52,7 +52,8 @@ def test_what_is_planned_is_the_planners_table_with_its_peaks_and_times(folder, 
     code, said, _ = call(PLAN)
     assert code == 0
     rows = rows_in(folder)
-    q, limit = question(folder, PLAN), (81_559 - 3 * 2**10) * 2**20
+    q = question(folder, PLAN)
+    limit = (81_559 - 3 * 2**10) * 2**20
     cells = search.fit_table(q, (4,), (2, 8), 64, limit)
     told = [(row["batch"], row["planned_ratio"], row["grad_accum"]) for row in rows]
     assert told == [(cell.micro, cell.ratio, cell.accum) for cell in cells]

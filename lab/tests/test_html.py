@@ -103,7 +103,8 @@ def test_report_of_a_run_is_a_page_of_that_run_and_without_it_the_run_says_what_
     train("--log-every", 1)
     done = train("--log-every", 1, "--report", "--profile", "memory")
     [said] = [each for each in done.out.splitlines() if each.startswith("page ")]
-    page, name = Path(said.split()[1]), done.row["run"]
+    page = Path(said.split()[1])
+    name = done.row["run"]
     assert page.name == f"{name}.html" and page.parent.suffix == ".steps"
     assert re.findall("<h2>(.+)</h2>", page.read_text()) == ["runs", "loss"]
     if PROGRAM:

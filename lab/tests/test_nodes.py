@@ -75,7 +75,8 @@ def test_ranks_that_cannot_be_compared_are_one_line(argv, world, message, capfd,
 
 
 def test_modes_are_those_that_fit_the_ranks():
-    c, cpu = flags.parse(TINY), torch.device("cpu")
+    c = flags.parse(TINY)
+    cpu = torch.device("cpu")
     found = nodes.cells(None, c, cpu, 6)
     assert [*found] == "replicate fully_shard hybrid_shard:2 hybrid_shard:3".split()
     assert [(own.mode, own.replicas) for own in found.values()][2:] == [("hybrid_shard", 2), ("hybrid_shard", 3)]

@@ -57,7 +57,8 @@ def test_parameters_of_a_config_are_right_to_the_last_one(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_parameters_are_those_of_the_model_that_transformers_builds(name):
-    transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
     config = dict(CONFIGS[name][0])
     with torch.device("meta"):
         kind = config.pop("model_type")
@@ -81,7 +82,8 @@ def test_the_reference_transformer_is_the_one_of_costs():
     c = plans.flags.resolve(plans.flags.parse([], world=1), "cuda", 1)
     from model import ModelConfig  # shapes only
 
-    a, m = reference(c), ModelConfig()
+    a = reference(c)
+    m = ModelConfig()
     assert a.parameters == 973_234_176
     for convention in ("linear", "causal", "palm"):
         assert a.flops_per_token(4096, convention) == costs.flops_per_token(m, 4096, convention)
@@ -125,7 +127,8 @@ def test_peaks_of_llama_blocks():
     c = plans.flags.resolve(plans.flags.parse(["--block", "llama"], world=1), "cuda", 1)
     from model import ModelConfig  # shapes only
 
-    a, m = reference(c), ModelConfig(block="llama")
+    a = reference(c)
+    m = ModelConfig(block="llama")
     assert a.parameters == costs.parameters(m)
     for convention in ("linear", "causal", "palm"):
         assert a.flops_per_token(4096, convention) == costs.flops_per_token(m, 4096, convention)
@@ -170,7 +173,8 @@ def test_published_times_of_a_slow_link_are_bound_by_it(plan):
 
 
 def test_the_error_of_a_gpu_is_what_its_rows_say():
-    found, own = hardware.samples(str(ROOT / "results/h100.jsonl"), "h100"), hardware.gpu("h100")
+    found = hardware.samples(str(ROOT / "results/h100.jsonl"), "h100")
+    own = hardware.gpu("h100")
     fitted = {s.name for s in hardware.spread(found)}
     errors = sorted(abs(hardware.predicted_ms(s, own) / s.ms - 1) for s in found if s.name not in fitted)
     assert (round(errors[len(errors) // 2], 3), round(errors[-1], 3), len(errors)) == own.error
@@ -309,7 +313,8 @@ def test_the_published_table_of_what_fits(tmp_path):
 
 def test_a_cell_of_the_published_table_contradicts_others():
     """docs/PLANNER.md has the arithmetic: from 4 to 8 GPUs twice as much memory comes free as from 8 to 16."""
-    ac, step = fit_of_qwen(), 0.05
+    ac = fit_of_qwen()
+    step = 0.05
     at_least = (ac[8, 4] - step) - ac[16, 4]  # what 8 -> 16 frees, as a ratio, before it is rounded up
     assert ac[4, 4] < (ac[8, 4] - step) + 2 * at_least
     states = 12 * 7_615_616_512  # fp32 parameters and two moments

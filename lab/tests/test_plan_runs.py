@@ -135,7 +135,8 @@ def test_more_work_never_takes_less_time(setting, axis):
 
 def test_a_ring_crosses_nodes_with_all_ports_and_a_replica_with_its_own():
     ring = f"{LLAMA}/llama2-13b.json --gpus 8 --nodes 8 --batch 2"
-    wide, narrow = ask(ring), ask(f"{ring} --across 20:4x50")
+    wide = ask(ring)
+    narrow = ask(f"{ring} --across 20:4x50")
     assert wide.ring(wide.inside).bytes_per_s == min(wide.inside.bytes_per_s, 400e9)
     assert narrow.ring(narrow.inside).bytes_per_s == 200e9 and narrow.shared().bytes_per_s == 25e9
     assert wide.answer().tokens_per_second >= narrow.answer().tokens_per_second
@@ -144,7 +145,8 @@ def test_a_ring_crosses_nodes_with_all_ports_and_a_replica_with_its_own():
 def test_what_a_flag_costs():
     """Each by what it must do to memory or time of one setting."""
     usual = f"{LLAMA}/llama3-8b.json --gpus 8 --batch 1 --seqlen 4096"
-    base, plain = ask(usual).answer(), ask(f"{usual} --remat block").answer()
+    base = ask(usual).answer()
+    plain = ask(f"{usual} --remat block").answer()
     ops = ask(f"{usual} --remat block --remat-ops").answer()
     assert plain.peak.nbytes < ops.peak.nbytes < base.peak.nbytes
     assert base.time.seconds < ops.time.seconds < plain.time.seconds
@@ -185,7 +187,10 @@ def test_muon_sends_what_leaves_a_node_through_each_gpus_own_port():
     """All-to-alls of 16 GPUs on two nodes: half of what a GPU sends goes out by one port, whatever the node has."""
     shape = "--optimizer muon --depth 2 --width 2048 --batch 1 --seqlen 512 --gpus 8"
     q = ask(f"{shape} --nodes 2")
-    a, c, nvlink, port = q.a, q.c, q.inside, Link(0.0, 50e9)
+    a = q.a
+    c = q.c
+    nvlink = q.inside
+    port = Link(0.0, 50e9)
     still = Link(0.0, float("inf"))
     sent = 2 * 2 * a.hidden_parameters / 16 / 16 * 8  # both ways, bf16, a shard, to the 8 of the other node
     assert step_time.exchange_seconds(c, a, 16, step_time.Node(8, still, port)) == pytest.approx(sent / 50e9)
@@ -230,7 +235,8 @@ def test_a_plan_within_the_reserve_says_that_such_runs_ran():
 
 def test_matrices_of_latent_attention_are_those_of_the_model():
     """What Muon iterates and LoRA adapts: of DeepSeek-V3's config, the shapes of the class that transformers has."""
-    transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
     shape = transformers.AutoConfig.for_model("deepseek_v3").to_dict() | dict(num_hidden_layers=5)
     shape = {key: value for key, value in shape.items() if value is not None and key != "layer_types"}
     with torch.device("meta"):
@@ -263,7 +269,8 @@ def test_best_finds_the_70b_model_on_16_gpus():
 
 @pytest.mark.parametrize("kind", "mixtral phi3 olmo2 gemma2 smollm3 gpt_oss deepseek_v3 qwen3_moe".split())
 def test_parameters_of_other_kinds_are_those_that_transformers_builds(kind):
-    transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
     shape = transformers.AutoConfig.for_model(kind).to_dict() | dict(num_hidden_layers=5)
     shape.pop("layer_types", None)
     with torch.device("meta"):

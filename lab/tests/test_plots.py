@@ -45,12 +45,14 @@ def whole(monkeypatch):
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    plain, seen = Figure.savefig, []
+    plain = Figure.savefig
+    seen = []
 
     def savefig(figure, path, **how):
         plain(figure, path, **how)
         renderer = FigureCanvasAgg(figure).get_renderer()
-        inner, outer = figure.get_tightbbox(renderer), figure.bbox_inches
+        inner = figure.get_tightbbox(renderer)
+        outer = figure.bbox_inches
         assert min(inner.x0, inner.y0, outer.x1 - inner.x1, outer.y1 - inner.y1) >= -0.01, (path, inner)
         assert outer.width == 3.4 and outer.height < 9, path
         for ax in figure.axes:
@@ -103,7 +105,8 @@ def test_the_two_ways_to_scale_are_curves_of_their_own():
     made = [row(line("gpus", n=n, batch=b), mib=n * b) for n, b in ((1, 8), (4, 8), (4, 16), (8, 8))]
     made = [each | {"world": int(str(each["world"])[0])} for each in made]
     found = plots.curves("gpus", rows.entries("gpus", made, False), True)
-    ours, alike = "NVIDIA H200, torch 2.13.0+cu126, batch ", "published A100SXM, batch "
+    ours = "NVIDIA H200, torch 2.13.0+cu126, batch "
+    alike = "published A100SXM, batch "
     assert {x: point.mib for x, point in found[ours + "8 a rank"].items()} == {1: 8, 4: 32, 8: 64}
     assert {x: point.mib for x, point in found[ours + "64 in all"].items()} == {4: 64, 8: 64}
     assert [sorted(found[alike + each]) for each in ("8 a rank", "64 in all")] == [[1, 2, 3, 4, 6, 8], [1, 2, 4, 8]]
@@ -267,7 +270,8 @@ def test_explained_memory_is_a_figure_too_and_ends_no_run(train, tmp_path, monke
 
 def counted(monkeypatch, module, name):
     """The first argument of each call of a function from now on."""
-    plain, seen = getattr(module, name), []
+    plain = getattr(module, name)
+    seen = []
     monkeypatch.setattr(module, name, lambda first, *rest: seen.append(first) or plain(first, *rest))
     return seen
 
@@ -286,7 +290,9 @@ def test_of_many_rows_the_last_are_drawn_and_all_work_grows_as_the_rows_do(folde
     limits = dict(MOST=4, SETTINGS=2, NAMED=3)
     for name, most in limits.items():
         monkeypatch.setattr(plots, name, most)
-    checked, parsed, saved = counted(monkeypatch, logging, "_odd_entry"), counted(monkeypatch, sweep, "parse"), []
+    checked = counted(monkeypatch, logging, "_odd_entry")
+    parsed = counted(monkeypatch, sweep, "parse")
+    saved = []
     told_apart = counted(monkeypatch, runs, "flags_apart")
     monkeypatch.setattr(Figure, "savefig", lambda figure, path, **how: (saved.append(path.name), path.touch()))
 
@@ -300,7 +306,8 @@ def test_of_many_rows_the_last_are_drawn_and_all_work_grows_as_the_rows_do(folde
             each["cell"] = None
         for each in made[-6:]:
             logged(folder / "rows.steps", each["run"], [(1,), (5,)])
-        path, number = save(folder / "rows.jsonl", made), 0
+        path = save(folder / "rows.jsonl", made)
+        number = 0
         [each.clear() for each in (checked, parsed, saved, told_apart)]
 
         def count_it(frame, event, argument):

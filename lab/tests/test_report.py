@@ -204,7 +204,8 @@ def test_outcomes_stand_on_both_sides():
 
 
 def test_the_last_row_that_is_ok_counts_for_each_device():
-    cell, old = line("depth", depth=4), {"date": "2026-11-01"}
+    cell = line("depth", depth=4)
+    old = {"date": "2026-11-01"}
     made = [row(cell, mib=1), row(cell, mib=2), row(cell, outcome="OOM fwd"), row(cell, torch="2.14.0+cu126", mib=4),
             row(cell, mib=5, **old), sweep.failed_row(cell, "timeout") | {"torch": GPU["torch"]}]  # fmt: skip
     for each in made[:4]:
@@ -228,7 +229,9 @@ def compared(cells, **more):
 def test_rows_with_odd_entries_are_a_report_or_one_line(tmp_path, ended):
     """Every entry of a row and of its flags without it and with each odd value, and lines nested deeply, by turns."""
     odd = "missing", None, True, -5, 0, 10**30, 0.5, float("nan"), float("inf"), "x", "", [], [1], {}, {"a": 1}
-    good, file, codes = row(line("seqlen")), tmp_path / "rows.jsonl", []
+    good = row(line("seqlen"))
+    file = tmp_path / "rows.jsonl"
+    codes = []
     cases = [(within, name) for within in (None, "flags") for name in (good[within] if within else good)]
     for within, name in cases:
         for value in random.Random(name).sample(odd, 4):
@@ -259,7 +262,8 @@ def test_each_file_is_read_once_and_no_row_is_compared_with_another(tmp_path, mo
         def __eq__(self, other):
             raise AssertionError("two rows are compared")
 
-    read, files = rows.read, []
+    read = rows.read
+    files = []
     monkeypatch.setattr(rows, "read", lambda paths: files.extend(paths) or [Row(each) for each in read(paths)])
     file = tmp_path / "rows.jsonl"
     cells = [line("seqlen"), line("depth")]
@@ -269,7 +273,8 @@ def test_each_file_is_read_once_and_no_row_is_compared_with_another(tmp_path, mo
 
 def test_what_rows_say_controls_no_terminal(tmp_path, report, refused):
     """An escape sequence writes into a clipboard or over what was printed."""
-    file, odd = tmp_path / "rows.jsonl", "\x1b]52;c;eA==\x07\x9b2J\u202e"
+    file = tmp_path / "rows.jsonl"
+    odd = "\x1b]52;c;eA==\x07\x9b2J\u202e"
     made = [row(line("seqlen"), run=f"{i}{odd}", outcome=f"failed: {odd}", torch=f"{i}{odd}") for i in range(2)]
     file.write_text("".join(json.dumps(each) + "\n" for each in made))
     told = report(f"{file}") + report(f"{file} {file}") + refused(command.main, f"{file} --run '{odd}'")
@@ -411,7 +416,8 @@ def test_the_tables_of_readme_notes_and_docs_are_what_their_rows_give():
 
 @pytest.mark.parametrize("name", ["docs/measuring.md", "lab/notes/2026-11.md"])
 def test_a_changed_digit_is_found_and_written_back(copy, ended, name):
-    page, text = copy / name, (copy / name).read_text()
+    page = copy / name
+    text = (copy / name).read_text()
     assert text.count("| 91.4 [75.3-219.9] |") == 1
     page.write_text(text.replace("| 91.4 [75.3-219.9] |", "| 91.5 [75.3-219.9] |"))
     number = page.read_text().split("\n").index("| blocks | 2.5289 | 91.5 [75.3-219.9] | 6.3 | 486 |") + 1

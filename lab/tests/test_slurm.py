@@ -184,7 +184,8 @@ def test_a_container_wraps_the_command_of_every_node(played):
 
 
 def test_an_array_has_a_task_for_each_cell_that_is_missing_as_its_nodes_would_run_it(tmp_path):
-    rows, words = tmp_path / "rows.jsonl", ("sweep", "gpus", "--slurm", "--lr", "1e-3", "3e-3", "--timeout", "600")
+    rows = tmp_path / "rows.jsonl"
+    words = ("sweep", "gpus", "--slurm", "--lr", "1e-3", "3e-3", "--timeout", "600")
     code, script, err = launch(*words, "--gpus-per-node", "4", "--results", str(rows), "--partition=x")
     cells = re.findall(r"^  '(.+)'$", script, re.M)
     listed = launch("sweep", "gpus", "--list", "--lr", "1e-3", "3e-3", SWEEP_GPUS="4")[1].splitlines()
@@ -283,7 +284,8 @@ def test_an_array_runs_each_cell_once_though_it_is_submitted_twice_and_requeued(
         return read(tmp_path / "starts").split()
 
     script = printed(*words)
-    one, other = submit(script, "--array=0"), submit(script, "--array=0")
+    one = submit(script, "--array=0")
+    other = submit(script, "--array=0")
     ended = next(job for job in (one, other, one, other) if "left out" in said(cluster, job))
     assert starts() == ["until1"] and rows(tmp_path / "rows.jsonl") == []
     (tmp_path / "until1").touch()
@@ -292,7 +294,8 @@ def test_an_array_runs_each_cell_once_though_it_is_submitted_twice_and_requeued(
 
     code, script, err = launch(*words)
     assert "--array=0-2\n" in script and "4 cells, 1 finished before" in err
-    one, other = submit(script), submit(script)
+    one = submit(script)
+    other = submit(script)
     wait_for(lambda: "until2" in starts())
     task = next(f"{job}_1" for job in (one, other) if cluster.job(f"{job}_1")["JobState"] == "RUNNING")
     cluster.call("scontrol", "requeue", task)

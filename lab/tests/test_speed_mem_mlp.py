@@ -102,7 +102,8 @@ def test_every_published_row_has_its_switches():
     assert names == set(get_args(get_args(get_type_hints(mlp.Config)["table"])[0]))
     for name in names:
         for row, each in zip(published(name), switches_of(name), strict=True):
-            label, c = str(next(iter(row.values()))), mlp.parse(each.split())
+            label = str(next(iter(row.values())))
+            c = mlp.parse(each.split())
             assert c.autocast == ("autocast" in label)
             if name == "mlp_4096":
                 assert c.data_parallel == (label.startswith(("data_parallel", "same")))
@@ -142,7 +143,8 @@ def test_inductor_gets_the_options(monkeypatch):
 @pytest.mark.parametrize("argv", ["--autocast --no-data-parallel", "--autocast", "--param-dtype bf16",
                                   "--reduce-dtype bf16", "--param-dtype bf16 --reduce-dtype bf16"])  # fmt: skip
 def test_half_precision_changes_the_loss_a_little(argv):
-    row, other = row_of(""), row_of(argv)
+    row = row_of("")
+    other = row_of(argv)
     apart = abs(other["loss"] - row["loss"])
     assert apart < 0.02 and (apart > 0 or argv == "--reduce-dtype bf16")  # which five steps of Adam need not show
     added = {flag.replace("no-", "").strip("-").replace("-", "_") for flag in argv.split() if flag[0] == "-"}

@@ -50,7 +50,8 @@ def test_a_study_under_torchrun_and_a_gpu_that_is_not_there_are_refused(call_stu
 
 
 def test_rows_are_appended_once_and_a_failure_is_tried_again(call_study, tmp_path, capfd, monkeypatch):
-    tried, here = [], study.timing.environment(torch.device("cpu")) | dict(dirty=False)
+    tried = []
+    here = study.timing.environment(torch.device("cpu")) | dict(dirty=False)
     monkeypatch.setattr(study.timing, "environment", lambda device: here)
 
     def measure(setting, args):
@@ -207,7 +208,8 @@ def test_the_page_has_the_formula_of_the_threshold():
     for name, a in (("xxl", 1), ("2.7b", 2)):
         c = SimpleNamespace(**accounting.SIZES[name])
         w, X, Y, C, W = accounting.weights(c), c.fsdp, c.tp, 1e12 * c.tflops, 1e9 * c.gb_per_s
-        compute, moved = 2 * w / (X * Y * C), 4 * a * c.width / (X * W * c.tp_axes)
+        compute = 2 * w / (X * Y * C)
+        moved = 4 * a * c.width / (X * W * c.tp_axes)
         found = accounting.measure(accounting.SIZES[name])["figures"]["batch tokens"]
         assert math.isclose(found, 2 * w / (Y * W * c.fsdp_axes) / (compute - moved))
     assert 0.998 < moved / compute < 1
@@ -228,10 +230,13 @@ def test_accounting_holds_at_its_threshold_and_says_where_no_batch_does():
 @pytest.mark.parametrize("matrices", [2, 3])
 def test_accounting_counts_what_linear_layers_keep(matrices):
     """Beside what autograd saves for them: [tokens, D] once for those that share it, bf16."""
-    D, F, tokens = 8, 24, 5
+    D = 8
+    F = 24
+    tokens = 5
     x = torch.randn(tokens, D, dtype=torch.bfloat16, requires_grad=True)
     w = [torch.randn(D, F, dtype=torch.bfloat16, requires_grad=True) for _ in range(matrices - 1)]
-    down, kept = torch.randn(F, D, dtype=torch.bfloat16, requires_grad=True), {}
+    down = torch.randn(F, D, dtype=torch.bfloat16, requires_grad=True)
+    kept = {}
     weights = {each.untyped_storage().data_ptr() for each in (*w, down)}
 
     def keep(t):

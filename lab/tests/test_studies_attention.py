@@ -58,7 +58,10 @@ def test_a_backend_that_fails_is_a_row_and_the_next_one_runs(monkeypatch):
 @pytest.mark.parametrize("backend, backward", [("math", 2), ("flash", 2.5)])
 def test_flops_are_those_of_the_pairs_that_attention_sees(backend, backward, causal, monkeypatch):
     monkeypatch.setattr(attention, "milliseconds", lambda *_: {"forward": [2.0], "backward": [10.0]})
-    B, H, T, d = 2, 4, 96, 8
+    B = 2
+    H = 4
+    T = 96
+    d = 8
     row = one_row(backend, Shape(B, H, 2, T, d, "fp32"), causal)
     pairs = (torch.ones(T, T).tril() if causal else torch.ones(T, T)).sum().item()
     once = B * H * pairs * 4 * d  # each 2 d FLOPs for its score and 2 d for its value
@@ -102,7 +105,8 @@ def test_a_row_of_ours_that_is_as_fast_as_those_is_refused(monkeypatch):
     """On an H100: by the fp32 peak, or by what is held, which must go to memory."""
     monkeypatch.setattr(study.torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
     for line in study.published("attention_h100"):
-        flops, held = 32 * int(line["seq"]) ** 2 * int(line["head_dim"]), 1e9 * float(line["mem_gb"])
+        flops = 32 * int(line["seq"]) ** 2 * int(line["head_dim"])
+        held = 1e9 * float(line["mem_gb"])
         row = dict(forward_ms=1e3 * float(line["forward_s"]), peak_of="fp32")
         row |= dict(flops=dict(forward=flops), moved_bytes=dict(forward=held))
         outcome = study.outcome(lambda found, _: found, row, Namespace(device="cuda"))["outcome"]
@@ -174,7 +178,8 @@ def quiet(*_):
 
 
 def test_the_best_options_win_and_the_file_keeps_what_others_stored(tmp_path):
-    path, calls = tmp_path / "new" / "options.json", []
+    path = tmp_path / "new" / "options.json"
+    calls = []
     attention.store(path, "another", {"options": {}})
     entry = attention.search(timer(calls), path, "here", {"commit": "c"}, quiet)
     assert entry["options"] == BEST and (entry["forward_ms"], entry["backward_ms"]) == (46.0, 44.0)
@@ -187,7 +192,8 @@ def test_the_best_options_win_and_the_file_keeps_what_others_stored(tmp_path):
 
 
 def test_options_that_do_not_run_are_skipped_and_told(tmp_path):
-    path, said = tmp_path / "options.json", []
+    path = tmp_path / "options.json"
+    said = []
     entry = attention.search(timer([], lambda o: o.get("fwd_num_stages") == 4), path, "here", {}, said.append)
     broken = [line for line in said if "skipped" in line]
     assert len(broken) == len(attention.FORWARD) // 3 and "out of shared memory" in broken[0]
@@ -198,7 +204,8 @@ def test_options_that_do_not_run_are_skipped_and_told(tmp_path):
 
 
 def test_a_search_that_dies_leaves_its_best_and_the_next_starts_from_it(tmp_path):
-    path, calls = tmp_path / "options.json", []
+    path = tmp_path / "options.json"
+    calls = []
     with pytest.raises(KeyboardInterrupt):
         attention.search(timer(calls, die_at=len(attention.FORWARD) + 6), path, "here", {}, quiet)
     half = kernels.read_options(path)["here"]["options"]

@@ -51,7 +51,8 @@ def test_phases_count_the_flops_of_the_forward_and_time_what_counts(one_thread):
 
 
 def test_compilation_finds_nothing_that_was_compiled_before(one_thread, monkeypatch):
-    c, seen = dict(size="tiny", precision="fp32", compiled=True, warmup=0, batch=1, context=8, repeat=1), [cache_dir()]
+    c = dict(size="tiny", precision="fp32", compiled=True, warmup=0, batch=1, context=8, repeat=1)
+    seen = [cache_dir()]
     monkeypatch.setattr(torch, "compile", lambda model: seen.append(cache_dir()) or model)
     for _ in range(2):
         phases.work(0, CPU, c)

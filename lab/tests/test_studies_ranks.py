@@ -22,7 +22,8 @@ SIZES = 0, 1, 7, 64, 1001
 
 def ring(mesh) -> list[str]:
     """What is wrong with the ring on the first n ranks, n = 1 to 4; every property at every size."""
-    wrong, rank = [], dist.get_rank()
+    wrong = []
+    rank = dist.get_rank()
     for n in range(1, mesh.size() + 1):
         group = dist.new_group(list(range(n)))
         if rank >= n:
@@ -45,10 +46,13 @@ def ring(mesh) -> list[str]:
 
 def one(rank: int, n: int, size: int, op: str, pieces: int, group) -> list[str]:
     """fp32 within (n - 1) roundings of the sum of absolute values, all ranks the same bits; integers to the bit."""
-    where, found = f"{n} ranks, {size} elements, {op}, {pieces} pieces: ", []
+    where = f"{n} ranks, {size} elements, {op}, {pieces} pieces: "
+    found = []
     torch.manual_seed(17 * rank + size)
     x = torch.randn(size) * 10 ** torch.randint(-3, 4, (size,))
-    mine, right, bound = x.clone(), x.clone(), x.abs()
+    mine = x.clone()
+    right = x.clone()
+    bound = x.abs()
     collectives.ring_all_reduce(mine, op, pieces, group)
     dist.all_reduce(right, group=group)
     dist.all_reduce(bound, group=group)
@@ -61,7 +65,8 @@ def one(rank: int, n: int, size: int, op: str, pieces: int, group) -> list[str]:
         found.append(where + "ranks hold other bits")
     if op == "sum":
         whole = torch.randint(-(2**40), 2**40, (size,))
-        own, right = whole.clone(), whole.clone()
+        own = whole.clone()
+        right = whole.clone()
         collectives.ring_all_reduce(own, op, pieces, group)
         dist.all_reduce(right, group=group)
         found += [] if torch.equal(own, right) else [where + "integers differ"]
@@ -211,7 +216,8 @@ def test_a_table_of_rows_that_failed_says_so(module):
     args = argparse.Namespace(small=True, device="cpu", **dict.fromkeys(pipeline.SMALL))
     for name in ("ranks", "mb", "backend", "world", "link", "buckets"):
         setattr(args, name, None)
-    args.dtypes, args.pieces = ["fp32"], 4
+    args.dtypes = ["fp32"]
+    args.pieces = 4
     getattr(module, "check", bool)(args)
     row = dict(study=study.name_of(module), commit="a", torch="b", device="c", outcome="failed: no")
     told, table = module.table([row | dict(setting=c) for c in module.settings(args)])

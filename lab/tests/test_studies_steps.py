@@ -124,10 +124,12 @@ OPTIMIZERS = dict(AdamW=dict(lr=1e-2), SGD=dict(lr=1e-2, momentum=0.9), RMSprop=
 
 def sharded_optimizers(mesh) -> list[str]:
     """What differs between an optimizer with sharded states on two ranks and the whole one, to the bit."""
-    wrong, rank = [], mesh.get_local_rank()
+    wrong = []
+    rank = mesh.get_local_rank()
     for name, options in OPTIMIZERS.items():
         (model, extra), (same, same_extra) = small_model(), small_model()
-        kind, made = getattr(torch.optim, name), []
+        kind = getattr(torch.optim, name)
+        made = []
         sharded = functools.partial(zero1.ShardedOptimizer, kind=kind, bucket_mb=0.005)
         for m, e, build in ((model, extra, sharded), (same, same_extra, kind)):
             first, *others = m.parameters()
@@ -176,8 +178,10 @@ def odd_parameters(mesh) -> list[str]:
 
 def copies_alive(mesh) -> list[str]:
     """Buckets that a step holds copies of at once: two, and one that a thread of gloo has just sent; of 16."""
-    params, cat = [torch.nn.Parameter(torch.ones(1000)) for _ in range(16)], torch.cat
-    alive, most = weakref.WeakSet(), []
+    params = [torch.nn.Parameter(torch.ones(1000)) for _ in range(16)]
+    cat = torch.cat
+    alive = weakref.WeakSet()
+    most = []
     optimizer = zero1.ShardedOptimizer(params, torch.optim.SGD, lr=1.0, bucket_mb=0.004)
 
     def counted(tensors):
@@ -234,9 +238,11 @@ def test_bytes_of_sharded_states_are_those_of_the_arithmetic(call_study, tmp_pat
     rows = {row["setting"]["way"]: row for row in rows_of(tmp_path / "rows.jsonl")}
     assert done.code == 0 and {row["outcome"] for row in rows.values()} == {"ok"}, done.out
     params = [*small_model()[0].parameters()]
-    P, largest = sum(p.numel() for p in params), max(p.nbytes for p in params)
+    P = sum(p.numel() for p in params)
+    largest = max(p.nbytes for p in params)
     for way, row in rows.items():
-        before, after = row["moments"]["before the update"], row["moments"]["after the update"]
+        before = row["moments"]["before the update"]
+        after = row["moments"]["after the update"]
         found = after["parameters"], before["gradients"], after["states"]
         for mine, formula in zip(found, zero1.arithmetic(way, P, 2), strict=True):
             assert 0 <= mine - formula <= (way == "sharded") * 2 * largest or way == "whole" and mine == formula

@@ -136,7 +136,8 @@ def test_a_cell_over_its_time_is_ended_with_all_its_processes(call, tmp_path):
     code, _, [row], _ = call(seeds("hang"), "--timeout", "4")
     assert (code, row["outcome"]) == (1, "failed: timeout")
     if Path("/proc/self").exists():
-        pids, end = (tmp_path / "pids").read_text().split(), time.monotonic() + 10
+        pids = (tmp_path / "pids").read_text().split()
+        end = time.monotonic() + 10
         while any(map(alive, pids)) and time.monotonic() < end:  # a kill takes a moment where the cores are busy
             time.sleep(0.05)
         assert not [pid for pid in pids if alive(pid)]
@@ -240,7 +241,8 @@ def test_every_table_is_filled_once_whatever_kills_the_sweep(tmp_path):
     how = dict(cwd=tmp_path, env=environment(tmp_path), text=True)
     tables = sweep.studies("all", True, 2, [])
     cells = list(dict.fromkeys(cell for own in tables.values() for cell in own))
-    pid, results = tmp_path / "pid", tmp_path / "runs" / "sweep-all-small.jsonl"
+    pid = tmp_path / "pid"
+    results = tmp_path / "runs" / "sweep-all-small.jsonl"
 
     killed = subprocess.Popen(command, stdout=subprocess.DEVNULL, **how)
     wait_for(lambda: pid.exists() and pid.read_text())
@@ -415,9 +417,12 @@ def ends(tmp_path, monkeypatch, capsys):
 def test_rows_of_any_kind_are_a_table_or_one_line_that_names_the_row(ends, tmp_path):
     odd = None, True, -5, 0, 10**30, 1e308, "nan", "inf", "x", "", [], [1], {}, {"a": 1}
     good = dict(outcome="ok", device="CPU x", commit="c0", loss=1.0, step_ms=2.0, error=None, world=1, flags={})
-    names, codes, file = ["cell", *good], [], tmp_path / "rows.jsonl"
+    names = ["cell", *good]
+    codes = []
+    file = tmp_path / "rows.jsonl"
     for number in range(150):
-        rng, cells = random.Random(number), [f"nproc=1 --device cpu --seed {seed}" for seed in (0, 1)]
+        rng = random.Random(number)
+        cells = [f"nproc=1 --device cpu --seed {seed}" for seed in (0, 1)]
         lines = [dict(cell=cell, **good) | {rng.choice(names): rng.choice(odd)} for cell in cells]
         for name in rng.sample(names, rng.randint(0, 2)):
             del lines[0][name]

@@ -132,7 +132,8 @@ def test_more_ranks_than_gpus_are_refused_and_one_gpu_simulates(out, monkeypatch
         verify.machine(own(), SETTINGS, 2)
     monkeypatch.setattr(verify.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(verify.torch.cuda.nccl, "version", lambda: (2, 28, 9))
-    one, two = verify.machine(own(), SETTINGS, 1), verify.machine(own(), SETTINGS, 2)
+    one = verify.machine(own(), SETTINGS, 1)
+    two = verify.machine(own(), SETTINGS, 2)
     assert (one.ranks, one.world, one.all_ranks) == (1, 8, 8) and (two.ranks, two.world, two.cuda) == (2, 0, True)
     assert two.about["arch"] == "sm_100" and two.mark.split()[2:] == ["2.13.0", "cuda"]
 
@@ -267,7 +268,8 @@ def test_links_of_gpus_are_judged_by_the_last_row_of_the_study(tmp_path, monkeyp
             file.write(json.dumps(rows.pop(0)) + "\n")
 
     monkeypatch.setattr(Machine, "run", run)
-    m, check = here(tmp_path, cuda=True), SETTINGS["checks"]["3.3"]
+    m = here(tmp_path, cuda=True)
+    check = SETTINGS["checks"]["3.3"]
     assert [predicted.links(m, check).status for _ in range(2)] == ["held", "not held"]
     with pytest.raises(Verdict, match="failed: why"):
         predicted.links(m, check)
@@ -278,7 +280,8 @@ def test_links_of_gpus_are_judged_by_the_last_row_of_the_study(tmp_path, monkeyp
 def test_every_setting_fits_main_and_every_check_has_a_function(tmp_path):
     for told in SETTINGS["checks"].values():
         assert callable(verify.pkgutil.resolve_name(f"lab.benchmarks.verify.{told['check']}"))
-    m, checks = here(tmp_path), SETTINGS["checks"]
+    m = here(tmp_path)
+    checks = SETTINGS["checks"]
     tiny = [*checks["1.1"]["ours"].values(), *checks["1.1"]["theirs"].values()]
     for n in (3, 8):
         m.ranks = n
@@ -293,7 +296,9 @@ def test_every_setting_fits_main_and_every_check_has_a_function(tmp_path):
 
 
 def test_losses_that_differ_are_told_with_the_setting_and_what_is_no_number_is_far(tmp_path):
-    a, m, check = dict(losses=[5.0, 4.0], norms=[1.0, 2.0], bits=1), here(tmp_path), SETTINGS["checks"]["1.2"]
+    a = dict(losses=[5.0, 4.0], norms=[1.0, 2.0], bits=1)
+    m = here(tmp_path)
+    check = SETTINGS["checks"]["1.2"]
     assert right.close(m, check, dict(a=(a, a))).status == "held"
     for key, value in (("losses", 4.00001), ("losses", float("nan")), ("norms", 2.1), ("norms", float("inf"))):
         other = a | {key: [a[key][0], value]}
@@ -322,7 +327,8 @@ def trace(path, kernels) -> None:
     path.write_bytes(gzip.compress(json.dumps(dict(traceEvents=[dict(name="x"), *events])).encode()))
 
 
-GATHER, SCATTER = "ncclDevKernel_AllGather_RING_LL", "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL"
+GATHER = "ncclDevKernel_AllGather_RING_LL"
+SCATTER = "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL"
 OVERLAPPED = [  # us; 30 of NCCL's 40 beside products, 5 more beside a cast
     (GATHER, 0, 10, 9), ("triton_cast", 0, 5, 7), ("nvjet_gemm", 10, 20, 7), ("nvjet_gemm", 20, 32, 7),
     (SCATTER, 20, 50, 9), ("flash_bwd", 32, 60, 7), ("ncclDevKernel_AllReduce_Sum_f32", 60, 61, 9),
@@ -424,7 +430,8 @@ def test_programs_of_one_gpu_run_with_8_simulated_ranks_and_their_rows_go_to_one
         return "12 cells\nto draw them\n" if "lab.sweeps.sweep" in words else "x\n12\n\n"
 
     monkeypatch.setattr(Machine, "run", run)
-    m, checks = here(tmp_path, world=8, ranks=1, cuda=cuda, tiny=not cuda), SETTINGS["checks"]
+    m = here(tmp_path, world=8, ranks=1, cuda=cuda, tiny=not cuda)
+    checks = SETTINGS["checks"]
     parts = [checks[f"5.{k}"] for k in range(1, 19)]
     large = [part for part in parts if part.get("axis", "").startswith("gpu-") or part.get("words") == ""]
     for part in large * (not cuda):

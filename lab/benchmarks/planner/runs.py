@@ -78,7 +78,8 @@ def published() -> tuple[Row, ...]:
             memory = float(r["memory_gib"]) if r.get("memory_gib") else None
             tape = q.tape
             peak = step_peak(q.c, q.ranks, q.a, q.gpu.arch, tape).nbytes
-            tokens, kind = float(r["tok_s_per_gpu"]), r.get("memory_is", "")
+            tokens = float(r["tok_s_per_gpu"])
+            kind = r.get("memory_is", "")
             found.append(Row(source, setting, tokens, memory, kind, own.gpu, q, tape, peak))
     return tuple(found)
 
@@ -106,7 +107,8 @@ def fit(rows: Sequence[Row]) -> dict[str, float]:
     def loss(x: dict[str, float]) -> float:
         off = 0.3 * sum(math.log(x[name] / usual) ** 2 for name, usual in NEUTRAL.items() if usual)
         for row, own in zip(rows, parts, strict=True):
-            like, eager = row.q.gpu.like, row.q.c.compile == "none"
+            like = row.q.gpu.like
+            eager = row.q.c.compile == "none"
             passes = (x["eager passes"] if eager else 1.0) / x[f"{like} memory"]
             core = x[f"{like} eager attention"] if eager else 1.0
             seconds = (
@@ -125,7 +127,8 @@ def fit(rows: Sequence[Row]) -> dict[str, float]:
             )
         return off
 
-    x, step = dict(start), 0.2
+    x = dict(start)
+    step = 0.2
     best = loss(x)
     while step > 0.002:
         better = False
@@ -137,7 +140,9 @@ def fit(rows: Sequence[Row]) -> dict[str, float]:
                     else x[name] * (1 + step) ** sign
                 )
                 if moved >= 0 and (score := loss(x | {name: moved})) < best:
-                    x, best, better = x | {name: moved}, score, True
+                    x = x | {name: moved}
+                    best = score
+                    better = True
         step *= 1 if better else 0.5
     return x
 
@@ -145,7 +150,8 @@ def fit(rows: Sequence[Row]) -> dict[str, float]:
 @cache
 def left_out() -> list[tuple[Row, float]]:
     """Each row, and its error with constants fitted without its publication."""
-    found, rows = [], published()
+    found = []
+    rows = published()
     for publication in dict.fromkeys(row.publication for row in rows):
         constants = fit(third(row for row in rows if row.publication != publication))
         found += [(row, row.error(constants)) for row in rows if row.publication == publication]
@@ -231,11 +237,10 @@ def sizes() -> dict[str, list[tuple[float, float, str]]]:
             and c.compile in ("none", "fwdbwd")
             and {"remat", "ahead"} <= vars(c).keys()
         ):
-            ranks, name = c.world or r["world"], f"row {number} of results/h100.jsonl"
-            kind, peak = (
-                "eager" if c.compile == "none" else "compiled",
-                step_peak(c, ranks).nbytes / 2**30,
-            )
+            ranks = c.world or r["world"]
+            name = f"row {number} of results/h100.jsonl"
+            kind = "eager" if c.compile == "none" else "compiled"
+            peak = step_peak(c, ranks).nbytes / 2**30
             about = reserved(c, ranks)[0] * peak
             found[f"one H100, {kind}, max allocated"].append(
                 (peak, r["peak_alloc_mib"] / 2**10, name)

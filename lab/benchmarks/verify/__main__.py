@@ -90,8 +90,9 @@ def machine(own: argparse.Namespace, settings: dict, there: int) -> Machine:
     out = Path(os.environ.get("OUT") or "runs").resolve()
     check_writable(str(out / "verify.jsonl"))
     about = timing.environment(torch.device("cuda" if there else "cpu"))
-    about |= dict(code=timing.code_digest(), gpus=there, arch="sm_90", nccl=None)
-    about |= dict(nodes=cluster.nodes)
+    about |= dict(
+        code=timing.code_digest(), gpus=there, arch="sm_90", nccl=None, nodes=cluster.nodes
+    )
     if there:
         major, _ = torch.cuda.get_device_capability()
         about |= dict(arch=f"sm_{min(major, 10)}0", nccl=torch.cuda.nccl.version())
@@ -109,7 +110,8 @@ def machine(own: argparse.Namespace, settings: dict, there: int) -> Machine:
 
 def checked(m: Machine, number: str) -> dict:
     """The verdict of a check, as the file has it."""
-    own, start = m.settings["checks"][number], time.monotonic()
+    own = m.settings["checks"][number]
+    start = time.monotonic()
     with Progress(f"{number} {own['name']}", speak=sys.stdout.isatty()):
         try:
             found = pkgutil.resolve_name(f"lab.benchmarks.verify.{own['check']}")(m, own)

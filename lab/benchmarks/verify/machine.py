@@ -21,7 +21,9 @@ class Verdict(Exception):
 
     def __init__(self, status: str, words: str, **figures):
         super().__init__(words)
-        self.status, self.words, self.figures = status, words, figures
+        self.status = status
+        self.words = words
+        self.figures = figures
 
 
 def judged(own: dict, within: bool, **figures) -> Verdict:
@@ -80,7 +82,8 @@ class Machine:
 
     def run(self, words: list[str], code: int = 0, on_all: bool = False, **env: str) -> str:
         """What a program prints. Raises a verdict if it ends with another code, or not in time."""
-        limit, left = self.settings["limits"]["program"], self.until - time.monotonic()
+        limit = self.settings["limits"]["program"]
+        left = self.until - time.monotonic()
         how = dict(limit=max(0, min(limit, left)), env=env, on_all=on_all)
         codes, said = self.cluster.run(words=words, **how)
         if None in codes:
@@ -133,7 +136,8 @@ class Machine:
 
     def row(self, flags: str) -> dict:
         """The row of main.py with these flags on all ranks, which is not run again if OUT/verify.jsonl has it."""
-        results, cell = self.out / "verify.jsonl", f"{self.mark} nproc={self.ranks} {flags}"
+        results = self.out / "verify.jsonl"
+        cell = f"{self.mark} nproc={self.ranks} {flags}"
         simulated = ["--world", str(self.world)] if self.world else []
         for _ in range(2):
             for row in read_jsonl(results) if results.exists() else []:

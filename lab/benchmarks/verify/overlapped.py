@@ -29,7 +29,8 @@ def order(m: Machine, own: dict) -> Verdict:
     """Which collectives wait at once, in the graph that Inductor schedules."""
     found = counted(m, own["small"])
     at_once = letters([kind for kind, between in found if not between])
-    gathers, reductions = at_once.count("G"), at_once.count("R")
+    gathers = at_once.count("G")
+    reductions = at_once.count("R")
     within = max(gathers, reductions) <= own["at_once"]
     return judged(
         own,
@@ -51,11 +52,14 @@ class Kernel(NamedTuple):
 
     def beside(self, others: list["Kernel"]) -> float:
         """The part of its time in which at least one of the others, in order of their begins, runs."""
-        covered, at = 0.0, self.begin
+        covered = 0.0
+        at = self.begin
         for other in others:
-            begin, end = max(at, other.begin), min(self.end, other.end)
+            begin = max(at, other.begin)
+            end = min(self.end, other.end)
             if end > begin:
-                covered, at = covered + end - begin, end
+                covered = covered + end - begin
+                at = end
         return covered / (self.end - self.begin)
 
 
@@ -64,7 +68,8 @@ def kernels(trace: Path) -> list[Kernel]:
     found = []
     for each in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]:
         if each.get("cat") == "kernel" and each["dur"] > 0:
-            own, begin = each["args"], each["ts"]
+            own = each["args"]
+            begin = each["ts"]
             found.append(
                 Kernel(each["name"], begin, begin + each["dur"], own["stream"], own["grid"][0])
             )

@@ -72,7 +72,8 @@ def step(m: Machine, own: dict) -> Verdict:
         raise Verdict("not run", "it needs the links of 3.3")
     flags = m.settings["reference"]["flags"]
     plan = planned(m, "--link", f"measured:{results}", *flags.split())
-    ms, least = number(r"(?m)^step ([\d'.]+) ms", plan), m.row(flags)["step_ms_min"]
+    ms = number(r"(?m)^step ([\d'.]+) ms", plan)
+    least = m.row(flags)["step_ms_min"]
     return beside(own, ms, least, planned_ms=ms, step_ms_min=least)
 
 

@@ -50,9 +50,13 @@ class Trained:
     def __init__(
         self, c: flags.Config, device: torch.device, world: int, watchdog: Watchdog, limits: dict
     ):
-        self.c, self.device, self.watchdog, self.limits = c, device, watchdog, limits
+        self.c = c
+        self.device = device
+        self.watchdog = watchdog
+        self.limits = limits
         self.step, self.timer = build(c, device, world), timing.StepTimer(device)
-        self.losses, self.norms = [], []
+        self.losses = []
+        self.norms = []
 
     def __call__(self, *batch: torch.Tensor) -> torch.Tensor:
         number = len(self.losses) + 1

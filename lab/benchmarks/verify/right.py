@@ -28,7 +28,8 @@ def apart(a: list[float], b: list[float]) -> float:
 def close(m: Machine, own: dict, both: dict[str, tuple[dict, dict]], **more) -> Verdict:
     """A verdict on what was trained twice, by names; those of settings.toml's [close] have limits of their own."""
     limits = m.settings["close"]
-    rows, figures = [], {}
+    rows = []
+    figures = {}
     for name, (ours, theirs) in both.items():
         most = limits.get(name, limits[m.kind])
         scale = max(theirs["norms"])
@@ -60,9 +61,11 @@ def pairs(m: Machine, own: dict) -> Verdict:
         for name, words in own[side].items():
             settings[f"{side} {name}"] = flags(m, m.all_ranks, "--compile none", words)
     trained = m.trained(m.ranks, settings)
-    both, equal = {}, []
+    both = {}
+    equal = []
     for name in own["ours"]:
-        ours, theirs = trained[f"ours {name}"], trained[f"theirs {name}"]
+        ours = trained[f"ours {name}"]
+        theirs = trained[f"theirs {name}"]
         both[name] = ours, theirs
         if ours["bits"] == theirs["bits"]:
             equal.append(name)
@@ -89,7 +92,8 @@ def same_loss(m: Machine, own: dict) -> Verdict:
     """Settings that must not change the loss, or the modes and numbers of ranks, beside one process."""
     if m.tiny and "compiles" in own:
         raise Verdict("not measured", "--tiny compiles nothing")
-    n, eager = m.all_ranks, "--compile none"
+    n = m.all_ranks
+    eager = "--compile none"
     settings = {f"{n} ranks": flags(m, n, eager)}
     for name, words in settings_of(m, own).items():
         settings[name] = flags(m, n, words)
@@ -120,10 +124,12 @@ def fault(m: Machine, own: dict) -> Verdict:
     """A run of 6 steps, whose last rank has a fault, must end with a code and say what the fault was. If the check has
     a tolerance, half of the ranks go on from its checkpoint of step 3, as it did until its end."""
     m.needs_ranks()
-    common, last = f"--compile none --steps 6 --log-every 1 {own['flags']}", m.ranks - 1
+    common = f"--compile none --steps 6 --log-every 1 {own['flags']}"
+    last = m.ranks - 1
     off = most = 0
     with m.folder() as folder:
-        whole, rest = Path(folder, "whole.jsonl"), Path(folder, "rest.jsonl")
+        whole = Path(folder, "whole.jsonl")
+        rest = Path(folder, "rest.jsonl")
         files = f"--results {whole} --save {folder}/saved --save-every 3"
         planted = dict(code=own["code"], FAULT=f"{last}:{own['fault']}")
         words = flags(m, m.ranks, common, files).split()
