@@ -1,11 +1,14 @@
-"""Two operations of a transformer whose insides a compiler leaves alone, because it would keep too much: the MLP with
-its residual sum, and the output layer with its loss. Copy it along with model.py.
+"""Two operations of a transformer whose insides a compiler leaves alone, because it
+would keep too much: the MLP with its residual sum, and the output layer with its loss.
+Copy it along with model.py.
 
-    y = lean_mlp(x, y, norm_weight, norm_bias, up, up_bias, down, down_bias, 1e-5, 4096)    # [B, T, D]
-    loss = chunked_cross_entropy(x, head, targets, 2048)                                    # fp32 sum
+    # [B, T, D]
+    y = lean_mlp(x, y, norm_weight, norm_bias, up, up_bias, down, down_bias, 1e-5, 4096)
+    # the sum, in fp32
+    loss = chunked_cross_entropy(x, head, targets, 2048)
 
-Each is a custom op with gradients of its own, the same in eager and in compiled code. C tokens of a chunk, D width,
-F hidden width, N tokens, V vocabulary.
+Each is a custom op with gradients of its own, the same in eager and in compiled code. C
+tokens of a chunk, D width, F hidden width, N tokens, V vocabulary.
 """
 
 import math
@@ -23,7 +26,8 @@ aten = torch.ops.aten
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, in which the product is no tensor of its own; on a CPU it is one if total has another dtype."""
+    """total += a @ b, in which the product is no tensor of its own; on a CPU it is one
+    if total has another dtype."""
     if a.dtype == b.dtype == total.dtype:
         torch.addmm(total, a, b, out=total)
     elif total.is_cuda and a.dtype == b.dtype:
@@ -32,9 +36,10 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total += a @ b
 
 
-# Recomputation written as an autograd.Function is undone by the compiler, which merges it with the forward; of plain
-# code it reorders the backward into three [C, F] tensors. With the sums outside, it would keep the gradient of the
-# output in fp32, and make the norm before attention, which reads x too, together with z.
+# Recomputation written as an autograd.Function is undone by the compiler, which merges
+# it with the forward; of plain code it reorders the backward into three [C, F] tensors.
+# With the sums outside, it would keep the gradient of the output in fp32, and make the
+# norm before attention, which reads x too, together with z.
 @torch.library.custom_op(f"{_LIBRARY}::lean_mlp", mutates_args=())
 def lean_mlp(
     x: Tensor,
@@ -48,9 +53,11 @@ def lean_mlp(
     eps: float,
     chunk: int,
 ) -> Tensor:
-    """z + MLP(norm(z)) for z = x + y. Keeps its inputs alone, and at most two [C, F] tensors are alive at a time.
+    """z + MLP(norm(z)) for z = x + y. Keeps its inputs alone, and at most two [C, F]
+    tensors are alive at a time.
 
-    x, y [.., D], norm g, b [D], up w1 [F, D], b1 [F], down w2 [D, F], b2 [D]; chunk: tokens at a time, 0 all."""
+    x, y [.., D], norm g, b [D], up w1 [F, D], b1 [F], down w2 [D, F], b2 [D]; chunk:
+    tokens at a time, 0 all."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     for xc, yc, rows in _chunks(chunk, x, y, out):
         z = xc + yc
@@ -74,12 +81,10 @@ def lean_mlp_backward(
     eps: float,
     chunk: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """From the gradient `go` [.., D] of the output: that of x and of y, and those of g, b, w1, b1, w2, b2, in the dtype
-    of x; sums over several chunks are made in fp32."""
-    gx, several = (
-        torch.empty_like(x, memory_format=torch.contiguous_format),
-        0 < chunk < x[..., 0].numel(),
-    )
+    """From the gradient `go` [.., D] of the output: that of x and of y, and those of g,
+    b, w1, b1, w2, b2, in the dtype of x; sums over several chunks are made in fp32."""
+    gx = torch.empty_like(x, memory_format=torch.contiguous_format)
+    several = 0 < chunk < x[..., 0].numel()
     dtype = torch.promote_types(x.dtype, torch.float32) if several else x.dtype
     sums = [torch.zeros_like(t, dtype=dtype) for t in (g, b, w1, b1, w2, b)]
     for xc, yc, oc, gc in _chunks(chunk, x, y, go, gx):
@@ -96,7 +101,9 @@ def lean_mlp_backward(
         sums[3] += a.sum(0)
         gn = a @ w1
         del a, n
-        gz, *norm = aten.native_layer_norm_backward(gn, z, g.shape, mean, rstd, g, b, [True] * 3)
+        gz, *norm = aten.native_layer_norm_backward(
+            gn, z, g.shape, mean, rstd, g, b, [True] * 3
+        )
         torch.add(gz, oc, out=gc)
         sums[0] += norm[0]
         sums[1] += norm[1]
@@ -121,9 +128,9 @@ def _(x, y, g, b, w1, b1, w2, b2, eps, chunk):
 @lean_mlp_backward.register_fake
 def _(go, x, y, g, b, w1, b1, w2, eps, chunk):
     own = (x, g, b, w1, b1, w2)
-    return *(torch.empty_like(t, memory_format=torch.contiguous_format) for t in own), w2.new_empty(
-        w2.shape[0]
-    )
+    return *(
+        torch.empty_like(t, memory_format=torch.contiguous_format) for t in own
+    ), w2.new_empty(w2.shape[0])
 
 
 def _keep_inputs(ctx, inputs, output):
@@ -132,7 +139,9 @@ def _keep_inputs(ctx, inputs, output):
 
 
 def _lean_gradients(ctx, go: Tensor):
-    gx, *gradients = lean_mlp_backward(go.contiguous(), *ctx.saved_tensors, ctx.eps, ctx.chunk)
+    gx, *gradients = lean_mlp_backward(
+        go.contiguous(), *ctx.saved_tensors, ctx.eps, ctx.chunk
+    )
     return gx, gx, *gradients, None, None
 
 
@@ -141,28 +150,33 @@ register_flop_formula(getattr(torch.ops, _LIBRARY).lean_mlp)(
     lambda x, y, g, b, w1, *args, **kwargs: 2 * 2 * math.prod(x[:-1]) * math.prod(w1)
 )
 register_flop_formula(getattr(torch.ops, _LIBRARY).lean_mlp_backward)(
-    lambda go, x, y, g, b, w1, *args, **kwargs: 5 * 2 * math.prod(x[:-1]) * math.prod(w1)
+    lambda go, x, y, g, b, w1, *args, **kwargs: (
+        5 * 2 * math.prod(x[:-1]) * math.prod(w1)
+    )
 )
 
 
-# One op, because of its loop the compiler makes one kernel for all chunks, so that the logits of every chunk exist.
+# One op, because of its loop the compiler makes one kernel for all chunks, so that the
+# logits of every chunk exist.
 @torch.library.custom_op(f"{_LIBRARY}::chunked_loss", mutates_args=())
 def chunked_loss(
     x: Tensor, w: Tensor, y: Tensor, chunk: int, grad: bool, frozen: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x [N, D], w [V, D], y [N] -> the summed loss, fp32; with `grad` also its gradients for x and, unless that is
-    `frozen`, for w, in their dtypes, that of w accumulated in fp32; empty tensors in the place of others."""
-    loss, gx = (
-        torch.zeros((), dtype=torch.float32, device=x.device),
-        torch.empty_like(x if grad else x[:0]),
-    )
+    """x [N, D], w [V, D], y [N] -> the summed loss, fp32; with `grad` also its
+    gradients for x and, unless that is `frozen`, for w, in their dtypes, that of w
+    accumulated in fp32; empty tensors in the place of others."""
+    loss = torch.zeros((), dtype=torch.float32, device=x.device)
+    gx = torch.empty_like(x if grad else x[:0])
     gw = torch.zeros_like(w if grad and not frozen else w[:0], dtype=torch.float32)
     for i in range(0, len(x), chunk):
-        xc, yc = x[i : i + chunk], y[i : i + chunk].unsqueeze(1)
+        xc = x[i : i + chunk]
+        yc = y[i : i + chunk].unsqueeze(1)
         z = xc @ w.t()  # [C, V]
-        p, ok = z.float(), yc != IGNORE  # p: fp32 logits, then probabilities, then their gradient
+        p = z.float()  # fp32 logits, then probabilities, then their gradient
+        ok = yc != IGNORE
         t = torch.where(ok, yc, 0)
-        zt, m = p.gather(1, t), p.amax(-1, keepdim=True)
+        zt = p.gather(1, t)
+        m = p.amax(-1, keepdim=True)
         s = p.sub_(m).exp_().sum(-1, keepdim=True)
         loss += ((s.log() + m - zt) * ok).sum()
         if grad:
@@ -192,7 +206,8 @@ def _keep_gradients(ctx, inputs, output):
 def _scaled_gradients(ctx, go: Tensor, *_):
     if torch.is_grad_enabled():
         raise RuntimeError(
-            "chunked loss: its gradients, made in forward, have none of their own; use --loss full"
+            "chunked loss: its gradients, made in forward, have none of their own; "
+            "use --loss full"
         )
     gx, gw = ctx.saved_tensors
     of_w = (gw * go).to(gw.dtype) if ctx.needs_input_grad[1] else None
@@ -208,8 +223,10 @@ register_flop_formula(getattr(torch.ops, _LIBRARY).chunked_loss)(
 
 
 def chunked_cross_entropy(x: Tensor, w: Tensor, targets: Tensor, chunk: int) -> Tensor:
-    """Hidden states x [B, T, D], head w [V, D], targets [B, T] -> `cross_entropy` of x @ w.T, `chunk` tokens at a time:
-    no [B, T, V] tensor exists, and the gradients are made in forward, so that w is read (under FSDP: gathered) once per
-    step and its gradient reduced once. RuntimeError for a gradient of the gradient."""
-    grad, frozen = torch.is_grad_enabled(), not w.requires_grad
+    """Hidden states x [B, T, D], head w [V, D], targets [B, T] -> `cross_entropy` of x
+    @ w.T, `chunk` tokens at a time: no [B, T, V] tensor exists, and the gradients are
+    made in forward, so that w is read (under FSDP: gathered) once per step and its
+    gradient reduced once. RuntimeError for a gradient of the gradient."""
+    grad = torch.is_grad_enabled()
+    frozen = not w.requires_grad
     return chunked_loss(x.flatten(0, 1), w, targets.flatten(), chunk, grad, frozen)[0]

@@ -1,21 +1,28 @@
-"""Muon for sharded matrices: torch.optim.Muon's update, each matrix computed by one rank. Imports only torch: copy it.
+"""Muon for sharded matrices: torch.optim.Muon's update, each matrix computed by one
+rank. Imports only torch: copy it.
 
     from muon import Muon, groups_of
-    groups = groups_of(model, lr=3e-4)         # after data_parallel, fully_shard or DDP; lr: AdamW's
-    optimizer = Muon(groups, lr=0.02)          # then backward(), step(), zero_grad() as of any optimizer
 
-torch.optim.Muon on sharded parameters gathers each matrix on every rank, and every rank does the same products. Here a
-matrix has one owner. An all-to-all brings its shards there, the owner runs the Newton-Schulz iteration, an all-to-all
-brings the result back. Matrices of one shape travel together and are iterated as one batch, while those of the next
-shape are on their way. Owners have about equal FLOPs. Replicas (hybrid_shard, DDP) share the matrices. Experts
-[E, m, n] that are sharded over E stay where they are. AdamW updates what is no matrix of a hidden layer.
+    # After data_parallel, fully_shard or DDP. lr: AdamW's.
+    groups = groups_of(model, lr=3e-4)
+    # Then backward(), step(), zero_grad() as of any optimizer.
+    optimizer = Muon(groups, lr=0.02)
 
-All ranks must call `step` with gradients of the same parameters. Q, K and V that are stacked in one parameter are one
-matrix here. Of little use for a model that AdamW has pretrained. Sources: Keller Jordan's Muon
-(kellerjordan.github.io/posts/muon); arXiv:2502.16982 for "match_rms_adamw".
+torch.optim.Muon on sharded parameters gathers each matrix on every rank, and every rank
+does the same products. Here a matrix has one owner. An all-to-all brings its shards
+there, the owner runs the Newton-Schulz iteration, an all-to-all brings the result back.
+Matrices of one shape travel together and are iterated as one batch, while those of the
+next shape are on their way. Owners have about equal FLOPs. Replicas (hybrid_shard, DDP)
+share the matrices. Experts [E, m, n] that are sharded over E stay where they are. AdamW
+updates what is no matrix of a hidden layer.
 
-m, n rows and columns of a matrix; K matrices of one shape, k of them owned by this rank; N ranks, S of which hold the
-shards of a copy.
+All ranks must call `step` with gradients of the same parameters. Q, K and V that are
+stacked in one parameter are one matrix here. Of little use for a model that AdamW has
+pretrained. Sources: Keller Jordan's Muon (kellerjordan.github.io/posts/muon);
+arXiv:2502.16982 for "match_rms_adamw".
+
+m, n rows and columns of a matrix; K matrices of one shape, k of them owned by this
+rank; N ranks, S of which hold the shards of a copy.
 """
 
 import fnmatch
@@ -34,12 +41,14 @@ from torch.optim.adamw import adamw
 # As operations: compiled code waits where `wait` stands.
 all_to_all = torch.ops._c10d_functional.all_to_all_single
 wait = torch.ops._c10d_functional.wait_tensor
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic polynomial, as in torch.optim.Muon
+# Of the quintic polynomial, as in torch.optim.Muon.
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 class Layout(NamedTuple):
-    """What alike parameters have in common. shape: [.., m, n]. shards: into how many their rows are cut. ranks: how
-    many share the work, in the process group `group`. me: which of them this one is."""
+    """What alike parameters have in common. shape: [.., m, n]. shards: into how many
+    their rows are cut. ranks: how many share the work, in the process group `group`.
+    me: which of them this one is."""
 
     shape: torch.Size
     shards: int = 1
@@ -54,7 +63,8 @@ def local(t):
 
 
 def layout_of(p, replicas=None) -> Layout:
-    """Of a parameter. replicas: see Muon. ValueError, one line, for one that is no matrix or that no rank can own."""
+    """Of a parameter. replicas: see Muon. ValueError, one line, for one that is no
+    matrix or that no rank can own."""
     mesh = getattr(p, "device_mesh", replicas)
     *others, last = getattr(p, "placements", [Replicate()])
     rows = Shard(p.ndim - 2)
@@ -73,22 +83,26 @@ def layout_of(p, replicas=None) -> Layout:
     for what, is_so in expected.items():
         if not is_so:
             raise ValueError(
-                f"Muon: {p.dtype} {[*p.shape]}: expected {what}; leave it to AdamW (groups_of: to_adamw)"
+                f"Muon: {p.dtype} {[*p.shape]}: expected {what}; leave it to AdamW "
+                "(groups_of: to_adamw)"
             )
-    if mesh is None or last not in (Replicate(), rows):  # each rank has matrices of its own
+    # Each rank has matrices of its own.
+    if mesh is None or last not in (Replicate(), rows):
         return Layout(local(p).shape)
     ranks = mesh.get_group() if mesh.ndim == 1 else group.WORLD
     if get_process_group_ranks(ranks) != mesh.mesh.flatten().tolist():
         raise ValueError(
-            f"Muon: {mesh}: expected ranks in order, and all of them where it has two dimensions"
+            f"Muon: {mesh}: expected ranks in order, and all of them where it has two "
+            "dimensions"
         )
     shards = mesh.size(-1) if last == rows else 1
     return Layout(p.shape, shards, ranks.group_name, ranks.size(), ranks.rank())
 
 
 def plan(layouts):
-    """Sets of alike parameters, the costliest first: layout, how many of them each rank owns, their positions in the
-    list, first those of rank 0. Each goes to the rank that has the fewest FLOPs so far."""
+    """Sets of alike parameters, the costliest first: layout, how many of them each rank
+    owns, their positions in the list, first those of rank 0. Each goes to the rank that
+    has the fewest FLOPs so far."""
     alike = defaultdict(list)
     for position, layout in enumerate(layouts):
         alike[layout].append(position)
@@ -104,13 +118,15 @@ def plan(layouts):
 
 
 def _flops(layout):
-    """In proportion to those of a step of the iteration, 4 s s l + 2 s s s for sides s <= l."""
+    """In proportion to those of a step of the iteration, 4 s s l + 2 s s s for sides s
+    <= l."""
     small, large = sorted(layout.shape[-2:])
     return layout.shape.numel() * small * (2 + small / large)
 
 
 def newton_schulz(x, coefficients, steps, eps):
-    """[K, m, n] -> about U V' of each matrix U S V', in the dtype of x: singular values of 0.7 to 1.2."""
+    """[K, m, n] -> about U V' of each matrix U S V', in the dtype of x: singular values
+    of 0.7 to 1.2."""
     if x.shape[1] > x.shape[2]:
         return newton_schulz(x.mT, coefficients, steps, eps).mT
     a, b, c = coefficients
@@ -123,12 +139,14 @@ def newton_schulz(x, coefficients, steps, eps):
 
 
 def muon(sets, params, grads, momenta, /, **how):
-    """Updates local shards in place, for the `plan` of their parameters. Compiles. momenta: alike, in any dtype.
+    """Updates local shards in place, for the `plan` of their parameters. Compiles.
+    momenta: alike, in any dtype.
 
-    how: the hyperparameters of Muon, and `refused`, a boolean scalar: where it is True all stays as it is, to the bit.
-    To be called without gradients."""
+    how: the hyperparameters of Muon, and `refused`, a boolean scalar: where it is True
+    all stays as it is, to the bit. To be called without gradients."""
     works = [_update(*each, params, grads, momenta, **how) for each in sets]
-    # All sets in turn: while one communicates another one computes. Each has at most two collectives.
+    # All sets in turn: while one communicates another one computes. Each has at most
+    # two collectives.
     for _ in range(3):
         for work in works:
             next(work, None)
@@ -136,10 +154,11 @@ def muon(sets, params, grads, momenta, /, **how):
 
 def _update(
     layout, counts, members, params, grads, momenta, /,
-    lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn, ns_dtype,
-    refused=None, **others,
+    lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps,
+    adjust_lr_fn, ns_dtype, refused=None, **others,
 ):  # fmt: skip
-    """Updates one set of alike parameters. A generator, which yields None while a collective runs."""
+    """Updates one set of alike parameters. A generator, which yields None while a
+    collective runs."""
     updates = []
     for i in members:
         grad = grads[i]
@@ -155,7 +174,8 @@ def _update(
     sent = [counts[rank] * near[rank] for rank in range(N)]
     x = torch.stack(updates)
     own = x.shape[-2]
-    rows = -(-m // S)  # of a shard; a smaller one is padded with zeros, which stay zeros
+    # Of a shard; a smaller one is padded with zeros, which stay zeros.
+    rows = -(-m // S)
     x = pad(x, (0, 0, 0, rows - own))  # [K, .., rows, n]
     x = x.narrow(0, sum(counts[: near.index(True)]), sum(sent))
     if S > 1:
@@ -183,12 +203,14 @@ def _write(t, value, refused):
 
 
 class Muon(torch.optim.Optimizer):
-    """torch.optim.Muon, names and semantics, for plain tensors and for DTensors whose last placement may be a Shard.
+    """torch.optim.Muon, names and semantics, for plain tensors and for DTensors whose
+    last placement may be a Shard.
 
-    params: as of any optimizer; a group with use_muon=False has the hyperparameters of AdamW, as `groups_of` makes it.
-    adjust_lr_fn: "original" or "match_rms_adamw", which suits AdamW's lr and weight decay. ns_dtype: of the iteration.
-    replicas: a 1-D mesh whose ranks all hold the same plain tensors and gradients, as under DDP: they share the work.
-    ValueError, one line, for what it cannot update."""
+    params: as of any optimizer; a group with use_muon=False has the hyperparameters of
+    AdamW, as `groups_of` makes it. adjust_lr_fn: "original" or "match_rms_adamw", which
+    suits AdamW's lr and weight decay. ns_dtype: of the iteration. replicas: a 1-D mesh
+    whose ranks all hold the same plain tensors and gradients, as under DDP: they share
+    the work. ValueError, one line, for what it cannot update."""
 
     replicas = None  # also of a copy, in which each rank does all
 
@@ -209,7 +231,8 @@ class Muon(torch.optim.Optimizer):
     ):
         if adjust_lr_fn not in (None, "original", "match_rms_adamw"):
             raise ValueError(
-                f"Muon: adjust_lr_fn {adjust_lr_fn}: must be original or match_rms_adamw"
+                f"Muon: adjust_lr_fn {adjust_lr_fn}: must be original or "
+                "match_rms_adamw"
             )
         super().__init__(
             params,
@@ -234,7 +257,8 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure=None):
-        """Updates every parameter that has a gradient; returns what `closure`, if given, returns."""
+        """Updates every parameter that has a gradient; returns what `closure`, if
+        given, returns."""
         loss = torch.enable_grad()(closure)() if closure else None
         for each in self.param_groups:
             params = [p for p in each["params"] if p.grad is not None]
@@ -245,7 +269,11 @@ class Muon(torch.optim.Optimizer):
                 else p.grad
                 for p in params
             ]
-            names = ["momentum_buffer"] if each["use_muon"] else ["exp_avg", "exp_avg_sq", "step"]
+            names = (
+                ["momentum_buffer"]
+                if each["use_muon"]
+                else ["exp_avg", "exp_avg_sq", "step"]
+            )
             for p in params:  # states begin at zero
                 if not self.state[p]:
                     self.state[p] = {
@@ -253,10 +281,16 @@ class Muon(torch.optim.Optimizer):
                         for name in names
                     }
             # The last ones are the momenta of Muon, or AdamW's counts of steps.
-            *moments, last = [[local(self.state[p][name]) for p in params] for name in names]
+            *moments, last = [
+                [local(self.state[p][name]) for p in params] for name in names
+            ]
             if each["use_muon"]:
                 muon(
-                    plan([layout_of(p, self.replicas) for p in params]), shards, grads, last, **each
+                    plan([layout_of(p, self.replicas) for p in params]),
+                    shards,
+                    grads,
+                    last,
+                    **each,
                 )
             else:
                 beta1, beta2 = each["betas"]
@@ -287,14 +321,18 @@ def groups_of(
     betas=(0.9, 0.95),
     eps=1e-8,
 ):
-    """The list of groups for `Muon`, which hold the names of their parameters. Frozen ones are in none.
+    """The list of groups for `Muon`, which hold the names of their parameters. Frozen
+    ones are in none.
 
-    Matrices [m, n] and [E, m, n] go to Muon. To AdamW go vectors, embeddings, kernels of convolutions, and the output
-    layer: the last matrix that has a row for each one of an embedding. to_adamw, to_muon: patterns of names, such as
-    "*.router.weight", that overrule this. lr and what follows it are AdamW's.
-    ValueError for a pattern that matches no name."""
+    Matrices [m, n] and [E, m, n] go to Muon. To AdamW go vectors, embeddings, kernels
+    of convolutions, and the output layer: the last matrix that has a row for each one
+    of an embedding. to_adamw, to_muon: patterns of names, such as "*.router.weight",
+    that overrule this. lr and what follows it are AdamW's. ValueError for a pattern
+    that matches no name."""
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    others = {m.weight for m in model.modules() if isinstance(m, nn.Embedding | _ConvNd)}
+    others = {
+        m.weight for m in model.modules() if isinstance(m, nn.Embedding | _ConvNd)
+    }
     heights = [len(p) for p in others if p.ndim == 2]  # of the embeddings
     heads = [p for p in named.values() if p.ndim == 2 and len(p) in heights]
     others.update(heads[-1:])
@@ -302,7 +340,9 @@ def groups_of(
     for pattern in (*to_adamw, *to_muon):
         names = fnmatch.filter(named, pattern)
         if not names:
-            raise ValueError(f"groups_of: {pattern} matches no parameter that requires a gradient")
+            raise ValueError(
+                f"groups_of: {pattern} matches no parameter that requires a gradient"
+            )
         if pattern in to_muon:
             chosen.update(names)
         else:
@@ -312,5 +352,7 @@ def groups_of(
         dict(use_muon=False, lr=lr, weight_decay=weight_decay, betas=betas, eps=eps),
     )
     for each in groups:
-        each["params"] = [item for item in named.items() if (item[0] in chosen) == each["use_muon"]]
+        each["params"] = [
+            item for item in named.items() if (item[0] in chosen) == each["use_muon"]
+        ]
     return [each for each in groups if each["params"]]

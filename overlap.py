@@ -1,14 +1,15 @@
-"""Collectives early: what to hand to torch.compile so that a model under simple_fsdp.py overlaps.
-Copy it along.
+"""Collectives early: what to hand to torch.compile so that a model under simple_fsdp.py
+overlaps. Copy it along.
 
     options = compile_options(model)
     step = torch.compile(forward_and_loss, fullgraph=True, options=options)
 
-simple_fsdp.py puts one all-gather of each unit, a block of the model as a rule, into a compiled
-graph, and one reduction. Left alone, Inductor waits for each at once. With these options the next
-unit's all-gather starts as soon as this unit's has arrived, in forward and backward, so that the
-weights of two units exist at most; a reduction is waited for one unit later. Nothing but the order
-changes. Needs Inductor (torch 2.11 to 2.14).
+simple_fsdp.py puts one all-gather of each unit, a block of the model as a rule, into a
+compiled graph, and one reduction. Left alone, Inductor waits for each at once. With
+these options the next unit's all-gather starts as soon as this unit's has arrived, in
+forward and backward, so that the weights of two units exist at most; a reduction is
+waited for one unit later. Nothing but the order changes. Needs Inductor (torch 2.11 to
+2.14).
 """
 
 import hashlib
@@ -26,9 +27,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.flop_counter import flop_registry
 
 # All private names of torch that this file uses are imported above or read here, before
-# compile_options(). Not documented: the keys "val" and "recompute" of a node's meta. What
-# simple_fsdp.py notes there: "unit", the path of the unit or "", and "bucket", a path and the shape
-# of each parameter.
+# compile_options(). Not documented: the keys "val" and "recompute" of a node's meta.
+# What simple_fsdp.py notes there: "unit", the path of the unit or "", and "bucket", a
+# path and the shape of each parameter.
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 GATHER = c10d.all_gather_into_tensor.default
@@ -36,9 +37,10 @@ SCATTER = c10d.reduce_scatter_tensor.default
 REDUCE = c10d.all_reduce.default
 WAIT = c10d.wait_tensor.default
 GATHER_AGAIN = CheckpointPolicy.PREFER_RECOMPUTE, CheckpointPolicy.MUST_RECOMPUTE
-# Inductor's own passes that reorder or merge collectives, after this file or before it, and the
-# value that keeps each out: torch 2.14 turns on enable_simple_overlap, global settings of others
-# may turn on the rest. torch.compile refuses an option that it does not know.
+# Inductor's own passes that reorder or merge collectives, after this file or before it,
+# and the value that keeps each out: torch 2.14 turns on enable_simple_overlap, global
+# settings of others may turn on the rest. torch.compile refuses an option that it does
+# not know.
 OFF = {
     "reorder_for_peak_memory": False,
     "reorder_for_compute_comm_overlap": False,
@@ -60,33 +62,38 @@ LAYOUT = {
 }
 
 
-def compile_options(model: nn.Module, whole_step: bool = False, ahead: float = 1.0) -> dict:
-    """Inductor options for any torch.compile of `model`, wrapped, of a part of it, or of a function
-    around it; those of another wrapped model do as well. {} on a single rank, where Inductor's own
-    order of a graph needs less memory.
+def compile_options(
+    model: nn.Module, whole_step: bool = False, ahead: float = 1.0
+) -> dict:
+    """Inductor options for any torch.compile of `model`, wrapped, of a part of it, or
+    of a function around it; those of another wrapped model do as well. {} on a single
+    rank, where Inductor's own order of a graph needs less memory.
 
-    whole_step: what is compiled is a whole training step, which returns its loss first and updates
-    the parameters.
-    ahead: the part of a unit's FLOPs that a collective has to hide behind. With 1 a gather starts
-    when the one before has arrived, and a reduction is waited for when the next one starts. Less
-    takes less memory, and needs a faster network. 2, 3 ..: that many units, for slow networks; each
-    holds the weights and gradients of one more.
-    Raises ValueError for a model that is not wrapped, or another `ahead`. Warns, while compiling,
-    of a graph without any unit."""
+    whole_step: what is compiled is a whole training step, which returns its loss first
+    and updates the parameters. ahead: the part of a unit's FLOPs that a collective has
+    to hide behind. With 1 a gather starts when the one before has arrived, and a
+    reduction is waited for when the next one starts. Less takes less memory, and needs
+    a faster network. 2, 3 ..: that many units, for slow networks; each holds the
+    weights and gradients of one more. Raises ValueError for a model that is not
+    wrapped, or another `ahead`. Warns, while compiling, of a graph without any unit."""
     _, options = passes(model, whole_step, ahead)
     return options
 
 
 def passes(model: nn.Module, whole_step=False, ahead=1.0) -> tuple["Overlap", dict]:
-    """What moves the collectives, and compile_options, of which it is a part on several ranks."""
+    """What moves the collectives, and compile_options, of which it is a part on several
+    ranks."""
     part = 0 <= ahead <= 1
     several = ahead > 1 and ahead % 1 == 0
     if not part and not several:
-        raise ValueError(f"ahead: {ahead}: must be between 0 and 1, or a whole number above 1")
+        raise ValueError(
+            f"ahead: {ahead}: must be between 0 and 1, or a whole number above 1"
+        )
     is_wrapped = any(isinstance(p, DTensor) for p in model.parameters())
     if not is_wrapped:
         raise ValueError(
-            "model: no parameter is sharded: call data_parallel() first, then compile_options()"
+            "model: no parameter is sharded: call data_parallel() first, then "
+            "compile_options()"
         )
     classes = map(type, model.modules())
     has_units = any(getattr(cls, "_data_parallel_unit", False) for cls in classes)
@@ -96,21 +103,23 @@ def passes(model: nn.Module, whole_step=False, ahead=1.0) -> tuple["Overlap", di
     others = inductor_config.post_grad_custom_post_pass
     if others is not None:
         raise ValueError(
-            "torch._inductor.config.post_grad_custom_post_pass is set, compile_options() would "
-            "replace it: reset it, or call both passes from one of your own"
+            "torch._inductor.config.post_grad_custom_post_pass is set, "
+            "compile_options() would replace it: reset it, or call both passes from "
+            "one of your own"
         )
     return moves, dict(post_grad_custom_post_pass=moves) | OFF
 
 
 class Overlap(CustomGraphPass):
-    """Moves the collectives of one post-grad graph. A collective is named by the node that starts
-    it."""
+    """Moves the collectives of one post-grad graph. A collective is named by the node
+    that starts it."""
 
     def __init__(self, has_units: bool, whole_step: bool, ahead: float):
         self.has_units = has_units
         self.whole_step = whole_step
         self.ahead = ahead
-        # How many groups of collectives are under way beside the one that is computed with.
+        # How many groups of collectives are under way beside the one that is computed
+        # with.
         self.early = max(1, int(ahead))
         # One rank tells.
         self.warned = torch.distributed.get_rank() > 0
@@ -135,7 +144,8 @@ class Overlap(CustomGraphPass):
                 wait.replace_all_uses_with(first)
                 g.erase_node(wait)
         backward = self.gather_again(g) if self.whole_step else None
-        gathers = sorted(gathers_of_parameters(g), key=first_use)  # nodes compare by their places
+        # Nodes compare by their places.
+        gathers = sorted(gathers_of_parameters(g), key=first_use)
         if backward is not None:
             in_backward = [n for n in gathers if wait_of(n) > backward]
             gathers = [n for n in gathers if n not in in_backward]
@@ -143,7 +153,8 @@ class Overlap(CustomGraphPass):
         inputs = ("placeholder", "get_attr")
         beginning = next(n for n in g.nodes if n.op not in inputs)
         self.start_early(g, gathers, beginning)
-        # With hybrid_shard the all-reduces are of the shards that the reduce-scatters have made.
+        # With hybrid_shard the all-reduces are of the shards that the reduce-scatters
+        # have made.
         for op in (SCATTER, REDUCE):
             self.wait_late(g, op)
             stable_topological_sort(g)
@@ -151,11 +162,16 @@ class Overlap(CustomGraphPass):
         g.lint()
 
     def warn_of_options(self) -> None:
-        undone = [name for name, value in OFF.items() if getattr(inductor_config, name) != value]
+        undone = [
+            name
+            for name, value in OFF.items()
+            if getattr(inductor_config, name) != value
+        ]
         if undone:
             warnings.warn(
-                f"overlap: {', '.join(undone)}: set beside compile_options(), Inductor moves the "
-                "collectives again. Leave it out of the options, or leave compile_options() out",
+                f"overlap: {', '.join(undone)}: set beside compile_options(), "
+                "Inductor moves the collectives again. Leave it out of the options, "
+                "or leave compile_options() out",
                 stacklevel=2,
             )
 
@@ -163,18 +179,21 @@ class Overlap(CustomGraphPass):
         in_units = any(n.meta["unit"] for n in starts)
         if self.has_units and not in_units and not self.warned:
             self.warned = True
-            paths = {path or "no module" for n in starts for path, _ in n.meta["bucket"]}
+            paths = {
+                path or "no module" for n in starts for path, _ in n.meta["bucket"]
+            }
             some = ", ".join(sorted(paths)[:3])
             warnings.warn(
-                f"overlap: a graph gathers nothing in a unit, only in {some}: each module by "
-                "itself. For one gather per unit compile what calls units, without graph breaks",
+                f"overlap: a graph gathers nothing in a unit, only in {some}: each "
+                "module by itself. For one gather per unit compile what calls units, "
+                "without graph breaks",
                 stacklevel=2,
             )
 
     def gather_again(self, g: fx.Graph) -> fx.Node | None:
-        """In a whole step: gathers again for backward the weights that it needs. Not those behind
-        the last unit, whose backward comes at once, and not those that are to be kept. Returns the
-        first product of backward."""
+        """In a whole step: gathers again for backward the weights that it needs. Not
+        those behind the last unit, whose backward comes at once, and not those that are
+        to be kept. Returns the first product of backward."""
         loss = g.output_node().args[0][0]
         forward = ancestors(loss)
         waits = []
@@ -188,7 +207,8 @@ class Overlap(CustomGraphPass):
                 first.setdefault(key, wait)
                 waits.append(wait)
             elif key in first:
-                # An activation checkpoint gathers again what is kept, or what is decided on below.
+                # An activation checkpoint gathers again what is kept, or what is
+                # decided on below.
                 wait.replace_all_uses_with(first[key])
                 g.erase_node(wait)
                 g.erase_node(start)
@@ -208,10 +228,12 @@ class Overlap(CustomGraphPass):
         g.eliminate_dead_code()
         return backward
 
-    def start_early(self, g: fx.Graph, gathers: list[fx.Node], before: fx.Node | None) -> None:
-        """gathers: in the order of their uses. The first group starts at `before`, another when the
-        one before it (or `ahead` before it) has arrived, or `ahead` of its wait. The caller sorts
-        what cuts up a gather right behind its wait."""
+    def start_early(
+        self, g: fx.Graph, gathers: list[fx.Node], before: fx.Node | None
+    ) -> None:
+        """gathers: in the order of their uses. The first group starts at `before`,
+        another when the one before it (or `ahead` before it) has arrived, or `ahead` of
+        its wait. The caller sorts what cuts up a gather right behind its wait."""
         arrived = []
         start = None
         for i, group in enumerate(groups(gathers)):
@@ -232,8 +254,9 @@ class Overlap(CustomGraphPass):
             arrived.append(wait_of(starts[0]))
 
     def wait_late(self, g: fx.Graph, op) -> None:
-        """Reduce-scatters, or all-reduces, of gradients. One starts when all of its gradients are
-        there, and is waited for when the next group (or the one `ahead` of it) has started."""
+        """Reduce-scatters, or all-reduces, of gradients. One starts when all of its
+        gradients are there, and is waited for when the next group (or the one `ahead`
+        of it) has started."""
         starts = [n for n in g.find_nodes(op="call_function", target=op) if is_ours(n)]
         late = []
         following = None
@@ -256,8 +279,9 @@ class Overlap(CustomGraphPass):
 
 
 def groups(starts: list[fx.Node]) -> list[list[fx.Node]]:
-    """Collectives that start together and are waited for together: those of a unit; and neighbours
-    in no unit of which all but one are small, as a norm is beside the head."""
+    """Collectives that start together and are waited for together: those of a unit; and
+    neighbours in no unit of which all but one are small, as a norm is beside the
+    head."""
     result = []
     sizes = []
     before = None
@@ -280,8 +304,8 @@ def put_behind(at: fx.Node, nodes: list[fx.Node]) -> None:
 
 
 def behind_gather(first: fx.Node) -> fx.Node:
-    """`first`, or what follows a gather before the next product: what is waited for first goes
-    first over a link."""
+    """`first`, or what follows a gather before the next product: what is waited for
+    first goes first over a link."""
     n = at = first
     while n.op != "output" and not is_product(n):
         if n.target is GATHER:
@@ -291,8 +315,8 @@ def behind_gather(first: fx.Node) -> fx.Node:
 
 
 def part_of(first: fx.Node, last: fx.Node, part: float) -> fx.Node | None:
-    """The product between two nodes of a graph with which this part of the FLOPs between them is
-    reached."""
+    """The product between two nodes of a graph with which this part of the FLOPs
+    between them is reached."""
     products = []
     while first is not last:
         if is_product(first):
@@ -308,22 +332,28 @@ def part_of(first: fx.Node, last: fx.Node, part: float) -> fx.Node | None:
 
 
 def flops_of(product: fx.Node) -> float:
-    args, kwargs = fx.map_arg((product.args, product.kwargs), lambda n: n.meta.get("val"))
+    args, kwargs = fx.map_arg(
+        (product.args, product.kwargs), lambda n: n.meta.get("val")
+    )
     count = flop_registry[operation(product)]
     value = product.meta["val"]
+    # Torch 2.11 counts attention only where k and v have as many heads as q.
     try:
         return count(*args, **kwargs, out_val=value)
-    except AssertionError:  # torch 2.11 counts attention only where k and v have as many heads as q
+    except AssertionError:
         heads = args[0].shape[1]
         args = [
-            t.repeat_interleave(heads // t.shape[1], 1) if getattr(t, "ndim", 0) == 4 else t
+            t.repeat_interleave(heads // t.shape[1], 1)
+            if getattr(t, "ndim", 0) == 4
+            else t
             for t in args
         ]
         return count(*args, **kwargs, out_val=value)
 
 
 def is_ours(n: fx.Node) -> bool:
-    """Whether simple_fsdp.py made a collective, which it notes; it says of which unit it is."""
+    """Whether simple_fsdp.py made a collective, which it notes; it says of which unit
+    it is."""
     is_collective = n.target in (GATHER, SCATTER, REDUCE)
     return is_collective and "unit" in n.meta
 
@@ -345,8 +375,8 @@ def layouts(wait: fx.Node) -> list[fx.Node]:
 
 
 def first_use(start: fx.Node) -> fx.Node:
-    """What first computes with what a gather gives. Inductor moves some waits there, and leaves
-    others."""
+    """What first computes with what a gather gives. Inductor moves some waits there,
+    and leaves others."""
     whole = layouts(wait_of(start))
     uses = (user for n in whole for user in n.users if user not in whole)
     return min(uses, default=whole[0])
@@ -394,8 +424,8 @@ def gathers_of_parameters(g: fx.Graph) -> list[fx.Node]:
 
 
 def gather_for_backward(g: fx.Graph, wait: fx.Node, forward: set[fx.Node]) -> None:
-    """What backward reads of a gathered weight becomes a copy of it, gather included, at the first
-    such use."""
+    """What backward reads of a gathered weight becomes a copy of it, gather included,
+    at the first such use."""
     whole = layouts(wait)
     cuts = filter(is_cut, whole)
     marks = [n.meta.get("recompute") for n in (wait, *cuts)]
@@ -410,8 +440,8 @@ def gather_for_backward(g: fx.Graph, wait: fx.Node, forward: set[fx.Node]) -> No
 
 
 def copied(g: fx.Graph, n: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
-    """`n` and what it is made from, again at the graph's insertion point; what `copies` has already
-    is used again."""
+    """`n` and what it is made from, again at the graph's insertion point; what `copies`
+    has already is used again."""
     if n.op == "call_function" and n not in copies:
         for source in n.all_input_nodes:
             copied(g, source, copies)

@@ -1,25 +1,30 @@
-"""SimpleFSDP: any nn.Module as sharded DTensors that are gathered on use. One file: copy it.
+"""SimpleFSDP: any nn.Module as sharded DTensors that are gathered on use. One file to
+copy.
 
     from simple_fsdp import MixedPrecisionPolicy, data_parallel
+
     mesh = torch.distributed.init_device_mesh("cuda", (world_size,))
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     model = data_parallel(model, mesh, mp_policy=policy)
-    options = overlap.compile_options(model)          # of overlap.py, a second file: or leave it out
-    model = torch.compile(model, fullgraph=True, options=options)      # or stay eager
 
-While the model runs, reading `module.weight` gives the whole parameter; elsewhere it gives the
-sharded DTensor itself. Its gradient arrives sharded, in the stored dtype, and **averaged** over the
-ranks (torchtitan's sums now): a loss that is normalised by a token count must be divided by the
-mean count per rank. Inputs are not cast. Not for tensor or pipeline parallelism. Imports only torch, 2.11 to 2.14,
-Python 3.11 or later. Paper: arXiv:2411.00284.
+    # Or stay eager. The options are of overlap.py, a second file: or leave them out.
+    options = overlap.compile_options(model)
+    model = torch.compile(model, fullgraph=True, options=options)
 
-A **unit** is a module whose parameters are gathered by one collective and whose gradients are
-reduced by one: as a rule a block of the model (`units_of`). A module in no unit gathers its own
-parameters.
+While the model runs, reading `module.weight` gives the whole parameter; elsewhere it
+gives the sharded DTensor itself. Its gradient arrives sharded, in the stored dtype, and
+**averaged** over the ranks (torchtitan's sums now): a loss that is normalised by a
+token count must be divided by the mean count per rank. Inputs are not cast. Not for
+tensor or pipeline parallelism. Imports only torch, 2.11 to 2.14, Python 3.11 or later.
+Paper: arXiv:2411.00284.
 
-Three parts. The core is all that compiled code needs. Eager mode gathers units while Python runs,
-each while the one before computes, and again in backward. Strictness refuses what would be silently
-wrong, and draws initial values as one process would.
+A **unit** is a module whose parameters are gathered by one collective and whose
+gradients are reduced by one: as a rule a block of the model (`units_of`). A module in
+no unit gathers its own parameters.
+
+Three parts. The core is all that compiled code needs. Eager mode gathers units while
+Python runs, each while the one before computes, and again in backward. Strictness
+refuses what would be silently wrong, and draws initial values as one process would.
 """
 
 import functools
@@ -45,13 +50,14 @@ from torch.utils import checkpoint
 from torch.utils.checkpoint import CheckpointPolicy
 from torch.utils.weak import WeakTensorKeyDictionary
 
-# All that this file uses of torch's private names: the modules of is_fake and dispatch, the names
-# below, and the attributes Module._parameters, Module._compiled_call_impl, Tensor._base,
-# Tensor._version, Tensor._backward_hooks, Tensor._post_accumulate_grad_hooks,
-# UntypedStorage._cdata, OpOverload._schema, DTensor._local_tensor, DTensor._spec,
-# ProcessGroup._get_backend, ProcessGroupGloo.Options._threads, RNNBase._flat_weights,
-# RNNBase._flat_weights_names, aten._is_any_true, nn.init._no_grad_trunc_normal_. A test of each
-# says which is missing. Not documented: what get_proxy_mode and get_current_meta give, and the meta
+# All that this file uses of torch's private names: the modules of is_fake and dispatch,
+# the names below, and the attributes Module._parameters, Module._compiled_call_impl,
+# Tensor._base, Tensor._version, Tensor._backward_hooks,
+# Tensor._post_accumulate_grad_hooks, UntypedStorage._cdata, OpOverload._schema,
+# DTensor._local_tensor, DTensor._spec, ProcessGroup._get_backend,
+# ProcessGroupGloo.Options._threads, RNNBase._flat_weights, RNNBase._flat_weights_names,
+# aten._is_any_true, nn.init._no_grad_trunc_normal_. A test of each says which is
+# missing. Not documented: what get_proxy_mode and get_current_meta give, and the meta
 # of a graph's nodes.
 _c10d = torch.ops._c10d_functional
 _top_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
@@ -62,27 +68,32 @@ _compiled_code_runs = torch._C._dynamo.eval_frame.get_eval_frame_callback
 # None: outside of torch.func's vmap, jvp and grad.
 _transform = torch._C._functorch.peek_interpreter_stack
 _without_transforms = torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack
-_top_mode, _without_top_mode = dispatch._get_current_dispatch_mode, dispatch._pop_mode_temporarily
+_top_mode = dispatch._get_current_dispatch_mode
+_without_top_mode = dispatch._pop_mode_temporarily
 # The modes of a selective checkpoint: in forward, and where it is repeated.
 _SELECTIVE = checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode
-# Of a functional tensor: brings it up to date with writes to its memory; gives what it stands for.
-_catch_up, _functional_value = torch._sync, torch._from_functional_tensor
-# Of operations on DTensors; two are added, for an operation of ours and for detect_anomaly.
+# Of a functional tensor: brings it up to date with writes to its memory; gives what it
+# stands for.
+_catch_up = torch._sync
+_functional_value = torch._from_functional_tensor
+# Of operations on DTensors; two are added, for an operation of ours and for
+# detect_anomaly.
 _handlers = DTensor._op_dispatcher._custom_op_handlers
 
 MODES = ("replicate", "fully_shard", "hybrid_shard")
 # Methods of modules that fill parameters.
 INITIALISE = ("apply", "reset_parameters", "init_weights")
 
-# ================================================================================ part 1: the core
+# ===================================================================== part 1: the core
 
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """`param_dtype`: dtype of the gathered parameter and of the all-gather (None: as stored).
-    `reduce_dtype`: dtype of the gradient reduction (None: as the gradient was computed, i.e.
-    param_dtype, which is FSDP2's rule). Gradients land in the stored dtype. Only floating-point
-    parameters are cast, and alike at every world size, 1 included."""
+    """`param_dtype`: dtype of the gathered parameter and of the all-gather (None: as
+    stored). `reduce_dtype`: dtype of the gradient reduction (None: as the gradient was
+    computed, i.e. param_dtype, which is FSDP2's rule). Gradients land in the stored
+    dtype. Only floating-point parameters are cast, and alike at every world size, 1
+    included."""
 
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
@@ -92,16 +103,19 @@ Work = Generator[None, None, list[Tensor]]
 _enabled = True  # False inside disable_data_parallel()
 # By id: the modules given to data_parallel(), and copies of wrapped ones.
 _roots = weakref.WeakValueDictionary()
-_shards = WeakTensorKeyDictionary()  # by unsharded parameter: one that modules share stays shared
+# By unsharded parameter: one that modules share stays shared.
+_shards = WeakTensorKeyDictionary()
 
 
 def _run_only(module, call, args, kwargs):
     return call(*args, **kwargs)
 
 
-# What the other two parts replace. Without them parameters read as shards in eager mode, and
-# nothing is checked.
-_eager = SimpleNamespace(read=lambda module, p: p, run=_run_only, run_compiled=_run_only)
+# What the other two parts replace. Without them parameters read as shards in eager
+# mode, and nothing is checked.
+_eager = SimpleNamespace(
+    read=lambda module, p: p, run=_run_only, run_compiled=_run_only
+)
 _strict = SimpleNamespace(
     check=lambda *args: None,
     check_root=lambda root: None,
@@ -109,9 +123,10 @@ _strict = SimpleNamespace(
     drawing=nullcontext,
 )
 
-# ------------------------------------------- the pair: gather in forward, reduce in backward
+# -------------------------------------- the pair: gather in forward, reduce in backward
 #
-# Two parameters, w [6, 4] and b [6], on N = 2 ranks, each of which holds w [3, 4] and b [3]:
+# Two parameters, w [6, 4] and b [6], on N = 2 ranks, each of which holds w [3, 4] and b
+# [3]:
 #
 #   gather   w [3, 4], b [3] -> side by side [1, 12 + 3] -> all-gather [2, 15]
 #            -> cut up: [2, 12] is w [6, 4], [2, 3] is b [6]
@@ -120,8 +135,9 @@ _strict = SimpleNamespace(
 
 
 def _dtypes(p: DTensor, policy: tuple) -> tuple:
-    """The dtype that `p` is gathered in and the one that its gradient is reduced in. policy:
-    (param_dtype, reduce_dtype, reshard_after_forward), as data_parallel() got them."""
+    """The dtype that `p` is gathered in and the one that its gradient is reduced in.
+    policy: (param_dtype, reduce_dtype, reshard_after_forward), as data_parallel() got
+    them."""
     param_dtype, reduce_dtype, _ = policy
     if not p.dtype.is_floating_point:
         return p.dtype, p.dtype
@@ -130,21 +146,25 @@ def _dtypes(p: DTensor, policy: tuple) -> tuple:
 
 
 def _shard_count(p: DTensor) -> int:
-    """Into how many shards a parameter is cut: its rows, over the last dimension of the mesh."""
+    """Into how many shards a parameter is cut: its rows, over the last dimension of the
+    mesh."""
     *copies, last = p.placements
-    if not (last.is_shard(0) or last.is_replicate()) or any(each.is_shard() for each in copies):
+    if not (last.is_shard(0) or last.is_replicate()) or any(
+        each.is_shard() for each in copies
+    ):
         raise RuntimeError(
-            f"cannot gather a parameter with placements {p.placements}: redistribute() it as "
-            "data_parallel() does"
+            f"cannot gather a parameter with placements {p.placements}: "
+            "redistribute() it as data_parallel() does"
         )
     return p.device_mesh.size(-1) if last.is_shard() else 1
 
 
 def _pad(t: Tensor, rows: int) -> Tensor:
-    """`t` with zeros up to this number of rows. Where N does not divide them, the last ranks hold
-    fewer."""
+    """`t` with zeros up to this number of rows. Where N does not divide them, the last
+    ranks hold fewer."""
     if len(t) < rows:
-        sides = [0] * (2 * t.ndim - 1)  # all but the end of dimension 0, which stands last
+        # All but the end of dimension 0, which stands last.
+        sides = [0] * (2 * t.ndim - 1)
         t = nn.functional.pad(t, [*sides, rows - len(t)])
     return t.contiguous()  # after padding, too, which keeps channels_last
 
@@ -157,7 +177,8 @@ def _fit(t: Tensor, shape: torch.Size) -> Tensor:
 
 
 def _join(tensors: list[Tensor], rows: int) -> Tensor:
-    """Tensors side by side, each as [rows, n], as one flat tensor; one alone as it is."""
+    """Tensors side by side, each as [rows, n], as one flat tensor; one alone as it
+    is."""
     if len(tensors) == 1:
         return tensors[0]
     return torch.cat([t.view(rows, -1) for t in tensors], 1).view(-1)
@@ -169,15 +190,15 @@ def _part(flat: Tensor, rows: int, sizes: list[int], cut) -> list[Tensor]:
 
 
 def _collective(call, *args) -> Tensor:
-    """Where gradients are ours to compute, torch needs not ask whether there are any: a call takes
-    half the time."""
+    """Where gradients are ours to compute, torch needs not ask whether there are any: a
+    call takes half the time."""
     with _below_autograd():
         return call(*args)
 
 
-# The next three are generators, which stop once where their last collective is on its way, so that
-# eager mode can compute before it waits. One that is dropped there waits, too. On one rank _reduce
-# does not stop.
+# The next three are generators, which stop once where their last collective is on its
+# way, so that eager mode can compute before it waits. One that is dropped there waits,
+# too. On one rank _reduce does not stop.
 
 
 def _all_gather(params: list[DTensor], dtype: torch.dtype) -> Work:
@@ -187,7 +208,8 @@ def _all_gather(params: list[DTensor], dtype: torch.dtype) -> Work:
     ranks = _shard_count(params[0])
     if ranks == 1:
         yield
-        # Without a cast this is the shard: a view of it, so that autograd tells them apart.
+        # Without a cast this is the shard: a view of it, so that autograd tells them
+        # apart.
         return [t.view_as(t) if t is p._local_tensor else t for t, p in pairs]
     shards = [_pad(t, -(-len(p) // ranks)) for t, p in pairs]  # each [n / N, ..]
     flat = _join(shards, 1)
@@ -202,7 +224,8 @@ def _all_gather(params: list[DTensor], dtype: torch.dtype) -> Work:
 
 
 def _average(grads: list[Tensor], p: DTensor, cut) -> Work:
-    """Whole gradients, of parameters like `p` -> flat averages over the ranks, of the shards."""
+    """Whole gradients, of parameters like `p` -> flat averages over the ranks, of the
+    shards."""
     ranks = _shard_count(p)
     grads = [_pad(t, -(-len(t) // ranks) * ranks) if t.ndim else t for t in grads]
     flat = _join(grads, ranks)
@@ -229,20 +252,24 @@ def _reduce(note: dict | None, dtype: torch.dtype, params, *grads: Tensor) -> Wo
     with _annotated(note):
         shards = [grad.to(dtype) for grad in grads]
         if params[0].device_mesh.size() > 1:
-            # Graphs get views, and copy where the optimizer reads. In eager mode a view would hold
-            # the gradients of the whole unit.
+            # Graphs get views, and copy where the optimizer reads. In eager mode a view
+            # would hold the gradients of the whole unit.
             cut = torch.split_with_sizes if note else torch.split_with_sizes_copy
             shards = yield from _average(shards, params[0], cut)
         shards = [
-            _fit(t, p._local_tensor.shape).to(p.dtype) for t, p in zip(shards, params, strict=True)
+            _fit(t, p._local_tensor.shape).to(p.dtype)
+            for t, p in zip(shards, params, strict=True)
         ]
     if note is None:
-        # On one rank, without a cast, nothing was copied: autograd may have given several the same
-        # memory, or an expanded tensor that is one element.
+        # On one rank, without a cast, nothing was copied: autograd may have given
+        # several the same memory, or an expanded tensor that is one element.
         copy = functools.partial(torch.clone, memory_format=torch.contiguous_format)
-        shards = [copy(t) if t is grad else t for t, grad in zip(shards, grads, strict=True)]
+        shards = [
+            copy(t) if t is grad else t for t, grad in zip(shards, grads, strict=True)
+        ]
     return tuple(
-        DTensor(t, p._spec, requires_grad=False) for t, p in zip(shards, params, strict=True)
+        DTensor(t, p._spec, requires_grad=False)
+        for t, p in zip(shards, params, strict=True)
     )
 
 
@@ -256,9 +283,10 @@ def _result(work: Work):
 
 
 def _apply_to_given(apply, grads, params) -> list:
-    """What `apply` makes of the gradients that are not None, each in the place of its own. All
-    ranks must lack the same ones: else sizes do not match or, unseen, gradients of different
-    parameters are averaged. Experts that got no token need a gradient of zeros."""
+    """What `apply` makes of the gradients that are not None, each in the place of its
+    own. All ranks must lack the same ones: else sizes do not match or, unseen,
+    gradients of different parameters are averaged. Experts that got no token need a
+    gradient of zeros."""
     given = [grad for grad in grads if grad is not None]
     params = [p for grad, p in zip(grads, params, strict=True) if grad is not None]
     results = iter(apply(params, *given) if given else ())
@@ -266,13 +294,15 @@ def _apply_to_given(apply, grads, params) -> list:
 
 
 class _Gather(torch.autograd.Function):
-    """Parameters, alike in dtypes, mesh and placements -> whole plain tensors in `dtype`, by one
-    all-gather. note: for the nodes that a graph gets in backward (compiled code), or None. work:
-    the gather, if it has begun."""
+    """Parameters, alike in dtypes, mesh and placements -> whole plain tensors in
+    `dtype`, by one all-gather. note: for the nodes that a graph gets in backward
+    (compiled code), or None. work: the gather, if it has begun."""
 
     @staticmethod
     def forward(ctx, note, dtypes, work, *params: DTensor):
-        ctx.note, (dtype, ctx.reduce_dtype), ctx.params = note, dtypes, params
+        ctx.note = note
+        dtype, ctx.reduce_dtype = dtypes
+        ctx.params = params
         ctx.set_materialize_grads(False)
         wholes = _result(work or _all_gather(params, dtype))
         frozen = [t for t, p in zip(wholes, params, strict=True) if not p.requires_grad]
@@ -286,12 +316,14 @@ class _Gather(torch.autograd.Function):
 
 
 class _Reduce(torch.autograd.Function):
-    """Whole gradients of these parameters -> their averages over the ranks as shards, in the stored
-    dtype. With _Gather each is the other's backward, so that gradients of gradients work too."""
+    """Whole gradients of these parameters -> their averages over the ranks as shards,
+    in the stored dtype. With _Gather each is the other's backward, so that gradients of
+    gradients work too."""
 
     @staticmethod
     def forward(ctx, note, dtype, params, *grads: Tensor):
-        ctx.dtypes, ctx.params = (grads[0].dtype, dtype), params
+        ctx.dtypes = (grads[0].dtype, dtype)
+        ctx.params = params
         ctx.set_materialize_grads(False)
         return _result(_reduce(note, dtype, params, *grads))
 
@@ -307,34 +339,39 @@ class _Reduce(torch.autograd.Function):
         return None, None, None, *_apply_to_given(gather, grads, ctx.params)
 
 
-# --------------------------------------------------------------- the operations for compiled code
+# ----------------------------------------------------- the operations for compiled code
 #
-# Dynamo does not look into these operations, AOTAutograd does: what stands in its graph are the
-# collectives. A unit's forward begins with `gather_unit`, which gathers its parameters. Each
-# `gather` that follows, where a module reads one of them, finds it on the parameter, which is an
-# object of this trace alone: Dynamo sees no side effect.
+# Dynamo does not look into these operations, AOTAutograd does: what stands in its graph
+# are the collectives. A unit's forward begins with `gather_unit`, which gathers its
+# parameters. Each `gather` that follows, where a module reads one of them, finds it on
+# the parameter, which is an object of this trace alone: Dynamo sees no side effect.
 
 _library = torch.library.Library("simple_fsdp", "FRAGMENT")
 _operations = torch.ops.simple_fsdp
 _loader = globals().get("__loader__")
-# Of this file's source, for the compile caches; pasted into a notebook, it has none. Of a number,
-# since hashes of bytes differ from process to process.
+# Of this file's source, for the compile caches; pasted into a notebook, it has none. Of
+# a number, since hashes of bytes differ from process to process.
 _readable = hasattr(_loader, "get_data")
-_VERSION = hash(int.from_bytes(_loader.get_data(__file__))) if _readable else id(_library)
+_VERSION = (
+    hash(int.from_bytes(_loader.get_data(__file__))) if _readable else id(_library)
+)
 # Which copy of this file it is in the process: each has operations of its own.
 _COPY = next(i for i in count() if not hasattr(_operations, f"gather_{i}"))
 _POLICY = "ScalarType? param_dtype, ScalarType? reduce_dtype, bool reshard"
 _NAME = _library.define(f"gather_{_COPY}(Tensor p, {_POLICY}) -> Tensor")
 _UNIT_NAME = _library.define(f"gather_unit_{_COPY}(Tensor[] params, {_POLICY}) -> ()")
-_CUT_NAME = _library.define(f"cut_{_COPY}(Tensor rows, SymInt[] sizes, int dim=1) -> Tensor[]")
+_CUT_NAME = _library.define(
+    f"cut_{_COPY}(Tensor rows, SymInt[] sizes, int dim=1) -> Tensor[]"
+)
 _gather = getattr(_operations, _NAME).default
 # It has no result: without this the compiler would drop it.
 _gather_unit = torch.fx.node.has_side_effect(getattr(_operations, _UNIT_NAME).default)
 _cut = getattr(_operations, _CUT_NAME).default
 
 
-# Gathered rows are cut up by an operation that Inductor does not look into, so that their memory is
-# free again. Of views, Inductor would copy each where it is used, and hold all rows until the last.
+# Gathered rows are cut up by an operation that Inductor does not look into, so that
+# their memory is free again. Of views, Inductor would copy each where it is used, and
+# hold all rows until the last.
 @torch.library.impl(_library, _CUT_NAME, "CompositeExplicitAutograd")
 def _cut_up(rows: Tensor, sizes: list[int], dim: int = 1) -> list[Tensor]:
     return torch.split_with_sizes_copy(rows, sizes, dim)
@@ -347,8 +384,8 @@ def _cut_shapes(rows: Tensor, sizes: list[int], dim: int = 1) -> list[Tensor]:
 
 @contextmanager
 def _annotated(note: dict | None) -> Iterator[list]:
-    """Notes whose they are at the nodes that AOTAutograd's graph gets inside of it; gives a list of
-    them, too."""
+    """Notes whose they are at the nodes that AOTAutograd's graph gets inside of it;
+    gives a list of them, too."""
     nodes = []
     graph = get_proxy_mode().tracer.graph.nodes if note else ()
     before = len(graph)
@@ -359,10 +396,11 @@ def _annotated(note: dict | None) -> Iterator[list]:
 
 
 def _traced_gather(params: list[DTensor], policy: tuple) -> tuple[Tensor, ...]:
-    """Gathers, in the graph that AOTAutograd makes, parameters that are alike. overlap.py reads
-    what is noted: the path of the unit in the graph, "" for what lies in none, and of each
-    parameter that path, or else its module's, and its shape."""
-    modules = (get_current_meta().get("nn_module_stack") or {}).values()  # from the outermost on
+    """Gathers, in the graph that AOTAutograd makes, parameters that are alike.
+    overlap.py reads what is noted: the path of the unit in the graph, "" for what lies
+    in none, and of each parameter that path, or else its module's, and its shape."""
+    # From the outermost on.
+    modules = (get_current_meta().get("nn_module_stack") or {}).values()
     path = unit = ""
     for path, cls in modules:
         unit = path if _is_unit(cls) else unit
@@ -370,27 +408,29 @@ def _traced_gather(params: list[DTensor], policy: tuple) -> tuple[Tensor, ...]:
     with _annotated(note) as nodes:
         wholes = _Gather.apply(note, _dtypes(params[0], policy), None, *params)
 
-    # Backward gathers again, as it would under a checkpoint. Without reshard_after_forward the parts
-    # are saved, not the rows that they were cut from.
+    # Backward gathers again, as it would under a checkpoint. Without
+    # reshard_after_forward the parts are saved, not the rows that they were cut from.
     *_, reshard = policy
-    parts = (_cut, operator.getitem) if len(params) > 1 else (_c10d.wait_tensor.default,)
+    parts = (
+        (_cut, operator.getitem) if len(params) > 1 else (_c10d.wait_tensor.default,)
+    )
     for node in nodes:
         saved = not reshard and node.target in parts
         node.meta["recompute"] = (
             CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
         )
-        # Larger than the id of any checkpoint in the graph: the partitioner saves a node of which a
-        # reader has a larger id, which would be the gathered weight.
+        # Larger than the id of any checkpoint in the graph: the partitioner saves a
+        # node of which a reader has a larger id, which would be the gathered weight.
         node.meta["ac_graph_id"] = 1 << 60
     return wholes
 
 
 def _gather_key(p: DTensor, policy: tuple) -> tuple:
-    """(key, shard). The key says in which trace, how, and how differentiable a parameter is
-    gathered: under another key it is another tensor. Graphs inside of a graph (torch.cond, a
-    checkpoint) share the parameter, hence the tracer's id. The shard is what functionalization has
-    for it: another tensor once anything has written to that memory. Its id is part of the key, and
-    is its own as long as it is kept."""
+    """(key, shard). The key says in which trace, how, and how differentiable a
+    parameter is gathered: under another key it is another tensor. Graphs inside of a
+    graph (torch.cond, a checkpoint) share the parameter, hence the tracer's id. The
+    shard is what functionalization has for it: another tensor once anything has written
+    to that memory. Its id is part of the key, and is its own as long as it is kept."""
     _catch_up(p._local_tensor)  # which is a functional tensor while AOTAutograd traces
     shard = _functional_value(p._local_tensor.elem)
     trace = id(get_proxy_mode().tracer)
@@ -401,8 +441,8 @@ def _gather_key(p: DTensor, policy: tuple) -> tuple:
 def _gather_all(params: list[DTensor], *policy) -> None:
     if get_proxy_mode() is None:  # Dynamo asks for shapes: there are none
         return
-    # A unit that runs twice is gathered once, and reduces the sum of its gradients. So is a tied
-    # parameter.
+    # A unit that runs twice is gathered once, and reduces the sum of its gradients. So
+    # is a tied parameter.
     keys = {p: _gather_key(p, policy)[0] for p in params}
     new = [p for p in keys if getattr(p, "_gathered", (None,))[0] != keys[p]]
     for alike in _alike(new):
@@ -413,18 +453,21 @@ def _gather_all(params: list[DTensor], *policy) -> None:
 
 @torch.library.impl(_library, _NAME, "CompositeImplicitAutograd")
 def _gather_one(p: DTensor, *policy) -> Tensor:
-    # Dynamo, and AOTAutograd before it has a graph, ask for shapes. backend="eager" makes no graph:
-    # there each parameter is gathered alone, and kept for backward.
+    # Dynamo, and AOTAutograd before it has a graph, ask for shapes. backend="eager"
+    # makes no graph: there each parameter is gathered alone, and kept for backward.
     if get_proxy_mode() is None:
         return _Gather.apply(None, _dtypes(p, policy), None, p)[0]
     _gather_all([p], *policy)
     return p._gathered[-1]
 
 
-_handlers[_gather] = lambda op, args, _: _gather_one(*args)  # in inference mode, backend="eager"
-# detect_anomaly asks each gradient, and ours are DTensors, which lack this operation. A rank asks of
-# its own shard, and raises alone.
-_handlers[torch.ops.aten._is_any_true.default] = lambda op, args, _: op(args[0].to_local())
+# In inference mode, backend="eager".
+_handlers[_gather] = lambda op, args, _: _gather_one(*args)
+# detect_anomaly asks each gradient, and ours are DTensors, which lack this operation. A
+# rank asks of its own shard, and raises alone.
+_handlers[torch.ops.aten._is_any_true.default] = lambda op, args, _: op(
+    args[0].to_local()
+)
 
 
 def _alike(params: Iterable[DTensor]) -> Iterable[list[DTensor]]:
@@ -435,7 +478,7 @@ def _alike(params: Iterable[DTensor]) -> Iterable[list[DTensor]]:
     return sets.values()
 
 
-# ------------------------------------------------------------------------ which modules are units
+# -------------------------------------------------------------- which modules are units
 
 
 def _is_unit(cls: type) -> bool:
@@ -459,12 +502,17 @@ def _is_built(module: nn.Module) -> bool:
 
 
 def _holds_blocks(module: nn.Module, listed: bool) -> bool:
-    """Whether a module holds a list of blocks: built modules, of which two have one class, or just
-    one. Such are a model's `layers`, and the stages of a vision model, each with blocks of its own.
-    A block that holds a list of experts is none: attention stands beside that list, and experts are
-    made of layers, or of a Sequential of them. A member of a list (`listed`) counts as a stage only
-    if the blocks in it are made of built modules."""
-    built = [m for m in module.modules() if m is not module and _is_built(m) and not _is_list(m)]
+    """Whether a module holds a list of blocks: built modules, of which two have one
+    class, or just one. Such are a model's `layers`, and the stages of a vision model,
+    each with blocks of its own. A block that holds a list of experts is none: attention
+    stands beside that list, and experts are made of layers, or of a Sequential of them.
+    A member of a list (`listed`) counts as a stage only if the blocks in it are made of
+    built modules."""
+    built = [
+        m
+        for m in module.modules()
+        if m is not module and _is_built(m) and not _is_list(m)
+    ]
     for each in filter(_is_list, module.modules()):
         blocks = [m for m in each.children() if m in built]
         classes = {_plain(m) for m in blocks}
@@ -481,10 +529,12 @@ def _holds_blocks(module: nn.Module, listed: bool) -> bool:
 
 
 def _parts(parent: nn.Module, listed: bool = False) -> Iterator[tuple]:
-    """(module, whether it is in a list) of the built children, and of the members of lists in place
-    of a list."""
+    """(module, whether it is in a list) of the built children, and of the members of
+    lists in place of a list."""
     for child in parent.children():
-        members = [m for m in child.children() if _is_built(m)] if _is_list(child) else []
+        members = (
+            [m for m in child.children() if _is_built(m)] if _is_list(child) else []
+        )
         if members or isinstance(child, nn.ModuleList | nn.ModuleDict):
             yield from _parts(child, True)
         elif _is_built(child):
@@ -492,10 +542,11 @@ def _parts(parent: nn.Module, listed: bool = False) -> Iterator[tuple]:
 
 
 def units_of(model: nn.Module) -> list[str]:
-    """Names of the units of a model: the outermost modules, made of others, that hold no list of
-    blocks, and such that were given to data_parallel() before the model. Looked into instead are a
-    Sequential of layers that is a third of the model or more, which would be whole at once, and the
-    only part that a module has. Of a wrapped model those that data_parallel() took."""
+    """Names of the units of a model: the outermost modules, made of others, that hold
+    no list of blocks, and such that were given to data_parallel() before the model.
+    Looked into instead are a Sequential of layers that is a third of the model or more,
+    which would be whole at once, and the only part that a module has. Of a wrapped
+    model those that data_parallel() took."""
     units = [m for m in model.modules() if _is_unit(type(m))]
     if not any("_data_parallel" in m.__dict__ for m in model.modules()):
         units = _find_units(model)
@@ -522,14 +573,17 @@ def _find_units(model: nn.Module) -> set[nn.Module]:
 
     walk(model)
     for module in model.modules():
-        wrapped = module is not model and getattr(type(module), "_data_parallel_root", False)
+        wrapped = module is not model and getattr(
+            type(module), "_data_parallel_root", False
+        )
         if wrapped and _is_built(module) and not _holds_blocks(module, False):
             units.add(module)
     return units
 
 
 def _members(unit: nn.Module) -> Iterator[nn.Module]:
-    """The modules whose parameters a unit gathers: all that it holds, other units apart."""
+    """The modules whose parameters a unit gathers: all that it holds, other units
+    apart."""
     yield unit
     for child in unit.children():
         if not _is_unit(type(child)):
@@ -541,46 +595,52 @@ def _gathers(owner: nn.Module) -> list[nn.Module]:
     return [*_members(owner)] if _is_unit(type(owner)) else [owner]
 
 
-# ---------------------------------------------------------------- the class that gathers on reading
+# ---------------------------------------------------- the class that gathers on reading
 
 
 def _reader(name: str) -> property:
-    """What `module.name` is: while the model runs the gathered parameter, elsewhere the parameter
-    itself."""
+    """What `module.name` is: while the model runs the gathered parameter, elsewhere the
+    parameter itself."""
 
     def read(module):
         try:  # and not `in`, which Dynamo pays for with a guard
             p = module._parameters[name]
         except KeyError as e:  # deleted
             raise AttributeError(name) from e
-        if not _enabled or not isinstance(p, DTensor):  # functional_call puts tensors in its place
+        # functional_call puts tensors in its place.
+        if not _enabled or not isinstance(p, DTensor):
             return p
         try:
             if torch.compiler.is_compiling():
                 return _gather(p, *module._data_parallel)
             return _eager.read(module, p)
-        except AttributeError as e:  # nn.Module.__getattr__ would swallow it and give the shard
+        except AttributeError as e:
+            # nn.Module.__getattr__ would swallow it and give the shard.
             message = f"cannot gather {name} of {type(module).__name__}: {e}"
             raise RuntimeError(message) from e
 
     def write(module, value):  # parameters and None do not come here
         raise TypeError(
-            f"cannot make {name} of {type(module).__name__} a computed tensor (weight_norm, prune) "
-            "after data_parallel(): do that before it, or change the parameter in place"
+            f"cannot make {name} of {type(module).__name__} a computed tensor "
+            "(weight_norm, prune) after data_parallel(): do that before it, or "
+            "change the parameter in place"
         )
 
     return property(read, write)
 
 
 @functools.cache
-def _wrapped_class(cls: type, names: tuple[tuple, ...], kind: str, is_root: bool) -> type:
-    """The subclass of `cls` that gathers the parameters `names` when they are read. kind: "unit",
-    "part" of one, or "alone". There is one class for each set of arguments, with all else on the
-    instance, so that equal blocks share one compiled frame. Beside each name is the shape: of a
-    DTensor Dynamo guards the shard's alone, which 5 and 6 rows on two ranks have in common.
-    Registries, such as those of Hugging Face, know a class by its name and module: they stay. `cls`
-    is asked for its methods at each call: one that is replaced later, as kernel libraries do, is
-    the one that runs."""
+def _wrapped_class(
+    cls: type, names: tuple[tuple, ...], kind: str, is_root: bool
+) -> type:
+    """The subclass of `cls` that gathers the parameters `names` when they are read.
+    kind: "unit", "part" of one, or "alone". There is one class for each set of
+    arguments, with all else on the instance, so that equal blocks share one compiled
+    frame. Beside each name is the shape: of a DTensor Dynamo guards the shard's alone,
+    which 5 and 6 rows on two ranks have in common. Registries, such as those of Hugging
+    Face, know a class by its name and module: they stay. `cls` is asked for its methods
+    at each call: one that is replaced later, as kernel libraries do, is the one that
+    runs."""
 
     @functools.wraps(cls.forward)  # tools read the names of the arguments
     def forward(self, *args, **kwargs):
@@ -593,16 +653,21 @@ def _wrapped_class(cls: type, names: tuple[tuple, ...], kind: str, is_root: bool
             _gather_members(self)
         return plain_forward(*args, **kwargs)
 
-    def call(self, *args, **kwargs):  # around hooks, and a forward that is set on the instance
+    # Around hooks, and a forward that is set on the instance.
+    def call(self, *args, **kwargs):
         plain_call = super(wrapped, self).__call__
         if torch.compiler.is_compiling():
             return plain_call(*args, **kwargs)
         return _eager.run(self, plain_call, args, kwargs)
 
-    def compile(self, *args, **kwargs):  # around code that is compiled for this unit alone
+    # Around code that is compiled for this unit alone.
+    def compile(self, *args, **kwargs):
         super(wrapped, self).compile(*args, **kwargs)
         code = self._compiled_call_impl
-        run = lambda *args, **kwargs: _eager.run_compiled(self, code, args, kwargs)  # noqa: E731
+
+        def run(*args, **kwargs):
+            return _eager.run_compiled(self, code, args, kwargs)
+
         self._compiled_call_impl = run
 
     def initialising(method):
@@ -612,7 +677,8 @@ def _wrapped_class(cls: type, names: tuple[tuple, ...], kind: str, is_root: bool
 
         return run
 
-    def reduce(self, protocol):  # deepcopy and pickle cannot find this class: they make it anew
+    # Deepcopy and pickle cannot find this class: they make it anew.
+    def reduce(self, protocol):
         return _new, (cls, names, kind, is_root), self.__getstate__()
 
     attributes = dict(
@@ -627,18 +693,20 @@ def _wrapped_class(cls: type, names: tuple[tuple, ...], kind: str, is_root: bool
         _data_parallel_root=is_root,
     )
     attributes |= {name: _reader(name) for name, _ in names}
-    attributes |= {method: initialising(method) for method in INITIALISE if hasattr(cls, method)}
+    attributes |= {
+        method: initialising(method) for method in INITIALISE if hasattr(cls, method)
+    }
     if is_root:
         attributes["__call__"] = call
     if kind == "unit":
         attributes["compile"] = compile
     if issubclass(cls, nn.RNNBase):
-
-        def weights(self):  # the list that they keep and assign is ignored, it is read anew
+        # The list that they keep and assign is ignored, it is read anew.
+        def weights(self):
             return [getattr(self, name, None) for name in self._flat_weights_names]
 
         attributes["_flat_weights"] = property(weights, lambda self, value: None)
-        # torch compiles none of them; not in pieces either
+        # Torch compiles none of them; not in pieces either.
         attributes["forward"] = torch.compiler.disable(forward)
     wrapped = type(cls.__name__, (cls,), attributes)
     return wrapped
@@ -651,8 +719,8 @@ def _new(*of_class):
 
 
 def _gather_members(module: nn.Module) -> None:
-    """In compiled code: gathers what a unit gathers, or a module its own parameters, those of one
-    policy at once."""
+    """In compiled code: gathers what a unit gathers, or a module its own parameters,
+    those of one policy at once."""
     sets = {}
     for member in _gathers(module):
         own = [p for p in member._parameters.values() if isinstance(p, DTensor)]
@@ -672,18 +740,18 @@ def data_parallel(
     reshard_after_forward: bool = True,
     min_bytes: int = 0,
 ) -> nn.Module:
-    """Shards every parameter of `model` in place over `device_mesh` and returns it; values are
-    those of rank 0. Modules that are wrapped already keep their shards and policy. A part that is
-    wrapped before its model, say with another policy, is a unit if it is made of others, unless it
-    holds blocks. A second call for the model is for what was added since, such as adapters.
+    """Shards every parameter of `model` in place over `device_mesh` and returns it;
+    values are those of rank 0. Modules that are wrapped already keep their shards and
+    policy. A part that is wrapped before its model, say with another policy, is a unit
+    if it is made of others, unless it holds blocks. A second call for the model is for
+    what was added since, such as adapters.
 
-    mode: "replicate" (DDP, a mesh of any shape), "fully_shard" (ZeRO-3, on dimension 0),
-    "hybrid_shard" (2-D mesh: replicate, shard).
-    reshard_after_forward: free gathered weights after forward and gather them again in backward.
-    min_bytes: smaller parameters stay replicated, as do scalars and empty ones. Buffers are left
-    alone.
-    Raises ValueError, before anything is changed, for a wrong argument or a parameter that cannot
-    be sharded."""
+    mode: "replicate" (DDP, a mesh of any shape), "fully_shard" (ZeRO-3, on dimension
+    0), "hybrid_shard" (2-D mesh: replicate, shard). reshard_after_forward: free
+    gathered weights after forward and gather them again in backward. min_bytes: smaller
+    parameters stay replicated, as do scalars and empty ones. Buffers are left alone.
+    Raises ValueError, before anything is changed, for a wrong argument or a parameter
+    that cannot be sharded."""
     _strict.check(model, device_mesh, mode, mp_policy, min_bytes)
     _tag_compile_cache(device_mesh)
     policy = mp_policy.param_dtype, mp_policy.reduce_dtype, reshard_after_forward
@@ -697,7 +765,9 @@ def data_parallel(
             module._data_parallel = policy
             module.register_load_state_dict_pre_hook(_strict.check_saved)
         cls = type(module)
-        own = tuple((name, p.shape) for name, p in module._parameters.items() if p is not None)
+        own = tuple(
+            (name, p.shape) for name, p in module._parameters.items() if p is not None
+        )
         names = getattr(cls, "_data_parallel_names", own)
         kind = "unit" if module in units else "part" if module in inside else "alone"
         is_root = module is model or getattr(cls, "_data_parallel_root", False)
@@ -707,22 +777,25 @@ def data_parallel(
 
 
 def _tag_compile_cache(mesh: DeviceMesh) -> None:
-    """AOTAutograd's cache key lacks group names, ranks and what lies behind an operation: without
-    them it would give other code."""
+    """AOTAutograd's cache key lacks group names, ranks and what lies behind an
+    operation: without them it would give other code."""
     tags = {f"{_NAME}:{_VERSION}", *torch.compiler.config.cache_key_tag.split()}
     for group in mesh.get_all_groups():
-        tags.add(f"{get_backend(group)}:{group.group_name}:{group.rank()}/{group.size()}")
+        tags.add(
+            f"{get_backend(group)}:{group.group_name}:{group.rank()}/{group.size()}"
+        )
     torch.compiler.config.cache_key_tag = " ".join(sorted(tags))
 
 
 class _Replaced(nn.Parameter):
-    """A parameter whose place a shard has taken: an optimizer that still has it trains nothing, nor
-    does a backward to it, of a loss that holds it or of a model that shared it."""
+    """A parameter whose place a shard has taken: an optimizer that still has it trains
+    nothing, nor does a backward to it, of a loss that holds it or of a model that
+    shared it."""
 
     def _refuse(self, *value):
         raise RuntimeError(
-            "this parameter was replaced by its shard: build the optimizer after data_parallel(), "
-            "and wrap all else that holds it, or detach it"
+            "this parameter was replaced by its shard: build the optimizer after "
+            "data_parallel(), and wrap all else that holds it, or detach it"
         )
 
     grad = property(_refuse, _refuse)
@@ -739,20 +812,23 @@ def _shard_own(module: nn.Module, mesh: DeviceMesh, mode: str, min_bytes: int) -
             placements = [Replicate()] * (mesh.ndim - 1) + [last]
             shard = distribute_tensor(p.detach(), mesh, placements)
             _shards[p] = nn.Parameter(shard, p.requires_grad)
-            _shards[p].__dict__.update(p.__dict__)  # attributes that others have set on it
+            # Attributes that others have set on it.
+            _shards[p].__dict__.update(p.__dict__)
             if p.requires_grad and not is_fake(p):
                 p.__class__ = _Replaced
                 p.register_post_accumulate_grad_hook(_Replaced._refuse)
         module._parameters[name] = _shards[p]
-    module.__dict__.pop("_flat_weights", None)  # an RNN's list of the unsharded parameters
+    # An RNN's list of the unsharded parameters.
+    module.__dict__.pop("_flat_weights", None)
 
 
 @contextmanager
 def disable_data_parallel():
-    """Inside it a parameter is its own sharded DTensor in forward too, and reading it gathers
-    nothing: for initialisation, checkpoint helpers, inspection. Values are drawn as one process
-    would, if all ranks have one seed: with a seed for each rank, replicas would be other models.
-    Re-entrant. Reading changes for the whole process, drawing for this thread."""
+    """Inside it a parameter is its own sharded DTensor in forward too, and reading it
+    gathers nothing: for initialisation, checkpoint helpers, inspection. Values are
+    drawn as one process would, if all ranks have one seed: with a seed for each rank,
+    replicas would be other models. Re-entrant. Reading changes for the whole process,
+    drawing for this thread."""
     global _enabled
     before = _enabled
     _enabled = False
@@ -763,12 +839,15 @@ def disable_data_parallel():
         _enabled = before
 
 
-ParameterRow = namedtuple("ParameterRow", "name shape dtype placement local_shape local_bytes unit")
+ParameterRow = namedtuple(
+    "ParameterRow", "name shape dtype placement local_shape local_bytes unit"
+)
 
 
 def describe(model: nn.Module) -> list[ParameterRow]:
-    """One row per parameter (ties once), with what this rank holds (placement "-": not wrapped) and
-    the unit that gathers it ("": the module that holds it). No collective runs."""
+    """One row per parameter (ties once), with what this rank holds (placement "-": not
+    wrapped) and the unit that gathers it ("": the module that holds it). No collective
+    runs."""
     units = units_of(model)
     rows = []
     for name, p in model.named_parameters():
@@ -778,39 +857,49 @@ def describe(model: nn.Module) -> list[ParameterRow]:
         unit = max(around, key=len, default="")
         rows.append(
             ParameterRow(
-                name, tuple(p.shape), p.dtype, placement, tuple(local.shape), local.nbytes, unit
+                name,
+                tuple(p.shape),
+                p.dtype,
+                placement,
+                tuple(local.shape),
+                local.nbytes,
+                unit,
             )
         )
     return rows
 
 
-# ============================================================================ part 2: eager mode
+# =================================================================== part 2: eager mode
 #
-# A unit's parameters are gathered when its forward first reads one of them, kept in a memo, and
-# freed when it ends. From the second forward on their gather began one unit before: a _Course knows
-# what comes next. A layer saves its gathered weight for backward; hooks have autograd keep a
-# _SavedView instead. The _Bucket that gathered it hangs on the storage of the weight, where every
-# view of it finds it and with which it is freed. A checkpoint, which repeats a part of a forward
-# while backward runs, finds the bucket by the parameter.
+# A unit's parameters are gathered when its forward first reads one of them, kept in a
+# memo, and freed when it ends. From the second forward on their gather began one unit
+# before: a _Course knows what comes next. A layer saves its gathered weight for
+# backward; hooks have autograd keep a _SavedView instead. The _Bucket that gathered it
+# hangs on the storage of the weight, where every view of it finds it and with which it
+# is freed. A checkpoint, which repeats a part of a forward while backward runs, finds
+# the bucket by the parameter.
 
 
 class _Thread(threading.local):
-    memo = None  # by _key: what the innermost running forward has gathered; None outside of any
+    # By _key: what the innermost running forward has gathered; None outside of any.
+    memo = None
     module = None  # whose forward that is
     course = None  # the _Course of the outermost
 
 
 _thread = _Thread()
 _swapping = threading.RLock()  # for the time that a unit's modules hold whole tensors
-_buckets = weakref.WeakValueDictionary()  # by _key: the last to gather it, while backward may ask
-_orders = weakref.WeakKeyDictionary()  # by module: which modules its last forward gathered, in turn
+# By _key: the last to gather it, while backward may ask.
+_buckets = weakref.WeakValueDictionary()
+# By module: which modules its last forward gathered, in turn.
+_orders = weakref.WeakKeyDictionary()
 _Whole = namedtuple("_Whole", "tensor version name bucket")  # a gathered parameter
 _SavedView = namedtuple("_SavedView", "bucket param versions size stride offset")
 
 
 def _may_overlap(mesh: DeviceMesh) -> bool:
-    """Whether its collectives may run beside each other. Torch's gloo gives groups two worker
-    threads, which then break the heap."""
+    """Whether its collectives may run beside each other. Torch's gloo gives groups two
+    worker threads, which then break the heap."""
     device = torch.device(mesh.device_type)
     threads = [
         getattr(getattr(group._get_backend(device), "options", None), "_threads", 1)
@@ -821,9 +910,9 @@ def _may_overlap(mesh: DeviceMesh) -> bool:
 
 @contextmanager
 def _hidden(grad: bool) -> Iterator[None]:
-    """With or without gradients, whatever runs. torch.func's transforms do not see it, nor does a
-    selective checkpoint, which is a mode: forward and what repeats it gather at different
-    places."""
+    """With or without gradients, whatever runs. torch.func's transforms do not see it,
+    nor does a selective checkpoint, which is a mode: forward and what repeats it gather
+    at different places."""
     with ExitStack() as stack:
         if _transform() is not None:
             stack.enter_context(_without_transforms())
@@ -835,18 +924,21 @@ def _hidden(grad: bool) -> Iterator[None]:
 
 
 class _Bucket:
-    """Parameters that are gathered at once; and again in backward, until it has had each."""
+    """Parameters that are gathered at once; and again in backward, until it has had
+    each."""
 
-    # The bucket that forward gathered before. Held: else each rank's garbage collector would decide
-    # whether its backward begins it ahead.
+    # The bucket that forward gathered before. Held: else each rank's garbage collector
+    # would decide whether its backward begins it ahead.
     before = None
 
     def __init__(self, params: list[DTensor], policy: tuple):
-        self.params, self.dtypes = params, _dtypes(params[0], policy)
+        self.params = params
+        self.dtypes = _dtypes(params[0], policy)
         self.may_overlap = _may_overlap(params[0].device_mesh)
         self.uses = 0  # how often backward will ask for one
         self.wholes = {}  # by parameter, once they were gathered again
-        self.uses_left = 0  # of these; below 0 if nobody counted: the end of backward frees them
+        # Of these; below 0 if nobody counted: the end of backward frees them.
+        self.uses_left = 0
         self.work = None  # a gather that is on its way
         self.reduction = None  # (parameters, a reduction that is on its way)
 
@@ -857,14 +949,15 @@ class _Bucket:
             next(self.work)
 
     def whole(self, p: DTensor) -> Tensor:
-        """A parameter, for backward: gathered at the first call. All others are gathered with it,
-        whichever it needs here: another rank may need others."""
+        """A parameter, for backward: gathered at the first call. All others are
+        gathered with it, whichever it needs here: another rank may need others."""
         if not self.wholes:
             with _hidden(grad=False):
                 if self.work is None:
                     self.begin()
                 self.wholes = dict(zip(self.params, _result(self.work), strict=True))
-                self.work, self.uses_left = None, self.uses
+                self.work = None
+                self.uses_left = self.uses
                 self.begin_next()
         whole = self.wholes[p]
         self.uses_left -= 1
@@ -874,7 +967,8 @@ class _Bucket:
 
     def begin_next(self) -> None:
         """Begins to gather what backward needs next, as much as it has here."""
-        size, bucket = _size([self]), self.before
+        size = _size([self])
+        bucket = self.before
         while size > 0 and bucket is not None:
             if bucket.uses > 0:
                 size -= _size([bucket])
@@ -883,7 +977,8 @@ class _Bucket:
             bucket = bucket.before
 
     def free(self) -> None:
-        self.wholes, self.work = {}, None
+        self.wholes = {}
+        self.work = None
 
 
 def _size(buckets: Iterable[_Bucket]) -> int:
@@ -892,18 +987,20 @@ def _size(buckets: Iterable[_Bucket]) -> int:
 
 
 def _token(p: DTensor) -> Tensor:
-    """Nothing, on the device of `p`: autograd has a thread, and an order, for each device."""
+    """Nothing, on the device of `p`: autograd has a thread, and an order, for each
+    device."""
     return torch.empty(0, device=p._local_tensor.device)
 
 
 class _Begin(torch.autograd.Function):
-    """Parameters -> a token. Forward begins a gather, which _End waits for. Backward waits for the
-    reduction that _End's has begun. Autograd runs the latest nodes first: what forward ran between
-    _Begin and _End has its backward between theirs."""
+    """Parameters -> a token. Forward begins a gather, which _End waits for. Backward
+    waits for the reduction that _End's has begun. Autograd runs the latest nodes first:
+    what forward ran between _Begin and _End has its backward between theirs."""
 
     @staticmethod
     def forward(ctx, bucket: _Bucket, *params: DTensor):
-        ctx.bucket, ctx.params = bucket, params
+        ctx.bucket = bucket
+        ctx.params = params
         bucket.begin()
         return _token(params[0])
 
@@ -922,7 +1019,9 @@ class _End(_Gather):
 
     @staticmethod
     def forward(ctx, bucket: _Bucket, token: Tensor, *params: DTensor):
-        ctx.bucket, work, bucket.work = bucket, bucket.work, None
+        ctx.bucket = bucket
+        work = bucket.work
+        bucket.work = None
         return _Gather.forward(ctx, None, bucket.dtypes, work, *params)
 
     @staticmethod
@@ -942,11 +1041,14 @@ class _End(_Gather):
 
 
 class _Attach(_Gather):
-    """A parameter that was gathered without gradients before -> the same tensor, with them."""
+    """A parameter that was gathered without gradients before -> the same tensor, with
+    them."""
 
     @staticmethod
     def forward(ctx, whole: Tensor, dtypes, _, p: DTensor):
-        ctx.note, (_, ctx.reduce_dtype), ctx.params = None, dtypes, (p,)
+        ctx.note = None
+        _, ctx.reduce_dtype = dtypes
+        ctx.params = (p,)
         return whole.detach()
 
 
@@ -960,14 +1062,20 @@ def _versions(p: DTensor) -> tuple[int, int]:
 
 
 def _pack(saved: Tensor) -> tuple[Tensor, int] | _SavedView:
-    kept = saved, saved._version  # of what goes through hooks, torch does not check the version
-    if saved.layout is not torch.strided or saved.is_conj():  # as_strided could not make it again
+    # Of what goes through hooks, torch does not check the version.
+    kept = saved, saved._version
+    # as_strided could not make it again.
+    if saved.layout is not torch.strided or saved.is_conj():
         return kept
-    bucket, p, versions = getattr(saved.untyped_storage(), "_sharded", (None, None, None))
+    bucket, p, versions = getattr(
+        saved.untyped_storage(), "_sharded", (None, None, None)
+    )
     if bucket is None or saved.dtype != bucket.dtypes[0]:
         return kept
     bucket.uses += 1
-    return _SavedView(bucket, p, versions, saved.size(), saved.stride(), saved.storage_offset())
+    return _SavedView(
+        bucket, p, versions, saved.size(), saved.stride(), saved.storage_offset()
+    )
 
 
 def _unpack(kept: tuple[Tensor, int] | _SavedView) -> Tensor:
@@ -975,25 +1083,29 @@ def _unpack(kept: tuple[Tensor, int] | _SavedView) -> Tensor:
         saved, version = kept
         if saved._version != version:
             raise RuntimeError(
-                f"a tensor of {saved.shape} was changed in place, but backward needs it as it was"
+                f"a tensor of {saved.shape} was changed in place, but backward needs "
+                "it as it was"
             )
         return saved
     if [*_versions(kept.param)] != kept.versions:
-        raise RuntimeError("a parameter was changed in place between its forward and its backward")
+        raise RuntimeError(
+            "a parameter was changed in place between its forward and its backward"
+        )
     return kept.bucket.whole(kept.param).as_strided(kept.size, kept.stride, kept.offset)
 
 
 @contextmanager
 def unsharded(module: nn.Module | None = None):
-    """Inside it parameters read as whole tensors, as in forward: for a regulariser or a method that
-    computes with them. Each is gathered at its first use (with all of `module`, if that is a unit)
-    and freed at the end. RuntimeError for one that was changed in place by then."""
+    """Inside it parameters read as whole tensors, as in forward: for a regulariser or a
+    method that computes with them. Each is gathered at its first use (with all of
+    `module`, if that is a unit) and freed at the end. RuntimeError for one that was
+    changed in place by then."""
     if torch.compiler.is_compiling():
         yield
         return
-    # Saved tensors go through hooks. Not where there are hooks already: on top of an activation
-    # checkpoint's, ours would switch it off, and it keeps no weight anyway. Nor where torch.func
-    # forbids them.
+    # Saved tensors go through hooks. Not where there are hooks already: on top of an
+    # activation checkpoint's, ours would switch it off, and it keeps no weight anyway.
+    # Nor where torch.func forbids them.
     free = _top_saved_tensors_hooks(True) is None and _transform() is None
     hooks = nullcontext()
     if free and torch.is_grad_enabled():
@@ -1001,7 +1113,8 @@ def unsharded(module: nn.Module | None = None):
     before = _thread.memo, _thread.module, _thread.course
     memo = dict(_thread.memo or ())
     with hooks:
-        _thread.memo, _thread.module = memo, module
+        _thread.memo = memo
+        _thread.module = module
         _thread.course = _thread.course or _Course(module)
         try:
             yield
@@ -1010,32 +1123,39 @@ def unsharded(module: nn.Module | None = None):
     for whole in memo.values():
         if whole.tensor._version != whole.version:
             raise RuntimeError(
-                f"{whole.name} was changed in place while it was gathered, which is lost: do it "
-                "elsewhere"
+                f"{whole.name} was changed in place while it was gathered, which is "
+                "lost: do it elsewhere"
             )
 
 
 def _key(p: DTensor, policy: tuple) -> tuple:
-    """A parameter under another key is gathered again: one that has changed, or is frozen now."""
+    """A parameter under another key is gathered again: one that has changed, or is
+    frozen now."""
     return id(p), policy, *_versions(p), p.requires_grad
 
 
 class _Course:
-    """Of an outermost forward: which modules gathered so far, and what is on its way for those that
-    followed the last time. All ranks must take the same course."""
+    """Of an outermost forward: which modules gathered so far, and what is on its way
+    for those that followed the last time. All ranks must take the same course."""
 
     def __init__(self, module: nn.Module | None):
-        self.last, self.order, self.begun, self.before = [], [], {}, None
+        self.last = []
+        self.order = []
+        self.begun = {}
+        self.before = None
         if module is not None:
-            # A module that was taken out of the model is None, also on a rank where it still exists.
+            # A module that was taken out of the model is None, also on a rank where it
+            # still exists.
             inside = {id(each) for each in module.modules()}
             last = [each() for each in _orders.get(module, ())]
             self.last = [each if id(each) in inside else None for each in last]
             _orders[module] = self.order
 
-    def gather(self, memo: dict, key: tuple, owner: nn.Module, module: nn.Module) -> None:
-        """Gathers a parameter of `module` with all that `owner`, its unit or itself, gathers.
-        Begins to gather what comes next, as much."""
+    def gather(
+        self, memo: dict, key: tuple, owner: nn.Module, module: nn.Module
+    ) -> None:
+        """Gathers a parameter of `module` with all that `owner`, its unit or itself,
+        gathers. Begins to gather what comes next, as much."""
         size = self.end(memo, self.begun.pop(owner, ()))
         if key not in memo:
             size += self.end(memo, self.begin(memo, [*_gathers(owner), module]))
@@ -1051,17 +1171,22 @@ class _Course:
             size -= _size(bucket for bucket, *_ in self.begun[follower])
 
     def begin(self, memo: dict, modules: Iterable[nn.Module]) -> list[tuple]:
-        """Begins to gather the modules' own parameters, those that are alike by one collective."""
+        """Begins to gather the modules' own parameters, those that are alike by one
+        collective."""
         sets, begun = {}, []  # by policy: {parameter: (its key, its name)}
         for module in modules:
             policy = module.__dict__.get("_data_parallel")
             for name, p in module._parameters.items() if policy else ():
                 if isinstance(p, DTensor) and (key := _key(p, policy)) not in memo:
-                    sets.setdefault(policy, {})[p] = key, f"{name} of {type(module).__name__}"
+                    sets.setdefault(policy, {})[p] = (
+                        key,
+                        f"{name} of {type(module).__name__}",
+                    )
         for policy, about in sets.items():
             for params in _alike(about):
                 bucket = _Bucket(params, policy)
-                # With gradients, even under no_grad: forward may read it outside of that, too.
+                # With gradients, even under no_grad: forward may read it outside of
+                # that, too.
                 with _hidden(grad=True):
                     token = _Begin.apply(bucket, *params)
                 begun.append((bucket, token, [about[p] for p in params]))
@@ -1070,7 +1195,8 @@ class _Course:
     def end(self, memo: dict, begun: Iterable[tuple]) -> int:
         """Into the memo. Gives the number of elements."""
         for bucket, token, about in begun:
-            bucket.before, self.before = self.before, bucket
+            bucket.before = self.before
+            self.before = bucket
             with _hidden(grad=True):
                 wholes = _End.apply(bucket, token, *bucket.params)
             for (key, name), p, whole in zip(about, bucket.params, wholes, strict=True):
@@ -1078,21 +1204,22 @@ class _Course:
                 _buckets[key] = bucket
                 storage = whole.untyped_storage()
                 _, (*_, reshard), *versions, _ = key
-                # On one rank, without a cast, it is the shard's own memory. What a reentrant
-                # checkpoint gathers again, backward reads at once.
+                # On one rank, without a cast, it is the shard's own memory. What a
+                # reentrant checkpoint gathers again, backward reads at once.
                 if reshard and _backward_runs() == -1 and storage._cdata != _address(p):
                     storage._sharded = bucket, p, versions
         return _size(bucket for bucket, *_ in begun)
 
 
 def _read(module: nn.Module, p: DTensor) -> Tensor:
-    """The gathered parameter inside of a forward, of backward and of recomputation; elsewhere the
-    parameter itself."""
+    """The gathered parameter inside of a forward, of backward and of recomputation;
+    elsewhere the parameter itself."""
     memo = _thread.memo
     key = _key(p, module._data_parallel)
     in_backward = _backward_runs() != -1
     bucket = _buckets.get(key)
-    # A checkpoint repeats a part of the forward. A reentrant one gathers anew, into the memo.
+    # A checkpoint repeats a part of the forward. A reentrant one gathers anew, into the
+    # memo.
     if in_backward and bucket and key not in (memo or ()):
         return _Attach.apply(bucket.whole(p), bucket.dtypes, None, p)
     if memo is None:
@@ -1110,26 +1237,33 @@ def _read(module: nn.Module, p: DTensor) -> Tensor:
     return whole.tensor
 
 
-CURES = {  # by words of torch's error: what to do where a model runs into it
-    "is a view and i": "data_parallel: a parameter was changed in place "
-    "while it was gathered, which would be lost: do it elsewhere.",
-    "mixed torch.Tensor and DTensor": "data_parallel: while the model runs, read a parameter as an "
-    "attribute of its module, in the thread that called the model. What named_parameters() and "
-    "get_parameter() give is the shard.",
-    "yet support saved tensor hooks": "data_parallel: inside of a forward torch.func.grad, vjp and "
-    "jacrev do not work: call them around the model, or torch.autograd.grad inside of it.",
-    "closed by peer": "data_parallel: probably another rank has ended, or does something else. "
-    "Every rank calls the model as often as the others, to evaluate, too.",
+# By words of torch's error: what to do where a model runs into it.
+CURES = {
+    "is a view and i": "data_parallel: a parameter was changed in place while it was "
+    "gathered, which would be lost: do it elsewhere.",
+    "mixed torch.Tensor and DTensor": "data_parallel: while the model runs, read a "
+    "parameter as an attribute of its module, in the thread that called the model. "
+    "What named_parameters() and get_parameter() give is the shard.",
+    "yet support saved tensor hooks": "data_parallel: inside of a forward "
+    "torch.func.grad, vjp and jacrev do not work: call them around the model, or "
+    "torch.autograd.grad inside of it.",
+    "closed by peer": "data_parallel: probably another rank has ended, or does "
+    "something else. Every rank calls the model as often as the others, to evaluate, "
+    "too.",
 }
 
 
 def _run_compiled(module: nn.Module, call, args: tuple, kwargs: dict):
-    """Runs a unit that was compiled by itself. It is gathered before its code, and reduced behind
-    it, as in eager mode; equal units then share their code."""
+    """Runs a unit that was compiled by itself. It is gathered before its code, and
+    reduced behind it, as in eager mode; equal units then share their code."""
     if not _enabled or torch.compiler.is_compiling():
         return call(*args, **kwargs)
     with unsharded(module), _swapping:
-        members = [(m, m._parameters) for m in _gathers(module) if "_data_parallel" in m.__dict__]
+        members = [
+            (m, m._parameters)
+            for m in _gathers(module)
+            if "_data_parallel" in m.__dict__
+        ]
         shards = [dict(own) for _, own in members]
         for member, own in members:
             for name, p in own.items():
@@ -1142,8 +1276,8 @@ def _run_compiled(module: nn.Module, call, args: tuple, kwargs: dict):
 
 
 def _run(module: nn.Module, call, args: tuple, kwargs: dict):
-    """Runs a module's __call__ or forward. Parameters that are read meanwhile are gathered, and
-    freed afterwards."""
+    """Runs a module's __call__ or forward. Parameters that are read meanwhile are
+    gathered, and freed afterwards."""
     in_unit = module._data_parallel_kind == "part" and _is_unit(type(_thread.module))
     if not _enabled or in_unit or _thread.module is module:
         return call(*args, **kwargs)
@@ -1159,19 +1293,31 @@ def _run(module: nn.Module, call, args: tuple, kwargs: dict):
         raise
 
 
-_eager.read, _eager.run, _eager.run_compiled = _read, _run, _run_compiled
+_eager.read = _read
+_eager.run = _run
+_eager.run_compiled = _run_compiled
 
-# ============================================================================ part 3: strictness
+# =================================================================== part 3: strictness
 
 
-def _check(model: nn.Module, mesh: DeviceMesh, mode: str, policy, min_bytes: int) -> None:
+def _check(
+    model: nn.Module, mesh: DeviceMesh, mode: str, policy, min_bytes: int
+) -> None:
     if not isinstance(mesh, DeviceMesh):
-        raise ValueError(f"device_mesh must be a DeviceMesh (init_device_mesh), got {mesh!r}")
+        raise ValueError(
+            f"device_mesh must be a DeviceMesh (init_device_mesh), got {mesh!r}"
+        )
     if not isinstance(policy, MixedPrecisionPolicy):
-        raise ValueError(f"mp_policy must be simple_fsdp's MixedPrecisionPolicy, got {policy!r}")
+        raise ValueError(
+            f"mp_policy must be simple_fsdp's MixedPrecisionPolicy, got {policy!r}"
+        )
     for name, dtype in vars(policy).items():
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise ValueError(f"{name} must be a floating-point torch.dtype or None, got {dtype!r}")
+        if dtype is not None and not (
+            isinstance(dtype, torch.dtype) and dtype.is_floating_point
+        ):
+            raise ValueError(
+                f"{name} must be a floating-point torch.dtype or None, got {dtype!r}"
+            )
     if not isinstance(min_bytes, int | float):
         raise ValueError(f"min_bytes must be a number of bytes, got {min_bytes!r}")
     if mode not in MODES:
@@ -1189,8 +1335,8 @@ def _check(model: nn.Module, mesh: DeviceMesh, mode: str, policy, min_bytes: int
     for path, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise ValueError(
-                f"cannot shard {path or 'the model'}: a ScriptModule cannot be wrapped, wrap its "
-                "source"
+                f"cannot shard {path or 'the model'}: a ScriptModule cannot be "
+                "wrapped, wrap its source"
             )
         for name, p in module._parameters.items():
             why = _why_not(module, p) if p is not None else ""
@@ -1207,21 +1353,26 @@ def _why_not(module: nn.Module, p: nn.Parameter) -> str:
         return "its module is wrapped already, copy it into the old parameter"
     if isinstance(p, DTensor):
         return f"it already is a DTensor with placements {p.placements}"
-    if p._backward_hooks or (p._post_accumulate_grad_hooks and type(p) is not _Replaced):
+    if p._backward_hooks or (
+        p._post_accumulate_grad_hooks and type(p) is not _Replaced
+    ):
         return "its hooks would be lost, register them after data_parallel()"
     if isinstance(p, nn.parameter.UninitializedParameter):
         return "it has no shape yet, run one forward before wrapping"
     if type(p) not in (nn.Parameter, _Replaced) and not is_fake(p):
-        return f"its class {type(p).__name__} would be lost, make it a plain nn.Parameter"
+        return (
+            f"its class {type(p).__name__} would be lost, make it a plain nn.Parameter"
+        )
     if getattr(module, "sparse", False) is True:
         return "its gradient is sparse, build the embedding with sparse=False"
     return ""
 
 
-@torch.compiler.assume_constant_result  # compiled: while tracing; takes no module, only constants
+# In compiled code it runs while tracing; takes no module, only constants.
+@torch.compiler.assume_constant_result
 def _check_root(root: int) -> None:
-    """RuntimeError for a parameter that trains without being gathered: every rank would get another
-    one."""
+    """RuntimeError for a parameter that trains without being gathered: every rank would
+    get another one."""
     if root not in _roots or not torch.is_grad_enabled():
         return
     for path, module in _roots[root].named_modules():
@@ -1229,33 +1380,39 @@ def _check_root(root: int) -> None:
         for name, p in module._parameters.items():
             if isinstance(p, DTensor) and name in wrapped:
                 continue
-            if isinstance(p, nn.Parameter) and p.requires_grad:  # functional_call puts tensors
+            # functional_call puts tensors.
+            if isinstance(p, nn.Parameter) and p.requires_grad:
                 path = f"{path}.{name}".lstrip(".")
                 raise RuntimeError(
-                    f"{path} is not sharded: it came after data_parallel(). Copy new values into "
-                    "the old parameter; call data_parallel(model, mesh) again for new modules "
-                    "(mode='replicate' suits small adapters)"
+                    f"{path} is not sharded: it came after data_parallel(). Copy new "
+                    "values into the old parameter; call data_parallel(model, mesh) "
+                    "again for new modules (mode='replicate' suits small adapters)"
                 )
 
 
 def _check_saved(module, state, prefix, *_) -> None:
-    """RuntimeError for shards that another rank has saved: what a file of rank 0 alone gives all
-    the others."""
+    """RuntimeError for shards that another rank has saved: what a file of rank 0 alone
+    gives all the others."""
     for name, p in module.named_parameters(prefix[:-1], False):  # its own
         saved = state.get(name)
         if Shard(0) in getattr(saved, "placements", ()):
             # A mesh that comes from a file knows whose it was.
-            if saved.device_mesh.get_coordinate()[-1] != p.device_mesh.get_coordinate()[-1]:
+            if (
+                saved.device_mesh.get_coordinate()[-1]
+                != p.device_mesh.get_coordinate()[-1]
+            ):
                 raise RuntimeError(
-                    f"{name} is the shard of another rank: torch.save() wrote the shards of one. "
-                    "Save whole tensors (get_model_state_dict with full_state_dict=True), or by "
-                    "torch.distributed.checkpoint on every rank"
+                    f"{name} is the shard of another rank: torch.save() wrote the "
+                    "shards of one. Save whole tensors (get_model_state_dict with "
+                    "full_state_dict=True), or by torch.distributed.checkpoint on "
+                    "every rank"
                 )
 
 
-# What random values a DTensor gets depends on the number of ranks. Inside disable_data_parallel()
-# each rank draws the whole tensor and keeps its shard; nothing is sent, so all ranks must have
-# been seeded alike. What DRAWS lacks (torch.normal, multinomial), DTensor refuses.
+# What random values a DTensor gets depends on the number of ranks. Inside
+# disable_data_parallel() each rank draws the whole tensor and keeps its shard; nothing
+# is sent, so all ranks must have been seeded alike. What DRAWS lacks (torch.normal,
+# multinomial), DTensor refuses.
 DRAWS = (
     "normal_ uniform_ bernoulli_ exponential_ geometric_ log_normal_ cauchy_ random_ "
     "rand_like randn_like randint_like eye"
@@ -1270,12 +1427,16 @@ class _Drawing(dispatch.TorchDispatchMode):
             return func(*args, **kwargs)
         name = func.overloadpacket.__name__
         base = target._base  # of a view; an index gives a copy of a shard
-        lost = isinstance(base, DTensor) and base.is_leaf and _address(base) != _address(target)
+        lost = (
+            isinstance(base, DTensor)
+            and base.is_leaf
+            and _address(base) != _address(target)
+        )
         # bernoulli, without _, would read a shard.
         if (lost and func._schema.is_mutable) or name == "bernoulli":
             raise RuntimeError(
-                f"{func._schema.name} would not reach the sharded tensor: fill it in place and as "
-                "a whole"
+                f"{func._schema.name} would not reach the sharded tensor: fill it in "
+                "place and as a whole"
             )
         tensors = sum(isinstance(arg, Tensor) for arg in args)
         if name in DRAWS and tensors < 2:
@@ -1292,15 +1453,17 @@ def _draw_whole(draw, target: DTensor, args: tuple, kwargs: dict) -> DTensor:
         drawn = draw(*args, **kwargs | dict(out=whole))
     else:
         drawn = draw(whole, *args[1:], **kwargs)
-    shard = distribute_tensor(drawn, target.device_mesh, target.placements, src_data_rank=None)
+    shard = distribute_tensor(
+        drawn, target.device_mesh, target.placements, src_data_rank=None
+    )
     return target.copy_(shard) if drawn is whole else shard
 
 
 @contextmanager
 def _drawing() -> Iterator[None]:
-    # nn.init.trunc_normal_ draws again until no value lies outside of the limits (since torch
-    # 2.12). Asked of a shard, ranks would draw a different number of times and then differ in all
-    # later values; torch 2.14 runs a collective.
+    # nn.init.trunc_normal_ draws again until no value lies outside of the limits (since
+    # torch 2.12). Asked of a shard, ranks would draw a different number of times and
+    # then differ in all later values; torch 2.14 runs a collective.
     before = nn.init._no_grad_trunc_normal_
 
     @torch.no_grad()
@@ -1317,5 +1480,7 @@ def _drawing() -> Iterator[None]:
         nn.init._no_grad_trunc_normal_ = before
 
 
-_strict.check, _strict.check_root, _strict.drawing = _check, _check_root, _drawing
+_strict.check = _check
+_strict.check_root = _check_root
+_strict.drawing = _drawing
 _strict.check_saved = _check_saved
