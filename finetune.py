@@ -66,7 +66,9 @@ def main(
 ) -> int:
     """One run of the flags; returns its exit code. B: rows of this rank in a batch, T: tokens of a row."""
     with Run(c, check, rank, local_rank, world, progress) as run:
-        c, device, world = run.c, run.device, run.world
+        c = run.c
+        device = run.device
+        world = run.world
         model, vocab = open_model(c)  # on the meta device: no parameter has memory yet
         # longrope chooses its factors by the positions that there are, without padding.
         positions = model.longest_short(c.seqlen) > 0

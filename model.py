@@ -330,7 +330,8 @@ def rotated(x: Tensor, rope: Tensor) -> Tensor:
     """x [B, H, T, d] with entries i and i + d/2 turned by the angle of frequency i (Su et al. 2021), whose sines and
     cosines rope [T, d] has, as `sinusoids` gives them."""
     # [B, T, H, d/2], [T, 1, d/2].
-    (a, b), (sin, cos) = x.transpose(1, 2).chunk(2, -1), rope[:, None].chunk(2, -1)
+    a, b = x.transpose(1, 2).chunk(2, -1)
+    sin, cos = rope[:, None].chunk(2, -1)
     # Under autocast rope is wider than x.
     turned = torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
     return turned.transpose(1, 2)  # in the memory order of x

@@ -42,9 +42,11 @@ def sweep(own: Plan, words: list[str]) -> list[str]:
         )
     lines = [report.HEADING]
     for text in values:
-        new, more = own, [flag(name), text]
+        new = own
+        more = [flag(name), text]
         if name in SWEPT:
-            new, more = replace(own, **{name: getattr(parse(more)[0], name)}), []
+            new = replace(own, **{name: getattr(parse(more)[0], name)})
+            more = []
         elif problem := explain(unfold(more, flags.PARTS)[0], kinds):
             raise ValueError(problem)
         q = question(new, [*words, *more])

@@ -133,12 +133,14 @@ from trainer.step import check_mode
 class MLP(nn.Module):
     def __init__(self, c: Config):
         super().__init__()
-        linear, wide = functools.partial(nn.Linear, bias=False), c.grow * c.width
+        linear = functools.partial(nn.Linear, bias=False)
+        wide = c.grow * c.width
         blocks = (
             nn.Sequential(linear(c.width, wide), nn.GELU(), linear(wide, c.width))
             for _ in range(c.blocks)
         )
-        self.embed, self.blocks = nn.Embedding(c.vocab, c.width), nn.ModuleList(blocks)
+        self.embed = nn.Embedding(c.vocab, c.width)
+        self.blocks = nn.ModuleList(blocks)
         self.head = linear(c.width, c.vocab)
 
     def forward(self, tokens: Tensor) -> Tensor:  # [B, T] -> [B, T, V]
@@ -172,10 +174,8 @@ class Step:
     """`run(tokens, targets)` -> loss, in every compile mode. `phase`: where it is, for when memory runs out."""
 
     def __init__(self, c: Config, model: nn.Module, device: torch.device):
-        self.optimizer, self.phase = (
-            torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True),
-            "fwd",
-        )
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
+        self.phase = "fwd"
         self.autocast = dict(device_type=device.type, dtype=torch.bfloat16, enabled=c.autocast)
         options = compile_options(c)
         options = (overlap.compile_options(model) if options.pop("overlap", None) else {}) | options
@@ -187,7 +187,8 @@ class Step:
                 else f
             )
 
-        self.model, self.loss_fn = compiled("model", model), compiled("fwdbwd", self.loss)
+        self.model = compiled("model", model)
+        self.loss_fn = compiled("fwdbwd", self.loss)
         self.run = compiled("step", self.step)
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -230,7 +231,8 @@ def train(
 
 def main(c: Config, rank: int, local_rank: int, world: int) -> int:
     """One row. Exit codes: 0 done, 2 bad flags or environment, 5 non-finite, 6 out of memory, 1 anything else."""
-    options, cuda = compile_options(c), c.device == "cuda" or torch.cuda.is_available()
+    options = compile_options(c)
+    cuda = c.device == "cuda" or torch.cuda.is_available()
     try:
         if (c.device == "cpu" or not cuda) and (
             only := [name for name in options if name.startswith("triton.")]
@@ -252,7 +254,10 @@ def main(c: Config, rank: int, local_rank: int, world: int) -> int:
         flags=setting(c), cell=os.environ.get("SWEEP_CELL"), outcome="ok", loss=None, compile_s=None
     )
     row |= timing.stats([])
-    stages, timer, step, code = memory.Stages(device), timing.StepTimer(device), None, 0
+    stages = memory.Stages(device)
+    timer = timing.StepTimer(device)
+    step = None
+    code = 0
     try:
         step = Step(c, build(c, device, c.world or world, stages.add), device)
         stages.add("optimizer")
@@ -261,7 +266,8 @@ def main(c: Config, rank: int, local_rank: int, world: int) -> int:
         if c.compile != "none":
             row["compile_s"] = round(warm_s - WARMUP * row["step_ms"] / 1e3, 2)
     except Exception as e:
-        text, oom = " ".join(f"{type(e).__name__}: {e}".split())[:500], memory.out_of_memory(e)
+        text = " ".join(f"{type(e).__name__}: {e}".split())[:500]
+        oom = memory.out_of_memory(e)
         row["outcome"] = f"OOM {step.phase if step else 'init'}" if oom else f"failed: {text}"
         code = 6 if oom else 5 if isinstance(e, FloatingPointError) else 1
         print(
@@ -291,7 +297,8 @@ def table(c: Config) -> int:
     check_writable(c.results)
     handed = [*SIZES, "device"] + ["world", "link"] * (c.world > 0)
     words = [word for name in handed for word in (flag(name), str(getattr(c, name)))]
-    n, results = c.nproc or torch.cuda.device_count() or 1, Path(c.results)
+    n = c.nproc or torch.cuda.device_count() or 1
+    results = Path(c.results)
     [cells] = sweep.studies(str(CELLS / f"{c.table}.txt"), False, n, words).values()
     settings = {cell: setting(parse(shlex.split(cell)[1:])) for cell in cells}
     how = dict(
@@ -314,7 +321,8 @@ def beside_published(name: str, rows: list[dict]) -> str:
     """Markdown: a line per row of the published table `name`, our figures and its."""
     with (Path(__file__).parent / "reference" / f"{name}.csv").open() as file:
         published = [*csv.DictReader(file)]
-    (label, *keys), cpu = published[0], any("peak_rss_mib" in row for row in rows)
+    label, *keys = published[0]
+    cpu = any("peak_rss_mib" in row for row in rows)
     columns = [(label, [theirs[label] for theirs in published])]
     columns += [(key, [str(row[key]) for row in rows]) for key in ("outcome", "world")]
     peaks = [

@@ -330,7 +330,8 @@ def main(argv: list[str]) -> int:
             if c.device == "cpu":
                 # What is freed does not stay resident.
                 os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "65536")
-        q, (limit, base) = question(own, c, runs), limits(own, c)
+        q = question(own, c, runs)
+        limit, base = limits(own, c)
         cells = planned(q, own, limit, base)
         if q:
             shape = dict(depth=q.a.depth, width=q.a.width, vocab=q.a.vocab)

@@ -71,7 +71,8 @@ def wrap(
         over = mesh
         # A replica knows nothing of the others: the step averages over them.
         if c.accum_sync == "shards":
-            over, how["mode"] = mesh["shard"], "fully_shard"
+            over = mesh["shard"]
+            how["mode"] = "fully_shard"
         # Routers of experts and the like, which transformers keeps in fp32.
         for part in getattr(model, "parts_in_fp32", ()) if c.param_dtype != "fp32" else ():
             exact = how | dict(mp_policy=MixedPrecisionPolicy(torch.float32, dtypes[1]))

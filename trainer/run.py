@@ -106,7 +106,8 @@ class Run:
             self.group = None if c.world else control_group()
             self.around = around.pop_all()
         self.control = Control(self.signals, self.group)
-        self.stages, self.timer = memory.Stages(self.device), timing.StepTimer(self.device)
+        self.stages = memory.Stages(self.device)
+        self.timer = timing.StepTimer(self.device)
         # now: the checkout may change while it runs.
         self.environment = timing.environment(self.device)
         self.progress.stage("reading the data")
@@ -197,7 +198,8 @@ class Run:
         self.sinks = Sinks(c.results, c.wandb, c.group, None, self.settings, c.tags, self.rank,
                            max(c.steps, self.first), c.log_every, resume=self.state.wandb)  # fmt: skip
         # In each checkpoint from now on.
-        self.continues, self.state.run = self.state.run, self.sinks.run
+        self.continues = self.state.run
+        self.state.run = self.sinks.run
         self.state.wandb = self.sinks.wandb_id
         self.watchdog.on_end = lambda outcome: self.sinks.row(row(self, outcome))
         self.progress.stage("building the model")
@@ -308,17 +310,17 @@ class Run:
         if k == self.first:
             self.finite.flush()  # waits for the step
             wall, cpu = self.started
-            self.first_step_s, self.first_step_mib = (
-                time.perf_counter() - wall,
-                self.stages.add("first step"),
-            )
+            self.first_step_s = time.perf_counter() - wall
+            self.first_step_mib = self.stages.add("first step")
             self.first_step_cpu_s = timing.cpu_seconds() - cpu
-            self.watchdog.limit, self.watchdog.begun = self.c.timeout, True
+            self.watchdog.limit = self.c.timeout
+            self.watchdog.begun = True
         # In a short run the peak is that of all steps.
         if k == self.warm - 1 and k + 1 < self.c.steps:
             memory.reset_peak(self.device)
             self.peak = {}
-        self.state.step, self.state.samples = k + 1, self.batches.sample
+        self.state.step = k + 1
+        self.state.samples = self.batches.sample
 
     def evaluate(self) -> None:
         """The loss on held-out data after the step that is done, and its line beside the training loss."""

@@ -340,7 +340,11 @@ class Replayed:
     on the device. peak_mib: of the capture; a replay allocates nothing."""
 
     def __init__(self, step: Step):
-        self.step, self.calls, self.inputs, self.graph, self.peak_mib = step, 0, None, None, None
+        self.step = step
+        self.calls = 0
+        self.inputs = None
+        self.graph = None
+        self.peak_mib = None
 
     def __call__(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """tokens, targets [B, T] -> fp32 scalar, which the next call overwrites."""
@@ -456,10 +460,8 @@ def make_step(mode: str, model: nn.Module, optimizer: AdamW, *, options: dict | 
     if whole := step.whole_weights:
         # All parameters are gathered at once, without units to overlap with.
         own = ({} if plain else BUCKETS) | options
-        whole.gather_fn, whole.reduce_fn = (
-            compiled("gather", whole.gather, own),
-            compiled("reduce", whole.reduce, own),
-        )
+        whole.gather_fn = compiled("gather", whole.gather, own)
+        whole.reduce_fn = compiled("reduce", whole.reduce, own)
     else:
         options = with_overlap(blocks[0] if blocks else model)
     if mode == "blocks":

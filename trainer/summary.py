@@ -138,7 +138,8 @@ def doing(run: ToldRun, live: bool) -> Callable[[], str]:
         if not dog.begun:
             return first if c.steps else "evaluating"
         began[:] = began or [(time.monotonic(), dog.step)]
-        (start, step), aside = began[0], ASIDE.get(dog.place, "")
+        start, step = began[0]
+        aside = ASIDE.get(dog.place, "")
         left = (time.monotonic() - start) / max(1, dog.step - step) * (c.steps - dog.step + 1)
         time_left = f"{left / 60:.0f} min" if left > 90 else f"{left:.0f} s"
         about = f", about {time_left} left" if dog.step > step else ""

@@ -135,10 +135,8 @@ def links(
 
 def meeting(world: int) -> Callable[[], None]:
     """What waits until all ranks have called it; it needs no process group."""
-    (store, *_), count = (
-        next(dist.rendezvous("env://", timeout=timedelta(hours=1))),
-        itertools.count(),
-    )
+    store, *_ = next(dist.rendezvous("env://", timeout=timedelta(hours=1)))
+    count = itertools.count()
 
     def meet() -> None:
         key = f"nodes {os.environ.get('TORCHELASTIC_RESTART_COUNT')} {next(count)}"

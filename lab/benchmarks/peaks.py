@@ -75,7 +75,8 @@ def published() -> Iterator[None]:
 
 def row(own: argparse.Namespace, c: flags.Config, timeline: Timeline, meter: peak.Meter) -> dict:
     """simulated_mib: the peak, allowances included; phases_mib, buffers [[how many, MiB, what]] and kernels without."""
-    (top, *_), levels = timeline.peaks(1), timeline.levels()
+    top, *_ = timeline.peaks(1)
+    levels = timeline.levels()
     ends = [*timeline.starts[1:], len(levels)]
     phases = zip(timeline.marks, timeline.starts, ends, strict=True)
     allowance = peak.CUBLAS_MIB[own.arch]

@@ -211,7 +211,9 @@ def runs() -> Iterator[Run]:
             c = SimpleNamespace(**(usual | changed))
             ms = p["ms"]
             if axis == "mfu":
-                c.heads, c.kv_heads, c.remat_of = 32, 32 // c.grouping, partial(remat_of, c)
+                c.heads = 32
+                c.kv_heads = 32 // c.grouping
+                c.remat_of = partial(remat_of, c)
                 ms = 1e5 * flops_per_token(c, c.seqlen) * c.batch * c.seqlen / (p["mfu"] * A100)
             if "max-autotune" not in str(p.get("attn")) and (p["mib"] or ms):
                 yield Run(

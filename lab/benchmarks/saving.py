@@ -62,7 +62,11 @@ class Trained:
     def __init__(
         self, c: flags.Config, device: torch.device, world: int, group, folder: str, seed: int = 0
     ):
-        self.c, self.device, self.group, self.folder, self.k = c, device, group, folder, 0
+        self.c = c
+        self.device = device
+        self.group = group
+        self.folder = folder
+        self.k = 0
         self.step = build(replace(c, training=replace(c.training, seed=seed)), device, world)
         shape = dict(global_batch=world * c.batch * c.grad_accum, seqlen=c.seqlen, vocab=c.vocab)
         self.batches = Batches(c.data, **shape, seed=0, rank=dist.get_rank(), world=world)

@@ -62,7 +62,8 @@ class TorchMuon:
     """torch.optim.Muon in place of the Muon of a step, which is not told of refused steps."""
 
     def __init__(self, ours: Muon):
-        self.ours, how = ours, dict(ours.how)
+        self.ours = ours
+        how = dict(ours.how)
         how.pop("ns_dtype")  # it is bf16
         self.theirs = torch.optim.Muon(ours.matrices, lr=float(ours.lr) * ours.ratio, **how)
 

@@ -282,7 +282,8 @@ def architecture(config: dict, name: str = "model") -> Architecture:
             norms += size(config, "q_lora_rank") + size(config, "kv_lora_rank")
         if kind == "gpt_oss":
             biases += H + E + E * (2 * F1 + D)
-        F, more["dense_blocks"] = F1, dense
+        F = F1
+        more["dense_blocks"] = dense
     if "every" in own:
         more |= dict(window=size(config, "sliding_window", 4096, least=0),
                      every=size(config, "sliding_window_pattern", own["every"]))  # fmt: skip

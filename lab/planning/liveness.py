@@ -68,7 +68,10 @@ class Tape:
 
     def __init__(self, reuse: bool = True, blind: bool = True):
         self.ops: list[Op] = []
-        self.blind, self.reuse, self.number, self.forever = blind, reuse, 0, set()
+        self.blind = blind
+        self.reuse = reuse
+        self.number = 0
+        self.forever = set()
 
     def op(self, where: str, reads: Iterable[str] = (), makes: Iterable[Make] = (), **more) -> None:
         makes = tuple(Make(m.name, -(-int(m.nbytes) // 512) * 512, *m[2:]) for m in makes)
@@ -89,7 +92,8 @@ class Tape:
         end = len(self.ops)
         for i, op in enumerate(self.ops):
             for m in op.makes:
-                made[m.name], last[m.name] = (m, i), i
+                made[m.name] = (m, i)
+                last[m.name] = i
             last.update((name, i) for name in op.reads if name in made)
         last.update((name, end) for name in self.forever if name in made)
         return {name: Life(*m, last[name]) for name, m in made.items()}

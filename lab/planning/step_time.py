@@ -65,13 +65,11 @@ class Time(NamedTuple):
         return self.parts.get(EXPOSED, 0.0)
 
 
-PRODUCTS, CORE, REST, UPDATE, EXPOSED = (
-    "products",
-    "attention",
-    "elementwise",
-    "optimizer",
-    "exposed communication",
-)
+PRODUCTS = "products"
+CORE = "attention"
+REST = "elementwise"
+UPDATE = "optimizer"
+EXPOSED = "exposed communication"
 ITERATION = "Muon's products"
 
 
@@ -111,7 +109,11 @@ class Clock:
     def __init__(
         self, c, a: Architecture, gpu: Gpu, links: dict[str, tuple[Link, int]], serial: bool
     ):
-        self.c, self.a, self.gpu, self.links, self.serial = c, a, gpu, links, serial
+        self.c = c
+        self.a = a
+        self.gpu = gpu
+        self.links = links
+        self.serial = serial
         self.now = self.free = 0.0
         self.done: dict[str, float] = {}
         self.parts: Counter = Counter()

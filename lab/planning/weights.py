@@ -94,7 +94,8 @@ class Weights:
         self.p = SIZE[c.param_dtype]
         self.r = SIZE[c.reduce_dtype] if ranks > 1 else 4
         self.reduced = "fp32" if self.r == 4 else "bf16"
-        self.m, self.lora = SIZE[getattr(c, "master_dtype", "fp32")], getattr(c, "lora", 0)
+        self.m = SIZE[getattr(c, "master_dtype", "fp32")]
+        self.lora = getattr(c, "lora", 0)
         # Name of a result that is made again -> that of the one that was kept.
         self.kept_products = {}
         n = self.n = c.batch * c.seqlen
@@ -117,8 +118,11 @@ class Weights:
         self.root = c.wrapper == "fsdp2" and self.gathers
         self.ends = 2 * self.head + a.final_norm if self.root else self.head
         self.root_grads = []
-        self.lean, self.policies = c.mlp == "lean", [remat_of(c, i) for i in range(a.depth)]
-        self.sums_made, self.again_made, self.roomy = 0, set(), set()
+        self.lean = c.mlp == "lean"
+        self.policies = [remat_of(c, i) for i in range(a.depth)]
+        self.sums_made = 0
+        self.again_made = set()
+        self.roomy = set()
         self.together = []  # see Tape.pull
         self.at = ""  # where the operations stand that follow, in words
         self.waiting, self.crossing = (), ()  # (name, elements) of the reduction under way
@@ -306,7 +310,8 @@ class Weights:
         reduction across replicas starts, and the one before it is waited for."""
         if not self.waiting:
             return
-        (name, elements), self.waiting = self.waiting, ()
+        name, elements = self.waiting
+        self.waiting = ()
         self.op(f"reduction of {name}", [f"G {name}"], work=(("wait", f"G {name}"),))
         if not (self.gathers and self.reduces):
             self.reached(f"gradient {name}" if self.gathers else f"G {name}", elements)
@@ -322,7 +327,8 @@ class Weights:
     def crossed(self) -> None:
         """Waits for the reduction across replicas under way."""
         if self.crossing:
-            (name, elements), self.crossing = self.crossing, ()
+            name, elements = self.crossing
+            self.crossing = ()
             self.op(f"reduction of {name} across", [f"A {name}"], work=(("wait", f"A {name}"),))
             self.reached(f"A {name}", elements)
 

@@ -226,7 +226,8 @@ def retarget(gm: torch.fx.GraphModule, inputs: list) -> list:
 
     for part in gm.modules():
         for n in part.graph.nodes if isinstance(part, torch.fx.GraphModule) else ():
-            n.args, n.kwargs = map_aggregate(n.args, moved), map_aggregate(n.kwargs, moved)
+            n.args = map_aggregate(n.args, moved)
+            n.kwargs = map_aggregate(n.kwargs, moved)
             if n.op in ("placeholder", "get_attr"):
                 for key in {"val", "example_value"} & n.meta.keys():
                     n.meta[key] = map_aggregate(n.meta[key], moved)

@@ -124,7 +124,8 @@ def milliseconds(
     run: Callable[..., Tensor], tensors: tuple, repeat: int, backward: bool = True
 ) -> dict[str, list]:
     """{"forward": [ms, ..], "backward": [ms, ..]}. Every backward follows its own forward, whose tensors it frees."""
-    (*qkv, gradient), made = tensors, {}
+    *qkv, gradient = tensors
+    made = {}
     parts = {"forward": lambda: made.update(y=run(*qkv))}
     if backward:
         parts["backward"] = lambda: torch.autograd.grad(made.pop("y"), qkv, gradient)

@@ -209,13 +209,11 @@ def fit(points: list[tuple[float, float]]) -> dict[str, float]:
     zero; and the residual. W is None where it cannot be seen. points: (bytes, seconds)."""
     a11 = a12 = a22 = b1 = b2 = 0.0  # the normal equations of (alpha + x s) / t = 1
     for x, t in points:
-        a11, a12, a22, b1, b2 = (
-            a11 + 1 / t**2,
-            a12 + x / t**2,
-            a22 + x**2 / t**2,
-            b1 + 1 / t,
-            b2 + x / t,
-        )
+        a11 = a11 + 1 / t**2
+        a12 = a12 + x / t**2
+        a22 = a22 + x**2 / t**2
+        b1 = b1 + 1 / t
+        b2 = b2 + x / t
     det = a11 * a22 - a12**2
     alpha, slope = (
         ((a22 * b1 - a12 * b2) / det, (a11 * b2 - a12 * b1) / det)

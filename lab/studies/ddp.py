@@ -153,7 +153,8 @@ class Reducer:
                 bucket, grads, flat.view(-1).split([g.numel() for g in grads]), strict=True
             ):
                 p.grad = g if flat is g else g.copy_(mean.view_as(g))
-        self.works, self.left = [], [len(bucket) for bucket in self.buckets]
+        self.works = []
+        self.left = [len(bucket) for bucket in self.buckets]
 
     def alone(self) -> list[tuple[int, Callable]]:
         """(bytes, all-reduce) of every bucket, on memory of its own."""

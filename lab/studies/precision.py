@@ -99,7 +99,8 @@ def sums(device: str, terms: int) -> list:
 class Toy(nn.Module):
     def __init__(self):
         super().__init__()
-        self.first, self.norm = nn.Linear(16, 32, bias=False), nn.LayerNorm(32)
+        self.first = nn.Linear(16, 32, bias=False)
+        self.norm = nn.LayerNorm(32)
         self.head = nn.Linear(32, 8, bias=False)
 
     def forward(self, x: Tensor, targets: Tensor) -> dict[str, Tensor]:

@@ -53,10 +53,8 @@ class Forked:
     def __init__(self, argv: list[str], out, env: dict[str, str]):
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["trainer.run"])
-        self.argv, self.process = (
-            argv,
-            context.Process(target=Forked.begin, args=(argv, out.name, os.getcwd(), env)),
-        )
+        self.argv = argv
+        self.process = context.Process(target=Forked.begin, args=(argv, out.name, os.getcwd(), env))
         self.process.start()
         self.pid = self.process.pid
 

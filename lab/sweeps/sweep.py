@@ -221,7 +221,11 @@ def grid(flags: Flags) -> list[Flags]:
 def cells_of(study: str, small: bool, nproc: int, extra: Flags) -> list[str]:
     """The cells of an axis or a file, each once: those of its lines for this size, with the flags that stand beside
     [full] or [small]; `--depth {2,4}` makes two of a line. ValueError names the file and the line."""
-    cells, shared, wanted, combinations, made = {}, "", True, grid(extra), 0
+    cells = {}
+    shared = ""
+    wanted = True
+    combinations = grid(extra)
+    made = 0
     for number, line in enumerate(
         axes().get(study, Path(study)).read_text(errors="replace").splitlines(), 1
     ):
@@ -280,7 +284,8 @@ def unfinished(cells: list[str], rows: dict[str, dict]) -> list[str]:
 
 def run(cell: str, program: list[str], timeout: float, log: Path, name: str = "") -> str | None:
     """Run one cell, for W&B under `name`. Returns None if it ended with status 0, else in a few words how it ended."""
-    (nproc, flags), token = parse(shlex.split(cell)), f"{os.getpid()}.{time.time_ns()}"
+    nproc, flags = parse(shlex.split(cell))
+    token = f"{os.getpid()}.{time.time_ns()}"
     env = os.environ | {
         "SWEEP_CELL": cell,
         "SWEEP_NAME": name,

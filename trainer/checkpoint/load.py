@@ -161,7 +161,8 @@ def _is_covered(t: TensorStorageMetadata) -> bool:
     slice_size = [*size]
     reached = 0
     for offsets, sizes in chunks:
-        start[along], slice_size[along] = reached, sizes[along]
+        start[along] = reached
+        slice_size[along] = sizes[along]
         if offsets != start or sizes != slice_size or sizes[along] < 0:
             return False
         reached += sizes[along]

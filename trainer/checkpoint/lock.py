@@ -68,7 +68,9 @@ def renew(folder: str) -> None:
     folder = os.path.abspath(folder)
     if folder not in _held:
         return
-    path, (text, _), found = os.path.join(folder, "lock"), _held[folder], content(folder)
+    path = os.path.join(folder, "lock")
+    text, _ = _held[folder]
+    found = content(folder)
     if found is None:  # somebody has removed it by hand
         _create(path, text)
     elif found != text:

@@ -237,7 +237,8 @@ def _fill(t: Tensor, regions: dict[str, Region]) -> None:
     first = 0
     before = None
     if isinstance(t, DTensor):
-        (chunk,), local = t.__create_chunk_list__(), t.to_local()
+        (chunk,) = t.__create_chunk_list__()
+        local = t.to_local()
         if chunk.sizes[1:] != t.shape[1:]:
             raise ValueError(f"{next(iter(regions))}: is sharded as {t.placements}; expected rows")
         first = chunk.offsets[0] if t.ndim else 0

@@ -83,7 +83,11 @@ class Signals:
     CODES = tuple(128 + kind for kind in KINDS)
 
     def __init__(self, speak: bool = True):  # whether to answer Ctrl-C with a line on stderr
-        self.got, self.at, self.speak, self.before, self.pipe = 0, 0.0, speak, {}, None
+        self.got = 0
+        self.at = 0.0
+        self.speak = speak
+        self.before = {}
+        self.pipe = None
         self.over = False  # set to True when nothing is left to stop: signals are then ignored
         self.early = 0  # a signal that `look` has seen before its handler
 

@@ -62,7 +62,8 @@ def connect(c, rank: int, local_rank: int, world: int, timeout: float = 0) -> to
     one_worker_thread()
     # The default of groups that are made later: the dimensions of a mesh, the host's control group.
     if timeout:
-        c10d, limit["timeout"] = dist.distributed_c10d, timedelta(seconds=timeout)
+        c10d = dist.distributed_c10d
+        limit["timeout"] = timedelta(seconds=timeout)
         c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = limit["timeout"]
     if c.world:
         simulated_world.start(c.world, simulated_world.link(c.link), device)

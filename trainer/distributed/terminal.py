@@ -232,7 +232,8 @@ class Progress(AbstractContextManager):
             from rich.live import Live
             from rich.spinner import Spinner
 
-            self.spinner, console = Spinner("dots"), Console(file=self.stream)
+            self.spinner = Spinner("dots")
+            console = Console(file=self.stream)
             how = dict(transient=True, refresh_per_second=5, redirect_stderr=sys.stderr.isatty())
             self.live = Live(get_renderable=self._spin, console=console, **how)
             self.live.start(refresh=True)

@@ -58,7 +58,8 @@ class FiniteCheck:
         """Reads the numbers that were put and are not read yet. Raises NonFinite if the run must end."""
         if self.pending is None:
             return
-        (k, numbers, event, samples), self.pending = self.pending, None
+        k, numbers, event, samples = self.pending
+        self.pending = None
         if event is not None:
             event.synchronize()
         self.loss, norm, bad = numbers.tolist()

@@ -200,7 +200,8 @@ class Watchdog(AbstractContextManager):
 
     def leave(self, why: str, code: int) -> bool:
         """Tells the others why this rank ends; they end in silence. Returns whether it is the first, which speaks."""
-        self.leaving, own = True, json.dumps([code, f"rank {self.rank}: {why}"])
+        self.leaving = True
+        own = json.dumps([code, f"rank {self.rank}: {why}"])
         first = self._ask(lambda: self.store.compare_set("left", "", own).decode())
         return first in (own, None)
 

@@ -83,13 +83,15 @@ class Examples:
         if len({*map(Path.resolve, self.files)}) < len(self.files):
             raise unusable(source, "each file once", "one twice", f"name it once in {flag}")
         self.data = tokenised(self.files, tokenizer, rules, cache, flag)
-        ends, about = self.data.ends, self.data.about
+        ends = self.data.ends
+        about = self.data.about
         if (top := about["top"]) >= vocab:
             fix = "name the tokenizer that belongs to the model, or resize the model's embedding"
             raise unusable(
                 source, f"token ids below the model's vocabulary of {_n(vocab)}", _n(top), fix
             )
-        self.starts, self.sizes = np.r_[0, ends[:-1]], np.diff(ends, prepend=0)
+        self.starts = np.r_[0, ends[:-1]]
+        self.sizes = np.diff(ends, prepend=0)
         # Tokens of each but its last, which is a target alone.
         self.inputs = np.minimum(self.sizes - 1, seqlen)
         self.labels = self.data.labels.copy()
@@ -137,7 +139,8 @@ class Examples:
             if found and self.data.lines[number] == self.data.lines[last := found[-1][-1]]:
                 shared = self._alike(number, last)
                 if 0 < shared and (own := self.inputs[number] - shared) <= left:
-                    self.shared[number], left = shared, left - own
+                    self.shared[number] = shared
+                    left = left - own
                     found[-1].insert(0, number)
                     continue
             found.append([number])
@@ -146,7 +149,8 @@ class Examples:
 
     def _alike(self, number: int, last: int) -> int:
         """How many inputs of an example are those of another one and have no label in it."""
-        (ids, learned), (others, _) = self[number], self[last]
+        ids, learned = self[number]
+        others, _ = self[last]
         count = min(len(ids), len(others))
         differ = np.append(ids[:count] != others[:count], True)
         # Its own input predicts the first token that is not shared.
@@ -155,12 +159,14 @@ class Examples:
     def pieces(self, row: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
         """A packed row from left to right: (example, its inputs from .. to, how far what follows in the row may see
         them). A branch stands where it leaves what it shares."""
-        at, family = 0, []
+        at = 0
+        family = []
         for number in row:
             family.append(number)
             if self.shared[number]:
                 continue
-            end, done = at + int((self.inputs - self.shared)[family].sum()), 0
+            end = at + int((self.inputs - self.shared)[family].sum())
+            done = 0
             for branch in family:
                 stop = int(self.shared[branch] or self.inputs[number])
                 yield number, done, stop, end
@@ -202,26 +208,28 @@ class ChatBatches(ReadAhead):
                  hold_out: bool = False, eval_source: str | None = None, cache: str | None = None,
                  positions: bool = False, until: bool = False,
                  **rules: Any):  # fmt: skip
-        self.global_batch, self.seqlen, self.vocab, self.seed, self.pad = (
-            global_batch,
-            seqlen,
-            vocab,
-            seed,
-            pad,
-        )
-        self.rows, self.rank = rows_of_a_rank(global_batch, world), rank
-        self.positions, self.may_share = positions or pad == "pack", until
+        self.global_batch = global_batch
+        self.seqlen = seqlen
+        self.vocab = vocab
+        self.seed = seed
+        self.pad = pad
+        self.rows = rows_of_a_rank(global_batch, world)
+        self.rank = rank
+        self.positions = positions or pad == "pack"
+        self.may_share = until
         self.sample = 0  # rows consumed so far by all ranks together; set it to resume
         filler = tokenizer.pad_token_id
         # No label, and seen by no token before it.
         self.filler = filler if filler is not None and filler < vocab else 0
-        self.tokenizer, self.rules = tokenizer, Rules(**rules)
+        self.tokenizer = tokenizer
+        self.rules = Rules(**rules)
         how = tokenizer, seqlen, vocab, self.rules, cache
         paths, weights = zip(
             *weighted([source] if isinstance(source, str) else source), strict=True
         )
         self.data = self.other = Examples(paths, "--data", *how)
-        held, groups = self.data.chosen[:0], [self.data.chosen]
+        held = self.data.chosen[:0]
+        groups = [self.data.chosen]
         if weights[0] is not None:
             groups = [
                 self.data.chosen[self.data.part[self.data.chosen] == part]
@@ -248,7 +256,8 @@ class ChatBatches(ReadAhead):
         parts = [self._in_rows(self.data, group) for group in groups]
         self._train = parts[0] if len(parts) == 1 else [*chain.from_iterable(parts)]
         self._held = self._in_rows(self.other, held)
-        self.epoch_samples, self.held = len(self._train), range(len(self._held))
+        self.epoch_samples = len(self._train)
+        self.held = range(len(self._held))
         self.sizes = [*map(len, parts)]
         self.shares = (
             _shares(paths, weights, self.epoch_samples) if weights[0] is not None else None
@@ -348,7 +357,8 @@ class ChatBatches(ReadAhead):
         """The text of that example, what is learned in green or, without color, in double brackets, and whether a token
         lies across the start of an answer. most: characters of each part; more are left out of its middle."""
         ids, learned = self.example(number)
-        edges, text = np.flatnonzero(np.diff(learned)) + 1, ""
+        edges = np.flatnonzero(np.diff(learned)) + 1
+        text = ""
         for part, on in zip(np.split(ids, edges), learned[np.r_[0, edges]], strict=True):
             words = self.readable(part.tolist())
             if most is not None and len(words) > most:
@@ -389,11 +399,9 @@ class ChatBatches(ReadAhead):
         order = self._shuffled(self.epoch_samples, "epoch", epoch)
         if self.shares is None:
             return order.tolist()
-        part, rows, offset = (
-            np.repeat(np.arange(len(self.sizes)), self.shares)[order],
-            np.empty_like(order),
-            0,
-        )
+        part = np.repeat(np.arange(len(self.sizes)), self.shares)[order]
+        rows = np.empty_like(order)
+        offset = 0
         for number, (size, share) in enumerate(zip(self.sizes, self.shares, strict=True)):
             passes = range(epoch * share // size, ((epoch + 1) * share - 1) // size + 1)
             drawn = np.concatenate(
@@ -419,10 +427,12 @@ class ChatBatches(ReadAhead):
 
         from lean import IGNORE
 
-        B, T = self.rows, self.seqlen
+        B = self.rows
+        T = self.seqlen
         if self.pad == "longest":
             T = int(self._width(max(examples.inputs[row].sum() for row in rows)))
-        tokens, targets = np.full((B, T), self.filler), np.full((B, T), IGNORE)
+        tokens = np.full((B, T), self.filler)
+        targets = np.full((B, T), IGNORE)
         positions = np.tile(np.arange(T), (B, 1))
         until = positions + 1
         own = [] if blank else rows[self.rank * B : (self.rank + 1) * B]

@@ -89,7 +89,8 @@ def copied(folder: str) -> list[str]:
     publishes the export would publish what it names. The hub's cache has its files beside its folders, in blobs."""
     from trainer.data import DataError
 
-    top, paths = Path(folder), []
+    top = Path(folder)
+    paths = []
     homes = top.resolve(), top.resolve().parent.parent / "blobs"
     for path in sorted([*top.iterdir(), *top.glob(f"{TEMPLATES}/*")]):
         if path.is_file() and (COPIED.fullmatch(path.name) or path.parent.name == TEMPLATES):

@@ -44,10 +44,8 @@ class Columns(NamedTuple):
 
     def read(self, line: dict) -> tuple[dict, str]:
         """A line in the form of examples.py, and what it was. Raises BadLine."""
-        line, own = (
-            dict(line),
-            {name: column for name, column in self.columns.items() if name not in OF_MESSAGES},
-        )
+        line = dict(line)
+        own = {name: column for name, column in self.columns.items() if name not in OF_MESSAGES}
         optional = ("system", "input", "history", "tools")
         if absent := [
             column for name, column in own.items() if column not in line and name not in optional

@@ -165,7 +165,8 @@ class Config(flags.Config):
     @property
     def adapters(self) -> dict:
         """--lora and what belongs to it, as adapters.attach takes it; empty without."""
-        alpha, targets = self.lora_alpha or 2.0 * self.lora, sorted({*self.lora_targets})
+        alpha = self.lora_alpha or 2.0 * self.lora
+        targets = sorted({*self.lora_targets})
         return dict(lora=self.lora, lora_alpha=alpha, lora_targets=targets) if self.lora else {}
 
     @property

@@ -107,9 +107,12 @@ class _Reader:
     """Turns lines into examples, and these into ids, as one tokenizer wants it."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, rules: Rules):
-        self.tokenizer, self.template = tokenizer, ChatTemplate(tokenizer, rules)
-        self.counts, self.eos = self.template.counts, tokenizer.eos_token_id
-        self.seam, self.columns = rules.seam, Columns(rules.format, rules.columns)
+        self.tokenizer = tokenizer
+        self.template = ChatTemplate(tokenizer, rules)
+        self.counts = self.template.counts
+        self.eos = tokenizer.eos_token_id
+        self.seam = rules.seam
+        self.columns = Columns(rules.format, rules.columns)
         # Mostly the header of an answer.
         self.prompt = lru_cache(CHUNK)(lambda text: self.tokens([text])[0][0])
         self.ends = {*tokenizer.added_tokens_decoder, self.eos}  # tokens that may end a turn
@@ -122,25 +125,21 @@ class _Reader:
         """Those of a line. Raises BadLine; DataError if the tokenizer cannot do what any such line needs."""
         line, recognised = self.columns.read(line)
         self.counts.update([recognised] if recognised else [])
-        prompt, completion, chat = (
-            line.get("prompt"),
-            line.get("completion"),
-            self.template.examples,
-        )
+        prompt = line.get("prompt")
+        completion = line.get("completion")
+        chat = self.template.examples
         if line.get("messages") is not None:
-            used, made = ["messages", *OF_CHATS], chat(line["messages"], 0, line)
+            used = ["messages", *OF_CHATS]
+            made = chat(line["messages"], 0, line)
         elif isinstance(prompt, list) and isinstance(completion, list):
-            used, made = (
-                ["prompt", "completion", *OF_CHATS],
-                chat(prompt + completion, len(prompt), line),
-            )
+            used = ["prompt", "completion", *OF_CHATS]
+            made = chat(prompt + completion, len(prompt), line)
         elif isinstance(prompt, str) and isinstance(completion, str):
-            used, made = (
-                ["prompt", "completion"],
-                [self.plain(completion, len(prompt), prompt + completion)],
-            )
+            used = ["prompt", "completion"]
+            made = [self.plain(completion, len(prompt), prompt + completion)]
         elif "text" in line and prompt is completion is None:
-            used, made = ["text"], [self.plain(line["text"], -1, line["text"])]
+            used = ["text"]
+            made = [self.plain(line["text"], -1, line["text"])]
         else:
             keys = ", ".join(line)[:200] or "no key"
             known = "messages, prompt and completion (both strings or both lists), columns of --format, or text"
@@ -208,7 +207,8 @@ class _Reader:
 
     def masked(self, example: Example, ids: list[int], at: np.ndarray) -> Encoded:
         """An example with what is learned of it. at [n, 2]: where its tokens lie in its text. Raises BadLine."""
-        text, starts = example.text, sorted(start for start, _ in example.spans)
+        text = example.text
+        starts = sorted(start for start, _ in example.spans)
         special = [i for i, each in enumerate(ids) if each in self.ends and at[i, 0] < at[i, 1]]
         across = [start for start in starts if not self.begins(text, ids, at, special, start)]
         if across:
@@ -230,10 +230,8 @@ class _Reader:
         for start, end in example.spans:
             learned |= (at[:, 0] < end) & (at[:, 1] > start)
         if not example.chat:
-            before, after = (
-                self.bos if ids[:1] != self.bos else [],
-                [self.eos] if ids[-1:] != [self.eos] else [],
-            )
+            before = self.bos if ids[:1] != self.bos else []
+            after = [self.eos] if ids[-1:] != [self.eos] else []
             learned = np.r_[
                 np.zeros(len(before), dtype=bool), learned, np.ones(len(after), dtype=bool)
             ]
@@ -258,7 +256,10 @@ class _Made:
     """Examples as they are made. Their tokens go to a file: memory holds 32 bytes of an example."""
 
     def __init__(self, folder: str, file: BinaryIO):
-        self.folder, self.file, self.table, self.top = folder, file, array("q"), 0
+        self.folder = folder
+        self.file = file
+        self.table = array("q")
+        self.top = 0
 
     def add(self, line: int, ids: np.ndarray, learned: np.ndarray, across: bool) -> None:
         with self.room():
@@ -402,7 +403,8 @@ def _load(path: Path) -> Tokenised | None:
 def _save(path: Path, data: Tokenised) -> None:
     """Writes a file of safetensors, whose own function would copy all into memory first."""
     about = json.dumps(data.about | dict(name=path.name))
-    shape, count = (len(data.ends), 4), int(data.ends[-1])
+    shape = (len(data.ends), 4)
+    count = int(data.ends[-1])
     begin = 8 * math.prod(shape)
     header = dict(
         __metadata__=dict(about=about),
@@ -423,7 +425,8 @@ def tokenised(files: list[Path], tokenizer: PreTrainedTokenizerFast, rules: Rule
               flag: str = "--data") -> Tokenised:  # fmt: skip
     """The examples of files, with `digest` in what is told about them. cache: a folder (None: simple_fsdp in
     $XDG_CACHE_HOME or ~/.cache). flag: that of the files, for messages. Raises DataError for what cannot be used."""
-    source, found = str(files[0]), None
+    source = str(files[0])
+    found = None
     if not getattr(tokenizer, "is_fast", False):
         fix = "name a model with a tokenizer.json"
         raise unusable(

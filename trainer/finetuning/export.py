@@ -86,7 +86,8 @@ def write_model(
 ) -> str:
     """A new folder with all of a model, as `write_folder`. whole: gives a tensor of the model, by its name without
     adapters; asked for each once, in the order of `own_tensors`."""
-    tensors, made = files_of(inner, source), {}
+    tensors = files_of(inner, source)
+    made = {}
 
     def read(name: str) -> Tensor:
         model_name, own, _ = tensors[name]
@@ -121,10 +122,13 @@ def write_adapters(
     small = [
         name for name in copied(source) if name not in ("config.json", "generation_config.json")
     ]
-    read, finish = (
-        lambda name: whole(made.names[name]),
-        lambda folder: Path(folder, SETTINGS).write_text(made.settings),
-    )
+
+    def read(name):
+        return whole(made.names[name])
+
+    def finish(folder):
+        Path(folder, SETTINGS).write_text(made.settings)
+
     return write_folder(
         out, source, "adapter_model.safetensors", made.tensors, read, math.inf, small, finish
     )
@@ -138,7 +142,8 @@ def export(
 ) -> str:
     """Writes --export of a run; returns the line to print. A collective: the ranks gather one tensor at a time, which
     rank 0 writes. between: called before each on all ranks. Raises CheckpointError on all ranks."""
-    inner, alone = model.model, bool(c.lora and not c.merge)
+    inner = model.model
+    alone = bool(c.lora and not c.merge)
     adapters = adapters_in(inner.named_parameters())
     state = adapters if alone else own_tensors(inner)
 
@@ -234,7 +239,8 @@ def of_checkpoint(args: argparse.Namespace) -> str:
             if not args.merge:
                 return write_adapters(args.out, model, args.model, read)
             path = weights_in(args.model)
-            there, tensors = renamed(path, weights.table(path), inner), base_tensors(inner)
+            there = renamed(path, weights.table(path), inner)
+            tensors = base_tensors(inner)
             # A tied weight has several names.
             regions = {id(tensors[name]): region for name, region in there.items()}
 

@@ -87,7 +87,10 @@ def renamed(path: str, there: dict, model: nn.Module) -> dict:
     ]
     renamings = [each for each in transforms if each not in converters]
     by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
-    own, found, groups, left = base_tensors(model), {}, {}, []
+    own = base_tensors(model)
+    found = {}
+    groups = {}
+    left = []
     ignored = [
         *(model._keys_to_ignore_on_load_unexpected or ()),
         r"rotary_emb\.inv_freq$",
@@ -129,7 +132,9 @@ def load_weights(
     """Fills the sharded parameters of `model` in place; returns load_s and loaded_from for the row. A collective.
     Raises, on all ranks, DataError for a bad folder, Desync where ranks see different files, CheckpointError for
     --prepared."""
-    began, path, inner = time.perf_counter(), weights_in(c.model), model.model
+    began = time.perf_counter()
+    path = weights_in(c.model)
+    inner = model.model
     seen = weights.glimpse(path)
     agree({f"--model {c.model}": seen}, group)
     files = checkpoint.on_rank_0(partial(_files, path), group) if c.prepared is not None else None
@@ -185,7 +190,8 @@ def files_of(inner: nn.Module, folder: str) -> dict[str, tuple[str, str, Tensor]
     """{name in the files: (name in the model, name by transformers, tensor on the meta device)} of all that is saved of
     `inner`. Dtypes are those of `folder`'s files, without any those of its config; names, too, where old files lack the
     prefix of the model's base. CheckpointError: transformers cannot tell the names."""
-    path, usual = weights_in(folder), inner.config.dtype or torch.float32
+    path = weights_in(folder)
+    usual = inner.config.dtype or torch.float32
     stored = (
         {name: region.like.dtype for name, region in weights.table(path).items()} if path else {}
     )
@@ -193,7 +199,8 @@ def files_of(inner: nn.Module, folder: str) -> dict[str, tuple[str, str, Tensor]
         name: torch.empty(t.shape, dtype=t.dtype, device="meta")
         for name, t in own_tensors(inner).items()
     }
-    found, prefix = {}, f"{inner.base_model_prefix}."
+    found = {}
+    prefix = f"{inner.base_model_prefix}."
     for name, t in state.items():
         for own, made in core_model_loading.revert_weight_conversion(inner, {name: t}).items():
             file = (

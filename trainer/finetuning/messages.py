@@ -27,7 +27,8 @@ LINKS = "tool_call_id", "id", "type", "index"
 LEAVE_OUT = ", or leave such lines out with --bad-lines skip"  # who left them out is not told so
 SKIP = f"mend the line{LEAVE_OUT}"
 # Letters of Tangut: printable, so that no escape is made of them.
-FIRST_MARK, MARKS = 0x17000, 0x1000
+FIRST_MARK = 0x17000
+MARKS = 0x1000
 MARK = re.compile(f"[{chr(FIRST_MARK)}-{chr(FIRST_MARK + MARKS - 1)}]")
 TAG = re.compile(r"(</?\w+>|\[/?\w+\])")  # where templates cut a text: before and after <think>
 CORE = re.compile(r"\S(?:.*\S)?", re.DOTALL)  # what is left by templates that strip a text
@@ -120,7 +121,8 @@ def is_learned(message: dict, number: int) -> bool:
 
 def cleaned(message: dict, number: int) -> dict:
     """A message in the one form, without its flags. Raises BadLine."""
-    role, where = message.get("role"), f" in message {number}"
+    role = message.get("role")
+    where = f" in message {number}"
     if role not in ROLES:
         raise BadLine(f"a role of {', '.join(ROLES)}", f"{str(role)[:40]!r}{where}", SKIP)
     turn = dict(role=role, content="")

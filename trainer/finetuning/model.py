@@ -79,7 +79,8 @@ class HuggingFaceModel(nn.Module):
     @property
     def parts_in_fp32(self) -> dict[str, list[str]]:
         """{name of a module: names of its parameters} where all of them are kept in fp32."""
-        kept, found = {*self.kept_in_fp32}, {}
+        kept = {*self.kept_in_fp32}
+        found = {}
         for path in sorted({name.rpartition(".")[0] for name in kept}):
             own = [f"{path}.{name}" for name, _ in self.get_submodule(path).named_parameters()]
             inside = any(path.startswith(f"{other}.") for other in found)
@@ -212,11 +213,13 @@ class HuggingFaceModel(nn.Module):
     def look(self, device: torch.device) -> None:
         """Tries on a few tokens whether the model runs, and whether logits are hidden states times the head: some
         models scale or cap them. DataError: it does not run on sharded parameters, or a token sees later ones."""
-        tokens, head = torch.arange(4, device=device)[None], self.model.get_output_embeddings()
+        tokens = torch.arange(4, device=device)[None]
+        head = self.model.get_output_embeddings()
         # Small logits do not show it.
         capped = getattr(self.model.config, "final_logit_softcapping", None)
         with torch.no_grad(), self._running():
-            logits, x = self(tokens).float(), self._hidden(tokens)
+            logits = self(tokens).float()
+            x = self._hidden(tokens)
             with unsharded():
                 fits = not capped and head.bias is None and head.weight.shape[1:] == x.shape[-1:]
                 fits = fits and head.weight.dtype == x.dtype  # Mamba's hidden states may be in fp32
@@ -281,7 +284,8 @@ def _seen_until(until: Tensor) -> Tensor:
 def _zero_row(weight: Tensor, row: int) -> None:
     if isinstance(weight, DTensor):
         (chunk,) = weight.__create_chunk_list__()
-        weight, row = weight.to_local(), row - chunk.offsets[0]
+        weight = weight.to_local()
+        row = row - chunk.offsets[0]
     weight[max(row, 0) : max(row + 1, 0)] = 0
 
 
@@ -329,7 +333,8 @@ def blank_model(
             if any(each in name for each in inner._keep_in_fp32_modules_strict):
                 buffer.data = buffer.data.float()  # as from_pretrained does; from_config does not
         # Of exports without weights in `folder`.
-        inner.config.dtype, inner.config.return_dict = usual, True
+        inner.config.dtype = usual
+        inner.config.return_dict = True
     except Exception as error:  # whatever a strange config.json leads to
         why = one_line(error, 200, kind=False)
         expected = (

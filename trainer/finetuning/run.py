@@ -138,7 +138,8 @@ def check_memory(c: Config, model: HuggingFaceModel, world: int) -> None:
 
     def step_bytes(c: Config, ranks: int, batch: int) -> float:
         sharded = ranks if c.mode != "replicate" else 1
-        tokens, width = batch * c.seqlen, size[c.param_dtype]
+        tokens = batch * c.seqlen
+        width = size[c.param_dtype]
         logits = c.vocab * (tokens if c.loss == "full" else min(tokens, c.chunk))
         kept = (c.depth * c.width * tokens + logits) * width
         own = frozen + trained * (4 + 2 * size[c.adam_dtype])

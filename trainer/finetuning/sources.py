@@ -138,7 +138,8 @@ def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
     with open(file, "rb") as opened:
         number = 0
         while line := opened.readline(LINE_BYTES + 1):
-            number, rest = number + 1, line
+            number = number + 1
+            rest = line
             # As Windows begins files.
             line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
             while len(rest) > LINE_BYTES and not rest.endswith(b"\n"):
@@ -156,7 +157,8 @@ def _begins_an_array(file: Path) -> bool:
 
 def _elements(file: Path) -> Iterator[bytes]:
     """Those of an array of JSON, of which a part is in memory at a time."""
-    decoder, number = json.JSONDecoder(), 0
+    decoder = json.JSONDecoder()
+    number = 0
     # A bad byte is told by its element.
     with open(file, encoding="utf-8-sig", errors="surrogateescape") as opened:
         text = opened.read(PIECE).lstrip()[1:]

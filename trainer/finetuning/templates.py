@@ -135,7 +135,8 @@ def replace_template(tokenizer: PreTrainedTokenizerFast, file: str) -> str:
     texts = []
     try:
         for template in (tokenizer.chat_template, _template_of(file, tokenizer.chat_template)):
-            tokenizer.chat_template, text = template, ""
+            tokenizer.chat_template = template
+            text = ""
             with suppress(BadLine, DataError):  # without one of its own nothing is compared
                 how = ChatTemplate(tokenizer, Rules()).arguments({})
                 text = "".join(map("".join, asked(turns, how)))
@@ -167,7 +168,9 @@ class ChatTemplate:
     """That of a tokenizer. counts: {words: number of lines} of what it does beside rendering, for people."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, rules: Rules):
-        self.tokenizer, self.rules, self.counts = tokenizer, rules, Counter()
+        self.tokenizer = tokenizer
+        self.rules = rules
+        self.counts = Counter()
         self.name = tokenizer.name_or_path or "the tokenizer"
         special = (
             token.content for token in tokenizer.added_tokens_decoder.values() if token.special
@@ -215,10 +218,8 @@ class ChatTemplate:
 
     def arguments(self, line: dict) -> dict[str, Any]:
         """What a conversation is rendered with. Raises DataError and, if the line asks for more than that, BadLine."""
-        tools, own = (
-            line.get("tools"),
-            forms.loaded(line.get("chat_template_kwargs"), f"{OF_CHATS[1]}, an object"),
-        )
+        tools = line.get("tools")
+        own = forms.loaded(line.get("chat_template_kwargs"), f"{OF_CHATS[1]}, an object")
         tools = forms.objects(tools, "tools") if forms.there(tools) else None
         if own is not None and not isinstance(own, dict):
             raise BadLine(f"{OF_CHATS[1]}, an object", type(own).__name__, SKIP)
@@ -270,13 +271,15 @@ class ChatTemplate:
         made: dict[int, Example] = {}
         for i in reversed(answers):
             before, whole = asked(turns[: i + 1], how)
-            good, content = whole.startswith(before), (turns[i]["content"] or "").strip()
+            good = whole.startswith(before)
+            content = (turns[i]["content"] or "").strip()
             # A header would count as part of the answer.
             if "add_generation_prompt" not in how["chat_template"]:
                 good &= whole[len(before) :].lstrip().startswith(content)
             if not good:
                 raise self.why(turns[: i + 1], how, before, whole)
-            span, later = (len(before), len(whole.rstrip())), next(reversed(made.values()), None)
+            span = (len(before), len(whole.rstrip()))
+            later = next(reversed(made.values()), None)
             if later and later.text.startswith(whole):
                 later.spans.append(span)
             else:
@@ -293,7 +296,8 @@ class ChatTemplate:
             return BadLine(
                 "a template that only adds an answer to what comes before it", found, TEMPLATE
             )
-        prompt, fix = before[len(history) :], way_on(how["chat_template"])
+        prompt = before[len(history) :]
+        fix = way_on(how["chat_template"])
         found = f"{prompt!r}, then {whole[len(history) :][: len(prompt) + 20]!r} as message {len(turns)}"
         thinks = ", which closes <think>" * ("</think>" in prompt) or ", which opens <think>" * (
             "<think>" in prompt
@@ -334,10 +338,8 @@ class ChatTemplate:
         }
         for i, key in sorted(keys):
             if (i, key) in unread and self.rules.unknown_keys == "refuse":
-                found, fix = (
-                    f"{key[:40]!r} in message {i + 1}",
-                    "leave it out, or add --unknown-keys drop",
-                )
+                found = f"{key[:40]!r} in message {i + 1}"
+                fix = "leave it out, or add --unknown-keys drop"
                 raise BadLine("keys that the chat template reads", found, fix)
             if (i, key) in lost and (i, key) not in unread:
                 found = f"no {lost[i, key].text[:60]!r} of the {key[:40]} in message {i + 1} ({turns[i]['role']})"

@@ -495,7 +495,8 @@ def sizes_of(c: Config, world: int) -> Sizes:
     elements |= {"[B,T,D]": tokens * D, f"[B,T,{c.grow}D]": tokens * c.grow * D}
     weights = {"[V,D]": V * D, "[D,D]": D * D, f"[{c.grow}D,D]": c.grow * D * D}
     if c.grouping > 1:
-        elements[f"[B,T,D/{c.grouping}]"], weights[f"[D/{c.grouping},D]"] = tokens * kv, kv * D
+        elements[f"[B,T,D/{c.grouping}]"] = tokens * kv
+        weights[f"[D/{c.grouping},D]"] = kv * D
     elements |= weights
     if world > 1:
         elements |= {f"{name}/{world}": -(-n // world) for name, n in weights.items()}

@@ -412,7 +412,8 @@ class Names:
                 stack.callback(setattr, module, "_compiled_call_impl", before)
             for module in PyCodeCache.modules:
                 if code := instrumented(module):
-                    module._track, own = track, type(module.runner).call
+                    module._track = track
+                    own = type(module.runner).call
                     swapped.append((own, own.__code__))
                     own.__code__ = code
             stack.callback(lambda: [setattr(own, "__code__", code) for own, code in swapped])

@@ -31,7 +31,8 @@ class Peer:
     """Another node, to which lines of JSON are sent. OSError: it has ended, or does not answer."""
 
     def __init__(self, connection: socket.socket):
-        self.connection, self.lines = connection, connection.makefile("rw")
+        self.connection = connection
+        self.lines = connection.makefile("rw")
 
     def send(self, message) -> None:
         self.lines.write(json.dumps(message) + "\n")
@@ -168,7 +169,8 @@ class Cluster:
 
     def follow(self, seconds: float) -> int:
         """Runs what node 0 sends, for so long at most; returns the exit code that it tells."""
-        until, (first,) = time.monotonic() + seconds, self.peers
+        until = time.monotonic() + seconds
+        (first,) = self.peers
         while "code" not in (job := first.receive(until - time.monotonic())):
             code, said = self.execute(**job)
             first.send([code, said.replace(socket.gethostname(), "HOST")])

@@ -54,7 +54,8 @@ class Trained:
         self.device = device
         self.watchdog = watchdog
         self.limits = limits
-        self.step, self.timer = build(c, device, world), timing.StepTimer(device)
+        self.step = build(c, device, world)
+        self.timer = timing.StepTimer(device)
         self.losses = []
         self.norms = []
 
