@@ -176,6 +176,7 @@ class Overlap(CustomGraphPass):
             )
 
     def warn_of_units(self, starts: list[fx.Node]) -> None:
+        """Once, of a graph that gathers, but no unit although the model has some."""
         in_units = any(n.meta["unit"] for n in starts)
         if self.has_units and not in_units and not self.warned:
             self.warned = True
@@ -332,15 +333,16 @@ def part_of(first: fx.Node, last: fx.Node, part: float) -> fx.Node | None:
 
 
 def flops_of(product: fx.Node) -> float:
+    """Of a matrix product, a convolution or attention, as torch counts them."""
     args, kwargs = fx.map_arg(
         (product.args, product.kwargs), lambda n: n.meta.get("val")
     )
     count = flop_registry[operation(product)]
     value = product.meta["val"]
-    # Torch 2.11 counts attention only where k and v have as many heads as q.
     try:
         return count(*args, **kwargs, out_val=value)
     except AssertionError:
+        # Torch 2.11 counts attention only where k and v have as many heads as q.
         heads = args[0].shape[1]
         args = [
             t.repeat_interleave(heads // t.shape[1], 1)

@@ -47,8 +47,8 @@ PROGRAMS = ["main", "finetune", "plan", "speed_mem_tests_mlp"]
 MOST_MODULES = {  # lab.studies: a module per study, what they share, what runs all of them
     "lab.studies": 12, "trainer": 13, "trainer.finetuning": 13,
 }  # fmt: skip
-MOST_NODES = {"overlap": 3000, "simple_fsdp": 9300, "muon": 2200}  # syntax nodes of a file; of others 6'750
-MOST_DENSE = 17  # syntax nodes for each line of code of a file; of the whole product 11.6
+MOST_NODES = {"overlap": 3000, "simple_fsdp": 9260, "muon": 2200}  # syntax nodes of a file; of others 6'750
+MOST_DENSE = 15  # syntax nodes for each line of code of a file; of the whole product 10.3
 REGISTRATIONS = {  # calls at import that are allowed, with the reason
     "lean_mlp.register_autograd": "torch must know the gradients of an op of our own before the first model is built",
     "register_flop_formula(getattr(torch.ops, _LIBRARY).lean_mlp)": "torch's FLOP counter must know an op of our own",
@@ -140,7 +140,13 @@ def test_a_file_can_be_held_in_the_head(name):
 
 def test_lines_are_not_packed():
     nodes, lines = map(sum, zip(*map(_size, SOURCES.values()), strict=True))
-    assert nodes <= 11.6 * lines, f"{nodes} syntax nodes in {lines} lines of code: unpack them"
+    assert nodes <= 10.3 * lines, f"{nodes} syntax nodes in {lines} lines of code: unpack them"
+
+
+@pytest.mark.parametrize("name", COPIED)
+def test_a_file_to_copy_has_lines_that_formatters_of_other_repositories_leave_alone(name):
+    long = [number for number, line in enumerate(SOURCES[name].split("\n"), 1) if len(line) > 88]
+    assert not long, f"{name}: lines of more than 88 columns: {long}"
 
 
 @pytest.mark.parametrize("package", PACKAGES)
